@@ -26,7 +26,6 @@ from megatron_pg.config.model import (
     layout_violation,
     output_layer_violations,
 )
-from megatron_pg.config.objective import MAX_LOG_RATIO as MAX_LOG_RATIO
 from megatron_pg.config.objective import (
     DistillationSettings,
     MismatchSettings,

@@ -19,14 +19,14 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from megatron_pg.critic.settings import CriticConfig
 from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.sample import Values
 from megatron_pg.step.values import check_mask, refuse_values
 
-WHITEN_EPSILON = 1e-8
-"""Added to the variance, as TRL and verl do; a step of equal advantages becomes one of zeros."""
+WHITEN_EPSILON = 1e-8  # added to the variance, as TRL and verl do: equal advantages become zeros
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,8 +52,8 @@ def gae(
 
     Args:
         rewards: per response `[response_length]`; a reward for the whole response stands on its last active token.
-        values: per response `[response_length]`, the critic's values before each token (`compute_values`).
-        loss_mask: per response `[response_length]`, 0 and 1.
+        values: the same, the critic's values before each token (`compute_values`).
+        loss_mask: the same, 0 and 1.
         gamma: the discount of a token, in [0, 1].
         lam: lambda, in [0, 1].
         bootstrap_values: `[responses]` the value after each response's last token where generation was cut off, 0 where it
@@ -69,10 +69,11 @@ def gae(
     lengths = [mask.numel() for mask in masks]
     response_rewards = _vectors("rewards", rewards, lengths)
     response_values = _vectors("values", values, lengths)
-    for index, mask in enumerate(masks):
+    active = [mask.bool() for mask in masks]
+    for index, is_active in enumerate(active):
         reward, value = response_rewards[index], response_values[index]
-        check_mask(f"loss_mask[{index}]", mask)
-        is_active, problem = mask.bool(), " at an active token, expected a finite number"
+        check_mask(f"loss_mask[{index}]", masks[index])
+        problem = " at an active token, expected a finite number"
         refuse_values(f"rewards[{index}]", reward, is_active & ~torch.isfinite(reward), problem)
         refuse_values(f"values[{index}]", value, is_active & ~torch.isfinite(value), problem)
         is_lost = ~is_active & (reward != 0) & is_active.any()
@@ -83,15 +84,23 @@ def gae(
         (bootstrap,) = _vectors("bootstrap_values", [bootstrap_values], [len(masks)])
         problem = ", expected a finite number, 0 for a response that ended"
         refuse_values("bootstrap_values", bootstrap, ~torch.isfinite(bootstrap), problem)
-    is_active = _joined(masks).bool()
-    active_values = _joined(response_values)[is_active]
-    advantages = _recurrence(
-        masks, _joined(response_rewards)[is_active], active_values, gamma, gamma * lam, bootstrap
+    if not masks:
+        return Estimates([], [])
+    # Active tokens alone, [responses, longest], the last of them first: column by column time runs backwards.
+    reward, value = (
+        pad_sequence([x[m].flip(0) for x, m in zip(rows, active, strict=True)], batch_first=True)
+        for rows in (response_rewards, response_values)
     )
-    return Estimates(
-        advantages=_split(is_active, advantages, lengths),
-        returns=_split(is_active, advantages + active_values, lengths),
-    )
+    following = torch.cat([bootstrap[:, None], value], dim=1)[:, :-1]
+    advantages, decay = reward + gamma * following - value, gamma * lam
+    for column in range(1, advantages.shape[1]):
+        advantages[:, column] += decay * advantages[:, column - 1]
+
+    def forwards(rows: Tensor) -> list[Tensor]:
+        values = [row[: int(m.sum())].flip(0) for row, m in zip(rows, active, strict=True)]
+        return _at_active_tokens(active, values)
+
+    return Estimates(advantages=forwards(advantages), returns=forwards(advantages + value))
 
 
 def whiten(
@@ -114,53 +123,28 @@ def whiten(
         ValueError: lengths differ; raised on all ranks if they differ on one.
     """
 
-    def active_advantages() -> tuple[Tensor, Tensor, list[int]]:
-        masks = _vectors("loss_mask", loss_mask)
-        lengths = [mask.numel() for mask in masks]
-        is_active = _joined(masks).bool()
-        return is_active, _joined(_vectors("advantages", advantages, lengths))[is_active], lengths
+    def active_advantages() -> tuple[list[Tensor], Tensor]:
+        masks = [mask.bool() for mask in _vectors("loss_mask", loss_mask)]
+        rows = _vectors("advantages", advantages, list(map(len, masks)))
+        return masks, torch.cat([torch.zeros(0), *(x[m] for x, m in zip(rows, masks, strict=True))])
 
-    def sums(local: tuple[Tensor, Tensor, list[int]]) -> tuple[int, float, float]:
+    def sums(local: tuple[list[Tensor], Tensor]) -> tuple[int, float, float]:
         values = local[1]
         return values.numel(), float(values.sum()), float(values.square().sum())
 
-    (is_active, values, lengths), rank_sums = compute_and_gather(
-        active_advantages, sums, data_parallel_group
-    )
+    (masks, values), rank_sums = compute_and_gather(active_advantages, sums, data_parallel_group)
     count, total, total_of_squares = map(sum, zip(*rank_sums, strict=True))
     mean = total / max(count, 1)
     variance = max(total_of_squares - count * mean**2, 0.0) / max(count - 1, 1)
     scaled = (values - mean) / math.sqrt(variance + WHITEN_EPSILON)
-    return _split(is_active, scaled, lengths)
-
-
-def _recurrence(
-    masks: Sequence[Tensor],
-    rewards: Tensor,
-    values: Tensor,
-    gamma: float,
-    decay: float,
-    bootstrap: Tensor,
-) -> Tensor:
-    """Compute the advantages [active tokens] of rewards and values [active tokens], float64, for all responses at once."""
-    counts = torch.tensor([int(mask.sum()) for mask in masks], dtype=torch.int64)
-    longest = int(counts.max()) if len(masks) else 0
-    response = torch.arange(len(masks)).repeat_interleave(counts)
-    # Negative columns: responses are aligned at their last token, and the bootstrap value stands behind it.
-    column = torch.arange(values.numel()) - counts.cumsum(0)[response]
-    reward, value = (torch.zeros(len(masks), longest, dtype=torch.float64) for _ in range(2))
-    reward[response, column], value[response, column] = rewards, values
-    delta = reward + gamma * torch.cat([value[:, 1:], bootstrap[:, None]], dim=1)
-    delta -= value
-    for place in range(longest - 2, -1, -1):
-        delta[:, place] += decay * delta[:, place + 1]
-    return delta[response, column]
+    counts = [int(mask.sum()) for mask in masks]
+    return _at_active_tokens(masks, torch.split(scaled, counts))
 
 
 def _vectors(
     name: str, rows: Sequence[Values], lengths: Sequence[int] | None = None
 ) -> list[Tensor]:
-    """Convert one row a response to host vectors in float64; refuse other lengths than `lengths`."""
+    """Convert one row a response to float64 on the host; refuse other lengths than `lengths`."""
     vectors = [torch.as_tensor(row, dtype=torch.float64, device="cpu") for row in rows]
     if lengths is not None and len(vectors) != len(lengths):
         raise ValueError(
@@ -175,11 +159,9 @@ def _vectors(
     return vectors
 
 
-def _joined(vectors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([torch.zeros(0, dtype=torch.float64), *vectors])
-
-
-def _split(is_active: Tensor, values: Tensor, lengths: Sequence[int]) -> list[Tensor]:
-    """Put values [active tokens] in their places, 0 elsewhere; return them per response, float32."""
-    whole = torch.zeros(len(is_active)).masked_scatter_(is_active, values.float())
-    return [part.clone() for part in torch.split(whole, list(lengths))]
+def _at_active_tokens(masks: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
+    """Put each response's values in their places, float32; 0 elsewhere."""
+    return [
+        torch.zeros(len(mask)).masked_scatter_(mask, active.float())
+        for mask, active in zip(masks, values, strict=True)
+    ]

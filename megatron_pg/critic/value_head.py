@@ -20,11 +20,8 @@ class ValueHead(nn.Module):
     (`distributed/finalize_model_grads.py` of 0.16.1 and 0.19.2).
 
     The parameters begin at 0 on every rank, so that the first advantages are those of the rewards alone. Values are float32
-    (float64 for a float64 model), whatever the model's precision.
-
-    Args:
-        config: the model's.
-        tensor_parallel_group: the model's; None takes the group of `parallel_state`.
+    (float64 for a float64 model), whatever the model's precision. `config` and `tensor_parallel_group` are the model's; None
+    takes the group of `parallel_state`.
     """
 
     def __init__(self, config: Any, tensor_parallel_group: Any = None) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -58,16 +57,7 @@ class MicroBatchValueLoss:
     """The value loss of one micro-batch on one rank, as a function of the values of its token window.
 
     Built on the host before the model has run; summed over ranks and micro-batches it is the value loss of the step.
-
-    Args:
-        config: the aggregation, and which metrics there are.
-        critic: c of the loss.
-        batch: the packed micro-batch, on the values' device.
-        totals: the totals of the whole step.
-        step_share: as for `policy_loss_function`.
-
-    Raises:
-        ValueError: the samples have no `old_values` or `returns`; one is named.
+    Arguments are those of `policy_loss_function`. Raises a ValueError for samples without `old_values` or `returns`.
     """
 
     def __init__(
@@ -84,45 +74,36 @@ class MicroBatchValueLoss:
                     f"{batch.samples[0].name} has no {field}, which the value loss needs: give Sample({field}=...) to every "
                     "sample of the step (compute_values, then gae)"
                 )
-        self._old_values, self._returns = (
-            masked(getattr(batch, field), batch.loss_mask) for field in CRITIC_FIELDS
-        )
+        mask = batch.loss_mask
+        self._old_values, self._returns = (masked(getattr(batch, x), mask) for x in CRITIC_FIELDS)
         self.config, self.critic, self.batch, self._totals = config, critic, batch, totals
         self._counts, sample_weights = host_weights(config, batch, totals, step_share)
-        self._weights = Weights.spread(
-            self._counts,
-            sample_weights,
-            loss_mask=batch.loss_mask,
-            sample_ids=batch.window_segment_ids,
-            loss_weights=batch.loss_weights,
-        )
+        window = (mask, batch.window_segment_ids, batch.loss_weights)
+        self._weights = Weights.spread(self._counts, sample_weights, *window)
         self._reduce = weighted_sum
         if config.custom_pg_loss_reducer_function_path is not None:
             self._reduce = custom_reduction(config, batch)
 
     def __call__(self, values: Tensor) -> tuple[Tensor, MicroBatchMetrics]:
         """Compute the loss and its detached metrics; values [window] float32 or float64, attached to the graph."""
-        batch, weights = self.batch, self._weights
-        values = masked(values, batch.loss_mask)
+        batch, weights, mask = self.batch, self._weights, self.batch.loss_mask
+        values = masked(values, mask)
         old_values, returns = self._old_values.to(values.dtype), self._returns.to(values.dtype)
         token_loss = value_loss(values, old_values, returns, self.critic.value_clip)
-        inner_sum = self._reduce(token_loss, weights.loss, batch.loss_mask)
-        loss = quotient(inner_sum, weights.outer_count)
+        loss = quotient(self._reduce(token_loss, weights.loss, mask), weights.outer_count)
         table = value_metric_table(self.config)
         parts = [
             checksums(weights, position_coefficients(self.config, batch, self._totals)),
-            table.sums(self._metric_values(token_loss, values), weights, batch.loss_mask),
+            table.sums(self._metric_values(token_loss, values), weights, mask),
             loss.detach().double().reshape(1),
             self._counts,
         ]
-        metrics = MicroBatchMetrics.of(table.names, table.pairs(parts))
-        metrics.batch, metrics.totals = replace(batch, side_channels={}), self._totals
+        metrics = MicroBatchMetrics.of(table.names, table.pairs(parts), batch, self._totals)
         metrics.is_nan = token_loss.isnan()
         return loss, metrics
 
     @torch.no_grad()
     def _metric_values(self, token_loss: Tensor, values: Tensor) -> dict[str, Tensor]:
-        """Compute the values of `MEANS` and `SUMS`, [window] float64 each."""
         is_clipped = token_loss > 0.5 * (values - self._returns).square()
         values, returns = values.double(), self._returns.double()
         error = returns - values
@@ -133,34 +114,26 @@ class MicroBatchValueLoss:
 
 @functools.lru_cache(maxsize=64)
 def value_metric_table(config: PolicyLossConfig) -> PairTable:
-    """Return the (numerator, denominator) metrics of a critic's step."""
     rows = (*((name, "mean") for name in MEANS), *((name, "sum") for name in SUMS))
     return PairTable(("value_loss",), rows if config.pg_metrics != "none" else ())
 
 
-@dataclass(frozen=True, eq=False)
 class ValueReport:
-    """This rank's sums of the critic's step, which travel in the all-reduce of the policy's metrics."""
+    """This rank's sums of the critic's step, which travel in the all-reduce of the policy's metrics.
 
-    config: PolicyLossConfig
-    micro_batches: Sequence[Mapping[str, Tensor]]
-    """The metrics of this rank's micro-batches."""
-    sums: Tensor
-    """The pairs [names, 2] float64 of this rank; zeros where it does not contribute."""
+    `micro_batches` are the metrics of the rank's micro-batches; none where its peers bring the same numbers.
+    """
 
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         config: PolicyLossConfig,
         micro_batches: Sequence[Mapping[str, Tensor]],
-        *,
-        contributes: bool,
         device: torch.device | str,
-    ) -> ValueReport:
-        """Add up one rank's micro-batches; arguments as for `reduce_metrics`."""
-        counted = micro_batches if contributes else ()
-        names = value_metric_table(config).names
-        return cls(config, counted, add_pairs(names, counted, device))
+    ) -> None:
+        self._config, self._micro_batches = config, micro_batches
+        self._names = value_metric_table(config).names
+        self.sums = add_pairs(self._names, micro_batches, device)
+        """The pairs, [names, 2] float64."""
 
     def metrics(self, reduced: Tensor) -> dict[str, float]:
         """Compute the critic's metrics by name from the pairs [names, 2] of the whole world, on the host.
@@ -168,20 +141,22 @@ class ValueReport:
         Raises:
             RuntimeError: under `check_aggregation`, the aggregation checksum is not 1.
         """
-        names = value_metric_table(self.config).names
-        quotients = dict(zip(names, (reduced[:, 0] / reduced[:, 1]).tolist(), strict=True))
+        means = (reduced[:, 0] / reduced[:, 1]).tolist()
+        quotients = dict(zip(self._names, means, strict=True))
         if math.isnan(quotients["value_loss"]):
-            report_nan_tokens(self.micro_batches, "the critic's output, old_values and returns")
+            report_nan_tokens(self._micro_batches, "the critic's output, old_values and returns")
         report = {name: quotients[name] for name in ("value_loss", *MEANS) if name in quotients}
-        report[f"value_{CHECKSUM}"] = check_checksum(self.config, quotients, self.micro_batches)
+        checksum = check_checksum(self._config, quotients, self._micro_batches)
+        report[f"value_{CHECKSUM}"] = checksum
         if "error_sum" in quotients:
-            report["explained_variance"] = _explained_variance([quotients[name] for name in SUMS])
+            report["explained_variance"] = _explained_variance(*(quotients[x] for x in SUMS))
         return report
 
 
-def _explained_variance(sums: Sequence[float]) -> float:
-    """Compute `1 - Var(R - v) / Var(R)` over a step's active tokens from `SUMS`; NaN where all returns are equal."""
-    count, returns, returns_squared, errors, errors_squared = sums
+def _explained_variance(
+    count: float, returns: float, returns_squared: float, errors: float, errors_squared: float
+) -> float:
+    """Compute `1 - Var(R - v) / Var(R)` over a step's active tokens; NaN where all returns are equal."""
     if not count:
         return math.nan
     variance = returns_squared / count - (returns / count) ** 2

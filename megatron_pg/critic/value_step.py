@@ -35,16 +35,13 @@ class ValueStep:
         metrics = policy_step.metrics(policy_output, critic=step.report(value_output))
 
     The loss is aggregated as the config's policy loss, with the same totals, and scaled for the schedule by the same
-    contract. Where policy and critic are sharded alike, they share the plan and the micro-batches. Further arguments are
-    those of `PolicyStep`.
+    contract. Where policy and critic are sharded alike, they share the plan and the micro-batches. Further arguments and
+    errors are those of `PolicyStep`.
 
     Args:
         config: the policy loss: aggregation, metrics, checks.
         critic: the value loss.
         model: the critic, a model with a value head (`add_value_head`), wrapped or a list of virtual-pipeline chunks.
-
-    Raises:
-        ValueError: as for `PolicyStep`.
     """
 
     def __init__(
@@ -77,30 +74,22 @@ class ValueStep:
             batch: the micro-batch, packed for this context-parallel rank, on the model's device.
 
         Raises:
-            ValueError: the batch was packed for another context-parallel size or rank; its samples have no `old_values` or
-                `returns`; the loop would leave gradients unreduced or the embedding has no row, as for `PolicyStep.head`.
+            ValueError: the samples have no `old_values` or `returns`; as for `PolicyStep.head`.
         """
         step = self._step
         inputs = step.checked_inputs(batch)
-        value_loss = MicroBatchValueLoss(step.config, self.critic, batch, step.totals, step.share)
-        return step.scaled_head(
-            batch, inputs, lambda output: value_loss(values_of_output(batch, output))
-        )
+        loss = MicroBatchValueLoss(step.config, self.critic, batch, step.totals, step.share)
+        return step.scaled_head(batch, inputs, lambda output: loss(values_of_output(batch, output)))
 
     def report(self, schedule_output: Sequence[Mapping[str, Tensor]]) -> ValueReport:
         """Report what the schedule returned on this rank, for `PolicyStep.metrics(critic=...)`; no communication."""
-        step = self._step
-        return ValueReport.of(
-            step.config, schedule_output, contributes=step.groups.contributes, device=step.device
-        )
+        counted = schedule_output if self._step.groups.contributes else ()
+        return ValueReport(self._step.config, counted, self._step.device)
 
     def metrics(self, schedule_output: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
-        """Return the critic's metrics, the same on every rank, for a step without a policy.
+        """Return the critic's metrics, the same on every rank, for a step without a policy; errors as of `PolicyStep.metrics`.
 
         Every rank of the job calls it once a step: one SUM all-reduce.
-
-        Raises:
-            RuntimeError: under `--check-aggregation`, the aggregation checksum is not 1.
         """
         report = self.report(schedule_output)
         dist.all_reduce(report.sums)
@@ -127,9 +116,7 @@ def compute_values(
     groups: ParallelGroups | None = None,
     cp_partition_mode: CpPartitionMode = "zigzag",
 ) -> ScoredValues:
-    """Compute values of samples under a critic, forward only.
-
-    The same ranks call it as `compute_log_probs`. Further arguments are those of that function.
+    """Compute values of samples under a critic, forward only. Callers and further arguments are those of `compute_log_probs`.
 
         scored = compute_values(critic, samples, max_tokens_per_microbatch=16384, is_truncated=is_truncated)
         estimates = gae(rewards, scored.values, masks, gamma, lam, bootstrap_values=scored.bootstrap_values)
@@ -152,11 +139,9 @@ def compute_values(
     longer_samples = []
     for sample, is_cut in zip(samples, flags, strict=True):
         # The value after the last token is the value before one token more; as attention is causal, any token will do.
-        more = sample.tokens[-1:].clamp(min=0) if is_cut else sample.tokens[:0]
+        tokens = torch.cat([sample.tokens, sample.tokens[-1:].clamp(min=0)[:is_cut]])
         length = sample.response_length + is_cut
-        longer_samples.append(
-            Sample(torch.cat([sample.tokens, more]), length, torch.ones(length), name=sample.name)
-        )
+        longer_samples.append(Sample(tokens, length, torch.ones(length), name=sample.name))
     scores = score_samples(
         model,
         longer_samples,
@@ -173,11 +158,7 @@ def compute_values(
 
 
 def values_of_output(batch: PackedBatch, output: Tensor) -> Tensor:
-    """Read the values [window] of response tokens from the output [1, local_tokens, 1], each in the row that predicts its token.
-
-    Raises:
-        ValueError: the output has another shape.
-    """
+    """Read the values [window] of response tokens from the output [1, local_tokens, 1], each in the row that predicts its token."""
     rows = output.reshape(-1, output.shape[-1])
     if rows.shape != (batch.window.local_tokens, 1):
         raise ValueError(

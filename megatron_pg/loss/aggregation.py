@@ -27,23 +27,21 @@ from megatron_pg.step.totals import StepTotals
 
 @dataclass(frozen=True, kw_only=True)
 class Aggregation(Row):
-    """One mode: which divisor the tokens of a sample get, and by which count of the step the sum is divided."""
+    """One mode: the divisor of a sample's tokens, and the count of the step that the sum is divided by."""
 
     denominator: Callable[[StepTotals, Sequence[CountedSample]], Tensor] | None = None
     """The function (totals, samples) -> [num_samples] float64 D or G; None for the modes that divide by neither."""
-    outer_count: Callable[[StepTotals], float]
-    """The count that the inner sum is divided by, above 0."""
+    outer_count: Callable[[StepTotals], float]  # divides the inner sum, above 0
     under_per_token_flag: str | None = None
     """Mode that the flag `--calculate-per-token-loss` turns it into; None where the flag is refused."""
     defaults_to_own_tokens: bool = False
     """True if a sample's own active tokens are its denominator where none is given."""
 
     def denominators(self, totals: StepTotals, samples: Sequence[CountedSample]) -> Tensor | None:
-        """Return D or G of the step for each sample, [num_samples] float64; None for a mode that divides by neither."""
         return None if self.denominator is None else self.denominator(totals, samples)
 
     def divisors(self, denominators: Tensor | None, divisor: float | None) -> Tensor | float:
-        """Divisor per sample, or one for all."""
+        """Return the divisor of each sample's tokens, or one for all."""
         if denominators is not None:
             return denominators.masked_fill(denominators == 0, 1.0)
         return 1.0 if divisor is None else float(divisor)
@@ -51,7 +49,7 @@ class Aggregation(Row):
     def divisors_of(
         self, totals: StepTotals, samples: Sequence[CountedSample], divisor: float | None = None
     ) -> Tensor:
-        """Divisor of each sample's tokens under the totals of its step, [num_samples] float64."""
+        """Return the divisor of each sample's tokens under the totals of its step, [num_samples] float64."""
         divisors = self.divisors(self.denominators(totals, samples), divisor)
         return torch.as_tensor(divisors, dtype=torch.float64).expand(len(samples))
 
@@ -73,16 +71,14 @@ AGGREGATIONS: Table[Aggregation] = Table(
         **dict.fromkeys(("dr.grpo", "dr_grpo", "drgrpo"), "constant, with dr_grpo's advantages"),
     },
 )
-"""The rows by the name that `--loss-aggregation` takes."""
 
 
 def _num_prompt_groups(totals: StepTotals) -> int:
     if totals.num_prompt_groups is None:
-        lacking = [
-            each.name for each in itertools.chain(*totals.counts) if each.group_index is None
-        ]
+        samples = itertools.chain(*totals.counts)
+        lacking = (sample.name for sample in samples if sample.group_index is None)
         raise ValueError(
-            f"--loss-aggregation prompt_mean: {lacking[0] if lacking else 'some sample of the step'} has no group_index; "
+            f"--loss-aggregation prompt_mean: {next(lacking, 'some sample of the step')} has no group_index; "
             "give one to every sample (all samples of a prompt share it)"
         )
     if totals.odd_group:
@@ -133,71 +129,44 @@ AGGREGATIONS.add(
 
 
 def checked_aggregation(name: str, divisor: float | None, qkv_format: Any = "thd") -> Aggregation:
-    """Return the row of that name.
-
-    Raises:
-        ValueError: there is none, it needs another divisor than is given, or the layout is unknown; as
-            `PolicyLossConfig`.
-    """
+    """Return the row of that name, or refuse name, divisor and layout as `PolicyLossConfig` does."""
     PolicyLossConfig(loss_aggregation=name, loss_aggregation_divisor=divisor, qkv_format=qkv_format)
     return AGGREGATIONS[name]
 
 
 @dataclass(frozen=True, eq=False)
-class Counts:
-    """Numbers of a step that the loss and its report divide by, 0-d float64 each."""
+class Weights:
+    """Numbers of the step, 0-d float64; from `loss` on weights of tokens, [window] float64, 0 at masked positions."""
 
-    outer_count: Tensor
-    """Count that the sum of the policy loss is divided by."""
-    regularizer_count: Tensor
-    """Count that the sums of KL and entropy are divided by."""
-    gradient_divisor: Tensor
-    """Count that the differentiated policy loss is divided by under `grad_divisor`."""
-    share: Tensor
-    """Part of the step's report that this micro-batch carries on this rank."""
-    checksum_scale: Tensor
-    """Factor of the sum of the weights that makes it 1 over the step."""
-    samples_scale: Tensor
-    """The same for weights times the identities of tokens."""
-    ranks_scale: Tensor
-    """The same for weights times the identities of tokens and of the data-parallel rank."""
-    checksum_offset: Tensor
-    """Summand of the three sums: `share` in a step without an active token, else 0."""
-    nothing: Tensor
-    """0, the pair of a metric whose fields the samples lack."""
-
-
-@dataclass(frozen=True, eq=False)
-class Weights(Counts):
-    """The weight of each token, [window] float64 each, 0 at masked positions, and the counts of the step."""
-
-    loss: Tensor
-    """Weight in the policy loss, loss weights included. With a reducer of the user's own, 1 for an active token."""
-    identified: Tensor
-    """The same weight times the number by which the sample is told from others."""
-    regularizer: Tensor
-    """Weight in KL and entropy, loss weights included."""
-    document: Tensor
-    """Weight in a metric's mean over documents."""
-    sequence: Tensor
-    """Weight in a metric's sum over sequences."""
+    outer_count: Tensor  # divides the sum of the policy loss
+    regularizer_count: Tensor  # divides the sums of KL and entropy
+    gradient_divisor: Tensor  # divides the differentiated policy loss under `grad_divisor`
+    share: Tensor  # part of the step's report that this micro-batch carries on this rank
+    checksum_scale: Tensor  # makes the sum of the weights 1 over the step
+    samples_scale: Tensor  # the same for weights times the identities of tokens
+    ranks_scale: Tensor  # the same for these times the identity of the data-parallel rank
+    checksum_offset: (
+        Tensor  # added to the three sums: `share` in a step without an active token, else 0
+    )
+    nothing: Tensor  # 0, the pair of a metric whose fields the samples lack
+    loss: Tensor  # with loss weights; with a reducer of the user's own, 1 for an active token
+    identified: Tensor  # `loss` times the number by which the sample is told from others
+    regularizer: Tensor  # of KL and entropy, with loss weights
+    document: Tensor  # in a metric's mean over documents
+    sequence: Tensor  # in a metric's sum over sequences
 
     @classmethod
     def spread(
         cls,
         counts: Tensor,
         sample_weights: Tensor,
-        *,
         loss_mask: Tensor,
         sample_ids: Tensor,
         loss_weights: Tensor | None,
     ) -> Weights:
         """Give every token of the window the weights of its sample.
 
-        Args:
-            counts: [counts] float64, in the order of `Counts`.
-            sample_weights: [5, samples] float64, in the order of `SAMPLE_WEIGHTS`.
-            loss_mask, sample_ids, loss_weights: [window], as `Tokens` has them.
+        The first two are of `host_weights`, the others [window] as `Tokens` has them.
         """
         spread = torch.where(loss_mask, sample_weights[:, sample_ids], 0.0)
         weights = dict(zip(SAMPLE_WEIGHTS, spread.unbind(), strict=True))
@@ -207,21 +176,16 @@ class Weights(Counts):
         return cls(**dict(zip(COUNTS, counts.unbind(), strict=True)), **weights)
 
 
-COUNTS = tuple(field.name for field in dataclasses.fields(Counts))
-SAMPLE_WEIGHTS = tuple(each.name for each in dataclasses.fields(Weights) if each.name not in COUNTS)
+_NAMES = tuple(field.name for field in dataclasses.fields(Weights))
+COUNTS, SAMPLE_WEIGHTS = _NAMES[: _NAMES.index("loss")], _NAMES[_NAMES.index("loss") :]
 
 
 def host_weights(
     config: PolicyLossConfig, batch: PackedBatch, totals: StepTotals, share: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute the counts and the weight of each sample's tokens on the host, and move them to the batch's device.
+    """Compute `COUNTS` [counts] and `SAMPLE_WEIGHTS` [5, samples] float64 on the host, and move them to the batch's device.
 
-    Returns:
-        Counts [counts] and weights [5, samples] float64, as `Weights.spread` takes them. There are at least two columns, of
-        no sample where there are fewer: the compiler makes another program for a size of 1.
-
-    Raises:
-        ValueError: the totals do not know a sample that the aggregation asks for.
+    There are at least two columns, of no sample where there are fewer: the compiler makes another program for a size of 1.
     """
     samples, counted = batch.samples, totals.counted_in(config.loss_weight_denominator)
     sample_mean = AGGREGATIONS["sample_mean"]
@@ -250,14 +214,11 @@ def host_weights(
         "checksum_offset": 0.0 if expected[0] else share,
         "nothing": 0.0,
     }
-    document = regularizer = sample_mean.divisors_of(totals, samples)
-    if counted is not totals:
-        regularizer = sample_mean.divisors_of(counted, samples)
     divisors = {
         "loss": loss_divisors,
         "identified": identified,
-        "regularizer": regularizer,
-        "document": document,
+        "regularizer": sample_mean.divisors_of(counted, samples),
+        "document": sample_mean.divisors_of(totals, samples),
         "sequence": torch.tensor([max(sample.num_active_tokens, 1) for sample in samples]),
     }
     table = torch.zeros(len(SAMPLE_WEIGHTS), max(len(samples), 2), dtype=torch.float64)

@@ -19,10 +19,9 @@ to no sum, and an exchange of samples that are equal in all that is hashed.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from megatron_pg.step.batch import PackedBatch
 from megatron_pg.step.identity import store_hashes
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import StepTotals
@@ -31,10 +30,8 @@ CHECKSUM = "aggregation_checksum"
 CHECKSUMS = (CHECKSUM, f"{CHECKSUM}_of_samples", f"{CHECKSUM}_of_ranks")
 """The three sums, as a micro-batch carries them; a step reports the first that is not 1 as `aggregation_checksum`."""
 CHECKSUM_TOLERANCE = 1e-5
-IDENTITY_TOLERANCE = 1e-9
-"""Rounding of float64 sums over the tokens of a step, with a wide margin."""
-NUM_NAMED = 5
-"""Samples that a message names of each kind."""
+IDENTITY_TOLERANCE = 1e-9  # rounding of float64 sums over the tokens of a step, with a wide margin
+NUM_NAMED = 5  # samples that a message names of each kind
 
 MEANINGS = (
     "Above 1, samples were trained on twice or are missing from step_totals(); below 1, samples were dropped; either, "
@@ -60,7 +57,7 @@ def checksum_of(sums: Mapping[str, float]) -> tuple[float, str]:
         return values[0], ""
     first = is_off.index(True)
     value = values[first]
-    shown = f"{value:.6f}" if not abs(value - 1.0) < 1e-5 else f"1 {value - 1.0:+.1e}"
+    shown = f"1 {value - 1.0:+.1e}" if abs(value - 1.0) < 1e-5 else f"{value:.6f}"
     return value, (
         f"{CHECKSUM} is {shown}, expected 1: the weights of the tokens that reached the loss add up to "
         f"{values[0]:.6f} times what the step's totals hold, and to {values[1]:.6f} times with every sample "
@@ -71,12 +68,10 @@ def checksum_of(sums: Mapping[str, float]) -> tuple[float, str]:
 def samples_at_fault(micro_batches: Iterable[object]) -> str:
     """Name the samples that this rank trained on twice, wrongly or never; "" where nothing is known of them."""
     # By window: a process that evaluates all parts of a step has each sample in every window.
-    samples_by_rank: dict[int, list[Sample]] = {}
-    totals: StepTotals | None = None
+    samples_by_rank, totals = defaultdict[int, list[Sample]](list), None
     for metrics in micro_batches:
-        batch: PackedBatch | None = getattr(metrics, "batch", None)
-        if batch is not None:
-            samples_by_rank.setdefault(batch.window.cp_rank, []).extend(batch.samples)
+        if batch := getattr(metrics, "batch", None):
+            samples_by_rank[batch.window.cp_rank] += batch.samples
         totals = getattr(metrics, "totals", None) or totals
     if totals is None or not totals.knows_identities:
         return ""

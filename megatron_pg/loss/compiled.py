@@ -1,9 +1,9 @@
 """Formulas of a micro-batch in a few generated kernels in place of a hundred launches, with their gradient.
 
-There is no second implementation: the functions that CPU runs operator by operator are traced once, by
-`torch.fx.experimental.proxy_tensor.make_fx`, together with the gradient that autograd makes of them, and `torch.compile`
-turns the operators of that trace into kernels for any number of tokens and samples. The compiled part takes tensors alone, so
-that a call checks nothing but their types. What cannot be traced or compiled runs operator by operator, which is said once.
+There is no second implementation: the functions that CPU runs operator by operator are traced once by `make_fx`, together
+with the gradient that autograd makes of them, and `torch.compile` turns that trace into kernels for any number of tokens and
+samples. The compiled part takes tensors alone, so that a call checks nothing but their types. What cannot be traced or
+compiled runs operator by operator, which is said once.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,96 +26,43 @@ DEVICES = {"cuda"}
 the bit."""
 MAX_PROGRAMS = 8
 """Settings that a process compiles for; further ones, such as a coefficient that every step changes, run operator by operator."""
-TRACED_TOKENS, TRACED_SAMPLES = 8192, 37
-"""Sizes of the micro-batch of zeros that is traced and compiled, whatever the first real one is like; the kernels take others.
-So every rank compiles the same, and a long reduction."""
+TRACED_TOKENS = 8192
+TRACED_SIZES = {"sample_weights": 37, "sums": 37, "counts": None}
+"""Sizes of the micro-batch of zeros that is traced and compiled, by the name of a tensor whose last dimension counts samples
+and not tokens; None for one of a fixed size. Every rank compiles the same, a long reduction, whatever its first micro-batch."""
 
-Outputs = tuple[Tensor | None, ...]
+Tensors = Mapping[str, Any]  # by name; None where there is none
+Outputs = tuple[Any, ...]  # tensors; None where there is none
+Function = Callable[[Tensors], Outputs]
 _programs: dict[Hashable, Callable[..., Outputs] | None] = {}
 
 
-@dataclass
-class Inputs:
-    """The tensors of a function by name, by what their last dimension counts. None is a tensor that is not there."""
-
-    tokens: dict[str, Any]
-    """[..., window]."""
-    samples: dict[str, Any]
-    """[..., samples]."""
-    fixed: dict[str, Any]
-    """Tensors of a size that the settings fix."""
-
-    @property
-    def by_name(self) -> dict[str, Any]:
-        """All tensors, None included."""
-        return {**self.tokens, **self.samples, **self.fixed}
-
-    @property
-    def present(self) -> dict[str, Tensor]:
-        """The tensors that are there, detached."""
-        tensors = self.by_name.items()
-        return {name: each.detach().contiguous() for name, each in tensors if each is not None}
-
-
-Function = Callable[[Mapping[str, Any]], Outputs]
-
-
 def evaluate(
-    function: Function, settings: Hashable | None, inputs: Inputs, differentiated: Sequence[str]
+    function: Function, settings: Hashable | None, tensors: Tensors, differentiated: Sequence[str]
 ) -> Outputs:
     """Evaluate a function of tensors: by a compiled program on a GPU, operator by operator elsewhere.
 
     The function reads no value on the host, and depends on nothing but its tensors and the settings; None is a function that
     is not compiled. Its first result has a gradient to the tensors named in `differentiated`, the others have none.
     """
-    program, device = None, inputs.tokens["log_probs"].device.type
-    if settings is not None and device in DEVICES and not torch.is_inference_mode_enabled():
-        program = _program(function, settings, inputs, differentiated)
+    is_compiled = settings is not None and tensors["log_probs"].device.type in DEVICES
+    if not is_compiled or torch.is_inference_mode_enabled():
+        return function(tensors)
+    present = {name: x.detach().contiguous() for name, x in tensors.items() if x is not None}
+    kind = getattr(function, "__func__", function)  # of a method, which holds a micro-batch
+    key = (kind, settings, tuple((name, x.dtype) for name, x in present.items()))
+    if key not in _programs and len(_programs) >= MAX_PROGRAMS:  # settings that every step changes
+        _say_that_no_more_are_compiled()
+        return function(tensors)
+    if key not in _programs:
+        _programs[key] = _compiled(function, present, differentiated)
+    program = _programs[key]
     if program is None:
-        return function(inputs.by_name)
-    call = functools.partial(program, *inputs.present.values())
-    if not differentiated:
-        with torch.no_grad():
-            return call()
-    leaves = (inputs.by_name[name] for name in differentiated)
+        return function(tensors)
+    call = functools.partial(program, *present.values())
+    leaves = map(tensors.get, differentiated)
     outputs: Outputs = Differentiated.apply(call, *leaves)  # type: ignore[no-untyped-call]
     return outputs
-
-
-def _program(
-    function: Function, settings: Hashable, inputs: Inputs, differentiated: Sequence[str]
-) -> Callable[..., Outputs] | None:
-    """Return the compiled function, compiled at the first call for these settings; None where it runs operator by operator."""
-    kind = getattr(function, "func", function)
-    dtypes = tuple((name, each.dtype) for name, each in inputs.by_name.items() if each is not None)
-    key = (kind, settings, dtypes)
-    if key not in _programs:
-        if len(_programs) >= MAX_PROGRAMS:  # nothing is kept of settings that every step may change
-            _say_that_no_more_are_compiled()
-            return None
-        _programs[key] = _compiled(_with_gradients(function, differentiated), inputs)
-    return _programs[key]
-
-
-def _with_gradients(function: Function, differentiated: Sequence[str]) -> Function:
-    """Return the function with the gradients of its first result to `differentiated` behind that result."""
-    if not differentiated:
-        return function
-
-    def traced(tensors: Mapping[str, Any]) -> Outputs:
-        with torch.enable_grad():
-            leaves = {
-                name: tensors[name].detach().requires_grad_()
-                for name in differentiated
-                if tensors.get(name) is not None
-            }
-            results: Any = function({**tensors, **leaves})
-            loss, *others = results
-            gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-        by_name = dict(zip(leaves, gradients, strict=True))
-        return loss.detach(), *map(by_name.get, differentiated), *others
-
-    return traced
 
 
 @functools.cache
@@ -128,26 +74,33 @@ def _say_that_no_more_are_compiled() -> None:
     )
 
 
-def _compiled(function: Function, inputs: Inputs) -> Callable[..., Outputs] | None:
-    """Trace the function on zeros of `TRACED_TOKENS` and `TRACED_SAMPLES`, and compile the trace for any numbers of them."""
-    start = time.perf_counter()
-    sizes = dict.fromkeys(inputs.tokens, TRACED_TOKENS)
-    sizes |= dict.fromkeys(inputs.samples, TRACED_SAMPLES)
-    zeros = {
-        name: each.new_zeros((*each.shape[:-1], sizes.get(name, each.shape[-1])))
-        for name, each in inputs.present.items()
-    }
+def _compiled(
+    function: Function, tensors: Mapping[str, Tensor], differentiated: Sequence[str]
+) -> Callable[..., Outputs] | None:
+    """Compile the function, the gradients of its first result to `differentiated` behind that; None where it fails."""
+    start, zeros = time.perf_counter(), {}
+    for name, x in tensors.items():
+        size = TRACED_SIZES.get(name, TRACED_TOKENS) or x.shape[-1]
+        zeros[name] = x.new_zeros(*x.shape[:-1], size)
+    names = [name for name in differentiated if name in zeros]
 
-    def of_tensors(*tensors: Tensor) -> Outputs:
-        return function(dict(zip(zeros, tensors, strict=True)))
+    def traced(*arguments: Tensor) -> Outputs:
+        by_name = dict(zip(zeros, arguments, strict=True))
+        if not differentiated:
+            return function(by_name)
+        with torch.enable_grad():
+            leaves = {name: by_name[name].detach().requires_grad_() for name in names}
+            loss, *others = function(by_name | leaves)
+            gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        gradient_of = dict(zip(names, gradients, strict=True))
+        return loss.detach(), *map(gradient_of.get, differentiated), *others
 
     try:
         with torch.no_grad():
-            graph: Callable[..., Any] = make_fx(of_tensors, tracing_mode="symbolic")(
-                *zeros.values()
-            )
-            for name in zeros.keys() & sizes.keys():
-                torch._dynamo.mark_dynamic(zeros[name], zeros[name].dim() - 1)
+            graph = make_fx(traced, tracing_mode="symbolic")(*zeros.values())
+            for name, x in zeros.items():
+                if TRACED_SIZES.get(name, TRACED_TOKENS):
+                    torch._dynamo.mark_dynamic(x, x.dim() - 1)
             compiled: Callable[..., Outputs] = torch.compile(graph)
             compiled(*zeros.values())
     except Exception as error:  # whatever a compiler may raise: the formulas themselves run
@@ -172,7 +125,7 @@ class Differentiated(torch.autograd.Function):
         loss, *others = call()
         gradients, others = others[: len(differentiated)], others[len(differentiated) :]
         ctx.save_for_backward(*gradients)
-        ctx.mark_non_differentiable(*(each for each in others if each is not None))
+        ctx.mark_non_differentiable(*(output for output in others if output is not None))
         return loss, *others
 
     @staticmethod

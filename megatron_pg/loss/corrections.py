@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -30,34 +31,27 @@ REJECTED = "rejected_fraction"
 """The metric of every correction: the share of the tokens that some correction dropped."""
 CLIPPED = "tis_clipped_fraction"
 TIS_SETTINGS = ("tis_level", "tis_mode", "tis_clip", "tis_clip_low", "custom_tis_function_path")
-"""The settings of `--use-tis`; a custom function may read the others too."""
 OF_REJECTION = ("rejection_denominator",)
-"""The settings of every correction that drops tokens."""
 
 
 class Corrected(NamedTuple):
     """A micro-batch after one correction, or after all of them."""
 
-    loss: Tensor
-    """The per-token loss [window]; after all of them 0 where the mask drops the token."""
-    loss_mask: Tensor
-    """The active tokens that were not rejected, [window] bool."""
-    metrics: dict[str, Tensor]
-    """Values [window] by name, detached; their means are over the tokens active before any rejection."""
+    loss: Tensor  # of each token, [window]; after all of them 0 where the mask drops the token
+    loss_mask: Tensor  # the active tokens that were not rejected, [window] bool
+    metrics: dict[str, Tensor]  # [window], detached, of the tokens active before any rejection
 
 
 @dataclass(frozen=True, kw_only=True)
 class Correction(Row):
-    """A correction and its properties. What is not stated is the careful answer."""
+    """A correction and its properties. A property that is not stated has the careful value."""
 
     function: Callable[[PolicyLossConfig, Tokens, SequenceSums, Tensor], Corrected]
     """The formula, (config, tokens, sums, loss so far [window]) -> Corrected, with its own rejections alone."""
     rejects: bool = False
-    """True if it drops tokens."""
     rejects_by_data: bool = False
     """True if old and rollout log-probs alone decide which tokens it drops, so that they are known before the step."""
-    metrics: tuple[str, ...] = ()
-    """The metrics that it reports besides `REJECTED`."""
+    metrics: tuple[str, ...] = ()  # besides `REJECTED`
 
     def refusals(self, config: Any) -> list[str]:
         """Totals of what is kept need rejections that the data decide, and one kind of them."""
@@ -75,7 +69,6 @@ class Correction(Row):
 
 
 CORRECTIONS: Table[Correction] = Table("corrections")
-"""The rows by name; each is on by flags of its own."""
 correction = CORRECTIONS.decorator(Correction)
 
 
@@ -86,8 +79,7 @@ def apply_corrections(
     rows = CORRECTIONS.rows_on(config)
     if not rows:
         return Corrected(loss, tokens.loss_mask, {})
-    kept = tokens.loss_mask
-    metrics: dict[str, Tensor] = {}
+    kept, metrics = tokens.loss_mask, dict[str, Tensor]()
     for row in rows:
         loss, kept_by_row, row_metrics = row.function(config, tokens, sums, loss)
         kept = kept & kept_by_row
@@ -97,42 +89,38 @@ def apply_corrections(
 
 
 def accepted_samples(config: PolicyLossConfig, samples: Sequence[Sample]) -> list[Sample]:
-    """Mask the rejected tokens of a step's samples, for `--rejection-denominator accepted`.
+    """Mask the rejected tokens of a step's samples on the host, for `--rejection-denominator accepted`.
 
-    The totals of a step are fixed before it starts. Called before `step_totals`, this makes them the totals of what is
-    kept, by the rejections that the data alone decide: those of weights and of whole sequences (the config refuses the
-    others with it). With `--rejection-denominator original` the samples come back as they are, and the loss takes
-    rejected tokens out of the numerator alone. On the host.
+    Called before `step_totals`, this makes the totals of the step those of what is kept, by the rejections that the data
+    alone decide: those of weights and of whole sequences (the config refuses the others with it). With
+    `--rejection-denominator original` the samples come back as they are, and the loss takes rejected tokens out of the
+    numerator alone.
 
     Raises:
         ValueError: log-probs are missing.
     """
     if config.rejection_denominator == "original" or not drops_tokens(config) or not samples:
         return list(samples)
-    for sample in samples:
-        for name in MISMATCH_INPUTS:
-            if getattr(sample, name) is None:
-                raise ValueError(
-                    f"{sample.name} needs {name}: give Sample({name}=...) to every sample of the step"
-                )
+    for sample, name in itertools.product(samples, MISMATCH_INPUTS):
+        if getattr(sample, name) is None:
+            raise ValueError(
+                f"{sample.name} needs {name}: give Sample({name}=...) to every sample of the step"
+            )
     fields = ("loss_mask", *MISMATCH_INPUTS)
-    given = {name: torch.cat([getattr(sample, name) for sample in samples]) for name in fields}
+    tensors = {name: torch.cat([getattr(sample, name) for sample in samples]) for name in fields}
     lengths = [sample.response_length for sample in samples]
     ids = torch.arange(len(samples)).repeat_interleave(torch.tensor(lengths))
     # These rejections read neither the policy in training nor advantages.
     unread = torch.zeros(len(ids))
-    tokens = Tokens.masked({**given, "sample_ids": ids, "log_probs": unread, "advantages": unread})
+    tensors |= {"sample_ids": ids, "log_probs": unread, "advantages": unread}
+    tokens = Tokens.masked(tensors)
     table = sums_of_rank(config, tokens, len(samples)) if sequence_sum_names(config) else None
     sums = SequenceSums.of_table(config, ids, table)
-    kept = torch.split(apply_corrections(config, tokens, unread, sums).loss_mask, lengths)
-    return [
-        dataclasses.replace(sample, loss_mask=mask)
-        for sample, mask in zip(samples, kept, strict=True)
-    ]
+    masks = torch.split(apply_corrections(config, tokens, unread, sums).loss_mask, lengths)
+    return [dataclasses.replace(s, loss_mask=mask) for s, mask in zip(samples, masks, strict=True)]
 
 
 def drops_tokens(config: PolicyLossConfig) -> bool:
-    """Say if a correction that is on may drop tokens; the config alone decides."""
     return any(row.rejects for row in CORRECTIONS.rows_on(config))
 
 
@@ -183,10 +171,8 @@ def custom_tis(
     rejects=True,
 )
 def opsm(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums, loss: Tensor) -> Corrected:
-    """Drop the tokens of negative advantage of sequences that the policy has left behind."""
     is_off_policy = -sums.mean("policy") > config.opsm_delta
-    kept = tokens.loss_mask & ~(is_off_policy & (tokens.advantages < 0))
-    return Corrected(loss, kept, {})
+    return Corrected(loss, tokens.loss_mask & ~(is_off_policy & (tokens.advantages < 0)), {})
 
 
 def importance_weights(tokens: Tokens, sums: SequenceSums, level: str) -> Tensor:
@@ -200,7 +186,6 @@ def importance_weights(tokens: Tokens, sums: SequenceSums, level: str) -> Tensor
 def _weighted(
     config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums, loss: Tensor
 ) -> Corrected:
-    """Weight tokens by their own truncated weight or by their sequence's; under `--tis-mode mask` drop those out of bounds."""
     weights = importance_weights(tokens, sums, config.tis_level)
     is_outside = (weights < config.tis_clip_low) | (weights > config.tis_clip)
     # In the precision of the loss: float64 stays.
@@ -212,7 +197,6 @@ def _weighted(
 def _without_outliers(
     config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums, loss: Tensor, *, level: str
 ) -> Corrected:
-    """Drop the sequences whose weight is out of the bounds of the level."""
     weights = importance_weights(tokens, sums, level)
     low, high = (getattr(config, f"{level}_rejection_{bound}") for bound in ("low", "high"))
     return Corrected(loss, tokens.loss_mask & ~((weights < low) | (weights > high)), {})
@@ -226,7 +210,6 @@ OF_MISMATCH: dict[str, Any] = {"inputs": MISMATCH_INPUTS, "is_sum_over_tokens": 
 
 
 def _weight_row(level: str, mode: str) -> Correction:
-    """Make the row of one level and mode of `--use-tis`."""
     is_mask, statistic = mode == "mask", LEVELS[level]
     flags = ["--use-tis", *[f"--tis-level {level}"] * (level != "token")]
     formula = "loss * clamp(w, tis_clip_low, tis_clip)"
@@ -255,7 +238,6 @@ def _weight_row(level: str, mode: str) -> Correction:
 
 
 def _rejection_row(level: str) -> Correction:
-    """Make the row that drops the sequences whose sum or mean of the mismatch is out of bounds."""
     bounds = (f"{level}_rejection_low", f"{level}_rejection_high")
     return Correction(
         name=f"{level}_rejection",

@@ -74,7 +74,6 @@ def head_options(
     vocab_size: int | None,
     chunk_tokens: int | None = None,
 ) -> HeadOptions:
-    """Collect the settings of a head over logits or hidden states."""
     return HeadOptions(
         tensor_parallel_group=tensor_parallel_group,
         temperature=config.rollout_temperature,
@@ -91,11 +90,11 @@ def loss_of_logits(
     """Compute the loss of a micro-batch and its metrics; see `policy_loss_function`."""
     config, batch = loss.config, loss.batch
 
-    def of_rows(channel: Tensor) -> Tensor:
-        everywhere = channel.new_zeros(batch.window.local_tokens, *channel.shape[1:])
-        return everywhere.index_copy(0, batch.logit_rows, channel)
+    def in_rows(channel: Tensor) -> Tensor:
+        rows = channel.new_zeros(batch.window.local_tokens, *channel.shape[1:])
+        return rows.index_copy(0, batch.logit_rows, channel)
 
-    teacher = teacher_of(loss, logits.shape[-1], of_rows, options, teacher_weight)
+    teacher = teacher_of(loss, logits.shape[-1], in_rows, options, teacher_weight)
     log_probs, entropy, divergence = log_probs_of_logits(config, batch, logits, options, teacher)
     mass = None
     if config.kept_set_mass:
@@ -114,16 +113,10 @@ def log_probs_of_logits(
     options: HeadOptions,
     teacher: WholeTeacher | TopKTeacher | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Compute log-probs, entropy and divergence from a teacher of the window's response tokens; 0 at masked ones.
+    """Compute log-probs, entropy and divergence from a teacher of the window's response tokens, [window] float32 each, in nats.
 
-    They are at the rollout temperature, and over the kept sets under `--replay-sampling-set`. Every rank of the
-    tensor-parallel group must call it.
-
-    Returns:
-        `[window]` float32 each, in nats, differentiable; None for what is not asked for.
-
-    Raises:
-        ValueError: the batch does not fit the logits, or these are narrower than `--fp32-lm-head` says.
+    They are 0 at masked tokens, at the rollout temperature, and over the kept sets under `--replay-sampling-set`; None is one
+    that is not asked for. Every rank of the tensor-parallel group must call it.
     """
     rows = logits.reshape(-1, logits.shape[-1])
     if len(rows) != batch.window.local_tokens:
@@ -143,17 +136,15 @@ def log_probs_of_logits(
         "row_mask": batch.row_mask,
         "vocab_size": options.vocab_size,
     }
-    found: tuple[Tensor, Tensor | None, Tensor | None]
+    scores: Any
     if teacher is not None:
-        found = log_probs_and_divergence(rows, batch.targets, teacher, **settings)
+        scores = log_probs_and_divergence(rows, batch.targets, teacher, **settings)
     else:
-        kept = batch.kept_tokens_of_rows if config.replay_sampling_set else None
-        scores = log_probs_and_entropy(
-            rows, batch.targets, with_entropy=options.with_entropy, kept=kept, **settings
-        )
-        found = (*scores, None)
-    log_probs, *others = found
-    entropy, divergence = (None if each is None else each[batch.logit_rows] for each in others)
+        settings["kept"] = batch.kept_tokens_of_rows if config.replay_sampling_set else None
+        settings["with_entropy"] = options.with_entropy
+        scores = *log_probs_and_entropy(rows, batch.targets, **settings), None
+    log_probs, *others = scores
+    entropy, divergence = (None if x is None else x[batch.logit_rows] for x in others)
     return log_probs[batch.logit_rows], entropy, divergence
 
 
@@ -194,34 +185,30 @@ def teacher_of(
         local_columns: of the student's output layer on this tensor-parallel rank.
         place: from [window, ...] to the rows of the call.
         weight: the teacher's output weight [v/tp, teacher's hidden], for `--distill-teacher hidden`.
-
-    Raises:
-        ValueError: the teacher's logits are of another vocabulary, or its output weight is missing.
     """
     config, batch, group = loss.config, loss.batch, options.tensor_parallel_group
     if not config.distills or not batch.samples:
         return None
     divergence = Divergence(config.distill_divergence, config.distill_beta)
-    given = [
-        place(batch.side_channels[name]) for name in TEACHER_CHANNELS[str(config.distill_teacher)]
-    ]
+    names = TEACHER_CHANNELS[str(config.distill_teacher)]
+    first, *others = (place(batch.side_channels[name]) for name in names)
     if config.distill_teacher == "top_k":
-        ids, log_probs = given
+        (log_probs,) = others
         is_double = log_probs.dtype == torch.float64
-        return TopKTeacher(divergence, ids.long(), log_probs if is_double else log_probs.float())
+        return TopKTeacher(divergence, first.long(), log_probs if is_double else log_probs.float())
     if config.distill_teacher == "hidden":
         if weight is None:
             raise ValueError(
                 "--distill-teacher hidden needs teacher_weight=, the teacher's output weight"
             )
-        return WholeTeacher(divergence, hidden=given[0].to(weight.dtype), weight=weight.detach())
+        return WholeTeacher(divergence, hidden=first.to(weight.dtype), weight=weight.detach())
     rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-    widths = (options.vocab_size or size * local_columns, size * local_columns)
-    if given[0].shape[1:] not in {(width,) for width in widths}:
+    padded_width = size * local_columns
+    width = options.vocab_size or padded_width
+    if first.shape[1:] not in {(width,), (padded_width,)}:
         raise ValueError(
-            f"{batch.samples[0].name}: side_channels['teacher_logits'] has rows of {list(given[0].shape[1:])} logits, expected the "
-            f"student's vocabulary of {widths[0]} (with padding {widths[1]}): teacher and student need one vocabulary"
+            f"{batch.samples[0].name}: side_channels['teacher_logits'] has rows of {list(first.shape[1:])} logits, expected the "
+            f"student's vocabulary of {width} (with padding {padded_width}): teacher and student need one vocabulary"
         )
-    start = rank * local_columns
-    own = given[0][:, start : start + local_columns]
+    own = first[:, rank * local_columns : (rank + 1) * local_columns]
     return WholeTeacher(divergence, logits=pad(own, (0, local_columns - own.shape[1])))

@@ -13,10 +13,9 @@ from megatron_pg.loss.sequence import sequence_sum_names
 
 
 class GradientScope(NamedTuple):
-    """The log-probs and entropies that decide a token's gradient."""
+    """The log-probs and entropies that decide a token's gradient: its own, its sequence's or the micro-batch's."""
 
     tokens: Literal["token", "sequence", "micro_batch"]
-    """Those of the token alone, of its sequence, or of the micro-batch."""
     leaves_out_zero_advantages: bool
     """A token whose advantage is 0 has no gradient at all: the objective is then the only term of the loss."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -21,16 +21,12 @@ TEACHER_CHANNELS = {
     "top_k": ("teacher_ids", "teacher_log_probs"),
 }
 """The side channels that hold a teacher, by `--distill-teacher`. Each has a row for every response token."""
-TOLERANCE = 1e-3
-"""Rounding of an engine's log-prob of 0, in nats."""
+TOLERANCE = 1e-3  # rounding of an engine's log-prob of 0, in nats
+_required_inputs = read_off_rows(required_inputs)
 
 
 def require_inputs(config: PolicyLossConfig, batch: PackedBatch) -> None:
-    """Refuse a micro-batch that lacks an input of the loss.
-
-    Raises:
-        ValueError: naming the sample, the field and the flags that ask for it.
-    """
+    """Refuse a micro-batch that lacks an input of the loss, naming the sample, the field and the flags that ask for it."""
     for field, flags in _required_inputs(config).items():
         if field != "group_index" and getattr(batch, field) is None:
             raise ValueError(
@@ -49,21 +45,19 @@ def _refuse_other_distributions(
     """Refuse log-probs of another distribution than the one renormalised to the kept set, by sample and position.
 
     A token that is alone in its set has the log-prob 0. Another number there belongs to the whole vocabulary, or to another
-    set, and so do the numbers at other tokens. A ratio to them would compare two supports, and a KL estimate of them would
-    not estimate the divergence of the renormalised distributions.
+    set, and so do the numbers at other tokens: a ratio to them would compare two supports.
     """
-    window, alone = batch.window, is_alone.nonzero()[:, 0]
-    fields = [field for field in required_inputs(config) if field in LOG_PROB_FIELDS]
-    for field in fields if alone.numel() else ():
+    window, fields = batch.window, [x for x in LOG_PROB_FIELDS if x in _required_inputs(config)]
+    for field in fields if is_alone.any() else ():
         values = torch.cat([getattr(sample, field) for sample in batch.samples])
-        places = window.response_indices[alone]
-        wrong = (values[places].abs() > TOLERANCE).nonzero()[:, 0]
+        values = values[window.response_indices]
+        wrong = (is_alone & (values.abs() > TOLERANCE)).nonzero()
         if wrong.numel():
-            token, place = int(alone[wrong[0]]), int(places[wrong[0]])
+            token = int(wrong[0])
             sample = int(window.window_segment_ids[token])
-            position = place - sum(window.response_lengths[:sample])
+            position = int(window.response_indices[token]) - sum(window.response_lengths[:sample])
             raise ValueError(
-                f"{batch.samples[sample].name}: {field}[{position}] is {float(values[place]):.4g}, and its token is the only one "
+                f"{batch.samples[sample].name}: {field}[{position}] is {float(values[token]):.4g}, and its token is the only one "
                 "of its kept set, where the log-prob over the set is 0: these are log-probs of another distribution. Under "
                 "--replay-sampling-set give those over the same sets (compute_log_probs under the same flag; of an engine, "
                 "those that it sampled from), or drop the flag"
@@ -71,7 +65,6 @@ def _refuse_other_distributions(
 
 
 def _refuse_without_teacher(config: PolicyLossConfig, batch: PackedBatch) -> None:
-    """Refuse a micro-batch without the side channels of the teacher, by sample."""
     for name in TEACHER_CHANNELS[str(config.distill_teacher)]:
         channel = batch.side_channels.get(name)
         if not isinstance(channel, Tensor) or len(channel) != len(batch.window):
@@ -85,7 +78,7 @@ def _refuse_without_teacher(config: PolicyLossConfig, batch: PackedBatch) -> Non
 
 
 def check_vocabulary(batch: PackedBatch, local_columns: int, options: HeadOptions) -> None:
-    """Refuse a response token that the logits have no column for. Reads no device tensor."""
+    """Refuse a response token that the logits have no column for, without a look at the device."""
     group, vocab_size = options.tensor_parallel_group, options.vocab_size
     if vocab_size is None:
         vocab_size = local_columns * (1 if group is None else dist.get_world_size(group))
@@ -109,11 +102,6 @@ def refuse_tokens_outside(samples: Iterable[Sample], vocab_size: int) -> None:
             where = f"{sample.name}: side_channels['teacher_ids']"
             is_outside = sample.loss_mask[:, None] & (teacher_ids >= vocab_size)
             problem = (
-                f", outside the vocabulary of {vocab_size}: teacher and model need one vocabulary"
+                f"outside the vocabulary of {vocab_size}: teacher and model need one vocabulary"
             )
-            refuse_values(where, teacher_ids, is_outside, problem)
-
-
-@read_off_rows
-def _required_inputs(config: PolicyLossConfig) -> Mapping[str, tuple[str, ...]]:
-    return required_inputs(config)
+            refuse_values(where, teacher_ids, is_outside, f", {problem}")

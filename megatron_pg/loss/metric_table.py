@@ -23,8 +23,7 @@ from megatron_pg.loss.tokens import Tokens
 
 MAX_REPORTED = 300.0
 """Bound of differences of log-probs in metrics, +-300: float64 holds e^600 and its sums, and no e^710."""
-SIGNS = {"maximum": 1.0, "minimum": -1.0}
-"""Sign of an extreme, so that the all-reduce of maxima finds it."""
+SIGNS = {"maximum": 1.0, "minimum": -1.0}  # an all-reduce of maxima finds both
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +37,7 @@ class Scored:
 
     @functools.cached_property
     def log_ratio(self) -> Tensor:
-        """The log-ratio log r, [window] float64, held."""
+        """The log-ratio log r, [window] float64, as are the others; NaN stays NaN."""
         return _held(promised(self.outcome.log_ratio))
 
     @functools.cached_property
@@ -47,12 +46,11 @@ class Scored:
 
     @functools.cached_property
     def mismatch(self) -> Tensor:
-        """The mismatch d = old_log_prob - rollout_log_prob, [window] float64, held; 0 where masked."""
+        """The mismatch d = old_log_prob - rollout_log_prob; 0 where masked."""
         return _held(self.tokens.mismatch())
 
     @property
     def ref_difference(self) -> Tensor:
-        """The difference log_prob - ref_log_prob, [window] float64, held."""
         return _held(self.tokens.log_probs.double() - self.tokens.given("ref_log_probs"))
 
     @property
@@ -61,7 +59,6 @@ class Scored:
 
 
 def _held(difference: Tensor) -> Tensor:
-    """Hold a difference of log-probs [window] within `MAX_REPORTED`, in float64. NaN stays NaN."""
     return difference.double().clamp(-MAX_REPORTED, MAX_REPORTED)
 
 
@@ -86,12 +83,9 @@ class Metric:
     kind: Kind = "mean"
     """A mean over documents or over active tokens, a sum over active tokens, the same over sequences where the ratio is
     one number a sequence, or an extreme over active tokens."""
-    of_ratio: bool = False
-    """True if it needs a ratio."""
-    reads: tuple[str, ...] = ()
-    """Fields that samples may lack: where all do, the step does not report it."""
-    is_reported: bool = True
-    """False if a step reports only metrics that are derived from it."""
+    of_ratio: bool = False  # needs a ratio
+    reads: tuple[str, ...] = ()  # fields that samples may lack: where all do, it is not reported
+    is_reported: bool = True  # False if only metrics that are derived from it are
     when: Callable[[PolicyLossConfig], bool] = lambda config: True
 
 
@@ -101,13 +95,11 @@ class Derived:
 
     name: str
     help: str
-    of: tuple[str, ...]
-    """The metrics that `value` takes, in order; without one of them it is not reported."""
+    of: tuple[str, ...]  # the metrics that `value` takes; without one of them it is not reported
     value: Callable[..., float]
 
 
 def of_field(name: str, help: str, field: str, kind: Kind = "mean", **properties: Any) -> Metric:
-    """Make the metric whose value is a field of `Tokens` that samples may lack."""
     return Metric(name, help, lambda s: s.tokens.given(field), kind, reads=(field,), **properties)
 
 
@@ -255,7 +247,6 @@ DERIVED = [
         operator.sub,
     ),
 ]
-"""Metrics of a step that are derived from its reduced rows."""
 
 
 def metrics_on(config: PolicyLossConfig) -> list[Metric]:

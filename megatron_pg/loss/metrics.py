@@ -7,11 +7,12 @@ documents is one more weighted sum, whatever the packing or the context parallel
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -47,58 +48,46 @@ KINDS = {
     "sequence sum": ("sequence", "share"),
     "absent": ("", "nothing"),
 }
-"""The weight of a token in the numerator, and the denominator, by the kind of a metric: a mean over documents or over active
-tokens, a sum over active tokens or over sequences, or nothing, where the samples lack the fields that the values are made of."""
+"""The weight of a token in the numerator, and the denominator, by the kind of a metric; absent is one of fields that the
+samples lack."""
 
 
 @dataclass(frozen=True)
 class PairTable:
-    """The (numerator, denominator) pairs of a micro-batch by name, and the sums over its tokens that they are made of.
+    """The (numerator, denominator) pairs of a micro-batch; equal for settings of which a coefficient alone differs."""
 
-    Equal by value: settings of which a coefficient alone differs, from step to step, share one.
-    """
-
-    reported: tuple[str, ...]
-    """Numbers of the whole micro-batch, such as the loss; their denominators add up to 1 over the step."""
-    rows: tuple[tuple[str, str], ...]
-    """The metrics of tokens, (name, kind)."""
+    reported: tuple[str, ...]  # numbers of a micro-batch; denominators add up to 1 over the step
+    rows: tuple[tuple[str, str], ...]  # the metrics of tokens, (name, kind)
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
-        """The names of the pairs, in order."""
         return (*self.reported, *CHECKSUMS, *(name for name, _ in self.rows))
 
     def sums(self, values: Mapping[str, Tensor], weights: Weights, loss_mask: Tensor) -> Tensor:
         """Add up values [window], read at active tokens alone, and their denominators over this rank's window, float64."""
-        by_name = {
-            "document": weights.document,
-            "sequence": weights.sequence,
-            "active": loss_mask.double(),
-        }
+        active = loss_mask.double()
+        by_name = {"document": weights.document, "sequence": weights.sequence, "active": active}
         # `where`, since 0 * NaN is NaN. Row by row, so that a compiler writes no row to memory.
         rows = [
             torch.where(loss_mask, values[name].double(), 0.0) * by_name[KINDS[kind][0]]
             for name, kind in self.rows
             if kind != "absent"
         ]
-        return torch.stack([*rows, by_name["document"], by_name["active"]]).sum(1)
+        return torch.stack([*rows, weights.document, active]).sum(1)
 
     def pairs(self, parts: Sequence[Tensor]) -> Tensor:
-        """Put the pairs together, [names, 2] float64, from checksums, result of `sums`, terms by `reported`, and counts."""
+        """Put the pairs together, [names, 2] float64, from checksums, result of `sums`, terms by `reported`, and `COUNTS`."""
         return torch.cat(list(parts))[_layout(self, parts[0].device)]
 
 
 @functools.cache
 def _layout(table: PairTable, device: torch.device) -> Tensor:
     """Place numerator and denominator of each name in what `PairTable.pairs` lays end to end, [names, 2] int64."""
-    names = [name for name, kind in table.rows if kind != "absent"]
-    laid = (*CHECKSUMS, *names, "document", "active", *table.reported, *COUNTS)
-    place = {name: index for index, name in enumerate(laid)}
+    sums = [name for name, kind in table.rows if kind != "absent"]
+    laid = [*CHECKSUMS, *sums, "document", "active", *table.reported, *COUNTS]
     pairs = [(name, "share") for name in (*table.reported, *CHECKSUMS)]
-    pairs += [
-        ("nothing" if kind == "absent" else name, KINDS[kind][1]) for name, kind in table.rows
-    ]
-    return to_device(torch.tensor([[place[name] for name in pair] for pair in pairs]), device)
+    pairs += [(name if name in sums else "nothing", KINDS[kind][1]) for name, kind in table.rows]
+    return to_device(torch.tensor([list(map(laid.index, pair)) for pair in pairs]), device)
 
 
 def checksums(weights: Weights, positions: Tensor) -> Tensor:
@@ -124,101 +113,99 @@ class MicroBatchMetrics(dict[str, Tensor]):
     is_nan: Tensor | None = None
     """The active tokens whose loss is NaN or infinite, [window] bool; None without metrics."""
     batch: PackedBatch | None = None
-    """The micro-batch, to name samples in errors; without its side channels, as a teacher's logits would stay on the device."""
+    """The micro-batch, for errors; without its side channels, as a teacher's logits would stay on the device."""
     totals: StepTotals | None = None
-    """The totals of its step, for the same."""
-    table: Tensor | None = None
-    """[names, 2] behind the pairs."""
+    table: Tensor | None = None  # [names, 2] behind the pairs
 
     @classmethod
-    def of(cls, names: Sequence[str], table: Tensor) -> MicroBatchMetrics:
-        """Name the rows of a table of pairs [names, 2] float64."""
+    def of(
+        cls,
+        names: Sequence[str],
+        table: Tensor,
+        batch: PackedBatch | None = None,
+        totals: StepTotals | None = None,
+    ) -> MicroBatchMetrics:
         metrics = cls(zip(names, table.unbind(), strict=True))
-        metrics.table = table
+        metrics.table, metrics.totals = table, totals
+        metrics.batch = None if batch is None else replace(batch, side_channels={})
         return metrics
 
     @classmethod
     def awaited(cls, config: PolicyLossConfig, device: torch.device) -> MicroBatchMetrics:
         """Make the metrics of a micro-batch whose loss is computed in backward. They are NaN until `fill`."""
         names = metric_names(config)
-        return cls.of(
-            names, torch.full((len(names), 2), math.nan, dtype=torch.float64, device=device)
-        )
+        table = torch.full((len(names), 2), math.nan, dtype=torch.float64, device=device)
+        return cls.of(names, table)
 
     def fill(self, other: MicroBatchMetrics) -> None:
-        """Copy other metrics into these tensors, so that references taken earlier see the values."""
+        """Copy the values into these tensors, so that references taken earlier see them."""
         table = promised(self.table).copy_(promised(other.table))
         self.__dict__.update(other.__dict__, table=table)
-
-
-class HasSums(Protocol):
-    """Sums of another loss that travel beside the policy's: this rank's pairs [names, 2] float64, and metrics of the world's."""
-
-    @property
-    def sums(self) -> Tensor: ...
-
-    def metrics(self, reduced: Tensor) -> dict[str, float]: ...
-
-
-class MetricParts(NamedTuple):
-    """Results of `checksums` and `PairTable.sums`, and what `MicroBatchMetrics` carries, on one rank."""
-
-    checksums: Tensor
-    sums: Tensor
-    maxima: Tensor | None
-    is_nan: Tensor | None
 
 
 @torch.no_grad()
 def metric_parts(
     config: PolicyLossConfig, table: PairTable, tokens: Tokens, weights: Weights, terms: Terms
-) -> MetricParts:
-    """Compute what a micro-batch reports, from the tensors of its loss. Metrics cover the tokens active before any rejection."""
-    mask, values, extremes = tokens.loss_mask, {}, []
+) -> tuple[Tensor | None, ...]:
+    """Compute the report of a micro-batch: `maxima` and `is_nan` of its metrics, and the parts of its pairs but the counts.
+
+    Metrics cover the tokens that are active before any rejection.
+    """
+    mask, rows = tokens.loss_mask, metrics_on(config)
     scored = Scored(config, tokens, terms.outcome, terms.corrected)
-    for row in metrics_on(config):
-        is_absent = any(getattr(tokens, name) is None for name in row.reads)
-        if row.kind in SIGNS and is_absent:
-            extremes.append(torch.full_like(mask, -torch.inf, dtype=torch.float64))
-        elif row.kind in SIGNS:
-            value = SIGNS[row.kind] * promised(row.value(scored)).double()
-            extremes.append(value.masked_fill(~mask, -torch.inf))
-        elif not is_absent:
-            values[row.name] = promised(row.value(scored))
-    sums = (checksums(weights, tokens.positions), table.sums(values, weights, mask))
-    if not extremes:
-        return MetricParts(*sums, None, None)
+    values = {
+        row.name: promised(row.value(scored))
+        for row in rows
+        if all(getattr(tokens, name) is not None for name in row.reads)
+    }
+    # Stacked, so that no term is the loss itself: an output that is another one loses its gradient.
+    reported = torch.stack([terms.reported[name] for name in table.reported]).double()
+    parts = checksums(weights, tokens.positions), table.sums(values, weights, mask), reported
+    if not rows:
+        return None, None, *parts
     is_nan = ~terms.corrected.loss.isfinite()
     if config.kl_loss_coef:
         is_nan = is_nan | ~(tokens.log_probs - tokens.given("ref_log_probs")).isfinite()
     if config.distill_coef:
         is_nan = is_nan | ~tokens.given("divergence").isfinite()
+    nothing = torch.full_like(mask, -torch.inf, dtype=torch.float64)
+    extremes = [
+        torch.where(mask, SIGNS[row.kind] * values[row.name].double(), -torch.inf)
+        if row.name in values
+        else nothing
+        for row in rows
+        if row.kind in SIGNS
+    ]
     stacked = torch.stack(extremes)
-    nothing = stacked.new_full((len(extremes),), -torch.inf)
-    return MetricParts(*sums, stacked.amax(1) if mask.shape[0] else nothing, is_nan)
+    # Not `len`, which would make the size of a trace its only one.
+    maxima = stacked.amax(1) if mask.shape[0] else stacked.new_full((len(extremes),), -torch.inf)
+    return maxima, is_nan, *parts
 
 
 @read_off_rows
 def metric_table(config: PolicyLossConfig, lacking: frozenset[str]) -> PairTable:
     """Return the table of the policy loss under a config, for samples that lack the named fields."""
     replaced = {"ratio sum": "sequence sum"} if ratio_of(config) == "sequence" else {}
-    rows = [
+    rows = tuple(
         (row.name, "absent" if lacking & {*row.reads} else replaced.get(row.kind, row.kind))
         for row in metrics_on(config)
         if row.kind not in SIGNS
-    ]
-    coefficients = {
-        "kl_loss": config.kl_loss_coef,
-        "entropy_loss": config.entropy_coef,
-        "distill_loss": config.distill_coef,
-    }
-    terms = (name for name, coefficient in coefficients.items() if coefficient)
-    return PairTable(("loss", "pg_loss", *terms), tuple(rows))
+    )
+    coefficients = (config.kl_loss_coef, config.entropy_coef, config.distill_coef)
+    terms = itertools.compress(("kl_loss", "entropy_loss", "distill_loss"), coefficients)
+    return PairTable(("loss", "pg_loss", *terms), rows)
 
 
 def metric_names(config: PolicyLossConfig) -> tuple[str, ...]:
-    """List the (numerator, denominator) metrics of a step under these settings, in the order of the table."""
     return metric_table(config, frozenset()).names
+
+
+class HasSums(Protocol):
+    """Sums of another loss that travel beside the policy's: pairs [names, 2] of this rank, and metrics made of the world's."""
+
+    sums: Tensor
+
+    def metrics(self, reduced: Tensor) -> dict[str, float]: ...
 
 
 def reduce_metrics(
@@ -238,21 +225,17 @@ def reduce_metrics(
 
     Args:
         config: the settings that the losses were computed with.
-        micro_batches: what the schedule returned: the metrics of this rank's micro-batches; empty
-            before the last pipeline stage.
-        contributes: True on tensor-parallel rank 0 of the last pipeline stage, whose peers hold the
-            same numbers.
-        device: where the packed numbers are reduced; the accelerator under NCCL.
-        group: all ranks of the job; None means the default group, or no communication where
-            torch.distributed is not initialised.
-        policy_version: the version of the policy that the step starts from, counted as
-            `Sample.policy_version` is; without it no staleness is reported.
+        micro_batches: what the schedule returned on this rank; empty before the last pipeline stage.
+        contributes: True on tensor-parallel rank 0 of the last pipeline stage, whose peers hold the same numbers.
+        device: where the numbers are reduced; the accelerator under NCCL.
+        group: all ranks of the job; None is the default group, or no communication where torch.distributed is not initialised.
+        policy_version: the version of the policy that the step starts from, counted as `Sample.policy_version` is; without it
+            no staleness is reported.
         critic: the critic's `ValueStep.report`, to travel in the same all-reduce; its metrics are among those returned.
 
     Returns:
-        By name; the same on every rank. Means, maxima and minima are NaN for a step without an
-        active token; those of fields that no sample carries are left out. `effective_sample_size`
-        is in tokens (sequences: gspo).
+        By name; the same on every rank. Means, maxima and minima are NaN for a step without an active token; those of fields
+        that no sample carries are left out. `effective_sample_size` is in tokens (sequences: gspo).
 
     Raises:
         RuntimeError: under `check_aggregation`, the aggregation checksum is not 1.
@@ -263,23 +246,18 @@ def reduce_metrics(
     if critic is not None:
         pairs = torch.cat([pairs, critic.sums.to(device)])
     num_extremes = sum(row.kind in SIGNS for row in rows)
-    maxima = torch.full((num_extremes,), -torch.inf, dtype=torch.float64, device=device)
-    for metrics in counted:
-        batch_maxima = getattr(metrics, "maxima", None)
-        maxima = maxima if batch_maxima is None else maxima.maximum(batch_maxima)
+    nothing = torch.full((num_extremes,), -torch.inf, dtype=torch.float64, device=device)
+    batch_maxima = [getattr(metrics, "maxima", None) for metrics in counted]
+    maxima = torch.stack([nothing, *(x for x in batch_maxima if x is not None)]).amax(0)
     if dist.is_initialized():
         dist.all_reduce(pairs, group=group)
         if len(maxima):
             dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
     pairs, critic_pairs = pairs.tensor_split([len(names)])
     reduced = _by_name(rows, names, pairs, maxima)
-    if contributes and not math.isfinite(reduced["loss"]):
-        report_nan_tokens(
-            micro_batches, "its logits, its log-probs (old, ref, rollout) and its teacher"
-        )
+    if not math.isfinite(reduced["loss"]):
+        report_nan_tokens(counted, "its logits, its log-probs (old, ref, rollout) and its teacher")
     reduced[CHECKSUM] = check_checksum(config, reduced, micro_batches)
-    for name in CHECKSUMS[1:]:
-        del reduced[name]
     if config.rejection_denominator == "accepted" and reduced.get("rejected_fraction", 0.0) > 0:
         _warn_once(
             "rejection_denominator",
@@ -291,15 +269,15 @@ def reduce_metrics(
     for derived in DERIVED:
         if all(name in reduced for name in derived.of):
             reduced[derived.name] = derived.value(*(reduced[name] for name in derived.of))
-    for name in ["current_policy_version", *(row.name for row in METRICS if not row.is_reported)]:
-        reduced.pop(name, None)
+    unreported = {row.name for row in METRICS if not row.is_reported}
+    unreported |= {"current_policy_version", *CHECKSUMS[1:]}
+    reduced = {name: value for name, value in reduced.items() if name not in unreported}
     return reduced if critic is None else reduced | critic.metrics(critic_pairs)
 
 
 def add_pairs(
     names: Sequence[str], micro_batches: Sequence[Mapping[str, Tensor]], device: torch.device | str
 ) -> Tensor:
-    """Add up the pairs of those names of a rank's micro-batches, [names, 2] float64."""
     pairs = torch.zeros(len(names), 2, dtype=torch.float64, device=device)
     for metrics in micro_batches:
         pairs += torch.stack([metrics[name] for name in names])
@@ -310,26 +288,23 @@ def _by_name(
     rows: Sequence[Metric], names: Sequence[str], pairs: Tensor, maxima: Tensor
 ) -> dict[str, float]:
     """Return the quotients and the extremes of a step by name, without those of fields that no sample carries."""
-    values = torch.cat([pairs[:, 0] / pairs[:, 1], pairs[:, 1], maxima]).tolist()
-    reduced = dict(zip(names, values, strict=False))
-    counts = dict(zip(names, values[len(names) :], strict=False))
-    extremes = (row for row in rows if row.kind in SIGNS)
-    for row, largest in zip(extremes, values[2 * len(names) :], strict=True):
-        has_tokens = largest != -math.inf
-        reduced[row.name] = SIGNS[row.kind] * largest if has_tokens else math.nan
-        counts[row.name] = float(has_tokens)
-    for row in rows:
-        if row.reads and not counts[row.name]:
-            del reduced[row.name]
-    return reduced
+    signs = {row.name: SIGNS[row.kind] for row in rows if row.kind in SIGNS}
+    optional = {row.name for row in rows if row.reads}
+    has_tokens = maxima != -torch.inf
+    values = torch.cat([pairs[:, 0] / pairs[:, 1], maxima.masked_fill(~has_tokens, math.nan)])
+    counts = torch.cat([pairs[:, 1], has_tokens])
+    by_name = zip((*names, *signs), torch.stack([values, counts], 1).tolist(), strict=True)
+    return {
+        name: signs.get(name, 1.0) * value
+        for name, (value, count) in by_name
+        if count or name not in optional
+    }
 
 
 def report_nan_tokens(micro_batches: Sequence[Mapping[str, Tensor]], suspects: str) -> None:
-    """Names the first active token of each micro-batch whose loss is NaN or infinite. Reads the device: the step is lost."""
+    """Name the first active token of each micro-batch whose loss is NaN or infinite. Reads the device: the step is lost."""
     for index, metrics in enumerate(micro_batches):
-        table, is_nan, batch = (
-            getattr(metrics, name, None) for name in ("table", "is_nan", "batch")
-        )
+        table, is_nan, batch = (getattr(metrics, x, None) for x in ("table", "is_nan", "batch"))
         if table is not None and table.isnan().all():
             logger.error(
                 f"micro-batch {index}: its loss is computed in backward, and none has come: evaluate under torch.no_grad()"
@@ -349,10 +324,7 @@ def check_checksum(
     metrics: Mapping[str, float],
     micro_batches: Sequence[Mapping[str, Tensor]] = (),
 ) -> float:
-    """Return the checksum. Where it is not 1, raise under --check-aggregation, or else warn.
-
-    The message names the samples that this rank's micro-batches know of.
-    """
+    """Return the checksum. Where it is not 1, raise under --check-aggregation, or else warn."""
     checksum, problem = checksum_of(metrics)
     if problem:
         message = problem + samples_at_fault(micro_batches)
@@ -366,7 +338,6 @@ _warned_of: set[str] = set()
 
 
 def _warn_once(subject: str, message: str) -> None:
-    """Log a warning the first time in this process that a subject has one."""
     if subject not in _warned_of:
         _warned_of.add(subject)
         logger.warning("%s (said once)", message)

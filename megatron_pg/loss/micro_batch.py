@@ -9,10 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -20,10 +18,11 @@ from megatron_pg.config.custom import CUSTOM_FUNCTIONS
 from megatron_pg.config.policy_loss import LOG_PROB_FIELDS, PolicyLossConfig
 from megatron_pg.loss import compiled
 from megatron_pg.loss.aggregation import Weights, host_weights, position_coefficients
+from megatron_pg.loss.compiled import Function, Outputs, Tensors
 from megatron_pg.loss.inputs import require_inputs
 from megatron_pg.loss.metrics import MicroBatchMetrics, metric_parts, metric_table
-from megatron_pg.loss.policy_loss import policy_loss
-from megatron_pg.loss.reducer import Reduction, add_over_group, custom_reduction, weighted_sum
+from megatron_pg.loss.policy_loss import Terms, policy_loss
+from megatron_pg.loss.reducer import add_over_group, custom_reduction, weighted_sum
 from megatron_pg.loss.sequence import SequenceSums, sequence_sum_names, sums_of_rank
 from megatron_pg.loss.tokens import DIFFERENTIATED, Tokens
 from megatron_pg.step.batch import PackedBatch
@@ -31,24 +30,17 @@ from megatron_pg.step.totals import StepTotals
 
 logger = logging.getLogger("megatron_pg")
 
-SAMPLE_FIELDS = (*LOG_PROB_FIELDS, "policy_version", "kept_set_size")
-METRIC_FIELDS = (*SAMPLE_FIELDS, "kept_set_mass")
-"""Fields that metrics read, and that may be missing."""
-BATCH_FIELDS = ("loss_mask", "advantages", "loss_weights", *SAMPLE_FIELDS)
+BATCH_FIELDS = (
+    *("loss_mask", "advantages", "loss_weights", "policy_version", "kept_set_size"),
+    *LOG_PROB_FIELDS,
+)
 """The fields of a packed micro-batch that are fields of `Tokens` by the same name."""
-
-Tensors = Mapping[str, Any]
-"""Tensors by name; None where there is none."""
 
 
 class MicroBatchLoss:
     """The loss of one micro-batch on one rank, as a function of its log-probs.
 
-    Args:
-        config, batch, totals, context_parallel_group, step_share: as for `policy_loss_function`.
-
-    Raises:
-        ValueError: the batch lacks an input of the objective; the flags that ask for it are named.
+    Arguments and errors are those of `policy_loss_function`.
     """
 
     def __init__(
@@ -62,11 +54,13 @@ class MicroBatchLoss:
         require_inputs(config, batch)
         self.config, self.batch, self._totals = config, batch, totals
         self._group = context_parallel_group
-        self._counts, self._sample_weights = host_weights(config, batch, totals, step_share)
-        self._tokens: dict[str, Tensor | None] = {
+        counts, sample_weights = host_weights(config, batch, totals, step_share)
+        self._tensors: dict[str, Tensor | None] = {
             **{name: getattr(batch, name) for name in BATCH_FIELDS},
             "sample_ids": batch.window_segment_ids,
             "positions": position_coefficients(config, batch, totals),
+            "counts": counts,
+            "sample_weights": sample_weights,
         }
         self._reduce = weighted_sum
         if config.custom_pg_loss_reducer_function_path is not None:
@@ -79,41 +73,30 @@ class MicroBatchLoss:
         divergence: Tensor | None = None,
         kept_set_mass: Tensor | None = None,
     ) -> tuple[Tensor, MicroBatchMetrics]:
-        """Compute the loss, to be differentiated, and its detached metrics.
+        """Compute the loss, to be differentiated, and its detached metrics. Arguments are [window] float32, in nats.
 
         Every rank of the context-parallel group must call it, those whose window is empty included.
 
         Args:
-            log_probs: [window] float32.
-            entropy: [window] float32, or None.
-            divergence: [window] float32, the divergence from the teacher, where one is distilled.
-            kept_set_mass: [window] float32, the probability of the kept set, where `--kept-set-mass` asks for it; 1 for an
-                empty set.
-
-        Raises:
-            ValueError: the entropy or the divergence is needed and None.
+            log_probs: as for `policy_loss_from_log_probs`.
+            entropy: the same.
+            divergence: from the teacher, where one is distilled.
+            kept_set_mass: the probability of the kept set, where `--kept-set-mass` asks for it; 1 for an empty set.
         """
-        inputs, settings = self._inputs(log_probs, entropy, divergence, kept_set_mass)
-        outputs: Any = compiled.evaluate(
-            functools.partial(_loss_and_metrics, self), settings, inputs, DIFFERENTIATED
-        )
-        loss, maxima, is_nan, *parts = outputs
-        table = metric_table(self.config, _lacking(inputs.tokens))
-        metrics = MicroBatchMetrics.of(table.names, table.pairs([*parts, self._counts]))
+        tensors = self._inputs(log_probs, entropy, divergence, kept_set_mass)
+        loss, maxima, is_nan, *parts = self._evaluate(self._loss_and_metrics, tensors)
+        table = metric_table(self.config, _lacking(tensors))
+        pairs = table.pairs([*parts, tensors["counts"]])
+        metrics = MicroBatchMetrics.of(table.names, pairs, self.batch, self._totals)
         metrics.maxima, metrics.is_nan = maxima, is_nan
-        metrics.batch = dataclasses.replace(self.batch, side_channels={})
-        metrics.totals = self._totals
         return loss, metrics
 
     def loss(
         self, log_probs: Tensor, entropy: Tensor | None, divergence: Tensor | None = None
     ) -> Tensor:
-        """Compute the loss without metrics; arguments and errors as for a call."""
-        inputs, settings = self._inputs(log_probs, entropy, divergence)
-        outputs: Any = compiled.evaluate(
-            functools.partial(_loss_alone, self), settings, inputs, DIFFERENTIATED
-        )
-        loss: Tensor = outputs[0]
+        """Compute the loss without metrics; arguments as for a call."""
+        loss: Tensor
+        (loss,) = self._evaluate(self._loss_alone, self._inputs(log_probs, entropy, divergence))
         return loss
 
     def _inputs(
@@ -122,92 +105,71 @@ class MicroBatchLoss:
         entropy: Tensor | None,
         divergence: Tensor | None,
         kept_set_mass: Tensor | None = None,
-    ) -> tuple[compiled.Inputs, PolicyLossConfig | None]:
-        """Collect the tensors by name, with the sums over sequences; and the settings to compile for, None for none."""
+    ) -> Tensors:
+        """Collect the tensors that the loss depends on by name, with the sums over sequences of every rank."""
         config = self.config
         if divergence is None and config.distills and not self.batch.samples:
             divergence = 0.0 * log_probs
         if config.needs_entropy and entropy is None:
-            raise ValueError(NO_ENTROPY)
+            raise ValueError(
+                "entropy is None, and --entropy-coef or --pg-metrics with_entropy needs it: give the entropy [window] of the "
+                "window's response tokens, in nats"
+            )
         if config.distills and divergence is None:
-            raise ValueError(NO_DIVERGENCE)
-        computed = {
+            raise ValueError(
+                "divergence is None, and --policy-loss distill and --distill-coef need the divergence from the teacher, which is "
+                "made of logits or of hidden states: use PolicyStep or policy_loss_function"
+            )
+        tensors = self._tensors | {
             "log_probs": log_probs,
             "entropy": entropy if config.needs_entropy else None,
             "divergence": divergence,
             "kept_set_mass": kept_set_mass,
         }
-        inputs = compiled.Inputs(
-            tokens=self._tokens | computed,
-            samples={"sample_weights": self._sample_weights},
-            fixed={"counts": self._counts},
-        )
-        runs_by_operators = (
-            len(log_probs) < 2  # sizes of 0 and 1 would be graphs of their own
-            or log_probs.shape != self.batch.loss_mask.shape
-            or _calls_custom_functions(config)
-        )
-        settings = None if runs_by_operators else _without_divisor(config)
         if sequence_sum_names(config):
             # The config alone decides if there is an all-reduce, and of what size: every rank of the group joins it, those
             # that have no token and those that could not compile included.
-            sums: Any = compiled.evaluate(
-                functools.partial(_sums_of_rank, self), settings, inputs, differentiated=()
-            )[0]
-            inputs.samples["sums"] = add_over_group(sums, self._group)
-        return inputs, settings
+            (sums,) = self._evaluate(self._sums_of_rank, tensors, differentiated=())
+            tensors["sums"] = add_over_group(sums, self._group)
+        return tensors
 
-    def tokens(self, tensors: Tensors) -> Tokens:
-        """Build the tokens of the page from tensors by name."""
-        return Tokens.masked(tensors, side_channels=self.batch.side_channels)
+    def _evaluate(
+        self, function: Function, tensors: Tensors, differentiated: Sequence[str] = DIFFERENTIATED
+    ) -> Outputs:
+        log_probs, mask = tensors["log_probs"], tensors["loss_mask"]
+        # Sizes of 0 and 1 would be graphs of their own.
+        is_regular = len(log_probs) > 1 and log_probs.shape == mask.shape
+        is_compiled = is_regular and not _calls_custom_functions(self.config)
+        settings = _without_divisor(self.config) if is_compiled else None
+        return compiled.evaluate(function, settings, tensors, differentiated)
 
-    def arguments(
-        self, tensors: Tensors
-    ) -> tuple[PolicyLossConfig, Tokens, Weights, SequenceSums, Reduction]:
-        """Build the arguments of the page from tensors by name."""
-        tokens = self.tokens(tensors)
-        weights = Weights.spread(
-            tensors["counts"],
-            tensors["sample_weights"],
-            loss_mask=tokens.loss_mask,
-            sample_ids=tokens.sample_ids,
-            loss_weights=tokens.loss_weights,
-        )
+    # Functions of tensors by name, which a GPU runs as compiled programs.
+
+    def _loss_and_metrics(self, tensors: Tensors) -> Outputs:
+        terms, tokens, weights = self._page(tensors)
+        table = metric_table(self.config, _lacking(tensors))
+        return terms.loss, *metric_parts(self.config, table, tokens, weights, terms)
+
+    def _loss_alone(self, tensors: Tensors) -> Outputs:
+        return (self._page(tensors)[0].loss,)
+
+    def _sums_of_rank(self, tensors: Tensors) -> Outputs:
+        num_samples = tensors["sample_weights"].shape[1]
+        return (sums_of_rank(self.config, self._masked(tensors), num_samples),)
+
+    def _masked(self, tensors: Tensors) -> Tokens:
+        return Tokens.masked(tensors, self.batch.side_channels)
+
+    def _page(self, tensors: Tensors) -> tuple[Terms, Tokens, Weights]:
+        tokens = self._masked(tensors)
+        window = (tokens.loss_mask, tokens.sample_ids, tokens.loss_weights)
+        weights = Weights.spread(tensors["counts"], tensors["sample_weights"], *window)
         sums = SequenceSums.of_table(self.config, tokens.sample_ids, tensors.get("sums"))
-        return self.config, tokens, weights, sums, self._reduce
-
-
-def _loss_and_metrics(micro_batch: MicroBatchLoss, tensors: Tensors) -> compiled.Outputs:
-    config, tokens, weights, *_ = arguments = micro_batch.arguments(tensors)
-    terms, table = policy_loss(*arguments), metric_table(config, _lacking(tensors))
-    parts = metric_parts(config, table, tokens, weights, terms)
-    # Stacked, so that no term is the loss itself: an output that is another one loses its gradient.
-    reported = torch.stack([terms.reported[name] for name in table.reported]).detach().double()
-    return terms.loss, parts.maxima, parts.is_nan, parts.checksums, parts.sums, reported
-
-
-def _loss_alone(micro_batch: MicroBatchLoss, tensors: Tensors) -> compiled.Outputs:
-    return (policy_loss(*micro_batch.arguments(tensors)).loss,)
-
-
-def _sums_of_rank(micro_batch: MicroBatchLoss, tensors: Tensors) -> compiled.Outputs:
-    num_samples = tensors["sample_weights"].shape[1]
-    return (sums_of_rank(micro_batch.config, micro_batch.tokens(tensors), num_samples),)
+        return policy_loss(self.config, tokens, weights, sums, self._reduce), tokens, weights
 
 
 def _lacking(tensors: Tensors) -> frozenset[str]:
-    """List the fields of metrics that are missing."""
-    return frozenset(name for name in METRIC_FIELDS if tensors.get(name) is None)
-
-
-NO_ENTROPY = (
-    "entropy is None, and --entropy-coef or --pg-metrics with_entropy needs it: give the entropy [window] of the window's "
-    "response tokens, in nats"
-)
-NO_DIVERGENCE = (
-    "divergence is None, and --policy-loss distill and --distill-coef need the divergence from the teacher, which is made of "
-    "logits or of hidden states: use PolicyStep or policy_loss_function"
-)
+    return frozenset(name for name in (*BATCH_FIELDS, "kept_set_mass") if tensors.get(name) is None)
 
 
 @functools.lru_cache(maxsize=64)
@@ -219,11 +181,10 @@ def _without_divisor(config: PolicyLossConfig) -> PolicyLossConfig:
 @functools.lru_cache(maxsize=64)
 def _calls_custom_functions(config: PolicyLossConfig) -> bool:
     """Say if a function of the user's own runs in the loss, and log it: nothing is known of such a function."""
-    paths = [getattr(config, name) for name in CUSTOM_FUNCTIONS]
-    named = [path for path in paths if path is not None]
-    if named:
+    paths = [path for name in CUSTOM_FUNCTIONS if (path := getattr(config, name)) is not None]
+    if paths:
         logger.info(
             "%s: a loss with functions of your own is not compiled and runs operator by operator, with more launches (said once)",
-            ", ".join(named),
+            ", ".join(paths),
         )
-    return bool(named)
+    return bool(paths)

@@ -1,14 +1,13 @@
 """The policy objectives: the loss of each response token. One row of the table each.
 
 r = exp(log_prob - old_log_prob), A the advantage, sg() stops the gradient. `--ratio-anchor` names the log-probs that stand
-in the place of old_log_prob.
-
-Every function takes the config, the tokens of this rank's window and the sums over whole sequences. Tokens are 0 and
-without gradient where masked, so a formula needs no mask. It is computed in the dtype of the log-probs.
+in the place of old_log_prob. Tokens are 0 and without gradient where masked, so a formula needs no mask. It is computed in
+the dtype of the log-probs.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -39,19 +38,13 @@ DPPO_DELTAS = {"dppo_tv": 0.15, "dppo_kl": 0.05}
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """The per-token loss of a micro-batch, and the ratio for the metrics.
-
-    An objective without a ratio has None for the last three.
-    """
+    """The per-token loss [window] with gradient, and for the metrics its ratio, where it has one."""
 
     loss: Tensor
-    """The per-token loss [window], with gradient."""
     log_ratio: Tensor | None = None
     """The detached log r [window] before the clamp to +-20; of a sequence ratio that of the token's sequence."""
-    is_clipped: Tensor | None = None
-    """Tokens whose ratio is outside the objective's clip range, [window] bool."""
-    is_effectively_clipped: Tensor | None = None
-    """Tokens whose ratio is outside on the side that the sign of A makes active, [window] bool."""
+    is_clipped: Tensor | None = None  # outside the objective's clip range, [window] bool
+    is_effectively_clipped: Tensor | None = None  # on the side that the sign of A makes active
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +52,7 @@ class Objective(Row):
     """A policy objective and its properties. A property that is not stated has the careful value."""
 
     function: Callable[[PolicyLossConfig, Tokens, SequenceSums], Outcome]
-    ratio: Literal["none", "token", "sequence"] = "none"
-    """The unit that has one ratio. The metrics of the ratio follow from it."""
+    ratio: Literal["none", "token", "sequence"] = "none"  # the unit that has one
     reads_clip: Callable[[Any], tuple[str, ...]] = lambda config: ()
     """The names of `CLIP_SETTINGS` that it reads under a config. Others are named at startup where they are given."""
     zero_advantage_is_zero_gradient: bool = False
@@ -86,33 +78,27 @@ OBJECTIVES: Table[Objective] = Table(
         "geo_mean": "gmpo",
     },
 )
-"""The rows by the name that `--policy-loss` takes."""
 objective = OBJECTIVES.decorator(Objective)
 
+of_tokens = functools.partial(objective, is_sum_over_tokens=True)
+of_token_ratio = functools.partial(
+    of_tokens, inputs=(ANCHOR,), ratio="token", zero_advantage_is_zero_gradient=True
+)
+of_sequence_ratio = functools.partial(
+    of_tokens, inputs=(ANCHOR,), ratio="sequence", reads_clip=lambda config: CLIP_SETTINGS
+)
+of_divergence = functools.partial(of_token_ratio, options=("dppo_delta", "dppo_delta_high"))
 MASK = "0 where A > 0, r > 1, D > dppo_delta_high and where A < 0, r < 1, D > dppo_delta"
-OF_TOKEN_RATIO: dict[str, Any] = {
-    "inputs": (ANCHOR,),
-    "ratio": "token",
-    "is_sum_over_tokens": True,
-    "zero_advantage_is_zero_gradient": True,
-}
-OF_SEQUENCE_RATIO: dict[str, Any] = {
-    "inputs": (ANCHOR,),
-    "ratio": "sequence",
-    "reads_clip": lambda config: CLIP_SETTINGS,
-    "is_sum_over_tokens": True,
-}
 
 
 def clipped_log_ratio(log_probs: Tensor, old_log_probs: Tensor, loss_mask: Tensor) -> Tensor:
     """Compute log_prob - old_log_prob within +-20, [window], with zero gradient outside; 0 at masked positions.
 
-    All are [window]: `log_probs` with gradient, `old_log_probs` taken as a constant, `loss_mask` bool. For objectives of
-    the user's own.
+    For objectives of the user's own. All are [window]: `log_probs` with gradient, `old_log_probs` taken as a constant,
+    `loss_mask` bool.
     """
-    return clamped_log_ratio(
-        masked(log_probs, loss_mask) - masked(old_log_probs.detach(), loss_mask)
-    )
+    old_log_probs = masked(old_log_probs.detach(), loss_mask)
+    return clamped_log_ratio(masked(log_probs, loss_mask) - old_log_probs)
 
 
 def _clip_of_cispo(config: Any) -> tuple[str, ...]:
@@ -121,24 +107,21 @@ def _clip_of_cispo(config: Any) -> tuple[str, ...]:
     return CLIP_SETTINGS if reads_low else CLIP_SETTINGS[1:]
 
 
-@objective(
+@of_token_ratio(
     "-min(r A, clip(r, 1 - eps_clip, 1 + eps_clip_high) A)",
     about="PPO's clipped surrogate, arXiv:1707.06347 eq. 7",
     options=("eps_clip_c",),
     reads_clip=lambda config: CLIP_SETTINGS,
-    **OF_TOKEN_RATIO,
 )
 def ppo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
-    """GRPO's objective; clip-higher and dual clip by the config."""
     return _clipped_surrogate(config, tokens, tokens.log_probs - tokens.anchor(config))
 
 
-@objective(
+@of_sequence_ratio(
     "-min(s A, clip(s, 1 - eps_clip, 1 + eps_clip_high) A), log s_t = sg(mean_t log r) + log_prob - sg(log_prob)",
     about="one ratio for a sequence; arXiv:2507.18071, GSPO-token",
     options=("eps_clip_c",),
     sequence_sums=("policy",),
-    **OF_SEQUENCE_RATIO,
 )
 def gspo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
     """PPO's surrogate of the sequence ratio; each token carries the gradient of its own log-prob."""
@@ -146,55 +129,45 @@ def gspo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcom
     return _clipped_surrogate(config, tokens, log_ratio + straight_through(tokens.log_probs))
 
 
-@objective(
+@of_token_ratio(
     "-sg(min(r, 1 + eps_clip_high)) A log_prob",
     about="MiniMax-M1, arXiv:2506.13585",
     options=("cispo_lower_bound",),
     reads_clip=_clip_of_cispo,
-    **OF_TOKEN_RATIO,
 )
 def cispo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
     """REINFORCE weighted by a clipped ratio that has no gradient, so that no token loses its own."""
     log_ratio = tokens.log_probs.detach() - tokens.anchor(config)
-    ratio = clamped_log_ratio(log_ratio).exp()
-    lowest, highest = clip_range(config)
+    ratio, (lowest, highest) = clamped_log_ratio(log_ratio).exp(), clip_range(config)
     lowest = lowest if config.cispo_lower_bound else 0.0
+    # Whatever the sign of the advantage.
     is_clipped = (ratio < lowest) | (ratio > highest)
     weight = ratio.clamp(lowest, highest) * tokens.advantages
-    # The weight is clipped whatever the sign of the advantage.
-    loss = -weighted_log_probs(weight, tokens.log_probs)
-    return Outcome(loss, log_ratio, is_clipped, is_clipped)
+    return Outcome(-weighted_log_probs(weight, tokens.log_probs), log_ratio, is_clipped, is_clipped)
 
 
-@objective(
-    "-A log_prob",
-    about="Williams, 1992",
-    is_sum_over_tokens=True,
-    zero_advantage_is_zero_gradient=True,
-)
+@of_tokens("-A log_prob", about="Williams, 1992", zero_advantage_is_zero_gradient=True)
 def reinforce(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
     return Outcome(-weighted_log_probs(tokens.advantages, tokens.log_probs))
 
 
-@objective("-log_prob", about="supervised: advantages are not read", is_sum_over_tokens=True)
+@of_tokens("-log_prob", about="supervised: advantages are not read")
 def sft(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
     return Outcome(-tokens.log_probs)
 
 
-@objective(
+@of_tokens(
     "D(student, teacher)",
     about="the divergence of --distill-divergence over the whole vocabulary; advantages are not read",
-    is_sum_over_tokens=True,
 )
 def distill(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
     return Outcome(tokens.given("divergence"))
 
 
-@objective(
+@of_token_ratio(
     "-f(r) A, f(r) = 4 / tau sigmoid(tau (r - 1)), tau = sapo_tau_pos where A > 0, else sapo_tau_neg",
     about="a soft gate in place of the clip; arXiv:2511.20347 eq. 5 and 6",
     options=("sapo_tau_pos", "sapo_tau_neg"),
-    **OF_TOKEN_RATIO,
 )
 def sapo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
     """Soft adaptive policy optimization: the gradient of r A at r = 1, fading as r leaves it. Nothing is clipped."""
@@ -211,41 +184,31 @@ def sapo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcom
     return Outcome(-gate * advantages, log_ratio.detach(), nowhere, nowhere)
 
 
-@objective(
+@of_divergence(
     f"-M r A, M = {MASK}, else 1; D = abs(p - p_old)",
     about="divergence PPO by binary total variation, p = exp(log_prob); arXiv:2602.04879 eq. 13",
-    options=("dppo_delta", "dppo_delta_high"),
-    **OF_TOKEN_RATIO,
 )
 def dppo_tv(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
-    """Divergence PPO, whose trust region is about the probability that the sampled token lost or gained."""
     return _divergence_masked(
         config, tokens, "dppo_tv", lambda old, new: (new.exp() - old.exp()).abs()
     )
 
 
-@objective(
+@of_divergence(
     f"-M r A, M = {MASK}, else 1; D = p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p))",
     about="the same by binary Kullback-Leibler divergence; arXiv:2602.04879 eq. 14",
-    options=("dppo_delta", "dppo_delta_high"),
-    **OF_TOKEN_RATIO,
 )
 def dppo_kl(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
-    """Divergence PPO, whose trust region is about the sampled token against all others together."""
     return _divergence_masked(config, tokens, "dppo_kl", binary_divergence)
 
 
-@objective(
+@of_sequence_ratio(
     "-s A, log s_t = sg(mean_t log c) + log c - sg(log c), c = min(r A, clip(r, 1 - eps_clip, 1 + eps_clip_high) A) / A",
     about="geometric mean of a sequence's clipped ratios; arXiv:2507.20673 eq. 4",
     sequence_sums=("clipped_policy",),
-    **OF_SEQUENCE_RATIO,
 )
 def gmpo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
-    """Geometric-mean policy optimization: one ratio for a sequence, clipped token by token.
-
-    Under the sample mean and with one advantage a sequence, its gradient is that of the paper's objective.
-    """
+    """Clip token by token. With one advantage a sequence, the sample mean has the gradient of the paper's objective."""
     advantages, log_ratio = tokens.advantages, tokens.log_probs - tokens.anchor(config)
     held, *is_clipped = clipped_by_sign(log_ratio, clip_range_of_logs(config), advantages)
     mean = masked(sums.mean("clipped_policy"), tokens.loss_mask).to(held.dtype)
@@ -255,19 +218,16 @@ def gmpo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcom
 
 def get_objective(config: PolicyLossConfig) -> Objective:
     """Return the objective that the config names. Of a custom one no property is known."""
-    path = config.custom_policy_loss_path
-    if path is None:
+    if config.custom_policy_loss_path is None:
         return OBJECTIVES[config.policy_loss]
-    return Objective(name=path, formula="", function=_custom)
+    return Objective(name=config.custom_policy_loss_path, formula="", function=_custom)
 
 
 def _custom(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
     path, log_probs = str(config.custom_policy_loss_path), tokens.log_probs
     loss = load_custom_function("custom_policy_loss_path", path)(config, tokens, log_probs)
-    where, meaning = (
-        f"--custom-policy-loss-path {path}",
-        "the loss of each token of this rank's window",
-    )
+    meaning = "the loss of each token of this rank's window"
+    where = f"--custom-policy-loss-path {path}"
     check_returned(loss, log_probs.shape, where, meaning, differentiable_in=log_probs)
     return Outcome(masked(loss, tokens.loss_mask))
 
@@ -283,11 +243,8 @@ def _clipped_surrogate(config: PolicyLossConfig, tokens: Tokens, log_ratio: Tens
 
 
 def binary_divergence(old: Tensor, new: Tensor) -> Tensor:
-    """KL(old || new) in nats of {this token, any other}, [window] from log-probs [window].
-
-    Infinite where the new policy leaves nothing to other tokens and the old one did.
-    """
-    others_old, others_new = (-torch.expm1(each.clamp(max=0.0)) for each in (old, new))
+    """Compute KL(old || new) in nats of {this token, any other}; infinite where new alone leaves nothing to others."""
+    others_old, others_new = (-torch.expm1(x.clamp(max=0.0)) for x in (old, new))
     others_divergence = torch.xlogy(others_old, others_old) - torch.xlogy(others_old, others_new)
     p_old = old.exp()
     # 0 log 0 is 0: a token that the old policy could not sample adds nothing.

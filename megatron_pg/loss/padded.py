@@ -14,7 +14,6 @@ by the number of micro-batches needs that factor too (see docs/migrating.md).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,9 +40,8 @@ def padded_totals(
     """Count one optimizer step whose samples are the rows of a mask.
 
     Every rank of the data-parallel group must call it, once a step, with all rows that it trains on in that step. It
-    copies the mask's row sums to the host and exchanges them with the ids over the group. Rows have no prompts: two ranks
-    that each number their prompt groups from 0 are not told from one that holds the same groups, and only `rollout_id`
-    is seen to collide.
+    copies the mask's row sums to the host and exchanges them with the ids. Rows have no prompts: two ranks that each number
+    their prompt groups from 0 are not told from one that holds the same groups, and only `rollout_id` is seen to collide.
 
     Args:
         mask: `[batch, length]` of 0 and 1, any dtype and device: the tokens that the objective counts.
@@ -88,8 +86,7 @@ def reduce_padded(
     Args:
         loss: `[batch, length]` floating: the per-token losses of one micro-batch.
         mask: `[batch, length]` of 0 and 1, any dtype, on the device of `loss`.
-        totals: of the whole step, by `padded_totals`. None where these rows are the whole step; they are
-            counted then, which makes the host wait for a device.
+        totals: of the whole step, by `padded_totals`. None counts these rows, which makes the host wait for a device.
         aggregation: `sample_mean`, `prompt_mean`, `token_mean` or `constant`.
         divisor: L of `constant`, in tokens; refused with any other aggregation.
         group_index: prompt group of each row; `prompt_mean` needs it.
@@ -114,8 +111,9 @@ def reduce_padded(
             f"data_parallel_size is {data_parallel_size!r}: expected a whole number, 1 or more"
         )
     if totals is None:
-        ids: dict[str, Any] = {"group_index": group_index, "rollout_id": rollout_id}
-        totals = padded_totals(mask, **ids, allow_different_group_sizes=True)
+        totals = padded_totals(
+            mask, group_index=group_index, rollout_id=rollout_id, allow_different_group_sizes=True
+        )
     if totals.rollout_active_tokens and len(mask) and rollout_id is None:
         raise ValueError(
             "the totals were counted with rollout_id and this call has none: pass the rollout_id of each row"
@@ -137,21 +135,19 @@ def _counted_rows(
     rollout_id: Sequence[int] | None,
     id_source: str | None = None,
 ) -> list[BareSample]:
-    """One counted sample per row."""
-
-    def ids(field: str, given: Sequence[int] | None) -> Sequence[int | None]:
-        if given is None:
-            return [None] * len(active_tokens)
-        if len(given) != len(active_tokens):
+    columns: list[Sequence[int | None]] = []
+    for field, ids in (("group_index", group_index), ("rollout_id", rollout_id)):
+        if ids is None:
+            columns.append([None] * len(active_tokens))
+        elif len(ids) == len(active_tokens):
+            columns.append([checked_integer(f"{field}[{row}]", x) for row, x in enumerate(ids)])
+        else:
             raise ValueError(
-                f"{field} has {len(given)} ids for {len(active_tokens)} rows: give one per row"
+                f"{field} has {len(ids)} ids for {len(active_tokens)} rows: give one per row"
             )
-        return [checked_integer(f"{field}[{row}]", value) for row, value in enumerate(given)]
-
-    columns = (active_tokens, ids("group_index", group_index), ids("rollout_id", rollout_id))
     return [
-        BareSample(*values, f"row {row}", id_source=id_source)
-        for row, values in enumerate(zip(*columns, strict=True))
+        BareSample(count, group, rollout, f"row {row}", id_source=id_source)
+        for row, (count, group, rollout) in enumerate(zip(active_tokens, *columns, strict=True))
     ]
 
 

@@ -27,16 +27,12 @@ from megatron_pg.loss.tokens import Tokens
 
 @dataclass(frozen=True)
 class Terms:
-    """The loss of one micro-batch on one rank, and its parts."""
+    """The loss of one micro-batch on one rank, its terms, and the per-token loss before and after corrections."""
 
-    loss: Tensor
-    """The 0-d loss to differentiate."""
-    reported: dict[str, Tensor]
-    """The 0-d terms by name, and their total as `loss`."""
+    loss: Tensor  # 0-d, to differentiate
+    reported: dict[str, Tensor]  # the 0-d terms by name, and their total as `loss`
     outcome: Outcome
-    """The per-token loss of the objective, before corrections."""
     corrected: Corrected
-    """The per-token loss and the loss mask after corrections."""
 
 
 def policy_loss(
@@ -46,15 +42,7 @@ def policy_loss(
     sums: SequenceSums,
     reduce: Reduction = weighted_sum,
 ) -> Terms:
-    """Compute the loss of one micro-batch on one rank.
-
-    Args:
-        config: the settings.
-        tokens: the response tokens of this rank's window.
-        weights: the weight of each token, and the counts of the step.
-        sums: sums over whole sequences, of every context-parallel rank.
-        reduce: the aggregation's sum, or the user's own.
-    """
+    """Compute the loss of one micro-batch on one rank; `reduce` is the aggregation's sum, or the user's own."""
     outcome = get_objective(config)(config, tokens, sums)
     corrected = apply_corrections(config, tokens, outcome.loss, sums)
     pg_sum = reduce(corrected.loss, weights.loss, corrected.loss_mask)

@@ -42,13 +42,12 @@ def get_pg_loss_reducer(
 ) -> Reducer:
     """Build the reducer of one micro-batch on one rank.
 
-    `reducer(x)` is `sum over the window of weight * x` with the weights of `megatron_pg.loss.aggregation`. It is local to the
-    rank: no communication and no host synchronisation. Summed over ranks and micro-batches and divided by the outer count of
-    the step it is the objective. Neither a value nor a gradient of a masked position reaches it, NaN and infinity included.
+    `reducer(x)` is `sum over the window of weight * x` with the weights of `megatron_pg.loss.aggregation`, without
+    communication or host synchronisation. Summed over ranks and micro-batches and divided by the outer count of the step it is
+    the objective. Neither a value nor a gradient of a masked position reaches it, NaN and infinity included.
 
     Args:
-        total_lengths: prompt and response tokens of each sample of the micro-batch, over all of its context-parallel
-            group.
+        total_lengths: prompt and response tokens of each sample of the micro-batch, over its context-parallel group.
         response_lengths: response tokens of each sample.
         loss_masks: one `[response_length]` tensor of 0 and 1 per sample, any dtype, all on one device.
         calculate_per_token_loss: the masked token sum instead, whatever the aggregation.
@@ -78,16 +77,16 @@ def get_pg_loss_reducer(
     layout = Layout(cp_rank or 0, cp_size, cp_partition_mode, pad_to_multiple)
     window = TokenWindow.cut(total_lengths, response_lengths, layout)
     mask = _flat_mask(window.response_lengths, loss_masks)
-    device = mask.device
     if denominators is not None:
-        denominators = to_device(_checked_denominators(denominators, mode, window), device)
+        denominators = _checked_denominators(denominators, mode, window.num_samples)
+        denominators = to_device(denominators, mask.device)
     if calculate_per_token_loss:
         mode, divisor, denominators = AGGREGATIONS["token_mean"], None, None
     elif denominators is None and mode.defaults_to_own_tokens:
         lengths = torch.tensor(window.response_lengths, dtype=torch.int64)
         sample_ids = torch.arange(window.num_samples).repeat_interleave(lengths)
         own = mask.new_zeros(window.num_samples)
-        denominators = own.index_add_(0, to_device(sample_ids, device), mask)
+        denominators = own.index_add_(0, to_device(sample_ids, mask.device), mask)
     elif denominators is None and mode.denominator:
         raise ValueError(
             f"denominators is None, and --loss-aggregation {aggregation} needs one per sample: the active tokens of its "
@@ -95,8 +94,8 @@ def get_pg_loss_reducer(
         )
     divisors = mode.divisors(denominators, divisor)
     if isinstance(divisors, Tensor):
-        divisors = divisors[to_device(window.window_segment_ids, device)]
-    return WeightedSum(mask[to_device(window.response_indices, device)] / divisors)
+        divisors = divisors[to_device(window.window_segment_ids, mask.device)]
+    return WeightedSum(mask[to_device(window.response_indices, mask.device)] / divisors)
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +134,7 @@ def custom_reduction(
     corrections leave, put together by one all-reduce over the context-parallel group. The config and the samples alone
     decide if there is one. An empty micro-batch has the sum 0 without a call, as a loop over no samples would make an int.
     """
-    window = batch.window
+    window, loss_weights = batch.window, batch.loss_weights
     path = str(config.custom_pg_loss_reducer_function_path)
     where = f"--custom-pg-loss-reducer-function-path {path}"
     function = load_custom_function("custom_pg_loss_reducer_function_path", path)
@@ -176,7 +175,6 @@ def custom_reduction(
         else:
             masks = window.in_responses(loss_mask.float())
             reducer = reducer_of(add_over_group(masks, context_parallel_group))
-        loss_weights = batch.loss_weights
         result: Tensor = reducer(x if loss_weights is None else x * loss_weights.to(x.dtype))
         meaning = "the weighted sum of x over this rank's window"
         check_returned(result, (), f"{where}: the reducer", meaning, differentiable_in=x)
@@ -193,7 +191,7 @@ def add_over_group(sums: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def _checked_denominators(
-    denominators: Sequence[float] | Tensor, mode: Aggregation, window: TokenWindow
+    denominators: Sequence[float] | Tensor, mode: Aggregation, num_samples: int
 ) -> Tensor:
     """Return the denominators [num_samples] float64. Their values are read only where they lie on the host."""
     if mode.denominator is None:
@@ -202,9 +200,9 @@ def _checked_denominators(
             "choose sample_mean or prompt_mean"
         )
     values = torch.as_tensor(denominators, dtype=torch.float64)
-    if values.shape != (window.num_samples,):
+    if values.shape != (num_samples,):
         raise ValueError(
-            f"denominators has shape {list(values.shape)}, expected one per sample ({window.num_samples})"
+            f"denominators has shape {list(values.shape)}, expected one per sample ({num_samples})"
         )
     if values.device.type == "cpu":
         is_wrong = ~(values >= 0) | values.isinf()
@@ -219,15 +217,12 @@ def _flat_mask(response_lengths: Sequence[int], loss_masks: Sequence[Tensor]) ->
             f"loss_masks has {len(loss_masks)} samples and response_lengths {len(response_lengths)}: give one of each "
             "per sample"
         )
-    masks = [torch.as_tensor(mask) for mask in loss_masks]
+    masks = list(map(torch.as_tensor, loss_masks))
     for sample, (mask, length) in enumerate(zip(masks, response_lengths, strict=True)):
         if mask.shape != (length,):
             raise ValueError(
                 f"loss_masks[{sample}] has shape {list(mask.shape)}, expected [{length}], its response_length"
             )
-    flat = torch.cat(masks) if masks else torch.zeros(0)
-    # In one look; on a device it would make the host wait, and there the samples were checked when built.
-    if flat.device.type == "cpu" and ((flat != 0) & (flat != 1)).any():
-        for sample, mask in enumerate(masks):
+        if mask.device.type == "cpu":
             check_mask(f"loss_masks[{sample}]", mask)
-    return flat.to(torch.float64)
+    return torch.cat(masks or [torch.zeros(0)]).to(torch.float64)

@@ -19,7 +19,7 @@ class KLEstimate(Row):
     """An estimate of KL(policy || reference)."""
 
     function: Callable[[Tensor], Tensor]
-    """The formula, d = log_prob - ref_log_prob [window] -> its estimate [window]."""
+    """The formula, of d = log_prob - ref_log_prob [window]."""
     limit: float | None = None
     """Bound of the estimate, or with `--use-unbiased-kl` of its product with r, with zero gradient outside. None is no bound."""
     inputs: tuple[str, ...] = ("ref_log_probs",)
@@ -28,7 +28,7 @@ class KLEstimate(Row):
     when: Callable[[Any], bool] | None = lambda config: config.kl_loss_coef > 0
 
     def __call__(self, difference: Tensor, weight: Tensor | None = None) -> Tensor:
-        """Estimate from d = log_prob - ref_log_prob [window], times a weight, held within the limit."""
+        """Return the estimate [window] times a weight, held within the limit."""
         kl = self.function(difference)
         kl = kl if weight is None else weight * kl
         return kl if self.limit is None else clamped_log_ratio(kl, self.limit)
@@ -37,11 +37,9 @@ class KLEstimate(Row):
 KL_ESTIMATES: Table[KLEstimate] = Table(
     "kl_loss_type", also_known_as={"kl": "k1", "mse": "k2", "low_var": "low_var_kl"}
 )
-"""The rows by the name that `--kl-loss-type` takes."""
 
 
 def _k3(difference: Tensor) -> Tensor:
-    """Estimate k3. It needs exp(-d), so d is held within +-20 first, with zero gradient outside."""
     difference = clamped_log_ratio(difference)
     # expm1 keeps the digits that exp(-d) - 1 loses near d = 0, where the estimate is d^2 / 2.
     return (-difference).expm1() + difference
@@ -71,11 +69,7 @@ def kl_estimate(config: PolicyLossConfig, tokens: Tokens) -> Tensor:
 
     `--use-unbiased-kl` weights the estimate by the ratio r, with gradient through r (DeepSeek-V3.2, arXiv:2512.02556). Its
     expectation over the policy that sampled the tokens is then the divergence of the policy in training.
-    `--kl-loss-gradient k2` gives it the gradient of k2, whose expectation is the divergence's own (Tang and Munos,
-    arXiv:2506.09477).
-
-    Raises:
-        ValueError: the samples lack log-probs that the settings need.
+    `--kl-loss-gradient k2` gives it the gradient of k2, whose expectation is the divergence's own (arXiv:2506.09477).
     """
     difference, ratio = tokens.log_probs - tokens.given("ref_log_probs"), None
     if config.use_unbiased_kl:

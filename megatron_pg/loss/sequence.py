@@ -17,24 +17,21 @@ from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.rows import TABLES, read_off_rows
 from megatron_pg.loss.tokens import Tokens, clip_range_of_logs, clipped_by_sign
 
-ACTIVE = "active_tokens"
-"""The sum of the loss mask."""
+ACTIVE = "active_tokens"  # the sum of the loss mask
 
 
 @dataclass(frozen=True, eq=False)
 class SequenceSums:
-    """Sums over the sequences of one micro-batch."""
+    """Sums over the sequences of one micro-batch, over every context-parallel rank."""
 
-    sample_ids: Tensor
-    """The sample of each token of this rank's window, [window] int64."""
-    sums: Mapping[str, Tensor]
-    """The sums by name, [samples] float64 each, over every context-parallel rank; empty where no row reads any."""
+    sample_ids: Tensor  # of each token of this rank's window, [window] int64
+    sums: Mapping[str, Tensor]  # by name, [samples] float64; empty where no row reads any
 
     @classmethod
     def of_table(
         cls, config: PolicyLossConfig, sample_ids: Tensor, table: Tensor | None
     ) -> SequenceSums:
-        """Name the rows of a table [names, samples], in the order of `summands`; None where no row reads a sum."""
+        """Name the rows of a table [names, samples], in the order of `sequence_sum_names`; None where no row reads a sum."""
         rows = () if table is None else zip(sequence_sum_names(config), table.unbind(), strict=True)
         return cls(sample_ids, dict(rows))
 
@@ -47,7 +44,7 @@ class SequenceSums:
         return self.sums[name][self.sample_ids]
 
     def mean(self, name: str) -> Tensor:
-        """Return the mean over the active tokens of each token's sequence, [window] float64; errors as of `total`."""
+        """Return the mean over the active tokens of each token's sequence, [window] float64."""
         return self.total(name) / self.total(ACTIVE).clamp(min=1)
 
 
@@ -71,7 +68,6 @@ def _log_ratio(config: PolicyLossConfig, tokens: Tokens) -> Tensor:
 
 
 def _clipped_log_ratio(config: PolicyLossConfig, tokens: Tokens) -> Tensor:
-    """Hold log r within the logarithms of the clip's bounds, where the advantage makes them active."""
     bounds = clip_range_of_logs(config)
     return clipped_by_sign(_log_ratio(config, tokens), bounds, tokens.advantages)[0]
 

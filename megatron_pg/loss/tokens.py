@@ -11,12 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_pg.config.policy_loss import (
-    LOG_PROB_FIELDS,
-    MAX_LOG_RATIO,
-    PolicyLossConfig,
-    anchor_of,
-)
+from megatron_pg.config.objective import MAX_LOG_RATIO
+from megatron_pg.config.policy_loss import LOG_PROB_FIELDS, PolicyLossConfig, anchor_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,18 +23,12 @@ class Tokens:
     there. None stands for what no sample of the step carries, or what no setting asks for.
     """
 
-    log_probs: Tensor
-    """Log-probs under the policy in training, float32 or float64, with gradient."""
-    entropy: Tensor | None
-    """Entropy in nats, with gradient."""
-    divergence: Tensor | None
-    """Divergence from the teacher in nats, with gradient."""
-    sample_ids: Tensor
-    """The sample of each token, int64."""
-    positions: Tensor
-    """Coefficients of the tokens' positions in the sums that tell samples apart, float64."""
-    kept_set_mass: Tensor | None
-    """Probability, under the policy in training, of the set that the token was sampled from."""
+    log_probs: Tensor  # under the policy in training, float32 or float64, with gradient
+    entropy: Tensor | None  # in nats, with gradient
+    divergence: Tensor | None  # from the teacher in nats, with gradient
+    sample_ids: Tensor  # int64
+    positions: Tensor  # coefficients of positions in the sums that tell samples apart, float64
+    kept_set_mass: Tensor | None  # probability of the set that the token was sampled from
     # As in `PackedBatch`:
     loss_mask: Tensor
     advantages: Tensor
@@ -72,16 +62,14 @@ class Tokens:
         return values
 
     def anchor(self, config: PolicyLossConfig) -> Tensor:
-        """Return the log-probs in the denominator of the ratio, which `--ratio-anchor` names."""
         return self.given(anchor_of(config))
 
     def mismatch(self) -> Tensor:
-        """Return old_log_prob - rollout_log_prob, [window] float64."""
+        """Subtract the rollout engine's log-probs from the old ones, [window] float64."""
         return self.given("old_log_probs").double() - self.given("rollout_log_probs")
 
 
-DIFFERENTIATED = ("log_probs", "entropy", "divergence")
-"""The fields that the loss has a gradient to."""
+DIFFERENTIATED = ("log_probs", "entropy", "divergence")  # the loss has a gradient to them
 
 
 def masked(values: Tensor, loss_mask: Tensor) -> Tensor:

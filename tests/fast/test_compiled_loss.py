@@ -372,7 +372,7 @@ def test_no_output_is_the_loss_itself(settings: dict[str, Any]) -> None:
     batch = package_batch(random_sequences(1))
     loss = MicroBatchLoss(PolicyLossConfig(**settings), batch, step_totals(batch.samples))
     log_probs = torch.full(batch.loss_mask.shape, -1.0).requires_grad_()
-    inputs, _ = loss._inputs(log_probs, None, None)
-    first, *others = micro_batch._loss_and_metrics(loss, inputs.by_name)
+    tensors = loss._inputs(log_probs, None, None)
+    first, *others = loss._loss_and_metrics(tensors)
     storages = {each.untyped_storage().data_ptr() for each in others if each is not None}
     assert first.untyped_storage().data_ptr() not in storages

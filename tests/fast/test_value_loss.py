@@ -48,7 +48,7 @@ def reported(
     batch = pack(samples if seen is None else seen)
     of_batch = MicroBatchValueLoss(config, CriticConfig(), batch, uneven_totals(samples), 1.0)
     loss, metrics = of_batch(values)
-    return loss, ValueReport.of(config, [metrics], contributes=True, device="cpu")
+    return loss, ValueReport(config, [metrics], "cpu")
 
 
 def answer(tokens: int = 2, **fields: object) -> Sample:
@@ -94,7 +94,7 @@ class CutCritic:
                     of_batch = MicroBatchValueLoss(config, critic, batch, totals, share)
                     loss, metrics = of_batch(flat[self.scored(rows, flat.numel() - 1)])
                     losses.append(self.of_rank(loss, cut.cp_size))
-                    report = ValueReport.of(config, [metrics], contributes=True, device="cpu")
+                    report = ValueReport(config, [metrics], "cpu")
                     parts.append(report.sums)
         return torch.stack(losses).sum(), self.reduced(report, parts)
 

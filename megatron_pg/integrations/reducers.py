@@ -22,16 +22,22 @@ which the call does not carry. Both are refused. The import needs nothing of the
 from __future__ import annotations
 
 import functools
+import math
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
-from megatron_pg.integrations.settings import HOOKS, divisor_of_args
 from megatron_pg.loss.reducer import Reducer, get_pg_loss_reducer
 from megatron_pg.megatron.trainer_globals import context_parallel_place, global_args
 
 PREFIX = "--custom-pg-loss-reducer-function-path megatron_pg.integrations."
+HOOKS = ("sample_mean", "prompt_mean", "token_mean", "constant")
+"""The functions of a trainer's module, by aggregation."""
+DIVISOR_VARIABLE = "MEGATRON_PG_LOSS_AGGREGATION_DIVISOR"
+"""The environment variable of the divisor L of `constant`, in tokens."""
 
 
 def _reducer(
@@ -43,12 +49,8 @@ def _reducer(
 ) -> Reducer:
     """Make the reducer of one micro-batch. The functions of this module are its partials.
 
-    Args:
-        aggregation: one of the four.
-        total_lengths: prompt and response tokens of each sample of the micro-batch, over its context-parallel group.
-        response_lengths: response tokens of each sample.
-        loss_masks: a [response_length] tensor of 0 and 1 for each sample.
-        calculate_per_token_loss: the trainer's flag; on for `token_mean`, off for the others.
+    The lengths are in tokens, over the context-parallel group, and the masks [response_length] of 0 and 1, of each sample.
+    `calculate_per_token_loss` is the trainer's flag.
 
     Returns:
         `reducer(x [window]) -> 0-d` inner sum of this rank, which the trainer scales.
@@ -70,6 +72,16 @@ def _reducer(
         cp_size=cp_size,
         qkv_format=getattr(args, "qkv_format", None) or "thd",
     )
+
+
+sample_mean, prompt_mean, token_mean, constant = (
+    functools.partial(_reducer, name) for name in HOOKS
+)
+"""The reducers. `sample_mean` (GRPO) is of rollouts that are one sample each.
+
+`token_mean` is over the whole step, exact where every sample has an active token: the trainer counts one otherwise.
+`constant` is Dr.GRPO's: every active token weighs 1 / L, before the trainer's 1 / N. `prompt_mean` is always refused.
+"""
 
 
 def refuse_flag(aggregation: str, calculate_per_token_loss: bool) -> None:
@@ -102,11 +114,38 @@ def refuse_flag(aggregation: str, calculate_per_token_loss: bool) -> None:
     raise ValueError(f"{PREFIX}{aggregation}{why}")
 
 
-sample_mean, prompt_mean, token_mean, constant = (
-    functools.partial(_reducer, name) for name in HOOKS
-)
-"""The reducers. `sample_mean` (GRPO) is of rollouts that are one sample each.
+def divisor_of_args(path: str, args: Any) -> float:
+    """Find L of `constant` in the environment or in Megatron's arguments, which may be None; see `find_divisor`."""
+    return find_divisor(
+        path,
+        {"--loss-aggregation-divisor": getattr(args, "loss_aggregation_divisor", None)},
+        f"set {DIVISOR_VARIABLE} in the environment of the training processes, or loss_aggregation_divisor in Megatron's "
+        "global args (in slime and miles a line of the YAML of --custom-config-path)",
+    )
 
-`token_mean` is over the whole step, exact where every sample has an active token: the trainer counts one otherwise.
-`constant` is Dr.GRPO's: every active token weighs 1 / L, before the trainer's 1 / N. `prompt_mean` is always refused.
-"""
+
+def find_divisor(
+    path: str, settings: Mapping[str, Any], remedy: str, environment: Mapping[str, str] = os.environ
+) -> float:
+    """Find L of `constant`, in tokens, in the environment or in a trainer's settings, for the setting `path`.
+
+    A setting is a number, its text (YAML reads 8e3 as text) or None. A ValueError says that nothing gives L, that two
+    sources differ, or that a value is no finite number above 0.
+    """
+    values = {DIVISOR_VARIABLE: environment.get(DIVISOR_VARIABLE), **settings}
+    divisors = {}
+    for source, value in values.items():
+        if value is None:
+            continue
+        try:
+            divisors[source] = float(value)
+        except (TypeError, ValueError):
+            divisors[source] = math.nan
+        if not 0 < divisors[source] < math.inf:
+            raise ValueError(f"{source} is {value!r}: expected a finite number of tokens above 0")
+    if not divisors:
+        raise ValueError(f"{path} has no divisor: {remedy}")
+    if len(set(divisors.values())) > 1:
+        named = " and ".join(f"{source}={number:g}" for source, number in divisors.items())
+        raise ValueError(f"{path} has two divisors, {named}: give one")
+    return next(iter(divisors.values()))

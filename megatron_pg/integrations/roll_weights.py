@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pg.integrations.settings import DIVISOR_VARIABLE, find_divisor
+from megatron_pg.integrations.reducers import DIVISOR_VARIABLE, find_divisor
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.step.agreement import gather
 from megatron_pg.step.totals import BareSample, step_totals
@@ -27,16 +27,11 @@ def step_weights(
     rollouts_per_prompt: int,
     divisor: float | None,
 ) -> np.ndarray[Any, Any]:
-    """Weigh one active token of each sample of this rank in the objective of the whole optimizer step.
+    """Weigh one active token of each sample of this rank in the whole optimizer step's objective, `[samples]` float64.
 
     Every rank of the data-parallel group calls it once a step. `tokens` are the active tokens of each sample before any
-    filter of the loss. `prompts` has a hash of each sample's prompt, for `prompt_mean`.
-
-    Returns:
-        `[samples]` float64.
-
-    Raises:
-        ValueError: a prompt's samples are split over optimizer steps, or a prompt is in the step twice.
+    filter of the loss. `prompts` has a hash of each sample's prompt, for `prompt_mean`, which refuses with a ValueError a
+    prompt whose samples are split over optimizer steps, or that is in the step twice.
     """
     mine = list(zip(prompts or [b""] * len(tokens), tokens, strict=True))
     everyone = [pair for pairs in gather(mine, group) for pair in pairs]
@@ -69,11 +64,7 @@ def sample_factors(weights: Sequence[float], kept: Tensor, valid_samples: Tensor
 def refuse_settings(
     aggregation: str, config: Any, environment: Mapping[str, str] = os.environ
 ) -> float | None:
-    """Return L of `constant`, in tokens (None for the others), if ROLL's pipeline configuration makes it exact.
-
-    Raises:
-        ValueError: a setting that does not fit, by ROLL's key.
-    """
+    """Return L of `constant`, in tokens; None for the others. A ValueError names ROLL's key of a setting that does not fit."""
     name = f"megatron_pg {aggregation}"
     if config.loss_agg_mode != "seq-mean-token-mean":
         raise ValueError(

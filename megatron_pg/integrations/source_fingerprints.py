@@ -48,7 +48,7 @@ def source_of(path: Path, name: str) -> str | None:
     lines = path.read_text().splitlines(keepends=True)
     node: Any = ast.parse("".join(lines))
     for part in name.split("."):
-        named = [each for each in node.body if getattr(each, "name", None) == part]
+        named = [child for child in node.body if getattr(child, "name", None) == part]
         if not named:
             return None
         node = named[-1]
@@ -59,12 +59,13 @@ def source_of(path: Path, name: str) -> str | None:
 
 def found_sources(folder: Path, expected: Sources) -> dict[str, dict[str, str]]:
     """Fingerprint the functions of `expected` in the folder of a package; "missing" for an absent function."""
-
-    def found(file: str, name: str) -> str:
-        text = source_of(folder / file, name)
-        return "missing" if text is None else fingerprint(text)
-
-    return {file: {name: found(file, name) for name in names} for file, names in expected.items()}
+    sources = {}
+    for file, names in expected.items():
+        texts = {name: source_of(folder / file, name) for name in names}
+        sources[file] = {
+            name: "missing" if text is None else fingerprint(text) for name, text in texts.items()
+        }
+    return sources
 
 
 def combined(sources: Sources) -> str:
@@ -76,26 +77,22 @@ def combined(sources: Sources) -> str:
 def refuse_unknown_source(
     package: str, expected: Sources, proven_with: str, proven_here: str | None
 ) -> None:
-    """Refuse a package whose functions differ from the `expected` ones of a commit, unless the user proved its source.
-
-    Raises:
-        ValueError: the version is unknown: the functions that differ, and the command that proves them.
-    """
+    """Refuse a package whose functions differ from the `expected` ones of a commit, unless the user proved its source."""
     if package in _accepted:
         return
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise ValueError(f"{package} cannot be imported here: only {package} itself may call this")
-    found = found_sources(Path(next(iter(spec.submodule_search_locations))), expected)
-    mine = combined(found)
-    if found == expected or mine == proven_here:
+    sources = found_sources(Path(next(iter(spec.submodule_search_locations))), expected)
+    mine = combined(sources)
+    if sources == expected or mine == proven_here:
         _accepted.add(package)
         return
     differing = ", ".join(
         f"{name} ({package}/{file})"
         for file, functions in expected.items()
         for name, known in functions.items()
-        if found[file][name] != known
+        if sources[file][name] != known
     )
     raise ValueError(
         f"unknown version of {package}: {differing} not as in commit {proven_with}, with which the divisors were proven "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -10,15 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
-from megatron_pg.integrations.reducers import PREFIX, refuse_flag
-from megatron_pg.integrations.settings import HOOKS, divisor_of_args
+from megatron_pg.integrations.reducers import HOOKS, PREFIX, divisor_of_args, refuse_flag
 from megatron_pg.integrations.source_fingerprints import Sources, refuse_unknown_source
 from megatron_pg.loss.aggregation import AGGREGATIONS, Aggregation, checked_aggregation
-from megatron_pg.step.agreement import compute_and_gather
 
 PROVEN = tomllib.loads(Path(__file__).with_name("proven_sources.toml").read_text())
+"""The fields `proven_with` and `sources` of each trainer."""
 Chosen = tuple[Aggregation, float | None]
 """The aggregation that is on, and L of `constant`."""
 
@@ -38,78 +34,55 @@ class Trainer:
     refusals: Callable[[Any, Aggregation], Iterable[str]] = lambda args, row: ()
     """Violations of this trainer alone, from its args."""
 
-    @classmethod
-    def proven(cls, name: str, hook: str, **others: Any) -> Trainer:
-        """Make a trainer of `proven_sources.toml`."""
-        return cls(name, hook, PROVEN[name]["commit"], PROVEN[name]["sources"], **others)
-
     def path(self, name: str) -> str:
         """Return the flag with the import path of one of its functions here."""
         return f"--{self.hook.replace('_', '-')} megatron_pg.integrations.{self.name}.{name}"
 
-    def require(self, name: str, args: Any, group: dist.ProcessGroup | None = None) -> Chosen:
-        """Return the aggregation and its divisor. Every rank of the data-parallel group calls it; None: one rank.
+    def require(self, name: str, args: Any) -> Chosen:
+        """Return the aggregation and its divisor.
 
         Raises:
-            ValueError: settings that exclude the aggregation, all of them by flag; an unknown version of the trainer;
-                ranks with different divisors.
+            ValueError: settings that exclude the aggregation, all of them by flag; an unknown version of the trainer.
         """
-        # The environment and the installed source may differ from node to node.
-        found, divisors = compute_and_gather(
-            partial(self._require, name, args), operator.itemgetter(1), group
-        )
-        if len(set(divisors)) > 1:
-            raise ValueError(
-                f"{self.path(name)}: the data-parallel ranks have the divisors {divisors}: give all nodes the same"
-            )
-        return found
-
-    def _require(self, name: str, args: Any) -> Chosen:
         path = self.path(name)
-        _refuse_absent(path, name)
-        divisor = divisor_of_args(path, args) if name == "constant" else None
-        if violations := [*self._violations(AGGREGATIONS[name], args)]:
-            raise ValueError(f"{path}: {'; '.join(violations)}")
+        row, divisor = _chosen(path, name, args, self._violations(name, args))
         if divisor is not None and divisor < 1:
             raise ValueError(
                 f"{path}: the divisor is {divisor:g}, and {self.name} divides by 1 at least: give the tokens of a response, "
                 "such as --rollout-max-response-len"
             )
-        proven_here = getattr(args, "megatron_pg_proven_source", None)
+        proven_here = _setting(args, "megatron_pg_proven_source")
         refuse_unknown_source(self.name, self.sources, self.proven_with, proven_here)
-        return checked_aggregation(name, divisor), divisor
+        return row, divisor
 
     def check(self, args: Any) -> None:
         """Refuse inexact settings before the model is loaded, and say what is on (`--custom-megatron-init-path`).
 
-        The trainer calls it in every training process. There is no communication. Rank 0 prints one line.
-
-        Raises:
-            ValueError: settings that exclude each other, no or two divisors, an unknown version of the trainer, or
-                nothing is on.
+        The trainer calls it in every training process. There is no communication. Rank 0 prints one line. Errors are those
+        of `require`, or nothing is on.
         """
-        named = str(getattr(args, self.hook, None) or "")
-        reducer = str(getattr(args, "custom_pg_loss_reducer_function_path", None) or "")
+        hook = str(_setting(args, self.hook) or "")
+        reducer = str(_setting(args, "custom_pg_loss_reducer_function_path") or "")
         package = f"megatron_pg.integrations.{self.name}."
-        if named.startswith(package):
-            row, divisor = self.require(named.removeprefix(package), args)
-            what = "policy loss, KL, entropy and their metrics"
+        if hook.startswith(package):
+            row, divisor = self.require(hook.removeprefix(package), args)
+            terms = "policy loss, KL, entropy and their metrics"
         elif reducer.startswith("megatron_pg.integrations."):
-            row, divisor = _require_reducer(reducer.rpartition(".")[2], args)
-            what = "the policy loss alone; KL, entropy and metrics keep the trainer's own mean"
+            name = reducer.rpartition(".")[2]
+            row, divisor = _chosen(f"{PREFIX}{name}", name, args, _without_window(args))
+            refuse_flag(name, bool(_setting(args, "calculate_per_token_loss")))
+            terms = "the policy loss alone; KL, entropy and metrics keep the trainer's own mean"
         else:
             raise ValueError(
                 f"--custom-megatron-init-path {package}check: nothing of megatron_pg is on that it could check; add "
                 f"{self.path('prompt_mean')}, or token_mean or constant in its place"
             )
-        if int(getattr(args, "rank", None) or 0) == 0:
-            length = "" if divisor is None else f", L = {divisor:g}"
-            text = (
-                f"megatron_pg: {row.name} is on in {self.name}: {row.formula}{length}, for {what}"
-            )
+        if not int(_setting(args, "rank") or 0):
+            formula = row.formula if divisor is None else f"{row.formula}, L = {divisor:g}"
+            text = f"megatron_pg: {row.name} is on in {self.name}: {formula}, for {terms}"
             print(text, flush=True)
 
-    def _violations(self, row: Aggregation, args: Any) -> Iterator[str]:
+    def _violations(self, name: str, args: Any) -> Iterator[str]:
         """Yield the trainer's args that make the divisors inexact."""
         setting = partial(_setting, args)
         if setting("calculate_per_token_loss"):
@@ -120,34 +93,28 @@ class Trainer:
         if reducer := setting("custom_pg_loss_reducer_function_path"):
             yield f"--custom-pg-loss-reducer-function-path {reducer} divides a second time: drop it"
         divisor, wanted = setting("loss_aggregation_divisor"), setting("loss_aggregation")
-        if divisor is not None and row.name != "constant":
+        if divisor is not None and name != "constant":
             yield f"loss_aggregation_divisor {divisor} is of constant alone: drop it, or take {self.path('constant')}"
-        if wanted not in (None, row.name):
+        if wanted not in (None, name):
             yield f"loss_aggregation {wanted} in the settings is another aggregation: drop it, or take {self.path(wanted)}"
         batch, group = setting("global_batch_size"), setting("n_samples_per_prompt")
-        if row.name == "prompt_mean" and batch and group and batch % group:
+        if name == "prompt_mean" and batch and group and batch % group:
             yield (
                 f"--global-batch-size {batch} is no multiple of --n-samples-per-prompt {group}: a prompt group would lie in "
                 "two optimizer steps"
             )
         yield from _without_window(args)
-        yield from self.refusals(args, row)
+        yield from self.refusals(args, AGGREGATIONS[name])
 
 
-def _require_reducer(name: str, args: Any) -> Chosen:
-    """Require a reducer of `megatron_pg.integrations`."""
-    path = f"{PREFIX}{name}"
-    _refuse_absent(path, name)
-    refuse_flag(name, bool(_setting(args, "calculate_per_token_loss")))
-    if violations := [*_without_window(args)]:
-        raise ValueError(f"{path}: {'; '.join(violations)}")
-    divisor = divisor_of_args(path, args) if name == "constant" else None
-    return checked_aggregation(name, divisor), divisor
-
-
-def _refuse_absent(path: str, name: str) -> None:
+def _chosen(path: str, name: str, args: Any, violations: Iterable[str]) -> Chosen:
+    """Return the aggregation of the setting `path` and its divisor; refuse violations."""
     if name not in HOOKS:
         raise ValueError(f"{path}: no such function; there are {', '.join(HOOKS)}")
+    divisor = divisor_of_args(path, args) if name == "constant" else None
+    if texts := "; ".join(violations):
+        raise ValueError(f"{path}: {texts}")
+    return checked_aggregation(name, divisor), divisor
 
 
 def _setting(args: Any, field: str) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -14,24 +16,21 @@ def multiply(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> 
     `out` may be wider than the operands. They are converted to its dtype unless the device multiplies without.
     """
     is_widened = left.dtype in (torch.bfloat16, torch.float16) and out.dtype == torch.float32
+    widening: dict[str, Any] = {}
     if is_widened and left.is_cuda and hasattr(torch.ops.aten.mm, "dtype_out"):
-        if add:
-            torch.addmm(out, left, right, out_dtype=out.dtype, out=out)
-        else:
-            torch.mm(left, right, out_dtype=out.dtype, out=out)
-        return
-    left, right = left.to(out.dtype), right.to(out.dtype)
-    if add:
-        out.addmm_(left, right)
+        widening["out_dtype"] = out.dtype
     else:
-        torch.mm(left, right, out=out)
+        left, right = left.to(out.dtype), right.to(out.dtype)
+    if add:
+        torch.addmm(out, left, right, out=out, **widening)
+    else:
+        torch.mm(left, right, out=out, **widening)
 
 
 def main_grad_of(weight: Tensor) -> Tensor | None:
     """Return the gradient buffer that Megatron's DistributedDataParallel holds for this parameter, if it does.
 
-    Its hook leaves `main_grad` alone when `grad_added_to_main_grad` says that the layer has added
-    to it. Megatron-FSDP makes the buffer late and keeps its own account of it: not touched here.
+    Megatron-FSDP makes the buffer late and keeps its own account of it: not touched here.
     """
     if hasattr(weight, "__fsdp_param__") or not hasattr(weight, "grad_added_to_main_grad"):
         return None
@@ -39,10 +38,9 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
 
 
 class FactorGradients:
-    """Gradients of the two factors of the logits, hidden states and weight, which grow chunk by chunk.
+    """Gradients of the factors of the logits, hidden states [tokens, hidden] and weight [v/tp, hidden], chunk by chunk.
 
     Args:
-        hidden, weight: the factors, [tokens, hidden] and [v/tp, hidden].
         needed: True for each of the two gradients that is wanted; the other costs nothing.
         final: the products already carry the gradient that backward brings, so the weight's may go straight into
             `main_grad`; otherwise it waits in a float32 buffer of its own.
@@ -95,11 +93,9 @@ class FactorGradients:
                 main_grad.addcmul_(total, factor)
             weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
             if not getattr(weight, "zero_out_wgrad", False):
-                return hidden, torch.sparse_coo_tensor(  # type: ignore[call-arg]
-                    size=weight.shape,
-                    dtype=weight.dtype,
-                    device=weight.device,
-                    check_invariants=False,
+                kind: Any = {"dtype": weight.dtype, "device": weight.device}
+                return hidden, torch.sparse_coo_tensor(
+                    size=weight.shape, check_invariants=False, **kind
                 )
         if main_grad is not None or total is None:
             return hidden, torch.zeros_like(weight, requires_grad=False)

@@ -31,7 +31,7 @@ class VocabularyShard:
     def build(
         cls, local_columns: int, vocab_size: int | None, group: dist.ProcessGroup | None
     ) -> VocabularyShard:
-        """Work out this rank's shard from the width of its logits, and refuse a `vocab_size` that they cannot hold."""
+        """Work out this rank's shard, and refuse with ValueError a `vocab_size` that the ranks' columns cannot hold."""
         if group is not None and dist.get_world_size(group) == 1:
             group = None
         size, rank = (1, 0) if group is None else (group.size(), group.rank())
@@ -74,7 +74,7 @@ class LogitRows:
     row_mask: Tensor | None = None
     """The rows to read, [tokens] bool; the others get finite placeholders and a gradient of 0."""
     has_set: Tensor | None = None
-    """The rows with a kept set, [tokens] bool; None for no such rows."""
+    """The rows with a kept set, [tokens] bool."""
     set_statistics: Tensor | None = None
     """The statistics [tokens, 4] of this shard's part of the sets, in the place of a pass over the row."""
 
@@ -122,9 +122,8 @@ class RowStatistics(NamedTuple):
 
     @classmethod
     def concatenate(cls, parts: list[RowStatistics], like: Tensor) -> RowStatistics:
-        """Join the statistics of consecutive parts; without parts `like` gives dtype and device."""
-        columns = zip(*parts, strict=True) if parts else [[]] * len(cls._fields)
-        return cls(*(joined(column, like) for column in columns))
+        """Join the statistics of consecutive parts; see `joined`."""
+        return cls(*(joined([part[i] for part in parts], like) for i in range(len(cls._fields))))
 
 
 def joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:

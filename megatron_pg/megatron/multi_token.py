@@ -48,18 +48,10 @@ class MultiTokenScale:
 def scale_multi_token_loss(
     chunk: Any, factor: float, context_group: ProcessGroup | None = None
 ) -> bool:
-    """Set the scale of a step's multi-token prediction on the config of a model's chunk.
+    """Set the scale, DP * CP * M, of a step's multi-token prediction on the config of a model's first chunk, which may be None.
 
-    Args:
-        chunk: the model's first chunk, wrapped or not; None has no multi-token prediction.
-        factor: DP * CP * M of the step.
-        context_group: the model's context-parallel group, all of whose ranks must call; None is a group of one.
-
-    Returns:
-        True if the chunk has multi-token prediction that is trained.
-
-    Raises:
-        NotImplementedError: the installed Megatron-Core scales multi-token prediction in a way that is not known here.
+    All ranks of the context-parallel group must call; None is a group of one. True if the chunk has multi-token prediction
+    that is trained. Errors are those of `context_parallel_factor`.
     """
     model_config: Any = getattr(chunk, "config", None)
     if not getattr(model_config, "mtp_num_layers", None) or not derives_multi_token_labels():
@@ -83,10 +75,7 @@ def context_parallel_factor(
     """Measure the factor by which Megatron multiplies multi-token prediction under context parallelism: 1 or CP.
 
     Megatron's own functions run over four tokens a rank, once for each context-parallel size in a process. All ranks of the
-    group must call.
-
-    Raises:
-        NotImplementedError: the factor is neither, or Megatron's functions take other arguments.
+    group must call. A NotImplementedError says that the factor is neither, or that those functions take other arguments.
     """
     size = 1 if context_group is None else context_group.size()
     if size == 1:
@@ -152,5 +141,4 @@ def _measure(model_config: Any, context_group: Any, device: torch.device) -> flo
             (gradient,) = torch.autograd.grad(output.sum(), hidden_states)
     finally:
         scaler.set_loss_scale(before)
-    factor: float = round(gradient[tokens:].max().item() / weight, 5)
-    return factor
+    return float(round(gradient[tokens:].max().item() / weight, 5))

@@ -26,16 +26,8 @@ def require_training_loop(chunk: Any, groups: ParallelGroups, num_microbatches: 
     """Refuse a loop that leaves gradients unreduced or wrongly scaled; warn once of gradients that were not zeroed.
 
     Called with gradients enabled, once a step, when the schedule asks for its first micro-batch: a trainer has set the
-    config by then. Reads the host alone.
-
-    Args:
-        chunk: the model that the schedule gets, or its first chunk.
-        groups: the process groups of the model.
-        num_microbatches: M of this data-parallel rank.
-
-    Raises:
-        ValueError: the config lacks `finalize_model_grads_func`, `grad_scale_func` or `no_sync_func` where they are needed, or
-            has another loss mode than DDP was built with.
+    config by then. Reads the host alone. A ValueError says that the config of the (first) chunk lacks
+    `finalize_model_grads_func`, `grad_scale_func` or `no_sync_func` where they are needed, or has another loss mode than DDP.
     """
     config = chunk.config
     unreduced = _unreduced(chunk, groups)

@@ -21,8 +21,7 @@ from megatron_pg.head.from_logits import TeacherGradient
 from megatron_pg.head.vocabulary_shard import LogitRows, RowStatistics
 
 _LEAST_REST = 1e-7
-"""The least probability of all tokens beside the k: the float32 sum of the exponentials of the student's logits resolves no
-less."""
+"""The least probability of all tokens beside the k; the student's float32 sum of exponentials resolves no less."""
 
 
 def divergence_passes(pair: LogitPair) -> ModuleType:

@@ -3,10 +3,8 @@
 With K the kept ids of a row, the target among them, and t the temperature: `log p_K(y) = z_y / t - logsumexp_{k in K}
 z_k / t`, the entropy is over K, and the gradient is 0 outside of K. All functions work on pairs of a row and a kept id, in
 the order of the rows. Under tensor parallelism a rank counts the pairs of its own columns, and one all-gather of
-`[tokens, 4]` statistics makes the row's.
-
-The last three functions are the products of a sparse output layer in plain torch. They work on a few pairs at a time, so
-that the copies of weights and hidden states stay small.
+`[tokens, 4]` statistics makes the row's. The last three functions are the products of a sparse output layer in plain torch,
+a few pairs at a time.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ _CHUNK_ELEMENTS = 1 << 22
 
 
 def check_rows(kept: Ragged, matrix: Tensor) -> None:
-    """Raise ValueError unless the sets are int64 and one for each row of a matrix."""
+    """Raise ValueError unless there is a set of int64 for each row of a matrix."""
     if len(kept) != len(matrix) or kept.values.dtype != torch.int64:
         raise ValueError(
             f"kept must be {len(matrix)} sets of int64 ids, one for each token, found {len(kept)} of {kept.values.dtype}"

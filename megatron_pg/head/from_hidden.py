@@ -110,7 +110,12 @@ def linear_token_loss(
     if piece_sizes is not None and sum(piece_sizes) != tokens:
         raise ValueError(f"piece_sizes add up to {sum(piece_sizes)} and there are {tokens} tokens")
     has_backward = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    pieces = _pieces(layer, rows, tokens, piece_sizes)
+    if piece_sizes is None:
+        chunks = layer.chunks(0, rows) + layer.chunks(rows, tokens)
+        pieces = [(chunk, [chunk]) for chunk in chunks]
+    else:
+        ends = itertools.pairwise(itertools.accumulate(piece_sizes, initial=0))
+        pieces = [(slice(*piece), layer.chunks(*piece, held=True)) for piece in ends]
     work = functools.partial(
         _loss_in_pieces, token_loss, teacher, layer, pieces, rows if has_backward else 0
     )
@@ -203,17 +208,6 @@ class LinearTokenLoss(torch.autograd.Function):
         return (*gradients.finish(grad_loss), None, None, None)
 
 
-def _pieces(
-    layer: OutputLayer, gradient_rows: int, tokens: int, sizes: Sequence[int] | None
-) -> list[tuple[slice, list[slice]]]:
-    """Cut the rows into pieces, which `token_loss` takes, of chunks, which are multiplied; a chunk is with gradient or without."""
-    if sizes is None:
-        chunks = layer.chunks(0, gradient_rows) + layer.chunks(gradient_rows, tokens)
-        return [(rows, [rows]) for rows in chunks]
-    ends = itertools.pairwise(itertools.accumulate(sizes, initial=0))
-    return [(slice(begin, end), layer.chunks(begin, end, held=True)) for begin, end in ends]
-
-
 def _loss_in_pieces(
     token_loss: TokenLoss,
     teacher: Teacher | None,
@@ -224,7 +218,10 @@ def _loss_in_pieces(
     gradients: FactorGradients,
     incoming: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Compute the outputs of `linear_token_loss`, and add the gradients of `incoming` (None: 1) times the loss."""
+    """Compute the outputs of `linear_token_loss`, and add the gradients of `incoming` (None: 1) times the loss.
+
+    A piece is rows that `token_loss` takes together, and the chunks in which they are multiplied.
+    """
     logits = layer.new_logits(factors.weight, [rows for _, chunks in pieces for rows in chunks])
     zero = torch.zeros_like(layer.temperature)
     losses: list[Tensor] = []

@@ -135,10 +135,8 @@ class OutputLayer:
     temperature: Tensor
     chunk_tokens: int
     logits_dtype: torch.dtype
-    keep_only: KeepOnly | None
-    """The restriction of rows to their kept sets; None: no sets."""
-    products: Any
-    """The `ExponentialProducts` of `hopper`; None where `first_product` leaves logits."""
+    keep_only: KeepOnly | None  # None: no sets
+    products: Any  # the `ExponentialProducts` of `hopper`; None where `first_product` leaves logits
 
     @classmethod
     def build(
@@ -148,7 +146,7 @@ class OutputLayer:
         keep_only: KeepOnly | None = None,
         may_be_exponentials: bool = False,
     ) -> OutputLayer:
-        """Check the factors, with ValueError, and work out all defaults."""
+        """Check the factors, and work out all defaults."""
         hidden, weight, targets = factors
         check_factors(hidden, weight)
         check_vector("targets", targets, torch.int64, "hidden", hidden)

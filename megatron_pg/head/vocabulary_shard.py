@@ -64,19 +64,13 @@ class VocabularyShard:
 class LogitRows:
     """Rows of logits with everything on which their statistics depend: the input of both row passes."""
 
-    logits: Tensor
-    """The logits [tokens, v/tp] in any float dtype."""
-    targets: Tensor
-    """The global token ids [tokens] int64; one outside the vocabulary gives NaN."""
+    logits: Tensor  # [tokens, v/tp] in any float dtype
+    targets: Tensor  # global ids [tokens] int64; one outside the vocabulary gives NaN
     shard: VocabularyShard
-    temperature: Tensor
-    """The temperature, one element in the dtype of the statistics."""
-    row_mask: Tensor | None = None
-    """The rows to read, [tokens] bool; the others get finite placeholders and a gradient of 0."""
-    has_set: Tensor | None = None
-    """The rows with a kept set, [tokens] bool."""
-    set_statistics: Tensor | None = None
-    """The statistics [tokens, 4] of this shard's part of the sets, in the place of a pass over the row."""
+    temperature: Tensor  # one element in the dtype of the statistics
+    row_mask: Tensor | None = None  # rows to read, [tokens] bool; the others get placeholders
+    has_set: Tensor | None = None  # rows with a kept set, [tokens] bool
+    set_statistics: Tensor | None = None  # [tokens, 4] of this shard's part of the sets
 
     def part(self, rows: slice) -> LogitRows:
         """Take some rows, as views; kept sets are left out."""
@@ -94,8 +88,7 @@ class LogitRows:
 class RowStatistics(NamedTuple):
     """Statistics of each row over the whole vocabulary, [tokens] each, equal on every tensor-parallel rank.
 
-    The log-probability of column j is `(logit_j - maximum) / temperature - log_sum`; maximum and
-    log_sum stay apart because their sum, rounded to float32, would cost large logits their digits.
+    Maximum and log_sum stay apart because their sum, rounded to float32, would cost large logits their digits.
     """
 
     maximum: Tensor

@@ -29,12 +29,9 @@ from megatron_pg.step.totals import BareSample, step_totals
 class Rollout(NamedTuple):
     """One data-parallel rank's samples of a rollout, and the trainer's cut of them into optimizer steps."""
 
-    samples: Sequence[BareSample]
-    """With prompt groups, rollouts and active tokens."""
-    steps: Sequence[Sequence[int]]
-    """The indices of each step's samples."""
-    num_rollouts: Sequence[int]
-    """N of each step, over all ranks: the trainer's divisor of the step's loss."""
+    samples: Sequence[BareSample]  # with prompt groups, rollouts and active tokens
+    steps: Sequence[Sequence[int]]  # the indices of each step's samples
+    num_rollouts: Sequence[int]  # N of each step, over all ranks: the divisor of the step's loss
 
 
 def rollout_mask_sums(

@@ -23,16 +23,11 @@ Chosen = tuple[Aggregation, float | None]
 class Trainer:
     """A trainer whose `rollout_mask_sums` are overwritten by one of its own hooks."""
 
-    name: str
-    """Its package, and its module here."""
-    hook: str
-    """The setting that has the import path of the hook."""
-    proven_with: str
-    """The commit with which it was proven (`ci/trainers.sh`)."""
-    sources: Sources
-    """The functions that the derivation rests on, as they are in that commit."""
-    refusals: Callable[[Any, Aggregation], Iterable[str]] = lambda args, row: ()
-    """Violations of this trainer alone, from its args."""
+    name: str  # of its package, and of its module here
+    hook: str  # the setting that has the import path of the hook
+    proven_with: str  # the commit with which it was proven (`ci/trainers.sh`)
+    sources: Sources  # the functions that the derivation rests on, as they are in that commit
+    refusals: Callable[[Any, Aggregation], Iterable[str]] = lambda args, row: ()  # its own
 
     def path(self, name: str) -> str:
         """Return the flag with the import path of one of its functions here."""

@@ -43,7 +43,7 @@ class ParallelGroups:
             RuntimeError: a group is missing from the model and model parallelism is not initialized.
         """
         own = _process_group_collection(model)
-        groups = {axis: getattr(own, name, None) for axis, (name, _) in _SOURCES.items()}
+        groups: Any = {axis: getattr(own, name, None) for axis, (name, _) in _SOURCES.items()}
         missing = [axis for axis, group in groups.items() if group is None]
         if missing and not parallel_state.model_parallel_is_initialized():
             raise RuntimeError(

@@ -31,12 +31,11 @@ class MultiTokenScale:
     """The `mtp_grad_scale_func` of a model's config: multiplies by what the schedule and data parallelism divide by."""
 
     config: Any
-    factor: float
-    """DP * CP * M of the step that runs."""
-    before: Any
-    """The function that the trainer had set, or None."""
-    device: torch.device
-    """The device of the model and of an optimizer's loss scale; a factor elsewhere would make the host wait."""
+    factor: float  # DP * CP * M of the step that runs
+    before: Any  # the function that the trainer had set, or None
+    device: (
+        torch.device
+    )  # the model's and the loss scale's; a factor elsewhere would make the host wait
 
     def __call__(self) -> Tensor:
         if self.before is not None:

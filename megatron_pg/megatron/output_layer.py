@@ -119,10 +119,8 @@ class _Processed:
     """The `_forward_impl` of an output layer during one forward of a model with an output processor."""
 
     processor: OutputProcessor
-    before: Callable[..., Tensor]
-    """The product of the other calls."""
-    num_others: int
-    """Calls of multi-token prediction, which come first."""
+    before: Callable[..., Tensor]  # the product of the other calls
+    num_others: int  # calls of multi-token prediction, which come first
     num_calls: int = 0
 
     def __call__(self, **arguments: Any) -> Tensor:

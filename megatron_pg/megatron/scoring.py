@@ -245,7 +245,7 @@ def _device_of(chunks: Sequence[Any], groups: ParallelGroups) -> torch.device:
     if dist.get_backend(groups.pipeline) != "nccl":
         possible.append(torch.device("cpu"))
     if len(devices) == 1 and devices <= set(possible):
-        return devices.pop()
+        return torch.device(devices.pop())
     raise ValueError(
         f"the model's parameters are on {' and '.join(sorted(map(str, devices))) or 'no device'} and this rank works on "
         f"{' or '.join(map(str, possible)) or 'a GPU'}: move the whole model there before it is scored (a reference model "

@@ -202,8 +202,7 @@ _GRADIENT_TILE, _GRADIENT_TILES, _WARPS = 1024, 8, 4
 class ExponentialProducts:
     """The first product of the output layer as exponentials."""
 
-    products: ModuleType
-    """The module of the three products, `quack_products`."""
+    products: ModuleType  # of the three products, `quack_products`
     shard: VocabularyShard
     temperature: float
     with_entropy: bool
@@ -262,9 +261,7 @@ class ExponentialRows:
     shard_statistics: Tensor
 
     def statistics(self) -> RowStatistics:
-        outputs = RowStatistics.empty(len(self.targets), self.temperature)
-        shard = self.layer.shard
-        return rows_triton.combine(self.shard_statistics, shard, self.temperature, None, outputs)
+        return rows_triton.combine(self.shard_statistics, self.layer.shard, self.temperature)
 
     def add_gradient(
         self, gradients: FactorGradients, statistics: RowStatistics, incoming: Incoming

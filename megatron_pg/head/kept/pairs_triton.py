@@ -45,10 +45,7 @@ def _product(
     coefficients, order, begin, end, source, stride, index, lanes, lanes_inside,
     PAIRS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Sum coefficient times a tile of a row of `source` over the pairs, in `order`, of the places [begin, end).
-
-    Rows of coefficient 0 are not read.
-    """
+    """Sum coefficient (0: not read) times a tile of a row of `source` over the pairs, in `order`, of the places [begin, end)."""
     total = tl.zeros([TILE], tl.float32)
     for first in range(begin, end, PAIRS):
         places = first + tl.arange(0, PAIRS)
@@ -76,8 +73,7 @@ def hidden_gradient_kernel(
     lanes_inside = lanes < size
     begin, end = tl.load(offsets + row), tl.load(offsets + row + 1)
     total = _product(
-        coefficients, None, begin, end, weight, weight_stride, columns, lanes, lanes_inside,
-        PAIRS, TILE,
+        coefficients, None, begin, end, weight, weight_stride, columns, lanes, lanes_inside, PAIRS, TILE
     )  # fmt: skip
     tl.store(out + row * out_stride + lanes, total.to(out.dtype.element_ty), mask=lanes_inside)
 
@@ -87,10 +83,10 @@ def weight_gradient_kernel(
     coefficients, order, keys, ends, rows, hidden, hidden_stride, out, out_stride, pairs, columns, size,
     PAIRS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Add TILE elements of the gradient of every column of the weight to `out`.
+    """Add TILE elements of the gradient of every column of the weight to `out`, each column in one program.
 
     The places are the pairs sorted by column, `order`; `keys` are their columns (from `columns` on: another rank's), and
-    `ends` has the end of each column's places. One program sums all places of a column, at the first of them.
+    `ends` has the end of each column's places.
     """
     lanes = tl.program_id(1) * TILE + tl.arange(0, TILE)
     lanes_inside = lanes < size
@@ -107,46 +103,43 @@ def weight_gradient_kernel(
             tl.store(at, total.to(out.dtype.element_ty), mask=lanes_inside)
 
 
-# The pairs, and the elements of a hidden state, that a program takes at a time.
-_LOGITS_TILE = (8, 256)
-_HIDDEN_TILE = (8, 512)
-_WEIGHT_TILE = (8, 1024)
+_PAIRS, _LOGITS_TILE, _HIDDEN_TILE, _WEIGHT_TILE = 8, 256, 512, 1024
+"""The pairs, and the elements of a hidden state, that a program takes at a time."""
 _WEIGHT_PROGRAMS = 1056
 """Programs that share the columns of the weight: 8 for each multiprocessor of an H200."""
 
 
 def pair_logits(hidden: Tensor, weight: Tensor, pairs: KeptPairs) -> Tensor:
     """Read the kept columns once; see `sets.pair_logits`."""
-    (per_program, tile), count, size = _LOGITS_TILE, len(pairs.rows), hidden.shape[1]
+    count, size = len(pairs.rows), hidden.shape[1]
     logits = pairs.temperature.new_empty(count)
     if count:
-        logits_kernel[(triton.cdiv(count, per_program),)](
+        logits_kernel[(triton.cdiv(count, _PAIRS),)](
             hidden, hidden.stride(0), weight, weight.stride(0), pairs.rows, pairs.columns, pairs.is_here,
-            logits, count, size, PAIRS=per_program, TILE=tile,
+            logits, count, size, PAIRS=_PAIRS, TILE=_LOGITS_TILE,
         )  # fmt: skip
     return logits
 
 
 def write_hidden_gradient(gradient: Tensor, weight: Tensor, pairs: KeptPairs, out: Tensor) -> None:
     """Read the kept columns once; see `sets.write_hidden_gradient`."""
-    (per_step, tile), (tokens, size) = _HIDDEN_TILE, out.shape
+    tokens, size = out.shape
     if tokens:
-        hidden_gradient_kernel[(tokens, triton.cdiv(size, tile))](
+        hidden_gradient_kernel[(tokens, triton.cdiv(size, _HIDDEN_TILE))](
             gradient, pairs.offsets, pairs.columns, weight, weight.stride(0), out, out.stride(0), size,
-            PAIRS=per_step, TILE=tile,
+            PAIRS=_PAIRS, TILE=_HIDDEN_TILE,
         )  # fmt: skip
 
 
 def add_weight_gradient(gradient: Tensor, hidden: Tensor, pairs: KeptPairs, out: Tensor) -> None:
     """Sort the pairs by column and sum each column in one program; see `sets.add_weight_gradient`."""
     count, size, columns = len(pairs.rows), hidden.shape[1], pairs.shard.columns
-    per_step, tile = _WEIGHT_TILE
     if count == 0:
         return
     keys = torch.where(pairs.is_here, pairs.columns, columns).int()
     keys, order = torch.sort(keys, stable=True)
     ends = torch.searchsorted(keys, keys, right=True)
-    weight_gradient_kernel[(min(count, _WEIGHT_PROGRAMS), triton.cdiv(size, tile))](
+    weight_gradient_kernel[(min(count, _WEIGHT_PROGRAMS), triton.cdiv(size, _WEIGHT_TILE))](
         gradient, order, keys, ends, pairs.rows, hidden, hidden.stride(0), out, out.stride(0),
-        count, columns, size, PAIRS=per_step, TILE=tile, num_warps=8,
+        count, columns, size, PAIRS=_PAIRS, TILE=_WEIGHT_TILE, num_warps=8,
     )  # fmt: skip

@@ -34,16 +34,11 @@ def check_rows(kept: Ragged, matrix: Tensor) -> None:
 class KeptPairs:
     """The pairs of a call, on its device."""
 
-    rows: Tensor
-    """The row of each pair, [pairs] int64, ascending."""
-    columns: Tensor
-    """The local column of each pair, [pairs] int64; 0 where another rank holds it."""
-    is_here: Tensor
-    """True where this rank holds the column, [pairs] bool."""
-    is_target: Tensor
-    """True where the column is the row's target, [pairs] bool."""
-    offsets: Tensor
-    """The place where each row's pairs begin, [tokens + 1] int64."""
+    rows: Tensor  # the row of each pair, [pairs] int64, ascending
+    columns: Tensor  # its local column, [pairs] int64; 0 where another rank holds it
+    is_here: Tensor  # True where this rank holds the column, [pairs] bool
+    is_target: Tensor  # True where the column is the row's target, [pairs] bool
+    offsets: Tensor  # the place where each row's pairs begin, [tokens + 1] int64
     temperature: Tensor
     shard: VocabularyShard
 
@@ -76,8 +71,8 @@ class KeptPairs:
         self, logits: Tensor, statistics: RowStatistics, incoming: Incoming, out: Tensor
     ) -> None:
         """Add the gradient of the logits [pairs] to that of all columns, `out` [tokens, v/tp], which is 0 there."""
-        gradient = kept_gradient(logits, self, statistics, incoming)
-        out.index_put_((self.rows, self.columns), gradient.to(out.dtype), accumulate=True)
+        gradient = kept_gradient(logits, self, statistics, incoming).to(out.dtype)
+        out.index_put_((self.rows, self.columns), gradient, accumulate=True)
 
     def _reduce(self, reduction: str, values: Tensor) -> Tensor:
         """Return the sum or the maximum [tokens] of each row's values [pairs]; without pairs 0 and minus infinity."""
@@ -120,10 +115,7 @@ def keep_only(sets: Ragged, logits: Tensor, rows: slice, shard: VocabularyShard)
 
 
 def pair_logits(hidden: Tensor, weight: Tensor, pairs: KeptPairs) -> Tensor:
-    """Compute the logits [pairs] of hidden states [tokens, hidden] and weight [v/tp, hidden].
-
-    They have the dtype of the statistics, and are minus infinity where another rank holds the column.
-    """
+    """Compute the logits [pairs], in the dtype of the statistics; minus infinity where another rank holds the column."""
     dtype = pairs.temperature.dtype
     logits = torch.full(pairs.rows.shape, -math.inf, dtype=dtype, device=hidden.device)
     for part in _chunks(pairs, hidden):

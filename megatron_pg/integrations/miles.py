@@ -5,8 +5,8 @@
 
 The first replaces miles' conversion of a rollout's samples (miles/ray/rollout/train_data_conversion.py). miles calls it
 as `f(args, samples)` in the rollout manager, one process for all ranks. It calls theirs and overwrites
-`rollout_mask_sums`. miles gives such a function neither its reward post-processing, which is loaded here by the flag
-that names it, nor the rollout's metadata, which only features that are refused here need.
+`rollout_mask_sums`. miles gives it neither its reward post-processing, which is loaded here by the flag that names it, nor
+the rollout's metadata, which only features that are refused here need.
 
 The prompt group of a sample is its `group_index`.
 """
@@ -66,10 +66,7 @@ check = MILES.check
 
 
 def _convert(name: str, args: Any, samples: list[Any]) -> dict[str, Any]:
-    """Make miles' train data and overwrite `rollout_mask_sums`. The hooks of this module are its partials.
-
-    Errors are those of `Trainer.require`, `rollout_mask_sums` and of a sample without `group_index` under `prompt_mean`.
-    """
+    """Make miles' train data and overwrite `rollout_mask_sums`. The hooks of this module are its partials."""
     row, divisor = MILES.require(name, args)
     conversion = importlib.import_module("miles.ray.rollout.train_data_conversion")
     load_function = importlib.import_module("miles.utils.misc").load_function
@@ -104,9 +101,8 @@ def _rollout(
 ) -> Rollout:
     """Count the samples. A step is `batch_size` rollouts, in the order of their first samples.
 
-    So miles cuts them (miles/utils/dp_schedule.py, `build_dp_schedule`). The rest is one more step of fewer rollouts.
-    miles trains on it (`--allow-partial-train-step`) or drops it: its divisors are right for the one and unused in the
-    other.
+    `build_dp_schedule` of miles/utils/dp_schedule.py cuts them so. The rest is one more step of fewer rollouts, which miles
+    trains on (`--allow-partial-train-step`) or drops.
     """
     counted, indices_by_rollout = [], defaultdict(list)
     facts = zip(samples, data["loss_masks"], data["rollout_ids"], strict=True)

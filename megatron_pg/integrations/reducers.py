@@ -2,21 +2,18 @@
 
     --custom-pg-loss-reducer-function-path megatron_pg.integrations.constant
 
-Such a trainer calls `f(total_lengths, response_lengths, loss_masks, calculate_per_token_loss)` for each micro-batch,
-takes the reducer's inner sum s of the rank, and scales it itself. N are the rollouts of the step; DP, CP and M are those
-of `megatron_pg.megatron.scale_contract`. (Read in slime/backends/megatron_utils/loss.py, `loss_function`, commit
-00c2d6db.)
+Such a trainer calls `f(total_lengths, response_lengths, loss_masks, calculate_per_token_loss)` for each micro-batch, and
+scales the reducer's inner sum s of the rank (read in slime/backends/megatron_utils/loss.py, `loss_function`, commit
+00c2d6db). N are the rollouts of the step; DP, CP and M are those of `megatron_pg.megatron.scale_contract`.
 
-1. `calculate_per_token_loss` off: returns `(s * M / N * DP * CP, 1, metrics)`. Megatron divides by 1 and by M and
-   averages over DP * CP ranks. The objective is `sum of s / N`, which is exact where the outer count is N: for
-   `constant`, and for `sample_mean` of rollouts of one sample (the call carries no rollout totals).
-2. `calculate_per_token_loss` on: returns `(s * CP, n, metrics)`. n are the mask sums of the whole micro-batch, at least
-   1 for each sample, the same on every CP rank. Megatron sums the gradients and divides them by the sum of n over
-   DP * CP ranks and micro-batches, `CP * (T + Z)`. Z samples have no active token. The objective is
-   `sum of s / (T + Z)`: `token_mean` where Z is 0, and 1 / (1 + Z / T) of it otherwise.
+1. `calculate_per_token_loss` off: returns `(s * M / N * DP * CP, 1, metrics)`, of which Megatron makes `sum of s / N`:
+   exact for `constant`, and for `sample_mean` of rollouts of one sample (the call carries no rollout totals).
+2. `calculate_per_token_loss` on: returns `(s * CP, n, metrics)`. n are the mask sums of the whole micro-batch, at least 1
+   for each sample, the same on every CP rank. Megatron makes `sum of s / (T + Z)` of it, Z the samples without an active
+   token: `token_mean` where Z is 0.
 
-An aggregation under the other value of the flag would be divided by the other count, and `prompt_mean` needs G and P,
-which the call does not carry. Both are refused. The import needs nothing of the trainer's.
+Under the other value of the flag an aggregation would be divided by the other count, and `prompt_mean` needs G and P, which
+the call does not carry. Both are refused. The import needs nothing of the trainer's.
 """
 
 from __future__ import annotations
@@ -47,16 +44,12 @@ def _reducer(
     loss_masks: Sequence[Tensor],
     calculate_per_token_loss: bool = False,
 ) -> Reducer:
-    """Make the reducer of one micro-batch. The functions of this module are its partials.
+    """Make `reducer(x [window]) -> 0-d` inner sum of this rank for one micro-batch; the module's functions are partials.
 
     The lengths are in tokens, over the context-parallel group, and the masks [response_length] of 0 and 1, of each sample.
-    `calculate_per_token_loss` is the trainer's flag.
-
-    Returns:
-        `reducer(x [window]) -> 0-d` inner sum of this rank, which the trainer scales.
 
     Raises:
-        ValueError: the flag is not the one that the aggregation needs, or lengths and masks do not fit.
+        ValueError: the trainer's flag is not the one that the aggregation needs, or lengths and masks do not fit.
         NotImplementedError: `--qkv-format bshd` under context parallelism.
     """
     refuse_flag(aggregation, calculate_per_token_loss)
@@ -77,11 +70,7 @@ def _reducer(
 sample_mean, prompt_mean, token_mean, constant = (
     functools.partial(_reducer, name) for name in HOOKS
 )
-"""The reducers. `sample_mean` (GRPO) is of rollouts that are one sample each.
-
-`token_mean` is over the whole step, exact where every sample has an active token: the trainer counts one otherwise.
-`constant` is Dr.GRPO's: every active token weighs 1 / L, before the trainer's 1 / N. `prompt_mean` is always refused.
-"""
+"""The reducers. `constant` weighs every active token 1 / L, before the trainer's 1 / N; `prompt_mean` is always refused."""
 
 
 def refuse_flag(aggregation: str, calculate_per_token_loss: bool) -> None:

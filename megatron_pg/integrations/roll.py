@@ -46,11 +46,7 @@ class _AggregationActorWorker(ActorWorker):  # type: ignore[misc]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
     def initialize(self, pipeline_config: Any) -> None:
-        """Check the settings, initialize as ROLL does, and make the weights before each optimizer step.
-
-        Raises:
-            ValueError: a setting does not fit; a prompt's samples are split over optimizer steps (at that step).
-        """
+        """Check the settings, initialize as ROLL does, and make the weights before each optimizer step."""
         self.divisor = refuse_settings(self.aggregation, pipeline_config)
         super().initialize(pipeline_config)
         model = getattr(self.strategy, "model", None)

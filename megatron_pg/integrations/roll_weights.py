@@ -53,10 +53,7 @@ def step_weights(
 
 
 def sample_factors(weights: Sequence[float], kept: Tensor, valid_samples: Tensor | float) -> Tensor:
-    """Return the factor of each sample for ROLL's `seq-mean-token-mean`, `[samples]` float32.
-
-    `kept` `[samples, response]` is the mask that ROLL's loss sums over, filters applied. ROLL divides by `valid_samples`.
-    """
+    """Return each sample's factor for `seq-mean-token-mean`, `[samples]` float32; `kept` is the mask that ROLL's loss sums over."""
     per_token = torch.as_tensor(np.asarray(weights, dtype=np.float64), device=kept.device)
     return (per_token * kept.sum(dim=-1) * valid_samples).float()
 
@@ -82,7 +79,8 @@ def refuse_settings(
             f"{name} with actor_train.apply_loss_scale: false: the gradient would be divided by micro-batches and data "
             "parallelism; set it to true"
         )
-    remedy = (
-        f"set {DIVISOR_VARIABLE} under actor_train.system_envs to a finite number of tokens above 0"
-    )
-    return find_divisor(name, {}, remedy, environment) if aggregation == "constant" else None
+    if aggregation != "constant":
+        return None
+    place = f"{DIVISOR_VARIABLE} under actor_train.system_envs"
+    remedy = f"set {place} to a finite number of tokens above 0"
+    return find_divisor(name, {}, remedy, environment)

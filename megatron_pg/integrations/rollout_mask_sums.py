@@ -1,14 +1,10 @@
 """Values of `rollout_mask_sums` that turn a trainer's own sample mean into any of the four aggregations.
 
 slime and miles give every sample i a divisor D_i, `rollout_mask_sums`. They build one reducer from it for the policy
-loss, KL, entropy and metrics: `sum_i (sum_t m x) / max(D_i, 1)`. They scale it so that Megatron's schedule divides it by
-N, the rollouts of the step. With this package's divisor per sample and outer count (`megatron_pg.loss.aggregation`),
-D_i is
-
-    divisor_i * outer_count / N
-
-which is G_g P / N for prompt_mean, T / N for token_mean, L for constant, and the rollout's own sum for sample_mean.
-Their clamp would change a D_i below 1: such a step is refused.
+loss, KL, entropy and metrics, `sum_i (sum_t m x) / max(D_i, 1)`, which Megatron's schedule divides by N, the rollouts of the
+step. With the divisor per sample and the outer count of `megatron_pg.loss.aggregation`, D_i is `divisor_i * outer_count / N`:
+G_g P / N for prompt_mean, T / N for token_mean, L for constant, and the rollout's own sum for sample_mean. Their clamp
+would change a D_i below 1: such a step is refused.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     --rollout-data-postprocess-path megatron_pg.integrations.slime.prompt_mean
     --custom-megatron-init-path megatron_pg.integrations.slime.check
 
-Every training process calls the first once a rollout, after the log-probs and advantages and before training, as
-`f(args, rollout_id, rollout_data)` (slime/backends/megatron_utils/actor.py, `train_actor`). slime's data iterator holds
-`rollout_data` by reference, so the loss divides by the values that the hook puts there.
+Every training process calls the first once a rollout, before training, as `f(args, rollout_id, rollout_data)`
+(slime/backends/megatron_utils/actor.py, `train_actor`). slime's data iterator holds `rollout_data` by reference, so the loss
+divides by the values that the hook puts there.
 
 The prompt group of a sample is `sample_indices // n_samples_per_prompt`, as slime's data source numbers samples, or the
 whole number in the field of `rollout_data` that `loss_aggregation_group_key` names in `--custom-config-path`.
@@ -33,11 +33,7 @@ check = SLIME.check
 
 
 def _postprocess(name: str, args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
-    """Overwrite `rollout_data["rollout_mask_sums"]`. The hooks of this module are its partials.
-
-    Every training process must call it: it makes two exchanges over the data-parallel group. Errors are those of
-    `Trainer.require`, `rollout_mask_sums` and of a sample without a prompt group, on every rank.
-    """
+    """Overwrite `rollout_data["rollout_mask_sums"]`; every training process must call it. The hooks are its partials."""
     group = data_parallel_group()
     # The environment and the installed source may differ from node to node.
     (row, divisor), divisors = compute_and_gather(

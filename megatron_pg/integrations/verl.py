@@ -133,8 +133,7 @@ def token_weights(
 ) -> Tensor:
     """Weigh one token of each sample, `[samples, 1]` float32. `prompt_mean_advantages` has the prompt group's part.
 
-    `response_mask` is `[samples, response]` of whole samples. `totals` is verl's `global_batch_info`: `global_batch_size`
-    N and `batch_num_tokens` T of the optimizer step. Without the needed one it raises a ValueError.
+    `response_mask` is `[samples, response]` of whole samples, and `totals` verl's `global_batch_info`.
     """
     needed = "batch_num_tokens" if aggregation == "token_mean" else "global_batch_size"
     if (count := totals.get(needed)) is None:
@@ -184,10 +183,9 @@ def prompt_mean_advantages(
 
 
 def group_factors(response_mask: Tensor, index: np.ndarray[Any, Any]) -> tuple[Tensor, int]:
-    """Return the factor `N D_i / (P G_g)` of each sample, `[samples]` float64, and P.
+    """Return the factor `N D_i / (P G_g)` of each sample of the optimizer step, `[samples]` float64, and P.
 
-    `response_mask` `[samples, response]` and the prompts `index` are of the whole optimizer step. verl's padding samples
-    (uid `pad` and 32 hexadecimal digits, no active token) are in its N and in no prompt group.
+    verl's padding samples (uid `pad` and 32 hexadecimal digits, no active token) are in its N and in no prompt group.
     """
     tokens = response_mask.sum(dim=-1).double().cpu().numpy()
     groups, group_ids = np.unique([str(uid) for uid in index], return_inverse=True)
@@ -205,7 +203,7 @@ def _tagged(advantages: Tensor) -> Tensor:
 
 
 def _refuse_untagged(advantages: Tensor, response_mask: Tensor) -> None:
-    """Refuse advantages that no estimator of this module made. It looks once in a process."""
+    """Refuse advantages that no estimator of this module made, until some have been seen in the process."""
     global _seen_tagged
     if _seen_tagged:
         return
@@ -230,7 +228,6 @@ def _announce(step: str) -> None:
 
 
 def _divisor(loss_scale_factor: float | None) -> float:
-    """Find L of `constant`, in tokens, in verl's `loss_scale_factor` or in the environment."""
     return find_divisor(
         f"{LOSS_MODE}={PREFIX}constant",
         {DIVISOR_KEY: loss_scale_factor},

@@ -103,7 +103,7 @@ def weight_gradient_kernel(
             tl.store(at, total.to(out.dtype.element_ty), mask=lanes_inside)
 
 
-_PAIRS, _LOGITS_TILE, _HIDDEN_TILE, _WEIGHT_TILE = 8, 256, 512, 1024
+_LOGITS_TILE, _HIDDEN_TILE, _WEIGHT_TILE = (8, 256), (8, 512), (8, 1024)
 """The pairs, and the elements of a hidden state, that a program takes at a time."""
 _WEIGHT_PROGRAMS = 1056
 """Programs that share the columns of the weight: 8 for each multiprocessor of an H200."""
@@ -111,35 +111,36 @@ _WEIGHT_PROGRAMS = 1056
 
 def pair_logits(hidden: Tensor, weight: Tensor, pairs: KeptPairs) -> Tensor:
     """Read the kept columns once; see `sets.pair_logits`."""
-    count, size = len(pairs.rows), hidden.shape[1]
+    (per_program, tile), count, size = _LOGITS_TILE, len(pairs.rows), hidden.shape[1]
     logits = pairs.temperature.new_empty(count)
     if count:
-        logits_kernel[(triton.cdiv(count, _PAIRS),)](
+        logits_kernel[(triton.cdiv(count, per_program),)](
             hidden, hidden.stride(0), weight, weight.stride(0), pairs.rows, pairs.columns, pairs.is_here,
-            logits, count, size, PAIRS=_PAIRS, TILE=_LOGITS_TILE,
+            logits, count, size, PAIRS=per_program, TILE=tile,
         )  # fmt: skip
     return logits
 
 
 def write_hidden_gradient(gradient: Tensor, weight: Tensor, pairs: KeptPairs, out: Tensor) -> None:
     """Read the kept columns once; see `sets.write_hidden_gradient`."""
-    tokens, size = out.shape
+    (per_step, tile), (tokens, size) = _HIDDEN_TILE, out.shape
     if tokens:
-        hidden_gradient_kernel[(tokens, triton.cdiv(size, _HIDDEN_TILE))](
+        hidden_gradient_kernel[(tokens, triton.cdiv(size, tile))](
             gradient, pairs.offsets, pairs.columns, weight, weight.stride(0), out, out.stride(0), size,
-            PAIRS=_PAIRS, TILE=_HIDDEN_TILE,
+            PAIRS=per_step, TILE=tile,
         )  # fmt: skip
 
 
 def add_weight_gradient(gradient: Tensor, hidden: Tensor, pairs: KeptPairs, out: Tensor) -> None:
     """Sort the pairs by column and sum each column in one program; see `sets.add_weight_gradient`."""
     count, size, columns = len(pairs.rows), hidden.shape[1], pairs.shard.columns
+    per_step, tile = _WEIGHT_TILE
     if count == 0:
         return
     keys = torch.where(pairs.is_here, pairs.columns, columns).int()
     keys, order = torch.sort(keys, stable=True)
     ends = torch.searchsorted(keys, keys, right=True)
-    weight_gradient_kernel[(min(count, _WEIGHT_PROGRAMS), triton.cdiv(size, _WEIGHT_TILE))](
+    weight_gradient_kernel[(min(count, _WEIGHT_PROGRAMS), triton.cdiv(size, tile))](
         gradient, order, keys, ends, pairs.rows, hidden, hidden.stride(0), out, out.stride(0),
-        count, columns, size, PAIRS=_PAIRS, TILE=_WEIGHT_TILE, num_warps=8,
+        count, columns, size, PAIRS=per_step, TILE=tile, num_warps=8,
     )  # fmt: skip

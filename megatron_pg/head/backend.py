@@ -1,7 +1,5 @@
 """The choice of who computes: plain torch, Triton kernels, or the products of a Hopper GPU."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 from types import ModuleType

@@ -1,7 +1,5 @@
 """The two products of backward, which give the gradients of hidden states and weight."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -11,8 +11,6 @@ when the gradient of the loss to the log-probabilities is known:
 `float32_logits` is the output layer by itself.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

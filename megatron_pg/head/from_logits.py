@@ -1,7 +1,5 @@
 """Log-probabilities, entropy and divergence of the target tokens as an autograd function of vocabulary-parallel logits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Protocol
 

@@ -1,7 +1,5 @@
 """The functions of logits or kept sets: plain head and wings together."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 from typing import Any

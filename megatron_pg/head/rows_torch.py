@@ -3,8 +3,6 @@
 Both work on a few rows at a time, so that there is never a float32 copy of all logits.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

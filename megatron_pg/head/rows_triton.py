@@ -8,8 +8,6 @@ rows there are. Full tiles carry no mask: with one, a vocabulary that is not a m
 # Kernels are typed by Triton at their first launch, not by annotations.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -11,8 +11,6 @@ the rollout's metadata, which only features that are refused here need.
 The prompt group of a sample is its `group_index`.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 from collections import defaultdict

@@ -16,8 +16,6 @@ Under the other value of the flag an aggregation would be divided by the other c
 the call does not carry. Both are refused. The import needs nothing of the trainer's.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import os

@@ -21,8 +21,6 @@ before the filters; L of `constant` is in the worker's environment (MEGATRON_PG_
 are sample means over V. A prompt group is the samples with the same prompt tokens.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Weights of a step for ROLL's worker, and the settings under which they are exact. The import needs nothing of ROLL."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence

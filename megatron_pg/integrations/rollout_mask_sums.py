@@ -7,8 +7,6 @@ G_g P / N for prompt_mean, T / N for token_mean, L for constant, and the rollout
 would change a D_i below 1: such a step is refused.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

@@ -11,8 +11,6 @@ The prompt group of a sample is `sample_indices // n_samples_per_prompt`, as sli
 whole number in the field of `rollout_data` that `loss_aggregation_group_key` names in `--custom-config-path`.
 """
 
-from __future__ import annotations
-
 import functools
 import operator
 from typing import Any

@@ -4,8 +4,6 @@ A version number would not tell: these trainers are run from their main branch a
 not imported, so that the proof needs nothing that the trainer imports.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import importlib.util

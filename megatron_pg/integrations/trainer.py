@@ -1,7 +1,5 @@
 """The hooks of slime and miles: their checks before the model is loaded, and the line that says what is on."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass

@@ -34,8 +34,6 @@ step, which is checked. The advantages carry a tag in their last two bits (2.4e-
 refuses those without it. KL and entropy are verl's own, by `actor.loss_agg_mode`.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ verl imports its plugins when it is imported itself, and logs an import that fai
 therefore imports verl, in the Python that runs it, and listens.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import logging

@@ -1,7 +1,5 @@
 """Checks that a model takes the cut of a pack over context-parallel ranks, and a group of a micro-batch's own."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

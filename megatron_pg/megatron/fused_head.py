@@ -1,7 +1,5 @@
 """The fused head in Megatron's models: the loss from what enters the output layer and its weight, without the logits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -11,8 +11,6 @@ Up to 0.19.2 Megatron has no factor CP here. Pull request 7498 of NVIDIA/Megatro
 `context_parallel_factor` measures the installed Megatron.
 """
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 from typing import Any

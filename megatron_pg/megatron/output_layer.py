@@ -4,8 +4,6 @@
 `self._forward_impl`, with the weight, the bias and the reductions of gradients as arguments. That method is exchanged.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any

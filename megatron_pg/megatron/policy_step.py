@@ -1,7 +1,5 @@
 """`PolicyStep`: one optimizer step's policy loss in Megatron's schedules."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence

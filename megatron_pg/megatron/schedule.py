@@ -1,7 +1,5 @@
 """The micro-batches of a step through Megatron's schedule."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Scores of samples' response tokens under a model, forward only, at any sharding: log-probs, hidden states, critic's values."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ A trainer that uses Megatron has imported it before a loss is computed. Where no
 functions answer "nothing", and work where Megatron is not installed.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from typing import Any

@@ -4,8 +4,6 @@ Read in distributed/distributed_data_parallel.py, distributed/param_and_grad_buf
 pipeline_parallel/schedules.py of megatron-core 0.15.3 to 0.19.2. `train` of megatron/training/training.py sets all of them.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import weakref

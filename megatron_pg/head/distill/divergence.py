@@ -10,8 +10,6 @@ The gradient to the student's logits is `(g_v - p_v sum_u g_u) / temperature` wi
 p_v. The passes work on a few rows at a time.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

@@ -6,8 +6,6 @@ A program owns one row and walks over it in tiles, so a row's arithmetic does no
 # Kernels are typed by Triton at their first launch, not by annotations.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

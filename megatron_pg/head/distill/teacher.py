@@ -1,7 +1,5 @@
 """The teachers of the divergence, by logits, by hidden states with output weight, or by the k likeliest tokens."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -7,8 +7,6 @@ Importing this module needs QuACK. The first call of a kernel compiles it (secon
 # QuACK and CUTLASS carry no types.
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,misc"
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -7,8 +7,6 @@ on the other rows nor on timing, so the gradients are the same bit for bit. Row 
 # Kernels are typed by Triton at their first launch, not by annotations.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -4,8 +4,6 @@ The sizes of the sets, which the host knows, decide which rows take it: a pair o
 `_COLUMNS_OF_A_PAIR` columns of a row cost in the dense one.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -4,8 +4,6 @@ Megatron's own `DotProductAttention` refuses both, and Transformer Engine needs 
 over the context-parallel group, and each query attends to the earlier tokens of its own sequence: for checks, not speed.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, get_args
 

@@ -1,7 +1,5 @@
 """GPT layers in plain torch: packed sequences, context and sequence parallelism, on any device."""
 
-from __future__ import annotations
-
 import copy
 
 import torch

@@ -22,7 +22,6 @@ from torch.utils._device import _device_constructors
 from megatron_pg.config.versions import require_supported_version
 
 CPU = torch.device("cpu")
-_enabled = False
 
 
 class NullStream(contextlib.ContextDecorator):
@@ -46,6 +45,7 @@ class NullStream(contextlib.ContextDecorator):
     synchronize = record = wait = wait_event = wait_stream = _nothing
 
 
+@functools.cache
 def enable_cpu_runtime() -> None:
     """Let Megatron-Core run on CPU in this process. Another call changes nothing.
 
@@ -57,9 +57,6 @@ def enable_cpu_runtime() -> None:
         UnsupportedMegatronError: Megatron-Core is missing or of an unsupported version.
         RuntimeError: CUDA is already initialized in this process.
     """
-    global _enabled
-    if _enabled:
-        return
     # megatron-core 0.15 compiles a CUDA helper when it is imported where nvcc is found, and torch
     # would ask an absent GPU for its architecture (core/inference/unified_memory.py).
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "9.0")
@@ -70,7 +67,6 @@ def enable_cpu_runtime() -> None:
     _redirect_cuda_module()
     _redirect_tensors()
     _accept_split_sizes_as_tensors()
-    _enabled = True
     _patch_megatron()
 
 
@@ -127,9 +123,19 @@ def _redirect_tensors() -> None:
     for name in ("cuda", "pin_memory"):
         setattr(tensor, name, lambda tensor, *args, **kwargs: tensor)
     tensor.record_stream = _constant()
-    # Its optimizers take parameters, and its clipping gradients, of types with these names alone
+    original = tensor.type
+
+    @functools.wraps(original)
+    def type_on_cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        name = original(tensor, *args, **kwargs)
+        if not isinstance(name, str):  # a tensor, converted to the type of the arguments
+            return name
+        # The name may be CUDA's already: under an active mode torch calls this method twice.
+        return "torch.cuda." + name.removeprefix("torch.").removeprefix("cuda.")
+
+    # Megatron's optimizers take parameters, and its clipping gradients, of types with these names alone
     # (optimizer/optimizer.py, distrib_optimizer.py, clip_grads.py).
-    tensor.type = _named_as_on_cuda(tensor.type)
+    tensor.type = type_on_cuda
 
 
 def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -147,20 +153,6 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args, **kwargs)
 
     return on_cpu
-
-
-def _named_as_on_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a `Tensor.type` that names a CPU tensor's type as the same type on CUDA."""
-
-    @functools.wraps(original)
-    def named_as_on_cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        name = original(tensor, *args, **kwargs)
-        if not isinstance(name, str):  # a tensor, converted to the type of the arguments
-            return name
-        # The name may be CUDA's already: under an active mode torch calls this method twice.
-        return "torch.cuda." + name.removeprefix("torch.").removeprefix("cuda.")
-
-    return named_as_on_cuda
 
 
 def _no_state(*args: Any, **kwargs: Any) -> torch.Tensor:

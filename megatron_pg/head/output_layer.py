@@ -1,4 +1,4 @@
-"""The output layer over chunks of tokens: the first product, and where the gradient of its logits goes."""
+"""The output layer over chunks of tokens."""
 
 from __future__ import annotations
 
@@ -54,10 +54,7 @@ def largest_chunk(columns: int, budget: int = _CHUNK_BYTES) -> int:
 
 
 def default_chunk_tokens(tokens: int, columns: int, device: torch.device) -> int:
-    """Return the rows of bfloat16 logits to hold at once: 1.25 GiB, or less on small devices, in equal chunks.
-
-    The number depends on sizes and on the device's total memory alone, so that a run can be repeated.
-    """
+    """Return the rows of bfloat16 logits to hold at once, by sizes alone: 1.25 GiB, or less on small devices, in equal chunks."""
     budget = _CHUNK_BYTES
     if device.type == "cuda":
         budget = min(budget, torch.cuda.get_device_properties(device).total_memory // 64)

@@ -1,7 +1,4 @@
-"""The divergence's passes over two models' logits as Triton kernels, with the functions and signatures of `divergence`.
-
-A program owns one row and walks over it in tiles, so a row's arithmetic does not depend on the others. Row offsets are int64.
-"""
+"""The divergence's passes as Triton kernels of one row a program, with the functions and signatures of `divergence`."""
 
 # Kernels are typed by Triton at their first launch, not by annotations.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
@@ -107,7 +104,7 @@ def gradient_kernel(
 def local_sums(pair: LogitPair) -> Tensor:
     """Read both once; see `divergence.local_sums`."""
     student = pair.student
-    sums = pair.student_statistics.maximum.new_zeros(len(student.logits), 2)
+    sums = student.temperature.new_zeros(len(student.logits), 2)
     if len(sums):
         sums_kernel[(len(sums),)](
             *_inputs(pair), packed(student.row_mask), student.temperature, sums,

@@ -35,8 +35,8 @@ class WholeTeacher:
     ) -> tuple[Tensor, TeacherGradient]:
         logits, mask = self._logits_of(student, rows), student.row_mask
         teacher = LogitRows(logits, student.targets, student.shard, student.temperature, mask)
-        teacher_statistics = row_passes(logits).row_statistics(teacher)
-        pair = LogitPair(self.divergence, student, statistics, teacher, teacher_statistics)
+        models = (student.logits, statistics), (logits, row_passes(logits).row_statistics(teacher))
+        pair = LogitPair(self.divergence, student, models)
         passes = choose("distill.divergence_triton", passes_torch, student.logits, logits)
         sums = passes.local_sums(pair)
         if student.shard.group is not None and len(sums):

@@ -1,7 +1,6 @@
 """The products of the sparse layer as Triton kernels, with the functions and signatures of `sets`.
 
-A program owns a few pairs, a tile of one row, or tiles of columns of the weight. It sums in an order that depends neither
-on the other rows nor on timing, so the gradients are the same bit for bit. Row offsets are int64.
+A program sums in an order that depends neither on the other rows nor on timing: gradients can be repeated bit for bit.
 """
 
 # Kernels are typed by Triton at their first launch, not by annotations.

@@ -2,9 +2,8 @@
 
 With K the kept ids of a row, the target among them, and t the temperature: `log p_K(y) = z_y / t - logsumexp_{k in K}
 z_k / t`, the entropy is over K, and the gradient is 0 outside of K. All functions work on pairs of a row and a kept id, in
-the order of the rows. Under tensor parallelism a rank counts the pairs of its own columns, and one all-gather of
-`[tokens, 4]` statistics makes the row's. The last three functions are the products of a sparse output layer in plain torch,
-a few pairs at a time.
+the order of the rows; a tensor-parallel rank counts those of its own columns. The last three functions are the products of a
+sparse output layer in plain torch.
 """
 
 from __future__ import annotations

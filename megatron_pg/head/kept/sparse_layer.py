@@ -1,8 +1,4 @@
-"""The output layer over the kept tokens of each row alone: as many products of two vectors as there are pairs.
-
-The sizes of the sets, which the host knows, decide which rows take it: a pair of the sparse layer costs what
-`_COLUMNS_OF_A_PAIR` columns of a row cost in the dense one.
-"""
+"""The output layer over the kept tokens of each row alone: as many products of two vectors as there are pairs."""
 
 import functools
 from typing import Any
@@ -23,7 +19,7 @@ from megatron_pg.head.rows_torch import combine_statistics, wide_dtype
 from megatron_pg.head.vocabulary_shard import RowStatistics
 
 _COLUMNS_OF_A_PAIR = 300
-"""Measured on an H200: sets of 508 ids cost what 151936 columns cost (docs/kept_set.md)."""
+"""The columns that cost as much as a pair: on an H200 sets of 508 ids cost what 151936 columns cost (docs/kept_set.md)."""
 _LEAST_DENSE_ROWS = 256
 """A dense product of fewer rows costs as much: the weight is read as a whole."""
 
@@ -31,10 +27,7 @@ _LEAST_DENSE_ROWS = 256
 def split_rows(
     kept: Ragged, local_columns: int, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the rows [sparse] and [dense], int64 on the host, of the two layers; the same on every tensor-parallel rank.
-
-    Rows without a set are dense. So are the rows that cost less there, if they do so together.
-    """
+    """Return the rows [sparse] and [dense], int64 on the host; rows without a set, or with sets that cost more, are dense."""
     columns = local_columns * (1 if group is None else dist.get_world_size(group))
     sizes, limit = kept.sizes, columns / _COLUMNS_OF_A_PAIR
     is_dense = sizes > limit

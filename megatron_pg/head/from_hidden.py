@@ -216,9 +216,9 @@ def _loss_in_pieces(
     gradients: FactorGradients,
     incoming: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Compute the outputs of `linear_token_loss`, and add the gradients of `incoming` (None: 1) times the loss.
+    """Compute the outputs of `linear_token_loss` by `pieces`, the rows that `token_loss` takes together with their chunks.
 
-    A piece is rows that `token_loss` takes together, and the chunks in which they are multiplied.
+    Add the gradients of `incoming` (None: 1) times the loss.
     """
     logits = layer.new_logits(factors.weight, [rows for _, chunks in pieces for rows in chunks])
     zero = torch.zeros_like(layer.temperature)

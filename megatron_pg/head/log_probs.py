@@ -28,9 +28,9 @@ def log_probs_and_entropy(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the log-probability of each target token, and the entropy, of `softmax(logits / temperature)`.
 
-    No float32 copy of the logits is kept. Tensor-parallel ranks exchange one all-gather of `[tokens, 4]` statistics in
-    forward and nothing in backward. As in Megatron's own cross-entropy, the incoming gradients must be equal on those
-    ranks, and each rank gets the gradient of its own columns.
+    Tensor-parallel ranks exchange one all-gather of `[tokens, 4]` statistics in forward and nothing in backward. As in
+    Megatron's own cross-entropy, the incoming gradients must be equal on those ranks, and each gets the gradient of its own
+    columns. No float32 copy of the logits is kept.
 
     On CUDA **backward overwrites the logits with their gradient** unless they are a leaf. Autograd raises where their old
     values would be needed again (a second backward, another loss on the same logits); pass `logits.clone()` then.
@@ -45,8 +45,7 @@ def log_probs_and_entropy(
         row_mask: [tokens] bool. Rows that are False give 0 and 0, and a gradient of 0, even where logits are NaN or inf.
         vocab_size: true size of the vocabulary; columns from it on are padding and take no part.
         kept: the global ids that each token was sampled from, [tokens] rows of distinct ids below `vocab_size`, the target
-            among them. Log-probability and entropy are those of the distribution renormalised to them; other logits are
-            not read. An empty row is the whole vocabulary.
+            among them, to which the distribution is renormalised; other logits are not read. An empty row keeps all.
 
     Returns:
         log_probs [tokens] and entropy [tokens] in nats (None without `with_entropy`), float32 (float64 for float64 logits),
@@ -92,7 +91,7 @@ def linear_log_probs_and_entropy(
     """Compute the log-probability of each target and the entropy from hidden states, for any loss downstream.
 
     Backward recomputes the logits chunk by chunk unless they were kept. Rows with a set of kept tokens are multiplied by
-    the columns in it alone (`kept.sparse_layer`), or, where the sets are so large that it costs less, by all columns.
+    the columns in it alone, or, where the sets are so large that it costs less, by all columns.
 
     Args:
         hidden: [tokens, hidden] bfloat16, float16 or float32, the same on every tensor-parallel rank. Its gradient, in its
@@ -105,10 +104,8 @@ def linear_log_probs_and_entropy(
         kept: as for `log_probs_and_entropy`; values on the device of `hidden` or the host.
 
     Returns:
-        log_probs [tokens] and entropy [tokens] in nats, float32, both differentiable.
-
-    Raises:
-        ValueError: shapes or dtypes that do not fit each other.
+        log_probs [tokens] and entropy [tokens] in nats, float32, both differentiable. A ValueError names shapes or dtypes
+        that do not fit each other.
     """
     options, factors = options or HeadOptions(), Factors(hidden, weight, targets)
     if kept is None:

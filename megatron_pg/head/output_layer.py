@@ -18,9 +18,8 @@ from megatron_pg.head.vocabulary_shard import Incoming, LogitRows, RowStatistics
 
 KeepOnly = Callable[[Tensor, slice, VocabularyShard], None]
 """A function that fills the logits [rows, v/tp] of some rows with minus infinity outside of their kept sets, in place."""
-_CHUNK_BYTES = (
-    5 << 28
-)  # 1.25 GiB: 4096 rows and more keep the products within a few percent of their best rate
+# 1.25 GiB: 4096 rows and more keep the products within a few percent of their best rate.
+_CHUNK_BYTES = 5 << 28
 _CHUNK_MULTIPLE = 256
 _HELD_CHUNKS = 4  # 5 GiB
 
@@ -158,8 +157,9 @@ class OutputLayer:
         if options.fp32_logits:
             dtype = wide_dtype(dtype)
             if may_be_exponentials and options.use_quack:
-                settings = shard, options.temperature, options.with_entropy
-                products = hopper_products(hidden, weight, *settings)
+                products = hopper_products(
+                    hidden, weight, shard, options.temperature, options.with_entropy
+                )
         return cls(shard, temperature, size, dtype, keep_only, products)
 
     def new_logits(self, weight: Tensor, chunks: list[slice]) -> Tensor:
@@ -179,10 +179,8 @@ class OutputLayer:
         if self.products is None:
             return self.chunk(factors, rows, buffer)
         hidden, weight, targets = factors
-        chunk: Chunk = self.products.first_product(
-            hidden[rows], weight, targets[rows], rows, buffer
-        )
-        return chunk
+        operands = hidden[rows], weight, targets[rows]
+        return self.products.first_product(*operands, rows, buffer)  # type: ignore[no-any-return]
 
     def chunk(
         self, factors: Factors, rows: slice, buffer: Tensor, *, is_kept: bool = False

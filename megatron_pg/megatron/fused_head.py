@@ -16,12 +16,7 @@ from megatron_pg.step.batch import PackedBatch, to_device
 
 
 class OutputRows:
-    """The rows of one micro-batch that enter the output layer, on one rank: those that score an active token.
-
-    Args:
-        with_sets: score over the kept sets, where a sample has one.
-        scope: None where there is no gradient.
-    """
+    """The rows of one micro-batch that enter the output layer, on one rank: those that score an active token."""
 
     def __init__(
         self,
@@ -29,18 +24,16 @@ class OutputRows:
         options: HeadOptions,
         *,
         with_sets: bool,
-        scope: GradientScope | None = None,
+        scope: GradientScope | None = None,  # None: no gradient
     ) -> None:
         self._batch, self._options = batch, options
         active, self.gradient_rows = active_rows(batch, scope)
-        self.kept: Ragged | None = None
-        """Their kept sets, on the host; None where no sample has one."""
+        self.kept: Ragged | None = None  # their kept sets, on the host
         # By the samples, which all context-parallel ranks share: if they chose differently, the all-reduces would deadlock.
         sets = [sample.kept_tokens for sample in batch.samples if with_sets]
         if batch.kept_tokens is not None and any(each and each.values.numel() for each in sets):
             self.kept = batch.kept_tokens.select(active)
-        self.active = to_device(active, batch.tokens.device)
-        """[rows] int64 into the window."""
+        self.active = to_device(active, batch.tokens.device)  # [rows] int64 into the window
         self._samples = batch.window.window_segment_ids[active]
 
     def __len__(self) -> int:
@@ -172,29 +165,23 @@ class FusedHead:
 
     def _piece_sizes(self, columns: int) -> list[int] | None:
         """Count the rows whose gradients wait for one another, [pieces]; None where none waits."""
-        if self._scope.tokens == "token":
-            return None
-        if self._scope.tokens == "micro_batch":
-            return [len(self._rows)]
+        if self._scope.tokens != "sequence":
+            return None if self._scope.tokens == "token" else [len(self._rows)]
         # Never a size that the rank's own device decides: a rank that calls the all-reduce more often waits forever.
         return self._rows.of_whole_samples(self._options.chunk_tokens or largest_chunk(columns))
 
 
 def active_rows(batch: PackedBatch, scope: GradientScope | None) -> tuple[Tensor, int]:
-    """List the tokens of the window that are scored, on the host: those with a gradient first.
+    """List the scored tokens of the window, [active tokens] int64 on the host; count those with a gradient, which come first.
 
     Where the policy objective is the only term of the loss, a token whose advantage is 0 has none: its log-prob is
     wanted for the metrics alone. Where other tokens wait for it, tokens stay in the window's order.
-
-    Returns:
-        [active tokens] int64 into the window, and how many of them have a gradient.
     """
-    in_window = batch.window.response_indices
-    nothing = [torch.zeros(0)]
+    in_window, nothing = batch.window.response_indices, [torch.zeros(0)]
     active = torch.cat(nothing + [sample.loss_mask for sample in batch.samples])[in_window].bool()
     with_gradient = active
     if scope is not None and scope.tokens == "token" and scope.leaves_out_zero_advantages:
-        advantages = torch.cat(nothing + [s.advantages for s in batch.samples])
+        advantages = torch.cat(nothing + [sample.advantages for sample in batch.samples])
         with_gradient = active & (advantages[in_window] != 0)
     first = with_gradient.nonzero()[:, 0]
     rest = (active & ~with_gradient).nonzero()[:, 0]

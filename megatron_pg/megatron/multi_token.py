@@ -45,10 +45,9 @@ class MultiTokenScale:
 def scale_multi_token_loss(
     chunk: Any, factor: float, context_group: ProcessGroup | None = None
 ) -> bool:
-    """Set the scale, DP * CP * M, of a step's multi-token prediction on the config of a model's first chunk, which may be None.
+    """Set the scale, DP * CP * M, of a step's multi-token prediction on a chunk's config; False if it has none that is trained.
 
-    All ranks of the context-parallel group must call; None is a group of one. True if the chunk has multi-token prediction
-    that is trained. Errors are those of `context_parallel_factor`.
+    All ranks of the context-parallel group must call; None is a group of one.
     """
     model_config: Any = getattr(chunk, "config", None)
     if not getattr(model_config, "mtp_num_layers", None) or not derives_multi_token_labels():

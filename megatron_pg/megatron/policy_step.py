@@ -236,8 +236,7 @@ class PolicyStep:
             schedule_output: what the schedule returned on this rank.
             device: where numbers are reduced; None is that of the model's parameters.
             policy_version: see `reduce_metrics`.
-            critic: the report of a critic's step (`ValueStep.report`), whose metrics travel in the same all-reduce and are
-                among those returned.
+            critic: the report of a critic's step (`ValueStep.report`), whose metrics are reduced and returned with these.
 
         Raises:
             RuntimeError: under `--check-aggregation`, the aggregation checksum is not 1.

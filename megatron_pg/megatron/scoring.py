@@ -1,7 +1,6 @@
 """Scores of samples' response tokens under a model, forward only, at any sharding: log-probs, hidden states, critic's values."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,7 +37,7 @@ class ScoredSamples:
     log_probs: list[Tensor]
     """Per sample the log-probs of its response tokens, [response_length] float32 on the host, in nats; 0 at masked tokens."""
     entropy: list[Tensor]
-    """Per sample the entropy of the distributions that its response tokens were drawn from, likewise."""
+    """Per sample the entropy of the distributions of its response tokens, likewise."""
 
 
 def compute_log_probs(
@@ -223,13 +222,19 @@ def score_samples(
 
         def report(output: Tensor) -> ScheduleOutput:
             scores = read_scores(batch, output)
-            # Right in either loss mode, as nothing goes backward; the schedule scales the zero in place.
-            return scores.new_zeros(()), {"scores": scores}
+            return scores.new_zeros(()), {"scores": scores}  # for either loss mode: no backward
 
         return MicroBatchHead(report, model_inputs(batch) | added, added)
 
-    with _evaluating(chunks):
+    modes = [(module, module.training) for chunk in chunks for module in chunk.modules()]
+    try:
+        for chunk in chunks:
+            chunk.eval()
         outputs = run_micro_batches(head, batches, chunks, forward_only=True)
+    finally:
+        for module, mode in modes:  # a module comes before the modules inside it
+            if module.training != mode:
+                module.train(mode)
     scores = [output["scores"] for output in outputs]
     return _in_order(plan, bare, _exchange(scores, batches, groups, empty_scores.to(device)))
 
@@ -270,20 +275,6 @@ def _bare(
     if vocab_size is not None:
         refuse_tokens_outside(bare, vocab_size)
     return bare
-
-
-@contextlib.contextmanager
-def _evaluating(chunks: Sequence[Any]) -> Iterator[None]:
-    """Put a model into eval mode; afterwards give every module its own mode back."""
-    modes = [(module, module.training) for chunk in chunks for module in chunk.modules()]
-    for chunk in chunks:
-        chunk.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:  # a module comes before the modules inside it
-            if module.training != mode:
-                module.train(mode)
 
 
 def _exchange(

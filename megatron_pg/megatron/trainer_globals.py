@@ -1,7 +1,6 @@
 """Megatron's globals as a running trainer has set them, read without importing Megatron.
 
-A trainer that uses Megatron has imported it before a loss is computed. Where nobody has, there is nothing to read: these
-functions answer "nothing", and work where Megatron is not installed.
+Where nobody has imported Megatron, or set its globals, these functions answer "nothing".
 """
 
 import argparse

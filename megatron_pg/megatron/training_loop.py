@@ -17,7 +17,7 @@ from megatron_pg.megatron.groups import ParallelGroups, unwrapped
 logger = logging.getLogger(__name__)
 
 _last_step: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-"""Per chunk the object that `zero_grad_buffer` replaces, as it was in the last step."""
+"""Each chunk's object that `zero_grad_buffer` replaces, as it was in the last step."""
 
 
 def require_training_loop(chunk: Any, groups: ParallelGroups, num_microbatches: int) -> None:

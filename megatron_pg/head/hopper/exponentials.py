@@ -10,8 +10,8 @@ and the gradient of its logit, of a loss with gradient g to the log-probability 
     g (1[j = y] - p_j) / temperature = E_j * 2 ** (k - r) * (-g / temperature * 2 ** (r - L))
 
 with `(p_y - 1) / (2 ** (k - r) * 2 ** (r - L))` in the place of E_y. The factor of the tile, a power of two, goes into the
-other two products as they read E; that of the row into what they multiply or return. With a gradient to the
-entropy the factor of a column is not one of its row and tile: E is overwritten with the gradient in one pass.
+other two products as they read E; that of the row into what they multiply or return. With a gradient to the entropy E is
+overwritten with the gradient in one pass.
 """
 
 # Kernels are typed by Triton at their first launch, not by annotations.
@@ -96,10 +96,9 @@ def row_factors_kernel(
     rows, tiles, columns, hidden_size, hidden_stride, start,
     TILE: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the factor of one row, the exponent of two to which its strips refer, and its hidden states times the factor.
+    """Write the factor of one row (0 from `rows` on), the exponent to which its strips refer, and factor times hidden states.
 
-    The target's exponential becomes the number that, times both factors, is the gradient of the target's logit. Rows from
-    `rows` on fill up a tile: their factor is 0.
+    The target's exponential becomes the number that, times both factors, is the gradient of the target's logit.
     """
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, TILES)

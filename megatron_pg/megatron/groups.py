@@ -42,7 +42,11 @@ class ParallelGroups:
         Raises:
             RuntimeError: a group is missing from the model and model parallelism is not initialized.
         """
-        own = _process_group_collection(model)
+        own, module = None, chunks_of(model)[0]
+        while module is not None:
+            # The innermost: DDP keeps a collection of its own in 0.19.2; attention and rotary embeddings follow the model's.
+            own = getattr(module, "pg_collection", None) or own
+            module = getattr(module, "module", None)
         groups: Any = {axis: getattr(own, name, None) for axis, (name, _) in _SOURCES.items()}
         missing = [axis for axis, group in groups.items() if group is None]
         if missing and not parallel_state.model_parallel_is_initialized():
@@ -99,19 +103,6 @@ _SOURCES: dict[str, tuple[str, Callable[[], Any]]] = {
     "pipeline": ("pp", parallel_state.get_pipeline_model_parallel_group),
 }
 """Per axis the name of its group in a model's `pg_collection`, and the group of `parallel_state`."""
-
-
-def _process_group_collection(model: Any) -> Any | None:
-    """Find the innermost `pg_collection` of a wrapped model, or None.
-
-    DDP keeps a collection of its own in 0.19.2; attention and rotary embeddings follow the model's.
-    """
-    module = None if model is None else chunks_of(model)[0]
-    collection = None
-    while module is not None:
-        collection = getattr(module, "pg_collection", None) or collection
-        module = getattr(module, "module", None)
-    return collection
 
 
 def chunks_of(model: Any) -> list[Any]:

@@ -31,9 +31,7 @@ class MultiTokenScale:
     config: Any
     factor: float  # DP * CP * M of the step that runs
     before: Any  # the function that the trainer had set, or None
-    device: (
-        torch.device
-    )  # the model's and the loss scale's; a factor elsewhere would make the host wait
+    device: torch.device  # of model and loss scale: a factor elsewhere would make the host wait
 
     def __call__(self) -> Tensor:
         if self.before is not None:
@@ -73,8 +71,7 @@ def context_parallel_factor(
     Megatron's own functions run over four tokens a rank, once for each context-parallel size in a process. All ranks of the
     group must call. A NotImplementedError says that the factor is neither, or that those functions take other arguments.
     """
-    size = 1 if context_group is None else context_group.size()
-    if size == 1:
+    if context_group is None or (size := context_group.size()) == 1:
         return 1.0
     try:
         if size not in _measured:

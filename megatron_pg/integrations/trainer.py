@@ -1,16 +1,30 @@
-"""The hooks of slime and miles: their checks before the model is loaded, and the line that says what is on."""
+"""The hooks of slime and miles: their checks before the model is loaded, and the line that says what is on.
 
+An installed trainer must be a proven one, by the source of the functions that the derivation rests on: a version number
+would not tell, as these trainers are run from their main branch and from forks. The source is read and not imported, so that
+the proof needs nothing that the trainer imports.
+"""
+
+import ast
+import hashlib
+import importlib.util
+import io
+import tokenize
 import tomllib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_pg.integrations.reducers import HOOKS, PREFIX, divisor_of_args, refuse_flag
-from megatron_pg.integrations.source_fingerprints import Sources, refuse_unknown_source
 from megatron_pg.loss.aggregation import AGGREGATIONS, Aggregation, checked_aggregation
 
+Sources = Mapping[str, Mapping[str, str]]
+"""Fingerprints by file of the trainer's package, by function (`Class.method`)."""
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+_accepted: set[str] = set()
+"""The packages that this process has accepted: an edit of the checkout is not to stop a run half-way."""
 PROVEN = tomllib.loads(Path(__file__).with_name("proven_sources.toml").read_text())
 """The fields `proven_with` and `sources` of each trainer."""
 Chosen = tuple[Aggregation, float | None]
@@ -44,9 +58,35 @@ class Trainer:
                 f"{path}: the divisor is {divisor:g}, and {self.name} divides by 1 at least: give the tokens of a response, "
                 "such as --rollout-max-response-len"
             )
-        proven_here = _setting(args, "megatron_pg_proven_source")
-        refuse_unknown_source(self.name, self.sources, self.proven_with, proven_here)
+        if self.name not in _accepted:
+            self._refuse_unknown_source(_setting(args, "megatron_pg_proven_source"))
+            _accepted.add(self.name)
         return row, divisor
+
+    def _refuse_unknown_source(self, proven_here: str | None) -> None:
+        """Refuse functions that are not those of the proven commit, unless the user has proven this source."""
+        package = self.name
+        spec = importlib.util.find_spec(package)
+        if spec is None or not spec.submodule_search_locations:
+            raise ValueError(
+                f"{package} cannot be imported here: only {package} itself may call this"
+            )
+        sources = found_sources(Path(next(iter(spec.submodule_search_locations))), self.sources)
+        mine = combined(sources)
+        if self.sources == sources or mine == proven_here:
+            return
+        differing = ", ".join(
+            f"{name} ({package}/{file})"
+            for file, functions in self.sources.items()
+            for name, known in functions.items()
+            if sources[file][name] != known
+        )
+        raise ValueError(
+            f"unknown version of {package}: {differing} not as in commit {self.proven_with}, with which the divisors were proven "
+            f"exact. Run the proof on yours, in a checkout of megatron_pg: `TRAINERS=<the folder that holds your {package} "
+            f"checkout, named {package}> bash ci/trainers.sh`. If it passes, say so in the YAML of --custom-config-path: "
+            f'`megatron_pg_proven_source: "{mine}"`'
+        )
 
     def check(self, args: Any) -> None:
         """Refuse inexact settings before the model is loaded, and say what is on (`--custom-megatron-init-path`).
@@ -122,3 +162,54 @@ def _without_window(args: Any) -> Iterator[str]:
         yield f"--qkv-format {layout} with --context-parallel-size above 1 has no token window here: use --qkv-format thd"
     if _setting(args, "allgather_cp"):
         yield "--allgather-cp has another order of tokens than was proven: drop it, or --context-parallel-size"
+
+
+def fingerprint(source: str) -> str:
+    """Return 16 hexadecimal digits of one function's source without comments, docstring and empty lines."""
+    lines = source.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, Definition) and ast.get_docstring(node):
+            first, last = node.body[0].lineno, node.body[0].end_lineno or 0
+            lines[first - 1 : last] = [""] * (last - first + 1)
+    return _digits("\n".join(line.rstrip() for line in lines if line.strip()))
+
+
+def _digits(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def source_of(path: Path, name: str) -> str | None:
+    """Return the source of a function, or of a method as `Class.method`; None if the file lacks it."""
+    if not path.is_file():
+        return None
+    lines = path.read_text().splitlines(keepends=True)
+    node: Any = ast.parse("".join(lines))
+    for part in name.split("."):
+        named = [child for child in node.body if getattr(child, "name", None) == part]
+        if not named:
+            return None
+        node = named[-1]
+    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+    indent = " " * node.col_offset
+    return "".join(line.removeprefix(indent) for line in lines[first - 1 : node.end_lineno])
+
+
+def found_sources(folder: Path, expected: Sources) -> dict[str, dict[str, str]]:
+    """Fingerprint the functions of `expected` in the folder of a package; "missing" for an absent function."""
+    sources = {}
+    for file, names in expected.items():
+        texts = {name: source_of(folder / file, name) for name in names}
+        sources[file] = {
+            name: "missing" if text is None else fingerprint(text) for name, text in texts.items()
+        }
+    return sources
+
+
+def combined(sources: Sources) -> str:
+    """Return one fingerprint, 16 hexadecimal digits, of all functions."""
+    in_order = [(file, sorted(functions.items())) for file, functions in sorted(sources.items())]
+    return _digits(repr(in_order))

@@ -7,6 +7,8 @@ The first call of a kernel compiles it (seconds; QuACK keeps it on disk).
 # QuACK and CUTLASS carry no types.
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,misc"
 
+from __future__ import annotations
+
 import functools
 from typing import Any
 

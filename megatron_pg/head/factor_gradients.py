@@ -84,9 +84,11 @@ class FactorGradients:
                 main_grad.addcmul_(total, factor)
             weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
             if not getattr(weight, "zero_out_wgrad", False):
-                kind: Any = {"dtype": weight.dtype, "device": weight.device}
-                return hidden, torch.sparse_coo_tensor(
-                    size=weight.shape, check_invariants=False, **kind
+                return hidden, torch.sparse_coo_tensor(  # type: ignore[call-arg]
+                    size=weight.shape,
+                    dtype=weight.dtype,
+                    device=weight.device,
+                    check_invariants=False,
                 )
         if main_grad is not None or total is None:
             return hidden, torch.zeros_like(weight, requires_grad=False)

@@ -201,8 +201,11 @@ def score_samples(
     model_config, cp_size = chunks[0].config, groups.context_size
     # Sequence parallelism splits a packed micro-batch once more.
     multiple = cp_size * groups.tensor_size if model_config.sequence_parallel else 1
-    layout: Any = {"cp_size": cp_size, "pad_to_multiple": multiple}
-    layout["cp_partition_mode"] = cp_partition_mode
+    layout: dict[str, Any] = {
+        "cp_size": cp_size,
+        "pad_to_multiple": multiple,
+        "cp_partition_mode": cp_partition_mode,
+    }
     interleaved = model_config.microbatch_group_size_per_vp_stage if len(chunks) > 1 else 1
     plan = plan_step(
         bare,

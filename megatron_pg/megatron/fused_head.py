@@ -63,9 +63,10 @@ class OutputRows:
         return window.index_copy(0, self.active[rows], values)
 
     def of_whole_samples(self, size: int) -> list[int]:
-        """Cut the rows, in the window's order, on borders of samples; count those of each part, `size` or fewer if one fits.
+        """Count the rows of parts that end on borders of samples, `size` or fewer unless one sample has more.
 
-        The parts are of the same samples on every rank of the context-parallel group, and may be empty on one.
+        The parts are of the same samples on every rank of the context-parallel group, and may be empty on one. Rows have to
+        be in the window's order.
         """
         masks = [torch.zeros(0)] + [sample.loss_mask for sample in self._batch.samples]
         borders = self._batch.window.sample_borders(torch.cat(masks).bool(), size)

@@ -1,7 +1,4 @@
-"""Megatron's globals as a running trainer has set them, read without importing Megatron.
-
-Where nobody has imported Megatron, or set its globals, these functions answer "nothing".
-"""
+"""Megatron's globals as a running trainer has set them, read without importing Megatron: none where nobody has."""
 
 import argparse
 import sys

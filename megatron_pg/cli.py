@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import megatron_pg
 from megatron_pg import check, explain, migrate
 from megatron_pg.config.program import ProgramParser
-from megatron_pg.integrations import verl_report
+from megatron_pg.integrations import verl
 
 EPILOG = """\
 commands:
@@ -29,7 +29,7 @@ COMMANDS = {
     "explain": explain.main,
     "check": check.main,
     "migrate": migrate.main,
-    "integrations": verl_report.main,
+    "integrations": verl.main,
 }
 
 

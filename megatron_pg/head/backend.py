@@ -1,7 +1,5 @@
 """The choice of who computes: plain torch, Triton kernels, or the products of a Hopper GPU."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 from types import ModuleType
@@ -15,7 +13,7 @@ from megatron_pg.head import rows_torch
 
 @functools.cache
 def _optional(name: str) -> ModuleType | None:
-    """Import a module by its path inside `head`; None where a package that it needs is missing."""
+    """Import a module inside `head`; None where a package that it needs is missing."""
     try:
         return importlib.import_module(f"megatron_pg.head.{name}")
     except ImportError:

@@ -1,6 +1,6 @@
 """The two products of backward, which give the gradients of hidden states and weight."""
 
-from __future__ import annotations
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,29 +9,23 @@ from megatron_pg.head.rows_torch import wide_dtype
 
 
 def multiply(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> None:
-    """Write left @ right into `out`, or add it there, accumulated in float32.
-
-    `out` may be wider than the operands. They are converted to its dtype unless the device multiplies without.
-    """
+    """Write left @ right into `out`, which may be wider than the operands, or add it there, accumulated in float32."""
     is_widened = left.dtype in (torch.bfloat16, torch.float16) and out.dtype == torch.float32
+    widening: dict[str, Any] = {}
     if is_widened and left.is_cuda and hasattr(torch.ops.aten.mm, "dtype_out"):
-        if add:
-            torch.addmm(out, left, right, out_dtype=out.dtype, out=out)
-        else:
-            torch.mm(left, right, out_dtype=out.dtype, out=out)
-        return
-    left, right = left.to(out.dtype), right.to(out.dtype)
-    if add:
-        out.addmm_(left, right)
+        widening["out_dtype"] = out.dtype
     else:
-        torch.mm(left, right, out=out)
+        left, right = left.to(out.dtype), right.to(out.dtype)
+    if add:
+        torch.addmm(out, left, right, out=out, **widening)
+    else:
+        torch.mm(left, right, out=out, **widening)
 
 
 def main_grad_of(weight: Tensor) -> Tensor | None:
     """Return the gradient buffer that Megatron's DistributedDataParallel holds for this parameter, if it does.
 
-    Its hook leaves `main_grad` alone when `grad_added_to_main_grad` says that the layer has added
-    to it. Megatron-FSDP makes the buffer late and keeps its own account of it: not touched here.
+    Megatron-FSDP makes the buffer late and keeps its own account of it: not touched here.
     """
     if hasattr(weight, "__fsdp_param__") or not hasattr(weight, "grad_added_to_main_grad"):
         return None
@@ -39,21 +33,17 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
 
 
 class FactorGradients:
-    """Gradients of the two factors of the logits, hidden states and weight, which grow chunk by chunk.
+    """The wanted gradients of the factors, hidden states [tokens, hidden] and weight [v/tp, hidden], chunk by chunk.
 
-    Args:
-        hidden, weight: the factors, [tokens, hidden] and [v/tp, hidden].
-        needed: True for each of the two gradients that is wanted; the other costs nothing.
-        final: the products already carry the gradient that backward brings, so the weight's may go straight into
-            `main_grad`; otherwise it waits in a float32 buffer of its own.
+    `final` products carry the gradient that backward brings, so the weight's may go straight into `main_grad`; otherwise it
+    waits in a float32 buffer of its own.
     """
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, needed: tuple[bool, bool], *, final: bool
     ) -> None:
         self.weight, self.needs_weight = weight, needed[1]
-        self.hidden: Tensor | None = None
-        """The gradient of the hidden states [tokens, hidden]; None where it is not wanted."""
+        self.hidden: Tensor | None = None  # [tokens, hidden]
         if needed[0]:  # 0: not every row is added
             self.hidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
         self._main_grad = main_grad_of(weight)
@@ -78,9 +68,8 @@ class FactorGradients:
     def finish(self, scale: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
         """Settle the sum and return both gradients, times `scale`, as autograd gets them.
 
-        With `main_grad` the weight's is a stand-in, of which DistributedDataParallel uses the existence alone: a sparse
-        tensor without elements takes no memory. A weight that is tied to an embedding on the same stage
-        (`zero_out_wgrad`) gets zeros.
+        With `main_grad` the weight's is a stand-in, of which DistributedDataParallel uses the existence alone: zeros for a
+        weight tied to an embedding on the same stage (`zero_out_wgrad`), else a sparse tensor without elements.
         """
         hidden, weight, total, main_grad = self.hidden, self.weight, self._sum, self._main_grad
         self._sum = None

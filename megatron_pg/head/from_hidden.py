@@ -3,17 +3,13 @@
 Three matrix products are needed: logits, gradient of the hidden states, gradient of the weight. Their order depends on
 when the gradient of the loss to the log-probabilities is known:
 
-* as soon as the log-probabilities are, where the loss is a sum over tokens whose weights were fixed before
-  the step: `linear_token_loss` takes the loss as a function and does everything in one pass, in forward or,
-  deferred, in backward, one chunk of logits at a time;
-* as soon as those of the token's sequence are: the same, with chunks that hold whole sequences;
-* only in backward, for any other loss: `linear_log_probs` either keeps the logits, or drops
-  them and multiplies again in backward, a fourth product.
+* with the log-probabilities of the token, or of its sequence, where the loss is a sum over tokens whose weights were fixed
+  before the step: `linear_token_loss` does everything in one pass over chunks of logits, in forward or, deferred, in
+  backward. Where the loss looks at sequences, a chunk holds whole ones;
+* only in backward, for any other loss: `linear_log_probs` keeps the logits, or multiplies again, a fourth product.
 
-`float32_logits` is the output layer by itself: one product in forward, two in backward, nothing fused with them.
+`float32_logits` is the output layer by itself.
 """
-
-from __future__ import annotations
 
 import functools
 import itertools
@@ -49,7 +45,7 @@ def linear_log_probs(
     keep_logits: bool | None = None,
     keep_only: KeepOnly | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Do the work of `linear_log_probs_and_entropy` with all columns; `keep_only` restricts rows to their kept sets."""
+    """Do the work of `linear_log_probs_and_entropy` with all columns."""
     layer, tokens = OutputLayer.build(factors, options, keep_only), len(factors.hidden)
     if keep_logits is None:
         keep_logits = tokens <= layer.chunk_tokens
@@ -72,8 +68,8 @@ def linear_token_loss(
 ) -> tuple[Tensor, ...]:
     """Add up `token_loss` over chunks and compute its gradient on the way: three products, one chunk of memory.
 
-    Each chunk's log-probabilities go through `token_loss`, autograd gives its coefficients, and the
-    gradient of the chunk's logits takes their place. Backward only multiplies by the incoming gradient.
+    Each chunk's log-probabilities go through `token_loss`, autograd gives its coefficients, and the gradient of the
+    chunk's logits takes their place.
 
     Args:
         hidden, weight, targets, options: as for `linear_log_probs_and_entropy`; float16 with `defer` only: its
@@ -81,23 +77,21 @@ def linear_token_loss(
         token_loss: a sum over tokens of terms that depend on that token's log-probability and
             entropy alone (with `piece_sizes`: on those of its piece), the same on every tensor-parallel rank. Other
             parameters that it reads get no gradient.
-        gradient_rows: rows from this one on have coefficient 0 (zero advantage, and no other term): they are
-            scored, and left out of the two gradient products. None: no such rows.
-        piece_sizes: [pieces] rows of each piece, such as whole sequences: `token_loss` is called once for each, with all of
-            its rows, even for a piece without rows. Up to four chunks of a piece are one chunk; of a longer piece all
-            chunks but the last are multiplied again, a fourth product. None: the loss takes any rows.
+        gradient_rows: rows from this one on have coefficient 0: they are scored, and left out of the gradient products.
+        piece_sizes: [pieces] rows of each piece, such as whole sequences: `token_loss` is called once for each, even for a
+            piece without rows. Up to four chunks of a piece are one chunk; of a longer piece all chunks but the last are
+            multiplied again, a fourth product. None: the loss takes any rows.
         defer: leave everything to backward, with the gradient that arrives: the weight's goes to `weight.main_grad` at once,
             without a buffer of its own. The outputs are NaN until backward has filled them in, in place; where nothing
             needs a gradient they are computed at once.
-        teacher: a teacher of the same tokens; it gets no gradient. A chunk of its logits lies beside one of the student's.
+        teacher: a teacher of the same tokens. A chunk of its logits lies beside one of the student's.
 
     Returns:
         loss 0-d (differentiable), log_probs [tokens] and entropy [tokens] (detached); with a teacher also the divergence
         [tokens].
 
     Raises:
-        ValueError: shapes or dtypes that do not fit each other, `gradient_rows` outside [0, tokens], or `piece_sizes`
-            that do not add up to the tokens.
+        ValueError: arguments that do not fit each other.
         NotImplementedError: float16 with gradients and no `defer`.
     """
     factors, tokens = Factors(hidden, weight, targets), len(hidden)
@@ -114,7 +108,12 @@ def linear_token_loss(
     if piece_sizes is not None and sum(piece_sizes) != tokens:
         raise ValueError(f"piece_sizes add up to {sum(piece_sizes)} and there are {tokens} tokens")
     has_backward = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    pieces = _pieces(layer, rows, tokens, piece_sizes)
+    if piece_sizes is None:
+        chunks = layer.chunks(0, rows) + layer.chunks(rows, tokens)
+        pieces = [(chunk, [chunk]) for chunk in chunks]
+    else:
+        ends = itertools.pairwise(itertools.accumulate(piece_sizes, initial=0))
+        pieces = [(slice(*piece), layer.chunks(*piece, held=True)) for piece in ends]
     work = functools.partial(
         _loss_in_pieces, token_loss, teacher, layer, pieces, rows if has_backward else 0
     )
@@ -165,7 +164,7 @@ class LinearLogProbs(torch.autograd.Function):
 
 
 class LinearTokenLoss(torch.autograd.Function):
-    """The loss of a sum over tokens: gradients in forward, scaled in backward, or, deferred, everything in backward."""
+    """A sum over tokens: gradients in forward, scaled in backward, or, deferred, everything in backward."""
 
     @staticmethod
     def forward(
@@ -183,10 +182,7 @@ class LinearTokenLoss(torch.autograd.Function):
         else:
             # Aliases without a graph: the outputs would hold this node, which holds them.
             outputs, ctx.awaited = tuple(awaited), [output.detach() for output in awaited]
-            ctx.work, ctx.parameter = (
-                work,
-                weight,
-            )  # saved, it may come back without its `main_grad`
+            ctx.work, ctx.parameter = work, weight  # as in `LinearLogProbs`
             ctx.save_for_backward(hidden, weight, targets)
         ctx.mark_non_differentiable(*outputs[1:])
         return outputs
@@ -210,32 +206,20 @@ class LinearTokenLoss(torch.autograd.Function):
         return (*gradients.finish(grad_loss), None, None, None)
 
 
-Piece = tuple[slice, list[slice]]
-"""Rows that `token_loss` takes together, and the chunks in which they are multiplied."""
-
-
-def _pieces(
-    layer: OutputLayer, gradient_rows: int, tokens: int, sizes: Sequence[int] | None
-) -> list[Piece]:
-    """Cut the rows into pieces of these sizes; without sizes into chunks, each with gradient or without."""
-    if sizes is None:
-        chunks = layer.chunks(0, gradient_rows) + layer.chunks(gradient_rows, tokens)
-        return [(rows, [rows]) for rows in chunks]
-    ends = itertools.pairwise(itertools.accumulate(sizes, initial=0))
-    return [(slice(begin, end), layer.chunks(begin, end, held=True)) for begin, end in ends]
-
-
 def _loss_in_pieces(
     token_loss: TokenLoss,
     teacher: Teacher | None,
     layer: OutputLayer,
-    pieces: list[Piece],
+    pieces: list[tuple[slice, list[slice]]],
     gradient_rows: int,
     factors: Factors,
     gradients: FactorGradients,
     incoming: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Compute the outputs of `linear_token_loss`, and add the gradients of `incoming` (None: 1) times the loss."""
+    """Compute the outputs of `linear_token_loss` by `pieces`, the rows that `token_loss` takes together with their chunks.
+
+    Add the gradients of `incoming` (None: 1) times the loss.
+    """
     logits = layer.new_logits(factors.weight, [rows for _, chunks in pieces for rows in chunks])
     zero = torch.zeros_like(layer.temperature)
     losses: list[Tensor] = []
@@ -258,20 +242,20 @@ def _loss_in_pieces(
             if rows.start >= gradient_rows:
                 continue
             place = slice(rows.start - piece.start, rows.stop - piece.start)
-            to_log_probs, to_entropy, to_divergence = (
+            own = statistics.rows(place)
+            *to_rows, to_divergence = (
                 None if vector is None else vector[place] for vector in (*coefficients, None)[:3]
             )
-            own, incoming_rows = statistics.rows(place), (to_log_probs, to_entropy)
             if rows is not chunks[-1]:
                 chunk = layer.first_product(factors, rows, logits)
-            if teacher is None or to_divergence is None:
-                chunk.add_gradient(gradients, own, incoming_rows)
+            if to_divergence is None:
+                chunk.add_gradient(gradients, own, to_rows)
                 continue
             if rows is not chunks[-1]:
-                _, to_logits = teacher.on(chunk, own, rows)
+                _, to_logits = teacher.on(chunk, own, rows)  # type: ignore[union-attr]
             gradient = to_logits(to_divergence, factors.hidden.dtype)
-            if any(vector is not None for vector in incoming_rows):
-                gradient = chunk.write_gradient(own, incoming_rows).add_(gradient)
+            if any(vector is not None for vector in to_rows):
+                gradient = chunk.write_gradient(own, to_rows).add_(gradient)
             gradients.add_products(rows, chunk.hidden, gradient)
     total = losses[0] if len(losses) == 1 else sum(losses, zero)
     return (total, *(joined(column, like=zero) for column in columns))
@@ -294,8 +278,8 @@ def _coefficients(
 def float32_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute float32 logits from operands that are not upcast: accumulated, written and shifted by the bias in float32.
 
-    Backward rounds the gradient of the logits to the dtype of the hidden states, some rows at a time, the one rounding
-    before the two other products.
+    Backward rounds the gradient of the logits to the dtype of the hidden states before the two other products. A ValueError
+    names shapes or dtypes that do not fit each other.
 
     Args:
         hidden: [..., hidden], otherwise as for `linear_log_probs_and_entropy`, like the weight.
@@ -304,9 +288,6 @@ def float32_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -
 
     Returns:
         [..., v/tp] float32 (float64 for float64), which may be overwritten.
-
-    Raises:
-        ValueError: shapes or dtypes that do not fit each other.
     """
     rows = hidden.reshape(-1, hidden.shape[-1])
     check_factors(rows, weight)
@@ -321,10 +302,9 @@ class Float32Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
-        ctx.parameter = weight  # saved, it may come back without its `main_grad`
+        ctx.parameter = weight  # as in `LinearLogProbs`
         ctx.save_for_backward(hidden, weight)
-        shape, dtype = (len(hidden), len(weight)), wide_dtype(weight.dtype)
-        logits = weight.new_empty(shape, dtype=dtype)
+        logits = weight.new_empty((len(hidden), len(weight)), dtype=wide_dtype(weight.dtype))
         multiply(hidden, weight.t(), logits)
         return logits
 

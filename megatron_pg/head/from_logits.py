@@ -1,7 +1,5 @@
 """Log-probabilities, entropy and divergence of the target tokens as an autograd function of vocabulary-parallel logits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -72,11 +70,7 @@ def refuse_second_derivative(name: str) -> None:
 
 
 class LogProbsAndEntropy(torch.autograd.Function):
-    """The op behind the functions of `log_probs` that take logits; keeps the logits and three numbers a row for backward.
-
-    Backward overwrites CUDA logits with their gradient and marks them as modified, so that autograd
-    refuses a second use of the old values.
-    """
+    """The op behind the functions of `log_probs` that take logits; backward overwrites CUDA logits with their gradient."""
 
     @staticmethod
     def forward(
@@ -125,6 +119,6 @@ class LogProbsAndEntropy(torch.autograd.Function):
             if row_mask is not None:
                 to_rows = [x if x is None else torch.where(row_mask, x, 0.0) for x in to_rows]
             ctx.add_set_gradient(statistics, to_rows, out)
-        if ctx.in_place:
+        if ctx.in_place:  # so that autograd refuses a second use of the old values
             torch.autograd.graph.increment_version(logits)
         return out, None, None, None, None

@@ -1,6 +1,4 @@
-"""Log-probabilities and entropy, over the whole vocabulary or over each token's kept set."""
-
-from __future__ import annotations
+"""The functions of logits or kept sets: plain head and wings together."""
 
 import functools
 from dataclasses import replace
@@ -30,13 +28,12 @@ def log_probs_and_entropy(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the log-probability of each target token, and the entropy, of `softmax(logits / temperature)`.
 
-    No float32 copy of the logits is kept. Tensor-parallel ranks exchange one all-gather of `[tokens, 4]` statistics in
-    forward and nothing in backward. As in Megatron's own cross-entropy, the incoming gradients must be equal on those
-    ranks, and each rank gets the gradient of its own columns.
+    Tensor-parallel ranks exchange one all-gather of `[tokens, 4]` statistics in forward and nothing in backward. As in
+    Megatron's own cross-entropy, the incoming gradients must be equal on those ranks, and each gets the gradient of its own
+    columns. No float32 copy of the logits is kept.
 
-    On CUDA, Triton kernels do the work, and **backward overwrites the logits with their gradient** unless they are a leaf.
-    Autograd raises where their old values would be needed again (a second backward, another loss on the same logits); pass
-    `logits.clone()` then.
+    On CUDA **backward overwrites the logits with their gradient** unless they are a leaf. Autograd raises where their old
+    values would be needed again (a second backward, another loss on the same logits); pass `logits.clone()` then.
 
     Args:
         logits: [tokens, v/tp] bfloat16, float16 or float32 (or float64, for tests): this rank's columns; rank r holds the
@@ -47,10 +44,8 @@ def log_probs_and_entropy(
         temperature: a positive number, or a tensor of one element (no gradient, never read on the host).
         row_mask: [tokens] bool. Rows that are False give 0 and 0, and a gradient of 0, even where logits are NaN or inf.
         vocab_size: true size of the vocabulary; columns from it on are padding and take no part.
-        with_entropy: also return the entropy.
         kept: the global ids that each token was sampled from, [tokens] rows of distinct ids below `vocab_size`, the target
-            among them. Log-probability and entropy are those of the distribution renormalised to them; other logits are
-            not read. An empty row is the whole vocabulary.
+            among them, to which the distribution is renormalised; other logits are not read. An empty row keeps all.
 
     Returns:
         log_probs [tokens] and entropy [tokens] in nats (None without `with_entropy`), float32 (float64 for float64 logits),
@@ -65,10 +60,8 @@ def log_probs_and_entropy(
     if kept is not None:
         check_rows(kept, logits)
         pairs = KeptPairs.build(kept.to(logits.device), targets, rows.shard, rows.temperature)
-        set_logits, has_set = (
-            pairs.logits_in(logits.detach()),
-            to_device(kept.sizes > 0, logits.device),
-        )
+        set_logits = pairs.logits_in(logits.detach())
+        has_set = to_device(kept.sizes > 0, logits.device)
         rows = replace(rows, has_set=has_set, set_statistics=pairs.local_statistics(set_logits))
         add_set_gradient = functools.partial(pairs.add_gradient, set_logits)
     return LogProbsAndEntropy.apply(logits, rows, with_entropy, add_set_gradient, None)[:2]  # type: ignore
@@ -79,8 +72,8 @@ def log_probs_and_divergence(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute log-probabilities, entropy and the divergence [tokens] from a teacher, in nats, all differentiable.
 
-    `teacher` is of the same tokens and gets no gradient. The other arguments and the errors are those of
-    `log_probs_and_entropy`: `tensor_parallel_group`, `temperature`, `row_mask`, `vocab_size`.
+    `teacher` is of the same tokens and gets no gradient. `vocabulary` are `tensor_parallel_group`, `temperature`, `row_mask`
+    and `vocab_size` of `log_probs_and_entropy`, which has the errors too.
     """
     rows = logit_rows(logits, targets, **vocabulary)
     return LogProbsAndEntropy.apply(logits, rows, True, None, teacher)  # type: ignore
@@ -98,25 +91,21 @@ def linear_log_probs_and_entropy(
     """Compute the log-probability of each target and the entropy from hidden states, for any loss downstream.
 
     Backward recomputes the logits chunk by chunk unless they were kept. Rows with a set of kept tokens are multiplied by
-    the columns in it alone (`kept.sparse_layer`), or, where the sets are so large that it costs less, by all columns.
+    the columns in it alone, or, where the sets are so large that it costs less, by all columns.
 
     Args:
         hidden: [tokens, hidden] bfloat16, float16 or float32, the same on every tensor-parallel rank. Its gradient, in its
-            own dtype, is the part of this rank's columns: the caller sums it over the group (Megatron's copy to, or gather
-            from, the tensor-parallel region does).
+            own dtype, is the part of this rank's columns: the caller sums it over the group.
         weight: [v/tp, hidden], the same dtype. Its gradient is accumulated in float32, into `weight.main_grad` where
             Megatron's DistributedDataParallel made one.
         targets: [tokens] int64 global token ids.
-        options: see `HeadOptions`.
         keep_logits: hold the logits of all tokens until backward, which overwrites them: three matrix products instead of
             four. None: only where they fit one chunk.
         kept: as for `log_probs_and_entropy`; values on the device of `hidden` or the host.
 
     Returns:
-        log_probs [tokens] and entropy [tokens] in nats, float32, both differentiable.
-
-    Raises:
-        ValueError: shapes or dtypes that do not fit each other.
+        log_probs [tokens] and entropy [tokens] in nats, float32, both differentiable. A ValueError names shapes or dtypes
+        that do not fit each other.
     """
     options, factors = options or HeadOptions(), Factors(hidden, weight, targets)
     if kept is None:

@@ -1,10 +1,10 @@
-"""The output layer over chunks of tokens: the first product, and where the gradient of its logits goes."""
+"""The output layer over chunks of tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,8 @@ from megatron_pg.head.vocabulary_shard import Incoming, LogitRows, RowStatistics
 
 KeepOnly = Callable[[Tensor, slice, VocabularyShard], None]
 """A function that fills the logits [rows, v/tp] of some rows with minus infinity outside of their kept sets, in place."""
-_CHUNK_BYTES = 5 << 28  # 1.25 GiB
+# 1.25 GiB: 4096 rows and more keep the products within a few percent of their best rate.
+_CHUNK_BYTES = 5 << 28
 _CHUNK_MULTIPLE = 256
 _HELD_CHUNKS = 4  # 5 GiB
 
@@ -52,11 +53,7 @@ def largest_chunk(columns: int, budget: int = _CHUNK_BYTES) -> int:
 
 
 def default_chunk_tokens(tokens: int, columns: int, device: torch.device) -> int:
-    """Return the rows of bfloat16 logits to hold at once: 1.25 GiB, or less on small devices, in equal chunks.
-
-    The number depends on sizes and on the device's total memory alone, so that a run can be repeated.
-    Chunks of 4096 rows and more keep the matrix products within a few percent of their best rate.
-    """
+    """Return the rows of bfloat16 logits to hold at once, by sizes alone: 1.25 GiB, or less on small devices, in equal chunks."""
     budget = _CHUNK_BYTES
     if device.type == "cuda":
         budget = min(budget, torch.cuda.get_device_properties(device).total_memory // 64)
@@ -100,18 +97,6 @@ class Chunk(Protocol):
         """Overwrite the chunk with the gradient of its logits, and add the two products of that to `gradients`."""
 
 
-class FirstProduct(Protocol):
-    """A first product that takes the place of hidden states times weight."""
-
-    def padded(self, rows: int) -> int:
-        """Return the rows of the buffer that so many rows take up."""
-
-    def first_product(
-        self, hidden: Tensor, weight: Tensor, targets: Tensor, place: slice, buffer: Tensor
-    ) -> Chunk:
-        """Multiply hidden states [rows, hidden], at `place` among all tokens, into the front of `buffer` [padded rows, v/tp]."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class LogitChunk(LogitRows):
     """Some rows of logits, a `Chunk`, with their hidden states [rows, hidden] and their place among all tokens."""
@@ -140,19 +125,14 @@ class LogitChunk(LogitRows):
 
 @dataclass(frozen=True)
 class OutputLayer:
-    """The settings of the output layer for one call, which works on a chunk of logits at a time.
-
-    It holds no tensors of the call: backward gets those from autograd.
-    """
+    """The settings of the output layer for one call, without its tensors: backward gets those from autograd."""
 
     shard: VocabularyShard
     temperature: Tensor
     chunk_tokens: int
     logits_dtype: torch.dtype
-    keep_only: KeepOnly | None
-    """The restriction of rows to their kept sets; None: no sets."""
-    products: FirstProduct | None
-    """The products of exponentials; None where `first_product` leaves logits."""
+    keep_only: KeepOnly | None  # None: no sets
+    products: Any  # the `ExponentialProducts` of `hopper`; None where `first_product` leaves logits
 
     @classmethod
     def build(
@@ -160,10 +140,9 @@ class OutputLayer:
         factors: Factors,
         options: HeadOptions,
         keep_only: KeepOnly | None = None,
-        *,
         may_be_exponentials: bool = False,
     ) -> OutputLayer:
-        """Check the factors, with ValueError, and work out all defaults."""
+        """Check the factors, and work out all defaults."""
         hidden, weight, targets = factors
         check_factors(hidden, weight)
         check_vector("targets", targets, torch.int64, "hidden", hidden)
@@ -178,8 +157,9 @@ class OutputLayer:
         if options.fp32_logits:
             dtype = wide_dtype(dtype)
             if may_be_exponentials and options.use_quack:
-                settings = options.temperature, options.with_entropy
-                products = hopper_products(hidden, weight, shard, *settings)
+                products = hopper_products(
+                    hidden, weight, shard, options.temperature, options.with_entropy
+                )
         return cls(shard, temperature, size, dtype, keep_only, products)
 
     def new_logits(self, weight: Tensor, chunks: list[slice]) -> Tensor:
@@ -199,7 +179,8 @@ class OutputLayer:
         if self.products is None:
             return self.chunk(factors, rows, buffer)
         hidden, weight, targets = factors
-        return self.products.first_product(hidden[rows], weight, targets[rows], rows, buffer)
+        operands = hidden[rows], weight, targets[rows]
+        return self.products.first_product(*operands, rows, buffer)  # type: ignore[no-any-return]
 
     def chunk(
         self, factors: Factors, rows: slice, buffer: Tensor, *, is_kept: bool = False

@@ -1,9 +1,4 @@
-"""The two row passes in plain torch: statistics of the logits, and the gradient to the logits.
-
-Both work on a few rows at a time, so that there is never a float32 copy of all logits.
-"""
-
-from __future__ import annotations
+"""The two row passes in plain torch, a few rows at a time: statistics of the logits, and the gradient to the logits."""
 
 import math
 
@@ -52,11 +47,10 @@ def row_statistics(rows: LogitRows) -> RowStatistics:
 
 
 def _local_statistics(rows: LogitRows) -> Tensor:
-    """Compute the statistics [tokens, 4] of this shard's columns.
+    """Compute the statistics [tokens, 4] of this shard's columns; (-inf, 0, 0, -inf) of padding columns alone.
 
     They are the largest logit, the sum of `exp((logit - largest) / temperature)`, the dot product of those exponentials with
     their exponents, and the logit of the target: -inf where another shard holds it, NaN where the vocabulary lacks it.
-    A shard of padding columns alone has (-inf, 0, 0, -inf).
     """
     logits, columns, mask = rows.logits, rows.shard.columns, rows.pass_mask
     dtype = wide_dtype(logits.dtype)
@@ -111,13 +105,12 @@ def write_gradient(
 
     With p_j the probability of column j, y the target and H the entropy,
     `temperature * gradient_j = grad_log_prob * (1[j = y] - p_j) - grad_entropy * p_j * (log p_j + H)`.
-    A row whose two incoming gradients are 0 gets exactly 0, whatever its logits are, and so does one with a kept set.
-    The log-probabilities of `statistics` are not read.
+    A row whose two incoming gradients are 0 gets exactly 0, and so does one with a kept set.
     """
     logits, columns, mask = rows.logits, rows.shard.columns, rows.pass_mask
     dtype = wide_dtype(logits.dtype)
     zero = logits.new_zeros((), dtype=dtype).expand(len(logits))
-    to_log_probs, to_entropy = (zero if each is None else each.to(dtype) for each in incoming)
+    to_log_probs, to_entropy = (zero if vector is None else vector.to(dtype) for vector in incoming)
     live = (to_log_probs != 0) | (to_entropy != 0)
     live = live if mask is None else live & mask
     column, is_here = rows.shard.columns_of(rows.targets)

@@ -2,14 +2,11 @@
 
 A program owns one row, or a segment of one, and walks over it in tiles, so a row's arithmetic does not depend on how many
 rows there are. Full tiles carry no mask: with one, a vocabulary that is not a multiple of the vector width would lose its
-16-byte accesses. Row offsets are int64: tokens * vocabulary passes 2^31 at 14,000 tokens of a vocabulary of 152,000.
-An optional argument is a pointer that may be None: Triton compiles a kernel for each case.
+16-byte accesses. Row offsets are int64. A pointer may be None: Triton compiles a kernel for each case.
 """
 
 # Kernels are typed by Triton at their first launch, not by annotations.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
-
-from __future__ import annotations
 
 import math
 
@@ -88,8 +85,7 @@ def _target_logit(base, target, start, columns, vocab_size):
 @triton.jit
 def _log_prob_and_entropy(maximum, total, dot, target_logit, temperature):
     log_sum = tl.log(total)
-    log_prob = (target_logit - maximum) / temperature - log_sum
-    return log_sum, log_prob, log_sum - dot * LN_2 / total
+    return log_sum, (target_logit - maximum) / temperature - log_sum, log_sum - dot * LN_2 / total
 
 
 @triton.jit
@@ -223,11 +219,10 @@ def gradient_kernel(
 ):  # fmt: skip
     """Write the gradient to a segment of one row of logits; `out` may be the logits themselves.
 
-    Programs begin with the last row, which the statistics kernel read last and the cache still holds.
-    LINE: where rows do not begin at cache lines, the columns of a line. Tiles then begin at lines, the first one before
-    its row: with tiles that share lines, in-place gradients of such rows took a quarter longer on an H200.
-    ORDERED: `out` is a narrower view of the memory of `logits`, and the segment is the whole row. A tile's stores land on
-    columns of this tile or of earlier ones, so a barrier between the loads and the stores of each tile is enough.
+    Programs begin with the last row, which the cache still holds. LINE: where rows do not begin at cache lines, the columns
+    of a line. Tiles then begin at lines, the first one before its row: with tiles that share lines, in-place gradients took
+    a quarter longer on an H200. ORDERED: `out` is a narrower view of the memory of `logits`, and the segment is the whole
+    row. A tile's stores land on columns of this tile or of earlier ones, so a barrier before the stores is enough.
     """
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     row = (program // segments).to(tl.int64)
@@ -278,14 +273,11 @@ def gradient_kernel(
         write_zeros(out_base, begin, end, TILE)
 
 
-# Chosen by measurement on an H200 (docs/benchmarks.md). A vector is 16 bytes of bfloat16. `_GRADIENT_TILES` maps the bytes
-# of a logit to the columns of a tile and the tiles of a segment.
-_VECTOR = 8
-_VECTORS = 256
-_STATISTICS_WARPS = 4
+# Chosen by measurement on an H200 (docs/benchmarks.md).
+_VECTOR, _VECTORS, _COMBINED_ROWS = 8, 256, 128  # a vector is 16 bytes of bfloat16
+_STATISTICS_WARPS = _GRADIENT_WARPS = 4
 _GRADIENT_TILES = {2: (1024, 8), 4: (2048, 4)}
-_GRADIENT_WARPS = 4
-_COMBINED_ROWS = 128
+"""The columns of a tile and the tiles of a segment, by the bytes of a logit."""
 _CACHE_LINE = 128  # bytes
 
 
@@ -299,8 +291,7 @@ def row_statistics(rows: LogitRows) -> RowStatistics:
     own = None if is_whole else temperature.new_empty((tokens, 4))
     statistics_kernel[(tokens,)](
         rows.logits, rows.logits.stride(0), rows.targets.contiguous(), packed(rows.pass_mask), temperature,
-        own, *outputs,
-        shard.columns, shard.start, shard.vocab_size,
+        own, *outputs, shard.columns, shard.start, shard.vocab_size,
         VECTORS=_VECTORS, VECTOR=_VECTOR, num_warps=_STATISTICS_WARPS,
     )  # fmt: skip
     if own is None:
@@ -309,23 +300,18 @@ def row_statistics(rows: LogitRows) -> RowStatistics:
         set_statistics = rows.set_statistics.clone()
         set_statistics[:, 2] /= math.log(2.0)  # the kernels add up exponents of 2
         own = torch.where(rows.has_set[:, None], set_statistics, own)
-    return combine(own, shard, temperature, rows.row_mask, outputs)
+    return combine(own, shard, temperature, rows.row_mask)
 
 
 def combine(
-    own: Tensor,
-    shard: VocabularyShard,
-    temperature: Tensor,
-    row_mask: Tensor | None,
-    outputs: RowStatistics,
+    own: Tensor, shard: VocabularyShard, temperature: Tensor, row_mask: Tensor | None = None
 ) -> RowStatistics:
-    """Combine the statistics [tokens, 4] of all shards in `outputs`; every tensor-parallel rank must call."""
+    """Combine the statistics [tokens, 4] of all shards; every tensor-parallel rank must call."""
     gathered = own[None] if shard.group is None else shard.gather(own)
     shards, tokens = gathered.shape[:2]
+    outputs = RowStatistics.empty(tokens, temperature)
     combine_kernel[(triton.cdiv(tokens, _COMBINED_ROWS),)](
-        gathered, packed(row_mask), temperature,
-        *outputs,
-        tokens, shards,
+        gathered, packed(row_mask), temperature, *outputs, tokens, shards,
         ROWS=_COMBINED_ROWS, SHARDS=triton.next_power_of_2(shards),
     )  # fmt: skip
     return outputs

@@ -31,7 +31,7 @@ class VocabularyShard:
     def build(
         cls, local_columns: int, vocab_size: int | None, group: dist.ProcessGroup | None
     ) -> VocabularyShard:
-        """Work out this rank's shard from the width of its logits, and refuse a `vocab_size` that they cannot hold."""
+        """Work out this rank's shard, and refuse with ValueError a `vocab_size` that the ranks' columns cannot hold."""
         if group is not None and dist.get_world_size(group) == 1:
             group = None
         size, rank = (1, 0) if group is None else (group.size(), group.rank())
@@ -64,19 +64,13 @@ class VocabularyShard:
 class LogitRows:
     """Rows of logits with everything on which their statistics depend: the input of both row passes."""
 
-    logits: Tensor
-    """The logits [tokens, v/tp] in any float dtype."""
-    targets: Tensor
-    """The global token ids [tokens] int64; one outside the vocabulary gives NaN."""
+    logits: Tensor  # [tokens, v/tp] in any float dtype
+    targets: Tensor  # global ids [tokens] int64; one outside the vocabulary gives NaN
     shard: VocabularyShard
-    temperature: Tensor
-    """The temperature, one element in the dtype of the statistics."""
-    row_mask: Tensor | None = None
-    """The rows to read, [tokens] bool; the others get finite placeholders and a gradient of 0."""
-    has_set: Tensor | None = None
-    """The rows with a kept set, [tokens] bool; None for no such rows."""
-    set_statistics: Tensor | None = None
-    """The statistics [tokens, 4] of this shard's part of the sets, in the place of a pass over the row."""
+    temperature: Tensor  # one element in the dtype of the statistics
+    row_mask: Tensor | None = None  # rows to read, [tokens] bool; the others get placeholders
+    has_set: Tensor | None = None  # rows with a kept set, [tokens] bool
+    set_statistics: Tensor | None = None  # [tokens, 4] of this shard's part of the sets
 
     def part(self, rows: slice) -> LogitRows:
         """Take some rows, as views; kept sets are left out."""
@@ -94,8 +88,7 @@ class LogitRows:
 class RowStatistics(NamedTuple):
     """Statistics of each row over the whole vocabulary, [tokens] each, equal on every tensor-parallel rank.
 
-    The log-probability of column j is `(logit_j - maximum) / temperature - log_sum`; maximum and
-    log_sum stay apart because their sum, rounded to float32, would cost large logits their digits.
+    Maximum and log_sum stay apart because their sum, rounded to float32, would cost large logits their digits.
     """
 
     maximum: Tensor
@@ -122,9 +115,8 @@ class RowStatistics(NamedTuple):
 
     @classmethod
     def concatenate(cls, parts: list[RowStatistics], like: Tensor) -> RowStatistics:
-        """Join the statistics of consecutive parts; without parts `like` gives dtype and device."""
-        columns = zip(*parts, strict=True) if parts else [[]] * len(cls._fields)
-        return cls(*(joined(column, like) for column in columns))
+        """Join the statistics of consecutive parts; see `joined`."""
+        return cls(*(joined([part[i] for part in parts], like) for i in range(len(cls._fields))))
 
 
 def joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:

@@ -5,7 +5,12 @@
 The import needs nothing of the trainers'.
 """
 
-from megatron_pg.integrations.reducers import constant, prompt_mean, sample_mean, token_mean
-from megatron_pg.integrations.settings import DIVISOR_VARIABLE
+from megatron_pg.integrations.reducers import (
+    DIVISOR_VARIABLE,
+    constant,
+    prompt_mean,
+    sample_mean,
+    token_mean,
+)
 
 __all__ = ["DIVISOR_VARIABLE", "constant", "prompt_mean", "sample_mean", "token_mean"]

@@ -5,23 +5,22 @@
 
 The first replaces miles' conversion of a rollout's samples (miles/ray/rollout/train_data_conversion.py). miles calls it
 as `f(args, samples)` in the rollout manager, one process for all ranks. It calls theirs and overwrites
-`rollout_mask_sums`. miles gives such a function neither its reward post-processing, which is loaded here by the flag
-that names it, nor the rollout's metadata, which only features that are refused here need.
+`rollout_mask_sums`. miles gives it neither its reward post-processing, which is loaded here by the flag that names it, nor
+the rollout's metadata, which only features that are refused here need.
 
 The prompt group of a sample is its `group_index`.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
+from collections import defaultdict
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
+from megatron_pg.integrations.reducers import HOOKS
 from megatron_pg.integrations.rollout_mask_sums import Rollout, rollout_mask_sums
-from megatron_pg.integrations.settings import HOOKS
-from megatron_pg.integrations.trainer import Trainer
+from megatron_pg.integrations.trainer import PROVEN, Trainer
 from megatron_pg.loss.aggregation import Aggregation
 from megatron_pg.step.sample import as_integer
 from megatron_pg.step.totals import BareSample
@@ -58,16 +57,14 @@ def _refusals(args: Any, row: Aggregation) -> Iterator[str]:
         )
 
 
-MILES = Trainer.proven("miles", "custom_convert_samples_to_train_data_path", refusals=_refusals)
+MILES = Trainer(
+    "miles", "custom_convert_samples_to_train_data_path", **PROVEN["miles"], refusals=_refusals
+)
 check = MILES.check
 
 
 def _convert(name: str, args: Any, samples: list[Any]) -> dict[str, Any]:
-    """Make miles' train data and overwrite `rollout_mask_sums`. The hooks of this module are its partials.
-
-    Raises:
-        ValueError: see `Trainer.require` and `rollout_mask_sums`; a sample without `group_index` under `prompt_mean`.
-    """
+    """Make miles' train data and overwrite `rollout_mask_sums`. The hooks of this module are its partials."""
     row, divisor = MILES.require(name, args)
     conversion = importlib.import_module("miles.ray.rollout.train_data_conversion")
     load_function = importlib.import_module("miles.utils.misc").load_function
@@ -94,12 +91,7 @@ def _convert(name: str, args: Any, samples: list[Any]) -> dict[str, Any]:
 sample_mean, prompt_mean, token_mean, constant = (
     functools.partial(_convert, name) for name in HOOKS
 )
-"""The aggregations of policy loss, KL and entropy, without `--calculate-per-token-loss`.
-
-`sample_mean` is miles' own. `prompt_mean` is that of DAPO's paper and ScaleRL. `token_mean` is over the whole step,
-samples without an active token included. `constant` is Dr.GRPO's, with L from `loss_aggregation_divisor` in
-`--custom-config-path`.
-"""
+"""The aggregations of policy loss, KL and entropy; `token_mean` counts samples without an active token too."""
 
 
 def _rollout(
@@ -107,15 +99,12 @@ def _rollout(
 ) -> Rollout:
     """Count the samples. A step is `batch_size` rollouts, in the order of their first samples.
 
-    So miles cuts them (miles/utils/dp_schedule.py, `build_dp_schedule`). The rest is one more step of fewer rollouts.
-    miles trains on it (`--allow-partial-train-step`) or drops it: its divisors are right for the one and unused in the
-    other.
+    `build_dp_schedule` of miles/utils/dp_schedule.py cuts them so. The rest is one more step of fewer rollouts, which miles
+    trains on (`--allow-partial-train-step`) or drops.
     """
-    counted = []
-    indices_by_rollout: dict[int, list[int]] = {}
-    for index, (sample, mask, rollout) in enumerate(
-        zip(samples, data["loss_masks"], data["rollout_ids"], strict=True)
-    ):
+    counted, indices_by_rollout = [], defaultdict(list)
+    facts = zip(samples, data["loss_masks"], data["rollout_ids"], strict=True)
+    for index, (sample, mask, rollout) in enumerate(facts):
         group, prompt = None, None
         if "group_index" in row.inputs:
             if (group := as_integer(sample.group_index)) is None:
@@ -125,7 +114,7 @@ def _rollout(
                 )
             prompt = hash(tuple(sample.tokens[: len(sample.tokens) - sample.response_length]))
         counted.append(BareSample(sum(mask), group, rollout, f"sample {sample.index}", prompt))
-        indices_by_rollout.setdefault(rollout, []).append(index)
+        indices_by_rollout[rollout].append(index)
     rollouts = list(indices_by_rollout.values())
-    cut = [rollouts[first : first + batch_size] for first in range(0, len(rollouts), batch_size)]
-    return Rollout(counted, [[*chain(*step)] for step in cut], [len(each) for each in cut])
+    steps = [rollouts[first : first + batch_size] for first in range(0, len(rollouts), batch_size)]
+    return Rollout(counted, [[*chain(*step)] for step in steps], [len(step) for step in steps])

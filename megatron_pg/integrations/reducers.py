@@ -2,36 +2,37 @@
 
     --custom-pg-loss-reducer-function-path megatron_pg.integrations.constant
 
-Such a trainer calls `f(total_lengths, response_lengths, loss_masks, calculate_per_token_loss)` for each micro-batch,
-takes the reducer's inner sum s of the rank, and scales it itself. N are the rollouts of the step; DP, CP and M are those
-of `megatron_pg.megatron.scale_contract`. (Read in slime/backends/megatron_utils/loss.py, `loss_function`, commit
-00c2d6db.)
+Such a trainer calls `f(total_lengths, response_lengths, loss_masks, calculate_per_token_loss)` for each micro-batch, and
+scales the reducer's inner sum s of the rank (read in slime/backends/megatron_utils/loss.py, `loss_function`, commit
+00c2d6db). N are the rollouts of the step; DP, CP and M are those of `megatron_pg.megatron.scale_contract`.
 
-1. `calculate_per_token_loss` off: returns `(s * M / N * DP * CP, 1, metrics)`. Megatron divides by 1 and by M and
-   averages over DP * CP ranks. The objective is `sum of s / N`, which is exact where the outer count is N: for
-   `constant`, and for `sample_mean` of rollouts of one sample (the call carries no rollout totals).
-2. `calculate_per_token_loss` on: returns `(s * CP, n, metrics)`. n are the mask sums of the whole micro-batch, at least
-   1 for each sample, the same on every CP rank. Megatron sums the gradients and divides them by the sum of n over
-   DP * CP ranks and micro-batches, `CP * (T + Z)`. Z samples have no active token. The objective is
-   `sum of s / (T + Z)`: `token_mean` where Z is 0, and 1 / (1 + Z / T) of it otherwise.
+1. `calculate_per_token_loss` off: returns `(s * M / N * DP * CP, 1, metrics)`, of which Megatron makes `sum of s / N`:
+   exact for `constant`, and for `sample_mean` of rollouts of one sample (the call carries no rollout totals).
+2. `calculate_per_token_loss` on: returns `(s * CP, n, metrics)`. n are the mask sums of the whole micro-batch, at least 1
+   for each sample, the same on every CP rank. Megatron makes `sum of s / (T + Z)` of it, Z the samples without an active
+   token: `token_mean` where Z is 0.
 
-An aggregation under the other value of the flag would be divided by the other count, and `prompt_mean` needs G and P,
-which the call does not carry. Both are refused. The import needs nothing of the trainer's.
+Under the other value of the flag an aggregation would be divided by the other count, and `prompt_mean` needs G and P, which
+the call does not carry. Both are refused. The import needs nothing of the trainer's.
 """
 
-from __future__ import annotations
-
 import functools
+import math
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
-from megatron_pg.integrations.settings import HOOKS, divisor_of_args
 from megatron_pg.loss.reducer import Reducer, get_pg_loss_reducer
 from megatron_pg.megatron.trainer_globals import context_parallel_place, global_args
 
 PREFIX = "--custom-pg-loss-reducer-function-path megatron_pg.integrations."
+HOOKS = ("sample_mean", "prompt_mean", "token_mean", "constant")
+"""The functions of a trainer's module, by aggregation."""
+DIVISOR_VARIABLE = "MEGATRON_PG_LOSS_AGGREGATION_DIVISOR"
+"""The environment variable of the divisor L of `constant`, in tokens."""
 
 
 def _reducer(
@@ -41,20 +42,12 @@ def _reducer(
     loss_masks: Sequence[Tensor],
     calculate_per_token_loss: bool = False,
 ) -> Reducer:
-    """Make the reducer of one micro-batch. The functions of this module are its partials.
+    """Make `reducer(x [window]) -> 0-d` inner sum of this rank for one micro-batch; the module's functions are partials.
 
-    Args:
-        aggregation: one of the four.
-        total_lengths: prompt and response tokens of each sample of the micro-batch, over its context-parallel group.
-        response_lengths: response tokens of each sample.
-        loss_masks: a [response_length] tensor of 0 and 1 for each sample.
-        calculate_per_token_loss: the trainer's flag; on for `token_mean`, off for the others.
-
-    Returns:
-        `reducer(x [window]) -> 0-d` inner sum of this rank, which the trainer scales.
+    The lengths are in tokens, over the context-parallel group, and the masks [response_length] of 0 and 1, of each sample.
 
     Raises:
-        ValueError: the flag is not the one that the aggregation needs, or lengths and masks do not fit.
+        ValueError: the trainer's flag is not the one that the aggregation needs, or lengths and masks do not fit.
         NotImplementedError: `--qkv-format bshd` under context parallelism.
     """
     refuse_flag(aggregation, calculate_per_token_loss)
@@ -70,6 +63,12 @@ def _reducer(
         cp_size=cp_size,
         qkv_format=getattr(args, "qkv_format", None) or "thd",
     )
+
+
+sample_mean, prompt_mean, token_mean, constant = (
+    functools.partial(_reducer, name) for name in HOOKS
+)
+"""The reducers. `constant` weighs every active token 1 / L, before the trainer's 1 / N; `prompt_mean` is always refused."""
 
 
 def refuse_flag(aggregation: str, calculate_per_token_loss: bool) -> None:
@@ -102,11 +101,38 @@ def refuse_flag(aggregation: str, calculate_per_token_loss: bool) -> None:
     raise ValueError(f"{PREFIX}{aggregation}{why}")
 
 
-sample_mean, prompt_mean, token_mean, constant = (
-    functools.partial(_reducer, name) for name in HOOKS
-)
-"""The reducers. `sample_mean` (GRPO) is of rollouts that are one sample each.
+def divisor_of_args(path: str, args: Any) -> float:
+    """Find L of `constant` in the environment or in Megatron's arguments, which may be None; see `find_divisor`."""
+    return find_divisor(
+        path,
+        {"--loss-aggregation-divisor": getattr(args, "loss_aggregation_divisor", None)},
+        f"set {DIVISOR_VARIABLE} in the environment of the training processes, or loss_aggregation_divisor in Megatron's "
+        "global args (in slime and miles a line of the YAML of --custom-config-path)",
+    )
 
-`token_mean` is over the whole step, exact where every sample has an active token: the trainer counts one otherwise.
-`constant` is Dr.GRPO's: every active token weighs 1 / L, before the trainer's 1 / N. `prompt_mean` is always refused.
-"""
+
+def find_divisor(
+    path: str, settings: Mapping[str, Any], remedy: str, environment: Mapping[str, str] = os.environ
+) -> float:
+    """Find L of `constant`, in tokens, in the environment or in a trainer's settings, for the setting `path`.
+
+    A setting is a number, its text (YAML reads 8e3 as text) or None. A ValueError says that nothing gives L, that two
+    sources differ, or that a value is no finite number above 0.
+    """
+    values = {DIVISOR_VARIABLE: environment.get(DIVISOR_VARIABLE), **settings}
+    divisors = {}
+    for source, value in values.items():
+        if value is None:
+            continue
+        try:
+            divisors[source] = float(value)
+        except (TypeError, ValueError):
+            divisors[source] = math.nan
+        if not 0 < divisors[source] < math.inf:
+            raise ValueError(f"{source} is {value!r}: expected a finite number of tokens above 0")
+    if not divisors:
+        raise ValueError(f"{path} has no divisor: {remedy}")
+    if len(set(divisors.values())) > 1:
+        named = " and ".join(f"{source}={number:g}" for source, number in divisors.items())
+        raise ValueError(f"{path} has two divisors, {named}: give one")
+    return next(iter(divisors.values()))

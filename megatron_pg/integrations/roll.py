@@ -10,21 +10,16 @@ micro-batches, V the samples of the step with an active token, m the mask after 
 1. `roll/pipeline/rlvr/actor_worker.py`, `loss_func`: gathers the log-probs over context parallelism and aggregates
    policy loss, KL and entropy by `loss_agg_mode`, with the totals of the step over data parallelism. It multiplies the
    policy loss alone, per sample, by the result of `compute_sample_weights`.
-2. `roll/distributed/strategy/megatron_strategy.py`, `inner_forward_step`: returns `loss * M * DP`, which Megatron turns
-   into the sum of the losses (a pair: times CP, over M and DP * CP; the gathered log-probs carry gradient for this
-   rank's own part). `calculate_per_token_loss` with this pair is an unnormalised sum: refused here.
+2. `roll/distributed/strategy/megatron_strategy.py`, `inner_forward_step`: returns `loss * M * DP` in a pair, of which
+   Megatron makes the sum of the losses. With `calculate_per_token_loss` it is an unnormalised sum: refused here.
 3. `roll/utils/functionals.py`, `agg_loss`: `seq-mean-token-mean` is `1 / V * sum over samples of f_i * (sum m x) /
-   (sum m)`, exact up to float32. `token-mean` never multiplies by the mask it is given, so tokens that a filter took out
-   stay in. `seq-mean-token-sum-norm` divides by the padded length and by no number of samples.
+   (sum m)`, exact up to float32. (`token-mean` never multiplies by the mask, so tokens that a filter took out stay in;
+   `seq-mean-token-sum-norm` divides by the padded length and by no number of samples.)
 
-The classes weigh the policy loss alone: by the sample mean (GRPO), the mean over prompt groups (DAPO's paper, ScaleRL),
-the token mean over the whole step, or Dr.GRPO's constant, with L from the worker's environment
-(MEGATRON_PG_LOSS_AGGREGATION_DIVISOR). With `f_i = w_i * V * sum m` the policy loss is `sum of w_i m x`, with w_i from the
-totals before the filters. KL and entropy are sample means over V. A prompt group is the samples with the same prompt
-tokens.
+The classes weigh the policy loss alone. With `f_i = w_i * V * sum m` it is `sum of w_i m x`, with w_i from the totals
+before the filters; L of `constant` is in the worker's environment (MEGATRON_PG_LOSS_AGGREGATION_DIVISOR). KL and entropy
+are sample means over V. A prompt group is the samples with the same prompt tokens.
 """
-
-from __future__ import annotations
 
 import functools
 import hashlib
@@ -49,11 +44,7 @@ class _AggregationActorWorker(ActorWorker):  # type: ignore[misc]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
     def initialize(self, pipeline_config: Any) -> None:
-        """Check the settings, initialize as ROLL does, and make the weights before each optimizer step.
-
-        Raises:
-            ValueError: a setting does not fit; a prompt's samples are split over optimizer steps (at that step).
-        """
+        """Check the settings, initialize as ROLL does, and make the weights before each optimizer step."""
         self.divisor = refuse_settings(self.aggregation, pipeline_config)
         super().initialize(pipeline_config)
         model = getattr(self.strategy, "model", None)

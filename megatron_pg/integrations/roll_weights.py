@@ -1,7 +1,5 @@
 """Weights of a step for ROLL's worker, and the settings under which they are exact. The import needs nothing of ROLL."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pg.integrations.settings import DIVISOR_VARIABLE, find_divisor
+from megatron_pg.integrations.reducers import DIVISOR_VARIABLE, find_divisor
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.step.agreement import gather
 from megatron_pg.step.totals import BareSample, step_totals
@@ -27,16 +25,11 @@ def step_weights(
     rollouts_per_prompt: int,
     divisor: float | None,
 ) -> np.ndarray[Any, Any]:
-    """Weigh one active token of each sample of this rank in the objective of the whole optimizer step.
+    """Weigh one active token of each sample of this rank in the whole optimizer step's objective, `[samples]` float64.
 
     Every rank of the data-parallel group calls it once a step. `tokens` are the active tokens of each sample before any
-    filter of the loss. `prompts` has a hash of each sample's prompt, for `prompt_mean`.
-
-    Returns:
-        `[samples]` float64.
-
-    Raises:
-        ValueError: a prompt's samples are split over optimizer steps, or a prompt is in the step twice.
+    filter of the loss. `prompts` has a hash of each sample's prompt, for `prompt_mean`, which refuses with a ValueError a
+    prompt whose samples are split over optimizer steps, or that is in the step twice.
     """
     mine = list(zip(prompts or [b""] * len(tokens), tokens, strict=True))
     everyone = [pair for pairs in gather(mine, group) for pair in pairs]
@@ -58,10 +51,7 @@ def step_weights(
 
 
 def sample_factors(weights: Sequence[float], kept: Tensor, valid_samples: Tensor | float) -> Tensor:
-    """Return the factor of each sample for ROLL's `seq-mean-token-mean`, `[samples]` float32.
-
-    `kept` `[samples, response]` is the mask that ROLL's loss sums over, filters applied. ROLL divides by `valid_samples`.
-    """
+    """Return each sample's factor for `seq-mean-token-mean`, `[samples]` float32; `kept` is the mask that ROLL's loss sums over."""
     per_token = torch.as_tensor(np.asarray(weights, dtype=np.float64), device=kept.device)
     return (per_token * kept.sum(dim=-1) * valid_samples).float()
 
@@ -69,11 +59,7 @@ def sample_factors(weights: Sequence[float], kept: Tensor, valid_samples: Tensor
 def refuse_settings(
     aggregation: str, config: Any, environment: Mapping[str, str] = os.environ
 ) -> float | None:
-    """Return L of `constant`, in tokens (None for the others), if ROLL's pipeline configuration makes it exact.
-
-    Raises:
-        ValueError: a setting that does not fit, by ROLL's key.
-    """
+    """Return L of `constant`, in tokens; None for the others. A ValueError names ROLL's key of a setting that does not fit."""
     name = f"megatron_pg {aggregation}"
     if config.loss_agg_mode != "seq-mean-token-mean":
         raise ValueError(
@@ -91,7 +77,8 @@ def refuse_settings(
             f"{name} with actor_train.apply_loss_scale: false: the gradient would be divided by micro-batches and data "
             "parallelism; set it to true"
         )
-    remedy = (
-        f"set {DIVISOR_VARIABLE} under actor_train.system_envs to a finite number of tokens above 0"
-    )
-    return find_divisor(name, {}, remedy, environment) if aggregation == "constant" else None
+    if aggregation != "constant":
+        return None
+    place = f"{DIVISOR_VARIABLE} under actor_train.system_envs"
+    remedy = f"set {place} to a finite number of tokens above 0"
+    return find_divisor(name, {}, remedy, environment)

@@ -1,19 +1,13 @@
 """Values of `rollout_mask_sums` that turn a trainer's own sample mean into any of the four aggregations.
 
 slime and miles give every sample i a divisor D_i, `rollout_mask_sums`. They build one reducer from it for the policy
-loss, KL, entropy and metrics: `sum_i (sum_t m x) / max(D_i, 1)`. They scale it so that Megatron's schedule divides it by
-N, the rollouts of the step. With this package's divisor per sample and outer count (`megatron_pg.loss.aggregation`),
-D_i is
-
-    divisor_i * outer_count / N
-
-which is G_g P / N for prompt_mean, T / N for token_mean, L for constant, and the rollout's own sum for sample_mean.
-Their clamp would change a D_i below 1: such a step is refused.
+loss, KL, entropy and metrics, `sum_i (sum_t m x) / max(D_i, 1)`, which Megatron's schedule divides by N, the rollouts of the
+step. With the divisor per sample and the outer count of `megatron_pg.loss.aggregation`, D_i is `divisor_i * outer_count / N`:
+G_g P / N for prompt_mean, T / N for token_mean, L for constant, and the rollout's own sum for sample_mean. Their clamp
+would change a D_i below 1: such a step is refused.
 """
 
-from __future__ import annotations
-
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -29,12 +23,9 @@ from megatron_pg.step.totals import BareSample, step_totals
 class Rollout(NamedTuple):
     """One data-parallel rank's samples of a rollout, and the trainer's cut of them into optimizer steps."""
 
-    samples: Sequence[BareSample]
-    """With prompt groups, rollouts and active tokens."""
-    steps: Sequence[Sequence[int]]
-    """The indices of each step's samples."""
-    num_rollouts: Sequence[int]
-    """N of each step, over all ranks: the trainer's divisor of the step's loss."""
+    samples: Sequence[BareSample]  # with prompt groups, rollouts and active tokens
+    steps: Sequence[Sequence[int]]  # the indices of each step's samples
+    num_rollouts: Sequence[int]  # N of each step, over all ranks: the divisor of the step's loss
 
 
 def rollout_mask_sums(
@@ -49,31 +40,30 @@ def rollout_mask_sums(
     """Return the divisors of this rank's samples, [num_samples] float64.
 
     Every rank of the data-parallel group *without* context parallelism (None: one rank) must call it, once a rollout, with
-    the same number of steps. It makes one exchange of counts and ids. An error, of `rollout` too, is raised on every rank.
-    `divisor` is L of `constant`, in tokens.
-
-    Raises:
-        ValueError: a prompt group lies in several steps or holds samples of different prompts, or a sample with active
-            tokens has a divisor below 1.
+    the same number of steps. It makes one exchange of counts and ids. An error, of `rollout` too, is raised on every rank:
+    a ValueError for a prompt group that lies in several steps or holds samples of different prompts, or for a sample with
+    active tokens and a divisor below 1. `divisor` is L of `constant`, in tokens.
     """
-    mine, everyone = compute_and_gather(rollout, lambda found: found, data_parallel_group)
+    mine, everyone = compute_and_gather(rollout, lambda own: own, data_parallel_group)
     rank = 0 if data_parallel_group is None else dist.get_rank(data_parallel_group)
-    by_rank = [[[each.samples[i] for i in step] for step in each.steps] for each in everyone]
-    cut = list(zip(*by_rank, strict=True))
-    whole = [[sample for samples in step for sample in samples] for step in cut]
+    by_rank = [[[own.samples[i] for i in step] for step in own.steps] for own in everyone]
+    by_step = list(zip(*by_rank, strict=True))
+    steps = [[sample for samples in step for sample in samples] for step in by_step]
     if aggregation.name == "prompt_mean":
-        _refuse_split_groups(whole, trainer)
+        _refuse_split_groups(steps, trainer)
         if not allow_different_prompts:
-            _refuse_different_prompts(whole, trainer)
+            _refuse_different_prompts(steps, trainer)
     sums = torch.zeros(len(mine.samples), dtype=torch.float64)
     for number, indices in enumerate(mine.steps):
-        totals = _of_step(aggregation, divisor, whole[number], mine.num_rollouts[number], trainer)
-        before = sum(map(len, cut[number][:rank]))
-        sums[list(indices)] = totals[before : before + len(indices)]
+        step_sums = _step_sums(
+            aggregation, divisor, steps[number], mine.num_rollouts[number], trainer
+        )
+        before = sum(map(len, by_step[number][:rank]))
+        sums[list(indices)] = step_sums[before : before + len(indices)]
     return sums
 
 
-def _of_step(
+def _step_sums(
     aggregation: Aggregation,
     divisor: float | None,
     samples: Sequence[BareSample],
@@ -104,16 +94,19 @@ def _of_step(
 
 
 def _refuse_split_groups(steps: Sequence[Sequence[BareSample]], trainer: str) -> None:
-    steps_of: dict[int | None, list[int]] = {}
+    numbers_by_group: dict[int | None, list[int]] = defaultdict(list)
     for number, samples in enumerate(steps):
         for group in dict.fromkeys(sample.group_index for sample in samples):
-            steps_of.setdefault(group, []).append(number)
-    split = [(group, found) for group, found in steps_of.items() if len(found) > 1]
+            numbers_by_group[group].append(number)
+    split = [
+        f"{group} (steps {numbers[0]} and {numbers[-1]})"
+        for group, numbers in numbers_by_group.items()
+        if len(numbers) > 1
+    ]
     if split:
-        named = ", ".join(f"{group} (steps {of[0]} and {of[-1]})" for group, of in split[:8])
         raise ValueError(
             f"prompt_mean: {trainer} trains the samples of {len(split)} prompt groups in several optimizer steps of this "
-            f"rollout: {named}. A prompt mean is of whole groups: make --global-batch-size a multiple of "
+            f"rollout: {', '.join(split[:8])}. A prompt mean is of whole groups: make --global-batch-size a multiple of "
             "--n-samples-per-prompt, and keep the samples of a group together in the order of the rollout"
         )
 

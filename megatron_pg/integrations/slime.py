@@ -3,44 +3,44 @@
     --rollout-data-postprocess-path megatron_pg.integrations.slime.prompt_mean
     --custom-megatron-init-path megatron_pg.integrations.slime.check
 
-Every training process calls the first once a rollout, after the log-probs and advantages and before training, as
-`f(args, rollout_id, rollout_data)` (slime/backends/megatron_utils/actor.py, `train_actor`). slime's data iterator holds
-`rollout_data` by reference, so the loss divides by the values that the hook puts there.
+Every training process calls the first once a rollout, before training, as `f(args, rollout_id, rollout_data)`
+(slime/backends/megatron_utils/actor.py, `train_actor`). slime's data iterator holds `rollout_data` by reference, so the loss
+divides by the values that the hook puts there.
 
 The prompt group of a sample is `sample_indices // n_samples_per_prompt`, as slime's data source numbers samples, or the
 whole number in the field of `rollout_data` that `loss_aggregation_group_key` names in `--custom-config-path`.
 """
 
-from __future__ import annotations
-
 import functools
+import operator
 from typing import Any
 
 import torch
 
+from megatron_pg.integrations.reducers import HOOKS
 from megatron_pg.integrations.rollout_mask_sums import Rollout, rollout_mask_sums
-from megatron_pg.integrations.settings import HOOKS
-from megatron_pg.integrations.trainer import Trainer
+from megatron_pg.integrations.trainer import PROVEN, Trainer
 from megatron_pg.loss.aggregation import Aggregation
 from megatron_pg.megatron.trainer_globals import data_parallel_group
+from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.sample import as_integer
 from megatron_pg.step.totals import BareSample
 
-SLIME = Trainer.proven("slime", "rollout_data_postprocess_path")
+SLIME = Trainer("slime", "rollout_data_postprocess_path", **PROVEN["slime"])
 check = SLIME.check
 
 
 def _postprocess(name: str, args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
-    """Overwrite `rollout_data["rollout_mask_sums"]`. The hooks of this module are its partials.
-
-    Every training process must call it: it makes two exchanges over the data-parallel group. An error is raised on
-    every rank.
-
-    Raises:
-        ValueError: see `Trainer.require` and `rollout_mask_sums`; a sample without a prompt group.
-    """
+    """Overwrite `rollout_data["rollout_mask_sums"]`; every training process must call it. The hooks are its partials."""
     group = data_parallel_group()
-    row, divisor = SLIME.require(name, args, group)
+    # The environment and the installed source may differ from node to node.
+    (row, divisor), divisors = compute_and_gather(
+        functools.partial(SLIME.require, name, args), operator.itemgetter(1), group
+    )
+    if len(set(divisors)) > 1:
+        raise ValueError(
+            f"{SLIME.path(name)}: the data-parallel ranks have the divisors {divisors}: give all nodes the same"
+        )
     sums = rollout_mask_sums(
         row,
         divisor,
@@ -55,12 +55,7 @@ def _postprocess(name: str, args: Any, rollout_id: int, rollout_data: dict[str, 
 sample_mean, prompt_mean, token_mean, constant = (
     functools.partial(_postprocess, name) for name in HOOKS
 )
-"""The aggregations of policy loss, KL and entropy, without `--calculate-per-token-loss`.
-
-`sample_mean` is slime's own. `prompt_mean` is that of DAPO's paper and ScaleRL. `token_mean` is over the whole step,
-samples without an active token included. `constant` is Dr.GRPO's, with L from `loss_aggregation_divisor` in
-`--custom-config-path` or from the environment variable.
-"""
+"""The aggregations of policy loss, KL and entropy; `token_mean` counts samples without an active token too."""
 
 
 def _rollout(row: Aggregation, args: Any, rollout_data: dict[str, Any]) -> Rollout:
@@ -70,13 +65,13 @@ def _rollout(row: Aggregation, args: Any, rollout_data: dict[str, Any]) -> Rollo
     if "group_index" in row.inputs:
         groups, prompts = _groups(args, rollout_data), _prompt_hashes(rollout_data)
     names = [f"sample {i}" for i in rollout_data.get("sample_indices", range(len(active)))]
-    facts = active, groups, rollout_data["rollout_ids"], names, prompts
+    columns = active, groups, rollout_data["rollout_ids"], names, prompts
     micro_batches = iter(rollout_data["micro_batch_indices"])
     steps = [
         [index for _ in range(count) for index in next(micro_batches)]
         for count in rollout_data["num_microbatches"]
     ]
-    samples = [BareSample(*each) for each in zip(*facts, strict=True)]
+    samples = [BareSample(*facts) for facts in zip(*columns, strict=True)]
     return Rollout(samples, steps, rollout_data["global_batch_sizes"])
 
 
@@ -84,20 +79,21 @@ def _groups(args: Any, rollout_data: dict[str, Any]) -> list[Any]:
     """Find the prompt group of each sample."""
     key = getattr(args, "loss_aggregation_group_key", None)
     field, divisor = ("sample_indices", args.n_samples_per_prompt) if key is None else (key, 1)
+    flag, groups = SLIME.path("prompt_mean"), []
     if field not in rollout_data:
         raise ValueError(
-            f"{SLIME.path('prompt_mean')}: slime's rollout data has no field {field} to tell prompt groups by; it has "
+            f"{flag}: slime's rollout data has no field {field} to tell prompt groups by; it has "
             f"{', '.join(rollout_data)}. Name one with loss_aggregation_group_key in --custom-config-path"
         )
-    indices = [as_integer(value) for value in rollout_data[field]]
-    for number, (index, value) in enumerate(zip(indices, rollout_data[field], strict=True)):
-        if index is None:
+    for number, value in enumerate(rollout_data[field]):
+        if (index := as_integer(value)) is None:
             raise ValueError(
-                f"{SLIME.path('prompt_mean')}: {field} of sample {number} of this rank is {value!r}, expected a whole number "
+                f"{flag}: {field} of sample {number} of this rank is {value!r}, expected a whole number "
                 "that tells its prompt group; set Sample.index as slime's data source does, or name a field that has the "
                 "group with loss_aggregation_group_key in --custom-config-path"
             )
-    return [index // divisor for index in indices if index is not None]
+        groups.append(index // divisor)
+    return groups
 
 
 def _prompt_hashes(rollout_data: dict[str, Any]) -> list[Any]:

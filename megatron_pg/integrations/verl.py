@@ -3,8 +3,7 @@
     actor_rollout_ref.actor.policy_loss.loss_mode=megatron_pg_prompt_mean
     algorithm.adv_estimator=megatron_pg_prompt_mean_grpo        # for prompt_mean alone
 
-verl loads `megatron_pg.integrations.verl_plugin` through the entry point group `verl.plugins` (verl 0.9.1,
-`verl/__init__.py`), which calls `register` here. `python -m megatron_pg integrations verl` says whether it did.
+verl imports `megatron_pg.integrations.verl_plugin` through the entry point group `verl.plugins`, which calls `register`.
 
 The way of a policy loss through verl (read in 0.9.1). x is the per-token loss, m the mask, n_j the tokens of micro-batch
 j with prompts, and R the sum of n_j over data-parallel ranks and micro-batches:
@@ -15,42 +14,42 @@ j with prompts, and R the sum of n_j over data-parallel ranks and micro-batches:
    `loss = pg_loss - entropy_coeff * entropy + kl_loss_coef * kl`.
 2. `models/mcore/util.py`, `postprocess_thd_engine`: the gathered log-probs carry gradient for this rank's own part
    alone, so the gradients of the CP ranks of one group add up to that of the loss.
-3. `workers/engine/megatron/transformer_impl.py`, `postprocess_micro_batch_func`: returns `loss * M` in a pair.
-   Megatron multiplies a pair by CP, divides by M and averages over DP * CP: `1 / DP * sum of loss`.
-4. The same function where the model's config has `calculate_per_token_loss` (Megatron-Bridge forces it under context
-   parallelism): `(loss * R / DP, n_j // CP)`. Megatron sums over DP * CP ranks and divides by the sum of the second:
+3. `workers/engine/megatron/transformer_impl.py`, `postprocess_micro_batch_func`: returns `loss * M` in a pair, of which
+   Megatron makes `1 / DP * sum of loss`.
+4. The same function in per-token mode (Megatron-Bridge forces it under context parallelism): returns
+   `(loss * R / DP, n_j // CP)`. Megatron sums over DP * CP ranks and divides by the sum of the second:
    `1 / DP * sum of loss * F`, with `F = R / (CP * sum of floor(n_j / CP))`.
 
-So a policy loss of `DP * sum of w m x` gives exactly `sum of w m x` in the first mode. The second multiplies it by F,
-one factor for every term and parameter. F is 1 where CP divides every n_j, and below `1 + M DP (CP - 1) / (R - M DP (CP
-- 1))` otherwise: 1.07 for micro-batches of 77 tokens at CP 8, 1.0009 for 8,192. No input of a policy loss shows n_j, so
-F stays.
+So a policy loss of `DP * sum of w m x` gives `sum of w m x` in the first mode, exactly, and F times it in the second. F is
+1 where CP divides every n_j, 1.07 for micro-batches of 77 tokens at CP 8, 1.0009 for 8,192. No input of a policy loss
+shows n_j, so F stays.
 
 w is 1 / (N D_i) for sample_mean, 1 / T for token_mean, 1 / (N L) for constant. It multiplies the per-token loss of
 verl's own `vanilla` policy loss (PPO, dual clip, its metrics), as its `rollout_is_weights` does, under `token-sum`.
 
-A prompt group's tokens G_g are of the whole step, and the policy loss sees neither groups nor other ranks. The advantage
-estimator sees both, on the driver, once per step: `megatron_pg_prompt_mean_<name>` is verl's estimator <name> with its
-advantages times `N D_i / (P G_g)`. PPO's loss is homogeneous in the advantage, so with weight 1 / (N D_i) the objective
-is the prompt mean. That holds where the batch is one optimizer step, which is checked. The advantages carry a tag in
-their last two bits (2.4e-7 of their size), and the policy loss refuses those without it.
-
-KL and entropy terms are verl's own, by `actor.loss_agg_mode`: `seq-mean-token-mean` makes them sample means, the default
-of this package.
+A policy loss does not see prompt groups and other ranks. The advantage estimator does, on the driver, once per step:
+`megatron_pg_prompt_mean_<name>` is verl's estimator <name> with its advantages times `N D_i / (P G_g)`. PPO's loss is
+homogeneous in the advantage, so with weight 1 / (N D_i) the objective is the prompt mean, where the batch is one optimizer
+step, which is checked. The advantages carry a tag in their last two bits (2.4e-7 of their size), and the policy loss
+refuses those without it. KL and entropy are verl's own, by `actor.loss_agg_mode`.
 """
 
-from __future__ import annotations
-
+import argparse
 import functools
+import importlib.util
 import logging
-from collections.abc import Mapping
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
+from logging.handlers import BufferingHandler
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_pg.integrations.settings import DIVISOR_VARIABLE, find_divisor
+from megatron_pg.integrations.reducers import DIVISOR_VARIABLE, find_divisor
 from megatron_pg.loss.aggregation import AGGREGATIONS
 
 PREFIX = "megatron_pg_"
@@ -103,13 +102,11 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Any]]:
     """Compute a policy loss as verl calls it, for each micro-batch on every rank of the last pipeline stage.
 
-    Tensors are `[samples, response]`, and `config` is verl's `ActorConfig`. `loss_agg_mode` is not followed.
+    Tensors are `[samples, response]`, and `config` is verl's `ActorConfig`. `loss_agg_mode` is not followed. A ValueError
+    names settings that the aggregation cannot be computed with.
 
     Returns:
         The 0-d loss, DP times this micro-batch's share of the objective, and the metrics of verl's `vanilla`.
-
-    Raises:
-        ValueError: settings that the aggregation cannot be computed with, by verl's key.
     """
     from verl.trainer.ppo import core_algos
 
@@ -140,12 +137,10 @@ def token_weights(
 ) -> Tensor:
     """Weigh one token of each sample, `[samples, 1]` float32. `prompt_mean_advantages` has the prompt group's part.
 
-    `response_mask` is `[samples, response]` of whole samples. `totals` is verl's `global_batch_info`: `global_batch_size`
-    N and `batch_num_tokens` T of the optimizer step. Without the needed one it raises a ValueError.
+    `response_mask` is `[samples, response]` of whole samples, and `totals` verl's `global_batch_info`.
     """
     needed = "batch_num_tokens" if aggregation == "token_mean" else "global_batch_size"
-    count: float | None = totals.get(needed)
-    if count is None:
+    if (count := totals.get(needed)) is None:
         raise ValueError(
             f"policy_loss.loss_mode={PREFIX}{aggregation}: verl's global_batch_info has no {needed}, the count of the whole "
             "optimizer step that the loss is divided by; this trainer class does not set it"
@@ -169,14 +164,10 @@ def prompt_mean_advantages(
     """Estimate advantages by verl's estimator `base`, as verl calls it, on the driver, once per training step.
 
     Tensors are `[samples, response]`. `config` is verl's `algorithm` section, a part of the whole configuration, and
-    `index` has the prompt of each sample, verl's `uid`.
+    `index` has the prompt of each sample, verl's `uid`. Errors are those of `refuse_estimator_settings`.
 
     Returns:
-        The advantages `[samples, response]` float32 with the weight of each sample's prompt group and the tag, and
-        verl's returns.
-
-    Raises:
-        ValueError: settings that a prompt mean cannot be computed with, by verl's key.
+        The advantages, float32 with the weight of each sample's prompt group and the tag, and verl's returns.
     """
     from verl.trainer.ppo import core_algos
 
@@ -191,15 +182,14 @@ def prompt_mean_advantages(
         **more,
     )
     factors, num_groups = group_factors(response_mask, np.asarray(index))
-    _announce(num_groups, len(response_mask))
+    _announce(f"{num_groups} prompt groups, {len(response_mask)} samples in the step")
     return _tagged(advantages * factors.to(advantages.device, torch.float32)[:, None]), returns
 
 
 def group_factors(response_mask: Tensor, index: np.ndarray[Any, Any]) -> tuple[Tensor, int]:
-    """Return the factor `N D_i / (P G_g)` of each sample, `[samples]` float64, and P.
+    """Return the factor `N D_i / (P G_g)` of each sample of the optimizer step, `[samples]` float64, and P.
 
-    `response_mask` `[samples, response]` and the prompts `index` are of the whole optimizer step. verl's padding samples
-    (uid `pad` and 32 hexadecimal digits, no active token) are in its N and in no prompt group.
+    verl's padding samples (uid `pad` and 32 hexadecimal digits, no active token) are in its N and in no prompt group.
     """
     tokens = response_mask.sum(dim=-1).double().cpu().numpy()
     groups, group_ids = np.unique([str(uid) for uid in index], return_inverse=True)
@@ -217,7 +207,7 @@ def _tagged(advantages: Tensor) -> Tensor:
 
 
 def _refuse_untagged(advantages: Tensor, response_mask: Tensor) -> None:
-    """Refuse advantages that no estimator of this module made. It looks once in a process."""
+    """Refuse advantages that no estimator of this module made, until some have been seen in the process."""
     global _seen_tagged
     if _seen_tagged:
         return
@@ -236,14 +226,12 @@ _seen_tagged = False
 
 
 @functools.cache
-def _announce(num_groups: int, num_samples: int) -> None:
+def _announce(step: str) -> None:
     """Say that the prompt mean is on, once for each size of a step. verl shows warnings."""
-    step = f"{num_groups} prompt groups, {num_samples} samples in the step"
     logger.warning(f"megatron_pg: prompt_mean is on: {step}")
 
 
 def _divisor(loss_scale_factor: float | None) -> float:
-    """Find L of `constant`, in tokens, in verl's `loss_scale_factor` or in the environment."""
     return find_divisor(
         f"{LOSS_MODE}={PREFIX}constant",
         {DIVISOR_KEY: loss_scale_factor},
@@ -253,11 +241,7 @@ def _divisor(loss_scale_factor: float | None) -> float:
 
 
 def refuse_estimator_settings(base: str, config: Any, num_samples: int, index: Any) -> None:
-    """Raise a ValueError for settings under which an estimator cannot make the advantages of a prompt mean.
-
-    The estimator must see the whole configuration, the policy loss must be the prompt mean's, the batch must be one
-    optimizer step, and its samples must have a `uid`. The arguments are those of `prompt_mean_advantages`.
-    """
+    """Raise a ValueError, by verl's key, for settings under which an estimator cannot make a prompt mean's advantages."""
     name = f"algorithm.adv_estimator={PREFIX}prompt_mean_{base}"
     actor, rollout = (
         _select(config, f"..actor_rollout_ref.{part}") for part in ("actor", "rollout")
@@ -285,10 +269,60 @@ def refuse_estimator_settings(base: str, config: Any, num_samples: int, index: A
 
 
 def _select(config: Any, key: str) -> Any:
-    """Select a part of the configuration above the section; None if there is none."""
     try:
         from omegaconf import OmegaConf
 
         return OmegaConf.select(config, key)
     except (ImportError, ValueError, TypeError, AttributeError):
         return None
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Report whether the installed verl has loaded the plugin (`python -m megatron_pg integrations verl`).
+
+    verl logs the failed import of a plugin at DEBUG level only: this imports verl, in the Python that runs it, and listens.
+    Return 0 where verl has all four policy losses and an estimator for prompt_mean, 1 otherwise.
+    """
+    module = "megatron_pg.integrations.verl_plugin"
+    about = "Is this package seen by a trainer?"
+    parser = argparse.ArgumentParser(prog="megatron-pg integrations", description=about)
+    parser.add_argument("trainer", choices=["verl"], help="the trainer to import and to ask")
+    parser.parse_args(arguments)
+    if importlib.util.find_spec("verl") is None:
+        print("verl: not installed in this Python")
+        return 1
+    named = [point for point in entry_points(group="verl.plugins") if point.value == module]
+    if not named:
+        print(
+            f"plugin: no entry point of the group verl.plugins names {module}; install this package again (pip install)"
+        )
+    heard, log = BufferingHandler(sys.maxsize), logging.getLogger("verl")
+    level = log.level
+    log.addHandler(heard)
+    log.setLevel(logging.DEBUG)
+    try:
+        import verl
+        from verl.trainer.ppo import core_algos
+    except Exception as error:  # verl may lack any of its own requirements
+        print(f"verl: its import fails: {type(error).__name__}: {error}")
+        return 1
+    finally:
+        log.removeHandler(heard)
+        log.setLevel(level)
+    print(f"verl: {verl.__version__}, {os.path.dirname(str(verl.__file__))}")
+    if named:
+        policy = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto")
+        print(f"plugin: entry point {named[0].name} ({module}); VERL_USE_EXTERNAL_PLUGINS={policy}")
+    for message in (record.getMessage() for record in heard.buffer):
+        if "plugin" in message:
+            print(f"plugin: verl says: {message}")
+    print(f"versions that were proven: {', '.join(PROVEN_VERSIONS)}")
+    losses, estimators = (
+        sorted(name for name in registry if name.startswith(PREFIX))
+        for registry in (core_algos.POLICY_LOSS_REGISTRY, core_algos.ADV_ESTIMATOR_REGISTRY)
+    )
+    print(
+        f"policy losses (actor_rollout_ref.actor.policy_loss.loss_mode): {', '.join(losses) or 'none'}"
+    )
+    print(f"advantage estimators (algorithm.adv_estimator): {', '.join(estimators) or 'none'}")
+    return 0 if len(losses) == len(AGGREGATIONS) and estimators else 1

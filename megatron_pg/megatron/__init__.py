@@ -4,8 +4,6 @@ The names below are imported when they are first used, so that `megatron_pg.mega
 trainer's globals work where Megatron-Core is not installed.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from megatron_pg.config.versions import exports_of_megatron

@@ -1,7 +1,5 @@
 """Checks that a model takes the cut of a pack over context-parallel ranks, and a group of a micro-batch's own."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,18 +10,14 @@ from megatron_pg.megatron.scale_contract import ScaleContract
 
 
 def require_partition_mode(model: Any, mode: CpPartitionMode) -> None:
-    """Refuse a `--cp-partition-mode` that the model does not have; called under context parallelism.
+    """Refuse a `--cp-partition-mode` that the model, or a part of it, does not have; called under context parallelism.
 
     Megatron's development branch has the mode in its `TransformerConfig`, and refuses there what its attention does not
     take. megatron-core 0.15 to 0.19.2 knows the zigzag alone: in its rotary embedding (models/common/embeddings/rope_utils.py,
     `_apply_rotary_pos_emb_thd`), in multi-token prediction (`roll_tensor`), and in Transformer Engine's attention. Attention
     of the user's own names the modes that it takes in an attribute `cp_partition_modes`.
-
-    Raises:
-        NotImplementedError: the model has another mode, or a part that takes only the other.
     """
-    chunks = chunks_of(model)
-    obstacle = None
+    chunks, obstacle = chunks_of(model), None
     config = chunks[0].config
     if has_partition_mode(config):
         if config.cp_partition_mode != mode:

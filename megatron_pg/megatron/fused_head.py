@@ -1,10 +1,4 @@
-"""The fused head in Megatron's models: the loss straight from hidden states, without the logits.
-
-The output layer hands over what enters it and its weight (`take_output_processor`). What takes them there and what turns
-the model's output into the loss belong to one micro-batch, so they are one object.
-"""
-
-from __future__ import annotations
+"""The fused head in Megatron's models: the loss from what enters the output layer and its weight, without the logits."""
 
 from typing import Any
 
@@ -22,14 +16,7 @@ from megatron_pg.step.batch import PackedBatch, to_device
 
 
 class OutputRows:
-    """The rows of one micro-batch that enter the output layer, on one rank: those that score an active token.
-
-    Args:
-        batch: the micro-batch.
-        options: see `head_options`.
-        with_sets: score over the kept sets, where a sample has one.
-        scope: see `gradient_scope`; None where there is no gradient.
-    """
+    """The rows of one micro-batch that enter the output layer, on one rank: those that score an active token."""
 
     def __init__(
         self,
@@ -37,29 +24,23 @@ class OutputRows:
         options: HeadOptions,
         *,
         with_sets: bool,
-        scope: GradientScope | None = None,
+        scope: GradientScope | None = None,  # None: no gradient
     ) -> None:
         self._batch, self._options = batch, options
         active, self.gradient_rows = active_rows(batch, scope)
-        self.kept: Ragged | None = None
-        """Their kept sets, on the host; None where no sample has one."""
-        # Decide from the samples, which all context-parallel ranks share: if ranks chose differently by their own rows, the
-        # all-reduces of sequence sums would deadlock.
+        self.kept: Ragged | None = None  # their kept sets, on the host
+        # By the samples, which all context-parallel ranks share: if they chose differently, the all-reduces would deadlock.
         sets = [sample.kept_tokens for sample in batch.samples if with_sets]
         if batch.kept_tokens is not None and any(each and each.values.numel() for each in sets):
             self.kept = batch.kept_tokens.select(active)
-        self.active = to_device(active, batch.tokens.device)
-        """[rows] int64 into the window."""
+        self.active = to_device(active, batch.tokens.device)  # [rows] int64 into the window
         self._samples = batch.window.window_segment_ids[active]
 
     def __len__(self) -> int:
         return len(self.active)
 
     def factors(self, hidden_states: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the hidden states [rows, hidden], the weight [v/tp, hidden] and the targets [rows] int64.
-
-        Args and errors are those of `FusedHead.output_processor`.
-        """
+        """Return the hidden states [rows, hidden], the weight [v/tp, hidden] and the targets [rows] int64."""
         batch, tokens = self._batch, self._batch.window.local_tokens
         check_vocabulary(batch, len(weight), self._options)
         if tuple(hidden_states.shape[:2]) != (tokens, 1):
@@ -71,20 +52,21 @@ class OutputRows:
         return hidden_states[:, 0].index_select(0, rows), weight, batch.targets[rows]
 
     def log_probs_and_entropy(self, hidden_states: Tensor, weight: Tensor) -> list[Tensor]:
-        """Compute both, [window] each; args and errors are those of `FusedHead.output_processor`."""
+        """Compute both, [window] each."""
         factors = self.factors(hidden_states, weight)
         scores = linear_log_probs_and_entropy(*factors, self._options, kept=self.kept)
         return [self.in_window(score) for score in scores]
 
     def in_window(self, values: Tensor, rows: slice = slice(None)) -> Tensor:
-        """Values [rows] -> [window], 0 elsewhere: the loss masks those positions."""
+        """Spread values [rows] over the [window], 0 elsewhere: the loss masks those positions."""
         window = values.new_zeros(len(self._batch.window))
         return window.index_copy(0, self.active[rows], values)
 
     def of_whole_samples(self, size: int) -> list[int]:
-        """Count the rows [parts] in a row that end on a border of samples, `size` or fewer unless one sample has more; maybe 0.
+        """Count the rows of parts that end on borders of samples, `size` or fewer unless one sample has more.
 
-        The parts are of the same samples on every rank of the context-parallel group. Rows have to be in the window's order.
+        The parts are of the same samples on every rank of the context-parallel group, and may be empty on one. Rows have to
+        be in the window's order.
         """
         masks = [torch.zeros(0)] + [sample.loss_mask for sample in self._batch.samples]
         borders = self._batch.window.sample_borders(torch.cat(masks).bool(), size)
@@ -101,12 +83,6 @@ class FusedHead:
     function of the user's own may look at any: up to four times the usual chunk in three matrix products, above that in up
     to four (see `megatron_pg.head.from_hidden`). Under `--replay-sampling-set` the kept columns alone are multiplied, of rows
     that have a set, and the values are there at once.
-
-    Args:
-        loss: the loss of the micro-batch as a function of its log-probs.
-        options: see `head_options`.
-        scope: see `gradient_scope`.
-        teacher_weight: see `PolicyStep`.
     """
 
     def __init__(
@@ -123,14 +99,7 @@ class FusedHead:
         )
 
     def output_processor(self, hidden_states: Tensor, weight: Tensor) -> Tensor:
-        """Compute the loss in the place of the output layer's product, on every tensor-parallel rank of the last stage.
-
-        Args:
-            hidden_states: [local_tokens, 1, hidden], all tokens also under sequence parallelism.
-            weight: [v/tp, hidden], tied or not.
-
-        Returns:
-            The 0-d loss. `loss` takes what the model makes of it.
+        """Compute the 0-d loss in the place of the output layer's product; an `OutputProcessor`.
 
         Raises:
             ValueError: the hidden states are not those of the micro-batch, or a response token is outside the
@@ -147,50 +116,47 @@ class FusedHead:
         return output_tensor.reshape(()), self._metrics
 
     def _loss_in_one_pass(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        """Gradients chunk by chunk; value and metrics from all log-probs together, as soon as they are there.
+        """Compute gradients chunk by chunk, and value and metrics from all log-probs together.
 
-        The other tokens of a chunk's window hold zeros. They change the value of the loss and not the chunk's
-        coefficients, which is what a sum over tokens, or over whole sequences of a chunk, means. Sums over sequences are
-        all-reduced once for each piece, and ranks of the context-parallel group have equally many.
+        The other tokens of a chunk's window hold zeros. They change the value of the loss and not the chunk's coefficients.
+        Sums over sequences are all-reduced once for each piece, of which context-parallel ranks have equally many.
         """
         metrics = self._metrics = MicroBatchMetrics.awaited(self._loss.config, hidden.device)
         sizes = self._piece_sizes(len(weight))
         everything = slice(0, len(self._rows)) if sizes is None or len(sizes) == 1 else None
         whole: list[tuple[Tensor, MicroBatchMetrics]] = []
 
-        def token_loss(*given: Any) -> Tensor:
-            *vectors, rows = given
-            window_vectors = [self._rows.in_window(each, rows) for each in vectors]
+        def token_loss(*vectors_and_rows: Any) -> Tensor:
+            *vectors, rows = vectors_and_rows
+            window_vectors = [self._rows.in_window(vector, rows) for vector in vectors]
             if rows != everything:
                 return self._loss.loss(*window_vectors)
             whole[:] = [self._loss(*window_vectors)]
             return whole[0][0]
 
+        active, options = self._rows.active, self._options
+        teacher = teacher_of(
+            self._loss, len(weight), lambda channel: channel[active], options, self._teacher_weight
+        )
         total, *vectors = linear_token_loss(
             hidden,
             weight,
             targets,
             token_loss,
-            self._options,
+            options,
             gradient_rows=self._rows.gradient_rows,
             piece_sizes=sizes,
             defer=True,
-            teacher=teacher_of(
-                self._loss,
-                len(weight),
-                lambda channel: channel[self._rows.active],
-                self._options,
-                self._teacher_weight,
-            ),
+            teacher=teacher,
         )
         value = total.detach()  # `total` would hold its node, which holds what is called after it
 
         def fill(*_: Any) -> None:
             if not whole:  # in several pieces, or in none
                 whole.append(self._loss(*map(self._rows.in_window, vectors)))
-            loss, found = whole.pop()
+            loss, own_metrics = whole.pop()
             value.copy_(loss.detach())
-            metrics.fill(found)
+            metrics.fill(own_metrics)
 
         if total.grad_fn is None:
             fill()
@@ -200,29 +166,23 @@ class FusedHead:
 
     def _piece_sizes(self, columns: int) -> list[int] | None:
         """Count the rows whose gradients wait for one another, [pieces]; None where none waits."""
-        if self._scope.tokens == "token":
-            return None
-        if self._scope.tokens == "micro_batch":
-            return [len(self._rows)]
+        if self._scope.tokens != "sequence":
+            return None if self._scope.tokens == "token" else [len(self._rows)]
         # Never a size that the rank's own device decides: a rank that calls the all-reduce more often waits forever.
         return self._rows.of_whole_samples(self._options.chunk_tokens or largest_chunk(columns))
 
 
 def active_rows(batch: PackedBatch, scope: GradientScope | None) -> tuple[Tensor, int]:
-    """List the tokens of the window that are scored, on the host: those with a gradient first.
+    """List the scored tokens of the window, [active tokens] int64 on the host; count those with a gradient, which come first.
 
     Where the policy objective is the only term of the loss, a token whose advantage is 0 has none: its log-prob is
     wanted for the metrics alone. Where other tokens wait for it, tokens stay in the window's order.
-
-    Returns:
-        [active tokens] int64 into the window, and how many of them have a gradient.
     """
-    in_window = batch.window.response_indices
-    nothing = [torch.zeros(0)]
+    in_window, nothing = batch.window.response_indices, [torch.zeros(0)]
     active = torch.cat(nothing + [sample.loss_mask for sample in batch.samples])[in_window].bool()
     with_gradient = active
     if scope is not None and scope.tokens == "token" and scope.leaves_out_zero_advantages:
-        advantages = torch.cat(nothing + [s.advantages for s in batch.samples])
+        advantages = torch.cat(nothing + [sample.advantages for sample in batch.samples])
         with_gradient = active & (advantages[in_window] != 0)
     first = with_gradient.nonzero()[:, 0]
     rest = (active & ~with_gradient).nonzero()[:, 0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -28,11 +29,7 @@ class ParallelGroups:
 
     @classmethod
     def from_parallel_state(cls) -> ParallelGroups:
-        """Take the groups of `parallel_state.initialize_model_parallel`; needs no communication.
-
-        Raises:
-            RuntimeError: model parallelism is not initialized.
-        """
+        """Take the groups of `parallel_state.initialize_model_parallel`, or raise RuntimeError; needs no communication."""
         return cls.from_model(None)
 
     @classmethod
@@ -40,16 +37,17 @@ class ParallelGroups:
         """Take the groups that `model` was built with, and those of `parallel_state` where it names none.
 
         Args:
-            model: a Megatron model, possibly wrapped (DDP, Float16Module), or the list of chunks of
-                a virtual pipeline; None names no group.
+            model: a Megatron model, wrapped or not, or the list of chunks of a virtual pipeline; None names no group.
 
         Raises:
             RuntimeError: a group is missing from the model and model parallelism is not initialized.
         """
-        collection = _process_group_collection(model)
-        groups: dict[str, Any] = {
-            axis: getattr(collection, name, None) for axis, (name, _) in _SOURCES.items()
-        }
+        own, module = None, chunks_of(model)[0]
+        while module is not None:
+            # The innermost: DDP keeps a collection of its own in 0.19.2; attention and rotary embeddings follow the model's.
+            own = getattr(module, "pg_collection", None) or own
+            module = getattr(module, "module", None)
+        groups: Any = {axis: getattr(own, name, None) for axis, (name, _) in _SOURCES.items()}
         missing = [axis for axis, group in groups.items() if group is None]
         if missing and not parallel_state.model_parallel_is_initialized():
             raise RuntimeError(
@@ -101,30 +99,14 @@ _SOURCES: dict[str, tuple[str, Callable[[], Any]]] = {
     "tensor": ("tp", parallel_state.get_tensor_model_parallel_group),
     "context": ("cp", parallel_state.get_context_parallel_group),
     "data": ("dp", parallel_state.get_data_parallel_group),
-    "data_with_context": (
-        "dp_cp",
-        lambda: parallel_state.get_data_parallel_group(with_context_parallel=True),
-    ),
+    "data_with_context": ("dp_cp", partial(parallel_state.get_data_parallel_group, True)),
     "pipeline": ("pp", parallel_state.get_pipeline_model_parallel_group),
 }
 """Per axis the name of its group in a model's `pg_collection`, and the group of `parallel_state`."""
 
 
-def _process_group_collection(model: Any) -> Any | None:
-    """Find the innermost `pg_collection` of a wrapped model, or None.
-
-    DDP keeps a collection of its own in 0.19.2; attention and rotary embeddings follow the model's.
-    """
-    module = None if model is None else chunks_of(model)[0]
-    collection = None
-    while module is not None:
-        collection = getattr(module, "pg_collection", None) or collection
-        module = getattr(module, "module", None)
-    return collection
-
-
 def chunks_of(model: Any) -> list[Any]:
-    """List the chunks of a model, which is one chunk or a virtual pipeline's list of them."""
+    """List the chunks of a model, which is one or a virtual pipeline's list."""
     return list(model) if isinstance(model, (list, tuple)) else [model]
 
 

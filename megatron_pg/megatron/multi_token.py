@@ -11,8 +11,6 @@ Up to 0.19.2 Megatron has no factor CP here. Pull request 7498 of NVIDIA/Megatro
 `context_parallel_factor` measures the installed Megatron.
 """
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 from typing import Any
@@ -31,12 +29,9 @@ class MultiTokenScale:
     """The `mtp_grad_scale_func` of a model's config: multiplies by what the schedule and data parallelism divide by."""
 
     config: Any
-    factor: float
-    """DP * CP * M of the step that runs."""
-    before: Any
-    """The function that the trainer had set, or None."""
-    device: torch.device
-    """The device of the model and of an optimizer's loss scale; a factor elsewhere would make the host wait."""
+    factor: float  # DP * CP * M of the step that runs
+    before: Any  # the function that the trainer had set, or None
+    device: torch.device  # of model and loss scale: a factor elsewhere would make the host wait
 
     def __call__(self) -> Tensor:
         if self.before is not None:
@@ -48,18 +43,9 @@ class MultiTokenScale:
 def scale_multi_token_loss(
     chunk: Any, factor: float, context_group: ProcessGroup | None = None
 ) -> bool:
-    """Set the scale of a step's multi-token prediction on the config of a model's chunk.
+    """Set the scale, DP * CP * M, of a step's multi-token prediction on a chunk's config; False if it has none that is trained.
 
-    Args:
-        chunk: the model's first chunk, wrapped or not; None has no multi-token prediction.
-        factor: DP * CP * M of the step.
-        context_group: the model's context-parallel group, all of whose ranks must call; None is a group of one.
-
-    Returns:
-        True if the chunk has multi-token prediction that is trained.
-
-    Raises:
-        NotImplementedError: the installed Megatron-Core scales multi-token prediction in a way that is not known here.
+    All ranks of the context-parallel group must call; None is a group of one.
     """
     model_config: Any = getattr(chunk, "config", None)
     if not getattr(model_config, "mtp_num_layers", None) or not derives_multi_token_labels():
@@ -83,13 +69,9 @@ def context_parallel_factor(
     """Measure the factor by which Megatron multiplies multi-token prediction under context parallelism: 1 or CP.
 
     Megatron's own functions run over four tokens a rank, once for each context-parallel size in a process. All ranks of the
-    group must call.
-
-    Raises:
-        NotImplementedError: the factor is neither, or Megatron's functions take other arguments.
+    group must call. A NotImplementedError says that the factor is neither, or that those functions take other arguments.
     """
-    size = 1 if context_group is None else context_group.size()
-    if size == 1:
+    if context_group is None or (size := context_group.size()) == 1:
         return 1.0
     try:
         if size not in _measured:
@@ -152,5 +134,4 @@ def _measure(model_config: Any, context_group: Any, device: torch.device) -> flo
             (gradient,) = torch.autograd.grad(output.sum(), hidden_states)
     finally:
         scaler.set_loss_scale(before)
-    factor: float = round(gradient[tokens:].max().item() / weight, 5)
-    return factor
+    return float(round(gradient[tokens:].max().item() / weight, 5))

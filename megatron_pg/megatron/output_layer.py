@@ -4,8 +4,6 @@
 `self._forward_impl`, with the weight, the bias and the reductions of gradients as arguments. That method is exchanged.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -39,8 +37,7 @@ def take_output_processor(
 
     Args:
         model: wrapped or not, or the list of chunks of a virtual pipeline.
-        user: the flag or function that needs it, for errors.
-        remedy: the user's way out, for the same.
+        user, remedy: the flag or function that needs it, and the user's way out, for errors.
 
     Raises:
         NotImplementedError: the output layer is not Megatron's `ColumnParallelLinear`, is more than a product with its
@@ -67,7 +64,6 @@ def set_fp32_lm_head(model: Any, is_on: bool = True) -> bool:
 
     Args:
         model: wrapped or not, or the list of chunks of a virtual pipeline.
-        is_on: True for float32 logits.
 
     Returns:
         True if the logits were float32 before.
@@ -93,10 +89,7 @@ def set_fp32_lm_head(model: Any, is_on: bool = True) -> bool:
 def _whole_hidden(
     *, input: Tensor, sequence_parallel: bool, allreduce_dgrad: bool, tp_group: Any, **_: Any
 ) -> Tensor:
-    """Return all of `_forward_impl`'s input [sequence, batch, hidden]; backward sums the gradient over tensor parallelism.
-
-    Under `sequence_parallel` the input is a rank's part of the sequence, and the rank gets the gradient of that part.
-    """
+    """Return all of `_forward_impl`'s input [sequence, batch, hidden]; backward sums the gradient over tensor parallelism."""
     if sequence_parallel:
         input = gather_from_sequence_parallel_region(input, group=tp_group)
     elif allreduce_dgrad:
@@ -124,10 +117,8 @@ class _Processed:
     """The `_forward_impl` of an output layer during one forward of a model with an output processor."""
 
     processor: OutputProcessor
-    before: Callable[..., Tensor]
-    """The product of the other calls."""
-    num_others: int
-    """Calls of multi-token prediction, which come first."""
+    before: Callable[..., Tensor]  # the product of the other calls
+    num_others: int  # calls of multi-token prediction, which come first
     num_calls: int = 0
 
     def __call__(self, **arguments: Any) -> Tensor:
@@ -136,8 +127,8 @@ class _Processed:
             return self.before(**arguments)
         weight = arguments["weight"]
         if self.num_others and torch.is_grad_enabled():
-            # Multi-token prediction multiplies by this weight too, in the same graph. Where Megatron does not fuse the
-            # addition to main_grad, that gradient comes through autograd: DDP has to add it, and ours has to be zeros there.
+            # Multi-token prediction multiplies by this weight too. Where Megatron does not fuse the addition to main_grad,
+            # that gradient comes through autograd: DDP has to add it, and ours has to be zeros there.
             weight.zero_out_wgrad = True
         return self.processor(_whole_hidden(**arguments), weight).reshape(1, 1, -1)
 

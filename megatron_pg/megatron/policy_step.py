@@ -1,8 +1,7 @@
 """`PolicyStep`: one optimizer step's policy loss in Megatron's schedules."""
 
-from __future__ import annotations
-
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,9 +34,8 @@ class MicroBatchHead:
     """Inputs of the model for one micro-batch, and the function from its output to the loss."""
 
     loss_func: Callable[[Tensor], ScheduleOutput]
-    """Function that `forward_step` returns beside the model's output. The schedule calls it on the last pipeline stage, on every
-    tensor- and context-parallel rank, and gets what it expects of this model's config: `(loss, metrics)` or
-    `(loss, n, metrics)`; see `scale_contract.py`."""
+    """Function that `forward_step` returns beside the model's output, for the schedule to call on the last pipeline stage:
+    `(loss, metrics)` or `(loss, n, metrics)`; see `scale_contract.py`."""
     model_inputs: dict[str, Any]
     """Keyword arguments of the model's forward: the micro-batch, and `model_arguments`."""
     model_arguments: dict[str, Any]
@@ -63,8 +61,7 @@ class PolicyStep:
             mode it runs and whether an auxiliary loss is scaled by tokens, its `pg_collection` which groups it runs on.
             Without it the mode is `config.calculate_per_token_loss`, which the validated flags set, and the groups are
             those of `parallel_state`: right unless the trainer overrides either on the model.
-        totals: the step's totals, where there is no plan.
-        num_microbatches: how many micro-batches this data-parallel rank runs in the step, where there is no plan.
+        totals, num_microbatches: the step's totals, and this data-parallel rank's micro-batches, where there is no plan.
         groups: the process groups; None takes the model's.
         vocab_size: the vocabulary without padding; None counts every column of the logits.
         grad_divisor: `config.grad_divisor` of this step, such as the square of its number of rollouts.
@@ -74,8 +71,8 @@ class PolicyStep:
     Raises:
         ValueError: a `grad_divisor` out of range or with `--divide-gradient-twice`, neither a plan nor totals with a number
             of micro-batches, the scale contract cannot be kept, or a teacher by hidden states has no weight.
-        NotImplementedError: `--fused-lm-head` or `--fp32-lm-head` with another output layer than `take_output_processor` or
-            `set_fp32_lm_head` takes, or a `--cp-partition-mode` that the model's attention does not have.
+        NotImplementedError: `--fused-lm-head` or `--fp32-lm-head` with an output layer that they do not take, or a
+            `--cp-partition-mode` that the model's attention does not have.
     """
 
     def __init__(
@@ -130,14 +127,11 @@ class PolicyStep:
         self._table_sizes = _table_sizes(chunk)
         if plan is not None:
             _require_one_length(plan, model_config)
+        mode_config: Any = model_config or config
         self.scale = scale_contract(
             model_config,
             totals,
-            calculate_per_token_loss=(
-                config.calculate_per_token_loss
-                if model_config is None
-                else bool(model_config.calculate_per_token_loss)
-            ),
+            calculate_per_token_loss=bool(mode_config.calculate_per_token_loss),
             data_parallel_size=groups.data_size,
             context_parallel_size=groups.context_size,
             num_microbatches=num_microbatches,
@@ -167,7 +161,7 @@ class PolicyStep:
         Raises:
             ValueError: the batch was packed for another context-parallel size, rank or `--cp-partition-mode` than this
                 one's, or lacks an input of the objective; a sample has a token id or a learned position that the model's
-                embedding has no row for; the loop would leave gradients unreduced (`require_training_loop`).
+                embedding has no row for; the loop would leave gradients unreduced.
             NotImplementedError: a group of its own outside of per-token mode, or with rotary positions or a loss of experts
                 or of multi-token prediction.
         """
@@ -178,14 +172,14 @@ class PolicyStep:
         own_group = context_group or groups.context
         loss = MicroBatchLoss(config, batch, self.totals, own_group, self.share)
         options = head_options(config, groups.tensor, self.vocab_size, chunk_tokens)
-        if not config.fused_lm_head:
-            return self.scaled_head(
-                batch,
-                inputs,
-                lambda logits: loss_of_logits(loss, logits, options, self.teacher_weight),
-            )
-        fused = FusedHead(loss, options, gradient_scope(config), self.teacher_weight)
-        return self.scaled_head(batch, inputs, fused.loss, output_processor=fused.output_processor)
+        if config.fused_lm_head:
+            fused = FusedHead(loss, options, gradient_scope(config), self.teacher_weight)
+            added = {"output_processor": fused.output_processor}
+            return self.scaled_head(batch, inputs, fused.loss, **added)
+        read = functools.partial(
+            loss_of_logits, loss, options=options, teacher_weight=self.teacher_weight
+        )
+        return self.scaled_head(batch, inputs, read)
 
     def checked_inputs(
         self, batch: PackedBatch, context_group: ProcessGroup | None = None
@@ -209,25 +203,22 @@ class PolicyStep:
     ) -> MicroBatchHead:
         """Make the head of a function from the model's output to the local loss and its metrics."""
         num_tokens = batch.num_active_tokens, batch.window.local_tokens
-        return MicroBatchHead(
-            lambda output: self.scale.apply(*loss_of_output(output), *num_tokens),
-            inputs | added,
-            added,
-        )
+
+        def scaled_loss(output: Tensor) -> ScheduleOutput:
+            return self.scale.apply(*loss_of_output(output), *num_tokens)
+
+        return MicroBatchHead(scaled_loss, inputs | added, added)
 
     def _check_embedding(self, batch: PackedBatch) -> None:
-        """Refuse ids and lengths beyond the tables of the model's first stage.
-
-        A GPU would only say that an index is out of bounds.
-        """
+        """Refuse ids and lengths beyond the model's tables: a GPU would only say that an index is out of bounds."""
         (tokens, positions), longest = self._table_sizes, max(batch.window.total_lengths, default=0)
-        for what, found, length_of, size in (
+        for kind, largest, index_of, size in (
             ("token id", batch.largest_token, lambda sample: int(sample.tokens.max()), tokens),
             ("position", longest - 1, lambda sample: sample.total_length - 1, positions),
         ):
-            if size is not None and found >= size:
+            if size is not None and largest >= size:
                 raise ValueError(
-                    f"{max(batch.samples, key=length_of).name} has {what} {found} and the model's embedding {size} rows: take "
+                    f"{max(batch.samples, key=index_of).name} has {kind} {largest} and the model's embedding {size} rows: take "
                     "the tokenizer of the model, or shorten the sample (max_sequence_length, with learned positions)"
                 )
 
@@ -245,18 +236,16 @@ class PolicyStep:
             schedule_output: what the schedule returned on this rank.
             device: where numbers are reduced; None is that of the model's parameters.
             policy_version: see `reduce_metrics`.
-            critic: the report of a critic's step (`ValueStep.report`), whose metrics travel in the same all-reduce and are
-                among those returned.
+            critic: the report of a critic's step (`ValueStep.report`), whose metrics are reduced and returned with these.
 
         Raises:
             RuntimeError: under `--check-aggregation`, the aggregation checksum is not 1.
         """
-        device = self.device if device is None else device
         return reduce_metrics(
             self.config,
             schedule_output,
             contributes=self.groups.contributes,
-            device=device,
+            device=self.device if device is None else device,
             policy_version=policy_version,
             critic=critic,
         )
@@ -285,7 +274,7 @@ class PolicyStep:
 
 
 def _table_sizes(chunk: Any | None) -> tuple[int | None, int | None]:
-    """Rows of the embeddings of token ids and of learned positions; None for one that is not on this stage, or not known."""
+    """Return the rows of the embeddings of token ids and of learned positions; None for one not on this stage, or unknown."""
     embedding = getattr(unwrapped(chunk), "embedding", None)
     tables = (getattr(embedding, f"{name}_embeddings", None) for name in ("word", "position"))
     tokens, positions = (getattr(table, "num_embeddings", None) for table in tables)
@@ -293,7 +282,7 @@ def _table_sizes(chunk: Any | None) -> tuple[int | None, int | None]:
 
 
 def _require_one_length(plan: StepPlan, model_config: Any | None) -> None:
-    """Refuses micro-batches of several lengths where stages exchange tensors of one."""
+    """Refuse micro-batches of several lengths where stages exchange tensors of one."""
     stages = getattr(model_config, "pipeline_model_parallel_size", 1) or 1
     lengths = sorted(set(plan.microbatch_tokens))
     if stages > 1 and len(lengths) > 1 and not model_config.variable_seq_lengths:  # type: ignore[union-attr]
@@ -320,8 +309,7 @@ def packed_seq_params(
     """Make the `packed_seq_params=` of `GPTModel.forward` for a micro-batch on the model's device, in THD format.
 
     The lengths are the padded ones, so that they describe where each sequence lies in the pack. The padding at a
-    sequence's end is harmless: attention is causal and padding is scored by no loss. They are passed by keyword: the
-    fields of Megatron's class grow with each release.
+    sequence's end is harmless: attention is causal and padding is scored by no loss.
     """
     window = batch.window
     params = PackedSeqParams(
@@ -339,10 +327,7 @@ def packed_seq_params(
 
 
 def multi_token_mask(batch: PackedBatch, num_active_tokens: float) -> Tensor:
-    """Make the `loss_mask=` [1, local_tokens] float32 of multi-token prediction: 1 / T at active tokens of the input, else 0.
-
-    T are the active tokens of the whole step.
-    """
+    """Make the `loss_mask=` [1, local_tokens] float32 of multi-token prediction: 1 / T at the input's active tokens, else 0."""
     masks = [torch.zeros(0)]
     for sample in batch.samples:
         masks += [torch.zeros(sample.prompt_length), sample.loss_mask.float()]

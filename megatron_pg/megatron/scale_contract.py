@@ -26,8 +26,6 @@ The two other forms exist and are never returned: two values in per-token mode a
 values in the other mode carry no factor CP.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from dataclasses import dataclass

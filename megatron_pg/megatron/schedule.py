@@ -1,7 +1,5 @@
 """The micro-batches of a step through Megatron's schedule."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -25,7 +23,6 @@ def run_micro_batches(
         head: `PolicyStep.head`, or another function to a `MicroBatchHead`.
         batches: this rank's micro-batches of the step, on the model's device.
         chunks: the model under DDP, more than one chunk in a virtual pipeline.
-        forward_only: leave out backward.
 
     Returns:
         The argument of `PolicyStep.metrics`: each micro-batch's numbers on the last pipeline stage, nothing on others.

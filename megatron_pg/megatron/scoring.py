@@ -1,9 +1,6 @@
 """Scores of samples' response tokens under a model, forward only, at any sharding: log-probs, hidden states, critic's values."""
 
-from __future__ import annotations
-
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,7 +37,7 @@ class ScoredSamples:
     log_probs: list[Tensor]
     """Per sample the log-probs of its response tokens, [response_length] float32 on the host, in nats; 0 at masked tokens."""
     entropy: list[Tensor]
-    """Per sample the entropy of the distributions that its response tokens were drawn from, likewise."""
+    """Per sample the entropy of the distributions of its response tokens, likewise."""
 
 
 def compute_log_probs(
@@ -59,19 +56,17 @@ def compute_log_probs(
         samples = [replace(sample, old_log_probs=values) for sample, values in zip(samples, old, strict=True)]
 
     Every rank of the model calls it with all samples of its data-parallel rank, outside of a step: after the optimizer's
-    step and before the next forward and backward. Samples are packed as `plan_step` packs a step, with equally many
-    micro-batches on every data-parallel rank, and scored as `PolicyStep` scores them under the same config: with the
-    same budget and the same parameters the ratio of the next step is 1.
+    step and before the next forward and backward. Samples are packed and scored as `plan_step` and `PolicyStep` do it under
+    the same config: with the same budget and the same parameters the ratio of the next step is 1.
 
-    The model runs under `torch.no_grad()` in eval mode, without dropout; every module gets its own mode back. No
-    gradient, buffer of DDP or state of a random generator changes, and no activation is kept. The model draws no random
-    numbers, unless it does in eval mode (`--moe-input-jitter-eps`).
+    The model runs under `torch.no_grad()` in eval mode; every module gets its own mode back. No gradient, buffer of DDP or
+    state of a random generator changes, unless the model draws in eval mode (`--moe-input-jitter-eps`).
 
     Args:
         model: on this rank's device, wrapped (DDP, Float16Module) or not, or the list of chunks of a virtual pipeline.
         samples: this data-parallel rank's, in any order; none at all is legal. Their tokens, response lengths, loss masks
             and kept sets are read; log-probs are not, and may be missing from some samples.
-        config: the policy loss: temperature, fused head, precision of the logits, whether over the samples' kept sets.
+        config: the policy loss, for temperature, head, precision of the logits, and kept sets.
         max_tokens_per_microbatch: see `plan_step`. Without a backward pass it may be several times that of training.
         oversized: see `plan_step`.
         groups: the process groups; None takes the model's.
@@ -85,8 +80,7 @@ def compute_log_probs(
         ValueError: on all data-parallel ranks, where one has it: the model is not on the rank's device; a sample, which
             is named, is longer than the budget, has a response token outside the vocabulary, or lacks the kept sets that
             `--replay-sampling-set` needs.
-        NotImplementedError: `--fused-lm-head` or `--fp32-lm-head` with another output layer than `take_output_processor` or
-            `set_fp32_lm_head` takes, or a `--cp-partition-mode` that the model's attention does not have.
+        NotImplementedError: as for `PolicyStep`.
     """
     groups = ParallelGroups.from_model(model) if groups is None else groups
     options = replace(head_options(config, groups.tensor, vocab_size), with_entropy=True)
@@ -97,9 +91,7 @@ def compute_log_probs(
 
     def fused_scores(batch: PackedBatch) -> OutputProcessor:
         rows = OutputRows(batch, options, with_sets=config.replay_sampling_set)
-        return lambda *hidden_and_weight: torch.stack(
-            rows.log_probs_and_entropy(*hidden_and_weight)
-        )
+        return lambda hidden, weight: torch.stack(rows.log_probs_and_entropy(hidden, weight))
 
     if config.fused_lm_head:
         take_output_processor(model)
@@ -141,12 +133,11 @@ def compute_hidden_states(
             for sample, hidden in zip(samples, states, strict=True)
         ]
 
-    The same ranks call it as `compute_log_probs`, and it leaves the model as that function does. It makes no logits: they
-    are the product of these states and the model's output weight. Further arguments are those of `compute_log_probs`.
+    The same ranks call it as `compute_log_probs`, which has the other arguments, and it leaves the model as that function
+    does. It makes no logits: they are the product of these states and the model's output weight.
 
     Args:
-        model: the teacher, wrapped or not, or the list of chunks of a virtual pipeline; of any size, in the groups of the
-            student or others with the same data-parallel ranks.
+        model: the teacher, of any size, in the groups of the student or others with the same data-parallel ranks.
         cp_partition_mode: the mode of the model's attention.
 
     Returns:
@@ -190,16 +181,13 @@ def score_samples(
     vocab_size: int | None = None,
     takes_sets: bool = False,
 ) -> list[Tensor]:
-    """Score every response token of samples, forward only; see `compute_log_probs` for the other arguments.
+    """Score every response token, forward only: per sample [numbers, response_length] on the host; see `compute_log_probs`.
 
     Args:
         read_scores: (micro-batch, the model's output) -> scores [numbers, window].
         output_processor: makes a micro-batch's `output_processor=` of the model's forward; None: the model returns logits.
         empty_scores: [numbers, 0] in the dtype of the scores that are returned.
         takes_sets: read the kept sets, of which every sample needs one then.
-
-    Returns:
-        Per sample [numbers, response_length] on the host.
     """
     chunks = chunks_of(model)
     groups = ParallelGroups.from_model(model) if groups is None else groups
@@ -210,14 +198,15 @@ def score_samples(
     )
     if groups.context_size > 1:
         require_partition_mode(chunks, cp_partition_mode)
+    model_config, cp_size = chunks[0].config, groups.context_size
     # Sequence parallelism splits a packed micro-batch once more.
-    is_split = chunks[0].config.sequence_parallel
+    multiple = cp_size * groups.tensor_size if model_config.sequence_parallel else 1
     layout: dict[str, Any] = {
-        "cp_size": groups.context_size,
-        "pad_to_multiple": groups.context_size * groups.tensor_size if is_split else 1,
+        "cp_size": cp_size,
+        "pad_to_multiple": multiple,
         "cp_partition_mode": cp_partition_mode,
     }
-    interleaved = chunks[0].config.microbatch_group_size_per_vp_stage if len(chunks) > 1 else 1
+    interleaved = model_config.microbatch_group_size_per_vp_stage if len(chunks) > 1 else 1
     plan = plan_step(
         bare,
         max_tokens_per_microbatch=max_tokens_per_microbatch,
@@ -236,13 +225,19 @@ def score_samples(
 
         def report(output: Tensor) -> ScheduleOutput:
             scores = read_scores(batch, output)
-            # Right in either loss mode, as nothing goes backward; the schedule scales the zero in place.
-            return scores.new_zeros(()), {"scores": scores}
+            return scores.new_zeros(()), {"scores": scores}  # for either loss mode: no backward
 
         return MicroBatchHead(report, model_inputs(batch) | added, added)
 
-    with _evaluating(chunks):
+    modes = [(module, module.training) for chunk in chunks for module in chunk.modules()]
+    try:
+        for chunk in chunks:
+            chunk.eval()
         outputs = run_micro_batches(head, batches, chunks, forward_only=True)
+    finally:
+        for module, mode in modes:  # a module comes before the modules inside it
+            if module.training != mode:
+                module.train(mode)
     scores = [output["scores"] for output in outputs]
     return _in_order(plan, bare, _exchange(scores, batches, groups, empty_scores.to(device)))
 
@@ -255,9 +250,8 @@ def _device_of(chunks: Sequence[Any], groups: ParallelGroups) -> torch.device:
         possible.append(torch.device("cuda", torch.cuda.current_device()))
     if dist.get_backend(groups.pipeline) != "nccl":
         possible.append(torch.device("cpu"))
-    for device in possible:
-        if devices == {device}:
-            return device
+    if len(devices) == 1 and devices <= set(possible):
+        return torch.device(devices.pop())
     raise ValueError(
         f"the model's parameters are on {' and '.join(sorted(map(str, devices))) or 'no device'} and this rank works on "
         f"{' or '.join(map(str, possible)) or 'a GPU'}: move the whole model there before it is scored (a reference model "
@@ -275,35 +269,15 @@ def _bare(
                 f"{sample.name} has no kept_tokens, which --replay-sampling-set needs: give Sample(kept_tokens=...), with an "
                 "empty set for each token where all were kept"
             )
-    bare = [
-        Sample(
-            sample.tokens,
-            sample.response_length,
-            sample.loss_mask,
-            name=sample.name,
-            kept_tokens=sample.kept_tokens if takes_sets else None,
-        )
-        for sample in samples
-    ]
+    fields = ["tokens", "response_length", "loss_mask", "name"]
+    if takes_sets:
+        fields.append("kept_tokens")
+    bare = [Sample(**{name: getattr(sample, name) for name in fields}) for sample in samples]
     if vocab_size is None:
         vocab_size = getattr(unwrapped(chunk), "vocab_size", None)
     if vocab_size is not None:
         refuse_tokens_outside(bare, vocab_size)
     return bare
-
-
-@contextlib.contextmanager
-def _evaluating(chunks: Sequence[Any]) -> Iterator[None]:
-    """Put a model into eval mode; afterwards give every module its own mode back."""
-    modes = [(module, module.training) for chunk in chunks for module in chunk.modules()]
-    for chunk in chunks:
-        chunk.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:  # a module comes before the modules inside it
-            if module.training != mode:
-                module.train(mode)
 
 
 def _exchange(
@@ -312,10 +286,7 @@ def _exchange(
     groups: ParallelGroups,
     empty_scores: Tensor,
 ) -> Tensor:
-    """Bring the scores [numbers, response tokens of all micro-batches] to the host of every rank of the model.
-
-    One context-parallel rank of the last stage has each score and the other ranks have 0, so the sums are exact.
-    """
+    """Bring the scores [numbers, response tokens of all micro-batches] to the host of every rank of the model."""
     if groups.is_last_pipeline_stage:
         parts = [
             batch.window.in_responses(score.to(empty_scores.dtype))
@@ -325,6 +296,7 @@ def _exchange(
         lengths = [sum(batch.window.response_lengths) for batch in batches]
         parts = [empty_scores.new_zeros(len(empty_scores), length) for length in lengths]
     values = torch.cat(parts, dim=1)
+    # One context-parallel rank of the last stage has each score and the other ranks have 0, so the sums are exact.
     for group in (groups.context, groups.pipeline):
         if dist.get_world_size(group) > 1:
             dist.all_reduce(values, group=group)

@@ -1,10 +1,4 @@
-"""Megatron's globals as a running trainer has set them, read without importing Megatron.
-
-A trainer that uses Megatron has imported it before a loss is computed. Where nobody has, there is nothing to read: these
-functions answer "nothing", and work where Megatron is not installed.
-"""
-
-from __future__ import annotations
+"""Megatron's globals as a running trainer has set them, read without importing Megatron: none where nobody has."""
 
 import argparse
 import sys

@@ -4,8 +4,6 @@ Read in distributed/distributed_data_parallel.py, distributed/param_and_grad_buf
 pipeline_parallel/schedules.py of megatron-core 0.15.3 to 0.19.2. `train` of megatron/training/training.py sets all of them.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import weakref
@@ -19,23 +17,15 @@ from megatron_pg.megatron.groups import ParallelGroups, unwrapped
 logger = logging.getLogger(__name__)
 
 _last_step: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-"""Per chunk the object that `zero_grad_buffer` replaces, as it was in the last step."""
+"""Each chunk's object that `zero_grad_buffer` replaces, as it was in the last step."""
 
 
 def require_training_loop(chunk: Any, groups: ParallelGroups, num_microbatches: int) -> None:
     """Refuse a loop that leaves gradients unreduced or wrongly scaled; warn once of gradients that were not zeroed.
 
     Called with gradients enabled, once a step, when the schedule asks for its first micro-batch: a trainer has set the
-    config by then. Reads the host alone.
-
-    Args:
-        chunk: the model that the schedule gets, or its first chunk.
-        groups: the process groups of the model.
-        num_microbatches: M of this data-parallel rank.
-
-    Raises:
-        ValueError: the config lacks `finalize_model_grads_func`, `grad_scale_func` or `no_sync_func` where they are needed, or
-            has another loss mode than DDP was built with.
+    config by then. Reads the host alone. A ValueError says that the config of the (first) chunk lacks
+    `finalize_model_grads_func`, `grad_scale_func` or `no_sync_func` where they are needed, or has another loss mode than DDP.
     """
     config = chunk.config
     unreduced = _unreduced(chunk, groups)

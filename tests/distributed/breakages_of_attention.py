@@ -7,6 +7,7 @@ model says by the size of a group, or by there being several sequences, that it 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -194,10 +195,9 @@ def attention_leaks_across_sequences(patch: Patch) -> None:
 
 @breakage("CP2", "attention", passes="loss only")
 def gradients_of_keys_and_values_stay_on_their_rank(patch: Patch) -> None:
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.chunk(ctx.group.size())[ctx.group.rank()], None
-
-    patch.setattr(attention._AllGather, "backward", staticmethod(backward))
+    gather = attention.gather_from_sequence_parallel_region
+    own_alone = partial(gather, tensor_parallel_output_grad=False)
+    patch.setattr(attention, "gather_from_sequence_parallel_region", own_alone)
 
 
 @breakage("CP2", "sequence", "context-parallel", fails="gspo", passes="gradient")

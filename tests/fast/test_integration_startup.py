@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from megatron_pg.integrations import DIVISOR_VARIABLE, miles, slime, source_fingerprints
-from megatron_pg.integrations.source_fingerprints import fingerprint, source_of
+from megatron_pg.integrations import DIVISOR_VARIABLE, miles, slime
+from megatron_pg.integrations.trainer import fingerprint, source_of
 
 HOOKS = {
     "slime": "rollout_data_postprocess_path",
@@ -23,7 +23,7 @@ CHECKS = {"slime": slime.check, "miles": miles.check}
 @pytest.fixture(autouse=True)
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainers are known versions, and no divisor is in the environment."""
-    monkeypatch.setattr(source_fingerprints, "_accepted", {"slime", "miles"})
+    monkeypatch.setattr("megatron_pg.integrations.trainer._accepted", {"slime", "miles"})
     monkeypatch.delenv(DIVISOR_VARIABLE, raising=False)
 
 
@@ -230,7 +230,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     names = ("Actor.train", "scale")
     known = {"loss.py": {name: fingerprint(source_of(file, name) or "") for name in names}}
     monkeypatch.setattr(slime, "check", replace(slime.SLIME, sources=known).check)
-    monkeypatch.setattr(source_fingerprints, "_accepted", set())
+    monkeypatch.setattr("megatron_pg.integrations.trainer._accepted", set())
     return file
 
 
@@ -282,7 +282,7 @@ def test_one_proof_is_of_one_source(package: Path) -> None:
 
 
 def test_where_the_trainer_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source_fingerprints, "_accepted", set())
+    monkeypatch.setattr("megatron_pg.integrations.trainer._accepted", set())
     absent = replace(slime.SLIME, name="no_such_trainer")
     args = arguments(
         "slime", rollout_data_postprocess_path="megatron_pg.integrations.no_such_trainer.token_mean"

@@ -31,7 +31,7 @@ def test_kernels(
         monkeypatch.setattr(pairs_triton, name, tile)
     monkeypatch.setattr(pairs_triton, "_WEIGHT_PROGRAMS", 3)
     monkeypatch.setattr(sparse_layer, "_COLUMNS_OF_A_PAIR", 1e-9)
-    monkeypatch.setattr(sparse_layer, "pair_products", lambda hidden: pairs_triton)
+    monkeypatch.setattr(sparse_layer, "choose", lambda *_: pairs_triton)
     problem = shared.Problem(sizes, dtype)
     rounding = shared.PRECISIONS[dtype] * (1 if sizes == "sets" else 6)
     shared.check_head(problem, problem.head(chunk_tokens=4), rounding)

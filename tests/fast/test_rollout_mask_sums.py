@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_pg.integrations import miles, slime, source_fingerprints
+from megatron_pg.integrations import miles, slime, trainer
 from megatron_pg.integrations.rollout_mask_sums import Rollout, rollout_mask_sums
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.step.totals import BareSample
@@ -30,7 +30,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """No divisor is set, no test before this one has left Megatron's globals behind, and the trainers are known."""
     monkeypatch.delenv("MEGATRON_PG_LOSS_AGGREGATION_DIVISOR", raising=False)
     monkeypatch.delitem(sys.modules, "megatron.core.parallel_state", raising=False)
-    monkeypatch.setattr(source_fingerprints, "_accepted", {"slime", "miles"})
+    monkeypatch.setattr(trainer, "_accepted", {"slime", "miles"})
 
 
 def ragged(seed: int, *, num_groups: int = 4) -> list[PlainSample]:

@@ -18,7 +18,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
 from torch import Tensor
 
-from megatron_pg.integrations.source_fingerprints import combined, found_sources
+from megatron_pg.integrations.trainer import combined, found_sources
 from tests.oracle import PlainSample
 
 from . import trees

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_pg.integrations.miles import MILES
 from megatron_pg.integrations.slime import SLIME
-from megatron_pg.integrations.source_fingerprints import found_sources
+from megatron_pg.integrations.trainer import found_sources
 from tests.distributed.launch import run_ranks
 
 from . import miles_ranks, slime_ranks, trees

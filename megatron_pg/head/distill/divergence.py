@@ -10,8 +10,6 @@ The gradient to the student's logits is `(g_v - p_v sum_u g_u) / temperature` wi
 p_v. The passes work on a few rows at a time.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -52,20 +50,12 @@ class LogitPair:
 
     divergence: Divergence
     student: LogitRows
-    student_statistics: RowStatistics
-    teacher: LogitRows
-    teacher_statistics: RowStatistics
-
-    @property
-    def models(self) -> tuple[tuple[Tensor, RowStatistics], ...]:
-        """The logits and statistics of both."""
-        student = self.student.logits, self.student_statistics
-        return student, (self.teacher.logits, self.teacher_statistics)
+    models: tuple[tuple[Tensor, RowStatistics], ...]  # logits and statistics of student and teacher
 
 
 def local_sums(pair: LogitPair) -> Tensor:
     """Compute this shard's part [tokens, 2] of the divergence and of the sum of g."""
-    sums = pair.student_statistics.maximum.new_zeros(len(pair.student.logits), 2)
+    sums = pair.student.temperature.new_zeros(len(pair.student.logits), 2)
     for part in row_chunks(pair.student.logits):
         for column, terms in enumerate(pair.divergence.terms(*_log_softmaxes(pair, part))):
             sums[part, column] = terms.sum(1)

@@ -1,12 +1,7 @@
-"""The divergence's passes over two models' logits as Triton kernels, with the functions and signatures of `divergence`.
-
-A program owns one row and walks over it in tiles, so a row's arithmetic does not depend on the others. Row offsets are int64.
-"""
+"""The divergence's passes as Triton kernels of one row a program, with the functions and signatures of `divergence`."""
 
 # Kernels are typed by Triton at their first launch, not by annotations.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
-
-from __future__ import annotations
 
 import torch
 import triton
@@ -63,13 +58,12 @@ def sums_kernel(
         scale = tl.load(temperature)
         own, own_sum = tl.load(student_maximum + row), tl.load(student_log_sum + row)
         other, other_sum = tl.load(teacher_maximum + row), tl.load(teacher_log_sum + row)
+        student_row, teacher_row = student + row * student_stride, teacher + row * teacher_stride
         for first in range(0, columns, TILE):
             lanes = first + tl.arange(0, TILE)
             mask = lanes < columns
-            log_p = _log_softmax(student + row * student_stride, lanes, mask, own, own_sum, scale)
-            log_q = _log_softmax(
-                teacher + row * teacher_stride, lanes, mask, other, other_sum, scale
-            )
+            log_p = _log_softmax(student_row, lanes, mask, own, own_sum, scale)
+            log_q = _log_softmax(teacher_row, lanes, mask, other, other_sum, scale)
             _, values, weighted = _terms(log_p, log_q, beta, KIND)
             value += values
             moment += weighted
@@ -87,30 +81,30 @@ def gradient_kernel(
     """Write the gradient of one row; padding columns, and rows without a gradient, get 0. `out` may be the teacher's logits."""
     row = tl.program_id(0).to(tl.int64)
     coefficient = tl.load(incoming + row).to(tl.float32)
+    out_row = out + row * out_stride
     if coefficient != 0.0:
         scale = tl.load(temperature)
         own, own_sum = tl.load(student_maximum + row), tl.load(student_log_sum + row)
         other, other_sum = tl.load(teacher_maximum + row), tl.load(teacher_log_sum + row)
         of_row = tl.load(moment + row)
+        student_row, teacher_row = student + row * student_stride, teacher + row * teacher_stride
         for first in range(0, width, TILE):
             lanes = first + tl.arange(0, TILE)
             mask = lanes < columns
-            log_p = _log_softmax(student + row * student_stride, lanes, mask, own, own_sum, scale)
-            log_q = _log_softmax(
-                teacher + row * teacher_stride, lanes, mask, other, other_sum, scale
-            )
+            log_p = _log_softmax(student_row, lanes, mask, own, own_sum, scale)
+            log_q = _log_softmax(teacher_row, lanes, mask, other, other_sum, scale)
             p, _, weighted = _terms(log_p, log_q, beta, KIND)
             gradient = (weighted - p * of_row) * (coefficient / scale)
             gradient = tl.where(mask, gradient, 0.0).to(out.dtype.element_ty)
-            tl.store(out + row * out_stride + lanes, gradient, mask=lanes < width)
+            tl.store(out_row + lanes, gradient, mask=lanes < width)
     else:
-        write_zeros(out + row * out_stride, 0, width, TILE)
+        write_zeros(out_row, 0, width, TILE)
 
 
 def local_sums(pair: LogitPair) -> Tensor:
     """Read both once; see `divergence.local_sums`."""
     student = pair.student
-    sums = pair.student_statistics.maximum.new_zeros(len(student.logits), 2)
+    sums = student.temperature.new_zeros(len(student.logits), 2)
     if len(sums):
         sums_kernel[(len(sums),)](
             *_inputs(pair), packed(student.row_mask), student.temperature, sums,

@@ -1,13 +1,7 @@
-"""A teacher for the divergence: its logits, its hidden states with its output weight, or its k likeliest tokens.
-
-Each is a `Teacher`, which gets no gradient.
-"""
-
-from __future__ import annotations
+"""The teachers of the divergence, by logits, by hidden states with output weight, or by the k likeliest tokens."""
 
 import math
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -21,14 +15,7 @@ from megatron_pg.head.from_logits import TeacherGradient
 from megatron_pg.head.vocabulary_shard import LogitRows, RowStatistics
 
 _LEAST_REST = 1e-7
-"""The least probability of all tokens beside the k: the float32 sum of the exponentials of the student's logits resolves no
-less."""
-
-
-def divergence_passes(pair: LogitPair) -> ModuleType:
-    """Return `divergence_triton` or `divergence`."""
-    logits = pair.student.logits, pair.teacher.logits
-    return choose("distill.divergence_triton", passes_torch, *logits)
+"""The least probability of all tokens beside the k; the student's float32 sum of exponentials resolves no less."""
 
 
 @dataclass(frozen=True)
@@ -41,16 +28,16 @@ class WholeTeacher:
     hidden: Tensor | None = None
     """The hidden states [tokens, teacher's hidden], the same on every tensor-parallel rank."""
     weight: Tensor | None = None
-    """The teacher's output weight [v/tp, teacher's hidden]: its logits are made a chunk at a time."""
+    """The output weight [v/tp, teacher's hidden]: logits are made a chunk at a time."""
 
     def on(
         self, student: LogitRows, statistics: RowStatistics, rows: slice
     ) -> tuple[Tensor, TeacherGradient]:
         logits, mask = self._logits_of(student, rows), student.row_mask
         teacher = LogitRows(logits, student.targets, student.shard, student.temperature, mask)
-        teacher_statistics = row_passes(logits).row_statistics(teacher)
-        pair = LogitPair(self.divergence, student, statistics, teacher, teacher_statistics)
-        passes = divergence_passes(pair)
+        models = (student.logits, statistics), (logits, row_passes(logits).row_statistics(teacher))
+        pair = LogitPair(self.divergence, student, models)
+        passes = choose("distill.divergence_triton", passes_torch, student.logits, logits)
         sums = passes.local_sums(pair)
         if student.shard.group is not None and len(sums):
             dist.all_reduce(sums, group=student.shard.group)
@@ -68,12 +55,11 @@ class WholeTeacher:
         return sums[:, 0], gradient
 
     def _logits_of(self, student: LogitRows, rows: slice) -> Tensor:
-        """Return the teacher's logits of the student's rows and columns."""
         if self.logits is not None:
             logits = self.logits[rows]
         elif self.hidden is not None and self.weight is not None:
-            shape = len(student.logits), len(self.weight)
-            logits = student.logits.new_empty(shape)  # as precise as the student's
+            # As precise as the student's.
+            logits = student.logits.new_empty(len(student.logits), len(self.weight))
             multiply(self.hidden[rows], self.weight.t(), logits)
         else:
             raise ValueError("a teacher is its logits, or its hidden states and its output weight")

@@ -10,8 +10,8 @@ and the gradient of its logit, of a loss with gradient g to the log-probability 
     g (1[j = y] - p_j) / temperature = E_j * 2 ** (k - r) * (-g / temperature * 2 ** (r - L))
 
 with `(p_y - 1) / (2 ** (k - r) * 2 ** (r - L))` in the place of E_y. The factor of the tile, a power of two, goes into the
-other two products as they read E; that of the row into what they multiply or return. With a gradient to the
-entropy the factor of a column is not one of its row and tile: E is overwritten with the gradient in one pass.
+other two products as they read E; that of the row into what they multiply or return. With a gradient to the entropy E is
+overwritten with the gradient in one pass.
 """
 
 # Kernels are typed by Triton at their first launch, not by annotations.
@@ -96,10 +96,9 @@ def row_factors_kernel(
     rows, tiles, columns, hidden_size, hidden_stride, start,
     TILE: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the factor of one row, the exponent of two to which its strips refer, and its hidden states times the factor.
+    """Write the factor of one row (0 from `rows` on), the exponent to which its strips refer, and factor times hidden states.
 
-    The target's exponential becomes the number that, times both factors, is the gradient of the target's logit. Rows from
-    `rows` on fill up a tile: their factor is 0.
+    The target's exponential becomes the number that, times both factors, is the gradient of the target's logit.
     """
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, TILES)
@@ -200,20 +199,21 @@ _GRADIENT_TILE, _GRADIENT_TILES, _WARPS = 1024, 8, 4
 
 @dataclass(frozen=True)
 class ExponentialProducts:
-    """The first product of the output layer as exponentials, a `FirstProduct`."""
+    """The first product of the output layer as exponentials."""
 
-    products: ModuleType
-    """The module of the three products, `quack_products`."""
+    products: ModuleType  # of the three products, `quack_products`
     shard: VocabularyShard
     temperature: float
     with_entropy: bool
 
     def padded(self, rows: int) -> int:
+        """Return the rows of the buffer that so many rows take up."""
         return -(-rows // MULTIPLE) * MULTIPLE
 
     def first_product(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, place: slice, buffer: Tensor
     ) -> ExponentialRows:
+        """Multiply hidden states [rows, hidden], at `place` among all tokens, into the front of `buffer` [padded rows, v/tp]."""
         rows, columns, weight = len(hidden), len(weight), weight.detach()
         whole, local = self.padded(rows), targets - self.shard.start
         if whole > rows:
@@ -246,8 +246,7 @@ class ExponentialProducts:
 class ExponentialRows:
     """Some rows after the first product, a `Chunk`; rows from `len(targets)` on fill up a tile.
 
-    Hidden states and exponentials are [padded rows, ...] bfloat16, offsets [padded rows, tiles] whole numbers in float32,
-    and the statistics of this shard's columns [rows, 4] float32.
+    Hidden states and exponentials are [padded rows, ...] bfloat16, offsets [padded rows, tiles] whole numbers in float32.
     """
 
     layer: ExponentialProducts
@@ -261,9 +260,7 @@ class ExponentialRows:
     shard_statistics: Tensor
 
     def statistics(self) -> RowStatistics:
-        outputs = RowStatistics.empty(len(self.targets), self.temperature)
-        shard = self.layer.shard
-        return rows_triton.combine(self.shard_statistics, shard, self.temperature, None, outputs)
+        return rows_triton.combine(self.shard_statistics, self.layer.shard, self.temperature)
 
     def add_gradient(
         self, gradients: FactorGradients, statistics: RowStatistics, incoming: Incoming
@@ -274,32 +271,13 @@ class ExponentialRows:
             gradient = self._write_gradient(statistics, incoming)
             gradients.add_products(self.place, self.hidden[: len(gradient)], gradient)
             return
-        factors, strips, scaled_hidden = self._gradient_factors(statistics, to_log_probs)
-        left, products = self.exponentials, self.layer.products
-        if gradients.hidden is not None:
-            out = gradients.hidden[self.place]
-            whole = out if len(out) == len(left) else torch.empty_like(scaled_hidden)
-            products.write_hidden_gradient(left, strips, factors, self.weight, whole)
-            if whole is not out:
-                out.copy_(whole[: len(out)])
-        if gradients.needs_weight:
-            total, add = gradients.weight_sum()
-            products.add_weight_gradient(left, strips, scaled_hidden, total, add=add)
-
-    def _gradient_factors(
-        self, statistics: RowStatistics, to_log_probs: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the factors that turn exponentials into the gradient of the logits, and overwrite those of the targets.
-
-        They are of the rows [padded rows] float32 and of strips of columns [strips, padded rows] bfloat16. The third tensor
-        is the hidden states times the factors of the rows.
-        """
         (whole, tiles), columns = self.offsets.shape, self.exponentials.shape[1]
-        tile, strip = columns // tiles, self.layer.products.STRIP
+        products, left, strip = self.layer.products, self.exponentials, self.layer.products.STRIP
+        tile = columns // tiles
         factors, references = self.temperature.new_empty((2, whole))
         scaled_hidden = torch.empty_like(self.hidden, memory_format=torch.contiguous_format)
         row_factors_kernel[(whole,)](
-            self.exponentials, self.offsets, self.hidden, self.targets.contiguous(), self.temperature,
+            left, self.offsets, self.hidden, self.targets.contiguous(), self.temperature,
             statistics.maximum, statistics.log_sum, statistics.log_probs, packed(to_log_probs, torch.float32),
             factors, references, scaled_hidden,
             len(self.targets), tiles, columns, self.hidden.shape[1], self.hidden.stride(0),
@@ -311,7 +289,15 @@ class ExponentialRows:
             self.offsets, references, strips, whole, tiles,
             REPEAT=tile // strip, ROWS=64, TILES=64, num_warps=_WARPS,
         )  # fmt: skip
-        return factors, strips, scaled_hidden
+        if gradients.hidden is not None:
+            out = gradients.hidden[self.place]
+            padded_out = out if len(out) == whole else torch.empty_like(scaled_hidden)
+            products.write_hidden_gradient(left, strips, factors, self.weight, padded_out)
+            if padded_out is not out:
+                out.copy_(padded_out[: len(out)])
+        if gradients.needs_weight:
+            total, add = gradients.weight_sum()
+            products.add_weight_gradient(left, strips, scaled_hidden, total, add=add)
 
     def _write_gradient(self, statistics: RowStatistics, incoming: Incoming) -> Tensor:
         """Overwrite the exponentials with the gradient [rows, v/tp] of their logits."""
@@ -349,7 +335,6 @@ def find_products(
 
 @functools.cache
 def _installed() -> str | None:
-    """Return the version of quack-kernels."""
     try:
         return metadata.version("quack-kernels")
     except metadata.PackageNotFoundError:
@@ -358,12 +343,12 @@ def _installed() -> str | None:
 
 @functools.cache
 def _products(version: str) -> ModuleType | str:
-    """Return the module `quack_products` with that version, or the reason why there are none."""
-    low, found, high = (
-        [int(part) for part in re.findall(r"\d+", each)[:3]]
-        for each in (_FIRST_VERSION, version, _END_OF_VERSIONS)
+    """Return the module `quack_products`, or the reason why that version has none."""
+    low, installed, high = (
+        [int(part) for part in re.findall(r"\d+", text)[:3]]
+        for text in (_FIRST_VERSION, version, _END_OF_VERSIONS)
     )
-    if not low <= found < high:
+    if not low <= installed < high:
         return f"it asks for quack-kernels>={_FIRST_VERSION},<{_END_OF_VERSIONS}, found {version}"
     try:
         return importlib.import_module("megatron_pg.head.hopper.quack_products")
@@ -380,6 +365,7 @@ def _refusal(
 ) -> str:
     """Return the reason why the products do not take these factors; "" for none."""
     columns, size = weight.shape
+    tensors = [weight] if main_grad is None else [weight, main_grad]
     if torch.cuda.get_device_capability(hidden.device) != (9, 0):
         return "its products are those of Hopper GPUs"
     if hidden.dtype != torch.bfloat16:
@@ -392,7 +378,6 @@ def _refusal(
         return f"{columns - shard.columns} of the {columns} columns of this rank are padding"
     if main_grad is not None and main_grad.dtype != torch.float32:
         return f"it adds to float32 gradients, found {main_grad.dtype}"
-    tensors = [weight] if main_grad is None else [weight, main_grad]
     if not all(tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 for tensor in tensors):
         return "weight or gradient are not contiguous from 16 bytes on"
     _temperatures.update([temperature] if len(_temperatures) < _MAX_TEMPERATURES else [])

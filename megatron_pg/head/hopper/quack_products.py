@@ -1,7 +1,7 @@
 """The three matrix products of the output layer around scaled exponentials, on the pieces of QuACK (`quack-kernels`, PyPI).
 
 `exponentials` has the formulas. The order of work and the tiles were read in quack-kernels 0.6.5, `linear_cross_entropy.scaled_exp_linear_cross_entropy_fwd`.
-Importing this module needs QuACK. The first call of a kernel compiles it (seconds; QuACK keeps it on disk).
+The first call of a kernel compiles it (seconds; QuACK keeps it on disk).
 """
 
 # QuACK and CUTLASS carry no types.
@@ -31,7 +31,7 @@ _K = 64
 
 
 def tile_of(columns: int) -> int:
-    """Return the columns that share one offset, a tile of the first product: 192 if that divides them (docs/records/lab_notes.md)."""
+    """Return the columns that share one offset, a tile of the first product (docs/records/lab_notes.md)."""
     return 192 if columns % 192 == 0 else MULTIPLE
 
 
@@ -134,10 +134,7 @@ def write_exponentials(
 def write_hidden_gradient(
     exponentials: Tensor, strips: Tensor, factors: Tensor, weight: Tensor, out: Tensor
 ) -> None:
-    """Write the second product, (exponentials times the factors of rows and strips) @ weight, into `out` [rows, hidden] bfloat16.
-
-    `strips` is [columns / STRIP, rows] bfloat16, powers of two; `factors` [rows] float32.
-    """
+    """Write (exponentials times `factors` [rows] and `strips` [columns / STRIP, rows]) @ weight into `out` [rows, hidden]."""
     left = transform_a_operand(_times_strip_of_row, exponentials, {"strips": strips}, MULTIPLE, _K)
     _times_row.gemm(
         left, weight.mT, out, epi_args={"factors": factors[None]}, transform_a=_times_strip_of_row,

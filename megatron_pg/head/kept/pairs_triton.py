@@ -1,13 +1,10 @@
 """The products of the sparse layer as Triton kernels, with the functions and signatures of `sets`.
 
-A program owns a few pairs, a tile of one row, or tiles of columns of the weight. It sums in an order that depends neither
-on the other rows nor on timing, so the gradients are the same bit for bit. Row offsets are int64.
+A program sums in an order that depends neither on the other rows nor on timing: gradients can be repeated bit for bit.
 """
 
 # Kernels are typed by Triton at their first launch, not by annotations.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
-
-from __future__ import annotations
 
 import torch
 import triton
@@ -45,10 +42,7 @@ def _product(
     coefficients, order, begin, end, source, stride, index, lanes, lanes_inside,
     PAIRS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Sum coefficient times a tile of a row of `source` over the pairs, in `order`, of the places [begin, end).
-
-    Rows of coefficient 0 are not read.
-    """
+    """Sum coefficient (0: not read) times a tile of a row of `source` over the pairs, in `order`, of the places [begin, end)."""
     total = tl.zeros([TILE], tl.float32)
     for first in range(begin, end, PAIRS):
         places = first + tl.arange(0, PAIRS)
@@ -76,8 +70,7 @@ def hidden_gradient_kernel(
     lanes_inside = lanes < size
     begin, end = tl.load(offsets + row), tl.load(offsets + row + 1)
     total = _product(
-        coefficients, None, begin, end, weight, weight_stride, columns, lanes, lanes_inside,
-        PAIRS, TILE,
+        coefficients, None, begin, end, weight, weight_stride, columns, lanes, lanes_inside, PAIRS, TILE
     )  # fmt: skip
     tl.store(out + row * out_stride + lanes, total.to(out.dtype.element_ty), mask=lanes_inside)
 
@@ -87,10 +80,10 @@ def weight_gradient_kernel(
     coefficients, order, keys, ends, rows, hidden, hidden_stride, out, out_stride, pairs, columns, size,
     PAIRS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Add TILE elements of the gradient of every column of the weight to `out`.
+    """Add TILE elements of the gradient of every column of the weight to `out`, each column in one program.
 
     The places are the pairs sorted by column, `order`; `keys` are their columns (from `columns` on: another rank's), and
-    `ends` has the end of each column's places. One program sums all places of a column, at the first of them.
+    `ends` has the end of each column's places.
     """
     lanes = tl.program_id(1) * TILE + tl.arange(0, TILE)
     lanes_inside = lanes < size
@@ -107,10 +100,8 @@ def weight_gradient_kernel(
             tl.store(at, total.to(out.dtype.element_ty), mask=lanes_inside)
 
 
-# The pairs, and the elements of a hidden state, that a program takes at a time.
-_LOGITS_TILE = (8, 256)
-_HIDDEN_TILE = (8, 512)
-_WEIGHT_TILE = (8, 1024)
+_LOGITS_TILE, _HIDDEN_TILE, _WEIGHT_TILE = (8, 256), (8, 512), (8, 1024)
+"""The pairs, and the elements of a hidden state, that a program takes at a time."""
 _WEIGHT_PROGRAMS = 1056
 """Programs that share the columns of the weight: 8 for each multiprocessor of an H200."""
 

@@ -2,11 +2,8 @@
 
 With K the kept ids of a row, the target among them, and t the temperature: `log p_K(y) = z_y / t - logsumexp_{k in K}
 z_k / t`, the entropy is over K, and the gradient is 0 outside of K. All functions work on pairs of a row and a kept id, in
-the order of the rows. Under tensor parallelism a rank counts the pairs of its own columns, and one all-gather of
-`[tokens, 4]` statistics makes the row's.
-
-The last three functions are the products of a sparse output layer in plain torch. They work on a few pairs at a time, so
-that the copies of weights and hidden states stay small.
+the order of the rows; a tensor-parallel rank counts those of its own columns. The last three functions are the products of a
+sparse output layer in plain torch.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ _CHUNK_ELEMENTS = 1 << 22
 
 
 def check_rows(kept: Ragged, matrix: Tensor) -> None:
-    """Raise ValueError unless the sets are int64 and one for each row of a matrix."""
+    """Raise ValueError unless there is a set of int64 for each row of a matrix."""
     if len(kept) != len(matrix) or kept.values.dtype != torch.int64:
         raise ValueError(
             f"kept must be {len(matrix)} sets of int64 ids, one for each token, found {len(kept)} of {kept.values.dtype}"
@@ -36,16 +33,11 @@ def check_rows(kept: Ragged, matrix: Tensor) -> None:
 class KeptPairs:
     """The pairs of a call, on its device."""
 
-    rows: Tensor
-    """The row of each pair, [pairs] int64, ascending."""
-    columns: Tensor
-    """The local column of each pair, [pairs] int64; 0 where another rank holds it."""
-    is_here: Tensor
-    """True where this rank holds the column, [pairs] bool."""
-    is_target: Tensor
-    """True where the column is the row's target, [pairs] bool."""
-    offsets: Tensor
-    """The place where each row's pairs begin, [tokens + 1] int64."""
+    rows: Tensor  # the row of each pair, [pairs] int64, ascending
+    columns: Tensor  # its local column, [pairs] int64; 0 where another rank holds it
+    is_here: Tensor  # True where this rank holds the column, [pairs] bool
+    is_target: Tensor  # True where the column is the row's target, [pairs] bool
+    offsets: Tensor  # the place where each row's pairs begin, [tokens + 1] int64
     temperature: Tensor
     shard: VocabularyShard
 
@@ -78,8 +70,8 @@ class KeptPairs:
         self, logits: Tensor, statistics: RowStatistics, incoming: Incoming, out: Tensor
     ) -> None:
         """Add the gradient of the logits [pairs] to that of all columns, `out` [tokens, v/tp], which is 0 there."""
-        gradient = kept_gradient(logits, self, statistics, incoming)
-        out.index_put_((self.rows, self.columns), gradient.to(out.dtype), accumulate=True)
+        gradient = kept_gradient(logits, self, statistics, incoming).to(out.dtype)
+        out.index_put_((self.rows, self.columns), gradient, accumulate=True)
 
     def _reduce(self, reduction: str, values: Tensor) -> Tensor:
         """Return the sum or the maximum [tokens] of each row's values [pairs]; without pairs 0 and minus infinity."""
@@ -122,10 +114,7 @@ def keep_only(sets: Ragged, logits: Tensor, rows: slice, shard: VocabularyShard)
 
 
 def pair_logits(hidden: Tensor, weight: Tensor, pairs: KeptPairs) -> Tensor:
-    """Compute the logits [pairs] of hidden states [tokens, hidden] and weight [v/tp, hidden].
-
-    They have the dtype of the statistics, and are minus infinity where another rank holds the column.
-    """
+    """Compute the logits [pairs], in the dtype of the statistics; minus infinity where another rank holds the column."""
     dtype = pairs.temperature.dtype
     logits = torch.full(pairs.rows.shape, -math.inf, dtype=dtype, device=hidden.device)
     for part in _chunks(pairs, hidden):

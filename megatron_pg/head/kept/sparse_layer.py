@@ -1,13 +1,6 @@
-"""The output layer over the kept tokens of each row alone: as many products of two vectors as there are pairs.
-
-The sizes of the sets, which the host knows, decide which rows take it: a pair of the sparse layer costs what
-`_COLUMNS_OF_A_PAIR` columns of a row cost in the dense one.
-"""
-
-from __future__ import annotations
+"""The output layer over the kept tokens of each row alone: as many products of two vectors as there are pairs."""
 
 import functools
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -26,23 +19,15 @@ from megatron_pg.head.rows_torch import combine_statistics, wide_dtype
 from megatron_pg.head.vocabulary_shard import RowStatistics
 
 _COLUMNS_OF_A_PAIR = 300
-"""Measured on an H200: sets of 508 ids cost what 151936 columns cost (docs/kept_set.md)."""
+"""The columns that cost as much as a pair: on an H200 sets of 508 ids cost what 151936 columns cost (docs/kept_set.md)."""
 _LEAST_DENSE_ROWS = 256
 """A dense product of fewer rows costs as much: the weight is read as a whole."""
-
-
-def pair_products(hidden: Tensor) -> ModuleType:
-    """Return `pairs_triton` or `sets`."""
-    return choose("kept.pairs_triton", sets, hidden)
 
 
 def split_rows(
     kept: Ragged, local_columns: int, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the rows [sparse] and [dense], int64 on the host, of the two layers; the same on every tensor-parallel rank.
-
-    Rows without a set are dense. So are the rows that cost less there, if they do so together.
-    """
+    """Return the rows [sparse] and [dense], int64 on the host; rows without a set, or with sets that cost more, are dense."""
     columns = local_columns * (1 if group is None else dist.get_world_size(group))
     sizes, limit = kept.sizes, columns / _COLUMNS_OF_A_PAIR
     is_dense = sizes > limit
@@ -69,16 +54,15 @@ def kept_log_probs(
         places, own = to_device(rows, hidden.device), kept.select(rows)
         part = Factors(hidden[places], weight, targets[places])
         if rows is sparse:
-            found = sparse_log_probs(part, options, own)
+            vectors = sparse_log_probs(part, options, own)
         else:
-            found = linear_log_probs(part, options, None, functools.partial(keep_only, own))
-        log_probs = log_probs.index_copy(0, places, found[0])
-        entropy = entropy.index_copy(0, places, found[1])
+            vectors = linear_log_probs(part, options, None, functools.partial(keep_only, own))
+        log_probs = log_probs.index_copy(0, places, vectors[0])
+        entropy = entropy.index_copy(0, places, vectors[1])
     return log_probs, entropy
 
 
 def sparse_log_probs(factors: Factors, options: HeadOptions, kept: Ragged) -> tuple[Tensor, Tensor]:
-    """Do the same for rows that all have a set; the logits of the pairs are held."""
     layer = OutputLayer.build(factors, options)
     pairs = KeptPairs.build(kept, factors.targets, layer.shard, layer.temperature)
     return SparseLogProbs.apply(factors.hidden, factors.weight, pairs)  # type: ignore
@@ -92,7 +76,8 @@ class SparseLogProbs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, pairs: KeptPairs
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        logits = pair_products(hidden).pair_logits(hidden, weight, pairs)
+        ctx.products = choose("kept.pairs_triton", sets, hidden)
+        logits = ctx.products.pair_logits(hidden, weight, pairs)
         local = pairs.local_statistics(logits)
         statistics = combine_statistics(local, pairs.shard, pairs.temperature)
         ctx.pairs, ctx.parameter = pairs, weight  # saved, it may come back without its `main_grad`
@@ -107,11 +92,10 @@ class SparseLogProbs(torch.autograd.Function):
         hidden, _, logits, *statistics = ctx.saved_tensors
         gradient = kept_gradient(logits, ctx.pairs, RowStatistics(*statistics), incoming)
         gradients = FactorGradients(hidden, ctx.parameter, ctx.needs_input_grad[:2], final=True)
-        products = pair_products(hidden)
         if gradients.hidden is not None:
-            products.write_hidden_gradient(gradient, ctx.parameter, ctx.pairs, gradients.hidden)
+            ctx.products.write_hidden_gradient(gradient, ctx.parameter, ctx.pairs, gradients.hidden)
         if gradients.needs_weight:
             total, is_begun = gradients.weight_sum()
             total = total if is_begun else total.zero_()
-            products.add_weight_gradient(gradient, hidden, ctx.pairs, total)
+            ctx.products.add_weight_gradient(gradient, hidden, ctx.pairs, total)
         return (*gradients.finish(), None)

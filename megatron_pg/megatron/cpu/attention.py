@@ -1,20 +1,17 @@
 """Core attention for packed sequences (THD) under context parallelism, in plain torch.
 
-Megatron's own `DotProductAttention` refuses both, and Transformer Engine needs CUDA. This attention runs anywhere: keys and
-values are all-gathered over the context-parallel group, and each query attends to the earlier tokens of its own sequence.
-It serves CPU runs and checks, not speed.
+Megatron's own `DotProductAttention` refuses both, and Transformer Engine needs CUDA. Here keys and values are all-gathered
+over the context-parallel group, and each query attends to the earlier tokens of its own sequence: for checks, not speed.
 """
-
-from __future__ import annotations
 
 import math
 from typing import Any, get_args
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -24,28 +21,10 @@ from megatron_pg.config.policy_loss import CpPartitionMode
 from megatron_pg.step.token_window import Layout
 
 
-class _AllGather(torch.autograd.Function):
-    """A concatenation over the ranks along dimension 0, whose backward sums each rank's share."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        gathered = local.new_empty(local.size(0) * group.size(), *local.shape[1:])
-        dist.all_gather_into_tensor(gathered, local.contiguous(), group=group)
-        return gathered
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        local = gradient.new_empty(gradient.size(0) // ctx.group.size(), *gradient.shape[1:])
-        dist.reduce_scatter_tensor(local, gradient.contiguous(), group=ctx.group)
-        return local, None
-
-
 class _Layout:
     """The places of a THD pack's tokens in a dense [rows, width] grid, and the mask of attention there.
 
-    The grid has one row a sequence, or one row for the whole pack where that is smaller (one long sequence among many short
-    ones).
+    The grid has one row a sequence, or one row for the whole pack where that is smaller.
     """
 
     def __init__(self, packed: PackedSeqParams, local_tokens: int, rank: int, size: int) -> None:
@@ -87,13 +66,10 @@ class _Layout:
 
 
 class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
-    """Causal attention inside each packed sequence, exact at any context-parallel size.
+    """Causal attention inside each packed sequence, exact at any context-parallel size; grouped queries too.
 
     The constructor has the arguments that Megatron gives every core attention (transformer/attention.py, 0.15.3 to
-    0.19.2). Grouped queries are supported.
-
-    Raises:
-        NotImplementedError: attention dropout, a sliding window, another softmax type or another kind of attention.
+    0.19.2). It refuses dropout, a sliding window, another softmax type or kind of attention with NotImplementedError.
     """
 
     cp_partition_modes = get_args(CpPartitionMode)
@@ -112,15 +88,15 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
     ) -> None:
         super().__init__(config=config)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        for setting, found, supported in (
+        for setting, value, supported in (
             ("--attention-dropout", dropout, 0.0),
             ("--window-size", getattr(config, "window_size", None), None),
             ("--softmax-type", getattr(config, "softmax_type", "vanilla"), "vanilla"),
             ("attention_type", attention_type, "self"),
         ):
-            if found != supported:
+            if value != supported:
                 raise NotImplementedError(
-                    f"{setting} is {found!r}: PackedCoreAttention has {supported!r} only, set it to that"
+                    f"{setting} is {value!r}: PackedCoreAttention has {supported!r} only, set it to that"
                 )
         self.pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups(
             required_pgs=["tp", "cp"]
@@ -148,14 +124,10 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
             query: [local_tokens, heads, dim].
             key, value: [local_tokens, query_groups, dim]; heads is a multiple of query_groups.
             attention_mask: ignored; `packed_seq_params` defines the sequences.
-            packed_seq_params: THD; `cu_seqlens_q` int32 [segments + 1] bounds the padded sequences over all
-                context-parallel ranks; `max_seqlen_q` is the longest of them.
+            packed_seq_params: THD, with `cu_seqlens_q` and `max_seqlen_q` of the padded sequences over all ranks.
 
         Returns:
             [local_tokens, heads * dim].
-
-        Raises:
-            NotImplementedError: not packed, not causal, or with an attention bias.
         """
         if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
             raise NotImplementedError(
@@ -169,8 +141,7 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
         group = getattr(packed_seq_params, "cp_group", None) or self.pg_collection.cp
         layout = _Layout(packed_seq_params, query.size(0), group.rank(), group.size())
         both = torch.cat((key, value), dim=-1)
-        if group.size() > 1:
-            both = _AllGather.apply(both, group)  # type: ignore[no-untyped-call]
+        both = gather_from_sequence_parallel_region(both, group=group)
         both = layout.scatter(both, layout.key_slots, layout.width)
         both = both.repeat_interleave(query.size(1) // key.size(1), dim=1)
         context = F.scaled_dot_product_attention(

@@ -1,7 +1,5 @@
 """GPT layers in plain torch: packed sequences, context and sequence parallelism, on any device."""
 
-from __future__ import annotations
-
 import copy
 
 import torch
@@ -15,22 +13,21 @@ from megatron_pg.megatron.cpu.attention import PackedCoreAttention
 class TorchNorm:
     """A constructor of torch's LayerNorm or RMSNorm, marked for sequence parallelism.
 
-    `finalize_model_grads` sums the gradients of marked parameters over the tensor-parallel ranks, each of which has seen
-    another part of the sequence. Megatron's `WrappedTorchNorm` (transformer/torch_norm.py) does not mark its parameters,
-    and refuses sequence parallelism.
+    `finalize_model_grads` sums the gradients of marked parameters over the tensor-parallel ranks. Megatron's
+    `WrappedTorchNorm` (transformer/torch_norm.py) does not mark its parameters, and refuses sequence parallelism.
     """
 
     def __new__(  # type: ignore[misc]
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5
     ) -> torch.nn.Module:
-        norms = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
         kind = config.normalization
-        if kind not in norms or config.layernorm_zero_centered_gamma:
+        if kind not in ("LayerNorm", "RMSNorm") or config.layernorm_zero_centered_gamma:
             raise NotImplementedError(
                 f"--normalization is {kind!r}, zero-centered gamma {config.layernorm_zero_centered_gamma}: TorchNorm builds "
                 "plain LayerNorm and RMSNorm"
             )
-        norm: torch.nn.Module = norms[kind](hidden_size, eps=eps, dtype=config.params_dtype)
+        build = getattr(torch.nn, kind)
+        norm: torch.nn.Module = build(hidden_size, eps=eps, dtype=config.params_dtype)
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         return norm

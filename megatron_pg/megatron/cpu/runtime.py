@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,11 +22,10 @@ from torch.utils._device import _device_constructors
 from megatron_pg.config.versions import require_supported_version
 
 CPU = torch.device("cpu")
-_enabled = False
 
 
-class NullStream:
-    """A stand-in for a CUDA stream or event where all work is done in order: waiting and recording do nothing."""
+class NullStream(contextlib.ContextDecorator):
+    """A stand-in for a CUDA stream, event or range where all work is done in order: waiting and recording do nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -47,6 +45,7 @@ class NullStream:
     synchronize = record = wait = wait_event = wait_stream = _nothing
 
 
+@functools.cache
 def enable_cpu_runtime() -> None:
     """Let Megatron-Core run on CPU in this process. Another call changes nothing.
 
@@ -58,9 +57,6 @@ def enable_cpu_runtime() -> None:
         UnsupportedMegatronError: Megatron-Core is missing or of an unsupported version.
         RuntimeError: CUDA is already initialized in this process.
     """
-    global _enabled
-    if _enabled:
-        return
     # megatron-core 0.15 compiles a CUDA helper when it is imported where nvcc is found, and torch
     # would ask an absent GPU for its architecture (core/inference/unified_memory.py).
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "9.0")
@@ -71,15 +67,13 @@ def enable_cpu_runtime() -> None:
     _redirect_cuda_module()
     _redirect_tensors()
     _accept_split_sizes_as_tensors()
-    _enabled = True
     _patch_megatron()
 
 
 def compile_nothing() -> None:
     """Let `torch.compile` return functions uncompiled. It is called before Megatron is imported.
 
-    Megatron compiles small functions for fusion. On CPU each takes a C++ build, and the compiler takes as long to import
-    as Megatron does.
+    On CPU each function takes a C++ build, and the compiler takes as long to import as Megatron does.
     """
 
     def as_written(model: Any = None, **kwargs: Any) -> Any:
@@ -95,14 +89,6 @@ def _constant(answer: Any = None) -> Callable[..., Any]:
     return lambda *args, **kwargs: answer
 
 
-def _null_range() -> Callable[..., contextlib.AbstractContextManager[None]]:
-    @contextlib.contextmanager
-    def null_range(*args: Any, **kwargs: Any) -> Iterator[None]:
-        yield
-
-    return null_range
-
-
 def _redirect_cuda_module() -> None:
     """Replace the entry points of `torch.cuda` that Megatron calls without a check."""
     cuda: Any = torch.cuda
@@ -111,14 +97,13 @@ def _redirect_cuda_module() -> None:
     cuda.get_device_properties = _constant(SimpleNamespace(name="cpu", major=9, minor=0))
     cuda.get_device_capability = _constant((9, 0))
     cuda.current_stream = cuda.default_stream = _constant(NullStream())
-    cuda.Stream = cuda.Event = NullStream
-    cuda.stream, cuda.nvtx.range = _null_range(), _null_range()
+    cuda.Stream = cuda.Event = cuda.stream = cuda.nvtx.range = NullStream
     # Without CUDA torch would keep every seed in a queue for an initialization that never comes.
     seeds = ("manual_seed", "manual_seed_all", "set_rng_state")
     waits = ("synchronize", "empty_cache", "set_device", "set_stream", "reset_peak_memory_stats")
     for name in (*seeds, *waits):
         setattr(cuda, name, _constant())
-    cuda.get_rng_state = lambda device=None: _no_state()
+    cuda.get_rng_state = _no_state
     for name in ("range_push", "range_pop", "mark"):
         setattr(cuda.nvtx, name, _constant())
 
@@ -126,8 +111,7 @@ def _redirect_cuda_module() -> None:
 def _redirect_tensors() -> None:
     """Send `device="cuda"` of torch's functions to the CPU, and drop `pin_memory=True`.
 
-    A `TorchFunctionMode` would do so too, and cost two microseconds for every call of torch. A tiny model's step is little
-    else than such calls.
+    A `TorchFunctionMode` would do so too, and cost two microseconds for every call of torch.
     """
     factories = {factory.__name__ for factory in _device_constructors()}
     for name in {*factories, *(f"{name}_like" for name in factories)}:
@@ -139,9 +123,19 @@ def _redirect_tensors() -> None:
     for name in ("cuda", "pin_memory"):
         setattr(tensor, name, lambda tensor, *args, **kwargs: tensor)
     tensor.record_stream = _constant()
-    # Its optimizers take parameters, and its clipping gradients, of types with these names alone
+    original = tensor.type
+
+    @functools.wraps(original)
+    def type_on_cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        name = original(tensor, *args, **kwargs)
+        if not isinstance(name, str):  # a tensor, converted to the type of the arguments
+            return name
+        # The name may be CUDA's already: under an active mode torch calls this method twice.
+        return "torch.cuda." + name.removeprefix("torch.").removeprefix("cuda.")
+
+    # Megatron's optimizers take parameters, and its clipping gradients, of types with these names alone
     # (optimizer/optimizer.py, distrib_optimizer.py, clip_grads.py).
-    tensor.type = _named_as_on_cuda(tensor.type)
+    tensor.type = type_on_cuda
 
 
 def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -161,21 +155,7 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     return on_cpu
 
 
-def _named_as_on_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a `Tensor.type` that names a CPU tensor's type as the same type on CUDA."""
-
-    @functools.wraps(original)
-    def named_as_on_cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        name = original(tensor, *args, **kwargs)
-        if not isinstance(name, str):  # a tensor, converted to the type of the arguments
-            return name
-        # The name may be CUDA's already: under an active mode torch calls this method twice.
-        return "torch.cuda." + name.removeprefix("torch.").removeprefix("cuda.")
-
-    return named_as_on_cuda
-
-
-def _no_state() -> torch.Tensor:
+def _no_state(*args: Any, **kwargs: Any) -> torch.Tensor:
     return torch.zeros(16, dtype=torch.uint8)
 
 
@@ -187,15 +167,14 @@ def _accept_split_sizes_as_tensors() -> None:
     """
     original = dist.all_to_all_single
 
-    @functools.wraps(original)
-    def all_to_all_single(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        for name in ("output_split_sizes", "input_split_sizes"):
-            if isinstance(sizes := bound.arguments.get(name), torch.Tensor):
-                bound.arguments[name] = sizes.tolist()
-        return original(*bound.args, **bound.kwargs)
+    def as_list(value: Any) -> Any:
+        return value.tolist() if isinstance(value, torch.Tensor) else value
 
-    signature = inspect.signature(original)
+    @functools.wraps(original)
+    def all_to_all_single(output: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
+        lists = {name: as_list(value) for name, value in kwargs.items()}
+        return original(output, input, *map(as_list, args), **lists)
+
     dist.all_to_all_single = all_to_all_single
 
 
@@ -206,7 +185,7 @@ def _patch_megatron() -> None:
 
     random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     # Recomputation of activations gets and sets the state of the device.
-    random._get_cuda_rng_state = lambda *args, **kwargs: _no_state()
+    random._get_cuda_rng_state = _no_state
     random._set_cuda_rng_state = _constant()
     # moe_utils.py of 0.15.3 to 0.17.1 compares Transformer Engine's GEMM with None in every router, and binds it only
     # where that is installed.

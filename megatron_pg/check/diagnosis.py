@@ -17,8 +17,7 @@ from megatron_pg.check.options import CheckOptions
 def diagnoses(rows: Sequence[CheckRow], options: CheckOptions, world_size: int) -> list[str]:
     """Name the likely mistake behind each failed row; "" for a passed one."""
     data_size = world_size // options.model_parallel_size
-    findings = [Finding(row, rows, options, data_size) for row in rows]
-    return ["" if each.row.passed else _words(each) for each in findings]
+    return ["" if row.passed else _words(Finding(row, rows, options, data_size)) for row in rows]
 
 
 def _words(f: Finding) -> str:

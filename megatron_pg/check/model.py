@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
@@ -49,7 +48,7 @@ def tied_model(**keywords: Any) -> GPTModel:
     return GPTModel(**keywords | {"share_embeddings_and_output_weights": True})
 
 
-def hybrid_model(*, config: TransformerConfig, **keywords: Any) -> torch.nn.Module:
+def hybrid_model(*, config: TransformerConfig, **keywords: Any) -> Any:
     """Make a HybridModel of the config's number of layers, attention and MLP by turns, in plain torch."""
     # Old versions lack these modules.
     from megatron.core.models.hybrid import hybrid_block
@@ -63,7 +62,7 @@ def hybrid_model(*, config: TransformerConfig, **keywords: Any) -> torch.nn.Modu
 
     def part(module: Any, *names: str) -> ModuleSpec:
         parts = {name: getattr(layer, name) for name in names}
-        return ModuleSpec(module=module, submodules=TransformerLayerSubmodules(**parts))
+        return ModuleSpec(module, submodules=TransformerLayerSubmodules(**parts))
 
     layers = hybrid_block.HybridStackSubmodules(
         attention_layer=part(
@@ -71,13 +70,9 @@ def hybrid_model(*, config: TransformerConfig, **keywords: Any) -> torch.nn.Modu
         ),
         mlp_layer=part(MLPLayer, "pre_mlp_layernorm", "mlp", "mlp_bda"),
     )
-    model: torch.nn.Module = HybridModel(
-        config=config,
-        hybrid_stack_spec=ModuleSpec(module=hybrid_block.HybridStack, submodules=layers),
-        hybrid_layer_pattern=("*-" * config.num_layers)[: config.num_layers],
-        **keywords,
-    )
-    return model
+    keywords["hybrid_stack_spec"] = ModuleSpec(hybrid_block.HybridStack, submodules=layers)
+    pattern = ("*-" * config.num_layers)[: config.num_layers]
+    return HybridModel(config=config, hybrid_layer_pattern=pattern, **keywords)
 
 
 def multi_token_model(
@@ -99,7 +94,7 @@ class LogitTable(torch.nn.Module):
     """A model for the loss alone. Its parameters are logits, one row for each token id.
 
     Its pipeline stages pass on a hidden state that changes no logit, so that every stage has a gradient to send.
-    Its keyword arguments are GPTModel's. It ignores most of them.
+    It ignores most of GPTModel's keyword arguments.
     """
 
     def __init__(
@@ -118,7 +113,6 @@ class LogitTable(torch.nn.Module):
             tensor_parallel.set_tensor_model_parallel_attributes(self.table, True, 1, 1)
 
     def set_input_tensor(self, input_tensor: Any) -> None:
-        """Take the previous stage's output; the schedule calls it."""
         self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
     def forward(self, input_ids: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -126,13 +120,10 @@ class LogitTable(torch.nn.Module):
         hidden = self.untouched.repeat(input_ids.shape[1], 1, 1)
         if self.input_tensor is not None:
             hidden = hidden + self.input_tensor
-        if not self.post_process:
-            return hidden
-        return self.table[input_ids] + 0.0 * hidden.sum()
+        return self.table[input_ids] + 0.0 * hidden.sum() if self.post_process else hidden
 
 
-@dataclass(frozen=True)
-class Model:
+class Model(NamedTuple):
     """A kind of model for a check's steps."""
 
     new: Callable[..., torch.nn.Module]
@@ -142,25 +133,19 @@ class Model:
     is_run: Callable[[CheckOptions], bool] = lambda options: True
 
 
-ONE_TOKEN: dict[str, Any] = {"mtp_num_layers": None}
-DENSE: dict[str, Any] = {
-    "num_experts": None,
-    "expert_model_parallel_size": 1,
-    "expert_tensor_parallel_size": 1,
-}
-PLAIN = ONE_TOKEN | DENSE
-LOCAL: dict[str, Any] = {"transformer_impl": "local"}
-FP32: dict[str, Any] = {"dtype": "fp32"}
+ONE_TOKEN = {"mtp_num_layers": None}
+DENSE = {"num_experts": None, "expert_model_parallel_size": 1, "expert_tensor_parallel_size": 1}
+PLAIN: dict[str, Any] = ONE_TOKEN | DENSE
+LOCAL = {"transformer_impl": "local"}
+FP32 = {"dtype": "fp32"}
 MODELS = {
     "end to end": Model(GPTModel, ONE_TOKEN),
     "tied": Model(tied_model, PLAIN),
     "hybrid": Model(hybrid_model, PLAIN | LOCAL, lambda options: options.hybrid_model),
     "multi-token": Model(multi_token_model, DENSE, lambda options: bool(options.mtp_num_layers)),
+    # Its parameters are float32 logits. It has no output layer to fuse.
     "loss only": Model(LogitTable, PLAIN | LOCAL | FP32, lambda options: not options.fused_lm_head),
 }
-"""The models. `end to end` is a GPT model in the user's dtype. `tied` is one with learned positions and one weight for
-embedding and output layer. `hybrid` is a HybridModel. `multi-token` is a GPT model with multi-token prediction.
-`loss only` has float32 logits for parameters, and no output layer to fuse."""
 
 
 def model_config(
@@ -178,12 +163,11 @@ def model_config(
     """
     dtype = dtype or (torch.bfloat16 if options.dtype == "bf16" else torch.float32)
     sizes = options.parallel_sizes(sharded)
-    # The sharding cannot split fewer heads and layers. Transformer Engine's a2a splits heads too.
-    has_engine = options.transformer_impl == "transformer_engine"
-    splits = options.tensor_model_parallel_size * (
-        options.context_parallel_size if has_engine else 1
-    )
-    num_query_groups = max(2, splits)
+    # The sharding cannot split fewer heads and layers.
+    num_query_groups = options.tensor_model_parallel_size
+    if options.transformer_impl == "transformer_engine":
+        num_query_groups *= options.context_parallel_size  # its a2a splits heads too
+    num_query_groups = max(2, num_query_groups)
     # Fused attention takes no smaller heads. On the slow CPU they are smaller.
     head_size = 32 if options.device == "cuda" else 8
     fields: dict[str, Any] = dict(
@@ -211,28 +195,23 @@ def model_config(
     if options.cp_comm_type is not None and sharded:
         fields["cp_comm_type"] = options.cp_comm_type
     if options.num_experts is not None:
-        fields |= _expert_fields(options.num_experts, dtype)
+        # A token leaves out one of three or more experts: the auxiliary loss would be constant otherwise. In bf16 it
+        # leaves out none: rounding would decide between experts, and gradients would differ much.
+        leaves_one_out = options.num_experts > 2 and dtype != torch.bfloat16
+        fields |= {
+            "num_moe_experts": options.num_experts,
+            "moe_router_topk": options.num_experts - leaves_one_out,
+            # The row of that name sets the coefficient.
+            "moe_router_load_balancing_type": "aux_loss",
+            "moe_aux_loss_coeff": 0.0,
+            # In float32, Transformer Engine's product would be in TF32 (error 1e-4 on an H200).
+            "moe_router_dtype": "fp32" if dtype == torch.bfloat16 else "fp64",
+            "add_bias_linear": False,
+        }
     if sizes["virtual_pipeline_model_parallel_size"] is not None:
-        keeps_outputs = needs_kept_pipeline_outputs()
         fields |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
-        fields["deallocate_pipeline_outputs"] = not keeps_outputs
+        fields["deallocate_pipeline_outputs"] = not needs_kept_pipeline_outputs()
     return TransformerConfig(**fields | changes)
-
-
-def _expert_fields(num_experts: int, dtype: torch.dtype) -> dict[str, Any]:
-    # A token leaves out one of three or more experts: the auxiliary loss would be constant otherwise. In bf16 it leaves
-    # out none: rounding would decide between experts, and gradients would differ much.
-    leaves_one_out = num_experts > 2 and dtype != torch.bfloat16
-    return {
-        "num_moe_experts": num_experts,
-        "moe_router_topk": num_experts - leaves_one_out,
-        # The row of that name sets the coefficient.
-        "moe_router_load_balancing_type": "aux_loss",
-        "moe_aux_loss_coeff": 0.0,
-        # In float32, Transformer Engine's product would be in TF32 (error 1e-4 on an H200).
-        "moe_router_dtype": "fp32" if dtype == torch.bfloat16 else "fp64",
-        "add_bias_linear": False,
-    }
 
 
 def build_chunks(
@@ -243,10 +222,9 @@ def build_chunks(
     same_parameters: bool = True,
     **changes: Any,
 ) -> list[torch.nn.Module]:
-    """Build this rank's chunks of a model, without DDP, from a result of `model_config`.
+    """Build this rank's chunks of a model without DDP, with the parameters of `set_parameters` or Megatron's random ones.
 
-    `new_model` makes a chunk from GPTModel's keyword arguments, which `changes` override. With `same_parameters` it has the
-    parameters of `set_parameters` in place of Megatron's random ones.
+    `new_model` makes a chunk from GPTModel's keyword arguments, which `changes` override.
     """
     num_stages = config.virtual_pipeline_model_parallel_size
     longest = 2 * options.context_parallel_size * options.tokens_per_chunk

@@ -5,11 +5,11 @@ The loss shares no code with the reducers, the token window or the scale contrac
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from megatron_pg.check.samples import with_log_probs
 from megatron_pg.check.sharded_parameters import gradient_slices
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.loss.from_logits import policy_loss_from_log_probs
+from megatron_pg.step.agreement import gather
 from megatron_pg.step.batch import pack
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import step_totals
@@ -41,8 +42,7 @@ Scored = tuple[Sequence[Sample], Sequence[Scores]]
 """The samples of a step, with old and reference log-probs, and a model's scores of them."""
 
 
-@dataclass(frozen=True)
-class Expected:
+class Expected(NamedTuple):
     """The step's whole loss, and its whole gradients by name."""
 
     loss: float
@@ -60,7 +60,7 @@ class Expected:
         clip = 0.5 * norm / (norm + 1e-6)
         clipped = {name: clip * each for name, each in self.gradients.items()}
         updated = {name: -2.0 * g / (g.abs() + ADAM_EPSILON) for name, g in clipped.items()}
-        return replace(self, gradients=updated, norm=norm)
+        return Expected(self.loss, updated, norm)
 
 
 class WholeModel:
@@ -78,13 +78,11 @@ class WholeModel:
         self._scale_ahead = float(self.config.mtp_loss_scaling_factor or 0.0)
         self.config.mtp_loss_scaling_factor = 0.0
         self._module = build_chunks(options, self.config, new_model)[0].to(dtype)
-        # These three hold for the call that runs.
+        # Of the call that runs: logits of multi-token prediction by depth, [tokens, experts] float64 of each layer's router,
+        # and [tokens] positions in their sequences.
         self._ahead: list[Tensor] = []
-        """The output layer's logits of multi-token prediction, by depth."""
         self._router_logits: list[Tensor] = []
-        """[tokens, experts] float64 of each layer's router."""
         self._positions = torch.zeros(0)
-        """[tokens] positions in their sequences."""
         for name, module in self._module.named_modules():
             place = name.rsplit(".", 1)[-1]
             if place == "output_layer" and options.mtp_num_layers is not None:
@@ -101,14 +99,12 @@ class WholeModel:
     @torch.no_grad()
     def score(self, samples: Sequence[Sample]) -> Scored:
         """Score the samples and set log-probs near the scores. Every rank calls it and gets the same."""
-        rank, size = dist.get_rank(), dist.get_world_size()
         mine = [
-            tuple(each.cpu() for each in self._scores(sample, self._logits([sample])[0]))
-            for sample in samples[rank::size]
+            tuple(score.cpu() for score in self._scores(sample, self._logits([sample])[0]))
+            for sample in samples[dist.get_rank() :: dist.get_world_size()]
         ]
-        gathered: list[list[Scores]] = [[]] * size
-        dist.all_gather_object(gathered, mine)
-        scores = [gathered[place % size][place // size] for place in range(len(samples))]
+        in_turn = itertools.zip_longest(*gather(mine, dist.group.WORLD))
+        scores = [score for score in itertools.chain(*in_turn) if score is not None]
         return with_log_probs(samples, [log_probs for log_probs, _ in scores]), scores
 
     def expected(
@@ -120,8 +116,8 @@ class WholeModel:
     ) -> Expected:
         """Compute the loss and the gradients of a step from a result of `score`. Every rank calls it.
 
-        `micro_batches` has, for each pack, its samples' indices and the weight of its losses beside the policy's. Without
-        any, each sample is a pack.
+        `micro_batches` has each pack's indices of samples, and the weight of its losses beside the policy's. Without any,
+        each sample is a pack.
         """
         samples, scores = step
         leaves = [(a.clone().requires_grad_(), b.clone().requires_grad_()) for a, b in scores]
@@ -140,18 +136,18 @@ class WholeModel:
             self._module.zero_grad(set_to_none=True)
             packed = [samples[index] for index in indices]
             logits = self._logits(packed)
-            scored = map(self._scores, packed, logits)
-            outputs = [score for sample_scores in scored for score in sample_scores]
-            wanted = [leaf.grad for index in indices for leaf in leaves[index]]
+            outputs = itertools.chain(*map(self._scores, packed, logits))
+            wanted = (leaf.grad for index in indices for leaf in leaves[index])
+            losses = [
+                (output * gradient.to(output)).sum()
+                for output, gradient in zip(outputs, wanted, strict=True)
+                if gradient is not None
+            ]
             if self._options.mtp_num_layers is not None:
-                outputs.append(self._loss_ahead(packed, samples))
-                wanted.append(torch.ones(()))
+                losses.append(self._loss_ahead(packed, samples))
             if case.is_even:
-                outputs.append(self._loss_beside(case, torch.cat(logits)))
-                wanted.append(torch.tensor(weight))
-            pairs = zip(outputs, wanted, strict=True)
-            wanted = [torch.zeros_like(o) if w is None else w.to(o) for o, w in pairs]
-            torch.autograd.backward(outputs, wanted)
+                losses.append(weight * self._loss_beside(case, torch.cat(logits)))
+            torch.autograd.backward(losses)
             for shard, part in gradient_slices([self._module]):
                 gradients[shard.name] += part.double()
         for gradient in gradients.values():
@@ -164,8 +160,7 @@ class WholeModel:
         parts = (torch.cat(part).to(device) for part in zip(*leaves, strict=True))
         totals = step_totals(samples, allow_different_group_sizes=True)
         config, batch = config_of(CUSTOM, self._options), pack(samples).to(device)
-        loss, _ = policy_loss_from_log_probs(config, batch, *parts, totals=totals)
-        return loss
+        return policy_loss_from_log_probs(config, batch, *parts, totals=totals)[0]
 
     def _loss_ahead(self, packed: Sequence[Sample], samples: Sequence[Sample]) -> Tensor:
         """Return a pack's multi-token loss, over the active tokens of all samples: 0-d float64."""
@@ -211,8 +206,7 @@ class WholeModel:
         self._positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
         self._ahead.clear()
         self._router_logits.clear()
-        positions = self._positions[None]
-        logits = self._module(tokens[None], positions, None, packed_seq_params=packed)
+        logits = self._module(tokens[None], self._positions[None], None, packed_seq_params=packed)
         return list(torch.split(logits[0], lengths))
 
     def _scores(self, sample: Sample, logits: Tensor) -> Scores:
@@ -220,10 +214,9 @@ class WholeModel:
         # The logits of a position score the next token.
         scored = logits[sample.prompt_length - 1 : -1, : self._options.vocab_size].double()
         is_dropped = torch.zeros_like(scored, dtype=torch.bool)
-        for token in range(len(sample.kept_tokens or ())):
-            if len(ids := sample.kept_tokens.row(token).to(logits.device)):  # type: ignore[union-attr]
-                is_dropped[token] = True
-                is_dropped[token, ids] = False
+        if (kept := sample.kept_tokens) is not None:
+            is_dropped[kept.sizes > 0] = True
+            is_dropped[kept.row_of_element(), kept.values] = False
         rows = torch.log_softmax(scored.masked_fill(is_dropped, -math.inf), dim=-1)
         targets = sample.tokens[sample.prompt_length :].to(logits.device)
         kept_rows = rows.masked_fill(is_dropped, 0.0)  # 0 times minus infinity is no number
@@ -243,8 +236,7 @@ def _reference_loss(
     terms = []
     for sample, (log_probs, entropy) in zip(samples, scores, strict=True):
         fields = ("loss_mask", "advantages", "old_log_probs", "ref_log_probs")
-        values = (torch.as_tensor(getattr(sample, field)).to(log_probs) for field in fields)
-        mask, advantages, old, ref = values
+        mask, advantages, old, ref = (getattr(sample, field).to(log_probs) for field in fields)
         log_ratio = log_probs - old
         if policy_loss == "gspo":
             # The value is the sequence's mean. Each token has the gradient of its own log-prob.
@@ -267,7 +259,7 @@ def _reference_loss(
 
 
 def _row_weight(aggregation: str, samples: Sequence[Sample], sample: Sample) -> float:
-    """Compute a sample's token weight by the functions of the aggregation's row. The row's author answers for them."""
+    """Take the token weight of an aggregation that this file does not know from its row, whose author answers for it."""
     row, totals = AGGREGATIONS[aggregation], step_totals(samples, allow_different_group_sizes=True)
     divisors = row.divisors_of(totals, [sample], DIVISOR if row.needs else None)
     return 1 / (float(divisors[0]) * row.outer_count(totals))

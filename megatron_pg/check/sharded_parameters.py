@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,8 +19,7 @@ COMMON, LEAN, PULL = 0, 1, 2
 """The seeds of `set_parameters`' directions."""
 
 
-@dataclass(frozen=True)
-class Shard:
+class Shard(NamedTuple):
     """The place of a rank's slice in the whole parameter: `index` of `count` along `dimension`."""
 
     name: str
@@ -30,29 +28,22 @@ class Shard:
     count: int
 
     def cut(self, whole: Tensor) -> Tensor:
-        """Return this slice of a whole tensor."""
         return whole.chunk(self.count, self.dimension)[self.index] if self.count > 1 else whole
 
 
 def shards(model: torch.nn.Module) -> Iterator[tuple[Shard, torch.nn.Parameter]]:
     """Yield each parameter of an unwrapped chunk with its place in the whole model."""
     for name, parameter in model.named_parameters():
-        dimension, rank, size = 0, 0, 1
+        dimension, ranks = 0, None
         if ".experts." in name:
             # An expert's first layer is cut by rows, its second by columns.
-            dimension, (rank, size) = int("linear_fc2" in name), _place("expert_tensor_parallel")
+            dimension = int("linear_fc2" in name)
+            ranks = parallel_state.get_expert_tensor_parallel_group()
         elif getattr(parameter, "tensor_model_parallel", False):
             dimension = int(getattr(parameter, "partition_dim", 0))
-            rank, size = _place("tensor_model_parallel")
-        yield Shard(_whole_name(model, name), dimension, rank, size), parameter
-
-
-def _place(group: str) -> tuple[int, int]:
-    """Return this rank's place in a group of Megatron's parallel state, and the group's size."""
-    rank, size = (
-        getattr(parallel_state, f"get_{group}_{what}")() for what in ("rank", "world_size")
-    )
-    return rank, size
+            ranks = parallel_state.get_tensor_model_parallel_group()
+        index, count = (ranks.rank(), ranks.size()) if ranks else (0, 1)
+        yield Shard(_whole_name(model, name), dimension, index, count), parameter
 
 
 def _whole_name(model: Any, name: str) -> str:
@@ -67,9 +58,12 @@ def _whole_name(model: Any, name: str) -> str:
         place = parts.index("layers") + 1
         parts[place] = str(model.decoder.layers[int(parts[place])].layer_number - 1)
     if "local_experts" in parts:
-        place = parts.index("local_experts") + 1
-        rank, size = _place("expert_model_parallel")
-        parts[place] = str(model.config.num_moe_experts // size * rank + int(parts[place]))
+        place, ranks = (
+            parts.index("local_experts") + 1,
+            parallel_state.get_expert_model_parallel_group(),
+        )
+        first = model.config.num_moe_experts // ranks.size() * ranks.rank()
+        parts[place] = str(first + int(parts[place]))
     return ".".join(parts)
 
 
@@ -142,35 +136,27 @@ def _direction(seed: int, size: int) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(seed))
 
 
-def gradient_slices(chunks: Sequence[Any]) -> Iterator[tuple[Shard, Tensor]]:
+@torch.no_grad()
+def gradient_slices(
+    chunks: Sequence[Any], reference: Mapping[str, Tensor] | None = None
+) -> Iterator[tuple[Shard, Tensor]]:
     """Yield this rank's gradient slices: DDP's `main_grad` or a bare model's `grad`.
 
-    The distributed optimizer has reduced each rank's part alone. The rest is fetched.
+    The distributed optimizer has reduced each rank's part alone. The rest is gathered, or copied from whole gradients.
     """
     for chunk in chunks:
-        for gradients, part, ranks in _buckets(chunk):
-            dist.all_gather_into_tensor(gradients, part.clone(), group=ranks)
-        for shard, parameter in shards(unwrapped(chunk)):
+        slices: list[tuple[Shard, Any]] = list(shards(unwrapped(chunk)))
+        buckets = [(grads, own, own.clone(), ranks) for grads, own, ranks in _buckets(chunk)]
+        if buckets and reference is not None:
+            for shard, parameter in slices:
+                parameter.main_grad.copy_(shard.cut(reference[shard.name]))
+        for gradients, own, kept, ranks in buckets:
+            if reference is None:
+                dist.all_gather_into_tensor(gradients, kept, group=ranks)
+            own.copy_(kept)
+        for shard, parameter in slices:
             gradient = getattr(parameter, "main_grad", parameter.grad)
             yield shard, torch.zeros_like(parameter) if gradient is None else gradient.detach()
-
-
-@torch.no_grad()
-def owned_elements(chunks: Sequence[Any]) -> list[Tensor]:
-    """Return masks of the `gradient_slices` elements that this rank's distributed optimizer updates; none without it."""
-    if not chunks[0].ddp_config.use_distributed_optimizer:
-        return []
-    owned = []
-    for chunk in chunks:
-        kept = [(gradients, gradients.clone()) for gradients, _, _ in _buckets(chunk)]
-        for gradients, part, _ in _buckets(chunk):
-            gradients.zero_()
-            part.fill_(1.0)
-        parameters: Iterator[Any] = (parameter for _, parameter in shards(unwrapped(chunk)))
-        owned += [parameter.main_grad.bool() for parameter in parameters]
-        for gradients, before in kept:
-            gradients.copy_(before)
-    return owned
 
 
 def _buckets(chunk: Any) -> Iterator[tuple[Tensor, Tensor, dist.ProcessGroup]]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +19,7 @@ from megatron_pg.check.options import ADAM_EPSILON, CUSTOM, CheckOptions, config
 from megatron_pg.check.reference import Expected, Scored, WholeModel
 from megatron_pg.check.report import Checked
 from megatron_pg.check.samples import cut, cut_evenly, samples_of
-from megatron_pg.check.sharded_parameters import Shard, gradient_slices, owned_elements, shards
+from megatron_pg.check.sharded_parameters import Shard, gradient_slices, shards
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.loss.checksum import CHECKSUM
@@ -34,8 +33,11 @@ from megatron_pg.step.totals import step_totals
 
 def run_check(options: CheckOptions) -> list[CheckRow]:
     """Make all rows. Every rank of the world calls it and gets the same."""
-    models = {name: model for name, model in MODELS.items() if model.is_run(options)}
-    options_of = {name: replace(options, **model.changes) for name, model in models.items()}
+    options_of = {
+        name: replace(options, **model.changes)
+        for name, model in MODELS.items()
+        if model.is_run(options)
+    }
     aggregations = [*AGGREGATIONS, CUSTOM] if options.has_custom else [*AGGREGATIONS]
     modes = [False] if options.average_in_collective else [False, True]
     runs = {
@@ -45,27 +47,26 @@ def run_check(options: CheckOptions) -> list[CheckRow]:
     initialize_groups(options, sharded=False)
     references = {name: _references(options_of[name], runs[name]) for name in runs}
     initialize_groups(options)
-    groups = ParallelGroups.from_parallel_state()
     rows = []
     for name in runs:
-        model: list[Any] = []
-        built: tuple[Any, ...] = ()
-        for run, (samples, expected) in zip(runs[name], references[name], strict=True):
+        chunks: list[Any] = []
+        built = None
+        for run, reference in zip(runs[name], references[name], strict=True):
             model_options = replace(options_of[name], **run.case.builds)
             if built != (built := (model_options, run.per_token)):
-                model = _build(model_options, run)
-            rows.append(_row(run, model, model_options, groups, samples, expected))
+                chunks = _build(model_options, run)
+            rows.append(_row(run, chunks, model_options, *reference))
     return rows
 
 
 def check_every_sharding(options: CheckOptions) -> list[Checked]:
     """Check each sharding of the world. Every rank of the world calls it."""
-    found = []
-    for each in shardings(options, dist.get_world_size()):
+    checked = []
+    for sharding in shardings(options, dist.get_world_size()):
         started = time.monotonic()
-        rows = run_check(each)
-        found.append(Checked(each, rows, time.monotonic() - started))
-    return found
+        rows = run_check(sharding)
+        checked.append(Checked(sharding, rows, time.monotonic() - started))
+    return checked
 
 
 def _references(
@@ -76,21 +77,21 @@ def _references(
     data_size = dist.get_world_size() // options.model_parallel_size
     steps: dict[tuple[bool, bool], Scored] = {}
     known: dict[tuple[object, ...], Expected] = {}
-    found = []
+    references = []
     for run in runs:
-        case = run.case
-        kind = case.is_even, case.has_sets
+        case, kind = run.case, (run.case.is_even, run.case.has_sets)
         if kind not in steps:
             steps[kind] = model.score(samples_of(options, data_size, *kind))
-        step = steps[kind]
+        samples, _ = step = steps[kind]
         # Both loss modes have one reference, unless tokens weigh an auxiliary loss.
         loss_mode = (case.name, run.per_token) if case.is_even else ()
-        key = (run.aggregation, case.policy_loss, kind, *loss_mode)
+        key = (run.aggregation, case.policy_loss, kind, loss_mode)
         if key not in known:
-            packs = _packs(options, step[0], data_size, run.per_token) if case.is_even else ()
+            packs = _packs(options, samples, data_size, run.per_token) if case.is_even else ()
             known[key] = model.expected(step, run.aggregation, case, packs)
-        found.append((step[0], known[key].after_update() if case.updates else known[key]))
-    return found
+        expected = known[key].after_update() if case.updates else known[key]
+        references.append((samples, expected))
+    return references
 
 
 def _packs(
@@ -117,39 +118,32 @@ def _build(options: CheckOptions, run: Run) -> list[Any]:
     return chunks
 
 
-@contextlib.contextmanager
-def _changed(config: Any, settings: Mapping[str, Any]) -> Iterator[None]:
-    """Change settings of the model's configuration meanwhile."""
-    before = {name: getattr(config, name) for name in settings}
-    vars(config).update(settings)
-    yield
-    vars(config).update(before)
-
-
 def _row(
     run: Run,
     chunks: Sequence[Any],
     options: CheckOptions,
-    groups: ParallelGroups,
     samples: Sequence[Sample],
     expected: Expected,
 ) -> CheckRow:
-    """Run a step and compare it."""
-    case = run.case
-    norm: float | None = None
+    """Run a step, under the settings of its case, and compare it."""
+    case, norm, settings = run.case, None, vars(chunks[0].config)
     config = config_of(run.aggregation, options, case.policy_loss)
     config = replace(config, replay_sampling_set=case.has_sets)
-    with _changed(chunks[0].config, case.settings):
-        metrics = train_step(chunks, options, groups, samples, config, case)
-    slices: Iterable[tuple[Shard, Tensor]] = (
-        (shard, gradient / case.loss_scale) for shard, gradient in gradient_slices(chunks)
+    before = {name: settings[name] for name in case.settings}
+    settings.update(case.settings)
+    metrics = train_step(
+        chunks, options, ParallelGroups.from_parallel_state(), samples, config, case
     )
+    settings.update(before)
     if case.updates:
         norm, slices = update(chunks, options, expected)
+    else:
+        scale = case.loss_scale
+        scaled = {name: scale * gradient for name, gradient in expected.gradients.items()}
+        slices = [(shard, part / scale) for shard, part in gradient_slices(chunks, scaled)]
     return compare(
         slices,
         expected,
-        () if case.updates else owned_elements(chunks),
         model=run.model,
         aggregation=run.aggregation,
         calculate_per_token_loss=run.per_token,
@@ -186,7 +180,7 @@ def train_step(
         "pad_to_multiple": cp_size * groups.tensor_size if options.sequence_parallel else 1,
         "cp_partition_mode": options.cp_partition_mode,
     }
-    batches = [pack(each, **layout).to(options.device) for each in micro_batches]
+    batches = [pack(batch, **layout).to(options.device) for batch in micro_batches]
     step = PolicyStep(
         replace(config, fused_lm_head=options.fused_lm_head),
         totals=totals,
@@ -217,19 +211,20 @@ def update(
     The parameters start at minus half their expected updates. A weight decay of 1 makes zero of every
     parameter before Adam's update, so that the sum is right to the last digit.
     """
-    slices = [each for chunk in chunks for each in shards(unwrapped(chunk))]
+    slices = [part for chunk in chunks for part in shards(unwrapped(chunk))]
     with torch.no_grad():
         for shard, parameter in slices:
             parameter.copy_(-0.5 * shard.cut(expected.gradients[shard.name]))
     before = [parameter.detach().double() for _, parameter in slices]
+    is_bf16 = options.dtype == "bf16"
     config = OptimizerConfig(
         optimizer="adam",
         lr=1.0,
         adam_eps=ADAM_EPSILON,
         weight_decay=1.0,
         clip_grad=0.5 * (expected.norm or 0.0),
-        bf16=options.dtype == "bf16",
-        params_dtype=torch.bfloat16 if options.dtype == "bf16" else torch.float32,
+        bf16=is_bf16,
+        params_dtype=torch.bfloat16 if is_bf16 else torch.float32,
         use_distributed_optimizer=options.use_distributed_optimizer,
     )
     _, norm, _ = get_megatron_optimizer(config, list(chunks)).step()

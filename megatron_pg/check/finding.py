@@ -99,7 +99,8 @@ class Finding:
             for axis, place in zip(AXES, self.row.worst_place, strict=True)
             if axis in names and self.sizes[axis] > 1
         ]
-        return f"worst in {self.row.worst_parameter}" + " on " * bool(places) + ", ".join(places)
+        on = f" on {', '.join(places)}" if places else ""
+        return f"worst in {self.row.worst_parameter}{on}"
 
     def factors(self, ratio: float) -> str:
         """Name the sizes or counts whose product, or its inverse, is a ratio: ": 2 = CP or 2 = DP"; "" for none."""

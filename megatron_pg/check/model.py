@@ -149,12 +149,7 @@ MODELS = {
 
 
 def model_config(
-    options: CheckOptions,
-    *,
-    calculate_per_token_loss: bool = False,
-    sharded: bool = True,
-    dtype: torch.dtype | None = None,
-    **changes: Any,
+    options: CheckOptions, *, sharded: bool = True, dtype: torch.dtype | None = None, **changes: Any
 ) -> TransformerConfig:
     """Make the config of a few thousand parameters, without dropout or fusions but the attention's.
 
@@ -187,7 +182,6 @@ def model_config(
         # Megatron refuses variable lengths with any other, in dense models too.
         moe_token_dispatcher_type="alltoall",
         use_cpu_initialization=options.device == "cpu",
-        calculate_per_token_loss=calculate_per_token_loss,
         mtp_num_layers=options.mtp_num_layers,
         gradient_accumulation_fusion=options.gradient_accumulation_fusion and sharded,
         finalize_model_grads_func=finalize_model_grads,

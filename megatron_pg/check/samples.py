@@ -18,7 +18,6 @@ PROMPTS, RESPONSES = (3, 2, 1, 2), (5, 2, 8, 1, 6, 4, 9, 3, 4, 5)
 samples: float32 loses least if a GEMM sums over few tokens and every gradient is the mean of many."""
 LONG_RESPONSE, LONG_PROMPT = 1, 7
 """The places of a data-parallel rank's samples with the long response and the long prompt."""
-SAMPLES_PER_RANK, MANY_RANKS = 20, 16
 
 
 def samples_of(
@@ -30,17 +29,16 @@ def samples_of(
 
 
 def make_samples(options: CheckOptions, data_size: int) -> list[Sample]:
-    """Make all samples of the step. A data-parallel rank has `[rank::data_size]`.
+    """Make all samples of the step, without log-probs. A data-parallel rank has `[rank::data_size]`.
 
     Lengths differ. Masks are partial, and some are empty. Groups span all ranks. One rollout lies in two micro-batches
     or on two ranks. Two samples of each rank span several tiles of an attention kernel and all chunks of every
-    context-parallel rank. `with_log_probs` sets old and reference log-probs from a model's scores.
+    context-parallel rank.
     """
     draw = _Draw(options, seed=20)
     long = 2 * options.context_parallel_size * options.tokens_per_chunk - 1
     prompts = [draw.prompt(length) for length in (*PROMPTS, long - 9)]
-    per_rank = SAMPLES_PER_RANK if data_size <= MANY_RANKS else SAMPLES_PER_RANK // 2
-    count = data_size * max(per_rank, options.num_microbatches(1))
+    count = data_size * max(20 if data_size <= 16 else 10, options.num_microbatches(1))
     samples = []
     for index in range(count):
         place, rank = divmod(index, data_size)
@@ -80,7 +78,6 @@ class _Draw:
         return ids[torch.randint(len(ids), (count,), generator=self._generator)]
 
     def prompt(self, length: int) -> Tensor:
-        """Draw [length] ids of the vocabulary."""
         return self._tokens(self._ids, length)
 
     def sample(self, prompt: Tensor, length: int, group: int, rollout_id: int) -> Sample:

@@ -10,8 +10,8 @@ import functools
 import hashlib
 import itertools
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ FileAccount = tuple[str, int, str]
 
 
 def is_json_lines(path: Path) -> bool:
-    """Return whether the name is of a file of JSON Lines, in capitals or not; any other is of Parquet."""
+    """Return whether the name of a rollout file is that of JSON Lines and not of Parquet, in capitals or not."""
     return path.suffix.lower() in JSON_SUFFIXES
 
 
@@ -59,7 +59,7 @@ def files_of(paths: Sequence[str | Path]) -> list[Path]:
 
 
 def _is_rollout_file(path: Path) -> bool:
-    """Return whether the name is of a rollout file; refuse a file of such a name that cannot be read."""
+    """Return whether the name is that of a rollout file; refuse such a name for anything but a plain file."""
     name = path
     while name.suffix.lower() in COMPRESSED_SUFFIXES:
         name = name.with_suffix("")
@@ -83,28 +83,29 @@ def _is_rollout_file(path: Path) -> bool:
     return True
 
 
-@contextmanager
-def open_rows(path: Path, start: int) -> Iterator[Iterator[ParseRow]]:
-    """Open the rows of a file with a rollout file's name, from row `start` on.
+def open_rows(path: Path, start: int) -> Iterator[ParseRow]:
+    """Yield the rows of a file with a rollout file's name, from row `start` on.
 
-    Raises:
-        ValueError: the file is not what its name says, or has fewer rows.
+    A file that is not what its name says, or has fewer rows, raises a ValueError.
     """
-    if is_json_lines(path):  # one JSON object a line; blank lines are no rows
-        file: Any = path.open("rb")
-        rows: Iterator[ParseRow]
-        passed, rows = 0, (functools.partial(_parsed, line) for line in file if line.strip())
+    if is_json_lines(path):
+        passed, rows = 0, _lines(path)
     else:
         from megatron_pg.rollout_files.parquet_file import open_parquet
 
-        file, passed, rows = open_parquet(path, start)
-    with file:
-        passed += sum(1 for _ in itertools.islice(rows, start - passed))
-        if passed < start:
-            raise ValueError(
-                f"{path} has {passed} rows and the checkpoint stopped after {start}: the file has changed"
-            )
-        yield rows
+        passed, rows = open_parquet(path, start)
+    passed += sum(1 for _ in itertools.islice(rows, start - passed))
+    if passed < start:
+        raise ValueError(
+            f"{path} has {passed} rows and the checkpoint stopped after {start}: the file has changed"
+        )
+    yield from rows
+
+
+def _lines(path: Path) -> Iterator[ParseRow]:
+    """Yield the rows of JSON Lines, one object a line. Blank lines are no rows."""
+    with path.open("rb") as file:
+        yield from (functools.partial(_parsed, line) for line in file if line.strip())
 
 
 def account_of(path: Path, limit: int | None = None) -> FileAccount:
@@ -131,11 +132,8 @@ def _parsed(line: bytes) -> Row:
 
 
 def _with_distinct_keys(pairs: list[tuple[str, Any]]) -> Row:
-    """Build the object of a JSON text; refuse a column of ours that is given twice. Python takes the last value."""
-    row = dict(pairs)
-    if len(row) < len(pairs):
-        keys = [key for key, _ in pairs]
-        for key in READ:
-            if keys.count(key) > 1:
-                raise ValueError(f"{key} is given {keys.count(key)} times, expected one value")
-    return row
+    """Refuse a column of ours that a JSON object gives twice. Python takes the last value."""
+    for key, count in Counter(key for key, _ in pairs).items():
+        if count > 1 and key in READ:
+            raise ValueError(f"{key} is given {count} times, expected one value")
+    return dict(pairs)

@@ -37,11 +37,7 @@ BALANCING = "aux_loss seq_aux_loss global_aux_loss sinkhorn quantile_balancing n
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Explain the step that the words after `megatron-pg explain` describe.
-
-    Returns:
-        The exit status: 0, or 2 for flags that cannot be explained (the reason is on stderr).
-    """
+    """Explain the step that the words after `megatron-pg explain` describe. Return 2 for flags that cannot be, or 0."""
     try:
         options = parse_options(arguments)
         step = explained_step(options)
@@ -59,7 +55,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def parse_options(arguments: Sequence[str]) -> ExplainOptions:
-    """Parse the options of a command line; raise as `validate_policy_loss_args`, exit as argparse."""
     parser = build_parser()
     args, unused = parser.parse_known_args(list(arguments))
     refuse(list(_misspelled(unused, parser)))

@@ -57,9 +57,8 @@ class CheckRow:
     wrong: tuple[str, ...] = ()
     """The parameters that are beyond the tolerance on some rank."""
     wrong_ratio: float = 1.0
-    """The `common_ratio` of the wrong slices alone."""
+    """The `common_ratio` of the wrong slices alone, as `wrong_scaled_error` is their `scaled_error`."""
     wrong_scaled_error: float = 0.0
-    """The `scaled_error` of the wrong slices alone."""
     wrong_ranks: tuple[int, ...] = ()
     wrong_stages: tuple[int, ...] = ()
     """Pipeline stages that hold a wrong parameter."""
@@ -68,7 +67,6 @@ class CheckRow:
     replica_axes: tuple[str, ...] = ()
     """The `AXES` along which copies disagree while all other coordinates are equal."""
     replica_parameters: tuple[str, ...] = ()
-    """The parameters whose copies disagree."""
 
     @property
     def tolerance(self) -> float:
@@ -105,26 +103,20 @@ class _Slice(NamedTuple):
     """One rank's slice g of one gradient, compared with the reference's."""
 
     name: str
-    part: int
-    """The `Shard`'s index."""
+    part: int  # the `Shard`'s index
     rank: int
     place: tuple[int, ...]
     error: float
-    product: float
-    """<g, reference>; `square` is <reference, reference>, `own_square` <g, g>."""
-    square: float
-    own_square: float
-    prints: tuple[float, ...]
-    """Two projections of g. Equal copies have equal projections."""
+    product: float  # <g, reference>
+    square: float  # <reference, reference>
+    own_square: float  # <g, g>
+    prints: tuple[float, ...]  # two projections of g: equal copies have equal ones
 
 
 def compare(
     gradients: Iterable[tuple[Shard, Tensor]], expected: Expected, *, dtype: str, **step: Any
 ) -> CheckRow:
-    """Compare the ranks' slices with the reference. Every rank of the world calls it and gets the same row.
-
-    The slices are of the gradients, or of the parameters' updates. `step` has the row's fields up to the gradient norm.
-    """
+    """Compare the ranks' slices of gradients or updates with the reference. Every rank calls it and gets the same row."""
     groups = ParallelGroups.from_parallel_state()
     place = (groups.tensor_rank, groups.context_rank, groups.data_rank, groups.pipeline_rank)
     mine = []

@@ -60,10 +60,7 @@ class Launch(NamedTuple):
 
 
 def prepare(launch: Launch, device: str) -> None:
-    """Choose this process's device, "cpu" or "cuda", before any import of Megatron.
-
-    A process without a GPU of its own raises a ValueError, another Megatron-Core an UnsupportedMegatronError.
-    """
+    """Choose this process's device, "cpu" or "cuda", before any import of Megatron."""
     # Megatron requires 1 under tensor and context parallelism before Blackwell.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     # NCCL would log to standard output, which is the report's.

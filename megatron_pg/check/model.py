@@ -30,6 +30,9 @@ from megatron_pg.check.sharded_parameters import set_parameters
 from megatron_pg.config.versions import needs_kept_pipeline_outputs
 from megatron_pg.megatron.cpu.layer_spec import TorchNorm, torch_block_spec
 
+NewModel = Callable[..., torch.nn.Module]
+"""The maker of a chunk from GPTModel's keyword arguments."""
+
 
 def initialize_groups(options: CheckOptions, *, sharded: bool = True) -> None:
     """Renew Megatron's process groups. Every rank of the world calls it."""
@@ -91,10 +94,9 @@ def multi_token_model(
 
 
 class LogitTable(torch.nn.Module):
-    """A model for the loss alone. Its parameters are logits, one row for each token id.
+    """A model for the loss alone, whose parameters are logits, one row for each token id.
 
     Its pipeline stages pass on a hidden state that changes no logit, so that every stage has a gradient to send.
-    It ignores most of GPTModel's keyword arguments.
     """
 
     def __init__(
@@ -126,8 +128,7 @@ class LogitTable(torch.nn.Module):
 class Model(NamedTuple):
     """A kind of model for a check's steps."""
 
-    new: Callable[..., torch.nn.Module]
-    """The maker of a chunk from GPTModel's keyword arguments."""
+    new: NewModel
     changes: Mapping[str, Any]
     """The values that replace the user's options."""
     is_run: Callable[[CheckOptions], bool] = lambda options: True
@@ -151,11 +152,7 @@ MODELS = {
 def model_config(
     options: CheckOptions, *, sharded: bool = True, dtype: torch.dtype | None = None, **changes: Any
 ) -> TransformerConfig:
-    """Make the config of a few thousand parameters, without dropout or fusions but the attention's.
-
-    `changes` override any field. Without `sharded` every rank has the whole model. `dtype` is the type of parameters
-    and activations, by default the options'.
-    """
+    """Make the config of a few thousand parameters, without dropout or fusions but the attention's. `changes` override fields."""
     dtype = dtype or (torch.bfloat16 if options.dtype == "bf16" else torch.float32)
     sizes = options.parallel_sizes(sharded)
     # The sharding cannot split fewer heads and layers.
@@ -211,15 +208,12 @@ def model_config(
 def build_chunks(
     options: CheckOptions,
     config: TransformerConfig,
-    new_model: Callable[..., torch.nn.Module] = GPTModel,
+    new_model: NewModel = GPTModel,
     *,
     same_parameters: bool = True,
     **changes: Any,
 ) -> list[torch.nn.Module]:
-    """Build this rank's chunks of a model without DDP, with the parameters of `set_parameters` or Megatron's random ones.
-
-    `new_model` makes a chunk from GPTModel's keyword arguments, which `changes` override.
-    """
+    """Build this rank's chunks of a model without DDP, with the parameters of `set_parameters` or Megatron's random ones."""
     num_stages = config.virtual_pipeline_model_parallel_size
     longest = 2 * options.context_parallel_size * options.tokens_per_chunk
     # Megatron's rotary positions follow the zigzag.
@@ -250,15 +244,9 @@ def build_chunks(
 
 
 def build_model(
-    options: CheckOptions,
-    config: TransformerConfig,
-    new_model: Callable[..., torch.nn.Module] = GPTModel,
-    **changes: Any,
+    options: CheckOptions, config: TransformerConfig, new_model: NewModel = GPTModel, **changes: Any
 ) -> list[DistributedDataParallel]:
-    """Wrap the chunks of `build_chunks` in Megatron's DDP, which reduces in float32, or a float64 model in float64.
-
-    If the options overlap the reduction, the caller sets `config.no_sync_func`.
-    """
+    """Wrap the chunks of `build_chunks` in DDP. If the options overlap the reduction, the caller sets `config.no_sync_func`."""
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.params_dtype != torch.float64,
         overlap_grad_reduce=options.overlap_grad_reduce,

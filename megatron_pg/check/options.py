@@ -86,7 +86,7 @@ class CheckOptions(Settings):
 
     @property
     def model_parallel_size(self) -> int:
-        """The number of processes of one copy of the model. The rest of the world is data parallel."""
+        """The number of processes of one copy of the model."""
         model_size = self.tensor_model_parallel_size * self.pipeline_model_parallel_size
         return model_size * self.context_parallel_size
 

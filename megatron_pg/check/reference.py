@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +16,8 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megatron_pg.check.cases import Case
-from megatron_pg.check.model import build_chunks, model_config
+from megatron_pg.check.cases import Case, Run
+from megatron_pg.check.model import NewModel, build_chunks, model_config
 from megatron_pg.check.options import (
     ADAM_EPSILON,
     CUSTOM,
@@ -40,38 +40,38 @@ Scores = tuple[Tensor, Tensor]
 """[response] log-probs and entropies of a sample, float64."""
 Scored = tuple[Sequence[Sample], Sequence[Scores]]
 """The samples of a step, with old and reference log-probs, and a model's scores of them."""
+Pack = tuple[list[int], float]
+"""The indices of a micro-batch's samples, and the weight of its losses beside the policy's."""
 
 
 class Expected(NamedTuple):
-    """The step's whole loss, and its whole gradients by name."""
+    """The step's samples, its whole loss, and its whole gradients by name."""
 
+    samples: Sequence[Sample]
     loss: float
     gradients: dict[str, Tensor]
     norm: float | None = None
     """The norm of all gradients, if `gradients` has the optimizer's updates instead."""
 
     def after_update(self) -> Expected:
-        """Replace the gradients by the updates of Adam's first step, if each parameter is minus half its update.
+        """Replace the gradients by the updates of Adam's first step, as `step.update` makes it.
 
-        Learning rate and weight decay are 1. The gradients are clipped to half their norm. Adam adds
-        `-g / (|g| + epsilon)`. The decay adds minus the parameter, which is as much again.
+        The gradients are clipped to half their norm. Adam adds `-g / (|g| + epsilon)`. The decay adds minus the
+        parameter, which is as much again.
         """
         norm = math.sqrt(sum(float(each.square().sum()) for each in self.gradients.values()))
         clip = 0.5 * norm / (norm + 1e-6)
         clipped = {name: clip * each for name, each in self.gradients.items()}
         updated = {name: -2.0 * g / (g.abs() + ADAM_EPSILON) for name, g in clipped.items()}
-        return Expected(self.loss, updated, norm)
+        return self._replace(gradients=updated, norm=norm)
 
 
 class WholeModel:
-    """The unsharded model of some options, made by `new_model`, one on every rank.
+    """The unsharded model of some options, one on every rank. The ranks share out the samples and add up their gradients."""
 
-    The reference of float32 is in float64, so that the comparison measures the float32 run's error alone. The ranks
-    divide the samples among them and add up their gradients.
-    """
-
-    def __init__(self, options: CheckOptions, new_model: Callable[..., torch.nn.Module]) -> None:
+    def __init__(self, options: CheckOptions, new_model: NewModel) -> None:
         self._options = options
+        # In float64 the comparison measures the float32 run's error alone.
         dtype = torch.float64 if options.dtype == "fp32" else torch.bfloat16
         self.config = model_config(options, sharded=False, dtype=dtype)
         # `_loss_ahead` computes this loss in Megatron's place.
@@ -107,32 +107,21 @@ class WholeModel:
         scores = [score for score in itertools.chain(*in_turn) if score is not None]
         return with_log_probs(samples, [log_probs for log_probs, _ in scores]), scores
 
-    def expected(
-        self,
-        step: Scored,
-        aggregation: str,
-        case: Case,
-        micro_batches: Sequence[tuple[Sequence[int], float]] = (),
-    ) -> Expected:
-        """Compute the loss and the gradients of a step from a result of `score`. Every rank calls it.
-
-        `micro_batches` has each pack's indices of samples, and the weight of its losses beside the policy's. Without any,
-        each sample is a pack.
-        """
+    def expected(self, step: Scored, run: Run, packs: Sequence[Pack]) -> Expected:
+        """Compute the loss and the gradients of a step from a result of `score`. Every rank calls it."""
         samples, scores = step
         leaves = [(a.clone().requires_grad_(), b.clone().requires_grad_()) for a, b in scores]
-        if aggregation == CUSTOM:
+        if run.aggregation == CUSTOM:
             loss = self._custom_loss(samples, leaves)
         else:
-            loss = _reference_loss(aggregation, case.policy_loss, samples, leaves)
+            loss = _reference_loss(run.aggregation, run.case.policy_loss, samples, leaves)
         loss.backward()  # type: ignore[no-untyped-call]
         # Many sums in bf16 would lose digits.
         gradients: dict[str, Tensor] = {
             shard.name: torch.zeros_like(part, dtype=torch.float64)
             for shard, part in gradient_slices([self._module])
         }
-        micro_batches = micro_batches or [([index], 0.0) for index in range(len(samples))]
-        for indices, weight in micro_batches[dist.get_rank() :: dist.get_world_size()]:
+        for indices, weight in packs[dist.get_rank() :: dist.get_world_size()]:
             self._module.zero_grad(set_to_none=True)
             packed = [samples[index] for index in indices]
             logits = self._logits(packed)
@@ -145,14 +134,14 @@ class WholeModel:
             ]
             if self._options.mtp_num_layers is not None:
                 losses.append(self._loss_ahead(packed, samples))
-            if case.is_even:
-                losses.append(weight * self._loss_beside(case, torch.cat(logits)))
+            if run.case.is_even:
+                losses.append(weight * self._loss_beside(run.case, torch.cat(logits)))
             torch.autograd.backward(losses)
             for shard, part in gradient_slices([self._module]):
                 gradients[shard.name] += part.double()
         for gradient in gradients.values():
             dist.all_reduce(gradient)
-        return Expected(float(loss.detach()), gradients)
+        return Expected(samples, float(loss.detach()), gradients)
 
     def _custom_loss(self, samples: Sequence[Sample], leaves: Sequence[Scores]) -> Tensor:
         """Call the user's functions with the whole step at once, as one micro-batch on one rank."""
@@ -180,11 +169,8 @@ class WholeModel:
         return loss * self._scale_ahead / (depths * active)
 
     def _loss_beside(self, case: Case, logits: Tensor) -> Tensor:
-        """Return a pack's losses beside the policy's, from its routers and from all tokens' logits: 0-d float64.
-
-        Switch Transformers (arXiv 2101.03961) define the load-balancing loss, here for several experts a token. ST-MoE
-        (arXiv 2202.08906) defines the z loss.
-        """
+        """Return a pack's losses beside the policy's, from its routers and from all tokens' logits: 0-d float64."""
+        # The load-balancing loss of Switch Transformers (arXiv 2101.03961), and the z loss of ST-MoE (arXiv 2202.08906).
         loss = case.logit_coefficient * logits.double().square().sum()
         balance, z = (case.settings.get(f"moe_{name}_loss_coeff", 0.0) for name in ("aux", "z"))
         for scores in self._router_logits:

@@ -31,11 +31,10 @@ def samples_of(
 def make_samples(options: CheckOptions, data_size: int) -> list[Sample]:
     """Make all samples of the step, without log-probs. A data-parallel rank has `[rank::data_size]`.
 
-    Lengths differ. Masks are partial, and some are empty. Groups span all ranks. One rollout lies in two micro-batches
-    or on two ranks. Two samples of each rank span several tiles of an attention kernel and all chunks of every
-    context-parallel rank.
+    Masks are partial, and some are empty. Groups span all ranks. One rollout lies in two micro-batches or on two ranks.
     """
     draw = _Draw(options, seed=20)
+    # Two samples of each rank span several tiles of an attention kernel and all chunks of every context-parallel rank.
     long = 2 * options.context_parallel_size * options.tokens_per_chunk - 1
     prompts = [draw.prompt(length) for length in (*PROMPTS, long - 9)]
     count = data_size * max(20 if data_size <= 16 else 10, options.num_microbatches(1))
@@ -101,19 +100,17 @@ class _Draw:
 
 
 def with_kept_sets(options: CheckOptions, samples: Sequence[Sample]) -> list[Sample]:
-    """Add sets that the tokens might have been sampled from: two to nine ids, and for one token in five all ids.
-
-    No set has the token alone: every model's log-prob would be 0, and `with_log_probs` would move it.
-    """
+    """Add sets that the tokens might have been sampled from: two to nine ids, and for one token in five all ids."""
     generator = torch.Generator().manual_seed(23)
 
-    def of_token(target: int) -> list[int]:
+    def kept_ids(target: int) -> list[int]:
         size = int(torch.randint(1, 11, (1,), generator=generator))
         order = torch.randperm(options.vocab_size, generator=generator).tolist()
+        # Alone, a token would have the log-prob 0 under every model, and `with_log_probs` would move it.
         return [] if size > 8 else [target, *(id for id in order if id != target)][: size + 1]
 
     responses = [sample.tokens[sample.prompt_length :].tolist() for sample in samples]
-    sets: list[Any] = [list(map(of_token, targets)) for targets in responses]
+    sets: list[Any] = [list(map(kept_ids, targets)) for targets in responses]
     return [replace(s, kept_tokens=kept) for s, kept in zip(samples, sets, strict=True)]
 
 
@@ -132,10 +129,7 @@ def with_log_probs(samples: Sequence[Sample], log_probs: Sequence[Tensor]) -> li
 
 
 def cut(samples: Sequence[Sample], num_microbatches: int) -> list[list[Sample]]:
-    """Cut a data-parallel rank's samples into uneven micro-batches. The middle one is empty.
-
-    All others have a gradient, so that the check sees the loss of any one of them.
-    """
+    """Cut a data-parallel rank's samples into uneven micro-batches, all with a gradient but the empty one in the middle."""
     micro_batches: list[list[Sample]] = [[] for _ in range(num_microbatches - 1)]
     for place, sample in enumerate(samples):
         # The first takes the empty one's share too.

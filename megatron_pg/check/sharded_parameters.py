@@ -47,11 +47,9 @@ def shards(model: torch.nn.Module) -> Iterator[tuple[Shard, torch.nn.Parameter]]
 
 
 def _whole_name(model: Any, name: str) -> str:
-    """Return the name in the unsharded model, with global layer and expert numbers.
-
-    A tied output layer on another pipeline stage is a copy of the embedding.
-    """
+    """Return the name in the unsharded model, with global layer and expert numbers."""
     if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
+        # On another pipeline stage a tied output layer is a copy of the embedding.
         return "embedding.word_embeddings.weight"
     parts = name.split(".")
     if "layers" in parts and parts[0] == "decoder":
@@ -69,19 +67,17 @@ def _whole_name(model: Any, name: str) -> str:
 
 @torch.no_grad()
 def set_parameters(model: Any) -> None:
-    """Give every parameter values that depend on its name in the whole model alone.
+    """Give every parameter values that depend on its name in the whole model alone, so that every sharding is one function.
 
-    Every sharding of the model is then the same function, without a checkpoint. float32 computes its gradients to a few
-    parts in ten million at any depth. Layers add little to the residual stream, so that every parameter's gradient is
-    judged by its own size. All rows of the embedding share a direction. In the embedding and the output layer eight ids
-    lean one way and the next eight the other (`LEAN_PERIOD`). A step whose responses have ids of the first kind pulls
-    every parameter one way at every token. A tensor-parallel rank's sixteen or more ids include both kinds.
+    float32 computes its gradients to a few parts in ten million at any depth. Layers add little to the residual stream,
+    so that every parameter's gradient is judged by its own size. All rows of the embedding share a direction. In the
+    embedding and the output layer eight ids lean one way and the next eight the other (`LEAN_PERIOD`): responses of the
+    first eight pull every parameter one way at every token, and every tensor-parallel rank has ids of both kinds.
     """
     for shard, parameter in shards(model):
         generator = torch.Generator().manual_seed(zlib.crc32(shard.name.encode()))
         shape = list(parameter.shape)
-        if shard.count > 1:
-            shape[shard.dimension] *= shard.count
+        shape[shard.dimension] *= shard.count
         whole = torch.randn(shape, generator=generator)
         if "norm" in shard.name:
             whole = 0.1 * whole + (0.0 if shard.name.endswith("bias") else 1.0)
@@ -142,7 +138,7 @@ def gradient_slices(
 ) -> Iterator[tuple[Shard, Tensor]]:
     """Yield this rank's gradient slices: DDP's `main_grad` or a bare model's `grad`.
 
-    The distributed optimizer has reduced each rank's part alone. The rest is gathered, or copied from whole gradients.
+    The distributed optimizer has reduced each rank's part alone. The rest is gathered, or copied from the reference.
     """
     for chunk in chunks:
         slices: list[tuple[Shard, Any]] = list(shards(unwrapped(chunk)))

@@ -12,15 +12,14 @@ import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import Tensor
 
-from megatron_pg.check.cases import Case, Run, cases_of
+from megatron_pg.check.cases import Run, cases_of
 from megatron_pg.check.compare import CheckRow, compare
 from megatron_pg.check.model import MODELS, build_model, initialize_groups, model_config
 from megatron_pg.check.options import ADAM_EPSILON, CUSTOM, CheckOptions, config_of, shardings
-from megatron_pg.check.reference import Expected, Scored, WholeModel
+from megatron_pg.check.reference import Expected, Pack, Scored, WholeModel
 from megatron_pg.check.report import Checked
 from megatron_pg.check.samples import cut, cut_evenly, samples_of
 from megatron_pg.check.sharded_parameters import Shard, gradient_slices, shards
-from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.loss.checksum import CHECKSUM
 from megatron_pg.megatron.groups import ParallelGroups, unwrapped
@@ -51,11 +50,11 @@ def run_check(options: CheckOptions) -> list[CheckRow]:
     for name in runs:
         chunks: list[Any] = []
         built = None
-        for run, reference in zip(runs[name], references[name], strict=True):
+        for run, expected in zip(runs[name], references[name], strict=True):
             model_options = replace(options_of[name], **run.case.builds)
             if built != (built := (model_options, run.per_token)):
                 chunks = _build(model_options, run)
-            rows.append(_row(run, chunks, model_options, *reference))
+            rows.append(_row(run, chunks, model_options, expected))
     return rows
 
 
@@ -69,10 +68,8 @@ def check_every_sharding(options: CheckOptions) -> list[Checked]:
     return checked
 
 
-def _references(
-    options: CheckOptions, runs: Sequence[Run]
-) -> list[tuple[Sequence[Sample], Expected]]:
-    """Return the samples and the expected results of each run of a model."""
+def _references(options: CheckOptions, runs: Sequence[Run]) -> list[Expected]:
+    """Return the expected results of each run of a model."""
     model = WholeModel(options, MODELS[runs[0].model].new)
     data_size = dist.get_world_size() // options.model_parallel_size
     steps: dict[tuple[bool, bool], Scored] = {}
@@ -82,29 +79,28 @@ def _references(
         case, kind = run.case, (run.case.is_even, run.case.has_sets)
         if kind not in steps:
             steps[kind] = model.score(samples_of(options, data_size, *kind))
-        samples, _ = step = steps[kind]
         # Both loss modes have one reference, unless tokens weigh an auxiliary loss.
         loss_mode = (case.name, run.per_token) if case.is_even else ()
         key = (run.aggregation, case.policy_loss, kind, loss_mode)
         if key not in known:
-            packs = _packs(options, samples, data_size, run.per_token) if case.is_even else ()
-            known[key] = model.expected(step, run.aggregation, case, packs)
-        expected = known[key].after_update() if case.updates else known[key]
-        references.append((samples, expected))
+            packs = _packs(options, steps[kind][0], data_size, run)
+            known[key] = model.expected(steps[kind], run, packs)
+        references.append(known[key].after_update() if case.updates else known[key])
     return references
 
 
 def _packs(
-    options: CheckOptions, samples: Sequence[Sample], data_size: int, per_token: bool
-) -> list[tuple[list[int], float]]:
-    """Return each data-parallel rank's micro-batches, with the weights of their losses beside the policy's."""
-    total = sum(sample.total_length for sample in samples)
-    packs = []
+    options: CheckOptions, samples: Sequence[Sample], data_size: int, run: Run
+) -> list[Pack]:
+    """Return each sample as a pack, or each micro-batch of a case with even samples."""
+    if not run.case.is_even:
+        return [([index], 0.0) for index in range(len(samples))]
+    lengths, packs = [sample.total_length for sample in samples], []
     for rank in range(data_size):
         count = options.num_microbatches(rank)
         for indices in cut_evenly(range(rank, len(samples), data_size), count):
-            tokens = sum(samples[index].total_length for index in indices)
-            packs.append((indices, tokens / total if per_token else 1 / (data_size * count)))
+            share = sum(lengths[index] for index in indices) / sum(lengths)
+            packs.append((indices, share if run.per_token else 1 / (data_size * count)))
     return packs
 
 
@@ -118,22 +114,12 @@ def _build(options: CheckOptions, run: Run) -> list[Any]:
     return chunks
 
 
-def _row(
-    run: Run,
-    chunks: Sequence[Any],
-    options: CheckOptions,
-    samples: Sequence[Sample],
-    expected: Expected,
-) -> CheckRow:
+def _row(run: Run, chunks: Sequence[Any], options: CheckOptions, expected: Expected) -> CheckRow:
     """Run a step, under the settings of its case, and compare it."""
     case, norm, settings = run.case, None, vars(chunks[0].config)
-    config = config_of(run.aggregation, options, case.policy_loss)
-    config = replace(config, replay_sampling_set=case.has_sets)
     before = {name: settings[name] for name in case.settings}
     settings.update(case.settings)
-    metrics = train_step(
-        chunks, options, ParallelGroups.from_parallel_state(), samples, config, case
-    )
+    metrics = train_step(chunks, options, expected.samples, run)
     settings.update(before)
     if case.updates:
         norm, slices = update(chunks, options, expected)
@@ -156,22 +142,15 @@ def _row(
 
 
 def train_step(
-    chunks: Sequence[Any],
-    options: CheckOptions,
-    groups: ParallelGroups,
-    samples: Sequence[Sample],
-    config: PolicyLossConfig,
-    case: Case,
+    chunks: Sequence[Any], options: CheckOptions, samples: Sequence[Sample], run: Run
 ) -> dict[str, float]:
-    """Run a step through Megatron's schedule and return its metrics. The gradients stay in DDP's buffers.
-
-    Even samples make no empty micro-batch and need no padding.
-    """
+    """Run a step through Megatron's schedule and return its metrics. The gradients stay in DDP's buffers."""
+    groups, case = ParallelGroups.from_parallel_state(), run.case
     data_rank, cp_size = groups.data_rank, groups.context_size
     mine = samples[data_rank :: groups.data_size]
     micro_batches = (cut_evenly if case.is_even else cut)(mine, options.num_microbatches(data_rank))
     totals = step_totals(mine, data_parallel_group=groups.data, allow_different_group_sizes=True)
-    if case.is_even:
+    if case.is_even:  # no micro-batch is empty, and none needs padding
         totals = replace(totals, num_tokens=sum(sample.total_length for sample in samples))
     layout: dict[str, Any] = {
         "cp_rank": groups.context_rank,
@@ -181,8 +160,9 @@ def train_step(
         "cp_partition_mode": options.cp_partition_mode,
     }
     batches = [pack(batch, **layout).to(options.device) for batch in micro_batches]
+    config = config_of(run.aggregation, options, case.policy_loss)
     step = PolicyStep(
-        replace(config, fused_lm_head=options.fused_lm_head),
+        replace(config, fused_lm_head=options.fused_lm_head, replay_sampling_set=case.has_sets),
         totals=totals,
         num_microbatches=len(batches),
         model=chunks,
@@ -206,10 +186,9 @@ def train_step(
 def update(
     chunks: Sequence[Any], options: CheckOptions, expected: Expected
 ) -> tuple[float, list[tuple[Shard, Tensor]]]:
-    """Make the optimizer's first step. Return its gradient norm and its updates of the parameters.
+    """Make the optimizer's first step, from minus half the expected updates. Return its gradient norm and its updates.
 
-    The parameters start at minus half their expected updates. A weight decay of 1 makes zero of every
-    parameter before Adam's update, so that the sum is right to the last digit.
+    A weight decay of 1 makes zero of every parameter before Adam's update, so that the sum is right to the last digit.
     """
     slices = [part for chunk in chunks for part in shards(unwrapped(chunk))]
     with torch.no_grad():

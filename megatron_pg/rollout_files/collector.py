@@ -21,9 +21,6 @@ from megatron_pg.step.totals import AnySample
 Key = tuple[str, int]
 """A thing that stays in one piece: ("prompt group", group_index), ("rollout_id", rollout_id) or ("sample", sequence)."""
 
-Ids = tuple[int | None, int | None]
-"""The `group_index` and `rollout_id` of a sample."""
-
 
 def no_sample_in(paths: Sequence[str], num_skipped: int) -> ValueError:
     """Make the error of `--rollout-files` without a good row: a run without a step would look like one that went well."""
@@ -71,8 +68,7 @@ class IteratorSource(Generic[AnySample]):
     def seek(self, position: int) -> None:
         """Skip ahead; the iterator must give the same samples as the source that had the position.
 
-        Raises:
-            ValueError: the position has been passed, or the iterator ends before it.
+        A position that has been passed, or that lies beyond the end, raises a ValueError.
         """
         if position < self._position:
             raise ValueError(
@@ -243,8 +239,9 @@ class StepCollector(Generic[AnySample]):
         self._pending = []
         for index, (sequence, rank, sample) in enumerate(carried):
             rank = rank if is_same_size else index % self._size
-            ids, own = (sample.group_index, sample.rollout_id), rank == self._rank
-            self._pending.append(self._record(sequence, rank, ids, sample if own else None))
+            own = sample if rank == self._rank else None
+            record = self._record(sequence, rank, sample.group_index, sample.rollout_id, own)
+            self._pending.append(record)
         # At another size no rank has a latest sample yet; until one does, open groups and rollouts stay open.
         self._latest = mine.latest
         if not is_same_size:
@@ -252,8 +249,9 @@ class StepCollector(Generic[AnySample]):
         self._finished, self._is_exhausted = mine.finished, False
         self._num_slots, self._num_skipped = mine.num_slots, mine.num_skipped
 
-    def _record(self, sequence: int, rank: int, ids: Ids, sample: Any) -> _Record:
-        group_index, rollout_id = ids
+    def _record(
+        self, sequence: int, rank: int, group_index: int | None, rollout_id: int | None, sample: Any
+    ) -> _Record:
         document = ("sample", sequence) if rollout_id is None else ("rollout_id", rollout_id)
         group = document if group_index is None else ("prompt group", group_index)
         unit = group if self._keeps_groups else document
@@ -314,7 +312,7 @@ class StepCollector(Generic[AnySample]):
                 if ids is not None:
                     sequence = self._num_slots + turn * self._size + rank
                     sample = slots[turn] if rank == self._rank else None
-                    records.append(self._record(sequence, rank, ids, sample))
+                    records.append(self._record(sequence, rank, *ids, sample))
         self._refuse_cut(records, self._finished)
         self._pending += records
         self._num_slots += count * self._size
@@ -337,7 +335,8 @@ class StepCollector(Generic[AnySample]):
             num_slots = len(self._pending) / len({record.unit for record in self._pending})
         return max(-(-int(num_slots) // self._size), 1)
 
-    def _ids(self, slots: Sequence[AnySample | None]) -> list[Ids | None]:
+    def _ids(self, slots: Sequence[AnySample | None]) -> list[Any]:
+        """Return each sample's `group_index` and `rollout_id`, None for a slot without a sample."""
         for sample in slots:
             if self._minds_groups and sample is not None and sample.group_index is None:
                 raise ValueError(

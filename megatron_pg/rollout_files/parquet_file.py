@@ -62,10 +62,7 @@ def _has_page_checksums(path: Path, file: Any) -> bool:
 
 
 def open_parquet(path: Path, start: int) -> tuple[int, Iterator[ParseRow]]:
-    """Open a Parquet file: the number of rows before the row group of row `start`, and the rows from there on.
-
-    A file that cannot be read, or with two columns of one name, raises a ValueError.
-    """
+    """Return the number of rows before the row group of row `start`, and the rows from there on."""
     with _naming(path):
         # Columns are read as they are decoded; otherwise those of a whole row group are held in memory first.
         file = pa.parquet.ParquetFile(

@@ -1,8 +1,4 @@
-"""Rollout files: their names, their rows one at a time, and the account by which a resumed run knows a file again.
-
-A JSON line is parsed by Python's `json`, which names what is wrong with it and refuses values that are nested too
-deeply.
-"""
+"""Rollout files: their names, their rows one at a time, and the account by which a resumed run knows a file again."""
 
 from __future__ import annotations
 
@@ -84,10 +80,7 @@ def _is_rollout_file(path: Path) -> bool:
 
 
 def open_rows(path: Path, start: int) -> Iterator[ParseRow]:
-    """Yield the rows of a file with a rollout file's name, from row `start` on.
-
-    A file that is not what its name says, or has fewer rows, raises a ValueError.
-    """
+    """Yield the rows of a file from row `start` on; a ValueError for fewer rows, or a file that is not what its name says."""
     if is_json_lines(path):
         passed, rows = 0, _lines(path)
     else:

@@ -55,14 +55,10 @@ ENGINE_COLUMNS: Mapping[str, str] = {
 """vLLM's names of three columns; read from a row that has the first two, and neither `prompt_ids` nor `response_ids`."""
 
 READ = (*COLUMNS, *ENGINE_COLUMNS.values())
-"""Columns that are read."""
 
+OTHER_FIELDS = ("group_index", "rollout_id", "loss_weights", "policy_version", "kept_tokens")
 OPTIONAL_FIELDS: Mapping[str, str] = {
-    field: field.removeprefix("old_")
-    for field in (
-        *LOG_PROB_FIELDS,
-        *("group_index", "rollout_id", "loss_weights", "policy_version", "kept_tokens"),
-    )
+    field: field.removeprefix("old_") for field in (*LOG_PROB_FIELDS, *OTHER_FIELDS)
 }
 """Optional fields of `Sample`, and the column that fills each of them."""
 
@@ -185,7 +181,6 @@ def _vector(field: str, value: Any, kind: str) -> NDArray[Any]:
 
 
 def shown(value: Any) -> str:
-    """Shorten a value for an error message."""
     value = value.item() if hasattr(value, "item") else value
     return "null" if value is None else reprlib.repr(value)
 
@@ -203,9 +198,8 @@ def with_group_advantages(
 
     Args:
         samples: this rank's samples of the step, from rollout files.
-        method: see `megatron_pg.step.advantages.group_advantages`.
+        method: see `megatron_pg.step.advantages.group_advantages`; for `allow_different_prompts` see `step_totals`.
         data_parallel_group: the data-parallel group *without* context parallelism; None is this rank alone.
-        allow_different_prompts: see `step_totals`.
 
     Returns:
         The samples, and the advantages of the whole step in rank order, for its report.

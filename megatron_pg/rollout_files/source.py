@@ -47,8 +47,7 @@ class RolloutFiles:
 
     Args:
         paths: Parquet and JSON Lines files, read in this order; of a directory, all in it by name.
-        data_parallel_rank: this rank in the data-parallel group without context parallelism.
-        data_parallel_size: the number of its ranks.
+        data_parallel_rank, data_parallel_size: of the data-parallel group without context parallelism.
         on_bad_row: `error` stops at a row that is no sample; `skip` passes and counts it.
         required_fields: optional fields of `Sample` that every row must fill, such as
             `PolicyLossConfig.required_sample_fields`.

@@ -76,11 +76,7 @@ def _exchange(kind: str, engine: tuple[int, int]) -> Case:
 
 SCALING = {"grad_scale_func": lambda loss: loss * LOSS_SCALE}
 """The loss scale of fp16."""
-RECOMPUTATION = {
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-}
+RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 GRADIENT = Case("gradient", ("end to end", "tied", "hybrid", "multi-token", "loss only"))
 CASES: Sequence[Case] = (
     GRADIENT,
@@ -88,7 +84,7 @@ CASES: Sequence[Case] = (
     Case("gspo", ("end to end", "loss only"), policy_loss="gspo"),
     Case("kept set", has_sets=True),
     Case("loss scale", settings=SCALING, loss_scale=LOSS_SCALE),
-    Case("recompute", settings=RECOMPUTATION),
+    Case("recompute", settings=RECOMPUTE),
     _auxiliary("auxiliary loss", moe_aux_loss_coeff=0.5),
     _auxiliary("router z loss", moe_z_loss_coeff=0.1),
     Case(

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.check.reference import Expected
-from megatron_pg.check.sharded_parameters import Shard
+from megatron_pg.check.sharded_parameters import Part
 from megatron_pg.loss.checksum import CHECKSUM_TOLERANCE
 from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.step.agreement import gather
@@ -113,14 +113,12 @@ class _Slice(NamedTuple):
     prints: tuple[float, ...]  # two projections of g: equal copies have equal ones
 
 
-def compare(
-    gradients: Iterable[tuple[Shard, Tensor]], expected: Expected, *, dtype: str, **step: Any
-) -> CheckRow:
+def compare(parts: Iterable[Part], expected: Expected, *, dtype: str, **step: Any) -> CheckRow:
     """Compare the ranks' slices of gradients or updates with the reference. Every rank calls it and gets the same row."""
     groups = ParallelGroups.from_parallel_state()
     place = (groups.tensor_rank, groups.context_rank, groups.data_rank, groups.pipeline_rank)
     mine = []
-    for shard, gradient in gradients:
+    for shard, gradient in parts:
         whole = expected.gradients[shard.name].double()
         numbers = _measure(gradient.double(), shard.cut(whole), whole, dtype)
         mine.append(_Slice(shard.name, shard.index, dist.get_rank(), place, *numbers))
@@ -199,12 +197,11 @@ def _replicas(
     everywhere = [(copies[0].name, spread(copies)) for copies in _grouped(slices, *AXES)]
     names = tuple(sorted({name for name, error in everywhere if error > tolerance}))
     disagreeing = [each for each in slices if each.name in names]
-    axes = tuple(
-        axis
-        for axis in AXES
-        if any(spread(copies) > tolerance for copies in _grouped(disagreeing, axis))
-    )
-    return max(error for _, error in everywhere), axes, names
+
+    def disagree(axis: str) -> bool:
+        return any(spread(copies) > tolerance for copies in _grouped(disagreeing, axis))
+
+    return max(error for _, error in everywhere), tuple(filter(disagree, AXES)), names
 
 
 def _grouped(slices: Iterable[_Slice], *ignored: str) -> Iterable[list[_Slice]]:

@@ -6,18 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core import distributed, parallel_state, tensor_parallel
 from megatron.core.enums import ModelType
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_decoder_block_spec,
-    get_gpt_mtp_block_spec,
-)
+from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -78,18 +69,14 @@ def hybrid_model(*, config: TransformerConfig, **keywords: Any) -> Any:
     return HybridModel(config=config, hybrid_layer_pattern=pattern, **keywords)
 
 
-def multi_token_model(
-    *, transformer_layer_spec: Any, vp_stage: int | None = None, **keywords: Any
-) -> GPTModel:
+def multi_token_model(**keywords: Any) -> GPTModel:
     """Make a GPTModel with the multi-token prediction of its config."""
-    config = keywords["config"]
-    is_local = transformer_layer_spec.layer_norm is TorchNorm
-    block = get_gpt_mtp_block_spec(
-        config, transformer_layer_spec, use_transformer_engine=not is_local, vp_stage=vp_stage
-    )
+    config, spec = keywords["config"], keywords["transformer_layer_spec"]
+    is_local = spec.layer_norm is TorchNorm
+    options = {"use_transformer_engine": not is_local, "vp_stage": keywords["vp_stage"]}
+    block = gpt_layer_specs.get_gpt_mtp_block_spec(config, spec, **options)
     for layer in block.layer_specs if block is not None and is_local else ():
         layer.submodules.enorm = layer.submodules.hnorm = layer.submodules.layer_norm = TorchNorm
-    keywords |= {"transformer_layer_spec": transformer_layer_spec, "vp_stage": vp_stage}
     return GPTModel(mtp_block_spec=block, **keywords)
 
 
@@ -181,7 +168,7 @@ def model_config(
         use_cpu_initialization=options.device == "cpu",
         mtp_num_layers=options.mtp_num_layers,
         gradient_accumulation_fusion=options.gradient_accumulation_fusion and sharded,
-        finalize_model_grads_func=finalize_model_grads,
+        finalize_model_grads_func=distributed.finalize_model_grads,
     )
     if options.cp_comm_type is not None and sharded:
         fields["cp_comm_type"] = options.cp_comm_type
@@ -222,7 +209,7 @@ def build_chunks(
     for vp_stage in [None] if num_stages is None else range(num_stages):
         stage: dict[str, Any] = {"vp_stage": vp_stage}
         if options.transformer_impl == "transformer_engine":
-            spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, **stage)
+            spec = gpt_layer_specs.get_gpt_decoder_block_spec(config, True, **stage)
         else:
             spec = torch_block_spec(config, vp_stage)
         keywords: dict[str, Any] = dict(
@@ -245,15 +232,15 @@ def build_chunks(
 
 def build_model(
     options: CheckOptions, config: TransformerConfig, new_model: NewModel = GPTModel, **changes: Any
-) -> list[DistributedDataParallel]:
+) -> list[distributed.DistributedDataParallel]:
     """Wrap the chunks of `build_chunks` in DDP. If the options overlap the reduction, the caller sets `config.no_sync_func`."""
-    ddp_config = DistributedDataParallelConfig(
+    ddp_config = distributed.DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.params_dtype != torch.float64,
         overlap_grad_reduce=options.overlap_grad_reduce,
         use_distributed_optimizer=options.use_distributed_optimizer,
         average_in_collective=options.average_in_collective,
     )
     return [
-        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=place > 0)
+        distributed.DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=place > 0)
         for place, chunk in enumerate(build_chunks(options, config, new_model, **changes))
     ]

@@ -122,9 +122,7 @@ class CheckOptions(Settings):
         return count
 
 
-def config_of(
-    aggregation: str, options: CheckOptions, policy_loss: str = "ppo"
-) -> PolicyLossConfig:
+def config_of(aggregation: str, options: CheckOptions, objective: str = "ppo") -> PolicyLossConfig:
     """Make a loss with KL and entropy terms, whose outer counts differ from the policy-gradient term's."""
     values: dict[str, Any] = {"loss_aggregation": aggregation}
     if aggregation == CUSTOM:
@@ -132,7 +130,7 @@ def config_of(
     elif AGGREGATIONS[aggregation].needs:
         values["loss_aggregation_divisor"] = DIVISOR
     return PolicyLossConfig(
-        policy_loss=policy_loss,
+        policy_loss=objective,
         kl_loss_coef=KL_COEFFICIENT,
         entropy_coef=ENTROPY_COEFFICIENT,
         cp_partition_mode=options.cp_partition_mode,

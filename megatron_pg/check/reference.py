@@ -99,7 +99,7 @@ class WholeModel:
     @torch.no_grad()
     def score(self, samples: Sequence[Sample]) -> Scored:
         """Score the samples and set log-probs near the scores. Every rank calls it and gets the same."""
-        mine = [
+        mine: list[Any] = [
             tuple(score.cpu() for score in self._scores(sample, self._logits([sample])[0]))
             for sample in samples[dist.get_rank() :: dist.get_world_size()]
         ]

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from megatron_pg.check.cases import Case
 from megatron_pg.check.options import LEAN_PERIOD, CheckOptions
 from megatron_pg.step.sample import Sample
 
@@ -20,12 +21,9 @@ LONG_RESPONSE, LONG_PROMPT = 1, 7
 """The places of a data-parallel rank's samples with the long response and the long prompt."""
 
 
-def samples_of(
-    options: CheckOptions, data_size: int, is_even: bool, has_sets: bool
-) -> list[Sample]:
-    """Make the samples of a kind of step (`cases.Case`)."""
-    samples = (make_even_samples if is_even else make_samples)(options, data_size)
-    return with_kept_sets(options, samples) if has_sets else samples
+def samples_of(options: CheckOptions, data_size: int, case: Case) -> list[Sample]:
+    samples = (make_even_samples if case.is_even else make_samples)(options, data_size)
+    return with_kept_sets(options, samples) if case.has_sets else samples
 
 
 def make_samples(options: CheckOptions, data_size: int) -> list[Sample]:

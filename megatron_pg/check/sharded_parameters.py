@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,8 @@ COMMON, LEAN, PULL = 0, 1, 2
 """The seeds of `set_parameters`' directions."""
 
 
-class Shard(NamedTuple):
+@dataclass(frozen=True)
+class Shard:
     """The place of a rank's slice in the whole parameter: `index` of `count` along `dimension`."""
 
     name: str
@@ -29,6 +31,10 @@ class Shard(NamedTuple):
 
     def cut(self, whole: Tensor) -> Tensor:
         return whole.chunk(self.count, self.dimension)[self.index] if self.count > 1 else whole
+
+
+Part = tuple[Shard, Tensor]
+"""A rank's slice of a gradient, or of a parameter's update, with its place."""
 
 
 def shards(model: torch.nn.Module) -> Iterator[tuple[Shard, torch.nn.Parameter]]:
@@ -56,10 +62,8 @@ def _whole_name(model: Any, name: str) -> str:
         place = parts.index("layers") + 1
         parts[place] = str(model.decoder.layers[int(parts[place])].layer_number - 1)
     if "local_experts" in parts:
-        place, ranks = (
-            parts.index("local_experts") + 1,
-            parallel_state.get_expert_model_parallel_group(),
-        )
+        place = parts.index("local_experts") + 1
+        ranks = parallel_state.get_expert_model_parallel_group()
         first = model.config.num_moe_experts // ranks.size() * ranks.rank()
         parts[place] = str(first + int(parts[place]))
     return ".".join(parts)
@@ -135,7 +139,7 @@ def _direction(seed: int, size: int) -> Tensor:
 @torch.no_grad()
 def gradient_slices(
     chunks: Sequence[Any], reference: Mapping[str, Tensor] | None = None
-) -> Iterator[tuple[Shard, Tensor]]:
+) -> Iterator[Part]:
     """Yield this rank's gradient slices: DDP's `main_grad` or a bare model's `grad`.
 
     The distributed optimizer has reduced each rank's part alone. The rest is gathered, or copied from the reference.

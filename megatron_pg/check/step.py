@@ -19,7 +19,7 @@ from megatron_pg.check.options import ADAM_EPSILON, CUSTOM, CheckOptions, config
 from megatron_pg.check.reference import Expected, Pack, Scored, WholeModel
 from megatron_pg.check.report import Checked
 from megatron_pg.check.samples import cut, cut_evenly, samples_of
-from megatron_pg.check.sharded_parameters import Shard, gradient_slices, shards
+from megatron_pg.check.sharded_parameters import Part, gradient_slices, shards
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.loss.checksum import CHECKSUM
 from megatron_pg.megatron.groups import ParallelGroups, unwrapped
@@ -78,7 +78,7 @@ def _references(options: CheckOptions, runs: Sequence[Run]) -> list[Expected]:
     for run in runs:
         case, kind = run.case, (run.case.is_even, run.case.has_sets)
         if kind not in steps:
-            steps[kind] = model.score(samples_of(options, data_size, *kind))
+            steps[kind] = model.score(samples_of(options, data_size, case))
         # Both loss modes have one reference, unless tokens weigh an auxiliary loss.
         loss_mode = (case.name, run.per_token) if case.is_even else ()
         key = (run.aggregation, case.policy_loss, kind, loss_mode)
@@ -89,18 +89,16 @@ def _references(options: CheckOptions, runs: Sequence[Run]) -> list[Expected]:
     return references
 
 
-def _packs(
-    options: CheckOptions, samples: Sequence[Sample], data_size: int, run: Run
-) -> list[Pack]:
+def _packs(options: CheckOptions, samples: Sequence[Sample], ranks: int, run: Run) -> list[Pack]:
     """Return each sample as a pack, or each micro-batch of a case with even samples."""
     if not run.case.is_even:
         return [([index], 0.0) for index in range(len(samples))]
     lengths, packs = [sample.total_length for sample in samples], []
-    for rank in range(data_size):
+    for rank in range(ranks):
         count = options.num_microbatches(rank)
-        for indices in cut_evenly(range(rank, len(samples), data_size), count):
+        for indices in cut_evenly(range(rank, len(samples), ranks), count):
             share = sum(lengths[index] for index in indices) / sum(lengths)
-            packs.append((indices, share if run.per_token else 1 / (data_size * count)))
+            packs.append((indices, share if run.per_token else 1 / (ranks * count)))
     return packs
 
 
@@ -114,7 +112,7 @@ def _build(options: CheckOptions, run: Run) -> list[Any]:
     return chunks
 
 
-def _row(run: Run, chunks: Sequence[Any], options: CheckOptions, expected: Expected) -> CheckRow:
+def _row(run: Run, chunks: list[Any], options: CheckOptions, expected: Expected) -> CheckRow:
     """Run a step, under the settings of its case, and compare it."""
     case, norm, settings = run.case, None, vars(chunks[0].config)
     before = {name: settings[name] for name in case.settings}
@@ -184,8 +182,8 @@ def train_step(
 
 
 def update(
-    chunks: Sequence[Any], options: CheckOptions, expected: Expected
-) -> tuple[float, list[tuple[Shard, Tensor]]]:
+    chunks: list[Any], options: CheckOptions, expected: Expected
+) -> tuple[float, list[Part]]:
     """Make the optimizer's first step, from minus half the expected updates. Return its gradient norm and its updates.
 
     A weight decay of 1 makes zero of every parameter before Adam's update, so that the sum is right to the last digit.
@@ -206,6 +204,6 @@ def update(
         params_dtype=torch.bfloat16 if is_bf16 else torch.float32,
         use_distributed_optimizer=options.use_distributed_optimizer,
     )
-    _, norm, _ = get_megatron_optimizer(config, list(chunks)).step()
+    _, norm, _ = get_megatron_optimizer(config, chunks).step()
     pairs = zip(slices, before, strict=True)
     return float(norm), [(s, after.detach().double() - start) for (s, after), start in pairs]

@@ -8,8 +8,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from megatron_pg.config.policy_loss import required_inputs
 from megatron_pg.explain.step import ExplainedSample, ExplainedStep, ExplainOptions
 from megatron_pg.loss.aggregation import AGGREGATIONS, Aggregation
@@ -99,9 +97,7 @@ def _aggregation_report(
     outer_count, total = mode.outer_count(totals), mode.expected_sums(totals, divisor)[0]
     # A sample's tokens together: their number, or the sum of their loss weights.
     sizes = [s.num_active_tokens if s.loss_weight is None else s.loss_weight for s in samples]
-    shares: list[float] = (
-        weights * torch.tensor(sizes, dtype=torch.float64) / (total or 1)
-    ).tolist()
+    shares: list[float] = (weights * weights.new_tensor(sizes) / (total or 1)).tolist()
     group_shares: defaultdict[int, float] = defaultdict(float)
     for sample, share in zip(samples, shares, strict=True):
         if sample.group_index is not None:

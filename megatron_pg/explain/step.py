@@ -34,10 +34,8 @@ SIZE = Interval(1, MAX_SIZE, closed=True, metavar="N")
 def _list_of_lengths(text: str) -> tuple[int, ...]:
     for part in text.split(","):
         if not (part.isdecimal() and int(part) <= MAX_TOKENS):
-            remedy = (
-                f"expected an integer from 0 to {MAX_TOKENS}; give token counts such as 200,4000"
-            )
-            raise argparse.ArgumentTypeError(f"{part!r}: {remedy}")
+            expected = f"expected an integer from 0 to {MAX_TOKENS}; give token counts"
+            raise argparse.ArgumentTypeError(f"{part!r}: {expected} such as 200,4000")
     return tuple(map(int, text.split(",")))
 
 

@@ -182,8 +182,6 @@ def _value(key: str, row: Mapping[str, Any], given: Any) -> Any:
     return given
 
 
-_TABLES = (
-    Path(__file__).with_name(f"{name}.toml") for name in ("verl", "nemo_rl", "miles", "slime")
-)
+_TABLES = map(Path(__file__).with_name, "verl.toml nemo_rl.toml miles.toml slime.toml".split())
 TRAINERS = {trainer.name: trainer for trainer in map(TrainerTable, _TABLES)}
 """By the word of `--trainer`; a launch line is taken for the first whose mark it has."""

@@ -228,9 +228,8 @@ class StepCollector(Generic[AnySample]):
                 "source has its own position, so resume with the same number"
             )
         mine = states[self._rank if is_same_size else 0]
-        compute_and_gather(
-            lambda: self._source.seek(mine.source_position), lambda _: None, self._group
-        )
+        position = mine.source_position
+        compute_and_gather(lambda: self._source.seek(position), lambda _: None, self._group)
         carried = sorted(
             (sequence, rank, sample)
             for rank, state in enumerate(states)
@@ -239,9 +238,8 @@ class StepCollector(Generic[AnySample]):
         self._pending = []
         for index, (sequence, rank, sample) in enumerate(carried):
             rank = rank if is_same_size else index % self._size
-            own = sample if rank == self._rank else None
-            record = self._record(sequence, rank, sample.group_index, sample.rollout_id, own)
-            self._pending.append(record)
+            ids, own = (sample.group_index, sample.rollout_id), rank == self._rank
+            self._pending.append(self._record(sequence, rank, ids, sample if own else None))
         # At another size no rank has a latest sample yet; until one does, open groups and rollouts stay open.
         self._latest = mine.latest
         if not is_same_size:
@@ -249,9 +247,8 @@ class StepCollector(Generic[AnySample]):
         self._finished, self._is_exhausted = mine.finished, False
         self._num_slots, self._num_skipped = mine.num_slots, mine.num_skipped
 
-    def _record(
-        self, sequence: int, rank: int, group_index: int | None, rollout_id: int | None, sample: Any
-    ) -> _Record:
+    def _record(self, sequence: int, rank: int, ids: Any, sample: Any) -> _Record:
+        group_index, rollout_id = ids
         document = ("sample", sequence) if rollout_id is None else ("rollout_id", rollout_id)
         group = document if group_index is None else ("prompt group", group_index)
         unit = group if self._keeps_groups else document
@@ -312,7 +309,7 @@ class StepCollector(Generic[AnySample]):
                 if ids is not None:
                     sequence = self._num_slots + turn * self._size + rank
                     sample = slots[turn] if rank == self._rank else None
-                    records.append(self._record(sequence, rank, *ids, sample))
+                    records.append(self._record(sequence, rank, ids, sample))
         self._refuse_cut(records, self._finished)
         self._pending += records
         self._num_slots += count * self._size

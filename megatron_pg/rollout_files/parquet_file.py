@@ -42,9 +42,8 @@ def _naming(path: Path) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError) as error:
-        raise ValueError(
-            f"{path}: expected a Parquet file that can be read ({error}): write or copy it anew"
-        ) from error
+        expected = f"expected a Parquet file that can be read ({error})"
+        raise ValueError(f"{path}: {expected}: write or copy it anew") from error
 
 
 def _has_page_checksums(path: Path, file: Any) -> bool:

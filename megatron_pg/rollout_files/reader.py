@@ -24,7 +24,7 @@ FileAccount = tuple[str, int, str]
 """Name without its folder, bytes, and a fingerprint of the contents: the same on every rank, wherever the file lies."""
 
 
-def is_json_lines(path: Path) -> bool:
+def is_json(path: Path) -> bool:
     """Return whether the name of a rollout file is that of JSON Lines and not of Parquet, in capitals or not."""
     return path.suffix.lower() in JSON_SUFFIXES
 
@@ -49,7 +49,7 @@ def files_of(paths: Sequence[str | Path]) -> list[Path]:
         files += found
     if not files:
         raise ValueError("--rollout-files: give at least one file")
-    if not all(map(is_json_lines, files)):  # before the first row is said that pyarrow is not there
+    if not all(map(is_json, files)):  # before the first row is said that pyarrow is not there
         import megatron_pg.rollout_files.parquet_file  # noqa: F401
     return files
 
@@ -81,7 +81,7 @@ def _is_rollout_file(path: Path) -> bool:
 
 def open_rows(path: Path, start: int) -> Iterator[ParseRow]:
     """Yield the rows of a file from row `start` on; a ValueError for fewer rows, or a file that is not what its name says."""
-    if is_json_lines(path):
+    if is_json(path):
         passed, rows = 0, _lines(path)
     else:
         from megatron_pg.rollout_files.parquet_file import open_parquet
@@ -89,9 +89,8 @@ def open_rows(path: Path, start: int) -> Iterator[ParseRow]:
         passed, rows = open_parquet(path, start)
     passed += sum(1 for _ in itertools.islice(rows, start - passed))
     if passed < start:
-        raise ValueError(
-            f"{path} has {passed} rows and the checkpoint stopped after {start}: the file has changed"
-        )
+        problem = f"{passed} rows and the checkpoint stopped after {start}: the file has changed"
+        raise ValueError(f"{path} has {problem}")
     yield from rows
 
 
@@ -115,10 +114,8 @@ def _parsed(line: bytes) -> Row:
     try:
         row = json.loads(line, object_pairs_hook=_with_distinct_keys)
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        found = shown(line[:40].decode(errors="replace").strip())
-        raise ValueError(
-            f"the line is no JSON ({error}): {found}, expected one JSON object"
-        ) from error
+        problem = f"no JSON ({error}): {shown(line[:40].decode(errors='replace').strip())}"
+        raise ValueError(f"the line is {problem}, expected one JSON object") from error
     if not isinstance(row, dict):
         raise ValueError(f"the line is {shown(row)}, expected one JSON object")
     return row

@@ -91,7 +91,7 @@ class RewardedSample(Sample):
 
 
 def sample_of_row(
-    row: Row, *, required_columns: Collection[str], vocab_size: int | None, **names: str
+    row: Row, *, required: Collection[str], vocab_size: int | None, **names: Any
 ) -> RewardedSample:
     """Make the sample of a row; `names` are its `name` and `id_source`.
 
@@ -102,7 +102,7 @@ def sample_of_row(
     is_ours = "prompt_ids" in row or "response_ids" in row
     if not is_ours and "prompt_token_ids" in row and "token_ids" in row:
         row = {name: row[theirs] for name, theirs in ENGINE_COLUMNS.items() if theirs in row} | row
-    for column in ("prompt_ids", "response_ids", *required_columns):
+    for column in ("prompt_ids", "response_ids", *required):
         if column not in row:
             raise ValueError(f"{column} is missing, expected {COLUMNS[column]}")
     if not {"reward", "advantages"} & row.keys():

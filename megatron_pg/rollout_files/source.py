@@ -10,13 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_pg.config.planning import OnBadRow, PlanningConfig
-from megatron_pg.rollout_files.reader import (
-    FileAccount,
-    account_of,
-    files_of,
-    is_json_lines,
-    open_rows,
-)
+from megatron_pg.rollout_files.reader import FileAccount, account_of, files_of, is_json, open_rows
 from megatron_pg.rollout_files.schema import OPTIONAL_FIELDS, ParseRow, RowError, sample_of_row
 from megatron_pg.step.ids import with_distinct_ids
 from megatron_pg.step.sample import Sample
@@ -89,9 +83,7 @@ class RolloutFiles:
         self._rank, self._size = data_parallel_rank, data_parallel_size
         self._skips_bad_rows = on_bad_row == "skip"
         columns = [OPTIONAL_FIELDS[name] for name in required_fields]
-        self._convert = functools.partial(
-            sample_of_row, required_columns=columns, vocab_size=vocab_size
-        )
+        self._convert = functools.partial(sample_of_row, required=columns, vocab_size=vocab_size)
         self._makes_ids_distinct = distinct_ids
         self._file = self._row = 0
         self.num_skipped = 0
@@ -174,7 +166,7 @@ class RolloutFiles:
             now = "is missing"
             if index < len(self._paths):
                 path, account = self._paths[index], self._accounts[index]
-                may_grow = position.file <= index == last and is_json_lines(path)
+                may_grow = position.file <= index == last and is_json(path)
                 if account == then or (may_grow and account_of(path, then[1]) == then):
                     continue
                 now = f"had other contents than {path}"

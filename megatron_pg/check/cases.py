@@ -39,8 +39,6 @@ class Case(NamedTuple):
 
 
 class Run(NamedTuple):
-    """The step and the model of a row."""
-
     model: str
     case: Case
     aggregation: str

@@ -27,7 +27,7 @@ class Finding:
         self.is_part = 0 < len(row.wrong) < row.num_parameters
         counts = [options.num_microbatches(rank) for rank in range(data_size)]
         self.micro_batches = few, many = min(counts), max(counts)
-        """The fewest and the most of a data-parallel rank."""
+        """The fewest and the most micro-batches of a data-parallel rank."""
         self.sizes = {
             "CP": options.context_parallel_size,
             "DP": data_size,
@@ -146,7 +146,6 @@ class Finding:
 
 
 def named(names: Sequence[str]) -> str:
-    """Join the first names."""
     rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + rest
 

@@ -113,8 +113,6 @@ class LogitTable(torch.nn.Module):
 
 
 class Model(NamedTuple):
-    """A kind of model for a check's steps."""
-
     new: NewModel
     changes: Mapping[str, Any]
     """The values that replace the user's options."""

@@ -21,8 +21,6 @@ from megatron_pg.config.versions import megatron_core_version
 
 
 class Checked(NamedTuple):
-    """One sharding's rows and time."""
-
     options: CheckOptions
     rows: Sequence[CheckRow]
     seconds: float
@@ -145,7 +143,6 @@ def versions() -> dict[str, str]:
 
 
 def accelerations(options: CheckOptions) -> dict[str, str]:
-    """Return the implementations of the accelerated parts of loss and model."""
     has_kernels = options.device == "cuda" and importlib.util.find_spec("triton") is not None
     return {
         "attention": "torch" if options.transformer_impl == "local" else "Transformer Engine",

@@ -30,8 +30,6 @@ examples:
 
 The rest of a launch line may be left in: what is no flag of this command, and not nearly one, is listed as not used.
 """
-ANY_BUDGET = 1
-"""Training needs --max-tokens-per-microbatch; nothing here depends on it."""
 BALANCING = "aux_loss seq_aux_loss global_aux_loss sinkhorn quantile_balancing none".split()
 """The choices of Megatron 0.19; earlier versions have some of them."""
 
@@ -99,5 +97,5 @@ def build_parser() -> argparse.ArgumentParser:
     for name in (*switches.split(), "defer-embedding-wgrad-compute"):
         add(f"--{name}", action="store_true")
     add_policy_loss_args(add_planning_args(parser))
-    parser.set_defaults(max_tokens_per_microbatch=ANY_BUDGET)
+    parser.set_defaults(max_tokens_per_microbatch=1)  # nothing here depends on it
     return parser

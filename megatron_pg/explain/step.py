@@ -22,11 +22,11 @@ from megatron_pg.step.totals import BareSample, StepTotals, step_totals
 DEFAULT_NUM_GROUPS = 32
 """Prompt groups of a step of drawn lengths, unless --docs-per-step says otherwise."""
 MAX_SAMPLES = 2**20
-"""Of a step that is not read from files: quickly made."""
+"""The most samples of a step that is not read from files: quickly made."""
 MAX_TOKENS = 2**40
-"""Of a sample: the tokens of a step still add up in 64 bits."""
+"""The most tokens of a sample: the tokens of a step still add up in 64 bits."""
 MAX_SIGMA = 10.0
-"""A factor of 22026: more is a number of tokens given by mistake."""
+"""The largest sigma, a factor of 22026: more is a number of tokens given by mistake."""
 MAX_SIZE = 2**31 - 1
 SIZE = Interval(1, MAX_SIZE, closed=True, metavar="N")
 
@@ -55,9 +55,7 @@ class ExplainOptions(Settings):
     """Options of the step and of its display. The docstring under a field is its flag's help text."""
 
     config: Annotated[PolicyLossConfig, PYTHON_ONLY]
-    """The validated flags of the policy loss."""
     planning: Annotated[PlanningConfig, PYTHON_ONLY]
-    """The validated flags that say what a step holds."""
     unused_flags: Annotated[tuple[str, ...], PYTHON_ONLY]
     """Words of the command line beyond the flags of this command."""
     lengths: Annotated[tuple[int, ...], Parsed(_list_of_lengths, "L,L,...")] = ()

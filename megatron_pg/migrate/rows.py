@@ -49,8 +49,6 @@ class Term(NamedTuple):
 
 
 class TrainerTable:
-    """One trainer, by its table."""
-
     def __init__(self, path: Path) -> None:
         table, base = tomllib.loads(path.read_text()), {}
         if "like" in table:
@@ -58,7 +56,7 @@ class TrainerTable:
         self.name: str = table["name"]
         self.source: str = table["source"]
         self.mark = re.compile(table["mark"])
-        """Of this trainer's launch lines, in keys, values or words."""
+        """The pattern that keys, values or words of this trainer's launch lines have."""
         self.settings: dict[str, Any] = base.get("settings", {}) | table["settings"]
         self.exact: dict[str, str] = base.get("exact", {}) | table.get("exact", {})
         for old, new in table.get("replace", {}).items():

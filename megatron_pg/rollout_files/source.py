@@ -41,7 +41,7 @@ class RolloutFiles:
 
     Args:
         paths: Parquet and JSON Lines files, read in this order; of a directory, all in it by name.
-        data_parallel_rank, data_parallel_size: of the data-parallel group without context parallelism.
+        data_parallel_rank: this rank among the `data_parallel_size` ranks of the group without context parallelism.
         on_bad_row: `error` stops at a row that is no sample; `skip` passes and counts it.
         required_fields: optional fields of `Sample` that every row must fill, such as
             `PolicyLossConfig.required_sample_fields`.
@@ -209,12 +209,11 @@ def validate_rollout_file(
 ) -> RolloutFileReport:
     """Check every row of rollout files, and that the rows of each prompt group and rollout follow each other.
 
-    Memory holds the ids of all prompt groups and rollouts, and one row.
+    Memory holds the ids of all prompt groups and rollouts, and one row. Arguments and errors are those of `RolloutFiles`.
 
     Args:
-        paths: the files, as for `RolloutFiles`; groups and rollouts are checked over all of them.
+        paths: the files; groups and rollouts are checked over all of them.
         max_errors: bad and scattered rows beyond these are counted and not kept.
-        required_fields, vocab_size, distinct_ids: see `RolloutFiles`, also for the errors.
     """
     files = RolloutFiles(
         paths, required_fields=required_fields, vocab_size=vocab_size, distinct_ids=distinct_ids

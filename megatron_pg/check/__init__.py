@@ -12,7 +12,7 @@ import contextlib
 import logging
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from megatron_pg.check.job import Launch, joined, prepare
 from megatron_pg.check.options import parse_options
@@ -20,7 +20,7 @@ from megatron_pg.config.versions import UnsupportedMegatronError
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the check in the job that its launcher has started. Every rank calls it.
+    """Run the check in the job that its launcher has started. Every rank calls it, and exits at once where it fails.
 
     Rank 0 prints the report on standard output. The output of libraries goes to standard error. `arguments` is the command
     line after `megatron-pg check`.
@@ -28,9 +28,6 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         The exit status, equal on every rank: 0 when every row passes, 1 when one fails, 2 for flags that cannot be
         served or an unsupported Megatron-Core.
-
-    Raises:
-        SystemExit: this rank has failed; the status is 1.
     """
     # Every rank would warn of absent optional packages and of names that will change.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
@@ -44,13 +41,17 @@ def main(arguments: Sequence[str]) -> int:
         print(f"megatron-pg check: {error}", file=sys.stderr, flush=True)
         return 2
     with joined(launch, options.device):
-        with _output_to_stderr():
+        # `megatron.training`, which the module of a custom function may import, installs such a handler.
+        for handler in logging.getLogger().handlers:
+            if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stdout:
+                handler.setStream(sys.stderr)
+        with contextlib.redirect_stdout(sys.stderr):
             # These imports need Megatron, and on the CPU its redirection.
             from megatron_pg.check import report, step
 
             if options.all:
                 checked = step.check_every_sharding(options)
-                rows = [row for each in checked for row in each.rows]
+                rows = [row for sharding in checked for row in sharding.rows]
                 summary = report.summary_as_json if wants_json else report.summary
                 text = summary(checked, launch.world_size)
             else:
@@ -60,16 +61,3 @@ def main(arguments: Sequence[str]) -> int:
         if launch.rank == 0:
             print(text, flush=True)
     return 0 if all(row.passed for row in rows) else 1
-
-
-@contextlib.contextmanager
-def _output_to_stderr() -> Iterator[None]:
-    """Send standard output to standard error meanwhile, and the root logger's handlers on standard output for good.
-
-    `megatron.training` installs such a handler, and the module of a custom function may import it.
-    """
-    for handler in logging.getLogger().handlers:
-        if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stdout:
-            handler.setStream(sys.stderr)
-    with contextlib.redirect_stdout(sys.stderr):
-        yield

@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from megatron_pg.check.options import CheckOptions, has_gradient_accumulation_fusion
 from megatron_pg.config import versions
 
 LOSS_SCALE = 2.0**16
-AUXILIARY_COEFFICIENT, Z_COEFFICIENT, LOGIT_COEFFICIENT = 0.5, 0.1, 0.01
 CASE_AGGREGATION = "prompt_mean"
 """The aggregation of rows that run once."""
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """A kind of step."""
 
     name: str
     models: tuple[str, ...] = ("end to end",)
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = {}
     """Fields of the model's configuration during the step."""
-    builds: Mapping[str, Any] = field(default_factory=dict)
+    builds: Mapping[str, Any] = {}
     """The check's options that its model is built with."""
     policy_loss: str = "ppo"
     loss_scale: float = 1.0
@@ -42,8 +39,6 @@ class Case:
 
 
 class Run(NamedTuple):
-    """The step and the model of a row."""
-
     model: str
     case: Case
     aggregation: str
@@ -79,11 +74,7 @@ def _exchange(kind: str, engine: tuple[int, int]) -> Case:
 
 SCALING = {"grad_scale_func": lambda loss: loss * LOSS_SCALE}
 """The loss scale of fp16."""
-RECOMPUTATION = {
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-}
+RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 GRADIENT = Case("gradient", ("end to end", "tied", "hybrid", "multi-token", "loss only"))
 CASES: Sequence[Case] = (
     GRADIENT,
@@ -91,13 +82,13 @@ CASES: Sequence[Case] = (
     Case("gspo", ("end to end", "loss only"), policy_loss="gspo"),
     Case("kept set", has_sets=True),
     Case("loss scale", settings=SCALING, loss_scale=LOSS_SCALE),
-    Case("recompute", settings=RECOMPUTATION),
-    _auxiliary("auxiliary loss", moe_aux_loss_coeff=AUXILIARY_COEFFICIENT),
-    _auxiliary("router z loss", moe_z_loss_coeff=Z_COEFFICIENT),
+    Case("recompute", settings=RECOMPUTE),
+    _auxiliary("auxiliary loss", moe_aux_loss_coeff=0.5),
+    _auxiliary("router z loss", moe_z_loss_coeff=0.1),
     Case(
         "every token",
         is_even=True,
-        logit_coefficient=LOGIT_COEFFICIENT,
+        logit_coefficient=0.01,
         lacks=lambda options: "--fused-lm-head" if options.fused_lm_head else "",
     ),
     # Older engines refuse packed sequences (attention/dot_product_attention/context_parallel.py); all refuse a2a+p2p.
@@ -127,13 +118,12 @@ def _has_both_modes(case: Case, options: CheckOptions) -> bool:
     """Return whether a case differs in per-token mode and Megatron computes it rightly there."""
     # The mistaken versions count a rank's tokens after sequence parallelism has split them too.
     is_split = options.context_parallel_size > 1 or options.sequence_parallel
-    is_right = versions.per_token_moe_under_context_parallel_is_right()
-    return case.name in ("auxiliary loss", "router z loss") and (is_right or not is_split)
+    is_right = versions.per_token_moe_under_context_parallel_is_right() or not is_split
+    return is_right and case.name in ("auxiliary loss", "router z loss")
 
 
 def not_checked(options: CheckOptions) -> dict[str, str]:
     """Return the features that this check leaves out, each with the reason."""
-    has_engine = options.transformer_impl == "transformer_engine"
     is_one_rank = options.context_parallel_size == 1
     is_contiguous = options.cp_partition_mode == "contiguous"
     has_both_modes = any(_has_both_modes(case, options) for case in CASES)
@@ -149,7 +139,7 @@ def not_checked(options: CheckOptions) -> dict[str, str]:
         if case.builds and case.builds["cp_comm_type"] != options.cp_comm_type
     }
     table = {
-        "Transformer Engine's attention": (has_engine, engine),
+        "Transformer Engine's attention": (options.transformer_impl != "local", engine),
         "--dtype bf16": (options.dtype == "bf16", not_asked),
         **{f"--cp-comm-type {kind}": (not why, why) for kind, why in exchanges.items()},
         "--cp-partition-mode contiguous": (is_one_rank or is_contiguous, not_asked),

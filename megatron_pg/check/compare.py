@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.check.reference import Expected
-from megatron_pg.check.sharded_parameters import Shard
+from megatron_pg.check.sharded_parameters import Part
 from megatron_pg.loss.checksum import CHECKSUM_TOLERANCE
 from megatron_pg.megatron.groups import ParallelGroups
+from megatron_pg.step.agreement import gather
 
 TOLERANCES = {"fp32": 1e-6, "bf16": 2e-2}
 AXES = ("TP", "CP", "DP", "PP")
@@ -56,9 +57,8 @@ class CheckRow:
     wrong: tuple[str, ...] = ()
     """The parameters that are beyond the tolerance on some rank."""
     wrong_ratio: float = 1.0
-    """The `common_ratio` of the wrong slices alone."""
+    """The `common_ratio` of the wrong slices alone, as `wrong_scaled_error` is their `scaled_error`."""
     wrong_scaled_error: float = 0.0
-    """The `scaled_error` of the wrong slices alone."""
     wrong_ranks: tuple[int, ...] = ()
     wrong_stages: tuple[int, ...] = ()
     """Pipeline stages that hold a wrong parameter."""
@@ -67,14 +67,13 @@ class CheckRow:
     replica_axes: tuple[str, ...] = ()
     """The `AXES` along which copies disagree while all other coordinates are equal."""
     replica_parameters: tuple[str, ...] = ()
-    """The parameters whose copies disagree."""
-
-    # The properties say whether numbers are the reference's. NaN is not.
 
     @property
     def tolerance(self) -> float:
         """The bound of the gradient error. The loss and the gradient norm have twice this bound."""
         return TOLERANCES[self.dtype]
+
+    # These tell whether numbers are the reference's. NaN is not.
 
     @property
     def loss_agrees(self) -> bool:
@@ -83,11 +82,8 @@ class CheckRow:
 
     @property
     def norm_agrees(self) -> bool:
-        """Return whether the optimizer's gradient norm, if any, is the reference's."""
-        found, expected = self.gradient_norm, self.reference_norm
-        if found is None or expected is None:
-            return True
-        return abs(found - expected) <= 2 * self.tolerance * expected
+        found, expected = self.gradient_norm, self.reference_norm or 0.0
+        return found is None or abs(found - expected) <= 2 * self.tolerance * expected
 
     @property
     def samples_counted_once(self) -> bool:
@@ -104,50 +100,29 @@ class CheckRow:
 
 
 class _Slice(NamedTuple):
-    """One rank's slice of one gradient, compared with the reference's."""
+    """One rank's slice g of one gradient, compared with the reference's."""
 
     name: str
-    part: int
-    """The `Shard`'s index."""
+    part: int  # the `Shard`'s index
     rank: int
     place: tuple[int, ...]
-    """The rank's coordinates, in the order of `AXES`."""
     error: float
-    product: float
-    """<g, reference>; `square` is <reference, reference>, `own_square` <g, g>."""
-    square: float
-    own_square: float
-    prints: tuple[float, ...]
-    """Two projections of g. Equal copies have equal projections."""
+    product: float  # <g, reference>
+    square: float  # <reference, reference>
+    own_square: float  # <g, g>
+    prints: tuple[float, ...]  # two projections of g: equal copies have equal ones
 
 
-def compare(
-    found: Iterable[tuple[Shard, Tensor]],
-    expected: Expected,
-    owned: Sequence[Tensor] = (),
-    *,
-    dtype: str,
-    **step: Any,
-) -> CheckRow:
-    """Compare the ranks' slices with the reference. Every rank of the world calls it and gets the same row.
-
-    Args:
-        found: this rank's slices of the gradients, or of the parameters' updates.
-        expected: the whole tensors. A parameter that no rank holds raises a RuntimeError.
-        owned: masks of the elements of each slice that count on this rank; empty: all count.
-        dtype, step: the row's fields up to the gradient norm.
-    """
+def compare(parts: Iterable[Part], expected: Expected, *, dtype: str, **step: Any) -> CheckRow:
+    """Compare the ranks' slices of gradients or updates with the reference. Every rank calls it and gets the same row."""
     groups = ParallelGroups.from_parallel_state()
     place = (groups.tensor_rank, groups.context_rank, groups.data_rank, groups.pipeline_rank)
     mine = []
-    for number, (shard, gradient) in enumerate(found):
-        whole = expected.gradients[shard.name]
-        if owned:
-            gradient = torch.where(owned[number], gradient, shard.cut(whole).to(gradient))
-        mine.append(_compare_slice(shard, gradient.double(), whole.double(), place, dtype))
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, mine)
-    slices: list[_Slice] = list(itertools.chain(*gathered))
+    for shard, gradient in parts:
+        whole = expected.gradients[shard.name].double()
+        numbers = _measure(gradient.double(), shard.cut(whole), whole, dtype)
+        mine.append(_Slice(shard.name, shard.index, dist.get_rank(), place, *numbers))
+    slices = list(itertools.chain(*gather(mine, dist.group.WORLD)))
     if missing := expected.gradients.keys() - {each.name for each in slices}:
         raise RuntimeError(f"no rank holds {sorted(missing)}, which the unsharded model has")
     worst = max(slices, key=lambda each: each.error)
@@ -179,21 +154,17 @@ def compare(
     )
 
 
-def _compare_slice(
-    shard: Shard, found: Tensor, whole: Tensor, place: tuple[int, ...], dtype: str
-) -> _Slice:
-    expected = shard.cut(whole)
-    difference = found - expected
+def _measure(gradient: Tensor, expected: Tensor, whole: Tensor, dtype: str) -> tuple[Any, ...]:
+    """Return the error, the products and the projections of a `_Slice`."""
+    difference = gradient - expected
     if dtype == "bf16":
         error = _quotient(float(difference.norm()), float(expected.norm()))
     else:
         error = _quotient(float(difference.abs().max()), float(whole.abs().max()))
-    numbers = torch.arange(found.numel(), device=found.device, dtype=torch.float64)
-    prints = [float(found.flatten() @ torch.cos(step * numbers)) for step in (1.0, 2.3)]
-    products = (found * expected, expected.square(), found.square())
-    product, square, own_square = (float(each.sum()) for each in products)
-    origin = (shard.name, shard.index, dist.get_rank(), place)
-    return _Slice(*origin, error, product, square, own_square, tuple(prints))
+    numbers = torch.arange(gradient.numel(), device=gradient.device, dtype=torch.float64)
+    prints = tuple(float(gradient.flatten() @ torch.cos(step * numbers)) for step in (1.0, 2.3))
+    products = (gradient * expected, expected.square(), gradient.square())
+    return error, *(float(product.sum()) for product in products), prints
 
 
 def _quotient(error: float, scale: float) -> float:
@@ -226,20 +197,18 @@ def _replicas(
     everywhere = [(copies[0].name, spread(copies)) for copies in _grouped(slices, *AXES)]
     names = tuple(sorted({name for name, error in everywhere if error > tolerance}))
     disagreeing = [each for each in slices if each.name in names]
-    axes = tuple(
-        axis
-        for axis in AXES
-        if any(spread(copies) > tolerance for copies in _grouped(disagreeing, axis))
-    )
-    return max(error for _, error in everywhere), axes, names
+
+    def disagree(axis: str) -> bool:
+        return any(spread(copies) > tolerance for copies in _grouped(disagreeing, axis))
+
+    return max(error for _, error in everywhere), tuple(filter(disagree, AXES)), names
 
 
-def _grouped(slices: Sequence[_Slice], *ignored: str) -> Iterator[list[_Slice]]:
+def _grouped(slices: Iterable[_Slice], *ignored: str) -> Iterable[list[_Slice]]:
     """Group the slices of one part of one parameter on ranks that differ along the ignored axes alone."""
-
-    def key(each: _Slice) -> tuple[Any, ...]:
+    groups: dict[tuple[object, ...], list[_Slice]] = {}
+    for each in slices:
         place = zip(AXES, each.place, strict=True)
-        return each.name, each.part, *(c for axis, c in place if axis not in ignored)
-
-    for _, copies in itertools.groupby(sorted(slices, key=key), key):
-        yield list(copies)
+        key = each.name, each.part, *(number for axis, number in place if axis not in ignored)
+        groups.setdefault(key, []).append(each)
+    return groups.values()

@@ -12,13 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from megatron_pg.check.compare import CheckRow
 from megatron_pg.check.finding import Finding, instead, named
 from megatron_pg.check.options import CheckOptions
+from megatron_pg.config.fields import flag_of
 
 
 def diagnoses(rows: Sequence[CheckRow], options: CheckOptions, world_size: int) -> list[str]:
     """Name the likely mistake behind each failed row; "" for a passed one."""
     data_size = world_size // options.model_parallel_size
-    findings = [Finding(row, rows, options, data_size) for row in rows]
-    return ["" if each.row.passed else _words(each) for each in findings]
+    return ["" if row.passed else _words(Finding(row, rows, options, data_size)) for row in rows]
 
 
 def _words(f: Finding) -> str:
@@ -167,17 +167,14 @@ def _of_the_loss(f: Finding) -> str:
 
 
 def _backward(f: Finding) -> str:
-    flags = ("overlap_grad_reduce", "use_distributed_optimizer")
-    chosen = [f"--{flag.replace('_', '-')}" for flag in flags if getattr(f.options, flag)]
-    reduction = ""
+    causes = ["the backward of a micro-batch is missing or done twice (the schedule)"]
     if f.data_size * f.sizes["CP"] > 1:
-        reduction = ", or the reduction leaves the gradients of one rank"
-    if chosen:
-        reduction += f", or DDP reduces too little or too early (without {' or '.join(chosen)})"
-    return (
-        "the reported loss and the weights of its tokens are right and their gradient is not: the backward of a "
-        f"micro-batch is missing or done twice (the schedule){reduction}{_at(f)}{f.mode()}"
-    )
+        causes.append("the reduction leaves the gradients of one rank")
+    flags = ("overlap_grad_reduce", "use_distributed_optimizer")
+    if chosen := [flag_of(flag) for flag in flags if getattr(f.options, flag)]:
+        causes.append(f"DDP reduces too little or too early (without {' or '.join(chosen)})")
+    known = "the reported loss and the weights of its tokens are right and their gradient is not"
+    return f"{known}: {', or '.join(causes)}{_at(f)}{f.mode()}"
 
 
 def _of_the_model(f: Finding) -> str:
@@ -194,13 +191,9 @@ def _of_the_model(f: Finding) -> str:
     known = "the loss-only rows pass, so the loss is right"
     if f.same("loss only") is None:
         known = "there are no loss-only rows to judge the loss by (run it again without --fused-lm-head)"
-    side = "forward"
-    if row.loss_agrees:
-        side = "backward, or what hardly moves the loss in its forward,"
-    suspects = ", or at ".join(_suspects(f))
-    return (
-        f"{known}: the model's {side} is wrong, {f.worst()}{_at(f)}; look at {suspects}{f.mode()}"
-    )
+    backward = "backward, or what hardly moves the loss in its forward,"
+    wrong = f"the model's {backward if row.loss_agrees else 'forward'} is wrong, {f.worst()}"
+    return f"{known}: {wrong}{_at(f)}; look at {', or at '.join(_suspects(f))}{f.mode()}"
 
 
 def _suspects(f: Finding) -> Iterator[str]:

@@ -9,8 +9,8 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,8 +28,7 @@ FAILURE = "megatron_pg_check/" + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0
 """The key of the message that the first rank to fail leaves in the job's store."""
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """This process's place in the job, as torchrun and its like export it."""
 
     rank: int
@@ -38,21 +37,17 @@ class Launch:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Launch:
-        """Read RANK, WORLD_SIZE and LOCAL_RANK; one process without them.
-
-        Raises:
-            ValueError: some variables are missing, or SLURM has started several tasks without them.
-        """
+        """Read RANK, WORLD_SIZE and LOCAL_RANK; one process without them. A ValueError names the missing ones."""
         tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
-        if "WORLD_SIZE" not in environment and tasks > 1:
+        world_size = int(environment.get("WORLD_SIZE", "0"))
+        if not world_size and tasks > 1:
             raise ValueError(
                 f"srun has started {tasks} tasks, and none of them knows its rank: WORLD_SIZE is not set. Start one torchrun "
                 "a node (srun --ntasks-per-node 1 torchrun ...), or export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID "
                 "WORLD_SIZE=$SLURM_NTASKS MASTER_ADDR MASTER_PORT in every task"
             )
-        if "WORLD_SIZE" not in environment:
+        if not world_size:
             return cls(0, 1, 0)
-        world_size = int(environment["WORLD_SIZE"])
         needed = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
         missing = [name for name in needed if name not in environment]
         if world_size > 1 and missing:
@@ -65,12 +60,7 @@ class Launch:
 
 
 def prepare(launch: Launch, device: str) -> None:
-    """Choose this process's device, "cpu" or "cuda", before any import of Megatron.
-
-    Raises:
-        ValueError: the process has no GPU of its own.
-        UnsupportedMegatronError: Megatron-Core is missing or of an unsupported version.
-    """
+    """Choose this process's device, "cpu" or "cuda", before any import of Megatron."""
     # Megatron requires 1 under tensor and context parallelism before Blackwell.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     # NCCL would log to standard output, which is the report's.
@@ -112,7 +102,15 @@ def joined(launch: Launch, device: str) -> Iterator[None]:
         yield
     except Exception as error:
         finished.set()
-        _report(error, launch, failures)
+        own = first = f"rank {launch.rank} failed: {type(error).__name__}: {error}"
+        # The store is lost with the process that holds it.
+        with contextlib.suppress(RuntimeError):
+            first = failures.compare_set(FAILURE, "", own).decode()
+        if first == own:
+            traceback.print_exception(error)
+        _say(launch, first)
+        # The store may end with this process.
+        time.sleep(2 * POLL_SECONDS)
         raise SystemExit(1) from None
     finished.set()
     dist.barrier(device_ids=[torch.cuda.current_device()] if device == "cuda" else None)
@@ -131,19 +129,6 @@ def _watch(launch: Launch, failures: Store, finished: threading.Event) -> None:
         _say(launch, first)
         # The shutdowns of the interpreter and of NCCL may wait for peers that never answer.
         os._exit(1)
-
-
-def _report(error: Exception, launch: Launch, failures: Store) -> None:
-    """Print the reason why this rank ends: its own error, or the earlier failure of another rank."""
-    own = first = f"rank {launch.rank} failed: {type(error).__name__}: {error}"
-    # The store is lost with the process that holds it.
-    with contextlib.suppress(RuntimeError):
-        first = failures.compare_set(FAILURE, "", own).decode()
-    if first == own:
-        traceback.print_exception(error)
-    _say(launch, first)
-    # The store may end with this process.
-    time.sleep(2 * POLL_SECONDS)
 
 
 def _say(launch: Launch, first: str | None) -> None:

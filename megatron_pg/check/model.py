@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core import distributed, parallel_state, tensor_parallel
 from megatron.core.enums import ModelType
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_decoder_block_spec,
-    get_gpt_mtp_block_spec,
-)
+from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -30,6 +20,9 @@ from megatron_pg.check.options import CheckOptions
 from megatron_pg.check.sharded_parameters import set_parameters
 from megatron_pg.config.versions import needs_kept_pipeline_outputs
 from megatron_pg.megatron.cpu.layer_spec import TorchNorm, torch_block_spec
+
+NewModel = Callable[..., torch.nn.Module]
+"""The maker of a chunk from GPTModel's keyword arguments."""
 
 
 def initialize_groups(options: CheckOptions, *, sharded: bool = True) -> None:
@@ -49,7 +42,7 @@ def tied_model(**keywords: Any) -> GPTModel:
     return GPTModel(**keywords | {"share_embeddings_and_output_weights": True})
 
 
-def hybrid_model(*, config: TransformerConfig, **keywords: Any) -> torch.nn.Module:
+def hybrid_model(*, config: TransformerConfig, **keywords: Any) -> Any:
     """Make a HybridModel of the config's number of layers, attention and MLP by turns, in plain torch."""
     # Old versions lack these modules.
     from megatron.core.models.hybrid import hybrid_block
@@ -63,7 +56,7 @@ def hybrid_model(*, config: TransformerConfig, **keywords: Any) -> torch.nn.Modu
 
     def part(module: Any, *names: str) -> ModuleSpec:
         parts = {name: getattr(layer, name) for name in names}
-        return ModuleSpec(module=module, submodules=TransformerLayerSubmodules(**parts))
+        return ModuleSpec(module, submodules=TransformerLayerSubmodules(**parts))
 
     layers = hybrid_block.HybridStackSubmodules(
         attention_layer=part(
@@ -71,35 +64,26 @@ def hybrid_model(*, config: TransformerConfig, **keywords: Any) -> torch.nn.Modu
         ),
         mlp_layer=part(MLPLayer, "pre_mlp_layernorm", "mlp", "mlp_bda"),
     )
-    model: torch.nn.Module = HybridModel(
-        config=config,
-        hybrid_stack_spec=ModuleSpec(module=hybrid_block.HybridStack, submodules=layers),
-        hybrid_layer_pattern=("*-" * config.num_layers)[: config.num_layers],
-        **keywords,
-    )
-    return model
+    keywords["hybrid_stack_spec"] = ModuleSpec(hybrid_block.HybridStack, submodules=layers)
+    pattern = ("*-" * config.num_layers)[: config.num_layers]
+    return HybridModel(config=config, hybrid_layer_pattern=pattern, **keywords)
 
 
-def multi_token_model(
-    *, transformer_layer_spec: Any, vp_stage: int | None = None, **keywords: Any
-) -> GPTModel:
+def multi_token_model(**keywords: Any) -> GPTModel:
     """Make a GPTModel with the multi-token prediction of its config."""
-    config = keywords["config"]
-    is_local = transformer_layer_spec.layer_norm is TorchNorm
-    block = get_gpt_mtp_block_spec(
-        config, transformer_layer_spec, use_transformer_engine=not is_local, vp_stage=vp_stage
-    )
+    config, spec = keywords["config"], keywords["transformer_layer_spec"]
+    is_local = spec.layer_norm is TorchNorm
+    options = {"use_transformer_engine": not is_local, "vp_stage": keywords["vp_stage"]}
+    block = gpt_layer_specs.get_gpt_mtp_block_spec(config, spec, **options)
     for layer in block.layer_specs if block is not None and is_local else ():
         layer.submodules.enorm = layer.submodules.hnorm = layer.submodules.layer_norm = TorchNorm
-    keywords |= {"transformer_layer_spec": transformer_layer_spec, "vp_stage": vp_stage}
     return GPTModel(mtp_block_spec=block, **keywords)
 
 
 class LogitTable(torch.nn.Module):
-    """A model for the loss alone. Its parameters are logits, one row for each token id.
+    """A model for the loss alone, whose parameters are logits, one row for each token id.
 
     Its pipeline stages pass on a hidden state that changes no logit, so that every stage has a gradient to send.
-    Its keyword arguments are GPTModel's. It ignores most of them.
     """
 
     def __init__(
@@ -118,7 +102,6 @@ class LogitTable(torch.nn.Module):
             tensor_parallel.set_tensor_model_parallel_attributes(self.table, True, 1, 1)
 
     def set_input_tensor(self, input_tensor: Any) -> None:
-        """Take the previous stage's output; the schedule calls it."""
         self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
     def forward(self, input_ids: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -126,64 +109,42 @@ class LogitTable(torch.nn.Module):
         hidden = self.untouched.repeat(input_ids.shape[1], 1, 1)
         if self.input_tensor is not None:
             hidden = hidden + self.input_tensor
-        if not self.post_process:
-            return hidden
-        return self.table[input_ids] + 0.0 * hidden.sum()
+        return self.table[input_ids] + 0.0 * hidden.sum() if self.post_process else hidden
 
 
-@dataclass(frozen=True)
-class Model:
-    """A kind of model for a check's steps."""
-
-    new: Callable[..., torch.nn.Module]
-    """The maker of a chunk from GPTModel's keyword arguments."""
+class Model(NamedTuple):
+    new: NewModel
     changes: Mapping[str, Any]
     """The values that replace the user's options."""
     is_run: Callable[[CheckOptions], bool] = lambda options: True
 
 
-ONE_TOKEN: dict[str, Any] = {"mtp_num_layers": None}
-DENSE: dict[str, Any] = {
-    "num_experts": None,
-    "expert_model_parallel_size": 1,
-    "expert_tensor_parallel_size": 1,
-}
-PLAIN = ONE_TOKEN | DENSE
-LOCAL: dict[str, Any] = {"transformer_impl": "local"}
-FP32: dict[str, Any] = {"dtype": "fp32"}
+ONE_TOKEN = {"mtp_num_layers": None}
+DENSE = {"num_experts": None, "expert_model_parallel_size": 1, "expert_tensor_parallel_size": 1}
+PLAIN: dict[str, Any] = ONE_TOKEN | DENSE
+LOCAL = {"transformer_impl": "local"}
+FP32 = {"dtype": "fp32"}
 MODELS = {
     "end to end": Model(GPTModel, ONE_TOKEN),
     "tied": Model(tied_model, PLAIN),
     "hybrid": Model(hybrid_model, PLAIN | LOCAL, lambda options: options.hybrid_model),
     "multi-token": Model(multi_token_model, DENSE, lambda options: bool(options.mtp_num_layers)),
+    # Its parameters are float32 logits. It has no output layer to fuse.
     "loss only": Model(LogitTable, PLAIN | LOCAL | FP32, lambda options: not options.fused_lm_head),
 }
-"""The models. `end to end` is a GPT model in the user's dtype. `tied` is one with learned positions and one weight for
-embedding and output layer. `hybrid` is a HybridModel. `multi-token` is a GPT model with multi-token prediction.
-`loss only` has float32 logits for parameters, and no output layer to fuse."""
 
 
 def model_config(
-    options: CheckOptions,
-    *,
-    calculate_per_token_loss: bool = False,
-    sharded: bool = True,
-    dtype: torch.dtype | None = None,
-    **changes: Any,
+    options: CheckOptions, *, sharded: bool = True, dtype: torch.dtype | None = None, **changes: Any
 ) -> TransformerConfig:
-    """Make the config of a few thousand parameters, without dropout or fusions but the attention's.
-
-    `changes` override any field. Without `sharded` every rank has the whole model. `dtype` is the type of parameters
-    and activations, by default the options'.
-    """
+    """Make the config of a few thousand parameters, without dropout or fusions but the attention's. `changes` override fields."""
     dtype = dtype or (torch.bfloat16 if options.dtype == "bf16" else torch.float32)
     sizes = options.parallel_sizes(sharded)
-    # The sharding cannot split fewer heads and layers. Transformer Engine's a2a splits heads too.
-    has_engine = options.transformer_impl == "transformer_engine"
-    splits = options.tensor_model_parallel_size * (
-        options.context_parallel_size if has_engine else 1
-    )
-    num_query_groups = max(2, splits)
+    # The sharding cannot split fewer heads and layers.
+    num_query_groups = options.tensor_model_parallel_size
+    if options.transformer_impl == "transformer_engine":
+        num_query_groups *= options.context_parallel_size  # its a2a splits heads too
+    num_query_groups = max(2, num_query_groups)
     # Fused attention takes no smaller heads. On the slow CPU they are smaller.
     head_size = 32 if options.device == "cuda" else 8
     fields: dict[str, Any] = dict(
@@ -203,51 +164,41 @@ def model_config(
         # Megatron refuses variable lengths with any other, in dense models too.
         moe_token_dispatcher_type="alltoall",
         use_cpu_initialization=options.device == "cpu",
-        calculate_per_token_loss=calculate_per_token_loss,
         mtp_num_layers=options.mtp_num_layers,
         gradient_accumulation_fusion=options.gradient_accumulation_fusion and sharded,
-        finalize_model_grads_func=finalize_model_grads,
+        finalize_model_grads_func=distributed.finalize_model_grads,
     )
     if options.cp_comm_type is not None and sharded:
         fields["cp_comm_type"] = options.cp_comm_type
     if options.num_experts is not None:
-        fields |= _expert_fields(options.num_experts, dtype)
+        # A token leaves out one of three or more experts: the auxiliary loss would be constant otherwise. In bf16 it
+        # leaves out none: rounding would decide between experts, and gradients would differ much.
+        leaves_one_out = options.num_experts > 2 and dtype != torch.bfloat16
+        fields |= {
+            "num_moe_experts": options.num_experts,
+            "moe_router_topk": options.num_experts - leaves_one_out,
+            # The row of that name sets the coefficient.
+            "moe_router_load_balancing_type": "aux_loss",
+            "moe_aux_loss_coeff": 0.0,
+            # In float32, Transformer Engine's product would be in TF32 (error 1e-4 on an H200).
+            "moe_router_dtype": "fp32" if dtype == torch.bfloat16 else "fp64",
+            "add_bias_linear": False,
+        }
     if sizes["virtual_pipeline_model_parallel_size"] is not None:
-        keeps_outputs = needs_kept_pipeline_outputs()
         fields |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
-        fields["deallocate_pipeline_outputs"] = not keeps_outputs
+        fields["deallocate_pipeline_outputs"] = not needs_kept_pipeline_outputs()
     return TransformerConfig(**fields | changes)
-
-
-def _expert_fields(num_experts: int, dtype: torch.dtype) -> dict[str, Any]:
-    # A token leaves out one of three or more experts: the auxiliary loss would be constant otherwise. In bf16 it leaves
-    # out none: rounding would decide between experts, and gradients would differ much.
-    leaves_one_out = num_experts > 2 and dtype != torch.bfloat16
-    return {
-        "num_moe_experts": num_experts,
-        "moe_router_topk": num_experts - leaves_one_out,
-        # The row of that name sets the coefficient.
-        "moe_router_load_balancing_type": "aux_loss",
-        "moe_aux_loss_coeff": 0.0,
-        # In float32, Transformer Engine's product would be in TF32 (error 1e-4 on an H200).
-        "moe_router_dtype": "fp32" if dtype == torch.bfloat16 else "fp64",
-        "add_bias_linear": False,
-    }
 
 
 def build_chunks(
     options: CheckOptions,
     config: TransformerConfig,
-    new_model: Callable[..., torch.nn.Module] = GPTModel,
+    new_model: NewModel = GPTModel,
     *,
     same_parameters: bool = True,
     **changes: Any,
 ) -> list[torch.nn.Module]:
-    """Build this rank's chunks of a model, without DDP, from a result of `model_config`.
-
-    `new_model` makes a chunk from GPTModel's keyword arguments, which `changes` override. With `same_parameters` it has the
-    parameters of `set_parameters` in place of Megatron's random ones.
-    """
+    """Build this rank's chunks of a model without DDP, with the parameters of `set_parameters` or Megatron's random ones."""
     num_stages = config.virtual_pipeline_model_parallel_size
     longest = 2 * options.context_parallel_size * options.tokens_per_chunk
     # Megatron's rotary positions follow the zigzag.
@@ -256,7 +207,7 @@ def build_chunks(
     for vp_stage in [None] if num_stages is None else range(num_stages):
         stage: dict[str, Any] = {"vp_stage": vp_stage}
         if options.transformer_impl == "transformer_engine":
-            spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, **stage)
+            spec = gpt_layer_specs.get_gpt_decoder_block_spec(config, True, **stage)
         else:
             spec = torch_block_spec(config, vp_stage)
         keywords: dict[str, Any] = dict(
@@ -278,22 +229,16 @@ def build_chunks(
 
 
 def build_model(
-    options: CheckOptions,
-    config: TransformerConfig,
-    new_model: Callable[..., torch.nn.Module] = GPTModel,
-    **changes: Any,
-) -> list[DistributedDataParallel]:
-    """Wrap the chunks of `build_chunks` in Megatron's DDP, which reduces in float32, or a float64 model in float64.
-
-    If the options overlap the reduction, the caller sets `config.no_sync_func`.
-    """
-    ddp_config = DistributedDataParallelConfig(
+    options: CheckOptions, config: TransformerConfig, new_model: NewModel = GPTModel, **changes: Any
+) -> list[distributed.DistributedDataParallel]:
+    """Wrap the chunks of `build_chunks` in DDP. If the options overlap the reduction, the caller sets `config.no_sync_func`."""
+    ddp_config = distributed.DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.params_dtype != torch.float64,
         overlap_grad_reduce=options.overlap_grad_reduce,
         use_distributed_optimizer=options.use_distributed_optimizer,
         average_in_collective=options.average_in_collective,
     )
     return [
-        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=place > 0)
+        distributed.DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=place > 0)
         for place, chunk in enumerate(build_chunks(options, config, new_model, **changes))
     ]

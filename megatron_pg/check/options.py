@@ -86,13 +86,12 @@ class CheckOptions(Settings):
 
     @property
     def model_parallel_size(self) -> int:
-        """The number of processes of one copy of the model. The rest of the world is data parallel."""
+        """The number of processes of one copy of the model."""
         model_size = self.tensor_model_parallel_size * self.pipeline_model_parallel_size
         return model_size * self.context_parallel_size
 
     @property
     def num_chunks(self) -> int:
-        """The pipeline's number of chunks."""
         return self.pipeline_model_parallel_size * (self.virtual_pipeline_model_parallel_size or 1)
 
     @property
@@ -102,8 +101,8 @@ class CheckOptions(Settings):
 
     @property
     def padded_vocab_size(self) -> int:
-        """The output layer's columns, padded to the same number on every tensor-parallel rank."""
-        return _ceil(self.vocab_size + 1, self.tensor_model_parallel_size)
+        """The output layer's columns, one or more beyond the tokenizer's, equally many on every tensor-parallel rank."""
+        return self.vocab_size + 1 + -(self.vocab_size + 1) % self.tensor_model_parallel_size
 
     @property
     def tokens_per_chunk(self) -> int:
@@ -113,21 +112,17 @@ class CheckOptions(Settings):
 
     def num_microbatches(self, data_rank: int) -> int:
         """Return a data-parallel rank's M: five or six by turns, more if the pipeline needs more."""
+        count = max(5, self.pipeline_model_parallel_size + 2)
         # Ranks of one expert-parallel group exchange tokens in every micro-batch and so have equal M.
-        more = data_rank % 2 if self.expert_model_parallel_size == 1 else 0
-        count = max(5, self.pipeline_model_parallel_size + 2) + more
+        if self.expert_model_parallel_size == 1:
+            count += data_rank % 2
         # Interleaved pipelines need multiples.
-        is_interleaved = self.virtual_pipeline_model_parallel_size is not None
-        return _ceil(count, self.pipeline_model_parallel_size) if is_interleaved else count
+        if self.virtual_pipeline_model_parallel_size is not None:
+            count += -count % self.pipeline_model_parallel_size
+        return count
 
 
-def _ceil(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
-
-
-def config_of(
-    aggregation: str, options: CheckOptions, policy_loss: str = "ppo"
-) -> PolicyLossConfig:
+def config_of(aggregation: str, options: CheckOptions, objective: str = "ppo") -> PolicyLossConfig:
     """Make a loss with KL and entropy terms, whose outer counts differ from the policy-gradient term's."""
     values: dict[str, Any] = {"loss_aggregation": aggregation}
     if aggregation == CUSTOM:
@@ -135,7 +130,7 @@ def config_of(
     elif AGGREGATIONS[aggregation].needs:
         values["loss_aggregation_divisor"] = DIVISOR
     return PolicyLossConfig(
-        policy_loss=policy_loss,
+        policy_loss=objective,
         kl_loss_coef=KL_COEFFICIENT,
         entropy_coef=ENTROPY_COEFFICIENT,
         cp_partition_mode=options.cp_partition_mode,
@@ -144,12 +139,7 @@ def config_of(
 
 
 def parse_options(arguments: Sequence[str], *, world_size: int = 0) -> tuple[CheckOptions, bool]:
-    """Return the options and the flag `--json`. A world size of 0 passes every check.
-
-    Raises:
-        SystemExit: argparse exits for unknown flags and --help.
-        ValueError: flags cannot be served here or do not go together; one error names all of them.
-    """
+    """Return the options and the flag `--json`, or raise one ValueError with all faults. A world size of 0 passes every check."""
     parser = ProgramParser(
         prog="megatron-pg check",
         allow_abbrev=False,
@@ -172,7 +162,6 @@ def parse_options(arguments: Sequence[str], *, world_size: int = 0) -> tuple[Che
 
 
 def has_transformer_engine() -> bool:
-    """Return whether Transformer Engine and its libraries can be imported."""
     try:
         import transformer_engine.pytorch  # noqa: F401
     except (ImportError, OSError, RuntimeError):
@@ -181,11 +170,9 @@ def has_transformer_engine() -> bool:
 
 
 def has_gradient_accumulation_fusion(options: CheckOptions) -> bool:
-    """Return whether a GEMM can add up weight gradients here."""
-    if options.device == "cpu":
-        return False
-    extension = importlib.util.find_spec("fused_weight_gradient_mlp_cuda")
-    return options.transformer_impl == "transformer_engine" or extension is not None
+    has_engine = options.transformer_impl == "transformer_engine"
+    has_apex = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+    return options.device == "cuda" and (has_engine or has_apex)
 
 
 def violations_of_sizes(options: CheckOptions, world_size: int) -> Iterator[str]:
@@ -195,17 +182,16 @@ def violations_of_sizes(options: CheckOptions, world_size: int) -> Iterator[str]
     experts, expert_size = options.num_experts, options.expert_model_parallel_size
     expert_tensor_size = options.expert_tensor_parallel_size
     stages, chunks = options.virtual_pipeline_model_parallel_size, options.num_chunks
-    dense = "tensor-model-parallel-size * --pipeline-model-parallel-size * --context-parallel-size"
-    sparse = "expert-model-parallel-size * --pipeline-model-parallel-size * --expert-tensor-parallel-size"
-    sizes = {
-        dense: options.model_parallel_size,
-        sparse: expert_size * pipeline_size * expert_tensor_size,
-    }
-    for flags, size in sizes.items():
+    dense, sparse = options.model_parallel_size, expert_size * pipeline_size * expert_tensor_size
+    for size, first, last in (
+        (dense, "tensor-model", "context"),
+        (sparse, "expert-model", "expert-tensor"),
+    ):
         if world_size % size:
             yield (
-                f"{world_size} processes were started, and --{flags} = {size} must divide them: torchrun "
-                f"--nproc-per-node {math.lcm(*sizes.values())} -m megatron_pg check ..."
+                f"{world_size} processes were started, and --{first}-parallel-size * --pipeline-model-parallel-size * "
+                f"--{last}-parallel-size = {size} must divide them: torchrun --nproc-per-node {math.lcm(dense, sparse)} "
+                "-m megatron_pg check ..."
             )
     if options.num_layers is not None and options.num_layers % chunks:
         yield f"--num-layers {options.num_layers} with {chunks} pipeline chunks: give a multiple of that number"
@@ -238,26 +224,23 @@ def violations_of_sizes(options: CheckOptions, world_size: int) -> Iterator[str]
 
 
 def shardings(options: CheckOptions, world_size: int) -> Iterator[CheckOptions]:
-    """Yield the options with every sharding of `world_size` processes.
-
-    TP with and without SP, PP, VPP 1 and 2, CP and, with experts, EP vary. The rest is data parallel.
-    """
+    """Yield the options with every sharding of `world_size` processes: TP with and without SP, PP, VPP 1 and 2, CP, EP."""
     sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
-    for tensor, pipeline, context, expert in itertools.product(sizes, repeat=4):
-        for sequence_parallel, chunks in itertools.product((False, True), (None, 2)):
-            each = replace(
-                options,
-                all=False,
-                tensor_model_parallel_size=tensor,
-                pipeline_model_parallel_size=pipeline,
-                virtual_pipeline_model_parallel_size=chunks,
-                context_parallel_size=context,
-                expert_model_parallel_size=expert,
-                sequence_parallel=sequence_parallel,
-                hybrid_model=options.hybrid_model and pipeline == 1,
-            )
-            if not any(violations_of_sizes(each, world_size)):
-                yield each
+    axes = (sizes, sizes, sizes, sizes, (False, True), (None, 2))
+    for tensor, pipeline, context, expert, sequence_parallel, chunks in itertools.product(*axes):
+        sharding = replace(
+            options,
+            all=False,
+            tensor_model_parallel_size=tensor,
+            pipeline_model_parallel_size=pipeline,
+            virtual_pipeline_model_parallel_size=chunks,
+            context_parallel_size=context,
+            expert_model_parallel_size=expert,
+            sequence_parallel=sequence_parallel,
+            hybrid_model=options.hybrid_model and pipeline == 1,
+        )
+        if not any(violations_of_sizes(sharding, world_size)):
+            yield sharding
 
 
 def _violations_of_machine(options: CheckOptions) -> Iterator[str]:

@@ -5,19 +5,19 @@ The loss shares no code with the reducers, the token window or the scale contrac
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megatron_pg.check.cases import Case
-from megatron_pg.check.model import build_chunks, model_config
+from megatron_pg.check.cases import Case, Run
+from megatron_pg.check.model import NewModel, build_chunks, model_config
 from megatron_pg.check.options import (
     ADAM_EPSILON,
     CUSTOM,
@@ -31,6 +31,7 @@ from megatron_pg.check.samples import with_log_probs
 from megatron_pg.check.sharded_parameters import gradient_slices
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.loss.from_logits import policy_loss_from_log_probs
+from megatron_pg.step.agreement import gather
 from megatron_pg.step.batch import pack
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import step_totals
@@ -39,52 +40,49 @@ Scores = tuple[Tensor, Tensor]
 """[response] log-probs and entropies of a sample, float64."""
 Scored = tuple[Sequence[Sample], Sequence[Scores]]
 """The samples of a step, with old and reference log-probs, and a model's scores of them."""
+Pack = tuple[list[int], float]
+"""The indices of a micro-batch's samples, and the weight of its losses beside the policy's."""
 
 
-@dataclass(frozen=True)
-class Expected:
-    """The step's whole loss, and its whole gradients by name."""
+class Expected(NamedTuple):
+    """The step's samples, its whole loss, and its whole gradients by name."""
 
+    samples: Sequence[Sample]
     loss: float
     gradients: dict[str, Tensor]
     norm: float | None = None
     """The norm of all gradients, if `gradients` has the optimizer's updates instead."""
 
     def after_update(self) -> Expected:
-        """Replace the gradients by the updates of Adam's first step, if each parameter is minus half its update.
+        """Replace the gradients by the updates of Adam's first step, as `step.update` makes it.
 
-        Learning rate and weight decay are 1. The gradients are clipped to half their norm. Adam adds
-        `-g / (|g| + epsilon)`. The decay adds minus the parameter, which is as much again.
+        The gradients are clipped to half their norm. Adam adds `-g / (|g| + epsilon)`. The decay adds minus the
+        parameter, which is as much again.
         """
         norm = math.sqrt(sum(float(each.square().sum()) for each in self.gradients.values()))
         clip = 0.5 * norm / (norm + 1e-6)
         clipped = {name: clip * each for name, each in self.gradients.items()}
         updated = {name: -2.0 * g / (g.abs() + ADAM_EPSILON) for name, g in clipped.items()}
-        return replace(self, gradients=updated, norm=norm)
+        return self._replace(gradients=updated, norm=norm)
 
 
 class WholeModel:
-    """The unsharded model of some options, made by `new_model`, one on every rank.
+    """The unsharded model of some options, one on every rank. The ranks share out the samples and add up their gradients."""
 
-    The reference of float32 is in float64, so that the comparison measures the float32 run's error alone. The ranks
-    divide the samples among them and add up their gradients.
-    """
-
-    def __init__(self, options: CheckOptions, new_model: Callable[..., torch.nn.Module]) -> None:
+    def __init__(self, options: CheckOptions, new_model: NewModel) -> None:
         self._options = options
+        # In float64 the comparison measures the float32 run's error alone.
         dtype = torch.float64 if options.dtype == "fp32" else torch.bfloat16
         self.config = model_config(options, sharded=False, dtype=dtype)
         # `_loss_ahead` computes this loss in Megatron's place.
         self._scale_ahead = float(self.config.mtp_loss_scaling_factor or 0.0)
         self.config.mtp_loss_scaling_factor = 0.0
         self._module = build_chunks(options, self.config, new_model)[0].to(dtype)
-        # These three hold for the call that runs.
+        # Of the call that runs: logits of multi-token prediction by depth, [tokens, experts] float64 of each layer's router,
+        # and [tokens] positions in their sequences.
         self._ahead: list[Tensor] = []
-        """The output layer's logits of multi-token prediction, by depth."""
         self._router_logits: list[Tensor] = []
-        """[tokens, experts] float64 of each layer's router."""
         self._positions = torch.zeros(0)
-        """[tokens] positions in their sequences."""
         for name, module in self._module.named_modules():
             place = name.rsplit(".", 1)[-1]
             if place == "output_layer" and options.mtp_num_layers is not None:
@@ -101,62 +99,49 @@ class WholeModel:
     @torch.no_grad()
     def score(self, samples: Sequence[Sample]) -> Scored:
         """Score the samples and set log-probs near the scores. Every rank calls it and gets the same."""
-        rank, size = dist.get_rank(), dist.get_world_size()
-        mine = [
-            tuple(each.cpu() for each in self._scores(sample, self._logits([sample])[0]))
-            for sample in samples[rank::size]
+        mine: list[Any] = [
+            tuple(score.cpu() for score in self._scores(sample, self._logits([sample])[0]))
+            for sample in samples[dist.get_rank() :: dist.get_world_size()]
         ]
-        gathered: list[list[Scores]] = [[]] * size
-        dist.all_gather_object(gathered, mine)
-        scores = [gathered[place % size][place // size] for place in range(len(samples))]
+        in_turn = itertools.zip_longest(*gather(mine, dist.group.WORLD))
+        scores = [score for score in itertools.chain(*in_turn) if score is not None]
         return with_log_probs(samples, [log_probs for log_probs, _ in scores]), scores
 
-    def expected(
-        self,
-        step: Scored,
-        aggregation: str,
-        case: Case,
-        micro_batches: Sequence[tuple[Sequence[int], float]] = (),
-    ) -> Expected:
-        """Compute the loss and the gradients of a step from a result of `score`. Every rank calls it.
-
-        `micro_batches` has, for each pack, its samples' indices and the weight of its losses beside the policy's. Without
-        any, each sample is a pack.
-        """
+    def expected(self, step: Scored, run: Run, packs: Sequence[Pack]) -> Expected:
+        """Compute the loss and the gradients of a step from a result of `score`. Every rank calls it."""
         samples, scores = step
         leaves = [(a.clone().requires_grad_(), b.clone().requires_grad_()) for a, b in scores]
-        if aggregation == CUSTOM:
+        if run.aggregation == CUSTOM:
             loss = self._custom_loss(samples, leaves)
         else:
-            loss = _reference_loss(aggregation, case.policy_loss, samples, leaves)
+            loss = _reference_loss(run.aggregation, run.case.policy_loss, samples, leaves)
         loss.backward()  # type: ignore[no-untyped-call]
         # Many sums in bf16 would lose digits.
         gradients: dict[str, Tensor] = {
             shard.name: torch.zeros_like(part, dtype=torch.float64)
             for shard, part in gradient_slices([self._module])
         }
-        micro_batches = micro_batches or [([index], 0.0) for index in range(len(samples))]
-        for indices, weight in micro_batches[dist.get_rank() :: dist.get_world_size()]:
+        for indices, weight in packs[dist.get_rank() :: dist.get_world_size()]:
             self._module.zero_grad(set_to_none=True)
             packed = [samples[index] for index in indices]
             logits = self._logits(packed)
-            scored = map(self._scores, packed, logits)
-            outputs = [score for sample_scores in scored for score in sample_scores]
-            wanted = [leaf.grad for index in indices for leaf in leaves[index]]
+            outputs = itertools.chain(*map(self._scores, packed, logits))
+            wanted = (leaf.grad for index in indices for leaf in leaves[index])
+            losses = [
+                (output * gradient.to(output)).sum()
+                for output, gradient in zip(outputs, wanted, strict=True)
+                if gradient is not None
+            ]
             if self._options.mtp_num_layers is not None:
-                outputs.append(self._loss_ahead(packed, samples))
-                wanted.append(torch.ones(()))
-            if case.is_even:
-                outputs.append(self._loss_beside(case, torch.cat(logits)))
-                wanted.append(torch.tensor(weight))
-            pairs = zip(outputs, wanted, strict=True)
-            wanted = [torch.zeros_like(o) if w is None else w.to(o) for o, w in pairs]
-            torch.autograd.backward(outputs, wanted)
+                losses.append(self._loss_ahead(packed, samples))
+            if run.case.is_even:
+                losses.append(weight * self._loss_beside(run.case, torch.cat(logits)))
+            torch.autograd.backward(losses)
             for shard, part in gradient_slices([self._module]):
                 gradients[shard.name] += part.double()
         for gradient in gradients.values():
             dist.all_reduce(gradient)
-        return Expected(float(loss.detach()), gradients)
+        return Expected(samples, float(loss.detach()), gradients)
 
     def _custom_loss(self, samples: Sequence[Sample], leaves: Sequence[Scores]) -> Tensor:
         """Call the user's functions with the whole step at once, as one micro-batch on one rank."""
@@ -164,8 +149,7 @@ class WholeModel:
         parts = (torch.cat(part).to(device) for part in zip(*leaves, strict=True))
         totals = step_totals(samples, allow_different_group_sizes=True)
         config, batch = config_of(CUSTOM, self._options), pack(samples).to(device)
-        loss, _ = policy_loss_from_log_probs(config, batch, *parts, totals=totals)
-        return loss
+        return policy_loss_from_log_probs(config, batch, *parts, totals=totals)[0]
 
     def _loss_ahead(self, packed: Sequence[Sample], samples: Sequence[Sample]) -> Tensor:
         """Return a pack's multi-token loss, over the active tokens of all samples: 0-d float64."""
@@ -185,11 +169,8 @@ class WholeModel:
         return loss * self._scale_ahead / (depths * active)
 
     def _loss_beside(self, case: Case, logits: Tensor) -> Tensor:
-        """Return a pack's losses beside the policy's, from its routers and from all tokens' logits: 0-d float64.
-
-        Switch Transformers (arXiv 2101.03961) define the load-balancing loss, here for several experts a token. ST-MoE
-        (arXiv 2202.08906) defines the z loss.
-        """
+        """Return a pack's losses beside the policy's, from its routers and from all tokens' logits: 0-d float64."""
+        # The load-balancing loss of Switch Transformers (arXiv 2101.03961), and the z loss of ST-MoE (arXiv 2202.08906).
         loss = case.logit_coefficient * logits.double().square().sum()
         balance, z = (case.settings.get(f"moe_{name}_loss_coeff", 0.0) for name in ("aux", "z"))
         for scores in self._router_logits:
@@ -211,8 +192,7 @@ class WholeModel:
         self._positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
         self._ahead.clear()
         self._router_logits.clear()
-        positions = self._positions[None]
-        logits = self._module(tokens[None], positions, None, packed_seq_params=packed)
+        logits = self._module(tokens[None], self._positions[None], None, packed_seq_params=packed)
         return list(torch.split(logits[0], lengths))
 
     def _scores(self, sample: Sample, logits: Tensor) -> Scores:
@@ -220,10 +200,9 @@ class WholeModel:
         # The logits of a position score the next token.
         scored = logits[sample.prompt_length - 1 : -1, : self._options.vocab_size].double()
         is_dropped = torch.zeros_like(scored, dtype=torch.bool)
-        for token in range(len(sample.kept_tokens or ())):
-            if len(ids := sample.kept_tokens.row(token).to(logits.device)):  # type: ignore[union-attr]
-                is_dropped[token] = True
-                is_dropped[token, ids] = False
+        if (kept := sample.kept_tokens) is not None:
+            is_dropped[kept.sizes > 0] = True
+            is_dropped[kept.row_of_element(), kept.values] = False
         rows = torch.log_softmax(scored.masked_fill(is_dropped, -math.inf), dim=-1)
         targets = sample.tokens[sample.prompt_length :].to(logits.device)
         kept_rows = rows.masked_fill(is_dropped, 0.0)  # 0 times minus infinity is no number
@@ -243,8 +222,7 @@ def _reference_loss(
     terms = []
     for sample, (log_probs, entropy) in zip(samples, scores, strict=True):
         fields = ("loss_mask", "advantages", "old_log_probs", "ref_log_probs")
-        values = (torch.as_tensor(getattr(sample, field)).to(log_probs) for field in fields)
-        mask, advantages, old, ref = values
+        mask, advantages, old, ref = (getattr(sample, field).to(log_probs) for field in fields)
         log_ratio = log_probs - old
         if policy_loss == "gspo":
             # The value is the sequence's mean. Each token has the gradient of its own log-prob.
@@ -267,7 +245,7 @@ def _reference_loss(
 
 
 def _row_weight(aggregation: str, samples: Sequence[Sample], sample: Sample) -> float:
-    """Compute a sample's token weight by the functions of the aggregation's row. The row's author answers for them."""
+    """Take the token weight of an aggregation that this file does not know from its row, whose author answers for it."""
     row, totals = AGGREGATIONS[aggregation], step_totals(samples, allow_different_group_sizes=True)
     divisors = row.divisors_of(totals, [sample], DIVISOR if row.needs else None)
     return 1 / (float(divisors[0]) * row.outer_count(totals))

@@ -7,8 +7,8 @@ import importlib.metadata
 import importlib.util
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -20,10 +20,7 @@ from megatron_pg.check.options import CheckOptions, has_transformer_engine
 from megatron_pg.config.versions import megatron_core_version
 
 
-@dataclass(frozen=True)
-class Checked:
-    """One sharding's rows and time."""
-
+class Checked(NamedTuple):
     options: CheckOptions
     rows: Sequence[CheckRow]
     seconds: float
@@ -77,45 +74,41 @@ def as_text(rows: Sequence[CheckRow], options: CheckOptions, world_size: int) ->
 def summary(checked: Sequence[Checked], world_size: int) -> str:
     """Write a line for each sharding, its failed rows below it, and the verdict."""
     lines, wrong = [], 0
-    for each in checked:
-        worst = max(each.rows, key=lambda row: row.gradient_error / row.tolerance)
-        failed = sum(not row.passed for row in each.rows)
-        wrong += failed > 0
+    for options, rows, seconds in checked:
+        worst = max(rows, key=lambda row: row.gradient_error / row.tolerance)
+        failed = [row for row in rows if not row.passed]
+        wrong += bool(failed)
         lines.append(
-            f"{f'FAIL {failed}' if failed else 'PASS':<8}{len(each.rows):>3} rows, worst {worst.gradient_error:.1e} of "
-            f"{worst.tolerance:.0e}, {each.seconds:4.0f} s  {_sharding(each.options, world_size)}"
+            f"{f'FAIL {len(failed)}' if failed else 'PASS':<8}{len(rows):>3} rows, worst {worst.gradient_error:.1e} of "
+            f"{worst.tolerance:.0e}, {seconds:4.0f} s  {_sharding(options, world_size)}"
         )
-        lines += _lines(each.rows, each.options, world_size, only_failed=True)
+        lines += _lines(rows, options, world_size, only_failed=True)
     verdict = f"FAIL: {wrong} of" if wrong else "PASS: every gradient is the unsharded one in"
     return "\n".join([*lines, "", f"{verdict} {len(checked)} shardings"])
 
 
 def summary_as_json(checked: Sequence[Checked], world_size: int) -> str:
     """List the reports of `as_json`."""
-    reports = (as_json(each.rows, each.options, world_size) for each in checked)
-    return f"[{', '.join(reports)}]"
+    return f"[{', '.join(as_json(rows, options, world_size) for options, rows, _ in checked)}]"
 
 
 def _lines(
     rows: Sequence[CheckRow], options: CheckOptions, world_size: int, *, only_failed: bool = False
-) -> list[str]:
-    """Write a line for each row, and its diagnosis below a failed one."""
-    lines = []
+) -> Iterator[str]:
+    """Yield a line for each row, and its diagnosis below a failed one."""
     for row, words in zip(rows, diagnoses(rows, options, world_size), strict=True):
+        if row.passed and only_failed:
+            continue
         mode = "per token" if row.calculate_per_token_loss else "per micro-batch"
-        line = (
+        yield (
             f"{row.model:<12}{row.dtype:<6}{row.aggregation:<13}{mode:<16}{row.what:<15}{row.loss:>12.6f}"
-            f"{row.gradient_error:>9.1e}{row.replica_error:>10.1e}{row.tolerance:>11.0e}  "
+            f"{row.gradient_error:>9.1e}{row.replica_error:>10.1e}{row.tolerance:>11.0e}  {'PASS' if row.passed else 'FAIL'}"
         )
         if not row.passed:
-            lines += [f"{line}FAIL", f"{'':<12}{words}"]
-        elif not only_failed:
-            lines.append(f"{line}PASS")
-    return lines
+            yield f"{'':<12}{words}"
 
 
 def _sharding(options: CheckOptions, world_size: int) -> str:
-    """Put the sharding in words."""
     stages = options.virtual_pipeline_model_parallel_size
     parts = {
         f"TP {options.tensor_model_parallel_size}{' + SP' if options.sequence_parallel else ''}": True,
@@ -150,7 +143,6 @@ def versions() -> dict[str, str]:
 
 
 def accelerations(options: CheckOptions) -> dict[str, str]:
-    """Return the implementations of the accelerated parts of loss and model."""
     has_kernels = options.device == "cuda" and importlib.util.find_spec("triton") is not None
     return {
         "attention": "torch" if options.transformer_impl == "local" else "Transformer Engine",

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from megatron_pg.check.cases import Case
 from megatron_pg.check.options import LEAN_PERIOD, CheckOptions
 from megatron_pg.step.sample import Sample
 
@@ -18,29 +19,23 @@ PROMPTS, RESPONSES = (3, 2, 1, 2), (5, 2, 8, 1, 6, 4, 9, 3, 4, 5)
 samples: float32 loses least if a GEMM sums over few tokens and every gradient is the mean of many."""
 LONG_RESPONSE, LONG_PROMPT = 1, 7
 """The places of a data-parallel rank's samples with the long response and the long prompt."""
-SAMPLES_PER_RANK, MANY_RANKS = 20, 16
 
 
-def samples_of(
-    options: CheckOptions, data_size: int, is_even: bool, has_sets: bool
-) -> list[Sample]:
-    """Make the samples of a kind of step (`cases.Case`)."""
-    samples = (make_even_samples if is_even else make_samples)(options, data_size)
-    return with_kept_sets(options, samples) if has_sets else samples
+def samples_of(options: CheckOptions, data_size: int, case: Case) -> list[Sample]:
+    samples = (make_even_samples if case.is_even else make_samples)(options, data_size)
+    return with_kept_sets(options, samples) if case.has_sets else samples
 
 
 def make_samples(options: CheckOptions, data_size: int) -> list[Sample]:
-    """Make all samples of the step. A data-parallel rank has `[rank::data_size]`.
+    """Make all samples of the step, without log-probs. A data-parallel rank has `[rank::data_size]`.
 
-    Lengths differ. Masks are partial, and some are empty. Groups span all ranks. One rollout lies in two micro-batches
-    or on two ranks. Two samples of each rank span several tiles of an attention kernel and all chunks of every
-    context-parallel rank. `with_log_probs` sets old and reference log-probs from a model's scores.
+    Masks are partial, and some are empty. Groups span all ranks. One rollout lies in two micro-batches or on two ranks.
     """
     draw = _Draw(options, seed=20)
+    # Two samples of each rank span several tiles of an attention kernel and all chunks of every context-parallel rank.
     long = 2 * options.context_parallel_size * options.tokens_per_chunk - 1
     prompts = [draw.prompt(length) for length in (*PROMPTS, long - 9)]
-    per_rank = SAMPLES_PER_RANK if data_size <= MANY_RANKS else SAMPLES_PER_RANK // 2
-    count = data_size * max(per_rank, options.num_microbatches(1))
+    count = data_size * max(20 if data_size <= 16 else 10, options.num_microbatches(1))
     samples = []
     for index in range(count):
         place, rank = divmod(index, data_size)
@@ -80,7 +75,6 @@ class _Draw:
         return ids[torch.randint(len(ids), (count,), generator=self._generator)]
 
     def prompt(self, length: int) -> Tensor:
-        """Draw [length] ids of the vocabulary."""
         return self._tokens(self._ids, length)
 
     def sample(self, prompt: Tensor, length: int, group: int, rollout_id: int) -> Sample:
@@ -104,19 +98,17 @@ class _Draw:
 
 
 def with_kept_sets(options: CheckOptions, samples: Sequence[Sample]) -> list[Sample]:
-    """Add sets that the tokens might have been sampled from: two to nine ids, and for one token in five all ids.
-
-    No set has the token alone: every model's log-prob would be 0, and `with_log_probs` would move it.
-    """
+    """Add sets that the tokens might have been sampled from: two to nine ids, and for one token in five all ids."""
     generator = torch.Generator().manual_seed(23)
 
-    def of_token(target: int) -> list[int]:
+    def kept_ids(target: int) -> list[int]:
         size = int(torch.randint(1, 11, (1,), generator=generator))
         order = torch.randperm(options.vocab_size, generator=generator).tolist()
+        # Alone, a token would have the log-prob 0 under every model, and `with_log_probs` would move it.
         return [] if size > 8 else [target, *(id for id in order if id != target)][: size + 1]
 
     responses = [sample.tokens[sample.prompt_length :].tolist() for sample in samples]
-    sets: list[Any] = [list(map(of_token, targets)) for targets in responses]
+    sets: list[Any] = [list(map(kept_ids, targets)) for targets in responses]
     return [replace(s, kept_tokens=kept) for s, kept in zip(samples, sets, strict=True)]
 
 
@@ -135,10 +127,7 @@ def with_log_probs(samples: Sequence[Sample], log_probs: Sequence[Tensor]) -> li
 
 
 def cut(samples: Sequence[Sample], num_microbatches: int) -> list[list[Sample]]:
-    """Cut a data-parallel rank's samples into uneven micro-batches. The middle one is empty.
-
-    All others have a gradient, so that the check sees the loss of any one of them.
-    """
+    """Cut a data-parallel rank's samples into uneven micro-batches, all with a gradient but the empty one in the middle."""
     micro_batches: list[list[Sample]] = [[] for _ in range(num_microbatches - 1)]
     for place, sample in enumerate(samples):
         # The first takes the empty one's share too.

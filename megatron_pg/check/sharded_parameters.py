@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,37 +30,32 @@ class Shard:
     count: int
 
     def cut(self, whole: Tensor) -> Tensor:
-        """Return this slice of a whole tensor."""
         return whole.chunk(self.count, self.dimension)[self.index] if self.count > 1 else whole
+
+
+Part = tuple[Shard, Tensor]
+"""A rank's slice of a gradient, or of a parameter's update, with its place."""
 
 
 def shards(model: torch.nn.Module) -> Iterator[tuple[Shard, torch.nn.Parameter]]:
     """Yield each parameter of an unwrapped chunk with its place in the whole model."""
     for name, parameter in model.named_parameters():
-        dimension, rank, size = 0, 0, 1
+        dimension, ranks = 0, None
         if ".experts." in name:
             # An expert's first layer is cut by rows, its second by columns.
-            dimension, (rank, size) = int("linear_fc2" in name), _place("expert_tensor_parallel")
+            dimension = int("linear_fc2" in name)
+            ranks = parallel_state.get_expert_tensor_parallel_group()
         elif getattr(parameter, "tensor_model_parallel", False):
             dimension = int(getattr(parameter, "partition_dim", 0))
-            rank, size = _place("tensor_model_parallel")
-        yield Shard(_whole_name(model, name), dimension, rank, size), parameter
-
-
-def _place(group: str) -> tuple[int, int]:
-    """Return this rank's place in a group of Megatron's parallel state, and the group's size."""
-    rank, size = (
-        getattr(parallel_state, f"get_{group}_{what}")() for what in ("rank", "world_size")
-    )
-    return rank, size
+            ranks = parallel_state.get_tensor_model_parallel_group()
+        index, count = (ranks.rank(), ranks.size()) if ranks else (0, 1)
+        yield Shard(_whole_name(model, name), dimension, index, count), parameter
 
 
 def _whole_name(model: Any, name: str) -> str:
-    """Return the name in the unsharded model, with global layer and expert numbers.
-
-    A tied output layer on another pipeline stage is a copy of the embedding.
-    """
+    """Return the name in the unsharded model, with global layer and expert numbers."""
     if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
+        # On another pipeline stage a tied output layer is a copy of the embedding.
         return "embedding.word_embeddings.weight"
     parts = name.split(".")
     if "layers" in parts and parts[0] == "decoder":
@@ -68,26 +63,25 @@ def _whole_name(model: Any, name: str) -> str:
         parts[place] = str(model.decoder.layers[int(parts[place])].layer_number - 1)
     if "local_experts" in parts:
         place = parts.index("local_experts") + 1
-        rank, size = _place("expert_model_parallel")
-        parts[place] = str(model.config.num_moe_experts // size * rank + int(parts[place]))
+        ranks = parallel_state.get_expert_model_parallel_group()
+        first = model.config.num_moe_experts // ranks.size() * ranks.rank()
+        parts[place] = str(first + int(parts[place]))
     return ".".join(parts)
 
 
 @torch.no_grad()
 def set_parameters(model: Any) -> None:
-    """Give every parameter values that depend on its name in the whole model alone.
+    """Give every parameter values that depend on its name in the whole model alone, so that every sharding is one function.
 
-    Every sharding of the model is then the same function, without a checkpoint. float32 computes its gradients to a few
-    parts in ten million at any depth. Layers add little to the residual stream, so that every parameter's gradient is
-    judged by its own size. All rows of the embedding share a direction. In the embedding and the output layer eight ids
-    lean one way and the next eight the other (`LEAN_PERIOD`). A step whose responses have ids of the first kind pulls
-    every parameter one way at every token. A tensor-parallel rank's sixteen or more ids include both kinds.
+    float32 computes its gradients to a few parts in ten million at any depth. Layers add little to the residual stream,
+    so that every parameter's gradient is judged by its own size. All rows of the embedding share a direction. In the
+    embedding and the output layer eight ids lean one way and the next eight the other (`LEAN_PERIOD`): responses of the
+    first eight pull every parameter one way at every token, and every tensor-parallel rank has ids of both kinds.
     """
     for shard, parameter in shards(model):
         generator = torch.Generator().manual_seed(zlib.crc32(shard.name.encode()))
         shape = list(parameter.shape)
-        if shard.count > 1:
-            shape[shard.dimension] *= shard.count
+        shape[shard.dimension] *= shard.count
         whole = torch.randn(shape, generator=generator)
         if "norm" in shard.name:
             whole = 0.1 * whole + (0.0 if shard.name.endswith("bias") else 1.0)
@@ -142,35 +136,27 @@ def _direction(seed: int, size: int) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(seed))
 
 
-def gradient_slices(chunks: Sequence[Any]) -> Iterator[tuple[Shard, Tensor]]:
+@torch.no_grad()
+def gradient_slices(
+    chunks: Sequence[Any], reference: Mapping[str, Tensor] | None = None
+) -> Iterator[Part]:
     """Yield this rank's gradient slices: DDP's `main_grad` or a bare model's `grad`.
 
-    The distributed optimizer has reduced each rank's part alone. The rest is fetched.
+    The distributed optimizer has reduced each rank's part alone. The rest is gathered, or copied from the reference.
     """
     for chunk in chunks:
-        for gradients, part, ranks in _buckets(chunk):
-            dist.all_gather_into_tensor(gradients, part.clone(), group=ranks)
-        for shard, parameter in shards(unwrapped(chunk)):
+        slices: list[tuple[Shard, Any]] = list(shards(unwrapped(chunk)))
+        buckets = [(grads, own, own.clone(), ranks) for grads, own, ranks in _buckets(chunk)]
+        if buckets and reference is not None:
+            for shard, parameter in slices:
+                parameter.main_grad.copy_(shard.cut(reference[shard.name]))
+        for gradients, own, kept, ranks in buckets:
+            if reference is None:
+                dist.all_gather_into_tensor(gradients, kept, group=ranks)
+            own.copy_(kept)
+        for shard, parameter in slices:
             gradient = getattr(parameter, "main_grad", parameter.grad)
             yield shard, torch.zeros_like(parameter) if gradient is None else gradient.detach()
-
-
-@torch.no_grad()
-def owned_elements(chunks: Sequence[Any]) -> list[Tensor]:
-    """Return masks of the `gradient_slices` elements that this rank's distributed optimizer updates; none without it."""
-    if not chunks[0].ddp_config.use_distributed_optimizer:
-        return []
-    owned = []
-    for chunk in chunks:
-        kept = [(gradients, gradients.clone()) for gradients, _, _ in _buckets(chunk)]
-        for gradients, part, _ in _buckets(chunk):
-            gradients.zero_()
-            part.fill_(1.0)
-        parameters: Iterator[Any] = (parameter for _, parameter in shards(unwrapped(chunk)))
-        owned += [parameter.main_grad.bool() for parameter in parameters]
-        for gradients, before in kept:
-            gradients.copy_(before)
-    return owned
 
 
 def _buckets(chunk: Any) -> Iterator[tuple[Tensor, Tensor, dist.ProcessGroup]]:

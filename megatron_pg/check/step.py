@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,15 +12,14 @@ import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import Tensor
 
-from megatron_pg.check.cases import Case, Run, cases_of
+from megatron_pg.check.cases import Run, cases_of
 from megatron_pg.check.compare import CheckRow, compare
 from megatron_pg.check.model import MODELS, build_model, initialize_groups, model_config
 from megatron_pg.check.options import ADAM_EPSILON, CUSTOM, CheckOptions, config_of, shardings
-from megatron_pg.check.reference import Expected, Scored, WholeModel
+from megatron_pg.check.reference import Expected, Pack, Scored, WholeModel
 from megatron_pg.check.report import Checked
 from megatron_pg.check.samples import cut, cut_evenly, samples_of
-from megatron_pg.check.sharded_parameters import Shard, gradient_slices, owned_elements, shards
-from megatron_pg.config.policy_loss import PolicyLossConfig
+from megatron_pg.check.sharded_parameters import Part, gradient_slices, shards
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.loss.checksum import CHECKSUM
 from megatron_pg.megatron.groups import ParallelGroups, unwrapped
@@ -34,8 +32,11 @@ from megatron_pg.step.totals import step_totals
 
 def run_check(options: CheckOptions) -> list[CheckRow]:
     """Make all rows. Every rank of the world calls it and gets the same."""
-    models = {name: model for name, model in MODELS.items() if model.is_run(options)}
-    options_of = {name: replace(options, **model.changes) for name, model in models.items()}
+    options_of = {
+        name: replace(options, **model.changes)
+        for name, model in MODELS.items()
+        if model.is_run(options)
+    }
     aggregations = [*AGGREGATIONS, CUSTOM] if options.has_custom else [*AGGREGATIONS]
     modes = [False] if options.average_in_collective else [False, True]
     runs = {
@@ -45,65 +46,59 @@ def run_check(options: CheckOptions) -> list[CheckRow]:
     initialize_groups(options, sharded=False)
     references = {name: _references(options_of[name], runs[name]) for name in runs}
     initialize_groups(options)
-    groups = ParallelGroups.from_parallel_state()
     rows = []
     for name in runs:
-        model: list[Any] = []
-        built: tuple[Any, ...] = ()
-        for run, (samples, expected) in zip(runs[name], references[name], strict=True):
+        chunks: list[Any] = []
+        built = None
+        for run, expected in zip(runs[name], references[name], strict=True):
             model_options = replace(options_of[name], **run.case.builds)
             if built != (built := (model_options, run.per_token)):
-                model = _build(model_options, run)
-            rows.append(_row(run, model, model_options, groups, samples, expected))
+                chunks = _build(model_options, run)
+            rows.append(_row(run, chunks, model_options, expected))
     return rows
 
 
 def check_every_sharding(options: CheckOptions) -> list[Checked]:
     """Check each sharding of the world. Every rank of the world calls it."""
-    found = []
-    for each in shardings(options, dist.get_world_size()):
+    checked = []
+    for sharding in shardings(options, dist.get_world_size()):
         started = time.monotonic()
-        rows = run_check(each)
-        found.append(Checked(each, rows, time.monotonic() - started))
-    return found
+        rows = run_check(sharding)
+        checked.append(Checked(sharding, rows, time.monotonic() - started))
+    return checked
 
 
-def _references(
-    options: CheckOptions, runs: Sequence[Run]
-) -> list[tuple[Sequence[Sample], Expected]]:
-    """Return the samples and the expected results of each run of a model."""
+def _references(options: CheckOptions, runs: Sequence[Run]) -> list[Expected]:
+    """Return the expected results of each run of a model."""
     model = WholeModel(options, MODELS[runs[0].model].new)
     data_size = dist.get_world_size() // options.model_parallel_size
     steps: dict[tuple[bool, bool], Scored] = {}
     known: dict[tuple[object, ...], Expected] = {}
-    found = []
+    references = []
     for run in runs:
-        case = run.case
-        kind = case.is_even, case.has_sets
+        case, kind = run.case, (run.case.is_even, run.case.has_sets)
         if kind not in steps:
-            steps[kind] = model.score(samples_of(options, data_size, *kind))
-        step = steps[kind]
+            steps[kind] = model.score(samples_of(options, data_size, case))
         # Both loss modes have one reference, unless tokens weigh an auxiliary loss.
         loss_mode = (case.name, run.per_token) if case.is_even else ()
-        key = (run.aggregation, case.policy_loss, kind, *loss_mode)
+        key = (run.aggregation, case.policy_loss, kind, loss_mode)
         if key not in known:
-            packs = _packs(options, step[0], data_size, run.per_token) if case.is_even else ()
-            known[key] = model.expected(step, run.aggregation, case, packs)
-        found.append((step[0], known[key].after_update() if case.updates else known[key]))
-    return found
+            packs = _packs(options, steps[kind][0], data_size, run)
+            known[key] = model.expected(steps[kind], run, packs)
+        references.append(known[key].after_update() if case.updates else known[key])
+    return references
 
 
-def _packs(
-    options: CheckOptions, samples: Sequence[Sample], data_size: int, per_token: bool
-) -> list[tuple[list[int], float]]:
-    """Return each data-parallel rank's micro-batches, with the weights of their losses beside the policy's."""
-    total = sum(sample.total_length for sample in samples)
-    packs = []
-    for rank in range(data_size):
+def _packs(options: CheckOptions, samples: Sequence[Sample], ranks: int, run: Run) -> list[Pack]:
+    """Return each sample as a pack, or each micro-batch of a case with even samples."""
+    if not run.case.is_even:
+        return [([index], 0.0) for index in range(len(samples))]
+    lengths, packs = [sample.total_length for sample in samples], []
+    for rank in range(ranks):
         count = options.num_microbatches(rank)
-        for indices in cut_evenly(range(rank, len(samples), data_size), count):
-            tokens = sum(samples[index].total_length for index in indices)
-            packs.append((indices, tokens / total if per_token else 1 / (data_size * count)))
+        for indices in cut_evenly(range(rank, len(samples), ranks), count):
+            share = sum(lengths[index] for index in indices) / sum(lengths)
+            packs.append((indices, share if run.per_token else 1 / (ranks * count)))
     return packs
 
 
@@ -117,39 +112,22 @@ def _build(options: CheckOptions, run: Run) -> list[Any]:
     return chunks
 
 
-@contextlib.contextmanager
-def _changed(config: Any, settings: Mapping[str, Any]) -> Iterator[None]:
-    """Change settings of the model's configuration meanwhile."""
-    before = {name: getattr(config, name) for name in settings}
-    vars(config).update(settings)
-    yield
-    vars(config).update(before)
-
-
-def _row(
-    run: Run,
-    chunks: Sequence[Any],
-    options: CheckOptions,
-    groups: ParallelGroups,
-    samples: Sequence[Sample],
-    expected: Expected,
-) -> CheckRow:
-    """Run a step and compare it."""
-    case = run.case
-    norm: float | None = None
-    config = config_of(run.aggregation, options, case.policy_loss)
-    config = replace(config, replay_sampling_set=case.has_sets)
-    with _changed(chunks[0].config, case.settings):
-        metrics = train_step(chunks, options, groups, samples, config, case)
-    slices: Iterable[tuple[Shard, Tensor]] = (
-        (shard, gradient / case.loss_scale) for shard, gradient in gradient_slices(chunks)
-    )
+def _row(run: Run, chunks: list[Any], options: CheckOptions, expected: Expected) -> CheckRow:
+    """Run a step, under the settings of its case, and compare it."""
+    case, norm, settings = run.case, None, vars(chunks[0].config)
+    before = {name: settings[name] for name in case.settings}
+    settings.update(case.settings)
+    metrics = train_step(chunks, options, expected.samples, run)
+    settings.update(before)
     if case.updates:
         norm, slices = update(chunks, options, expected)
+    else:
+        scale = case.loss_scale
+        scaled = {name: scale * gradient for name, gradient in expected.gradients.items()}
+        slices = [(shard, part / scale) for shard, part in gradient_slices(chunks, scaled)]
     return compare(
         slices,
         expected,
-        () if case.updates else owned_elements(chunks),
         model=run.model,
         aggregation=run.aggregation,
         calculate_per_token_loss=run.per_token,
@@ -162,22 +140,15 @@ def _row(
 
 
 def train_step(
-    chunks: Sequence[Any],
-    options: CheckOptions,
-    groups: ParallelGroups,
-    samples: Sequence[Sample],
-    config: PolicyLossConfig,
-    case: Case,
+    chunks: Sequence[Any], options: CheckOptions, samples: Sequence[Sample], run: Run
 ) -> dict[str, float]:
-    """Run a step through Megatron's schedule and return its metrics. The gradients stay in DDP's buffers.
-
-    Even samples make no empty micro-batch and need no padding.
-    """
+    """Run a step through Megatron's schedule and return its metrics. The gradients stay in DDP's buffers."""
+    groups, case = ParallelGroups.from_parallel_state(), run.case
     data_rank, cp_size = groups.data_rank, groups.context_size
     mine = samples[data_rank :: groups.data_size]
     micro_batches = (cut_evenly if case.is_even else cut)(mine, options.num_microbatches(data_rank))
     totals = step_totals(mine, data_parallel_group=groups.data, allow_different_group_sizes=True)
-    if case.is_even:
+    if case.is_even:  # no micro-batch is empty, and none needs padding
         totals = replace(totals, num_tokens=sum(sample.total_length for sample in samples))
     layout: dict[str, Any] = {
         "cp_rank": groups.context_rank,
@@ -186,9 +157,10 @@ def train_step(
         "pad_to_multiple": cp_size * groups.tensor_size if options.sequence_parallel else 1,
         "cp_partition_mode": options.cp_partition_mode,
     }
-    batches = [pack(each, **layout).to(options.device) for each in micro_batches]
+    batches = [pack(batch, **layout).to(options.device) for batch in micro_batches]
+    config = config_of(run.aggregation, options, case.policy_loss)
     step = PolicyStep(
-        replace(config, fused_lm_head=options.fused_lm_head),
+        replace(config, fused_lm_head=options.fused_lm_head, replay_sampling_set=case.has_sets),
         totals=totals,
         num_microbatches=len(batches),
         model=chunks,
@@ -210,28 +182,28 @@ def train_step(
 
 
 def update(
-    chunks: Sequence[Any], options: CheckOptions, expected: Expected
-) -> tuple[float, list[tuple[Shard, Tensor]]]:
-    """Make the optimizer's first step. Return its gradient norm and its updates of the parameters.
+    chunks: list[Any], options: CheckOptions, expected: Expected
+) -> tuple[float, list[Part]]:
+    """Make the optimizer's first step, from minus half the expected updates. Return its gradient norm and its updates.
 
-    The parameters start at minus half their expected updates. A weight decay of 1 makes zero of every
-    parameter before Adam's update, so that the sum is right to the last digit.
+    A weight decay of 1 makes zero of every parameter before Adam's update, so that the sum is right to the last digit.
     """
-    slices = [each for chunk in chunks for each in shards(unwrapped(chunk))]
+    slices = [part for chunk in chunks for part in shards(unwrapped(chunk))]
     with torch.no_grad():
         for shard, parameter in slices:
             parameter.copy_(-0.5 * shard.cut(expected.gradients[shard.name]))
     before = [parameter.detach().double() for _, parameter in slices]
+    is_bf16 = options.dtype == "bf16"
     config = OptimizerConfig(
         optimizer="adam",
         lr=1.0,
         adam_eps=ADAM_EPSILON,
         weight_decay=1.0,
         clip_grad=0.5 * (expected.norm or 0.0),
-        bf16=options.dtype == "bf16",
-        params_dtype=torch.bfloat16 if options.dtype == "bf16" else torch.float32,
+        bf16=is_bf16,
+        params_dtype=torch.bfloat16 if is_bf16 else torch.float32,
         use_distributed_optimizer=options.use_distributed_optimizer,
     )
-    _, norm, _ = get_megatron_optimizer(config, list(chunks)).step()
+    _, norm, _ = get_megatron_optimizer(config, chunks).step()
     pairs = zip(slices, before, strict=True)
     return float(norm), [(s, after.detach().double() - start) for (s, after), start in pairs]

@@ -30,18 +30,12 @@ examples:
 
 The rest of a launch line may be left in: what is no flag of this command, and not nearly one, is listed as not used.
 """
-ANY_BUDGET = 1
-"""Training needs --max-tokens-per-microbatch; nothing here depends on it."""
 BALANCING = "aux_loss seq_aux_loss global_aux_loss sinkhorn quantile_balancing none".split()
 """The choices of Megatron 0.19; earlier versions have some of them."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Explain the step that the words after `megatron-pg explain` describe.
-
-    Returns:
-        The exit status: 0, or 2 for flags that cannot be explained (the reason is on stderr).
-    """
+    """Explain the step that the words after `megatron-pg explain` describe. Return 2 for flags that cannot be, or 0."""
     try:
         options = parse_options(arguments)
         step = explained_step(options)
@@ -59,7 +53,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def parse_options(arguments: Sequence[str]) -> ExplainOptions:
-    """Parse the options of a command line; raise as `validate_policy_loss_args`, exit as argparse."""
     parser = build_parser()
     args, unused = parser.parse_known_args(list(arguments))
     refuse(list(_misspelled(unused, parser)))
@@ -104,5 +97,5 @@ def build_parser() -> argparse.ArgumentParser:
     for name in (*switches.split(), "defer-embedding-wgrad-compute"):
         add(f"--{name}", action="store_true")
     add_policy_loss_args(add_planning_args(parser))
-    parser.set_defaults(max_tokens_per_microbatch=ANY_BUDGET)
+    parser.set_defaults(max_tokens_per_microbatch=1)  # nothing here depends on it
     return parser

@@ -8,8 +8,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from megatron_pg.config.policy_loss import required_inputs
 from megatron_pg.explain.step import ExplainedSample, ExplainedStep, ExplainOptions
 from megatron_pg.loss.aggregation import AGGREGATIONS, Aggregation
@@ -40,11 +38,10 @@ def explain_step(step: ExplainedStep, options: ExplainOptions) -> Report:
     reasons: dict[str, str] = {}
     for name, mode in AGGREGATIONS.items():
         try:
-            found = _aggregation_report(mode, step, counted, constant if mode.needs else None)
-            reports[name] = found | {"megatron_scale": scale}
+            report = _aggregation_report(mode, step, counted, constant if mode.needs else None)
+            reports[name] = report | {"megatron_scale": scale}
         except ValueError as error:
             reasons[name] = str(error)
-    ratio = reports["constant"]["learning_rate_ratio"]
     return {
         "step": {
             "num_samples": len(lengths),
@@ -63,7 +60,7 @@ def explain_step(step: ExplainedStep, options: ExplainOptions) -> Report:
         "regularizers": _regularizers(options, reports),
         "unavailable": reasons,
         "warnings": [
-            *_warnings_of_lengths(step, options, ratio),
+            *_warnings_of_lengths(step, options, reports["constant"]["learning_rate_ratio"]),
             *_warnings_of_flags(step, options),
         ],
         "unused_flags": options.unused_flags,
@@ -95,19 +92,14 @@ def _aggregation_report(
     mode: Aggregation, step: ExplainedStep, totals: StepTotals, divisor: float | None
 ) -> dict[str, Any]:
     """Report one aggregation over the step with the denominators of `totals`; lists are in the order of the samples."""
-    lengths = [sample.num_active_tokens for sample in step.samples]
+    samples, sample_mean = step.samples, AGGREGATIONS["sample_mean"]
+    weights = 1.0 / mode.divisors_of(totals, samples, divisor)
+    outer_count, total = mode.outer_count(totals), mode.expected_sums(totals, divisor)[0]
     # A sample's tokens together: their number, or the sum of their loss weights.
-    weighed = [
-        length if s.loss_weight is None else s.loss_weight
-        for length, s in zip(lengths, step.samples, strict=True)
-    ]
-    sample_mean, outer_count = AGGREGATIONS["sample_mean"], mode.outer_count(totals)
-    weights = 1.0 / mode.divisors_of(totals, step.samples, divisor)
-    total = mode.expected_sums(totals, divisor)[0]
-    sizes = torch.tensor(weighed, dtype=torch.float64)
-    shares: list[float] = (weights * sizes / (total or 1)).tolist()
+    sizes = [s.num_active_tokens if s.loss_weight is None else s.loss_weight for s in samples]
+    shares: list[float] = (weights * weights.new_tensor(sizes) / (total or 1)).tolist()
     group_shares: defaultdict[int, float] = defaultdict(float)
-    for sample, share in zip(step.samples, shares, strict=True):
+    for sample, share in zip(samples, shares, strict=True):
         if sample.group_index is not None:
             group_shares[sample.group_index] += share
     reference = sample_mean.expected_sums(totals)[0] / sample_mean.outer_count(totals)
@@ -119,7 +111,7 @@ def _aggregation_report(
         "token_weight": weights.tolist(),
         "token_coefficient": (weights / outer_count).tolist(),
         "sample_share": shares,
-        "quantile_shares": _quantile_shares(lengths, shares),
+        "quantile_shares": _quantile_shares([s.num_active_tokens for s in samples], shares),
         "group_shares": group_shares,
         # The loss if every token's is 1.
         "total_weight": total / outer_count,

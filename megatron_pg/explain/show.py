@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron_pg.explain.report import Report
@@ -50,7 +50,7 @@ def print_report(step: ExplainedStep, report: Report, options: ExplainOptions) -
             cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
             print("  ".join([first.ljust(widths[0]), *cells]).rstrip())
         print()
-    print(*notes, sep="\n", end="\n" * bool(notes))
+    print(*notes, sep="\n", end="\n" if notes else "")
 
 
 def _print_rich(tables: Sequence[TextTable], notes: Sequence[str]) -> None:
@@ -131,9 +131,7 @@ def _scale(report: Report) -> TextTable:
     return title, [columns, (*cells, f"{net:.4g}")]
 
 
-def _picked(
-    items: Sequence[int], key: Callable[[int], Any], what: str
-) -> tuple[Sequence[int], str]:
+def _picked(items: Sequence[int], key: Any, what: str) -> tuple[Sequence[int], str]:
     """Pick items evenly over their order, the first and the last among them, and say how many; keep all of a few."""
     if len(items) <= MAX_ROWS:
         return items, ""
@@ -147,11 +145,7 @@ def _percent(share: float) -> str:
 
 
 def plot(report: Report, path: str) -> None:
-    """Draw the coefficient of a token against the length of its sample, one set of points for each aggregation.
-
-    Raises:
-        ValueError: no sample has an active token, matplotlib is not installed, or it does not know the file's type.
-    """
+    """Draw the coefficient of a token against the length of its sample, one set of points for each aggregation."""
     lengths, num_tokens = report["step"]["active_tokens"], report["step"]["num_active_tokens"]
     if not num_tokens:
         raise ValueError(

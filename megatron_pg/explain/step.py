@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
@@ -32,14 +32,11 @@ SIZE = Interval(1, MAX_SIZE, closed=True, metavar="N")
 
 
 def _list_of_lengths(text: str) -> tuple[int, ...]:
-    parts = text.split(",")
-    for part in parts:
+    for part in text.split(","):
         if not (part.isdecimal() and int(part) <= MAX_TOKENS):
-            expected = f"expected an integer from 0 to {MAX_TOKENS}"
-            raise argparse.ArgumentTypeError(
-                f"{part!r}: {expected}; give token counts such as 200,4000"
-            )
-    return tuple(map(int, parts))
+            expected = f"expected an integer from 0 to {MAX_TOKENS}; give token counts"
+            raise argparse.ArgumentTypeError(f"{part!r}: {expected} such as 200,4000")
+    return tuple(map(int, text.split(",")))
 
 
 def _median_and_sigma(text: str) -> tuple[float, ...]:
@@ -58,9 +55,7 @@ class ExplainOptions(Settings):
     """Options of the step and of its display. The docstring under a field is its flag's help text."""
 
     config: Annotated[PolicyLossConfig, PYTHON_ONLY]
-    """The validated flags of the policy loss."""
     planning: Annotated[PlanningConfig, PYTHON_ONLY]
-    """The validated flags that say what a step holds."""
     unused_flags: Annotated[tuple[str, ...], PYTHON_ONLY]
     """Words of the command line beyond the flags of this command."""
     lengths: Annotated[tuple[int, ...], Parsed(_list_of_lengths, "L,L,...")] = ()
@@ -89,10 +84,8 @@ class ExplainOptions(Settings):
     def conflicts(self, given: Mapping[str, Any]) -> Iterator[str]:
         """Yield a number of sources of lengths other than one."""
         if [self.lengths, self.log_normal, self.planning.rollout_files].count(()) != 2:
-            sources = (
-                "--lengths, --log-normal and --rollout-files, such as --lengths 200,4000,12000"
-            )
-            yield f"expected one source of lengths: give one of {sources}"
+            sources = "--lengths, --log-normal and --rollout-files"
+            yield f"expected one source of lengths: give one of {sources}, such as --lengths 200,4000,12000"
 
 
 class ExplainedSample(BareSample):
@@ -104,8 +97,7 @@ class ExplainedSample(BareSample):
     """The sizes of the kept sets of the active tokens that have one."""
 
 
-@dataclass(frozen=True)
-class ExplainedStep:
+class ExplainedStep(NamedTuple):
     """The samples of one step, and the groups that its end cuts."""
 
     samples: tuple[ExplainedSample, ...]
@@ -172,9 +164,9 @@ def _generated(options: ExplainOptions) -> Iterator[ExplainedSample]:
     count, size, lengths = options.planning.docs_per_step, options.group_size, options.lengths
     wanted = count or (math.lcm(len(lengths), size) if lengths else DEFAULT_NUM_GROUPS * size)
     if max(wanted, size) > MAX_SAMPLES:
-        found = f"--group-size {size} in a step of {wanted} samples"
         remedy = "give a smaller --group-size or --docs-per-step"
-        raise ValueError(f"{found}: expected at most {MAX_SAMPLES} of either; {remedy}")
+        limit = f"expected at most {MAX_SAMPLES} of either"
+        raise ValueError(f"--group-size {size} in a step of {wanted} samples: {limit}; {remedy}")
     endless = itertools.cycle(lengths) if lengths else _drawn(options)
     for index, length in enumerate(itertools.islice(endless, None if count else wanted)):
         yield ExplainedSample(length, index // size, name=f"sample {index}")
@@ -185,9 +177,9 @@ def _drawn(options: ExplainOptions) -> Iterator[int]:
     generator = np.random.default_rng(options.seed)
     while (length := max(round(generator.lognormal(math.log(median), sigma)), 1)) <= MAX_TOKENS:
         yield length
-    found = f"--log-normal {median:g},{sigma:g} has drawn a length of {length:.3g} tokens, more than {MAX_TOKENS}"
     raise ValueError(
-        f"{found}: sigma is of the logarithm and not in tokens; give a smaller one, such as 1"
+        f"--log-normal {median:g},{sigma:g} has drawn a length of {length:.3g} tokens, more than {MAX_TOKENS}: sigma is of the "
+        "logarithm and not in tokens; give a smaller one, such as 1"
     )
 
 

@@ -26,11 +26,7 @@ examples:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the objective of a launch line; `arguments` are the words after `megatron-pg migrate`.
-
-    Returns:
-        The exit status: 0, or 2 where a key or a value is not known (the reason is on stderr).
-    """
+    """Print the objective of a launch line, of the words after `megatron-pg migrate`. Return 2 for what is not known, or 0."""
     given, launch = list(arguments), []
     if "--" in given:
         given, launch = given[: given.index("--")], given[given.index("--") + 1 :]
@@ -42,14 +38,13 @@ def main(arguments: Sequence[str]) -> int:
             raise ValueError(f"--group-size is {options.group_size}: expected 1 or more")
         divisor = options.loss_aggregation_divisor
         if divisor is not None and not 0 < divisor < math.inf:
-            found = f"--loss-aggregation-divisor is {divisor:g}"
-            raise ValueError(f"{found}: expected a finite number above 0")
+            expected = "expected a finite number above 0"
+            raise ValueError(f"--loss-aggregation-divisor is {divisor:g}: {expected}")
         keys = read_line(launch) if launch else read_file(options.file)
         trainer = TRAINERS[options.trainer] if options.trainer else trainer_of(keys, launch)
         print("\n".join(lines(trainer, trainer.read(keys), options)))
-        others = set(trainer.named(keys)) - set(trainer.settings)
-        passed = sorted(key for key in others if not trainer.is_elsewhere(key))
-        if passed:
+        others = trainer.named(keys).keys() - trainer.settings.keys()
+        if passed := sorted(key for key in others if not trainer.is_elsewhere(key)):
             print(f"\nNot read, as not about the loss: {' '.join(passed)}")
     except (ValueError, ImportError, OSError) as error:
         print(f"megatron-pg migrate: {error}", file=sys.stderr)
@@ -81,9 +76,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def trainer_of(given: Mapping[str, Any], words: Sequence[str] = ()) -> TrainerTable:
     """Find the trainer whose mark the keys, values and words have; raise ValueError where none has."""
-    seen = [*words, *given, *map(str, given.values())]
+    seen = " ".join([*words, *given, *map(str, given.values())])
     for trainer in TRAINERS.values():
-        if trainer.is_marked_by(seen):
+        if trainer.mark.search(seen):
             return trainer
     names, keys = ", ".join(sorted(TRAINERS)), ", ".join(sorted(given)) or "nothing"
     remedy = "give its launch line or YAML, and --trainer with its name"

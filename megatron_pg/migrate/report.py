@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from megatron_pg.config import PolicyLossConfig
@@ -17,7 +16,6 @@ OTHERS = {"token_sum": "sum m x", "unknown": "not known here"}
 
 
 def formula_of(aggregation: str) -> str:
-    """Return the formula of a term's aggregation."""
     return OTHERS.get(aggregation) or AGGREGATIONS[aggregation].formula
 
 
@@ -36,10 +34,7 @@ def divisor_per_rollout(aggregation: str) -> str:
 def weights(term: Term, lengths: Sequence[int], group_size: int) -> list[float]:
     """Return the weight of a token of each rollout in a term, without the coefficient.
 
-    Args:
-        term: with a known aggregation, and a divisor where that needs one.
-        lengths: active tokens of each rollout of the step; rollouts of a prompt stand together.
-        group_size: rollouts of a prompt.
+    `lengths` has the active tokens of each rollout of the step. Each `group_size` rollouts in order are of a prompt.
     """
     if term.aggregation == "token_sum":
         return [1.0] * len(lengths)
@@ -76,13 +71,13 @@ def lines(trainer: TrainerTable, given: Settings, options: Any) -> list[str]:
     mode = mode if mode in AGGREGATIONS else "sample_mean"
     divisor = options.loss_aggregation_divisor or terms[0].divisor
     if terms[0].aggregation == "constant":
-        terms[0] = replace(terms[0], divisor=terms[0].divisor or divisor)
+        terms[0] = terms[0]._replace(divisor=terms[0].divisor or divisor)
     policy, active = terms[0], [term for term in terms[1:] if term.coefficient]
     found = [f"{trainer.name}, as in {trainer.source}", "", "What it computes"]
     for term in terms:
-        shown = "" if term is policy else f"{term.coefficient:+g} * "
-        shown += term.aggregation + (f" with L = {term.divisor:g}" if term.divisor else "")
-        shown += f": {formula_of(term.aggregation)}"
+        sign = "" if term is policy else f"{term.coefficient:+g} * "
+        length = f" with L = {term.divisor:g}" if term.divisor else ""
+        shown = f"{sign}{term.aggregation}{length}: {formula_of(term.aggregation)}"
         found.append(f"  {term.name:<12} {shown if term.coefficient else 'none'}")
     for term in active:
         ratio = effective(term, policy, options.lengths, options.group_size)

@@ -19,9 +19,8 @@ import math
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_pg.config.fields import flag_of
 from megatron_pg.config.rows import did_you_mean
@@ -33,8 +32,7 @@ CLOSE = 0.86
 """From this similarity on, a key that the table lacks is taken for one of its keys, misspelt."""
 
 
-@dataclass(frozen=True)
-class Term:
+class Term(NamedTuple):
     """One term of a trainer's loss: coefficient * aggregation(per-token values)."""
 
     name: str
@@ -51,15 +49,14 @@ class Term:
 
 
 class TrainerTable:
-    """One trainer, by its table."""
-
     def __init__(self, path: Path) -> None:
         table, base = tomllib.loads(path.read_text()), {}
         if "like" in table:
             base = tomllib.loads(path.with_name(table["like"] + ".toml").read_text())
         self.name: str = table["name"]
         self.source: str = table["source"]
-        self._mark = re.compile(table["mark"])
+        self.mark = re.compile(table["mark"])
+        """The pattern that keys, values or words of this trainer's launch lines have."""
         self.settings: dict[str, Any] = base.get("settings", {}) | table["settings"]
         self.exact: dict[str, str] = base.get("exact", {}) | table.get("exact", {})
         for old, new in table.get("replace", {}).items():
@@ -67,17 +64,12 @@ class TrainerTable:
         self._limits = base.get("limits", []) + table["limits"]
         self._table = base | table
 
-    def is_marked_by(self, words: Iterable[str]) -> bool:
-        """Return whether keys, values and words have a mark of this trainer's launch lines."""
-        return self._mark.search(" ".join(words)) is not None
-
     def named(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Spell the keys as the trainer does: a YAML names a flag by its attribute."""
         if not next(iter(self.settings)).startswith("--"):
             return dict(given)
-        attributes = {key for key in given if not key.startswith("--")} - self.settings.keys()
         return {
-            flag_of(key) if key in attributes else key: value
+            key if key.startswith("--") or key in self.settings else flag_of(key): value
             for key, value in given.items()
             if "." not in key
         }
@@ -113,11 +105,10 @@ class TrainerTable:
         """List the terms of the loss, the policy loss first; a term that is off has coefficient 0."""
 
         def first(what: str, row: Mapping[str, Any]) -> Any:
-            """Return the first case whose condition holds, of the term's own and then of the table's."""
             cases = [*row.get(what, ()), *self._table[what]]
             return next(case for condition, case in cases if holds(condition, given))
 
-        found = []
+        terms = []
         for row in self._table["terms"]:
             name, divisor = first("aggregation", row), None
             if name == "constant":
@@ -125,8 +116,8 @@ class TrainerTable:
                 divisor = (given[key] or None) if isinstance(key, str) else key
             coefficient = given[row["coefficient"]] if "coefficient" in row else 1.0
             signed = row.get("sign", 1) * coefficient if holds(row.get("when", ""), given) else 0.0
-            found.append(Term(row["name"], name, signed, divisor))
-        return found
+            terms.append(Term(row["name"], name, signed, divisor))
+        return terms
 
     def limits(self, given: Settings, terms: Iterable[Term]) -> list[str]:
         """List the limits that apply to the line, with its values filled in."""
@@ -163,7 +154,6 @@ def holds(condition: str, given: Settings) -> bool:
 
 
 def _value(key: str, row: Mapping[str, Any], given: Any) -> Any:
-    """Read the value that a launch line or YAML gives, of the row's kind."""
     word = str(given).strip().lower()
     if row["kind"] == "flag":
         if not key.startswith("--") and word not in ("true", "false", "1", "0"):
@@ -190,8 +180,6 @@ def _value(key: str, row: Mapping[str, Any], given: Any) -> Any:
     return given
 
 
-_TABLES = (
-    Path(__file__).with_name(f"{name}.toml") for name in ("verl", "nemo_rl", "miles", "slime")
-)
+_TABLES = map(Path(__file__).with_name, "verl.toml nemo_rl.toml miles.toml slime.toml".split())
 TRAINERS = {trainer.name: trainer for trainer in map(TrainerTable, _TABLES)}
 """By the word of `--trainer`; a launch line is taken for the first whose mark it has."""

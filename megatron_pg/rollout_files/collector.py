@@ -21,15 +21,11 @@ from megatron_pg.step.totals import AnySample
 Key = tuple[str, int]
 """A thing that stays in one piece: ("prompt group", group_index), ("rollout_id", rollout_id) or ("sample", sequence)."""
 
-Ids = tuple[int | None, int | None]
-"""The `group_index` and `rollout_id` of a sample."""
-
 
 def no_sample_in(paths: Sequence[str], num_skipped: int) -> ValueError:
     """Make the error of `--rollout-files` without a good row: a run without a step would look like one that went well."""
-    reason = "no rows"
-    if num_skipped:
-        reason = f"{num_skipped} bad rows skipped; --on-bad-row error names the first"
+    skipped = f"{num_skipped} bad rows skipped; --on-bad-row error names the first"
+    reason = skipped if num_skipped else "no rows"
     return ValueError(f"--rollout-files {' '.join(paths)}: no sample in them ({reason})")
 
 
@@ -72,15 +68,14 @@ class IteratorSource(Generic[AnySample]):
     def seek(self, position: int) -> None:
         """Skip ahead; the iterator must give the same samples as the source that had the position.
 
-        Raises:
-            ValueError: the position has been passed, or the iterator ends before it.
+        A position that has been passed, or that lies beyond the end, raises a ValueError.
         """
         if position < self._position:
             raise ValueError(
                 f"position {position} has been passed (now at {self._position}): build the source anew to go back"
             )
-        skipped = sum(1 for _ in itertools.islice(self._samples, position - self._position))
-        self._position += skipped
+        for _ in itertools.islice(self._samples, position - self._position):
+            self._position += 1
         if self._position < position:
             raise ValueError(
                 f"the iterator ends after {self._position} samples, before position {position}: it is not the one "
@@ -102,6 +97,7 @@ class _Record(NamedTuple):
     document: Key  # its rollout, or the sample itself
     unit: Key  # what a step takes whole: its prompt group where groups are kept, or its document
     boundary: Key  # what no end of a step may cut: its prompt group where that is asked for, or its document
+    sample: Any  # on its own rank, None on others
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,7 +139,7 @@ class StepCollector(Generic[AnySample]):
         docs_per_step: n, over all data-parallel ranks.
         mode: `at_least` trains on all samples of the last window; `exact` carries those beyond n into the next step, so
             that every step but the last holds n.
-        keep_prompt_groups: steps end between prompt groups. A step then holds at least n, and less than one group
+        keep_prompt_groups: end steps between prompt groups. A step then holds at least n, and less than one group
             beyond n in `exact` mode.
         refuse_cut_groups: refuse a step that would end inside a prompt group: `prompt_mean` has no denominator for a
             part of a group.
@@ -164,32 +160,24 @@ class StepCollector(Generic[AnySample]):
         data_parallel_group: dist.ProcessGroup | None = None,
     ) -> None:
         # Checks the flags; the collector has no budget.
-        PlanningConfig(
-            max_tokens_per_microbatch=1, docs_per_step=docs_per_step, docs_per_step_mode=mode
-        )
-        self._source = source
-        self._docs_per_step = docs_per_step
-        self._is_exact = mode == "exact"
+        PlanningConfig(1, docs_per_step=docs_per_step, docs_per_step_mode=mode)
+        self._source, self._docs_per_step, self._is_exact = source, docs_per_step, mode == "exact"
         self._keeps_groups = keep_prompt_groups
         self._minds_groups = keep_prompt_groups or refuse_cut_groups
         self._group = data_parallel_group
         self._rank = 0 if data_parallel_group is None else dist.get_rank(data_parallel_group)
         self._size = 1 if data_parallel_group is None else dist.get_world_size(data_parallel_group)
-        # Samples that are in no step yet, in the order of the stream: of all ranks, and this rank's by sequence.
-        self._pending: list[_Record] = []
-        self._samples: dict[int, AnySample] = {}
+        self._pending: list[_Record] = []  # in the order of the stream, of all ranks
         # By rank: the boundary of its last sample, which may go on. Ranks of another data-parallel size are below 0.
         self._latest: dict[int, Key] = {}
         self._finished: frozenset[Key] = frozenset()  # boundaries in the last step
-        self._num_slots = 0
-        self._num_skipped = 0
-        self._is_exhausted = False
-        self._num_pulls = 0
+        self._num_slots = self._num_skipped = 0
+        self._has_pulled = self._is_exhausted = False
 
     def collect(self) -> StepSamples[AnySample] | None:
-        """Collect the samples of the next step. The last step may hold fewer documents. None: no samples are left.
+        """Collect the samples of the next step, None where none are left. Every data-parallel rank must call it.
 
-        Every data-parallel rank must call it.
+        The last step may hold fewer documents.
 
         Raises:
             ValueError: the end of the step cuts a prompt group or rollout, a sample lacks the `group_index` that the
@@ -207,9 +195,8 @@ class StepCollector(Generic[AnySample]):
         self._refuse_cut(left, boundaries)
         self._pending, self._finished = left, boundaries
         num_skipped, self._num_skipped = self._num_skipped, 0
-        mine = (record.sequence for record in chosen if record.rank == self._rank)
         return StepSamples(
-            samples=tuple(map(self._samples.pop, mine)),
+            samples=tuple(record.sample for record in chosen if record.rank == self._rank),
             num_documents=len({record.document for record in chosen}),
             num_skipped=num_skipped,
         )
@@ -219,19 +206,16 @@ class StepCollector(Generic[AnySample]):
         return CollectorState(
             source_position=self._source.position,
             num_slots=self._num_slots,
-            carried=tuple(self._samples.items()),
+            carried=tuple((r.sequence, r.sample) for r in self._pending if r.rank == self._rank),
             latest=self._latest,
             finished=self._finished,
             num_skipped=self._num_skipped,
         )
 
     def load_states(self, states: Sequence[CollectorState[AnySample]]) -> None:
-        """Continue where the states of a checkpoint left off, on any number of ranks that the source allows.
+        """Continue where the states of a checkpoint, those of all its data-parallel ranks in rank order, left off.
 
         Every data-parallel rank must call it: a source that cannot go on ends all of them.
-
-        Args:
-            states: the states of all data-parallel ranks of the run that wrote the checkpoint, in rank order.
 
         Raises:
             ValueError: the number of ranks changed and the source cannot be resharded, or a source refuses its position,
@@ -244,35 +228,32 @@ class StepCollector(Generic[AnySample]):
                 "source has its own position, so resume with the same number"
             )
         mine = states[self._rank if is_same_size else 0]
-        compute_and_gather(
-            lambda: self._source.seek(mine.source_position), lambda _: None, self._group
-        )
+        position = mine.source_position
+        compute_and_gather(lambda: self._source.seek(position), lambda _: None, self._group)
         carried = sorted(
             (sequence, rank, sample)
             for rank, state in enumerate(states)
             for sequence, sample in state.carried
         )
-        self._pending, self._samples = [], {}
+        self._pending = []
         for index, (sequence, rank, sample) in enumerate(carried):
             rank = rank if is_same_size else index % self._size
-            ids = sample.group_index, sample.rollout_id
-            self._pending.append(self._record(sequence, rank, ids))
-            if rank == self._rank:
-                self._samples[sequence] = sample
+            ids, own = (sample.group_index, sample.rollout_id), rank == self._rank
+            self._pending.append(self._record(sequence, rank, ids, sample if own else None))
         # At another size no rank has a latest sample yet; until one does, open groups and rollouts stay open.
         self._latest = mine.latest
         if not is_same_size:
             self._latest = {-1 - index: key for index, key in enumerate(mine.latest.values())}
-        self._finished = mine.finished
+        self._finished, self._is_exhausted = mine.finished, False
         self._num_slots, self._num_skipped = mine.num_slots, mine.num_skipped
-        self._is_exhausted = False
 
-    def _record(self, sequence: int, rank: int, ids: Ids) -> _Record:
+    def _record(self, sequence: int, rank: int, ids: Any, sample: Any) -> _Record:
         group_index, rollout_id = ids
         document = ("sample", sequence) if rollout_id is None else ("rollout_id", rollout_id)
         group = document if group_index is None else ("prompt group", group_index)
         unit = group if self._keeps_groups else document
-        return _Record(sequence, rank, document, unit, group if self._minds_groups else document)
+        boundary = group if self._minds_groups else document
+        return _Record(sequence, rank, document, unit, boundary, sample)
 
     def _choose(self) -> list[_Record] | None:
         """Choose the samples of the next step: none at the end of the stream, None while more have to be pulled."""
@@ -310,11 +291,11 @@ class StepCollector(Generic[AnySample]):
         """Pull the same number of slots on every rank, and tell every rank the ids in them. One exchange."""
         count = self._window_size()
         # Ranks see other files in a folder that is not shared (yet): row i is then not the same row on all ranks.
-        start = None if self._num_pulls or not self._source.can_reshard else self._source.position
+        start = None if self._has_pulled or not self._source.can_reshard else self._source.position
         slots, shared = compute_and_gather(
             lambda: self._source.pull(count), lambda slots: (start, self._ids(slots)), self._group
         )
-        self._num_pulls += 1
+        self._has_pulled = True
         starts, everyone = zip(*shared, strict=True)
         for rank, other in enumerate(starts):
             if other != starts[0]:
@@ -322,16 +303,15 @@ class StepCollector(Generic[AnySample]):
                     f"data-parallel rank {rank} reads other samples than rank 0: expected the same files on all nodes, "
                     "with the same contents and read from the same place; list them there, and try again"
                 )
-        in_order = itertools.chain(*itertools.zip_longest(*everyone))
-        records = [
-            self._record(self._num_slots + place, place % self._size, ids)
-            for place, ids in enumerate(in_order)
-            if ids is not None
-        ]
+        records = []
+        for turn, turn_ids in enumerate(itertools.zip_longest(*everyone)):
+            for rank, ids in enumerate(turn_ids):
+                if ids is not None:
+                    sequence = self._num_slots + turn * self._size + rank
+                    sample = slots[turn] if rank == self._rank else None
+                    records.append(self._record(sequence, rank, ids, sample))
         self._refuse_cut(records, self._finished)
         self._pending += records
-        mine = zip(itertools.count(self._num_slots + self._rank, self._size), slots)
-        self._samples |= {sequence: sample for sequence, sample in mine if sample is not None}
         self._num_slots += count * self._size
         self._num_skipped += sum(ids is None for rank_ids in everyone for ids in rank_ids)
         ended = {rank for rank, rank_ids in enumerate(everyone) if len(rank_ids) < count}
@@ -352,7 +332,8 @@ class StepCollector(Generic[AnySample]):
             num_slots = len(self._pending) / len({record.unit for record in self._pending})
         return max(-(-int(num_slots) // self._size), 1)
 
-    def _ids(self, slots: Sequence[AnySample | None]) -> list[Ids | None]:
+    def _ids(self, slots: Sequence[AnySample | None]) -> list[Any]:
+        """Return each sample's `group_index` and `rollout_id`, None for a slot without a sample."""
         for sample in slots:
             if self._minds_groups and sample is not None and sample.group_index is None:
                 raise ValueError(

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from megatron_pg.head.ragged import Ragged, offsets_of
@@ -43,9 +42,8 @@ def _naming(path: Path) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError) as error:
-        raise ValueError(
-            f"{path}: expected a Parquet file that can be read ({error}): write or copy it anew"
-        ) from error
+        expected = f"expected a Parquet file that can be read ({error})"
+        raise ValueError(f"{path}: {expected}: write or copy it anew") from error
 
 
 def _has_page_checksums(path: Path, file: Any) -> bool:
@@ -62,15 +60,8 @@ def _has_page_checksums(path: Path, file: Any) -> bool:
         return re.match(rb"(?s)(\x15[\x80-\xff]*[\x00-\x7f]){4}", pages.read(32)) is not None
 
 
-def open_parquet(path: Path, start: int) -> tuple[Any, int, Iterator[ParseRow]]:
-    """Open a Parquet file at the row group of row `start`.
-
-    Returns:
-        The file, to be closed, the number of rows before that row group, and the rows from it on.
-
-    Raises:
-        ValueError: it is no Parquet file that can be read, or has two columns of one name.
-    """
+def open_parquet(path: Path, start: int) -> tuple[int, Iterator[ParseRow]]:
+    """Return the number of rows before the row group of row `start`, and the rows from there on."""
     with _naming(path):
         # Columns are read as they are decoded; otherwise those of a whole row group are held in memory first.
         file = pa.parquet.ParquetFile(
@@ -94,39 +85,33 @@ def open_parquet(path: Path, start: int) -> tuple[Any, int, Iterator[ParseRow]]:
     while groups and passed + (size := file.metadata.row_group(groups[0]).num_rows) <= start:
         passed += size
         groups.pop(0)
-    batches = file.iter_batches(BATCH_ROWS, groups, names, use_threads=False)
-    return file, passed, _decoded(path, batches)
+    return passed, _decoded(path, file, groups, names)
 
 
-def _decoded(path: Path, batches: Iterator[Any]) -> Iterator[ParseRow]:
-    while True:
-        with _naming(path):
-            batch = next(batches, None)
-        if batch is None:
-            return
-        columns = dict(zip(batch.schema.names, batch.columns, strict=True))
-        yield from (functools.partial(_row, columns, index) for index in range(batch.num_rows))
+def _decoded(path: Path, file: Any, groups: list[int], names: list[str]) -> Iterator[ParseRow]:
+    with file, _naming(path):
+        for batch in file.iter_batches(BATCH_ROWS, groups, names, use_threads=False):
+            yield from (functools.partial(_row, batch, index) for index in range(batch.num_rows))
 
 
-def _row(columns: dict[str, Any], index: int) -> Row:
-    return {name: _value(column[index]) for name, column in columns.items()}
+def _row(batch: Any, index: int) -> Row:
+    columns = zip(batch.schema.names, batch.columns, strict=True)
+    return {name: _value(column[index]) for name, column in columns}
 
 
 def _value(value: Any) -> Any:
     """Convert a list of numbers to an array, where null is NaN, lists of integers to a `Ragged`, others as Python has them."""
     if not (isinstance(value, pa.ListScalar) and value.is_valid):
         return value.as_py()
-    elements = value.values
-    if _is_whole(elements) or pa.types.is_floating(elements.type):
+    elements, types = value.values, pa.types
+    is_complete, kind = not elements.null_count, elements.type
+    if types.is_floating(kind) or (
+        is_complete and (types.is_integer(kind) or types.is_boolean(kind))
+    ):
         return elements.to_numpy(zero_copy_only=False)
-    if isinstance(elements, (pa.ListArray, pa.LargeListArray)) and not elements.null_count:
+    if is_complete and isinstance(elements, (pa.ListArray, pa.LargeListArray)):
         ids = elements.flatten()
-        if _is_whole(ids) and not pa.types.is_boolean(ids.type):
-            sizes = torch.from_numpy(elements.value_lengths().to_numpy().astype(np.int64))
-            return Ragged(torch.from_numpy(ids.to_numpy().astype(np.int64)), offsets_of(sizes))
+        if types.is_integer(ids.type) and not ids.null_count:
+            sizes = torch.tensor(elements.value_lengths().to_numpy(), dtype=torch.int64)
+            return Ragged(torch.tensor(ids.to_numpy(), dtype=torch.int64), offsets_of(sizes))
     return value.as_py()
-
-
-def _is_whole(elements: Any) -> bool:
-    is_whole = pa.types.is_integer(elements.type) or pa.types.is_boolean(elements.type)
-    return is_whole and not elements.null_count

@@ -1,8 +1,4 @@
-"""Rollout files: their names, their rows one at a time, and the account by which a resumed run knows a file again.
-
-A JSON line is parsed by Python's `json`, which names what is wrong with it and refuses values that are nested too
-deeply.
-"""
+"""Rollout files: their names, their rows one at a time, and the account by which a resumed run knows a file again."""
 
 from __future__ import annotations
 
@@ -10,8 +6,8 @@ import functools
 import hashlib
 import itertools
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +24,8 @@ FileAccount = tuple[str, int, str]
 """Name without its folder, bytes, and a fingerprint of the contents: the same on every rank, wherever the file lies."""
 
 
-def is_json_lines(path: Path) -> bool:
-    """Return whether the name is of a file of JSON Lines, in capitals or not; any other is of Parquet."""
+def is_json(path: Path) -> bool:
+    """Return whether the name of a rollout file is that of JSON Lines and not of Parquet, in capitals or not."""
     return path.suffix.lower() in JSON_SUFFIXES
 
 
@@ -53,13 +49,13 @@ def files_of(paths: Sequence[str | Path]) -> list[Path]:
         files += found
     if not files:
         raise ValueError("--rollout-files: give at least one file")
-    if not all(map(is_json_lines, files)):  # before the first row is said that pyarrow is not there
+    if not all(map(is_json, files)):  # before the first row is said that pyarrow is not there
         import megatron_pg.rollout_files.parquet_file  # noqa: F401
     return files
 
 
 def _is_rollout_file(path: Path) -> bool:
-    """Return whether the name is of a rollout file; refuse a file of such a name that cannot be read."""
+    """Return whether the name is that of a rollout file; refuse such a name for anything but a plain file."""
     name = path
     while name.suffix.lower() in COMPRESSED_SUFFIXES:
         name = name.with_suffix("")
@@ -83,28 +79,25 @@ def _is_rollout_file(path: Path) -> bool:
     return True
 
 
-@contextmanager
-def open_rows(path: Path, start: int) -> Iterator[Iterator[ParseRow]]:
-    """Open the rows of a file with a rollout file's name, from row `start` on.
-
-    Raises:
-        ValueError: the file is not what its name says, or has fewer rows.
-    """
-    if is_json_lines(path):  # one JSON object a line; blank lines are no rows
-        file: Any = path.open("rb")
-        rows: Iterator[ParseRow]
-        passed, rows = 0, (functools.partial(_parsed, line) for line in file if line.strip())
+def open_rows(path: Path, start: int) -> Iterator[ParseRow]:
+    """Yield the rows of a file from row `start` on; a ValueError for fewer rows, or a file that is not what its name says."""
+    if is_json(path):
+        passed, rows = 0, _lines(path)
     else:
         from megatron_pg.rollout_files.parquet_file import open_parquet
 
-        file, passed, rows = open_parquet(path, start)
-    with file:
-        passed += sum(1 for _ in itertools.islice(rows, start - passed))
-        if passed < start:
-            raise ValueError(
-                f"{path} has {passed} rows and the checkpoint stopped after {start}: the file has changed"
-            )
-        yield rows
+        passed, rows = open_parquet(path, start)
+    passed += sum(1 for _ in itertools.islice(rows, start - passed))
+    if passed < start:
+        problem = f"{passed} rows and the checkpoint stopped after {start}: the file has changed"
+        raise ValueError(f"{path} has {problem}")
+    yield from rows
+
+
+def _lines(path: Path) -> Iterator[ParseRow]:
+    """Yield the rows of JSON Lines, one object a line. Blank lines are no rows."""
+    with path.open("rb") as file:
+        yield from (functools.partial(_parsed, line) for line in file if line.strip())
 
 
 def account_of(path: Path, limit: int | None = None) -> FileAccount:
@@ -121,21 +114,16 @@ def _parsed(line: bytes) -> Row:
     try:
         row = json.loads(line, object_pairs_hook=_with_distinct_keys)
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        found = shown(line[:40].decode(errors="replace").strip())
-        raise ValueError(
-            f"the line is no JSON ({error}): {found}, expected one JSON object"
-        ) from error
+        problem = f"no JSON ({error}): {shown(line[:40].decode(errors='replace').strip())}"
+        raise ValueError(f"the line is {problem}, expected one JSON object") from error
     if not isinstance(row, dict):
         raise ValueError(f"the line is {shown(row)}, expected one JSON object")
     return row
 
 
 def _with_distinct_keys(pairs: list[tuple[str, Any]]) -> Row:
-    """Build the object of a JSON text; refuse a column of ours that is given twice. Python takes the last value."""
-    row = dict(pairs)
-    if len(row) < len(pairs):
-        keys = [key for key, _ in pairs]
-        for key in READ:
-            if keys.count(key) > 1:
-                raise ValueError(f"{key} is given {keys.count(key)} times, expected one value")
-    return row
+    """Refuse a column of ours that a JSON object gives twice. Python takes the last value."""
+    for key, count in Counter(key for key, _ in pairs).items():
+        if count > 1 and key in READ:
+            raise ValueError(f"{key} is given {count} times, expected one value")
+    return dict(pairs)

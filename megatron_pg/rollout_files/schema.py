@@ -55,24 +55,17 @@ ENGINE_COLUMNS: Mapping[str, str] = {
 """vLLM's names of three columns; read from a row that has the first two, and neither `prompt_ids` nor `response_ids`."""
 
 READ = (*COLUMNS, *ENGINE_COLUMNS.values())
-"""Columns that are read."""
 
+OTHER_FIELDS = ("group_index", "rollout_id", "loss_weights", "policy_version", "kept_tokens")
 OPTIONAL_FIELDS: Mapping[str, str] = {
-    field: field.removeprefix("old_")
-    for field in (
-        *LOG_PROB_FIELDS,
-        *("group_index", "rollout_id", "loss_weights", "policy_version", "kept_tokens"),
-    )
+    field: field.removeprefix("old_") for field in (*LOG_PROB_FIELDS, *OTHER_FIELDS)
 }
 """Optional fields of `Sample`, and the column that fills each of them."""
 
 Row = Mapping[str, Any]
-"""One row by column: an array of integers or numbers, a `Ragged` of integers, any Python value, or None where the row has no
-value."""
-
-
+"""One row by column: an array of integers or numbers, a `Ragged` of integers, any Python value, or None without a value."""
 ParseRow = Callable[[], Row]
-"""Parser of one row, which raises a `RowError`: a rank calls it for its own rows alone."""
+"""Parser of one row, which raises a ValueError: a rank calls it for its own rows alone."""
 
 
 class RowError(ValueError):
@@ -98,27 +91,25 @@ class RewardedSample(Sample):
 
 
 def sample_of_row(
-    row: Row,
-    name: str,
-    required_columns: Collection[str] = (),
-    vocab_size: int | None = None,
-    id_source: str | None = None,
+    row: Row, *, required: Collection[str], vocab_size: int | None, **names: Any
 ) -> RewardedSample:
-    """Make the sample of a row, if the row fills the required columns and has token ids below the size of the vocabulary.
+    """Make the sample of a row; `names` are its `name` and `id_source`.
 
     Raises:
         ValueError: a value is missing, of the wrong type or length, or out of range; the values of a sample as `Sample` says.
     """
-    row = _with_our_names({name: value for name, value in row.items() if value is not None})
-    for column in ("prompt_ids", "response_ids", *required_columns):
+    row = {name: value for name, value in row.items() if value is not None}
+    is_ours = "prompt_ids" in row or "response_ids" in row
+    if not is_ours and "prompt_token_ids" in row and "token_ids" in row:
+        row = {name: row[theirs] for name, theirs in ENGINE_COLUMNS.items() if theirs in row} | row
+    for column in ("prompt_ids", "response_ids", *required):
         if column not in row:
             raise ValueError(f"{column} is missing, expected {COLUMNS[column]}")
     if not {"reward", "advantages"} & row.keys():
         raise ValueError("reward is missing, expected a number (or advantages)")
     values = {column: _value(column, row[column]) for column in COLUMNS if column in row}
-    limit, below = (
-        (math.inf, "") if vocab_size is None else (vocab_size, f" and below {vocab_size}")
-    )
+    limit = math.inf if vocab_size is None else vocab_size
+    below = "" if vocab_size is None else f" and below {vocab_size}"
     tokens = []
     for column in ("prompt_ids", "response_ids"):
         ids = torch.from_numpy(values.pop(column))
@@ -134,8 +125,7 @@ def sample_of_row(
         loss_mask=values.pop("loss_mask", torch.ones(response.numel())),
         has_advantages="advantages" in values,
         old_log_probs=values.pop("log_probs", None),
-        name=name,
-        id_source=id_source,
+        **names,
         **values,
     )
     for field in LOG_PROB_FIELDS:
@@ -151,37 +141,24 @@ def sample_of_row(
     return sample
 
 
-def _with_our_names(row: Row) -> Row:
-    has_theirs = {"prompt_token_ids", "token_ids"} <= row.keys()
-    if has_theirs and not {"prompt_ids", "response_ids"} & row.keys():
-        theirs = {name: row[engine] for name, engine in ENGINE_COLUMNS.items() if engine in row}
-        return theirs | dict(row)
-    return row
-
-
 def _value(column: str, value: Any) -> Any:
     """Check the type of a value, and convert a number or a list of numbers; null becomes NaN."""
     kind = COLUMNS[column]
-    if kind == INTEGER:
-        return value
-    if kind == INTEGER_LISTS and isinstance(value, list):
+    if kind == INTEGER_LISTS and not isinstance(value, Ragged):
+        if not isinstance(value, list):
+            raise ValueError(f"{column} is {shown(value)}, expected {kind}")
         value = [[] if ids is None else ids for ids in value]
         for at, ids in enumerate(value):
             _vector(f"{column}[{at}]", ids, INTEGERS)
-    if kind == INTEGER_LISTS:
-        if not isinstance(value, (list, Ragged)):
-            raise ValueError(f"{column} is {shown(value)}, expected {kind}")
+    if kind in (INTEGER, INTEGER_LISTS):
         return value
     if kind in (INTEGERS, NUMBERS) or isinstance(value, (list, np.ndarray)):
         return _vector(column, value, kind)
-    try:
+    with contextlib.suppress(OverflowError):  # an integer beyond float64
         is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-        number = float(value) if is_number else math.nan
-    except OverflowError:  # an integer beyond float64
-        number = math.inf
-    if not math.isfinite(number):
-        raise ValueError(f"{column} is {shown(value)}, expected {kind}, finite")
-    return number
+        if is_number and math.isfinite(value):
+            return float(value)
+    raise ValueError(f"{column} is {shown(value)}, expected {kind}, finite")
 
 
 def _vector(field: str, value: Any, kind: str) -> NDArray[Any]:
@@ -204,7 +181,6 @@ def _vector(field: str, value: Any, kind: str) -> NDArray[Any]:
 
 
 def shown(value: Any) -> str:
-    """Shorten a value for an error message."""
     value = value.item() if hasattr(value, "item") else value
     return "null" if value is None else reprlib.repr(value)
 
@@ -222,9 +198,8 @@ def with_group_advantages(
 
     Args:
         samples: this rank's samples of the step, from rollout files.
-        method: see `megatron_pg.step.advantages.group_advantages`.
+        method: see `megatron_pg.step.advantages.group_advantages`; for `allow_different_prompts` see `step_totals`.
         data_parallel_group: the data-parallel group *without* context parallelism; None is this rank alone.
-        allow_different_prompts: see `step_totals`.
 
     Returns:
         The samples, and the advantages of the whole step in rank order, for its report.
@@ -234,15 +209,15 @@ def with_group_advantages(
             `megatron_pg.step.ids.check_ids`); on all ranks alike.
     """
 
-    def rewards_of_rank() -> list[Any]:
-        rewards = [getattr(sample, "reward", None) for sample in samples]
-        for sample, reward in zip(samples, rewards, strict=True):
-            if reward is None or sample.group_index is None:
-                field = "reward" if reward is None else "group_index"
-                raise ValueError(
-                    f"{sample.name} has no {field}: an advantage is a reward against those of the same prompt group"
-                )
-        return rewards
+    def rewards_of_rank() -> list[float]:
+        rewarded: Any = samples
+        for sample in rewarded:
+            for field in ("reward", "group_index"):
+                if getattr(sample, field, None) is None:
+                    raise ValueError(
+                        f"{sample.name} has no {field}: an advantage is a reward against those of the same prompt group"
+                    )
+        return [sample.reward for sample in rewarded]
 
     _, shared = compute_and_gather(
         rewards_of_rank, lambda rewards: (rewards, sample_counts(samples)), data_parallel_group

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 from collections.abc import Collection, Generator, Sequence
@@ -9,13 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_pg.config.planning import OnBadRow, PlanningConfig
-from megatron_pg.rollout_files.reader import (
-    FileAccount,
-    account_of,
-    files_of,
-    is_json_lines,
-    open_rows,
-)
+from megatron_pg.rollout_files.reader import FileAccount, account_of, files_of, is_json, open_rows
 from megatron_pg.rollout_files.schema import OPTIONAL_FIELDS, ParseRow, RowError, sample_of_row
 from megatron_pg.step.ids import with_distinct_ids
 from megatron_pg.step.sample import Sample
@@ -46,8 +41,7 @@ class RolloutFiles:
 
     Args:
         paths: Parquet and JSON Lines files, read in this order; of a directory, all in it by name.
-        data_parallel_rank: this rank in the data-parallel group without context parallelism.
-        data_parallel_size: the number of its ranks.
+        data_parallel_rank: this rank among the `data_parallel_size` ranks of the group without context parallelism.
         on_bad_row: `error` stops at a row that is no sample; `skip` passes and counts it.
         required_fields: optional fields of `Sample` that every row must fill, such as
             `PolicyLossConfig.required_sample_fields`.
@@ -75,15 +69,12 @@ class RolloutFiles:
         # Checks the flags; files have no budget.
         PlanningConfig(1, rollout_files=tuple(map(str, paths)), on_bad_row=on_bad_row)
         if not 0 <= data_parallel_rank < data_parallel_size:
-            raise ValueError(
-                f"data_parallel_rank {data_parallel_rank} and data_parallel_size {data_parallel_size}: expected "
-                "0 <= rank < size"
-            )
+            given = f"data_parallel_rank {data_parallel_rank} and data_parallel_size {data_parallel_size}"
+            raise ValueError(f"{given}: expected 0 <= rank < size")
         for name in required_fields:
             if name not in OPTIONAL_FIELDS:
-                raise ValueError(
-                    f"required_fields: no column fills {name!r}; expected some of {', '.join(OPTIONAL_FIELDS)}"
-                )
+                expected = f"expected some of {', '.join(OPTIONAL_FIELDS)}"
+                raise ValueError(f"required_fields: no column fills {name!r}; {expected}")
         if vocab_size is not None and vocab_size < 1:
             raise ValueError(f"vocab_size is {vocab_size}: expected 1 or more")
         self._paths = files_of(paths)
@@ -91,8 +82,8 @@ class RolloutFiles:
         self._accounts = tuple(account_of(path) for path in self._paths)
         self._rank, self._size = data_parallel_rank, data_parallel_size
         self._skips_bad_rows = on_bad_row == "skip"
-        self._required_columns = [OPTIONAL_FIELDS[name] for name in required_fields]
-        self._vocab_size = vocab_size
+        columns = [OPTIONAL_FIELDS[name] for name in required_fields]
+        self._convert = functools.partial(sample_of_row, required=columns, vocab_size=vocab_size)
         self._makes_ids_distinct = distinct_ids
         self._file = self._row = 0
         self.num_skipped = 0
@@ -108,17 +99,13 @@ class RolloutFiles:
         """Continue from a position, of a source with the same files on any number of ranks.
 
         The files may lie in another folder. Further files may follow the last one, and further lines may follow in it
-        if it is JSON Lines and has not been passed.
-
-        Raises:
-            ValueError: the files are not those of the position; the first that differs is named.
+        if it is JSON Lines and has not been passed. A ValueError names the first file that differs otherwise.
         """
         self._check_files(position)
         self.close()
         self._file, self._row = position.file, position.row
         if position.row:  # refuse a shorter file now, not at the first pull
-            with open_rows(self._paths[self._file], self._row):
-                pass
+            next(open_rows(self._paths[self._file], self._row), None)
 
     def pull(self, count: int) -> list[Sample | None]:
         """Pull the next `count` of this rank's rows, fewer only at the end of the files; None for a bad row.
@@ -151,10 +138,9 @@ class RolloutFiles:
         """Yield the rows from the position on; the position follows them."""
         try:
             while self._file < len(self._paths):
-                with open_rows(self._paths[self._file], self._row) as rows:
-                    for parse in rows:
-                        self._row += 1
-                        yield parse
+                for parse in open_rows(self._paths[self._file], self._row):
+                    self._row += 1
+                    yield parse
                 self._file, self._row = self._file + 1, 0
         finally:  # a generator that an error has ended would look like the end of the files
             self._rows = self._read()
@@ -166,9 +152,7 @@ class RolloutFiles:
         # Not the path: a checkpoint may hold samples of files that have been moved since.
         id_source = f"file {self._file + 1} of --rollout-files"
         try:
-            sample = sample_of_row(
-                parse(), name, self._required_columns, self._vocab_size, id_source
-            )
+            sample = self._convert(parse(), name=name, id_source=id_source)
             return with_distinct_ids(sample, self._file) if self._makes_ids_distinct else sample
         except ValueError as error:
             problem = str(error).removeprefix(f"{name}: ")
@@ -182,7 +166,7 @@ class RolloutFiles:
             now = "is missing"
             if index < len(self._paths):
                 path, account = self._paths[index], self._accounts[index]
-                may_grow = position.file <= index == last and is_json_lines(path)
+                may_grow = position.file <= index == last and is_json(path)
                 if account == then or (may_grow and account_of(path, then[1]) == then):
                     continue
                 now = f"had other contents than {path}"
@@ -225,18 +209,11 @@ def validate_rollout_file(
 ) -> RolloutFileReport:
     """Check every row of rollout files, and that the rows of each prompt group and rollout follow each other.
 
-    Memory holds the ids of all prompt groups and rollouts, and one row.
+    Memory holds the ids of all prompt groups and rollouts, and one row. Arguments and errors are those of `RolloutFiles`.
 
     Args:
-        paths: the files, as for `RolloutFiles`; groups and rollouts are checked over all of them.
-        required_fields: see `RolloutFiles`.
-        vocab_size: see `RolloutFiles`.
-        distinct_ids: see `RolloutFiles`.
+        paths: the files; groups and rollouts are checked over all of them.
         max_errors: bad and scattered rows beyond these are counted and not kept.
-
-    Raises:
-        ValueError: a file of another kind, or settings out of range.
-        FileNotFoundError: no such file.
     """
     files = RolloutFiles(
         paths, required_fields=required_fields, vocab_size=vocab_size, distinct_ids=distinct_ids
@@ -252,21 +229,20 @@ def validate_rollout_file(
             report.num_bad_rows += 1
             if len(report.errors) < max_errors:
                 report.errors.append(error)
-        else:
-            report.num_tokens += sample.total_length
-            report.num_active_tokens += sample.num_active_tokens
-            if sample.rollout_id is None or sample.rollout_id not in seen["rollout_id"]:
-                report.num_documents += 1
-            for name, ids in seen.items():
-                identifier = getattr(sample, name)
-                if identifier in ids and identifier != latest.get(name):
-                    report.num_scattered += 1
-                    if len(report.scattered) < max_errors:
-                        report.scattered.append(
-                            f"{sample.name}: {name} {identifier} comes back after rows of another; expected its rows to follow "
-                            "each other: sort the file by it, or give what comes back an id of its own"
-                        )
-                latest[name] = identifier
-                if identifier is not None:
-                    ids.add(identifier)
+            continue
+        report.num_tokens += sample.total_length
+        report.num_active_tokens += sample.num_active_tokens
+        report.num_documents += sample.rollout_id not in seen["rollout_id"]
+        for name, ids in seen.items():
+            identifier = getattr(sample, name)
+            if identifier in ids and identifier != latest.get(name):
+                report.num_scattered += 1
+                if len(report.scattered) < max_errors:
+                    report.scattered.append(
+                        f"{sample.name}: {name} {identifier} comes back after rows of another; expected its rows to follow "
+                        "each other: sort the file by it, or give what comes back an id of its own"
+                    )
+            latest[name] = identifier
+            if identifier is not None:
+                ids.add(identifier)
     return report

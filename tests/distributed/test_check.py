@@ -444,9 +444,9 @@ def part_in_a_thousand() -> dict[str, float]:
         run.config_of = config_of
         found[term] = min(row.gradient_error for row in run.run_check(options))
 
-    def train_step(chunks: Any, options: Any, groups: Any, samples: Any, *rest: Any) -> Any:
+    def train_step(chunks: Any, options: Any, samples: Any, *rest: Any) -> Any:
         larger = [replace(sample, advantages=1.001 * sample.advantages) for sample in samples]
-        return right_step(chunks, options, groups, larger, *rest)
+        return right_step(chunks, options, larger, *rest)
 
     run.config_of, run.train_step = right, train_step
     found["advantages"] = min(row.gradient_error for row in run.run_check(options))

@@ -232,9 +232,7 @@ def test_a_loaded_model_has_the_logits_of_transformers_and_goes_back_bit_for_bit
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_a_step_at_tp_2_and_cp_2_is_that_of_transformers(
-    name: str, folder_of: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_step_at_tp_2_and_cp_2_is_that_of_transformers(name, folder_of, tmp_path):
     """Its gradient by the oracle's loss and autograd through the dense model, in float64 both."""
     from .hugging_face_job import LEARNING_RATE, Job, load_and_save
 
@@ -255,9 +253,7 @@ def test_a_step_at_tp_2_and_cp_2_is_that_of_transformers(
     assert largest_error(before, after) > 1e-3
 
 
-def test_weights_are_cast_to_the_dtype_of_the_model(
-    folder_of: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_weights_are_cast_to_the_dtype_of_the_model(folder_of, tmp_path):
     """The bias of the router alone stays in float32, as Megatron keeps it."""
     from .hugging_face_job import Job, convert
 
@@ -304,9 +300,7 @@ def changed(source: Path, folder: Path, change: Callable[[dict[str, Tensor]], No
     return folder
 
 
-def test_what_does_not_fit_is_named_on_every_rank_and_changes_nothing(
-    folder_of: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_what_does_not_fit_is_named_on_every_rank_and_changes_nothing(folder_of, tmp_path):
     """By both stages of a pipeline, the first of which has none of the last layer."""
     from .hugging_face_job import Job, load_errors, save_errors
 
@@ -353,9 +347,7 @@ def test_what_does_not_fit_is_named_on_every_rank_and_changes_nothing(
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
     ],
 )
-def test_a_config_that_no_flags_mean_is_refused(
-    changes: dict[str, Any], words: str, folder_of: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_config_that_no_flags_mean_is_refused(changes, words, folder_of, tmp_path):
     from trainer.hugging_face_config import WeightsError, read_config
 
     config = json.loads((folder_of("llama") / "config.json").read_text())
@@ -404,9 +396,7 @@ def test_the_flags_of_an_older_config(tmp_path: Path) -> None:
     assert sorted(flags) == sorted(expected.split())
 
 
-def test_a_model_of_mimo_is_read_without_its_multi_token_prediction(
-    folder_of: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_model_of_mimo_is_read_without_its_multi_token_prediction(folder_of, tmp_path):
     """As published: a Qwen2 under names of its own, with one more layer."""
     from .hugging_face_job import Job, load_and_save
 

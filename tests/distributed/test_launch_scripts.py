@@ -182,9 +182,7 @@ def test_with_rollout_files_the_plan_counts_the_first_step(plans: dict[str, str]
 
 
 @pytest.mark.parametrize("flags", OF_THE_FIRST_STEP)
-def test_a_dry_run_says_what_the_run_would_say_at_its_first_step(
-    flags: str, plans: dict[str, str]
-) -> None:
+def test_a_dry_run_says_what_the_run_would_say_at_its_first_step(flags, plans):
     assert re.search(f"(?m)^{OF_THE_FIRST_STEP[flags]}", plans[flags]), plans[flags]
 
 

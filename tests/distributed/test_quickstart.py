@@ -161,9 +161,7 @@ def test_every_sample_counts_once_and_the_first_step_is_on_policy(uninterrupted:
 
 
 @in_one_lane
-def test_a_resumed_run_equals_an_uninterrupted_one(
-    project: Path, uninterrupted: Path, tmp_path: Path
-) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(project, uninterrupted, tmp_path):
     """SIGTERM to the launcher, then kill -9 of one worker's launcher: twice stopped, twice resumed."""
     run_dir = tmp_path / "run"
     process = start(project, run_dir)
@@ -203,9 +201,7 @@ def test_the_reference_is_the_model_after_the_warm_start(project: Path, tmp_path
 
 
 @in_one_lane
-def test_a_finished_run_teaches_another_model(
-    project: Path, uninterrupted: Path, tmp_path: Path
-) -> None:
+def test_a_finished_run_teaches_another_model(project, uninterrupted, tmp_path):
     """Rewards and advantages are not read: what moves the student is the divergence alone, and that falls."""
     taught = ("--policy-loss", "distill", "--distill-teacher", "hidden", "--entropy-coef", "0")
     flags = (*taught, "--teacher", str(uninterrupted), "--train-iters", "2")
@@ -245,9 +241,7 @@ def test_a_run_is_extended(project: Path, uninterrupted: Path, tmp_path: Path) -
 
 
 @in_one_lane
-def test_a_damaged_checkpoint_of_one_rank_ends_both_with_a_line(
-    project: Path, uninterrupted: Path, tmp_path: Path
-) -> None:
+def test_a_damaged_checkpoint_of_one_rank_ends_both_with_a_line(project, uninterrupted, tmp_path):
     run_dir = tmp_path / "run"
     shutil.copytree(uninterrupted, run_dir)
     older, newest = checkpoints(run_dir)
@@ -404,18 +398,14 @@ def test_a_student_in_its_teachers_folder_is_refused(tmp_path: Path) -> None:
         parse_for_two_ranks(flags)
 
 
-def test_a_resumed_run_that_finds_none_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_resumed_run_that_finds_none_says_so(tmp_path, capsys):
     claim(tmp_path / "run", "--resume").release()
     assert "no run in" in capsys.readouterr().out
     claim(tmp_path / "run", "--resume").release()
     assert capsys.readouterr().out == ""
 
 
-def test_the_script_explains_its_flags(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_script_explains_its_flags(monkeypatch, capsys):
     script = str(ROOT / "examples/train_grpo.py")
     monkeypatch.setattr(sys, "argv", [script, "--help"])
     runpy.run_path(
@@ -429,9 +419,7 @@ def claim(folder: Path, *flags: str) -> FileLock:
     return claim_folder(parse_for_two_ranks(" ".join((*flags, f"--run-dir {folder}"))), 2)
 
 
-def test_a_folder_is_claimed_by_one_run_and_never_overwritten(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_is_claimed_by_one_run_and_never_overwritten(tmp_path, monkeypatch):
     monkeypatch.setattr("run_folder.LOCK_PATIENCE", 0.2)
     (tmp_path / "elsewhere").mkdir()
     folder = tmp_path / "run"
@@ -475,9 +463,7 @@ def die_as_it_writes(path: Path, text: str) -> None:
     raise KeyboardInterrupt
 
 
-def test_a_log_that_is_cut_back_is_never_half_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_log_that_is_cut_back_is_never_half_written(tmp_path, monkeypatch):
     """Killed as it writes, a resumed run leaves the steps that were there."""
     steps = "".join(f'{{"step": {number}}}\n' for number in range(1, 4))
     (tmp_path / "metrics.jsonl").write_text(steps)
@@ -508,9 +494,7 @@ def checkpoint_of(run_dir: Path, step: int) -> Path:
 @pytest.mark.parametrize(
     "contents", [b"", b"no checkpoint", None], ids=["empty", "garbage", "gone"]
 )
-def test_a_damaged_checkpoint_is_named_and_the_one_before(
-    tmp_path: Path, contents: bytes | None
-) -> None:
+def test_a_damaged_checkpoint_is_named_and_the_one_before(tmp_path, contents):
     older, newest = checkpoint_of(tmp_path, 4), checkpoint_of(tmp_path, 8)
     path = newest / "rank_0.pt"
     path.unlink() if contents is None else path.write_bytes(contents)
@@ -636,9 +620,7 @@ def test_the_report_shows_every_curve_whole(length: int) -> None:
 
 
 @in_one_lane
-def test_a_refused_run_says_why_in_one_line_and_writes_nothing(
-    project: Path, tmp_path: Path
-) -> None:
+def test_a_refused_run_says_why_in_one_line_and_writes_nothing(project, tmp_path):
     process = start(project, tmp_path / "run", "--loss-aggregation", "constant")
     output, _ = communicate(process)
     assert process.returncode != 0

@@ -57,9 +57,7 @@ def test_stock_train_step_has_the_reference_gradients(aggregation: str, flags: l
 
 
 @pytest.mark.parametrize("cut, too_large", [(one_twice, True), (one_missing, False)])
-def test_the_logged_checksum_names_a_sample_trained_on_twice_or_never(
-    cut: object, too_large: bool
-) -> None:
+def test_the_logged_checksum_names_a_sample_trained_on_twice_or_never(cut, too_large):
     _, logged = run_stock("sample_mean", cut)
     assert abs(logged["aggregation_checksum"] - 1) > 0.01
     assert (logged["aggregation_checksum"] > 1) == too_large

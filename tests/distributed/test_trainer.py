@@ -94,9 +94,7 @@ def test_tensorboard_has_the_metrics_and_megatrons_own(uninterrupted: Path) -> N
     assert len(events.Scalars("grad-norm")) == len(events.Scalars("loss-scale")) == 6
 
 
-def test_a_run_goes_on_in_the_middle_of_the_file(
-    rollouts: Path, uninterrupted: Path, stopped: Path
-) -> None:
+def test_a_run_goes_on_in_the_middle_of_the_file(rollouts, uninterrupted, stopped):
     run(rollouts, stopped, STEPS)
     assert steps_of(stopped) == steps_of(uninterrupted)
 
@@ -115,9 +113,7 @@ def test_a_run_is_extended(rollouts: Path, uninterrupted: Path, tmp_path: Path) 
     assert [step["learning_rate"] for step in steps[6:]] == pytest.approx([1e-2 / 8, 0.0])
 
 
-def test_exit_interval_ends_a_run_after_a_checkpoint(
-    rollouts: Path, uninterrupted: Path, tmp_path: Path
-) -> None:
+def test_exit_interval_ends_a_run_after_a_checkpoint(rollouts, uninterrupted, tmp_path):
     flags = STEPS + "--save-interval 100 "
     run(rollouts, tmp_path / "run", flags + "--exit-interval 2")
     assert len(steps_of(tmp_path / "run")) == 2
@@ -137,9 +133,7 @@ def test_a_run_of_two_data_parallel_ranks_goes_on_on_others(
     assert is_close(steps_of(stopped), steps_of(uninterrupted))
 
 
-def test_forgetting_a_part_of_the_checkpoint_is_noticed(
-    rollouts: Path, uninterrupted: Path, stopped: Path
-) -> None:
+def test_forgetting_a_part_of_the_checkpoint_is_noticed(rollouts, uninterrupted, stopped):
     """The mutant of the tests above: samples that were carried over are lost."""
     run(rollouts, stopped, STEPS, prepare=_lose_carried_samples)
     assert not is_close(steps_of(stopped), steps_of(uninterrupted))
@@ -168,9 +162,7 @@ def test_the_end_of_the_files_ends_the_run(tmp_path: Path) -> None:
         assert len(steps) < 9
 
 
-def test_what_megatron_left_of_a_killed_save_is_passed_over(
-    rollouts: Path, uninterrupted: Path, stopped: Path
-) -> None:
+def test_what_megatron_left_of_a_killed_save_is_passed_over(rollouts, uninterrupted, stopped):
     """A tracker file cut to nothing, and half a checkpoint of the step that comes."""
     (stopped / TRACKER).write_text("")
     half = stopped / "iter_0000006"
@@ -182,9 +174,7 @@ def test_what_megatron_left_of_a_killed_save_is_passed_over(
     assert not (half / "__7_0.distcp").exists() and (half / "metadata.json").exists()
 
 
-def test_finetune_begins_with_the_weights_alone(
-    rollouts: Path, uninterrupted: Path, tmp_path: Path
-) -> None:
+def test_finetune_begins_with_the_weights_alone(rollouts, uninterrupted, tmp_path):
     flags = f"{STEPS}--load {uninterrupted} --finetune"
     run(rollouts, tmp_path / "run", flags)
     found, first = steps_of(tmp_path / "run"), steps_of(uninterrupted)
@@ -228,9 +218,7 @@ def test_a_second_run_in_the_same_folder_is_refused(rollouts: Path, tmp_path: Pa
         ("--held-out-tasks 32", "held_out_tasks 64 and this run has 32"),
     ],
 )
-def test_a_run_with_other_settings_does_not_go_on(
-    rollouts: Path, stopped: Path, flags: str, message: str
-) -> None:
+def test_a_run_with_other_settings_does_not_go_on(rollouts, stopped, flags, message):
     metrics = (stopped / "metrics.jsonl").read_bytes()
     assert message in end_of(rollouts, stopped, f"{STEPS}{flags}")
     assert (stopped / "metrics.jsonl").read_bytes() == metrics
@@ -275,9 +263,7 @@ def test_with_verify_integrity_a_flipped_bit_is_named(rollouts: Path, tmp_path: 
     assert "__0_0.distcp" in said and "error: --load cannot be read" in said
 
 
-def test_a_checkpoint_that_one_rank_cannot_complete_ends_all_ranks(
-    rollouts: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_that_one_rank_cannot_complete_ends_all_ranks(rollouts, tmp_path):
     """Rank 0 fails where it writes by itself and the other waits for it, in the middle of Megatron's save."""
     folder = tmp_path / "run"
     said = end_of(rollouts, folder, STEPS, prepare=_fail_to_write_metadata)
@@ -304,18 +290,14 @@ def _fail_to_write_metadata(rank: int) -> None:
         (WHOLE_GROUPS + "--max-tokens-per-microbatch 12", "more than --max-tokens-per-microbatch"),
     ],
 )
-def test_what_a_step_cannot_hold_ends_all_ranks_with_a_line(
-    rollouts: Path, tmp_path: Path, flags: str, message: str
-) -> None:
+def test_what_a_step_cannot_hold_ends_all_ranks_with_a_line(rollouts, tmp_path, flags, message):
     own = "--train-iters 9 --save-interval 9 --seq-length 12 "
     said = end_of(rollouts, tmp_path / "run", own + flags)
     assert [line for line in said.splitlines() if message in line and line.startswith("error: ")]
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_file_that_one_node_cannot_read_ends_all_ranks_with_a_line(
-    rollouts: Path, tmp_path: Path, failing: int
-) -> None:
+def test_a_file_that_one_node_cannot_read_ends_all_ranks_with_a_line(rollouts, tmp_path, failing):
     prepare = functools.partial(_fail_to_read, failing)
     whose = "data-parallel rank 1: OSError: " if failing else ""
     said = end_of(rollouts, tmp_path / "run", STEPS, prepare=prepare)
@@ -332,9 +314,7 @@ def _fail_to_read(failing: int, rank: int) -> None:
         source.open_rows = fail  # type: ignore[assignment]
 
 
-def test_a_file_that_one_node_does_not_have_ends_all_ranks_with_a_line(
-    rollouts: Path, tmp_path: Path
-) -> None:
+def test_a_file_that_one_node_does_not_have_ends_all_ranks_with_a_line(rollouts, tmp_path):
     said = end_of(rollouts, tmp_path / "run", STEPS, prepare=_lack_the_files_on_1)
     assert "error: the run cannot begin (rank 1): --rollout-files: x.jsonl does not exist" in said
 
@@ -349,9 +329,7 @@ def _lack_the_files_on_1(rank: int) -> None:
         source.files_of = lack  # type: ignore[assignment]
 
 
-def test_a_signal_ends_a_run_after_a_checkpoint(
-    rollouts: Path, uninterrupted: Path, tmp_path: Path
-) -> None:
+def test_a_signal_ends_a_run_after_a_checkpoint(rollouts, uninterrupted, tmp_path):
     prepare = functools.partial(hold_at, 3, tmp_path / "run", tmp_path / "sent")
     ranks = start(rollouts, tmp_path / "run", STEPS + "--exit-signal-handler", prepare=prepare)
     wait_for_steps(ranks, tmp_path / "run", 1)

@@ -123,9 +123,7 @@ def comparison_without_metrics(found: Outcome, expected: Outcome) -> Comparison:
 
 
 @pytest.mark.parametrize("aggregation", MODES)
-def test_gradients_equal_the_unsharded_reference(
-    aggregation: str, references: dict[str, Outcome]
-) -> None:
+def test_gradients_equal_the_unsharded_reference(aggregation, references):
     right, mutant = run_ranks(trainer_steps, SHARDING.world_size, aggregation)[0]
     comparison = comparison_without_metrics(right, references[aggregation])
     assert comparison.passed, str(comparison)

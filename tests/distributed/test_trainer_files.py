@@ -48,9 +48,7 @@ def test_files_without_a_sample_are_no_success(tmp_path: Path, rows: int, messag
     assert f"{path}: no sample in them" in said and message in said
 
 
-def test_parquet_gives_the_steps_of_json_lines(
-    rollouts: Path, uninterrupted: Path, tmp_path: Path
-) -> None:
+def test_parquet_gives_the_steps_of_json_lines(rollouts, uninterrupted, tmp_path):
     import pyarrow
     import pyarrow.parquet
 
@@ -114,9 +112,7 @@ def test_garbage_in_the_metrics_is_named(tmp_path: Path, garbage: bytes) -> None
 @pytest.mark.parametrize(
     "module", ["megatron_pg.rollout_files.collector", "megatron_pg.step.collector"]
 )
-def test_a_place_in_the_rollouts_is_read_with_kept_sets_and_by_its_old_name(
-    monkeypatch: pytest.MonkeyPatch, module: str
-) -> None:
+def test_a_place_in_the_rollouts_is_read_with_kept_sets_and_by_its_old_name(monkeypatch, module):
     from trainer.checkpoint import STORED_TYPES
 
     sample = RewardedSample([1, 2, 3], 2, [1, 1], kept_tokens=[[2, 5], [3]], reward=1.0)
@@ -161,9 +157,7 @@ def test_rejected_tokens_leave_the_denominators(rollouts: Path, tmp_path: Path) 
         assert accepted[name] == pytest.approx(ratio * original[name], rel=1e-5)
 
 
-def test_a_run_goes_on_with_more_rollouts_in_another_folder(
-    rollouts: Path, uninterrupted: Path, tmp_path: Path
-) -> None:
+def test_a_run_goes_on_with_more_rollouts_in_another_folder(rollouts, uninterrupted, tmp_path):
     stopped = copy_after_step(2, uninterrupted, tmp_path / "run")
     moved = tmp_path / "moved" / rollouts.name
     moved.parent.mkdir()

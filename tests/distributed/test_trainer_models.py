@@ -54,9 +54,7 @@ def test_old_log_probs_are_those_of_the_step_that_begins(rollouts: Path, trained
 @pytest.mark.parametrize(
     "flags", ["--context-parallel-size 2", "--use-distributed-optimizer --overlap-grad-reduce"]
 )
-def test_they_are_the_same_at_every_sharding(
-    rollouts: Path, trained: Path, tmp_path: Path, flags: str
-) -> None:
+def test_they_are_the_same_at_every_sharding(rollouts, trained, tmp_path, flags):
     run(rollouts, tmp_path / "run", STEPS + flags)
     for found, expected in zip(steps_of(tmp_path / "run"), steps_of(trained), strict=True):
         for name in ("old_logprobs", "pg_loss", "grad_norm"):
@@ -72,18 +70,14 @@ def test_log_probs_of_the_files_stay(trained: Path, tmp_path: Path) -> None:
     assert abs(found["ratio_new_old"] - 1.0) > 1e-4
 
 
-def test_the_reference_policy_stays_where_it_is(
-    rollouts: Path, trained: Path, tmp_path: Path
-) -> None:
+def test_the_reference_policy_stays_where_it_is(rollouts, trained, tmp_path):
     flags = f"{STEPS}{KL}--load {trained} --finetune --ref-load {trained}"
     run(rollouts, tmp_path / "run", flags)
     kl = [step["kl_loss"] for step in steps_of(tmp_path / "run")]
     assert kl[0] == pytest.approx(0.0, abs=1e-6) and kl[1] > 1e-5 and kl[2] > kl[1]
 
 
-def test_a_reference_that_follows_the_policy_is_noticed(
-    rollouts: Path, trained: Path, tmp_path: Path
-) -> None:
+def test_a_reference_that_follows_the_policy_is_noticed(rollouts, trained, tmp_path):
     """The mutant of the test above."""
     flags = f"{STEPS}{KL}--load {trained} --finetune --ref-load {trained}"
     run(rollouts, tmp_path / "run", flags, prepare=_score_with_the_policy)
@@ -109,9 +103,7 @@ def _score_with_the_policy(rank: int) -> None:
         (KL + "--ref-load nowhere", "nowhere holds neither a checkpoint of Megatron nor"),
     ],
 )
-def test_a_missing_reference_ends_all_ranks_with_a_line(
-    rollouts: Path, tmp_path: Path, flags: str, message: str
-) -> None:
+def test_a_missing_reference_ends_all_ranks_with_a_line(rollouts, tmp_path, flags, message):
     assert message in end_of(rollouts, tmp_path / "run", STEPS + "--on-bad-row error " + flags)
 
 

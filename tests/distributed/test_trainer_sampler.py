@@ -168,9 +168,7 @@ def test_on_line_steps_and_going_on(models: Path, tmp_path: Path) -> None:
         ("--task-settings 3", "--task-settings 3 of --task chain_sum: "),
     ],
 )
-def test_what_the_sampler_cannot_do_is_refused(
-    models: Path, tmp_path: Path, flags: str, message: str
-) -> None:
+def test_what_the_sampler_cannot_do_is_refused(models, tmp_path, flags, message):
     given = f"--hf-model {models} --task chain_sum --train-iters 2 --save-interval 2 --max-tokens-per-microbatch 512 "
     assert message in end_of(None, tmp_path / "run", given + flags, model="", base=TASK_FLAGS)
 

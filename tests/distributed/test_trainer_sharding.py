@@ -74,15 +74,11 @@ def go_on(rollouts: Path, first: Path, folder: Path, flags: str) -> None:
 
 
 @pytest.mark.parametrize("name", SHARDINGS)
-def test_every_sharding_takes_the_same_steps(
-    rollouts: Path, dense: Path, tmp_path: Path, name: str
-) -> None:
+def test_every_sharding_takes_the_same_steps(rollouts, dense, tmp_path, name):
     go_on(rollouts, dense, tmp_path, STEPS + SHARDINGS[name])
 
 
-def test_the_distributed_optimizer_takes_the_same_steps(
-    rollouts: Path, dense: Path, tmp_path: Path
-) -> None:
+def test_the_distributed_optimizer_takes_the_same_steps(rollouts, dense, tmp_path):
     flags = STEPS + "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
     first = in_one_process(rollouts, "distributed_optimizer", flags)
     assert_same_steps(steps_of(first), steps_of(dense))

@@ -92,9 +92,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     [(700, 256, 3840), (256, 192, 4096), (300, 1024, 128256)],
     ids=["ragged rows", "whole tiles", "many tiles"],
 )
-def test_against_float64_and_our_own_kernels(
-    tokens: int, size: int, columns: int, entropy_coef: float, used: list[int]
-) -> None:
+def test_against_float64_and_our_own_kernels(tokens, size, columns, entropy_coef, used):
     problem = Problem(tokens, size, columns, entropy_coef)
     wanted = problem.wanted()
     found = problem.found()
@@ -111,9 +109,7 @@ def test_against_float64_and_our_own_kernels(
 
 @pytest.mark.parametrize("defer", [True, False])
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
-def test_chunks_and_rows_without_gradient(
-    entropy_coef: float, defer: bool, used: list[int]
-) -> None:
+def test_chunks_and_rows_without_gradient(entropy_coef, defer, used):
     problem = Problem(700, 256, 3840, entropy_coef)
     problem.advantages[500:] = 0
     if entropy_coef:

@@ -54,9 +54,7 @@ def found(trainer: Trainer) -> dict[Case, Steps]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_gradients_equal_plain_loops(
-    case: Case, trainer: Trainer, found: dict[Case, Steps]
-) -> None:
+def test_gradients_equal_plain_loops(case, trainer, found):
     error = largest_error(found[case], case.aggregation)
     print(f"{trainer.name}: {case}: {error:.1e}")
     assert error <= 1e-6

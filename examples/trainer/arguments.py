@@ -24,7 +24,7 @@ from megatron_pg.config.program import ProgramParser
 from megatron_pg.step.advantages import METHODS
 
 from .hugging_face_config import megatron_arguments_of, read_config
-from .refusals import FLAGS, GROUPS, refuse_combinations, refuse_flags
+from .refusals import COUNTS, FLAGS, GROUPS, refuse_combinations, refuse_flags
 
 SAMPLE_FIELDS = "old_log_probs ref_log_probs rollout_log_probs group_index kept_tokens loss_weights"
 """The optional fields of `Sample` that rollout files may fill."""
@@ -32,31 +32,15 @@ FUSIONS = """
     masked_softmax_fusion bias_gelu_fusion bias_swiglu_fusion bias_dropout_fusion apply_rope_fusion moe_permute_fusion
 """
 """Kernels of Transformer Engine or Apex, or compiled by torch for a GPU."""
-TEXTS = (
-    (
-        "--hf-model",
-        "FOLDER",
-        "Hugging Face weights to begin with (docs/models.md); they say what the model is too",
-    ),
-    ("--save-hf", "FOLDER", "write the trained model there, as --hf-model was"),
-    (
-        "--ref-load",
-        "FOLDER",
-        "reference policy of the KL term, for rollouts without ref_log_probs, of either format",
-    ),
-    ("--task", "NAME", "train on this reasoning-gym task, with the model's answers"),
-    ("--task-settings", "JSON", "of the task's generator"),
-    ("--system-prompt", "TEXT", "before every question"),
-)
-"""Flags of this program that take words: name, what they take, and meaning."""
-COUNTS = (
-    ("--prompt-examples", 0, "tasks with their answers before every question"),
-    ("--prompts-per-step", 16, "questions of a step of --task"),
-    ("--samples-per-prompt", 8, "answers to each"),
-    ("--max-response-tokens", 128, "of an answer, at most"),
-    ("--held-out-tasks", 64, "scored before and after, never trained on"),
-)
-"""Flags of this program that take a number: name, default and meaning."""
+TEXTS = {
+    "--hf-model FOLDER": "Hugging Face weights to begin with (docs/models.md); they say what the model is too",
+    "--save-hf FOLDER": "write the trained model there, as --hf-model was",
+    "--ref-load FOLDER": "reference policy of the KL term, for rollouts without ref_log_probs, of either format",
+    "--task NAME": "train on this reasoning-gym task, with the model's answers",
+    "--task-settings JSON": "of the task's generator",
+    "--system-prompt TEXT": "before every question",
+}
+"""Flags of this program that take words, and their meaning."""
 OWN = ("options", "policy loss", "planning", "trainer")
 """Groups of flags that --help shows."""
 
@@ -101,10 +85,11 @@ def _add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     add("--device", choices=["cpu", "cuda"], default="cuda", help="cpu: gloo; cuda: NCCL")
     told = "check the flags for WORLD_SIZE processes, print the plan and a memory estimate, start nothing"
     add("--dry-run", action="store_true", help=told)
-    for flag, metavar, told in TEXTS:
+    for usage, told in TEXTS.items():
+        flag, metavar = usage.split()
         add(flag, metavar=metavar, type=json.loads if metavar == "JSON" else str, help=told)
-    for flag, default, told in COUNTS:
-        add(flag, type=int, default=default, help=told)
+    for name, (_, default, told) in COUNTS.items():
+        add(f"--{name.replace('_', '-')}", type=int, default=default, help=told)
     told = "of rewards in their prompt group: (reward - mean) / std, reward - mean, or reward - mean of the others"
     add("--advantage", choices=METHODS, default="grpo", help=told)
     told = "Megatron's flags: the model, parallelism, optimizer, checkpoints, logs"
@@ -128,7 +113,7 @@ def _mend_help(parser: argparse.ArgumentParser) -> None:
 
 
 def _help(parser: argparse.ArgumentParser, titles: Sequence[str]) -> str:
-    """The flags of some groups that this program reads."""
+    """Format the flags of some groups, without those that this program refuses."""
     formatter = parser._get_formatter()
     formatter.add_text("torchrun --nproc-per-node N examples/trainer FLAGS (docs/trainer.md)")
     for group in parser._action_groups:
@@ -151,7 +136,7 @@ class _MegatronHelp(argparse.Action):
 
 
 def _settle(args: argparse.Namespace) -> None:
-    """What is no choice here: one pack a micro-batch, and what needs a device or a package that is not there."""
+    """Set what is no choice here: one pack a micro-batch, and what the device or absent packages decide."""
     args.micro_batch_size = 1
     args.seq_length = args.seq_length or args.max_position_embeddings
     args.do_train, args.do_valid, args.do_test = True, False, False
@@ -181,16 +166,12 @@ def _is_installed(package: str) -> bool:
 
 
 def _validate_as_megatron_does(args: argparse.Namespace) -> None:
-    with contextlib.ExitStack() as stack:
-        # It prints every one of its arguments, 600 lines.
-        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        if args.device == "cpu" or not torch.cuda.is_available():
-            # Under model parallelism it asks for the architecture of a GPU: what it wants of Hopper's, a dry run of
-            # --device cuda is to find where there is none.
-            version = 10 if args.device == "cpu" else 9
-            stack.enter_context(
-                mock.patch.object(megatron, "get_device_arch_version", lambda: version)
-            )
+    architecture = megatron.get_device_arch_version
+    if args.device == "cpu" or not torch.cuda.is_available():
+        # Under model parallelism Megatron asks for a GPU's architecture. A dry run without a GPU takes it for Hopper's.
+        architecture = functools.partial(int, 10 if args.device == "cpu" else 9)
+    silent = contextlib.redirect_stdout(io.StringIO())  # it prints every argument, 600 lines
+    with silent, mock.patch.object(megatron, "get_device_arch_version", architecture):
         try:
             megatron.validate_args(args)
         except AssertionError as error:

@@ -37,7 +37,7 @@ class MemoryEstimate:
     """Of the output layer with `--fused-lm-head`."""
 
     def total(self, *, fused: bool) -> float:
-        """Of the fuller one of the first and the last pipeline stage."""
+        """Bytes of the fuller one of the first and the last pipeline stage."""
         head = self.fused_head if fused else self.logits
         return self.states + max(self.activations, self.last_stage_activations + head)
 

@@ -29,7 +29,7 @@ Step = tuple[list[Sample], dict[str, float | None]]
 
 
 def row_settings(args: argparse.Namespace, config: PolicyLossConfig) -> dict[str, Any]:
-    """How rows are read. They need what the policy loss needs but for log-probs that a model here can say."""
+    """Settings of the reader. Rows need what the policy loss needs but for log-probs that a model here can say."""
     computed = {"old_log_probs"} | ({"ref_log_probs"} if args.ref_load else set())
     return {
         "required_fields": [n for n in config.required_sample_fields if n not in computed],
@@ -39,7 +39,7 @@ def row_settings(args: argparse.Namespace, config: PolicyLossConfig) -> dict[str
 
 
 def layout_of(args: argparse.Namespace) -> dict[str, Any]:
-    """How a micro-batch lies on the ranks, as `plan_step` and `pack` take it."""
+    """Place of a micro-batch on the ranks, as `plan_step` and `pack` take it."""
     split = args.tensor_model_parallel_size * args.context_parallel_size
     return {
         "cp_size": args.context_parallel_size,
@@ -75,12 +75,7 @@ class FileSteps:
     Without groups they are those of all data-parallel ranks, in the order of the files.
     """
 
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        config: PolicyLossConfig,
-        groups: ParallelGroups | None = None,
-    ) -> None:
+    def __init__(self, args: Any, config: Any, groups: ParallelGroups | None = None) -> None:
         self._args, self._config, self._group = args, config, groups.data if groups else None
         files = RolloutFiles(
             args.rollout_files,
@@ -133,11 +128,8 @@ def means_of(
 ) -> dict[str, float | None]:
     """Mean reward, None where an answer has none, and mean response length over all data-parallel ranks."""
     known = [reward for reward in rewards if reward is not None]
-    sums = torch.tensor(
-        [sum(known), len(known), sum(lengths), len(lengths)],
-        dtype=torch.float64,
-        device=torch.cuda.current_device(),
-    )
+    numbers = [sum(known), len(known), sum(lengths), len(lengths)]
+    sums = torch.tensor(numbers, dtype=torch.float64, device=torch.cuda.current_device())
     dist.all_reduce(sums, group=group)
     reward, num_known, length, count = sums.tolist()
     return {

@@ -6,6 +6,7 @@ gradient of every logit.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.megatron.cpu.runtime import enable_cpu_runtime
+from tests.distributed.launch import run_ranks
 from tests.oracle import PlainSample
 
 ROLLOUTS_PER_PROMPT = 3
@@ -112,6 +114,36 @@ def table_under_ddp(
     config.finalize_model_grads_func = finalize_model_grads
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
     return DistributedDataParallel(config, ddp, Table(config))
+
+
+class Outcomes:
+    """The gradients that a trainer's code gives for cases of one step, by how the step is cut over ranks."""
+
+    def __init__(self, gradients: Any, step: list[PlainSample], cases: Any) -> None:
+        self.gradients, self.step, self.cases = gradients, step, cases
+
+    @functools.cached_property
+    def _two_ranks(self) -> list[list[Any]]:
+        return run_ranks(self.gradients, 2, self.step, self.cases(2) + self.cases(1))
+
+    @functools.cache  # noqa: B019
+    def of(self, cut: str) -> list[tuple[Any, list[Any]]]:
+        """Each case, and its gradient on every rank."""
+        cases = self.cases(CUTS[cut])
+        if cut == "one":
+            ranks = [self.gradients(self.step, cases)]
+        else:
+            part = slice(0, len(cases)) if cut == "cp_2" else slice(len(cases), None)
+            ranks = [rank[part] for rank in self._two_ranks]
+        return list(zip(cases, map(list, zip(*ranks, strict=True)), strict=True))
+
+    def sound(self, cut: str) -> list[tuple[Any, Any]]:
+        """Each case that nothing breaks, with the gradient of one rank."""
+        cases = [(case, ranks) for case, ranks in self.of(cut) if not case.breakage]
+        return [(case, gradient) for case, ranks in cases for gradient in ranks]
+
+    def mutants(self, cut: str) -> list[tuple[Any, Any]]:
+        return [(case, ranks[0]) for case, ranks in self.of(cut) if case.breakage]
 
 
 def initialize(context: int) -> None:

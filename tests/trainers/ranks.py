@@ -6,10 +6,8 @@ import contextlib
 import io
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,20 +19,9 @@ from torch import Tensor
 from megatron_pg.integrations.source_fingerprints import combined, found_sources
 from tests.oracle import PlainSample
 
-from . import trees
-from .rollout import (
-    DIVISOR,
-    ENTROPY_COEF,
-    EPS_CLIP,
-    EPS_CLIP_HIGH,
-    KL_COEF,
-    ROLLOUTS_PER_GROUP,
-    ROLLOUTS_PER_STEP,
-    Case,
-    is_kept,
-    logits,
-    samples,
-)
+from . import rollout
+from .rollout import DIVISOR, Case, is_kept, samples
+from .sources import TRAINERS
 
 Steps = list[tuple[float, dict[int, Tensor]]]
 """Of each optimizer step the reported loss, and the gradient of the logits of each sample by its number."""
@@ -55,8 +42,7 @@ class Args(SimpleNamespace):
             raise AttributeError(name)
 
 
-@dataclass(frozen=True)
-class MicroBatch:
+class MicroBatch(NamedTuple):
     """What the trainer's data iterator and its own partial give for one micro-batch."""
 
     batch: dict[str, Any]
@@ -69,8 +55,8 @@ def arguments(case: Case, **others: Any) -> Args:
         **{
             "advantage_estimator": "grpo",
             "rewards_normalization": False,
-            "n_samples_per_prompt": ROLLOUTS_PER_GROUP,
-            "global_batch_size": ROLLOUTS_PER_STEP,
+            "n_samples_per_prompt": rollout.ROLLOUTS_PER_GROUP,
+            "global_batch_size": rollout.ROLLOUTS_PER_STEP,
             "loss_aggregation_divisor": DIVISOR if case.aggregation == "constant" else None,
             "context_parallel_size": case.context,
             "use_dynamic_batch_size": True,
@@ -82,12 +68,12 @@ def arguments(case: Case, **others: Any) -> Args:
             "log_probs_chunk_size": -1,
             "rollout_temperature": 1.0,
             "rollout_top_p": 1.0,
-            "eps_clip": EPS_CLIP,
-            "eps_clip_high": EPS_CLIP_HIGH,
+            "eps_clip": rollout.EPS_CLIP,
+            "eps_clip_high": rollout.EPS_CLIP_HIGH,
             "use_kl_loss": True,
-            "kl_loss_coef": KL_COEF,
+            "kl_loss_coef": rollout.KL_COEF,
             "kl_loss_type": "k3",
-            "entropy_coef": ENTROPY_COEF,
+            "entropy_coef": rollout.ENTROPY_COEF,
             "use_tis": True,
             "custom_tis_function_path": "tests.trainers.ranks.tis_with_rejection",
             **others,
@@ -122,15 +108,10 @@ def per_token(
     field: str, cut: Callable[[Tensor, int, int], Tensor], numbers: Sequence[int]
 ) -> list[Tensor]:
     """A field of the samples as the trainer holds it on this context-parallel rank."""
-    everything = samples()
-    return [
-        cut(
-            torch.tensor(getattr(everything[number], field), dtype=torch.float32),
-            len(everything[number].tokens),
-            everything[number].response_length,
-        )
-        for number in numbers
-    ]
+    chosen = [samples()[number] for number in numbers]
+    rows = [torch.tensor(getattr(sample, field), dtype=torch.float32) for sample in chosen]
+    lengths = ((len(sample.tokens), sample.response_length) for sample in chosen)
+    return [cut(row, *both) for row, both in zip(rows, lengths, strict=True)]
 
 
 def start(
@@ -148,29 +129,20 @@ def start(
 
 
 def proven(trainer: str, sources: Any) -> str:
-    """So that the proof runs on a version that is not known yet."""
-    tree = trees.tree(trainer)
-    assert tree is not None
-    return combined(found_sources(Path(tree) / trainer, sources))
+    """Fingerprint the checkout, so that the proof runs on a version that is not known yet."""
+    return combined(found_sources(TRAINERS / trainer / trainer, sources))
 
 
 def parallel_sizes(case: Case) -> dict[str, int]:
     """What the rollout manager knows of the training processes."""
-    sizes = {"dp_size": case.data, "cp_size": case.context, "vpp_size": 1}
-    return {**sizes, "microbatch_group_size_per_vp_stage": 1}
+    alone = {"vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}
+    return {"dp_size": case.data, "cp_size": case.context, **alone}
 
 
 def sample_fields(number: int, sample: PlainSample) -> dict[str, Any]:
-    """Of a trainer's own sample, but for its index."""
-    return {
-        "rollout_id": sample.rollout_id,
-        "group_index": sample.group_index,
-        "tokens": sample.tokens,
-        "response_length": sample.response_length,
-        "loss_mask": sample.loss_mask,
-        "rollout_log_probs": sample.rollout_log_probs,
-        "reward": float(number),
-    }
+    """Fields of a trainer's own sample, but for its index."""
+    same = "rollout_id group_index tokens response_length loss_mask rollout_log_probs".split()
+    return {name: getattr(sample, name) for name in same} | {"reward": float(number)}
 
 
 def fill_in(rollout_data: dict[str, Any], cut: Callable[[Tensor, int, int], Tensor]) -> None:
@@ -194,7 +166,7 @@ def run_steps(
     Each rank's share of the gradients that Megatron's DDP averages over data and context parallelism is returned with that
     average taken: the shares add up to the gradient.
     """
-    leaves = logits(samples())
+    leaves = rollout.logits(samples())
     found = []
     for micro_batches in steps:
         reported, used = 0.0, set()
@@ -206,13 +178,11 @@ def run_steps(
             padding = micro_batch.batch["tokens"].numel() - len(output)
             output = F.pad(output, (0, 0, 0, padding)).unsqueeze(0)
             reported += _backward(case, output, micro_batch.loss_func, len(micro_batches))
-        gradients = {}
-        for number in used:
-            gradient = leaves[number].grad
-            assert gradient is not None
-            gradients[number] = gradient.double() / (case.context * case.data)
-            leaves[number].grad = None
-        found.append((reported / ROLLOUTS_PER_STEP, gradients))
+        ranks = case.context * case.data
+        gradients = {number: leaves[number].grad.double() / ranks for number in used}
+        for leaf in leaves:
+            leaf.grad = None
+        found.append((reported / rollout.ROLLOUTS_PER_STEP, gradients))
     return found
 
 

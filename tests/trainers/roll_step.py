@@ -20,7 +20,7 @@ from megatron_pg.megatron.cpu.runtime import enable_cpu_runtime
 from tests.oracle import PlainSample
 
 from .logit_table import ROLLOUTS_PER_PROMPT, initialize, logits_of, table_under_ddp
-from .roll_source import find_roll
+from .sources import find_roll
 
 KL_COEF, ENTROPY_COEF, CLIP, CLIP_HIGH, CLIP_C = 0.02, 0.02, 0.2, 0.28, 1.4
 DIVISOR = 8.0

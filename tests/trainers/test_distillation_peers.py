@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_pg.head import Divergence, TopKTeacher, WholeTeacher, linear_token_loss
 
-from .verl_source import find_verl
+from .sources import find_verl
 
 VOCABULARY, TEMPERATURE = 37, 1.0
 MICRO_BATCHES = (5, 18)

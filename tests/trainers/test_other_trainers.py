@@ -7,9 +7,7 @@ run. SkyRL and verl may be unpacked wheels.
 from __future__ import annotations
 
 import ast
-import os
 import typing
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-TRAINERS = Path(os.environ.get("TRAINERS", "/nonexistent"))
+from .sources import TRAINERS
+
 LOSSES = [[1.0, 2.0], [3.0, 4.0, 5.0, 6.0], [20.0], [8.0, 9.0, 10.0]]
 WIDTH = 4
 VALUES = torch.tensor([each + [0.0] * (WIDTH - len(each)) for each in LOSSES], dtype=torch.float64)

@@ -179,7 +179,7 @@ def verl_gradient(samples: list[PlainSample], case: Case) -> Tensor:
 
 def gradients(samples: list[PlainSample], cases: list[Case]) -> list[Tensor | str]:
     """What `verl_gradient` gives for each case on this rank, or the error that it raises."""
-    from .verl_source import find_verl
+    from .sources import find_verl
 
     enable_cpu_runtime()
     find_verl()

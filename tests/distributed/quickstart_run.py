@@ -45,25 +45,16 @@ def start_script(
     prepare: Callable[[int], None] | None = None,
     program: str = "train_grpo",
 ) -> list[BaseProcess]:
-    """The ranks of a program; what they print goes to a file beside the run's folder.
+    """The ranks of the `main` of a module, forked from a process that has imported everything.
 
-    They are forked from a process that has imported everything, so that a start costs about a second.
-
-    Args:
-        arguments: of the script.
-        prepare: called with the rank, in its process, before the program.
-        program: the module whose `main` it is.
+    What they print goes to a file beside the run's folder. `prepare` is called with the rank, in its process, before.
     """
     context = fork_server()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environment = {
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-    }
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environment |= {"WORLD_SIZE": str(world_size), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     ranks: list[BaseProcess] = []
     for rank in range(world_size):
         own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -123,11 +114,7 @@ def wait(ranks: list[BaseProcess]) -> list[int]:
 
 
 def wait_for_steps(ranks: list[BaseProcess], run_dir: Path, number: int) -> None:
-    """Return once that many steps are logged.
-
-    Raises:
-        RuntimeError: a rank ended before; with what the run said.
-    """
+    """Return once that many steps are logged; a RuntimeError, with what the run said, if a rank ends before."""
     metrics = run_dir / "metrics.jsonl"
 
     def are_logged() -> bool:
@@ -171,6 +158,8 @@ def output_of(run_dir: Path) -> Path:
 
 
 def steps_of(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl without their times."""
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return [{**json.loads(line), "seconds": None} for line in lines]
+    """The whole lines of metrics.jsonl without their times."""
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    steps = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [{name: None if "seconds" in name else step[name] for name in step} for step in steps]

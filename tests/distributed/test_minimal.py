@@ -46,8 +46,6 @@ def test_it_learns_at_any_sharding(flags: str, tmp_path: Path) -> None:
 def test_it_is_a_page_that_the_readme_shows() -> None:
     text = SCRIPT.read_text()
     assert len(text.splitlines()) <= 110
-    shown = re.findall(
-        r"^```py\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
-    )
-    assert len(shown) == 1
-    assert textwrap.indent(shown[0], "    ") in text
+    readme = (ROOT / "README.md").read_text()
+    (shown,) = re.findall(r"^```py\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
+    assert textwrap.indent(shown, "    ") in text

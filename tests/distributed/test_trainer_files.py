@@ -15,9 +15,10 @@ import torch
 from megatron_pg import PolicyLossConfig
 from megatron_pg.config.versions import has_megatron_training
 
+from .quickstart_run import steps_of
 from .rollout_rows import write_rollouts
 from .test_quickstart import ONE_RIGHT
-from .trainer_run import WHOLE_GROUPS, copy_after_step, end_of, run, steps_of
+from .trainer_run import WHOLE_GROUPS, copy_after_step, end_of, run
 
 pytest.importorskip("pyarrow")
 from megatron_pg.rollout_files import CollectorState, RewardedSample, RolloutPosition  # noqa: E402

@@ -11,8 +11,9 @@ import pytest
 
 from megatron_pg.config.versions import has_megatron_training
 
+from .quickstart_run import steps_of
 from .rollout_rows import VOCABULARY, write_rollouts
-from .trainer_run import WHOLE_GROUPS, end_of, run, steps_of
+from .trainer_run import WHOLE_GROUPS, end_of, run
 
 pytest.importorskip("pyarrow")
 pytestmark = pytest.mark.skipif(not has_megatron_training(), reason="built on megatron.training")
@@ -93,7 +94,7 @@ def _score_with_the_policy(rank: int) -> None:
         self._reference = policy
         return filled(self, samples, policy)
 
-    Scoring.filled = follow  # type: ignore[method-assign]
+    Scoring.filled = follow
 
 
 @pytest.mark.parametrize(
@@ -111,27 +112,16 @@ def test_hugging_face_weights_are_trained_and_written_back(tmp_path: Path) -> No
     transformers = pytest.importorskip("transformers")
     import torch
 
-    config = transformers.Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=128,
-    )
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    config = transformers.Qwen3Config(vocab_size=VOCABULARY, **sizes)
     torch.manual_seed(0)
     source = tmp_path / "source"
     model = transformers.Qwen3ForCausalLM(config)
     model.save_pretrained(source)
-    good = write_rollouts(tmp_path / "rollouts.jsonl", 24)
+    good = without_log_probs(tmp_path / "rollouts.jsonl", 1)
     rows = [json.loads(line) for line in good.read_text().splitlines()]
-    kept = [
-        {name: value for name, value in row.items() if name != "log_probs"}
-        for row in rows
-        if max(row["response_ids"]) < VOCABULARY
-    ]
+    kept = [row for row in rows if max(row["response_ids"]) < VOCABULARY]
     good.write_text("".join(json.dumps(row) + "\n" for row in kept))
     flags = f"--hf-model {source} --save-hf {tmp_path}/out {STEPS}{KL}--ref-load {source} "
     flags += "--tensor-model-parallel-size 2 --sequence-parallel"
@@ -150,8 +140,5 @@ def test_hugging_face_weights_are_trained_and_written_back(tmp_path: Path) -> No
     # prompt_mean weighs tokens of a prompt group alike; metrics are means over rollouts.
     assert first["old_logprobs"] == pytest.approx(sum(means) / len(means), abs=1e-4)
     written = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    changed = [
-        (one - other).abs().max()
-        for one, other in zip(written.parameters(), model.parameters(), strict=True)
-    ]
-    assert min(changed) > 0.0
+    for one, other in zip(written.parameters(), model.parameters(), strict=True):
+        assert not torch.equal(one, other)

@@ -13,8 +13,9 @@ import pytest
 
 from megatron_pg.config.versions import has_megatron_training
 
+from .quickstart_run import steps_of
 from .rollout_rows import write_rollouts
-from .trainer_run import TIMES, WHOLE_GROUPS, copy_after_step, run, steps_of
+from .trainer_run import WHOLE_GROUPS, copy_after_step, run
 
 pytest.importorskip("pyarrow")
 pytestmark = pytest.mark.skipif(not has_megatron_training(), reason="built on megatron.training")
@@ -36,7 +37,7 @@ SHARDINGS = {
     "CP2 recompute": "--context-parallel-size 2 --recompute-granularity full --recompute-method uniform "
     "--recompute-num-layers 1",
 }
-UNLIKE = {*TIMES, "skipped_rows"}
+UNLIKE = {"seconds_rollouts", "seconds_scoring", "seconds_training", "skipped_rows"}
 """How far ahead of a step the files are read depends on the number of data-parallel ranks."""
 
 

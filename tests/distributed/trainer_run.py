@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
@@ -22,7 +21,6 @@ FLAGS = (
     "--loss-aggregation prompt_mean --docs-per-step 10 --docs-per-step-mode exact --on-bad-row skip "
 )
 WHOLE_GROUPS = "--keep-prompt-groups "
-TIMES = ("seconds_rollouts", "seconds_scoring", "seconds_training")
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -35,12 +33,9 @@ def start(
     model: str = MODEL,
     base: str = FLAGS,
 ) -> list[BaseProcess]:
-    """The ranks of a run that writes to `folder` and goes on from what is there; what they print goes beside it.
+    """The ranks of a run that writes to `folder` and goes on from what is there; of flags a later one wins.
 
-    Args:
-        rollouts: None where `flags` say what to train on.
-        flags: after `base` and `model`, so that a later one wins.
-        prepare: called with the rank, in its process, before the program.
+    `rollouts` are None where `flags` say what to train on; `prepare` is that of `start_script`.
     """
     files = "" if rollouts is None else f"--rollout-files {rollouts} "
     own = f"--save {folder} --load {folder} "
@@ -87,10 +82,3 @@ def copy_after_step(step: int, folder: Path, copy: Path) -> Path:
     (copy / "metrics.jsonl").write_bytes((folder / "metrics.jsonl").read_bytes())
     (copy / TRACKER).write_text(str(step))
     return copy
-
-
-def steps_of(folder: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl without their times."""
-    path = folder / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) | dict.fromkeys(TIMES) for line in lines if line.endswith("\n")]

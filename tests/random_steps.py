@@ -14,6 +14,8 @@ from megatron_pg import Sample, StepTotals, step_totals
 from .oracle import PlainSample
 
 VOCAB_SIZE = 11
+FLOATS = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs", "loss_weights")
+FLOATS += ("old_values", "returns")
 
 
 def float32(value: float) -> float:
@@ -100,9 +102,7 @@ def leaf(generator: torch.Generator, *shape: int, requires_grad: bool = True) ->
     return values.requires_grad_(requires_grad)
 
 
-def random_losses(
-    samples: Sequence[PlainSample], seed: int = 0, requires_grad: bool = True
-) -> list[Tensor]:
+def random_losses(samples: Sequence[PlainSample], seed=0, requires_grad=True) -> list[Tensor]:
     """A float64 leaf [response_length] for each sample."""
     generator = torch.Generator().manual_seed(seed)
     return [leaf(generator, s.response_length, requires_grad=requires_grad) for s in samples]
@@ -123,25 +123,13 @@ class RandomSample(Sample):
 def package_sample(sample: PlainSample) -> Sample:
     """The same sample as the package holds it."""
 
-    def vector(values: list[float] | None) -> Tensor | None:
-        return None if values is None else torch.tensor(values, dtype=torch.float32)
-
-    return RandomSample(
-        tokens=torch.tensor(sample.tokens, dtype=torch.int64),
-        response_length=sample.response_length,
-        loss_mask=torch.tensor(sample.loss_mask, dtype=torch.int64),
-        advantages=torch.tensor(sample.advantages, dtype=torch.float32),
-        old_log_probs=vector(sample.old_log_probs),
-        ref_log_probs=vector(sample.ref_log_probs),
-        rollout_log_probs=vector(sample.rollout_log_probs),
-        group_index=sample.group_index,
-        rollout_id=sample.rollout_id,
-        loss_weights=vector(sample.loss_weights),
-        old_values=vector(sample.old_values),
-        returns=vector(sample.returns),
-        kept_tokens=sample.kept_tokens,
-        id_source="the test",
-    )
+    values = vars(sample).copy()
+    for name in ("tokens", "loss_mask"):
+        values[name] = torch.tensor(values[name], dtype=torch.int64)
+    for name in FLOATS:
+        if values[name] is not None:
+            values[name] = torch.tensor(values[name], dtype=torch.float32)
+    return RandomSample(**values, id_source="the test")
 
 
 def package_samples(samples: Sequence[PlainSample]) -> list[Sample]:
@@ -155,10 +143,8 @@ def uneven_totals(samples: Sequence[Sample], **keywords: Any) -> StepTotals:
 
 def lengths(samples: Sequence[PlainSample]) -> tuple[list[int], list[int]]:
     """Total lengths and response lengths."""
-    return (
-        [len(sample.tokens) for sample in samples],
-        [sample.response_length for sample in samples],
-    )
+    total = [len(sample.tokens) for sample in samples]
+    return total, [sample.response_length for sample in samples]
 
 
 def loss_masks(samples: Sequence[PlainSample]) -> list[Tensor]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.head import HeadOptions, linear_token_loss
+from tests.gpu import waits_refused
 
 pytest.importorskip("quack")
 exponentials = pytest.importorskip("megatron_pg.head.hopper.exponentials")
@@ -112,10 +113,7 @@ def test_against_float64_and_our_own_kernels(tokens, size, columns, entropy_coef
 def test_chunks_and_rows_without_gradient(entropy_coef, defer, used):
     problem = Problem(700, 256, 3840, entropy_coef)
     problem.advantages[500:] = 0
-    if entropy_coef:
-        rows, sizes = None, [256, 256, 188]
-    else:
-        rows, sizes = 500, [256, 244, 200]
+    rows, sizes = (None, [256, 256, 188]) if entropy_coef else (500, [256, 244, 200])
     found = problem.found(defer=defer, rows=rows, chunk_tokens=256)
     assert used == sizes
     wanted = problem.wanted()
@@ -131,15 +129,12 @@ def test_it_does_not_synchronise(used: list[int]) -> None:
     scale = torch.tensor(3.3, device="cuda")
     hidden, weight = problem.hidden.requires_grad_(), problem.weight.requires_grad_()
     weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight).float(), False
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_refused():
         settings = HeadOptions(temperature=0.9, with_entropy=False, fp32_logits=True)
         loss, *_ = linear_token_loss(
             hidden, weight, problem.targets, problem.token_loss, settings, defer=True
         )
         loss.backward(scale)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert used == [700, 700]
 
 

@@ -49,20 +49,10 @@ def step_of(lengths: list[tuple[int, list[int]]]) -> list[PlainSample]:
     for number, (prompt, mask) in enumerate(lengths):
         total = prompt + len(mask)
 
-        def numbers(size: int = len(mask)) -> list[float]:
-            return (-4.5 + torch.rand(size, generator=generator)).tolist()
-
-        samples.append(
-            PlainSample(
-                tokens=list(range(next_id, next_id + total)),
-                response_length=len(mask),
-                loss_mask=mask,
-                advantages=[],
-                old_log_probs=numbers(),
-                ref_log_probs=numbers(),
-                group_index=number // ROLLOUTS_PER_PROMPT,
-            )
-        )
+        old, ref = ((-4.5 + torch.rand(len(mask), generator=generator)).tolist() for _ in range(2))
+        tokens, group = list(range(next_id, next_id + total)), number // ROLLOUTS_PER_PROMPT
+        fields = {"old_log_probs": old, "ref_log_probs": ref, "group_index": group}
+        samples.append(PlainSample(tokens, len(mask), mask, advantages=[], **fields))
         next_id += total
     return samples
 
@@ -81,11 +71,7 @@ def table_under_ddp(
     logits: Tensor, per_token: bool, context: int = 1, dtype: torch.dtype = torch.float32
 ) -> Any:
     """The table of logits as a Megatron model under Megatron's DDP, which gives logits of that dtype."""
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
+    from megatron.core import distributed
     from megatron.core.enums import ModelType
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.module import MegatronModule
@@ -103,17 +89,12 @@ def table_under_ddp(
         def forward(self, input_ids: Tensor, **ignored: Any) -> Tensor:
             return self.weight[input_ids].to(dtype)
 
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=8,
-        num_attention_heads=1,
-        calculate_per_token_loss=per_token,
-        context_parallel_size=context,
-        use_cpu_initialization=True,
-    )
-    config.finalize_model_grads_func = finalize_model_grads
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
-    return DistributedDataParallel(config, ddp, Table(config))
+    sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1}
+    sizes |= {"context_parallel_size": context, "calculate_per_token_loss": per_token}
+    config = TransformerConfig(use_cpu_initialization=True, **sizes)
+    config.finalize_model_grads_func = distributed.finalize_model_grads
+    ddp_config = distributed.DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    return distributed.DistributedDataParallel(config, ddp_config, Table(config))
 
 
 class Outcomes:
@@ -144,6 +125,13 @@ class Outcomes:
 
     def mutants(self, cut: str) -> list[tuple[Any, Any]]:
         return [(case, ranks[0]) for case, ranks in self.of(cut) if case.breakage]
+
+
+def share_of(samples: list[PlainSample], context: int) -> slice:
+    """The samples of this data-parallel rank, of which each has as many."""
+    share = len(samples) * context // dist.get_world_size()
+    rank = dist.get_rank() // context
+    return slice(rank * share, (rank + 1) * share)
 
 
 def initialize(context: int) -> None:

@@ -51,44 +51,26 @@ class MicroBatch(NamedTuple):
 
 def arguments(case: Case, **others: Any) -> Args:
     """The settings of the run, as both trainers name them."""
+    unused = "rewards_normalization balance_data balance_by_flops calculate_per_token_loss".split()
     return Args(
-        **{
-            "advantage_estimator": "grpo",
-            "rewards_normalization": False,
-            "n_samples_per_prompt": rollout.ROLLOUTS_PER_GROUP,
-            "global_batch_size": rollout.ROLLOUTS_PER_STEP,
-            "loss_aggregation_divisor": DIVISOR if case.aggregation == "constant" else None,
-            "context_parallel_size": case.context,
-            "use_dynamic_batch_size": True,
-            "max_tokens_per_gpu": 40 // case.context,
-            "balance_data": False,
-            "balance_by_flops": False,
-            "calculate_per_token_loss": False,
-            "loss_type": "policy_loss",
-            "log_probs_chunk_size": -1,
-            "rollout_temperature": 1.0,
-            "rollout_top_p": 1.0,
-            "eps_clip": rollout.EPS_CLIP,
-            "eps_clip_high": rollout.EPS_CLIP_HIGH,
-            "use_kl_loss": True,
-            "kl_loss_coef": rollout.KL_COEF,
-            "kl_loss_type": "k3",
-            "entropy_coef": rollout.ENTROPY_COEF,
-            "use_tis": True,
-            "custom_tis_function_path": "tests.trainers.ranks.tis_with_rejection",
-            **others,
-        }
+        **dict.fromkeys(unused, False),
+        **dict.fromkeys(("use_dynamic_batch_size", "use_kl_loss", "use_tis"), True),
+        **{"advantage_estimator": "grpo", "loss_type": "policy_loss", "kl_loss_type": "k3"},
+        **{"log_probs_chunk_size": -1, "rollout_temperature": 1.0, "rollout_top_p": 1.0},
+        **{"eps_clip": rollout.EPS_CLIP, "eps_clip_high": rollout.EPS_CLIP_HIGH},
+        **{"kl_loss_coef": rollout.KL_COEF, "entropy_coef": rollout.ENTROPY_COEF},
+        n_samples_per_prompt=rollout.ROLLOUTS_PER_GROUP,
+        global_batch_size=rollout.ROLLOUTS_PER_STEP,
+        loss_aggregation_divisor=DIVISOR if case.aggregation == "constant" else None,
+        context_parallel_size=case.context,
+        max_tokens_per_gpu=40 // case.context,
+        custom_tis_function_path="tests.trainers.ranks.tis_with_rejection",
+        **others,
     )
 
 
 def tis_with_rejection(
-    args: Any,
-    *,
-    pg_loss: Tensor,
-    train_log_probs: Sequence[Tensor],
-    rollout_log_probs: Sequence[Tensor],
-    loss_masks: Sequence[Tensor],
-    **others: Any,
+    args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, **others
 ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
     """For the trainers' --custom-tis-function-path: clamped weights, and every fourth token rejected."""
     weights = (torch.cat(list(train_log_probs)) - torch.cat(list(rollout_log_probs))).exp()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.rerun_state_machine import RerunDataIterator, initialize_rerun_state_machine
 
 import megatron_pg as pg
-from megatron_pg import PackedBatch, Sample
+from megatron_pg import PackedBatch
 from megatron_pg.megatron import PolicyStep
 from tests.random_steps import package_samples, uneven_totals
 
@@ -34,9 +34,12 @@ COMMAND_LINE = """
 
 
 def stock_step(
-    run: Run, flags: list[str], cut: Callable[[list[Sample]], list[list[Sample]]]
+    run: Run, flags: list[str], cut: tuple[int, int]
 ) -> tuple[Outcome | None, dict[str, float]]:
-    """The gradients that train_step leaves behind (on rank 0), and what it returns to be logged."""
+    """The gradients that train_step leaves behind (on rank 0), and what it returns to be logged.
+
+    The first micro-batch ends before one sample, and the second begins with another.
+    """
     from megatron.training import training
 
     sharding = Sharding(context=2)
@@ -52,7 +55,7 @@ def stock_step(
     model_config.finalize_model_grads_func = finalize_model_grads
 
     samples = package_samples(run.samples)
-    micro_batches = cut(samples)
+    micro_batches = [samples[: cut[0]], samples[cut[1] :]]
     count = get_num_microbatches()
     step = PolicyStep(config, totals=uneven_totals(samples), num_microbatches=count, model=chunks)
 

@@ -35,8 +35,7 @@ def print_plan(args: argparse.Namespace, config: PolicyLossConfig) -> None:
 def _processes(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
     tensor, stages = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     context, data = args.context_parallel_size, args.data_parallel_size
-    product = f"TP {tensor} x PP {stages} x CP {context} x DP {data}"
-    yield "processes", f"{args.world_size} = {product}"
+    yield "processes", f"{args.world_size} = TP {tensor} x PP {stages} x CP {context} x DP {data}"
     if chunks := args.virtual_pipeline_model_parallel_size:
         yield "", f"{chunks} chunks of layers on each pipeline rank"
     if args.num_experts:
@@ -99,10 +98,9 @@ def _step(args: argparse.Namespace, config: PolicyLossConfig) -> Iterator[tuple[
     totals = plan_of(args, samples).totals
     if config.loss_aggregation in AGGREGATIONS:
         AGGREGATIONS[config.loss_aggregation].outer_count(totals)  # refuses what the run refuses
-    counts = (
-        f"N = {totals.num_rollouts} rollouts, P = {totals.num_prompt_groups or '?'} prompt groups"
-    )
-    yield "", f"the first: {counts}, T = {totals.num_active_tokens} active tokens"
+    groups = f"P = {totals.num_prompt_groups or '?'} prompt groups"
+    counts = f"N = {totals.num_rollouts} rollouts, {groups}, T = {totals.num_active_tokens}"
+    yield "", f"the first: {counts} active tokens"
     if step.num_documents < args.docs_per_step:
         only = f"one of {step.num_documents} rollouts is all that is trained on"
         yield "remark", f"the files end before a step is full: {only}"
@@ -129,15 +127,14 @@ def _memory(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
     estimated = "estimated, for bfloat16 and flash attention; nothing for NCCL and fragmentation"
     yield "memory of a GPU", estimated
     sharded = ", sharded" if args.use_distributed_optimizer else ""
-    plain, fused = "", " (these flags)"
-    if not args.fused_lm_head:
-        plain, fused = fused, plain
-    for amount, what in (
-        (memory.states, f"weights, gradients, optimizer{sharded}"),
-        (memory.activations, f"activations, recomputation: {args.recompute_granularity or 'none'}"),
-        (memory.logits, "output layer with the logits of all tokens"),
-        (memory.fused_head, "output layer with --fused-lm-head"),
-        (memory.total(fused=False), f"in all without --fused-lm-head{plain}"),
-        (memory.total(fused=True), f"in all with --fused-lm-head{fused}"),
-    ):
+    rows = {
+        f"weights, gradients, optimizer{sharded}": memory.states,
+        f"activations, recomputation: {args.recompute_granularity or 'none'}": memory.activations,
+        "output layer with the logits of all tokens": memory.logits,
+        "output layer with --fused-lm-head": memory.fused_head,
+    }
+    for fused, how in ((False, "without"), (True, "with")):
+        mine = " (these flags)" if bool(args.fused_lm_head) == fused else ""
+        rows[f"in all {how} --fused-lm-head{mine}"] = memory.total(fused=fused)
+    for what, amount in rows.items():
         yield "", f"{amount / GIB:7.1f} GiB  {what}"

@@ -44,7 +44,6 @@ def aggregated(objective: Objective, aggregation: str) -> Objective:
 
 
 def package_config(objective: Objective, **others: object) -> PolicyLossConfig:
-    """The settings of the oracle under the same names, and settings that the oracle lacks."""
     shared = {field.name: getattr(objective, field.name) for field in fields(objective)}
     return PolicyLossConfig(**{**shared, **others})  # type: ignore[arg-type]
 
@@ -100,7 +99,6 @@ def rank_losses(
 
 
 def summed_loss(results: Sequence[RankLoss]) -> Tensor:
-    """The objective of the step: the sum over ranks and micro-batches."""
     return torch.stack([result.loss for result in results]).sum()
 
 

@@ -42,7 +42,6 @@ class Cut:
 
 
 def whole(num_samples: int, cp_size: int = 1) -> Cut:
-    """Everything in one micro-batch."""
     return Cut([[list(range(num_samples))]], cp_size)
 
 
@@ -97,7 +96,6 @@ class Package:
         return AGGREGATIONS[aggregation].outer_count(self.totals(step))
 
     def denominators(self, step: Step, micro_batch: Step, aggregation: str, cp_rank, cp_size):
-        """Per-sample D or G over the whole step."""
         mode = AGGREGATIONS[aggregation]
         return mode.denominators(self.totals(step), package_samples(micro_batch))
 
@@ -107,7 +105,6 @@ class Package:
         return [row.response for row in rows if row.response is not None]
 
     def layout(self, micro_batch: Step, cp_size: int) -> list[list[Row]]:
-        """The rows of every rank, by the oracle."""
         return token_layout(*lengths(micro_batch), cp_size, mode=self.cp_partition_mode)
 
     def rank_sum(self, step: Step, micro_batch: Step, flat_losses, aggregation, cp_rank, cp_size):
@@ -159,6 +156,5 @@ def assert_same(found: Tensor, expected: Tensor, leaves: Sequence[Tensor], toler
 
 
 def check_cut(implementation: Package, step: Step, losses, cut: Cut, aggregation: str) -> None:
-    """The cut step has the oracle's value and gradient."""
     expected = oracle.aggregate(step, losses, aggregation, implementation.divisor)
     assert_same(implementation.objective(step, losses, cut, aggregation), expected, losses)

@@ -67,7 +67,6 @@ def prompt_groups(samples: Sequence[PlainSample]) -> list[list[int]]:
 
 
 def active_tokens(samples: Sequence[PlainSample], members: Sequence[int]) -> int:
-    """How many response tokens of these samples the loss mask keeps."""
     return sum(sum(samples[index].loss_mask) for index in members)
 
 
@@ -125,7 +124,6 @@ def prompt_mean(
 def token_mean(
     samples: Sequence[PlainSample], losses: PerToken, denominator: str = "mask"
 ) -> Tensor:
-    """Mean over all active tokens of the step."""
     everything = range(len(samples))
     count = counted(samples, everything, denominator)
     return masked_sum(samples, losses, everything) / (count if count > 0 else 1)
@@ -147,7 +145,6 @@ def aggregate(
     divisor: float | None = None,
     denominator: str = "mask",
 ) -> Tensor:
-    """The objective of one step, by the name of its aggregation."""
     means = {"sample_mean": sample_mean, "prompt_mean": prompt_mean, "token_mean": token_mean}
     if aggregation in means:
         return means[aggregation](samples, losses, denominator)
@@ -156,7 +153,6 @@ def aggregate(
 
 
 def weighted(samples: Sequence[PlainSample], losses: PerToken) -> PerToken:
-    """The losses of every token times its loss weight."""
     result = []
     for sample, sample_losses in zip(samples, losses, strict=True):
         weights = [1.0] * sample.response_length
@@ -275,7 +271,6 @@ class PolicyLoss:
 
 
 def stack(values: list[Tensor]) -> Tensor:
-    """A vector of 0-d tensors, which may be empty."""
     return torch.stack(values) if values else torch.zeros(0, dtype=torch.float64)
 
 

@@ -63,7 +63,6 @@ class Watch:
             )
 
     def kill(self) -> None:
-        """End all of the processes."""
         self._thread_seconds()
         for pid in self.pids:
             with contextlib.suppress(ProcessLookupError):
@@ -92,7 +91,6 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _text(path: Path) -> str:
-    """Read a file of /proc; empty where its process has ended."""
     try:
         return path.read_text()
     except (FileNotFoundError, ProcessLookupError):

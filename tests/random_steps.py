@@ -47,8 +47,6 @@ def random_sample(
     group_index: int | None = None,
     rollout_id: int | None = None,
 ) -> PlainSample:
-    """A sample of the given lengths whose other fields are random."""
-
     def numbers(lowest: float, highest: float) -> list[float]:
         return [float32(rng.uniform(lowest, highest)) for _ in range(response_length)]
 
@@ -121,8 +119,6 @@ class RandomSample(Sample):
 
 
 def package_sample(sample: PlainSample) -> Sample:
-    """The same sample as the package holds it."""
-
     values = vars(sample).copy()
     for name in ("tokens", "loss_mask"):
         values[name] = torch.tensor(values[name], dtype=torch.int64)
@@ -142,7 +138,6 @@ def uneven_totals(samples: Sequence[Sample], **keywords: Any) -> StepTotals:
 
 
 def lengths(samples: Sequence[PlainSample]) -> tuple[list[int], list[int]]:
-    """Total lengths and response lengths."""
     total = [len(sample.tokens) for sample in samples]
     return total, [sample.response_length for sample in samples]
 

@@ -68,7 +68,6 @@ class Logits:
 
 
 def load_and_save(sharding: Sharding, job: Job) -> list[Logits | None]:
-    """The logits as loaded and, after it, those of the trained model."""
     chunks = build(sharding, job)
     load_hugging_face(chunks, job.source)
     logits = [forward(chunks, sharding, job.samples)]
@@ -82,7 +81,6 @@ def load_and_save(sharding: Sharding, job: Job) -> list[Logits | None]:
 
 
 def convert(sharding: Sharding, job: Job) -> None:
-    """Load and write back, without a step of the model."""
     chunks = build(sharding, job)
     load_hugging_face(chunks, job.source)
     save_hugging_face(chunks, job.copy, job.source)
@@ -209,7 +207,6 @@ def save_errors(job: Job, existing: Path) -> str:
 
 
 def mutants(job: Job) -> dict[str, Logits | None]:
-    """Logits of converters that are wrong, by what they do."""
     from mbridge.core.bridge import Bridge
     from mbridge.models import LLaMABridge
 

@@ -71,7 +71,6 @@ def _run_rank(
     prepare: Callable[[int], None] | None,
     program: str,
 ) -> None:
-    """The life of one rank."""
     os.environ.update(environment)
     descriptor = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.dup2(descriptor, 1)

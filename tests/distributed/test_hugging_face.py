@@ -119,7 +119,6 @@ def model_of(folder: Path, dtype: torch.dtype) -> Any:
 
 
 def expected_logits(folder: Path, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Those of `transformers`, without a graph."""
     with torch.no_grad():
         return logits_of(model_of(folder, dtype))
 
@@ -258,7 +257,6 @@ def test_the_names_of_transformer_engine_mean_the_same(folder_of: Callable[[str]
 
 
 def changed(source: Path, folder: Path, change: Callable[[dict[str, Tensor]], None]) -> Path:
-    """A copy of a folder with other tensors."""
     from safetensors.torch import save_file
 
     shutil.copytree(source, folder)

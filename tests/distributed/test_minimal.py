@@ -27,7 +27,6 @@ def run_instead(rank: int) -> None:
 
 
 def run(folder: Path, flags: str) -> list[float]:
-    """The rewards that a run on two ranks prints."""
     codes = wait(start_script(flags.split(), folder / "run", prepare=run_instead))
     output = output_of(folder / "run").read_text()
     assert codes == [0, 0], output

@@ -107,7 +107,6 @@ def test_the_main_job_learns(project: Path, tmp_path: Path) -> None:
 def interrupt(
     process: subprocess.Popen[str], run_dir: Path, at_step: int, send: Callable[[], None]
 ) -> str:
-    """Waits for a step to be logged, interrupts, and waits for the end: the output."""
     metrics = run_dir / "metrics.jsonl"
 
     def is_logged() -> bool:
@@ -267,7 +266,6 @@ def test_lengths_of_right_and_wrong_answers_are_means_over_all_ranks() -> None:
 
 
 def new_run(flags: str) -> train_grpo.Run:
-    """A small run of two ranks."""
     args = parse_for_two_ranks(flags)
     train_grpo.start_megatron(args)
     return train_grpo.Run(args)
@@ -305,7 +303,6 @@ def test_advantages_are_those_that_the_flag_names() -> None:
 
 
 def advantages_by_flag(methods: list[str]) -> dict[str, list[float]]:
-    """Of the answers to one question on each of two data-parallel ranks."""
     worker, found = new_run("").worker, {}
     rewards = itertools.cycle([1.0, 0.0, 0.0, 0.0])
     worker.tasks.reward = lambda entry, answer: next(rewards)
@@ -324,7 +321,6 @@ def test_a_step_without_an_active_token_updates_nothing() -> None:
 
 
 def step_without_active_token() -> tuple[dict[str, float], dict[str, float], bool]:
-    """A step of real samples, then the same ones with every token masked."""
     run = new_run("--context-parallel-size 2")
     config = PolicyLossConfig(loss_aggregation="prompt_mean")
     first = run.train_step(config, samples_of_lengths(5, 7, 8), lr=1e-3)
@@ -472,7 +468,6 @@ def test_only_what_the_run_wrote_is_a_checkpoint(tmp_path: Path) -> None:
 
 
 def checkpoint_of(run_dir: Path, step: int) -> Path:
-    """A checkpoint of one rank, with some weights."""
     folder = run_dir / "checkpoints" / f"step_000004_{step:06d}"
     folder.mkdir(parents=True)
     torch.save({"model": torch.arange(256.0), "progress": {"step": step}}, folder / "rank_0.pt")

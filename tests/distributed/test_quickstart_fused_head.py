@@ -12,7 +12,6 @@ from .test_quickstart import new_run, samples_of_lengths
 
 
 def two_steps(flags: str) -> list[dict[str, float]]:
-    """The metrics of two optimizer steps on the same samples; every rank runs it."""
     run = new_run(f"--context-parallel-size 2 {flags}")
     samples = [
         dataclasses.replace(sample, advantages=sample.total_length - 6.0)

@@ -79,7 +79,6 @@ def test_the_reference_policy_stays_where_it_is(rollouts, trained, tmp_path):
 
 
 def test_a_reference_that_follows_the_policy_is_noticed(rollouts, trained, tmp_path):
-    """The mutant of the test above."""
     flags = f"{STEPS}{KL}--load {trained} --finetune --ref-load {trained}"
     run(rollouts, tmp_path / "run", flags, prepare=_score_with_the_policy)
     assert max(step["kl_loss"] for step in steps_of(tmp_path / "run")) < 1e-6

@@ -30,7 +30,6 @@ PROMPTS = [[5, 9, 3], [1, 2, 3, 4, 5, 6, 8, 9, 10, 11], [60], [12, 13, 14, 15]]
 
 
 def write_llama(path: Path, **settings: Any) -> None:
-    """A small random Llama."""
     settings |= {"hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 256}
     config = transformers.LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **settings)
     transformers.LlamaForCausalLM(config).save_pretrained(path)
@@ -38,7 +37,6 @@ def write_llama(path: Path, **settings: Any) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose answers stop now and then."""
     path = tmp_path_factory.mktemp("model") / "hf"
     torch.manual_seed(3)
     ids = {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": STOP}

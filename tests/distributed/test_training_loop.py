@@ -38,7 +38,6 @@ class Loop:
 
 
 def changed(loop: Loop) -> list[Any]:
-    """The chunks of the loop's model, with the loop's config."""
     chunks = build(loop.sharding, loop.options)
     for name, value in loop.config.items():
         setattr(chunks[0].config, name, value)

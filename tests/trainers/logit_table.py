@@ -109,7 +109,6 @@ class Outcomes:
 
     @functools.cache  # noqa: B019
     def of(self, cut: str) -> list[tuple[Any, list[Any]]]:
-        """Each case, and its gradient on every rank."""
         cases = self.cases(CUTS[cut])
         if cut == "one":
             ranks = [self.gradients(self.step, cases)]
@@ -119,7 +118,6 @@ class Outcomes:
         return list(zip(cases, map(list, zip(*ranks, strict=True)), strict=True))
 
     def sound(self, cut: str) -> list[tuple[Any, Any]]:
-        """Each case that nothing breaks, with the gradient of one rank."""
         cases = [(case, ranks) for case, ranks in self.of(cut) if not case.breakage]
         return [(case, gradient) for case, ranks in cases for gradient in ranks]
 

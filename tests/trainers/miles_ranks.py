@@ -29,7 +29,6 @@ MODULES = (
 
 
 def all_cases() -> dict[Case, Steps]:
-    """Every case of as many ranks as there are, in one process each."""
     enable_cpu_runtime()
     from megatron.core.fusions import fused_cross_entropy
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
@@ -103,7 +102,6 @@ def _rollout_data(case: Case, args: Args, conversion: Any, data: Any, types: Any
 def _steps(
     args: Args, rollout_data: dict[str, Any], data: Any, loss: Any
 ) -> Iterator[list[MicroBatch]]:
-    """The micro-batches of each step with the loss that train_one_step gives Megatron."""
     iterators, counts = data.get_data_iterator(args, None, rollout_data)
     rollouts = data.get_num_rollouts(args, rollout_data, len(counts))
     for count, num_rollouts in zip(counts, rollouts, strict=True):

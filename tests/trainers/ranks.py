@@ -50,7 +50,6 @@ class MicroBatch(NamedTuple):
 
 
 def arguments(case: Case, **others: Any) -> Args:
-    """The settings of the run, as both trainers name them."""
     unused = "rewards_normalization balance_data balance_by_flops calculate_per_token_loss".split()
     return Args(
         **dict.fromkeys(unused, False),
@@ -116,13 +115,11 @@ def proven(trainer: str, sources: Any) -> str:
 
 
 def parallel_sizes(case: Case) -> dict[str, int]:
-    """What the rollout manager knows of the training processes."""
     alone = {"vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}
     return {"dp_size": case.data, "cp_size": case.context, **alone}
 
 
 def sample_fields(number: int, sample: PlainSample) -> dict[str, Any]:
-    """Fields of a trainer's own sample, but for its index."""
     same = "rollout_id group_index tokens response_length loss_mask rollout_log_probs".split()
     return {name: getattr(sample, name) for name in same} | {"reward": float(number)}
 
@@ -136,7 +133,6 @@ def fill_in(rollout_data: dict[str, Any], cut: Callable[[Tensor, int, int], Tens
 
 
 def broken_sums(case: Case, sums: Tensor) -> Tensor:
-    """The divisors after the hook, or those of a mutant."""
     return sums * 1.0005 if case.mutant == "0.05 % off" else sums
 
 
@@ -193,7 +189,6 @@ def _rows(case: Case, leaf: Tensor, slice_with_cp: Callable[[Tensor, int], Tenso
 
 
 def sum_over_ranks(of_ranks: Sequence[Steps]) -> Steps:
-    """The shares of all ranks of one case, added."""
     total: Steps = []
     for of_step in zip(*of_ranks, strict=True):
         gradients: dict[int, Tensor] = {}

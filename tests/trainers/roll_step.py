@@ -65,7 +65,6 @@ def padded(samples: list[PlainSample], rows: list[list[float]], dtype: torch.dty
 
 
 def batch_of(samples: list[PlainSample], infer: list[list[float]]) -> Any:
-    """The DataProto that a data-parallel rank of ROLL trains on."""
     from roll.distributed.scheduler.protocol import DataProto
 
     ids, attention = (torch.zeros(len(samples), WIDTH, dtype=torch.int64) for _ in range(2))
@@ -187,7 +186,6 @@ def roll_gradient(samples: list[PlainSample], case: Case) -> Tensor:
 
 
 def broken(loss_func: Any, name: str, worker: Any) -> Any:
-    """ROLL's loss function, or one with a mistake that the comparison must see."""
     factors = worker.compute_sample_weights
 
     def of_lengths(data: Any, response_mask: Tensor) -> Tensor:
@@ -205,7 +203,6 @@ def broken(loss_func: Any, name: str, worker: Any) -> Any:
 
 
 def gradients(samples: list[PlainSample], cases: list[Case]) -> list[Tensor]:
-    """What `roll_gradient` gives for each case on this rank."""
     import torch._dynamo
 
     torch._dynamo.config.disable = True  # ROLL compiles a product

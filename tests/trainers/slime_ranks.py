@@ -28,7 +28,6 @@ MODULES = (
 
 
 def all_cases() -> dict[Case, Steps]:
-    """Every case of as many ranks as there are, in one process each."""
     enable_cpu_runtime()
     modules = sources.use("slime", MODULES)
     rollout, actor, data, cp_utils, loss, types, accelerator = modules
@@ -65,7 +64,6 @@ def _cpu(accelerator: Any) -> Any:
 
 
 def _rollout_data(case: Case, args: Args, rollout: Any, actor: Any, types: Any) -> dict[str, Any]:
-    """This rank's data by slime's conversion, schedule, split and transport."""
     remote = rollout.RolloutManager  # wrapped where ray is installed
     metadata = getattr(remote, "__ray_metadata__", None)
     manager = object.__new__(remote if metadata is None else metadata.modified_class)
@@ -100,7 +98,6 @@ def _hook(case: Case, args: Args, rollout_data: dict[str, Any]) -> None:
 def _steps(
     args: Args, rollout_data: dict[str, Any], iterator: Any, data: Any, loss: Any
 ) -> Iterator[list[MicroBatch]]:
-    """The micro-batches of each step with the loss that train_one_step gives Megatron."""
     counts = rollout_data["num_microbatches"], rollout_data["global_batch_sizes"]
     for count, rollouts in zip(*counts, strict=True):
         batches = [data.get_batch(iterator, ranks.KEYS, 4, False) for _ in range(count)]

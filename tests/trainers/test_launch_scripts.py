@@ -18,7 +18,6 @@ from .sources import TRAINERS as SOURCES
 
 
 def scripts(name: str, folders: Sequence[str], suffix: str, words: str) -> list[Path]:
-    """A trainer's own launch scripts that have these words."""
     files = [path for folder in folders for path in sorted((SOURCES / name / folder).rglob("*"))]
     found = [path for path in files if path.suffix == suffix]
     return [path for path in found if words in path.read_text()]

@@ -49,7 +49,6 @@ def cases(context: int) -> list[Case]:
 
 
 def expected(case: Case, step: list[oracle.PlainSample]) -> Tensor:
-    """The gradient of every logit by plain loops in float64."""
     own = {mode: aggregation for aggregation, mode in THEIRS.items()}
     aggregation = case.loss_mode.removeprefix("megatron_pg_")
     if case.loss_mode == "vanilla":

@@ -79,7 +79,6 @@ def verl_advantages(samples: list[PlainSample], case: Case) -> Tensor:
 
 
 def batch_of(samples: list[PlainSample], advantages: Tensor, num_samples: int, case: Case) -> Any:
-    """The TensorDict that a data-parallel rank of verl trains on."""
     from verl.utils import tensordict_utils as tu
 
     def nested(rows: list[Any], dtype: torch.dtype | None = None) -> Tensor:

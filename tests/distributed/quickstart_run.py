@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib
 import json
@@ -14,19 +15,24 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import train_grpo
 
 from tests.progress import wait_until
 
 from .launch import fork_server
 
 ROOT = Path(__file__).parents[2]
-ONLINE = (
-    "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seed 1 --lr 1e-2 "
-    "--warm-start-iters 4 --warm-start-batch-size 16 --num-training-tasks 256 --num-held-out-tasks 8 "
-    "--rollout-batch-size 8 --n-samples-per-prompt 4 --global-batch-size 16 --context-parallel-size 2 "
+SHORT = (
+    "--warm-start-iters 4 --warm-start-batch-size 16 --num-training-tasks 256 --num-held-out-tasks 16 "
+    "--rollout-batch-size 8 --n-samples-per-prompt 4 --global-batch-size 16 --train-iters 12 --save-interval 4 "
     # A model this little trained answers nothing rightly; the entropy term gives its steps a gradient.
-    "--max-tokens-per-microbatch 128 --loss-aggregation prompt_mean --entropy-coef 0.01 "
+    "--max-tokens-per-microbatch 128 --entropy-coef 0.01 "
+)
+TINY = SHORT + (
+    "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --lr 1e-2 --num-held-out-tasks 8 "
+    "--context-parallel-size 2 --loss-aggregation prompt_mean "
 )
 
 
@@ -34,7 +40,7 @@ def start(
     run_dir: Path, flags: str, world_size: int = 2, prepare: Callable[[int], None] | None = None
 ) -> list[BaseProcess]:
     """The ranks of a short run of the quickstart, as `start_script` starts them; of its flags a later one wins."""
-    arguments = [*ONLINE.split(), "--run-dir", str(run_dir), *flags.split()]
+    arguments = [*TINY.split(), "--run-dir", str(run_dir), *flags.split()]
     return start_script(arguments, run_dir, world_size, prepare)
 
 
@@ -144,9 +150,9 @@ def pids_of(ranks: list[BaseProcess]) -> list[int | None]:
     return [rank.pid for rank in ranks]
 
 
-def run(run_dir: Path, flags: str) -> str:
+def run(run_dir: Path, flags: str, prepare: Callable[[int], None] | None = None) -> str:
     """The output of a run that must succeed."""
-    codes = wait(start(run_dir, flags))
+    codes = wait(start(run_dir, flags, prepare=prepare))
     output = output_of(run_dir).read_text()
     assert not any(codes), f"{codes}\n{output}"
     return output
@@ -162,3 +168,11 @@ def steps_of(run_dir: Path) -> list[dict[str, Any]]:
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     steps = [json.loads(line) for line in lines if line.endswith("\n")]
     return [{name: None if "seconds" in name else step[name] for name in step} for step in steps]
+
+
+def parse_for_two_ranks(flags: str) -> argparse.Namespace:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORLD_SIZE", "2")
+        small = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --run-dir run"
+        patch.setattr(sys, "argv", ["train_grpo.py", *f"{small} {SHORT} {flags}".split()])
+        return train_grpo.parse_arguments()

@@ -12,7 +12,7 @@ from tests.lanes import in_one_lane
 from .kill_runs import KINDS, QUICKSTART, compare, random_moments
 
 
-@in_one_lane  # test_quickstart_critic.py resumes a run in both
+@in_one_lane  # test_quickstart_training.py resumes a run in both
 def test_moments_are_seeded_and_of_every_kind() -> None:
     moments = random_moments(10, seed=0)
     assert moments == random_moments(10, seed=0) != random_moments(10, seed=1)

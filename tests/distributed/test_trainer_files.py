@@ -17,7 +17,7 @@ from megatron_pg.config.versions import has_megatron_training
 
 from .quickstart_run import steps_of
 from .rollout_rows import write_rollouts
-from .test_quickstart import ONE_RIGHT
+from .test_quickstart_training import ONE_RIGHT
 from .trainer_run import WHOLE_GROUPS, copy_after_step, end_of, run
 
 pytest.importorskip("pyarrow")

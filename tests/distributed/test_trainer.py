@@ -10,7 +10,7 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest import mock
 
 import pytest
 
@@ -42,6 +42,16 @@ def uninterrupted(rollouts: Path) -> Path:
 def stopped(uninterrupted: Path, tmp_path: Path) -> Path:
     """The run as it was when its third step was done."""
     return copy_after_step(3, uninterrupted, tmp_path / "run")
+
+
+def mocked(function: str, error: Exception | None = None, only: int | None = None) -> Any:
+    """Give what has a rank, or the only one named, call a mock in the place of a function."""
+    return functools.partial(_mock, function, error, only)
+
+
+def _mock(function: str, error: Exception | None, only: int | None, rank: int) -> None:
+    if only in (None, rank):
+        mock.patch(function, side_effect=error).start()
 
 
 def checkpoints_of(folder: Path) -> list[str]:
@@ -77,11 +87,6 @@ def test_tensorboard_has_the_metrics_and_megatrons_own(uninterrupted: Path) -> N
     written = [event.value for event in events.Scalars("pg_loss")]
     assert written == pytest.approx([step["pg_loss"] for step in steps_of(uninterrupted)])
     assert len(events.Scalars("grad-norm")) == len(events.Scalars("loss-scale")) == 6
-
-
-def test_a_run_goes_on_in_the_middle_of_the_file(rollouts, uninterrupted, stopped):
-    run(rollouts, stopped, STEPS)
-    assert steps_of(stopped) == steps_of(uninterrupted)
 
 
 def test_a_run_is_extended(rollouts: Path, uninterrupted: Path, tmp_path: Path) -> None:
@@ -219,15 +224,11 @@ def test_other_rollouts_of_the_same_name_are_refused(rollouts: Path, stopped: Pa
 
 def test_a_checkpoint_of_another_program_is_named(rollouts: Path, tmp_path: Path) -> None:
     """As a pre-training run leaves it, without a place in the rollouts."""
-    run(rollouts, tmp_path / "run", STEPS, prepare=_store_no_place)
+    run(
+        rollouts, tmp_path / "run", STEPS, prepare=mocked("trainer.checkpoint._store_rollout_state")
+    )
     said = end_of(rollouts, tmp_path / "run", STEPS + "--train-iters 9")
     assert "another program and has no place in the rollouts; give --finetune" in said
-
-
-def _store_no_place(rank: int) -> None:
-    from trainer import checkpoint
-
-    checkpoint._store_rollout_state = lambda *_: None
 
 
 def test_a_damaged_checkpoint_is_named(rollouts: Path, stopped: Path) -> None:
@@ -251,16 +252,11 @@ def test_with_verify_integrity_a_flipped_bit_is_named(rollouts: Path, tmp_path: 
 def test_a_checkpoint_that_one_rank_cannot_complete_ends_all_ranks(rollouts, tmp_path):
     """Rank 0 fails where it writes by itself and the other waits for it, in the middle of Megatron's save."""
     folder = tmp_path / "run"
-    said = end_of(rollouts, folder, STEPS, prepare=_fail_to_write_metadata)
+    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    save_config = "megatron.core.dist_checkpointing.serialization.save_config"
+    said = end_of(rollouts, folder, STEPS, prepare=mocked(save_config, error))
     assert "cannot be written (rank 0): [Errno 28] No space left on device" in said
     assert not (folder / TRACKER).exists()
-
-
-def _fail_to_write_metadata(rank: int) -> None:
-    from megatron.core.dist_checkpointing import serialization
-
-    no_space = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    serialization.save_config = Mock(side_effect=no_space)
 
 
 @pytest.mark.parametrize(
@@ -281,30 +277,18 @@ def test_what_a_step_cannot_hold_ends_all_ranks_with_a_line(rollouts, tmp_path, 
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_file_that_one_node_cannot_read_ends_all_ranks_with_a_line(rollouts, tmp_path, failing):
-    prepare = functools.partial(_fail_to_read, failing)
+    error = OSError(errno.EIO, os.strerror(errno.EIO))
     whose = "data-parallel rank 1: OSError: " if failing else ""
+    prepare = mocked("megatron_pg.rollout_files.source.open_rows", error, failing)
     said = end_of(rollouts, tmp_path / "run", STEPS, prepare=prepare)
     assert f"error: {whose}[Errno 5] Input/output error" in said
 
 
-def _fail_to_read(failing: int, rank: int) -> None:
-    from megatron_pg.rollout_files import source
-
-    if rank == failing:
-        source.open_rows = Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO)))
-
-
 def test_a_file_that_one_node_does_not_have_ends_all_ranks_with_a_line(rollouts, tmp_path):
-    said = end_of(rollouts, tmp_path / "run", STEPS, prepare=_lack_the_files_on_1)
+    error = FileNotFoundError("--rollout-files: x.jsonl does not exist")
+    prepare = mocked("megatron_pg.rollout_files.source.files_of", error, 1)
+    said = end_of(rollouts, tmp_path / "run", STEPS, prepare=prepare)
     assert "error: the run cannot begin (rank 1): --rollout-files: x.jsonl does not exist" in said
-
-
-def _lack_the_files_on_1(rank: int) -> None:
-    from megatron_pg.rollout_files import source
-
-    if rank == 1:
-        lack = FileNotFoundError("--rollout-files: x.jsonl does not exist")
-        source.files_of = Mock(side_effect=lack)
 
 
 def test_a_signal_ends_a_run_after_a_checkpoint(rollouts, uninterrupted, tmp_path):

@@ -19,18 +19,9 @@ from tests.oracle import PlainSample
 
 ROLLOUTS_PER_PROMPT = 3
 LENGTHS = [
-    (2, [1, 1, 1, 0, 0, 1]),
-    (3, [1, 1, 1]),
-    (2, [0, 0]),
-    (1, [1]),
-    (4, [1, 1, 0, 1, 1, 1, 1, 1]),
-    (2, [1, 0, 1, 1]),
-    (3, [1] * 7),
-    (1, [1, 1, 1]),
-    (2, [0, 1, 1, 1]),
-    (2, [1, 1]),
-    (3, [1, 0, 1, 1]),
-    (2, [1]),
+    *((2, [1, 1, 1, 0, 0, 1]), (3, [1, 1, 1]), (2, [0, 0]), (1, [1])),
+    *((4, [1, 1, 0, 1, 1, 1, 1, 1]), (2, [1, 0, 1, 1]), (3, [1] * 7), (1, [1, 1, 1])),
+    *((2, [0, 1, 1, 1]), (2, [1, 1]), (3, [1, 0, 1, 1]), (2, [1])),
 ]
 """Tool tokens inside, a sample without active tokens, micro-batches of an even number of tokens: see `test_the_floor`."""
 CUTS = {"one": 1, "cp_2": 2, "dp_2": 1}
@@ -38,6 +29,7 @@ CUTS = {"one": 1, "cp_2": 2, "dp_2": 1}
 
 
 def difference(found: Tensor | str, reference: Tensor) -> float:
+    """The largest difference over the largest of the reference."""
     assert isinstance(found, Tensor), found
     return ((found.double() - reference).abs().max() / reference.abs().max()).item()
 

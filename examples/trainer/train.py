@@ -26,8 +26,7 @@ from .dry_run import print_plan
 from .errors import agreed, mendable, plain_errors
 from .initialize import provide_model, start_megatron
 from .log import MetricsLog
-from .rollouts import FileSteps, layout_of, plan_of
-from .scoring import Scoring
+from .rollouts import FileSteps, Scoring, layout_of, plan_of
 
 PHASES = ("rollouts", "scoring", "training")
 """The parts of a step: getting rollouts, the log-probs that they lack, and forward, backward and update."""

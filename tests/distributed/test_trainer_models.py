@@ -85,7 +85,7 @@ def test_a_reference_that_follows_the_policy_is_noticed(rollouts, trained, tmp_p
 
 
 def _score_with_the_policy(rank: int) -> None:
-    from trainer.scoring import Scoring
+    from trainer.rollouts import Scoring
 
     filled: Any = Scoring.filled
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from . import oracle
-from .oracle import PerToken, PlainSample
+from .oracle import PerToken, PlainSample, Step
 from .random_steps import float32
 
 
-def with_values(samples: Sequence[PlainSample], seed: int = 3) -> list[PlainSample]:
+def with_values(samples: Step, seed: int = 3) -> list[PlainSample]:
     """The samples with returns above most values, and old values of which a good part clips."""
     rng = random.Random(seed)
     changed = []
@@ -41,11 +41,7 @@ def token_value_loss(
 
 
 def value_loss(
-    samples: Sequence[PlainSample],
-    values: PerToken,
-    aggregation: str,
-    divisor: float | None,
-    clip: float,
+    samples: Step, values: PerToken, aggregation: str, divisor: float | None, clip: float
 ) -> tuple[Tensor, dict[str, float]]:
     """The value loss of a step and its metrics; values [response_length] of each sample, with gradient."""
     zero = torch.zeros((), dtype=torch.float64)

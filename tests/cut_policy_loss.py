@@ -13,8 +13,8 @@ from megatron_pg.loss.from_logits import policy_loss_function
 from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.totals import StepTotals
 
-from .cut_steps import DIVISOR, Cut, Step
-from .oracle import Objective
+from .cut_steps import DIVISOR, Cut
+from .oracle import Objective, Step
 from .random_steps import VOCAB_SIZE, lengths, package_samples, uneven_totals
 from .token_layout import token_layout
 

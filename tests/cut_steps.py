@@ -17,12 +17,11 @@ from torch import Tensor
 from megatron_pg import AGGREGATIONS, StepTotals, get_pg_loss_reducer
 
 from . import oracle
-from .oracle import PlainSample
+from .oracle import Step
 from .random_steps import lengths, loss_masks, package_samples, uneven_totals
 from .token_layout import Row, token_layout
 
 DIVISOR = 4.0
-Step = Sequence[PlainSample]
 
 
 @dataclass(frozen=True)

@@ -45,10 +45,12 @@ class PlainSample:
         return len(self.tokens) - self.response_length
 
 
+Step = Sequence[PlainSample]
+
 # Aggregation
 
 
-def rollouts(samples: Sequence[PlainSample]) -> list[list[int]]:
+def rollouts(samples: Step) -> list[list[int]]:
     """Sample indices by rollout; a sample without `rollout_id` is a rollout of its own."""
     members: dict[Hashable, list[int]] = {}
     for index, sample in enumerate(samples):
@@ -57,7 +59,7 @@ def rollouts(samples: Sequence[PlainSample]) -> list[list[int]]:
     return list(members.values())
 
 
-def prompt_groups(samples: Sequence[PlainSample]) -> list[list[int]]:
+def prompt_groups(samples: Step) -> list[list[int]]:
     """Sample indices by prompt group; every sample must name its group."""
     members: dict[int, list[int]] = {}
     for index, sample in enumerate(samples):
@@ -66,11 +68,11 @@ def prompt_groups(samples: Sequence[PlainSample]) -> list[list[int]]:
     return list(members.values())
 
 
-def active_tokens(samples: Sequence[PlainSample], members: Sequence[int]) -> int:
+def active_tokens(samples: Step, members: Sequence[int]) -> int:
     return sum(sum(samples[index].loss_mask) for index in members)
 
 
-def counted(samples: Sequence[PlainSample], members: Sequence[int], denominator: str) -> float:
+def counted(samples: Step, members: Sequence[int], denominator: str) -> float:
     """What a denominator counts of these samples: their active tokens, or the sum of the loss weights of those."""
     if denominator == "mask":
         return active_tokens(samples, members)
@@ -83,7 +85,7 @@ def counted(samples: Sequence[PlainSample], members: Sequence[int], denominator:
     return total
 
 
-def masked_sum(samples: Sequence[PlainSample], losses: PerToken, members: Sequence[int]) -> Tensor:
+def masked_sum(samples: Step, losses: PerToken, members: Sequence[int]) -> Tensor:
     """Sum of the losses that the mask keeps; the others are never touched."""
     total = torch.zeros((), dtype=torch.float64)
     for index in members:
@@ -94,10 +96,7 @@ def masked_sum(samples: Sequence[PlainSample], losses: PerToken, members: Sequen
 
 
 def mean_of_token_means(
-    samples: Sequence[PlainSample],
-    losses: PerToken,
-    units: list[list[int]],
-    denominator: str = "mask",
+    samples: Step, losses: PerToken, units: list[list[int]], denominator: str = "mask"
 ) -> Tensor:
     """Mean over the units of the token mean inside each; a unit without active tokens adds 0."""
     total = torch.zeros((), dtype=torch.float64)
@@ -107,29 +106,23 @@ def mean_of_token_means(
     return total / len(units)
 
 
-def sample_mean(
-    samples: Sequence[PlainSample], losses: PerToken, denominator: str = "mask"
-) -> Tensor:
+def sample_mean(samples: Step, losses: PerToken, denominator: str = "mask") -> Tensor:
     """GRPO: mean over rollouts of the token mean of each."""
     return mean_of_token_means(samples, losses, rollouts(samples), denominator)
 
 
-def prompt_mean(
-    samples: Sequence[PlainSample], losses: PerToken, denominator: str = "mask"
-) -> Tensor:
+def prompt_mean(samples: Step, losses: PerToken, denominator: str = "mask") -> Tensor:
     """ScaleRL's prompt average: mean over prompt groups of the token mean of each."""
     return mean_of_token_means(samples, losses, prompt_groups(samples), denominator)
 
 
-def token_mean(
-    samples: Sequence[PlainSample], losses: PerToken, denominator: str = "mask"
-) -> Tensor:
+def token_mean(samples: Step, losses: PerToken, denominator: str = "mask") -> Tensor:
     everything = range(len(samples))
     count = counted(samples, everything, denominator)
     return masked_sum(samples, losses, everything) / (count if count > 0 else 1)
 
 
-def constant(samples: Sequence[PlainSample], losses: PerToken, divisor: float) -> Tensor:
+def constant(samples: Step, losses: PerToken, divisor: float) -> Tensor:
     """Dr.GRPO (arXiv:2503.20783, eq. 2): sum of tokens over (number of rollouts * divisor)."""
     everything = range(len(samples))
     return masked_sum(samples, losses, everything) / (len(rollouts(samples)) * divisor)
@@ -139,7 +132,7 @@ AGGREGATIONS = ("sample_mean", "prompt_mean", "token_mean", "constant")
 
 
 def aggregate(
-    samples: Sequence[PlainSample],
+    samples: Step,
     losses: PerToken,
     aggregation: str,
     divisor: float | None = None,
@@ -152,7 +145,7 @@ def aggregate(
     return constant(samples, losses, divisor)
 
 
-def weighted(samples: Sequence[PlainSample], losses: PerToken) -> PerToken:
+def weighted(samples: Step, losses: PerToken) -> PerToken:
     result = []
     for sample, sample_losses in zip(samples, losses, strict=True):
         weights = [1.0] * sample.response_length
@@ -163,7 +156,7 @@ def weighted(samples: Sequence[PlainSample], losses: PerToken) -> PerToken:
     return result
 
 
-def outer_count(samples: Sequence[PlainSample], aggregation: str) -> int:
+def outer_count(samples: Step, aggregation: str) -> int:
     """What the inner sum of the step is divided by: N, P, max(T, 1) or N."""
     if aggregation == "prompt_mean":
         return len(prompt_groups(samples))
@@ -274,9 +267,7 @@ def stack(values: list[Tensor]) -> Tensor:
     return torch.stack(values) if values else torch.zeros(0, dtype=torch.float64)
 
 
-def policy_loss(
-    samples: Sequence[PlainSample], logits: Sequence[Tensor], objective: Objective
-) -> PolicyLoss:
+def policy_loss(samples: Step, logits: Sequence[Tensor], objective: Objective) -> PolicyLoss:
     """The loss of a step from the logits of every sample, [total_length, vocab] each.
 
     The logits at position p predict the token at p + 1. Masked tokens are skipped, whatever they
@@ -328,7 +319,7 @@ def policy_loss(
 # Metrics
 
 
-def document_mean(samples: Sequence[PlainSample], values: PerToken) -> float:
+def document_mean(samples: Step, values: PerToken) -> float:
     """Token mean of each document (rollout) that has an active token, then the mean over those documents."""
     means = []
     for members in rollouts(samples):
@@ -338,9 +329,7 @@ def document_mean(samples: Sequence[PlainSample], values: PerToken) -> float:
     return sum(means) / len(means)
 
 
-def metrics(
-    samples: Sequence[PlainSample], result: PolicyLoss, objective: Objective
-) -> dict[str, float]:
+def metrics(samples: Step, result: PolicyLoss, objective: Objective) -> dict[str, float]:
     """The metrics of a step that are computed from ratios, advantages and log-probs."""
     lowest, highest = clip_range(objective)
 
@@ -404,9 +393,7 @@ def metrics(
     return found
 
 
-def reference_metrics(
-    samples: Sequence[PlainSample], result: PolicyLoss, objective: Objective
-) -> dict[str, float]:
+def reference_metrics(samples: Step, result: PolicyLoss, objective: Objective) -> dict[str, float]:
     """Of a step whose samples carry log-probs of the reference policy."""
     references, estimates, ratios = [], [], []
     for sample, log_probs in zip(samples, result.log_probs, strict=True):
@@ -421,7 +408,7 @@ def reference_metrics(
     }
 
 
-def mismatch_metrics(samples: Sequence[PlainSample]) -> dict[str, float]:
+def mismatch_metrics(samples: Step) -> dict[str, float]:
     """Of a step whose samples carry the rollout engine's log-probs."""
     mismatches, active = [], []
     for sample in samples:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_pg import Sample, StepTotals, step_totals
 
-from .oracle import PlainSample
+from .oracle import PlainSample, Step
 
 VOCAB_SIZE = 11
 FLOATS = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs", "loss_weights")
@@ -79,7 +79,7 @@ def random_step(
     groups = [rng.randrange(-(2**62), 2**62) for _ in range(num_groups)]
     samples = []
     for index in range(num_samples):
-        # Samples 2 and 3 are turns of one rollout, as are 6 and 7: not neighbours in a group list.
+        # Step 2 and 3 are turns of one rollout, as are 6 and 7: not neighbours in a group list.
         shared = index // 4 if index % 4 in (2, 3) else None
         group = groups[shared % num_groups] if shared is not None else groups[index % num_groups]
         samples.append(
@@ -100,13 +100,13 @@ def leaf(generator: torch.Generator, *shape: int, requires_grad: bool = True) ->
     return values.requires_grad_(requires_grad)
 
 
-def random_losses(samples: Sequence[PlainSample], seed=0, requires_grad=True) -> list[Tensor]:
+def random_losses(samples: Step, seed=0, requires_grad=True) -> list[Tensor]:
     """A float64 leaf [response_length] for each sample."""
     generator = torch.Generator().manual_seed(seed)
     return [leaf(generator, s.response_length, requires_grad=requires_grad) for s in samples]
 
 
-def random_logits(samples: Sequence[PlainSample], seed: int = 0) -> list[Tensor]:
+def random_logits(samples: Step, seed: int = 0) -> list[Tensor]:
     """A float64 leaf [total_length, VOCAB_SIZE] for each sample."""
     generator = torch.Generator().manual_seed(seed)
     return [leaf(generator, len(sample.tokens), VOCAB_SIZE) for sample in samples]
@@ -128,7 +128,7 @@ def package_sample(sample: PlainSample) -> Sample:
     return RandomSample(**values, id_source="the test")
 
 
-def package_samples(samples: Sequence[PlainSample]) -> list[Sample]:
+def package_samples(samples: Step) -> list[Sample]:
     return [package_sample(sample) for sample in samples]
 
 
@@ -137,10 +137,10 @@ def uneven_totals(samples: Sequence[Sample], **keywords: Any) -> StepTotals:
     return step_totals(samples, allow_different_group_sizes=True, **keywords)
 
 
-def lengths(samples: Sequence[PlainSample]) -> tuple[list[int], list[int]]:
+def lengths(samples: Step) -> tuple[list[int], list[int]]:
     total = [len(sample.tokens) for sample in samples]
     return total, [sample.response_length for sample in samples]
 
 
-def loss_masks(samples: Sequence[PlainSample]) -> list[Tensor]:
+def loss_masks(samples: Step) -> list[Tensor]:
     return [torch.tensor(sample.loss_mask, dtype=torch.int64) for sample in samples]

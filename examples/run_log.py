@@ -206,7 +206,5 @@ class Log:
         report(lines).savefig(self._folder / "report.png", dpi=110)
         self._events.close()
         rewards = "reward {reward_first:.2f} -> {reward_last:.2f}".format(**summary)
-        held_out = "held-out questions {held_out_before:.2f} -> {held_out_after:.2f}".format(
-            **summary
-        )
-        print(f"{rewards}, {held_out}; see {self._folder}/report.png")
+        held_out = "{held_out_before:.2f} -> {held_out_after:.2f}".format(**summary)
+        print(f"{rewards}, held-out questions {held_out}; see {self._folder}/report.png")

@@ -48,9 +48,8 @@ class CachedAttention(nn.Module):
         """[new tokens, batch, heads, dim] each -> [new tokens, batch, heads * dim]."""
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         if self.cached:
-            key, value = (
-                torch.cat(both, 2) for both in zip(self.cached, (key, value), strict=True)
-            )
+            pairs = zip(self.cached, (key, value), strict=True)
+            key, value = (torch.cat(pair, 2) for pair in pairs)
         self.cached = [key, value]
         columns = torch.arange(key.size(2), device=query.device)
         rows = columns[-query.size(2) :, None]

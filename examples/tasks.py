@@ -184,9 +184,8 @@ class RolloutWorker:
         mine = range(rank, len(questions), groups.data_size * groups.context_size)
         asked = [index for index in mine for _ in range(samples_per_prompt)]
         prompts = [tasks.prompt(questions[index]) for index in asked]
-        answers = self.sampler.sample(
-            prompts, 1, temperature=self.args.rollout_temperature, generator=self.generator
-        )
+        settings = {"temperature": self.args.rollout_temperature, "generator": self.generator}
+        answers = self.sampler.sample(prompts, 1, **settings)
         pairs = zip(asked, answers, strict=True)
         rewards = [tasks.reward(questions[index], answer.tokens) for index, answer in pairs]
         method = "grpo" if self.args.advantage == "gae" else self.args.advantage

@@ -123,11 +123,12 @@ class Run:
         self.tasks = Tasks(args.num_training_tasks, args.num_held_out_tasks, args.seed)
         longest = self.tasks.longest_sequence(args.max_response_len)
         layout = Layout(cp_size=args.context_parallel_size, mode=args.cp_partition_mode)
-        self.budget, least = args.max_tokens_per_microbatch, layout.padded_length(longest)
-        if self.budget < least:
+        budget, least = args.max_tokens_per_microbatch, layout.padded_length(longest)
+        if budget < least:
             raise ValueError(
-                f"--max-tokens-per-microbatch is {self.budget}: give {least} or more, what the longest question and answer take"
+                f"--max-tokens-per-microbatch is {budget}: give {least} or more, what the longest question and answer take"
             )
+        self.budget = {"max_tokens_per_microbatch": budget}
         self.groups = pgm.ParallelGroups.from_parallel_state()
         self.model = self._build_model()
         self.reference: torch.nn.Module | None = None
@@ -177,9 +178,7 @@ class Run:
         groups, mode = self.groups, config.cp_partition_mode
         cut: dict[str, Any] = {"cp_size": groups.context_size, "cp_partition_mode": mode}
         samples = pg.accepted_samples(config, samples)
-        plan = pg.plan_step(
-            samples, max_tokens_per_microbatch=self.budget, data_parallel_group=groups.data, **cut
-        )
+        plan = pg.plan_step(samples, data_parallel_group=groups.data, **self.budget, **cut)
         if plan.totals.num_active_tokens == 0:
             return {}  # nothing is updated
         packs = [[samples[index] for index in indices] for indices in plan.microbatches]
@@ -216,9 +215,7 @@ class Run:
             samples = self.teacher.taught(samples)
         if self.reference is None:
             return samples
-        scores = pgm.compute_log_probs(
-            self.reference, samples, self.config, max_tokens_per_microbatch=self.budget
-        )
+        scores = pgm.compute_log_probs(self.reference, samples, self.config, **self.budget)
         pairs = zip(samples, scores.log_probs, strict=True)
         return [replace(sample, ref_log_probs=log_probs) for sample, log_probs in pairs]
 
@@ -301,9 +298,8 @@ def train(run: Run, log: Log | None) -> None:
         samples = run.tasks.imitation_batch(progress["warm_start"], args)
         mine = samples[run.groups.data_rank :: run.groups.data_size]
         progress["warm_start"] += 1
-        metrics = run.train_step(
-            imitation, mine, args.warm_start_lr * min(progress["warm_start"] / 50, 1)
-        )
+        lr = args.warm_start_lr * min(progress["warm_start"] / 50, 1)
+        metrics = run.train_step(imitation, mine, lr)
         if log:
             log.write("warm_start", metrics)
         pause(is_due=False)

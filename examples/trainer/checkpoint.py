@@ -116,10 +116,9 @@ def _store_rollout_state(args: argparse.Namespace, state: Any, groups: ParallelG
     if groups.tensor_rank == groups.pipeline_rank == groups.context_rank == 0:
         torch.save(state, file := io.BytesIO())
         mine = file.getvalue()
-    in_order = sorted(
-        gather((groups.data_rank, mine), dist.group.WORLD), key=operator.itemgetter(0)
-    )
-    args.rollout_states = [state for _, state in in_order if state]
+    states = gather((groups.data_rank, mine), dist.group.WORLD)
+    states.sort(key=operator.itemgetter(0))
+    args.rollout_states = [state for _, state in states if state]
 
 
 @contextlib.contextmanager

@@ -26,9 +26,8 @@ def print_plan(args: argparse.Namespace, config: PolicyLossConfig) -> None:
     """Print processes, objective, step, micro-batches and memory; on rank 0 of a job that was launched nevertheless."""
     if int(os.environ.get("RANK", "0")) > 0:
         return
-    for name, text in itertools.chain(
-        _processes(args), _objective(config), _step(args, config), _memory(args)
-    ):
+    parts = (_processes(args), _objective(config), _step(args, config), _memory(args))
+    for name, text in itertools.chain(*parts):
         print(f"{name:<17}{text}")
 
 

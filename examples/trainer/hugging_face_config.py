@@ -226,10 +226,8 @@ def differences(model: Any, config: dict[str, Any]) -> list[str]:
             flag = FLAGS.get(name, name).replace("_", "-")
             if name in NEGATED:
                 found, meant = not found, not meant
-            mend = "take its flags from megatron_arguments_of"
-            problems.append(
-                f"--{flag} is {found!r} in the model, and config.json means {meant!r}: {mend}"
-            )
+            values = f"{found!r} in the model, and config.json means {meant!r}"
+            problems.append(f"--{flag} is {values}: take its flags from megatron_arguments_of")
     return problems
 
 

@@ -137,9 +137,8 @@ class TaskSteps:
             rank = dist.get_rank(groups.data_with_context)
             seed = random.Random(f"{self._args.seed}-{iteration}-{rank}").getrandbits(48)
             generator = torch.Generator(torch.device(torch.cuda.current_device())).manual_seed(seed)
-        responses = self._sampler.sample(
-            prompts, copies, temperature=self._config.rollout_temperature, generator=generator
-        )
+        settings = {"temperature": self._config.rollout_temperature, "generator": generator}
+        responses = self._sampler.sample(prompts, copies, **settings)
         rollouts = []
         for number, response in enumerate(responses):
             index, prompt = mine[number // copies], prompts[number // copies]

@@ -46,9 +46,8 @@ def stock_step(
     args = _parsed(flags)
     config = pg.PolicyLossConfig.from_args(args)
     initialize_groups(sharding)
-    chunks = build_model(
-        sharding, ModelOptions(calculate_per_token_loss=args.calculate_per_token_loss)
-    )
+    options = ModelOptions(calculate_per_token_loss=args.calculate_per_token_loss)
+    chunks = build_model(sharding, options)
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=args.lr, clip_grad=0.0), chunks)
     scheduler = training.get_optimizer_param_scheduler(optimizer)
     model_config = chunks[0].config

@@ -27,7 +27,7 @@ pytest.importorskip("mbridge")
 from trainer import hugging_face_config  # noqa: E402
 
 from . import hugging_face_job  # noqa: E402
-from .hugging_face_job import Job  # noqa: E402
+from .hugging_face_job import LEARNING_RATE, Job  # noqa: E402
 
 pytestmark = in_one_lane
 
@@ -215,11 +215,9 @@ def test_a_step_at_tp_2_and_cp_2_is_that_of_transformers(name, folder_of, tmp_pa
     model = model_of(folder, torch.float64)
     policy_loss(SAMPLES, logits_of(model), Objective()).loss.backward()
     found = tensors_of(trained)
-    for parameter_name, parameter in model.named_parameters():
-        update = parameter.detach() - found[parameter_name]
-        assert relative_error(update, hugging_face_job.LEARNING_RATE * parameter.grad) < 1e-6, (
-            parameter_name
-        )
+    for name, parameter in model.named_parameters():
+        update, expected = parameter.detach() - found[name], LEARNING_RATE * parameter.grad
+        assert relative_error(update, expected) < 1e-6, name
 
     before, after = (expected_logits(each, torch.float64) for each in (folder, trained))
     assert largest_error(assembled([parts[1] for parts in results], sharding), after) < 1e-6

@@ -55,9 +55,7 @@ def test_it_lies_within_3_percent_of_what_was_measured() -> None:
         memory = estimate(*case)
         found = [memory.total(fused=fused) / GIB for fused in (False, True)]
         assert found == pytest.approx(measured, rel=0.03), case
-        cells = [
-            f"{value} | {estimated:.1f}" for value, estimated in zip(measured, found, strict=True)
-        ]
+        cells = [f"{value} | {ours:.1f}" for value, ours in zip(measured, found, strict=True)]
         lines.append(f"| {names[case[:2]]} | {case[2]} | {' | '.join(cells)} |")
     table = "\n".join(lines)
     assert table in (ROOT / "docs/records/benchmarks.md").read_text(), table

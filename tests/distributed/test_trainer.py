@@ -224,9 +224,8 @@ def test_other_rollouts_of_the_same_name_are_refused(rollouts: Path, stopped: Pa
 
 def test_a_checkpoint_of_another_program_is_named(rollouts: Path, tmp_path: Path) -> None:
     """As a pre-training run leaves it, without a place in the rollouts."""
-    run(
-        rollouts, tmp_path / "run", STEPS, prepare=mocked("trainer.checkpoint._store_rollout_state")
-    )
+    prepare = mocked("trainer.checkpoint._store_rollout_state")
+    run(rollouts, tmp_path / "run", STEPS, prepare=prepare)
     said = end_of(rollouts, tmp_path / "run", STEPS + "--train-iters 9")
     assert "another program and has no place in the rollouts; give --finetune" in said
 

@@ -87,7 +87,7 @@ def test_advantages_are_those_that_the_flag_names(method: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["megatron_pg.rollout_files.collector", "megatron_pg.step.collector"]
+    "module", [f"megatron_pg.{m}.collector" for m in ("rollout_files", "step")]
 )
 def test_a_place_in_the_rollouts_is_read_with_kept_sets_and_by_its_old_name(monkeypatch, module):
     from trainer.checkpoint import STORED_TYPES

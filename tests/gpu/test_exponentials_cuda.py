@@ -45,9 +45,8 @@ class Problem:
         hidden = self.hidden.clone().requires_grad_()
         weight = self.weight.clone().requires_grad_()
         weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight).float(), False
-        settings = HeadOptions(
-            temperature=0.9, with_entropy=bool(self.entropy_coef), fp32_logits=True, **options
-        )
+        options |= {"temperature": 0.9, "with_entropy": bool(self.entropy_coef)}
+        settings = HeadOptions(fp32_logits=True, **options)
         outputs = linear_token_loss(
             hidden, weight, self.targets, self.token_loss, settings, gradient_rows=rows, defer=defer
         )
@@ -131,9 +130,8 @@ def test_it_does_not_synchronise(used: list[int]) -> None:
     weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight).float(), False
     with waits_refused():
         settings = HeadOptions(temperature=0.9, with_entropy=False, fp32_logits=True)
-        loss, *_ = linear_token_loss(
-            hidden, weight, problem.targets, problem.token_loss, settings, defer=True
-        )
+        inputs = (hidden, weight, problem.targets, problem.token_loss)
+        loss, *_ = linear_token_loss(*inputs, settings, defer=True)
         loss.backward(scale)
     assert used == [700, 700]
 

@@ -60,9 +60,8 @@ def all_cases() -> dict[Case, Steps]:
         )
         rollout_data = _rollout_data(case, args, conversion, data, types)
         ranks.fill_in(rollout_data, cp_utils.slice_log_prob_with_cp)
-        rollout_data["rollout_mask_sums"] = ranks.broken_sums(
-            case, rollout_data["rollout_mask_sums"]
-        )
+        sums = rollout_data["rollout_mask_sums"]
+        rollout_data["rollout_mask_sums"] = ranks.broken_sums(case, sums)
         steps = _steps(args, rollout_data, data, loss)
         found[case] = ranks.run_steps(case, steps, cp_utils.slice_with_cp)
     return found

@@ -82,9 +82,8 @@ def filtered_loss(
             kept = abs(sample.old_log_probs[token] - infer[token]) < 0.5
             of_sample.append(loss if kept else 0.0 * loss)
         losses.append(torch.stack(of_sample))
-    return oracle.aggregate(
-        step, losses, objective.loss_aggregation, objective.loss_aggregation_divisor
-    )
+    aggregation = objective.loss_aggregation, objective.loss_aggregation_divisor
+    return oracle.aggregate(step, losses, *aggregation)
 
 
 OUTCOMES = Outcomes(gradients, a_step(), cases)

@@ -11,16 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core import distributed, parallel_state
+from megatron.core.distributed import DistributedDataParallel
 from megatron.training import arguments
 from torch import Tensor
 from trainer import initialize
@@ -41,7 +37,7 @@ FLAGS = """
     --distributed-backend gloo --transformer-impl local --use-cpu-initialization --tokenizer-type NullTokenizer
     --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm --no-rope-fusion
     --no-bias-swiglu-fusion --no-bias-dropout-fusion --attention-backend unfused --moe-token-dispatcher-type alltoall
-    --make-vocab-size-divisible-by 8
+    --make-vocab-size-divisible-by 8 --expert-tensor-parallel-size 1
 """
 
 
@@ -58,8 +54,7 @@ class Job:
     file_bytes: int = 5 * 10**9
 
 
-@dataclass(frozen=True)
-class Logits:
+class Logits(NamedTuple):
     """A rank's part [tokens of its context-parallel rank, columns] of all samples in one pack, at the last stage."""
 
     tensor_rank: int
@@ -89,19 +84,15 @@ def convert(sharding: Sharding, job: Job) -> None:
 def parse(sharding: Sharding, job: Job) -> Any:
     """Megatron's arguments, by its own parser and checks, of the flags that the config means."""
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # validate_args wants it under TP and CP
-    sizes = {
-        "tensor-model-parallel-size": sharding.tensor,
-        "pipeline-model-parallel-size": sharding.pipeline,
-        "context-parallel-size": sharding.context,
-        "expert-model-parallel-size": sharding.expert,
-        "expert-tensor-parallel-size": 1,
-    }
+    flags = (
+        f"{FLAGS} --tensor-model-parallel-size {sharding.tensor} --context-parallel-size {sharding.context} "
+        f"--pipeline-model-parallel-size {sharding.pipeline} --expert-model-parallel-size {sharding.expert}"
+    )
     if sharding.virtual_pipeline is not None:
-        sizes["num-virtual-stages-per-pipeline-rank"] = sharding.virtual_pipeline
-    words = [word for flag, size in sizes.items() for word in (f"--{flag}", str(size))]
-    words += ["--sequence-parallel"] * sharding.sequence_parallel
-    sys.argv = ["train", *megatron_arguments_of(read_config(job.source)), *FLAGS.split(), *words]
-    sys.argv += job.flags
+        flags += f" --num-virtual-stages-per-pipeline-rank {sharding.virtual_pipeline}"
+    flags += " --sequence-parallel" * sharding.sequence_parallel
+    model = megatron_arguments_of(read_config(job.source))
+    sys.argv = ["train", *model, *flags.split(), *job.flags]
     with contextlib.redirect_stdout(io.StringIO()):  # it prints every argument
         return arguments.validate_args(arguments.parse_args())
 
@@ -112,20 +103,19 @@ def build(sharding: Sharding, job: Job) -> list[DistributedDataParallel]:
     args.params_dtype = job.dtype
     initialize_groups(sharding)
     config = arguments.core_transformer_config_from_args(args)
-    config.finalize_model_grads_func = finalize_model_grads
+    config.finalize_model_grads_func = distributed.finalize_model_grads
     config.variable_seq_lengths = sharding.pipeline > 1
     multiple = args.make_vocab_size_divisible_by * sharding.tensor
     args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
-    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=False)
+    ddp_config = distributed.DistributedDataParallelConfig(grad_reduce_in_fp32=False)
     chunks = []
     for stage in range(sharding.virtual_pipeline) if sharding.virtual_pipeline else [None]:
         is_first = parallel_state.is_pipeline_first_stage(False, vp_stage=stage)
         is_last = parallel_state.is_pipeline_last_stage(False, vp_stage=stage)
         with mock.patch.object(initialize, "get_args", lambda: args):
             model = initialize.provide_model(is_first, is_last, stage, config)
-        chunks.append(
-            DistributedDataParallel(config, ddp_config, model, disable_bucketing=bool(stage))
-        )
+        options = {"disable_bucketing": bool(stage)}
+        chunks.append(DistributedDataParallel(config, ddp_config, model, **options))
     return chunks
 
 
@@ -134,13 +124,9 @@ def forward(
 ) -> Logits | None:
     """All samples in one pack through Megatron's schedule; None on earlier pipeline stages."""
     groups = ParallelGroups.from_model(chunks)
-    batch = pack(
-        package_samples(samples),
-        cp_rank=groups.context_rank,
-        cp_size=groups.context_size,
-        pad_to_multiple=sharding.context * sharding.tensor if sharding.sequence_parallel else 1,
-    )
-    kept = []
+    multiple = sharding.context * sharding.tensor if sharding.sequence_parallel else 1
+    place = {"cp_rank": groups.context_rank, "cp_size": groups.context_size}
+    batch, kept = pack(package_samples(samples), pad_to_multiple=multiple, **place), []
 
     def keep(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         kept.append(output[0].clone())

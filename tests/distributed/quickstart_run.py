@@ -151,8 +151,12 @@ def pids_of(ranks: list[BaseProcess]) -> list[int | None]:
 
 
 def run(run_dir: Path, flags: str, prepare: Callable[[int], None] | None = None) -> str:
+    return succeed(start(run_dir, flags, prepare=prepare), run_dir)
+
+
+def succeed(ranks: list[BaseProcess], run_dir: Path) -> str:
     """The output of a run that must succeed."""
-    codes = wait(start(run_dir, flags, prepare=prepare))
+    codes = wait(ranks)
     output = output_of(run_dir).read_text()
     assert not any(codes), f"{codes}\n{output}"
     return output

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from .quickstart_run import output_of, start_script, wait
+from .quickstart_run import start_script, succeed
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples/minimal.py"
@@ -27,9 +27,8 @@ def run_instead(rank: int) -> None:
 
 
 def run(folder: Path, flags: str) -> list[float]:
-    codes = wait(start_script(flags.split(), folder / "run", prepare=run_instead))
-    output = output_of(folder / "run").read_text()
-    assert codes == [0, 0], output
+    ranks = start_script(flags.split(), folder / "run", prepare=run_instead)
+    output = succeed(ranks, folder / "run")
     lines = re.findall(r"^reward (\S+), ratio (\S+)$", output, re.MULTILINE)
     assert {ratio for _, ratio in lines} == {"1.0000"}, "scored and trained alike"
     return [float(reward) for reward, _ in lines]

@@ -8,7 +8,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from .quickstart_run import hold, output_of, start_script, wait, wait_until_ended
+from .quickstart_run import hold, output_of, start_script, succeed, wait_until_ended
 from .rollout_rows import VOCABULARY
 
 MODEL = (
@@ -45,10 +45,7 @@ def start(
 
 def run(rollouts: Path | None, folder: Path, flags: str, **options: Any) -> str:
     """The output of a run that must succeed; `options` are those of `start`."""
-    codes = wait(start(rollouts, folder, flags, **options))
-    output = output_of(folder).read_text()
-    assert not any(codes), f"{codes}\n{output}"
-    return output
+    return succeed(start(rollouts, folder, flags, **options), folder)
 
 
 def end_of(rollouts: Path | None, folder: Path, flags: str, **options: Any) -> str:

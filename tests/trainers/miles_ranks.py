@@ -42,7 +42,7 @@ def all_cases() -> dict[Case, Steps]:
     conversion, megatron_parallel, parallel, data, cp_utils, loss, store, types, groups = modules
     store.init_instance(Args(object_store_backend="ray"))
     found = {}
-    for case in ranks.of_world(ranks.world_size()):
+    for case in ranks.cases_here():
         ranks.initialize(case)
         args = ranks.arguments(
             case,

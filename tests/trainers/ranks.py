@@ -85,16 +85,6 @@ def initialize(case: Case) -> None:
     )
 
 
-def per_token(
-    field: str, cut: Callable[[Tensor, int, int], Tensor], numbers: Sequence[int]
-) -> list[Tensor]:
-    """A field of the samples as the trainer holds it on this context-parallel rank."""
-    chosen = [samples()[number] for number in numbers]
-    rows = [torch.tensor(getattr(sample, field), dtype=torch.float32) for sample in chosen]
-    lengths = ((len(sample.tokens), sample.response_length) for sample in chosen)
-    return [cut(row, *both) for row, both in zip(rows, lengths, strict=True)]
-
-
 def start(
     case: Case, args: Args, trainer: str, hook: str, load_function: Callable[[str], Any]
 ) -> Callable[..., Any]:
@@ -105,8 +95,7 @@ def start(
     with contextlib.redirect_stdout(printed):
         load_function(f"{path}.check")(args)
     assert printed.getvalue().startswith(f"megatron_pg: {case.aggregation} is on in {trainer}: 1/")
-    loaded: Callable[..., Any] = load_function(getattr(args, hook))
-    return loaded
+    return load_function(getattr(args, hook))
 
 
 def proven(trainer: str, sources: Any) -> str:
@@ -126,10 +115,14 @@ def sample_fields(number: int, sample: PlainSample) -> dict[str, Any]:
 
 def fill_in(rollout_data: dict[str, Any], cut: Callable[[Tensor, int, int], Tensor]) -> None:
     """Gives the data what the policies say and the advantages, as the trainer holds them on this rank."""
-    numbers = [int(reward) for reward in rollout_data["rewards"]]
-    rollout_data["log_probs"] = per_token("old_log_probs", cut, numbers)
-    for name in ("ref_log_probs", "advantages"):
-        rollout_data[name] = per_token(name, cut, numbers)
+    chosen = [samples()[int(reward)] for reward in rollout_data["rewards"]]
+    fields = {"log_probs": "old_log_probs", "ref_log_probs": "ref_log_probs"}
+    for name, field in (fields | {"advantages": "advantages"}).items():
+        rows = [torch.tensor(getattr(sample, field), dtype=torch.float32) for sample in chosen]
+        rollout_data[name] = [
+            cut(row, len(sample.tokens), sample.response_length)
+            for row, sample in zip(rows, chosen, strict=True)
+        ]
 
 
 def broken_sums(case: Case, sums: Tensor) -> Tensor:
@@ -188,14 +181,13 @@ def _rows(case: Case, leaf: Tensor, slice_with_cp: Callable[[Tensor, int], Tenso
     return padded[rank * half : (rank + 1) * half]
 
 
-def sum_over_ranks(of_ranks: Sequence[Steps]) -> Steps:
+def sum_over_ranks(ranks: Sequence[Steps]) -> Steps:
     total: Steps = []
-    for of_step in zip(*of_ranks, strict=True):
+    for step in zip(*ranks, strict=True):
         gradients: dict[int, Tensor] = {}
-        for _, of_rank in of_step:
-            for number, gradient in of_rank.items():
-                gradients[number] = gradients.get(number, 0) + gradient
-        total.append((sum(value for value, _ in of_step), gradients))
+        for number, gradient in (item for _, shares in step for item in shares.items()):
+            gradients[number] = gradients.get(number, 0) + gradient
+        total.append((sum(value for value, _ in step), gradients))
     return total
 
 
@@ -204,16 +196,11 @@ CASES = [
     for context, data in ((1, 1), (2, 1), (1, 2))
     for aggregation in ("prompt_mean", "token_mean", "constant", "sample_mean")
 ]
-MUTANTS = [
-    Case("prompt_mean", 1, 1, "0.05 % off"),
-    Case("prompt_mean", 1, 1, "mean over length"),
-    Case("prompt_mean", 2, 1, "window in another order"),
-]
+MISTAKES = {"0.05 % off": 1, "mean over length": 1, "window in another order": 2}
+MUTANTS = [Case("prompt_mean", context, 1, name) for name, context in MISTAKES.items()]
 
 
-def of_world(world_size: int) -> list[Case]:
-    return [case for case in (*CASES, *MUTANTS) if case.context * case.data == world_size]
-
-
-def world_size() -> int:
-    return dist.get_world_size()
+def cases_here() -> list[Case]:
+    """The cases of as many ranks as there are."""
+    cases = (*CASES, *MUTANTS)
+    return [case for case in cases if case.context * case.data == dist.get_world_size()]

@@ -7,6 +7,7 @@ the rest. Of the strategy only `__init__`, the model and the optimizer are not R
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -25,12 +26,6 @@ KL_COEF, ENTROPY_COEF, CLIP, CLIP_HIGH, CLIP_C = 0.02, 0.02, 0.2, 0.28, 1.4
 DIVISOR = 8.0
 WIDTH = 16
 """Tokens of a padded sequence."""
-CLASSES = {
-    "sample_mean": "SampleMeanActorWorker",
-    "prompt_mean": "PromptMeanActorWorker",
-    "token_mean": "TokenMeanActorWorker",
-    "constant": "ConstantActorWorker",
-}
 
 
 @dataclass(frozen=True)
@@ -49,10 +44,8 @@ class Case:
 
 def rollout_log_probs(samples: list[PlainSample]) -> list[list[float]]:
     """Those of the rollout engine: every fourth token of the step is far from the trainer's."""
-    numbers = iter(range(10**6))
-    return [
-        [p - (2.0 if next(numbers) % 4 == 0 else 0.0) for p in s.old_log_probs] for s in samples
-    ]
+    offsets = itertools.cycle([2.0, 0.0, 0.0, 0.0])
+    return [[number - next(offsets) for number in sample.old_log_probs] for sample in samples]
 
 
 def padded(samples: list[PlainSample], rows: list[list[float]], dtype: torch.dtype) -> Tensor:
@@ -144,16 +137,11 @@ def strategy_of(model: Any, case: Case, num_microbatches: int, gradient: list[Te
     table.get_batch_on_this_cp_rank = MethodType(PretrainedModel.get_batch_on_this_cp_rank, table)
     strategy.model, strategy.models_unwrapped = _Models([model]), [table]
     strategy.enable_router_replay = strategy.use_sequence_packing = False
-    strategy.worker_config = SimpleNamespace(
-        name="actor_train",
-        use_dynamic_batching_in_train=False,
-        training_args=SimpleNamespace(per_device_train_batch_size=case.micro_batch_size),
-        apply_loss_scale=True,
-        logits_in_fp32=True,
-    )
-    strategy.megatron_train_args = SimpleNamespace(
-        gradient_accumulation_steps=num_microbatches, cross_entropy_loss_fusion=False
-    )
+    sizes = SimpleNamespace(per_device_train_batch_size=case.micro_batch_size)
+    config = {"name": "actor_train", "training_args": sizes, "use_dynamic_batching_in_train": False}
+    strategy.worker_config = SimpleNamespace(apply_loss_scale=True, logits_in_fp32=True, **config)
+    steps = {"gradient_accumulation_steps": num_microbatches}
+    strategy.megatron_train_args = SimpleNamespace(cross_entropy_loss_fusion=False, **steps)
     strategy.forward_backward_func, strategy.seq_length = get_forward_backward_func(), WIDTH
     strategy.load_states = strategy.offload_states = lambda *args, **kwargs: None
     strategy.optimizer = SimpleNamespace(step=keep, zero_grad=lambda: None)
@@ -171,14 +159,13 @@ def roll_gradient(samples: list[PlainSample], case: Case) -> Tensor:
     # before the entropy reads them.
     model = table_under_ddp(logits_of(samples), False, context=case.context, dtype=torch.float64)
     gradient: list[Tensor] = []
-    worker = object.__new__(getattr(roll, CLASSES[case.aggregation]))
-    worker.strategy = strategy_of(
-        model, case, len(samples[mine]) // case.micro_batch_size, gradient
-    )
+    name = case.aggregation.title().replace("_", "")  # SampleMean, ...
+    worker = object.__new__(getattr(roll, f"{name}ActorWorker"))
+    count = len(samples[mine]) // case.micro_batch_size
+    worker.strategy = strategy_of(model, case, count, gradient)
     worker.pipeline_config, worker._logprobs_cache = pipeline_config(case), {}
     divisor = {roll_weights.DIVISOR_VARIABLE: str(DIVISOR)}
-    settings = (case.aggregation, worker.pipeline_config, divisor)
-    worker.divisor = roll_weights.refuse_settings(*settings)
+    worker.divisor = roll_weights.refuse_settings(case.aggregation, worker.pipeline_config, divisor)
     batch = batch_of(samples[mine], rollout_log_probs(samples)[mine])
     loss_func = broken(worker.loss_func, case.breakage, worker)
     worker.weighted_step(worker.strategy.train_step, batch, loss_func)

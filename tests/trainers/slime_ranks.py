@@ -33,7 +33,7 @@ def all_cases() -> dict[Case, Steps]:
     rollout, actor, data, cp_utils, loss, types, accelerator = modules
     accelerator.set_accelerator(_cpu(accelerator))
     found = {}
-    for case in ranks.of_world(ranks.world_size()):
+    for case in ranks.cases_here():
         ranks.initialize(case)
         args = ranks.arguments(
             case,

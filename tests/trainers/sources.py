@@ -108,12 +108,11 @@ def find_roll() -> str | None:
 
 def needs_tree(name: str) -> pytest.MarkDecorator:
     """Skip a module's tests, and say so, where there is no checkout, or a Megatron-Core without megatron.training."""
-    reason = ""
-    if not (TRAINERS / name).is_dir():
-        reason = f"needs {name}'s source: TRAINERS=<folder with a checkout named {name}> bash ci/trainers.sh"
-    elif not has_megatron_training():
-        reason = f"{name} imports megatron.training, which this Megatron-Core has not got"
-    return pytest.mark.skipif(bool(reason), reason=reason)
+    is_here = (TRAINERS / name).is_dir() and has_megatron_training()
+    needs = (
+        f"{name}'s source (TRAINERS=<folder with a checkout named {name}>) and megatron.training"
+    )
+    return pytest.mark.skipif(not is_here, reason=f"needs {needs}")
 
 
 def use(name: str, modules: Sequence[str]) -> list[types.ModuleType]:

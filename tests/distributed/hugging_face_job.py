@@ -26,7 +26,7 @@ from trainer.hugging_face_config import WeightsError, megatron_arguments_of, rea
 from megatron_pg import PackedBatch, PolicyLossConfig, pack, plan_step
 from megatron_pg.megatron import ParallelGroups, PolicyStep, packed_seq_params
 from megatron_pg.megatron.schedule import run_micro_batches
-from tests.oracle import PlainSample
+from tests.oracle import PlainSample, Step
 from tests.random_steps import package_samples
 
 from .models import Sharding, initialize_groups
@@ -119,9 +119,7 @@ def build(sharding: Sharding, job: Job) -> list[DistributedDataParallel]:
     return chunks
 
 
-def forward(
-    chunks: Sequence[Any], sharding: Sharding, samples: Sequence[PlainSample]
-) -> Logits | None:
+def forward(chunks: Sequence[Any], sharding: Sharding, samples: Step) -> Logits | None:
     """All samples in one pack through Megatron's schedule; None on earlier pipeline stages."""
     groups = ParallelGroups.from_model(chunks)
     multiple = sharding.context * sharding.tensor if sharding.sequence_parallel else 1
@@ -149,7 +147,7 @@ def forward(
 
 
 def train_step(
-    chunks: Sequence[DistributedDataParallel], samples: Sequence[PlainSample], *, vocab_size: int
+    chunks: Sequence[DistributedDataParallel], samples: Step, *, vocab_size: int
 ) -> None:
     """Plain gradient descent on the policy loss of all samples, in two micro-batches or more."""
     groups = ParallelGroups.from_model(chunks)

@@ -17,11 +17,10 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .quickstart_run import hold, output_of, run, start, steps_of, wait, wait_for_steps
+from .quickstart_run import Ranks, hold, output_of, run, start, steps_of, wait, wait_for_steps
 
 KINDS = ("kill one rank", "kill all ranks", "SIGTERM", "full disk")
 WORLD_SIZE = 2
@@ -65,7 +64,7 @@ def random_moments(number: int, seed: int) -> list[Moment]:
 class Program(NamedTuple):
     """A program that is killed; its functions `hold` and `fill_disk` are sent to ranks."""
 
-    start: Callable[[Path, Callable[[int], None]], list[BaseProcess]]
+    start: Callable[[Path, Callable[[int], None]], Ranks]
     """Starts the run in a folder or goes on with it; a function is called first in every rank."""
     hold: Callable[[Path, Path, int], None]
     """Keeps a rank of the run in a folder from its end until a file is there."""
@@ -106,7 +105,7 @@ def interrupt(program: Program, run_dir: Path, moment: Moment) -> None:
         raise RuntimeError(f"{moment}: the run did not say that it cannot write; it said:\n{said}")
 
 
-def send_signal(ranks: list[BaseProcess], moment: Moment, sent: Path) -> None:
+def send_signal(ranks: Ranks, moment: Moment, sent: Path) -> None:
     """The signal of the moment, after its delay, to the ranks that get it; the file `sent` tells those that wait."""
     time.sleep(moment.delay)
     number = signal.SIGTERM if moment.kind == "SIGTERM" else signal.SIGKILL

@@ -23,7 +23,9 @@ from tests.progress import wait_until
 
 from .launch import fork_server
 
-ROOT = Path(__file__).parents[2]
+Ranks = list[BaseProcess]
+Prepare = Callable[[int], None] | None
+"""Called with the rank, in its process, before the program."""
 SHORT = (
     "--warm-start-iters 4 --warm-start-batch-size 16 --num-training-tasks 256 --num-held-out-tasks 16 "
     "--rollout-batch-size 8 --n-samples-per-prompt 4 --global-batch-size 16 --train-iters 12 --save-interval 4 "
@@ -36,9 +38,7 @@ TINY = SHORT + (
 )
 
 
-def start(
-    run_dir: Path, flags: str, world_size: int = 2, prepare: Callable[[int], None] | None = None
-) -> list[BaseProcess]:
+def start(run_dir: Path, flags: str, world_size: int = 2, prepare: Prepare = None) -> Ranks:
     """The ranks of a short run of the quickstart, as `start_script` starts them; of its flags a later one wins."""
     arguments = [*TINY.split(), "--run-dir", str(run_dir), *flags.split()]
     return start_script(arguments, run_dir, world_size, prepare)
@@ -48,12 +48,12 @@ def start_script(
     arguments: list[str],
     run_dir: Path,
     world_size: int = 2,
-    prepare: Callable[[int], None] | None = None,
+    prepare: Prepare = None,
     program: str = "train_grpo",
-) -> list[BaseProcess]:
+) -> Ranks:
     """The ranks of the `main` of a module, forked from a process that has imported everything.
 
-    What they print goes to a file beside the run's folder. `prepare` is called with the rank, in its process, before.
+    What they print goes to a file beside the run's folder.
     """
     context = fork_server()
     with socket.socket() as free:
@@ -61,7 +61,7 @@ def start_script(
         port = free.getsockname()[1]
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     environment |= {"WORLD_SIZE": str(world_size), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    ranks: list[BaseProcess] = []
+    ranks: Ranks = []
     for rank in range(world_size):
         own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         task = (own, arguments, output_of(run_dir), prepare, program)
@@ -71,11 +71,7 @@ def start_script(
 
 
 def _run_rank(
-    environment: dict[str, str],
-    arguments: list[str],
-    output: Path,
-    prepare: Callable[[int], None] | None,
-    program: str,
+    environment: dict[str, str], arguments: list[str], output: Path, prepare: Prepare, program: str
 ) -> None:
     os.environ.update(environment)
     descriptor = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -88,11 +84,11 @@ def _run_rank(
     importlib.import_module(program).main()
 
 
-def have_ended(ranks: list[BaseProcess]) -> bool:
+def have_ended(ranks: Ranks) -> bool:
     return not any(rank.is_alive() for rank in ranks)
 
 
-def wait_until_ended(ranks: list[BaseProcess]) -> None:
+def wait_until_ended(ranks: Ranks) -> None:
     """Return once no rank lives; nobody ends the others of one that fails."""
     try:
         wait_until(lambda: have_ended(ranks), pids_of(ranks))
@@ -100,7 +96,7 @@ def wait_until_ended(ranks: list[BaseProcess]) -> None:
         kill(ranks)
 
 
-def wait(ranks: list[BaseProcess]) -> list[int]:
+def wait(ranks: Ranks) -> list[int]:
     """Return the exit codes. Once a rank fails the others get what a launcher gives: SIGTERM, and an end if they hang."""
 
     def has_one_failed() -> bool:
@@ -118,7 +114,7 @@ def wait(ranks: list[BaseProcess]) -> list[int]:
     return [rank.exitcode or 0 for rank in ranks]
 
 
-def wait_for_steps(ranks: list[BaseProcess], run_dir: Path, number: int) -> None:
+def wait_for_steps(ranks: Ranks, run_dir: Path, number: int) -> None:
     """Return once that many steps are logged; a RuntimeError, with what the run said, if a rank ends before."""
     metrics = run_dir / "metrics.jsonl"
 
@@ -140,21 +136,21 @@ def hold(run_dir: Path, steps: int, sent: Path) -> None:
         time.sleep(0.1)
 
 
-def kill(ranks: list[BaseProcess]) -> None:
+def kill(ranks: Ranks) -> None:
     for rank in ranks:
         rank.kill()
         rank.join()
 
 
-def pids_of(ranks: list[BaseProcess]) -> list[int | None]:
+def pids_of(ranks: Ranks) -> list[int | None]:
     return [rank.pid for rank in ranks]
 
 
-def run(run_dir: Path, flags: str, prepare: Callable[[int], None] | None = None) -> str:
+def run(run_dir: Path, flags: str, prepare: Prepare = None) -> str:
     return succeed(start(run_dir, flags, prepare=prepare), run_dir)
 
 
-def succeed(ranks: list[BaseProcess], run_dir: Path) -> str:
+def succeed(ranks: Ranks, run_dir: Path) -> str:
     """The output of a run that must succeed."""
     codes = wait(ranks)
     output = output_of(run_dir).read_text()

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from .quickstart_run import hold, output_of, start_script, succeed, wait_until_ended
+from .quickstart_run import Prepare, Ranks, hold, output_of, start_script, succeed, wait_until_ended
 from .rollout_rows import VOCABULARY
 
 MODEL = (
@@ -29,13 +27,13 @@ def start(
     folder: Path,
     flags: str,
     world_size: int = 2,
-    prepare: Callable[[int], None] | None = None,
+    prepare: Prepare = None,
     model: str = MODEL,
     base: str = FLAGS,
-) -> list[BaseProcess]:
+) -> Ranks:
     """The ranks of a run that writes to `folder` and goes on from what is there; of flags a later one wins.
 
-    `rollouts` are None where `flags` say what to train on; `prepare` is that of `start_script`.
+    `rollouts` are None where `flags` say what to train on.
     """
     files = "" if rollouts is None else f"--rollout-files {rollouts} "
     own = f"--save {folder} --load {folder} "

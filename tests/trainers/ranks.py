@@ -27,6 +27,8 @@ Steps = list[tuple[float, dict[int, Tensor]]]
 """Of each optimizer step the reported loss, and the gradient of the logits of each sample by its number."""
 
 
+Cut = Callable[..., Tensor]
+"""A trainer's own function that cuts a tensor of a sequence over context parallelism."""
 KEYS = (
     *("tokens", "total_lengths", "response_lengths", "loss_masks", "log_probs", "ref_log_probs"),
     *("advantages", "rollout_log_probs", "rollout_mask_sums", "rewards"),
@@ -113,7 +115,7 @@ def sample_fields(number: int, sample: PlainSample) -> dict[str, Any]:
     return {name: getattr(sample, name) for name in same} | {"reward": float(number)}
 
 
-def fill_in(rollout_data: dict[str, Any], cut: Callable[[Tensor, int, int], Tensor]) -> None:
+def fill_in(rollout_data: dict[str, Any], cut: Cut) -> None:
     """Gives the data what the policies say and the advantages, as the trainer holds them on this rank."""
     chosen = [samples()[int(reward)] for reward in rollout_data["rewards"]]
     fields = {"log_probs": "old_log_probs", "ref_log_probs": "ref_log_probs"}
@@ -129,9 +131,7 @@ def broken_sums(case: Case, sums: Tensor) -> Tensor:
     return sums * 1.0005 if case.mutant == "0.05 % off" else sums
 
 
-def run_steps(
-    case: Case, steps: Iterator[list[MicroBatch]], slice_with_cp: Callable[[Tensor, int], Tensor]
-) -> Steps:
+def run_steps(case: Case, steps: Iterator[list[MicroBatch]], slice_with_cp: Cut) -> Steps:
     """Every micro-batch of this rank through the trainer's loss and Megatron's; sums over ranks are the caller's.
 
     Each rank's share of the gradients that Megatron's DDP averages over data and context parallelism is returned with that
@@ -171,7 +171,7 @@ def _backward(
     return values[1 + keys.index("loss")].item()
 
 
-def _rows(case: Case, leaf: Tensor, slice_with_cp: Callable[[Tensor, int], Tensor]) -> Tensor:
+def _rows(case: Case, leaf: Tensor, slice_with_cp: Cut) -> Tensor:
     """The logits of one sample that this rank computes, by the trainer's own cut, or in a mutant's order."""
     if case.mutant != "window in another order":
         return slice_with_cp(leaf, 0)

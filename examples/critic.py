@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -31,7 +32,7 @@ def add_advantage_args(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     return pg.add_critic_args(parser)
 
 
-def check_advantage_args(args: argparse.Namespace) -> None:
+def check_advantage_args(args: Namespace) -> None:
     """Raises a ValueError that names the flags, where they are out of range or would be ignored."""
     settings = pg.CriticConfig.from_args(args)
     names = [f.name for f in fields(settings) if getattr(settings, f.name) != f.default]
@@ -45,7 +46,7 @@ def check_advantage_args(args: argparse.Namespace) -> None:
 class Critic:
     """A model with a value head under DDP, and what updates it; every rank makes one."""
 
-    def __init__(self, args: argparse.Namespace, model: Any, groups: ParallelGroups) -> None:
+    def __init__(self, args: Namespace, model: Any, groups: ParallelGroups) -> None:
         self.args, self.model, self.groups = args, model, groups
         self.settings = pg.CriticConfig.from_args(args)
         self.optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.0), [model])

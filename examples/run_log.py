@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
@@ -12,6 +11,7 @@ import shutil
 import statistics
 import time
 import zipfile
+from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -101,7 +101,7 @@ def read_settings(run_dir: Path) -> dict[str, str]:
         ) from error
 
 
-def claim_folder(args: argparse.Namespace, world_size: int) -> FileLock:
+def claim_folder(args: Namespace, world_size: int) -> FileLock:
     """Lock the run's folder, on rank 0; an earlier run in it is moved aside, or is the one to be resumed.
 
     A ValueError: another run is writing to it, it holds something else or a run of other settings, or cannot be written.
@@ -112,7 +112,7 @@ def claim_folder(args: argparse.Namespace, world_size: int) -> FileLock:
         raise ValueError(f"--run-dir {args.run_dir} cannot be written: {error}") from error
 
 
-def _claimed(args: argparse.Namespace, world_size: int) -> FileLock:
+def _claimed(args: Namespace, world_size: int) -> FileLock:
     folder: Path = args.run_dir.resolve()  # a symbolic link stays one
     settings = folder / "settings.json"
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -167,7 +167,7 @@ def report(steps: Sequence[Mapping[str, Any]]) -> Figure:
 class Log:
     """The folder's logs, on rank 0, cut back to where a resumed run goes on; `progress` is read for every line."""
 
-    def __init__(self, args: argparse.Namespace, progress: Mapping[str, Any]) -> None:
+    def __init__(self, args: Namespace, progress: Mapping[str, Any]) -> None:
         self._folder, self._progress = args.run_dir, progress
         self._totals = {"warm_start": args.warm_start_iters, "step": args.train_iters}
         self._settings = {name: getattr(args, name) for name in IN_SUMMARY}

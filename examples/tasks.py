@@ -5,12 +5,12 @@ One token a character.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import os
 import random
 import string
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -34,7 +34,7 @@ Means = dict[str, float | None]
 """Means of rollouts by name; None is that of none."""
 
 
-def check_task_args(args: argparse.Namespace) -> None:
+def check_task_args(args: Namespace) -> None:
     """Raises a ValueError that names the flags, where they cannot be served."""
     if args.warm_start_corruption + args.warm_start_stutter > 1:
         raise ValueError(
@@ -111,7 +111,7 @@ class Tasks:
         """1.0 where the task's verifier gives full marks, else 0.0: it gives partial credit, which is no reward here."""
         return float(self._dataset.score_answer(self.text(answer), entry) == 1.0)
 
-    def imitation_batch(self, number: int, args: argparse.Namespace) -> list[Sample]:
+    def imitation_batch(self, number: int, args: Namespace) -> list[Sample]:
         """Answers to imitate, of advantage 1: under `reinforce` the loss is their negative log-likelihood.
 
         In a share of them two letters are exchanged: a model that imitates them has the skill and uses it unreliably, which
@@ -142,7 +142,7 @@ class RolloutWorker:
 
     def __init__(
         self,
-        args: argparse.Namespace,
+        args: Namespace,
         model: torch.nn.Module,
         tasks: Tasks,
         groups: ParallelGroups,

@@ -8,11 +8,11 @@ on two CPU processes; by hand, where --help explains each flag:
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import signal
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -68,7 +68,7 @@ NUMBERS = {
 """Flags that take a number, whole from 1 on or any from 0 on: default and meaning."""
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments() -> Namespace:
     """The flags; a refusal names the flag, what was found and what to do."""
     parser = ProgramParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     add = parser.add_argument
@@ -117,7 +117,7 @@ def parse_arguments() -> argparse.Namespace:
 class Run:
     """The model, what updates it, and how far it is; every rank makes one."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: Namespace) -> None:
         self.args, self.config = args, pg.PolicyLossConfig.from_args(args)
         self.device = torch.device(args.device)
         self.tasks = Tasks(args.num_training_tasks, args.num_held_out_tasks, args.seed)
@@ -139,7 +139,7 @@ class Run:
         self.progress: dict[str, Any] = {"warm_start": 0, "step": 0, "held_out_before": None}
 
     def _build_model(
-        self, sizes: argparse.Namespace | None = None, critic: bool = False
+        self, sizes: Namespace | None = None, critic: bool = False
     ) -> megatron_ddp.DistributedDataParallel:
         """A GPT with learned positions; a critic is one that begins as the model, with a value head."""
         size, sizes = self.groups.tensor_size, sizes or self.args
@@ -256,7 +256,7 @@ def update(
     return schedule_output, grad_norm
 
 
-def start_megatron(args: argparse.Namespace) -> None:
+def start_megatron(args: Namespace) -> None:
     """Process groups and random state; every rank calls it."""
     if args.device == "cpu":
         pgm.enable_cpu_runtime()

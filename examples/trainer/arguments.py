@@ -10,6 +10,7 @@ import io
 import json
 import sys
 import traceback
+from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -45,7 +46,7 @@ OWN = ("options", "policy loss", "planning", "trainer")
 """Groups of flags that --help shows."""
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments() -> Namespace:
     """Parse the command line and validate it; the only place of this program that changes arguments.
 
     A ValueError or NotImplementedError names the flag and what to do.
@@ -61,7 +62,7 @@ def parse_arguments() -> argparse.Namespace:
     folder = before.parse_known_args()[0].hf_model
     meant = [] if folder is None else megatron_arguments_of(read_config(folder))
     with mock.patch.object(sys, "argv", [sys.argv[0], *meant, *sys.argv[1:]]):
-        args: argparse.Namespace = megatron.parse_args(extra_args_provider=add_trainer_args)
+        args: Namespace = megatron.parse_args(extra_args_provider=add_trainer_args)
     refuse_flags(args, parsers[0])
     if args.use_checkpoint_args:
         load_args_from_checkpoint(args)
@@ -135,7 +136,7 @@ class _MegatronHelp(argparse.Action):
         parser.exit()
 
 
-def _settle(args: argparse.Namespace) -> None:
+def _settle(args: Namespace) -> None:
     """Set what is no choice here: one pack a micro-batch, and what the device or absent packages decide."""
     args.micro_batch_size = 1
     args.seq_length = args.seq_length or args.max_position_embeddings
@@ -165,7 +166,7 @@ def _is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def _validate_as_megatron_does(args: argparse.Namespace) -> None:
+def _validate_as_megatron_does(args: Namespace) -> None:
     architecture = megatron.get_device_arch_version
     if args.device == "cpu" or not torch.cuda.is_available():
         # Under model parallelism Megatron asks for a GPU's architecture. A dry run without a GPU takes it for Hopper's.

@@ -6,13 +6,13 @@ travels in the arguments that Megatron stores with every checkpoint, so it is wh
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import io
 import operator
 import queue
 import shutil
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ STORED_TYPES: list[Any] = [
 """The types that torch.load may build of a place in the rollouts, beside tensors and plain values."""
 
 
-def claim_save_folder(args: argparse.Namespace) -> FileLock | None:
+def claim_save_folder(args: Namespace) -> FileLock | None:
     """Keep other runs out of `--save` while the lock lives; every rank must call it.
 
     A RunError says that another run is writing there, or has left checkpoints that this one does not go on from.
@@ -86,7 +86,7 @@ def _folder_of(folder: Path, iteration: int) -> Path:
     return folder / f"iter_{iteration:07d}"
 
 
-def restore_rollouts(args: argparse.Namespace, rollouts: Any) -> None:
+def restore_rollouts(args: Namespace, rollouts: Any) -> None:
     """Give the rollouts the place of the checkpoint that the run goes on from, if any; every rank must call it.
 
     A RunError says that the checkpoint cannot be read, or is of another program or other settings.
@@ -110,7 +110,7 @@ def restore_rollouts(args: argparse.Namespace, rollouts: Any) -> None:
             rollouts.restore([torch.load(io.BytesIO(state), "cpu") for state in states])
 
 
-def _store_rollout_state(args: argparse.Namespace, state: Any, groups: ParallelGroups) -> None:
+def _store_rollout_state(args: Namespace, state: Any, groups: ParallelGroups) -> None:
     """Put the place in the rollouts among the arguments, the same on all ranks, every one of which must call it."""
     mine: bytes | None = None
     if groups.tensor_rank == groups.pipeline_rank == groups.context_rank == 0:
@@ -123,12 +123,7 @@ def _store_rollout_state(args: argparse.Namespace, state: Any, groups: ParallelG
 
 @contextlib.contextmanager
 def saving(
-    args: argparse.Namespace,
-    state: Any,
-    groups: ParallelGroups,
-    log: Any,
-    iteration: int,
-    optimizer: Any,
+    args: Namespace, state: Any, groups: ParallelGroups, log: Any, iteration: int, optimizer: Any
 ) -> Iterator[None]:
     """Have Megatron's `save_checkpoint` in the body store the place in the rollouts too; every rank must enter it.
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
+from argparse import Namespace
 from collections.abc import Iterator
 
 from megatron_pg import PolicyLossConfig
@@ -22,7 +22,7 @@ OUTER_COUNTS = {
 }
 
 
-def print_plan(args: argparse.Namespace, config: PolicyLossConfig) -> None:
+def print_plan(args: Namespace, config: PolicyLossConfig) -> None:
     """Print processes, objective, step, micro-batches and memory; on rank 0 of a job that was launched nevertheless."""
     if int(os.environ.get("RANK", "0")) > 0:
         return
@@ -31,7 +31,7 @@ def print_plan(args: argparse.Namespace, config: PolicyLossConfig) -> None:
         print(f"{name:<17}{text}")
 
 
-def _processes(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
+def _processes(args: Namespace) -> Iterator[tuple[str, str]]:
     tensor, stages = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     context, data = args.context_parallel_size, args.data_parallel_size
     yield "processes", f"{args.world_size} = TP {tensor} x PP {stages} x CP {context} x DP {data}"
@@ -72,7 +72,7 @@ def _token_loss(config: PolicyLossConfig) -> str:
     return text
 
 
-def _step(args: argparse.Namespace, config: PolicyLossConfig) -> Iterator[tuple[str, str]]:
+def _step(args: Namespace, config: PolicyLossConfig) -> Iterator[tuple[str, str]]:
     count = OUTER_COUNTS.get(config.loss_aggregation, "a count of its own")
     yield "outer count", f"{count}, over the whole step"
     limit = args.max_tokens_per_microbatch
@@ -110,7 +110,7 @@ def _step(args: argparse.Namespace, config: PolicyLossConfig) -> Iterator[tuple[
     yield "", f"the first step: {most} on each data-parallel rank, {share}"
 
 
-def _refuse_later_steps(args: argparse.Namespace, config: PolicyLossConfig) -> None:
+def _refuse_later_steps(args: Namespace, config: PolicyLossConfig) -> None:
     """Refuse what a later step of the run would refuse: a wrong row, or a prompt group whose rows are scattered."""
     report = validate_rollout_file(*args.rollout_files, max_errors=1, **row_settings(args, config))
     if report.errors and args.on_bad_row == "error":
@@ -120,7 +120,7 @@ def _refuse_later_steps(args: argparse.Namespace, config: PolicyLossConfig) -> N
         raise ValueError(f"{flag}: {report.scattered[0]}")
 
 
-def _memory(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
+def _memory(args: Namespace) -> Iterator[tuple[str, str]]:
     memory = estimate_memory(args)
     yield "model", f"{memory.parameters / 1e9:.2f} billion parameters"
     estimated = "estimated, for bfloat16 and flash attention; nothing for NCCL and fragmentation"

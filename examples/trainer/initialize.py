@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import functools
 import logging
 import os
 import signal
 import sys
+from argparse import Namespace
 from typing import Any
 from unittest import mock
 
@@ -52,7 +52,7 @@ class StepMicrobatches(NumMicroBatchesCalculator):  # type: ignore[misc]
         self.plan(1)
 
 
-def start_megatron(args: argparse.Namespace) -> StepMicrobatches:
+def start_megatron(args: Namespace) -> StepMicrobatches:
     """Everything up to the model; every rank must call it."""
     _die_with_launcher()
     # One line for each parameter and setting would bury the progress.

@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import itertools
 import math
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -95,7 +96,7 @@ FREE = ("max_tokens_per_microbatch", "oversized_samples", "ragged_microbatches",
 """Settings of planning that change the order of sums alone; the files are compared by their contents."""
 
 
-def refuse_flags(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+def refuse_flags(args: Namespace, parser: argparse.ArgumentParser) -> None:
     """Raise a NotImplementedError where a flag was given that this program does not read.
 
     `args` are as parsed, before anything has changed them.
@@ -114,7 +115,7 @@ def refuse_flags(args: argparse.Namespace, parser: argparse.ArgumentParser) -> N
             raise NotImplementedError(f"{flag}: {reason}")
 
 
-def refuse_combinations(args: argparse.Namespace) -> None:
+def refuse_combinations(args: Namespace) -> None:
     """Raise a ValueError unless this program can run these arguments."""
     for name, value in vars(args).items():
         values = value if isinstance(value, (list, tuple)) else [value]
@@ -129,7 +130,7 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _of_any(args: argparse.Namespace) -> Iterator[str]:
+def _of_any(args: Namespace) -> Iterator[str]:
     if not args.vocab_size:
         yield "--vocab-size is missing: token ids are below it"
     if not args.train_iters:
@@ -166,14 +167,14 @@ def _of_any(args: argparse.Namespace) -> Iterator[str]:
         yield f"{args.world_size} processes cannot be split in {groups}: change one of {flags}"
 
 
-def _of_files(args: argparse.Namespace) -> Iterator[str]:
+def _of_files(args: Namespace) -> Iterator[str]:
     if not args.rollout_files:
         yield "what to train on: give one of --rollout-files and --task"
     if not args.docs_per_step:
         yield "--docs-per-step is missing: the documents (rollouts) of a step"
 
 
-def _of_tasks(args: argparse.Namespace) -> Iterator[str]:
+def _of_tasks(args: Namespace) -> Iterator[str]:
     """The sampler has the stages of the model that is trained, each rank one of them, a token at a time."""
     if args.rollout_files:
         yield "what to train on: give one of --rollout-files and --task"
@@ -190,7 +191,7 @@ def _of_tasks(args: argparse.Namespace) -> Iterator[str]:
             yield f"{_flag(name)} with --task: {reason}; drop it"
 
 
-def refuse_other_settings(args: argparse.Namespace, stored: argparse.Namespace) -> None:
+def refuse_other_settings(args: Namespace, stored: Namespace) -> None:
     """Raise a ValueError unless the settings are those that are stored in the checkpoint."""
     kept = [*MODEL_KEPT.split(), *TRAINING_KEPT.split(), *COUNTS, *fields_of(PolicyLossConfig)]
     kept += [name for name in fields_of(PlanningConfig) if name not in FREE]

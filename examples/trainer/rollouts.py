@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +35,7 @@ Step = tuple[list[Sample], dict[str, float | None]]
 """This data-parallel rank's samples, and what is known of them before the step, over all ranks."""
 
 
-def row_settings(args: argparse.Namespace, config: PolicyLossConfig) -> dict[str, Any]:
+def row_settings(args: Namespace, config: PolicyLossConfig) -> dict[str, Any]:
     """Settings of the reader. Rows need what the policy loss needs but for log-probs that a model here can say."""
     computed = {"old_log_probs"} | ({"ref_log_probs"} if args.ref_load else set())
     return {
@@ -45,7 +45,7 @@ def row_settings(args: argparse.Namespace, config: PolicyLossConfig) -> dict[str
     }
 
 
-def layout_of(args: argparse.Namespace) -> dict[str, Any]:
+def layout_of(args: Namespace) -> dict[str, Any]:
     """Place of a micro-batch on the ranks, as `plan_step` and `pack` take it."""
     split = args.tensor_model_parallel_size * args.context_parallel_size
     return {
@@ -56,7 +56,7 @@ def layout_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def plan_of(
-    args: argparse.Namespace, samples: Sequence[Sample], group: dist.ProcessGroup | None = None
+    args: Namespace, samples: Sequence[Sample], group: dist.ProcessGroup | None = None
 ) -> StepPlan:
     """The plan of a step of which a data-parallel rank has these samples; every rank of the group must call it."""
     stages = args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size
@@ -146,7 +146,7 @@ def means_of(
 
 
 def with_advantages(
-    args: argparse.Namespace,
+    args: Namespace,
     config: PolicyLossConfig,
     samples: Sequence[Sample],
     data_parallel_group: dist.ProcessGroup | None = None,
@@ -198,9 +198,7 @@ def _needs_advantages(sample: Any) -> bool:
 class Scoring:
     """Fills in what the policy loss needs of samples and a model can say; every rank calls everything alike."""
 
-    def __init__(
-        self, args: argparse.Namespace, config: PolicyLossConfig, groups: ParallelGroups
-    ) -> None:
+    def __init__(self, args: Namespace, config: PolicyLossConfig, groups: ParallelGroups) -> None:
         self._args, self._config, self._groups = args, config, groups
         self._reference = None if args.ref_load is None else load_reference(args)
 
@@ -229,7 +227,7 @@ class Scoring:
         return samples
 
 
-def load_reference(args: argparse.Namespace) -> list[Any]:
+def load_reference(args: Namespace) -> list[Any]:
     """The chunks of the reference policy, frozen; every rank must call it."""
     is_hugging_face = (Path(args.ref_load) / "config.json").exists()
     if not (is_hugging_face or checkpointing.checkpoint_exists(args.ref_load)):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import random
+from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,9 +28,7 @@ class TaskSteps:
     one and calls it alike.
     """
 
-    def __init__(
-        self, args: argparse.Namespace, config: PolicyLossConfig, groups: ParallelGroups
-    ) -> None:
+    def __init__(self, args: Namespace, config: PolicyLossConfig, groups: ParallelGroups) -> None:
         import reasoning_gym
         from transformers import AutoTokenizer
 

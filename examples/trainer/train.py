@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import time
+from argparse import Namespace
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +35,7 @@ PHASES = ("rollouts", "scoring", "training")
 class Run:
     """A run, fresh or gone on with, from validated arguments; every rank makes one."""
 
-    def __init__(self, args: argparse.Namespace, config: PolicyLossConfig) -> None:
+    def __init__(self, args: Namespace, config: PolicyLossConfig) -> None:
         self._args, self._config = args, config
         self._microbatches = start_megatron(args)
         self._groups = ParallelGroups.from_parallel_state()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -11,15 +12,12 @@ import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 import megatron_pg as pg
-from megatron_pg.critic import ValueStep, compute_values
-from megatron_pg.critic.value_loss import ValueReport
+from megatron_pg.critic import compute_values
 from megatron_pg.megatron import ParallelGroups
-from megatron_pg.megatron.schedule import run_micro_batches
 from megatron_pg.step.advantages import METHODS
-from megatron_pg.step.batch import PackedBatch
 
 CRITIC_LR = 1e-3
-"""What `--critic-lr` is where it is not given."""
+"""The default of `--critic-lr`."""
 
 
 def add_advantage_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -34,7 +32,7 @@ def add_advantage_args(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     return pg.add_critic_args(parser)
 
 
-def check_advantage_args(args: argparse.Namespace) -> None:
+def check_advantage_args(args: Namespace) -> None:
     """Raises a ValueError that names the flags, where they are out of range or would be ignored."""
     settings = pg.CriticConfig.from_args(args)
     names = [f.name for f in fields(settings) if getattr(settings, f.name) != f.default]
@@ -48,15 +46,10 @@ def check_advantage_args(args: argparse.Namespace) -> None:
 class Critic:
     """A model with a value head under DDP, and what updates it; every rank makes one."""
 
-    def __init__(self, args: argparse.Namespace, model: Any, groups: ParallelGroups) -> None:
+    def __init__(self, args: Namespace, model: Any, groups: ParallelGroups) -> None:
         self.args, self.model, self.groups = args, model, groups
         self.settings = pg.CriticConfig.from_args(args)
         self.optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.0), [model])
-
-    @property
-    def parts(self) -> dict[str, Any]:
-        """What a checkpoint holds of it."""
-        return {"critic": self.model, "critic_optimizer": self.optimizer}
 
     def with_estimates(
         self, samples: Sequence[pg.Sample], rewards: Sequence[float]
@@ -67,30 +60,13 @@ class Critic:
         """
         settings, budget = self.settings, self.args.max_tokens_per_microbatch
         values = compute_values(self.model, samples, max_tokens_per_microbatch=budget).values
-        of_tokens = [torch.zeros(sample.response_length) for sample in samples]
-        for of_sample, reward in zip(of_tokens, rewards, strict=True):
+        token_rewards = [torch.zeros(sample.response_length) for sample in samples]
+        for of_sample, reward in zip(token_rewards, rewards, strict=True):
             of_sample[-1] = reward
         masks = [sample.loss_mask for sample in samples]
-        estimates = pg.gae(of_tokens, values, masks, settings.gamma, settings.lam)
+        estimates = pg.gae(token_rewards, values, masks, settings.gamma, settings.lam)
         advantages = estimates.advantages
         if settings.whiten_advantages:
             advantages = pg.whiten(advantages, masks, data_parallel_group=self.groups.data)
-        found = zip(samples, advantages, values, estimates.returns, strict=True)
-        return [replace(s, advantages=a, old_values=v, returns=r) for s, a, v, r in found]
-
-    def train_step(
-        self,
-        config: pg.PolicyLossConfig,
-        plan: pg.StepPlan,
-        batches: Sequence[PackedBatch],
-        policy_lr: float,
-    ) -> ValueReport:
-        """One optimizer step on the policy's micro-batches, its rate warmed up and decayed as the policy's."""
-        step = ValueStep(config, self.settings, plan, model=self.model)
-        self.model.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        schedule_output = run_micro_batches(step.head, batches, [self.model])
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.args.critic_lr * policy_lr / (self.args.lr or 1.0)
-        self.optimizer.step()
-        return step.report(schedule_output)
+        rows = zip(samples, advantages, values, estimates.returns, strict=True)
+        return [replace(s, advantages=a, old_values=v, returns=r) for s, a, v, r in rows]

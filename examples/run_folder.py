@@ -18,13 +18,12 @@ class DamagedFile(ValueError):
 
 def lock_folder(folder: Path, lock_file: Path) -> FileLock:
     """Keep other runs out of a folder, until the lock is released or the process ends."""
-    lock = FileLock(lock_file)
+    lock = FileLock(lock_file, timeout=LOCK_PATIENCE)
     try:
-        lock.acquire(timeout=LOCK_PATIENCE)
+        lock.acquire()
     except Timeout:
-        raise ValueError(
-            f"another run is writing to {folder}: stop it, or give another folder"
-        ) from None
+        message = f"another run is writing to {folder}: stop it, or give another folder"
+        raise ValueError(message) from None
     return lock
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
@@ -12,6 +11,7 @@ import shutil
 import statistics
 import time
 import zipfile
+from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -43,8 +43,8 @@ def checkpoints(run_dir: Path) -> list[Path]:
     """List the whole checkpoints of a run, oldest first: folders named `step_...`, and nothing else."""
     named = re.compile(r"step_\d{6,}_\d{6,}")
     paths = run_dir.glob("checkpoints/*")
-    found = [path for path in paths if named.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=lambda path: [int(number) for number in path.name.split("_")[1:]])
+    whole = [path for path in paths if named.fullmatch(path.name) and path.is_dir()]
+    return sorted(whole, key=lambda path: [int(number) for number in path.name.split("_")[1:]])
 
 
 def save_checkpoint(run_dir: Path, progress: Mapping[str, Any], state: Mapping[str, Any]) -> None:
@@ -81,8 +81,8 @@ def read_checkpoint(folder: Path, rank: int) -> dict[str, Any]:
                 raise zipfile.BadZipFile(f"another checksum than was written of {damaged}")
         state: dict[str, Any] = torch.load(path, map_location="cpu")
     except Exception as error:  # a damaged file fails in many ways
-        found = checkpoints(folder.parents[1])
-        older = found[: found.index(folder)]
+        kept = checkpoints(folder.parents[1])
+        older = kept[: kept.index(folder)]
         other = f"the one before is {older[-1]}" if older else "there is none before it"
         raise DamagedFile(
             f"{path} cannot be read ({type(error).__name__}: {error}): move {folder} elsewhere; {other}"
@@ -101,19 +101,18 @@ def read_settings(run_dir: Path) -> dict[str, str]:
         ) from error
 
 
-def claim_folder(args: argparse.Namespace, world_size: int, rank: int = 0) -> FileLock | None:
-    """The lock of the run's folder, for rank 0; an earlier run in it is moved aside, or is the one to be resumed.
+def claim_folder(args: Namespace, world_size: int) -> FileLock:
+    """Lock the run's folder, on rank 0; an earlier run in it is moved aside, or is the one to be resumed.
 
-    Raises a ValueError where another run is writing to it, it holds something else or a run of other settings, or it
-    cannot be written.
+    A ValueError: another run is writing to it, it holds something else or a run of other settings, or cannot be written.
     """
     try:
-        return None if rank else _claimed(args, world_size)
+        return _claimed(args, world_size)
     except OSError as error:
         raise ValueError(f"--run-dir {args.run_dir} cannot be written: {error}") from error
 
 
-def _claimed(args: argparse.Namespace, world_size: int) -> FileLock:
+def _claimed(args: Namespace, world_size: int) -> FileLock:
     folder: Path = args.run_dir.resolve()  # a symbolic link stays one
     settings = folder / "settings.json"
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -166,15 +165,14 @@ def report(steps: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 class Log:
-    """What rank 0 leaves in the folder, cut back to where a resumed run goes on; `progress` is read for every line."""
+    """The folder's logs, on rank 0, cut back to where a resumed run goes on; `progress` is read for every line."""
 
-    def __init__(self, args: argparse.Namespace, progress: Mapping[str, Any]) -> None:
+    def __init__(self, args: Namespace, progress: Mapping[str, Any]) -> None:
         self._folder, self._progress = args.run_dir, progress
         self._totals = {"warm_start": args.warm_start_iters, "step": args.train_iters}
         self._settings = {name: getattr(args, name) for name in IN_SUMMARY}
         self._latest = time.monotonic()
-        events = f"{args.run_dir}/tensorboard"
-        self._events = SummaryWriter(events, purge_step=progress["step"] + 1)
+        self._events = SummaryWriter(f"{args.run_dir}/tensorboard", purge_step=progress["step"] + 1)
         for phase, name in LOGS.items():
             cut_back(args.run_dir / name, progress[phase])
 
@@ -207,8 +205,6 @@ class Log:
         replace_text(self._folder / "summary.json", json.dumps(summary, indent=2) + "\n")
         report(lines).savefig(self._folder / "report.png", dpi=110)
         self._events.close()
-        said = (
-            "reward {reward_first:.2f} -> {reward_last:.2f}, held-out questions {held_out_before:.2f} -> "
-            "{held_out_after:.2f}; see "
-        )
-        print(said.format(**summary) + f"{self._folder}/report.png")
+        rewards = "reward {reward_first:.2f} -> {reward_last:.2f}".format(**summary)
+        held_out = "{held_out_before:.2f} -> {held_out_after:.2f}".format(**summary)
+        print(f"{rewards}, held-out questions {held_out}; see {self._folder}/report.png")

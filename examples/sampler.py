@@ -15,12 +15,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from megatron_pg import Sample
+
 
 class Response(NamedTuple):
     """A sampled answer, the stop token included where it came, and the log-prob of each token, nats."""
 
     tokens: list[int]
     log_probs: list[float]
+
+
+def answer_sample(prompt: Sequence[int], answer: Sequence[int], **fields: Any) -> Sample:
+    """Make the sample of a prompt and an answer of which every token counts."""
+    mask = [1] * len(answer)
+    return Sample([*prompt, *answer], len(answer), mask, **fields)
 
 
 class CachedAttention(nn.Module):
@@ -33,23 +41,22 @@ class CachedAttention(nn.Module):
 
     def repeat(self, copies: int) -> None:
         """Go on with that many copies of each row."""
-        self.cached = [each.repeat_interleave(copies, 0) for each in self.cached]
+        self.cached = [tensor.repeat_interleave(copies, 0) for tensor in self.cached]
         self.padding = self.padding.repeat_interleave(copies, 0)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
         """[new tokens, batch, heads, dim] each -> [new tokens, batch, heads * dim]."""
-        query, *new = (each.permute(1, 2, 0, 3) for each in (query, key, value))
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         if self.cached:
-            new = [torch.cat(both, dim=2) for both in zip(self.cached, new, strict=True)]
-        self.cached = new
-        columns = torch.arange(new[0].size(2), device=query.device)
+            pairs = zip(self.cached, (key, value), strict=True)
+            key, value = (torch.cat(pair, 2) for pair in pairs)
+        self.cached = [key, value]
+        columns = torch.arange(key.size(2), device=query.device)
         rows = columns[-query.size(2) :, None]
         # Padding sees itself, or its softmax would be empty and NaN.
         mask = (columns <= rows) & (columns >= self.padding[:, None, None]) | (columns == rows)
-        grouped = query.size(1) != new[0].size(1)
-        context = scaled_dot_product_attention(
-            query, *new, mask[:, None], scale=self.softmax_scale, enable_gqa=grouped
-        )
+        options = {"scale": self.softmax_scale, "enable_gqa": query.size(1) != key.size(1)}
+        context = scaled_dot_product_attention(query, key, value, mask[:, None], **options)
         return context.permute(2, 0, 1, 3).flatten(2)
 
 
@@ -81,7 +88,7 @@ class Sampler:
         longest = max(map(len, prompts))
         padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
         rows = [[0] * (longest - len(prompt)) + [*prompt] for prompt in prompts]
-        tokens, stop = (torch.tensor(each, device=device) for each in (rows, self.stop_tokens))
+        tokens, stop = (torch.tensor(ids, device=device) for ids in (rows, self.stop_tokens))
         chosen: list[Tensor] = []
         log_probs: list[Tensor] = []
         with self._cached_attentions(padding) as attentions:

@@ -159,36 +159,26 @@ def draw(runs: dict[str, list[StudyRun]], path: Path) -> None:
 
 
 def tables(study: Study, runs: dict[str, list[StudyRun]]) -> str:
-    """Markdown: every way, its difference from the baseline, the curve of the mean reward, and how soon each seed learned."""
+    """Markdown of every way, its difference from the baseline, the mean reward by step, and how soon each seed learned."""
     values = {
         mode: np.array([[read(run) for read in QUANTITIES.values()] for run in group])
         for mode, group in runs.items()
     }
     base = values[study.baseline]
-    apart = {
-        f"{mode} - {study.baseline}": of_mode - base
-        for mode, of_mode in values.items()
-        if mode != study.baseline
-    }
-    curves = {
-        mode: np.mean([run.curve("reward") for run in group], 0) for mode, group in runs.items()
-    }
-    steps = range(4, len(curves[study.baseline]) + 1, 4)
-    found = [
-        _table("", QUANTITIES, {mode: _intervals(x, "{:.3f}") for mode, x in values.items()}),
-        _table("", QUANTITIES, {name: _intervals(x, "{:+.3f}") for name, x in apart.items()}),
-        _table(
-            "reward by step",
-            steps,
-            {mode: [f"{curve[step - 1]:.2f}" for step in steps] for mode, curve in curves.items()},
-        ),
-        _table(
-            f"steps to {LEARNED}, by seed",
-            range(1, len(base) + 1),
-            {mode: [str(run.steps_to(LEARNED)) for run in group] for mode, group in runs.items()},
-        ),
-    ]
-    return "\n".join(found)
+    whole, apart, curves, learned = {}, {}, {}, {}
+    for mode, group in runs.items():
+        whole[mode] = _intervals(values[mode], "{:.3f}")
+        if mode != study.baseline:
+            apart[f"{mode} - {study.baseline}"] = _intervals(values[mode] - base, "{:+.3f}")
+        curve = np.mean([run.curve("reward") for run in group], 0)
+        curves[mode] = [f"{reward:.2f}" for reward in curve[3::4]]
+        learned[mode] = [str(run.steps_to(LEARNED)) for run in group]
+    steps, seeds = range(4, len(curve) + 1, 4), range(1, len(base) + 1)
+    differences = [_table("", QUANTITIES, whole), _table("", QUANTITIES, apart)]
+    by_step = _table("reward by step", steps, curves)
+    return "\n".join(
+        [*differences, by_step, _table(f"steps to {LEARNED}, by seed", seeds, learned)]
+    )
 
 
 def _intervals(values: NDArray[np.float64], centre: str) -> list[str]:

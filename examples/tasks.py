@@ -5,12 +5,12 @@ One token a character.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import os
 import random
 import string
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,7 +18,7 @@ import reasoning_gym
 import torch
 import torch.distributed as dist
 from critic import Critic
-from sampler import Sampler
+from sampler import Sampler, answer_sample
 
 from megatron_pg import Sample, group_advantages
 from megatron_pg.megatron import ParallelGroups
@@ -34,7 +34,7 @@ Means = dict[str, float | None]
 """Means of rollouts by name; None is that of none."""
 
 
-def check_task_args(args: argparse.Namespace) -> None:
+def check_task_args(args: Namespace) -> None:
     """Raises a ValueError that names the flags, where they cannot be served."""
     if args.warm_start_corruption + args.warm_start_stutter > 1:
         raise ValueError(
@@ -69,7 +69,7 @@ class Tasks:
         entries = list(distinct.values())
         self.held_out, self._training = entries[:num_held_out], entries[num_held_out:]
         self._seed = seed
-        # One token for the text that opens every question, and not fifty: most of what makes a CPU run short.
+        # One token for the text that opens every question, and not fifty: it makes a CPU run short.
         self._opening = os.path.commonprefix([entry["question"] for entry in entries])
         texts = [self._opening, *string.ascii_letters, *string.digits, *string.punctuation, " "]
         self._text = dict(enumerate(texts, END + 1))
@@ -94,7 +94,7 @@ class Tasks:
     def prompt(self, entry: Entry) -> list[int]:
         """The tokens of a question, and the separator."""
         rest = entry["question"].removeprefix(self._opening)
-        return [self._token[self._opening], *(self._token[each] for each in rest), SEPARATOR]
+        return [self._token[self._opening], *(self._token[letter] for letter in rest), SEPARATOR]
 
     def text(self, answer: Sequence[int]) -> str | None:
         """The text of an answer's tokens; None where it was not ended."""
@@ -111,7 +111,7 @@ class Tasks:
         """1.0 where the task's verifier gives full marks, else 0.0: it gives partial credit, which is no reward here."""
         return float(self._dataset.score_answer(self.text(answer), entry) == 1.0)
 
-    def imitation_batch(self, number: int, args: argparse.Namespace) -> list[Sample]:
+    def imitation_batch(self, number: int, args: Namespace) -> list[Sample]:
         """Answers to imitate, of advantage 1: under `reinforce` the loss is their negative log-likelihood.
 
         In a share of them two letters are exchanged: a model that imitates them has the skill and uses it unreliably, which
@@ -128,17 +128,9 @@ class Tasks:
                 letters[first], letters[second] = letters[second], letters[first]
             elif draw < corruption + stutter:
                 letters[generator.randrange(len(letters))] *= generator.randint(2, 7)
-            answer = [*(self._token[each] for each in "".join(letters)), END]
-            samples.append(
-                Sample(
-                    tokens=torch.tensor(self.prompt(entry) + answer),
-                    response_length=len(answer),
-                    loss_mask=torch.ones(len(answer)),
-                    advantages=1.0,
-                    group_index=index,
-                    name=f"answer {index} to imitate",
-                )
-            )
+            answer = [*(self._token[letter] for letter in "".join(letters)), END]
+            fields = {"group_index": index, "name": f"answer {index} to imitate"}
+            samples.append(answer_sample(self.prompt(entry), answer, advantages=1.0, **fields))
         return samples
 
 
@@ -150,7 +142,7 @@ class RolloutWorker:
 
     def __init__(
         self,
-        args: argparse.Namespace,
+        args: Namespace,
         model: torch.nn.Module,
         tasks: Tasks,
         groups: ParallelGroups,
@@ -168,14 +160,13 @@ class RolloutWorker:
         size = self.args.rollout_batch_size
         questions = self.tasks.batch(number, size)
         samples, rewards = self.collect(questions, self.args.n_samples_per_prompt, number * size)
-        length = len(samples) // self.args.steps_per_round
+        length = len(samples) // self.args.steps_per_round  # whole prompt groups
         parts = [slice(start, start + length) for start in range(0, len(samples), length)]
-        of_steps = [samples[part] for part in parts]  # whole prompt groups
-        if self.critic:
-            # All by the critic as it is: later steps of the round see it trained.
-            of_steps = [self.critic.with_estimates(samples[part], rewards[part]) for part in parts]
-        for part, of_step in zip(parts, of_steps, strict=True):
-            yield of_step, self.means(of_step, rewards[part])
+        steps = [(samples[part], rewards[part]) for part in parts]
+        if self.critic:  # as it is before the round, for all steps
+            steps = [(self.critic.with_estimates(*step), step[1]) for step in steps]
+        for step in steps:
+            yield step[0], self.means(*step)
 
     def held_out_reward(self) -> float:
         """The share of the held-out questions answered rightly, one sampled answer each."""
@@ -193,30 +184,26 @@ class RolloutWorker:
         mine = range(rank, len(questions), groups.data_size * groups.context_size)
         asked = [index for index in mine for _ in range(samples_per_prompt)]
         prompts = [tasks.prompt(questions[index]) for index in asked]
-        answers = self.sampler.sample(
-            prompts, 1, temperature=self.args.rollout_temperature, generator=self.generator
-        )
-        rewards = [
-            tasks.reward(questions[i], answer)
-            for i, (answer, _) in zip(asked, answers, strict=True)
-        ]
+        settings = {"temperature": self.args.rollout_temperature, "generator": self.generator}
+        answers = self.sampler.sample(prompts, 1, **settings)
+        pairs = zip(asked, answers, strict=True)
+        rewards = [tasks.reward(questions[index], answer.tokens) for index, answer in pairs]
         method = "grpo" if self.args.advantage == "gae" else self.args.advantage
         advantages = group_advantages(rewards, asked, method=method).advantages.tolist()
         # Numbers, of which every rank makes the samples: a tensor takes a millisecond to pickle and to load.
         rows = list(zip(asked, prompts, answers, rewards, advantages, strict=True))
         rows = list(itertools.chain(*gather(rows, groups.context)))
         samples = [
-            Sample(
-                tokens=torch.tensor(prompt + answer),
-                response_length=len(answer),
-                loss_mask=torch.ones(len(answer)),
+            answer_sample(
+                prompt,
+                answer.tokens,
                 advantages=advantage,
-                old_log_probs=torch.tensor(log_probs),
-                rollout_log_probs=torch.tensor(log_probs),
+                old_log_probs=answer.log_probs,
+                rollout_log_probs=answer.log_probs,
                 group_index=first_group + index,
                 name=f"answer to question {first_group + index}",
             )
-            for index, prompt, (answer, log_probs), _, advantage in rows
+            for index, prompt, answer, _, advantage in rows
         ]
         return samples, [reward for *_, reward, _ in rows]
 

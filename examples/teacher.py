@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,7 +19,7 @@ SHARED = ("tensor_model_parallel_size", "max_response_len")
 """Flags that a teacher has for itself, and those that it shares with the student."""
 
 
-def check_teacher_args(args: argparse.Namespace) -> None:
+def check_teacher_args(args: Namespace) -> None:
     """Raises a ValueError that names the flags, where there is no such teacher, or none for it to teach."""
     if args.distill_teacher != (args.teacher and "hidden"):
         raise ValueError(
@@ -41,12 +41,10 @@ def check_teacher_args(args: argparse.Namespace) -> None:
 class Teacher:
     """The model of a finished run, forward only; every rank makes one."""
 
-    def __init__(
-        self, args: argparse.Namespace, build_model: Callable[[argparse.Namespace], Any]
-    ) -> None:
+    def __init__(self, args: Namespace, build_model: Callable[[Namespace], Any]) -> None:
         settings = read_settings(args.teacher)
         sizes = {name: int(settings[name]) for name in OWN}
-        self.model = build_model(argparse.Namespace(**sizes))
+        self.model = build_model(Namespace(**sizes))
         self.budget = args.max_tokens_per_microbatch
         rank = dist.get_rank() % args.tensor_model_parallel_size  # all others hold copies
         state = read_checkpoint(checkpoints(args.teacher)[-1], rank)

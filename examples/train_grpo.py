@@ -8,11 +8,11 @@ on two CPU processes; by hand, where --help explains each flag:
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import signal
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -34,21 +34,15 @@ from teacher import Teacher, check_teacher_args
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import megatron_pg as pg
+from megatron_pg import megatron as pgm
 from megatron_pg.config.program import ProgramParser, exit_refused
-from megatron_pg.critic import add_value_head
-from megatron_pg.megatron import (
-    ParallelGroups,
-    PolicyStep,
-    compute_log_probs,
-    enable_cpu_runtime,
-    torch_block_spec,
-)
+from megatron_pg.critic import ValueStep, add_value_head
 from megatron_pg.megatron.schedule import run_micro_batches
 from megatron_pg.step.advantages import half_of_dr_grpo
 from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.token_window import Layout
 
-SIZES = {
+NUMBERS = {
     "tensor-model-parallel-size": (1, "TP"),
     "context-parallel-size": (1, "CP; what is left of the processes is data parallel"),
     "num-layers": (2, "of the GPT"),
@@ -65,22 +59,20 @@ SIZES = {
     "warm-start-iters": (250, "supervised steps before"),
     "warm-start-batch-size": (128, "answers of a supervised step"),
     "save-interval": (20, "steps from one checkpoint to the next"),
-}
-"""Flags of whole numbers from 1 on: default and meaning."""
-NUMBERS = {
     "lr": (5e-4, "of reinforcement learning; warms up and decays to 0"),
     "critic-lr": (CRITIC_LR, "of the critic of --advantage gae, likewise"),
     "warm-start-lr": (2e-3, "of the supervised steps"),
     "warm-start-corruption": (0.5, "share of the answers to imitate with two letters exchanged"),
     "warm-start-stutter": (0.0, "share with a letter said 1 to 6 times more"),
 }
+"""Flags that take a number, whole from 1 on or any from 0 on: default and meaning."""
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments() -> Namespace:
     """The flags; a refusal names the flag, what was found and what to do."""
     parser = ProgramParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     add = parser.add_argument
-    for name, (default, meaning) in (SIZES | NUMBERS).items():
+    for name, (default, meaning) in NUMBERS.items():
         add(f"--{name}", type=type(default), default=default, help=f"{meaning} ({default})")
     add("--run-dir", type=Path, required=True, help="for what the run leaves")
     add("--resume", action="store_true", help="go on with the run in --run-dir")
@@ -88,8 +80,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--seed", type=int, default=1)
     add("--teacher", type=Path, help="folder of a finished run, to be distilled from its model")
     args = pg.add_policy_loss_args(add_advantage_args(parser)).parse_args()
-    least = dict.fromkeys(SIZES, 1) | dict.fromkeys(NUMBERS, 0)
-    for name, lowest in least.items():
+    for name, (default, _) in NUMBERS.items():
+        lowest = 1 if isinstance(default, int) else 0
         if not lowest <= (value := getattr(args, name.replace("-", "_"))) < float("inf"):
             raise ValueError(f"--{name} is {value}: give a finite number from {lowest} on")
     check_task_args(args)
@@ -97,14 +89,14 @@ def parse_arguments() -> argparse.Namespace:
     check_teacher_args(args)
     fields = ["old_log_probs", "rollout_log_probs", "ref_log_probs", "group_index"]
     pg.validate_policy_loss_args(args, sample_fields=fields)
-    model_ranks = args.tensor_model_parallel_size * args.context_parallel_size
-    data_size, rest = divmod(int(os.environ.get("WORLD_SIZE", "1")), model_ranks)
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if args.device == "cuda" and (found := torch.cuda.device_count()) < local:
+    local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    if args.device == "cuda" and gpus < local:
         raise ValueError(
-            f"--device cuda takes a GPU for each of the {local} processes here and torch sees {found}: give --device cpu, or "
+            f"--device cuda takes a GPU for each of the {local} processes here and torch sees {gpus}: give --device cpu, or "
             "fewer processes by --nproc-per-node of torchrun (PROCESSES= of quickstart.sh)"
         )
+    model_ranks = args.tensor_model_parallel_size * args.context_parallel_size
+    data_size, rest = divmod(int(os.environ.get("WORLD_SIZE", "1")), model_ranks)
     if rest or not data_size:
         raise ValueError(
             f"--tensor-model-parallel-size x --context-parallel-size is {model_ranks}, which does not divide the processes: "
@@ -125,30 +117,29 @@ def parse_arguments() -> argparse.Namespace:
 class Run:
     """The model, what updates it, and how far it is; every rank makes one."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: Namespace) -> None:
         self.args, self.config = args, pg.PolicyLossConfig.from_args(args)
         self.device = torch.device(args.device)
         self.tasks = Tasks(args.num_training_tasks, args.num_held_out_tasks, args.seed)
         longest = self.tasks.longest_sequence(args.max_response_len)
         layout = Layout(cp_size=args.context_parallel_size, mode=args.cp_partition_mode)
-        least = layout.padded_length(longest)
-        if args.max_tokens_per_microbatch < least:
+        budget, least = args.max_tokens_per_microbatch, layout.padded_length(longest)
+        if budget < least:
             raise ValueError(
-                f"--max-tokens-per-microbatch is {args.max_tokens_per_microbatch}: give {least} or more, what the longest "
-                "question and answer take"
+                f"--max-tokens-per-microbatch is {budget}: give {least} or more, what the longest question and answer take"
             )
-        self.groups = ParallelGroups.from_parallel_state()
+        self.budget = {"max_tokens_per_microbatch": budget}
+        self.groups = pgm.ParallelGroups.from_parallel_state()
         self.model = self._build_model()
         self.reference: torch.nn.Module | None = None
         self.critic: Critic | None = None
         self.teacher: Teacher | None = None
-        self.of_output: dict[str, Any] = {"vocab_size": self.tasks.vocabulary_size}
         self.start_optimizer()
         self.worker = RolloutWorker(args, self.model.module, self.tasks, self.groups, self.device)
         self.progress: dict[str, Any] = {"warm_start": 0, "step": 0, "held_out_before": None}
 
     def _build_model(
-        self, sizes: argparse.Namespace | None = None, critic: bool = False
+        self, sizes: Namespace | None = None, critic: bool = False
     ) -> megatron_ddp.DistributedDataParallel:
         """A GPT with learned positions; a critic is one that begins as the model, with a value head."""
         size, sizes = self.groups.tensor_size, sizes or self.args
@@ -166,7 +157,7 @@ class Run:
         )
         model = GPTModel(
             config,
-            torch_block_spec(config),
+            pgm.torch_block_spec(config),
             vocab_size=-(-self.tasks.vocabulary_size // size) * size,
             max_sequence_length=self.tasks.longest_sequence(self.args.max_response_len),
         ).to(self.device)
@@ -185,29 +176,24 @@ class Run:
     ) -> dict[str, float]:
         """One optimizer step, of a critic too, on this data-parallel rank's samples: the metrics, equal on every rank."""
         groups, mode = self.groups, config.cp_partition_mode
-        context: dict[str, Any] = {"cp_size": groups.context_size, "cp_partition_mode": mode}
+        cut: dict[str, Any] = {"cp_size": groups.context_size, "cp_partition_mode": mode}
         samples = pg.accepted_samples(config, samples)
-        plan = pg.plan_step(
-            samples,
-            max_tokens_per_microbatch=self.args.max_tokens_per_microbatch,
-            data_parallel_group=groups.data,
-            **context,
-        )
+        plan = pg.plan_step(samples, data_parallel_group=groups.data, **self.budget, **cut)
         if plan.totals.num_active_tokens == 0:
             return {}  # nothing is updated
-        packed = (
-            pg.pack([samples[i] for i in indices], cp_rank=groups.context_rank, **context)
-            for indices in plan.microbatches
-        )
-        batches = [batch.to(self.device) for batch in packed]
-        step = PolicyStep(config, plan, model=self.model, **self.of_output)
-        self.model.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        schedule_output = run_micro_batches(step.head, batches, [self.model])
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        _, grad_norm, _ = self.optimizer.step()
-        report = self.critic and self.critic.train_step(config, plan, batches, lr)
+        packs = [[samples[index] for index in indices] for indices in plan.microbatches]
+        batches = [pg.pack(p, cp_rank=groups.context_rank, **cut).to(self.device) for p in packs]
+        output = {"vocab_size": self.tasks.vocabulary_size}
+        if self.teacher:
+            output["teacher_weight"] = self.teacher.weight
+        step = pgm.PolicyStep(config, plan, model=self.model, **output)
+        schedule_output, grad_norm = update(self.model, self.optimizer, step.head, batches, lr)
+        report = None
+        if critic := self.critic:  # its rate warms up and decays as the policy's
+            rate = self.args.critic_lr * lr / (self.args.lr or 1.0)
+            values = ValueStep(config, critic.settings, plan, model=critic.model)
+            value_output, _ = update(critic.model, critic.optimizer, values.head, batches, rate)
+            report = values.report(value_output)
         metrics = step.metrics(schedule_output, critic=report)
         return {**metrics, "grad_norm": float(grad_norm), "learning_rate": lr}
 
@@ -222,7 +208,6 @@ class Run:
             self.critic = self.worker.critic = Critic(self.args, model, self.groups)
         if self.args.teacher:
             self.teacher = Teacher(self.args, self._build_model)
-            self.of_output["teacher_weight"] = self.teacher.weight
 
     def with_other_models(self, samples: list[pg.Sample]) -> list[pg.Sample]:
         """The samples with what the teacher says, and with the reference's log-probs where the loss has a KL term."""
@@ -230,10 +215,9 @@ class Run:
             samples = self.teacher.taught(samples)
         if self.reference is None:
             return samples
-        budget = {"max_tokens_per_microbatch": self.args.max_tokens_per_microbatch}
-        scores = compute_log_probs(self.reference, samples, self.config, **budget)
-        found = zip(samples, scores.log_probs, strict=True)
-        return [replace(sample, ref_log_probs=log_probs) for sample, log_probs in found]
+        scores = pgm.compute_log_probs(self.reference, samples, self.config, **self.budget)
+        pairs = zip(samples, scores.log_probs, strict=True)
+        return [replace(sample, ref_log_probs=log_probs) for sample, log_probs in pairs]
 
     def save(self) -> None:
         """Writes a checkpoint; every rank calls it."""
@@ -251,15 +235,31 @@ class Run:
         self.worker.generator.set_state(state["generator"])
 
     def _parts(self) -> dict[str, Any]:
-        parts = {"model": self.model, "optimizer": self.optimizer, "reference": self.reference}
-        parts |= self.critic.parts if self.critic else {}
-        return {name: part for name, part in parts.items() if part is not None}
+        parts = {"model": self.model, "optimizer": self.optimizer}
+        if self.reference is not None:
+            parts["reference"] = self.reference
+        if self.critic:
+            parts |= {"critic": self.critic.model, "critic_optimizer": self.critic.optimizer}
+        return parts
 
 
-def start_megatron(args: argparse.Namespace) -> None:
+def update(
+    model: Any, optimizer: Any, head: Callable[..., Any], batches: list[pg.PackedBatch], lr: float
+) -> tuple[list[dict[str, torch.Tensor]], float]:
+    """Forward, backward and optimizer step over micro-batches: the output of Megatron's schedule, and the norm."""
+    model.zero_grad_buffer()
+    optimizer.zero_grad()
+    schedule_output = run_micro_batches(head, batches, [model])
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    _, grad_norm, _ = optimizer.step()
+    return schedule_output, grad_norm
+
+
+def start_megatron(args: Namespace) -> None:
     """Process groups and random state; every rank calls it."""
     if args.device == "cpu":
-        enable_cpu_runtime()
+        pgm.enable_cpu_runtime()
     else:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if not dist.is_initialized():
@@ -292,11 +292,8 @@ def train(run: Run, log: Log | None) -> None:
 
     # With advantages of 1 the loss is the negative log-likelihood of the answers.
     kept = ("calculate_per_token_loss", "fused_lm_head", "fp32_lm_head")
-    imitation = pg.PolicyLossConfig(
-        policy_loss="reinforce",
-        loss_aggregation="token_mean",
-        **{name: getattr(config, name) for name in kept},
-    )
+    same = {name: getattr(config, name) for name in kept}
+    imitation = pg.PolicyLossConfig(policy_loss="reinforce", loss_aggregation="token_mean", **same)
     while progress["warm_start"] < args.warm_start_iters:
         samples = run.tasks.imitation_batch(progress["warm_start"], args)
         mine = samples[run.groups.data_rank :: run.groups.data_size]
@@ -336,11 +333,11 @@ def main() -> None:
         def agreed(compute: Callable[[], Any]) -> Any:
             return compute_and_gather(compute, id, dist.group.WORLD)[0]
 
-        lock = agreed(lambda: claim_folder(args, size, rank))
-        if args.resume and (found := checkpoints(args.run_dir)):
-            run.restore(agreed(lambda: read_checkpoint(found[-1], rank)))
+        lock = agreed(lambda: claim_folder(args, size) if rank == 0 else None)
+        if args.resume and (kept := checkpoints(args.run_dir)):
+            run.restore(agreed(lambda: read_checkpoint(kept[-1], rank)))
             if rank == 0:
-                print(f"resuming from {found[-1]}", flush=True)
+                print(f"resuming from {kept[-1]}", flush=True)
         if rank == 0 and (remark := half_of_dr_grpo(args.advantage, args.loss_aggregation)):
             print(f"remark: {remark}", flush=True)
         log = agreed(lambda: Log(args, run.progress) if lock else None)
@@ -351,8 +348,10 @@ def main() -> None:
     except DamagedFile as error:  # the teacher's
         sys.exit(f"error: {error}")
     except OSError as error:
-        free = f"{shutil.disk_usage(args.run_dir.parent).free // 2**20} MiB are free there"
-        sys.exit(f"error: {args.run_dir} cannot be written (rank {rank}): {error}; {free}")
+        free = shutil.disk_usage(args.run_dir.parent).free // 2**20
+        sys.exit(
+            f"error: {args.run_dir} cannot be written (rank {rank}): {error}; {free} MiB are free there"
+        )
     dist.barrier()
     dist.destroy_process_group()
 

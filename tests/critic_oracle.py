@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from . import oracle
-from .oracle import PerToken, PlainSample
+from .oracle import PerToken, PlainSample, Step
 from .random_steps import float32
 
 
-def with_values(samples: Sequence[PlainSample], seed: int = 3) -> list[PlainSample]:
+def with_values(samples: Step, seed: int = 3) -> list[PlainSample]:
     """The samples with returns above most values, and old values of which a good part clips."""
     rng = random.Random(seed)
     changed = []
@@ -32,23 +32,16 @@ def token_value_loss(
     value: Tensor, old_value: float, return_: float, clip: float
 ) -> tuple[Tensor, bool]:
     """1/2 max((v - R)^2, (v_clip - R)^2) of one token, and whether the clip decides."""
-    change = value - old_value
-    if change > clip:
-        clipped = torch.tensor(old_value + clip, dtype=torch.float64)
-    elif change < -clip:
-        clipped = torch.tensor(old_value - clip, dtype=torch.float64)
-    else:
-        clipped = value
+    change, clipped = value - old_value, value
+    if abs(change) > clip:
+        bound = old_value + (clip if change > 0 else -clip)
+        clipped = torch.tensor(bound, dtype=torch.float64)
     plain, other = (value - return_) ** 2 / 2, (clipped - return_) ** 2 / 2
     return (other, True) if other > plain else (plain, False)
 
 
 def value_loss(
-    samples: Sequence[PlainSample],
-    values: PerToken,
-    aggregation: str,
-    divisor: float | None,
-    clip: float,
+    samples: Step, values: PerToken, aggregation: str, divisor: float | None, clip: float
 ) -> tuple[Tensor, dict[str, float]]:
     """The value loss of a step and its metrics; values [response_length] of each sample, with gradient."""
     zero = torch.zeros((), dtype=torch.float64)
@@ -56,19 +49,17 @@ def value_loss(
     active_returns, active_errors = [], []
     for sample, of_sample in zip(samples, values, strict=True):
         assert sample.old_values is not None and sample.returns is not None
-        loss_of, is_clipped = [], []
-        for token, keep in enumerate(sample.loss_mask):
+        token_losses, is_clipped = [], []
+        rows = zip(sample.loss_mask, of_sample, sample.old_values, sample.returns, strict=True)
+        for keep, value, old_value, return_ in rows:
             loss, clips = zero, False
             if keep:
-                return_ = sample.returns[token]
-                loss, clips = token_value_loss(
-                    of_sample[token], sample.old_values[token], return_, clip
-                )
+                loss, clips = token_value_loss(value, old_value, return_, clip)
                 active_returns.append(return_)
-                active_errors.append(return_ - of_sample[token].item())
-            loss_of.append(loss)
+                active_errors.append(return_ - value.item())
+            token_losses.append(loss)
             is_clipped.append(float(clips))
-        losses.append(oracle.stack(loss_of))
+        losses.append(oracle.stack(token_losses))
         clipped.append(torch.tensor(is_clipped, dtype=torch.float64))
     total = oracle.aggregate(samples, losses, aggregation, divisor)
     if not active_returns:

@@ -14,7 +14,7 @@ from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.totals import StepTotals
 
 from .cut_steps import DIVISOR, Cut
-from .oracle import Objective, PlainSample
+from .oracle import Objective, Step
 from .random_steps import VOCAB_SIZE, lengths, package_samples, uneven_totals
 from .token_layout import token_layout
 
@@ -29,11 +29,8 @@ OBJECTIVES = {
     "kl_unbiased": Objective(kl_loss_coef=0.1, use_unbiased_kl=True),
     "entropy": Objective(entropy_coef=0.05),
     "everything": Objective(
-        eps_clip_high=0.3,
-        eps_clip_c=2.0,
-        kl_loss_coef=0.2,
-        entropy_coef=0.01,
-        rollout_temperature=0.7,
+        **{"eps_clip_high": 0.3, "eps_clip_c": 2.0, "rollout_temperature": 0.7},
+        **{"kl_loss_coef": 0.2, "entropy_coef": 0.01},
     ),
     "everything_by_the_loss": Objective(
         kl_loss_coef=0.2, entropy_coef=0.03, regularizer_aggregation="loss"
@@ -47,25 +44,14 @@ def aggregated(objective: Objective, aggregation: str) -> Objective:
 
 
 def package_config(objective: Objective, **others: object) -> PolicyLossConfig:
-    """The settings of the oracle under the same names, and settings that the oracle lacks."""
     shared = {field.name: getattr(objective, field.name) for field in fields(objective)}
     return PolicyLossConfig(**{**shared, **others})  # type: ignore[arg-type]
 
 
 def local_logits(
-    micro_batch: Sequence[PlainSample],
-    logits: Sequence[Tensor],
-    cp_rank: int,
-    cp_size: int,
-    pad_to_multiple: int = 1,
-    mode: str = "zigzag",
+    micro_batch: Step, logits: Sequence[Tensor], cp_rank, cp_size, pad_to_multiple=1, mode="zigzag"
 ) -> Tensor:
-    """[local_tokens, vocab]: what the model of this rank gives; NaN at padding.
-
-    Args:
-        micro_batch: its samples.
-        logits: [total_length, vocab] for each of them.
-    """
+    """[local_tokens, vocab]: what the model of this rank gives; NaN at padding. `logits` are of each sample."""
     columns = logits[0].shape[1] if logits else VOCAB_SIZE
     padding = torch.full((1, columns), torch.nan, dtype=torch.float64)
     rows = torch.cat([*logits, padding])
@@ -85,7 +71,7 @@ class RankLoss:
 
 def rank_losses(
     config: PolicyLossConfig,
-    step: Sequence[PlainSample],
+    step: Step,
     logits: Sequence[Tensor],
     cut: Cut,
     *,
@@ -94,41 +80,25 @@ def rank_losses(
     pad_to_multiple: int = 1,
 ) -> list[RankLoss]:
     """One entry for every (data-parallel rank, micro-batch, context-parallel rank)."""
-    totals = totals or uneven_totals(package_samples(step))
+    settings = {"totals": totals or uneven_totals(package_samples(step)), "vocab_size": vocab_size}
+    size, mode = cut.cp_size, cut.cp_partition_mode
+    place = {"cp_size": size, "pad_to_multiple": pad_to_multiple, "cp_partition_mode": mode}
     results = []
     for micro_batches in cut.ranks:
+        share = 1 / (cut.dp_size * size * len(micro_batches))
         for indices in micro_batches:
-            micro_batch = [step[index] for index in indices]
-            for cp_rank in range(cut.cp_size):
-                batch = pack(
-                    package_samples(micro_batch),
-                    cp_rank=cp_rank,
-                    cp_size=cut.cp_size,
-                    pad_to_multiple=pad_to_multiple,
-                    cp_partition_mode=cut.cp_partition_mode,
-                )
-                rows = local_logits(
-                    micro_batch,
-                    [logits[index] for index in indices],
-                    cp_rank,
-                    cut.cp_size,
-                    pad_to_multiple,
-                    cut.cp_partition_mode,
-                )
+            micro_batch, rows = [step[i] for i in indices], [logits[i] for i in indices]
+            for cp_rank in range(size):
+                batch = pack(package_samples(micro_batch), cp_rank=cp_rank, **place)
+                local = local_logits(micro_batch, rows, cp_rank, size, pad_to_multiple, mode)
                 loss, metrics = policy_loss_function(
-                    config,
-                    batch,
-                    rows,
-                    totals=totals,
-                    vocab_size=vocab_size,
-                    step_share=1 / (cut.dp_size * cut.cp_size * len(micro_batches)),
+                    config, batch, local, step_share=share, **settings
                 )
                 results.append(RankLoss(batch, loss, metrics, len(micro_batches)))
     return results
 
 
 def summed_loss(results: Sequence[RankLoss]) -> Tensor:
-    """The objective of the step: the sum over ranks and micro-batches."""
     return torch.stack([result.loss for result in results]).sum()
 
 

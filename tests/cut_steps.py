@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_pg import AGGREGATIONS, StepTotals, get_pg_loss_reducer
 
 from . import oracle
-from .oracle import PlainSample
+from .oracle import Step
 from .random_steps import lengths, loss_masks, package_samples, uneven_totals
 from .token_layout import Row, token_layout
 
@@ -41,13 +41,10 @@ class Cut:
 
 
 def whole(num_samples: int, cp_size: int = 1) -> Cut:
-    """Everything in one micro-batch."""
     return Cut([[list(range(num_samples))]], cp_size)
 
 
-def random_cut(
-    rng: random.Random, num_samples: int, *, dp_size: int, num_microbatches: int, cp_size: int
-) -> Cut:
+def random_cut(rng, num_samples: int, *, dp_size: int, num_microbatches: int, cp_size: int) -> Cut:
     """Every sample on a random rank in a random micro-batch; some micro-batches may stay empty."""
     ranks: list[list[list[int]]] = [[[] for _ in range(num_microbatches)] for _ in range(dp_size)]
     order = list(range(num_samples))
@@ -57,26 +54,29 @@ def random_cut(
     return Cut(ranks, cp_size)
 
 
+def halves(num_samples: int) -> list[list[list[int]]]:
+    """Samples dealt to two data-parallel ranks in turn."""
+    return [[list(range(0, num_samples, 2))], [list(range(1, num_samples, 2))]]
+
+
+def seeded(seed: int, **sizes: int) -> Callable[[int], Cut]:
+    return lambda num_samples: random_cut(random.Random(seed), num_samples, **sizes)
+
+
 CUTS: dict[str, Callable[[int], Cut]] = {
     "whole": whole,
     "cp_2": lambda n: whole(n, cp_size=2),
     "cp_4": lambda n: whole(n, cp_size=4),
     "cp_8": lambda n: whole(n, cp_size=8),
     "contiguous_cp_2": lambda n: Cut([[list(range(n))]], 2, "contiguous"),
-    "contiguous_cp_8_dp_2": lambda n: Cut(
-        [[list(range(0, n, 2))], [list(range(1, n, 2))]], 8, "contiguous"
-    ),
+    "contiguous_cp_8_dp_2": lambda n: Cut(halves(n), 8, "contiguous"),
     "one_sample_a_micro_batch": lambda n: Cut([[[index] for index in range(n)]]),
-    "dp_2_interleaved": lambda n: Cut([[list(range(0, n, 2))], [list(range(1, n, 2))]]),
+    "dp_2_interleaved": lambda n: Cut(halves(n)),
     "ragged_dp_3_with_empty_micro_batches": lambda n: Cut(
         [[[0], [], [*range(1, n // 2)]], [[*range(n // 2, n)]], [[], []]]
     ),
-    "dp_2_two_micro_batches_cp_2": lambda n: random_cut(
-        random.Random(0), n, dp_size=2, num_microbatches=2, cp_size=2
-    ),
-    "dp_3_three_micro_batches_cp_4": lambda n: random_cut(
-        random.Random(1), n, dp_size=3, num_microbatches=3, cp_size=4
-    ),
+    "dp_2_two_micro_batches_cp_2": seeded(0, dp_size=2, num_microbatches=2, cp_size=2),
+    "dp_3_three_micro_batches_cp_4": seeded(1, dp_size=3, num_microbatches=3, cp_size=4),
 }
 """Named cuts of a step of n samples, for the parametrized tests."""
 
@@ -85,48 +85,28 @@ class Package:
     """The objective of a cut step from the package's parts. Mutants override one method each."""
 
     def __init__(self, divisor: float = DIVISOR) -> None:
-        """Args: divisor: L of `constant`; the other aggregations do without."""
         self.divisor = divisor
         self.cp_partition_mode = "zigzag"
 
-    def totals(self, step: Sequence[PlainSample]) -> StepTotals:
+    def totals(self, step: Step) -> StepTotals:
         return uneven_totals(package_samples(step))
 
-    def outer_count(self, step: Sequence[PlainSample], aggregation: str) -> float:
+    def outer_count(self, step: Step, aggregation: str) -> float:
         return AGGREGATIONS[aggregation].outer_count(self.totals(step))
 
-    def denominators(
-        self,
-        step: Sequence[PlainSample],
-        micro_batch: Sequence[PlainSample],
-        aggregation: str,
-        cp_rank: int,
-        cp_size: int,
-    ) -> Tensor | None:
-        """Per-sample D or G over the whole step."""
+    def denominators(self, step: Step, micro_batch: Step, aggregation: str, cp_rank, cp_size):
         mode = AGGREGATIONS[aggregation]
         return mode.denominators(self.totals(step), package_samples(micro_batch))
 
-    def scored_tokens(
-        self, micro_batch: Sequence[PlainSample], cp_rank: int, cp_size: int
-    ) -> list[int]:
+    def scored_tokens(self, micro_batch: Step, cp_rank: int, cp_size: int) -> list[int]:
         """Indices into the micro-batch's flat responses that this rank computes losses for."""
         rows = self.layout(micro_batch, cp_size)[cp_rank]
         return [row.response for row in rows if row.response is not None]
 
-    def layout(self, micro_batch: Sequence[PlainSample], cp_size: int) -> list[list[Row]]:
-        """The rows of every rank, by the oracle."""
+    def layout(self, micro_batch: Step, cp_size: int) -> list[list[Row]]:
         return token_layout(*lengths(micro_batch), cp_size, mode=self.cp_partition_mode)
 
-    def rank_sum(
-        self,
-        step: Sequence[PlainSample],
-        micro_batch: Sequence[PlainSample],
-        flat_losses: Tensor,
-        aggregation: str,
-        cp_rank: int,
-        cp_size: int,
-    ) -> Tensor:
+    def rank_sum(self, step: Step, micro_batch: Step, flat_losses, aggregation, cp_rank, cp_size):
         """The inner sum of one context-parallel rank for one micro-batch."""
         reducer = get_pg_loss_reducer(
             *lengths(micro_batch),
@@ -146,28 +126,17 @@ class Package:
     def over_micro_batches(self, parts: list[Tensor]) -> Tensor:
         return torch.stack(parts).sum()
 
-    def objective(
-        self, step: Sequence[PlainSample], losses: Sequence[Tensor], cut: Cut, aggregation: str
-    ) -> Tensor:
+    def objective(self, step: Step, losses: Sequence[Tensor], cut: Cut, aggregation: str) -> Tensor:
         """The value of the whole step, 0-d, with its graph down to `losses`."""
-        self.cp_partition_mode = cut.cp_partition_mode
-        over_micro_batches = []
+        self.cp_partition_mode, sums = cut.cp_partition_mode, []
         for indices in cut.micro_batches():
             micro_batch = [step[index] for index in indices]
-            flat_losses = torch.cat(
-                [torch.zeros(0, dtype=torch.float64), *(losses[index] for index in indices)]
-            )
-            over_micro_batches.append(
-                self.over_context_parallel(
-                    [
-                        self.rank_sum(
-                            step, micro_batch, flat_losses, aggregation, cp_rank, cut.cp_size
-                        )
-                        for cp_rank in range(cut.cp_size)
-                    ]
-                )
-            )
-        return self.over_micro_batches(over_micro_batches) / self.outer_count(step, aggregation)
+            nothing = torch.zeros(0, dtype=torch.float64)
+            flat = torch.cat([nothing, *(losses[index] for index in indices)])
+            arguments = (step, micro_batch, flat, aggregation)
+            parts = [self.rank_sum(*arguments, r, cut.cp_size) for r in range(cut.cp_size)]
+            sums.append(self.over_context_parallel(parts))
+        return self.over_micro_batches(sums) / self.outer_count(step, aggregation)
 
 
 def gradients(objective: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
@@ -178,24 +147,13 @@ def gradients(objective: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
     return list(found)
 
 
-def assert_same(
-    found: Tensor, expected: Tensor, leaves: Sequence[Tensor], tolerance: float = 1e-12
-) -> None:
+def assert_same(found: Tensor, expected: Tensor, leaves: Sequence[Tensor], tolerance=1e-12) -> None:
     """Value and every element of every gradient agree, absolutely and, where large, relatively."""
     assert found.requires_grad or not leaves, "the objective is cut off from its graph"
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(
-        gradients(found, leaves), gradients(expected, leaves), rtol=tolerance, atol=tolerance
-    )
+    both = ([value, *gradients(value, leaves)] for value in (found, expected))
+    torch.testing.assert_close(*both, rtol=tolerance, atol=tolerance)
 
 
-def check_cut(
-    implementation: Package,
-    step: Sequence[PlainSample],
-    losses: Sequence[Tensor],
-    cut: Cut,
-    aggregation: str,
-) -> None:
-    """The cut step has the oracle's value and gradient."""
+def check_cut(implementation: Package, step: Step, losses, cut: Cut, aggregation: str) -> None:
     expected = oracle.aggregate(step, losses, aggregation, implementation.divisor)
     assert_same(implementation.objective(step, losses, cut, aggregation), expected, losses)

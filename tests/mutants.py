@@ -118,18 +118,4 @@ class OneTokenLate(Package):
         return [min(index + 1, last) for index in right]
 
 
-MUTANTS = {
-    mutant.__name__: mutant
-    for mutant in (
-        ExtraContextParallelFactor,
-        MeanOverContextParallel,
-        MeanOverMicroBatches,
-        MicroBatchDenominator,
-        WindowDenominator,
-        PhantomToken,
-        DropsMaskedRollouts,
-        SamplesForRollouts,
-        WindowByOwner,
-        OneTokenLate,
-    )
-}
+MUTANTS = {mutant.__name__: mutant for mutant in Package.__subclasses__()}

@@ -45,12 +45,12 @@ class PlainSample:
         return len(self.tokens) - self.response_length
 
 
-# --------------------------------------------------------------------------------------------------
+Step = Sequence[PlainSample]
+
 # Aggregation
-# --------------------------------------------------------------------------------------------------
 
 
-def rollouts(samples: Sequence[PlainSample]) -> list[list[int]]:
+def rollouts(samples: Step) -> list[list[int]]:
     """Sample indices by rollout; a sample without `rollout_id` is a rollout of its own."""
     members: dict[Hashable, list[int]] = {}
     for index, sample in enumerate(samples):
@@ -59,7 +59,7 @@ def rollouts(samples: Sequence[PlainSample]) -> list[list[int]]:
     return list(members.values())
 
 
-def prompt_groups(samples: Sequence[PlainSample]) -> list[list[int]]:
+def prompt_groups(samples: Step) -> list[list[int]]:
     """Sample indices by prompt group; every sample must name its group."""
     members: dict[int, list[int]] = {}
     for index, sample in enumerate(samples):
@@ -68,12 +68,11 @@ def prompt_groups(samples: Sequence[PlainSample]) -> list[list[int]]:
     return list(members.values())
 
 
-def active_tokens(samples: Sequence[PlainSample], members: Sequence[int]) -> int:
-    """How many response tokens of these samples the loss mask keeps."""
+def active_tokens(samples: Step, members: Sequence[int]) -> int:
     return sum(sum(samples[index].loss_mask) for index in members)
 
 
-def counted(samples: Sequence[PlainSample], members: Sequence[int], denominator: str) -> float:
+def counted(samples: Step, members: Sequence[int], denominator: str) -> float:
     """What a denominator counts of these samples: their active tokens, or the sum of the loss weights of those."""
     if denominator == "mask":
         return active_tokens(samples, members)
@@ -86,7 +85,7 @@ def counted(samples: Sequence[PlainSample], members: Sequence[int], denominator:
     return total
 
 
-def masked_sum(samples: Sequence[PlainSample], losses: PerToken, members: Sequence[int]) -> Tensor:
+def masked_sum(samples: Step, losses: PerToken, members: Sequence[int]) -> Tensor:
     """Sum of the losses that the mask keeps; the others are never touched."""
     total = torch.zeros((), dtype=torch.float64)
     for index in members:
@@ -97,10 +96,7 @@ def masked_sum(samples: Sequence[PlainSample], losses: PerToken, members: Sequen
 
 
 def mean_of_token_means(
-    samples: Sequence[PlainSample],
-    losses: PerToken,
-    units: list[list[int]],
-    denominator: str = "mask",
+    samples: Step, losses: PerToken, units: list[list[int]], denominator: str = "mask"
 ) -> Tensor:
     """Mean over the units of the token mean inside each; a unit without active tokens adds 0."""
     total = torch.zeros((), dtype=torch.float64)
@@ -110,30 +106,23 @@ def mean_of_token_means(
     return total / len(units)
 
 
-def sample_mean(
-    samples: Sequence[PlainSample], losses: PerToken, denominator: str = "mask"
-) -> Tensor:
+def sample_mean(samples: Step, losses: PerToken, denominator: str = "mask") -> Tensor:
     """GRPO: mean over rollouts of the token mean of each."""
     return mean_of_token_means(samples, losses, rollouts(samples), denominator)
 
 
-def prompt_mean(
-    samples: Sequence[PlainSample], losses: PerToken, denominator: str = "mask"
-) -> Tensor:
+def prompt_mean(samples: Step, losses: PerToken, denominator: str = "mask") -> Tensor:
     """ScaleRL's prompt average: mean over prompt groups of the token mean of each."""
     return mean_of_token_means(samples, losses, prompt_groups(samples), denominator)
 
 
-def token_mean(
-    samples: Sequence[PlainSample], losses: PerToken, denominator: str = "mask"
-) -> Tensor:
-    """Mean over all active tokens of the step."""
+def token_mean(samples: Step, losses: PerToken, denominator: str = "mask") -> Tensor:
     everything = range(len(samples))
     count = counted(samples, everything, denominator)
     return masked_sum(samples, losses, everything) / (count if count > 0 else 1)
 
 
-def constant(samples: Sequence[PlainSample], losses: PerToken, divisor: float) -> Tensor:
+def constant(samples: Step, losses: PerToken, divisor: float) -> Tensor:
     """Dr.GRPO (arXiv:2503.20783, eq. 2): sum of tokens over (number of rollouts * divisor)."""
     everything = range(len(samples))
     return masked_sum(samples, losses, everything) / (len(rollouts(samples)) * divisor)
@@ -143,38 +132,31 @@ AGGREGATIONS = ("sample_mean", "prompt_mean", "token_mean", "constant")
 
 
 def aggregate(
-    samples: Sequence[PlainSample],
+    samples: Step,
     losses: PerToken,
     aggregation: str,
     divisor: float | None = None,
     denominator: str = "mask",
 ) -> Tensor:
-    """The objective of one step, by the name of its aggregation."""
-    if aggregation == "sample_mean":
-        return sample_mean(samples, losses, denominator)
-    if aggregation == "prompt_mean":
-        return prompt_mean(samples, losses, denominator)
-    if aggregation == "token_mean":
-        return token_mean(samples, losses, denominator)
+    means = {"sample_mean": sample_mean, "prompt_mean": prompt_mean, "token_mean": token_mean}
+    if aggregation in means:
+        return means[aggregation](samples, losses, denominator)
     assert aggregation == "constant" and divisor is not None
     return constant(samples, losses, divisor)
 
 
-def weighted(samples: Sequence[PlainSample], losses: PerToken) -> PerToken:
-    """The losses of every token times its loss weight."""
+def weighted(samples: Step, losses: PerToken) -> PerToken:
     result = []
-    for sample, of_sample in zip(samples, losses, strict=True):
+    for sample, sample_losses in zip(samples, losses, strict=True):
         weights = [1.0] * sample.response_length
         if sample.loss_weights is not None:
-            weights = [
-                weight if keep else 0.0
-                for weight, keep in zip(sample.loss_weights, sample.loss_mask, strict=True)
-            ]
-        result.append(of_sample * torch.tensor(weights, dtype=torch.float64))
+            pairs = zip(sample.loss_weights, sample.loss_mask, strict=True)
+            weights = [weight if keep else 0.0 for weight, keep in pairs]
+        result.append(sample_losses * torch.tensor(weights, dtype=torch.float64))
     return result
 
 
-def outer_count(samples: Sequence[PlainSample], aggregation: str) -> int:
+def outer_count(samples: Step, aggregation: str) -> int:
     """What the inner sum of the step is divided by: N, P, max(T, 1) or N."""
     if aggregation == "prompt_mean":
         return len(prompt_groups(samples))
@@ -183,9 +165,7 @@ def outer_count(samples: Sequence[PlainSample], aggregation: str) -> int:
     return len(rollouts(samples))
 
 
-# --------------------------------------------------------------------------------------------------
 # Log-probabilities and the policy objective
-# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -236,19 +216,18 @@ def probability_ratio(log_prob: Tensor, old_log_prob: float) -> Tensor:
     return (log_prob - old_log_prob).clamp(-20.0, 20.0).exp()
 
 
+def clip_range(objective: Objective) -> tuple[float, float]:
+    """The lowest and the highest ratio that PPO does not clip."""
+    high = objective.eps_clip if objective.eps_clip_high is None else objective.eps_clip_high
+    return 1.0 - objective.eps_clip, 1.0 + high
+
+
 def ppo_token_loss(ratio: Tensor, advantage: float, objective: Objective) -> Tensor:
     """PPO's clipped loss of one token, with asymmetric and with dual clip."""
-    eps_clip_high = objective.eps_clip
-    if objective.eps_clip_high is not None:
-        eps_clip_high = objective.eps_clip_high
-    lowest, highest = 1.0 - objective.eps_clip, 1.0 + eps_clip_high
-
+    lowest, highest = clip_range(objective)
     clipped_ratio = ratio
-    if ratio < lowest:
-        clipped_ratio = torch.tensor(lowest, dtype=torch.float64)
-    if ratio > highest:
-        clipped_ratio = torch.tensor(highest, dtype=torch.float64)
-
+    if not lowest <= ratio <= highest:
+        clipped_ratio = torch.tensor(lowest if ratio < lowest else highest, dtype=torch.float64)
     unclipped, clipped = -ratio * advantage, -clipped_ratio * advantage
     loss = unclipped if unclipped >= clipped else clipped
     if objective.eps_clip_c is not None and advantage < 0:
@@ -285,13 +264,10 @@ class PolicyLoss:
 
 
 def stack(values: list[Tensor]) -> Tensor:
-    """A vector of 0-d tensors, which may be empty."""
     return torch.stack(values) if values else torch.zeros(0, dtype=torch.float64)
 
 
-def policy_loss(
-    samples: Sequence[PlainSample], logits: Sequence[Tensor], objective: Objective
-) -> PolicyLoss:
+def policy_loss(samples: Step, logits: Sequence[Tensor], objective: Objective) -> PolicyLoss:
     """The loss of a step from the logits of every sample, [total_length, vocab] each.
 
     The logits at position p predict the token at p + 1. Masked tokens are skipped, whatever they
@@ -301,7 +277,7 @@ def policy_loss(
     result = PolicyLoss(loss=zero, pg_loss=zero)
     pg_losses, kl_losses = [], []
     for sample, sample_logits in zip(samples, logits, strict=True):
-        pg, kl, log_probs, ratios, entropies, masses = [], [], [], [], [], []
+        rows = []
         for token in range(sample.response_length):
             log_prob, entropy, ratio, pg_token, kl_token, mass = zero, zero, zero, zero, zero, zero
             if sample.loss_mask[token]:
@@ -315,34 +291,23 @@ def policy_loss(
                 ratio = probability_ratio(log_prob, sample.old_log_probs[token])
                 pg_token = ppo_token_loss(ratio, sample.advantages[token], objective)
                 if sample.ref_log_probs is not None:
-                    kl_token = kl_token_loss(
-                        log_prob,
-                        sample.ref_log_probs[token],
-                        objective.kl_loss_type,
-                        ratio if objective.use_unbiased_kl else 1.0,
-                    )
-            pg.append(pg_token)
-            kl.append(kl_token)
-            log_probs.append(log_prob)
-            ratios.append(ratio)
-            entropies.append(entropy)
-            masses.append(mass)
-        pg_losses.append(stack(pg))
-        kl_losses.append(stack(kl))
-        result.log_probs.append(stack(log_probs))
-        result.ratios.append(stack(ratios))
-        result.entropies.append(stack(entropies))
-        result.kept_masses.append(stack(masses))
+                    weight = ratio if objective.use_unbiased_kl else 1.0
+                    ref_log_prob = sample.ref_log_probs[token]
+                    kl_token = kl_token_loss(log_prob, ref_log_prob, objective.kl_loss_type, weight)
+            rows.append((pg_token, kl_token, log_prob, ratio, entropy, mass))
+        columns = (pg_losses, kl_losses, result.log_probs, result.ratios, result.entropies)
+        for index, column in enumerate((*columns, result.kept_masses)):
+            column.append(stack([row[index] for row in rows]))
 
     def by(aggregation: str, losses: PerToken) -> Tensor:
         divisor, denominator = objective.loss_aggregation_divisor, objective.loss_weight_denominator
         return aggregate(samples, weighted(samples, losses), aggregation, divisor, denominator)
 
-    of_terms = objective.regularizer_aggregation
-    of_terms = objective.loss_aggregation if of_terms == "loss" else of_terms
+    terms = objective.regularizer_aggregation
+    terms = objective.loss_aggregation if terms == "loss" else terms
     result.pg_loss = by(objective.loss_aggregation, pg_losses)
-    result.kl_loss = by(of_terms, kl_losses)
-    result.entropy = by(of_terms, result.entropies)
+    result.kl_loss = by(terms, kl_losses)
+    result.entropy = by(terms, result.entropies)
     result.loss = result.pg_loss
     if objective.kl_loss_coef:
         result.loss = result.loss + objective.kl_loss_coef * result.kl_loss
@@ -351,12 +316,10 @@ def policy_loss(
     return result
 
 
-# --------------------------------------------------------------------------------------------------
 # Metrics
-# --------------------------------------------------------------------------------------------------
 
 
-def document_mean(samples: Sequence[PlainSample], values: PerToken) -> float:
+def document_mean(samples: Step, values: PerToken) -> float:
     """Token mean of each document (rollout) that has an active token, then the mean over those documents."""
     means = []
     for members in rollouts(samples):
@@ -366,35 +329,26 @@ def document_mean(samples: Sequence[PlainSample], values: PerToken) -> float:
     return sum(means) / len(means)
 
 
-def metrics(
-    samples: Sequence[PlainSample], result: PolicyLoss, objective: Objective
-) -> dict[str, float]:
+def metrics(samples: Step, result: PolicyLoss, objective: Objective) -> dict[str, float]:
     """The metrics of a step that are computed from ratios, advantages and log-probs."""
-    eps_clip_high = objective.eps_clip
-    if objective.eps_clip_high is not None:
-        eps_clip_high = objective.eps_clip_high
-    lowest, highest = 1.0 - objective.eps_clip, 1.0 + eps_clip_high
+    lowest, highest = clip_range(objective)
 
     def per_token(function: Callable[[float, float], float]) -> list[Tensor]:
         """Apply to (ratio, advantage) of each token."""
-        return [
-            torch.tensor(
-                [
-                    float(function(ratio.item(), advantage))
-                    for ratio, advantage in zip(ratios, sample.advantages, strict=True)
-                ],
-                dtype=torch.float64,
-            )
-            for sample, ratios in zip(samples, result.ratios, strict=True)
-        ]
+        result_of_samples = []
+        for sample, ratios in zip(samples, result.ratios, strict=True):
+            pairs = zip(ratios.tolist(), sample.advantages, strict=True)
+            numbers = [float(function(ratio, advantage)) for ratio, advantage in pairs]
+            result_of_samples.append(torch.tensor(numbers, dtype=torch.float64))
+        return result_of_samples
 
-    def effective(ratio: float, advantage: float) -> bool:
-        return (advantage > 0 and ratio > highest) or (advantage < 0 and ratio < lowest)
+    def mean_of(function: Callable[[float, float], float]) -> float:
+        return document_mean(samples, per_token(function))
 
-    def effective_above(ratio: float, advantage: float) -> bool:
+    def is_above(ratio: float, advantage: float) -> bool:
         return advantage > 0 and ratio > highest
 
-    def effective_below(ratio: float, advantage: float) -> bool:
+    def is_below(ratio: float, advantage: float) -> bool:
         return advantage < 0 and ratio < lowest
 
     def difference(ratio: float, advantage: float) -> float:
@@ -405,32 +359,29 @@ def metrics(
 
     everything = range(len(samples))
     old = [torch.tensor(sample.old_log_probs, dtype=torch.float64) for sample in samples]
+    advantages = [torch.tensor(sample.advantages, dtype=torch.float64) for sample in samples]
     active_advantages = [
         advantage
         for sample in samples
         for advantage, keep in zip(sample.advantages, sample.loss_mask, strict=True)
         if keep
     ]
-    ratio = per_token(lambda ratio, advantage: ratio)
-    ratio_squared = per_token(lambda ratio, advantage: ratio**2)
-    outside = per_token(lambda ratio, advantage: not lowest <= ratio <= highest)
-    effectively = document_mean(samples, per_token(effective))
+    ratios, squares = per_token(lambda ratio, _: ratio), per_token(lambda ratio, _: ratio**2)
+    effectively = mean_of(lambda *token: is_above(*token) or is_below(*token))
     found = {
-        "ppo_kl": document_mean(samples, per_token(difference)),
+        "ppo_kl": mean_of(difference),
         "pg_clipfrac": effectively,
-        "pg_clipfrac_positive": document_mean(samples, per_token(effective_above)),
-        "pg_clipfrac_negative": document_mean(samples, per_token(effective_below)),
+        "pg_clipfrac_positive": mean_of(is_above),
+        "pg_clipfrac_negative": mean_of(is_below),
         "old_logprobs": document_mean(samples, old),
         "new_logprobs": document_mean(samples, result.log_probs),
-        "ratio_new_old": document_mean(samples, ratio),
-        "ratio_new_old_sum": masked_sum(samples, ratio, everything).item(),
-        "ratio_new_old_squared_sum": masked_sum(samples, ratio_squared, everything).item(),
-        "kl_new_old": document_mean(samples, per_token(divergence)),
-        "clipped_ratio_fraction": document_mean(samples, outside),
+        "ratio_new_old": document_mean(samples, ratios),
+        "ratio_new_old_sum": masked_sum(samples, ratios, everything).item(),
+        "ratio_new_old_squared_sum": masked_sum(samples, squares, everything).item(),
+        "kl_new_old": mean_of(divergence),
+        "clipped_ratio_fraction": mean_of(lambda ratio, _: not lowest <= ratio <= highest),
         "clipped_ratio_effective_fraction": effectively,
-        "advantage": document_mean(
-            samples, [torch.tensor(sample.advantages, dtype=torch.float64) for sample in samples]
-        ),
+        "advantage": document_mean(samples, advantages),
         "max_advantage": max(active_advantages),
         "min_advantage": min(active_advantages),
         "entropy": document_mean(samples, result.entropies),
@@ -442,19 +393,13 @@ def metrics(
     return found
 
 
-def reference_metrics(
-    samples: Sequence[PlainSample], result: PolicyLoss, objective: Objective
-) -> dict[str, float]:
+def reference_metrics(samples: Step, result: PolicyLoss, objective: Objective) -> dict[str, float]:
     """Of a step whose samples carry log-probs of the reference policy."""
     references, estimates, ratios = [], [], []
     for sample, log_probs in zip(samples, result.log_probs, strict=True):
-        reference = [float(value) for value in sample.ref_log_probs or []]
-        kinds = [
-            kl_token_loss(log_prob.detach(), each, objective.kl_loss_type)
-            for log_prob, each in zip(log_probs, reference, strict=True)
-        ]
-        references.append(torch.tensor(reference, dtype=torch.float64))
-        estimates.append(stack(kinds))
+        pairs = zip(log_probs.detach(), sample.ref_log_probs or [], strict=True)
+        estimates.append(stack([kl_token_loss(*pair, objective.kl_loss_type) for pair in pairs]))
+        references.append(torch.tensor(sample.ref_log_probs, dtype=torch.float64))
         ratios.append(references[-1].sub(log_probs.detach()).exp())
     return {
         "ref_logprobs": document_mean(samples, references),
@@ -463,37 +408,30 @@ def reference_metrics(
     }
 
 
-def mismatch_metrics(samples: Sequence[PlainSample]) -> dict[str, float]:
+def mismatch_metrics(samples: Step) -> dict[str, float]:
     """Of a step whose samples carry the rollout engine's log-probs."""
-    mismatches = [
-        [old - new for old, new in zip(s.old_log_probs, s.rollout_log_probs or [], strict=True)]
-        for s in samples
-    ]
+    mismatches, active = [], []
+    for sample in samples:
+        pairs = zip(sample.old_log_probs, sample.rollout_log_probs or [], strict=True)
+        mismatches.append([old - rollout for old, rollout in pairs])
+        tokens = zip(mismatches[-1], sample.loss_mask, strict=True)
+        active += [difference for difference, keep in tokens if keep]
 
     def mean_of(function: Callable[[float], float]) -> float:
-        values = [
-            torch.tensor([function(d) for d in each], dtype=torch.float64) for each in mismatches
-        ]
-        return document_mean(samples, values)
+        rows = [[function(difference) for difference in row] for row in mismatches]
+        return document_mean(samples, [torch.tensor(row, dtype=torch.float64) for row in rows])
 
-    active = [
-        d
-        for sample, each in zip(samples, mismatches, strict=True)
-        for d, keep in zip(each, sample.loss_mask, strict=True)
-        if keep
-    ]
     weights = [math.exp(d) for d in active]
     mean, gap = mean_of(abs), mean_of(lambda d: -d)
-    variance = mean_of(lambda d: (abs(d) - mean) ** 2)
+    squares, size = sum(w * w for w in weights), len(weights)
     return {
         "rollout_ratio": mean_of(math.exp),
         "rollout_kl": mean_of(lambda d: math.exp(d) - 1 - d),
         "rollout_abs_difference": mean,
-        "rollout_abs_difference_std": math.sqrt(variance),
+        "rollout_abs_difference_std": math.sqrt(mean_of(lambda d: (abs(d) - mean) ** 2)),
         "max_rollout_abs_difference": max(abs(d) for d in active),
         "rollout_chi_square": mean_of(lambda d: math.exp(d) ** 2 - 1),
         "rollout_log_ppl_diff": gap,
         "rollout_ppl_ratio": math.exp(gap),
-        "rollout_effective_sample_size": sum(weights) ** 2
-        / (len(weights) * sum(w * w for w in weights)),
+        "rollout_effective_sample_size": sum(weights) ** 2 / (size * squares),
     }

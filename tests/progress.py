@@ -8,11 +8,12 @@ pipe, for a lock, in a sleep) make almost none: torchrun, which looks at its ran
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,8 @@ that comes wakes another thread too."""
 class Watch:
     """Some processes and all that they start, told apart by their progress: slow ones go on, a hang is raised.
 
-    The seconds of a hang are those in which this process runs too: a machine that stands still ages nobody.
-
-    Attributes:
-        pids: the processes seen so far, also those whose parents have ended.
+    The seconds of a hang are those in which this process runs too: a machine that stands still ages nobody. `pids` are the
+    processes seen so far, also those whose parents have ended.
     """
 
     def __init__(self, pids: Iterable[int | None], patience: float = PATIENCE) -> None:
@@ -64,13 +63,10 @@ class Watch:
             )
 
     def kill(self) -> None:
-        """End all of the processes."""
         self._thread_seconds()
         for pid in self.pids:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
 
     def _thread_seconds(self) -> dict[Path, float]:
         """Map each thread's folder in /proc to the seconds that it ran or waited for a core."""
@@ -88,15 +84,13 @@ class Watch:
         return seconds
 
 
-def _entries(folder: Path) -> Iterator[Path]:
-    try:
-        yield from list(folder.iterdir())
-    except (FileNotFoundError, ProcessLookupError):
-        return
+def _entries(folder: Path) -> list[Path]:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return list(folder.iterdir())
+    return []
 
 
 def _text(path: Path) -> str:
-    """Read a file of /proc; empty where its process has ended."""
     try:
         return path.read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -119,11 +113,7 @@ def wait_until(
 
 
 def communicate(process: subprocess.Popen[str], patience: float = PATIENCE) -> tuple[str, str]:
-    """Return what a process prints until it ends.
-
-    Raises:
-        TimeoutError: the process, or one that it started, hangs. All of them are killed. The message has their output.
-    """
+    """Return what a process prints until it ends. If it or one that it started hangs, kill all and raise TimeoutError."""
     watch = Watch([process.pid], patience)
     while True:
         try:

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from megatron_pg import Sample, StepTotals, step_totals
 
-from .oracle import PlainSample
+from .oracle import PlainSample, Step
 
 VOCAB_SIZE = 11
+FLOATS = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs", "loss_weights")
+FLOATS += ("old_values", "returns")
 
 
 def float32(value: float) -> float:
@@ -45,8 +47,6 @@ def random_sample(
     group_index: int | None = None,
     rollout_id: int | None = None,
 ) -> PlainSample:
-    """A sample of the given lengths whose other fields are random."""
-
     def numbers(lowest: float, highest: float) -> list[float]:
         return [float32(rng.uniform(lowest, highest)) for _ in range(response_length)]
 
@@ -79,7 +79,7 @@ def random_step(
     groups = [rng.randrange(-(2**62), 2**62) for _ in range(num_groups)]
     samples = []
     for index in range(num_samples):
-        # Samples 2 and 3 are turns of one rollout, as are 6 and 7: not neighbours in a group list.
+        # Step 2 and 3 are turns of one rollout, as are 6 and 7: not neighbours in a group list.
         shared = index // 4 if index % 4 in (2, 3) else None
         group = groups[shared % num_groups] if shared is not None else groups[index % num_groups]
         samples.append(
@@ -100,15 +100,13 @@ def leaf(generator: torch.Generator, *shape: int, requires_grad: bool = True) ->
     return values.requires_grad_(requires_grad)
 
 
-def random_losses(
-    samples: Sequence[PlainSample], seed: int = 0, requires_grad: bool = True
-) -> list[Tensor]:
+def random_losses(samples: Step, seed=0, requires_grad=True) -> list[Tensor]:
     """A float64 leaf [response_length] for each sample."""
     generator = torch.Generator().manual_seed(seed)
     return [leaf(generator, s.response_length, requires_grad=requires_grad) for s in samples]
 
 
-def random_logits(samples: Sequence[PlainSample], seed: int = 0) -> list[Tensor]:
+def random_logits(samples: Step, seed: int = 0) -> list[Tensor]:
     """A float64 leaf [total_length, VOCAB_SIZE] for each sample."""
     generator = torch.Generator().manual_seed(seed)
     return [leaf(generator, len(sample.tokens), VOCAB_SIZE) for sample in samples]
@@ -121,30 +119,16 @@ class RandomSample(Sample):
 
 
 def package_sample(sample: PlainSample) -> Sample:
-    """The same sample as the package holds it."""
-
-    def vector(values: list[float] | None) -> Tensor | None:
-        return None if values is None else torch.tensor(values, dtype=torch.float32)
-
-    return RandomSample(
-        tokens=torch.tensor(sample.tokens, dtype=torch.int64),
-        response_length=sample.response_length,
-        loss_mask=torch.tensor(sample.loss_mask, dtype=torch.int64),
-        advantages=torch.tensor(sample.advantages, dtype=torch.float32),
-        old_log_probs=vector(sample.old_log_probs),
-        ref_log_probs=vector(sample.ref_log_probs),
-        rollout_log_probs=vector(sample.rollout_log_probs),
-        group_index=sample.group_index,
-        rollout_id=sample.rollout_id,
-        loss_weights=vector(sample.loss_weights),
-        old_values=vector(sample.old_values),
-        returns=vector(sample.returns),
-        kept_tokens=sample.kept_tokens,
-        id_source="the test",
-    )
+    values = vars(sample).copy()
+    for name in ("tokens", "loss_mask"):
+        values[name] = torch.tensor(values[name], dtype=torch.int64)
+    for name in FLOATS:
+        if values[name] is not None:
+            values[name] = torch.tensor(values[name], dtype=torch.float32)
+    return RandomSample(**values, id_source="the test")
 
 
-def package_samples(samples: Sequence[PlainSample]) -> list[Sample]:
+def package_samples(samples: Step) -> list[Sample]:
     return [package_sample(sample) for sample in samples]
 
 
@@ -153,13 +137,10 @@ def uneven_totals(samples: Sequence[Sample], **keywords: Any) -> StepTotals:
     return step_totals(samples, allow_different_group_sizes=True, **keywords)
 
 
-def lengths(samples: Sequence[PlainSample]) -> tuple[list[int], list[int]]:
-    """Total lengths and response lengths."""
-    return (
-        [len(sample.tokens) for sample in samples],
-        [sample.response_length for sample in samples],
-    )
+def lengths(samples: Step) -> tuple[list[int], list[int]]:
+    total = [len(sample.tokens) for sample in samples]
+    return total, [sample.response_length for sample in samples]
 
 
-def loss_masks(samples: Sequence[PlainSample]) -> list[Tensor]:
+def loss_masks(samples: Step) -> list[Tensor]:
     return [torch.tensor(sample.loss_mask, dtype=torch.int64) for sample in samples]

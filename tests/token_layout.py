@@ -102,21 +102,17 @@ def token_layout(
     ranks: list[list[Row]] = [[] for _ in range(cp_size)]
     sequences = sequence_rows(total_lengths, response_lengths, cp_size, pad_to_multiple, mode)
     if mode == "contiguous":
-        total = sum(len(rows) for rows in sequences)
-        place = 0
-        for rows in sequences:
-            for row in rows:
-                ranks[place * cp_size // total].append(row)
-                place += 1
+        everything = [row for rows in sequences for row in rows]
+        for place, row in enumerate(everything):
+            ranks[place * cp_size // len(everything)].append(row)
         return ranks
     for rows in sequences:
         if cp_size == 1:
             ranks[0].extend(rows)
             continue
         chunk_length = len(rows) // (2 * cp_size)
-        chunks = [
-            rows[chunk * chunk_length : (chunk + 1) * chunk_length] for chunk in range(2 * cp_size)
-        ]
+        starts = range(0, len(rows), chunk_length)
+        chunks = [rows[start : start + chunk_length] for start in starts]
         for rank in range(cp_size):
             ranks[rank].extend(chunks[rank])
             ranks[rank].extend(chunks[2 * cp_size - 1 - rank])

@@ -3,9 +3,8 @@
 import sys
 from pathlib import Path
 
-sys.path[0] = str(
-    Path(__file__).parents[1]
-)  # the folder is run as a script; its modules are a package
+# The folder is run as a script; its modules are a package.
+sys.path[0] = str(Path(__file__).parents[1])
 
 from torch.distributed.elastic.multiprocessing.errors import record  # noqa: E402
 

@@ -10,6 +10,7 @@ import io
 import json
 import sys
 import traceback
+from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -24,7 +25,7 @@ from megatron_pg.config.program import ProgramParser
 from megatron_pg.step.advantages import METHODS
 
 from .hugging_face_config import megatron_arguments_of, read_config
-from .refusals import FLAGS, GROUPS, refuse_combinations, refuse_flags
+from .refusals import COUNTS, FLAGS, GROUPS, refuse_combinations, refuse_flags
 
 SAMPLE_FIELDS = "old_log_probs ref_log_probs rollout_log_probs group_index kept_tokens loss_weights"
 """The optional fields of `Sample` that rollout files may fill."""
@@ -32,36 +33,20 @@ FUSIONS = """
     masked_softmax_fusion bias_gelu_fusion bias_swiglu_fusion bias_dropout_fusion apply_rope_fusion moe_permute_fusion
 """
 """Kernels of Transformer Engine or Apex, or compiled by torch for a GPU."""
-TEXTS = (
-    (
-        "--hf-model",
-        "FOLDER",
-        "Hugging Face weights to begin with (docs/models.md); they say what the model is too",
-    ),
-    ("--save-hf", "FOLDER", "write the trained model there, as --hf-model was"),
-    (
-        "--ref-load",
-        "FOLDER",
-        "reference policy of the KL term, for rollouts without ref_log_probs, of either format",
-    ),
-    ("--task", "NAME", "train on this reasoning-gym task, with the model's answers"),
-    ("--task-settings", "JSON", "of the task's generator"),
-    ("--system-prompt", "TEXT", "before every question"),
-)
-"""Flags of this program that take words: name, what they take, and meaning."""
-COUNTS = (
-    ("--prompt-examples", 0, "tasks with their answers before every question"),
-    ("--prompts-per-step", 16, "questions of a step of --task"),
-    ("--samples-per-prompt", 8, "answers to each"),
-    ("--max-response-tokens", 128, "of an answer, at most"),
-    ("--held-out-tasks", 64, "scored before and after, never trained on"),
-)
-"""Flags of this program that take a number: name, default and meaning."""
+TEXTS = {
+    "--hf-model FOLDER": "Hugging Face weights to begin with (docs/models.md); they say what the model is too",
+    "--save-hf FOLDER": "write the trained model there, as --hf-model was",
+    "--ref-load FOLDER": "reference policy of the KL term, for rollouts without ref_log_probs, of either format",
+    "--task NAME": "train on this reasoning-gym task, with the model's answers",
+    "--task-settings JSON": "of the task's generator",
+    "--system-prompt TEXT": "before every question",
+}
+"""Flags of this program that take words, and their meaning."""
 OWN = ("options", "policy loss", "planning", "trainer")
 """Groups of flags that --help shows."""
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments() -> Namespace:
     """Parse the command line and validate it; the only place of this program that changes arguments.
 
     A ValueError or NotImplementedError names the flag and what to do.
@@ -77,7 +62,7 @@ def parse_arguments() -> argparse.Namespace:
     folder = before.parse_known_args()[0].hf_model
     meant = [] if folder is None else megatron_arguments_of(read_config(folder))
     with mock.patch.object(sys, "argv", [sys.argv[0], *meant, *sys.argv[1:]]):
-        args: argparse.Namespace = megatron.parse_args(extra_args_provider=add_trainer_args)
+        args: Namespace = megatron.parse_args(extra_args_provider=add_trainer_args)
     refuse_flags(args, parsers[0])
     if args.use_checkpoint_args:
         load_args_from_checkpoint(args)
@@ -101,10 +86,11 @@ def _add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     add("--device", choices=["cpu", "cuda"], default="cuda", help="cpu: gloo; cuda: NCCL")
     told = "check the flags for WORLD_SIZE processes, print the plan and a memory estimate, start nothing"
     add("--dry-run", action="store_true", help=told)
-    for flag, metavar, told in TEXTS:
+    for usage, told in TEXTS.items():
+        flag, metavar = usage.split()
         add(flag, metavar=metavar, type=json.loads if metavar == "JSON" else str, help=told)
-    for flag, default, told in COUNTS:
-        add(flag, type=int, default=default, help=told)
+    for name, (_, default, told) in COUNTS.items():
+        add(f"--{name.replace('_', '-')}", type=int, default=default, help=told)
     told = "of rewards in their prompt group: (reward - mean) / std, reward - mean, or reward - mean of the others"
     add("--advantage", choices=METHODS, default="grpo", help=told)
     told = "Megatron's flags: the model, parallelism, optimizer, checkpoints, logs"
@@ -128,7 +114,7 @@ def _mend_help(parser: argparse.ArgumentParser) -> None:
 
 
 def _help(parser: argparse.ArgumentParser, titles: Sequence[str]) -> str:
-    """The flags of some groups that this program reads."""
+    """Format the flags of some groups, without those that this program refuses."""
     formatter = parser._get_formatter()
     formatter.add_text("torchrun --nproc-per-node N examples/trainer FLAGS (docs/trainer.md)")
     for group in parser._action_groups:
@@ -150,8 +136,8 @@ class _MegatronHelp(argparse.Action):
         parser.exit()
 
 
-def _settle(args: argparse.Namespace) -> None:
-    """What is no choice here: one pack a micro-batch, and what needs a device or a package that is not there."""
+def _settle(args: Namespace) -> None:
+    """Set what is no choice here: one pack a micro-batch, and what the device or absent packages decide."""
     args.micro_batch_size = 1
     args.seq_length = args.seq_length or args.max_position_embeddings
     args.do_train, args.do_valid, args.do_test = True, False, False
@@ -180,17 +166,13 @@ def _is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def _validate_as_megatron_does(args: argparse.Namespace) -> None:
-    with contextlib.ExitStack() as stack:
-        # It prints every one of its arguments, 600 lines.
-        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        if args.device == "cpu" or not torch.cuda.is_available():
-            # Under model parallelism it asks for the architecture of a GPU: what it wants of Hopper's, a dry run of
-            # --device cuda is to find where there is none.
-            version = 10 if args.device == "cpu" else 9
-            stack.enter_context(
-                mock.patch.object(megatron, "get_device_arch_version", lambda: version)
-            )
+def _validate_as_megatron_does(args: Namespace) -> None:
+    architecture = megatron.get_device_arch_version
+    if args.device == "cpu" or not torch.cuda.is_available():
+        # Under model parallelism Megatron asks for a GPU's architecture. A dry run without a GPU takes it for Hopper's.
+        architecture = functools.partial(int, 10 if args.device == "cpu" else 9)
+    silent = contextlib.redirect_stdout(io.StringIO())  # it prints every argument, 600 lines
+    with silent, mock.patch.object(megatron, "get_device_arch_version", architecture):
         try:
             megatron.validate_args(args)
         except AssertionError as error:

@@ -1,4 +1,4 @@
-"""What a run needs around Megatron's checkpoints, to lose nothing wherever it is killed.
+"""The frame of Megatron's checkpoints in which a run loses nothing wherever it is killed.
 
 Megatron writes a checkpoint into a folder of its own and then names it in the tracker file. The place in the rollouts
 travels in the arguments that Megatron stores with every checkpoint, so it is whole or absent with the rest.
@@ -6,13 +6,13 @@ travels in the arguments that Megatron stores with every checkpoint, so it is wh
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import io
 import operator
 import queue
 import shutil
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -43,21 +43,19 @@ STORED_TYPES: list[Any] = [
     (CollectorState, "megatron_pg.step.collector.CollectorState"),
 ]
 """The types that torch.load may build of a place in the rollouts, beside tensors and plain values."""
-_locks: list[FileLock] = []
-"""Held until the process ends."""
 
 
-def claim_save_folder(args: argparse.Namespace) -> None:
-    """Keep other runs out of `--save` until this process ends, however it ends; every rank must call it.
+def claim_save_folder(args: Namespace) -> FileLock | None:
+    """Keep other runs out of `--save` while the lock lives; every rank must call it.
 
     A RunError says that another run is writing there, or has left checkpoints that this one does not go on from.
     """
     with agreed("--save"):
         if not args.save or args.rank > 0:
-            return
+            return None
         folder = Path(args.save)
         folder.mkdir(parents=True, exist_ok=True)
-        _locks.append(lock_folder(folder, folder / "lock"))
+        lock = lock_folder(folder, folder / "lock")
         _mend_tracker(folder)
         goes_on = args.load and Path(args.load).resolve() == folder.resolve() and not args.finetune
         if (folder / TRACKER).exists() and not goes_on:
@@ -65,6 +63,7 @@ def claim_save_folder(args: argparse.Namespace) -> None:
                 f"{folder} holds the checkpoints of another run: go on with it (--load {folder}, without --finetune; "
                 "--pretrained-checkpoint for the weights that it began with), or give another folder"
             )
+        return lock
 
 
 def _mend_tracker(folder: Path) -> None:
@@ -87,7 +86,7 @@ def _folder_of(folder: Path, iteration: int) -> Path:
     return folder / f"iter_{iteration:07d}"
 
 
-def restore_rollouts(args: argparse.Namespace, rollouts: Any) -> None:
+def restore_rollouts(args: Namespace, rollouts: Any) -> None:
     """Give the rollouts the place of the checkpoint that the run goes on from, if any; every rank must call it.
 
     A RunError says that the checkpoint cannot be read, or is of another program or other settings.
@@ -111,30 +110,22 @@ def restore_rollouts(args: argparse.Namespace, rollouts: Any) -> None:
             rollouts.restore([torch.load(io.BytesIO(state), "cpu") for state in states])
 
 
-def _store_rollout_state(args: argparse.Namespace, state: Any, groups: ParallelGroups) -> None:
+def _store_rollout_state(args: Namespace, state: Any, groups: ParallelGroups) -> None:
     """Put the place in the rollouts among the arguments, the same on all ranks, every one of which must call it."""
     mine: bytes | None = None
     if groups.tensor_rank == groups.pipeline_rank == groups.context_rank == 0:
         torch.save(state, file := io.BytesIO())
         mine = file.getvalue()
-    gathered = gather((groups.data_rank, mine), dist.group.WORLD)
-    in_order = sorted(gathered, key=operator.itemgetter(0))
-    args.rollout_states = [state for _, state in in_order if state]
+    states = gather((groups.data_rank, mine), dist.group.WORLD)
+    states.sort(key=operator.itemgetter(0))
+    args.rollout_states = [state for _, state in states if state]
 
 
-def save_with_rollouts(
-    save: Callable[..., None],
-    args: argparse.Namespace,
-    state: Any,
-    groups: ParallelGroups,
-    log: Any,
-    iteration: int,
-    model: Any,
-    optimizer: Any,
-    *rest: Any,
-    **named: Any,
-) -> None:
-    """Call Megatron's `save_checkpoint`, with the place in the rollouts; every rank must call it.
+@contextlib.contextmanager
+def saving(
+    args: Namespace, state: Any, groups: ParallelGroups, log: Any, iteration: int, optimizer: Any
+) -> Iterator[None]:
+    """Have Megatron's `save_checkpoint` in the body store the place in the rollouts too; every rank must enter it.
 
     A RunError says that a rank cannot write; the checkpoints that are there stay.
     """
@@ -146,7 +137,7 @@ def save_with_rollouts(
     _store_rollout_state(args, state, groups)
     _begin_moments(optimizer)
     with alone(f"{path} cannot be written"), _results_stay_in_this_process(args.async_save):
-        save(iteration, model, optimizer, *rest, **named)
+        yield
 
 
 def loading(load: Callable[..., tuple[int, int]]) -> Callable[..., tuple[int, int]]:
@@ -174,10 +165,9 @@ def _parts_with_torch_adam(optimizer: Any) -> list[Any]:
 
 
 def _begin_moments(optimizer: Any) -> None:
-    """Give torch's Adam the zeros that its first step would begin with.
+    """Give torch's Adam the zeros that its first step would begin with: loading asks for moments.
 
-    Megatron takes it where neither Transformer Engine nor Apex is there. A checkpoint before its first step would
-    otherwise hold no moments, and loading asks for them.
+    Megatron takes this optimizer where neither Transformer Engine nor Apex is there.
     """
     for part in _parts_with_torch_adam(optimizer):
         if not part.optimizer.state and part.init_state_fn:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
+from argparse import Namespace
 from collections.abc import Iterator
 
 from megatron_pg import PolicyLossConfig
@@ -22,21 +22,19 @@ OUTER_COUNTS = {
 }
 
 
-def print_plan(args: argparse.Namespace, config: PolicyLossConfig) -> None:
+def print_plan(args: Namespace, config: PolicyLossConfig) -> None:
     """Print processes, objective, step, micro-batches and memory; on rank 0 of a job that was launched nevertheless."""
     if int(os.environ.get("RANK", "0")) > 0:
         return
-    for name, text in itertools.chain(
-        _processes(args), _objective(config), _step(args, config), _memory(args)
-    ):
+    parts = (_processes(args), _objective(config), _step(args, config), _memory(args))
+    for name, text in itertools.chain(*parts):
         print(f"{name:<17}{text}")
 
 
-def _processes(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
+def _processes(args: Namespace) -> Iterator[tuple[str, str]]:
     tensor, stages = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     context, data = args.context_parallel_size, args.data_parallel_size
-    product = f"TP {tensor} x PP {stages} x CP {context} x DP {data}"
-    yield "processes", f"{args.world_size} = {product}"
+    yield "processes", f"{args.world_size} = TP {tensor} x PP {stages} x CP {context} x DP {data}"
     if chunks := args.virtual_pipeline_model_parallel_size:
         yield "", f"{chunks} chunks of layers on each pipeline rank"
     if args.num_experts:
@@ -74,7 +72,7 @@ def _token_loss(config: PolicyLossConfig) -> str:
     return text
 
 
-def _step(args: argparse.Namespace, config: PolicyLossConfig) -> Iterator[tuple[str, str]]:
+def _step(args: Namespace, config: PolicyLossConfig) -> Iterator[tuple[str, str]]:
     count = OUTER_COUNTS.get(config.loss_aggregation, "a count of its own")
     yield "outer count", f"{count}, over the whole step"
     limit = args.max_tokens_per_microbatch
@@ -99,10 +97,9 @@ def _step(args: argparse.Namespace, config: PolicyLossConfig) -> Iterator[tuple[
     totals = plan_of(args, samples).totals
     if config.loss_aggregation in AGGREGATIONS:
         AGGREGATIONS[config.loss_aggregation].outer_count(totals)  # refuses what the run refuses
-    counts = (
-        f"N = {totals.num_rollouts} rollouts, P = {totals.num_prompt_groups or '?'} prompt groups"
-    )
-    yield "", f"the first: {counts}, T = {totals.num_active_tokens} active tokens"
+    groups = f"P = {totals.num_prompt_groups or '?'} prompt groups"
+    counts = f"N = {totals.num_rollouts} rollouts, {groups}, T = {totals.num_active_tokens}"
+    yield "", f"the first: {counts} active tokens"
     if step.num_documents < args.docs_per_step:
         only = f"one of {step.num_documents} rollouts is all that is trained on"
         yield "remark", f"the files end before a step is full: {only}"
@@ -113,7 +110,7 @@ def _step(args: argparse.Namespace, config: PolicyLossConfig) -> Iterator[tuple[
     yield "", f"the first step: {most} on each data-parallel rank, {share}"
 
 
-def _refuse_later_steps(args: argparse.Namespace, config: PolicyLossConfig) -> None:
+def _refuse_later_steps(args: Namespace, config: PolicyLossConfig) -> None:
     """Refuse what a later step of the run would refuse: a wrong row, or a prompt group whose rows are scattered."""
     report = validate_rollout_file(*args.rollout_files, max_errors=1, **row_settings(args, config))
     if report.errors and args.on_bad_row == "error":
@@ -123,21 +120,20 @@ def _refuse_later_steps(args: argparse.Namespace, config: PolicyLossConfig) -> N
         raise ValueError(f"{flag}: {report.scattered[0]}")
 
 
-def _memory(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
+def _memory(args: Namespace) -> Iterator[tuple[str, str]]:
     memory = estimate_memory(args)
     yield "model", f"{memory.parameters / 1e9:.2f} billion parameters"
     estimated = "estimated, for bfloat16 and flash attention; nothing for NCCL and fragmentation"
     yield "memory of a GPU", estimated
     sharded = ", sharded" if args.use_distributed_optimizer else ""
-    plain, fused = "", " (these flags)"
-    if not args.fused_lm_head:
-        plain, fused = fused, plain
-    for amount, what in (
-        (memory.states, f"weights, gradients, optimizer{sharded}"),
-        (memory.activations, f"activations, recomputation: {args.recompute_granularity or 'none'}"),
-        (memory.logits, "output layer with the logits of all tokens"),
-        (memory.fused_head, "output layer with --fused-lm-head"),
-        (memory.total(fused=False), f"in all without --fused-lm-head{plain}"),
-        (memory.total(fused=True), f"in all with --fused-lm-head{fused}"),
-    ):
+    rows = {
+        f"weights, gradients, optimizer{sharded}": memory.states,
+        f"activations, recomputation: {args.recompute_granularity or 'none'}": memory.activations,
+        "output layer with the logits of all tokens": memory.logits,
+        "output layer with --fused-lm-head": memory.fused_head,
+    }
+    for fused, how in ((False, "without"), (True, "with")):
+        mine = " (these flags)" if bool(args.fused_lm_head) == fused else ""
+        rows[f"in all {how} --fused-lm-head{mine}"] = memory.total(fused=fused)
+    for what, amount in rows.items():
         yield "", f"{amount / GIB:7.1f} GiB  {what}"

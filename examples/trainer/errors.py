@@ -43,17 +43,16 @@ def agreed(doing: str) -> Iterator[None]:
 
     Every rank must enter it, and the body must not wait for another rank (see `alone`).
     """
-    failure: BaseException | None = None
+    mine = None
     try:
         yield
     except (OSError, RuntimeError, ValueError) as error:
-        failure = error
+        mine = _in_a_line(error)
     except ImportError as error:
-        failure = ImportError(f"{error}: {REMEDY}")
-    mine = None if failure is None else _in_a_line(failure)
+        mine = f"{error}: {REMEDY}"
     for rank, message in enumerate(gather(mine, dist.group.WORLD)):
         if message is not None:
-            raise RunError(f"{doing} (rank {rank}): {message}") from failure
+            raise RunError(f"{doing} (rank {rank}): {message}")
 
 
 @contextlib.contextmanager
@@ -75,17 +74,15 @@ def plain_errors() -> Iterator[None]:
     """End the process with the message of a `RunError`, said by one rank; any other error is a fault, and is traced."""
     try:
         yield
+    except RankError as error:
+        sys.exit(f"error: {error}")
     except RunError as error:
-        if isinstance(error, RankError):
-            sys.exit(f"error: {error}")
         exit_refused(f"error: {error}")
 
 
 def _in_a_line(error: BaseException) -> str:
-    """Of a distributed save, whose errors are told in tracebacks of many layers, the error of the first rank."""
+    """Give the last line of an error; of a distributed save, a traceback of many layers, that of the first rank's."""
     if isinstance(error, CheckpointException):
-        for found in error.failures.values():
-            cause = found[0] if isinstance(found, tuple) else found
-            return _in_a_line(cause) if isinstance(cause, BaseException) else str(cause)
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[-1]
+        cause, *_ = error.failures.values()
+        return _in_a_line(cause[0] if isinstance(cause, tuple) else cause)
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]

@@ -6,6 +6,7 @@ comparison of folder and model before anything is changed, and a folder that is 
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -42,18 +43,18 @@ def load_hugging_face(chunks: Sequence[torch.nn.Module], folder: str | Path) -> 
         except (SafetensorError, OSError) as error:
             problems.append(f"{path} cannot be read ({error}): copy it anew")
     for name, shape in needed.items():
-        found = tuple(files[name].get_slice(name).get_shape()) if name in files else "missing"
-        if found != shape:
-            problems.append(f"{name} in {folder} is {found}, and the model needs {shape}")
+        has = tuple(files[name].get_slice(name).get_shape()) if name in files else "missing"
+        if has != shape:
+            problems.append(f"{name} in {folder} is {has}, and the model needs {shape}")
     known = set().union(*_agree(problems, set(needed)))
     # A tied output layer is the embedding; old checkpoints have a constant of the rotary embedding.
     known |= {"lm_head.weight"} if config.get("tie_word_embeddings") else set()
     # Layers after the last one, and MiMo's `mtp_layers`, are for multi-token prediction.
     ignored = rf"rotary_emb\.inv_freq$|^model\.(mtp_layers|layers\.{config['num_hidden_layers']})\."
     left = [name for name in files if name not in known and not re.search(ignored, name)]
-    _agree([f"{name} in {folder} has no place in the model" for name in left], None)
-    read = SimpleNamespace(load_one_hf_weight=lambda name: files[name].get_tensor(name))
-    bridge._get_safetensor_io = lambda _: read
+    _agree([f"{name} in {folder} has no place in the model" for name in left])
+    reader = SimpleNamespace(load_one_hf_weight=lambda name: files[name].get_tensor(name))
+    bridge._get_safetensor_io = lambda _: reader
     with torch.no_grad():
         bridge.load_weights(views, str(folder), memory_efficient=True)
 
@@ -74,7 +75,7 @@ def save_hugging_face(
     folder, is_writer = Path(folder), dist.get_rank() == 0
     if is_writer and folder.exists():
         problems.append(f"{folder} exists: remove it or name another")
-    _agree(problems, None)
+    _agree(problems)
     partial = folder.with_name(f"{folder.name}.partial")
     if is_writer:
         shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
@@ -104,19 +105,18 @@ def save_hugging_face(
     dist.barrier()
 
 
-def _agree(problems: list[str], mine: Any) -> list[Any]:
+def _agree(problems: list[str], mine: Any = None) -> list[Any]:
     """Give what every rank has, by rank; the problems of any are raised on all."""
-    everyone = gather((problems, mine), dist.group.WORLD)
-    found = dict.fromkeys(problem for problems, _ in everyone for problem in problems)
-    if found:
-        raise WeightsError("\n".join([*found][:12]))
-    return [one for _, one in everyone]
+    problems_of_ranks, values = zip(*gather((problems, mine), dist.group.WORLD), strict=True)
+    if different := dict.fromkeys(itertools.chain(*problems_of_ranks)):
+        raise WeightsError("\n".join([*different][:12]))
+    return list(values)
 
 
 def _compared(
     chunks: Sequence[torch.nn.Module], config: dict[str, Any]
 ) -> tuple[Any, list[Any], dict[str, tuple[int, ...]], list[str]]:
-    """Give the bridge, the chunks as it takes them, the shapes of the folder's tensors that they need, and problems."""
+    """Give mbridge's converter, the chunks as it takes them, the shapes of the tensors that they need, and problems."""
     models = unwrap_model(list(chunks))
     bridge, views = _bridge(models[0], config), [_view(model) for model in models]
     problems, shapes = differences(models[0], config), {}
@@ -136,7 +136,7 @@ def _compared(
 
 
 def _view(model: Any) -> Any:
-    """Give what mbridge reads of a chunk, its tensors under the names of Transformer Engine's layers."""
+    """Give a chunk as mbridge reads it, its tensors under the names of Transformer Engine's layers."""
 
     def renamed(name: str) -> str:
         if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
@@ -153,12 +153,8 @@ def _view(model: Any) -> Any:
 
     whole = model.state_dict(keep_vars=True)
     tensors = {renamed(name): tensor for name, tensor in whole.items() if "_extra" not in name}
-    return SimpleNamespace(
-        decoder=model.decoder,
-        tensors=tensors,
-        state_dict=lambda: tensors,
-        named_parameters=tensors.items,
-    )
+    methods = {"state_dict": lambda: tensors, "named_parameters": tensors.items}
+    return SimpleNamespace(decoder=model.decoder, tensors=tensors, **methods)
 
 
 def _bridge(model: Any, config: dict[str, Any]) -> Any:

@@ -200,14 +200,10 @@ def _experts(config: dict[str, Any]) -> dict[str, Any]:
 
 def megatron_arguments_of(config: dict[str, Any]) -> list[str]:
     """Give the flags of Megatron's parser that build the model of a config from `read_config`, without dropout."""
-    settings = settings_of(config)
-    values = settings | {
-        "vocab_size": config["vocab_size"],
-        "max_position_embeddings": config["max_position_embeddings"],
-        "group_query_attention": "num_query_groups" in settings,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-    }
+    values = settings_of(config)
+    values["group_query_attention"] = "num_query_groups" in values
+    values |= {name: config[name] for name in ("vocab_size", "max_position_embeddings")}
+    values |= {"attention_dropout": 0.0, "hidden_dropout": 0.0}
     if config["model_type"] in SIGMOID:
         # Nothing but the gradient changes a policy, and `transformers` routes in float32.
         values |= {"moe_router_bias_update_rate": 0.0, "moe_router_dtype": "fp32"}
@@ -230,10 +226,8 @@ def differences(model: Any, config: dict[str, Any]) -> list[str]:
             flag = FLAGS.get(name, name).replace("_", "-")
             if name in NEGATED:
                 found, meant = not found, not meant
-            mend = "take its flags from megatron_arguments_of"
-            problems.append(
-                f"--{flag} is {found!r} in the model, and config.json means {meant!r}: {mend}"
-            )
+            values = f"{found!r} in the model, and config.json means {meant!r}"
+            problems.append(f"--{flag} is {values}: take its flags from megatron_arguments_of")
     return problems
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import ctypes
 import functools
 import logging
 import os
 import signal
 import sys
+from argparse import Namespace
 from typing import Any
 from unittest import mock
 
@@ -49,11 +48,11 @@ class StepMicrobatches(NumMicroBatchesCalculator):  # type: ignore[misc]
         self.current_global_batch_size = self.current_running_global_batch_size = batch
 
     def update(self, *_: object, **__: object) -> None:
-        """Called between steps, where Megatron's loop looks whether the number changes for good."""
+        """Forget the step: Megatron's loop looks between steps whether the number changes for good."""
         self.plan(1)
 
 
-def start_megatron(args: argparse.Namespace) -> StepMicrobatches:
+def start_megatron(args: Namespace) -> StepMicrobatches:
     """Everything up to the model; every rank must call it."""
     _die_with_launcher()
     # One line for each parameter and setting would bury the progress.
@@ -68,11 +67,13 @@ def start_megatron(args: argparse.Namespace) -> StepMicrobatches:
     num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR = microbatches
     # The learning rate is counted in steps: Megatron multiplies iterations by it.
     args.global_batch_size = 1
-    with contextlib.ExitStack() as stack:
+    # It starts model parallelism where it counts a GPU.
+    count = (lambda: 1) if is_on_cpu else torch.cuda.device_count
+    with (
         # It would build the index of Megatron's data sets with a C++ compiler.
-        stack.enter_context(mock.patch.object(initialize, "_compile_dependencies", lambda: None))
-        if is_on_cpu:  # it starts model parallelism where it counts a GPU
-            stack.enter_context(mock.patch.object(torch.cuda, "device_count", lambda: 1))
+        mock.patch.object(initialize, "_compile_dependencies", lambda: None),
+        mock.patch.object(torch.cuda, "device_count", count),
+    ):
         initialize.initialize_megatron(allow_no_cuda=is_on_cpu)
     return microbatches
 
@@ -83,10 +84,8 @@ def _die_with_launcher() -> None:
     On Linux; elsewhere nothing happens, and such processes have to be ended by hand before a run is started again.
     """
     if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        die_with_parent = functools.partial(
-            ctypes.CDLL(None).prctl, pr_set_pdeathsig, signal.SIGKILL
-        )
+        pr_set_pdeathsig, prctl = 1, ctypes.CDLL(None).prctl
+        die_with_parent = functools.partial(prctl, pr_set_pdeathsig, signal.SIGKILL)
         die_with_parent()
         os.register_at_fork(after_in_child=die_with_parent)
 
@@ -110,6 +109,7 @@ def provide_model(
         )
     else:
         spec = torch_block_spec(config, vp_stage)
+    same_name = "fp16_lm_cross_entropy position_embedding_type rotary_percent rotary_base".split()
     return GPTModel(
         config=config,
         transformer_layer_spec=spec,
@@ -117,11 +117,8 @@ def provide_model(
         max_sequence_length=args.max_position_embeddings,
         pre_process=pre_process,
         post_process=post_process,
-        fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
+        **{name: getattr(args, name) for name in same_name},
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        position_embedding_type=args.position_embedding_type,
-        rotary_percent=args.rotary_percent,
-        rotary_base=args.rotary_base,
         rope_scaling=args.use_rope_scaling,
         rope_scaling_factor=args.rope_scaling_factor,
         seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,

@@ -5,10 +5,10 @@ Megatron writes its own line of a step, timers and memory reports; its flags say
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
@@ -26,7 +26,7 @@ class MetricsLog:
     nothing of them. A ValueError names a damaged line.
     """
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: Namespace) -> None:
         self._args = args
         self._writes = args.rank == args.world_size - 1
         self._file: TextIO | None = None

@@ -6,7 +6,7 @@ attention that keeps no scores (flash attention).
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,12 +37,12 @@ class MemoryEstimate:
     """Of the output layer with `--fused-lm-head`."""
 
     def total(self, *, fused: bool) -> float:
-        """Of the fuller one of the first and the last pipeline stage."""
+        """Bytes of the fuller one of the first and the last pipeline stage."""
         head = self.fused_head if fused else self.logits
         return self.states + max(self.activations, self.last_stage_activations + head)
 
 
-def estimate_memory(args: argparse.Namespace) -> MemoryEstimate:
+def estimate_memory(args: Namespace) -> MemoryEstimate:
     """The estimate for validated arguments."""
     activations = _activations(args)
     tokens = args.max_tokens_per_microbatch / args.context_parallel_size
@@ -65,18 +65,18 @@ def estimate_memory(args: argparse.Namespace) -> MemoryEstimate:
     )
 
 
-def _changed(args: argparse.Namespace, **values: Any) -> argparse.Namespace:
-    return argparse.Namespace(**(vars(args) | values))
+def _changed(args: Namespace, **values: Any) -> Namespace:
+    return Namespace(**(vars(args) | values))
 
 
-def _states(args: argparse.Namespace) -> float:
+def _states(args: Namespace) -> float:
     # The distributed optimizer shards over context-parallel ranks too; Megatron's estimate leaves them out.
     ranks = args.data_parallel_size * args.context_parallel_size
     copied = _changed(args, padded_vocab_size=args.vocab_size, data_parallel_size=ranks)
     return float(megatron.compute_weight_and_optimizer_memory(copied))
 
 
-def _activations(args: argparse.Namespace) -> float:
+def _activations(args: Namespace) -> float:
     """Without those of the output layer."""
     tokens = args.max_tokens_per_microbatch / args.context_parallel_size
     of_layer = _bytes_of_a_layer(args)
@@ -90,7 +90,7 @@ def _activations(args: argparse.Namespace) -> float:
     return float(megatron.compute_activation_memory(copied, num_microbatches=None))
 
 
-def _ffn_width(args: argparse.Namespace) -> float:
+def _ffn_width(args: Namespace) -> float:
     """What stands for the MLP in Megatron's formula, which knows neither gates nor experts."""
     gate = 1.5 if args.swiglu else 1.0
     if args.num_experts is None:
@@ -101,7 +101,7 @@ def _ffn_width(args: argparse.Namespace) -> float:
     return float(gate * (experts + shared) + args.moe_router_topk * args.hidden_size)
 
 
-def _bytes_of_a_layer(args: argparse.Namespace) -> float:
+def _bytes_of_a_layer(args: Namespace) -> float:
     """What a layer keeps on a rank, in bytes a token and element of the hidden states (arXiv:2205.05198, table 2)."""
     # Inputs of norms, attention and MLP, and two dropout masks: whole on every rank without sequence parallelism.
     inputs = 8 + (2 if args.hidden_dropout else 0)

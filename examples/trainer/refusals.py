@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import itertools
 import math
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,8 +20,7 @@ DDP = "the model is wrapped in DDP; use --use-distributed-optimizer"
 ABSENT = "nothing here would start it; drop it"
 
 GROUPS = {
-    "rl": "Megatron's own RL loop is not run; the flags of this program are in the groups 'policy loss', 'planning' and "
-    "'trainer' of --help",
+    "rl": "Megatron's own RL loop is not run; see the groups 'policy loss', 'planning' and 'trainer' of --help",
     "sft": "for supervised fine-tuning give --policy-loss sft and --rollout-files",
     "In-process restart": "a run that was ended is started anew, with --load; drop it",
     "one logger": "metrics go to --tensorboard-dir and --wandb-project; drop it",
@@ -57,11 +57,14 @@ REASONS = {
 FLAGS = {name: reason for reason, names in REASONS.items() for name in names.split()}
 """Further flags, by the attribute that they store to, and what to do."""
 
-LEAST = {"prompts_per_step": 1, "samples_per_prompt": 1, "max_response_tokens": 1} | {
-    "held_out_tasks": 0,
-    "prompt_examples": 0,
+COUNTS = {
+    "prompt_examples": (0, 0, "tasks with their answers before every question"),
+    "prompts_per_step": (1, 16, "questions of a step of --task"),
+    "samples_per_prompt": (1, 8, "answers to each"),
+    "max_response_tokens": (1, 128, "of an answer, at most"),
+    "held_out_tasks": (0, 64, "scored before and after, never trained on"),
 }
-"""Numbers of --task, and the smallest that each may be."""
+"""Flags of --task that take a number: the smallest, the default and the meaning."""
 ONE_AT_A_TIME = "every tensor-parallel group generates by itself, a token at a time"
 CANNOT_GENERATE = {
     "num_layers_per_virtual_pipeline_stage": "answers are generated with one chunk of layers a stage",
@@ -86,15 +89,14 @@ MODEL_KEPT = """
 """
 TRAINING_KEPT = """
     bf16 fp16 optimizer use_distributed_optimizer clip_grad adam_beta1 adam_beta2 adam_eps seed
-    task task_settings system_prompt prompt_examples prompts_per_step samples_per_prompt max_response_tokens
-    held_out_tasks advantage
+    task task_settings system_prompt advantage
 """
 """The learning rate and the weight decay Megatron compares itself, with flags of its own about them."""
 FREE = ("max_tokens_per_microbatch", "oversized_samples", "ragged_microbatches", "rollout_files")
 """Settings of planning that change the order of sums alone; the files are compared by their contents."""
 
 
-def refuse_flags(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+def refuse_flags(args: Namespace, parser: argparse.ArgumentParser) -> None:
     """Raise a NotImplementedError where a flag was given that this program does not read.
 
     `args` are as parsed, before anything has changed them.
@@ -113,7 +115,7 @@ def refuse_flags(args: argparse.Namespace, parser: argparse.ArgumentParser) -> N
             raise NotImplementedError(f"{flag}: {reason}")
 
 
-def refuse_combinations(args: argparse.Namespace) -> None:
+def refuse_combinations(args: Namespace) -> None:
     """Raise a ValueError unless this program can run these arguments."""
     for name, value in vars(args).items():
         values = value if isinstance(value, (list, tuple)) else [value]
@@ -128,7 +130,7 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _of_any(args: argparse.Namespace) -> Iterator[str]:
+def _of_any(args: Namespace) -> Iterator[str]:
     if not args.vocab_size:
         yield "--vocab-size is missing: token ids are below it"
     if not args.train_iters:
@@ -158,22 +160,21 @@ def _of_any(args: argparse.Namespace) -> Iterator[str]:
     if 0 < args.train_iters <= (args.lr_warmup_iters or 0):
         found = f"--lr-warmup-iters {args.lr_warmup_iters} is not below --train-iters"
         yield f"{found} {args.train_iters}: the learning rate would not get to --lr; give fewer"
-    axes = ("tensor_model", "pipeline_model", "context")
-    sizes = {f"{axis}_parallel_size": getattr(args, f"{axis}_parallel_size") for axis in axes}
-    if args.world_size % (ranks := math.prod(sizes.values())):
-        flags = ", ".join(["--nproc-per-node of torchrun", *map(_flag, sizes)])
+    axes = [f"{axis}_parallel_size" for axis in ("tensor_model", "pipeline_model", "context")]
+    if args.world_size % (ranks := math.prod(getattr(args, axis) for axis in axes)):
+        flags = ", ".join(["--nproc-per-node of torchrun", *map(_flag, axes)])
         groups = f"groups of tensor x pipeline x context = {ranks}"
         yield f"{args.world_size} processes cannot be split in {groups}: change one of {flags}"
 
 
-def _of_files(args: argparse.Namespace) -> Iterator[str]:
+def _of_files(args: Namespace) -> Iterator[str]:
     if not args.rollout_files:
         yield "what to train on: give one of --rollout-files and --task"
     if not args.docs_per_step:
         yield "--docs-per-step is missing: the documents (rollouts) of a step"
 
 
-def _of_tasks(args: argparse.Namespace) -> Iterator[str]:
+def _of_tasks(args: Namespace) -> Iterator[str]:
     """The sampler has the stages of the model that is trained, each rank one of them, a token at a time."""
     if args.rollout_files:
         yield "what to train on: give one of --rollout-files and --task"
@@ -181,7 +182,7 @@ def _of_tasks(args: argparse.Namespace) -> Iterator[str]:
         yield "--task needs --hf-model: its tokenizer and chat template make the prompts"
     if args.docs_per_step is not None:
         yield "--docs-per-step with --task: give --prompts-per-step"
-    for name, least in LEAST.items():
+    for name, (least, _, _) in COUNTS.items():
         if (value := getattr(args, name)) < least:
             yield f"{_flag(name)} is {value}: give {least} or more"
     given = vars(args) | {"expert_model_parallel_size": args.expert_model_parallel_size > 1}
@@ -190,15 +191,11 @@ def _of_tasks(args: argparse.Namespace) -> Iterator[str]:
             yield f"{_flag(name)} with --task: {reason}; drop it"
 
 
-def refuse_other_settings(args: argparse.Namespace, stored: argparse.Namespace) -> None:
+def refuse_other_settings(args: Namespace, stored: Namespace) -> None:
     """Raise a ValueError unless the settings are those that are stored in the checkpoint."""
-    planning = [name for name in fields_of(PlanningConfig) if name not in FREE]
-    for name in (
-        *MODEL_KEPT.split(),
-        *TRAINING_KEPT.split(),
-        *fields_of(PolicyLossConfig),
-        *planning,
-    ):
+    kept = [*MODEL_KEPT.split(), *TRAINING_KEPT.split(), *COUNTS, *fields_of(PolicyLossConfig)]
+    kept += [name for name in fields_of(PlanningConfig) if name not in FREE]
+    for name in kept:
         then, now = getattr(stored, name, None), getattr(args, name, None)
         if then != now and hasattr(stored, name):
             raise ValueError(

@@ -1,16 +1,21 @@
-"""Steps from rollout files: nothing is generated, and where the files have been read to is in the checkpoint."""
+"""Steps from rollout files, whose place is in the checkpoint, and the log-probs that rollouts lack."""
 
 from __future__ import annotations
 
-import argparse
 import functools
+from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from megatron.training import checkpointing, training
 
 from megatron_pg import PolicyLossConfig, Sample, StepCollector, StepPlan, plan_step
+from megatron_pg.megatron import compute_log_probs
 from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.rollout_files import (
     CollectorState,
@@ -22,14 +27,16 @@ from megatron_pg.rollout_files import (
 from megatron_pg.rollout_files.collector import no_sample_in
 from megatron_pg.step import SampleCost
 from megatron_pg.step.advantages import half_of_dr_grpo
-from megatron_pg.step.agreement import compute_and_gather
+from megatron_pg.step.agreement import compute_and_gather, gather
+
+from .initialize import provide_model
 
 Step = tuple[list[Sample], dict[str, float | None]]
 """This data-parallel rank's samples, and what is known of them before the step, over all ranks."""
 
 
-def row_settings(args: argparse.Namespace, config: PolicyLossConfig) -> dict[str, Any]:
-    """How rows are read. They need what the policy loss needs but for log-probs that a model here can say."""
+def row_settings(args: Namespace, config: PolicyLossConfig) -> dict[str, Any]:
+    """Settings of the reader. Rows need what the policy loss needs but for log-probs that a model here can say."""
     computed = {"old_log_probs"} | ({"ref_log_probs"} if args.ref_load else set())
     return {
         "required_fields": [n for n in config.required_sample_fields if n not in computed],
@@ -38,8 +45,8 @@ def row_settings(args: argparse.Namespace, config: PolicyLossConfig) -> dict[str
     }
 
 
-def layout_of(args: argparse.Namespace) -> dict[str, Any]:
-    """How a micro-batch lies on the ranks, as `plan_step` and `pack` take it."""
+def layout_of(args: Namespace) -> dict[str, Any]:
+    """Place of a micro-batch on the ranks, as `plan_step` and `pack` take it."""
     split = args.tensor_model_parallel_size * args.context_parallel_size
     return {
         "cp_size": args.context_parallel_size,
@@ -49,7 +56,7 @@ def layout_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def plan_of(
-    args: argparse.Namespace, samples: Sequence[Sample], group: dist.ProcessGroup | None = None
+    args: Namespace, samples: Sequence[Sample], group: dist.ProcessGroup | None = None
 ) -> StepPlan:
     """The plan of a step of which a data-parallel rank has these samples; every rank of the group must call it."""
     stages = args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size
@@ -75,12 +82,7 @@ class FileSteps:
     Without groups they are those of all data-parallel ranks, in the order of the files.
     """
 
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        config: PolicyLossConfig,
-        groups: ParallelGroups | None = None,
-    ) -> None:
+    def __init__(self, args: Any, config: Any, groups: ParallelGroups | None = None) -> None:
         self._args, self._config, self._group = args, config, groups.data if groups else None
         files = RolloutFiles(
             args.rollout_files,
@@ -133,11 +135,8 @@ def means_of(
 ) -> dict[str, float | None]:
     """Mean reward, None where an answer has none, and mean response length over all data-parallel ranks."""
     known = [reward for reward in rewards if reward is not None]
-    sums = torch.tensor(
-        [sum(known), len(known), sum(lengths), len(lengths)],
-        dtype=torch.float64,
-        device=torch.cuda.current_device(),
-    )
+    numbers = [sum(known), len(known), sum(lengths), len(lengths)]
+    sums = torch.tensor(numbers, dtype=torch.float64, device=torch.cuda.current_device())
     dist.all_reduce(sums, group=group)
     reward, num_known, length, count = sums.tolist()
     return {
@@ -147,7 +146,7 @@ def means_of(
 
 
 def with_advantages(
-    args: argparse.Namespace,
+    args: Namespace,
     config: PolicyLossConfig,
     samples: Sequence[Sample],
     data_parallel_group: dist.ProcessGroup | None = None,
@@ -194,3 +193,58 @@ def say_half_of_dr_grpo(method: str, loss_aggregation: str) -> None:
 
 def _needs_advantages(sample: Any) -> bool:
     return isinstance(sample, RewardedSample) and not sample.has_advantages
+
+
+class Scoring:
+    """Fills in what the policy loss needs of samples and a model can say; every rank calls everything alike."""
+
+    def __init__(self, args: Namespace, config: PolicyLossConfig, groups: ParallelGroups) -> None:
+        self._args, self._config, self._groups = args, config, groups
+        self._reference = None if args.ref_load is None else load_reference(args)
+
+    def filled(self, samples: Sequence[Sample], policy: list[Any]) -> list[Sample]:
+        """Give this data-parallel rank's samples the log-probs that the loss needs; those that they have stay."""
+        with_old = self._with(list(samples), "old_log_probs", policy)
+        return self._with(with_old, "ref_log_probs", self._reference)
+
+    def _with(self, samples: list[Sample], name: str, model: list[Any] | None) -> list[Sample]:
+        if name not in self._config.required_sample_fields or model is None:
+            return samples
+        missing = [i for i, sample in enumerate(samples) if getattr(sample, name) is None]
+        if not any(gather(len(missing), self._groups.data)):
+            return samples
+        scored = compute_log_probs(
+            model,
+            [samples[index] for index in missing],
+            self._config,
+            max_tokens_per_microbatch=self._args.max_tokens_per_microbatch,
+            oversized=self._args.oversized_samples,
+            groups=self._groups,
+            vocab_size=self._args.vocab_size,
+        )
+        for index, log_probs in zip(missing, scored.log_probs, strict=True):
+            samples[index] = replace(samples[index], **{name: log_probs})
+        return samples
+
+
+def load_reference(args: Namespace) -> list[Any]:
+    """The chunks of the reference policy, frozen; every rank must call it."""
+    is_hugging_face = (Path(args.ref_load) / "config.json").exists()
+    if not (is_hugging_face or checkpointing.checkpoint_exists(args.ref_load)):
+        raise ValueError(
+            f"--ref-load: {args.ref_load} holds neither a checkpoint of Megatron nor Hugging Face weights"
+        )
+    chunks: list[Any] = training.get_model(provide_model, wrap_with_ddp=False)
+    for chunk in chunks:
+        chunk.requires_grad_(False)
+    if is_hugging_face:
+        from .hugging_face import load_hugging_face  # needs safetensors
+
+        load_hugging_face(chunks, args.ref_load)
+    else:
+        # The weights of the last checkpoint of the folder and nothing else; the count is put back.
+        alone = {"finetune": True, "ckpt_step": None, "pretrained_checkpoint": None}
+        count = args.consumed_train_samples
+        with mock.patch.multiple(args, **alone, consumed_train_samples=count):
+            checkpointing.load_checkpoint(chunks, None, None, load_arg="ref_load")
+    return chunks

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import random
+from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.utils import unwrap_model
-from sampler import Response, Sampler
+from sampler import Response, Sampler, answer_sample
 
 from megatron_pg import PolicyLossConfig, Sample, group_advantages
 from megatron_pg.megatron.groups import ParallelGroups
@@ -28,9 +28,7 @@ class TaskSteps:
     one and calls it alike.
     """
 
-    def __init__(
-        self, args: argparse.Namespace, config: PolicyLossConfig, groups: ParallelGroups
-    ) -> None:
+    def __init__(self, args: Namespace, config: PolicyLossConfig, groups: ParallelGroups) -> None:
         import reasoning_gym
         from transformers import AutoTokenizer
 
@@ -74,36 +72,30 @@ class TaskSteps:
 
     def step(self, iteration: int) -> Step:
         """The step after `iteration` others."""
-        args, draw = self._args, random.Random(f"{self._args.seed}-{iteration}")
+        args = self._args
+        draw = random.Random(f"{args.seed}-{iteration}")
         entries = draw.sample(self._training, args.prompts_per_step)
         rollouts = self._answers(entries, args.samples_per_prompt, iteration)
         prompts, groups, rewards, _ = zip(*rollouts, strict=True) if rollouts else ((),) * 4
-        found = group_advantages(rewards, groups, method=args.advantage, prompts=prompts)
-        first = iteration * args.prompts_per_step
-        samples = [
-            Sample(
-                tokens=torch.tensor(prompt + response.tokens),
-                response_length=len(response.tokens),
-                loss_mask=torch.ones(len(response.tokens)),
-                advantages=advantage,
-                rollout_log_probs=torch.tensor(response.log_probs),
-                group_index=first + group,
-                name=f"answer {index} (prompt group {first + group})",
-            )
-            for index, ((prompt, group, _, response), advantage) in enumerate(
-                zip(rollouts, found.advantages.tolist(), strict=True)
-            )
-        ]
+        advantages = group_advantages(rewards, groups, method=args.advantage, prompts=prompts)
+        samples = []
+        for rollout, advantage in zip(rollouts, advantages.advantages.tolist(), strict=True):
+            prompt, task, _, response = rollout
+            group = iteration * args.prompts_per_step + task
+            fields = {"advantages": advantage, "rollout_log_probs": response.log_probs}
+            fields |= {
+                "group_index": group,
+                "name": f"answer {len(samples)} (prompt group {group})",
+            }
+            samples.append(answer_sample(prompt, response.tokens, **fields))
         return samples, self._metrics(rollouts)
 
     def held_out(self) -> tuple[float, list[str]]:
         """Mean score of the held-out tasks, each answered with the likeliest tokens, and a few answers; on all ranks."""
         rollouts = self._answers(self._held_out, 1, None)
         score = self._metrics(rollouts)["reward"]
-        texts = [
-            self._tokenizer.decode(prompt + answer.tokens) for prompt, *_, answer in rollouts[:4]
-        ]
-        return float(score or 0.0), texts
+        shown = [prompt + answer.tokens for prompt, *_, answer in rollouts[:4]]
+        return float(score or 0.0), [self._tokenizer.decode(tokens) for tokens in shown]
 
     def shown(self, samples: Sequence[Sample]) -> list[str]:
         """Answers after the ends of their prompts, 200 tokens in all."""
@@ -123,10 +115,8 @@ class TaskSteps:
             messages.append({"role": "user", "content": example["question"]})
             messages.append({"role": "assistant", "content": example["answer"]})
         messages.append({"role": "user", "content": entry["question"]})
-        found: list[int] = self._tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=False
-        )
-        return found
+        settings = {"add_generation_prompt": True, "return_dict": False}
+        return self._tokenizer.apply_chat_template(messages, **settings)
 
     def _answers(
         self, entries: Sequence[dict[str, Any]], copies: int, iteration: int | None
@@ -145,16 +135,12 @@ class TaskSteps:
             rank = dist.get_rank(groups.data_with_context)
             seed = random.Random(f"{self._args.seed}-{iteration}-{rank}").getrandbits(48)
             generator = torch.Generator(torch.device(torch.cuda.current_device())).manual_seed(seed)
-        responses = self._sampler.sample(
-            prompts, copies, temperature=self._config.rollout_temperature, generator=generator
-        )
-        asked = [
-            (i, prompt) for i, prompt in zip(mine, prompts, strict=True) for _ in range(copies)
-        ]
-        rollouts = [
-            (prompt, index, self._score(entries[index], response), response)
-            for (index, prompt), response in zip(asked, responses, strict=True)
-        ]
+        settings = {"temperature": self._config.rollout_temperature, "generator": generator}
+        responses = self._sampler.sample(prompts, copies, **settings)
+        rollouts = []
+        for number, response in enumerate(responses):
+            index, prompt = mine[number // copies], prompts[number // copies]
+            rollouts.append((prompt, index, self._score(entries[index], response), response))
         return [rollout for part in gather(rollouts, groups.context) for rollout in part]
 
     def _score(self, entry: dict[str, Any], response: Response) -> float:
@@ -165,9 +151,7 @@ class TaskSteps:
         answer = self._tokenizer.decode(response.tokens, skip_special_tokens=True).strip()
         return float(self._dataset.score_answer(answer, entry) == 1.0)
 
-    def _metrics(
-        self, rollouts: Sequence[tuple[Any, int, float, Response]]
-    ) -> dict[str, float | None]:
+    def _metrics(self, rollouts: Sequence[tuple[Any, ...]]) -> dict[str, float | None]:
         rewards = [reward for _, _, reward, _ in rollouts]
         lengths = [len(response.tokens) for *_, response in rollouts]
         return means_of(rewards, lengths, self._groups.data)

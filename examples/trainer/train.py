@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import time
+from argparse import Namespace
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -21,26 +21,25 @@ from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.megatron.schedule import run_micro_batches
 
 from .arguments import parse_arguments
-from .checkpoint import claim_save_folder, loading, restore_rollouts, save_with_rollouts
+from .checkpoint import claim_save_folder, loading, restore_rollouts, saving
 from .dry_run import print_plan
 from .errors import agreed, mendable, plain_errors
 from .initialize import provide_model, start_megatron
 from .log import MetricsLog
-from .rollouts import FileSteps, layout_of, plan_of
-from .scoring import Scoring
+from .rollouts import FileSteps, Scoring, layout_of, plan_of
 
 PHASES = ("rollouts", "scoring", "training")
-"""Of a step: getting its rollouts, the log-probs that they lack, and forward, backward and update."""
+"""The parts of a step: getting rollouts, the log-probs that they lack, and forward, backward and update."""
 
 
 class Run:
     """A run, fresh or gone on with, from validated arguments; every rank makes one."""
 
-    def __init__(self, args: argparse.Namespace, config: PolicyLossConfig) -> None:
+    def __init__(self, args: Namespace, config: PolicyLossConfig) -> None:
         self._args, self._config = args, config
         self._microbatches = start_megatron(args)
         self._groups = ParallelGroups.from_parallel_state()
-        claim_save_folder(args)
+        self._lock = claim_save_folder(args)
         with agreed("the run cannot begin"):  # a rollout file may be absent on one node alone
             if args.rollout_files:
                 self._rollouts: Any = FileSteps(args, config, self._groups)
@@ -100,16 +99,9 @@ class Run:
 
                 save_hugging_face(model, args.save_hf, args.hf_model)
 
-    def _step(
-        self,
-        _forward_step: None,
-        _data_iterator: None,
-        model: list[Any],
-        optimizer: Any,
-        *rest: Any,
-        **named: Any,
-    ) -> tuple[Any, ...]:
+    def _step(self, _: None, __: None, *rest: Any, **named: Any) -> tuple[Any, ...]:
         """Megatron's `train_step` on the rollouts that come next; see `megatron.training.training.train_step`."""
+        model, optimizer, *_ = rest
         times, done = [time.monotonic()], named["iteration"]
         with mendable():
             collected = self._rollouts.step(done)
@@ -126,8 +118,8 @@ class Run:
         result: tuple[Any, ...] = ({}, 1, False, False, 0, None, None, 0)
         metrics: dict[str, float | None] = dict(collected[1])
         if plan.totals.num_active_tokens > 0:
-            result, of_loss = self._update(samples, plan, model, optimizer, *rest, **named)
-            metrics |= of_loss
+            result, loss_metrics = self._update(samples, plan, *rest, **named)
+            metrics |= loss_metrics
         metrics["learning_rate"] = optimizer.param_groups[0]["lr"]
         times.append(time.monotonic())
         for phase, (begin, end) in zip(PHASES, itertools.pairwise(times), strict=True):
@@ -149,14 +141,9 @@ class Run:
     ) -> tuple[tuple[Any, ...], dict[str, float]]:
         """Forward, backward and update by Megatron's `train_step`: its result, and the step's metrics."""
         step = PolicyStep(self._config, plan, model=model, vocab_size=self._args.vocab_size)
-        batches = [
-            pack(
-                [samples[index] for index in indices],
-                cp_rank=self._groups.context_rank,
-                **layout_of(self._args),
-            ).to(torch.cuda.current_device())
-            for indices in plan.microbatches
-        ]
+        packs = [[samples[index] for index in indices] for indices in plan.microbatches]
+        place = {"cp_rank": self._groups.context_rank, **layout_of(self._args)}
+        batches = [pack(part, **place).to(torch.cuda.current_device()) for part in packs]
         reported: list[Any] = []
 
         def run_schedule(**_: Any) -> list[Any]:
@@ -181,18 +168,13 @@ class Run:
         with mendable():
             self._log.held_out(iteration, score, answers)
 
-    def _save(self, iteration: int, *rest: Any, **named: Any) -> None:
+    def _save(
+        self, iteration: int, model: list[Any], optimizer: Any, *rest: Any, **named: Any
+    ) -> None:
         """In place of Megatron's `save_checkpoint`."""
-        save_with_rollouts(
-            self._save_checkpoint,
-            self._args,
-            self._rollouts.state(),
-            self._groups,
-            self._log,
-            iteration,
-            *rest,
-            **named,
-        )
+        state = self._rollouts.state()
+        with saving(self._args, state, self._groups, self._log, iteration, optimizer):
+            self._save_checkpoint(iteration, model, optimizer, *rest, **named)
         self._last_saved = iteration
 
 

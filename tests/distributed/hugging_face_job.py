@@ -11,23 +11,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
-from megatron.core.models.gpt import GPTModel
+from megatron.core import distributed, parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.training import arguments
 from torch import Tensor
+from trainer import initialize
+from trainer.hugging_face import load_hugging_face, save_hugging_face
+from trainer.hugging_face_config import WeightsError, megatron_arguments_of, read_config
 
 from megatron_pg import PackedBatch, PolicyLossConfig, pack, plan_step
-from megatron_pg.megatron import ParallelGroups, PolicyStep, packed_seq_params, torch_block_spec
+from megatron_pg.megatron import ParallelGroups, PolicyStep, packed_seq_params
 from megatron_pg.megatron.schedule import run_micro_batches
-from tests.oracle import PlainSample
+from tests.oracle import PlainSample, Step
 from tests.random_steps import package_samples
 
 from .models import Sharding, initialize_groups
@@ -38,7 +37,7 @@ FLAGS = """
     --distributed-backend gloo --transformer-impl local --use-cpu-initialization --tokenizer-type NullTokenizer
     --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm --no-rope-fusion
     --no-bias-swiglu-fusion --no-bias-dropout-fusion --attention-backend unfused --moe-token-dispatcher-type alltoall
-    --make-vocab-size-divisible-by 8
+    --make-vocab-size-divisible-by 8 --expert-tensor-parallel-size 1
 """
 
 
@@ -55,8 +54,7 @@ class Job:
     file_bytes: int = 5 * 10**9
 
 
-@dataclass(frozen=True)
-class Logits:
+class Logits(NamedTuple):
     """A rank's part [tokens of its context-parallel rank, columns] of all samples in one pack, at the last stage."""
 
     tensor_rank: int
@@ -65,107 +63,68 @@ class Logits:
 
 
 def load_and_save(sharding: Sharding, job: Job) -> list[Logits | None]:
-    """The logits as loaded and, after it, those of the trained model."""
-    from trainer.hugging_face import load_hugging_face, save_hugging_face
-
     chunks = build(sharding, job)
     load_hugging_face(chunks, job.source)
     logits = [forward(chunks, sharding, job.samples)]
     if job.copy is not None:
         save_hugging_face(chunks, job.copy, job.source, job.file_bytes)
     if job.trained is not None:
-        train_step(chunks, job.samples, vocab_size=vocabulary_size(job.source))
+        train_step(chunks, job.samples, vocab_size=read_config(job.source)["vocab_size"])
         logits.append(forward(chunks, sharding, job.samples))
         save_hugging_face(chunks, job.trained, job.source)
     return logits
 
 
 def convert(sharding: Sharding, job: Job) -> None:
-    """Load and write back, without a step of the model."""
-    from trainer.hugging_face import load_hugging_face, save_hugging_face
-
     chunks = build(sharding, job)
     load_hugging_face(chunks, job.source)
     save_hugging_face(chunks, job.copy, job.source)
 
 
-def vocabulary_size(source: Path) -> int:
-    from trainer.hugging_face_config import read_config
-
-    return int(read_config(source)["vocab_size"])
-
-
 def parse(sharding: Sharding, job: Job) -> Any:
     """Megatron's arguments, by its own parser and checks, of the flags that the config means."""
-    from megatron.training import arguments
-    from trainer.hugging_face_config import megatron_arguments_of, read_config
-
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # validate_args wants it under TP and CP
-    sizes = {
-        "tensor-model-parallel-size": sharding.tensor,
-        "pipeline-model-parallel-size": sharding.pipeline,
-        "context-parallel-size": sharding.context,
-        "expert-model-parallel-size": sharding.expert,
-        "expert-tensor-parallel-size": 1,
-    }
+    flags = (
+        f"{FLAGS} --tensor-model-parallel-size {sharding.tensor} --context-parallel-size {sharding.context} "
+        f"--pipeline-model-parallel-size {sharding.pipeline} --expert-model-parallel-size {sharding.expert}"
+    )
     if sharding.virtual_pipeline is not None:
-        sizes["num-virtual-stages-per-pipeline-rank"] = sharding.virtual_pipeline
-    words = [word for flag, size in sizes.items() for word in (f"--{flag}", str(size))]
-    words += ["--sequence-parallel"] * sharding.sequence_parallel
-    sys.argv = ["train", *megatron_arguments_of(read_config(job.source)), *FLAGS.split(), *words]
-    sys.argv += job.flags
+        flags += f" --num-virtual-stages-per-pipeline-rank {sharding.virtual_pipeline}"
+    flags += " --sequence-parallel" * sharding.sequence_parallel
+    model = megatron_arguments_of(read_config(job.source))
+    sys.argv = ["train", *model, *flags.split(), *job.flags]
     with contextlib.redirect_stdout(io.StringIO()):  # it prints every argument
         return arguments.validate_args(arguments.parse_args())
 
 
 def build(sharding: Sharding, job: Job) -> list[DistributedDataParallel]:
     """This rank's chunks under DDP, as Megatron initialises them."""
-    from megatron.training.arguments import core_transformer_config_from_args
-
     args = parse(sharding, job)
     args.params_dtype = job.dtype
     initialize_groups(sharding)
-    config = core_transformer_config_from_args(args)
-    config.finalize_model_grads_func = finalize_model_grads
+    config = arguments.core_transformer_config_from_args(args)
+    config.finalize_model_grads_func = distributed.finalize_model_grads
     config.variable_seq_lengths = sharding.pipeline > 1
     multiple = args.make_vocab_size_divisible_by * sharding.tensor
-    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=False)
-    stages = range(sharding.virtual_pipeline) if sharding.virtual_pipeline else [None]
+    args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
+    ddp_config = distributed.DistributedDataParallelConfig(grad_reduce_in_fp32=False)
     chunks = []
-    for stage in stages:
-        model = GPTModel(
-            config,
-            torch_block_spec(config, stage),
-            vocab_size=-(-args.vocab_size // multiple) * multiple,
-            max_sequence_length=args.max_position_embeddings,
-            pre_process=parallel_state.is_pipeline_first_stage(False, vp_stage=stage),
-            post_process=parallel_state.is_pipeline_last_stage(False, vp_stage=stage),
-            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-            position_embedding_type=args.position_embedding_type,
-            rotary_percent=args.rotary_percent,
-            rotary_base=args.rotary_base,
-            rope_scaling=args.use_rope_scaling,
-            rope_scaling_factor=args.rope_scaling_factor,
-            vp_stage=stage,
-        )
-        chunks.append(
-            DistributedDataParallel(config, ddp_config, model, disable_bucketing=bool(stage))
-        )
+    for stage in range(sharding.virtual_pipeline) if sharding.virtual_pipeline else [None]:
+        is_first = parallel_state.is_pipeline_first_stage(False, vp_stage=stage)
+        is_last = parallel_state.is_pipeline_last_stage(False, vp_stage=stage)
+        with mock.patch.object(initialize, "get_args", lambda: args):
+            model = initialize.provide_model(is_first, is_last, stage, config)
+        options = {"disable_bucketing": bool(stage)}
+        chunks.append(DistributedDataParallel(config, ddp_config, model, **options))
     return chunks
 
 
-def forward(
-    chunks: Sequence[Any], sharding: Sharding, samples: Sequence[PlainSample]
-) -> Logits | None:
+def forward(chunks: Sequence[Any], sharding: Sharding, samples: Step) -> Logits | None:
     """All samples in one pack through Megatron's schedule; None on earlier pipeline stages."""
     groups = ParallelGroups.from_model(chunks)
-    batch = pack(
-        package_samples(samples),
-        cp_rank=groups.context_rank,
-        cp_size=groups.context_size,
-        pad_to_multiple=_pad_to_multiple(sharding),
-    )
-    kept = []
+    multiple = sharding.context * sharding.tensor if sharding.sequence_parallel else 1
+    place = {"cp_rank": groups.context_rank, "cp_size": groups.context_size}
+    batch, kept = pack(package_samples(samples), pad_to_multiple=multiple, **place), []
 
     def keep(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         kept.append(output[0].clone())
@@ -187,32 +146,17 @@ def forward(
     return Logits(groups.tensor_rank, groups.context_rank, kept[0]) if kept else None
 
 
-def _pad_to_multiple(sharding: Sharding) -> int:
-    return sharding.context * sharding.tensor if sharding.sequence_parallel else 1
-
-
 def train_step(
-    chunks: Sequence[DistributedDataParallel], samples: Sequence[PlainSample], *, vocab_size: int
+    chunks: Sequence[DistributedDataParallel], samples: Step, *, vocab_size: int
 ) -> None:
     """Plain gradient descent on the policy loss of all samples, in two micro-batches or more."""
     groups = ParallelGroups.from_model(chunks)
-    mine = package_samples(samples)
-    plan = plan_step(
-        mine,
-        max_tokens_per_microbatch=sum(len(sample.tokens) for sample in samples) // 2,
-        data_parallel_group=groups.data,
-        cp_size=groups.context_size,
-        pad_to_multiple=groups.tensor_size * groups.context_size,
-    )
-    batches = [
-        pack(
-            [mine[index] for index in indices],
-            cp_rank=groups.context_rank,
-            cp_size=groups.context_size,
-            pad_to_multiple=groups.tensor_size * groups.context_size,
-        )
-        for indices in plan.microbatches
-    ]
+    mine, multiple = package_samples(samples), groups.tensor_size * groups.context_size
+    place = {"cp_size": groups.context_size, "pad_to_multiple": multiple}
+    half = sum(len(sample.tokens) for sample in samples) // 2
+    plan = plan_step(mine, max_tokens_per_microbatch=half, data_parallel_group=groups.data, **place)
+    packs = [[mine[index] for index in indices] for indices in plan.microbatches]
+    batches = [pack(part, cp_rank=groups.context_rank, **place) for part in packs]
     for chunk in chunks:
         chunk.zero_grad_buffer()
     step = PolicyStep(PolicyLossConfig(), plan, model=list(chunks), vocab_size=vocab_size)
@@ -225,9 +169,6 @@ def train_step(
 
 def load_errors(sharding: Sharding, jobs: dict[str, Job]) -> dict[str, str]:
     """What loading says of broken folders and of models that are not theirs, by name."""
-    from trainer.hugging_face import load_hugging_face
-    from trainer.hugging_face_config import WeightsError
-
     said = {}
     for name, job in jobs.items():
         chunks = build(sharding, job)
@@ -242,9 +183,6 @@ def load_errors(sharding: Sharding, jobs: dict[str, Job]) -> dict[str, str]:
 
 
 def save_errors(job: Job, existing: Path) -> str:
-    from trainer.hugging_face import save_hugging_face
-    from trainer.hugging_face_config import WeightsError
-
     try:
         save_hugging_face(build(Sharding(pipeline=2), job), existing, job.source)
     except WeightsError as error:
@@ -253,10 +191,8 @@ def save_errors(job: Job, existing: Path) -> str:
 
 
 def mutants(job: Job) -> dict[str, Logits | None]:
-    """Logits of converters that are wrong, by what they do."""
     from mbridge.core.bridge import Bridge
     from mbridge.models import LLaMABridge
-    from trainer.hugging_face import load_hugging_face
 
     to_megatron, mlp = Bridge._weight_to_mcore_format, LLaMABridge._MLP_MAPPING
     gate_and_up = mlp["mlp.linear_fc1.weight"]
@@ -264,13 +200,10 @@ def mutants(job: Job) -> dict[str, Logits | None]:
     def one_after_another(self: Any, name: str, weights: list[Tensor]) -> Tensor:
         return torch.cat(weights) if len(weights) == 3 else to_megatron(self, name, weights)
 
+    up_and_gate = mlp | {"mlp.linear_fc1.weight": gate_and_up[::-1]}
     wrong = {
         "q, k and v one after another": (Bridge, "_weight_to_mcore_format", one_after_another),
-        "up before gate": (
-            LLaMABridge,
-            "_MLP_MAPPING",
-            mlp | {"mlp.linear_fc1.weight": gate_and_up[::-1]},
-        ),
+        "up before gate": (LLaMABridge, "_MLP_MAPPING", up_and_gate),
     }
     found = {}
     for name, change in wrong.items():
@@ -283,14 +216,11 @@ def mutants(job: Job) -> dict[str, Logits | None]:
 
 def load_by_transformer_engines_names(job: Job) -> Logits | None:
     """The logits of a model whose parameters are named as those of Transformer Engine's layers, which need a GPU."""
-    from trainer.hugging_face import load_hugging_face
-
     chunks = build(Sharding(), job)
     model = chunks[0].module
     tensors = model.state_dict(keep_vars=True)
-    model.state_dict = lambda **_: {
-        _transformer_engines_name(name): tensor for name, tensor in tensors.items()
-    }
+    renamed = {_transformer_engines_name(name): tensor for name, tensor in tensors.items()}
+    model.state_dict = lambda **_: renamed
     load_hugging_face(chunks, job.source)
     return forward(chunks, Sharding(), job.samples)
 

@@ -15,18 +15,17 @@ import resource
 import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple
 
-from .quickstart_run import hold, output_of, run, start, steps_of, wait, wait_for_steps
+from .quickstart_run import Ranks, hold, output_of, run, start, steps_of, wait, wait_for_steps
 
 KINDS = ("kill one rank", "kill all ranks", "SIGTERM", "full disk")
 WORLD_SIZE = 2
 NUM_STEPS = 30
-STEPS = f"--train-iters {NUM_STEPS} --save-interval 3 "
+FLAGS = f"--train-iters {NUM_STEPS} --save-interval 3 --resume"
 LONGEST_DELAY = 0.3
 LAST_STEP = NUM_STEPS - 3
 """A run that is not interrupted until then waits for it."""
@@ -34,20 +33,16 @@ LAST_STEP = NUM_STEPS - 3
 
 @dataclass(frozen=True)
 class Moment:
-    """When and how a run is interrupted.
-
-    Attributes:
-        kind: one of KINDS.
-        step: it comes after this step is logged, or at the first checkpoint from this step on where the disk is full.
-        delay: seconds after that, up to LONGEST_DELAY; where the disk is full, the part of the largest file
-            of that rank in a checkpoint that it still takes.
-        rank: the rank that is killed, or whose disk is full.
-    """
+    """When and how a run is interrupted."""
 
     kind: str
+    """One of KINDS."""
     step: int
+    """It comes after this step is logged, or at the first checkpoint from this step on where the disk is full."""
     delay: float
+    """Seconds after that, up to LONGEST_DELAY; of a full disk it is to these as what it still takes to the largest file."""
     rank: int
+    """The rank that is killed, or whose disk is full."""
 
 
 def random_moments(number: int, seed: int) -> list[Moment]:
@@ -66,65 +61,51 @@ def random_moments(number: int, seed: int) -> list[Moment]:
     ]
 
 
-def interrupt(run_dir: Path, moment: Moment) -> list[int]:
-    """Starts or resumes the run and interrupts it at the moment: the exit codes of the ranks."""
-    flags = STEPS + "--resume"
-    if moment.kind == "full disk":
-        return wait(start(run_dir, flags, WORLD_SIZE, functools.partial(_fill_disk, moment)))
-    sent = sent_file(run_dir)
-    ranks = start(run_dir, flags, WORLD_SIZE, functools.partial(_hold, run_dir, sent))
-    try:
-        wait_for_steps(ranks, run_dir, moment.step)
-        send_signal(ranks, moment, sent)
-    finally:
-        codes = wait(ranks)
-    return codes
+class Program(NamedTuple):
+    """A program that is killed; its functions `hold` and `fill_disk` are sent to ranks."""
+
+    start: Callable[[Path, Callable[[int], None]], Ranks]
+    """Starts the run in a folder or goes on with it; a function is called first in every rank."""
+    hold: Callable[[Path, Path, int], None]
+    """Keeps a rank of the run in a folder from its end until a file is there."""
+    fill_disk: Callable[[Moment, int], None]
+    """Lets a rank write no more from a moment on."""
+    run: Callable[[Path], str]
+    """A run that must succeed."""
 
 
-def sent_file(run_dir: Path) -> Path:
-    """Where `send_signal` says that it was there; not there yet."""
-    sent = run_dir.with_suffix(".sent")
-    sent.unlink(missing_ok=True)
-    return sent
-
-
-def _hold(run_dir: Path, sent: Path, rank: int) -> None:
-    """Keep the run from its end until the signal is sent, however late that is."""
-    import run_log
-
-    write: Any = run_log.Log.write
-
-    def write_and_hold(log: Any, *line: Any) -> None:
-        write(log, *line)
-        hold(run_dir, LAST_STEP, sent)
-
-    run_log.Log.write = write_and_hold  # type: ignore[method-assign]
-
-
-def _fill_disk(moment: Moment, rank: int) -> None:
-    """From the moment on the system refuses its rank to write beyond a size, in the middle of a checkpoint.
+def take_no_more(moment: Moment, files: Iterable[Path]) -> None:
+    """Have the system refuse this rank to write beyond a size, in the middle of a checkpoint like these files.
 
     RLIMIT_FSIZE is what can be had without a disk to fill: a write ends short, the next fails with EFBIG.
     """
-    if rank != moment.rank:
-        return
-    import run_log
-    import train_grpo
-
-    save: Any = train_grpo.save_checkpoint
-
-    def save_on_full_disk(run_dir: Path, progress: dict[str, Any], state: Any) -> None:
-        if progress["step"] >= moment.step:
-            latest = run_log.checkpoints(run_dir)[-1:]
-            largest = max((f.stat().st_size for p in latest for f in p.iterdir()), default=4096)
-            limit = int(largest * moment.delay / LONGEST_DELAY)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-        save(run_dir, progress, state)
-
-    train_grpo.save_checkpoint = save_on_full_disk
+    largest = max((file.stat().st_size for file in files), default=4096)
+    limit = int(largest * moment.delay / LONGEST_DELAY)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
 
 
-def send_signal(ranks: list[BaseProcess], moment: Moment, sent: Path) -> None:
+def interrupt(program: Program, run_dir: Path, moment: Moment) -> None:
+    """Start the run or go on with it, and interrupt it at the moment."""
+    if moment.kind == "full disk":
+        codes = wait(program.start(run_dir, functools.partial(program.fill_disk, moment)))
+    else:
+        sent = run_dir.with_suffix(".sent")
+        sent.unlink(missing_ok=True)
+        ranks = program.start(run_dir, functools.partial(program.hold, run_dir, sent))
+        try:
+            wait_for_steps(ranks, run_dir, moment.step)
+            send_signal(ranks, moment, sent)
+        finally:
+            codes = wait(ranks)
+    said, done = output_of(run_dir).read_text(), len(steps_of(run_dir))
+    print(f"{moment}: {done} steps, {codes}")
+    if done >= NUM_STEPS or (run_dir / "summary.json").exists():
+        raise RuntimeError(f"{moment} did not interrupt the run; it said:\n{said}")
+    if moment.kind == "full disk" and "cannot be written" not in said:
+        raise RuntimeError(f"{moment}: the run did not say that it cannot write; it said:\n{said}")
+
+
+def send_signal(ranks: Ranks, moment: Moment, sent: Path) -> None:
     """The signal of the moment, after its delay, to the ranks that get it; the file `sent` tells those that wait."""
     time.sleep(moment.delay)
     number = signal.SIGTERM if moment.kind == "SIGTERM" else signal.SIGKILL
@@ -134,44 +115,63 @@ def send_signal(ranks: list[BaseProcess], moment: Moment, sent: Path) -> None:
     sent.touch()
 
 
-def _fail(run_dir: Path, message: str) -> NoReturn:
-    raise RuntimeError(f"{message}; the run said:\n{output_of(run_dir).read_text()}")
-
-
-def interrupted_run(run_dir: Path, moments: list[Moment]) -> None:
-    """A run that every moment interrupts, resumed each time and at last left alone."""
+def compare(program: Program, folder: Path, moments: list[Moment]) -> None:
+    """Raise unless a run that every moment interrupts has, bit for bit, the metrics of one that is left alone."""
+    program.run(folder / "uninterrupted")
     for moment in moments:
-        codes = interrupt(run_dir, moment)
-        metrics = run_dir / "metrics.jsonl"
-        done = len(metrics.read_text().splitlines()) if metrics.exists() else 0
-        print(f"{moment.kind} at step {moment.step} + {moment.delay:.3f}: {done} steps, {codes}")
-        if (run_dir / "summary.json").exists():
-            _fail(run_dir, f"{moment} did not interrupt the run")
-        if moment.kind == "full disk" and "cannot be written" not in output_of(run_dir).read_text():
-            _fail(run_dir, f"{moment}: the run did not say that the checkpoint cannot be written")
-    run(run_dir, STEPS + "--resume")
-
-
-def compare(folder: Path, moments: list[Moment]) -> None:
-    """Raises unless the interrupted run's metrics are bit for bit those of an uninterrupted one."""
-    run(folder / "uninterrupted", STEPS)
-    interrupted_run(folder / "interrupted", moments)
+        interrupt(program, folder / "interrupted", moment)
+    program.run(folder / "interrupted")
     expected, found = steps_of(folder / "uninterrupted"), steps_of(folder / "interrupted")
     if len(expected) != NUM_STEPS or found != expected:
-        _fail(folder / "interrupted", f"metrics differ: {found} and uninterrupted {expected}")
+        raise RuntimeError(f"metrics differ: {found} and uninterrupted {expected}")
 
 
-def main(compare: Callable[[Path, list[Moment]], None], description: str | None) -> None:
-    """The command line of a program's kill test."""
+def hold_quickstart(run_dir: Path, sent: Path, rank: int) -> None:
+    import run_log
+
+    write = run_log.Log.write
+
+    def write_and_hold(log: Any, *line: Any) -> None:
+        write(log, *line)
+        hold(run_dir, LAST_STEP, sent)
+
+    run_log.Log.write = write_and_hold
+
+
+def fill_disk_of_quickstart(moment: Moment, rank: int) -> None:
+    import run_log
+    import train_grpo
+
+    save = train_grpo.save_checkpoint
+
+    def save_on_full_disk(run_dir: Path, progress: dict[str, Any], state: Any) -> None:
+        if rank == moment.rank and progress["step"] >= moment.step:
+            latest = run_log.checkpoints(run_dir)[-1:]
+            take_no_more(moment, [file for folder in latest for file in folder.iterdir()])
+        save(run_dir, progress, state)
+
+    train_grpo.save_checkpoint = save_on_full_disk
+
+
+QUICKSTART = Program(
+    start=lambda run_dir, prepare: start(run_dir, FLAGS, WORLD_SIZE, prepare),
+    hold=hold_quickstart,
+    fill_disk=fill_disk_of_quickstart,
+    run=lambda run_dir: run(run_dir, FLAGS),
+)
+
+
+def main(program: Callable[[Path], Program], description: str | None) -> None:
+    """The command line of a program's kill test; the program may need files in a folder."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--moments", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        compare(Path(folder), random_moments(args.moments, args.seed))
+        compare(program(Path(folder)), Path(folder), random_moments(args.moments, args.seed))
     print(f"{args.moments} moments: metrics equal, {time.monotonic() - started:.0f} s")
 
 
 if __name__ == "__main__":
-    main(compare, __doc__)
+    main(lambda folder: QUICKSTART, __doc__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib
 import json
@@ -14,27 +15,32 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import train_grpo
 
 from tests.progress import wait_until
 
 from .launch import fork_server
 
-ROOT = Path(__file__).parents[2]
-ONLINE = (
-    "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seed 1 --lr 1e-2 "
-    "--warm-start-iters 4 --warm-start-batch-size 16 --num-training-tasks 256 --num-held-out-tasks 8 "
-    "--rollout-batch-size 8 --n-samples-per-prompt 4 --global-batch-size 16 --context-parallel-size 2 "
+Ranks = list[BaseProcess]
+Prepare = Callable[[int], None] | None
+"""Called with the rank, in its process, before the program."""
+SHORT = (
+    "--warm-start-iters 4 --warm-start-batch-size 16 --num-training-tasks 256 --num-held-out-tasks 16 "
+    "--rollout-batch-size 8 --n-samples-per-prompt 4 --global-batch-size 16 --train-iters 12 --save-interval 4 "
     # A model this little trained answers nothing rightly; the entropy term gives its steps a gradient.
-    "--max-tokens-per-microbatch 128 --loss-aggregation prompt_mean --entropy-coef 0.01 "
+    "--max-tokens-per-microbatch 128 --entropy-coef 0.01 "
+)
+TINY = SHORT + (
+    "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --lr 1e-2 --num-held-out-tasks 8 "
+    "--context-parallel-size 2 --loss-aggregation prompt_mean "
 )
 
 
-def start(
-    run_dir: Path, flags: str, world_size: int = 2, prepare: Callable[[int], None] | None = None
-) -> list[BaseProcess]:
+def start(run_dir: Path, flags: str, world_size: int = 2, prepare: Prepare = None) -> Ranks:
     """The ranks of a short run of the quickstart, as `start_script` starts them; of its flags a later one wins."""
-    arguments = [*ONLINE.split(), "--run-dir", str(run_dir), *flags.split()]
+    arguments = [*TINY.split(), "--run-dir", str(run_dir), *flags.split()]
     return start_script(arguments, run_dir, world_size, prepare)
 
 
@@ -42,29 +48,20 @@ def start_script(
     arguments: list[str],
     run_dir: Path,
     world_size: int = 2,
-    prepare: Callable[[int], None] | None = None,
+    prepare: Prepare = None,
     program: str = "train_grpo",
-) -> list[BaseProcess]:
-    """The ranks of a program; what they print goes to a file beside the run's folder.
+) -> Ranks:
+    """The ranks of the `main` of a module, forked from a process that has imported everything.
 
-    They are forked from a process that has imported everything, so that a start costs about a second.
-
-    Args:
-        arguments: of the script.
-        prepare: called with the rank, in its process, before the program.
-        program: the module whose `main` it is.
+    What they print goes to a file beside the run's folder.
     """
     context = fork_server()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environment = {
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-    }
-    ranks: list[BaseProcess] = []
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environment |= {"WORLD_SIZE": str(world_size), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    ranks: Ranks = []
     for rank in range(world_size):
         own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         task = (own, arguments, output_of(run_dir), prepare, program)
@@ -74,13 +71,8 @@ def start_script(
 
 
 def _run_rank(
-    environment: dict[str, str],
-    arguments: list[str],
-    output: Path,
-    prepare: Callable[[int], None] | None,
-    program: str,
+    environment: dict[str, str], arguments: list[str], output: Path, prepare: Prepare, program: str
 ) -> None:
-    """The life of one rank."""
     os.environ.update(environment)
     descriptor = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.dup2(descriptor, 1)
@@ -92,11 +84,11 @@ def _run_rank(
     importlib.import_module(program).main()
 
 
-def have_ended(ranks: list[BaseProcess]) -> bool:
+def have_ended(ranks: Ranks) -> bool:
     return not any(rank.is_alive() for rank in ranks)
 
 
-def wait_until_ended(ranks: list[BaseProcess]) -> None:
+def wait_until_ended(ranks: Ranks) -> None:
     """Return once no rank lives; nobody ends the others of one that fails."""
     try:
         wait_until(lambda: have_ended(ranks), pids_of(ranks))
@@ -104,7 +96,7 @@ def wait_until_ended(ranks: list[BaseProcess]) -> None:
         kill(ranks)
 
 
-def wait(ranks: list[BaseProcess]) -> list[int]:
+def wait(ranks: Ranks) -> list[int]:
     """Return the exit codes. Once a rank fails the others get what a launcher gives: SIGTERM, and an end if they hang."""
 
     def has_one_failed() -> bool:
@@ -122,12 +114,8 @@ def wait(ranks: list[BaseProcess]) -> list[int]:
     return [rank.exitcode or 0 for rank in ranks]
 
 
-def wait_for_steps(ranks: list[BaseProcess], run_dir: Path, number: int) -> None:
-    """Return once that many steps are logged.
-
-    Raises:
-        RuntimeError: a rank ended before; with what the run said.
-    """
+def wait_for_steps(ranks: Ranks, run_dir: Path, number: int) -> None:
+    """Return once that many steps are logged; a RuntimeError, with what the run said, if a rank ends before."""
     metrics = run_dir / "metrics.jsonl"
 
     def are_logged() -> bool:
@@ -148,19 +136,23 @@ def hold(run_dir: Path, steps: int, sent: Path) -> None:
         time.sleep(0.1)
 
 
-def kill(ranks: list[BaseProcess]) -> None:
+def kill(ranks: Ranks) -> None:
     for rank in ranks:
         rank.kill()
         rank.join()
 
 
-def pids_of(ranks: list[BaseProcess]) -> list[int | None]:
+def pids_of(ranks: Ranks) -> list[int | None]:
     return [rank.pid for rank in ranks]
 
 
-def run(run_dir: Path, flags: str) -> str:
+def run(run_dir: Path, flags: str, prepare: Prepare = None) -> str:
+    return succeed(start(run_dir, flags, prepare=prepare), run_dir)
+
+
+def succeed(ranks: Ranks, run_dir: Path) -> str:
     """The output of a run that must succeed."""
-    codes = wait(start(run_dir, flags))
+    codes = wait(ranks)
     output = output_of(run_dir).read_text()
     assert not any(codes), f"{codes}\n{output}"
     return output
@@ -171,6 +163,16 @@ def output_of(run_dir: Path) -> Path:
 
 
 def steps_of(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl without their times."""
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return [{**json.loads(line), "seconds": None} for line in lines]
+    """The whole lines of metrics.jsonl without their times."""
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    steps = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [{name: None if "seconds" in name else step[name] for name in step} for step in steps]
+
+
+def parse_for_two_ranks(flags: str) -> argparse.Namespace:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORLD_SIZE", "2")
+        small = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --run-dir run"
+        patch.setattr(sys, "argv", ["train_grpo.py", *f"{small} {SHORT} {flags}".split()])
+        return train_grpo.parse_arguments()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,15 +12,10 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.rerun_state_machine import RerunDataIterator, initialize_rerun_state_machine
 
-from megatron_pg import (
-    PackedBatch,
-    PolicyLossConfig,
-    Sample,
-    add_policy_loss_args,
-    pack,
-    validate_policy_loss_args,
-)
+import megatron_pg as pg
+from megatron_pg import PackedBatch
 from megatron_pg.megatron import PolicyStep
 from tests.random_steps import package_samples, uneven_totals
 
@@ -39,31 +34,34 @@ COMMAND_LINE = """
 
 
 def stock_step(
-    run: Run, flags: list[str], cut: Callable[[list[Sample]], list[list[Sample]]]
+    run: Run, flags: list[str], cut: tuple[int, int]
 ) -> tuple[Outcome | None, dict[str, float]]:
-    """The gradients that train_step leaves behind (on rank 0), and what it returns to be logged."""
+    """The gradients that train_step leaves behind (on rank 0), and what it returns to be logged.
+
+    The first micro-batch ends before one sample, and the second begins with another.
+    """
     from megatron.training import training
 
     sharding = Sharding(context=2)
     args = _parsed(flags)
-    config = PolicyLossConfig.from_args(args)
+    config = pg.PolicyLossConfig.from_args(args)
     initialize_groups(sharding)
-    chunks = build_model(
-        sharding, ModelOptions(calculate_per_token_loss=args.calculate_per_token_loss)
-    )
-    optimizer, scheduler = _optimizer(chunks, args)
+    options = ModelOptions(calculate_per_token_loss=args.calculate_per_token_loss)
+    chunks = build_model(sharding, options)
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=args.lr, clip_grad=0.0), chunks)
+    scheduler = training.get_optimizer_param_scheduler(optimizer)
     model_config = chunks[0].config
     model_config.finalize_model_grads_func = finalize_model_grads
 
     samples = package_samples(run.samples)
-    micro_batches = cut(samples)
+    micro_batches = [samples[: cut[0]], samples[cut[1] :]]
     count = get_num_microbatches()
     step = PolicyStep(config, totals=uneven_totals(samples), num_microbatches=count, model=chunks)
 
     def batches() -> Iterator[PackedBatch]:
         rank = torch.distributed.get_rank()
-        for each in micro_batches:
-            yield pack(each, cp_rank=rank, cp_size=2)
+        for part in micro_batches:
+            yield pg.pack(part, cp_rank=rank, cp_size=2)
 
     def forward_step(data_iterator: Iterator[PackedBatch], model: Any) -> tuple[Any, Any]:
         batch = next(data_iterator)
@@ -72,7 +70,7 @@ def stock_step(
 
     logged, skipped, *_ = training.train_step(
         forward_step,
-        _rerunnable(batches()),
+        RerunDataIterator(batches()),
         chunks,
         optimizer,
         scheduler,
@@ -89,29 +87,13 @@ def stock_step(
 
 
 def _parsed(flags: list[str]) -> Any:
-    from megatron.core.rerun_state_machine import initialize_rerun_state_machine
     from megatron.training import arguments, global_vars
 
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # validate_args wants it under CP
     sys.argv = [*COMMAND_LINE.split(), *flags]
-    args = arguments.parse_args(extra_args_provider=add_policy_loss_args)
-    args = validate_policy_loss_args(args)
+    args = arguments.parse_args(extra_args_provider=pg.add_policy_loss_args)
+    args = pg.validate_policy_loss_args(args)
     args = arguments.validate_args(args)
     global_vars.set_global_variables(args, build_tokenizer=False)
     initialize_rerun_state_machine()
     return args
-
-
-def _rerunnable(iterator: Iterator[PackedBatch]) -> Any:
-    from megatron.core.rerun_state_machine import RerunDataIterator
-
-    return RerunDataIterator(iterator)
-
-
-def _optimizer(chunks: list[Any], args: Any) -> tuple[Any, Any]:
-    from megatron.training import training
-
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(optimizer="adam", lr=args.lr, clip_grad=0.0), chunks
-    )
-    return optimizer, training.get_optimizer_param_scheduler(optimizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shutil
@@ -21,6 +22,13 @@ from tests.token_layout import token_layout
 from .launch import run_ranks
 from .models import Sharding, relative_error
 
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("mbridge")
+from trainer import hugging_face_config  # noqa: E402
+
+from . import hugging_face_job  # noqa: E402
+from .hugging_face_job import LEARNING_RATE, Job  # noqa: E402
+
 pytestmark = in_one_lane
 
 WIDE = Sharding(tensor=2, pipeline=2, sequence_parallel=True)
@@ -28,15 +36,9 @@ WIDE_EXPERTS = Sharding(tensor=2, pipeline=2, sequence_parallel=True, expert=2)
 VOCABULARY = 61
 """Neither divisible by the tensor-parallel size nor by what Megatron pads to."""
 SAMPLES = random_step(3, num_samples=8, longest_prompt=6, longest_response=12)
-COMMON = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
+COMMON = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48}
+COMMON |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+COMMON |= {"max_position_embeddings": 128}
 LLAMA_3 = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -46,24 +48,12 @@ LLAMA_3 = {
     "original_max_position_embeddings": 8192,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-BIASED_EXPERTS = {
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "routed_scaling_factor": 2.5,
-    "norm_topk_prob": True,
-}
-LATENT = {
-    "kv_lora_rank": 16,
-    "q_lora_rank": 24,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 12,
-    "num_key_value_heads": 4,
-}
+BIASED_EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+BIASED_EXPERTS |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+NORMALISED = {"norm_topk_prob": True}
+BIASED_EXPERTS |= NORMALISED | {"routed_scaling_factor": 2.5}
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4}
+LATENT |= {"v_head_dim": 12, "num_key_value_heads": 4}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -81,10 +71,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2, tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2 moe": ("Qwen2Moe", EXPERTS | {"shared_expert_intermediate_size": 40}),
     "qwen3": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
-    "qwen3 moe": (
-        "Qwen3Moe",
-        EXPERTS | {"head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [1]},
-    ),
+    "qwen3 moe": ("Qwen3Moe", EXPERTS | NORMALISED | {"head_dim": 16, "mlp_only_layers": [1]}),
     "qwen3 moe, weights as they are": ("Qwen3Moe", EXPERTS),
     "mixtral": ("Mixtral", {"num_local_experts": 4}),
     "glm4 moe": ("Glm4Moe", BIASED_EXPERTS | {"use_qk_norm": True, "attention_bias": True}),
@@ -96,21 +83,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The folder of a model by name, written by `transformers` when it is first asked for."""
-    made: dict[str, Path] = {}
 
+    @functools.cache
     def folder_of(name: str) -> Path:
-        if name not in made:
-            made[name] = tmp_path_factory.mktemp("models") / name.replace(" ", "_")
-            _write(name, made[name])
-        return made[name]
+        _write(name, folder := tmp_path_factory.mktemp("models") / name.replace(" ", "_"))
+        return folder
 
     return folder_of
 
 
 def _write(name: str, folder: Path) -> None:
     """Random parameters of the size at which every one of them tells in the logits."""
-    import transformers
-
     family, changes = MODELS[name]
     config = getattr(transformers, f"{family}Config")(**COMMON | changes)
     model = getattr(transformers, f"{family}ForCausalLM")(config)
@@ -132,13 +115,10 @@ def _write(name: str, folder: Path) -> None:
 
 
 def model_of(folder: Path, dtype: torch.dtype) -> Any:
-    import transformers
-
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
 
 
 def expected_logits(folder: Path, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Those of `transformers`, without a graph."""
     with torch.no_grad():
         return logits_of(model_of(folder, dtype))
 
@@ -156,16 +136,10 @@ def assembled(parts: list[Any], sharding: Sharding) -> list[Tensor]:
     layout = token_layout(lengths, responses, sharding.context, multiple)
     whole: dict[int, Tensor] = {}
     for rank, rows in enumerate(layout):
-        mine = sorted(
-            (part for part in parts if part and part.context_rank == rank),
-            key=lambda p: p.tensor_rank,
-        )
+        mine = [part for part in parts if part and part.context_rank == rank]
         columns = {part.tensor_rank: part.local for part in mine}
         logits = torch.cat([columns[number] for number in sorted(columns)], 1)[:, :VOCABULARY]
-        assert len(logits) == len(rows)
-        whole |= {
-            row.token: logits[place] for place, row in enumerate(rows) if row.token is not None
-        }
+        whole |= {row.token: values for row, values in zip(rows, logits, strict=True)}
     everything = torch.stack([whole[token] for token in range(sum(lengths))])
     return list(everything.split(lengths))
 
@@ -177,9 +151,10 @@ def largest_error(found: list[Tensor], expected: list[Tensor]) -> float:
 def tensors_of(folder: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
-    return {
-        n: t for file in sorted(folder.glob("*.safetensors")) for n, t in load_file(file).items()
-    }
+    tensors = {}
+    for file in folder.glob("*.safetensors"):
+        tensors |= load_file(file)
+    return tensors
 
 
 def assert_same_weights(found: Path, expected: Path) -> None:
@@ -215,11 +190,9 @@ def assert_same_weights(found: Path, expected: Path) -> None:
 def test_a_loaded_model_has_the_logits_of_transformers_and_goes_back_bit_for_bit(
     name: str, sharding: Sharding, folder_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    from .hugging_face_job import Job, load_and_save
-
     folder, copy = folder_of(name), tmp_path / "copy"
     job = Job(folder, SAMPLES, copy, file_bytes=20000)
-    results = run_ranks(load_and_save, sharding.world_size, sharding, job)
+    results = run_ranks(hugging_face_job.load_and_save, sharding.world_size, sharding, job)
     expected, again = expected_logits(folder), expected_logits(copy)
     found = assembled([parts[0] for parts in results], sharding)
     assert largest_error(found, expected) <= 1e-5
@@ -232,38 +205,30 @@ def test_a_loaded_model_has_the_logits_of_transformers_and_goes_back_bit_for_bit
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_a_step_at_tp_2_and_cp_2_is_that_of_transformers(
-    name: str, folder_of: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_step_at_tp_2_and_cp_2_is_that_of_transformers(name, folder_of, tmp_path):
     """Its gradient by the oracle's loss and autograd through the dense model, in float64 both."""
-    from .hugging_face_job import LEARNING_RATE, Job, load_and_save
-
     folder, trained = folder_of(name), tmp_path / "trained"
     sharding = Sharding(tensor=2, context=2, sequence_parallel=True)
     job = Job(folder, SAMPLES, trained=trained, dtype=torch.float64)
-    results = run_ranks(load_and_save, 4, sharding, job)
+    results = run_ranks(hugging_face_job.load_and_save, 4, sharding, job)
 
     model = model_of(folder, torch.float64)
     policy_loss(SAMPLES, logits_of(model), Objective()).loss.backward()
     found = tensors_of(trained)
-    for parameter_name, parameter in model.named_parameters():
-        update = parameter.detach() - found[parameter_name]
-        assert relative_error(update, LEARNING_RATE * parameter.grad) < 1e-6, parameter_name
+    for name, parameter in model.named_parameters():
+        update, expected = parameter.detach() - found[name], LEARNING_RATE * parameter.grad
+        assert relative_error(update, expected) < 1e-6, name
 
     before, after = (expected_logits(each, torch.float64) for each in (folder, trained))
     assert largest_error(assembled([parts[1] for parts in results], sharding), after) < 1e-6
     assert largest_error(before, after) > 1e-3
 
 
-def test_weights_are_cast_to_the_dtype_of_the_model(
-    folder_of: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_weights_are_cast_to_the_dtype_of_the_model(folder_of, tmp_path):
     """The bias of the router alone stays in float32, as Megatron keeps it."""
-    from .hugging_face_job import Job, convert
-
     source, copy = folder_of("glm4 moe"), tmp_path / "copy"
     job = Job(source, SAMPLES, copy, dtype=torch.bfloat16)
-    run_ranks(convert, 2, Sharding(tensor=2), job)
+    run_ranks(hugging_face_job.convert, 2, Sharding(tensor=2), job)
     found, expected = tensors_of(copy), tensors_of(source)
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -274,11 +239,9 @@ def test_weights_are_cast_to_the_dtype_of_the_model(
 
 
 def test_wrong_converters_are_caught(folder_of: Callable[[str], Path]) -> None:
-    from .hugging_face_job import Job, mutants
-
     folder = folder_of("llama")
     expected = expected_logits(folder)
-    (found,) = run_ranks(mutants, 1, Job(folder, SAMPLES))
+    (found,) = run_ranks(hugging_face_job.mutants, 1, Job(folder, SAMPLES))
     assert len(found) == 2
     for name, logits in found.items():
         assert largest_error(assembled([logits], Sharding()), expected) > 1e-2, name
@@ -286,15 +249,12 @@ def test_wrong_converters_are_caught(folder_of: Callable[[str], Path]) -> None:
 
 def test_the_names_of_transformer_engine_mean_the_same(folder_of: Callable[[str], Path]) -> None:
     """A mixture of experts with a dense layer, under the names that its fused and grouped layers have."""
-    from .hugging_face_job import Job, load_by_transformer_engines_names
-
     folder = folder_of("qwen3 moe")
-    found = run_ranks(load_by_transformer_engines_names, 1, Job(folder, SAMPLES))
+    found = run_ranks(hugging_face_job.load_by_transformer_engines_names, 1, Job(folder, SAMPLES))
     assert largest_error(assembled(found, Sharding()), expected_logits(folder)) <= 1e-5
 
 
 def changed(source: Path, folder: Path, change: Callable[[dict[str, Tensor]], None]) -> Path:
-    """A copy of a folder with other tensors."""
     from safetensors.torch import save_file
 
     shutil.copytree(source, folder)
@@ -304,12 +264,8 @@ def changed(source: Path, folder: Path, change: Callable[[dict[str, Tensor]], No
     return folder
 
 
-def test_what_does_not_fit_is_named_on_every_rank_and_changes_nothing(
-    folder_of: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_what_does_not_fit_is_named_on_every_rank_and_changes_nothing(folder_of, tmp_path):
     """By both stages of a pipeline, the first of which has none of the last layer."""
-    from .hugging_face_job import Job, load_errors, save_errors
-
     source, last = folder_of("llama"), "model.layers.3.self_attn.k_proj.weight"
 
     def make(name: str, change: Callable[[dict[str, Tensor]], Any], *flags: str) -> Job:
@@ -333,11 +289,11 @@ def test_what_does_not_fit_is_named_on_every_rank_and_changes_nothing(
         "base": "--rotary-base is 10000 in the model, and config.json means 500000",
         "cut off": f"{file} cannot be read",
     }
-    for said in run_ranks(load_errors, 2, Sharding(pipeline=2), jobs):
+    for said in run_ranks(hugging_face_job.load_errors, 2, Sharding(pipeline=2), jobs):
         assert said.keys() == jobs.keys()
         for name, words in expected.items():
             assert words in said[name], said[name]
-    for said in run_ranks(save_errors, 2, Job(source, SAMPLES), tmp_path):
+    for said in run_ranks(hugging_face_job.save_errors, 2, Job(source, SAMPLES), tmp_path):
         assert f"{tmp_path} exists: remove it or name another" in said
 
 
@@ -353,43 +309,23 @@ def test_what_does_not_fit_is_named_on_every_rank_and_changes_nothing(
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
     ],
 )
-def test_a_config_that_no_flags_mean_is_refused(
-    changes: dict[str, Any], words: str, folder_of: Callable[[str], Path], tmp_path: Path
-) -> None:
-    from trainer.hugging_face_config import WeightsError, read_config
-
+def test_a_config_that_no_flags_mean_is_refused(changes, words, folder_of, tmp_path):
     config = json.loads((folder_of("llama") / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | changes))
-    with pytest.raises(WeightsError, match=re.escape(words)):
-        read_config(tmp_path)
+    with pytest.raises(hugging_face_config.WeightsError, match=re.escape(words)):
+        hugging_face_config.read_config(tmp_path)
 
 
 def test_the_flags_of_an_older_config(tmp_path: Path) -> None:
     """Of Qwen3-30B-A3B, as the model was published: without `rope_parameters`, and with `num_experts`."""
-    from trainer.hugging_face_config import megatron_arguments_of, read_config
-
     config = {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "decoder_sparse_step": 1,
-        "head_dim": 128,
-        "hidden_act": "silu",
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "max_position_embeddings": 40960,
-        "mlp_only_layers": [],
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-        "num_attention_heads": 32,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "num_hidden_layers": 3,
-        "num_key_value_heads": 4,
-        "rms_norm_eps": 1e-06,
-        "rope_scaling": None,
-        "rope_theta": 1000000.0,
-        "tie_word_embeddings": False,
-        "use_sliding_window": False,
-        "vocab_size": 151936,
+        **{"architectures": ["Qwen3MoeForCausalLM"], "hidden_act": "silu", "hidden_size": 2048},
+        **{"intermediate_size": 6144, "max_position_embeddings": 40960, "vocab_size": 151936},
+        **{"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128},
+        **{"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True},
+        **{"moe_intermediate_size": 768, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        **{"num_hidden_layers": 3, "rms_norm_eps": 1e-06, "tie_word_embeddings": False},
+        **{"rope_scaling": None, "rope_theta": 1000000.0, "use_sliding_window": False},
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     expected = """
@@ -400,33 +336,28 @@ def test_the_flags_of_an_older_config(tmp_path: Path) -> None:
         --untie-embeddings-and-output-weights --num-experts 128 --moe-ffn-hidden-size 768 --moe-router-topk 8
         --moe-layer-freq [1,1,1] --moe-router-score-function softmax
     """
-    flags = megatron_arguments_of(read_config(tmp_path))
+    flags = hugging_face_config.megatron_arguments_of(hugging_face_config.read_config(tmp_path))
     assert sorted(flags) == sorted(expected.split())
 
 
-def test_a_model_of_mimo_is_read_without_its_multi_token_prediction(
-    folder_of: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_model_of_mimo_is_read_without_its_multi_token_prediction(folder_of, tmp_path):
     """As published: a Qwen2 under names of its own, with one more layer."""
-    from .hugging_face_job import Job, load_and_save
-
     source = folder_of("qwen2")
     extra = {"model.mtp_layers.0.input_proj.weight": torch.zeros(32, 64)}
     folder = changed(source, tmp_path / "mimo", lambda tensors: tensors.update(extra))
     config = json.loads((source / "config.json").read_text())
     config |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
     (folder / "config.json").write_text(json.dumps(config))
-    found = run_ranks(load_and_save, 1, Sharding(), Job(folder, SAMPLES))
+    found = run_ranks(hugging_face_job.load_and_save, 1, Sharding(), Job(folder, SAMPLES))
     expected = expected_logits(source)
     assert largest_error(assembled([parts[0] for parts in found], Sharding()), expected) <= 1e-5
 
 
 def test_the_page_has_every_family() -> None:
     from mbridge import AutoBridge
-    from trainer.hugging_face_config import FAMILIES
 
     page = (Path(__file__).parents[2] / "docs/models.md").read_text()
-    for name in FAMILIES:
+    for name in hugging_face_config.FAMILIES:
         assert f"`{name}`" in page, name
     for name in AutoBridge.list_supported_models():
-        assert f"`{name}`" in page or name in FAMILIES.values(), name
+        assert f"`{name}`" in page or name in hugging_face_config.FAMILIES.values(), name

@@ -1,16 +1,18 @@
-"""Killed at three moments and resumed, a run leaves what an uninterrupted one does (ten: kill_runs.py)."""
+"""Killed at a few moments and started again, a run leaves what an uninterrupted one does (ten moments: kill_runs.py)."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from megatron_pg.config.versions import has_megatron_training
 from tests.lanes import in_one_lane
 
-from .kill_runs import KINDS, compare, random_moments
-
-pytestmark = in_one_lane  # test_quickstart_critic.py resumes a run in both
+from .kill_runs import KINDS, QUICKSTART, compare, random_moments
 
 
+@in_one_lane  # test_quickstart_training.py resumes a run in both
 def test_moments_are_seeded_and_of_every_kind() -> None:
     moments = random_moments(10, seed=0)
     assert moments == random_moments(10, seed=0) != random_moments(10, seed=1)
@@ -18,5 +20,16 @@ def test_moments_are_seeded_and_of_every_kind() -> None:
     assert [moment.step for moment in moments] == sorted(moment.step for moment in moments)
 
 
-def test_a_killed_run_loses_nothing(tmp_path: Path) -> None:
-    compare(tmp_path, random_moments(3, seed=0))
+@in_one_lane
+def test_a_killed_quickstart_loses_nothing(tmp_path: Path) -> None:
+    compare(QUICKSTART, tmp_path, random_moments(3, seed=0))
+
+
+@pytest.mark.skipif(not has_megatron_training(), reason="built on megatron.training")
+def test_a_killed_trainer_loses_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    from .trainer_kill_runs import trainer
+
+    moments = random_moments(len(KINDS), seed=0)
+    assert {moment.kind for moment in moments} == set(KINDS)
+    compare(trainer(tmp_path), tmp_path, moments)

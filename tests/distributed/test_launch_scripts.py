@@ -42,16 +42,20 @@ PARAMETERS = {  # billions; those of the published models
 
 def started_by(script: Path, folder: Path, *flags: str) -> tuple[int, list[str]]:
     """(WORLD_SIZE, arguments of Python) of the process that a dry run of a script starts."""
+    world_size, *arguments = printed_by(script, folder, "--dry-run", *flags)
+    return int(world_size), arguments
+
+
+def printed_by(script: Path, folder: Path, *flags: str, **environment: str) -> list[str]:
+    """WORLD_SIZE and the arguments of Python, of which a script starts one that prints them."""
     python = folder / "python"
     python.write_text('#!/bin/sh\necho "$WORLD_SIZE"\nprintf "%s\\n" "$@"\n')
     python.chmod(0o755)
-    environment = {**os.environ, "PYTHON": str(python), "ROLLOUTS": str(folder / "rollouts")}
-    environment.pop("SLURM_JOB_ID", None)
-    command = ["bash", str(script), "--dry-run", *flags]
-    printed = subprocess.run(
-        command, capture_output=True, text=True, check=True, env=environment, cwd=folder
-    ).stdout.splitlines()
-    return int(printed[0]), printed[1:]
+    environment |= {"PYTHON": str(python), "ROLLOUTS": str(folder / "rollouts")}
+    inherited = {name: value for name, value in os.environ.items() if name != "SLURM_JOB_ID"}
+    command = ["bash", str(script), *flags]
+    options = {"capture_output": True, "text": True, "check": True, "cwd": folder}
+    return subprocess.run(command, env=inherited | environment, **options).stdout.splitlines()
 
 
 def dry_runs(processes: list[tuple[int, list[str]]]) -> list[str]:
@@ -75,19 +79,13 @@ def dry_runs(processes: list[tuple[int, list[str]]]) -> list[str]:
 
 def write_rollouts(folder: Path, last_group: int = 127) -> None:
     """1024 responses in groups of 8, of 100 to 1600 tokens, to prompts of 50; the last row may be of another group."""
-    rows = [
-        {
-            "prompt_ids": [1] * 50,
-            "response_ids": [2] * (100 * (1 + index % 16)),
-            "reward": float(index % 2),
-            "log_probs": [-1.0] * (100 * (1 + index % 16)),
-            "group_index": index // 8 if index < 1023 else last_group,
-        }
-        for index in range(1024)
-    ]
     (folder / "rollouts").mkdir()
-    lines = [json.dumps(row) for row in rows]
-    (folder / "rollouts/step.jsonl").write_text("\n".join(lines) + "\n")
+    with (folder / "rollouts/step.jsonl").open("w") as file:
+        for index in range(1024):
+            length, group = 100 * (1 + index % 16), index // 8 if index < 1023 else last_group
+            row = {"prompt_ids": [1] * 50, "response_ids": [2] * length, "group_index": group}
+            row |= {"log_probs": [-1.0] * length, "reward": float(index % 2)}
+            file.write(json.dumps(row) + "\n")
 
 
 @pytest.mark.parametrize("script", SCRIPTS + FROM_WEIGHTS, ids=lambda path: path.name)
@@ -107,30 +105,22 @@ def test_the_page_shows_what_is_printed(plans: dict[str, str]) -> None:
     assert printed in (ROOT / "docs/launch.md").read_text()
 
 
-FILES, CONTRADICTIONS = (
-    "with rollout files",
-    {
-        "--loss-aggregation constant": "--loss-aggregation-divisor",
-        "--tensor-model-parallel-size 3": "64 processes cannot be split .* --tensor-model-parallel-size",
-        "--num-layers 81": "Megatron refuses .* layers",
-        "--max-tokens-per-microbatch 4": "--max-tokens-per-microbatch",
-        "--context-parallel-size 2 --qkv-format bshd": "--qkv-format thd",
-    },
-)
-
-
-KEEP, OF_THE_FIRST_STEP = (
-    "--keep-prompt-groups",
-    {
-        "--loss-aggregation sample_mean": "error: step.jsonl row 0 has a reward and no advantages: .* --keep-prompt-groups",
-        "--seq-length 1024 --max-position-embeddings 1024": "error: step.jsonl row 9 has 1050 tokens, more than",
-        "--docs-per-step 2048": "remark +the files end before a step is full: one of 1024 rollouts",
-        "--loss-aggregation constant --loss-aggregation-divisor 1": "remark: .*--advantage dr_grpo is the other half",
-        "--advantage dr_grpo": "remark: --advantage dr_grpo is one half of Dr.GRPO",
-    },
-)
+CONTRADICTIONS = {
+    "--loss-aggregation constant": "--loss-aggregation-divisor",
+    "--tensor-model-parallel-size 3": "64 processes cannot be split .* --tensor-model-parallel-size",
+    "--num-layers 81": "Megatron refuses .* layers",
+    "--max-tokens-per-microbatch 4": "--max-tokens-per-microbatch",
+    "--context-parallel-size 2 --qkv-format bshd": "--qkv-format thd",
+}
+OF_THE_FIRST_STEP = {
+    "--loss-aggregation sample_mean": "error: step.jsonl row 0 has a reward and no advantages: .* --keep-prompt-groups",
+    "--seq-length 1024 --max-position-embeddings 1024": "error: step.jsonl row 9 has 1050 tokens, more than",
+    "--docs-per-step 2048": "remark +the files end before a step is full: one of 1024 rollouts",
+    "--loss-aggregation constant --loss-aggregation-divisor 1": "remark: .*--advantage dr_grpo is the other half",
+    "--advantage dr_grpo": "remark: --advantage dr_grpo is one half of Dr.GRPO",
+}
 """What a dry run says of the rollouts of the first step, by flags."""
-SCATTERED = "files whose last row is of the first group"
+FILES, SCATTERED = "with rollout files", "files whose last row is of the first group"
 
 
 @pytest.fixture(scope="module")
@@ -148,8 +138,9 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     processes[FILES] = started_by(LAUNCH / "one_node.sh", folder, *flags)
     for more in OF_THE_FIRST_STEP:
         size, arguments = started_by(LAUNCH / "one_node.sh", folder, *flags, *more.split())
-        cuts = "sample_mean" in more
-        processes[more] = size, [each for each in arguments if not cuts or each != KEEP]
+        if "sample_mean" in more:
+            arguments.remove("--keep-prompt-groups")
+        processes[more] = size, arguments
     folder = tmp_path_factory.mktemp("scattered")
     write_rollouts(folder, last_group=0)
     processes[SCATTERED] = started_by(LAUNCH / "one_node.sh", folder, *flags)
@@ -182,9 +173,7 @@ def test_with_rollout_files_the_plan_counts_the_first_step(plans: dict[str, str]
 
 
 @pytest.mark.parametrize("flags", OF_THE_FIRST_STEP)
-def test_a_dry_run_says_what_the_run_would_say_at_its_first_step(
-    flags: str, plans: dict[str, str]
-) -> None:
+def test_a_dry_run_says_what_the_run_would_say_at_its_first_step(flags, plans):
     assert re.search(f"(?m)^{OF_THE_FIRST_STEP[flags]}", plans[flags]), plans[flags]
 
 
@@ -216,9 +205,7 @@ def test_slurm_and_the_script_agree_on_nodes() -> None:
     sbatch = (LAUNCH / "multi_node.sbatch").read_text()
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", sbatch, re.M))
     assert options["nodes"] == "8" and options["gpus-per-node"] == "8"
-    name, seconds = options["signal"].split(
-        "@"
-    )  # without "B:", which would signal the script alone
+    name, seconds = options["signal"].split("@")  # "B:" would signal the script alone
     assert name == "TERM" and int(seconds) >= 600
     assert 'NODES="${NODES:-8}"' in (LAUNCH / "multi_node.sh").read_text()
     before_the_first_command = sbatch.split("set -euo")[0]
@@ -227,13 +214,7 @@ def test_slurm_and_the_script_agree_on_nodes() -> None:
 
 @pytest.mark.parametrize("script", [LAUNCH / "one_node.sh", LAUNCH / "multi_node.sh"])
 def test_without_dry_run_the_launcher_is_started(script: Path, tmp_path: Path) -> None:
-    python = tmp_path / "python"
-    python.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    python.chmod(0o755)
-    environment = {**os.environ, "PYTHON": str(python), "NODE_RANK": "3", "MASTER_ADDR": "first"}
-    printed = subprocess.run(
-        ["bash", script], capture_output=True, text=True, check=True, env=environment
-    ).stdout.splitlines()
+    _, *printed = printed_by(script, tmp_path, NODE_RANK="3", MASTER_ADDR="first")
     launcher = printed[: printed.index("examples/trainer")]
     assert launcher[0] == "examples/launch/torchrun.py"
     assert launcher[launcher.index("--nproc-per-node") + 1] == "8"

@@ -14,7 +14,7 @@ if not has_megatron_training():
     pytest.skip("the estimate is megatron.training's: 0.17 and later", allow_module_level=True)
 
 from trainer.arguments import parse_arguments  # noqa: E402
-from trainer.memory_estimate import GIB, MemoryEstimate, estimate_memory  # noqa: E402
+from trainer.memory_estimate import GIB, estimate_memory  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,38 +38,27 @@ MEASURED = {  # (TP, CP, tokens of a micro-batch): GiB with float32 logits, with
 }
 
 
-def estimate(
-    case: tuple[int, int, int], *flags: str, sequence_parallel: bool = True
-) -> MemoryEstimate:
-    tensor, context, tokens = case
+def estimate(tensor: int, context: int, tokens: int, flags: str = "--sequence-parallel"):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WORLD_SIZE", str(tensor * context))
         patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        line = (
-            f"{MODEL} --tensor-model-parallel-size {tensor} --context-parallel-size {context} "
-            f"--max-tokens-per-microbatch {tokens}"
-        )
-        patch.setattr(
-            sys, "argv", [*line.split(), *["--sequence-parallel"] * sequence_parallel, *flags]
-        )
+        sizes = f"--tensor-model-parallel-size {tensor} --context-parallel-size {context}"
+        line = f"{MODEL} {sizes} --max-tokens-per-microbatch {tokens} {flags}"
+        patch.setattr(sys, "argv", line.split())
         return estimate_memory(parse_arguments())
 
 
 def test_it_lies_within_3_percent_of_what_was_measured() -> None:
+    names = {(1, 1): "1", (1, 2): "2, CP 2", (2, 1): "2, TP 2", (2, 2): "4, TP 2 CP 2"}
     lines = []
     for case, measured in MEASURED.items():
-        memory = estimate(case)
+        memory = estimate(*case)
         found = [memory.total(fused=fused) / GIB for fused in (False, True)]
-        assert found == [pytest.approx(value, rel=0.03) for value in measured], case
-        sharding = {(1, 1): "1", (1, 2): "2, CP 2", (2, 1): "2, TP 2", (2, 2): "4, TP 2 CP 2"}[
-            case[:2]
-        ]
-        lines.append(
-            f"| {sharding} | {case[2]} | {measured[0]} | {found[0]:.1f} | {measured[1]} | {found[1]:.1f} |"
-        )
-    assert "\n".join(lines) in (ROOT / "docs/records/benchmarks.md").read_text(), "\n" + "\n".join(
-        lines
-    )
+        assert found == pytest.approx(measured, rel=0.03), case
+        cells = [f"{value} | {ours:.1f}" for value, ours in zip(measured, found, strict=True)]
+        lines.append(f"| {names[case[:2]]} | {case[2]} | {' | '.join(cells)} |")
+    table = "\n".join(lines)
+    assert table in (ROOT / "docs/records/benchmarks.md").read_text(), table
 
 
 def test_the_measured_numbers_are_those_of_the_benchmarks() -> None:
@@ -81,9 +70,9 @@ def test_the_measured_numbers_are_those_of_the_benchmarks() -> None:
 
 
 def test_recomputation_leaves_the_inputs_of_the_layers() -> None:
-    kept = estimate((1, 1, 32768))
+    kept = estimate(1, 1, 32768)
     flags = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    recomputed = estimate((1, 1, 32768), *flags.split())
+    recomputed = estimate(1, 1, 32768, flags)
     one_layer = kept.activations / 16
     inputs = 16 * 32768 * 2048 * 2
     assert recomputed.activations == pytest.approx(inputs + one_layer, rel=0.02)
@@ -91,34 +80,32 @@ def test_recomputation_leaves_the_inputs_of_the_layers() -> None:
 
 
 def test_float32_logits_of_the_plain_layer_are_no_copy() -> None:
-    plain, wide = (estimate((1, 1, 32768), *flags) for flags in ([], ["--fp32-lm-head"]))
+    plain, wide = (estimate(1, 1, 32768, flags) for flags in ("", "--fp32-lm-head"))
     assert plain.logits == 32768 * 151936 * 6
     assert wide.logits == 32768 * 151936 * 4 + 1.25 * GIB
     assert plain.fused_head < wide.fused_head < wide.logits
 
 
 def test_losses_of_whole_sequences_may_hold_four_chunks() -> None:
-    by_token, by_sequence = (estimate((1, 1, 32768), *flags) for flags in ([], ["--use-opsm"]))
+    by_token, by_sequence = (estimate(1, 1, 32768, flags) for flags in ("", "--use-opsm"))
     assert by_sequence.fused_head - by_token.fused_head == 3 * 1.25 * GIB
 
 
 def test_without_sequence_parallelism_ranks_hold_more() -> None:
-    case = (2, 1, 32768)
-    split, whole = (estimate(case).activations, estimate(case, sequence_parallel=False).activations)
+    flags = ("--sequence-parallel", "", "--ffn-hidden-size 22528")
+    split, whole, wide = (estimate(2, 1, 32768, each).activations for each in flags)
     inputs = 16 * 32768 * 2048 * 8  # of 16 layers, 8 bytes each
     assert whole - split == pytest.approx(inputs / 2, rel=1e-6)
-    wide = estimate(case, "--ffn-hidden-size", "22528", sequence_parallel=False).activations
     assert wide > 2 * whole
 
 
 def test_every_axis_divides_what_it_shards() -> None:
-    whole, tensor, context = (estimate(case) for case in ((1, 1, 8192), (2, 1, 8192), (1, 2, 8192)))
+    whole, tensor, context = (estimate(*sizes, 8192) for sizes in ((1, 1), (2, 1), (1, 2)))
     assert whole.parameters == tensor.parameters == pytest.approx(1.07e9, rel=0.01)
     assert whole.states == pytest.approx(18 * whole.parameters, rel=1e-6)
     assert tensor.states == pytest.approx(9 * whole.parameters, rel=0.01)
-    assert context.states == pytest.approx(12 * whole.parameters, rel=0.01), (
-        "the optimizer's 12 bytes over 2 ranks"
-    )
+    # The optimizer's 12 bytes lie on 2 ranks.
+    assert context.states == pytest.approx(12 * whole.parameters, rel=0.01)
     for half in (tensor, context):
         assert half.logits == whole.logits / 2
         assert half.activations == pytest.approx(whole.activations / 2, rel=0.01)

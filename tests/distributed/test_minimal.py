@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from .quickstart_run import output_of, start_script, wait
+from .quickstart_run import start_script, succeed
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples/minimal.py"
@@ -27,10 +27,8 @@ def run_instead(rank: int) -> None:
 
 
 def run(folder: Path, flags: str) -> list[float]:
-    """The rewards that a run on two ranks prints."""
-    codes = wait(start_script(flags.split(), folder / "run", prepare=run_instead))
-    output = output_of(folder / "run").read_text()
-    assert codes == [0, 0], output
+    ranks = start_script(flags.split(), folder / "run", prepare=run_instead)
+    output = succeed(ranks, folder / "run")
     lines = re.findall(r"^reward (\S+), ratio (\S+)$", output, re.MULTILINE)
     assert {ratio for _, ratio in lines} == {"1.0000"}, "scored and trained alike"
     return [float(reward) for reward, _ in lines]
@@ -46,8 +44,6 @@ def test_it_learns_at_any_sharding(flags: str, tmp_path: Path) -> None:
 def test_it_is_a_page_that_the_readme_shows() -> None:
     text = SCRIPT.read_text()
     assert len(text.splitlines()) <= 110
-    shown = re.findall(
-        r"^```py\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
-    )
-    assert len(shown) == 1
-    assert textwrap.indent(shown[0], "    ") in text
+    readme = (ROOT / "README.md").read_text()
+    (shown,) = re.findall(r"^```py\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
+    assert textwrap.indent(shown, "    ") in text

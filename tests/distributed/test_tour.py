@@ -14,9 +14,8 @@ NOTEBOOK = Path(__file__).parents[2] / "examples/tour.ipynb"
 
 
 def code_cells() -> list[dict[str, Any]]:
-    return [
-        cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"
-    ]
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    return [cell for cell in cells if cell["cell_type"] == "code"]
 
 
 def printed_by_cells() -> list[str]:
@@ -27,21 +26,17 @@ def printed_by_cells() -> list[str]:
     namespace: dict[str, Any] = {"__name__": "__main__"}
     printed = []
     for number, cell in enumerate(code_cells()):
+        code = compile("".join(cell["source"]), f"{NOTEBOOK.name} cell {number}", "exec")
         with contextlib.redirect_stdout(io.StringIO()) as text:
-            exec(
-                compile("".join(cell["source"]), f"{NOTEBOOK.name} cell {number}", "exec"),
-                namespace,
-            )
+            exec(code, namespace)
         printed.append(text.getvalue())
     return printed
 
 
 def test_the_notebook_prints_what_it_shows() -> None:
     (printed,) = run_ranks(printed_by_cells, 1)
-    shown = [
-        "".join(sum((output["text"] for output in cell["outputs"]), [])) for cell in code_cells()
-    ]
-    assert printed == shown
+    outputs = [cell["outputs"] for cell in code_cells()]
+    assert printed == ["".join(sum((part["text"] for part in parts), [])) for parts in outputs]
     assert "prompt_mean  7.6250" in printed[0]
     assert printed[-1].splitlines()[0].split()[-1] == "1.000"
 

@@ -10,23 +10,15 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from megatron_pg.config.versions import has_megatron_training
 
-from .quickstart_run import output_of, wait, wait_for_steps
+from .quickstart_run import output_of, steps_of, wait, wait_for_steps
 from .rollout_rows import write_rollouts
-from .trainer_run import (
-    TRACKER,
-    WHOLE_GROUPS,
-    copy_after_step,
-    end_of,
-    hold_at,
-    run,
-    start,
-    steps_of,
-)
+from .trainer_run import TRACKER, WHOLE_GROUPS, copy_after_step, end_of, hold_at, run, start
 
 pytest.importorskip("pyarrow")
 pytestmark = pytest.mark.skipif(not has_megatron_training(), reason="built on megatron.training")
@@ -52,34 +44,37 @@ def stopped(uninterrupted: Path, tmp_path: Path) -> Path:
     return copy_after_step(3, uninterrupted, tmp_path / "run")
 
 
+def mocked(function: str, error: Exception | None = None, only: int | None = None) -> Any:
+    """Give what has a rank, or the only one named, call a mock in the place of a function."""
+    return functools.partial(_mock, function, error, only)
+
+
+def _mock(function: str, error: Exception | None, only: int | None, rank: int) -> None:
+    if only in (None, rank):
+        mock.patch(function, side_effect=error).start()
+
+
 def checkpoints_of(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("iter_*"))
 
 
 def is_close(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> bool:
     return len(found) == len(expected) and all(
-        _known(one) == pytest.approx(_known(other), rel=1e-4, abs=1e-5)
+        one == pytest.approx(other, rel=1e-4, abs=1e-5)
         for one, other in zip(found, expected, strict=True)
     )
 
 
-def _known(step: dict[str, Any]) -> dict[str, float]:
-    return {name: value for name, value in step.items() if value is not None}
-
-
 def test_steps_hold_whole_groups_and_say_what_they_hold(uninterrupted: Path) -> None:
     steps = steps_of(uninterrupted)
-    assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
-    assert all(10 <= step["docs"] < 14 for step in steps)
-    assert any(step["docs"] > 10 for step in steps)
+    assert len(steps) == 6 and any(step["docs"] > 10 for step in steps)
     assert sum(step["skipped_rows"] for step in steps) > 0
-    assert all(step["aggregation_checksum"] == pytest.approx(1.0, abs=1e-6) for step in steps)
-    assert all(step["grad_norm"] > 0.0 for step in steps)
-    assert all(0.0 <= step["reward"] <= 2.0 for step in steps)
-    # The rate falls to zero over --train-iters, whatever a step holds.
-    assert [step["learning_rate"] for step in steps] == pytest.approx(
-        [1e-2 * (5 - index) / 6 for index in range(6)]
-    )
+    for number, step in enumerate(steps, 1):
+        assert step["step"] == number and 10 <= step["docs"] < 14
+        assert step["aggregation_checksum"] == pytest.approx(1.0, abs=1e-6)
+        assert step["grad_norm"] > 0.0 and 0.0 <= step["reward"] <= 2.0
+        # The rate falls to zero over --train-iters, whatever a step holds.
+        assert step["learning_rate"] == pytest.approx(1e-2 * (6 - number) / 6)
     assert checkpoints_of(uninterrupted) == ["iter_0000003", "iter_0000006"]
     assert (uninterrupted / TRACKER).read_text() == "6"
 
@@ -92,13 +87,6 @@ def test_tensorboard_has_the_metrics_and_megatrons_own(uninterrupted: Path) -> N
     written = [event.value for event in events.Scalars("pg_loss")]
     assert written == pytest.approx([step["pg_loss"] for step in steps_of(uninterrupted)])
     assert len(events.Scalars("grad-norm")) == len(events.Scalars("loss-scale")) == 6
-
-
-def test_a_run_goes_on_in_the_middle_of_the_file(
-    rollouts: Path, uninterrupted: Path, stopped: Path
-) -> None:
-    run(rollouts, stopped, STEPS)
-    assert steps_of(stopped) == steps_of(uninterrupted)
 
 
 def test_a_run_is_extended(rollouts: Path, uninterrupted: Path, tmp_path: Path) -> None:
@@ -115,9 +103,7 @@ def test_a_run_is_extended(rollouts: Path, uninterrupted: Path, tmp_path: Path) 
     assert [step["learning_rate"] for step in steps[6:]] == pytest.approx([1e-2 / 8, 0.0])
 
 
-def test_exit_interval_ends_a_run_after_a_checkpoint(
-    rollouts: Path, uninterrupted: Path, tmp_path: Path
-) -> None:
+def test_exit_interval_ends_a_run_after_a_checkpoint(rollouts, uninterrupted, tmp_path):
     flags = STEPS + "--save-interval 100 "
     run(rollouts, tmp_path / "run", flags + "--exit-interval 2")
     assert len(steps_of(tmp_path / "run")) == 2
@@ -137,9 +123,7 @@ def test_a_run_of_two_data_parallel_ranks_goes_on_on_others(
     assert is_close(steps_of(stopped), steps_of(uninterrupted))
 
 
-def test_forgetting_a_part_of_the_checkpoint_is_noticed(
-    rollouts: Path, uninterrupted: Path, stopped: Path
-) -> None:
+def test_forgetting_a_part_of_the_checkpoint_is_noticed(rollouts, uninterrupted, stopped):
     """The mutant of the tests above: samples that were carried over are lost."""
     run(rollouts, stopped, STEPS, prepare=_lose_carried_samples)
     assert not is_close(steps_of(stopped), steps_of(uninterrupted))
@@ -153,7 +137,7 @@ def _lose_carried_samples(rank: int) -> None:
     def load_less(self: StepCollector, states: Sequence[Any]) -> None:
         load_states(self, [dataclasses.replace(state, carried=()) for state in states])
 
-    StepCollector.load_states = load_less  # type: ignore[method-assign]
+    StepCollector.load_states = load_less
 
 
 def test_the_end_of_the_files_ends_the_run(tmp_path: Path) -> None:
@@ -168,9 +152,7 @@ def test_the_end_of_the_files_ends_the_run(tmp_path: Path) -> None:
         assert len(steps) < 9
 
 
-def test_what_megatron_left_of_a_killed_save_is_passed_over(
-    rollouts: Path, uninterrupted: Path, stopped: Path
-) -> None:
+def test_what_megatron_left_of_a_killed_save_is_passed_over(rollouts, uninterrupted, stopped):
     """A tracker file cut to nothing, and half a checkpoint of the step that comes."""
     (stopped / TRACKER).write_text("")
     half = stopped / "iter_0000006"
@@ -182,9 +164,7 @@ def test_what_megatron_left_of_a_killed_save_is_passed_over(
     assert not (half / "__7_0.distcp").exists() and (half / "metadata.json").exists()
 
 
-def test_finetune_begins_with_the_weights_alone(
-    rollouts: Path, uninterrupted: Path, tmp_path: Path
-) -> None:
+def test_finetune_begins_with_the_weights_alone(rollouts, uninterrupted, tmp_path):
     flags = f"{STEPS}--load {uninterrupted} --finetune"
     run(rollouts, tmp_path / "run", flags)
     found, first = steps_of(tmp_path / "run"), steps_of(uninterrupted)
@@ -228,9 +208,7 @@ def test_a_second_run_in_the_same_folder_is_refused(rollouts: Path, tmp_path: Pa
         ("--held-out-tasks 32", "held_out_tasks 64 and this run has 32"),
     ],
 )
-def test_a_run_with_other_settings_does_not_go_on(
-    rollouts: Path, stopped: Path, flags: str, message: str
-) -> None:
+def test_a_run_with_other_settings_does_not_go_on(rollouts, stopped, flags, message):
     metrics = (stopped / "metrics.jsonl").read_bytes()
     assert message in end_of(rollouts, stopped, f"{STEPS}{flags}")
     assert (stopped / "metrics.jsonl").read_bytes() == metrics
@@ -246,15 +224,10 @@ def test_other_rollouts_of_the_same_name_are_refused(rollouts: Path, stopped: Pa
 
 def test_a_checkpoint_of_another_program_is_named(rollouts: Path, tmp_path: Path) -> None:
     """As a pre-training run leaves it, without a place in the rollouts."""
-    run(rollouts, tmp_path / "run", STEPS, prepare=_store_no_place)
+    prepare = mocked("trainer.checkpoint._store_rollout_state")
+    run(rollouts, tmp_path / "run", STEPS, prepare=prepare)
     said = end_of(rollouts, tmp_path / "run", STEPS + "--train-iters 9")
     assert "another program and has no place in the rollouts; give --finetune" in said
-
-
-def _store_no_place(rank: int) -> None:
-    from trainer import checkpoint
-
-    checkpoint._store_rollout_state = lambda *_: None
 
 
 def test_a_damaged_checkpoint_is_named(rollouts: Path, stopped: Path) -> None:
@@ -275,23 +248,14 @@ def test_with_verify_integrity_a_flipped_bit_is_named(rollouts: Path, tmp_path: 
     assert "__0_0.distcp" in said and "error: --load cannot be read" in said
 
 
-def test_a_checkpoint_that_one_rank_cannot_complete_ends_all_ranks(
-    rollouts: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_that_one_rank_cannot_complete_ends_all_ranks(rollouts, tmp_path):
     """Rank 0 fails where it writes by itself and the other waits for it, in the middle of Megatron's save."""
     folder = tmp_path / "run"
-    said = end_of(rollouts, folder, STEPS, prepare=_fail_to_write_metadata)
+    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    save_config = "megatron.core.dist_checkpointing.serialization.save_config"
+    said = end_of(rollouts, folder, STEPS, prepare=mocked(save_config, error))
     assert "cannot be written (rank 0): [Errno 28] No space left on device" in said
     assert not (folder / TRACKER).exists()
-
-
-def _fail_to_write_metadata(rank: int) -> None:
-    from megatron.core.dist_checkpointing import serialization
-
-    def fail(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    serialization.save_config = fail
 
 
 @pytest.mark.parametrize(
@@ -304,54 +268,29 @@ def _fail_to_write_metadata(rank: int) -> None:
         (WHOLE_GROUPS + "--max-tokens-per-microbatch 12", "more than --max-tokens-per-microbatch"),
     ],
 )
-def test_what_a_step_cannot_hold_ends_all_ranks_with_a_line(
-    rollouts: Path, tmp_path: Path, flags: str, message: str
-) -> None:
+def test_what_a_step_cannot_hold_ends_all_ranks_with_a_line(rollouts, tmp_path, flags, message):
     own = "--train-iters 9 --save-interval 9 --seq-length 12 "
     said = end_of(rollouts, tmp_path / "run", own + flags)
     assert [line for line in said.splitlines() if message in line and line.startswith("error: ")]
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_file_that_one_node_cannot_read_ends_all_ranks_with_a_line(
-    rollouts: Path, tmp_path: Path, failing: int
-) -> None:
-    prepare = functools.partial(_fail_to_read, failing)
+def test_a_file_that_one_node_cannot_read_ends_all_ranks_with_a_line(rollouts, tmp_path, failing):
+    error = OSError(errno.EIO, os.strerror(errno.EIO))
     whose = "data-parallel rank 1: OSError: " if failing else ""
+    prepare = mocked("megatron_pg.rollout_files.source.open_rows", error, failing)
     said = end_of(rollouts, tmp_path / "run", STEPS, prepare=prepare)
     assert f"error: {whose}[Errno 5] Input/output error" in said
 
 
-def _fail_to_read(failing: int, rank: int) -> None:
-    from megatron_pg.rollout_files import source
-
-    def fail(*_: Any) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    if rank == failing:
-        source.open_rows = fail  # type: ignore[assignment]
-
-
-def test_a_file_that_one_node_does_not_have_ends_all_ranks_with_a_line(
-    rollouts: Path, tmp_path: Path
-) -> None:
-    said = end_of(rollouts, tmp_path / "run", STEPS, prepare=_lack_the_files_on_1)
+def test_a_file_that_one_node_does_not_have_ends_all_ranks_with_a_line(rollouts, tmp_path):
+    error = FileNotFoundError("--rollout-files: x.jsonl does not exist")
+    prepare = mocked("megatron_pg.rollout_files.source.files_of", error, 1)
+    said = end_of(rollouts, tmp_path / "run", STEPS, prepare=prepare)
     assert "error: the run cannot begin (rank 1): --rollout-files: x.jsonl does not exist" in said
 
 
-def _lack_the_files_on_1(rank: int) -> None:
-    from megatron_pg.rollout_files import source
-
-    def lack(_: Any) -> None:
-        raise FileNotFoundError("--rollout-files: x.jsonl does not exist")
-
-    if rank == 1:
-        source.files_of = lack  # type: ignore[assignment]
-
-
-def test_a_signal_ends_a_run_after_a_checkpoint(
-    rollouts: Path, uninterrupted: Path, tmp_path: Path
-) -> None:
+def test_a_signal_ends_a_run_after_a_checkpoint(rollouts, uninterrupted, tmp_path):
     prepare = functools.partial(hold_at, 3, tmp_path / "run", tmp_path / "sent")
     ranks = start(rollouts, tmp_path / "run", STEPS + "--exit-signal-handler", prepare=prepare)
     wait_for_steps(ranks, tmp_path / "run", 1)

@@ -49,16 +49,10 @@ class TrainerRun(Run):
 
 
 def trainer_loss(
-    config: PolicyLossConfig,
-    batch: PackedBatch,
-    totals: StepTotals,
-    *,
-    num_microbatches: int,
-    model: Any,
-    reducer_path: str | None = None,
+    config: PolicyLossConfig, batch: PackedBatch, totals: StepTotals, *, num_microbatches, model
 ) -> Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]:
     """A loss_func as slime and miles build theirs: reducer by path, their own scale, three values in both modes."""
-    path = reducer_path or f"megatron_pg.integrations.{config.loss_aggregation}"
+    path = f"megatron_pg.integrations.{config.loss_aggregation}"
     per_token = model[0].config.calculate_per_token_loss
     context_size = parallel_state.get_context_parallel_world_size()
 
@@ -67,18 +61,13 @@ def trainer_loss(
             output_tensor[0], batch.targets, row_mask=batch.row_mask
         )
         log_probs = log_probs[batch.logit_rows]
-        reducer = load_custom_function("custom_pg_loss_reducer_function_path", path)(
-            list(batch.window.total_lengths),
-            list(batch.window.response_lengths),
-            [sample.loss_mask for sample in batch.samples],
-            per_token,
-        )
-        loss = reducer(
-            get_objective(config)(config, *tokens_and_sums(config, batch, log_probs)).loss
-        )
-        _, metrics = policy_loss_from_log_probs(
-            config, batch, log_probs.detach(), None, totals=totals
-        )
+        lengths = list(batch.window.total_lengths), list(batch.window.response_lengths)
+        masks = [sample.loss_mask for sample in batch.samples]
+        function = load_custom_function("custom_pg_loss_reducer_function_path", path)
+        outcome = get_objective(config)(config, *tokens_and_sums(config, batch, log_probs))
+        loss = function(*lengths, masks, per_token)(outcome.loss)
+        scores = (log_probs.detach(), None)
+        _, metrics = policy_loss_from_log_probs(config, batch, *scores, totals=totals)
         count = sum(max(sample.num_active_tokens, 1) for sample in batch.samples)
         num_tokens = torch.tensor(count if per_token else 1, dtype=torch.int32)
         if per_token:
@@ -123,9 +112,7 @@ def comparison_without_metrics(found: Outcome, expected: Outcome) -> Comparison:
 
 
 @pytest.mark.parametrize("aggregation", MODES)
-def test_gradients_equal_the_unsharded_reference(
-    aggregation: str, references: dict[str, Outcome]
-) -> None:
+def test_gradients_equal_the_unsharded_reference(aggregation, references):
     right, mutant = run_ranks(trainer_steps, SHARDING.world_size, aggregation)[0]
     comparison = comparison_without_metrics(right, references[aggregation])
     assert comparison.passed, str(comparison)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +15,10 @@ import torch
 from megatron_pg import PolicyLossConfig
 from megatron_pg.config.versions import has_megatron_training
 
+from .quickstart_run import steps_of
 from .rollout_rows import write_rollouts
-from .trainer_run import WHOLE_GROUPS, copy_after_step, end_of, run, steps_of
+from .test_quickstart_training import ONE_RIGHT
+from .trainer_run import WHOLE_GROUPS, copy_after_step, end_of, run
 
 pytest.importorskip("pyarrow")
 from megatron_pg.rollout_files import CollectorState, RewardedSample, RolloutPosition  # noqa: E402
@@ -48,9 +49,7 @@ def test_files_without_a_sample_are_no_success(tmp_path: Path, rows: int, messag
     assert f"{path}: no sample in them" in said and message in said
 
 
-def test_parquet_gives_the_steps_of_json_lines(
-    rollouts: Path, uninterrupted: Path, tmp_path: Path
-) -> None:
+def test_parquet_gives_the_steps_of_json_lines(rollouts, uninterrupted, tmp_path):
     import pyarrow
     import pyarrow.parquet
 
@@ -61,13 +60,6 @@ def test_parquet_gives_the_steps_of_json_lines(
     pyarrow.parquet.write_table(table, parquet, row_group_size=7, **options)
     run(parquet, tmp_path / "run", STEPS)
     assert steps_of(tmp_path / "run") == steps_of(uninterrupted)
-
-
-ONE_RIGHT = {  # advantages of the rewards 1, 0, 0, 0
-    "grpo": [1.5, -0.5, -0.5, -0.5],
-    "dr_grpo": [0.75, -0.25, -0.25, -0.25],
-    "rloo": [1.0, -1 / 3, -1 / 3, -1 / 3],
-}
 
 
 @pytest.mark.parametrize("method", ONE_RIGHT)
@@ -83,40 +75,21 @@ def test_advantages_are_those_that_the_flag_names(method: str) -> None:
         **{"prompts_per_step": 1, "samples_per_prompt": 4},
     )
     rewards = [1.0, 0.0, 0.0, 0.0]
-    of_file = [
-        RewardedSample([1, 2], 1, [1], reward=each, has_advantages=False, group_index=7)
-        for each in rewards
-    ]
+    fields = {"has_advantages": False, "group_index": 7}
+    of_file = [RewardedSample([1, 2], 1, [1], reward=reward, **fields) for reward in rewards]
     of_task = object.__new__(TaskSteps)
     of_task._args, of_task._training = args, [{}]
-    of_task._answers = lambda *_: [([1], 0, each, Response([2], [-1.0])) for each in rewards]
+    of_task._answers = lambda *_: [([1], 0, reward, Response([2], [-1.0])) for reward in rewards]
     of_task._metrics = lambda rollouts: {}
     for samples in (with_advantages(args, PolicyLossConfig(), of_file), of_task.step(0)[0]):
         found = [float(sample.advantages) for sample in samples]
         assert found == pytest.approx(ONE_RIGHT[method], rel=1e-5)
 
 
-@pytest.mark.parametrize("garbage", [b"\xff\x00garbage", b"3", b"{}", b'{"step": null}'])
-def test_garbage_in_the_metrics_is_named(tmp_path: Path, garbage: bytes) -> None:
-    """A last line without its end is a killed run's, and is removed."""
-    from trainer.log import MetricsLog
-
-    args = argparse.Namespace(rank=0, world_size=1, save=tmp_path, iteration=2)
-    metrics, whole = tmp_path / "metrics.jsonl", b'{"step": 1}\n'
-    metrics.write_bytes(whole + garbage + b"\n" + whole)
-    with pytest.raises(ValueError, match=f"{re.escape(str(metrics))} line 2 is no line of a run"):
-        MetricsLog(args)
-    metrics.write_bytes(whole + garbage)
-    MetricsLog(args)
-    assert metrics.read_bytes() == whole
-
-
 @pytest.mark.parametrize(
-    "module", ["megatron_pg.rollout_files.collector", "megatron_pg.step.collector"]
+    "module", [f"megatron_pg.{m}.collector" for m in ("rollout_files", "step")]
 )
-def test_a_place_in_the_rollouts_is_read_with_kept_sets_and_by_its_old_name(
-    monkeypatch: pytest.MonkeyPatch, module: str
-) -> None:
+def test_a_place_in_the_rollouts_is_read_with_kept_sets_and_by_its_old_name(monkeypatch, module):
     from trainer.checkpoint import STORED_TYPES
 
     sample = RewardedSample([1, 2, 3], 2, [1, 1], kept_tokens=[[2, 5], [3]], reward=1.0)
@@ -144,13 +117,11 @@ def test_rejected_tokens_leave_the_denominators(rollouts: Path, tmp_path: Path) 
         row["rollout_log_probs"] = [value - shift for value in row["log_probs"]]
     far = tmp_path / "far.jsonl"
     far.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = (
-        "--train-iters 1 --save-interval 1 --loss-aggregation token_mean --use-geometric-rejection "
-    )
+    flags = WHOLE_GROUPS + "--train-iters 1 --save-interval 1 --loss-aggregation token_mean "
+    flags += "--use-geometric-rejection --rejection-denominator "
     first = {}
     for denominator in ("original", "accepted"):
-        own = f"{WHOLE_GROUPS}{flags}--rejection-denominator {denominator}"
-        run(far, tmp_path / denominator, own)
+        run(far, tmp_path / denominator, flags + denominator)
         (first[denominator],) = steps_of(tmp_path / denominator)
         assert first[denominator]["aggregation_checksum"] == pytest.approx(1.0, abs=1e-6)
     # The same tokens are kept; only T, what their sum is divided by, differs.
@@ -161,9 +132,7 @@ def test_rejected_tokens_leave_the_denominators(rollouts: Path, tmp_path: Path) 
         assert accepted[name] == pytest.approx(ratio * original[name], rel=1e-5)
 
 
-def test_a_run_goes_on_with_more_rollouts_in_another_folder(
-    rollouts: Path, uninterrupted: Path, tmp_path: Path
-) -> None:
+def test_a_run_goes_on_with_more_rollouts_in_another_folder(rollouts, uninterrupted, tmp_path):
     stopped = copy_after_step(2, uninterrupted, tmp_path / "run")
     moved = tmp_path / "moved" / rollouts.name
     moved.parent.mkdir()

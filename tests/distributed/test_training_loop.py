@@ -38,7 +38,6 @@ class Loop:
 
 
 def changed(loop: Loop) -> list[Any]:
-    """The chunks of the loop's model, with the loop's config."""
     chunks = build(loop.sharding, loop.options)
     for name, value in loop.config.items():
         setattr(chunks[0].config, name, value)
@@ -54,19 +53,16 @@ def outcome_or_refusal(loop: Loop) -> Outcome | str | None:
         return str(error)
 
 
+RANKS = "each of the 2 data- and context-parallel ranks"
+CRITIC = Loop(Sharding(context=2), ModelOptions(value_head=True), run=ValueRun())
+BIASED = {"finalize_model_grads_func": None, "moe_router_enable_expert_bias": True}
 NEEDS = {
-    "CP": (Loop(Sharding(context=2)), "each of the 2 data- and context-parallel ranks"),
-    "DP": (Loop(Sharding(data=2)), "each of the 2 data- and context-parallel ranks"),
-    "a critic": (
-        Loop(Sharding(context=2), ModelOptions(value_head=True), run=ValueRun()),
-        "each of the 2 data- and context-parallel ranks",
-    ),
+    "CP": (Loop(Sharding(context=2)), RANKS),
+    "DP": (Loop(Sharding(data=2)), RANKS),
+    "a critic": (CRITIC, RANKS),
     "SP": (Loop(Sharding(tensor=2, sequence_parallel=True)), "gradients of norms"),
     "per token": (Loop(options=PER_TOKEN), "divides the gradients by the step's tokens"),
-    "bias of experts": (
-        Loop(config={"finalize_model_grads_func": None, "moe_router_enable_expert_bias": True}),
-        "moe_router_enable_expert_bias",
-    ),
+    "bias of experts": (Loop(config=BIASED), "moe_router_enable_expert_bias"),
 }
 
 
@@ -143,42 +139,36 @@ def test_a_model_without_ddp_is_told_to_be_wrapped() -> None:
         assert FINALIZE in found and "wrap the model in Megatron's DDP" in found
 
 
-@pytest.mark.parametrize(
-    ("loop", "words"),
-    [
-        (Loop(Sharding(data=2), OVERLAP, {"no_sync_func": None}), "no_sync_func = model.no_sync"),
-        (Loop(config={"fp16": True}), "config.grad_scale_func = optimizer.scale_loss"),
-        (
-            Loop(Sharding(context=2), config={"calculate_per_token_loss": True}),
-            "calculate_per_token_loss=True and DDP was built with the other: gradients would be 2 times too small",
-        ),
-        (
-            Loop(Sharding(context=2), PER_TOKEN, {"calculate_per_token_loss": False}),
-            "calculate_per_token_loss=False and DDP was built with the other: gradients would be 2 times too large",
-        ),
-    ],
-    ids=["no_sync_func", "grad_scale_func", "to per-token mode", "from per-token mode"],
-)
-def test_what_else_a_loop_forgets_is_refused(loop: Loop, words: str) -> None:
+TO_PER_TOKEN = Loop(Sharding(context=2), config={"calculate_per_token_loss": True})
+FROM_PER_TOKEN = Loop(Sharding(context=2), PER_TOKEN, {"calculate_per_token_loss": False})
+OTHER = "and DDP was built with the other: gradients would be 2 times too"
+FORGOTTEN = {
+    "config.no_sync_func = model.no_sync": Loop(Sharding(data=2), OVERLAP, {"no_sync_func": None}),
+    "config.grad_scale_func = optimizer.scale_loss": Loop(config={"fp16": True}),
+    f"calculate_per_token_loss=True {OTHER} small": TO_PER_TOKEN,
+    f"calculate_per_token_loss=False {OTHER} large": FROM_PER_TOKEN,
+}
+
+
+@pytest.mark.parametrize("words", FORGOTTEN)
+def test_what_else_a_loop_forgets_is_refused(words: str) -> None:
+    loop = FORGOTTEN[words]
     for found in run_ranks(outcome_or_refusal, loop.sharding.world_size, loop):
         assert words in found
 
 
 def messages_of_steps(loop: Loop, zeroed: list[bool]) -> list[list[str]]:
     """What each of the steps warned of, with and without `zero_grad_buffer` before it."""
-    chunks, of_steps = build(loop.sharding, loop.options), []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            of_steps[-1].append(record.getMessage())
-
-    logging.getLogger("megatron_pg").addHandler(Keep())
+    chunks, messages = build(loop.sharding, loop.options), []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages[-1].append(record.getMessage())
+    logging.getLogger("megatron_pg").addHandler(handler)
     for is_zeroed in zeroed:
-        of_steps.append([])
+        messages.append([])
         for chunk in chunks * is_zeroed:
             chunk.zero_grad_buffer()
         run_schedule(chunks, loop.sharding, loop.run)
-    return of_steps
+    return messages
 
 
 def test_gradients_of_the_step_before_are_warned_of_once() -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Callable
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from .quickstart_run import hold, output_of, start_script, wait, wait_until_ended
+from .quickstart_run import Prepare, Ranks, hold, output_of, start_script, succeed, wait_until_ended
 from .rollout_rows import VOCABULARY
 
 MODEL = (
@@ -22,7 +19,6 @@ FLAGS = (
     "--loss-aggregation prompt_mean --docs-per-step 10 --docs-per-step-mode exact --on-bad-row skip "
 )
 WHOLE_GROUPS = "--keep-prompt-groups "
-TIMES = ("seconds_rollouts", "seconds_scoring", "seconds_training")
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -31,16 +27,13 @@ def start(
     folder: Path,
     flags: str,
     world_size: int = 2,
-    prepare: Callable[[int], None] | None = None,
+    prepare: Prepare = None,
     model: str = MODEL,
     base: str = FLAGS,
-) -> list[BaseProcess]:
-    """The ranks of a run that writes to `folder` and goes on from what is there; what they print goes beside it.
+) -> Ranks:
+    """The ranks of a run that writes to `folder` and goes on from what is there; of flags a later one wins.
 
-    Args:
-        rollouts: None where `flags` say what to train on.
-        flags: after `base` and `model`, so that a later one wins.
-        prepare: called with the rank, in its process, before the program.
+    `rollouts` are None where `flags` say what to train on.
     """
     files = "" if rollouts is None else f"--rollout-files {rollouts} "
     own = f"--save {folder} --load {folder} "
@@ -50,10 +43,7 @@ def start(
 
 def run(rollouts: Path | None, folder: Path, flags: str, **options: Any) -> str:
     """The output of a run that must succeed; `options` are those of `start`."""
-    codes = wait(start(rollouts, folder, flags, **options))
-    output = output_of(folder).read_text()
-    assert not any(codes), f"{codes}\n{output}"
-    return output
+    return succeed(start(rollouts, folder, flags, **options), folder)
 
 
 def end_of(rollouts: Path | None, folder: Path, flags: str, **options: Any) -> str:
@@ -87,10 +77,3 @@ def copy_after_step(step: int, folder: Path, copy: Path) -> Path:
     (copy / "metrics.jsonl").write_bytes((folder / "metrics.jsonl").read_bytes())
     (copy / TRACKER).write_text(str(step))
     return copy
-
-
-def steps_of(folder: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl without their times."""
-    path = folder / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) | dict.fromkeys(TIMES) for line in lines if line.endswith("\n")]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_pg.head import Divergence
 from tests.fast import test_distillation_head as shared
 
 pytest.importorskip("megatron_pg.head.distill.divergence_triton")
@@ -16,8 +15,6 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 @pytest.mark.parametrize("teacher", shared.TEACHERS)
 @pytest.mark.parametrize("divergence", shared.DIVERGENCES, ids=str)
 @pytest.mark.parametrize("way", shared.WAYS)
-def test_values_and_gradients(
-    way: str, divergence: Divergence, teacher: str, dtype: torch.dtype
-) -> None:
+def test_values_and_gradients(way, divergence, teacher, dtype):
     problem = shared.Problem(divergence, teacher, dtype, "cuda")
     shared.check(problem, way, [shared.WAYS[way](problem)], shared.PRECISIONS[dtype])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.head import HeadOptions, linear_token_loss
+from tests.gpu import waits_refused
 
 pytest.importorskip("quack")
 exponentials = pytest.importorskip("megatron_pg.head.hopper.exponentials")
@@ -44,9 +45,8 @@ class Problem:
         hidden = self.hidden.clone().requires_grad_()
         weight = self.weight.clone().requires_grad_()
         weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight).float(), False
-        settings = HeadOptions(
-            temperature=0.9, with_entropy=bool(self.entropy_coef), fp32_logits=True, **options
-        )
+        options |= {"temperature": 0.9, "with_entropy": bool(self.entropy_coef)}
+        settings = HeadOptions(fp32_logits=True, **options)
         outputs = linear_token_loss(
             hidden, weight, self.targets, self.token_loss, settings, gradient_rows=rows, defer=defer
         )
@@ -92,9 +92,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     [(700, 256, 3840), (256, 192, 4096), (300, 1024, 128256)],
     ids=["ragged rows", "whole tiles", "many tiles"],
 )
-def test_against_float64_and_our_own_kernels(
-    tokens: int, size: int, columns: int, entropy_coef: float, used: list[int]
-) -> None:
+def test_against_float64_and_our_own_kernels(tokens, size, columns, entropy_coef, used):
     problem = Problem(tokens, size, columns, entropy_coef)
     wanted = problem.wanted()
     found = problem.found()
@@ -111,15 +109,10 @@ def test_against_float64_and_our_own_kernels(
 
 @pytest.mark.parametrize("defer", [True, False])
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
-def test_chunks_and_rows_without_gradient(
-    entropy_coef: float, defer: bool, used: list[int]
-) -> None:
+def test_chunks_and_rows_without_gradient(entropy_coef, defer, used):
     problem = Problem(700, 256, 3840, entropy_coef)
     problem.advantages[500:] = 0
-    if entropy_coef:
-        rows, sizes = None, [256, 256, 188]
-    else:
-        rows, sizes = 500, [256, 244, 200]
+    rows, sizes = (None, [256, 256, 188]) if entropy_coef else (500, [256, 244, 200])
     found = problem.found(defer=defer, rows=rows, chunk_tokens=256)
     assert used == sizes
     wanted = problem.wanted()
@@ -135,15 +128,11 @@ def test_it_does_not_synchronise(used: list[int]) -> None:
     scale = torch.tensor(3.3, device="cuda")
     hidden, weight = problem.hidden.requires_grad_(), problem.weight.requires_grad_()
     weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight).float(), False
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_refused():
         settings = HeadOptions(temperature=0.9, with_entropy=False, fp32_logits=True)
-        loss, *_ = linear_token_loss(
-            hidden, weight, problem.targets, problem.token_loss, settings, defer=True
-        )
+        inputs = (hidden, weight, problem.targets, problem.token_loss)
+        loss, *_ = linear_token_loss(*inputs, settings, defer=True)
         loss.backward(scale)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert used == [700, 700]
 
 

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_pg.head import (
-    HeadOptions,
-    float32_logits,
-    from_logits,
-    linear_log_probs_and_entropy,
-    linear_token_loss,
-    log_probs_and_entropy,
-    rows_torch,
-    vocabulary_shard,
-)
+from megatron_pg import head
+from megatron_pg.head import from_logits, log_probs_and_entropy, rows_torch, vocabulary_shard
 from megatron_pg.head.vocabulary_shard import LogitRows, VocabularyShard
+from tests.gpu import waits_refused
 
 rows_triton = pytest.importorskip("megatron_pg.head.rows_triton")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -60,11 +53,15 @@ def summands(
     return p * terms / temperature
 
 
+def close(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
+    """Log-probs and entropy are those of float64."""
+    doubles = [value.double() for value in found]
+    torch.testing.assert_close(doubles, list(wanted), rtol=1e-5, atol=1e-5)
+
+
 def op(logits: Tensor, targets: Tensor, gradients: tuple[Tensor, ...], **options: object):
-    leaf = logits.clone().requires_grad_()
-    log_probs, entropy = log_probs_and_entropy(
-        leaf.view_as(leaf), targets, with_entropy=True, **options
-    )
+    leaf, options = logits.clone().requires_grad_(), {"with_entropy": True, **options}
+    log_probs, entropy = log_probs_and_entropy(leaf.view_as(leaf), targets, **options)
     (gradient,) = torch.autograd.grad([log_probs, entropy], leaf, list(gradients))
     return log_probs, entropy, gradient
 
@@ -76,8 +73,7 @@ def test_values_and_gradients(dtype: torch.dtype, width: int, temperature: float
     logits, targets, *gradients = inputs(257, width, dtype)
     found = op(logits, targets, gradients, temperature=temperature)
     wanted = dense(logits, targets, *gradients, temperature)
-    for value, exact in zip(found[:2], wanted[:2], strict=True):
-        torch.testing.assert_close(value.double(), exact, rtol=1e-5, atol=1e-5)
+    close(found[:2], wanted[:2])
     bound = ROUNDING[dtype] * wanted[2].abs() + 1e-5 * summands(logits, *gradients, temperature)
     bound += 1e-7 if dtype == torch.float16 else 1e-12
     assert ((found[2].double() - wanted[2]).abs() <= bound).all()
@@ -93,8 +89,7 @@ def test_padding_and_masked_rows(width: int) -> None:
     logits[~mask] = float("inf")
     found = op(logits, targets, gradients, row_mask=mask, vocab_size=real)
     wanted = dense(logits[mask][:, :real], targets[mask], *(g[mask] for g in gradients), 1.0)
-    torch.testing.assert_close(found[0][mask].double(), wanted[0], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found[1][mask].double(), wanted[1], rtol=1e-5, atol=1e-5)
+    close([found[0][mask], found[1][mask]], wanted[:2])
     error = (found[2][mask][:, :real].double() - wanted[2]).abs()
     assert (error <= ROUNDING[torch.bfloat16] * wanted[2].abs() + 1e-8).all()
     assert (found[2][~mask] == 0).all() and (found[2][:, real:] == 0).all()
@@ -121,8 +116,7 @@ def test_kernels_equal_the_torch_passes() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(from_logits, "row_passes", lambda logits: rows_torch)
         expected = op(logits, targets, gradients)
-    torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found[1], expected[1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[:2], expected[:2], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found[2], expected[2], rtol=2.0**-7, atol=1e-8)
 
 
@@ -157,19 +151,25 @@ def head_inputs() -> tuple[Tensor, Tensor, Tensor, Callable[..., Tensor]]:
     return hidden, weight, targets, token_loss
 
 
-def run_head(mode: str, scale: Tensor, **options: object) -> tuple[Tensor, Tensor, Tensor]:
-    hidden, weight, targets, token_loss = head_inputs()
+def head_leaves() -> tuple[Tensor, Tensor, Tensor, Callable[..., Tensor]]:
+    """`head_inputs` as Megatron has them: leaves, the weight with a buffer for its gradient."""
+    hidden, weight, *others = head_inputs()
     hidden.requires_grad_()
     weight.requires_grad_()
     weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight).float(), False
-    settings = HeadOptions(chunk_tokens=64 if mode == "long pieces" else 256, **options)
+    return hidden, weight, *others
+
+
+def run_head(mode: str, scale: Tensor, **options: object) -> tuple[Tensor, Tensor, Tensor]:
+    hidden, weight, targets, token_loss = head_leaves()
+    settings = head.HeadOptions(chunk_tokens=64 if mode == "long pieces" else 256, **options)
     if mode in ("known", "deferred", "pieces", "long pieces"):
         sizes = [0, 300, 0, 400] if "pieces" in mode else None
-        loss, _, _ = linear_token_loss(
+        loss, _, _ = head.linear_token_loss(
             hidden, weight, targets, token_loss, settings, piece_sizes=sizes, defer=mode != "known"
         )
     else:
-        outputs = linear_log_probs_and_entropy(
+        outputs = head.linear_log_probs_and_entropy(
             hidden, weight, targets, settings, keep_logits=mode == "kept"
         )
         loss = token_loss(*outputs, slice(None))
@@ -183,20 +183,16 @@ def test_fused_head(mode: str, fp32_logits: bool) -> None:
     scale = torch.tensor(3.3, device="cuda")
     loss, hidden_gradient, weight_gradient = run_head(mode, scale, fp32_logits=fp32_logits)
     hidden, weight, targets, token_loss = head_inputs()
-    exact_hidden, exact_weight = hidden.double(), weight.double()
-    exact_hidden.requires_grad_()
-    exact_weight.requires_grad_()
+    exact_hidden, exact_weight = (leaf.double().requires_grad_() for leaf in (hidden, weight))
     log_p = (exact_hidden @ exact_weight.t()).log_softmax(1)
     log_probs = log_p.gather(1, targets[:, None])[:, 0]
     wanted = token_loss(log_probs, -(log_p.exp() * log_p).sum(1), slice(None))
     wanted.backward(scale.double())
     # bfloat16 logits of 10 are off by 0.03 at most; float32 ones leave the rounding of the gradient.
     bound = 4e-3 if fp32_logits else 2e-2
-    for found, exact in (
-        (loss, wanted.detach()),
-        (hidden_gradient, exact_hidden.grad),
-        (weight_gradient, exact_weight.grad),
-    ):
+    outputs = (loss, hidden_gradient, weight_gradient)
+    exacts = (wanted.detach(), exact_hidden.grad, exact_weight.grad)
+    for found, exact in zip(outputs, exacts, strict=True):
         error = (found.double() - exact).norm() / exact.norm()
         assert error <= bound, error
 
@@ -205,19 +201,13 @@ def test_fused_head(mode: str, fp32_logits: bool) -> None:
 def test_fused_head_does_not_synchronise(mode: str) -> None:
     scale = torch.tensor(3.3, device="cuda")
     run_head(mode, scale)  # compiles the kernels
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_refused():
         run_head(mode, scale)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_nothing_is_added_before_backward() -> None:
-    hidden, weight, targets, token_loss = head_inputs()
-    hidden.requires_grad_()
-    weight.requires_grad_()
-    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight).float(), False
-    outputs = linear_token_loss(hidden, weight, targets, token_loss, defer=True)
+    hidden, weight, targets, token_loss = head_leaves()
+    outputs = head.linear_token_loss(hidden, weight, targets, token_loss, defer=True)
     assert all(each.isnan().all() for each in outputs) and (weight.main_grad == 0).all()
     outputs[0].backward()
     assert not any(each.isnan().any() for each in (*outputs, weight.main_grad, hidden.grad))
@@ -226,11 +216,8 @@ def test_nothing_is_added_before_backward() -> None:
 def test_op_does_not_synchronise() -> None:
     logits, targets, *gradients = inputs(64, 1000, torch.bfloat16)
     op(logits, targets, gradients, temperature=torch.ones((), device="cuda"))
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_refused():
         op(logits, targets, gradients, temperature=torch.ones((), device="cuda"))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_op_needs_no_memory_beyond_the_logits() -> None:
@@ -261,8 +248,7 @@ def test_shards_one_after_the_other(size: int, monkeypatch: pytest.MonkeyPatch) 
     parts = [logits[:, shard.start : shard.start + width].contiguous() for shard in shards]
     rows = [LogitRows(parts[r], targets, shards[r], temperature) for r in range(size)]
     statistics = [rows_triton.row_statistics(part) for part in rows][-1]
-    torch.testing.assert_close(statistics.log_probs.double(), wanted[0], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(statistics.entropy.double(), wanted[1], rtol=1e-5, atol=1e-5)
+    close([statistics.log_probs, statistics.entropy], wanted[:2])
     for part in rows:
         rows_triton.write_gradient(part, statistics, gradients, part.logits)
     error = (torch.cat(parts, 1).double() - wanted[2]).abs()
@@ -282,7 +268,7 @@ def test_float32_logits_of_operands_that_are_not_upcast(dtype: torch.dtype) -> N
     targets = torch.randint(0, columns, (tokens,), device="cuda")
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    logits = float32_logits(hidden, weight)
+    logits = head.float32_logits(hidden, weight)
     assert logits.dtype == torch.float32
     float32_weight = columns * width * 4
     assert torch.cuda.max_memory_allocated() - before < logits.numel() * 4 + float32_weight

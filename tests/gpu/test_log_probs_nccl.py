@@ -13,7 +13,8 @@ from torch import Tensor
 
 from megatron_pg import log_probs_and_entropy
 from megatron_pg.head import HeadOptions, linear_log_probs_and_entropy, linear_token_loss
-from tests.gpu.test_log_probs_cuda import ROUNDING, dense, inputs, summands
+from tests.gpu import waits_refused
+from tests.gpu.test_log_probs_cuda import ROUNDING, close, dense, inputs, summands
 
 SIZE = 2
 TOKENS, WIDTH, HIDDEN, TEMPERATURE = 700, 4096, 256, 0.7
@@ -46,14 +47,12 @@ def from_logits(rank: int) -> None:
     found = twice_without_a_wait(op)
     real = logits[:, :VOCAB_SIZE]
     wanted = dense(real, targets, *gradients, TEMPERATURE)
-    for value, exact in zip(found[:2], wanted[:2], strict=True):
-        torch.testing.assert_close(value.double(), exact, rtol=1e-5, atol=1e-5)
+    close(found[:2], wanted[:2])
     bound = ROUNDING[torch.bfloat16] * wanted[2].abs()
     bound += 1e-5 * summands(real, *gradients, TEMPERATURE) + 1e-12
     padding = (0, WIDTH - VOCAB_SIZE)
-    exact, bound = (
-        own(torch.nn.functional.pad(each, padding), rank, 1) for each in (wanted[2], bound)
-    )
+    wide = (torch.nn.functional.pad(columns, padding) for columns in (wanted[2], bound))
+    exact, bound = (own(columns, rank, 1) for columns in wide)
     assert ((found[2].double() - exact).abs() <= bound).all()
 
 
@@ -98,11 +97,8 @@ def from_hidden_states(rank: int, mode: str) -> None:
     log_probs = log_p.gather(1, targets[:, None])[:, 0]
     wanted = token_loss(log_probs, -(log_p.exp() * log_p).sum(1), slice(None))
     wanted.backward(scale.double())
-    for found, exact in (
-        (loss, wanted.detach()),
-        (to_hidden, exact_hidden.grad),
-        (to_weight, own(exact_weight.grad, rank, 0)),
-    ):
+    exacts = (wanted.detach(), exact_hidden.grad, own(exact_weight.grad, rank, 0))
+    for found, exact in zip((loss, to_hidden, to_weight), exacts, strict=True):
         error = (found.double() - exact).norm() / exact.norm()
         assert error <= 4e-3, error
 
@@ -111,11 +107,8 @@ def twice_without_a_wait(call: Any) -> tuple[Tensor, ...]:
     """The second time with CUDA's synchronisation check set to error; the first compiles, and makes NCCL's communicator."""
     call()
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_refused():
         return call()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def run_rank(rank: int, store: str, case: str) -> None:

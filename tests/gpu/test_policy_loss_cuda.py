@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -12,17 +13,15 @@ from megatron_pg import PolicyLossConfig, policy_loss_from_log_probs, reduce_met
 from megatron_pg.loss import compiled
 from megatron_pg.loss.metrics import MicroBatchMetrics
 from tests.fast.sequences import CORRECTIONS, flat_log_probs, package_batch, random_sequences
+from tests.gpu import waits_refused
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 
+OBJECTIVES = "gspo cispo reinforce sft sapo dppo_tv dppo_kl gmpo".split()
 SETTINGS: dict[str, dict[str, Any]] = {
     "ppo": {},
-    "gspo": {"policy_loss": "gspo"},
-    "cispo": {"policy_loss": "cispo"},
-    "reinforce": {"policy_loss": "reinforce"},
-    "sft": {"policy_loss": "sft"},
-    **{name: {"policy_loss": name} for name in ("sapo", "dppo_tv", "dppo_kl", "gmpo")},
+    **{name: {"policy_loss": name} for name in OBJECTIVES},
     "corrections": CORRECTIONS,
     "gspo_with_corrections": {"policy_loss": "gspo", **CORRECTIONS},
 }
@@ -38,16 +37,11 @@ def loss_of(
     totals = step_totals(batch.samples)
     if forbid_waiting:
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_refused() if forbid_waiting else contextlib.nullcontext():
         loss, metrics = policy_loss_from_log_probs(
             config, batch, log_probs, -log_probs, totals=totals
         )
         loss.backward()
-    finally:
-        if forbid_waiting:
-            torch.cuda.set_sync_debug_mode("default")
-    assert log_probs.grad is not None
     return loss.detach(), log_probs.grad, metrics
 
 
@@ -68,9 +62,5 @@ def test_equal_to_the_cpu_without_a_wait(name: str, monkeypatch: pytest.MonkeyPa
 
 def test_the_check_for_waits_can_fail() -> None:
     tensor = torch.ones(1, device="cuda")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with pytest.raises(RuntimeError, match="synchroniz"):
-            tensor.item()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with waits_refused(), pytest.raises(RuntimeError, match="synchroniz"):
+        tensor.item()

@@ -61,10 +61,8 @@ def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_wheel_works_where_only_it_is_installed(installed: Path, tmp_path: Path) -> None:
-    where = run(
-        *(installed / "python", "-I", "-c", "import megatron_pg; print(megatron_pg.__file__)"),
-        cwd=tmp_path,
-    )
+    code = "import megatron_pg; print(megatron_pg.__file__)"
+    where = run(installed / "python", "-I", "-c", code, cwd=tmp_path)
     assert Path(where.strip()).is_relative_to(installed.parent)
     version = run(installed / "megatron-pg", "--version", cwd=tmp_path)
     assert re.match(r"megatron.pg \d+\.\d+\.\d+", version), version
@@ -93,11 +91,14 @@ def test_the_sdist_has_all_of_the_project(built: Path) -> None:
     assert not [name for name in names if name.endswith((".pyc", ".so")) or ".venv" in name]
 
 
-def test_the_metadata_is_valid_and_says_what_is_installed(built: Path) -> None:
-    (wheel,) = built.glob("*.whl")
-    archive = zipfile.ZipFile(wheel)
+@pytest.fixture(scope="module")
+def metadata(built: Path) -> Metadata:
+    archive = zipfile.ZipFile(next(built.glob("*.whl")))
     (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
-    metadata = Metadata.from_email(archive.read(name), validate=True)
+    return Metadata.from_email(archive.read(name), validate=True)
+
+
+def test_the_metadata_is_valid_and_says_what_is_installed(metadata: Metadata) -> None:
     assert metadata.name == "megatron_pg"
     assert str(metadata.license_expression or metadata.license) == "Apache-2.0"
     assert metadata.description_content_type == "text/markdown"
@@ -111,19 +112,14 @@ def test_the_metadata_is_valid_and_says_what_is_installed(built: Path) -> None:
     assert labels <= set(metadata.project_urls or {})
 
 
-def test_the_page_on_an_index_has_no_link_into_the_source(built: Path) -> None:
+def test_the_page_on_an_index_has_no_link_into_the_source(metadata: Metadata) -> None:
     """README's links lead to files; those of the metadata to the repository, which every file names alike."""
-    archive = zipfile.ZipFile(next(built.glob("*.whl")))
-    (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
-    metadata = Metadata.from_email(archive.read(name), validate=True)
     links = re.findall(r"\]\(([^)]+)\)", metadata.description or "")
     assert [link for link in links if not link.startswith(("https://", "#"))] == []
     pictures = re.findall(r"!\[[^]]*\]\(([^)]+)\)", metadata.description or "")
     assert pictures and all(link.startswith("https://raw.") for link in pictures)
-    (repository,) = (
-        url for url in (metadata.project_urls or {}).values() if url.endswith("/issues")
-    )
-    repository = repository.removesuffix("/issues")
+    urls = (metadata.project_urls or {}).values()
+    (repository,) = (url.removesuffix("/issues") for url in urls if url.endswith("/issues"))
     for link in links:
         path = link.partition("/main/")[2].partition("#")[0]
         assert not path or (ROOT / path).exists(), link
@@ -133,22 +129,18 @@ def test_the_page_on_an_index_has_no_link_into_the_source(built: Path) -> None:
 
 def test_every_extra_installs_what_some_part_of_the_project_says() -> None:
     """A remedy in an error, a page or a script names an extra that there is."""
-    named = set()
+    named, extras = set(), re.compile(r"(?:megatron_pg|['\"]\.|\$ROOT)\[([a-z,]+)\]['\"]")
     for path in [ROOT / "README.md", *(p for f in SHIPPED for p in (ROOT / f).rglob("*"))]:
         if path.suffix in (".py", ".md", ".sh") and path != Path(__file__):
-            for found in re.findall(
-                r"(?:megatron_pg|['\"]\.|\$ROOT)\[([a-z,]+)\]['\"]", path.read_text()
-            ):
-                named |= set(found.split(","))
+            for names in extras.findall(path.read_text()):
+                named |= set(names.split(","))
     assert named <= EXTRAS and EXTRAS - {"te"} <= named
 
 
 def test_the_image_and_the_workflows_run_what_there_is() -> None:
     """Files that a Dockerfile and workflows name; neither is run here."""
     image = (ROOT / "Dockerfile").read_text()
-    assert "FROM ${BASE}" in image and image.split("ARG BASE=")[1].startswith(
-        "nvcr.io/nvidia/pytorch:"
-    )
+    assert "FROM ${BASE}" in image and "ARG BASE=nvcr.io/nvidia/pytorch:" in image
     workflows = [path.read_text() for path in (ROOT / ".github/workflows").glob("*.yml")]
     for text in (image, *workflows):
         for script in re.findall(r"(?:ci|examples)/[\w/.]+", text):

@@ -31,15 +31,8 @@ def test_two_steps_on_a_cpu(tmp_path: Path) -> None:
         "MODEL": os.environ.get("MODEL", str(tmp_path / "weights")),
         "PYTHON": sys.executable,
     }
-    done = progress.run(
-        [
-            "bash",
-            "examples/launch/smollm2.sh",
-            *"--device cpu --train-iters 2 --lr-warmup-iters 1".split(),
-        ],
-        cwd=ROOT,
-        env=environment,
-    )
+    command = "bash examples/launch/smollm2.sh --device cpu --train-iters 2 --lr-warmup-iters 1"
+    done = progress.run(command.split(), cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     steps = lines(run / "metrics.jsonl")
     assert [step["step"] for step in steps] == [1, 2]

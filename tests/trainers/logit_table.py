@@ -6,6 +6,7 @@ gradient of every logit.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -13,22 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.megatron.cpu.runtime import enable_cpu_runtime
+from tests.distributed.launch import run_ranks
 from tests.oracle import PlainSample
 
 ROLLOUTS_PER_PROMPT = 3
 LENGTHS = [
-    (2, [1, 1, 1, 0, 0, 1]),
-    (3, [1, 1, 1]),
-    (2, [0, 0]),
-    (1, [1]),
-    (4, [1, 1, 0, 1, 1, 1, 1, 1]),
-    (2, [1, 0, 1, 1]),
-    (3, [1] * 7),
-    (1, [1, 1, 1]),
-    (2, [0, 1, 1, 1]),
-    (2, [1, 1]),
-    (3, [1, 0, 1, 1]),
-    (2, [1]),
+    *((2, [1, 1, 1, 0, 0, 1]), (3, [1, 1, 1]), (2, [0, 0]), (1, [1])),
+    *((4, [1, 1, 0, 1, 1, 1, 1, 1]), (2, [1, 0, 1, 1]), (3, [1] * 7), (1, [1, 1, 1])),
+    *((2, [0, 1, 1, 1]), (2, [1, 1]), (3, [1, 0, 1, 1]), (2, [1])),
 ]
 """Tool tokens inside, a sample without active tokens, micro-batches of an even number of tokens: see `test_the_floor`."""
 CUTS = {"one": 1, "cp_2": 2, "dp_2": 1}
@@ -36,6 +29,7 @@ CUTS = {"one": 1, "cp_2": 2, "dp_2": 1}
 
 
 def difference(found: Tensor | str, reference: Tensor) -> float:
+    """The largest difference over the largest of the reference."""
     assert isinstance(found, Tensor), found
     return ((found.double() - reference).abs().max() / reference.abs().max()).item()
 
@@ -47,20 +41,10 @@ def step_of(lengths: list[tuple[int, list[int]]]) -> list[PlainSample]:
     for number, (prompt, mask) in enumerate(lengths):
         total = prompt + len(mask)
 
-        def numbers(size: int = len(mask)) -> list[float]:
-            return (-4.5 + torch.rand(size, generator=generator)).tolist()
-
-        samples.append(
-            PlainSample(
-                tokens=list(range(next_id, next_id + total)),
-                response_length=len(mask),
-                loss_mask=mask,
-                advantages=[],
-                old_log_probs=numbers(),
-                ref_log_probs=numbers(),
-                group_index=number // ROLLOUTS_PER_PROMPT,
-            )
-        )
+        old, ref = ((-4.5 + torch.rand(len(mask), generator=generator)).tolist() for _ in range(2))
+        tokens, group = list(range(next_id, next_id + total)), number // ROLLOUTS_PER_PROMPT
+        fields = {"old_log_probs": old, "ref_log_probs": ref, "group_index": group}
+        samples.append(PlainSample(tokens, len(mask), mask, advantages=[], **fields))
         next_id += total
     return samples
 
@@ -79,11 +63,7 @@ def table_under_ddp(
     logits: Tensor, per_token: bool, context: int = 1, dtype: torch.dtype = torch.float32
 ) -> Any:
     """The table of logits as a Megatron model under Megatron's DDP, which gives logits of that dtype."""
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
+    from megatron.core import distributed
     from megatron.core.enums import ModelType
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.module import MegatronModule
@@ -101,17 +81,47 @@ def table_under_ddp(
         def forward(self, input_ids: Tensor, **ignored: Any) -> Tensor:
             return self.weight[input_ids].to(dtype)
 
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=8,
-        num_attention_heads=1,
-        calculate_per_token_loss=per_token,
-        context_parallel_size=context,
-        use_cpu_initialization=True,
-    )
-    config.finalize_model_grads_func = finalize_model_grads
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
-    return DistributedDataParallel(config, ddp, Table(config))
+    sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1}
+    sizes |= {"context_parallel_size": context, "calculate_per_token_loss": per_token}
+    config = TransformerConfig(use_cpu_initialization=True, **sizes)
+    config.finalize_model_grads_func = distributed.finalize_model_grads
+    ddp_config = distributed.DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    return distributed.DistributedDataParallel(config, ddp_config, Table(config))
+
+
+class Outcomes:
+    """The gradients that a trainer's code gives for cases of one step, by how the step is cut over ranks."""
+
+    def __init__(self, gradients: Any, step: list[PlainSample], cases: Any) -> None:
+        self.gradients, self.step, self.cases = gradients, step, cases
+
+    @functools.cached_property
+    def _two_ranks(self) -> list[list[Any]]:
+        return run_ranks(self.gradients, 2, self.step, self.cases(2) + self.cases(1))
+
+    @functools.cache  # noqa: B019
+    def of(self, cut: str) -> list[tuple[Any, list[Any]]]:
+        cases = self.cases(CUTS[cut])
+        if cut == "one":
+            ranks = [self.gradients(self.step, cases)]
+        else:
+            part = slice(0, len(cases)) if cut == "cp_2" else slice(len(cases), None)
+            ranks = [rank[part] for rank in self._two_ranks]
+        return list(zip(cases, map(list, zip(*ranks, strict=True)), strict=True))
+
+    def sound(self, cut: str) -> list[tuple[Any, Any]]:
+        cases = [(case, ranks) for case, ranks in self.of(cut) if not case.breakage]
+        return [(case, gradient) for case, ranks in cases for gradient in ranks]
+
+    def mutants(self, cut: str) -> list[tuple[Any, Any]]:
+        return [(case, ranks[0]) for case, ranks in self.of(cut) if case.breakage]
+
+
+def share_of(samples: list[PlainSample], context: int) -> slice:
+    """The samples of this data-parallel rank, of which each has as many."""
+    share = len(samples) * context // dist.get_world_size()
+    rank = dist.get_rank() // context
+    return slice(rank * share, (rank + 1) * share)
 
 
 def initialize(context: int) -> None:

@@ -11,24 +11,8 @@ import torch
 from megatron_pg.integrations import miles as integration
 from megatron_pg.megatron import enable_cpu_runtime
 
-from . import trees
-from .ranks import (
-    KEYS,
-    Args,
-    MicroBatch,
-    Steps,
-    arguments,
-    broken_sums,
-    fill_in,
-    initialize,
-    of_world,
-    parallel_sizes,
-    proven,
-    run_steps,
-    sample_fields,
-    start,
-    world_size,
-)
+from . import ranks, sources
+from .ranks import Args, MicroBatch, Steps
 from .rollout import Case, samples
 
 MODULES = (
@@ -45,7 +29,6 @@ MODULES = (
 
 
 def all_cases() -> dict[Case, Steps]:
-    """Every case of as many ranks as there are, in one process each."""
     enable_cpu_runtime()
     from megatron.core.fusions import fused_cross_entropy
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
@@ -55,15 +38,15 @@ def all_cases() -> dict[Case, Steps]:
     fused_cross_entropy.fused_vocab_parallel_cross_entropy = lambda logits, tokens, group: (
         vocab_parallel_cross_entropy(logits, tokens)
     )
-    modules = trees.use("miles", [f"miles.{name}" for name in MODULES])
+    modules = sources.use("miles", MODULES)
     conversion, megatron_parallel, parallel, data, cp_utils, loss, store, types, groups = modules
     store.init_instance(Args(object_store_backend="ray"))
     found = {}
-    for case in of_world(world_size()):
-        initialize(case)
-        args = arguments(
+    for case in ranks.cases_here():
+        ranks.initialize(case)
+        args = ranks.arguments(
             case,
-            megatron_pg_proven_source=proven("miles", integration.MILES.sources),
+            megatron_pg_proven_source=ranks.proven("miles", integration.MILES.sources),
             train_backend="megatron",
             qkv_format="thd",
             object_store_backend="ray",
@@ -76,11 +59,11 @@ def all_cases() -> dict[Case, Steps]:
             megatron_parallel.create_megatron_parallel_state(indep_dp=alone)
         )
         rollout_data = _rollout_data(case, args, conversion, data, types)
-        fill_in(rollout_data, cp_utils.slice_log_prob_with_cp)
-        rollout_data["rollout_mask_sums"] = broken_sums(case, rollout_data["rollout_mask_sums"])
-        found[case] = run_steps(
-            case, _steps(args, rollout_data, data, loss), cp_utils.slice_with_cp
-        )
+        ranks.fill_in(rollout_data, cp_utils.slice_log_prob_with_cp)
+        sums = rollout_data["rollout_mask_sums"]
+        rollout_data["rollout_mask_sums"] = ranks.broken_sums(case, sums)
+        steps = _steps(args, rollout_data, data, loss)
+        found[case] = ranks.run_steps(case, steps, cp_utils.slice_with_cp)
     return found
 
 
@@ -89,10 +72,12 @@ def _rollout_data(case: Case, args: Args, conversion: Any, data: Any, types: Any
     from miles.utils.misc import load_function
 
     theirs = [
-        types.Sample(index=number, **sample_fields(number, sample))
+        types.Sample(index=number, **ranks.sample_fields(number, sample))
         for number, sample in enumerate(samples())
     ]
-    hook = start(case, args, "miles", "custom_convert_samples_to_train_data_path", load_function)
+    hook = ranks.start(
+        case, args, "miles", "custom_convert_samples_to_train_data_path", load_function
+    )
     if case.mutant == "mean over length":
         masks = [sample.loss_mask for sample in theirs]
         for sample in theirs:
@@ -107,7 +92,7 @@ def _rollout_data(case: Case, args: Args, conversion: Any, data: Any, types: Any
     )
     if case.mutant == "mean over length":
         train_data["loss_masks"] = masks
-    references = conversion.split_train_data_by_dp(args, train_data, parallel_sizes(case))
+    references = conversion.split_train_data_by_dp(args, train_data, ranks.parallel_sizes(case))
     rollout_data, _ = data.get_rollout_data(args, references)
     assert isinstance(rollout_data["rollout_mask_sums"], torch.Tensor)
     return dict(rollout_data)
@@ -116,22 +101,12 @@ def _rollout_data(case: Case, args: Args, conversion: Any, data: Any, types: Any
 def _steps(
     args: Args, rollout_data: dict[str, Any], data: Any, loss: Any
 ) -> Iterator[list[MicroBatch]]:
-    """The micro-batches of each step with the loss that train_one_step gives Megatron."""
     iterators, counts = data.get_data_iterator(args, None, rollout_data)
     rollouts = data.get_num_rollouts(args, rollout_data, len(counts))
     for count, num_rollouts in zip(counts, rollouts, strict=True):
-        batches = [data.get_batch(iterators[0], KEYS, 4, args.qkv_format) for _ in range(count)]
-        yield [
-            MicroBatch(
-                batch,
-                partial(
-                    loss.loss_function,
-                    args,
-                    batch,
-                    count,
-                    apply_megatron_loss_scaling=True,
-                    num_rollouts=num_rollouts,
-                ),
-            )
-            for batch in batches
+        batches = [
+            data.get_batch(iterators[0], ranks.KEYS, 4, args.qkv_format) for _ in range(count)
         ]
+        settings = {"apply_megatron_loss_scaling": True, "num_rollouts": num_rollouts}
+        losses = [partial(loss.loss_function, args, batch, count, **settings) for batch in batches]
+        yield list(map(MicroBatch, batches, losses))

@@ -6,10 +6,8 @@ import contextlib
 import io
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,25 +19,16 @@ from torch import Tensor
 from megatron_pg.integrations.trainer import combined, found_sources
 from tests.oracle import PlainSample
 
-from . import trees
-from .rollout import (
-    DIVISOR,
-    ENTROPY_COEF,
-    EPS_CLIP,
-    EPS_CLIP_HIGH,
-    KL_COEF,
-    ROLLOUTS_PER_GROUP,
-    ROLLOUTS_PER_STEP,
-    Case,
-    is_kept,
-    logits,
-    samples,
-)
+from . import rollout
+from .rollout import DIVISOR, Case, is_kept, samples
+from .sources import TRAINERS
 
 Steps = list[tuple[float, dict[int, Tensor]]]
 """Of each optimizer step the reported loss, and the gradient of the logits of each sample by its number."""
 
 
+Cut = Callable[..., Tensor]
+"""A trainer's own function that cuts a tensor of a sequence over context parallelism."""
 KEYS = (
     *("tokens", "total_lengths", "response_lengths", "loss_masks", "log_probs", "ref_log_probs"),
     *("advantages", "rollout_log_probs", "rollout_mask_sums", "rewards"),
@@ -55,8 +44,7 @@ class Args(SimpleNamespace):
             raise AttributeError(name)
 
 
-@dataclass(frozen=True)
-class MicroBatch:
+class MicroBatch(NamedTuple):
     """What the trainer's data iterator and its own partial give for one micro-batch."""
 
     batch: dict[str, Any]
@@ -64,45 +52,26 @@ class MicroBatch:
 
 
 def arguments(case: Case, **others: Any) -> Args:
-    """The settings of the run, as both trainers name them."""
+    unused = "rewards_normalization balance_data balance_by_flops calculate_per_token_loss".split()
     return Args(
-        **{
-            "advantage_estimator": "grpo",
-            "rewards_normalization": False,
-            "n_samples_per_prompt": ROLLOUTS_PER_GROUP,
-            "global_batch_size": ROLLOUTS_PER_STEP,
-            "loss_aggregation_divisor": DIVISOR if case.aggregation == "constant" else None,
-            "context_parallel_size": case.context,
-            "use_dynamic_batch_size": True,
-            "max_tokens_per_gpu": 40 // case.context,
-            "balance_data": False,
-            "balance_by_flops": False,
-            "calculate_per_token_loss": False,
-            "loss_type": "policy_loss",
-            "log_probs_chunk_size": -1,
-            "rollout_temperature": 1.0,
-            "rollout_top_p": 1.0,
-            "eps_clip": EPS_CLIP,
-            "eps_clip_high": EPS_CLIP_HIGH,
-            "use_kl_loss": True,
-            "kl_loss_coef": KL_COEF,
-            "kl_loss_type": "k3",
-            "entropy_coef": ENTROPY_COEF,
-            "use_tis": True,
-            "custom_tis_function_path": "tests.trainers.ranks.tis_with_rejection",
-            **others,
-        }
+        **dict.fromkeys(unused, False),
+        **dict.fromkeys(("use_dynamic_batch_size", "use_kl_loss", "use_tis"), True),
+        **{"advantage_estimator": "grpo", "loss_type": "policy_loss", "kl_loss_type": "k3"},
+        **{"log_probs_chunk_size": -1, "rollout_temperature": 1.0, "rollout_top_p": 1.0},
+        **{"eps_clip": rollout.EPS_CLIP, "eps_clip_high": rollout.EPS_CLIP_HIGH},
+        **{"kl_loss_coef": rollout.KL_COEF, "entropy_coef": rollout.ENTROPY_COEF},
+        n_samples_per_prompt=rollout.ROLLOUTS_PER_GROUP,
+        global_batch_size=rollout.ROLLOUTS_PER_STEP,
+        loss_aggregation_divisor=DIVISOR if case.aggregation == "constant" else None,
+        context_parallel_size=case.context,
+        max_tokens_per_gpu=40 // case.context,
+        custom_tis_function_path="tests.trainers.ranks.tis_with_rejection",
+        **others,
     )
 
 
 def tis_with_rejection(
-    args: Any,
-    *,
-    pg_loss: Tensor,
-    train_log_probs: Sequence[Tensor],
-    rollout_log_probs: Sequence[Tensor],
-    loss_masks: Sequence[Tensor],
-    **others: Any,
+    args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, **others
 ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
     """For the trainers' --custom-tis-function-path: clamped weights, and every fourth token rejected."""
     weights = (torch.cat(list(train_log_probs)) - torch.cat(list(rollout_log_probs))).exp()
@@ -118,21 +87,6 @@ def initialize(case: Case) -> None:
     )
 
 
-def per_token(
-    field: str, cut: Callable[[Tensor, int, int], Tensor], numbers: Sequence[int]
-) -> list[Tensor]:
-    """A field of the samples as the trainer holds it on this context-parallel rank."""
-    everything = samples()
-    return [
-        cut(
-            torch.tensor(getattr(everything[number], field), dtype=torch.float32),
-            len(everything[number].tokens),
-            everything[number].response_length,
-        )
-        for number in numbers
-    ]
-
-
 def start(
     case: Case, args: Args, trainer: str, hook: str, load_function: Callable[[str], Any]
 ) -> Callable[..., Any]:
@@ -143,58 +97,47 @@ def start(
     with contextlib.redirect_stdout(printed):
         load_function(f"{path}.check")(args)
     assert printed.getvalue().startswith(f"megatron_pg: {case.aggregation} is on in {trainer}: 1/")
-    loaded: Callable[..., Any] = load_function(getattr(args, hook))
-    return loaded
+    return load_function(getattr(args, hook))
 
 
 def proven(trainer: str, sources: Any) -> str:
-    """So that the proof runs on a version that is not known yet."""
-    tree = trees.tree(trainer)
-    assert tree is not None
-    return combined(found_sources(Path(tree) / trainer, sources))
+    """Fingerprint the checkout, so that the proof runs on a version that is not known yet."""
+    return combined(found_sources(TRAINERS / trainer / trainer, sources))
 
 
 def parallel_sizes(case: Case) -> dict[str, int]:
-    """What the rollout manager knows of the training processes."""
-    sizes = {"dp_size": case.data, "cp_size": case.context, "vpp_size": 1}
-    return {**sizes, "microbatch_group_size_per_vp_stage": 1}
+    alone = {"vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}
+    return {"dp_size": case.data, "cp_size": case.context, **alone}
 
 
 def sample_fields(number: int, sample: PlainSample) -> dict[str, Any]:
-    """Of a trainer's own sample, but for its index."""
-    return {
-        "rollout_id": sample.rollout_id,
-        "group_index": sample.group_index,
-        "tokens": sample.tokens,
-        "response_length": sample.response_length,
-        "loss_mask": sample.loss_mask,
-        "rollout_log_probs": sample.rollout_log_probs,
-        "reward": float(number),
-    }
+    same = "rollout_id group_index tokens response_length loss_mask rollout_log_probs".split()
+    return {name: getattr(sample, name) for name in same} | {"reward": float(number)}
 
 
-def fill_in(rollout_data: dict[str, Any], cut: Callable[[Tensor, int, int], Tensor]) -> None:
+def fill_in(rollout_data: dict[str, Any], cut: Cut) -> None:
     """Gives the data what the policies say and the advantages, as the trainer holds them on this rank."""
-    numbers = [int(reward) for reward in rollout_data["rewards"]]
-    rollout_data["log_probs"] = per_token("old_log_probs", cut, numbers)
-    for name in ("ref_log_probs", "advantages"):
-        rollout_data[name] = per_token(name, cut, numbers)
+    chosen = [samples()[int(reward)] for reward in rollout_data["rewards"]]
+    fields = {"log_probs": "old_log_probs", "ref_log_probs": "ref_log_probs"}
+    for name, field in (fields | {"advantages": "advantages"}).items():
+        rows = [torch.tensor(getattr(sample, field), dtype=torch.float32) for sample in chosen]
+        rollout_data[name] = [
+            cut(row, len(sample.tokens), sample.response_length)
+            for row, sample in zip(rows, chosen, strict=True)
+        ]
 
 
 def broken_sums(case: Case, sums: Tensor) -> Tensor:
-    """The divisors after the hook, or those of a mutant."""
     return sums * 1.0005 if case.mutant == "0.05 % off" else sums
 
 
-def run_steps(
-    case: Case, steps: Iterator[list[MicroBatch]], slice_with_cp: Callable[[Tensor, int], Tensor]
-) -> Steps:
+def run_steps(case: Case, steps: Iterator[list[MicroBatch]], slice_with_cp: Cut) -> Steps:
     """Every micro-batch of this rank through the trainer's loss and Megatron's; sums over ranks are the caller's.
 
     Each rank's share of the gradients that Megatron's DDP averages over data and context parallelism is returned with that
     average taken: the shares add up to the gradient.
     """
-    leaves = logits(samples())
+    leaves = rollout.logits(samples())
     found = []
     for micro_batches in steps:
         reported, used = 0.0, set()
@@ -206,13 +149,11 @@ def run_steps(
             padding = micro_batch.batch["tokens"].numel() - len(output)
             output = F.pad(output, (0, 0, 0, padding)).unsqueeze(0)
             reported += _backward(case, output, micro_batch.loss_func, len(micro_batches))
-        gradients = {}
-        for number in used:
-            gradient = leaves[number].grad
-            assert gradient is not None
-            gradients[number] = gradient.double() / (case.context * case.data)
-            leaves[number].grad = None
-        found.append((reported / ROLLOUTS_PER_STEP, gradients))
+        ranks = case.context * case.data
+        gradients = {number: leaves[number].grad.double() / ranks for number in used}
+        for leaf in leaves:
+            leaf.grad = None
+        found.append((reported / rollout.ROLLOUTS_PER_STEP, gradients))
     return found
 
 
@@ -230,7 +171,7 @@ def _backward(
     return values[1 + keys.index("loss")].item()
 
 
-def _rows(case: Case, leaf: Tensor, slice_with_cp: Callable[[Tensor, int], Tensor]) -> Tensor:
+def _rows(case: Case, leaf: Tensor, slice_with_cp: Cut) -> Tensor:
     """The logits of one sample that this rank computes, by the trainer's own cut, or in a mutant's order."""
     if case.mutant != "window in another order":
         return slice_with_cp(leaf, 0)
@@ -240,15 +181,13 @@ def _rows(case: Case, leaf: Tensor, slice_with_cp: Callable[[Tensor, int], Tenso
     return padded[rank * half : (rank + 1) * half]
 
 
-def sum_over_ranks(of_ranks: Sequence[Steps]) -> Steps:
-    """The shares of all ranks of one case, added."""
+def sum_over_ranks(ranks: Sequence[Steps]) -> Steps:
     total: Steps = []
-    for of_step in zip(*of_ranks, strict=True):
+    for step in zip(*ranks, strict=True):
         gradients: dict[int, Tensor] = {}
-        for _, of_rank in of_step:
-            for number, gradient in of_rank.items():
-                gradients[number] = gradients.get(number, 0) + gradient
-        total.append((sum(value for value, _ in of_step), gradients))
+        for number, gradient in (item for _, shares in step for item in shares.items()):
+            gradients[number] = gradients.get(number, 0) + gradient
+        total.append((sum(value for value, _ in step), gradients))
     return total
 
 
@@ -257,16 +196,11 @@ CASES = [
     for context, data in ((1, 1), (2, 1), (1, 2))
     for aggregation in ("prompt_mean", "token_mean", "constant", "sample_mean")
 ]
-MUTANTS = [
-    Case("prompt_mean", 1, 1, "0.05 % off"),
-    Case("prompt_mean", 1, 1, "mean over length"),
-    Case("prompt_mean", 2, 1, "window in another order"),
-]
+MISTAKES = {"0.05 % off": 1, "mean over length": 1, "window in another order": 2}
+MUTANTS = [Case("prompt_mean", context, 1, name) for name, context in MISTAKES.items()]
 
 
-def of_world(world_size: int) -> list[Case]:
-    return [case for case in (*CASES, *MUTANTS) if case.context * case.data == world_size]
-
-
-def world_size() -> int:
-    return dist.get_world_size()
+def cases_here() -> list[Case]:
+    """The cases of as many ranks as there are."""
+    cases = (*CASES, *MUTANTS)
+    return [case for case in cases if case.context * case.data == dist.get_world_size()]

@@ -7,31 +7,25 @@ the rest. Of the strategy only `__init__`, the model and the optimizer are not R
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.integrations import roll_weights
 from megatron_pg.megatron.cpu.runtime import enable_cpu_runtime
 from tests.oracle import PlainSample
 
-from .logit_table import ROLLOUTS_PER_PROMPT, initialize, logits_of, table_under_ddp
-from .roll_source import find_roll
+from .logit_table import ROLLOUTS_PER_PROMPT, initialize, logits_of, share_of, table_under_ddp
+from .sources import find_roll
 
 KL_COEF, ENTROPY_COEF, CLIP, CLIP_HIGH, CLIP_C = 0.02, 0.02, 0.2, 0.28, 1.4
 DIVISOR = 8.0
 WIDTH = 16
 """Tokens of a padded sequence."""
-CLASSES = {
-    "sample_mean": "SampleMeanActorWorker",
-    "prompt_mean": "PromptMeanActorWorker",
-    "token_mean": "TokenMeanActorWorker",
-    "constant": "ConstantActorWorker",
-}
 
 
 @dataclass(frozen=True)
@@ -50,10 +44,8 @@ class Case:
 
 def rollout_log_probs(samples: list[PlainSample]) -> list[list[float]]:
     """Those of the rollout engine: every fourth token of the step is far from the trainer's."""
-    numbers = iter(range(10**6))
-    return [
-        [p - (2.0 if next(numbers) % 4 == 0 else 0.0) for p in s.old_log_probs] for s in samples
-    ]
+    offsets = itertools.cycle([2.0, 0.0, 0.0, 0.0])
+    return [[number - next(offsets) for number in sample.old_log_probs] for sample in samples]
 
 
 def padded(samples: list[PlainSample], rows: list[list[float]], dtype: torch.dtype) -> Tensor:
@@ -66,7 +58,6 @@ def padded(samples: list[PlainSample], rows: list[list[float]], dtype: torch.dty
 
 
 def batch_of(samples: list[PlainSample], infer: list[list[float]]) -> Any:
-    """The DataProto that a data-parallel rank of ROLL trains on."""
     from roll.distributed.scheduler.protocol import DataProto
 
     ids, attention = (torch.zeros(len(samples), WIDTH, dtype=torch.int64) for _ in range(2))
@@ -78,42 +69,37 @@ def batch_of(samples: list[PlainSample], infer: list[list[float]]) -> Any:
     masks = padded(samples, [[float(m) for m in s.loss_mask] for s in samples], torch.int64)
     response_mask = torch.nn.functional.pad(masks, (1, 0))
     advantages = padded(samples, [s.advantages for s in samples], torch.float32)
-    return DataProto.from_dict(
-        {
-            "input_ids": ids,
-            "attention_mask": attention,
-            "prompts": prompts,
-            "response_mask": response_mask,
-            "old_log_probs": padded(samples, [s.old_log_probs for s in samples], torch.float32),
-            "ref_log_probs": padded(
-                samples, [s.ref_log_probs or [] for s in samples], torch.float32
-            ),
-            "infer_logprobs": padded(samples, infer, torch.float32),
-            "advantages": advantages * masks,
-        },
-        meta_info={"loss_mask_keys": ["response_mask", "final_response_mask"]},
-    )
+    rows = {
+        "old_log_probs": [sample.old_log_probs for sample in samples],
+        "ref_log_probs": [sample.ref_log_probs for sample in samples],
+        "infer_logprobs": infer,
+    }
+    tensors = {name: padded(samples, values, torch.float32) for name, values in rows.items()}
+    tensors |= {"input_ids": ids, "attention_mask": attention, "prompts": prompts}
+    tensors |= {"response_mask": response_mask, "advantages": advantages * masks}
+    keys = {"loss_mask_keys": ["response_mask", "final_response_mask"]}
+    return DataProto.from_dict(tensors, meta_info=keys)
 
 
 def pipeline_config(case: Case) -> Any:
     token_filter = SimpleNamespace(
         enabled=True, agg_type="token", ratio_enabled=True, ratio_low=0.5, ratio_high=2.0, diff_enabled=False
     )  # fmt: skip
+    filters, off = [token_filter] if case.filtered else [], SimpleNamespace(enabled=False)
+    unused = "difficulty_loss_weight length_loss_weight enable_old_logprobs_recompute".split()
+    clips = {
+        "pg_clip": CLIP,
+        "pg_clip_low": CLIP,
+        "pg_clip_high": CLIP_HIGH,
+        "dual_clip_loss": True,
+    }
     return SimpleNamespace(
-        loss_agg_mode="seq-mean-token-mean",
-        difficulty_loss_weight=False,
-        length_loss_weight=False,
-        enable_old_logprobs_recompute=False,
-        train_infer_correction=SimpleNamespace(
-            is_weight=SimpleNamespace(enabled=False),
-            filters=[token_filter] if case.filtered else [],
-        ),
-        importance_sampling="token",
+        **dict.fromkeys(unused, False),
+        **clips,
         use_pg_clip_range=True,
-        pg_clip_low=CLIP,
-        pg_clip_high=CLIP_HIGH,
-        pg_clip=CLIP,
-        dual_clip_loss=True,
+        loss_agg_mode="seq-mean-token-mean",
+        train_infer_correction=SimpleNamespace(is_weight=off, filters=filters),
+        importance_sampling="token",
         use_kl_loss=case.with_terms,
         kl_loss_coef=KL_COEF,
         rl_loss_coef=1.0,
@@ -124,22 +110,15 @@ def pipeline_config(case: Case) -> Any:
     )
 
 
-class _Model:
+class _Models(list[Any]):
     """ROLL's VirtualModels, as much as train_step asks for."""
 
-    def __init__(self, wrapped: Any) -> None:
-        self.wrapped, self.config = wrapped, wrapped.config
-
-    def __iter__(self) -> Any:
-        return iter([self.wrapped])
-
-    def __len__(self) -> int:
-        return 1
+    config = property(lambda self: self[0].config)
 
     def train(self) -> None: ...
 
     def get_models(self) -> list[Any]:
-        return [self.wrapped]
+        return list(self)
 
 
 def strategy_of(model: Any, case: Case, num_microbatches: int, gradient: list[Tensor]) -> Any:
@@ -156,18 +135,13 @@ def strategy_of(model: Any, case: Case, num_microbatches: int, gradient: list[Te
     strategy = MegatronTrainStrategy.__new__(MegatronTrainStrategy)
     table = model.module
     table.get_batch_on_this_cp_rank = MethodType(PretrainedModel.get_batch_on_this_cp_rank, table)
-    strategy.model, strategy.models_unwrapped = _Model(model), [table]
+    strategy.model, strategy.models_unwrapped = _Models([model]), [table]
     strategy.enable_router_replay = strategy.use_sequence_packing = False
-    strategy.worker_config = SimpleNamespace(
-        name="actor_train",
-        use_dynamic_batching_in_train=False,
-        training_args=SimpleNamespace(per_device_train_batch_size=case.micro_batch_size),
-        apply_loss_scale=True,
-        logits_in_fp32=True,
-    )
-    strategy.megatron_train_args = SimpleNamespace(
-        gradient_accumulation_steps=num_microbatches, cross_entropy_loss_fusion=False
-    )
+    sizes = SimpleNamespace(per_device_train_batch_size=case.micro_batch_size)
+    config = {"name": "actor_train", "training_args": sizes, "use_dynamic_batching_in_train": False}
+    strategy.worker_config = SimpleNamespace(apply_loss_scale=True, logits_in_fp32=True, **config)
+    steps = {"gradient_accumulation_steps": num_microbatches}
+    strategy.megatron_train_args = SimpleNamespace(cross_entropy_loss_fusion=False, **steps)
     strategy.forward_backward_func, strategy.seq_length = get_forward_backward_func(), WIDTH
     strategy.load_states = strategy.offload_states = lambda *args, **kwargs: None
     strategy.optimizer = SimpleNamespace(step=keep, zero_grad=lambda: None)
@@ -180,31 +154,25 @@ def roll_gradient(samples: list[PlainSample], case: Case) -> Tensor:
     from megatron_pg.integrations import roll
 
     initialize(case.context)
-    data_parallel = dist.get_world_size() // case.context
-    rank = dist.get_rank() // case.context
-    share = len(samples) // data_parallel
-    mine = slice(rank * share, (rank + 1) * share)
+    mine = share_of(samples, case.context)
     # ROLL makes float32 copies of bfloat16 logits, and so of these; float32 logits it overwrites by their exponentials
     # before the entropy reads them.
     model = table_under_ddp(logits_of(samples), False, context=case.context, dtype=torch.float64)
     gradient: list[Tensor] = []
-    worker = getattr(roll, CLASSES[case.aggregation]).__new__(
-        getattr(roll, CLASSES[case.aggregation])
-    )
-    worker.strategy = strategy_of(model, case, share // case.micro_batch_size, gradient)
+    name = case.aggregation.title().replace("_", "")  # SampleMean, ...
+    worker = object.__new__(getattr(roll, f"{name}ActorWorker"))
+    count = len(samples[mine]) // case.micro_batch_size
+    worker.strategy = strategy_of(model, case, count, gradient)
     worker.pipeline_config, worker._logprobs_cache = pipeline_config(case), {}
-    worker.divisor = roll_weights.refuse_settings(
-        case.aggregation, worker.pipeline_config, {roll_weights.DIVISOR_VARIABLE: str(DIVISOR)}
-    )
+    divisor = {roll_weights.DIVISOR_VARIABLE: str(DIVISOR)}
+    worker.divisor = roll_weights.refuse_settings(case.aggregation, worker.pipeline_config, divisor)
     batch = batch_of(samples[mine], rollout_log_probs(samples)[mine])
-    worker.weighted_step(
-        worker.strategy.train_step, batch, broken(worker.loss_func, case.breakage, worker)
-    )
+    loss_func = broken(worker.loss_func, case.breakage, worker)
+    worker.weighted_step(worker.strategy.train_step, batch, loss_func)
     return gradient[0]
 
 
 def broken(loss_func: Any, name: str, worker: Any) -> Any:
-    """ROLL's loss function, or one with a mistake that the comparison must see."""
     factors = worker.compute_sample_weights
 
     def of_lengths(data: Any, response_mask: Tensor) -> Tensor:
@@ -222,7 +190,6 @@ def broken(loss_func: Any, name: str, worker: Any) -> Any:
 
 
 def gradients(samples: list[PlainSample], cases: list[Case]) -> list[Tensor]:
-    """What `roll_gradient` gives for each case on this rank."""
     import torch._dynamo
 
     torch._dynamo.config.disable = True  # ROLL compiles a product

@@ -58,17 +58,9 @@ def samples() -> list[PlainSample]:
                 group_index=group,
                 rollout_id=100 + rollout,
             )
-            near = [rng.uniform(-0.4, 0.4) for _ in range(sample.response_length)]
-            made.append(
-                replace(
-                    sample,
-                    tokens=prompt + sample.tokens[len(prompt) :],
-                    rollout_log_probs=[
-                        float32(old + off)
-                        for old, off in zip(sample.old_log_probs, near, strict=True)
-                    ],
-                )
-            )
+            near = [float32(old + rng.uniform(-0.4, 0.4)) for old in sample.old_log_probs]
+            tokens = prompt + sample.tokens[len(prompt) :]
+            made.append(replace(sample, tokens=tokens, rollout_log_probs=near))
     return made
 
 
@@ -107,37 +99,25 @@ def reference(aggregation: str) -> list[tuple[float, dict[int, Tensor]]]:
             if sample.rollout_id in range(100 + first, 100 + first + ROLLOUTS_PER_STEP)
         ]
         step = [everything[number] for number in members]
-        losses = [
-            oracle.stack(
-                [
-                    token_loss(sample, token, leaves[number][sample.prompt_length + token - 1])
-                    for token in range(sample.response_length)
-                ]
+        used = [leaves[number] for number in members]
+        losses = []
+        for sample, leaf in zip(step, used, strict=True):
+            rows = leaf[sample.prompt_length - 1 :]
+            tokens = range(sample.response_length)
+            losses.append(
+                oracle.stack([token_loss(sample, token, rows[token]) for token in tokens])
             )
-            for number, sample in zip(members, step, strict=True)
-        ]
         value = oracle.aggregate(step, losses, aggregation, DIVISOR)
-        gradients = torch.autograd.grad(
-            value, [leaves[number] for number in members], allow_unused=True
-        )
-        steps.append(
-            (
-                value.item(),
-                {
-                    number: torch.zeros_like(leaves[number]) if gradient is None else gradient
-                    for number, gradient in zip(members, gradients, strict=True)
-                },
-            )
-        )
+        gradients = torch.autograd.grad(value, used, allow_unused=True, materialize_grads=True)
+        steps.append((value.item(), dict(zip(members, gradients, strict=True))))
     return steps
 
 
 def largest_error(found: list[tuple[float, dict[int, Tensor]]], aggregation: str) -> float:
     """max |found - reference| / max |reference| over the logits of every step, and of the reported losses."""
     worst = 0.0
-    for (value, gradients), (expected_value, expected) in zip(
-        found, reference(aggregation), strict=True
-    ):
+    pairs = zip(found, reference(aggregation), strict=True)
+    for (value, gradients), (expected_value, expected) in pairs:
         assert gradients.keys() == expected.keys()
         largest = max(gradient.abs().max().item() for gradient in expected.values())
         for number, gradient in expected.items():

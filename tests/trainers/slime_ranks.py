@@ -12,24 +12,8 @@ from torch import Tensor
 from megatron_pg.integrations import slime as integration
 from megatron_pg.megatron import enable_cpu_runtime
 
-from . import trees
-from .ranks import (
-    KEYS,
-    Args,
-    MicroBatch,
-    Steps,
-    arguments,
-    broken_sums,
-    fill_in,
-    initialize,
-    of_world,
-    parallel_sizes,
-    proven,
-    run_steps,
-    sample_fields,
-    start,
-    world_size,
-)
+from . import ranks, sources
+from .ranks import Args, MicroBatch, Steps
 from .rollout import Case, samples
 
 MODULES = (
@@ -44,27 +28,25 @@ MODULES = (
 
 
 def all_cases() -> dict[Case, Steps]:
-    """Every case of as many ranks as there are, in one process each."""
     enable_cpu_runtime()
-    modules = trees.use("slime", [f"slime.{name}" for name in MODULES])
+    modules = sources.use("slime", MODULES)
     rollout, actor, data, cp_utils, loss, types, accelerator = modules
     accelerator.set_accelerator(_cpu(accelerator))
     found = {}
-    for case in of_world(world_size()):
-        initialize(case)
-        args = arguments(
+    for case in ranks.cases_here():
+        ranks.initialize(case)
+        args = ranks.arguments(
             case,
-            megatron_pg_proven_source=proven("slime", integration.SLIME.sources),
+            megatron_pg_proven_source=ranks.proven("slime", integration.SLIME.sources),
             rollout_data_transport="object-store",
         )
         rollout_data = _rollout_data(case, args, rollout, actor, types)
-        fill_in(rollout_data, cp_utils.slice_log_prob_with_cp)
+        ranks.fill_in(rollout_data, cp_utils.slice_log_prob_with_cp)
         # As train_actor: the iterator is made first, and the hook is called before training.
         iterators = data.get_data_iterator(rollout_data)
         _hook(case, args, rollout_data)
-        found[case] = run_steps(
-            case, _steps(args, rollout_data, iterators[0], data, loss), cp_utils.slice_with_cp
-        )
+        steps = _steps(args, rollout_data, iterators[0], data, loss)
+        found[case] = ranks.run_steps(case, steps, cp_utils.slice_with_cp)
     return found
 
 
@@ -74,30 +56,23 @@ def _cpu(accelerator: Any) -> Any:
     class Cpu(accelerator.Accelerator):
         name = device_type = "cpu"
 
-        def is_available(self) -> bool:
-            return True
-
-        def device(self, index: Any = None) -> torch.device:
-            return torch.device("cpu")
-
-        def current_device(self) -> torch.device:
-            return torch.device("cpu")
+        is_available = staticmethod(lambda: True)
+        device = current_device = staticmethod(lambda index=None: torch.device("cpu"))
 
     Cpu.__abstractmethods__ = frozenset()
     return Cpu()
 
 
 def _rollout_data(case: Case, args: Args, rollout: Any, actor: Any, types: Any) -> dict[str, Any]:
-    """This rank's data by slime's conversion, schedule, split and transport."""
     remote = rollout.RolloutManager  # wrapped where ray is installed
     metadata = getattr(remote, "__ray_metadata__", None)
     manager = object.__new__(remote if metadata is None else metadata.modified_class)
     manager.args = args
     manager.custom_convert_samples_to_train_data_func = None
     manager.custom_reward_post_process_func = None
-    manager.train_parallel_config = parallel_sizes(case)
+    manager.train_parallel_config = ranks.parallel_sizes(case)
     theirs = [
-        types.Sample(index=sample.rollout_id - 100, **sample_fields(number, sample))
+        types.Sample(index=sample.rollout_id - 100, **ranks.sample_fields(number, sample))
         for number, sample in enumerate(samples())
     ]
     references = manager._split_train_data_by_dp(manager._convert_samples_to_train_data(theirs))
@@ -110,25 +85,21 @@ def _hook(case: Case, args: Args, rollout_data: dict[str, Any]) -> None:
     """By the import path that a user gives, through slime's own load_function."""
     from slime.utils.misc import load_function
 
-    hook = start(case, args, "slime", "rollout_data_postprocess_path", load_function)
+    hook = ranks.start(case, args, "slime", "rollout_data_postprocess_path", load_function)
     masks = rollout_data["loss_masks"]
     if case.mutant == "mean over length":
         rollout_data["loss_masks"] = [torch.ones_like(mask) for mask in masks]
     hook(args, 0, rollout_data)
     rollout_data["loss_masks"] = masks
     sums: Tensor = rollout_data["rollout_mask_sums"]
-    rollout_data["rollout_mask_sums"] = broken_sums(case, sums)
+    rollout_data["rollout_mask_sums"] = ranks.broken_sums(case, sums)
 
 
 def _steps(
     args: Args, rollout_data: dict[str, Any], iterator: Any, data: Any, loss: Any
 ) -> Iterator[list[MicroBatch]]:
-    """The micro-batches of each step with the loss that train_one_step gives Megatron."""
-    for count, rollouts in zip(
-        rollout_data["num_microbatches"], rollout_data["global_batch_sizes"], strict=True
-    ):
-        batches = [data.get_batch(iterator, KEYS, 4, False) for _ in range(count)]
-        yield [
-            MicroBatch(batch, partial(loss.loss_function, args, batch, count, rollouts))
-            for batch in batches
-        ]
+    counts = rollout_data["num_microbatches"], rollout_data["global_batch_sizes"]
+    for count, rollouts in zip(*counts, strict=True):
+        batches = [data.get_batch(iterator, ranks.KEYS, 4, False) for _ in range(count)]
+        losses = [partial(loss.loss_function, args, batch, count, rollouts) for batch in batches]
+        yield list(map(MicroBatch, batches, losses))

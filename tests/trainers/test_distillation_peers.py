@@ -15,7 +15,8 @@ from torch import Tensor
 
 from megatron_pg.head import Divergence, TopKTeacher, WholeTeacher, linear_token_loss
 
-from .verl_source import find_verl
+from .logit_table import difference
+from .sources import find_verl
 
 VOCABULARY, TEMPERATURE = 37, 1.0
 MICRO_BATCHES = (5, 18)
@@ -40,10 +41,8 @@ class Models:
         def normal(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-        self.hidden, self.weight = (
-            normal(TOKENS, 6).requires_grad_(),
-            normal(VOCABULARY, 6).requires_grad_(),
-        )
+        self.hidden, self.weight = normal(TOKENS, 6), normal(VOCABULARY, 6)
+        self.leaves = [self.hidden.requires_grad_(), self.weight.requires_grad_()]
         self.teacher_hidden, self.teacher_weight = normal(TOKENS, 9), normal(VOCABULARY, 9) / 2
         self.targets = torch.randint(0, VOCABULARY, (TOKENS,), generator=generator)
 
@@ -52,32 +51,22 @@ class Models:
         return student, self.teacher_hidden[rows] @ self.teacher_weight.T
 
     def gradients(self, loss: Tensor) -> tuple[Tensor, Tensor]:
-        of_hidden, of_weight = torch.autograd.grad(
-            loss, [self.hidden, self.weight], retain_graph=True
-        )
-        return of_hidden, of_weight
+        return torch.autograd.grad(loss, self.leaves, retain_graph=True)
 
     def ours(self, divergence: Divergence, k: int | None = None) -> Found:
         """The step's token mean: every token weighs one over the step's tokens."""
-        teacher: WholeTeacher | TopKTeacher = WholeTeacher(
-            divergence, hidden=self.teacher_hidden, weight=self.teacher_weight
-        )
-        if k is not None:
+        if k is None:
+            states = {"hidden": self.teacher_hidden, "weight": self.teacher_weight}
+            teacher = WholeTeacher(divergence, **states)
+        else:
             log_q, ids = self.logits()[1].log_softmax(1).topk(k)
             teacher = TopKTeacher(divergence, ids, log_q)
 
         def loss(log_probs: Tensor, entropy: Tensor, found: Tensor, rows: slice) -> Tensor:
             return found.sum() / TOKENS
 
-        total, _, _, values = linear_token_loss(
-            self.hidden, self.weight, self.targets, loss, teacher=teacher
-        )
+        total, _, _, values = linear_token_loss(*self.leaves, self.targets, loss, teacher=teacher)
         return values, *self.gradients(total)
-
-
-def rows_of_micro_batches() -> list[slice]:
-    starts = [0, MICRO_BATCHES[0]]
-    return [slice(start, start + size) for start, size in zip(starts, MICRO_BATCHES, strict=True)]
 
 
 class Trl:
@@ -110,12 +99,8 @@ class TrlChunked:
         self.of_tokens, self.loss = ChunkedDivergenceFunction, _chunked_divergence_loss
 
     def values(self, models: Models, beta: float) -> Tensor:
-        student, teacher = (
-            (models.hidden, models.weight),
-            (models.teacher_hidden, models.teacher_weight),
-        )
-        values: Tensor = self.of_tokens.apply(*student, None, *teacher, None, beta)[0]
-        return values
+        teacher = (models.teacher_hidden, models.teacher_weight)
+        return self.of_tokens.apply(*models.leaves, None, *teacher, None, beta)[0]
 
     def mean(self, models: Models, beta: float, rows: slice, tokens: int | None = None) -> Tensor:
         hidden = (each[rows][None] for each in (models.hidden, models.teacher_hidden))
@@ -136,12 +121,10 @@ class Liger:
         return torch.stack([self.mean(models, beta, each) for each in rows])
 
     def mean(self, models: Models, beta: float, rows: slice, tokens: int | None = None) -> Tensor:
-        loss = self.module.LigerFusedLinearJSDLoss(
-            weight_hard_loss=0.0, weight_soft_loss=1.0, beta=beta, compiled=False
-        )
+        settings = {"weight_hard_loss": 0.0, "weight_soft_loss": 1.0, "compiled": False}
+        loss = self.module.LigerFusedLinearJSDLoss(beta=beta, **settings)
         teacher = models.teacher_hidden[rows], models.teacher_weight
-        value: Tensor = loss(models.hidden[rows], models.weight, *teacher, models.targets[rows])
-        return value
+        return loss(models.hidden[rows], models.weight, *teacher, models.targets[rows])
 
 
 def verl_values(models: Models, k: int) -> Tensor:
@@ -156,16 +139,11 @@ def verl_values(models: Models, k: int) -> Tensor:
     given = [torch.nested.nested_tensor([each], **jagged) for each in (log_q, ids)]
     loss = SimpleNamespace(log_prob_min_clamp=None, use_chunked_topk=False)
     config = SimpleNamespace(distillation_loss=loss)
-    values: Tensor = compute_forward_kl_topk(student[None], *given, config, "thd")[
-        "distillation_losses"
-    ][0]
-    return values
+    return compute_forward_kl_topk(student[None], *given, config, "thd")["distillation_losses"][0]
 
 
 def errors(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> list[float]:
-    """The largest difference of each over the largest of what is wanted."""
-    both = zip(found, wanted, strict=True)
-    return [((a - b).abs().max() / b.abs().max()).item() for a, b in both]
+    return [difference(*pair) for pair in zip(found, wanted, strict=True)]
 
 
 PEERS: dict[str, tuple[Callable[[], Trl | TrlChunked | Liger], float]] = {
@@ -194,7 +172,7 @@ def test_what_a_token_of_each_micro_batch_weighs(name: str) -> None:
     new, tolerance = PEERS[name]
     peer, models = new(), Models()
     _, wanted, _ = models.ours(DIVERGENCES[1.0])
-    rows = rows_of_micro_batches()
+    rows = [slice(0, MICRO_BATCHES[0]), slice(MICRO_BATCHES[0], TOKENS)]
     loss = sum(peer.mean(models, 1.0, each) for each in rows) / len(rows)
     of_means, _ = models.gradients(loss)
     for each, size in zip(rows, MICRO_BATCHES, strict=True):

@@ -5,7 +5,6 @@ They are read from the checkouts in the folder that TRAINERS names, `verl-git` f
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,11 +14,11 @@ from megatron_pg.migrate import main
 from megatron_pg.migrate.read import read_file
 from megatron_pg.migrate.rows import TRAINERS
 
+from .sources import TRAINERS as SOURCES
+
 
 def scripts(name: str, folders: Sequence[str], suffix: str, words: str) -> list[Path]:
-    """A trainer's own launch scripts that have these words."""
-    root = Path(os.environ.get("TRAINERS", "/nonexistent")) / name
-    files = [path for folder in folders for path in sorted((root / folder).rglob("*"))]
+    files = [path for folder in folders for path in sorted((SOURCES / name / folder).rglob("*"))]
     found = [path for path in files if path.suffix == suffix]
     return [path for path in found if words in path.read_text()]
 
@@ -51,7 +50,7 @@ def test_the_trainers_own_scripts(name: str, capsys: pytest.CaptureFixture[str])
 
 def test_a_few_of_them_in_particular() -> None:
     def found(name: str, path: str) -> list[tuple[str, float, float | None]]:
-        file = Path(os.environ.get("TRAINERS", "/nonexistent")) / path
+        file = SOURCES / path
         if not file.exists():
             pytest.skip(f"needs {path}: TRAINERS=<folder of checkouts>")
         trainer = TRAINERS[name]
@@ -61,7 +60,5 @@ def test_a_few_of_them_in_particular() -> None:
         ]
 
     assert found("slime", "slime/scripts/run-qwen3-4B.sh")[0] == ("sample_mean", 1.0, None)
-    assert found("verl", "verl-git/examples/grpo_trainer/run_qwen3-235b_megatron_96gb.sh")[:2] == [
-        ("token_mean", 1.0, None),
-        ("token_mean", 0.001, None),
-    ]
+    of_verl = found("verl", "verl-git/examples/grpo_trainer/run_qwen3-235b_megatron_96gb.sh")
+    assert of_verl[:2] == [("token_mean", 1.0, None), ("token_mean", 0.001, None)]

@@ -8,13 +8,10 @@ and modules that they import and that are not called here are stand-ins:
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
+import importlib
 import math
-import os
 import re
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +20,10 @@ import torch
 
 from tests import progress
 
+from .sources import TRAINERS, stand_in_for
+
 ROOT = Path(__file__).parents[2]
-CHECKOUT = Path(os.environ.get("TRAINERS", "/nonexistent")) / "NeMo-RL"
+CHECKOUT = TRAINERS / "NeMo-RL"
 PACKAGES = "ray requests transformers decord torchvision PIL megatron pynvml uvicorn fastapi zmq wandb omegaconf".split()
 MODULES = tuple(
     "nemo_rl." + name
@@ -33,52 +32,13 @@ MODULES = tuple(
 """Prefixes of theirs: models, data and logging, of which the loss takes names alone."""
 PROMPT, LENGTHS, WIDTH = 2, [2, 4, 1, 3], 8
 TOKENS = sum(LENGTHS)
+LOG_PROBS = ("prev_logprobs", "generation_logprobs", "reference_policy_logprobs")
 WEIGHTS = {
     "sample_mean": [1 / (4 * length) for length in LENGTHS],
     "prompt_mean": [1 / (2 * 6)] * 2 + [1 / (2 * 4)] * 2,
     "token_mean": [1 / TOKENS] * 4,
     "constant": [1 / (4 * 8)] * 4,
 }
-
-
-class _Name(type):
-    """A class for whatever is imported: to inherit from, to annotate with, to decorate with."""
-
-    def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Name(name, (), {})
-
-    def __or__(cls, other: Any) -> Any:
-        return object
-
-    __ror__ = __or__
-
-    def __call__(cls, *arguments: Any, **keywords: Any) -> Any:
-        return arguments[0] if arguments and callable(arguments[0]) else lambda made: made
-
-
-class _Module(types.ModuleType):
-    __path__: list[str] = []
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        setattr(self, name, _Name(name, (), {}))
-        return self.__dict__[name]
-
-
-class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name.split(".")[0] in PACKAGES or name.startswith(MODULES):
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        return None
-
-    def create_module(self, spec: Any) -> types.ModuleType:
-        return _Module(spec.name)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        pass
 
 
 def plain_gradient(data: Any, log_probs: torch.Tensor, weights: list[float]) -> torch.Tensor:
@@ -89,13 +49,7 @@ def plain_gradient(data: Any, log_probs: torch.Tensor, weights: list[float]) -> 
         for token in range(length):
             at = PROMPT - 1 + token
             advantage, old, generated, reference = (
-                float(data[key][row, at + 1])
-                for key in (
-                    "advantages",
-                    "prev_logprobs",
-                    "generation_logprobs",
-                    "reference_policy_logprobs",
-                )
+                float(data[key][row, at + 1]) for key in ("advantages", *LOG_PROBS)
             )
             ratio = torch.exp(x[row, at] - old)
             loss = torch.max(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
@@ -112,24 +66,21 @@ def plain_gradient(data: Any, log_probs: torch.Tensor, weights: list[float]) -> 
 def differences() -> dict[str, float]:
     """The largest difference of the gradients of each aggregation, relative to the largest gradient."""
     sys.path.insert(0, str(CHECKOUT))
-    sys.meta_path.insert(0, _Finder())
+    stand_in_for([*PACKAGES, *MODULES], even_if_installed=True)
     losses = importlib.import_module("nemo_rl.algorithms.loss.loss_functions")
     wrapper = importlib.import_module("nemo_rl.algorithms.loss.wrapper").SequencePackingLossWrapper
     batches = importlib.import_module("nemo_rl.distributed.batched_data_dict")
     page: dict[str, Any] = {}
-    for block in re.findall(
-        r"```python\n(.*?)```", (ROOT / "docs/records/other_trainers.md").read_text(), re.DOTALL
-    ):
+    text = (ROOT / "docs/records/other_trainers.md").read_text()
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         if "def token_weights" in block or "class AggregatedLoss" in block:
             exec(block, page)
     torch.manual_seed(0)
     mask = torch.zeros(len(LENGTHS), WIDTH)
     for row, length in enumerate(LENGTHS):
         mask[row, PROMPT : PROMPT + length] = 1
-    values = {
-        key: torch.randn(len(LENGTHS), WIDTH, dtype=torch.float64) * 0.3 - 1
-        for key in ("prev_logprobs", "generation_logprobs", "reference_policy_logprobs")
-    }
+    size = (len(LENGTHS), WIDTH)
+    values = {key: torch.randn(size, dtype=torch.float64) * 0.3 - 1 for key in LOG_PROBS}
     data = batches.BatchedDataDict(
         input_ids=torch.zeros(len(LENGTHS), WIDTH, dtype=torch.long),
         advantages=torch.randn(len(LENGTHS), WIDTH, dtype=torch.float64),

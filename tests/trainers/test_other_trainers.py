@@ -7,9 +7,7 @@ run. SkyRL and verl may be unpacked wheels.
 from __future__ import annotations
 
 import ast
-import os
 import typing
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-TRAINERS = Path(os.environ.get("TRAINERS", "/nonexistent"))
+from .sources import TRAINERS
+
 LOSSES = [[1.0, 2.0], [3.0, 4.0, 5.0, 6.0], [20.0], [8.0, 9.0, 10.0]]
 WIDTH = 4
 VALUES = torch.tensor([each + [0.0] * (WIDTH - len(each)) for each in LOSSES], dtype=torch.float64)
@@ -39,17 +38,14 @@ def functions(path: str, *names: str, **others: Any) -> dict[str, Any]:
     return made
 
 
-@pytest.mark.parametrize(
-    ("reduction", "expected"),
-    [
-        ("token_mean", TOKEN_MEAN),
-        ("sequence_mean", SAMPLE_MEAN),
-        ("seq_mean_token_sum_norm", CONSTANT),
-        ("prompt_mean", PROMPT_MEAN),
-        # Micro-batches of two rows with 6 and 4 tokens: (21 / 6 + 47 / 4) / 2, no token mean of the step.
-        ("token_mean_legacy", 7.625),
-    ],
-)
+SKYRL = {
+    **{"token_mean": TOKEN_MEAN, "sequence_mean": SAMPLE_MEAN, "prompt_mean": PROMPT_MEAN},
+    # Micro-batches of two rows with 6 and 4 tokens: (21 / 6 + 47 / 4) / 2, no token mean of the step.
+    **{"seq_mean_token_sum_norm": CONSTANT, "token_mean_legacy": 7.625},
+}
+
+
+@pytest.mark.parametrize(("reduction", "expected"), SKYRL.items(), ids=SKYRL)
 def test_skyrl_reduces_by_advantages(reduction: str, expected: float) -> None:
     name = "apply_loss_reduction_to_advantages_minibatch"
     path = "SkyRL/skyrl/backends/skyrl_train/utils/ppo_utils.py"
@@ -76,16 +72,13 @@ def test_rolls_token_mean_ignores_a_filter() -> None:
     assert roll("seq-mean-token-sum", mask=mask) == pytest.approx(48 / 4)  # the others apply it
 
 
-@pytest.mark.parametrize(
-    ("mode", "expected"),
-    [
-        ("token-mean", TOKEN_MEAN),
-        ("seq-mean-token-mean", SAMPLE_MEAN),
-        ("seq-mean-token-sum-norm", CONSTANT),
-        ("seq-mean-token-sum", 17.0),
-        ("token-sum", 68.0),
-    ],
-)
+VERL = {
+    **{"token-mean": TOKEN_MEAN, "seq-mean-token-mean": SAMPLE_MEAN, "token-sum": 68.0},
+    **{"seq-mean-token-sum-norm": CONSTANT, "seq-mean-token-sum": 17.0},
+}
+
+
+@pytest.mark.parametrize(("mode", "expected"), VERL.items(), ids=VERL)
 def test_verl_on_the_example(mode: str, expected: float) -> None:
     helpers = functions("verl/verl/utils/torch_functional.py", "masked_sum")
     algorithms = functions(

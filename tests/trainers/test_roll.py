@@ -10,22 +10,12 @@ import torch
 from torch import Tensor
 
 from tests import oracle
-from tests.distributed.launch import run_ranks
 from tests.oracle import Objective
 
-from .logit_table import CUTS, LENGTHS, difference, logits_of, step_of
-from .roll_source import find_roll
-from .roll_step import (
-    CLIP,
-    CLIP_C,
-    CLIP_HIGH,
-    DIVISOR,
-    ENTROPY_COEF,
-    KL_COEF,
-    Case,
-    gradients,
-    rollout_log_probs,
-)
+from . import roll_step
+from .logit_table import CUTS, LENGTHS, Outcomes, difference, logits_of, step_of
+from .roll_step import Case, gradients
+from .sources import find_roll
 
 missing = find_roll()
 pytestmark = pytest.mark.skipif(missing is not None, reason=str(missing))
@@ -34,13 +24,11 @@ TOLERANCE = 1e-6
 
 
 def a_step() -> list[oracle.PlainSample]:
-    generator = torch.Generator().manual_seed(11)
+    samples = step_of(LENGTHS)
+    numbers = torch.randn(len(samples), generator=torch.Generator().manual_seed(11)).tolist()
     return [
-        dataclasses.replace(
-            sample,
-            advantages=[torch.randn((), generator=generator).item()] * sample.response_length,
-        )
-        for sample in step_of(LENGTHS)
+        dataclasses.replace(sample, advantages=[number] * sample.response_length)
+        for sample, number in zip(samples, numbers, strict=True)
     ]
 
 
@@ -58,10 +46,10 @@ def expected(case: Case, step: list[oracle.PlainSample]) -> Tensor:
     """The gradient of every logit by plain loops in float64; a filter empties the numerator, not the divisor."""
     objective = Objective(
         loss_aggregation=case.aggregation,
-        loss_aggregation_divisor=DIVISOR if case.aggregation == "constant" else None,
-        eps_clip=CLIP,
-        eps_clip_high=CLIP_HIGH,
-        eps_clip_c=CLIP_C,
+        loss_aggregation_divisor=roll_step.DIVISOR if case.aggregation == "constant" else None,
+        eps_clip=roll_step.CLIP,
+        eps_clip_high=roll_step.CLIP_HIGH,
+        eps_clip_c=roll_step.CLIP_C,
         kl_loss_type="low_var_kl",
     )
     table = logits_of(step).double().requires_grad_()
@@ -72,7 +60,7 @@ def expected(case: Case, step: list[oracle.PlainSample]) -> Tensor:
         result = oracle.policy_loss(step, logits, objective)
         with_tokens = sum(1 for sample in step if sum(sample.loss_mask))
         # ROLL's mean of KL and entropy is over the samples that have a token.
-        terms = KL_COEF * result.kl_loss - ENTROPY_COEF * result.entropy
+        terms = roll_step.KL_COEF * result.kl_loss - roll_step.ENTROPY_COEF * result.entropy
         loss = result.pg_loss + terms * len(step) / with_tokens
     loss.backward()
     assert table.grad is not None
@@ -84,7 +72,7 @@ def filtered_loss(
 ) -> Tensor:
     """The policy loss where the token filter keeps what training and rollout engine agree on."""
     losses = []
-    for sample, rows, infer in zip(step, logits, rollout_log_probs(step), strict=True):
+    for sample, rows, infer in zip(step, logits, roll_step.rollout_log_probs(step), strict=True):
         of_sample = []
         for token in range(sample.response_length):
             position = sample.prompt_length + token
@@ -94,41 +82,24 @@ def filtered_loss(
             kept = abs(sample.old_log_probs[token] - infer[token]) < 0.5
             of_sample.append(loss if kept else 0.0 * loss)
         losses.append(torch.stack(of_sample))
-    return oracle.aggregate(
-        step, losses, objective.loss_aggregation, objective.loss_aggregation_divisor
-    )
+    aggregation = objective.loss_aggregation, objective.loss_aggregation_divisor
+    return oracle.aggregate(step, losses, *aggregation)
 
 
-@functools.cache
-def two_ranks() -> list[list[Tensor]]:
-    return run_ranks(gradients, 2, a_step(), cases(2) + cases(1))
-
-
-@functools.cache
-def outcomes(cut: str) -> list[tuple[Case, list[Tensor]]]:
-    """Each case and its gradient on every rank."""
-    of_cut = cases(CUTS[cut])
-    if cut == "one":
-        return [(c, [g]) for c, g in zip(of_cut, gradients(a_step(), of_cut), strict=True)]
-    first = slice(0, len(of_cut)) if cut == "cp_2" else slice(len(of_cut), None)
-    found = [of_rank[first] for of_rank in two_ranks()]
-    return [(c, list(g)) for c, *g in zip(of_cut, *found, strict=True)]
+OUTCOMES = Outcomes(gradients, a_step(), cases)
 
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_every_logits_gradient(cut):
-    step = a_step()
-    sound = [(case, ranks) for case, ranks in outcomes(cut) if not case.breakage]
-    assert len(sound) == 8
-    for case, ranks in sound:
-        for found in ranks:
-            assert difference(found, expected(case, step)) <= TOLERANCE, case
+    sound = OUTCOMES.sound(cut)
+    assert len(sound) == 8 * (1 if cut == "one" else 2)
+    for case, found in sound:
+        assert difference(found, expected(case, OUTCOMES.step)) <= TOLERANCE, case
 
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_mutants_fail(cut):
-    step = a_step()
-    mutants = [(case, ranks) for case, ranks in outcomes(cut) if case.breakage]
+    mutants = OUTCOMES.mutants(cut)
     assert len(mutants) == 6
-    for case, (found, *_) in mutants:
-        assert difference(found, expected(case, step)) > 20 * TOLERANCE, case
+    for case, found in mutants:
+        assert difference(found, expected(case, OUTCOMES.step)) > 20 * TOLERANCE, case

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -14,13 +12,12 @@ from megatron_pg.integrations.slime import SLIME
 from megatron_pg.integrations.trainer import found_sources
 from tests.distributed.launch import run_ranks
 
-from . import miles_ranks, slime_ranks, trees
+from . import miles_ranks, slime_ranks, sources
 from .ranks import CASES, MUTANTS, Steps, sum_over_ranks
 from .rollout import Case, largest_error
 
 
-@dataclass(frozen=True)
-class Trainer:
+class Trainer(NamedTuple):
     """A trainer, what its integration was proven with, and its way from samples to gradients on a rank."""
 
     name: str
@@ -29,34 +26,28 @@ class Trainer:
 
 
 TRAINERS = [
-    pytest.param(Trainer(name, *of_trainer), id=name, marks=trees.needs_tree(name))
-    for name, *of_trainer in (
-        ("slime", SLIME, slime_ranks.all_cases),
-        ("miles", MILES, miles_ranks.all_cases),
-    )
+    Trainer("slime", SLIME, slime_ranks.all_cases),
+    Trainer("miles", MILES, miles_ranks.all_cases),
 ]
+PARAMETERS = [pytest.param(t, id=t.name, marks=sources.needs_tree(t.name)) for t in TRAINERS]
 
 
-@pytest.fixture(scope="module", params=TRAINERS)
-def trainer(request: pytest.FixtureRequest) -> Trainer:
-    found: Trainer = request.param
-    return found
+@pytest.fixture(scope="module", params=PARAMETERS)
+def trainer(request) -> Trainer:
+    return request.param
 
 
 @pytest.fixture(scope="module")
 def found(trainer: Trainer) -> dict[Case, Steps]:
     results: dict[Case, Steps] = {}
-    for world in (1, 2):
-        of_ranks = run_ranks(trainer.all_cases, world)
-        for case in of_ranks[0]:
-            results[case] = sum_over_ranks([of_rank[case] for of_rank in of_ranks])
+    for ranks in (run_ranks(trainer.all_cases, world) for world in (1, 2)):
+        for case in ranks[0]:
+            results[case] = sum_over_ranks([steps[case] for steps in ranks])
     return results
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_gradients_equal_plain_loops(
-    case: Case, trainer: Trainer, found: dict[Case, Steps]
-) -> None:
+def test_gradients_equal_plain_loops(case, trainer, found):
     error = largest_error(found[case], case.aggregation)
     print(f"{trainer.name}: {case}: {error:.1e}")
     assert error <= 1e-6
@@ -70,8 +61,6 @@ def test_mutants_fail(case: Case, trainer: Trainer, found: dict[Case, Steps]) ->
 
 
 def test_the_fingerprints_are_those_of_the_commit_that_they_name(trainer: Trainer) -> None:
-    tree = trees.tree(trainer.name)
-    assert tree is not None
-    trees.skip_other_commits(tree, trainer.proven.proven_with)
-    sources = trainer.proven.sources
-    assert found_sources(Path(tree) / trainer.name, sources) == sources
+    tree, proven = sources.TRAINERS / trainer.name, trainer.proven
+    sources.skip_other_commits(tree, proven.proven_with)
+    assert found_sources(tree / trainer.name, proven.sources) == proven.sources

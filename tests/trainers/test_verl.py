@@ -16,18 +16,10 @@ from tests import oracle
 from tests.distributed.launch import run_ranks
 from tests.oracle import Objective
 
-from .logit_table import CUTS, LENGTHS, difference, logits_of, step_of, vocabulary
-from .verl_source import find_verl
-from .verl_step import (
-    CLIP,
-    CLIP_C,
-    CLIP_HIGH,
-    ENTROPY_COEF,
-    KL_COEF,
-    Case,
-    gradients,
-    verl_advantages,
-)
+from . import verl_step
+from .logit_table import CUTS, LENGTHS, Outcomes, difference, logits_of, step_of, vocabulary
+from .sources import find_verl
+from .verl_step import Case, gradients, verl_advantages
 
 missing = find_verl()
 pytestmark = pytest.mark.skipif(missing is not None, reason=str(missing))
@@ -57,7 +49,6 @@ def cases(context: int) -> list[Case]:
 
 
 def expected(case: Case, step: list[oracle.PlainSample]) -> Tensor:
-    """The gradient of every logit by plain loops in float64."""
     own = {mode: aggregation for aggregation, mode in THEIRS.items()}
     aggregation = case.loss_mode.removeprefix("megatron_pg_")
     if case.loss_mode == "vanilla":
@@ -70,12 +61,12 @@ def expected(case: Case, step: list[oracle.PlainSample]) -> Tensor:
     objective = Objective(
         loss_aggregation=aggregation,
         loss_aggregation_divisor=DIVISOR if aggregation == "constant" else None,
-        eps_clip=CLIP,
-        eps_clip_high=CLIP_HIGH,
-        eps_clip_c=CLIP_C,
-        kl_loss_coef=KL_COEF if case.with_terms else 0.0,
+        eps_clip=verl_step.CLIP,
+        eps_clip_high=verl_step.CLIP_HIGH,
+        eps_clip_c=verl_step.CLIP_C,
+        kl_loss_coef=verl_step.KL_COEF if case.with_terms else 0.0,
         kl_loss_type="low_var_kl",
-        entropy_coef=ENTROPY_COEF if case.with_terms else 0.0,
+        entropy_coef=verl_step.ENTROPY_COEF if case.with_terms else 0.0,
     )
     table = logits_of(step).double().requires_grad_()
     oracle.policy_loss(step, [table[s.tokens] for s in step], objective).loss.backward()
@@ -83,44 +74,23 @@ def expected(case: Case, step: list[oracle.PlainSample]) -> Tensor:
     return table.grad
 
 
-@functools.cache
-def two_ranks() -> list[list[Tensor | str]]:
-    """By rank, the gradients of all cases that take two processes."""
-    return run_ranks(gradients, 2, step_of(LENGTHS), cases(2) + cases(1))
-
-
-@functools.cache
-def outcomes(cut: str) -> dict[Case, list[Tensor | str]]:
-    """Each case's gradient on every rank."""
-    step = step_of(LENGTHS)
-    if cut == "one":
-        return {
-            case: [found] for case, found in zip(cases(1), gradients(step, cases(1)), strict=True)
-        }
-    first = slice(0, len(cases(2))) if cut == "cp_2" else slice(len(cases(2)), None)
-    found = [of_rank[first] for of_rank in two_ranks()]
-    return {case: list(of_case) for case, *of_case in zip(cases(CUTS[cut]), *found, strict=True)}
+OUTCOMES = Outcomes(gradients, step_of(LENGTHS), cases)
 
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_every_logits_gradient(cut):
-    step, looked_at = step_of(LENGTHS), 0
-    for case, ranks in outcomes(cut).items():
-        if case.breakage:
-            continue
-        for found in ranks:
-            assert difference(found, expected(case, step)) <= TOLERANCE, case
-            looked_at += 1
-    assert looked_at == 11 * (1 if cut == "one" else 2)
+    sound = OUTCOMES.sound(cut)
+    assert len(sound) == 11 * (1 if cut == "one" else 2)
+    for case, found in sound:
+        assert difference(found, expected(case, OUTCOMES.step)) <= TOLERANCE, case
 
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_mutants_fail(cut):
-    step = step_of(LENGTHS)
-    mutants = {case: ranks for case, ranks in outcomes(cut).items() if case.breakage}
+    mutants = OUTCOMES.mutants(cut)
     assert len(mutants) == 7
-    for case, (found, *_) in mutants.items():
-        assert difference(found, expected(case, step)) > 20 * TOLERANCE, case
+    for case, found in mutants:
+        assert difference(found, expected(case, OUTCOMES.step)) > 20 * TOLERANCE, case
 
 
 def test_modes_differ():
@@ -196,7 +166,7 @@ def command(tmp_path: Path, before: str = "") -> subprocess.CompletedProcess[str
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
     script = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{before}\n"
-        "from tests.trainers.verl_source import find_verl; find_verl()\n"
+        "from tests.trainers.sources import find_verl; find_verl()\n"
         "from megatron_pg.cli import main; sys.exit(main(['integrations', 'verl']))"
     )
     return subprocess.run(

@@ -11,22 +11,27 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.megatron.cpu.runtime import enable_cpu_runtime
 from tests.oracle import PlainSample
 
-from .logit_table import ROLLOUTS_PER_PROMPT, initialize, logits_of, table_under_ddp
+from .logit_table import ROLLOUTS_PER_PROMPT, initialize, logits_of, share_of, table_under_ddp
 
 KL_COEF, ENTROPY_COEF, CLIP, CLIP_HIGH, CLIP_C = 0.02, 0.02, 0.2, 0.28, 3.0
+OFF = (
+    *("dynamic_context_parallel", "pad_bshd_to_minibatch_max", "use_fused_kernels"),
+    *("pad_to_length", "entropy_from_logits_with_chunking"),
+)
+"""Settings of verl's engine that are not used."""
 
 
 @dataclass(frozen=True)
@@ -60,18 +65,11 @@ def verl_advantages(samples: list[PlainSample], case: Case) -> Tensor:
     ).to_padded_tensor(0)
     rewards = torch.zeros(masks.shape)
     rewards[:, 0] = torch.rand(len(samples), generator=torch.Generator().manual_seed(5))
-    config = OmegaConf.create(
-        {
-            "algorithm": {"adv_estimator": case.estimator, "gamma": 1.0, "lam": 1.0},
-            "actor_rollout_ref": {
-                "actor": {
-                    "policy_loss": {"loss_mode": case.loss_mode},
-                    "ppo_mini_batch_size": len(samples) // ROLLOUTS_PER_PROMPT,
-                },
-                "rollout": {"n": ROLLOUTS_PER_PROMPT},
-            },
-        }
-    )
+    prompts = len(samples) // ROLLOUTS_PER_PROMPT
+    actor = {"policy_loss": {"loss_mode": case.loss_mode}, "ppo_mini_batch_size": prompts}
+    algorithm = {"adv_estimator": case.estimator, "gamma": 1.0, "lam": 1.0}
+    workers = {"actor": actor, "rollout": {"n": ROLLOUTS_PER_PROMPT}}
+    config = OmegaConf.create({"algorithm": algorithm, "actor_rollout_ref": workers})
     uids = np.array([f"prompt-{s.group_index}" for s in samples], dtype=object)
     data = DataProto.from_dict(
         tensors={"token_level_rewards": rewards, "response_mask": masks}, non_tensors={"uid": uids}
@@ -81,37 +79,27 @@ def verl_advantages(samples: list[PlainSample], case: Case) -> Tensor:
 
 
 def batch_of(samples: list[PlainSample], advantages: Tensor, num_samples: int, case: Case) -> Any:
-    """The TensorDict that a data-parallel rank of verl trains on."""
     from verl.utils import tensordict_utils as tu
 
     def nested(rows: list[Any], dtype: torch.dtype | None = None) -> Tensor:
-        return torch.nested.as_nested_tensor(
-            [torch.as_tensor(row, dtype=dtype) for row in rows], layout=torch.jagged
-        )
+        tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
+        return torch.nested.as_nested_tensor(tensors, layout=torch.jagged)
 
-    masks = nested([s.loss_mask for s in samples])
+    lengths = [sample.response_length for sample in samples]
     tensors = {
         "input_ids": nested([s.tokens for s in samples]),
         "prompts": nested([s.tokens[: s.prompt_length] for s in samples]),
         "responses": nested([s.tokens[s.prompt_length :] for s in samples]),
-        "response_mask": masks,
+        "response_mask": nested([s.loss_mask for s in samples]),
         "loss_mask": nested([s.loss_mask for s in samples]),
         "old_log_probs": nested([s.old_log_probs for s in samples], torch.float32),
         "ref_log_prob": nested([s.ref_log_probs for s in samples], torch.float32),
-        "advantages": nested(
-            [a[: s.response_length] for a, s in zip(advantages, samples, strict=True)]
-        ),
+        "advantages": nested([row[:n] for row, n in zip(advantages, lengths, strict=True)]),
         "temperature": torch.ones(len(samples)),
     }
-    return tu.get_tensordict(
-        tensors,
-        {
-            "use_dynamic_bsz": False,
-            "micro_batch_size_per_gpu": case.micro_batch_size,
-            "global_batch_size": num_samples,
-            "calculate_entropy": case.with_terms,
-        },
-    )
+    settings = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": case.micro_batch_size}
+    settings |= {"global_batch_size": num_samples, "calculate_entropy": case.with_terms}
+    return tu.get_tensordict(tensors, settings)
 
 
 def actor_config(case: Case) -> Any:
@@ -139,12 +127,9 @@ def verl_gradient(samples: list[PlainSample], case: Case) -> Tensor:
     from verl.workers.utils.losses import ppo_loss
 
     initialize(case.context)
+    mine = share_of(samples, case.context)
     with broken(case.breakage):
-        data_parallel = dist.get_world_size() // case.context
-        rank = dist.get_rank() // case.context
         advantages = verl_advantages(samples, case)
-        share = len(samples) // data_parallel
-        mine = slice(rank * share, (rank + 1) * share)
         data = batch_of(samples[mine], advantages[mine], len(samples), case)
 
         model = table_under_ddp(logits_of(samples), case.per_token)
@@ -157,13 +142,7 @@ def verl_gradient(samples: list[PlainSample], case: Case) -> Tensor:
         engine = Engine.__new__(Engine)
         engine.module, engine.tf_config, engine.enable_routing_replay = [model], model.config, False
         engine.engine_config = SimpleNamespace(
-            context_parallel_size=case.context,
-            dynamic_context_parallel=False,
-            pad_bshd_to_minibatch_max=False,
-            use_remove_padding=True,
-            use_fused_kernels=False,
-            pad_to_length=False,
-            entropy_from_logits_with_chunking=False,
+            context_parallel_size=case.context, use_remove_padding=True, **dict.fromkeys(OFF, False)
         )
         engine.model_config = SimpleNamespace(
             mtp=SimpleNamespace(enable=False, enable_train=False),
@@ -179,7 +158,7 @@ def verl_gradient(samples: list[PlainSample], case: Case) -> Tensor:
 
 def gradients(samples: list[PlainSample], cases: list[Case]) -> list[Tensor | str]:
     """What `verl_gradient` gives for each case on this rank, or the error that it raises."""
-    from .verl_source import find_verl
+    from .sources import find_verl
 
     enable_cpu_runtime()
     find_verl()
@@ -210,7 +189,7 @@ def broken(name: str) -> Iterator[None]:
         rows = [row.roll(1) for row in gather(*args, **kwargs).unbind()]
         return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
-    mutants: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    mutants = {
         "divisor": (ours, "token_weights", lambda *args: 1.0005 * weights(*args)),
         "length": (ours, "token_weights", of_lengths),
         "window": (forward, "postprocess_thd_engine", turned),
@@ -218,10 +197,5 @@ def broken(name: str) -> Iterator[None]:
     if not name:
         yield
         return
-    module, attribute, mutant = mutants[name]
-    original = getattr(module, attribute)
-    setattr(module, attribute, mutant)
-    try:
+    with mock.patch.object(*mutants[name]):
         yield
-    finally:
-        setattr(module, attribute, original)

@@ -1,0 +1,140 @@
+"""Where a trainer's source comes from: the folder of checkouts that TRAINERS names, or an installed verl. None is stored here.
+
+    pip install --no-deps verl==0.9.1 tensordict==0.10.0 omegaconf hydra-core   # and more: docs/migrating.md
+
+Packages that a trainer imports, and whose functions the tests never call, are empty modules.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_pg.config.versions import has_megatron_training
+
+TRAINERS = Path(os.environ.get("TRAINERS", "/nonexistent"))
+STAND_INS = {
+    "slime": "ray httpx wandb sglang sglang_router torch_memory_saver".split(),
+    "verl": "ray torchdata cachetools fastapi uvicorn aiohttp pandas zmq codetiming datasets accelerate peft dill "
+    "pylatexenc".split(),
+    "ROLL": "ray codetiming transfer_queue opentelemetry imageio torchdata pandas datasets peft dacite accelerate".split(),
+}
+STAND_INS["miles"] = STAND_INS["slime"]
+
+
+class _Name(type):
+    """A class for whatever is imported: to inherit from, to annotate with, to decorate with."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Name(name, (), {})
+
+    def __or__(cls, other: Any) -> Any:
+        return object
+
+    __ror__ = __or__
+
+    def __getitem__(cls, item: Any) -> Any:
+        return cls
+
+    def __call__(cls, *arguments: Any, **keywords: Any) -> Any:
+        is_decorator = len(arguments) == 1 and not keywords and callable(arguments[0])
+        return arguments[0] if is_decorator else cls
+
+
+class _StandIn(types.ModuleType):
+    __path__: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        setattr(self, name, _Name(name, (), {"__module__": self.__name__}))
+        return self.__dict__[name]
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if f"{name}.".startswith(tuple(f"{known}." for known in self.names)):
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec: Any) -> types.ModuleType:
+        return _StandIn(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None: ...
+
+
+def stand_in_for(names: Sequence[str], even_if_installed: bool = False) -> None:
+    """Let packages, or modules below them, be imported without being there."""
+    sys.meta_path.insert(0 if even_if_installed else len(sys.meta_path), _Finder(names))
+
+
+def lacks(name: str, *packages: str) -> str | None:
+    """Say why a trainer cannot be imported here; None where it can. Its checkout goes on the path of this process."""
+    if (TRAINERS / name).is_dir():
+        for folder in (TRAINERS / name, TRAINERS / name / "mcore_adapter/src"):
+            if str(folder) not in sys.path:
+                sys.path.append(str(folder))
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    if missing:
+        return f"no {', '.join(missing)} here: TRAINERS=<folder with a checkout named {name}> bash ci/trainers.sh"
+    stand_in_for(STAND_INS[name])
+    return None
+
+
+def find_verl() -> str | None:
+    return lacks("verl", "verl", "tensordict", "omegaconf", "hydra", "transformers")
+
+
+def find_roll() -> str | None:
+    os.environ.setdefault("ROLL_LOG_DIR", tempfile.mkdtemp())  # or it writes where it is run
+    return lacks("ROLL", "roll", "tensordict", "transformers")
+
+
+def needs_tree(name: str) -> pytest.MarkDecorator:
+    """Skip a module's tests, and say so, where there is no checkout, or a Megatron-Core without megatron.training."""
+    is_here = (TRAINERS / name).is_dir() and has_megatron_training()
+    needs = (
+        f"{name}'s source (TRAINERS=<folder with a checkout named {name}>) and megatron.training"
+    )
+    return pytest.mark.skipif(not is_here, reason=f"needs {needs}")
+
+
+def use(name: str, modules: Sequence[str]) -> list[types.ModuleType]:
+    """Import modules of slime or miles from the checkout; to be called once in a process of its own."""
+    import torch._dynamo
+
+    # Some of their functions are compiled: here they run as they are written.
+    torch._dynamo.config.disable = True
+    assert lacks(name) is None
+    import ray
+
+    if isinstance(
+        ray, _StandIn
+    ):  # one process: a remote class is the class, a stored object the object
+        ray.remote = ray.put = ray.get = lambda value: value
+    return [importlib.import_module(f"{name}.{module}") for module in modules]
+
+
+def skip_other_commits(path: Path, commit: str) -> None:
+    """Skip a test that is about one commit where the checkout is another, or is no repository."""
+    command = ["git", "-C", str(path), "rev-parse", "HEAD"]
+    head = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    if not head.startswith(commit):
+        found = head[:7] or "no repository"
+        pytest.skip(f"the checkout is {found}, the fingerprints are of {commit}")

@@ -148,7 +148,7 @@ def flag_of(name: str) -> str:
 
 
 @functools.cache
-def fields_of(settings: type[Any]) -> dict[str, Field]:
+def fields_of(settings: Any) -> dict[str, Field]:
     """Return the fields of a settings dataclass, by name and in order.
 
     The annotation is bool, `Literal` words, `Annotated[float, Interval(...)]`, `Annotated[int, COUNT]`, a tuple of words,

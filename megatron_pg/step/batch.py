@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Number
 from typing import Any
 
 import torch
@@ -212,7 +211,9 @@ def _response_values(field: str, samples: Sequence[Sample]) -> list[Tensor | Non
     if field == "loss_weights" and any(value is not None for value in values):
         values = [1.0 if value is None else value for value in values]
     return [
-        RESPONSE_FIELDS[field].new_full((s.response_length,), x) if isinstance(x, Number) else x
+        RESPONSE_FIELDS[field].new_full((s.response_length,), x)
+        if isinstance(x, (int, float))
+        else x
         for s, x in zip(samples, values, strict=True)
     ]
 

@@ -145,9 +145,9 @@ def _check_sizes(
             )
     wrong = [group for group, members in groups.items() if len(members) != samples_per_group]
     if wrong:
-        members, more = groups[wrong[0]], f"; {len(wrong) - 1} more differ" if wrong[1:] else ""
+        first, more = groups[wrong[0]], f"; {len(wrong) - 1} more differ" if wrong[1:] else ""
         raise ValueError(
-            f"{expected} and prompt group {wrong[0]} has {len(members)} (the first is {members[0][0]}){more}: a step holds "
+            f"{expected} and prompt group {wrong[0]} has {len(first)} (the first is {first[0][0]}){more}: a step holds "
             "whole groups, as the prompt mean has no denominator for a part of one; end the step between groups "
             "(--keep-prompt-groups), or pass no samples_per_group where groups differ in size"
         )

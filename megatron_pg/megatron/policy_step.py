@@ -61,7 +61,8 @@ class PolicyStep:
             mode it runs and whether an auxiliary loss is scaled by tokens, its `pg_collection` which groups it runs on.
             Without it the mode is `config.calculate_per_token_loss`, which the validated flags set, and the groups are
             those of `parallel_state`: right unless the trainer overrides either on the model.
-        totals, num_microbatches: the step's totals, and this data-parallel rank's micro-batches, where there is no plan.
+        totals: the step's totals, where there is no plan.
+        num_microbatches: how many micro-batches this data-parallel rank runs in the step, where there is no plan.
         groups: the process groups; None takes the model's.
         vocab_size: the vocabulary without padding; None counts every column of the logits.
         grad_divisor: `config.grad_divisor` of this step, such as the square of its number of rollouts.

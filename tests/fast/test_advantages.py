@@ -33,7 +33,7 @@ def expected_advantages(rewards: list[float], groups: list[int], method: str) ->
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("seed", range(5))
-def test_equal_to_the_loops(method: str, seed: int) -> None:
+def test_equal_to_the_loops(method, seed):
     rng = random.Random(seed)
     names = [rng.randrange(-LARGEST - 1, LARGEST) for _ in range(4)] + [LARGEST]
     groups = [rng.choice(names) for _ in range(30)]
@@ -47,7 +47,7 @@ def test_equal_to_the_loops(method: str, seed: int) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("reward", [0.1, 1.0, -7.3, 1e6])
-def test_equal_rewards_give_exactly_zero(method: str, reward: float) -> None:
+def test_equal_rewards_give_exactly_zero(method, reward):
     """(0.1 + 0.1 + 0.1) / 3 is not 0.1: a mean that rounds must not become an advantage."""
     found = group_advantages([reward] * 3 + [0.0, 1.0], [5, 5, 5, -2, -2], method=method)
     assert found.advantages[:3].tolist() == [0.0, 0.0, 0.0]
@@ -58,7 +58,7 @@ def test_equal_rewards_give_exactly_zero(method: str, reward: float) -> None:
 
 @pytest.mark.parametrize("method", ["dr_grpo", "rloo"])
 @pytest.mark.parametrize("spread", [1e-10, 1e-6, 1e-3])
-def test_rewards_that_are_nearly_equal_are_not_equal(method: str, spread: float) -> None:
+def test_rewards_that_are_nearly_equal_are_not_equal(method, spread):
     rewards, groups = [0.0, spread, spread / 4], [4, 4, 4]
     found = group_advantages(rewards, groups, method=method)
     expected = torch.tensor(expected_advantages(rewards, groups, method))
@@ -66,7 +66,7 @@ def test_rewards_that_are_nearly_equal_are_not_equal(method: str, spread: float)
     assert found.zero_advantage_groups == ()
 
 
-def test_groups_are_named_by_their_whole_ids() -> None:
+def test_groups_are_named_by_their_whole_ids():
     """Ids that are the same number but for the bits above 32."""
     groups = [-LARGEST - 1, 7 + 2**40, 7, LARGEST, LARGEST, 7, 7 + 2**40]
     found = group_advantages([1.0, 2.0, 0.0, 1.0, 1.0, 5.0, 2.0], groups)
@@ -75,14 +75,14 @@ def test_groups_are_named_by_their_whole_ids() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_lone_sample_has_advantage_zero(method: str) -> None:
+def test_a_lone_sample_has_advantage_zero(method):
     found = group_advantages([3.0, 0.0, 1.0], [9, 4, 4], method=method)
     assert found.advantages[0] == 0.0
     assert found.zero_advantage_groups == (9,)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_groups_do_not_mix_and_order_does_not_matter(method: str) -> None:
+def test_groups_do_not_mix_and_order_does_not_matter(method):
     rewards, groups = [0.0, 1.0, 0.5, 2.0, 3.0], [1, 1, 2, 1, 2]
     whole = group_advantages(rewards, groups, method=method).advantages
     first = group_advantages([0.0, 1.0, 2.0], [1, 1, 1], method=method).advantages
@@ -94,20 +94,20 @@ def test_groups_do_not_mix_and_order_does_not_matter(method: str) -> None:
     torch.testing.assert_close(shuffled.advantages, whole[order], rtol=1e-6, atol=0)
 
 
-def test_a_step_without_samples() -> None:
+def test_a_step_without_samples():
     found = group_advantages([], [])
     assert found.advantages.shape == (0,) and found.num_groups == 0
     assert found.zero_advantage_groups == () and found.zero_advantage_fraction == 0.0
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
-def test_rewards_that_are_not_finite_are_named(reward: float) -> None:
+def test_rewards_that_are_not_finite_are_named(reward):
     with pytest.raises(ValueError, match=r"rewards\[1\] is .*expected a finite number"):
         group_advantages([0.0, reward], [0, 0])
 
 
 @pytest.mark.parametrize(("method", "reward"), [("grpo", 1e200), ("dr_grpo", 1e39), ("rloo", 1e39)])
-def test_rewards_too_far_apart_are_named(method: str, reward: float) -> None:
+def test_rewards_too_far_apart_are_named(method, reward):
     """Their squares, or their advantages, would be infinite; equal ones have no preference."""
     with pytest.raises(ValueError, match=r"rewards\[2\] is 1e\+\d+, too far .*prompt group 7"):
         group_advantages([0.5, 0.0, reward, 0.0], [1, 1, 7, 7], method=method)
@@ -115,7 +115,7 @@ def test_rewards_too_far_apart_are_named(method: str, reward: float) -> None:
     assert equal.advantages.tolist() == [0.0] * 4
 
 
-def test_bad_calls_are_refused() -> None:
+def test_bad_calls_are_refused():
     with pytest.raises(ValueError, match=r"rewards has shape \[2\] and group_indices \[3\]"):
         group_advantages([0.0, 1.0], [0, 0, 0])
     with pytest.raises(ValueError, match=r"rewards has shape \[1, 2\] and group_indices \[1, 2\]"):
@@ -125,7 +125,7 @@ def test_bad_calls_are_refused() -> None:
 
 
 @pytest.mark.parametrize("absent", [math.nan, 0.5, True, 1 + 2j])
-def test_ids_that_are_no_integers_are_refused(absent: complex) -> None:
+def test_ids_that_are_no_integers_are_refused(absent):
     """Rows without a group, from a table whose column is float for their sake, are not one group."""
     with pytest.raises(ValueError, match="group_indices has dtype"):
         group_advantages([0.0, 1.0], [absent, absent])
@@ -133,7 +133,7 @@ def test_ids_that_are_no_integers_are_refused(absent: complex) -> None:
         group_advantages([0.0, 1.0], torch.tensor([absent, absent]))
 
 
-def test_overlong_samples_are_masked_and_still_counted() -> None:
+def test_overlong_samples_are_masked_and_still_counted():
     samples = [
         Sample(tokens=[1, 2, 3], response_length=2, loss_mask=[1, 1], advantages=0.5, name=name)
         for name in ("cut", "ended")
@@ -148,7 +148,7 @@ def test_overlong_samples_are_masked_and_still_counted() -> None:
         filter_overlong(samples, [True])
 
 
-def test_half_of_dr_grpo_is_remarked_on_and_names_the_other_half() -> None:
+def test_half_of_dr_grpo_is_remarked_on_and_names_the_other_half():
     aggregations = ("sample_mean", "prompt_mean", "token_mean", "constant")
     halves = {
         (method, aggregation)

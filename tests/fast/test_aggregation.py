@@ -34,7 +34,7 @@ WORKED_VALUES = {"sample_mean": 8.75, "prompt_mean": 7.625, "token_mean": 6.8, "
 
 @pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
 @pytest.mark.parametrize("cut", CUTS)
-def test_worked_numbers(aggregation: str, cut: str) -> None:
+def test_worked_numbers(aggregation, cut):
     """[(1,2), (3,4,5,6)], [(20), (8,9,10)], groups in brackets; constant with L = 4."""
     losses = constant_losses([1, 2], [3, 4, 5, 6], [20], [8, 9, 10])
     found = Package().objective(WORKED_STEP, losses, CUTS[cut](4), aggregation)
@@ -42,7 +42,7 @@ def test_worked_numbers(aggregation: str, cut: str) -> None:
 
 
 @pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
-def test_oracle_gives_the_worked_numbers(aggregation: str) -> None:
+def test_oracle_gives_the_worked_numbers(aggregation):
     losses = constant_losses([1, 2], [3, 4, 5, 6], [20], [8, 9, 10])
     found = oracle.aggregate(WORKED_STEP, losses, aggregation, 4.0)
     assert found.item() == WORKED_VALUES[aggregation]
@@ -50,7 +50,7 @@ def test_oracle_gives_the_worked_numbers(aggregation: str) -> None:
 
 @pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
 @pytest.mark.parametrize("cut", CUTS)
-def test_every_cut_has_the_oracles_value_and_gradient(aggregation: str, cut: str) -> None:
+def test_every_cut_has_the_oracles_value_and_gradient(aggregation, cut):
     """Ragged, masked, single-token and empty responses; groups and rollouts across the cut."""
     for seed in range(3):
         step = random_step(seed)
@@ -86,15 +86,13 @@ STEPS = {
 @pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
 @pytest.mark.parametrize("cp_size", (1, 2, 4, 8))
 @pytest.mark.parametrize("name", STEPS)
-def test_edge_steps_have_the_oracles_value_and_gradient(
-    name: str, cp_size: int, aggregation: str
-) -> None:
+def test_edge_steps_have_the_oracles_value_and_gradient(name, cp_size, aggregation):
     step = STEPS[name]
     check_cut(Package(), step, random_losses(step), whole(len(step), cp_size), aggregation)
 
 
 @pytest.mark.parametrize("aggregation", ("sample_mean", "prompt_mean", "constant"))
-def test_filtering_does_not_change_the_scale(aggregation: str) -> None:
+def test_filtering_does_not_change_the_scale(aggregation):
     """Masking a whole rollout removes its terms and leaves those of the others as they were."""
     before = [plain_sample([1, 1], group=1), plain_sample([1, 1, 1], group=2)]
     after = [before[0], plain_sample([0, 0, 0], group=2)]
@@ -107,7 +105,7 @@ def test_filtering_does_not_change_the_scale(aggregation: str) -> None:
     assert not weights[1][1].any()
 
 
-def test_a_masked_sample_adds_no_phantom_token() -> None:
+def test_a_masked_sample_adds_no_phantom_token():
     step = [plain_sample([1, 1, 1]), plain_sample([0, 0])]
     assert uneven_totals(package_samples(step)).num_active_tokens == 3
     losses = constant_losses([1.0, 2.0, 3.0], [50.0, 50.0])
@@ -141,7 +139,7 @@ def check_counts(totals: StepTotals) -> None:
     )  # active prompt groups
 
 
-def test_totals_count_rollouts_groups_and_tokens() -> None:
+def test_totals_count_rollouts_groups_and_tokens():
     totals = uneven_totals(package_samples(COUNTED_STEP))
     check_counts(totals)
     assert totals.rollout_active_tokens == {100: 3, 101: 0, 102: 0, 103: 4}
@@ -156,7 +154,7 @@ def denominators(totals: StepTotals, samples: list[Sample], name: str) -> list[f
     return found.tolist()
 
 
-def test_denominators_are_those_of_the_step() -> None:
+def test_denominators_are_those_of_the_step():
     samples = package_samples(COUNTED_STEP)
     totals = uneven_totals(samples)
     assert denominators(totals, samples, "sample_mean") == [2, 3, 3, 0, 0, 0, 4]
@@ -167,7 +165,7 @@ def test_denominators_are_those_of_the_step() -> None:
 
 
 @pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
-def test_outer_count_equals_the_oracles(aggregation: str) -> None:
+def test_outer_count_equals_the_oracles(aggregation):
     for seed in range(5):
         step = random_step(seed)
         totals = uneven_totals(package_samples(step))
@@ -177,7 +175,7 @@ def test_outer_count_equals_the_oracles(aggregation: str) -> None:
 
 @pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
 @pytest.mark.parametrize("name", ("random", "masked_group", "rollout_with_a_masked_turn"))
-def test_the_expected_sum_is_that_of_all_weights(name: str, aggregation: str) -> None:
+def test_the_expected_sum_is_that_of_all_weights(name, aggregation):
     """What the checksum expects: the inner sum of losses that are all one."""
     step = random_step(seed=3) if name == "random" else STEPS[name]
     divisor = 4.0 if aggregation == "constant" else None
@@ -190,7 +188,7 @@ def test_the_expected_sum_is_that_of_all_weights(name: str, aggregation: str) ->
     assert found == pytest.approx(expected.item(), abs=1e-12)
 
 
-def test_sample_that_the_totals_do_not_know_is_refused_by_name() -> None:
+def test_sample_that_the_totals_do_not_know_is_refused_by_name():
     totals = uneven_totals(package_samples([plain_sample([1], rollout=1, group=1)]))
     stranger = Sample([0, 1], 1, [1], 0.0, group_index=2, rollout_id=2, name="task-9")
     for aggregation, field in (("sample_mean", "rollout_id"), ("prompt_mean", "group_index")):
@@ -198,7 +196,7 @@ def test_sample_that_the_totals_do_not_know_is_refused_by_name() -> None:
             AGGREGATIONS[aggregation].denominators(totals, [stranger])
 
 
-def test_rollout_of_two_prompts_is_refused() -> None:
+def test_rollout_of_two_prompts_is_refused():
     with pytest.raises(ValueError, match=r"(?s)rollout_id 3.*group_index"):
         uneven_totals(
             package_samples([plain_sample([1], group=1, rollout=3), plain_sample([1], rollout=3)])
@@ -206,7 +204,7 @@ def test_rollout_of_two_prompts_is_refused() -> None:
 
 
 @pytest.mark.parametrize("groups", ((0, None), (None, 0), (7, None)))
-def test_rollout_of_a_prompt_and_of_none_is_refused(groups: tuple[int | None, ...]) -> None:
+def test_rollout_of_a_prompt_and_of_none_is_refused(groups):
     """The group 0 is a group, and none is not: a rollout between them is in neither."""
     first, second = (plain_sample([1], group=group, rollout=-3) for group in groups)
     others = [plain_sample([1], rollout=8), plain_sample([1])]
@@ -254,11 +252,11 @@ def count_on_rank() -> None:
         whiten([torch.ones(1)], [[1]] * (1 + rank), data_parallel_group=dist.group.WORLD)
 
 
-def test_totals_span_data_parallel_ranks() -> None:
+def test_totals_span_data_parallel_ranks():
     run_ranks(count_on_rank, 2)
 
 
-def test_random_step_has_what_the_tests_rely_on() -> None:
+def test_random_step_has_what_the_tests_rely_on():
     """A random step that lost its awkward samples would make every test above easier."""
     step = random_step(seed=0)
     assert sum(step[0].loss_mask) == 0 and step[0].response_length > 0

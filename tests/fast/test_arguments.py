@@ -8,7 +8,6 @@ import dataclasses
 import logging
 import math
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -257,7 +256,7 @@ def test_refusals_name_the_flag_and_leave_the_arguments_alone(line, trainer, wor
         ("", {"use_megatron_fsdp": True}, "--use-megatron-fsdp.*--use-distributed-optimizer"),
     ],
 )
-def test_layouts_that_are_not_implemented(line: str, trainer: dict[str, Any], words: str) -> None:
+def test_layouts_that_are_not_implemented(line, trainer, words):
     with pytest.raises(NotImplementedError, match=words):
         validate_policy_loss_args(parse(line, **trainer))
 

@@ -61,7 +61,7 @@ def refusal_of(call: Any, error: type[Exception] = ValueError) -> str:
 
 @pytest.mark.parametrize("size", [0, 1, 2, 4, 5])
 @pytest.mark.parametrize("field", PER_TOKEN_FIELDS)
-def test_a_per_token_field_of_the_wrong_size(field: str, size: int) -> None:
+def test_a_per_token_field_of_the_wrong_size(field, size):
     message = refusal_of(lambda: sample(**{field: [1.0] * size}))
     for word in (NAME, field, f"{size} values", "response token", "(3)"):
         assert word in message
@@ -71,7 +71,7 @@ def test_a_per_token_field_of_the_wrong_size(field: str, size: int) -> None:
 @pytest.mark.parametrize(
     "values", [torch.ones(1, 3), [[1.0, 1.0, 1.0]], [[1.0], [1.0, 2.0]], "101"]
 )
-def test_a_per_token_field_that_is_no_vector(field: str, values: Any) -> None:
+def test_a_per_token_field_that_is_no_vector(field, values):
     message = refusal_of(lambda: sample(**{field: values}))
     assert NAME in message
     assert field in message
@@ -80,7 +80,7 @@ def test_a_per_token_field_that_is_no_vector(field: str, values: Any) -> None:
 @pytest.mark.parametrize("value", [2, -1, 0.5, 2.0**-30, math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("position", [0, 1, 2])
 @pytest.mark.parametrize("container", [list, np.array, torch.tensor])
-def test_a_mask_value_other_than_0_and_1(value: float, position: int, container: Any) -> None:
+def test_a_mask_value_other_than_0_and_1(value, position, container):
     mask: list[float] = [1, 0, 1]
     mask[position] = value
     message = refusal_of(lambda: sample(loss_mask=container(mask)))
@@ -89,7 +89,7 @@ def test_a_mask_value_other_than_0_and_1(value: float, position: int, container:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_an_advantage_that_is_no_number_at_an_active_token(value: float) -> None:
+def test_an_advantage_that_is_no_number_at_an_active_token(value):
     message = refusal_of(lambda: sample(advantages=[0.0, 0.0, value]))
     for word in (NAME, "advantages[2]", str(value), "finite"):
         assert word in message
@@ -102,7 +102,7 @@ def test_an_advantage_that_is_no_number_at_an_active_token(value: float) -> None
     [1e39, -1e39, 10**400, np.float64(1e39), torch.tensor(1e39, dtype=torch.float64)],
     ids=["float", "below", "integer", "numpy", "tensor"],
 )
-def test_one_advantage_that_float32_does_not_hold(advantage: Any) -> None:
+def test_one_advantage_that_float32_does_not_hold(advantage):
     message = refusal_of(lambda: sample(advantages=advantage))
     for word in (NAME, "advantages is ", "float32"):
         assert word in message
@@ -110,7 +110,7 @@ def test_one_advantage_that_float32_does_not_hold(advantage: Any) -> None:
 
 @pytest.mark.parametrize("field", ["tokens", *PER_TOKEN_FIELDS])
 @pytest.mark.parametrize("first", [0.5, 1])
-def test_an_integer_that_no_tensor_holds(field: str, first: float) -> None:
+def test_an_integer_that_no_tensor_holds(field, first):
     message = refusal_of(lambda: sample(**{field: [first, 10**400, 10**400]}))
     assert NAME in message and field in message
 
@@ -128,14 +128,14 @@ NO_INTEGERS = [torch.tensor(3.0), torch.tensor(True), torch.tensor([3, 4]), np.f
 
 
 @pytest.mark.parametrize("case", LENGTHS)
-def test_a_response_length_that_cannot_be(case: str) -> None:
+def test_a_response_length_that_cannot_be(case):
     length, expected = LENGTHS[case]
     message = refusal_of(lambda: sample(response_length=length))
     for word in (NAME, "response_length", str(length), expected):
         assert word in message
 
 
-def test_an_empty_response_is_legal_and_an_empty_sequence_is_not() -> None:
+def test_an_empty_response_is_legal_and_an_empty_sequence_is_not():
     empty: dict[str, Any] = {"loss_mask": [], "advantages": 0.0, "old_log_probs": []}
     assert sample(response_length=0, **empty).num_active_tokens == 0
     message = refusal_of(lambda: sample(tokens=[], response_length=0, **empty))
@@ -145,14 +145,14 @@ def test_an_empty_response_is_legal_and_an_empty_sequence_is_not() -> None:
 @pytest.mark.parametrize(
     "tokens", [[1.0, 2.0, 3.0, 4.0, 5.0], torch.ones(1, 5).long(), "12345", None, [1, 2, None]]
 )
-def test_tokens_that_are_no_vector_of_integers(tokens: Any) -> None:
+def test_tokens_that_are_no_vector_of_integers(tokens):
     message = refusal_of(lambda: sample(tokens=tokens))
     assert NAME in message and "tokens" in message
 
 
 @pytest.mark.parametrize("field", ["group_index", "rollout_id"])
 @pytest.mark.parametrize("value", [1.0, "1", math.nan, True, 2**63, -(2**63) - 1, *NO_INTEGERS])
-def test_an_identifier_that_is_no_64_bit_integer(field: str, value: Any) -> None:
+def test_an_identifier_that_is_no_64_bit_integer(field, value):
     message = refusal_of(lambda: sample(**{field: value}))
     for word in (NAME, field, repr(value), "integer"):
         assert word in message
@@ -165,7 +165,7 @@ def test_an_identifier_that_is_no_64_bit_integer(field: str, value: Any) -> None
 
 
 @pytest.mark.parametrize("field", ["old_log_probs", "ref_log_probs", "rollout_log_probs"])
-def test_log_probs_that_only_some_samples_carry(field: str) -> None:
+def test_log_probs_that_only_some_samples_carry(field):
     has = sample(**{field: [-1.0] * 3}, name="has them")
     lacks = sample(**{field: None}, name="lacks them")
     for samples in ([has, lacks], [lacks, has]):
@@ -176,7 +176,7 @@ def test_log_probs_that_only_some_samples_carry(field: str) -> None:
 
 @pytest.mark.parametrize("size", ["cp_rank", "cp_size", "pad_to_multiple"])
 @pytest.mark.parametrize("value", [2.0, 1.5, "2", True, None, math.nan])
-def test_a_size_that_is_no_integer(size: str, value: Any) -> None:
+def test_a_size_that_is_no_integer(size, value):
     """A layout of 2.0 ranks would come to a slice of floats, deep in torch."""
     message = refusal_of(lambda: pack([sample()], **{size: value}))
     assert f"{size} is {value!r}, expected an integer" in message
@@ -185,14 +185,14 @@ def test_a_size_that_is_no_integer(size: str, value: Any) -> None:
         assert refusal_of(plan) == message
 
 
-def test_a_number_of_bins_that_is_no_integer() -> None:
+def test_a_number_of_bins_that_is_no_integer():
     for name in ("microbatch_group_size", "max_tokens_per_microbatch"):
         sizes: dict[str, Any] = {"max_tokens_per_microbatch": 64, name: 2.5}
         message = refusal_of(lambda sizes=sizes: plan_step([sample()], **sizes))
         assert "2.5" in message and "integer" in message
 
 
-def test_packing_under_inference_mode() -> None:
+def test_packing_under_inference_mode():
     """Symptom: "Inference tensors cannot be saved for backward", at the first training step."""
     with torch.inference_mode():
         made = sample()
@@ -206,7 +206,7 @@ def test_packing_under_inference_mode() -> None:
     loss.backward()
 
 
-def test_a_group_id_that_is_missing_is_never_read_as_one_group() -> None:
+def test_a_group_id_that_is_missing_is_never_read_as_one_group():
     samples = [sample(), sample(group_index=None, name="no group")]
     totals = uneven_totals(samples)
     prompt_mean = AGGREGATIONS["prompt_mean"]
@@ -292,7 +292,7 @@ FACTORY = {
 
 
 @pytest.mark.parametrize("case", FACTORY)
-def test_the_factory_refuses(case: str) -> None:
+def test_the_factory_refuses(case):
     changes, words = FACTORY[case]
     good: dict[str, Any] = {
         "total_lengths": [5, 4],
@@ -304,7 +304,7 @@ def test_the_factory_refuses(case: str) -> None:
         assert word in message
 
 
-def test_bshd_under_context_parallelism() -> None:
+def test_bshd_under_context_parallelism():
     inputs: tuple[Any, ...] = ([5], [3], [torch.ones(3)])
     with pytest.raises(NotImplementedError, match="--qkv-format thd"):
         get_pg_loss_reducer(*inputs, cp_rank=0, cp_size=2, qkv_format="bshd")
@@ -327,7 +327,7 @@ UNBIASED = {"policy_loss": "reinforce", "kl_loss_coef": 0.1, "use_unbiased_kl": 
         ("rollout_log_probs", {"use_tis": True}, "--use-tis"),
     ],
 )
-def test_an_input_that_a_setting_needs(field: str, settings: dict[str, Any], flag: str) -> None:
+def test_an_input_that_a_setting_needs(field, settings, flag):
     bare = sample(**{field: None})
     batch, totals = pack([bare]), uneven_totals([bare])
     logits = torch.zeros(batch.window.local_tokens, VOCABULARY, requires_grad=True)
@@ -342,7 +342,7 @@ def test_an_input_that_a_setting_needs(field: str, settings: dict[str, Any], fla
 # --------------------------------------------------------------------------------------------------
 
 
-def test_no_refusal_disappears_under_python_O_or_is_swallowed() -> None:
+def test_no_refusal_disappears_under_python_O_or_is_swallowed():
     """An ``assert`` is no check of a user's input, and a bare ``except`` hides what was wrong."""
     found = [
         f"{path.name}:{node.lineno}"
@@ -360,7 +360,7 @@ def test_no_refusal_disappears_under_python_O_or_is_swallowed() -> None:
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "constant"])
-def test_denominators_that_the_aggregation_would_ignore(aggregation: str) -> None:
+def test_denominators_that_the_aggregation_would_ignore(aggregation):
     divisor = 4.0 if aggregation == "constant" else None
     message = refusal_of(
         lambda: get_pg_loss_reducer(
@@ -370,7 +370,7 @@ def test_denominators_that_the_aggregation_would_ignore(aggregation: str) -> Non
     assert aggregation in message
 
 
-def test_masks_as_lists_and_as_one_matrix_are_masks() -> None:
+def test_masks_as_lists_and_as_one_matrix_are_masks():
     losses = torch.tensor([1.0, 2.0, 3.0, 4.0])
     for masks in ([[1, 0], [1, 1]], torch.tensor([[1, 0], [1, 1]])):
         reducer = get_pg_loss_reducer([4, 5], [2, 2], masks)  # type: ignore[arg-type]
@@ -379,7 +379,7 @@ def test_masks_as_lists_and_as_one_matrix_are_masks() -> None:
 
 @pytest.mark.parametrize("field", ["old_log_probs", "ref_log_probs", "rollout_log_probs"])
 @pytest.mark.parametrize("value", [0.5, 0.0625, 1e-3, math.inf, -math.inf, -1e300])
-def test_a_log_prob_that_is_none(field: str, value: float) -> None:
+def test_a_log_prob_that_is_none(field, value):
     """At an active token; 0.0625 is what a log-softmax in bfloat16 may leave, of logits of 16."""
     with pytest.raises(
         ValueError, match=rf"row 7: {field}\[2\] is .* at an active token, expected a log-prob"
@@ -389,7 +389,7 @@ def test_a_log_prob_that_is_none(field: str, value: float) -> None:
     Sample([1] * 5, 4, [1, 0, 1, 1], **given)
 
 
-def test_log_probs_that_rounding_leaves_above_0_are_log_probs() -> None:
+def test_log_probs_that_rounding_leaves_above_0_are_log_probs():
     """z - logsumexp(z) in float32, one token with nearly all of the probability, logits up to 8192."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.rand(512, 64, generator=generator) * 16
@@ -400,14 +400,14 @@ def test_log_probs_that_rounding_leaves_above_0_are_log_probs() -> None:
     Sample([1] * 2, 1, [1], old_log_probs=[math.nan])  # which the step's metrics name
 
 
-def test_a_negative_response_token() -> None:
+def test_a_negative_response_token():
     message = refusal_of(lambda: sample(tokens=[1, 2, 3, -100, 5]))
     for word in (NAME, "tokens[3]", "-100"):
         assert word in message
     assert sample(tokens=[-200, 2, 3, 4, 5]).prompt_length == 2  # a placeholder in the prompt
 
 
-def test_a_response_token_outside_the_vocabulary() -> None:
+def test_a_response_token_outside_the_vocabulary():
     batch = pack([sample(tokens=[1, 2, 3, VOCABULARY, 5])])
     logits = torch.zeros(batch.window.local_tokens, VOCABULARY)
     totals = uneven_totals(batch.samples)
@@ -418,7 +418,7 @@ def test_a_response_token_outside_the_vocabulary() -> None:
         assert word in message
 
 
-def test_a_sample_keeps_its_values_when_the_buffer_they_came_from_changes() -> None:
+def test_a_sample_keeps_its_values_when_the_buffer_they_came_from_changes():
     buffer = torch.tensor([-1.0, -2.0, -0.5])
     kept = sample(old_log_probs=buffer)
     buffer.fill_(0.0)
@@ -426,7 +426,7 @@ def test_a_sample_keeps_its_values_when_the_buffer_they_came_from_changes() -> N
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float64))
-def test_no_default_dtype_rounds_the_numbers_of_a_sample(dtype: torch.dtype) -> None:
+def test_no_default_dtype_rounds_the_numbers_of_a_sample(dtype):
     """A trainer may have set it to its model's, which would take 0.4 % off a ratio."""
     numbers = [-0.1234567, -2.7182817, -9.8765432]
 
@@ -449,12 +449,12 @@ def test_no_default_dtype_rounds_the_numbers_of_a_sample(dtype: torch.dtype) -> 
             assert getattr(found, field.name).dtype == value.dtype
 
 
-def test_numpy_integers_and_scalars_are_numbers() -> None:
+def test_numpy_integers_and_scalars_are_numbers():
     kept = sample(response_length=np.int64(3), advantages=np.float32(0.5))
     assert kept.response_length == 3 and kept.advantages.tolist() == [0.5] * 3
 
 
-def test_one_advantage_as_an_array_without_dimensions() -> None:
+def test_one_advantage_as_an_array_without_dimensions():
     assert sample(advantages=np.array(0.5)).advantages.tolist() == [0.5] * 3
     message = refusal_of(lambda: sample(advantages=np.array("much")))
     assert NAME in message and "advantages" in message

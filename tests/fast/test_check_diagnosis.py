@@ -85,18 +85,18 @@ def words(*rows: CheckRow, options: CheckOptions = OPTIONS, world_size: int = 8)
         ),
     ],
 )
-def test_diagnosis_of_a_row(row: CheckRow, expected: str) -> None:
+def test_diagnosis_of_a_row(row, expected):
     assert words(row) == [expected]
 
 
-def test_sizes_that_are_equal_are_all_named() -> None:
+def test_sizes_that_are_equal_are_all_named():
     options = CheckOptions(context_parallel_size=2, pipeline_model_parallel_size=2)
     found = words(scaled(2.0), options=options)[0]
     assert found == "gradient is 2 times the reference: 2 = CP or 2 = DP or 2 = PP"
 
 
 @pytest.mark.parametrize("divided_by", ["T", "N", "P"])
-def test_a_factor_that_is_a_count_of_the_step_is_named(divided_by: str) -> None:
+def test_a_factor_that_is_a_count_of_the_step_is_named(divided_by):
     samples = make_samples(OPTIONS, 1)
     count = {
         "T": sum(sample.num_active_tokens for sample in samples),
@@ -108,7 +108,7 @@ def test_a_factor_that_is_a_count_of_the_step_is_named(divided_by: str) -> None:
     assert words(scaled(1 / count))[0].endswith(f": 1/{count} = 1/{divided_by}")
 
 
-def test_token_counts_of_one_rank_are_named() -> None:
+def test_token_counts_of_one_rank_are_named():
     options = CheckOptions()
     active = [sample.num_active_tokens for sample in make_samples(options, 2)]
     ratio = sum(active) / sum(active[1::2])
@@ -116,13 +116,13 @@ def test_token_counts_of_one_rank_are_named() -> None:
     assert found.endswith(f": {ratio:.6g} = T over that of data-parallel rank 1")
 
 
-def test_right_numbers_are_never_a_factor() -> None:
+def test_right_numbers_are_never_a_factor():
     almost = replace(scaled(1.0), gradient_error=1e-2, scaled_error=1e-8)
     for row in (almost, replace(almost, dtype="bf16", gradient_error=0.03)):
         assert "times the reference" not in words(row)[0]
 
 
-def test_wrong_weights_are_of_loss_only_rows_without_a_factor() -> None:
+def test_wrong_weights_are_of_loss_only_rows_without_a_factor():
     wrong_loss = off(RIGHT, loss=-1.4)
     assert "tokens have wrong weights" in words(wrong_loss)[0]
     assert all(
@@ -132,7 +132,7 @@ def test_wrong_weights_are_of_loss_only_rows_without_a_factor() -> None:
         assert not any("wrong weights" in each for each in words(*rows))
 
 
-def test_right_loss_with_a_wrong_gradient_is_a_micro_batch() -> None:
+def test_right_loss_with_a_wrong_gradient_is_a_micro_batch():
     found = words(off(MODEL), off(RIGHT))
     assert all("the backward of a micro-batch is missing or done twice" in each for each in found)
     options = replace(OPTIONS, use_distributed_optimizer=True, overlap_grad_reduce=True)
@@ -148,7 +148,7 @@ def test_right_loss_with_a_wrong_gradient_is_a_micro_batch() -> None:
         (("PP",), "pipeline stages .*tied embeddings"),
     ],
 )
-def test_replicas_that_disagree_name_the_group(axes: tuple[str, ...], named: str) -> None:
+def test_replicas_that_disagree_name_the_group(axes, named):
     row = off(MODEL, "a.norm", replica_error=0.5, replica_axes=axes, replica_parameters=("a.norm",))
     found = words(row, RIGHT)[0]
     assert re.search(
@@ -157,7 +157,7 @@ def test_replicas_that_disagree_name_the_group(axes: tuple[str, ...], named: str
     assert not replace(RIGHT, replica_error=2e-6).passed
 
 
-def test_one_loss_mode_alone_is_said() -> None:
+def test_one_loss_mode_alone_is_said():
     found = words(MODEL, per_token(scaled(2.0, MODEL)), RIGHT, per_token(scaled(2.0)))
     assert found[0] == found[2] == ""
     assert "per-token rows alone: look at the token count" in found[1]
@@ -165,7 +165,7 @@ def test_one_loss_mode_alone_is_said() -> None:
     assert "rows per micro-batch alone: look at CP / M" in found[0]
 
 
-def test_a_factor_of_the_model_is_not_the_losss() -> None:
+def test_a_factor_of_the_model_is_not_the_losss():
     assert "the loss-only rows pass: it arises in the model" in words(scaled(2.0, MODEL), RIGHT)[0]
 
 
@@ -179,7 +179,7 @@ def test_a_factor_of_the_model_is_not_the_losss() -> None:
         ("auxiliary loss", "the auxiliary loss of the experts"),
     ],
 )
-def test_a_case_that_fails_alone_is_named(what: str, named: str) -> None:
+def test_a_case_that_fails_alone_is_named(what, named):
     row = off(MODEL, what=what)
     found = words(MODEL, row, RIGHT)
     assert found[1].startswith("this row alone") and named in found[1]
@@ -188,7 +188,7 @@ def test_a_case_that_fails_alone_is_named(what: str, named: str) -> None:
     )
 
 
-def test_optimizer_steps_are_told_apart() -> None:
+def test_optimizer_steps_are_told_apart():
     norm = replace(UPDATE, gradient_norm=2.0)
     assert re.search(r"is 2 and not 1 \(2 times\): .* twice", words(MODEL, norm)[1])
     norm = replace(UPDATE, gradient_norm=0.5)
@@ -199,7 +199,7 @@ def test_optimizer_steps_are_told_apart() -> None:
     assert "all-gather" in words(MODEL, off(UPDATE), options=options)[1]
 
 
-def test_a_norm_that_does_not_explain_the_step_is_a_stale_gradient() -> None:
+def test_a_norm_that_does_not_explain_the_step_is_a_stale_gradient():
     stale = off(UPDATE, "a", ratio=1.25, gradient_norm=3.42691)
     stale = replace(stale, reference_norm=3.42682, gradient_error=0.25)
     found = words(MODEL, stale)[1]
@@ -208,7 +208,7 @@ def test_a_norm_that_does_not_explain_the_step_is_a_stale_gradient() -> None:
     assert "the learning rate, the weight decay" in words(MODEL, decay)[1]
 
 
-def test_rounding_to_bf16_is_no_missing_backward() -> None:
+def test_rounding_to_bf16_is_no_missing_backward():
     """The numbers of gradients that are reduced in bf16 over two ranks."""
     model, table = (
         replace(off(row), gradient_error=error) for row, error in ((MODEL, 3.2e-3), (RIGHT, 2.5e-3))
@@ -219,7 +219,7 @@ def test_rounding_to_bf16_is_no_missing_backward() -> None:
         assert "rounding" not in found
 
 
-def test_the_number_of_micro_batches_of_another_rank_is_named() -> None:
+def test_the_number_of_micro_batches_of_another_rank_is_named():
     """The numbers of two ranks with 5 and 6 micro-batches, both divided by 5."""
     wrong = replace(off(RIGHT), common_ratio=1.1024, scaled_error=0.08, gradient_error=0.117)
     options = CheckOptions()
@@ -231,14 +231,14 @@ def test_the_number_of_micro_batches_of_another_rank_is_named() -> None:
     )
 
 
-def test_a_chunk_of_its_own_scale_is_no_missing_backward() -> None:
+def test_a_chunk_of_its_own_scale_is_no_missing_backward():
     options = CheckOptions(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
     found = words(off(MODEL, "a", "b", ratio=2.0), scaled(2.0), options=options, world_size=2)
     assert "or in another chunk of the virtual pipeline" in found[0]
     assert "so is a part of the end-to-end model's" in found[1] and "= PP" not in found[1]
 
 
-def test_vocabulary_shards_are_named_where_the_weights_are_right() -> None:
+def test_vocabulary_shards_are_named_where_the_weights_are_right():
     wrong = off(RIGHT, loss=-1.4)
     assert "vocabulary shards" in words(wrong)[0]
     for found in (
@@ -248,7 +248,7 @@ def test_vocabulary_shards_are_named_where_the_weights_are_right() -> None:
         assert "vocabulary" not in found and "tokens have wrong weights" in found
 
 
-def test_what_fails_in_one_model_alone_is_not_attention() -> None:
+def test_what_fails_in_one_model_alone_is_not_attention():
     for model, named in (("multi-token", "multi-token prediction:"), ("hybrid", "HybridModel")):
         found = words(MODEL, off(replace(MODEL, model=model)), RIGHT)[1]
         assert named in found and "attention" not in found
@@ -259,7 +259,7 @@ def test_what_fails_in_one_model_alone_is_not_attention() -> None:
     assert "dropout" in found and "a data-parallel rank with other parameters" in found
 
 
-def test_auxiliary_rows_follow_a_token_that_is_lost() -> None:
+def test_auxiliary_rows_follow_a_token_that_is_lost():
     lost, auxiliary = (off(MODEL, what=what) for what in ("every token", "auxiliary loss"))
     found = words(MODEL, auxiliary, lost, RIGHT)
     assert (
@@ -267,7 +267,7 @@ def test_auxiliary_rows_follow_a_token_that_is_lost() -> None:
     )
 
 
-def test_gradients_left_over_are_named() -> None:
+def test_gradients_left_over_are_named():
     rows = [MODEL, *[off(replace(MODEL, aggregation=name)) for name in ("a", "b")]]
     found = words(*rows, RIGHT, off(replace(RIGHT, aggregation="a")))
     assert [bool(each) for each in found] == [False, True, True, False, True]
@@ -293,11 +293,11 @@ def test_gradients_left_over_are_named() -> None:
         ([off(MODEL)], "no loss-only rows.*without --fused-lm-head"),
     ],
 )
-def test_wrong_models_name_what_to_look_at(rows: list[CheckRow], named: str) -> None:
+def test_wrong_models_name_what_to_look_at(rows, named):
     assert re.search(named, words(*rows)[0]), words(*rows)[0]
 
 
-def test_a_pipeline_stage_is_named() -> None:
+def test_a_pipeline_stage_is_named():
     options = CheckOptions(pipeline_model_parallel_size=2)
     row = off(MODEL, "a", "b", ratio=2.0, wrong_stages=(0,), wrong_ranks=(0,))
     found = words(row, RIGHT, options=options, world_size=2)[0]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -62,16 +61,14 @@ OPTIONS_OF_ONE = CheckOptions()
         ),
     ],
 )
-def test_flags_that_cannot_be_served(
-    flags: str, named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_flags_that_cannot_be_served(flags, named, capsys):
     assert main(["--device", "cpu", *flags.split()]) == 2
     captured = capsys.readouterr()
     assert named in captured.err
     assert captured.out == ""
 
 
-def test_unknown_flag_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_flag_is_refused_by_name(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--context-parallel", "2"])  # an abbreviation that a longer flag may take tomorrow
     assert ended.value.code == 2
@@ -79,14 +76,12 @@ def test_unknown_flag_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU")
-def test_cuda_without_a_gpu_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cuda_without_a_gpu_is_refused(capsys):
     assert main(["--device", "cuda"]) == 2
     assert "--device cuda: torch finds no GPU" in capsys.readouterr().err
 
 
-def test_unsupported_megatron_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unsupported_megatron_is_refused(monkeypatch, capsys):
     def refuse(*_: object) -> None:
         raise UnsupportedMegatronError("megatron-core 0.9.0 is installed")
 
@@ -95,14 +90,14 @@ def test_unsupported_megatron_is_refused(
     assert capsys.readouterr().err == "megatron-pg check: megatron-core 0.9.0 is installed\n"
 
 
-def test_world_size_is_a_multiple_of_the_model() -> None:
+def test_world_size_is_a_multiple_of_the_model():
     flags = ["--device", "cpu", "--tensor-model-parallel-size", "2", "--context-parallel-size", "2"]
     parse_options(flags, world_size=8)
     with pytest.raises(ValueError, match=r"6 processes were started.*torchrun --nproc-per-node 4"):
         parse_options(flags, world_size=6)
 
 
-def test_launch_is_read_from_the_environment() -> None:
+def test_launch_is_read_from_the_environment():
     assert Launch.from_environment({}) == Launch(0, 1, 0)
     torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a"}
     assert Launch.from_environment({**torchrun, "MASTER_PORT": "1"}) == Launch(5, 8, 1)
@@ -112,7 +107,7 @@ def test_launch_is_read_from_the_environment() -> None:
         Launch.from_environment({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"})
 
 
-def test_row_passes_on_agreement_only() -> None:
+def test_row_passes_on_agreement_only():
     assert RIGHT.passed
     assert not replace(RIGHT, gradient_error=1.1e-6).passed
     assert not replace(RIGHT, gradient_error=math.inf).passed
@@ -122,13 +117,13 @@ def test_row_passes_on_agreement_only() -> None:
         assert not replace(RIGHT, checksum=checksum).passed
 
 
-def test_tolerance_is_that_of_the_dtype() -> None:
+def test_tolerance_is_that_of_the_dtype():
     for model in ("end to end", "loss only"):
         assert replace(RIGHT, model=model).tolerance == 1e-6
         assert replace(RIGHT, model=model, dtype="bf16").tolerance == 2e-2
 
 
-def test_reports_hold_every_row_and_json_no_nan() -> None:
+def test_reports_hold_every_row_and_json_no_nan():
     rows = [RIGHT, replace(RIGHT, gradient_error=math.inf, common_ratio=math.nan)]
     options = CheckOptions(context_parallel_size=2)
     parsed = json.loads(as_json(rows, options, 2), parse_constant=pytest.fail)
@@ -148,9 +143,7 @@ def test_reports_hold_every_row_and_json_no_nan() -> None:
     assert text.endswith("FAIL: 1 rows (2 rows)")
 
 
-def test_the_extension_of_apex_is_looked_for_by_name(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_extension_of_apex_is_looked_for_by_name(monkeypatch, tmp_path):
     """On a GPU without Transformer Engine; never on a CPU."""
     on_gpu, on_cpu = CheckOptions(device="cuda"), CheckOptions(device="cpu")
     assert not has_gradient_accumulation_fusion(on_gpu)
@@ -160,7 +153,7 @@ def test_the_extension_of_apex_is_looked_for_by_name(
     assert not has_gradient_accumulation_fusion(on_cpu)
 
 
-def test_a_line_for_each_sharding_and_why_one_fails() -> None:
+def test_a_line_for_each_sharding_and_why_one_fails():
     wrong = replace(RIGHT, gradient_error=1.0, common_ratio=2.0, worst_ratio=2.0, wrong=("table",))
     of_context = replace(OPTIONS_OF_ONE, context_parallel_size=2)
     checked = [Checked(OPTIONS_OF_ONE, [RIGHT], 2.4), Checked(of_context, [RIGHT, wrong], 3.0)]
@@ -173,7 +166,7 @@ def test_a_line_for_each_sharding_and_why_one_fails() -> None:
     assert [each["passed"] for each in json.loads(summary_as_json(checked, 2))] == [True, False]
 
 
-def test_a_report_says_what_is_known_of_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_says_what_is_known_of_the_version(monkeypatch):
     monkeypatch.setattr("megatron_pg.check.report.megatron_core_version", lambda: (0, 18, 2))
     said = as_text([RIGHT], OPTIONS_OF_ONE, 1)
     assert "known of this megatron-core: in per-token mode the auxiliary" in said

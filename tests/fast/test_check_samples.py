@@ -13,9 +13,7 @@ from megatron_pg.check.samples import cut, cut_evenly, make_even_samples, make_s
 
 @pytest.mark.parametrize("data_size", [1, 2, 5, 64])
 @pytest.mark.parametrize("pipeline_size", [1, 8])
-def test_every_micro_batch_but_one_in_the_middle_has_gradient(
-    data_size: int, pipeline_size: int
-) -> None:
+def test_every_micro_batch_but_one_in_the_middle_has_gradient(data_size, pipeline_size):
     options = CheckOptions(pipeline_model_parallel_size=pipeline_size)
     samples = make_samples(options, data_size)
     seen = []
@@ -31,7 +29,7 @@ def test_every_micro_batch_but_one_in_the_middle_has_gradient(
 
 
 @pytest.mark.parametrize("tensor_size", [1, 2, 3, 4, 8, 16])
-def test_responses_have_ids_of_every_vocabulary_shard(tensor_size: int) -> None:
+def test_responses_have_ids_of_every_vocabulary_shard(tensor_size):
     options = CheckOptions(tensor_model_parallel_size=tensor_size)
     assert options.padded_vocab_size % tensor_size == 0
     assert options.padded_vocab_size > options.vocab_size
@@ -44,7 +42,7 @@ def test_responses_have_ids_of_every_vocabulary_shard(tensor_size: int) -> None:
     assert bool((responses % LEAN_PERIOD < LEAN_PERIOD // 2).all())
 
 
-def test_the_step_hides_nothing() -> None:
+def test_the_step_hides_nothing():
     options = CheckOptions(context_parallel_size=2)
     samples = make_samples(options, 2)
     for rank in range(2):
@@ -65,7 +63,7 @@ def test_the_step_hides_nothing() -> None:
     assert {s.group_index for s in samples[::2]} == {s.group_index for s in samples[1::2]}
 
 
-def test_even_samples_need_no_padding() -> None:
+def test_even_samples_need_no_padding():
     options = CheckOptions(context_parallel_size=2, tensor_model_parallel_size=2)
     samples = make_even_samples(options, 3)
     assert all(sample.total_length % 8 == 0 for sample in samples)

@@ -37,9 +37,7 @@ def checksum_of(
     return reduce_metrics(config, metrics, contributes=True, device="cpu")["aggregation_checksum"]
 
 
-def test_without_the_flag_it_is_one_warning(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_flag_it_is_one_warning(caplog, monkeypatch):
     monkeypatch.setattr("megatron_pg.loss.metrics._warned_of", set())
     step = [sample(name, [0, 1]) for name in "abcdef"]
     with caplog.at_level(logging.WARNING, logger="megatron_pg"):
@@ -49,7 +47,7 @@ def test_without_the_flag_it_is_one_warning(
     assert [record.message.count("expected 1") for record in caplog.records] == [1]
 
 
-def test_a_step_without_an_active_token_is_whole() -> None:
+def test_a_step_without_an_active_token_is_whole():
     masked = sample("masked", [0, 0])
     config = PolicyLossConfig(check_aggregation=True)
     batch = pack([masked])
@@ -62,19 +60,19 @@ def test_a_step_without_an_active_token_is_whole() -> None:
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2, 3, 7])
-def test_a_step_without_an_active_token_is_whole_however_it_is_cut(num_microbatches: int) -> None:
+def test_a_step_without_an_active_token_is_whole_however_it_is_cut(num_microbatches):
     parts = [MASKED[index : index + 1] for index in range(num_microbatches)]
     assert checksum_of(MASKED, parts) == pytest.approx(1, abs=1e-12)
 
 
-def test_an_active_token_that_the_totals_lack_is_named() -> None:
+def test_an_active_token_that_the_totals_lack_is_named():
     """In a step that holds none by its totals."""
     with pytest.raises(RuntimeError, match="are missing from step_totals"):
         checksum_of(MASKED, [MASKED, [sample("stranger", [0, 1])]])
 
 
 @pytest.mark.parametrize("wrong", [1 + 2e-5, 1 - 2e-5, 0.0, 2.0, float("nan")])
-def test_one_sample_in_ten_thousand_is_noticed(wrong: float) -> None:
+def test_one_sample_in_ten_thousand_is_noticed(wrong):
     config = PolicyLossConfig(check_aggregation=True)
     with pytest.raises(RuntimeError, match="aggregation_checksum"):
         check_checksum(config, {"aggregation_checksum": wrong})

@@ -210,7 +210,7 @@ def messages(metrics: list[list[MicroBatchMetrics]]) -> str:
 
 @EVERY_SIZE
 @EVERY_MODE
-def test_a_whole_step_is_one_in_all_three_sums(aggregation: str, cp_size: int) -> None:
+def test_a_whole_step_is_one_in_all_three_sums(aggregation, cp_size):
     found = sums_of(metrics_of(whole(cp_size), aggregation))
     assert found == pytest.approx(dict.fromkeys(CHECKSUMS, 1.0), abs=1e-13)
 
@@ -220,9 +220,7 @@ def test_a_whole_step_is_one_in_all_three_sums(aggregation: str, cp_size: int) -
     ("fault", "cp_size"),
     [(fault, size) for fault in EXCHANGES for size in (1, 2) if (fault, size) != (other_window, 1)],
 )
-def test_an_exchange_of_equal_weights_is_seen_and_named(
-    fault: Callable[[Step], Step], aggregation: str, cp_size: int
-) -> None:
+def test_an_exchange_of_equal_weights_is_seen_and_named(fault, aggregation, cp_size):
     step = fault(whole(cp_size))
     metrics = metrics_of(step, aggregation)
     found = sums_of(metrics)
@@ -242,9 +240,7 @@ def test_an_exchange_of_equal_weights_is_seen_and_named(
 @EVERY_SIZE
 @EVERY_MODE
 @pytest.mark.parametrize("fault", LOSSES, ids=lambda fault: fault.__name__)
-def test_a_loss_keeps_its_number_and_is_named(
-    fault: Callable[[Step], Step], aggregation: str, cp_size: int
-) -> None:
+def test_a_loss_keeps_its_number_and_is_named(fault, aggregation, cp_size):
     metrics = metrics_of(fault(whole(cp_size)), aggregation)
     said = messages(metrics)
     assert "samples were dropped" in said and LOSSES[fault] in said
@@ -262,7 +258,7 @@ def missed(fault: Callable[[Step], Step], cp_size: int) -> bool:
     return all(abs(value - 1) < 1e-9 for value in found.values())
 
 
-def test_of_weights_alone_no_exchange_is_seen() -> None:
+def test_of_weights_alone_no_exchange_is_seen():
     def without_identity(rank: int) -> StepTotals:
         totals = totals_of_rank(rank)
         counts = [
@@ -287,9 +283,7 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("part", MUTANTS)
-def test_without_a_part_of_the_coefficients_some_pass(
-    part: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_part_of_the_coefficients_some_pass(part, monkeypatch):
     mutant, expected = MUTANTS[part]
     for sample in (*SAMPLES, *STALE):
         vars(sample).pop("hashed_fields", None)
@@ -340,7 +334,7 @@ token_lists = st.lists(st.integers(-3, 200_000), min_size=1, max_size=40)
 
 @settings(max_examples=50)
 @given(tokens=token_lists, data=st.data())
-def test_the_hash_is_that_of_plain_integers(tokens: list[int], data: st.DataObject) -> None:
+def test_the_hash_is_that_of_plain_integers(tokens, data):
     mask = data.draw(st.lists(st.integers(0, 1), max_size=len(tokens)))
     vector = torch.tensor(tokens)
     assert identity.hash_of(vector) == plain_identity(tokens, None)
@@ -348,7 +342,7 @@ def test_the_hash_is_that_of_plain_integers(tokens: list[int], data: st.DataObje
     assert found == plain_identity(tokens, mask)
 
 
-def test_many_samples_are_hashed_as_each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_samples_are_hashed_as_each_alone(monkeypatch):
     """Against plain integers and floats, in chunks of three; without response, and with loss weights and kept sets."""
     monkeypatch.setattr(identity, "CHUNK", 3)
     samples = package_samples(random_step(3, num_samples=11))
@@ -377,7 +371,7 @@ def test_many_samples_are_hashed_as_each_alone(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("count", [1023, 1024, 1025, 5000])
-def test_longer_tables_begin_with_shorter_ones(count: int) -> None:
+def test_longer_tables_begin_with_shorter_ones(count):
     tokens = list(range(count))
     assert identity.hash_of(torch.tensor(tokens)) == plain_identity(tokens, None)
     table = identity.coefficients_of_positions(count)
@@ -386,7 +380,7 @@ def test_longer_tables_begin_with_shorter_ones(count: int) -> None:
     assert table.unique().numel() == count
 
 
-def test_a_sample_is_another_where_anything_of_it_is() -> None:
+def test_a_sample_is_another_where_anything_of_it_is():
     tokens, mask = list(range(12)), [1, 0, 1, 1]
     changes = [(tokens[:i] + [99] + tokens[i + 1 :], mask) for i in range(12)]
     changes += [(tokens, mask[:i] + [1 - mask[i]] + mask[i + 1 :]) for i in range(4)]
@@ -403,7 +397,7 @@ def test_a_sample_is_another_where_anything_of_it_is() -> None:
     assert len(found) == len(changes) + 1
 
 
-def test_kept_sets_of_the_same_ids_cut_elsewhere_make_another_sample() -> None:
+def test_kept_sets_of_the_same_ids_cut_elsewhere_make_another_sample():
     """Both have the ids 3, 8, 3 in this order; the second token of the one, the first of the other has two."""
     found = {
         Sample([5, 3, 3], 2, [1, 1], kept_tokens=kept_tokens).identity
@@ -412,7 +406,7 @@ def test_kept_sets_of_the_same_ids_cut_elsewhere_make_another_sample() -> None:
     assert len(found) == 2
 
 
-def test_ranks_are_far_apart() -> None:
+def test_ranks_are_far_apart():
     """Three gaps: of n multiples of the golden ratio no two are nearer than 0.38 / n."""
     for count in (2, 8, 100, 1000):
         values = sorted(identity.coefficient_of_rank(rank) for rank in range(count))
@@ -446,7 +440,7 @@ def sums_of_batch(step: list[Sample], fed: list[Sample], config: PolicyLossConfi
 
 
 @EVERY_MODE
-def test_of_equal_answers_one_lost_and_another_twice_is_seen(aggregation: str) -> None:
+def test_of_equal_answers_one_lost_and_another_twice_is_seen(aggregation):
     step, config = answers(), config_of(aggregation)
     assert sums_of_batch(step, step, config) == pytest.approx([1.0, 1.0], abs=1e-13)
     weights, samples = sums_of_batch(step, [*step[1:], step[1]], config)
@@ -454,7 +448,7 @@ def test_of_equal_answers_one_lost_and_another_twice_is_seen(aggregation: str) -
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_a_sample_is_another_where_a_value_of_it_is(name: str) -> None:
+def test_a_sample_is_another_where_a_value_of_it_is(name):
     """Also where it is overwritten after the step was counted; with the old value again, it is itself."""
     config, step = config_of("sample_mean"), answers(advantages=3.0)
     other = answers(**{"advantages": 3.0, name: -2.5})
@@ -465,7 +459,7 @@ def test_a_sample_is_another_where_a_value_of_it_is(name: str) -> None:
 
 @pytest.mark.parametrize("name", VALUES)
 @pytest.mark.parametrize("where", ["all", "one"])
-def test_a_value_filled_after_the_step_was_counted_does_not_disturb(name: str, where: str) -> None:
+def test_a_value_filled_after_the_step_was_counted_does_not_disturb(name, where):
     """Of every sample, or of the one that lacks it; what the others have from the beginning is still told apart."""
     config, step = config_of("sample_mean"), answers()
     empty = 0.0 if name == "advantages" else None
@@ -478,13 +472,13 @@ def test_a_value_filled_after_the_step_was_counted_does_not_disturb(name: str, w
         assert abs(sums_of_batch(counted, wrong, config)[1] - 1) > 1e-4
 
 
-def test_values_that_a_sample_loses_are_seen() -> None:
+def test_values_that_a_sample_loses_are_seen():
     config, step = config_of("sample_mean"), answers()
     without = [replace(sample, ref_log_probs=None) for sample in step]
     assert abs(sums_of_batch(step, without, config)[1] - 1) > 1e-4
 
 
-def test_a_masked_value_may_be_anything() -> None:
+def test_a_masked_value_may_be_anything():
     """Log-probs of tool tokens: NaN and infinity are bits as others are."""
     numbers = [-1.0, math.nan, -math.inf]
     step = [Sample([1, 2, 3, 4], 3, [1, 0, 0], 1.0, old_log_probs=numbers) for _ in range(2)]
@@ -504,9 +498,7 @@ def test_a_masked_value_may_be_anything() -> None:
     lost=st.integers(0, 8),
     aggregation=st.sampled_from(tuple(AGGREGATIONS)),
 )
-def test_one_sample_in_the_place_of_another_is_seen(
-    seed: int, kept: int, lost: int, aggregation: str
-) -> None:
+def test_one_sample_in_the_place_of_another_is_seen(seed, kept, lost, aggregation):
     step = package_samples(random_step(seed))
     assume(kept != lost and step[kept].num_active_tokens and step[lost].num_active_tokens)
     totals = totals_of_counts([sample_counts(step)], 0, allow_different_group_sizes=True)
@@ -521,7 +513,7 @@ def test_one_sample_in_the_place_of_another_is_seen(
     assert abs(sums[1][CHECKSUMS[1]] - 1) > 1e-9
 
 
-def test_a_miss_is_as_rare_as_the_docs_say() -> None:
+def test_a_miss_is_as_rare_as_the_docs_say():
     """Of pairs of n samples of equal weight, those within the tolerance; the bound is 1e-8 n."""
     hashes = identity.mixed(np.arange(20_000, dtype=np.uint64)).tolist()
     coefficients = torch.tensor(list(map(identity.coefficient_of, hashes)), dtype=torch.float64)
@@ -538,7 +530,7 @@ def test_a_miss_is_as_rare_as_the_docs_say() -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def test_totals_of_bare_samples_compare_weights_alone() -> None:
+def test_totals_of_bare_samples_compare_weights_alone():
     bare = [BareSample(sample.num_active_tokens, sample.group_index) for sample in SAMPLES]
     totals = totals_of_counts([sample_counts(bare[:4]), sample_counts(bare[4:])], 0)
     assert not totals.knows_identities

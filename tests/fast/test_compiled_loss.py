@@ -116,7 +116,7 @@ def assert_same(found: Found, expected: Found, **tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_trace_has_the_numbers_of_the_formulas(name: str) -> None:
+def test_a_trace_has_the_numbers_of_the_formulas(name):
     """In float64, of other samples than it was traced for, and with a loss scale."""
     config = PolicyLossConfig(**SETTINGS[name])
     for seed in (1, 2):
@@ -136,7 +136,7 @@ def test_a_trace_has_the_numbers_of_the_formulas(name: str) -> None:
     ],
     ids=str,
 )
-def test_a_divergence_has_its_gradient(settings: dict[str, Any]) -> None:
+def test_a_divergence_has_its_gradient(settings):
     config = PolicyLossConfig(distill_teacher="logits", **settings)
     found = []
     for devices in ({"cpu"}, set[str]()):
@@ -159,7 +159,7 @@ def test_a_divergence_has_its_gradient(settings: dict[str, Any]) -> None:
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-def test_float32_stays_within_float32_of_float64() -> None:
+def test_float32_stays_within_float32_of_float64():
     config = PolicyLossConfig(**CORRECTIONS)
     (loss, gradient, _, _), (exact, wanted, _, _) = (
         call(config, 3, dtype)
@@ -171,7 +171,7 @@ def test_float32_stays_within_float32_of_float64() -> None:
 
 
 @pytest.mark.parametrize("first", [torch.float32, torch.float64], ids=str)
-def test_each_dtype_has_a_program_of_its_own(first: torch.dtype) -> None:
+def test_each_dtype_has_a_program_of_its_own(first):
     """A float32 program would round a float64 loss, or give its gradient in float32."""
     other = torch.float64 if first == torch.float32 else torch.float32
     for dtype in (first, other):
@@ -189,9 +189,7 @@ def step_of(size: int) -> PackedBatch:
 
 
 @pytest.mark.parametrize("settings", [{}, {"policy_loss": "gspo", "grad_divisor": 1.5}], ids=str)
-def test_no_size_and_no_divisor_compiles_again(
-    settings: dict[str, Any], counted: Callable[[], int]
-) -> None:
+def test_no_size_and_no_divisor_compiles_again(settings, counted):
     for index, size in enumerate((7, 1, 3, 21)):
         batch = step_of(size)
         config = PolicyLossConfig(**settings)
@@ -215,7 +213,7 @@ def test_no_size_and_no_divisor_compiles_again(
     assert counted() == before
 
 
-def test_a_divisor_of_the_first_step_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_divisor_of_the_first_step_would_be_seen(monkeypatch):
     """The mutant reads the divisor off the config, where a trace keeps that of the step it was made in."""
     right = micro_batch.policy_loss
 
@@ -236,9 +234,7 @@ def test_a_divisor_of_the_first_step_would_be_seen(monkeypatch: pytest.MonkeyPat
     assert not torch.allclose(gradients[1].float(), expected, rtol=1e-2)
 
 
-def test_sums_over_sequences_are_those_of_the_context_parallel_group(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_sums_over_sequences_are_those_of_the_context_parallel_group(monkeypatch):
     """Every rank's part is added up between the two traces; without that a rank's own sums are others."""
     config = PolicyLossConfig(policy_loss="gspo")
     sequences = random_sequences(1, spread=0.5)
@@ -291,7 +287,7 @@ def all_reduces(monkeypatch: pytest.MonkeyPatch, *, programs: int) -> list[list[
     return found
 
 
-def test_every_rank_joins_one_all_reduce_of_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_rank_joins_one_all_reduce_of_one_size(monkeypatch):
     """One that has no token runs by operators, as one that may not compile any more; another size would hang them all."""
     for programs in range(3):
         ((of_first,), (of_second,)) = all_reduces(monkeypatch, programs=programs)
@@ -306,7 +302,7 @@ def test_every_rank_joins_one_all_reduce_of_one_size(monkeypatch: pytest.MonkeyP
     assert of_first != of_second
 
 
-def test_nan_stays_visible_and_masked_nan_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_nan_stays_visible_and_masked_nan_out(caplog):
     batch = package_batch(random_sequences(1))
     log_probs = torch.full(batch.loss_mask.shape, -1.0)
     log_probs[~batch.loss_mask] = torch.nan
@@ -327,9 +323,7 @@ def doubled(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> 
     return -2.0 * batch.advantages * log_probs
 
 
-def test_what_is_not_compiled_runs_by_operators_and_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_not_compiled_runs_by_operators_and_says_so(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     custom = PolicyLossConfig(custom_policy_loss_path=f"{__name__}:doubled")
     for _ in range(2):
@@ -356,7 +350,7 @@ def test_what_is_not_compiled_runs_by_operators_and_says_so(
 
 
 @pytest.mark.parametrize("tokens", (0, 1))
-def test_a_window_of_one_token_or_none_is_connected(tokens: int) -> None:
+def test_a_window_of_one_token_or_none_is_connected(tokens):
     batch = package_batch(random_sequences(1)[1:2] * tokens)
     assert len(batch.window) == tokens
     leaf = torch.full((tokens,), -1.0, requires_grad=True)
@@ -367,7 +361,7 @@ def test_a_window_of_one_token_or_none_is_connected(tokens: int) -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"pg_metrics": "none"}], ids=str)
-def test_no_output_is_the_loss_itself(settings: dict[str, Any]) -> None:
+def test_no_output_is_the_loss_itself(settings):
     """A compiler returns equal outputs as one tensor, and an output beside the loss has no gradient."""
     batch = package_batch(random_sequences(1))
     loss = MicroBatchLoss(PolicyLossConfig(**settings), batch, step_totals(batch.samples))

@@ -174,13 +174,11 @@ def check(case: str, policy_loss: str, sequences: list[Sequence1], dtype: torch.
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("policy_loss", ["ppo", "gspo", "reinforce"])
 @pytest.mark.parametrize("case", CASES)
-def test_random_sequences_equal_the_formula(
-    case: str, policy_loss: str, dtype: torch.dtype
-) -> None:
+def test_random_sequences_equal_the_formula(case, policy_loss, dtype):
     check(case, policy_loss, random_sequences(1), dtype)
 
 
-def test_the_random_sequences_meet_every_correction_on_both_sides() -> None:
+def test_the_random_sequences_meet_every_correction_on_both_sides():
     """Otherwise the comparison above would say little."""
     sequences = random_sequences(1)
     for case, (_, correction) in CASES.items():
@@ -192,7 +190,7 @@ def test_the_random_sequences_meet_every_correction_on_both_sides() -> None:
 
 
 @pytest.mark.parametrize("case", ["tis", "tis_both_bounds", "icepop"])
-def test_extreme_mismatches(case: str) -> None:
+def test_extreme_mismatches(case):
     mismatches = (-1e4, -20.5, -19.5, -0.3, -0.1, 0.0, 0.05, 0.15, 0.3, 19.5, 20.5, 1e4)
     check(case, "reinforce", [grid_sequence(mismatches, (-1.0, 2.0))], torch.float64)
 
@@ -205,16 +203,16 @@ def test_extreme_mismatches(case: str) -> None:
         *("geometric", "geometric_below_one", "sequence", "sequence_above_one", "opsm"),
     ],
 )
-def test_sequences_of_extreme_mismatch(case: str, mismatch: float) -> None:
+def test_sequences_of_extreme_mismatch(case, mismatch):
     check(case, "reinforce", [grid_sequence([mismatch], (-1.0, 0.0, 2.0))], torch.float64)
 
 
 @pytest.mark.parametrize("case", [case for case in BOUNDS if case not in CASES])
-def test_what_is_on_a_bound_is_kept(case: str) -> None:
+def test_what_is_on_a_bound_is_kept(case):
     check(case, "reinforce", [grid_sequence(BOUNDS[case][2], (-1.0, 2.0))], torch.float64)
 
 
-def test_a_mean_on_the_bound_of_opsm_is_kept() -> None:
+def test_a_mean_on_the_bound_of_opsm_is_kept():
     settings, correction, log_ratios = BOUNDS["opsm"]
     sequence = grid_sequence(log_ratios, (-1.0, 2.0))
     _, expected = oracle.correct(sequence, oracle.objective("ppo", sequence), correction)
@@ -225,7 +223,7 @@ def test_a_mean_on_the_bound_of_opsm_is_kept() -> None:
 
 
 @pytest.mark.parametrize("case", [case for case in BOUNDS if case != "opsm"])
-def test_accepted_samples_drops_what_the_loss_drops(case: str) -> None:
+def test_accepted_samples_drops_what_the_loss_drops(case):
     settings, _, mismatches = BOUNDS[case]
     sequences = [grid_sequence(mismatches, (-1.0, 2.0)), *random_sequences(10)]
     found, _ = corrected(
@@ -236,7 +234,7 @@ def test_accepted_samples_drops_what_the_loss_drops(case: str) -> None:
     assert torch.equal(torch.cat([s.loss_mask for s in samples]), found.loss_mask)
 
 
-def test_accepted_samples_adds_up_in_float64() -> None:
+def test_accepted_samples_adds_up_in_float64():
     """2^24 + 1 is 2^24 in float32, and the mean of the three mismatches 0 in place of 1/3."""
     sample = Sample(
         tokens=[0] * 4,
@@ -251,7 +249,7 @@ def test_accepted_samples_adds_up_in_float64() -> None:
     assert not kept.loss_mask.any()
 
 
-def test_means_over_a_fully_masked_sequence_are_zero() -> None:
+def test_means_over_a_fully_masked_sequence_are_zero():
     sequences = random_sequences(14)
     config = PolicyLossConfig(**GEOMETRIC, **OPSM)
     _, sums = tokens_and_sums(config, package_batch(sequences), flat_log_probs(sequences))
@@ -260,7 +258,7 @@ def test_means_over_a_fully_masked_sequence_are_zero() -> None:
     assert all(mean[-3:].tolist() == [0.0] * 3 for mean in means)
 
 
-def test_only_the_log_probs_that_a_setting_needs_are_asked_for() -> None:
+def test_only_the_log_probs_that_a_setting_needs_are_asked_for():
     sequences = random_sequences(12)
     batch, log_probs = package_batch(sequences), flat_log_probs(sequences)
     without = dataclasses.replace(batch, rollout_log_probs=None)
@@ -280,13 +278,13 @@ def test_only_the_log_probs_that_a_setting_needs_are_asked_for() -> None:
         {**TIS_SEQUENCE, "custom_tis_function_path": f"{__name__}:keep_likely_tokens"},
     ],
 )
-def test_token_level_settings_need_no_sums_over_sequences(settings: dict) -> None:
+def test_token_level_settings_need_no_sums_over_sequences(settings):
     """Nor does what a user's function takes the place of."""
     assert sequence_sum_names(PolicyLossConfig(**settings)) == ()
 
 
 @pytest.mark.parametrize("case", ["tis", "tis_sequence", "icepop", "all_with_icepop"])
-def test_a_nan_rollout_log_prob_at_an_active_position_stays_visible(case: str) -> None:
+def test_a_nan_rollout_log_prob_at_an_active_position_stays_visible(case):
     """A rejection must not swallow it: NaN is neither inside nor outside of a range."""
     sequences = [grid_sequence([0.0, 0.01], [1.0])]
     batch = package_batch(sequences)
@@ -296,7 +294,7 @@ def test_a_nan_rollout_log_prob_at_an_active_position_stays_visible(case: str) -
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_metrics_are_those_before_rejection_and_named_by_the_config(case: str) -> None:
+def test_metrics_are_those_before_rejection_and_named_by_the_config(case):
     sequences = random_sequences(3)
     batch = package_batch(sequences)
     config = PolicyLossConfig(**CASES[case][0])
@@ -308,7 +306,7 @@ def test_metrics_are_those_before_rejection_and_named_by_the_config(case: str) -
     assert torch.equal(found.metrics["rejected_fraction"], dropped.float())
 
 
-def test_a_sum_over_sequences_that_was_not_made_is_named() -> None:
+def test_a_sum_over_sequences_that_was_not_made_is_named():
     sequences = random_sequences(4)
     batch, log_probs = package_batch(sequences), flat_log_probs(sequences)
     for settings in (TIS_SEQUENCE, GEOMETRIC, OPSM):
@@ -318,7 +316,7 @@ def test_a_sum_over_sequences_that_was_not_made_is_named() -> None:
             apply_corrections(config, tokens, log_probs, SequenceSums(tokens.sample_ids, {}))
 
 
-def test_an_empty_micro_batch_is_legal() -> None:
+def test_an_empty_micro_batch_is_legal():
     log_probs = torch.zeros(0, requires_grad=True)
     for settings, _ in CASES.values():
         found, _ = corrected(PolicyLossConfig(**settings), pack([]), log_probs)
@@ -342,7 +340,7 @@ def policy_gradient_of(config: PolicyLossConfig, sequences: list[Sequence1]) -> 
 @pytest.mark.parametrize(
     "case", ["icepop", "mask_sequence", "mask_geometric", "geometric", "sequence"]
 )
-def test_both_denominators(case: str, denominator: str, aggregation: str) -> None:
+def test_both_denominators(case, denominator, aggregation):
     sequences = random_sequences(5)
     settings, correction = CASES[case]
     numerators, kept, before = [], [], []
@@ -364,7 +362,7 @@ def test_both_denominators(case: str, denominator: str, aggregation: str) -> Non
     assert policy_gradient_of(config, sequences) == pytest.approx(expected, rel=2e-6, abs=1e-7)
 
 
-def test_accepted_samples_leaves_what_needs_no_rejection_alone() -> None:
+def test_accepted_samples_leaves_what_needs_no_rejection_alone():
     samples = [package_sample(s) for s in random_sequences(6)]
     for settings in ({}, {"use_tis": True}, ICEPOP):
         config = PolicyLossConfig(**settings)
@@ -395,7 +393,7 @@ def wrong_shape(
     return pg_loss, batch.loss_mask[:-1]
 
 
-def test_custom_function_weights_and_only_shrinks_the_mask() -> None:
+def test_custom_function_weights_and_only_shrinks_the_mask():
     sequences = random_sequences(7)
     batch = package_batch(sequences)
     dirty = batch.rollout_log_probs.masked_fill(~batch.loss_mask, math.nan)
@@ -428,7 +426,7 @@ def without_gradient(
         ),
     ],
 )
-def test_custom_functions_of_another_result_are_refused(function: str, words: str) -> None:
+def test_custom_functions_of_another_result_are_refused(function, words):
     sequences = random_sequences(8)
     path = f"{__name__}.{function}"
     config = PolicyLossConfig(use_tis=True, custom_tis_function_path=path)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -194,20 +192,20 @@ PRECISIONS = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 0.06}
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("teacher", TEACHERS)
 @pytest.mark.parametrize("divergence", DIVERGENCES, ids=str)
-def test_values_and_gradients(way: str, teacher: str, divergence: Divergence) -> None:
+def test_values_and_gradients(way, teacher, divergence):
     problem = Problem(divergence, teacher)
     check(problem, way, [WAYS[way](problem)], 1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("way", WAYS)
-def test_precision(way: str, dtype: torch.dtype) -> None:
+def test_precision(way, dtype):
     problem = Problem(DIVERGENCES[2], "hidden", dtype)
     check(problem, way, [WAYS[way](problem)], PRECISIONS[dtype])
 
 
 @pytest.mark.parametrize("teacher", TEACHERS)
-def test_float32_logits(teacher: str) -> None:
+def test_float32_logits(teacher):
     """Of both models: what is left is the rounding of the logits' gradient, and of the hidden states'."""
     problem = Problem(DIVERGENCES[3], teacher, torch.bfloat16)
     values, gradients = problem.one_pass(fp32_logits=True)
@@ -224,7 +222,7 @@ def on_rank(kinds: list[tuple[str, str, Divergence]]) -> list:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_shards_equal_the_whole_vocabulary(size: int) -> None:
+def test_shards_equal_the_whole_vocabulary(size):
     """The last of four has columns of padding alone."""
     kinds = [
         (way, teacher, DIVERGENCES[(place + number) % len(DIVERGENCES)])
@@ -278,16 +276,14 @@ def without_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     ("mutant", "teacher"),
     [(without_moment, "hidden"), (without_teacher_temperature, "logits"), (without_rest, "top k")],
 )
-def test_mutants(
-    mutant: Callable[..., None], teacher: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mutants(mutant, teacher, monkeypatch):
     problem = Problem(DIVERGENCES[1], teacher)
     mutant(monkeypatch)
     with pytest.raises(AssertionError):
         check(problem, "one pass", [problem.one_pass()], 1e-3)
 
 
-def test_a_teacher_of_another_vocabulary_is_refused() -> None:
+def test_a_teacher_of_another_vocabulary_is_refused():
     problem = Problem(DIVERGENCES[0])
     problem.teacher_logits = problem.teacher_logits[:, :20]
     with pytest.raises(
@@ -297,9 +293,7 @@ def test_a_teacher_of_another_vocabulary_is_refused() -> None:
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES, ids=str)
-def test_a_token_that_neither_side_gives_any_probability_adds_nothing(
-    divergence: Divergence,
-) -> None:
+def test_a_token_that_neither_side_gives_any_probability_adds_nothing(divergence):
     """Its logits are -inf on both sides, as a sampling filter leaves them: 0 log 0/0 is 0, in value and gradient."""
     generator = torch.Generator().manual_seed(5)
     student, teacher = torch.randn(2, 3, 6, generator=generator, dtype=torch.float64)
@@ -322,7 +316,7 @@ def test_a_token_that_neither_side_gives_any_probability_adds_nothing(
 
 
 @pytest.mark.parametrize("teacher", ["logits", "top k"])
-def test_a_masked_row_has_no_divergence_and_no_gradient(teacher: str) -> None:
+def test_a_masked_row_has_no_divergence_and_no_gradient(teacher):
     """Whatever its logits are, and whatever gradient arrives for it."""
     logits = torch.randn(2, 6, generator=torch.Generator().manual_seed(6))
     logits[1] = torch.nan

@@ -56,9 +56,7 @@ def loss(given: Sample, settings: dict[str, Any], **keywords: Any) -> torch.Tens
         ),
     ],
 )
-def test_a_teacher_that_is_not_there(
-    channels: dict[str, torch.Tensor], settings: dict[str, Any], words: str
-) -> None:
+def test_a_teacher_that_is_not_there(channels, settings, words):
     with pytest.raises(ValueError) as error:
         loss(sample(**channels), settings)
     assert str(error.value).startswith(words)
@@ -88,7 +86,7 @@ WRONG_TEACHERS: dict[str, tuple[dict[str, torch.Tensor], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG_TEACHERS)
-def test_a_teacher_of_other_tokens_is_refused(case: str) -> None:
+def test_a_teacher_of_other_tokens_is_refused(case):
     channels, words = WRONG_TEACHERS[case]
     kind = "logits" if "teacher_logits" in channels else "top_k"
     with pytest.raises(ValueError, match="^a: side_channels") as error:
@@ -103,7 +101,7 @@ def test_a_teacher_of_other_tokens_is_refused(case: str) -> None:
         assert loss(masked, DISTILL) == 0
 
 
-def test_a_teachers_padding_is_not_read() -> None:
+def test_a_teachers_padding_is_not_read():
     """Of 6 tokens and 8 columns: logits of 6 or of 8, whatever stands in the padding."""
     of_teacher = torch.randn(2, 8, generator=torch.Generator().manual_seed(1))
     settings = {**DISTILL, "distill_teacher": "logits"}
@@ -118,9 +116,7 @@ def test_a_teachers_padding_is_not_read() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("k", [1, 8, 1024])
-def test_probabilities_that_rounding_leaves_above_1_are_a_teachers(
-    dtype: torch.dtype, k: int
-) -> None:
+def test_probabilities_that_rounding_leaves_above_1_are_a_teachers(dtype, k):
     """Rounded log-probs of a whole distribution, k tokens of equal probability the worst: a sum of k^(2^-8)."""
     scales = torch.tensor([0.0, 0.01, 1.0, 3.0])[:, None]
     logits = torch.randn(4, k, generator=torch.Generator().manual_seed(2)) * scales
@@ -140,9 +136,7 @@ def test_probabilities_that_rounding_leaves_above_1_are_a_teachers(
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
 @pytest.mark.parametrize("student_dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("teacher_dtype", [torch.float64, torch.float32])
-def test_what_little_a_teacher_leaves_to_other_tokens(
-    kind: str, student_dtype: torch.dtype, teacher_dtype: torch.dtype
-) -> None:
+def test_what_little_a_teacher_leaves_to_other_tokens(kind, student_dtype, teacher_dtype):
     """A rest of 1e-5: 1 minus a float32 sum of probabilities keeps two of its digits."""
     generator = torch.Generator().manual_seed(3)
     of_teacher, logits = torch.randn(2, 4, 12, generator=generator, dtype=torch.float64)
@@ -172,7 +166,7 @@ def test_what_little_a_teacher_leaves_to_other_tokens(
     torch.testing.assert_close(student.grad.double(), plain.grad, **tolerance)
 
 
-def test_log_probs_alone_are_refused() -> None:
+def test_log_probs_alone_are_refused():
     given = sample(teacher_ids=torch.tensor([[1], [2]]), teacher_log_probs=torch.zeros(2, 1) - 1)
     config = PolicyLossConfig(**DISTILL)
     with pytest.raises(ValueError, match="use PolicyStep or policy_loss_function"):
@@ -181,7 +175,7 @@ def test_log_probs_alone_are_refused() -> None:
         )
 
 
-def test_the_loss_is_the_divergence_and_the_term_its_multiple() -> None:
+def test_the_loss_is_the_divergence_and_the_term_its_multiple():
     """Two teachers that say the same: their logits, and their hidden states with a weight."""
     hidden, weight = torch.randn(2, 3), torch.randn(8, 3)
     given = sample(teacher_hidden=hidden, teacher_logits=hidden @ weight.T)
@@ -194,7 +188,7 @@ def test_the_loss_is_the_divergence_and_the_term_its_multiple() -> None:
 
 
 @pytest.mark.parametrize("teacher", ["logits", "top_k"])
-def test_logits_are_those_of_the_rollout_temperature_and_of_the_vocabulary(teacher: str) -> None:
+def test_logits_are_those_of_the_rollout_temperature_and_of_the_vocabulary(teacher):
     """Padding columns weigh nothing on either side, and a masked token's teacher is not read."""
     generator = torch.Generator().manual_seed(1)
     logits, of_teacher = torch.randn(4, 8, generator=generator), torch.randn(6, generator=generator)
@@ -229,14 +223,14 @@ def test_logits_are_those_of_the_rollout_temperature_and_of_the_vocabulary(teach
     torch.testing.assert_close(of_loss.grad.double(), of_oracle.grad, rtol=1e-5, atol=1e-6)
 
 
-def test_what_follows_from_the_settings() -> None:
+def test_what_follows_from_the_settings():
     assert gradient_scope(PolicyLossConfig(**DISTILL)).tokens == "token"
     term = PolicyLossConfig(distill_coef=0.1, distill_teacher="logits")
     assert gradient_scope(term) == ("token", False)
     assert gradient_scope(PolicyLossConfig()) == ("token", True)
 
 
-def test_the_token_whose_teacher_is_nan_is_told() -> None:
+def test_the_token_whose_teacher_is_nan_is_told():
     """Beside an objective that knows nothing of it."""
     of_teacher = torch.zeros(2, 8).index_fill(0, torch.tensor([1]), torch.nan)
     given = sample(teacher_logits=of_teacher)

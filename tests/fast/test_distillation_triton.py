@@ -7,7 +7,6 @@ import os
 import pytest
 import torch
 
-from megatron_pg.head import Divergence
 from megatron_pg.head.distill import teacher
 from tests.fast import test_distillation_head as shared
 
@@ -25,9 +24,7 @@ if INTERPRETED:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", shared.DIVERGENCES, ids=str)
 @pytest.mark.parametrize("way", shared.WAYS)
-def test_kernels(
-    way: str, kind: Divergence, dtype: torch.dtype, tile: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels(way, kind, dtype, tile, monkeypatch):
     monkeypatch.setattr(divergence_triton, "_TILE", tile)
     monkeypatch.setattr(teacher, "divergence_passes", lambda pair: divergence_triton)
     problem = shared.Problem(kind, "hidden", dtype)

@@ -58,13 +58,13 @@ def check(kind: str, unbiased: bool, sequences: list[Sequence1], dtype: torch.dt
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("unbiased", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_random_sequences_equal_the_formula(kind: str, unbiased: bool, dtype: torch.dtype) -> None:
+def test_random_sequences_equal_the_formula(kind, unbiased, dtype):
     check(kind, unbiased, random_sequences(1), dtype)
 
 
 @pytest.mark.parametrize("unbiased", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_extreme_differences_equal_the_formula(kind: str, unbiased: bool) -> None:
+def test_extreme_differences_equal_the_formula(kind, unbiased):
     check(kind, unbiased, [grid_sequence(DIFFERENCES, [1.0])], torch.float64)
 
 
@@ -78,7 +78,7 @@ def penalty_and_gradient(
 
 
 @pytest.mark.parametrize(("log_ratio", "product"), [(0.1, 10.0), (-6.0, 0.3530)])
-def test_the_unbiased_low_var_kl_clamps_the_product(log_ratio: float, product: float) -> None:
+def test_the_unbiased_low_var_kl_clamps_the_product(log_ratio, product):
     """k3 = 9.1 and 142: r k3 is held within +-10, above and below what a clamp of k3 alone would give."""
     difference = {0.1: 10.0 + 0.1, -6.0: -5.0}[log_ratio]
     sequence = dataclasses.replace(
@@ -96,7 +96,7 @@ def with_gradient_of_k2(kind: str) -> PolicyLossConfig:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_gradient_of_k2_beside_the_value_of_any_estimate(kind: str) -> None:
+def test_the_gradient_of_k2_beside_the_value_of_any_estimate(kind):
     sequences = [*random_sequences(1), grid_sequence(DIFFERENCES, [1.0])]
     expected = stacked([oracle.kl(s, kind, gradient_of_k2=True) for s in sequences])
     values = stacked([oracle.kl(s, kind) for s in sequences])
@@ -112,7 +112,7 @@ def test_the_gradient_of_k2_beside_the_value_of_any_estimate(kind: str) -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"unbiased": True}, {"gradient_of_k2": True}])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_token_that_the_policy_cannot_sample(kind: str, settings: dict[str, bool]) -> None:
+def test_a_token_that_the_policy_cannot_sample(kind, settings):
     """k3 and low_var_kl hold d within +-20; k1 and k2 are infinite; the gradient of k2 leaves the token out."""
     (sequence,) = random_sequences(1)[:1]
     values = sequence.log_probs.detach().index_fill(0, torch.tensor([0, 3]), -math.inf)
@@ -128,7 +128,7 @@ def test_a_token_that_the_policy_cannot_sample(kind: str, settings: dict[str, bo
     assert of_found.isfinite().all() == (of_k2 or kind in ("k3", "low_var_kl", "k1"))
 
 
-def test_k3_keeps_its_digits_near_zero_in_float32() -> None:
+def test_k3_keeps_its_digits_near_zero_in_float32():
     """exp(-d) - 1 + d would round to 0 or to an epsilon of float32 here; the estimate is d^2 / 2."""
     difference = torch.tensor([1e-4, -1e-4, 3e-4])
     found = KL_ESTIMATES["k3"].function(difference)
@@ -136,7 +136,7 @@ def test_k3_keeps_its_digits_near_zero_in_float32() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nan_at_an_active_position_stays_visible(kind: str) -> None:
+def test_nan_at_an_active_position_stays_visible(kind):
     sequences = [grid_sequence([0.0, 0.1], [1.0])]
     batch = package_batch(sequences)
     ref_log_probs = torch.tensor([0.0, math.nan])
@@ -145,7 +145,7 @@ def test_nan_at_an_active_position_stays_visible(kind: str) -> None:
     assert torch.isnan(found).tolist() == [False, True]
 
 
-def test_the_unbiased_gradient_passes_through_the_ratio() -> None:
+def test_the_unbiased_gradient_passes_through_the_ratio():
     """The mutant with a stopped ratio has another gradient."""
     sequences = random_sequences(3)
     batch, log_probs = package_batch(sequences), flat_log_probs(sequences)

@@ -78,7 +78,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("page", pages_with("python"), ids=name_of)
-def test_python_blocks_run(page: Path, folder: Path) -> None:
+def test_python_blocks_run(page, folder):
     code = "".join(text for language, text, _ in blocks(page) if language == "python")
     if "megatron.training" in code and not versions.has_megatron_training():
         pytest.skip("this Megatron-Core has no megatron.training")
@@ -104,28 +104,26 @@ def command_blocks() -> list[tuple[Path, str, str]]:
 
 
 @pytest.mark.parametrize(("page", "command", "printed"), command_blocks())
-def test_commands_print_what_the_page_says(
-    page: Path, command: str, printed: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_print_what_the_page_says(page, command, printed, folder, capsys):
     assert megatron_pg(shlex.split(command.replace("\\\n", " "))[1:]) == 0
     assert capsys.readouterr().out.strip() == printed.strip()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_links_to_files_lead_somewhere(page: Path) -> None:
+def test_links_to_files_lead_somewhere(page):
     links = [link for link in LINK.findall(page.read_text()) if "://" not in link]
     missing = [link for link in links if not (page.parent / link).exists()]
     assert not missing, f"{name_of(page)} links to {missing}"
 
 
-def test_the_pages_of_the_user_stay_short() -> None:
+def test_the_pages_of_the_user_stay_short():
     """Lower the ceiling after each cut; measurements and trials go to docs/records."""
     words = {name_of(page): len(page.read_text().split()) for page in USER_PAGES}
     longest = sorted(words.items(), key=lambda item: -item[1])[:5]
     assert sum(words.values()) <= WORDS, f"{sum(words.values())} words; the longest: {longest}"
 
 
-def test_the_page_of_metrics_has_all_metrics_and_no_others() -> None:
+def test_the_page_of_metrics_has_all_metrics_and_no_others():
     """Of every setting that adds some; the second table is the training script's."""
     settings = (
         PolicyLossConfig(kl_loss_coef=0.1, entropy_coef=0.1, pg_metrics="with_entropy"),
@@ -140,7 +138,7 @@ def test_the_page_of_metrics_has_all_metrics_and_no_others() -> None:
     assert {name for cell in cells for name in re.findall(r"`(\w+)`", cell)} == names
 
 
-def test_the_zigzag_figure_can_be_drawn() -> None:
+def test_the_zigzag_figure_can_be_drawn():
     pytest.importorskip("matplotlib")
     draw = runpy.run_path(str(ROOT / "docs/figures/zigzag.py"))["draw"]
     assert len(draw().axes) == 1
@@ -161,7 +159,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_site_builds(site: Path) -> None:
+def test_the_site_builds(site):
     """Every page with a next or a previous one, its source to edit, and a switch for the dark."""
     pages = sorted(site.glob("*/index.html"))
     stems = {page.stem for page in USER_PAGES} - {"README", "CONTRIBUTING", "index"}
@@ -176,7 +174,7 @@ def test_the_site_builds(site: Path) -> None:
         )
 
 
-def test_the_site_takes_nothing_from_elsewhere(site: Path) -> None:
+def test_the_site_takes_nothing_from_elsewhere(site):
     """Scripts, styles, fonts and pictures lie beside the pages; MathJax and its font too."""
     for page in site.rglob("index.html"):
         loaded = re.findall(
@@ -189,7 +187,7 @@ def test_the_site_takes_nothing_from_elsewhere(site: Path) -> None:
     assert (site / "aggregation/index.html").read_text().count('class="arithmatex"') > 8
 
 
-def test_the_site_links_papers_and_shows_no_backslash_in_flags(site: Path) -> None:
+def test_the_site_links_papers_and_shows_no_backslash_in_flags(site):
     html = (site / "objectives/index.html").read_text()
     assert '<a href="https://arxiv.org/abs/2402.03300">arXiv:2402.03300</a>' in html
     html += (site / "flags/index.html").read_text()
@@ -198,7 +196,7 @@ def test_the_site_links_papers_and_shows_no_backslash_in_flags(site: Path) -> No
         assert "arxiv.org" not in code
 
 
-def test_the_reference_has_all_that_is_exported(site: Path) -> None:
+def test_the_reference_has_all_that_is_exported(site):
     """By its docstrings: no name is without one, and the sections of an argument list are tables."""
     html = (site / "api/index.html").read_text()
     for module in (megatron_pg_package, megatron_pg_megatron, megatron_pg_critic, rollout_files):

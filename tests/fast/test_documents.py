@@ -42,16 +42,16 @@ def collected(samples: list[Sample], docs_per_step: int, **keywords: object) -> 
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_single_samples_make_steps_of_n(mode: str) -> None:
+def test_single_samples_make_steps_of_n(mode):
     assert collected(stream([None] * 8), 3, mode=mode) == [[0, 1, 2], [3, 4, 5], [6, 7]]
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_an_empty_stream_has_no_step(mode: str) -> None:
+def test_an_empty_stream_has_no_step(mode):
     assert collected([], 3, mode=mode) == []
 
 
-def test_rollouts_count_once_and_stay_whole() -> None:
+def test_rollouts_count_once_and_stay_whole():
     samples = stream([0] * 9, [7, 7, None, 8, 8, 8, None, 9, 9])
     steps = [[0, 1, 2], [3, 4, 5, 6], [7, 8]]
     assert collected(samples, 2, mode="exact") == steps
@@ -59,7 +59,7 @@ def test_rollouts_count_once_and_stay_whole() -> None:
     assert [step.num_documents for step in all_steps(collector)] == [2, 2, 1]
 
 
-def test_at_least_keeps_the_overshoot_and_exact_carries_it() -> None:
+def test_at_least_keeps_the_overshoot_and_exact_carries_it():
     """A rollout of four samples, which lets the next window ask for more than single samples need."""
     samples = stream([0] * 20, [7, 7, 7, 7, *[None] * 16])
     exact = collected(samples, 3, mode="exact")
@@ -71,13 +71,13 @@ def test_at_least_keeps_the_overshoot_and_exact_carries_it() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_groups_are_kept_whole(mode: str) -> None:
+def test_groups_are_kept_whole(mode):
     samples = stream([5, 5, 5, 6, 6, 6, 7, 7, 7])
     steps = collected(samples, 4, mode=mode, keep_prompt_groups=True)
     assert steps == [[0, 1, 2, 3, 4, 5], [6, 7, 8]]
 
 
-def test_a_cut_group_is_refused_by_name_before_the_step() -> None:
+def test_a_cut_group_is_refused_by_name_before_the_step():
     samples = stream([5, 5, 5, -6, -6, -6])
     with pytest.raises(ValueError, match=r"prompt group -6.*--docs-per-step 4.*--keep-prompt-gr"):
         collected(samples, 4, mode="exact", refuse_cut_groups=True)
@@ -86,25 +86,25 @@ def test_a_cut_group_is_refused_by_name_before_the_step() -> None:
     assert collected(samples, 4, mode="exact") == [[0, 1, 2, 3], [4, 5]]
 
 
-def test_at_least_without_a_cut_ends_between_groups_by_itself() -> None:
+def test_at_least_without_a_cut_ends_between_groups_by_itself():
     samples = stream([5, 5, 5, 6, 6, 6])
     assert collected(samples, 2, refuse_cut_groups=True) == [[0, 1, 2], [3, 4, 5]]
 
 
 @pytest.mark.parametrize("keep", (True, False))
-def test_a_group_that_comes_back_is_refused(keep: bool) -> None:
+def test_a_group_that_comes_back_is_refused(keep):
     samples = stream([5, 5, 6, 6, 5, 5])
     with pytest.raises(ValueError, match="prompt group 5"):
         collected(samples, 2, mode="exact", keep_prompt_groups=keep, refuse_cut_groups=not keep)
 
 
-def test_a_rollout_that_comes_back_is_refused() -> None:
+def test_a_rollout_that_comes_back_is_refused():
     with pytest.raises(ValueError, match="rollout_id 1 is cut"):
         collected(stream([0] * 5, [1, 1, 2, 3, 1]), 2, mode="exact")
 
 
 @pytest.mark.parametrize("keywords", ({"keep_prompt_groups": True}, {"refuse_cut_groups": True}))
-def test_a_missing_group_is_refused_by_name(keywords: dict[str, bool]) -> None:
+def test_a_missing_group_is_refused_by_name(keywords):
     with pytest.raises(ValueError, match="row 1 has no group_index"):
         collected(stream([3, None]), 2, **keywords)
 
@@ -113,7 +113,7 @@ def test_a_missing_group_is_refused_by_name(keywords: dict[str, bool]) -> None:
     ("keywords", "flag"),
     (({"docs_per_step": 0}, "--docs-per-step .* 0"), ({"mode": "most"}, "--docs-per-step-mode")),
 )
-def test_settings_out_of_range_are_refused(keywords: dict[str, object], flag: str) -> None:
+def test_settings_out_of_range_are_refused(keywords, flag):
     with pytest.raises(ValueError, match=flag):
         StepCollector(IteratorSource([]), **{"docs_per_step": 1, **keywords})
 
@@ -143,9 +143,7 @@ def plain_steps(groups: list[list[int]], docs_per_step: int, keep: bool) -> list
     keep=st.booleans(),
     stop=st.integers(0, 5),
 )
-def test_exact_steps_are_those_of_a_plain_loop_resumed_or_not(
-    groups: list[list[int]], docs_per_step: int, keep: bool, stop: int
-) -> None:
+def test_exact_steps_are_those_of_a_plain_loop_resumed_or_not(groups, docs_per_step, keep, stop):
     sizes = [(group, size) for group, rollouts in enumerate(groups) for size in rollouts]
     group_of = [group for group, size in sizes for _ in range(size)]
     rollout_of = [rollout for rollout, (_, size) in enumerate(sizes) for _ in range(size)]
@@ -167,7 +165,7 @@ def test_exact_steps_are_those_of_a_plain_loop_resumed_or_not(
     assert found + [places(step) for step in all_steps(second)] == expected
 
 
-def test_a_checkpoint_of_another_size_is_refused_where_ranks_have_their_own_streams() -> None:
+def test_a_checkpoint_of_another_size_is_refused_where_ranks_have_their_own_streams():
     collector = StepCollector(IteratorSource(stream([0] * 4)), docs_per_step=1)
     states = [collector.state()] * 2
     with pytest.raises(ValueError, match="2 data-parallel ranks and this run has 1"):
@@ -193,7 +191,7 @@ class ListSource:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_bad_rows_are_counted_once_in_the_step_that_passed_them(mode: str) -> None:
+def test_bad_rows_are_counted_once_in_the_step_that_passed_them(mode):
     slots: list[Sample | None] = [*stream([None] * 9)]
     for bad in (0, 2, 3, 8):
         slots[bad] = None
@@ -203,7 +201,7 @@ def test_bad_rows_are_counted_once_in_the_step_that_passed_them(mode: str) -> No
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_collector_that_is_at_its_end_can_go_back(mode: str) -> None:
+def test_a_collector_that_is_at_its_end_can_go_back(mode):
     samples = stream([0, 0, 1, 2, 2, 3, 3])
     collector = StepCollector(ListSource([*samples]), docs_per_step=3, mode=mode)
     start = collector.state()
@@ -213,7 +211,7 @@ def test_a_collector_that_is_at_its_end_can_go_back(mode: str) -> None:
     assert sorted(place for step in expected for place in step) == list(range(len(samples)))
 
 
-def test_a_group_that_comes_back_after_resuming_is_refused() -> None:
+def test_a_group_that_comes_back_after_resuming_is_refused():
     samples = stream([0, 0, 1, 1, 0, 0])
     first = StepCollector(ListSource([*samples]), docs_per_step=2, keep_prompt_groups=True)
     step = first.collect()
@@ -225,7 +223,7 @@ def test_a_group_that_comes_back_after_resuming_is_refused() -> None:
         all_steps(second)
 
 
-def test_an_iterator_cannot_go_back_or_past_its_end() -> None:
+def test_an_iterator_cannot_go_back_or_past_its_end():
     source = IteratorSource(stream([0] * 4))
     source.pull(3)
     with pytest.raises(ValueError, match="has been passed"):

@@ -481,7 +481,7 @@ def test_many_samples_are_picked_over_the_range():
     assert how_many == f" ({show.MAX_ROWS} of 100, by length)"
 
 
-def test_plot_writes_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plot_writes_a_picture(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     path = tmp_path / "weights.png"
     assert explain(["--log-normal", "100,1", "--plot", str(path)]) == 0
@@ -600,7 +600,7 @@ def test_the_module_runs_without_megatron():
     assert "T = 6 active tokens" in done.stdout
 
 
-def test_kept_sets_of_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_kept_sets_of_files(capsys, tmp_path):
     path = tmp_path / "sets.jsonl"
     row = {"prompt_ids": [1], "response_ids": [2, 3, 4], "loss_mask": [1, 1, 0], "reward": 1.0}
     rows = [{**row, "kept_tokens": [[2, 5, 6], [], [4]]}, {**row, "kept_tokens": [[2], [3, 9], []]}]

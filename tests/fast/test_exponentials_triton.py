@@ -159,9 +159,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
 @pytest.mark.parametrize("columns, tile", [(384, 192), (640, 128)])
 @pytest.mark.parametrize("way", ["deferred", "in forward", "chunks", "rows without gradient"])
-def test_gradients(
-    way: str, columns: int, tile: int, entropy_coef: float, use: Callable[[int], None]
-) -> None:
+def test_gradients(way, columns, tile, entropy_coef, use):
     use(tile)
     problem, settings = Problem(columns), {"defer": way != "in forward"}
     if way == "chunks":
@@ -187,9 +185,7 @@ def test_gradients(
         ({}, ""),
     ],
 )
-def test_what_it_takes(
-    change: dict[str, object], found: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_it_takes(change, found, monkeypatch):
     given = {"columns": 256, "dtype": torch.bfloat16, "temperature": 1.0, "main_grad": None}
     given |= {"real": None, "capability": (9, 0), **change}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: given["capability"])
@@ -202,7 +198,7 @@ def test_what_it_takes(
     assert bool(reason) == bool(found) and re.search(found, reason)
 
 
-def test_without_entropy(use: Callable[[int], None]) -> None:
+def test_without_entropy(use):
     use(128)
     problem = Problem(640)
     found = problem.found(0.0, main_grad=True, defer=True, with_entropy=False)
@@ -212,9 +208,7 @@ def test_without_entropy(use: Callable[[int], None]) -> None:
 
 
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
-def test_targets_that_are_next_to_impossible(
-    entropy_coef: float, use: Callable[[int], None]
-) -> None:
+def test_targets_that_are_next_to_impossible(entropy_coef, use):
     """Tiles a hundred exponents of two and more below the largest: factors are bounded and products stay finite."""
     use(128)
     problem = Problem(256, gap=60.0)
@@ -224,9 +218,7 @@ def test_targets_that_are_next_to_impossible(
 
 
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
-def test_a_row_that_is_no_number_shows_where_it_counts(
-    entropy_coef: float, use: Callable[[int], None]
-) -> None:
+def test_a_row_that_is_no_number_shows_where_it_counts(entropy_coef, use):
     use(128)
     problem = Problem(256)
     problem.hidden[3] = float("nan")  # advantage 0
@@ -241,7 +233,7 @@ def test_a_row_that_is_no_number_shows_where_it_counts(
     assert found[3][5].isnan().all() and found[4].isnan().any()
 
 
-def test_whole_sequences(use: Callable[[int], None]) -> None:
+def test_whole_sequences(use):
     """One chunk a piece, and a piece of several of which all but the last are multiplied again."""
     use(128)
     problem = Problem(256)
@@ -250,7 +242,7 @@ def test_whole_sequences(use: Callable[[int], None]) -> None:
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
-def test_one_factor_alone(frozen: str, use: Callable[[int], None]) -> None:
+def test_one_factor_alone(frozen, use):
     use(128)
     problem, options = Problem(256), HeadOptions(temperature=0.7, fp32_logits=True)
     factors = {"hidden": problem.hidden.clone(), "weight": problem.weight.clone()}
@@ -265,7 +257,7 @@ def test_one_factor_alone(frozen: str, use: Callable[[int], None]) -> None:
     assert factors[frozen].grad is None and error <= ROUNDING
 
 
-def test_a_shard_of_logits_beside_one_of_exponentials(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shard_of_logits_beside_one_of_exponentials(monkeypatch):
     """Without entropy the one sends NaN in its place, and the other's gradient does not have it."""
     problem, group = Problem(256), object()
     first, second = (VocabularyShard(128 * i, 128, 256, group) for i in range(2))  # type: ignore[arg-type]
@@ -310,7 +302,7 @@ def on_ranks(quack: tuple[bool, bool], entropy_coef: float, columns: int) -> tup
 
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
 @pytest.mark.parametrize("quack", [(True, True), (True, False)], ids=["both", "one of them"])
-def test_tensor_parallel_ranks(quack: tuple[bool, bool], entropy_coef: float) -> None:
+def test_tensor_parallel_ranks(quack, entropy_coef):
     ranks = run_ranks(on_ranks, 2, quack, entropy_coef, 512)
     of_hidden = sum(rank[3].float() for rank in ranks)
     of_weight = torch.cat([rank[4] for rank in ranks])
@@ -320,7 +312,7 @@ def test_tensor_parallel_ranks(quack: tuple[bool, bool], entropy_coef: float) ->
         compare((*found, of_hidden, of_weight), wanted)
 
 
-def test_shards_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_add_up(monkeypatch):
     """Statistics of two shards, put together, are those of the whole; a target of none is NaN."""
     problem, tile = Problem(256), 128
     problem.targets[2] = 256

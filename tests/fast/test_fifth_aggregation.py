@@ -70,7 +70,7 @@ def token_weights() -> list[float]:
 
 
 @pytest.mark.parametrize("has_weights", [False, True])
-def test_the_loss_is_that_of_loops_and_the_checksum_is_1(has_weights: bool) -> None:
+def test_the_loss_is_that_of_loops_and_the_checksum_is_1(has_weights):
     """Over two data-parallel ranks, two context-parallel ranks and the micro-batches of a plan."""
     samples = samples_of_step(has_weights)
     log_probs = [torch.linspace(-2, -1, len(mask), dtype=torch.float64) for mask in MASKS]
@@ -111,13 +111,13 @@ def test_the_loss_is_that_of_loops_and_the_checksum_is_1(has_weights: bool) -> N
     assert report["aggregation_checksum"] == pytest.approx(1.0, abs=1e-12)
 
 
-def test_the_plan_expects_the_sum_of_its_weights() -> None:
+def test_the_plan_expects_the_sum_of_its_weights():
     totals = plan_step(samples_of_step(), max_tokens_per_microbatch=64).totals
     sums = [weight * sum(mask) for weight, mask in zip(token_weights(), MASKS, strict=True)]
     assert ROW.expected_sums(totals)[0] == pytest.approx(6 * sum(sums), rel=1e-12)
 
 
-def test_explain_shows_its_coefficients(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_shows_its_coefficients(capsys):
     assert explain(["--lengths", "1,4,9", "--loss-aggregation", ROW.name, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)["aggregations"][ROW.name]
     assert report["token_coefficient"] == pytest.approx([1 / 3, 1 / 6, 1 / 9], rel=1e-12)
@@ -125,7 +125,7 @@ def test_explain_shows_its_coefficients(capsys: pytest.CaptureFixture[str]) -> N
     assert report["sample_share"] == pytest.approx([1 / 6, 2 / 6, 3 / 6], rel=1e-12)
 
 
-def test_migrate_reads_its_divisor_off_its_formula(capsys: pytest.CaptureFixture[str]) -> None:
+def test_migrate_reads_its_divisor_off_its_formula(capsys):
     kl, policy = Term("KL", "sample_mean", 0.1), Term("policy loss", ROW.name)
     assert (
         effective(kl, policy, [4, 9], 1) == "0.1 * sqrt(D_i) / D_i = 0.05, 0.0333 for 4, 9 tokens"
@@ -135,7 +135,7 @@ def test_migrate_reads_its_divisor_off_its_formula(capsys: pytest.CaptureFixture
     assert "root_mean exactly, in slime\n  no lines are known" in capsys.readouterr().out
 
 
-def test_the_reference_of_check_is_that_of_loops() -> None:
+def test_the_reference_of_check_is_that_of_loops():
     samples = [
         replace(sample, rollout_id=ROLLOUTS[number] or -number)
         for number, sample in enumerate(samples_of_step())
@@ -168,9 +168,7 @@ def test_the_reference_of_check_is_that_of_loops() -> None:
         ("sum_i w_i sum_t m x^2", "(the divisor of root_mean)"),
     ],
 )
-def test_migrate_does_not_guess_a_divisor_of_another_formula(
-    monkeypatch: pytest.MonkeyPatch, formula: str, divisor: str
-) -> None:
+def test_migrate_does_not_guess_a_divisor_of_another_formula(monkeypatch, formula, divisor):
     row = dataclasses.replace(ROW, name="root_mean", formula=formula)
     monkeypatch.setitem(AGGREGATIONS, row.name, row)
     assert divisor_per_rollout(row.name) == divisor

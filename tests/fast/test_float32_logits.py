@@ -126,13 +126,8 @@ def wrong(case: Case) -> set[str]:
 @pytest.mark.parametrize("exact_gradient", [True, False], ids=["exact", "rounded"])
 @pytest.mark.parametrize("chunk_tokens", [4, None])
 def test_value_and_gradients_equal_the_loops(
-    dtype: torch.dtype,
-    bias: bool,
-    main_grad: bool,
-    exact_gradient: bool,
-    chunk_tokens: int | None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    dtype, bias, main_grad, exact_gradient, chunk_tokens, monkeypatch
+):
     if chunk_tokens is not None:
         monkeypatch.setattr(from_hidden, "default_chunk_tokens", lambda *_: chunk_tokens)
     assert not wrong(Case(dtype, bias, main_grad, exact_gradient))
@@ -148,16 +143,14 @@ def in_the_operands_dtype(left: Tensor, right: Tensor, out: Tensor, *, add: bool
     [("from_hidden", {"logits"}), ("factor_gradients", {"weight"})],
     ids=["logits rounded to bfloat16", "gradient of the weight in bfloat16"],
 )
-def test_a_product_in_the_dtype_of_its_operands_would_be_seen(
-    module: str, damage: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_product_in_the_dtype_of_its_operands_would_be_seen(module, damage, monkeypatch):
     modules = {"from_hidden": from_hidden, "factor_gradients": factor_gradients}
     monkeypatch.setattr(modules[module], "multiply", in_the_operands_dtype)
     assert wrong(Case()) == damage
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
-def test_a_frozen_factor_gets_no_gradient(frozen: str) -> None:
+def test_a_frozen_factor_gets_no_gradient(frozen):
     hidden, weight, _, gradient = Case().tensors()
     expected = loops(Case())
     weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(weight.shape), False
@@ -174,7 +167,7 @@ def test_a_frozen_factor_gets_no_gradient(frozen: str) -> None:
         assert ((weight.main_grad.double() - exact).abs() <= FLOAT32 * size).all()
 
 
-def test_no_tokens_and_what_does_not_fit() -> None:
+def test_no_tokens_and_what_does_not_fit():
     weight = torch.ones(COLUMNS, HIDDEN, requires_grad=True)
     logits = float32_logits(torch.ones(0, 1, HIDDEN), weight)
     logits.sum().backward()

@@ -40,7 +40,7 @@ def check(estimate: Any, gamma: float, lam: float) -> None:
 
 @pytest.mark.parametrize("gamma", [0.0, 0.9, 1.0])
 @pytest.mark.parametrize("lam", [0.0, 0.95, 1.0])
-def test_advantages_and_returns_equal_the_sums_that_define_them(gamma: float, lam: float) -> None:
+def test_advantages_and_returns_equal_the_sums_that_define_them(gamma, lam):
     check(gae, gamma, lam)
 
 
@@ -56,30 +56,30 @@ def without_bootstrap(**given: Any) -> Any:
 
 
 @pytest.mark.parametrize("mutant", [masked_tokens_as_steps, without_bootstrap])
-def test_a_wrong_estimate_is_seen(mutant: Any) -> None:
+def test_a_wrong_estimate_is_seen(mutant):
     with pytest.raises(AssertionError):
         check(mutant, 0.9, 0.95)
 
 
-def test_lambda_1_is_the_return_less_the_value() -> None:
+def test_lambda_1_is_the_return_less_the_value():
     found = gae([[0.0, 0.0, 1.0]], [[0.25, 0.5, 0.75]], [[1, 1, 1]])
     assert found.advantages[0].tolist() == [0.75, 0.5, 0.25]
     assert found.returns[0].tolist() == [1.0, 1.0, 1.0]
 
 
-def test_a_response_that_is_masked_as_a_whole_may_keep_its_reward() -> None:
+def test_a_response_that_is_masked_as_a_whole_may_keep_its_reward():
     """As `filter_overlong` leaves it; it has neither advantages nor returns."""
     found = gae([[0.0, 1.0]], [[0.5, 0.5]], [[0, 0]])
     assert found.advantages[0].tolist() == found.returns[0].tolist() == [0.0, 0.0]
 
 
-def test_no_response_and_values_of_masked_tokens_that_are_not_read() -> None:
+def test_no_response_and_values_of_masked_tokens_that_are_not_read():
     assert gae([], [], []).advantages == []
     found = gae([[1.0, 0.0]], [[0.5, float("nan")]], [[1, 0]])
     assert found.advantages[0].tolist() == [0.5, 0.0]
 
 
-def test_whitening_has_mean_0_and_deviation_1_over_the_active_tokens() -> None:
+def test_whitening_has_mean_0_and_deviation_1_over_the_active_tokens():
     given = responses(1)
     advantages = gae(**given).advantages
     active = [a for part, mask in zip(advantages, given["loss_mask"], strict=True)
@@ -94,7 +94,7 @@ def test_whitening_has_mean_0_and_deviation_1_over_the_active_tokens() -> None:
 
 
 @pytest.mark.parametrize("values", [[0.5], [0.5, 0.5], []])
-def test_equal_advantages_become_zeros(values: list[float]) -> None:
+def test_equal_advantages_become_zeros(values):
     (found,) = whiten([torch.tensor(values)], [[1] * len(values)])
     assert found.tolist() == [0.0] * len(values)
 
@@ -119,6 +119,6 @@ GIVEN = {"rewards": [[0.0, 1.0]], "values": [[0.0, 0.0]], "loss_mask": [[1, 1]]}
         ({"bootstrap_values": [0.0, 0.0]}, r"bootstrap_values\[0\] has shape \[2\], expected \[1\]"),
     ],
 )  # fmt: skip
-def test_refusals(changes: dict[str, Any], message: str) -> None:
+def test_refusals(changes, message):
     with pytest.raises(ValueError, match=message):
         gae(**{**GIVEN, **changes})

@@ -77,9 +77,7 @@ def check_plan(plan: Plan, lengths: list[int], budget: int, mode: str = "zigzag"
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data(), mode=st.sampled_from(("zigzag", "contiguous")))
-def test_a_plan_runs_every_sample_once_within_the_memory_and_no_rank_waits(
-    data: st.DataObject, mode: str
-) -> None:
+def test_a_plan_runs_every_sample_once_within_the_memory_and_no_rank_waits(data, mode):
     num_ranks = data.draw(st.sampled_from((1, 2, 4, 8)))
     half_budget = data.draw(st.integers(1, 30))
     lengths = data.draw(st.lists(st.integers(1, 2 * half_budget * num_ranks), max_size=40))
@@ -87,7 +85,7 @@ def test_a_plan_runs_every_sample_once_within_the_memory_and_no_rank_waits(
     check_plan(plan, lengths, 2 * half_budget, mode)
 
 
-def test_the_checks_see_a_plan_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_checks_see_a_plan_that_is_wrong(monkeypatch):
     plan = planned(LENGTHS, 8, 30)
     check_plan(plan, LENGTHS, 30)
     assert {size for mine in plan for *_, size in mine} == {1, 2, 4, 8}
@@ -118,7 +116,7 @@ def groups_of(lengths: list[int], num_ranks: int, budget: int) -> list[int]:
     return [sizes[i] for i in range(len(lengths))]
 
 
-def test_long_samples_lie_on_many_ranks_and_short_ones_on_few() -> None:
+def test_long_samples_lie_on_many_ranks_and_short_ones_on_few():
     # 64 would fit one rank, and end four times as late as the others.
     assert groups_of([64] + [8] * 40, 8, 64) == [4] + [1] * 40
     # 400 tokens need seven ranks of 64.
@@ -132,7 +130,7 @@ def sample(length: int, index: int = 0) -> Sample:
     return Sample([0] * length, response, [1] * response, name=f"answer-{index}", group_index=0)
 
 
-def test_a_rank_alone_has_all_samples() -> None:
+def test_a_rank_alone_has_all_samples():
     samples = [sample(length, i) for i, length in enumerate([4, 6, 3])]
     plan = plan_hybrid_cp_step(samples, max_tokens_per_rank=7)
     assert plan.microbatches == ((0, 2), (1,)) and plan.microbatch_tokens == (7, 6)
@@ -140,7 +138,7 @@ def test_a_rank_alone_has_all_samples() -> None:
     assert plan_hybrid_cp_step([], max_tokens_per_rank=7).microbatches == ((),)
 
 
-def test_bad_input_is_named() -> None:
+def test_bad_input_is_named():
     with pytest.raises(ValueError, match="answer-3 takes 9 tokens.*max_tokens_per_rank 7"):
         plan_hybrid_cp_step([sample(9, 3)], max_tokens_per_rank=7)
     with pytest.raises(ValueError, match="max_tokens_per_rank is 0"):

@@ -82,7 +82,7 @@ def two_ranks() -> tuple[list[str], int | None, list[float]]:
     return said, counted.num_prompt_groups, counted.group_denominators(distinct).tolist()
 
 
-def test_two_ranks_that_number_their_groups_from_0_are_refused_by_name() -> None:
+def test_two_ranks_that_number_their_groups_from_0_are_refused_by_name():
     for said, num_groups, denominators in run_ranks(two_ranks, 2):
         for message in said:
             assert (
@@ -94,16 +94,16 @@ def test_two_ranks_that_number_their_groups_from_0_are_refused_by_name() -> None
         assert num_groups == 4 and denominators == [4.0] * 4
 
 
-def test_a_group_on_two_ranks_is_none() -> None:
+def test_a_group_on_two_ranks_is_none():
     ranks = [[sample([5], 0, name="a")], [sample([5], 0, name="b")], [sample([6], 1, name="c")]]
     assert totals(ranks).num_prompt_groups == 2
 
 
-def test_samples_without_a_group_have_any_prompts() -> None:
+def test_samples_without_a_group_have_any_prompts():
     assert totals([[sample([5], None)], [sample([6], None)]]).num_rollouts == 2
 
 
-def test_two_ranks_that_number_their_rollouts_from_0_are_refused_by_name() -> None:
+def test_two_ranks_that_number_their_rollouts_from_0_are_refused_by_name():
     ranks = [[sample([5], None, 0, name=name)] for name in ("a", "b")]
     message = refusal(totals, ranks)
     assert "rollout_id 0 is given to a (number 0 of data-parallel rank 0) and to b (" in message
@@ -112,7 +112,7 @@ def test_two_ranks_that_number_their_rollouts_from_0_are_refused_by_name() -> No
     assert refusal(totals, ranks, allow_different_prompts=True) == message
 
 
-def test_a_prompt_group_of_another_size_is_refused_by_name() -> None:
+def test_a_prompt_group_of_another_size_is_refused_by_name():
     """Without a collector too: step_totals and plan_step know what a whole group is, where they are told."""
     groups = {3: 8, -7: 8, 9: 5}
     step = [
@@ -146,7 +146,7 @@ def test_a_prompt_group_of_another_size_is_refused_by_name() -> None:
     assert totals([turns], samples_per_group=2).num_prompt_groups == 1
 
 
-def test_rollouts_that_collide_on_one_rank_are_refused_by_name() -> None:
+def test_rollouts_that_collide_on_one_rank_are_refused_by_name():
     """Two workers of a rank that each number from 0: nothing says that different prompts are of one rollout."""
     collided = [sample([5], None, 0, name="a"), sample([6], None, 0, name="b")]
     message = refusal(totals, [collided])
@@ -175,7 +175,7 @@ def prompt_mean_of(counted: StepTotals, samples: Sequence[Sample]) -> float:
     return float(loss)
 
 
-def test_the_prompt_mean_refuses_a_step_whose_groups_differ_in_size() -> None:
+def test_the_prompt_mean_refuses_a_step_whose_groups_differ_in_size():
     """Without a size given too: of groups of 4, the second is cut after two."""
     step = step_of_groups(a=4, b=4)
     plan = functools.partial(plan_step, max_tokens_per_microbatch=MAX_TOKENS)
@@ -205,7 +205,7 @@ def test_the_prompt_mean_refuses_a_step_whose_groups_differ_in_size() -> None:
     policy_loss_from_log_probs(config, batch, torch.zeros(len(batch.window)), None, totals=cut)
 
 
-def test_every_rank_refuses_the_same_odd_group() -> None:
+def test_every_rank_refuses_the_same_odd_group():
     """Each from the counts of all: groups that are whole over ranks are whole, and one is named where several differ."""
     step = step_of_groups(a=4, b=4, c=3, d=5)
     ranks = [step[:2] + step[4:8], step[2:4]]
@@ -236,14 +236,14 @@ NOT_SAMPLES = {
 
 
 @pytest.mark.parametrize("given", NOT_SAMPLES)
-def test_what_is_no_list_of_samples_is_refused_in_words(given: str) -> None:
+def test_what_is_no_list_of_samples_is_refused_in_words(given):
     argument, words = NOT_SAMPLES[given]
     for function in (functools.partial(plan_step, max_tokens_per_microbatch=MAX_TOKENS), pack):
         message = refusal(function, argument)
         assert "expected a list of Sample" in message and words in message
 
 
-def test_a_rollout_that_says_where_it_is_numbered_may_lie_on_two_ranks() -> None:
+def test_a_rollout_that_says_where_it_is_numbered_may_lie_on_two_ranks():
     ranks = [[sample([5], 0, 0, id_source="environment 3")], [sample([5], 0, 0, id_source=None)]]
     assert "(environment 3) and to sample (number 0 of data-parallel rank 1)" in refusal(
         totals, ranks
@@ -252,7 +252,7 @@ def test_a_rollout_that_says_where_it_is_numbered_may_lie_on_two_ranks() -> None
     assert totals(ranks).num_rollouts == 1
 
 
-def test_rows_of_a_matrix_have_rollouts_and_no_prompts() -> None:
+def test_rows_of_a_matrix_have_rollouts_and_no_prompts():
     rows = [[BareSample(3, 0, 0, "row 0")], [BareSample(3, 0, 0, "row 0")]]
     assert "rollout_id 0" in refusal(totals, rows)
     rows = [[BareSample(3, 0, name="row 0")], [BareSample(3, 0, name="row 0")]]
@@ -266,7 +266,7 @@ def test_rows_of_a_matrix_have_rollouts_and_no_prompts() -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def test_rollouts_of_several_samples_share_a_prompt() -> None:
+def test_rollouts_of_several_samples_share_a_prompt():
     """Of a conversation that is trained on in pieces, each piece has a prompt of its own, and one of them the first."""
     pieces = [sample([5], 0, 0, name="a"), sample([5, 1, 2], 0, 0, name="a, turn 2")]
     others = [sample([5, 2, 2], 0, 1, name="b, turn 2"), sample([5], 0, 1, name="b")]
@@ -311,9 +311,7 @@ def files(tmp_path: Path) -> list[str]:
     return [write(tmp_path / "monday.jsonl", 10), write(tmp_path / "tuesday.jsonl", 20)]
 
 
-def test_two_files_that_number_their_groups_from_0_are_refused_by_name(
-    files: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_files_that_number_their_groups_from_0_are_refused_by_name(files, capsys):
     samples = step_of(files)
     said = [refusal(step_totals, samples), refusal(with_group_advantages, samples)]
     assert cli(["explain", "--rollout-files", *files, "--policy-loss", "reinforce"]) == 2
@@ -324,9 +322,7 @@ def test_two_files_that_number_their_groups_from_0_are_refused_by_name(
         assert "--distinct-ids file" in message
 
 
-def test_distinct_ids_of_files_are_those_of_their_prompts(
-    files: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_distinct_ids_of_files_are_those_of_their_prompts(files, capsys):
     samples = step_of(files, distinct_ids=True)
     assert step_totals(samples).num_prompt_groups == 4
     _, groups = with_group_advantages(samples)
@@ -336,9 +332,7 @@ def test_distinct_ids_of_files_are_those_of_their_prompts(
     assert json.loads(capsys.readouterr().out)["step"]["num_prompt_groups"] == 4
 
 
-def test_different_prompts_are_allowed_by_a_flag(
-    files: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_different_prompts_are_allowed_by_a_flag(files, capsys):
     samples = step_of(files)
     assert step_totals(samples, allow_different_prompts=True).num_prompt_groups == 2
     _, groups = with_group_advantages(samples, allow_different_prompts=True)
@@ -348,7 +342,7 @@ def test_different_prompts_are_allowed_by_a_flag(
     assert json.loads(capsys.readouterr().out)["step"]["num_prompt_groups"] == 2
 
 
-def test_rollouts_of_two_files_are_refused_and_made_distinct(tmp_path: Path) -> None:
+def test_rollouts_of_two_files_are_refused_and_made_distinct(tmp_path):
     """Here the prompts tell nothing: each merged rollout has one of each file."""
     paths = [
         write(tmp_path / f"{name}.jsonl", first, rollouts=True)
@@ -360,7 +354,7 @@ def test_rollouts_of_two_files_are_refused_and_made_distinct(tmp_path: Path) -> 
     assert (counted.num_rollouts, counted.num_prompt_groups) == (8, 4)
 
 
-def test_the_rows_of_one_rollout_are_dealt_over_ranks(tmp_path: Path) -> None:
+def test_the_rows_of_one_rollout_are_dealt_over_ranks(tmp_path):
     path = tmp_path / "turns.jsonl"
     row = {"prompt_ids": [1], "response_ids": [2], "reward": 1.0, "group_index": 0, "rollout_id": 0}
     path.write_text(2 * (json.dumps(row) + "\n"))
@@ -372,9 +366,7 @@ def test_the_rows_of_one_rollout_are_dealt_over_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("identifier", [-1, 2**40, -(2**63)])
-def test_ids_that_do_not_count_from_0_cannot_be_made_distinct(
-    tmp_path: Path, identifier: int
-) -> None:
+def test_ids_that_do_not_count_from_0_cannot_be_made_distinct(tmp_path, identifier):
     path = write(tmp_path / "a.jsonl", 10, first_group=identifier)
     with pytest.raises(RowError, match=r"row 0: group_index is .*--distinct-ids file"):
         RolloutFiles([path], distinct_ids=True).pull(1)
@@ -382,21 +374,21 @@ def test_ids_that_do_not_count_from_0_cannot_be_made_distinct(
     assert f"answer 7: group_index is {identifier}" in message and "--distinct-ids" in message
 
 
-def test_distinct_ids_are_those_of_the_group_and_of_the_rollout() -> None:
+def test_distinct_ids_are_those_of_the_group_and_of_the_rollout():
     given = dataclasses.replace(sample([5], 3), rollout_id=4)
     found = with_distinct_ids(given, 2)
     assert (found.group_index, found.rollout_id) == (2 * 2**40 + 3, 2 * 2**40 + 4)
     assert "is 3, expected 0 or more" in refusal(with_distinct_ids, given, 2**23)
 
 
-def test_ids_that_are_none_are_still_bad_rows(tmp_path: Path) -> None:
+def test_ids_that_are_none_are_still_bad_rows(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt_ids": [1], "response_ids": [2], "reward": 1, "group_index": 1.5}\n')
     with pytest.raises(RowError, match="an integer of 64 bits"):
         RolloutFiles([path], distinct_ids=True).pull(1)
 
 
-def test_flags_that_ask_for_what_is_not_there_are_refused() -> None:
+def test_flags_that_ask_for_what_is_not_there_are_refused():
     assert "give files" in refusal(PlanningConfig, 64, distinct_ids="file")
     message = refusal(PlanningConfig, 64, distinct_ids="rank", rollout_files=("a.jsonl",))
     assert "dealt over the ranks" in message and "choose file" in message
@@ -410,7 +402,7 @@ def test_flags_that_ask_for_what_is_not_there_are_refused() -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def test_advantages_compare_answers_to_one_prompt() -> None:
+def test_advantages_compare_answers_to_one_prompt():
     rewards, groups = [0.0, 1.0, 0.0, 1.0], [0, 0, 1, 1]
     prompts = [[1, 2], [1, 2], [3, 4], [3, 4]]
     given = group_advantages(rewards, groups, prompts=prompts)
@@ -459,16 +451,14 @@ def check_colliding(check: Callable[..., None], step: list[tuple[int, int]]) -> 
 
 @settings(max_examples=50)
 @given(step=steps)
-def test_unique_ids_pass_and_ids_of_two_prompts_do_not(step: list[tuple[int, int]]) -> None:
+def test_unique_ids_pass_and_ids_of_two_prompts_do_not(step):
     check_unique(check_ids, step)
     check_colliding(check_ids, step)
 
 
 @settings(max_examples=30)
 @given(step=steps, data=st.data())
-def test_distinct_ids_of_any_numbering_pass(
-    step: list[tuple[int, int]], data: st.DataObject
-) -> None:
+def test_distinct_ids_of_any_numbering_pass(step, data):
     numbering = data.draw(st.permutations(range(4)))
     ranks = ranks_of(step, lambda prompt, rank: numbering[(prompt + rank) % 4])
     distinct = [[with_distinct_ids(each, rank) for each in of] for rank, of in enumerate(ranks)]
@@ -485,15 +475,13 @@ def first_token_alone(self: SampleClass) -> int:
 
 
 @pytest.mark.parametrize("mutant", [lengths_alone, first_token_alone])
-def test_a_weaker_hash_lets_ids_of_two_prompts_pass(
-    monkeypatch: pytest.MonkeyPatch, mutant: Callable[[SampleClass], int]
-) -> None:
+def test_a_weaker_hash_lets_ids_of_two_prompts_pass(monkeypatch, mutant):
     monkeypatch.setattr(SampleClass, "prompt_hash", property(mutant))
     with pytest.raises(pytest.fail.Exception):
         check_colliding(check_ids, [(0, 0), (2, 1)])
 
 
-def test_a_check_within_ranks_lets_two_of_them_collide(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_within_ranks_lets_two_of_them_collide(monkeypatch):
     def of_each_rank(everyone: Sequence[Any], **keywords: Any) -> None:
         for each in everyone:
             check_ids([each], **keywords)
@@ -502,9 +490,7 @@ def test_a_check_within_ranks_lets_two_of_them_collide(monkeypatch: pytest.Monke
         check_colliding(of_each_rank, [(0, 0), (2, 1)])
 
 
-def test_a_check_against_the_last_alone_lets_rollouts_of_pieces_pass(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_check_against_the_last_alone_lets_rollouts_of_pieces_pass(monkeypatch):
     """The prompt that all have in common, and not one that each has with the next."""
     chain = [
         sample([prompt], 0, rollout)

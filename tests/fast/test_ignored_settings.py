@@ -147,16 +147,14 @@ def silent_settings(base: Mapping[str, Any], caplog: pytest.LogCaptureFixture) -
 
 
 @pytest.mark.parametrize("base", BASES)
-def test_no_setting_is_passed_over(base: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_setting_is_passed_over(base, caplog):
     assert silent_settings(BASES[base], caplog) == []
 
 
 @pytest.mark.parametrize(
     ("table", "option"), [(CORRECTIONS, "opsm_delta"), (KL_ESTIMATES, "use_unbiased_kl")]
 )
-def test_mutant_a_row_that_does_not_name_its_settings(
-    table: Any, option: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_mutant_a_row_that_does_not_name_its_settings(table, option, monkeypatch, caplog):
     for name, row in list(table.items()):
         kept = tuple(each for each in row.options if each != option)
         monkeypatch.setitem(table, name, dataclasses.replace(row, options=kept))

@@ -52,9 +52,7 @@ def arguments(
     ("name", "formula"),
     [("prompt_mean", "1/P sum_g"), ("token_mean", "1/max(T, 1)"), ("sample_mean", "1/N sum_i")],
 )
-def test_one_line_says_what_is_on(
-    trainer: str, name: str, formula: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_line_says_what_is_on(trainer, name, formula, capsys):
     CHECKS[trainer](arguments(trainer, name))
     printed = capsys.readouterr().out
     assert printed.startswith(f"megatron_pg: {name} is on in {trainer}: {formula}")
@@ -105,33 +103,31 @@ OF_MILES: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("trainer", CHECKS)
 @pytest.mark.parametrize("what", COMMON)
-def test_refused_in_both(trainer: str, what: str) -> None:
+def test_refused_in_both(trainer, what):
     settings, message = COMMON[what]
     refused(trainer, message, **settings)
 
 
 @pytest.mark.parametrize("what", OF_MILES)
-def test_refused_in_miles(what: str) -> None:
+def test_refused_in_miles(what):
     settings, message = OF_MILES[what]
     refused("miles", message, **settings)
 
 
-def test_all_that_is_wrong_is_in_one_error() -> None:
+def test_all_that_is_wrong_is_in_one_error():
     both = {"calculate_per_token_loss": True, "train_backend": "fsdp"}
     refused("miles", "(?s)--calculate-per-token-loss.*--train-backend fsdp", **both)
 
 
-def test_what_does_not_matter_at_one_context_parallel_rank() -> None:
+def test_what_does_not_matter_at_one_context_parallel_rank():
     slime.check(arguments("slime", context_parallel_size=1, qkv_format="bshd", allgather_cp=True))
 
 
-def test_groups_need_not_fit_a_token_mean() -> None:
+def test_groups_need_not_fit_a_token_mean():
     slime.check(arguments("slime", "token_mean", global_batch_size=60))
 
 
-def test_constant_asks_for_one_divisor(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_constant_asks_for_one_divisor(monkeypatch, capsys):
     refused("slime", f"slime.constant has no divisor: set {DIVISOR_VARIABLE}", "constant")
     monkeypatch.setenv(DIVISOR_VARIABLE, "8192")
     slime.check(arguments("slime", "constant"))
@@ -139,7 +135,7 @@ def test_constant_asks_for_one_divisor(
     refused("slime", "two divisors.*8192.*4096", "constant", loss_aggregation_divisor=4096)
 
 
-def test_a_divisor_that_yaml_reads_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_divisor_that_yaml_reads_as_text(capsys):
     miles.check(arguments("miles", "constant", loss_aggregation_divisor="8e3"))
     assert "L = 8000" in capsys.readouterr().out
     message = "loss-aggregation-divisor is 'many': expected a finite"
@@ -148,37 +144,35 @@ def test_a_divisor_that_yaml_reads_as_text(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize("trainer", CHECKS)
-def test_a_divisor_below_one_meets_their_clamp(trainer: str) -> None:
+def test_a_divisor_below_one_meets_their_clamp(trainer):
     message = "the divisor is 0.5.*divides by 1 at least"
     refused(trainer, message, "constant", loss_aggregation_divisor=0.5)
 
 
-def test_the_divisor_of_miles_must_reach_the_rollout_manager(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_divisor_of_miles_must_reach_the_rollout_manager(monkeypatch):
     monkeypatch.setenv(DIVISOR_VARIABLE, "8192")
     refused("miles", "--train-env-vars do not arrive", "constant")
     monkeypatch.delenv(DIVISOR_VARIABLE)
     miles.check(arguments("miles", "constant", loss_aggregation_divisor=8192))
 
 
-def test_a_whole_divisor_goes_through_mooncake() -> None:
+def test_a_whole_divisor_goes_through_mooncake():
     settings = {"object_store_backend": "mooncake", "loss_aggregation_divisor": 8192}
     miles.check(arguments("miles", "constant", **settings))
     refused("miles", "mooncake", "constant", **settings | {"loss_aggregation_divisor": 8192.5})
 
 
 @pytest.mark.parametrize("trainer", CHECKS)
-def test_a_check_of_nothing_is_refused(trainer: str) -> None:
+def test_a_check_of_nothing_is_refused(trainer):
     message = f"nothing of megatron_pg is on.*integrations.{trainer}.prompt_mean"
     refused(trainer, message, None)
 
 
-def test_a_hook_that_is_not_there_is_refused() -> None:
+def test_a_hook_that_is_not_there_is_refused():
     refused("slime", "slime.promt_mean: no such function; there are sample_mean", "promt_mean")
 
 
-def test_reducers_are_checked_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_reducers_are_checked_too(capsys):
     path = "megatron_pg.integrations."
     by_path = {
         name: {"custom_pg_loss_reducer_function_path": f"{path}{name}"}
@@ -195,7 +189,7 @@ def test_reducers_are_checked_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert "L = 4096, for the policy loss alone" in capsys.readouterr().out
 
 
-def test_a_token_mean_under_miles_fsdp_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_mean_under_miles_fsdp_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "miles.backends.fsdp_utils.actor", types.ModuleType("actor"))
     path = "megatron_pg.integrations.token_mean"
     settings = {"custom_pg_loss_reducer_function_path": path, "calculate_per_token_loss": True}
@@ -243,7 +237,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
     ids=["comment", "docstring", "empty line"],
 )
-def test_words_and_empty_lines_do_not_make_a_version(package: Path, old: str, new: str) -> None:
+def test_words_and_empty_lines_do_not_make_a_version(package, old, new):
     package.write_text(SOURCE.replace(old, new))
     slime.check(arguments("slime"))
 
@@ -257,9 +251,7 @@ def test_words_and_empty_lines_do_not_make_a_version(package: Path, old: str, ne
         ("def scale", "def scaled", "scale"),
     ],
 )
-def test_an_unknown_version_names_the_function_and_the_command(
-    package: Path, old: str, new: str, named: str
-) -> None:
+def test_an_unknown_version_names_the_function_and_the_command(package, old, new, named):
     package.write_text(SOURCE.replace(old, new))
     with pytest.raises(ValueError) as error:
         slime.check(arguments("slime"))
@@ -270,18 +262,18 @@ def test_an_unknown_version_names_the_function_and_the_command(
     slime.check(arguments("slime", megatron_pg_proven_source=proven))
 
 
-def test_a_statement_that_leaves_its_branch_makes_a_version() -> None:
+def test_a_statement_that_leaves_its_branch_makes_a_version():
     inside = "def f(s, x):\n    if x:\n        s *= 2\n        s /= 3\n    return s\n"
     assert fingerprint(inside) != fingerprint(inside.replace("        s /=", "    s /="))
 
 
-def test_one_proof_is_of_one_source(package: Path) -> None:
+def test_one_proof_is_of_one_source(package):
     package.write_text(SOURCE.replace("loss * count", "loss / count"))
     with pytest.raises(ValueError, match="unknown version of slime"):
         slime.check(arguments("slime", megatron_pg_proven_source="0123456789abcdef"))
 
 
-def test_where_the_trainer_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_trainer_is_not_installed(monkeypatch):
     monkeypatch.setattr(source_fingerprints, "_accepted", set())
     absent = replace(slime.SLIME, name="no_such_trainer")
     args = arguments(

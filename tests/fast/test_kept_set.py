@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -112,7 +111,7 @@ def layer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
-def test_head(layer: str, sizes: str, dtype: torch.dtype) -> None:
+def test_head(layer, sizes, dtype):
     problem = Problem(sizes, dtype)
     rounding = PRECISIONS[dtype] * (6 if layer == "dense" or sizes != "sets" else 1)
     check_head(problem, problem.head(chunk_tokens=4), rounding)
@@ -120,7 +119,7 @@ def test_head(layer: str, sizes: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
-def test_from_logits(sizes: str, dtype: torch.dtype) -> None:
+def test_from_logits(sizes, dtype):
     problem = Problem(sizes, dtype)
     log_probs, entropy, gradient = problem.from_logits()
     close(log_probs, problem.of_logits[0], min(PRECISIONS[dtype], 3e-6))
@@ -143,7 +142,7 @@ def test_from_logits(sizes: str, dtype: torch.dtype) -> None:
         ([], []),
     ],
 )
-def test_which_rows_take_which_layer(sizes: list[int], dense: list[int]) -> None:
+def test_which_rows_take_which_layer(sizes, dense):
     """At a vocabulary of 152,000: a dense row costs as much as a set of 507 ids, and 256 rows at least."""
     kept = Ragged(
         torch.zeros(sum(sizes), dtype=torch.int64),
@@ -155,7 +154,7 @@ def test_which_rows_take_which_layer(sizes: list[int], dense: list[int]) -> None
 
 
 @pytest.mark.parametrize("kept", [ragged([[1]]), Ragged(torch.zeros(13), torch.arange(14))])
-def test_sets_that_do_not_fit_are_refused(kept: Ragged) -> None:
+def test_sets_that_do_not_fit_are_refused(kept):
     problem = Problem()
     for call in (
         lambda: linear_log_probs_and_entropy(
@@ -196,7 +195,7 @@ def on_rank(kind: str, sizes: str) -> tuple[list[Tensor], list[Tensor]]:
         ("logits", "one", 2),
     ],
 )
-def test_shards_equal_the_whole_vocabulary(kind: str, sizes: str, size: int) -> None:
+def test_shards_equal_the_whole_vocabulary(kind, sizes, size):
     """Sets of one id leave all ranks but one without a pair in every row; the last of four holds padding but for 3 ids."""
     problem = Problem(sizes, torch.float64)
     ranks, gathers = zip(*run_ranks(on_rank, size, kind, sizes), strict=True)
@@ -268,7 +267,7 @@ def last_pair_of_a_column_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         last_pair_of_a_column_alone,
     ],
 )
-def test_mutants(mutant: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutants(mutant, monkeypatch):
     problem = Problem("sets", torch.float64)
     monkeypatch.setattr(sparse_layer, "_COLUMNS_OF_A_PAIR", 1e-9)
     check_head(problem, problem.head(), 1e-13)

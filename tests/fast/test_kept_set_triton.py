@@ -24,9 +24,7 @@ if INTERPRETED:
 @pytest.mark.parametrize("sizes", shared.SIZES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tile", [(2, 4), (16, 32)], ids=["many tiles", "one tile"])
-def test_kernels(
-    tile: tuple[int, int], dtype: torch.dtype, sizes: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels(tile, dtype, sizes, monkeypatch):
     for name in ("_LOGITS_TILE", "_HIDDEN_TILE", "_WEIGHT_TILE"):
         monkeypatch.setattr(pairs_triton, name, tile)
     monkeypatch.setattr(pairs_triton, "_WEIGHT_PROGRAMS", 3)
@@ -37,7 +35,7 @@ def test_kernels(
     shared.check_head(problem, problem.head(chunk_tokens=4), rounding)
 
 
-def test_columns_of_another_rank_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_columns_of_another_rank_are_left_alone(monkeypatch):
     """The middle shard of three: pairs on either side of it are not read, and their columns get no gradient."""
     monkeypatch.setattr(pairs_triton, "_WEIGHT_PROGRAMS", 3)
     problem = shared.Problem("sets")

@@ -51,7 +51,7 @@ def assert_matches(found, expected, dtype: torch.dtype, scale: float = 1.0) -> N
 
 @pytest.mark.parametrize("dtype", list(ROUNDING))
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_values_and_gradients(dtype: torch.dtype, temperature: float) -> None:
+def test_values_and_gradients(dtype, temperature):
     logits, targets = peaked_logits(9, 37, dtype=dtype)
     targets = targets.clamp(max=32)
     gradients = incoming(9)
@@ -63,7 +63,7 @@ def test_values_and_gradients(dtype: torch.dtype, temperature: float) -> None:
     assert (found[2][:, 33:] == 0).all()
 
 
-def test_padding_columns_take_no_part_even_with_nan() -> None:
+def test_padding_columns_take_no_part_even_with_nan():
     logits, targets = peaked_logits(5, 16)
     targets = targets.clamp(max=11)
     logits[:, 12:] = torch.tensor([math.nan, math.inf, 1e30, -math.inf])
@@ -73,7 +73,7 @@ def test_padding_columns_take_no_part_even_with_nan() -> None:
     assert (found[2][:, 12:] == 0).all()
 
 
-def test_extreme_logits() -> None:
+def test_extreme_logits():
     logits, targets = peaked_logits(8, 21)
     logits = logits.sign() * 1e4 + logits
     logits[0] = 1e4
@@ -89,7 +89,7 @@ def test_extreme_logits() -> None:
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
-def test_masked_rows_are_zero_and_their_logits_harmless(poison: float) -> None:
+def test_masked_rows_are_zero_and_their_logits_harmless(poison):
     logits, targets = peaked_logits(6, 19)
     mask = torch.tensor([True, False, True, False, True, True])
     logits[1], logits[3, 4] = poison, poison
@@ -103,7 +103,7 @@ def test_masked_rows_are_zero_and_their_logits_harmless(poison: float) -> None:
         assert (value[~mask] == 0).all()
 
 
-def test_rows_of_zero_incoming_gradient_get_zero_even_with_nan() -> None:
+def test_rows_of_zero_incoming_gradient_get_zero_even_with_nan():
     logits, targets = peaked_logits(4, 19)
     logits[2, 5] = math.nan
     gradients = incoming(4)
@@ -114,7 +114,7 @@ def test_rows_of_zero_incoming_gradient_get_zero_even_with_nan() -> None:
     assert torch.isfinite(found[2]).all()
 
 
-def test_nan_at_an_active_row_stays_visible() -> None:
+def test_nan_at_an_active_row_stays_visible():
     logits, targets = peaked_logits(4, 19)
     logits[2, 5] = math.nan
     log_probs, entropy, gradient = run(logits, targets, *incoming(4))
@@ -123,7 +123,7 @@ def test_nan_at_an_active_row_stays_visible() -> None:
 
 
 @pytest.mark.parametrize("target", [-1, 12, 15, 10**9])
-def test_target_outside_the_vocabulary_is_nan(target: int) -> None:
+def test_target_outside_the_vocabulary_is_nan(target):
     logits, targets = peaked_logits(3, 16)
     targets = targets.clamp(max=11)
     targets[1] = target
@@ -131,7 +131,7 @@ def test_target_outside_the_vocabulary_is_nan(target: int) -> None:
     assert log_probs.isnan().tolist() == [False, True, False]
 
 
-def test_one_output_alone_can_be_differentiated() -> None:
+def test_one_output_alone_can_be_differentiated():
     logits, targets = peaked_logits(5, 16)
     weights, zeros = incoming(5)[0], torch.zeros(5)
     for which in (0, 1):
@@ -143,7 +143,7 @@ def test_one_output_alone_can_be_differentiated() -> None:
     assert log_probs_and_entropy(logits, targets)[1] is None
 
 
-def test_chunks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_of_rows_change_nothing(monkeypatch):
     logits, targets = peaked_logits(11, 16)
     whole = run(logits, targets, *incoming(11))
     monkeypatch.setattr(rows_torch, "_CHUNK_ELEMENTS", 16 * 3)
@@ -151,7 +151,7 @@ def test_chunks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(value, chunked)
 
 
-def test_temperature_may_be_a_tensor() -> None:
+def test_temperature_may_be_a_tensor():
     logits, targets = peaked_logits(5, 16)
     number = run(logits, targets, *incoming(5), temperature=0.6)
     tensor = run(logits, targets, *incoming(5), temperature=torch.tensor([0.6]))
@@ -159,7 +159,7 @@ def test_temperature_may_be_a_tensor() -> None:
         assert torch.equal(value, other)
 
 
-def test_no_tokens_stay_connected_to_the_graph() -> None:
+def test_no_tokens_stay_connected_to_the_graph():
     leaf = torch.zeros(0, 16, requires_grad=True)
     log_probs, entropy = log_probs_and_entropy(
         leaf, torch.zeros(0, dtype=torch.int64), with_entropy=True
@@ -168,7 +168,7 @@ def test_no_tokens_stay_connected_to_the_graph() -> None:
     assert leaf.grad.shape == (0, 16)
 
 
-def test_strided_logits() -> None:
+def test_strided_logits():
     logits, targets = peaked_logits(12, 40)
     view, gradients = logits[::2, 3:35], incoming(6)
     targets = targets[:6].clamp(max=31)
@@ -193,7 +193,7 @@ def test_strided_logits() -> None:
         ({"vocab_size": 0}, "vocab_size must be"),
     ],
 )
-def test_bad_input(change: dict[str, object], message: str) -> None:
+def test_bad_input(change, message):
     arguments: dict[str, object] = {
         "logits": torch.zeros(3, 4),
         "targets": torch.zeros(3, dtype=torch.int64),
@@ -202,7 +202,7 @@ def test_bad_input(change: dict[str, object], message: str) -> None:
         log_probs_and_entropy(**{**arguments, **change})
 
 
-def test_second_derivative_is_refused() -> None:
+def test_second_derivative_is_refused():
     logits, targets = peaked_logits(6, 12)
     log_probs, _ = log_probs_and_entropy(logits.requires_grad_(), targets)
     with pytest.raises(RuntimeError, match="cannot be differentiated twice"):

@@ -138,7 +138,7 @@ every_mode = pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.__name
 @every_mode
 @pytest.mark.parametrize("chunk_tokens", [None, 1, 4, 100])
 @pytest.mark.parametrize("scale", [1.0, 12.7])
-def test_gradients(mode: Callable[..., Tensor], chunk_tokens: int | None, scale: float) -> None:
+def test_gradients(mode, chunk_tokens, scale):
     problem = Problem(scale=scale)
     hidden, weight = problem.leaves()
     loss = mode(problem, hidden, weight, chunk_tokens=chunk_tokens)
@@ -150,7 +150,7 @@ def test_gradients(mode: Callable[..., Tensor], chunk_tokens: int | None, scale:
 
 @every_mode
 @pytest.mark.parametrize("fp32_logits", [False, True])
-def test_bfloat16(mode: Callable[..., Tensor], fp32_logits: bool) -> None:
+def test_bfloat16(mode, fp32_logits):
     problem = Problem(torch.bfloat16)
     hidden, weight = problem.leaves()
     loss = mode(problem, hidden, weight, chunk_tokens=4, fp32_logits=fp32_logits)
@@ -163,7 +163,7 @@ def test_bfloat16(mode: Callable[..., Tensor], fp32_logits: bool) -> None:
 
 @every_mode
 @pytest.mark.parametrize("tied", [False, True])
-def test_main_grad(mode: Callable[..., Tensor], tied: bool) -> None:
+def test_main_grad(mode, tied):
     """The gradient is added to `main_grad`; DistributedDataParallel gets a stand-in."""
     problem = Problem(torch.bfloat16)
     hidden, weight = problem.leaves()
@@ -179,9 +179,7 @@ def test_main_grad(mode: Callable[..., Tensor], tied: bool) -> None:
 
 @every_mode
 @pytest.mark.parametrize("scale", [0.3, -6.0])
-def test_main_grad_gets_the_gradient_of_the_scaled_loss(
-    mode: Callable[..., Tensor], scale: float
-) -> None:
+def test_main_grad_gets_the_gradient_of_the_scaled_loss(mode, scale):
     problem = Problem(scale=scale)
     hidden, weight = with_main_grad(problem)
     (mode(problem, hidden, weight, chunk_tokens=4) * scale).backward()
@@ -190,9 +188,7 @@ def test_main_grad_gets_the_gradient_of_the_scaled_loss(
 
 @every_mode
 @pytest.mark.parametrize("field", [None, "__fsdp_param__"])
-def test_a_buffer_that_is_not_of_distributed_data_parallel_is_left_alone(
-    mode: Callable[..., Tensor], field: str | None
-) -> None:
+def test_a_buffer_that_is_not_of_distributed_data_parallel_is_left_alone(mode, field):
     """Who else keeps a `main_grad` does not look whether a layer has added to it."""
     problem = Problem()
     hidden, weight = problem.leaves()
@@ -205,7 +201,7 @@ def test_a_buffer_that_is_not_of_distributed_data_parallel_is_left_alone(
     close(weight.grad, problem.weight_gradient)
 
 
-def test_chunks_of_a_bfloat16_weight_add_up_in_float32() -> None:
+def test_chunks_of_a_bfloat16_weight_add_up_in_float32():
     """512 ones stall at 256 in bfloat16."""
     hidden, weight = torch.ones(512, 1).bfloat16(), torch.zeros(2, 1).bfloat16().requires_grad_()
     targets, one_row = torch.zeros(512, dtype=torch.int64), HeadOptions(chunk_tokens=1)
@@ -217,9 +213,7 @@ def test_chunks_of_a_bfloat16_weight_add_up_in_float32() -> None:
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("of", [torch.bfloat16, torch.float32, torch.float16])
 @pytest.mark.parametrize("into", [torch.bfloat16, torch.float32])
-def test_a_device_multiplies_into_every_dtype(
-    of: torch.dtype, into: torch.dtype, add: bool
-) -> None:
+def test_a_device_multiplies_into_every_dtype(of, into, add):
     """As a teacher's float32 weight beside a bfloat16 student: of CUDA's own product with another dtype out there is one."""
     with FakeTensorMode():
         left, right = (torch.empty(shape, dtype=of, device="cuda") for shape in ((4, 8), (8, 3)))
@@ -228,7 +222,7 @@ def test_a_device_multiplies_into_every_dtype(
         assert out.dtype == into
 
 
-def test_the_gradient_of_bfloat16_hidden_states_is_scaled_in_float32() -> None:
+def test_the_gradient_of_bfloat16_hidden_states_is_scaled_in_float32():
     """1.003 is 1 in bfloat16."""
     problem, scale = Problem(torch.bfloat16), torch.tensor(1.003)
     gradients = []
@@ -241,7 +235,7 @@ def test_the_gradient_of_bfloat16_hidden_states_is_scaled_in_float32() -> None:
 
 
 @every_mode
-def test_frozen_weight_and_frozen_hidden(mode: Callable[..., Tensor]) -> None:
+def test_frozen_weight_and_frozen_hidden(mode):
     problem = Problem()
     for frozen in (0, 1):
         leaves = problem.leaves()
@@ -253,7 +247,7 @@ def test_frozen_weight_and_frozen_hidden(mode: Callable[..., Tensor]) -> None:
 
 
 @pytest.mark.parametrize("mode", [known, kept])
-def test_second_backward_is_refused(mode: Callable[..., Tensor]) -> None:
+def test_second_backward_is_refused(mode):
     problem = Problem()
     loss = mode(problem, *problem.leaves())
     loss.backward(retain_graph=True)
@@ -262,7 +256,7 @@ def test_second_backward_is_refused(mode: Callable[..., Tensor]) -> None:
 
 
 @every_mode
-def test_second_derivative_is_refused(mode: Callable[..., Tensor]) -> None:
+def test_second_derivative_is_refused(mode):
     problem = Problem()
     hidden, weight = problem.leaves()
     with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
@@ -270,7 +264,7 @@ def test_second_derivative_is_refused(mode: Callable[..., Tensor]) -> None:
 
 
 @every_mode
-def test_no_tokens(mode: Callable[..., Tensor]) -> None:
+def test_no_tokens(mode):
     problem = Problem()
     hidden, weight = torch.zeros(0, HIDDEN, requires_grad=True), problem.leaves()[1]
     problem.targets = problem.targets[:0]
@@ -281,7 +275,7 @@ def test_no_tokens(mode: Callable[..., Tensor]) -> None:
 
 @pytest.mark.parametrize("defer", [False, True])
 @pytest.mark.parametrize("gradient_rows", [0, 3, 4, TOKENS])
-def test_rows_without_gradient_are_scored_and_left_out(gradient_rows: int, defer: bool) -> None:
+def test_rows_without_gradient_are_scored_and_left_out(gradient_rows, defer):
     problem = Problem()
     hidden, weight = problem.leaves()
     head = options(chunk_tokens=4)
@@ -333,9 +327,7 @@ def of_sequences() -> tuple[Problem, Tensor]:
 @pytest.mark.parametrize("defer", [False, True])
 @pytest.mark.parametrize("piece_sizes", [SEQUENCES, (3, 5, 1, 2), (0, 8, 3), (3, 8, 0), (11,)])
 @pytest.mark.parametrize("chunk_tokens", [None, 1, 2, 4])
-def test_pieces_of_whole_sequences(
-    chunk_tokens: int | None, piece_sizes: tuple[int, ...], defer: bool
-) -> None:
+def test_pieces_of_whole_sequences(chunk_tokens, piece_sizes, defer):
     """Held in one chunk, or of up to eight chunks whose logits are made twice."""
     problem, scale = of_sequences()
     hidden, weight = problem.leaves()
@@ -350,9 +342,7 @@ def test_pieces_of_whole_sequences(
 
 
 @pytest.mark.parametrize("piece_sizes", [None, (2, 6, 3), (4, 7)])
-def test_a_piece_that_ends_inside_a_sequence_would_be_seen(
-    piece_sizes: tuple[int, ...] | None,
-) -> None:
+def test_a_piece_that_ends_inside_a_sequence_would_be_seen(piece_sizes):
     problem, scale = of_sequences()
     hidden, weight = problem.leaves()
     loss, _, _ = problem.fused(hidden, weight, options(chunk_tokens=4), piece_sizes=piece_sizes)
@@ -364,7 +354,7 @@ def test_a_piece_that_ends_inside_a_sequence_would_be_seen(
         assert (found - wanted).abs().amax() > 1e-3 * wanted.abs().amax()
 
 
-def test_float64_with_a_loss_scale_of_float32() -> None:
+def test_float64_with_a_loss_scale_of_float32():
     """As Megatron's is, whatever the model computes in."""
     problem = Problem(torch.float64, scale=6.0)
     hidden, weight = problem.leaves()
@@ -375,7 +365,7 @@ def test_float64_with_a_loss_scale_of_float32() -> None:
 
 
 @pytest.mark.parametrize("mode", [known, deferred])
-def test_a_chunk_whose_loss_is_a_constant_has_no_gradient(mode: Callable[..., Tensor]) -> None:
+def test_a_chunk_whose_loss_is_a_constant_has_no_gradient(mode):
     """The second chunk of three here."""
     problem = Problem(scale=6.0)
     right = problem.token_loss
@@ -405,7 +395,7 @@ def with_main_grad(problem: Problem) -> tuple[Tensor, Tensor]:
     return hidden, weight
 
 
-def test_what_is_deferred_is_nan_until_backward_and_in_place_then() -> None:
+def test_what_is_deferred_is_nan_until_backward_and_in_place_then():
     problem = Problem(scale=6.0)
     hidden, weight = with_main_grad(problem)
     outputs = problem.fused(hidden, weight, options(chunk_tokens=4), defer=True)
@@ -422,7 +412,7 @@ def test_what_is_deferred_is_nan_until_backward_and_in_place_then() -> None:
 
 
 @pytest.mark.parametrize("retried", [False, True])
-def test_main_grad_that_is_zeroed_before_backward_gets_the_whole_gradient(retried: bool) -> None:
+def test_main_grad_that_is_zeroed_before_backward_gets_the_whole_gradient(retried):
     """A forward pass that has no backward, or broke off, has added nothing."""
     problem = Problem(scale=6.0)
     hidden, weight = with_main_grad(problem)
@@ -437,7 +427,7 @@ def test_main_grad_that_is_zeroed_before_backward_gets_the_whole_gradient(retrie
 
 @every_mode
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_the_head(mode: Callable[..., Tensor], reentrant: bool) -> None:
+def test_checkpointing_the_head(mode, reentrant):
     """Its second forward adds nothing of its own; backward of the first fills in what the first returned."""
     problem = Problem(scale=6.0)
     hidden, weight = with_main_grad(problem)
@@ -451,7 +441,7 @@ def test_checkpointing_the_head(mode: Callable[..., Tensor], reentrant: bool) ->
     problem.check_gradients(hidden, weight.main_grad - 1)
 
 
-def test_a_second_backward_of_what_is_deferred_adds_as_much_again() -> None:
+def test_a_second_backward_of_what_is_deferred_adds_as_much_again():
     problem = Problem()
     hidden, weight = with_main_grad(problem)
     loss = deferred(problem, hidden, weight)
@@ -461,7 +451,7 @@ def test_a_second_backward_of_what_is_deferred_adds_as_much_again() -> None:
     close(hidden.grad, 6 * problem.hidden_gradient)
 
 
-def test_what_is_deferred_is_freed_with_its_graph() -> None:
+def test_what_is_deferred_is_freed_with_its_graph():
     problem = Problem()
     hidden, weight = problem.leaves()
     states = hidden * 1.0
@@ -475,7 +465,7 @@ def test_what_is_deferred_is_freed_with_its_graph() -> None:
         gc.enable()
 
 
-def test_float16_with_the_loss_scale() -> None:
+def test_float16_with_the_loss_scale():
     """The scale is in the gradients before they are rounded: without it these would all be 0."""
     scale = 2.0**14
     problem = Problem(torch.float16, scale=scale)
@@ -489,7 +479,7 @@ def test_float16_with_the_loss_scale() -> None:
 
 
 @pytest.mark.parametrize("without", ["gradients on", "a factor that needs one"])
-def test_without_a_backward_to_come_the_value_is_there_at_once(without: str) -> None:
+def test_without_a_backward_to_come_the_value_is_there_at_once(without):
     problem = Problem()
     hidden, weight = with_main_grad(problem)
     if without != "gradients on":
@@ -520,7 +510,7 @@ def test_without_a_backward_to_come_the_value_is_there_at_once(without: str) -> 
         ),
     ],
 )
-def test_bad_input(change: dict[str, object], error: type[Exception], message: str) -> None:
+def test_bad_input(change, error, message):
     arguments: dict[str, object] = {
         "hidden": torch.zeros(3, 4),
         "weight": torch.zeros(8, 4),
@@ -544,7 +534,7 @@ def shard_on_rank() -> list[tuple[Tensor, Tensor | None, Tensor | None]]:
     return results
 
 
-def test_vocabulary_over_two_ranks() -> None:
+def test_vocabulary_over_two_ranks():
     problem = Problem()
     ranks = run_ranks(shard_on_rank, 2)
     for results in zip(*ranks, strict=True):
@@ -557,9 +547,7 @@ def test_vocabulary_over_two_ranks() -> None:
 @pytest.mark.parametrize("tokens", [0, 1, 255, 256, 257, 4096, 10_000, 131_072])
 @pytest.mark.parametrize("columns", [0, 1, 11, 32_000, 151_936, 10**10])
 @pytest.mark.parametrize("memory", [None, 1 << 34, 1 << 38])
-def test_default_chunks_are_equal_and_within_the_budget(
-    monkeypatch: pytest.MonkeyPatch, memory: int | None, columns: int, tokens: int
-) -> None:
+def test_default_chunks_are_equal_and_within_the_budget(monkeypatch, memory, columns, tokens):
     """As few chunks as 1.25 GiB of bfloat16 logits, or 1/64 of a small device, allow."""
     device, budget = torch.device("cpu"), 1.25 * 2**30
     if memory is not None:
@@ -577,7 +565,7 @@ def test_default_chunks_are_equal_and_within_the_budget(
 
 
 @pytest.mark.parametrize("mode", [known, deferred])
-def test_a_wrong_coefficient_would_be_seen(mode: Callable[..., Tensor]) -> None:
+def test_a_wrong_coefficient_would_be_seen(mode):
     """Mutant: coefficients of another scale than the loss."""
     problem = Problem()
     hidden, weight = problem.leaves()
@@ -589,9 +577,7 @@ def test_a_wrong_coefficient_would_be_seen(mode: Callable[..., Tensor]) -> None:
 
 
 @every_mode
-def test_a_lost_scale_would_be_seen(
-    mode: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_scale_would_be_seen(mode, monkeypatch):
     """Mutant: backward makes the gradient of the loss, whatever gradient arrives."""
     plain = from_hidden._coefficients, FactorGradients.finish
     monkeypatch.setattr(from_hidden, "_coefficients", lambda *given: plain[0](*given[:3], None))

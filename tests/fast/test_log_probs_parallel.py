@@ -64,7 +64,7 @@ def shard_on_rank() -> tuple[Tensor, Tensor, Tensor | None, list[tuple[int, ...]
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_shards_equal_the_whole_vocabulary(size: int) -> None:
+def test_shards_equal_the_whole_vocabulary(size):
     shards = run_ranks(shard_on_rank, size)
     logits, targets, *gradients = inputs()
     log_probs, entropy, gradient = reference(
@@ -82,7 +82,7 @@ def test_shards_equal_the_whole_vocabulary(size: int) -> None:
     assert (found_gradient[~MASK] == 0).all() and (found_gradient[:, VOCAB_SIZE:] == 0).all()
 
 
-def test_a_shard_alone_would_be_seen() -> None:
+def test_a_shard_alone_would_be_seen():
     """Mutant: each rank normalises over its own columns."""
     logits, targets, *gradients = inputs()
     wanted = reference(logits, targets, *gradients, row_mask=MASK)[0]

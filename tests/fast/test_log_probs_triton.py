@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,7 +31,7 @@ if INTERPRETED:
 
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_under_the_interpreter() -> None:
+def test_under_the_interpreter():
     files = Path(__file__).parent.glob("test_*_triton.py")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
@@ -63,15 +62,15 @@ class TestKernels:
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
     @pytest.mark.parametrize("temperature", [1.0, 0.7])
-    def test_values_and_gradients(self, dtype: torch.dtype, temperature: float) -> None:
+    def test_values_and_gradients(self, dtype, temperature):
         shared.test_values_and_gradients(dtype, temperature)
 
     @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
-    def test_masked_rows(self, poison: float) -> None:
+    def test_masked_rows(self, poison):
         shared.test_masked_rows_are_zero_and_their_logits_harmless(poison)
 
     @pytest.mark.parametrize("target", [-1, 12, 10**12])
-    def test_unknown_target(self, target: int) -> None:
+    def test_unknown_target(self, target):
         shared.test_target_outside_the_vocabulary_is_nan(target)
 
     @pytest.mark.parametrize(
@@ -87,11 +86,11 @@ class TestKernels:
             shared.test_strided_logits,
         ],
     )
-    def test_also(self, test: Callable[[], None]) -> None:
+    def test_also(self, test):
         test()
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-    def test_gradient_in_place(self, dtype: torch.dtype) -> None:
+    def test_gradient_in_place(self, dtype):
         logits, targets = peaked_logits(6, 37, dtype=dtype)
         targets = targets.clamp(max=32)
         elsewhere, in_place = (
@@ -99,7 +98,7 @@ class TestKernels:
         )
         assert torch.equal(elsewhere, in_place)
 
-    def test_narrow_gradient_at_the_front_of_each_wide_row(self) -> None:
+    def test_narrow_gradient_at_the_front_of_each_wide_row(self):
         logits, targets = peaked_logits(6, 40)
         targets = targets.clamp(max=32)
         wanted = gradient_of(logits.clone(), targets, overlapping=True).half()
@@ -109,9 +108,7 @@ class TestKernels:
 
     @pytest.mark.parametrize("width", [80, 112, 208])
     @pytest.mark.parametrize("dead_rows", [False, True])
-    def test_rows_that_begin_inside_cache_lines(
-        self, width: int, dead_rows: bool, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_rows_that_begin_inside_cache_lines(self, width, dead_rows, monkeypatch):
         """The gradient's tiles begin before such rows: nothing of the row before them may change."""
         monkeypatch.setattr(rows_triton, "_GRADIENT_TILES", {2: (64, 2)})
         logits, targets = peaked_logits(9, width, dtype=torch.bfloat16)
@@ -136,7 +133,7 @@ class TestKernels:
         assert torch.equal(*found) and (found[0][:, width - 7 :] == 0).all()
 
     @pytest.mark.parametrize("size", [2, 4])
-    def test_shards(self, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_shards(self, size, monkeypatch):
         logits, targets, *gradients = inputs()
         shards, statistics = sharded_statistics(logits, targets, size, monkeypatch)
         wanted = reference(
@@ -212,7 +209,7 @@ def sharded_statistics(
 
 @needs_interpreter
 @pytest.mark.parametrize("stride", [1001, 1004, 1012, 1016])
-def test_rows_that_no_vector_can_be_read_from_do_not_begin_at_lines(stride: int) -> None:
+def test_rows_that_no_vector_can_be_read_from_do_not_begin_at_lines(stride):
     logits = torch.zeros((3, stride), dtype=torch.bfloat16)
     assert rows_triton._columns_of_a_line(logits, logits) == 0
     aligned = torch.zeros((3, 1008), dtype=torch.bfloat16)
@@ -220,7 +217,7 @@ def test_rows_that_no_vector_can_be_read_from_do_not_begin_at_lines(stride: int)
 
 
 @needs_interpreter
-def test_a_shift_left_out_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shift_left_out_would_be_seen(monkeypatch):
     """Mutant: parts merged without moving their dot products to the common maximum."""
     logits, targets = peaked_logits(6, 37)
     rows = LogitRows(logits, targets, VocabularyShard.build(37, None, None), torch.tensor(1.0))

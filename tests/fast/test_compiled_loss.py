@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from megatron_pg.loss.micro_batch import MicroBatchLoss
 from megatron_pg.loss.sequence import sums_of_rank
 from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.sample import Sample
-from megatron_pg.step.totals import StepTotals, step_totals
+from megatron_pg.step.totals import step_totals
 from tests.fast.sequences import (
     CORRECTIONS,
     flat_log_probs,
@@ -49,22 +49,21 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+COMPILE = torch.compile
+
+
 @pytest.fixture(autouse=True)
-def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trace runs as it is, on a CPU too."""
     monkeypatch.setattr(compiled, "DEVICES", {"cpu"})
     monkeypatch.setattr(compiled, "_programs", {})
     monkeypatch.setattr(torch, "compile", lambda graph, **_: graph)
-    yield
 
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch, traced: None) -> Callable[[], int]:
     """How many graphs torch.compile has built; it runs their operators and generates no code."""
-    monkeypatch.undo()
-    monkeypatch.setattr(compiled, "DEVICES", {"cpu"})
-    monkeypatch.setattr(compiled, "_programs", {})
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(torch, "compile", functools.partial(COMPILE, backend="aot_eager"))
     return lambda: int(counters["stats"]["unique_graphs"])
 
 
@@ -76,16 +75,15 @@ def evaluated(
     seed: int = 1,
     dtype: torch.dtype = torch.float32,
     batch: PackedBatch | None = None,
-    totals: StepTotals | None = None,
     scale: float = 1.0,
 ) -> Found:
     """Loss, gradients to log-probs and entropy, and metrics of random samples."""
     sequences = random_sequences(seed, spread=0.5)
     batch = package_batch(sequences) if batch is None else batch
+    totals = step_totals(batch.samples)
     log_probs = flat_log_probs(sequences, dtype).detach()[batch.window.response_indices]
     log_probs.requires_grad_()
     entropy = log_probs.detach().square().requires_grad_()
-    totals = step_totals(batch.samples) if totals is None else totals
     loss, metrics = policy_loss_from_log_probs(config, batch, log_probs, entropy, totals=totals)
     (scale * loss).backward()
     assert log_probs.grad is not None
@@ -93,26 +91,25 @@ def evaluated(
 
 
 def by_operators(*given: Any, **named: Any) -> Found:
-    devices, compiled.DEVICES = compiled.DEVICES, set()
-    try:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(compiled, "DEVICES", set())
         return evaluated(*given, **named)
-    finally:
-        compiled.DEVICES = devices
 
 
-def assert_same(found: Found, expected: Found, **tolerance: float) -> None:
-    for one, other in zip(found[:3], expected[:3], strict=True):
+def assert_same(found: Found, expected: Found, rounding: float) -> None:
+    (*tensors, metrics), (*wanted_tensors, wanted) = found, expected
+    assert list(metrics) == list(wanted) and metrics.table is not None
+    assert_close([*tensors, metrics.table], [*wanted_tensors, wanted.table], rounding)
+    assert_close([metrics.maxima, metrics.is_nan], [wanted.maxima, wanted.is_nan], 0.0)
+
+
+def assert_close(
+    found: Sequence[Tensor | None], expected: Sequence[Tensor | None], rounding: float
+) -> None:
+    for one, other in zip(found, expected, strict=True):
         assert (one is None) == (other is None)
         if one is not None:
-            torch.testing.assert_close(one, other, **tolerance)
-    metrics, wanted = found[3], expected[3]
-    assert list(metrics) == list(wanted)
-    assert metrics.table is not None and wanted.table is not None
-    torch.testing.assert_close(metrics.table, wanted.table, **tolerance)
-    for name in ("maxima", "is_nan"):
-        one, other = getattr(metrics, name), getattr(wanted, name)
-        assert (one is None) == (other is None)
-        assert one is None or torch.equal(one, other)
+            torch.testing.assert_close(one, other, rtol=rounding, atol=rounding)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -123,7 +120,7 @@ def test_a_trace_has_the_numbers_of_the_formulas(name):
         expected = by_operators(config, seed, torch.float64, scale=1024.0)
         found = evaluated(config, seed, torch.float64, scale=1024.0)
         assert found[0].dtype == torch.float64 and found[1].abs().sum() > 0
-        assert_same(found, expected, rtol=1e-12, atol=1e-12)
+        assert_same(found, expected, 1e-12)
     assert compiled._programs and None not in compiled._programs.values()
 
 
@@ -153,18 +150,13 @@ def test_a_divergence_has_its_gradient(settings):
         found.append((loss, *gradients, metrics.table))
     assert found[0][3] is not None and found[0][3].abs().sum() > 0
     assert len(compiled._programs) == 1 + (settings.get("policy_loss") == "gspo")
-    for one, other in zip(*found, strict=True):
-        assert (one is None) == (other is None)
-        if one is not None:
-            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    assert_close(*found, 1e-12)
 
 
 def test_float32_stays_within_float32_of_float64():
     config = PolicyLossConfig(**CORRECTIONS)
-    (loss, gradient, _, _), (exact, wanted, _, _) = (
-        call(config, 3, dtype)
-        for call, dtype in ((evaluated, torch.float32), (by_operators, torch.float64))
-    )
+    loss, gradient, *_ = evaluated(config, 3, torch.float32)
+    exact, wanted, *_ = by_operators(config, 3, torch.float64)
     assert loss.dtype == gradient.dtype == torch.float32
     torch.testing.assert_close(loss.double(), exact, rtol=1e-5, atol=0.0)
     assert (gradient - wanted).abs().max() <= 1e-6 * wanted.abs().max()
@@ -179,34 +171,25 @@ def test_each_dtype_has_a_program_of_its_own(first):
         expected = by_operators(PolicyLossConfig(), dtype=dtype)
         assert loss.dtype == gradient.dtype == dtype
         rounding = 1e-12 if dtype == torch.float64 else 1e-6
-        assert_same((loss, gradient, *rest), expected, rtol=rounding, atol=rounding)
+        assert_same((loss, gradient, *rest), expected, rounding)
     assert len(compiled._programs) == 2
 
 
-def step_of(size: int) -> PackedBatch:
-    """A micro-batch of some of the random samples, once to several times over."""
-    return package_batch((random_sequences(1, spread=0.5) * 3)[:size])
-
-
 @pytest.mark.parametrize("settings", [{}, {"policy_loss": "gspo", "grad_divisor": 1.5}], ids=str)
-def test_no_size_and_no_divisor_compiles_again(settings, counted):
+def test_no_size_and_no_divisor_compiles_again(settings, counted, monkeypatch):
     for index, size in enumerate((7, 1, 3, 21)):
-        batch = step_of(size)
+        batch = package_batch((random_sequences(1, spread=0.5) * 3)[:size])
         config = PolicyLossConfig(**settings)
         if config.grad_divisor:
             config = replace(config, grad_divisor=1.5 + index)
-        log_probs = torch.full(batch.loss_mask.shape, -1.0).requires_grad_()
-        loss, _ = policy_loss_from_log_probs(
-            config, batch, log_probs, None, totals=step_totals(batch.samples)
-        )
-        (found,) = torch.autograd.grad(loss, log_probs)
-        compiled.DEVICES = set()
-        loss, _ = policy_loss_from_log_probs(
-            config, batch, log_probs, None, totals=step_totals(batch.samples)
-        )
-        (expected,) = torch.autograd.grad(loss, log_probs)
-        compiled.DEVICES = {"cpu"}
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
+        gradients = []
+        for devices in ({"cpu"}, set[str]()):
+            monkeypatch.setattr(compiled, "DEVICES", devices)
+            log_probs = torch.full(batch.loss_mask.shape, -1.0).requires_grad_()
+            totals = step_totals(batch.samples)
+            loss, _ = policy_loss_from_log_probs(config, batch, log_probs, None, totals=totals)
+            gradients += torch.autograd.grad(loss, log_probs)
+        torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-8)
         if index == 0:
             before = counted()
             assert len(compiled._programs) == 1 + bool(settings)
@@ -239,8 +222,7 @@ def test_sums_over_sequences_are_those_of_the_context_parallel_group(monkeypatch
     config = PolicyLossConfig(policy_loss="gspo")
     sequences = random_sequences(1, spread=0.5)
     whole = package_batch(sequences)
-    totals = step_totals(whole.samples)
-    expected = by_operators(config, batch=whole, totals=totals)[0]
+    expected = by_operators(config, batch=whole)[0]
     tokens, _ = tokens_and_sums(config, whole, flat_log_probs(sequences, torch.float32))
     of_group = sums_of_rank(config, tokens, len(sequences))
 
@@ -250,9 +232,7 @@ def test_sums_over_sequences_are_those_of_the_context_parallel_group(monkeypatch
 
     def found() -> Tensor:
         parts = [package_batch(sequences, cp_rank=rank, cp_size=2) for rank in range(2)]
-        return sum(
-            (evaluated(config, batch=part, totals=totals)[0] for part in parts), torch.zeros(())
-        )
+        return sum((evaluated(config, batch=part)[0] for part in parts), torch.zeros(()))
 
     alone = found()
     monkeypatch.setattr(micro_batch, "add_over_group", over_group)
@@ -264,13 +244,7 @@ def all_reduces(monkeypatch: pytest.MonkeyPatch, *, programs: int) -> list[list[
     """The sizes of what each of two context-parallel ranks adds up, of a sample of which one of them has no response token."""
     monkeypatch.setattr(compiled, "_programs", {})
     monkeypatch.setattr(compiled, "MAX_PROGRAMS", programs)
-    sample = Sample(
-        tokens=[1] * 12,
-        response_length=2,
-        loss_mask=[1, 1],
-        advantages=[1.0] * 2,
-        old_log_probs=[-1.0] * 2,
-    )
+    sample = Sample([1] * 12, 2, [1, 1], advantages=[1.0] * 2, old_log_probs=[-1.0] * 2)
     found: list[list[torch.Size]] = [[], []]
     for rank, sizes in enumerate(found):
 
@@ -319,7 +293,7 @@ def test_nan_stays_visible_and_masked_nan_out(caplog):
         assert leaf.grad.isnan().nonzero().flatten().tolist() == [first] * is_nan
 
 
-def doubled(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> Tensor:
+def doubled(config, batch, log_probs):
     return -2.0 * batch.advantages * log_probs
 
 
@@ -327,7 +301,7 @@ def test_what_is_not_compiled_runs_by_operators_and_says_so(monkeypatch, caplog)
     caplog.set_level(logging.INFO)
     custom = PolicyLossConfig(custom_policy_loss_path=f"{__name__}:doubled")
     for _ in range(2):
-        assert_same(evaluated(custom), by_operators(custom), rtol=0.0, atol=0.0)
+        assert_same(evaluated(custom), by_operators(custom), 0.0)
     assert not compiled._programs and caplog.text.count("functions of your own") == 1
 
     def broken(graph: object, **_: object) -> None:
@@ -336,14 +310,14 @@ def test_what_is_not_compiled_runs_by_operators_and_says_so(monkeypatch, caplog)
     monkeypatch.setattr(torch, "compile", broken)
     for _ in range(2):
         config = PolicyLossConfig()
-        assert_same(evaluated(config), by_operators(config), rtol=0.0, atol=0.0)
+        assert_same(evaluated(config), by_operators(config), 0.0)
     assert caplog.text.count("(RuntimeError: no compiler here)") == 1
     monkeypatch.setattr(compiled, "MAX_PROGRAMS", 1)
     compiled._say_that_no_more_are_compiled.cache_clear()
     _layout.cache_clear()
     for coefficient in (0.1, 0.2, 0.1, 0.3):
         config = PolicyLossConfig(kl_loss_coef=coefficient)
-        assert_same(evaluated(config), by_operators(config), rtol=0.0, atol=0.0)
+        assert_same(evaluated(config), by_operators(config), 0.0)
         assert len(compiled._programs) == 1
     assert caplog.text.count("compiled for 1 settings") == 1
     assert _layout.cache_info().currsize == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -32,10 +33,11 @@ def reference(
     temperature: float = 1.0,
     row_mask: Tensor | None = None,
     vocab_size: int | None = None,
+    kept: Sequence[Sequence[int]] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """log_probs [tokens], entropy [tokens], gradient [tokens, vocabulary], all float64.
 
-    `logits` holds the whole padded vocabulary.
+    `logits` holds the whole padded vocabulary. A row is normalised over its kept ids, where it has some.
     """
     tokens, width = logits.shape
     real = width if vocab_size is None else vocab_size
@@ -45,13 +47,20 @@ def reference(
     for t in range(tokens):
         if row_mask is not None and not bool(row_mask[t]):
             continue
-        leaf = logits[t, :real].double().clone().requires_grad_()
-        scaled = [leaf[j] / temperature for j in range(real)]
-        log_prob, row_entropy = log_prob_and_entropy_of_row(scaled, int(targets[t]))
+        leaf = logits[t].double().clone().requires_grad_()
+        columns = kept[t] if kept is not None and kept[t] else range(real)
+        scaled = [leaf[j] / temperature for j in columns]
+        log_prob, row_entropy = log_prob_and_entropy_of_row(scaled, columns.index(int(targets[t])))
         loss = log_prob * float(grad_log_probs[t]) + row_entropy * float(grad_entropy[t])
-        (gradient[t, :real],) = torch.autograd.grad(loss, leaf)
+        (gradient[t],) = torch.autograd.grad(loss, leaf)
         log_probs[t], entropy[t] = float(log_prob.detach()), float(row_entropy.detach())
     return log_probs, entropy, gradient
+
+
+def close(found: Tensor, wanted: Tensor, rounding: float) -> None:
+    """Assert that no element is off by more than a share of the largest, or of 1."""
+    error = (found.double().cpu() - wanted).abs().amax() / wanted.abs().amax().clamp(min=1.0)
+    assert found.shape == wanted.shape and error <= rounding, error
 
 
 def peaked_logits(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from tests.fast.log_probs_oracle import peaked_logits, reference
 
 TOKENS, WIDTH, VOCAB_SIZE, TEMPERATURE = 7, 32, 21, 0.8
 MASK = torch.tensor([True, True, False, True, True, True, False])
+SETTINGS = {"temperature": TEMPERATURE, "row_mask": MASK, "vocab_size": VOCAB_SIZE}
 
 
 def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -27,8 +30,8 @@ def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return logits, targets, *torch.randn(2, TOKENS, generator=generator).unbind()
 
 
-def gathers_of(group: dist.ProcessGroup, call: Any) -> tuple[object, list[tuple[int, ...]]]:
-    """What `call` returns, and the shapes it handed to collectives."""
+def shapes_gathered(call: Callable[[], Any]) -> tuple[Any, list[tuple[int, ...]]]:
+    """The result of the call, and the shapes that it handed to all-gathers."""
     shapes: list[tuple[int, ...]] = []
     original = dist.all_gather_into_tensor
 
@@ -45,20 +48,16 @@ def gathers_of(group: dist.ProcessGroup, call: Any) -> tuple[object, list[tuple[
 
 def shard_on_rank() -> tuple[Tensor, Tensor, Tensor | None, list[tuple[int, ...]]]:
     logits, targets, *gradients = inputs()
-    rank, width = dist.get_rank(), WIDTH // dist.get_world_size()
-    leaf = logits[:, rank * width : (rank + 1) * width].clone().requires_grad_()
-    (log_probs, entropy), shapes = gathers_of(
-        dist.group.WORLD,
-        lambda: log_probs_and_entropy(
-            leaf,
-            targets,
-            tensor_parallel_group=dist.group.WORLD,
-            temperature=TEMPERATURE,
-            row_mask=MASK,
-            vocab_size=VOCAB_SIZE,
-            with_entropy=True,
-        ),
+    leaf = logits.chunk(dist.get_world_size(), 1)[dist.get_rank()].clone().requires_grad_()
+    call = functools.partial(
+        log_probs_and_entropy,
+        leaf,
+        targets,
+        tensor_parallel_group=dist.group.WORLD,
+        with_entropy=True,
+        **SETTINGS,
     )
+    (log_probs, entropy), shapes = shapes_gathered(call)
     torch.autograd.backward([log_probs, entropy], gradients)
     return log_probs.detach(), entropy.detach(), leaf.grad, shapes
 
@@ -67,9 +66,7 @@ def shard_on_rank() -> tuple[Tensor, Tensor, Tensor | None, list[tuple[int, ...]
 def test_shards_equal_the_whole_vocabulary(size):
     shards = run_ranks(shard_on_rank, size)
     logits, targets, *gradients = inputs()
-    log_probs, entropy, gradient = reference(
-        logits, targets, *gradients, temperature=TEMPERATURE, row_mask=MASK, vocab_size=VOCAB_SIZE
-    )
+    log_probs, entropy, gradient = reference(logits, targets, *gradients, **SETTINGS)
     gradient.nan_to_num_(nan=0.0)  # of the oracle's exp at -inf; the limit is 0
     for found_log_probs, found_entropy, _, shapes in shards:
         torch.testing.assert_close(found_log_probs.double(), log_probs, rtol=2e-6, atol=2e-6)

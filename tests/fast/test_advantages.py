@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import statistics
@@ -11,6 +12,7 @@ import torch
 
 from megatron_pg import Sample, filter_overlong, group_advantages, step_totals
 from megatron_pg.step.advantages import METHODS, half_of_dr_grpo
+from tests.fast.refusals import assert_refused
 
 LARGEST = 2**63 - 1
 
@@ -81,29 +83,10 @@ def test_a_lone_sample_has_advantage_zero(method):
     assert found.zero_advantage_groups == (9,)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_groups_do_not_mix_and_order_does_not_matter(method):
-    rewards, groups = [0.0, 1.0, 0.5, 2.0, 3.0], [1, 1, 2, 1, 2]
-    whole = group_advantages(rewards, groups, method=method).advantages
-    first = group_advantages([0.0, 1.0, 2.0], [1, 1, 1], method=method).advantages
-    assert torch.equal(whole[[0, 1, 3]], first)
-    order = [3, 0, 4, 1, 2]
-    shuffled = group_advantages(
-        [rewards[i] for i in order], [groups[i] for i in order], method=method
-    )
-    torch.testing.assert_close(shuffled.advantages, whole[order], rtol=1e-6, atol=0)
-
-
 def test_a_step_without_samples():
     found = group_advantages([], [])
     assert found.advantages.shape == (0,) and found.num_groups == 0
     assert found.zero_advantage_groups == () and found.zero_advantage_fraction == 0.0
-
-
-@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
-def test_rewards_that_are_not_finite_are_named(reward):
-    with pytest.raises(ValueError, match=r"rewards\[1\] is .*expected a finite number"):
-        group_advantages([0.0, reward], [0, 0])
 
 
 @pytest.mark.parametrize(("method", "reward"), [("grpo", 1e200), ("dr_grpo", 1e39), ("rloo", 1e39)])
@@ -115,48 +98,40 @@ def test_rewards_too_far_apart_are_named(method, reward):
     assert equal.advantages.tolist() == [0.0] * 4
 
 
-def test_bad_calls_are_refused():
-    with pytest.raises(ValueError, match=r"rewards has shape \[2\] and group_indices \[3\]"):
-        group_advantages([0.0, 1.0], [0, 0, 0])
-    with pytest.raises(ValueError, match=r"rewards has shape \[1, 2\] and group_indices \[1, 2\]"):
-        group_advantages(torch.zeros(1, 2), torch.zeros(1, 2, dtype=torch.int64))
-    with pytest.raises(ValueError, match="method is 'gae': expected one of grpo, dr_grpo, rloo"):
-        group_advantages([0.0, 1.0], [0, 0], method="gae")
+NO_IDS = [math.nan, 0.5, True, 1 + 2j]
+"""Such as rows without a group, from a table whose column is float for their sake: not one group."""
 
 
-@pytest.mark.parametrize("absent", [math.nan, 0.5, True, 1 + 2j])
-def test_ids_that_are_no_integers_are_refused(absent):
-    """Rows without a group, from a table whose column is float for their sake, are not one group."""
-    with pytest.raises(ValueError, match="group_indices has dtype"):
-        group_advantages([0.0, 1.0], [absent, absent])
-    with pytest.raises(ValueError, match="group_indices has dtype"):
-        group_advantages([0.0, 1.0], torch.tensor([absent, absent]))
+@pytest.mark.parametrize(
+    ("rewards", "groups", "settings", "words"),
+    [
+        ([0.0, 1.0], [0, 0, 0], {}, "rewards has shape [2] and group_indices [3]"),
+        (torch.zeros(1, 2), torch.zeros(1, 2).long(), {}, "rewards has shape [1, 2] and group_indices [1, 2]"),
+        ([0.0, 1.0], [0, 0], {"method": "gae"}, "method is 'gae': expected one of grpo, dr_grpo, rloo"),
+        *(([0.0, value], [0, 0], {}, "rewards[1] is  | expected a finite number") for value in (math.nan, math.inf, -math.inf)),
+        *(([0.0, 1.0], ids([value] * 2), {}, "group_indices has dtype") for value in NO_IDS for ids in (list, torch.tensor)),
+    ],
+)  # fmt: skip
+def test_bad_calls_are_refused(rewards, groups, settings, words):
+    assert_refused(words, group_advantages, rewards, groups, **settings)
 
 
 def test_overlong_samples_are_masked_and_still_counted():
-    samples = [
-        Sample(tokens=[1, 2, 3], response_length=2, loss_mask=[1, 1], advantages=0.5, name=name)
-        for name in ("cut", "ended")
-    ]
+    samples = [Sample([1, 2, 3], 2, [1, 1], 0.5, name=name) for name in ("cut", "ended")]
     filtered = filter_overlong(samples, [True, False])
     assert [s.loss_mask.tolist() for s in filtered] == [[False, False], [True, True]]
     assert filtered[1] is samples[1]
     assert samples[0].loss_mask.all(), "the sample that was given is left as it was"
     totals = step_totals(filtered)
     assert (totals.num_rollouts, totals.num_active_tokens) == (2, 2)
-    with pytest.raises(ValueError, match="is_overlong has 1 flags for 2 samples"):
-        filter_overlong(samples, [True])
+    assert_refused("is_overlong has 1 flags for 2 samples", filter_overlong, samples, [True])
 
 
 def test_half_of_dr_grpo_is_remarked_on_and_names_the_other_half():
-    aggregations = ("sample_mean", "prompt_mean", "token_mean", "constant")
-    halves = {
-        (method, aggregation)
-        for method in (*METHODS, "gae")
-        for aggregation in aggregations
-        if half_of_dr_grpo(method, aggregation)
-    }
-    assert halves == {("grpo", "constant"), *(("dr_grpo", each) for each in aggregations[:3])}
+    means = ("sample_mean", "prompt_mean", "token_mean")
+    pairs = itertools.product((*METHODS, "gae"), (*means, "constant"))
+    halves = {pair for pair in pairs if half_of_dr_grpo(*pair)}
+    assert halves == {("grpo", "constant"), *(("dr_grpo", mean) for mean in means)}
     assert "--advantage dr_grpo is the other half" in half_of_dr_grpo("grpo", "constant")
     other = "the other half is --loss-aggregation constant with --loss-aggregation-divisor"
     assert other in half_of_dr_grpo("dr_grpo", "token_mean")

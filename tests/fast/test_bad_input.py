@@ -50,9 +50,7 @@ def loss_of(samples: list[Sample], **settings: Any) -> torch.Tensor:
     return policy_loss_function(config, batch, logits, totals=totals)[0]
 
 
-# --------------------------------------------------------------------------------------------------
-# Samples
-# --------------------------------------------------------------------------------------------------
+# Samples.
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 4, 5])
@@ -119,9 +117,7 @@ def test_values_at_the_edge_of_what_a_sample_may_be():
     assert sample(advantages=np.array(0.5)).advantages.tolist() == [0.5] * 3
 
 
-# --------------------------------------------------------------------------------------------------
-# Packing and the step's totals
-# --------------------------------------------------------------------------------------------------
+# Packing and the step's totals.
 
 
 @pytest.mark.parametrize("field", ["old_log_probs", "ref_log_probs", "rollout_log_probs"])
@@ -170,9 +166,7 @@ def test_a_group_id_that_is_missing_is_never_read_as_one_group():
     assert_refused(words, loss_of, samples, loss_aggregation="prompt_mean")
 
 
-# --------------------------------------------------------------------------------------------------
-# The reducer factory
-# --------------------------------------------------------------------------------------------------
+# The reducer factory.
 
 # case: (changed arguments, words of the refusal)
 FACTORY = {
@@ -232,9 +226,7 @@ def test_bshd_under_context_parallelism():
     assert get_pg_loss_reducer(*inputs, qkv_format="bshd")(torch.ones(3)).item() == 1.0
 
 
-# --------------------------------------------------------------------------------------------------
-# The loss
-# --------------------------------------------------------------------------------------------------
+# The loss.
 
 UNBIASED = {"policy_loss": "reinforce", "kl_loss_coef": 0.1, "use_unbiased_kl": True}
 
@@ -252,9 +244,7 @@ def test_an_input_that_a_setting_needs(field, settings, flag):
     assert_refused(f"{NAME} | {field} | {flag}", loss_of, [sample(**{field: None})], **settings)
 
 
-# --------------------------------------------------------------------------------------------------
-# All of the package
-# --------------------------------------------------------------------------------------------------
+# All of the package.
 
 
 def test_no_refusal_disappears_under_python_O_or_is_swallowed():
@@ -269,9 +259,7 @@ def test_no_refusal_disappears_under_python_O_or_is_swallowed():
     assert not found
 
 
-# --------------------------------------------------------------------------------------------------
-# What was once accepted in silence
-# --------------------------------------------------------------------------------------------------
+# What was once accepted in silence.
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "constant"])

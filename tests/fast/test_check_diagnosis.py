@@ -263,7 +263,3 @@ def test_what_is_said_of_a_failure(case):
         for word in words.split(" | "):
             assert (word[1:] not in said[place]) if word[:1] == "!" else word in said[place]
         assert words or not said[place]
-
-
-def test_replicas_that_disagree_do_not_pass():
-    assert not replace(RIGHT, replica_error=2e-6).passed

@@ -15,19 +15,15 @@ from megatron_pg.check.job import Launch
 from megatron_pg.check.options import CheckOptions, has_gradient_accumulation_fusion, parse_options
 from megatron_pg.check.report import Checked, as_json, as_text, summary, summary_as_json
 from megatron_pg.config.versions import UnsupportedMegatronError
+from tests.fast.refusals import assert_words
 from tests.lanes import in_both_lanes
 
 pytestmark = in_both_lanes
 
 RIGHT = CheckRow(
     *("loss only", "prompt_mean", False, "fp32", -1.5, 1.0),
-    reference_loss=-1.5,
-    gradient_error=1e-7,
-    worst_parameter="table",
-    worst_ratio=1.0,
-    common_ratio=1.0,
-    scaled_error=1e-7,
-    num_parameters=4,
+    **{"reference_loss": -1.5, "gradient_error": 1e-7, "scaled_error": 1e-7},
+    **{"worst_parameter": "table", "worst_ratio": 1.0, "common_ratio": 1.0, "num_parameters": 4},
 )
 OPTIONS_OF_ONE = CheckOptions()
 
@@ -43,29 +39,19 @@ OPTIONS_OF_ONE = CheckOptions()
         ("--expert-tensor-parallel-size 2", "--expert-tensor-parallel-size 2 needs"),
         ("--gradient-accumulation-fusion", "--gradient-accumulation-fusion needs a GPU"),
         ("--cp-comm-type a2a", "--cp-comm-type a2a is Transformer Engine's"),
-        (
-            "--mtp-num-layers 1 --cp-partition-mode contiguous",
-            "--mtp-num-layers shifts tokens within zigzag chunks",
-        ),
-        (
-            "--hybrid-model --pipeline-model-parallel-size 2",
-            "--hybrid-model with --pipeline-model-parallel-size 2",
-        ),
+        ("--mtp-num-layers 1 --cp-partition-mode contiguous", "--mtp-num-layers shifts tokens within zigzag chunks"),
+        ("--hybrid-model --pipeline-model-parallel-size 2", "--hybrid-model with --pipeline-model-parallel-size 2"),
         ("--num-experts 3 --expert-model-parallel-size 2", "--num-experts 3 with"),
         ("--num-experts 1", "--num-experts 1 with"),
         ("--num-experts 2 --expert-model-parallel-size 2", "--expert-model-parallel-size"),
         ("--num-experts 2 --tensor-model-parallel-size 2", "needs --sequence-parallel"),
-        (
-            "--transformer-impl transformer_engine",
-            "--transformer-impl transformer_engine runs on --device cuda",
-        ),
+        ("--transformer-impl transformer_engine", "--transformer-impl transformer_engine runs on --device cuda"),
     ],
-)
+)  # fmt: skip
 def test_flags_that_cannot_be_served(flags, named, capsys):
     assert main(["--device", "cpu", *flags.split()]) == 2
     captured = capsys.readouterr()
-    assert named in captured.err
-    assert captured.out == ""
+    assert named in captured.err and captured.out == ""
 
 
 def test_unknown_flag_is_refused_by_name(capsys):
@@ -109,12 +95,10 @@ def test_launch_is_read_from_the_environment():
 
 def test_row_passes_on_agreement_only():
     assert RIGHT.passed
-    assert not replace(RIGHT, gradient_error=1.1e-6).passed
-    assert not replace(RIGHT, gradient_error=math.inf).passed
-    for loss in (-1.5001, math.nan, math.inf):
-        assert not replace(RIGHT, loss=loss).passed
-    for checksum in (0.99, 2.0, math.nan):
-        assert not replace(RIGHT, checksum=checksum).passed
+    wrong = {"gradient_error": (1.1e-6, math.inf), "replica_error": (2e-6,)}
+    wrong |= {"loss": (-1.5001, math.nan, math.inf), "checksum": (0.99, 2.0, math.nan)}
+    for name, values in wrong.items():
+        assert not any(replace(RIGHT, **{name: value}).passed for value in values)
 
 
 def test_tolerance_is_that_of_the_dtype():
@@ -133,13 +117,11 @@ def test_reports_hold_every_row_and_json_no_nan():
     assert parsed["rows"][0]["tolerance"] == 1e-6
     assert parsed["options"]["context_parallel_size"] == 2
     assert parsed["not_checked"]["experts"] == "needs --num-experts"
-    assert {"torch", "megatron-core", "transformer-engine", "apex", "triton"} <= set(
-        parsed["versions"]
-    )
+    packages = {"torch", "megatron-core", "transformer-engine", "apex", "triton"}
+    assert packages <= set(parsed["versions"])
     text = as_text(rows, options, 2)
-    assert "2 processes on cpu: TP 1, PP 1, CP 2, DP 1" in text
-    assert "not finite in table" in text
-    assert "not checked here: experts (needs --num-experts)" in text
+    words = "2 processes on cpu: TP 1, PP 1, CP 2, DP 1 | not finite in table"
+    assert_words(f"{words} | not checked here: experts (needs --num-experts)", text)
     assert text.endswith("FAIL: 1 rows (2 rows)")
 
 

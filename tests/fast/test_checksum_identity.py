@@ -191,9 +191,7 @@ def test_a_loss_keeps_its_number_and_is_named(fault, sign, words, aggregation, c
     assert sums_of(metrics)[CHECKSUM] == pytest.approx(1 + sign / NUM_SAMPLES)
 
 
-# --------------------------------------------------------------------------------------------------
-# Mutants: what each part of the coefficients is for
-# --------------------------------------------------------------------------------------------------
+# Mutants: what each part of the coefficients is for.
 
 
 def missed(fault: str, cp_size: int) -> bool:
@@ -239,9 +237,7 @@ def test_without_a_part_of_the_coefficients_some_pass(part, mutant, passing, mon
         vars(sample).pop("hashed_fields", None)
 
 
-# --------------------------------------------------------------------------------------------------
-# The hashes, against plain integers
-# --------------------------------------------------------------------------------------------------
+# The hashes, against plain integers.
 
 WORD = 2**64
 VALUES = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs", "old_values", "returns")  # fmt: skip
@@ -351,9 +347,7 @@ def test_ranks_are_far_apart():
         assert min(gaps) > 0.38 / count and 0.5 <= values[0] and values[-1] < 1.5
 
 
-# --------------------------------------------------------------------------------------------------
-# Values: advantages, log-probs, what the critic is trained to
-# --------------------------------------------------------------------------------------------------
+# Values: advantages, log-probs, what the critic is trained to.
 
 
 def answers(**values: float) -> list[Sample]:
@@ -421,9 +415,7 @@ def test_a_masked_value_may_be_anything():
     assert step[0].identity == step[1].identity
 
 
-# --------------------------------------------------------------------------------------------------
-# Any step, any two samples
-# --------------------------------------------------------------------------------------------------
+# Any step, any two samples.
 
 
 @settings(max_examples=40)
@@ -457,9 +449,7 @@ def test_a_miss_is_as_rare_as_the_docs_say():
     assert 0 < near / pairs < 1e-8 * 20_000
 
 
-# --------------------------------------------------------------------------------------------------
-# What has no content
-# --------------------------------------------------------------------------------------------------
+# What has no content.
 
 
 def test_totals_of_bare_samples_compare_weights_alone():

@@ -28,14 +28,13 @@ from megatron_pg.cli import main as megatron_pg
 from megatron_pg.config import versions
 from megatron_pg.loss.metric_table import DERIVED, METRICS
 from megatron_pg.loss.metrics import metric_names
+from tests.fast.refusals import assert_words
 
 ROOT = Path(__file__).parents[2]
 RECORDS = sorted(ROOT.glob("docs/records/*.md"))
 PAGES = sorted([*ROOT.glob("README.md"), *ROOT.glob("docs/*.md"), *RECORDS])
 USER_PAGES = [ROOT / "CONTRIBUTING.md", *(page for page in PAGES if page not in RECORDS)]
-FENCE = re.compile(
-    r"^```(\w+)[^\n]*\n(.*?)^```$|^<!-- (python)\n(.*?)^-->$", re.MULTILINE | re.DOTALL
-)
+FENCE = re.compile(r"(?ms)^```(\w+)[^\n]*\n(.*?)^```$|^<!-- (python)\n(.*?)^-->$")
 FILE_NAME = re.compile(r"# (\w+\.py)$", re.MULTILINE)
 LAUNCH_LINE = (
     "train.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
@@ -56,8 +55,8 @@ def blocks(page: Path) -> list[tuple[str, str, int]]:
     ]
 
 
-def pages_with(language: str) -> list[Path]:
-    return [page for page in PAGES if any(found == language for found, _, _ in blocks(page))]
+def python_of(page: Path) -> list[tuple[str, int]]:
+    return [(text, line) for language, text, line in blocks(page) if language == "python"]
 
 
 def name_of(page: Path) -> str:
@@ -77,15 +76,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             del sys.modules[name]
 
 
-@pytest.mark.parametrize("page", pages_with("python"), ids=name_of)
+@pytest.mark.parametrize("page", filter(python_of, PAGES), ids=name_of)
 def test_python_blocks_run(page, folder):
-    code = "".join(text for language, text, _ in blocks(page) if language == "python")
-    if "megatron.training" in code and not versions.has_megatron_training():
+    needs_training = any("megatron.training" in text for text, _ in python_of(page))
+    if needs_training and not versions.has_megatron_training():
         pytest.skip("this Megatron-Core has no megatron.training")
     namespace: dict[str, object] = {"__name__": "page"}
-    for language, text, line in blocks(page):
-        if language != "python":
-            continue
+    for text, line in python_of(page):
         if match := FILE_NAME.match(text):
             (folder / match[1]).write_text(text)
         # The line numbers of a traceback are those of the page.
@@ -166,21 +163,15 @@ def test_the_site_builds(site):
     assert {page.parent.name for page in pages} >= stems | {"records"}
     assert (site / "records/matrix/index.html").exists()
     for page in pages:
-        html = page.read_text()
-        assert (
-            "md-footer__link" in html
-            and "/edit/main/docs/" in html
-            and 'data-md-color-scheme="slate"' in html
-        )
+        words = 'md-footer__link | /edit/main/docs/ | data-md-color-scheme="slate"'
+        assert_words(words, page.read_text())
 
 
 def test_the_site_takes_nothing_from_elsewhere(site):
     """Scripts, styles, fonts and pictures lie beside the pages; MathJax and its font too."""
     for page in site.rglob("index.html"):
-        loaded = re.findall(
-            r"<(?:script|img|link[^>]*stylesheet)[^>]*(?:src|href)=\"?(https?:[^\" >]+)",
-            page.read_text(),
-        )
+        elsewhere = r"<(?:script|img|link[^>]*stylesheet)[^>]*(?:src|href)=\"?(https?:[^\" >]+)"
+        loaded = re.findall(elsewhere, page.read_text())
         assert not loaded, f"{page}: {loaded}"
     assert (site / "mathjax/MathJax.js").exists() and list(site.glob("mathjax/fonts/**/*.woff"))
     assert "STIX-Web" in (site / "site.js").read_text()

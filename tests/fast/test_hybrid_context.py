@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from megatron_pg import Sample, TokenWindow, step_totals
 from megatron_pg.step import SampleCost, hybrid_context, plan_hybrid_cp_step
 from megatron_pg.step.token_window import Layout
+from tests.fast.refusals import assert_refused
 
 MicroBatch = tuple[tuple[int, ...], int, int]
 Plan = list[list[MicroBatch]]
@@ -139,9 +140,8 @@ def test_a_rank_alone_has_all_samples():
 
 
 def test_bad_input_is_named():
-    with pytest.raises(ValueError, match="answer-3 takes 9 tokens.*max_tokens_per_rank 7"):
-        plan_hybrid_cp_step([sample(9, 3)], max_tokens_per_rank=7)
-    with pytest.raises(ValueError, match="max_tokens_per_rank is 0"):
-        plan_hybrid_cp_step([], max_tokens_per_rank=0)
-    with pytest.raises(ValueError, match="max_tokens_per_rank is '7'"):
-        plan_hybrid_cp_step([], max_tokens_per_rank="7")
+    words = "answer-3 takes 9 tokens | max_tokens_per_rank 7"
+    assert_refused(words, plan_hybrid_cp_step, [sample(9, 3)], max_tokens_per_rank=7)
+    for value in (0, "7"):
+        words = f"max_tokens_per_rank is {value!r}"
+        assert_refused(words, plan_hybrid_cp_step, [], max_tokens_per_rank=value)

@@ -52,9 +52,7 @@ def totals(ranks: Sequence[Sequence[Any]], **keywords: Any) -> StepTotals:
     return totals_of_counts([sample_counts(each) for each in ranks], 0, **keywords)
 
 
-# --------------------------------------------------------------------------------------------------
-# Two data-parallel ranks
-# --------------------------------------------------------------------------------------------------
+# Two data-parallel ranks.
 
 
 def two_ranks() -> tuple[list[str], int | None, list[float]]:
@@ -76,11 +74,6 @@ def test_two_ranks_that_number_their_groups_from_0_are_refused_by_name():
         for message in said:
             assert_words(words, message)
         assert num_groups == 4 and denominators == [4.0] * 4
-
-
-def test_a_group_on_two_ranks_is_none():
-    ranks = [[sample([5], 0, name="a")], [sample([5], 0, name="b")], [sample([6], 1, name="c")]]
-    assert totals(ranks).num_prompt_groups == 2
 
 
 def test_samples_without_a_group_have_any_prompts():
@@ -219,9 +212,7 @@ def test_rows_of_a_matrix_have_rollouts_and_no_prompts():
     assert given.counts[0][0].id_source == "the trainer"
 
 
-# --------------------------------------------------------------------------------------------------
-# Rollouts of several samples
-# --------------------------------------------------------------------------------------------------
+# Rollouts of several samples.
 
 
 def test_rollouts_of_several_samples_share_a_prompt():
@@ -236,9 +227,7 @@ def test_rollouts_of_several_samples_share_a_prompt():
     assert totals([[*pieces, *strangers]], allow_different_prompts=True).num_rollouts == 2
 
 
-# --------------------------------------------------------------------------------------------------
-# Files
-# --------------------------------------------------------------------------------------------------
+# Files.
 
 
 def write(path: Path, first_prompt: int, first_group: int = 0, rollouts: bool = False) -> str:
@@ -348,9 +337,7 @@ def test_flags_that_ask_for_what_is_not_there_are_refused():
     PlanningConfig(64, distinct_ids="file", **files)
 
 
-# --------------------------------------------------------------------------------------------------
-# Advantages
-# --------------------------------------------------------------------------------------------------
+# Advantages.
 
 
 def test_advantages_compare_answers_to_one_prompt():
@@ -364,9 +351,7 @@ def test_advantages_compare_answers_to_one_prompt():
     assert_refused(words, group_advantages, rewards, groups, prompts=prompts[:3])
 
 
-# --------------------------------------------------------------------------------------------------
-# Any step
-# --------------------------------------------------------------------------------------------------
+# Any step.
 
 steps = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2)), min_size=2, max_size=12)
 """Of each sample its prompt and its rank."""

@@ -19,7 +19,7 @@ from megatron_pg.head.ragged import offsets_of
 from tests.distributed.launch import run_ranks
 from tests.fast.log_probs_oracle import close, reference
 from tests.fast.refusals import assert_refused
-from tests.fast.test_log_probs_parallel import shapes_gathered
+from tests.fast.test_log_probs import shapes_gathered
 
 TOKENS, HIDDEN, WIDTH, VOCAB_SIZE, TEMPERATURE = 13, 6, 24, 21, 0.7
 SIZES = {"sets": (3, 1, 9, 2), "mixed": (3, 0, 1, 9, 0, 2), "one": (1,), "none": (0,)}

@@ -20,14 +20,6 @@ from megatron_pg.head.vocabulary_shard import LogitRows, RowStatistics, Vocabula
 from tests import progress
 from tests.fast import test_log_probs as shared
 from tests.fast.log_probs_oracle import peaked_logits, reference
-from tests.fast.test_log_probs_parallel import (
-    MASK,
-    SETTINGS,
-    TEMPERATURE,
-    VOCAB_SIZE,
-    WIDTH,
-    inputs,
-)
 from tests.fast.triton_interpreter import INTERPRETED, MARKS
 
 needs_interpreter, pytestmark = MARKS
@@ -121,9 +113,9 @@ class TestKernels:
 
     @pytest.mark.parametrize("size", [2, 4])
     def test_shards(self, size, monkeypatch):
-        logits, targets, *gradients = inputs()
+        logits, targets, *gradients = shared.inputs()
         shards, statistics = sharded_statistics(logits, targets, size, monkeypatch)
-        wanted = reference(logits, targets, *gradients, **SETTINGS)
+        wanted = reference(logits, targets, *gradients, **shared.SETTINGS)
         torch.testing.assert_close(statistics.log_probs.double(), wanted[0], rtol=2e-6, atol=2e-6)
         torch.testing.assert_close(statistics.entropy.double(), wanted[1], rtol=2e-6, atol=2e-6)
         for rows in shards:
@@ -153,11 +145,11 @@ def sharded_statistics(
 
     stand_in = SimpleNamespace(get_world_size=lambda group: size, all_gather_into_tensor=gather)
     monkeypatch.setattr(vocabulary_shard, "dist", stand_in)
-    width, shards = WIDTH // size, []
-    for start, own in zip(range(0, WIDTH, width), logits.chunk(size, 1), strict=True):
-        columns = min(max(VOCAB_SIZE - start, 0), width)
-        shard = VocabularyShard(start, columns, VOCAB_SIZE, gather)
-        rows = LogitRows(own.clone(), targets, shard, torch.tensor(TEMPERATURE), MASK)
+    width, shards = shared.WIDTH // size, []
+    for start, own in zip(range(0, shared.WIDTH, width), logits.chunk(size, 1), strict=True):
+        columns = min(max(shared.VOCAB_SIZE - start, 0), width)
+        shard = VocabularyShard(start, columns, shared.VOCAB_SIZE, gather)
+        rows = LogitRows(own.clone(), targets, shard, torch.tensor(shared.TEMPERATURE), shared.MASK)
         statistics = rows_triton.row_statistics(rows)
         shards.append(rows)
     return shards, statistics

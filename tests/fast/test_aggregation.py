@@ -122,7 +122,6 @@ DENOMINATORS = {"sample_mean": [2, 3, 3, 0, 0, 0, 4], "prompt_mean": [5, 5, 5, 0
 
 
 def check_denominators(totals: StepTotals, indices: Sequence[int]) -> None:
-    """Of these samples of the counted step."""
     samples = [package_sample(COUNTED_STEP[index]) for index in indices]
     for aggregation, expected in DENOMINATORS.items():
         found = AGGREGATIONS[aggregation].denominators(totals, samples)

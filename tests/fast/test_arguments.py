@@ -21,7 +21,6 @@ from megatron_pg.config import (
 )
 from megatron_pg.config.fields import field_docstrings, fields_of
 from megatron_pg.config.policy_loss import OPTIONAL_SAMPLE_FIELDS
-from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.step.sample import Sample
 from tests.fast import tables
 from tests.fast.refusals import assert_refused
@@ -461,10 +460,6 @@ def test_defaults_of_the_flags_are_those_of_the_config():
     assert PolicyLossConfig.from_args(validate_policy_loss_args(parse(""))) == PolicyLossConfig()
 
 
-def test_the_aggregations_offered_are_those_there_are():
-    assert set(FIELDS["loss_aggregation"].choices) == set(AGGREGATIONS)
-
-
 def test_a_flag_that_the_parser_has_is_left_as_it_is():
     parser = argparse.ArgumentParser()
     parser.add_argument("--eps-clip", type=float, default=0.3, help="the trainer's")
@@ -572,22 +567,6 @@ def test_on_the_arguments_of_megatron(megatron_parse, line, aggregation, per_tok
     once = dict(vars(args))
     validate_policy_loss_args(args)
     assert vars(args) == once
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("line", "error", "words"),
-    [
-        (f"{PER_TOKEN} --loss-aggregation prompt_mean", ValueError, PER_TOKEN),
-        (f"{PER_TOKEN} --ddp-average-in-collective", ValueError, "--ddp-average-in-collective"),
-        (f"{PER_TOKEN} --use-torch-fsdp2", ValueError, "--use-torch-fsdp2"),
-        ("--qkv-format bshd --context-parallel-size 2", NotImplementedError, "--qkv-format thd"),
-        ("--pg-loss-divisor 0", ValueError, "--pg-loss-divisor"),
-    ],
-)
-def test_refusals_on_the_arguments_of_megatron(megatron_parse, line, error, words):
-    with pytest.raises(error, match=words):
-        megatron_parse(line, world_size=2)
 
 
 @pytest.mark.filterwarnings("ignore")

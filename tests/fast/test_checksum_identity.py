@@ -142,7 +142,6 @@ def sums_of(metrics: list[list[MicroBatchMetrics]]) -> dict[str, float]:
 
 
 def messages(metrics: list[list[MicroBatchMetrics]]) -> str:
-    """What the processes say, all of which stop."""
     config, said = config_of("sample_mean", check_aggregation=True), []
     for of_process in metrics:
         with pytest.raises(RuntimeError, match="expected 1") as error:
@@ -361,57 +360,56 @@ def answers(**values: float) -> list[Sample]:
     return [replace(samples[0], name="the first", **changed), *samples[1:]]
 
 
-def sums_of_batch(step: list[Sample], fed: list[Sample], config: PolicyLossConfig) -> list[float]:
+def sums_of_batch(
+    step: list[Sample], fed: list[Sample], aggregation: str = "sample_mean"
+) -> list[float]:
     """The sum of weights and that of samples, of one micro-batch of those that are fed; the step is counted before."""
     totals = totals_of_counts([sample_counts(step)], 0)
-    metrics = metrics_of_batch(config, pack(fed), totals=totals)
+    metrics = metrics_of_batch(config_of(aggregation), pack(fed), totals=totals)
     return list(sums_of([[metrics]]).values())[:2]
 
 
 @EVERY_MODE
 def test_of_equal_answers_one_lost_and_another_twice_is_seen(aggregation):
-    step, config = answers(), config_of(aggregation)
-    assert sums_of_batch(step, step, config) == pytest.approx([1.0, 1.0], abs=1e-13)
-    weights, samples = sums_of_batch(step, [*step[1:], step[1]], config)
+    step = answers()
+    assert sums_of_batch(step, step, aggregation) == pytest.approx([1.0, 1.0], abs=1e-13)
+    weights, samples = sums_of_batch(step, [*step[1:], step[1]], aggregation)
     assert weights == pytest.approx(1.0, abs=1e-12) and abs(samples - 1) > 1e-4
 
 
 @pytest.mark.parametrize("name", VALUES)
 def test_a_sample_is_another_where_a_value_of_it_is(name):
     """Also where it is overwritten after the step was counted; with the old value again, it is itself."""
-    config, step = config_of("sample_mean"), answers(advantages=3.0)
-    other = answers(**{"advantages": 3.0, name: -2.5})
+    step, other = answers(advantages=3.0), answers(**{"advantages": 3.0, name: -2.5})
     assert step[0].identity != other[0].identity
-    assert abs(sums_of_batch(step, other, config)[1] - 1) > 1e-4
-    assert sums_of_batch(step, answers(advantages=3.0), config)[1] == pytest.approx(1, abs=1e-13)
+    assert abs(sums_of_batch(step, other)[1] - 1) > 1e-4
+    assert sums_of_batch(step, answers(advantages=3.0))[1] == pytest.approx(1, abs=1e-13)
 
 
 @pytest.mark.parametrize("name", VALUES)
 @pytest.mark.parametrize("where", ["all", "one"])
 def test_a_value_filled_after_the_step_was_counted_does_not_disturb(name, where):
     """Of every sample, or of the one that lacks it; what the others have from the beginning is still told apart."""
-    config, step = config_of("sample_mean"), answers()
-    empty = 0.0 if name == "advantages" else None
     if name == "advantages" and where == "one":
         return  # an advantage of 0 is one
+    step, empty = answers(), 0.0 if name == "advantages" else None
     counted = [replace(s, **{name: empty}) if where == "all" or s is step[0] else s for s in step]
-    assert sums_of_batch(counted, step, config) == pytest.approx([1.0, 1.0], abs=1e-13)
-    wrong = [*step[:3], step[0]]
+    assert sums_of_batch(counted, step) == pytest.approx([1.0, 1.0], abs=1e-13)
     if name != "advantages":
-        assert abs(sums_of_batch(counted, wrong, config)[1] - 1) > 1e-4
+        assert abs(sums_of_batch(counted, [*step[:3], step[0]])[1] - 1) > 1e-4
 
 
 def test_values_that_a_sample_loses_are_seen():
-    config, step = config_of("sample_mean"), answers()
+    step = answers()
     without = [replace(sample, ref_log_probs=None) for sample in step]
-    assert abs(sums_of_batch(step, without, config)[1] - 1) > 1e-4
+    assert abs(sums_of_batch(step, without)[1] - 1) > 1e-4
 
 
 def test_a_masked_value_may_be_anything():
     """Log-probs of tool tokens: NaN and infinity are bits as others are."""
     numbers = [-1.0, math.nan, -math.inf]
     step = [Sample([1, 2, 3, 4], 3, [1, 0, 0], 1.0, old_log_probs=numbers) for _ in range(2)]
-    assert sums_of_batch(step, step, config_of("token_mean")) == pytest.approx([1.0, 1.0])
+    assert sums_of_batch(step, step, "token_mean") == pytest.approx([1.0, 1.0])
     assert step[0].identity == step[1].identity
 
 
@@ -429,12 +427,13 @@ def test_one_sample_in_the_place_of_another_is_seen(seed, kept, lost, aggregatio
     step = package_samples(random_step(seed))
     assume(kept != lost and step[kept].num_active_tokens and step[lost].num_active_tokens)
     totals = totals_of_counts([sample_counts(step)], 0, allow_different_group_sizes=True)
-    sums = []
-    for fed in (step, [step[kept] if i == lost else each for i, each in enumerate(step)]):
-        metrics = metrics_of_batch(config_of(aggregation), pack(fed), totals=totals)
-        sums.append(sums_of([[metrics]]))
-    assert sums[0] == pytest.approx(dict.fromkeys(CHECKSUMS, 1.0), abs=1e-12)
-    assert abs(sums[1][CHECKSUMS[1]] - 1) > 1e-9
+    wrong = [*step[:lost], step[kept], *step[lost + 1 :]]
+    right, other = (
+        sums_of([[metrics_of_batch(config_of(aggregation), pack(fed), totals=totals)]])
+        for fed in (step, wrong)
+    )
+    assert right == pytest.approx(dict.fromkeys(CHECKSUMS, 1.0), abs=1e-12)
+    assert abs(other[CHECKSUMS[1]] - 1) > 1e-9
 
 
 def test_a_miss_is_as_rare_as_the_docs_say():

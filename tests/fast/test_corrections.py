@@ -212,15 +212,6 @@ def test_accepted_samples_adds_up_in_float64():
     assert not kept.loss_mask.any()
 
 
-def test_means_over_a_fully_masked_sequence_are_zero():
-    sequences = random_sequences(14)
-    config = PolicyLossConfig(**GEOMETRIC, **OPSM)
-    _, sums = tokens_and_sums(config, package_batch(sequences), flat_log_probs(sequences))
-    means = (sums.mean("policy"), sums.mean("mismatch"))
-    assert not sum(sequences[-1].loss_mask) and len(sequences[-1].loss_mask) == 3
-    assert all(mean[-3:].tolist() == [0.0] * 3 for mean in means)
-
-
 def test_only_the_log_probs_that_a_setting_needs_are_asked_for():
     sequences = random_sequences(12)
     batch, log_probs = package_batch(sequences), flat_log_probs(sequences)

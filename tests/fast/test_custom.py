@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 
 import pytest
@@ -41,9 +40,22 @@ number = 3
 """
 
 
+REDUCERS = """
+import functools
+
+def alone(total_lengths, response_lengths, loss_masks, per_token): ...
+def with_rank(total_lengths, response_lengths, loss_masks, per_token, cp_rank): ...
+def with_both(total_lengths, response_lengths, loss_masks, per_token, *, cp_size, cp_rank=None): ...
+def with_any(total_lengths, response_lengths, loss_masks, per_token, **keywords): ...
+def with_rank_only_by_position(total, response, masks, per_token, cp_rank=0, /): ...
+def with_rank_too_early(total_lengths, response_lengths, cp_rank, cp_size): ...
+
+with_size_given = functools.partial(with_both, cp_size=1)
+"""
 MODULES = {
     "__init__": "",
     "losses": LOSSES,
+    "reducers": REDUCERS,
     "lacks_import": "import no_such_dependency\n",
     "wrong_syntax": "def loss(:\n",
     "raises": "raise RuntimeError('no licence')\n",
@@ -113,47 +125,26 @@ def test_refusals_name_flag_path_and_cause(path, words, cause):
     assert isinstance(refusal.value.__cause__, cause or type(None))
 
 
-def without_context_parallelism(total_lengths, response_lengths, loss_masks, per_token): ...
-
-
-def with_rank(total_lengths, response_lengths, loss_masks, per_token, cp_rank): ...
-
-
-def with_both(total_lengths, response_lengths, loss_masks, per_token, *, cp_size, cp_rank=None): ...
-
-
-def with_any(total_lengths, response_lengths, loss_masks, per_token, **keywords): ...
-
-
-def with_rank_only_by_position(total, response, masks, per_token, cp_rank=0, /): ...
-
-
-def with_rank_too_early(total_lengths, response_lengths, cp_rank, cp_size): ...
-
-
 @pytest.mark.parametrize(
-    ("function", "named"),
+    ("name", "named"),
     [
-        (without_context_parallelism, ()),
-        (with_rank, ("cp_rank",)),
-        (with_both, ("cp_rank", "cp_size")),
-        (with_any, ()),
-        (with_rank_only_by_position, ()),
-        (functools.partial(with_both, cp_size=1), ("cp_rank", "cp_size")),
+        ("alone", ()),
+        ("with_rank", ("cp_rank",)),
+        ("with_both", ("cp_rank", "cp_size")),
+        ("with_size_given", ("cp_rank", "cp_size")),
+        ("with_any", ()),
+        ("with_rank_only_by_position", ()),
     ],
 )
-def test_a_reducer_is_given_the_keywords_that_its_signature_names(function, named):
+def test_a_reducer_is_given_the_keywords_that_its_signature_names(name, named):
+    """They count as given when the signature is checked."""
+    function = load_custom_function(REDUCER, f"custom_pkg.reducers.{name}")
     assert named_keywords(function, REDUCER_KEYWORDS) == named
     function(*REDUCER_PARAMETERS, **dict.fromkeys(named, 0))
 
 
-def test_the_keywords_count_as_given_when_the_signature_is_checked():
-    for name in ("with_both", "with_rank", "with_any", "without_context_parallelism"):
-        load_custom_function(REDUCER, f"{__name__}.{name}")
-
-
 def test_a_keyword_in_the_place_of_a_positional_argument_is_refused():
-    path = f"{__name__}.with_rank_too_early"
+    path = "custom_pkg.reducers.with_rank_too_early"
     load_custom_function("custom_tis_function_path", path)  # four arguments too, and no keywords
     words = "multiple values for argument 'cp_rank'"
     assert_refused(words, load_custom_function, REDUCER, path)

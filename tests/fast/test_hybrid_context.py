@@ -110,7 +110,6 @@ def test_the_checks_see_a_plan_that_is_wrong(monkeypatch):
 
 
 def groups_of(lengths: list[int], num_ranks: int, budget: int) -> list[int]:
-    """The ranks that each sample lies on."""
     sizes = {
         i: size for mine in planned(lengths, num_ranks, budget) for m, _, size in mine for i in m
     }

@@ -231,7 +231,6 @@ def test_rollouts_of_several_samples_share_a_prompt():
 
 
 def write(path: Path, first_prompt: int, first_group: int = 0, rollouts: bool = False) -> str:
-    """Two prompts of two rows each."""
     rows: list[dict[str, Any]] = [
         {"prompt_ids": [first_prompt + index // 2], "response_ids": [1, 2]}
         | {"reward": float(index % 2), "group_index": first_group + index // 2}
@@ -253,12 +252,6 @@ def files(tmp_path: Path) -> list[str]:
     return [write(tmp_path / "monday.jsonl", 10), write(tmp_path / "tuesday.jsonl", 20)]
 
 
-def num_groups_explained(capsys: pytest.CaptureFixture[str], files: list[str], flags: str) -> int:
-    line = ["explain", "--rollout-files", *files, "--policy-loss", "reinforce", "--json"]
-    assert cli([*line, *flags.split()]) == 0
-    return json.loads(capsys.readouterr().out)["step"]["num_prompt_groups"]
-
-
 def test_two_files_that_number_their_groups_from_0_are_refused_by_name(files, capsys):
     samples = step_of(files)
     said = [refusal(step_totals, samples), refusal(with_group_advantages, samples)]
@@ -269,20 +262,23 @@ def test_two_files_that_number_their_groups_from_0_are_refused_by_name(files, ca
         assert_words(f"{words} | tuesday.jsonl row 0 (file 2 of | --distinct-ids file", message)
 
 
-def test_distinct_ids_of_files_are_those_of_their_prompts(files, capsys):
-    samples = step_of(files, distinct_ids=True)
-    assert step_totals(samples).num_prompt_groups == 4
-    _, groups = with_group_advantages(samples)
-    assert groups.num_groups == 4 and not groups.zero_advantage_groups
-    assert num_groups_explained(capsys, files, "--distinct-ids file") == 4
-
-
-def test_different_prompts_are_allowed_by_a_flag(files, capsys):
-    samples = step_of(files)
-    assert step_totals(samples, allow_different_prompts=True).num_prompt_groups == 2
-    _, groups = with_group_advantages(samples, allow_different_prompts=True)
-    assert groups.num_groups == 2
-    assert num_groups_explained(capsys, files, "--allow-different-prompts-in-group") == 2
+@pytest.mark.parametrize(
+    ("distinct", "flag", "num_groups"),
+    [(True, "--distinct-ids file", 4), (False, "--allow-different-prompts-in-group", 2)],
+)
+def test_groups_of_two_files_are_made_distinct_or_allowed(
+    files, capsys, distinct, flag, num_groups
+):
+    samples, allowed = (
+        step_of(files, distinct_ids=distinct),
+        {"allow_different_prompts": not distinct},
+    )
+    assert step_totals(samples, **allowed).num_prompt_groups == num_groups
+    _, groups = with_group_advantages(samples, **allowed)
+    assert groups.num_groups == num_groups and not groups.zero_advantage_groups
+    line = ["--policy-loss", "reinforce", "--json", *flag.split()]
+    assert cli(["explain", "--rollout-files", *files, *line]) == 0
+    assert json.loads(capsys.readouterr().out)["step"]["num_prompt_groups"] == num_groups
 
 
 def test_rollouts_of_two_files_are_refused_and_made_distinct(tmp_path):

@@ -17,6 +17,7 @@ from megatron_pg import integrations
 from megatron_pg.config.custom import load_custom_function
 from tests import oracle
 from tests.cut_steps import CUTS, Cut, assert_same
+from tests.fast.refusals import assert_refused
 from tests.lanes import in_both_lanes
 from tests.oracle import PlainSample
 from tests.random_steps import lengths, loss_masks, plain_sample, random_losses, random_step
@@ -49,13 +50,11 @@ class Trainer:
         self.path = f"megatron_pg.integrations.{aggregation}"
 
     def scaled(self, loss: Tensor, microbatches: int, rollouts: int, dp: int, cp: int) -> Tensor:
-        """What the trainer's loss function returns."""
         if self.per_token:
             return loss * cp
         return loss * microbatches / rollouts * dp * cp
 
     def num_tokens(self, micro_batch: Sequence[PlainSample]) -> int:
-        """What it returns beside it."""
         if not self.per_token:
             return 1
         return sum(max(sum(sample.loss_mask), 1) for sample in micro_batch)
@@ -103,7 +102,6 @@ class Trainer:
 
 
 def one_sample_rollouts(seed: int, *, fully_masked: bool) -> list[PlainSample]:
-    """A random step whose rollouts are one sample each."""
     step = [
         plain_sample(sample.loss_mask, prompt_length=sample.prompt_length, group=0)
         for sample in random_step(seed)
@@ -153,8 +151,6 @@ class ForgetsContextParallel(Trainer):
 
 
 class SwapsTheMode(Trainer):
-    """Sums tokens where the trainer divides by rollouts."""
-
     def reducer(self, micro_batch):
         return integrations.token_mean(*lengths(micro_batch), loss_masks(micro_batch), True)
 
@@ -171,38 +167,34 @@ def call(name: str, per_token: bool) -> Tensor:
     return function([5], [3], [torch.tensor([1, 0, 1])], per_token)(torch.ones(3))
 
 
-@pytest.mark.parametrize(
-    ("name", "per_token", "message"),
-    [
-        ("sample_mean", True, "--calculate-per-token-loss"),
-        ("constant", True, "--calculate-per-token-loss"),
-        ("token_mean", False, "add --calculate-per-token-loss"),
-        ("prompt_mean", False, "prompt group"),
-        ("prompt_mean", True, "prompt group"),
-    ],
-)
-def test_refusals_say_why(name, per_token, message):
-    with pytest.raises(ValueError, match=message):
-        call(name, per_token)
-
-
-def test_constant_without_a_divisor_is_refused(monkeypatch):
-    monkeypatch.delenv(integrations.DIVISOR_VARIABLE)
-    with pytest.raises(ValueError, match=integrations.DIVISOR_VARIABLE):
-        call("constant", False)
-
-
-@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "many", ""])
-def test_a_divisor_that_is_none_is_refused(monkeypatch, text):
-    monkeypatch.setenv(integrations.DIVISOR_VARIABLE, text)
-    with pytest.raises(ValueError, match="(?i)divisor"):
-        call("constant", False)
-
-
 def set_megatron_args(monkeypatch: pytest.MonkeyPatch, **values: object) -> None:
     module = types.ModuleType("megatron.training.global_vars")
     module.get_args = lambda: argparse.Namespace(**values)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", module)
+
+
+@pytest.mark.parametrize(
+    ("name", "per_token", "divisor", "args", "message"),
+    [
+        ("sample_mean", True, "4", {}, "--calculate-per-token-loss"),
+        ("constant", True, "4", {}, "--calculate-per-token-loss"),
+        ("token_mean", False, "4", {}, "add --calculate-per-token-loss"),
+        ("prompt_mean", False, "4", {}, "prompt group"),
+        ("prompt_mean", True, "4", {}, "prompt group"),
+        ("constant", False, None, {}, integrations.DIVISOR_VARIABLE),
+        *(
+            ("constant", False, text, {}, "ivisor")
+            for text in ("0", "-1", "nan", "inf", "many", "")
+        ),
+        ("constant", False, "4", {"loss_aggregation_divisor": 8.0}, "two divisors"),
+    ],
+)
+def test_refusals_say_why(monkeypatch, name, per_token, divisor, args, message):
+    monkeypatch.delenv(integrations.DIVISOR_VARIABLE)
+    if divisor is not None:
+        monkeypatch.setenv(integrations.DIVISOR_VARIABLE, divisor)
+    set_megatron_args(monkeypatch, **args)
+    assert_refused(message, call, name, per_token)
 
 
 def test_the_divisor_of_megatrons_global_args(monkeypatch):
@@ -211,18 +203,11 @@ def test_the_divisor_of_megatrons_global_args(monkeypatch):
     torch.testing.assert_close(call("constant", False), torch.tensor(0.25))
 
 
-def test_two_different_divisors_are_refused(monkeypatch):
-    set_megatron_args(monkeypatch, loss_aggregation_divisor=8.0)
-    with pytest.raises(ValueError, match="two divisors"):
-        call("constant", False)
-
-
 def test_bshd_under_context_parallelism_is_refused(monkeypatch):
     set_megatron_args(monkeypatch, qkv_format="bshd")
     call("constant", False)  # at size 1 there is nothing to slice
     Trainer(monkeypatch, "constant").set_place(0, 2)
-    with pytest.raises(NotImplementedError, match="--qkv-format thd"):
-        call("constant", False)
+    assert_refused("--qkv-format thd", call, "constant", False, error=NotImplementedError)
 
 
 def test_importing_needs_no_megatron():

@@ -40,8 +40,6 @@ def random_sets(
 
 
 class Problem:
-    """Inputs of a head, and what it must give."""
-
     def __init__(
         self, sizes: str = "mixed", dtype: torch.dtype = torch.float32, device: str = "cpu"
     ) -> None:
@@ -219,7 +217,6 @@ def without_target(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def one_row_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The set of the token before."""
     whole = sparse_layer.KeptPairs.build
 
     def wrong(kept: Ragged, targets: Tensor, *rest: object) -> kept_set.KeptPairs:

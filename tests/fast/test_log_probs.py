@@ -238,22 +238,14 @@ def shapes_gathered(call: Callable[[], Any]) -> tuple[Any, list[tuple[int, ...]]
 def shard_on_rank() -> tuple[Tensor, Tensor, Tensor | None, list[tuple[int, ...]]]:
     logits, targets, *gradients = inputs()
     leaf = logits.chunk(dist.get_world_size(), 1)[dist.get_rank()].clone().requires_grad_()
-    call = functools.partial(
-        log_probs_and_entropy,
-        leaf,
-        targets,
-        tensor_parallel_group=dist.group.WORLD,
-        with_entropy=True,
-        **SETTINGS,
-    )
+    settings = {**SETTINGS, "tensor_parallel_group": dist.group.WORLD, "with_entropy": True}
+    call = functools.partial(log_probs_and_entropy, leaf, targets, **settings)
     (log_probs, entropy), shapes = shapes_gathered(call)
     torch.autograd.backward([log_probs, entropy], gradients)
     return log_probs.detach(), entropy.detach(), leaf.grad, shapes
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_shards_equal_the_whole_vocabulary(size):
-    shards = run_ranks(shard_on_rank, size)
+def check_shards(shards: list) -> None:
     logits, targets, *gradients = inputs()
     log_probs, entropy, gradient = reference(logits, targets, *gradients, **SETTINGS)
     gradient.nan_to_num_(nan=0.0)  # of the oracle's exp at -inf; the limit is 0
@@ -266,6 +258,11 @@ def test_shards_equal_the_whole_vocabulary(size):
     found_gradient = torch.cat([shard[2] for shard in shards], 1)
     torch.testing.assert_close(found_gradient.double(), gradient, rtol=5e-6, atol=2e-6)
     assert (found_gradient[~MASK] == 0).all() and (found_gradient[:, VOCAB_SIZE:] == 0).all()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_shards_equal_the_whole_vocabulary(size):
+    check_shards(run_ranks(shard_on_rank, size))
 
 
 def test_a_shard_alone_would_be_seen():

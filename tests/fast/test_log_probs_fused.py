@@ -321,7 +321,6 @@ def test_a_piece_that_ends_inside_a_sequence_would_be_seen(piece_sizes):
 
 @pytest.mark.parametrize("mode", [known, deferred])
 def test_a_chunk_whose_loss_is_a_constant_has_no_gradient(mode):
-    """The second chunk of three here."""
     problem = Problem(scale=6.0)
     right = problem.token_loss
 

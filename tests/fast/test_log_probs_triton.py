@@ -9,15 +9,15 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_pg.head import from_logits, vocabulary_shard
-from megatron_pg.head.vocabulary_shard import LogitRows, RowStatistics, VocabularyShard
+from megatron_pg.head import from_logits
+from megatron_pg.head.vocabulary_shard import LogitRows, VocabularyShard
 from tests import progress
+from tests.distributed.launch import run_ranks
 from tests.fast import test_log_probs as shared
 from tests.fast.log_probs_oracle import peaked_logits, reference
 from tests.fast.triton_interpreter import INTERPRETED, MARKS
@@ -111,19 +111,6 @@ class TestKernels:
             found.append(out)
         assert torch.equal(*found) and (found[0][:, width - 7 :] == 0).all()
 
-    @pytest.mark.parametrize("size", [2, 4])
-    def test_shards(self, size, monkeypatch):
-        logits, targets, *gradients = shared.inputs()
-        shards, statistics = sharded_statistics(logits, targets, size, monkeypatch)
-        wanted = reference(logits, targets, *gradients, **shared.SETTINGS)
-        torch.testing.assert_close(statistics.log_probs.double(), wanted[0], rtol=2e-6, atol=2e-6)
-        torch.testing.assert_close(statistics.entropy.double(), wanted[1], rtol=2e-6, atol=2e-6)
-        for rows in shards:
-            rows_triton.write_gradient(rows, statistics, gradients, rows.logits)
-        found = torch.cat([rows.logits for rows in shards], 1)
-        expected = wanted[2].nan_to_num(nan=0.0)  # of the oracle's exp at -inf; the limit is 0
-        torch.testing.assert_close(found.double(), expected, rtol=5e-6, atol=2e-6)
-
 
 def gradient_of(logits: Tensor, targets: Tensor, out: Tensor) -> Tensor:
     shard = VocabularyShard.build(logits.shape[1], 33, None)
@@ -133,26 +120,16 @@ def gradient_of(logits: Tensor, targets: Tensor, out: Tensor) -> Tensor:
     return out
 
 
-def sharded_statistics(
-    logits: Tensor, targets: Tensor, size: int, monkeypatch: pytest.MonkeyPatch
-) -> tuple[list[LogitRows], RowStatistics]:
-    """The shards' kernels one after the other, then the combining kernel on what they sent."""
-    sent: list[Tensor] = []
+def shard_on_rank() -> tuple[Tensor, Tensor, Tensor | None, list[tuple[int, ...]]]:
+    from_logits.row_passes = lambda logits: rows_triton
+    rows_triton._VECTORS, rows_triton._GRADIENT_TILES = 1, {2: (8, 2), 4: (8, 2)}
+    return shared.shard_on_rank()
 
-    def gather(gathered: Tensor, own: Tensor, group: object) -> None:
-        sent.append(own.clone())
-        gathered.copy_(torch.cat(sent).resize_(gathered.shape))
 
-    stand_in = SimpleNamespace(get_world_size=lambda group: size, all_gather_into_tensor=gather)
-    monkeypatch.setattr(vocabulary_shard, "dist", stand_in)
-    width, shards = shared.WIDTH // size, []
-    for start, own in zip(range(0, shared.WIDTH, width), logits.chunk(size, 1), strict=True):
-        columns = min(max(shared.VOCAB_SIZE - start, 0), width)
-        shard = VocabularyShard(start, columns, shared.VOCAB_SIZE, gather)
-        rows = LogitRows(own.clone(), targets, shard, torch.tensor(shared.TEMPERATURE), shared.MASK)
-        statistics = rows_triton.row_statistics(rows)
-        shards.append(rows)
-    return shards, statistics
+@needs_interpreter
+@pytest.mark.parametrize("size", [2, 4])
+def test_shards(size):
+    shared.check_shards(run_ranks(shard_on_rank, size))
 
 
 @needs_interpreter

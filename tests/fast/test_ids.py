@@ -263,22 +263,18 @@ def test_two_files_that_number_their_groups_from_0_are_refused_by_name(files, ca
 
 
 @pytest.mark.parametrize(
-    ("distinct", "flag", "num_groups"),
+    ("distinct", "flag", "count"),
     [(True, "--distinct-ids file", 4), (False, "--allow-different-prompts-in-group", 2)],
 )
-def test_groups_of_two_files_are_made_distinct_or_allowed(
-    files, capsys, distinct, flag, num_groups
-):
-    samples, allowed = (
-        step_of(files, distinct_ids=distinct),
-        {"allow_different_prompts": not distinct},
-    )
-    assert step_totals(samples, **allowed).num_prompt_groups == num_groups
+def test_groups_of_two_files_are_distinct_or_allowed(files, capsys, distinct, flag, count):
+    samples = step_of(files, distinct_ids=distinct)
+    allowed = {"allow_different_prompts": not distinct}
+    assert step_totals(samples, **allowed).num_prompt_groups == count
     _, groups = with_group_advantages(samples, **allowed)
-    assert groups.num_groups == num_groups and not groups.zero_advantage_groups
+    assert groups.num_groups == count and not groups.zero_advantage_groups
     line = ["--policy-loss", "reinforce", "--json", *flag.split()]
     assert cli(["explain", "--rollout-files", *files, *line]) == 0
-    assert json.loads(capsys.readouterr().out)["step"]["num_prompt_groups"] == num_groups
+    assert json.loads(capsys.readouterr().out)["step"]["num_prompt_groups"] == count
 
 
 def test_rollouts_of_two_files_are_refused_and_made_distinct(tmp_path):
@@ -303,8 +299,9 @@ def test_the_rows_of_one_rollout_are_dealt_over_ranks(tmp_path):
 @pytest.mark.parametrize("identifier", [-1, 2**40, -(2**63)])
 def test_ids_that_do_not_count_from_0_cannot_be_made_distinct(tmp_path, identifier):
     path = write(tmp_path / "a.jsonl", 10, first_group=identifier)
-    with pytest.raises(RowError, match=r"row 0: group_index is .*--distinct-ids file"):
-        RolloutFiles([path], distinct_ids=True).pull(1)
+    source = RolloutFiles([path], distinct_ids=True)
+    words = "row 0: group_index is  | --distinct-ids file"
+    assert_refused(words, source.pull, 1, error=RowError)
     words = f"answer 7: group_index is {identifier} | --distinct-ids"
     assert_refused(words, with_distinct_ids, sample([5], identifier, name="answer 7"), 1)
 
@@ -319,8 +316,8 @@ def test_distinct_ids_are_those_of_the_group_and_of_the_rollout():
 def test_ids_that_are_none_are_still_bad_rows(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt_ids": [1], "response_ids": [2], "reward": 1, "group_index": 1.5}\n')
-    with pytest.raises(RowError, match="an integer of 64 bits"):
-        RolloutFiles([path], distinct_ids=True).pull(1)
+    source = RolloutFiles([path], distinct_ids=True)
+    assert_refused("an integer of 64 bits", source.pull, 1, error=RowError)
 
 
 def test_flags_that_ask_for_what_is_not_there_are_refused():

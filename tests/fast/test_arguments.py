@@ -137,9 +137,7 @@ REFUSED = {
     "--loss-aggregation constant": "--loss-aggregation-divisor",
     **{f"{CONSTANT} {value}": f"{DIVISOR} | {FINITE} | {value}" for value in BAD_DIVISORS},
     **{f"--pg-loss-divisor {value}": f"--pg-loss-divisor | {FINITE} | {value}" for value in BAD_DIVISORS},
-    **{
-        f"--loss-aggregation {mode} {DIVISOR} 4": f"{DIVISOR} 4 | {mode} | --loss-aggregation constant" for mode in MODES
-    },
+    **{f"--loss-aggregation {mode} {DIVISOR} 4": f"{DIVISOR} 4 | {mode} | --loss-aggregation constant" for mode in MODES},
     "--loss-aggregation-divisor 4": "--loss-aggregation-divisor 4 | --loss-aggregation constant",
     **{f"--pg-loss-divisor 4 {mode}": f"--pg-loss-divisor 4 | {mode}" for mode in MODE_FLAGS},
     "--pg-loss-divisor 4 --loss-aggregation-divisor 5": "--pg-loss-divisor 4 | --loss-aggregation-divisor 5",

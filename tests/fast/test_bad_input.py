@@ -179,9 +179,7 @@ FACTORY = {
     "half a mask": ({"loss_masks": [torch.ones(3), torch.full((2,), 0.5)]}, "loss_masks[1]"),
     "a length missing": ({"response_lengths": [3]}, "response_lengths | total_lengths"),
     "a negative response": ({"response_lengths": [3, -1]}, "response_lengths[1] | -1"),
-    "a sequence of no token": (
-        {"total_lengths": [5, 0], "response_lengths": [3, 0]}, "total_lengths[1] | 0 | at least 1"
-    ),
+    "a sequence of no token": ({"total_lengths": [5, 0], "response_lengths": [3, 0]}, "total_lengths[1] | 0 | at least 1"),
     "no prompt": ({"total_lengths": [3, 4]}, "sample 0 | prompt"),
     "response longer than all": ({"total_lengths": [2, 4]}, "response_lengths[0] | 3 | total_lengths[0] | 2"),
     **{f"length {length}": ({"total_lengths": [length, 4]}, "total_lengths[0] | integer") for length in (5.5, True, "5")},

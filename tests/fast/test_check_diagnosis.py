@@ -143,9 +143,7 @@ Case = tuple[list[CheckRow], tuple[CheckOptions, int], dict[int, str]]
 CASES: dict[str, Case] = {
     # name: (rows, options and processes, words of the diagnosis of a row, "!" before those that it lacks)
     "almost right": ([ALMOST], DEFAULT, {0: "!times the reference"}),
-    "almost right in bf16": (
-        [replace(ALMOST, dtype="bf16", gradient_error=0.03)], DEFAULT, {0: "!times the reference"}
-    ),
+    "almost right in bf16": ([replace(ALMOST, dtype="bf16", gradient_error=0.03)], DEFAULT, {0: "!times the reference"}),
     "sizes that are equal": (
         [scaled(2.0)], (CheckOptions(context_parallel_size=2, pipeline_model_parallel_size=2), 8),
         {0: "gradient is 2 times the reference: 2 = CP or 2 = DP or 2 = PP"},
@@ -174,9 +172,7 @@ CASES: dict[str, Case] = {
         [MODEL, per_token(scaled(2.0, MODEL)), RIGHT, per_token(scaled(2.0))], DEFAULT,
         {0: "", 1: "per-token rows alone: look at the token count", 2: ""},
     ),
-    "the other mode alone": (
-        [scaled(2.0), per_token(RIGHT)], DEFAULT, {0: "rows per micro-batch alone: look at CP / M"}
-    ),
+    "the other mode alone": ([scaled(2.0), per_token(RIGHT)], DEFAULT, {0: "rows per micro-batch alone: look at CP / M"}),
     "a factor of the model": ([scaled(2.0, MODEL), RIGHT], DEFAULT, {0: "the loss-only rows pass: it arises in the model"}),
     "gspo": (alone("gspo"), DEFAULT, {1: "this row alone | a sum over a whole sequence"}),
     "kept set": (alone("kept set"), DEFAULT, {1: "this row alone | kept sets are scored wrongly"}),
@@ -188,9 +184,7 @@ CASES: dict[str, Case] = {
         {1: "follows the gradient rows of this model and loss mode"},
     ),
     "a norm counted twice": (step(replace(UPDATE, gradient_norm=2.0)), DEFAULT, {1: "is 2 and not 1 (2 times):  | twice"}),
-    "a norm of one shard": (
-        step(replace(UPDATE, gradient_norm=0.5)), DEFAULT, {1: "not summed over the tensor-parallel ranks"}
-    ),
+    "a norm of one shard": (step(replace(UPDATE, gradient_norm=0.5)), DEFAULT, {1: "not summed over the tensor-parallel ranks"}),
     "no update": (step(off(UPDATE, "a", ratio=0.0)), DEFAULT, {1: "were not updated"}),
     "updates of a factor": (step(scaled(2.0, UPDATE)), DEFAULT, {1: "are 2 times the reference: the learning rate"}),
     "half updates": (step(scaled(0.5, UPDATE)), DEFAULT, {1: "the learning rate, the weight decay"}),
@@ -231,9 +225,7 @@ CASES: dict[str, Case] = {
     ),
     "rotary positions": ([off(MODEL, loss=-1.4), TIED, RIGHT], DEFAULT, {0: "forward is wrong | look at rotary positions"}),
     "position ids of one model": ([off(TIED, loss=-1.4), MODEL, RIGHT], DEFAULT, {0: "forward is wrong | look at position ids"}),
-    "attention": (
-        [off(MODEL, loss=-1.4), RIGHT], DEFAULT, {0: "attention over several ranks (--context-parallel-size 1"}
-    ),
+    "attention": ([off(MODEL, loss=-1.4), RIGHT], DEFAULT, {0: "attention over several ranks (--context-parallel-size 1"}),
     "backward of the model": (
         [off(MODEL), RIGHT], DEFAULT,
         {0: "backward, or what hardly moves the loss | tensor-parallel ranks exchange,  | --tensor-model-parallel-size 1"},
@@ -249,9 +241,7 @@ CASES: dict[str, Case] = {
         {0: "are 2 times the reference: 2 = PP on pipeline stage 0 alone | sends back | !micro-batch"},
     ),
     "a stage by no factor": ([replace(STAGE, wrong_scaled_error=0.3), RIGHT], PIPELINE, {0: "backward of a micro-batch"}),
-    "tokens of a stage": (
-        [MODEL, TOKENS_OF_STAGE, per_token(RIGHT)], PIPELINE, {1: "the token count | !micro-batch"}
-    ),
+    "tokens of a stage": ([MODEL, TOKENS_OF_STAGE, per_token(RIGHT)], PIPELINE, {1: "the token count | !micro-batch"}),
 }  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from megatron_pg.loss.objectives import OBJECTIVES
 from megatron_pg.loss.sequence import SequenceSums, sequence_sum_names
 from tests.fast import objectives_oracle as oracle
 from tests.fast.objectives_oracle import Correction, Sequence1
+from tests.fast.refusals import assert_refused
 from tests.fast.sequences import (
     flat_gradient,
     flat_log_probs,
@@ -266,8 +267,9 @@ def test_a_sum_over_sequences_that_was_not_made_is_named():
     for settings in (TIS_SEQUENCE, GEOMETRIC, OPSM):
         config = PolicyLossConfig(**settings)
         tokens, _ = tokens_and_sums(config, batch, log_probs)
-        with pytest.raises(ValueError, match="the sum over sequences of .* was not made"):
-            apply_corrections(config, tokens, log_probs, SequenceSums(tokens.sample_ids, {}))
+        sums = SequenceSums(tokens.sample_ids, {})
+        words = "the sum over sequences of  |  was not made"
+        assert_refused(words, apply_corrections, config, tokens, log_probs, sums)
 
 
 def test_an_empty_micro_batch_is_legal():
@@ -322,8 +324,7 @@ def test_accepted_samples_leaves_what_needs_no_rejection_alone():
         assert all(a is b for a, b in zip(accepted_samples(config, samples), samples, strict=True))
     config = PolicyLossConfig(rejection_denominator="accepted", **ICEPOP)
     bare = dataclasses.replace(samples[0], rollout_log_probs=None, name="the first")
-    with pytest.raises(ValueError, match="the first needs rollout_log_probs"):
-        accepted_samples(config, [bare])
+    assert_refused("the first needs rollout_log_probs", accepted_samples, config, [bare])
 
 
 # A user's own correction.
@@ -367,12 +368,14 @@ def without_gradient(config, batch, log_probs, pg_loss):
     ("function", "words"),
     [
         ("without_gradient", "pg_loss: returned a tensor without a gradient"),
-        ("wrong_shape", "loss_mask: returned a tensor of shape .*one value per token"),
+        (
+            "wrong_shape",
+            "loss_mask: returned a tensor of shape  | one value per token of the window",
+        ),
     ],
 )
 def test_custom_functions_of_another_result_are_refused(function, words):
     sequences = random_sequences(8)
     path = f"{__name__}.{function}"
-    config = PolicyLossConfig(use_tis=True, custom_tis_function_path=path)
-    with pytest.raises(ValueError, match=words):
-        corrected(config, package_batch(sequences), flat_log_probs(sequences))
+    settings = {"use_tis": True, "custom_tis_function_path": path}
+    assert_refused(words, corrected_sequences, settings, sequences)

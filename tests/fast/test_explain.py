@@ -315,12 +315,9 @@ TOKEN_MEAN = "--loss-aggregation token_mean"
 @pytest.mark.parametrize(
     ("flags", "per_token"),
     [
-        ("--num-experts 8", True),
-        ("--num-experts 8 --moe-aux-loss-coeff 0.01", False),
         ("--num-experts 8 --moe-aux-loss-coeff 0 0.01", False),
         ("--num-experts 8 --moe-aux-loss-coeff 0.01 --moe-router-load-balancing-type none", True),
         ("--num-experts 8 --moe-z-loss-coeff 0.001", False),
-        ("--moe-aux-loss-coeff 0.01", True),
         ("--mtp-num-layers 1", False),
         ("--use-torch-fsdp2", False),
         ("--ddp-average-in-collective", False),

@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_pg.head import log_probs_and_entropy, rows_torch
 from tests.distributed.launch import run_ranks
 from tests.fast.log_probs_oracle import peaked_logits, reference
+from tests.fast.refusals import assert_refused
 
 # Half a unit in the last place of the stored gradient, plus float32 arithmetic.
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10, torch.float32: 4e-6, torch.float64: 1e-12}  # fmt: skip
@@ -191,15 +192,14 @@ def test_strided_logits():
 )
 def test_bad_input(change, message):
     arguments = {"logits": torch.zeros(3, 4), "targets": torch.zeros(3, dtype=torch.int64)}
-    with pytest.raises(ValueError, match=message):
-        log_probs_and_entropy(**{**arguments, **change})
+    assert_refused(message, log_probs_and_entropy, **{**arguments, **change})
 
 
 def test_second_derivative_is_refused():
     logits, targets = peaked_logits(6, 12)
-    log_probs, _ = log_probs_and_entropy(logits.requires_grad_(), targets)
+    loss = log_probs_and_entropy(logits.requires_grad_(), targets)[0].sum()
     with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
-        torch.autograd.grad(log_probs.sum(), logits, create_graph=True)
+        torch.autograd.grad(loss, logits, create_graph=True)
 
 
 # The vocabulary over ranks.

@@ -49,9 +49,11 @@ TOKENS = "--loss-aggregation token_mean"
 REDUCER = f"--custom-pg-loss-reducer-function-path {HERE}.custom_reducer"
 LOSS = f"--custom-policy-loss-path {HERE}:custom_policy_loss"
 MOE = {"num_experts": 8, "moe_aux_loss_coeff": 0.01}
+MOE_LOSSES = ["seq_aux_loss", "global_aux_loss"]
 TWO_MOE_LOSSES = {
-    **{"num_experts": 8, "moe_aux_loss_coeff": [0.0, 0.01]},
-    "moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"],
+    **MOE,
+    "moe_aux_loss_coeff": [0.0, 0.01],
+    "moe_router_load_balancing_type": MOE_LOSSES,
 }
 MOE_FLAGS = "--num-experts 2 --moe-aux-loss-coeff 0.01"
 

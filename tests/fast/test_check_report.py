@@ -29,8 +29,13 @@ pytestmark = in_both_lanes
 
 RIGHT = CheckRow(
     *("loss only", "prompt_mean", False, "fp32", -1.5, 1.0),
-    **{"reference_loss": -1.5, "gradient_error": 1e-7, "scaled_error": 1e-7},
-    **{"worst_parameter": "table", "worst_ratio": 1.0, "common_ratio": 1.0, "num_parameters": 4},
+    reference_loss=-1.5,
+    gradient_error=1e-7,
+    worst_parameter="table",
+    worst_ratio=1.0,
+    common_ratio=1.0,
+    scaled_error=1e-7,
+    num_parameters=4,
 )
 OPTIONS_OF_ONE = CheckOptions()
 

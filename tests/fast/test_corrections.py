@@ -171,9 +171,9 @@ def test_extreme_mismatches(case):
 
 
 SEQUENCE_LEVEL = [
-    *("tis_sequence", "tis_geometric", "mask_sequence", "mask_geometric", "opsm"),
-    *("geometric", "geometric_below_one", "sequence", "sequence_above_one"),
-]
+    "tis_sequence", "tis_geometric", "mask_sequence", "mask_geometric", "opsm",
+    "geometric", "geometric_below_one", "sequence", "sequence_above_one",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("mismatch", [-1e4, -3.0, -0.1, -0.04, 0.0, 0.02, 0.04, 5.0, 1e4])

@@ -43,17 +43,15 @@ def fifth_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def samples_of_step(weights: bool = False) -> list[Sample]:
-    return [
-        Sample(
-            [*range(1, 3 + len(mask))],
-            *(len(mask), mask, (-1.0) ** index * (1 + index)),
-            old_log_probs=[-1.0 - 0.25 * t for t in range(len(mask))],
-            ref_log_probs=[-1.5] * len(mask),
-            **{"rollout_id": ROLLOUTS[index], "group_index": 0, "name": f"sample {index}"},
-            loss_weights=[0.5 + t for t in range(len(mask))] if weights else None,
-        )
-        for index, mask in enumerate(MASKS)
-    ]
+    samples = []
+    for index, mask in enumerate(MASKS):
+        length, advantage = len(mask), (-1.0) ** index * (1 + index)
+        fields = {"rollout_id": ROLLOUTS[index], "group_index": 0, "name": f"sample {index}"}
+        fields["old_log_probs"] = [-1.0 - 0.25 * t for t in range(length)]
+        fields["ref_log_probs"] = [-1.5] * length
+        fields["loss_weights"] = [0.5 + t for t in range(length)] if weights else None
+        samples.append(Sample([*range(1, 3 + length)], length, mask, advantage, **fields))
+    return samples
 
 
 def token_weights() -> list[float]:

@@ -28,9 +28,9 @@ from megatron_pg.loss.corrections import CORRECTIONS
 from megatron_pg.loss.regularizers import KL_ESTIMATES
 
 HOW = {
-    *("calculate_per_token_loss", "qkv_format", "cp_partition_mode"),
-    *("fused_lm_head", "fp32_lm_head", "check_aggregation"),
-}
+    "calculate_per_token_loss", "qkv_format", "cp_partition_mode",
+    "fused_lm_head", "fp32_lm_head", "check_aggregation",
+}  # fmt: skip
 """What says how the loss is computed and checked, and not what."""
 NUMBERS = (0.05, 0.3, 0.9, 1.5, 4.0)
 REJECTION = {"use_sequence_rejection": True, "sequence_rejection_low": 0.3, "sequence_rejection_high": 1e3}  # fmt: skip

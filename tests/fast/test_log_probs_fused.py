@@ -440,7 +440,8 @@ HALF = torch.zeros(3, 4).half()
 )
 def test_bad_input(change, error, message):
     arguments: dict[str, object] = {
-        **{"hidden": torch.zeros(3, 4), "weight": torch.zeros(8, 4)},
+        "hidden": torch.zeros(3, 4),
+        "weight": torch.zeros(8, 4),
         "targets": torch.zeros(3, dtype=torch.int64),
         "token_loss": lambda log_probs, entropy, rows: log_probs.sum(),
     }

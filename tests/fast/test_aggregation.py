@@ -90,8 +90,6 @@ def test_edge_steps_have_the_oracles_value_and_gradient(name, cp_size, aggregati
     check_cut(Package(), step, random_losses(step), whole(len(step), cp_size), aggregation)
 
 
-# StepTotals.
-
 COUNTED_STEP = [
     plain_sample([1, 1, 0], group=10),
     plain_sample([1], group=10, rollout=100),
@@ -168,8 +166,6 @@ def test_a_rollout_of_two_groups_or_of_one_and_none_is_refused(groups):
     words = f"rollout_id -3 has samples of group_index {groups[0]} and {groups[1]}:"
     assert_refused(words, uneven_totals, package_samples(step))
 
-
-# Totals over real data-parallel ranks.
 
 RANK_SAMPLES = ([0, 2, 5], [1, 3, 4, 6])
 """Which of COUNTED_STEP each rank holds: groups 10 and 11 and rollout 100 are on both."""

@@ -224,8 +224,6 @@ def test_bshd_under_context_parallelism():
     assert get_pg_loss_reducer(*inputs, qkv_format="bshd")(torch.ones(3)).item() == 1.0
 
 
-# The loss.
-
 UNBIASED = {"policy_loss": "reinforce", "kl_loss_coef": 0.1, "use_unbiased_kl": True}
 
 
@@ -242,9 +240,6 @@ def test_an_input_that_a_setting_needs(field, settings, flag):
     assert_refused(f"{NAME} | {field} | {flag}", loss_of, [sample(**{field: None})], **settings)
 
 
-# All of the package.
-
-
 def test_no_refusal_disappears_under_python_O_or_is_swallowed():
     """An ``assert`` is no check of a user's input, and a bare ``except`` hides what was wrong."""
     found = [
@@ -255,9 +250,6 @@ def test_no_refusal_disappears_under_python_O_or_is_swallowed():
         or (isinstance(node, ast.ExceptHandler) and node.type is None)
     ]
     assert not found
-
-
-# What was once accepted in silence.
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "constant"])

@@ -167,9 +167,6 @@ def test_a_report_says_what_is_known_of_the_version(monkeypatch):
     assert "issue 1652" in json.loads(as_json([RIGHT], OPTIONS_OF_ONE, 1))["known_mistakes"][0]
 
 
-# Its step hides no mistake.
-
-
 @pytest.mark.parametrize("data_size", [1, 2, 5, 64])
 @pytest.mark.parametrize("pipeline_size", [1, 8])
 def test_every_micro_batch_but_one_in_the_middle_has_gradient(data_size, pipeline_size):

@@ -413,9 +413,6 @@ def test_a_masked_value_may_be_anything():
     assert step[0].identity == step[1].identity
 
 
-# Any step, any two samples.
-
-
 @settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**32 - 1),
@@ -446,9 +443,6 @@ def test_a_miss_is_as_rare_as_the_docs_say():
     near = int((above - torch.arange(1, 20_001)).sum())
     pairs = 20_000 * 19_999 / 2
     assert 0 < near / pairs < 1e-8 * 20_000
-
-
-# What has no content.
 
 
 def test_totals_of_bare_samples_compare_weights_alone():

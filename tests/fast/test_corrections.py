@@ -279,9 +279,6 @@ def test_an_empty_micro_batch_is_legal():
         assert found.loss.shape == (0,) and found.loss.requires_grad
 
 
-# The denominator under rejection.
-
-
 def policy_gradient_of(config: PolicyLossConfig, sequences: list[Sequence1]) -> float:
     samples = accepted_samples(config, [package_sample(s) for s in sequences])
     log_probs = flat_log_probs(sequences)
@@ -325,9 +322,6 @@ def test_accepted_samples_leaves_what_needs_no_rejection_alone():
     config = PolicyLossConfig(rejection_denominator="accepted", **ICEPOP)
     bare = dataclasses.replace(samples[0], rollout_log_probs=None, name="the first")
     assert_refused("the first needs rollout_log_probs", accepted_samples, config, [bare])
-
-
-# A user's own correction.
 
 
 def keep_likely_tokens(config, batch, log_probs, pg_loss):

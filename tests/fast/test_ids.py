@@ -52,9 +52,6 @@ def totals(ranks: Sequence[Sequence[Any]], **keywords: Any) -> StepTotals:
     return totals_of_counts([sample_counts(each) for each in ranks], 0, **keywords)
 
 
-# Two data-parallel ranks.
-
-
 def two_ranks() -> tuple[list[str], int | None, list[float]]:
     rank = dist.get_rank()
     mine, group = of_rank(rank), {"data_parallel_group": dist.group.WORLD}
@@ -212,9 +209,6 @@ def test_rows_of_a_matrix_have_rollouts_and_no_prompts():
     assert given.counts[0][0].id_source == "the trainer"
 
 
-# Rollouts of several samples.
-
-
 def test_rollouts_of_several_samples_share_a_prompt():
     """Of a conversation that is trained on in pieces, each piece has a prompt of its own, and one of them the first."""
     pieces = [sample([5], 0, 0, name="a"), sample([5, 1, 2], 0, 0, name="a, turn 2")]
@@ -330,9 +324,6 @@ def test_flags_that_ask_for_what_is_not_there_are_refused():
     PlanningConfig(64, distinct_ids="file", **files)
 
 
-# Advantages.
-
-
 def test_advantages_compare_answers_to_one_prompt():
     rewards, groups = [0.0, 1.0, 0.0, 1.0], [0, 0, 1, 1]
     prompts = [[1, 2], [1, 2], [3, 4], [3, 4]]
@@ -343,8 +334,6 @@ def test_advantages_compare_answers_to_one_prompt():
     words = "3 prompts for 4 rewards"
     assert_refused(words, group_advantages, rewards, groups, prompts=prompts[:3])
 
-
-# Any step.
 
 steps = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2)), min_size=2, max_size=12)
 """Of each sample its prompt and its rank."""

@@ -202,8 +202,6 @@ def test_second_derivative_is_refused():
         torch.autograd.grad(loss, logits, create_graph=True)
 
 
-# The vocabulary over ranks.
-
 TOKENS, WIDTH, VOCAB_SIZE, TEMPERATURE = 7, 32, 21, 0.8
 MASK = torch.tensor([True, True, False, True, True, True, False])
 SETTINGS = {"temperature": TEMPERATURE, "row_mask": MASK, "vocab_size": VOCAB_SIZE}

@@ -67,6 +67,13 @@ def counted(monkeypatch: pytest.MonkeyPatch, traced: None) -> Callable[[], int]:
     return lambda: int(counters["stats"]["unique_graphs"])
 
 
+def loss_of(
+    config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor, entropy: Tensor | None = None
+) -> tuple[Tensor, MicroBatchMetrics]:
+    totals = step_totals(batch.samples)
+    return policy_loss_from_log_probs(config, batch, log_probs, entropy, totals=totals)
+
+
 Found = tuple[Tensor, Tensor, Tensor | None, MicroBatchMetrics]
 
 
@@ -80,11 +87,10 @@ def evaluated(
     """Loss, gradients to log-probs and entropy, and metrics of random samples."""
     sequences = random_sequences(seed, spread=0.5)
     batch = package_batch(sequences) if batch is None else batch
-    totals = step_totals(batch.samples)
     log_probs = flat_log_probs(sequences, dtype).detach()[batch.window.response_indices]
     log_probs.requires_grad_()
     entropy = log_probs.detach().square().requires_grad_()
-    loss, metrics = policy_loss_from_log_probs(config, batch, log_probs, entropy, totals=totals)
+    loss, metrics = loss_of(config, batch, log_probs, entropy)
     (scale * loss).backward()
     assert log_probs.grad is not None
     return loss.detach(), log_probs.grad, entropy.grad, metrics
@@ -177,9 +183,7 @@ def test_no_size_and_no_divisor_compiles_again(settings, counted, monkeypatch):
         for devices in ({"cpu"}, set[str]()):
             monkeypatch.setattr(compiled, "DEVICES", devices)
             log_probs = torch.full(batch.loss_mask.shape, -1.0).requires_grad_()
-            totals = step_totals(batch.samples)
-            loss, _ = policy_loss_from_log_probs(config, batch, log_probs, None, totals=totals)
-            gradients += torch.autograd.grad(loss, log_probs)
+            gradients += torch.autograd.grad(loss_of(config, batch, log_probs)[0], log_probs)
         torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-8)
         if index == 0:
             before = counted()
@@ -247,8 +251,7 @@ def all_reduces(monkeypatch: pytest.MonkeyPatch, *, programs: int) -> list[list[
         part = pack([sample], cp_rank=rank, cp_size=2)
         assert len(part.window) == (2, 0)[rank]
         log_probs = torch.full((len(part.window),), -1.0, requires_grad=True)
-        config = PolicyLossConfig(policy_loss="gspo")
-        policy_loss_from_log_probs(config, part, log_probs, None, totals=step_totals([sample]))
+        loss_of(PolicyLossConfig(policy_loss="gspo"), part, log_probs)
     return found
 
 
@@ -267,17 +270,15 @@ def test_every_rank_joins_one_all_reduce_of_one_size(monkeypatch):
     assert of_first != of_second
 
 
-def test_nan_stays_visible_and_masked_nan_out(caplog):
+def test_nan_stays_visible_and_masked_nan_out():
     batch = package_batch(random_sequences(1))
     log_probs = torch.full(batch.loss_mask.shape, -1.0)
     log_probs[~batch.loss_mask] = torch.nan
-    totals, first = step_totals(batch.samples), int(batch.loss_mask.nonzero()[0])
+    first = int(batch.loss_mask.nonzero()[0])
     for is_nan in (False, True):
         log_probs[first] = torch.nan if is_nan else -1.0
         leaf = log_probs.clone().requires_grad_()
-        loss, metrics = policy_loss_from_log_probs(
-            PolicyLossConfig(), batch, leaf, None, totals=totals
-        )
+        loss, metrics = loss_of(PolicyLossConfig(), batch, leaf)
         loss.backward()
         assert bool(loss.isnan()) == is_nan and metrics.is_nan is not None and leaf.grad is not None
         assert metrics.is_nan.nonzero().flatten().tolist() == [first] * is_nan
@@ -319,8 +320,7 @@ def test_a_window_of_one_token_or_none_is_connected(tokens):
     batch = package_batch(random_sequences(1)[1:2] * tokens)
     assert len(batch.window) == tokens
     leaf = torch.full((tokens,), -1.0, requires_grad=True)
-    totals = step_totals(batch.samples)
-    loss, metrics = policy_loss_from_log_probs(PolicyLossConfig(), batch, leaf, None, totals=totals)
+    loss, metrics = loss_of(PolicyLossConfig(), batch, leaf)
     loss.backward()
     assert leaf.grad is not None and metrics.maxima is not None and not compiled._programs
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,11 @@ TOKENS, HIDDEN, TEACHER_HIDDEN, WIDTH, VOCAB_SIZE, TEMPERATURE, K = 9, 6, 4, 28,
 KINDS = (("forward_kl",), ("reverse_kl",), ("jsd", 0.5), ("jsd", 0.2))
 DIVERGENCES = [Divergence(*kind) for kind in KINDS]
 TEACHERS = ("logits", "hidden", "top k")
+
+
+def vocabulary(size: int) -> dict[str, Any]:
+    group = dist.group.WORLD if size > 1 else None
+    return {"tensor_parallel_group": group, "temperature": TEMPERATURE, "vocab_size": VOCAB_SIZE}
 
 
 class Problem:
@@ -82,9 +88,8 @@ class Problem:
     def _divergence(self, t: int, log_p: list[Tensor]) -> Tensor:
         kind, beta = self.divergence.kind, self.divergence.beta
         if self.kind == "top k":
-            return oracle.over_top_k(
-                kind, beta, log_p, self.ids[t].tolist(), self.log_q[t].tolist()
-            )
+            ids, log_q = self.ids[t].tolist(), self.log_q[t].tolist()
+            return oracle.over_top_k(kind, beta, log_p, ids, log_q)
         row = list(self.teacher_logits[t, :VOCAB_SIZE].double().unbind())
         return oracle.divergence(kind, beta, log_p, oracle.log_softmax_of(row, TEMPERATURE))
 
@@ -105,15 +110,8 @@ class Problem:
         logits = (self.hidden @ self.weight.T).chunk(size, 1)[rank].clone()
         logits[2] = float("nan")  # masked
         logits.requires_grad_()
-        found = log_probs_and_divergence(
-            logits,
-            self.targets,
-            self.teacher(rank, size),
-            tensor_parallel_group=dist.group.WORLD if size > 1 else None,
-            temperature=TEMPERATURE,
-            vocab_size=VOCAB_SIZE,
-            row_mask=self.mask,
-        )
+        settings = {"row_mask": self.mask, **vocabulary(size)}
+        found = log_probs_and_divergence(logits, self.targets, self.teacher(rank, size), **settings)
         self.loss(*found, slice(None)).backward()
         return [each.detach() for each in found], [logits.grad]
 
@@ -122,17 +120,9 @@ class Problem:
     ) -> tuple[list[Tensor], list[Tensor]]:
         weight = self.weight.chunk(size)[rank].clone().requires_grad_()
         factors = self.hidden.clone().requires_grad_(), weight
-        group = dist.group.WORLD if size > 1 else None
-        changes = {"temperature": TEMPERATURE, "chunk_tokens": 4, **changes}
-        loss, *found = linear_token_loss(
-            *factors,
-            self.targets,
-            self.loss,
-            HeadOptions(group, vocab_size=VOCAB_SIZE, **changes),
-            piece_sizes=piece_sizes,
-            defer=True,
-            teacher=self.teacher(rank, size),
-        )
+        options = HeadOptions(**vocabulary(size), **{"chunk_tokens": 4, **changes})
+        settings = {"piece_sizes": piece_sizes, "teacher": self.teacher(rank, size), "defer": True}
+        loss, *found = linear_token_loss(*factors, self.targets, self.loss, options, **settings)
         loss.backward()
         return found, [each.grad for each in factors]
 

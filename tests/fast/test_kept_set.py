@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -37,6 +38,11 @@ def random_sets(
     rng = random.Random(seed)
     kept = [rng.sample(range(vocab_size), sizes[t % len(sizes)]) for t in range(tokens)]
     return kept, [rng.choice(ids) if ids else rng.randrange(vocab_size) for ids in kept]
+
+
+def vocabulary(size: int) -> dict[str, Any]:
+    group = dist.group.WORLD if size > 1 else None
+    return {"tensor_parallel_group": group, "temperature": TEMPERATURE, "vocab_size": VOCAB_SIZE}
 
 
 class Problem:
@@ -73,22 +79,14 @@ class Problem:
         """Log-probs, entropy and both gradients of one tensor-parallel rank."""
         hidden = self.hidden.clone().requires_grad_()
         weight = self.weight.chunk(size)[rank].clone().requires_grad_()
-        group = dist.group.WORLD if size > 1 else None
-        options = HeadOptions(group, temperature=TEMPERATURE, vocab_size=VOCAB_SIZE, **changes)
+        options = HeadOptions(**vocabulary(size), **changes)
         found = linear_log_probs_and_entropy(hidden, weight, self.targets, options, kept=self.sets)
         return self.differentiated(found, hidden, weight)
 
     def from_logits(self, rank: int = 0, size: int = 1) -> list[Tensor]:
         logits = self.logits.chunk(size, 1)[rank].clone().requires_grad_()
-        found = log_probs_and_entropy(
-            logits,
-            self.targets,
-            tensor_parallel_group=dist.group.WORLD if size > 1 else None,
-            temperature=TEMPERATURE,
-            vocab_size=VOCAB_SIZE,
-            with_entropy=True,
-            kept=self.sets,
-        )
+        settings = {"with_entropy": True, "kept": self.sets, **vocabulary(size)}
+        found = log_probs_and_entropy(logits, self.targets, **settings)
         return self.differentiated(found, logits)
 
     def differentiated(self, found: tuple[Tensor, Tensor], *leaves: Tensor) -> list[Tensor]:

@@ -277,25 +277,22 @@ def out_of_range(name: str) -> list[Any]:
     return ["no such word", "", 3] if field.choices else ["", 3]
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("--kl-loss-coef 1e300", "--kl-loss-coef must be a finite number >= 0 that float32 holds; found 1e+300"),
-        ("--kl-loss-coef 1e-300", "--kl-loss-coef must be a finite number >= 0 that float32 holds; found 1e-300"),
-        ("--rollout-temperature 1e-50", "--rollout-temperature must be a finite number > 0 that float32 holds"),
-        (
-            "--use-geometric-rejection --geometric-rejection-low 0 --geometric-rejection-high 0",
-            "--geometric-rejection-high must be a number or inf >= 2.06115e-09; found 0.0",
-        ),
-        ("--use-sequence-rejection --sequence-rejection-high 1e-9", "--sequence-rejection-high must be"),
-        (
-            "--use-sequence-rejection --sequence-rejection-low 1e9 --sequence-rejection-high inf",
-            "--sequence-rejection-low must be a finite number >= 0 and <= 4.85165e+08; found 1000000000.0",
-        ),
-        ("--use-tis --tis-mode mask --tis-clip 1e-10", "--tis-clip must be a finite number >= 2.06115e-09"),
-        ("--use-tis --tis-clip 1e39", "--tis-clip must be a finite number >= 2.06115e-09 that float32 holds"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("line", "message"), [
+    ("--kl-loss-coef 1e300", "--kl-loss-coef must be a finite number >= 0 that float32 holds; found 1e+300"),
+    ("--kl-loss-coef 1e-300", "--kl-loss-coef must be a finite number >= 0 that float32 holds; found 1e-300"),
+    ("--rollout-temperature 1e-50", "--rollout-temperature must be a finite number > 0 that float32 holds"),
+    (
+        "--use-geometric-rejection --geometric-rejection-low 0 --geometric-rejection-high 0",
+        "--geometric-rejection-high must be a number or inf >= 2.06115e-09; found 0.0",
+    ),
+    ("--use-sequence-rejection --sequence-rejection-high 1e-9", "--sequence-rejection-high must be"),
+    (
+        "--use-sequence-rejection --sequence-rejection-low 1e9 --sequence-rejection-high inf",
+        "--sequence-rejection-low must be a finite number >= 0 and <= 4.85165e+08; found 1000000000.0",
+    ),
+    ("--use-tis --tis-mode mask --tis-clip 1e-10", "--tis-clip must be a finite number >= 2.06115e-09"),
+    ("--use-tis --tis-clip 1e39", "--tis-clip must be a finite number >= 2.06115e-09 that float32 holds"),
+])  # fmt: skip
 def test_numbers_that_leave_nothing_of_the_loss_are_refused(line, message):
     """Beyond float32, in which the loss is computed; bounds that no ratio meets, which lie in [e^-20, e^20]."""
     assert_refused(message, validate_policy_loss_args, parse(line))

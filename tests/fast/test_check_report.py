@@ -40,26 +40,23 @@ RIGHT = CheckRow(
 OPTIONS_OF_ONE = CheckOptions()
 
 
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        ("--sequence-parallel", "--sequence-parallel needs --tensor-model-parallel-size"),
-        ("--context-parallel-size 0", "--context-parallel-size must be an integer >= 1; found 0"),
-        ("--context-parallel-size 3", "--context-parallel-size = 3 must divide"),
-        ("--virtual-pipeline-model-parallel-size 2", "--virtual-pipeline-model-parallel-size 2"),
-        ("--expert-model-parallel-size 2", "needs --num-experts"),
-        ("--expert-tensor-parallel-size 2", "--expert-tensor-parallel-size 2 needs"),
-        ("--gradient-accumulation-fusion", "--gradient-accumulation-fusion needs a GPU"),
-        ("--cp-comm-type a2a", "--cp-comm-type a2a is Transformer Engine's"),
-        ("--mtp-num-layers 1 --cp-partition-mode contiguous", "--mtp-num-layers shifts tokens within zigzag chunks"),
-        ("--hybrid-model --pipeline-model-parallel-size 2", "--hybrid-model with --pipeline-model-parallel-size 2"),
-        ("--num-experts 3 --expert-model-parallel-size 2", "--num-experts 3 with"),
-        ("--num-experts 1", "--num-experts 1 with"),
-        ("--num-experts 2 --expert-model-parallel-size 2", "--expert-model-parallel-size"),
-        ("--num-experts 2 --tensor-model-parallel-size 2", "needs --sequence-parallel"),
-        ("--transformer-impl transformer_engine", "--transformer-impl transformer_engine runs on --device cuda"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("flags", "named"), [
+    ("--sequence-parallel", "--sequence-parallel needs --tensor-model-parallel-size"),
+    ("--context-parallel-size 0", "--context-parallel-size must be an integer >= 1; found 0"),
+    ("--context-parallel-size 3", "--context-parallel-size = 3 must divide"),
+    ("--virtual-pipeline-model-parallel-size 2", "--virtual-pipeline-model-parallel-size 2"),
+    ("--expert-model-parallel-size 2", "needs --num-experts"),
+    ("--expert-tensor-parallel-size 2", "--expert-tensor-parallel-size 2 needs"),
+    ("--gradient-accumulation-fusion", "--gradient-accumulation-fusion needs a GPU"),
+    ("--cp-comm-type a2a", "--cp-comm-type a2a is Transformer Engine's"),
+    ("--mtp-num-layers 1 --cp-partition-mode contiguous", "--mtp-num-layers shifts tokens within zigzag chunks"),
+    ("--hybrid-model --pipeline-model-parallel-size 2", "--hybrid-model with --pipeline-model-parallel-size 2"),
+    ("--num-experts 3 --expert-model-parallel-size 2", "--num-experts 3 with"),
+    ("--num-experts 1", "--num-experts 1 with"),
+    ("--num-experts 2 --expert-model-parallel-size 2", "--expert-model-parallel-size"),
+    ("--num-experts 2 --tensor-model-parallel-size 2", "needs --sequence-parallel"),
+    ("--transformer-impl transformer_engine", "--transformer-impl transformer_engine runs on --device cuda"),
+])  # fmt: skip
 def test_flags_that_cannot_be_served(flags, named, capsys):
     assert main(["--device", "cpu", *flags.split()]) == 2
     captured = capsys.readouterr()

@@ -289,19 +289,16 @@ FILES = "--rollout-files groups.jsonl --data-parallel-size 4"
 LENGTHS = "--lengths 200,4000 --docs-per-step 5"
 
 
-@pytest.mark.parametrize(
-    ("line", "warned"),
-    [
-        (f"{FILES} --docs-per-step 8 {KEEP}", True),
-        (f"{FILES} --docs-per-step 7", True),
-        (f"{FILES} --docs-per-step 8", False),
-        (f"{FILES} --docs-per-step 8 {KEEP} {EXACT}", False),
-        (f"{FILES}", False),
-        (f"{LENGTHS} --data-parallel-size 4", True),
-        (f"{LENGTHS} --data-parallel-size 5", False),
-        (f"{LENGTHS} --data-parallel-size 1", False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("line", "warned"), [
+    (f"{FILES} --docs-per-step 8 {KEEP}", True),
+    (f"{FILES} --docs-per-step 7", True),
+    (f"{FILES} --docs-per-step 8", False),
+    (f"{FILES} --docs-per-step 8 {KEEP} {EXACT}", False),
+    (f"{FILES}", False),
+    (f"{LENGTHS} --data-parallel-size 4", True),
+    (f"{LENGTHS} --data-parallel-size 5", False),
+    (f"{LENGTHS} --data-parallel-size 1", False),
+])  # fmt: skip
 def test_steps_that_depend_on_the_number_of_ranks(tmp_path, monkeypatch, explained, line, warned):
     write_groups(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -383,18 +380,15 @@ def test_a_flag_that_is_nearly_one_is_refused(printed):
     assert "did you mean --eps-clip-high?" in text and "--num-layers" not in text
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("--lengths 10,20 --pg-loss-divisor 1000", "far from the lengths seen"),
-        ("--lengths 10,20 --pg-loss-divisor 1", "far from the lengths seen"),
-        ("--lengths 10 --group-size 4 --docs-per-step 6", "inside prompt group 1: 2 of its 4 samples"),
-        ("--lengths 10,0", "1 of 2 samples have no active token"),
-        ("--lengths 10,20 --pg-loss-divisor 20", None),
-        ("--lengths 10,20 --group-size 2", None),
-        ("--log-normal 100,1 --group-size 4", None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("line", "message"), [
+    ("--lengths 10,20 --pg-loss-divisor 1000", "far from the lengths seen"),
+    ("--lengths 10,20 --pg-loss-divisor 1", "far from the lengths seen"),
+    ("--lengths 10 --group-size 4 --docs-per-step 6", "inside prompt group 1: 2 of its 4 samples"),
+    ("--lengths 10,0", "1 of 2 samples have no active token"),
+    ("--lengths 10,20 --pg-loss-divisor 20", None),
+    ("--lengths 10,20 --group-size 2", None),
+    ("--log-normal 100,1 --group-size 4", None),
+])  # fmt: skip
 def test_warnings_and_none_without_a_cause(explained, line, message):
     found = explained(line)["warnings"]
     assert any(message in warning for warning in found) if message else found == []
@@ -443,28 +437,25 @@ ONE_SOURCE = "give one of --lengths, --log-normal and --rollout-files"
 FSDP2 = "--calculate-per-token-loss does not work with --use-torch-fsdp2"
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("", ONE_SOURCE),
-        ("--lengths 1 --log-normal 5,1", ONE_SOURCE),
-        ("--lengths 1 --loss-aggregation constant", "--loss-aggregation-divisor"),
-        (f"--lengths 1 {PROMPT_MEAN} --calculate-per-token-loss", "--calculate-per-token-loss"),
-        ("--lengths 1 --qkv-format bshd --context-parallel-size 2", "--qkv-format thd"),
-        ("--lengths 1 --calculate-per-token-loss --use-torch-fsdp2", FSDP2),
-        ("--lengths 1 --ragged-microbatches --expert-model-parallel-size 2", "drop --ragged-microbatches"),
-        ("--lengths 1 --keep-prompt-groups", "give --docs-per-step"),
-        ("--log-normal 1e12,1", "--log-normal 1e+12,1 has drawn a length of"),
-        ("--lengths 1,2,3 --group-size 1000000", "give a smaller --group-size"),
-        ("--lengths 1 --docs-per-step 1048577", "--docs-per-step"),
-        ("--lengths 1 --group-size 0", "--group-size must be an integer >= 1"),
-        ("--lengths 1 --docs-per-step -3", "--docs-per-step must be an integer >= 1"),
-        (f"--lengths 1 --num-microbatches {'9' * 400}", "must be an integer >= 1 and <="),
-        ("--log-normal 9,1 --seed -1", "--seed must be an integer >= 0"),
-        ("--lengths 1,2 --plot weights.unknown", "unknown"),
-        ("--lengths 1,2 --plot /no/such/folder/weights.png", "/no/such/folder"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("line", "message"), [
+    ("", ONE_SOURCE),
+    ("--lengths 1 --log-normal 5,1", ONE_SOURCE),
+    ("--lengths 1 --loss-aggregation constant", "--loss-aggregation-divisor"),
+    (f"--lengths 1 {PROMPT_MEAN} --calculate-per-token-loss", "--calculate-per-token-loss"),
+    ("--lengths 1 --qkv-format bshd --context-parallel-size 2", "--qkv-format thd"),
+    ("--lengths 1 --calculate-per-token-loss --use-torch-fsdp2", FSDP2),
+    ("--lengths 1 --ragged-microbatches --expert-model-parallel-size 2", "drop --ragged-microbatches"),
+    ("--lengths 1 --keep-prompt-groups", "give --docs-per-step"),
+    ("--log-normal 1e12,1", "--log-normal 1e+12,1 has drawn a length of"),
+    ("--lengths 1,2,3 --group-size 1000000", "give a smaller --group-size"),
+    ("--lengths 1 --docs-per-step 1048577", "--docs-per-step"),
+    ("--lengths 1 --group-size 0", "--group-size must be an integer >= 1"),
+    ("--lengths 1 --docs-per-step -3", "--docs-per-step must be an integer >= 1"),
+    (f"--lengths 1 --num-microbatches {'9' * 400}", "must be an integer >= 1 and <="),
+    ("--log-normal 9,1 --seed -1", "--seed must be an integer >= 0"),
+    ("--lengths 1,2 --plot weights.unknown", "unknown"),
+    ("--lengths 1,2 --plot /no/such/folder/weights.png", "/no/such/folder"),
+])  # fmt: skip
 def test_what_cannot_be_explained_is_said(capsys, line, message):
     assert explain(line.split()) == 2
     assert message in capsys.readouterr().err

@@ -176,19 +176,16 @@ def set_megatron_args(monkeypatch: pytest.MonkeyPatch, **values: object) -> None
 BAD_DIVISORS = ("0", "-1", "nan", "inf", "many", "")
 
 
-@pytest.mark.parametrize(
-    ("name", "per_token", "divisor", "args", "message"),
-    [
-        ("sample_mean", True, "4", {}, "--calculate-per-token-loss"),
-        ("constant", True, "4", {}, "--calculate-per-token-loss"),
-        ("token_mean", False, "4", {}, "add --calculate-per-token-loss"),
-        ("prompt_mean", False, "4", {}, "prompt group"),
-        ("prompt_mean", True, "4", {}, "prompt group"),
-        ("constant", False, None, {}, integrations.DIVISOR_VARIABLE),
-        *(("constant", False, text, {}, f"DIVISOR is {text!r}: expected a finite number") for text in BAD_DIVISORS),
-        ("constant", False, "4", {"loss_aggregation_divisor": 8.0}, "two divisors"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "per_token", "divisor", "args", "message"), [
+    ("sample_mean", True, "4", {}, "--calculate-per-token-loss"),
+    ("constant", True, "4", {}, "--calculate-per-token-loss"),
+    ("token_mean", False, "4", {}, "add --calculate-per-token-loss"),
+    ("prompt_mean", False, "4", {}, "prompt group"),
+    ("prompt_mean", True, "4", {}, "prompt group"),
+    ("constant", False, None, {}, integrations.DIVISOR_VARIABLE),
+    *(("constant", False, text, {}, f"DIVISOR is {text!r}: expected a finite number") for text in BAD_DIVISORS),
+    ("constant", False, "4", {"loss_aggregation_divisor": 8.0}, "two divisors"),
+])  # fmt: skip
 def test_refusals_say_why(monkeypatch, name, per_token, divisor, args, message):
     monkeypatch.delenv(integrations.DIVISOR_VARIABLE)
     if divisor is not None:

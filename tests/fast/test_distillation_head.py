@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import pytest
 import torch
@@ -24,16 +23,12 @@ from tests.distributed.launch import run_ranks
 from tests.fast import distillation_oracle as oracle
 from tests.fast.log_probs_oracle import close
 from tests.fast.refusals import assert_refused
+from tests.fast.test_kept_set import TEMPERATURE, VOCAB_SIZE, vocabulary
 
-TOKENS, HIDDEN, TEACHER_HIDDEN, WIDTH, VOCAB_SIZE, TEMPERATURE, K = 9, 6, 4, 28, 21, 0.7, 5
+TOKENS, HIDDEN, TEACHER_HIDDEN, WIDTH, K = 9, 6, 4, 28, 5
 KINDS = (("forward_kl",), ("reverse_kl",), ("jsd", 0.5), ("jsd", 0.2))
 DIVERGENCES = [Divergence(*kind) for kind in KINDS]
 TEACHERS = ("logits", "hidden", "top k")
-
-
-def vocabulary(size: int) -> dict[str, Any]:
-    group = dist.group.WORLD if size > 1 else None
-    return {"tensor_parallel_group": group, "temperature": TEMPERATURE, "vocab_size": VOCAB_SIZE}
 
 
 class Problem:

@@ -85,7 +85,8 @@ WRONG_TEACHERS: dict[str, tuple[dict[str, torch.Tensor], str]] = {
 def test_a_teacher_of_other_tokens_is_refused(case):
     channels, words = WRONG_TEACHERS[case]
     kind = "logits" if "teacher_logits" in channels else "top_k"
-    message = refusal(loss, sample(**channels), {**DISTILL, "distill_teacher": kind})
+    settings = {**DISTILL, "distill_teacher": kind}
+    message = refusal(lambda: loss(sample(**channels), settings))
     assert message.startswith("a: side_channels") and words in message
     if kind == "top_k" and case not in ("shapes", "vector", "floats"):
         # A masked token's is not read.

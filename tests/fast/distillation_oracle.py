@@ -46,19 +46,3 @@ def over_top_k(
     for a, b in zip(of_ids, of_teacher, strict=True):
         rest_p, rest_q = rest_p - torch.exp(a), rest_q - torch.exp(b)
     return divergence(kind, beta, [*of_ids, torch.log(rest_p)], [*of_teacher, torch.log(rest_q)])
-
-
-def of_student(
-    logits: Tensor, targets: Sequence[int], temperature: float
-) -> tuple[list[list[Tensor]], list[Tensor], list[Tensor]]:
-    """All log-probs of each row, those of the targets, and the entropies; `logits` [tokens, vocabulary] float64."""
-    rows, log_probs, entropies = [], [], []
-    for t, target in enumerate(targets):
-        log_p = log_softmax_of([logits[t, v] for v in range(logits.shape[1])], temperature)
-        entropy = torch.zeros((), dtype=torch.float64)
-        for a in log_p:
-            entropy = entropy - torch.exp(a) * a
-        rows.append(log_p)
-        log_probs.append(log_p[target])
-        entropies.append(entropy)
-    return rows, log_probs, entropies

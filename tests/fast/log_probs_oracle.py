@@ -1,26 +1,14 @@
-"""The reference of the log-prob tests: float64, one row and one column at a time."""
+"""The reference of the log-prob tests: float64, one row at a time."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-
-def log_prob_and_entropy_of_row(row: list[Tensor], target: int) -> tuple[Tensor, Tensor]:
-    """`row`: float64 scalars, the real columns, temperature already applied."""
-    largest = max(float(logit.detach()) for logit in row)
-    total = torch.zeros((), dtype=torch.float64)
-    for logit in row:
-        total = total + torch.exp(logit - largest)
-    log_normalizer = torch.log(total)
-    entropy = torch.zeros((), dtype=torch.float64)
-    for logit in row:
-        log_p = logit - largest - log_normalizer
-        if math.isfinite(float(log_p.detach())) and float(torch.exp(log_p.detach())) > 0:
-            entropy = entropy - torch.exp(log_p) * log_p
-    return row[target] - largest - log_normalizer, entropy
+from tests.oracle import log_prob_and_entropy
 
 
 def reference(
@@ -32,10 +20,11 @@ def reference(
     temperature: float = 1.0,
     row_mask: Tensor | None = None,
     vocab_size: int | None = None,
+    kept: Sequence[Sequence[int]] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """log_probs [tokens], entropy [tokens], gradient [tokens, vocabulary], all float64.
 
-    `logits` holds the whole padded vocabulary.
+    `logits` holds the whole padded vocabulary. A row is normalised over its kept ids, where it has some.
     """
     tokens, width = logits.shape
     real = width if vocab_size is None else vocab_size
@@ -45,13 +34,19 @@ def reference(
     for t in range(tokens):
         if row_mask is not None and not bool(row_mask[t]):
             continue
-        leaf = logits[t, :real].double().clone().requires_grad_()
-        scaled = [leaf[j] / temperature for j in range(real)]
-        log_prob, row_entropy = log_prob_and_entropy_of_row(scaled, int(targets[t]))
+        leaf = logits[t].double().clone().requires_grad_()
+        ids = kept[t] if kept is not None else ()
+        log_prob, row_entropy = log_prob_and_entropy(leaf[:real], targets[t], temperature, ids)
         loss = log_prob * float(grad_log_probs[t]) + row_entropy * float(grad_entropy[t])
-        (gradient[t, :real],) = torch.autograd.grad(loss, leaf)
+        (gradient[t],) = torch.autograd.grad(loss, leaf)
         log_probs[t], entropy[t] = float(log_prob.detach()), float(row_entropy.detach())
     return log_probs, entropy, gradient
+
+
+def close(found: Tensor, wanted: Tensor, rounding: float) -> None:
+    """Assert that no element is off by more than a share of the largest, or of 1."""
+    error = (found.double().cpu() - wanted).abs().amax() / wanted.abs().amax().clamp(min=1.0)
+    assert found.shape == wanted.shape and error <= rounding, error
 
 
 def peaked_logits(

@@ -19,8 +19,6 @@ ZERO = torch.zeros((), dtype=torch.float64)
 
 @dataclass(frozen=True)
 class Sequence1:
-    """One sample's response."""
-
     log_probs: Tensor
     """[response_length] float64, with gradient."""
     loss_mask: list[int]
@@ -72,7 +70,6 @@ def policy_mean(sample: Sequence1, anchor: str = "old") -> Tensor:
 
 
 def soft_gate(ratio: Tensor, tau: float) -> Tensor:
-    """SAPO's f of the ratio."""
     return 4 / tau / (1 + torch.exp(-tau * (ratio - 1)))
 
 
@@ -91,7 +88,6 @@ def moved(measure: str, old: float, new: float) -> float:
 def kept_by_divergence(
     measure: str, old: float, new: float, advantage: float, delta: float, delta_high: float
 ) -> bool:
-    """DPPO's mask."""
     if advantage > 0 and new > old:
         return not moved(measure, old, new) > delta_high
     if advantage < 0 and new < old:
@@ -258,13 +254,8 @@ def correct(
             corrected[t] = losses[t] * weight
             if not settings.tis_low <= weight <= settings.tis_high:
                 mask[t] = 0
-        if settings.geometric is not None:
-            low, high = settings.geometric
-            if not low <= bounded_exp(average) <= high:
-                mask[t] = 0
-        if settings.sequence is not None:
-            low, high = settings.sequence
-            if not low <= bounded_exp(total) <= high:
+        for bounds, exponent in ((settings.geometric, average), (settings.sequence, total)):
+            if bounds is not None and not bounds[0] <= bounded_exp(exponent) <= bounds[1]:
                 mask[t] = 0
         if settings.opsm_delta is not None:
             if sample.advantages[t] < 0 and drift > settings.opsm_delta:

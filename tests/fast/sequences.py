@@ -145,5 +145,4 @@ def flat_gradient(total: Tensor, sequences: Sequence[Sequence1]) -> Tensor:
 
 
 def stacked(values: Sequence[Sequence[Tensor]]) -> Tensor:
-    """Token losses of every sample, laid end to end."""
     return torch.stack([value for sample in values for value in sample])

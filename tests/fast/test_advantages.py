@@ -1,16 +1,20 @@
-"""Group-relative advantages against plain loops, and the cases that the formulas leave open."""
+"""Group-relative and generalised advantages, and whitening, against plain loops; what is refused."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import statistics
+from typing import Any
 
 import pytest
 import torch
 
-from megatron_pg import Sample, filter_overlong, group_advantages, step_totals
+from megatron_pg import Sample, filter_overlong, gae, group_advantages, step_totals, whiten
 from megatron_pg.step.advantages import METHODS, half_of_dr_grpo
+from tests import critic_oracle
+from tests.fast.refusals import assert_refused
 
 LARGEST = 2**63 - 1
 
@@ -33,7 +37,7 @@ def expected_advantages(rewards: list[float], groups: list[int], method: str) ->
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("seed", range(5))
-def test_equal_to_the_loops(method: str, seed: int) -> None:
+def test_equal_to_the_loops(method, seed):
     rng = random.Random(seed)
     names = [rng.randrange(-LARGEST - 1, LARGEST) for _ in range(4)] + [LARGEST]
     groups = [rng.choice(names) for _ in range(30)]
@@ -47,7 +51,7 @@ def test_equal_to_the_loops(method: str, seed: int) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("reward", [0.1, 1.0, -7.3, 1e6])
-def test_equal_rewards_give_exactly_zero(method: str, reward: float) -> None:
+def test_equal_rewards_give_exactly_zero(method, reward):
     """(0.1 + 0.1 + 0.1) / 3 is not 0.1: a mean that rounds must not become an advantage."""
     found = group_advantages([reward] * 3 + [0.0, 1.0], [5, 5, 5, -2, -2], method=method)
     assert found.advantages[:3].tolist() == [0.0, 0.0, 0.0]
@@ -58,7 +62,7 @@ def test_equal_rewards_give_exactly_zero(method: str, reward: float) -> None:
 
 @pytest.mark.parametrize("method", ["dr_grpo", "rloo"])
 @pytest.mark.parametrize("spread", [1e-10, 1e-6, 1e-3])
-def test_rewards_that_are_nearly_equal_are_not_equal(method: str, spread: float) -> None:
+def test_rewards_that_are_nearly_equal_are_not_equal(method, spread):
     rewards, groups = [0.0, spread, spread / 4], [4, 4, 4]
     found = group_advantages(rewards, groups, method=method)
     expected = torch.tensor(expected_advantages(rewards, groups, method))
@@ -66,7 +70,7 @@ def test_rewards_that_are_nearly_equal_are_not_equal(method: str, spread: float)
     assert found.zero_advantage_groups == ()
 
 
-def test_groups_are_named_by_their_whole_ids() -> None:
+def test_groups_are_named_by_their_whole_ids():
     """Ids that are the same number but for the bits above 32."""
     groups = [-LARGEST - 1, 7 + 2**40, 7, LARGEST, LARGEST, 7, 7 + 2**40]
     found = group_advantages([1.0, 2.0, 0.0, 1.0, 1.0, 5.0, 2.0], groups)
@@ -75,39 +79,20 @@ def test_groups_are_named_by_their_whole_ids() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_lone_sample_has_advantage_zero(method: str) -> None:
+def test_a_lone_sample_has_advantage_zero(method):
     found = group_advantages([3.0, 0.0, 1.0], [9, 4, 4], method=method)
     assert found.advantages[0] == 0.0
     assert found.zero_advantage_groups == (9,)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_groups_do_not_mix_and_order_does_not_matter(method: str) -> None:
-    rewards, groups = [0.0, 1.0, 0.5, 2.0, 3.0], [1, 1, 2, 1, 2]
-    whole = group_advantages(rewards, groups, method=method).advantages
-    first = group_advantages([0.0, 1.0, 2.0], [1, 1, 1], method=method).advantages
-    assert torch.equal(whole[[0, 1, 3]], first)
-    order = [3, 0, 4, 1, 2]
-    shuffled = group_advantages(
-        [rewards[i] for i in order], [groups[i] for i in order], method=method
-    )
-    torch.testing.assert_close(shuffled.advantages, whole[order], rtol=1e-6, atol=0)
-
-
-def test_a_step_without_samples() -> None:
+def test_a_step_without_samples():
     found = group_advantages([], [])
     assert found.advantages.shape == (0,) and found.num_groups == 0
     assert found.zero_advantage_groups == () and found.zero_advantage_fraction == 0.0
 
 
-@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
-def test_rewards_that_are_not_finite_are_named(reward: float) -> None:
-    with pytest.raises(ValueError, match=r"rewards\[1\] is .*expected a finite number"):
-        group_advantages([0.0, reward], [0, 0])
-
-
 @pytest.mark.parametrize(("method", "reward"), [("grpo", 1e200), ("dr_grpo", 1e39), ("rloo", 1e39)])
-def test_rewards_too_far_apart_are_named(method: str, reward: float) -> None:
+def test_rewards_too_far_apart_are_named(method, reward):
     """Their squares, or their advantages, would be infinite; equal ones have no preference."""
     with pytest.raises(ValueError, match=r"rewards\[2\] is 1e\+\d+, too far .*prompt group 7"):
         group_advantages([0.5, 0.0, reward, 0.0], [1, 1, 7, 7], method=method)
@@ -115,48 +100,142 @@ def test_rewards_too_far_apart_are_named(method: str, reward: float) -> None:
     assert equal.advantages.tolist() == [0.0] * 4
 
 
-def test_bad_calls_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"rewards has shape \[2\] and group_indices \[3\]"):
-        group_advantages([0.0, 1.0], [0, 0, 0])
-    with pytest.raises(ValueError, match=r"rewards has shape \[1, 2\] and group_indices \[1, 2\]"):
-        group_advantages(torch.zeros(1, 2), torch.zeros(1, 2, dtype=torch.int64))
-    with pytest.raises(ValueError, match="method is 'gae': expected one of grpo, dr_grpo, rloo"):
-        group_advantages([0.0, 1.0], [0, 0], method="gae")
+NO_IDS = [math.nan, 0.5, True, 1 + 2j]
+"""Such as rows without a group, from a table whose column is float for their sake: not one group."""
 
 
-@pytest.mark.parametrize("absent", [math.nan, 0.5, True, 1 + 2j])
-def test_ids_that_are_no_integers_are_refused(absent: complex) -> None:
-    """Rows without a group, from a table whose column is float for their sake, are not one group."""
-    with pytest.raises(ValueError, match="group_indices has dtype"):
-        group_advantages([0.0, 1.0], [absent, absent])
-    with pytest.raises(ValueError, match="group_indices has dtype"):
-        group_advantages([0.0, 1.0], torch.tensor([absent, absent]))
+@pytest.mark.parametrize(("rewards", "groups", "settings", "words"), [
+    ([0.0, 1.0], [0, 0, 0], {}, "rewards has shape [2] and group_indices [3]"),
+    (torch.zeros(1, 2), torch.zeros(1, 2).long(), {}, "rewards has shape [1, 2] and group_indices [1, 2]"),
+    ([0.0, 1.0], [0, 0], {"method": "gae"}, "method is 'gae': expected one of grpo, dr_grpo, rloo"),
+    *(([0.0, value], [0, 0], {}, "rewards[1] is  | expected a finite number") for value in (math.nan, math.inf, -math.inf)),
+    *(([0.0, 1.0], ids([value] * 2), {}, "group_indices has dtype") for value in NO_IDS for ids in (list, torch.tensor)),
+])  # fmt: skip
+def test_bad_calls_are_refused(rewards, groups, settings, words):
+    assert_refused(words, group_advantages, rewards, groups, **settings)
 
 
-def test_overlong_samples_are_masked_and_still_counted() -> None:
-    samples = [
-        Sample(tokens=[1, 2, 3], response_length=2, loss_mask=[1, 1], advantages=0.5, name=name)
-        for name in ("cut", "ended")
-    ]
+def test_overlong_samples_are_masked_and_still_counted():
+    samples = [Sample([1, 2, 3], 2, [1, 1], 0.5, name=name) for name in ("cut", "ended")]
     filtered = filter_overlong(samples, [True, False])
     assert [s.loss_mask.tolist() for s in filtered] == [[False, False], [True, True]]
     assert filtered[1] is samples[1]
     assert samples[0].loss_mask.all(), "the sample that was given is left as it was"
     totals = step_totals(filtered)
     assert (totals.num_rollouts, totals.num_active_tokens) == (2, 2)
-    with pytest.raises(ValueError, match="is_overlong has 1 flags for 2 samples"):
-        filter_overlong(samples, [True])
+    assert_refused("is_overlong has 1 flags for 2 samples", filter_overlong, samples, [True])
 
 
-def test_half_of_dr_grpo_is_remarked_on_and_names_the_other_half() -> None:
-    aggregations = ("sample_mean", "prompt_mean", "token_mean", "constant")
-    halves = {
-        (method, aggregation)
-        for method in (*METHODS, "gae")
-        for aggregation in aggregations
-        if half_of_dr_grpo(method, aggregation)
-    }
-    assert halves == {("grpo", "constant"), *(("dr_grpo", each) for each in aggregations[:3])}
+def test_half_of_dr_grpo_is_remarked_on_and_names_the_other_half():
+    means = ("sample_mean", "prompt_mean", "token_mean")
+    pairs = itertools.product((*METHODS, "gae"), (*means, "constant"))
+    halves = {pair for pair in pairs if half_of_dr_grpo(*pair)}
+    assert halves == {("grpo", "constant"), *(("dr_grpo", mean) for mean in means)}
     assert "--advantage dr_grpo is the other half" in half_of_dr_grpo("grpo", "constant")
     other = "the other half is --loss-aggregation constant with --loss-aggregation-divisor"
     assert other in half_of_dr_grpo("dr_grpo", "token_mean")
+
+
+# Generalised advantage estimation.
+
+LENGTHS = [1, 7, 0, 4, 12, 3]
+
+
+def responses(seed: int = 0) -> dict[str, Any]:
+    """Ragged responses with masked tokens inside and at the ends; one is masked as a whole."""
+    rng = random.Random(seed)
+    masks = [[int(rng.random() < 0.7) for _ in range(length)] for length in LENGTHS]
+    masks[0], masks[3] = [1], [0] * 4
+    masks[4][0] = masks[4][-1] = 0
+    return {
+        "rewards": [[rng.uniform(-1, 1) * keep for keep in mask] for mask in masks],
+        "values": [[rng.uniform(-1, 1) for _ in mask] for mask in masks],
+        "loss_mask": masks,
+        "bootstrap_values": [rng.uniform(-1, 1) * (index % 2) for index in range(len(masks))],
+    }
+
+
+def check_gae(estimate: Any, gamma: float, lam: float) -> None:
+    given = responses()
+    found = estimate(**given, gamma=gamma, lam=lam)
+    for index in range(len(LENGTHS)):
+        one = (given[name][index] for name in ("rewards", "values", "loss_mask"))
+        advantages, returns = critic_oracle.gae(*one, gamma, lam, given["bootstrap_values"][index])
+        assert found.advantages[index].tolist() == pytest.approx(advantages, rel=1e-6, abs=1e-6)
+        assert found.returns[index].tolist() == pytest.approx(returns, rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.9, 1.0])
+@pytest.mark.parametrize("lam", [0.0, 0.95, 1.0])
+def test_advantages_and_returns_equal_the_sums_that_define_them(gamma, lam):
+    check_gae(gae, gamma, lam)
+
+
+def masked_tokens_as_steps(**given: Any) -> Any:
+    """A tool's tokens decay the advantage and have values of their own."""
+    ones = [[1] * len(mask) for mask in given["loss_mask"]]
+    return gae(**{**given, "loss_mask": ones})
+
+
+def without_bootstrap(**given: Any) -> Any:
+    """A response that was cut is taken for one that ended."""
+    return gae(**{**given, "bootstrap_values": None})
+
+
+@pytest.mark.parametrize("mutant", [masked_tokens_as_steps, without_bootstrap])
+def test_a_wrong_estimate_is_seen(mutant):
+    with pytest.raises(AssertionError):
+        check_gae(mutant, 0.9, 0.95)
+
+
+def test_a_response_that_is_masked_as_a_whole_may_keep_its_reward():
+    """As `filter_overlong` leaves it; it has neither advantages nor returns."""
+    found = gae([[0.0, 1.0]], [[0.5, 0.5]], [[0, 0]])
+    assert found.advantages[0].tolist() == found.returns[0].tolist() == [0.0, 0.0]
+
+
+def test_no_response_and_values_of_masked_tokens_that_are_not_read():
+    assert gae([], [], []).advantages == []
+    found = gae([[1.0, 0.0]], [[0.5, float("nan")]], [[1, 0]])
+    assert found.advantages[0].tolist() == [0.5, 0.0]
+
+
+def test_whitening_has_mean_0_and_deviation_1_over_the_active_tokens():
+    given = responses(1)
+    advantages = gae(**given).advantages
+    is_active = torch.tensor(sum(given["loss_mask"], [])).bool()
+    active = torch.cat(advantages)[is_active].tolist()
+    mean = sum(active) / len(active)
+    deviation = (sum((a - mean) ** 2 for a in active) / (len(active) - 1) + 1e-8) ** 0.5
+    found = torch.cat(whiten(advantages, given["loss_mask"]))
+    expected = torch.tensor([(a - mean) / deviation for a in active])
+    torch.testing.assert_close(found[is_active], expected, rtol=1e-6, atol=1e-6)
+    assert not found[~is_active].any()
+
+
+@pytest.mark.parametrize("values", [[0.5], [0.5, 0.5], []])
+def test_equal_advantages_become_zeros(values):
+    (found,) = whiten([torch.tensor(values)], [[1] * len(values)])
+    assert found.tolist() == [0.0] * len(values)
+
+
+NAN = float("nan")
+GIVEN = {"rewards": [[0.0, 1.0]], "values": [[0.0, 0.0]], "loss_mask": [[1, 1]]}
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"gamma": 1.01}, "--gamma must be a finite number >= 0 and <= 1; found 1.01"),
+    ({"lam": NAN}, "--lam must be"),
+    ({"values": [[0.0, NAN]]}, r"values\[0\]\[1\] is nan at an active token"),
+    ({"rewards": [[NAN, 0.0]]}, r"rewards\[0\]\[0\] is nan at an active token"),
+    ({"values": [[0.0]]}, r"values\[0\] has shape \[1\], expected \[2\]"),
+    ({"rewards": [[0.0, 0.0]] * 2}, "rewards has 2 responses and loss_mask 1"),
+    ({"loss_mask": [[1, 2]]}, r"loss_mask\[0\]\[1\] is 2.0, expected 0 or 1"),
+    ({"loss_mask": [[1, 0]]}, r"rewards\[0\]\[1\] is 1.0 at a token that the loss mask drops"),
+    ({"loss_mask": [[1, 0]], "rewards": [[0.0, -0.5]]}, r"rewards\[0\]\[1\] is -0.5 at a token that"),
+    ({"bootstrap_values": [NAN]}, r"bootstrap_values\[0\] is nan"),
+    ({"bootstrap_values": [0.0, 0.0]}, r"bootstrap_values\[0\] has shape \[2\], expected \[1\]"),
+])  # fmt: skip
+def test_bad_calls_of_gae_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        gae(**{**GIVEN, **changes})

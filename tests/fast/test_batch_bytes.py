@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_pg.step.batch import _bytes_of, pack
 
@@ -20,7 +19,7 @@ from megatron_pg.step.batch import _bytes_of, pack
     ],
     ids=["one element expanded", "expanded", "every second", "none", "of an empty micro-batch"],
 )
-def test_the_bytes_of_any_strides_are_those_of_the_values(tensor: Tensor) -> None:
+def test_the_bytes_of_any_strides_are_those_of_the_values(tensor):
     found = _bytes_of(tensor)
     assert found.dtype == torch.uint8 and found.numel() == tensor.numel() * tensor.element_size()
     assert torch.equal(found.view(tensor.dtype), tensor)

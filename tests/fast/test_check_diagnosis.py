@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -48,10 +47,7 @@ def per_token(row: CheckRow) -> CheckRow:
 
 
 OPTIONS = CheckOptions(context_parallel_size=2, tensor_model_parallel_size=4)
-
-
-def words(*rows: CheckRow, options: CheckOptions = OPTIONS, world_size: int = 8) -> list[str]:
-    return diagnoses(rows, options, world_size)
+NOT_FINITE = replace(RIGHT, gradient_error=math.inf, common_ratio=math.nan, worst_rank=3)
 
 
 @pytest.mark.parametrize(
@@ -65,38 +61,27 @@ def words(*rows: CheckRow, options: CheckOptions = OPTIONS, world_size: int = 8)
         (scaled(1 / 20), "gradient is 0.05 times the reference: 1/20 = 1/(M * TP)"),
         (scaled(1.37), "gradient is 1.37 times the reference"),
         (scaled(2.0**16), "gradient is 6.554e+04 times the reference: 65536 = the loss scale"),
-        (
-            replace(RIGHT, gradient_error=math.inf, common_ratio=math.nan, worst_rank=3),
-            "not finite in table on rank 3",
-        ),
+        (NOT_FINITE, "not finite in table on rank 3"),
         (
             replace(RIGHT, loss=-3.0),
             "gradients agree; the reported loss is -3 and not -1.5 (2 times)",
         ),
         (
             replace(RIGHT, checksum=2.0),
-            "gradients agree; the weights that reached the loss are 2 times those of the step's totals "
-            "(aggregation_checksum)",
+            "gradients agree; the weights that reached the loss are 2 times those of the step's totals (aggregation_checksum)",
         ),
         (
             replace(RIGHT, gradient_error=3e-6, wrong=ALL),
-            "off by 3e-06 and by no factor, worst in table on tensor-parallel rank 0: rounding, or a mistake "
-            "that small",
+            "off by 3e-06 and by no factor, worst in table on tensor-parallel rank 0: rounding, or a mistake that small",
         ),
     ],
 )
-def test_diagnosis_of_a_row(row: CheckRow, expected: str) -> None:
-    assert words(row) == [expected]
-
-
-def test_sizes_that_are_equal_are_all_named() -> None:
-    options = CheckOptions(context_parallel_size=2, pipeline_model_parallel_size=2)
-    found = words(scaled(2.0), options=options)[0]
-    assert found == "gradient is 2 times the reference: 2 = CP or 2 = DP or 2 = PP"
+def test_diagnosis_of_a_row(row, expected):
+    assert diagnoses([row], OPTIONS, 8) == [expected]
 
 
 @pytest.mark.parametrize("divided_by", ["T", "N", "P"])
-def test_a_factor_that_is_a_count_of_the_step_is_named(divided_by: str) -> None:
+def test_a_factor_that_is_a_count_of_the_step_is_named(divided_by):
     samples = make_samples(OPTIONS, 1)
     count = {
         "T": sum(sample.num_active_tokens for sample in samples),
@@ -105,206 +90,171 @@ def test_a_factor_that_is_a_count_of_the_step_is_named(divided_by: str) -> None:
     }[divided_by]
     if divided_by == "P":  # 5, as M is
         count, divided_by = 5, "M"
-    assert words(scaled(1 / count))[0].endswith(f": 1/{count} = 1/{divided_by}")
+    (found,) = diagnoses([scaled(1 / count)], OPTIONS, 8)
+    assert found.endswith(f": 1/{count} = 1/{divided_by}")
 
 
-def test_token_counts_of_one_rank_are_named() -> None:
+def test_token_counts_of_one_rank_are_named():
     options = CheckOptions()
     active = [sample.num_active_tokens for sample in make_samples(options, 2)]
     ratio = sum(active) / sum(active[1::2])
-    found = words(scaled(ratio), options=options, world_size=2)[0]
+    (found,) = diagnoses([scaled(ratio)], options, 2)
     assert found.endswith(f": {ratio:.6g} = T over that of data-parallel rank 1")
 
 
-def test_right_numbers_are_never_a_factor() -> None:
-    almost = replace(scaled(1.0), gradient_error=1e-2, scaled_error=1e-8)
-    for row in (almost, replace(almost, dtype="bf16", gradient_error=0.03)):
-        assert "times the reference" not in words(row)[0]
+def changed(**options: Any) -> tuple[CheckOptions, int]:
+    return replace(OPTIONS, **options), 8
 
 
-def test_wrong_weights_are_of_loss_only_rows_without_a_factor() -> None:
-    wrong_loss = off(RIGHT, loss=-1.4)
-    assert "tokens have wrong weights" in words(wrong_loss)[0]
-    assert all(
-        "tokens have wrong weights" in each for each in words(off(MODEL, loss=-1.4), wrong_loss)
-    )
-    for rows in ([off(MODEL, loss=-1.4), RIGHT], [off(MODEL), RIGHT], [off(RIGHT)], [scaled(2.0)]):
-        assert not any("wrong weights" in each for each in words(*rows))
+def on_two_ranks(**options: int) -> tuple[CheckOptions, int]:
+    return CheckOptions(**options), 2
 
 
-def test_right_loss_with_a_wrong_gradient_is_a_micro_batch() -> None:
-    found = words(off(MODEL), off(RIGHT))
-    assert all("the backward of a micro-batch is missing or done twice" in each for each in found)
-    options = replace(OPTIONS, use_distributed_optimizer=True, overlap_grad_reduce=True)
-    found = words(off(RIGHT), options=options)
-    assert "(without --overlap-grad-reduce or --use-distributed-optimizer)" in found[0]
+def replicas(*axes: str) -> list[CheckRow]:
+    disagreement = {"replica_error": 0.5, "replica_axes": axes, "replica_parameters": ("a.norm",)}
+    return [off(MODEL, "a.norm", **disagreement), RIGHT]
 
 
-@pytest.mark.parametrize(
-    ("axes", "named"),
-    [
-        (("TP",), "tensor-parallel ranks"),
-        (("CP", "DP"), "context-parallel ranks .*, and over data-parallel ranks"),
-        (("PP",), "pipeline stages .*tied embeddings"),
-    ],
-)
-def test_replicas_that_disagree_name_the_group(axes: tuple[str, ...], named: str) -> None:
-    row = off(MODEL, "a.norm", replica_error=0.5, replica_axes=axes, replica_parameters=("a.norm",))
-    found = words(row, RIGHT)[0]
-    assert re.search(
-        f"replicas disagree over {named}.*: a.norm; a reduction over that group", found
-    )
-    assert not replace(RIGHT, replica_error=2e-6).passed
+def alone(what: str) -> list[CheckRow]:
+    return [MODEL, off(MODEL, what=what), RIGHT]
 
 
-def test_one_loss_mode_alone_is_said() -> None:
-    found = words(MODEL, per_token(scaled(2.0, MODEL)), RIGHT, per_token(scaled(2.0)))
-    assert found[0] == found[2] == ""
-    assert "per-token rows alone: look at the token count" in found[1]
-    found = words(scaled(2.0), per_token(RIGHT))
-    assert "rows per micro-batch alone: look at CP / M" in found[0]
+def step(row: CheckRow) -> list[CheckRow]:
+    return [MODEL, row]
 
 
-def test_a_factor_of_the_model_is_not_the_losss() -> None:
-    assert "the loss-only rows pass: it arises in the model" in words(scaled(2.0, MODEL), RIGHT)[0]
+PIPELINE = on_two_ranks(pipeline_model_parallel_size=2)
+WRONG = off(RIGHT, loss=-1.4)
+ALMOST = replace(scaled(1.0), gradient_error=1e-2, scaled_error=1e-8)
+TO_BF16 = [replace(off(MODEL), gradient_error=3.2e-3), replace(off(RIGHT), gradient_error=2.5e-3)]
+OTHER_M = replace(off(RIGHT), common_ratio=1.1024, scaled_error=0.08, gradient_error=0.117)
+"""The numbers of two ranks with 5 and 6 micro-batches, both divided by 5."""
+LOST, AUXILIARY = (off(MODEL, what=what) for what in ("every token", "auxiliary loss"))
+STALE = off(UPDATE, "a", ratio=1.25, gradient_norm=3.42691)
+STALE = replace(STALE, reference_norm=3.42682, gradient_error=0.25)
+STAGE = off(MODEL, "a", "b", ratio=2.0, wrong_stages=(0,), wrong_ranks=(0,))
+TOKENS_OF_STAGE = off(MODEL, "a", ratio=107.0, wrong_stages=(0,), calculate_per_token_loss=True)
+BACKWARD = "the backward of a micro-batch is missing or done twice"
+WEIGHTS = "tokens have wrong weights"
+HARDLY = "backward, or what hardly moves the loss"
+LEFT_OVER = "step before are left over"
+
+CASES: dict[str, tuple[Any, ...]] = {
+    # name: (rows, options and processes if others, words of the diagnosis of a row, "!" before those that it lacks and "^" before its first)
+    "almost right": ([ALMOST], {0: "!times the reference"}),
+    "almost right in bf16": ([replace(ALMOST, dtype="bf16", gradient_error=0.03)], {0: "!times the reference"}),
+    "sizes that are equal": (
+        [scaled(2.0)], (CheckOptions(context_parallel_size=2, pipeline_model_parallel_size=2), 8),
+        {0: "gradient is 2 times the reference: 2 = CP or 2 = DP or 2 = PP"},
+    ),
+    "wrong weights": ([WRONG], {0: f"{WEIGHTS} | vocabulary shards"}),
+    "wrong weights in both models": ([off(MODEL, loss=-1.4), WRONG], {0: WEIGHTS, 1: WEIGHTS}),
+    "a wrong backward": ([off(RIGHT)], {0: f"!{WEIGHTS}"}),
+    "a factor": ([scaled(2.0)], {0: f"!{WEIGHTS}"}),
+    "a micro-batch lost": ([off(MODEL), off(RIGHT)], {0: f"{BACKWARD} | !rounding", 1: f"{BACKWARD} | !rounding"}),
+    "a micro-batch lost beside an overlap": (
+        [off(RIGHT)], changed(use_distributed_optimizer=True, overlap_grad_reduce=True),
+        {0: "(without --overlap-grad-reduce or --use-distributed-optimizer)"},
+    ),
+    "replicas of TP": (replicas("TP"), {0: "replicas disagree over tensor-parallel ranks | : a.norm; a reduction over that group"}),
+    "replicas of CP and DP": (
+        replicas("CP", "DP"),
+        {0: "replicas disagree over context-parallel ranks | , and over data-parallel ranks | : a.norm; a reduction over that group"},
+    ),
+    "replicas of PP": (
+        replicas("PP"),
+        {0: "replicas disagree over pipeline stages | tied embeddings | : a.norm; a reduction over that group"},
+    ),
+    "per-token mode alone": (
+        [MODEL, per_token(scaled(2.0, MODEL)), RIGHT, per_token(scaled(2.0))],
+        {0: "", 1: "per-token rows alone: look at the token count", 2: ""},
+    ),
+    "the other mode alone": ([scaled(2.0), per_token(RIGHT)], {0: "rows per micro-batch alone: look at CP / M"}),
+    "a factor of the model": ([scaled(2.0, MODEL), RIGHT], {0: "the loss-only rows pass: it arises in the model"}),
+    "gspo": (alone("gspo"), {1: "^this row alone | a sum over a whole sequence"}),
+    "kept set": (alone("kept set"), {1: "^this row alone | kept sets are scored wrongly"}),
+    "loss scale": (alone("loss scale"), {1: "^this row alone | the loss scale of fp16"}),
+    "recompute": (alone("recompute"), {1: "^this row alone | activations are not recomputed"}),
+    "auxiliary loss": (alone("auxiliary loss"), {1: "^this row alone | the auxiliary loss of the experts"}),
+    "gspo beside a wrong gradient": (
+        [off(MODEL), off(MODEL, what="gspo"), RIGHT],
+        {1: "follows the gradient rows of this model and loss mode"},
+    ),
+    "a norm counted twice": (step(replace(UPDATE, gradient_norm=2.0)), {1: "is 2 and not 1 (2 times):  | twice"}),
+    "a norm of one shard": (step(replace(UPDATE, gradient_norm=0.5)), {1: "not summed over the tensor-parallel ranks"}),
+    "no update": (step(off(UPDATE, "a", ratio=0.0)), {1: "were not updated"}),
+    "updates of a factor": (step(scaled(2.0, UPDATE)), {1: "are 2 times the reference: the learning rate"}),
+    "half updates": (step(scaled(0.5, UPDATE)), {1: "the learning rate, the weight decay"}),
+    "updates of a distributed optimizer": (step(off(UPDATE)), changed(use_distributed_optimizer=True), {1: "all-gather"}),
+    "a stale gradient": (step(STALE), {1: "3.42691 and not 3.42682 | stale | !twice"}),
+    "gradients reduced in bf16 over two ranks": (
+        TO_BF16, dict.fromkeys((0, 1), "rounding to bf16, in the reduction or the accumulation")
+    ),
+    "M of another rank": (
+        [OTHER_M, per_token(RIGHT)], on_two_ranks(),
+        {0: "5 and 6 micro-batches: a rank's loss is divided by the M of another rank"},
+    ),
+    "both modes wrong": (
+        [OTHER_M, per_token(OTHER_M)], on_two_ranks(),
+        {0: "!another rank | or the reduction leaves the gradients of one rank"},
+    ),
+    "a chunk of its own scale": (
+        [off(MODEL, "a", "b", ratio=2.0), scaled(2.0)],
+        on_two_ranks(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2),
+        {0: "or in another chunk of the virtual pipeline", 1: "so is a part of the end-to-end model's | != PP"},
+    ),
+    "weights and checksum": ([replace(WRONG, checksum=0.5)], {0: f"!vocabulary | {WEIGHTS}"}),
+    "weights without shards": ([WRONG], (CheckOptions(context_parallel_size=2), 8), {0: f"!vocabulary | {WEIGHTS}"}),
+    "multi-token": ([MODEL, off(replace(MODEL, model="multi-token")), RIGHT], {1: "multi-token prediction: | !attention"}),
+    "hybrid": ([MODEL, off(replace(MODEL, model="hybrid")), RIGHT], {1: "HybridModel | !attention"}),
+    "position ids": (
+        [off(MODEL, loss=-1.4), off(TIED, loss=-1.4), RIGHT], changed(cp_partition_mode="contiguous"),
+        dict.fromkeys((0, 1), "position ids"),
+    ),
+    "dropout": ([off(MODEL, loss=-1.4), RIGHT], on_two_ranks(), {0: "dropout | a data-parallel rank with other parameters"}),
+    "a token that is lost": (
+        [MODEL, AUXILIARY, LOST, RIGHT], {1: "follows the row `every token`", 2: "the last token of a sequence"}
+    ),
+    "gradients left over": (
+        [MODEL, *(off(replace(MODEL, aggregation=name)) for name in "ab"), RIGHT, off(replace(RIGHT, aggregation="a"))],
+        {0: "", 1: LEFT_OVER, 2: LEFT_OVER, 3: "", 4: LEFT_OVER},
+    ),
+    "rotary positions": ([off(MODEL, loss=-1.4), TIED, RIGHT], {0: "forward is wrong | look at rotary positions"}),
+    "position ids of one model": ([off(TIED, loss=-1.4), MODEL, RIGHT], {0: "forward is wrong | look at position ids"}),
+    "attention": (
+        [off(MODEL, loss=-1.4), RIGHT],
+        {0: f"attention over several ranks (--context-parallel-size 1 | !{WEIGHTS}", 1: f"!{WEIGHTS}"},
+    ),
+    "backward of the model": (
+        [off(MODEL), RIGHT],
+        {0: f"{HARDLY} | tensor-parallel ranks exchange,  | --tensor-model-parallel-size 1 | !{WEIGHTS}", 1: f"!{WEIGHTS}"},
+    ),
+    "a norm": ([off(MODEL, "layers.0.norm"), RIGHT], {0: "1 of 4 gradients differ | norms, which finalize"}),
+    "experts": (
+        [off(MODEL, "mlp.experts.1", "mlp.experts.2", ratio=2.0), RIGHT],
+        {0: "2 of 4 gradients are 2 times the reference: 2 = CP | experts have a data-parallel group"},
+    ),
+    "no loss-only rows": ([off(MODEL)], {0: "no loss-only rows | without --fused-lm-head"}),
+    "a stage": (
+        [STAGE, RIGHT], PIPELINE,
+        {0: "are 2 times the reference: 2 = PP on pipeline stage 0 alone | sends back | !micro-batch"},
+    ),
+    "a stage by no factor": ([replace(STAGE, wrong_scaled_error=0.3), RIGHT], PIPELINE, {0: "backward of a micro-batch"}),
+    "tokens of a stage": ([MODEL, TOKENS_OF_STAGE, per_token(RIGHT)], PIPELINE, {1: "the token count | !micro-batch"}),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("what", "named"),
-    [
-        ("gspo", "a sum over a whole sequence"),
-        ("kept set", "kept sets are scored wrongly"),
-        ("loss scale", "the loss scale of fp16"),
-        ("recompute", "activations are not recomputed"),
-        ("auxiliary loss", "the auxiliary loss of the experts"),
-    ],
-)
-def test_a_case_that_fails_alone_is_named(what: str, named: str) -> None:
-    row = off(MODEL, what=what)
-    found = words(MODEL, row, RIGHT)
-    assert found[1].startswith("this row alone") and named in found[1]
-    assert (
-        words(off(MODEL), row, RIGHT)[1] == "follows the gradient rows of this model and loss mode"
-    )
-
-
-def test_optimizer_steps_are_told_apart() -> None:
-    norm = replace(UPDATE, gradient_norm=2.0)
-    assert re.search(r"is 2 and not 1 \(2 times\): .* twice", words(MODEL, norm)[1])
-    norm = replace(UPDATE, gradient_norm=0.5)
-    assert "not summed over the tensor-parallel ranks" in words(MODEL, norm)[1]
-    assert "were not updated" in words(MODEL, off(UPDATE, "a", ratio=0.0))[1]
-    assert "are 2 times the reference: the learning rate" in words(MODEL, scaled(2.0, UPDATE))[1]
-    options = replace(OPTIONS, use_distributed_optimizer=True)
-    assert "all-gather" in words(MODEL, off(UPDATE), options=options)[1]
-
-
-def test_a_norm_that_does_not_explain_the_step_is_a_stale_gradient() -> None:
-    stale = off(UPDATE, "a", ratio=1.25, gradient_norm=3.42691)
-    stale = replace(stale, reference_norm=3.42682, gradient_error=0.25)
-    found = words(MODEL, stale)[1]
-    assert "3.42691 and not 3.42682" in found and "stale" in found and "twice" not in found
-    decay = scaled(0.5, UPDATE)
-    assert "the learning rate, the weight decay" in words(MODEL, decay)[1]
-
-
-def test_rounding_to_bf16_is_no_missing_backward() -> None:
-    """The numbers of gradients that are reduced in bf16 over two ranks."""
-    model, table = (
-        replace(off(row), gradient_error=error) for row, error in ((MODEL, 3.2e-3), (RIGHT, 2.5e-3))
-    )
-    for found in words(model, table):
-        assert "rounding to bf16, in the reduction or the accumulation" in found
-    for found in words(off(MODEL), off(RIGHT)):
-        assert "rounding" not in found
-
-
-def test_the_number_of_micro_batches_of_another_rank_is_named() -> None:
-    """The numbers of two ranks with 5 and 6 micro-batches, both divided by 5."""
-    wrong = replace(off(RIGHT), common_ratio=1.1024, scaled_error=0.08, gradient_error=0.117)
-    options = CheckOptions()
-    found = words(wrong, per_token(RIGHT), options=options, world_size=2)[0]
-    assert "5 and 6 micro-batches: a rank's loss is divided by the M of another rank" in found
-    found = words(wrong, per_token(wrong), options=options, world_size=2)[0]
-    assert (
-        "another rank" not in found and "or the reduction leaves the gradients of one rank" in found
-    )
-
-
-def test_a_chunk_of_its_own_scale_is_no_missing_backward() -> None:
-    options = CheckOptions(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
-    found = words(off(MODEL, "a", "b", ratio=2.0), scaled(2.0), options=options, world_size=2)
-    assert "or in another chunk of the virtual pipeline" in found[0]
-    assert "so is a part of the end-to-end model's" in found[1] and "= PP" not in found[1]
-
-
-def test_vocabulary_shards_are_named_where_the_weights_are_right() -> None:
-    wrong = off(RIGHT, loss=-1.4)
-    assert "vocabulary shards" in words(wrong)[0]
-    for found in (
-        words(replace(wrong, checksum=0.5))[0],
-        words(wrong, options=CheckOptions(context_parallel_size=2))[0],
-    ):
-        assert "vocabulary" not in found and "tokens have wrong weights" in found
-
-
-def test_what_fails_in_one_model_alone_is_not_attention() -> None:
-    for model, named in (("multi-token", "multi-token prediction:"), ("hybrid", "HybridModel")):
-        found = words(MODEL, off(replace(MODEL, model=model)), RIGHT)[1]
-        assert named in found and "attention" not in found
-    contiguous = replace(OPTIONS, cp_partition_mode="contiguous")
-    found = words(off(MODEL, loss=-1.4), off(TIED, loss=-1.4), RIGHT, options=contiguous)
-    assert all("position ids" in each for each in found[:2])
-    found = words(off(MODEL, loss=-1.4), RIGHT, options=CheckOptions(), world_size=2)[0]
-    assert "dropout" in found and "a data-parallel rank with other parameters" in found
-
-
-def test_auxiliary_rows_follow_a_token_that_is_lost() -> None:
-    lost, auxiliary = (off(MODEL, what=what) for what in ("every token", "auxiliary loss"))
-    found = words(MODEL, auxiliary, lost, RIGHT)
-    assert (
-        found[1] == "follows the row `every token`" and "the last token of a sequence" in found[2]
-    )
-
-
-def test_gradients_left_over_are_named() -> None:
-    rows = [MODEL, *[off(replace(MODEL, aggregation=name)) for name in ("a", "b")]]
-    found = words(*rows, RIGHT, off(replace(RIGHT, aggregation="a")))
-    assert [bool(each) for each in found] == [False, True, True, False, True]
-    assert all("step before are left over" in each for each in found if each)
-
-
-@pytest.mark.parametrize(
-    ("rows", "named"),
-    [
-        ([off(MODEL, loss=-1.4), TIED, RIGHT], "forward is wrong.*look at rotary positions"),
-        ([off(TIED, loss=-1.4), MODEL, RIGHT], "forward is wrong.*look at position ids"),
-        (
-            [off(MODEL, loss=-1.4), RIGHT],
-            r"attention over several ranks \(--context-parallel-size 1",
-        ),
-        ([off(MODEL), RIGHT], "backward, or what hardly moves the loss"),
-        ([off(MODEL), RIGHT], "tensor-parallel ranks exchange, .*--tensor-model-parallel-size 1"),
-        ([off(MODEL, "layers.0.norm"), RIGHT], "1 of 4 gradients differ .*norms, which finalize"),
-        (
-            [off(MODEL, "mlp.experts.1", "mlp.experts.2", ratio=2.0), RIGHT],
-            "2 of 4 gradients are 2 times the reference: 2 = CP.*experts have a data-parallel group",
-        ),
-        ([off(MODEL)], "no loss-only rows.*without --fused-lm-head"),
-    ],
-)
-def test_wrong_models_name_what_to_look_at(rows: list[CheckRow], named: str) -> None:
-    assert re.search(named, words(*rows)[0]), words(*rows)[0]
-
-
-def test_a_pipeline_stage_is_named() -> None:
-    options = CheckOptions(pipeline_model_parallel_size=2)
-    row = off(MODEL, "a", "b", ratio=2.0, wrong_stages=(0,), wrong_ranks=(0,))
-    found = words(row, RIGHT, options=options, world_size=2)[0]
-    assert "are 2 times the reference: 2 = PP on pipeline stage 0 alone" in found
-    assert "sends back" in found and "micro-batch" not in found
-    row = replace(row, wrong_scaled_error=0.3)
-    assert "backward of a micro-batch" in words(row, RIGHT, options=options, world_size=2)[0]
-    row = off(MODEL, "a", ratio=107.0, wrong_stages=(0,), calculate_per_token_loss=True)
-    found = words(MODEL, row, per_token(RIGHT), options=options, world_size=2)[1]
-    assert "the token count" in found and "micro-batch" not in found
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_said_of_a_failure(case):
+    rows, *where, expected = CASES[case]
+    said = diagnoses(rows, *(where[0] if where else (OPTIONS, 8)))
+    for place, words in expected.items():
+        for word in words.split(" | "):
+            match word[:1]:
+                case "!":
+                    assert word[1:] not in said[place]
+                case "^":
+                    assert said[place].startswith(word[1:])
+                case _:
+                    assert word in said[place]
+        assert words or not said[place]

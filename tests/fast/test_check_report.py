@@ -1,11 +1,11 @@
-"""``megatron-pg check``: flags that are refused, rows, diagnoses and the two reports. Nothing is trained here."""
+"""``megatron-pg check``: flags that are refused, the samples of its step, rows and the two reports. Nothing is trained here."""
 
 from __future__ import annotations
 
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +13,16 @@ import torch
 from megatron_pg.check import main
 from megatron_pg.check.compare import CheckRow
 from megatron_pg.check.job import Launch
-from megatron_pg.check.options import CheckOptions, has_gradient_accumulation_fusion, parse_options
+from megatron_pg.check.options import (
+    LEAN_PERIOD,
+    CheckOptions,
+    has_gradient_accumulation_fusion,
+    parse_options,
+)
 from megatron_pg.check.report import Checked, as_json, as_text, summary, summary_as_json
+from megatron_pg.check.samples import cut, cut_evenly, make_even_samples, make_samples
 from megatron_pg.config.versions import UnsupportedMegatronError
+from tests.fast.refusals import assert_words
 from tests.lanes import in_both_lanes
 
 pytestmark = in_both_lanes
@@ -33,45 +40,30 @@ RIGHT = CheckRow(
 OPTIONS_OF_ONE = CheckOptions()
 
 
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        ("--sequence-parallel", "--sequence-parallel needs --tensor-model-parallel-size"),
-        ("--context-parallel-size 0", "--context-parallel-size must be an integer >= 1; found 0"),
-        ("--context-parallel-size 3", "--context-parallel-size = 3 must divide"),
-        ("--virtual-pipeline-model-parallel-size 2", "--virtual-pipeline-model-parallel-size 2"),
-        ("--expert-model-parallel-size 2", "needs --num-experts"),
-        ("--expert-tensor-parallel-size 2", "--expert-tensor-parallel-size 2 needs"),
-        ("--gradient-accumulation-fusion", "--gradient-accumulation-fusion needs a GPU"),
-        ("--cp-comm-type a2a", "--cp-comm-type a2a is Transformer Engine's"),
-        (
-            "--mtp-num-layers 1 --cp-partition-mode contiguous",
-            "--mtp-num-layers shifts tokens within zigzag chunks",
-        ),
-        (
-            "--hybrid-model --pipeline-model-parallel-size 2",
-            "--hybrid-model with --pipeline-model-parallel-size 2",
-        ),
-        ("--num-experts 3 --expert-model-parallel-size 2", "--num-experts 3 with"),
-        ("--num-experts 1", "--num-experts 1 with"),
-        ("--num-experts 2 --expert-model-parallel-size 2", "--expert-model-parallel-size"),
-        ("--num-experts 2 --tensor-model-parallel-size 2", "needs --sequence-parallel"),
-        (
-            "--transformer-impl transformer_engine",
-            "--transformer-impl transformer_engine runs on --device cuda",
-        ),
-    ],
-)
-def test_flags_that_cannot_be_served(
-    flags: str, named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(("flags", "named"), [
+    ("--sequence-parallel", "--sequence-parallel needs --tensor-model-parallel-size"),
+    ("--context-parallel-size 0", "--context-parallel-size must be an integer >= 1; found 0"),
+    ("--context-parallel-size 3", "--context-parallel-size = 3 must divide"),
+    ("--virtual-pipeline-model-parallel-size 2", "--virtual-pipeline-model-parallel-size 2"),
+    ("--expert-model-parallel-size 2", "needs --num-experts"),
+    ("--expert-tensor-parallel-size 2", "--expert-tensor-parallel-size 2 needs"),
+    ("--gradient-accumulation-fusion", "--gradient-accumulation-fusion needs a GPU"),
+    ("--cp-comm-type a2a", "--cp-comm-type a2a is Transformer Engine's"),
+    ("--mtp-num-layers 1 --cp-partition-mode contiguous", "--mtp-num-layers shifts tokens within zigzag chunks"),
+    ("--hybrid-model --pipeline-model-parallel-size 2", "--hybrid-model with --pipeline-model-parallel-size 2"),
+    ("--num-experts 3 --expert-model-parallel-size 2", "--num-experts 3 with"),
+    ("--num-experts 1", "--num-experts 1 with"),
+    ("--num-experts 2 --expert-model-parallel-size 2", "--expert-model-parallel-size"),
+    ("--num-experts 2 --tensor-model-parallel-size 2", "needs --sequence-parallel"),
+    ("--transformer-impl transformer_engine", "--transformer-impl transformer_engine runs on --device cuda"),
+])  # fmt: skip
+def test_flags_that_cannot_be_served(flags, named, capsys):
     assert main(["--device", "cpu", *flags.split()]) == 2
     captured = capsys.readouterr()
-    assert named in captured.err
-    assert captured.out == ""
+    assert named in captured.err and captured.out == ""
 
 
-def test_unknown_flag_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_flag_is_refused_by_name(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--context-parallel", "2"])  # an abbreviation that a longer flag may take tomorrow
     assert ended.value.code == 2
@@ -79,14 +71,12 @@ def test_unknown_flag_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU")
-def test_cuda_without_a_gpu_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cuda_without_a_gpu_is_refused(capsys):
     assert main(["--device", "cuda"]) == 2
     assert "--device cuda: torch finds no GPU" in capsys.readouterr().err
 
 
-def test_unsupported_megatron_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unsupported_megatron_is_refused(monkeypatch, capsys):
     def refuse(*_: object) -> None:
         raise UnsupportedMegatronError("megatron-core 0.9.0 is installed")
 
@@ -95,14 +85,14 @@ def test_unsupported_megatron_is_refused(
     assert capsys.readouterr().err == "megatron-pg check: megatron-core 0.9.0 is installed\n"
 
 
-def test_world_size_is_a_multiple_of_the_model() -> None:
+def test_world_size_is_a_multiple_of_the_model():
     flags = ["--device", "cpu", "--tensor-model-parallel-size", "2", "--context-parallel-size", "2"]
     parse_options(flags, world_size=8)
     with pytest.raises(ValueError, match=r"6 processes were started.*torchrun --nproc-per-node 4"):
         parse_options(flags, world_size=6)
 
 
-def test_launch_is_read_from_the_environment() -> None:
+def test_launch_is_read_from_the_environment():
     assert Launch.from_environment({}) == Launch(0, 1, 0)
     torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a"}
     assert Launch.from_environment({**torchrun, "MASTER_PORT": "1"}) == Launch(5, 8, 1)
@@ -112,23 +102,21 @@ def test_launch_is_read_from_the_environment() -> None:
         Launch.from_environment({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"})
 
 
-def test_row_passes_on_agreement_only() -> None:
+def test_row_passes_on_agreement_only():
     assert RIGHT.passed
-    assert not replace(RIGHT, gradient_error=1.1e-6).passed
-    assert not replace(RIGHT, gradient_error=math.inf).passed
-    for loss in (-1.5001, math.nan, math.inf):
-        assert not replace(RIGHT, loss=loss).passed
-    for checksum in (0.99, 2.0, math.nan):
-        assert not replace(RIGHT, checksum=checksum).passed
+    wrong = {"gradient_error": (1.1e-6, math.inf), "replica_error": (2e-6,)}
+    wrong |= {"loss": (-1.5001, math.nan, math.inf), "checksum": (0.99, 2.0, math.nan)}
+    for name, values in wrong.items():
+        assert not any(replace(RIGHT, **{name: value}).passed for value in values)
 
 
-def test_tolerance_is_that_of_the_dtype() -> None:
+def test_tolerance_is_that_of_the_dtype():
     for model in ("end to end", "loss only"):
         assert replace(RIGHT, model=model).tolerance == 1e-6
         assert replace(RIGHT, model=model, dtype="bf16").tolerance == 2e-2
 
 
-def test_reports_hold_every_row_and_json_no_nan() -> None:
+def test_reports_hold_every_row_and_json_no_nan():
     rows = [RIGHT, replace(RIGHT, gradient_error=math.inf, common_ratio=math.nan)]
     options = CheckOptions(context_parallel_size=2)
     parsed = json.loads(as_json(rows, options, 2), parse_constant=pytest.fail)
@@ -138,19 +126,15 @@ def test_reports_hold_every_row_and_json_no_nan() -> None:
     assert parsed["rows"][0]["tolerance"] == 1e-6
     assert parsed["options"]["context_parallel_size"] == 2
     assert parsed["not_checked"]["experts"] == "needs --num-experts"
-    assert {"torch", "megatron-core", "transformer-engine", "apex", "triton"} <= set(
-        parsed["versions"]
-    )
+    packages = {"torch", "megatron-core", "transformer-engine", "apex", "triton"}
+    assert packages <= set(parsed["versions"])
     text = as_text(rows, options, 2)
-    assert "2 processes on cpu: TP 1, PP 1, CP 2, DP 1" in text
-    assert "not finite in table" in text
-    assert "not checked here: experts (needs --num-experts)" in text
+    words = "2 processes on cpu: TP 1, PP 1, CP 2, DP 1 | not finite in table"
+    assert_words(f"{words} | not checked here: experts (needs --num-experts)", text)
     assert text.endswith("FAIL: 1 rows (2 rows)")
 
 
-def test_the_extension_of_apex_is_looked_for_by_name(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_extension_of_apex_is_looked_for_by_name(monkeypatch, tmp_path):
     """On a GPU without Transformer Engine; never on a CPU."""
     on_gpu, on_cpu = CheckOptions(device="cuda"), CheckOptions(device="cpu")
     assert not has_gradient_accumulation_fusion(on_gpu)
@@ -160,7 +144,7 @@ def test_the_extension_of_apex_is_looked_for_by_name(
     assert not has_gradient_accumulation_fusion(on_cpu)
 
 
-def test_a_line_for_each_sharding_and_why_one_fails() -> None:
+def test_a_line_for_each_sharding_and_why_one_fails():
     wrong = replace(RIGHT, gradient_error=1.0, common_ratio=2.0, worst_ratio=2.0, wrong=("table",))
     of_context = replace(OPTIONS_OF_ONE, context_parallel_size=2)
     checked = [Checked(OPTIONS_OF_ONE, [RIGHT], 2.4), Checked(of_context, [RIGHT, wrong], 3.0)]
@@ -173,8 +157,69 @@ def test_a_line_for_each_sharding_and_why_one_fails() -> None:
     assert [each["passed"] for each in json.loads(summary_as_json(checked, 2))] == [True, False]
 
 
-def test_a_report_says_what_is_known_of_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_says_what_is_known_of_the_version(monkeypatch):
     monkeypatch.setattr("megatron_pg.check.report.megatron_core_version", lambda: (0, 18, 2))
     said = as_text([RIGHT], OPTIONS_OF_ONE, 1)
     assert "known of this megatron-core: in per-token mode the auxiliary" in said
     assert "issue 1652" in json.loads(as_json([RIGHT], OPTIONS_OF_ONE, 1))["known_mistakes"][0]
+
+
+@pytest.mark.parametrize("data_size", [1, 2, 5, 64])
+@pytest.mark.parametrize("pipeline_size", [1, 8])
+def test_every_micro_batch_but_one_in_the_middle_has_gradient(data_size, pipeline_size):
+    options = CheckOptions(pipeline_model_parallel_size=pipeline_size)
+    samples = make_samples(options, data_size)
+    seen = []
+    for rank in range(data_size):
+        count = options.num_microbatches(rank)
+        assert count >= pipeline_size + 2
+        micro_batches = cut(samples[rank::data_size], count)
+        active = [sum(sample.num_active_tokens for sample in each) for each in micro_batches]
+        assert [place for place, tokens in enumerate(active) if not tokens] == [count // 2]
+        assert len({len(each) for each in micro_batches}) > 2 or data_size * pipeline_size > 5
+        seen += [sample.name for each in micro_batches for sample in each]
+    assert sorted(seen) == sorted(sample.name for sample in samples)
+
+
+@pytest.mark.parametrize("tensor_size", [1, 2, 3, 4, 8, 16])
+def test_responses_have_ids_of_every_vocabulary_shard(tensor_size):
+    options = CheckOptions(tensor_model_parallel_size=tensor_size)
+    assert options.padded_vocab_size % tensor_size == 0
+    assert options.padded_vocab_size > options.vocab_size
+    width = options.padded_vocab_size // tensor_size
+    samples = make_samples(options, 1)
+    responses = torch.cat([sample.tokens[sample.prompt_length :] for sample in samples])
+    assert set((responses // width).tolist()) == set(range(tensor_size))
+    assert responses.max() < options.vocab_size
+    # The ids whose tokens pull the model one way.
+    assert bool((responses % LEAN_PERIOD < LEAN_PERIOD // 2).all())
+
+
+def test_the_step_hides_nothing():
+    options = CheckOptions(context_parallel_size=2)
+    samples = make_samples(options, 2)
+    for rank in range(2):
+        mine = samples[rank::2]
+        lengths = sorted(sample.total_length for sample in mine)
+        # Two span both chunks of both ranks, by more than a tile; the others are short.
+        assert lengths[-1] == 139 and lengths[-2] > 120 and lengths[-3] <= 12
+        assert max(sample.prompt_length for sample in mine) > 100
+        assert max(sample.response_length for sample in mine) > 100
+        assert not all(sample.num_active_tokens for sample in mine)
+    assert samples[0].rollout_id == samples[-1].rollout_id
+    prompts: dict[Any, set[Any]] = {}
+    for sample in samples:
+        prompt = tuple(sample.tokens[: sample.prompt_length].tolist())
+        prompts.setdefault(sample.group_index, set()).add(prompt)
+    # One prompt in each group, and each group on both ranks.
+    assert all(len(each) == 1 for each in prompts.values())
+    assert {s.group_index for s in samples[::2]} == {s.group_index for s in samples[1::2]}
+
+
+def test_even_samples_need_no_padding():
+    options = CheckOptions(context_parallel_size=2, tensor_model_parallel_size=2)
+    samples = make_even_samples(options, 3)
+    assert all(sample.total_length % 8 == 0 for sample in samples)
+    for rank in range(3):
+        micro_batches = cut_evenly(samples[rank::3], options.num_microbatches(rank))
+        assert all(micro_batches) and sum(map(len, micro_batches)) == len(samples) // 3

@@ -7,8 +7,10 @@ import logging
 import pytest
 import torch
 
-from megatron_pg import PolicyLossConfig, Sample, pack, policy_loss_function, reduce_metrics
-from megatron_pg.loss.metrics import check_checksum
+from megatron_pg import PolicyLossConfig, Sample, pack, reduce_metrics
+from megatron_pg.loss.from_logits import policy_loss_from_log_probs, policy_loss_function
+from megatron_pg.loss.metrics import MicroBatchMetrics, check_checksum
+from tests.fast.refusals import assert_refused
 from tests.random_steps import uneven_totals
 
 VOCAB_SIZE = 7
@@ -21,35 +23,30 @@ def sample(name: str, mask: list[int]) -> Sample:
 MASKED = [sample(name, [0, 0]) for name in "abc"]
 
 
-def checksum_of(
-    step: list[Sample], parts: list[list[Sample]], *, check_aggregation: bool = True
-) -> float:
+def checksum_of(step: list[Sample], parts: list[list[Sample]], *, check: bool = True) -> float:
     """Of a step of these samples, whose micro-batches hold those."""
-    config = PolicyLossConfig(check_aggregation=check_aggregation)
-    totals, metrics = uneven_totals(step), []
-    for part in parts:
-        batch = pack(part)
-        logits = torch.zeros(batch.window.local_tokens, VOCAB_SIZE, requires_grad=True)
-        _, metric = policy_loss_function(
-            config, batch, logits, totals=totals, step_share=1 / len(parts)
-        )
-        metrics.append(metric)
+    config, totals = PolicyLossConfig(check_aggregation=check), uneven_totals(step)
+
+    def metrics_of(part: list[Sample]) -> MicroBatchMetrics:
+        batch, settings = pack(part), {"totals": totals, "step_share": 1 / len(parts)}
+        zeros = torch.zeros(len(batch.window))
+        return policy_loss_from_log_probs(config, batch, zeros, None, **settings)[1]
+
+    metrics = [metrics_of(part) for part in parts]
     return reduce_metrics(config, metrics, contributes=True, device="cpu")["aggregation_checksum"]
 
 
-def test_without_the_flag_it_is_one_warning(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_flag_it_is_one_warning(caplog, monkeypatch):
     monkeypatch.setattr("megatron_pg.loss.metrics._warned_of", set())
     step = [sample(name, [0, 1]) for name in "abcdef"]
     with caplog.at_level(logging.WARNING, logger="megatron_pg"):
-        values = [checksum_of(step, [step[:-2]], check_aggregation=False) for _ in range(2)]
-        checksum_of(step, [step[:-1]], check_aggregation=False)  # another number is no other news
+        values = [checksum_of(step, [step[:-2]], check=False) for _ in range(2)]
+        checksum_of(step, [step[:-1]], check=False)  # another number is no other news
     assert values == pytest.approx([4 / 6, 4 / 6])
     assert [record.message.count("expected 1") for record in caplog.records] == [1]
 
 
-def test_a_step_without_an_active_token_is_whole() -> None:
+def test_a_step_without_an_active_token_is_whole():
     masked = sample("masked", [0, 0])
     config = PolicyLossConfig(check_aggregation=True)
     batch = pack([masked])
@@ -62,19 +59,19 @@ def test_a_step_without_an_active_token_is_whole() -> None:
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2, 3, 7])
-def test_a_step_without_an_active_token_is_whole_however_it_is_cut(num_microbatches: int) -> None:
+def test_a_step_without_an_active_token_is_whole_however_it_is_cut(num_microbatches):
     parts = [MASKED[index : index + 1] for index in range(num_microbatches)]
     assert checksum_of(MASKED, parts) == pytest.approx(1, abs=1e-12)
 
 
-def test_an_active_token_that_the_totals_lack_is_named() -> None:
+def test_an_active_token_that_the_totals_lack_is_named():
     """In a step that holds none by its totals."""
-    with pytest.raises(RuntimeError, match="are missing from step_totals"):
-        checksum_of(MASKED, [MASKED, [sample("stranger", [0, 1])]])
+    parts = [MASKED, [sample("stranger", [0, 1])]]
+    assert_refused("are missing from step_totals", checksum_of, MASKED, parts, error=RuntimeError)
 
 
 @pytest.mark.parametrize("wrong", [1 + 2e-5, 1 - 2e-5, 0.0, 2.0, float("nan")])
-def test_one_sample_in_ten_thousand_is_noticed(wrong: float) -> None:
+def test_one_sample_in_ten_thousand_is_noticed(wrong):
     config = PolicyLossConfig(check_aggregation=True)
     with pytest.raises(RuntimeError, match="aggregation_checksum"):
         check_checksum(config, {"aggregation_checksum": wrong})

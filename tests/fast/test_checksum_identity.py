@@ -6,7 +6,7 @@ import itertools
 import math
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,10 +14,10 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from megatron_pg import (
     AGGREGATIONS,
+    PackedBatch,
     PolicyLossConfig,
     Sample,
     pack,
@@ -28,6 +28,7 @@ from megatron_pg.loss.checksum import CHECKSUM, CHECKSUMS
 from megatron_pg.loss.metrics import MicroBatchMetrics, check_checksum
 from megatron_pg.step import identity
 from megatron_pg.step.totals import BareSample, StepTotals, sample_counts, totals_of_counts
+from tests.fast.refusals import assert_words
 from tests.random_steps import package_samples, random_step
 
 RESPONSE = 15
@@ -37,9 +38,9 @@ EVERY_SIZE = pytest.mark.parametrize("cp_size", [1, 2])
 
 
 def samples(first_token: int, name: str) -> list[Sample]:
-    """Eight samples of equal weight under every aggregation, each prompt group on both ranks.
+    """Eight of equal weight under every aggregation: 14 active tokens, seven in either window at size 2.
 
-    14 active tokens each, seven in either window at context-parallel size 2.
+    Each prompt group is on both data-parallel ranks.
     """
     mask = [int(token != 4) for token in range(RESPONSE)]
     return [
@@ -58,30 +59,33 @@ def samples(first_token: int, name: str) -> list[Sample]:
 SAMPLES, STALE = samples(10, "sample"), samples(50, "yesterday's")
 
 
-@dataclass(frozen=True)
-class Step:
-    """What every data-parallel rank feeds: `fed[rank][micro-batch]` is its samples and, by context-parallel rank, the
-    window that is run."""
-
-    fed: tuple[tuple[tuple[list[Sample], tuple[int, ...]], ...], ...]
-
-    def changed(self, rank: int, number: int, fed: tuple[list[Sample], tuple[int, ...]]) -> Step:
-        of_rank = (*self.fed[rank][:number], fed, *self.fed[rank][number + 1 :])
-        return Step((*self.fed[:rank], of_rank, *self.fed[rank + 1 :]))
-
-
-def whole(cp_size: int) -> Step:
-    windows = tuple(range(cp_size))
-    return Step(
-        tuple(
-            tuple((SAMPLES[first : first + 2], windows) for first in (start, start + 2))
-            for start in (0, 4)
-        )
-    )
-
-
-def with_samples(step: Step, rank: int, number: int, fed: list[Sample]) -> Step:
-    return step.changed(rank, number, (fed, step.fed[rank][number][1]))
+WHOLE = {
+    (rank, number): SAMPLES[4 * rank + 2 * number :][:2] for rank in range(2) for number in range(2)
+}
+"""What is fed: the samples of each micro-batch of each data-parallel rank."""
+OTHER_MASK = replace(SAMPLES[0], loss_mask=[int(token != 9) for token in range(RESPONSE)])
+FAULTS: dict[str, dict[tuple[int, int], list[Sample]]] = {
+    "fed twice": {(1, 1): SAMPLES[4:6]},
+    "one for another": {(0, 1): [SAMPLES[0], SAMPLES[3]]},
+    "exchanged": {(0, 0): SAMPLES[4:6], (1, 0): SAMPLES[:2]},
+    "stale": {(1, 0): STALE[4:6]},
+    "other mask": {(0, 0): [OTHER_MASK, SAMPLES[1]]},
+    "other window": {},
+    "dropped": {(0, 1): SAMPLES[2:3]},
+    "duplicated": {(1, 0): [*SAMPLES[4:6], SAMPLES[5]]},
+    "none": {},
+}
+"""The micro-batches that are others. In one fault both context-parallel ranks run the same window of one."""
+EXCHANGES = {
+    "fed twice": "twice and another never | twice: sample 4, sample 5; never | sample 6, sample 7",
+    "one for another": "twice and another never | twice: sample 0; never trained on: sample 2.",
+    "exchanged": "exchanged between ranks | counted on another rank: sample 4 (rank 1), sample 5 (rank 1)"
+    " | never trained on: sample 0, sample 1",
+    "stale": "of another step | not of this step: yesterday's 4, yesterday's 5 | never trained on: sample 4, sample 5",
+    "other mask": "its masks, advantages or log-probs have changed | not of this step: sample 0",
+    "other window": "another context-parallel rank than the one that ran it",
+}
+"""The faults that leave the sum of the weights at 1, and words that stand in the message of some rank."""
 
 
 def totals_of_rank(rank: int) -> StepTotals:
@@ -89,94 +93,34 @@ def totals_of_rank(rank: int) -> StepTotals:
     return totals_of_counts([sample_counts(SAMPLES[:4]), sample_counts(SAMPLES[4:])], rank)
 
 
-def fed_twice(step: Step) -> Step:
-    """The first micro-batch of rank 1 in the place of its second."""
-    return step.changed(1, 1, step.fed[1][0])
-
-
-def one_for_another(step: Step) -> Step:
-    return with_samples(step, 0, 1, [SAMPLES[0], SAMPLES[3]])
-
-
-def exchanged(step: Step) -> Step:
-    """Micro-batches of two data-parallel ranks."""
-    return step.changed(0, 0, step.fed[1][0]).changed(1, 0, step.fed[0][0])
-
-
-def stale(step: Step) -> Step:
-    return with_samples(step, 1, 0, STALE[4:6])
-
-
-def other_mask(step: Step) -> Step:
-    """Another token masked than when it was counted."""
-    mask = [int(token != 9) for token in range(RESPONSE)]
-    return with_samples(step, 0, 0, [replace(SAMPLES[0], loss_mask=mask), SAMPLES[1]])
-
-
-def other_window(step: Step) -> Step:
-    return step.changed(0, 1, (step.fed[0][1][0], (0, 0)))
-
-
-def dropped(step: Step) -> Step:
-    return with_samples(step, 0, 1, SAMPLES[2:3])
-
-
-def duplicated(step: Step) -> Step:
-    return with_samples(step, 1, 0, [*SAMPLES[4:6], SAMPLES[5]])
-
-
-EXCHANGES: dict[Callable[[Step], Step], tuple[str, ...]] = {
-    fed_twice: (
-        "twice and another never",
-        "twice: sample 4, sample 5; never",
-        "sample 6, sample 7",
-    ),
-    one_for_another: ("twice and another never", "twice: sample 0; never trained on: sample 2."),
-    exchanged: (
-        "exchanged between ranks",
-        "counted on another rank: sample 4 (rank 1), sample 5 (rank 1)",
-        "never trained on: sample 0, sample 1",
-    ),
-    stale: (
-        "of another step",
-        "not of this step: yesterday's 4, yesterday's 5",
-        "never trained on: sample 4, sample 5",
-    ),
-    other_mask: ("its masks, advantages or log-probs have changed", "not of this step: sample 0"),
-    other_window: ("another context-parallel rank than the one that ran it",),
-}
-"""The faults that leave the sum of the weights at 1, and words that stand in the message of some rank."""
-LOSSES = {dropped: "never trained on: sample 3", duplicated: "trained on twice: sample 5"}
+def metrics_of_batch(
+    config: PolicyLossConfig, batch: PackedBatch, **step: Any
+) -> MicroBatchMetrics:
+    return policy_loss_from_log_probs(config, batch, torch.zeros(len(batch.window)), None, **step)[
+        1
+    ]
 
 
 def metrics_of(
-    step: Step, aggregation: str, totals_of: Callable[[int], StepTotals] = totals_of_rank
+    fault: str,
+    aggregation: str,
+    cp_size: int,
+    totals_of: Callable[[int], StepTotals] = totals_of_rank,
 ) -> list[list[MicroBatchMetrics]]:
     """Of every process, a data- and a context-parallel rank, those of its micro-batches."""
-    config, found = config_of(aggregation), []
-    for rank, micro_batches in enumerate(step.fed):
-        totals, cp_size = totals_of(rank), len(micro_batches[0][1])
-        for cp_rank in range(cp_size):
-            of_process = []
-            for fed, windows in micro_batches:
-                window = windows[cp_rank]
-                batch = pack(fed, cp_rank=window, cp_size=cp_size)
-                log_probs = torch.zeros(len(batch.window))
-                share = 1 / (len(step.fed) * len(micro_batches) * cp_size)
-                _, metrics = policy_loss_from_log_probs(
-                    config, batch, log_probs, None, totals=totals, step_share=share
-                )
-                of_process.append(metrics)
-            found.append(of_process)
-    return found
+    config, fed = config_of(aggregation), {**WHOLE, **FAULTS[fault]}
+    step_share = 1 / (len(fed) * cp_size)
+
+    def of_micro_batch(rank: int, number: int, cp_rank: int) -> MicroBatchMetrics:
+        window = 0 if (fault, rank, number) == ("other window", 0, 1) else cp_rank
+        batch = pack(fed[rank, number], cp_rank=window, cp_size=cp_size)
+        return metrics_of_batch(config, batch, totals=totals_of(rank), step_share=step_share)
+
+    processes = itertools.product(range(2), range(cp_size))
+    return [[of_micro_batch(rank, n, cp_rank) for n in range(2)] for rank, cp_rank in processes]
 
 
-def uneven(
-    total_lengths: list[int],
-    response_lengths: list[int],
-    loss_masks: list[Tensor],
-    calculate_per_token_loss: bool,
-) -> Callable[[Tensor], Tensor]:
+def uneven(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
     """A reducer whose weights are its own, and nothing that the totals could know."""
     return lambda x: (x * torch.arange(len(x))).sum()
 
@@ -192,14 +136,12 @@ def config_of(aggregation: str, *, check_aggregation: bool = False) -> PolicyLos
 
 def sums_of(metrics: list[list[MicroBatchMetrics]]) -> dict[str, float]:
     """The three sums of the step, as its all-reduce gives them."""
-    sums = torch.stack(
-        [torch.stack([each[name] for name in CHECKSUMS]) for of in metrics for each in of]
-    ).sum(0)
+    pairs = [torch.stack([batch[name] for name in CHECKSUMS]) for batch in sum(metrics, [])]
+    sums = torch.stack(pairs).sum(0)
     return dict(zip(CHECKSUMS, (sums[:, 0] / sums[:, 1]).tolist(), strict=True))
 
 
 def messages(metrics: list[list[MicroBatchMetrics]]) -> str:
-    """What the processes say, all of which stop."""
     config, said = config_of("sample_mean", check_aggregation=True), []
     for of_process in metrics:
         with pytest.raises(RuntimeError, match="expected 1") as error:
@@ -210,104 +152,94 @@ def messages(metrics: list[list[MicroBatchMetrics]]) -> str:
 
 @EVERY_SIZE
 @EVERY_MODE
-def test_a_whole_step_is_one_in_all_three_sums(aggregation: str, cp_size: int) -> None:
-    found = sums_of(metrics_of(whole(cp_size), aggregation))
+def test_a_whole_step_is_one_in_all_three_sums(aggregation, cp_size):
+    found = sums_of(metrics_of("none", aggregation, cp_size))
     assert found == pytest.approx(dict.fromkeys(CHECKSUMS, 1.0), abs=1e-13)
 
 
 @EVERY_MODE
-@pytest.mark.parametrize(
-    ("fault", "cp_size"),
-    [(fault, size) for fault in EXCHANGES for size in (1, 2) if (fault, size) != (other_window, 1)],
-)
-def test_an_exchange_of_equal_weights_is_seen_and_named(
-    fault: Callable[[Step], Step], aggregation: str, cp_size: int
-) -> None:
-    step = fault(whole(cp_size))
-    metrics = metrics_of(step, aggregation)
+@pytest.mark.parametrize("cp_size", [1, 2])
+@pytest.mark.parametrize("fault", EXCHANGES)
+def test_an_exchange_of_equal_weights_is_seen_and_named(fault, aggregation, cp_size):
+    if (fault, cp_size) == ("other window", 1):
+        return  # there is no other
+    metrics = metrics_of(fault, aggregation, cp_size)
     found = sums_of(metrics)
     assert found[CHECKSUM] == pytest.approx(1.0, abs=1e-12)  # nothing for the weights to see
     by_sample, by_rank = (abs(found[name] - 1) > 1e-4 for name in CHECKSUMS[1:])
-    assert (by_sample, by_rank) == (fault is not exchanged, True)
-    said = messages(metrics)
-    for words in EXCHANGES[fault]:
-        assert words in said
-    reported = reduce_metrics(
-        config_of(aggregation), sum(metrics, []), contributes=True, device="cpu"
-    )
+    assert (by_sample, by_rank) == (fault != "exchanged", True)
+    assert_words(EXCHANGES[fault], messages(metrics))
+    config = config_of(aggregation)
+    reported = reduce_metrics(config, sum(metrics, []), contributes=True, device="cpu")
     assert set(reported) == {"loss", "pg_loss", CHECKSUM}
     assert abs(reported[CHECKSUM] - 1) > 1e-4
 
 
 @EVERY_SIZE
 @EVERY_MODE
-@pytest.mark.parametrize("fault", LOSSES, ids=lambda fault: fault.__name__)
-def test_a_loss_keeps_its_number_and_is_named(
-    fault: Callable[[Step], Step], aggregation: str, cp_size: int
-) -> None:
-    metrics = metrics_of(fault(whole(cp_size)), aggregation)
-    said = messages(metrics)
-    assert "samples were dropped" in said and LOSSES[fault] in said
-    sign = 1 if fault is duplicated else -1
+@pytest.mark.parametrize(
+    ("fault", "sign", "words"),
+    [
+        ("dropped", -1, "never trained on: sample 3"),
+        ("duplicated", 1, "trained on twice: sample 5"),
+    ],
+)
+def test_a_loss_keeps_its_number_and_is_named(fault, sign, words, aggregation, cp_size):
+    metrics = metrics_of(fault, aggregation, cp_size)
+    assert_words(f"samples were dropped | {words}", messages(metrics))
     assert sums_of(metrics)[CHECKSUM] == pytest.approx(1 + sign / NUM_SAMPLES)
 
 
-# --------------------------------------------------------------------------------------------------
-# Mutants: what each part of the coefficients is for
-# --------------------------------------------------------------------------------------------------
+# Mutants: what each part of the coefficients is for.
 
 
-def missed(fault: Callable[[Step], Step], cp_size: int) -> bool:
-    found = sums_of(metrics_of(fault(whole(cp_size)), "sample_mean"))
+def missed(fault: str, cp_size: int) -> bool:
+    found = sums_of(metrics_of(fault, "sample_mean", cp_size))
     return all(abs(value - 1) < 1e-9 for value in found.values())
 
 
-def test_of_weights_alone_no_exchange_is_seen() -> None:
+def test_of_weights_alone_no_exchange_is_seen():
     def without_identity(rank: int) -> StepTotals:
         totals = totals_of_rank(rank)
-        counts = [
-            [count._replace(active_coefficients=None) for count in each] for each in totals.counts
-        ]
+        counts = (
+            [count._replace(active_coefficients=None) for count in counts_of_rank]
+            for counts_of_rank in totals.counts
+        )
         return replace(totals, counts=tuple(counts))
 
     for fault in EXCHANGES:
-        found = sums_of(metrics_of(fault(whole(2)), "sample_mean", without_identity))
+        found = sums_of(metrics_of(fault, "sample_mean", 2, without_identity))
         assert found == pytest.approx(dict.fromkeys(CHECKSUMS, 1.0), abs=1e-12)
 
 
-MUTANTS = {
-    "coefficient_of": (
-        lambda hashes: np.ones_like(hashes, dtype=float),
-        {one_for_another, fed_twice, stale, exchanged},
-    ),
-    "_position_coefficients": (np.ones, {other_window}),
-    "coefficient_of_rank": (lambda rank: 1.0, {exchanged}),
-}
-"""A part of the coefficients that says nothing, and the faults that pass then."""
-
-
-@pytest.mark.parametrize("part", MUTANTS)
-def test_without_a_part_of_the_coefficients_some_pass(
-    part: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mutant, expected = MUTANTS[part]
+@pytest.mark.parametrize(
+    ("part", "mutant", "passing"),
+    [
+        (
+            "coefficient_of",
+            lambda hashes: np.ones_like(hashes, dtype=float),
+            {"one for another", "fed twice", "stale", "exchanged"},
+        ),
+        ("_position_coefficients", np.ones, {"other window"}),
+        ("coefficient_of_rank", lambda rank: 1.0, {"exchanged"}),
+    ],
+    ids=["sample", "position", "rank"],
+)
+def test_without_a_part_of_the_coefficients_some_pass(part, mutant, passing, monkeypatch):
+    """The part says nothing then."""
     for sample in (*SAMPLES, *STALE):
         vars(sample).pop("hashed_fields", None)
     for module in ("step.identity", "step.batch", "step.totals", "loss.aggregation"):
         monkeypatch.setattr(f"megatron_pg.{module}.{part}", mutant, raising=False)
-    assert {fault for fault in EXCHANGES if missed(fault, 2)} == expected
+    assert {fault for fault in EXCHANGES if missed(fault, 2)} == passing
     for sample in (*SAMPLES, *STALE):
         vars(sample).pop("hashed_fields", None)
 
 
-# --------------------------------------------------------------------------------------------------
-# The hashes, against plain integers
-# --------------------------------------------------------------------------------------------------
+# The hashes, against plain integers.
 
 WORD = 2**64
-VALUES = (
-    *("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs", "old_values", "returns"),
-)
+VALUES = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs", "old_values", "returns")  # fmt: skip
 
 
 def plain_mixed(number: int) -> int:
@@ -340,24 +272,20 @@ token_lists = st.lists(st.integers(-3, 200_000), min_size=1, max_size=40)
 
 @settings(max_examples=50)
 @given(tokens=token_lists, data=st.data())
-def test_the_hash_is_that_of_plain_integers(tokens: list[int], data: st.DataObject) -> None:
+def test_the_hash_is_that_of_plain_integers(tokens, data):
     assert identity.hash_of(torch.tensor(tokens)) == plain_identity(tokens, None)
     mask = data.draw(st.lists(st.integers(0, 1), max_size=len(tokens) - 1))
     tokens = list(map(abs, tokens))  # a response has no placeholders
     assert Sample(tokens, len(mask), mask).identity == plain_identity(tokens, mask)
 
 
-def test_many_samples_are_hashed_as_each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_samples_are_hashed_as_each_alone(monkeypatch):
     """Against plain integers and floats, in chunks of three; without response, and with loss weights and kept sets."""
     monkeypatch.setattr(identity, "CHUNK", 3)
     samples = package_samples(random_step(3, num_samples=11))
+    kept_tokens = [[token] for token in samples[6].tokens[samples[6].prompt_length :].tolist()]
     samples += [replace(samples[4]), replace(samples[5], loss_weights=samples[5].loss_mask * 0.5)]
-    samples.append(
-        replace(
-            samples[6],
-            kept_tokens=[[t] for t in samples[6].tokens[samples[6].prompt_length :].tolist()],
-        )
-    )
+    samples.append(replace(samples[6], kept_tokens=kept_tokens))
     identity.store_hashes(samples)
     for sample in samples:
         tokens, mask = sample.tokens.tolist(), sample.loss_mask.tolist()
@@ -376,7 +304,7 @@ def test_many_samples_are_hashed_as_each_alone(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("count", [1023, 1024, 1025, 5000])
-def test_longer_tables_begin_with_shorter_ones(count: int) -> None:
+def test_longer_tables_begin_with_shorter_ones(count):
     tokens = list(range(count))
     assert identity.hash_of(torch.tensor(tokens)) == plain_identity(tokens, None)
     table = identity.coefficients_of_positions(count)
@@ -385,7 +313,7 @@ def test_longer_tables_begin_with_shorter_ones(count: int) -> None:
     assert table.unique().numel() == count
 
 
-def test_a_sample_is_another_where_anything_of_it_is() -> None:
+def test_a_sample_is_another_where_anything_of_it_is():
     tokens, mask = list(range(12)), [1, 0, 1, 1]
     changes = [(tokens[:i] + [99] + tokens[i + 1 :], mask) for i in range(12)]
     changes += [(tokens, mask[:i] + [1 - mask[i]] + mask[i + 1 :]) for i in range(4)]
@@ -395,14 +323,12 @@ def test_a_sample_is_another_where_anything_of_it_is() -> None:
         (tokens, mask[:3]),
         ([*tokens, 0], mask),
     ]
-    found = {
-        Sample(tokens=each, response_length=len(of), loss_mask=of).identity
-        for each, of in [*changes, (tokens, mask)]
-    }
-    assert len(found) == len(changes) + 1
+    changes += [(tokens, mask)]
+    found = {Sample(ids, len(bits), bits).identity for ids, bits in changes}
+    assert len(found) == len(changes)
 
 
-def test_kept_sets_of_the_same_ids_cut_elsewhere_make_another_sample() -> None:
+def test_kept_sets_of_the_same_ids_cut_elsewhere_make_another_sample():
     """Both have the ids 3, 8, 3 in this order; the second token of the one, the first of the other has two."""
     found = {
         Sample([5, 3, 3], 2, [1, 1], kept_tokens=kept_tokens).identity
@@ -411,7 +337,7 @@ def test_kept_sets_of_the_same_ids_cut_elsewhere_make_another_sample() -> None:
     assert len(found) == 2
 
 
-def test_ranks_are_far_apart() -> None:
+def test_ranks_are_far_apart():
     """Three gaps: of n multiples of the golden ratio no two are nearer than 0.38 / n."""
     for count in (2, 8, 100, 1000):
         values = sorted(identity.coefficient_of_rank(rank) for rank in range(count))
@@ -419,9 +345,7 @@ def test_ranks_are_far_apart() -> None:
         assert min(gaps) > 0.38 / count and 0.5 <= values[0] and values[-1] < 1.5
 
 
-# --------------------------------------------------------------------------------------------------
-# Values: advantages, log-probs, what the critic is trained to
-# --------------------------------------------------------------------------------------------------
+# Values: advantages, log-probs, what the critic is trained to.
 
 
 def answers(**values: float) -> list[Sample]:
@@ -435,65 +359,57 @@ def answers(**values: float) -> list[Sample]:
     return [replace(samples[0], name="the first", **changed), *samples[1:]]
 
 
-def sums_of_batch(step: list[Sample], fed: list[Sample], config: PolicyLossConfig) -> list[float]:
+def sums_of_batch(
+    step: list[Sample], fed: list[Sample], aggregation: str = "sample_mean"
+) -> list[float]:
     """The sum of weights and that of samples, of one micro-batch of those that are fed; the step is counted before."""
     totals = totals_of_counts([sample_counts(step)], 0)
-    batch = pack(fed)
-    log_probs = torch.zeros(len(batch.window))
-    _, metrics = policy_loss_from_log_probs(config, batch, log_probs, None, totals=totals)
+    metrics = metrics_of_batch(config_of(aggregation), pack(fed), totals=totals)
     return list(sums_of([[metrics]]).values())[:2]
 
 
 @EVERY_MODE
-def test_of_equal_answers_one_lost_and_another_twice_is_seen(aggregation: str) -> None:
-    step, config = answers(), config_of(aggregation)
-    assert sums_of_batch(step, step, config) == pytest.approx([1.0, 1.0], abs=1e-13)
-    weights, samples = sums_of_batch(step, [*step[1:], step[1]], config)
+def test_of_equal_answers_one_lost_and_another_twice_is_seen(aggregation):
+    step = answers()
+    assert sums_of_batch(step, step, aggregation) == pytest.approx([1.0, 1.0], abs=1e-13)
+    weights, samples = sums_of_batch(step, [*step[1:], step[1]], aggregation)
     assert weights == pytest.approx(1.0, abs=1e-12) and abs(samples - 1) > 1e-4
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_a_sample_is_another_where_a_value_of_it_is(name: str) -> None:
+def test_a_sample_is_another_where_a_value_of_it_is(name):
     """Also where it is overwritten after the step was counted; with the old value again, it is itself."""
-    config, step = config_of("sample_mean"), answers(advantages=3.0)
-    other = answers(**{"advantages": 3.0, name: -2.5})
+    step, other = answers(advantages=3.0), answers(**{"advantages": 3.0, name: -2.5})
     assert step[0].identity != other[0].identity
-    assert abs(sums_of_batch(step, other, config)[1] - 1) > 1e-4
-    assert sums_of_batch(step, answers(advantages=3.0), config)[1] == pytest.approx(1, abs=1e-13)
+    assert abs(sums_of_batch(step, other)[1] - 1) > 1e-4
+    assert sums_of_batch(step, answers(advantages=3.0))[1] == pytest.approx(1, abs=1e-13)
 
 
 @pytest.mark.parametrize("name", VALUES)
 @pytest.mark.parametrize("where", ["all", "one"])
-def test_a_value_filled_after_the_step_was_counted_does_not_disturb(name: str, where: str) -> None:
+def test_a_value_filled_after_the_step_was_counted_does_not_disturb(name, where):
     """Of every sample, or of the one that lacks it; what the others have from the beginning is still told apart."""
-    config, step = config_of("sample_mean"), answers()
-    empty = 0.0 if name == "advantages" else None
     if name == "advantages" and where == "one":
         return  # an advantage of 0 is one
+    step, empty = answers(), 0.0 if name == "advantages" else None
     counted = [replace(s, **{name: empty}) if where == "all" or s is step[0] else s for s in step]
-    assert sums_of_batch(counted, step, config) == pytest.approx([1.0, 1.0], abs=1e-13)
-    wrong = [*step[:3], step[0]]
+    assert sums_of_batch(counted, step) == pytest.approx([1.0, 1.0], abs=1e-13)
     if name != "advantages":
-        assert abs(sums_of_batch(counted, wrong, config)[1] - 1) > 1e-4
+        assert abs(sums_of_batch(counted, [*step[:3], step[0]])[1] - 1) > 1e-4
 
 
-def test_values_that_a_sample_loses_are_seen() -> None:
-    config, step = config_of("sample_mean"), answers()
+def test_values_that_a_sample_loses_are_seen():
+    step = answers()
     without = [replace(sample, ref_log_probs=None) for sample in step]
-    assert abs(sums_of_batch(step, without, config)[1] - 1) > 1e-4
+    assert abs(sums_of_batch(step, without)[1] - 1) > 1e-4
 
 
-def test_a_masked_value_may_be_anything() -> None:
+def test_a_masked_value_may_be_anything():
     """Log-probs of tool tokens: NaN and infinity are bits as others are."""
     numbers = [-1.0, math.nan, -math.inf]
     step = [Sample([1, 2, 3, 4], 3, [1, 0, 0], 1.0, old_log_probs=numbers) for _ in range(2)]
-    assert sums_of_batch(step, step, config_of("token_mean")) == pytest.approx([1.0, 1.0])
+    assert sums_of_batch(step, step, "token_mean") == pytest.approx([1.0, 1.0])
     assert step[0].identity == step[1].identity
-
-
-# --------------------------------------------------------------------------------------------------
-# Any step, any two samples
-# --------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=40)
@@ -503,24 +419,20 @@ def test_a_masked_value_may_be_anything() -> None:
     lost=st.integers(0, 8),
     aggregation=st.sampled_from(tuple(AGGREGATIONS)),
 )
-def test_one_sample_in_the_place_of_another_is_seen(
-    seed: int, kept: int, lost: int, aggregation: str
-) -> None:
+def test_one_sample_in_the_place_of_another_is_seen(seed, kept, lost, aggregation):
     step = package_samples(random_step(seed))
     assume(kept != lost and step[kept].num_active_tokens and step[lost].num_active_tokens)
     totals = totals_of_counts([sample_counts(step)], 0, allow_different_group_sizes=True)
-    sums = []
-    for fed in (step, [step[kept] if i == lost else each for i, each in enumerate(step)]):
-        batch = pack(fed)
-        _, metrics = policy_loss_from_log_probs(
-            config_of(aggregation), batch, torch.zeros(len(batch.window)), None, totals=totals
-        )
-        sums.append(sums_of([[metrics]]))
-    assert sums[0] == pytest.approx(dict.fromkeys(CHECKSUMS, 1.0), abs=1e-12)
-    assert abs(sums[1][CHECKSUMS[1]] - 1) > 1e-9
+    wrong = [*step[:lost], step[kept], *step[lost + 1 :]]
+    right, other = (
+        sums_of([[metrics_of_batch(config_of(aggregation), pack(fed), totals=totals)]])
+        for fed in (step, wrong)
+    )
+    assert right == pytest.approx(dict.fromkeys(CHECKSUMS, 1.0), abs=1e-12)
+    assert abs(other[CHECKSUMS[1]] - 1) > 1e-9
 
 
-def test_a_miss_is_as_rare_as_the_docs_say() -> None:
+def test_a_miss_is_as_rare_as_the_docs_say():
     """Of pairs of n samples of equal weight, those within the tolerance; the bound is 1e-8 n."""
     hashes = identity.mixed(np.arange(20_000, dtype=np.uint64)).tolist()
     coefficients = torch.tensor(list(map(identity.coefficient_of, hashes)), dtype=torch.float64)
@@ -532,18 +444,13 @@ def test_a_miss_is_as_rare_as_the_docs_say() -> None:
     assert 0 < near / pairs < 1e-8 * 20_000
 
 
-# --------------------------------------------------------------------------------------------------
-# What has no content
-# --------------------------------------------------------------------------------------------------
-
-
-def test_totals_of_bare_samples_compare_weights_alone() -> None:
+def test_totals_of_bare_samples_compare_weights_alone():
     bare = [BareSample(sample.num_active_tokens, sample.group_index) for sample in SAMPLES]
     totals = totals_of_counts([sample_counts(bare[:4]), sample_counts(bare[4:])], 0)
     assert not totals.knows_identities
-    found = metrics_of(dropped(whole(1)), "token_mean", lambda rank: totals)
+    found = metrics_of("dropped", "token_mean", 1, lambda rank: totals)
     assert sums_of(found) == pytest.approx(dict.fromkeys(CHECKSUMS, 7 / 8))
     assert "On data-parallel rank" not in messages(found)
     for fault in EXCHANGES:
-        found = metrics_of(fault(whole(2)), "token_mean", lambda rank: totals)
+        found = metrics_of(fault, "token_mean", 2, lambda rank: totals)
         assert math.isclose(sums_of(found)[CHECKSUMS[2]], 1.0)

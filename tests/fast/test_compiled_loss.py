@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from megatron_pg.loss.micro_batch import MicroBatchLoss
 from megatron_pg.loss.sequence import sums_of_rank
 from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.sample import Sample
-from megatron_pg.step.totals import StepTotals, step_totals
+from megatron_pg.step.totals import step_totals
 from tests.fast.sequences import (
     CORRECTIONS,
     flat_log_probs,
@@ -49,23 +49,29 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+COMPILE = torch.compile
+
+
 @pytest.fixture(autouse=True)
-def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trace runs as it is, on a CPU too."""
     monkeypatch.setattr(compiled, "DEVICES", {"cpu"})
     monkeypatch.setattr(compiled, "_programs", {})
     monkeypatch.setattr(torch, "compile", lambda graph, **_: graph)
-    yield
 
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch, traced: None) -> Callable[[], int]:
     """How many graphs torch.compile has built; it runs their operators and generates no code."""
-    monkeypatch.undo()
-    monkeypatch.setattr(compiled, "DEVICES", {"cpu"})
-    monkeypatch.setattr(compiled, "_programs", {})
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(torch, "compile", functools.partial(COMPILE, backend="aot_eager"))
     return lambda: int(counters["stats"]["unique_graphs"])
+
+
+def loss_of(
+    config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor, entropy: Tensor | None = None
+) -> tuple[Tensor, MicroBatchMetrics]:
+    totals = step_totals(batch.samples)
+    return policy_loss_from_log_probs(config, batch, log_probs, entropy, totals=totals)
 
 
 Found = tuple[Tensor, Tensor, Tensor | None, MicroBatchMetrics]
@@ -76,7 +82,6 @@ def evaluated(
     seed: int = 1,
     dtype: torch.dtype = torch.float32,
     batch: PackedBatch | None = None,
-    totals: StepTotals | None = None,
     scale: float = 1.0,
 ) -> Found:
     """Loss, gradients to log-probs and entropy, and metrics of random samples."""
@@ -85,45 +90,43 @@ def evaluated(
     log_probs = flat_log_probs(sequences, dtype).detach()[batch.window.response_indices]
     log_probs.requires_grad_()
     entropy = log_probs.detach().square().requires_grad_()
-    totals = step_totals(batch.samples) if totals is None else totals
-    loss, metrics = policy_loss_from_log_probs(config, batch, log_probs, entropy, totals=totals)
+    loss, metrics = loss_of(config, batch, log_probs, entropy)
     (scale * loss).backward()
     assert log_probs.grad is not None
     return loss.detach(), log_probs.grad, entropy.grad, metrics
 
 
 def by_operators(*given: Any, **named: Any) -> Found:
-    devices, compiled.DEVICES = compiled.DEVICES, set()
-    try:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(compiled, "DEVICES", set())
         return evaluated(*given, **named)
-    finally:
-        compiled.DEVICES = devices
 
 
-def assert_same(found: Found, expected: Found, **tolerance: float) -> None:
-    for one, other in zip(found[:3], expected[:3], strict=True):
+def assert_same(found: Found, expected: Found, rounding: float) -> None:
+    (*tensors, metrics), (*wanted_tensors, wanted) = found, expected
+    assert list(metrics) == list(wanted) and metrics.table is not None
+    assert_close([*tensors, metrics.table], [*wanted_tensors, wanted.table], rounding)
+    assert_close([metrics.maxima, metrics.is_nan], [wanted.maxima, wanted.is_nan], 0.0)
+
+
+def assert_close(
+    found: Sequence[Tensor | None], expected: Sequence[Tensor | None], rounding: float
+) -> None:
+    for one, other in zip(found, expected, strict=True):
         assert (one is None) == (other is None)
         if one is not None:
-            torch.testing.assert_close(one, other, **tolerance)
-    metrics, wanted = found[3], expected[3]
-    assert list(metrics) == list(wanted)
-    assert metrics.table is not None and wanted.table is not None
-    torch.testing.assert_close(metrics.table, wanted.table, **tolerance)
-    for name in ("maxima", "is_nan"):
-        one, other = getattr(metrics, name), getattr(wanted, name)
-        assert (one is None) == (other is None)
-        assert one is None or torch.equal(one, other)
+            torch.testing.assert_close(one, other, rtol=rounding, atol=rounding)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_trace_has_the_numbers_of_the_formulas(name: str) -> None:
+def test_a_trace_has_the_numbers_of_the_formulas(name):
     """In float64, of other samples than it was traced for, and with a loss scale."""
     config = PolicyLossConfig(**SETTINGS[name])
     for seed in (1, 2):
         expected = by_operators(config, seed, torch.float64, scale=1024.0)
         found = evaluated(config, seed, torch.float64, scale=1024.0)
         assert found[0].dtype == torch.float64 and found[1].abs().sum() > 0
-        assert_same(found, expected, rtol=1e-12, atol=1e-12)
+        assert_same(found, expected, 1e-12)
     assert compiled._programs and None not in compiled._programs.values()
 
 
@@ -136,7 +139,7 @@ def test_a_trace_has_the_numbers_of_the_formulas(name: str) -> None:
     ],
     ids=str,
 )
-def test_a_divergence_has_its_gradient(settings: dict[str, Any]) -> None:
+def test_a_divergence_has_its_gradient(settings):
     config = PolicyLossConfig(distill_teacher="logits", **settings)
     found = []
     for devices in ({"cpu"}, set[str]()):
@@ -153,25 +156,11 @@ def test_a_divergence_has_its_gradient(settings: dict[str, Any]) -> None:
         found.append((loss, *gradients, metrics.table))
     assert found[0][3] is not None and found[0][3].abs().sum() > 0
     assert len(compiled._programs) == 1 + (settings.get("policy_loss") == "gspo")
-    for one, other in zip(*found, strict=True):
-        assert (one is None) == (other is None)
-        if one is not None:
-            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-
-
-def test_float32_stays_within_float32_of_float64() -> None:
-    config = PolicyLossConfig(**CORRECTIONS)
-    (loss, gradient, _, _), (exact, wanted, _, _) = (
-        call(config, 3, dtype)
-        for call, dtype in ((evaluated, torch.float32), (by_operators, torch.float64))
-    )
-    assert loss.dtype == gradient.dtype == torch.float32
-    torch.testing.assert_close(loss.double(), exact, rtol=1e-5, atol=0.0)
-    assert (gradient - wanted).abs().max() <= 1e-6 * wanted.abs().max()
+    assert_close(*found, 1e-12)
 
 
 @pytest.mark.parametrize("first", [torch.float32, torch.float64], ids=str)
-def test_each_dtype_has_a_program_of_its_own(first: torch.dtype) -> None:
+def test_each_dtype_has_a_program_of_its_own(first):
     """A float32 program would round a float64 loss, or give its gradient in float32."""
     other = torch.float64 if first == torch.float32 else torch.float32
     for dtype in (first, other):
@@ -179,43 +168,30 @@ def test_each_dtype_has_a_program_of_its_own(first: torch.dtype) -> None:
         expected = by_operators(PolicyLossConfig(), dtype=dtype)
         assert loss.dtype == gradient.dtype == dtype
         rounding = 1e-12 if dtype == torch.float64 else 1e-6
-        assert_same((loss, gradient, *rest), expected, rtol=rounding, atol=rounding)
+        assert_same((loss, gradient, *rest), expected, rounding)
     assert len(compiled._programs) == 2
 
 
-def step_of(size: int) -> PackedBatch:
-    """A micro-batch of some of the random samples, once to several times over."""
-    return package_batch((random_sequences(1, spread=0.5) * 3)[:size])
-
-
 @pytest.mark.parametrize("settings", [{}, {"policy_loss": "gspo", "grad_divisor": 1.5}], ids=str)
-def test_no_size_and_no_divisor_compiles_again(
-    settings: dict[str, Any], counted: Callable[[], int]
-) -> None:
+def test_no_size_and_no_divisor_compiles_again(settings, counted, monkeypatch):
     for index, size in enumerate((7, 1, 3, 21)):
-        batch = step_of(size)
+        batch = package_batch((random_sequences(1, spread=0.5) * 3)[:size])
         config = PolicyLossConfig(**settings)
         if config.grad_divisor:
             config = replace(config, grad_divisor=1.5 + index)
-        log_probs = torch.full(batch.loss_mask.shape, -1.0).requires_grad_()
-        loss, _ = policy_loss_from_log_probs(
-            config, batch, log_probs, None, totals=step_totals(batch.samples)
-        )
-        (found,) = torch.autograd.grad(loss, log_probs)
-        compiled.DEVICES = set()
-        loss, _ = policy_loss_from_log_probs(
-            config, batch, log_probs, None, totals=step_totals(batch.samples)
-        )
-        (expected,) = torch.autograd.grad(loss, log_probs)
-        compiled.DEVICES = {"cpu"}
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
+        gradients = []
+        for devices in ({"cpu"}, set[str]()):
+            monkeypatch.setattr(compiled, "DEVICES", devices)
+            log_probs = torch.full(batch.loss_mask.shape, -1.0).requires_grad_()
+            gradients += torch.autograd.grad(loss_of(config, batch, log_probs)[0], log_probs)
+        torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-8)
         if index == 0:
             before = counted()
             assert len(compiled._programs) == 1 + bool(settings)
     assert counted() == before
 
 
-def test_a_divisor_of_the_first_step_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_divisor_of_the_first_step_would_be_seen(monkeypatch):
     """The mutant reads the divisor off the config, where a trace keeps that of the step it was made in."""
     right = micro_batch.policy_loss
 
@@ -236,15 +212,12 @@ def test_a_divisor_of_the_first_step_would_be_seen(monkeypatch: pytest.MonkeyPat
     assert not torch.allclose(gradients[1].float(), expected, rtol=1e-2)
 
 
-def test_sums_over_sequences_are_those_of_the_context_parallel_group(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_sums_over_sequences_are_those_of_the_context_parallel_group(monkeypatch):
     """Every rank's part is added up between the two traces; without that a rank's own sums are others."""
     config = PolicyLossConfig(policy_loss="gspo")
     sequences = random_sequences(1, spread=0.5)
     whole = package_batch(sequences)
-    totals = step_totals(whole.samples)
-    expected = by_operators(config, batch=whole, totals=totals)[0]
+    expected = by_operators(config, batch=whole)[0]
     tokens, _ = tokens_and_sums(config, whole, flat_log_probs(sequences, torch.float32))
     of_group = sums_of_rank(config, tokens, len(sequences))
 
@@ -254,9 +227,7 @@ def test_sums_over_sequences_are_those_of_the_context_parallel_group(
 
     def found() -> Tensor:
         parts = [package_batch(sequences, cp_rank=rank, cp_size=2) for rank in range(2)]
-        return sum(
-            (evaluated(config, batch=part, totals=totals)[0] for part in parts), torch.zeros(())
-        )
+        return sum((evaluated(config, batch=part)[0] for part in parts), torch.zeros(()))
 
     alone = found()
     monkeypatch.setattr(micro_batch, "add_over_group", over_group)
@@ -268,13 +239,7 @@ def all_reduces(monkeypatch: pytest.MonkeyPatch, *, programs: int) -> list[list[
     """The sizes of what each of two context-parallel ranks adds up, of a sample of which one of them has no response token."""
     monkeypatch.setattr(compiled, "_programs", {})
     monkeypatch.setattr(compiled, "MAX_PROGRAMS", programs)
-    sample = Sample(
-        tokens=[1] * 12,
-        response_length=2,
-        loss_mask=[1, 1],
-        advantages=[1.0] * 2,
-        old_log_probs=[-1.0] * 2,
-    )
+    sample = Sample([1] * 12, 2, [1, 1], advantages=[1.0] * 2, old_log_probs=[-1.0] * 2)
     found: list[list[torch.Size]] = [[], []]
     for rank, sizes in enumerate(found):
 
@@ -286,12 +251,11 @@ def all_reduces(monkeypatch: pytest.MonkeyPatch, *, programs: int) -> list[list[
         part = pack([sample], cp_rank=rank, cp_size=2)
         assert len(part.window) == (2, 0)[rank]
         log_probs = torch.full((len(part.window),), -1.0, requires_grad=True)
-        config = PolicyLossConfig(policy_loss="gspo")
-        policy_loss_from_log_probs(config, part, log_probs, None, totals=step_totals([sample]))
+        loss_of(PolicyLossConfig(policy_loss="gspo"), part, log_probs)
     return found
 
 
-def test_every_rank_joins_one_all_reduce_of_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_rank_joins_one_all_reduce_of_one_size(monkeypatch):
     """One that has no token runs by operators, as one that may not compile any more; another size would hang them all."""
     for programs in range(3):
         ((of_first,), (of_second,)) = all_reduces(monkeypatch, programs=programs)
@@ -306,34 +270,30 @@ def test_every_rank_joins_one_all_reduce_of_one_size(monkeypatch: pytest.MonkeyP
     assert of_first != of_second
 
 
-def test_nan_stays_visible_and_masked_nan_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_nan_stays_visible_and_masked_nan_out():
     batch = package_batch(random_sequences(1))
     log_probs = torch.full(batch.loss_mask.shape, -1.0)
     log_probs[~batch.loss_mask] = torch.nan
-    totals, first = step_totals(batch.samples), int(batch.loss_mask.nonzero()[0])
+    first = int(batch.loss_mask.nonzero()[0])
     for is_nan in (False, True):
         log_probs[first] = torch.nan if is_nan else -1.0
         leaf = log_probs.clone().requires_grad_()
-        loss, metrics = policy_loss_from_log_probs(
-            PolicyLossConfig(), batch, leaf, None, totals=totals
-        )
+        loss, metrics = loss_of(PolicyLossConfig(), batch, leaf)
         loss.backward()
         assert bool(loss.isnan()) == is_nan and metrics.is_nan is not None and leaf.grad is not None
         assert metrics.is_nan.nonzero().flatten().tolist() == [first] * is_nan
         assert leaf.grad.isnan().nonzero().flatten().tolist() == [first] * is_nan
 
 
-def doubled(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> Tensor:
+def doubled(config, batch, log_probs):
     return -2.0 * batch.advantages * log_probs
 
 
-def test_what_is_not_compiled_runs_by_operators_and_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_not_compiled_runs_by_operators_and_says_so(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     custom = PolicyLossConfig(custom_policy_loss_path=f"{__name__}:doubled")
     for _ in range(2):
-        assert_same(evaluated(custom), by_operators(custom), rtol=0.0, atol=0.0)
+        assert_same(evaluated(custom), by_operators(custom), 0.0)
     assert not compiled._programs and caplog.text.count("functions of your own") == 1
 
     def broken(graph: object, **_: object) -> None:
@@ -342,32 +302,31 @@ def test_what_is_not_compiled_runs_by_operators_and_says_so(
     monkeypatch.setattr(torch, "compile", broken)
     for _ in range(2):
         config = PolicyLossConfig()
-        assert_same(evaluated(config), by_operators(config), rtol=0.0, atol=0.0)
+        assert_same(evaluated(config), by_operators(config), 0.0)
     assert caplog.text.count("(RuntimeError: no compiler here)") == 1
     monkeypatch.setattr(compiled, "MAX_PROGRAMS", 1)
     compiled._say_that_no_more_are_compiled.cache_clear()
     _layout.cache_clear()
     for coefficient in (0.1, 0.2, 0.1, 0.3):
         config = PolicyLossConfig(kl_loss_coef=coefficient)
-        assert_same(evaluated(config), by_operators(config), rtol=0.0, atol=0.0)
+        assert_same(evaluated(config), by_operators(config), 0.0)
         assert len(compiled._programs) == 1
     assert caplog.text.count("compiled for 1 settings") == 1
     assert _layout.cache_info().currsize == 1
 
 
 @pytest.mark.parametrize("tokens", (0, 1))
-def test_a_window_of_one_token_or_none_is_connected(tokens: int) -> None:
+def test_a_window_of_one_token_or_none_is_connected(tokens):
     batch = package_batch(random_sequences(1)[1:2] * tokens)
     assert len(batch.window) == tokens
     leaf = torch.full((tokens,), -1.0, requires_grad=True)
-    totals = step_totals(batch.samples)
-    loss, metrics = policy_loss_from_log_probs(PolicyLossConfig(), batch, leaf, None, totals=totals)
+    loss, metrics = loss_of(PolicyLossConfig(), batch, leaf)
     loss.backward()
     assert leaf.grad is not None and metrics.maxima is not None and not compiled._programs
 
 
 @pytest.mark.parametrize("settings", [{}, {"pg_metrics": "none"}], ids=str)
-def test_no_output_is_the_loss_itself(settings: dict[str, Any]) -> None:
+def test_no_output_is_the_loss_itself(settings):
     """A compiler returns equal outputs as one tensor, and an output beside the loss has no gradient."""
     batch = package_batch(random_sequences(1))
     loss = MicroBatchLoss(PolicyLossConfig(**settings), batch, step_totals(batch.samples))

@@ -28,14 +28,13 @@ from megatron_pg.cli import main as megatron_pg
 from megatron_pg.config import versions
 from megatron_pg.loss.metric_table import DERIVED, METRICS
 from megatron_pg.loss.metrics import metric_names
+from tests.fast.refusals import assert_words
 
 ROOT = Path(__file__).parents[2]
 RECORDS = sorted(ROOT.glob("docs/records/*.md"))
 PAGES = sorted([*ROOT.glob("README.md"), *ROOT.glob("docs/*.md"), *RECORDS])
 USER_PAGES = [ROOT / "CONTRIBUTING.md", *(page for page in PAGES if page not in RECORDS)]
-FENCE = re.compile(
-    r"^```(\w+)[^\n]*\n(.*?)^```$|^<!-- (python)\n(.*?)^-->$", re.MULTILINE | re.DOTALL
-)
+FENCE = re.compile(r"(?ms)^```(\w+)[^\n]*\n(.*?)^```$|^<!-- (python)\n(.*?)^-->$")
 FILE_NAME = re.compile(r"# (\w+\.py)$", re.MULTILINE)
 LAUNCH_LINE = (
     "train.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
@@ -56,8 +55,8 @@ def blocks(page: Path) -> list[tuple[str, str, int]]:
     ]
 
 
-def pages_with(language: str) -> list[Path]:
-    return [page for page in PAGES if any(found == language for found, _, _ in blocks(page))]
+def python_of(page: Path) -> list[tuple[str, int]]:
+    return [(text, line) for language, text, line in blocks(page) if language == "python"]
 
 
 def name_of(page: Path) -> str:
@@ -77,15 +76,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             del sys.modules[name]
 
 
-@pytest.mark.parametrize("page", pages_with("python"), ids=name_of)
-def test_python_blocks_run(page: Path, folder: Path) -> None:
-    code = "".join(text for language, text, _ in blocks(page) if language == "python")
-    if "megatron.training" in code and not versions.has_megatron_training():
+@pytest.mark.parametrize("page", filter(python_of, PAGES), ids=name_of)
+def test_python_blocks_run(page, folder):
+    needs_training = any("megatron.training" in text for text, _ in python_of(page))
+    if needs_training and not versions.has_megatron_training():
         pytest.skip("this Megatron-Core has no megatron.training")
     namespace: dict[str, object] = {"__name__": "page"}
-    for language, text, line in blocks(page):
-        if language != "python":
-            continue
+    for text, line in python_of(page):
         if match := FILE_NAME.match(text):
             (folder / match[1]).write_text(text)
         # The line numbers of a traceback are those of the page.
@@ -104,28 +101,26 @@ def command_blocks() -> list[tuple[Path, str, str]]:
 
 
 @pytest.mark.parametrize(("page", "command", "printed"), command_blocks())
-def test_commands_print_what_the_page_says(
-    page: Path, command: str, printed: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_print_what_the_page_says(page, command, printed, folder, capsys):
     assert megatron_pg(shlex.split(command.replace("\\\n", " "))[1:]) == 0
     assert capsys.readouterr().out.strip() == printed.strip()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_links_to_files_lead_somewhere(page: Path) -> None:
+def test_links_to_files_lead_somewhere(page):
     links = [link for link in LINK.findall(page.read_text()) if "://" not in link]
     missing = [link for link in links if not (page.parent / link).exists()]
     assert not missing, f"{name_of(page)} links to {missing}"
 
 
-def test_the_pages_of_the_user_stay_short() -> None:
+def test_the_pages_of_the_user_stay_short():
     """Lower the ceiling after each cut; measurements and trials go to docs/records."""
     words = {name_of(page): len(page.read_text().split()) for page in USER_PAGES}
     longest = sorted(words.items(), key=lambda item: -item[1])[:5]
     assert sum(words.values()) <= WORDS, f"{sum(words.values())} words; the longest: {longest}"
 
 
-def test_the_page_of_metrics_has_all_metrics_and_no_others() -> None:
+def test_the_page_of_metrics_has_all_metrics_and_no_others():
     """Of every setting that adds some; the second table is the training script's."""
     settings = (
         PolicyLossConfig(kl_loss_coef=0.1, entropy_coef=0.1, pg_metrics="with_entropy"),
@@ -140,7 +135,7 @@ def test_the_page_of_metrics_has_all_metrics_and_no_others() -> None:
     assert {name for cell in cells for name in re.findall(r"`(\w+)`", cell)} == names
 
 
-def test_the_zigzag_figure_can_be_drawn() -> None:
+def test_the_zigzag_figure_can_be_drawn():
     pytest.importorskip("matplotlib")
     draw = runpy.run_path(str(ROOT / "docs/figures/zigzag.py"))["draw"]
     assert len(draw().axes) == 1
@@ -161,35 +156,29 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_site_builds(site: Path) -> None:
+def test_the_site_builds(site):
     """Every page with a next or a previous one, its source to edit, and a switch for the dark."""
     pages = sorted(site.glob("*/index.html"))
     stems = {page.stem for page in USER_PAGES} - {"README", "CONTRIBUTING", "index"}
     assert {page.parent.name for page in pages} >= stems | {"records"}
     assert (site / "records/matrix/index.html").exists()
     for page in pages:
-        html = page.read_text()
-        assert (
-            "md-footer__link" in html
-            and "/edit/main/docs/" in html
-            and 'data-md-color-scheme="slate"' in html
-        )
+        words = 'md-footer__link | /edit/main/docs/ | data-md-color-scheme="slate"'
+        assert_words(words, page.read_text())
 
 
-def test_the_site_takes_nothing_from_elsewhere(site: Path) -> None:
+def test_the_site_takes_nothing_from_elsewhere(site):
     """Scripts, styles, fonts and pictures lie beside the pages; MathJax and its font too."""
     for page in site.rglob("index.html"):
-        loaded = re.findall(
-            r"<(?:script|img|link[^>]*stylesheet)[^>]*(?:src|href)=\"?(https?:[^\" >]+)",
-            page.read_text(),
-        )
+        elsewhere = r"<(?:script|img|link[^>]*stylesheet)[^>]*(?:src|href)=\"?(https?:[^\" >]+)"
+        loaded = re.findall(elsewhere, page.read_text())
         assert not loaded, f"{page}: {loaded}"
     assert (site / "mathjax/MathJax.js").exists() and list(site.glob("mathjax/fonts/**/*.woff"))
     assert "STIX-Web" in (site / "site.js").read_text()
     assert (site / "aggregation/index.html").read_text().count('class="arithmatex"') > 8
 
 
-def test_the_site_links_papers_and_shows_no_backslash_in_flags(site: Path) -> None:
+def test_the_site_links_papers_and_shows_no_backslash_in_flags(site):
     html = (site / "objectives/index.html").read_text()
     assert '<a href="https://arxiv.org/abs/2402.03300">arXiv:2402.03300</a>' in html
     html += (site / "flags/index.html").read_text()
@@ -198,7 +187,7 @@ def test_the_site_links_papers_and_shows_no_backslash_in_flags(site: Path) -> No
         assert "arxiv.org" not in code
 
 
-def test_the_reference_has_all_that_is_exported(site: Path) -> None:
+def test_the_reference_has_all_that_is_exported(site):
     """By its docstrings: no name is without one, and the sections of an argument list are tables."""
     html = (site / "api/index.html").read_text()
     for module in (megatron_pg_package, megatron_pg_megatron, megatron_pg_critic, rollout_files):

@@ -10,17 +10,16 @@ from hypothesis import strategies as st
 
 from megatron_pg import Sample
 from megatron_pg.rollout_files import IteratorSource, StepCollector, StepSamples
+from tests.fast.refusals import assert_refused
 
 MODES = ("at_least", "exact")
 
 
-def stream(
-    groups: list[int | None], rollouts: list[int | None] | None = None, first: int = 0
-) -> list[Sample]:
+def stream(groups: list[int | None], rollouts: list[int | None] | None = None) -> list[Sample]:
     """One sample per entry; its first token is its place in the stream."""
-    rollouts = [None] * len(groups) if rollouts is None else rollouts
+    rollouts = rollouts or [None] * len(groups)
     return [
-        Sample([first + i, 0], 1, [1], group_index=group, rollout_id=rollout, name=f"row {i}")
+        Sample([i, 0], 1, [1], group_index=group, rollout_id=rollout, name=f"row {i}")
         for i, (group, rollout) in enumerate(zip(groups, rollouts, strict=True))
     ]
 
@@ -30,28 +29,25 @@ def places(step: StepSamples) -> list[int]:
 
 
 def all_steps(collector: StepCollector) -> list[StepSamples]:
-    steps = []
-    while (step := collector.collect()) is not None:
-        steps.append(step)
-    return steps
+    return list(iter(collector.collect, None))
 
 
-def collected(samples: list[Sample], docs_per_step: int, **keywords: object) -> list[list[int]]:
-    collector = StepCollector(IteratorSource(samples), docs_per_step=docs_per_step, **keywords)
+def all_places(collector: StepCollector) -> list[list[int]]:
     return [places(step) for step in all_steps(collector)]
 
 
+def collected(samples: list[Sample], docs_per_step: int, **keywords: object) -> list[list[int]]:
+    source = IteratorSource(samples)
+    return all_places(StepCollector(source, docs_per_step=docs_per_step, **keywords))
+
+
 @pytest.mark.parametrize("mode", MODES)
-def test_single_samples_make_steps_of_n(mode: str) -> None:
+def test_single_samples_make_steps_of_n(mode):
     assert collected(stream([None] * 8), 3, mode=mode) == [[0, 1, 2], [3, 4, 5], [6, 7]]
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_an_empty_stream_has_no_step(mode: str) -> None:
     assert collected([], 3, mode=mode) == []
 
 
-def test_rollouts_count_once_and_stay_whole() -> None:
+def test_rollouts_count_once_and_stay_whole():
     samples = stream([0] * 9, [7, 7, None, 8, 8, 8, None, 9, 9])
     steps = [[0, 1, 2], [3, 4, 5, 6], [7, 8]]
     assert collected(samples, 2, mode="exact") == steps
@@ -59,7 +55,7 @@ def test_rollouts_count_once_and_stay_whole() -> None:
     assert [step.num_documents for step in all_steps(collector)] == [2, 2, 1]
 
 
-def test_at_least_keeps_the_overshoot_and_exact_carries_it() -> None:
+def test_at_least_keeps_the_overshoot_and_exact_carries_it():
     """A rollout of four samples, which lets the next window ask for more than single samples need."""
     samples = stream([0] * 20, [7, 7, 7, 7, *[None] * 16])
     exact = collected(samples, 3, mode="exact")
@@ -71,51 +67,45 @@ def test_at_least_keeps_the_overshoot_and_exact_carries_it() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_groups_are_kept_whole(mode: str) -> None:
+def test_groups_are_kept_whole(mode):
     samples = stream([5, 5, 5, 6, 6, 6, 7, 7, 7])
     steps = collected(samples, 4, mode=mode, keep_prompt_groups=True)
     assert steps == [[0, 1, 2, 3, 4, 5], [6, 7, 8]]
 
 
-def test_a_cut_group_is_refused_by_name_before_the_step() -> None:
-    samples = stream([5, 5, 5, -6, -6, -6])
-    with pytest.raises(ValueError, match=r"prompt group -6.*--docs-per-step 4.*--keep-prompt-gr"):
-        collected(samples, 4, mode="exact", refuse_cut_groups=True)
+def test_a_cut_group_is_refused_by_name_before_the_step():
+    samples, words = (
+        stream([5, 5, 5, -6, -6, -6]),
+        "prompt group -6 | --docs-per-step 4 | --keep-prompt-gr",
+    )
+    assert_refused(words, collected, samples, 4, mode="exact", refuse_cut_groups=True)
     assert collected(samples, 3, mode="exact", refuse_cut_groups=True) == [[0, 1, 2], [3, 4, 5]]
     # Only the prompt mean divides by a group.
     assert collected(samples, 4, mode="exact") == [[0, 1, 2, 3], [4, 5]]
 
 
-def test_at_least_without_a_cut_ends_between_groups_by_itself() -> None:
+def test_at_least_without_a_cut_ends_between_groups_by_itself():
     samples = stream([5, 5, 5, 6, 6, 6])
     assert collected(samples, 2, refuse_cut_groups=True) == [[0, 1, 2], [3, 4, 5]]
 
 
-@pytest.mark.parametrize("keep", (True, False))
-def test_a_group_that_comes_back_is_refused(keep: bool) -> None:
-    samples = stream([5, 5, 6, 6, 5, 5])
-    with pytest.raises(ValueError, match="prompt group 5"):
-        collected(samples, 2, mode="exact", keep_prompt_groups=keep, refuse_cut_groups=not keep)
-
-
-def test_a_rollout_that_comes_back_is_refused() -> None:
-    with pytest.raises(ValueError, match="rollout_id 1 is cut"):
-        collected(stream([0] * 5, [1, 1, 2, 3, 1]), 2, mode="exact")
-
-
-@pytest.mark.parametrize("keywords", ({"keep_prompt_groups": True}, {"refuse_cut_groups": True}))
-def test_a_missing_group_is_refused_by_name(keywords: dict[str, bool]) -> None:
-    with pytest.raises(ValueError, match="row 1 has no group_index"):
-        collected(stream([3, None]), 2, **keywords)
+BACK = stream([5, 5, 6, 6, 5, 5])
 
 
 @pytest.mark.parametrize(
-    ("keywords", "flag"),
-    (({"docs_per_step": 0}, "--docs-per-step .* 0"), ({"mode": "most"}, "--docs-per-step-mode")),
+    ("samples", "docs_per_step", "settings", "words"),
+    [
+        (BACK, 2, {"mode": "exact", "keep_prompt_groups": True}, "prompt group 5"),
+        (BACK, 2, {"mode": "exact", "refuse_cut_groups": True}, "prompt group 5"),
+        (stream([0] * 5, [1, 1, 2, 3, 1]), 2, {"mode": "exact"}, "rollout_id 1 is cut"),
+        (stream([3, None]), 2, {"keep_prompt_groups": True}, "row 1 has no group_index"),
+        (stream([3, None]), 2, {"refuse_cut_groups": True}, "row 1 has no group_index"),
+        ([], 0, {}, "--docs-per-step |  0"),
+        ([], 1, {"mode": "most"}, "--docs-per-step-mode"),
+    ],
 )
-def test_settings_out_of_range_are_refused(keywords: dict[str, object], flag: str) -> None:
-    with pytest.raises(ValueError, match=flag):
-        StepCollector(IteratorSource([]), **{"docs_per_step": 1, **keywords})
+def test_what_makes_no_step_is_refused(samples, docs_per_step, settings, words):
+    assert_refused(words, collected, samples, docs_per_step, **settings)
 
 
 def plain_steps(groups: list[list[int]], docs_per_step: int, keep: bool) -> list[list[int]]:
@@ -143,35 +133,28 @@ def plain_steps(groups: list[list[int]], docs_per_step: int, keep: bool) -> list
     keep=st.booleans(),
     stop=st.integers(0, 5),
 )
-def test_exact_steps_are_those_of_a_plain_loop_resumed_or_not(
-    groups: list[list[int]], docs_per_step: int, keep: bool, stop: int
-) -> None:
+def test_exact_steps_are_those_of_a_plain_loop_resumed_or_not(groups, docs_per_step, keep, stop):
     sizes = [(group, size) for group, rollouts in enumerate(groups) for size in rollouts]
     group_of = [group for group, size in sizes for _ in range(size)]
     rollout_of = [rollout for rollout, (_, size) in enumerate(sizes) for _ in range(size)]
 
     def collector() -> StepCollector:
-        return StepCollector(
-            IteratorSource(stream(group_of, rollout_of)),
-            docs_per_step=docs_per_step,
-            mode="exact",
-            keep_prompt_groups=keep,
-        )
+        source = IteratorSource(stream(group_of, rollout_of))
+        settings = {"docs_per_step": docs_per_step, "keep_prompt_groups": keep}
+        return StepCollector(source, mode="exact", **settings)
 
     expected = plain_steps(groups, docs_per_step, keep)
-    assert [places(step) for step in all_steps(collector())] == expected
-    first = collector()
+    assert all_places(collector()) == expected
+    first, second = collector(), collector()
     found = [places(step) for _ in range(stop) if (step := first.collect()) is not None]
-    second = collector()
     second.load_states([pickle.loads(pickle.dumps(first.state()))])
-    assert found + [places(step) for step in all_steps(second)] == expected
+    assert found + all_places(second) == expected
 
 
-def test_a_checkpoint_of_another_size_is_refused_where_ranks_have_their_own_streams() -> None:
+def test_a_checkpoint_of_another_size_is_refused_where_ranks_have_their_own_streams():
     collector = StepCollector(IteratorSource(stream([0] * 4)), docs_per_step=1)
-    states = [collector.state()] * 2
-    with pytest.raises(ValueError, match="2 data-parallel ranks and this run has 1"):
-        collector.load_states(states)
+    words = "2 data-parallel ranks and this run has 1"
+    assert_refused(words, collector.load_states, [collector.state()] * 2)
 
 
 class ListSource:
@@ -193,7 +176,7 @@ class ListSource:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_bad_rows_are_counted_once_in_the_step_that_passed_them(mode: str) -> None:
+def test_bad_rows_are_counted_once_in_the_step_that_passed_them(mode):
     slots: list[Sample | None] = [*stream([None] * 9)]
     for bad in (0, 2, 3, 8):
         slots[bad] = None
@@ -203,17 +186,17 @@ def test_bad_rows_are_counted_once_in_the_step_that_passed_them(mode: str) -> No
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_collector_that_is_at_its_end_can_go_back(mode: str) -> None:
+def test_a_collector_that_is_at_its_end_can_go_back(mode):
     samples = stream([0, 0, 1, 2, 2, 3, 3])
     collector = StepCollector(ListSource([*samples]), docs_per_step=3, mode=mode)
     start = collector.state()
-    expected = [places(step) for step in all_steps(collector)]
+    expected = all_places(collector)
     collector.load_states([start])
-    assert [places(step) for step in all_steps(collector)] == expected
+    assert all_places(collector) == expected
     assert sorted(place for step in expected for place in step) == list(range(len(samples)))
 
 
-def test_a_group_that_comes_back_after_resuming_is_refused() -> None:
+def test_a_group_that_comes_back_after_resuming_is_refused():
     samples = stream([0, 0, 1, 1, 0, 0])
     first = StepCollector(ListSource([*samples]), docs_per_step=2, keep_prompt_groups=True)
     step = first.collect()
@@ -221,14 +204,11 @@ def test_a_group_that_comes_back_after_resuming_is_refused() -> None:
     again = [*samples[: first.state().source_position], *samples[4:]]
     second = StepCollector(ListSource(again), docs_per_step=2, keep_prompt_groups=True)
     second.load_states([pickle.loads(pickle.dumps(first.state()))])
-    with pytest.raises(ValueError, match="prompt group 0"):
-        all_steps(second)
+    assert_refused("prompt group 0", all_steps, second)
 
 
-def test_an_iterator_cannot_go_back_or_past_its_end() -> None:
+def test_an_iterator_cannot_go_back_or_past_its_end():
     source = IteratorSource(stream([0] * 4))
     source.pull(3)
-    with pytest.raises(ValueError, match="has been passed"):
-        source.seek(2)
-    with pytest.raises(ValueError, match="ends after 4 samples"):
-        source.seek(9)
+    assert_refused("has been passed", source.seek, 2)
+    assert_refused("ends after 4 samples", source.seek, 9)

@@ -6,6 +6,7 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from megatron_pg.config import (
 from megatron_pg.explain import _misspelled, build_parser, parse_options, show
 from megatron_pg.explain import main as explain
 from megatron_pg.explain.step import ExplainedStep, explained_step
-from megatron_pg.rollout_files import StepCollector
+from megatron_pg.rollout_files import RolloutFiles, StepCollector
 from tests import oracle
+from tests.fast.refusals import assert_words
 from tests.lanes import in_both_lanes
 from tests.random_steps import plain_sample
 
@@ -33,22 +35,35 @@ pytestmark = in_both_lanes
 DIVISOR = 6.0
 
 
-def explained(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    """The JSON of a command line that succeeds."""
-    assert explain([*arguments, "--json"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+@pytest.fixture
+def printed(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """The text of a command line that ends with a status: standard error alone where it fails."""
+
+    def run(line: str, status: int = 0) -> str:
+        assert explain(line.split()) == status
+        out, err = capsys.readouterr()
+        assert not status or out == ""
+        return err if status else out
+
+    return run
 
 
-def step_of(*arguments: str) -> ExplainedStep:
-    return explained_step(parse_options(arguments))
+@pytest.fixture
+def explained(printed: Callable[..., str]) -> Callable[[str], dict[str, Any]]:
+    return lambda line: json.loads(printed(f"{line} --json"))
 
 
-def test_coefficients_are_the_oracles_gradients(capsys):
+def step_of(line: str) -> ExplainedStep:
+    return explained_step(parse_options(line.split()))
+
+
+def lengths_of(step: ExplainedStep) -> list[int]:
+    return [sample.num_active_tokens for sample in step.samples]
+
+
+def test_coefficients_are_the_oracles_gradients(explained):
     lengths, group_size = [2, 4, 1, 0, 3, 7], 2
-    found = explained(
-        capsys, "--lengths", "2,4,1,0,3,7", "--group-size", "2", "--pg-loss-divisor", str(DIVISOR)
-    )
+    found = explained(f"--lengths 2,4,1,0,3,7 --group-size 2 --pg-loss-divisor {DIVISOR}")
     step = [plain_sample([1] * n, group=i // group_size) for i, n in enumerate(lengths)]
     for aggregation in oracle.AGGREGATIONS:
         losses = [torch.ones(n, dtype=torch.float64, requires_grad=True) for n in lengths]
@@ -66,31 +81,24 @@ def test_coefficients_are_the_oracles_gradients(capsys):
         assert list(report["group_shares"].values()) == pytest.approx(of_groups, rel=1e-12)
 
 
-def test_the_aggregation_of_kl_and_entropy(capsys):
+def test_the_aggregation_of_kl_and_entropy(explained, printed):
     """Beside a token mean of 10 tokens a sample mean of 2 has 10 / (N D_i) times the coefficient."""
-    flags = ["--lengths", "2,8", "--loss-aggregation", "token_mean", "--kl-loss-coef", "0.1"]
-    terms = explained(capsys, *flags)["regularizers"]
+    line = "--lengths 2,8 --loss-aggregation token_mean --kl-loss-coef 0.1"
+    terms = explained(line)["regularizers"]
     assert terms["aggregation"] == "sample_mean"
     assert terms["relative_coefficient"] == pytest.approx([2.5, 0.625])
-    flags += ["--regularizer-aggregation", "loss"]
-    terms = explained(capsys, *flags)["regularizers"]
+    line += " --regularizer-aggregation loss"
+    terms = explained(line)["regularizers"]
     assert terms == {"aggregation": "token_mean", "relative_coefficient": [1.0, 1.0]}
-    assert explain(flags) == 0
-    assert (
-        "KL and entropy terms: token_mean (--regularizer-aggregation loss)"
-        in capsys.readouterr().out
-    )
-    assert explained(capsys, "--lengths", "2,8")["regularizers"] is None
+    assert "KL and entropy terms: token_mean (--regularizer-aggregation loss)" in printed(line)
+    assert explained("--lengths 2,8")["regularizers"] is None
 
 
-def test_counts_quantiles_and_learning_rate_ratio(capsys):
-    found = explained(capsys, "--lengths", "1,2,3,4,5,6,7,12", "--pg-loss-divisor", "20")
-    counts = {
-        name: found["step"][f"num_{name}"] for name in ("rollouts", "prompt_groups", "skipped")
-    }
-    assert counts == {"rollouts": 8, "prompt_groups": 8, "skipped": 0}
-    assert (found["step"]["num_samples"], found["step"]["num_active_tokens"]) == (8, 40)
-    assert found["step"]["kept_sets"] is None
+def test_counts_quantiles_and_learning_rate_ratio(explained):
+    found = explained("--lengths 1,2,3,4,5,6,7,12 --pg-loss-divisor 20")
+    expected = {"num_rollouts": 8, "num_prompt_groups": 8, "num_skipped": 0, "num_samples": 8}
+    expected |= {"num_active_tokens": 40, "kept_sets": None}
+    assert expected.items() <= found["step"].items()
     quarters = found["aggregations"]["token_mean"]["quantile_shares"]
     ranges = [(part["shortest"], part["longest"]) for part in quarters]
     assert ranges == [(1, 2), (3, 4), (5, 6), (7, 12)]
@@ -99,58 +107,46 @@ def test_counts_quantiles_and_learning_rate_ratio(capsys):
     assert found["loss_aggregation"] == "constant"
 
 
-@pytest.mark.parametrize("per_token", [False, True])
-def test_megatrons_factors_cancel(capsys, per_token):
-    aggregation = "token_mean" if per_token else "sample_mean"  # the token mean turns the mode on
-    found = explained(
-        capsys,
-        *("--lengths", "3,5", "--loss-aggregation", aggregation),
-        *("--data-parallel-size", "4", "--context-parallel-size", "2", "--num-microbatches", "3"),
-    )
-    assert found["parallelism"]["calculate_per_token_loss"] is per_token
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),  # the token mean turns per-token mode on
+    [("token_mean", (8.0, 1.0, 1 / 8)), ("sample_mean", (12.0, 2 / 3, 1 / 8))],
+)
+def test_megatrons_factors_cancel(explained, aggregation, expected):
+    sizes = "--data-parallel-size 4 --context-parallel-size 2 --num-microbatches 3"
+    found = explained(f"--lengths 3,5 --loss-aggregation {aggregation} {sizes}")
+    assert found["parallelism"]["calculate_per_token_loss"] is (aggregation == "token_mean")
     scale = found["aggregations"]["sample_mean"]["megatron_scale"]
-    expected = (8.0, 1.0, 1 / 8) if per_token else (12.0, 2 / 3, 1 / 8)
     assert (scale["returned"], scale["schedule"], scale["gradients"]) == pytest.approx(expected)
     assert scale["net"] == pytest.approx(1.0)
 
 
-def test_the_step_of_lengths_and_groups():
-    step = step_of("--lengths", "5,6,7", "--group-size", "2")
-    assert [sample.num_active_tokens for sample in step.samples] == [5, 6, 7, 5, 6, 7]
-    assert [sample.group_index for sample in step.samples] == [0, 0, 1, 1, 2, 2]
-
-
 def test_log_normal_lengths_have_their_median_and_are_reproducible():
-    flags = ["--log-normal", "2000,0.5", "--group-size", "8", "--docs-per-step", "4096"]
-    lengths = [sample.num_active_tokens for sample in step_of(*flags, "--seed", "3").samples]
-    again = step_of(*flags, "--seed", "3")
-    assert lengths == [sample.num_active_tokens for sample in again.samples]
-    assert lengths != [sample.num_active_tokens for sample in step_of(*flags).samples]
+    line = "--log-normal 2000,0.5 --group-size 8 --docs-per-step 4096"
+    lengths = lengths_of(step_of(f"{line} --seed 3"))
+    assert lengths == lengths_of(step_of(f"{line} --seed 3")) != lengths_of(step_of(line))
     assert sorted(lengths)[2048] == pytest.approx(2000, rel=0.05)
 
 
-def write_rollouts(path: Path) -> str:
-    """Two prompt groups of three rollouts; the second rollout of each has two samples, one token is masked."""
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
     pytest.importorskip("pyarrow")
-    rows = []
-    for group in range(2):
-        for rollout, lengths in enumerate(([3], [2, 4], [5])):
-            for length in lengths:
-                fields = {
-                    "group_index": group,
-                    "rollout_id": 10 * group + rollout,
-                    "advantages": 1.0,
-                }
-                fields |= {"prompt_ids": [1, 2], "response_ids": [3] * length}
-                fields |= {"loss_mask": [1] * (length - 1) + [int(length != 5)]}
-                rows.append(fields | {"log_probs": [-1.0] * length})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    return path
 
 
-def test_a_rollout_file(tmp_path, capsys):
-    path = write_rollouts(tmp_path / "rollouts.jsonl")
-    found = explained(capsys, "--rollout-files", path)
+def write_rollouts(path: Path) -> Path:
+    """Two prompt groups of three rollouts; the second rollout of each has two samples, one token is masked."""
+    rows = [
+        {"prompt_ids": [1, 2], "response_ids": [3] * length, "log_probs": [-1.0] * length}
+        | {"group_index": group, "rollout_id": 10 * group + rollout, "advantages": 1.0}
+        | {"loss_mask": [1] * (length - 1) + [int(length != 5)]}
+        for group in range(2)
+        for rollout, length in ((0, 3), (1, 2), (1, 4), (2, 5))
+    ]
+    return write_rows(path / "rollouts.jsonl", rows)
+
+
+def test_a_rollout_file(tmp_path, explained):
+    found = explained(f"--rollout-files {write_rollouts(tmp_path)}")
     assert found["step"]["active_tokens"] == [3, 2, 4, 4] * 2
     assert (found["step"]["num_rollouts"], found["step"]["num_prompt_groups"]) == (6, 2)
     weights = found["aggregations"]["sample_mean"]["token_weight"]
@@ -158,65 +154,63 @@ def test_a_rollout_file(tmp_path, capsys):
     assert found["warnings"] == []
 
 
-def test_the_first_rollouts_of_a_file_cut_a_group(tmp_path, capsys):
-    path = write_rollouts(tmp_path / "rollouts.jsonl")
-    found = explained(capsys, "--rollout-files", path, "--docs-per-step", "5")
-    assert found["step"]["num_rollouts"] == 5
-    assert found["step"]["num_samples"] == 7
+def test_the_first_rollouts_of_a_file_cut_a_group(tmp_path, explained):
+    line = f"--rollout-files {write_rollouts(tmp_path)} --docs-per-step"
+    found = explained(f"{line} 5")
+    assert (found["step"]["num_rollouts"], found["step"]["num_samples"]) == (5, 7)
     assert any("ends inside prompt group 1: 3 of its 4 samples" in w for w in found["warnings"])
-    assert explained(capsys, "--rollout-files", path, "--docs-per-step", "3")["warnings"] == []
+    assert explained(f"{line} 3")["warnings"] == []
 
 
-def test_a_rollout_file_that_is_not_there_or_empty(tmp_path, capsys):
-    pytest.importorskip("pyarrow")
-    assert explain(["--rollout-files", str(tmp_path / "none.jsonl")]) == 2
-    assert "none.jsonl" in capsys.readouterr().err
-    (tmp_path / "empty.jsonl").write_text("")
-    assert explain(["--rollout-files", str(tmp_path / "empty.jsonl")]) == 2
-    assert "no sample" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        (None, "rollouts.jsonl"),
+        ([], "no sample"),
+        ([{}, {}], "no sample in them (2 bad rows skipped"),
+    ],
+)
+def test_files_without_a_sample(tmp_path, printed, rows, words):
+    path = tmp_path / "rollouts.jsonl"
+    if rows is not None:
+        write_rows(path, rows)
+    assert words in printed(f"--rollout-files {path} --on-bad-row skip", 2)
 
 
-def write_groups(path: Path, *, spoiled: dict[int, dict[str, Any]] | None = None) -> str:
+def write_groups(path: Path, *, spoiled: dict[int, dict[str, Any]] | None = None) -> Path:
     """Four prompt groups of four rollouts of 1 to 16 tokens; the fields of some rows are replaced."""
-    pytest.importorskip("pyarrow")
     rows: list[dict[str, Any]] = [
-        {
-            "prompt_ids": [1],
-            "response_ids": [1] * length,
-            "log_probs": [-1.0] * length,
-            "reward": 1.0,
-            "group_index": (length - 1) // 4,
-        }
+        {"prompt_ids": [1], "response_ids": [1] * length, "log_probs": [-1.0] * length}
+        | {"reward": 1.0, "group_index": (length - 1) // 4}
         for length in range(1, 17)
     ]
     for index, fields in (spoiled or {}).items():
         rows[index] |= fields
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    return write_rows(path / "groups.jsonl", rows)
 
 
-EXACT = ("--docs-per-step-mode", "exact")
+EXACT = "--docs-per-step-mode exact"
 KEEP = "--keep-prompt-groups"
-PROMPT_MEAN = ("--loss-aggregation", "prompt_mean")
+PROMPT_MEAN = "--loss-aggregation prompt_mean"
 
 
 @pytest.mark.parametrize(
     ("flags", "num_samples"),
     [
-        (["--docs-per-step", "6", *EXACT, KEEP, *PROMPT_MEAN], 8),
-        (["--docs-per-step", "6", *EXACT, KEEP], 8),
-        (["--docs-per-step", "6", KEEP], 8),
-        (["--docs-per-step", "6", *PROMPT_MEAN], 8),
-        (["--docs-per-step", "6", *EXACT], 6),
-        (["--docs-per-step", "6"], 6),
-        (["--docs-per-step", "8", *EXACT, *PROMPT_MEAN], 8),
-        (["--docs-per-step", "100", *EXACT, KEEP], 16),
-        ([], 16),
+        (f"--docs-per-step 6 {EXACT} {KEEP} {PROMPT_MEAN}", 8),
+        (f"--docs-per-step 6 {EXACT} {KEEP}", 8),
+        (f"--docs-per-step 6 {KEEP}", 8),
+        (f"--docs-per-step 6 {PROMPT_MEAN}", 8),
+        (f"--docs-per-step 6 {EXACT}", 6),
+        ("--docs-per-step 6", 6),
+        (f"--docs-per-step 8 {EXACT} {PROMPT_MEAN}", 8),
+        (f"--docs-per-step 100 {EXACT} {KEEP}", 16),
+        ("", 16),
     ],
 )
-def test_the_step_is_the_first_that_training_takes(tmp_path, capsys, flags, num_samples):
-    path = write_groups(tmp_path / "groups.jsonl")
-    found = explained(capsys, "--rollout-files", path, *flags)
+def test_the_step_is_the_first_that_training_takes(tmp_path, explained, flags, num_samples):
+    path = write_groups(tmp_path)
+    found = explained(f"--rollout-files {path} {flags}")
     assert found["step"]["active_tokens"] == list(range(1, num_samples + 1))
     cut = [w for w in found["warnings"] if "ends inside prompt group 1: 2 of its 4 samples" in w]
     assert found["warnings"] == cut and len(cut) == (num_samples == 6)
@@ -224,14 +218,12 @@ def test_the_step_is_the_first_that_training_takes(tmp_path, capsys, flags, num_
         assert found["step"]["active_tokens"] == trained_first(path, flags)
 
 
-def trained_first(path: str, flags: list[str]) -> list[int]:
+def trained_first(path: Path, flags: str) -> list[int]:
     """Active tokens of the first step, of the classes and flags that a training script has."""
-    from megatron_pg.rollout_files import RolloutFiles
-
     parser = add_policy_loss_args(add_planning_args(argparse.ArgumentParser()))
-    args = parser.parse_args([*flags, "--max-tokens-per-microbatch", "64"])
+    args = parser.parse_args([*flags.split(), "--max-tokens-per-microbatch", "64"])
     step = StepCollector(
-        RolloutFiles([path]),
+        RolloutFiles([str(path)]),
         docs_per_step=args.docs_per_step,
         mode=args.docs_per_step_mode,
         keep_prompt_groups=args.keep_prompt_groups,
@@ -241,120 +233,100 @@ def trained_first(path: str, flags: list[str]) -> list[int]:
     return [sample.num_active_tokens for sample in step.samples]
 
 
-def test_prompt_groups_of_lengths_are_kept_too():
-    flags = ["--lengths", "1,2,3", "--group-size", "4", "--docs-per-step", "6"]
-    assert len(step_of(*flags).samples) == 6
-    kept = step_of(*flags, KEEP)
-    assert [sample.num_active_tokens for sample in kept.samples] == [1, 2, 3, 1, 2, 3, 1, 2]
-    assert kept.cut_groups == {}
+def test_the_step_of_lengths_and_groups():
+    line = "--lengths 1,2,3 --group-size 2"
+    step = step_of(line)
+    assert lengths_of(step) == [1, 2, 3, 1, 2, 3]
+    assert [sample.group_index for sample in step.samples] == [0, 0, 1, 1, 2, 2]
+    assert lengths_of(step_of(f"{line} --docs-per-step 3")) == [1, 2, 3]
+    kept = step_of(f"{line} --docs-per-step 3 {KEEP}")
+    assert lengths_of(kept) == [1, 2, 3, 1] and kept.cut_groups == {}
 
 
 @pytest.mark.parametrize("from_file", [True, False])
-def test_a_group_that_training_refuses_to_cut(tmp_path, capsys, from_file):
-    source = ["--lengths", "1", "--group-size", "4"]
+def test_a_group_that_training_refuses_to_cut(tmp_path, printed, from_file):
+    source = "--lengths 1 --group-size 4"
     if from_file:
-        source = ["--rollout-files", write_groups(tmp_path / "groups.jsonl")]
-    assert explain([*source, "--docs-per-step", "6", *EXACT, *PROMPT_MEAN]) == 2
-    printed = capsys.readouterr()
-    assert "prompt group 1 (group_index) is cut by the end of a step" in printed.err
-    assert KEEP in printed.err and printed.out == ""
+        source = f"--rollout-files {write_groups(tmp_path)}"
+    words = f"prompt group 1 (group_index) is cut by the end of a step | {KEEP}"
+    assert_words(words, printed(f"{source} --docs-per-step 6 {EXACT} {PROMPT_MEAN}", 2))
 
 
 @pytest.mark.parametrize(
     ("fields", "flags"),
     [
-        ({"prompt_ids": []}, []),
-        ({"prompt_ids": [99]}, ["--vocab-size", "50"]),
+        ({"prompt_ids": []}, ""),
+        ({"prompt_ids": [99]}, "--vocab-size 50"),
         ({"group_index": None}, PROMPT_MEAN),
     ],
 )
-def test_bad_rows_are_refused_or_counted(tmp_path, capsys, fields, flags):
-    path = write_groups(tmp_path / "groups.jsonl", spoiled={1: fields, 3: fields})
-    line = ["--rollout-files", path, "--docs-per-step", "4", KEEP, *flags]
-    assert explain(line) == 2
-    printed = capsys.readouterr()
-    assert f"groups.jsonl row 1: {next(iter(fields))}" in printed.err and printed.out == ""
-    found = explained(capsys, *line, "--on-bad-row", "skip")
-    assert found["step"]["active_tokens"] == [1, 3, 5, 6, 7, 8]
-    assert found["step"]["num_skipped"] == 2
-    assert explain([*line, "--on-bad-row", "skip"]) == 0
-    assert "skipped (--on-bad-row skip): 2\n" in capsys.readouterr().out
+def test_bad_rows_are_refused_or_counted(tmp_path, explained, printed, fields, flags):
+    path = write_groups(tmp_path, spoiled={1: fields, 3: fields})
+    line = f"--rollout-files {path} --docs-per-step 4 {KEEP} {flags}"
+    assert f"groups.jsonl row 1: {next(iter(fields))}" in printed(line, 2)
+    line += " --on-bad-row skip"
+    found = explained(line)["step"]
+    assert found["active_tokens"] == [1, 3, 5, 6, 7, 8] and found["num_skipped"] == 2
+    assert "skipped (--on-bad-row skip): 2\n" in printed(line)
 
 
-def test_files_of_bad_rows_alone(tmp_path, capsys):
-    (tmp_path / "bad.jsonl").write_text("{}\n{}\n")
-    pytest.importorskip("pyarrow")
-    line = ["--rollout-files", str(tmp_path / "bad.jsonl"), "--on-bad-row", "skip"]
-    assert explain(line) == 2
-    assert "no sample in them (2 bad rows skipped" in capsys.readouterr().err
-
-
-def test_a_bad_row_after_the_step_is_none_of_it(tmp_path, capsys):
-    path = write_groups(tmp_path / "groups.jsonl", spoiled={7: {"prompt_ids": []}})
-    found = explained(capsys, "--rollout-files", path, "--docs-per-step", "6", *EXACT)
+def test_a_bad_row_after_the_step_is_none_of_it(tmp_path, explained):
+    path = write_groups(tmp_path, spoiled={7: {"prompt_ids": []}})
+    found = explained(f"--rollout-files {path} --docs-per-step 6 {EXACT}")
     assert found["step"]["num_samples"] == 6
     assert ["group 1: 2 of its 3 samples" in warning for warning in found["warnings"]] == [True]
 
 
-def test_rows_without_what_the_flags_need_are_pointed_out(tmp_path, capsys):
-    without = dict.fromkeys((2, 5, 9), {"log_probs": None})
-    path = write_groups(tmp_path / "groups.jsonl", spoiled=without)
-    line = ["--rollout-files", path, "--docs-per-step", "8"]
-    (warning,) = explained(capsys, *line)["warnings"]
+def test_rows_without_what_the_flags_need_are_pointed_out(tmp_path, explained):
+    path = write_groups(tmp_path, spoiled=dict.fromkeys((2, 5, 9), {"log_probs": None}))
+    line = f"--rollout-files {path} --docs-per-step 8"
+    (warning,) = explained(line)["warnings"]
     assert warning.startswith("2 of 8 samples have no old_log_probs, needed by --policy-loss ppo.")
-    assert explained(capsys, *line, "--policy-loss", "reinforce")["warnings"] == []
+    assert explained(f"{line} --policy-loss reinforce")["warnings"] == []
 
 
-@pytest.mark.parametrize(
-    ("flags", "warned"),
-    [
-        (["--docs-per-step", "8", KEEP], True),
-        (["--docs-per-step", "7"], True),
-        (["--docs-per-step", "8"], False),
-        (["--docs-per-step", "8", KEEP, *EXACT], False),
-        ([], False),
-    ],
-)
-def test_steps_that_depend_on_the_number_of_ranks(tmp_path, capsys, flags, warned):
-    path = write_groups(tmp_path / "groups.jsonl")
-    line = ["--rollout-files", path, "--data-parallel-size", "4", *flags]
-    warnings = explained(capsys, *line)["warnings"]
-    assert any("With --docs-per-step-mode at_least, 4 ranks" in w for w in warnings) is warned
+FILES = "--rollout-files groups.jsonl --data-parallel-size 4"
+LENGTHS = "--lengths 200,4000 --docs-per-step 5"
 
 
-@pytest.mark.parametrize(("data_size", "warned"), [(4, True), (5, False), (1, False)])
-def test_steps_of_lengths_that_depend_on_the_number_of_ranks(capsys, data_size, warned):
-    line = ["--lengths", "200,4000", "--docs-per-step", "5", "--data-parallel-size", str(data_size)]
-    warnings = explained(capsys, *line)["warnings"]
+@pytest.mark.parametrize(("line", "warned"), [
+    (f"{FILES} --docs-per-step 8 {KEEP}", True),
+    (f"{FILES} --docs-per-step 7", True),
+    (f"{FILES} --docs-per-step 8", False),
+    (f"{FILES} --docs-per-step 8 {KEEP} {EXACT}", False),
+    (f"{FILES}", False),
+    (f"{LENGTHS} --data-parallel-size 4", True),
+    (f"{LENGTHS} --data-parallel-size 5", False),
+    (f"{LENGTHS} --data-parallel-size 1", False),
+])  # fmt: skip
+def test_steps_that_depend_on_the_number_of_ranks(tmp_path, monkeypatch, explained, line, warned):
+    write_groups(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    warnings = explained(line)["warnings"]
     assert any("With --docs-per-step-mode at_least" in w for w in warnings) is warned
 
 
-TOKEN_MEAN = ("--loss-aggregation", "token_mean")
+TOKEN_MEAN = "--loss-aggregation token_mean"
 
 
 @pytest.mark.parametrize(
     ("flags", "per_token"),
     [
-        ("--num-experts 8", True),
-        ("--num-experts 8 --moe-aux-loss-coeff 0.01", False),
         ("--num-experts 8 --moe-aux-loss-coeff 0 0.01", False),
         ("--num-experts 8 --moe-aux-loss-coeff 0.01 --moe-router-load-balancing-type none", True),
         ("--num-experts 8 --moe-z-loss-coeff 0.001", False),
-        ("--moe-aux-loss-coeff 0.01", True),
         ("--mtp-num-layers 1", False),
         ("--use-torch-fsdp2", False),
         ("--ddp-average-in-collective", False),
     ],
 )
-def test_megatrons_flags_settle_per_token_mode(capsys, flags, per_token):
-    found = explained(capsys, "--lengths", "3,5", *TOKEN_MEAN, *flags.split())
+def test_megatrons_flags_settle_per_token_mode(explained, flags, per_token):
+    found = explained(f"--lengths 3,5 {TOKEN_MEAN} {flags}")
     assert found["parallelism"]["calculate_per_token_loss"] is per_token
     assert found["unused_flags"] == []
 
 
 class RecordedArguments(dict[str, Any]):
-    """Arguments that record which of them are asked for."""
-
     def __init__(self, values: dict[str, Any]) -> None:
         super().__init__(values)
         self.names: set[str] = set()
@@ -366,7 +338,7 @@ class RecordedArguments(dict[str, Any]):
 
 def test_every_argument_that_validation_reads_is_a_flag_here():
     """The rank is the launcher's; the weight's shards are a setting of models alone in 0.19."""
-    args = build_parser().parse_args([*TOKEN_MEAN, "--fused-lm-head"])
+    args = build_parser().parse_args([*TOKEN_MEAN.split(), "--fused-lm-head"])
     flags = set(vars(args))
     args.__dict__ = arguments = RecordedArguments(vars(args))
     validate_planning_args(args)
@@ -388,91 +360,64 @@ def test_megatrons_flags_have_megatrons_types(monkeypatch):
     for ours in group._group_actions:
         their = theirs[ours.option_strings[0]]
         assert (ours.dest, ours.nargs, ours.default) == (their.dest, their.nargs, their.default)
-        assert (
-            ours.dest == "vocab_size"
-            or (ours.type or str) is (their.type or str)
-            or ours.nargs == 0
-        )
+        has_type = ours.dest != "vocab_size" and ours.nargs != 0
+        assert not has_type or (ours.type or str) is (their.type or str)
         assert set(their.choices or ()) <= set(ours.choices or ())
     unread = [flag for flag in theirs if flag not in build_parser()._option_string_actions]
     assert list(_misspelled(unread, build_parser())) == [], "a flag of Megatron's is left alone"
 
 
-def test_flags_that_are_not_used_are_in_the_json(capsys):
-    found = explained(capsys, "--lengths", "3,5", "--test-mode", "--num-layers", "2")
+def test_flags_that_are_not_used_are_in_the_json(explained):
+    found = explained("--lengths 3,5 --test-mode --num-layers 2")
     assert found["loss_aggregation"] == "sample_mean"
     assert found["unused_flags"] == ["--test-mode", "--num-layers", "2"]
 
 
-def test_a_flag_that_is_nearly_one_is_refused(capsys):
-    line = ["--lengths", "3,5", "--loss-agregation=prompt_mean", "--num-layers", "2"]
-    assert explain([*line, "--eps-clip-hi", "0.3"]) == 2
-    printed = capsys.readouterr().err
-    assert "--loss-agregation is no flag; did you mean --loss-aggregation?" in printed
-    assert "did you mean --eps-clip-high?" in printed
-    assert "--num-layers" not in printed
+def test_a_flag_that_is_nearly_one_is_refused(printed):
+    line = "--lengths 3,5 --loss-agregation=prompt_mean --num-layers 2 --eps-clip-hi 0.3"
+    text = printed(line, 2)
+    assert "--loss-agregation is no flag; did you mean --loss-aggregation?" in text
+    assert "did you mean --eps-clip-high?" in text and "--num-layers" not in text
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("--lengths 10,20 --pg-loss-divisor 1000", "far from the lengths seen"),
-        ("--lengths 10,20 --pg-loss-divisor 1", "far from the lengths seen"),
-        (
-            "--lengths 10 --group-size 4 --docs-per-step 6",
-            "inside prompt group 1: 2 of its 4 samples",
-        ),
-        ("--lengths 10,0", "1 of 2 samples have no active token"),
-    ],
-)
-def test_warnings(capsys, line, message):
-    found = explained(capsys, *line.split())
-    assert any(message in warning for warning in found["warnings"]), found["warnings"]
+@pytest.mark.parametrize(("line", "message"), [
+    ("--lengths 10,20 --pg-loss-divisor 1000", "far from the lengths seen"),
+    ("--lengths 10,20 --pg-loss-divisor 1", "far from the lengths seen"),
+    ("--lengths 10 --group-size 4 --docs-per-step 6", "inside prompt group 1: 2 of its 4 samples"),
+    ("--lengths 10,0", "1 of 2 samples have no active token"),
+    ("--lengths 10,20 --pg-loss-divisor 20", None),
+    ("--lengths 10,20 --group-size 2", None),
+    ("--log-normal 100,1 --group-size 4", None),
+])  # fmt: skip
+def test_warnings_and_none_without_a_cause(explained, line, message):
+    found = explained(line)["warnings"]
+    assert any(message in warning for warning in found) if message else found == []
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "--lengths 10,20 --pg-loss-divisor 20",
-        "--lengths 10,20 --group-size 2",
-        "--log-normal 100,1 --group-size 4",
-    ],
-)
-def test_no_warning_without_a_cause(capsys, line):
-    assert explained(capsys, *line.split())["warnings"] == []
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """A function that makes standard output a terminal of so many columns."""
+
+    def of_width(columns: int) -> None:
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+        monkeypatch.setenv("COLUMNS", str(columns))
+
+    return of_width
 
 
-def test_plain_text_when_piped(capsys):
-    arguments = ["--lengths", "200,4000,12000", "--group-size", "8", "--lr", "1e-6"]
-    assert explain(arguments) == 0
-    printed = capsys.readouterr().out
-    assert "N = 24 rollouts, P = 3 prompt groups, T = 129600 active tokens" in printed
-    assert "* sample_mean" in printed
-    assert "not used: --lr 1e-6" in printed
-    assert "\x1b" not in printed and "━" not in printed
+def test_tables_in_a_terminal(terminal, printed):
+    terminal(80)
+    text = printed("--lengths 200,4000,12000 --group-size 2")
+    assert "──────" in text
     for aggregation in oracle.AGGREGATIONS:
-        assert printed.count(aggregation) >= 4
+        assert text.count(aggregation) == 4, "one table each: no header is folded"
 
 
-def test_tables_in_a_terminal(capsys, monkeypatch):
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    monkeypatch.setenv("COLUMNS", "80")
-    assert explain(["--lengths", "200,4000,12000", "--group-size", "2"]) == 0
-    printed = capsys.readouterr().out
-    assert "──────" in printed
-    for aggregation in oracle.AGGREGATIONS:
-        assert printed.count(aggregation) == 4, "one table each: no header is folded"
-
-
-def test_a_terminal_shows_names_as_they_are(tmp_path, capsys, monkeypatch):
-    path = write_groups(tmp_path / "a[train] -> :100:.jsonl")
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    monkeypatch.setenv("COLUMNS", "160")
-    line = ["--rollout-files", path, "--docs-per-step", "3", KEEP]
-    assert explain([*line, "--save", "[bold]:100:"]) == 0
-    printed = capsys.readouterr().out
-    assert "a[train] -> :100:.jsonl row 0 " in printed
-    assert "not used: --save [bold]:100:" in printed
+def test_a_terminal_shows_names_as_they_are(tmp_path, terminal, printed):
+    path = write_groups(tmp_path).rename(tmp_path / "a[train]->:100:.jsonl")
+    terminal(160)
+    text = printed(f"--rollout-files {path} --docs-per-step 3 {KEEP} --save [bold]:100:")
+    assert_words("a[train]->:100:.jsonl row 0  | not used: --save [bold]:100:", text)
 
 
 def test_many_samples_are_picked_over_the_range():
@@ -481,65 +426,55 @@ def test_many_samples_are_picked_over_the_range():
     assert how_many == f" ({show.MAX_ROWS} of 100, by length)"
 
 
-def test_plot_writes_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plot_writes_a_picture(tmp_path, printed):
     pytest.importorskip("matplotlib")
     path = tmp_path / "weights.png"
-    assert explain(["--log-normal", "100,1", "--plot", str(path)]) == 0
+    printed(f"--log-normal 100,1 --plot {path}")
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("", "give one of --lengths, --log-normal and --rollout-files"),
-        ("--lengths 1 --log-normal 5,1", "give one of --lengths, --log-normal and --rollout-files"),
-        ("--lengths 1 --loss-aggregation constant", "--loss-aggregation-divisor"),
-        (
-            "--lengths 1 --loss-aggregation prompt_mean --calculate-per-token-loss",
-            "--calculate-per-token-loss",
-        ),
-        ("--lengths 1 --qkv-format bshd --context-parallel-size 2", "--qkv-format thd"),
-        (
-            "--lengths 1 --calculate-per-token-loss --use-torch-fsdp2",
-            "--calculate-per-token-loss does not work with --use-torch-fsdp2",
-        ),
-        (
-            "--lengths 1 --ragged-microbatches --expert-model-parallel-size 2",
-            "drop --ragged-microbatches",
-        ),
-        ("--lengths 1 --keep-prompt-groups", "give --docs-per-step"),
-        ("--log-normal 1e12,1", "--log-normal 1e+12,1 has drawn a length of"),
-        ("--lengths 1,2,3 --group-size 1000000", "give a smaller --group-size"),
-        ("--lengths 1 --docs-per-step 1048577", "--docs-per-step"),
-        ("--lengths 1 --group-size 0", "--group-size must be an integer >= 1"),
-        ("--lengths 1 --docs-per-step -3", "--docs-per-step must be an integer >= 1"),
-        (f"--lengths 1 --num-microbatches {'9' * 400}", "must be an integer >= 1 and <="),
-        ("--log-normal 9,1 --seed -1", "--seed must be an integer >= 0"),
-        ("--lengths 1,2 --plot weights.unknown", "unknown"),
-        ("--lengths 1,2 --plot /no/such/folder/weights.png", "/no/such/folder"),
-    ],
-)
+ONE_SOURCE = "give one of --lengths, --log-normal and --rollout-files"
+FSDP2 = "--calculate-per-token-loss does not work with --use-torch-fsdp2"
+
+
+@pytest.mark.parametrize(("line", "message"), [
+    ("", ONE_SOURCE),
+    ("--lengths 1 --log-normal 5,1", ONE_SOURCE),
+    ("--lengths 1 --loss-aggregation constant", "--loss-aggregation-divisor"),
+    (f"--lengths 1 {PROMPT_MEAN} --calculate-per-token-loss", "--calculate-per-token-loss"),
+    ("--lengths 1 --qkv-format bshd --context-parallel-size 2", "--qkv-format thd"),
+    ("--lengths 1 --calculate-per-token-loss --use-torch-fsdp2", FSDP2),
+    ("--lengths 1 --ragged-microbatches --expert-model-parallel-size 2", "drop --ragged-microbatches"),
+    ("--lengths 1 --keep-prompt-groups", "give --docs-per-step"),
+    ("--log-normal 1e12,1", "--log-normal 1e+12,1 has drawn a length of"),
+    ("--lengths 1,2,3 --group-size 1000000", "give a smaller --group-size"),
+    ("--lengths 1 --docs-per-step 1048577", "--docs-per-step"),
+    ("--lengths 1 --group-size 0", "--group-size must be an integer >= 1"),
+    ("--lengths 1 --docs-per-step -3", "--docs-per-step must be an integer >= 1"),
+    (f"--lengths 1 --num-microbatches {'9' * 400}", "must be an integer >= 1 and <="),
+    ("--log-normal 9,1 --seed -1", "--seed must be an integer >= 0"),
+    ("--lengths 1,2 --plot weights.unknown", "unknown"),
+    ("--lengths 1,2 --plot /no/such/folder/weights.png", "/no/such/folder"),
+])  # fmt: skip
 def test_what_cannot_be_explained_is_said(capsys, line, message):
     assert explain(line.split()) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_plot_of_nothing_is_refused_before_anything_is_written(tmp_path, capsys):
+def test_a_plot_of_nothing_is_refused_before_anything_is_written(tmp_path, printed):
     path = tmp_path / "weights.png"
-    assert explain(["--lengths", "0,0", "--plot", str(path)]) == 2
-    printed = capsys.readouterr()
-    assert f"--plot {path}: no sample of the step has an active token" in printed.err
-    assert printed.out == "" and not path.exists()
+    text = printed(f"--lengths 0,0 --plot {path}", 2)
+    assert f"--plot {path}: no sample of the step has an active token" in text
+    assert not path.exists()
 
 
 @pytest.mark.parametrize(
     ("flag", "value", "message"),
     [
         ("--lengths", "1,x", "'x': expected an integer from 0 to 1099511627776"),
-        *(
-            ("--lengths", value, "give token counts such as 200,4000")
-            for value in ("-1", "99999999999999999999", f"5,{2**63 - 1}")
-        ),
+        ("--lengths", "-1", "give token counts such as 200,4000"),
+        ("--lengths", "99999999999999999999", "give token counts such as 200,4000"),
+        ("--lengths", f"5,{2**63 - 1}", "give token counts such as 200,4000"),
         *(("--log-normal", value, "expected MEDIAN,SIGMA") for value in ("5", "1,2,3", "a,b")),
         ("--log-normal", "0,1", "a median above 0"),
         ("--log-normal", "1e300,1", "a median above 0 and up to 1099511627776"),
@@ -553,33 +488,33 @@ def test_malformed_values_are_refused_by_the_parser(capsys, flag, value, message
     with pytest.raises(SystemExit) as stopped:
         explain([flag, value])
     assert stopped.value.code == 2
-    printed = capsys.readouterr().err
-    assert f"argument {flag}: " in printed and message in printed
+    assert_words(f"argument {flag}:  | {message}", capsys.readouterr().err)
 
 
-def test_the_longest_lengths_add_up(capsys):
-    found = explained(capsys, "--lengths", str(2**40), "--group-size", "1024")
+def test_the_longest_lengths_add_up(explained):
+    found = explained(f"--lengths {2**40} --group-size 1024")
     assert found["step"]["num_active_tokens"] == 2**50
 
 
-def test_version_and_help(capsys):
-    for arguments, expected in (
-        (["--version"], megatron_pg.__version__),
-        (["--help"], "megatron-pg explain --lengths"),
-        (["explain", "--help"], "--docs-per-step"),
-    ):
-        with pytest.raises(SystemExit) as stopped:
-            cli.main(arguments)
-        assert stopped.value.code == 0
-        assert expected in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("line", "status", "words"),
+    [
+        ("--version", 0, megatron_pg.__version__),
+        ("--help", 0, "megatron-pg explain --lengths"),
+        ("explain --help", 0, "--docs-per-step"),
+        ("explode", 2, "explode"),
+    ],
+)
+def test_version_help_and_an_unknown_command(capsys, line, status, words):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(line.split())
+    assert stopped.value.code == status
+    assert words in "".join(capsys.readouterr())
 
 
-def test_no_command_and_an_unknown_one(capsys):
+def test_no_command_shows_examples(capsys):
     assert cli.main([]) == 2
     assert "examples:" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["explode"])
-    assert stopped.value.code == 2
 
 
 def test_check_gets_its_arguments_and_gives_its_status(monkeypatch):
@@ -600,14 +535,13 @@ def test_the_module_runs_without_megatron():
     assert "T = 6 active tokens" in done.stdout
 
 
-def test_kept_sets_of_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = tmp_path / "sets.jsonl"
+def test_kept_sets_of_files(explained, printed, tmp_path):
     row = {"prompt_ids": [1], "response_ids": [2, 3, 4], "loss_mask": [1, 1, 0], "reward": 1.0}
-    rows = [{**row, "kept_tokens": [[2, 5, 6], [], [4]]}, {**row, "kept_tokens": [[2], [3, 9], []]}]
-    path.write_text("".join(json.dumps(each) + "\n" for each in rows))
-    found = explained(capsys, "--rollout-files", str(path))
+    sets = ([[2, 5, 6], [], [4]], [[2], [3, 9], []])
+    path = write_rows(tmp_path / "sets.jsonl", [{**row, "kept_tokens": kept} for kept in sets])
+    found = explained(f"--rollout-files {path}")
     assert found["step"]["kept_sets"] == {"num_tokens": 3, "mean_size": 2.0, "largest": 3}
-    assert explain(["--rollout-files", str(path)]) == 0
     line = "kept sets: 3 of 4 active tokens have one, of 2 ids on average and 3 at most"
-    assert f"{line}, which only --replay-sampling-set reads" in capsys.readouterr().out
-    assert explained(capsys, "--lengths", "3")["step"]["kept_sets"] is None
+    text = printed(f"--rollout-files {path}")
+    assert f"{line}, which only --replay-sampling-set reads" in text
+    assert explained("--lengths 3")["step"]["kept_sets"] is None

@@ -1,13 +1,15 @@
-"""Rows as exponentials through Triton's interpreter, the three products in plain torch; `test_log_probs_triton` starts the
-process. On a GPU `tests/gpu/test_exponentials_cuda.py` has QuACK's products."""
+"""Rows as exponentials through Triton's interpreter, the three products in plain torch.
+
+On a GPU `tests/gpu/test_exponentials_cuda.py` has QuACK's products.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
-import os
 import re
-from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,14 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.head import HeadOptions, linear_token_loss, output_layer
-from megatron_pg.head.vocabulary_shard import LogitRows, VocabularyShard
+from megatron_pg.head.vocabulary_shard import VocabularyShard
 from tests.distributed.launch import run_ranks
+from tests.fast.triton_interpreter import INTERPRETED, MARKS
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = [
-    pytest.mark.skipif(not INTERPRETED, reason="run by test_log_probs_triton"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-]
+pytestmark = MARKS
 if INTERPRETED:
     from megatron_pg.head import rows_triton
     from megatron_pg.head.hopper import exponentials
@@ -32,18 +31,10 @@ HIDDEN, STRIP = 24, 64
 ROUNDING = 8e-3
 
 
-def write_exponentials(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    temperature: float,
-    out: Tensor,
-    **outputs: Tensor,
-) -> None:
+def write_exponentials(hidden, weight, targets, temperature, out, **outputs: Tensor) -> None:
     logits = hidden.float() @ weight.float().t()
-    tiles = (logits / temperature * math.log2(math.e)).unflatten(
-        1, (outputs["offsets"].shape[1], -1)
-    )
+    binary = logits / temperature * math.log2(math.e)
+    tiles = binary.unflatten(1, (outputs["offsets"].shape[1], -1))
     outputs["offsets"].copy_(tiles.amax(2).round())
     exponents = tiles - outputs["offsets"][..., None]
     outputs["sums"].copy_(exponents.exp2().sum(2))
@@ -55,16 +46,12 @@ def write_exponentials(
             outputs["target_logits"][row] = logits[row, target]
 
 
-def write_hidden_gradient(
-    left: Tensor, strips: Tensor, factors: Tensor, weight: Tensor, out: Tensor
-) -> None:
+def write_hidden_gradient(left, strips, factors, weight, out) -> None:
     scaled = left.float() * strips.t().float().repeat_interleave(STRIP, 1)
     out.copy_(factors[:, None] * (scaled @ weight.float()))
 
 
-def add_weight_gradient(
-    left: Tensor, strips: Tensor, scaled_hidden: Tensor, out: Tensor, *, add: bool
-) -> None:
+def add_weight_gradient(left, strips, scaled_hidden, out, *, add: bool) -> None:
     scaled = left.float() * strips.t().float().repeat_interleave(STRIP, 1)
     product = scaled.t() @ scaled_hidden.float()
     out.copy_(out + product if add else product)
@@ -100,15 +87,22 @@ class Problem:
         self.advantages = torch.randn(tokens)
         self.advantages[3] = 0
 
-    def token_loss(self, entropy_coef: float):
-        def loss(log_probs: Tensor, entropy: Tensor, rows: slice) -> Tensor:
-            part = self.advantages[rows].to(log_probs)
-            value = (part * log_probs).sum()
-            if entropy_coef:
-                value = value - entropy_coef * (part * part * entropy).sum()
-            return value / 7
+    def token_loss(self, entropy_coef: float, log_probs: Tensor, entropy: Tensor, rows: slice):
+        part = self.advantages[rows].to(log_probs)
+        value = (part * log_probs).sum()
+        if entropy_coef:
+            value = value - entropy_coef * (part * part * entropy).sum()
+        return value / 7
 
-        return loss
+    def of_factors(self, entropy_coef: float, *factors: Tensor, **settings: Any):
+        """Outputs of the fused head, and backward of three times its loss."""
+        names = ("chunk_tokens", "with_entropy", "tensor_parallel_group")
+        head = {name: settings.pop(name) for name in names if name in settings}
+        options = HeadOptions(temperature=0.7, fp32_logits=True, **head)
+        loss = functools.partial(self.token_loss, entropy_coef)
+        outputs = linear_token_loss(*factors, self.targets, loss, options, **settings)
+        (3 * outputs[0]).backward()
+        return [output.detach() for output in outputs]
 
     def found(self, entropy_coef: float, *, main_grad: bool, **settings: object):
         hidden = self.hidden.clone().requires_grad_()
@@ -116,18 +110,9 @@ class Problem:
         if main_grad:
             weight.main_grad = torch.ones(weight.shape)
             weight.grad_added_to_main_grad = False
-        options = HeadOptions(
-            temperature=0.7,
-            chunk_tokens=settings.pop("chunk_tokens", None),
-            with_entropy=settings.pop("with_entropy", True),
-            fp32_logits=True,
-        )
-        outputs = linear_token_loss(
-            hidden, weight, self.targets, self.token_loss(entropy_coef), options, **settings
-        )
-        (3 * outputs[0]).backward()
+        outputs = self.of_factors(entropy_coef, hidden, weight, **settings)
         of_weight = weight.main_grad - 1 if main_grad else weight.grad
-        return (*(each.detach() for each in outputs), hidden.grad, of_weight)
+        return (*outputs, hidden.grad, of_weight)
 
     def wanted(self, entropy_coef: float) -> tuple[Tensor, ...]:
         hidden = self.hidden.double().requires_grad_()
@@ -135,7 +120,7 @@ class Problem:
         log_p = (hidden @ weight.t() / 0.7).log_softmax(1)
         log_probs = log_p.gather(1, self.targets[:, None])[:, 0]
         entropy = -(log_p.exp() * log_p).sum(1)
-        loss = self.token_loss(entropy_coef)(log_probs, entropy, slice(None))
+        loss = self.token_loss(entropy_coef, log_probs, entropy, slice(None))
         gradients = torch.autograd.grad(3 * loss, (hidden, weight))
         return (*(each.detach() for each in (loss, log_probs, entropy)), *gradients)
 
@@ -148,21 +133,17 @@ def compare(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
         assert error <= ROUNDING, error
 
 
-@pytest.fixture
-def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    def with_tile(tile: int) -> None:
-        monkeypatch.setattr(output_layer, "hopper_products", hopper_products(tile))
-
-    return with_tile
+@pytest.fixture(autouse=True)
+def quack(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products in tiles of 128, or of the parameter."""
+    tile = getattr(request, "param", 128)
+    monkeypatch.setattr(output_layer, "hopper_products", hopper_products(tile))
 
 
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
-@pytest.mark.parametrize("columns, tile", [(384, 192), (640, 128)])
+@pytest.mark.parametrize(("columns", "quack"), [(384, 192), (640, 128)], indirect=["quack"])
 @pytest.mark.parametrize("way", ["deferred", "in forward", "chunks", "rows without gradient"])
-def test_gradients(
-    way: str, columns: int, tile: int, entropy_coef: float, use: Callable[[int], None]
-) -> None:
-    use(tile)
+def test_gradients(way, columns, entropy_coef):
     problem, settings = Problem(columns), {"defer": way != "in forward"}
     if way == "chunks":
         settings["chunk_tokens"] = 7
@@ -187,23 +168,19 @@ def test_gradients(
         ({}, ""),
     ],
 )
-def test_what_it_takes(
-    change: dict[str, object], found: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_it_takes(change, found, monkeypatch):
     given = {"columns": 256, "dtype": torch.bfloat16, "temperature": 1.0, "main_grad": None}
     given |= {"real": None, "capability": (9, 0), **change}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: given["capability"])
     monkeypatch.setattr(exponentials, "_temperatures", {1.0, 2.0, 3.0, 4.0})
     weight = torch.zeros(given["columns"], HIDDEN, dtype=given["dtype"])
     shard = VocabularyShard.build(len(weight), given["real"], None)
-    reason = exponentials._refusal(
-        weight[:3].clone(), weight, shard, given["temperature"], given["main_grad"]
-    )
+    others = given["temperature"], given["main_grad"]
+    reason = exponentials._refusal(weight[:3].clone(), weight, shard, *others)
     assert bool(reason) == bool(found) and re.search(found, reason)
 
 
-def test_without_entropy(use: Callable[[int], None]) -> None:
-    use(128)
+def test_without_entropy():
     problem = Problem(640)
     found = problem.found(0.0, main_grad=True, defer=True, with_entropy=False)
     wanted = problem.wanted(0.0)
@@ -212,11 +189,8 @@ def test_without_entropy(use: Callable[[int], None]) -> None:
 
 
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
-def test_targets_that_are_next_to_impossible(
-    entropy_coef: float, use: Callable[[int], None]
-) -> None:
+def test_targets_that_are_next_to_impossible(entropy_coef):
     """Tiles a hundred exponents of two and more below the largest: factors are bounded and products stay finite."""
-    use(128)
     problem = Problem(256, gap=60.0)
     wanted = problem.wanted(entropy_coef)
     assert wanted[1].min() < -150 and ((wanted[1] < -60) & (wanted[1] > -150)).any()
@@ -224,10 +198,7 @@ def test_targets_that_are_next_to_impossible(
 
 
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
-def test_a_row_that_is_no_number_shows_where_it_counts(
-    entropy_coef: float, use: Callable[[int], None]
-) -> None:
-    use(128)
+def test_a_row_that_is_no_number_shows_where_it_counts(entropy_coef):
     problem = Problem(256)
     problem.hidden[3] = float("nan")  # advantage 0
     found = problem.found(entropy_coef, main_grad=True, defer=True)
@@ -241,76 +212,41 @@ def test_a_row_that_is_no_number_shows_where_it_counts(
     assert found[3][5].isnan().all() and found[4].isnan().any()
 
 
-def test_whole_sequences(use: Callable[[int], None]) -> None:
+def test_whole_sequences():
     """One chunk a piece, and a piece of several of which all but the last are multiplied again."""
-    use(128)
     problem = Problem(256)
     settings = {"chunk_tokens": 2, "piece_sizes": [0, 13, 7]}
     compare(problem.found(0.0, main_grad=True, defer=True, **settings), problem.wanted(0.0))
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
-def test_one_factor_alone(frozen: str, use: Callable[[int], None]) -> None:
-    use(128)
-    problem, options = Problem(256), HeadOptions(temperature=0.7, fp32_logits=True)
-    factors = {"hidden": problem.hidden.clone(), "weight": problem.weight.clone()}
-    learned = next(name for name in factors if name != frozen)
-    factors[learned].requires_grad_()
-    loss, *_ = linear_token_loss(
-        **factors, targets=problem.targets, token_loss=problem.token_loss(0.0), options=options, defer=True
-    )  # fmt: skip
-    (3 * loss).backward()
-    wanted = problem.wanted(0.0)[3 if learned == "hidden" else 4]
-    error = (factors[learned].grad.double() - wanted).norm() / wanted.norm()
-    assert factors[frozen].grad is None and error <= ROUNDING
-
-
-def test_a_shard_of_logits_beside_one_of_exponentials(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without entropy the one sends NaN in its place, and the other's gradient does not have it."""
-    problem, group = Problem(256), object()
-    first, second = (VocabularyShard(128 * i, 128, 256, group) for i in range(2))  # type: ignore[arg-type]
-    weights, value = problem.weight.split(128), torch.tensor(0.7)
-    gathered: list[Tensor] = []
-    keep = lambda shard, own: gathered.append(own) or own[None]  # noqa: E731
-    monkeypatch.setattr(VocabularyShard, "gather", keep)
-    buffer = torch.empty((128, 128), dtype=torch.bfloat16)
-    of_first = products(128, first, with_entropy=False).first_product(
-        problem.hidden, weights[0], problem.targets, slice(0, 20), buffer
-    )
-    of_first.statistics()
-    logits = problem.hidden.float() @ weights[1].float().t()
-    of_second = LogitRows(logits, problem.targets, second, value)
-    rows_triton.row_statistics(of_second)
-    monkeypatch.setattr(VocabularyShard, "gather", lambda shard, own: torch.stack(gathered))
-    statistics = rows_triton.row_statistics(of_second)
-    assert statistics.entropy.isnan().all()
-    rows_triton.write_gradient(of_second, statistics, (problem.advantages, None), logits)
-    exact = (problem.hidden.double() @ problem.weight.double().t()).requires_grad_()
-    log_p = (exact / 0.7).log_softmax(1).gather(1, problem.targets[:, None])[:, 0]
-    (wanted,) = torch.autograd.grad(log_p @ problem.advantages.double(), exact)
-    torch.testing.assert_close(logits.double(), wanted[:, 128:], rtol=1e-4, atol=1e-6)
+def test_one_factor_alone(frozen):
+    problem = Problem(256)
+    learned = "weight" if frozen == "hidden" else "hidden"
+    getattr(problem, learned).requires_grad_()
+    problem.of_factors(0.0, problem.hidden, problem.weight, defer=True)
+    wanted = Problem(256).wanted(0.0)[3 if learned == "hidden" else 4]
+    error = (getattr(problem, learned).grad.double() - wanted).norm() / wanted.norm()
+    assert getattr(problem, frozen).grad is None and error <= ROUNDING
 
 
 def on_ranks(quack: tuple[bool, bool], entropy_coef: float, columns: int) -> tuple[Tensor, ...]:
-    """Through `linear_token_loss` on two tensor-parallel ranks, of which `quack` names those with QuACK's products."""
+    """On two tensor-parallel ranks, of which `quack` names those with QuACK's products; the others have logits."""
     rank, problem = dist.get_rank(), Problem(columns)
     if quack[rank]:
         output_layer.hopper_products = hopper_products(128)
     output_layer.row_passes = lambda logits: rows_triton  # type: ignore[assignment]
     hidden = problem.hidden.clone().requires_grad_()
     weight = problem.weight.chunk(2)[rank].clone().requires_grad_()
-    options = HeadOptions(
-        dist.group.WORLD, temperature=0.7, fp32_logits=True, chunk_tokens=7, with_entropy=entropy_coef > 0
-    )  # fmt: skip
-    loss = problem.token_loss(entropy_coef)
-    outputs = linear_token_loss(hidden, weight, problem.targets, loss, options, defer=True)
-    (3 * outputs[0]).backward()
-    return (*(each.detach() for each in outputs), hidden.grad, weight.grad)
+    settings = {"chunk_tokens": 7, "with_entropy": entropy_coef > 0, "defer": True}
+    settings["tensor_parallel_group"] = dist.group.WORLD
+    outputs = problem.of_factors(entropy_coef, hidden, weight, **settings)
+    return (*outputs, hidden.grad, weight.grad)
 
 
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
 @pytest.mark.parametrize("quack", [(True, True), (True, False)], ids=["both", "one of them"])
-def test_tensor_parallel_ranks(quack: tuple[bool, bool], entropy_coef: float) -> None:
+def test_tensor_parallel_ranks(quack, entropy_coef):
     ranks = run_ranks(on_ranks, 2, quack, entropy_coef, 512)
     of_hidden = sum(rank[3].float() for rank in ranks)
     of_weight = torch.cat([rank[4] for rank in ranks])
@@ -320,28 +256,10 @@ def test_tensor_parallel_ranks(quack: tuple[bool, bool], entropy_coef: float) ->
         compare((*found, of_hidden, of_weight), wanted)
 
 
-def test_shards_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Statistics of two shards, put together, are those of the whole; a target of none is NaN."""
-    problem, tile = Problem(256), 128
+def test_a_target_outside_the_vocabulary_is_nan():
+    problem, rows = Problem(256), slice(0, 20)
     problem.targets[2] = 256
-    targets = problem.targets
-
-    def rows_of(weight: Tensor, shard: VocabularyShard) -> exponentials.ExponentialRows:
-        buffer = torch.empty((128, len(weight)), dtype=torch.bfloat16)
-        return products(tile, shard, with_entropy=True).first_product(
-            problem.hidden, weight, targets, slice(0, 20), buffer
-        )
-
-    whole = rows_of(problem.weight, VocabularyShard(0, 256, 256, None)).statistics()
-    gathered: list[Tensor] = []
-    for index in range(2):
-        shard = VocabularyShard(128 * index, 128, 256, object())  # type: ignore[arg-type]
-        monkeypatch.setattr(
-            VocabularyShard, "gather", lambda self, own: gathered.append(own) or own[None]
-        )
-        rows_of(problem.weight.split(128)[index], shard).statistics()
-    monkeypatch.setattr(VocabularyShard, "gather", lambda self, own: torch.stack(gathered))
-    both = rows_of(problem.weight.split(128)[1], shard).statistics()
-    assert both.log_probs[2].isnan() and whole.log_probs[2].isnan()
-    for found, wanted in zip(both[2:], whole[2:], strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5, equal_nan=True)
+    of_shard = products(128, VocabularyShard(0, 256, 256, None), with_entropy=True)
+    buffer = torch.empty((128, 256), dtype=torch.bfloat16)
+    found = of_shard.first_product(problem.hidden, problem.weight, problem.targets, rows, buffer)
+    assert found.statistics().log_probs.isnan().nonzero().flatten().tolist() == [2]

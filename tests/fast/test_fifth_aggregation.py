@@ -43,21 +43,15 @@ def fifth_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def samples_of_step(weights: bool = False) -> list[Sample]:
-    return [
-        Sample(
-            list(range(1, 3 + len(mask))),
-            len(mask),
-            mask,
-            (-1.0) ** index * (1 + index),
-            old_log_probs=[-1.0 - 0.25 * t for t in range(len(mask))],
-            ref_log_probs=[-1.5] * len(mask),
-            rollout_id=ROLLOUTS[index],
-            group_index=0,
-            name=f"sample {index}",
-            loss_weights=[0.5 + t for t in range(len(mask))] if weights else None,
-        )
-        for index, mask in enumerate(MASKS)
-    ]
+    samples = []
+    for index, mask in enumerate(MASKS):
+        length, advantage = len(mask), (-1.0) ** index * (1 + index)
+        fields = {"rollout_id": ROLLOUTS[index], "group_index": 0, "name": f"sample {index}"}
+        fields["old_log_probs"] = [-1.0 - 0.25 * t for t in range(length)]
+        fields["ref_log_probs"] = [-1.5] * length
+        fields["loss_weights"] = [0.5 + t for t in range(length)] if weights else None
+        samples.append(Sample([*range(1, 3 + length)], length, mask, advantage, **fields))
+    return samples
 
 
 def token_weights() -> list[float]:
@@ -70,7 +64,7 @@ def token_weights() -> list[float]:
 
 
 @pytest.mark.parametrize("has_weights", [False, True])
-def test_the_loss_is_that_of_loops_and_the_checksum_is_1(has_weights: bool) -> None:
+def test_the_loss_is_that_of_loops_and_the_checksum_is_1(has_weights):
     """Over two data-parallel ranks, two context-parallel ranks and the micro-batches of a plan."""
     samples = samples_of_step(has_weights)
     log_probs = [torch.linspace(-2, -1, len(mask), dtype=torch.float64) for mask in MASKS]
@@ -81,9 +75,8 @@ def test_the_loss_is_that_of_loops_and_the_checksum_is_1(has_weights: bool) -> N
             loss = -float(sample.advantages[t]) * log_probs[number][t]
             expected += weight * factor * loss if active else 0.0
 
-    config = PolicyLossConfig(
-        policy_loss="reinforce", loss_aggregation=ROW.name, check_aggregation=True
-    )
+    settings = {"loss_aggregation": ROW.name, "check_aggregation": True}
+    config = PolicyLossConfig(policy_loss="reinforce", **settings)
     counts = [sample_counts(samples[:3]), sample_counts(samples[3:])]
     cut: list[tuple[PackedBatch, Tensor, StepTotals]] = []
     for rank, start in enumerate((0, 3)):
@@ -97,27 +90,18 @@ def test_the_loss_is_that_of_loops_and_the_checksum_is_1(has_weights: bool) -> N
                 batch = pack([own[index] for index in indices], cp_rank=cp_rank, cp_size=2)
                 cut.append((batch, flat[batch.window.response_indices], totals))
     assert len(cut) > 4
-    losses, metrics = zip(
-        *(
-            policy_loss_from_log_probs(
-                config, batch, own, None, totals=totals, step_share=1 / len(cut)
-            )
-            for batch, own, totals in cut
-        ),
-        strict=True,
-    )
+    losses, metrics = [], []
+    for batch, own, totals in cut:
+        step = {"totals": totals, "step_share": 1 / len(cut)}
+        loss, metric = policy_loss_from_log_probs(config, batch, own, None, **step)
+        losses.append(loss)
+        metrics.append(metric)
     assert sum(losses).item() == pytest.approx(expected.item(), rel=1e-12)
-    report = reduce_metrics(config, list(metrics), contributes=True, device="cpu")
+    report = reduce_metrics(config, metrics, contributes=True, device="cpu")
     assert report["aggregation_checksum"] == pytest.approx(1.0, abs=1e-12)
 
 
-def test_the_plan_expects_the_sum_of_its_weights() -> None:
-    totals = plan_step(samples_of_step(), max_tokens_per_microbatch=64).totals
-    sums = [weight * sum(mask) for weight, mask in zip(token_weights(), MASKS, strict=True)]
-    assert ROW.expected_sums(totals)[0] == pytest.approx(6 * sum(sums), rel=1e-12)
-
-
-def test_explain_shows_its_coefficients(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_shows_its_coefficients(capsys):
     assert explain(["--lengths", "1,4,9", "--loss-aggregation", ROW.name, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)["aggregations"][ROW.name]
     assert report["token_coefficient"] == pytest.approx([1 / 3, 1 / 6, 1 / 9], rel=1e-12)
@@ -125,17 +109,16 @@ def test_explain_shows_its_coefficients(capsys: pytest.CaptureFixture[str]) -> N
     assert report["sample_share"] == pytest.approx([1 / 6, 2 / 6, 3 / 6], rel=1e-12)
 
 
-def test_migrate_reads_its_divisor_off_its_formula(capsys: pytest.CaptureFixture[str]) -> None:
+def test_migrate_reads_its_divisor_off_its_formula(capsys):
     kl, policy = Term("KL", "sample_mean", 0.1), Term("policy loss", ROW.name)
-    assert (
-        effective(kl, policy, [4, 9], 1) == "0.1 * sqrt(D_i) / D_i = 0.05, 0.0333 for 4, 9 tokens"
-    )
+    expected = "0.1 * sqrt(D_i) / D_i = 0.05, 0.0333 for 4, 9 tokens"
+    assert effective(kl, policy, [4, 9], 1) == expected
     line = ["--trainer", "slime", "--loss-aggregation", ROW.name, "--", "--eps-clip", "0.2"]
     assert migrate(line) == 0
     assert "root_mean exactly, in slime\n  no lines are known" in capsys.readouterr().out
 
 
-def test_the_reference_of_check_is_that_of_loops() -> None:
+def test_the_reference_of_check_is_that_of_loops():
     samples = [
         replace(sample, rollout_id=ROLLOUTS[number] or -number)
         for number, sample in enumerate(samples_of_step())
@@ -168,9 +151,7 @@ def test_the_reference_of_check_is_that_of_loops() -> None:
         ("sum_i w_i sum_t m x^2", "(the divisor of root_mean)"),
     ],
 )
-def test_migrate_does_not_guess_a_divisor_of_another_formula(
-    monkeypatch: pytest.MonkeyPatch, formula: str, divisor: str
-) -> None:
+def test_migrate_does_not_guess_a_divisor_of_another_formula(monkeypatch, formula, divisor):
     row = dataclasses.replace(ROW, name="root_mean", formula=formula)
     monkeypatch.setitem(AGGREGATIONS, row.name, row)
     assert divisor_per_rollout(row.name) == divisor

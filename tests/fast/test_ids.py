@@ -26,11 +26,11 @@ from megatron_pg.step import ids as ids_module
 from megatron_pg.step import plan_step, with_distinct_ids
 from megatron_pg.step.advantages import group_advantages
 from megatron_pg.step.ids import check_ids
-from megatron_pg.step.sample import Sample as SampleClass
 from megatron_pg.step.totals import BareSample, StepTotals, sample_counts, totals_of_counts
 from tests.distributed.launch import run_ranks
+from tests.fast.refusals import assert_refused, assert_words, refusal
 
-MAX_TOKENS = 64
+plan = functools.partial(plan_step, max_tokens_per_microbatch=64)
 
 
 def sample(
@@ -52,67 +52,40 @@ def totals(ranks: Sequence[Sequence[Any]], **keywords: Any) -> StepTotals:
     return totals_of_counts([sample_counts(each) for each in ranks], 0, **keywords)
 
 
-def refusal(function: Callable[..., Any], *args: Any, **keywords: Any) -> str:
-    with pytest.raises(ValueError) as error:
-        function(*args, **keywords)
-    return str(error.value)
-
-
-# --------------------------------------------------------------------------------------------------
-# Two data-parallel ranks
-# --------------------------------------------------------------------------------------------------
-
-
 def two_ranks() -> tuple[list[str], int | None, list[float]]:
     rank = dist.get_rank()
-    mine, group = of_rank(rank), dist.group.WORLD
-    said = [
-        refusal(step_totals, mine, data_parallel_group=group),
-        refusal(plan_step, mine, max_tokens_per_microbatch=MAX_TOKENS, data_parallel_group=group),
-    ]
-    allowed = plan_step(
-        mine,
-        max_tokens_per_microbatch=MAX_TOKENS,
-        data_parallel_group=group,
-        allow_different_prompts=True,
-    )
+    mine, group = of_rank(rank), {"data_parallel_group": dist.group.WORLD}
+    said = [refusal(step_totals, mine, **group), refusal(plan, mine, **group)]
+    allowed = plan(mine, allow_different_prompts=True, **group)
     assert allowed.totals.num_prompt_groups == 2
     distinct = [with_distinct_ids(each, rank) for each in mine]
-    counted = step_totals(distinct, data_parallel_group=group)
+    counted = step_totals(distinct, **group)
     return said, counted.num_prompt_groups, counted.group_denominators(distinct).tolist()
 
 
-def test_two_ranks_that_number_their_groups_from_0_are_refused_by_name() -> None:
+def test_two_ranks_that_number_their_groups_from_0_are_refused_by_name():
+    words = "group_index 0 is given to answer 00 (number 0 of data-parallel rank 0)"
+    words += " | and to answer 00 (number 0 of data-parallel rank 1)"
+    words += " | --distinct-ids rank | --allow-different-prompts-in-group"
     for said, num_groups, denominators in run_ranks(two_ranks, 2):
         for message in said:
-            assert (
-                "group_index 0 is given to answer 00 (number 0 of data-parallel rank 0)" in message
-            )
-            assert "and to answer 00 (number 0 of data-parallel rank 1)" in message
-            assert "--distinct-ids rank" in message
-            assert "--allow-different-prompts-in-group" in message
+            assert_words(words, message)
         assert num_groups == 4 and denominators == [4.0] * 4
 
 
-def test_a_group_on_two_ranks_is_none() -> None:
-    ranks = [[sample([5], 0, name="a")], [sample([5], 0, name="b")], [sample([6], 1, name="c")]]
-    assert totals(ranks).num_prompt_groups == 2
-
-
-def test_samples_without_a_group_have_any_prompts() -> None:
+def test_samples_without_a_group_have_any_prompts():
     assert totals([[sample([5], None)], [sample([6], None)]]).num_rollouts == 2
 
 
-def test_two_ranks_that_number_their_rollouts_from_0_are_refused_by_name() -> None:
+def test_two_ranks_that_number_their_rollouts_from_0_are_refused_by_name():
     ranks = [[sample([5], None, 0, name=name)] for name in ("a", "b")]
-    message = refusal(totals, ranks)
-    assert "rollout_id 0 is given to a (number 0 of data-parallel rank 0) and to b (" in message
-    assert "--distinct-ids rank" in message and "id_source" in message
-    # Whatever the prompts may be.
-    assert refusal(totals, ranks, allow_different_prompts=True) == message
+    words = "rollout_id 0 is given to a (number 0 of data-parallel rank 0) and to b ("
+    for whatever_the_prompts in (False, True):
+        keywords = {"allow_different_prompts": whatever_the_prompts}
+        assert_refused(f"{words} | --distinct-ids rank | id_source", totals, ranks, **keywords)
 
 
-def test_a_prompt_group_of_another_size_is_refused_by_name() -> None:
+def test_a_prompt_group_of_another_size_is_refused_by_name():
     """Without a collector too: step_totals and plan_step know what a whole group is, where they are told."""
     groups = {3: 8, -7: 8, 9: 5}
     step = [
@@ -120,24 +93,17 @@ def test_a_prompt_group_of_another_size_is_refused_by_name() -> None:
         for group, size in groups.items()
         for number in range(size)
     ]
-    for count in (
-        lambda samples, size: step_totals(samples, samples_per_group=size),
-        lambda samples, size: (
-            plan_step(samples, max_tokens_per_microbatch=MAX_TOKENS, samples_per_group=size).totals
-        ),
-    ):
-        message = refusal(count, step, 8)
-        assert (
-            "samples_per_group is 8 and prompt group 9 has 5 (the first is answer 0 to 9" in message
-        )
-        assert "group 3" not in message and "--keep-prompt-groups" in message
-        assert count(step[:16], 8).num_prompt_groups == 2
-        assert count(step, None).num_prompt_groups == 3
-        assert "sample (number 16 of data-parallel rank 0) has no group_index" in refusal(
-            count, [*step[:16], sample([1], None)], 8
-        )
+    words = "samples_per_group is 8 and prompt group 9 has 5 (the first is answer 0 to 9"
+    for count in (step_totals, lambda *given, **size: plan(*given, **size).totals):
+        message = refusal(count, step, samples_per_group=8)
+        assert_words(f"{words} | --keep-prompt-groups", message)
+        assert "group 3" not in message
+        assert count(step[:16], samples_per_group=8).num_prompt_groups == 2
+        assert count(step, samples_per_group=None).num_prompt_groups == 3
+        without = "sample (number 16 of data-parallel rank 0) has no group_index"
+        assert_refused(without, count, [*step[:16], sample([1], None)], samples_per_group=8)
         for size in (0, 1.5):
-            assert "samples_per_group is" in refusal(count, step, size)
+            assert_refused("samples_per_group is", count, step, samples_per_group=size)
     # Over ranks, and in rollouts: one of three samples counts once.
     halves = [[*step[:4], *step[8:12]], [*step[4:8], *step[12:16]]]
     assert totals(halves, samples_per_group=8).num_prompt_groups == 2
@@ -146,12 +112,11 @@ def test_a_prompt_group_of_another_size_is_refused_by_name() -> None:
     assert totals([turns], samples_per_group=2).num_prompt_groups == 1
 
 
-def test_rollouts_that_collide_on_one_rank_are_refused_by_name() -> None:
+def test_rollouts_that_collide_on_one_rank_are_refused_by_name():
     """Two workers of a rank that each number from 0: nothing says that different prompts are of one rollout."""
     collided = [sample([5], None, 0, name="a"), sample([6], None, 0, name="b")]
-    message = refusal(totals, [collided])
-    assert "rollout_id 0 is given to a (number 0 of data-parallel rank 0) and to b (" in message
-    assert "group_index" in message and "id_source" in message
+    words = "rollout_id 0 is given to a (number 0 of data-parallel rank 0) and to b ("
+    assert_refused(f"{words} | group_index | id_source", totals, [collided])
     assert totals([collided], allow_different_prompts=True).num_rollouts == 1
     for known in ({"group_index": 3}, {"id_source": "worker 1"}):
         pieces = [dataclasses.replace(each, **known) for each in collided]
@@ -168,44 +133,35 @@ def step_of_groups(**sizes: int) -> list[Sample]:
     ]
 
 
-def prompt_mean_of(counted: StepTotals, samples: Sequence[Sample]) -> float:
-    config, batch = PolicyLossConfig(loss_aggregation="prompt_mean"), pack(samples)
+def loss_of(
+    counted: StepTotals, samples: Sequence[Sample], aggregation: str = "prompt_mean"
+) -> float:
+    config, batch = PolicyLossConfig(loss_aggregation=aggregation), pack(samples)
     log_probs = torch.zeros(len(batch.window))
     loss, _ = policy_loss_from_log_probs(config, batch, log_probs, None, totals=counted)
     return float(loss)
 
 
-def test_the_prompt_mean_refuses_a_step_whose_groups_differ_in_size() -> None:
+def test_the_prompt_mean_refuses_a_step_whose_groups_differ_in_size():
     """Without a size given too: of groups of 4, the second is cut after two."""
     step = step_of_groups(a=4, b=4)
-    plan = functools.partial(plan_step, max_tokens_per_microbatch=MAX_TOKENS)
     cut = plan(step[:6]).totals
-    message = refusal(prompt_mean_of, cut, step[:6])
-    assert (
-        "prompt group 98 has 2 rollouts in the step (the first is b0) and most groups have 4"
-        in (message)
-    )
-    assert "--allow-different-group-sizes" in message and "--keep-prompt-groups" in message
-    with pytest.raises(ValueError, match="prompt group 98 has 2"):  # on every pipeline stage
-        PolicyStep(
-            PolicyLossConfig(loss_aggregation="prompt_mean"),
-            plan(step[:6]),
-            groups=SimpleNamespace(data_size=1, context_size=1),
-        )
+    words = "prompt group 98 has 2 rollouts in the step (the first is b0) and most groups have 4"
+    words += " | --allow-different-group-sizes | --keep-prompt-groups"
+    assert_refused(words, loss_of, cut, step[:6])
+    config = PolicyLossConfig(loss_aggregation="prompt_mean")
+    alone = SimpleNamespace(data_size=1, context_size=1)  # on every pipeline stage
+    assert_refused("prompt group 98 has 2", PolicyStep, config, plan(step[:6]), groups=alone)
     for counted, samples in (
         (plan(step).totals, step),
         (plan(step, samples_per_group=4).totals, step),
         (plan(step[:6], allow_different_group_sizes=True).totals, step[:6]),
     ):
-        assert prompt_mean_of(counted, samples) == 0.0
-    config, batch = (
-        PolicyLossConfig(),
-        pack(step[:6]),
-    )  # the other aggregations have no use for groups
-    policy_loss_from_log_probs(config, batch, torch.zeros(len(batch.window)), None, totals=cut)
+        assert loss_of(counted, samples) == 0.0
+    loss_of(cut, step[:6], "sample_mean")  # the other aggregations have no use for groups
 
 
-def test_every_rank_refuses_the_same_odd_group() -> None:
+def test_every_rank_refuses_the_same_odd_group():
     """Each from the counts of all: groups that are whole over ranks are whole, and one is named where several differ."""
     step = step_of_groups(a=4, b=4, c=3, d=5)
     ranks = [step[:2] + step[4:8], step[2:4]]
@@ -216,13 +172,7 @@ def test_every_rank_refuses_the_same_odd_group() -> None:
     found = {totals_of_counts(counts, rank).odd_group for rank in range(2)}
     assert len(found) == 1 and "99 has 3" in (one := found.pop()) and one.endswith("1 more differ")
     # In rollouts: one of three samples counts once.
-    turns = [
-        sample([5], 0, 0),
-        sample([5], 0, 0),
-        sample([5], 0, 1),
-        sample([6], 1),
-        sample([6], 1),
-    ]
+    turns = [*(sample([5], 0, rollout) for rollout in (0, 0, 1)), sample([6], 1), sample([6], 1)]
     assert not totals([turns]).odd_group
     assert "group 1 has 1" in totals([turns[:-1]]).odd_group
 
@@ -236,63 +186,48 @@ NOT_SAMPLES = {
 
 
 @pytest.mark.parametrize("given", NOT_SAMPLES)
-def test_what_is_no_list_of_samples_is_refused_in_words(given: str) -> None:
+def test_what_is_no_list_of_samples_is_refused_in_words(given):
     argument, words = NOT_SAMPLES[given]
-    for function in (functools.partial(plan_step, max_tokens_per_microbatch=MAX_TOKENS), pack):
-        message = refusal(function, argument)
-        assert "expected a list of Sample" in message and words in message
+    for function in (plan, pack):
+        assert_refused(f"expected a list of Sample | {words}", function, argument)
 
 
-def test_a_rollout_that_says_where_it_is_numbered_may_lie_on_two_ranks() -> None:
+def test_a_rollout_that_says_where_it_is_numbered_may_lie_on_two_ranks():
     ranks = [[sample([5], 0, 0, id_source="environment 3")], [sample([5], 0, 0, id_source=None)]]
-    assert "(environment 3) and to sample (number 0 of data-parallel rank 1)" in refusal(
-        totals, ranks
-    )
+    words = "(environment 3) and to sample (number 0 of data-parallel rank 1)"
+    assert_refused(words, totals, ranks)
     ranks[1] = [sample([5], 0, 0, id_source="environment 3")]
     assert totals(ranks).num_rollouts == 1
 
 
-def test_rows_of_a_matrix_have_rollouts_and_no_prompts() -> None:
+def test_rows_of_a_matrix_have_rollouts_and_no_prompts():
     rows = [[BareSample(3, 0, 0, "row 0")], [BareSample(3, 0, 0, "row 0")]]
-    assert "rollout_id 0" in refusal(totals, rows)
+    assert_refused("rollout_id 0", totals, rows)
     rows = [[BareSample(3, 0, name="row 0")], [BareSample(3, 0, name="row 0")]]
     assert totals(rows).num_prompt_groups == 1
     given = padded_totals(torch.ones(2, 3), rollout_id=[0, 0], id_source="the trainer")
     assert given.counts[0][0].id_source == "the trainer"
 
 
-# --------------------------------------------------------------------------------------------------
-# Rollouts of several samples
-# --------------------------------------------------------------------------------------------------
-
-
-def test_rollouts_of_several_samples_share_a_prompt() -> None:
+def test_rollouts_of_several_samples_share_a_prompt():
     """Of a conversation that is trained on in pieces, each piece has a prompt of its own, and one of them the first."""
     pieces = [sample([5], 0, 0, name="a"), sample([5, 1, 2], 0, 0, name="a, turn 2")]
     others = [sample([5, 2, 2], 0, 1, name="b, turn 2"), sample([5], 0, 1, name="b")]
     assert totals([[*pieces, *others]]).num_rollouts == 2
     assert totals([[*pieces, sample([5], 0)], others]).num_rollouts == 3
     strangers = [sample([6], 0, 1, name="c"), sample([6, 1], 0, 1, name="c, turn 2")]
-    assert "is given to a (number 0 of data-parallel rank 0) and to c (" in refusal(
-        totals, [[*pieces, *strangers]]
-    )
+    words = "is given to a (number 0 of data-parallel rank 0) and to c ("
+    assert_refused(words, totals, [[*pieces, *strangers]])
     assert totals([[*pieces, *strangers]], allow_different_prompts=True).num_rollouts == 2
 
 
-# --------------------------------------------------------------------------------------------------
-# Files
-# --------------------------------------------------------------------------------------------------
+# Files.
 
 
 def write(path: Path, first_prompt: int, first_group: int = 0, rollouts: bool = False) -> str:
-    """Two prompts of two rows each."""
-    rows = [
-        {
-            "prompt_ids": [first_prompt + index // 2],
-            "response_ids": [1, 2],
-            "reward": float(index % 2),
-            "group_index": first_group + index // 2,
-        }
+    rows: list[dict[str, Any]] = [
+        {"prompt_ids": [first_prompt + index // 2], "response_ids": [1, 2]}
+        | {"reward": float(index % 2), "group_index": first_group + index // 2}
         | ({"rollout_id": index} if rollouts else {})
         for index in range(4)
     ]
@@ -311,120 +246,94 @@ def files(tmp_path: Path) -> list[str]:
     return [write(tmp_path / "monday.jsonl", 10), write(tmp_path / "tuesday.jsonl", 20)]
 
 
-def test_two_files_that_number_their_groups_from_0_are_refused_by_name(
-    files: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_files_that_number_their_groups_from_0_are_refused_by_name(files, capsys):
     samples = step_of(files)
     said = [refusal(step_totals, samples), refusal(with_group_advantages, samples)]
     assert cli(["explain", "--rollout-files", *files, "--policy-loss", "reinforce"]) == 2
     said.append(capsys.readouterr().err)
+    words = "group_index 0 is given to monday.jsonl row 0 (file 1 of --rollout-files)"
     for message in said:
-        assert "group_index 0 is given to monday.jsonl row 0 (file 1 of --rollout-files)" in message
-        assert "tuesday.jsonl row 0 (file 2 of --rollout-files)" in message
-        assert "--distinct-ids file" in message
+        assert_words(f"{words} | tuesday.jsonl row 0 (file 2 of | --distinct-ids file", message)
 
 
-def test_distinct_ids_of_files_are_those_of_their_prompts(
-    files: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    samples = step_of(files, distinct_ids=True)
-    assert step_totals(samples).num_prompt_groups == 4
-    _, groups = with_group_advantages(samples)
-    assert groups.num_groups == 4 and not groups.zero_advantage_groups
-    line = ["--policy-loss", "reinforce", "--distinct-ids", "file", "--json"]
+@pytest.mark.parametrize(
+    ("distinct", "flag", "count"),
+    [(True, "--distinct-ids file", 4), (False, "--allow-different-prompts-in-group", 2)],
+)
+def test_groups_of_two_files_are_distinct_or_allowed(files, capsys, distinct, flag, count):
+    samples = step_of(files, distinct_ids=distinct)
+    allowed = {"allow_different_prompts": not distinct}
+    assert step_totals(samples, **allowed).num_prompt_groups == count
+    _, groups = with_group_advantages(samples, **allowed)
+    assert groups.num_groups == count and not groups.zero_advantage_groups
+    line = ["--policy-loss", "reinforce", "--json", *flag.split()]
     assert cli(["explain", "--rollout-files", *files, *line]) == 0
-    assert json.loads(capsys.readouterr().out)["step"]["num_prompt_groups"] == 4
+    assert json.loads(capsys.readouterr().out)["step"]["num_prompt_groups"] == count
 
 
-def test_different_prompts_are_allowed_by_a_flag(
-    files: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    samples = step_of(files)
-    assert step_totals(samples, allow_different_prompts=True).num_prompt_groups == 2
-    _, groups = with_group_advantages(samples, allow_different_prompts=True)
-    assert groups.num_groups == 2
-    line = ["--policy-loss", "reinforce", "--allow-different-prompts-in-group", "--json"]
-    assert cli(["explain", "--rollout-files", *files, *line]) == 0
-    assert json.loads(capsys.readouterr().out)["step"]["num_prompt_groups"] == 2
-
-
-def test_rollouts_of_two_files_are_refused_and_made_distinct(tmp_path: Path) -> None:
+def test_rollouts_of_two_files_are_refused_and_made_distinct(tmp_path):
     """Here the prompts tell nothing: each merged rollout has one of each file."""
-    paths = [
-        write(tmp_path / f"{name}.jsonl", first, rollouts=True)
-        for name, first in (("monday", 10), ("tuesday", 20))
-    ]
-    message = refusal(step_totals, step_of(paths))
-    assert "rollout_id 0 is given to monday.jsonl row 0 (file 1" in message
+    monday, tuesday = tmp_path / "monday.jsonl", tmp_path / "tuesday.jsonl"
+    paths = [write(monday, 10, rollouts=True), write(tuesday, 20, rollouts=True)]
+    words = "rollout_id 0 is given to monday.jsonl row 0 (file 1"
+    assert_refused(words, step_totals, step_of(paths))
     counted = step_totals(step_of(paths, distinct_ids=True))
     assert (counted.num_rollouts, counted.num_prompt_groups) == (8, 4)
 
 
-def test_the_rows_of_one_rollout_are_dealt_over_ranks(tmp_path: Path) -> None:
+def test_the_rows_of_one_rollout_are_dealt_over_ranks(tmp_path):
     path = tmp_path / "turns.jsonl"
     row = {"prompt_ids": [1], "response_ids": [2], "reward": 1.0, "group_index": 0, "rollout_id": 0}
     path.write_text(2 * (json.dumps(row) + "\n"))
-    ranks = [
-        RolloutFiles([path], data_parallel_rank=rank, data_parallel_size=2).pull(1)
-        for rank in range(2)
-    ]
+    dealt = functools.partial(RolloutFiles, [path], data_parallel_size=2)
+    ranks = [dealt(data_parallel_rank=rank).pull(1) for rank in range(2)]
     assert totals(ranks).num_rollouts == 1
 
 
 @pytest.mark.parametrize("identifier", [-1, 2**40, -(2**63)])
-def test_ids_that_do_not_count_from_0_cannot_be_made_distinct(
-    tmp_path: Path, identifier: int
-) -> None:
+def test_ids_that_do_not_count_from_0_cannot_be_made_distinct(tmp_path, identifier):
     path = write(tmp_path / "a.jsonl", 10, first_group=identifier)
-    with pytest.raises(RowError, match=r"row 0: group_index is .*--distinct-ids file"):
-        RolloutFiles([path], distinct_ids=True).pull(1)
-    message = refusal(with_distinct_ids, sample([5], identifier, name="answer 7"), 1)
-    assert f"answer 7: group_index is {identifier}" in message and "--distinct-ids" in message
+    source = RolloutFiles([path], distinct_ids=True)
+    words = "row 0: group_index is  | --distinct-ids file"
+    assert_refused(words, source.pull, 1, error=RowError)
+    words = f"answer 7: group_index is {identifier} | --distinct-ids"
+    assert_refused(words, with_distinct_ids, sample([5], identifier, name="answer 7"), 1)
 
 
-def test_distinct_ids_are_those_of_the_group_and_of_the_rollout() -> None:
+def test_distinct_ids_are_those_of_the_group_and_of_the_rollout():
     given = dataclasses.replace(sample([5], 3), rollout_id=4)
     found = with_distinct_ids(given, 2)
     assert (found.group_index, found.rollout_id) == (2 * 2**40 + 3, 2 * 2**40 + 4)
-    assert "is 3, expected 0 or more" in refusal(with_distinct_ids, given, 2**23)
+    assert_refused("is 3, expected 0 or more", with_distinct_ids, given, 2**23)
 
 
-def test_ids_that_are_none_are_still_bad_rows(tmp_path: Path) -> None:
+def test_ids_that_are_none_are_still_bad_rows(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt_ids": [1], "response_ids": [2], "reward": 1, "group_index": 1.5}\n')
-    with pytest.raises(RowError, match="an integer of 64 bits"):
-        RolloutFiles([path], distinct_ids=True).pull(1)
+    source = RolloutFiles([path], distinct_ids=True)
+    assert_refused("an integer of 64 bits", source.pull, 1, error=RowError)
 
 
-def test_flags_that_ask_for_what_is_not_there_are_refused() -> None:
-    assert "give files" in refusal(PlanningConfig, 64, distinct_ids="file")
-    message = refusal(PlanningConfig, 64, distinct_ids="rank", rollout_files=("a.jsonl",))
-    assert "dealt over the ranks" in message and "choose file" in message
-    assert "one of rank, file" in refusal(PlanningConfig, 64, distinct_ids="node")
+def test_flags_that_ask_for_what_is_not_there_are_refused():
+    files = {"rollout_files": ("a.jsonl",)}
+    assert_refused("give files", PlanningConfig, 64, distinct_ids="file")
+    words = "dealt over the ranks | choose file"
+    assert_refused(words, PlanningConfig, 64, distinct_ids="rank", **files)
+    assert_refused("one of rank, file", PlanningConfig, 64, distinct_ids="node")
     PlanningConfig(64, distinct_ids="rank")
-    PlanningConfig(64, distinct_ids="file", rollout_files=("a.jsonl",))
+    PlanningConfig(64, distinct_ids="file", **files)
 
 
-# --------------------------------------------------------------------------------------------------
-# Advantages
-# --------------------------------------------------------------------------------------------------
-
-
-def test_advantages_compare_answers_to_one_prompt() -> None:
+def test_advantages_compare_answers_to_one_prompt():
     rewards, groups = [0.0, 1.0, 0.0, 1.0], [0, 0, 1, 1]
     prompts = [[1, 2], [1, 2], [3, 4], [3, 4]]
     given = group_advantages(rewards, groups, prompts=prompts)
     assert torch.equal(given.advantages, group_advantages(rewards, groups).advantages)
-    message = refusal(group_advantages, rewards, [0, 0, 0, 0], prompts=prompts)
-    assert "group_index 0 is given to rewards[0]" in message and "rewards[2]" in message
-    assert "3 prompts for 4 rewards" in refusal(
-        group_advantages, rewards, groups, prompts=prompts[:3]
-    )
+    words = "group_index 0 is given to rewards[0] | rewards[2]"
+    assert_refused(words, group_advantages, rewards, [0, 0, 0, 0], prompts=prompts)
+    words = "3 prompts for 4 rewards"
+    assert_refused(words, group_advantages, rewards, groups, prompts=prompts[:3])
 
-
-# --------------------------------------------------------------------------------------------------
-# Any step
-# --------------------------------------------------------------------------------------------------
 
 steps = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2)), min_size=2, max_size=12)
 """Of each sample its prompt and its rank."""
@@ -438,10 +347,6 @@ def ranks_of(
         # Equally long, of the same first token.
         ranks[rank].append(sample([7, prompt], group_of(prompt, rank)))
     return ranks
-
-
-def check_unique(check: Callable[..., None], step: list[tuple[int, int]]) -> None:
-    check([sample_counts(each) for each in ranks_of(step, lambda prompt, rank: prompt)])
 
 
 def check_colliding(check: Callable[..., None], step: list[tuple[int, int]]) -> None:
@@ -459,41 +364,34 @@ def check_colliding(check: Callable[..., None], step: list[tuple[int, int]]) -> 
 
 @settings(max_examples=50)
 @given(step=steps)
-def test_unique_ids_pass_and_ids_of_two_prompts_do_not(step: list[tuple[int, int]]) -> None:
-    check_unique(check_ids, step)
+def test_unique_ids_pass_and_ids_of_two_prompts_do_not(step):
+    check_ids([sample_counts(each) for each in ranks_of(step, lambda prompt, rank: prompt)])
     check_colliding(check_ids, step)
 
 
 @settings(max_examples=30)
 @given(step=steps, data=st.data())
-def test_distinct_ids_of_any_numbering_pass(
-    step: list[tuple[int, int]], data: st.DataObject
-) -> None:
+def test_distinct_ids_of_any_numbering_pass(step, data):
     numbering = data.draw(st.permutations(range(4)))
     ranks = ranks_of(step, lambda prompt, rank: numbering[(prompt + rank) % 4])
     distinct = [[with_distinct_ids(each, rank) for each in of] for rank, of in enumerate(ranks)]
-    found = totals(distinct)
-    assert found.num_prompt_groups == len(set(step))
+    assert totals(distinct).num_prompt_groups == len(set(step))
 
 
-def lengths_alone(self: SampleClass) -> int:
-    return self.prompt_length
+WEAKER_HASHES = {
+    "length alone": lambda sample: sample.prompt_length,
+    "first token alone": lambda sample: int(sample.tokens[0]),
+}
 
 
-def first_token_alone(self: SampleClass) -> int:
-    return int(self.tokens[0])
-
-
-@pytest.mark.parametrize("mutant", [lengths_alone, first_token_alone])
-def test_a_weaker_hash_lets_ids_of_two_prompts_pass(
-    monkeypatch: pytest.MonkeyPatch, mutant: Callable[[SampleClass], int]
-) -> None:
-    monkeypatch.setattr(SampleClass, "prompt_hash", property(mutant))
+@pytest.mark.parametrize("mutant", WEAKER_HASHES.values(), ids=WEAKER_HASHES)
+def test_a_weaker_hash_lets_ids_of_two_prompts_pass(monkeypatch, mutant):
+    monkeypatch.setattr(Sample, "prompt_hash", property(mutant))
     with pytest.raises(pytest.fail.Exception):
         check_colliding(check_ids, [(0, 0), (2, 1)])
 
 
-def test_a_check_within_ranks_lets_two_of_them_collide(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_within_ranks_lets_two_of_them_collide(monkeypatch):
     def of_each_rank(everyone: Sequence[Any], **keywords: Any) -> None:
         for each in everyone:
             check_ids([each], **keywords)
@@ -502,9 +400,7 @@ def test_a_check_within_ranks_lets_two_of_them_collide(monkeypatch: pytest.Monke
         check_colliding(of_each_rank, [(0, 0), (2, 1)])
 
 
-def test_a_check_against_the_last_alone_lets_rollouts_of_pieces_pass(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_check_against_the_last_alone_lets_rollouts_of_pieces_pass(monkeypatch):
     """The prompt that all have in common, and not one that each has with the next."""
     chain = [
         sample([prompt], 0, rollout)
@@ -517,6 +413,6 @@ def test_a_check_against_the_last_alone_lets_rollouts_of_pieces_pass(
             check_prompts(pair)
 
     check_prompts = ids_module._check_prompts
-    assert "whose prompts" in refusal(totals, [chain])
+    assert_refused("whose prompts", totals, [chain])
     monkeypatch.setattr(ids_module, "_check_prompts", with_the_next)
     totals([chain])

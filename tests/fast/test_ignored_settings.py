@@ -28,37 +28,27 @@ from megatron_pg.loss.corrections import CORRECTIONS
 from megatron_pg.loss.regularizers import KL_ESTIMATES
 
 HOW = {
-    "calculate_per_token_loss",
-    "qkv_format",
-    "cp_partition_mode",
-    "fused_lm_head",
-    "fp32_lm_head",
-    "check_aggregation",
-}
+    "calculate_per_token_loss", "qkv_format", "cp_partition_mode",
+    "fused_lm_head", "fp32_lm_head", "check_aggregation",
+}  # fmt: skip
 """What says how the loss is computed and checked, and not what."""
 NUMBERS = (0.05, 0.3, 0.9, 1.5, 4.0)
-REJECTION = {
-    "use_sequence_rejection": True,
-    "sequence_rejection_low": 0.3,
-    "sequence_rejection_high": 1e3,
-    "loss_aggregation": "token_mean",  # a sample mean of whole sequences has the same denominators either way
-}
+REJECTION = {"use_sequence_rejection": True, "sequence_rejection_low": 0.3, "sequence_rejection_high": 1e3}  # fmt: skip
+TOKEN_MEAN = {"loss_aggregation": "token_mean"}
+CONSTANT = {"loss_aggregation": "constant", "loss_aggregation_divisor": 3.0}
 BASES: dict[str, dict[str, Any]] = {
     "default": {},
     "tis": {"use_tis": True},
     "tis mask": {"use_tis": True, "tis_mode": "mask"},
     # Under the sample mean both words of regularizer_aggregation are true.
-    "kl": {"kl_loss_coef": 0.1, "loss_aggregation": "token_mean"},
+    "kl": {"kl_loss_coef": 0.1, **TOKEN_MEAN},
     "opsm": {"use_opsm": True},
-    "rejection": REJECTION,
+    # A sample mean of whole sequences has the same denominators either way.
+    "rejection": {**REJECTION, **TOKEN_MEAN},
     "cispo": {"policy_loss": "cispo"},
     "reinforce": {"policy_loss": "reinforce"},
-    "constant": {
-        "loss_aggregation": "constant",
-        "loss_aggregation_divisor": 3.0,
-        # Neither N nor L counts tokens, so that either word is true of it.
-        "loss_weight_denominator": "mask",
-    },
+    # Neither N nor L counts tokens, so that either word is true of it.
+    "constant": {**CONSTANT, "loss_weight_denominator": "mask"},
 }
 VOCABULARY = 7
 
@@ -72,18 +62,13 @@ def whole_step() -> list[Sample]:
 
         tokens = torch.randint(VOCABULARY, (length + 2,), generator=generator)
         tokens[:2] = number // 2
-        return Sample(
-            tokens=tokens,
-            response_length=length,
-            loss_mask=torch.ones(length),
-            advantages=torch.randn(length, generator=generator),
-            old_log_probs=log_probs(),
-            ref_log_probs=log_probs(),
-            rollout_log_probs=log_probs(),
-            group_index=number // 2,
-            loss_weights=torch.rand(length, generator=generator) + 0.5,
-            kept_tokens=[sorted({int(token), 0, 3}) for token in tokens[2:]],
-        )
+        advantages = torch.randn(length, generator=generator)
+        names = ("old_log_probs", "ref_log_probs", "rollout_log_probs")
+        others: dict[str, Any] = {name: log_probs() for name in names}
+        others["loss_weights"] = torch.rand(length, generator=generator) + 0.5
+        others["kept_tokens"] = [sorted({int(token), 0, 3}) for token in tokens[2:]]
+        mask = torch.ones(length)
+        return Sample(tokens, length, mask, advantages, group_index=number // 2, **others)
 
     return [one(number, length) for number, length in enumerate((3, 5, 4, 6, 9, 9, 8, 8))]
 
@@ -91,8 +76,8 @@ def whole_step() -> list[Sample]:
 STEP = whole_step()
 
 
-def outcome(settings: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:
-    """The loss, its gradient and the metrics of the step, by name."""
+def outcome(settings: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The loss, its gradient and the metrics of the step."""
     config = PolicyLossConfig(**settings)
     samples = accepted_samples(config, STEP)
     batch = pack(samples)
@@ -102,13 +87,12 @@ def outcome(settings: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:
     loss, metrics = policy_loss_function(config, batch, logits, totals=step_totals(samples))
     loss.backward()
     assert logits.grad is not None
-    return [("loss", loss.detach()), ("gradient", logits.grad), *sorted(metrics.items())]
+    return {"loss": loss.detach(), "gradient": logits.grad, **metrics}
 
 
-def is_equal(one: list[tuple[str, torch.Tensor]], other: list[tuple[str, torch.Tensor]]) -> bool:
-    return [name for name, _ in one] == [name for name, _ in other] and all(
-        torch.equal(left.nan_to_num(), right.nan_to_num())
-        for (_, left), (_, right) in zip(one, other, strict=True)
+def is_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(
+        torch.equal(one[name].nan_to_num(), other[name].nan_to_num()) for name in one
     )
 
 
@@ -147,16 +131,14 @@ def silent_settings(base: Mapping[str, Any], caplog: pytest.LogCaptureFixture) -
 
 
 @pytest.mark.parametrize("base", BASES)
-def test_no_setting_is_passed_over(base: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_setting_is_passed_over(base, caplog):
     assert silent_settings(BASES[base], caplog) == []
 
 
 @pytest.mark.parametrize(
     ("table", "option"), [(CORRECTIONS, "opsm_delta"), (KL_ESTIMATES, "use_unbiased_kl")]
 )
-def test_mutant_a_row_that_does_not_name_its_settings(
-    table: Any, option: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_mutant_a_row_that_does_not_name_its_settings(table, option, monkeypatch, caplog):
     for name, row in list(table.items()):
         kept = tuple(each for each in row.options if each != option)
         monkeypatch.setitem(table, name, dataclasses.replace(row, options=kept))

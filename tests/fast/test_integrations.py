@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import subprocess
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from megatron_pg import integrations
 from megatron_pg.config.custom import load_custom_function
 from tests import oracle
 from tests.cut_steps import CUTS, Cut, assert_same
+from tests.fast.refusals import assert_refused
 from tests.lanes import in_both_lanes
 from tests.oracle import PlainSample
 from tests.random_steps import lengths, loss_masks, plain_sample, random_losses, random_step
@@ -43,18 +45,16 @@ class Trainer:
     Its own words for the sizes, its own arithmetic; mutants override a method.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, path: str, per_token: bool) -> None:
-        self.monkeypatch = monkeypatch
-        self.path, self.per_token = path, per_token
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, aggregation: str) -> None:
+        self.monkeypatch, self.per_token = monkeypatch, MODES[aggregation]
+        self.path = f"megatron_pg.integrations.{aggregation}"
 
     def scaled(self, loss: Tensor, microbatches: int, rollouts: int, dp: int, cp: int) -> Tensor:
-        """What the trainer's loss function returns."""
         if self.per_token:
             return loss * cp
         return loss * microbatches / rollouts * dp * cp
 
     def num_tokens(self, micro_batch: Sequence[PlainSample]) -> int:
-        """What it returns beside it."""
         if not self.per_token:
             return 1
         return sum(max(sum(sample.loss_mask), 1) for sample in micro_batch)
@@ -67,13 +67,16 @@ class Trainer:
         state.get_context_parallel_world_size = lambda: size  # type: ignore[attr-defined]
         self.monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", state)
 
+    def reducer(self, micro_batch: Sequence[PlainSample]) -> Callable[[Tensor], Tensor]:
+        function = load_custom_function("custom_pg_loss_reducer_function_path", self.path)
+        return function(*lengths(micro_batch), loss_masks(micro_batch), self.per_token)
+
     def rank_loss(
         self, micro_batch: Sequence[PlainSample], losses: Sequence[Tensor], rank: int, size: int
     ) -> Tensor:
         """The inner sum of one context-parallel rank."""
         self.set_place(rank, size)
-        function = load_custom_function("custom_pg_loss_reducer_function_path", self.path)
-        reducer = function(*lengths(micro_batch), loss_masks(micro_batch), self.per_token)
+        reducer = self.reducer(micro_batch)
         flat = torch.cat([torch.zeros(0, dtype=torch.float64), *losses])
         layout = token_layout(*lengths(micro_batch), size)
         return reducer(flat[[row.response for row in layout[rank] if row.response is not None]])
@@ -93,14 +96,12 @@ class Trainer:
                     # Megatron: per-token mode sums, and divides by all n at the end; the other divides by n and by
                     # the micro-batches, and averages over data- and context-parallel ranks.
                     tokens += n
-                    total = total + (
-                        loss if self.per_token else loss / n / len(micro_batches) / (dp * cp)
-                    )
+                    share = 1 if self.per_token else n * len(micro_batches) * dp * cp
+                    total = total + loss / share
         return total / tokens if self.per_token else total
 
 
 def one_sample_rollouts(seed: int, *, fully_masked: bool) -> list[PlainSample]:
-    """A random step whose rollouts are one sample each."""
     step = [
         plain_sample(sample.loss_mask, prompt_length=sample.prompt_length, group=0)
         for sample in random_step(seed)
@@ -108,36 +109,38 @@ def one_sample_rollouts(seed: int, *, fully_masked: bool) -> list[PlainSample]:
     return step if fully_masked else [sample for sample in step if sum(sample.loss_mask)]
 
 
-@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+def check(
+    trainer: Trainer, step: list[PlainSample], cut: str, expected: Callable[..., Tensor]
+) -> None:
+    """Hold the trainer's gradients against those of `expected(step, losses)`."""
+    losses = random_losses(step)
+    found = trainer.objective(step, losses, CUTS[cut](len(step)))
+    assert_same(found, expected(step, losses), losses)
+
+
+@pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("aggregation", MODES)
 def test_exact_at_the_call_site(monkeypatch, aggregation, cut):
-    per_token = MODES[aggregation]
-    step = one_sample_rollouts(3, fully_masked=not per_token)
-    losses = random_losses(step)
-    trainer = Trainer(monkeypatch, f"megatron_pg.integrations.{aggregation}", per_token)
-    found = trainer.objective(step, losses, cut(len(step)))
-    assert_same(found, oracle.aggregate(step, losses, aggregation, DIVISOR), losses)
+    step = one_sample_rollouts(3, fully_masked=not MODES[aggregation])
+    expected = functools.partial(oracle.aggregate, aggregation=aggregation, divisor=DIVISOR)
+    check(Trainer(monkeypatch, aggregation), step, cut, expected)
 
 
 def test_constant_is_exact_for_rollouts_of_several_samples(monkeypatch):
     step = random_step(5)
     assert len(oracle.rollouts(step)) < len(step)
-    losses = random_losses(step)
-    trainer = Trainer(monkeypatch, "megatron_pg.integrations.constant", False)
-    found = trainer.objective(step, losses, CUTS["dp_2_two_micro_batches_cp_2"](len(step)))
-    assert_same(found, oracle.constant(step, losses, DIVISOR), losses)
+    expected = functools.partial(oracle.constant, divisor=DIVISOR)
+    check(Trainer(monkeypatch, "constant"), step, "dp_2_two_micro_batches_cp_2", expected)
 
 
 def test_a_sample_without_tokens_counts_one_in_the_trainers_token_mean(monkeypatch):
     step = one_sample_rollouts(3, fully_masked=True)
-    losses = random_losses(step)
     active = oracle.active_tokens(step, range(len(step)))
     empty = sum(1 for sample in step if not sum(sample.loss_mask))
     assert empty > 0
-    trainer = Trainer(monkeypatch, "megatron_pg.integrations.token_mean", True)
-    found = trainer.objective(step, losses, CUTS["cp_2"](len(step)))
-    expected = oracle.token_mean(step, losses) * active / (active + empty)
-    assert_same(found, expected, losses)
+    share = active / (active + empty)
+    trainer = Trainer(monkeypatch, "token_mean")
+    check(trainer, step, "cp_2", lambda *step: oracle.token_mean(*step) * share)
 
 
 class ForgetsContextParallel(Trainer):
@@ -148,57 +151,20 @@ class ForgetsContextParallel(Trainer):
 
 
 class SwapsTheMode(Trainer):
-    """Sums tokens where the trainer divides by rollouts."""
-
-    def rank_loss(self, micro_batch, losses, rank, size):
-        self.set_place(rank, size)
-        reducer = integrations.token_mean(*lengths(micro_batch), loss_masks(micro_batch), True)
-        flat = torch.cat([torch.zeros(0, dtype=torch.float64), *losses])
-        layout = token_layout(*lengths(micro_batch), size)
-        return reducer(flat[[row.response for row in layout[rank] if row.response is not None]])
+    def reducer(self, micro_batch):
+        return integrations.token_mean(*lengths(micro_batch), loss_masks(micro_batch), True)
 
 
 @pytest.mark.parametrize("mutant", [ForgetsContextParallel, SwapsTheMode])
 def test_the_comparison_rejects_mutants(monkeypatch, mutant):
-    step = one_sample_rollouts(3, fully_masked=True)
-    losses = random_losses(step)
-    trainer = mutant(monkeypatch, "megatron_pg.integrations.sample_mean", False)
-    found = trainer.objective(step, losses, CUTS["cp_2"](len(step)))
+    trainer, step = mutant(monkeypatch, "sample_mean"), one_sample_rollouts(3, fully_masked=True)
     with pytest.raises(AssertionError):
-        assert_same(found, oracle.sample_mean(step, losses), losses)
+        check(trainer, step, "cp_2", oracle.sample_mean)
 
 
 def call(name: str, per_token: bool) -> Tensor:
     function = getattr(integrations, name)
     return function([5], [3], [torch.tensor([1, 0, 1])], per_token)(torch.ones(3))
-
-
-@pytest.mark.parametrize(
-    ("name", "per_token", "message"),
-    [
-        ("sample_mean", True, "--calculate-per-token-loss"),
-        ("constant", True, "--calculate-per-token-loss"),
-        ("token_mean", False, "add --calculate-per-token-loss"),
-        ("prompt_mean", False, "prompt group"),
-        ("prompt_mean", True, "prompt group"),
-    ],
-)
-def test_refusals_say_why(name, per_token, message):
-    with pytest.raises(ValueError, match=message):
-        call(name, per_token)
-
-
-def test_constant_without_a_divisor_is_refused(monkeypatch):
-    monkeypatch.delenv(integrations.DIVISOR_VARIABLE)
-    with pytest.raises(ValueError, match=integrations.DIVISOR_VARIABLE):
-        call("constant", False)
-
-
-@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "many", ""])
-def test_a_divisor_that_is_none_is_refused(monkeypatch, text):
-    monkeypatch.setenv(integrations.DIVISOR_VARIABLE, text)
-    with pytest.raises(ValueError, match="(?i)divisor"):
-        call("constant", False)
 
 
 def set_megatron_args(monkeypatch: pytest.MonkeyPatch, **values: object) -> None:
@@ -207,24 +173,38 @@ def set_megatron_args(monkeypatch: pytest.MonkeyPatch, **values: object) -> None
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", module)
 
 
+BAD_DIVISORS = ("0", "-1", "nan", "inf", "many", "")
+
+
+@pytest.mark.parametrize(("name", "per_token", "divisor", "args", "message"), [
+    ("sample_mean", True, "4", {}, "--calculate-per-token-loss"),
+    ("constant", True, "4", {}, "--calculate-per-token-loss"),
+    ("token_mean", False, "4", {}, "add --calculate-per-token-loss"),
+    ("prompt_mean", False, "4", {}, "prompt group"),
+    ("prompt_mean", True, "4", {}, "prompt group"),
+    ("constant", False, None, {}, integrations.DIVISOR_VARIABLE),
+    *(("constant", False, text, {}, f"DIVISOR is {text!r}: expected a finite number") for text in BAD_DIVISORS),
+    ("constant", False, "4", {"loss_aggregation_divisor": 8.0}, "two divisors"),
+])  # fmt: skip
+def test_refusals_say_why(monkeypatch, name, per_token, divisor, args, message):
+    monkeypatch.delenv(integrations.DIVISOR_VARIABLE)
+    if divisor is not None:
+        monkeypatch.setenv(integrations.DIVISOR_VARIABLE, divisor)
+    set_megatron_args(monkeypatch, **args)
+    assert_refused(message, call, name, per_token)
+
+
 def test_the_divisor_of_megatrons_global_args(monkeypatch):
     monkeypatch.delenv(integrations.DIVISOR_VARIABLE)
     set_megatron_args(monkeypatch, loss_aggregation_divisor=8.0)
     torch.testing.assert_close(call("constant", False), torch.tensor(0.25))
 
 
-def test_two_different_divisors_are_refused(monkeypatch):
-    set_megatron_args(monkeypatch, loss_aggregation_divisor=8.0)
-    with pytest.raises(ValueError, match="two divisors"):
-        call("constant", False)
-
-
 def test_bshd_under_context_parallelism_is_refused(monkeypatch):
     set_megatron_args(monkeypatch, qkv_format="bshd")
     call("constant", False)  # at size 1 there is nothing to slice
-    Trainer(monkeypatch, "", False).set_place(0, 2)
-    with pytest.raises(NotImplementedError, match="--qkv-format thd"):
-        call("constant", False)
+    Trainer(monkeypatch, "constant").set_place(0, 2)
+    assert_refused("--qkv-format thd", call, "constant", False, error=NotImplementedError)
 
 
 def test_importing_needs_no_megatron():

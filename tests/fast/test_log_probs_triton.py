@@ -8,23 +8,21 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_pg.head import from_logits, vocabulary_shard
-from megatron_pg.head.vocabulary_shard import LogitRows, RowStatistics, VocabularyShard
+from megatron_pg.head import from_logits
+from megatron_pg.head.vocabulary_shard import LogitRows, VocabularyShard
 from tests import progress
+from tests.distributed.launch import run_ranks
 from tests.fast import test_log_probs as shared
 from tests.fast.log_probs_oracle import peaked_logits, reference
-from tests.fast.test_log_probs_parallel import MASK, TEMPERATURE, VOCAB_SIZE, WIDTH, inputs
+from tests.fast.triton_interpreter import INTERPRETED, MARKS
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="run by test_under_the_interpreter")
+needs_interpreter, pytestmark = MARKS
 
 if INTERPRETED:
     from megatron_pg.head import rows_triton
@@ -32,7 +30,7 @@ if INTERPRETED:
 
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_under_the_interpreter() -> None:
+def test_under_the_interpreter():
     files = Path(__file__).parent.glob("test_*_triton.py")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
@@ -44,16 +42,14 @@ def test_under_the_interpreter() -> None:
 @pytest.fixture(params=[(1, 8), (256, 2048)], ids=["many tiles", "one tile"])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tiles for rows of several of them; the real ones for rows shorter than one."""
-    monkeypatch.setattr(rows_triton, "_VECTORS", request.param[0])
-    monkeypatch.setattr(
-        rows_triton, "_GRADIENT_TILES", dict.fromkeys((2, 4), (request.param[1], 2))
-    )
+    if request.node.callspec.params.get("dtype") == torch.float64:
+        pytest.skip("the kernels are for narrower numbers")
+    vectors, tile = request.param
+    monkeypatch.setattr(rows_triton, "_VECTORS", vectors)
+    monkeypatch.setattr(rows_triton, "_GRADIENT_TILES", dict.fromkeys((2, 4), (tile, 2)))
     monkeypatch.setattr(from_logits, "row_passes", lambda logits: rows_triton)
     # The interpreter cuts float32 to bfloat16 where a GPU rounds.
     monkeypatch.setitem(shared.ROUNDING, torch.bfloat16, 2.0**-7)
-
-
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 @needs_interpreter
@@ -61,57 +57,37 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 class TestKernels:
     """The tests of the torch passes, run on the kernels."""
 
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-    @pytest.mark.parametrize("temperature", [1.0, 0.7])
-    def test_values_and_gradients(self, dtype: torch.dtype, temperature: float) -> None:
-        shared.test_values_and_gradients(dtype, temperature)
-
-    @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
-    def test_masked_rows(self, poison: float) -> None:
-        shared.test_masked_rows_are_zero_and_their_logits_harmless(poison)
-
-    @pytest.mark.parametrize("target", [-1, 12, 10**12])
-    def test_unknown_target(self, target: int) -> None:
-        shared.test_target_outside_the_vocabulary_is_nan(target)
-
-    @pytest.mark.parametrize(
-        "test",
-        [
-            shared.test_padding_columns_take_no_part_even_with_nan,
-            shared.test_extreme_logits,
-            shared.test_rows_of_zero_incoming_gradient_get_zero_even_with_nan,
-            shared.test_nan_at_an_active_row_stays_visible,
-            shared.test_one_output_alone_can_be_differentiated,
-            shared.test_temperature_may_be_a_tensor,
-            shared.test_no_tokens_stay_connected_to_the_graph,
-            shared.test_strided_logits,
-        ],
-    )
-    def test_also(self, test: Callable[[], None]) -> None:
-        test()
+    test_values_and_gradients = staticmethod(shared.test_values_and_gradients)
+    test_masked_rows = staticmethod(shared.test_masked_rows_are_zero_and_their_logits_harmless)
+    test_unknown_target = staticmethod(shared.test_target_outside_the_vocabulary_is_nan)
+    test_padding = staticmethod(shared.test_padding_columns_take_no_part_even_with_nan)
+    test_extreme_logits = staticmethod(shared.test_extreme_logits)
+    test_dead_rows = staticmethod(shared.test_rows_of_zero_incoming_gradient_get_zero_even_with_nan)
+    test_nan = staticmethod(shared.test_nan_at_an_active_row_stays_visible)
+    test_one_output = staticmethod(shared.test_one_output_alone_can_be_differentiated)
+    test_temperature = staticmethod(shared.test_temperature_may_be_a_tensor)
+    test_no_tokens = staticmethod(shared.test_no_tokens_stay_connected_to_the_graph)
+    test_strided_logits = staticmethod(shared.test_strided_logits)
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-    def test_gradient_in_place(self, dtype: torch.dtype) -> None:
+    def test_gradient_in_place(self, dtype):
         logits, targets = peaked_logits(6, 37, dtype=dtype)
         targets = targets.clamp(max=32)
-        elsewhere, in_place = (
-            gradient_of(logits.clone(), targets, overlapping) for overlapping in (False, True)
-        )
-        assert torch.equal(elsewhere, in_place)
+        elsewhere = gradient_of(logits.clone(), targets, torch.full_like(logits, torch.nan))
+        assert torch.equal(elsewhere, gradient_of(logits, targets, logits))
 
-    def test_narrow_gradient_at_the_front_of_each_wide_row(self) -> None:
+    def test_narrow_gradient_at_the_front_of_each_wide_row(self):
         logits, targets = peaked_logits(6, 40)
         targets = targets.clamp(max=32)
-        wanted = gradient_of(logits.clone(), targets, overlapping=True).half()
+        elsewhere = logits.clone()
+        wanted = gradient_of(elsewhere, targets, elsewhere).half()
         front = logits.view(torch.float16)[:, : logits.shape[1]]
-        found = gradient_of(logits, targets, overlapping=True, out=front)
+        found = gradient_of(logits, targets, front)
         assert found.data_ptr() == logits.data_ptr() and torch.equal(found, wanted)
 
     @pytest.mark.parametrize("width", [80, 112, 208])
     @pytest.mark.parametrize("dead_rows", [False, True])
-    def test_rows_that_begin_inside_cache_lines(
-        self, width: int, dead_rows: bool, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_rows_that_begin_inside_cache_lines(self, width, dead_rows, monkeypatch):
         """The gradient's tiles begin before such rows: nothing of the row before them may change."""
         monkeypatch.setattr(rows_triton, "_GRADIENT_TILES", {2: (64, 2)})
         logits, targets = peaked_logits(9, width, dtype=torch.bfloat16)
@@ -135,84 +111,30 @@ class TestKernels:
             found.append(out)
         assert torch.equal(*found) and (found[0][:, width - 7 :] == 0).all()
 
-    @pytest.mark.parametrize("size", [2, 4])
-    def test_shards(self, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        logits, targets, *gradients = inputs()
-        shards, statistics = sharded_statistics(logits, targets, size, monkeypatch)
-        wanted = reference(
-            logits,
-            targets,
-            *gradients,
-            temperature=TEMPERATURE,
-            row_mask=MASK,
-            vocab_size=VOCAB_SIZE,
-        )
-        torch.testing.assert_close(statistics.log_probs.double(), wanted[0], rtol=2e-6, atol=2e-6)
-        torch.testing.assert_close(statistics.entropy.double(), wanted[1], rtol=2e-6, atol=2e-6)
-        found = torch.cat(
-            [
-                gradient_of_shard(logits, targets, shard, statistics, gradients, WIDTH // size)
-                for shard in shards
-            ],
-            1,
-        )
-        expected = wanted[2].nan_to_num(nan=0.0)  # of the oracle's exp at -inf; the limit is 0
-        torch.testing.assert_close(found.double(), expected, rtol=5e-6, atol=2e-6)
 
-
-def gradient_of(
-    logits: Tensor, targets: Tensor, overlapping: bool, out: Tensor | None = None
-) -> Tensor:
+def gradient_of(logits: Tensor, targets: Tensor, out: Tensor) -> Tensor:
     shard = VocabularyShard.build(logits.shape[1], 33, None)
     rows = LogitRows(logits, targets, shard, torch.tensor(0.9))
     statistics = rows_triton.row_statistics(rows)
-    if out is None:
-        out = logits if overlapping else torch.full_like(logits, float("nan"))
     rows_triton.write_gradient(rows, statistics, shared.incoming(len(targets)), out)
     return out
 
 
-def gradient_of_shard(
-    logits: Tensor,
-    targets: Tensor,
-    shard: VocabularyShard,
-    statistics: RowStatistics,
-    gradients: list[Tensor],
-    width: int,
-) -> Tensor:
-    own = logits[:, shard.start : shard.start + width].clone()
-    rows = LogitRows(own, targets, shard, torch.tensor(TEMPERATURE), MASK)
-    rows_triton.write_gradient(rows, statistics, gradients, own)
-    return own
+def shard_on_rank() -> tuple[Tensor, Tensor, Tensor | None, list[tuple[int, ...]]]:
+    from_logits.row_passes = lambda logits: rows_triton
+    rows_triton._VECTORS, rows_triton._GRADIENT_TILES = 1, {2: (8, 2), 4: (8, 2)}
+    return shared.shard_on_rank()
 
 
-def sharded_statistics(
-    logits: Tensor, targets: Tensor, size: int, monkeypatch: pytest.MonkeyPatch
-) -> tuple[list[VocabularyShard], RowStatistics]:
-    """The shards' kernels one after the other, then the combining kernel on what they sent."""
-    sent: list[Tensor] = []
-
-    def gather(gathered: Tensor, own: Tensor, group: object) -> None:
-        sent.append(own.clone())
-        gathered.copy_(torch.cat(sent).resize_(gathered.shape))
-
-    stand_in = SimpleNamespace(get_world_size=lambda group: size, all_gather_into_tensor=gather)
-    monkeypatch.setattr(vocabulary_shard, "dist", stand_in)
-    width = WIDTH // size
-    shards = [
-        VocabularyShard(r * width, min(max(VOCAB_SIZE - r * width, 0), width), VOCAB_SIZE, gather)
-        for r in range(size)
-    ]
-    for shard in shards:
-        own = logits[:, shard.start : shard.start + width]
-        rows = LogitRows(own, targets, shard, torch.tensor(TEMPERATURE), MASK)
-        statistics = rows_triton.row_statistics(rows)
-    return shards, statistics
+@needs_interpreter
+@pytest.mark.parametrize("size", [2, 4])
+def test_shards(size):
+    shared.check_shards(run_ranks(shard_on_rank, size))
 
 
 @needs_interpreter
 @pytest.mark.parametrize("stride", [1001, 1004, 1012, 1016])
-def test_rows_that_no_vector_can_be_read_from_do_not_begin_at_lines(stride: int) -> None:
+def test_rows_that_no_vector_can_be_read_from_do_not_begin_at_lines(stride):
     logits = torch.zeros((3, stride), dtype=torch.bfloat16)
     assert rows_triton._columns_of_a_line(logits, logits) == 0
     aligned = torch.zeros((3, 1008), dtype=torch.bfloat16)
@@ -220,7 +142,7 @@ def test_rows_that_no_vector_can_be_read_from_do_not_begin_at_lines(stride: int)
 
 
 @needs_interpreter
-def test_a_shift_left_out_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shift_left_out_would_be_seen(monkeypatch):
     """Mutant: parts merged without moving their dot products to the common maximum."""
     logits, targets = peaked_logits(6, 37)
     rows = LogitRows(logits, targets, VocabularyShard.build(37, None, None), torch.tensor(1.0))

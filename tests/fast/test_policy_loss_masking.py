@@ -40,43 +40,33 @@ ABSENT = {row.name for row in METRICS if {"rollout_log_probs", "policy_version"}
 
 def with_garbage(step: list[PlainSample], garbage: float) -> list[PlainSample]:
     """Every per-token field holds garbage where the mask is 0: tool tokens have no log-probs."""
-
-    def spoiled(values: list[float] | None, mask: list[int]) -> list[float]:
-        assert values is not None
-        return [value if keep else garbage for value, keep in zip(values, mask, strict=True)]
-
-    return [
-        replace(
-            sample,
-            advantages=spoiled(sample.advantages, sample.loss_mask),
-            old_log_probs=spoiled(sample.old_log_probs, sample.loss_mask),
-            ref_log_probs=spoiled(sample.ref_log_probs, sample.loss_mask),
-        )
-        for sample in step
-    ]
+    spoiled = []
+    for sample in step:
+        masked = [token for token, keep in enumerate(sample.loss_mask) if not keep]
+        fields = {}
+        for name in ("advantages", "old_log_probs", "ref_log_probs"):
+            fields[name] = list(getattr(sample, name))
+            for token in masked:
+                fields[name][token] = garbage
+        spoiled.append(replace(sample, **fields))
+    return spoiled
 
 
-def with_garbage_logits(
-    step: list[PlainSample], logits: list[Tensor], garbage: float
-) -> list[Tensor]:
+def with_garbage_logits(step, logits, garbage: float) -> list[Tensor]:
     """The logits of rows that score no active token are garbage, and leaves again."""
     spoiled = []
     for sample, part in zip(step, logits, strict=True):
-        scored = torch.zeros(len(sample.tokens), dtype=torch.bool)
+        scored = torch.zeros(len(sample.tokens), 1, dtype=torch.bool)
         for token, keep in enumerate(sample.loss_mask):
             scored[sample.prompt_length + token - 1] = bool(keep)
-        spoiled.append(
-            torch.where(scored[:, None], part.detach(), garbage).clone().requires_grad_()
-        )
+        spoiled.append(torch.where(scored, part.detach(), garbage).requires_grad_())
     return spoiled
 
 
 @pytest.mark.parametrize("garbage", (math.nan, math.inf, -math.inf))
 @pytest.mark.parametrize("cp_size", (1, 2))
 @pytest.mark.parametrize("name", ("everything", "kl_unbiased", "ppo"))
-def test_garbage_at_masked_positions_reaches_neither_loss_nor_gradient(
-    name: str, cp_size: int, garbage: float
-) -> None:
+def test_garbage_at_masked_positions_reaches_neither_loss_nor_gradient(name, cp_size, garbage):
     """-inf or NaN old_log_probs, under exp, give a NaN gradient if only the result is masked."""
     clean = random_step(seed=26)
     assert any(0 in sample.loss_mask for sample in clean)
@@ -88,11 +78,8 @@ def test_garbage_at_masked_positions_reaches_neither_loss_nor_gradient(
     results = rank_losses(package_config(OBJECTIVES[name]), step, logits, whole(len(step), cp_size))
     found = summed_loss(results)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-    for gradient, wanted in zip(
-        gradients(found, logits), gradients(expected, clean_logits), strict=True
-    ):
-        assert gradient.isfinite().all()
-        torch.testing.assert_close(gradient, wanted, rtol=0, atol=1e-12)
+    wanted = gradients(expected, clean_logits)
+    torch.testing.assert_close(gradients(found, logits), wanted, rtol=0, atol=1e-12)
     metrics = summed_metrics(results)
     assert {name for name, value in metrics.items() if not math.isfinite(value)} <= ABSENT
 
@@ -108,16 +95,13 @@ def test_masking_only_the_result_would_give_nan_gradients() -> None:
 @pytest.mark.parametrize("field", ("old_log_probs", "ref_log_probs"))
 def test_nan_at_an_active_position_stays_visible(field: str) -> None:
     step = random_step(seed=27)
-    last = next(index for index, sample in enumerate(step) if 1 in sample.loss_mask)
-    token = step[last].loss_mask.index(1)
-    values = list(getattr(step[last], field))
-    values[token] = math.nan
-    step[last] = replace(step[last], **{field: values})
-    logits = random_logits(step)
-    objective = Objective(kl_loss_coef=0.1)
-    loss = summed_loss(rank_losses(package_config(objective), step, logits, whole(len(step))))
-    assert loss.isnan()
-    assert gradients(loss, logits)[last].isnan().any()
+    index = next(index for index, sample in enumerate(step) if 1 in sample.loss_mask)
+    values = list(getattr(step[index], field))
+    values[step[index].loss_mask.index(1)] = math.nan
+    step[index] = replace(step[index], **{field: values})
+    logits, config = random_logits(step), package_config(Objective(kl_loss_coef=0.1))
+    loss = summed_loss(rank_losses(config, step, logits, whole(len(step))))
+    assert loss.isnan() and gradients(loss, logits)[index].isnan().any()
 
 
 @pytest.mark.parametrize("garbage", (math.nan, math.inf))
@@ -143,8 +127,7 @@ def test_ranks_without_an_active_token_stay_connected_to_the_graph(name: str) ->
         rows = local_logits(micro_batch, random_logits(micro_batch), 0, 2).detach().nan_to_num()
         loss, _ = policy_loss_function(config, batch, rows * weight, totals=totals)
         loss.backward()
-        assert loss.item() == 0.0
-        assert weight.grad is not None and weight.grad.item() == 0.0
+        assert loss.item() == 0.0 and weight.grad.item() == 0.0
 
 
 def test_step_without_an_active_token_is_zero_and_finite() -> None:
@@ -153,5 +136,6 @@ def test_step_without_an_active_token_is_zero_and_finite() -> None:
     for aggregation in oracle.AGGREGATIONS:
         config = package_config(aggregated(Objective(), aggregation))
         loss = summed_loss(rank_losses(config, step, logits, whole(2, cp_size=2)))
-        assert loss.item() == 0.0
-        assert not any(gradient.any() for gradient in gradients(loss, logits))
+        assert loss.item() == 0.0 and not any(
+            gradient.any() for gradient in gradients(loss, logits)
+        )

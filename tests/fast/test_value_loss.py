@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from megatron_pg.critic.value_loss import value_loss as token_loss
 from megatron_pg.critic.value_step import values_of_output
 from tests import critic_oracle, oracle
 from tests.critic_oracle import with_values
+from tests.cut_policy_loss import aggregated, package_config
 from tests.cut_steps import CUTS, DIVISOR, Cut, assert_same
 from tests.oracle import PlainSample
 from tests.random_steps import lengths, package_samples, random_losses, random_step, uneven_totals
@@ -30,25 +32,17 @@ STEPS = {
 
 
 def config_of(aggregation: str, **settings: object) -> PolicyLossConfig:
-    divisor = DIVISOR if aggregation == "constant" else None
-    return PolicyLossConfig(
-        loss_aggregation=aggregation,
-        loss_aggregation_divisor=divisor,
-        **settings,  # type: ignore[arg-type]
-    )
+    return package_config(aggregated(oracle.Objective(), aggregation), **settings)
 
 
-def reported(
-    config: PolicyLossConfig,
-    samples: list[Sample],
-    values: Tensor,
-    seen: list[Sample] | None = None,
-) -> tuple[Tensor, ValueReport]:
-    """The loss and the report of a step of one micro-batch, which may hold others than were counted."""
+def reported(config: PolicyLossConfig, samples: list[Sample], values: Tensor, seen=None) -> tuple:
+    """The loss and the metrics of a step of one micro-batch, which may hold others than were counted."""
     batch = pack(samples if seen is None else seen)
-    of_batch = MicroBatchValueLoss(config, CriticConfig(), batch, uneven_totals(samples), 1.0)
-    loss, metrics = of_batch(values)
-    return loss, ValueReport.of(config, [metrics], contributes=True, device="cpu")
+    loss, metrics = MicroBatchValueLoss(config, CriticConfig(), batch, uneven_totals(samples))(
+        values
+    )
+    report = ValueReport.of(config, [metrics], contributes=True, device="cpu")
+    return loss, report.metrics(report.sums)
 
 
 def answer(tokens: int = 2, **fields: object) -> Sample:
@@ -76,10 +70,10 @@ class CutCritic:
         """The metrics of the step from the sums of every rank and micro-batch."""
         return report.metrics(torch.stack(parts).sum(0))
 
-    def run(
-        self, step: list[PlainSample], values: list[Tensor], cut: Cut, config: PolicyLossConfig
-    ) -> tuple[Tensor, dict[str, float]]:
+    def run(self, step, values: list[Tensor], cut: Cut, config: PolicyLossConfig) -> tuple:
+        """The loss and the metrics of the step."""
         losses, parts = [], []
+        critic = CriticConfig(value_clip=self.clip)
         for micro_batches in cut.ranks:
             share = 1 / (cut.dp_size * cut.cp_size * len(micro_batches))
             for indices in micro_batches:
@@ -90,7 +84,6 @@ class CutCritic:
                     batch = pack(package_samples(plain), cp_rank=cp_rank, cp_size=cut.cp_size)
                     layout = token_layout(*lengths(plain), cut.cp_size)[cp_rank]
                     rows = [row.response for row in layout if row.response is not None]
-                    critic = CriticConfig(value_clip=self.clip)
                     of_batch = MicroBatchValueLoss(config, critic, batch, totals, share)
                     loss, metrics = of_batch(flat[self.scored(rows, flat.numel() - 1)])
                     losses.append(self.of_rank(loss, cut.cp_size))
@@ -99,9 +92,7 @@ class CutCritic:
         return torch.stack(losses).sum(), self.reduced(report, parts)
 
 
-def check(
-    critic: CutCritic, step: list[PlainSample], cut: str, aggregation: str = "sample_mean"
-) -> None:
+def check(critic: CutCritic, step: list[PlainSample], cut: str, aggregation="sample_mean") -> None:
     """The cut step has the loops' value, gradient and metrics."""
     values = random_losses(step, seed=5)
     found, metrics = critic.run(step, values, CUTS[cut](len(step)), config_of(aggregation))
@@ -186,13 +177,12 @@ def test_masked_tokens_reach_neither_loss_nor_gradient() -> None:
     loss.backward()
     # v_clip = 0.3 is nearer to R than v: the loss is (0.25 - 1)^2 / 2.
     assert loss.item() == pytest.approx(0.75**2 / 2)
-    assert values.grad is not None and values.grad.tolist() == pytest.approx([-0.75, 0.0])
+    assert values.grad.tolist() == pytest.approx([-0.75, 0.0])
 
 
 def test_a_nan_at_an_active_token_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    values = torch.tensor([0.0, NAN])
-    _, report = reported(config_of("sample_mean"), [answer(name="the one")], values)
-    assert math.isnan(report.metrics(report.sums)["value_loss"])
+    values, samples = torch.tensor([0.0, NAN]), [answer(name="the one")]
+    assert math.isnan(reported(config_of("sample_mean"), samples, values)[1]["value_loss"])
     assert "response token 1 of sample 0 (the one)" in caplog.text
 
 
@@ -200,12 +190,10 @@ def test_a_nan_at_an_active_token_is_named(caplog: pytest.LogCaptureFixture) -> 
 def test_a_step_of_no_active_token(pg_metrics: str) -> None:
     config = config_of("token_mean", pg_metrics=pg_metrics)
     values = torch.zeros(2, requires_grad=True)
-    loss, report = reported(config, [answer(mask=[0, 0])], values)
+    loss, found = reported(config, [answer(mask=[0, 0])], values)
     loss.backward()
-    found = report.metrics(report.sums)
-    assert found["value_loss"] == 0.0 and found["value_aggregation_checksum"] == pytest.approx(
-        1, abs=1e-12
-    )
+    assert found["value_loss"] == 0.0
+    assert found["value_aggregation_checksum"] == pytest.approx(1, abs=1e-12)
     assert ("explained_variance" in found) == (pg_metrics == "basic")
 
 
@@ -214,8 +202,10 @@ def test_a_step_of_no_active_token(pg_metrics: str) -> None:
 )
 def test_equal_returns_explain_nothing(tokens: int, value: float, rounding: int) -> None:
     """Of many equal returns rounding makes a variance, -9e-16 of a thousand times 2.8: it is none either."""
-    config, samples = config_of("sample_mean"), [answer(tokens, returns=[value] * tokens)]
-    _, report = reported(config, samples, torch.linspace(0.0, 1.0, tokens))
+    config, batch = config_of("sample_mean"), pack([answer(tokens, returns=[value] * tokens)])
+    loss = MicroBatchValueLoss(config, CriticConfig(), batch, uneven_totals(batch.samples))
+    _, metrics = loss(torch.linspace(0.0, 1.0, tokens))
+    report = ValueReport.of(config, [metrics], contributes=True, device="cpu")
     sums = dict(zip(value_metric_table(config).names, report.sums[:, 0].tolist(), strict=True))
     rounded = sums["return_squared_sum"] / tokens - (sums["return_sum"] / tokens) ** 2
     assert (rounded > 0) - (rounded < 0) == rounding
@@ -227,33 +217,24 @@ def test_a_small_variance_of_large_returns_is_explained() -> None:
     returns = [100.0, 100.01, 99.99, 100.01]
     returned = torch.tensor(returns)
     values = returned + torch.tensor([0.005, -0.005, 0.005, -0.005])
-    _, report = reported(config_of("sample_mean"), [answer(4, returns=returns)], values)
+    _, found = reported(config_of("sample_mean"), [answer(4, returns=returns)], values)
     unexplained, variance = (
         critic_oracle.variance(each.double().tolist()) for each in (returned - values, returned)
     )
-    found = report.metrics(report.sums)["explained_variance"]
-    assert found == pytest.approx(1 - unexplained / variance, rel=1e-4)
+    expected = 1 - unexplained / variance
+    assert found["explained_variance"] == pytest.approx(expected, rel=1e-4)
 
 
-def test_a_sample_that_the_critic_did_not_see_is_an_error_under_check_aggregation() -> None:
-    samples = [
-        replace(answer(returns=[1.0, 2.0]), tokens=[1, 2, 3 + i], name=f"answer {i}")
-        for i in range(3)
-    ]
-    config = config_of("sample_mean", check_aggregation=True)
-    for seen, said in ((samples, ""), (samples[:2], "answer 2"), (samples[:2] * 2, "answer 1")):
-        _, report = reported(config, samples, torch.zeros(2 * len(seen)), seen)
-        if not said:
-            checksum = report.metrics(report.sums)["value_aggregation_checksum"]
-            assert checksum == pytest.approx(1, abs=1e-12)
-            continue
-        with pytest.raises(RuntimeError, match=said):
-            report.metrics(report.sums)
-
-
-# --------------------------------------------------------------------------------------------------
-# Refusals
-# --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("seen", "said"), [((0, 1, 2), None), ((0, 1), "answer 2"), ((0, 1, 0, 1), "answer 1")]
+)
+def test_a_sample_that_the_critic_did_not_see_is_an_error_under_check_aggregation(seen, said):
+    sample = answer(returns=[1.0, 2.0])
+    samples = [replace(sample, tokens=[1, 2, 3 + i], name=f"answer {i}") for i in range(3)]
+    config, values = config_of("sample_mean", check_aggregation=True), torch.zeros(2 * len(seen))
+    with pytest.raises(RuntimeError, match=said) if said else nullcontext():
+        _, found = reported(config, samples, values, [samples[index] for index in seen])
+        assert found["value_aggregation_checksum"] == pytest.approx(1, abs=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -272,14 +253,11 @@ def test_values_are_checked_when_the_sample_is_built(fields: dict, message: str)
 
 @pytest.mark.parametrize("missing", ["old_values", "returns"])
 def test_missing_values_are_refused_by_sample_and_field(missing: str) -> None:
-    given = {"old_values": [0.0, 0.0], "returns": [1.0, 1.0]}
-    del given[missing]
-    samples = [Sample([1, 2, 3], 2, [1, 1], name="turn 7", **given)]
+    samples = [answer(name="turn 7", **{missing: None})]
     with pytest.raises(ValueError, match=rf"turn 7 has no {missing}.*Sample\({missing}=...\)"):
         reported(config_of("sample_mean"), samples, torch.zeros(2))
-    whole = Sample([1, 2, 3], 2, [1, 1], old_values=[0.0, 0.0], returns=[1.0, 1.0])
     with pytest.raises(ValueError, match=f"turn 7.*has no {missing}"):
-        pack([whole, *samples])
+        pack([answer(), *samples])
 
 
 @pytest.mark.parametrize(

@@ -318,6 +318,7 @@ def test_a_flag_of_the_parsers_own_is_left_alone_unless_it_stores_elsewhere() ->
         add_planning_args(parser)
 
 
+SHARED = {"num_experts": 4, "moe_shared_expert_intermediate_size": 5}
 ATTENTION = 8 * (2 * 8 + 2 * 8)  # head size 8 / 2, as many groups as heads
 
 
@@ -327,7 +328,7 @@ ATTENTION = 8 * (2 * 8 + 2 * 8)  # head size 8 / 2, as many groups as heads
         ({}, ATTENTION + 2 * 8 * 32),  # 4 * 8
         ({"swiglu": True}, ATTENTION + 3 * 8 * 32),
         ({"num_experts": 4}, ATTENTION + 2 * 8 * 32),  # one expert for a token
-        ({"moe_shared_expert_intermediate_size": 5}, ATTENTION + 2 * 8 * (32 + 5)),
+        (SHARED, ATTENTION + 2 * 8 * (32 + 5)),
     ],
 )
 def test_the_cost_of_a_model_whose_settings_are_left_to_megatron(settings, weights) -> None:

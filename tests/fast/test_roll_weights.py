@@ -23,10 +23,8 @@ TOKENS = [sum(mask) for mask in MASKS]
 
 
 def weights(aggregation: str, *, prompts: list[int] = GROUPS, divisor: float | None = None):
-    names = [str(prompt).encode() for prompt in prompts]
-    return step_weights(
-        aggregation, TOKENS[: len(prompts)], names, None, rollouts_per_prompt=3, divisor=divisor
-    )
+    names, tokens = [str(prompt).encode() for prompt in prompts], TOKENS[: len(prompts)]
+    return step_weights(aggregation, tokens, names, None, rollouts_per_prompt=3, divisor=divisor)
 
 
 @pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
@@ -34,12 +32,8 @@ def test_weights_times_losses_are_the_objective(aggregation):
     generator = torch.Generator().manual_seed(0)
     losses = [torch.rand(len(mask), generator=generator, dtype=torch.float64) for mask in MASKS]
     divisor = 5.0 if aggregation == "constant" else None
-    found = sum(
-        weight * (loss * torch.tensor(mask)).sum()
-        for weight, loss, mask in zip(
-            weights(aggregation, divisor=divisor), losses, MASKS, strict=True
-        )
-    )
+    rows = zip(weights(aggregation, divisor=divisor), losses, MASKS, strict=True)
+    found = sum(weight * (loss * torch.tensor(mask)).sum() for weight, loss, mask in rows)
     expected = oracle.aggregate(STEP, losses, aggregation, divisor)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
 
@@ -52,9 +46,7 @@ def test_a_group_that_is_split_over_steps_is_refused():
 
 def test_a_prompt_that_is_in_a_step_twice_is_refused():
     with pytest.raises(ValueError, match="1 of the 1 prompts.*have 6 samples.*not 3.*drawn twice"):
-        step_weights(
-            "prompt_mean", [2, 4, 1, 3, 5, 5], [b"a"] * 6, None, rollouts_per_prompt=3, divisor=None
-        )
+        weights("prompt_mean", prompts=[7] * 6)
 
 
 def test_factors_undo_the_mean_over_the_kept_tokens():
@@ -64,13 +56,9 @@ def test_factors_undo_the_mean_over_the_kept_tokens():
 
 
 def config(**changes: object) -> types.SimpleNamespace:
-    settings = {
-        "loss_agg_mode": "seq-mean-token-mean",
-        "difficulty_loss_weight": False,
-        "length_loss_weight": False,
-        "actor_train": types.SimpleNamespace(apply_loss_scale=True),
-    }
-    return types.SimpleNamespace(**{**settings, **changes})
+    settings = {"difficulty_loss_weight": False, "length_loss_weight": False}
+    settings |= {"actor_train": types.SimpleNamespace(apply_loss_scale=True)}
+    return types.SimpleNamespace(**{"loss_agg_mode": "seq-mean-token-mean", **settings, **changes})
 
 
 @pytest.mark.parametrize(

@@ -69,11 +69,8 @@ def megatron_gradients(
             loss = loss * job.cp_size / num_microbatches
         for gradient, part in zip(total, gradients(loss, leaves), strict=True):
             gradient += part
-    if job.per_token:
-        scaling = 1.0 / max(int(total_num_tokens), 1)
-    else:
-        scaling = 1.0 / (job.dp_size * job.cp_size)
-    return [gradient * scaling for gradient in total]
+    count = max(int(total_num_tokens), 1) if job.per_token else job.dp_size * job.cp_size
+    return [gradient * (1.0 / count) for gradient in total]
 
 
 def apply(contract: ScaleContract, loss: Tensor, metrics: dict, batch: PackedBatch) -> LossOutput:
@@ -188,10 +185,11 @@ def test_values_that_the_schedule_can_use(per_token: bool) -> None:
         accumulator = torch.zeros((), dtype=torch.int)
         accumulator += torch.clamp(output[1], min=1)
     # The schedule rescales the returned loss in place; neither the metrics nor s may follow.
-    reported, loss = output[-1]["loss"].clone(), result.loss.clone()
+    reported, loss = {name: pair.clone() for name, pair in output[-1].items()}, result.loss.clone()
     with torch.no_grad():
         output[0].mul_(1000)
-    assert torch.equal(output[-1]["loss"], reported) and torch.equal(result.loss, loss)
+    assert all(torch.equal(output[-1][name], pair) for name, pair in reported.items())
+    assert torch.equal(result.loss, loss)
 
 
 def test_a_detached_view_in_the_metrics_would_be_rescaled() -> None:
@@ -226,26 +224,25 @@ def num_tokens(contract: ScaleContract) -> int:
 
 
 MTP = SimpleNamespace(num_moe_experts=None, mtp_num_layers=1)
-DENSE = SimpleNamespace(num_moe_experts=None, mtp_num_layers=None)
 NO_COEFFICIENT = SimpleNamespace(num_moe_experts=4, moe_aux_loss_coeff=0.0, mtp_num_layers=None)
-SEVERAL = SimpleNamespace(num_moe_experts=4, moe_aux_loss_coeff=[0.0, 0.1], mtp_num_layers=None)
-ROUTER_Z_LOSS = SimpleNamespace(num_moe_experts=4, moe_aux_loss_coeff=0.0, moe_z_loss_coeff=1e-3)
-EXPERTS_ALONE = SimpleNamespace(num_moe_experts=4)
+MODELS = [
+    # (settings of the model, whether it has an auxiliary loss)
+    ({"num_moe_experts": 4, "moe_aux_loss_coeff": 0.01}, True),
+    ({"num_moe_experts": 4, "moe_aux_loss_coeff": [0.0, 0.1], "mtp_num_layers": None}, True),
+    ({"num_moe_experts": 4, "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": 1e-3}, True),
+    ({"num_moe_experts": None, "mtp_num_layers": None}, False),
+    (vars(NO_COEFFICIENT), False),
+    ({"num_moe_experts": 4}, False),
+]
 
 
-@pytest.mark.parametrize("model_config", (None, SEVERAL, ROUTER_Z_LOSS))
-def test_auxiliary_losses_count_all_local_tokens(model_config: object) -> None:
+@pytest.mark.parametrize(("settings", "has_auxiliary_loss"), MODELS)
+def test_auxiliary_losses_count_all_local_tokens(settings, has_auxiliary_loss: bool) -> None:
     """By active tokens Megatron gave 4 times the router's gradient with 8 of 32 tokens active."""
-    changes = {} if model_config is None else {"model_config": model_config}
-    contract = moe_contract(**changes)
-    assert (num_tokens(contract), contract.factor) == (32, 100)
-
-
-@pytest.mark.parametrize("model_config", (DENSE, NO_COEFFICIENT, EXPERTS_ALONE))
-def test_models_without_auxiliary_loss_count_active_tokens(model_config: object) -> None:
-    totals = uneven_totals(package_samples(random_step(seed=44)))
-    contract = moe_contract(model_config=model_config, totals=totals)
-    assert (num_tokens(contract), contract.factor) == (8, totals.num_active_tokens)
+    totals = replace(uneven_totals(package_samples(random_step(seed=44))), num_tokens=100)
+    contract = moe_contract(model_config=SimpleNamespace(**settings), totals=totals)
+    expected = (32, 100) if has_auxiliary_loss else (8, totals.num_active_tokens)
+    assert (num_tokens(contract), contract.factor) == expected
 
 
 def test_auxiliary_loss_needs_the_steps_packed_tokens() -> None:

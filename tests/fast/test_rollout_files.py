@@ -217,9 +217,11 @@ def test_a_broken_line_spoils_only_itself(tmp_path: Path, case: str) -> None:
 
 
 def test_a_line_of_many_brackets_is_read(tmp_path: Path) -> None:
-    """Their number is no matter: what nests too deeply is refused."""
+    """Their number is no matter: what nests too deeply is refused. The last line may lack its newline."""
     path = write(tmp_path, [row(0), row(1, text=[[]] * 5000), row(2, text="{[" * 5000)], "jsonl")
     assert read(path) == [0, 1, 2]
+    path.write_text(json.dumps(row(3)))
+    assert read(path) == [3]
 
 
 def test_integers_beyond_float64_spoil_only_their_rows(tmp_path: Path) -> None:
@@ -230,12 +232,6 @@ def test_integers_beyond_float64_spoil_only_their_rows(tmp_path: Path) -> None:
     assert [error.split()[3] for error in errors] == ["reward", "reward", "advantages"]
     assert "1000000" in errors[1] and "finite" in errors[1]
     assert read(path, on_bad_row="skip") == [0, None, None, None]
-
-
-def test_the_only_line_may_lack_its_newline(tmp_path: Path) -> None:
-    path = tmp_path / "one.jsonl"
-    path.write_text(json.dumps(row(3)))
-    assert read(path) == [3]
 
 
 def files_of_both_kinds(folder: Path) -> list[Path]:
@@ -281,16 +277,24 @@ def rows_from(first: int, count: int = 4) -> list[Row]:
     return [row(number) for number in range(first, first + count)]
 
 
-def files_of_a_stopped_run(folder: Path) -> tuple[list[Path], RolloutPosition]:
+@pytest.fixture
+def stopped(tmp_path: Path) -> tuple[list[Path], RolloutPosition]:
     """Four files of four rows, and the position in the middle of the second."""
-    kinds = {"a": "jsonl", "b": "jsonl", "c": "parquet", "d": "jsonl"}
+    names = {"a": "jsonl", "b": "jsonl", "c": "parquet", "d": "jsonl"}
+    rows = map(rows_from, range(4))
     paths = [
-        write(folder, rows_from(first), kind, name)
-        for first, (name, kind) in enumerate(kinds.items())
+        write(tmp_path, part, names[name], name) for part, name in zip(rows, names, strict=True)
     ]
     source = RolloutFiles(paths)
     source.pull(6)
     return paths, pickle.loads(pickle.dumps(source.position))
+
+
+def resume(paths: Sequence[Path], position: RolloutPosition) -> list[int | None]:
+    """The numbers of the rows from a position on."""
+    source = RolloutFiles(paths)
+    source.seek(position)
+    return numbers(pull_all(source))
 
 
 OTHER_LISTS = {
@@ -303,39 +307,36 @@ OTHER_LISTS = {
 
 
 @pytest.mark.parametrize("case", OTHER_LISTS)
-def test_resuming_with_another_list_of_files_is_refused(tmp_path: Path, case: str) -> None:
-    paths, position = files_of_a_stopped_run(tmp_path)
-    order, message = OTHER_LISTS[case]
+def test_resuming_with_another_list_of_files_is_refused(stopped, case: str) -> None:
+    (paths, position), (order, message) = stopped, OTHER_LISTS[case]
     with pytest.raises(ValueError, match=f"--rollout-files: {message}.*same order"):
-        RolloutFiles([paths[index] for index in order]).seek(position)
+        resume([paths[index] for index in order], position)
 
 
 @pytest.mark.parametrize("index", range(4))
-def test_resuming_with_other_contents_of_the_same_size_is_refused(tmp_path, index) -> None:
+def test_resuming_with_other_contents_of_the_same_size_is_refused(stopped, tmp_path, index) -> None:
     """As step1/rollouts.jsonl and step2/rollouts.jsonl may be."""
-    paths, position = files_of_a_stopped_run(tmp_path)
+    paths, position = stopped
     (tmp_path / "step2").mkdir()
-    other = tmp_path / "step2" / paths[index].name
     contents = bytearray(paths[index].read_bytes())
     contents[-40] ^= 1
-    other.write_bytes(contents)
-    paths[index] = other
+    paths[index] = tmp_path / "step2" / paths[index].name
+    paths[index].write_bytes(contents)
     with pytest.raises(ValueError, match=f"file {index + 1} .* had other contents than .*step2"):
-        RolloutFiles(paths).seek(position)
+        resume(paths, position)
 
 
-# The last may grow.
-@pytest.mark.parametrize(
-    ("index", "count"), [*((n, 3) for n in range(4)), *((n, 5) for n in range(3))]
-)
-def test_resuming_with_a_file_of_another_size_is_refused(tmp_path, index, count) -> None:
-    paths, position = files_of_a_stopped_run(tmp_path)
-    path = paths[index]
-    size = path.stat().st_size
+SHORTER, LONGER = [(index, 3) for index in range(4)], [(index, 5) for index in range(3)]
+
+
+@pytest.mark.parametrize(("index", "count"), SHORTER + LONGER)
+def test_resuming_with_a_file_of_another_size_is_refused(stopped, tmp_path, index, count) -> None:
+    paths, position = stopped
+    path, size = paths[index], paths[index].stat().st_size
     write(tmp_path, rows_from(index, count), path.suffix[1:], path.stem)
     message = f"file {index + 1} of the 4 .* had {size} bytes and .* has {path.stat().st_size}"
     with pytest.raises(ValueError, match=message):
-        RolloutFiles(paths).seek(position)
+        resume(paths, position)
 
 
 def test_a_file_that_changed_where_the_account_does_not_look_has_too_few_rows(tmp_path) -> None:
@@ -343,61 +344,47 @@ def test_a_file_that_changed_where_the_account_does_not_look_has_too_few_rows(tm
     source = RolloutFiles([path])
     source.pull(1990)
     contents = path.read_text()
-    middle = len(contents) // 2
-    blank = contents[middle - 10_000 : middle + 10_000].replace("\n", " ")
-    path.write_text(contents[: middle - 10_000] + blank + contents[middle + 10_000 :])
+    start = len(contents) // 2 - 10_000
+    blank = contents[start : start + 20_000].replace("\n", " ")
+    path.write_text(contents[:start] + blank + contents[start + 20_000 :])
     with pytest.raises(ValueError, match="rows and the checkpoint stopped after 1990"):
-        RolloutFiles([path]).seek(source.position)
+        resume([path], source.position)
 
 
-def test_files_in_another_folder_go_on(tmp_path: Path) -> None:
-    (tmp_path / "before").mkdir()
-    paths, position = files_of_a_stopped_run(tmp_path / "before")
-    (tmp_path / "before").rename(tmp_path / "after")
-    source = RolloutFiles([tmp_path / "after"])
+def test_files_in_another_folder_go_on(stopped, tmp_path: Path) -> None:
+    _, position = stopped
+    tmp_path.rename(tmp_path.with_name("after"))
+    source = RolloutFiles([tmp_path.with_name("after")])
     source.seek(position)
     assert numbers(pull_all(source)) == [3, 4, 2, 3, 4, 5, 3, 4, 5, 6]
     assert position.files == source.position.files
 
 
-def add_line(path: Path, fields: Row) -> None:
-    path.write_text(f"{path.read_text()}{json.dumps(fields)}\n")
-
-
-def test_rows_may_be_added_after_the_last(tmp_path: Path) -> None:
-    paths, position = files_of_a_stopped_run(tmp_path)
-    add_line(paths[3], row(50))
-    source = RolloutFiles([*paths, write(tmp_path, [row(60)], "jsonl", "e")])
-    source.seek(position)
-    assert numbers(pull_all(source)) == [3, 4, 2, 3, 4, 5, 3, 4, 5, 6, 50, 60]
-
-
-def test_files_may_be_added_to_those_that_have_ended(tmp_path: Path) -> None:
-    paths, _ = files_of_a_stopped_run(tmp_path)
+def test_rows_and_files_may_be_added_after_the_last(stopped, tmp_path: Path) -> None:
+    paths, position = stopped
     ended = RolloutFiles(paths)
     pull_all(ended)
-    source = RolloutFiles([*paths, write(tmp_path, [row(60)], "jsonl", "e")])
-    source.seek(ended.position)
-    assert numbers(pull_all(source)) == [60]
+    more = write(tmp_path, [row(60)], "jsonl", "e")
+    assert resume([*paths, more], ended.position) == [60]
+    paths[3].write_text(f"{paths[3].read_text()}{json.dumps(row(50))}\n")
+    assert resume([*paths, more], position) == [3, 4, 2, 3, 4, 5, 3, 4, 5, 6, 50, 60]
     # Lines of a file that has been passed would be lost.
-    add_line(paths[3], row(50))
     with pytest.raises(ValueError, match="file 4 .* had .* bytes"):
-        RolloutFiles(paths).seek(ended.position)
+        resume(paths, ended.position)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_last_file_that_was_replaced_by_a_longer_one_is_refused(tmp_path, kind) -> None:
-    source = RolloutFiles([write(tmp_path, [row(0), row(1)], kind)])
+    source = RolloutFiles([write(tmp_path, rows_from(0, 2), kind)])
     source.pull(1)
-    longer = write(tmp_path, [row(7), row(8), row(9)], kind)
     with pytest.raises(ValueError, match="file 1 .* had .* bytes"):
-        RolloutFiles([longer]).seek(source.position)
+        resume([write(tmp_path, rows_from(7, 3), kind)], source.position)
 
 
 def test_a_directory_stands_for_its_files(tmp_path: Path) -> None:
     files_of_both_kinds(tmp_path)
-    (tmp_path / "notes.txt").write_text("no rollouts")
-    (tmp_path / "notes.gz").write_text("no rollouts")
+    for name in ("notes.txt", "notes.gz"):
+        (tmp_path / name).write_text("no rollouts")
     (tmp_path / "more").mkdir()
     assert read(tmp_path) == list(range(31))
 
@@ -406,8 +393,7 @@ def test_a_directory_stands_for_its_files(tmp_path: Path) -> None:
 def test_a_name_may_end_in_capitals(tmp_path: Path, kind: str) -> None:
     path = write(tmp_path, [row(3)], kind)
     capitals = path.rename(path.with_suffix(path.suffix.upper()))
-    assert read(tmp_path) == [3]
-    assert read(capitals) == [3]
+    assert read(tmp_path) == read(capitals) == [3]
     assert validate_rollout_file(capitals).num_rows == 1
 
 
@@ -416,11 +402,9 @@ def test_a_compressed_file_is_refused_and_not_passed_over(tmp_path: Path, name: 
     write(tmp_path, [row(3)], "jsonl")
     compressed = tmp_path / name
     compressed.write_bytes(b"\x1f\x8b")
-    for paths in ([tmp_path], [compressed]):
+    for reader, path in ((read, tmp_path), (read, compressed), (validate_rollout_file, compressed)):
         with pytest.raises(ValueError, match=f"{name} is compressed .*: decompress it"):
-            RolloutFiles(paths)
-    with pytest.raises(ValueError, match=f"{name} is compressed"):
-        validate_rollout_file(compressed)
+            reader(path)
 
 
 def test_a_folder_that_is_named_as_a_file(tmp_path: Path) -> None:

@@ -145,19 +145,19 @@ class MeanOfExplainedVariances(CutCritic):
         return {name: sum(each[name] for each in found) / len(found) for name in found[0]}
 
 
-@pytest.mark.parametrize(
-    ("mutant", "cut"),
-    [
-        (ExtraContextParallelFactor(), "cp_2"),
-        (MicroBatchTotals(), "one_sample_a_micro_batch"),
-        (OneTokenLate(), "cp_4"),
-        (Unclipped(), "whole"),
-        (MeanOfExplainedVariances(), "dp_2_interleaved"),
-    ],
-)
-def test_a_wrong_critic_is_seen(mutant: CutCritic, cut: str) -> None:
+MUTANTS = {
+    ExtraContextParallelFactor: "cp_2",
+    MicroBatchTotals: "one_sample_a_micro_batch",
+    OneTokenLate: "cp_4",
+    Unclipped: "whole",
+    MeanOfExplainedVariances: "dp_2_interleaved",
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_wrong_critic_is_seen(mutant: type[CutCritic]) -> None:
     with pytest.raises(AssertionError):
-        check(mutant, STEPS["ragged"], cut)
+        check(mutant(), STEPS["ragged"], MUTANTS[mutant])
 
 
 def test_inside_the_clip_range_nothing_is_clipped() -> None:

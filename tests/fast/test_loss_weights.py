@@ -62,33 +62,22 @@ def difference(found: Tensor, expected: Tensor) -> float:
 @denominators
 @aggregations
 @pytest.mark.parametrize("cut", CUTS)
-def test_every_cut_equals_the_loops(cut: str, aggregation: str, denominator: str) -> None:
+@pytest.mark.parametrize("name", ("everything", "everything_by_the_loss"))
+def test_every_cut_equals_the_loops(name, cut, aggregation, denominator) -> None:
+    """Metrics are of the tokens that the mask keeps, whatever they weigh."""
     step = weighted_step()
     logits = random_logits(step, seed=3)
-    objective = objective_of(aggregation, denominator)
+    objective = objective_of(aggregation, denominator, name)
     config = package_config(objective)
     results = rank_losses(config, step, logits, CUTS[cut](len(step)))
-    assert_same(summed_loss(results), oracle.policy_loss(step, logits, objective).loss, logits)
+    expected = oracle.policy_loss(step, logits, objective)
+    assert_same(summed_loss(results), expected.loss, logits)
     found = reported(config, *(result.metrics for result in results))
     assert found["aggregation_checksum"] == pytest.approx(1.0, abs=1e-9)
-    # Metrics are of the tokens that the mask keeps, whatever they weigh.
-    plain = [replace(sample, loss_weights=None) for sample in step]
-    by_mask = package_config(objective_of(aggregation, "mask"))
-    (result,) = rank_losses(by_mask, plain, logits, whole(len(step)))
-    bare = reported(by_mask, result.metrics)
-    names = ("ratio_new_old", "advantage", "num_tokens", "max_advantage")
-    assert all(found[name] == pytest.approx(bare[name], rel=1e-9) for name in names)
-
-
-@denominators
-@aggregations
-def test_terms_by_the_loss_are_weighted_as_it_is(aggregation: str, denominator: str) -> None:
-    step = weighted_step()
-    logits = random_logits(step, seed=3)
-    objective = objective_of(aggregation, denominator, "everything_by_the_loss")
-    cut = CUTS["dp_2_two_micro_batches_cp_2"](len(step))
-    found = summed_loss(rank_losses(package_config(objective), step, logits, cut))
-    assert_same(found, oracle.policy_loss(step, logits, objective).loss, logits)
+    means = oracle.metrics(step, expected, objective)
+    means["num_tokens"] = oracle.active_tokens(step, range(len(step)))
+    for metric in ("ratio_new_old", "advantage", "num_tokens", "max_advantage"):
+        assert found[metric] == pytest.approx(means[metric], rel=1e-9)
 
 
 def test_missing_weights_are_1_whatever_the_default_dtype() -> None:

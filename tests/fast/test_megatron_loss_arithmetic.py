@@ -404,15 +404,12 @@ def test_a_micro_batch_of_another_context_parallel_rank_is_refused(packed_for) -
 
 
 def test_a_micro_batch_of_another_cut_of_the_pack_is_refused() -> None:
-    samples = package_samples(random_step(seed=45))
+    samples, groups = package_samples(random_step(seed=45)), Groups(context_size=2)
     batch = pack(samples, cp_rank=0, cp_size=2, cp_partition_mode="contiguous")
-    zigzag, contiguous = (
-        policy_step(PolicyLossConfig(**mode), samples, groups=Groups(context_size=2))
-        for mode in ({}, {"cp_partition_mode": "contiguous"})
-    )
-    contiguous.check_packing(batch)
+    contiguous = PolicyLossConfig(cp_partition_mode="contiguous")
+    policy_step(contiguous, samples, groups=groups).check_packing(batch)
     with pytest.raises(ValueError, match="--cp-partition-mode is zigzag"):
-        zigzag.check_packing(batch)
+        policy_step(PolicyLossConfig(), samples, groups=groups).check_packing(batch)
 
 
 @pytest.mark.parametrize("per_token", (False, True))
@@ -463,10 +460,8 @@ def test_a_step_takes_a_divisor_of_its_own(per_token: bool) -> None:
 )
 def test_what_the_model_has_no_row_for_is_refused_by_sample(tokens, positions, words) -> None:
     """Before the model runs: a GPU would say that some index is out of bounds, of no sample."""
-    samples = [
-        pg.Sample(tokens, 1, [1], old_log_probs=[-1.0], name=name)
-        for tokens, name in (([1, 2], "short"), ([9, 2, 3, 4, 5, 6], "long"))
-    ]
+    tokens_of = {"short": [1, 2], "long": [9, 2, 3, 4, 5, 6]}
+    samples = [pg.Sample(row, 1, [1], 1.0, [-1.0], name=name) for name, row in tokens_of.items()]
 
     def head(tokens: int, positions: int) -> None:
         tables = [SimpleNamespace(num_embeddings=size) for size in (tokens, positions)]
@@ -482,13 +477,9 @@ def test_what_the_model_has_no_row_for_is_refused_by_sample(tokens, positions, w
 
 
 def test_stages_that_exchange_tensors_of_one_length_refuse_a_plan_of_several() -> None:
-    samples = [
-        pg.Sample(tokens=[1] * n, response_length=1, loss_mask=[1], old_log_probs=[-1.0])
-        for n in (5, 9)
-    ]
-    config = SimpleNamespace(
-        calculate_per_token_loss=False, pipeline_model_parallel_size=2, variable_seq_lengths=False
-    )
+    samples = [pg.Sample([1] * n, 1, [1], 1.0, [-1.0]) for n in (5, 9)]
+    config = SimpleNamespace(calculate_per_token_loss=False, variable_seq_lengths=False)
+    config.pipeline_model_parallel_size = 2
 
     def step(max_tokens: int) -> PolicyStep:
         plan = pg.plan_step(samples, max_tokens_per_microbatch=max_tokens)

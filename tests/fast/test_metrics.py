@@ -28,6 +28,7 @@ from tests.cut_policy_loss import aggregated, package_config, rank_losses
 from tests.cut_steps import CUTS
 from tests.dispatches import CountDispatches
 from tests.fast import objectives_oracle
+from tests.fast.objectives_oracle import Sequence1
 from tests.fast.one_step import PLAIN_SUM, loss_of, reported
 from tests.fast.sequences import (
     OF_LOG_PROBS,
@@ -54,17 +55,11 @@ EVERYTHING = {
 DEFAULTS = PolicyLossConfig()
 
 
-def metrics_of(
-    config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor
-) -> MicroBatchMetrics:
+def metrics_of(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor):
     return loss_of(config, batch, log_probs, torch.ones_like(log_probs))[1]
 
 
-def report_of(
-    config: PolicyLossConfig,
-    sequences: list[objectives_oracle.Sequence1],
-    log_probs: Tensor | None = None,
-) -> dict[str, float]:
+def report_of(config: PolicyLossConfig, sequences: list[Sequence1], log_probs=None) -> dict:
     """What a step of one micro-batch reports."""
     log_probs = flat_log_probs(sequences) if log_probs is None else log_probs
     return reported(config, metrics_of(config, package_batch(sequences), log_probs))
@@ -284,10 +279,8 @@ def test_the_fraction_that_is_rejected_is_a_mean_over_documents() -> None:
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
 def test_extremes_when_all_advantages_have_one_sign(sign: float) -> None:
     """Masked positions, empty windows and empty micro-batches bring the identity, not zero."""
-    sequences = [
-        replace(s, advantages=[sign * (1 + t) for t in range(len(s.advantages))])
-        for s in random_sequences(3)
-    ]
+    rows = [(s, range(1, len(s.advantages) + 1)) for s in random_sequences(3)]
+    sequences = [replace(s, advantages=[sign * t for t in places]) for s, places in rows]
     batches = [package_batch(sequences), pack([]), package_batch(sequences[3:4])]
     metrics = [metrics_of(DEFAULTS, batch, torch.zeros(len(batch.window))) for batch in batches]
     found = reported(DEFAULTS, *metrics)
@@ -401,12 +394,7 @@ def test_no_host_synchronisation_before_the_end_of_the_step(name: str) -> None:
         reported(config, metrics)  # this is where the host reads
 
 
-def said_of(
-    caplog: pytest.LogCaptureFixture,
-    config: PolicyLossConfig,
-    *micro_batches: MicroBatchMetrics,
-    loss: float = math.nan,
-) -> str:
+def said_of(caplog, config: PolicyLossConfig, *micro_batches: MicroBatchMetrics, loss=math.nan):
     """The one record of a step whose loss is that."""
     with caplog.at_level(logging.ERROR, logger="megatron_pg"):
         assert reported(config, *micro_batches)["loss"] == pytest.approx(loss, nan_ok=True)

@@ -56,11 +56,10 @@ def terms(line: str) -> str:
     words = shlex.split(line)
     given = read_line(words)
     trainer = trainer_of(given, words)
-    found = [
-        f"{term.aggregation} {term.coefficient + 0:.15g}"
-        + (f" {term.divisor:.15g}" if term.divisor else "")
-        for term in trainer.terms(trainer.read(given))
-    ]
+    found = []
+    for term in trainer.terms(trainer.read(given)):
+        divisor = f" {term.divisor:.15g}" if term.divisor else ""
+        found.append(f"{term.aggregation} {term.coefficient + 0:.15g}{divisor}")
     return ", ".join(found)
 
 
@@ -412,11 +411,9 @@ def test_the_same_loss(line: str, run) -> None:
     assert " ".join(re.sub(clip, "", flags).split()) == SAME[line]
 
 
+NO_COUNTERPART = [f"{MODE}={mode}" for mode in ("geo_mean", "clip_cov", "kl_cov", "dro")]
 LOST = {
-    **{
-        f"{VERL} {MODE}={mode}": f"{MODE}={mode}"
-        for mode in ("geo_mean", "clip_cov", "kl_cov", "dro")
-    },
+    **{f"{VERL} {mode}": mode for mode in NO_COUNTERPART},
     f"{VERL} {MODE}=dppo_kl": f"{ACTOR}clip_ratio_c=3",
     f"{VERL} {ROLLOUT}.bypass_mode=true {ROLLOUT}.loss_type=reinforce": f"{ROLLOUT}.loss_type=reinforce",
     f"{SLIME} --use-rollout-logprobs --use-tis": "--use-rollout-logprobs=True",

@@ -217,12 +217,11 @@ def expected(config: PolicyLossConfig) -> Outcome:
     drawn = step = sequences()
     if config.rejection_denominator == "accepted":
         zeros = [[oracle.ZERO] * len(s.loss_mask) for s in step]
-        masks = [oracle.correct(s, z, correction)[1] for s, z in zip(step, zeros, strict=True)]
-        step = [replace(s, loss_mask=mask) for s, mask in zip(step, masks, strict=True)]
-    losses = [
-        oracle.correct(s, oracle.objective(config.policy_loss, s, **clip), correction)[0]
-        for s in step
-    ]
+        pairs = zip(step, zeros, strict=True)
+        step = [replace(s, loss_mask=oracle.correct(s, zero, correction)[1]) for s, zero in pairs]
+    pg_losses = [oracle.objective(config.policy_loss, s, **clip) for s in step]
+    corrected = [oracle.correct(s, x, correction) for s, x in zip(step, pg_losses, strict=True)]
+    losses = [loss for loss, _ in corrected]
     lengths = [len(s.loss_mask) for s in step]
     entropy = entropies(sum(lengths))
     ids = zip(step, GROUPS, ROLLOUTS, strict=True)
@@ -248,9 +247,8 @@ def expected(config: PolicyLossConfig) -> Outcome:
     if config.grad_divisor:
         factor = step_oracle.outer_count(plain, aggregation) / config.grad_divisor
         loss = (pg + penalty) * factor if is_whole else pg * factor + penalty
-    (entropy_gradient,) = torch.autograd.grad(
-        loss, [entropy], allow_unused=True, retain_graph=True, materialize_grads=True
-    )
+    options = {"allow_unused": True, "retain_graph": True, "materialize_grads": True}
+    (entropy_gradient,) = torch.autograd.grad(loss, [entropy], **options)
     numbers = {name: value.item() for name, value in terms.items()}
     return Outcome(loss.detach(), numbers, flat_gradient(loss, drawn), entropy_gradient)
 
@@ -259,9 +257,7 @@ def found(config: PolicyLossConfig) -> Outcome:
     """By the package."""
     drawn = sequences()
     ids = zip(drawn, GROUPS, ROLLOUTS, strict=True)
-    samples = [
-        package_sample(s, group_index=group, rollout_id=rollout) for s, group, rollout in ids
-    ]
+    samples = [package_sample(s, group_index=g, rollout_id=rollout) for s, g, rollout in ids]
     batch, log_probs = pack(accepted_samples(config, samples)), flat_log_probs(drawn)
     leaves = [log_probs, entropies(log_probs.numel())]
     loss, metrics = loss_of(config, batch, *leaves)

@@ -189,10 +189,8 @@ def test_bins_out_of_range_are_refused(keywords: dict[str, int]) -> None:
 
 
 def samples_of(lengths: list[int]) -> list[Sample]:
-    return [
-        Sample([0] * n, n - 1, [1] * (n - 1), name=f"answer-{i}", group_index=i // 3)
-        for i, n in enumerate(lengths)
-    ]
+    rows = [([0] * n, n - 1, [1] * (n - 1)) for n in lengths]
+    return [Sample(*row, name=f"answer-{i}", group_index=i // 3) for i, row in enumerate(rows)]
 
 
 def packed_tokens(samples: list[Sample], cp_size: int, pad_to_multiple: int) -> int:

@@ -36,16 +36,12 @@ def scored(step: list[oracle.PlainSample], cp_rank: int, cp_size: int) -> list[i
 def arguments(step: list[oracle.PlainSample], aggregation: str) -> dict:
     """The keyword arguments that give an aggregation the totals of the step."""
     samples = package_samples(step)
-    return {
-        "aggregation": aggregation,
-        "divisor": DIVISOR if aggregation == "constant" else None,
-        "denominators": AGGREGATIONS[aggregation].denominators(uneven_totals(samples), samples),
-    }
+    denominators = AGGREGATIONS[aggregation].denominators(uneven_totals(samples), samples)
+    divisor = DIVISOR if aggregation == "constant" else None
+    return {"aggregation": aggregation, "divisor": divisor, "denominators": denominators}
 
 
-def sum_over_ranks(
-    step: list[oracle.PlainSample], losses: list[Tensor], cp_size: int, *args: Any, **keywords: Any
-) -> Tensor:
+def sum_over_ranks(step, losses: list[Tensor], cp_size: int, *args: Any, **keywords: Any) -> Tensor:
     """The sum of what the reducers of a context-parallel group give."""
     flat, found = torch.cat(losses), torch.zeros((), dtype=torch.float64)
     for cp_rank in range(cp_size):
@@ -73,11 +69,10 @@ def test_positional_signature_of_custom_reducers() -> None:
     assert [parameter.name for parameter in parameters[:4]] == names
     assert parameters[3].default is False
     assert all(parameter.kind is parameter.KEYWORD_ONLY for parameter in parameters[4:])
-    assert {parameter.name: parameter.default for parameter in parameters[4:]} == {
-        **dict.fromkeys(("divisor", "denominators", "cp_rank", "cp_size")),
-        **{"aggregation": "sample_mean", "pad_to_multiple": 1},
-        **{"qkv_format": "thd", "cp_partition_mode": "zigzag"},
-    }
+    expected: dict = dict.fromkeys(("divisor", "denominators", "cp_rank", "cp_size"))
+    expected |= {"aggregation": "sample_mean", "pad_to_multiple": 1, "qkv_format": "thd"}
+    expected |= {"cp_partition_mode": "zigzag"}
+    assert {parameter.name: parameter.default for parameter in parameters[4:]} == expected
     masks = [torch.tensor([1, 0, 1]), torch.tensor([1])]
     x = torch.tensor([1.0, 50.0, 3.0, 7.0])
     for per_token, expected in (((), 2.0 + 7.0), ((False,), 2.0 + 7.0), ((True,), 11.0)):
@@ -118,13 +113,15 @@ def test_per_token_mode_leaves_the_denominators_out(aggregation: str) -> None:
         reducer([3.0])
 
 
-def test_a_reducer_that_was_called_under_inference_mode_trains() -> None:
+def test_reducer_can_be_called_again() -> None:
+    """Once a loss, once a KL term, once under inference mode: nothing is used up, each precision has its own result."""
     reducer = get_pg_loss_reducer([4], [3], [torch.tensor([1, 0, 1])])
     x = torch.tensor([2.0, 9.0, 4.0], requires_grad=True)
     with torch.inference_mode():
         assert reducer(x).item() == 3.0
+    assert reducer(2 * x).item() == 6.0 and reducer(x.double()).dtype == torch.float64
     reducer(x).backward()
-    assert x.grad is not None and x.grad.tolist() == [0.5, 0.0, 0.5]
+    assert x.grad.tolist() == [0.5, 0.0, 0.5]
 
 
 def test_denominators_above_the_integers_of_float32_are_exact() -> None:
@@ -133,15 +130,6 @@ def test_denominators_above_the_integers_of_float32_are_exact() -> None:
     group: Any = {"aggregation": "prompt_mean", "denominators": [count]}
     reducer = get_pg_loss_reducer([3], [1], [torch.ones(1)], **group)
     assert reducer(torch.ones(1, dtype=torch.float64)).item() == 1 / count
-
-
-def test_reducer_can_be_called_again() -> None:
-    """Once a loss, once a KL term: nothing is used up, and each precision has its own result."""
-    reducer = get_pg_loss_reducer([4], [3], [torch.tensor([1, 1, 1])])
-    x = torch.tensor([1.0, 2.0, 6.0])
-    assert reducer(x).item() == 3.0
-    assert reducer(x.double()).dtype == torch.float64
-    assert reducer(2 * x).item() == 6.0
 
 
 @pytest.mark.parametrize("garbage", (math.nan, math.inf, -math.inf))

@@ -68,20 +68,16 @@ def half_of(sample: PlainSample) -> int:
 
 
 def bare(step: Sequence[PlainSample]) -> list[BareSample]:
-    return [
-        BareSample(sum(each.loss_mask), each.group_index, each.rollout_id, f"sample {number}")
-        for number, each in enumerate(step)
-    ]
+    rows = [(sum(s.loss_mask), s.group_index, s.rollout_id) for s in step]
+    return [BareSample(*row, f"sample {number}") for number, row in enumerate(rows)]
 
 
 def sums_of(aggregation: str, *steps: list[BareSample], rollouts: int, **others: Any) -> Tensor:
     ends = [0, *itertools.accumulate(map(len, steps))]
     indices = [range(*pair) for pair in itertools.pairwise(ends)]
     cut = Rollout([*itertools.chain(*steps)], indices, [rollouts] * len(steps))
-    divisor = DIVISOR if aggregation == "constant" else None
-    return rollout_mask_sums(
-        AGGREGATIONS[aggregation], divisor, lambda: cut, trainer="slime", **others
-    )
+    row, divisor = AGGREGATIONS[aggregation], DIVISOR if aggregation == "constant" else None
+    return rollout_mask_sums(row, divisor, lambda: cut, trainer="slime", **others)
 
 
 @pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)

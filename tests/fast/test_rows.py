@@ -101,9 +101,8 @@ def everything_follows() -> None:
     loss.backward()
     assert set(metrics) == set(metric_names(config))
     # One number a sequence, of several.
-    assert float(metrics["ratio_new_old_sum"][0]) == pytest.approx(
-        float(metrics["ratio_new_old"][0])
-    )
+    total, means = (float(metrics[name][0]) for name in ("ratio_new_old_sum", "ratio_new_old"))
+    assert total == pytest.approx(means)
     assert len([sequence for sequence in sequences if sum(sequence.loss_mask)]) > 1
 
 
@@ -133,6 +132,17 @@ def test_a_row_that_lacks_a_property_is_caught(rows: None) -> None:
         everything_follows()
 
 
+VIOLATIONS = (
+    "--eps-clip must be a finite number > 0 and <= 1; found 5.0",
+    "--tis-clip must be a finite number >= 2.06115e-09; found -1.0",
+    "found 'token-mean'; did you mean token_mean?",
+    "--policy-loss must be one of ppo, ",
+    "--cispo-lower-bound belongs to --policy-loss cispo",
+    "did you mean group_index?",
+    "needs old_log_probs of every sample",
+)
+
+
 def test_every_violation_is_said_at_once_with_the_nearest_right_word() -> None:
     args = parsed("--eps-clip 5 --tis-clip -1 --cispo-lower-bound --loss-aggregation constant")
     args.loss_aggregation = "token-mean"
@@ -140,16 +150,7 @@ def test_every_violation_is_said_at_once_with_the_nearest_right_word() -> None:
     with pytest.raises(ValueError) as error:
         validate_policy_loss_args(args, sample_fields=["group_indx"])
     message = str(error.value)
-    for part in (
-        "--eps-clip must be a finite number > 0 and <= 1; found 5.0",
-        "--tis-clip must be a finite number >= 2.06115e-09; found -1.0",
-        "found 'token-mean'; did you mean token_mean?",
-        "--policy-loss must be one of ppo, ",
-        "--cispo-lower-bound belongs to --policy-loss cispo",
-        "did you mean group_index?",
-        "needs old_log_probs of every sample",
-    ):
-        assert part in message
+    assert all(part in message for part in VIOLATIONS)
     assert message.startswith("7 settings")
 
 

@@ -39,8 +39,8 @@ from tests.fast.test_objectives import SETTINGS as OBJECTIVE_CASES
 from tests.random_steps import plain_sample, uneven_totals
 
 FAR = Sequence1(
-    log_probs=torch.tensor([-4.5, -2.5, -12.5, -0.5], dtype=torch.float64, requires_grad=True),
-    loss_mask=[1, 1, 1, 1],
+    torch.tensor([-4.5, -2.5, -12.5, -0.5], dtype=torch.float64, requires_grad=True),
+    [1] * 4,
     advantages=[0.5, -1.0, 2.0, -0.25],
     old_log_probs=[-5.0, -2.75, -12.25, -0.625],
     ref_log_probs=[-0.5, -0.5, -0.5, -3.0],
@@ -55,11 +55,8 @@ TokenLosses = Callable[[Sequence1], list[Tensor]]
 
 def samples_of_step(**fields: Sequence[Any]) -> list[Sample]:
     fields |= {"rollout_id": ROLLOUTS, "group_index": GROUPS}
-    rows = zip(*fields.values(), strict=True)
-    return [
-        package_sample(sequence, **dict(zip(fields, row, strict=True)))
-        for sequence, row in zip(SEQUENCES, rows, strict=True)
-    ]
+    rows = [dict(zip(fields, row, strict=True)) for row in zip(*fields.values(), strict=True)]
+    return [package_sample(s, **row) for s, row in zip(SEQUENCES, rows, strict=True)]
 
 
 def aggregated(losses: TokenLosses, aggregation: str = "sample_mean", divisor: float | None = None):
@@ -166,13 +163,9 @@ def check_divergence(kind: str) -> None:
         row += prompt + len(mask)
     expected = sum(losses, start=torch.zeros((), dtype=torch.float64))
     (gradient,) = torch.autograd.grad(expected, logits)
-    config = PolicyLossConfig(
-        policy_loss="distill",
-        distill_teacher="logits",
-        distill_divergence=kind,  # type: ignore[arg-type]
-        distill_beta=beta if kind == "jsd" else 0.5,
-        rollout_temperature=temperature,
-    )
+    settings: dict[str, Any] = {"policy_loss": "distill", "distill_teacher": "logits"}
+    settings |= {"distill_divergence": kind, "distill_beta": beta if kind == "jsd" else 0.5}
+    config = PolicyLossConfig(**settings, rollout_temperature=temperature)
     found, _ = policy_loss_function(config, pack(samples), logits, totals=uneven_totals(samples))
     found.backward()
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

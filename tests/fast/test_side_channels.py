@@ -14,10 +14,9 @@ from tests.token_layout import token_layout
 
 
 def sample(kept: Any, mask: list[int] | None = None, **fields: Any) -> Sample:
-    length = 3 if mask is None else len(mask)
-    return Sample(
-        [8, 9, *range(1, length + 1)], length, mask or [1] * length, kept_tokens=kept, **fields
-    )
+    mask = [1] * 3 if mask is None else mask
+    tokens = [8, 9, *range(1, len(mask) + 1)]
+    return Sample(tokens, len(mask), mask, kept_tokens=kept, **fields)
 
 
 @pytest.mark.parametrize(

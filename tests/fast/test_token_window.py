@@ -113,11 +113,9 @@ def test_window_equals_simulation(name: str, cp_size: int, mode: str) -> None:
 
 def micro_batches(longest: int, most: int) -> st.SearchStrategy:
     """(total lengths, response lengths) of any samples."""
-    sample = st.integers(1, longest).flatmap(
-        lambda total: st.tuples(st.just(total), st.integers(0, total - 1))
-    )
-    pairs = st.lists(sample, max_size=most)
-    return pairs.map(lambda pairs: ([total for total, _ in pairs], [r for _, r in pairs]))
+    totals = st.lists(st.integers(1, longest), max_size=most)
+    responses = lambda totals: st.tuples(*(st.integers(0, total - 1) for total in totals))  # noqa: E731
+    return totals.flatmap(lambda totals: st.tuples(st.just(totals), responses(totals).map(list)))
 
 
 @settings(max_examples=100)

@@ -121,12 +121,9 @@ def test_a_divisor_that_is_none_is_refused(monkeypatch, value):
 
 def configuration(monkeypatch: pytest.MonkeyPatch, **changes: object) -> None:
     """What `_select` finds above the section `algorithm`."""
-    settings = {"loss_mode": "megatron_pg_prompt_mean", "ppo_mini_batch_size": 2, "n": 3, **changes}
-    actor = types.SimpleNamespace(
-        policy_loss=types.SimpleNamespace(loss_mode=settings["loss_mode"]),
-        ppo_mini_batch_size=settings["ppo_mini_batch_size"],
-    )
-    parts = {"actor": actor, "rollout": types.SimpleNamespace(n=settings["n"])}
+    loss = types.SimpleNamespace(**{"loss_mode": "megatron_pg_prompt_mean", **changes})
+    actor = types.SimpleNamespace(policy_loss=loss, ppo_mini_batch_size=2)
+    parts = {"actor": actor, "rollout": types.SimpleNamespace(n=3)}
     monkeypatch.setattr(verl, "_select", lambda config, key: parts[key.split(".")[-1]])
 
 
@@ -148,12 +145,10 @@ def test_an_estimator_that_sees_no_configuration_refuses():
 
 
 def of_roll(aggregation: str, *, prompts: list[int] = GROUPS, divisor: float | None = None):
-    names, tokens = (
-        [str(prompt).encode() for prompt in prompts],
-        [sum(mask) for mask in MASKS[: len(prompts)]],
-    )
+    names = [str(prompt).encode() for prompt in prompts]
+    tokens, options = [sum(mask) for mask in MASKS[: len(prompts)]], {"divisor": divisor}
     return roll_weights.step_weights(
-        aggregation, tokens, names, None, rollouts_per_prompt=3, divisor=divisor
+        aggregation, tokens, names, None, rollouts_per_prompt=3, **options
     )
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_pg import CriticConfig, PolicyLossConfig, Sample, StepTotals, pack
+from megatron_pg import CriticConfig, PolicyLossConfig, Sample, pack
 from megatron_pg.critic.value_loss import MicroBatchValueLoss, ValueReport, value_metric_table
 from megatron_pg.critic.value_loss import value_loss as token_loss
 from megatron_pg.critic.value_step import values_of_output
@@ -38,9 +38,8 @@ def config_of(aggregation: str, **settings: object) -> PolicyLossConfig:
 def reported(config: PolicyLossConfig, samples: list[Sample], values: Tensor, seen=None) -> tuple:
     """The loss and the metrics of a step of one micro-batch, which may hold others than were counted."""
     batch = pack(samples if seen is None else seen)
-    loss, metrics = MicroBatchValueLoss(config, CriticConfig(), batch, uneven_totals(samples))(
-        values
-    )
+    of_batch = MicroBatchValueLoss(config, CriticConfig(), batch, uneven_totals(samples))
+    loss, metrics = of_batch(values)
     report = ValueReport.of(config, [metrics], contributes=True, device="cpu")
     return loss, report.metrics(report.sums)
 
@@ -51,24 +50,17 @@ def answer(tokens: int = 2, **fields: object) -> Sample:
     return Sample([1] * (tokens + 1), tokens, given.pop("mask"), **given)  # type: ignore[arg-type]
 
 
+@dataclass
 class CutCritic:
-    """The value loss of a cut step from the package's parts. Mutants override one method each."""
+    """The value loss of a cut step from the package's parts, each of which a mutant replaces."""
 
-    clip = CLIP
-
-    def totals(self, step: Sequence[PlainSample], micro_batch: Sequence[PlainSample]) -> StepTotals:
-        return uneven_totals(package_samples(step))
-
-    def scored(self, rows: list[int], last: int) -> list[int]:
-        """Which response tokens of a micro-batch a rank's window is of, given the right ones."""
-        return rows
-
-    def of_rank(self, loss: Tensor, cp_size: int) -> Tensor:
-        return loss
-
-    def reduced(self, report: ValueReport, parts: list[Tensor]) -> dict[str, float]:
-        """The metrics of the step from the sums of every rank and micro-batch."""
-        return report.metrics(torch.stack(parts).sum(0))
+    clip: float = CLIP
+    totals: Callable = lambda step, micro_batch: uneven_totals(package_samples(step))
+    scored: Callable = lambda rows, last: rows
+    """Which response tokens of a micro-batch a rank's window is of, given the right ones."""
+    of_rank: Callable = lambda loss, cp_size: loss
+    reduced: Callable = lambda report, parts: report.metrics(torch.stack(parts).sum(0))
+    """The metrics of the step from the sums of every rank and micro-batch."""
 
     def run(self, step, values: list[Tensor], cut: Cut, config: PolicyLossConfig) -> tuple:
         """The loss and the metrics of the step."""
@@ -109,55 +101,30 @@ def test_no_cut_changes_value_gradient_or_metrics(shape: str, cut: str, aggregat
     check(CutCritic(), STEPS[shape], cut, aggregation)
 
 
-class ExtraContextParallelFactor(CutCritic):
-    """Multiplies by the context-parallel size."""
-
-    def of_rank(self, loss, cp_size):
-        return loss * cp_size
+def micro_batch_totals(step, micro_batch):
+    totals = uneven_totals(package_samples(micro_batch))
+    return replace(totals, num_rollouts=len(oracle.rollouts(step)))
 
 
-class MicroBatchTotals(CutCritic):
-    """Normalises each micro-batch by itself."""
-
-    def totals(self, step, micro_batch):
-        totals = uneven_totals(package_samples(micro_batch))
-        return replace(totals, num_rollouts=len(oracle.rollouts(step)))
-
-
-class OneTokenLate(CutCritic):
-    """Reads the value after a token and not before it."""
-
-    def scored(self, rows, last):
-        return [min(row + 1, last) for row in rows]
-
-
-class Unclipped(CutCritic):
-    """The plain square."""
-
-    clip = 1e9
-
-
-class MeanOfExplainedVariances(CutCritic):
-    """Means over micro-batches of what each explains."""
-
-    def reduced(self, report, parts):
-        found = [report.metrics(part) for part in parts if part[-1, 0] > 0]
-        return {name: sum(each[name] for each in found) / len(found) for name in found[0]}
+def mean_over_micro_batches(report, parts):
+    found = [report.metrics(part) for part in parts if part[-1, 0] > 0]
+    return {name: sum(each[name] for each in found) / len(found) for name in found[0]}
 
 
 MUTANTS = {
-    ExtraContextParallelFactor: "cp_2",
-    MicroBatchTotals: "one_sample_a_micro_batch",
-    OneTokenLate: "cp_4",
-    Unclipped: "whole",
-    MeanOfExplainedVariances: "dp_2_interleaved",
+    "extra context-parallel factor": ({"of_rank": lambda loss, cp_size: loss * cp_size}, "cp_2"),
+    "totals of a micro-batch": ({"totals": micro_batch_totals}, "one_sample_a_micro_batch"),
+    "a token late": ({"scored": lambda rows, last: [min(r + 1, last) for r in rows]}, "cp_4"),
+    "unclipped": ({"clip": 1e9}, "whole"),
+    "mean of metrics": ({"reduced": mean_over_micro_batches}, "dp_2_interleaved"),
 }
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_a_wrong_critic_is_seen(mutant: type[CutCritic]) -> None:
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_wrong_critic_is_seen(name: str) -> None:
+    mutation, cut = MUTANTS[name]
     with pytest.raises(AssertionError):
-        check(mutant(), STEPS["ragged"], MUTANTS[mutant])
+        check(CutCritic(**mutation), STEPS["ragged"], cut)
 
 
 def test_inside_the_clip_range_nothing_is_clipped() -> None:
@@ -218,9 +185,8 @@ def test_a_small_variance_of_large_returns_is_explained() -> None:
     returned = torch.tensor(returns)
     values = returned + torch.tensor([0.005, -0.005, 0.005, -0.005])
     _, found = reported(config_of("sample_mean"), [answer(4, returns=returns)], values)
-    unexplained, variance = (
-        critic_oracle.variance(each.double().tolist()) for each in (returned - values, returned)
-    )
+    pair = (returned - values, returned)
+    unexplained, variance = (critic_oracle.variance(each.double().tolist()) for each in pair)
     expected = 1 - unexplained / variance
     assert found["explained_variance"] == pytest.approx(expected, rel=1e-4)
 

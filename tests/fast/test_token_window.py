@@ -114,8 +114,12 @@ def test_window_equals_simulation(name: str, cp_size: int, mode: str) -> None:
 def micro_batches(longest: int, most: int) -> st.SearchStrategy:
     """(total lengths, response lengths) of any samples."""
     totals = st.lists(st.integers(1, longest), max_size=most)
-    responses = lambda totals: st.tuples(*(st.integers(0, total - 1) for total in totals))  # noqa: E731
-    return totals.flatmap(lambda totals: st.tuples(st.just(totals), responses(totals).map(list)))
+
+    def with_responses(totals: list[int]) -> st.SearchStrategy:
+        responses = st.tuples(*(st.integers(0, total - 1) for total in totals))
+        return st.tuples(st.just(totals), responses.map(list))
+
+    return totals.flatmap(with_responses)
 
 
 @settings(max_examples=100)

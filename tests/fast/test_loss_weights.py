@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,29 +20,20 @@ from megatron_pg import (
     Sample,
     add_policy_loss_args,
     plan_step,
-    policy_loss_from_log_probs,
-    step_totals,
     validate_policy_loss_args,
 )
 from megatron_pg.cli import main as cli
-from megatron_pg.loss.metrics import reduce_metrics
-from megatron_pg.loss.reducer import WeightedSum
 from megatron_pg.step import batch as packing
 from megatron_pg.step.batch import pack
 from tests import oracle
-from tests.cut_policy_loss import (
-    OBJECTIVES,
-    RankLoss,
-    aggregated,
-    package_config,
-    rank_losses,
-    summed_loss,
-)
+from tests.cut_policy_loss import OBJECTIVES, aggregated, package_config, rank_losses, summed_loss
 from tests.cut_steps import CUTS, Cut, assert_same, whole
+from tests.fast.one_step import PLAIN_SUM, loss_of, reported
 from tests.oracle import PlainSample
 from tests.random_steps import float32, package_samples, random_logits, random_step, uneven_totals
 
-DENOMINATORS = ("mask", "weights")
+aggregations = pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
+denominators = pytest.mark.parametrize("denominator", ("mask", "weights"))
 
 
 def weighted_step(seed: int = 5) -> list[PlainSample]:
@@ -50,62 +41,43 @@ def weighted_step(seed: int = 5) -> list[PlainSample]:
     rng = random.Random(seed)
     step = []
     for index, sample in enumerate(random_step(seed)):
+        weights = [rng.choice([0.0, 0.25, 1.0, rng.uniform(0, 3)]) for _ in sample.loss_mask]
         weights = [
-            float32(rng.choice([0.0, 0.25, 1.0, rng.uniform(0, 3)])) for _ in sample.loss_mask
+            (0.0 if index == 5 else float32(weight)) if keep else math.nan
+            for weight, keep in zip(weights, sample.loss_mask, strict=True)
         ]
-        weights = [0.0 for _ in weights] if index == 5 else weights
-        weights = [
-            w if keep else math.nan for w, keep in zip(weights, sample.loss_mask, strict=True)
-        ]
-        step.append(dataclasses.replace(sample, loss_weights=None if index == 4 else weights))
+        step.append(replace(sample, loss_weights=None if index == 4 else weights))
     return step
 
 
-def objective_of(aggregation: str, denominator: str) -> oracle.Objective:
-    objective = aggregated(OBJECTIVES["everything"], aggregation)
-    return dataclasses.replace(objective, loss_weight_denominator=denominator)
-
-
-def reduced(config: PolicyLossConfig, results: Sequence[RankLoss]) -> dict[str, float]:
-    metrics = [result.metrics for result in results]
-    return reduce_metrics(config, metrics, contributes=True, device="cpu")
+def objective_of(aggregation: str, denominator: str, name: str = "everything") -> oracle.Objective:
+    objective = aggregated(OBJECTIVES[name], aggregation)
+    return replace(objective, loss_weight_denominator=denominator)
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).detach().abs())
 
 
-@pytest.mark.parametrize("denominator", DENOMINATORS)
-@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
+@denominators
+@aggregations
 @pytest.mark.parametrize("cut", CUTS)
-def test_every_cut_equals_the_loops(cut: str, aggregation: str, denominator: str) -> None:
+@pytest.mark.parametrize("name", ("everything", "everything_by_the_loss"))
+def test_every_cut_equals_the_loops(name, cut, aggregation, denominator) -> None:
+    """Metrics are of the tokens that the mask keeps, whatever they weigh."""
     step = weighted_step()
     logits = random_logits(step, seed=3)
-    objective = objective_of(aggregation, denominator)
+    objective = objective_of(aggregation, denominator, name)
     config = package_config(objective)
     results = rank_losses(config, step, logits, CUTS[cut](len(step)))
     expected = oracle.policy_loss(step, logits, objective)
     assert_same(summed_loss(results), expected.loss, logits)
-    found = reduced(config, results)
+    found = reported(config, *(result.metrics for result in results))
     assert found["aggregation_checksum"] == pytest.approx(1.0, abs=1e-9)
-    # Metrics are of the tokens that the mask keeps, whatever they weigh.
-    plain = [dataclasses.replace(sample, loss_weights=None) for sample in step]
-    by_mask = package_config(objective_of(aggregation, "mask"))
-    bare = reduced(by_mask, rank_losses(by_mask, plain, logits, whole(len(step))))
-    names = ("ratio_new_old", "advantage", "num_tokens", "max_advantage")
-    assert all(found[name] == pytest.approx(bare[name], rel=1e-9) for name in names)
-
-
-@pytest.mark.parametrize("denominator", DENOMINATORS)
-@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
-def test_terms_by_the_loss_are_weighted_as_it_is(aggregation: str, denominator: str) -> None:
-    step = weighted_step()
-    logits = random_logits(step, seed=3)
-    objective = aggregated(OBJECTIVES["everything_by_the_loss"], aggregation)
-    objective = dataclasses.replace(objective, loss_weight_denominator=denominator)
-    cut = CUTS["dp_2_two_micro_batches_cp_2"](len(step))
-    found = summed_loss(rank_losses(package_config(objective), step, logits, cut))
-    assert_same(found, oracle.policy_loss(step, logits, objective).loss, logits)
+    means = oracle.metrics(step, expected, objective)
+    means["num_tokens"] = oracle.active_tokens(step, range(len(step)))
+    for metric in ("ratio_new_old", "advantage", "num_tokens", "max_advantage"):
+        assert found[metric] == pytest.approx(means[metric], rel=1e-9)
 
 
 def test_missing_weights_are_1_whatever_the_default_dtype() -> None:
@@ -115,44 +87,32 @@ def test_missing_weights_are_1_whatever_the_default_dtype() -> None:
         weights = pack(step).loss_weights
     finally:
         torch.set_default_dtype(torch.float32)
-    assert weights is not None and weights.dtype == torch.float32
-    assert weights.tolist() == [0.5, 2.0, 1.0, 1.0]
+    assert weights.dtype == torch.float32 and weights.tolist() == [0.5, 2.0, 1.0, 1.0]
 
 
-@pytest.mark.parametrize("denominator", DENOMINATORS)
-@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
+@denominators
+@aggregations
 def test_weights_of_one_change_nothing_to_the_bit(aggregation: str, denominator: str) -> None:
     step = random_step(7)
-    ones = [dataclasses.replace(s, loss_weights=[1.0] * s.response_length) for s in step]
+    ones = [replace(s, loss_weights=[1.0] * s.response_length) for s in step]
     logits = random_logits(step, seed=3)
-    losses = [
-        summed_loss(
-            rank_losses(
-                package_config(objective_of(aggregation, of)), each, logits, whole(len(step))
-            )
-        )
-        for each, of in ((step, "mask"), (ones, denominator))
-    ]
+    losses = []
+    for samples, counted in ((step, "mask"), (ones, denominator)):
+        config = package_config(objective_of(aggregation, counted))
+        losses.append(summed_loss(rank_losses(config, samples, logits, whole(len(step)))))
     gradients = [torch.autograd.grad(loss, logits) for loss in losses]
-    assert torch.equal(losses[0], losses[1])
-    assert all(map(torch.equal, *gradients))
+    assert torch.equal(*losses) and all(map(torch.equal, *gradients))
 
 
-@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
-def test_a_weight_of_zero_is_a_masked_token_where_denominators_count_weights(
-    aggregation: str,
-) -> None:
+@aggregations
+def test_a_weight_of_zero_is_a_masked_token_where_denominators_count_weights(aggregation):
     rng = random.Random(2)
     step = random_step(8)
     keeps = [[int(rng.random() < 0.6) for _ in s.loss_mask] for s in step]
-    weighted = [
-        dataclasses.replace(s, loss_weights=list(map(float, keep)))
-        for s, keep in zip(step, keeps, strict=True)
-    ]
-    masked = [
-        dataclasses.replace(s, loss_mask=[a * b for a, b in zip(s.loss_mask, keep, strict=True)])
-        for s, keep in zip(step, keeps, strict=True)
-    ]
+    weighted, masked = [], []
+    for s, keep in zip(step, keeps, strict=True):
+        weighted.append(replace(s, loss_weights=list(map(float, keep))))
+        masked.append(replace(s, loss_mask=[a * b for a, b in zip(s.loss_mask, keep, strict=True)]))
     logits = random_logits(step, seed=3)
     by_weights = package_config(objective_of(aggregation, "weights"))
     by_mask = package_config(objective_of(aggregation, "mask"))
@@ -168,12 +128,9 @@ def test_denominators_of_weights_without_weights_are_refused() -> None:
     config = PolicyLossConfig(policy_loss="sft", loss_weight_denominator="weights")
     batch, log_probs = pack([sample(None)]), torch.zeros(3)
     with pytest.raises(ValueError, match="weights, and no sample of the step has loss_weights"):
-        policy_loss_from_log_probs(
-            config, batch, log_probs, None, totals=step_totals([sample(None)])
-        )
+        loss_of(config, batch, log_probs)
     # Of a step where others have them its tokens weigh 1.
-    totals = step_totals([sample(None), sample([2.0, 2.0, 0.0])])
-    policy_loss_from_log_probs(config, batch, log_probs, None, totals=totals)
+    loss_of(config, batch, log_probs, totals=uneven_totals([sample(None), sample([2.0, 2.0, 0.0])]))
     line = "--loss-weight-denominator weights --policy-loss sft"
     parser = add_policy_loss_args(argparse.ArgumentParser())
     validate_policy_loss_args(parser.parse_args(line.split()), sample_fields=["loss_weights"])
@@ -204,7 +161,7 @@ def test_mistakes_of_weights_are_caught(monkeypatch: pytest.MonkeyPatch) -> None
     assert difference(loss_of(cut), expected) > 1e-4
     monkeypatch.setattr(packing, "_field_in_window", right)
     totals = uneven_totals(package_samples(step))
-    of_mask = dataclasses.replace(totals)
+    of_mask = replace(totals)
     vars(of_mask)["_in_loss_weights"] = totals
     wrong = rank_losses(config, step, logits, cut, totals=of_mask)
     assert difference(summed_loss(wrong), expected) > 1e-4
@@ -217,19 +174,16 @@ def sample(weights: object, mask: Sequence[int] = (1, 1, 0), **fields: object) -
 @pytest.mark.parametrize(
     ("weights", "words"),
     [
-        (
-            [1.0, math.nan, 1.0],
-            r"row 7: loss_weights\[1\] is nan at an active token, expected a finite",
-        ),
-        ([1.0, -0.5, 1.0], r"row 7: loss_weights\[1\] is -0.5 at an active token"),
-        ([math.inf, 0.5, 1.0], r"row 7: loss_weights\[0\] is inf"),
-        ([1.0, 1.0], r"row 7: loss_weights is of 2 values, expected one per response token \(3\)"),
-        (0.5, r"row 7: loss_weights has shape"),
-        (["x"], "row 7: loss_weights is no sequence of numbers"),
+        ([1.0, math.nan, 1.0], r"\[1\] is nan at an active token, expected a finite"),
+        ([1.0, -0.5, 1.0], r"\[1\] is -0.5 at an active token"),
+        ([math.inf, 0.5, 1.0], r"\[0\] is inf"),
+        ([1.0, 1.0], r" is of 2 values, expected one per response token \(3\)"),
+        (0.5, " has shape"),
+        (["x"], " is no sequence of numbers"),
     ],
 )
 def test_bad_weights_are_refused_by_sample_and_position(weights: object, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=f"row 7: loss_weights{words}"):
         sample(weights)
 
 
@@ -242,67 +196,39 @@ def test_the_identity_of_a_sample_knows_its_weights() -> None:
     """A sample whose weights changed after the totals were counted is not the one that was counted."""
     plain, one, other = sample(None), sample([1.0, 0.5, 0.0]), sample([0.5, 1.0, 0.0])
     assert len({each.identity for each in (plain, one, other)}) == 3
-    config, log_probs = (
-        PolicyLossConfig(check_aggregation=True, policy_loss="reinforce"),
-        torch.zeros(3),
-    )
-    totals = uneven_totals([one])
+    config = PolicyLossConfig(check_aggregation=True, policy_loss="reinforce")
+    totals, log_probs = uneven_totals([one]), torch.zeros(3)
     with pytest.raises(RuntimeError, match="not of this step: row 7"):
-        _, metrics = policy_loss_from_log_probs(
-            config, pack([other]), log_probs, None, totals=totals
-        )
-        reduce_metrics(config, [metrics], contributes=True, device="cpu")
-    _, metrics = policy_loss_from_log_probs(config, pack([one]), log_probs, None, totals=totals)
-    reduce_metrics(config, [metrics], contributes=True, device="cpu")
+        reported(config, loss_of(config, pack([other]), log_probs, totals=totals)[1])
+    reported(config, loss_of(config, pack([one]), log_probs, totals=totals)[1])
 
 
 def test_the_plan_counts_weights() -> None:
-    samples = [
-        sample([1.0, 0.5, 0.0], rollout_id=3),
-        sample([2.0, 2.0, 0.0], rollout_id=3),
-        sample(None),
-    ]
+    samples = [sample(weights, rollout_id=3) for weights in ([1.0, 0.5, 0.0], [2.0, 2.0, 0.0])]
+    samples.append(sample(None))
     totals = plan_step(samples, max_tokens_per_microbatch=8).totals
     assert (totals.num_active_tokens, totals.num_rollouts) == (6, 2)
     assert totals.counted_in("mask") is totals
     by_weight = totals.counted_in("weights")
     assert by_weight.num_active_tokens == 7.5
     assert by_weight.rollout_denominators(samples).tolist() == [5.5, 5.5, 2.0]
-    without = uneven_totals(samples[2:])
     with pytest.raises(ValueError, match="no sample of the step has loss_weights"):
-        without.counted_in("weights")
-
-
-def plain_sum(
-    total_lengths: list[int],
-    response_lengths: list[int],
-    loss_masks: list[Tensor],
-    calculate_per_token_loss: bool,
-):
-    return WeightedSum(torch.cat(loss_masks).double())
+        uneven_totals(samples[2:]).counted_in("weights")
 
 
 def test_a_custom_reducer_sums_weighted_losses() -> None:
-    path = f"{__name__}:plain_sum"
-    config = PolicyLossConfig(policy_loss="sft", custom_pg_loss_reducer_function_path=path)
-    one = sample([1.0, 0.5, 0.0])
-    loss, _ = policy_loss_from_log_probs(
-        config, pack([one]), torch.tensor([-1.0, -4.0, -9.0]), None, totals=uneven_totals([one])
-    )
+    config = PolicyLossConfig(policy_loss="sft", **PLAIN_SUM)
+    batch = pack([sample([1.0, 0.5, 0.0])])
+    loss, _ = loss_of(config, batch, torch.tensor([-1.0, -4.0, -9.0]))
     assert loss.item() == 1.0 * 1.0 + 0.5 * 4.0
     with pytest.raises(ValueError, match="would ignore --loss-weight-denominator weights"):
-        PolicyLossConfig(
-            custom_pg_loss_reducer_function_path=path, loss_weight_denominator="weights"
-        )
+        PolicyLossConfig(**PLAIN_SUM, loss_weight_denominator="weights")
 
 
 def rollout_file(folder: Path, *weights: object) -> Path:
-    rows = [
-        {"prompt_ids": [1], "response_ids": [2, 3], "reward": 1.0, "loss_weights": each}
-        for each in weights
-    ]
+    row = {"prompt_ids": [1], "response_ids": [2, 3], "reward": 1.0}
     path = folder / "rollouts.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(json.dumps({**row, "loss_weights": w}) + "\n" for w in weights))
     return path
 
 
@@ -322,16 +248,15 @@ def test_rollout_files_have_a_column_of_weights(tmp_path: Path) -> None:
             RolloutFiles([rollout_file(tmp_path, wrong)]).pull(1)
 
 
-@pytest.mark.parametrize("denominator", DENOMINATORS)
-def test_explain_shares_out_what_the_weights_say(
-    denominator: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(
+    ("denominator", "shares"), [("mask", [1 / 4, 3 / 4]), ("weights", [1 / 2, 1 / 2])]
+)
+def test_explain_shares_out_what_the_weights_say(denominator, shares, tmp_path, capsys):
     pytest.importorskip("pyarrow")
     path = rollout_file(tmp_path, [0.5, 0.5], [3.0, 0.0])
     line = f"explain --rollout-files {path} --json --loss-weight-denominator {denominator}"
     assert cli(line.split()) == 0
     found = json.loads(capsys.readouterr().out)["aggregations"]
-    of_samples = {"mask": [1 / 4, 3 / 4], "weights": [1 / 2, 1 / 2]}[denominator]
-    assert found["sample_mean"]["sample_share"] == pytest.approx(of_samples)
+    assert found["sample_mean"]["sample_share"] == pytest.approx(shares)
     assert found["token_mean"]["sample_share"] == pytest.approx([1 / 4, 3 / 4])
-    assert found["token_mean"]["outer_count"] == {"mask": 4, "weights": 4}[denominator]
+    assert found["token_mean"]["outer_count"] == 4

@@ -24,8 +24,8 @@ from megatron_pg.megatron import PolicyStep, multi_token
 from megatron_pg.megatron import scale_contract as scale_contract_module
 from megatron_pg.megatron.scale_contract import ScaleContract, scale_contract
 from tests import oracle
-from tests.cut_policy_loss import RankLoss, package_config, rank_losses
-from tests.cut_steps import CUTS, DIVISOR, Cut, gradients
+from tests.cut_policy_loss import RankLoss, aggregated, package_config, rank_losses
+from tests.cut_steps import CUTS, Cut, gradients
 from tests.lanes import in_both_lanes
 from tests.oracle import Objective, PlainSample
 from tests.random_steps import (
@@ -55,14 +55,7 @@ class Job:
 def megatron_gradients(
     job: Job, outputs: Sequence[tuple[LossOutput, int]], leaves: Sequence[Tensor]
 ) -> list[Tensor]:
-    """The gradients that the optimizer sees.
-
-    Args:
-        job: the sizes and the mode of the model's config.
-        outputs: what each call of loss_func returned, on any rank, and that rank's number of
-            micro-batches.
-        leaves: what to differentiate for.
-    """
+    """The gradients that the optimizer sees, of what loss_func returned on every rank, with its number of micro-batches."""
     total = [torch.zeros_like(leaf) for leaf in leaves]
     total_num_tokens = torch.zeros((), dtype=torch.int32)
     for output, num_microbatches in outputs:
@@ -76,16 +69,11 @@ def megatron_gradients(
             loss = loss * job.cp_size / num_microbatches
         for gradient, part in zip(total, gradients(loss, leaves), strict=True):
             gradient += part
-    if job.per_token:
-        scaling = 1.0 / max(int(total_num_tokens), 1)
-    else:
-        scaling = 1.0 / (job.dp_size * job.cp_size)
-    return [gradient * scaling for gradient in total]
+    count = max(int(total_num_tokens), 1) if job.per_token else job.dp_size * job.cp_size
+    return [gradient * (1.0 / count) for gradient in total]
 
 
-def apply(
-    contract: ScaleContract, loss: Tensor, metrics: dict[str, Tensor], batch: PackedBatch
-) -> LossOutput:
+def apply(contract: ScaleContract, loss: Tensor, metrics: dict, batch: PackedBatch) -> LossOutput:
     return contract.apply(loss, metrics, batch.num_active_tokens, batch.window.local_tokens)
 
 
@@ -102,51 +90,48 @@ def contract_output(job: Job, totals: StepTotals, result: RankLoss) -> LossOutpu
     return apply(contract, result.loss, result.metrics, result.batch)
 
 
-def drop_data_parallel(job: Job, totals: StepTotals, result: RankLoss) -> LossOutput:
+def drop_data_parallel(job, totals, result):
     return contract_output(replace(job, dp_size=1), totals, result)
 
 
-def drop_num_microbatches(job: Job, totals: StepTotals, result: RankLoss) -> LossOutput:
+def drop_num_microbatches(job, totals, result):
     return contract_output(job, totals, replace(result, num_microbatches=1))
 
 
-def extra_context_parallel_factor(job: Job, totals: StepTotals, result: RankLoss) -> LossOutput:
+def extra_context_parallel_factor(job, totals, result):
     loss, *rest = contract_output(job, totals, result)
     return loss * job.cp_size, *rest
 
 
-def two_values_in_per_token_mode(job: Job, totals: StepTotals, result: RankLoss) -> LossOutput:
+def two_values_in_per_token_mode(job, totals, result):
     """The field's gradient norm of 1e4: nothing divides the sum."""
     output = contract_output(job, totals, result)
     return output[0], output[-1]
 
 
-def three_values_in_the_other_mode(job: Job, totals: StepTotals, result: RankLoss) -> LossOutput:
+def three_values_in_the_other_mode(job, totals, result):
     """A token sum, left to the schedule to divide by the micro-batch's tokens."""
     num_tokens = torch.tensor(result.batch.num_active_tokens, dtype=torch.int32)
     return result.loss * totals.num_active_tokens, num_tokens, result.metrics
 
 
-def local_token_count(job: Job, totals: StepTotals, result: RankLoss) -> LossOutput:
+def local_token_count(job, totals, result):
     """Multiplies by this rank's n where the step's is meant."""
-    if not job.per_token:
-        return contract_output(job, totals, result)
     _, num_tokens, metrics = contract_output(job, totals, result)
     return result.loss * num_tokens, num_tokens, metrics
 
 
 Return = Callable[[Job, StepTotals, RankLoss], LossOutput]
-
-MUTANTS: dict[str, tuple[Return, bool]] = {
-    # name -> (what loss_func returns, the mode of the model's config in which it is wrong)
-    "drop_data_parallel": (drop_data_parallel, False),
-    "drop_num_microbatches": (drop_num_microbatches, False),
-    "extra_context_parallel_factor": (extra_context_parallel_factor, False),
-    "extra_context_parallel_factor_per_token": (extra_context_parallel_factor, True),
-    "two_values_in_per_token_mode": (two_values_in_per_token_mode, True),
-    "three_values_in_the_other_mode": (three_values_in_the_other_mode, False),
-    "local_token_count": (local_token_count, True),
-}
+MUTANTS: list[tuple[Return, bool]] = [
+    # (what loss_func returns, the mode of the model's config in which it is wrong)
+    (drop_data_parallel, False),
+    (drop_num_microbatches, False),
+    (extra_context_parallel_factor, False),
+    (extra_context_parallel_factor, True),
+    (two_values_in_per_token_mode, True),
+    (three_values_in_the_other_mode, False),
+    (local_token_count, True),
+]
 
 
 def check_gradients(
@@ -157,22 +142,15 @@ def check_gradients(
     job = Job(per_token, cut.dp_size, cut.cp_size)
     totals = uneven_totals(package_samples(step))
     results = rank_losses(package_config(objective), step, logits, cut, totals=totals)
-    found = megatron_gradients(
-        job, [(output(job, totals, result), result.num_microbatches) for result in results], logits
-    )
+    outputs = [(output(job, totals, result), result.num_microbatches) for result in results]
     expected = gradients(oracle.policy_loss(step, logits, objective).loss, logits)
-    for found_gradient, expected_gradient in zip(found, expected, strict=True):
-        torch.testing.assert_close(found_gradient, expected_gradient, rtol=0, atol=1e-12)
+    found = megatron_gradients(job, outputs, logits)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 def objective_of(aggregation: str) -> Objective:
     """With KL and entropy terms, whose outer count is not that of the policy gradient."""
-    return Objective(
-        loss_aggregation=aggregation,
-        loss_aggregation_divisor=DIVISOR if aggregation == "constant" else None,
-        kl_loss_coef=0.2,
-        entropy_coef=0.1,
-    )
+    return aggregated(Objective(kl_loss_coef=0.2, entropy_coef=0.1), aggregation)
 
 
 @pytest.mark.parametrize("per_token", (False, True))
@@ -180,34 +158,17 @@ def objective_of(aggregation: str) -> Objective:
 @pytest.mark.parametrize("cut", CUTS)
 def test_final_gradient_is_the_objectives(cut: str, aggregation: str, per_token: bool) -> None:
     """Ragged micro-batch counts over data-parallel ranks and empty micro-batches included."""
-    step = random_step(seed=40, num_samples=6)
-    check_gradients(
-        contract_output, per_token, step, CUTS[cut](len(step)), objective_of(aggregation)
-    )
+    step, objective = random_step(seed=40, num_samples=6), objective_of(aggregation)
+    check_gradients(contract_output, per_token, step, CUTS[cut](len(step)), objective)
 
 
-@pytest.mark.parametrize("name", MUTANTS)
-def test_mutants_are_rejected(name: str) -> None:
-    output, per_token = MUTANTS[name]
-    step = random_step(seed=40, num_samples=6)
+@pytest.mark.parametrize(("mutant", "per_token"), MUTANTS)
+def test_mutants_are_rejected(mutant: Return, per_token: bool) -> None:
+    step, objective = random_step(seed=40, num_samples=6), objective_of("token_mean")
     cut = CUTS["dp_2_two_micro_batches_cp_2"](len(step))
-    check_gradients(contract_output, per_token, step, cut, objective_of("token_mean"))
+    check_gradients(contract_output, per_token, step, cut, objective)
     with pytest.raises(AssertionError):
-        check_gradients(output, per_token, step, cut, objective_of("token_mean"))
-
-
-def test_token_mean_in_per_token_mode_is_megatrons_usual_pair() -> None:
-    """(masked sum, active tokens), as Megatron's own language-model loss returns them."""
-    step = random_step(seed=41)
-    logits = random_logits(step)
-    cut = CUTS["cp_2"](len(step))
-    config = package_config(Objective(loss_aggregation="token_mean"))
-    totals = uneven_totals(package_samples(step))
-    for result in rank_losses(config, step, logits, cut):
-        loss, num_tokens, _ = contract_output(Job(True, 1, 2), totals, result)
-        assert num_tokens == int(result.batch.loss_mask.sum())
-        masked_sum = result.loss * oracle.active_tokens(step, range(len(step)))
-        torch.testing.assert_close(loss, masked_sum, rtol=1e-12, atol=0)
+        check_gradients(mutant, per_token, step, cut, objective)
 
 
 @pytest.mark.parametrize("per_token", (False, True))
@@ -215,21 +176,19 @@ def test_values_that_the_schedule_can_use(per_token: bool) -> None:
     """n is a 0-d int32 tensor: a float fails in its accumulator, a Python int in torch.clamp."""
     step = random_step(seed=42)
     totals = uneven_totals(package_samples(step))
-    (result,) = rank_losses(
-        package_config(Objective()), step, random_logits(step), CUTS["whole"](len(step))
-    )
+    config, cut = package_config(Objective()), CUTS["whole"](len(step))
+    (result,) = rank_losses(config, step, random_logits(step), cut)
     output = contract_output(Job(per_token, 1, 1), totals, result)
-    assert len(output) == (3 if per_token else 2)
-    assert output[0].shape == ()
+    assert len(output) == (3 if per_token else 2) and output[0].shape == ()
     if per_token:
         assert output[1].dtype == torch.int32 and output[1].shape == ()
         accumulator = torch.zeros((), dtype=torch.int)
         accumulator += torch.clamp(output[1], min=1)
     # The schedule rescales the returned loss in place; neither the metrics nor s may follow.
-    reported, loss = output[-1]["loss"].clone(), result.loss.clone()
+    reported, loss = {name: pair.clone() for name, pair in output[-1].items()}, result.loss.clone()
     with torch.no_grad():
         output[0].mul_(1000)
-    assert torch.equal(output[-1]["loss"], reported)
+    assert all(torch.equal(output[-1][name], pair) for name, pair in reported.items())
     assert torch.equal(result.loss, loss)
 
 
@@ -248,24 +207,14 @@ def test_step_without_an_active_token_has_no_gradient_and_no_nan(per_token: bool
     check_gradients(contract_output, per_token, step, CUTS["cp_2"](2), objective)
 
 
-# --------------------------------------------------------------------------------------------------
-# Auxiliary losses in per-token mode
-# --------------------------------------------------------------------------------------------------
-
-
 def moe_contract(**changes: object) -> ScaleContract:
     """The contract of a model with a mixture-of-experts auxiliary loss, in per-token mode."""
     model_config = SimpleNamespace(num_moe_experts=4, moe_aux_loss_coeff=0.01, mtp_num_layers=None)
     step = random_step(seed=44)
     totals = replace(uneven_totals(package_samples(step)), num_tokens=100)
-    settings = {
-        "model_config": model_config,
-        "totals": totals,
-        "calculate_per_token_loss": True,
-        "data_parallel_size": 2,
-        "context_parallel_size": 1,
-        "num_microbatches": 2,
-    } | changes
+    settings = {"model_config": model_config, "totals": totals, "calculate_per_token_loss": True}
+    settings |= {"data_parallel_size": 2, "context_parallel_size": 1, "num_microbatches": 2}
+    settings |= changes
     return scale_contract(settings.pop("model_config"), settings.pop("totals"), **settings)
 
 
@@ -275,28 +224,25 @@ def num_tokens(contract: ScaleContract) -> int:
 
 
 MTP = SimpleNamespace(num_moe_experts=None, mtp_num_layers=1)
-DENSE = SimpleNamespace(num_moe_experts=None, mtp_num_layers=None)
 NO_COEFFICIENT = SimpleNamespace(num_moe_experts=4, moe_aux_loss_coeff=0.0, mtp_num_layers=None)
-SEVERAL = SimpleNamespace(num_moe_experts=4, moe_aux_loss_coeff=[0.0, 0.1], mtp_num_layers=None)
-ROUTER_Z_LOSS = SimpleNamespace(num_moe_experts=4, moe_aux_loss_coeff=0.0, moe_z_loss_coeff=1e-3)
-EXPERTS_ALONE = SimpleNamespace(num_moe_experts=4)
+MODELS = [
+    # (settings of the model, whether it has an auxiliary loss)
+    ({"num_moe_experts": 4, "moe_aux_loss_coeff": 0.01}, True),
+    ({"num_moe_experts": 4, "moe_aux_loss_coeff": [0.0, 0.1], "mtp_num_layers": None}, True),
+    ({"num_moe_experts": 4, "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": 1e-3}, True),
+    ({"num_moe_experts": None, "mtp_num_layers": None}, False),
+    (vars(NO_COEFFICIENT), False),
+    ({"num_moe_experts": 4}, False),
+]
 
 
-@pytest.mark.parametrize("model_config", (None, SEVERAL, ROUTER_Z_LOSS))
-def test_auxiliary_losses_count_all_local_tokens(model_config: object) -> None:
+@pytest.mark.parametrize(("settings", "has_auxiliary_loss"), MODELS)
+def test_auxiliary_losses_count_all_local_tokens(settings, has_auxiliary_loss: bool) -> None:
     """By active tokens Megatron gave 4 times the router's gradient with 8 of 32 tokens active."""
-    changes = {} if model_config is None else {"model_config": model_config}
-    contract = moe_contract(**changes)
-    assert num_tokens(contract) == 32
-    assert contract.factor == 100
-
-
-@pytest.mark.parametrize("model_config", (DENSE, NO_COEFFICIENT, EXPERTS_ALONE))
-def test_models_without_auxiliary_loss_count_active_tokens(model_config: object) -> None:
-    totals = uneven_totals(package_samples(random_step(seed=44)))
-    contract = moe_contract(model_config=model_config, totals=totals)
-    assert num_tokens(contract) == 8
-    assert contract.factor == totals.num_active_tokens
+    totals = replace(uneven_totals(package_samples(random_step(seed=44))), num_tokens=100)
+    contract = moe_contract(model_config=SimpleNamespace(**settings), totals=totals)
+    expected = (32, 100) if has_auxiliary_loss else (8, totals.num_active_tokens)
+    assert (num_tokens(contract), contract.factor) == expected
 
 
 def test_auxiliary_loss_needs_the_steps_packed_tokens() -> None:
@@ -307,9 +253,7 @@ def test_auxiliary_loss_needs_the_steps_packed_tokens() -> None:
 
 
 @pytest.mark.parametrize("version", ((0, 16, 1), (0, 18, 2), (0, 19, 0)))
-def test_auxiliary_loss_under_context_parallelism_needs_0_19(
-    version: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auxiliary_loss_under_context_parallelism_needs_0_19(version, monkeypatch):
     monkeypatch.setattr(versions, "megatron_core_version", lambda: version)
     if version >= (0, 19):
         assert num_tokens(moe_contract(context_parallel_size=2)) == 32
@@ -318,9 +262,7 @@ def test_auxiliary_loss_under_context_parallelism_needs_0_19(
             moe_contract(context_parallel_size=2)
 
 
-def test_multi_token_prediction_is_refused_in_per_token_mode(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_multi_token_prediction_is_refused_in_per_token_mode(monkeypatch) -> None:
     monkeypatch.setattr(versions, "megatron_core_version", lambda: (0, 19, 0))
     with pytest.raises(NotImplementedError, match=r"(?s)per-token-loss.*mtp-num-layers.*14/12"):
         moe_contract(model_config=MTP)
@@ -332,9 +274,7 @@ def test_multi_token_prediction_is_refused_in_per_token_mode(
 
 @pytest.mark.parametrize("device", ("cpu", "meta"))
 @pytest.mark.parametrize("scaled_by", ("nothing", "optimizer", "trainer"))
-def test_the_scale_of_multi_token_prediction_stays_on_the_models_device(
-    device: str, scaled_by: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_multi_token_scale_stays_on_the_models_device(device, scaled_by, monkeypatch) -> None:
     """An optimizer's loss scale is a tensor of one element there (`_scale_one`, optimizer.py of 0.19.2)."""
     monkeypatch.setattr(multi_token, "derives_multi_token_labels", lambda: True)
     loss_scale = torch.full((1,), 8.0, device=device)
@@ -359,19 +299,13 @@ def test_impossible_micro_batch_counts_are_refused(num_microbatches: int) -> Non
         moe_contract(num_microbatches=num_microbatches)
 
 
-def test_auxiliary_loss_that_megatron_scales_wrongly_is_warned_of_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_auxiliary_loss_that_megatron_scales_wrongly_is_warned_of_once(monkeypatch, caplog) -> None:
     scale_contract_module._warn_of_auxiliary_loss.cache_clear()
-    for is_right, changes in (
-        (True, {}),
-        (False, {"context_parallel_size": 1}),
-        (False, {"model_config": MTP}),
-        (False, {"model_config": NO_COEFFICIENT}),
-    ):
-        monkeypatch.setattr(
-            versions, "moe_auxiliary_loss_under_context_parallel_is_right", lambda r=is_right: r
-        )
+    fact = "moe_auxiliary_loss_under_context_parallel_is_right"
+    silent = [(True, {}), (False, {"context_parallel_size": 1})]
+    silent += [(False, {"model_config": config}) for config in (MTP, NO_COEFFICIENT)]
+    for is_right, changes in silent:
+        monkeypatch.setattr(versions, fact, lambda is_right=is_right: is_right)
         moe_contract(**{"calculate_per_token_loss": False, "context_parallel_size": 2} | changes)
         assert not caplog.records
     for _ in range(2):
@@ -383,41 +317,21 @@ def test_auxiliary_loss_that_megatron_scales_wrongly_is_warned_of_once(
 @pytest.mark.parametrize("per_token", [False, True])
 @pytest.mark.parametrize("num_microbatches", [1, 3, 7])
 @pytest.mark.parametrize("loss_scale", [None, 2.0**16, 1000.0])
-def test_the_gradient_that_backward_brings(
-    per_token: bool, num_microbatches: int, loss_scale: float | None
-) -> None:
+def test_the_gradient_that_backward_brings(per_token, num_microbatches, loss_scale) -> None:
     """Against autograd through what the schedule does, in float32 and in place as it is there."""
-    data_parallel_size, context_parallel_size = 5, 2
-    samples = package_samples(random_step(3, num_samples=4))
-    contract = scale_contract(
-        None,
-        uneven_totals(samples),
-        calculate_per_token_loss=per_token,
-        data_parallel_size=data_parallel_size,
-        context_parallel_size=context_parallel_size,
-        num_microbatches=num_microbatches,
-    )
-    config = SimpleNamespace(grad_scale_func=None)
-    if loss_scale is not None:
-        config.grad_scale_func = lambda loss: torch.tensor([loss_scale]) * loss
+    job, samples = Job(per_token, 5, 2), package_samples(random_step(3, num_samples=4))
     local = torch.tensor(0.7, requires_grad=True)
-    output = apply(contract, local, {}, pack(samples))[0]
+    result = RankLoss(pack(samples), local, {}, num_microbatches)
+    output = contract_output(job, uneven_totals(samples), result)[0]
     if not per_token:
-        output *= context_parallel_size
+        output *= job.cp_size
         output /= num_microbatches
-    if config.grad_scale_func is not None:
-        output = config.grad_scale_func(output)
+    if loss_scale is not None:
+        output = torch.tensor([loss_scale]) * output
     output.backward()
     tokens = sum(int(sample.loss_mask.sum()) for sample in samples)
-    expected = tokens if per_token else data_parallel_size * context_parallel_size
-    torch.testing.assert_close(
-        local.grad, torch.tensor(expected * (loss_scale or 1.0)), rtol=3e-7, atol=0.0
-    )
-
-
-# --------------------------------------------------------------------------------------------------
-# The scale of a micro-batch from its batch, its groups and its model
-# --------------------------------------------------------------------------------------------------
+    expected = (tokens if per_token else job.dp_size * job.cp_size) * (loss_scale or 1.0)
+    torch.testing.assert_close(local.grad, torch.tensor(expected), rtol=3e-7, atol=0.0)
 
 
 @dataclass(frozen=True)
@@ -451,16 +365,13 @@ def test_a_micro_batch_has_the_contract_of_its_groups(per_token: bool, has_model
     """The model's mode counts, and the config's where there is no model."""
     samples = package_samples(random_step(seed=45))
     totals = uneven_totals(samples)
+    config = PolicyLossConfig(calculate_per_token_loss=per_token != has_model)
+    model = chunks(per_token) if has_model else None
     for cp_rank in range(2):
         batch = pack(samples, cp_rank=cp_rank, cp_size=2)
         assert batch.num_active_tokens < batch.window.local_tokens < batch.window.num_tokens
-        step = policy_step(
-            PolicyLossConfig(calculate_per_token_loss=per_token != has_model),
-            samples,
-            num_microbatches=5,
-            model=chunks(per_token) if has_model else None,
-            groups=Groups(3, 2, cp_rank),
-        )
+        groups = Groups(3, 2, cp_rank)
+        step = policy_step(config, samples, num_microbatches=5, model=model, groups=groups)
         assert step.share == pytest.approx(1 / (3 * 2 * 5), rel=1e-12)
         assert step.scale.calculate_per_token_loss == per_token
         assert step.scale.factor == (totals.num_active_tokens if per_token else 3 * 5)
@@ -470,30 +381,21 @@ def test_a_micro_batch_has_the_contract_of_its_groups(per_token: bool, has_model
 
 
 @pytest.mark.parametrize("cp_size", (1, 2))
-def test_a_micro_batch_of_a_model_with_an_auxiliary_loss_counts_its_own_tokens(
-    cp_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_micro_batch_with_an_auxiliary_loss_counts_its_own_tokens(cp_size, monkeypatch) -> None:
     monkeypatch.setattr(versions, "megatron_core_version", lambda: (0, 19, 0))
     samples = package_samples(random_step(seed=45))
     batch = pack(samples, cp_rank=0, cp_size=cp_size, pad_to_multiple=64)
-    config = SimpleNamespace(
-        calculate_per_token_loss=True, num_moe_experts=4, moe_aux_loss_coeff=0.01
-    )
-    step = policy_step(
-        PolicyLossConfig(),
-        samples,
-        totals=replace(uneven_totals(samples), num_tokens=1000),
-        model=SimpleNamespace(config=config),
-        groups=Groups(context_size=cp_size),
-    )
+    experts = {"num_moe_experts": 4, "moe_aux_loss_coeff": 0.01}
+    model = SimpleNamespace(config=SimpleNamespace(calculate_per_token_loss=True, **experts))
+    totals = replace(uneven_totals(samples), num_tokens=1000)
+    groups = Groups(context_size=cp_size)
+    step = policy_step(PolicyLossConfig(), samples, totals=totals, model=model, groups=groups)
     _, n, _ = apply(step.scale, torch.ones(()), {}, batch)
     assert (n, step.scale.factor) == (len(batch.tokens), 1000)
 
 
 @pytest.mark.parametrize("packed_for", ((0, 1), (1, 2), (0, 4)))
-def test_a_micro_batch_of_another_context_parallel_rank_is_refused(
-    packed_for: tuple[int, int],
-) -> None:
+def test_a_micro_batch_of_another_context_parallel_rank_is_refused(packed_for) -> None:
     samples = package_samples(random_step(seed=45))
     batch = pack(samples, cp_rank=packed_for[0], cp_size=packed_for[1])
     step = policy_step(PolicyLossConfig(), samples, groups=Groups(context_size=2))
@@ -502,35 +404,25 @@ def test_a_micro_batch_of_another_context_parallel_rank_is_refused(
 
 
 def test_a_micro_batch_of_another_cut_of_the_pack_is_refused() -> None:
-    samples = package_samples(random_step(seed=45))
+    samples, groups = package_samples(random_step(seed=45)), Groups(context_size=2)
     batch = pack(samples, cp_rank=0, cp_size=2, cp_partition_mode="contiguous")
-    zigzag, contiguous = (
-        policy_step(PolicyLossConfig(**mode), samples, groups=Groups(context_size=2))
-        for mode in ({}, {"cp_partition_mode": "contiguous"})
-    )
-    contiguous.check_packing(batch)
+    contiguous = PolicyLossConfig(cp_partition_mode="contiguous")
+    policy_step(contiguous, samples, groups=groups).check_packing(batch)
     with pytest.raises(ValueError, match="--cp-partition-mode is zigzag"):
-        zigzag.check_packing(batch)
+        policy_step(PolicyLossConfig(), samples, groups=groups).check_packing(batch)
 
 
 @pytest.mark.parametrize("per_token", (False, True))
 def test_the_loss_function_returns_the_scaled_loss_and_the_share_of_a_step(per_token: bool) -> None:
-    step = random_step(seed=46)
-    objective = objective_of("sample_mean")
-    logits = [
-        torch.nn.functional.pad(row.detach(), (0, 3), value=50.0) for row in random_logits(step)
-    ]
+    step, objective = random_step(seed=46), objective_of("sample_mean")
+    logits = random_logits(step)
+    padded = torch.nn.functional.pad(torch.cat(logits).detach(), (0, 3), value=50.0)
     config = package_config(objective, calculate_per_token_loss=per_token)
     samples = package_samples(step)
     totals, batch = uneven_totals(samples), pack(samples)
-    vocab_size = logits[0].shape[1] - 3
-    groups = Groups(data_size=2)
-    packed = torch.cat(logits)[None]
-    loss_func = step_loss(
-        config, batch, totals, num_microbatches=2, groups=groups, vocab_size=vocab_size
-    )
-    loss, *rest = loss_func(packed)
-    expected = oracle.policy_loss(step, [row[:, :vocab_size] for row in logits], objective).loss
+    job = {"num_microbatches": 2, "groups": Groups(data_size=2), "vocab_size": logits[0].shape[1]}
+    loss, *rest = step_loss(config, batch, totals, **job)(padded[None])
+    expected = oracle.policy_loss(step, logits, objective).loss
     factor = totals.num_active_tokens if per_token else 2 * 2
     torch.testing.assert_close(loss, expected * factor, rtol=1e-12, atol=0)
     assert len(rest) == (2 if per_token else 1)
@@ -546,60 +438,48 @@ def test_a_step_takes_a_divisor_of_its_own(per_token: bool) -> None:
         samples, logits = package_samples(step), random_logits(step)
         totals, batch = uneven_totals(samples), pack(samples)
         count = len(oracle.rollouts(step))
-        loss_func = step_loss(
-            config, batch, totals, num_microbatches=1, groups=Groups(), grad_divisor=float(count**2)
-        )
+        job = {"num_microbatches": 1, "groups": Groups()}
+        loss_func = step_loss(config, batch, totals, **job, grad_divisor=float(count**2))
         loss, *_, metrics = loss_func(torch.cat(logits)[None])
         expected = oracle.policy_loss(step, logits, objective_of("sample_mean"))
         factor = totals.num_active_tokens if per_token else 1
         wanted = expected.pg_loss / count + (expected.loss - expected.pg_loss)
         torch.testing.assert_close(loss, wanted * factor, rtol=1e-11, atol=0)
         assert metrics["pg_loss"].tolist() == [pytest.approx(expected.pg_loss.item()), 1.0]
-        for wrong in ({"grad_divisor": 0.0}, {"grad_divisor": math.nan}):
+        for wrong in (0.0, math.nan):
             with pytest.raises(ValueError, match="grad_divisor must be a finite number > 0"):
-                step_loss(config, batch, totals, num_microbatches=1, groups=Groups(), **wrong)
+                step_loss(config, batch, totals, **job, grad_divisor=wrong)
 
 
 @pytest.mark.parametrize(
     ("tokens", "positions", "words"),
     [
-        (10, 6, None),
         (9, 6, "long has token id 9 and the model's embedding 9 rows"),
         (10, 5, "long has position 5 and the model's embedding 5 rows"),
     ],
 )
-def test_what_the_model_has_no_row_for_is_refused_by_sample(
-    tokens: int, positions: int, words: str | None
-) -> None:
+def test_what_the_model_has_no_row_for_is_refused_by_sample(tokens, positions, words) -> None:
     """Before the model runs: a GPU would say that some index is out of bounds, of no sample."""
-    samples = [
-        pg.Sample(tokens, 1, [1], old_log_probs=[-1.0], name=name)
-        for tokens, name in (([1, 2], "short"), ([9, 2, 3, 4, 5, 6], "long"))
-    ]
-    table = SimpleNamespace
-    embedding = SimpleNamespace(
-        word_embeddings=table(num_embeddings=tokens),
-        position_embeddings=table(num_embeddings=positions),
-        add_position_embedding=True,
-    )
-    config = SimpleNamespace(calculate_per_token_loss=False)
-    model = SimpleNamespace(config=config, embedding=embedding)
-    step = policy_step(PolicyLossConfig(), samples, model=model)
-    if words is None:
-        step.head(pack(samples))
-        return
+    tokens_of = {"short": [1, 2], "long": [9, 2, 3, 4, 5, 6]}
+    samples = [pg.Sample(row, 1, [1], 1.0, [-1.0], name=name) for name, row in tokens_of.items()]
+
+    def head(tokens: int, positions: int) -> None:
+        tables = [SimpleNamespace(num_embeddings=size) for size in (tokens, positions)]
+        embedding = SimpleNamespace(word_embeddings=tables[0], position_embeddings=tables[1])
+        embedding.add_position_embedding = True
+        config = SimpleNamespace(calculate_per_token_loss=False)
+        model = SimpleNamespace(config=config, embedding=embedding)
+        policy_step(PolicyLossConfig(), samples, model=model).head(pack(samples))
+
+    head(10, 6)
     with pytest.raises(ValueError, match=words):
-        step.head(pack(samples))
+        head(tokens, positions)
 
 
 def test_stages_that_exchange_tensors_of_one_length_refuse_a_plan_of_several() -> None:
-    samples = [
-        pg.Sample(tokens=[1] * n, response_length=1, loss_mask=[1], old_log_probs=[-1.0])
-        for n in (5, 9)
-    ]
-    config = SimpleNamespace(
-        calculate_per_token_loss=False, pipeline_model_parallel_size=2, variable_seq_lengths=False
-    )
+    samples = [pg.Sample([1] * n, 1, [1], 1.0, [-1.0]) for n in (5, 9)]
+    config = SimpleNamespace(calculate_per_token_loss=False, variable_seq_lengths=False)
+    config.pipeline_model_parallel_size = 2
 
     def step(max_tokens: int) -> PolicyStep:
         plan = pg.plan_step(samples, max_tokens_per_microbatch=max_tokens)
@@ -607,9 +487,8 @@ def test_stages_that_exchange_tensors_of_one_length_refuse_a_plan_of_several() -
         return PolicyStep(PolicyLossConfig(), plan, model=model, groups=groups)  # type: ignore[arg-type]
 
     step(14)  # one micro-batch
-    with pytest.raises(
-        ValueError, match=r"2 lengths \(5 to 9 tokens\): set variable_seq_lengths=True"
-    ):
+    message = r"2 lengths \(5 to 9 tokens\): set variable_seq_lengths=True"
+    with pytest.raises(ValueError, match=message):
         step(9)
     config.variable_seq_lengths = True
     step(9)

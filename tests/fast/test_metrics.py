@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import logging
 import math
 import random
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,10 +18,8 @@ from megatron_pg.config import PolicyLossConfig
 from megatron_pg.critic.settings import CriticConfig
 from megatron_pg.critic.value_loss import MicroBatchValueLoss
 from megatron_pg.loss.corrections import accepted_samples
-from megatron_pg.loss.from_logits import policy_loss_from_log_probs
 from megatron_pg.loss.metric_table import METRICS, metrics_on
-from megatron_pg.loss.metrics import MicroBatchMetrics, metric_names, metric_table, reduce_metrics
-from megatron_pg.loss.reducer import WeightedSum
+from megatron_pg.loss.metrics import MicroBatchMetrics, metric_names, metric_table
 from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import step_totals
@@ -30,6 +28,8 @@ from tests.cut_policy_loss import aggregated, package_config, rank_losses
 from tests.cut_steps import CUTS
 from tests.dispatches import CountDispatches
 from tests.fast import objectives_oracle
+from tests.fast.objectives_oracle import Sequence1
+from tests.fast.one_step import PLAIN_SUM, loss_of, reported
 from tests.fast.sequences import (
     OF_LOG_PROBS,
     flat_log_probs,
@@ -52,30 +52,17 @@ EVERYTHING = {
     "use_opsm": True,
 }
 """Settings that turn every metric on."""
+DEFAULTS = PolicyLossConfig()
 
 
-def reduced(config: PolicyLossConfig, micro_batches: list[MicroBatchMetrics]) -> dict[str, float]:
-    return reduce_metrics(config, micro_batches, contributes=True, device="cpu")
+def metrics_of(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor):
+    return loss_of(config, batch, log_probs, torch.ones_like(log_probs))[1]
 
 
-def micro_batch_metrics(
-    config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor
-) -> MicroBatchMetrics:
-    totals = step_totals(batch.samples)
-    _, metrics = policy_loss_from_log_probs(
-        config, batch, log_probs, torch.ones_like(log_probs), totals=totals
-    )
-    return metrics
-
-
-def metrics_of(
-    config: PolicyLossConfig,
-    sequences: list[objectives_oracle.Sequence1],
-    log_probs: Tensor | None = None,
-) -> dict[str, float]:
+def report_of(config: PolicyLossConfig, sequences: list[Sequence1], log_probs=None) -> dict:
     """What a step of one micro-batch reports."""
     log_probs = flat_log_probs(sequences) if log_probs is None else log_probs
-    return reduced(config, [micro_batch_metrics(config, package_batch(sequences), log_probs)])
+    return reported(config, metrics_of(config, package_batch(sequences), log_probs))
 
 
 def three_tokens(**changes: Any) -> Sample:
@@ -86,28 +73,24 @@ def three_tokens(**changes: Any) -> Sample:
 
 def step_with_rollout_log_probs(seed: int) -> list[PlainSample]:
     rng = random.Random(seed)
-    return [
-        dataclasses.replace(
-            sample,
-            rollout_log_probs=[float32(v + rng.uniform(-0.4, 0.3)) for v in sample.old_log_probs],
-        )
-        for sample in random_step(seed)
-    ]
+
+    def near(values: list[float]) -> list[float]:
+        return [float32(value + rng.uniform(-0.4, 0.3)) for value in values]
+
+    return [replace(s, rollout_log_probs=near(s.old_log_probs)) for s in random_step(seed)]
 
 
 @pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("carries_rollout", [False, True])
-def test_every_cut_has_the_metrics_of_the_step(
-    cut: str, aggregation: str, carries_rollout: bool
-) -> None:
+def test_every_cut_has_the_metrics_of_the_step(cut, aggregation, carries_rollout) -> None:
     settings = {"eps_clip": 0.1, "eps_clip_high": 0.3, "kl_loss_type": "low_var_kl"}
     objective = aggregated(Objective(**settings, kl_loss_coef=0.1), aggregation)
     config = package_config(objective, pg_metrics="with_entropy")
     step = step_with_rollout_log_probs(3) if carries_rollout else random_step(3)
     logits = random_logits(step, seed=3)
     results = rank_losses(config, step, logits, CUTS[cut](len(step)))
-    found = reduced(config, [result.metrics for result in results])
+    found = reported(config, *(result.metrics for result in results))
 
     plain = oracle.policy_loss(step, logits, objective)
     expected = oracle.metrics(step, plain, objective)
@@ -133,12 +116,11 @@ def test_a_rollout_of_two_samples_counts_once() -> None:
 
     def metrics(step: list[PlainSample]) -> dict[str, float]:
         results = rank_losses(config, step, logits, CUTS["cp_2"](len(step)))
-        return reduced(config, [result.metrics for result in results])
+        return reported(config, *(result.metrics for result in results))
 
-    alone = [dataclasses.replace(sample, rollout_id=None) for sample in step]
-    named = [dataclasses.replace(sample, rollout_id=7 * i) for i, sample in enumerate(step)]
-    together, mutant, same = metrics(step), metrics(alone), metrics(named)
-    assert same == mutant
+    together = metrics(step)
+    mutant = metrics([replace(sample, rollout_id=None) for sample in step])
+    assert metrics([replace(sample, rollout_id=7 * i) for i, sample in enumerate(step)]) == mutant
     means = [row.name for row in METRICS if row.kind == "mean" and row.name in together]
     assert len(means) > 15
     assert all(together[name] != pytest.approx(mutant[name], rel=1e-6) for name in means)
@@ -149,57 +131,34 @@ def test_a_rollout_of_two_samples_counts_once() -> None:
 def test_means_of_single_samples_are_the_frozen_formula_to_the_bit() -> None:
     """What a mean was when a document was a sample: mask / own active tokens, one product, one division."""
     sequences = random_sequences(4)
-    config, batch = PolicyLossConfig(), package_batch(sequences)
-    log_probs = flat_log_probs(sequences, torch.float32)
-    found = micro_batch_metrics(config, batch, log_probs)
-    mask = batch.loss_mask.double()
-    lengths = torch.tensor([len(s.loss_mask) for s in sequences])
-    own = torch.tensor([float(max(sum(s.loss_mask), 1)) for s in sequences]).double()
-    weights = mask / own.repeat_interleave(lengths)
-    rows = [row for row in metrics_on(config) if not row.reads]
-    advantage = [row.name for row in rows].index("advantage")
-    values = torch.zeros(len(rows), len(weights), dtype=torch.float64)
+    batch = package_batch(sequences)
+    found = metrics_of(DEFAULTS, batch, flat_log_probs(sequences, torch.float32))
+    own = [max(sum(s.loss_mask), 1) for s in sequences for _ in s.loss_mask]
+    weights = batch.loss_mask.double() / torch.tensor(own, dtype=torch.float64)
+    names = [row.name for row in metrics_on(DEFAULTS) if not row.reads]
+    advantage = names.index("advantage")
+    values = torch.zeros(len(names), len(weights), dtype=torch.float64)
     values[advantage] = torch.where(batch.loss_mask, batch.advantages, 0.0)
     frozen = (values * weights).sum(1)[advantage]
     assert found["advantage"].tolist() == [frozen.item(), weights.sum().item()]
-
-
-def test_gspo_sums_are_over_sequences_where_rollouts_have_several() -> None:
-    sequences = [random_sequence(seed, 5, active_rate=1.0) for seed in range(4)]
-    samples = [package_sample(s, rollout_id=i // 2) for i, s in enumerate(sequences)]
-    config = PolicyLossConfig(policy_loss="gspo")
-    found = reduced(config, [micro_batch_metrics(config, pack(samples), flat_log_probs(sequences))])
-    ratios = [math.exp(objectives_oracle.policy_mean(s).item()) for s in sequences]
-    assert found["ratio_new_old_sum"] == pytest.approx(sum(ratios))
-    assert found["ratio_new_old"] == pytest.approx(sum(ratios) / 4)
 
 
 def test_what_no_sample_carries_is_left_out_and_what_some_carry_is_theirs() -> None:
     """Also where a micro-batch is empty, and where only some micro-batches have the rollout engine's log-probs."""
     sequences = [random_sequence(seed, 6, active_rate=1.0) for seed in range(3)]
     samples = [package_sample(s, rollout_id=i) for i, s in enumerate(sequences)]
-    config = PolicyLossConfig()
+    without = [replace(s, rollout_log_probs=None, ref_log_probs=None) for s in samples]
 
-    def without(sample: Sample) -> Sample:
-        return dataclasses.replace(sample, rollout_log_probs=None, ref_log_probs=None)
-
-    def metrics(parts: list[list[Sample]]) -> dict[str, float]:
-        totals = step_totals([sample for part in parts for sample in part])
-        made = []
+    def metrics(*parts: list[Sample]) -> dict[str, float]:
+        totals, found = step_totals([sample for part in parts for sample in part]), []
         for part in parts:
-            log_probs = torch.full((6 * len(part),), -1.0)
-            share = 1 / len(parts)
-            _, each = policy_loss_from_log_probs(
-                config, pack(part), log_probs, None, totals=totals, step_share=share
-            )
-            assert set(each) == set(metric_names(config))
-            made.append(each)
-        return reduced(config, made)
+            log_probs, options = torch.full((6 * len(part),), -1.0), {"step_share": 1 / len(parts)}
+            found.append(loss_of(DEFAULTS, pack(part), log_probs, totals=totals, **options)[1])
+            assert set(found[-1]) == set(metric_names(DEFAULTS))
+        return reported(DEFAULTS, *found)
 
-    bare = metrics([[without(s) for s in samples], []])
-    assert not [name for name in bare if "rollout" in name or "ref" in name]
-    mixed = metrics([[without(samples[0])], samples[1:], []])
-    whole = metrics([samples[1:]])
+    assert not [name for name in metrics(without, []) if "rollout" in name or "ref" in name]
+    mixed, whole = metrics(without[:1], samples[1:], []), metrics(samples[1:])
     names = [name for name in whole if "rollout" in name or "ref" in name]
     assert len(names) == 12
     assert all(mixed[name] == pytest.approx(whole[name], rel=1e-12) for name in names)
@@ -209,70 +168,53 @@ def test_the_ratio_against_the_rollout_engine_needs_no_old_log_probs() -> None:
     """One sample of six tokens: its means are token means."""
     sequence = random_sequence(5, 6, active_rate=1.0)
     config = PolicyLossConfig(ratio_anchor="rollout")
-    expected = [
-        (old.item() - rollout)
-        for old, rollout in zip(sequence.log_probs, sequence.rollout_log_probs, strict=True)
-    ]
+    log_ratios = sequence.log_probs.detach() - torch.tensor(sequence.rollout_log_probs)
     for old_log_probs in (None, sequence.old_log_probs):
-        sample = dataclasses.replace(package_sample(sequence), old_log_probs=old_log_probs)
-        log_probs = flat_log_probs([sequence])
-        found = reduced(config, [micro_batch_metrics(config, pack([sample]), log_probs)])
-        assert found["ppo_kl"] == pytest.approx(-sum(expected) / 6, rel=1e-9)
-        assert found["ratio_new_old_sum"] == pytest.approx(sum(map(math.exp, expected)), rel=1e-9)
+        sample = replace(package_sample(sequence), old_log_probs=old_log_probs)
+        found = reported(config, metrics_of(config, pack([sample]), flat_log_probs([sequence])))
+        assert found["ppo_kl"] == pytest.approx(-log_ratios.mean().item(), rel=1e-9)
+        assert found["ratio_new_old_sum"] == pytest.approx(log_ratios.exp().sum().item(), rel=1e-9)
         is_there = {"old_logprobs", "rollout_ratio"} <= set(found)
         assert is_there == (old_log_probs is not None)
 
 
 def test_mismatch_metrics_need_no_correction_and_no_ratio() -> None:
-    sequences = random_sequences(2)
-    expected = None
-    for settings in ({}, {"use_tis": True}, {"policy_loss": "reinforce"}):
-        found = metrics_of(PolicyLossConfig(**settings), sequences)
-        values = {name: found[name] for name in found if "rollout" in name}
-        expected = values if expected is None else expected
-        assert values == expected and len(values) == 9
+    configs = (PolicyLossConfig(use_tis=True), PolicyLossConfig(policy_loss="reinforce"))
+    expected, *others = (report_of(config, random_sequences(2)) for config in (DEFAULTS, *configs))
+    names = [name for name in expected if "rollout" in name]
+    assert len(names) == 9
+    assert all(found[name] == expected[name] for found in others for name in names)
 
 
 def test_staleness_is_reported_where_samples_and_the_step_have_versions() -> None:
     sequences = [random_sequence(seed, seed + 1, active_rate=1.0) for seed in range(4)]
-    versions, rollouts = [7, 9, 4, 4], [0, 1, 2, 2]
-    samples = [
-        package_sample(s, policy_version=version, rollout_id=rollout)
-        for s, version, rollout in zip(sequences, versions, rollouts, strict=True)
-    ]
-    config, totals = PolicyLossConfig(), step_totals(samples)
-    metrics = []
+    rows = zip(sequences, (7, 9, 4, 4), (0, 1, 2, 2), strict=True)
+    samples = [package_sample(s, policy_version=v, rollout_id=rollout) for s, v, rollout in rows]
+    totals, metrics = step_totals(samples), []
     for cp_rank in range(4):  # some ranks have no token of some samples
         batch = pack(samples, cp_rank=cp_rank, cp_size=4)
         log_probs = flat_log_probs(sequences)[batch.window.response_indices]
-        metrics.append(
-            policy_loss_from_log_probs(
-                config, batch, log_probs, None, totals=totals, step_share=1 / 4
-            )[1]
-        )
-    found = reduced(config, metrics)
+        metrics.append(loss_of(DEFAULTS, batch, log_probs, totals=totals, step_share=1 / 4)[1])
+    found = reported(DEFAULTS, *metrics)
     assert "staleness" not in found
     assert found["policy_version"] == pytest.approx((7 + 9 + 4) / 3)
     assert found["min_policy_version"] == 4
-    told = reduce_metrics(config, metrics, contributes=True, device="cpu", policy_version=10)
+    told = reported(DEFAULTS, *metrics, policy_version=10)
     assert told["staleness"] == pytest.approx(10 - 20 / 3) and told["max_staleness"] == 6
-    without = [dataclasses.replace(s, policy_version=None) for s in samples[:1]]
     with pytest.raises(ValueError, match="has no policy_version and .* has"):
-        pack([*without, *samples[1:]])
+        pack([replace(samples[0], policy_version=None), *samples[1:]])
     with pytest.raises(ValueError, match="sample: policy_version is 1.5"):
         package_sample(sequences[0], policy_version=1.5)
 
 
 def test_a_local_document_mean_would_be_another_one() -> None:
     """The mutant: per-document means of this rank's window, averaged over ranks."""
-    objective, step = Objective(), random_step(3)
-    config = package_config(objective)
+    step, config = random_step(3), package_config(Objective())
     logits = random_logits(step, seed=3)
-    results = rank_losses(config, step, logits, CUTS["cp_4"](len(step)))
-    whole = rank_losses(config, step, logits, CUTS["whole"](len(step)))
-    expected = reduced(config, [result.metrics for result in whole])["advantage"]
+    (whole,) = rank_losses(config, step, logits, CUTS["whole"](len(step)))
+    expected = reported(config, whole.metrics)["advantage"]
     means = []
-    for result in results:
+    for result in rank_losses(config, step, logits, CUTS["cp_4"](len(step))):
         batch = result.batch
         for sample in range(len(step)):
             chosen = batch.loss_mask & (batch.window_segment_ids == sample)
@@ -285,23 +227,31 @@ def test_a_local_document_mean_would_be_another_one() -> None:
 @pytest.mark.parametrize("pg_metrics", ["none", "basic", "with_entropy"])
 def test_the_config_alone_decides_the_names(name: str, pg_metrics: str) -> None:
     """Ranks that hold no metrics must pack the same table; an empty micro-batch has all of it."""
-    settings = EVERYTHING | {"policy_loss": name, "pg_metrics": pg_metrics}
-    for changed in (settings, {"policy_loss": name, "pg_metrics": pg_metrics}):
-        config = PolicyLossConfig(**changed)
+    custom = {"custom_policy_loss_path": f"{__name__}:negative_log_prob"}
+    for settings in (EVERYTHING, {}, custom):
+        config = PolicyLossConfig(**settings | {"policy_loss": name, "pg_metrics": pg_metrics})
         for batch in (package_batch(random_sequences(1)), pack([])):
             log_probs = torch.full(batch.loss_mask.shape, -1.0, requires_grad=True)
-            metrics = micro_batch_metrics(config, batch, log_probs)
-            assert set(metrics) == set(metric_names(config))
+            metrics = metrics_of(config, batch, log_probs)
+            assert set(metrics) == set(metric_names(config)) and metrics["loss"].isfinite().all()
             assert all(value.shape == (2,) for value in metrics.values()), "Megatron's train_step"
             assert not any(value.requires_grad for value in metrics.values())
 
 
-def test_gspo_metrics_are_per_sequence() -> None:
-    sequences = [random_sequence(seed, length) for seed, length in ((1, 6), (2, 3), (3, 9), (4, 1))]
-    found = metrics_of(PolicyLossConfig(policy_loss="gspo"), sequences)
-    log_ratios = [
-        objectives_oracle.policy_mean(s).item() for s in sequences if sum(s.loss_mask) > 0
-    ]
+def negative_log_prob(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> Tensor:
+    return -log_probs
+
+
+@pytest.mark.parametrize("lengths", ((6, 3, 9, 1), (5, 5, 5, 5)))
+def test_gspo_metrics_are_per_sequence(lengths: tuple[int, ...]) -> None:
+    """Where all are as long and active, two sequences a rollout change nothing."""
+    is_even, config = lengths == (5, 5, 5, 5), PolicyLossConfig(policy_loss="gspo")
+    rate = 1.0 if is_even else 0.75
+    sequences = [random_sequence(n + 1, lengths[n], active_rate=rate) for n in range(4)]
+    ids = [n // 2 if is_even else n for n in range(4)]
+    samples = [package_sample(s, rollout_id=id) for s, id in zip(sequences, ids, strict=True)]
+    found = reported(config, metrics_of(config, pack(samples), flat_log_probs(sequences)))
+    log_ratios = [objectives_oracle.policy_mean(s).item() for s in sequences if sum(s.loss_mask)]
     ratios = [math.exp(value) for value in log_ratios]
     assert len(ratios) < sum(sum(s.loss_mask) for s in sequences)
     total, squared = sum(ratios), sum(r * r for r in ratios)
@@ -315,73 +265,49 @@ def test_gspo_metrics_are_per_sequence() -> None:
     assert found["clipped_ratio_fraction"] == pytest.approx(sum(outside) / len(ratios))
 
 
-def test_mismatch_metrics_count_the_tokens_that_are_rejected() -> None:
+def test_the_fraction_that_is_rejected_is_a_mean_over_documents() -> None:
     sequences = random_sequences(2)
     settings = {"use_tis": True, "tis_mode": "mask", "tis_clip_low": 0.9, "tis_clip": 1.1}
-    found = metrics_of(PolicyLossConfig(**settings), sequences)
-    weights = [
-        [math.exp(d) for d in objectives_oracle.mismatches(s)]
-        for s in sequences
-        if sum(s.loss_mask) > 0
-    ]
-    outside = [[not 0.9 <= w <= 1.1 for w in sample] for sample in weights]
-
-    def document_mean(values: list[list[float]]) -> float:
-        return sum(sum(sample) / len(sample) for sample in values) / len(values)
-
-    logs = [[math.log(w) for w in sample] for sample in weights]
-    assert found["rollout_ratio"] == pytest.approx(document_mean(weights), rel=1e-5)
-    kl = [[math.exp(d) - 1 - d for d in sample] for sample in logs]
-    assert found["rollout_kl"] == pytest.approx(document_mean(kl), rel=1e-5)
-    distance = [[abs(d) for d in sample] for sample in logs]
-    assert found["rollout_abs_difference"] == pytest.approx(document_mean(distance), rel=1e-5)
-    assert found["rejected_fraction"] == pytest.approx(document_mean(outside), rel=1e-6)
+    found = report_of(PolicyLossConfig(**settings), sequences)
+    mismatches = [objectives_oracle.mismatches(s) for s in sequences if sum(s.loss_mask)]
+    outside = [[not 0.9 <= math.exp(d) <= 1.1 for d in sample] for sample in mismatches]
+    expected = sum(sum(sample) / len(sample) for sample in outside) / len(outside)
+    assert found["rejected_fraction"] == pytest.approx(expected, rel=1e-6)
     assert found["tis_clipped_fraction"] == found["rejected_fraction"] > 0
 
 
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
 def test_extremes_when_all_advantages_have_one_sign(sign: float) -> None:
     """Masked positions, empty windows and empty micro-batches bring the identity, not zero."""
-    sequences = [
-        dataclasses.replace(s, advantages=[sign * (1 + t) for t in range(len(s.advantages))])
-        for s in random_sequences(3)
-    ]
-    config = PolicyLossConfig()
+    rows = [(s, range(1, len(s.advantages) + 1)) for s in random_sequences(3)]
+    sequences = [replace(s, advantages=[sign * t for t in places]) for s, places in rows]
     batches = [package_batch(sequences), pack([]), package_batch(sequences[3:4])]
-    metrics = [
-        micro_batch_metrics(config, batch, torch.zeros(batch.loss_mask.shape)) for batch in batches
-    ]
-    found = reduced(config, metrics)
+    metrics = [metrics_of(DEFAULTS, batch, torch.zeros(len(batch.window))) for batch in batches]
+    found = reported(DEFAULTS, *metrics)
     active = [s.advantages[t] for s in sequences for t in s.active()]
     assert (found["max_advantage"], found["min_advantage"]) == (max(active), min(active))
-
-
-def test_extremes_of_advantages_that_are_all_equal() -> None:
-    """The largest is then the smallest, which does not mean that there is none."""
-    found = metrics_of(PolicyLossConfig(), [grid_sequence([0.1] * 5, [0.5])])
-    assert (found["max_advantage"], found["min_advantage"]) == (0.5, 0.5)
+    # Where all are equal the largest is the smallest, which does not mean that there is none.
+    equal = report_of(DEFAULTS, [grid_sequence([0.1] * 5, [sign])])
+    assert (equal["max_advantage"], equal["min_advantage"]) == (sign, sign)
 
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", OF_LOG_PROBS)
-def test_garbage_at_masked_positions_reaches_no_loss_gradient_or_metric(
-    name: str, garbage: float
-) -> None:
+def test_garbage_at_masked_positions_reaches_no_loss_gradient_or_metric(name, garbage) -> None:
     sequences = random_sequences(10)
     clean, log_probs = package_batch(sequences), flat_log_probs(sequences).detach()
     masked = ~clean.loss_mask
     fields = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs")
-    dirty = dataclasses.replace(
-        clean, **{field: getattr(clean, field).masked_fill(masked, garbage) for field in fields}
-    )
+    spoiled = {field: getattr(clean, field).masked_fill(masked, garbage) for field in fields}
+    dirty = replace(clean, **spoiled)
     config = PolicyLossConfig(**EVERYTHING, policy_loss=name)
-    entropy, totals, results = log_probs * 2, step_totals(clean.samples), []
+    entropy, results = log_probs * 2, []
     for batch, value in ((clean, 0.0), (dirty, garbage)):
         inputs = [x.masked_fill(masked, value).requires_grad_() for x in (log_probs, entropy)]
-        loss, metrics = policy_loss_from_log_probs(config, batch, *inputs, totals=totals)
+        loss, metrics = loss_of(config, batch, *inputs)
         gradients = torch.autograd.grad(loss, inputs)
         assert all((gradient[masked] == 0).all() for gradient in gradients)
-        results.append((loss, *gradients, reduced(config, [metrics])))
+        results.append((loss, *gradients, reported(config, metrics)))
     (*expected, metrics), (*found, metrics_of_dirty) = results
     assert all(map(torch.equal, found, expected)) and found[0].isfinite()
     assert metrics_of_dirty == metrics
@@ -391,76 +317,52 @@ def test_garbage_at_masked_positions_reaches_no_loss_gradient_or_metric(
 def test_a_rank_that_does_not_contribute_brings_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """Neither its numbers nor, a second time, the report of a token without a loss."""
     sequences = [random_sequence(1, 4, active_rate=1.0)]
-    config, batch = PolicyLossConfig(), package_batch(sequences)
     for log_probs in (flat_log_probs(sequences), torch.full((4,), torch.nan)):
-        metrics = micro_batch_metrics(config, batch, log_probs)
-        found = reduce_metrics(config, [metrics], contributes=False, device="cpu")
+        metrics = metrics_of(DEFAULTS, package_batch(sequences), log_probs)
+        found = reported(DEFAULTS, metrics, contributes=False)
         assert all(math.isnan(value) for value in found.values())
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 def test_what_is_carried_beside_the_numbers_survives_an_addition() -> None:
     sequences = random_sequences(11)
-    config = PolicyLossConfig()
-    metrics = micro_batch_metrics(config, package_batch(sequences), flat_log_probs(sequences))
+    metrics = metrics_of(DEFAULTS, package_batch(sequences), flat_log_probs(sequences))
     maxima, is_nan = metrics.maxima, metrics.is_nan
     metrics.update({"more": torch.tensor([1.0, 0.5], dtype=torch.float64)})
-    assert metrics.maxima is maxima is not None
-    assert metrics.is_nan is is_nan is not None
+    assert metrics.maxima is maxima is not None and metrics.is_nan is is_nan is not None
     assert metrics["more"].tolist() == [1.0, 0.5]
 
 
 def test_shares_of_a_step_add_up_in_float64() -> None:
-    batch = package_batch(random_sequences(11))
-    totals, config = step_totals(batch.samples), PolicyLossConfig(pg_metrics="none")
-    log_probs = torch.zeros(len(batch.window))
-    assert log_probs.dtype == torch.float32
-    loss, metrics = policy_loss_from_log_probs(
-        config, batch, log_probs, None, totals=totals, step_share=1 / 3
-    )
-    assert metrics["loss"].dtype == torch.float64
+    batch, config = package_batch(random_sequences(11)), PolicyLossConfig(pg_metrics="none")
+    loss, metrics = loss_of(config, batch, torch.zeros(len(batch.window)), step_share=1 / 3)
+    assert loss.dtype == torch.float32 and metrics["loss"].dtype == torch.float64
     assert metrics["loss"].tolist() == [loss.item(), 1 / 3]
-
-
-def test_a_custom_objective_has_the_metrics_of_its_names() -> None:
-    """Nothing is known of its ratio, whatever --policy-loss says."""
-    for name in OF_LOG_PROBS:
-        config = PolicyLossConfig(
-            policy_loss=name, custom_policy_loss_path=f"{__name__}:negative_log_prob"
-        )
-        sequences = random_sequences(12)
-        metrics = micro_batch_metrics(config, package_batch(sequences), flat_log_probs(sequences))
-        assert set(metrics) == set(metric_names(config))
-        assert math.isfinite(reduced(config, [metrics])["loss"])
-
-
-def negative_log_prob(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> Tensor:
-    return -log_probs
 
 
 def test_a_step_without_active_tokens_has_no_means() -> None:
     config = PolicyLossConfig(**EVERYTHING)
-    found = reduced(config, [micro_batch_metrics(config, pack([]), torch.zeros(0))])
+    found = reported(config, metrics_of(config, pack([]), torch.zeros(0)))
     assert found["loss"] == 0 and found["num_tokens"] == 0
     for name in ("max_advantage", "min_advantage", "ratio_new_old", "effective_sample_size"):
         assert math.isnan(found[name])
 
 
 def test_ratios_are_those_before_the_clamp() -> None:
-    found = metrics_of(PolicyLossConfig(), [grid_sequence([30.0, -30.0], [1.0])])
+    found = report_of(DEFAULTS, [grid_sequence([30.0, -30.0], [1.0])])
     assert found["ratio_new_old_sum"] == pytest.approx(math.exp(30) + math.exp(-30))
     expected = (math.exp(30) - 31 + math.exp(-30) + 29) / 2
     assert found["kl_new_old"] == pytest.approx(expected)
 
 
-def test_ratios_beyond_float32_are_numbers() -> None:
+@pytest.mark.parametrize("log_ratio", (60.0, 100.0))
+def test_ratios_beyond_float32_are_numbers(log_ratio: float) -> None:
     """exp(100) is infinite in float32, as is the square of exp(60)."""
-    for log_ratio in (60.0, 100.0):
-        sequences = [grid_sequence([log_ratio], [1.0])]
-        found = metrics_of(PolicyLossConfig(), sequences, flat_log_probs(sequences, torch.float32))
-        assert found["ratio_new_old"] == pytest.approx(math.exp(log_ratio))
-        assert found["ratio_new_old_squared_sum"] == pytest.approx(math.exp(2 * log_ratio))
-        assert found["effective_sample_size"] == pytest.approx(1.0)
+    sequences = [grid_sequence([log_ratio], [1.0])]
+    found = report_of(DEFAULTS, sequences, flat_log_probs(sequences, torch.float32))
+    assert found["ratio_new_old"] == pytest.approx(math.exp(log_ratio))
+    assert found["ratio_new_old_squared_sum"] == pytest.approx(math.exp(2 * log_ratio))
+    assert found["effective_sample_size"] == pytest.approx(1.0)
 
 
 def test_none_costs_nothing() -> None:
@@ -469,12 +371,12 @@ def test_none_costs_nothing() -> None:
     batch, log_probs = package_batch(sequences), flat_log_probs(sequences)
     config = PolicyLossConfig(pg_metrics="none", use_tis=True)
     assert not metric_table(config, frozenset()).rows and not metrics_on(config)
-    metrics = micro_batch_metrics(config, batch, log_probs)
+    metrics = metrics_of(config, batch, log_probs)
     assert metrics.maxima is None and metrics.is_nan is None
     counts = []
     for setting in ("none", "basic"):
         with CountDispatches() as counter:
-            micro_batch_metrics(dataclasses.replace(config, pg_metrics=setting), batch, log_probs)
+            metrics_of(replace(config, pg_metrics=setting), batch, log_probs)
         counts.append(len(counter.names))
     assert counts[0] < 0.7 * counts[1], counts
 
@@ -485,39 +387,17 @@ def test_no_host_synchronisation_before_the_end_of_the_step(name: str) -> None:
     config = PolicyLossConfig(**EVERYTHING, policy_loss=name)
     batch = package_batch(random_sequences(5)).to("meta")
     log_probs = torch.zeros(batch.loss_mask.shape, device="meta", requires_grad=True)
-    totals = step_totals(batch.samples)
-    loss, metrics = policy_loss_from_log_probs(
-        config, batch, log_probs, log_probs * 2, totals=totals
-    )
+    loss, metrics = loss_of(config, batch, log_probs, log_probs * 2)
     loss.backward()
     assert all(value.device.type == "meta" for value in metrics.values())
     with pytest.raises((NotImplementedError, RuntimeError)):
-        reduced(config, [metrics])  # this is where the host reads
+        reported(config, metrics)  # this is where the host reads
 
 
-def test_metrics_do_not_change_with_the_loss_that_megatron_rescales() -> None:
-    sequences = random_sequences(6)
-    config = PolicyLossConfig()
-    batch = package_batch(sequences)
-    log_probs = flat_log_probs(sequences, torch.float32)
-    loss, metrics = policy_loss_from_log_probs(
-        config, batch, log_probs, None, totals=step_totals(batch.samples)
-    )
-    before = {name: value.clone() for name, value in metrics.items()}
-    with torch.no_grad():
-        loss *= 7
-    assert all(torch.equal(metrics[name], value) for name, value in before.items())
-
-
-def reported(
-    caplog: pytest.LogCaptureFixture,
-    config: PolicyLossConfig,
-    *micro_batches: MicroBatchMetrics,
-    loss: float = math.nan,
-) -> str:
+def said_of(caplog, config: PolicyLossConfig, *micro_batches: MicroBatchMetrics, loss=math.nan):
     """The one record of a step whose loss is that."""
     with caplog.at_level(logging.ERROR, logger="megatron_pg"):
-        assert reduced(config, list(micro_batches))["loss"] == pytest.approx(loss, nan_ok=True)
+        assert reported(config, *micro_batches)["loss"] == pytest.approx(loss, nan_ok=True)
     (record,) = caplog.records
     return record.getMessage()
 
@@ -525,14 +405,10 @@ def reported(
 def test_a_nan_loss_is_reported_with_sample_and_position(caplog: pytest.LogCaptureFixture) -> None:
     sequences = [random_sequence(1, 4, active_rate=1.0), random_sequence(2, 5, active_rate=1.0)]
     samples = [package_sample(s, name=f"task {i}") for i, s in enumerate(sequences)]
-    config = PolicyLossConfig()
-    micro_batches = []
-    for cp_rank in range(2):
-        batch = pack(samples, cp_rank=cp_rank, cp_size=2)
-        log_probs = torch.zeros(9).index_fill(0, torch.tensor([4 + 3]), torch.nan)
-        window = log_probs[batch.window.response_indices]
-        micro_batches.append(micro_batch_metrics(config, batch, window))
-    said = reported(caplog, config, *micro_batches)
+    log_probs = torch.zeros(9).index_fill(0, torch.tensor([4 + 3]), torch.nan)
+    batches = [pack(samples, cp_rank=cp_rank, cp_size=2) for cp_rank in range(2)]
+    metrics = [metrics_of(DEFAULTS, b, log_probs[b.window.response_indices]) for b in batches]
+    said = said_of(caplog, DEFAULTS, *metrics)
     assert "response token 3 of sample 1 (task 1)" in said and "1 active tokens" in said
 
 
@@ -541,44 +417,30 @@ def test_a_nan_that_a_correction_brings_is_reported(caplog: pytest.LogCaptureFix
     sequences = [random_sequence(1, 4, active_rate=1.0)]
     rollout_log_probs = torch.tensor(sequences[0].rollout_log_probs)
     rollout_log_probs[2] = torch.nan
-    batch = dataclasses.replace(package_batch(sequences), rollout_log_probs=rollout_log_probs)
+    batch = replace(package_batch(sequences), rollout_log_probs=rollout_log_probs)
     config = PolicyLossConfig(use_tis=True)
-    metrics = micro_batch_metrics(config, batch, flat_log_probs(sequences))
-    assert "response token 2 of sample 0" in reported(caplog, config, metrics)
+    metrics = metrics_of(config, batch, flat_log_probs(sequences))
+    assert "response token 2 of sample 0" in said_of(caplog, config, metrics)
 
 
 def test_a_nan_of_the_reference_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     """Of the first active token that has one: the KL term is as much of the loss as the objective."""
     ref_log_probs = [math.nan, -1.0, math.nan]
-    sample = three_tokens(loss_mask=[0, 1, 1], ref_log_probs=ref_log_probs, name="third")
+    batch = pack([three_tokens(loss_mask=[0, 1, 1], ref_log_probs=ref_log_probs, name="third")])
     with_kl, log_probs = PolicyLossConfig(kl_loss_coef=0.1), torch.full((3,), -1.0)
-    said = reported(caplog, with_kl, micro_batch_metrics(with_kl, pack([sample]), log_probs))
+    said = said_of(caplog, with_kl, metrics_of(with_kl, batch, log_probs))
     assert "the first is response token 2 of sample 0 (third)" in said
     caplog.clear()
-    config = PolicyLossConfig()
-    reduced(config, [micro_batch_metrics(config, pack([sample]), log_probs)])
-    assert not caplog.records
-
-
-def test_nothing_is_reported_while_the_loss_is_finite(caplog: pytest.LogCaptureFixture) -> None:
-    sequences = random_sequences(7)
-    config = PolicyLossConfig()
-    metrics = micro_batch_metrics(config, package_batch(sequences), flat_log_probs(sequences))
-    assert metrics.is_nan is not None and not metrics.is_nan.any()
-    reduced(config, [metrics])
+    reported(DEFAULTS, metrics_of(DEFAULTS, batch, log_probs))
     assert not caplog.records
 
 
 @pytest.mark.parametrize("log_prob", (-400.0, -9999.0))
 def test_a_ratio_beyond_any_number_is_held_where_its_square_is_one(log_prob: float) -> None:
     """A token that one of the policies, or its engine, holds to be impossible."""
-    sample = three_tokens(
-        old_log_probs=[-1.0, -1.0, log_prob], rollout_log_probs=[-1.0, log_prob, -1.0]
-    )
-    log_probs = torch.full((3,), -1.0)
-    found = reduced(
-        PolicyLossConfig(), [micro_batch_metrics(PolicyLossConfig(), pack([sample]), log_probs)]
-    )
+    old, rollout = [-1.0, -1.0, log_prob], [-1.0, log_prob, -1.0]
+    batch = pack([three_tokens(old_log_probs=old, rollout_log_probs=rollout)])
+    found = reported(DEFAULTS, metrics_of(DEFAULTS, batch, torch.full((3,), -1.0)))
     assert all(map(math.isfinite, found.values())) and found["aggregation_checksum"] == 1.0
     assert found["ratio_new_old_sum"] == pytest.approx(math.exp(300))
     assert found["effective_sample_size"] == pytest.approx(1.0)
@@ -589,146 +451,95 @@ def test_a_ratio_beyond_any_number_is_held_where_its_square_is_one(log_prob: flo
 @pytest.mark.parametrize("log_prob", (-1e4, -math.inf))
 def test_metrics_of_a_policy_that_has_left_all_tokens(log_prob: float) -> None:
     """All ratios are 0, and equal: Kish's sample size is the number of tokens."""
-    batch = pack([three_tokens()])
-    metrics = micro_batch_metrics(PolicyLossConfig(), batch, torch.full((3,), log_prob))
-    found = reduced(PolicyLossConfig(), [metrics])
+    log_probs = torch.full((3,), log_prob)
+    found = reported(DEFAULTS, metrics_of(DEFAULTS, pack([three_tokens()]), log_probs))
     assert found["effective_sample_size"] == pytest.approx(3.0)
     assert found["ppo_kl"] == 300.0 and found["ratio_new_old"] == math.exp(-300)
     assert found["new_logprobs"] == log_prob
 
 
-def test_an_infinite_loss_is_reported_with_sample_and_position(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_infinite_loss_is_reported_with_sample_and_position(caplog) -> None:
     config, batch = PolicyLossConfig(policy_loss="reinforce"), pack([three_tokens(name="it")])
-    metrics = micro_batch_metrics(config, batch, torch.tensor([-1.0, -math.inf, -1.0]))
-    said = reported(caplog, config, metrics, loss=math.inf)
+    metrics = metrics_of(config, batch, torch.tensor([-1.0, -math.inf, -1.0]))
+    said = said_of(caplog, config, metrics, loss=math.inf)
     assert "the first is response token 1 of sample 0 (it)" in said
 
 
-def test_metrics_keep_no_side_channel_alive() -> None:
+@pytest.mark.parametrize("kind", ("policy", "value"))
+def test_metrics_keep_no_side_channel_alive(kind: str) -> None:
     """They lie in the schedule's list until the step ends, and what a micro-batch brings of a teacher is larger than all else."""
-    sample = three_tokens(
-        old_values=[0.0] * 3, returns=[0.0] * 3, side_channels={"teacher_logits": torch.zeros(3, 8)}
-    )
-    config, totals, numbers = PolicyLossConfig(), step_totals([sample]), torch.full((3,), -1.0)
-    losses = {
-        "policy": lambda batch: policy_loss_from_log_probs(
-            config, batch, numbers, None, totals=totals
-        ),
-        "value": lambda batch: MicroBatchValueLoss(config, CriticConfig(), batch, totals)(numbers),
-    }
-    for loss_of in losses.values():
-        batch = pack([sample])
-        channel = weakref.ref(batch.side_channels["teacher_logits"])
-        _, metrics = loss_of(batch)
-        assert metrics.batch is not None and metrics.batch.samples == batch.samples
-        del batch
-        gc.collect()
-        assert channel() is None
+    channels, zeros = {"teacher_logits": torch.zeros(3, 8)}, [0.0] * 3
+    batch = pack([three_tokens(old_values=zeros, returns=zeros, side_channels=channels)])
+    samples, channel = batch.samples, weakref.ref(batch.side_channels["teacher_logits"])
+    if kind == "policy":
+        _, metrics = loss_of(DEFAULTS, batch, torch.full((3,), -1.0))
+    else:
+        totals = step_totals(samples)
+        _, metrics = MicroBatchValueLoss(DEFAULTS, CriticConfig(), batch, totals)(torch.zeros(3))
+    assert metrics.batch is not None and metrics.batch.samples == samples
+    del batch
+    gc.collect()
+    assert channel() is None
 
 
-def test_the_checksum_of_a_custom_reducer_counts_every_token_once() -> None:
+@pytest.mark.parametrize("is_weighted", (False, True))
+@pytest.mark.parametrize(
+    "options", ({}, {"pg_metrics": "none"}, {"calculate_per_token_loss": True})
+)
+def test_the_checksum_of_a_custom_reducer_counts_every_token_once(options, is_weighted) -> None:
     """With and without metrics and loss weights, in per-token mode and over empty micro-batches."""
-    sequences = random_sequences(8)
-    samples = list(package_batch(sequences).samples)
-    weighted = [
-        dataclasses.replace(s, loss_weights=torch.linspace(0, 2, s.response_length))
-        for s in samples
-    ]
-    for options in ({}, {"pg_metrics": "none"}, {"calculate_per_token_loss": True}):
-        path = f"{__name__}:plain_sum"
-        config = PolicyLossConfig(
-            custom_pg_loss_reducer_function_path=path, check_aggregation=True, **options
-        )
-        for step in (samples, weighted):
-            totals = step_totals(step)
-            for fed, is_right in ((step, True), ([step[1], step[1], *step[2:]], False)):
-                parts = []
-                for each in (fed, []):
-                    batch = pack(each)
-                    log_probs = torch.full((len(batch.window),), -1.0)
-                    _, metrics = policy_loss_from_log_probs(
-                        config, batch, log_probs, None, totals=totals, step_share=0.5
-                    )
-                    assert set(metrics) == set(metric_names(config))
-                    parts.append(metrics)
-                if is_right:
-                    reduced = reduce_metrics(config, parts, contributes=True, device="cpu")
-                    assert reduced["aggregation_checksum"] == pytest.approx(1.0, abs=1e-12)
-                    continue
-                with pytest.raises(RuntimeError, match="trained on twice: .*never trained on: "):
-                    reduce_metrics(config, parts, contributes=True, device="cpu")
+    config = PolicyLossConfig(**PLAIN_SUM, check_aggregation=True, **options)
+    step = list(package_batch(random_sequences(8)).samples)
+    if is_weighted:
+        step = [replace(s, loss_weights=torch.linspace(0, 2, s.response_length)) for s in step]
+
+    def checksum(fed: list[Sample]) -> float:
+        parts = []
+        for batch in (pack(fed), pack([])):
+            log_probs = torch.full((len(batch.window),), -1.0)
+            made = loss_of(config, batch, log_probs, totals=step_totals(step), step_share=0.5)
+            parts.append(made[1])
+            assert set(parts[-1]) == set(metric_names(config))
+        return reported(config, *parts)["aggregation_checksum"]
+
+    assert checksum(step) == pytest.approx(1.0, abs=1e-12)
+    with pytest.raises(RuntimeError, match="trained on twice: .*never trained on: "):
+        checksum([step[1], step[1], *step[2:]])
 
 
-def plain_sum(
-    total_lengths: list[int],
-    response_lengths: list[int],
-    loss_masks: list[Tensor],
-    calculate_per_token_loss: bool,
-):
-    return WeightedSum(torch.cat(loss_masks).double())
-
-
-def window_of_losses(
-    total_lengths: list[int],
-    response_lengths: list[int],
-    loss_masks: list[Tensor],
-    calculate_per_token_loss: bool,
-):
+def window_of_losses(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
     return lambda x: x
 
 
-def no_function(
-    total_lengths: list[int],
-    response_lengths: list[int],
-    loss_masks: list[Tensor],
-    calculate_per_token_loss: bool,
-):
+def no_function(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
     return torch.zeros(())
 
 
 @pytest.mark.parametrize("reducer", ["window_of_losses", "no_function"])
 def test_a_custom_reducer_of_another_result_is_refused(reducer: str) -> None:
     config = PolicyLossConfig(custom_pg_loss_reducer_function_path=f"{__name__}:{reducer}")
-    sequences = random_sequences(8)
     with pytest.raises(ValueError, match=f"--custom-pg-loss-reducer-function-path .*{reducer}"):
-        micro_batch_metrics(config, package_batch(sequences), flat_log_probs(sequences))
+        report_of(config, random_sequences(8))
 
 
 @pytest.mark.parametrize("setting", [{"entropy_coef": 0.1}, {"pg_metrics": "with_entropy"}])
 def test_an_entropy_that_is_needed_and_absent_is_refused(setting: dict[str, Any]) -> None:
     batch = package_batch(random_sequences(8))
-    log_probs, totals = torch.zeros(len(batch.window)), step_totals(batch.samples)
     with pytest.raises(ValueError, match="--entropy-coef or --pg-metrics with_entropy"):
-        policy_loss_from_log_probs(
-            PolicyLossConfig(**setting), batch, log_probs, None, totals=totals
-        )
+        loss_of(PolicyLossConfig(**setting), batch, torch.zeros(len(batch.window)))
 
 
-def test_accepted_denominators_without_accepted_samples_are_noticed(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_accepted_denominators_without_accepted_samples_are_noticed(caplog, monkeypatch) -> None:
+    """Under the other denominator, rejections that the totals are to count are no news."""
     monkeypatch.setattr("megatron_pg.loss.metrics._warned_of", set())
     sequences = random_sequences(9, spread=0.5)
-    settings = {"use_tis": True, "tis_mode": "mask", "tis_clip": 1.1}
-    config = PolicyLossConfig(rejection_denominator="accepted", **settings)
-    samples = [package_sample(s) for s in sequences]
-    log_probs = flat_log_probs(sequences)
-    reduced(
-        config, [micro_batch_metrics(config, pack(accepted_samples(config, samples)), log_probs)]
-    )
+    samples, log_probs = list(map(package_sample, sequences)), flat_log_probs(sequences)
+    original = PolicyLossConfig(use_tis=True, tis_mode="mask", tis_clip=1.1)
+    metrics = metrics_of(original, package_batch(sequences), log_probs)
+    assert reported(original, metrics)["rejected_fraction"] > 0
+    accepted = replace(original, rejection_denominator="accepted")
+    batch = pack(accepted_samples(accepted, samples))
+    reported(accepted, metrics_of(accepted, batch, log_probs))
     assert not caplog.records
-    reduced(config, [micro_batch_metrics(config, pack(samples), log_probs)])
+    reported(accepted, metrics_of(accepted, pack(samples), log_probs))
     assert "accepted_samples(config, samples)" in caplog.text
-
-
-def test_rejections_that_the_totals_are_to_count_are_no_news(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("megatron_pg.loss.metrics._warned_of", set())
-    sequences = random_sequences(9, spread=0.5)
-    config = PolicyLossConfig(use_tis=True, tis_mode="mask", tis_clip=1.1)
-    metrics = micro_batch_metrics(config, package_batch(sequences), flat_log_probs(sequences))
-    assert reduced(config, [metrics])["rejected_fraction"] > 0
-    assert not caplog.records

@@ -20,16 +20,35 @@ from megatron_pg.migrate.read import read_file, read_line
 from megatron_pg.migrate.report import effective, weights
 from megatron_pg.migrate.rows import TRAINERS, Term, holds, with_terms
 from tests import oracle
+from tests.random_steps import plain_sample
 
-SLIME = "ray job submit -- python3 train.py --advantage-estimator grpo --eps-clip 0.2 --eps-clip-high 0.28 --num-layers 36 "
-MILES = "python /root/miles/train.py --rollout-batch-size 32 --advantage-estimator gspo "
-VERL = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.actor.optim.lr=1e-6 trainer.nnodes=2 "
+SLIME = "ray job submit -- python3 train.py --advantage-estimator grpo --eps-clip 0.2 --eps-clip-high 0.28 --num-layers 36"
+MILES = "python /root/miles/train.py --rollout-batch-size 32 --advantage-estimator gspo"
+VERL = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.actor.optim.lr=1e-6 trainer.nnodes=2"
+NEMO_RL = (
+    "uv run examples/run_grpo.py policy.train_global_batch_size=512 grpo.num_prompts_per_step=32"
+)
 ACTOR = "actor_rollout_ref.actor."
 MODE = f"{ACTOR}policy_loss.loss_mode"
-NEMO_RL = (
-    "uv run examples/run_grpo.py policy.train_global_batch_size=512 grpo.num_prompts_per_step=32 "
-)
+OURS = "megatron_pg.integrations"
+REDUCER = "--custom-pg-loss-reducer-function-path"
+HOOK = "--rollout-data-postprocess-path"
+PER_TOKEN = "--calculate-per-token-loss"
+NORM = f"{ACTOR}loss_agg_mode=seq-mean-token-sum-norm"
 LENGTHS, GROUP_SIZE = [3, 1, 8, 2, 5, 7], 2
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs `migrate` on a launch line: what it prints, or what it refuses it with."""
+
+    def run(line: str, options: str = "", code: int = 0) -> str:
+        assert main([*shlex.split(options), "--", *shlex.split(line)]) == code
+        printed = capsys.readouterr()
+        assert not (code and printed.out)
+        return printed.err if code else printed.out
+
+    return run
 
 
 def terms(line: str) -> str:
@@ -37,50 +56,34 @@ def terms(line: str) -> str:
     words = shlex.split(line)
     given = read_line(words)
     trainer = trainer_of(given, words)
-    found = [
-        f"{term.aggregation} {term.coefficient + 0:.15g}"
-        + (f" {term.divisor:.15g}" if term.divisor else "")
-        for term in trainer.terms(trainer.read(given))
-    ]
+    found = []
+    for term in trainer.terms(trainer.read(given)):
+        divisor = f" {term.divisor:.15g}" if term.divisor else ""
+        found.append(f"{term.aggregation} {term.coefficient + 0:.15g}{divisor}")
     return ", ".join(found)
 
 
-MEANS, TOKEN_MEANS = (
-    "sample_mean 1, sample_mean 0, sample_mean 0",
-    "token_mean 1, token_mean 0, token_mean 0",
-)
-REDUCER = "--custom-pg-loss-reducer-function-path"
+MEANS = "sample_mean 1, sample_mean 0, sample_mean 0"
+UNKNOWN = "unknown 1, sample_mean 0, sample_mean 0"
 LINES = {
     SLIME: MEANS,
-    SLIME
-    + "--calculate-per-token-loss --use-kl-loss --kl-loss-coef 1e-3 --entropy-coef 0.01": "token_mean 1, token_mean 0.001, token_mean -0.01",
-    SLIME
-    + "--rollout-data-postprocess-path megatron_pg.integrations.slime.prompt_mean": "prompt_mean 1, prompt_mean 0, prompt_mean 0",
-    # no --use-kl-loss
-    SLIME + f"--kl-loss-coef=0.1 {REDUCER}=mine.reducer": "unknown 1, sample_mean 0, sample_mean 0",
-    SLIME
-    + "--loss-type sft_loss --use-kl-loss --kl-loss-coef 1": "unknown 1, sample_mean 0, sample_mean 0",
-    MILES
-    + "--train-backend fsdp --use-kl-loss --kl-loss-coef 0.5": "sample_mean 1, sample_mean 0.5, sample_mean 0",
-    VERL: TOKEN_MEANS,
-    VERL
-    + f"{ACTOR}loss_agg_mode=seq-mean-token-sum-norm data.max_response_length=2048 {ACTOR}use_kl_loss=True {ACTOR}entropy_coeff=0.1": "constant 1 2048, constant 0.001 2048, constant -0.1 2048",
-    VERL + f"{ACTOR}loss_agg_mode='seq-mean-token-sum'": "constant 1 1, constant 0 1, constant 0 1",
-    VERL
-    + f"{ACTOR}policy_loss.loss_mode=sapo {ACTOR}use_kl_loss=true": "sample_mean 1, token_mean 0.001, token_mean 0",
-    VERL
-    + f"++{ACTOR}policy_loss.loss_mode=megatron_pg_constant {ACTOR}loss_scale_factor=4096 {ACTOR}loss_agg_mode=seq-mean-token-mean": "constant 1 4096, sample_mean 0, sample_mean 0",
+    f"{SLIME} {PER_TOKEN} --use-kl-loss --kl-loss-coef 1e-3 --entropy-coef 0.01": "token_mean 1, token_mean 0.001, token_mean -0.01",
+    f"{SLIME} {HOOK} {OURS}.slime.prompt_mean": "prompt_mean 1, prompt_mean 0, prompt_mean 0",
+    f"{SLIME} --kl-loss-coef=0.1 {REDUCER}=mine.reducer": UNKNOWN,  # no --use-kl-loss
+    f"{SLIME} --loss-type sft_loss --use-kl-loss --kl-loss-coef 1": UNKNOWN,
+    f"{MILES} --train-backend fsdp --use-kl-loss --kl-loss-coef 0.5": "sample_mean 1, sample_mean 0.5, sample_mean 0",
+    VERL: "token_mean 1, token_mean 0, token_mean 0",
+    f"{VERL} {NORM} data.max_response_length=2048 {ACTOR}use_kl_loss=True {ACTOR}entropy_coeff=0.1": "constant 1 2048, constant 0.001 2048, constant -0.1 2048",
+    f"{VERL} {ACTOR}loss_agg_mode='seq-mean-token-sum'": "constant 1 1, constant 0 1, constant 0 1",
+    f"{VERL} {MODE}=sapo {ACTOR}use_kl_loss=true": "sample_mean 1, token_mean 0.001, token_mean 0",
+    f"{VERL} ++{MODE}=megatron_pg_constant {ACTOR}loss_scale_factor=4096 {ACTOR}loss_agg_mode=seq-mean-token-mean": "constant 1 4096, sample_mean 0, sample_mean 0",
     # The plugin knows no padded length; KL and entropy of verl do.
-    VERL
-    + f"{MODE}=megatron_pg_constant {ACTOR}loss_agg_mode=seq-mean-token-sum-norm {ACTOR}use_kl_loss=true": "constant 1, constant 0.001 512, constant 0 512",
-    VERL
-    + f"{MODE}=megatron_pg_constant {ACTOR}loss_agg_mode=seq-mean-token-sum": "constant 1, constant 0 1, constant 0 1",
+    f"{VERL} {MODE}=megatron_pg_constant {NORM} {ACTOR}use_kl_loss=true": "constant 1, constant 0.001 512, constant 0 512",
+    f"{VERL} {MODE}=megatron_pg_constant {ACTOR}loss_agg_mode=seq-mean-token-sum": "constant 1, constant 0 1, constant 0 1",
     # A colon is no path of slime's load_function.
-    SLIME
-    + f"{REDUCER} megatron_pg.integrations:constant": "unknown 1, sample_mean 0, sample_mean 0",
+    f"{SLIME} {REDUCER} {OURS}:constant": UNKNOWN,
     NEMO_RL: "token_mean 1, token_mean 0.01",
-    NEMO_RL
-    + "loss_fn.token_level_loss=false loss_fn.use_kl_in_reward=true": "sample_mean 1, sample_mean 0",
+    f"{NEMO_RL} loss_fn.token_level_loss=false loss_fn.use_kl_in_reward=true": "sample_mean 1, sample_mean 0",
 }
 
 
@@ -89,126 +92,94 @@ def test_what_a_line_computes(line: str) -> None:
     assert terms(line) == LINES[line]
 
 
+NO_STD = "algorithm.norm_adv_by_std_in_grpo=False"
 OFF = {
-    SLIME + "--calculate-per-token-loss": ["T / (T + Z)"],
-    SLIME
-    + "--calculate-per-token-loss --rollout-data-postprocess-path megatron_pg.integrations.slime.constant": [
-        "slime.constant, --calculate-per-token-loss is refused at start"
-    ],
-    SLIME + "--kl-loss-coef 0.001": ["--kl-loss-coef 0.001 has no effect without --use-kl-loss"],
-    SLIME + "--use-kl-loss --kl-loss-coef 0.001": ["k1, the default, has zero expected gradient"],
-    MILES + "--train-backend fsdp --calculate-per-token-loss": ["T / DP times", "N D_i / T"],
-    SLIME
-    + "--custom-pg-loss-reducer-function-path megatron_pg.integrations.constant --entropy-coef 0.01": [
+    SLIME: "Where it is off\n  - nowhere that is known",
+    f"{SLIME} {PER_TOKEN}": "T / (T + Z)",
+    f"{SLIME} {PER_TOKEN} {HOOK} {OURS}.slime.constant": "slime.constant, --calculate-per-token-loss is refused at start",
+    f"{SLIME} --kl-loss-coef 0.001": "--kl-loss-coef 0.001 has no effect without --use-kl-loss",
+    f"{SLIME} --use-kl-loss --kl-loss-coef 0.001": "k1, the default, has zero expected gradient",
+    f"{MILES} --train-backend fsdp {PER_TOKEN}": ("T / DP times", "N D_i / T"),
+    f"{SLIME} {REDUCER} {OURS}.constant --entropy-coef 0.01": (
         "entropy is sample_mean, the policy loss constant",
         "0.01 * L / D_i",
-    ],
-    SLIME + "--custom-pg-loss-reducer-function-path mine.reducer": [
-        "mine.reducer is not known here"
-    ],
-    VERL + f"{ACTOR}megatron.context_parallel_size=8": ["n / (CP (n // CP)) too large"],
-    VERL + f"{ACTOR}loss_agg_mode=seq-mean-token-sum-norm {ACTOR}loss_scale_factor=64": [
-        "one half of Dr.GRPO",
-        "unless algorithm.norm_adv_by_std_in_grpo=False",
-    ],
-    VERL + "algorithm.norm_adv_by_std_in_grpo=False": ["the other is the constant divisor"],
-    SLIME + "--custom-pg-loss-reducer-function-path megatron_pg.integrations.constant": [
-        "which --disable-grpo-std-normalization leaves out"
-    ],
-    SLIME + "--disable-grpo-std-normalization": ["the other is the constant divisor"],
-    VERL + f"{ACTOR}loss_agg_mode=token-sum": ["T times the token mean"],
-    VERL + f"{MODE}=megatron_pg_constant": [
+    ),
+    f"{SLIME} {REDUCER} mine.reducer": "mine.reducer is not known here",
+    f"{VERL} {ACTOR}megatron.context_parallel_size=8": "n / (CP (n // CP)) too large",
+    f"{VERL} {NORM} {ACTOR}loss_scale_factor=64": ("one half of Dr.GRPO", f"unless {NO_STD}"),
+    f"{VERL} {NO_STD}": "the other is the constant divisor",
+    f"{SLIME} {REDUCER} {OURS}.constant": "which --disable-grpo-std-normalization leaves out",
+    f"{SLIME} --disable-grpo-std-normalization": "the other is the constant divisor",
+    f"{VERL} {ACTOR}loss_agg_mode=token-sum": "T times the token mean",
+    f"{VERL} {MODE}=megatron_pg_constant": (
         "no divisor: refused unless MEGATRON_PG_LOSS_AGGREGATION_DIVISOR is set",
         "--loss-aggregation-divisor <L>",
-    ],
-    VERL + f"{ACTOR}loss_agg_mode=seq-mean-token-sum-norm": [
-        "the longest response of each micro-batch"
-    ],
-    NEMO_RL + "loss_fn.token_level_loss=false grpo.overlong_filtering=true": ["N / N_kept"],
-    NEMO_RL + "loss_fn.positive_example_nll_weight=0.1": ["0.1 is multiplied by the right answers"],
+    ),
+    f"{VERL} {NORM}": "the longest response of each micro-batch",
+    # Of verl's per-token losses geo_mean alone passes over loss_agg_mode and the totals of the step.
+    f"{VERL} {ACTOR}use_kl_loss=true {MODE}=geo_mean": "M times the mean over rollouts",
+    f"{NEMO_RL} loss_fn.token_level_loss=false grpo.overlong_filtering=true": "N / N_kept",
+    f"{NEMO_RL} loss_fn.positive_example_nll_weight=0.1": "0.1 is multiplied by the right answers",
 }
 
 
 @pytest.mark.parametrize("line", OFF)
-def test_where_a_line_is_off(line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--", *shlex.split(line)]) == 0
-    printed = capsys.readouterr().out
-    for words in OFF[line]:
-        assert words in printed
+def test_where_a_line_is_off(line: str, run) -> None:
+    printed, words = run(line), OFF[line]
+    assert all(each in printed for each in ([words] if isinstance(words, str) else words))
 
 
+KL = "--use-kl-loss --kl-loss-coef 0.1"
 TERMS_HERE = {
-    SLIME + "--use-kl-loss --kl-loss-coef 0.1": "--loss-aggregation sample_mean --eps-clip-high",
-    SLIME
-    + "--calculate-per-token-loss --entropy-coef 0.1": "--loss-aggregation token_mean --regularizer-aggregation loss ",
-    SLIME + "--calculate-per-token-loss": "--loss-aggregation token_mean --eps-clip-high",
-    VERL
-    + f"{ACTOR}use_kl_loss=true": "--loss-aggregation token_mean --regularizer-aggregation loss ",
-    VERL
-    + f"{ACTOR}loss_agg_mode=seq-mean-token-sum-norm {ACTOR}entropy_coeff=0.1": "--loss-aggregation-divisor 512 --regularizer-aggregation loss ",
+    f"{SLIME} {KL}": "--loss-aggregation sample_mean --eps-clip-high",
+    f"{SLIME} {PER_TOKEN} --entropy-coef 0.1": "--loss-aggregation token_mean --regularizer-aggregation loss ",
+    f"{SLIME} {PER_TOKEN}": "--loss-aggregation token_mean --eps-clip-high",
+    f"{VERL} {ACTOR}use_kl_loss=true": "--loss-aggregation token_mean --regularizer-aggregation loss ",
+    f"{VERL} {NORM} {ACTOR}entropy_coeff=0.1": "--loss-aggregation-divisor 512 --regularizer-aggregation loss ",
     NEMO_RL: "--loss-aggregation token_mean --regularizer-aggregation loss ",
-    NEMO_RL + "loss_fn.token_level_loss=false": "--loss-aggregation sample_mean --kl-loss-coef",
+    f"{NEMO_RL} loss_fn.token_level_loss=false": "--loss-aggregation sample_mean --kl-loss-coef",
     # Terms that are sample means beside another policy loss, and those that are neither.
-    SLIME
-    + "--custom-pg-loss-reducer-function-path megatron_pg.integrations.token_mean --entropy-coef 0.1": "--loss-aggregation token_mean --eps-clip-high",
-    VERL
-    + f"{MODE}=sapo {ACTOR}use_kl_loss=true": "no counterpart here: aggregation of the KL=token_mean",
+    f"{SLIME} {REDUCER} {OURS}.token_mean --entropy-coef 0.1": "--loss-aggregation token_mean --eps-clip-high",
+    f"{VERL} {MODE}=sapo {ACTOR}use_kl_loss=true": "no counterpart here: aggregation of the KL=token_mean",
 }
 
 
 @pytest.mark.parametrize("line", TERMS_HERE)
-def test_the_aggregation_of_kl_and_entropy_here(
-    line: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["--", *shlex.split(line)]) == 0
-    printed = capsys.readouterr().out.partition("per-token loss in a training script")[2]
-    assert TERMS_HERE[line] in printed
+def test_the_aggregation_of_kl_and_entropy_here(line: str, run) -> None:
+    assert TERMS_HERE[line] in run(line).partition("per-token loss in a training script")[2]
 
 
-def test_the_terms_go_with_an_aggregation_that_is_asked_for(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    line = SLIME + "--use-kl-loss --kl-loss-coef 0.1"
-    assert main(["--loss-aggregation", "prompt_mean", "--", *shlex.split(line)]) == 0
-    flags = "--loss-aggregation prompt_mean --regularizer-aggregation loss "
-    assert flags in capsys.readouterr().out
-
-
-def test_a_line_that_is_right_has_nothing_off(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--", *shlex.split(SLIME)]) == 0
-    assert "Where it is off\n  - nowhere that is known" in capsys.readouterr().out
+def test_the_terms_go_with_an_aggregation_that_is_asked_for(run) -> None:
+    printed = run(f"{SLIME} {KL}", "--loss-aggregation prompt_mean")
+    assert "--loss-aggregation prompt_mean --regularizer-aggregation loss " in printed
 
 
 BAD = {
-    SLIME
-    + "--kl-loss-coeff 0.1": "--kl-loss-coeff: no key of slime that is known here; the nearest is --kl-loss-coef",
-    SLIME + "--loss-agg-mode token-mean": "--loss-agg-mode: no key of slime",
-    SLIME + "--calculate-per-tokens-loss": "the nearest is --calculate-per-token-loss",
-    SLIME + "--advantage-estimator grp": "--advantage-estimator is 'grp': expected grpo gspo",
-    SLIME + "--entropy-coef nan": "--entropy-coef is 'nan': expected a number",
-    SLIME + "--entropy-coef small": "--entropy-coef is 'small': expected a number",
-    SLIME + "--use-kl-loss --kl-loss-coef $COEF": "shell variables filled in",
-    VERL + f"{ACTOR}loss_agg_mod=token-mean": f"the nearest is {ACTOR}loss_agg_mode",
-    VERL + f"{ACTOR}loss_agg_mode=token_mean": "expected token-mean token-sum",
-    VERL + f"{ACTOR}use_kl_loss=maybe": "expected true or false",
-    VERL + "actor_rollout.actor.optim.lr=1": "actor_rollout.actor.optim.lr: no key of verl",
-    NEMO_RL + "loss_fn.ratio_clip_mx=0.3": "the nearest is loss_fn.ratio_clip_max",
-    NEMO_RL + "dpo.sft_loss_weight=1": "dpo.sft_loss_weight: no key of nemo-rl",
+    f"{SLIME} --kl-loss-coeff 0.1": "--kl-loss-coeff: no key of slime that is known here; the nearest is --kl-loss-coef",
+    f"{SLIME} --loss-agg-mode token-mean": "--loss-agg-mode: no key of slime",
+    f"{SLIME} --calculate-per-tokens-loss": "the nearest is --calculate-per-token-loss",
+    f"{SLIME} --advantage-estimator grp": "--advantage-estimator is 'grp': expected grpo gspo",
+    f"{SLIME} --entropy-coef nan": "--entropy-coef is 'nan': expected a number",
+    f"{SLIME} --entropy-coef small": "--entropy-coef is 'small': expected a number",
+    f"{SLIME} --use-kl-loss --kl-loss-coef $COEF": "shell variables filled in",
+    f"{VERL} {ACTOR}loss_agg_mod=token-mean": f"the nearest is {ACTOR}loss_agg_mode",
+    f"{VERL} {ACTOR}loss_agg_mode=token_mean": "expected token-mean token-sum",
+    f"{VERL} {ACTOR}use_kl_loss=maybe": "expected true or false",
+    f"{VERL} actor_rollout.actor.optim.lr=1": "actor_rollout.actor.optim.lr: no key of verl",
+    f"{NEMO_RL} loss_fn.ratio_clip_mx=0.3": "the nearest is loss_fn.ratio_clip_max",
+    f"{NEMO_RL} dpo.sft_loss_weight=1": "dpo.sft_loss_weight: no key of nemo-rl",
     "python train.py": "no key of miles, nemo-rl, slime, verl among nothing",
     "": "give one of a file and",
 }
 
 
 @pytest.mark.parametrize("line", BAD)
-def test_bad_input_is_named(line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--", *shlex.split(line)]) == 2
-    printed = capsys.readouterr()
-    assert BAD[line] in printed.err and not printed.out
+def test_bad_input_is_named(line: str, run) -> None:
+    assert BAD[line] in run(line, code=2)
 
 
-def test_all_bad_keys_are_named_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--", *shlex.split(SLIME + "--kl-loss-coeff 1 --use-tiss --eps-clip wide")]) == 2
-    error = capsys.readouterr().err
+def test_all_bad_keys_are_named_at_once(run) -> None:
+    error = run(f"{SLIME} --kl-loss-coeff 1 --use-tiss --eps-clip wide", code=2)
     assert all(word in error for word in ("--kl-loss-coeff", "--use-tiss", "--eps-clip is 'wide'"))
 
 
@@ -230,77 +201,55 @@ def test_a_shell_script_is_read_and_not_run(tmp_path: Path) -> None:
     path = tmp_path / "run.sh"
     path.write_text(SCRIPT + f"touch {tmp_path}/run\n")
     given = read_file(path)
-    assert (
-        given["--rollout-max-response-len"] == "2096" and "--calculate-per-token-loss" not in given
-    )
-    assert given["--kl-loss-coef"] == "0.01" and not (tmp_path / "run").exists()
+    assert given["--rollout-max-response-len"] == "2096" and given["--kl-loss-coef"] == "0.01"
+    assert PER_TOKEN not in given and not (tmp_path / "run").exists()
     assert main([str(path)]) == 0
+
+
+WHOLE = (f"{NO_STD} {NORM} {ACTOR}loss_scale_factor=64", "--disable-grpo-std-normalization")
 
 
 @pytest.mark.parametrize(
     "line",
-    [
-        SLIME,
-        VERL,
-        MILES,
-        VERL + "algorithm.norm_adv_by_std_in_grpo=False "
-        f"{ACTOR}loss_agg_mode=seq-mean-token-sum-norm {ACTOR}loss_scale_factor=64",
-        SLIME + "--disable-grpo-std-normalization "
-        "--custom-pg-loss-reducer-function-path megatron_pg.integrations.constant",
-    ],
+    [SLIME, VERL, MILES, f"{VERL} {WHOLE[0]}", f"{SLIME} {WHOLE[1]} {REDUCER} {OURS}.constant"],
 )
-def test_both_halves_of_dr_grpo_and_none_are_no_remark(
-    line: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["--", *shlex.split(line)]) == 0
-    assert "Dr.GRPO" not in capsys.readouterr().out
+def test_both_halves_of_dr_grpo_and_none_are_no_remark(line: str, run) -> None:
+    assert "Dr.GRPO" not in run(line)
 
 
-def test_yaml_with_defaults_and_settings_beside_a_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_yaml_with_defaults_and_settings_beside_a_line(tmp_path: Path, capsys) -> None:
     pytest.importorskip("yaml")
-    (tmp_path / "base.yaml").write_text(
-        "loss_fn: {token_level_loss: false, ratio_clip_max: 0.28}\n"
-    )
-    path = tmp_path / "run.yaml"
-    path.write_text("defaults: base.yaml\nloss_fn:\n  reference_policy_kl_penalty: 0\n")
-    assert main([str(path)]) == 0
+
+    def written(name: str, text: str) -> str:
+        (tmp_path / name).write_text(text)
+        return str(tmp_path / name)
+
+    written("base.yaml", "loss_fn: {token_level_loss: false, ratio_clip_max: 0.28}\n")
+    text = "defaults: base.yaml\nloss_fn:\n  reference_policy_kl_penalty: 0\n"
+    assert main([written("run.yaml", text)]) == 0
     printed = capsys.readouterr().out
     assert "sample_mean: 1/N" in printed and "--eps-clip-high 0.28" in printed
     assert re.search(r"KL +none", printed)
-    (tmp_path / "settings.yaml").write_text("loss_aggregation_divisor: 8192\n")
-    hook = "--rollout-data-postprocess-path megatron_pg.integrations.slime.constant"
-    line = SLIME + f"{hook} --custom-config-path {tmp_path}/settings.yaml"
+    path = written("settings.yaml", "loss_aggregation_divisor: 8192\n")
+    line = f"{SLIME} {HOOK} {OURS}.slime.constant --custom-config-path {path}"
     assert terms(line).startswith("constant 1 8192,")
-    (tmp_path / "list.yaml").write_text("- 1\n")
-    assert main([str(tmp_path / "list.yaml")]) == 2 and main([str(tmp_path / "none.yaml")]) == 2
+    assert main([written("list.yaml", "- 1\n")]) == 2 and main([str(tmp_path / "none.yaml")]) == 2
     assert "holds a list" in capsys.readouterr().err
 
 
 def oracle_weights(term: Term) -> list[float]:
     """What a token of each rollout weighs, by plain loops."""
-    samples = [
-        oracle.PlainSample(
-            [0] * (1 + n), n, [1] * n, [0.0] * n, [0.0] * n, group_index=i // GROUP_SIZE
-        )
-        for i, n in enumerate(LENGTHS)
-    ]
+    samples = [plain_sample([1] * n, group=i // GROUP_SIZE) for i, n in enumerate(LENGTHS)]
     losses = [torch.zeros(n, dtype=torch.float64, requires_grad=True) for n in LENGTHS]
     if term.aggregation == "token_sum":
         value = oracle.masked_sum(samples, losses, range(len(samples)))
     else:
         value = oracle.aggregate(samples, losses, term.aggregation, term.divisor)
-    return [float(each[0]) for each in torch.autograd.grad(value, losses)]
+    return [float(gradient[0]) for gradient in torch.autograd.grad(value, losses)]
 
 
-ALL_TERMS = [
-    *(
-        Term("KL", name, 0.001)
-        for name in ("sample_mean", "prompt_mean", "token_mean", "token_sum")
-    ),
-    Term("KL", "constant", 0.001, 16.0),
-]
+SUMS = ("sample_mean", "prompt_mean", "token_mean", "token_sum")
+ALL_TERMS = [*(Term("KL", name, 0.001) for name in SUMS), Term("KL", "constant", 0.001, 16.0)]
 
 
 @pytest.mark.parametrize("term", ALL_TERMS, ids=lambda term: term.aggregation)
@@ -311,10 +260,8 @@ def test_weights_are_those_of_plain_loops(term: Term) -> None:
 @pytest.mark.parametrize("policy", ALL_TERMS, ids=lambda term: term.aggregation)
 @pytest.mark.parametrize("term", ALL_TERMS, ids=lambda term: term.aggregation)
 def test_effective_coefficients_are_those_of_plain_loops(term: Term, policy: Term) -> None:
-    expected = [
-        0.001 * own / other
-        for own, other in zip(oracle_weights(term), oracle_weights(policy), strict=True)
-    ]
+    pairs = zip(oracle_weights(term), oracle_weights(policy), strict=True)
+    expected = [0.001 * own / other for own, other in pairs]
     text = effective(term, policy, LENGTHS, GROUP_SIZE)
     if term == policy:
         assert text == "0.001 on every token" and expected == pytest.approx([0.001] * len(LENGTHS))
@@ -325,30 +272,21 @@ def test_effective_coefficients_are_those_of_plain_loops(term: Term, policy: Ter
     assert [0.001**2 / value for value in expected] != pytest.approx(shown, rel=5e-3)
 
 
-def test_sixteen_fold(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sixteen_fold(run) -> None:
     """KL as a sample mean beside the constant divisor: L / D times its coefficient."""
-    reducer = "--custom-pg-loss-reducer-function-path megatron_pg.integrations.constant --use-kl-loss --kl-loss-coef 0.001"
-    options = ["--lengths", "500", "--loss-aggregation-divisor", "8192"]
-    line = (
-        VERL + f"{ACTOR}policy_loss.loss_mode=megatron_pg_constant {ACTOR}loss_scale_factor=8192 "
-    )
+    options = "--lengths 500 --loss-aggregation-divisor 8192"
+    line = f"{VERL} {MODE}=megatron_pg_constant {ACTOR}loss_scale_factor=8192 "
     line += f"{ACTOR}loss_agg_mode=seq-mean-token-mean {ACTOR}use_kl_loss=true"
-    assert main([*options, "--", *shlex.split(line)]) == 0
-    assert "0.001 * 8192 / D_i = 0.0164 for 500 tokens" in capsys.readouterr().out
-    assert main([*options, "--", *shlex.split(SLIME + reducer)]) == 0
-    assert "0.001 * 8192 / D_i = 0.0164" in capsys.readouterr().out  # L is not on the line itself
-    assert main(["--group-size", "0", *options, "--", *shlex.split(line)]) == 2
-    assert "--group-size is 0" in capsys.readouterr().err
+    assert "0.001 * 8192 / D_i = 0.0164 for 500 tokens" in run(line, options)
+    slime = f"{SLIME} {REDUCER} {OURS}.constant --use-kl-loss --kl-loss-coef 0.001"
+    assert "0.001 * 8192 / D_i = 0.0164" in run(slime, options)  # L is not on the line itself
+    assert "--group-size is 0" in run(line, f"--group-size 0 {options}", code=2)
 
 
 @pytest.mark.parametrize("divisor", ["0", "-1", "nan", "inf"])
-def test_the_divisor_is_finite_and_above_0(
-    divisor: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([f"--loss-aggregation-divisor={divisor}", "--", *shlex.split(SLIME)]) == 2
-    printed = capsys.readouterr()
-    assert f"--loss-aggregation-divisor is {divisor}: expected a finite" in printed.err
-    assert not printed.out
+def test_the_divisor_is_finite_and_above_0(divisor: str, run) -> None:
+    error = run(SLIME, f"--loss-aggregation-divisor={divisor}", code=2)
+    assert f"--loss-aggregation-divisor is {divisor}: expected a finite" in error
 
 
 WHOSE = {
@@ -361,8 +299,7 @@ WHOSE = {
     "python scripts/run_miles_grpo.py --rollout-num-gpus 8": "miles",
     "python train.py --train-backend fsdp --rollout-num-gpus 8": "miles",
     "python train.py --rollout-function-path miles.rollout.sglang.generate": "miles",
-    "python train.py --num-rollout 9 --custom-convert-samples-to-train-data-path "
-    "megatron_pg.integrations.miles.constant": "miles",
+    f"python train.py --custom-convert-samples-to-train-data-path {OURS}.miles.constant": "miles",
     "python -m verl.trainer.main_ppo ++algorithm.adv_estimator=grpo": "verl",
     "run.py loss_fn.ratio_clip_max=0.3": "nemo-rl",
     "python pretrain_gpt.py --lr 1e-6 --calculate-per-token-loss": None,
@@ -371,13 +308,13 @@ WHOSE = {
 
 
 @pytest.mark.parametrize("line", WHOSE)
-def test_whose_line_it_is(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_whose_line_it_is(line: str, run) -> None:
     words, whose = shlex.split(line), WHOSE[line]
     if whose is not None:
         assert trainer_of(read_line(words), words).name == whose
         return
-    assert main(["--", *words]) == 2 and "--trainer with its name" in capsys.readouterr().err
-    assert main(["--trainer", "slime", "--", *shlex.split("train.py --lr 1e-6")]) == 0
+    assert "--trainer with its name" in run(line, code=2)
+    run("train.py --lr 1e-6", "--trainer slime")
 
 
 @pytest.mark.parametrize("name", TRAINERS)
@@ -405,10 +342,9 @@ def test_tables_are_whole(name: str) -> None:
 HERE = re.compile("The (same|nearest) per-token loss in a training script of this package\n")
 
 
-def here(options: str, line: str, capsys: pytest.CaptureFixture[str]) -> tuple[str, str, list[str]]:
+def here(run, line: str, options: str = "") -> tuple[str, str, list[str]]:
     """Whether the loss is the same or the nearest, the flags of this package, and what has no counterpart."""
-    assert main([*shlex.split(options), "--", *shlex.split(line)]) == 0
-    _, which, rest = HERE.split(capsys.readouterr().out)
+    _, which, rest = HERE.split(run(line, options))
     flags, *others = rest.splitlines()
     lost = [each.split("no counterpart here: ")[1] for each in others if "no counterpart" in each]
     return which, flags.strip(), lost
@@ -421,106 +357,90 @@ def taken(flags: str) -> argparse.Namespace:
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_the_line_of_this_package_is_taken_by_its_parser(
-    line: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_line_of_this_package_is_taken_by_its_parser(line: str, run) -> None:
     options = "--loss-aggregation constant --loss-aggregation-divisor 64"
-    args = taken(here(options, line, capsys)[1])
+    args = taken(here(run, line, options)[1])
     assert (args.loss_aggregation, args.loss_aggregation_divisor) == ("constant", 64.0)
-    assert args.eps_clip_high == {"slime": 0.28, "miles": None}.get(
-        trainer_of(read_line(shlex.split(line)), [line]).name, 0.2
-    )
+    trainer = trainer_of(read_line(shlex.split(line)), [line]).name
+    assert args.eps_clip_high == {"slime": 0.28, "miles": None}.get(trainer, 0.2)
 
 
-NEMO_RL_NO_KL = NEMO_RL + "loss_fn.reference_policy_kl_penalty=0 "
-TIS = NEMO_RL_NO_KL + "loss_fn.truncated_importance_sampling_type="
-BOUNDS = " loss_fn.truncated_importance_sampling_ratio=5 loss_fn.truncated_importance_sampling_ratio_min=0.5 "
-ON = " loss_fn.use_importance_sampling_correction=true"
-VERL_KL = VERL + f"{ACTOR}use_kl_loss=true {ACTOR}kl_loss_type="
-PPO, TOKENS = "--eps-clip-high 0.2 --eps-clip-c 3", "--loss-aggregation token_mean "
+NO_KL = f"{NEMO_RL} loss_fn.reference_policy_kl_penalty=0"
+TIS = f"{NO_KL} loss_fn.truncated_importance_sampling_type="
+BOUNDS = "loss_fn.truncated_importance_sampling_ratio=5 loss_fn.truncated_importance_sampling_ratio_min=0.5"
+ON = "loss_fn.use_importance_sampling_correction=true"
+VERL_KL = f"{VERL} {ACTOR}use_kl_loss=true {ACTOR}kl_loss_type="
+ROLLOUT = "algorithm.rollout_correction"
+SEQUENCE = "loss_fn.sequence_level_importance_ratios=true"
 SAME = {
-    TIS + "tis" + BOUNDS + ON: "--use-tis --tis-clip 5 --tis-clip-low 0.5",
-    TIS + "icepop" + BOUNDS + ON: "--use-tis --tis-mode mask --tis-clip 5 --tis-clip-low 0.5",
-    TIS + "seq-mask-tis" + BOUNDS + ON: "--use-tis --tis-clip 1e9 --use-geometric-rejection "
+    f"{TIS}tis {BOUNDS} {ON}": "--use-tis --tis-clip 5 --tis-clip-low 0.5",
+    f"{TIS}icepop {BOUNDS} {ON}": "--use-tis --tis-mode mask --tis-clip 5 --tis-clip-low 0.5",
+    f"{TIS}seq-mask-tis {BOUNDS} {ON}": "--use-tis --tis-clip 1e9 --use-geometric-rejection "
     "--geometric-rejection-high 5 --geometric-rejection-low 0.5",
-    TIS + "tis" + BOUNDS: "",  # not switched on
-    NEMO_RL_NO_KL + ON: "--use-tis --tis-clip 1e9",
-    TIS
-    + "icepop"
-    + BOUNDS
-    + ON
-    + " loss_fn.sequence_level_importance_ratios=true": "--policy-loss gspo "
+    f"{TIS}tis {BOUNDS}": "",  # not switched on
+    f"{NO_KL} {ON}": "--use-tis --tis-clip 1e9",
+    f"{TIS}icepop {BOUNDS} {ON} {SEQUENCE}": "--policy-loss gspo "
     "--use-tis --tis-level sequence --tis-mode mask --tis-clip 5 --tis-clip-low 0.5",
-    NEMO_RL_NO_KL + "loss_fn.disable_ppo_ratio=true": "--policy-loss reinforce",
-    VERL_KL + "k3+": "--kl-loss-type low_var_kl --kl-loss-gradient k2",
-    VERL_KL + "k1+": "--kl-loss-type k1 --kl-loss-gradient k2",
-    VERL_KL + "k2+": "--kl-loss-type k2",
-    VERL_KL + "mse+": "--kl-loss-type k2",
-    VERL + f"{MODE}=gspo": "--policy-loss gspo",
-    VERL + f"{MODE}=cispo": "--policy-loss cispo --cispo-lower-bound",
-    SLIME + "--advantage-estimator cispo": "--policy-loss cispo --cispo-lower-bound",
-    VERL + f"{MODE}=gpg": "--policy-loss reinforce",
-    VERL + f"{MODE}=sapo {ACTOR}tau_neg=1.5": "--policy-loss sapo --sapo-tau-neg 1.5",
-    VERL + "algorithm.rollout_correction.bypass_mode=true": "--ratio-anchor rollout",
-    SLIME + "--use-rollout-logprobs": "--ratio-anchor rollout",
-    VERL + f"{MODE}=megatron_pg_token_mean": "",
-    VERL + "algorithm.rollout_correction.rollout_is=sequence "
-    "algorithm.rollout_correction.rollout_is_threshold=4": "--use-tis --tis-level sequence --tis-clip 4",
-    SLIME + "--use-tis --tis-clip 3": "--use-tis --tis-clip 3",
-    SLIME + "--tis-clip 3 --opsm-delta 1 --kl-loss-type k2 --use-unbiased-kl": "",  # none is read
-    SLIME + "--advantage-estimator reinforce_plus_plus": "",
+    f"{NO_KL} loss_fn.disable_ppo_ratio=true": "--policy-loss reinforce",
+    f"{VERL_KL}k3+": "--kl-loss-type low_var_kl --kl-loss-gradient k2",
+    f"{VERL_KL}k1+": "--kl-loss-type k1 --kl-loss-gradient k2",
+    f"{VERL_KL}k2+": "--kl-loss-type k2",
+    f"{VERL_KL}mse+": "--kl-loss-type k2",
+    f"{VERL} {MODE}=gspo": "--policy-loss gspo",
+    f"{VERL} {MODE}=cispo": "--policy-loss cispo --cispo-lower-bound",
+    f"{SLIME} --advantage-estimator cispo": "--policy-loss cispo --cispo-lower-bound",
+    f"{VERL} {MODE}=gpg": "--policy-loss reinforce",
+    f"{VERL} {MODE}=sapo {ACTOR}tau_neg=1.5": "--policy-loss sapo --sapo-tau-neg 1.5",
+    f"{VERL} {ROLLOUT}.bypass_mode=true": "--ratio-anchor rollout",
+    f"{SLIME} --use-rollout-logprobs": "--ratio-anchor rollout",
+    f"{VERL} {MODE}=megatron_pg_token_mean": "",
+    f"{VERL} {ROLLOUT}.rollout_is=sequence {ROLLOUT}.rollout_is_threshold=4": "--use-tis --tis-level sequence --tis-clip 4",
+    f"{SLIME} --use-tis --tis-clip 3": "--use-tis --tis-clip 3",
+    f"{SLIME} --tis-clip 3 --opsm-delta 1 --kl-loss-type k2 --use-unbiased-kl": "",  # none is read
+    f"{SLIME} --advantage-estimator reinforce_plus_plus": "",
 }
 """Lines with a counterpart: what is printed beyond aggregation, clip and the coefficient of KL."""
 
 
 @pytest.mark.parametrize("line", SAME)
-def test_the_same_loss(line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    which, flags, lost = here("", line, capsys)
+def test_the_same_loss(line: str, run) -> None:
+    which, flags, lost = here(run, line)
     assert (which, lost) == ("same", [])
     taken(flags)
     clip = r"--(loss|regularizer)-aggregation \w+|--eps-clip-high [\d.]+|--eps-clip-c 3|--kl-loss-coef [\d.]+"
     assert " ".join(re.sub(clip, "", flags).split()) == SAME[line]
 
 
+NO_COUNTERPART = [f"{MODE}={mode}" for mode in ("geo_mean", "clip_cov", "kl_cov", "dro")]
 LOST = {
-    **{
-        VERL + f"{MODE}={mode}": f"{MODE}={mode}"
-        for mode in ("geo_mean", "clip_cov", "kl_cov", "dro")
-    },
-    VERL + f"{MODE}=dppo_kl": f"{ACTOR}clip_ratio_c=3",
-    VERL + "algorithm.rollout_correction.bypass_mode=true "
-    "algorithm.rollout_correction.loss_type=reinforce": "algorithm.rollout_correction.loss_type=reinforce",
-    SLIME + "--use-rollout-logprobs --use-tis": "--use-rollout-logprobs=True",
-    VERL_KL + "abs": f"{ACTOR}kl_loss_type=abs",
-    VERL_KL + "full": f"{ACTOR}kl_loss_type=full",
-    VERL + "algorithm.rollout_correction.rollout_is=token "
-    "algorithm.rollout_correction.rollout_is_threshold=0.5_5.0": "algorithm.rollout_correction.rollout_is_threshold=0.5_5.0",
-    VERL
-    + "algorithm.rollout_correction.rollout_rs=token_k1": "algorithm.rollout_correction.rollout_rs=token_k1",
-    VERL + f"{ACTOR}loss_agg_mode=token-sum": "aggregation=token_sum",
-    NEMO_RL + "loss_fn.force_on_policy_ratio=true": "loss_fn.force_on_policy_ratio=True",
-    NEMO_RL + "loss_fn.positive_example_nll_weight=0.1": "loss_fn.positive_example_nll_weight=0.1",
-    NEMO_RL + "loss_fn.kl_output_clamp_value=5": "loss_fn.kl_output_clamp_value=5",
-    NEMO_RL + "loss_fn.use_cispo=true loss_fn.ratio_clip_c=3": "loss_fn.ratio_clip_c=3",
-    SLIME + "--use-tis --custom-tis-function-path a.b": "--custom-tis-function-path=a.b",
-    SLIME + "--loss-type custom_loss": "--loss-type=custom_loss",
+    **{f"{VERL} {mode}": mode for mode in NO_COUNTERPART},
+    f"{VERL} {MODE}=dppo_kl": f"{ACTOR}clip_ratio_c=3",
+    f"{VERL} {ROLLOUT}.bypass_mode=true {ROLLOUT}.loss_type=reinforce": f"{ROLLOUT}.loss_type=reinforce",
+    f"{SLIME} --use-rollout-logprobs --use-tis": "--use-rollout-logprobs=True",
+    f"{VERL_KL}abs": f"{ACTOR}kl_loss_type=abs",
+    f"{VERL_KL}full": f"{ACTOR}kl_loss_type=full",
+    f"{VERL} {ROLLOUT}.rollout_is=token {ROLLOUT}.rollout_is_threshold=0.5_5.0": f"{ROLLOUT}.rollout_is_threshold=0.5_5.0",
+    f"{VERL} {ROLLOUT}.rollout_rs=token_k1": f"{ROLLOUT}.rollout_rs=token_k1",
+    f"{VERL} {ACTOR}loss_agg_mode=token-sum": "aggregation=token_sum",
+    f"{NEMO_RL} loss_fn.force_on_policy_ratio=true": "loss_fn.force_on_policy_ratio=True",
+    f"{NEMO_RL} loss_fn.positive_example_nll_weight=0.1": "loss_fn.positive_example_nll_weight=0.1",
+    f"{NEMO_RL} loss_fn.kl_output_clamp_value=5": "loss_fn.kl_output_clamp_value=5",
+    f"{NEMO_RL} loss_fn.use_cispo=true loss_fn.ratio_clip_c=3": "loss_fn.ratio_clip_c=3",
+    f"{SLIME} --use-tis --custom-tis-function-path a.b": "--custom-tis-function-path=a.b",
+    f"{SLIME} --loss-type custom_loss": "--loss-type=custom_loss",
 }
 
 
 @pytest.mark.parametrize("line", LOST)
-def test_what_has_no_counterpart_is_said(line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    which, flags, lost = here("", line, capsys)
+def test_what_has_no_counterpart_is_said(line: str, run) -> None:
+    which, flags, lost = here(run, line)
     assert which == "nearest" and LOST[line] in lost
     taken(flags)
     assert "--use-tis" not in flags or "--custom-tis-function-path" not in line
 
 
-def test_a_mean_of_each_micro_batch_is_no_aggregation(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of verl's per-token losses geo_mean alone passes over loss_agg_mode and the totals of the step."""
-    line = VERL_KL + f"k3 {MODE}=geo_mean"
-    assert terms(line).startswith("unknown 1, token_mean 0.001,")
-    main(["--", *shlex.split(line)])
-    assert "M times the mean over rollouts" in capsys.readouterr().out
+def test_a_mean_of_each_micro_batch_is_no_aggregation() -> None:
+    assert terms(f"{VERL_KL}k3 {MODE}=geo_mean").startswith("unknown 1, token_mean 0.001,")
 
 
 @pytest.mark.parametrize("given", ["200,,", "", "0", "2.5", "200,-1", "x"])
@@ -530,42 +450,39 @@ def test_lengths_are_whole_numbers(given: str, capsys: pytest.CaptureFixture[str
     assert f"--lengths: {given!r}: expected whole numbers" in capsys.readouterr().err
 
 
-def test_likelihood_is_not_printed_as_ppo(capsys: pytest.CaptureFixture[str]) -> None:
-    line = SLIME + "--loss-type sft_loss --use-tis --eps-clip-c 3 --advantage-estimator gspo"
-    assert "--policy-loss sft --eps-clip-high 0.28" in (flags := here("", line, capsys)[1])
-    assert "tis" not in flags and "gspo" not in flags and taken(flags).policy_loss == "sft"
+def test_likelihood_is_not_printed_as_ppo(run) -> None:
+    line = f"{SLIME} --loss-type sft_loss --use-tis --eps-clip-c 3 --advantage-estimator gspo"
+    flags = here(run, line)[1]
+    assert "--policy-loss sft --eps-clip-high 0.28" in flags and taken(flags).policy_loss == "sft"
+    assert "tis" not in flags and "gspo" not in flags
 
 
-def test_thresholds_of_a_divergence(capsys: pytest.CaptureFixture[str]) -> None:
-    line = VERL + f"{MODE}=dppo_tv {ACTOR}clip_ratio_low=0.15 {ACTOR}clip_ratio_high=0.1"
-    flags = here("", line, capsys)[1]
+def test_thresholds_of_a_divergence(run) -> None:
+    line = f"{VERL} {MODE}=dppo_tv {ACTOR}clip_ratio_low=0.15 {ACTOR}clip_ratio_high=0.1"
+    flags = here(run, line)[1]
     assert flags.endswith("--policy-loss dppo_tv --dppo-delta 0.15 --dppo-delta-high 0.1")
 
 
-def test_every_value_is_printed_or_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_value_is_printed_or_said(run) -> None:
     """A value that is not the default changes the flags, is named, or is of a row that is no setting of this loss."""
-    bases = {"verl": VERL + f"{ACTOR}use_kl_loss=true", "nemo-rl": NEMO_RL + ON}
-    slime = "train.py --use-kl-loss --kl-loss-coef 0.1 --use-tis --use-opsm"
+    bases = {"verl": f"{VERL} {ACTOR}use_kl_loss=true", "nemo-rl": f"{NEMO_RL} {ON}"}
+    slime = f"train.py {KL} --use-tis --use-opsm"
     silent = []
     for name, trainer in TRAINERS.items():
-        base = bases.get(name, slime)
-        default = here(f"--trainer {name}", base, capsys)
+        base, options = bases.get(name, slime), f"--trainer {name}"
+        default = here(run, base, options)
         for key, row in trainer.settings.items():
+            if not key.startswith("--") and name in ("slime", "miles"):
+                continue
             number = "1.5" if key.endswith(("-c", "_c")) else "0.75"
+            cases = row.get("here")
+            texts = [text for _, text in cases] if isinstance(cases, list) else [cases]
             for value in row.get("choices", ["true"] if row["kind"] == "flag" else [number]):
-                if not key.startswith("--") and name in ("slime", "miles"):
-                    continue
-                found = here(f"--trainer {name}", f"{base} {key}={value}", capsys)
+                found = here(run, f"{base} {key}={value}", options)
                 if "<L>" not in found[1]:
                     taken(found[1])
-                cases = (
-                    row.get("here")
-                    if isinstance(row.get("here"), list)
-                    else [("", row.get("here"))]
-                )
                 is_declared = any(
-                    each == "" or isinstance(each, dict) and each.get(value) == ""
-                    for _, each in cases
+                    text == "" or isinstance(text, dict) and text.get(value) == "" for text in texts
                 )
                 if found == default and not is_declared and value != row.get("default"):
                     silent.append((name, key, value))

@@ -33,24 +33,13 @@ def validate(line: str, **found: Any) -> argparse.Namespace:
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
-    [("--fused-lm-head --qkv-format bshd", "--fused-lm-head .* --qkv-format thd")],
-)
-def test_flags_that_would_be_ignored_are_refused(line: str, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        validate(line)
-
-
-@pytest.mark.parametrize(
     ("setting", "words"),
     [
         ({"defer_embedding_wgrad_compute": True}, ".*--defer-embedding-wgrad-compute puts off"),
         ({"gtp_weight_remat_size": 2}, ".*--tensor-parallel-num-weight-shards cuts it further"),
     ],
 )
-def test_what_takes_the_gradient_of_the_weight_from_the_layer_is_refused(
-    setting: dict[str, Any], words: str
-) -> None:
+def test_what_takes_the_gradient_of_the_weight_from_the_layer_is_refused(setting, words) -> None:
     """At startup by the flags, and where there were none by the model's settings."""
     for flag in ["--fp32-lm-head", "--fused-lm-head"]:
         config = PolicyLossConfig.from_args(validate(flag))
@@ -88,12 +77,14 @@ def test_narrow_logits_are_refused() -> None:
         policy_loss_function(config, batch, logits.bfloat16(), totals=totals)
 
 
-def test_scaled_logits_are_refused_by_the_fused_head() -> None:
+def test_what_the_fused_head_cannot_do_is_refused() -> None:
     line = "--fused-lm-head --fp32-lm-head"
     config = PolicyLossConfig.from_args(validate(line))
     assert config.fused_lm_head and config.fp32_lm_head
     with pytest.raises(NotImplementedError, match="--use-mup"):
         validate(line, use_mup=True)
+    with pytest.raises(ValueError, match="--fused-lm-head .* --qkv-format thd"):
+        validate("--fused-lm-head --qkv-format bshd")
 
 
 @pytest.mark.parametrize("mtp_num_layers", [0, 2])
@@ -103,15 +94,16 @@ def test_the_gradient_of_multi_token_prediction_is_not_lost(mtp_num_layers: int)
     weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(8, 4), False
     targets = torch.tensor([1, 5])
 
-    def processor(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        loss, _, _ = linear_token_loss(
-            hidden[:, 0], weight, targets, lambda log_probs, *_: log_probs.sum(), defer=True
-        )
-        return loss
+    def total(log_probs: torch.Tensor, *others: Any) -> torch.Tensor:
+        return log_probs.sum()
 
-    product = output_layer._Processed(
-        processor, lambda **arguments: arguments["input"], mtp_num_layers
-    )
+    def processor(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return linear_token_loss(hidden[:, 0], weight, targets, total, defer=True)[0]
+
+    def layer(input: torch.Tensor, **others: Any) -> torch.Tensor:
+        return input
+
+    product = output_layer._Processed(processor, layer, mtp_num_layers)
     arguments = {"weight": weight, "tp_group": None}
     arguments |= {"sequence_parallel": False, "allreduce_dgrad": False}
     hidden = torch.ones(2, 1, 4)
@@ -125,9 +117,8 @@ def test_the_gradient_of_multi_token_prediction_is_not_lost(mtp_num_layers: int)
     # DistributedDataParallel's hook (megatron-core, distributed_data_parallel.py).
     if not weight.grad_added_to_main_grad or getattr(weight, "zero_out_wgrad", False):
         weight.main_grad.add_(weight.grad)
-    of_prediction = (
-        3.0 if mtp_num_layers else 0.0
-    )  # the mutant: a model that does not say it has such layers
+    # The mutant: a model that does not say it has such layers.
+    of_prediction = 3.0 if mtp_num_layers else 0.0
     torch.testing.assert_close(weight.main_grad, of_the_head + of_prediction)
 
 
@@ -141,41 +132,30 @@ def micro_batch(samples: list[Sample]) -> tuple[PackedBatch, torch.Tensor, torch
 
 def fused_head(config: PolicyLossConfig, batch: PackedBatch, chunk_tokens: int | None) -> FusedHead:
     loss = MicroBatchLoss(config, batch, step_totals(batch.samples))
-    options = HeadOptions(
-        chunk_tokens=chunk_tokens,
-        temperature=config.rollout_temperature,
-        with_entropy=config.needs_entropy,
-    )
+    options = HeadOptions(chunk_tokens=chunk_tokens, with_entropy=config.needs_entropy)
     return FusedHead(loss, options, gradient_scope(config))
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 3, None])
 @pytest.mark.parametrize("pg_metrics", ["none", "basic", "with_entropy"])
 @pytest.mark.parametrize("policy_loss", ["ppo", "gspo"])
-def test_metrics_are_filled_in_by_backward(
-    chunk_tokens: int | None, pg_metrics: str, policy_loss: str
-) -> None:
+def test_metrics_are_filled_in_by_backward(chunk_tokens, pg_metrics, policy_loss) -> None:
     """In place, the extremes and the tokens of a NaN loss with them; under no_grad they are there at once."""
     samples = [
         Sample([1, 2, 3, 4], 3, [1, 0, 1], [1.0, 2.0, -1.0], old_log_probs=[-1.0, -2.0, -3.0]),
         Sample([5, 6, 7], 2, [1, 1], [0.5, 0.0], old_log_probs=[-2.0, -2.0]),
     ]
-    config = PolicyLossConfig(
-        policy_loss=policy_loss, pg_metrics=pg_metrics, check_aggregation=True
-    )
+    settings = {"policy_loss": policy_loss, "pg_metrics": pg_metrics}
+    config = PolicyLossConfig(**settings, check_aggregation=True)
     batch, hidden, weight = micro_batch(samples)
-    layer = SimpleNamespace(weight=weight)
-    logits = torch.nn.functional.linear(hidden[:, 0], layer.weight)
-    expected_loss, expected = policy_loss_function(
-        config, batch, logits, totals=step_totals(samples)
-    )
+    logits, totals = torch.nn.functional.linear(hidden[:, 0], weight), step_totals(samples)
+    expected_loss, expected = policy_loss_function(config, batch, logits, totals=totals)
 
     def run() -> tuple[torch.Tensor, MicroBatchMetrics]:
         fused = fused_head(config, batch, chunk_tokens)
-        output = fused.output_processor(hidden, layer.weight)
-        loss, metrics = fused.loss(output)
+        loss, metrics = fused.loss(fused.output_processor(hidden, weight))
         assert metrics.keys() == expected.keys()
-        return (loss, metrics)
+        return loss, metrics
 
     def check(loss: torch.Tensor, taken: dict[str, torch.Tensor], metrics: Any) -> None:
         torch.testing.assert_close(loss, expected_loss)
@@ -189,11 +169,10 @@ def test_metrics_are_filled_in_by_backward(
     assert loss.isnan() and all(pair.isnan().all() for pair in taken.values())
     with pytest.raises(RuntimeError, match="checksum is nan"):
         reduce_metrics(config, [metrics], contributes=True, device="cpu")
-    gradients = torch.autograd.grad(loss, (hidden, layer.weight))
+    gradients = torch.autograd.grad(loss, (hidden, weight))
     check(loss.detach(), taken, metrics)
-    torch.testing.assert_close(
-        gradients, torch.autograd.grad(expected_loss, (hidden, layer.weight)), rtol=1e-5, atol=1e-7
-    )
+    wanted = torch.autograd.grad(expected_loss, (hidden, weight))
+    torch.testing.assert_close(gradients, wanted, rtol=1e-5, atol=1e-7)
     with torch.no_grad():
         loss, metrics = run()
     check(loss, metrics, metrics)
@@ -205,22 +184,16 @@ def of_all_tokens(config: object, batch: object, log_probs: torch.Tensor) -> tor
 
 
 NEAR = {"tis_clip_low": 0.9, "tis_clip": 1.2}
+KL = {"kl_loss_coef": 0.1}
+TERMS = {**KL, "entropy_coef": 0.05}
+BY_THE_LOSS = {"loss_aggregation": "token_mean", "regularizer_aggregation": "loss"}
 FUSED: dict[str, dict[str, Any]] = {
-    "loss_weights": {"kl_loss_coef": 0.1, "entropy_coef": 0.05},
+    "loss_weights": TERMS,
     "loss_weights_in_denominators": {"loss_weight_denominator": "weights"},
-    "low_var_kl_unbiased": {
-        "kl_loss_coef": 0.1,
-        "kl_loss_type": "low_var_kl",
-        "use_unbiased_kl": True,
-    },
-    "kl_gradient_of_k2": {"kl_loss_coef": 0.1, "kl_loss_gradient": "k2"},
+    "low_var_kl_unbiased": {**KL, "kl_loss_type": "low_var_kl", "use_unbiased_kl": True},
+    "kl_gradient_of_k2": {**KL, "kl_loss_gradient": "k2"},
     "divided_twice": {"divide_gradient_twice": True},
-    "terms_by_the_loss": {
-        "kl_loss_coef": 0.1,
-        "entropy_coef": 0.05,
-        "loss_aggregation": "token_mean",
-        "regularizer_aggregation": "loss",
-    },
+    "terms_by_the_loss": {**TERMS, **BY_THE_LOSS},
     "icepop": {"use_tis": True, "tis_mode": "mask", **NEAR},
     "tis_geometric": {"use_tis": True, "tis_level": "geometric", **NEAR},
     "mask_sequence": {"use_tis": True, "tis_level": "sequence", "tis_mode": "mask", **NEAR},
@@ -231,17 +204,14 @@ FUSED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("chunk_tokens", [1, 2, None])
 @pytest.mark.parametrize("name", FUSED)
-def test_settings_through_the_fused_head_equal_plain_logits(
-    name: str, chunk_tokens: int | None
-) -> None:
+def test_settings_through_the_fused_head_equal_plain_logits(name, chunk_tokens) -> None:
     """Value and gradients, in one pass where the rows allow it; the loss of plain logits is that of the loops elsewhere."""
 
     def sample(tokens: list[int], old: list[float], shift: float, weights: list[float]) -> Sample:
-        rollout = [value - shift for value in old]
+        rollout, count = [value - shift for value in old], len(old)
         fields = {"loss_weights": weights} if name.startswith("loss_weights") else {}
-        return Sample(
-            tokens, len(old), [1] * len(old), [1.0, -2.0, 0.0, 0.5][: len(old)], old, rollout, rollout, **fields
-        )  # fmt: skip
+        advantages = [1.0, -2.0, 0.0, 0.5][:count]
+        return Sample(tokens, count, [1] * count, advantages, old, rollout, rollout, **fields)
 
     samples = [
         sample([1, 2, 3, 4, 2], [-1.0, -2.0, -2.5, -1.5], 0.03, [0.5, 2.0, 1.0, 0.0]),

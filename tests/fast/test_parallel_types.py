@@ -33,13 +33,8 @@ from tests.fast.sequences import OF_LOG_PROBS, package_sample, random_sequences
 from tests.fast.typed_ranks import Seen, fake_mesh, torch_itself, type_batch, typed, types_of
 
 SAMPLES = [package_sample(sequence, group_index=1) for sequence in random_sequences(1)]
-EVERYTHING = {
-    "pg_metrics": "with_entropy",
-    "use_tis": True,
-    "tis_level": "sequence",
-    "kl_loss_coef": 0.1,
-    "entropy_coef": 0.01,
-}
+EVERYTHING = {"use_tis": True, "tis_level": "sequence", "kl_loss_coef": 0.1, "entropy_coef": 0.01}
+EVERYTHING["pg_metrics"] = "with_entropy"
 """Settings that read every field of a sample, and sum over whole sequences."""
 
 
@@ -127,8 +122,7 @@ def that_gradients_are_summed(patch: pytest.MonkeyPatch, groups: ParallelGroups)
 
 def metrics_of_other_samples(patch: pytest.MonkeyPatch, groups: ParallelGroups) -> None:
     """Metrics of the samples that this data-parallel rank has."""
-    same_samples = dist.new_group([0, 1, 2, 3])
-    reduced = partial(policy_step.reduce_metrics, group=same_samples)
+    reduced = partial(policy_step.reduce_metrics, group=dist.new_group([0, 1, 2, 3]))
     patch.setattr(policy_step, "reduce_metrics", reduced)
 
 
@@ -150,9 +144,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("forgotten", MISTAKES, ids=lambda function: function.__name__)
-def test_mutants_have_no_type(
-    mesh: Any, forgotten: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mutants_have_no_type(mesh: Any, forgotten: Callable, monkeypatch) -> None:
     forgotten(monkeypatch, mesh[1])
     with pytest.raises(SpmdTypeError, match=re.escape(MISTAKES[forgotten])):
         types_of_step(mesh, policy_loss="gspo")

@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import random
 from collections import Counter
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import numpy as np
@@ -47,12 +46,7 @@ def fewest_bins(lengths: list[int], capacity: int) -> int:
     return best
 
 
-def check_bins(
-    bins: Bins,
-    lengths: list[int],
-    capacity: int,
-    cost: Callable[[int], float] = lambda length: length,
-) -> None:
+def check_bins(bins: Bins, lengths: list[int], capacity: int, cost=lambda length: length) -> None:
     assert sorted(index for members in bins for index in members) == list(range(len(lengths)))
     for members in bins:
         assert members == sorted(members)
@@ -61,11 +55,21 @@ def check_bins(
     assert loads == sorted(loads, reverse=True)
 
 
-def test_bins_of_a_known_case() -> None:
-    assert planned([6, 5, 4, 3, 2], 10) == [[0, 2], [1, 3, 4]]
-    assert planned([5, 5, 5], 10, multiple=3) == [[0], [1], [2]]
-    assert planned([1, 1], 10, multiple=4) == [[0], [1], [], []]
-    assert planned([], 10, multiple=2) == [[], []]
+@pytest.mark.parametrize(
+    ("lengths", "capacity", "multiple", "bins"),
+    [
+        ([6, 5, 4, 3, 2], 10, 1, [[0, 2], [1, 3, 4]]),
+        ([5, 5, 5], 10, 3, [[0], [1], [2]]),
+        ([1, 1], 10, 4, [[0], [1], [], []]),
+        ([], 10, 2, [[], []]),
+        # Loads are even where a bin is full: first fit, not needed here, would leave the third empty.
+        ([5, 1, 1, 1], 5, 3, [[0], [1, 3], [2]]),
+        # First fit takes over where even loads do not fit: longest-to-lightest makes 5 + 4, 5 + 3 + 3.
+        ([5, 5, 4, 3, 3], 10, 1, [[0, 1], [2, 3, 4]]),
+    ],
+)
+def test_bins_of_known_cases(lengths, capacity, multiple, bins) -> None:
+    assert planned(lengths, capacity, multiple=multiple) == bins
 
 
 @settings(max_examples=150, deadline=None)
@@ -74,9 +78,7 @@ def test_bins_of_a_known_case() -> None:
     multiple=st.integers(1, 4),
     seed=st.none() | st.integers(0, 3),
 )
-def test_every_sequence_is_in_one_bin_within_its_capacity(
-    lengths: list[int], multiple: int, seed: int | None
-) -> None:
+def test_every_sequence_is_in_one_bin_within_its_capacity(lengths, multiple, seed) -> None:
     bins = planned(lengths, 40, multiple=multiple, seed=seed)
     check_bins(bins, lengths, 40)
     assert len(bins) % multiple == 0 and bins
@@ -89,14 +91,16 @@ def test_every_sequence_is_in_one_bin_within_its_capacity(
     multiple=st.integers(1, 4),
     capacity=st.sampled_from((40, 57, 400)),
 )
-def test_time_is_evened_out_within_the_capacity_and_with_no_more_bins(
-    lengths: list[int], multiple: int, capacity: int
-) -> None:
+def test_time_is_evened_out_within_the_capacity_and_with_no_more_bins(lengths, multiple, capacity):
     """Integers, so that costs add up without rounding."""
     cost = SampleCost(3.0, 2.0)
     bins = planned(lengths, capacity, multiple=multiple, cost=cost)
     check_bins(bins, lengths, capacity, lambda length: 3 * length + 2 * length * length)
     assert len(bins) == len(planned(lengths, capacity, multiple=multiple))
+
+
+def lengths_in(bins: Bins, lengths: list[int]) -> list[list[int]]:
+    return sorted(sorted(lengths[i] for i in members) for members in bins)
 
 
 def dealt_to_the_cheapest(lengths: list[int], num_bins: int, capacity: int) -> Bins | None:
@@ -116,10 +120,7 @@ def test_bins_are_those_of_the_plain_rule(lengths: list[int]) -> None:
     found = planned(lengths, 60, cost=SampleCost(1.0, 1.0))
     plain = dealt_to_the_cheapest(lengths, len(found), 60)
     if plain is not None:
-        as_lengths = [
-            sorted(sorted(lengths[i] for i in b) for b in bins) for bins in (found, plain)
-        ]
-        assert as_lengths[0] == as_lengths[1]
+        assert lengths_in(found, lengths) == lengths_in(plain, lengths)
 
 
 def test_one_long_sequence_weighs_as_many_short_ones() -> None:
@@ -127,21 +128,14 @@ def test_one_long_sequence_weighs_as_many_short_ones() -> None:
     lengths, square = [9, 4, 4, 4, 4, 4], SampleCost(0.0, 1.0)
     assert planned(lengths, 100, multiple=2) == [[1, 2, 3, 5], [0, 4]]
     assert planned(lengths, 100, multiple=2, cost=square) == [[0], [1, 2, 3, 4, 5]]
-    by_rank = assign_to_data_parallel_ranks(samples_of(lengths), 2, cost=square)
-    assert by_rank == [[0], [1, 2, 3, 4, 5]]
+    samples = samples_of(lengths)
+    assert assign_to_data_parallel_ranks(samples, 2, cost=square) == [[0], [1, 2, 3, 4, 5]]
 
 
 def test_cost_of_a_model_is_its_operations() -> None:
     """By hand: 2 layers of hidden 8, 4 heads of 2, 2 key-value groups, gated 16; vocabulary 10."""
-    shape = SimpleNamespace(
-        num_layers=2,
-        hidden_size=8,
-        num_attention_heads=4,
-        num_query_groups=2,
-        kv_channels=2,
-        ffn_hidden_size=16,
-        gated_linear_unit=True,
-    )
+    sizes = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 4, "num_query_groups": 2}
+    shape = SimpleNamespace(**sizes, kv_channels=2, ffn_hidden_size=16, gated_linear_unit=True)
     layer = 8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 16
     cost = SampleCost.of_model(shape, 10)
     assert cost == SampleCost(2.0 * (2 * layer + 80), 2.0 * 2 * 8)
@@ -151,9 +145,8 @@ def test_cost_of_a_model_is_its_operations() -> None:
     assert SampleCost.of_model(shape, 0).per_token == 2.0 * 2 * experts
     assert SampleCost.balancing("tokens", shape, 10).per_square == 0
     # Megatron's arguments without --group-query-attention, and the config that is made of them.
-    arguments = SimpleNamespace(
-        **{**vars(shape), "num_query_groups": 1}, group_query_attention=False
-    )
+    one_group = {**vars(shape), "num_query_groups": 1, "group_query_attention": False}
+    arguments = SimpleNamespace(**one_group)
     shape.num_query_groups = 4
     assert SampleCost.of_model(arguments, 10) == SampleCost.of_model(shape, 10)
 
@@ -169,18 +162,8 @@ def test_number_of_bins_is_within_the_guarantee_of_first_fit(lengths: list[int])
 @given(lengths=st.lists(st.integers(1, 40), max_size=40), seed=st.integers(0, 2**32))
 def test_lengths_of_the_bins_do_not_depend_on_the_order(lengths: list[int], seed: int) -> None:
     shuffled = random.Random(seed).sample(lengths, len(lengths))
-
-    def as_lengths(order: list[int]) -> list[list[int]]:
-        return [sorted(order[i] for i in members) for members in planned(order, 40)]
-
-    assert as_lengths(lengths) == as_lengths(shuffled)
-
-
-def test_distinct_lengths_permute_with_their_samples() -> None:
-    lengths = random.Random(0).sample(range(1, 200), 50)
-    order = random.Random(1).sample(range(50), 50)
-    permuted = planned([lengths[i] for i in order], 300)
-    assert [sorted(order[i] for i in members) for members in permuted] == planned(lengths, 300)
+    found = (lengths_in(planned(order, 40), order) for order in (lengths, shuffled))
+    assert next(found) == next(found)
 
 
 def test_loads_are_even_where_there_is_room() -> None:
@@ -190,17 +173,9 @@ def test_loads_are_even_where_there_is_room() -> None:
     assert max(loads) - min(loads) <= max(lengths) / 10
 
 
-def test_loads_are_even_where_a_bin_is_full() -> None:
-    """First fit, which is not needed here, would leave the third bin empty."""
-    assert planned([5, 1, 1, 1], 5, multiple=3) == [[0], [1, 3], [2]]
-
-
-def test_first_fit_takes_over_where_even_loads_do_not_fit() -> None:
-    """Two bins hold 5 + 5 and 4 + 3 + 3; longest-to-lightest would make 5 + 4 and 5 + 3 + 3."""
-    assert sorted(planned([5, 5, 4, 3, 3], 10)) == [[0, 1], [2, 3, 4]]
-
-
 def test_oversized_sequences() -> None:
+    with pytest.raises(ValueError, match=r"lengths\[1\] is 0"):
+        plan_bins([1, 0], 5)
     with pytest.raises(ValueError, match=r"lengths\[1\] is 12.*10"):
         plan_bins([4, 12, 5], 10)
     assert planned([4, 12, 5], 10, oversized_alone=True) == [[1], [0, 2]]
@@ -211,31 +186,16 @@ def test_oversized_sequences() -> None:
 def test_bins_out_of_range_are_refused(keywords: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="at least 1"):
         plan_bins([1], **keywords)
-    with pytest.raises(ValueError, match=r"lengths\[1\] is 0"):
-        plan_bins([1, 0], 5)
-
-
-# --------------------------------------------------------------------------------------------------
-# plan_step
-# --------------------------------------------------------------------------------------------------
-
-
-def sample(length: int, index: int = 0, **fields: object) -> Sample:
-    response = length - 1
-    return Sample([0] * length, response, [1] * response, name=f"answer-{index}", **fields)
 
 
 def samples_of(lengths: list[int]) -> list[Sample]:
-    return [sample(length, i, group_index=i // 3) for i, length in enumerate(lengths)]
+    rows = [([0] * n, n - 1, [1] * (n - 1)) for n in lengths]
+    return [Sample(*row, name=f"answer-{i}", group_index=i // 3) for i, row in enumerate(rows)]
 
 
 def packed_tokens(samples: list[Sample], cp_size: int, pad_to_multiple: int) -> int:
-    window = TokenWindow.build(
-        [s.total_length for s in samples],
-        [s.response_length for s in samples],
-        cp_size=cp_size,
-        pad_to_multiple=pad_to_multiple,
-    )
+    lengths = [s.total_length for s in samples], [s.response_length for s in samples]
+    window = TokenWindow.build(*lengths, cp_size=cp_size, pad_to_multiple=pad_to_multiple)
     return window.num_tokens
 
 
@@ -246,25 +206,13 @@ def packed_tokens(samples: list[Sample], cp_size: int, pad_to_multiple: int) -> 
     pad_to_multiple=st.sampled_from((1, 3, 8)),
     group_size=st.integers(1, 4),
 )
-def test_a_plan_keeps_the_budget_and_counts_what_is_packed(
-    lengths: list[int], cp_size: int, pad_to_multiple: int, group_size: int
-) -> None:
-    samples = samples_of(lengths)
-    plan = plan_step(
-        samples,
-        max_tokens_per_microbatch=61,
-        cp_size=cp_size,
-        pad_to_multiple=pad_to_multiple,
-        microbatch_group_size=group_size,
-    )
+def test_a_plan_keeps_the_budget_and_counts_what_is_packed(lengths, group_size, **layout) -> None:
+    samples, settings = samples_of(lengths), {"microbatch_group_size": group_size, **layout}
+    plan = plan_step(samples, max_tokens_per_microbatch=61, **settings)
     assert plan.num_microbatches % group_size == 0 and plan.num_microbatches
     assert sorted(i for indices in plan.microbatches for i in indices) == list(range(len(lengths)))
-    found = [
-        packed_tokens([samples[i] for i in indices], cp_size, pad_to_multiple)
-        for indices in plan.microbatches
-    ]
-    assert list(plan.microbatch_tokens) == found
-    assert max(found) <= 61
+    found = [packed_tokens([samples[i] for i in part], **layout) for part in plan.microbatches]
+    assert list(plan.microbatch_tokens) == found and max(found) <= 61
     assert plan.totals.num_tokens == sum(found)
     assert dataclasses.replace(plan.totals, num_tokens=None) == step_totals(samples)
 
@@ -280,17 +228,15 @@ def test_a_sample_longer_than_the_budget_is_named_or_gets_its_own_microbatch() -
 
 def test_padding_counts_against_the_budget() -> None:
     """Two samples of 5 take 8 each at context-parallel size 2: 10 tokens that a budget of 15 does not hold."""
-    assert plan_step(samples_of([5, 5]), max_tokens_per_microbatch=15).num_microbatches == 1
-    samples = samples_of([5, 5])
-    assert plan_step(samples, max_tokens_per_microbatch=15, cp_size=2).num_microbatches == 2
+    for cp_size in (1, 2):
+        plan = plan_step(samples_of([5, 5]), max_tokens_per_microbatch=15, cp_size=cp_size)
+        assert plan.num_microbatches == cp_size
 
 
 def test_the_seed_deals_equally_long_samples_differently() -> None:
-    samples = samples_of([3] * 40)
-    plans = [
-        plan_step(samples, max_tokens_per_microbatch=12, seed=seed).microbatches
-        for seed in (None, 1, 2, 1)
-    ]
+    samples, seeds = samples_of([3] * 40), (None, 1, 2, 1)
+    plans = [plan_step(samples, max_tokens_per_microbatch=12, seed=seed) for seed in seeds]
+    plans = [plan.microbatches for plan in plans]
     assert len(set(plans)) == 3 and plans[1] == plans[3]
 
 
@@ -308,18 +254,11 @@ def test_assignment_to_ranks_is_a_split_with_even_tokens() -> None:
     loads = [sum(-(-lengths[i] // 4) * 4 for i in indices) for indices in ranks]
     assert max(loads) - min(loads) <= 8
     # By their padded 4 + 12 and 8 + 8; by the tokens themselves it would be 4 + 5 + 5 and 12.
-    assert assign_to_data_parallel_ranks(samples_of([4, 5, 5, 12]), 2, cp_size=2) == [
-        [0, 3],
-        [1, 2],
-    ]
+    padded = samples_of([4, 5, 5, 12])
+    assert assign_to_data_parallel_ranks(padded, 2, cp_size=2) == [[0, 3], [1, 2]]
     assert assign_to_data_parallel_ranks(samples_of([4]), 2) == [[0], []]
     with pytest.raises(ValueError, match="at least 1"):
         assign_to_data_parallel_ranks(samples_of([4]), 0)
-
-
-# --------------------------------------------------------------------------------------------------
-# Flags
-# --------------------------------------------------------------------------------------------------
 
 
 def parsed(*words: str) -> argparse.Namespace:
@@ -329,9 +268,8 @@ def parsed(*words: str) -> argparse.Namespace:
 def test_flags_become_the_config() -> None:
     words = "--max-tokens-per-microbatch 64 --docs-per-step 8 --docs-per-step-mode exact"
     config = validate_planning_args(parsed(*words.split(), "--keep-prompt-groups"))
-    assert config == PlanningConfig(
-        64, docs_per_step=8, docs_per_step_mode="exact", keep_prompt_groups=True
-    )
+    docs = {"docs_per_step": 8, "docs_per_step_mode": "exact"}
+    assert config == PlanningConfig(64, keep_prompt_groups=True, **docs)
     assert PlanningConfig.from_args(parsed("--max-tokens-per-microbatch", "9")) == PlanningConfig(9)
 
 
@@ -369,21 +307,20 @@ def test_a_flag_of_the_parsers_own_is_left_alone_unless_it_stores_elsewhere() ->
         add_planning_args(parser)
 
 
+SHARED = {"num_experts": 4, "moe_shared_expert_intermediate_size": 5}
+ATTENTION = 8 * (2 * 8 + 2 * 8)  # head size 8 / 2, as many groups as heads
+
+
 @pytest.mark.parametrize(
     ("settings", "weights"),
     [
-        ({}, 8 * (2 * 8 + 2 * 8) + 2 * 8 * 32),  # head size 8 / 2, as many groups as heads, 4 * 8
-        ({"swiglu": True}, 8 * (2 * 8 + 2 * 8) + 3 * 8 * 32),
-        ({"num_experts": 4}, 8 * (2 * 8 + 2 * 8) + 2 * 8 * 32),  # one expert for a token
-        (
-            {"num_experts": 4, "moe_shared_expert_intermediate_size": 5},
-            8 * (2 * 8 + 2 * 8) + 2 * 8 * (32 + 5),
-        ),
+        ({}, ATTENTION + 2 * 8 * 32),  # 4 * 8
+        ({"swiglu": True}, ATTENTION + 3 * 8 * 32),
+        ({"num_experts": 4}, ATTENTION + 2 * 8 * 32),  # one expert for a token
+        (SHARED, ATTENTION + 2 * 8 * (32 + 5)),
     ],
 )
-def test_the_cost_of_a_model_whose_settings_are_left_to_megatron(
-    settings: dict[str, object], weights: int
-) -> None:
+def test_the_cost_of_a_model_whose_settings_are_left_to_megatron(settings, weights) -> None:
     shape = SimpleNamespace(num_layers=1, hidden_size=8, num_attention_heads=2, **settings)
     assert SampleCost.of_model(shape, 0) == SampleCost(2.0 * weights, 2.0 * 8)
     assert SampleCost.balancing("time", shape, 3).per_token == 2.0 * (weights + 8 * 3)

@@ -1,7 +1,11 @@
-"""policy_loss_function from logits, on every rank of a cut step, against the oracle."""
+"""policy_loss_function from logits, on every rank of a cut step, against the oracle; and masked positions.
+
+A masked position may hold anything, which reaches neither loss nor gradient; an active one hides nothing.
+"""
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -12,15 +16,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
-from megatron_pg.loss.from_logits import policy_loss_from_log_probs, policy_loss_function
-from megatron_pg.step.batch import pack
-from megatron_pg.step.sample import Sample
-from megatron_pg.step.totals import step_totals
+from megatron_pg.loss.from_logits import policy_loss_function
+from megatron_pg.loss.metric_table import METRICS
+from megatron_pg.step.batch import PackedBatch, pack
 from tests import oracle
 from tests.cut_policy_loss import (
     OBJECTIVES,
     RankLoss,
     aggregated,
+    local_logits,
     package_config,
     rank_losses,
     summed_loss,
@@ -28,6 +32,7 @@ from tests.cut_policy_loss import (
 )
 from tests.cut_steps import CUTS, Cut, assert_same, gradients, random_cut, whole
 from tests.dispatches import CountDispatches
+from tests.fast.one_step import loss_of
 from tests.fast.sequences import flat_log_probs, package_batch, random_sequences
 from tests.oracle import Objective, PlainSample
 from tests.random_steps import (
@@ -49,12 +54,10 @@ def check_policy_loss(
     return results
 
 
-# --------------------------------------------------------------------------------------------------
-# Value and gradient
-# --------------------------------------------------------------------------------------------------
+AGGREGATIONS = pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
 
 
-@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
+@AGGREGATIONS
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_objectives_equal_the_oracle(name: str, aggregation: str) -> None:
     step = random_step(seed=20)
@@ -62,7 +65,7 @@ def test_objectives_equal_the_oracle(name: str, aggregation: str) -> None:
     check_policy_loss(step, random_logits(step), objective, whole(len(step)))
 
 
-@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
+@AGGREGATIONS
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("name", ["everything", "everything_by_the_loss"])
 def test_no_cut_changes_value_or_gradient(name: str, cut: str, aggregation: str) -> None:
@@ -86,26 +89,6 @@ def test_the_two_aggregations_of_the_regularizers_differ(aggregation: str) -> No
             assert_same(found, other, logits)
 
 
-def test_a_kl_that_follows_the_token_mean() -> None:
-    """2 tokens of .5 and 8 of 4.5: 2.5 as a mean over samples, 3.7 as a mean over tokens."""
-    values = ((2, 0.5), (8, 4.5))
-    samples = [
-        Sample([1] * (n + 1), n, [1] * n, 0.0, [0.0] * n, ref_log_probs=[-kl] * n)
-        for n, kl in values
-    ]
-    for regularizer_aggregation, expected in (("sample_mean", 2.5), ("loss", 3.7)):
-        config = PolicyLossConfig(
-            loss_aggregation="token_mean",
-            kl_loss_coef=1.0,
-            kl_loss_type="k1",
-            regularizer_aggregation=regularizer_aggregation,
-        )
-        log_probs = torch.zeros(10, requires_grad=True)
-        totals = step_totals(samples)
-        loss, _ = policy_loss_from_log_probs(config, pack(samples), log_probs, None, totals=totals)
-        assert loss.item() == pytest.approx(expected, rel=1e-6)
-
-
 @settings(max_examples=25)
 @given(
     seed=st.integers(0, 2**32 - 1),
@@ -116,23 +99,9 @@ def test_a_kl_that_follows_the_token_mean() -> None:
     aggregation=st.sampled_from(oracle.AGGREGATIONS),
     name=st.sampled_from(sorted(OBJECTIVES)),
 )
-def test_random_steps_and_cuts(
-    seed: int,
-    num_samples: int,
-    dp_size: int,
-    num_microbatches: int,
-    cp_size: int,
-    aggregation: str,
-    name: str,
-) -> None:
+def test_random_steps_and_cuts(seed, num_samples, aggregation, name, **sizes) -> None:
     step = random_step(seed, num_samples=num_samples)
-    cut = random_cut(
-        random.Random(seed),
-        num_samples,
-        dp_size=dp_size,
-        num_microbatches=num_microbatches,
-        cp_size=cp_size,
-    )
+    cut = random_cut(random.Random(seed), num_samples, **sizes)
     objective = aggregated(OBJECTIVES[name], aggregation)
     check_policy_loss(step, random_logits(step, seed), objective, cut)
 
@@ -143,13 +112,9 @@ def test_padding_takes_no_part(cp_size: int) -> None:
     step = random_step(seed=33)
     logits = random_logits(step)
     objective = OBJECTIVES["everything"]
-    results = rank_losses(
-        package_config(objective),
-        step,
-        logits,
-        replace(CUTS["ragged_dp_3_with_empty_micro_batches"](len(step)), cp_size=cp_size),
-        pad_to_multiple=16 * cp_size,
-    )
+    cut = replace(CUTS["ragged_dp_3_with_empty_micro_batches"](len(step)), cp_size=cp_size)
+    config = package_config(objective)
+    results = rank_losses(config, step, logits, cut, pad_to_multiple=16 * cp_size)
     assert all(result.batch.window.num_tokens % (16 * cp_size) == 0 for result in results)
     assert_same(summed_loss(results), oracle.policy_loss(step, logits, objective).loss, logits)
 
@@ -158,28 +123,12 @@ def test_the_random_ratios_reach_every_side_of_the_clip() -> None:
     """A step without clipped tokens would make the tests above blind to the clip."""
     step = random_step(seed=20)
     result = oracle.policy_loss(step, random_logits(step), Objective())
-    pairs = [
-        (ratio.item(), advantage)
-        for sample, ratios in zip(step, result.ratios, strict=True)
-        for ratio, advantage in zip(ratios, sample.advantages, strict=True)
-        if ratio > 0
-    ]
-    for positive in (True, False):
-        ratios = [ratio for ratio, advantage in pairs if (advantage > 0) == positive]
-        assert any(ratio < 0.8 for ratio in ratios)
-        assert any(0.8 <= ratio <= 1.2 for ratio in ratios)
-        assert any(ratio > 2.0 for ratio in ratios)  # also beyond the dual clip
-
-
-@pytest.mark.parametrize("distance", (-60.0, -16.0, 16.0, 60.0))
-@pytest.mark.parametrize("advantage", (-1.0, 0.0, 1.0))
-def test_log_ratio_is_clamped_to_20(distance: float, advantage: float) -> None:
-    """Beyond it the ratio is exp(+-20) and has no gradient."""
-    sample = replace(plain_sample([1]), advantages=[advantage], old_log_probs=[min(distance, 0.0)])
-    logits = random_logits([sample])
-    with torch.no_grad():  # a ratio that is too small: the new log-prob is what is low
-        logits[0][sample.prompt_length - 1, sample.tokens[-1]] -= max(distance, 0.0)
-    check_policy_loss([sample], logits, Objective(), whole(1))
+    every = torch.cat(result.ratios)
+    advantages = torch.tensor([value for sample in step for value in sample.advantages])
+    for side in (advantages > 0, advantages < 0):
+        ratios = every[side & (every > 0)]
+        assert (ratios < 0.8).any() and ((0.8 <= ratios) & (ratios <= 1.2)).any()
+        assert (ratios > 2.0).any()  # also beyond the dual clip
 
 
 def test_ratio_is_one_at_the_first_step_whatever_the_temperature() -> None:
@@ -188,42 +137,20 @@ def test_ratio_is_one_at_the_first_step_whatever_the_temperature() -> None:
     logits = random_logits(step)
     objective = Objective(rollout_temperature=0.6)
     old = oracle.policy_loss(step, logits, objective).log_probs
-    step = [
-        replace(sample, old_log_probs=log_probs.tolist())
-        for sample, log_probs in zip(step, old, strict=True)
-    ]
-    config = package_config(replace(objective, eps_clip=1e-4))
-    metrics = summed_metrics(rank_losses(config, step, logits, whole(len(step))))
-    assert metrics["clipped_ratio_fraction"] == 0.0
-    assert metrics["ratio_new_old"] == pytest.approx(1.0, abs=1e-6)
-    # The check's own check: at temperature 1 the ratios are far from 1.
-    config = package_config(replace(objective, rollout_temperature=1.0))
-    metrics = summed_metrics(rank_losses(config, step, logits, whole(len(step))))
-    assert abs(metrics["ratio_new_old"] - 1.0) > 0.1
-
-
-@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
-def test_grad_divisor_scales_the_gradient_and_not_the_report(aggregation: str) -> None:
-    """Of pg_loss alone: the KL and entropy terms keep their own count. The divisor is no count of the step."""
-    step = random_step(seed=23)
-    logits = random_logits(step)
-    objective = aggregated(OBJECTIVES["everything"], aggregation)
-    count = oracle.outer_count(step, aggregation)
-    divisor = 3.7
-    results = rank_losses(
-        package_config(objective, grad_divisor=divisor), step, logits, whole(len(step), cp_size=2)
-    )
-    expected = oracle.policy_loss(step, logits, objective)
-    penalty = expected.loss - expected.pg_loss
-    assert abs(penalty.item()) > 0.01
-    assert_same(summed_loss(results), expected.pg_loss * count / divisor + penalty, logits)
-    metrics = summed_metrics(results)
-    assert metrics["pg_loss"] == pytest.approx(expected.pg_loss.item(), rel=1e-12)
-    assert metrics["loss"] == pytest.approx(expected.loss.item(), rel=1e-12)
+    pairs = zip(step, old, strict=True)
+    step = [replace(sample, old_log_probs=values.tolist()) for sample, values in pairs]
+    metrics = []
+    for changes in ({"eps_clip": 1e-4}, {"rollout_temperature": 1.0}):
+        config = package_config(replace(objective, **changes))
+        metrics.append(summed_metrics(rank_losses(config, step, logits, whole(len(step)))))
+    right, mutant = metrics  # at temperature 1 the ratios are far from 1
+    assert right["clipped_ratio_fraction"] == 0.0
+    assert right["ratio_new_old"] == pytest.approx(1.0, abs=1e-6)
+    assert abs(mutant["ratio_new_old"] - 1.0) > 0.1
 
 
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
-@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
+@AGGREGATIONS
 def test_a_gradient_that_is_divided_twice(aggregation: str, cp_size: int) -> None:
     """By the outer count of this step, whatever it is: two steps of one config have two divisors."""
     objective = aggregated(OBJECTIVES["everything"], aggregation)
@@ -242,44 +169,28 @@ def test_a_gradient_that_is_divided_twice(aggregation: str, cp_size: int) -> Non
     assert counts[0] != counts[1]
 
 
-def frozen_sample_mean(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, lengths: list[int]
-) -> Tensor:
+def frozen_sample_mean(log_probs: Tensor, batch: PackedBatch, lengths: list[int]) -> Tensor:
     """GRPO's loss of N samples as it stands in the papers, float32 throughout; never to be changed."""
-    ratio = (log_probs - old_log_probs).exp()
+    ratio, advantages = (log_probs - batch.old_log_probs).exp(), batch.advantages
     surrogate = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
     sample = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    active = torch.zeros(len(lengths)).index_add_(0, sample, mask.float()).clamp(min=1)
-    weights = mask.double() / active.double()[sample]
+    active = torch.zeros(len(lengths)).index_add_(0, sample, batch.loss_mask.float()).clamp(min=1)
+    weights = batch.loss_mask.double() / active.double()[sample]
     return (surrogate * weights.float()).sum() / len(lengths)
-
-
-def loss_and_gradient(loss: Tensor, leaf: Tensor) -> tuple[Tensor, Tensor]:
-    return loss.detach(), torch.autograd.grad(loss, leaf)[0]
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_default_is_the_plain_sample_mean_to_the_bit(seed: int) -> None:
     sequences = random_sequences(seed, spread=0.5)
     batch, log_probs = package_batch(sequences), flat_log_probs(sequences, torch.float32)
-    loss, _ = policy_loss_from_log_probs(
-        PolicyLossConfig(), batch, log_probs, None, totals=uneven_totals(batch.samples)
-    )
-    frozen = frozen_sample_mean(
-        log_probs,
-        batch.old_log_probs,
-        batch.advantages,
-        batch.loss_mask,
-        [len(s.loss_mask) for s in sequences],
-    )
-    found, expected = loss_and_gradient(loss, log_probs), loss_and_gradient(frozen, log_probs)
-    assert found[0].dtype == torch.float32 and all(map(torch.equal, found, expected))
+    frozen = frozen_sample_mean(log_probs, batch, [len(s.loss_mask) for s in sequences])
+    loss, _ = loss_of(PolicyLossConfig(), batch, log_probs)
+    assert loss.dtype == torch.float32 and torch.equal(loss, frozen)
+    found, expected = (torch.autograd.grad(each, log_probs)[0] for each in (loss, frozen))
+    assert torch.equal(found, expected)
     assert ((log_probs - batch.old_log_probs).exp()[batch.loss_mask] > 1.2).any()
-    token_mean = PolicyLossConfig(loss_aggregation="token_mean")
-    other, _ = policy_loss_from_log_probs(
-        token_mean, batch, log_probs, None, totals=uneven_totals(batch.samples)
-    )
-    assert not torch.equal(other, expected[0])
+    other, _ = loss_of(PolicyLossConfig(loss_aggregation="token_mean"), batch, log_probs)
+    assert not torch.equal(other, frozen)
 
 
 def test_padded_vocabulary_takes_no_part() -> None:
@@ -287,9 +198,8 @@ def test_padded_vocabulary_takes_no_part() -> None:
     logits = random_logits(step)
     padded = [torch.nn.functional.pad(part, (0, 5), value=30.0) for part in logits]
     objective = OBJECTIVES["everything"]
-    results = rank_losses(
-        package_config(objective), step, padded, whole(len(step)), vocab_size=logits[0].shape[1]
-    )
+    config, vocab_size = package_config(objective), logits[0].shape[1]
+    results = rank_losses(config, step, padded, whole(len(step)), vocab_size=vocab_size)
     assert_same(summed_loss(results), oracle.policy_loss(step, logits, objective).loss, logits)
 
 
@@ -297,30 +207,14 @@ def test_float32_stays_within_float32_of_the_oracle() -> None:
     step = random_step(seed=25)
     logits = random_logits(step)
     objective = OBJECTIVES["everything"]
-    batch = pack(package_samples(step))
-    loss, _ = policy_loss_function(
-        package_config(objective),
-        batch,
-        torch.cat(logits).float()[None],
-        totals=uneven_totals(package_samples(step)),
-    )
+    batch, packed = pack(package_samples(step)), torch.cat(logits).float()
+    totals = uneven_totals(batch.samples)
+    loss, _ = policy_loss_function(package_config(objective), batch, packed, totals=totals)
     assert loss.dtype == torch.float32
     expected = oracle.policy_loss(step, logits, objective).loss
-    found_gradients, expected_gradients = gradients(loss, logits), gradients(expected, logits)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-    largest = max(gradient.abs().max().item() for gradient in expected_gradients)
-    for found, wanted in zip(found_gradients, expected_gradients, strict=True):
-        assert (found - wanted).abs().max().item() <= 1e-6 * largest
-
-
-# --------------------------------------------------------------------------------------------------
-# Metrics
-# --------------------------------------------------------------------------------------------------
-
-
-# --------------------------------------------------------------------------------------------------
-# Cost
-# --------------------------------------------------------------------------------------------------
+    found, wanted = (torch.cat(gradients(each, logits)) for each in (loss, expected))
+    assert (found - wanted).abs().max() <= 1e-6 * wanted.abs().max()
 
 
 def count_dispatches(num_samples: int, aggregation: str) -> tuple[int, int]:
@@ -338,14 +232,9 @@ def count_dispatches(num_samples: int, aggregation: str) -> tuple[int, int]:
     return len(forward.names), len(backward.names)
 
 
-@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
+@AGGREGATIONS
 def test_dispatches_do_not_grow_with_samples(aggregation: str) -> None:
     assert count_dispatches(2, aggregation) == count_dispatches(500, aggregation)
-
-
-# --------------------------------------------------------------------------------------------------
-# Refusals
-# --------------------------------------------------------------------------------------------------
 
 
 def test_logits_of_another_length_are_refused() -> None:
@@ -353,8 +242,111 @@ def test_logits_of_another_length_are_refused() -> None:
     batch = pack(package_samples(step), cp_rank=0, cp_size=2)
     totals = uneven_totals(package_samples(step))
     unsharded = torch.cat(random_logits(step))
-    here = (
-        f"logits have {len(unsharded)} rows and the micro-batch {batch.window.local_tokens} tokens"
-    )
-    with pytest.raises(ValueError, match=here):
+    sizes = f"{len(unsharded)} rows and the micro-batch {batch.window.local_tokens} tokens"
+    with pytest.raises(ValueError, match=f"logits have {sizes}"):
         policy_loss_function(package_config(Objective()), batch, unsharded, totals=totals)
+
+
+ABSENT = {row.name for row in METRICS if {"rollout_log_probs", "policy_version"} & {*row.reads}}
+"""Metrics of fields that these samples do not carry: 0 over 0."""
+
+
+def with_garbage(step: list[PlainSample], garbage: float) -> list[PlainSample]:
+    """Every per-token field holds garbage where the mask is 0: tool tokens have no log-probs."""
+    spoiled = []
+    for sample in step:
+        masked = [token for token, keep in enumerate(sample.loss_mask) if not keep]
+        fields = {}
+        for name in ("advantages", "old_log_probs", "ref_log_probs"):
+            fields[name] = list(getattr(sample, name))
+            for token in masked:
+                fields[name][token] = garbage
+        spoiled.append(replace(sample, **fields))
+    return spoiled
+
+
+def with_garbage_logits(step, logits, garbage: float) -> list[Tensor]:
+    """The logits of rows that score no active token are garbage, and leaves again."""
+    spoiled = []
+    for sample, part in zip(step, logits, strict=True):
+        scored = torch.zeros(len(sample.tokens), 1, dtype=torch.bool)
+        for token, keep in enumerate(sample.loss_mask):
+            scored[sample.prompt_length + token - 1] = bool(keep)
+        spoiled.append(torch.where(scored, part.detach(), garbage).requires_grad_())
+    return spoiled
+
+
+@pytest.mark.parametrize("garbage", (math.nan, math.inf, -math.inf))
+@pytest.mark.parametrize("cp_size", (1, 2))
+@pytest.mark.parametrize("name", ("everything", "kl_unbiased", "ppo"))
+def test_garbage_at_masked_positions_reaches_neither_loss_nor_gradient(name, cp_size, garbage):
+    """-inf or NaN old_log_probs, under exp, give a NaN gradient if only the result is masked."""
+    clean = random_step(seed=26)
+    assert any(0 in sample.loss_mask for sample in clean)
+    clean_logits = random_logits(clean)
+    expected = oracle.policy_loss(clean, clean_logits, OBJECTIVES[name]).loss
+
+    step = with_garbage(clean, garbage)
+    logits = with_garbage_logits(clean, clean_logits, garbage)
+    results = rank_losses(package_config(OBJECTIVES[name]), step, logits, whole(len(step), cp_size))
+    found = summed_loss(results)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    wanted = gradients(expected, clean_logits)
+    torch.testing.assert_close(gradients(found, logits), wanted, rtol=0, atol=1e-12)
+    metrics = summed_metrics(results)
+    assert {name for name, value in metrics.items() if not math.isfinite(value)} <= ABSENT
+
+
+def test_masking_only_the_result_would_give_nan_gradients() -> None:
+    """The mutant of the test above: `where` after `exp` is not enough."""
+    log_prob = torch.zeros(2, requires_grad=True)
+    ratio = (log_prob - torch.tensor([-1.0, -math.inf])).exp()
+    torch.where(torch.tensor([True, False]), ratio, 0.0).sum().backward()
+    assert log_prob.grad is not None and log_prob.grad[1].isnan()
+
+
+@pytest.mark.parametrize("field", ("old_log_probs", "ref_log_probs"))
+def test_nan_at_an_active_position_stays_visible(field: str) -> None:
+    step = random_step(seed=27)
+    index = next(index for index, sample in enumerate(step) if 1 in sample.loss_mask)
+    values = list(getattr(step[index], field))
+    values[step[index].loss_mask.index(1)] = math.nan
+    step[index] = replace(step[index], **{field: values})
+    logits, config = random_logits(step), package_config(Objective(kl_loss_coef=0.1))
+    loss = summed_loss(rank_losses(config, step, logits, whole(len(step))))
+    assert loss.isnan() and gradients(loss, logits)[index].isnan().any()
+
+
+@pytest.mark.parametrize("garbage", (math.nan, math.inf))
+def test_garbage_logits_at_an_active_position_stay_visible(garbage: float) -> None:
+    sample = plain_sample([1, 1])
+    (logits,) = random_logits([sample])
+    with torch.no_grad():
+        logits[sample.prompt_length, 3] = garbage
+    loss = summed_loss(rank_losses(package_config(Objective()), [sample], [logits], whole(1)))
+    assert not loss.isfinite()
+
+
+@pytest.mark.parametrize("name", ("ppo", "everything"))
+def test_ranks_without_an_active_token_stay_connected_to_the_graph(name: str) -> None:
+    """An empty micro-batch, a rank without response tokens and a fully masked sample."""
+    masked = replace(plain_sample([0, 0]), ref_log_probs=[0.0, 0.0])
+    outer_chunks = replace(plain_sample([1] * 4, prompt_length=3), ref_log_probs=[0.0] * 4)
+    config = package_config(OBJECTIVES[name])
+    totals = uneven_totals(package_samples([masked, outer_chunks]))
+    for micro_batch in ([], [masked], [outer_chunks]):
+        batch = pack(package_samples(micro_batch), cp_rank=0, cp_size=2)
+        weight = torch.ones((), dtype=torch.float64, requires_grad=True)
+        rows = local_logits(micro_batch, random_logits(micro_batch), 0, 2).detach().nan_to_num()
+        loss, _ = policy_loss_function(config, batch, rows * weight, totals=totals)
+        loss.backward()
+        assert loss.item() == 0.0 and weight.grad.item() == 0.0
+
+
+def test_step_without_an_active_token_is_zero_and_finite() -> None:
+    step = [plain_sample([0, 0]), plain_sample([0])]
+    logits = random_logits(step)
+    for aggregation in oracle.AGGREGATIONS:
+        config = package_config(aggregated(Objective(), aggregation))
+        loss = summed_loss(rank_losses(config, step, logits, whole(2, cp_size=2)))
+        assert loss.item() == 0.0 and not torch.cat(gradients(loss, logits)).any()

@@ -38,7 +38,6 @@ def test_work_on_a_crowded_machine_is_no_hang() -> None:
 @pytest.mark.parametrize("waits", HANGS)
 def test_a_hang_ends_with_what_was_said(waits: str) -> None:
     code = f"print('before', flush=True)\n{HANGS[waits]}"
-    with pytest.raises(
-        TimeoutError, match=r"hang: 0\.\d seconds of progress in the last 1; .*before"
-    ):
+    said = r"hang: 0\.\d seconds of progress in the last 1; .*before"
+    with pytest.raises(TimeoutError, match=said):
         progress.run([sys.executable, "-c", code], patience=1.0)

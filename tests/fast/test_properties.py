@@ -52,26 +52,14 @@ aggregations = st.sampled_from(oracle.AGGREGATIONS)
 @st.composite
 def cut_steps(draw: st.DrawFn) -> tuple[list[PlainSample], list[Tensor], Cut, str]:
     """A step with random losses, a way to cut it, and an aggregation."""
-    step = draw(steps)
-    seed = draw(seeds)
-    cut = random_cut(
-        random.Random(seed),
-        len(step),
-        dp_size=draw(st.integers(1, 3)),
-        num_microbatches=draw(st.integers(1, 3)),
-        cp_size=draw(st.sampled_from((1, 2, 4, 8))),
-    )
+    step, seed = draw(steps), draw(seeds)
+    sizes = {"dp_size": draw(st.integers(1, 3)), "num_microbatches": draw(st.integers(1, 3))}
+    sizes["cp_size"] = draw(st.sampled_from((1, 2, 4, 8)))
+    cut = random_cut(random.Random(seed), len(step), **sizes)
     return step, random_losses(step, seed), cut, draw(aggregations)
 
 
-# --------------------------------------------------------------------------------------------------
-# Invariance: no cut, order or parallel size changes the value or the gradient
-# --------------------------------------------------------------------------------------------------
-
-
-def check_permutation(
-    implementation: Package, step: list[PlainSample], losses: list[Tensor], cut: Cut, name: str
-) -> None:
+def check_permutation(implementation: Package, step, losses, cut: Cut, name: str) -> None:
     """The reversed step, cut alike, is the same objective with the same gradients."""
     found = implementation.objective(step[::-1], losses[::-1], cut, name)
     assert_same(found, implementation.objective(step, losses, cut, name), losses)
@@ -91,19 +79,11 @@ def test_no_order_of_samples_changes_value_or_gradient(case: tuple) -> None:
 
 @settings(max_examples=30)
 @given(step=steps, aggregation=aggregations, seed=seeds)
-def test_no_context_parallel_size_changes_value_or_gradient(
-    step: list[PlainSample], aggregation: str, seed: int
-) -> None:
+def test_no_context_parallel_size_changes_value_or_gradient(step, aggregation, seed) -> None:
     losses = random_losses(step, seed)
-    unsharded = Package().objective(step, losses, whole(len(step)), aggregation)
     for cp_size in (2, 4, 8):
         found = Package().objective(step, losses, whole(len(step), cp_size), aggregation)
-        assert_same(found, unsharded, losses)
-
-
-# --------------------------------------------------------------------------------------------------
-# Scaling laws
-# --------------------------------------------------------------------------------------------------
+        assert_same(found, value(step, losses, aggregation), losses)
 
 
 def value(step: list[PlainSample], losses: list[Tensor], aggregation: str) -> Tensor:
@@ -112,71 +92,57 @@ def value(step: list[PlainSample], losses: list[Tensor], aggregation: str) -> Te
 
 @settings(max_examples=30)
 @given(step=steps, seed=seeds, factor=st.floats(0.25, 64))
-def test_constant_is_linear_in_the_inverse_divisor(
-    step: list[PlainSample], seed: int, factor: float
-) -> None:
+def test_constant_is_linear_in_the_inverse_divisor(step, seed, factor) -> None:
     losses = random_losses(step, seed)
     found = Package(DIVISOR * factor).objective(step, losses, whole(len(step)), "constant")
     assert_same(found * factor, value(step, losses, "constant"), losses)
 
 
-@settings(max_examples=30)
-@given(
-    mask=st.lists(st.integers(0, 1), min_size=1, max_size=6).filter(any),
-    count=st.integers(1, 6),
-    seed=seeds,
-)
-def test_token_mean_of_equally_long_samples_is_sample_mean(
-    mask: list[int], count: int, seed: int
-) -> None:
-    step = [plain_sample(mask) for _ in range(count)]
-    losses = random_losses(step, seed)
-    assert_same(value(step, losses, "token_mean"), value(step, losses, "sample_mean"), losses)
+def equally_long(step: list[PlainSample]) -> list[PlainSample]:
+    mask = max((sample.loss_mask for sample in step), key=sum)
+    return [plain_sample(mask) for _ in step] if any(mask) else []
 
 
-@settings(max_examples=30)
-@given(step=steps, seed=seeds)
-def test_prompt_mean_of_one_group_is_its_token_mean(step: list[PlainSample], seed: int) -> None:
-    step = [replace(sample, group_index=5) for sample in step]
-    losses = random_losses(step, seed)
-    assert_same(value(step, losses, "prompt_mean"), value(step, losses, "token_mean"), losses)
+def in_groups_of_one(step: list[PlainSample]) -> list[PlainSample]:
+    return [replace(s, group_index=index, rollout_id=None) for index, s in enumerate(step)]
 
 
-@settings(max_examples=30)
-@given(step=steps, seed=seeds)
-def test_prompt_mean_of_one_rollout_a_group_is_sample_mean(
-    step: list[PlainSample], seed: int
-) -> None:
-    step = [
-        replace(sample, group_index=index, rollout_id=None) for index, sample in enumerate(step)
-    ]
-    losses = random_losses(step, seed)
-    assert_same(value(step, losses, "prompt_mean"), value(step, losses, "sample_mean"), losses)
+LAWS = {
+    # where two aggregations are one: the steps, and the two
+    "equally long samples": (equally_long, "token_mean", "sample_mean"),
+    "one group": (
+        lambda step: [replace(s, group_index=5) for s in step],
+        *("prompt_mean", "token_mean"),
+    ),
+    "one rollout a group": (in_groups_of_one, "prompt_mean", "sample_mean"),
+    "one rollout": (
+        lambda step: [replace(s, rollout_id=5, group_index=5) for s in step],
+        *("sample_mean", "token_mean"),
+    ),
+}
 
 
+@pytest.mark.parametrize("law", LAWS)
 @settings(max_examples=30)
 @given(step=steps, seed=seeds)
-def test_sample_mean_of_one_rollout_is_its_token_mean(step: list[PlainSample], seed: int) -> None:
-    step = [replace(sample, rollout_id=5, group_index=5) for sample in step]
-    losses = random_losses(step, seed)
-    assert_same(value(step, losses, "sample_mean"), value(step, losses, "token_mean"), losses)
+def test_two_aggregations_are_one(law: str, step: list[PlainSample], seed: int) -> None:
+    change, one, other = LAWS[law]
+    if step := change(step):
+        losses = random_losses(step, seed)
+        assert_same(value(step, losses, one), value(step, losses, other), losses)
 
 
 @settings(max_examples=30)
 @given(step=steps, aggregation=aggregations, seed=seeds)
-def test_objective_is_linear_in_the_losses(
-    step: list[PlainSample], aggregation: str, seed: int
-) -> None:
+def test_objective_is_linear_in_the_losses(step, aggregation, seed) -> None:
     """Hence the gradient is the weight of each token: it does not depend on the losses."""
     first, second = random_losses(step, seed), random_losses(step, seed + 1)
     weights = gradients(value(step, first, aggregation), first)
     other = gradients(value(step, second, aggregation), second)
-    for one, two in zip(weights, other, strict=True):
-        assert torch.equal(one, two)
+    assert all(map(torch.equal, weights, other))
     total = sum((w * x).sum() for w, x in zip(weights, first, strict=True))
-    torch.testing.assert_close(
-        value(step, first, aggregation), torch.as_tensor(total), rtol=0, atol=1e-12
-    )
+    found = value(step, first, aggregation)
+    torch.testing.assert_close(found, torch.as_tensor(total), rtol=0, atol=1e-12)
 
 
 @settings(max_examples=30)
@@ -184,17 +150,10 @@ def test_objective_is_linear_in_the_losses(
     response_lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6),
     aggregation=st.sampled_from(("sample_mean", "prompt_mean", "token_mean")),
 )
-def test_a_mean_of_equal_losses_is_that_loss(response_lengths: list[int], aggregation: str) -> None:
-    step = [
-        plain_sample([1] * length, group=index % 2) for index, length in enumerate(response_lengths)
-    ]
+def test_a_mean_of_equal_losses_is_that_loss(response_lengths, aggregation) -> None:
+    step = [plain_sample([1] * n, group=index % 2) for index, n in enumerate(response_lengths)]
     losses = [torch.full((length,), 3.5, dtype=torch.float64) for length in response_lengths]
     assert value(step, losses, aggregation).item() == pytest.approx(3.5, abs=1e-12)
-
-
-# --------------------------------------------------------------------------------------------------
-# Mutants
-# --------------------------------------------------------------------------------------------------
 
 
 def fails(check: Callable[..., None], mutant: Package, examples: int = 150) -> bool:

@@ -36,16 +36,12 @@ def scored(step: list[oracle.PlainSample], cp_rank: int, cp_size: int) -> list[i
 def arguments(step: list[oracle.PlainSample], aggregation: str) -> dict:
     """The keyword arguments that give an aggregation the totals of the step."""
     samples = package_samples(step)
-    return {
-        "aggregation": aggregation,
-        "divisor": DIVISOR if aggregation == "constant" else None,
-        "denominators": AGGREGATIONS[aggregation].denominators(uneven_totals(samples), samples),
-    }
+    denominators = AGGREGATIONS[aggregation].denominators(uneven_totals(samples), samples)
+    divisor = DIVISOR if aggregation == "constant" else None
+    return {"aggregation": aggregation, "divisor": divisor, "denominators": denominators}
 
 
-def sum_over_ranks(
-    step: list[oracle.PlainSample], losses: list[Tensor], cp_size: int, *args: Any, **keywords: Any
-) -> Tensor:
+def sum_over_ranks(step, losses: list[Tensor], cp_size: int, *args: Any, **keywords: Any) -> Tensor:
     """The sum of what the reducers of a context-parallel group give."""
     flat, found = torch.cat(losses), torch.zeros((), dtype=torch.float64)
     for cp_rank in range(cp_size):
@@ -55,11 +51,6 @@ def sum_over_ranks(
         assert part.shape == ()
         found = found + part
     return found
-
-
-# --------------------------------------------------------------------------------------------------
-# Values
-# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cp_size", CP_SIZES)
@@ -74,31 +65,18 @@ def test_per_token_mode_is_the_masked_token_sum(aggregation: str, cp_size: int) 
 
 def test_positional_signature_of_custom_reducers() -> None:
     parameters = list(inspect.signature(get_pg_loss_reducer).parameters.values())
-    assert [parameter.name for parameter in parameters[:4]] == [
-        "total_lengths",
-        "response_lengths",
-        "loss_masks",
-        "calculate_per_token_loss",
-    ]
+    names = ["total_lengths", "response_lengths", "loss_masks", "calculate_per_token_loss"]
+    assert [parameter.name for parameter in parameters[:4]] == names
     assert parameters[3].default is False
     assert all(parameter.kind is parameter.KEYWORD_ONLY for parameter in parameters[4:])
-    defaults = {parameter.name: parameter.default for parameter in parameters[4:]}
-    assert defaults == {
-        "aggregation": "sample_mean",
-        "divisor": None,
-        "denominators": None,
-        "cp_rank": None,
-        "cp_size": None,
-        "qkv_format": "thd",
-        "cp_partition_mode": "zigzag",
-        "pad_to_multiple": 1,
-    }
-
+    expected: dict = dict.fromkeys(("divisor", "denominators", "cp_rank", "cp_size"))
+    expected |= {"aggregation": "sample_mean", "pad_to_multiple": 1, "qkv_format": "thd"}
+    expected |= {"cp_partition_mode": "zigzag"}
+    assert {parameter.name: parameter.default for parameter in parameters[4:]} == expected
     masks = [torch.tensor([1, 0, 1]), torch.tensor([1])]
     x = torch.tensor([1.0, 50.0, 3.0, 7.0])
-    assert get_pg_loss_reducer([5, 2], [3, 1], masks)(x).item() == 2.0 + 7.0
-    assert get_pg_loss_reducer([5, 2], [3, 1], masks, False)(x).item() == 2.0 + 7.0
-    assert get_pg_loss_reducer([5, 2], [3, 1], masks, True)(x).item() == 11.0
+    for per_token, expected in (((), 2.0 + 7.0), ((False,), 2.0 + 7.0), ((True,), 11.0)):
+        assert get_pg_loss_reducer([5, 2], [3, 1], masks, *per_token)(x).item() == expected
 
 
 @pytest.mark.parametrize("dtype", (torch.bool, torch.int64, torch.int32, torch.float32))
@@ -112,8 +90,7 @@ def test_low_precision_losses_are_summed_in_float32(dtype: torch.dtype) -> None:
     """4,096 ones stall at 256 in bfloat16."""
     reducer = get_pg_loss_reducer([4097], [4096], [torch.ones(4096)], True)
     total = reducer(torch.ones(4096, dtype=dtype))
-    assert total.dtype == torch.float32
-    assert total.item() == 4096.0
+    assert total.dtype == torch.float32 and total.item() == 4096.0
 
 
 def test_denominators_default_to_the_samples_own() -> None:
@@ -126,43 +103,33 @@ def test_denominators_default_to_the_samples_own() -> None:
 @pytest.mark.parametrize("aggregation", ["sample_mean", "prompt_mean"])
 def test_per_token_mode_leaves_the_denominators_out(aggregation: str) -> None:
     masks = [torch.tensor([1, 0, 1]), torch.tensor([1])]
-    arguments: dict[str, Any] = {"aggregation": aggregation, "denominators": [3.0, 3.0]}
-    reducer = get_pg_loss_reducer([5, 2], [3, 1], masks, True, **arguments)
-    assert reducer(torch.tensor([1.0, 50.0, 3.0, 7.0])).item() == 11.0
+
+    def reducer(denominators: list[float]) -> Any:
+        keywords: Any = {"aggregation": aggregation, "denominators": denominators}
+        return get_pg_loss_reducer([5, 2], [3, 1], masks, True, **keywords)
+
+    assert reducer([3.0, 3.0])(torch.tensor([1.0, 50.0, 3.0, 7.0])).item() == 11.0
     with pytest.raises(ValueError, match="denominators"):
-        get_pg_loss_reducer([5, 2], [3, 1], masks, True, **{**arguments, "denominators": [3.0]})
+        reducer([3.0])
 
 
-def test_a_reducer_that_was_called_under_inference_mode_trains() -> None:
+def test_reducer_can_be_called_again() -> None:
+    """Once a loss, once a KL term, once under inference mode: nothing is used up, each precision has its own result."""
     reducer = get_pg_loss_reducer([4], [3], [torch.tensor([1, 0, 1])])
     x = torch.tensor([2.0, 9.0, 4.0], requires_grad=True)
     with torch.inference_mode():
         assert reducer(x).item() == 3.0
+    assert reducer(2 * x).item() == 6.0 and reducer(x.double()).dtype == torch.float64
     reducer(x).backward()
-    assert x.grad is not None and x.grad.tolist() == [0.5, 0.0, 0.5]
+    assert x.grad.tolist() == [0.5, 0.0, 0.5]
 
 
 def test_denominators_above_the_integers_of_float32_are_exact() -> None:
     """2^24 + 1 active tokens of a prompt group; float32 holds 2^24."""
     count = 2**24 + 1
-    reducer = get_pg_loss_reducer(
-        [3], [1], [torch.ones(1)], aggregation="prompt_mean", denominators=[count]
-    )
+    group: Any = {"aggregation": "prompt_mean", "denominators": [count]}
+    reducer = get_pg_loss_reducer([3], [1], [torch.ones(1)], **group)
     assert reducer(torch.ones(1, dtype=torch.float64)).item() == 1 / count
-
-
-def test_reducer_can_be_called_again() -> None:
-    """Once a loss, once a KL term: nothing is used up, and each precision has its own result."""
-    reducer = get_pg_loss_reducer([4], [3], [torch.tensor([1, 1, 1])])
-    x = torch.tensor([1.0, 2.0, 6.0])
-    assert reducer(x).item() == 3.0
-    assert reducer(x.double()).dtype == torch.float64
-    assert reducer(2 * x).item() == 6.0
-
-
-# --------------------------------------------------------------------------------------------------
-# Masked positions, empty windows
-# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("garbage", (math.nan, math.inf, -math.inf))
@@ -180,65 +147,41 @@ def test_garbage_at_masked_positions_is_harmless(aggregation: str, garbage: floa
         (gradient,) = torch.autograd.grad(value, x)
         assert (gradient[~mask] == 0).all()
         results.append((value, gradient))
-    assert torch.equal(results[0][0], results[1][0])
-    assert torch.equal(results[0][1], results[1][1])
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("garbage", (math.nan, math.inf, -math.inf))
 def test_garbage_at_an_active_position_stays_visible(garbage: float) -> None:
     reducer = get_pg_loss_reducer([4], [3], [torch.tensor([0, 1, 1])])
-    value = reducer(torch.tensor([0.0, garbage, 1.0]))
-    assert not value.isfinite()
+    assert not reducer(torch.tensor([0.0, garbage, 1.0])).isfinite()
 
 
-def empty_windows() -> dict[str, tuple[list[int], list[int], list[Tensor], dict]]:
-    return {
-        "empty_micro_batch": ([], [], [], {}),
-        "empty_response": ([4], [0], [torch.zeros(0)], {}),
-        # Total 7, response 4: all of it is scored on rank 1 (see test_token_window).
-        "context_parallel_rank_without_response": (
-            [7],
-            [4],
-            [torch.ones(4)],
-            {"cp_rank": 0, "cp_size": 2},
-        ),
-    }
+EMPTY_WINDOWS = {
+    "empty_micro_batch": ([], [], [], {}),
+    "empty_response": ([4], [0], [[]], {}),
+    # Total 7, response 4: all of it is scored on rank 1 (see test_token_window).
+    "context_parallel_rank_without_response": ([7], [4], [[1] * 4], {"cp_rank": 0, "cp_size": 2}),
+    "fully_masked": ([4], [3], [[0] * 3], {}),
+}
 
 
-@pytest.mark.parametrize("name", empty_windows())
+@pytest.mark.parametrize("name", EMPTY_WINDOWS)
 def test_an_empty_window_stays_connected_to_the_graph(name: str) -> None:
     """Otherwise the attention backward of the other context-parallel ranks has no partner."""
-    total_lengths, response_lengths, masks, keywords = empty_windows()[name]
-    reducer = get_pg_loss_reducer(total_lengths, response_lengths, masks, **keywords)
+    totals, responses, masks, keywords = EMPTY_WINDOWS[name]
+    reducer = get_pg_loss_reducer(totals, responses, list(map(torch.tensor, masks)), **keywords)
     leaf = torch.ones(5, requires_grad=True)
-    value = reducer(leaf[:0])
-    assert value.item() == 0.0
+    value = reducer(leaf[: 3 if name == "fully_masked" else 0])
     value.backward()
-    assert leaf.grad is not None and leaf.grad.tolist() == [0.0] * 5
+    assert value.item() == 0.0 and leaf.grad.tolist() == [0.0] * 5
 
 
-def test_a_fully_masked_window_stays_connected_to_the_graph() -> None:
-    leaf = torch.ones(3, requires_grad=True)
-    value = get_pg_loss_reducer([4], [3], [torch.zeros(3)])(leaf)
-    value.backward()
-    assert value.item() == 0.0
-    assert leaf.grad is not None and leaf.grad.tolist() == [0.0] * 3
-
-
-# --------------------------------------------------------------------------------------------------
-# Cost
-# --------------------------------------------------------------------------------------------------
-
-
-def count_reducer_dispatches(
-    num_samples: int, aggregation: str, dtype: torch.dtype
-) -> tuple[list[str], list[str]]:
+def count_reducer_dispatches(num_samples: int, aggregation: str, dtype: torch.dtype) -> list:
     """Operators of the first call of a fresh reducer, forward and backward."""
-    masks = [torch.tensor([1, 0, 1, 1])] * num_samples
     reducer = get_pg_loss_reducer(
         [7] * num_samples,
         [4] * num_samples,
-        masks,
+        [torch.tensor([1, 0, 1, 1])] * num_samples,
         aggregation=aggregation,
         divisor=DIVISOR if aggregation == "constant" else None,
         denominators=[3] * num_samples if aggregation == "prompt_mean" else None,
@@ -250,17 +193,15 @@ def count_reducer_dispatches(
         value = reducer(x)
     with CountDispatches(may_synchronise=False) as backward:
         value.backward()
-    return forward.names, backward.names
+    return [forward.names, backward.names]
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
 def test_dispatches_do_not_grow_with_samples(aggregation: str, dtype: torch.dtype) -> None:
-    one_forward, one_backward = count_reducer_dispatches(1, aggregation, dtype)
-    many_forward, many_backward = count_reducer_dispatches(1000, aggregation, dtype)
-    assert one_forward == many_forward and one_backward == many_backward
-    assert 1 <= len(one_forward) <= 8
-    assert 1 <= len(one_backward) <= 8
+    counted = count_reducer_dispatches(1, aggregation, dtype)
+    assert counted == count_reducer_dispatches(1000, aggregation, dtype)
+    assert all(1 <= len(names) <= 8 for names in counted)
 
 
 def test_the_count_would_notice_a_loop_over_samples() -> None:
@@ -274,43 +215,26 @@ def test_the_count_would_notice_a_loop_over_samples() -> None:
     with CountDispatches() as many:
         looped(torch.ones(400))
     assert len(many.names) > len(one.names) + 50
-    with (
-        pytest.raises(AssertionError, match="synchronises"),
-        CountDispatches(may_synchronise=False),
-    ):
-        torch.ones(1).item()
-
-
-# --------------------------------------------------------------------------------------------------
-# Refusals
-# --------------------------------------------------------------------------------------------------
+    with pytest.raises(AssertionError, match="synchronises"):
+        with CountDispatches(may_synchronise=False):
+            torch.ones(1).item()
 
 
 @pytest.mark.parametrize("pad_to_multiple", (1, 8, 30))
 def test_a_contiguous_slice_is_that_of_the_padded_pack(pad_to_multiple: int) -> None:
-    totals, responses = [9, 5], [6, 3]
     masks, x = [torch.ones(6), torch.ones(3)], torch.arange(9.0)
-    layout = token_layout(totals, responses, 2, pad_to_multiple, "contiguous")
+    padding = {"cp_partition_mode": "contiguous", "pad_to_multiple": pad_to_multiple}
+    layout = token_layout([9, 5], [6, 3], 2, pad_to_multiple, "contiguous")
     for cp_rank, rows in enumerate(layout):
         held = [row.response for row in rows if row.response is not None]
-        reducer = get_pg_loss_reducer(
-            totals,
-            responses,
-            masks,
-            aggregation="token_mean",
-            cp_rank=cp_rank,
-            cp_size=2,
-            cp_partition_mode="contiguous",
-            pad_to_multiple=pad_to_multiple,
-        )
-        assert reducer(x[held]).item() == sum(held)
+        keywords: Any = {"aggregation": "token_mean", "cp_rank": cp_rank, "cp_size": 2, **padding}
+        assert get_pg_loss_reducer([9, 5], [6, 3], masks, **keywords)(x[held]).item() == sum(held)
 
 
 @pytest.mark.parametrize("cp_rank", (0, 1))
 def test_wrong_length_raises_with_both_sizes(cp_rank: int) -> None:
-    reducer = get_pg_loss_reducer(
-        [9, 5], [6, 3], [torch.ones(6), torch.ones(3)], cp_rank=cp_rank, cp_size=2
-    )
+    masks = [torch.ones(6), torch.ones(3)]
+    reducer = get_pg_loss_reducer([9, 5], [6, 3], masks, cp_rank=cp_rank, cp_size=2)
     layout = token_layout([9, 5], [6, 3], 2)
     size = sum(row.response is not None for row in layout[cp_rank])
     reducer(torch.zeros(size))

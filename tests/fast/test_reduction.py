@@ -11,17 +11,19 @@ from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.loss.aggregation import AGGREGATIONS, Weights, host_weights
-from megatron_pg.loss.from_logits import policy_loss_from_log_probs
 from megatron_pg.loss.policy_loss import quotient
-from megatron_pg.loss.reducer import Reducer, custom_reduction, get_pg_loss_reducer, weighted_sum
+from megatron_pg.loss.reducer import custom_reduction, get_pg_loss_reducer, weighted_sum
 from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.sample import Sample
-from megatron_pg.step.totals import StepTotals, step_totals
+from megatron_pg.step.totals import StepTotals
 from tests import oracle
-from tests.cut_steps import DIVISOR, assert_same
+from tests.cut_policy_loss import aggregated, package_config
+from tests.cut_steps import assert_same
 from tests.fast import objectives_oracle
 from tests.fast.objectives_oracle import ZERO, Correction, Sequence1
+from tests.fast.one_step import loss_of
 from tests.fast.sequences import flat_gradient, flat_log_probs, package_batch, random_sequences
+from tests.oracle import Objective
 from tests.random_steps import package_samples, random_losses, random_step, uneven_totals
 
 
@@ -37,11 +39,9 @@ def mean_of_each_sample(
 def mean_by_rank_alone(total, response, masks, per_token, *, cp_rank, cp_size): ...
 
 
-def custom_config(per_token: bool) -> PolicyLossConfig:
-    return PolicyLossConfig(
-        custom_pg_loss_reducer_function_path=f"{__name__}:mean_of_each_sample",
-        calculate_per_token_loss=per_token,
-    )
+def custom_config(reducer: str, per_token: bool = False, **settings: Any) -> PolicyLossConfig:
+    path = {"custom_pg_loss_reducer_function_path": f"{__name__}:{reducer}"}
+    return PolicyLossConfig(**path, calculate_per_token_loss=per_token, **settings)
 
 
 def reduced(config: PolicyLossConfig, batch: PackedBatch, totals: StepTotals, x: Tensor) -> Tensor:
@@ -60,88 +60,57 @@ def reduced(config: PolicyLossConfig, batch: PackedBatch, totals: StepTotals, x:
 @pytest.mark.parametrize("per_token", (False, True))
 @pytest.mark.parametrize("cp_size", (1, 2, 4))
 @pytest.mark.parametrize("mode", ("zigzag", "contiguous"))
-def test_the_sum_of_a_users_reducer_is_divided_by_rollouts_or_tokens(
-    mode: str, cp_size: int, per_token: bool
-) -> None:
+def test_the_sum_of_a_users_reducer_is_divided_by_rollouts_or_tokens(mode, cp_size, per_token):
     """Fully masked rollouts count in N, and a rollout of two samples counts once."""
     step = random_step(seed=50)
     samples, losses = package_samples(step), random_losses(step)
-    totals = uneven_totals(samples)
+    totals, config = uneven_totals(samples), custom_config("mean_of_each_sample", per_token)
+    layout = {"cp_size": cp_size, "pad_to_multiple": 3 * cp_size, "cp_partition_mode": mode}
     found = torch.zeros((), dtype=torch.float64)
-    for members in (range(4), range(4, len(step))):
-        flat = torch.cat([losses[index] for index in members])
+    for members in (slice(4), slice(4, None)):
+        flat = torch.cat(losses[members])
         for cp_rank in range(cp_size):
-            batch = pack(
-                [samples[index] for index in members],
-                cp_rank=cp_rank,
-                cp_size=cp_size,
-                pad_to_multiple=3 * cp_size,
-                cp_partition_mode=mode,
-            )
-            x = flat[batch.window.response_indices]
-            found = found + reduced(custom_config(per_token), batch, totals, x)
+            batch = pack(samples[members], cp_rank=cp_rank, **layout)
+            found = found + reduced(config, batch, totals, flat[batch.window.response_indices])
 
-    everything = range(len(step))
     rollouts = oracle.rollouts(step)
     assert AGGREGATIONS["sample_mean"].expected_sums(totals)[0] < len(rollouts) < len(step)
-    if per_token:
-        expected = oracle.token_mean(step, losses)
-    else:
-        alone = [[index] for index in everything]
-        means = oracle.mean_of_token_means(step, losses, alone) * len(step)
-        expected = means / len(rollouts)
+    alone = [[index] for index in range(len(step))]
+    means = oracle.mean_of_token_means(step, losses, alone) * len(step)
+    expected = oracle.token_mean(step, losses) if per_token else means / len(rollouts)
     assert_same(found, expected, losses)
 
 
-def sum_without_gradient(
-    total_lengths: list[int],
-    response_lengths: list[int],
-    loss_masks: list[Tensor],
-    calculate_per_token_loss: bool,
-) -> Reducer:
+def sum_without_gradient(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
     return lambda x: x.detach().sum()
 
 
 def test_a_users_reducer_that_loses_the_gradient_is_refused() -> None:
-    samples = package_samples(random_step(seed=50))
-    batch = pack(samples)
-    path = f"{__name__}:sum_without_gradient"
-    config = PolicyLossConfig(custom_pg_loss_reducer_function_path=path)
-    totals = uneven_totals(samples)
-    x = torch.ones(len(batch.window))
-    assert float(reduced(config, batch, totals, x.double())) * totals.num_rollouts == pytest.approx(
-        len(x)
-    )
+    batch = pack(package_samples(random_step(seed=50)))
+    config, totals = custom_config("sum_without_gradient"), uneven_totals(batch.samples)
+    x = torch.ones(len(batch.window), dtype=torch.float64)
+    total = float(reduced(config, batch, totals, x)) * totals.num_rollouts
+    assert total == pytest.approx(len(x))
     with pytest.raises(ValueError, match="the reducer returned a tensor without a gradient"):
         reduced(config, batch, totals, x.requires_grad_())
 
 
-def sum_over_samples(
-    total_lengths: list[int],
-    response_lengths: list[int],
-    loss_masks: list[Tensor],
-    calculate_per_token_loss: bool,
-) -> Reducer:
+def sum_over_samples(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
     """As trainers write it that have no empty micro-batch: Python's sum over samples, of none the int 0."""
     torch.stack([mask.sum() for mask in loss_masks])
-    return lambda x: sum(  # type: ignore[return-value]
-        (part * mask).sum()
-        for part, mask in zip(x.split(response_lengths), loss_masks, strict=True)
-    )
+
+    def reduce(x: Tensor) -> Any:
+        parts = zip(x.split(response_lengths), loss_masks, strict=True)
+        return sum((part * mask).sum() for part, mask in parts)
+
+    return reduce
 
 
 CONFIGS = {
-    "custom": custom_config(per_token=False),
-    "custom_over_samples": PolicyLossConfig(
-        custom_pg_loss_reducer_function_path=f"{__name__}:sum_over_samples"
-    ),
-    "custom_per_token": custom_config(per_token=True),
-    **{
-        name: PolicyLossConfig(
-            loss_aggregation=name, loss_aggregation_divisor=DIVISOR if name == "constant" else None
-        )
-        for name in oracle.AGGREGATIONS
-    },
+    "custom": custom_config("mean_of_each_sample"),
+    "custom_over_samples": custom_config("sum_over_samples"),
+    "custom_per_token": custom_config("mean_of_each_sample", per_token=True),
+    **{name: package_config(aggregated(Objective(), name)) for name in oracle.AGGREGATIONS},
 }
 
 
@@ -149,8 +118,7 @@ CONFIGS = {
 def test_a_step_without_samples_is_zero_and_connected(name: str) -> None:
     """0 / 0 on a rank whose filters left nothing would make every gradient NaN."""
     losses = torch.zeros(0, requires_grad=True)
-    totals = uneven_totals([])
-    objective = reduced(CONFIGS[name], pack([]), totals, losses)
+    objective = reduced(CONFIGS[name], pack([]), uneven_totals([]), losses)
     objective.backward()
     assert objective.item() == 0.0 and losses.grad is not None
 
@@ -159,41 +127,29 @@ received: list[list[Tensor]] = []
 """The loss masks of every call of `mean_of_what_is_left`."""
 
 
-def mean_of_what_is_left(
-    total_lengths: list[int],
-    response_lengths: list[int],
-    loss_masks: list[Tensor],
-    calculate_per_token_loss: bool,
-) -> Reducer:
+def mean_of_what_is_left(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
     """The token mean of every sample, of the masks that it is given."""
     received.append(loss_masks)
     return get_pg_loss_reducer(total_lengths, response_lengths, loss_masks)
 
 
-def drop_falling(
-    config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor, pg_loss: Tensor
-) -> tuple[Tensor, Tensor]:
+def drop_falling(config, batch: PackedBatch, log_probs: Tensor, pg_loss: Tensor):
     return pg_loss, batch.advantages >= 0
 
 
-REDUCER = {"custom_pg_loss_reducer_function_path": f"{__name__}:mean_of_what_is_left"}
 ICEPOP = {"use_tis": True, "tis_mode": "mask", "tis_clip_low": 0.8, "tis_clip": 1.25}
 OF_SEQUENCE = {"sequence_rejection_low": 0.5, "sequence_rejection_high": 2.0}
 OF_MEAN = {"geometric_rejection_low": 0.9, "geometric_rejection_high": 1.1}
+GEOMETRIC_MASK = ICEPOP | {"tis_level": "geometric", "tis_clip_low": 0.95, "tis_clip": 1.05}
+OPSM = {"use_opsm": True, "opsm_delta": 0.01}
 DROPPING: dict[str, tuple[dict[str, Any], Correction]] = {
     "icepop": (ICEPOP, Correction("mask", 0.8, 1.25)),
     "sequence_mask": (ICEPOP | {"tis_level": "sequence"}, Correction("sequence_mask", 0.8, 1.25)),
-    "geometric_mask": (
-        ICEPOP | {"tis_level": "geometric", "tis_clip_low": 0.95, "tis_clip": 1.05},
-        Correction("geometric_mask", 0.95, 1.05),
-    ),
+    "geometric_mask": (GEOMETRIC_MASK, Correction("geometric_mask", 0.95, 1.05)),
     "sequence": ({"use_sequence_rejection": True, **OF_SEQUENCE}, Correction(sequence=(0.5, 2.0))),
     "geometric": ({"use_geometric_rejection": True, **OF_MEAN}, Correction(geometric=(0.9, 1.1))),
-    "opsm": ({"use_opsm": True, "opsm_delta": 0.01}, Correction(opsm_delta=0.01)),
-    "icepop_and_opsm": (
-        {**ICEPOP, "use_opsm": True, "opsm_delta": 0.01},
-        Correction("mask", 0.8, 1.25, opsm_delta=0.01),
-    ),
+    "opsm": (OPSM, Correction(opsm_delta=0.01)),
+    "icepop_and_opsm": (ICEPOP | OPSM, Correction("mask", 0.8, 1.25, opsm_delta=0.01)),
     "truncated": ({"use_tis": True, "tis_clip": 1.1}, Correction("token", tis_high=1.1)),
 }
 TERMS = {"kl_loss_coef": 0.3, "entropy_coef": 0.2, "regularizer_aggregation": "loss"}
@@ -204,19 +160,15 @@ def mean_of_samples(losses: Sequence[list[Tensor]], masks: Sequence[list[int]]) 
     return sum(means, ZERO) / len(means)
 
 
-def evaluated(
-    sequences: Sequence[Sequence1], settings: dict[str, Any]
-) -> tuple[float, Tensor, list[list[float]]]:
+def evaluated(sequences: Sequence[Sequence1], settings: dict[str, Any]) -> tuple:
     """The loss, its gradient and the masks of the one call of the reducer."""
-    config, batch = PolicyLossConfig(**REDUCER, **settings), package_batch(sequences)
+    config, batch = custom_config("mean_of_what_is_left", **settings), package_batch(sequences)
     log_probs = flat_log_probs(sequences)
     # An entropy of NaN at masked positions.
     entropy = torch.where(batch.loss_mask, log_probs.detach().square(), torch.nan)
-    totals = step_totals(batch.samples)
     received.clear()
-    loss, _ = policy_loss_from_log_probs(config, batch, log_probs, entropy, totals=totals)
+    loss, _ = loss_of(config, batch, log_probs, entropy)
     loss.backward()
-    assert log_probs.grad is not None
     return loss.item(), log_probs.grad, [mask.tolist() for mask in received[0]]
 
 
@@ -225,11 +177,10 @@ def test_a_users_reducer_gets_the_masks_that_corrections_leave(name: str) -> Non
     settings, correction = DROPPING[name]
     for terms in ({}, TERMS):
         sequences = random_sequences(4, spread=0.5)
-        made = [
-            objectives_oracle.correct(s, objectives_oracle.objective("ppo", s), correction)
-            for s in sequences
-        ]
-        losses, masks = [each[0] for each in made], [each[1] for each in made]
+        ppo = [objectives_oracle.objective("ppo", s) for s in sequences]
+        pairs = zip(sequences, ppo, strict=True)
+        corrected = [objectives_oracle.correct(s, losses, correction) for s, losses in pairs]
+        losses, masks = [loss for loss, _ in corrected], [mask for _, mask in corrected]
         before = [s.loss_mask for s in sequences]
         expected = mean_of_samples(losses, masks)
         assert (masks != before) == (name != "truncated")
@@ -238,9 +189,8 @@ def test_a_users_reducer_gets_the_masks_that_corrections_leave(name: str) -> Non
             assert abs(other.item() - expected.item()) > 1e-3
         if terms:  # by the reducer with the masks from before
             kl = mean_of_samples([objectives_oracle.kl(s, "k3") for s in sequences], before)
-            entropies = [
-                list(s.log_probs.detach().square() * torch.tensor(s.loss_mask)) for s in sequences
-            ]
+            squares = [s.log_probs.detach().square() * torch.tensor(s.loss_mask) for s in sequences]
+            entropies = list(map(list, squares))
             expected = expected + 0.3 * kl - 0.2 * mean_of_samples(entropies, before)
         loss, gradient, given = evaluated(sequences, settings | terms)
         assert given == masks
@@ -251,31 +201,25 @@ def test_a_users_reducer_gets_the_masks_that_corrections_leave(name: str) -> Non
 
 
 def test_a_masked_token_and_one_that_a_custom_correction_drops() -> None:
-    log_probs = [0.0] * 5
     sample = Sample(
         tokens=[1] * 7,
         response_length=5,
         loss_mask=[1, 1, 0, 1, 1],
         advantages=[1.0, 1.0, 1.0, -1.0, 1.0],
-        old_log_probs=log_probs,
+        old_log_probs=[0.0] * 5,
         rollout_log_probs=[0.0, -3.0, 0.0, 0.0, 0.0],
     )
     of_user = {"use_tis": True, "custom_tis_function_path": f"{__name__}:drop_falling"}
     for settings, expected in ((ICEPOP, [1, 0, 0, 1, 1]), (of_user, [1, 1, 0, 0, 1])):
         received.clear()
-        policy_loss_from_log_probs(
-            PolicyLossConfig(**REDUCER, **settings),
-            pack([sample]),
-            torch.zeros(5, requires_grad=True),
-            None,
-            totals=step_totals([sample]),
-        )
+        config = custom_config("mean_of_what_is_left", **settings)
+        loss_of(config, pack([sample]), torch.zeros(5, requires_grad=True))
         assert [mask.tolist() for mask in received[0]] == [expected]
 
 
 def test_a_reducer_that_cannot_know_its_slice_is_refused() -> None:
     step = package_samples(random_step(seed=50))
-    config = PolicyLossConfig(custom_pg_loss_reducer_function_path=f"{__name__}:mean_by_rank_alone")
+    config = custom_config("mean_by_rank_alone")
     batch = pack(step, cp_rank=0, cp_size=2, cp_partition_mode="contiguous")
     with pytest.raises(ValueError, match="name cp_partition_mode and pad_to_multiple"):
         custom_reduction(config, batch)

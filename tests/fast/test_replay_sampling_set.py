@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron_pg import PolicyLossConfig, Sample, pack, policy_loss_function, step_totals
-from megatron_pg.loss.metrics import reduce_metrics
 from megatron_pg.loss.micro_batch import MicroBatchLoss
+from tests.fast.one_step import reported
 
 SETS = [[3, 1], [4], [], [5]]
 
@@ -21,9 +21,8 @@ def sample(name: str = "a", **changes: Any) -> Sample:
 
 def loss_of(*samples: Sample, cp: tuple[int, int] = (0, 1), **settings: Any) -> MicroBatchLoss:
     config = PolicyLossConfig(replay_sampling_set=True, **settings)
-    return MicroBatchLoss(
-        config, pack(samples, cp_rank=cp[0], cp_size=cp[1]), step_totals(list(samples))
-    )
+    batch = pack(samples, cp_rank=cp[0], cp_size=cp[1])
+    return MicroBatchLoss(config, batch, step_totals(samples))
 
 
 def test_without_sets() -> None:
@@ -33,18 +32,16 @@ def test_without_sets() -> None:
     assert "kept_tokens" in PolicyLossConfig(replay_sampling_set=True).required_sample_fields
 
 
-@pytest.mark.parametrize(
-    ("field", "settings"),
-    [
-        ("old_log_probs", {}),
-        ("ref_log_probs", {"kl_loss_coef": 0.1}),
-        ("rollout_log_probs", {"use_tis": True}),
-    ],
-)
+READ_BY = {
+    "old_log_probs": {},
+    "ref_log_probs": {"kl_loss_coef": 0.1},
+    "rollout_log_probs": {"use_tis": True},
+}
+
+
+@pytest.mark.parametrize(("field", "settings"), READ_BY.items())
 @pytest.mark.parametrize("cp", [(0, 1), (1, 2)])
-def test_log_probs_of_the_whole_vocabulary(
-    field: str, settings: dict[str, Any], cp: tuple[int, int]
-) -> None:
+def test_log_probs_of_the_whole_vocabulary(field, settings, cp) -> None:
     """A KL to them would be of no two distributions, and a ratio one of two supports."""
     good = {name: [-0.5, 1e-4, -2.0, 0.0] for name in ("ref_log_probs", "rollout_log_probs")}
     loss_of(sample(**good), sample("b", **good), cp=cp, **settings)
@@ -63,25 +60,19 @@ def test_metrics() -> None:
     batch, totals = pack(samples), step_totals(samples)
     logits = torch.randn(batch.window.local_tokens, 11, generator=torch.Generator().manual_seed(0))
     _, found = policy_loss_function(config, batch, logits, totals=totals)
-    metrics = reduce_metrics(config, [found], contributes=True, device="cpu")
-    p = logits.double().softmax(1)
-    masses = [
-        float(p[row + 1 + 6 * which, ids].sum()) if ids else 1.0
-        for which in range(2)
-        for row, ids in enumerate(SETS)
-    ]
+    metrics = reported(config, found)
+    rows = logits.double().softmax(1).view(2, 6, 11)[:, 1:5].flatten(0, 1)
+    masses = [float(p[ids].sum()) if ids else 1.0 for p, ids in zip(rows, SETS * 2, strict=True)]
     assert metrics["kept_set_size"] == pytest.approx(1.0)
     assert metrics["kept_set_mass"] == pytest.approx(sum(masses) / 8, rel=1e-6)
     plain = PolicyLossConfig()
     _, found = policy_loss_function(plain, batch, logits, totals=totals)
-    metrics = reduce_metrics(plain, [found], contributes=True, device="cpu")
-    assert not {"kept_set_size", "kept_set_mass"} & metrics.keys()
+    assert not {"kept_set_size", "kept_set_mass"} & reported(plain, found).keys()
 
 
 def test_an_id_outside_the_vocabulary() -> None:
     samples = [sample(kept_tokens=[[3, 40], [4], [], [5]])]
-    config = PolicyLossConfig(replay_sampling_set=True)
-    with pytest.raises(
-        ValueError, match="a: kept_tokens: token id 40 is outside the vocabulary of 11"
-    ):
-        policy_loss_function(config, pack(samples), torch.zeros(6, 11), totals=step_totals(samples))
+    config, totals = PolicyLossConfig(replay_sampling_set=True), step_totals(samples)
+    message = "a: kept_tokens: token id 40 is outside the vocabulary of 11"
+    with pytest.raises(ValueError, match=message):
+        policy_loss_function(config, pack(samples), torch.zeros(6, 11), totals=totals)

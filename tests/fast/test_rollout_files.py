@@ -64,8 +64,13 @@ def pull_all(source: RolloutFiles, count: int = 1000) -> list[Sample | None]:
     return slots
 
 
-def numbers(slots: list[Sample | None]) -> list[int | None]:
+def numbers(slots: Sequence[Sample | None]) -> list[int | None]:
     return [None if sample is None else int(sample.tokens[0]) for sample in slots]
+
+
+def read(*paths: Path, **options: Any) -> list[int | None]:
+    """The numbers of all rows of some files."""
+    return numbers(pull_all(RolloutFiles(paths, **options)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -119,7 +124,7 @@ VARIANTS = {
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants_are_read_alone_and_among_others(tmp_path: Path, kind: str, variant: str) -> None:
     path = write(tmp_path, [VARIANTS[variant]], kind)
-    assert numbers(pull_all(RolloutFiles([path]))) == [2]
+    assert read(path) == [2]
     if kind == "jsonl":  # a Parquet column has one type
         path = write(tmp_path, [row(0), VARIANTS[variant], row(1)], kind)
         samples = pull_all(RolloutFiles([path]))
@@ -127,74 +132,53 @@ def test_variants_are_read_alone_and_among_others(tmp_path: Path, kind: str, var
         assert all(bool(sample.loss_mask.all()) for sample in samples)
 
 
+OF_RESPONSE = "expected .*one per response token"
 BAD_ROWS = {
-    "prompt missing": (row(prompt_ids=None), "prompt_ids", "missing", "integers"),
-    "prompt empty": (row(prompt_ids=[]), "prompt_ids", "empty", "one token"),
-    "a float token": (row(response_ids=[1.5]), r"response_ids\[0\]", "1.5", "an integer"),
-    "a negative token": (row(response_ids=[-1]), r"response_ids\[0\]", "-1", "token id"),
-    "a token beyond": (row(response_ids=[90]), r"response_ids\[0\]", "90", "below 90"),
-    "a null token": (row(prompt_ids=[3, None]), r"prompt_ids\[1\]", "null", "an integer"),
-    "text for tokens": (row(prompt_ids="abc"), "prompt_ids", "'abc'", "list of integers"),
-    "a mask of counts": (row(loss_mask=[2]), r"loss_mask\[0\]", "2", "0 or 1"),
-    "a long mask": (row(loss_mask=[1, 1]), "loss_mask", "of 2 values", "one per response token"),
-    "a short log_probs": (row(log_probs=[]), "log_probs", "of 0 values", "one per response token"),
-    "a positive log-prob": (row(log_probs=[0.5]), r"log_probs\[0\]", "0.5", "at most 0"),
-    "a null log-prob": (row(log_probs=[None]), r"log_probs\[0\]", "nan", "finite"),
+    "prompt_ids is .*missing.*, expected .*integers": row(prompt_ids=None),
+    "prompt_ids is .*empty.*, expected .*one token": row(prompt_ids=[]),
+    r"response_ids\[0\] is .*1.5.*, expected .*an integer": row(response_ids=[1.5]),
+    r"response_ids\[0\] is .*-1.*, expected .*token id": row(response_ids=[-1]),
+    r"response_ids\[0\] is .*90.*, expected .*below 90": row(response_ids=[90]),
+    r"prompt_ids\[1\] is .*null.*, expected .*an integer": row(prompt_ids=[3, None]),
+    "prompt_ids is .*'abc'.*, expected .*list of integers": row(prompt_ids="abc"),
+    r"loss_mask\[0\] is .*2.*, expected .*0 or 1": row(loss_mask=[2]),
+    f"loss_mask is .*of 2 values.*, {OF_RESPONSE}": row(loss_mask=[1, 1]),
+    f"log_probs is .*of 0 values.*, {OF_RESPONSE}": row(log_probs=[]),
+    r"log_probs\[0\] is .*0.5.*, expected .*at most 0": row(log_probs=[0.5]),
+    r"log_probs\[0\] is .*nan.*, expected .*finite": row(log_probs=[None]),
     **{
-        f"a positive {column}": (
-            row(2, **{column: [0.5e-3, 0.5, -1.0]}),
-            rf"{column}\[1\]",
-            "0.5",
-            "a log-prob: a finite number of at most 0",
+        rf"{name}\[1\] is .*0.5.*, expected .*a log-prob: a finite number of at most 0": row(
+            2, **{name: [0.5e-3, 0.5, -1.0]}
         )
-        for column in ("rollout_log_probs", "ref_log_probs")
+        for name in ("rollout_log_probs", "ref_log_probs")
     },
-    "no reward": (row(reward=None), "reward", "missing", "advantages"),
-    "reward in words": (row(reward="high"), "reward", "'high'", "a number"),
-    "reward true": (row(reward=True), "reward", "True", "a number"),
-    "advantages in words": (row(advantages="up"), "advantages", "'up'", "list of numbers"),
-    "many advantages": (
-        row(advantages=[1.0, 1.0]),
-        "advantages",
-        "of 2 values",
-        "one per response token",
+    "reward is .*missing.*, expected .*advantages": row(reward=None),
+    "reward is .*'high'.*, expected .*a number": row(reward="high"),
+    "reward is .*True.*, expected .*a number": row(reward=True),
+    "advantages is .*'up'.*, expected .*list of numbers": row(advantages="up"),
+    f"advantages is .*of 2 values.*, {OF_RESPONSE}": row(advantages=[1.0, 1.0]),
+    r"advantages is .*1e\+39.*, expected .*float32": row(advantages=1e39),
+    r"advantages\[0\] is .*-1e\+39.*, expected .*float32": row(advantages=[-1e39]),
+    "group_index is .*1.5.*, expected .*an integer of 64 bits": row(group_index=1.5),
+    "kept_tokens is .*of 2 sets.*, expected .*one for each": row(kept_tokens=[[5], [5]]),
+    r"kept_tokens\[1\] is .*a set of 2 ids without 5.*, expected .*the token that was sampled": row(
+        2, kept_tokens=[[5], [1, 2], []]
     ),
-    "an advantage beyond float32": (row(advantages=1e39), "advantages", r"1e\+39", "float32"),
-    "advantages beyond float32": (
-        row(advantages=[-1e39]),
-        r"advantages\[0\]",
-        r"-1e\+39",
-        "float32",
-    ),
-    "group in halves": (row(group_index=1.5), "group_index", "1.5", "an integer of 64 bits"),
-    "sets of another length": (
-        row(kept_tokens=[[5], [5]]),
-        "kept_tokens",
-        "of 2 sets",
-        "one for each",
-    ),
-    "a set without its token": (
-        row(2, kept_tokens=[[5], [1, 2], []]),
-        r"kept_tokens\[1\]",
-        "a set of 2 ids without 5",
-        "the token that was sampled there",
-    ),
-    "an id beyond": (row(kept_tokens=[[5, 90]]), r"kept_tokens\[0\]", "id 90", "below 90"),
-    "sets in words": (row(kept_tokens="all"), "kept_tokens", "'all'", "list of lists of integers"),
-    "no log_probs": (row(log_probs=None), "log_probs", "missing", "list of numbers"),
+    r"kept_tokens\[0\] is .*id 90.*, expected .*below 90": row(kept_tokens=[[5, 90]]),
+    "kept_tokens is .*'all'.*, expected .*list of lists of integers": row(kept_tokens="all"),
+    "log_probs is .*missing.*, expected .*list of numbers": row(log_probs=None),
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("case", BAD_ROWS)
-def test_a_bad_row_says_where_and_what(tmp_path: Path, kind: str, case: str) -> None:
-    bad, field, found, expected = BAD_ROWS[case]
+@pytest.mark.parametrize("message", BAD_ROWS)
+def test_a_bad_row_says_where_and_what(tmp_path: Path, kind: str, message: str) -> None:
+    bad = BAD_ROWS[message]
     # In a Parquet file the type of a column is that of all its rows.
     rows = [row(4), row(5), bad, row(6)] if kind == "jsonl" else [bad]
     path = write(tmp_path, rows, kind)
     options: dict[str, Any] = {"required_fields": ["old_log_probs"], "vocab_size": 90}
-    message = rf"{kind} row {len(rows) // 2}: {field} is .*{found}.*, expected .*{expected}"
-    with pytest.raises(RowError, match=message) as raised:
+    with pytest.raises(RowError, match=rf"{kind} row {len(rows) // 2}: {message}") as raised:
         pull_all(RolloutFiles([path], **options))
     assert raised.value.row == len(rows) // 2 and raised.value.file == str(path)
     assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
@@ -208,22 +192,17 @@ def test_a_bad_row_says_where_and_what(tmp_path: Path, kind: str, case: str) -> 
     assert str(report.errors[0]) == str(raised.value)
 
 
+GOOD_LINE = json.dumps(row(1))
 BAD_LINES = {
     "cut short": '{"prompt_ids": [1, 2',
     "no object": "[1, 2]",
-    "a key twice": json.dumps(row(1))[:-1] + ', "reward": 5}',
-    "two on a line": json.dumps(row(1)) + json.dumps(row(2)),
+    "a key twice": GOOD_LINE[:-1] + ', "reward": 5}',
+    "two on a line": GOOD_LINE * 2,
     "NaN": json.dumps(row(1, reward=math.nan)),
     "a huge group": json.dumps(row(1, group_index=2**63)),
     "nested without end": "[" * 100_000,
-    "nested too deeply": json.dumps(row(1))[:-1]
-    + ', "text": '
-    + "[" * 100_000
-    + "]" * 100_000
-    + "}",
-    "tokens nested deeply": json.dumps(row(1, prompt_ids=0)).replace(
-        '"prompt_ids": 0', '"prompt_ids": ' + "[" * 3000 + "]" * 3000
-    ),
+    "nested too deeply": GOOD_LINE[:-1] + f', "text": {"[" * 100_000}{"]" * 100_000}}}',
+    "tokens nested deeply": GOOD_LINE.replace("[1, 7]", "[" * 3000 + "]" * 3000),
 }
 
 
@@ -238,9 +217,11 @@ def test_a_broken_line_spoils_only_itself(tmp_path: Path, case: str) -> None:
 
 
 def test_a_line_of_many_brackets_is_read(tmp_path: Path) -> None:
-    """Their number is no matter: what nests too deeply is refused."""
+    """Their number is no matter: what nests too deeply is refused. The last line may lack its newline."""
     path = write(tmp_path, [row(0), row(1, text=[[]] * 5000), row(2, text="{[" * 5000)], "jsonl")
-    assert numbers(pull_all(RolloutFiles([path]))) == [0, 1, 2]
+    assert read(path) == [0, 1, 2]
+    path.write_text(json.dumps(row(3)))
+    assert read(path) == [3]
 
 
 def test_integers_beyond_float64_spoil_only_their_rows(tmp_path: Path) -> None:
@@ -250,23 +231,17 @@ def test_integers_beyond_float64_spoil_only_their_rows(tmp_path: Path) -> None:
     errors = [str(error) for error in validate_rollout_file(path).errors]
     assert [error.split()[3] for error in errors] == ["reward", "reward", "advantages"]
     assert "1000000" in errors[1] and "finite" in errors[1]
-    assert numbers(pull_all(RolloutFiles([path], on_bad_row="skip"))) == [0, None, None, None]
-
-
-def test_the_only_line_may_lack_its_newline(tmp_path: Path) -> None:
-    path = tmp_path / "one.jsonl"
-    path.write_text(json.dumps(row(3)))
-    assert numbers(pull_all(RolloutFiles([path]))) == [3]
+    assert read(path, on_bad_row="skip") == [0, None, None, None]
 
 
 def files_of_both_kinds(folder: Path) -> list[Path]:
     """31 rows in four files, one of them empty."""
     (folder / "b.jsonl").write_text("\n")
     return [
-        write(folder, [row(i) for i in range(13)], "parquet", "a"),
+        write(folder, rows_from(0, 13), "parquet", "a"),
         folder / "b.jsonl",
-        write(folder, [row(i) for i in range(13, 20)], "jsonl", "c"),
-        write(folder, [row(i) for i in range(20, 31)], "parquet", "d"),
+        write(folder, rows_from(13, 7), "jsonl", "c"),
+        write(folder, rows_from(20, 11), "parquet", "d"),
     ]
 
 
@@ -298,17 +273,28 @@ def test_a_run_goes_on_anywhere_at_any_size(tmp_path: Path, sizes: tuple[int, in
         assert sorted(seen) == list(range(31))
 
 
-def files_of_a_stopped_run(folder: Path) -> tuple[list[Path], RolloutPosition]:
+def rows_from(first: int, count: int = 4) -> list[Row]:
+    return [row(number) for number in range(first, first + count)]
+
+
+@pytest.fixture
+def stopped(tmp_path: Path) -> tuple[list[Path], RolloutPosition]:
     """Four files of four rows, and the position in the middle of the second."""
+    names = {"a": "jsonl", "b": "jsonl", "c": "parquet", "d": "jsonl"}
+    rows = map(rows_from, range(4))
     paths = [
-        write(folder, [row(i) for i in range(first, first + 4)], kind, name)
-        for first, (name, kind) in enumerate(
-            [("a", "jsonl"), ("b", "jsonl"), ("c", "parquet"), ("d", "jsonl")]
-        )
+        write(tmp_path, part, names[name], name) for part, name in zip(rows, names, strict=True)
     ]
     source = RolloutFiles(paths)
     source.pull(6)
     return paths, pickle.loads(pickle.dumps(source.position))
+
+
+def resume(paths: Sequence[Path], position: RolloutPosition) -> list[int | None]:
+    """The numbers of the rows from a position on."""
+    source = RolloutFiles(paths)
+    source.seek(position)
+    return numbers(pull_all(source))
 
 
 OTHER_LISTS = {
@@ -321,128 +307,93 @@ OTHER_LISTS = {
 
 
 @pytest.mark.parametrize("case", OTHER_LISTS)
-def test_resuming_with_another_list_of_files_is_refused(tmp_path: Path, case: str) -> None:
-    paths, position = files_of_a_stopped_run(tmp_path)
-    order, message = OTHER_LISTS[case]
+def test_resuming_with_another_list_of_files_is_refused(stopped, case: str) -> None:
+    (paths, position), (order, message) = stopped, OTHER_LISTS[case]
     with pytest.raises(ValueError, match=f"--rollout-files: {message}.*same order"):
-        RolloutFiles([paths[index] for index in order]).seek(position)
+        resume([paths[index] for index in order], position)
 
 
 @pytest.mark.parametrize("index", range(4))
-def test_resuming_with_other_contents_of_the_same_size_is_refused(
-    tmp_path: Path, index: int
-) -> None:
+def test_resuming_with_other_contents_of_the_same_size_is_refused(stopped, tmp_path, index) -> None:
     """As step1/rollouts.jsonl and step2/rollouts.jsonl may be."""
-    (tmp_path / "step1").mkdir()
+    paths, position = stopped
     (tmp_path / "step2").mkdir()
-    paths, position = files_of_a_stopped_run(tmp_path / "step1")
-    other = tmp_path / "step2" / paths[index].name
     contents = bytearray(paths[index].read_bytes())
     contents[-40] ^= 1
-    other.write_bytes(contents)
-    paths[index] = other
+    paths[index] = tmp_path / "step2" / paths[index].name
+    paths[index].write_bytes(contents)
     with pytest.raises(ValueError, match=f"file {index + 1} .* had other contents than .*step2"):
-        RolloutFiles(paths).seek(position)
+        resume(paths, position)
 
 
-@pytest.mark.parametrize("index", range(4))
-def test_resuming_with_a_shorter_file_is_refused(tmp_path: Path, index: int) -> None:
-    paths, position = files_of_a_stopped_run(tmp_path)
-    size = paths[index].stat().st_size
-    kind = paths[index].suffix[1:]
-    write(tmp_path, [row(i) for i in range(index, index + 3)], kind, paths[index].stem)
-    shorter = paths[index].stat().st_size
-    assert shorter < size
-    message = f"file {index + 1} of the 4 .* had {size} bytes and .* has {shorter}"
+SHORTER, LONGER = [(index, 3) for index in range(4)], [(index, 5) for index in range(3)]
+
+
+@pytest.mark.parametrize(("index", "count"), SHORTER + LONGER)
+def test_resuming_with_a_file_of_another_size_is_refused(stopped, tmp_path, index, count) -> None:
+    paths, position = stopped
+    path, size = paths[index], paths[index].stat().st_size
+    write(tmp_path, rows_from(index, count), path.suffix[1:], path.stem)
+    message = f"file {index + 1} of the 4 .* had {size} bytes and .* has {path.stat().st_size}"
     with pytest.raises(ValueError, match=message):
-        RolloutFiles(paths).seek(position)
+        resume(paths, position)
 
 
-def test_a_file_that_changed_where_the_account_does_not_look_has_too_few_rows(
-    tmp_path: Path,
-) -> None:
-    path = write(tmp_path, [row(i) for i in range(2000)], "jsonl")
+def test_a_file_that_changed_where_the_account_does_not_look_has_too_few_rows(tmp_path) -> None:
+    path = write(tmp_path, rows_from(0, 2000), "jsonl")
     source = RolloutFiles([path])
     source.pull(1990)
     contents = path.read_text()
-    middle = len(contents) // 2
-    blank = contents[middle - 10_000 : middle + 10_000].replace("\n", " ")
-    path.write_text(contents[: middle - 10_000] + blank + contents[middle + 10_000 :])
+    start = len(contents) // 2 - 10_000
+    blank = contents[start : start + 20_000].replace("\n", " ")
+    path.write_text(contents[:start] + blank + contents[start + 20_000 :])
     with pytest.raises(ValueError, match="rows and the checkpoint stopped after 1990"):
-        RolloutFiles([path]).seek(source.position)
+        resume([path], source.position)
 
 
-def test_files_in_another_folder_go_on(tmp_path: Path) -> None:
-    (tmp_path / "before").mkdir()
-    paths, position = files_of_a_stopped_run(tmp_path / "before")
-    (tmp_path / "before").rename(tmp_path / "after")
-    source = RolloutFiles([tmp_path / "after"])
+def test_files_in_another_folder_go_on(stopped, tmp_path: Path) -> None:
+    _, position = stopped
+    tmp_path.rename(tmp_path.with_name("after"))
+    source = RolloutFiles([tmp_path.with_name("after")])
     source.seek(position)
     assert numbers(pull_all(source)) == [3, 4, 2, 3, 4, 5, 3, 4, 5, 6]
     assert position.files == source.position.files
 
 
-def add_lines(path: Path, rows: list[Row]) -> None:
-    with path.open("a") as file:
-        file.writelines(json.dumps(fields) + "\n" for fields in rows)
-
-
-def test_rows_may_be_added_after_the_last(tmp_path: Path) -> None:
-    paths, position = files_of_a_stopped_run(tmp_path)
-    add_lines(paths[3], [row(50)])
-    more = write(tmp_path, [row(60)], "jsonl", "e")
-    source = RolloutFiles([*paths, more])
-    source.seek(position)
-    assert numbers(pull_all(source)) == [3, 4, 2, 3, 4, 5, 3, 4, 5, 6, 50, 60]
-
-
-def test_files_may_be_added_to_those_that_have_ended(tmp_path: Path) -> None:
-    paths, _ = files_of_a_stopped_run(tmp_path)
+def test_rows_and_files_may_be_added_after_the_last(stopped, tmp_path: Path) -> None:
+    paths, position = stopped
     ended = RolloutFiles(paths)
     pull_all(ended)
-    source = RolloutFiles([*paths, write(tmp_path, [row(60)], "jsonl", "e")])
-    source.seek(ended.position)
-    assert numbers(pull_all(source)) == [60]
+    more = write(tmp_path, [row(60)], "jsonl", "e")
+    assert resume([*paths, more], ended.position) == [60]
+    paths[3].write_text(f"{paths[3].read_text()}{json.dumps(row(50))}\n")
+    assert resume([*paths, more], position) == [3, 4, 2, 3, 4, 5, 3, 4, 5, 6, 50, 60]
     # Lines of a file that has been passed would be lost.
-    add_lines(paths[3], [row(50)])
     with pytest.raises(ValueError, match="file 4 .* had .* bytes"):
-        RolloutFiles(paths).seek(ended.position)
-
-
-@pytest.mark.parametrize("index", range(3))
-def test_a_file_that_has_grown_before_the_last_is_refused(tmp_path: Path, index: int) -> None:
-    paths, position = files_of_a_stopped_run(tmp_path)
-    rows = [row(i) for i in range(index, index + 5)]
-    write(tmp_path, rows, paths[index].suffix[1:], paths[index].stem)
-    with pytest.raises(ValueError, match=f"file {index + 1} .* had .* bytes"):
-        RolloutFiles(paths).seek(position)
+        resume(paths, ended.position)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_last_file_that_was_replaced_by_a_longer_one_is_refused(
-    tmp_path: Path, kind: str
-) -> None:
-    source = RolloutFiles([write(tmp_path, [row(0), row(1)], kind)])
+def test_a_last_file_that_was_replaced_by_a_longer_one_is_refused(tmp_path, kind) -> None:
+    source = RolloutFiles([write(tmp_path, rows_from(0, 2), kind)])
     source.pull(1)
-    longer = write(tmp_path, [row(7), row(8), row(9)], kind)
     with pytest.raises(ValueError, match="file 1 .* had .* bytes"):
-        RolloutFiles([longer]).seek(source.position)
+        resume([write(tmp_path, rows_from(7, 3), kind)], source.position)
 
 
 def test_a_directory_stands_for_its_files(tmp_path: Path) -> None:
     files_of_both_kinds(tmp_path)
-    (tmp_path / "notes.txt").write_text("no rollouts")
-    (tmp_path / "notes.gz").write_text("no rollouts")
+    for name in ("notes.txt", "notes.gz"):
+        (tmp_path / name).write_text("no rollouts")
     (tmp_path / "more").mkdir()
-    assert numbers(pull_all(RolloutFiles([tmp_path]))) == list(range(31))
+    assert read(tmp_path) == list(range(31))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_name_may_end_in_capitals(tmp_path: Path, kind: str) -> None:
     path = write(tmp_path, [row(3)], kind)
     capitals = path.rename(path.with_suffix(path.suffix.upper()))
-    assert numbers(pull_all(RolloutFiles([tmp_path]))) == [3]
-    assert numbers(pull_all(RolloutFiles([capitals]))) == [3]
+    assert read(tmp_path) == read(capitals) == [3]
     assert validate_rollout_file(capitals).num_rows == 1
 
 
@@ -451,11 +402,9 @@ def test_a_compressed_file_is_refused_and_not_passed_over(tmp_path: Path, name: 
     write(tmp_path, [row(3)], "jsonl")
     compressed = tmp_path / name
     compressed.write_bytes(b"\x1f\x8b")
-    for paths in ([tmp_path], [compressed]):
+    for reader, path in ((read, tmp_path), (read, compressed), (validate_rollout_file, compressed)):
         with pytest.raises(ValueError, match=f"{name} is compressed .*: decompress it"):
-            RolloutFiles(paths)
-    with pytest.raises(ValueError, match=f"{name} is compressed"):
-        validate_rollout_file(compressed)
+            reader(path)
 
 
 def test_a_folder_that_is_named_as_a_file(tmp_path: Path) -> None:
@@ -463,7 +412,7 @@ def test_a_folder_that_is_named_as_a_file(tmp_path: Path) -> None:
     folder = tmp_path / "part.parquet"
     folder.mkdir()
     write(folder, [row(3)], "parquet")
-    assert numbers(pull_all(RolloutFiles([folder]))) == [3]
+    assert read(folder) == [3]
     write(tmp_path, [row(4)], "jsonl", "a")
     with pytest.raises(ValueError, match="part.parquet is a folder, .*: give the folder itself"):
         RolloutFiles([tmp_path])
@@ -474,12 +423,12 @@ def test_a_column_that_comes_twice_is_refused(tmp_path: Path) -> None:
     values = [pa.array([[1]]), pa.array([[2]]), *[pa.array([1.0])] * 3]
     path = tmp_path / "twice.parquet"
     parquet.write_table(pa.Table.from_arrays(values, names), path, write_page_checksum=True)
-    assert numbers(pull_all(RolloutFiles([path]))) == [1]  # other columns are ignored
+    assert read(path) == [1]  # other columns are ignored
     names[3] = "reward"
     parquet.write_table(pa.Table.from_arrays(values, names), path, write_page_checksum=True)
-    for read in (lambda: pull_all(RolloutFiles([path])), lambda: validate_rollout_file(path)):
+    for reader in (read, validate_rollout_file):
         with pytest.raises(ValueError, match="twice.parquet has 2 columns reward"):
-            read()
+            reader(path)
 
 
 def test_bad_files_and_settings_are_refused(tmp_path: Path) -> None:
@@ -509,9 +458,8 @@ def test_bad_files_and_settings_are_refused(tmp_path: Path) -> None:
 
 def test_samples_share_no_memory_with_their_window(tmp_path: Path) -> None:
     """One that is carried over would keep the whole window alive, and a checkpoint would hold it."""
-    path = write(tmp_path, [row(i) for i in range(200)], "parquet")
+    path = write(tmp_path, rows_from(0, 200), "parquet")
     sample = RolloutFiles([path]).pull(200)[7]
-    assert sample is not None
     for value in vars(sample).values():
         if isinstance(value, torch.Tensor):
             assert value.untyped_storage().nbytes() == value.numel() * value.element_size()
@@ -526,14 +474,11 @@ def test_steps_of_documents_from_a_file(tmp_path: Path) -> None:
         source = RolloutFiles([path], on_bad_row="skip")
         return StepCollector(source, docs_per_step=6, mode="exact", keep_prompt_groups=True)
 
-    first = collector()
+    first, second = collector(), collector()
     step = first.collect()
-    assert numbers(list(step.samples)) == [0, 1, 2, 3, 4, 6, 7] and step.num_skipped == 1
-    second = collector()
+    assert numbers(step.samples) == [0, 1, 2, 3, 4, 6, 7] and step.num_skipped == 1
     second.load_states([pickle.loads(pickle.dumps(first.state()))])
-    rest = []
-    while (step := second.collect()) is not None:
-        rest.append(numbers(list(step.samples)))
+    rest = [numbers(step.samples) for step in iter(second.collect, None)]
     assert rest == [list(range(8, 16)), list(range(16, 20))]
 
 
@@ -557,64 +502,51 @@ def test_a_missing_pyarrow_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.delitem(sys.modules, "megatron_pg.rollout_files.parquet_file", raising=False)
     with pytest.raises(ImportError, match=r"pip install 'megatron_pg\[tools\]'"):
         RolloutFiles([paths["parquet"]])
-    assert numbers(pull_all(RolloutFiles([paths["jsonl"]]))) == [3]
+    assert read(paths["jsonl"]) == [3]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_columns_of_vllm_are_read(tmp_path: Path, kind: str) -> None:
     """As the columns of ours that mean the same; not in the place of one of ours, nor one alone."""
-    names = {
-        "prompt_ids": "prompt_token_ids",
-        "response_ids": "token_ids",
-        "rollout_log_probs": "logprobs",
-    }
+    names = {"prompt_ids": "prompt_token_ids", "response_ids": "token_ids"}
+    names["rollout_log_probs"] = "logprobs"
     ours = [row(n, rollout_log_probs=[-0.25 - n] * (n % 3 + 1)) for n in range(3)]
     theirs = [{names.get(name, name): value for name, value in fields.items()} for fields in ours]
     expected = pull_all(RolloutFiles([write(tmp_path, ours, kind, "ours")]))
-    for sample, same in zip(
-        pull_all(RolloutFiles([write(tmp_path, theirs, kind)])), expected, strict=True
-    ):
-        assert sample is not None and same is not None
+    found = pull_all(RolloutFiles([write(tmp_path, theirs, kind)]))
+    for sample, same in zip(found, expected, strict=True):
         assert sample.tokens.tolist() == same.tokens.tolist()
         assert sample.response_length == same.response_length
         assert torch.equal(sample.rollout_log_probs, same.rollout_log_probs)
     both = [row(3, prompt_token_ids=[8, 9], token_ids=[1, 2, 3], logprobs=[-9.0])]
     (kept,) = pull_all(RolloutFiles([write(tmp_path, both, kind, "both")]))
-    assert kept is not None and kept.tokens.tolist() == [3, 7, 5]
-    assert kept.rollout_log_probs.tolist() == [-0.25]
-    whole = {
-        **row(3, response_ids=None),
-        "token_ids": [3, 7, 5],
-    }  # without prompt_token_ids: of what?
+    assert kept.tokens.tolist() == [3, 7, 5] and kept.rollout_log_probs.tolist() == [-0.25]
+    whole = row(3, response_ids=None, token_ids=[3, 7, 5])  # without prompt_token_ids: of what?
     with pytest.raises(RowError, match="response_ids is missing"):
         pull_all(RolloutFiles([write(tmp_path, [whole], kind, "whole")]))
 
 
-def grouped_rows(path: Path, groups: Sequence[int], rollouts: Sequence[int | None] = ()) -> Path:
-    row = {"prompt_ids": [1], "response_ids": [2], "advantages": 1.0}
-    ids = itertools.zip_longest(groups, rollouts)
-    rows = [{**row, "group_index": group, "rollout_id": rollout} for group, rollout in ids]
-    path.write_text("".join(json.dumps(each) + "\n" for each in rows))
-    return path
-
-
 def test_validate_names_groups_and_rollouts_whose_rows_are_scattered(tmp_path: Path) -> None:
     """As the run says at the step after; rows of one that follow each other are not, over two files neither."""
-    whole = grouped_rows(tmp_path / "whole.jsonl", [1, 1, 2, 2], [5, 5, 6, None])
+
+    def grouped(name: str, groups: Sequence[int], rollouts: Sequence[int | None] = ()) -> Path:
+        ids = itertools.zip_longest(groups, rollouts)
+        rows = [row(group_index=group, rollout_id=rollout) for group, rollout in ids]
+        return write(tmp_path, rows, "jsonl", name)
+
+    whole = grouped("whole", [1, 1, 2, 2], [5, 5, 6, None])
     report = validate_rollout_file(whole)
     assert (report.num_scattered, report.scattered, report.num_documents) == (0, [], 3)
-    scattered = grouped_rows(tmp_path / "scattered.jsonl", [1, 2, 1, 2], [5, 6, 7, 6])
-    report = validate_rollout_file(scattered)
+    report = validate_rollout_file(grouped("scattered", [1, 2, 1, 2], [5, 6, 7, 6]))
     assert report.num_scattered == 3 and report.num_documents == 3
     assert report.scattered[0].startswith("scattered.jsonl row 2: group_index 1 comes back")
     assert "rollout_id 6 comes back" in report.scattered[2]
-    other = grouped_rows(tmp_path / "other.jsonl", [2, 3, 1])
+    other = grouped("other", [2, 3, 1])
     both = validate_rollout_file(whole, other, max_errors=1)
-    assert both.num_scattered == 1 and both.scattered[0].startswith(
-        "other.jsonl row 2: group_index 1"
-    )
+    assert both.num_scattered == 1
+    assert both.scattered[0].startswith("other.jsonl row 2: group_index 1")
     assert validate_rollout_file(whole, other, distinct_ids=True).num_scattered == 0
-    source = RolloutFiles([grouped_rows(tmp_path / "again.jsonl", [1, 1, 2, 2, 1, 1, 3, 3])])
+    source = RolloutFiles([grouped("again", [1, 1, 2, 2, 1, 1, 3, 3])])
     collector = StepCollector(source, docs_per_step=2, mode="exact", keep_prompt_groups=True)
     with pytest.raises(ValueError, match="prompt group . .group_index. is cut") as error:
         while collector.collect() is not None:

@@ -18,6 +18,7 @@ from megatron_pg.integrations.rollout_mask_sums import Rollout, rollout_mask_sum
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.step.totals import BareSample
 from tests import oracle
+from tests.cut_steps import gradients
 from tests.oracle import PlainSample
 from tests.random_steps import plain_sample, random_losses
 
@@ -46,55 +47,43 @@ def ragged(seed: int, *, num_groups: int = 4) -> list[PlainSample]:
     return step
 
 
-def theirs(
-    step: Sequence[PlainSample], losses: Sequence[Tensor], sums: Tensor, rollouts: int
-) -> Tensor:
-    """The trainer's reducer over a step, and what its scale and Megatron make of it."""
-    total = torch.zeros((), dtype=torch.float64)
+def assert_is(aggregation: str, step: list[PlainSample], sums: Tensor, tolerance: float) -> None:
+    """What the trainer's reducer, its scale and Megatron make of the sums is the aggregation."""
+    losses, total = random_losses(step), torch.zeros((), dtype=torch.float64)
     for sample, loss, denominator in zip(step, losses, sums, strict=True):
         mask = torch.tensor(sample.loss_mask)
         total = total + (loss * mask).sum() / torch.clamp_min(denominator, 1)
-    return total / rollouts
+    found = gradients(total / len(oracle.rollouts(step)), losses)
+    expected = gradients(oracle.aggregate(step, losses, aggregation, DIVISOR), losses)
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=0)
 
 
-def assert_is(aggregation: str, step: list[PlainSample], sums: Tensor, tolerance: float) -> None:
-    losses = random_losses(step)
-    found = torch.autograd.grad(theirs(step, losses, sums, len(oracle.rollouts(step))), losses)
-    expected = torch.autograd.grad(
-        oracle.aggregate(step, losses, aggregation, DIVISOR), losses, allow_unused=True
-    )
-    for ours, right, loss in zip(found, expected, losses, strict=True):
-        right = torch.zeros_like(loss) if right is None else right
-        torch.testing.assert_close(ours, right, rtol=tolerance, atol=0)
+def divisor_of(aggregation: str) -> dict[str, float]:
+    return {"loss_aggregation_divisor": DIVISOR} if aggregation == "constant" else {}
+
+
+def half_of(sample: PlainSample) -> int:
+    """The optimizer step that trains on a sample."""
+    return (sample.rollout_id or 0) // ROLLOUTS_PER_STEP
 
 
 def bare(step: Sequence[PlainSample]) -> list[BareSample]:
-    return [
-        BareSample(sum(each.loss_mask), each.group_index, each.rollout_id, f"sample {number}")
-        for number, each in enumerate(step)
-    ]
+    rows = [(sum(s.loss_mask), s.group_index, s.rollout_id) for s in step]
+    return [BareSample(*row, f"sample {number}") for number, row in enumerate(rows)]
 
 
-def sums_of(
-    aggregation: str,
-    *steps: list[BareSample],
-    rollouts: int,
-    divisor: float | None = None,
-    **others: Any,
-) -> Tensor:
+def sums_of(aggregation: str, *steps: list[BareSample], rollouts: int, **others: Any) -> Tensor:
     ends = [0, *itertools.accumulate(map(len, steps))]
     indices = [range(*pair) for pair in itertools.pairwise(ends)]
     cut = Rollout([*itertools.chain(*steps)], indices, [rollouts] * len(steps))
-    row = AGGREGATIONS[aggregation]
+    row, divisor = AGGREGATIONS[aggregation], DIVISOR if aggregation == "constant" else None
     return rollout_mask_sums(row, divisor, lambda: cut, trainer="slime", **others)
 
 
 @pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
 def test_the_sample_mean_becomes_the_aggregation(aggregation: str) -> None:
     step = ragged(1)
-    divisor = DIVISOR if aggregation == "constant" else None
-    rollouts = len(oracle.rollouts(step))
-    sums = sums_of(aggregation, bare(step), rollouts=rollouts, divisor=divisor)
+    sums = sums_of(aggregation, bare(step), rollouts=len(oracle.rollouts(step)))
     assert_is(aggregation, step, sums, 1e-12)
 
 
@@ -108,17 +97,15 @@ def test_a_divisor_of_one_half_per_mille_more_is_seen() -> None:
 def test_a_group_of_fewer_tokens_than_rollouts_is_refused_by_its_number() -> None:
     group = [BareSample(int(number < 3), 7, number) for number in range(4)]
     other = [BareSample(9, 8, 10 + number) for number in range(4)]
-    with pytest.raises(
-        ValueError, match=r"prompt group 7 has 3 active tokens.*8 rollouts / 2 prompt.*0\.75"
-    ):
+    message = r"prompt group 7 has 3 active tokens.*8 rollouts / 2 prompt.*0\.75"
+    with pytest.raises(ValueError, match=message):
         sums_of("prompt_mean", group + other, rollouts=8)
 
 
 def test_a_divisor_of_exactly_one_is_kept() -> None:
     """49 / 49 comes out below 1 where the quotient is taken first."""
     group = [BareSample(1, 0, number) for number in range(49)]
-    sums = sums_of("prompt_mean", group, rollouts=49)
-    assert sums.tolist() == [1.0] * 49
+    assert sums_of("prompt_mean", group, rollouts=49).tolist() == [1.0] * 49
 
 
 def test_masked_groups_below_one_are_not_refused() -> None:
@@ -148,24 +135,15 @@ def test_a_group_of_different_prompts_is_refused() -> None:
 
 
 def arguments(**others: Any) -> types.SimpleNamespace:
-    return types.SimpleNamespace(
-        n_samples_per_prompt=ROLLOUTS_PER_GROUP, global_batch_size=ROLLOUTS_PER_STEP, **others
-    )
+    sizes = {"n_samples_per_prompt": ROLLOUTS_PER_GROUP, "global_batch_size": ROLLOUTS_PER_STEP}
+    return types.SimpleNamespace(**sizes, **others)
 
 
 def slime_data(step: list[PlainSample]) -> dict[str, Any]:
     """What slime hands its hook on one rank: two optimizer steps of micro-batches in an order of their own."""
-    halves = [
-        [
-            number
-            for number, sample in enumerate(step)
-            if (sample.rollout_id or 0) // ROLLOUTS_PER_STEP == half
-        ]
-        for half in (0, 1)
-    ]
-    order = [number for half in halves for number in reversed(half)]
+    order = sorted(range(len(step)), key=lambda number: (half_of(step[number]), -number))
     step = [step[number] for number in order]
-    cut = len(halves[0])
+    cut = sum(half_of(sample) == 0 for sample in step)
     return {
         "order": order,
         "tokens": [torch.tensor(sample.tokens) for sample in step],
@@ -185,17 +163,13 @@ def slime_data(step: list[PlainSample]) -> dict[str, Any]:
 def test_slimes_hook_is_exact_in_each_of_two_steps(aggregation: str) -> None:
     step = ragged(2)
     data = slime_data(step)
-    divisor = {"loss_aggregation_divisor": DIVISOR} if aggregation == "constant" else {}
-    assert getattr(slime, aggregation)(arguments(**divisor), 0, data) is None
+    assert getattr(slime, aggregation)(arguments(**divisor_of(aggregation)), 0, data) is None
     assert data["rollout_mask_sums"].dtype == torch.float32
+    step = [step[number] for number in data["order"]]
     for half in (0, 1):
-        places = [
-            i
-            for i, n in enumerate(data["order"])
-            if (step[n].rollout_id or 0) // ROLLOUTS_PER_STEP == half
-        ]
-        members = [step[data["order"][place]] for place in places]
-        assert_is(aggregation, members, data["rollout_mask_sums"][places].double(), 2e-7)
+        places = [place for place, sample in enumerate(step) if half_of(sample) == half]
+        sums = data["rollout_mask_sums"][places].double()
+        assert_is(aggregation, [step[place] for place in places], sums, 2e-7)
 
 
 def test_slimes_groups_by_a_field_of_the_rollout() -> None:
@@ -256,17 +230,15 @@ def miles_samples(step: list[PlainSample]) -> list[Any]:
 
 
 @pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
-def test_miles_hook_is_exact_in_each_step(
-    aggregation: str, conversion: types.SimpleNamespace
-) -> None:
+def test_miles_hook_is_exact_in_each_step(aggregation: str, conversion) -> None:
     step = ragged(3)
-    divisor = {"loss_aggregation_divisor": DIVISOR} if aggregation == "constant" else {}
+    divisor = divisor_of(aggregation)
     args = arguments(custom_reward_post_process_path="my.rewards", **divisor)
     data = getattr(miles, aggregation)(args, miles_samples(step))
     assert data["weight_versions"] == "kept"
     assert conversion.post_process == "the function my.rewards"
     for half in (0, 1):
-        places = [n for n, s in enumerate(step) if (s.rollout_id or 0) // ROLLOUTS_PER_STEP == half]
+        places = [n for n, sample in enumerate(step) if half_of(sample) == half]
         sums = torch.tensor([data["rollout_mask_sums"][n] for n in places], dtype=torch.float64)
         assert_is(aggregation, [step[n] for n in places], sums, 1e-12)
 
@@ -275,9 +247,8 @@ def test_miles_last_step_of_fewer_rollouts(conversion: types.SimpleNamespace) ->
     """`--allow-partial-train-step` trains on the rest as a step of its own."""
     step = ragged(3, num_groups=3)
     data = miles.token_mean(arguments(), miles_samples(step))
-    rest = [n for n, s in enumerate(step) if (s.rollout_id or 0) >= ROLLOUTS_PER_STEP]
-    assert rest and all(sum(step[n].loss_mask) == 0 for n in rest)
-    full = [s for s in step if (s.rollout_id or 0) < ROLLOUTS_PER_STEP]
+    rest, full = ([s for s in step if half_of(s) == half] for half in (1, 0))
+    assert rest and not any(sum(sample.loss_mask) for sample in rest)
     assert data["rollout_mask_sums"][0] == oracle.active_tokens(full, range(len(full))) / 8
 
 

@@ -8,24 +8,16 @@ from dataclasses import fields, replace
 from typing import Any
 
 import pytest
-import torch
 
-from megatron_pg import (
-    PolicyLossConfig,
-    add_policy_loss_args,
-    policy_loss_from_log_probs,
-    validate_policy_loss_args,
-)
+from megatron_pg import PolicyLossConfig, add_policy_loss_args, validate_policy_loss_args
 from megatron_pg.config.program import ProgramParser
 from megatron_pg.loss import CORRECTIONS, OBJECTIVES
 from megatron_pg.loss.corrections import Corrected, Correction
 from megatron_pg.loss.gradient_scope import gradient_scope
 from megatron_pg.loss.metrics import metric_names
 from megatron_pg.loss.objectives import Objective, Outcome
-from megatron_pg.loss.sequence import SequenceSums
-from megatron_pg.loss.tokens import Tokens
+from tests.fast.one_step import loss_of
 from tests.fast.sequences import flat_log_probs, package_batch, random_sequences
-from tests.random_steps import uneven_totals
 
 
 def sequence_score(config, tokens, sums):
@@ -36,9 +28,7 @@ def sequence_score(config, tokens, sums):
     return Outcome(loss, log_ratio, is_clipped, is_clipped)
 
 
-def drop_long_mismatch(
-    config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums, loss: torch.Tensor
-) -> Corrected:
+def drop_long_mismatch(config, tokens, sums, loss):
     """Drops the sequences whose log-probs add up to less than the rollout engine's."""
     total = sums.total("mismatch")
     return Corrected(loss, tokens.loss_mask & (total >= 0), {"mismatch_sum": total})
@@ -107,17 +97,13 @@ def everything_follows() -> None:
     names = {"ratio_new_old", "clipped_ratio_fraction", "mismatch_sum", "rejected_fraction"}
     assert names <= set(metric_names(config))
     sequences = random_sequences(6)
-    batch = package_batch(sequences)
-    log_probs = flat_log_probs(sequences)
-    loss, metrics = policy_loss_from_log_probs(
-        config, batch, log_probs, None, totals=uneven_totals(batch.samples)
-    )
+    loss, metrics = loss_of(config, package_batch(sequences), flat_log_probs(sequences))
     loss.backward()
     assert set(metrics) == set(metric_names(config))
-    active = [sequence for sequence in sequences if sum(sequence.loss_mask)]
-    ratios = float(metrics["ratio_new_old_sum"][0])
-    document_means = float(metrics["ratio_new_old"][0])
-    assert ratios == pytest.approx(document_means) and len(active) > 1  # one number a sequence
+    # One number a sequence, of several.
+    total, means = (float(metrics[name][0]) for name in ("ratio_new_old_sum", "ratio_new_old"))
+    assert total == pytest.approx(means)
+    assert len([sequence for sequence in sequences if sum(sequence.loss_mask)]) > 1
 
 
 def test_a_row_of_ones_own_is_all_that_it_takes() -> None:
@@ -142,9 +128,19 @@ DROPPED = [
 
 @pytest.mark.parametrize("rows", DROPPED, ids=str, indirect=True)
 def test_a_row_that_lacks_a_property_is_caught(rows: None) -> None:
-    caught = (AssertionError, KeyError, ValueError, pytest.fail.Exception)
-    with pytest.raises(caught):
+    with pytest.raises((AssertionError, KeyError, ValueError, pytest.fail.Exception)):
         everything_follows()
+
+
+VIOLATIONS = (
+    "--eps-clip must be a finite number > 0 and <= 1; found 5.0",
+    "--tis-clip must be a finite number >= 2.06115e-09; found -1.0",
+    "found 'token-mean'; did you mean token_mean?",
+    "--policy-loss must be one of ppo, ",
+    "--cispo-lower-bound belongs to --policy-loss cispo",
+    "did you mean group_index?",
+    "needs old_log_probs of every sample",
+)
 
 
 def test_every_violation_is_said_at_once_with_the_nearest_right_word() -> None:
@@ -154,31 +150,20 @@ def test_every_violation_is_said_at_once_with_the_nearest_right_word() -> None:
     with pytest.raises(ValueError) as error:
         validate_policy_loss_args(args, sample_fields=["group_indx"])
     message = str(error.value)
-    for part in (
-        "--eps-clip must be a finite number > 0 and <= 1; found 5.0",
-        "--tis-clip must be a finite number >= 2.06115e-09; found -1.0",
-        "found 'token-mean'; did you mean token_mean?",
-        "--policy-loss must be one of ppo, ",
-        "--cispo-lower-bound belongs to --policy-loss cispo",
-        "did you mean group_index?",
-        "needs old_log_probs of every sample",
-    ):
-        assert part in message
+    assert all(part in message for part in VIOLATIONS)
     assert message.startswith("7 settings")
 
 
-@pytest.mark.parametrize(
-    ("word", "meant"),
-    [
-        ("DAPO", "prompt_mean"),
-        ("grpo", "sample_mean"),
-        ("Dr.GRPO", "constant, with dr_grpo's advantages"),
-        ("tokn_mean", "token_mean"),
-    ],
-)
-def test_the_parser_names_the_aggregation_that_is_meant(
-    word: str, meant: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+MEANT = {
+    "DAPO": "prompt_mean",
+    "grpo": "sample_mean",
+    "Dr.GRPO": "constant, with dr_grpo's advantages",
+    "tokn_mean": "token_mean",
+}
+
+
+@pytest.mark.parametrize(("word", "meant"), MEANT.items())
+def test_the_parser_names_the_aggregation_that_is_meant(word: str, meant: str, capsys) -> None:
     with pytest.raises(SystemExit):
         parsed(f"--loss-aggregation {word}")
     assert f"did you mean {meant}?" in capsys.readouterr().err
@@ -191,9 +176,7 @@ def test_the_parser_names_the_aggregation_that_is_meant(
         ("--lr 1", ""),  # it has no flag but --help near it
     ],
 )
-def test_a_parser_of_ours_refuses_in_one_line_with_the_nearest_flag(
-    line: str, hint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_parser_of_ours_refuses_in_one_line_with_the_nearest_flag(line, hint, capsys) -> None:
     parser = add_policy_loss_args(ProgramParser(prog="ours"))
     with pytest.raises(SystemExit) as end:
         parser.parse_args(line.split())
@@ -201,9 +184,7 @@ def test_a_parser_of_ours_refuses_in_one_line_with_the_nearest_flag(
     assert capsys.readouterr().err == f"ours: error: unrecognized arguments: {line}{hint}\n"
 
 
-def test_a_parser_of_ours_prints_its_help_once_on_a_node(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_parser_of_ours_prints_its_help_once_on_a_node(capsys, monkeypatch) -> None:
     for rank in "01":
         monkeypatch.setenv("LOCAL_RANK", rank)
         with pytest.raises(SystemExit):

@@ -14,35 +14,31 @@ from tests.token_layout import token_layout
 
 
 def sample(kept: Any, mask: list[int] | None = None, **fields: Any) -> Sample:
-    length = 3 if mask is None else len(mask)
-    return Sample(
-        [8, 9, *range(1, length + 1)], length, mask or [1] * length, kept_tokens=kept, **fields
-    )
+    mask = [1] * 3 if mask is None else mask
+    tokens = [8, 9, *range(1, len(mask) + 1)]
+    return Sample(tokens, len(mask), mask, kept_tokens=kept, **fields)
 
 
 @pytest.mark.parametrize(
     ("kept", "words"),
     [
-        ([[1], [2]], "a: kept_tokens is of 2 sets, expected one for each response token (3)"),
+        ([[1], [2]], " is of 2 sets, expected one for each response token (3)"),
         (
             [[1], [5, 6], [3]],
-            "a: kept_tokens[1] is a set of 2 ids without 2, expected the token that was sampled",
+            "[1] is a set of 2 ids without 2, expected the token that was sampled",
         ),
-        ([[1], [2], [3, 5, 3]], "a: kept_tokens[2] is a set with id 3 twice, expected distinct"),
-        (
-            [[1], [2, -1], [3]],
-            "a: kept_tokens[1] is a set with id -1, expected ids of the vocabulary",
-        ),
-        ([[1], [2, 2**31], [3]], "a: kept_tokens[1] is a set with id 2147483648, expected ids"),
-        ([[1], [2.5], [3]], "a: kept_tokens is torch.float32"),
-        ([1, 2, 3], "a: kept_tokens is no such thing"),
-        ("abc", "a: kept_tokens is no such thing"),
+        ([[1], [2], [3, 5, 3]], "[2] is a set with id 3 twice, expected distinct"),
+        ([[1], [2, -1], [3]], "[1] is a set with id -1, expected ids of the vocabulary"),
+        ([[1], [2, 2**31], [3]], "[1] is a set with id 2147483648, expected ids"),
+        ([[1], [2.5], [3]], " is torch.float32"),
+        ([1, 2, 3], " is no such thing"),
+        ("abc", " is no such thing"),
     ],
 )
 def test_wrong_sets_are_named(kept: Any, words: str) -> None:
     with pytest.raises(ValueError) as error:
         sample(kept, name="a")
-    assert str(error.value).startswith(words)
+    assert str(error.value).startswith(f"a: kept_tokens{words}")
 
 
 def test_what_is_legal() -> None:
@@ -55,17 +51,14 @@ def test_what_is_legal() -> None:
 
 def test_sets_tell_samples_apart() -> None:
     """A stale copy of a sample with other sets is another sample to the checksum."""
-    identities = {
-        sample(kept).identity for kept in (None, [[], [], []], [[1], [2], [3]], [[1], [2, 4], [3]])
-    }
-    moved = sample([[1, 2], [2], [3]]).identity, sample([[1], [2], [3, 2]]).identity
-    assert len(identities | set(moved)) == 6
+    several = (None, [[], [], []], [[1], [2], [3]], [[1], [2, 4], [3]])
+    moved = ([[1, 2], [2], [3]], [[1], [2], [3, 2]])
+    assert len({sample(kept).identity for kept in several + moved}) == 6
 
 
 def test_some_with_and_some_without_are_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"b \(number 1 of the micro-batch\) has no kept_tokens and a"
-    ):
+    message = r"b \(number 1 of the micro-batch\) has no kept_tokens and a"
+    with pytest.raises(ValueError, match=message):
         pack([sample([[], [], []], name="a"), sample(None, name="b")])
     with pytest.raises(ValueError, match=r"side_channels\['x'\]"):
         pack([sample(None, side_channels={"x": torch.zeros(3)}), sample(None)])
@@ -87,18 +80,17 @@ def test_wrong_channels_are_named(value: Any, words: str) -> None:
 
 @pytest.mark.parametrize("cp_rank", (0, 1))
 @pytest.mark.parametrize(
-    "other",
-    (
-        torch.ones(3, dtype=torch.int64),
-        torch.ones(3, 1),
-        Ragged(torch.ones(3), torch.tensor([0, 1, 2, 3])),
-    ),
+    "other", (torch.ones(3).long(), torch.ones(3, 1), Ragged(torch.ones(3), torch.arange(4)))
 )
 def test_channels_that_differ_are_refused(other: Any, cp_rank: int) -> None:
     """Whoever is packed together: other rows, or a dtype that depends on the packing, would come of it."""
     samples = [sample(None, side_channels={"x": each}) for each in (other, torch.ones(3))]
     with pytest.raises(ValueError, match=r"side_channels\['x'\] differs from sample to sample"):
         pack(samples, cp_rank=cp_rank, cp_size=2)
+
+
+def rows_of(ragged: Ragged) -> list[list]:
+    return [ragged.row(at).tolist() for at in range(len(ragged))]
 
 
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
@@ -111,16 +103,14 @@ def test_every_rank_gets_its_own(cp_size: int) -> None:
         tokens = [rng.randrange(50) for _ in range(prompt + length)]
         mask = [int(rng.random() < 0.7) for _ in range(length)]
         sets = [
-            rng.sample([id for id in range(50) if id != target], rng.randrange(4)) + [target]
+            [*rng.sample([*range(target), *range(target + 1, 50)], rng.randrange(4)), target]
             if rng.random() < 0.8
             else []
             for target in tokens[prompt:]
         ]
         states, experts = torch.rand(length, 3), torch.randint(8, (prompt + length, 2))
-        lists = Ragged(
-            torch.tensor(sum(sets, []), dtype=torch.float64),
-            offsets_of(torch.tensor([len(s) for s in sets] or [], dtype=torch.int64)),
-        )
+        sizes = torch.tensor(list(map(len, sets)), dtype=torch.int64)
+        lists = Ragged(torch.tensor(sum(sets, []), dtype=torch.float64), offsets_of(sizes))
         channels = {"states": states, "experts": experts, "lists": lists}
         samples.append(Sample(tokens, length, mask, kept_tokens=sets, side_channels=channels))
         responses += zip(sets, mask, states, strict=True)
@@ -130,21 +120,17 @@ def test_every_rank_gets_its_own(cp_size: int) -> None:
         batch = pack(samples, cp_rank=rank, cp_size=cp_size)
         scored = [responses[row.response] for row in rows if row.response is not None]
         wanted = [ids if keep else [] for ids, keep, _ in scored]
-        found = batch.kept_tokens
-        assert [found.row(at).tolist() for at in range(len(found))] == wanted
+        assert rows_of(batch.kept_tokens) == wanted
         assert batch.kept_set_size.tolist() == list(map(len, wanted))
-        states, experts, lists = (
-            batch.side_channels[name] for name in ("states", "experts", "lists")
-        )
-        assert all(torch.equal(a, b[2]) for a, b in zip(states, scored, strict=True))
-        assert [lists.row(at).tolist() for at in range(len(lists))] == [ids for ids, *_ in scored]
-        for row, found_experts in zip(rows, experts, strict=True):
+        found = batch.side_channels
+        assert all(torch.equal(a, b[2]) for a, b in zip(found["states"], scored, strict=True))
+        assert rows_of(found["lists"]) == [ids for ids, *_ in scored]
+        for row, found_experts in zip(rows, found["experts"], strict=True):
             expected = torch.zeros(2) if row.token is None else sequences[row.token]
             assert found_experts.tolist() == expected.tolist()
         of_rows = iter(wanted)
         expected = [[] if row.response is None else next(of_rows) for row in rows]
-        by_row = batch.kept_tokens_of_rows
-        assert [by_row.row(at).tolist() for at in range(len(by_row))] == expected
+        assert rows_of(batch.kept_tokens_of_rows) == expected
 
 
 def test_largest_id_and_empty_micro_batch() -> None:
@@ -157,7 +143,5 @@ def test_largest_id_and_empty_micro_batch() -> None:
 def test_consecutive_rows_of_a_ragged_tensor(rows: slice) -> None:
     whole = Ragged(torch.arange(1, 7), torch.tensor([0, 2, 2, 3, 6]))
     found = whole.slice(rows)
-    assert [row.tolist() for row in found.values.split(found.sizes.tolist())] == (
-        [[1, 2], [], [3], [4, 5, 6]][rows]
-    )
+    assert rows_of(found) == [[1, 2], [], [3], [4, 5, 6]][rows]
     assert int(found.offsets[0]) == 0

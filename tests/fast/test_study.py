@@ -28,23 +28,17 @@ def test_an_interval_by_hand() -> None:
 def write_run(folder: Path, offset: float, learns_at: int | None = None) -> None:
     """20 steps; the reward is 1 from one of them on where that is given, else the offset. Wrong answers are missing in every third, as where all answers are right."""
     folder.mkdir(parents=True)
-    lines = [
-        {
-            "step": step,
-            "reward": offset if learns_at is None else float(step >= learns_at),
-            "response_length_right": 7.0,
-            "response_length_wrong": None if step % 3 == 0 else 8.0 + offset,
-            "grad_norm": 1.0,
-        }
-        for step in range(1, 21)
-    ]
+    lines = []
+    for step in range(1, 21):
+        reward = offset if learns_at is None else float(step >= learns_at)
+        wrong = None if step % 3 == 0 else 8.0 + offset
+        lengths = {"response_length_right": 7.0, "response_length_wrong": wrong}
+        lines.append({"step": step, "reward": reward, "grad_norm": 1.0, **lengths})
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
     (folder / "summary.json").write_text(json.dumps({"held_out_after": offset}))
 
 
-def test_finished_runs_are_read_and_not_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_finished_runs_are_read_and_not_repeated(tmp_path, monkeypatch, capsys) -> None:
     for number, mode in enumerate(study.STUDIES["aggregations"].modes):
         for seed in (1, 2, 3):
             # Seeds differ by 0.1, modes by 0.01 whatever the seed.
@@ -64,9 +58,7 @@ def test_finished_runs_are_read_and_not_repeated(
     assert table in capsys.readouterr().out
 
 
-def test_a_student_is_run_after_its_teacher(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_student_is_run_after_its_teacher(tmp_path, monkeypatch, capsys) -> None:
     commands = []
 
     def run(command: list[str], **kwargs: object) -> object:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_pg import CriticConfig, PolicyLossConfig, Sample, StepTotals, pack
+from megatron_pg import CriticConfig, PolicyLossConfig, Sample, pack
 from megatron_pg.critic.value_loss import MicroBatchValueLoss, ValueReport, value_metric_table
 from megatron_pg.critic.value_loss import value_loss as token_loss
 from megatron_pg.critic.value_step import values_of_output
 from tests import critic_oracle, oracle
 from tests.critic_oracle import with_values
+from tests.cut_policy_loss import aggregated, package_config
 from tests.cut_steps import CUTS, DIVISOR, Cut, assert_same
 from tests.oracle import PlainSample
 from tests.random_steps import lengths, package_samples, random_losses, random_step, uneven_totals
@@ -30,25 +32,16 @@ STEPS = {
 
 
 def config_of(aggregation: str, **settings: object) -> PolicyLossConfig:
-    divisor = DIVISOR if aggregation == "constant" else None
-    return PolicyLossConfig(
-        loss_aggregation=aggregation,
-        loss_aggregation_divisor=divisor,
-        **settings,  # type: ignore[arg-type]
-    )
+    return package_config(aggregated(oracle.Objective(), aggregation), **settings)
 
 
-def reported(
-    config: PolicyLossConfig,
-    samples: list[Sample],
-    values: Tensor,
-    seen: list[Sample] | None = None,
-) -> tuple[Tensor, ValueReport]:
-    """The loss and the report of a step of one micro-batch, which may hold others than were counted."""
+def reported(config: PolicyLossConfig, samples: list[Sample], values: Tensor, seen=None) -> tuple:
+    """The loss and the metrics of a step of one micro-batch, which may hold others than were counted."""
     batch = pack(samples if seen is None else seen)
-    of_batch = MicroBatchValueLoss(config, CriticConfig(), batch, uneven_totals(samples), 1.0)
+    of_batch = MicroBatchValueLoss(config, CriticConfig(), batch, uneven_totals(samples))
     loss, metrics = of_batch(values)
-    return loss, ValueReport(config, [metrics], "cpu")
+    report = ValueReport(config, [metrics], "cpu")
+    return loss, report.metrics(report.sums)
 
 
 def answer(tokens: int = 2, **fields: object) -> Sample:
@@ -57,29 +50,22 @@ def answer(tokens: int = 2, **fields: object) -> Sample:
     return Sample([1] * (tokens + 1), tokens, given.pop("mask"), **given)  # type: ignore[arg-type]
 
 
+@dataclass
 class CutCritic:
-    """The value loss of a cut step from the package's parts. Mutants override one method each."""
+    """The value loss of a cut step from the package's parts, each of which a mutant replaces."""
 
-    clip = CLIP
+    clip: float = CLIP
+    totals: Callable = lambda step, micro_batch: uneven_totals(package_samples(step))
+    scored: Callable = lambda rows, last: rows
+    """Which response tokens of a micro-batch a rank's window is of, given the right ones."""
+    of_rank: Callable = lambda loss, cp_size: loss
+    reduced: Callable = lambda report, parts: report.metrics(torch.stack(parts).sum(0))
+    """The metrics of the step from the sums of every rank and micro-batch."""
 
-    def totals(self, step: Sequence[PlainSample], micro_batch: Sequence[PlainSample]) -> StepTotals:
-        return uneven_totals(package_samples(step))
-
-    def scored(self, rows: list[int], last: int) -> list[int]:
-        """Which response tokens of a micro-batch a rank's window is of, given the right ones."""
-        return rows
-
-    def of_rank(self, loss: Tensor, cp_size: int) -> Tensor:
-        return loss
-
-    def reduced(self, report: ValueReport, parts: list[Tensor]) -> dict[str, float]:
-        """The metrics of the step from the sums of every rank and micro-batch."""
-        return report.metrics(torch.stack(parts).sum(0))
-
-    def run(
-        self, step: list[PlainSample], values: list[Tensor], cut: Cut, config: PolicyLossConfig
-    ) -> tuple[Tensor, dict[str, float]]:
+    def run(self, step, values: list[Tensor], cut: Cut, config: PolicyLossConfig) -> tuple:
+        """The loss and the metrics of the step."""
         losses, parts = [], []
+        critic = CriticConfig(value_clip=self.clip)
         for micro_batches in cut.ranks:
             share = 1 / (cut.dp_size * cut.cp_size * len(micro_batches))
             for indices in micro_batches:
@@ -90,7 +76,6 @@ class CutCritic:
                     batch = pack(package_samples(plain), cp_rank=cp_rank, cp_size=cut.cp_size)
                     layout = token_layout(*lengths(plain), cut.cp_size)[cp_rank]
                     rows = [row.response for row in layout if row.response is not None]
-                    critic = CriticConfig(value_clip=self.clip)
                     of_batch = MicroBatchValueLoss(config, critic, batch, totals, share)
                     loss, metrics = of_batch(flat[self.scored(rows, flat.numel() - 1)])
                     losses.append(self.of_rank(loss, cut.cp_size))
@@ -99,9 +84,7 @@ class CutCritic:
         return torch.stack(losses).sum(), self.reduced(report, parts)
 
 
-def check(
-    critic: CutCritic, step: list[PlainSample], cut: str, aggregation: str = "sample_mean"
-) -> None:
+def check(critic: CutCritic, step: list[PlainSample], cut: str, aggregation="sample_mean") -> None:
     """The cut step has the loops' value, gradient and metrics."""
     values = random_losses(step, seed=5)
     found, metrics = critic.run(step, values, CUTS[cut](len(step)), config_of(aggregation))
@@ -118,55 +101,30 @@ def test_no_cut_changes_value_gradient_or_metrics(shape: str, cut: str, aggregat
     check(CutCritic(), STEPS[shape], cut, aggregation)
 
 
-class ExtraContextParallelFactor(CutCritic):
-    """Multiplies by the context-parallel size."""
-
-    def of_rank(self, loss, cp_size):
-        return loss * cp_size
+def micro_batch_totals(step, micro_batch):
+    totals = uneven_totals(package_samples(micro_batch))
+    return replace(totals, num_rollouts=len(oracle.rollouts(step)))
 
 
-class MicroBatchTotals(CutCritic):
-    """Normalises each micro-batch by itself."""
-
-    def totals(self, step, micro_batch):
-        totals = uneven_totals(package_samples(micro_batch))
-        return replace(totals, num_rollouts=len(oracle.rollouts(step)))
+def mean_over_micro_batches(report, parts):
+    found = [report.metrics(part) for part in parts if part[-1, 0] > 0]
+    return {name: sum(each[name] for each in found) / len(found) for name in found[0]}
 
 
-class OneTokenLate(CutCritic):
-    """Reads the value after a token and not before it."""
-
-    def scored(self, rows, last):
-        return [min(row + 1, last) for row in rows]
-
-
-class Unclipped(CutCritic):
-    """The plain square."""
-
-    clip = 1e9
+MUTANTS = {
+    "extra context-parallel factor": ({"of_rank": lambda loss, cp_size: loss * cp_size}, "cp_2"),
+    "totals of a micro-batch": ({"totals": micro_batch_totals}, "one_sample_a_micro_batch"),
+    "a token late": ({"scored": lambda rows, last: [min(r + 1, last) for r in rows]}, "cp_4"),
+    "unclipped": ({"clip": 1e9}, "whole"),
+    "mean of metrics": ({"reduced": mean_over_micro_batches}, "dp_2_interleaved"),
+}
 
 
-class MeanOfExplainedVariances(CutCritic):
-    """Means over micro-batches of what each explains."""
-
-    def reduced(self, report, parts):
-        found = [report.metrics(part) for part in parts if part[-1, 0] > 0]
-        return {name: sum(each[name] for each in found) / len(found) for name in found[0]}
-
-
-@pytest.mark.parametrize(
-    ("mutant", "cut"),
-    [
-        (ExtraContextParallelFactor(), "cp_2"),
-        (MicroBatchTotals(), "one_sample_a_micro_batch"),
-        (OneTokenLate(), "cp_4"),
-        (Unclipped(), "whole"),
-        (MeanOfExplainedVariances(), "dp_2_interleaved"),
-    ],
-)
-def test_a_wrong_critic_is_seen(mutant: CutCritic, cut: str) -> None:
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_wrong_critic_is_seen(name: str) -> None:
+    mutation, cut = MUTANTS[name]
     with pytest.raises(AssertionError):
-        check(mutant, STEPS["ragged"], cut)
+        check(CutCritic(**mutation), STEPS["ragged"], cut)
 
 
 def test_inside_the_clip_range_nothing_is_clipped() -> None:
@@ -186,13 +144,12 @@ def test_masked_tokens_reach_neither_loss_nor_gradient() -> None:
     loss.backward()
     # v_clip = 0.3 is nearer to R than v: the loss is (0.25 - 1)^2 / 2.
     assert loss.item() == pytest.approx(0.75**2 / 2)
-    assert values.grad is not None and values.grad.tolist() == pytest.approx([-0.75, 0.0])
+    assert values.grad.tolist() == pytest.approx([-0.75, 0.0])
 
 
 def test_a_nan_at_an_active_token_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    values = torch.tensor([0.0, NAN])
-    _, report = reported(config_of("sample_mean"), [answer(name="the one")], values)
-    assert math.isnan(report.metrics(report.sums)["value_loss"])
+    values, samples = torch.tensor([0.0, NAN]), [answer(name="the one")]
+    assert math.isnan(reported(config_of("sample_mean"), samples, values)[1]["value_loss"])
     assert "response token 1 of sample 0 (the one)" in caplog.text
 
 
@@ -200,12 +157,10 @@ def test_a_nan_at_an_active_token_is_named(caplog: pytest.LogCaptureFixture) -> 
 def test_a_step_of_no_active_token(pg_metrics: str) -> None:
     config = config_of("token_mean", pg_metrics=pg_metrics)
     values = torch.zeros(2, requires_grad=True)
-    loss, report = reported(config, [answer(mask=[0, 0])], values)
+    loss, found = reported(config, [answer(mask=[0, 0])], values)
     loss.backward()
-    found = report.metrics(report.sums)
-    assert found["value_loss"] == 0.0 and found["value_aggregation_checksum"] == pytest.approx(
-        1, abs=1e-12
-    )
+    assert found["value_loss"] == 0.0
+    assert found["value_aggregation_checksum"] == pytest.approx(1, abs=1e-12)
     assert ("explained_variance" in found) == (pg_metrics == "basic")
 
 
@@ -214,8 +169,10 @@ def test_a_step_of_no_active_token(pg_metrics: str) -> None:
 )
 def test_equal_returns_explain_nothing(tokens: int, value: float, rounding: int) -> None:
     """Of many equal returns rounding makes a variance, -9e-16 of a thousand times 2.8: it is none either."""
-    config, samples = config_of("sample_mean"), [answer(tokens, returns=[value] * tokens)]
-    _, report = reported(config, samples, torch.linspace(0.0, 1.0, tokens))
+    config, batch = config_of("sample_mean"), pack([answer(tokens, returns=[value] * tokens)])
+    loss = MicroBatchValueLoss(config, CriticConfig(), batch, uneven_totals(batch.samples))
+    _, metrics = loss(torch.linspace(0.0, 1.0, tokens))
+    report = ValueReport.of(config, [metrics], contributes=True, device="cpu")
     sums = dict(zip(value_metric_table(config).names, report.sums[:, 0].tolist(), strict=True))
     rounded = sums["return_squared_sum"] / tokens - (sums["return_sum"] / tokens) ** 2
     assert (rounded > 0) - (rounded < 0) == rounding
@@ -227,33 +184,23 @@ def test_a_small_variance_of_large_returns_is_explained() -> None:
     returns = [100.0, 100.01, 99.99, 100.01]
     returned = torch.tensor(returns)
     values = returned + torch.tensor([0.005, -0.005, 0.005, -0.005])
-    _, report = reported(config_of("sample_mean"), [answer(4, returns=returns)], values)
-    unexplained, variance = (
-        critic_oracle.variance(each.double().tolist()) for each in (returned - values, returned)
-    )
-    found = report.metrics(report.sums)["explained_variance"]
-    assert found == pytest.approx(1 - unexplained / variance, rel=1e-4)
+    _, found = reported(config_of("sample_mean"), [answer(4, returns=returns)], values)
+    pair = (returned - values, returned)
+    unexplained, variance = (critic_oracle.variance(each.double().tolist()) for each in pair)
+    expected = 1 - unexplained / variance
+    assert found["explained_variance"] == pytest.approx(expected, rel=1e-4)
 
 
-def test_a_sample_that_the_critic_did_not_see_is_an_error_under_check_aggregation() -> None:
-    samples = [
-        replace(answer(returns=[1.0, 2.0]), tokens=[1, 2, 3 + i], name=f"answer {i}")
-        for i in range(3)
-    ]
-    config = config_of("sample_mean", check_aggregation=True)
-    for seen, said in ((samples, ""), (samples[:2], "answer 2"), (samples[:2] * 2, "answer 1")):
-        _, report = reported(config, samples, torch.zeros(2 * len(seen)), seen)
-        if not said:
-            checksum = report.metrics(report.sums)["value_aggregation_checksum"]
-            assert checksum == pytest.approx(1, abs=1e-12)
-            continue
-        with pytest.raises(RuntimeError, match=said):
-            report.metrics(report.sums)
-
-
-# --------------------------------------------------------------------------------------------------
-# Refusals
-# --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("seen", "said"), [((0, 1, 2), None), ((0, 1), "answer 2"), ((0, 1, 0, 1), "answer 1")]
+)
+def test_a_sample_that_the_critic_did_not_see_is_an_error_under_check_aggregation(seen, said):
+    sample = answer(returns=[1.0, 2.0])
+    samples = [replace(sample, tokens=[1, 2, 3 + i], name=f"answer {i}") for i in range(3)]
+    config, values = config_of("sample_mean", check_aggregation=True), torch.zeros(2 * len(seen))
+    with pytest.raises(RuntimeError, match=said) if said else nullcontext():
+        _, found = reported(config, samples, values, [samples[index] for index in seen])
+        assert found["value_aggregation_checksum"] == pytest.approx(1, abs=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -272,14 +219,11 @@ def test_values_are_checked_when_the_sample_is_built(fields: dict, message: str)
 
 @pytest.mark.parametrize("missing", ["old_values", "returns"])
 def test_missing_values_are_refused_by_sample_and_field(missing: str) -> None:
-    given = {"old_values": [0.0, 0.0], "returns": [1.0, 1.0]}
-    del given[missing]
-    samples = [Sample([1, 2, 3], 2, [1, 1], name="turn 7", **given)]
+    samples = [answer(name="turn 7", **{missing: None})]
     with pytest.raises(ValueError, match=rf"turn 7 has no {missing}.*Sample\({missing}=...\)"):
         reported(config_of("sample_mean"), samples, torch.zeros(2))
-    whole = Sample([1, 2, 3], 2, [1, 1], old_values=[0.0, 0.0], returns=[1.0, 1.0])
     with pytest.raises(ValueError, match=f"turn 7.*has no {missing}"):
-        pack([whole, *samples])
+        pack([answer(), *samples])
 
 
 @pytest.mark.parametrize(

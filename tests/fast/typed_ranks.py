@@ -49,8 +49,7 @@ Seen = dict[str, str]
 
 @contextmanager
 def torch_itself() -> Iterator[None]:
-    """Without what the CPU runtime puts in the place of torch's functions, where another test of the process has enabled it:
-    the library knows functions by identity."""
+    """Without what the CPU runtime puts in the place of torch's functions: the library knows functions by identity."""
     with pytest.MonkeyPatch.context() as patch:
         for owner in (torch, Tensor):
             for name, function in list(vars(owner).items()):
@@ -240,9 +239,7 @@ def all_gather_typed(output: Tensor, local: Tensor, group: dist.ProcessGroup) ->
         output.view(-1, *local.shape).copy_(local)
 
 
-def all_reduce_typed(
-    tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None
-) -> None:
+def all_reduce_typed(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
     """A pending sum becomes the same everywhere, on each axis that the group spans.
 
     The library's rule for the call knows groups of one axis alone, and takes a maximum for a sum.

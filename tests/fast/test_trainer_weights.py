@@ -1,4 +1,4 @@
-"""The weights and refusals of the verl plugin, without verl: its proof on verl's own code is in tests/trainers."""
+"""The weights and refusals of verl's plugin and ROLL's worker, without the two: tests/trainers has the proof on their code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_pg.integrations import DIVISOR_VARIABLE, verl
+from megatron_pg.integrations import DIVISOR_VARIABLE, roll_weights, verl
 from tests import oracle
 from tests.random_steps import plain_sample
 
@@ -26,7 +26,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
-def test_weights_times_losses_are_the_objective(aggregation):
+def test_verls_weights_times_losses_are_the_objective(aggregation):
     generator = torch.Generator().manual_seed(0)
     losses = torch.rand(PADDED.shape, generator=generator, dtype=torch.float64)
     divisor = 5.0 if aggregation == "constant" else None
@@ -51,18 +51,13 @@ def test_importance_weights_multiply_the_loss_of_their_tokens(monkeypatch):
         return (-advantages * response_mask * rollout_is_weights).sum(), {}
 
     core_algos = types.SimpleNamespace(get_policy_loss_fn={"vanilla": vanilla}.__getitem__)
-    for name, module in (
-        ("verl", types.ModuleType("verl")),
-        ("verl.trainer", types.ModuleType("verl.trainer")),
-        ("verl.trainer.ppo", types.SimpleNamespace(core_algos=core_algos)),
-    ):
-        monkeypatch.setitem(sys.modules, name, module)
+    for name in ("verl", "verl.trainer", "verl.trainer.ppo"):
+        monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(core_algos=core_algos))
     config = types.SimpleNamespace(engine=None, global_batch_info=TOTALS)
     given = (torch.zeros(PADDED.shape), torch.zeros(PADDED.shape), -losses, PADDED.bool())
     for weights in (importance, torch.zeros_like(importance), None):
-        found, _ = verl.policy_loss(
-            "sample_mean", *given, config=config, rollout_is_weights=weights
-        )
+        options = {"config": config, "rollout_is_weights": weights}
+        found, _ = verl.policy_loss("sample_mean", *given, **options)
         weighted = losses if weights is None else losses * weights
         rows = [row[: len(mask)].double() for row, mask in zip(weighted, MASKS, strict=True)]
         expected = oracle.aggregate(STEP, rows, "sample_mean", None)
@@ -107,7 +102,7 @@ def test_the_tag_changes_less_than_a_rounding_or_two_and_is_seen(monkeypatch):
     verl._refuse_untagged(tagged, mask)
 
 
-def test_the_divisor(monkeypatch):
+def test_verls_divisor(monkeypatch):
     assert verl._divisor(8) == 8.0
     with pytest.raises(ValueError, match="loss_scale_factor to a number"):
         verl._divisor(None)
@@ -126,12 +121,9 @@ def test_a_divisor_that_is_none_is_refused(monkeypatch, value):
 
 def configuration(monkeypatch: pytest.MonkeyPatch, **changes: object) -> None:
     """What `_select` finds above the section `algorithm`."""
-    settings = {"loss_mode": "megatron_pg_prompt_mean", "ppo_mini_batch_size": 2, "n": 3, **changes}
-    actor = types.SimpleNamespace(
-        policy_loss=types.SimpleNamespace(loss_mode=settings["loss_mode"]),
-        ppo_mini_batch_size=settings["ppo_mini_batch_size"],
-    )
-    parts = {"actor": actor, "rollout": types.SimpleNamespace(n=settings["n"])}
+    loss = types.SimpleNamespace(**{"loss_mode": "megatron_pg_prompt_mean", **changes})
+    actor = types.SimpleNamespace(policy_loss=loss, ppo_mini_batch_size=2)
+    parts = {"actor": actor, "rollout": types.SimpleNamespace(n=3)}
     monkeypatch.setattr(verl, "_select", lambda config, key: parts[key.split(".")[-1]])
 
 
@@ -150,3 +142,69 @@ def test_estimator_settings(monkeypatch):
 def test_an_estimator_that_sees_no_configuration_refuses():
     with pytest.raises(ValueError, match="actor_rollout_ref can be found"):
         verl.refuse_estimator_settings("grpo", {"gamma": 1.0}, 6, GROUPS)
+
+
+def of_roll(aggregation: str, *, prompts: list[int] = GROUPS, divisor: float | None = None):
+    names = [str(prompt).encode() for prompt in prompts]
+    tokens, options = [sum(mask) for mask in MASKS[: len(prompts)]], {"divisor": divisor}
+    return roll_weights.step_weights(
+        aggregation, tokens, names, None, rollouts_per_prompt=3, **options
+    )
+
+
+@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
+def test_rolls_weights_times_losses_are_the_objective(aggregation):
+    generator = torch.Generator().manual_seed(0)
+    losses = [torch.rand(len(mask), generator=generator, dtype=torch.float64) for mask in MASKS]
+    divisor = 5.0 if aggregation == "constant" else None
+    rows = zip(of_roll(aggregation, divisor=divisor), losses, MASKS, strict=True)
+    found = sum(weight * (loss * torch.tensor(mask)).sum() for weight, loss, mask in rows)
+    expected = oracle.aggregate(STEP, losses, aggregation, divisor)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+
+
+def test_a_group_that_is_split_over_steps_is_refused():
+    with pytest.raises(ValueError, match="1 of the 2 prompts.*gradient_accumulation_steps"):
+        of_roll("prompt_mean", prompts=GROUPS[:5])
+    assert len(of_roll("sample_mean", prompts=GROUPS[:5])) == 5
+
+
+def test_a_prompt_that_is_in_a_step_twice_is_refused():
+    with pytest.raises(ValueError, match="1 of the 1 prompts.*have 6 samples.*not 3.*drawn twice"):
+        of_roll("prompt_mean", prompts=[7] * 6)
+
+
+def test_factors_undo_the_mean_over_the_kept_tokens():
+    kept = torch.tensor([[1, 0, 1], [0, 0, 0]])
+    factors = roll_weights.sample_factors([0.25, 0.5], kept, torch.tensor(7))
+    assert factors.tolist() == [3.5, 0.0] and factors.dtype == torch.float32
+
+
+def roll_config(**changes: object) -> types.SimpleNamespace:
+    settings = {"difficulty_loss_weight": False, "length_loss_weight": False}
+    settings |= {"actor_train": types.SimpleNamespace(apply_loss_scale=True)}
+    return types.SimpleNamespace(**{"loss_agg_mode": "seq-mean-token-mean", **settings, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"loss_agg_mode": "token-mean"}, "loss_agg_mode"),
+        ({"difficulty_loss_weight": True}, "difficulty_loss_weight"),
+        ({"length_loss_weight": True}, "length_loss_weight"),
+        ({"actor_train": types.SimpleNamespace(apply_loss_scale=False)}, "apply_loss_scale"),
+    ],
+)
+def test_settings_are_refused_by_key(changes, key):
+    with pytest.raises(ValueError, match=key):
+        roll_weights.refuse_settings("prompt_mean", roll_config(**changes), {})
+
+
+def test_rolls_divisor():
+    assert roll_weights.refuse_settings("sample_mean", roll_config(), {}) is None
+    assert roll_weights.refuse_settings("constant", roll_config(), {DIVISOR_VARIABLE: "8"}) == 8.0
+    for text in ("", "0", "-1", "nan", "inf", "many"):
+        with pytest.raises(ValueError, match=DIVISOR_VARIABLE):
+            roll_weights.refuse_settings("constant", roll_config(), {DIVISOR_VARIABLE: text})
+    with pytest.raises(ValueError, match="system_envs"):
+        roll_weights.refuse_settings("constant", roll_config(), {})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -48,15 +48,11 @@ def build(sharding: Sharding, options: ModelOptions) -> list[DistributedDataPara
     return chunks
 
 
-def fused_head(chunk_tokens: int = 5) -> Head:
+def fused_head(step: PolicyStep, batch: PackedBatch, chunk_tokens: int = 5) -> MicroBatchHead:
     """The head of `train_step` through the fused output layer, in chunks of that many rows."""
-
-    def head(step: PolicyStep, batch: PackedBatch) -> MicroBatchHead:
-        take_output_processor(step.model)
-        step.config = replace(step.config, fused_lm_head=True)
-        return step.head(batch, chunk_tokens=chunk_tokens)
-
-    return head
+    take_output_processor(step.model)
+    step.config = replace(step.config, fused_lm_head=True)
+    return step.head(batch, chunk_tokens=chunk_tokens)
 
 
 def assert_zero_of_frozen(found: Outcome, expected: Outcome, frozen: str) -> None:
@@ -95,6 +91,14 @@ def train_step(
     reduced = step.metrics(metrics)
     gradients = gather_gradients(chunks)
     return None if gradients is None else Outcome(gradients, reduced)
+
+
+def run_steps(
+    sharding: Sharding, options: ModelOptions, runs: Sequence[Run], head: Head | None = None
+) -> list[Outcome | None]:
+    """The steps of some runs on one new model."""
+    chunks = build(sharding, options)
+    return [train_step(chunks, sharding, run, head=head) for run in runs]
 
 
 def run_schedule(

@@ -48,15 +48,12 @@ def references(mistakes: tuple[str, ...]) -> list[list[Any]]:
 
     from .breakages_of_attention import each_attention
 
-    def larger(attend: Any, *inputs: Any) -> Any:
-        return 2.0 * attend(*inputs)
-
     mistake_of = {
         "none": lambda patch: None,
         "all around the model": lambda patch: [
             each.apply(patch) for each in family() if each.is_around_the_model
         ],
-        "attention": lambda patch: each_attention(patch, larger),
+        "attention": each_attention(lambda attend, *inputs: 2.0 * attend(*inputs)),
     }
     options, _ = parse_options(FLAGS.split())
     found = []

@@ -20,10 +20,12 @@ from megatron_pg.megatron import (
     ScoredSamples,
     compute_hidden_states,
     compute_log_probs,
+    scoring,
 )
 from megatron_pg.megatron.groups import unwrapped
 from megatron_pg.megatron.schedule import run_micro_batches
 from megatron_pg.step.agreement import OtherRankError
+from megatron_pg.step.token_window import TokenWindow
 from tests import oracle
 from tests.lanes import in_one_lane
 from tests.oracle import Objective, PlainSample
@@ -41,14 +43,8 @@ EXPERTS = replace(DENSE, mixture_of_experts=True)
 TIED = replace(DENSE, tied_embeddings=True)
 DEEP = replace(DENSE, num_layers=4)
 CASES = {
-    "one process": (Sharding(), DENSE),
-    "TP2+SP": (Sharding(tensor=2, sequence_parallel=True), DENSE),
-    "CP2": (Sharding(context=2), DENSE),
-    "PP2 tied": (Sharding(pipeline=2), TIED),
-    "DP2": (Sharding(data=2), DENSE),
-    "EP2 DP2": (Sharding(expert=2, data=2), EXPERTS),
-    "PP2 VPP2 CP2": (Sharding(pipeline=2, virtual_pipeline=2, context=2), DEEP),
-    "TP2+SP CP2": (Sharding(tensor=2, sequence_parallel=True, context=2), DENSE),
+    **{name: DENSE for name in ("one process", "TP2+SP", "CP2", "DP2", "TP2+SP CP2")},
+    **{"PP2 tied": TIED, "EP2 DP2": EXPERTS, "PP2 VPP2 CP2": DEEP},
 }
 
 
@@ -68,28 +64,31 @@ SAMPLES = samples_to_score()
 
 @dataclass(frozen=True)
 class Setting:
-    """How the samples are scored, and which share of them each data-parallel rank has."""
+    """How the samples are scored, and which share of them data-parallel rank 0 has."""
 
     temperature: float
     budget: int
     fused: bool = False
     vocab_size: int | None = None
-    shares: tuple[float, float] = (0.5, 0.5)
+    share: float = 0.5
 
-    def indices(self, data_rank: int, data_size: int) -> list[int]:
+    @property
+    def config(self) -> PolicyLossConfig:
+        return PolicyLossConfig(rollout_temperature=self.temperature, fused_lm_head=self.fused)
+
+    def indices(self, data_rank: int, data_size: int) -> range:
         """The samples of one of at most two data-parallel ranks."""
-        everything = list(range(len(SAMPLES)))
         if data_size == 1:
-            return everything
-        cut = round(self.shares[0] * len(everything))
-        return everything[:cut] if data_rank == 0 else everything[cut:]
+            return range(len(SAMPLES))
+        cut = round(self.share * len(SAMPLES))
+        return range(cut, len(SAMPLES)) if data_rank else range(cut)
 
 
 SETTINGS = [
     Setting(1.0, budget=64),
-    Setting(0.7, budget=4096, vocab_size=13, shares=(1.0, 0.0)),
-    Setting(1.6, budget=100, fused=True, vocab_size=13, shares=(0.2, 0.8)),
-    Setting(1.0, budget=64, fused=True, shares=(0.0, 1.0)),
+    Setting(0.7, budget=4096, vocab_size=13, share=1.0),
+    Setting(1.6, budget=100, fused=True, vocab_size=13, share=0.2),
+    Setting(1.0, budget=64, fused=True, share=0.0),
 ]
 Scores = list[tuple[Tensor, Tensor]]
 """Of each sample its log-probs and its entropy."""
@@ -121,13 +120,8 @@ def oracle_scores(options: ModelOptions) -> Found:
 
 
 def score(chunks: Any, setting: Setting, samples: Sequence[Sample]) -> ScoredSamples:
-    return compute_log_probs(
-        chunks,
-        samples,
-        PolicyLossConfig(rollout_temperature=setting.temperature, fused_lm_head=setting.fused),
-        max_tokens_per_microbatch=setting.budget,
-        vocab_size=setting.vocab_size,
-    )
+    limits = {"max_tokens_per_microbatch": setting.budget, "vocab_size": setting.vocab_size}
+    return compute_log_probs(chunks, samples, setting.config, **limits)
 
 
 def scores_of_rank(sharding: Sharding, options: ModelOptions) -> tuple[int, Found]:
@@ -161,33 +155,27 @@ def largest_error(found: Scores, expected: Scores) -> float:
 FLOAT32 = 1.01 * 2.0**-24
 """The relative error of rounding to float32, and a little for what was rounded."""
 
-Reference = dict[ModelOptions, Found]
-"""By the model."""
 
-
-def all_oracle_scores() -> Reference:
+def all_oracle_scores() -> dict[ModelOptions, Found]:
     return {options: oracle_scores(options) for options in (DENSE, EXPERTS, TIED, DEEP)}
 
 
 @pytest.fixture(scope="module")
-def references() -> Reference:
+def references() -> dict[ModelOptions, Found]:
     return run_ranks(all_oracle_scores, 1)[0]
 
 
 def errors(
-    ranks: list[tuple[int, Found]], sharding: Sharding, options: ModelOptions, references: Reference
+    ranks: list[tuple[int, Found]], sharding: Sharding, references: Found
 ) -> tuple[list[float], float]:
     """The largest error of every setting, and that of hidden states, over all ranks."""
-    expected, expected_hidden = references[options]
-    worst = []
-    for number, setting in enumerate(SETTINGS):
-        worst.append(0.0)
-        for data_rank, (found, _) in ranks:
+    expected, expected_hidden = references
+    worst, of_hidden = [0.0] * len(SETTINGS), 0.0
+    for data_rank, (found, hidden) in ranks:
+        for number, setting in enumerate(SETTINGS):
             indices = setting.indices(data_rank, sharding.data)
             wanted = [expected[number][index] for index in indices]
-            worst[-1] = max(worst[-1], largest_error(found[number], wanted))
-    of_hidden = 0.0
-    for data_rank, (_, hidden) in ranks:
+            worst[number] = max(worst[number], largest_error(found[number], wanted))
         indices = SETTINGS[0].indices(data_rank, sharding.data)
         for index, states in zip(indices, hidden, strict=True):
             reference = expected_hidden[index]
@@ -197,46 +185,34 @@ def errors(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_rank_gets_the_oracle_s_numbers_in_the_samples_order(
-    case: str, references: Reference
-) -> None:
-    sharding, options = CASES[case]
+def test_every_rank_gets_the_oracle_s_numbers_in_the_samples_order(case, references) -> None:
+    sharding, options = Sharding.named(case), CASES[case]
     ranks = run_ranks(scores_of_rank, sharding.world_size, sharding, options)
     assert {data_rank for data_rank, _ in ranks} == set(range(sharding.data))
-    found, of_hidden = errors(ranks, sharding, options, references)
+    found, of_hidden = errors(ranks, sharding, references[options])
     assert max(found) < FLOAT32, dict(zip(SETTINGS, found, strict=True))
     assert of_hidden < 1e-13  # of numbers around 1
 
 
-def scores_in_the_order_of_the_plan(sharding: Sharding) -> tuple[int, Found]:
+def in_the_order_of_the_plan() -> None:
     """Mutant: what was scored first is taken for the first sample's."""
-    from megatron_pg.megatron import scoring
-
     right = scoring._in_order
 
-    def in_the_order_of_the_plan(plan: Any, samples: Any, values: Tensor) -> list[Tensor]:
+    def wrong(plan: Any, samples: Any, values: Tensor) -> list[Tensor]:
         found = right(plan, samples, values)
         return [found[index] for indices in plan.microbatches for index in indices]
 
-    scoring._in_order = in_the_order_of_the_plan
-    return scores_of_rank(sharding, DENSE)
+    scoring._in_order = wrong
 
 
-def scores_of_own_window(sharding: Sharding) -> tuple[int, Found]:
+def of_own_window() -> None:
     """Mutant: nothing is gathered over context parallelism."""
-    from megatron_pg.megatron import scoring
-
-    scoring.dist = SimpleNamespace(
-        all_reduce=lambda *arguments, **keywords: None,
-        get_backend=dist.get_backend,
-        get_world_size=dist.get_world_size,
-    )
-    return scores_of_rank(sharding, DENSE)
+    scoring.dist = SimpleNamespace(**vars(dist))
+    scoring.dist.all_reduce = lambda *arguments, **keywords: None
 
 
-def scores_without_the_zigzag(sharding: Sharding) -> tuple[int, Found]:
+def without_the_zigzag() -> None:
     """Mutant: a rank's tokens are taken to follow each other, from its first one on."""
-    from megatron_pg.step.token_window import TokenWindow
 
     def in_a_row(window: TokenWindow, values: Tensor) -> Tensor:
         whole = values.new_zeros(*values.shape[:-1], sum(window.response_lengths))
@@ -244,30 +220,31 @@ def scores_without_the_zigzag(sharding: Sharding) -> tuple[int, Found]:
         whole[..., first : first + len(window)] = values
         return whole
 
-    TokenWindow.in_responses = in_a_row  # type: ignore[method-assign]
+    TokenWindow.in_responses = in_a_row
+
+
+def wrong_scores(mutant: Any, sharding: Sharding) -> tuple[int, Found]:
+    mutant()
     return scores_of_rank(sharding, DENSE)
 
 
-def assert_seen(ranks: Any, sharding: Sharding, references: Reference) -> None:
-    """Wrong shapes, or wrong numbers under every setting."""
+@in_one_lane
+@pytest.mark.parametrize(
+    ("mutant", "sharding"),
+    [
+        (in_the_order_of_the_plan, Sharding()),
+        (of_own_window, Sharding(context=2)),
+        (without_the_zigzag, Sharding(context=2)),
+    ],
+)
+def test_a_wrong_order_or_gather_would_be_seen(mutant, sharding, references) -> None:
+    """By wrong shapes, or wrong numbers under every setting."""
+    ranks = run_ranks(wrong_scores, sharding.world_size, mutant, sharding)
     try:
-        found, of_hidden = errors(ranks, sharding, DENSE, references)
+        found, of_hidden = errors(ranks, sharding, references[DENSE])
     except AssertionError:
         return
     assert min(*found, of_hidden) > 1e-3
-
-
-@in_one_lane
-def test_another_order_would_be_seen(references: Reference) -> None:
-    ranks = run_ranks(scores_in_the_order_of_the_plan, 1, Sharding())
-    assert_seen(ranks, Sharding(), references)
-
-
-@in_one_lane
-@pytest.mark.parametrize("mutant", [scores_of_own_window, scores_without_the_zigzag])
-def test_a_wrong_gather_would_be_seen(mutant: Any, references: Reference) -> None:
-    sharding = Sharding(context=2)
-    assert_seen(run_ranks(mutant, 2, sharding), sharding, references)
 
 
 def state_of(chunks: list) -> dict[str, Any]:
@@ -288,13 +265,8 @@ def state_of(chunks: list) -> dict[str, Any]:
 
 
 def assert_equal(before: Any, after: Any) -> None:
-    if isinstance(before, Tensor):
-        assert torch.equal(before, after)
-    elif isinstance(before, list):
-        for one, other in zip(before, after, strict=True):
-            assert_equal(one, other)
-    else:
-        assert before == after
+    """Tensors to the bit."""
+    torch.testing.assert_close(after, before, rtol=0, atol=0, check_device=False)
 
 
 def step_around_scoring(sharding: Sharding, options: ModelOptions, fused: bool) -> float:
@@ -304,27 +276,25 @@ def step_around_scoring(sharding: Sharding, options: ModelOptions, fused: bool) 
     samples = package_samples(SAMPLES)
     before = train_step(chunks, sharding, Run())
     wanted = score(chunks, setting, samples)
-    for module in chunks[-1].modules():
-        if hasattr(module, "hidden_dropout"):
-            module.hidden_dropout = 0.5  # of a layer that a step would draw numbers for
+    layers = [module for module in chunks[-1].modules() if hasattr(module, "hidden_dropout")]
+    for layer in layers:
+        layer.hidden_dropout = 0.5  # a step would draw numbers for it
     chunks[0].module.decoder.layers[0].eval()
     states = state_of(chunks)
     for model in (chunks, [unwrapped(chunk) for chunk in chunks]):
         scored = score(model if len(chunks) > 1 else model[0], setting, samples)
         assert_equal(wanted.log_probs, scored.log_probs)
         assert_equal(wanted.entropy, scored.entropy)
-        for name, value in state_of(chunks).items():
-            assert_equal(states[name], value)
+        after = state_of(chunks)
+        assert after.pop("config") == states["config"]
+        assert_equal({name: states[name] for name in after}, after)
     for chunk in chunks:
         chunk.train()
-        for module in chunk.modules():
-            if hasattr(module, "hidden_dropout"):
-                module.hidden_dropout = 0.0
+    for layer in layers:
+        layer.hidden_dropout = 0.0
     after = train_step(chunks, sharding, Run())
     if before is not None and after is not None:
-        assert before.gradients.keys() == after.gradients.keys()
-        for name, gradient in before.gradients.items():
-            assert torch.equal(gradient, after.gradients[name]), name
+        assert_equal(before.gradients, after.gradients)
         assert before.metrics == after.metrics
     return divergence_of_first_step(chunks, sharding, setting, samples, wanted)
 
@@ -338,12 +308,8 @@ def divergence_of_first_step(
         replace(sample, old_log_probs=old, rollout_id=None)
         for sample, old in zip(samples, scored.log_probs, strict=True)
     ]
-    place = {
-        "cp_size": groups.context_size,
-        "pad_to_multiple": groups.context_size * groups.tensor_size
-        if sharding.sequence_parallel
-        else 1,
-    }
+    multiple = groups.context_size * groups.tensor_size if sharding.sequence_parallel else 1
+    place = {"cp_size": groups.context_size, "pad_to_multiple": multiple}
     plan = plan_step(
         samples,
         max_tokens_per_microbatch=setting.budget,
@@ -355,33 +321,28 @@ def divergence_of_first_step(
         pack([samples[index] for index in indices], cp_rank=groups.context_rank, **place)
         for indices in plan.microbatches
     ]
-    config = PolicyLossConfig(rollout_temperature=setting.temperature, fused_lm_head=setting.fused)
-    step = PolicyStep(config, plan, model=chunks)
+    step = PolicyStep(setting.config, plan, model=chunks)
     for chunk in chunks:
         chunk.zero_grad_buffer()
     return step.metrics(run_micro_batches(step.head, batches, chunks))["kl_new_old"]
 
 
+OVERLAPPED = {"distributed_optimizer": True, "overlap_grad_reduce": True}
+
+
 @pytest.mark.parametrize(
-    ("sharding", "options", "fused"),
+    ("name", "options", "fused"),
     [
-        (Sharding(tensor=2, sequence_parallel=True, context=2), ModelOptions(), True),
-        (
-            Sharding(pipeline=2, virtual_pipeline=2),
-            ModelOptions(calculate_per_token_loss=True, num_layers=4),
-            False,
-        ),
-        (
-            Sharding(data=2),
-            ModelOptions(distributed_optimizer=True, overlap_grad_reduce=True),
-            False,
-        ),
+        ("TP2+SP CP2", ModelOptions(), True),
+        ("PP2 VPP2", ModelOptions(calculate_per_token_loss=True, num_layers=4), False),
+        ("DP2", ModelOptions(**OVERLAPPED), False),
     ],
     ids=["TP2+SP CP2, fused", "PP2 VPP2, per token", "DP2, distributed optimizer, overlapped"],
 )
-def test_training_does_not_notice(sharding: Sharding, options: ModelOptions, fused: bool) -> None:
-    for found in run_ranks(step_around_scoring, sharding.world_size, sharding, options, fused):
-        assert found == 0.0
+def test_training_does_not_notice(name, options, fused) -> None:
+    sharding = Sharding.named(name)
+    found = run_ranks(step_around_scoring, sharding.world_size, sharding, options, fused)
+    assert found == [0.0] * sharding.world_size
 
 
 def refusals(sharding: Sharding) -> list[str]:
@@ -395,20 +356,22 @@ def refusals(sharding: Sharding) -> list[str]:
         {"tokens": [1, 2, 3]},
     ]
 
-    def message_of(model: Any, samples: Any) -> str:
-        try:
-            compute_log_probs(model, samples, PolicyLossConfig(), max_tokens_per_microbatch=8)
-        except (ValueError, OtherRankError, AttributeError) as error:
-            return str(error)
-        return "taken"
+    def message_of(model: Any, samples: Any, compute: Any = score_briefly) -> str:
+        with pytest.raises(
+            (ValueError, OtherRankError, AttributeError, NotImplementedError)
+        ) as error:
+            compute(model, samples, max_tokens_per_microbatch=8)
+        return str(error.value)
 
-    messages = [message_of(chunks, [fine, each] if rank == 1 else [fine]) for each in wrong]
+    messages = [message_of(chunks, [fine, *[each] * rank]) for each in wrong]
     away = [unwrapped(chunk).to_empty(device="meta") for chunk in chunks]
     messages.append(message_of(away, [fine]))
     biased = build(sharding, ModelOptions(output_bias=True))
-    with pytest.raises(NotImplementedError) as refusal:
-        compute_hidden_states(biased, [fine], max_tokens_per_microbatch=8)
-    return [*messages, str(refusal.value)]
+    return [*messages, message_of(biased, [fine], compute_hidden_states)]
+
+
+def score_briefly(model: Any, samples: Any, **keywords: Any) -> ScoredSamples:
+    return compute_log_probs(model, samples, PolicyLossConfig(), **keywords)
 
 
 def test_mistakes_are_told_on_every_rank_before_anything_runs() -> None:
@@ -426,7 +389,7 @@ def test_mistakes_are_told_on_every_rank_before_anything_runs() -> None:
         assert rank[4].startswith("compute_hidden_states takes an output layer without bias")
 
 
-def entropy_of_nothing() -> tuple[int, int]:
+def scores_of_nothing() -> tuple[int, int]:
     """Of a rank without samples, alone in its data-parallel group."""
     chunks = build(Sharding(), ModelOptions())
     scored = compute_log_probs(chunks, [], PolicyLossConfig(), max_tokens_per_microbatch=8)
@@ -434,4 +397,4 @@ def entropy_of_nothing() -> tuple[int, int]:
 
 
 def test_no_samples_at_all() -> None:
-    assert run_ranks(entropy_of_nothing, 1) == [(0, 0)]
+    assert run_ranks(scores_of_nothing, 1) == [(0, 0)]

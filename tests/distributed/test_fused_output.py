@@ -412,13 +412,14 @@ def refusals_of_layers() -> list[str]:
     (chunk,) = build(Sharding(tensor=2), DENSE)
     layer, said = chunk.module.output_layer, []
     for name, value in (("gather_output", True), ("bias", torch.nn.Parameter(torch.zeros(1)))):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(layer, name, value)
-            with pytest.raises(NotImplementedError) as refused:
-                take_output_processor([chunk])
-            with pytest.raises(NotImplementedError) as of_teacher:
-                compute_hidden_states([chunk], [], max_tokens_per_microbatch=8)
-            said += [str(refused.value), str(of_teacher.value)]
+        before = getattr(layer, name)
+        setattr(layer, name, value)
+        with pytest.raises(NotImplementedError) as refused:
+            take_output_processor([chunk])
+        with pytest.raises(NotImplementedError) as of_teacher:
+            compute_hidden_states([chunk], [], max_tokens_per_microbatch=8)
+        said += [str(refused.value), str(of_teacher.value)]
+        setattr(layer, name, before)
     take_output_processor([chunk])
     return said
 

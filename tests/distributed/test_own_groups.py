@@ -123,11 +123,13 @@ def steps(
         plan, held_by = deal(run, samples)
         step = PolicyStep(replace(run.config, policy_loss=policy_loss), plan, model=chunks)
 
-        def head(task: tuple[PackedBatch, Any]) -> Any:
-            right = step.head(task[0], context_group=task[1])
-            return replace(right, loss_func=lambda out: change(task[1], right.loss_func(out)))
+        batches, groups = [], {}
 
-        tasks = []
+        def head(batch: PackedBatch) -> Any:
+            group = groups[id(batch)]
+            right = step.head(batch, context_group=group)
+            return replace(right, loss_func=lambda out: change(group, right.loss_func(out)))
+
         for indices, ranks in zip(plan.microbatches, held_by, strict=True):
             batch = pack(
                 [samples[index] for index in indices],
@@ -136,10 +138,11 @@ def steps(
                 pad_to_multiple=pad * len(ranks),
                 cp_partition_mode=run.cp_partition_mode,
             )
-            tasks.append((batch, group_of[ranks]))
+            batches.append(batch)
+            groups[id(batch)] = group_of[ranks]
         for chunk in chunks:
             chunk.zero_grad_buffer()
-        metrics = step.metrics(run_micro_batches(head, tasks, chunks))
+        metrics = step.metrics(run_micro_batches(head, batches, chunks))
         gradients = gather_gradients(chunks)
         return None if gradients is None else Outcome(gradients, metrics)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -99,8 +101,7 @@ def each_alone() -> dict[str, tuple[float, dict[str, Tensor]]]:
     results = {}
     for name, lengths in LENGTHS.items():
         initialize_groups(Sharding())
-        chunks = build_model(Sharding())
-        total = 0.0
+        chunks, total = build_model(Sharding()), 0.0
         for tokens, weights in zip(*sequences(lengths), strict=True):
             length = len(tokens)
             inputs = (tokens[None], torch.arange(length)[None], None)
@@ -118,57 +119,34 @@ def reference() -> dict[str, tuple[float, dict[str, Tensor]]]:
     return run_ranks(each_alone, 1)[0]
 
 
-@pytest.mark.parametrize(
-    "sharding",
-    [
-        Sharding(),
-        Sharding(context=2),
-        Sharding(context=4),
-        Sharding(tensor=2, context=2),
-        Sharding(tensor=2, context=2, sequence_parallel=True),
-    ],
-    ids=str,
-)
-def test_packed_context_parallel_model_equals_each_sequence_alone(
-    sharding: Sharding, reference: dict[str, tuple[float, dict[str, Tensor]]]
-) -> None:
+@pytest.mark.parametrize("name", ["one process", "CP2", "CP4", "TP2 CP2", "TP2+SP CP2"])
+def test_packed_context_parallel_model_equals_each_sequence_alone(name, reference) -> None:
+    sharding = Sharding.named(name)
     found = run_ranks(all_lengths, sharding.world_size, sharding)[0]
-    for name, (total, gradients) in found.items():
-        expected_total, expected = reference[name]
+    for lengths, (total, gradients) in found.items():
+        expected_total, expected = reference[lengths]
         assert total == pytest.approx(expected_total, rel=1e-5)
         assert gradients.keys() == expected.keys()
-        errors = {
-            key: relative_error(gradient, expected[key]) for key, gradient in gradients.items()
-        }
-        assert max(errors.values()) < TOLERANCE, (name, errors)
+        errors = {key: relative_error(gradients[key], expected[key]) for key in expected}
+        assert max(errors.values()) < TOLERANCE, (lengths, errors)
 
 
 def logits_of_a_rank_alone() -> tuple[Tensor, Tensor]:
-    """A model of two context-parallel ranks whose group is exchanged for one of this rank alone."""
-    sharding = Sharding(context=2)
-    initialize_groups(sharding)
-    (model,) = build_model(sharding)
+    """A model of two context-parallel ranks whose group is exchanged for one of this rank alone, and one without any."""
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
-    tokens, _ = sequences(LENGTHS["even"])
-    boundaries = torch.tensor([0, *torch.tensor(LENGTHS["even"]).cumsum(0)], dtype=torch.int32)
-    packed = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=boundaries,
-        cu_seqlens_kv=boundaries,
-        max_seqlen_q=max(LENGTHS["even"]),
-        max_seqlen_kv=max(LENGTHS["even"]),
-    )
-    positions = torch.cat([torch.arange(length) for length in LENGTHS["even"]])
-    model.module.pg_collection.cp = alone
-    with torch.no_grad():
-        logits = model(torch.cat(tokens)[None], positions[None], None, packed_seq_params=packed)
-    initialize_groups(Sharding(data=2))
-    (reference,) = build_model(Sharding(data=2))
-    with torch.no_grad():
-        expected = reference(
-            torch.cat(tokens)[None], positions[None], None, packed_seq_params=packed
-        )
-    return logits, expected
+    lengths = LENGTHS["even"]
+    tokens = torch.cat(sequences(lengths)[0])[None]
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    packed = thd([0, *itertools.accumulate(lengths)])
+    logits = []
+    for sharding in (Sharding(context=2), Sharding(data=2)):
+        initialize_groups(sharding)
+        (model,) = build_model(sharding)
+        if sharding.context > 1:
+            model.module.pg_collection.cp = alone
+        with torch.no_grad():
+            logits.append(model(tokens, positions, None, packed_seq_params=packed))
+    return logits[0], logits[1]
 
 
 def test_a_context_parallel_model_runs_alone_with_another_group() -> None:
@@ -177,49 +155,41 @@ def test_a_context_parallel_model_runs_alone_with_another_group() -> None:
         assert relative_error(logits, expected) < TOLERANCE
 
 
-REFUSED = {
-    "--attention-dropout": {"attention_dropout": 0.1},
-    "--window-size": {"window_size": (4, 0)},
-    "--softmax-type": {"softmax_type": "off-by-one"},
-}
-
-
-@pytest.mark.parametrize("flag", REFUSED)
-def test_settings_that_the_attention_does_not_know_are_refused(flag: str) -> None:
+@pytest.mark.parametrize(
+    ("flag", "name", "value"),
+    [
+        ("--attention-dropout", "attention_dropout", 0.1),
+        ("--window-size", "window_size", (4, 0)),
+        ("--softmax-type", "softmax_type", "off-by-one"),
+    ],
+)
+def test_settings_that_the_attention_does_not_know_are_refused(flag, name, value) -> None:
     config = transformer_config(Sharding(), ModelOptions())
-    for name, value in REFUSED[flag].items():
-        if not hasattr(config, name):
-            pytest.skip(f"this version of Megatron-Core has no {name}")
-        setattr(config, name, value)
+    if not hasattr(config, name):
+        pytest.skip(f"this version of Megatron-Core has no {name}")
+    setattr(config, name, value)
+    groups = ProcessGroupCollection()
     with pytest.raises(NotImplementedError, match=flag):
-        PackedCoreAttention(
-            config, 1, AttnMaskType.causal, "self", pg_collection=ProcessGroupCollection()
-        )
+        PackedCoreAttention(config, 1, AttnMaskType.causal, "self", pg_collection=groups)
 
 
-MODES = {
-    "zigzag": ({"cp_partition_mode": "contiguous"}, "zigzag"),
-    "contiguous": ({"cp_partition_mode": "contiguous"}, "contiguous"),
-    "rotary zigzag": ({}, "zigzag"),
-    "rotary": ({}, "contiguous"),
-}
-
-
-def refusals_of_modes() -> dict[str, str]:
-    """By case what a model says of a mode; "" where it takes it."""
+def refusals_of_modes() -> list[str]:
+    """What a model says of a mode; "" where it takes it. Learned positions take both, rotary ones the zigzag."""
     initialize_groups(Sharding())
-    found = {}
-    for name, (model, mode) in MODES.items():
-        try:
-            require_partition_mode(build_model(Sharding(), ModelOptions(**model)), mode)
-            found[name] = ""
-        except NotImplementedError as error:
-            found[name] = str(error)
-    return found
+    said = []
+    for cut in ("contiguous", "zigzag"):
+        model = build_model(Sharding(), ModelOptions(cp_partition_mode=cut))
+        for mode in ("zigzag", "contiguous"):
+            try:
+                require_partition_mode(model, mode)
+                said.append("")
+            except NotImplementedError as error:
+                said.append(str(error))
+    return said
 
 
 def test_a_cut_of_the_pack_that_the_attention_does_not_have_is_refused() -> None:
-    said = run_ranks(refusals_of_modes, 1)[0]
-    assert said["rotary zigzag"] == said["contiguous"] == said["zigzag"] == ""
-    assert "rotary positions of this megatron-core" in said["rotary"]
-    assert "contiguous" in said["rotary"] and "cp_partition_modes" in said["rotary"]
+    *taken, rotary = run_ranks(refusals_of_modes, 1)[0]
+    assert taken == [""] * 3
+    assert "rotary positions of this megatron-core" in rotary
+    assert "contiguous" in rotary and "cp_partition_modes" in rotary

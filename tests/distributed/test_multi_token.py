@@ -6,14 +6,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from megatron.core.models.gpt import gpt_model
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer import multi_token_prediction
 
 from megatron_pg.config.versions import derives_multi_token_labels
 
 from .cases import AHEAD
-from .compare import compare
+from .compare import assert_equal
 from .launch import run_ranks
 from .models import Sharding
-from .one_step import Outcome, build, train_step
+from .one_step import Outcome, run_steps
 from .reference import reference_steps
 from .steps import Run
 
@@ -26,14 +29,11 @@ RUN = Run(regularized=True)
 
 def scaled_in_the_schedule(factor: float) -> None:
     """As pull request 3959 of NVIDIA/Megatron-LM has it: the schedule's scale carries the factor."""
-    from megatron.core.pipeline_parallel import schedules
-    from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
-
-    right = schedules.forward_step_calc_loss
+    right, scaler = schedules.forward_step_calc_loss, multi_token_prediction.MTPLossAutoScaler
 
     def wrong(*args: Any, **keywords: Any) -> Any:
         result = right(*args, **keywords)
-        MTPLossAutoScaler.set_loss_scale(MTPLossAutoScaler.main_loss_backward_scale * factor)
+        scaler.set_loss_scale(scaler.main_loss_backward_scale * factor)
         return result
 
     schedules.forward_step_calc_loss = wrong
@@ -41,9 +41,6 @@ def scaled_in_the_schedule(factor: float) -> None:
 
 def scaled_in_the_loss(factor: float) -> None:
     """As pull request 7498 says that it does: the loss itself, outside of per-token mode."""
-    from megatron.core.models.gpt import gpt_model
-    from megatron.core.transformer import multi_token_prediction
-
     right = multi_token_prediction.process_mtp_loss
 
     def wrong(*args: Any, config: Any, **keywords: Any) -> Any:
@@ -57,41 +54,30 @@ def scaled_in_the_loss(factor: float) -> None:
 
 def other_arguments(factor: float) -> None:
     """A Megatron-Core that cannot be measured."""
-    from megatron.core.pipeline_parallel import schedules
-
     right = schedules.forward_step_calc_loss
     schedules.forward_step_calc_loss = lambda *args, of_another_name=None: right(*args)
 
 
-def step(change: Any, factor: float, sharding: Sharding) -> Outcome | str | None:
-    """The outcome on rank 0, or what was refused on this rank."""
+def second_step(change: Any, factor: float, sharding: Sharding) -> Outcome | str | None:
+    """The outcome on rank 0 of the step that is not measured, or what was refused on this rank."""
     change(factor)
-    chunks = build(sharding, AHEAD)
     try:
-        return [train_step(chunks, sharding, RUN) for _ in range(2)][
-            1
-        ]  # the second is not measured
+        return run_steps(sharding, AHEAD, [RUN, RUN])[1]
     except NotImplementedError as error:
         return str(error)
 
 
-@pytest.mark.parametrize(
-    "sharding",
-    [Sharding(context=2), Sharding(pipeline=2, context=2), Sharding(tensor=2, context=2)],
-    ids=str,
-)
+@pytest.mark.parametrize("name", ["CP2", "PP2 CP2", "TP2 CP2"])
 @pytest.mark.parametrize(
     ("change", "factor"),
     [(scaled_in_the_schedule, 2.0), (scaled_in_the_loss, 2.0), (scaled_in_the_loss, 1.0)],
     ids=["the schedule's", "the loss's", "as in 0.19"],
 )
-def test_the_gradient_is_the_same_where_megatron_multiplies_by_cp(
-    change: Any, factor: float, sharding: Sharding
-) -> None:
-    (expected,) = run_ranks(reference_steps, 1, AHEAD.unsharded, [RUN])[0]
-    found = run_ranks(step, sharding.world_size, change, factor, sharding)[0]
-    comparison = compare(found, expected)
-    assert comparison.passed, comparison
+def test_the_gradient_is_the_same_where_megatron_multiplies_by_cp(change, factor, name) -> None:
+    sharding = Sharding.named(name)
+    expected = run_ranks(reference_steps, 1, AHEAD.unsharded, [RUN])[0]
+    found = run_ranks(second_step, sharding.world_size, change, factor, sharding)[0]
+    assert_equal([found], expected)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +87,7 @@ def test_the_gradient_is_the_same_where_megatron_multiplies_by_cp(
         (other_arguments, "unexpected keyword"),
     ],
 )
-def test_another_factor_is_refused_on_every_rank(change: Any, words: str) -> None:
-    for found in run_ranks(step, 2, change, 3.0, Sharding(context=2)):
+def test_another_factor_is_refused_on_every_rank(change, words) -> None:
+    for found in run_ranks(second_step, 2, change, 3.0, Sharding(context=2)):
         assert found.startswith("--mtp-num-layers with --context-parallel-size 2")
         assert words in found

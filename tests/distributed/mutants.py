@@ -33,11 +33,15 @@ class Mutant:
     """Times the right gradient, where the mistake is a factor on a world of CP 2, DP 2, M 3."""
 
 
-def scaled(factor: Callable[[ParallelGroups, int], float]) -> LossFactory:
-    """The package's loss times a factor of the process groups and the number of micro-batches."""
+def scaled(
+    factor: Callable[[ParallelGroups, int], float],
+    totals_of: Callable[[StepTotals, PackedBatch], StepTotals] = lambda totals, batch: totals,
+) -> LossFactory:
+    """The package's loss of some totals, times a factor of the process groups and the number of micro-batches."""
 
-    def factory(config, batch, totals, *, num_microbatches, model):  # type: ignore[no-untyped-def]
-        right = step_loss(config, batch, totals, num_microbatches=num_microbatches, model=model)
+    def factory(config, batch, totals, *, num_microbatches, model):
+        step = {"num_microbatches": num_microbatches, "model": model}
+        right = step_loss(config, batch, totals_of(totals, batch), **step)
         number = factor(ParallelGroups.from_model(model), num_microbatches)
 
         def loss_func(output: Tensor) -> Any:
@@ -51,21 +55,17 @@ def scaled(factor: Callable[[ParallelGroups, int], float]) -> LossFactory:
 
 def with_totals(change: Callable[[StepTotals, PackedBatch], StepTotals]) -> LossFactory:
     """The package's loss from other totals than the step's."""
-
-    def factory(config, batch, totals, **keywords):  # type: ignore[no-untyped-def]
-        return step_loss(config, batch, change(totals, batch), **keywords)
-
-    return factory
+    return scaled(lambda groups, count: 1.0, change)
 
 
 def changed_output(
-    change: Callable[[tuple[Any, ...], PackedBatch, Tensor], tuple[Any, ...]],
+    change: Callable[[tuple[Any, ...], PackedBatch], tuple[Any, ...]],
 ) -> LossFactory:
     """Something else returned to the schedule."""
 
-    def factory(config, batch, totals, **keywords):  # type: ignore[no-untyped-def]
+    def factory(config, batch, totals, **keywords):
         right = step_loss(config, batch, totals, **keywords)
-        return lambda output: change(right(output), batch, output)
+        return lambda output: change(right(output), batch)
 
     return factory
 
@@ -87,25 +87,21 @@ def phantom_tokens(totals: StepTotals, batch: PackedBatch) -> StepTotals:
     return replace(totals, num_active_tokens=totals.num_active_tokens + phantoms)
 
 
-def mean_of_micro_batch_means(config, batch, totals, *, num_microbatches, model):  # type: ignore[no-untyped-def]
-    """Each micro-batch normalized by itself, then averaged by the schedule and over data."""
-    here = uneven_totals(batch.samples)
-    right = step_loss(config, batch, here, num_microbatches=num_microbatches, model=model)
-    share = ParallelGroups.from_model(model).data_size * num_microbatches
-
-    def loss_func(output: Tensor) -> Any:
-        loss, *rest = right(output)
-        return (loss / share, *rest)
-
-    return loss_func
+def own_totals(totals: StepTotals, batch: PackedBatch) -> StepTotals:
+    """Each micro-batch normalized by itself."""
+    return uneven_totals(batch.samples)
 
 
-def two_values(result: tuple[Any, ...], batch: PackedBatch, output: Tensor) -> tuple[Any, ...]:
+MEAN_OF_MEANS = scaled(lambda groups, count: 1 / (groups.data_size * count), own_totals)
+"""Each micro-batch normalized by itself, then averaged by the schedule and over data."""
+
+
+def two_values(result: tuple[Any, ...], batch: PackedBatch) -> tuple[Any, ...]:
     """The token count of per-token mode left out."""
     return result[0], result[-1]
 
 
-def metric_without_clone(config, batch, totals, *, num_microbatches, model):  # type: ignore[no-untyped-def]
+def metric_without_clone(config, batch, totals, *, num_microbatches, model):
     """The reported loss shares memory with the returned one, which the schedule rescales in place."""
     right = step_loss(config, batch, totals, num_microbatches=num_microbatches, model=model)
     factor = ParallelGroups.from_model(model).data_size * num_microbatches
@@ -119,7 +115,7 @@ def metric_without_clone(config, batch, totals, *, num_microbatches, model):  # 
     return loss_func
 
 
-def fresh_zero(result: tuple[Any, ...], batch: PackedBatch, output: Tensor) -> tuple[Any, ...]:
+def fresh_zero(result: tuple[Any, ...], batch: PackedBatch) -> tuple[Any, ...]:
     """A loss of its own, not connected to the model, on a rank without response tokens."""
     if len(batch.window) > 0:
         return result
@@ -159,11 +155,9 @@ MUTANTS: dict[str, Mutant] = {
         with_totals(local_denominators), run=Run("prompt_mean")
     ),
     "phantom token for a masked sample": Mutant(with_totals(phantom_tokens), run=Run("token_mean")),
-    "mean of micro-batch means, token_mean": Mutant(
-        mean_of_micro_batch_means, run=Run("token_mean")
-    ),
+    "mean of micro-batch means, token_mean": Mutant(MEAN_OF_MEANS, run=Run("token_mean")),
     "mean of micro-batch means, sample_mean": Mutant(
-        mean_of_micro_batch_means, run=Run("sample_mean", cut="ragged")
+        MEAN_OF_MEANS, run=Run("sample_mean", cut="ragged")
     ),
     "two values in per-token mode": Mutant(
         changed_output(two_values), run=Run("token_mean"), options=PER_TOKEN

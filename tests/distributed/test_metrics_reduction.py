@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.loss.from_logits import policy_loss_from_log_probs
 from megatron_pg.loss.metric_table import SIGNS, metrics_on
 from megatron_pg.loss.metrics import MicroBatchMetrics, metric_names, reduce_metrics
 from megatron_pg.step.batch import pack
-from megatron_pg.step.totals import StepTotals, step_totals
+from megatron_pg.step.totals import step_totals
 from tests.distributed.launch import run_ranks
 from tests.fast.sequences import flat_log_probs, package_sample, random_sequences
 from tests.lanes import in_one_lane
@@ -28,66 +27,45 @@ FIRST_STAGE, LAST_STAGE = (0,), (1, 3)
 their tensor-parallel peers: they hold the same metrics and must not add them again."""
 
 CONFIG = PolicyLossConfig(pg_metrics="with_entropy", use_tis=True)
-
-NUM_EXTREMES = sum(row.kind in SIGNS for row in metrics_on(CONFIG))
-
 SEQUENCES = [
     # All advantages are negative: a zero from any rank would become the maximum.
     dataclasses.replace(s, advantages=[-1.0 - t for t in range(len(s.advantages))])
     for s in random_sequences(1)
 ]
+TOTALS = step_totals([package_sample(s) for s in SEQUENCES])
 MICRO_BATCHES: dict[int, list[list[int]]] = {1: [[0, 1], [2], []], 3: [[3, 4, 5, 6]]}
 """Sample indices by micro-batch of the two data-parallel ranks, whose numbers of them differ."""
 
 
-def metrics_of(indices: list[int], totals: StepTotals, step_share: float) -> MicroBatchMetrics:
+def metrics_of(indices: list[int], step_share: float) -> MicroBatchMetrics:
     sequences = [SEQUENCES[index] for index in indices]
     log_probs = flat_log_probs(sequences)
-    _, metrics = policy_loss_from_log_probs(
-        CONFIG,
-        pack([package_sample(s) for s in sequences]),
-        log_probs,
-        -log_probs.detach(),
-        totals=totals,
-        step_share=step_share,
-    )
-    return metrics
+    batch = pack([package_sample(s) for s in sequences])
+    step = {"totals": TOTALS, "step_share": step_share}
+    return policy_loss_from_log_probs(CONFIG, batch, log_probs, -log_probs.detach(), **step)[1]
 
 
-def of_this_rank(totals: StepTotals) -> list[MicroBatchMetrics]:
+def of_this_rank() -> list[MicroBatchMetrics]:
     rank = dist.get_rank()
     if rank in FIRST_STAGE:
         return []
-    leader = rank if rank in LAST_STAGE else rank - 1
-    parts = MICRO_BATCHES[leader]
-    return [metrics_of(part, totals, 1 / (len(LAST_STAGE) * len(parts))) for part in parts]
+    parts = MICRO_BATCHES[rank if rank in LAST_STAGE else rank - 1]
+    return [metrics_of(part, 1 / (len(LAST_STAGE) * len(parts))) for part in parts]
 
 
-def worker() -> tuple[dict[str, float], list]:
+def worker() -> tuple[dict[str, float], list[str]]:
     """(the reduced metrics, the operation of every all-reduce of the step)."""
-    totals = step_totals([package_sample(s) for s in SEQUENCES])
-    operations = []
-    original = dist.all_reduce
-
-    def counted(tensor: Tensor, op: Any = dist.ReduceOp.SUM, **options: object):
-        operations.append(str(op))
-        return original(tensor, op=op, **options)
-
-    dist.all_reduce = counted
-    try:
-        micro_batches = of_this_rank(totals)
-        assert not operations, "none before the end of the step"
-        found = reduce_metrics(
-            CONFIG, micro_batches, contributes=dist.get_rank() in LAST_STAGE, device="cpu"
-        )
-    finally:
-        dist.all_reduce = original
-    return found, operations
+    contributes = dist.get_rank() in LAST_STAGE
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reductions:
+        micro_batches = of_this_rank()
+        assert not reductions.called, "none before the end of the step"
+        found = reduce_metrics(CONFIG, micro_batches, contributes=contributes, device="cpu")
+    calls = reductions.call_args_list
+    return found, [str(call.kwargs.get("op", dist.ReduceOp.SUM)) for call in calls]
 
 
 def test_the_world_agrees_with_one_process_by_two_all_reduces() -> None:
-    totals = step_totals([package_sample(s) for s in SEQUENCES])
-    whole = metrics_of(list(range(len(SEQUENCES))), totals, 1.0)
+    whole = metrics_of(list(range(len(SEQUENCES))), 1.0)
     expected = reduce_metrics(CONFIG, [whole], contributes=True, device="cpu")
     assert expected["max_advantage"] < 0 and math.isfinite(expected["entropy"])
     for found, operations in run_ranks(worker, WORLD_SIZE):
@@ -99,12 +77,12 @@ def test_the_world_agrees_with_one_process_by_two_all_reduces() -> None:
 
 def worker_with_zero_for_an_identity() -> dict[str, float]:
     """The mutant: the first stage brings zeros to both reductions, as a freshly zeroed buffer does."""
-    micro_batches = of_this_rank(step_totals([package_sample(s) for s in SEQUENCES]))
-    if dist.get_rank() in FIRST_STAGE:
-        names = metric_names(CONFIG)
-        zeros = MicroBatchMetrics({name: torch.zeros(2, dtype=torch.float64) for name in names})
-        zeros.maxima = torch.zeros(NUM_EXTREMES, dtype=torch.float64)
-        micro_batches = [zeros]
+    micro_batches = of_this_rank()
+    if not micro_batches:
+        pairs = {name: torch.zeros(2, dtype=torch.float64) for name in metric_names(CONFIG)}
+        micro_batches = [MicroBatchMetrics(pairs)]
+        num_extremes = sum(row.kind in SIGNS for row in metrics_on(CONFIG))
+        micro_batches[0].maxima = torch.zeros(num_extremes, dtype=torch.float64)
     contributes = dist.get_rank() in FIRST_STAGE + LAST_STAGE
     return reduce_metrics(CONFIG, micro_batches, contributes=contributes, device="cpu")
 

@@ -10,14 +10,13 @@ from .compare import assert_equal, compare
 from .launch import run_ranks
 from .models import ModelOptions, Sharding
 from .mutants import FRESH_ZERO, MUTANTS, PER_TOKEN, Mutant
-from .one_step import Outcome, build, train_step
+from .one_step import Outcome, build, run_steps, train_step
 from .reference import reference_steps
 from .steps import Run
 
 pytestmark = in_one_lane
 
 SHARDING = Sharding(context=2, data=2)
-METRIC_MUTANTS = {"metric detached without a clone"}
 
 
 def run_all(mutants: dict[str, Mutant]) -> dict[str, Outcome | None]:
@@ -32,19 +31,12 @@ def run_all(mutants: dict[str, Mutant]) -> dict[str, Outcome | None]:
     return found
 
 
-def run_mutants(names: list[str]) -> dict[str, Outcome | None]:
-    return run_all({name: MUTANTS[name] for name in names})
+def run_mutants() -> dict[str, Outcome | None]:
+    return run_all(MUTANTS)
 
 
 def run_short_step(cut_off: bool) -> None:
     run_all({"": FRESH_ZERO if cut_off else Mutant(run=FRESH_ZERO.run)})
-
-
-def run_right(options: list[ModelOptions], runs: list[Run]) -> list[list[Outcome | None]]:
-    return [
-        [train_step(chunks, SHARDING, run) for run in runs]
-        for chunks in (build(SHARDING, each) for each in options)
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -55,17 +47,15 @@ def references() -> dict[Run, Outcome]:
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, Outcome]:
-    return run_ranks(run_mutants, SHARDING.world_size, list(MUTANTS))[0]
+    return run_ranks(run_mutants, SHARDING.world_size)[0]
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_mutant_is_caught(
-    name: str, outcomes: dict[str, Outcome], references: dict[Run, Outcome]
-) -> None:
+def test_mutant_is_caught(name, outcomes, references) -> None:
     mutant = MUTANTS[name]
     comparison = compare(outcomes[name], references[mutant.run])
     assert not comparison.passed, str(comparison)
-    if name in METRIC_MUTANTS:
+    if name == "metric detached without a clone":
         assert comparison.worst_metric == "loss" and comparison.metric_error > 1e-3
     else:
         assert comparison.gradient_error > 1e-3, str(comparison)
@@ -73,13 +63,12 @@ def test_mutant_is_caught(
         assert comparison.gradient_ratio == pytest.approx(mutant.gradient_ratio, rel=1e-5)
 
 
-def test_the_steps_that_reveal_mutants_are_right_without_them(
-    references: dict[Run, Outcome],
-) -> None:
+@pytest.mark.parametrize("options", [ModelOptions(), PER_TOKEN], ids=["", "per token"])
+def test_the_steps_that_reveal_mutants_are_right_without_them(options, references) -> None:
     """Else a mutant could be caught by a step that never passes."""
-    modes = [ModelOptions(), PER_TOKEN]
-    for outcomes in run_ranks(run_right, SHARDING.world_size, modes, list(references))[0]:
-        assert_equal(outcomes, list(references.values()), list(references))
+    runs = list(references)
+    outcomes = run_ranks(run_steps, SHARDING.world_size, SHARDING, options, runs)[0]
+    assert_equal(outcomes, list(references.values()), runs)
 
 
 def test_a_loss_cut_off_from_the_model_on_an_empty_rank_hangs() -> None:

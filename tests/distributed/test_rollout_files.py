@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from megatron_pg.rollout_files import RolloutFiles, StepCollector, with_group_advantages
+from megatron_pg.step import plan_step
 from tests.lanes import in_one_lane
 
 from .launch import run_ranks
@@ -20,19 +24,24 @@ REWARDS = (1.0, 0.0, 0.0, 1.0, 0.5, 0.25, 2.0, 0.0, 1.0, 1.0, 1.0)
 GROUPS = (0, 0, 0, 0, 1, 1, 1, 2, 2, 3, 3)
 
 
-def write(folder: Path) -> str:
+def write(folder: Path, rewards: Sequence[float] = REWARDS) -> str:
     path = folder / "rollouts.jsonl"
     with path.open("w") as file:
-        for number, (reward, group) in enumerate(zip(REWARDS, GROUPS, strict=True)):
-            length = number % 3 + 1
-            row = {
-                "prompt_ids": [number],
-                "response_ids": [1] * length,
-                "reward": reward,
-                "group_index": group,
-            }
-            file.write(json.dumps(row) + "\n")
+        for number, (reward, group) in enumerate(zip(rewards, GROUPS, strict=True)):
+            response = [1] * (number % 3 + 1)
+            row = {"prompt_ids": [number], "response_ids": response, "reward": reward}
+            file.write(json.dumps(row | {"group_index": group}) + "\n")
     return str(path)
+
+
+def source_of(paths: list[str]) -> RolloutFiles:
+    place = {"data_parallel_rank": dist.get_rank(), "data_parallel_size": dist.get_world_size()}
+    return RolloutFiles(paths, **place)
+
+
+def everywhere() -> dict[str, Any]:
+    """The prompt of a row here is its number."""
+    return {"data_parallel_group": dist.group.WORLD, "allow_different_prompts": True}
 
 
 Answer = list[tuple[int, float]]
@@ -40,33 +49,22 @@ Answer = list[tuple[int, float]]
 
 def train(path: str) -> tuple[list[Answer], list[tuple[int, ...]]]:
     """Rows and advantages of each step on this rank; N, P, T and micro-batches of each step."""
-    from megatron_pg.rollout_files import RolloutFiles, StepCollector, with_group_advantages
-    from megatron_pg.step import plan_step
-
-    world = dist.group.WORLD
-    source = RolloutFiles(
-        [path], data_parallel_rank=dist.get_rank(), data_parallel_size=dist.get_world_size()
-    )
     collector = StepCollector(
-        source, docs_per_step=4, mode="exact", keep_prompt_groups=True, data_parallel_group=world
+        source_of([path]),
+        docs_per_step=4,
+        mode="exact",
+        keep_prompt_groups=True,
+        data_parallel_group=dist.group.WORLD,
     )
     answers, counts = [], []
     while (step := collector.collect()) is not None:
-        # The prompt of a row here is its number.
-        any_prompts = {"data_parallel_group": world, "allow_different_prompts": True}
-        samples, _ = with_group_advantages(step.samples, method="dr_grpo", **any_prompts)
-        plan = plan_step(samples, max_tokens_per_microbatch=8, **any_prompts)
+        samples, _ = with_group_advantages(step.samples, method="dr_grpo", **everywhere())
+        plan = plan_step(samples, max_tokens_per_microbatch=8, **everywhere())
         totals = plan.totals
         assert step.num_documents == totals.num_rollouts
         answers.append([(int(s.tokens[0]), float(s.advantages[0])) for s in samples])
-        counts.append(
-            (
-                totals.num_rollouts,
-                totals.num_prompt_groups,
-                totals.num_active_tokens,
-                plan.num_microbatches,
-            )
-        )
+        of_step = (totals.num_rollouts, totals.num_prompt_groups, totals.num_active_tokens)
+        counts.append((*of_step, plan.num_microbatches))
     return answers, counts
 
 
@@ -95,43 +93,26 @@ def test_steps_from_a_file(tmp_path: Path, world_size: int) -> None:
 
 def far_rewards(path: str) -> str:
     """The group of the first four rows has a reward too far off; rank 1 holds none of them."""
-    from megatron_pg.rollout_files import RolloutFiles, with_group_advantages
-
-    source = RolloutFiles([path])
-    samples = [sample for sample in source.pull(11) if sample is not None]
+    samples = [sample for sample in RolloutFiles([path]).pull(11) if sample is not None]
     mine = samples[:4] if dist.get_rank() == 0 else samples[4:]
-    try:
-        with_group_advantages(
-            mine,
-            method="dr_grpo",
-            data_parallel_group=dist.group.WORLD,
-            allow_different_prompts=True,
-        )
-    except ValueError as error:
-        return str(error)
-    return ""
+    with pytest.raises(ValueError) as error:
+        with_group_advantages(mine, method="dr_grpo", **everywhere())
+    return str(error.value)
 
 
 def test_rewards_without_advantages_in_float32_end_all_ranks(tmp_path: Path) -> None:
-    path = Path(write(tmp_path))
-    lines = path.read_text().splitlines()
-    lines[2] = lines[2].replace('"reward": 0.0', '"reward": 1e39')
-    path.write_text("\n".join(lines))
-    first, second = run_ranks(far_rewards, 2, str(path))
+    path = write(tmp_path, [*REWARDS[:2], 1e39, *REWARDS[3:]])
+    first, second = run_ranks(far_rewards, 2, path)
     assert first == second and "rewards[2] is 1e+39, too far" in first
 
 
 def collect_from(paths: list[list[str]]) -> str:
     """What a rank is told that reads its own list of files."""
-    from megatron_pg.rollout_files import RolloutFiles, StepCollector
-
-    rank, size = dist.get_rank(), dist.get_world_size()
-    source = RolloutFiles(paths[rank], data_parallel_rank=rank, data_parallel_size=size)
+    source = source_of(paths[dist.get_rank()])
     collector = StepCollector(source, docs_per_step=2, data_parallel_group=dist.group.WORLD)
-    try:
-        return f"{len(collector.collect().samples)} samples"
-    except ValueError as error:
-        return str(error)
+    with pytest.raises(ValueError) as error:
+        collector.collect()
+    return str(error.value)
 
 
 def test_ranks_that_see_other_files_are_refused(tmp_path: Path) -> None:

@@ -88,17 +88,14 @@ def run_ranks(
 def _run(task: bytes, world_size: int, patience: float) -> list[Any]:
     context = fork_server()
     with tempfile.TemporaryDirectory() as folder:
-        store = os.path.join(folder, "store")
         pipes, processes = [], []
         for rank in range(world_size):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_run_rank, args=(theirs, task, rank, world_size, store)
-            )
-            process.start()
+            arguments = (theirs, task, rank, world_size, os.path.join(folder, "store"))
+            processes.append(context.Process(target=_run_rank, args=arguments))
+            processes[-1].start()
             theirs.close()
             pipes.append(ours)
-            processes.append(process)
         try:
             return _collect(pipes, [process.pid for process in processes], patience)
         finally:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -62,18 +61,21 @@ def unsynchronized(model: nn.Module, is_last: bool) -> AbstractContextManager[No
     """Gradients accumulate locally until the last micro-batch."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(is_last)
-        return nullcontext()
-    return nullcontext() if is_last else model.no_sync()  # type: ignore[operator,no-any-return]
+    return nullcontext() if is_last or isinstance(model, FSDPModule) else model.no_sync()
+
+
+def divisor_of(aggregation: str) -> float | None:
+    return DIVISOR if aggregation == "constant" else None
 
 
 def packed_loss(model: nn.Module, rows: list[int], aggregation: str, factor: int) -> Tensor:
     """The package's loss of packed samples, times the data-parallel size."""
     config = PolicyLossConfig(
-        loss_aggregation=aggregation,  # type: ignore[arg-type]
-        loss_aggregation_divisor=DIVISOR if aggregation == "constant" else None,
+        loss_aggregation=aggregation,
+        loss_aggregation_divisor=divisor_of(aggregation),
         pg_metrics="none",
     )
-    mine = [row for each in MICRO_BATCHES[dist.get_rank()] for row in each]
+    mine = [row for part in MICRO_BATCHES[dist.get_rank()] for row in part]
     samples = package_samples(STEP)
     totals = uneven_totals([samples[row] for row in mine], data_parallel_group=dist.group.WORLD)
     batch = pack([samples[row] for row in rows])
@@ -83,39 +85,39 @@ def packed_loss(model: nn.Module, rows: list[int], aggregation: str, factor: int
 
 def padded_loss(model: nn.Module, rows: list[int], aggregation: str, factor: int) -> Tensor:
     """The same from a [batch, length] matrix: -min(r A, clip(r) A) by hand, then `reduce_padded`."""
-    mine = [row for each in MICRO_BATCHES[dist.get_rank()] for row in each]
+    mine = [STEP[row] for part in MICRO_BATCHES[dist.get_rank()] for row in part]
     totals = padded_totals(
-        padded([STEP[row].loss_mask for row in mine]),
-        group_index=[STEP[row].group_index for row in mine],  # type: ignore[misc]
+        padded(mine, "loss_mask"),
+        group_index=[sample.group_index for sample in mine],
         data_parallel_group=dist.group.WORLD,
         allow_different_group_sizes=True,
     )
     samples = [STEP[row] for row in rows]
-    mask = padded([sample.loss_mask for sample in samples])
+    mask = padded(samples, "loss_mask")
     log_probs = torch.zeros(mask.shape, dtype=torch.float64)
     logits = model(torch.tensor([token for sample in samples for token in sample.tokens]))
-    for row, each in enumerate(logits.split([len(sample.tokens) for sample in samples])):
-        sample, scores = samples[row], each.log_softmax(-1)
+    parts = logits.split([len(sample.tokens) for sample in samples])
+    for row, (sample, part) in enumerate(zip(samples, parts, strict=True)):
         first = sample.prompt_length
-        taken = scores[first - 1 : -1].gather(1, torch.tensor(sample.tokens[first:])[:, None])
+        targets = torch.tensor(sample.tokens[first:])[:, None]
+        taken = part.log_softmax(-1)[first - 1 : -1].gather(1, targets)
         log_probs[row, : sample.response_length] = taken[:, 0]
-    old = padded([sample.old_log_probs for sample in samples]).double()
-    advantages = padded([sample.advantages for sample in samples]).double()
+    old, advantages = (padded(samples, name).double() for name in ("old_log_probs", "advantages"))
     ratio = (log_probs - old).clamp(-20, 20).exp()
-    loss = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
     return reduce_padded(
-        loss,
+        -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages),
         mask,
         totals=totals,
         aggregation=aggregation,
-        divisor=DIVISOR if aggregation == "constant" else None,
-        group_index=[sample.group_index for sample in samples],  # type: ignore[misc]
+        divisor=divisor_of(aggregation),
+        group_index=[sample.group_index for sample in samples],
         data_parallel_size=factor,
     )
 
 
-def padded(rows: list[list[Any]]) -> Tensor:
-    return nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+def padded(samples: list[PlainSample], name: str) -> Tensor:
+    rows = [torch.tensor(getattr(sample, name)) for sample in samples]
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
 
 LOSSES: dict[str, Callable[..., Tensor]] = {"packed": packed_loss, "padded": padded_loss}
@@ -147,18 +149,15 @@ def worker(kind: str, loss: str) -> dict[tuple[str, int], list[Tensor]]:
 def reference(aggregation: str) -> list[Tensor]:
     """The oracle's gradients of the same samples, all in one."""
     model = Model()
-    samples: list[PlainSample] = [
-        STEP[row] for rank in MICRO_BATCHES for rows in rank for row in rows
-    ]
-    logits = [model(torch.tensor(sample.tokens)) for sample in samples]
+    logits = [model(torch.tensor(sample.tokens)) for sample in STEP]
     objective = Objective(loss_aggregation=aggregation, loss_aggregation_divisor=DIVISOR)
-    oracle.policy_loss(samples, logits, objective).loss.backward()
+    oracle.policy_loss(STEP, logits, objective).loss.backward()
     return [whole(parameter.grad) for parameter in model.parameters()]
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_the_gradient_of_the_step(kind: str, loss: str) -> None:
+def test_the_gradient_of_the_step(kind, loss) -> None:
     found = run_ranks(worker, WORLD_SIZE, kind, loss)[0]
     for aggregation in oracle.AGGREGATIONS:
         expected = reference(aggregation)

@@ -80,38 +80,29 @@ def reduce_scatter_drops_the_second_shard(reduced, own):
         reduced.chunk(size)[rank].copy_(own.chunk(size)[rank])
 
 
-def each_backward_hook(before: Callable[[Any], Any], after: Callable[[Any], Any]) -> Break:
-    """Has these run on a parameter before and after DDP adds up its gradient of a micro-batch."""
+@breakage("DP2", "bf16|bfloat16", never=(BACKWARD,))
+@around(DistributedDataParallel, "_make_backward_post_hook")
+def gradients_are_accumulated_in_bfloat16(right, ddp, parameter):
+    hook = right(ddp, parameter)
 
-    @around(DistributedDataParallel, "_make_backward_post_hook")
-    def make(right, ddp, parameter):
-        hook = right(ddp, parameter)
+    def wrong(*unused: Any) -> None:
+        hook(*unused)
+        parameter.main_grad.copy_(parameter.main_grad.to(torch.bfloat16))
 
-        def wrong(*unused: Any) -> None:
-            before(parameter)
-            hook(*unused)
-            after(parameter)
-
-        return wrong
-
-    return make
+    return wrong
 
 
-def forget(parameter: Any) -> None:
-    if parameter.dtype == torch.bfloat16:
-        parameter.main_grad.zero_()
+@breakage("bf16", "bf16", passes="loss only|fp32")
+@around(DistributedDataParallel, "_make_backward_post_hook")
+def gradients_of_bf16_are_not_accumulated(right, ddp, parameter):
+    hook = right(ddp, parameter)
 
+    def wrong(*unused: Any) -> None:
+        if parameter.dtype == torch.bfloat16:
+            parameter.main_grad.zero_()
+        hook(*unused)
 
-def round_gradient(parameter: Any) -> None:
-    parameter.main_grad.copy_(parameter.main_grad.to(torch.bfloat16))
-
-
-breakage("DP2", "bf16|bfloat16", name="gradients are accumulated in bfloat16", never=(BACKWARD,))(
-    each_backward_hook(lambda parameter: None, round_gradient)
-)
-breakage("bf16", "bf16", name="gradients of bf16 are not accumulated", passes="loss only|fp32")(
-    each_backward_hook(forget, lambda parameter: None)
-)
+    return wrong
 
 
 def each_wrapped_model(change: Callable[[Any], None]) -> Break:

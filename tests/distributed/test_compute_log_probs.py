@@ -90,10 +90,8 @@ SETTINGS = [
     Setting(1.6, budget=100, fused=True, vocab_size=13, share=0.2),
     Setting(1.0, budget=64, fused=True, share=0.0),
 ]
-Scores = list[tuple[Tensor, Tensor]]
-"""Of each sample its log-probs and its entropy."""
-Found = tuple[list[Scores], list[Tensor]]
-"""Of every setting the scores; and of each sample the hidden states [response_length, hidden]."""
+Found = dict[tuple[str, int], list[Tensor]]
+"""Log-probs and entropies by setting, and hidden states [response_length, hidden] under the first, of each sample."""
 
 
 def oracle_scores(options: ModelOptions) -> Found:
@@ -106,17 +104,17 @@ def oracle_scores(options: ModelOptions) -> Found:
     with torch.no_grad():
         logits = [logits_alone(model, sample) for sample in SAMPLES]
     hook.remove()
-    found = []
-    for setting in SETTINGS:
-        columns = [each[:, : setting.vocab_size] for each in logits]
+    found: Found = {}
+    for number, setting in enumerate(SETTINGS):
+        columns = [of_sample[:, : setting.vocab_size] for of_sample in logits]
         objective = Objective(rollout_temperature=setting.temperature)
         result = oracle.policy_loss(SAMPLES, columns, objective)
-        found.append(list(zip(result.log_probs, result.entropies, strict=True)))
-    hidden = [
+        found["log-probs", number], found["entropy", number] = result.log_probs, result.entropies
+    found["hidden", 0] = [
         states[sample.prompt_length - 1 : len(sample.tokens) - 1]
         for sample, states in zip(SAMPLES, entered, strict=True)
     ]
-    return found, hidden
+    return found
 
 
 def score(chunks: Any, setting: Setting, samples: Sequence[Sample]) -> ScoredSamples:
@@ -130,26 +128,15 @@ def scores_of_rank(sharding: Sharding, options: ModelOptions) -> tuple[int, Foun
     groups = ParallelGroups.from_model(chunks)
     everything = package_samples(SAMPLES)
     everything[::2] = [replace(sample, old_log_probs=None) for sample in everything[::2]]
-    found = []
-    for setting in SETTINGS:
+    found: Found = {}
+    for number, setting in enumerate(SETTINGS):
         mine = [everything[i] for i in setting.indices(groups.data_rank, groups.data_size)]
         scored = score(chunks, setting, mine)
-        found.append(list(zip(scored.log_probs, scored.entropy, strict=True)))
-    mine = [everything[i] for i in SETTINGS[0].indices(groups.data_rank, groups.data_size)]
-    hidden = compute_hidden_states(chunks, mine, max_tokens_per_microbatch=100)
-    return groups.data_rank, (found, hidden)
-
-
-def largest_error(found: Scores, expected: Scores) -> float:
-    """Over all numbers, relative to their size."""
-    worst = 0.0
-    for mine, theirs in zip(found, expected, strict=True):
-        for value, reference in zip(mine, theirs, strict=True):
-            assert value.shape == reference.shape
-            assert value.dtype == torch.float32 and value.device.type == "cpu"
-            error = (value.double() - reference).abs() / reference.abs().clamp(min=1e-3)
-            worst = max([worst, *error.tolist()])
-    return worst
+        found["log-probs", number], found["entropy", number] = scored.log_probs, scored.entropy
+        if number == 0:
+            states = compute_hidden_states(chunks, mine, max_tokens_per_microbatch=100)
+            found["hidden", 0] = list(states)
+    return groups.data_rank, found
 
 
 FLOAT32 = 1.01 * 2.0**-24
@@ -167,21 +154,21 @@ def references() -> dict[ModelOptions, Found]:
 
 def errors(
     ranks: list[tuple[int, Found]], sharding: Sharding, references: Found
-) -> tuple[list[float], float]:
-    """The largest error of every setting, and that of hidden states, over all ranks."""
-    expected, expected_hidden = references
-    worst, of_hidden = [0.0] * len(SETTINGS), 0.0
-    for data_rank, (found, hidden) in ranks:
-        for number, setting in enumerate(SETTINGS):
-            indices = setting.indices(data_rank, sharding.data)
-            wanted = [expected[number][index] for index in indices]
-            worst[number] = max(worst[number], largest_error(found[number], wanted))
-        indices = SETTINGS[0].indices(data_rank, sharding.data)
-        for index, states in zip(indices, hidden, strict=True):
-            reference = expected_hidden[index]
-            assert states.shape == reference.shape and states.dtype == torch.float64
-            of_hidden = max([of_hidden, *(states - reference).abs().flatten().tolist()])
-    return worst, of_hidden
+) -> dict[tuple[str, int], float]:
+    """The largest error over all ranks: relative, but of hidden states, which are numbers around 1."""
+    worst = dict.fromkeys(references, 0.0)
+    for data_rank, found in ranks:
+        assert found.keys() == references.keys()
+        for (name, number), values in found.items():
+            indices = SETTINGS[number].indices(data_rank, sharding.data)
+            for index, value in zip(indices, values, strict=True):
+                reference, is_hidden = references[name, number][index], name == "hidden"
+                assert value.dtype == (torch.float64 if is_hidden else torch.float32)
+                assert value.shape == reference.shape and value.device.type == "cpu"
+                size = 1.0 if is_hidden else reference.abs().clamp(min=1e-3)
+                error = ((value.double() - reference).abs() / size).flatten()
+                worst[name, number] = max([worst[name, number], *error.tolist()])
+    return worst
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -189,9 +176,8 @@ def test_every_rank_gets_the_oracle_s_numbers_in_the_samples_order(case, referen
     sharding, options = Sharding.named(case), CASES[case]
     ranks = run_ranks(scores_of_rank, sharding.world_size, sharding, options)
     assert {data_rank for data_rank, _ in ranks} == set(range(sharding.data))
-    found, of_hidden = errors(ranks, sharding, references[options])
-    assert max(found) < FLOAT32, dict(zip(SETTINGS, found, strict=True))
-    assert of_hidden < 1e-13  # of numbers around 1
+    for key, error in errors(ranks, sharding, references[options]).items():
+        assert error < (1e-13 if key == ("hidden", 0) else FLOAT32), key
 
 
 def in_the_order_of_the_plan() -> None:
@@ -241,10 +227,10 @@ def test_a_wrong_order_or_gather_would_be_seen(mutant, sharding, references) -> 
     """By wrong shapes, or wrong numbers under every setting."""
     ranks = run_ranks(wrong_scores, sharding.world_size, mutant, sharding)
     try:
-        found, of_hidden = errors(ranks, sharding, references[DENSE])
+        found = errors(ranks, sharding, references[DENSE])
     except AssertionError:
         return
-    assert min(*found, of_hidden) > 1e-3
+    assert min(found.values()) > 1e-3
 
 
 def state_of(chunks: list) -> dict[str, Any]:
@@ -346,32 +332,26 @@ def test_training_does_not_notice(name, options, fused) -> None:
 
 
 def refusals(sharding: Sharding) -> list[str]:
-    """What each mistake of data-parallel rank 1 is told on this rank."""
+    """What each mistake of data-parallel rank 1 is told on this rank; no samples at all are none."""
     chunks = build(sharding, ModelOptions())
     rank = ParallelGroups.from_model(chunks).data_rank
-    fine = Sample([1, 2, 3], 2, [1, 1])
+    fine, budget = Sample([1, 2, 3], 2, [1, 1]), {"max_tokens_per_microbatch": 8}
+    nothing = compute_log_probs(chunks, [], PolicyLossConfig(), **budget)
+    assert len(nothing.log_probs) == len(nothing.entropy) == 0
     wrong: list[Any] = [
         Sample(range(9), 4, [1] * 4, name="the long one"),
         Sample([1, 2, 99], 1, [0], name="the foreign one"),
         {"tokens": [1, 2, 3]},
     ]
-
-    def message_of(model: Any, samples: Any, compute: Any = score_briefly) -> str:
-        with pytest.raises(
-            (ValueError, OtherRankError, AttributeError, NotImplementedError)
-        ) as error:
-            compute(model, samples, max_tokens_per_microbatch=8)
-        return str(error.value)
-
-    messages = [message_of(chunks, [fine, *[each] * rank]) for each in wrong]
-    away = [unwrapped(chunk).to_empty(device="meta") for chunk in chunks]
-    messages.append(message_of(away, [fine]))
-    biased = build(sharding, ModelOptions(output_bias=True))
-    return [*messages, message_of(biased, [fine], compute_hidden_states)]
-
-
-def score_briefly(model: Any, samples: Any, **keywords: Any) -> ScoredSamples:
-    return compute_log_probs(model, samples, PolicyLossConfig(), **keywords)
+    away = [unwrapped(chunk).to_empty(device="meta") for chunk in build(sharding, ModelOptions())]
+    messages = []
+    for model, samples in [*((chunks, [fine, *[each] * rank]) for each in wrong), (away, [fine])]:
+        with pytest.raises((ValueError, OtherRankError, AttributeError)) as error:
+            compute_log_probs(model, samples, PolicyLossConfig(), **budget)
+        messages.append(str(error.value))
+    with pytest.raises(NotImplementedError) as refusal:
+        compute_hidden_states(build(sharding, ModelOptions(output_bias=True)), [fine], **budget)
+    return [*messages, str(refusal.value)]
 
 
 def test_mistakes_are_told_on_every_rank_before_anything_runs() -> None:
@@ -387,14 +367,3 @@ def test_mistakes_are_told_on_every_rank_before_anything_runs() -> None:
     for rank in (first, second):
         assert rank[3].startswith("the model's parameters are on meta and this rank works on cpu")
         assert rank[4].startswith("compute_hidden_states takes an output layer without bias")
-
-
-def scores_of_nothing() -> tuple[int, int]:
-    """Of a rank without samples, alone in its data-parallel group."""
-    chunks = build(Sharding(), ModelOptions())
-    scored = compute_log_probs(chunks, [], PolicyLossConfig(), max_tokens_per_microbatch=8)
-    return len(scored.log_probs), len(scored.entropy)
-
-
-def test_no_samples_at_all() -> None:
-    assert run_ranks(scores_of_nothing, 1) == [(0, 0)]

@@ -48,19 +48,15 @@ def without_mark(chunks: list[Any], patch: pytest.MonkeyPatch) -> None:
 def with_summed_gradient(chunks: list[Any], patch: pytest.MonkeyPatch) -> None:
     """Backward adds up what every tensor-parallel rank computes alike."""
     name = "gather_from_sequence_parallel_region"
-    right = getattr(value_head, name)
-    patch.setattr(value_head, name, lambda values, _, group: right(values, True, group=group))
+    right, changed = getattr(value_head, name), {"tensor_parallel_output_grad": True}
+    patch.setattr(value_head, name, lambda values, **keywords: right(values, **keywords | changed))
 
 
 def one_token_late(chunks: list[Any], patch: pytest.MonkeyPatch) -> None:
     """The value is read after its token and not before it."""
     head = unwrapped(chunks[-1]).output_layer
     right = head.forward
-    patch.setattr(
-        head,
-        "forward",
-        lambda *inputs, **keywords: (right(*inputs, **keywords)[0].roll(-1, 0), None),
-    )
+    patch.setattr(head, "forward", lambda *inputs, **_: (right(*inputs)[0].roll(-1, 0), None))
 
 
 def without_factor(chunks: list[Any], patch: pytest.MonkeyPatch) -> None:

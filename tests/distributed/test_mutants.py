@@ -26,8 +26,8 @@ def run_all(mutants: dict[str, Mutant]) -> dict[str, Outcome | None]:
         chunks = build(SHARDING, options)
         for name, mutant in mutants.items():
             if mutant.options == options:
-                step = (mutant.run, mutant.loss, mutant.pack_batch)
-                found[name] = train_step(chunks, SHARDING, *step)
+                step = (mutant.run, mutant.loss)
+                found[name] = train_step(chunks, SHARDING, *step, pack_batch=mutant.pack_batch)
     return found
 
 

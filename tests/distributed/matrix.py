@@ -85,13 +85,11 @@ def compute_references(cases: list[Case]) -> References:
     wanted: dict[ModelOptions, dict[Run, None]] = defaultdict(dict)
     for case in cases:
         wanted[case.options.unsharded].update((replace(run, cut=""), None) for run in case.runs)
-    return {
-        (options, run): outcome
-        for options, runs in wanted.items()
-        for run, outcome in zip(
-            runs, run_ranks(reference_steps, 1, options, list(runs))[0], strict=True
-        )
-    }
+    references = {}
+    for options, runs in wanted.items():
+        outcomes = run_ranks(reference_steps, 1, options, list(runs))[0]
+        references |= {(options, run): o for run, o in zip(runs, outcomes, strict=True)}
+    return references
 
 
 def run_cases(cases: list[Case], references: References) -> list[Result]:
@@ -100,15 +98,10 @@ def run_cases(cases: list[Case], references: References) -> list[Result]:
     for case in cases:
         started = time.monotonic()
         outcomes = run_steps(case.sharding, case.options, case.runs)
-        comparisons = tuple(
-            compare(
-                outcome,
-                references[case.options.unsharded, replace(run, cut="")],
-                gradient_tolerance(case.options),
-            )
-            for run, outcome in zip(case.runs, outcomes, strict=True)
-            if outcome is not None
-        )
+        expected = [references[case.options.unsharded, replace(r, cut="")] for r in case.runs]
+        tolerance = gradient_tolerance(case.options)
+        pairs = zip(outcomes, expected, strict=True)
+        comparisons = tuple(compare(*pair, tolerance) for pair in pairs if pair[0] is not None)
         results.append(Result(case, comparisons, time.monotonic() - started))
     return results
 
@@ -163,9 +156,10 @@ def summary(results: list[Result], seconds: float) -> str:
 
 def markdown(results: list[Result], seconds: float) -> str:
     """The page of the docs."""
+    order = [str(case) for case in all_cases()]
     rows: dict[tuple[str, str], dict[str, Result]] = defaultdict(dict)
-    for result in results:
-        rows[(result.case.configuration, result.case.mode)][result.case.precision] = result
+    for result in sorted(results, key=lambda result: order.index(str(result.case))):
+        rows[result.case.configuration, result.case.mode][result.case.precision] = result
     lines = [
         PREAMBLE.format(metric_tolerance=METRIC_TOLERANCE),
         summary(results, seconds),
@@ -173,20 +167,14 @@ def markdown(results: list[Result], seconds: float) -> str:
         "| processes | model and sharding | loss mode, gradient reduction | float32 | float64 | |",
         "|---|---|---|---|---|---|",
     ]
-    order = {str(case): place for place, case in enumerate(all_cases())}
-    for (configuration, mode), row in sorted(
-        rows.items(), key=lambda item: min(order[str(r.case)] for r in item[1].values())
-    ):
-        first = next(iter(row.values()))
-        errors = [
+    for (configuration, mode), row in rows.items():
+        world_size = next(iter(row.values())).case.sharding.world_size
+        errors = " | ".join(
             f"{row[precision].worst[1].gradient_error:.1e}" if precision in row else ""
             for precision in ("float32", "float64")
-        ]
-        verdict = "PASS" if all(result.passed for result in row.values()) else "FAIL"
-        lines.append(
-            f"| {first.case.sharding.world_size} | {configuration} | {mode} | "
-            f"{errors[0]} | {errors[1]} | {verdict} |"
         )
+        verdict = "PASS" if all(result.passed for result in row.values()) else "FAIL"
+        lines.append(f"| {world_size} | {configuration} | {mode} | {errors} | {verdict} |")
     return "\n".join(lines) + "\n"
 
 
@@ -205,9 +193,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--all", action="store_true", help="the whole matrix, not the CI's part")
     parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument(
-        "--parallel", type=int, default=1, help="launches at a time, of 1 to 8 processes each"
-    )
+    about = "launches at a time, of 1 to 8 processes each"
+    parser.add_argument("--parallel", type=int, default=1, help=about)
     parser.add_argument("--markdown", type=Path, help="write the table here")
     arguments = parser.parse_args()
     enable_cpu_runtime()

@@ -55,14 +55,6 @@ def fused_head(step: PolicyStep, batch: PackedBatch, chunk_tokens: int = 5) -> M
     return step.head(batch, chunk_tokens=chunk_tokens)
 
 
-def assert_zero_of_frozen(found: Outcome, expected: Outcome, frozen: str) -> None:
-    """What is frozen, the output layer or all else, has gradient 0, and is then as it is expected."""
-    for name, gradient in found.gradients.items():
-        if (frozen == "output layer") == ("output_layer" in name):
-            assert (gradient == 0).all(), name
-            found.gradients[name] = expected.gradients[name]
-
-
 def train_step(
     chunks: list[DistributedDataParallel],
     sharding: Sharding,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -33,28 +34,11 @@ MICRO_BATCHES = [[[0, 2], [4, 6]], [[1], [3, 5]]]
 """Rows of each micro-batch, by rank; the numbers are the same, as DDP and FSDP2 want them."""
 
 
-class Model(nn.Module):
+def new_model() -> nn.Module:
     """Logits [tokens, vocabulary] of tokens [tokens]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        self.embedding = nn.Embedding(VOCAB_SIZE, 8, dtype=torch.float64)
-        self.output = nn.Linear(8, VOCAB_SIZE, dtype=torch.float64)
-        for parameter in self.parameters():
-            parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self.output(torch.tanh(self.embedding(tokens)))
-        return logits
-
-
-def wrapped(kind: str) -> nn.Module:
-    if kind == "ddp":
-        return DistributedDataParallel(Model())
-    model = Model()
-    fully_shard(model, mesh=init_device_mesh("cpu", (WORLD_SIZE,)))
-    return model
+    torch.manual_seed(0)
+    layers = nn.Embedding(VOCAB_SIZE, 8), nn.Tanh(), nn.Linear(8, VOCAB_SIZE)
+    return nn.Sequential(*layers).double()
 
 
 def unsynchronized(model: nn.Module, is_last: bool) -> AbstractContextManager[None]:
@@ -99,9 +83,9 @@ def padded_loss(model: nn.Module, rows: list[int], aggregation: str, factor: int
     parts = logits.split([len(sample.tokens) for sample in samples])
     for row, (sample, part) in enumerate(zip(samples, parts, strict=True)):
         first = sample.prompt_length
-        targets = torch.tensor(sample.tokens[first:])[:, None]
-        taken = part.log_softmax(-1)[first - 1 : -1].gather(1, targets)
-        log_probs[row, : sample.response_length] = taken[:, 0]
+        scores, targets = part[first - 1 : -1], torch.tensor(sample.tokens[first:])
+        losses = nn.functional.cross_entropy(scores, targets, reduction="none")
+        log_probs[row, : sample.response_length] = -losses
     old, advantages = (padded(samples, name).double() for name in ("old_log_probs", "advantages"))
     ratio = (log_probs - old).clamp(-20, 20).exp()
     return reduce_padded(
@@ -124,17 +108,17 @@ LOSSES: dict[str, Callable[..., Tensor]] = {"packed": packed_loss, "padded": pad
 
 
 def gradients_of_a_step(kind: str, loss: str, aggregation: str, factor: int) -> list[Tensor]:
-    model = wrapped(kind)
-    micro_batches = MICRO_BATCHES[dist.get_rank()]
-    for index, rows in enumerate(micro_batches):
-        with unsynchronized(model, is_last=index == len(micro_batches) - 1):
+    model: Any = new_model()
+    if kind == "ddp":
+        model = DistributedDataParallel(model)
+    else:
+        fully_shard(model, mesh=init_device_mesh("cpu", (WORLD_SIZE,)))
+    *accumulated, last = MICRO_BATCHES[dist.get_rank()]
+    for rows in (*accumulated, last):
+        with unsynchronized(model, is_last=rows is last):
             LOSSES[loss](model, rows, aggregation, factor).backward()
-    return [whole(parameter.grad) for parameter in model.parameters()]
-
-
-def whole(gradient: Tensor | None) -> Tensor:
-    assert gradient is not None
-    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    gradients = [parameter.grad for parameter in model.parameters()]
+    return [each.full_tensor() if isinstance(each, DTensor) else each for each in gradients]
 
 
 def worker(kind: str, loss: str) -> dict[tuple[str, int], list[Tensor]]:
@@ -148,11 +132,11 @@ def worker(kind: str, loss: str) -> dict[tuple[str, int], list[Tensor]]:
 
 def reference(aggregation: str) -> list[Tensor]:
     """The oracle's gradients of the same samples, all in one."""
-    model = Model()
+    model = new_model()
     logits = [model(torch.tensor(sample.tokens)) for sample in STEP]
     objective = Objective(loss_aggregation=aggregation, loss_aggregation_divisor=DIVISOR)
     oracle.policy_loss(STEP, logits, objective).loss.backward()
-    return [whole(parameter.grad) for parameter in model.parameters()]
+    return [parameter.grad for parameter in model.parameters()]
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
@@ -160,10 +144,8 @@ def reference(aggregation: str) -> list[Tensor]:
 def test_the_gradient_of_the_step(kind, loss) -> None:
     found = run_ranks(worker, WORLD_SIZE, kind, loss)[0]
     for aggregation in oracle.AGGREGATIONS:
-        expected = reference(aggregation)
-        for right, wrong, gradient in zip(
-            found[aggregation, WORLD_SIZE], found[aggregation, 1], expected, strict=True
-        ):
+        gradients = (found[aggregation, factor] for factor in (WORLD_SIZE, 1))
+        for right, wrong, expected in zip(*gradients, reference(aggregation), strict=True):
             # The packed samples carry float32 log-probs and advantages, exactly representable here.
-            torch.testing.assert_close(right, gradient, rtol=1e-6, atol=1e-9)
-            assert not torch.allclose(wrong, gradient, rtol=1e-3)
+            torch.testing.assert_close(right, expected, rtol=1e-6, atol=1e-9)
+            assert not torch.allclose(wrong, expected, rtol=1e-3)

@@ -82,8 +82,8 @@ def padded_loss(model: nn.Module, rows: list[int], aggregation: str, factor: int
     logits = model(torch.tensor([token for sample in samples for token in sample.tokens]))
     parts = logits.split([len(sample.tokens) for sample in samples])
     for row, (sample, part) in enumerate(zip(samples, parts, strict=True)):
-        first = sample.prompt_length
-        scores, targets = part[first - 1 : -1], torch.tensor(sample.tokens[first:])
+        first, tokens = sample.prompt_length, torch.tensor(sample.tokens)
+        scores, targets = part[first - 1 : -1], tokens[first:]
         losses = nn.functional.cross_entropy(scores, targets, reduction="none")
         log_probs[row, : sample.response_length] = -losses
     old, advantages = (padded(samples, name).double() for name in ("old_log_probs", "advantages"))

@@ -32,8 +32,8 @@ from tests.lanes import in_one_lane
 
 from . import wrong_check
 from .launch import run_ranks
-from .mutants import MUTANTS
 from .quickstart_run import output_of, start_script, wait_until_ended
+from .test_mutants import MUTANTS
 
 ROOT = Path(__file__).parents[2]
 CP2 = "--context-parallel-size 2"

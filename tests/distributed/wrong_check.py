@@ -107,7 +107,7 @@ def replace_loss(run: Any, loss: Any) -> None:
 
 
 def extra_context_parallel_factor(run: Any) -> None:
-    from .mutants import MUTANTS
+    from .test_mutants import MUTANTS
 
     replace_loss(run, MUTANTS["extra context-parallel factor"].loss)
 

@@ -48,6 +48,11 @@ def build(sharding: Sharding, options: ModelOptions) -> list[DistributedDataPara
     return chunks
 
 
+def fused_heads(*sizes: int) -> list[Head]:
+    """Heads of `train_step`, in chunks of so many rows."""
+    return [partial(fused_head, chunk_tokens=size) for size in sizes]
+
+
 def fused_head(step: PolicyStep, batch: PackedBatch, chunk_tokens: int = 5) -> MicroBatchHead:
     """The head of `train_step` through the fused output layer, in chunks of that many rows."""
     take_output_processor(step.model)
@@ -83,11 +88,14 @@ def train_step(
 
 
 def run_steps(
-    sharding: Sharding, options: ModelOptions, runs: Sequence[Run], head: Head | None = None
+    sharding: Sharding,
+    options: ModelOptions,
+    runs: Sequence[Run],
+    heads: Sequence[Head | None] = (None,),
 ) -> list[Outcome | None]:
-    """The steps of some runs on one new model."""
+    """The steps of some runs on one new model, through one head after the other."""
     chunks = build(sharding, options)
-    return [train_step(chunks, sharding, run, head=head) for run in runs]
+    return [train_step(chunks, sharding, run, head=head) for head in heads for run in runs]
 
 
 def run_schedule(

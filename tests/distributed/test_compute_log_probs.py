@@ -21,6 +21,7 @@ from megatron_pg.megatron import (
     compute_hidden_states,
     compute_log_probs,
     scoring,
+    set_fp32_lm_head,
 )
 from megatron_pg.megatron.groups import unwrapped
 from megatron_pg.megatron.schedule import run_micro_batches
@@ -69,12 +70,14 @@ class Setting:
     temperature: float
     budget: int
     fused: bool = False
+    fp32: bool = False
     vocab_size: int | None = None
     share: float = 0.5
 
     @property
     def config(self) -> PolicyLossConfig:
-        return PolicyLossConfig(rollout_temperature=self.temperature, fused_lm_head=self.fused)
+        head = {"fused_lm_head": self.fused, "fp32_lm_head": self.fp32}
+        return PolicyLossConfig(rollout_temperature=self.temperature, **head)
 
     def indices(self, data_rank: int, data_size: int) -> range:
         """The samples of one of at most two data-parallel ranks."""
@@ -282,35 +285,38 @@ def step_around_scoring(sharding: Sharding, options: ModelOptions, fused: bool) 
     if before is not None and after is not None:
         assert_equal(before.gradients, after.gradients)
         assert before.metrics == after.metrics
-    return divergence_of_first_step(chunks, sharding, setting, samples, wanted)
+    return kl_of_first_step(chunks, sharding, setting, setting)
 
 
-def divergence_of_first_step(
-    chunks: list, sharding: Sharding, setting: Setting, samples: list[Sample], scored: ScoredSamples
-) -> float:
-    """`kl_new_old` of a step with these old log-probs: 0 where every ratio is 1, to the last bit."""
+def kl_of_first_step(chunks: list, sharding: Sharding, scored: Setting, trained: Setting) -> float:
+    """`kl_new_old` of a step from its own scores: 0 where every ratio is 1, to the last bit.
+
+    The step is begun before: scoring leaves its output layer alone.
+    """
     groups = ParallelGroups.from_model(chunks)
-    samples = [
-        replace(sample, old_log_probs=old, rollout_id=None)
-        for sample, old in zip(samples, scored.log_probs, strict=True)
-    ]
+    samples = [replace(sample, rollout_id=None) for sample in package_samples(SAMPLES)]
     multiple = groups.context_size * groups.tensor_size if sharding.sequence_parallel else 1
     place = {"cp_size": groups.context_size, "pad_to_multiple": multiple}
     plan = plan_step(
         samples,
-        max_tokens_per_microbatch=setting.budget,
+        max_tokens_per_microbatch=trained.budget,
         data_parallel_group=groups.data,
         microbatch_group_size=sharding.pipeline if sharding.virtual_pipeline else 1,
         **place,
     )
+    step = PolicyStep(trained.config, plan, model=chunks)
+    pairs = zip(samples, score(chunks, scored, samples).log_probs, strict=True)
+    samples = [replace(sample, old_log_probs=values) for sample, values in pairs]
     batches = [
         pack([samples[index] for index in indices], cp_rank=groups.context_rank, **place)
         for indices in plan.microbatches
     ]
-    step = PolicyStep(setting.config, plan, model=chunks)
     for chunk in chunks:
         chunk.zero_grad_buffer()
-    return step.metrics(run_micro_batches(step.head, batches, chunks))["kl_new_old"]
+    kl = step.metrics(run_micro_batches(step.head, batches, chunks))["kl_new_old"]
+    if trained.fp32 or scored.fp32:
+        assert set_fp32_lm_head(chunks, False) == trained.fp32
+    return kl
 
 
 OVERLAPPED = {"distributed_optimizer": True, "overlap_grad_reduce": True}
@@ -329,6 +335,20 @@ def test_training_does_not_notice(name, options, fused) -> None:
     sharding = Sharding.named(name)
     found = run_ranks(step_around_scoring, sharding.world_size, sharding, options, fused)
     assert found == [0.0] * sharding.world_size
+
+
+def kl_in_bfloat16(scored_in_float32: bool, trained_in_float32: bool) -> float:
+    sharding = Sharding(tensor=2, sequence_parallel=True)
+    chunks = build(sharding, ModelOptions(dtype=torch.bfloat16, output_bias=True))
+    settings = (Setting(1.0, 128, fp32=fp32) for fp32 in (scored_in_float32, trained_in_float32))
+    return kl_of_first_step(chunks, sharding, *settings)
+
+
+@pytest.mark.parametrize("scored", [True, False])
+@pytest.mark.parametrize("trained", [True, False])
+def test_scoring_and_training_agree_where_their_flags_do(scored, trained) -> None:
+    for kl in run_ranks(kl_in_bfloat16, 2, scored, trained):
+        assert (kl == 0.0) == (scored == trained)
 
 
 def refusals(sharding: Sharding) -> list[str]:

@@ -10,27 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_pg import PolicyLossConfig, pack, plan_step
 from megatron_pg.config.versions import derives_multi_token_labels, has_hybrid_model
 from megatron_pg.head import factor_gradients, from_hidden
-from megatron_pg.megatron import (
-    ParallelGroups,
-    PolicyStep,
-    compute_log_probs,
-    output_layer,
-    set_fp32_lm_head,
-)
+from megatron_pg.megatron import ParallelGroups, output_layer, set_fp32_lm_head
 from megatron_pg.megatron.groups import unwrapped
-from megatron_pg.megatron.schedule import run_micro_batches
 from tests.lanes import in_one_lane
-from tests.random_steps import package_samples
 
 from .compare import assert_equal, gradient_tolerance
 from .launch import run_ranks
 from .models import ModelOptions, Sharding
 from .one_step import Outcome, build, run_schedule, train_step
 from .reference import reference_steps
-from .steps import SHAPES, Run
+from .steps import Run
 
 needs_hybrid = pytest.mark.skipif(
     not has_hybrid_model(), reason="this version of Megatron-Core has no HybridModel"
@@ -215,29 +206,3 @@ def test_logits_and_gradients_in_bfloat16_equal_the_loops(sharding, options) -> 
 @pytest.mark.parametrize("mutant", ["logits", "weight"])
 def test_a_product_in_bfloat16_would_be_seen(mutant: str) -> None:
     assert wrong(run_ranks(seen_steps, 2, TP2, NARROW, mutant), False) == {mutant}
-
-
-def kl_of_a_step(scored_in_float32: bool, trained_in_float32: bool) -> float:
-    """Between the log-probs of `compute_log_probs` and those of the step after, whose layer scoring leaves alone."""
-    chunks, limit = build(TP2_SP, NARROW), {"max_tokens_per_microbatch": 128}
-    samples = package_samples(SHAPES["ragged"])
-    plan = plan_step(samples, **limit, pad_to_multiple=2)
-    step = PolicyStep(PolicyLossConfig(fp32_lm_head=trained_in_float32), plan, model=chunks)
-    config = PolicyLossConfig(fp32_lm_head=scored_in_float32)
-    scored = compute_log_probs(chunks, samples, config, **limit)
-    samples = [
-        replace(sample, old_log_probs=values)
-        for sample, values in zip(samples, scored.log_probs, strict=True)
-    ]
-    batches = [pack([samples[i] for i in each], pad_to_multiple=2) for each in plan.microbatches]
-    kl = step.metrics(run_micro_batches(step.head, batches, chunks))["kl_new_old"]
-    assert set_fp32_lm_head(chunks, False) == trained_in_float32
-    return kl
-
-
-@pytest.mark.parametrize(
-    ("scored", "trained"), [(True, True), (False, False), (True, False), (False, True)]
-)
-def test_scoring_and_training_agree_where_their_flags_do(scored: bool, trained: bool) -> None:
-    for kl in run_ranks(kl_of_a_step, 2, scored, trained):
-        assert (kl == 0.0) == (scored == trained)

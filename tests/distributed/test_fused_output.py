@@ -29,7 +29,7 @@ from tests.random_steps import package_samples, uneven_totals
 from .compare import assert_equal, compare, gradient_tolerance
 from .launch import run_ranks
 from .models import ModelOptions, Sharding
-from .one_step import Outcome, build, fused_head, run_schedule, run_steps, train_step
+from .one_step import Outcome, build, fused_head, fused_heads, run_schedule, run_steps, train_step
 from .reference import references_of
 from .steps import AGGREGATIONS, Run
 from .test_objective_settings import SettingsRun
@@ -63,17 +63,11 @@ LOSS_SCALE = 1024.0
 References = dict[ModelOptions, list[Outcome]]
 
 
-def fused_step(chunks: list, sharding: Sharding, run: Run, chunk_tokens: int = 5) -> Outcome | None:
-    head = functools.partial(fused_head, chunk_tokens=chunk_tokens)
-    return train_step(chunks, sharding, run, head=head)
-
-
 def steps(sharding: Sharding, options: ModelOptions, mode: str) -> list[Outcome | None]:
     if mode != "one pass":
         # The losses of this file are sums over tokens: have them treated as if they were not.
         policy_step.gradient_scope = lambda config: GradientScope("micro_batch", False)
-    head = functools.partial(fused_head, chunk_tokens=MODES[mode])
-    return run_steps(sharding, options, RUNS, head)
+    return run_steps(sharding, options, RUNS, fused_heads(MODES[mode]))
 
 
 @pytest.fixture(scope="module")
@@ -110,16 +104,6 @@ SEQUENCE_CASES = {
 sequences of a micro-batch are one chunk."""
 
 
-def steps_on_sequences(
-    sharding: Sharding, options: ModelOptions, chunk_sizes: tuple[int, ...]
-) -> list[list[Outcome | None]]:
-    """By the fused head in chunks of each size."""
-    chunks = build(sharding, options)
-    return [
-        [fused_step(chunks, sharding, run, size) for run in SEQUENCE_RUNS] for size in chunk_sizes
-    ]
-
-
 @pytest.fixture(scope="module")
 def on_sequences() -> list[Outcome]:
     """By the logits of the whole micro-batch."""
@@ -129,12 +113,14 @@ def on_sequences() -> list[Outcome]:
 @pytest.mark.parametrize("case", SEQUENCE_CASES)
 def test_losses_of_whole_sequences(case, on_sequences) -> None:
     sharding, (options, chunk_sizes) = Sharding.named(case), SEQUENCE_CASES[case]
-    found = run_ranks(steps_on_sequences, sharding.world_size, sharding, options, chunk_sizes)[0]
-    for outcomes in found:
-        assert_equal(outcomes, on_sequences, SEQUENCE_SETTINGS, gradient_tolerance(options))
+    task = (sharding, options, SEQUENCE_RUNS, fused_heads(*chunk_sizes))
+    found = run_ranks(run_steps, sharding.world_size, *task)[0]
+    times = len(chunk_sizes)
+    names, tolerance = SEQUENCE_SETTINGS * times, gradient_tolerance(options)
+    assert_equal(found, on_sequences * times, names, tolerance)
 
 
-def steps_with_borders_inside_sequences(sharding: Sharding) -> list[list[Outcome | None]]:
+def steps_with_borders_inside_sequences() -> list[Outcome | None]:
     """Mutant: every part of a micro-batch leaves its last row to the next one."""
     right = OutputRows.of_whole_samples
 
@@ -146,11 +132,11 @@ def steps_with_borders_inside_sequences(sharding: Sharding) -> list[list[Outcome
         return sizes
 
     OutputRows.of_whole_samples = shifted
-    return steps_on_sequences(sharding, DENSE, (5,))
+    return run_steps(CP2, DENSE, SEQUENCE_RUNS, [fused_head])
 
 
 def test_a_border_inside_a_sequence_would_be_seen(on_sequences) -> None:
-    (found,) = run_ranks(steps_with_borders_inside_sequences, 2, CP2)[0]
+    found = run_ranks(steps_with_borders_inside_sequences, 2)[0]
     for name, outcome, expected in zip(SEQUENCE_SETTINGS, found, on_sequences, strict=True):
         of_data_alone = name == "tis_sequence"
         comparison = compare(outcome, expected, gradient_tolerance(DENSE))
@@ -179,7 +165,7 @@ def steps_after_the_optimizer(sharding: Sharding, has_hooks: bool) -> list[Outco
             parts = bucket.param_data.chunk(sharding.data)
             for rank in {*range(sharding.data)} - {torch.distributed.get_rank()}:
                 parts[rank].fill_(0.5)
-        outcomes.append(fused_step([chunk], sharding, run))
+        outcomes.append(train_step([chunk], sharding, run, head=fused_head))
     return outcomes
 
 
@@ -202,7 +188,11 @@ def scaled_steps(sharding: Sharding, options: ModelOptions) -> list[Outcome | No
     from_hidden.FactorGradients = recorded
     chunks = build(sharding, options)
     chunks[0].config.grad_scale_func = lambda loss: torch.tensor([LOSS_SCALE]) * loss
-    outcomes = [fused_step(chunks, sharding, run, size) for size in (5, 1000) for run in RUNS]
+    outcomes = [
+        train_step(chunks, sharding, run, head=head)
+        for head in fused_heads(5, 1000)
+        for run in RUNS
+    ]
     for outcome in outcomes:
         for gradient in outcome.gradients.values() if outcome is not None else ():
             gradient /= LOSS_SCALE
@@ -264,7 +254,7 @@ def steps_between_evaluations(sharding: Sharding, options: ModelOptions) -> list
     chunks = build(sharding, options)
     outcomes = []
     for run in RUNS:
-        outcomes.append(fused_step(chunks, sharding, run))
+        outcomes.append(train_step(chunks, sharding, run, head=fused_head))
         before = main_grads(chunks)
         for mode in ("no_grad", "eval", "train"):
             for chunk in chunks:
@@ -317,7 +307,7 @@ def refusals() -> tuple[str, str]:
     layer, once = chunk.module.output_layer, chunk.module.forward
     chunk.module.forward = lambda **inputs: (once(**inputs), once(**inputs))[1]
     with pytest.raises(RuntimeError) as twice:
-        fused_step([chunk], Sharding(), RUNS[0])
+        train_step([chunk], Sharding(), RUNS[0], head=fused_head)
     assert "_forward_impl" not in vars(layer)
     sample = Sample([1, 2, 14], 1, [1], 1.0, name="the sample")
     step = PolicyStep(

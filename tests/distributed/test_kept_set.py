@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +20,7 @@ from tests.random_steps import package_samples
 from .compare import assert_equal, compare, gradient_tolerance
 from .launch import run_ranks
 from .models import ModelOptions, Sharding
-from .one_step import Outcome, build, fused_head, run_steps, train_step
+from .one_step import Outcome, build, fused_heads, run_steps, train_step
 from .reference import reference_log_probs, references_of
 from .steps import AGGREGATIONS, Run
 
@@ -117,10 +116,9 @@ class FirstTokenRun(Run):
 def sequence_steps(sharding: Sharding, options: ModelOptions) -> list[Outcome | None]:
     """From logits, and through the fused head in small pieces."""
     choose("sparse")
-    chunks, small = build(sharding, options), functools.partial(fused_head, chunk_tokens=4)
-    fused = FirstTokenRun(kept=True, fused_lm_head=True)
+    chunks, fused = build(sharding, options), FirstTokenRun(kept=True, fused_lm_head=True)
     of_logits = train_step(chunks, sharding, replace(fused, fused_lm_head=False))
-    return [of_logits, train_step(chunks, sharding, fused, head=small)]
+    return [of_logits, *(train_step(chunks, sharding, fused, head=h) for h in fused_heads(4))]
 
 
 def test_ranks_without_a_set_wait_for_no_one() -> None:

@@ -14,7 +14,7 @@ from .launch import run_ranks
 from .models import ModelOptions, Sharding
 from .one_step import Outcome, build, train_step
 from .reference import reference_log_probs, reference_steps
-from .steps import AGGREGATIONS, Run
+from .steps import AGGREGATIONS, CUTS, Run
 
 MODES = [ModelOptions(), ModelOptions(calculate_per_token_loss=True)]
 
@@ -30,23 +30,19 @@ def steps(
     return outcomes
 
 
-@pytest.mark.parametrize(
-    ("sharding", "runs"),
-    [
-        (Sharding(context=2), [Run(name, "one active token") for name in AGGREGATIONS]),
-        (Sharding(data=2), [Run("token_mean", cut=cut) for cut in ("uniform", "ragged", "empty")]),
-        (Sharding(context=2), [Run("token_mean")]),
-    ],
-    ids=[
-        # Half of it is lost where each rank divides by max(its own active tokens, 1).
-        "one_active_token_under_context_parallelism",
-        # A mean of micro-batch means weighs a token by how many others its micro-batch has.
-        "any_number_of_accumulated_micro_batches",
-        # In per-token mode it is some thousand times too large where the loss function leaves the token count out.
-        "the_norm_in_per_token_mode",
-    ],
-)
-def test_the_gradient_is_neither_halved_nor_scaled(sharding, runs) -> None:
+RUNS = {
+    # Half of it is lost where each rank divides by max(its own active tokens, 1).
+    "CP2, one active token": [Run(name, "one active token") for name in AGGREGATIONS],
+    # A mean of micro-batch means weighs a token by how many others its micro-batch has.
+    "DP2, any number of micro-batches": [Run("token_mean", cut=cut) for cut in CUTS],
+    # In per-token mode it is some thousand times too large where the loss function leaves the token count out.
+    "CP2, the norm in per-token mode": [Run("token_mean")],
+}
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_the_gradient_is_neither_halved_nor_scaled(case) -> None:
+    sharding, runs = Sharding.named(case), RUNS[case]
     references = run_ranks(reference_steps, 1, MODES[0], runs)[0]
     for outcomes in run_ranks(steps, sharding.world_size, sharding, runs)[0]:
         assert_equal(outcomes, references, runs)

@@ -36,8 +36,6 @@ UNBROKEN = "unbroken"
 
 @dataclass(frozen=True)
 class Found:
-    """One row of a check."""
-
     label: str
     passed: bool
     words: str

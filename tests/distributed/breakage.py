@@ -108,7 +108,6 @@ def around(owner: Any, name: str) -> Callable[[Callable[..., Any]], Break]:
 
 
 def with_argument(owner: Any, name: str, argument: str, change: Callable[[Any], Any]) -> Break:
-    """Has a function called with another value of one argument."""
     signature = inspect.signature(getattr(owner, name))
 
     @around(owner, name)

@@ -158,7 +158,6 @@ def overlapped_reduction_starts_a_micro_batch_early(right, group, *args, **keywo
 
 
 def bucket_factor(factor: float, buffers: str = "buffers") -> Break:
-    """Has DDP scale its buckets by a factor."""
 
     @each_wrapped_model
     def scale(ddp):

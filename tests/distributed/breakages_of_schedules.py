@@ -143,7 +143,6 @@ def first_backward_is_done_twice(right, *args, current_microbatch=None, **keywor
 
 
 def each_message(argument: str, change: Callable[[Tensor], Tensor]) -> Break:
-    """Has stages send something else."""
     return with_argument(
         *(P2PCommunicator, "_communicate", argument),
         lambda message: None if message is None else change(message),

@@ -56,14 +56,12 @@ class Case:
 
     @property
     def configuration(self) -> str:
-        """Model and sharding."""
         model = replace(self.options.unsharded, num_layers=DENSE.num_layers)
         sets = "kept sets " if self.runs[0].kept else ""
         return f"{sets}{KINDS.get(model, '')}{self.sharding}"
 
     @property
     def mode(self) -> str:
-        """Loss mode and gradient reduction."""
         mode = "per token" if self.options.calculate_per_token_loss else "per micro-batch"
         parts = {
             "average in collective": self.options.average_in_collective,

@@ -71,7 +71,6 @@ class Result:
 
     @property
     def worst(self) -> tuple[Run, Comparison]:
-        """The step with the largest gradient error."""
         pairs = zip(self.case.runs, self.comparisons, strict=True)
         return max(pairs, key=lambda pair: pair[1].gradient_error)
 
@@ -81,7 +80,6 @@ References = dict[tuple[ModelOptions, Run], Outcome]
 
 
 def compute_references(cases: list[Case]) -> References:
-    """Every reference that the cases need."""
     wanted: dict[ModelOptions, dict[Run, None]] = defaultdict(dict)
     for case in cases:
         wanted[case.options.unsharded].update((replace(run, cut=""), None) for run in case.runs)
@@ -132,7 +130,6 @@ def run_all(cases: list[Case], parallel: int = 1, per_launch: int = 8) -> Iterat
 
 
 def versions() -> str:
-    """What the table was measured with."""
     core = ".".join(map(str, megatron_core_version()))
     return f"Python {platform.python_version()}, torch {torch.__version__}, megatron-core {core}"
 
@@ -155,7 +152,6 @@ def summary(results: list[Result], seconds: float) -> str:
 
 
 def markdown(results: list[Result], seconds: float) -> str:
-    """The page of the docs."""
     order = [str(case) for case in all_cases()]
     rows: dict[tuple[str, str], dict[str, Result]] = defaultdict(dict)
     for result in sorted(results, key=lambda result: order.index(str(result.case))):
@@ -179,7 +175,6 @@ def markdown(results: list[Result], seconds: float) -> str:
 
 
 def report(result: Result) -> None:
-    """One line of progress, and one for each failure."""
     run, worst = result.worst
     verdict = "PASS" if result.passed else "FAIL"
     print(f"{verdict} {result.case}: {worst} [{run}] {result.seconds:.1f} s", flush=True)

@@ -49,7 +49,6 @@ class Sharding:
 
     @property
     def num_chunks(self) -> int:
-        """Of the model, over all pipeline stages."""
         return self.pipeline * (self.virtual_pipeline or 1)
 
     @property

@@ -101,7 +101,6 @@ def loss_ahead(samples: list[PlainSample], ahead: list[list[Tensor]]) -> Tensor:
 
 
 def value_loss_alone(model: torch.nn.Module, run: ValueRun) -> tuple[Tensor, dict[str, float]]:
-    """The oracle's value loss of a step, and its metrics."""
     values = [
         values_alone(model, sample)[sample.prompt_length - 1 : len(sample.tokens) - 1]
         for sample in run.samples

@@ -173,7 +173,6 @@ class Run:
 
     @property
     def config(self) -> PolicyLossConfig:
-        """The package's settings."""
         return PolicyLossConfig(
             **self.settings,
             fp32_lm_head=self.fp32_lm_head,
@@ -185,7 +184,6 @@ class Run:
 
     @property
     def objective(self) -> Objective:
-        """The oracle's."""
         return Objective(**self.settings)
 
     def micro_batches(self, data_size: int, data_rank: int, multiple: int) -> list[list[int]]:

@@ -41,7 +41,6 @@ def test_sound_shardings_pass(sharding: str) -> None:
 
 
 def references(mistakes: tuple[str, ...]) -> list[list[Any]]:
-    """The references of a check, under no mistake and under the named ones; a rank of `run_ranks`."""
     enable_cpu_runtime()
     from megatron_pg.check import step as run
     from megatron_pg.check.options import parse_options

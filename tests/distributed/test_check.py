@@ -49,7 +49,6 @@ def free_port() -> int:
 
 
 def start(*arguments: str) -> Any:
-    """A module under torchrun, on two ranks."""
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *launcher, "-m", *arguments]
@@ -168,7 +167,6 @@ def test_other_shardings_pass(flags) -> None:
 
 
 def checked(flags: str) -> list[tuple[CheckRow, str]]:
-    """The rows of a check and what is said of each; every rank calls it."""
     options, _ = check_options.parse_options(["--device", "cpu", *flags.split()])
     rows = check.run_check(options)
     return list(zip(rows, diagnoses(rows, options, dist.get_world_size()), strict=True))
@@ -251,7 +249,6 @@ def test_failed_rank_ends_all_without_a_launcher_that_looks(tmp_path: Path) -> N
 def rows_of_models(
     models: list[str], flags: str, mistakes: list[str]
 ) -> list[list[tuple[CheckRow, str]]]:
-    """The rows of some models, under each mistake; every rank runs it."""
     check.MODELS = {name: check.MODELS[name] for name in models}
     found = []
     for mistake in mistakes:

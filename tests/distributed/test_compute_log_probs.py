@@ -248,7 +248,6 @@ def state_of(chunks: list) -> dict[str, Any]:
 
 
 def assert_equal(before: Any, after: Any) -> None:
-    """Tensors to the bit."""
     torch.testing.assert_close(after, before, rtol=0, atol=0, check_device=False)
 
 

@@ -53,7 +53,6 @@ def divisor_of(aggregation: str) -> float | None:
 
 
 def packed_loss(model: nn.Module, rows: list[int], aggregation: str, factor: int) -> Tensor:
-    """The package's loss of packed samples, times the data-parallel size."""
     config = PolicyLossConfig(
         loss_aggregation=aggregation,
         loss_aggregation_divisor=divisor_of(aggregation),
@@ -131,7 +130,6 @@ def worker(kind: str, loss: str) -> dict[tuple[str, int], list[Tensor]]:
 
 
 def reference(aggregation: str) -> list[Tensor]:
-    """The oracle's gradients of the same samples, all in one."""
     model = new_model()
     logits = [model(torch.tensor(sample.tokens)) for sample in STEP]
     objective = Objective(loss_aggregation=aggregation, loss_aggregation_divisor=DIVISOR)

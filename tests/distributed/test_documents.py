@@ -72,7 +72,6 @@ def steps_of(collector: StepCollector, num_steps: int = 100) -> Steps:
 
 
 def collect(**keywords: Any) -> tuple[Steps, int]:
-    """All steps on this rank, and the exchanges that they took."""
     collector = StepCollector(RowSource(GROUPS), data_parallel_group=dist.group.WORLD, **keywords)
     with mock.patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as exchange:
         return steps_of(collector), exchange.call_count

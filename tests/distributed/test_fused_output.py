@@ -76,7 +76,6 @@ def references() -> References:
 
 
 def assert_steps(case: str, references: References, worker: Any, *args: Any) -> None:
-    """The worker's steps are those of the reference."""
     sharding, options = Sharding.named(case), CASES[case]
     found = run_ranks(worker, sharding.world_size, sharding, options, *args)[0]
     expected = references[options.unsharded]

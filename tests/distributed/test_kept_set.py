@@ -114,7 +114,6 @@ class FirstTokenRun(Run):
 
 
 def sequence_steps(sharding: Sharding, options: ModelOptions) -> list[Outcome | None]:
-    """From logits, and through the fused head in small pieces."""
     choose("sparse")
     chunks, fused = build(sharding, options), FirstTokenRun(kept=True, fused_lm_head=True)
     of_logits = train_step(chunks, sharding, replace(fused, fused_lm_head=False))

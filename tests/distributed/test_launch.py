@@ -23,7 +23,6 @@ def sum_of_ranks(offset: int) -> tuple[int, int]:
 
 
 def rank_1_fails(how: str) -> None:
-    """It raises, dies, or never arrives."""
     if dist.get_rank() == 1:
         if how == "raises":
             raise ValueError("only here")

@@ -119,8 +119,6 @@ def samples_with_mismatch() -> list[PlainSample]:
 
 @dataclass(frozen=True)
 class SettingsRun(Run):
-    """A step under one of `SETTINGS`."""
-
     name: str = "ppo"
 
     @property

@@ -150,7 +150,6 @@ def steps(
 
 
 def sizes_of_groups(world_size: int, budget: int) -> set[int]:
-    """The sizes that are planned for the samples."""
     lengths = [len(sample.tokens) for sample in RUNS[0].samples]
     layouts = [Layout(rank, world_size) for rank in range(world_size)]
     plans = [micro_batches_of_rank(lengths, layout, budget, COST) for layout in layouts]

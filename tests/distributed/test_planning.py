@@ -41,7 +41,6 @@ def samples_of(rank: int) -> list[Sample]:
 
 
 def plan_on_rank(ragged: bool) -> tuple[StepPlan, int]:
-    """This rank's plan, and how many exchanges it took."""
     with mock.patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as exchange:
         plan = plan_step(
             samples_of(dist.get_rank()),
@@ -82,7 +81,6 @@ def test_ragged_ranks_run_what_they_have() -> None:
 
 
 def error_on_rank() -> str:
-    """An oversized sample on rank 1 alone."""
     length = 80 if dist.get_rank() == 1 else 8
     sample = Sample([0] * length, 1, [1], name=f"answer of rank {dist.get_rank()}")
     with pytest.raises(ValueError) as error:

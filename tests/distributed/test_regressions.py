@@ -22,7 +22,6 @@ MODES = [ModelOptions(), ModelOptions(calculate_per_token_loss=True)]
 def steps(
     sharding: Sharding, runs: list[Run], samples: list[PlainSample] | None = None
 ) -> list[list[Outcome | None]]:
-    """Outcomes of the runs in each loss mode."""
     outcomes = []
     for options in MODES:
         chunks = build(sharding, options)

@@ -67,7 +67,6 @@ CASES: dict[str, tuple[int, str, Correction]] = {
 
 
 def settings_of(policy_loss: str, correction: Correction) -> dict[str, Any]:
-    """The package's, of the oracle's."""
     settings: dict[str, Any] = {"policy_loss": policy_loss, "ratio_anchor": correction.anchor}
     if correction.tis is not None:
         level, is_mask = correction.tis.removesuffix("mask").rstrip("_"), "mask" in correction.tis

@@ -68,7 +68,6 @@ MUTANTS = (without_mark, with_summed_gradient, one_token_late, without_factor)
 
 
 def on_a_rank() -> dict[str, Any]:
-    """The right step, the wrong ones, values, and the metrics of policy and critic together."""
     chunks = build(SHARDING, CRITIC)
     found: dict[str, Any] = {"right": train_step(chunks, SHARDING, RUN)}
     for mutant in MUTANTS:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -46,6 +47,13 @@ def dumps(value: Any) -> bytes:
 
 class RankError(RuntimeError):
     """A rank failed; the message has its traceback, and those that reached us soon after."""
+
+
+def refusal(kind: Any, function: Callable[..., Any], *args: Any, **keywords: Any) -> str:
+    """The words of an error that a call must end with."""
+    with pytest.raises(kind) as error:
+        function(*args, **keywords)
+    return str(error.value)
 
 
 def fork_server() -> Any:

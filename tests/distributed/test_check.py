@@ -252,28 +252,26 @@ def rows_of_models(
     check.MODELS = {name: check.MODELS[name] for name in models}
     found = []
     for mistake in mistakes:
+        name, wrong = MULTI_TOKEN_MISTAKES[mistake]
         with pytest.MonkeyPatch.context() as patch:
-            for name, wrong in MULTI_TOKEN_MISTAKES[mistake].items():
-                patch.setattr(policy_step, name, wrong(getattr(policy_step, name)))
+            patch.setattr(policy_step, name, wrong(getattr(policy_step, name)))
             found.append(checked(flags))
     return found
 
 
-MULTI_TOKEN_MISTAKES: dict[str, dict[str, Any]] = {
-    "none": {},
+def own_share(mask: torch.Tensor) -> torch.Tensor:
+    """Of the tokens of the micro-batch."""
+    return mask / mask.sum().clamp(1e-9)
+
+
+SCALE, MASK = "scale_multi_token_loss", "multi_token_mask"
+MULTI_TOKEN_MISTAKES: dict[str, tuple[str, Any]] = {
+    "none": (MASK, lambda right: right),
     # The mean over a rank's own tokens, prompts and padding included.
-    "left to Megatron": {"scale_multi_token_loss": lambda right: lambda *step: False},
-    "without CP": {
-        "scale_multi_token_loss": lambda right: lambda c, factor, *_: right(c, factor / 2)
-    },
-    "mask of the next token": {
-        "multi_token_mask": lambda right: lambda *step: right(*step).roll(-1, 1)
-    },
-    "tokens of the micro-batch": {
-        "multi_token_mask": lambda right: (
-            lambda *step: right(*step) / right(*step).sum().clamp(1e-9)
-        )
-    },
+    "left to Megatron": (SCALE, lambda right: lambda *step: False),
+    "without CP": (SCALE, lambda right: lambda c, factor, *_: right(c, factor / 2)),
+    "mask of the next token": (MASK, lambda right: lambda *step: right(*step).roll(-1, 1)),
+    "tokens of the micro-batch": (MASK, lambda right: lambda *step: own_share(right(*step))),
 }
 needs_multi_token = pytest.mark.skipif(
     not derives_multi_token_labels(), reason="needs megatron-core 0.19"

@@ -6,13 +6,12 @@ import dataclasses
 import random
 from unittest import mock
 
-import pytest
 import torch.distributed as dist
 
 from megatron_pg import Sample, StepPlan, plan_step, step_totals
 from tests.lanes import in_one_lane
 
-from .launch import run_ranks
+from .launch import refusal, run_ranks
 
 pytestmark = in_one_lane
 
@@ -83,9 +82,8 @@ def test_ragged_ranks_run_what_they_have() -> None:
 def error_on_rank() -> str:
     length = 80 if dist.get_rank() == 1 else 8
     sample = Sample([0] * length, 1, [1], name=f"answer of rank {dist.get_rank()}")
-    with pytest.raises(ValueError) as error:
-        plan_step([sample], max_tokens_per_microbatch=64, data_parallel_group=dist.group.WORLD)
-    return str(error.value)
+    task = {"max_tokens_per_microbatch": 64, "data_parallel_group": dist.group.WORLD}
+    return refusal(ValueError, plan_step, [sample], **task)
 
 
 def test_an_error_of_one_rank_is_an_error_on_all() -> None:

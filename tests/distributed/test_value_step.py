@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 from unittest import mock
 
@@ -19,7 +20,7 @@ from megatron_pg.megatron.scale_contract import ScaleContract
 from tests.random_steps import package_samples
 
 from .compare import assert_equal, compare
-from .launch import run_ranks
+from .launch import refusal, run_ranks
 from .models import ModelOptions, Sharding, build_model, initialize_groups
 from .one_step import Outcome, build, run_schedule, train_step
 from .reference import reference_steps, values_alone
@@ -156,25 +157,21 @@ def refusals() -> list[str]:
     initialize_groups(Sharding())
     (wrapped,) = build_model(Sharding(), ModelOptions())
     bare = unwrapped(wrapped)
-    messages = []
-
-    def attempt(function: Any, *arguments: Any, **keywords: Any) -> None:
-        with pytest.raises(ValueError) as error:
-            function(*arguments, **keywords)
-        messages.append(str(error.value))
-
-    attempt(add_value_head, wrapped)
-    config, bare.config = bare.config, dataclasses.replace(bare.config)
-    bare.config.mtp_num_layers = 1
-    attempt(add_value_head, bare)
-    bare.config = config
     sample, budget = Sample([1, 2, 3], 2, [1, 1], name="turn 7"), {"max_tokens_per_microbatch": 8}
-    attempt(values_of, wrapped, [sample], **budget, is_truncated=[])
-    attempt(values_of, wrapped, [sample], **budget)
-    attempt(ValueStep, Run().config, CriticConfig(), model=wrapped)
-    plan = plan_step([sample], **budget)
-    attempt(ValueStep(Run().config, CriticConfig(), plan, model=wrapped).head, pack([sample]))
-    return messages
+    predicting = dataclasses.replace(bare.config)
+    predicting.mtp_num_layers = 1
+    refused = functools.partial(refusal, ValueError)
+    messages = [refused(add_value_head, wrapped)]
+    with mock.patch.object(bare, "config", predicting):
+        messages.append(refused(add_value_head, bare))
+    step = ValueStep(Run().config, CriticConfig(), plan_step([sample], **budget), model=wrapped)
+    return [
+        *messages,
+        refused(values_of, wrapped, [sample], **budget, is_truncated=[]),
+        refused(values_of, wrapped, [sample], **budget),
+        refused(ValueStep, Run().config, CriticConfig(), model=wrapped),
+        refused(step.head, pack([sample])),
+    ]
 
 
 def test_refusals_say_what_to_do() -> None:

@@ -44,10 +44,10 @@ MICRO_BATCHES: dict[str, list[Sequence1]] = {
     # One response token in all: every rank but one has an empty window.
     "one_token": [random_sequence(11, 1, active_rate=1.0)],
 }
-OPSM = {"geometric": (0.95, 1.03), "opsm_delta": 0.01}
+REJECTIONS = {"geometric": (0.95, 1.03), "opsm_delta": 0.01}
 CASES: dict[str, tuple[int, str, Correction]] = {
     "gspo": (1, "gspo", Correction()),
-    "gspo_with_corrections": (2, "gspo", Correction("sequence", 0.5, 1.5, **OPSM)),
+    "gspo_with_corrections": (2, "gspo", Correction("sequence", 0.5, 1.5, **REJECTIONS)),
     "ppo_with_opsm": (1, "ppo", Correction(opsm_delta=0.01)),
     "geometric_mask_and_sequence_rejection": (
         *(1, "ppo"),
@@ -57,7 +57,11 @@ CASES: dict[str, tuple[int, str, Correction]] = {
     "ppo_token_level": (0, "ppo", Correction("token", tis_high=1.1)),
     "icepop": (0, "ppo", Correction("mask", 0.9, 1.1)),
     "gmpo": (1, "gmpo", Correction()),
-    "gmpo_against_rollout_with_corrections": (3, "gmpo", Correction(**OPSM, anchor="rollout")),
+    "gmpo_against_rollout_with_corrections": (
+        3,
+        "gmpo",
+        Correction(**REJECTIONS, anchor="rollout"),
+    ),
     "gspo_against_rollout": (1, "gspo", Correction(anchor="rollout")),
     "ppo_against_rollout": (0, "ppo", Correction(anchor="rollout")),
     **{name: (0, name, Correction()) for name in ("sapo", "dppo_tv", "dppo_kl")},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +33,7 @@ from tests.lanes import in_one_lane
 from tests.oracle import Objective, PlainSample
 from tests.random_steps import package_samples, random_sample
 
-from .launch import run_ranks
+from .launch import refusal, run_ranks
 from .models import ModelOptions, Sharding, build_model, initialize_groups
 from .one_step import build, train_step
 from .reference import logits_alone
@@ -357,14 +358,14 @@ def refusals(sharding: Sharding) -> list[str]:
         {"tokens": [1, 2, 3]},
     ]
     away = [unwrapped(chunk).to_empty(device="meta") for chunk in build(sharding, ModelOptions())]
-    messages = []
-    for model, samples in [*((chunks, [fine, *[each] * rank]) for each in wrong), (away, [fine])]:
-        with pytest.raises((ValueError, OtherRankError, AttributeError)) as error:
-            compute_log_probs(model, samples, PolicyLossConfig(), **budget)
-        messages.append(str(error.value))
-    with pytest.raises(NotImplementedError) as refusal:
-        compute_hidden_states(build(sharding, ModelOptions(output_bias=True)), [fine], **budget)
-    return [*messages, str(refusal.value)]
+    biased = build(sharding, ModelOptions(output_bias=True))
+    errors = (ValueError, OtherRankError, AttributeError)
+    refused = partial(refusal, errors, compute_log_probs, config=PolicyLossConfig(), **budget)
+    return [
+        *(refused(chunks, [fine, *[sample] * rank]) for sample in wrong),
+        refused(away, [fine]),
+        refusal(NotImplementedError, compute_hidden_states, biased, [fine], **budget),
+    ]
 
 
 def test_mistakes_are_told_on_every_rank_before_anything_runs() -> None:

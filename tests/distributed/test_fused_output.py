@@ -27,7 +27,7 @@ from megatron_pg.megatron.output_layer import take_output_processor
 from tests.random_steps import package_samples, uneven_totals
 
 from .compare import assert_equal, compare, gradient_tolerance
-from .launch import run_ranks
+from .launch import refusal, run_ranks
 from .models import ModelOptions, Sharding
 from .one_step import Outcome, build, fused_head, fused_heads, run_schedule, run_steps, train_step
 from .reference import references_of
@@ -305,8 +305,8 @@ def refusals() -> tuple[str, str]:
     (chunk,) = build(Sharding(), DENSE)
     layer, once = chunk.module.output_layer, chunk.module.forward
     chunk.module.forward = lambda **inputs: (once(**inputs), once(**inputs))[1]
-    with pytest.raises(RuntimeError) as twice:
-        train_step([chunk], Sharding(), RUNS[0], head=fused_head)
+    task = ([chunk], Sharding(), RUNS[0])
+    twice = refusal(RuntimeError, train_step, *task, head=fused_head)
     assert "_forward_impl" not in vars(layer)
     sample = Sample([1, 2, 14], 1, [1], 1.0, name="the sample")
     step = PolicyStep(
@@ -319,9 +319,8 @@ def refusals() -> tuple[str, str]:
     with torch.no_grad():
         head = step.head(pack([sample]))
     hidden = torch.zeros(3, 1, layer.weight.shape[1], dtype=layer.weight.dtype)
-    with pytest.raises(ValueError) as outside:
-        head.model_arguments["output_processor"](hidden, layer.weight)
-    return str(twice.value), str(outside.value)
+    processor = head.model_arguments["output_processor"]
+    return twice, refusal(ValueError, processor, hidden, layer.weight)
 
 
 def test_calls_and_tokens_that_are_not_expected_are_refused() -> None:
@@ -402,11 +401,9 @@ def refusals_of_layers() -> list[str]:
     for name, value in (("gather_output", True), ("bias", torch.nn.Parameter(torch.zeros(1)))):
         before = getattr(layer, name)
         setattr(layer, name, value)
-        with pytest.raises(NotImplementedError) as refused:
-            take_output_processor([chunk])
-        with pytest.raises(NotImplementedError) as of_teacher:
-            compute_hidden_states([chunk], [], max_tokens_per_microbatch=8)
-        said += [str(refused.value), str(of_teacher.value)]
+        said.append(refusal(NotImplementedError, take_output_processor, [chunk]))
+        teacher = functools.partial(compute_hidden_states, max_tokens_per_microbatch=8)
+        said.append(refusal(NotImplementedError, teacher, [chunk], []))
         setattr(layer, name, before)
     take_output_processor([chunk])
     return said

@@ -18,7 +18,7 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +28,7 @@ import torch.distributed as dist
 from megatron_pg.check.job import Launch, joined, prepare
 from megatron_pg.megatron.cpu.runtime import enable_cpu_runtime
 
-from .breakage import FAMILY, GROUPS, Breakage
+from .breakage import FAMILY, GROUPS, PER_MICRO_BATCH, PER_TOKEN, Breakage
 from .launch import run_ranks
 
 UNBROKEN = "unbroken"
@@ -36,8 +36,6 @@ UNBROKEN = "unbroken"
 
 @dataclass(frozen=True)
 class Found:
-    """One row of a check."""
-
     label: str
     passed: bool
     words: str
@@ -62,7 +60,6 @@ def rows_of_breakages(
     options, _ = parse_options(flags)
     if not everything:
         options = replace(options, num_layers=options.num_chunks)
-    names = [each.name for each in family() if each.group == group and part in each.name]
     found = {}
     known = remembered_references(run._references)
     with pytest.MonkeyPatch.context() as patch:
@@ -72,14 +69,16 @@ def rows_of_breakages(
         with pytest.MonkeyPatch.context() as unbroken:
             unbroken.setattr(run, "_references", known)
             found[UNBROKEN] = described(run.run_check(options), options)
-        for name in names:
+        for breakage in family():
+            if breakage.group != group or part not in breakage.name:
+                continue
             with pytest.MonkeyPatch.context() as broken:
-                if FAMILY[name].is_around_the_model:
+                if breakage.is_around_the_model:
                     broken.setattr(run, "_references", known)
                 if not everything:
-                    run_what_concerns(FAMILY[name], run, broken)
-                FAMILY[name].apply(broken)
-                found[name] = described(run.run_check(options), options)
+                    run_what_concerns(breakage, run, broken)
+                breakage.apply(broken)
+                found[breakage.name] = described(run.run_check(options), options)
     return found
 
 
@@ -89,11 +88,9 @@ def run_what_concerns(breakage: Breakage, run: Any, patch: pytest.MonkeyPatch) -
 
     def concerned(model: str, options: Any, names: Any, per_token: bool) -> list[Any]:
         rows = cases_of(model, options, names, per_token)
-        return [each for each in rows if breakage.concerns(model, each.case.name, per_token)]
+        return [row for row in rows if breakage.concerns(model, row.case.name, per_token)]
 
-    models = {
-        name: each for name, each in run.MODELS.items() if breakage.concerns(name, "gradient")
-    }
+    models = {name: run.MODELS[name] for name in run.MODELS if breakage.concerns(name, "gradient")}
     patch.setattr(run, "MODELS", models)
     patch.setattr(run, "cases_of", concerned)
 
@@ -102,7 +99,6 @@ def family() -> list[Breakage]:
     """All breakages; it imports Megatron."""
     for name in ("attention", "layers", "reductions", "schedules"):
         importlib.import_module(f"tests.distributed.breakages_of_{name}")
-
     return list(FAMILY.values())
 
 
@@ -138,30 +134,21 @@ def remembered_references(references: Callable[..., Any]) -> Callable[..., Any]:
 def described(rows: Sequence[Any], options: Any) -> list[Found]:
     from megatron_pg.check.report import diagnoses
 
-    words = diagnoses(rows, options, dist.get_world_size())
-    return [Found(label(row), row.passed, said) for row, said in zip(rows, words, strict=True)]
-
-
-def label(row: Any) -> str:
-    mode = "per token" if row.calculate_per_token_loss else "per micro-batch"
-    return f"{row.model} {row.what} {row.aggregation} {mode}"
+    modes = (PER_MICRO_BATCH, PER_TOKEN)
+    return [
+        Found(
+            f"{row.model} {row.what} {row.aggregation} {modes[row.calculate_per_token_loss]}",
+            row.passed,
+            words,
+        )
+        for row, words in zip(rows, diagnoses(rows, options, dist.get_world_size()), strict=True)
+    ]
 
 
 def problems_of(breakage: Breakage, rows: Sequence[Found]) -> list[str]:
     """What is missed or misnamed; nothing where the check is right about the breakage."""
-    problems = []
     failed = [row for row in rows if not row.passed]
     words = "\n".join(row.words for row in failed)
-    if not any(re.search(breakage.fails, row.label) for row in failed):
-        problems.append(f"missed: no row of {breakage.fails!r} fails")
-    wrong = [row.label for row in failed if re.search(breakage.passes, row.label)]
-    problems += [f"{each!r} fails, which it does not concern" for each in wrong]
-    if failed:
-        problems += [
-            f"misnamed: {pattern!r} is not said"
-            for pattern in breakage.says
-            if not re.search(pattern, words, re.IGNORECASE)
-        ]
     untrue = [*breakage.never, r"\b1 times the reference"]
     # The loss is right where the rows of the loss alone are.
     if not any("loss only" in row.label for row in failed):
@@ -169,41 +156,44 @@ def problems_of(breakage: Breakage, rows: Sequence[Found]) -> list[str]:
     # Which of equal ones is no cause.
     if "replicas disagree" not in words:
         untrue.append(r"(data|context)-parallel rank \d")
-    problems += [
-        f"misnamed: {pattern!r} is said" for pattern in untrue if re.search(pattern, words)
+    unsaid = [each for each in breakage.says if not re.search(each, words, re.IGNORECASE)]
+    is_seen = any(re.search(breakage.fails, row.label) for row in failed)
+    return [
+        *[f"missed: no row of {breakage.fails!r} fails"] * (not is_seen),
+        *(
+            f"{row.label!r} fails, which it does not concern"
+            for row in failed
+            if re.search(breakage.passes, row.label)
+        ),
+        *(f"misnamed: {pattern!r} is not said" for pattern in unsaid if failed),
+        *(f"misnamed: {pattern!r} is said" for pattern in untrue if re.search(pattern, words)),
     ]
-    return problems
 
 
-def problems_in(found: Mapping[str, Sequence[Found]]) -> list[str]:
-    """All problems of what `rows_of_breakages` has found, one a line."""
-    lines = [
-        f"{UNBROKEN}: {row.label} fails: {row.words}" for row in found[UNBROKEN] if not row.passed
+def problems_of_group(
+    flags: Sequence[str],
+    group: str | None,
+    part: str = "",
+    everything: bool = False,
+    prints_words: bool = False,
+) -> tuple[int, list[str]]:
+    """How many breakages were run, and their problems; every rank of the group's processes calls it."""
+    found = rows_of_breakages(flags, group, part, everything=everything)
+    if prints_words and dist.get_rank() == 0:
+        for name, rows in found.items():
+            print(f"\n{group}: {name}")
+            print(
+                *(f"    {row.label}: {'PASS' if row.passed else row.words}" for row in rows),
+                sep="\n",
+            )
+    problems = [
+        f"{UNBROKEN}: {row.label} fails: {row.words}"
+        for row in found.pop(UNBROKEN)
+        if not row.passed
     ]
     for name, rows in found.items():
-        if name != UNBROKEN:
-            lines += [f"{name}: {problem}" for problem in problems_of(FAMILY[name], rows)]
-    return lines
-
-
-def problems_of_group(flags: Sequence[str], group: str | None) -> tuple[int, list[str]]:
-    """How many breakages were run, and their problems; a rank of `run_ranks`."""
-    found = rows_of_breakages(flags, group)
-    return len(found) - 1, problems_in(found)
-
-
-def full_group(flags: Sequence[str], group: str, part: str, everything: bool, words: bool) -> int:
-    """The number of problems of a group, printed by rank 0."""
-    found = rows_of_breakages(flags, group, part, everything=everything)
-    problems = problems_in(found)
-    if dist.get_rank() == 0:
-        for name, rows in found.items() if words else ():
-            print(f"\n{group}: {name}")
-            for row in rows:
-                print(f"    {row.label}: {'PASS' if row.passed else row.words}")
-        print(f"\n{group}: {len(found) - 1} breakages, {len(problems)} problems")
-        print(*problems, sep="\n", flush=True)
-    return len(problems)
+        problems += [f"{name}: {problem}" for problem in problems_of(FAMILY[name], rows)]
+    return len(found), problems
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -214,20 +204,24 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--one-aggregation", action="store_true", help="As in CI.")
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args(arguments)
-    problems = 0
-    launch = Launch.from_environment()
-    if "WORLD_SIZE" in os.environ:
+    launch, is_rank = Launch.from_environment(), "WORLD_SIZE" in os.environ
+    if is_rank:
         prepare(launch, args.device)
+    failed = False
     for group in args.group or GROUPS:
         processes, flags = GROUPS[group]
         task = (["--device", args.device, *flags.split()], group, args.breakage)
-        rest = (not args.one_aggregation, args.words)
-        if "WORLD_SIZE" in os.environ:
+        task = (*task, not args.one_aggregation, args.words)
+        if is_rank:
             with joined(launch, args.device):
-                problems += full_group(*task, *rest)
+                count, problems = problems_of_group(*task)
         else:
-            problems += run_ranks(full_group, processes, *task, *rest)[0]
-    return int(problems > 0)
+            count, problems = run_ranks(problems_of_group, processes, *task)[0]
+        failed |= bool(problems)
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(f"\n{group}: {count} breakages, {len(problems)} problems")
+            print(*problems, sep="\n", flush=True)
+    return int(failed)
 
 
 if __name__ == "__main__":

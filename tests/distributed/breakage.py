@@ -14,6 +14,8 @@ Patch = pytest.MonkeyPatch
 Break = Callable[[Patch], None]
 
 PER_TOKEN, PER_MICRO_BATCH = "per token", "per micro-batch"
+IN_PER_TOKEN_MODE = {"fails": PER_TOKEN, "passes": PER_MICRO_BATCH}
+IN_THE_OTHER_MODE = {"fails": PER_MICRO_BATCH, "passes": PER_TOKEN}
 
 GROUPS: dict[str, tuple[int, str]] = {
     "DP2": (2, ""),
@@ -35,30 +37,26 @@ GROUPS: dict[str, tuple[int, str]] = {
 
 @dataclass(frozen=True)
 class Breakage:
-    """One row of the family."""
+    """One row of the family. Labels are `model what aggregation per token`, or `... per micro-batch`."""
 
     name: str
     """The mistake in words."""
     group: str
-    fails: str
-    """A regular expression: some row whose label it matches must fail. A label is `model what aggregation per token` or
-    `... per micro-batch`."""
     says: tuple[str, ...]
     """Regular expressions, each of which must be found in the words beside the failed rows."""
-    never: tuple[str, ...]
-    """Regular expressions that must not be found there."""
-    passes: str
-    """A regular expression: every row whose label it matches must pass."""
     apply: Break
     """Patches Megatron in this process."""
+    fails: str = "end to end"
+    """A regular expression: some row whose label it matches must fail."""
+    passes: str = "^$"
+    """A regular expression: every row whose label it matches must pass."""
+    never: tuple[str, ...] = ()
+    """Regular expressions that must not be found there."""
+    is_around_the_model: bool = False
+    """It is of schedules, DDP or the optimizer, which the reference has no part in.
 
-    @property
-    def is_around_the_model(self) -> bool:
-        """Whether it is of schedules, DDP or the optimizer, which the reference has no part in.
-
-        The reference runs under every other breakage too: a trainer that is wrong is so from the start.
-        """
-        return self.apply.__module__.endswith(("_reductions", "_schedules"))
+    The reference runs under every other breakage too: a trainer that is wrong is so from the start.
+    """
 
     def concerns(self, model: str, case: str, per_token: bool = False) -> bool:
         """Whether CI runs the rows of a case of a model: the plain ones, and what is to fail or to pass beside it; those
@@ -71,48 +69,52 @@ class Breakage:
 FAMILY: dict[str, Breakage] = {}
 
 
-def breakage(
-    group: str,
-    *says: str,
-    fails: str = "end to end",
-    passes: str = "^$",
-    never: tuple[str, ...] = (),
-) -> Callable[[Break], Break]:
-    """Adds a function to the family; its name is the mistake. The arguments are the fields of `Breakage`."""
+def breakage(group: str, *says: str, name: str = "", **fields: Any) -> Callable[[Break], Break]:
+    """Adds a function to the family, whose name is the mistake where no other is given."""
 
     def add(apply: Break) -> Break:
-        name = apply.__name__.replace("_", " ")
-        if name in FAMILY or group not in GROUPS:
-            raise ValueError(f"{name!r} of {group!r}: named twice, or of no group")
-        FAMILY[name] = Breakage(name, group, fails, says, never, passes, apply)
+        mistake = name or apply.__name__.replace("_", " ")
+        if mistake in FAMILY or group not in GROUPS:
+            raise ValueError(f"{mistake!r} of {group!r}: named twice, or of no group")
+        FAMILY[mistake] = Breakage(mistake, group, says, apply, **fields)
         return apply
 
     return add
 
 
 def wrap(patch: Patch, owner: Any, name: str, wrong: Callable[..., Any]) -> None:
-    """Has `wrong(right, *arguments)` run in the place of a function."""
+    """Has `wrong(right, *arguments)` run in the place of a function, or of a method of any kind."""
     right = getattr(owner, name)
-    patch.setattr(owner, name, lambda *args, **keywords: wrong(right, *args, **keywords))
-
-
-def nothing(patch: Patch, owner: Any, name: str) -> None:
-    """Has a function do nothing."""
-    patch.setattr(owner, name, lambda *args, **keywords: None)
-
-
-def with_argument(
-    patch: Patch, owner: Any, name: str, argument: str, change: Callable[[Any], Any]
-) -> None:
-    """Has a function called with another value of one argument."""
-    right = getattr(owner, name)
-    signature = inspect.signature(right)
 
     @functools.wraps(right)  # Megatron keeps attributes at functions
-    def wrong(*args: Any, **keywords: Any) -> Any:
+    def function(*args: Any, **keywords: Any) -> Any:
+        return wrong(right, *args, **keywords)
+
+    has_no_self = isinstance(inspect.getattr_static(owner, name), (staticmethod, classmethod))
+    patch.setattr(owner, name, staticmethod(function) if has_no_self else function)
+
+
+def around(owner: Any, name: str) -> Callable[[Callable[..., Any]], Break]:
+    """Makes `wrong(right, *arguments)` a way of breaking: it runs in the place of a function."""
+
+    def breaking(wrong: Callable[..., Any]) -> Break:
+        @functools.wraps(wrong)
+        def apply(patch: Patch) -> None:
+            wrap(patch, owner, name, wrong)
+
+        return apply
+
+    return breaking
+
+
+def with_argument(owner: Any, name: str, argument: str, change: Callable[[Any], Any]) -> Break:
+    signature = inspect.signature(getattr(owner, name))
+
+    @around(owner, name)
+    def wrong(right: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
         bound = signature.bind(*args, **keywords)
         bound.apply_defaults()
         bound.arguments[argument] = change(bound.arguments[argument])
         return right(*bound.args, **bound.kwargs)
 
-    patch.setattr(owner, name, wrong)
+    return wrong

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,105 +20,30 @@ CRITIC = ModelOptions(value_head=True)
 CONTIGUOUS = ModelOptions(cp_partition_mode="contiguous")
 AHEAD = ModelOptions(mtp_num_layers=2)
 HYBRID = ModelOptions(hybrid=True)
+KINDS = {
+    **{EXPERTS: "MoE ", TIED: "tied ", CRITIC: "critic ", CONTIGUOUS: "contiguous "},
+    **{AHEAD: "MTP ", HYBRID: "HybridModel "},
+}
 
-DENSE_SHARDINGS = [
-    Sharding(),
-    Sharding(tensor=2),
-    Sharding(tensor=2, sequence_parallel=True),
-    Sharding(pipeline=2),
-    Sharding(pipeline=2, virtual_pipeline=2),
-    Sharding(context=2),
-    Sharding(data=2),
-    Sharding(context=4),
-    Sharding(pipeline=4),
-    Sharding(data=3),
-    Sharding(tensor=2, context=2),
-    Sharding(tensor=2, sequence_parallel=True, context=2),
-    Sharding(tensor=2, data=2),
-    Sharding(tensor=2, sequence_parallel=True, pipeline=2),
-    Sharding(pipeline=2, context=2),
-    Sharding(pipeline=2, virtual_pipeline=2, context=2),
-    Sharding(pipeline=2, data=2),
-    Sharding(context=2, data=2),
-    Sharding(context=2, data=3),
-    Sharding(context=4, data=2),
-    Sharding(tensor=2, context=4),
-    Sharding(tensor=2, pipeline=2, context=2),
-    Sharding(tensor=2, sequence_parallel=True, pipeline=2, virtual_pipeline=2, context=2),
-    Sharding(tensor=2, sequence_parallel=True, context=2, data=2),
-    Sharding(pipeline=2, context=2, data=2),
-    Sharding(pipeline=2, virtual_pipeline=2, context=2, data=2),
-    Sharding(pipeline=4, data=2),
-    Sharding(tensor=2, pipeline=2, data=2),
+SHARDINGS: list[tuple[ModelOptions, str]] = [
+    (DENSE, "one process, TP2, TP2+SP, PP2, PP2 VPP2, CP2, DP2, CP4, PP4, DP3, TP2 CP2"),
+    (DENSE, "TP2+SP CP2, TP2 DP2, TP2+SP PP2, PP2 CP2, PP2 VPP2 CP2, PP2 DP2, CP2 DP2, CP2 DP3"),
+    (DENSE, "CP4 DP2, TP2 CP4, TP2 PP2 CP2, TP2+SP PP2 VPP2 CP2, TP2+SP CP2 DP2, PP2 CP2 DP2"),
+    (DENSE, "PP2 VPP2 CP2 DP2, PP4 DP2, TP2 PP2 DP2"),
+    (TIED, "PP2, PP2 VPP2 CP2, TP2+SP PP2 CP2"),
+    (EXPERTS, "one process, DP2, CP2, EP2 DP2, CP2 EP2, TP2+SP EP2, PP2 EP2 DP2, CP2 EP2 DP2"),
+    (EXPERTS, "CP2 EP4 DP2, CP4 EP4 DP2, TP2+SP CP2 EP2 DP2, PP2 VPP2 CP2 EP2 DP2"),
+    (CRITIC, "one process, TP2, TP2+SP, CP2 DP2, CP4 DP2, PP2 DP2, TP2+SP CP2 DP2"),
+    (CRITIC, "TP2+SP PP2 VPP2 CP2"),
+    (CONTIGUOUS, "CP2, CP4 DP2, CP8, TP2+SP CP2 DP2, PP2 VPP2 CP2 DP2"),
 ]
-
-TIED_SHARDINGS = [
-    Sharding(pipeline=2),
-    Sharding(pipeline=2, virtual_pipeline=2, context=2),
-    Sharding(tensor=2, sequence_parallel=True, pipeline=2, context=2),
-]
-
-EXPERT_SHARDINGS = [
-    Sharding(),
-    Sharding(data=2),
-    Sharding(context=2),
-    Sharding(expert=2, data=2),
-    Sharding(expert=2, context=2),
-    Sharding(expert=2, tensor=2, sequence_parallel=True),
-    Sharding(expert=2, pipeline=2, data=2),
-    Sharding(expert=2, context=2, data=2),
-    Sharding(expert=4, context=2, data=2),
-    Sharding(expert=4, context=4, data=2),
-    Sharding(expert=2, tensor=2, sequence_parallel=True, context=2, data=2),
-    Sharding(expert=2, pipeline=2, virtual_pipeline=2, context=2, data=2),
-]
-
-CRITIC_SHARDINGS = [
-    Sharding(),
-    Sharding(tensor=2),
-    Sharding(tensor=2, sequence_parallel=True),
-    Sharding(context=2, data=2),
-    Sharding(context=4, data=2),
-    Sharding(pipeline=2, data=2),
-    Sharding(tensor=2, sequence_parallel=True, context=2, data=2),
-    Sharding(tensor=2, sequence_parallel=True, pipeline=2, virtual_pipeline=2, context=2),
-]
-
-CONTIGUOUS_SHARDINGS = [
-    Sharding(context=2),
-    Sharding(context=4, data=2),
-    Sharding(context=8),
-    Sharding(tensor=2, sequence_parallel=True, context=2, data=2),
-    Sharding(pipeline=2, virtual_pipeline=2, context=2, data=2),
-]
-
-AHEAD_SHARDINGS = [
-    Sharding(),
-    Sharding(context=2),
-    Sharding(context=4, data=2),
-    Sharding(tensor=2, sequence_parallel=True, context=2, data=2),
-    Sharding(pipeline=2, context=2, data=2),
-    Sharding(pipeline=2, virtual_pipeline=2, context=2, data=2),
-]
-"""Of megatron-core 0.19 and later."""
-
-HYBRID_SHARDINGS = [
-    Sharding(),
-    Sharding(tensor=2, sequence_parallel=True),
-    Sharding(context=2),
-    Sharding(context=2, data=2),
-    Sharding(tensor=2, sequence_parallel=True, context=2),
-]
-"""Where there is a HybridModel."""
-
-KEPT_SHARDINGS = [
-    Sharding(),
-    Sharding(tensor=2),
-    Sharding(context=2),
-    Sharding(context=4),
-    Sharding(tensor=2, sequence_parallel=True, context=2, data=2),
-    Sharding(tensor=2, sequence_parallel=True, pipeline=2, virtual_pipeline=2, context=2),
-]
+"""Of each model the names of its shardings."""
+if derives_multi_token_labels():
+    ahead = "one process, CP2, CP4 DP2, TP2+SP CP2 DP2, PP2 CP2 DP2, PP2 VPP2 CP2 DP2"
+    SHARDINGS.append((AHEAD, ahead))
+if has_hybrid_model():
+    SHARDINGS.append((HYBRID, "one process, TP2+SP, CP2, CP2 DP2, TP2+SP CP2"))
+KEPT_SHARDINGS = "one process, TP2, CP2, CP4, TP2+SP CP2 DP2, TP2+SP PP2 VPP2 CP2"
 
 
 @dataclass(frozen=True)
@@ -130,24 +56,19 @@ class Case:
 
     @property
     def configuration(self) -> str:
-        """Model and sharding."""
-        kinds = {EXPERTS: "MoE ", TIED: "tied ", CRITIC: "critic ", CONTIGUOUS: "contiguous "}
-        kinds |= {AHEAD: "MTP ", HYBRID: "HybridModel "}
-        sets = "kept sets " if self.runs[0].kept else ""
         model = replace(self.options.unsharded, num_layers=DENSE.num_layers)
-        return f"{sets}{kinds.get(model, '')}{self.sharding}"
+        sets = "kept sets " if self.runs[0].kept else ""
+        return f"{sets}{KINDS.get(model, '')}{self.sharding}"
 
     @property
     def mode(self) -> str:
-        """Loss mode and gradient reduction."""
-        parts = ["per token" if self.options.calculate_per_token_loss else "per micro-batch"]
-        if self.options.average_in_collective:
-            parts.append("average in collective")
-        if self.options.distributed_optimizer:
-            parts.append("distributed optimizer")
-        if self.options.overlap_grad_reduce:
-            parts.append("overlapped")
-        return ", ".join(parts)
+        mode = "per token" if self.options.calculate_per_token_loss else "per micro-batch"
+        parts = {
+            "average in collective": self.options.average_in_collective,
+            "distributed optimizer": self.options.distributed_optimizer,
+            "overlapped": self.options.overlap_grad_reduce,
+        }
+        return ", ".join([mode, *(part for part, is_on in parts.items() if is_on)])
 
     def __str__(self) -> str:
         return f"{self.configuration}: {self.mode}, {self.precision}"
@@ -191,54 +112,41 @@ def runs(sharding: Sharding, *, place: int) -> tuple[Run, ...]:
 
     Those that have the terms at an even `place` lack them at an odd one. With short samples the terms follow the loss.
     """
-    every = itertools.product(AGGREGATIONS, MATRIX_SHAPES, legal_cuts(sharding))
+    every = itertools.product(*map(enumerate, (AGGREGATIONS, MATRIX_SHAPES, legal_cuts(sharding))))
     return tuple(
-        Run(aggregation, shape, cut, bool((place + sum(numbers)) % 2), TERMS_BY[shape])
-        for (aggregation, shape, cut), numbers in zip(
-            every,
-            itertools.product(range(4), range(2), range(len(legal_cuts(sharding)))),
-            strict=True,
-        )
+        Run(aggregation, shape, cut, bool((place + a + s + c) % 2), TERMS_BY[shape])
+        for (a, aggregation), (s, shape), (c, cut) in every
     )
 
 
 def all_cases() -> list[Case]:
     """The whole matrix, each case in float32 and in float64, of models with four layers."""
-    groups = [
-        (DENSE, DENSE_SHARDINGS),
-        (TIED, TIED_SHARDINGS),
-        (EXPERTS, EXPERT_SHARDINGS),
-        (CRITIC, CRITIC_SHARDINGS),
-        (CONTIGUOUS, CONTIGUOUS_SHARDINGS),
-        (AHEAD, AHEAD_SHARDINGS * derives_multi_token_labels()),
-        (HYBRID, HYBRID_SHARDINGS * has_hybrid_model()),
-    ]
-    of_sets = [
-        with_sets(
-            Case(sharding, replace(mode, dtype=dtype, num_layers=4), runs(sharding, place=place))
-        )
-        for sharding in KEPT_SHARDINGS
+    kept = [
+        replace(case, runs=with_sets(case.runs))
+        for sharding in map(Sharding.named, KEPT_SHARDINGS.split(", "))
         for mode in modes(DENSE, sharding)[:2]
-        for place, dtype in enumerate((torch.float32, torch.float64))
+        for case in both_precisions(sharding, mode)
     ]
-    return of_sets + [
-        Case(
-            sharding,
-            replace(mode, dtype=dtype, num_layers=4),
-            of_model(mode, runs(sharding, place=place)),
-        )
-        for options, shardings in groups
-        for sharding in shardings
+    return kept + [
+        case
+        for options, names in SHARDINGS
+        for sharding in map(Sharding.named, names.split(", "))
         for mode in modes(options, sharding)
-        for place, dtype in enumerate((torch.float32, torch.float64))
+        for case in both_precisions(sharding, mode)
         # Megatron computes its losses ahead in float32, whatever the model is in.
-        if options is not AHEAD or dtype == torch.float32
+        if options is not AHEAD or case.options.dtype == torch.float32
     ]
 
 
-def with_sets(case: Case) -> Case:
+def both_precisions(sharding: Sharding, mode: ModelOptions) -> Iterator[Case]:
+    for place, dtype in enumerate((torch.float32, torch.float64)):
+        options = replace(mode, dtype=dtype, num_layers=4)
+        yield Case(sharding, options, of_model(mode, runs(sharding, place=place)))
+
+
+def with_sets(steps: tuple[Run, ...]) -> tuple[Run, ...]:
     """The same steps over the sets that the tokens were sampled from."""
-    return replace(case, runs=tuple(replace(run, kept=True) for run in case.runs))
+    return tuple(replace(run, kept=True) for run in steps)
 
 
 def of_model(options: ModelOptions, steps: tuple[Run, ...]) -> tuple[Run, ...]:
@@ -250,71 +158,57 @@ def of_model(options: ModelOptions, steps: tuple[Run, ...]) -> tuple[Run, ...]:
 
 def sample_of_runs(sharding: Sharding, place: int) -> tuple[Run, ...]:
     """One run of each aggregation; shape, cut and added terms go round with `place`."""
-    cuts = legal_cuts(sharding)
-    return tuple(
-        Run(
-            aggregation,
-            MATRIX_SHAPES[(place + index) % len(MATRIX_SHAPES)],
-            cuts[(place + index) % len(cuts)],
-            bool((place + index // 2) % 2),
-            TERMS_BY[MATRIX_SHAPES[(place + index) % len(MATRIX_SHAPES)]],
+    steps = []
+    for index, aggregation in enumerate(AGGREGATIONS):
+        shape, cut = (
+            names[(place + index) % len(names)] for names in (MATRIX_SHAPES, legal_cuts(sharding))
         )
-        for index, aggregation in enumerate(AGGREGATIONS)
-    )
+        is_regularized = bool((place + index // 2) % 2)
+        steps.append(Run(aggregation, shape, cut, is_regularized, TERMS_BY[shape]))
+    return tuple(steps)
 
 
 def representative_cases() -> list[Case]:
     """Each kind of parallelism and reduction at least once, every aggregation in each, with as few layers as that takes."""
-    chosen: list[tuple[Sharding, ModelOptions]] = [
-        (Sharding(), DENSE),
-        (Sharding(tensor=2), DENSE),
-        (Sharding(pipeline=2, virtual_pipeline=2), replace(DENSE, calculate_per_token_loss=True)),
-        (Sharding(context=2, data=2), DENSE),
-        (Sharding(context=2, data=2), replace(DENSE, calculate_per_token_loss=True)),
-        (Sharding(context=2, data=2), replace(DENSE, average_in_collective=True)),
-        (Sharding(context=2, data=2), replace(DENSE, distributed_optimizer=True)),
-        (Sharding(context=4), replace(DENSE, calculate_per_token_loss=True)),
-        (Sharding(pipeline=2, data=2), replace(DENSE, distributed_optimizer=True)),
-        (Sharding(pipeline=2, context=2), TIED),
-        (Sharding(tensor=2, sequence_parallel=True, context=2), DENSE),
-        (Sharding(expert=2, context=2, data=2), EXPERTS),
-        (Sharding(expert=2, data=2), replace(EXPERTS, calculate_per_token_loss=True)),
-        (
-            Sharding(tensor=2, sequence_parallel=True, pipeline=2, virtual_pipeline=2, context=2),
-            DENSE,
-        ),
-        (Sharding(context=2, data=2), CRITIC),
-        (Sharding(context=4), replace(CRITIC, calculate_per_token_loss=True)),
-        (Sharding(tensor=2), CRITIC),
-        (
-            Sharding(tensor=2, sequence_parallel=True, context=2),
-            replace(CRITIC, calculate_per_token_loss=True),
-        ),
-        (Sharding(pipeline=2, virtual_pipeline=2, context=2), CRITIC),
-        (Sharding(data=2), replace(CRITIC, calculate_per_token_loss=True)),
-        (Sharding(context=4), CONTIGUOUS),
-        (
-            Sharding(tensor=2, sequence_parallel=True, context=2),
-            replace(CONTIGUOUS, calculate_per_token_loss=True),
-        ),
-        (Sharding(pipeline=2, virtual_pipeline=2, context=2), CONTIGUOUS),
+    per_token = {"calculate_per_token_loss": True}
+    chosen: list[tuple[str, ModelOptions, dict[str, bool]]] = [
+        ("one process", DENSE, {}),
+        ("TP2", DENSE, {}),
+        ("PP2 VPP2", DENSE, per_token),
+        ("CP2 DP2", DENSE, {}),
+        ("CP2 DP2", DENSE, per_token),
+        ("CP2 DP2", DENSE, {"average_in_collective": True}),
+        ("CP2 DP2", DENSE, {"distributed_optimizer": True}),
+        ("CP4", DENSE, per_token),
+        ("PP2 DP2", DENSE, {"distributed_optimizer": True}),
+        ("PP2 CP2", TIED, {}),
+        ("TP2+SP CP2", DENSE, {}),
+        ("CP2 EP2 DP2", EXPERTS, {}),
+        ("EP2 DP2", EXPERTS, per_token),
+        ("TP2+SP PP2 VPP2 CP2", DENSE, {}),
+        ("CP2 DP2", CRITIC, {}),
+        ("CP4", CRITIC, per_token),
+        ("TP2", CRITIC, {}),
+        ("TP2+SP CP2", CRITIC, per_token),
+        ("PP2 VPP2 CP2", CRITIC, {}),
+        ("DP2", CRITIC, per_token),
+        ("CP4", CONTIGUOUS, {}),
+        ("TP2+SP CP2", CONTIGUOUS, per_token),
+        ("PP2 VPP2 CP2", CONTIGUOUS, {}),
     ]
     if derives_multi_token_labels():
-        shardings = Sharding(context=2, data=2), Sharding(pipeline=2, context=2)
-        chosen += [(sharding, AHEAD) for sharding in shardings]
-        chosen.append((Sharding(tensor=2, sequence_parallel=True, context=2), AHEAD))
-    sharding = Sharding(tensor=2, sequence_parallel=True, context=2)
-    of_sets = with_sets(Case(sharding, DENSE, sample_of_runs(sharding, 0)))
-    return [of_sets] + [
+        chosen += [(name, AHEAD, {}) for name in ("CP2 DP2", "PP2 CP2", "TP2+SP CP2")]
+    if has_hybrid_model():
+        chosen += [(name, HYBRID, {}) for name in ("CP2", "TP2+SP CP2")]
+    sharding = Sharding.named("TP2+SP CP2")
+    cases = [Case(sharding, DENSE, with_sets(sample_of_runs(sharding, 0)))]
+    for place, (name, options, mode) in enumerate(chosen):
+        sharding = Sharding.named(name)
+        steps = of_model(options, sample_of_runs(sharding, place))
         # In float32 and float64 in turn.
-        Case(
-            sharding,
-            replace(
-                options,
-                dtype=torch.float64 if place % 2 and options != AHEAD else torch.float32,
-                num_layers=max(2, sharding.num_chunks),
-            ),
-            of_model(options, sample_of_runs(sharding, place)),
-        )
-        for place, (sharding, options) in enumerate(chosen)
-    ]
+        is_double = place % 2 and options is not AHEAD
+        dtype = torch.float64 if is_double else torch.float32
+        num_layers = max(2, sharding.num_chunks)
+        options = replace(options, **mode, dtype=dtype, num_layers=num_layers)
+        cases.append(Case(sharding, options, steps))
+    return cases

@@ -24,8 +24,6 @@ def gradient_tolerance(options: ModelOptions) -> float:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The largest errors of one step."""
-
     gradient_error: float
     worst_parameter: str
     gradient_ratio: float

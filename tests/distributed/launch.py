@@ -17,6 +17,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -46,6 +47,13 @@ def dumps(value: Any) -> bytes:
 
 class RankError(RuntimeError):
     """A rank failed; the message has its traceback, and those that reached us soon after."""
+
+
+def refusal(kind: Any, function: Callable[..., Any], *args: Any, **keywords: Any) -> str:
+    """The words of an error that a call must end with."""
+    with pytest.raises(kind) as error:
+        function(*args, **keywords)
+    return str(error.value)
 
 
 def fork_server() -> Any:
@@ -88,17 +96,14 @@ def run_ranks(
 def _run(task: bytes, world_size: int, patience: float) -> list[Any]:
     context = fork_server()
     with tempfile.TemporaryDirectory() as folder:
-        store = os.path.join(folder, "store")
         pipes, processes = [], []
         for rank in range(world_size):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_run_rank, args=(theirs, task, rank, world_size, store)
-            )
-            process.start()
+            arguments = (theirs, task, rank, world_size, os.path.join(folder, "store"))
+            processes.append(context.Process(target=_run_rank, args=arguments))
+            processes[-1].start()
             theirs.close()
             pipes.append(ours)
-            processes.append(process)
         try:
             return _collect(pipes, [process.pid for process in processes], patience)
         finally:

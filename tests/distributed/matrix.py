@@ -8,6 +8,9 @@ import platform
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,8 +19,12 @@ from megatron_pg.config.versions import megatron_core_version
 from megatron_pg.megatron.cpu.runtime import enable_cpu_runtime
 
 from .cases import Case, all_cases, representative_cases
-from .compare import METRIC_TOLERANCE
-from .run_cases import Result, run_all
+from .compare import METRIC_TOLERANCE, Comparison, compare, gradient_tolerance
+from .launch import run_ranks
+from .models import ModelOptions
+from .one_step import Outcome, run_steps
+from .reference import reference_steps
+from .steps import Run
 
 PREAMBLE = """\
 # The same gradient at any parallelism: the measured table
@@ -50,8 +57,79 @@ launches at a time, of 1 to 8 processes each; without `--parallel` one.
 """
 
 
+@dataclass(frozen=True)
+class Result:
+    """One case: how far each of its steps was from the reference."""
+
+    case: Case
+    comparisons: tuple[Comparison, ...]
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        return all(comparison.passed for comparison in self.comparisons)
+
+    @property
+    def worst(self) -> tuple[Run, Comparison]:
+        pairs = zip(self.case.runs, self.comparisons, strict=True)
+        return max(pairs, key=lambda pair: pair[1].gradient_error)
+
+
+References = dict[tuple[ModelOptions, Run], Outcome]
+"""By the model, and the run as if it had no cut, on which the reference does not depend."""
+
+
+def compute_references(cases: list[Case]) -> References:
+    wanted: dict[ModelOptions, dict[Run, None]] = defaultdict(dict)
+    for case in cases:
+        wanted[case.options.unsharded].update((replace(run, cut=""), None) for run in case.runs)
+    references = {}
+    for options, runs in wanted.items():
+        outcomes = run_ranks(reference_steps, 1, options, list(runs))[0]
+        references |= {(options, run): o for run, o in zip(runs, outcomes, strict=True)}
+    return references
+
+
+def run_cases(cases: list[Case], references: References) -> list[Result]:
+    """On every rank: build the models, run the steps; rank 0 compares."""
+    results = []
+    for case in cases:
+        started = time.monotonic()
+        outcomes = run_steps(case.sharding, case.options, case.runs)
+        expected = [references[case.options.unsharded, replace(r, cut="")] for r in case.runs]
+        tolerance = gradient_tolerance(case.options)
+        pairs = zip(outcomes, expected, strict=True)
+        comparisons = tuple(compare(*pair, tolerance) for pair in pairs if pair[0] is not None)
+        results.append(Result(case, comparisons, time.monotonic() - started))
+    return results
+
+
+def run_all(cases: list[Case], parallel: int = 1, per_launch: int = 8) -> Iterator[Result]:
+    """Results of the cases, those of one world size together.
+
+    Args:
+        parallel: launches at a time, each of as many processes as its cases have ranks.
+        per_launch: cases of a launch.
+    """
+    references = compute_references(cases)
+    by_size: dict[int, list[Case]] = defaultdict(list)
+    for case in cases:
+        by_size[case.sharding.world_size].append(case)
+    batches = [
+        (size, same_size[first : first + per_launch])
+        for size, same_size in sorted(by_size.items())
+        for first in range(0, len(same_size), per_launch)
+    ]
+
+    def launch(batch: tuple[int, list[Case]]) -> list[Result]:
+        return run_ranks(run_cases, *batch, references)[0]
+
+    with ThreadPoolExecutor(parallel) as pool:
+        for results in pool.map(launch, batches):
+            yield from results
+
+
 def versions() -> str:
-    """What the table was measured with."""
     core = ".".join(map(str, megatron_core_version()))
     return f"Python {platform.python_version()}, torch {torch.__version__}, megatron-core {core}"
 
@@ -62,11 +140,8 @@ def summary(results: list[Result], seconds: float) -> str:
     passed = sum(result.passed for result in results)
     worst: dict[str, float] = defaultdict(float)
     for result in results:
-        key = result.case.precision
-        if (
-            result.case.options.dtype == torch.float64
-            and result.case.options.calculate_per_token_loss
-        ):
+        options, key = result.case.options, result.case.precision
+        if options.dtype == torch.float64 and options.calculate_per_token_loss:
             key += " per token"
         worst[key] = max(worst[key], result.worst[1].gradient_error)
     errors = ", ".join(f"{key} {error:.1e}" for key, error in sorted(worst.items()))
@@ -77,10 +152,10 @@ def summary(results: list[Result], seconds: float) -> str:
 
 
 def markdown(results: list[Result], seconds: float) -> str:
-    """The page of the docs."""
+    order = [str(case) for case in all_cases()]
     rows: dict[tuple[str, str], dict[str, Result]] = defaultdict(dict)
-    for result in results:
-        rows[(result.case.configuration, result.case.mode)][result.case.precision] = result
+    for result in sorted(results, key=lambda result: order.index(str(result.case))):
+        rows[result.case.configuration, result.case.mode][result.case.precision] = result
     lines = [
         PREAMBLE.format(metric_tolerance=METRIC_TOLERANCE),
         summary(results, seconds),
@@ -88,31 +163,24 @@ def markdown(results: list[Result], seconds: float) -> str:
         "| processes | model and sharding | loss mode, gradient reduction | float32 | float64 | |",
         "|---|---|---|---|---|---|",
     ]
-    order = {str(case): place for place, case in enumerate(all_cases())}
-    for (configuration, mode), row in sorted(
-        rows.items(), key=lambda item: min(order[str(r.case)] for r in item[1].values())
-    ):
-        first = next(iter(row.values()))
-        errors = [
+    for (configuration, mode), row in rows.items():
+        world_size = next(iter(row.values())).case.sharding.world_size
+        errors = " | ".join(
             f"{row[precision].worst[1].gradient_error:.1e}" if precision in row else ""
             for precision in ("float32", "float64")
-        ]
-        verdict = "PASS" if all(result.passed for result in row.values()) else "FAIL"
-        lines.append(
-            f"| {first.case.sharding.world_size} | {configuration} | {mode} | "
-            f"{errors[0]} | {errors[1]} | {verdict} |"
         )
+        verdict = "PASS" if all(result.passed for result in row.values()) else "FAIL"
+        lines.append(f"| {world_size} | {configuration} | {mode} | {errors} | {verdict} |")
     return "\n".join(lines) + "\n"
 
 
 def report(result: Result) -> None:
-    """One line of progress, and one for each failure."""
     run, worst = result.worst
     verdict = "PASS" if result.passed else "FAIL"
     print(f"{verdict} {result.case}: {worst} [{run}] {result.seconds:.1f} s", flush=True)
-    for each, comparison in zip(result.case.runs, result.comparisons, strict=True):
+    for step, comparison in zip(result.case.runs, result.comparisons, strict=True):
         if not comparison.passed:
-            print(f"     {each}: {comparison}", flush=True)
+            print(f"     {step}: {comparison}", flush=True)
 
 
 def main() -> int:
@@ -120,17 +188,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--all", action="store_true", help="the whole matrix, not the CI's part")
     parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument(
-        "--parallel", type=int, default=1, help="launches at a time, of 1 to 8 processes each"
-    )
+    about = "launches at a time, of 1 to 8 processes each"
+    parser.add_argument("--parallel", type=int, default=1, help=about)
     parser.add_argument("--markdown", type=Path, help="write the table here")
     arguments = parser.parse_args()
     enable_cpu_runtime()
     cases: list[Case] = all_cases() if arguments.all else representative_cases()
     started = time.monotonic()
     results = []
-    chosen = [case for case in cases if arguments.only in str(case)]
-    for result in run_all(chosen, arguments.parallel):
+    for result in run_all([c for c in cases if arguments.only in str(c)], arguments.parallel):
         results.append(result)
         report(result)
     seconds = time.monotonic() - started

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,10 @@ from .steps import VOCAB_SIZE
 
 NUM_EXPERTS = 4
 SHAPE = {"num_query_groups": 2, "num_attention_heads": 4, "hidden_size": 32, "ffn_hidden_size": 64}
+AXES = {
+    **{"TP": "tensor", "PP": "pipeline", "VPP": "virtual_pipeline"},
+    **{"CP": "context", "EP": "expert", "DP": "data"},
+}
 
 
 @dataclass(frozen=True)
@@ -37,9 +41,14 @@ class Sharding:
     sequence_parallel: bool = False
     expert: int = 1
 
+    @classmethod
+    def named(cls, name: str) -> Sharding:
+        """The sharding that a name as "TP2+SP CP2" begins with."""
+        sizes = {AXES[axis]: int(size) for axis, size in re.findall(r"\b([A-Z]P|VPP)(\d+)", name)}
+        return cls(**sizes, sequence_parallel="+SP" in name)
+
     @property
     def num_chunks(self) -> int:
-        """Of the model, over all pipeline stages."""
         return self.pipeline * (self.virtual_pipeline or 1)
 
     @property
@@ -48,14 +57,11 @@ class Sharding:
 
     def __str__(self) -> str:
         parts = [
-            f"TP{self.tensor}{'+SP' if self.sequence_parallel else ''}" * (self.tensor > 1),
-            f"PP{self.pipeline}" * (self.pipeline > 1),
-            f"VPP{self.virtual_pipeline}" * (self.virtual_pipeline is not None),
-            f"CP{self.context}" * (self.context > 1),
-            f"EP{self.expert}" * (self.expert > 1),
-            f"DP{self.data}" * (self.data > 1),
+            f"{axis}{size}{'+SP' * (axis == 'TP' and self.sequence_parallel)}"
+            for axis, field in AXES.items()
+            if (size := getattr(self, field) or 1) > 1
         ]
-        return " ".join(part for part in parts if part) or "one process"
+        return " ".join(parts) or "one process"
 
 
 @dataclass(frozen=True)
@@ -86,15 +92,11 @@ class ModelOptions:
     @property
     def unsharded(self) -> ModelOptions:
         """What of the model an unsharded reference shares: all that changes the function."""
-        return ModelOptions(
-            mixture_of_experts=self.mixture_of_experts,
-            tied_embeddings=self.tied_embeddings,
-            hybrid=self.hybrid,
-            value_head=self.value_head,
-            mtp_num_layers=self.mtp_num_layers,
-            cp_partition_mode=self.cp_partition_mode,
-            num_layers=self.num_layers,
+        shared = (
+            *("mixture_of_experts", "tied_embeddings", "hybrid", "value_head"),
+            *("mtp_num_layers", "cp_partition_mode", "num_layers"),
         )
+        return ModelOptions(**{name: getattr(self, name) for name in shared})
 
 
 def check_options(sharding: Sharding, options: ModelOptions) -> CheckOptions:
@@ -144,23 +146,21 @@ def build_model(
 ) -> list[DistributedDataParallel]:
     """This rank's chunks under Megatron's DDP, with the parameters that every sharding has."""
     options = options or ModelOptions()
-    config = transformer_config(sharding, options)
-    new_model: Any = GPTModel
-    if options.hybrid:
-        new_model = builder.hybrid_model
+    new_model: Any = builder.hybrid_model if options.hybrid else GPTModel
     if options.mtp_num_layers is not None:
         new_model = builder.multi_token_model
-    if options.output_bias:
-        new_model = functools.partial(with_output_bias, new_model)
 
     def whole_model(**keywords: Any) -> torch.nn.Module:
+        model = new_model(**keywords)
+        if options.output_bias and model.post_process:
+            add_output_bias(model.output_layer)
         # Megatron makes learned positions float32, whatever the other parameters are.
-        model = new_model(**keywords).to(options.dtype)
+        model = model.to(options.dtype)
         return add_value_head(model) if options.value_head else model
 
     return builder.build_model(
         check_options(sharding, options),
-        config,
+        transformer_config(sharding, options),
         whole_model,
         vocab_size=-(-VOCAB_SIZE // sharding.tensor) * sharding.tensor,
         max_sequence_length=256,
@@ -168,17 +168,12 @@ def build_model(
     )
 
 
-def with_output_bias(new_model: Any, **keywords: Any) -> torch.nn.Module:
-    """The model with what `ColumnParallelLinear.__init__` adds for `bias=True`."""
-    model: Any = new_model(**keywords)
-    if model.post_process:
-        layer = model.output_layer
-        layer.bias = torch.nn.Parameter(
-            torch.zeros(layer.output_size_per_partition, dtype=layer.config.params_dtype)
-        )
-        set_tensor_model_parallel_attributes(layer.bias, True, 0, 1)
-        layer.bias.allreduce = True
-    return model
+def add_output_bias(layer: Any) -> None:
+    """Adds what `ColumnParallelLinear.__init__` adds for `bias=True`."""
+    zeros = torch.zeros(layer.output_size_per_partition, dtype=layer.config.params_dtype)
+    layer.bias = torch.nn.Parameter(zeros)
+    set_tensor_model_parallel_attributes(layer.bias, True, 0, 1)
+    layer.bias.allreduce = True
 
 
 def gather_gradients(chunks: list[DistributedDataParallel]) -> dict[str, Tensor] | None:
@@ -199,13 +194,11 @@ def gather_gradients(chunks: list[DistributedDataParallel]) -> dict[str, Tensor]
         known = slices.setdefault(shard.name, {}).setdefault(shard.index, (shard, gradient))
         assert relative_error(gradient, known[1]) < 1e-6, f"replicas of {shard.name} differ"
     return {
-        name: torch.cat([gradient for _, (_, gradient) in sorted(parts.items())], _dimension(parts))
+        name: torch.cat(
+            [gradient for _, (_, gradient) in sorted(parts.items())], parts[0][0].dimension
+        )
         for name, parts in slices.items()
     }
-
-
-def _dimension(parts: dict[int, tuple[Shard, Tensor]]) -> int:
-    return parts[0][0].dimension
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from torch import Tensor
 
-from megatron_pg import CriticConfig, PackedBatch, Sample, StepTotals, pack
+from megatron_pg import CriticConfig, PackedBatch, pack
 from megatron_pg.critic.value_step import ValueStep
 from megatron_pg.megatron import ParallelGroups, PolicyStep
 from megatron_pg.megatron.output_layer import take_output_processor
@@ -48,23 +48,16 @@ def build(sharding: Sharding, options: ModelOptions) -> list[DistributedDataPara
     return chunks
 
 
-def fused_head(chunk_tokens: int = 5) -> Head:
+def fused_heads(*sizes: int) -> list[Head]:
+    """Heads of `train_step`, in chunks of so many rows."""
+    return [partial(fused_head, chunk_tokens=size) for size in sizes]
+
+
+def fused_head(step: PolicyStep, batch: PackedBatch, chunk_tokens: int = 5) -> MicroBatchHead:
     """The head of `train_step` through the fused output layer, in chunks of that many rows."""
-
-    def head(step: PolicyStep, batch: PackedBatch) -> MicroBatchHead:
-        take_output_processor(step.model)
-        step.config = replace(step.config, fused_lm_head=True)
-        return step.head(batch, chunk_tokens=chunk_tokens)
-
-    return head
-
-
-def assert_zero_of_frozen(found: Outcome, expected: Outcome, frozen: str) -> None:
-    """What is frozen, the output layer or all else, has gradient 0, and is then as it is expected."""
-    for name, gradient in found.gradients.items():
-        if (frozen == "output layer") == ("output_layer" in name):
-            assert (gradient == 0).all(), name
-            found.gradients[name] = expected.gradients[name]
+    take_output_processor(step.model)
+    step.config = replace(step.config, fused_lm_head=True)
+    return step.head(batch, chunk_tokens=chunk_tokens)
 
 
 def train_step(
@@ -72,15 +65,11 @@ def train_step(
     sharding: Sharding,
     run: Run,
     loss: LossFactory | None = None,
-    pack_batch: Callable[..., PackedBatch] = pack,
-    samples: list[PlainSample] | None = None,
-    head: Head | None = None,
-    **of_step: Any,
+    **keywords: Any,
 ) -> Outcome | None:
     """Forward, backward and reduction of one step; the outcome is on rank 0, None elsewhere.
 
-    Every rank of the world calls it. `loss` and `pack_batch` are the package's; mutants replace
-    them. `samples` are the run's where None. `head` takes the place of the step's own, which is given `of_step`.
+    Every rank of the world calls it. `loss` is the package's where None. `keywords` are those of `run_schedule`.
     """
     for chunk in chunks:
         chunk.zero_grad_buffer()
@@ -91,10 +80,22 @@ def train_step(
             wrong = loss(step.config, batch, step.totals, num_microbatches=count, model=chunks)
             return replace(step.head(batch), loss_func=wrong)
 
-    step, metrics = run_schedule(chunks, sharding, run, head, pack_batch, samples, **of_step)
+        keywords["head"] = head
+    step, metrics = run_schedule(chunks, sharding, run, **keywords)
     reduced = step.metrics(metrics)
     gradients = gather_gradients(chunks)
     return None if gradients is None else Outcome(gradients, reduced)
+
+
+def run_steps(
+    sharding: Sharding,
+    options: ModelOptions,
+    runs: Sequence[Run],
+    heads: Sequence[Head | None] = (None,),
+) -> list[Outcome | None]:
+    """The steps of some runs on one new model, through one head after the other."""
+    chunks = build(sharding, options)
+    return [train_step(chunks, sharding, run, head=head) for head in heads for run in runs]
 
 
 def run_schedule(
@@ -109,7 +110,7 @@ def run_schedule(
     **of_step: Any,
 ) -> tuple[Any, list[Any]]:
     """Megatron's schedule over the micro-batches of a step; returns the step, a `PolicyStep` or `ValueStep`, and their
-    metrics."""
+    metrics. `samples` are the run's where None. `head` takes the place of the step's own, which is given `of_step`."""
     groups = ParallelGroups.from_model(chunks)
     layout = {
         "cp_rank": groups.context_rank,
@@ -117,32 +118,21 @@ def run_schedule(
         "pad_to_multiple": sharding.context * sharding.tensor if sharding.sequence_parallel else 1,
         "cp_partition_mode": run.cp_partition_mode,
     }
-    micro_batches, totals = _cut_step(sharding, run, groups, samples or run.samples, layout)
-    batches = [pack_batch(samples, **layout) for samples in micro_batches]
-    keywords: dict[str, Any] = {"num_microbatches": len(batches), "model": chunks, **of_step}
-    step: Any = PolicyStep(run.config, totals=totals, **keywords)
-    if isinstance(run, ValueRun):
-        step = ValueStep(run.config, CriticConfig(VALUE_CLIP), totals=totals, **keywords)
-    heads = partial(head or type(step).head, step)
-    return step, run_micro_batches(heads, batches, chunks, forward_only=forward_only)
-
-
-def _cut_step(
-    sharding: Sharding,
-    run: Run,
-    groups: ParallelGroups,
-    plain: list[PlainSample],
-    layout: dict[str, Any],
-) -> tuple[list[list[Sample]], StepTotals]:
-    """This data-parallel rank's micro-batches and the totals of the step."""
-    samples = package_samples(plain)
+    everything = package_samples(samples or run.samples)
     multiple = sharding.pipeline if sharding.virtual_pipeline is not None else 1
     indices = run.micro_batches(groups.data_size, groups.data_rank, multiple)
-    micro_batches = [[samples[index] for index in each] for each in indices]
-    totals = uneven_totals(
-        [sample for each in micro_batches for sample in each], data_parallel_group=groups.data
-    )
+    micro_batches = [[everything[index] for index in part] for part in indices]
+    mine = [sample for part in micro_batches for sample in part]
+    totals = uneven_totals(mine, data_parallel_group=groups.data)
     # All tokens of the step, padding included: per-token mode with an auxiliary loss counts them.
-    count = torch.tensor(sum(pack(each, **layout).window.local_tokens for each in micro_batches))
+    count = torch.tensor(sum(pack(part, **layout).window.local_tokens for part in micro_batches))
     dist.all_reduce(count, group=groups.data_with_context)
-    return micro_batches, replace(totals, num_tokens=int(count))
+    keywords = {"totals": replace(totals, num_tokens=int(count)), "model": chunks, **of_step}
+    keywords["num_microbatches"] = len(micro_batches)
+    if isinstance(run, ValueRun):
+        step: Any = ValueStep(run.config, CriticConfig(VALUE_CLIP), **keywords)
+    else:
+        step = PolicyStep(run.config, **keywords)
+    batches = [pack_batch(part, **layout) for part in micro_batches]
+    heads = partial(head or type(step).head, step)
+    return step, run_micro_batches(heads, batches, chunks, forward_only=forward_only)

@@ -56,13 +56,10 @@ def reference_steps(options: ModelOptions, runs: list[Run]) -> list[Outcome]:
                 outputs[tokens] = logits, ahead
             logits, ahead = outputs[tokens]
             result = oracle.policy_loss(run.samples, logits, run.objective)
-            loss, metrics = result.loss, _metrics(run, result)
-            loss = loss + loss_ahead(run.samples, ahead)
+            metrics, loss = _metrics(run, result), result.loss + loss_ahead(run.samples, ahead)
         with model.no_sync():
             loss.backward(retain_graph=True)
-        gradients = gather_gradients([model])
-        assert gradients is not None
-        outcomes.append(Outcome(gradients, metrics))
+        outcomes.append(Outcome(gather_gradients([model]) or {}, metrics))
     return outcomes
 
 
@@ -104,11 +101,10 @@ def loss_ahead(samples: list[PlainSample], ahead: list[list[Tensor]]) -> Tensor:
 
 
 def value_loss_alone(model: torch.nn.Module, run: ValueRun) -> tuple[Tensor, dict[str, float]]:
-    """The oracle's value loss of a step, and its metrics."""
-    values = []
-    for sample in run.samples:
-        alone = values_alone(model, sample)
-        values.append(alone[sample.prompt_length - 1 : len(sample.tokens) - 1])
+    values = [
+        values_alone(model, sample)[sample.prompt_length - 1 : len(sample.tokens) - 1]
+        for sample in run.samples
+    ]
     divisor = run.objective.loss_aggregation_divisor
     return critic_oracle.value_loss(run.samples, values, run.aggregation, divisor, VALUE_CLIP)
 
@@ -117,26 +113,18 @@ def reference_log_probs(run: Run) -> list[list[float]]:
     """Of every response token of every sample, as a rollout engine without any parallelism scores it."""
     initialize_groups(Sharding())
     (model,) = build_model(Sharding(), ModelOptions(dtype=torch.float64))
-    everything_active = [
-        replace(sample, loss_mask=[1] * sample.response_length) for sample in run.samples
-    ]
+    active = [replace(sample, loss_mask=[1] * sample.response_length) for sample in run.samples]
     with torch.no_grad():
-        logits = [logits_alone(model, sample) for sample in everything_active]
-    result = oracle.policy_loss(everything_active, logits, run.objective)
+        logits = [logits_alone(model, sample) for sample in active]
+    result = oracle.policy_loss(active, logits, run.objective)
     return [log_probs.tolist() for log_probs in result.log_probs]
 
 
 def thd(boundaries: list[int]) -> PackedSeqParams:
     """Megatron's parameters of sequences that lie end to end between these boundaries."""
-    cu_seqlens = torch.tensor(boundaries, dtype=torch.int32)
-    longest = int(cu_seqlens.diff().max())
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-    )
+    ends = torch.tensor(boundaries, dtype=torch.int32)
+    longest = int(ends.diff().max())
+    return PackedSeqParams("thd", ends, ends, max_seqlen_q=longest, max_seqlen_kv=longest)
 
 
 def logits_alone(model: torch.nn.Module, sample: PlainSample) -> Tensor:

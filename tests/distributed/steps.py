@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from tests import oracle
@@ -101,18 +102,6 @@ SHAPES: dict[str, list[PlainSample]] = {
 }
 
 
-def one_active_token() -> list[PlainSample]:
-    """The ragged step with all but one response token masked, in the middle of its longest."""
-    samples = [
-        replace(sample, loss_mask=[0] * sample.response_length) for sample in SHAPES["ragged"]
-    ]
-    longest = max(range(NUM_SAMPLES), key=lambda index: samples[index].response_length)
-    length = samples[longest].response_length
-    mask = [int(token == length // 2) for token in range(length)]
-    samples[longest] = replace(samples[longest], loss_mask=mask)
-    return samples
-
-
 @functools.cache
 def changed(
     shape: str, change: Callable[[Sequence[PlainSample]], list[PlainSample]]
@@ -121,11 +110,19 @@ def changed(
     return change(SHAPES[shape])
 
 
+def with_active_tokens(count: int) -> list[PlainSample]:
+    """The ragged step with all response tokens masked, but that many in the middle of its longest response."""
+    samples = [
+        replace(sample, loss_mask=[0] * sample.response_length) for sample in SHAPES["ragged"]
+    ]
+    longest = max(samples, key=lambda sample: sample.response_length)
+    middle = longest.response_length // 2
+    longest.loss_mask[middle : middle + count] = [1] * count
+    return samples
+
+
 MATRIX_SHAPES = ("ragged", "short")
-SHAPES["one active token"] = one_active_token()
-SHAPES["no active token"] = [
-    replace(sample, loss_mask=[0] * sample.response_length) for sample in SHAPES["ragged"]
-]
+SHAPES["one active token"], SHAPES["no active token"] = map(with_active_tokens, (1, 0))
 
 CUTS = ("uniform", "ragged", "empty")
 
@@ -163,33 +160,31 @@ class Run:
         return changed(self.shape, with_kept_sets) if self.kept else SHAPES[self.shape]
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """Those that the package and the oracle have."""
+        return {
+            "loss_aggregation": self.aggregation,
+            "loss_aggregation_divisor": DIVISOR if self.aggregation == "constant" else None,
+            "kl_loss_coef": 0.1 if self.regularized else 0.0,
+            "entropy_coef": 0.05 if self.regularized else 0.0,
+            "regularizer_aggregation": self.terms_by,
+            "rollout_temperature": self.temperature,
+        }
+
+    @property
     def config(self) -> PolicyLossConfig:
-        """The package's settings."""
         return PolicyLossConfig(
-            loss_aggregation=self.aggregation,  # type: ignore[arg-type]
-            loss_aggregation_divisor=DIVISOR if self.aggregation == "constant" else None,
-            kl_loss_coef=0.1 if self.regularized else 0.0,
-            entropy_coef=0.05 if self.regularized else 0.0,
-            regularizer_aggregation=self.terms_by,  # type: ignore[arg-type]
-            rollout_temperature=self.temperature,
+            **self.settings,
             fp32_lm_head=self.fp32_lm_head,
             fused_lm_head=self.fused_lm_head,
             replay_sampling_set=self.kept,
             kept_set_mass=self.kept and not self.fused_lm_head,
-            cp_partition_mode=self.cp_partition_mode,  # type: ignore[arg-type]
+            cp_partition_mode=self.cp_partition_mode,
         )
 
     @property
     def objective(self) -> Objective:
-        """The oracle's."""
-        return Objective(
-            loss_aggregation=self.aggregation,
-            loss_aggregation_divisor=DIVISOR if self.aggregation == "constant" else None,
-            kl_loss_coef=0.1 if self.regularized else 0.0,
-            entropy_coef=0.05 if self.regularized else 0.0,
-            regularizer_aggregation=self.terms_by,
-            rollout_temperature=self.temperature,
-        )
+        return Objective(**self.settings)
 
     def micro_batches(self, data_size: int, data_rank: int, multiple: int) -> list[list[int]]:
         """Sample indices of each micro-batch of one data-parallel rank.
@@ -198,11 +193,8 @@ class Run:
         the last rank's last micro-batch is empty. All counts are rounded up to `multiple`, which
         interleaved pipelines ask for, with empty micro-batches.
         """
-        counts = [
-            MICRO_BATCHES + (rank if self.cut == "ragged" else 0) for rank in range(data_size)
-        ]
         mine = list(range(data_rank, len(self.samples), data_size))
-        count = counts[data_rank]
+        count = MICRO_BATCHES + (data_rank if self.cut == "ragged" else 0)
         filled = count - 1 if self.cut == "empty" and data_rank == data_size - 1 else count
         # The last bin holds one sample of few response tokens: under context parallelism some ranks have
         # none of them. The first has two shares of the others.

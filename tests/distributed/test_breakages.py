@@ -41,22 +41,18 @@ def test_sound_shardings_pass(sharding: str) -> None:
 
 
 def references(mistakes: tuple[str, ...]) -> list[list[Any]]:
-    """The references of a check, under no mistake and under the named ones; a rank of `run_ranks`."""
     enable_cpu_runtime()
     from megatron_pg.check import step as run
     from megatron_pg.check.options import parse_options
 
     from .breakages_of_attention import each_attention
 
-    def larger(attend: Any, *inputs: Any) -> Any:
-        return 2.0 * attend(*inputs)
-
     mistake_of = {
         "none": lambda patch: None,
         "all around the model": lambda patch: [
             each.apply(patch) for each in family() if each.is_around_the_model
         ],
-        "attention": lambda patch: each_attention(patch, larger),
+        "attention": each_attention(lambda attend, *inputs: 2.0 * attend(*inputs)),
     }
     options, _ = parse_options(FLAGS.split())
     found = []
@@ -74,13 +70,15 @@ def references(mistakes: tuple[str, ...]) -> list[list[Any]]:
 
 def test_the_reference_is_the_same_under_all_breakages_around_the_model() -> None:
     """So that they share one. A mistake of the attention, which it calls, changes it."""
-    right, *others = run_ranks(references, 2, ("none", "all around the model", "attention"))[0]
-    is_same = [
-        [
-            other.loss == reference.loss
-            and all(map(torch.equal, other.gradients.values(), reference.gradients.values()))
-            for reference, other in zip(right, rows, strict=True)
-        ]
-        for rows in others
-    ]
-    assert all(is_same[0]) and not all(is_same[1])
+    right, around, attention = run_ranks(
+        references, 2, ("none", "all around the model", "attention")
+    )[0]
+
+    def is_right(rows: list[Any]) -> bool:
+        return all(
+            row.loss == reference.loss
+            and all(map(torch.equal, row.gradients.values(), reference.gradients.values()))
+            for row, reference in zip(rows, right, strict=True)
+        )
+
+    assert is_right(around) and not is_right(attention)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,16 +21,19 @@ from megatron_pg.megatron import (
     ScoredSamples,
     compute_hidden_states,
     compute_log_probs,
+    scoring,
+    set_fp32_lm_head,
 )
 from megatron_pg.megatron.groups import unwrapped
 from megatron_pg.megatron.schedule import run_micro_batches
 from megatron_pg.step.agreement import OtherRankError
+from megatron_pg.step.token_window import TokenWindow
 from tests import oracle
 from tests.lanes import in_one_lane
 from tests.oracle import Objective, PlainSample
 from tests.random_steps import package_samples, random_sample
 
-from .launch import run_ranks
+from .launch import refusal, run_ranks
 from .models import ModelOptions, Sharding, build_model, initialize_groups
 from .one_step import build, train_step
 from .reference import logits_alone
@@ -41,14 +45,8 @@ EXPERTS = replace(DENSE, mixture_of_experts=True)
 TIED = replace(DENSE, tied_embeddings=True)
 DEEP = replace(DENSE, num_layers=4)
 CASES = {
-    "one process": (Sharding(), DENSE),
-    "TP2+SP": (Sharding(tensor=2, sequence_parallel=True), DENSE),
-    "CP2": (Sharding(context=2), DENSE),
-    "PP2 tied": (Sharding(pipeline=2), TIED),
-    "DP2": (Sharding(data=2), DENSE),
-    "EP2 DP2": (Sharding(expert=2, data=2), EXPERTS),
-    "PP2 VPP2 CP2": (Sharding(pipeline=2, virtual_pipeline=2, context=2), DEEP),
-    "TP2+SP CP2": (Sharding(tensor=2, sequence_parallel=True, context=2), DENSE),
+    **{name: DENSE for name in ("one process", "TP2+SP", "CP2", "DP2", "TP2+SP CP2")},
+    **{"PP2 tied": TIED, "EP2 DP2": EXPERTS, "PP2 VPP2 CP2": DEEP},
 }
 
 
@@ -68,33 +66,36 @@ SAMPLES = samples_to_score()
 
 @dataclass(frozen=True)
 class Setting:
-    """How the samples are scored, and which share of them each data-parallel rank has."""
+    """How the samples are scored, and which share of them data-parallel rank 0 has."""
 
     temperature: float
     budget: int
     fused: bool = False
+    fp32: bool = False
     vocab_size: int | None = None
-    shares: tuple[float, float] = (0.5, 0.5)
+    share: float = 0.5
 
-    def indices(self, data_rank: int, data_size: int) -> list[int]:
+    @property
+    def config(self) -> PolicyLossConfig:
+        head = {"fused_lm_head": self.fused, "fp32_lm_head": self.fp32}
+        return PolicyLossConfig(rollout_temperature=self.temperature, **head)
+
+    def indices(self, data_rank: int, data_size: int) -> range:
         """The samples of one of at most two data-parallel ranks."""
-        everything = list(range(len(SAMPLES)))
         if data_size == 1:
-            return everything
-        cut = round(self.shares[0] * len(everything))
-        return everything[:cut] if data_rank == 0 else everything[cut:]
+            return range(len(SAMPLES))
+        cut = round(self.share * len(SAMPLES))
+        return range(cut, len(SAMPLES)) if data_rank else range(cut)
 
 
 SETTINGS = [
     Setting(1.0, budget=64),
-    Setting(0.7, budget=4096, vocab_size=13, shares=(1.0, 0.0)),
-    Setting(1.6, budget=100, fused=True, vocab_size=13, shares=(0.2, 0.8)),
-    Setting(1.0, budget=64, fused=True, shares=(0.0, 1.0)),
+    Setting(0.7, budget=4096, vocab_size=13, share=1.0),
+    Setting(1.6, budget=100, fused=True, vocab_size=13, share=0.2),
+    Setting(1.0, budget=64, fused=True, share=0.0),
 ]
-Scores = list[tuple[Tensor, Tensor]]
-"""Of each sample its log-probs and its entropy."""
-Found = tuple[list[Scores], list[Tensor]]
-"""Of every setting the scores; and of each sample the hidden states [response_length, hidden]."""
+Found = dict[tuple[str, int], list[Tensor]]
+"""Log-probs and entropies by setting, and hidden states [response_length, hidden] under the first, of each sample."""
 
 
 def oracle_scores(options: ModelOptions) -> Found:
@@ -107,27 +108,22 @@ def oracle_scores(options: ModelOptions) -> Found:
     with torch.no_grad():
         logits = [logits_alone(model, sample) for sample in SAMPLES]
     hook.remove()
-    found = []
-    for setting in SETTINGS:
-        columns = [each[:, : setting.vocab_size] for each in logits]
+    found: Found = {}
+    for number, setting in enumerate(SETTINGS):
+        columns = [of_sample[:, : setting.vocab_size] for of_sample in logits]
         objective = Objective(rollout_temperature=setting.temperature)
         result = oracle.policy_loss(SAMPLES, columns, objective)
-        found.append(list(zip(result.log_probs, result.entropies, strict=True)))
-    hidden = [
+        found["log-probs", number], found["entropy", number] = result.log_probs, result.entropies
+    found["hidden", 0] = [
         states[sample.prompt_length - 1 : len(sample.tokens) - 1]
         for sample, states in zip(SAMPLES, entered, strict=True)
     ]
-    return found, hidden
+    return found
 
 
 def score(chunks: Any, setting: Setting, samples: Sequence[Sample]) -> ScoredSamples:
-    return compute_log_probs(
-        chunks,
-        samples,
-        PolicyLossConfig(rollout_temperature=setting.temperature, fused_lm_head=setting.fused),
-        max_tokens_per_microbatch=setting.budget,
-        vocab_size=setting.vocab_size,
-    )
+    limits = {"max_tokens_per_microbatch": setting.budget, "vocab_size": setting.vocab_size}
+    return compute_log_probs(chunks, samples, setting.config, **limits)
 
 
 def scores_of_rank(sharding: Sharding, options: ModelOptions) -> tuple[int, Found]:
@@ -136,107 +132,77 @@ def scores_of_rank(sharding: Sharding, options: ModelOptions) -> tuple[int, Foun
     groups = ParallelGroups.from_model(chunks)
     everything = package_samples(SAMPLES)
     everything[::2] = [replace(sample, old_log_probs=None) for sample in everything[::2]]
-    found = []
-    for setting in SETTINGS:
+    found: Found = {}
+    for number, setting in enumerate(SETTINGS):
         mine = [everything[i] for i in setting.indices(groups.data_rank, groups.data_size)]
         scored = score(chunks, setting, mine)
-        found.append(list(zip(scored.log_probs, scored.entropy, strict=True)))
-    mine = [everything[i] for i in SETTINGS[0].indices(groups.data_rank, groups.data_size)]
-    hidden = compute_hidden_states(chunks, mine, max_tokens_per_microbatch=100)
-    return groups.data_rank, (found, hidden)
-
-
-def largest_error(found: Scores, expected: Scores) -> float:
-    """Over all numbers, relative to their size."""
-    worst = 0.0
-    for mine, theirs in zip(found, expected, strict=True):
-        for value, reference in zip(mine, theirs, strict=True):
-            assert value.shape == reference.shape
-            assert value.dtype == torch.float32 and value.device.type == "cpu"
-            error = (value.double() - reference).abs() / reference.abs().clamp(min=1e-3)
-            worst = max([worst, *error.tolist()])
-    return worst
+        found["log-probs", number], found["entropy", number] = scored.log_probs, scored.entropy
+        if number == 0:
+            states = compute_hidden_states(chunks, mine, max_tokens_per_microbatch=100)
+            found["hidden", 0] = list(states)
+    return groups.data_rank, found
 
 
 FLOAT32 = 1.01 * 2.0**-24
 """The relative error of rounding to float32, and a little for what was rounded."""
 
-Reference = dict[ModelOptions, Found]
-"""By the model."""
 
-
-def all_oracle_scores() -> Reference:
+def all_oracle_scores() -> dict[ModelOptions, Found]:
     return {options: oracle_scores(options) for options in (DENSE, EXPERTS, TIED, DEEP)}
 
 
 @pytest.fixture(scope="module")
-def references() -> Reference:
+def references() -> dict[ModelOptions, Found]:
     return run_ranks(all_oracle_scores, 1)[0]
 
 
 def errors(
-    ranks: list[tuple[int, Found]], sharding: Sharding, options: ModelOptions, references: Reference
-) -> tuple[list[float], float]:
-    """The largest error of every setting, and that of hidden states, over all ranks."""
-    expected, expected_hidden = references[options]
-    worst = []
-    for number, setting in enumerate(SETTINGS):
-        worst.append(0.0)
-        for data_rank, (found, _) in ranks:
-            indices = setting.indices(data_rank, sharding.data)
-            wanted = [expected[number][index] for index in indices]
-            worst[-1] = max(worst[-1], largest_error(found[number], wanted))
-    of_hidden = 0.0
-    for data_rank, (_, hidden) in ranks:
-        indices = SETTINGS[0].indices(data_rank, sharding.data)
-        for index, states in zip(indices, hidden, strict=True):
-            reference = expected_hidden[index]
-            assert states.shape == reference.shape and states.dtype == torch.float64
-            of_hidden = max([of_hidden, *(states - reference).abs().flatten().tolist()])
-    return worst, of_hidden
+    ranks: list[tuple[int, Found]], sharding: Sharding, references: Found
+) -> dict[tuple[str, int], float]:
+    """The largest error over all ranks: relative, but of hidden states, which are numbers around 1."""
+    worst = dict.fromkeys(references, 0.0)
+    for data_rank, found in ranks:
+        assert found.keys() == references.keys()
+        for (name, number), values in found.items():
+            indices = SETTINGS[number].indices(data_rank, sharding.data)
+            for index, value in zip(indices, values, strict=True):
+                reference, is_hidden = references[name, number][index], name == "hidden"
+                assert value.dtype == (torch.float64 if is_hidden else torch.float32)
+                assert value.shape == reference.shape and value.device.type == "cpu"
+                size = 1.0 if is_hidden else reference.abs().clamp(min=1e-3)
+                error = ((value.double() - reference).abs() / size).flatten()
+                worst[name, number] = max([worst[name, number], *error.tolist()])
+    return worst
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_rank_gets_the_oracle_s_numbers_in_the_samples_order(
-    case: str, references: Reference
-) -> None:
-    sharding, options = CASES[case]
+def test_every_rank_gets_the_oracle_s_numbers_in_the_samples_order(case, references) -> None:
+    sharding, options = Sharding.named(case), CASES[case]
     ranks = run_ranks(scores_of_rank, sharding.world_size, sharding, options)
     assert {data_rank for data_rank, _ in ranks} == set(range(sharding.data))
-    found, of_hidden = errors(ranks, sharding, options, references)
-    assert max(found) < FLOAT32, dict(zip(SETTINGS, found, strict=True))
-    assert of_hidden < 1e-13  # of numbers around 1
+    for key, error in errors(ranks, sharding, references[options]).items():
+        assert error < (1e-13 if key == ("hidden", 0) else FLOAT32), key
 
 
-def scores_in_the_order_of_the_plan(sharding: Sharding) -> tuple[int, Found]:
+def in_the_order_of_the_plan() -> None:
     """Mutant: what was scored first is taken for the first sample's."""
-    from megatron_pg.megatron import scoring
-
     right = scoring._in_order
 
-    def in_the_order_of_the_plan(plan: Any, samples: Any, values: Tensor) -> list[Tensor]:
+    def wrong(plan: Any, samples: Any, values: Tensor) -> list[Tensor]:
         found = right(plan, samples, values)
         return [found[index] for indices in plan.microbatches for index in indices]
 
-    scoring._in_order = in_the_order_of_the_plan
-    return scores_of_rank(sharding, DENSE)
+    scoring._in_order = wrong
 
 
-def scores_of_own_window(sharding: Sharding) -> tuple[int, Found]:
+def of_own_window() -> None:
     """Mutant: nothing is gathered over context parallelism."""
-    from megatron_pg.megatron import scoring
-
-    scoring.dist = SimpleNamespace(
-        all_reduce=lambda *arguments, **keywords: None,
-        get_backend=dist.get_backend,
-        get_world_size=dist.get_world_size,
-    )
-    return scores_of_rank(sharding, DENSE)
+    scoring.dist = SimpleNamespace(**vars(dist))
+    scoring.dist.all_reduce = lambda *arguments, **keywords: None
 
 
-def scores_without_the_zigzag(sharding: Sharding) -> tuple[int, Found]:
+def without_the_zigzag() -> None:
     """Mutant: a rank's tokens are taken to follow each other, from its first one on."""
-    from megatron_pg.step.token_window import TokenWindow
 
     def in_a_row(window: TokenWindow, values: Tensor) -> Tensor:
         whole = values.new_zeros(*values.shape[:-1], sum(window.response_lengths))
@@ -244,30 +210,25 @@ def scores_without_the_zigzag(sharding: Sharding) -> tuple[int, Found]:
         whole[..., first : first + len(window)] = values
         return whole
 
-    TokenWindow.in_responses = in_a_row  # type: ignore[method-assign]
+    TokenWindow.in_responses = in_a_row
+
+
+def wrong_scores(mutant: Any, sharding: Sharding) -> tuple[int, Found]:
+    mutant()
     return scores_of_rank(sharding, DENSE)
 
 
-def assert_seen(ranks: Any, sharding: Sharding, references: Reference) -> None:
-    """Wrong shapes, or wrong numbers under every setting."""
+@in_one_lane
+@pytest.mark.parametrize("mutant", [in_the_order_of_the_plan, of_own_window, without_the_zigzag])
+def test_a_wrong_order_or_gather_would_be_seen(mutant, references) -> None:
+    """By wrong shapes, or wrong numbers under every setting."""
+    sharding = Sharding() if mutant is in_the_order_of_the_plan else Sharding(context=2)
+    ranks = run_ranks(wrong_scores, sharding.world_size, mutant, sharding)
     try:
-        found, of_hidden = errors(ranks, sharding, DENSE, references)
+        found = errors(ranks, sharding, references[DENSE])
     except AssertionError:
         return
-    assert min(*found, of_hidden) > 1e-3
-
-
-@in_one_lane
-def test_another_order_would_be_seen(references: Reference) -> None:
-    ranks = run_ranks(scores_in_the_order_of_the_plan, 1, Sharding())
-    assert_seen(ranks, Sharding(), references)
-
-
-@in_one_lane
-@pytest.mark.parametrize("mutant", [scores_of_own_window, scores_without_the_zigzag])
-def test_a_wrong_gather_would_be_seen(mutant: Any, references: Reference) -> None:
-    sharding = Sharding(context=2)
-    assert_seen(run_ranks(mutant, 2, sharding), sharding, references)
+    assert min(found.values()) > 1e-3
 
 
 def state_of(chunks: list) -> dict[str, Any]:
@@ -288,13 +249,7 @@ def state_of(chunks: list) -> dict[str, Any]:
 
 
 def assert_equal(before: Any, after: Any) -> None:
-    if isinstance(before, Tensor):
-        assert torch.equal(before, after)
-    elif isinstance(before, list):
-        for one, other in zip(before, after, strict=True):
-            assert_equal(one, other)
-    else:
-        assert before == after
+    torch.testing.assert_close(after, before, rtol=0, atol=0, check_device=False)
 
 
 def step_around_scoring(sharding: Sharding, options: ModelOptions, fused: bool) -> float:
@@ -304,111 +259,113 @@ def step_around_scoring(sharding: Sharding, options: ModelOptions, fused: bool) 
     samples = package_samples(SAMPLES)
     before = train_step(chunks, sharding, Run())
     wanted = score(chunks, setting, samples)
-    for module in chunks[-1].modules():
-        if hasattr(module, "hidden_dropout"):
-            module.hidden_dropout = 0.5  # of a layer that a step would draw numbers for
+    layers = [module for module in chunks[-1].modules() if hasattr(module, "hidden_dropout")]
+    for layer in layers:
+        layer.hidden_dropout = 0.5  # a step would draw numbers for it
     chunks[0].module.decoder.layers[0].eval()
     states = state_of(chunks)
     for model in (chunks, [unwrapped(chunk) for chunk in chunks]):
         scored = score(model if len(chunks) > 1 else model[0], setting, samples)
         assert_equal(wanted.log_probs, scored.log_probs)
         assert_equal(wanted.entropy, scored.entropy)
-        for name, value in state_of(chunks).items():
-            assert_equal(states[name], value)
+        after = state_of(chunks)
+        assert after.pop("config") == states["config"]
+        assert_equal({name: states[name] for name in after}, after)
     for chunk in chunks:
         chunk.train()
-        for module in chunk.modules():
-            if hasattr(module, "hidden_dropout"):
-                module.hidden_dropout = 0.0
+    for layer in layers:
+        layer.hidden_dropout = 0.0
     after = train_step(chunks, sharding, Run())
     if before is not None and after is not None:
-        assert before.gradients.keys() == after.gradients.keys()
-        for name, gradient in before.gradients.items():
-            assert torch.equal(gradient, after.gradients[name]), name
+        assert_equal(before.gradients, after.gradients)
         assert before.metrics == after.metrics
-    return divergence_of_first_step(chunks, sharding, setting, samples, wanted)
+    return kl_of_first_step(chunks, sharding, setting, setting)
 
 
-def divergence_of_first_step(
-    chunks: list, sharding: Sharding, setting: Setting, samples: list[Sample], scored: ScoredSamples
-) -> float:
-    """`kl_new_old` of a step with these old log-probs: 0 where every ratio is 1, to the last bit."""
+def kl_of_first_step(chunks: list, sharding: Sharding, scored: Setting, trained: Setting) -> float:
+    """`kl_new_old` of a step from its own scores: 0 where every ratio is 1, to the last bit.
+
+    The step is begun before: scoring leaves its output layer alone.
+    """
     groups = ParallelGroups.from_model(chunks)
-    samples = [
-        replace(sample, old_log_probs=old, rollout_id=None)
-        for sample, old in zip(samples, scored.log_probs, strict=True)
-    ]
-    place = {
-        "cp_size": groups.context_size,
-        "pad_to_multiple": groups.context_size * groups.tensor_size
-        if sharding.sequence_parallel
-        else 1,
-    }
+    samples = [replace(sample, rollout_id=None) for sample in package_samples(SAMPLES)]
+    multiple = groups.context_size * groups.tensor_size if sharding.sequence_parallel else 1
+    place = {"cp_size": groups.context_size, "pad_to_multiple": multiple}
     plan = plan_step(
         samples,
-        max_tokens_per_microbatch=setting.budget,
+        max_tokens_per_microbatch=trained.budget,
         data_parallel_group=groups.data,
         microbatch_group_size=sharding.pipeline if sharding.virtual_pipeline else 1,
         **place,
     )
+    step = PolicyStep(trained.config, plan, model=chunks)
+    pairs = zip(samples, score(chunks, scored, samples).log_probs, strict=True)
+    samples = [replace(sample, old_log_probs=values) for sample, values in pairs]
     batches = [
         pack([samples[index] for index in indices], cp_rank=groups.context_rank, **place)
         for indices in plan.microbatches
     ]
-    config = PolicyLossConfig(rollout_temperature=setting.temperature, fused_lm_head=setting.fused)
-    step = PolicyStep(config, plan, model=chunks)
     for chunk in chunks:
         chunk.zero_grad_buffer()
-    return step.metrics(run_micro_batches(step.head, batches, chunks))["kl_new_old"]
+    kl = step.metrics(run_micro_batches(step.head, batches, chunks))["kl_new_old"]
+    if trained.fp32 or scored.fp32:
+        assert set_fp32_lm_head(chunks, False) == trained.fp32
+    return kl
+
+
+OVERLAPPED = {"distributed_optimizer": True, "overlap_grad_reduce": True}
 
 
 @pytest.mark.parametrize(
-    ("sharding", "options", "fused"),
+    ("name", "options", "fused"),
     [
-        (Sharding(tensor=2, sequence_parallel=True, context=2), ModelOptions(), True),
-        (
-            Sharding(pipeline=2, virtual_pipeline=2),
-            ModelOptions(calculate_per_token_loss=True, num_layers=4),
-            False,
-        ),
-        (
-            Sharding(data=2),
-            ModelOptions(distributed_optimizer=True, overlap_grad_reduce=True),
-            False,
-        ),
+        ("TP2+SP CP2", ModelOptions(), True),
+        ("PP2 VPP2", ModelOptions(calculate_per_token_loss=True, num_layers=4), False),
+        ("DP2", ModelOptions(**OVERLAPPED), False),
     ],
     ids=["TP2+SP CP2, fused", "PP2 VPP2, per token", "DP2, distributed optimizer, overlapped"],
 )
-def test_training_does_not_notice(sharding: Sharding, options: ModelOptions, fused: bool) -> None:
-    for found in run_ranks(step_around_scoring, sharding.world_size, sharding, options, fused):
-        assert found == 0.0
+def test_training_does_not_notice(name, options, fused) -> None:
+    sharding = Sharding.named(name)
+    found = run_ranks(step_around_scoring, sharding.world_size, sharding, options, fused)
+    assert found == [0.0] * sharding.world_size
+
+
+def kl_in_bfloat16(scored_in_float32: bool, trained_in_float32: bool) -> float:
+    sharding = Sharding(tensor=2, sequence_parallel=True)
+    chunks = build(sharding, ModelOptions(dtype=torch.bfloat16, output_bias=True))
+    settings = (Setting(1.0, 128, fp32=fp32) for fp32 in (scored_in_float32, trained_in_float32))
+    return kl_of_first_step(chunks, sharding, *settings)
+
+
+@pytest.mark.parametrize("scored", [True, False])
+@pytest.mark.parametrize("trained", [True, False])
+def test_scoring_and_training_agree_where_their_flags_do(scored, trained) -> None:
+    for kl in run_ranks(kl_in_bfloat16, 2, scored, trained):
+        assert (kl == 0.0) == (scored == trained)
 
 
 def refusals(sharding: Sharding) -> list[str]:
-    """What each mistake of data-parallel rank 1 is told on this rank."""
+    """What each mistake of data-parallel rank 1 is told on this rank; no samples at all are none."""
     chunks = build(sharding, ModelOptions())
     rank = ParallelGroups.from_model(chunks).data_rank
-    fine = Sample([1, 2, 3], 2, [1, 1])
+    fine, budget = Sample([1, 2, 3], 2, [1, 1]), {"max_tokens_per_microbatch": 8}
+    nothing = compute_log_probs(chunks, [], PolicyLossConfig(), **budget)
+    assert len(nothing.log_probs) == len(nothing.entropy) == 0
     wrong: list[Any] = [
         Sample(range(9), 4, [1] * 4, name="the long one"),
         Sample([1, 2, 99], 1, [0], name="the foreign one"),
         {"tokens": [1, 2, 3]},
     ]
-
-    def message_of(model: Any, samples: Any) -> str:
-        try:
-            compute_log_probs(model, samples, PolicyLossConfig(), max_tokens_per_microbatch=8)
-        except (ValueError, OtherRankError, AttributeError) as error:
-            return str(error)
-        return "taken"
-
-    messages = [message_of(chunks, [fine, each] if rank == 1 else [fine]) for each in wrong]
-    away = [unwrapped(chunk).to_empty(device="meta") for chunk in chunks]
-    messages.append(message_of(away, [fine]))
+    away = [unwrapped(chunk).to_empty(device="meta") for chunk in build(sharding, ModelOptions())]
     biased = build(sharding, ModelOptions(output_bias=True))
-    with pytest.raises(NotImplementedError) as refusal:
-        compute_hidden_states(biased, [fine], max_tokens_per_microbatch=8)
-    return [*messages, str(refusal.value)]
+    errors = (ValueError, OtherRankError, AttributeError)
+    refused = partial(refusal, errors, compute_log_probs, config=PolicyLossConfig(), **budget)
+    return [
+        *(refused(chunks, [fine, *[sample] * rank]) for sample in wrong),
+        refused(away, [fine]),
+        refusal(NotImplementedError, compute_hidden_states, biased, [fine], **budget),
+    ]
 
 
 def test_mistakes_are_told_on_every_rank_before_anything_runs() -> None:
@@ -424,14 +381,3 @@ def test_mistakes_are_told_on_every_rank_before_anything_runs() -> None:
     for rank in (first, second):
         assert rank[3].startswith("the model's parameters are on meta and this rank works on cpu")
         assert rank[4].startswith("compute_hidden_states takes an output layer without bias")
-
-
-def entropy_of_nothing() -> tuple[int, int]:
-    """Of a rank without samples, alone in its data-parallel group."""
-    chunks = build(Sharding(), ModelOptions())
-    scored = compute_log_probs(chunks, [], PolicyLossConfig(), max_tokens_per_microbatch=8)
-    return len(scored.log_probs), len(scored.entropy)
-
-
-def test_no_samples_at_all() -> None:
-    assert run_ranks(entropy_of_nothing, 1) == [(0, 0)]

@@ -34,46 +34,31 @@ MICRO_BATCHES = [[[0, 2], [4, 6]], [[1], [3, 5]]]
 """Rows of each micro-batch, by rank; the numbers are the same, as DDP and FSDP2 want them."""
 
 
-class Model(nn.Module):
+def new_model() -> nn.Module:
     """Logits [tokens, vocabulary] of tokens [tokens]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        self.embedding = nn.Embedding(VOCAB_SIZE, 8, dtype=torch.float64)
-        self.output = nn.Linear(8, VOCAB_SIZE, dtype=torch.float64)
-        for parameter in self.parameters():
-            parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self.output(torch.tanh(self.embedding(tokens)))
-        return logits
-
-
-def wrapped(kind: str) -> nn.Module:
-    if kind == "ddp":
-        return DistributedDataParallel(Model())
-    model = Model()
-    fully_shard(model, mesh=init_device_mesh("cpu", (WORLD_SIZE,)))
-    return model
+    torch.manual_seed(0)
+    layers = nn.Embedding(VOCAB_SIZE, 8), nn.Tanh(), nn.Linear(8, VOCAB_SIZE)
+    return nn.Sequential(*layers).double()
 
 
 def unsynchronized(model: nn.Module, is_last: bool) -> AbstractContextManager[None]:
     """Gradients accumulate locally until the last micro-batch."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(is_last)
-        return nullcontext()
-    return nullcontext() if is_last else model.no_sync()  # type: ignore[operator,no-any-return]
+    return nullcontext() if is_last or isinstance(model, FSDPModule) else model.no_sync()
+
+
+def divisor_of(aggregation: str) -> float | None:
+    return DIVISOR if aggregation == "constant" else None
 
 
 def packed_loss(model: nn.Module, rows: list[int], aggregation: str, factor: int) -> Tensor:
-    """The package's loss of packed samples, times the data-parallel size."""
     config = PolicyLossConfig(
-        loss_aggregation=aggregation,  # type: ignore[arg-type]
-        loss_aggregation_divisor=DIVISOR if aggregation == "constant" else None,
+        loss_aggregation=aggregation,
+        loss_aggregation_divisor=divisor_of(aggregation),
         pg_metrics="none",
     )
-    mine = [row for each in MICRO_BATCHES[dist.get_rank()] for row in each]
+    mine = [row for part in MICRO_BATCHES[dist.get_rank()] for row in part]
     samples = package_samples(STEP)
     totals = uneven_totals([samples[row] for row in mine], data_parallel_group=dist.group.WORLD)
     batch = pack([samples[row] for row in rows])
@@ -83,56 +68,56 @@ def packed_loss(model: nn.Module, rows: list[int], aggregation: str, factor: int
 
 def padded_loss(model: nn.Module, rows: list[int], aggregation: str, factor: int) -> Tensor:
     """The same from a [batch, length] matrix: -min(r A, clip(r) A) by hand, then `reduce_padded`."""
-    mine = [row for each in MICRO_BATCHES[dist.get_rank()] for row in each]
+    mine = [STEP[row] for part in MICRO_BATCHES[dist.get_rank()] for row in part]
     totals = padded_totals(
-        padded([STEP[row].loss_mask for row in mine]),
-        group_index=[STEP[row].group_index for row in mine],  # type: ignore[misc]
+        padded(mine, "loss_mask"),
+        group_index=[sample.group_index for sample in mine],
         data_parallel_group=dist.group.WORLD,
         allow_different_group_sizes=True,
     )
     samples = [STEP[row] for row in rows]
-    mask = padded([sample.loss_mask for sample in samples])
+    mask = padded(samples, "loss_mask")
     log_probs = torch.zeros(mask.shape, dtype=torch.float64)
     logits = model(torch.tensor([token for sample in samples for token in sample.tokens]))
-    for row, each in enumerate(logits.split([len(sample.tokens) for sample in samples])):
-        sample, scores = samples[row], each.log_softmax(-1)
-        first = sample.prompt_length
-        taken = scores[first - 1 : -1].gather(1, torch.tensor(sample.tokens[first:])[:, None])
-        log_probs[row, : sample.response_length] = taken[:, 0]
-    old = padded([sample.old_log_probs for sample in samples]).double()
-    advantages = padded([sample.advantages for sample in samples]).double()
+    parts = logits.split([len(sample.tokens) for sample in samples])
+    for row, (sample, part) in enumerate(zip(samples, parts, strict=True)):
+        first, tokens = sample.prompt_length, torch.tensor(sample.tokens)
+        scores, targets = part[first - 1 : -1], tokens[first:]
+        losses = nn.functional.cross_entropy(scores, targets, reduction="none")
+        log_probs[row, : sample.response_length] = -losses
+    old, advantages = (padded(samples, name).double() for name in ("old_log_probs", "advantages"))
     ratio = (log_probs - old).clamp(-20, 20).exp()
-    loss = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
     return reduce_padded(
-        loss,
+        -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages),
         mask,
         totals=totals,
         aggregation=aggregation,
-        divisor=DIVISOR if aggregation == "constant" else None,
-        group_index=[sample.group_index for sample in samples],  # type: ignore[misc]
+        divisor=divisor_of(aggregation),
+        group_index=[sample.group_index for sample in samples],
         data_parallel_size=factor,
     )
 
 
-def padded(rows: list[list[Any]]) -> Tensor:
-    return nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+def padded(samples: list[PlainSample], name: str) -> Tensor:
+    rows = [torch.tensor(getattr(sample, name)) for sample in samples]
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
 
 LOSSES: dict[str, Callable[..., Tensor]] = {"packed": packed_loss, "padded": padded_loss}
 
 
 def gradients_of_a_step(kind: str, loss: str, aggregation: str, factor: int) -> list[Tensor]:
-    model = wrapped(kind)
-    micro_batches = MICRO_BATCHES[dist.get_rank()]
-    for index, rows in enumerate(micro_batches):
-        with unsynchronized(model, is_last=index == len(micro_batches) - 1):
+    model: Any = new_model()
+    if kind == "ddp":
+        model = DistributedDataParallel(model)
+    else:
+        fully_shard(model, mesh=init_device_mesh("cpu", (WORLD_SIZE,)))
+    *accumulated, last = MICRO_BATCHES[dist.get_rank()]
+    for rows in (*accumulated, last):
+        with unsynchronized(model, is_last=rows is last):
             LOSSES[loss](model, rows, aggregation, factor).backward()
-    return [whole(parameter.grad) for parameter in model.parameters()]
-
-
-def whole(gradient: Tensor | None) -> Tensor:
-    assert gradient is not None
-    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    gradients = [parameter.grad for parameter in model.parameters()]
+    return [each.full_tensor() if isinstance(each, DTensor) else each for each in gradients]
 
 
 def worker(kind: str, loss: str) -> dict[tuple[str, int], list[Tensor]]:
@@ -145,26 +130,20 @@ def worker(kind: str, loss: str) -> dict[tuple[str, int], list[Tensor]]:
 
 
 def reference(aggregation: str) -> list[Tensor]:
-    """The oracle's gradients of the same samples, all in one."""
-    model = Model()
-    samples: list[PlainSample] = [
-        STEP[row] for rank in MICRO_BATCHES for rows in rank for row in rows
-    ]
-    logits = [model(torch.tensor(sample.tokens)) for sample in samples]
+    model = new_model()
+    logits = [model(torch.tensor(sample.tokens)) for sample in STEP]
     objective = Objective(loss_aggregation=aggregation, loss_aggregation_divisor=DIVISOR)
-    oracle.policy_loss(samples, logits, objective).loss.backward()
-    return [whole(parameter.grad) for parameter in model.parameters()]
+    oracle.policy_loss(STEP, logits, objective).loss.backward()
+    return [parameter.grad for parameter in model.parameters()]
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_the_gradient_of_the_step(kind: str, loss: str) -> None:
+def test_the_gradient_of_the_step(kind, loss) -> None:
     found = run_ranks(worker, WORLD_SIZE, kind, loss)[0]
     for aggregation in oracle.AGGREGATIONS:
-        expected = reference(aggregation)
-        for right, wrong, gradient in zip(
-            found[aggregation, WORLD_SIZE], found[aggregation, 1], expected, strict=True
-        ):
+        gradients = (found[aggregation, factor] for factor in (WORLD_SIZE, 1))
+        for right, wrong, expected in zip(*gradients, reference(aggregation), strict=True):
             # The packed samples carry float32 log-probs and advantages, exactly representable here.
-            torch.testing.assert_close(right, gradient, rtol=1e-6, atol=1e-9)
-            assert not torch.allclose(wrong, gradient, rtol=1e-3)
+            torch.testing.assert_close(right, expected, rtol=1e-6, atol=1e-9)
+            assert not torch.allclose(wrong, expected, rtol=1e-3)

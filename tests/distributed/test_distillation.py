@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,12 +14,12 @@ from torch import Tensor
 
 from megatron_pg import PackedBatch, PolicyLossConfig, Sample, pack
 from megatron_pg.loss.gradient_scope import GradientScope
-from megatron_pg.megatron import ParallelGroups
+from megatron_pg.megatron import ParallelGroups, policy_step
 from tests import oracle
 from tests.fast import distillation_oracle
 from tests.lanes import in_one_lane
 
-from .compare import compare, gradient_tolerance
+from .compare import assert_equal, compare, gradient_tolerance
 from .launch import run_ranks
 from .models import ModelOptions, Sharding, build_model, gather_gradients, initialize_groups
 from .one_step import Outcome, build, train_step
@@ -40,15 +42,12 @@ class DistillRun(Run):
 
     @property
     def config(self) -> PolicyLossConfig:
-        distillation: dict[str, Any] = (
-            {"distill_coef": COEFFICIENT} if self.is_term else {"policy_loss": "distill"}
-        )
         return replace(
             super().config,
+            **{"distill_coef": COEFFICIENT} if self.is_term else {"policy_loss": "distill"},
             distill_teacher=self.teacher,
             distill_divergence=self.divergence,
             distill_beta=BETA if self.divergence == "jsd" else 0.5,
-            **distillation,
         )
 
 
@@ -61,13 +60,8 @@ RUNS = [
     DistillRun("constant", cut="empty", teacher="hidden", divergence="jsd", is_term=True),
 ]
 DENSE = ModelOptions(dtype=torch.float64)
-CASES = {
-    "CP2, per token": (Sharding(context=2), replace(DENSE, calculate_per_token_loss=True)),
-    "TP2": (Sharding(tensor=2), DENSE),
-    "TP2+SP CP2": (Sharding(tensor=2, sequence_parallel=True, context=2), DENSE),
-    "PP2": (Sharding(pipeline=2), DENSE),
-    "DP2": (Sharding(data=2), DENSE),
-}
+PER_TOKEN = replace(DENSE, calculate_per_token_loss=True)
+CASES = {"CP2, per token": PER_TOKEN, "TP2": DENSE, "TP2+SP CP2": DENSE, "PP2": DENSE, "DP2": DENSE}
 
 
 def teacher_weight() -> Tensor:
@@ -91,32 +85,24 @@ def reference(runs: list[DistillRun]) -> list[Outcome]:
     outcomes = []
     for run in runs:
         model.zero_grad_buffer()
-        logits = [logits_alone(model, sample) for sample in run.samples]
-        result = oracle.policy_loss(run.samples, logits, run.objective)
-        divergences = [
-            divergences_of(run, sample, own)
-            for sample, own in zip(run.samples, logits, strict=True)
-        ]
+        samples, logits = run.samples, [logits_alone(model, sample) for sample in run.samples]
+        result = oracle.policy_loss(samples, logits, run.objective)
+        divergences = [divergences_of(run, *pair) for pair in zip(samples, logits, strict=True)]
         divisor = run.objective.loss_aggregation_divisor
-        term = oracle.aggregate(run.samples, divergences, run.aggregation, divisor)
-        loss = (
-            result.loss + COEFFICIENT * term if run.is_term else result.loss - result.pg_loss + term
-        )
+        term = oracle.aggregate(samples, divergences, run.aggregation, divisor)
+        others = result.loss if run.is_term else result.loss - result.pg_loss
+        loss = others + (COEFFICIENT if run.is_term else 1.0) * term
         with model.no_sync():
             loss.backward()
-        gradients = gather_gradients([model])
-        assert gradients is not None
+        values = [divergence.detach() for divergence in divergences]
         metrics = {
             "loss": loss.item(),
             "pg_loss": (result.pg_loss if run.is_term else term).item(),
             "aggregation_checksum": 1.0,
-            "teacher_divergence": oracle.document_mean(
-                run.samples, [each.detach() for each in divergences]
-            ),
+            "teacher_divergence": oracle.document_mean(samples, values),
+            **({"distill_loss": term.item()} if run.is_term else {}),
         }
-        if run.is_term:
-            metrics["distill_loss"] = term.item()
-        outcomes.append(Outcome(gradients, metrics))
+        outcomes.append(Outcome(gather_gradients([model]) or {}, metrics))
     return outcomes
 
 
@@ -144,32 +130,27 @@ def steps(
 ) -> list[Outcome | None]:
     if head == "one piece":
         # The losses of this file are sums over tokens: have them treated as if they were not.
-        from megatron_pg.megatron import policy_step
-
         policy_step.gradient_scope = lambda config: GradientScope("micro_batch", False)
     chunks = build(sharding, options)
     rank = ParallelGroups.from_model(chunks).tensor.rank()
     columns = VOCAB_SIZE // sharding.tensor
     weight = teacher_weight()[rank * columns : (rank + 1) * columns]
+
+    def pack_with_teacher(run: DistillRun, samples: list[Sample], **keywords: Any) -> PackedBatch:
+        taught = []
+        for sample in samples:
+            tokens, length = sample.tokens.tolist(), sample.response_length
+            channels = channels_of(tokens, length, run.temperature)
+            if late:  # mutant
+                channels = {name: each.roll(1, 0) for name, each in channels.items()}
+            taught.append(replace(sample, side_channels=channels))
+        return pack(taught, **keywords)
+
     outcomes = []
     for run in RUNS:
         run = replace(run, fused_lm_head=head != "logits")
-
-        def pack_with_teacher(
-            samples: list[Sample], run: DistillRun = run, **keywords: Any
-        ) -> PackedBatch:
-            taught = []
-            for sample in samples:
-                tokens, length = sample.tokens.tolist(), sample.response_length
-                channels = channels_of(tokens, length, run.temperature)
-                if late:  # mutant
-                    channels = {name: each.roll(1, 0) for name, each in channels.items()}
-                taught.append(replace(sample, side_channels=channels))
-            return pack(taught, **keywords)
-
-        outcomes.append(
-            train_step(chunks, sharding, run, pack_batch=pack_with_teacher, teacher_weight=weight)
-        )
+        teacher = {"pack_batch": partial(pack_with_teacher, run), "teacher_weight": weight}
+        outcomes.append(train_step(chunks, sharding, run, **teacher))
     return outcomes
 
 
@@ -179,25 +160,19 @@ def references() -> list[Outcome]:
 
 
 @pytest.mark.parametrize(
-    ("case", "head"),
-    [(case, "logits") for case in CASES]
-    + [(case, "one pass") for case in CASES]
-    + [("TP2", "one piece")],
+    ("case", "head"), [*itertools.product(CASES, ("logits", "one pass")), ("TP2", "one piece")]
 )
-def test_gradients_and_metrics_equal_the_unsharded_reference(
-    case: str, head: str, references: list[Outcome]
-) -> None:
-    sharding, options = CASES[case]
+def test_gradients_and_metrics_equal_the_unsharded_reference(case, head, references) -> None:
+    sharding, options = Sharding.named(case), CASES[case]
     found = run_ranks(steps, sharding.world_size, sharding, options, head)[0]
     for run, outcome, expected in zip(RUNS, found, references, strict=True):
         # Log-probs of the teacher's top k, and all reported values, are float32.
         tolerance = 1e-6 if run.teacher == "top_k" else gradient_tolerance(options)
-        comparison = compare(outcome, expected, tolerance)
-        assert comparison.passed, f"{run}: {comparison}"
+        assert_equal([outcome], [expected], [run], tolerance)
         assert expected.metrics.keys() <= outcome.metrics.keys()
 
 
-def test_a_late_teacher_would_be_seen(references: list[Outcome]) -> None:
+def test_a_late_teacher_would_be_seen(references) -> None:
     found = run_ranks(steps, 2, Sharding(context=2), DENSE, "logits", True)[0]
     for outcome, expected in zip(found, references, strict=True):
         assert not compare(outcome, expected, 1e-3).passed

@@ -1,9 +1,13 @@
-"""Steps of n documents over real data-parallel ranks: the same steps at every size, and after resuming at another."""
+"""Steps of n documents over real data-parallel ranks: the same steps at every size, and after resuming at another; and from a
+rollout file rows, rewards, plan and totals as one process has them."""
 
 from __future__ import annotations
 
+import functools
+import json
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -11,128 +15,112 @@ import pytest
 import torch.distributed as dist
 
 from megatron_pg import Sample
-from megatron_pg.rollout_files import CollectorState, StepCollector
+from megatron_pg.rollout_files import (
+    CollectorState,
+    RolloutFiles,
+    StepCollector,
+    with_group_advantages,
+)
+from megatron_pg.step import plan_step
 from tests.lanes import in_one_lane
 
 from .launch import run_ranks
 
 pytestmark = in_one_lane
 
-GROUP_SIZES = (3, 1, 5, 2, 2, 4, 1, 1, 6, 3, 3, 2)
-BAD_ROWS = frozenset({4, 17, 18})
-
-
-def rows() -> list[Sample | None]:
-    groups = [group for group, size in enumerate(GROUP_SIZES) for _ in range(size)]
-    return rows_of([None if row in BAD_ROWS else group for row, group in enumerate(groups)])
-
-
-def rows_of(groups: Sequence[int | None]) -> list[Sample | None]:
-    """A sample of each group; None is a bad row."""
-    return [
-        None if group is None else Sample([row, 0], 1, [1], group_index=group)
-        for row, group in enumerate(groups)
-    ]
+GROUPS: list[int | None] = [
+    group for group, size in enumerate((3, 1, 5, 2, 2, 4, 1, 1, 6, 3, 3, 2)) for _ in range(size)
+]
+for bad_row in (4, 17, 18):
+    GROUPS[bad_row] = None
+GOOD_ROWS = [row for row, group in enumerate(GROUPS) if group is not None]
 
 
 class RowSource:
-    """Row i belongs to rank i % size, counted from where this run began, as for rollout files."""
+    """A sample of each group, None being a bad row. Row i belongs to rank i % size, counted from where this run began,
+    as for rollout files."""
 
     can_reshard = True
 
-    def __init__(
-        self, rows: list[Sample | None], group: dist.ProcessGroup | None = dist.group.WORLD
-    ) -> None:
-        self._rows = rows
-        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
-        self._next = 0
-
-    @property
-    def position(self) -> int:
-        return self._next
+    def __init__(self, groups: Sequence[int | None], process_group: Any = dist.group.WORLD) -> None:
+        self._rows = [
+            None if group is None else Sample([row, 0], 1, [1], group_index=group)
+            for row, group in enumerate(groups)
+        ]
+        self._rank, self._size = dist.get_rank(process_group), dist.get_world_size(process_group)
+        self.position = 0
 
     def seek(self, position: Any) -> None:
-        self._next = position
+        self.position = position
 
     def pull(self, count: int) -> list[Sample | None]:
-        window = self._rows[self._next : self._next + count * self._size]
-        self._next = min(self._next + count * self._size, len(self._rows))
+        window = self._rows[self.position : self.position + count * self._size]
+        self.position = min(self.position + count * self._size, len(self._rows))
         return window[self._rank :: self._size]
 
 
-def collector(mode: str, docs_per_step: int, keep: bool) -> StepCollector:
-    return StepCollector(
-        RowSource(rows()),
-        docs_per_step=docs_per_step,
-        mode=mode,
-        keep_prompt_groups=keep,
-        data_parallel_group=dist.group.WORLD,
-    )
-
-
 Steps = list[tuple[list[int], int, int]]
+"""Rows, achieved count and skipped rows of each step on a rank."""
 
 
-def collect(
-    mode: str, docs_per_step: int, keep: bool, states: list[CollectorState], num_steps: int
-) -> tuple[Steps, CollectorState, int]:
-    """Rows, achieved count and skipped rows of each step on this rank, its state, and the exchanges it took."""
-    source = collector(mode, docs_per_step, keep)
-    if states:
-        source.load_states(states)
+def steps_of(collector: StepCollector, num_steps: int = 100) -> Steps:
     steps: Steps = []
+    while len(steps) < num_steps and (step := collector.collect()) is not None:
+        rows = [int(sample.tokens[0]) for sample in step.samples]
+        steps.append((rows, step.num_documents, step.num_skipped))
+    return steps
+
+
+def collect(**keywords: Any) -> tuple[Steps, int]:
+    collector = StepCollector(RowSource(GROUPS), data_parallel_group=dist.group.WORLD, **keywords)
     with mock.patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as exchange:
-        while len(steps) < num_steps and (step := source.collect()) is not None:
-            rows_of_step = [int(sample.tokens[0]) for sample in step.samples]
-            steps.append((rows_of_step, step.num_documents, step.num_skipped))
-    return steps, source.state(), exchange.call_count
+        return steps_of(collector), exchange.call_count
 
 
-def over_ranks(results: list[tuple[Steps, CollectorState, int]]) -> list[list[int]]:
+def over_ranks(ranks: Sequence[Steps]) -> list[list[int]]:
     """The rows of each step over all ranks; every rank must name the same count, and every row be held once."""
     merged = []
-    for parts in zip(*(steps for steps, _, _ in results), strict=True):
-        rows_of_step = sorted(row for part, _, _ in parts for row in part)
-        assert {count for _, count, _ in parts} == {len(rows_of_step)}
-        merged.append(rows_of_step)
+    for parts in zip(*ranks, strict=True):
+        rows = sorted(row for part, _, _ in parts for row in part)
+        assert {count for _, count, _ in parts} == {len(rows)}
+        merged.append(rows)
     return merged
 
 
-def good_rows() -> list[int]:
-    return [row for row in range(sum(GROUP_SIZES)) if row not in BAD_ROWS]
-
-
 @pytest.mark.parametrize("world_size", (2, 3))
-def test_exact_steps_are_the_rows_in_order_at_every_size(world_size: int) -> None:
-    results = run_ranks(collect, world_size, "exact", 6, False, [], 100)
-    good = good_rows()
-    assert over_ranks(results) == [good[i : i + 6] for i in range(0, len(good), 6)]
-    assert {sum(skipped for _, _, skipped in steps) for steps, _, _ in results} == {len(BAD_ROWS)}
+def test_exact_steps_are_the_rows_in_order_at_every_size(world_size) -> None:
+    worker = functools.partial(collect, docs_per_step=6, mode="exact")
+    ranks, (exchanges, *_) = zip(*run_ranks(worker, world_size), strict=True)
+    assert over_ranks(ranks) == [GOOD_ROWS[i : i + 6] for i in range(0, len(GOOD_ROWS), 6)]
+    num_bad = len(GROUPS) - len(GOOD_ROWS)
+    assert {sum(skipped for _, _, skipped in steps) for steps in ranks} == {num_bad}
     # One window a step, one more where bad rows left it short, and one that finds the end.
-    assert results[0][2] <= len(results[0][0]) + len(BAD_ROWS) + 1
+    assert exchanges <= len(ranks[0]) + num_bad + 1
 
 
-def kept_groups(docs_per_step: int) -> list[list[int]]:
+def whole_groups(groups: Sequence[int | None], docs_per_step: int) -> list[list[int]]:
     steps: list[list[int]] = [[]]
-    first = 0
-    for size in GROUP_SIZES:
-        steps[-1] += [row for row in range(first, first + size) if row not in BAD_ROWS]
-        first += size
+    for group in dict.fromkeys(group for group in groups if group is not None):
         if len(steps[-1]) >= docs_per_step:
             steps.append([])
-    return [step for step in steps if step]
+        steps[-1] += [row for row, other in enumerate(groups) if other == group]
+    return steps
 
 
 @pytest.mark.parametrize("world_size", (2, 3))
-def test_whole_groups_over_ranks(world_size: int) -> None:
-    results = run_ranks(collect, world_size, "exact", 5, True, [], 100)
-    assert over_ranks(results) == kept_groups(5)
-    results = run_ranks(collect, world_size, "at_least", 5, True, [], 100)
-    steps = over_ranks(results)
-    assert sorted(row for step in steps for row in step) == good_rows()
-    assert all(len(step) >= 5 for step in steps[:-1])
-    groups = [{sample.group_index for i in step if (sample := rows()[i])} for step in steps]
-    assert sum(len(group) for group in groups) == len({s.group_index for s in rows() if s})
+def test_whole_groups_over_ranks(world_size) -> None:
+    exact, at_least = (
+        over_ranks([steps for steps, _ in run_ranks(worker, world_size)])
+        for worker in (
+            functools.partial(collect, docs_per_step=5, mode=mode, keep_prompt_groups=True)
+            for mode in ("exact", "at_least")
+        )
+    )
+    assert exact == whole_groups(GROUPS, 5)
+    assert sorted(row for step in at_least for row in step) == GOOD_ROWS
+    assert all(len(step) >= 5 for step in at_least[:-1])
+    groups = [group for step in at_least for group in {GROUPS[row] for row in step}]
+    assert len(groups) == len(set(groups)), "a group is cut"
 
 
 NUM_RANDOM_STREAMS = 12
@@ -151,15 +139,6 @@ def random_groups(generator: random.Random) -> list[int | None]:
     return groups
 
 
-def whole_groups(groups: Sequence[int | None], docs_per_step: int) -> list[list[int]]:
-    steps: list[list[int]] = [[]]
-    for group in range(9):
-        if len(steps[-1]) >= docs_per_step:
-            steps.append([])
-        steps[-1] += [row for row, other in enumerate(groups) if other == group]
-    return steps
-
-
 def resume_random_streams() -> list[str]:
     """Runs that are stopped and go on at another size, and again at a third; what went wrong."""
     process_groups = {size: dist.new_group(list(range(size))) for size in SIZES}
@@ -171,9 +150,8 @@ def resume_random_streams() -> list[str]:
             states: list[CollectorState] = []
             steps: list[list[int]] = []
             for size, num_steps in zip(case, (2, generator.randint(0, 1), 100), strict=True):
-                part, states = collect_part(
-                    rows_of(groups), docs_per_step, states, num_steps, process_groups[size], size
-                )
+                source = (groups, process_groups[size])
+                part, states = collect_part(source, docs_per_step, states, num_steps, size)
                 steps += part
             if dist.get_rank() == 0 and steps != whole_groups(groups, docs_per_step):
                 wrong.append(f"seed {seed}, sizes {case}: {steps}")
@@ -181,37 +159,29 @@ def resume_random_streams() -> list[str]:
 
 
 def collect_part(
-    stream: list[Sample | None],
+    source: tuple[list[int | None], Any],
     docs_per_step: int,
     states: list[CollectorState],
     num_steps: int,
-    process_group: dist.ProcessGroup,
     size: int,
 ) -> tuple[list[list[int]], list[CollectorState]]:
     """Rows of each step on the first `size` ranks, told to all; and their states."""
     found: Any = ([], None)
     if dist.get_rank() < size:
         part = StepCollector(
-            RowSource(stream, process_group),
+            RowSource(*source),
             docs_per_step=docs_per_step,
             mode="exact",
             keep_prompt_groups=True,
-            data_parallel_group=process_group,
+            data_parallel_group=source[1],
         )
         if states:
             part.load_states(states)
-        steps: list[list[int]] = []
-        while len(steps) < num_steps and (step := part.collect()) is not None:
-            steps.append([int(sample.tokens[0]) for sample in step.samples])
-        found = (steps, part.state())
+        found = (steps_of(part, num_steps), part.state())
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, found)
-    of_ranks = [steps for steps, _ in gathered[:size]]
-    merged = [
-        sorted(row for rows_of_step in parts for row in rows_of_step)
-        for parts in zip(*of_ranks, strict=True)
-    ]
-    return merged, [state for _, state in gathered[:size]]
+    ranks, new_states = zip(*gathered[:size], strict=True)
+    return over_ranks(ranks), list(new_states)
 
 
 def test_resuming_at_other_sizes_among_bad_rows_goes_on_with_the_same_steps() -> None:
@@ -222,33 +192,19 @@ class BrokenSource(RowSource):
     """Rank 1 fails where it pulls, or where it goes on."""
 
     def __init__(self, error: Exception, fails_at: str) -> None:
-        super().__init__(rows())
-        self._error, self._fails_at = error, fails_at
-
-    def seek(self, position: Any) -> None:
-        self._fail_at("seek")
-        super().seek(position)
-
-    def pull(self, count: int) -> list[Sample | None]:
-        self._fail_at("pull")
-        return super().pull(count)
-
-    def _fail_at(self, place: str) -> None:
-        if dist.get_rank() == 1 and place == self._fails_at:
-            raise self._error
+        super().__init__(GROUPS)
+        if dist.get_rank() == 1:
+            setattr(self, fails_at, mock.Mock(side_effect=error))
 
 
 def collect_from_broken(error: Exception, fails_at: str) -> tuple[str, str]:
-    broken = StepCollector(
-        BrokenSource(error, fails_at), docs_per_step=2, data_parallel_group=dist.group.WORLD
-    )
-    try:
+    source = BrokenSource(error, fails_at)
+    broken = StepCollector(source, docs_per_step=2, data_parallel_group=dist.group.WORLD)
+    with pytest.raises((ValueError, OSError, RuntimeError)) as raised:
         if fails_at == "seek":
             broken.load_states([broken.state()] * dist.get_world_size())
         broken.collect()
-    except Exception as found:
-        return type(found).__name__, str(found)
-    return "", ""
+    return raised.type.__name__, str(raised.value)
 
 
 ERRORS = {
@@ -260,7 +216,7 @@ ERRORS = {
 
 @pytest.mark.parametrize("fails_at", ("pull", "seek"))
 @pytest.mark.parametrize("case", ERRORS)
-def test_an_error_on_one_rank_stops_all(case: str, fails_at: str) -> None:
+def test_an_error_on_one_rank_stops_all(case, fails_at) -> None:
     error = ERRORS[case]
     first, failing, third = run_ranks(collect_from_broken, 3, error, fails_at)
     assert failing == (type(error).__name__, str(error))
@@ -269,3 +225,113 @@ def test_an_error_on_one_rank_stops_all(case: str, fails_at: str) -> None:
     else:
         told = ("OtherRankError", f"data-parallel rank 1: {type(error).__name__}: {error}")
     assert first == third == told
+
+
+REWARDS = (1.0, 0.0, 0.0, 1.0, 0.5, 0.25, 2.0, 0.0, 1.0, 1.0, 1.0)
+GROUPS_OF_FILE = (0, 0, 0, 0, 1, 1, 1, 2, 2, 3, 3)
+
+
+def write(folder: Path, rewards: Sequence[float] = REWARDS) -> str:
+    pytest.importorskip("pyarrow")
+    path = folder / "rollouts.jsonl"
+    with path.open("w") as file:
+        for number, (reward, group) in enumerate(zip(rewards, GROUPS_OF_FILE, strict=True)):
+            response = [1] * (number % 3 + 1)
+            row = {"prompt_ids": [number], "response_ids": response, "reward": reward}
+            file.write(json.dumps(row | {"group_index": group}) + "\n")
+    return str(path)
+
+
+def source_of(paths: list[str]) -> RolloutFiles:
+    place = {"data_parallel_rank": dist.get_rank(), "data_parallel_size": dist.get_world_size()}
+    return RolloutFiles(paths, **place)
+
+
+def everywhere() -> dict[str, Any]:
+    """The prompt of a row here is its number."""
+    return {"data_parallel_group": dist.group.WORLD, "allow_different_prompts": True}
+
+
+Answer = list[tuple[int, float]]
+
+
+def train(path: str) -> tuple[list[Answer], list[tuple[int, ...]]]:
+    """Rows and advantages of each step on this rank; N, P, T and micro-batches of each step."""
+    collector = StepCollector(
+        source_of([path]),
+        docs_per_step=4,
+        mode="exact",
+        keep_prompt_groups=True,
+        data_parallel_group=dist.group.WORLD,
+    )
+    answers, counts = [], []
+    while (step := collector.collect()) is not None:
+        samples, _ = with_group_advantages(step.samples, method="dr_grpo", **everywhere())
+        plan = plan_step(samples, max_tokens_per_microbatch=8, **everywhere())
+        totals = plan.totals
+        assert step.num_documents == totals.num_rollouts
+        answers.append([(int(s.tokens[0]), float(s.advantages[0])) for s in samples])
+        of_step = (totals.num_rollouts, totals.num_prompt_groups, totals.num_active_tokens)
+        counts.append((*of_step, plan.num_microbatches))
+    return answers, counts
+
+
+def expected_advantages(rows: range) -> Answer:
+    answers = []
+    for row in rows:
+        rewards = [
+            r
+            for r, group in zip(REWARDS, GROUPS_OF_FILE, strict=True)
+            if group == GROUPS_OF_FILE[row]
+        ]
+        answers.append((row, REWARDS[row] - sum(rewards) / len(rewards)))
+    return answers
+
+
+@pytest.mark.parametrize("world_size", (1, 2, 3))
+def test_steps_from_a_file(tmp_path: Path, world_size: int) -> None:
+    results = run_ranks(train, world_size, write(tmp_path))
+    assert len({tuple(counts) for _, counts in results}) == 1
+    steps = [range(0, 4), range(4, 9), range(9, 11)]
+    for index, rows in enumerate(steps):
+        found = sorted(pair for answers, _ in results for pair in answers[index])
+        expected = expected_advantages(rows)
+        assert [row for row, _ in found] == list(rows)
+        assert [a for _, a in found] == pytest.approx([a for _, a in expected], abs=1e-6)
+        num_tokens = sum(row % 3 + 1 for row in rows)
+        num_groups = len({GROUPS_OF_FILE[row] for row in rows})
+        assert results[0][1][index][:3] == (len(rows), num_groups, num_tokens)
+
+
+def far_rewards(path: str) -> str:
+    """The group of the first four rows has a reward too far off; rank 1 holds none of them."""
+    samples = [sample for sample in RolloutFiles([path]).pull(11) if sample is not None]
+    mine = samples[:4] if dist.get_rank() == 0 else samples[4:]
+    with pytest.raises(ValueError) as error:
+        with_group_advantages(mine, method="dr_grpo", **everywhere())
+    return str(error.value)
+
+
+def test_rewards_without_advantages_in_float32_end_all_ranks(tmp_path: Path) -> None:
+    path = write(tmp_path, [*REWARDS[:2], 1e39, *REWARDS[3:]])
+    first, second = run_ranks(far_rewards, 2, path)
+    assert first == second and "rewards[2] is 1e+39, too far" in first
+
+
+def collect_from(paths: list[list[str]]) -> str:
+    """What a rank is told that reads its own list of files."""
+    source = source_of(paths[dist.get_rank()])
+    collector = StepCollector(source, docs_per_step=2, data_parallel_group=dist.group.WORLD)
+    with pytest.raises(ValueError) as error:
+        collector.collect()
+    return str(error.value)
+
+
+def test_ranks_that_see_other_files_are_refused(tmp_path: Path) -> None:
+    """A folder that is not shared, or not seen whole yet: row i would be lost, or taken twice."""
+    (tmp_path / "more").mkdir()
+    path = write(tmp_path)
+    stale = [path, write(tmp_path / "more")]
+    for rank in run_ranks(collect_from, 2, [[path], stale]):
+        assert "data-parallel rank 1 reads other samples than rank 0" in rank
+        assert "the same files on all nodes" in rank

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import importlib.util
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_pg import PolicyLossConfig, pack, plan_step
-from megatron_pg.config.versions import derives_multi_token_labels
-from megatron_pg.megatron import ParallelGroups, PolicyStep, compute_log_probs, set_fp32_lm_head
+from megatron_pg.config.versions import derives_multi_token_labels, has_hybrid_model
+from megatron_pg.head import factor_gradients, from_hidden
+from megatron_pg.megatron import ParallelGroups, output_layer, set_fp32_lm_head
 from megatron_pg.megatron.groups import unwrapped
-from megatron_pg.megatron.schedule import run_micro_batches
 from tests.lanes import in_one_lane
-from tests.random_steps import package_samples
 
 from .compare import assert_equal, gradient_tolerance
 from .launch import run_ranks
 from .models import ModelOptions, Sharding
-from .one_step import Outcome, assert_zero_of_frozen, build, run_schedule, train_step
+from .one_step import Outcome, build, run_schedule, train_step
 from .reference import reference_steps
-from .steps import SHAPES, Run
+from .steps import Run
 
 needs_hybrid = pytest.mark.skipif(
-    importlib.util.find_spec("megatron.core.models.hybrid") is None,
-    reason="this version of Megatron-Core has no HybridModel",
+    not has_hybrid_model(), reason="this version of Megatron-Core has no HybridModel"
 )
 RUNS = [Run("prompt_mean", fp32_lm_head=True), Run(cut="empty", fp32_lm_head=True)]
 """The second has a micro-batch without a token."""
@@ -36,57 +33,39 @@ TIED = replace(DENSE, tied_embeddings=True)
 BIASED = replace(DENSE, output_bias=True)
 TP2, TP2_SP = Sharding(tensor=2), Sharding(tensor=2, sequence_parallel=True)
 CASES = {
-    "TP2, bias": (TP2, BIASED),
-    "TP2+SP tied": (TP2_SP, TIED),
-    "PP2 tied, bias": (Sharding(pipeline=2), replace(TIED, output_bias=True)),
+    "TP2, bias": BIASED,
+    "TP2+SP tied": TIED,
+    "PP2 tied, bias": replace(TIED, output_bias=True),
     "DP2 tied, distributed optimizer, overlapped reduction": (
-        Sharding(data=2),
-        replace(TIED, distributed_optimizer=True, overlap_grad_reduce=True),
+        replace(TIED, distributed_optimizer=True, overlap_grad_reduce=True)
     ),
-    "TP2+SP hybrid, bias": (TP2_SP, replace(BIASED, hybrid=True)),
+    "TP2+SP hybrid, bias": replace(BIASED, hybrid=True),
 }
 
 
-def steps(sharding: Sharding, options: ModelOptions, frozen: str = "") -> list[Outcome | None]:
-    """Two steps on one model, of which what `frozen` names is not trained; afterwards the layer is Megatron's again."""
+def steps(sharding: Sharding, options: ModelOptions) -> list[Outcome | None]:
+    """Two steps on one model; afterwards the layer is Megatron's again."""
     chunks = build(sharding, options)
-    for name, parameter in chunks[0].named_parameters():
-        if frozen:
-            parameter.requires_grad_((frozen == "output layer") != ("output_layer" in name))
     outcomes = [train_step(chunks, sharding, run) for run in RUNS]
-    assert (
-        set_fp32_lm_head(chunks, False) == ParallelGroups.from_model(chunks).is_last_pipeline_stage
-    )
-    assert not set_fp32_lm_head(chunks, False)
+    is_last = ParallelGroups.from_model(chunks).is_last_pipeline_stage
+    assert set_fp32_lm_head(chunks, False) == is_last and not set_fp32_lm_head(chunks, False)
     return outcomes
 
 
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[needs_hybrid] * ("hybrid" in case)) for case in CASES]
 )
-def test_gradients_and_metrics_equal_the_unsharded_reference(case: str) -> None:
+def test_gradients_and_metrics_equal_the_unsharded_reference(case) -> None:
     """In float64, where the layer multiplies in float64: what is sent, summed and added up, not its precision."""
-    sharding, options = CASES[case]
+    sharding, options = Sharding.named(case), CASES[case]
     plain = replace(options, distributed_optimizer=False, overlap_grad_reduce=False)
     references = run_ranks(reference_steps, 1, plain, RUNS)[0]
-    found = run_ranks(steps, sharding.world_size, sharding, options)[0]
+    found = run_ranks(steps, 2, sharding, options)[0]
     assert_equal(found, references, RUNS, gradient_tolerance(options))
-
-
-@pytest.mark.parametrize("frozen", ["output layer", "all but the output layer"])
-def test_frozen_weights(frozen: str) -> None:
-    """Frozen after DDP has made its buffers, whose gradients then stay 0."""
-    references = run_ranks(reference_steps, 1, DENSE, RUNS)[0]
-    found = run_ranks(steps, 2, TP2, DENSE, frozen)[0]
-    for outcome, expected in zip(found, references, strict=True):
-        assert_zero_of_frozen(outcome, expected, frozen)
-    assert_equal(found, references, RUNS, gradient_tolerance(DENSE))
 
 
 def gradients_beside_prediction() -> list[dict[str, Tensor]]:
     """A rank's by Megatron's output layer, by ours, and by ours of a weight that nothing says is looked up too (a mutant)."""
-    from megatron_pg.megatron import output_layer
-
     sharding, found = Sharding(pipeline=2), []
     for head in ("Megatron's", "ours", "mutant"):
         if head == "mutant":
@@ -111,35 +90,20 @@ def test_a_tied_weight_in_which_prediction_looks_tokens_up() -> None:
         assert (mutant[name] - expected[name]).abs().max() > 0.01 * expected[name].abs().max()
 
 
-@dataclass
-class Seen:
-    """What one rank's output layer in bfloat16 took and gave in a step, in float64.
-
-    Attributes:
-        hidden, logits, to_hidden, to_logits: of each micro-batch, [sequence, columns] with what came in backward.
-        weight, bias: this rank's columns.
-        main_grads: of weight and bias, after the step.
-        dtypes: of what left the layer, and of what left Float16Module.
-    """
-
-    hidden: list[Tensor]
-    logits: list[Tensor]
-    to_hidden: list[Tensor]
-    to_logits: list[Tensor]
-    weight: Tensor
-    bias: Tensor
-    main_grads: tuple[Tensor, Tensor]
-    dtypes: set[torch.dtype]
-
-
 def in_the_operands_dtype(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> None:
     product = left @ right
     out.add_(product) if add else out.copy_(product)
 
 
-def seen_steps(sharding: Sharding, options: ModelOptions, mutant: str = "") -> list[Seen]:
-    from megatron_pg.head import factor_gradients, from_hidden
+def seen_steps(
+    sharding: Sharding, options: ModelOptions, mutant: str = ""
+) -> list[SimpleNamespace]:
+    """What one rank's output layer in bfloat16 took and gave in each step, in float64.
 
+    `hidden`, `logits` and what came in backward, `to_hidden` and `to_logits`, are lists of [sequence, columns] by
+    micro-batch; `weight`, `bias` and `main_grads` of both are of this rank's columns; `dtypes` are of what left the layer,
+    and Float16Module.
+    """
     if mutant:
         module = from_hidden if mutant == "logits" else factor_gradients
         module.multiply = in_the_operands_dtype
@@ -164,9 +128,9 @@ def seen_steps(sharding: Sharding, options: ModelOptions, mutant: str = "") -> l
         chunks[0].zero_grad_buffer()
         parts = {name: [] for name in ("hidden", "logits", "to_hidden", "to_logits")}
         run_schedule(chunks, sharding, run)
-        own = (layer.weight, layer.bias)
-        grads = tuple(each.main_grad.double() for each in own)
-        found.append(Seen(**parts, weight=own[0].detach().double(), bias=own[1].detach().double(), main_grads=grads, dtypes=dtypes))  # fmt: skip
+        own = {"weight": layer.weight.detach().double(), "bias": layer.bias.detach().double()}
+        grads = layer.weight.main_grad.double(), layer.bias.main_grad.double()
+        found.append(SimpleNamespace(**parts, **own, main_grads=grads, dtypes=dtypes))
     return found
 
 
@@ -174,47 +138,51 @@ FLOAT32, BFLOAT16 = 2.0**-18, 2.0**-7
 """Of the sum of the magnitudes of the terms: the second where sums are rounded to it, by each rank and over both."""
 
 
-def wrong(ranks: list[list[Seen]], sequence_parallel: bool) -> set[str]:
-    """What is farther than roundings from plain float64 loops over the tokens that both ranks saw."""
+def products(
+    hidden: Tensor, weight: Tensor, bias: Tensor, slopes: Tensor, to_logits: Tensor
+) -> tuple[Tensor, ...]:
+    """Logits, and the gradients of weight, bias and hidden states, in plain loops."""
+    logits, to_hidden = torch.zeros_like(to_logits), torch.zeros_like(hidden)
+    to_weight, to_bias = torch.zeros_like(weight), torch.zeros_like(bias)
+    for token, row in enumerate(hidden):
+        for column, factors in enumerate(weight):
+            logits[token, column] = bias[column] + (row * factors).sum()
+        to_weight += torch.outer(slopes[token], row)
+        to_bias += to_logits[token]
+        to_hidden[token] = slopes[token] @ weight
+    return logits, to_weight, to_bias, to_hidden
+
+
+def wrong(ranks: list[list[SimpleNamespace]], sequence_parallel: bool) -> set[str]:
+    """What is farther than roundings from the loops over the tokens that both ranks saw."""
     far = set()
 
-    def check(name: str, values: Tensor, expected: Tensor, size: Tensor, allowed: float) -> None:
-        if ((values - expected).abs() > allowed * size).any():
+    def check(name: str, values: Tensor, sums: Tensor, allowed: float) -> None:
+        """Against sums, and those of magnitudes."""
+        if ((values - sums[0]).abs() > allowed * sums[1]).any():
             far.add(name)
 
     for step in zip(*ranks, strict=True):
-        count = len(step[0].hidden)
-        assert all(each.dtypes == {torch.float32} for each in step)
-        sums = [
-            [torch.zeros_like(each).double() for each in (s.weight, s.weight, s.bias, s.bias)]
-            for s in step
-        ]
-        for place in range(count):
-            whole = [each.hidden[place] for each in step]
-            hidden = torch.cat(whole) if sequence_parallel else whole[0]
-            to_hidden = torch.zeros_like(hidden)
-            to_hidden_size = torch.zeros_like(hidden)
-            for seen, (weight, weight_size, bias, bias_size) in zip(step, sums, strict=True):
+        assert all(seen.dtypes == {torch.float32} for seen in step)
+        to_weight, to_bias = [0.0] * len(step), [0.0] * len(step)
+        for place, whole in enumerate(zip(*(seen.hidden for seen in step), strict=True)):
+            hidden, to_hidden = torch.cat(whole) if sequence_parallel else whole[0], 0.0
+            for rank, seen in enumerate(step):
                 slopes = seen.to_logits[place].bfloat16().double()  # the one rounding
-                for token, row in enumerate(hidden):
-                    logits, size = seen.bias.clone(), seen.bias.abs()
-                    for column, factors in enumerate(seen.weight):
-                        logits[column] += (row * factors).sum()
-                        size[column] += (row * factors).abs().sum()
-                    check("logits", seen.logits[place][token], logits, size, FLOAT32)
-                    weight += torch.outer(slopes[token], row)
-                    weight_size += torch.outer(slopes[token], row).abs()
-                    bias += seen.to_logits[place][token]
-                    bias_size += seen.to_logits[place][token].abs()
-                    to_hidden[token] = to_hidden[token] + slopes[token] @ seen.weight
-                    to_hidden_size[token] += slopes[token].abs() @ seen.weight.abs()
-            found = [each.to_hidden[place] for each in step]
-            for each in [torch.cat(found)] if sequence_parallel else found:
-                check("hidden", each, to_hidden, to_hidden_size, BFLOAT16)
-        for seen, (weight, weight_size, bias, bias_size) in zip(step, sums, strict=True):
-            assert weight_size.any() and bias_size.any()
-            check("weight", seen.main_grads[0], weight, weight_size, FLOAT32)
-            check("bias", seen.main_grads[1], bias, bias_size, BFLOAT16)
+                factors = (hidden, seen.weight, seen.bias, slopes, seen.to_logits[place])
+                sums = zip(products(*factors), products(*map(torch.abs, factors)), strict=True)
+                logits, of_weight, of_bias, of_hidden = map(torch.stack, sums)
+                check("logits", seen.logits[place], logits, FLOAT32)
+                to_weight[rank] += of_weight
+                to_bias[rank] += of_bias
+                to_hidden += of_hidden
+            parts = [seen.to_hidden[place] for seen in step]
+            for part in [torch.cat(parts)] if sequence_parallel else parts:
+                check("hidden", part, to_hidden, BFLOAT16)
+        for rank, seen in enumerate(step):
+            assert to_weight[rank][1].any() and to_bias[rank][1].any()
+            check("weight", seen.main_grads[0], to_weight[rank], FLOAT32)
+            check("bias", seen.main_grads[1], to_bias[rank], BFLOAT16)
     return far
 
 
@@ -222,17 +190,10 @@ NARROW = ModelOptions(dtype=torch.bfloat16, output_bias=True)
 
 
 @pytest.mark.parametrize(
-    ("sharding", "options"),
-    [
-        (TP2, NARROW),
-        pytest.param(TP2_SP, replace(NARROW, hybrid=True), marks=needs_hybrid),
-        (TP2_SP, NARROW),
-    ],
-    ids=["TP2", "TP2+SP hybrid", "TP2+SP"],
+    "name", ["TP2", pytest.param("TP2+SP hybrid", marks=needs_hybrid), "TP2+SP"]
 )
-def test_logits_and_gradients_in_bfloat16_equal_the_loops(
-    sharding: Sharding, options: ModelOptions
-) -> None:
+def test_logits_and_gradients_in_bfloat16_equal_the_loops(name) -> None:
+    sharding, options = Sharding.named(name), replace(NARROW, hybrid="hybrid" in name)
     assert not wrong(run_ranks(seen_steps, 2, sharding, options), sharding.sequence_parallel)
 
 
@@ -240,34 +201,3 @@ def test_logits_and_gradients_in_bfloat16_equal_the_loops(
 @pytest.mark.parametrize("mutant", ["logits", "weight"])
 def test_a_product_in_bfloat16_would_be_seen(mutant: str) -> None:
     assert wrong(run_ranks(seen_steps, 2, TP2, NARROW, mutant), False) == {mutant}
-
-
-def kl_of_a_step(scored_in_float32: bool, trained_in_float32: bool) -> float:
-    """Between the log-probs of `compute_log_probs` and those of the step after, whose layer scoring leaves alone."""
-    chunks = build(TP2_SP, NARROW)
-    config = PolicyLossConfig(fp32_lm_head=trained_in_float32)
-    samples = package_samples(SHAPES["ragged"])
-    plan = plan_step(samples, max_tokens_per_microbatch=128, pad_to_multiple=2)
-    step = PolicyStep(config, plan, model=chunks)
-    scored = compute_log_probs(
-        chunks,
-        samples,
-        PolicyLossConfig(fp32_lm_head=scored_in_float32),
-        max_tokens_per_microbatch=128,
-    )
-    samples = [
-        replace(sample, old_log_probs=values)
-        for sample, values in zip(samples, scored.log_probs, strict=True)
-    ]
-    batches = [pack([samples[i] for i in each], pad_to_multiple=2) for each in plan.microbatches]
-    kl = step.metrics(run_micro_batches(step.head, batches, chunks))["kl_new_old"]
-    assert set_fp32_lm_head(chunks, False) == trained_in_float32
-    return kl
-
-
-@pytest.mark.parametrize(
-    ("scored", "trained"), [(True, True), (False, False), (True, False), (False, True)]
-)
-def test_scoring_and_training_agree_where_their_flags_do(scored: bool, trained: bool) -> None:
-    for kl in run_ranks(kl_of_a_step, 2, scored, trained):
-        assert (kl == 0.0) == (scored == trained)

@@ -11,24 +11,28 @@ import torch
 
 from megatron_pg import PolicyLossConfig, Sample, pack
 from megatron_pg.check import model as builder
-from megatron_pg.config.versions import derives_multi_token_labels
+from megatron_pg.config.versions import derives_multi_token_labels, has_hybrid_model
+from megatron_pg.head import from_hidden
+from megatron_pg.loss import micro_batch
 from megatron_pg.loss.gradient_scope import GradientScope, gradient_scope
 from megatron_pg.megatron import (
     ParallelGroups,
     PolicyStep,
     compute_hidden_states,
     compute_log_probs,
+    policy_step,
 )
-from megatron_pg.megatron.fused_head import active_rows
+from megatron_pg.megatron.fused_head import OutputRows, active_rows
 from megatron_pg.megatron.output_layer import take_output_processor
 from tests.random_steps import package_samples, uneven_totals
 
 from .compare import assert_equal, compare, gradient_tolerance
-from .launch import run_ranks
+from .launch import refusal, run_ranks
 from .models import ModelOptions, Sharding
-from .one_step import Outcome, assert_zero_of_frozen, build, fused_head, run_schedule, train_step
+from .one_step import Outcome, build, fused_head, fused_heads, run_schedule, run_steps, train_step
 from .reference import references_of
 from .steps import AGGREGATIONS, Run
+from .test_objective_settings import SettingsRun
 
 RUNS = [
     Run(aggregation, cut="empty" if place < 2 else "uniform", regularized=bool(place % 2))
@@ -37,109 +41,86 @@ RUNS = [
 # In float64: what float32 rounds away could hide a wrong coefficient of a small term.
 DENSE = ModelOptions(dtype=torch.float64)
 TIED = replace(DENSE, tied_embeddings=True)
+PER_TOKEN = replace(DENSE, calculate_per_token_loss=True)
 MODES = {"one pass": 5, "recomputed": 1, "kept": 1000}
 """Rows of a chunk, by what the logits of all rows together are where the loss may look at any: more than four, or one."""
 CASES = {
-    "CP2, per token": (Sharding(context=2), replace(DENSE, calculate_per_token_loss=True)),
-    "TP2": (Sharding(tensor=2), DENSE),
-    "TP2+SP CP2": (Sharding(tensor=2, sequence_parallel=True, context=2), DENSE),
-    "PP2 tied": (Sharding(pipeline=2), TIED),
-    "PP2 VPP2 tied, per token": (
-        Sharding(pipeline=2, virtual_pipeline=2),
-        replace(TIED, calculate_per_token_loss=True, num_layers=4),
-    ),
-    "DP2 tied": (Sharding(data=2), TIED),
+    "CP2, per token": PER_TOKEN,
+    "TP2": DENSE,
+    "TP2+SP CP2": DENSE,
+    "PP2 tied": TIED,
+    "PP2 VPP2 tied, per token": replace(TIED, calculate_per_token_loss=True, num_layers=4),
+    "DP2 tied": TIED,
     "DP2, distributed optimizer, overlapped reduction": (
-        Sharding(data=2),
-        replace(DENSE, distributed_optimizer=True, overlap_grad_reduce=True),
+        replace(DENSE, distributed_optimizer=True, overlap_grad_reduce=True)
     ),
 }
+if has_hybrid_model():
+    CASES["TP2+SP CP2 hybrid"] = replace(DENSE, hybrid=True)
+CP2, TP2, DP2 = map(Sharding.named, ("CP2", "TP2", "DP2"))
 LOSS_SCALE = 1024.0
 """A power of two, as loss scales are: dividing by it is exact."""
-
-
-def fused_step(chunks: list, sharding: Sharding, run: Run, chunk_tokens: int = 5) -> Outcome | None:
-    return train_step(chunks, sharding, run, head=fused_head(chunk_tokens))
-
-
-def pass_through(
-    chunks: list, sharding: Sharding, run: Run, *, forward_only: bool = False
-) -> list[Any]:
-    return run_schedule(chunks, sharding, run, fused_head(), forward_only=forward_only)[1]
+References = dict[ModelOptions, list[Outcome]]
 
 
 def steps(sharding: Sharding, options: ModelOptions, mode: str) -> list[Outcome | None]:
     if mode != "one pass":
         # The losses of this file are sums over tokens: have them treated as if they were not.
-        from megatron_pg.megatron import policy_step
-
         policy_step.gradient_scope = lambda config: GradientScope("micro_batch", False)
-    chunks = build(sharding, options)
-    return [fused_step(chunks, sharding, run, MODES[mode]) for run in RUNS]
+    return run_steps(sharding, options, RUNS, fused_heads(MODES[mode]))
 
 
 @pytest.fixture(scope="module")
-def references() -> dict[ModelOptions, list[Outcome]]:
-    return references_of((options for _, options in CASES.values()), RUNS)
+def references() -> References:
+    return references_of(CASES.values(), RUNS)
+
+
+def assert_steps(case: str, references: References, worker: Any, *args: Any) -> None:
+    sharding, options = Sharding.named(case), CASES[case]
+    found = run_ranks(worker, sharding.world_size, sharding, options, *args)[0]
+    expected = references[options.unsharded]
+    repeats = len(found) // len(expected)
+    assert_equal(found, expected * repeats, RUNS * repeats, gradient_tolerance(options))
 
 
 @pytest.mark.parametrize(
     ("case", "mode"),
     [(case, "one pass") for case in CASES] + [("TP2", "recomputed"), ("DP2 tied", "kept")],
 )
-def test_gradients_and_metrics_equal_the_unsharded_reference(
-    case: str, mode: str, references: dict[ModelOptions, list[Outcome]]
-) -> None:
-    sharding, options = CASES[case]
-    found = run_ranks(steps, sharding.world_size, sharding, options, mode)[0]
-    assert_equal(found, references[options.unsharded], RUNS, gradient_tolerance(options))
+def test_gradients_and_metrics_equal_the_unsharded_reference(case, mode, references) -> None:
+    assert_steps(case, references, steps, mode)
 
 
 SEQUENCE_SETTINGS = ("gspo", "gmpo", "opsm", "everything", "tis_sequence")
-PER_TOKEN = replace(DENSE, calculate_per_token_loss=True)
+SEQUENCE_RUNS = [SettingsRun(name=name, cut="empty") for name in SEQUENCE_SETTINGS]
 SEQUENCE_CASES = {
-    "one rank": (Sharding(), PER_TOKEN, (1, 5, 1000)),
-    "CP2": (Sharding(context=2), DENSE, (1, 1000)),
-    "CP4, per token": (Sharding(context=4), PER_TOKEN, (5,)),
-    "TP2": (Sharding(tensor=2), DENSE, (1, 5)),
+    "one process": (PER_TOKEN, (1, 5, 1000)),
+    "CP2": (DENSE, (1, 1000)),
+    "CP4, per token": (PER_TOKEN, (5,)),
+    "TP2": (DENSE, (1, 5)),
 }
 """And the rows of a chunk: at 1 four rows at most are held, and of longer sequences the logits are made twice; at 1000 all
 sequences of a micro-batch are one chunk."""
 
 
-def sequence_runs() -> list[Run]:
-    from .test_objective_settings import SettingsRun
-
-    return [SettingsRun(name=name, cut="empty") for name in SEQUENCE_SETTINGS]
-
-
-def steps_on_sequences(
-    sharding: Sharding, options: ModelOptions, chunk_sizes: tuple[int, ...]
-) -> list[list[Outcome | None]]:
-    """By the fused head in chunks of each size; without any by the logits of the whole micro-batch."""
-    chunks, runs = build(sharding, options), sequence_runs()
-    if not chunk_sizes:
-        return [[train_step(chunks, sharding, run) for run in runs]]
-    return [[fused_step(chunks, sharding, run, size) for run in runs] for size in chunk_sizes]
-
-
 @pytest.fixture(scope="module")
 def on_sequences() -> list[Outcome]:
-    return run_ranks(steps_on_sequences, 1, Sharding(), DENSE, ())[0][0]
+    """By the logits of the whole micro-batch."""
+    return run_ranks(run_steps, 1, Sharding(), DENSE, SEQUENCE_RUNS)[0]
 
 
 @pytest.mark.parametrize("case", SEQUENCE_CASES)
-def test_losses_of_whole_sequences(case: str, on_sequences: list[Outcome]) -> None:
-    sharding, options, chunk_sizes = SEQUENCE_CASES[case]
-    found = run_ranks(steps_on_sequences, sharding.world_size, sharding, options, chunk_sizes)[0]
-    for outcomes in found:
-        assert_equal(outcomes, on_sequences, SEQUENCE_SETTINGS, gradient_tolerance(options))
+def test_losses_of_whole_sequences(case, on_sequences) -> None:
+    sharding, (options, chunk_sizes) = Sharding.named(case), SEQUENCE_CASES[case]
+    task = (sharding, options, SEQUENCE_RUNS, fused_heads(*chunk_sizes))
+    found = run_ranks(run_steps, sharding.world_size, *task)[0]
+    times = len(chunk_sizes)
+    names, tolerance = SEQUENCE_SETTINGS * times, gradient_tolerance(options)
+    assert_equal(found, on_sequences * times, names, tolerance)
 
 
-def steps_with_borders_inside_sequences(sharding: Sharding) -> list[list[Outcome | None]]:
+def steps_with_borders_inside_sequences() -> list[Outcome | None]:
     """Mutant: every part of a micro-batch leaves its last row to the next one."""
-    from megatron_pg.megatron.fused_head import OutputRows
-
     right = OutputRows.of_whole_samples
 
     def shifted(rows: OutputRows, size: int) -> list[int]:
@@ -150,11 +131,11 @@ def steps_with_borders_inside_sequences(sharding: Sharding) -> list[list[Outcome
         return sizes
 
     OutputRows.of_whole_samples = shifted
-    return steps_on_sequences(sharding, DENSE, (5,))
+    return run_steps(CP2, DENSE, SEQUENCE_RUNS, [fused_head])
 
 
-def test_a_border_inside_a_sequence_would_be_seen(on_sequences: list[Outcome]) -> None:
-    (found,) = run_ranks(steps_with_borders_inside_sequences, 2, Sharding(context=2))[0]
+def test_a_border_inside_a_sequence_would_be_seen(on_sequences) -> None:
+    found = run_ranks(steps_with_borders_inside_sequences, 2)[0]
     for name, outcome, expected in zip(SEQUENCE_SETTINGS, found, on_sequences, strict=True):
         of_data_alone = name == "tis_sequence"
         comparison = compare(outcome, expected, gradient_tolerance(DENSE))
@@ -162,9 +143,7 @@ def test_a_border_inside_a_sequence_would_be_seen(on_sequences: list[Outcome]) -
         assert of_data_alone or comparison.gradient_error > 1e-3
 
 
-def steps_after_the_optimizer(
-    sharding: Sharding, *, has_hooks: bool = True
-) -> list[Outcome | None]:
+def steps_after_the_optimizer(sharding: Sharding, has_hooks: bool) -> list[Outcome | None]:
     """A rank has the optimizer's part of each parameter, and `--overlap-param-gather` the rest when its module is called.
 
     Bucket by bucket, and at once: in a small model the output layer shares a bucket with layers that are called.
@@ -185,78 +164,56 @@ def steps_after_the_optimizer(
             parts = bucket.param_data.chunk(sharding.data)
             for rank in {*range(sharding.data)} - {torch.distributed.get_rank()}:
                 parts[rank].fill_(0.5)
-        outcomes.append(fused_step([chunk], sharding, run))
+        outcomes.append(train_step([chunk], sharding, run, head=fused_head))
     return outcomes
 
 
-def test_the_weight_is_waited_for_where_its_gather_overlaps(references: Any) -> None:
-    found = run_ranks(steps_after_the_optimizer, 2, Sharding(data=2))[0]
-    assert_equal(found, references[DENSE.unsharded][:2], RUNS, gradient_tolerance(DENSE))
+@pytest.mark.parametrize("has_hooks", [True, False])
+def test_the_weight_is_waited_for_where_its_gather_overlaps(has_hooks, references) -> None:
+    found = run_ranks(steps_after_the_optimizer, 2, DP2, has_hooks)[0]
+    for outcome, expected in zip(found, references[DENSE.unsharded], strict=False):
+        assert compare(outcome, expected, gradient_tolerance(DENSE)).passed == has_hooks
 
 
-def test_a_weight_that_is_not_waited_for_would_be_seen(references: Any) -> None:
-    worker = functools.partial(steps_after_the_optimizer, has_hooks=False)
-    for outcome, expected in zip(
-        run_ranks(worker, 2, Sharding(data=2))[0], references[DENSE.unsharded], strict=False
-    ):
-        assert not compare(outcome, expected, gradient_tolerance(DENSE)).passed
-
-
-def private_buffers() -> list[bool]:
-    """Whether each weight gradient from here on waits in a buffer of its own; filled as they are made."""
-    from megatron_pg.head import from_hidden
-
-    made: list[bool] = []
+def scaled_steps(sharding: Sharding, options: ModelOptions) -> list[Outcome | None]:
+    """Under an optimizer's loss scale, with a buffer of the package's own for no micro-batch; in chunks of two sizes."""
+    has_own_buffer: list[bool] = []
     plain = from_hidden.FactorGradients
 
     def recorded(*arguments: Any, final: bool) -> Any:
-        made.append(not final)
+        has_own_buffer.append(not final)
         return plain(*arguments, final=final)
 
     from_hidden.FactorGradients = recorded
-    return made
-
-
-def scaled_steps(
-    sharding: Sharding, options: ModelOptions, chunk_tokens: int
-) -> list[Outcome | None]:
-    """Under an optimizer's loss scale, with a buffer of the package's own for no micro-batch."""
-    made = private_buffers()
     chunks = build(sharding, options)
     chunks[0].config.grad_scale_func = lambda loss: torch.tensor([LOSS_SCALE]) * loss
-    outcomes = []
-    for run in RUNS:
-        outcome = fused_step(chunks, sharding, run, chunk_tokens)
-        if outcome is not None:
-            gradients = {name: each / LOSS_SCALE for name, each in outcome.gradients.items()}
-            outcome = replace(outcome, gradients=gradients)
-        outcomes.append(outcome)
+    outcomes = [
+        train_step(chunks, sharding, run, head=head)
+        for head in fused_heads(5, 1000)
+        for run in RUNS
+    ]
+    for outcome in outcomes:
+        for gradient in outcome.gradients.values() if outcome is not None else ():
+            gradient /= LOSS_SCALE
     if ParallelGroups.from_model(chunks).is_last_pipeline_stage:
-        assert made and not any(made)
+        assert has_own_buffer and not any(has_own_buffer)
     return outcomes
 
 
-@pytest.mark.parametrize("chunk_tokens", [5, 1000])
 @pytest.mark.parametrize("case", ["CP2, per token", "TP2+SP CP2", "PP2 tied"])
-def test_with_a_loss_scale_straight_to_main_grad(
-    case: str, chunk_tokens: int, references: dict[ModelOptions, list[Outcome]]
-) -> None:
-    sharding, options = CASES[case]
-    found = run_ranks(scaled_steps, sharding.world_size, sharding, options, chunk_tokens)[0]
-    assert_equal(found, references[options.unsharded], RUNS, gradient_tolerance(options))
+def test_with_a_loss_scale_straight_to_main_grad(case, references) -> None:
+    assert_steps(case, references, scaled_steps)
 
 
 def steps_with_a_lost_scale(sharding: Sharding) -> list[Outcome | None]:
     """Mutant: backward makes the gradient of the local loss, whatever gradient the schedule brings."""
-    from megatron_pg.head import from_hidden
-
     whole = from_hidden._coefficients
     from_hidden._coefficients = lambda *given: whole(*given[:3], None)
     return steps(sharding, DENSE, "one pass")
 
 
-@pytest.mark.parametrize("sharding", [Sharding(context=2), Sharding(data=2)], ids=str)
-def test_a_wrong_scale_would_be_seen(sharding: Sharding, references: Any) -> None:
+@pytest.mark.parametrize("sharding", [CP2, DP2], ids=str)
+def test_a_wrong_scale_would_be_seen(sharding, references) -> None:
     """In the gradient of the output layer, and through the hidden states in every other."""
     found = run_ranks(steps_with_a_lost_scale, 2, sharding)[0]
     for outcome, expected in zip(found, references[DENSE.unsharded], strict=True):
@@ -265,193 +222,160 @@ def test_a_wrong_scale_would_be_seen(sharding: Sharding, references: Any) -> Non
             assert not torch.allclose(outcome.gradients[name], gradient, rtol=0.1), name
 
 
-def steps_with_a_frozen_weight(
-    sharding: Sharding, options: ModelOptions, frozen: str
-) -> list[Outcome | None]:
-    chunks = build(sharding, options)
-    for chunk in chunks:
-        for name, parameter in chunk.named_parameters():
-            if (frozen == "output layer") == ("output_layer" in name):
-                parameter.requires_grad_(False)
-    return [fused_step(chunks, sharding, run) for run in RUNS]
+def steps_with_frozen_weights(frozen: str, head: Any) -> list[Outcome | None]:
+    """Through the fused head, or through Megatron's own layer in float32."""
+    chunks = build(TP2, DENSE)
+    for name, parameter in chunks[0].named_parameters():
+        parameter.requires_grad_((frozen == "output layer") != ("output_layer" in name))
+    runs = [replace(run, fp32_lm_head=head is None) for run in RUNS]
+    return [train_step(chunks, TP2, run, head=head) for run in runs]
 
 
+@pytest.mark.parametrize("head", [fused_head, None], ids=["fused", "fp32"])
 @pytest.mark.parametrize("frozen", ["output layer", "all but the output layer"])
-def test_frozen_weights(frozen: str, references: dict[ModelOptions, list[Outcome]]) -> None:
+def test_frozen_weights(frozen, head, references) -> None:
     """Frozen after DDP has made its buffers, whose gradients then stay 0."""
-    sharding = Sharding(tensor=2)
-    found = run_ranks(steps_with_a_frozen_weight, 2, sharding, DENSE, frozen)[0]
+    found = run_ranks(steps_with_frozen_weights, 2, frozen, head)[0]
     for outcome, expected in zip(found, references[DENSE.unsharded], strict=True):
-        assert_zero_of_frozen(outcome, expected, frozen)
+        for name, gradient in outcome.gradients.items():
+            if (frozen == "output layer") == ("output_layer" in name):
+                assert (gradient == 0).all(), name
+                outcome.gradients[name] = expected.gradients[name]
     assert_equal(found, references[DENSE.unsharded], RUNS, gradient_tolerance(DENSE))
 
 
-def main_grads(chunks: list) -> list[torch.Tensor]:
-    return [
-        parameter.main_grad.clone() for chunk in chunks for parameter in chunk.module.parameters()
-    ]
+def main_grads(chunks: list) -> torch.Tensor:
+    parameters = [parameter for chunk in chunks for parameter in chunk.module.parameters()]
+    return torch.cat([parameter.main_grad.flatten() for parameter in parameters])
 
 
 def steps_between_evaluations(sharding: Sharding, options: ModelOptions) -> list[Outcome | None]:
     chunks = build(sharding, options)
     outcomes = []
     for run in RUNS:
-        outcomes.append(fused_step(chunks, sharding, run))
+        outcomes.append(train_step(chunks, sharding, run, head=fused_head))
         before = main_grads(chunks)
         for mode in ("no_grad", "eval", "train"):
             for chunk in chunks:
                 chunk.train(mode == "train")
             with torch.set_grad_enabled(mode != "no_grad"):
-                metrics = pass_through(chunks, sharding, run, forward_only=True)
-            after = main_grads(chunks)
-            assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), mode
+                _, metrics = run_schedule(chunks, sharding, run, fused_head, forward_only=True)
+            assert torch.equal(before, main_grads(chunks)), mode
             # With gradients on, values wait for a backward that never comes, and that shows.
-            for each in metrics:
-                missing = torch.stack(list(each.values())).isnan()
+            for of_micro_batch in metrics:
+                missing = torch.stack(list(of_micro_batch.values())).isnan()
                 assert missing.all() if mode != "no_grad" else not missing.any()
             if ParallelGroups.from_model(chunks).is_last_pipeline_stage:
-                assert all("loss" in each for each in metrics)
-    outcomes.append(fused_step(chunks, sharding, RUNS[-1]))
+                assert all("loss" in of_micro_batch for of_micro_batch in metrics)
     return outcomes
 
 
 @pytest.mark.parametrize("case", ["CP2, per token", "PP2 tied"])
-def test_evaluation_leaves_no_gradient(
-    case: str, references: dict[ModelOptions, list[Outcome]]
-) -> None:
-    sharding, options = CASES[case]
-    found = run_ranks(steps_between_evaluations, sharding.world_size, sharding, options)[0]
-    expected = references[options.unsharded]
-    assert_equal(found, [*expected, expected[-1]], (), gradient_tolerance(options))
+def test_evaluation_leaves_no_gradient(case, references) -> None:
+    assert_steps(case, references, steps_between_evaluations)
 
 
 def unscaled(sharding: Sharding) -> list[Outcome | None]:
     """Mutant: coefficients are those of the loss before its entropy and KL terms."""
-    from megatron_pg.loss import micro_batch
-    from megatron_pg.loss.micro_batch import MicroBatchLoss
-
-    whole, called = micro_batch.policy_loss, MicroBatchLoss.__call__
+    whole, called = micro_batch.policy_loss, micro_batch.MicroBatchLoss.__call__
 
     def without_regularizers(config: PolicyLossConfig, *arguments: Any) -> Any:
         return whole(replace(config, kl_loss_coef=0.0, entropy_coef=0.0), *arguments)
 
-    def right_value(loss: MicroBatchLoss, *arguments: Any) -> Any:
+    def right_value(loss: Any, *arguments: Any) -> Any:
         micro_batch.policy_loss = whole
         value = called(loss, *arguments)
         micro_batch.policy_loss = without_regularizers
         return value
 
-    micro_batch.policy_loss, MicroBatchLoss.__call__ = without_regularizers, right_value
+    micro_batch.policy_loss = without_regularizers
+    micro_batch.MicroBatchLoss.__call__ = right_value
     return steps(sharding, DENSE, "one pass")
 
 
-def test_coefficients_of_another_loss_would_be_seen(
-    references: dict[ModelOptions, list[Outcome]],
-) -> None:
-    found = run_ranks(unscaled, 2, Sharding(context=2))[0]
+def test_coefficients_of_another_loss_would_be_seen(references) -> None:
+    found = run_ranks(unscaled, 2, CP2)[0]
     for run, outcome, expected in zip(RUNS, found, references[DENSE.unsharded], strict=True):
         assert compare(outcome, expected).passed == (not run.regularized)
 
 
-def refusal_of_another_number_of_calls() -> str:
-    """A model that calls its output layer twice, which is to take the loss of one micro-batch."""
-    sharding = Sharding()
-    (chunk,) = build(sharding, DENSE)
-    once = chunk.module.forward
+def refusals() -> tuple[str, str]:
+    """A model that calls its output layer twice, which is to take the loss of one micro-batch; and a response token that
+    the model's table has and its vocabulary has not, on which REINFORCE would train."""
+    (chunk,) = build(Sharding(), DENSE)
+    layer, once = chunk.module.output_layer, chunk.module.forward
     chunk.module.forward = lambda **inputs: (once(**inputs), once(**inputs))[1]
-    try:
-        fused_step([chunk], sharding, RUNS[0])
-    except RuntimeError as error:
-        assert "_forward_impl" not in vars(chunk.module.output_layer)
-        return str(error)
-    return "taken"
-
-
-def test_an_output_layer_that_is_called_for_more_is_refused() -> None:
-    (message,) = run_ranks(refusal_of_another_number_of_calls, 1)
-    assert "was called 2 times in a forward and 1 were expected" in message
-
-
-def refusal_of_a_token_outside() -> str:
-    """A response token that the model's table has and its vocabulary has not; REINFORCE would train on it."""
-    sharding = Sharding()
-    chunks = build(sharding, DENSE)
+    task = ([chunk], Sharding(), RUNS[0])
+    twice = refusal(RuntimeError, train_step, *task, head=fused_head)
+    assert "_forward_impl" not in vars(layer)
     sample = Sample([1, 2, 14], 1, [1], 1.0, name="the sample")
     step = PolicyStep(
         PolicyLossConfig(policy_loss="reinforce", fused_lm_head=True),
         totals=uneven_totals([sample]),
         num_microbatches=1,
-        model=chunks,
+        model=[chunk],
         vocab_size=14,
     )
     with torch.no_grad():
         head = step.head(pack([sample]))
-    layer = chunks[0].module.output_layer
     hidden = torch.zeros(3, 1, layer.weight.shape[1], dtype=layer.weight.dtype)
-    try:
-        head.model_arguments["output_processor"](hidden, layer.weight)
-    except ValueError as error:
-        return str(error)
-    return "taken"
+    processor = head.model_arguments["output_processor"]
+    return twice, refusal(ValueError, processor, hidden, layer.weight)
 
 
-def test_a_token_outside_the_vocabulary_is_refused() -> None:
-    (message,) = run_ranks(refusal_of_a_token_outside, 1)
-    assert message.startswith("the sample: response token id 14 is outside the vocabulary of 14")
+def test_calls_and_tokens_that_are_not_expected_are_refused() -> None:
+    ((twice, outside),) = run_ranks(refusals, 1)
+    assert "was called 2 times in a forward and 1 were expected" in twice
+    assert outside.startswith("the sample: response token id 14 is outside the vocabulary of 14")
 
 
-@pytest.mark.parametrize(
-    ("setting", "expected"),
-    [
-        ({}, "token"),
-        ({"policy_loss": "cispo"}, "token"),
-        ({"entropy_coef": 0.1}, "token"),
-        ({"use_tis": True}, "token"),
-        *(({"policy_loss": name}, "token") for name in ("sapo", "dppo_tv", "dppo_kl")),
-        ({"ratio_anchor": "rollout"}, "token"),
-        ({"policy_loss": "gspo"}, "sequence"),
-        ({"policy_loss": "gmpo"}, "sequence"),
-        ({"use_opsm": True}, "sequence"),
-        ({"use_geometric_rejection": True}, "sequence"),
-        ({"use_tis": True, "tis_level": "sequence"}, "sequence"),
-        ({"custom_policy_loss_path": "module.loss"}, "micro_batch"),
-        ({"use_opsm": True, "custom_policy_loss_path": "module.loss"}, "micro_batch"),
-        ({"use_tis": True, "custom_tis_function_path": "module.weights"}, "micro_batch"),
-        ({"custom_pg_loss_reducer_function_path": "module.reducer"}, "micro_batch"),
+CUSTOM_LOSS = {"custom_policy_loss_path": "module.loss"}
+SCOPES: dict[str, list[dict[str, Any]]] = {
+    "token": [
+        *({}, {"policy_loss": "cispo"}, {"entropy_coef": 0.1}, {"use_tis": True}),
+        *({"policy_loss": name} for name in ("sapo", "dppo_tv", "dppo_kl")),
+        {"ratio_anchor": "rollout"},
     ],
-)
-def test_what_a_gradient_waits_for(setting: dict[str, Any], expected: str) -> None:
-    assert gradient_scope(PolicyLossConfig(**setting)).tokens == expected
+    "sequence": [
+        *({"policy_loss": "gspo"}, {"policy_loss": "gmpo"}, {"use_opsm": True}),
+        *({"use_geometric_rejection": True}, {"use_tis": True, "tis_level": "sequence"}),
+    ],
+    "micro_batch": [
+        *(CUSTOM_LOSS, {"use_opsm": True, **CUSTOM_LOSS}),
+        {"use_tis": True, "custom_tis_function_path": "module.weights"},
+        {"custom_pg_loss_reducer_function_path": "module.reducer"},
+    ],
+}
+
+
+@pytest.mark.parametrize("expected", SCOPES)
+def test_what_a_gradient_waits_for(expected) -> None:
+    for setting in SCOPES[expected]:
+        assert gradient_scope(PolicyLossConfig(**setting)).tokens == expected, setting
 
 
 def test_tokens_without_advantage_come_last() -> None:
     def sample(advantages: list[float], loss_mask: list[int]) -> Sample:
-        length = len(advantages)
-        return Sample(
-            tokens=torch.arange(length + 2),
-            response_length=length,
-            loss_mask=torch.tensor(loss_mask),
-            advantages=torch.tensor(advantages),
-            old_log_probs=torch.zeros(length),
-        )
+        length, zeros = len(advantages), [0.0] * len(advantages)
+        return Sample(range(length + 2), length, loss_mask, advantages, old_log_probs=zeros)
 
     batch = pack([sample([0.0, 1.0, 2.0], [1, 0, 1]), sample([-1.0, 0.0], [1, 1])])
-    rows, count = active_rows(batch, gradient_scope(PolicyLossConfig()))
-    assert (rows.tolist(), count) == ([2, 3, 0, 4], 2)
-    for setting in ({"entropy_coef": 0.1}, {"kl_loss_coef": 0.1}, {"policy_loss": "sft"}):
-        rows, count = active_rows(batch, gradient_scope(PolicyLossConfig(**setting)))
-        assert (rows.tolist(), count) == ([0, 2, 3, 4], 4)
-    # A token without gradient may still have a part in its sequence's.
-    for setting in ({"use_opsm": True}, {"use_tis": True, "tis_level": "geometric"}):
-        rows, count = active_rows(batch, gradient_scope(PolicyLossConfig(**setting)))
-        assert (rows.tolist(), count) == ([0, 2, 3, 4], 4)
-    rows, count = active_rows(pack([]), gradient_scope(PolicyLossConfig()))
-    assert (rows.tolist(), count) == ([], 0)
+    in_order = ([0, 2, 3, 4], 4)
+    for packed, expected, *settings in (
+        (batch, ([2, 3, 0, 4], 2), {}),
+        (batch, in_order, {"entropy_coef": 0.1}, {"kl_loss_coef": 0.1}, {"policy_loss": "sft"}),
+        # A token without gradient may still have a part in its sequence's.
+        (batch, in_order, {"use_opsm": True}, {"use_tis": True, "tis_level": "geometric"}),
+        (pack([]), ([], 0), {}),
+    ):
+        for setting in settings:
+            rows, count = active_rows(packed, gradient_scope(PolicyLossConfig(**setting)))
+            assert (rows.tolist(), count) == expected, setting
 
 
-def scores_beside_multi_token_prediction() -> list[float]:
-    """The largest difference between log-probs of logits and of the fused head, of each pipeline rank."""
-    chunks = build(Sharding(pipeline=2), replace(DENSE, mtp_num_layers=2, dtype=torch.float64))
+def scores_beside_multi_token_prediction() -> float:
+    """The largest difference between log-probs of logits and of the fused head, on a pipeline rank."""
+    chunks = build(Sharding(pipeline=2), replace(DENSE, mtp_num_layers=2))
     samples = package_samples(RUNS[0].samples)
     of_logits, fused = (
         compute_log_probs(
@@ -459,33 +383,27 @@ def scores_beside_multi_token_prediction() -> list[float]:
         ).log_probs
         for is_fused in (False, True)
     )
-    return [
-        float((one - other).abs().max())
-        for one, other in zip(of_logits, fused, strict=True)
-        if one.numel()
-    ]
+    return float((torch.cat(of_logits) - torch.cat(fused)).abs().max())
 
 
 @pytest.mark.skipif(
     not derives_multi_token_labels(), reason="multi-token prediction without labels: 0.19 and later"
 )
 def test_the_last_product_of_multi_token_prediction_is_the_policy_s() -> None:
-    for differences in run_ranks(scores_beside_multi_token_prediction, 2):
-        assert max(differences) < 1e-6  # float32, as they are returned
+    differences = run_ranks(scores_beside_multi_token_prediction, 2)
+    assert max(differences) < 1e-6  # float32, as they are returned
 
 
 def refusals_of_layers() -> list[str]:
     """What is said of an output layer that gathers its logits, and of one with a bias."""
-    (chunk,) = build(Sharding(tensor=2), DENSE)
+    (chunk,) = build(TP2, DENSE)
     layer, said = chunk.module.output_layer, []
     for name, value in (("gather_output", True), ("bias", torch.nn.Parameter(torch.zeros(1)))):
         before = getattr(layer, name)
         setattr(layer, name, value)
-        with pytest.raises(NotImplementedError) as refused:
-            take_output_processor([chunk])
-        with pytest.raises(NotImplementedError) as of_teacher:
-            compute_hidden_states([chunk], [], max_tokens_per_microbatch=8)
-        said += [str(refused.value), str(of_teacher.value)]
+        said.append(refusal(NotImplementedError, take_output_processor, [chunk]))
+        teacher = functools.partial(compute_hidden_states, max_tokens_per_microbatch=8)
+        said.append(refusal(NotImplementedError, teacher, [chunk], []))
         setattr(layer, name, before)
     take_output_processor([chunk])
     return said

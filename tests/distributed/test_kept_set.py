@@ -10,46 +10,40 @@ import torch
 
 from megatron_pg import PolicyLossConfig, Ragged
 from megatron_pg.head.kept import sparse_layer
+from megatron_pg.loss import inputs
 from megatron_pg.megatron import ParallelGroups, compute_log_probs
+from megatron_pg.step import batch
 from tests.lanes import in_one_lane
 from tests.oracle import PlainSample
 from tests.random_steps import package_samples
 
-from .compare import compare, gradient_tolerance
+from .compare import assert_equal, compare, gradient_tolerance
 from .launch import run_ranks
 from .models import ModelOptions, Sharding
-from .one_step import Outcome, build, fused_head, train_step
+from .one_step import Outcome, build, fused_heads, run_steps, train_step
 from .reference import reference_log_probs, references_of
 from .steps import AGGREGATIONS, Run
 
 pytestmark = in_one_lane  # of the matrix, a case with kept sets is in both
 
 RUNS = [
-    Run(
-        aggregation,
-        shape=shape,
-        cut="empty" if place else "uniform",
-        regularized=place < 2,
-        kept=True,
-    )
+    Run(aggregation, shape, "empty" if place else "uniform", regularized=place < 2, kept=True)
     for place, (aggregation, shape) in enumerate(
         zip(AGGREGATIONS, ("ragged", "short", "short", "ragged"), strict=True)
     )
 ]
 DENSE = ModelOptions(dtype=torch.float64)
-TIED = replace(DENSE, tied_embeddings=True)
-CASES = {
-    "CP2, per token": (Sharding(context=2), replace(DENSE, calculate_per_token_loss=True)),
-    "CP4": (Sharding(context=4), DENSE),
-    "TP2": (Sharding(tensor=2), DENSE),
-    "TP2+SP CP2": (Sharding(tensor=2, sequence_parallel=True, context=2), DENSE),
-    "PP2 tied": (Sharding(pipeline=2), TIED),
-    "DP2, distributed optimizer, overlapped reduction": (
-        Sharding(data=2),
-        replace(DENSE, distributed_optimizer=True, overlap_grad_reduce=True),
-    ),
-}
+PER_TOKEN = replace(DENSE, calculate_per_token_loss=True)
+OVERLAPPED = replace(DENSE, distributed_optimizer=True, overlap_grad_reduce=True)
 HEADS = ("logits", "sparse", "dense")
+CASES = {
+    "CP2, per token": (PER_TOKEN, HEADS),
+    "CP4": (DENSE, ("logits",)),
+    "TP2": (DENSE, HEADS),
+    "TP2+SP CP2": (DENSE, ("sparse",)),
+    "PP2 tied": (replace(DENSE, tied_embeddings=True), ("sparse",)),
+    "DP2, distributed optimizer, overlapped reduction": (OVERLAPPED, ("sparse",)),
+}
 
 
 def choose(head: str) -> None:
@@ -59,43 +53,29 @@ def choose(head: str) -> None:
 
 def steps(sharding: Sharding, options: ModelOptions, head: str) -> list[Outcome | None]:
     choose(head)
-    chunks = build(sharding, options)
     runs = [replace(run, fused_lm_head=head != "logits") for run in RUNS]
-    return [train_step(chunks, sharding, run) for run in runs]
+    return run_steps(sharding, options, runs)
 
 
 @pytest.fixture(scope="module")
 def references() -> dict[ModelOptions, list[Outcome]]:
-    return references_of((options for _, options in CASES.values()), RUNS)
+    return references_of((options for options, _ in CASES.values()), RUNS)
 
 
 @pytest.mark.parametrize(
-    ("case", "head"),
-    [
-        (case, head)
-        for case, heads in zip(
-            CASES, (HEADS, ("logits",), HEADS, ("sparse",), ("sparse",), ("sparse",)), strict=True
-        )
-        for head in heads
-    ],
+    ("case", "head"), [(case, head) for case, (_, heads) in CASES.items() for head in heads]
 )
-def test_gradients_and_metrics_equal_the_unsharded_reference(
-    case: str, head: str, references: dict[ModelOptions, list[Outcome]]
-) -> None:
-    sharding, options = CASES[case]
+def test_gradients_and_metrics_equal_the_unsharded_reference(case, head, references) -> None:
+    sharding, options = Sharding.named(case), CASES[case][0]
     found = run_ranks(steps, sharding.world_size, sharding, options, head)[0]
-    for run, outcome, expected in zip(RUNS, found, references[options.unsharded], strict=True):
-        comparison = compare(outcome, expected, gradient_tolerance(options))
-        assert comparison.passed, f"{run}: {comparison}"
+    assert_equal(found, references[options.unsharded], RUNS, gradient_tolerance(options))
+    for outcome in found:
         assert "kept_set_size" in outcome.metrics
         assert ("kept_set_mass" in outcome.metrics) == (head == "logits")
 
 
 def shifted_steps(sharding: Sharding) -> list[Outcome | None]:
     """Mutant: the window of the kept sets begins one token late, and nobody looks at sets of one."""
-    from megatron_pg.loss import inputs
-    from megatron_pg.step import batch
-
     inputs._refuse_other_distributions = lambda *_: None
 
     whole = batch._field_in_window
@@ -110,7 +90,7 @@ def shifted_steps(sharding: Sharding) -> list[Outcome | None]:
     return steps(sharding, DENSE, "logits")
 
 
-def test_a_late_window_would_be_seen(references: dict[ModelOptions, list[Outcome]]) -> None:
+def test_a_late_window_would_be_seen(references) -> None:
     found = run_ranks(shifted_steps, 2, Sharding(context=2))[0]
     for outcome, expected in zip(found, references[DENSE.unsharded], strict=True):
         assert not compare(outcome, expected, 1e-3).passed
@@ -134,22 +114,16 @@ class FirstTokenRun(Run):
 
 
 def sequence_steps(sharding: Sharding, options: ModelOptions) -> list[Outcome | None]:
-    """From logits, and through the fused head in small pieces."""
     choose("sparse")
-    chunks = build(sharding, options)
-    runs = [FirstTokenRun(kept=True, fused_lm_head=is_fused) for is_fused in (False, True)]
-    heads = (None, fused_head(chunk_tokens=4))
-    return [
-        train_step(chunks, sharding, run, head=head) for run, head in zip(runs, heads, strict=True)
-    ]
+    chunks, fused = build(sharding, options), FirstTokenRun(kept=True, fused_lm_head=True)
+    of_logits = train_step(chunks, sharding, replace(fused, fused_lm_head=False))
+    return [of_logits, *(train_step(chunks, sharding, fused, head=h) for h in fused_heads(4))]
 
 
 def test_ranks_without_a_set_wait_for_no_one() -> None:
     """Who has no set joins as many sums over sequences as who has some."""
     of_logits, fused = run_ranks(sequence_steps, 2, Sharding(context=2), DENSE)[0]
-    assert of_logits is not None and fused is not None
-    comparison = compare(fused, of_logits, 1e-12)
-    assert comparison.passed, comparison
+    assert_equal([fused], [of_logits], tolerance=1e-12)
 
 
 def scores(sharding: Sharding, head: str) -> list[torch.Tensor]:

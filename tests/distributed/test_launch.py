@@ -22,20 +22,12 @@ def sum_of_ranks(offset: int) -> tuple[int, int]:
     return dist.get_rank(), int(total)
 
 
-def one_rank_raises() -> None:
+def rank_1_fails(how: str) -> None:
     if dist.get_rank() == 1:
-        raise ValueError("only here")
-    dist.barrier()
-
-
-def one_rank_dies() -> None:
-    if dist.get_rank() == 1:
-        os._exit(3)
-    dist.barrier()
-
-
-def one_rank_never_arrives() -> None:
-    if dist.get_rank() == 1:
+        if how == "raises":
+            raise ValueError("only here")
+        if how == "dies":
+            os._exit(3)
         time.sleep(600)
     dist.barrier()
 
@@ -44,17 +36,15 @@ def test_results_come_in_rank_order() -> None:
     assert run_ranks(sum_of_ranks, 3, 10) == [(0, 33), (1, 33), (2, 33)]
 
 
-def test_an_exception_in_one_rank_ends_all_with_its_message() -> None:
-    with pytest.raises(RankError, match="only here"):
-        run_ranks(one_rank_raises, 3)
-
-
-def test_the_death_of_one_rank_ends_all() -> None:
-    with pytest.raises(RankError, match="rank 1: the process died"):
-        run_ranks(one_rank_dies, 2)
+@pytest.mark.parametrize(
+    ("how", "words"), [("raises", "only here"), ("dies", "rank 1: the process died")]
+)
+def test_the_end_of_one_rank_ends_all_with_its_message(how, words) -> None:
+    with pytest.raises(RankError, match=words):
+        run_ranks(rank_1_fails, 3, how)
 
 
 def test_ranks_that_hang_are_ended() -> None:
     """One sleeps, the other waits for it in gloo."""
     with pytest.raises(TimeoutError, match=r"ranks \[0, 1\]: processes .* hang: 0.* in the last 5"):
-        run_ranks(one_rank_never_arrives, 2, patience=5)
+        run_ranks(rank_1_fails, 2, "hangs", patience=5)

@@ -8,12 +8,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.loss import METRICS
@@ -27,102 +26,79 @@ from .compare import assert_equal
 from .launch import run_ranks
 from .models import ModelOptions, Sharding
 from .one_step import Head, Outcome, build, fused_head, train_step
-from .steps import AGGREGATIONS, SHAPES, Run, ValueRun
+from .steps import SHAPES, Run
 
 pytestmark = in_one_lane
 
 LEARNING_RATE = 0.05
 NOT_REPORTED = {r.name for r in METRICS if not r.is_reported or "policy_version" in r.reads}
 
+PROMPT_MEAN, TOKEN_MEAN = ({"loss_aggregation": f"{unit}_mean"} for unit in ("prompt", "token"))
+KL, ENTROPY = {"kl_loss_coef": 0.1}, {"entropy_coef": 0.05}
+BY_THE_LOSS = {"regularizer_aggregation": "loss"}
+TIS, OPSM = {"use_tis": True}, {"use_opsm": True, "opsm_delta": 0.05}
+ICEPOP = {**TIS, "tis_mode": "mask", "tis_clip_low": 0.8, "tis_clip": 1.25}
+GEOMETRIC = {**TIS, "tis_level": "geometric"}
+ROLLOUT = {"ratio_anchor": "rollout"}
+
+
+def rejection(name: str, low: float, high: float | None = None) -> dict[str, Any]:
+    bounds = {"low": low} if high is None else {"low": low, "high": high}
+    fields = {f"{name}_rejection_{end}": bound for end, bound in bounds.items()}
+    return {f"use_{name}_rejection": True, **fields}
+
+
 SETTINGS: dict[str, dict[str, Any]] = {
     "ppo": {},
     "ppo_dual_clip": {"eps_clip_c": 3.0},
-    "gspo": {"policy_loss": "gspo", "loss_aggregation": "prompt_mean"},
-    "cispo": {"policy_loss": "cispo", "cispo_lower_bound": True, "loss_aggregation": "token_mean"},
+    "gspo": {"policy_loss": "gspo", **PROMPT_MEAN},
+    "cispo": {"policy_loss": "cispo", "cispo_lower_bound": True, **TOKEN_MEAN},
     "reinforce": {"policy_loss": "reinforce"},
-    "sft": {"policy_loss": "sft", "loss_aggregation": "token_mean"},
+    "sft": {"policy_loss": "sft", **TOKEN_MEAN},
     **{
-        kind: {"kl_loss_coef": 0.1, "kl_loss_type": kind, "use_unbiased_kl": kind == "k3"}
+        kind: {**KL, "kl_loss_type": kind, "use_unbiased_kl": kind == "k3"}
         for kind in ("k1", "k2", "k3", "low_var_kl")
     },
-    "low_var_kl_unbiased": {
-        "kl_loss_coef": 0.1,
-        "kl_loss_type": "low_var_kl",
-        "use_unbiased_kl": True,
-    },
-    "kl_gradient_of_k2": {"kl_loss_coef": 0.1, "kl_loss_gradient": "k2"},
-    "entropy": {"entropy_coef": 0.05, "pg_metrics": "with_entropy"},
-    "tis": {"use_tis": True},
-    "tis_sequence": {"use_tis": True, "tis_level": "sequence"},
-    "icepop": {"use_tis": True, "tis_mode": "mask", "tis_clip_low": 0.8, "tis_clip": 1.25},
-    "geometric_rejection": {
-        "use_geometric_rejection": True,
-        "geometric_rejection_low": 0.95,
-        "geometric_rejection_high": 1.05,
-    },
-    "geometric_mask": {
-        "use_tis": True,
-        "tis_level": "geometric",
-        "tis_mode": "mask",
-        "tis_clip_low": 0.95,
-        "tis_clip": 1.05,
-    },
-    "tis_geometric": {"use_tis": True, "tis_level": "geometric", "tis_clip": 1.02},
-    "sequence_rejection": {
-        "use_sequence_rejection": True,
-        "sequence_rejection_low": 0.8,
-        "sequence_rejection_high": float("inf"),
-    },
-    "opsm": {"use_opsm": True, "opsm_delta": 0.05},
+    "low_var_kl_unbiased": {**KL, "kl_loss_type": "low_var_kl", "use_unbiased_kl": True},
+    "kl_gradient_of_k2": {**KL, "kl_loss_gradient": "k2"},
+    "entropy": {**ENTROPY, "pg_metrics": "with_entropy"},
+    "tis": TIS,
+    "tis_sequence": {**TIS, "tis_level": "sequence"},
+    "icepop": ICEPOP,
+    "geometric_rejection": rejection("geometric", 0.95, 1.05),
+    "geometric_mask": {**GEOMETRIC, "tis_mode": "mask", "tis_clip_low": 0.95, "tis_clip": 1.05},
+    "tis_geometric": {**GEOMETRIC, "tis_clip": 1.02},
+    "sequence_rejection": rejection("sequence", 0.8, float("inf")),
+    "opsm": OPSM,
     "everything": {
-        "policy_loss": "gspo",
-        "kl_loss_coef": 0.1,
-        "entropy_coef": 0.05,
-        "use_tis": True,
-        "use_geometric_rejection": True,
-        "geometric_rejection_low": 0.9,
-        "use_opsm": True,
-        "pg_metrics": "with_entropy",
+        **{"policy_loss": "gspo", "use_opsm": True, "pg_metrics": "with_entropy"},
+        **{**KL, **ENTROPY, **TIS, **rejection("geometric", 0.9)},
     },
-    "divided_twice": {"divide_gradient_twice": True, "loss_aggregation": "prompt_mean"},
-    "loss_weights": {"loss_aggregation": "prompt_mean", "kl_loss_coef": 0.1, "entropy_coef": 0.05},
-    "loss_weights_in_denominators": {
-        "loss_aggregation": "token_mean",
-        "loss_weight_denominator": "weights",
-    },
-    "terms_by_the_loss": {
-        **{"loss_aggregation": "token_mean", "regularizer_aggregation": "loss"},
-        **{"kl_loss_coef": 0.1, "entropy_coef": 0.05},
-    },
+    "divided_twice": {"divide_gradient_twice": True, **PROMPT_MEAN},
+    "loss_weights": {**PROMPT_MEAN, **KL, **ENTROPY},
+    "loss_weights_in_denominators": {**TOKEN_MEAN, "loss_weight_denominator": "weights"},
+    "terms_by_the_loss": {**TOKEN_MEAN, **BY_THE_LOSS, **KL, **ENTROPY},
     "reducer_of_what_is_left": {
         "custom_pg_loss_reducer_function_path": "tests.distributed.test_sequence_level:reducer_of_place",
-        **{"use_tis": True, "tis_mode": "mask", "tis_clip_low": 0.8, "tis_clip": 1.25},
-        **{"use_opsm": True, "opsm_delta": 0.05, "entropy_coef": 0.05},
-        "regularizer_aggregation": "loss",
+        **{**ICEPOP, **OPSM, **ENTROPY, **BY_THE_LOSS},
     },
     "no_metrics": {"pg_metrics": "none"},
-    "sapo": {"policy_loss": "sapo", "sapo_tau_neg": 3.0, "loss_aggregation": "prompt_mean"},
+    "sapo": {"policy_loss": "sapo", "sapo_tau_neg": 3.0, **PROMPT_MEAN},
     "dppo_tv": {
-        "policy_loss": "dppo_tv",
-        "dppo_delta": 0.004,
-        "ratio_anchor": "rollout",
+        **{"policy_loss": "dppo_tv", "dppo_delta": 0.004, **ROLLOUT},
         **{"loss_aggregation": "constant", "loss_aggregation_divisor": 8.0},
     },
     "dppo_kl": {"policy_loss": "dppo_kl", "dppo_delta": 0.001, "dppo_delta_high": 0.0005},
-    "gmpo": {"policy_loss": "gmpo", "eps_clip": 0.1, "loss_aggregation": "token_mean"},
-    "ppo_against_rollout": {
-        "ratio_anchor": "rollout",
-        "use_opsm": True,
-        "opsm_delta": 0.05,
-        "kl_loss_coef": 0.1,
-        "use_unbiased_kl": True,
-    },
+    "gmpo": {"policy_loss": "gmpo", "eps_clip": 0.1, **TOKEN_MEAN},
+    "ppo_against_rollout": {**ROLLOUT, **OPSM, **KL, "use_unbiased_kl": True},
 }
-IN_BOTH_MODES = (
-    *("sapo", "dppo_tv", "dppo_kl", "gmpo", "ppo_against_rollout"),
-    *("terms_by_the_loss", "reducer_of_what_is_left"),
-)
+CLIPPING = ("dppo_tv", "dppo_kl", "gmpo", "ppo_against_rollout")
+IN_BOTH_MODES = ("sapo", *CLIPPING, "terms_by_the_loss", "reducer_of_what_is_left")
 """The settings that are also run in per-token mode, and through the fused head."""
+REJECTING = (
+    *("icepop", "geometric_mask", "geometric_rejection", "sequence_rejection", "opsm"),
+    *("everything", "reducer_of_what_is_left"),
+)
 
 
 @functools.cache
@@ -135,22 +111,14 @@ def samples_with_mismatch() -> list[PlainSample]:
 
     samples = []
     for sample in SHAPES["ragged"]:
-        old_log_probs = near([-2.8] * sample.response_length, 0.3)
-        samples.append(
-            dataclasses.replace(
-                sample,
-                old_log_probs=old_log_probs,
-                ref_log_probs=near(old_log_probs, 0.3),
-                rollout_log_probs=near(old_log_probs, 0.3),
-            )
-        )
+        old = near([-2.8] * sample.response_length, 0.3)
+        others = {f"{name}_log_probs": near(old, 0.3) for name in ("ref", "rollout")}
+        samples.append(dataclasses.replace(sample, old_log_probs=old, **others))
     return samples
 
 
 @dataclass(frozen=True)
 class SettingsRun(Run):
-    """A step under one of `SETTINGS`."""
-
     name: str = "ppo"
 
     @property
@@ -172,61 +140,60 @@ class SettingsRun(Run):
 
 
 def two_steps_each(
-    sharding: Sharding,
-    options: ModelOptions,
-    runs: Sequence[Run] = tuple(SettingsRun(name=name) for name in SETTINGS),
-    head: Callable[[], Head] | None = None,
-) -> list[tuple[Outcome | None, Outcome | None]]:
-    """The outcomes of two steps of each run; `head` makes what takes the place of the step's own."""
+    sharding: Sharding, options: ModelOptions, runs: Sequence[Run], head: Head | None = None
+) -> list[tuple[Outcome | None, ...]]:
+    """The outcomes of two steps of each run; `head` takes the place of the step's own."""
     chunks = build(sharding, options)
-    heads = None if head is None else head()
-    start = [parameter.detach().clone() for parameter in chunks[0].parameters()]
+    parameters = list(chunks[0].parameters())
+    start = [parameter.detach().clone() for parameter in parameters]
     results = []
     for run in runs:
-        with torch.no_grad():
-            for parameter, value in zip(chunks[0].parameters(), start, strict=True):
-                parameter.copy_(value)
-        first = train_step(chunks, sharding, run, head=heads)
-        with torch.no_grad():
-            for parameter in chunks[0].parameters():
-                parameter.sub_(LEARNING_RATE * parameter.main_grad)
-        second = train_step(chunks, sharding, run, head=heads)
-        results.append((first, second))
+        first = train_step(chunks, sharding, run, head=head)
+        for parameter in parameters:
+            parameter.data.sub_(LEARNING_RATE * parameter.main_grad)
+        results.append((first, train_step(chunks, sharding, run, head=head)))
+        for parameter, value in zip(parameters, start, strict=True):
+            parameter.data.copy_(value)
     return results
 
 
+Outcomes = dict[str, tuple[tuple[Outcome, Outcome], tuple[Outcome, Outcome]]]
+
+
 @pytest.fixture(scope="module")
-def outcomes() -> dict[str, tuple[tuple[Outcome, Outcome], tuple[Outcome, Outcome]]]:
-    found = run_ranks(two_steps_each, 2, Sharding(context=2), ModelOptions())[0]
-    expected = run_ranks(two_steps_each, 1, Sharding(), ModelOptions())[0]
+def outcomes() -> Outcomes:
+    runs = [SettingsRun(name=name) for name in SETTINGS]
+    found = run_ranks(two_steps_each, 2, Sharding(context=2), ModelOptions(), runs)[0]
+    expected = run_ranks(two_steps_each, 1, Sharding(), ModelOptions(), runs)[0]
     return dict(zip(SETTINGS, zip(found, expected, strict=True), strict=True))
 
 
-@pytest.fixture(scope="module")
-def in_per_token_mode() -> dict[str, tuple[Outcome, Outcome]]:
+def test_per_token_mode_and_the_fused_head_change_nothing(outcomes: Outcomes) -> None:
     """With the output layer fused: what a row promises of its gradient holds or not."""
     options = ModelOptions(calculate_per_token_loss=True)
     runs = [SettingsRun(name=name) for name in IN_BOTH_MODES]
     found = run_ranks(two_steps_each, 2, Sharding(context=2), options, runs, fused_head)[0]
-    return dict(zip(IN_BOTH_MODES, found, strict=True))
+    for name, steps in zip(IN_BOTH_MODES, found, strict=True):
+        assert_equal(
+            steps, outcomes[name][1], [f"{name}, {step} step" for step in ("first", "second")]
+        )
 
 
-@pytest.mark.parametrize("name", IN_BOTH_MODES)
-def test_per_token_mode_and_the_fused_head_change_nothing(
-    name: str, in_per_token_mode: dict, outcomes: dict
-) -> None:
-    assert_equal(in_per_token_mode[name], outcomes[name][1])
-
-
-@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl", "gmpo", "ppo_against_rollout"])
-def test_the_steps_do_clip_tokens(name: str, outcomes: dict) -> None:
+@pytest.mark.parametrize("name", CLIPPING)
+def test_the_steps_do_clip_tokens(name, outcomes: Outcomes) -> None:
     first, _ = outcomes[name][0]
     assert 0.05 < first.metrics["pg_clipfrac"] < 0.7
     assert first.metrics["pg_clipfrac"] < first.metrics["clipped_ratio_fraction"]
 
 
+@pytest.mark.parametrize("name", REJECTING)
+def test_the_steps_do_reject_tokens(name, outcomes: Outcomes) -> None:
+    first, _ = outcomes[name][0]
+    assert 0 < first.metrics["rejected_fraction"] < 1
+
+
 @pytest.mark.parametrize("name", SETTINGS)
-def test_two_steps_equal_those_of_one_process(name: str, outcomes: dict) -> None:
+def test_two_steps_equal_those_of_one_process(name, outcomes: Outcomes) -> None:
     assert_equal(*outcomes[name])
     config = SettingsRun(name=name).config
     for found in outcomes[name][0]:
@@ -236,28 +203,3 @@ def test_two_steps_equal_those_of_one_process(name: str, outcomes: dict) -> None
         assert any(gradient.abs().max() > 0 for gradient in found.gradients.values())
     first, second = outcomes[name][0]
     assert first.metrics["loss"] != second.metrics["loss"]
-
-
-@pytest.mark.parametrize("per_token", [False, True], ids=["per_microbatch", "per_token"])
-def test_two_steps_of_a_critic_equal_those_of_one_process(per_token: bool) -> None:
-    critic = ModelOptions(value_head=True, dtype=torch.float64)
-    options = dataclasses.replace(critic, calculate_per_token_loss=per_token)
-    runs = [ValueRun(aggregation) for aggregation in AGGREGATIONS]
-    found = run_ranks(two_steps_each, 2, Sharding(context=2), options, runs)[0]
-    expected = run_ranks(two_steps_each, 1, Sharding(), critic, runs)[0]
-    for steps, steps_of_one in zip(found, expected, strict=True):
-        assert_equal(steps, steps_of_one, ("first", "second"), 1e-12)
-        first, second = steps
-        assert first.metrics["value_loss"] != second.metrics["value_loss"]
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("icepop", "geometric_mask", "geometric_rejection"),
-        *("sequence_rejection", "opsm", "everything", "reducer_of_what_is_left"),
-    ],
-)
-def test_the_steps_do_reject_tokens(name: str, outcomes: dict) -> None:
-    first, _ = outcomes[name][0]
-    assert 0 < first.metrics["rejected_fraction"] < 1

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
@@ -21,7 +20,7 @@ from megatron_pg.step.token_window import Layout
 from tests.random_steps import package_samples, uneven_totals
 
 from .compare import assert_equal, compare
-from .launch import RankError, run_ranks
+from .launch import refusal, run_ranks
 from .models import ModelOptions, Sharding, gather_gradients
 from .one_step import Outcome, build
 from .reference import reference_steps
@@ -39,10 +38,9 @@ RUNS = [
     Run("token_mean", shape="short"),
 ]
 
-Change = Callable[[PackedBatch, Any, PolicyStep], Any]
 Groups = list[tuple[int, ...]]
 Deal = Callable[[Run, list[Sample]], tuple[StepPlan, Groups]]
-"""What gives this rank's micro-batches of a step, and the ranks that hold each."""
+"""Gives this rank's micro-batches of a step, and the ranks that hold each."""
 
 
 def grid() -> Any:
@@ -86,119 +84,107 @@ def planned_of_rank_0(run: Run, samples: list[Sample]) -> tuple[StepPlan, Groups
     return plans[0], [aligned(size) for size in plans[0].cp_sizes]
 
 
-def own_loss(batch: PackedBatch, group: Any, step: PolicyStep) -> Any:
-    return step.head(batch, context_group=group)
+def own_loss(group: Any, outcome: tuple[Any, ...]) -> tuple[Any, ...]:
+    return outcome
 
 
-def times_the_group(batch: PackedBatch, group: Any, step: PolicyStep) -> Any:
+def times_the_group(group: Any, outcome: tuple[Any, ...]) -> tuple[Any, ...]:
     """Mutant: the factor CP of the other loss mode."""
-    head = step.head(batch, context_group=group)
-
-    def loss_func(output: torch.Tensor) -> Any:
-        loss, *rest = head.loss_func(output)
-        return (loss * group.size(), *rest)
-
-    return replace(head, loss_func=loss_func)
+    loss, *rest = outcome
+    return (loss * group.size(), *rest)
 
 
-def tokens_of_the_group(batch: PackedBatch, group: Any, step: PolicyStep) -> Any:
+def tokens_of_the_group(group: Any, outcome: tuple[Any, ...]) -> tuple[Any, ...]:
     """Mutant: every rank of a group counts the tokens of all of them."""
-    head = step.head(batch, context_group=group)
-
-    def loss_func(output: torch.Tensor) -> Any:
-        loss, tokens, metrics = head.loss_func(output)
-        dist.all_reduce(tokens, group=group)
-        return loss, tokens, metrics
-
-    return replace(head, loss_func=loss_func)
+    dist.all_reduce(outcome[1], group=group)
+    return outcome
 
 
 def steps(
-    head: Change,
+    change: Callable[..., Any],
     runs: list[Run],
     deals: Sequence[Deal],
     policy_loss: str = "ppo",
     sharding: Sharding = GRID,
 ) -> list[list[Outcome | None]]:
-    """Of every way to deal the samples every run, on four ranks."""
+    """Of every way to deal the samples every run, on four ranks; `change` is made of what a loss function returns."""
     chunks = build(sharding, OPTIONS)
     group_of = {}
     for held in sorted(set(GROUPS)):
         if held[-1] < sharding.context * sharding.data:
             for tensor_rank in range(sharding.tensor):  # every rank of the world makes every group
-                made = dist.new_group([each * sharding.tensor + tensor_rank for each in held])
+                made = dist.new_group([rank * sharding.tensor + tensor_rank for rank in held])
                 if dist.get_rank() % sharding.tensor == tensor_rank:
                     group_of[held] = made
     pad = sharding.tensor if sharding.sequence_parallel else 1
-    return [
-        [one_step(chunks, group_of, head, run, deal, policy_loss, pad) for run in runs]
-        for deal in deals
-    ]
+
+    def one_step(run: Run, deal: Deal) -> Outcome | None:
+        samples = package_samples(run.samples)
+        plan, held_by = deal(run, samples)
+        step = PolicyStep(replace(run.config, policy_loss=policy_loss), plan, model=chunks)
+
+        batches, groups = [], {}
+
+        def head(batch: PackedBatch) -> Any:
+            group = groups[id(batch)]
+            right = step.head(batch, context_group=group)
+            return replace(right, loss_func=lambda out: change(group, right.loss_func(out)))
+
+        for indices, ranks in zip(plan.microbatches, held_by, strict=True):
+            batch = pack(
+                [samples[index] for index in indices],
+                cp_rank=ranks.index(dist.get_rank(grid())),
+                cp_size=len(ranks),
+                pad_to_multiple=pad * len(ranks),
+                cp_partition_mode=run.cp_partition_mode,
+            )
+            batches.append(batch)
+            groups[id(batch)] = group_of[ranks]
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        metrics = step.metrics(run_micro_batches(head, batches, chunks))
+        gradients = gather_gradients(chunks)
+        return None if gradients is None else Outcome(gradients, metrics)
+
+    return [[one_step(run, deal) for run in runs] for deal in deals]
 
 
-def one_step(
-    chunks: list[Any],
-    group_of: dict[Any, Any],
-    head: Change,
-    run: Run,
-    deal: Deal,
-    policy_loss: str,
-    tokens_to_divide_by: int,
-) -> Outcome | None:
-    samples = package_samples(run.samples)
-    plan, held_by = deal(run, samples)
-    batches, group_of_batch = [], {}
-    for indices, ranks in zip(plan.microbatches, held_by, strict=True):
-        batch = pack(
-            [samples[index] for index in indices],
-            cp_rank=ranks.index(dist.get_rank(grid())),
-            cp_size=len(ranks),
-            pad_to_multiple=tokens_to_divide_by * len(ranks),
-            cp_partition_mode=run.cp_partition_mode,
-        )
-        batches.append(batch)
-        group_of_batch[id(batch)] = group_of[ranks]
-    step = PolicyStep(replace(run.config, policy_loss=policy_loss), plan, model=chunks)
-    for chunk in chunks:
-        chunk.zero_grad_buffer()
-    output = run_micro_batches(
-        lambda batch: head(batch, group_of_batch[id(batch)], step), batches, chunks
-    )
-    metrics, gradients = step.metrics(output), gather_gradients(chunks)
-    return None if gradients is None else Outcome(gradients, metrics)
-
-
-def test_the_gradient_is_the_unsharded_one_whatever_ranks_hold_a_micro_batch() -> None:
-    assert len(GROUPS) < NUM_SAMPLES and {len(ranks) for ranks in GROUPS} == {1, 2, 3, 4}
-    references = run_ranks(reference_steps, 1, OPTIONS, RUNS)[0]
+def sizes_of_groups(world_size: int, budget: int) -> set[int]:
     lengths = [len(sample.tokens) for sample in RUNS[0].samples]
-    plans = [micro_batches_of_rank(lengths, Layout(rank, 4), BUDGET, COST) for rank in range(4)]
-    assert {size for plan in plans for *_, size in plan} == {1, 2, 4}
-    by_deal = run_ranks(steps, 4, own_loss, RUNS, [DEALT, planned])[0]
-    for outcomes in by_deal:
+    layouts = [Layout(rank, world_size) for rank in range(world_size)]
+    plans = [micro_batches_of_rank(lengths, layout, budget, COST) for layout in layouts]
+    return {size for plan in plans for *_, size in plan}
+
+
+@pytest.fixture(scope="module")
+def references() -> list[Outcome]:
+    return run_ranks(reference_steps, 1, OPTIONS, RUNS)[0]
+
+
+def test_the_gradient_is_the_unsharded_one_whatever_ranks_hold_a_micro_batch(references) -> None:
+    assert len(GROUPS) < NUM_SAMPLES and {len(ranks) for ranks in GROUPS} == {1, 2, 3, 4}
+    assert sizes_of_groups(4, BUDGET) == {1, 2, 4}
+    for outcomes in run_ranks(steps, 4, own_loss, RUNS, [DEALT, planned])[0]:
         assert_equal(outcomes, references, RUNS)
     mutants = [
         (times_the_group, DEALT),
         (tokens_of_the_group, DEALT),
         (own_loss, planned_of_rank_0),
     ]
-    for head, deal in mutants:
-        (wrong,) = run_ranks(steps, 4, head, RUNS[:1], [deal])[0][0]
-        assert compare(wrong, references[0]).gradient_error > 1e-2, (head, deal)
+    for change, deal in mutants:
+        (wrong,) = run_ranks(steps, 4, change, RUNS[:1], [deal])[0][0]
+        assert compare(wrong, references[0]).gradient_error > 1e-2, (change, deal)
     assert abs(wrong.metrics["aggregation_checksum"] - 1) > 1e-3
 
 
-def test_planned_groups_hold_under_tensor_and_sequence_parallelism() -> None:
+def test_planned_groups_hold_under_tensor_and_sequence_parallelism(references) -> None:
     """Two halves of the vocabulary and of each micro-batch's tokens, on a grid of two: samples on one place or both."""
-    lengths = [len(sample.tokens) for sample in RUNS[0].samples]
-    plans = [micro_batches_of_rank(lengths, Layout(rank, 2), 2 * BUDGET, COST) for rank in (0, 1)]
-    assert {size for plan in plans for *_, size in plan} == {1, 2}
-    references = run_ranks(reference_steps, 1, OPTIONS, RUNS)[0]
+    assert sizes_of_groups(2, 2 * BUDGET) == {1, 2}
     (outcomes,) = run_ranks(steps, 4, own_loss, RUNS, [planned], "ppo", SPLIT_TENSORS)[0]
     assert_equal(outcomes, references, RUNS)
-    for head, deal in [(times_the_group, planned), (own_loss, planned_of_rank_0)]:
-        (wrong,) = run_ranks(steps, 4, head, RUNS[:1], [deal], "ppo", SPLIT_TENSORS)[0][0]
-        assert compare(wrong, references[0]).gradient_error > 1e-2, (head, deal)
+    for change, deal in [(times_the_group, planned), (own_loss, planned_of_rank_0)]:
+        (wrong,) = run_ranks(steps, 4, change, RUNS[:1], [deal], "ppo", SPLIT_TENSORS)[0][0]
+        assert compare(wrong, references[0]).gradient_error > 1e-2, (change, deal)
 
 
 def test_sums_over_a_sequence_are_of_the_ranks_that_hold_it() -> None:
@@ -214,45 +200,28 @@ def test_sums_over_a_sequence_are_of_the_ranks_that_hold_it() -> None:
     assert compare(ppo, expected[0]).gradient_error > 1e-2
 
 
-def step_of(chunks: list[Any], batch: PackedBatch) -> PolicyStep:
-    """A step of one micro-batch."""
-    totals = uneven_totals(batch.samples)
-    return PolicyStep(RUNS[0].config, totals=totals, num_microbatches=1, model=chunks)
-
-
 def refusals() -> list[str]:
-    """What is said of a group of its own outside of per-token mode, and with rotary positions."""
-    (batch,) = [pack(package_samples(RUNS[0].samples[:3]))]
+    """What is said of a group of its own outside of per-token mode, with rotary positions, and to a batch of another."""
+    samples = package_samples(RUNS[0].samples[:3])
     said = []
-    for options in (
-        replace(OPTIONS, calculate_per_token_loss=False),
-        ModelOptions(calculate_per_token_loss=True),
+    for options, place in (
+        (replace(OPTIONS, calculate_per_token_loss=False), {}),
+        (ModelOptions(calculate_per_token_loss=True), {}),
+        (OPTIONS, {"cp_rank": 1, "cp_size": 2}),
     ):
-        chunks = build(Sharding(), options)
-        step = step_of(chunks, batch)
-        try:
-            step.head(batch, context_group=dist.group.WORLD)
-        except NotImplementedError as error:
-            said.append(str(error))
+        chunks, batch = build(Sharding(), options), pack(samples, **place)
+        totals = uneven_totals(samples)
+        step = PolicyStep(RUNS[0].config, totals=totals, num_microbatches=1, model=chunks)
+        errors = (NotImplementedError, ValueError)
+        said.append(refusal(errors, step.head, batch, context_group=dist.group.WORLD))
     return said
 
 
 def test_what_is_not_exact_with_groups_of_their_own_is_refused() -> None:
-    mode, rotary = run_ranks(refusals, 1)[0]
+    mode, rotary, other = run_ranks(refusals, 1)[0]
     assert "--calculate-per-token-loss" in mode
     assert "--position-embedding-type rope" in rotary
-
-
-def test_a_batch_packed_for_another_group_is_refused() -> None:
-    with pytest.raises(RankError, match="packed for context-parallel rank"):
-        run_ranks(wrong_group, 1)
-
-
-def wrong_group() -> None:
-    chunks = build(Sharding(), OPTIONS)
-    batch = pack(package_samples(RUNS[0].samples[:3]), cp_rank=1, cp_size=2)
-    step = step_of(chunks, batch)
-    step.head(batch, context_group=dist.group.WORLD)
+    assert "packed for context-parallel rank" in other
 
 
 def other_samples() -> list[str]:
@@ -261,11 +230,8 @@ def other_samples() -> list[str]:
     for of_rank_1 in ((1, 2, 3, 4, 5), (1, 0, 2, 3, 4, 5), (0, 1, 2, 3, 4, 6)):
         indices = of_rank_1 if dist.get_rank() == 1 else range(6)
         mine = [samples[index] for index in indices]
-        with pytest.raises(ValueError) as refused:
-            plan_hybrid_cp_step(
-                mine, max_tokens_per_rank=64, data_with_context_group=dist.group.WORLD
-            )
-        told.append(str(refused.value))
+        task = {"max_tokens_per_rank": 64, "data_with_context_group": dist.group.WORLD}
+        told.append(refusal(ValueError, plan_hybrid_cp_step, mine, **task))
     return told
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_pg import Sample, StepPlan, plan_step, step_totals
 from tests.lanes import in_one_lane
 
-from .launch import run_ranks
+from .launch import refusal, run_ranks
 
 pytestmark = in_one_lane
 
@@ -27,32 +27,22 @@ def whole_step() -> list[Sample]:
         response = rng.randrange(30)
         mask = [int(rng.random() < 0.7) for _ in range(response)]
         group = index // 4
-        rollout = group if index % 4 < 2 else None
-        samples.append(
-            Sample(
-                [0] * (response + 2),
-                response,
-                mask,
-                group_index=group,
-                rollout_id=rollout,
-                id_source="the test",
-            )
-        )
+        ids = {"group_index": group, "rollout_id": group if index % 4 < 2 else None}
+        tokens = [0] * (response + 2)
+        samples.append(Sample(tokens, response, mask, **ids, id_source="the test"))
     return samples
 
 
-def owner(index: int) -> int:
+def samples_of(rank: int) -> list[Sample]:
     """Rank 0 holds about half of the samples, rank 2 none in the first groups."""
-    return (0, 1, 0, 1)[index % 4] if index < 12 else (0, 0, 1, 2)[index % 4]
+    owners = [((0, 1, 0, 1) if index < 12 else (0, 0, 1, 2))[index % 4] for index in range(24)]
+    return [sample for sample, own in zip(whole_step(), owners, strict=True) if own == rank]
 
 
 def plan_on_rank(ragged: bool) -> tuple[StepPlan, int]:
-    """This rank's plan, and how many exchanges it took."""
-    rank = dist.get_rank()
-    local = [sample for i, sample in enumerate(whole_step()) if owner(i) == rank]
     with mock.patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as exchange:
         plan = plan_step(
-            local,
+            samples_of(dist.get_rank()),
             max_tokens_per_microbatch=BUDGET,
             data_parallel_group=dist.group.WORLD,
             cp_size=2,
@@ -68,13 +58,12 @@ def test_ranks_agree_on_totals_and_microbatches() -> None:
     assert len({plan.num_microbatches for plan in plans}) == 1
     assert () in plans[2].microbatches
 
-    step = whole_step()
-    expected = step_totals(step)
+    expected = step_totals(whole_step())
     num_tokens = sum(sum(plan.microbatch_tokens) for plan in plans)
     for rank, plan in enumerate(plans):
         assert plan.totals.num_tokens == num_tokens
         assert dataclasses.replace(plan.totals, num_tokens=None) == expected
-        local = [sample for i, sample in enumerate(step) if owner(i) == rank]
+        local = samples_of(rank)
         indices = sorted(index for microbatch in plan.microbatches for index in microbatch)
         assert indices == list(range(len(local)))
         for name in ("rollout_denominators", "group_denominators"):
@@ -91,14 +80,10 @@ def test_ragged_ranks_run_what_they_have() -> None:
 
 
 def error_on_rank() -> str:
-    """An oversized sample on rank 1 alone."""
     length = 80 if dist.get_rank() == 1 else 8
     sample = Sample([0] * length, 1, [1], name=f"answer of rank {dist.get_rank()}")
-    try:
-        plan_step([sample], max_tokens_per_microbatch=64, data_parallel_group=dist.group.WORLD)
-    except ValueError as error:
-        return str(error)
-    return ""
+    task = {"max_tokens_per_microbatch": 64, "data_parallel_group": dist.group.WORLD}
+    return refusal(ValueError, plan_step, [sample], **task)
 
 
 def test_an_error_of_one_rank_is_an_error_on_all() -> None:

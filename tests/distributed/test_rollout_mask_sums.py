@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed as dist
 
 from megatron_pg.integrations.rollout_mask_sums import Rollout, rollout_mask_sums
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.step.totals import BareSample
-from tests import oracle
 
-from .launch import run_ranks
+from .launch import refusal, run_ranks
 
 NUM_STEPS = 2
 
@@ -33,25 +34,21 @@ def rollout_of(rank: int, ranks: int) -> Rollout:
     return Rollout([*early, *late], steps, [8] * NUM_STEPS)
 
 
-def divisors(aggregation: str) -> list[list[float]]:
-    """What a rank gets; where it stands alone, for all samples."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    rollout = rollout_of(rank, ranks)
-    sums = rollout_mask_sums(
-        AGGREGATIONS[aggregation],
-        6.0 if aggregation == "constant" else None,
-        lambda: rollout,
-        trainer="slime",
-        data_parallel_group=dist.group.WORLD if ranks > 1 else None,
-    )
-    return [sums[list(step)].tolist() for step in rollout.steps]
+def sums_of(aggregation: str, rollout: Any) -> Any:
+    divisor = 6.0 if aggregation == "constant" else None
+    group = dist.group.WORLD if dist.get_world_size() > 1 else None
+    row = AGGREGATIONS[aggregation]
+    return rollout_mask_sums(row, divisor, rollout, trainer="slime", data_parallel_group=group)
 
 
-def all_aggregations() -> dict[str, list[list[float]]]:
-    return {aggregation: divisors(aggregation) for aggregation in oracle.AGGREGATIONS}
+def divisors() -> dict[str, list[list[float]]]:
+    """What a rank gets under every aggregation; where it stands alone, for all samples."""
+    rollout = rollout_of(dist.get_rank(), dist.get_world_size())
+    sums = {name: sums_of(name, lambda: rollout) for name in AGGREGATIONS}
+    return {name: [sums[name][list(step)].tolist() for step in rollout.steps] for name in sums}
 
 
-def what_is_raised() -> list[str]:
+def messages() -> list[str]:
     """Of an error that one rank alone meets, and of a group whose samples lie on both ranks and meet the clamp."""
 
     def broken() -> Rollout:
@@ -61,25 +58,14 @@ def what_is_raised() -> list[str]:
 
     few = [BareSample(int(dist.get_rank() == 0), 5, dist.get_rank()), BareSample(9, 6, 9)]
     few = few[: 1 + dist.get_rank()]
-    raised = []
-    for rollout in (broken, lambda: Rollout(few, [range(len(few))], [6])):
-        try:
-            rollout_mask_sums(
-                AGGREGATIONS["prompt_mean"],
-                None,
-                rollout,
-                trainer="slime",
-                data_parallel_group=dist.group.WORLD,
-            )
-        except ValueError as error:
-            raised.append(str(error))
-    return raised
+    rollouts = (broken, lambda: Rollout(few, [range(len(few))], [6]))
+    return [refusal(ValueError, sums_of, "prompt_mean", rollout) for rollout in rollouts]
 
 
 def test_two_ranks_divide_as_one() -> None:
-    (alone,) = run_ranks(all_aggregations, 1)
-    first, second = run_ranks(all_aggregations, 2)
-    for aggregation in oracle.AGGREGATIONS:
+    (alone,) = run_ranks(divisors, 1)
+    first, second = run_ranks(divisors, 2)
+    for aggregation in AGGREGATIONS:
         for step in range(NUM_STEPS):
             whole = [0.0] * len(samples_of(step))
             whole[0::2], whole[1::2] = first[aggregation][step], second[aggregation][step]
@@ -90,9 +76,6 @@ def test_two_ranks_divide_as_one() -> None:
 
 
 def test_an_error_of_one_rank_is_raised_on_both() -> None:
-    mine, theirs = run_ranks(what_is_raised, 2)
-    assert mine[0] == "data-parallel rank 1: sample 3 has no group"
-    assert theirs[0] == "sample 3 has no group"
-    assert mine[1] == theirs[1] and mine[1].startswith(
-        "prompt_mean: prompt group 5 has 1 active tokens"
-    )
+    (told, clamp), (own, same_clamp) = run_ranks(messages, 2)
+    assert (told, own) == ("data-parallel rank 1: sample 3 has no group", "sample 3 has no group")
+    assert clamp == same_clamp and clamp.startswith("prompt_mean: prompt group 5 has 1 active tok")

@@ -1,10 +1,13 @@
-"""Objectives and sequence-level corrections with the tokens of a sequence spread over ranks, some of them empty."""
+"""Objectives and sequence-level corrections with the tokens of a sequence spread over ranks, some of them empty; and metrics
+reduced over a world in which not every rank has something to say."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,10 +17,11 @@ from torch import Tensor
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.loss.corrections import apply_corrections
 from megatron_pg.loss.from_logits import policy_loss_from_log_probs
+from megatron_pg.loss.metric_table import SIGNS, metrics_on
+from megatron_pg.loss.metrics import MicroBatchMetrics, metric_names, reduce_metrics
 from megatron_pg.loss.objectives import OBJECTIVES
-from megatron_pg.loss.reducer import Reducer, get_pg_loss_reducer
+from megatron_pg.loss.reducer import get_pg_loss_reducer
 from megatron_pg.step.batch import pack
-from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import step_totals
 from tests.distributed.launch import run_ranks
 from tests.fast import objectives_oracle as oracle
@@ -32,7 +36,6 @@ from tests.fast.sequences import (
     tokens_and_sums,
 )
 from tests.lanes import in_one_lane
-from tests.random_steps import uneven_totals
 
 pytestmark = in_one_lane
 
@@ -41,73 +44,46 @@ MICRO_BATCHES: dict[str, list[Sequence1]] = {
     # One response token in all: every rank but one has an empty window.
     "one_token": [random_sequence(11, 1, active_rate=1.0)],
 }
-
-CASES: dict[str, tuple[dict, Correction]] = {
-    "gspo": ({"policy_loss": "gspo"}, Correction()),
-    "gspo_with_corrections": (
-        {
-            "policy_loss": "gspo",
-            "use_tis": True,
-            "tis_level": "sequence",
-            "tis_clip_low": 0.5,
-            "tis_clip": 1.5,
-            "use_geometric_rejection": True,
-            "geometric_rejection_low": 0.95,
-            "geometric_rejection_high": 1.03,
-            "use_opsm": True,
-            "opsm_delta": 0.01,
-        },
-        Correction("sequence", 0.5, 1.5, geometric=(0.95, 1.03), opsm_delta=0.01),
-    ),
-    "ppo_with_opsm": ({"use_opsm": True, "opsm_delta": 0.01}, Correction(opsm_delta=0.01)),
+REJECTIONS = {"geometric": (0.95, 1.03), "opsm_delta": 0.01}
+CASES: dict[str, tuple[int, str, Correction]] = {
+    "gspo": (1, "gspo", Correction()),
+    "gspo_with_corrections": (2, "gspo", Correction("sequence", 0.5, 1.5, **REJECTIONS)),
+    "ppo_with_opsm": (1, "ppo", Correction(opsm_delta=0.01)),
     "geometric_mask_and_sequence_rejection": (
-        {
-            "use_tis": True,
-            "tis_level": "geometric",
-            "tis_mode": "mask",
-            "tis_clip_low": 0.95,
-            "tis_clip": 1.05,
-            "use_sequence_rejection": True,
-            "sequence_rejection_low": 0.8,
-            "sequence_rejection_high": math.inf,
-        },
+        *(1, "ppo"),
         Correction("geometric_mask", 0.95, 1.05, sequence=(0.8, math.inf)),
     ),
-    "tis_geometric": (
-        {"use_tis": True, "tis_level": "geometric", "tis_clip_low": 0.97, "tis_clip": 1.02},
-        Correction("geometric", 0.97, 1.02),
-    ),
-    "ppo_token_level": ({"use_tis": True, "tis_clip": 1.1}, Correction("token", tis_high=1.1)),
-    "gmpo": ({"policy_loss": "gmpo"}, Correction()),
+    "tis_geometric": (1, "ppo", Correction("geometric", 0.97, 1.02)),
+    "ppo_token_level": (0, "ppo", Correction("token", tis_high=1.1)),
+    "icepop": (0, "ppo", Correction("mask", 0.9, 1.1)),
+    "gmpo": (1, "gmpo", Correction()),
     "gmpo_against_rollout_with_corrections": (
-        {
-            "policy_loss": "gmpo",
-            "ratio_anchor": "rollout",
-            "use_geometric_rejection": True,
-            "geometric_rejection_low": 0.95,
-            "geometric_rejection_high": 1.03,
-            "use_opsm": True,
-            "opsm_delta": 0.01,
-        },
-        Correction(geometric=(0.95, 1.03), opsm_delta=0.01, anchor="rollout"),
+        3,
+        "gmpo",
+        Correction(**REJECTIONS, anchor="rollout"),
     ),
-    "gspo_against_rollout": ({"policy_loss": "gspo", "ratio_anchor": "rollout"}, Correction()),
-    "ppo_against_rollout": ({"ratio_anchor": "rollout"}, Correction()),
-    **{name: ({"policy_loss": name}, Correction()) for name in ("sapo", "dppo_tv", "dppo_kl")},
-    "dppo_tv_against_rollout": (
-        {"policy_loss": "dppo_tv", "ratio_anchor": "rollout"},
-        Correction(),
-    ),
+    "gspo_against_rollout": (1, "gspo", Correction(anchor="rollout")),
+    "ppo_against_rollout": (0, "ppo", Correction(anchor="rollout")),
+    **{name: (0, name, Correction()) for name in ("sapo", "dppo_tv", "dppo_kl")},
+    "dppo_tv_against_rollout": (0, "dppo_tv", Correction(anchor="rollout")),
 }
-SUMS = {
-    "gspo_with_corrections": 2,
-    "geometric_mask_and_sequence_rejection": 1,
-    "gmpo_against_rollout_with_corrections": 3,
-    **dict.fromkeys(("gspo", "gspo_against_rollout", "gmpo", "ppo_with_opsm", "tis_geometric"), 1),
-}
-"""What a case sums over sequences, beside their active tokens; without an entry nothing."""
+"""The number of sums over sequences, beside their active tokens; the objective; the corrections."""
 
-AGGREGATIONS = ("sample_mean", "prompt_mean", "token_mean", "constant")
+
+def settings_of(policy_loss: str, correction: Correction) -> dict[str, Any]:
+    settings: dict[str, Any] = {"policy_loss": policy_loss, "ratio_anchor": correction.anchor}
+    if correction.tis is not None:
+        level, is_mask = correction.tis.removesuffix("mask").rstrip("_"), "mask" in correction.tis
+        settings |= {"use_tis": True, "tis_level": level or "token"}
+        settings |= {"tis_clip_low": correction.tis_low, "tis_clip": correction.tis_high}
+        settings["tis_mode"] = "mask" if is_mask else "truncate"
+    for name in ("geometric", "sequence"):
+        if (bounds := getattr(correction, name)) is not None:
+            names = [f"{name}_rejection_{end}" for end in ("low", "high")]
+            settings |= {f"use_{name}_rejection": True, **dict(zip(names, bounds, strict=True))}
+    if correction.opsm_delta is not None:
+        settings |= {"use_opsm": True, "opsm_delta": correction.opsm_delta}
+    return settings
 
 
 def samples_of(sequences: list[Sequence1]) -> list:
@@ -124,30 +100,24 @@ def corrected_on_this_rank(
     log_probs = everything[batch.window.response_indices]
     tokens, sums = tokens_and_sums(config, batch, log_probs, group)
     loss = OBJECTIVES[config.policy_loss](config, tokens, sums).loss
-    found = apply_corrections(config, tokens, loss, sums)
-    found.loss.sum().backward()
-    return batch.window.response_indices, found.loss.detach(), everything.grad
+    corrected = apply_corrections(config, tokens, loss, sums)
+    corrected.loss.sum().backward()
+    return batch.window.response_indices, corrected.loss.detach(), everything.grad
+
+
+def shapes_of(reductions: mock.Mock) -> list[tuple[int, ...]]:
+    return [tuple(call.args[0].shape) for call in reductions.call_args_list]
 
 
 def corrections_worker() -> dict:
-    """Every case: the rank's losses, and the shapes of the tensors that were all-reduced."""
+    """Every case: the rank's losses, those of local sums, and the shapes of the tensors that were all-reduced."""
     results = {}
-    original = dist.all_reduce
-    for case, (settings, _) in CASES.items():
-        for name, sequences in MICRO_BATCHES.items():
-            shapes: list[tuple[int, ...]] = []
-
-            def counted(tensor: Tensor, *args: object, shapes=shapes, **options: object):
-                shapes.append(tuple(tensor.shape))
-                return original(tensor, *args, **options)
-
-            dist.all_reduce = counted
-            try:
-                found = corrected_on_this_rank(settings, sequences, dist.group.WORLD)
-            finally:
-                dist.all_reduce = original
-            mutant = corrected_on_this_rank(settings, sequences, None)
-            results[case, name] = (found, mutant, shapes)
+    for (case, (_, *spec)), name in itertools.product(CASES.items(), MICRO_BATCHES):
+        task = settings_of(*spec), MICRO_BATCHES[name]
+        with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reductions:
+            found = corrected_on_this_rank(*task, dist.group.WORLD)
+        mutant = corrected_on_this_rank(*task, None)
+        results[case, name] = found, mutant, shapes_of(reductions)
     return results
 
 
@@ -161,96 +131,28 @@ def assembled(parts: list[tuple[Tensor, Tensor, Tensor]], length: int) -> tuple[
 @pytest.mark.parametrize("size", [2, 4])
 def test_sequence_level_settings_equal_the_unsharded_formula(size: int) -> None:
     ranks = run_ranks(corrections_worker, size)
-    for case, (settings, correction) in CASES.items():
-        policy_loss = settings.get("policy_loss", "ppo")
-        anchor = settings.get("ratio_anchor", "old")
-        for name, sequences in MICRO_BATCHES.items():
-            expected = stacked(
-                [
-                    oracle.correct(s, oracle.objective(policy_loss, s, anchor=anchor), correction)[
-                        0
-                    ]
-                    for s in sequences
-                ]
-            )
-            gradient = flat_gradient(expected.sum(), sequences)
-            found, found_gradient = assembled(
-                [rank[case, name][0] for rank in ranks], expected.numel()
-            )
-            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-            torch.testing.assert_close(found_gradient, gradient, rtol=1e-12, atol=1e-12)
-
-            is_sequence_level = case in SUMS
-            shapes = [(1 + SUMS[case], len(sequences))] if is_sequence_level else []
-            assert all(rank[case, name][2] == shapes for rank in ranks), "one all-reduce, by all"
-            if name == "ragged" and is_sequence_level:
-                mutant, _ = assembled([rank[case, name][1] for rank in ranks], expected.numel())
-                assert not torch.allclose(mutant, expected, atol=1e-3), "local sums would pass"
+    for case, name in ranks[0]:
+        num_sums, policy_loss, correction = CASES[case]
+        sequences = MICRO_BATCHES[name]
+        losses = [oracle.objective(policy_loss, s, anchor=correction.anchor) for s in sequences]
+        expected = stacked(
+            [
+                oracle.correct(s, own, correction)[0]
+                for s, own in zip(sequences, losses, strict=True)
+            ]
+        )
+        gradient = flat_gradient(expected.sum(), sequences)
+        found, mutants, shapes = zip(*(rank[case, name] for rank in ranks), strict=True)
+        found_losses, found_gradient = assembled(found, expected.numel())
+        torch.testing.assert_close(found_losses, expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(found_gradient, gradient, rtol=1e-12, atol=1e-12)
+        reduced = [(1 + num_sums, len(sequences))] if num_sums else []
+        assert all(of_rank == reduced for of_rank in shapes), "one all-reduce, by all"
+        if name == "ragged" and num_sums:
+            mutant, _ = assembled(mutants, expected.numel())
+            assert not torch.allclose(mutant, expected, atol=1e-3), "local sums would pass"
     windows = [rank["gspo", "one_token"][0][0].numel() for rank in ranks]
     assert sorted(windows) == [0] * (size - 1) + [1]
-
-
-def aggregation_worker() -> dict[str, tuple[float, Tensor]]:
-    sequences = MICRO_BATCHES["ragged"]
-    samples = samples_of(sequences)
-    batch = pack(samples, cp_rank=dist.get_rank(), cp_size=dist.get_world_size())
-    results = {}
-    for aggregation in AGGREGATIONS:
-        config = PolicyLossConfig(
-            policy_loss="gspo",
-            loss_aggregation=aggregation,
-            loss_aggregation_divisor=4.0 if aggregation == "constant" else None,
-        )
-        everything = flat_log_probs(sequences)
-        loss, _ = policy_loss_from_log_probs(
-            config,
-            batch,
-            everything[batch.window.response_indices],
-            None,
-            totals=uneven_totals(samples),
-            context_parallel_group=dist.group.WORLD,
-        )
-        loss.backward()
-        results[aggregation] = (loss.item(), everything.grad)
-    return results
-
-
-def test_gspo_under_every_aggregation() -> None:
-    sequences = MICRO_BATCHES["ragged"]
-    counts = [sum(s.loss_mask) for s in sequences]
-    group_counts = [
-        sum(counts[index // 2 * 2 : index // 2 * 2 + 2]) for index in range(len(counts))
-    ]
-    num_groups = (len(sequences) + 1) // 2
-    weights = {
-        "sample_mean": [1 / max(count, 1) / len(sequences) for count in counts],
-        "prompt_mean": [1 / max(count, 1) / num_groups for count in group_counts],
-        "token_mean": [1 / sum(counts)] * len(counts),
-        "constant": [1 / 4.0 / len(sequences)] * len(counts),
-    }
-    ranks = run_ranks(aggregation_worker, 2)
-    for aggregation in AGGREGATIONS:
-        expected = sum(
-            weight * sum(oracle.objective("gspo", s), oracle.ZERO)
-            for weight, s in zip(weights[aggregation], sequences, strict=True)
-        )
-        gradient = flat_gradient(expected, sequences)
-        found = sum(rank[aggregation][0] for rank in ranks)
-        assert found == pytest.approx(expected.item(), abs=1e-12)
-        found_gradient = sum(rank[aggregation][1] for rank in ranks)
-        torch.testing.assert_close(found_gradient, gradient, rtol=0, atol=1e-12)
-
-
-def mean_of_what_is_left(
-    total_lengths: list[int],
-    response_lengths: list[int],
-    loss_masks: list[Tensor],
-    calculate_per_token_loss: bool,
-    **place: Any,
-) -> Reducer:
-    """The token mean of every sample, of the masks that it is given."""
-    received.append([mask.tolist() for mask in loss_masks])
-    return get_pg_loss_reducer(total_lengths, response_lengths, loss_masks, **place)
 
 
 received: list[list[list[float]]] = []
@@ -260,58 +162,44 @@ def reducer_of_place(
     total_lengths, response_lengths, loss_masks, calculate_per_token_loss,
     cp_rank, cp_size, cp_partition_mode, pad_to_multiple,
 ):  # fmt: skip
-    return mean_of_what_is_left(
-        total_lengths, response_lengths, loss_masks, calculate_per_token_loss, cp_rank=cp_rank,
-        cp_size=cp_size, cp_partition_mode=cp_partition_mode, pad_to_multiple=pad_to_multiple,
+    """The token mean of every sample, of the masks that it is given."""
+    received.append([mask.tolist() for mask in loss_masks])
+    return get_pg_loss_reducer(
+        total_lengths, response_lengths, loss_masks, cp_rank=cp_rank, cp_size=cp_size,
+        cp_partition_mode=cp_partition_mode, pad_to_multiple=pad_to_multiple,
     )  # fmt: skip
 
 
-DROPPING = {
-    "icepop": (
-        {"use_tis": True, "tis_mode": "mask", "tis_clip_low": 0.9, "tis_clip": 1.1},
-        Correction("mask", 0.9, 1.1),
-    ),
-    **{
-        name: CASES[name]
-        for name in ("geometric_mask_and_sequence_rejection", "ppo_with_opsm", "ppo_token_level")
-    },
-}
-TERMS = {"kl_loss_coef": 0.3, "regularizer_aggregation": "loss"}
-Reduced = tuple[float, Tensor, list[list[list[float]]], list[tuple[int, ...]]]
+DROPPING = (
+    *("icepop", "geometric_mask_and_sequence_rejection", "ppo_with_opsm", "ppo_token_level"),
+)
 
 
-def reducer_worker() -> dict[tuple[str, str, str], Reduced]:
+def reducer_worker() -> dict[tuple[str, str, str], Any]:
     """Loss, gradient, the masks of the calls and the shapes of the all-reduces of one rank."""
-    results: dict[tuple[str, str, str], Reduced] = {}
-    original, path = dist.all_reduce, f"{__name__}:reducer_of_place"
+    results = {}
+    rank, size = dist.get_rank(), dist.get_world_size()
     for case, mode, name in itertools.product(DROPPING, ("zigzag", "contiguous"), MICRO_BATCHES):
-        shapes: list[tuple[int, ...]] = []
-
-        def counted(tensor: Tensor, *args: object, shapes=shapes, **options: object):
-            shapes.append(tuple(tensor.shape))
-            return original(tensor, *args, **options)
-
+        _, *spec = CASES[case]
         config = PolicyLossConfig(
-            custom_pg_loss_reducer_function_path=path,
+            **settings_of(*spec),
+            custom_pg_loss_reducer_function_path=f"{__name__}:reducer_of_place",
             cp_partition_mode=mode,
-            **DROPPING[case][0],
-            **TERMS,
+            kl_loss_coef=0.3,
+            regularizer_aggregation="loss",
         )
         samples = samples_of(MICRO_BATCHES[name])
-        rank, size = dist.get_rank(), dist.get_world_size()
         batch = pack(samples, cp_rank=rank, cp_size=size, cp_partition_mode=mode)
         everything = flat_log_probs(MICRO_BATCHES[name])
         log_probs, totals = everything[batch.window.response_indices], step_totals(samples)
         received.clear()
-        dist.all_reduce = counted
-        try:
+        with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reductions:
             loss, _ = policy_loss_from_log_probs(
                 config, batch, log_probs, None, totals=totals, context_parallel_group=dist.group.WORLD
             )  # fmt: skip
-        finally:
-            dist.all_reduce = original
         loss.backward()
-        results[case, mode, name] = (loss.item(), everything.grad, list(received), shapes)
+        masks, shapes = list(received), shapes_of(reductions)
+        results[case, mode, name] = (loss.item(), everything.grad, masks, shapes)
     return results
 
 
@@ -320,7 +208,7 @@ def test_a_users_reducer_gets_whole_masks_after_rejection(size: int) -> None:
     """On every rank, those whose window is empty included; KL follows it with the masks from before."""
     ranks = run_ranks(reducer_worker, size)
     for case, mode, name in ranks[0]:
-        sequences, correction = MICRO_BATCHES[name], DROPPING[case][1]
+        (num_sums, _, correction), sequences = CASES[case], MICRO_BATCHES[name]
         made = [oracle.correct(s, oracle.objective("ppo", s), correction) for s in sequences]
         before, after = [s.loss_mask for s in sequences], [mask for _, mask in made]
         expected = sum(
@@ -339,29 +227,77 @@ def test_a_users_reducer_gets_whole_masks_after_rejection(size: int) -> None:
         is_dropping = correction.rejects()
         for *_, masks, shapes in found:
             assert masks == ([after, before] if is_dropping else [before])
-            of_sequences = [(1 + SUMS[case], max(len(sequences), 2))] if case in SUMS else []
+            of_sequences = [(1 + num_sums, max(len(sequences), 2))] if num_sums else []
             assert shapes == of_sequences + [(sum(map(len, before)),)] * is_dropping
         assert name != "ragged" or (after != before) == is_dropping
 
 
-def reduction_worker() -> tuple[Tensor, Tensor]:
-    """Rank 1 of 2 has no token of the sample at all."""
-    sample = Sample(
-        tokens=[1] * 12,
-        response_length=2,
-        loss_mask=[1, 1],
-        advantages=[1.0] * 2,
-        old_log_probs=[-1.0, -2.0],
-    )
-    batch = pack([sample], cp_rank=dist.get_rank(), cp_size=2)
-    log_probs = batch.old_log_probs + torch.tensor([0.25, 0.5])[: len(batch.window)]
-    config = PolicyLossConfig(policy_loss="gspo")
-    tokens, sums = tokens_and_sums(config, batch, log_probs.requires_grad_(), dist.group.WORLD)
-    assert not sums.total("policy").requires_grad and tokens.log_probs.requires_grad
-    return sums.sums["policy"], sums.mean("policy")
+WORLD_SIZE = 5
+FIRST_STAGE, LAST_STAGE = (0,), (1, 3)
+"""A rank of the first pipeline stage, and two data-parallel ranks of the last one. Ranks 2 and 4 are
+their tensor-parallel peers: they hold the same metrics and must not add them again."""
+
+CONFIG = PolicyLossConfig(pg_metrics="with_entropy", use_tis=True)
+STEP = [
+    # All advantages are negative: a zero from any rank would become the maximum.
+    dataclasses.replace(s, advantages=[-1.0 - t for t in range(len(s.advantages))])
+    for s in random_sequences(1)
+]
+TOTALS = step_totals([package_sample(s) for s in STEP])
+PARTS: dict[int, list[list[int]]] = {1: [[0, 1], [2], []], 3: [[3, 4, 5, 6]]}
+"""Sample indices by micro-batch of the two data-parallel ranks, whose numbers of them differ."""
 
 
-def test_sums_means_and_broadcast() -> None:
-    for rank, (total, mean) in enumerate(run_ranks(reduction_worker, 2)):
-        assert total.tolist() == [0.75]
-        assert mean.tolist() == [0.375] * (2, 0)[rank]
+def metrics_of(indices: list[int], step_share: float) -> MicroBatchMetrics:
+    sequences = [STEP[index] for index in indices]
+    log_probs = flat_log_probs(sequences)
+    batch = pack([package_sample(s) for s in sequences])
+    step = {"totals": TOTALS, "step_share": step_share}
+    return policy_loss_from_log_probs(CONFIG, batch, log_probs, -log_probs.detach(), **step)[1]
+
+
+def of_this_rank() -> list[MicroBatchMetrics]:
+    rank = dist.get_rank()
+    if rank in FIRST_STAGE:
+        return []
+    parts = PARTS[rank if rank in LAST_STAGE else rank - 1]
+    return [metrics_of(part, 1 / (len(LAST_STAGE) * len(parts))) for part in parts]
+
+
+def reduced_metrics() -> tuple[dict[str, float], list[str]]:
+    """(the reduced metrics, the operation of every all-reduce of the step)."""
+    contributes = dist.get_rank() in LAST_STAGE
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reductions:
+        micro_batches = of_this_rank()
+        assert not reductions.called, "none before the end of the step"
+        found = reduce_metrics(CONFIG, micro_batches, contributes=contributes, device="cpu")
+    calls = reductions.call_args_list
+    return found, [str(call.kwargs.get("op", dist.ReduceOp.SUM)) for call in calls]
+
+
+def test_the_world_agrees_with_one_process_by_two_all_reduces() -> None:
+    whole = metrics_of(list(range(len(STEP))), 1.0)
+    expected = reduce_metrics(CONFIG, [whole], contributes=True, device="cpu")
+    assert expected["max_advantage"] < 0 and math.isfinite(expected["entropy"])
+    for found, operations in run_ranks(reduced_metrics, WORLD_SIZE):
+        assert [operation.split(".")[-1] for operation in operations] == ["SUM", "MAX"]
+        assert set(found) == set(expected)
+        for name, value in expected.items():
+            assert abs(found[name] - value) <= 1e-12 * max(abs(value), 1), name
+
+
+def with_zero_for_an_identity() -> dict[str, float]:
+    """The mutant: the first stage brings zeros to both reductions, as a freshly zeroed buffer does."""
+    micro_batches = of_this_rank()
+    if not micro_batches:
+        pairs = {name: torch.zeros(2, dtype=torch.float64) for name in metric_names(CONFIG)}
+        micro_batches = [MicroBatchMetrics(pairs)]
+        num_extremes = sum(row.kind in SIGNS for row in metrics_on(CONFIG))
+        micro_batches[0].maxima = torch.zeros(num_extremes, dtype=torch.float64)
+    contributes = dist.get_rank() in FIRST_STAGE + LAST_STAGE
+    return reduce_metrics(CONFIG, micro_batches, contributes=contributes, device="cpu")
+
+
+def test_zero_is_not_the_identity_of_the_maximum() -> None:
+    found = run_ranks(with_zero_for_an_identity, WORLD_SIZE)[0]
+    assert found["max_advantage"] == 0

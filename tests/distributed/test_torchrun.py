@@ -63,7 +63,7 @@ def end(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("late", [None, 0, 1])
-def test_a_refusal_is_said_whichever_rank_is_late(tmp_path: Path, late: int | None) -> None:
+def test_a_refusal_is_said_whichever_rank_is_late(tmp_path, late) -> None:
     """One line from the rank that is in time; two where ranks come seconds apart and both are in time."""
     status, said = end(start(tmp_path, "refused" if late is None else f"refused, rank {late} late"))
     lines = [line for line in said.splitlines() if "cpp_extension" not in line]
@@ -71,22 +71,20 @@ def test_a_refusal_is_said_whichever_rank_is_late(tmp_path: Path, late: int | No
     assert len(lines) == 1 or (late is None and len(lines) == 2)
 
 
-def test_a_fault_is_traced_once(tmp_path: Path) -> None:
+def test_a_fault_is_traced_once(tmp_path) -> None:
     status, said = end(start(tmp_path, "fault"))
-    assert status == 1
-    assert said.count("Traceback") == 1 and said.endswith(
-        "ValueError: a fault\nrank 1 failed first\n"
-    )
+    assert status == 1 and said.count("Traceback") == 1
+    assert said.endswith("ValueError: a fault\nrank 1 failed first\n")
 
 
-def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_is_named(tmp_path) -> None:
     status, said = end(start(tmp_path, "killed"))
     assert status == 1
     assert said.startswith("rank 1: Signal 9 (SIGKILL) received") and len(said.splitlines()) == 1
 
 
 @pytest.mark.parametrize("seconds", [None, "1"])
-def test_a_round_that_is_longer_than_torchrun_waits(tmp_path: Path, seconds: str | None) -> None:
+def test_a_round_that_is_longer_than_torchrun_waits(tmp_path, seconds) -> None:
     """SIGTERM to the launcher: a round that is longer than the time that ranks have is lost; they have ten minutes."""
     environment = {} if seconds is None else {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": seconds}
     process = start(tmp_path, "stopped for long" if seconds else "stopped", **environment)

@@ -11,19 +11,16 @@ from typing import Any
 
 import torch
 
-from megatron_pg import PackedBatch, PolicyLossConfig
+from megatron_pg import PackedBatch, get_pg_loss_reducer
 from megatron_pg.megatron import enable_cpu_runtime
 
 WRONG_RANK = "1"
 
+# Custom functions
 
-def reducer_that_raises(
-    total_lengths: Any,
-    response_lengths: Any,
-    loss_masks: Any,
-    calculate_per_token_loss: bool = False,
-) -> Any:
-    """A custom reducer that fails when one rank calls it."""
+
+def reducer_that_raises(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
+    """Fails when one rank calls it."""
 
     def reducer(loss: Any) -> Any:
         if os.environ["RANK"] == WRONG_RANK:
@@ -34,33 +31,16 @@ def reducer_that_raises(
 
 
 def right_reducer(
-    total_lengths: Any,
-    response_lengths: Any,
-    loss_masks: Any,
-    calculate_per_token_loss: bool = False,
-    cp_rank: int = 0,
-    cp_size: int = 1,
-) -> Any:
+    total_lengths, response_lengths, loss_masks, calculate_per_token_loss, cp_rank=0, cp_size=1
+):
     """Whole responses' denominators, the window from the factory: every response divided by at most 3."""
-    from megatron_pg import get_pg_loss_reducer
-
+    lengths = (total_lengths, response_lengths, loss_masks)
     denominators = torch.tensor([float(mask.sum().clamp(1, 3)) for mask in loss_masks])
-    return get_pg_loss_reducer(
-        total_lengths,
-        response_lengths,
-        loss_masks,
-        denominators=denominators,
-        cp_rank=cp_rank,
-        cp_size=cp_size,
-    )
+    place = {"cp_rank": cp_rank, "cp_size": cp_size}
+    return get_pg_loss_reducer(*lengths, denominators=denominators, **place)
 
 
-def local_reducer(
-    total_lengths: Any,
-    response_lengths: Any,
-    loss_masks: Any,
-    calculate_per_token_loss: bool = False,
-) -> Any:
+def local_reducer(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
     """The usual mistake: the mean of what this rank and micro-batch hold."""
     return lambda losses: losses.sum() / max(losses.numel(), 1)
 
@@ -70,18 +50,17 @@ def squared_log_probs(config: Any, batch: Any, log_probs: Any) -> Any:
     return 0.1 * log_probs.square() - batch.advantages * log_probs
 
 
+# Mistakes, made in `megatron_pg.check.step`
+
+
 def rank_raises_in_reducer(run: Any) -> None:
     right = run.config_of
-
-    def config_of(*args: Any) -> PolicyLossConfig:
-        return replace(
-            right(*args),
-            loss_aggregation="sample_mean",
-            loss_aggregation_divisor=None,
-            custom_pg_loss_reducer_function_path=f"{__name__}:reducer_that_raises",
-        )
-
-    run.config_of = config_of
+    run.config_of = lambda *args: replace(
+        right(*args),
+        loss_aggregation="sample_mean",
+        loss_aggregation_divisor=None,
+        custom_pg_loss_reducer_function_path=f"{__name__}:reducer_that_raises",
+    )
 
 
 def rank_has_nan(run: Any) -> None:
@@ -99,13 +78,10 @@ def rank_has_nan(run: Any) -> None:
 
 
 def rank_raises_while_others_wait(run: Any) -> None:
-    right = run.train_step
-
-    def train_step(*args: Any) -> dict[str, float]:
+    def train_step(*args: Any) -> None:
         if os.environ["RANK"] == WRONG_RANK:
             raise ValueError("only here")
         time.sleep(600)
-        return right(*args)
 
     run.train_step = train_step
 
@@ -119,7 +95,7 @@ def replace_loss(run: Any, loss: Any) -> None:
     """Has the steps of a check take `loss` for their own."""
     right = run.PolicyStep
 
-    class Wrong(right):  # type: ignore[misc, valid-type]
+    class Wrong(right):
         def head(self, batch: PackedBatch) -> Any:
             count = self.num_microbatches
             wrong = loss(self.config, batch, self.totals, num_microbatches=count, model=self.model)
@@ -131,30 +107,19 @@ def replace_loss(run: Any, loss: Any) -> None:
 
 
 def extra_context_parallel_factor(run: Any) -> None:
-    from .mutants import MUTANTS
+    from .test_mutants import MUTANTS
 
     replace_loss(run, MUTANTS["extra context-parallel factor"].loss)
 
 
-MISTAKES = {
-    mistake.__name__: mistake
-    for mistake in (
-        rank_raises_in_reducer,
-        rank_raises_while_others_wait,
-        rank_has_nan,
-        extra_context_parallel_factor,
-    )
-}
-
-
 def check(mistake: str, flags: Sequence[str]) -> int:
-    """The exit status of the loss-only rows of a check under one of `MISTAKES`; every rank calls it."""
+    """The exit status of the loss-only rows of a check under one of the mistakes above; every rank calls it."""
     enable_cpu_runtime()
     from megatron_pg.check import main
     from megatron_pg.check import step as run
 
     loss_alone(run)
-    MISTAKES[mistake](run)
+    globals()[mistake](run)
     return main(["--device", "cpu", *flags])
 
 

@@ -1,7 +1,5 @@
 """The command `megatron-pg`: `explain`, `check`, `migrate` and `integrations`."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ The files in the order of the work: `options` reads the flags, `job` joins the p
 `finding`, and `report` writes the results.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import sys

@@ -1,7 +1,5 @@
 """The table of a check's rows: their steps and models, and the list of things that the check leaves out."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple

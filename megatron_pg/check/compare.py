@@ -1,7 +1,5 @@
 """The comparison of a step with the reference: loss, checksum, every gradient, and each gradient's copies."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterable, Sequence

@@ -4,8 +4,6 @@ The rules look at all rows of the check: a row that passes clears the parts that
 one subject, in order, and returns "" if none fits.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """A failed row among the rows of its check: its properties, and its numbers in words."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Mistakes of Megatron-Core's versions, which the check's report names."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 from megatron_pg.config.versions import FIRST_UNSUPPORTED

@@ -1,7 +1,5 @@
 """Small models that compute the same function of the same parameters at every sharding."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 

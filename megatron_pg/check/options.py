@@ -1,7 +1,5 @@
 """The flags of `megatron-pg check`, under Megatron's names, and the objective of its steps."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import math

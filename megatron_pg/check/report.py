@@ -1,7 +1,5 @@
 """The report of a check, as text and as JSON."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.metadata
 import importlib.util

@@ -1,7 +1,5 @@
 """The samples of a check's step, which hide no mistake, and their micro-batches."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar

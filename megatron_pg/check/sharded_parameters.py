@@ -1,7 +1,5 @@
 """Parameters and gradients of a sharded Megatron model by their place in the whole model."""
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence

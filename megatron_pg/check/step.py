@@ -1,7 +1,5 @@
 """The run of a check: a step that hides no mistake, for every aggregation, loss mode and model."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Aggregation of the per-token losses: its settings, and their agreement with Megatron's per-token mode."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal

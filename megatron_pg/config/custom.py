@@ -1,7 +1,5 @@
 """Functions of the user's own, named on the command line by import path and checked at startup."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

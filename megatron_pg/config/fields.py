@@ -1,7 +1,5 @@
 """Settings dataclasses: fields read off annotations, their flags and help texts, and the check of their values."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import dataclasses

@@ -1,7 +1,5 @@
 """The model's side of the loss: settings of the layout of its input, of its output layer, and of what is reported."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal

@@ -1,7 +1,5 @@
 """The terms of the loss: settings of objective, corrections, KL and entropy terms, and distillation."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

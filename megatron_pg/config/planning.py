@@ -1,7 +1,5 @@
 """`PlanningConfig`: the contents of a step, and its cut into micro-batches."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

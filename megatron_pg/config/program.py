@@ -3,8 +3,6 @@
 A parser of somebody else's is left as it is (`fields.add_args`).
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

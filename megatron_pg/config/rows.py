@@ -4,8 +4,6 @@ An aggregation, an objective, a correction is one row beside its formula in `meg
 Flags, help texts, required inputs, refusals, metric names, the fused head and the tables of the docs read the row.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 from collections.abc import Callable, Iterable, Mapping

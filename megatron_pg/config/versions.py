@@ -1,7 +1,5 @@
 """Differences between versions of Megatron-Core. No other file compares version numbers."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from collections.abc import Callable, Mapping, Sequence

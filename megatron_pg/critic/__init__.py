@@ -3,8 +3,6 @@
 `megatron_pg` exports what needs no Megatron-Core. The names below need it, and are imported when they are first used.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from megatron_pg.config.versions import exports_of_megatron

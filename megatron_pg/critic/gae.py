@@ -10,8 +10,6 @@ A token that the loss mask drops (a tool's) is no step of the policy: the active
 the last active token V is 0; where generation was cut off, V is the value of the token that would have come.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

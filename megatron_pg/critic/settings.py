@@ -1,7 +1,5 @@
 """`CriticConfig`: the settings of a critic, each with its flag."""
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import dataclass
 from typing import Annotated

@@ -1,7 +1,5 @@
 """A value head in the place of a Megatron model's output layer: one number a token."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 This file has the formula and its metrics. Aggregation, totals, the checksum and a step's sums are the policy loss's.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Mapping, Sequence

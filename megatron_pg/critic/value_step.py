@@ -1,7 +1,5 @@
 """`ValueStep`: a critic's optimizer step in Megatron's schedules. `compute_values`: its values, forward only."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """`megatron-pg explain`: the objective that is really optimized, from lengths or rollout files and the launch flags."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import json

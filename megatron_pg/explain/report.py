@@ -1,7 +1,5 @@
 """Every aggregation of a step: the weight of a token, its shares, and the factors of Megatron."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter, defaultdict

@@ -1,7 +1,5 @@
 """The report as tables, by rich in a terminal and plain when piped, and as a picture."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import sys

@@ -1,7 +1,5 @@
 """The step to explain: the first that training would take with the same flags, by the same `StepCollector`."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import itertools

@@ -17,8 +17,6 @@ another of the same weight, with a probability below 1e-8 n. What is not seen is
 to no sum, and an exchange of samples that are equal in all that is hashed.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 

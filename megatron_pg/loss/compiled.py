@@ -6,8 +6,6 @@ samples. The compiled part takes tensors alone, so that a call checks nothing bu
 compiled runs operator by operator, which is said once.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import time

@@ -5,8 +5,6 @@ which has a gradient. Every one looks at the tokens active before any rejection,
 only shrink. A NaN compares as false with any bound, hence is kept: it stays visible.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

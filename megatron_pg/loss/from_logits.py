@@ -1,7 +1,5 @@
 """The way from the model's output to the policy loss: log-probs, entropy and divergence of the window, from logits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

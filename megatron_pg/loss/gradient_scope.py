@@ -1,7 +1,5 @@
 """The tokens that a token's gradient depends on: the fused head works chunk by chunk where that is the token alone."""
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple
 
 from megatron_pg.config.policy_loss import PolicyLossConfig

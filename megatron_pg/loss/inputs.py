@@ -1,7 +1,5 @@
 """Checks of a packed micro-batch before its samples become tensors. They look at the host alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

@@ -4,8 +4,6 @@ A document is a rollout, of one sample or several. "Mean" is over the documents 
 each, then the mean of those over the step.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import operator

@@ -4,8 +4,6 @@
 metrics: in a few generated kernels on a GPU, operator by operator elsewhere.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import logging

@@ -5,8 +5,6 @@ in the place of old_log_prob. Tokens are 0 and without gradient where masked, so
 the dtype of the log-probs.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ DistributedDataParallel and FSDP2 (`torch.distributed.fsdp.fully_shard`). `data_
 by the number of micro-batches needs that factor too (see docs/migrating.md).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -9,8 +9,6 @@ name. The function takes tensors by name and nothing else: a CPU runs it operato
 the fused head calls it chunk by chunk.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The reducer factory: loss masks and a context-parallel token window become a closure that sums a loss, weighted."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Per-token estimates of the divergence from the reference policy (joschu.net/blog/kl-approx.html)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

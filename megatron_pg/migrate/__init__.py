@@ -1,7 +1,5 @@
 """`megatron-pg migrate`: the objective of another trainer's launch line, its errors, and the lines that make it exact."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import sys

@@ -1,7 +1,5 @@
 """Reader of a launch line, a shell script or a YAML, by the trainer's own keys. Nothing is run."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence

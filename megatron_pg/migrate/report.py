@@ -1,7 +1,5 @@
 """The objective of a launch line, in words and in numbers."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any

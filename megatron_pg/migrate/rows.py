@@ -11,8 +11,6 @@
 Conditions are settings, or names of terms, joined by `&`: `key`, `!key`, `key=a|b`, `key!=a`, `key>1`.
 """
 
-from __future__ import annotations
-
 import difflib
 import fnmatch
 import math

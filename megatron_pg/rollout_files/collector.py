@@ -5,8 +5,6 @@ never cuts a rollout, and a prompt group only where that is harmless. The order 
 whole: the samples of one follow each other in every rank's share, so one that a rank has moved on from is complete there.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass

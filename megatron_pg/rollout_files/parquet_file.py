@@ -3,8 +3,6 @@
 A dataset scanner would hold a whole row group in memory, and a writer's default row group has a million rows.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import os

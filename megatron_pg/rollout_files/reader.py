@@ -1,7 +1,5 @@
 """Rollout files: their names, their rows one at a time, and the account by which a resumed run knows a file again."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import itertools

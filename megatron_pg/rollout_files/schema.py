@@ -1,7 +1,5 @@
 """The schema of a rollout file: the columns of a row, the sample that it becomes, and advantages from its reward."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

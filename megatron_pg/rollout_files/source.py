@@ -1,7 +1,5 @@
 """A stream of samples from rollout files, shared out over data-parallel ranks row by row."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import logging

@@ -10,8 +10,6 @@ A group of one sample has no baseline, and a group of equal rewards no preferenc
 train nothing (apart from KL and entropy terms), so they are reported.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """One exchange over the data-parallel group in which an error of one rank is an error on all."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar
 

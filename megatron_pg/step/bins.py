@@ -5,8 +5,6 @@ lower bound `ceil(sum / capacity)` where sequences are short beside the capacity
 longest-processing-time-first (Graham 1969) wherever that keeps within the capacity.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Sequence
 from numbers import Integral

@@ -6,8 +6,6 @@ ranks gets half of the work, and what a half cannot hold, or what would leave th
 they part. So all ranks of a group begin a micro-batch at the same predicted time, and no two groups wait for each other.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 

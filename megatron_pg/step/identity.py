@@ -5,8 +5,6 @@ doi:10.1016/0022-0000(79)90044-8; as Lemire and Kaser, doi:10.1093/comjnl/bxt070
 multiplication a token, and two samples that differ share a hash with a probability of about 2^-44 or less.
 """
 
-from __future__ import annotations
-
 import functools
 import operator
 from collections.abc import Callable, Sequence

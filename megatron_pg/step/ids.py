@@ -5,8 +5,6 @@ and rollouts that have nothing to do with each other. Two facts reveal such ids:
 and the samples of one rollout come from one rank or one file.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from collections.abc import Iterable, Sequence

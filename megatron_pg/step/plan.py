@@ -1,7 +1,5 @@
 """A step's samples as packed micro-batches of bounded size, and the totals of the step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar

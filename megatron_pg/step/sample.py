@@ -1,7 +1,5 @@
 """One prompt and its response, checked while it is still on the host."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import numbers

@@ -1,7 +1,5 @@
 """Checks of a sample's values on the host; errors name the sample, the field and the position."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping

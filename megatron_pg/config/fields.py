@@ -145,16 +145,20 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-@functools.cache
 def fields_of(settings: Any) -> dict[str, Field]:
     """Return the fields of a settings dataclass, by name and in order.
 
     The annotation is bool, `Literal` words, `Annotated[float, Interval(...)]`, `Annotated[int, COUNT]`, a tuple of words,
     or str, an import path or a word of the table of that name (`TABLES`); `| None` allows None.
     """
-    hints = get_type_hints(settings, include_extras=True)
-    fields = [field for field in dataclasses.fields(settings) if field.init]
-    return {field.name: _field(field, hints[field.name]) for field in fields}
+    if settings not in _fields:
+        hints = get_type_hints(settings, include_extras=True)
+        fields = [field for field in dataclasses.fields(settings) if field.init]
+        _fields[settings] = {field.name: _field(field, hints[field.name]) for field in fields}
+    return _fields[settings]
+
+
+_fields: dict[Any, dict[str, Field]] = {}
 
 
 def _field(field: dataclasses.Field[Any], hint: Any) -> Field:

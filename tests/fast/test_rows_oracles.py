@@ -35,6 +35,7 @@ from tests.fast.one_step import loss_of, reported
 from tests.fast.sequences import flat_gradient, flat_log_probs, package_sample, random_sequences
 from tests.fast.test_advantages import expected_advantages
 from tests.fast.test_corrections import CASES as CORRECTION_CASES
+from tests.fast.test_corrections import correction_of
 from tests.fast.test_objectives import SETTINGS as OBJECTIVE_CASES
 from tests.random_steps import plain_sample, uneven_totals
 
@@ -127,7 +128,7 @@ def corrections_alone() -> dict[str, list[tuple[dict[str, Any], TokenLosses]]]:
     def loops_of(correction: Correction) -> TokenLosses:
         return lambda s: objectives_oracle.correct(s, reinforce(s), correction)[0]
 
-    cases = [(settings, loops_of(of_oracle)) for settings, of_oracle in CORRECTION_CASES.values()]
+    cases = [(case, loops_of(correction_of(case))) for case in CORRECTION_CASES.values()]
     found: dict[str, list[tuple[dict[str, Any], TokenLosses]]] = {}
     for settings, loops in [*cases, (CUSTOM, half_by_loops)]:
         rows = CORRECTIONS.rows_on(PolicyLossConfig(**settings))

@@ -172,7 +172,7 @@ def test_equal_returns_explain_nothing(tokens: int, value: float, rounding: int)
     config, batch = config_of("sample_mean"), pack([answer(tokens, returns=[value] * tokens)])
     loss = MicroBatchValueLoss(config, CriticConfig(), batch, uneven_totals(batch.samples))
     _, metrics = loss(torch.linspace(0.0, 1.0, tokens))
-    report = ValueReport.of(config, [metrics], contributes=True, device="cpu")
+    report = ValueReport(config, [metrics], "cpu")
     sums = dict(zip(value_metric_table(config).names, report.sums[:, 0].tolist(), strict=True))
     rounded = sums["return_squared_sum"] / tokens - (sums["return_sum"] / tokens) ** 2
     assert (rounded > 0) - (rounded < 0) == rounding

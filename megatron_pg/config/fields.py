@@ -3,7 +3,6 @@
 import argparse
 import ast
 import dataclasses
-import functools
 import inspect
 import itertools
 import math

@@ -35,32 +35,31 @@ Function = Callable[[Tensors], Outputs]
 _programs: dict[Hashable, Callable[..., Outputs] | None] = {}
 
 
-def evaluate(
+def bind(
     function: Function, settings: Hashable | None, tensors: Tensors, differentiated: Sequence[str]
-) -> Outputs:
-    """Evaluate a function of tensors: by a compiled program on a GPU, operator by operator elsewhere.
+) -> Callable[[], Outputs]:
+    """Bind the tensors to a function: to its compiled program on a GPU, to the function itself elsewhere.
 
     The function reads no value on the host, and depends on nothing but its tensors and the settings; None is a function that
     is not compiled. Its first result has a gradient to the tensors named in `differentiated`, the others have none.
     """
     is_compiled = settings is not None and tensors["log_probs"].device.type in DEVICES
+    by_operators = functools.partial(function, tensors)
     if not is_compiled or torch.is_inference_mode_enabled():
-        return function(tensors)
+        return by_operators
     present = {name: x.detach().contiguous() for name, x in tensors.items() if x is not None}
     kind = getattr(function, "__func__", function)  # of a method, which holds a micro-batch
     key = (kind, settings, tuple((name, x.dtype) for name, x in present.items()))
     if key not in _programs and len(_programs) >= MAX_PROGRAMS:  # settings that every step changes
         _say_that_no_more_are_compiled()
-        return function(tensors)
+        return by_operators
     if key not in _programs:
         _programs[key] = _compiled(function, present, differentiated)
     program = _programs[key]
     if program is None:
-        return function(tensors)
+        return by_operators
     call = functools.partial(program, *present.values())
-    leaves = map(tensors.get, differentiated)
-    outputs: Outputs = Differentiated.apply(call, *leaves)  # type: ignore[no-untyped-call]
-    return outputs
+    return functools.partial(Differentiated.apply, call, *map(tensors.get, differentiated))
 
 
 @functools.cache

@@ -7,7 +7,7 @@ metrics: in a few generated kernels on a GPU, operator by operator elsewhere.
 import dataclasses
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
@@ -19,7 +19,7 @@ from megatron_pg.loss.aggregation import Weights, host_weights, position_coeffic
 from megatron_pg.loss.compiled import Function, Outputs, Tensors
 from megatron_pg.loss.inputs import require_inputs
 from megatron_pg.loss.metrics import MicroBatchMetrics, metric_parts, metric_table
-from megatron_pg.loss.policy_loss import Terms, policy_loss
+from megatron_pg.loss.policy_loss import policy_loss
 from megatron_pg.loss.reducer import add_over_group, custom_reduction, weighted_sum
 from megatron_pg.loss.sequence import SequenceSums, sequence_sum_names, sums_of_rank
 from megatron_pg.loss.tokens import DIFFERENTIATED, Tokens
@@ -82,7 +82,7 @@ class MicroBatchLoss:
             kept_set_mass: the probability of the kept set, where `--kept-set-mass` asks for it; 1 for an empty set.
         """
         tensors = self._inputs(log_probs, entropy, divergence, kept_set_mass)
-        loss, maxima, is_nan, *parts = self._evaluate(self._loss_and_metrics, tensors)
+        loss, maxima, is_nan, *parts = self._bind(self._loss_and_metrics, tensors)()
         table = metric_table(self.config, _lacking(tensors))
         pairs = table.pairs([*parts, tensors["counts"]])
         metrics = MicroBatchMetrics.of(table.names, pairs, self.batch, self._totals)
@@ -94,7 +94,7 @@ class MicroBatchLoss:
     ) -> Tensor:
         """Compute the loss without metrics; arguments as for a call."""
         loss: Tensor
-        (loss,) = self._evaluate(self._loss_alone, self._inputs(log_probs, entropy, divergence))
+        (loss,) = self._bind(self._loss_alone, self._inputs(log_probs, entropy, divergence))()
         return loss
 
     def _inputs(
@@ -127,29 +127,30 @@ class MicroBatchLoss:
         if sequence_sum_names(config):
             # The config alone decides if there is an all-reduce, and of what size: every rank of the group joins it, those
             # that have no token and those that could not compile included.
-            (sums,) = self._evaluate(self._sums_of_rank, tensors, differentiated=())
+            (sums,) = self._bind(self._sums_of_rank, tensors, differentiated=())()
             tensors["sums"] = add_over_group(sums, self._group)
         return tensors
 
-    def _evaluate(
+    def _bind(
         self, function: Function, tensors: Tensors, differentiated: Sequence[str] = DIFFERENTIATED
-    ) -> Outputs:
+    ) -> Callable[[], Outputs]:
         log_probs, mask = tensors["log_probs"], tensors["loss_mask"]
         # Sizes of 0 and 1 would be graphs of their own.
         is_regular = len(log_probs) > 1 and log_probs.shape == mask.shape
         is_compiled = is_regular and not _calls_custom_functions(self.config)
         settings = _without_divisor(self.config) if is_compiled else None
-        return compiled.evaluate(function, settings, tensors, differentiated)
+        return compiled.bind(function, settings, tensors, differentiated)
 
     # Functions of tensors by name, which a GPU runs as compiled programs.
 
     def _loss_and_metrics(self, tensors: Tensors) -> Outputs:
-        terms, tokens, weights = self._page(tensors)
+        tokens, weights, sums = self._arguments(tensors)
+        terms = policy_loss(self.config, tokens, weights, sums, self._reduce)
         table = metric_table(self.config, _lacking(tensors))
         return terms.loss, *metric_parts(self.config, table, tokens, weights, terms)
 
     def _loss_alone(self, tensors: Tensors) -> Outputs:
-        return (self._page(tensors)[0].loss,)
+        return (policy_loss(self.config, *self._arguments(tensors), self._reduce).loss,)
 
     def _sums_of_rank(self, tensors: Tensors) -> Outputs:
         num_samples = tensors["sample_weights"].shape[1]
@@ -158,12 +159,12 @@ class MicroBatchLoss:
     def _masked(self, tensors: Tensors) -> Tokens:
         return Tokens.masked(tensors, self.batch.side_channels)
 
-    def _page(self, tensors: Tensors) -> tuple[Terms, Tokens, Weights]:
+    def _arguments(self, tensors: Tensors) -> tuple[Tokens, Weights, SequenceSums]:
         tokens = self._masked(tensors)
         window = (tokens.loss_mask, tokens.sample_ids, tokens.loss_weights)
         weights = Weights.spread(tensors["counts"], tensors["sample_weights"], *window)
         sums = SequenceSums.of_table(self.config, tokens.sample_ids, tensors.get("sums"))
-        return policy_loss(self.config, tokens, weights, sums, self._reduce), tokens, weights
+        return tokens, weights, sums
 
 
 def _lacking(tensors: Tensors) -> frozenset[str]:

@@ -25,7 +25,7 @@ class Case(NamedTuple):
     loss_scale: float = 1.0
     """The divisor of the gradients before the comparison."""
     is_even: bool = False
-    """Samples that need no padding (`make_even_samples`), and a loss beside the policy's."""
+    """A loss beside the policy's, and the samples of `make_even_samples`: no micro-batch is empty."""
     logit_coefficient: float = 0.0
     """The coefficient of the sum of all squared logits. It includes a sequence's last token, which scores nothing."""
     has_sets: bool = False
@@ -49,7 +49,11 @@ def _auxiliary_lacks(options: CheckOptions) -> str:
     if options.dtype == "bf16":
         return "rounding decides between experts in bf16, use --dtype fp32"
     is_right = versions.moe_auxiliary_loss_under_context_parallel_is_right()
-    return "" if options.context_parallel_size == 1 or is_right else "needs megatron-core 0.16"
+    return "" if is_right else "needs megatron-core 0.16"
+
+
+BOTH_MODES = ("auxiliary loss", "router z loss")
+"""The cases that differ in per-token mode."""
 
 
 def _auxiliary(name: str, **settings: Any) -> Case:
@@ -108,28 +112,18 @@ def cases_of(
             continue
         if case is GRADIENT and model in ("end to end", "loss only"):
             yield from (Run(model, case, aggregation, per_token) for aggregation in aggregations)
-        elif case is GRADIENT or not per_token or _has_both_modes(case, options):
+        elif case is GRADIENT or not per_token or case.name in BOTH_MODES:
             yield Run(model, case, CASE_AGGREGATION, per_token)
-
-
-def _has_both_modes(case: Case, options: CheckOptions) -> bool:
-    """Return whether a case differs in per-token mode and Megatron computes it rightly there."""
-    # The mistaken versions count a rank's tokens after sequence parallelism has split them too.
-    is_split = options.context_parallel_size > 1 or options.sequence_parallel
-    is_right = versions.per_token_moe_under_context_parallel_is_right() or not is_split
-    return is_right and case.name in ("auxiliary loss", "router z loss")
 
 
 def not_checked(options: CheckOptions) -> dict[str, str]:
     """Return the features that this check leaves out, each with the reason."""
     is_one_rank = options.context_parallel_size == 1
     is_contiguous = options.cp_partition_mode == "contiguous"
-    has_both_modes = any(_has_both_modes(case, options) for case in CASES)
     engine, not_asked = "needs Transformer Engine, --device cuda --dtype bf16", "not asked for"
     apex = "needs a GPU and Transformer Engine or Apex"
     fusion = not_asked if has_gradient_accumulation_fusion(options) else apex
     auxiliary = _auxiliary_lacks(options)
-    per_token = "needs megatron-core 0.19 under context or sequence parallelism"
     cancelled = "their gradients cancel to more digits than float32 has"
     exchanges = {
         case.builds["cp_comm_type"]: "" if is_one_rank else case.lacks(options)
@@ -149,7 +143,6 @@ def not_checked(options: CheckOptions) -> dict[str, str]:
         "HybridModel": (options.hybrid_model, "needs --hybrid-model"),
         "multi-token prediction": (options.mtp_num_layers is not None, "needs --mtp-num-layers"),
         "auxiliary loss": (not auxiliary, auxiliary),
-        "auxiliary loss, per token": (bool(auxiliary) or has_both_modes, per_token),
         "per-token rows": (not options.average_in_collective, "--average-in-collective"),
         "loss-only rows": (not options.fused_lm_head, "--fused-lm-head"),
         "the last token of a sequence": (not options.fused_lm_head, "--fused-lm-head"),

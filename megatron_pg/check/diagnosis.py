@@ -273,10 +273,12 @@ CASES: Mapping[str, str] = {
         "(of experts, or between ranks)"
     ),
     "auxiliary loss": (
-        "so the auxiliary loss of the experts is wrong: its coefficient, its scale (1 / M, or tokens), or the ranks that "
-        "its counts are summed over"
+        "so the auxiliary loss of the experts' router is wrong: its coefficient, its scale (1 / M, or tokens), the ranks that "
+        "its counts are summed over, or padding that it counts"
     ),
-    "router z loss": "so the z loss of the router is wrong: its coefficient, or its scale (1 / M, CP / M, or tokens)",
+    "router z loss": (
+        "so the z loss of the router is wrong: its coefficient, its scale (1 / M, CP / M, or tokens), or padding that it counts"
+    ),
 }
 """The meaning of a case's failure."""
 KINDS = {

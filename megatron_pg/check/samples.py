@@ -20,7 +20,10 @@ LONG_RESPONSE, LONG_PROMPT = 1, 7
 
 
 def samples_of(options: CheckOptions, data_size: int, case: Case) -> list[Sample]:
-    samples = (make_even_samples if case.is_even else make_samples)(options, data_size)
+    if case.is_even:
+        samples = make_even_samples(options, data_size, is_padded=not case.logit_coefficient)
+    else:
+        samples = make_samples(options, data_size)
     return with_kept_sets(options, samples) if case.has_sets else samples
 
 
@@ -51,14 +54,15 @@ def make_samples(options: CheckOptions, data_size: int) -> list[Sample]:
     return samples
 
 
-def make_even_samples(options: CheckOptions, data_size: int) -> list[Sample]:
-    """Make samples without padding, about two for each micro-batch. Experts' auxiliary losses would count padding."""
+def make_even_samples(options: CheckOptions, data_size: int, *, is_padded: bool) -> list[Sample]:
+    """Make about two samples for each micro-batch. Routers have to leave out their padding, where they need any."""
     draw = _Draw(options, seed=22)
     multiple = 2 * options.context_parallel_size * options.tensor_model_parallel_size
-    return [
-        draw.sample(draw.prompt(1), multiple * (2 + index % 3) - 1, group=index, rollout_id=index)
-        for index in range(2 * options.num_microbatches(1) * data_size)
-    ]
+    samples = []
+    for index in range(2 * options.num_microbatches(1) * data_size):
+        length = multiple * (2 + index % 3) - 1 - index % multiple * is_padded
+        samples.append(draw.sample(draw.prompt(1), length, group=index, rollout_id=index))
+    return samples
 
 
 class _Draw:

@@ -70,11 +70,12 @@ def _references(options: CheckOptions, runs: Sequence[Run]) -> list[Expected]:
     """Return the expected results of each run of a model."""
     model = WholeModel(options, MODELS[runs[0].model].new)
     data_size = dist.get_world_size() // options.model_parallel_size
-    steps: dict[tuple[bool, bool], Scored] = {}
+    steps: dict[tuple[bool, ...], Scored] = {}
     known: dict[tuple[object, ...], Expected] = {}
     references = []
     for run in runs:
-        case, kind = run.case, (run.case.is_even, run.case.has_sets)
+        case = run.case
+        kind = (case.is_even, bool(case.logit_coefficient), case.has_sets)
         if kind not in steps:
             steps[kind] = model.score(samples_of(options, data_size, case))
         # Both loss modes have one reference, unless tokens weigh an auxiliary loss.
@@ -146,7 +147,7 @@ def train_step(
     mine = samples[data_rank :: groups.data_size]
     micro_batches = (cut_evenly if case.is_even else cut)(mine, options.num_microbatches(data_rank))
     totals = step_totals(mine, data_parallel_group=groups.data, allow_different_group_sizes=True)
-    if case.is_even:  # no micro-batch is empty, and none needs padding
+    if case.is_even:  # weighted by tokens in per-token mode
         totals = replace(totals, num_tokens=sum(sample.total_length for sample in samples))
     layout: dict[str, Any] = {
         "cp_rank": groups.context_rank,

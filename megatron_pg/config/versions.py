@@ -62,10 +62,15 @@ def exports_of_megatron(modules: Mapping[str, Sequence[str]]) -> Callable[[str],
     return __getattr__
 
 
-def per_token_moe_under_context_parallel_is_right() -> bool:
-    """Tell whether per-token mode scales the MoE auxiliary loss rightly when CP (or TP) splits the tokens.
+def masks_expert_bias() -> bool:
+    """Tell whether `TopKRouter._apply_expert_bias` takes a padding mask: from 0.20 on (MLM#6114), before it fails."""
+    return megatron_core_version() >= (0, 20)
 
-    transformer/moe/router.py of 0.15.3 to 0.18.2 multiplies it by local tokens without `tp_cp_group.size()`.
+
+def multiplies_by_ranks() -> bool:
+    """Tell whether per-token mode multiplies a router's loss by the ranks that share a micro-batch, as 0.19.2 does.
+
+    transformer/moe/router.py of 0.16.1 to 0.18.2 multiplies by tokens alone.
     """
     return megatron_core_version() >= (0, 19)
 

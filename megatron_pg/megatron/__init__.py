@@ -11,6 +11,7 @@ from megatron_pg.config.versions import exports_of_megatron
 if TYPE_CHECKING:
     from megatron_pg.megatron.cpu.layer_spec import torch_block_spec
     from megatron_pg.megatron.cpu.runtime import enable_cpu_runtime
+    from megatron_pg.megatron.experts import padding_mask
     from megatron_pg.megatron.groups import ParallelGroups
     from megatron_pg.megatron.output_layer import set_fp32_lm_head
     from megatron_pg.megatron.policy_step import PolicyStep, packed_seq_params
@@ -24,6 +25,7 @@ __all__ = [
     "compute_log_probs",
     "enable_cpu_runtime",
     "packed_seq_params",
+    "padding_mask",
     "set_fp32_lm_head",
     "torch_block_spec",
 ]
@@ -32,6 +34,7 @@ __getattr__ = exports_of_megatron(
     {
         "megatron_pg.megatron.cpu.layer_spec": ("torch_block_spec",),
         "megatron_pg.megatron.cpu.runtime": ("enable_cpu_runtime",),
+        "megatron_pg.megatron.experts": ("padding_mask",),
         "megatron_pg.megatron.groups": ("ParallelGroups",),
         "megatron_pg.megatron.output_layer": ("set_fp32_lm_head",),
         "megatron_pg.megatron.policy_step": ("PolicyStep", "packed_seq_params"),

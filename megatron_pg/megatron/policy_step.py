@@ -18,6 +18,7 @@ from megatron_pg.loss.gradient_scope import gradient_scope
 from megatron_pg.loss.metrics import HasSums, reduce_metrics
 from megatron_pg.loss.micro_batch import MicroBatchLoss
 from megatron_pg.megatron.context_layout import require_own_group, require_partition_mode
+from megatron_pg.megatron.experts import padding_mask, take_padding_mask
 from megatron_pg.megatron.fused_head import FusedHead
 from megatron_pg.megatron.groups import ParallelGroups, chunks_of, unwrapped
 from megatron_pg.megatron.multi_token import scale_multi_token_loss
@@ -126,6 +127,7 @@ class PolicyStep:
         self.groups, self.vocab_size, self.teacher_weight = groups, vocab_size, teacher_weight
         self.model, self._chunk, self._is_loop_checked = model, chunk, False
         self._table_sizes = _table_sizes(chunk)
+        self._masks_padding = model is not None and take_padding_mask(model, groups)
         if plan is not None:
             _require_one_length(plan, model_config)
         mode_config: Any = model_config or config
@@ -193,7 +195,10 @@ class PolicyStep:
             self._is_loop_checked = True
         self.check_packing(batch, context_group)
         self._check_embedding(batch)
-        return model_inputs(batch, context_group)
+        inputs = model_inputs(batch, context_group)
+        if self._masks_padding:
+            inputs["padding_mask"] = padding_mask(batch)
+        return inputs
 
     def scaled_head(
         self,
@@ -203,7 +208,7 @@ class PolicyStep:
         **added: Any,
     ) -> MicroBatchHead:
         """Make the head of a function from the model's output to the local loss and its metrics."""
-        num_tokens = batch.num_active_tokens, batch.window.local_tokens
+        num_tokens = batch.num_active_tokens, int((batch.window.token_indices >= 0).sum())
 
         def scaled_loss(output: Tensor) -> ScheduleOutput:
             return self.scale.apply(*loss_of_output(output), *num_tokens)

@@ -54,22 +54,22 @@ class ScaleContract:
     factor: float
     """The factor of the local loss."""
     counts_all_tokens: bool
-    """True if n of per-token mode is all local tokens of a micro-batch, padding included; False if its active tokens."""
+    """True if n of per-token mode is all local tokens of a micro-batch but padding; False if its active tokens."""
     schedule_factor: float
     """The schedule's factor of the returned loss: CP / M, and 1 in per-token mode."""
     gradient_factor: float
     """Megatron's factor of the gradients' sum over ranks: 1 / (DP CP), and 1 / sum of n in per-token mode."""
 
     def apply(
-        self, loss: Tensor, metrics: dict[str, Tensor], num_active_tokens: int, local_tokens: int
+        self, loss: Tensor, metrics: dict[str, Tensor], num_active_tokens: int, num_tokens: int
     ) -> ScheduleOutput:
         """Return the tuple that the schedule expects of one micro-batch on this rank: its 0-d loss, metrics and tokens."""
         scaled = loss * self.factor
         if not self.calculate_per_token_loss:
             return scaled, metrics
-        num_tokens = local_tokens if self.counts_all_tokens else num_active_tokens
+        count = num_tokens if self.counts_all_tokens else num_active_tokens
         # An int32 tensor: the schedule adds it to an int32 accumulator, and clamps it.
-        n = torch.full((), num_tokens, dtype=torch.int32, device=loss.device)
+        n = torch.full((), count, dtype=torch.int32, device=loss.device)
         return scaled, n, metrics
 
 
@@ -94,15 +94,14 @@ def scale_contract(
 
     Raises:
         ValueError: M below 1, or per-token mode with a mixture-of-experts auxiliary loss and no `totals.num_tokens`.
-        NotImplementedError: per-token mode with multi-token prediction, or with a mixture-of-experts auxiliary loss under
-            context parallelism and a megatron-core before 0.19.
+        NotImplementedError: per-token mode with multi-token prediction.
     """
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches is {num_microbatches}: expected 1 or more")
     if not calculate_per_token_loss:
         if (
             context_parallel_size > 1
-            and _scales_auxiliary_loss_by_tokens(model_config)
+            and has_router_loss(model_config)
             and not versions.moe_auxiliary_loss_under_context_parallel_is_right()
         ):
             _warn_of_auxiliary_loss(context_parallel_size)
@@ -119,21 +118,15 @@ def scale_contract(
             "by a rank's tokens before the shift over its tokens after it (14/12 with two sequences of 8), and no return "
             "value of a loss function undoes it; turn per-token mode off (the policy gradient is the same)"
         )
-    if not _scales_auxiliary_loss_by_tokens(model_config):
+    if not has_router_loss(model_config):
         sum_of_n = float(max(totals.num_active_tokens, 1))
         return ScaleContract(True, sum_of_n, False, 1.0, 1 / sum_of_n)
-    if context_parallel_size > 1 and not versions.per_token_moe_under_context_parallel_is_right():
-        raise NotImplementedError(
-            "--calculate-per-token-loss with a mixture-of-experts auxiliary loss and --context-parallel-size "
-            f"{context_parallel_size}: megatron-core before 0.19 scales the auxiliary gradient to 1/CP of its "
-            "coefficient; turn per-token mode off (the policy gradient is the same) or use 0.19"
-        )
     if totals.num_tokens is None:
         raise ValueError(
             "--calculate-per-token-loss with a mixture-of-experts auxiliary loss needs "
-            "StepTotals.num_tokens, the packed tokens of the whole step with padding: Megatron scales that loss by "
-            "all local tokens. Plan the step with plan_step(), which counts them, or turn per-token mode off (the "
-            "policy gradient is the same)"
+            "StepTotals.num_tokens, all tokens of the whole step: Megatron weights that loss of a micro-batch by its "
+            "tokens. Plan the step with plan_step(), which counts them, or turn per-token mode off (the policy gradient is "
+            "the same)"
         )
     sum_of_n = float(max(totals.num_tokens, 1))
     return ScaleContract(True, sum_of_n, True, 1.0, 1 / sum_of_n)
@@ -149,7 +142,7 @@ def _warn_of_auxiliary_loss(context_parallel_size: int) -> None:
     )
 
 
-def _scales_auxiliary_loss_by_tokens(model_config: Any) -> bool:
+def has_router_loss(model_config: Any) -> bool:
     """Tell whether per-token mode scales an auxiliary loss of this model's experts by its local tokens."""
     if not getattr(model_config, "num_moe_experts", None):
         return False

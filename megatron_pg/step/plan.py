@@ -115,12 +115,11 @@ def plan_step(
 
     (microbatches, tokens), everyone = compute_and_gather(
         plan_rank,
-        lambda plan: (len(plan[0]), sum(plan[1]), sample_counts(samples)),
+        lambda plan: (len(plan[0]), sum(s.total_length for s in samples), sample_counts(samples)),
         data_parallel_group,
     )
-    numbers, tokens_of_ranks, counts = zip(*everyone, strict=True)
+    numbers, num_tokens, counts = zip(*everyone, strict=True)
     added = [0 if ragged else max(numbers) - number for number in numbers]
-    num_tokens = sum(tokens_of_ranks) + layout.least_tokens * sum(added)
     rank = 0 if data_parallel_group is None else dist.get_rank(data_parallel_group)
     return StepPlan(
         microbatches=pipeline_order(microbatches + ((),) * added[rank]),
@@ -128,7 +127,7 @@ def plan_step(
         totals=totals_of_counts(
             counts,
             rank,
-            num_tokens,
+            sum(num_tokens),
             allow_different_prompts=allow_different_prompts,
             samples_per_group=samples_per_group,
             allow_different_group_sizes=allow_different_group_sizes,

@@ -41,8 +41,7 @@ class StepTotals:
     group_active_tokens: Mapping[int, float]
     """G by `group_index`."""
     num_tokens: int | None = None
-    """All packed tokens of the step over every rank, padding included, by a plan of the step. Per-token mode with an auxiliary
-    loss or multi-token prediction needs it."""
+    """All tokens of the step's samples over every rank, by a plan of the step. Per-token mode with a loss of routers needs it."""
     counts_loss_weights: bool = False
     """True where D, G and T are sums of loss weights."""
     odd_group: str = field(default="", compare=False)

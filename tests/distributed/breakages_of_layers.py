@@ -10,6 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import layers, mappings, random
 from megatron.core.transformer import multi_token_prediction
+from megatron.core.transformer.moe import router
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 
@@ -136,6 +137,24 @@ def auxiliary_loss_is_not_scaled_by_tokens(right, router, *args, **keywords):
     result = right(router, *args, **keywords)
     router.calculate_per_token_loss = kept
     return result
+
+
+@breakage("CP2 experts", "auxiliary", "padding", fails="auxiliary loss", passes="gradient")
+@around(router, "compute_routing_scores_for_aux_loss")
+def auxiliary_loss_counts_padding(right, *args, padding_mask=None, **keywords):
+    return right(*args, **keywords)
+
+
+@breakage("CP2 experts", "z loss", "padding", fails="router z loss", passes="gradient")
+@around(router, "z_loss_func")
+def router_z_loss_counts_padding(right, *args, padding_mask=None, **keywords):
+    return right(*args, **keywords)
+
+
+@breakage("CP2 experts", "auxiliary", "padding", fails="auxiliary loss", passes="gradient")
+@around(TopKRouter, "routing")
+def router_takes_the_padding_mask_one_token_late(right, router, logits, padding_mask=None):
+    return right(router, logits, None if padding_mask is None else padding_mask.roll(1, 0))
 
 
 # Multi-token prediction

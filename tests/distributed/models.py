@@ -70,6 +70,8 @@ class ModelOptions:
 
     mixture_of_experts: bool = False
     moe_aux_loss_coeff: float = 0.0
+    moe_z_loss_coeff: float | None = None
+    expert_bias: bool = False
     tied_embeddings: bool = False
     calculate_per_token_loss: bool = False
     average_in_collective: bool = False
@@ -130,6 +132,9 @@ def transformer_config(sharding: Sharding, options: ModelOptions) -> Transformer
             "moe_router_topk": 3,
             "moe_router_load_balancing_type": "aux_loss" if options.moe_aux_loss_coeff else "none",
             "moe_aux_loss_coeff": options.moe_aux_loss_coeff,
+            "moe_z_loss_coeff": options.moe_z_loss_coeff,
+            "moe_router_enable_expert_bias": options.expert_bias,
+            "moe_router_score_function": "sigmoid" if options.expert_bias else "softmax",
         }
     return model_config(
         check_options(sharding, options),

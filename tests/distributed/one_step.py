@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from torch import Tensor
 
@@ -124,10 +122,9 @@ def run_schedule(
     micro_batches = [[everything[index] for index in part] for part in indices]
     mine = [sample for part in micro_batches for sample in part]
     totals = uneven_totals(mine, data_parallel_group=groups.data)
-    # All tokens of the step, padding included: per-token mode with an auxiliary loss counts them.
-    count = torch.tensor(sum(pack(part, **layout).window.local_tokens for part in micro_batches))
-    dist.all_reduce(count, group=groups.data_with_context)
-    keywords = {"totals": replace(totals, num_tokens=int(count)), "model": chunks, **of_step}
+    # Per-token mode with a loss of routers counts them.
+    num_tokens = sum(sample.total_length for sample in everything)
+    keywords = {"totals": replace(totals, num_tokens=num_tokens), "model": chunks, **of_step}
     keywords["num_microbatches"] = len(micro_batches)
     if isinstance(run, ValueRun):
         step: Any = ValueStep(run.config, CriticConfig(VALUE_CLIP), **keywords)

@@ -1,13 +1,14 @@
 """The losses that Megatron adds to the policy's keep their intended gradient.
 
-That of load balancing in a mixture of experts, in both loss modes: the gradient of the mean over the micro-batches of all
-data-parallel ranks, whatever the policy loss is divided by. Every micro-batch here has the same number of tokens, and no
-padding. That of multi-token prediction on a Megatron-Core that scales it otherwise: the same gradient, or a refusal in words.
+Those of the routers of a mixture of experts, in both loss modes and beside padding: the gradient of their mean over the
+micro-batches of all data-parallel ranks, in per-token mode weighted by tokens, whatever the policy loss is divided by. That of
+multi-token prediction on a Megatron-Core that scales it otherwise: the same gradient, or a refusal in words.
 """
 
 from __future__ import annotations
 
-import random
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,113 +17,160 @@ import torch
 from megatron.core.models.gpt import gpt_model
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer import multi_token_prediction
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor
 
-from megatron_pg.config.versions import (
-    derives_multi_token_labels,
-    moe_auxiliary_loss_under_context_parallel_is_right,
-    per_token_moe_under_context_parallel_is_right,
-)
-from megatron_pg.megatron import packed_seq_params
+from megatron_pg.config import versions
+from megatron_pg.config.versions import derives_multi_token_labels
+from megatron_pg.megatron import experts, packed_seq_params, policy_step
+from megatron_pg.megatron.scale_contract import ScaleContract
 from megatron_pg.step.batch import pack
 from tests import oracle
-from tests.oracle import PlainSample
-from tests.random_steps import package_samples, random_sample
-from tests.step_loss import step_loss
+from tests.random_steps import package_samples
 
 from .cases import AHEAD
 from .compare import assert_equal, compare
-from .launch import RankError, run_ranks
-from .models import ModelOptions, Sharding, build_model, gather_gradients, initialize_groups
-from .one_step import LossFactory, Outcome, build, run_steps, train_step
+from .launch import run_ranks
+from .models import (
+    NUM_EXPERTS,
+    ModelOptions,
+    Sharding,
+    build_model,
+    gather_gradients,
+    initialize_groups,
+)
+from .one_step import Outcome, build, run_schedule, run_steps, train_step
 from .reference import reference_steps
-from .steps import NUM_SAMPLES, Run
+from .steps import Run
 
-DATA_SIZE = 2
-RUN = Run("sample_mean")
-OPTIONS = ModelOptions(mixture_of_experts=True, moe_aux_loss_coeff=0.5, dtype=torch.float64)
-
-
-MICRO_BATCHES = [
-    part for rank in range(DATA_SIZE) for part in RUN.micro_batches(DATA_SIZE, rank, 1)
-]
-NUM_TOKENS = 24
-"""Of each micro-batch."""
+RUN = Run()
+BALANCE, Z, TOPK = 0.5, 0.25, 3
+OPTIONS = ModelOptions(
+    mixture_of_experts=True, moe_aux_loss_coeff=BALANCE, moe_z_loss_coeff=Z, dtype=torch.float64
+)
 
 
-def equal_micro_batches() -> list[PlainSample]:
-    """Samples whose micro-batches, cut uniformly over two ranks, all have as many tokens."""
-    rng = random.Random(11)
-    lengths = {index: NUM_TOKENS // len(part) - 3 for part in MICRO_BATCHES for index in part}
-    return [
-        random_sample(rng, prompt_length=3, response_length=lengths[index], group_index=index % 3)
-        for index in range(NUM_SAMPLES)
-    ]
+def losses_of_router(logits: Tensor) -> Tensor:
+    """A router's losses of one micro-batch [tokens, experts], in plain loops: Switch Transformers' and ST-MoE's."""
+    chosen, probs, z = [0.0] * NUM_EXPERTS, [torch.zeros(())] * NUM_EXPERTS, torch.zeros(())
+    for row in logits:
+        for expert in row.topk(TOPK).indices.tolist():
+            chosen[expert] += 1 / (TOPK * len(logits))
+        for expert, prob in enumerate(row.softmax(0)):
+            probs[expert] = probs[expert] + prob / len(logits)
+        z = z + row.logsumexp(0) ** 2 / len(logits)
+    balance = sum(f * p for f, p in zip(chosen, probs, strict=True))
+    return BALANCE * NUM_EXPERTS * balance + Z * z
 
 
-def reference_step() -> Outcome:
-    """One process: every micro-batch packed by itself, their auxiliary losses averaged."""
+def reference_step(data_size: int, per_token: bool) -> Outcome:
+    """One process: every micro-batch packed by itself without padding, the routers' losses averaged over them."""
     initialize_groups(Sharding())
-    (model,) = build_model(Sharding(), OPTIONS)
-    plain = equal_micro_batches()
-    samples = package_samples(plain)
-    MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(1.0 / len(MICRO_BATCHES)))
-    logits: dict[int, Tensor] = {}
-    for indices in MICRO_BATCHES:
-        batch = pack([samples[index] for index in indices])
-        assert batch.window.local_tokens == NUM_TOKENS
+    options = replace(OPTIONS, moe_aux_loss_coeff=0.0, moe_z_loss_coeff=None)
+    (model,) = build_model(Sharding(), options)
+    router_logits: list[Tensor] = []
+    for module in model.modules():
+        if hasattr(module, "apply_z_loss"):
+            module.register_forward_hook(
+                lambda router, inputs, _: router_logits.append(
+                    inputs[0][:, 0].double() @ router.weight.double().T
+                )
+            )
+    plain, logits, beside = RUN.samples, {}, torch.zeros((), dtype=torch.float64)
+    parts = [part for rank in range(data_size) for part in RUN.micro_batches(data_size, rank, 1)]
+    all_tokens = sum(len(sample.tokens) for sample in plain)
+    for part in parts:
+        router_logits.clear()
+        batch = pack(package_samples([plain[index] for index in part]))
         inputs = batch.tokens[None], batch.position_ids[None], None
         output = model(*inputs, packed_seq_params=packed_seq_params(batch))[0]
-        lengths = [len(plain[index].tokens) for index in indices]
-        logits.update(zip(indices, output.split(lengths), strict=True))
+        lengths = [len(plain[index].tokens) for index in part]
+        logits |= dict(zip(part, output.split(lengths), strict=True))
+        weight = sum(lengths) / all_tokens if per_token else 1 / len(parts)
+        beside = beside + weight * sum(map(losses_of_router, router_logits))
     result = oracle.policy_loss(plain, [logits[i] for i in range(len(plain))], RUN.objective)
     with model.no_sync():
-        result.loss.backward()
+        (result.loss + beside).backward()
     metrics = {"loss": result.loss.item(), "pg_loss": result.pg_loss.item()}
     return Outcome(gather_gradients([model]) or {}, metrics | {"aggregation_checksum": 1.0})
 
 
-def active_tokens_for_all_tokens(config, batch, totals, **keywords):
-    """Mutant: n of per-token mode is the active tokens, by which Megatron does not scale the rest."""
-    right = step_loss(config, batch, totals, **keywords)
-
-    def loss_func(output: Tensor) -> Any:
-        loss, tokens, metrics = right(output)
-        scale = totals.num_active_tokens / totals.num_tokens
-        return loss * scale, torch.full_like(tokens, batch.num_active_tokens), metrics
-
-    return loss_func
+def sharded_step(name: str, per_token: bool, mutate: Callable[[], None] = lambda: None) -> Any:
+    mutate()
+    options = replace(OPTIONS, calculate_per_token_loss=per_token)
+    return train_step(build(Sharding.named(name), options), Sharding.named(name), RUN)
 
 
-def sharded_step(sharding: Sharding, per_token: bool, loss: LossFactory | None = None) -> Any:
-    chunks = build(sharding, replace(OPTIONS, calculate_per_token_loss=per_token))
-    return train_step(chunks, sharding, RUN, loss, samples=equal_micro_batches())
+@functools.cache
+def reference(data_size: int, per_token: bool) -> Outcome:
+    return run_ranks(reference_step, 1, data_size, per_token)[0]
 
 
-@pytest.fixture(scope="module")
-def reference() -> Outcome:
-    return run_ranks(reference_step, 1)[0]
-
-
-@pytest.mark.parametrize("name", ["DP2", "EP2 DP2", "CP2 DP2", "CP2 EP2 DP2"])
 @pytest.mark.parametrize("per_token", [False, True], ids=["per_micro_batch", "per_token"])
-def test_auxiliary_gradient_is_the_mean_over_micro_batches(name, per_token, reference) -> None:
+@pytest.mark.parametrize("name", ["DP2", "CP2", "TP2+SP", "TP2+SP PP2", "CP2 EP2 DP2", "CP4"])
+def test_losses_of_routers_are_means_over_tokens_without_padding(name, per_token) -> None:
     sharding = Sharding.named(name)
-    task = (sharded_step, sharding.world_size, sharding, per_token)
-    if per_token and sharding.context > 1 and not per_token_moe_under_context_parallel_is_right():
-        with pytest.raises(RankError, match="NotImplementedError: --calculate-per-token-loss"):
-            run_ranks(*task)
-        return
-    if sharding.context > 1 and not moe_auxiliary_loss_under_context_parallel_is_right():
-        pytest.skip("Megatron itself scales it by 1 / CP here, whatever the loss function returns")
-    assert_equal(run_ranks(*task)[:1], [reference])
+    outcome = run_ranks(sharded_step, sharding.world_size, name, per_token)[0]
+    # Megatron's routers round to float32.
+    assert_equal([outcome], [reference(sharding.data, per_token)])
 
 
-def test_counting_active_tokens_in_per_token_mode_is_caught(reference) -> None:
-    task = (Sharding(data=2), True, active_tokens_for_all_tokens)
-    outcome = run_ranks(sharded_step, 2, *task)[0]
-    assert compare(outcome, reference).gradient_error > 1e-2
+def padding_is_counted() -> None:
+    policy_step.padding_mask = lambda batch: torch.zeros_like(batch.tokens, dtype=torch.bool)[None]
+
+
+def a_mean_of_the_ranks_means() -> None:
+    def apply_z_loss(router, *args, **keywords):
+        return type(router).apply_z_loss(router, *args, **keywords)
+
+    experts._weighted_z_loss = apply_z_loss
+
+
+def a_factor_of_the_ranks() -> None:
+    experts._scale_of_a_rank = lambda config, size: torch.ones(1)
+
+
+def active_tokens_alone() -> None:
+    right = ScaleContract.apply
+
+    def apply(self, loss, metrics, num_active_tokens, num_tokens):
+        self = replace(self, factor=self.factor * num_active_tokens / num_tokens)
+        return right(self, loss, metrics, num_active_tokens, num_active_tokens)
+
+    ScaleContract.apply = apply
+
+
+MUTANTS = [
+    (padding_is_counted, False),
+    (padding_is_counted, True),
+    (a_mean_of_the_ranks_means, False),
+    (a_mean_of_the_ranks_means, True),
+    (active_tokens_alone, True),
+]
+if versions.multiplies_by_ranks():
+    MUTANTS.append((a_factor_of_the_ranks, True))
+
+
+@pytest.mark.parametrize(("mutate", "per_token"), MUTANTS)
+def test_a_wrong_loss_of_routers_is_caught(mutate, per_token) -> None:
+    outcome = run_ranks(sharded_step, 2, "CP2", per_token, mutate)[0]
+    assert compare(outcome, reference(1, per_token)).gradient_error > 1e-3
+
+
+def counted_by_the_bias(name: str) -> list[list[float]]:
+    """The tokens of each expert that this rank's routers have counted in a step for their bias."""
+    options = replace(OPTIONS, expert_bias=True, moe_aux_loss_coeff=0.0, moe_z_loss_coeff=None)
+    chunks = build(Sharding.named(name), options)
+    chunks[0].config.finalize_model_grads_func = lambda *_, **__: None  # it begins the count anew
+    run_schedule(chunks, Sharding.named(name), RUN)
+    modules = [module for module in chunks[0].modules() if hasattr(module, "apply_z_loss")]
+    return [module.local_tokens_per_expert.tolist() for module in modules]
+
+
+def test_the_bias_of_experts_counts_no_padding() -> None:
+    whole = run_ranks(counted_by_the_bias, 1, "")[0]
+    assert [sum(layer) for layer in whole] == [TOPK * sum(len(s.tokens) for s in RUN.samples)] * 2
+    parts = torch.tensor(run_ranks(counted_by_the_bias, 2, "CP2"))
+    assert parts.sum(0).tolist() == whole
 
 
 needs_multi_token = pytest.mark.skipif(

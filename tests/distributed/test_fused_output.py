@@ -148,8 +148,8 @@ def steps_after_the_optimizer(sharding: Sharding, has_hooks: bool) -> list[Outco
 
     Bucket by bucket, and at once: in a small model the output layer shares a bucket with layers that are called.
     """
-    builder.DistributedDataParallelConfig = functools.partial(
-        builder.DistributedDataParallelConfig,
+    builder.distributed.DistributedDataParallelConfig = functools.partial(
+        builder.distributed.DistributedDataParallelConfig,
         overlap_param_gather=True,
         align_param_gather=True,
         bucket_size=1,

@@ -59,7 +59,7 @@ def test_ranks_agree_on_totals_and_microbatches() -> None:
     assert () in plans[2].microbatches
 
     expected = step_totals(whole_step())
-    num_tokens = sum(sum(plan.microbatch_tokens) for plan in plans)
+    num_tokens = sum(sample.total_length for sample in whole_step())
     for rank, plan in enumerate(plans):
         assert plan.totals.num_tokens == num_tokens
         assert dataclasses.replace(plan.totals, num_tokens=None) == expected
@@ -75,7 +75,7 @@ def test_ragged_ranks_run_what_they_have() -> None:
     plans = [plan for plan, _ in run_ranks(plan_on_rank, OWNERS, True)]
     assert plans[0].num_microbatches > plans[2].num_microbatches
     assert all(indices for plan in plans for indices in plan.microbatches)
-    num_tokens = sum(sum(plan.microbatch_tokens) for plan in plans)
+    num_tokens = sum(sample.total_length for sample in whole_step())
     assert {plan.totals.num_tokens for plan in plans} == {num_tokens}
 
 

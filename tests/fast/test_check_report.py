@@ -216,9 +216,10 @@ def test_the_step_hides_nothing():
     assert {s.group_index for s in samples[::2]} == {s.group_index for s in samples[1::2]}
 
 
-def test_even_samples_need_no_padding():
+def test_even_samples_need_padding_where_it_is_asked_for():
     options = CheckOptions(context_parallel_size=2, tensor_model_parallel_size=2)
-    samples = make_even_samples(options, 3)
+    assert any(s.total_length % 8 for s in make_even_samples(options, 3, is_padded=True))
+    samples = make_even_samples(options, 3, is_padded=False)
     assert all(sample.total_length % 8 == 0 for sample in samples)
     for rank in range(3):
         micro_batches = cut_evenly(samples[rank::3], options.num_microbatches(rank))

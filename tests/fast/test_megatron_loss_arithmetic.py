@@ -219,7 +219,7 @@ def moe_contract(**changes: object) -> ScaleContract:
 
 
 def num_tokens(contract: ScaleContract) -> int:
-    """n of a micro-batch of 32 local tokens, 8 of them active."""
+    """n of a micro-batch of 32 tokens on this rank, 8 of them active."""
     return int(contract.apply(torch.ones(()), {}, 8, 32)[1])  # type: ignore[arg-type]
 
 
@@ -237,7 +237,7 @@ MODELS = [
 
 
 @pytest.mark.parametrize(("settings", "has_auxiliary_loss"), MODELS)
-def test_auxiliary_losses_count_all_local_tokens(settings, has_auxiliary_loss: bool) -> None:
+def test_auxiliary_losses_count_all_tokens(settings, has_auxiliary_loss: bool) -> None:
     """By active tokens Megatron gave 4 times the router's gradient with 8 of 32 tokens active."""
     totals = replace(uneven_totals(package_samples(random_step(seed=44))), num_tokens=100)
     contract = moe_contract(model_config=SimpleNamespace(**settings), totals=totals)
@@ -245,21 +245,11 @@ def test_auxiliary_losses_count_all_local_tokens(settings, has_auxiliary_loss: b
     assert (num_tokens(contract), contract.factor) == expected
 
 
-def test_auxiliary_loss_needs_the_steps_packed_tokens() -> None:
+def test_auxiliary_loss_needs_the_steps_tokens() -> None:
     totals = uneven_totals(package_samples(random_step(seed=44)))
     with pytest.raises(ValueError, match="num_tokens"):
         moe_contract(totals=totals)
     assert moe_contract(totals=totals, calculate_per_token_loss=False).factor == 4
-
-
-@pytest.mark.parametrize("version", ((0, 16, 1), (0, 18, 2), (0, 19, 0)))
-def test_auxiliary_loss_under_context_parallelism_needs_0_19(version, monkeypatch):
-    monkeypatch.setattr(versions, "megatron_core_version", lambda: version)
-    if version >= (0, 19):
-        assert num_tokens(moe_contract(context_parallel_size=2)) == 32
-    else:
-        with pytest.raises(NotImplementedError, match=r"(?s)context-parallel-size.*0\.19"):
-            moe_contract(context_parallel_size=2)
 
 
 def test_multi_token_prediction_is_refused_in_per_token_mode(monkeypatch) -> None:
@@ -380,18 +370,13 @@ def test_a_micro_batch_has_the_contract_of_its_groups(per_token: bool, has_model
             assert n == int(batch.loss_mask.sum())
 
 
-@pytest.mark.parametrize("cp_size", (1, 2))
-def test_a_micro_batch_with_an_auxiliary_loss_counts_its_own_tokens(cp_size, monkeypatch) -> None:
-    monkeypatch.setattr(versions, "megatron_core_version", lambda: (0, 19, 0))
+def test_a_model_that_takes_no_padding_mask_is_refused_in_per_token_mode() -> None:
     samples = package_samples(random_step(seed=45))
-    batch = pack(samples, cp_rank=0, cp_size=cp_size, pad_to_multiple=64)
-    experts = {"num_moe_experts": 4, "moe_aux_loss_coeff": 0.01}
-    model = SimpleNamespace(config=SimpleNamespace(calculate_per_token_loss=True, **experts))
+    config = {"num_moe_experts": 4, "moe_aux_loss_coeff": 0.01, "calculate_per_token_loss": True}
+    model = SimpleNamespace(config=SimpleNamespace(**config), forward=lambda input_ids: None)
     totals = replace(uneven_totals(samples), num_tokens=1000)
-    groups = Groups(context_size=cp_size)
-    step = policy_step(PolicyLossConfig(), samples, totals=totals, model=model, groups=groups)
-    _, n, _ = apply(step.scale, torch.ones(()), {}, batch)
-    assert (n, step.scale.factor) == (len(batch.tokens), 1000)
+    with pytest.raises(NotImplementedError, match=r"(?s)per-token-loss.*no padding_mask.*0\.16"):
+        policy_step(PolicyLossConfig(), samples, totals=totals, model=model, groups=Groups())
 
 
 @pytest.mark.parametrize("packed_for", ((0, 1), (1, 2), (0, 4)))

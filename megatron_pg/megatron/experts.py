@@ -1,0 +1,153 @@
+"""Padding beside a mixture of experts: no router counts a token that only aligns a pack.
+
+`GPTModel.forward(padding_mask=)` of megatron-core 0.16.1 to 0.19.2 keeps tokens out of the load-balancing losses, the z loss and
+the experts' bias (transformer/moe/router.py). Padding still passes through the experts, where no other token sees it, and takes
+part of an expert's capacity. Four things of these versions are made right here:
+
+- GPTModel cuts the mask for sequence parallelism on its first pipeline stage alone, and HybridModel never does;
+- `_apply_expert_bias` fails on a mask (mended in 0.20, MLM#6114);
+- `apply_z_loss` takes the mean of the ranks' means, which have other numbers of tokens: its coefficient gets a rank's share;
+- in per-token mode `valid_token_count` is the count V of all ranks that share the micro-batch (MLM#7481). With n = V a
+  load-balancing loss is weighted by V over the sum of V, its mean over tokens, up to 0.18.2. 0.19.2 multiplies it by the number
+  of those ranks besides, which `moe_grad_scale_func` undoes, and so the z loss gets that factor back.
+"""
+
+import functools
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from megatron_pg.config import versions
+from megatron_pg.megatron.groups import ParallelGroups, chunks_of, unwrapped
+from megatron_pg.megatron.scale_contract import has_router_loss
+from megatron_pg.step.batch import PackedBatch, to_device
+
+
+def take_padding_mask(model: Any, groups: ParallelGroups) -> bool:
+    """Let every chunk take the `padding_mask=` of a whole micro-batch. Every rank and stage calls it.
+
+    Returns:
+        False for a model without experts, or one whose forward takes no mask (megatron-core before 0.16).
+
+    Raises:
+        NotImplementedError: per-token mode with a loss of routers, and a forward that takes no mask, or a Megatron that counts
+            the tokens of each rank alone.
+    """
+    chunks = [unwrapped(chunk) for chunk in chunks_of(model)]
+    config = chunks[0].config
+    if not getattr(config, "num_moe_experts", None):
+        return False
+    counts_tokens = config.calculate_per_token_loss and has_router_loss(config)
+    if "padding_mask" not in inspect.signature(chunks[0].forward).parameters:
+        if counts_tokens:
+            raise NotImplementedError(
+                "--calculate-per-token-loss with a loss of routers, and a model whose forward takes no padding_mask: Megatron "
+                "would count padding as tokens. Turn per-token mode off (the policy gradient is the same), or use "
+                "megatron-core 0.16 or later"
+            )
+        return False
+    for chunk in chunks:
+        if not hasattr(chunk, "_cuts_padding_mask"):
+            cut = functools.partial(_cut_padding_mask, groups)
+            chunk._cuts_padding_mask = chunk.register_forward_pre_hook(cut, with_kwargs=True)
+        for router in _routers(chunk):
+            router.apply_z_loss = functools.partial(_weighted_z_loss, router)
+            if router.enable_expert_bias and not versions.masks_expert_bias():
+                router._apply_expert_bias = functools.partial(_count_tokens, router)
+    size = groups.tensor_size * groups.context_size
+    if counts_tokens and versions.multiplies_by_ranks() and size > 1:
+        for chunk in chunks:
+            for router in _routers(chunk):
+                _require_count_of_group(router)
+        config.moe_grad_scale_func = functools.partial(_scale_of_a_rank, config, size)
+    return True
+
+
+def padding_mask(batch: PackedBatch) -> Tensor:
+    """Make the `padding_mask=` of the model's forward, [1, local_tokens] bool on the batch's device: True at padding.
+
+    `PolicyStep.head` has it among its `model_inputs`. One token of an empty micro-batch is left: Megatron's mean over no token
+    would be no number.
+    """
+    is_padding = batch.window.token_indices < 0
+    if not batch.samples and batch.window.cp_rank == 0:
+        is_padding[0] = False
+    return to_device(is_padding, batch.tokens.device)[None]
+
+
+def _routers(chunk: Any) -> Iterator[Any]:
+    """Find the routers of a chunk, those of multi-token prediction included."""
+    return (module for module in chunk.modules() if hasattr(module, "apply_z_loss"))
+
+
+def _cut_padding_mask(
+    groups: ParallelGroups, chunk: Any, args: Any, keywords: dict[str, Any]
+) -> tuple[Any, Any]:
+    mask, config = keywords.get("padding_mask"), chunk.config
+    if mask is None and config.calculate_per_token_loss and has_router_loss(config):
+        if torch.is_grad_enabled():
+            raise ValueError(
+                "per-token mode with a loss of routers, and a call of the model without padding_mask: Megatron would scale that "
+                "loss by other tokens than the policy loss counts. Call it with **head.model_inputs, or add "
+                "padding_mask=megatron_pg.megatron.padding_mask(batch)"
+            )
+    is_cut_by_model = isinstance(chunk, GPTModel) and chunk.pre_process
+    if mask is not None and config.sequence_parallel and not is_cut_by_model:
+        keywords["padding_mask"] = mask.chunk(groups.tensor_size, dim=1)[groups.tensor_rank]
+    return args, keywords
+
+
+def _count_tokens(router: Any, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+    """Count the tokens of each expert for its bias, in the place of `_apply_expert_bias`."""
+    if torch.is_grad_enabled():
+        if padding_mask is not None:
+            routing_map = routing_map & ~padding_mask[:, None]
+        router.local_tokens_per_expert += routing_map.sum(dim=0)
+
+
+def _weighted_z_loss(router: Any, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+    """Attach the z loss of all ranks' tokens, in the place of `apply_z_loss`, which takes the mean of the ranks' means."""
+    config, group, weight = router.config, router.tp_cp_group, 1.0
+    coefficient = config.moe_z_loss_coeff
+    is_attached = coefficient is not None and router.training and torch.is_grad_enabled()
+    if is_attached and padding_mask is not None:
+        weight = group.size()
+        if not config.calculate_per_token_loss:
+            count = (~padding_mask).sum()
+            dist.all_reduce(whole := count.clone(), group=group)
+            weight = weight * count / whole
+        config.moe_z_loss_coeff = coefficient * weight
+    try:
+        attached: Tensor = type(router).apply_z_loss(router, logits, padding_mask)
+    finally:
+        config.moe_z_loss_coeff = coefficient
+    return attached
+
+
+def _scale_of_a_rank(config: Any, size: int) -> Tensor:
+    """Return the scale of the routers' losses, in the place of the schedule's, which 0.19.2 makes `size` times too large."""
+    one = torch.ones(1, device=torch.cuda.current_device())
+    scale: Tensor = one if config.grad_scale_func is None else config.grad_scale_func(one)
+    return scale / size
+
+
+def _require_count_of_group(router: Any) -> None:
+    """Refuse a Megatron that multiplies by the tokens of one rank where `_scale_of_a_rank` expects the group's (MLM#7481)."""
+    # megatron-core 0.15 lacks it.
+    from megatron.core.transformer.moe.moe_utils import get_tokens_per_expert_and_token_count
+
+    mask = torch.ones(1, 1, dtype=torch.bool, device=router.weight.device)
+    count = get_tokens_per_expert_and_token_count(
+        mask, router.tp_cp_group, topk=1, with_padding_mask=True
+    )[1]
+    if int(count) != router.tp_cp_group.size():
+        raise NotImplementedError(
+            "--calculate-per-token-loss with a loss of routers under tensor or context parallelism: this megatron-core "
+            "multiplies the loss by each rank's own tokens, and padding makes these differ. Turn per-token mode off (the policy "
+            "gradient is the same)"
+        )

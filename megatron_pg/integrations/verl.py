@@ -49,8 +49,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_pg.integrations.reducers import DIVISOR_VARIABLE, find_divisor
-from megatron_pg.loss.aggregation import AGGREGATIONS
+from megatron_pg.integrations.reducers import DIVISOR_VARIABLE, HOOKS, find_divisor
 
 PREFIX = "megatron_pg_"
 """The beginning of every registered name."""
@@ -80,7 +79,7 @@ def register() -> None:
             f"megatron_pg: verl {verl.__version__} is none of {', '.join(PROVEN_VERSIONS)}, in which the scale of a policy "
             "loss was read: run tests/trainers with it before you rely on the aggregation"
         )
-    for aggregation in AGGREGATIONS:
+    for aggregation in HOOKS:  # those that `token_weights` knows
         core_algos.register_policy_loss(PREFIX + aggregation)(
             functools.partial(policy_loss, aggregation)
         )
@@ -325,4 +324,4 @@ def main(arguments: Sequence[str]) -> int:
         f"policy losses (actor_rollout_ref.actor.policy_loss.loss_mode): {', '.join(losses) or 'none'}"
     )
     print(f"advantage estimators (algorithm.adv_estimator): {', '.join(estimators) or 'none'}")
-    return 0 if len(losses) == len(AGGREGATIONS) and estimators else 1
+    return 0 if len(losses) == len(HOOKS) and estimators else 1

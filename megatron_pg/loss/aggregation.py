@@ -30,7 +30,8 @@ class Aggregation(Row):
     """One mode: the divisor of a sample's tokens, and the count of the step that the sum is divided by."""
 
     denominator: Callable[[StepTotals, Sequence[CountedSample]], Tensor] | None = None
-    """The function (totals, samples) -> [num_samples] float64 D or G; None for the modes that divide by neither."""
+    """The function (totals, samples) -> [num_samples] float64 divisors, of D or G, 0 standing for 1; None where all samples
+    have the same: 1, or `--loss-aggregation-divisor`."""
     outer_count: Callable[[StepTotals], float]  # divides the inner sum, above 0
     under_per_token_flag: str | None = None
     """Mode that the flag `--calculate-per-token-loss` turns it into; None where the flag is refused."""

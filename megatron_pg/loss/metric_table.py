@@ -63,7 +63,10 @@ def _held(difference: Tensor) -> Tensor:
 def promised(values: Tensor | None) -> Tensor:
     """Return the values that a row of `OBJECTIVES` promises, or refuse an objective that did not return them."""
     if values is None:
-        raise ValueError("the objective's row promises a ratio that the objective did not return")
+        raise ValueError(
+            "the objective's row has a `ratio`, and its Outcome lacks log_ratio, is_clipped or is_effectively_clipped: return "
+            "all three (False everywhere where nothing is clipped), or leave `ratio` out of the row"
+        )
     return values
 
 

@@ -36,7 +36,7 @@ DPPO_DELTAS = {"dppo_tv": 0.15, "dppo_kl": 0.05}
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """The per-token loss [window] with gradient, and for the metrics its ratio, where it has one."""
+    """The per-token loss [window] with gradient, and the rest for the metrics: all of it in a row with a `ratio`."""
 
     loss: Tensor
     log_ratio: Tensor | None = None

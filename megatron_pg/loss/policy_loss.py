@@ -1,12 +1,14 @@
 r"""The policy loss of one micro-batch on one rank.
 
-    loss = aggregate(pg) + beta aggregate(kl) - c aggregate(entropy) + d aggregate(divergence)
+    loss = aggregate(pg) + beta mean(kl) - c mean(entropy) + d aggregate(divergence)
     aggregate(x) = sum over this rank's tokens of weight * x, divided by a count of the whole step
 
+`aggregate` has the weights of `--loss-aggregation`, `mean` those of the sample mean unless `--regularizer-aggregation` is loss;
+beta is `kl_loss_coef`, c `entropy_coef`, d `distill_coef`. Corrections change pg alone.
 Summed over ranks and micro-batches this is the objective of the step, since weights and counts are fixed by the whole step
-before it begins (`aggregation.py`). Objectives, corrections and regularizers are rows of tables, chosen by
-name. The function takes tensors by name and nothing else: a CPU runs it operator by operator, the compiler traces it, and
-the fused head calls it chunk by chunk.
+before it begins (`aggregation.py`). Objectives, corrections and KL estimates are rows of tables, chosen by name. The data come
+as tensors by name: a CPU runs the function operator by operator, the compiler traces it, and the fused head calls it chunk by
+chunk.
 """
 
 from dataclasses import dataclass
@@ -27,8 +29,8 @@ from megatron_pg.loss.tokens import Tokens
 class Terms:
     """The loss of one micro-batch on one rank, its terms, and the per-token loss before and after corrections."""
 
-    loss: Tensor  # 0-d, to differentiate
-    reported: dict[str, Tensor]  # the 0-d terms by name, and their total as `loss`
+    loss: Tensor  # 0-d, to differentiate; `grad_divisor` and `divide_gradient_twice` scale it alone
+    reported: dict[str, Tensor]  # the 0-d terms by name, and their total, not so scaled, as `loss`
     outcome: Outcome
     corrected: Corrected
 
@@ -40,7 +42,7 @@ def policy_loss(
     sums: SequenceSums,
     reduce: Reduction = weighted_sum,
 ) -> Terms:
-    """Compute the loss of one micro-batch on one rank; `reduce` is the aggregation's sum, or the user's own."""
+    """Compute the loss of one micro-batch on one rank; `reduce` is the weighted sum, or the user's own, which reads no weights."""
     outcome = get_objective(config)(config, tokens, sums)
     corrected = apply_corrections(config, tokens, outcome.loss, sums)
     pg_sum = reduce(corrected.loss, weights.loss, corrected.loss_mask)

@@ -87,8 +87,8 @@ def get_pg_loss_reducer(
         denominators = own.index_add_(0, to_device(sample_ids, mask.device), mask)
     elif denominators is None and mode.denominator:
         raise ValueError(
-            f"denominators is None, and --loss-aggregation {aggregation} needs one per sample: the active tokens of its "
-            "prompt group over the whole step"
+            f"denominators is None, and --loss-aggregation {aggregation} needs one per sample, counted over the whole step: "
+            f"the divisor of its tokens in {mode.formula}"
         )
     divisors = mode.divisors(denominators, divisor)
     if isinstance(divisors, Tensor):
@@ -114,7 +114,10 @@ class WeightedSum:
 
 
 def weighted_sum(x: Tensor, weights: Tensor, loss_mask: Tensor | None = None) -> Tensor:
-    """Sum weights * x over the positions of non-zero weight, [window] each -> 0-d, in float32 or, for float64, float64."""
+    """Sum weights * x over the positions of non-zero weight, [window] each -> 0-d, in float32 or, for float64, float64.
+
+    The mask is not read: weights are 0 at masked positions, and losses 0 where a correction drops the token.
+    """
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     weights = weights.to(dtype)
     # masked_fill and not a product: 0 * NaN is NaN.

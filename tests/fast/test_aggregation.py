@@ -36,7 +36,7 @@ WORKED_STEP = [
 WORKED_VALUES = {"sample_mean": 8.75, "prompt_mean": 7.625, "token_mean": 6.8, "constant": 4.25}
 
 
-@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
+@pytest.mark.parametrize("aggregation", WORKED_VALUES)
 @pytest.mark.parametrize("cut", CUTS)
 def test_worked_numbers(aggregation, cut):
     """[(1,2), (3,4,5,6)], [(20), (8,9,10)], groups in brackets; constant with L = 4."""

@@ -70,6 +70,8 @@ SETTINGS: dict[str, tuple[str, dict, dict]] = {
         for name in ("ppo", "gspo", "cispo", "sapo", "dppo_tv", "dppo_kl", "gmpo")
     },
 }
+NOT_REINFORCE_AT_RATIO_ONE = ("sft",)
+INFINITE_AT_PROBABILITY_ZERO = ("reinforce", "cispo", "sft")
 OF_SEQUENCES = [case for case in SETTINGS if case.startswith(("gspo", "gmpo"))]
 OF_PROBABILITIES = [case for case in SETTINGS if case.startswith("dppo")]
 """Which need log-probs of at most 0, and have a grid of their own."""
@@ -143,7 +145,9 @@ def test_on_the_bounds_the_gradient_is_that_of_the_unclipped_side(case: str) -> 
         assert objective_of(case, [sequence])[1].tolist() == [2.0 * DUAL]
 
 
-@pytest.mark.parametrize("name", [name for name in OF_LOG_PROBS if name != "sft"])
+@pytest.mark.parametrize(
+    "name", [name for name in OF_LOG_PROBS if name not in NOT_REINFORCE_AT_RATIO_ONE]
+)
 def test_at_ratio_one_every_objective_has_the_gradient_of_reinforce(name: str) -> None:
     sequences = [replace(s, old_log_probs=s.log_probs.tolist()) for s in random_sequences(2)]
     batch, log_probs = package_batch(sequences), flat_log_probs(sequences)
@@ -352,7 +356,7 @@ def test_a_token_that_the_policy_cannot_sample(case: str, dtype: torch.dtype) ->
     check(case, sequences, dtype)
     found, gradient = objective_of(case, sequences)
     assert not found.loss.isnan().any() and gradient.isfinite().all()
-    is_infinite = SETTINGS[case][0] in ("reinforce", "cispo", "sft")
+    is_infinite = SETTINGS[case][0] in INFINITE_AT_PROBABILITY_ZERO
     assert found.loss.isfinite().all() != is_infinite
 
 

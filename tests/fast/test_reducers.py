@@ -178,13 +178,15 @@ def test_an_empty_window_stays_connected_to_the_graph(name: str) -> None:
 
 def count_reducer_dispatches(num_samples: int, aggregation: str, dtype: torch.dtype) -> list:
     """Operators of the first call of a fresh reducer, forward and backward."""
+    row = AGGREGATIONS[aggregation]
+    needs_denominators = row.denominator is not None and not row.defaults_to_own_tokens
     reducer = get_pg_loss_reducer(
         [7] * num_samples,
         [4] * num_samples,
         [torch.tensor([1, 0, 1, 1])] * num_samples,
         aggregation=aggregation,
         divisor=DIVISOR if aggregation == "constant" else None,
-        denominators=[3] * num_samples if aggregation == "prompt_mean" else None,
+        denominators=[3] * num_samples if needs_denominators else None,
         cp_rank=1,
         cp_size=2,
     )

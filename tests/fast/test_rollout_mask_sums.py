@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.integrations import miles, slime, trainer
+from megatron_pg.integrations.reducers import HOOKS
 from megatron_pg.integrations.rollout_mask_sums import Rollout, rollout_mask_sums
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.step.totals import BareSample
@@ -159,7 +160,7 @@ def slime_data(step: list[PlainSample]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
+@pytest.mark.parametrize("aggregation", HOOKS)
 def test_slimes_hook_is_exact_in_each_of_two_steps(aggregation: str) -> None:
     step = ragged(2)
     data = slime_data(step)
@@ -229,7 +230,7 @@ def miles_samples(step: list[PlainSample]) -> list[Any]:
     return [types.SimpleNamespace(index=n, **vars(sample)) for n, sample in enumerate(step)]
 
 
-@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
+@pytest.mark.parametrize("aggregation", HOOKS)
 def test_miles_hook_is_exact_in_each_step(aggregation: str, conversion) -> None:
     step = ragged(3)
     divisor = divisor_of(aggregation)

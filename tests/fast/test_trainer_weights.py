@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_pg.integrations import DIVISOR_VARIABLE, roll_weights, verl
+from megatron_pg.integrations.reducers import HOOKS
 from tests import oracle
 from tests.random_steps import plain_sample
 
@@ -25,7 +26,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(DIVISOR_VARIABLE, raising=False)
 
 
-@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
+@pytest.mark.parametrize("aggregation", HOOKS)
 def test_verls_weights_times_losses_are_the_objective(aggregation):
     generator = torch.Generator().manual_seed(0)
     losses = torch.rand(PADDED.shape, generator=generator, dtype=torch.float64)

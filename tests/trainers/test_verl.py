@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_pg.integrations.reducers import HOOKS
 from tests import oracle
 from tests.distributed.launch import run_ranks
 from tests.oracle import Objective
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.skipif(missing is not None, reason=str(missing))
 ROOT = Path(__file__).parents[2]
 DIVISOR = 8
 TOLERANCE = 1e-6
-OURS = tuple(f"megatron_pg_{aggregation}" for aggregation in oracle.AGGREGATIONS)
+OURS = tuple(f"megatron_pg_{aggregation}" for aggregation in HOOKS)
 THEIRS = {
     "sample_mean": "seq-mean-token-mean",
     "token_mean": "token-mean",

@@ -208,7 +208,7 @@ class PolicyStep:
         **added: Any,
     ) -> MicroBatchHead:
         """Make the head of a function from the model's output to the local loss and its metrics."""
-        num_tokens = batch.num_active_tokens, int((batch.window.token_indices >= 0).sum())
+        num_tokens = batch.num_active_tokens, batch.num_tokens
 
         def scaled_loss(output: Tensor) -> ScheduleOutput:
             return self.scale.apply(*loss_of_output(output), *num_tokens)

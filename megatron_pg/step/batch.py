@@ -61,6 +61,8 @@ class PackedBatch:
     """The version of the policy that generated each token, [window] int64."""
     old_values: Tensor | None
     returns: Tensor | None
+    num_tokens: int
+    """Tokens of this rank without padding (a host number)."""
     num_active_tokens: int
     """Active tokens of this rank's window (a host number)."""
     largest_token: int
@@ -187,6 +189,7 @@ def pack(
         logit_rows=window.logit_rows,
         window_segment_ids=window.window_segment_ids,
         **response_fields,
+        num_tokens=int((window.token_indices >= 0).sum()),
         num_active_tokens=int(loss_mask.sum()),
         largest_token=int(tokens.max()) if len(tokens) else 0,
         largest_target=max(int(each.max()) for each in ids if each.numel()),

@@ -109,6 +109,10 @@ def reference(data_size: int, per_token: bool) -> Outcome:
 @pytest.mark.parametrize("name", ["DP2", "CP2", "TP2+SP", "TP2+SP PP2", "CP2 EP2 DP2", "CP4"])
 def test_losses_of_routers_are_means_over_tokens_without_padding(name, per_token) -> None:
     sharding = Sharding.named(name)
+    if sharding.tensor > 1 and not versions.multiplies_by_ranks():
+        pytest.skip(
+            "gradients of experts differ between tensor-parallel ranks here, without such a loss too"
+        )
     outcome = run_ranks(sharded_step, sharding.world_size, name, per_token)[0]
     # Megatron's routers round to float32.
     assert_equal([outcome], [reference(sharding.data, per_token)])

@@ -47,7 +47,7 @@ CEILINGS = {
     "core": 11593,
     "package": 18751,
     "examples": 3705,
-    "tests": 32232,
+    "tests": 32228,
 }
 """The most lines that each part may have. `core` is the sum of `CORE` without `megatron/cpu`."""
 

@@ -6,11 +6,14 @@ a launch costs a fraction of a second and not an import for each rank.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import random
+import socket
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -65,6 +68,15 @@ def fork_server() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.distributed.preload"])
     return context
+
+
+def free_port() -> int:
+    """Below the ports that the kernel hands out: gloo's listeners, of the other worker too, cannot take it meanwhile."""
+    for port in random.sample(range(20000, 30000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no port between 20000 and 30000 is free")
 
 
 def run_ranks(

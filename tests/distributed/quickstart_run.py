@@ -7,7 +7,6 @@ import contextlib
 import importlib
 import json
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -21,7 +20,7 @@ import train_grpo
 
 from tests.progress import wait_until
 
-from .launch import fork_server
+from .launch import fork_server, free_port
 
 Ranks = list[BaseProcess]
 Prepare = Callable[[int], None] | None
@@ -56,10 +55,7 @@ def start_script(
     What they print goes to a file beside the run's folder.
     """
     context = fork_server()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     environment |= {"WORLD_SIZE": str(world_size), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     ranks: Ranks = []
     for rank in range(world_size):

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import random
 import re
-import socket
 import sys
 import tempfile
 from dataclasses import replace
@@ -31,21 +28,12 @@ from tests import progress
 from tests.lanes import in_one_lane
 
 from . import wrong_check
-from .launch import run_ranks
+from .launch import free_port, run_ranks
 from .quickstart_run import output_of, start_script, wait_until_ended
 from .test_mutants import MUTANTS
 
 ROOT = Path(__file__).parents[2]
 CP2 = "--context-parallel-size 2"
-
-
-def free_port() -> int:
-    """Below the ports that the kernel hands out: gloo's listeners, of the other worker too, cannot take it meanwhile."""
-    for port in random.sample(range(20000, 30000), 100):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise RuntimeError("no port between 20000 and 30000 is free")
 
 
 def start(*arguments: str) -> Any:

@@ -43,8 +43,8 @@ class HeadOptions:
     with_entropy: bool = True
     """False: the entropy may be NaN, and its gradient is not used."""
     use_quack: bool = True
-    """Where QuACK is installed and takes these sizes, the first product of `linear_token_loss` with float32 logits leaves
-    exponentials (`hopper`)."""
+    """Use of QuACK's products (`hopper`) by `linear_token_loss` with float32 logits, where QuACK is installed and takes these
+    sizes."""
 
 
 def largest_chunk(columns: int, budget: int = _CHUNK_BYTES) -> int:

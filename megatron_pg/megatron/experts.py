@@ -14,6 +14,7 @@ part of an expert's capacity. Four things of these versions are made right here:
 
 import functools
 import inspect
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,10 +61,11 @@ def take_padding_mask(model: Any, groups: ParallelGroups) -> bool:
             if router.enable_expert_bias and not versions.masks_expert_bias():
                 router._apply_expert_bias = functools.partial(_count_tokens, router)
     size = groups.tensor_size * groups.context_size
-    if counts_tokens and versions.multiplies_by_ranks() and size > 1:
-        for chunk in chunks:
-            for router in _routers(chunk):
-                _require_count_of_group(router)
+    scale = getattr(config, "moe_grad_scale_func", None)
+    is_scaled = getattr(scale, "func", None) is _scale_of_a_rank  # by the first step
+    if counts_tokens and versions.multiplies_by_ranks() and size > 1 and not is_scaled:
+        for router in itertools.islice(itertools.chain(*map(_routers, chunks)), 1):
+            _require_count_of_group(router)
         config.moe_grad_scale_func = functools.partial(_scale_of_a_rank, config, size)
     return True
 

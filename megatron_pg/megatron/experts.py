@@ -66,7 +66,7 @@ def take_padding_mask(model: Any, groups: ParallelGroups) -> bool:
     if counts_tokens and versions.multiplies_by_ranks() and size > 1 and not is_scaled:
         for router in itertools.islice(itertools.chain(*map(_routers, chunks)), 1):
             _require_count_of_group(router)
-        config.moe_grad_scale_func = functools.partial(_scale_of_a_rank, config, size)
+        config.moe_grad_scale_func = functools.partial(_scale_of_a_rank, config, size, scale)
     return True
 
 
@@ -131,8 +131,10 @@ def _weighted_z_loss(router: Any, logits: Tensor, padding_mask: Tensor | None = 
     return attached
 
 
-def _scale_of_a_rank(config: Any, size: int) -> Tensor:
+def _scale_of_a_rank(config: Any, size: int, before: Any = None) -> Tensor:
     """Return the scale of the routers' losses, in the place of the schedule's, which 0.19.2 makes `size` times too large."""
+    if before is not None:  # the trainer's own `moe_grad_scale_func`
+        return torch.as_tensor(before()) / size
     one = torch.ones(1, device=torch.cuda.current_device())
     scale: Tensor = one if config.grad_scale_func is None else config.grad_scale_func(one)
     return scale / size

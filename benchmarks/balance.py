@@ -10,8 +10,6 @@ slowest, as with expert parallelism. Pipeline: 1F1B over 4 stages, over the mean
 micro-batch.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import random

@@ -7,8 +7,6 @@ build and to pack the samples; medians, all on the host. Within a loss call the 
 that is made anyway (`benchmarks.loss_launches`).
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import time

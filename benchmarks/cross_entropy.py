@@ -7,8 +7,6 @@ entropy. Ratios are to the three matrix products of the same run; the error is t
 64 tokens and of the weight of their targets against float64.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 

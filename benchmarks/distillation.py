@@ -8,8 +8,6 @@ gradient ends in a float32 `main_grad`. --peers: Liger's fused divergence (from 
 Jensen-Shannon loss (from logits), where they are installed.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from pathlib import Path

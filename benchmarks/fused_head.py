@@ -12,8 +12,6 @@ so that takes many rounds.
 are kept or made twice: the package's own loss with its metrics.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 from collections.abc import Callable, Iterator

@@ -9,8 +9,6 @@ each of its groups of samples. Slowest: what a step takes over the mean rank's w
 how many it lies in the mean, which is what communication grows with. Nothing is timed.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from types import SimpleNamespace

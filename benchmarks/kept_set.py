@@ -9,8 +9,6 @@ read twice, `main_grad` of those read and written, the hidden states' gradient w
 Every method gets the same inputs and a loss with entropy's gradient; the weight's gradient ends in a float32 `main_grad`.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Iterator
 from pathlib import Path

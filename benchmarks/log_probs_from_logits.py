@@ -8,8 +8,6 @@ Floors: 2 bytes a logit for forward, 6 with backward, over the copy rate of the 
 against float64 on 64 rows.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from pathlib import Path

@@ -9,8 +9,6 @@ what passes until the call returns, with nothing queued before it; device time i
 which copies are part. Medians. On a CPU launches are operators, and there is no device time.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import time

@@ -4,8 +4,6 @@ Three of them are imported below their package's `__init__`, which wants librari
 do with the kernel (Ray; a compiled core).
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.machinery
 import os

@@ -6,8 +6,6 @@ The lower bound on the number of micro-batches is ceil(tokens / budget); efficie
 where 1 cannot be beaten and a bound below 1 may not be reachable (two sequences of 0.6 budgets share no micro-batch).
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Callable, Iterable

@@ -13,8 +13,6 @@ Operators are those that reach a device's backend; launches are kernels and copi
 That none of it makes the host wait is tested in tests/gpu/test_policy_loss_cuda.py.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import time

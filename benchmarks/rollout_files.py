@@ -6,8 +6,6 @@ Files of two sizes, the larger ten times the smaller, are written and streamed s
 own. Memory that is that of a window does not grow with the file.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing

@@ -6,8 +6,6 @@ The inputs are those of `benchmarks.fused_head`, all arithmetic float64 but for 
 is taken as there, over 64 tokens at equal distances, of which there are tokens / 64 disjoint sets. Runs on a CPU too.
 """
 
-from __future__ import annotations
-
 import argparse
 
 import torch

@@ -1,7 +1,5 @@
 """Timing and tables shared by the benchmark scripts."""
 
-from __future__ import annotations
-
 import json
 import random
 import statistics

@@ -3,8 +3,6 @@
 python benchmarks/tune_row_kernels.py [--tokens 8192] [--columns 151936]
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 

@@ -14,8 +14,6 @@ clipped one without entropy or KL term. Tensor parallelism comes with sequence p
 `no head` ends at the hidden states: what is left of the step.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import os

@@ -1,7 +1,5 @@
 """The model, its DDP and its optimizer for the benchmark of whole steps."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

@@ -5,8 +5,6 @@
 The wall time is of a step without the profiler.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 import time

@@ -8,8 +8,6 @@ highest room that it imports. The rules: no circle of files or rooms, no arrow t
 ceiling of lines. A change that raises a ceiling says in its commit what it removed and why the rest must be.
 """
 
-from __future__ import annotations
-
 import ast
 import sys
 from pathlib import Path

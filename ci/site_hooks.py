@@ -1,7 +1,5 @@
 """What mkdocs.yml adds to every build of the site: the files of MathJax, and links to the papers that are named."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from importlib import resources

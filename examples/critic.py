@@ -1,7 +1,5 @@
 """The critic of the quickstart's `--advantage gae`: PPO as published (arXiv:1707.06347, arXiv:1506.02438)."""
 
-from __future__ import annotations
-
 import argparse
 from argparse import Namespace
 from collections.abc import Sequence

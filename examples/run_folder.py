@@ -1,7 +1,5 @@
 """Files of a run's folder, for train_grpo.py and trainer/: one writer at a time, and whole or absent."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

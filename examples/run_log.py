@@ -1,7 +1,5 @@
 """The folder of a run: claimed by one run at a time, with its checkpoints, metrics, summary and picture."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

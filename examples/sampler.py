@@ -3,8 +3,6 @@
 Every core attention is exchanged for one that remembers keys and values, so the same modules train and generate.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

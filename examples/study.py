@@ -3,8 +3,6 @@
 Launched by study.sh. A run that is finished is not repeated, and one that was stopped goes on from its checkpoint.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -3,8 +3,6 @@
 One token a character.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import os

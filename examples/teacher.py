@@ -1,7 +1,5 @@
 """The teacher of the quickstart's `--teacher`: the model of a finished run, by whose whole distribution another one learns."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -6,8 +6,6 @@ on two CPU processes; by hand, where --help explains each flag:
     torchrun --nproc-per-node 2 examples/train_grpo.py --context-parallel-size 2 --run-dir runs/mine
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

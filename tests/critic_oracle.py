@@ -3,8 +3,6 @@
 It shares no code with `megatron_pg`; aggregation and means over documents are `tests.oracle`'s.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import replace

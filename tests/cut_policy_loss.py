@@ -1,7 +1,5 @@
 """`policy_loss_function` on every rank and micro-batch of a cut step, in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 

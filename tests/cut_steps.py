@@ -5,8 +5,6 @@ micro-batch and rank, and a sum. `tests.mutants` derives wrong implementations f
 slice of the losses comes from the oracle's token layout, not from the package's.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Counting the operators that a piece of code dispatches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ of the two versions could fail: `tests/distributed` but what is `in_one_lane`, a
 `in_both_lanes` (`ci/test.sh`).
 """
 
-from __future__ import annotations
-
 import sys
 
 import pytest

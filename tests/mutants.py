@@ -1,7 +1,5 @@
 """Wrong implementations that the tests must reject. Each names a mistake made in the field."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -9,8 +9,6 @@ one; a *prompt group* is all rollouts of one prompt; a *step* is all samples of 
 Per-token quantities are lists with one entry per sample, each a vector over its response tokens.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field

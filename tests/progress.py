@@ -6,8 +6,6 @@ second of progress a second, whatever runs beside it. Processes that wait for ea
 pipe, for a lock, in a sleep) make almost none: torchrun, which looks at its ranks ten times a second, makes a few percent.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """Random steps for the tests, as the oracle's plain samples, and their way into the package."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The package's loss function of one micro-batch, as a function that a mutant can stand in for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ Sequences are padded, shifted by one to find targets, cut and handed to ranks. L
 shares no code with `megatron_pg`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

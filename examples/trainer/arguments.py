@@ -1,7 +1,5 @@
 """The command line: Megatron's flags, those of the policy loss and of planning, and a few of this program."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools

@@ -4,8 +4,6 @@ Megatron writes a checkpoint into a folder of its own and then names it in the t
 travels in the arguments that Megatron stores with every checkpoint, so it is whole or absent with the rest.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io

@@ -1,7 +1,5 @@
 """`--dry-run`: what a launch would do, from its validated arguments, without starting anything."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from argparse import Namespace

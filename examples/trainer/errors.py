@@ -1,7 +1,5 @@
 """Errors that the user can mend: said once, in one line, and the end of every rank."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ mbridge has the names and layouts of each family. This file adds the names of la
 comparison of folder and model before anything is changed, and a folder that is whole or absent.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

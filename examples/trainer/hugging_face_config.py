@@ -1,7 +1,5 @@
 """The config.json of a Hugging Face folder as settings of Megatron's model, and as flags of its parser."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil

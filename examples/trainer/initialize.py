@@ -1,7 +1,5 @@
 """Megatron's processes, its global variables, process groups and random state, and the model, on GPUs or on a CPU."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import logging

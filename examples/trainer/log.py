@@ -3,8 +3,6 @@
 Megatron writes its own line of a step, timers and memory reports; its flags say which writers there are.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -4,8 +4,6 @@ Megatron's are in megatron/training/theoretical_memory_usage.py, in the wheel fr
 attention that keeps no scores (flash attention).
 """
 
-from __future__ import annotations
-
 from argparse import Namespace
 from dataclasses import dataclass
 from typing import Any

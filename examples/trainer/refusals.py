@@ -1,7 +1,5 @@
 """Refusals before anything is started: flags that nothing here would read, and a run that goes on with other settings."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import itertools

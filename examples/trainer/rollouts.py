@@ -1,7 +1,5 @@
 """Steps from rollout files, whose place is in the checkpoint, and the log-probs that rollouts lack."""
 
-from __future__ import annotations
-
 import functools
 from argparse import Namespace
 from collections.abc import Sequence

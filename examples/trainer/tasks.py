@@ -1,7 +1,5 @@
 """Steps from reasoning-gym tasks: chat prompts, answered by the policy as it is, scored by the task's own verifier."""
 
-from __future__ import annotations
-
 import random
 from argparse import Namespace
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Megatron's own training loop, with steps of rollouts in place of its batches."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from argparse import Namespace

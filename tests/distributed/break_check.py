@@ -11,8 +11,6 @@ On the GPUs of a job of as many processes as the group has:
     torchrun --nproc-per-node 2 -m tests.distributed.break_check --group "TP2 SP" --device cuda
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import os

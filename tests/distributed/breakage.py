@@ -1,7 +1,5 @@
 """What a way of breaking Megatron is: its patches, the flags it is run under, what must fail and what must be said."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable

@@ -4,8 +4,6 @@ The reference of `megatron-pg check` runs the same classes, one sequence at a ti
 model says by the size of a group, or by there being several sequences, that it leaves that alone.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

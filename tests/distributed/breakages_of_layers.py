@@ -1,7 +1,5 @@
 """Megatron broken inside its layers: tensor parallelism, experts, recomputation."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

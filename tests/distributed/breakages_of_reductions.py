@@ -1,7 +1,5 @@
 """Megatron broken after the model: DDP, finalisation of gradients, the optimizer."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 from collections.abc import Callable

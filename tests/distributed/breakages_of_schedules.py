@@ -1,7 +1,5 @@
 """Megatron broken around the model: schedules, what pipeline stages send, the loss scale, the token count."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """The matrix: every sharding, loss mode and gradient reduction, with the steps each one runs."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

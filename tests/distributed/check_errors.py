@@ -1,8 +1,6 @@
 """How far ``megatron-pg check`` stays from its tolerances, by sharding and depth, on a CPU:
 `python -m tests.distributed.check_errors --markdown docs/records/check_errors.md`."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import sys

@@ -1,7 +1,5 @@
 """How far a sharded step is from the reference."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

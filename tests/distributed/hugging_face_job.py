@@ -1,7 +1,5 @@
 """What ranks do with a Hugging Face folder: build the model its config means, load, score, train a step, write it back."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -5,8 +5,6 @@
 What a launcher does when a rank dies (end the others) is done by `quickstart_run.wait`.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import os

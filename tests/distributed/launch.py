@@ -4,8 +4,6 @@ The processes are forked from a server that has imported torch, Megatron and the
 a launch costs a fraction of a second and not an import for each rank.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import multiprocessing

@@ -1,7 +1,5 @@
 """Run the matrix and print its table: `python -m tests.distributed.matrix --help`."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import platform

@@ -1,10 +1,8 @@
 """Tiny GPT models that are the same function of the same parameters at every sharding."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -42,7 +40,7 @@ class Sharding:
     expert: int = 1
 
     @classmethod
-    def named(cls, name: str) -> Sharding:
+    def named(cls, name: str) -> Self:
         """The sharding that a name as "TP2+SP CP2" begins with."""
         sizes = {AXES[axis]: int(size) for axis, size in re.findall(r"\b([A-Z]P|VPP)(\d+)", name)}
         return cls(**sizes, sequence_parallel="+SP" in name)
@@ -92,7 +90,7 @@ class ModelOptions:
     """At least one for each model chunk."""
 
     @property
-    def unsharded(self) -> ModelOptions:
+    def unsharded(self) -> Self:
         """What of the model an unsharded reference shares: all that changes the function."""
         shared = (
             *("mixture_of_experts", "tied_embeddings", "hybrid", "value_head"),

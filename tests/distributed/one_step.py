@@ -1,7 +1,5 @@
 """One training step of real Megatron-Core: model, DDP, schedule, finalized gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Short runs of the quickstart and what they leave."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib

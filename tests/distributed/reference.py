@@ -3,8 +3,6 @@
 All of it in float64, so that what is measured is the error of the float32 run alone.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A small rollout file."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

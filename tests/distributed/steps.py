@@ -1,7 +1,5 @@
 """The steps that are trained on, how they are cut, and the settings of the loss."""
 
-from __future__ import annotations
-
 import functools
 import math
 import random

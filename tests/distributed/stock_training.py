@@ -1,7 +1,5 @@
 """One step of megatron.training's own train_step, with the package's two lines in its forward_step."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

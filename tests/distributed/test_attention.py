@@ -1,7 +1,5 @@
 """The torch-only attention: packed and context parallel equals each sequence alone in one process."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from dataclasses import dataclass

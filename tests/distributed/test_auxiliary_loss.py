@@ -5,8 +5,6 @@ micro-batches of all data-parallel ranks, in per-token mode weighted by tokens, 
 multi-token prediction on a Megatron-Core that scales it otherwise: the same gradient, or a refusal in words.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`megatron-pg check` against ways of breaking Megatron: each is seen, and named for what it is."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

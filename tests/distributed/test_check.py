@@ -1,7 +1,5 @@
 """``megatron-pg check``: it passes where the package is right, names what is wrong, and never hangs."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -3,8 +3,6 @@
 The steps run through Megatron's schedule at DP 2 x CP 2; the faults leave most weights as they are.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from unittest import mock

@@ -1,7 +1,5 @@
 """Log-probs, entropy and hidden states of samples at every kind of sharding, against one process and the oracle's loops."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 A small scorer takes the place of a language model, so that the reference is one dense float64 loop over samples.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A step of distillation: GPTModel, DDP and schedule, from logits and through the fused head, against the unsharded model."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

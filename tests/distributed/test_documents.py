@@ -1,8 +1,6 @@
 """Steps of n documents over real data-parallel ranks: the same steps at every size, and after resuming at another; and from a
 rollout file rows, rewards, plan and totals as one process has them."""
 
-from __future__ import annotations
-
 import functools
 import json
 import random

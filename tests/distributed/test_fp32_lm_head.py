@@ -1,7 +1,5 @@
 """`--fp32-lm-head` without the fused head: Megatron's own output layer with float32 logits."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """One step of GPTModel, DDP and schedule through the fused head, against the unsharded model."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Hugging Face's weights in Megatron's model: held to `transformers`, which shares no code with the converter."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

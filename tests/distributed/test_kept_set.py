@@ -1,7 +1,5 @@
 """A step over the kept sets: GPTModel, DDP and schedule, from logits and through the fused head, against the unsharded model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

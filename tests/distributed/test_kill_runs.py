@@ -1,7 +1,5 @@
 """Killed at a few moments and started again, a run leaves what an uninterrupted one does (ten moments: kill_runs.py)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

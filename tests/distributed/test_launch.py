@@ -1,7 +1,5 @@
 """The launcher of these tests: results in rank order, the first error, and no hang."""
 
-from __future__ import annotations
-
 import os
 import time
 

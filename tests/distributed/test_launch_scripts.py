@@ -1,7 +1,5 @@
 """The launch scripts dry-run: flags that Megatron and this package accept for that many processes, and a plan."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """The representative part of the matrix; the whole of it is `python -m tests.distributed.matrix`."""
 
-from __future__ import annotations
-
 import pytest
 
 from .cases import representative_cases

@@ -1,7 +1,5 @@
 """The memory estimate of a dry run against the peaks of whole steps in docs/records/benchmarks.md."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

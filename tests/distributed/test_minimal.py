@@ -1,7 +1,5 @@
 """examples/minimal.py: short, and it learns, the same at every sharding."""
 
-from __future__ import annotations
-
 import re
 import runpy
 import sys

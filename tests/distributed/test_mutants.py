@@ -1,7 +1,5 @@
 """Wrong losses, each a mistake made in the field, are told from the reference by a step through Megatron."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any

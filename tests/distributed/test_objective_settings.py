@@ -3,8 +3,6 @@
 That each equals its formula is tested where it is defined; here it goes through real Megatron-Core.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import random

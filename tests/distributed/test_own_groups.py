@@ -1,7 +1,5 @@
 """A context-parallel group for each micro-batch: long ones on many ranks, short ones on few, in one step."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Plans over real data-parallel ranks: they agree where they must, and one exchange is enough."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from unittest import mock

@@ -1,7 +1,5 @@
 """The main job, shortened: what it writes, and that a stopped run goes on as if it had not been stopped."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

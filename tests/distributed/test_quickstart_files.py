@@ -1,7 +1,5 @@
 """The flags, folder, logs, checkpoints and picture of the quickstart: what is refused, damaged or half written."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import runpy

@@ -1,7 +1,5 @@
 """The training steps of the quickstart: advantages, means, its fused head and its critic."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import shutil

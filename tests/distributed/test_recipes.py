@@ -1,7 +1,5 @@
 """The launch lines of docs/recipes.md go through the real parser (Megatron's, where the wheel has it) and every check."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

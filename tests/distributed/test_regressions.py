@@ -1,7 +1,5 @@
 """Failures that users of other implementations report, each by its symptom."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The one exchange behind a trainer's divisors: over two data-parallel ranks as on one, and errors on both."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.distributed as dist

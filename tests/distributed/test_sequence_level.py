@@ -1,8 +1,6 @@
 """Objectives and sequence-level corrections with the tokens of a sequence spread over ranks, some of them empty; and metrics
 reduced over a world in which not every rank has something to say."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

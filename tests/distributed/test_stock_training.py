@@ -1,7 +1,5 @@
 """The two lines, added to an unchanged megatron.training train step, give the reference's gradients."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_pg.config.versions import has_megatron_training

@@ -1,7 +1,5 @@
 """examples/launch/torchrun.py, on ranks that end in each way: what is said, and with which status."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

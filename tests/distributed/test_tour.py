@@ -1,7 +1,5 @@
 """examples/tour.ipynb: its cells run on a CPU, and print what the notebook shows."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

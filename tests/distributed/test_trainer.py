@@ -1,7 +1,5 @@
 """examples/trainer from rollout files: its steps, and that a run that goes on equals one that was never stopped."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import functools

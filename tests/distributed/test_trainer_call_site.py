@@ -1,7 +1,5 @@
 """The reducers of `megatron_pg.integrations` through real Megatron, scaled as such a trainer scales them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace

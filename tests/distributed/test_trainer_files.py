@@ -1,7 +1,5 @@
 """examples/trainer and its rollout files: their formats, what they lack, and what may change when a run goes on."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import json

@@ -1,7 +1,5 @@
 """The command line of examples/trainer: every flag of Megatron is read, or refused by name."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

@@ -1,7 +1,5 @@
 """examples/trainer with log-probs that rollouts lack, a reference policy, and Hugging Face weights."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

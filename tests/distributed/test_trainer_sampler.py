@@ -1,7 +1,5 @@
 """The sampler of examples/trainer, held to `transformers`, which shares no code with it, and on-line steps."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -4,8 +4,6 @@ A run in one process takes three steps. Each sharding goes on from its checkpoin
 moments cut anew, and takes the other two.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

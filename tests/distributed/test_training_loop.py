@@ -1,7 +1,5 @@
 """A loop of one's own that forgets what Megatron's loop sets: refused before the first backward pass, on every rank."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """A critic on real Megatron: what a wrong head or step would show, its values at a sharding, its metrics, whitening."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

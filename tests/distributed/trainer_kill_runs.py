@@ -3,8 +3,6 @@
 python -m tests.distributed.trainer_kill_runs --moments 10 --seed 0
 """
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Short runs of examples/trainer from a small rollout file, and what they leave."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

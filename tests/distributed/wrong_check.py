@@ -1,7 +1,5 @@
 """``megatron-pg check`` of a wrong package: ``torchrun -m tests.distributed.wrong_check MISTAKE [flags]``."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

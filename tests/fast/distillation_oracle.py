@@ -1,7 +1,5 @@
 """The reference of the distillation tests: float64, one row and one token of the vocabulary at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

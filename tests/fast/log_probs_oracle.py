@@ -1,7 +1,5 @@
 """The reference of the log-prob tests: float64, one row at a time."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

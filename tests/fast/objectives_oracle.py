@@ -5,8 +5,6 @@ token is never touched. Clipping is written as the choice between the formula's 
 follows the term that was chosen.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The loss of a step from log-probs, what it reports, and the plainest reducer of a user's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

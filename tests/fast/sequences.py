@@ -1,7 +1,5 @@
 """Random responses, as the objectives' oracle and as the package hold them."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from collections.abc import Sequence

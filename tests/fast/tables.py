@@ -1,7 +1,5 @@
 """The docs' tables that are read off parsers and rows. `python -m tests.fast.tables` rewrites them."""
 
-from __future__ import annotations
-
 import argparse
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Group-relative and generalised advantages, and whitening, against plain loops; what is refused."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

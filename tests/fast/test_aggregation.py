@@ -1,7 +1,5 @@
 """Totals of a step, and the four objectives that they make of a cut step, against the oracle."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

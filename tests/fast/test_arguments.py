@@ -1,7 +1,5 @@
 """Every rule of the flags: what is settled, what is refused, and that a refusal names the flag."""
 
-from __future__ import annotations
-
 import argparse
 import copy
 import dataclasses

@@ -4,8 +4,6 @@ One table a door into the package: the samples, the packing, the step's totals, 
 the settings, the loss. An error that a user cannot act on counts as a failure here.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import math

@@ -1,7 +1,5 @@
 """A micro-batch goes to CUDA as bytes in one copy; here the bytes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """``megatron-pg check``: what is said of rows that fail. Nothing is trained here."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """``megatron-pg check``: flags that are refused, the samples of its step, rows and the two reports. Nothing is trained here."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The aggregation checksum of a step that is short, or empty; `test_checksum_identity` has whole and exchanged ones."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

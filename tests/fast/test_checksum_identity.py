@@ -1,7 +1,5 @@
 """The checksum sees what the weights alone do not: a step of equal weights whose samples are not those that were counted."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import struct

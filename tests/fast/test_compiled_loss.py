@@ -3,8 +3,6 @@
 On a CPU here, by the trace itself, or with a compiler that generates no code; tests/gpu has the kernels.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The corrections of rollout mismatch against their formulas, value, gradient and mask."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """Functions by import path: both spellings, and an error with its cause for everything else."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

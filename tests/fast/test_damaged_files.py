@@ -1,7 +1,5 @@
 """Rollout files that are damaged, changed or none: refused by name, whatever becomes of bad rows."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

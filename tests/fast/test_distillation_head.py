@@ -1,7 +1,5 @@
 """The divergence from a teacher, from logits and from hidden states, against plain float64 loops."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

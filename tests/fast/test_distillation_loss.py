@@ -1,7 +1,5 @@
 """What distillation asks of samples and of calls, by name, before a model has run."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

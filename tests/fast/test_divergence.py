@@ -1,7 +1,5 @@
 """The divergence estimates against their formulas, value and gradient, token by token."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -6,8 +6,6 @@ block that only the test sees, for what a snippet takes as given. Blocks of othe
 `bash` block of one `megatron-pg explain` or `migrate` command whose output follows as a `text` block.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import runpy

@@ -1,7 +1,5 @@
 """Steps of n documents on one rank: which samples they hold, where they end, what is carried over."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

@@ -1,7 +1,5 @@
 """`megatron-pg explain`: its numbers against the oracle's gradients, its warnings, its outputs; the command line."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

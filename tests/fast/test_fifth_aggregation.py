@@ -1,7 +1,5 @@
 """A fifth aggregation is one row: the divisor sqrt(D_i), against plain loops, wherever aggregations are read."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """The plain output layer with float32 logits, against dense float64 products: value, and all gradients."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

@@ -1,7 +1,5 @@
 """The Triton kernels of the sparse layer and of the divergence, through Triton's interpreter."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Plans whose micro-batches have context-parallel groups of their own: every sample once, within the memory, in step."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable

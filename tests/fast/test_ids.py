@@ -1,7 +1,5 @@
 """Ids that two ranks or two files number alike are refused, with both samples named, and may be made distinct."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

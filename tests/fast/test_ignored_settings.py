@@ -3,8 +3,6 @@
 Every field of the config, beside every base, on a step whose samples bring all that a loss may read.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import logging

@@ -1,7 +1,5 @@
 """What slime's and miles' init hook refuses before the model is loaded, and the line that it prints."""
 
-from __future__ import annotations
-
 import sys
 import types
 from dataclasses import replace

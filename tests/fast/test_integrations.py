@@ -1,7 +1,5 @@
 """The import paths for other trainers: what is exact at their call site is, and the rest is refused."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import subprocess

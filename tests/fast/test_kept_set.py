@@ -1,7 +1,5 @@
 """Log-probs and entropy over the kept set, from logits and by the sparse head, against plain float64 loops."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from collections.abc import Sequence

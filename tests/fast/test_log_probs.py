@@ -1,7 +1,5 @@
 """log_probs_and_entropy against the float64 plain-loop oracle, whole and with the vocabulary over gloo ranks."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 The interpreter is chosen when Triton is imported, so the tests run in a process of their own.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import sys

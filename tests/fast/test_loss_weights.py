@@ -1,7 +1,5 @@
 """Weights of tokens beside the loss mask, against plain loops: every term of the loss, every cut, both denominators."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -5,8 +5,6 @@ scaling and finalize_model_grads' division by tokens, as read in megatron-core 0
 tests/distributed runs the real ones.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The metrics of a step against plain loops, and what they may cost."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import math

@@ -4,8 +4,6 @@ The numbers are compared with plain float64 loops (`tests.oracle`); `tests/train
 trainers' own scripts.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The policy objectives against their formulas, value and gradient, token by token."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

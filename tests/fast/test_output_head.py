@@ -1,7 +1,5 @@
 """`--fused-lm-head` and `--fp32-lm-head` are honoured or refused, never ignored."""
 
-from __future__ import annotations
-
 import argparse
 from types import SimpleNamespace
 from typing import Any

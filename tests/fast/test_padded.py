@@ -1,7 +1,5 @@
 """`reduce_padded` against the oracle: the same numbers as the packed reducers, however a step is cut."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

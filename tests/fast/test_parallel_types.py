@@ -4,8 +4,6 @@
 gradients up over data- and context-parallel ranks, and tensor-parallel ranks compute the same loss.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterator

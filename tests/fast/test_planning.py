@@ -1,7 +1,5 @@
 """Bins and plans of a step: every sample once, no bin above its capacity, nothing left to chance."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import random

@@ -3,8 +3,6 @@
 A masked position may hold anything, which reaches neither loss nor gradient; an active one hides nothing.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import replace

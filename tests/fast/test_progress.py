@@ -1,7 +1,5 @@
 """The end of a wait: processes that hang are told from processes that are slow."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

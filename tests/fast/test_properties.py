@@ -1,7 +1,5 @@
 """Properties of the objective over random steps and cuts, and the mutants that must break them."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import replace

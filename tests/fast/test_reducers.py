@@ -1,7 +1,5 @@
 """The reducer factory: one closure per micro-batch and rank, against the oracle's weights."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from typing import Any

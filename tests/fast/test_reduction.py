@@ -1,7 +1,5 @@
 """The count of the step that an inner sum is divided by: a user's reducer, and a step without samples."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What `--replay-sampling-set` asks of samples, by name and position, before a model has run; and what it reports."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Rollout files: what a row becomes, what a bad row says, windows, shares of ranks, and going on in the middle."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """The divisors that make a trainer's sample mean every aggregation: arithmetic, clamp, groups, and both hooks."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import sys

@@ -1,7 +1,5 @@
 """One row of a table is all there is to an objective or a correction: whatever depends on a property reads the row."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator
 from dataclasses import fields, replace

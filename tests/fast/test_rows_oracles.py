@@ -4,8 +4,6 @@ A row is checked through the public loss of a step, on ragged samples of which t
 `tests.oracle`, `objectives_oracle` and `distillation_oracle`, and here those of the metrics.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import random

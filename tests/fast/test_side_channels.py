@@ -1,7 +1,5 @@
 """Kept sets and side channels: refusals by sample and position, and their way through pack and the token window."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

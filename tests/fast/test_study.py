@@ -1,7 +1,5 @@
 """The studies of the quickstart: their statistics against plain integration, their tables and figures, what they run again."""
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

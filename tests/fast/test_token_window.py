@@ -1,7 +1,5 @@
 """The token window against the oracle's literal simulation of its layouts."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

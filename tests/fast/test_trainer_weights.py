@@ -1,7 +1,5 @@
 """The weights and refusals of verl's plugin and ROLL's worker, without the two: tests/trainers has the proof on their code."""
 
-from __future__ import annotations
-
 import sys
 import types
 

@@ -1,7 +1,5 @@
 """The value loss on every rank of a cut step, against plain float64 loops; its metrics; what is refused."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from contextlib import nullcontext

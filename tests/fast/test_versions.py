@@ -1,7 +1,5 @@
 """Which versions of Megatron-Core are accepted, and what a refusal says."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Triton's interpreter, in which the kernels run on a CPU: `test_log_probs_triton` starts a process that has it."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -11,8 +11,6 @@ it knows no dimension, and V becomes P by our word where a loss leaves the rank;
 of the host (the counts of a step, the factors of the scale contract); and the backward of an op of our own.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 `tests.distributed`, of which some of them take a helper, has `torch.compile` leave functions as they are, for Megatron on a CPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """The divergence from a teacher on a GPU, against plain float64 loops."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

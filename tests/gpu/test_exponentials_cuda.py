@@ -1,7 +1,5 @@
 """The fused head's products of exponentials with QuACK, against dense float64 and against our own kernels."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Sequence

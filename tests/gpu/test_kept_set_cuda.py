@@ -1,7 +1,5 @@
 """The kept set on a GPU: the sparse layer's kernels and the gathers from logits, against float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The log-prob op and the fused head on a GPU, against dense float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 

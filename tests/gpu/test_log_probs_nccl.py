@@ -1,7 +1,5 @@
 """The log-prob op and the fused head with the vocabulary over two GPUs, by NCCL, against dense float64."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

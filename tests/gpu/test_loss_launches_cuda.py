@@ -1,7 +1,5 @@
 """The compiled loss on a GPU: few launches whatever the samples, kernels for any size, and a micro-batch moved in one copy."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

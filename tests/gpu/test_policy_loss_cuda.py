@@ -1,7 +1,5 @@
 """The policy loss on a GPU, compiled: the CPU's numbers, and no wait for the device before the step's end."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

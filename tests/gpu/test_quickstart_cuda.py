@@ -1,7 +1,5 @@
 """The quickstart on a GPU: a run that is stopped and resumed goes on with its random state."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

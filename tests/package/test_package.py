@@ -1,7 +1,5 @@
 """What `python -m build` makes: a wheel that works by itself, an sdist that can be built from, their metadata."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import sys

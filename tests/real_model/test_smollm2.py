@@ -5,8 +5,6 @@ Outside CI, for its download of 98 MB; with examples/trainer/requirements.txt an
     python -m pytest tests/real_model
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

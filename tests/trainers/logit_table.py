@@ -4,8 +4,6 @@ Every token of the step has an id of its own, and the model a row of logits for 
 gradient of every logit.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

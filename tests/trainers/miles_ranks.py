@@ -1,7 +1,5 @@
 """miles' own way from a rollout's samples to a gradient: hook around its conversion, schedule, store, batch, loss."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """What one rank does around a trainer's own functions: the place of its logits, Megatron's loss arithmetic, the sums."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import math

@@ -5,8 +5,6 @@ calls the worker's `loss_func` (RLVR's, which gathers log-probs and entropy) and
 the rest. Of the strategy only `__init__`, the model and the optimizer are not ROLL's.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass
 from types import MethodType, SimpleNamespace

@@ -1,7 +1,5 @@
 """One ragged rollout of two optimizer steps, and its gradients in float64, in plain loops."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """slime's own way from a rollout's samples to a gradient: conversion, schedule, iterator, hook, batch, loss."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from typing import Any

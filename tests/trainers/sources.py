@@ -5,8 +5,6 @@
 Packages that a trainer imports, and whose functions the tests never call, are empty modules.
 """
 
-from __future__ import annotations
-
 import importlib.abc
 import importlib.machinery
 import importlib.util

@@ -4,8 +4,6 @@ pip install trl==1.16.0 liger-kernel==0.8.5 verl==0.9.1
 python -m pytest -s tests/trainers/test_distillation_peers.py
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 

@@ -3,8 +3,6 @@
 They are read from the checkouts in the folder that TRAINERS names, `verl-git` for verl's repository.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

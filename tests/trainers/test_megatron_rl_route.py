@@ -4,8 +4,6 @@
 rest of the script is not run.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Callable, Sequence

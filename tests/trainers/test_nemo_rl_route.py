@@ -6,8 +6,6 @@ and modules that they import and that are not called here are stand-ins:
     TRAINERS=... python -m tests.trainers.test_nemo_rl_route
 """
 
-from __future__ import annotations
-
 import importlib
 import math
 import re

@@ -4,8 +4,6 @@ A function is taken from the file of a checkout in the folder that TRAINERS name
 run. SkyRL and verl may be unpacked wheels.
 """
 
-from __future__ import annotations
-
 import ast
 import typing
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The real losses of slime and miles under each aggregation: gradients equal to float64 loops, at CP 2 and DP 2 as at one rank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """The four aggregations inside verl's own unmodified code: every logit's gradient against float64 loops."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import subprocess

@@ -7,8 +7,6 @@ is a table with a row of logits for each token of the step, every token having a
 of the table is the gradient of every logit.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Iterator

@@ -35,7 +35,13 @@ from megatron_pg.config.objective import (
 from megatron_pg.config.rows import ANCHOR, TABLES, Table, did_you_mean
 
 LOG_PROB_FIELDS = ("old_log_probs", "ref_log_probs", "rollout_log_probs")
-OPTIONAL_SAMPLE_FIELDS = (*LOG_PROB_FIELDS, "group_index", "kept_tokens", "loss_weights")
+OPTIONAL_SAMPLE_FIELDS = (
+    *LOG_PROB_FIELDS,
+    "group_index",
+    "kept_tokens",
+    "loss_weights",
+    "routed_experts",
+)
 """Fields of `Sample` that some settings need and others do not."""
 logger = logging.getLogger("megatron_pg")
 
@@ -107,6 +113,8 @@ def required_inputs(config: PolicyLossConfig) -> dict[str, tuple[str, ...]]:
         readers.append(("--use-unbiased-kl", (ANCHOR,)))
     if config.replay_sampling_set:
         readers.append(("--replay-sampling-set", ("kept_tokens",)))
+    if config.replay_routing:
+        readers.append(("--replay-routing", ("routed_experts",)))
     for table in TABLES.values():
         readers += [(table.flag_of_row(row, config), row.inputs) for row in table.rows_on(config)]
     flags: dict[str, dict[str, None]] = {field: {} for field in OPTIONAL_SAMPLE_FIELDS}

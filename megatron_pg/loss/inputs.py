@@ -26,7 +26,7 @@ _required_inputs = read_off_rows(required_inputs)
 def require_inputs(config: PolicyLossConfig, batch: PackedBatch) -> None:
     """Refuse a micro-batch that lacks an input of the loss, naming the sample, the field and the flags that ask for it."""
     for field, flags in _required_inputs(config).items():
-        if field != "group_index" and getattr(batch, field) is None:
+        if field != "group_index" and batch.samples and getattr(batch, field) is None:
             raise ValueError(
                 f"{batch.samples[0].name} has no {field}, which {' and '.join(flags)} needs: give "
                 f"Sample({field}=...) to every sample of the step"

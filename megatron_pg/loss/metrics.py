@@ -201,9 +201,10 @@ def metric_names(config: PolicyLossConfig) -> tuple[str, ...]:
 
 
 class HasSums(Protocol):
-    """Sums of another loss that travel beside the policy's: pairs [names, 2] of this rank, and metrics made of the world's."""
+    """Sums that travel beside the policy loss's: pairs [names, 2] of this rank, and metrics made of the world's."""
 
-    sums: Tensor
+    @property
+    def sums(self) -> Tensor: ...
 
     def metrics(self, reduced: Tensor) -> dict[str, float]: ...
 
@@ -216,7 +217,7 @@ def reduce_metrics(
     device: torch.device | str,
     group: dist.ProcessGroup | None = None,
     policy_version: int | None = None,
-    critic: HasSums | None = None,
+    beside: Sequence[HasSums] = (),
 ) -> dict[str, float]:
     """Reduce the metrics of a step's micro-batches. This is the step's only host synchronisation.
 
@@ -231,7 +232,7 @@ def reduce_metrics(
         group: all ranks of the job; None is the default group, or no communication where torch.distributed is not initialised.
         policy_version: the version of the policy that the step starts from, counted as `Sample.policy_version` is; without it
             no staleness is reported.
-        critic: the critic's `ValueStep.report`, to travel in the same all-reduce; its metrics are among those returned.
+        beside: the critic's `ValueStep.report` and others, to travel in the same all-reduce; their metrics are returned too.
 
     Returns:
         By name; the same on every rank. Means, maxima and minima are NaN for a step without an active token; those of fields
@@ -242,9 +243,8 @@ def reduce_metrics(
     """
     rows, names = metrics_on(config), metric_names(config)
     counted = micro_batches if contributes else ()
-    pairs = add_pairs(names, counted, device)
-    if critic is not None:
-        pairs = torch.cat([pairs, critic.sums.to(device)])
+    parts = [add_pairs(names, counted, device), *(other.sums.to(device) for other in beside)]
+    pairs = torch.cat(parts)
     num_extremes = sum(row.kind in SIGNS for row in rows)
     nothing = torch.full((num_extremes,), -torch.inf, dtype=torch.float64, device=device)
     batch_maxima = [getattr(metrics, "maxima", None) for metrics in counted]
@@ -253,7 +253,7 @@ def reduce_metrics(
         dist.all_reduce(pairs, group=group)
         if len(maxima):
             dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
-    pairs, critic_pairs = pairs.tensor_split([len(names)])
+    pairs, *others = pairs.split(list(map(len, parts)))  # type: ignore[no-untyped-call]
     reduced = _by_name(rows, names, pairs, maxima)
     if not math.isfinite(reduced["loss"]):
         report_nan_tokens(counted, "its logits, its log-probs (old, ref, rollout) and its teacher")
@@ -272,7 +272,9 @@ def reduce_metrics(
     unreported = {row.name for row in METRICS if not row.is_reported}
     unreported |= {"current_policy_version", *CHECKSUMS[1:]}
     reduced = {name: value for name, value in reduced.items() if name not in unreported}
-    return reduced if critic is None else reduced | critic.metrics(critic_pairs)
+    for other, sums in zip(beside, others, strict=True):
+        reduced |= other.metrics(sums)
+    return reduced
 
 
 def add_pairs(

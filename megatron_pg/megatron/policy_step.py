@@ -23,6 +23,7 @@ from megatron_pg.megatron.fused_head import FusedHead
 from megatron_pg.megatron.groups import ParallelGroups, chunks_of, unwrapped
 from megatron_pg.megatron.multi_token import scale_multi_token_loss
 from megatron_pg.megatron.output_layer import set_fp32_lm_head, take_output_processor
+from megatron_pg.megatron.routing_replay import RoutingReplay
 from megatron_pg.megatron.scale_contract import ScheduleOutput, scale_contract
 from megatron_pg.megatron.training_loop import require_training_loop
 from megatron_pg.step.batch import PackedBatch, to_device
@@ -40,7 +41,8 @@ class MicroBatchHead:
     model_inputs: dict[str, Any]
     """Keyword arguments of the model's forward: the micro-batch, and `model_arguments`."""
     model_arguments: dict[str, Any]
-    """The keyword arguments that the head adds, for a call of your own; none without `--fused-lm-head`."""
+    """The keyword arguments that the head adds, for a call of your own; none without `--fused-lm-head` and
+    `--replay-routing`."""
 
 
 class PolicyStep:
@@ -110,6 +112,10 @@ class PolicyStep:
         elif config.changes_output_layer or config.fused_lm_head:
             flag = "--fused-lm-head" if config.fused_lm_head else "--fp32-lm-head"
             raise ValueError(f"{flag} changes the model's output layer: give PolicyStep the model=")
+        elif config.replay_routing:
+            raise ValueError(
+                "--replay-routing changes the model's routers: give PolicyStep the model="
+            )
         if groups is None:
             groups = ParallelGroups.from_model(model)
         needs_weight = config.distills and config.distill_teacher == "hidden"
@@ -128,6 +134,7 @@ class PolicyStep:
         self.model, self._chunk, self._is_loop_checked = model, chunk, False
         self._table_sizes = _table_sizes(chunk)
         self._masks_padding = model is not None and take_padding_mask(model, groups)
+        self._replay = RoutingReplay(model, groups) if config.replay_routing else None
         if plan is not None:
             _require_one_length(plan, model_config)
         mode_config: Any = model_config or config
@@ -175,14 +182,15 @@ class PolicyStep:
         own_group = context_group or groups.context
         loss = MicroBatchLoss(config, batch, self.totals, own_group, self.share)
         options = head_options(config, groups.tensor, self.vocab_size, chunk_tokens)
+        added: dict[str, Any] = {} if self._replay is None else self._replay.model_inputs(batch)
         if config.fused_lm_head:
             fused = FusedHead(loss, options, gradient_scope(config), self.teacher_weight)
-            added = {"output_processor": fused.output_processor}
+            added["output_processor"] = fused.output_processor
             return self.scaled_head(batch, inputs, fused.loss, **added)
         read = functools.partial(
             loss_of_logits, loss, options=options, teacher_weight=self.teacher_weight
         )
-        return self.scaled_head(batch, inputs, read)
+        return self.scaled_head(batch, inputs, read, **added)
 
     def checked_inputs(
         self, batch: PackedBatch, context_group: ProcessGroup | None = None
@@ -253,7 +261,7 @@ class PolicyStep:
             contributes=self.groups.contributes,
             device=self.device if device is None else device,
             policy_version=policy_version,
-            critic=critic,
+            beside=[part for part in (critic, self._replay) if part is not None],
         )
 
     @property

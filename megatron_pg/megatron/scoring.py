@@ -22,12 +22,21 @@ from megatron_pg.megatron.output_layer import (
     take_output_processor,
 )
 from megatron_pg.megatron.policy_step import MicroBatchHead, model_inputs
+from megatron_pg.megatron.routing_replay import RoutingReplay
 from megatron_pg.megatron.scale_contract import ScheduleOutput
 from megatron_pg.megatron.schedule import run_micro_batches
 from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.plan import StepPlan, plan_step
 from megatron_pg.step.sample import Sample
+
+NEEDED = {
+    "kept_tokens": "which --replay-sampling-set needs: give Sample(kept_tokens=...), with an empty set for each token where all "
+    "were kept",
+    "routed_experts": "which --replay-routing needs: give Sample(routed_experts=...), or score under "
+    "dataclasses.replace(config, replay_routing=False), as a reference model that routes by itself",
+}
+"""The reason and the remedy for a field of a sample that scoring reads."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,9 +73,9 @@ def compute_log_probs(
 
     Args:
         model: on this rank's device, wrapped (DDP, Float16Module) or not, or the list of chunks of a virtual pipeline.
-        samples: this data-parallel rank's, in any order; none at all is legal. Their tokens, response lengths, loss masks
-            and kept sets are read; log-probs are not, and may be missing from some samples.
-        config: the policy loss, for temperature, head, precision of the logits, and kept sets.
+        samples: this data-parallel rank's, in any order; none at all is legal. Their tokens, response lengths, loss masks,
+            kept sets and routed experts are read; log-probs are not, and may be missing from some samples.
+        config: the policy loss, for temperature, head, precision of the logits, kept sets and routing replay.
         max_tokens_per_microbatch: see `plan_step`. Without a backward pass it may be several times that of training.
         oversized: see `plan_step`.
         groups: the process groups; None takes the model's.
@@ -108,6 +117,7 @@ def compute_log_probs(
             groups=groups,
             vocab_size=vocab_size,
             takes_sets=config.replay_sampling_set,
+            replays_routing=config.replay_routing,
             cp_partition_mode=config.cp_partition_mode,
         )
     finally:
@@ -180,6 +190,7 @@ def score_samples(
     cp_partition_mode: CpPartitionMode,
     vocab_size: int | None = None,
     takes_sets: bool = False,
+    replays_routing: bool = False,
 ) -> list[Tensor]:
     """Score every response token, forward only: per sample [numbers, response_length] on the host; see `compute_log_probs`.
 
@@ -188,11 +199,13 @@ def score_samples(
         output_processor: makes a micro-batch's `output_processor=` of the model's forward; None: the model returns logits.
         empty_scores: [numbers, 0] in the dtype of the scores that are returned.
         takes_sets: read the kept sets, of which every sample needs one then.
+        replays_routing: route by the `routed_experts` that every sample needs then.
     """
     chunks = chunks_of(model)
     groups = ParallelGroups.from_model(model) if groups is None else groups
+    read = ["kept_tokens"] * takes_sets + ["routed_experts"] * replays_routing
     (device, bare), _ = compute_and_gather(
-        lambda: (_device_of(chunks, groups), _bare(samples, chunks[0], vocab_size, takes_sets)),
+        lambda: (_device_of(chunks, groups), _bare(samples, chunks[0], vocab_size, read)),
         lambda _: None,
         groups.data,
     )
@@ -220,8 +233,12 @@ def score_samples(
         for indices in plan.microbatches
     ]
 
+    replay = RoutingReplay(chunks, groups) if replays_routing else None
+
     def head(batch: PackedBatch) -> MicroBatchHead:
-        added = {} if output_processor is None else {"output_processor": output_processor(batch)}
+        added: dict[str, Any] = {} if replay is None else replay.model_inputs(batch)
+        if output_processor is not None:
+            added["output_processor"] = output_processor(batch)
 
         def report(output: Tensor) -> ScheduleOutput:
             scores = read_scores(batch, output)
@@ -260,18 +277,14 @@ def _device_of(chunks: Sequence[Any], groups: ParallelGroups) -> torch.device:
 
 
 def _bare(
-    samples: Sequence[Sample], chunk: Any, vocab_size: int | None, takes_sets: bool
+    samples: Sequence[Sample], chunk: Any, vocab_size: int | None, read: Sequence[str]
 ) -> list[Sample]:
     """Leave out what scoring does not read, as some samples may have it and others not."""
-    for sample in samples if takes_sets else ():
-        if sample.kept_tokens is None:
-            raise ValueError(
-                f"{sample.name} has no kept_tokens, which --replay-sampling-set needs: give Sample(kept_tokens=...), with an "
-                "empty set for each token where all were kept"
-            )
-    fields = ["tokens", "response_length", "loss_mask", "name"]
-    if takes_sets:
-        fields.append("kept_tokens")
+    for field in read:
+        for sample in samples:
+            if getattr(sample, field) is None:
+                raise ValueError(f"{sample.name} has no {field}, {NEEDED[field]}")
+    fields = ["tokens", "response_length", "loss_mask", "name", *read]
     bare = [Sample(**{name: getattr(sample, name) for name in fields}) for sample in samples]
     if vocab_size is None:
         vocab_size = getattr(unwrapped(chunk), "vocab_size", None)

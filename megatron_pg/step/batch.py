@@ -15,6 +15,7 @@ from megatron_pg.config.policy_loss import CpPartitionMode
 from megatron_pg.head.ragged import Ragged, offsets_of
 from megatron_pg.head.ragged import to_device as to_device
 from megatron_pg.step.identity import VALUE_FIELDS, coefficients_of_positions
+from megatron_pg.step.routed_experts import largest_expert, routed_experts_of_tokens
 from megatron_pg.step.sample import Sample, check_samples
 from megatron_pg.step.token_window import Layout, TokenWindow
 
@@ -75,6 +76,10 @@ class PackedBatch:
     """The ids that each token was sampled from, [window] rows on the host; empty where masked and where all were kept."""
     kept_set_size: Tensor | None = None
     """Sizes of the kept sets, [window] float32; 0 for an empty row."""
+    routed_experts: Tensor | None = None
+    """The experts that the engine chose, [local_tokens, layers, k] uint8 or int16; for no choice, see `no_choice`."""
+    largest_expert: int = 0
+    """The largest id among them (a host number)."""
     side_channels: Mapping[str, Tensor | Ragged] = field(default_factory=dict)
     """The side channels by name: [window, ...] of response tokens, [local_tokens, ...] of all tokens."""
 
@@ -172,6 +177,8 @@ def pack(
     kept = _field_in_window("kept_tokens", sets, samples, window, _NO_ROW.slice(slice(0, 0)))
     if kept is not None:
         kept = kept.only(loss_mask)
+    experts: list[Any] = [sample.routed_experts for sample in samples]
+    has_experts = _all_have("routed_experts", experts, samples)
     targets = _gather_or_zero(tokens, window.target_indices)
     ids = [targets] if kept is None else [targets, kept.values]
     if "teacher_ids" in channels:
@@ -196,6 +203,10 @@ def pack(
         coefficients=coefficients_of_window(window),
         kept_tokens=kept,
         kept_set_size=None if kept is None else kept.sizes.float(),
+        routed_experts=routed_experts_of_tokens(experts, window.token_indices)
+        if has_experts
+        else None,
+        largest_expert=max(map(largest_expert, experts)) if has_experts else 0,
         side_channels=channels,
     )
 
@@ -233,16 +244,9 @@ def _field_in_window(
     `parts` are each sample's rows, of its response tokens or of all its tokens; `empty` is the field of no samples. Padding
     gets zeros or an empty row.
     """
-    lacks = [part is None for part in parts]
-    given: list[Any] = [part for part in parts if part is not None]
-    if any(lacks) and given:
-        without, with_them = lacks.index(True), lacks.index(False)
-        raise ValueError(
-            f"{samples[without].name} (number {without} of the micro-batch) has no {field} and "
-            f"{samples[with_them].name} (number {with_them}) has: give them for every sample or for none"
-        )
-    if not given:
-        return None if any(lacks) else empty
+    if not _all_have(field, parts, samples):
+        return None if samples else empty
+    given: list[Any] = [*parts]
     lengths = tuple(map(len, given))
     if lengths == window.response_lengths:
         indices = window.response_indices
@@ -266,6 +270,18 @@ def _field_in_window(
         return _gather_or_zero(whole, indices)
     # Indices ascend: a window that has all of them has them in this order.
     return whole if len(window) == len(whole) else whole.index_select(0, indices)
+
+
+def _all_have(field: str, parts: Sequence[object], samples: Sequence[Sample]) -> bool:
+    """Return whether all samples have a field, False where none has; refuse a field of some, naming one of each."""
+    lacks = [part is None for part in parts]
+    if any(lacks) and not all(lacks):
+        without, with_them = lacks.index(True), lacks.index(False)
+        raise ValueError(
+            f"{samples[without].name} (number {without} of the micro-batch) has no {field} and "
+            f"{samples[with_them].name} (number {with_them}) has: give them for every sample or for none"
+        )
+    return bool(parts) and not any(lacks)
 
 
 def _gather_or_zero(values: Tensor, indices: Tensor) -> Tensor:

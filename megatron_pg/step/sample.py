@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_pg.config.policy_loss import LOG_PROB_FIELDS
 from megatron_pg.head.ragged import Ragged
 from megatron_pg.step.identity import VALUE_FIELDS, store_hashes
+from megatron_pg.step.routed_experts import checked_routed_experts
 from megatron_pg.step.values import (
     check_log_probs,
     check_mask,
@@ -76,6 +77,9 @@ class Sample:
     kept_tokens: Ragged | None = None
     """The ids that each response token was sampled from (top-p, top-k), itself among them, for `--replay-sampling-set`; an
     empty set where all were kept."""
+    routed_experts: Tensor | None = None
+    """The experts that the engine chose, [layers, total_length, k] integers, for `--replay-routing`; stored as uint8 or int16.
+    -1 in all of a row (255 in uint8): the model's router chooses, as for the last token, which an engine never runs."""
     side_channels: Mapping[str, Tensor | Ragged] = dataclasses.field(default_factory=dict)
     """Other values that travel with the tokens through `pack`, by a name of your own: [response_length, ...] or
     [total_length, ...] of any dtype, or a `Ragged` of as many rows."""
@@ -100,6 +104,7 @@ class Sample:
             old_values: Values | None = None,
             returns: Values | None = None,
             kept_tokens: Ragged | Sequence[Sequence[int]] | None = None,
+            routed_experts: Tensor | Sequence[Sequence[Sequence[int]]] | None = None,
             side_channels: Mapping[str, Tensor | Ragged] = MappingProxyType({}),
         ) -> None: ...
 
@@ -130,6 +135,11 @@ class Sample:
             where, targets = f"{self.name}: kept_tokens", self.tokens[self.prompt_length :]
             stored["kept_tokens"] = checked_kept_tokens(
                 where, self.kept_tokens, targets, self.loss_mask
+            )
+        if self.routed_experts is not None:
+            where = f"{self.name}: routed_experts"
+            stored["routed_experts"] = checked_routed_experts(
+                where, self.routed_experts, self.total_length
             )
         stored["side_channels"] = checked_side_channels(
             self.name, self.side_channels, self.loss_mask, self.total_length

@@ -88,13 +88,17 @@ class ModelOptions:
     """Of the steps; with `contiguous` positions are learned, as Megatron's rotary ones are a zigzag's."""
     num_layers: int = 2
     """At least one for each model chunk."""
+    moe_layer_freq: tuple[int, ...] | None = None
+    """1 for each layer with experts, 0 for each other; None: all have them."""
+    recompute: str | None = None
+    """Layers whose forward runs again in backward: `full`, or `moe` for the experts alone."""
 
     @property
     def unsharded(self) -> Self:
         """What of the model an unsharded reference shares: all that changes the function."""
         shared = (
             *("mixture_of_experts", "tied_embeddings", "hybrid", "value_head"),
-            *("mtp_num_layers", "cp_partition_mode", "num_layers"),
+            *("mtp_num_layers", "cp_partition_mode", "num_layers", "moe_layer_freq"),
         )
         return ModelOptions(**{name: getattr(self, name) for name in shared})
 
@@ -134,6 +138,13 @@ def transformer_config(sharding: Sharding, options: ModelOptions) -> Transformer
             "moe_router_enable_expert_bias": options.expert_bias,
             "moe_router_score_function": "sigmoid" if options.expert_bias else "softmax",
         }
+    if options.moe_layer_freq is not None:
+        experts["moe_layer_freq"] = list(options.moe_layer_freq)
+    if options.recompute == "full":
+        uniform = {"recompute_method": "uniform", "recompute_num_layers": 1}
+        experts |= {"recompute_granularity": "full", **uniform}
+    elif options.recompute is not None:
+        experts |= {"recompute_granularity": "selective", "recompute_modules": [options.recompute]}
     return model_config(
         check_options(sharding, options),
         calculate_per_token_loss=options.calculate_per_token_loss,

@@ -142,6 +142,7 @@ class Run:
     kept: bool = False
     """Over the sets that the tokens were sampled from."""
     cp_partition_mode: str = "zigzag"
+    replay_routing: bool = False
 
     def __str__(self) -> str:
         terms = " + KL + entropy" if self.regularized else ""
@@ -178,6 +179,7 @@ class Run:
             replay_sampling_set=self.kept,
             kept_set_mass=self.kept and not self.fused_lm_head,
             cp_partition_mode=self.cp_partition_mode,
+            replay_routing=self.replay_routing,
         )
 
     @property

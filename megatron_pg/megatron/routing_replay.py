@@ -1,0 +1,189 @@
+"""Routing replay (R3, arXiv:2510.11370): a router takes the experts that the rollout engine chose for each token.
+
+The probabilities of these experts are the router's own, with their gradient. megatron-core 0.16.1 to 0.19.2 have a seam for it,
+`TopKRouter.router_replay` (transformer/moe/router_replay.py), which its user tells when a forward is a recomputation. `Replay`
+sees that by itself: a recomputation runs inside of autograd.
+"""
+
+import functools
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from megatron_pg.megatron.groups import ParallelGroups, chunks_of, unwrapped
+from megatron_pg.step.batch import PackedBatch
+from megatron_pg.step.routed_experts import largest_expert, no_choice
+
+
+class Replay:
+    """The experts of one router, micro-batch after micro-batch, in the place of Megatron's `RouterReplay`."""
+
+    def __init__(self, router: Any) -> None:
+        config = router.config
+        modules = config.recompute_modules or ()
+        granularity = config.recompute_granularity
+        self._recomputes = granularity == "full" or granularity == "selective" and "moe" in modules
+        self.layer = router.layer_number - 1
+        self._experts: Tensor | None = None
+        self._waiting: deque[Tensor | None] = deque()
+        """The experts of micro-batches whose recomputation is to come, in the order of their backward passes."""
+        self._is_counted = False
+        self.agreement: Tensor | None = None
+        """[2] float64 since the step began: choices that the router would have made too, and choices."""
+
+    def begin_step(self) -> None:
+        """Forget the last step, of which a forward without a backward leaves micro-batches."""
+        self._waiting.clear()
+        self.agreement = None
+
+    def take(self, experts: Tensor | None) -> None:
+        """Take the experts [tokens, k] of the forward that comes; None: the router chooses."""
+        self._experts, self._is_counted = experts, torch.is_grad_enabled()
+        if self._recomputes and self._is_counted:
+            self._waiting.append(experts)
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the scores [tokens, k] of the experts to take, and the experts. Megatron's router calls it."""
+        assert default_compute_topk is not None
+        values, own = default_compute_topk(
+            scores, topk, num_groups=num_groups, group_topk=group_topk
+        )
+        in_backward = torch._C._current_graph_task_id() != -1
+        chosen = self._waiting.popleft() if in_backward and self._recomputes else self._experts
+        if chosen is None:
+            return values, own
+        has_choice = chosen[:, :1] != no_choice(chosen)
+        experts = torch.where(has_choice, chosen.long(), own)
+        if self._is_counted and not in_backward:
+            same = (experts[:, :, None] == own[:, None, :]) & has_choice[:, :, None]
+            counts = torch.stack([same.sum(), has_choice.sum() * topk]).double()
+            self.agreement = counts if self.agreement is None else self.agreement + counts
+        return scores.gather(1, experts), experts
+
+
+class RoutingReplay:
+    """Replay of the routers of this rank's chunks, for one step."""
+
+    def __init__(self, model: Any, groups: ParallelGroups) -> None:
+        """Let every chunk take `routed_experts=` [local_tokens, layers, k]. Every rank and stage calls it.
+
+        Raises:
+            ValueError: a model without experts.
+            NotImplementedError: a model that is not GPTModel, a router that chooses in a fused kernel, or a megatron-core
+                before 0.16.
+        """
+        chunks = [unwrapped(chunk) for chunk in chunks_of(model)]
+        self._config = config = chunks[0].config
+        if not getattr(config, "num_moe_experts", None):
+            raise ValueError(
+                "--replay-routing, and the model has no experts (--num-experts): drop the flag"
+            )
+        if getattr(config, "moe_router_fusion", False):
+            raise NotImplementedError(
+                "--replay-routing with --moe-router-fusion: the fused router chooses by itself; drop one of the two"
+            )
+        self._replays: list[Replay] = []
+        for chunk in chunks:
+            if not isinstance(chunk, GPTModel):
+                raise NotImplementedError(
+                    f"--replay-routing with a {type(chunk).__name__}: the layers of another model than GPTModel are not known"
+                )
+            # The engine has no choice for the routers of multi-token prediction.
+            routers = [m for m in chunk.decoder.modules() if hasattr(m, "apply_z_loss")]
+            replays = [self._replay_of(router) for router in routers]
+            if not hasattr(chunk, "_takes_routed_experts"):
+                give = functools.partial(_give_experts, groups, replays)
+                chunk._takes_routed_experts = chunk.register_forward_pre_hook(
+                    give, with_kwargs=True
+                )
+            self._replays += replays
+
+    @staticmethod
+    def _replay_of(router: Any) -> Replay:
+        if not hasattr(router, "router_replay"):
+            raise NotImplementedError(
+                "--replay-routing needs a router that megatron-core 0.16 and later has: update it, or drop the flag"
+            )
+        if not isinstance(router.router_replay, Replay):
+            router.router_replay = Replay(router)
+        router.router_replay.begin_step()
+        replay: Replay = router.router_replay
+        return replay
+
+    def model_inputs(self, batch: PackedBatch) -> dict[str, Tensor]:
+        """Return the keyword argument of the model's forward for a micro-batch; no experts for an empty one.
+
+        Raises:
+            ValueError: the experts of a sample are of other layers, of another number a token or of larger ids than the
+                model's, by its name.
+        """
+        experts, config = batch.routed_experts, self._config
+        if experts is None:
+            return {}
+        layers, topk = experts.shape[1:]
+        places = layers_of_experts(config)
+        if layers not in (config.num_layers, len(places)) or topk != config.moe_router_topk:
+            raise ValueError(
+                f"{batch.samples[0].name}: routed_experts is of {layers} layers and {topk} experts a token, expected "
+                f"{config.num_layers} layers (or the {len(places)} with experts) and {config.moe_router_topk} experts, as the "
+                "model has them"
+            )
+        if batch.largest_expert >= config.num_moe_experts:
+            chosen = {sample: promised(sample.routed_experts) for sample in batch.samples}
+            sample = max(batch.samples, key=lambda sample: largest_expert(chosen[sample]))
+            at = torch.nonzero(chosen[sample] == batch.largest_expert)[0].tolist()
+            raise ValueError(
+                f"{sample.name}: routed_experts has expert {batch.largest_expert} at layer {at[0]}, position {at[1]}, and the "
+                f"model has {config.num_moe_experts} experts"
+            )
+        return {"routed_experts": experts}
+
+    @property
+    def sums(self) -> Tensor:
+        """Choices of this rank's routers that agree with the engine's, and choices, [1, 2] float64."""
+        counts = [r.agreement for r in self._replays if r.agreement is not None]
+        return (
+            torch.stack(counts).sum(0)[None] if counts else torch.zeros(1, 2, dtype=torch.float64)
+        )
+
+    def metrics(self, reduced: Tensor) -> dict[str, float]:
+        """Return `router_agreement` from the sums of all ranks: every layer's tokens once, or equally often."""
+        same, count = reduced[0].tolist()
+        return {"router_agreement": same / count} if count else {}
+
+
+def layers_of_experts(config: Any) -> list[int]:
+    """List the layers that are a mixture of experts, from 0."""
+    frequency = config.moe_layer_freq
+    if isinstance(frequency, int):
+        frequency = [int(layer % frequency == 0) for layer in range(config.num_layers)]
+    return [layer for layer, is_mixture in enumerate(frequency) if is_mixture]
+
+
+def _give_experts(
+    groups: ParallelGroups, replays: list[Replay], chunk: Any, args: Any, keywords: dict[str, Any]
+) -> tuple[Any, Any]:
+    experts, config = keywords.pop("routed_experts", None), chunk.config
+    if experts is not None and config.sequence_parallel:
+        experts = experts.chunk(groups.tensor_size)[groups.tensor_rank]
+    for replay in replays:
+        if experts is None:
+            replay.take(None)
+        else:
+            has_all_layers = experts.shape[1] == config.num_layers
+            place = (
+                replay.layer if has_all_layers else layers_of_experts(config).index(replay.layer)
+            )
+            replay.take(experts[:, place])
+    return args, keywords

@@ -1,0 +1,158 @@
+"""The experts that a rollout engine chose for the tokens of a sample, layer by layer: `Sample.routed_experts`.
+
+They are held token by token, so that a pack is one copy, in the smallest of two integer types. A row without a choice is
+255 in uint8 and -1 in int16.
+"""
+
+from collections.abc import MutableMapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from megatron_pg.step.values import has_integers
+
+MOST_EXPERTS = 2**15
+"""Ids of experts are below it."""
+
+_largest: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
+"""The largest id of each tensor that a sample holds: `dataclasses.replace` hands one on, and it is checked once."""
+
+
+def no_choice(experts: Tensor) -> int:
+    """Return the number that stands in a row without a choice."""
+    return 255 if experts.dtype == torch.uint8 else -1
+
+
+def checked_routed_experts(where: str, routed: Any, total_length: int) -> Tensor:
+    """Convert the ids [layers, total_length, k] to uint8 or int16, and refuse what no router could have chosen."""
+    if isinstance(routed, Tensor) and routed in _largest:
+        return routed
+    try:
+        experts = torch.as_tensor(routed)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"{where} is no array of numbers ({error})") from error
+    shape = list(experts.shape)
+    if len(shape) != 3 or shape[1] != total_length or not shape[0] * shape[2]:
+        raise ValueError(
+            f"{where} has shape {shape}, expected [layers, total_length, k], here [layers, {total_length}, k]: an engine that "
+            "gives none for the last token is read by routed_experts_of_engine"
+        )
+    if not has_integers(experts) or experts.device.type != "cpu":
+        raise ValueError(
+            f"{where} is {experts.dtype} on {experts.device}, expected integers on the host"
+        )
+    if experts.dtype == torch.uint8:
+        is_none = experts == 255
+    else:
+        is_none = experts == -1
+        is_beyond = (experts < -1) | (experts >= MOST_EXPERTS)
+        _refuse(
+            where, experts, is_beyond, f"expected from 0 to {MOST_EXPERTS - 1}, or -1 for no choice"
+        )
+        dtype = torch.uint8 if int(experts.max()) < 255 else torch.int16
+        experts = experts.to(dtype)
+    has_some = is_none.any(2, keepdim=True) & ~is_none
+    _refuse(
+        where,
+        experts,
+        has_some,
+        "in a row with -1: give all k of a token's experts, or -1 for each",
+    )
+    is_again = torch.zeros_like(is_none)
+    for shift in range(1, shape[2] // 2 + 1):  # around the row: every two of its places meet
+        is_again |= experts == experts.roll(shift, 2)
+    problem = "twice: a router chooses k different experts (give -1 for a layer without experts)"
+    _refuse(where, experts, is_again & ~is_none, problem)
+    by_token = experts.transpose(0, 1).clone(memory_format=torch.contiguous_format)
+    stored = by_token.transpose(0, 1)
+    _largest[stored] = int(experts.masked_fill(is_none, 0).max())
+    return stored
+
+
+def largest_expert(experts: Tensor) -> int:
+    """Return the largest id of a sample's experts."""
+    if experts not in _largest:  # of a sample from another process
+        _largest[experts] = int(experts.masked_fill(experts == no_choice(experts), 0).max())
+    return _largest[experts]
+
+
+def _refuse(where: str, experts: Tensor, is_wrong: Tensor, problem: str) -> None:
+    if is_wrong.any():
+        layer, position, place = is_wrong.nonzero()[0].tolist()
+        expert = int(experts[layer, position, place])
+        raise ValueError(
+            f"{where}: layer {layer}, position {position} has expert {expert}, {problem}"
+        )
+
+
+def routed_experts_of_tokens(parts: Sequence[Tensor], token_indices: Tensor) -> Tensor:
+    """Lay out the ids [local_tokens, layers, k] of this rank's tokens in one copy; padding has no choice.
+
+    Args:
+        parts: of every sample [layers, total_length, k], as `checked_routed_experts` returns it.
+        token_indices: see `TokenWindow`.
+
+    Raises:
+        ValueError: samples with different numbers of layers, or of experts a token.
+    """
+    dtype = torch.uint8 if all(part.dtype == torch.uint8 for part in parts) else torch.int16
+    by_token = [_as_type(part.transpose(0, 1), dtype) for part in parts]
+    nothing = torch.full_like(by_token[0][:1], no_choice(by_token[0]))
+    indices = token_indices.numpy()
+    ends = np.cumsum(list(map(len, by_token)))
+    sample = np.searchsorted(ends, indices, side="right")
+    sample[indices < 0] = -1
+    # A run is of one sample and ascends by one, or is padding.
+    offsets = np.where(indices < 0, 0, indices - np.arange(len(indices)))
+    edges = np.flatnonzero((np.diff(offsets) != 0) | (np.diff(sample) != 0)) + 1
+    pieces = []
+    for first, end in zip([0, *edges], [*edges, len(indices)], strict=True):
+        number, length = sample[first], int(end - first)
+        if number < 0:
+            pieces.append(nothing.expand(length, -1, -1))
+        else:
+            part = by_token[number]
+            begin = int(indices[first] - ends[number]) + len(part)
+            pieces.append(part[begin : begin + length])
+    return torch.cat(pieces)
+
+
+def _as_type(experts: Tensor, dtype: torch.dtype) -> Tensor:
+    if experts.dtype == dtype:
+        return experts
+    return experts.to(dtype).masked_fill_(experts == no_choice(experts), -1)
+
+
+def routed_experts_of_engine(
+    experts: Any, total_length: int, *, last_tokens: str = "own"
+) -> Tensor:
+    """Read the experts that vLLM or SGLang returns for a sequence: `[tokens, layers, k]` integers -> `[layers, total_length, k]`.
+
+    An engine never runs the last token that it samples, so it has no entry. The tokens at the end that lack one are left to
+    the trainer's own router: no response token is predicted from the last one. A layer of zeros alone is one without
+    experts, of which the engine's buffer was never written.
+
+    Args:
+        experts: what the engine returned, as a NumPy array, a tensor or lists.
+        total_length: the tokens of prompt and response.
+        last_tokens: `own`, or `error` for an engine that gives every token an entry.
+
+    Raises:
+        ValueError: another number of dimensions, more entries than tokens, or fewer where `last_tokens` says `error`.
+    """
+    given = torch.as_tensor(experts)
+    missing = total_length - len(given)
+    if given.dim() != 3 or missing < 0 or (missing and last_tokens == "error"):
+        raise ValueError(
+            f"the engine's routed experts have shape {list(given.shape)}, expected [tokens, layers, k] of "
+            f"{'exactly' if last_tokens == 'error' else 'at most'} {total_length} tokens (prompt and response)"
+        )
+    by_layer = torch.nn.functional.pad(given.to(torch.int16), (0, 0, 0, 0, 0, missing), value=-1)
+    by_layer = by_layer.transpose(0, 1)
+    if given.shape[2] > 1:
+        has_no_experts = (given == 0).all(2).all(0)
+        by_layer[has_no_experts] = -1
+    return by_layer

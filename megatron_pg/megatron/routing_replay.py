@@ -46,6 +46,10 @@ class Replay:
         if self._recomputes and self._is_counted:
             self._waiting.append(experts)
 
+    def _next(self, in_backward: bool) -> Tensor | None:
+        """Return the experts of the micro-batch that runs forward, in backward for the second time."""
+        return self._waiting.popleft() if in_backward else self._experts
+
     def get_replay_topk(
         self,
         scores: Tensor,
@@ -60,7 +64,7 @@ class Replay:
             scores, topk, num_groups=num_groups, group_topk=group_topk
         )
         in_backward = torch._C._current_graph_task_id() != -1
-        chosen = self._waiting.popleft() if in_backward and self._recomputes else self._experts
+        chosen = self._next(in_backward)
         if chosen is None:
             return values, own
         has_choice = chosen[:, :1] != no_choice(chosen)
@@ -140,9 +144,9 @@ class RoutingReplay:
                 "model has them"
             )
         if batch.largest_expert >= config.num_moe_experts:
-            chosen = {sample: promised(sample.routed_experts) for sample in batch.samples}
-            sample = max(batch.samples, key=lambda sample: largest_expert(chosen[sample]))
-            at = torch.nonzero(chosen[sample] == batch.largest_expert)[0].tolist()
+            samples: Any = batch.samples
+            sample = max(samples, key=lambda sample: largest_expert(sample.routed_experts))
+            at = (sample.routed_experts == batch.largest_expert).nonzero()[0].tolist()
             raise ValueError(
                 f"{sample.name}: routed_experts has expert {batch.largest_expert} at layer {at[0]}, position {at[1]}, and the "
                 f"model has {config.num_moe_experts} experts"

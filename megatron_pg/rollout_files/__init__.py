@@ -19,6 +19,7 @@ from megatron_pg.rollout_files.source import (
     RolloutPosition,
     validate_rollout_file,
 )
+from megatron_pg.step.routed_experts import routed_experts_of_engine
 
 __all__ = [
     "COLUMNS",
@@ -32,6 +33,7 @@ __all__ = [
     "SampleSource",
     "StepCollector",
     "StepSamples",
+    "routed_experts_of_engine",
     "validate_rollout_file",
     "with_group_advantages",
 ]

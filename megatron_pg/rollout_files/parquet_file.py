@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from megatron_pg.head.ragged import Ragged, offsets_of
@@ -98,7 +99,7 @@ def _row(batch: Any, index: int) -> Row:
 
 
 def _value(value: Any) -> Any:
-    """Convert a list of numbers to an array, where null is NaN, lists of integers to a `Ragged`, others as Python has them."""
+    """Convert a list of numbers to an array, where null is NaN; lists of integers to a `Ragged`, and lists of these to an array."""
     if not (isinstance(value, pa.ListScalar) and value.is_valid):
         return value.as_py()
     elements, types = value.values, pa.types
@@ -112,4 +113,12 @@ def _value(value: Any) -> Any:
         if types.is_integer(ids.type) and not ids.null_count:
             sizes = torch.tensor(elements.value_lengths().to_numpy(), dtype=torch.int64)
             return Ragged(torch.tensor(ids.to_numpy(), dtype=torch.int64), offsets_of(sizes))
+        if isinstance(ids, (pa.ListArray, pa.LargeListArray)):
+            numbers = ids.flatten()
+            lengths = [np.unique(lists.value_lengths().to_numpy()) for lists in (elements, ids)]
+            is_array = all(len(length) == 1 for length in lengths) and not ids.null_count
+            if is_array and types.is_integer(numbers.type) and not numbers.null_count:
+                return numbers.to_numpy().reshape(
+                    len(elements), *(int(length[0]) for length in lengths)
+                )
     return value.as_py()

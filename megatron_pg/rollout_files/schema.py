@@ -26,6 +26,7 @@ from megatron_pg.step.values import refuse_values
 
 INTEGERS, NUMBERS = "a list of integers", "a list of numbers"
 INTEGER_LISTS = "a list of lists of integers"
+INTEGER_ARRAY = "lists [layers][total_length][k] of integers"
 INTEGER, NUMBER, NUMBER_OR_NUMBERS = "an integer", "a number", "a number or a list of numbers"
 
 COLUMNS: Mapping[str, str] = {
@@ -42,6 +43,7 @@ COLUMNS: Mapping[str, str] = {
     "rollout_id": INTEGER,
     "policy_version": INTEGER,
     "kept_tokens": INTEGER_LISTS,
+    "routed_experts": INTEGER_ARRAY,
 }
 """The content of each column; every other column is ignored."""
 
@@ -54,9 +56,11 @@ ENGINE_COLUMNS: Mapping[str, str] = {
 
 READ = (*COLUMNS, *ENGINE_COLUMNS.values())
 
-OTHER_FIELDS = ("group_index", "rollout_id", "loss_weights", "policy_version", "kept_tokens")
+NUMBERS_OF_SAMPLE = ("group_index", "rollout_id", "policy_version")
+NUMBERS_OF_TOKENS = ("loss_weights", "kept_tokens", "routed_experts")
 OPTIONAL_FIELDS: Mapping[str, str] = {
-    field: field.removeprefix("old_") for field in (*LOG_PROB_FIELDS, *OTHER_FIELDS)
+    field: field.removeprefix("old_")
+    for field in (*LOG_PROB_FIELDS, *NUMBERS_OF_SAMPLE, *NUMBERS_OF_TOKENS)
 }
 """Optional fields of `Sample`, and the column that fills each of them."""
 
@@ -148,6 +152,12 @@ def _value(column: str, value: Any) -> Any:
         value = [[] if ids is None else ids for ids in value]
         for at, ids in enumerate(value):
             _vector(f"{column}[{at}]", ids, INTEGERS)
+    if kind == INTEGER_ARRAY:
+        with contextlib.suppress(ValueError, OverflowError):  # lists of different lengths
+            array = np.asarray(value)
+            if array.dtype.kind in "iu":
+                return array.astype(np.int64)
+        raise ValueError(f"{column} is {shown(value)}, expected {kind}, all of the same lengths")
     if kind in (INTEGER, INTEGER_LISTS):
         return value
     if kind in (INTEGERS, NUMBERS) or isinstance(value, (list, np.ndarray)):

@@ -14,8 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron_pg.step.values import has_integers
 
-MOST_EXPERTS = 2**15
-"""Ids of experts are below it."""
+LARGEST_ID = 2**15 - 1
 
 _largest: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
 """The largest id of each tensor that a sample holds: `dataclasses.replace` hands one on, and it is checked once."""
@@ -48,10 +47,9 @@ def checked_routed_experts(where: str, routed: Any, total_length: int) -> Tensor
         is_none = experts == 255
     else:
         is_none = experts == -1
-        is_beyond = (experts < -1) | (experts >= MOST_EXPERTS)
-        _refuse(
-            where, experts, is_beyond, f"expected from 0 to {MOST_EXPERTS - 1}, or -1 for no choice"
-        )
+        is_beyond = (experts < -1) | (experts > LARGEST_ID)
+        problem = f"expected from 0 to {LARGEST_ID}, or -1 for no choice"
+        _refuse(where, experts, is_beyond, problem)
         dtype = torch.uint8 if int(experts.max()) < 255 else torch.int16
         experts = experts.to(dtype)
     has_some = is_none.any(2, keepdim=True) & ~is_none
@@ -98,6 +96,11 @@ def routed_experts_of_tokens(parts: Sequence[Tensor], token_indices: Tensor) -> 
     Raises:
         ValueError: samples with different numbers of layers, or of experts a token.
     """
+    if len({(part.shape[0], part.shape[2]) for part in parts}) > 1:
+        shapes = ", ".join(str(list(part.shape)) for part in parts[:4])
+        raise ValueError(
+            f"routed_experts differs from sample to sample in layers or in experts a token: {shapes}"
+        )
     dtype = torch.uint8 if all(part.dtype == torch.uint8 for part in parts) else torch.int16
     by_token = [_as_type(part.transpose(0, 1), dtype) for part in parts]
     nothing = torch.full_like(by_token[0][:1], no_choice(by_token[0]))
@@ -143,7 +146,7 @@ def routed_experts_of_engine(
     Raises:
         ValueError: another number of dimensions, more entries than tokens, or fewer where `last_tokens` says `error`.
     """
-    given = torch.as_tensor(experts)
+    given = torch.tensor(np.asarray(experts))
     missing = total_length - len(given)
     if given.dim() != 3 or missing < 0 or (missing and last_tokens == "error"):
         raise ValueError(

@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_pg.megatron import compute_log_probs
-from megatron_pg.megatron import packed_seq_params, routing_replay
+from megatron_pg.megatron import compute_log_probs, packed_seq_params, routing_replay
 from megatron_pg.step import batch as batches
 from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.sample import Sample
@@ -58,8 +57,8 @@ def layers_of(options: ModelOptions) -> list[int]:
     return [layer for layer, has_experts in enumerate(pattern) if has_experts]
 
 
-def reference_step(options: ModelOptions, layers: int) -> Outcome:
-    """One process: every router's `routing` replaced by plain loops over the given experts."""
+def reference_step(options: ModelOptions, layers: int) -> tuple[Outcome, list[Tensor]]:
+    """One process: every router's `routing` replaced by plain loops over the given experts; the step and its log-probs."""
     initialize_groups(Sharding())
     (model,) = build_model(Sharding(), options)
     experts, plain = chosen(layers), RUN.samples
@@ -92,7 +91,8 @@ def reference_step(options: ModelOptions, layers: int) -> Outcome:
         result.loss.backward()
     metrics = {"loss": result.loss.item(), "pg_loss": result.pg_loss.item()}
     metrics |= {"aggregation_checksum": 1.0, "router_agreement": counts[0] / counts[1]}
-    return Outcome(gather_gradients([model]) or {}, metrics)
+    log_probs = [values.detach() for values in result.log_probs]
+    return Outcome(gather_gradients([model]) or {}, metrics), log_probs
 
 
 def with_experts(samples: list[Sample], layers: int) -> list[Sample]:
@@ -121,7 +121,7 @@ def sharded_step(
 
 
 @functools.cache
-def reference(options: ModelOptions, layers: int) -> Outcome:
+def reference(options: ModelOptions, layers: int) -> tuple[Outcome, list[Tensor]]:
     return run_ranks(reference_step, 1, replace(options, recompute=None), layers)[0]
 
 
@@ -137,7 +137,7 @@ def test_routers_take_the_experts_of_the_engine(name, recompute) -> None:
     options = replace(OPTIONS, recompute=recompute)
     world_size = Sharding.named(name).world_size
     outcome = run_ranks(sharded_step, world_size, name, options, 4)[0]
-    assert_equal([outcome], [reference(options, 4)], tolerance=1e-12)
+    assert_equal([outcome], [reference(options, 4)[0]], tolerance=1e-12)
 
 
 @pytest.mark.parametrize("layers", [2, 4])
@@ -146,4 +146,92 @@ def test_layers_without_experts_between(name, layers) -> None:
     options = replace(OPTIONS, moe_layer_freq=DENSE_BETWEEN, recompute="full")
     world_size = Sharding.named(name).world_size
     outcome = run_ranks(sharded_step, world_size, name, options, layers)[0]
-    assert_equal([outcome], [reference(options, layers)], tolerance=1e-12)
+    assert_equal([outcome], [reference(options, layers)[0]], tolerance=1e-12)
+
+
+def the_experts_of_the_token_before() -> None:
+    right = batches.routed_experts_of_tokens
+    batches.routed_experts_of_tokens = lambda *args: right(*args).roll(1, 0)
+
+
+def the_experts_of_the_layer_before() -> None:
+    right = routing_replay.Replay.__init__
+
+    def wrong(replay: routing_replay.Replay, router: Any) -> None:
+        right(replay, router)
+        replay.layer = (replay.layer - 1) % router.config.num_layers
+
+    routing_replay.Replay.__init__ = wrong
+
+
+def an_own_choice_in_recomputation() -> None:
+    routing_replay.Replay._next = lambda replay, in_backward: (
+        None if in_backward else replay._experts
+    )
+
+
+def the_choice_of_the_router() -> None:
+    routing_replay.Replay._next = lambda replay, in_backward: None
+
+
+def the_tokens_of_the_first_tensor_rank() -> None:
+    right = routing_replay._give_experts
+
+    def wrong(groups: Any, replays: Any, chunk: Any, args: Any, keywords: dict[str, Any]) -> Any:
+        whole = keywords["routed_experts"]
+        if whole is not None:
+            keywords["routed_experts"] = whole[: len(whole) // 2].repeat(2, 1, 1)
+        return right(groups, replays, chunk, args, keywords)
+
+    routing_replay._give_experts = wrong
+
+
+def padding_with_a_choice() -> None:
+    right = batches.routed_experts_of_tokens
+
+    def wrong(parts: list[Tensor], indices: Tensor) -> Tensor:
+        experts = right(parts, indices)
+        experts[indices < 0] = torch.arange(TOPK, dtype=experts.dtype)
+        return experts
+
+    batches.routed_experts_of_tokens = wrong
+
+
+@pytest.mark.parametrize(
+    ("mutate", "name", "recompute"),
+    [
+        (the_experts_of_the_token_before, "one process", None),
+        (the_experts_of_the_layer_before, "one process", None),
+        (the_choice_of_the_router, "one process", None),
+        (an_own_choice_in_recomputation, "one process", "full"),
+        (an_own_choice_in_recomputation, "one process", "moe"),
+        (the_tokens_of_the_first_tensor_rank, "TP2+SP", None),
+    ],
+)
+def test_a_wrong_replay_is_caught(mutate, name, recompute) -> None:
+    options = replace(OPTIONS, recompute=recompute)
+    world_size = Sharding.named(name).world_size
+    outcome = run_ranks(sharded_step, world_size, name, options, 4, mutate)[0]
+    assert compare(outcome, reference(options, 4)[0]).gradient_error > 1e-3
+
+
+def test_padding_with_a_choice_is_caught_by_the_agreement() -> None:
+    outcome = run_ranks(sharded_step, 2, "CP2", OPTIONS, 4, padding_with_a_choice)[0]
+    expected = reference(OPTIONS, 4)[0].metrics["router_agreement"]
+    assert abs(outcome.metrics["router_agreement"] - expected) > 1e-4
+
+
+def scores(name: str) -> list[Tensor]:
+    """The log-probs of the samples under a model of four layers, of a step that is not trained on."""
+    chunks = build(Sharding.named(name), OPTIONS)
+    samples = with_experts(package_samples(RUN.samples), 4)
+    config = replace(RUN, replay_routing=True).config
+    return compute_log_probs(chunks, samples, config, max_tokens_per_microbatch=64).log_probs
+
+
+@pytest.mark.parametrize("name", ["one process", "CP2", "TP2+SP", "PP2 VPP2"])
+def test_log_probs_are_those_of_the_given_experts(name) -> None:
+    found = run_ranks(scores, Sharding.named(name).world_size, name)[0]
+    for values, expected, sample in zip(found, reference(OPTIONS, 4)[1], RUN.samples, strict=True):
+        mask = torch.tensor(sample.loss_mask, dtype=torch.bool)
+        torch.testing.assert_close(values[mask], expected[mask].float(), rtol=1e-6, atol=0)

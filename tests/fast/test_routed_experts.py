@@ -1,0 +1,159 @@
+"""The experts that an engine chose: what a sample refuses, their way through a pack and a file, and the engines' forms."""
+
+import base64
+import dataclasses
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_pg import Sample, pack
+from megatron_pg.rollout_files import RolloutFiles, routed_experts_of_engine
+from megatron_pg.step.routed_experts import no_choice
+
+from .test_rollout_files import pull_all, write
+
+LAYERS, TOPK = 3, 2
+
+
+def random_experts(seed: int, tokens: int, most: int = 8) -> list[list[list[int]]]:
+    """Experts [LAYERS][tokens][TOPK]; the last token has none."""
+    rng = random.Random(seed)
+    chosen = [[rng.sample(range(most), TOPK) for _ in range(tokens)] for _ in range(LAYERS)]
+    for layer in chosen:
+        layer[-1] = [-1] * TOPK
+    return chosen
+
+
+def sample(routed_experts: Any, tokens: int = 4) -> Sample:
+    fields = {"tokens": list(range(1, tokens + 1)), "response_length": 2, "loss_mask": [1, 1]}
+    return Sample(**fields, routed_experts=routed_experts, name="row 7")
+
+
+def changed(layer: int, position: int, row: list[int]) -> list[list[list[int]]]:
+    experts = random_experts(0, 4)
+    experts[layer][position] = row
+    return experts
+
+
+REFUSALS = {
+    "shape .3, 5, 2., expected .layers, total_length, k., here .layers, 4, k.": random_experts(
+        0, 5
+    ),
+    "shape .3, 4., expected": [[1, 2, 3, 4]] * LAYERS,
+    "no array of numbers": [[[1, 2], [3]]],
+    "torch.float32 on cpu, expected integers": torch.zeros(LAYERS, 4, TOPK),
+    "layer 1, position 2 has expert 32768, expected from 0 to 32767": changed(1, 2, [32768, 1]),
+    "layer 2, position 0 has expert -2, expected from 0": changed(2, 0, [-2, 1]),
+    "layer 0, position 3 has expert 4, in a row with -1": changed(0, 3, [-1, 4]),
+    "layer 1, position 1 has expert 5, twice": changed(1, 1, [5, 5]),
+}
+
+
+@pytest.mark.parametrize("problem", REFUSALS)
+def test_wrong_experts_are_refused_by_layer_and_position(problem) -> None:
+    with pytest.raises(ValueError, match=f"row 7: routed_experts.*{problem}"):
+        sample(REFUSALS[problem])
+
+
+@pytest.mark.parametrize("topk", [1, 2, 3, 5, 8])
+def test_an_expert_twice_is_found_at_any_two_places(topk) -> None:
+    for first in range(topk):
+        for second in range(first):
+            row = list(range(topk))
+            row[second] = row[first]
+            with pytest.raises(ValueError, match="twice"):
+                sample([[list(range(topk))] * 3 + [row]])
+
+
+@pytest.mark.parametrize(("most", "dtype"), [(8, torch.uint8), (300, torch.int16)])
+def test_experts_are_stored_once_in_the_smallest_type(most, dtype) -> None:
+    experts = torch.tensor(random_experts(1, 40, most))
+    one = sample(experts, 40)
+    assert one.routed_experts.dtype == dtype
+    read = one.routed_experts.long()
+    assert torch.equal(read.masked_fill(read == no_choice(one.routed_experts), -1), experts)
+    other = dataclasses.replace(one, old_log_probs=[-1.0, -2.0])
+    assert other.routed_experts is one.routed_experts
+    experts[0, 0] = -1
+    assert not (one.routed_experts[0, 0] == no_choice(one.routed_experts)).any()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(3, 9), min_size=1, max_size=5),
+    cp_size=st.sampled_from([1, 2, 4]),
+    multiple=st.sampled_from([1, 2, 8]),
+    mode=st.sampled_from(["zigzag", "contiguous"]),
+    most=st.sampled_from([8, 300]),
+)
+def test_a_pack_has_the_experts_of_its_tokens_and_none_at_padding(
+    lengths, cp_size, multiple, mode, most
+) -> None:
+    """Each local row against the token that the window says lies there."""
+    everything = [random_experts(n, length, most if n else 8) for n, length in enumerate(lengths)]
+    samples = [sample(e, length) for e, length in zip(everything, lengths, strict=True)]
+    by_token = [
+        [layer[t] for layer in experts]
+        for experts, length in zip(everything, lengths, strict=True)
+        for t in range(length)
+    ]
+    for cp_rank in range(cp_size):
+        layout = {"cp_rank": cp_rank, "cp_size": cp_size, "cp_partition_mode": mode}
+        batch = pack(samples, **layout, pad_to_multiple=multiple * cp_size)
+        experts = batch.routed_experts.long()
+        experts[experts == no_choice(batch.routed_experts)] = -1
+        expected = [
+            by_token[index] if index >= 0 else [[-1] * TOPK] * LAYERS
+            for index in batch.window.token_indices.tolist()
+        ]
+        assert experts.tolist() == expected
+    largest = max(max(row) for experts in everything for layer in experts for row in layer)
+    assert batch.largest_expert == largest
+
+
+def test_samples_with_experts_beside_samples_without_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match="has no routed_experts and .*for every sample or for none"
+    ):
+        pack([sample(random_experts(0, 4)), sample(None)])
+    with pytest.raises(ValueError, match="routed_experts differs from sample to sample"):
+        pack([sample(random_experts(0, 4)), sample(random_experts(0, 4)[:2])])
+    assert pack([sample(None)]).routed_experts is None
+    assert pack([]).routed_experts is None
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_file_has_them_layer_by_layer(tmp_path, kind) -> None:
+    experts = [random_experts(seed, 4) for seed in range(3)]
+    rows = [
+        {"prompt_ids": [1, 2], "response_ids": [5, 6], "reward": 1.0, "routed_experts": e}
+        for e in experts
+    ]
+    source = RolloutFiles([write(tmp_path, rows, kind)], required_fields=["routed_experts"])
+    for one, expected in zip(pull_all(source), experts, strict=True):
+        read = one.routed_experts.long()
+        assert read.masked_fill(read == 255, -1).tolist() == expected
+    rows = [{**rows[0], "routed_experts": [[[0, 1], [2]]]}]
+    with pytest.raises(ValueError, match=r"routed_experts is .*, expected lists \[layers\]"):
+        pull_all(RolloutFiles([write(tmp_path, rows, kind)]))
+
+
+def test_engines_give_tokens_first_and_no_entry_of_the_last_token() -> None:
+    expected = torch.tensor(random_experts(2, 6))
+    expected[1] = -1  # a layer without experts: the engine's buffer is never written
+    of_vllm = expected.transpose(0, 1)[:-1].numpy().astype(np.int16)
+    of_vllm[:, 1] = 0
+    text = base64.b64encode(of_vllm.astype(np.int32).tobytes()).decode()
+    of_sglang = np.frombuffer(base64.b64decode(text), np.int32).reshape(-1, LAYERS, TOPK)
+    for returned in (of_vllm, of_sglang, of_vllm.tolist()):
+        assert torch.equal(routed_experts_of_engine(returned, 6).long(), expected)
+        assert sample(routed_experts_of_engine(returned, 6), 6).routed_experts is not None
+        with pytest.raises(ValueError, match=r"shape \[5, 3, 2\], expected .*exactly 6 tokens"):
+            routed_experts_of_engine(returned, 6, last_tokens="error")
+        with pytest.raises(ValueError, match="at most 4 tokens"):
+            routed_experts_of_engine(returned, 4)

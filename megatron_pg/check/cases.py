@@ -30,6 +30,8 @@ class Case(NamedTuple):
     """The coefficient of the sum of all squared logits. It includes a sequence's last token, which scores nothing."""
     has_sets: bool = False
     """Samples with the sets that their tokens were drawn from (`with_kept_sets`)."""
+    has_experts: bool = False
+    """Samples with the experts that their tokens take (`with_routed_experts`)."""
     updates: bool = False
     """An optimizer step after it. The check compares the parameters' update and the gradient norm."""
     lacks: Callable[[CheckOptions], str] = lambda options: ""
@@ -50,6 +52,14 @@ def _auxiliary_lacks(options: CheckOptions) -> str:
         return "rounding decides between experts in bf16, use --dtype fp32"
     is_right = versions.moe_auxiliary_loss_under_context_parallel_is_right()
     return "" if is_right else "needs megatron-core 0.16"
+
+
+def _replay_lacks(options: CheckOptions) -> str:
+    if options.num_experts is None or options.num_experts < 3:
+        return "needs --num-experts 3 or more"
+    if options.dtype == "bf16":
+        return "a token takes all experts in bf16, use --dtype fp32"
+    return "" if versions.has_router_replay() else "needs megatron-core 0.16"
 
 
 BOTH_MODES = ("auxiliary loss", "router z loss")
@@ -87,6 +97,8 @@ CASES: Sequence[Case] = (
     Case("recompute", settings=RECOMPUTE),
     _auxiliary("auxiliary loss", moe_aux_loss_coeff=0.5),
     _auxiliary("router z loss", moe_z_loss_coeff=0.1),
+    # A replay is easily lost in the second forward.
+    Case("routing replay", settings=RECOMPUTE, has_experts=True, lacks=_replay_lacks),
     Case(
         "every token",
         is_even=True,
@@ -143,6 +155,7 @@ def not_checked(options: CheckOptions) -> dict[str, str]:
         "HybridModel": (options.hybrid_model, "needs --hybrid-model"),
         "multi-token prediction": (options.mtp_num_layers is not None, "needs --mtp-num-layers"),
         "auxiliary loss": (not auxiliary, auxiliary),
+        "--replay-routing": (not _replay_lacks(options), _replay_lacks(options)),
         "per-token rows": (not options.average_in_collective, "--average-in-collective"),
         "loss-only rows": (not options.fused_lm_head, "--fused-lm-head"),
         "the last token of a sequence": (not options.fused_lm_head, "--fused-lm-head"),

@@ -279,6 +279,10 @@ CASES: Mapping[str, str] = {
     "router z loss": (
         "so the z loss of the router is wrong: its coefficient, its scale (1 / M, CP / M, or tokens), or padding that it counts"
     ),
+    "routing replay": (
+        "so a router does not take the experts that it is given: it takes those of another token or layer, or its own in the "
+        "first forward or in recomputation"
+    ),
 }
 """The meaning of a case's failure."""
 KINDS = {

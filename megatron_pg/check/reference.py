@@ -5,6 +5,7 @@ The loss shares no code with the reducers, the token window or the scale contrac
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import Counter
@@ -33,6 +34,7 @@ from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.loss.from_logits import policy_loss_from_log_probs
 from megatron_pg.step.agreement import gather
 from megatron_pg.step.batch import pack
+from megatron_pg.step.routed_experts import no_choice
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import step_totals
 
@@ -83,18 +85,34 @@ class WholeModel:
         self._ahead: list[Tensor] = []
         self._router_logits: list[Tensor] = []
         self._positions = torch.zeros(0)
+        self._experts: Tensor | None = (
+            None  # [tokens, layers, k] of a pack that says where its tokens go
+        )
         for name, module in self._module.named_modules():
             place = name.rsplit(".", 1)[-1]
             if place == "output_layer" and options.mtp_num_layers is not None:
                 module.register_forward_hook(lambda *call: self._ahead.append(call[2][0]))
             elif place == "router":
                 module.register_forward_hook(self._note_router)
+                module.routing = functools.partial(self._route, module, module.routing)
             elif place == "position_embeddings":
                 # Megatron's model might pass others than the true positions.
                 module.register_forward_hook(lambda table, *_: table.weight[self._positions][None])
 
     def _note_router(self, router: Any, inputs: tuple[Tensor, ...], _: Any) -> None:
         self._router_logits.append(inputs[0].flatten(0, -2).double() @ router.weight.double().T)
+
+    def _route(self, router: Any, routing: Any, logits: Tensor, **others: Any) -> Any:
+        """Route tokens to the experts that are given, or as Megatron does where none are."""
+        if self._experts is None:
+            return routing(logits, **others)
+        scores = logits.flatten(0, -2).double()
+        experts = self._experts[:, router.layer_number - 1].to(logits.device)
+        own = scores.topk(experts.shape[1]).indices
+        experts = torch.where(experts < 0, own, experts)
+        is_chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, experts, True)
+        probs = torch.softmax(scores.masked_fill(~is_chosen, -math.inf), dim=1)
+        return probs.to(logits), is_chosen
 
     @torch.no_grad()
     def score(self, samples: Sequence[Sample]) -> Scored:
@@ -192,6 +210,11 @@ class WholeModel:
         self._positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
         self._ahead.clear()
         self._router_logits.clear()
+        experts = [s.routed_experts for s in samples if s.routed_experts is not None]
+        self._experts = None
+        if experts:
+            ids = torch.cat(experts, 1).transpose(0, 1)
+            self._experts = ids.long().masked_fill(ids == no_choice(ids), -1)
         logits = self._module(tokens[None], self._positions[None], None, packed_seq_params=packed)
         return list(torch.split(logits[0], lengths))
 

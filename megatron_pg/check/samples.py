@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.check.cases import Case
+from megatron_pg.check.model import model_config
 from megatron_pg.check.options import LEAN_PERIOD, CheckOptions
 from megatron_pg.step.sample import Sample
 
@@ -24,6 +25,8 @@ def samples_of(options: CheckOptions, data_size: int, case: Case) -> list[Sample
         samples = make_even_samples(options, data_size, is_padded=not case.logit_coefficient)
     else:
         samples = make_samples(options, data_size)
+    if case.has_experts:
+        samples = with_routed_experts(options, samples)
     return with_kept_sets(options, samples) if case.has_sets else samples
 
 
@@ -112,6 +115,20 @@ def with_kept_sets(options: CheckOptions, samples: Sequence[Sample]) -> list[Sam
     responses = [sample.tokens[sample.prompt_length :].tolist() for sample in samples]
     sets: list[Any] = [list(map(kept_ids, targets)) for targets in responses]
     return [replace(s, kept_tokens=kept) for s, kept in zip(samples, sets, strict=True)]
+
+
+def with_routed_experts(options: CheckOptions, samples: Sequence[Sample]) -> list[Sample]:
+    """Add random experts of every token and layer. The last token has none, as an engine gives none."""
+    generator = torch.Generator().manual_seed(24)
+    config = model_config(options, sharded=False)
+
+    def chosen(tokens: int) -> Tensor:
+        scores = torch.rand(config.num_layers, tokens, config.num_moe_experts, generator=generator)
+        experts = scores.topk(config.moe_router_topk).indices
+        experts[:, -1] = -1
+        return experts
+
+    return [replace(s, routed_experts=chosen(s.total_length)) for s in samples]
 
 
 def with_log_probs(samples: Sequence[Sample], log_probs: Sequence[Tensor]) -> list[Sample]:

@@ -75,7 +75,7 @@ def _references(options: CheckOptions, runs: Sequence[Run]) -> list[Expected]:
     references = []
     for run in runs:
         case = run.case
-        kind = (case.is_even, bool(case.logit_coefficient), case.has_sets)
+        kind = (case.is_even, bool(case.logit_coefficient), case.has_sets, case.has_experts)
         if kind not in steps:
             steps[kind] = model.score(samples_of(options, data_size, case))
         # Both loss modes have one reference, unless tokens weigh an auxiliary loss.
@@ -159,7 +159,12 @@ def train_step(
     batches = [pack(batch, **layout).to(options.device) for batch in micro_batches]
     config = config_of(run.aggregation, options, case.policy_loss)
     step = PolicyStep(
-        replace(config, fused_lm_head=options.fused_lm_head, replay_sampling_set=case.has_sets),
+        replace(
+            config,
+            fused_lm_head=options.fused_lm_head,
+            replay_sampling_set=case.has_sets,
+            replay_routing=case.has_experts,
+        ),
         totals=totals,
         num_microbatches=len(batches),
         model=chunks,

@@ -83,6 +83,11 @@ def moe_auxiliary_loss_under_context_parallel_is_right() -> bool:
     return megatron_core_version() >= (0, 16)
 
 
+def has_router_replay() -> bool:
+    """Tell whether routers take given experts (transformer/moe/router_replay.py of 0.16.1 to 0.19.2)."""
+    return megatron_core_version() >= (0, 16)
+
+
 def derives_multi_token_labels() -> bool:
     """Tell whether multi-token prediction is trained without labels, and has a loss scale of its own.
 

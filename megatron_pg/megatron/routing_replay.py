@@ -23,20 +23,19 @@ class Replay:
     """The experts of one router, micro-batch after micro-batch, in the place of Megatron's `RouterReplay`."""
 
     def __init__(self, router: Any) -> None:
-        config = router.config
-        modules = config.recompute_modules or ()
-        granularity = config.recompute_granularity
-        self._recomputes = granularity == "full" or granularity == "selective" and "moe" in modules
-        self.layer = router.layer_number - 1
+        self._config, self.layer = router.config, router.layer_number - 1
         self._experts: Tensor | None = None
         self._waiting: deque[Tensor | None] = deque()
         """The experts of micro-batches whose recomputation is to come, in the order of their backward passes."""
-        self._is_counted = False
+        self._is_counted = self._recomputes = False
         self.agreement: Tensor | None = None
         """[2] float64 since the step began: choices that the router would have made too, and choices."""
 
     def begin_step(self) -> None:
         """Forget the last step, of which a forward without a backward leaves micro-batches."""
+        granularity, modules = self._config.recompute_granularity, self._config.recompute_modules
+        is_selected = granularity == "selective" and "moe" in (modules or ())
+        self._recomputes = granularity == "full" or is_selected
         self._waiting.clear()
         self.agreement = None
 
@@ -118,6 +117,11 @@ class RoutingReplay:
         if not hasattr(router, "router_replay"):
             raise NotImplementedError(
                 "--replay-routing needs a router that megatron-core 0.16 and later has: update it, or drop the flag"
+            )
+        if router.routing_type in ("sinkhorn", "quantile_balancing"):
+            raise NotImplementedError(
+                f"--replay-routing with --moe-router-load-balancing-type {router.routing_type}: that router chooses by no top-k; "
+                "drop one of the two"
             )
         if not isinstance(router.router_replay, Replay):
             router.router_replay = Replay(router)

@@ -1,5 +1,6 @@
 """Megatron broken inside its layers: tensor parallelism, experts, recomputation."""
 
+import functools
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_pg.head.vocabulary_shard import VocabularyShard
+from megatron_pg.megatron.routing_replay import Replay
 
 from .breakage import Patch, around, breakage, with_argument
 
@@ -153,6 +155,73 @@ def router_z_loss_counts_padding(right, *args, padding_mask=None, **keywords):
 @around(TopKRouter, "routing")
 def router_takes_the_padding_mask_one_token_late(right, router, logits, padding_mask=None):
     return right(router, logits, None if padding_mask is None else padding_mask.roll(1, 0))
+
+
+auxiliary = functools.partial(breakage, fails="auxiliary loss", passes="gradient")
+z_loss = functools.partial(breakage, fails="router z loss", passes="gradient")
+replay = functools.partial(breakage, fails="routing replay", passes="gradient|recompute")
+
+
+@auxiliary("EP2", "auxiliary")
+@around(MoEAuxLossAutoScaler, "set_loss_scale")
+def auxiliary_loss_is_ten_times_as_large(right, scale):
+    right(10.0 * scale)
+
+
+@auxiliary("CP2 experts", "auxiliary", "ranks that its counts are summed over")
+@around(router, "get_tokens_per_expert_and_token_count")
+def auxiliary_loss_counts_the_tokens_of_one_rank(right, routing_map, reduce_group, **keywords):
+    _, local, whole = right(routing_map, reduce_group, **keywords)
+    return routing_map.sum(0) * reduce_group.size(), local, whole
+
+
+@auxiliary("EP2", "auxiliary")
+@around(router, "compute_routing_scores_for_aux_loss")
+def auxiliary_loss_counts_one_expert_fewer(right, logits, topk, *args, **keywords):
+    return right(logits, topk - 1, *args, **keywords)
+
+
+@auxiliary("CP2 experts", "auxiliary", "padding")
+@around(TopKRouter, "routing")
+def router_counts_padding_alone(right, router, logits, padding_mask=None):
+    return right(router, logits, None if padding_mask is None else ~padding_mask)
+
+
+@z_loss("EP2", "z loss")
+@around(TopKRouter, "apply_z_loss")
+def router_z_loss_is_dropped(right, router, logits, padding_mask=None):
+    return logits
+
+
+@z_loss("CP2 experts", "z loss")
+@around(router, "z_loss_func")
+def router_z_loss_is_divided_by_context_parallelism(right, *args, **keywords):
+    return right(*args, **keywords) / parallel_state.get_context_parallel_world_size()
+
+
+@replay("CP2 experts", "router", "experts that it is given")
+@around(router, "topk_routing_with_score_function")
+def given_experts_are_ignored(right, *args, router_replay=None, **keywords):
+    return right(*args, **keywords)
+
+
+@replay("CP2 experts", "router", "another token")
+@around(Replay, "_next")
+def given_experts_are_those_of_the_next_token(right, replay, in_backward):
+    experts = right(replay, in_backward)
+    return None if experts is None else experts.roll(1, 0)
+
+
+@auxiliary("EP2", "auxiliary")
+@around(router, "switch_load_balancing_loss_func")
+def auxiliary_loss_is_a_sum_over_experts_and_not_their_number_times_it(right, **keywords):
+    return right(**keywords) / keywords["num_experts"]
+
+
+@replay("EP2", "router", "recomputation")
+@around(Replay, "_next")
+def router_chooses_anew_in_recomputation(right, replay, in_backward):
+    return None if in_backward else right(replay, in_backward)
 
 
 # Multi-token prediction

@@ -19,14 +19,13 @@ from megatron.training.checkpointing import load_args_from_checkpoint
 
 from megatron_pg.config import add_policy_loss_args, validate_policy_loss_args
 from megatron_pg.config.planning import add_planning_args, validate_planning_args
+from megatron_pg.config.policy_loss import OPTIONAL_SAMPLE_FIELDS
 from megatron_pg.config.program import ProgramParser
 from megatron_pg.step.advantages import METHODS
 
 from .hugging_face_config import megatron_arguments_of, read_config
 from .refusals import COUNTS, FLAGS, GROUPS, refuse_combinations, refuse_flags
 
-SAMPLE_FIELDS = "old_log_probs ref_log_probs rollout_log_probs group_index kept_tokens loss_weights"
-"""The optional fields of `Sample` that rollout files may fill."""
 FUSIONS = """
     masked_softmax_fusion bias_gelu_fusion bias_swiglu_fusion bias_dropout_fusion apply_rope_fusion moe_permute_fusion
 """
@@ -67,7 +66,7 @@ def parse_arguments() -> Namespace:
     _settle(args)
     refuse_combinations(args)
     validate_planning_args(args)
-    validate_policy_loss_args(args, sample_fields=SAMPLE_FIELDS.split())
+    validate_policy_loss_args(args, sample_fields=OPTIONAL_SAMPLE_FIELDS)
     _validate_as_megatron_does(args)
     # Packs differ in length from one micro-batch to the next; pipeline stages then tell each other how long they are.
     args.variable_seq_lengths = args.pipeline_model_parallel_size > 1

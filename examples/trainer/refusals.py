@@ -70,6 +70,7 @@ CANNOT_GENERATE = {
     "sequence_parallel": ONE_AT_A_TIME,
     "expert_model_parallel_size": ONE_AT_A_TIME,
     "replay_sampling_set": "answers are sampled from the whole vocabulary",
+    "replay_routing": "the model itself generates, and its routers' choices are not recorded",
     "distinct_ids": "tasks are numbered over all ranks",
 }
 """Settings that --task cannot be given, by the attribute, and why."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_pg.check.job import TIMEOUT_MINUTES
 from megatron_pg.check.options import CheckOptions
 from megatron_pg.check.sharded_parameters import set_parameters
-from megatron_pg.config.versions import needs_kept_pipeline_outputs
+from megatron_pg.config import versions
 from megatron_pg.megatron.cpu.layer_spec import TorchNorm, torch_block_spec
 
 NewModel = Callable[..., torch.nn.Module]
@@ -27,6 +27,8 @@ def initialize_groups(options: CheckOptions, *, sharded: bool = True) -> None:
     """Renew Megatron's process groups. Every rank of the world calls it."""
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
+    # Megatron keeps a number for each layer of the first mixture of experts that it sees.
+    versions.router_metrics().clear()
     parallel_state.initialize_model_parallel(
         **options.parallel_sizes(sharded), distributed_timeout_minutes=TIMEOUT_MINUTES
     )
@@ -184,7 +186,7 @@ def model_config(
         }
     if sizes["virtual_pipeline_model_parallel_size"] is not None:
         fields |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
-        fields["deallocate_pipeline_outputs"] = not needs_kept_pipeline_outputs()
+        fields["deallocate_pipeline_outputs"] = not versions.needs_kept_pipeline_outputs()
     return TransformerConfig(**fields | changes)
 
 

@@ -88,6 +88,20 @@ def has_router_replay() -> bool:
     return megatron_core_version() >= (0, 16)
 
 
+def router_metrics() -> dict[str, Any]:
+    """Return Megatron's numbers of routers, by name, in a dict that it keeps: in moe_utils.py before 0.18."""
+    megatron_core_version()
+    if importlib.util.find_spec("megatron.core.transformer.moe.moe_logging") is None:
+        from megatron.core.transformer.moe import moe_utils
+
+        tracker: dict[str, Any] = moe_utils.get_moe_layer_wise_logging_tracker()
+        return tracker
+    from megatron.core.transformer.moe import moe_logging
+
+    metrics: dict[str, Any] = moe_logging.get_moe_metrics_tracker().metrics
+    return metrics
+
+
 def derives_multi_token_labels() -> bool:
     """Tell whether multi-token prediction is trained without labels, and has a loss scale of its own.
 

@@ -116,14 +116,15 @@ def _moved(tensors: Sequence[Tensor], device: torch.device | str) -> list[Tensor
     sizes = [part.numel() for part in parts]
     buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
     pieces = torch.cat(parts, out=buffer).to(device, non_blocking=True).split(sizes)  # type: ignore[no-untyped-call]
-    return [piece.view(tensor.dtype) for piece, tensor in zip(pieces[::2], tensors, strict=True)]
+    pairs = zip(pieces[::2], tensors, strict=True)
+    return [piece.view(tensor.dtype).view(tensor.shape) for piece, tensor in pairs]
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     # One element counts as contiguous whatever its stride, and a view in another dtype asks for a stride of 1.
     if not tensor.is_contiguous() or tensor.stride(-1) != 1:
         tensor = tensor.clone(memory_format=torch.contiguous_format)
-    return tensor.view(torch.uint8)
+    return tensor.flatten().view(torch.uint8)
 
 
 _PADDING = torch.zeros(15, dtype=torch.uint8)

@@ -27,9 +27,8 @@ class ModelSettings(Settings):
     top-k): log_prob = z_y / t - logsumexp over the set of z_k / t. Needs the sets (kept_tokens) of every sample, and
     all log-probs of the samples over the same sets. A KL term is that of the two renormalised distributions."""
     replay_routing: bool = False
-    """Routers take the experts that the rollout engine chose for each token and layer (routed_experts of every sample),
-    in log-probs, training and recomputation alike; their probabilities stay the router's own. Rollout routing
-    replay, arXiv:2510.11370. Needs a mixture of experts, and PolicyStep with the model."""
+    """Routers take the experts that the rollout engine chose (routed_experts of every sample), in scoring, training and
+    recomputation; their probabilities stay their own (routing replay, arXiv:2510.11370). Needs PolicyStep with the model."""
     fused_lm_head: bool = False
     """Compute output layer, log-probs and entropy together, a chunk of tokens at a time, without
     the logits of all tokens in memory. Needs Megatron's ColumnParallelLinear as output layer, and

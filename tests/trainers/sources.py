@@ -107,14 +107,12 @@ def find_roll() -> str | None:
 def needs_tree(name: str) -> pytest.MarkDecorator:
     """Skip a module's tests, and say so, where there is no checkout, or a Megatron-Core without megatron.training."""
     is_here = (TRAINERS / name).is_dir() and has_megatron_training()
-    needs = (
-        f"{name}'s source (TRAINERS=<folder with a checkout named {name}>) and megatron.training"
-    )
-    return pytest.mark.skipif(not is_here, reason=f"needs {needs}")
+    source = f"{name}'s source (TRAINERS=<folder with a checkout named {name}>)"
+    return pytest.mark.skipif(not is_here, reason=f"needs {source} and megatron.training")
 
 
-def use(name: str, modules: Sequence[str]) -> list[types.ModuleType]:
-    """Import modules of slime or miles from the checkout; to be called once in a process of its own."""
+def use(name: str) -> None:
+    """Let slime or miles be imported from the checkout; to be called once in a process of its own."""
     import torch._dynamo
 
     # Some of their functions are compiled: here they run as they are written.
@@ -122,11 +120,9 @@ def use(name: str, modules: Sequence[str]) -> list[types.ModuleType]:
     assert lacks(name) is None
     import ray
 
-    if isinstance(
-        ray, _StandIn
-    ):  # one process: a remote class is the class, a stored object the object
+    if isinstance(ray, _StandIn):
+        # One process: a remote class is the class, a stored object the object.
         ray.remote = ray.put = ray.get = lambda value: value
-    return [importlib.import_module(f"{name}.{module}") for module in modules]
 
 
 def skip_other_commits(path: Path, commit: str) -> None:

@@ -5,22 +5,27 @@
 Packages that a trainer imports, and whose functions the tests never call, are empty modules.
 """
 
+import ast
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import types
+import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_pg.config.versions import has_megatron_training
 
+ROOT = Path(__file__).parents[2]
 TRAINERS = Path(os.environ.get("TRAINERS", "/nonexistent"))
 STAND_INS = {
     "slime": "ray httpx wandb sglang sglang_router torch_memory_saver".split(),
@@ -102,6 +107,28 @@ def find_verl() -> str | None:
 def find_roll() -> str | None:
     os.environ.setdefault("ROLL_LOG_DIR", tempfile.mkdtemp())  # or it writes where it is run
     return lacks("ROLL", "roll", "tensordict", "transformers")
+
+
+def functions(path: str, *names: str, **others: Any) -> dict[str, Any]:
+    """Top-level functions of a checkout's file, unmodified, by name; `others` are names that they use."""
+    file = TRAINERS / path
+    if not file.is_file():
+        pytest.skip(f"needs {path}: TRAINERS=<folder of checkouts>")
+    tree = ast.parse(file.read_text())
+    tree.body = [node for node in tree.body if getattr(node, "name", "") in names]
+    made: dict[str, Any] = {"torch": torch, **vars(typing), **others}
+    exec(compile(tree, str(file), "exec"), made)
+    return made
+
+
+def code_of_the_docs(*words: str) -> dict[str, Any]:
+    """What the blocks of docs/records/other_trainers.md that have one of some words define."""
+    text = (ROOT / "docs/records/other_trainers.md").read_text()
+    made: dict[str, Any] = {"torch": torch}
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        if any(word in block for word in words):
+            exec(block, made)
+    return made
 
 
 def needs_tree(name: str) -> pytest.MarkDecorator:

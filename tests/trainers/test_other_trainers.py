@@ -1,39 +1,21 @@
 """The numbers of docs/records/other_trainers.md, by the trainers' own aggregation functions on its example.
 
-A function is taken from the file of a checkout in the folder that TRAINERS names, unmodified; nothing else of the file is
-run. SkyRL and verl may be unpacked wheels.
+SkyRL and verl may be unpacked wheels.
 """
 
-import ast
-import typing
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from .sources import TRAINERS
+from .sources import functions
 
 LOSSES = [[1.0, 2.0], [3.0, 4.0, 5.0, 6.0], [20.0], [8.0, 9.0, 10.0]]
 WIDTH = 4
 VALUES = torch.tensor([each + [0.0] * (WIDTH - len(each)) for each in LOSSES], dtype=torch.float64)
 MASK = (VALUES > 0).double()
 PROMPT_MEAN, SAMPLE_MEAN, TOKEN_MEAN, CONSTANT = 7.625, 8.75, 6.8, 4.25
-
-
-def functions(path: str, *names: str, **others: Any) -> dict[str, Any]:
-    """Top-level functions of a file, by name; `others` are names that they use."""
-    file = TRAINERS / path
-    if not file.is_file():
-        pytest.skip(f"needs {path}: TRAINERS=<folder of checkouts>")
-    tree = ast.parse(file.read_text())
-    tree.body = [
-        node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in names
-    ]
-    made: dict[str, Any] = {"torch": torch, **vars(typing), **others}
-    exec(compile(tree, str(file), "exec"), made)
-    return made
 
 
 SKYRL = {

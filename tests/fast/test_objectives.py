@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_pg import PackedBatch, PolicyLossConfig, pack
 from megatron_pg.config.fields import field_docstrings
 from megatron_pg.loss import DPPO_DELTAS, objectives
-from megatron_pg.loss.objectives import OBJECTIVES, Outcome, get_objective
+from megatron_pg.loss.objectives import OBJECTIVES, Outcome, clipped_log_ratio, get_objective
 from megatron_pg.loss.sequence import SequenceSums
 from tests.fast import objectives_oracle as oracle
 from tests.fast.objectives_oracle import Sequence1
@@ -371,6 +371,13 @@ def test_clip_flags_and_log_ratio() -> None:
     found = package_objective("cispo", {}, batch, log_probs)
     assert found.is_clipped.tolist() == [False] * 6 + [True] * 3
     assert package_objective("cispo", CISPO_LOWER, batch, log_probs).is_clipped.tolist() == clipped
+
+
+def test_old_log_probs_are_a_constant() -> None:
+    log_probs, old_log_probs = torch.zeros(2, 3, requires_grad=True).unbind()
+    active = torch.ones(3, dtype=torch.bool)
+    total = clipped_log_ratio(log_probs, old_log_probs, active).sum()
+    assert torch.autograd.grad(total, old_log_probs, allow_unused=True) == (None,)
 
 
 def test_a_sum_over_sequences_that_was_not_made_is_named() -> None:

@@ -33,19 +33,16 @@ def test_skyrl_reduces_by_advantages(reduction: str, expected: float) -> None:
     assert float((scaled * MASK).sum()) == pytest.approx(expected, rel=1e-12)
 
 
-def roll(mode: str, values: Tensor = VALUES, mask: Tensor = MASK) -> float:
+def roll(mode: str, mask: Tensor = MASK) -> float:
     path = "ROLL/roll/utils/functionals.py"
     agg_loss = functions(path, "agg_loss", "masked_sum", "masked_mean")["agg_loss"]
-    return float(agg_loss(values, mask, mode, batch_num_tokens=10, global_valid_samples=4))
+    return float(agg_loss(VALUES, mask, mode, batch_num_tokens=10, global_valid_samples=4))
 
 
-def test_roll_on_the_example() -> None:
+def test_roll_on_the_example_and_its_token_mean_that_ignores_a_filter() -> None:
     assert roll("seq-mean-token-mean") == pytest.approx(SAMPLE_MEAN)
     assert roll("token-mean") == pytest.approx(TOKEN_MEAN)
     assert roll("seq-mean-token-sum-norm") == pytest.approx(4 * CONSTANT)  # no 1 / N
-
-
-def test_rolls_token_mean_ignores_a_filter() -> None:
     mask = MASK.clone()
     mask[2] = 0
     assert roll("token-mean", mask=mask) == pytest.approx(6.8)
@@ -61,8 +58,6 @@ VERL = {
 @pytest.mark.parametrize(("mode", "expected"), VERL.items(), ids=VERL)
 def test_verl_on_the_example(mode: str, expected: float) -> None:
     helpers = functions("verl/verl/utils/torch_functional.py", "masked_sum")
-    algorithms = functions(
-        "verl/verl/trainer/ppo/core_algos.py", "agg_loss", verl_F=SimpleNamespace(**helpers)
-    )
-    found = algorithms["agg_loss"](VALUES, MASK, mode, 1, 10, 4, WIDTH)
+    path, names = "verl/verl/trainer/ppo/core_algos.py", {"verl_F": SimpleNamespace(**helpers)}
+    found = functions(path, "agg_loss", **names)["agg_loss"](VALUES, MASK, mode, 1, 10, 4, WIDTH)
     assert float(found) == pytest.approx(expected)

@@ -78,16 +78,15 @@ def batch_of(samples: list[PlainSample], advantages: Tensor, num_samples: int, c
         tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
         return torch.nested.as_nested_tensor(tensors, layout=torch.jagged)
 
-    lengths = [sample.response_length for sample in samples]
+    rows = zip(advantages, samples, strict=True)
     tensors = {
         "input_ids": nested([s.tokens for s in samples]),
         "prompts": nested([s.tokens[: s.prompt_length] for s in samples]),
         "responses": nested([s.tokens[s.prompt_length :] for s in samples]),
-        "response_mask": nested([s.loss_mask for s in samples]),
-        "loss_mask": nested([s.loss_mask for s in samples]),
+        **{name: nested([s.loss_mask for s in samples]) for name in ("response_mask", "loss_mask")},
         "old_log_probs": nested([s.old_log_probs for s in samples], torch.float32),
         "ref_log_prob": nested([s.ref_log_probs for s in samples], torch.float32),
-        "advantages": nested([row[:n] for row, n in zip(advantages, lengths, strict=True)]),
+        "advantages": nested([row[: s.response_length] for row, s in rows]),
         "temperature": torch.ones(len(samples)),
     }
     settings = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": case.micro_batch_size}

@@ -30,10 +30,8 @@ class Sequence1:
 
 
 def exp_within_20(exponent: Tensor) -> Tensor:
-    if exponent > 20:
-        return torch.tensor(math.exp(20), dtype=torch.float64)
-    if exponent < -20:
-        return torch.tensor(math.exp(-20), dtype=torch.float64)
+    if abs(exponent) > 20:
+        return torch.tensor(math.copysign(20, exponent.item())).double().exp()
     return exponent.exp()
 
 
@@ -223,11 +221,6 @@ class Correction:
         return is_mask or any(each is not None for each in others)
 
 
-def mismatches(sample: Sequence1) -> list[float]:
-    """old - rollout of the active tokens."""
-    return [sample.old_log_probs[t] - sample.rollout_log_probs[t] for t in sample.active()]
-
-
 def bounded_exp(exponent: float) -> float:
     return math.exp(min(max(exponent, -20.0), 20.0))
 
@@ -237,7 +230,7 @@ def correct(
 ) -> tuple[list[Tensor], list[int]]:
     """(the corrected losses, the mask that is left)."""
     corrected, mask = list(losses), list(sample.loss_mask)
-    total = sum(mismatches(sample))
+    total = sum(sample.old_log_probs[t] - sample.rollout_log_probs[t] for t in sample.active())
     average = total / max(len(sample.active()), 1)
     drift = -policy_mean(sample, settings.anchor).item()
     for t in sample.active():

@@ -1,6 +1,7 @@
 """`--fused-lm-head` and `--fp32-lm-head` are honoured or refused, never ignored."""
 
 import argparse
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,9 +20,13 @@ from megatron_pg.megatron.policy_step import PolicyStep
 from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import step_totals
+from tests.fast.refusals import assert_refused
 from tests.lanes import in_both_lanes
 
 pytestmark = in_both_lanes
+
+
+step = functools.partial(PolicyStep, totals=step_totals([]), num_microbatches=1)
 
 
 def validate(line: str, **found: Any) -> argparse.Namespace:
@@ -33,37 +38,34 @@ def validate(line: str, **found: Any) -> argparse.Namespace:
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ({"defer_embedding_wgrad_compute": True}, ".*--defer-embedding-wgrad-compute puts off"),
-        ({"gtp_weight_remat_size": 2}, ".*--tensor-parallel-num-weight-shards cuts it further"),
+        ({"defer_embedding_wgrad_compute": True}, "--defer-embedding-wgrad-compute puts off"),
+        ({"gtp_weight_remat_size": 2}, "--tensor-parallel-num-weight-shards cuts it further"),
     ],
 )
 def test_what_takes_the_gradient_of_the_weight_from_the_layer_is_refused(setting, words) -> None:
     """At startup by the flags, and where there were none by the model's settings."""
+    validate("", **setting)
+    model, error = torch.nn.Module(), NotImplementedError
+    model.config = SimpleNamespace(**setting)
     for flag in ["--fp32-lm-head", "--fused-lm-head"]:
+        assert_refused(f"{flag} | {words}", validate, flag, error=error, **setting)
         config = PolicyLossConfig.from_args(validate(flag))
-        with pytest.raises(NotImplementedError, match=flag + words):
-            validate(flag, **setting)
-        validate("", **setting)
-        model = torch.nn.Module()
-        model.config = SimpleNamespace(**setting)
-        with pytest.raises(NotImplementedError, match=flag + words):
-            PolicyStep(config, totals=step_totals([]), num_microbatches=1, model=model)
+        assert_refused(f"{flag} | {words}", step, config, model=model, error=error)
 
 
 @pytest.mark.parametrize("flag", ["--fp32-lm-head", "--fused-lm-head"])
 def test_a_model_whose_output_layer_stays_what_it_is_is_named(flag: str) -> None:
     config = PolicyLossConfig.from_args(validate(flag))
-    step = {"totals": step_totals([]), "num_microbatches": 1}
-    with pytest.raises(ValueError, match=rf"{flag} .* give PolicyStep the model="):
-        PolicyStep(config, **step)
-    model = torch.nn.Module()
+    words = f"{flag} | give PolicyStep the model="
+    assert_refused(words, step, config)
+    model, error = torch.nn.Module(), NotImplementedError
     model.config = SimpleNamespace()
-    with pytest.raises(NotImplementedError, match=f"that of Module is none: drop {flag}"):
-        PolicyStep(config, **step, model=model)
+    words = f"that of Module is none: drop {flag}"
+    assert_refused(words, step, config, model=model, error=error)
     model.language_model = torch.nn.Module()
     model.language_model.output_layer = torch.nn.Linear(2, 3)
-    with pytest.raises(NotImplementedError, match="ColumnParallelLinear; that of Module is Linear"):
-        PolicyStep(config, **step, model=[model])
+    words = "ColumnParallelLinear; that of Module is Linear"
+    assert_refused(words, step, config, model=[model], error=error)
 
 
 def test_narrow_logits_are_refused() -> None:
@@ -71,18 +73,16 @@ def test_narrow_logits_are_refused() -> None:
     batch, totals = pack([sample]), step_totals([sample])
     logits, config = torch.zeros(3, 4), PolicyLossConfig(fp32_lm_head=True)
     policy_loss_function(config, batch, logits, totals=totals)
-    with pytest.raises(ValueError, match=r"logits are torch.bfloat16: .*set_fp32_lm_head\(model\)"):
-        policy_loss_function(config, batch, logits.bfloat16(), totals=totals)
+    words, given = "logits are torch.bfloat16:  | set_fp32_lm_head(model)", (config, batch)
+    assert_refused(words, policy_loss_function, *given, logits.bfloat16(), totals=totals)
 
 
 def test_what_the_fused_head_cannot_do_is_refused() -> None:
     line = "--fused-lm-head --fp32-lm-head"
     config = PolicyLossConfig.from_args(validate(line))
     assert config.fused_lm_head and config.fp32_lm_head
-    with pytest.raises(NotImplementedError, match="--use-mup"):
-        validate(line, use_mup=True)
-    with pytest.raises(ValueError, match="--fused-lm-head .* --qkv-format thd"):
-        validate("--fused-lm-head --qkv-format bshd")
+    assert_refused("--use-mup", validate, line, use_mup=True, error=NotImplementedError)
+    assert_refused("--qkv-format thd", validate, "--fused-lm-head --qkv-format bshd")
 
 
 @pytest.mark.parametrize("mtp_num_layers", [0, 2])

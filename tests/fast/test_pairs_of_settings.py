@@ -33,8 +33,6 @@ TAUS, DELTAS = (1.3, 2.9), {"dppo_delta": 0.013, "dppo_delta_high": 0.021}
 KL_COEF, ENTROPY_COEF = 0.37, 0.23
 SEQUENCE = (0.6, float("inf"))
 GEOMETRIC, OPSM_DELTA = (0.93, 1.06), 0.04
-BOUNDS = dict(zip(("geometric_rejection_low", "geometric_rejection_high"), GEOMETRIC, strict=True))
-REJECTION = {"use_geometric_rejection": True, **BOUNDS}
 ACCEPTED = {"rejection_denominator": "accepted"}
 MEANS = ("sample_mean", "prompt_mean", "token_mean")
 KL, ENTROPY = {"kl_loss_coef": KL_COEF}, {"entropy_coef": ENTROPY_COEF}
@@ -44,6 +42,11 @@ Settings = dict[str, Any]
 
 def tis(low: float, high: float, **others: str) -> Settings:
     return {"use_tis": True, "tis_clip_low": low, "tis_clip": high, **others}
+
+
+def rejection(level: str, low: float, high: float) -> Settings:
+    bounds = {f"{level}_rejection_low": low, f"{level}_rejection_high": high}
+    return {f"use_{level}_rejection": True, **bounds}
 
 
 FACTORS: dict[str, dict[str, Settings]] = {
@@ -75,13 +78,9 @@ FACTORS: dict[str, dict[str, Settings]] = {
     },
     "geometric": {
         "off": {},
-        "on": REJECTION,
-        "sequence": {
-            "use_sequence_rejection": True,
-            "sequence_rejection_low": SEQUENCE[0],
-            "sequence_rejection_high": SEQUENCE[1],
-        },
-        "on_accepted": {**REJECTION, **ACCEPTED},
+        "on": rejection("geometric", *GEOMETRIC),
+        "sequence": rejection("sequence", *SEQUENCE),
+        "on_accepted": {**rejection("geometric", *GEOMETRIC), **ACCEPTED},
     },
     "opsm": {"off": {}, "on": {"use_opsm": True, "opsm_delta": OPSM_DELTA}},
     "kl": {

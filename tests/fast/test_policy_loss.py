@@ -20,7 +20,6 @@ from megatron_pg.step.batch import PackedBatch, pack
 from tests import oracle
 from tests.cut_policy_loss import (
     OBJECTIVES,
-    RankLoss,
     aggregated,
     local_logits,
     package_config,
@@ -31,6 +30,7 @@ from tests.cut_policy_loss import (
 from tests.cut_steps import CUTS, Cut, assert_same, gradients, random_cut, whole
 from tests.dispatches import CountDispatches
 from tests.fast.one_step import loss_of
+from tests.fast.refusals import assert_refused
 from tests.fast.sequences import flat_log_probs, package_batch, random_sequences
 from tests.oracle import Objective, PlainSample
 from tests.random_steps import (
@@ -42,31 +42,24 @@ from tests.random_steps import (
 )
 
 
-def check_policy_loss(
-    step: list[PlainSample], logits: list[Tensor], objective: Objective, cut: Cut
-) -> list[RankLoss]:
+def check_policy_loss(step: list[PlainSample], logits: list[Tensor], objective, cut: Cut) -> None:
     """The ranks' losses add up to the oracle's, with its gradient for every logit."""
-    results = rank_losses(package_config(objective), step, logits, cut)
-    expected = oracle.policy_loss(step, logits, objective)
-    assert_same(summed_loss(results), expected.loss, logits)
-    return results
+    found = summed_loss(rank_losses(package_config(objective), step, logits, cut))
+    assert_same(found, oracle.policy_loss(step, logits, objective).loss, logits)
 
 
 AGGREGATIONS = pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
 
 
-@AGGREGATIONS
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_objectives_equal_the_oracle(name: str, aggregation: str) -> None:
-    step = random_step(seed=20)
-    objective = aggregated(OBJECTIVES[name], aggregation)
-    check_policy_loss(step, random_logits(step), objective, whole(len(step)))
+WITH_TERMS = ("everything", "everything_by_the_loss")
+CASES = [(name, "whole") for name in OBJECTIVES] + [
+    (name, cut) for name in WITH_TERMS for cut in CUTS
+]
 
 
 @AGGREGATIONS
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("name", ["everything", "everything_by_the_loss"])
-def test_no_cut_changes_value_or_gradient(name: str, cut: str, aggregation: str) -> None:
+@pytest.mark.parametrize(("name", "cut"), sorted({*CASES}))
+def test_objectives_equal_the_oracle_and_no_cut_changes_them(name, cut, aggregation) -> None:
     """The KL and entropy terms are sample means, or follow the aggregation of the policy loss."""
     step = random_step(seed=21)
     objective = aggregated(OBJECTIVES[name], aggregation)
@@ -106,13 +99,14 @@ def test_random_steps_and_cuts(seed, num_samples, aggregation, name, **sizes) ->
 
 @pytest.mark.parametrize("cp_size", (1, 2, 4))
 def test_padding_takes_no_part(cp_size: int) -> None:
-    """The extra segment that sequence parallelism asks for; its logits are NaN here."""
+    """The extra segment that sequence parallelism asks for, its logits NaN here; and columns beyond the vocabulary."""
     step = random_step(seed=33)
     logits = random_logits(step)
+    wide = [torch.nn.functional.pad(part, (0, 5), value=30.0) for part in logits]
     objective = OBJECTIVES["everything"]
     cut = replace(CUTS["ragged_dp_3_with_empty_micro_batches"](len(step)), cp_size=cp_size)
-    config = package_config(objective)
-    results = rank_losses(config, step, logits, cut, pad_to_multiple=16 * cp_size)
+    padding = {"pad_to_multiple": 16 * cp_size, "vocab_size": logits[0].shape[1]}
+    results = rank_losses(package_config(objective), step, wide, cut, **padding)
     assert all(result.batch.window.num_tokens % (16 * cp_size) == 0 for result in results)
     assert_same(summed_loss(results), oracle.policy_loss(step, logits, objective).loss, logits)
 
@@ -191,16 +185,6 @@ def test_the_default_is_the_plain_sample_mean_to_the_bit(seed: int) -> None:
     assert not torch.equal(other, frozen)
 
 
-def test_padded_vocabulary_takes_no_part() -> None:
-    step = random_step(seed=24)
-    logits = random_logits(step)
-    padded = [torch.nn.functional.pad(part, (0, 5), value=30.0) for part in logits]
-    objective = OBJECTIVES["everything"]
-    config, vocab_size = package_config(objective), logits[0].shape[1]
-    results = rank_losses(config, step, padded, whole(len(step)), vocab_size=vocab_size)
-    assert_same(summed_loss(results), oracle.policy_loss(step, logits, objective).loss, logits)
-
-
 def test_float32_stays_within_float32_of_the_oracle() -> None:
     step = random_step(seed=25)
     logits = random_logits(step)
@@ -241,8 +225,8 @@ def test_logits_of_another_length_are_refused() -> None:
     totals = uneven_totals(package_samples(step))
     unsharded = torch.cat(random_logits(step))
     sizes = f"{len(unsharded)} rows and the micro-batch {batch.window.local_tokens} tokens"
-    with pytest.raises(ValueError, match=f"logits have {sizes}"):
-        policy_loss_function(package_config(Objective()), batch, unsharded, totals=totals)
+    given = (package_config(Objective()), batch, unsharded)
+    assert_refused(f"logits have {sizes}", policy_loss_function, *given, totals=totals)
 
 
 ABSENT = {row.name for row in METRICS if {"rollout_log_probs", "policy_version"} & {*row.reads}}
@@ -253,12 +237,10 @@ def with_garbage(step: list[PlainSample], garbage: float) -> list[PlainSample]:
     """Every per-token field holds garbage where the mask is 0: tool tokens have no log-probs."""
     spoiled = []
     for sample in step:
-        masked = [token for token, keep in enumerate(sample.loss_mask) if not keep]
         fields = {}
         for name in ("advantages", "old_log_probs", "ref_log_probs"):
-            fields[name] = list(getattr(sample, name))
-            for token in masked:
-                fields[name][token] = garbage
+            pairs = zip(getattr(sample, name), sample.loss_mask, strict=True)
+            fields[name] = [value if keep else garbage for value, keep in pairs]
         spoiled.append(replace(sample, **fields))
     return spoiled
 

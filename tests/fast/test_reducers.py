@@ -12,6 +12,7 @@ from megatron_pg import AGGREGATIONS, get_pg_loss_reducer
 from tests import oracle
 from tests.cut_steps import DIVISOR, assert_same
 from tests.dispatches import CountDispatches
+from tests.fast.refusals import assert_refused
 from tests.random_steps import (
     lengths,
     loss_masks,
@@ -107,8 +108,7 @@ def test_per_token_mode_leaves_the_denominators_out(aggregation: str) -> None:
         return get_pg_loss_reducer([5, 2], [3, 1], masks, True, **keywords)
 
     assert reducer([3.0, 3.0])(torch.tensor([1.0, 50.0, 3.0, 7.0])).item() == 11.0
-    with pytest.raises(ValueError, match="denominators"):
-        reducer([3.0])
+    assert_refused("denominators", reducer, [3.0])
 
 
 def test_reducer_can_be_called_again() -> None:
@@ -220,17 +220,6 @@ def test_the_count_would_notice_a_loop_over_samples() -> None:
             torch.ones(1).item()
 
 
-@pytest.mark.parametrize("pad_to_multiple", (1, 8, 30))
-def test_a_contiguous_slice_is_that_of_the_padded_pack(pad_to_multiple: int) -> None:
-    masks, x = [torch.ones(6), torch.ones(3)], torch.arange(9.0)
-    padding = {"cp_partition_mode": "contiguous", "pad_to_multiple": pad_to_multiple}
-    layout = token_layout([9, 5], [6, 3], 2, pad_to_multiple, "contiguous")
-    for cp_rank, rows in enumerate(layout):
-        held = [row.response for row in rows if row.response is not None]
-        keywords: Any = {"aggregation": "token_mean", "cp_rank": cp_rank, "cp_size": 2, **padding}
-        assert get_pg_loss_reducer([9, 5], [6, 3], masks, **keywords)(x[held]).item() == sum(held)
-
-
 @pytest.mark.parametrize("cp_rank", (0, 1))
 def test_wrong_length_raises_with_both_sizes(cp_rank: int) -> None:
     masks = [torch.ones(6), torch.ones(3)]
@@ -239,7 +228,5 @@ def test_wrong_length_raises_with_both_sizes(cp_rank: int) -> None:
     size = sum(row.response is not None for row in layout[cp_rank])
     reducer(torch.zeros(size))
     for wrong in (size - 1, size + 1, 9 if size != 9 else 10):
-        with pytest.raises(ValueError, match=rf"(?s)\b{wrong}\b.*\b{size}\b"):
-            reducer(torch.zeros(wrong))
-    with pytest.raises(ValueError):
-        reducer(torch.zeros(1, size))
+        assert_refused(f"[{wrong}] | has {size}:", reducer, torch.zeros(wrong))
+    assert_refused("one dimension", reducer, torch.zeros(1, size))

@@ -20,6 +20,7 @@ from tests.cut_steps import assert_same
 from tests.fast import objectives_oracle
 from tests.fast.objectives_oracle import ZERO, Correction, Sequence1
 from tests.fast.one_step import loss_of
+from tests.fast.refusals import assert_refused
 from tests.fast.sequences import flat_gradient, flat_log_probs, package_batch, random_sequences
 from tests.oracle import Objective
 from tests.random_steps import package_samples, random_losses, random_step, uneven_totals
@@ -89,8 +90,8 @@ def test_a_users_reducer_that_loses_the_gradient_is_refused() -> None:
     x = torch.ones(len(batch.window), dtype=torch.float64)
     total = float(reduced(config, batch, totals, x)) * totals.num_rollouts
     assert total == pytest.approx(len(x))
-    with pytest.raises(ValueError, match="the reducer returned a tensor without a gradient"):
-        reduced(config, batch, totals, x.requires_grad_())
+    words = "the reducer returned a tensor without a gradient"
+    assert_refused(words, reduced, config, batch, totals, x.requires_grad_())
 
 
 def sum_over_samples(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
@@ -217,7 +218,9 @@ def test_a_masked_token_and_one_that_a_custom_correction_drops() -> None:
 
 def test_a_reducer_that_cannot_know_its_slice_is_refused() -> None:
     step = package_samples(random_step(seed=50))
-    config = custom_config("mean_by_rank_alone")
+    config, words = (
+        custom_config("mean_by_rank_alone"),
+        "name cp_partition_mode and pad_to_multiple",
+    )
     batch = pack(step, cp_rank=0, cp_size=2, cp_partition_mode="contiguous")
-    with pytest.raises(ValueError, match="name cp_partition_mode and pad_to_multiple"):
-        custom_reduction(config, batch)
+    assert_refused(words, custom_reduction, config, batch)

@@ -8,6 +8,7 @@ import torch
 from megatron_pg import PolicyLossConfig, Sample, pack, policy_loss_function, step_totals
 from megatron_pg.loss.micro_batch import MicroBatchLoss
 from tests.fast.one_step import reported
+from tests.fast.refusals import assert_refused, refusal
 
 SETS = [[3, 1], [4], [], [5]]
 
@@ -24,8 +25,8 @@ def loss_of(*samples: Sample, cp: tuple[int, int] = (0, 1), **settings: Any) -> 
 
 
 def test_without_sets() -> None:
-    with pytest.raises(ValueError, match="a has no kept_tokens, which --replay-sampling-set needs"):
-        loss_of(sample(kept_tokens=None))
+    words = "a has no kept_tokens, which --replay-sampling-set needs"
+    assert_refused(words, loss_of, sample(kept_tokens=None))
     assert loss_of().batch.kept_tokens is not None  # an empty micro-batch
     assert "kept_tokens" in PolicyLossConfig(replay_sampling_set=True).required_sample_fields
 
@@ -44,9 +45,8 @@ def test_log_probs_of_the_whole_vocabulary(field, settings, cp) -> None:
     good = {name: [-0.5, 1e-4, -2.0, 0.0] for name in ("ref_log_probs", "rollout_log_probs")}
     loss_of(sample(**good), sample("b", **good), cp=cp, **settings)
     wrong = {**good, field: [-0.5, -0.3, -2.0, -0.1]}
-    with pytest.raises(ValueError) as error:
-        loss_of(sample(**good), sample("b", **wrong), cp=cp, **settings)
-    assert str(error.value).startswith(f"b: {field}[1] is -0.3, and its token is the only one")
+    message = refusal(loss_of, sample(**good), sample("b", **wrong), cp=cp, **settings)
+    assert message.startswith(f"b: {field}[1] is -0.3, and its token is the only one")
     unread = {**good, field: wrong[field]} if field != "old_log_probs" else good
     loss_of(sample(**unread), cp=cp)
 
@@ -70,7 +70,6 @@ def test_metrics() -> None:
 
 def test_an_id_outside_the_vocabulary() -> None:
     samples = [sample(kept_tokens=[[3, 40], [4], [], [5]])]
-    config, totals = PolicyLossConfig(replay_sampling_set=True), step_totals(samples)
-    message = "a: kept_tokens: token id 40 is outside the vocabulary of 11"
-    with pytest.raises(ValueError, match=message):
-        policy_loss_function(config, pack(samples), torch.zeros(6, 11), totals=totals)
+    given = (PolicyLossConfig(replay_sampling_set=True), pack(samples), torch.zeros(6, 11))
+    words = "a: kept_tokens: token id 40 is outside the vocabulary of 11"
+    assert_refused(words, policy_loss_function, *given, totals=step_totals(samples))

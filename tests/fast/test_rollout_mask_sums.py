@@ -18,6 +18,7 @@ from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.step.totals import BareSample
 from tests import oracle
 from tests.cut_steps import gradients
+from tests.fast.refusals import assert_refused
 from tests.oracle import PlainSample
 from tests.random_steps import plain_sample, random_losses
 
@@ -66,6 +67,12 @@ def half_of(sample: PlainSample) -> int:
     return (sample.rollout_id or 0) // ROLLOUTS_PER_STEP
 
 
+def assert_halves(aggregation: str, step: list[PlainSample], sums: Tensor, tolerance) -> None:
+    for half in (0, 1):
+        places = [n for n, sample in enumerate(step) if half_of(sample) == half]
+        assert_is(aggregation, [step[n] for n in places], sums[places].double(), tolerance)
+
+
 def bare(step: Sequence[PlainSample]) -> list[BareSample]:
     rows = [(sum(s.loss_mask), s.group_index, s.rollout_id) for s in step]
     return [BareSample(*row, f"sample {number}") for number, row in enumerate(rows)]
@@ -93,24 +100,31 @@ def test_a_divisor_of_one_half_per_mille_more_is_seen() -> None:
         assert_is("prompt_mean", step, sums * 1.0005, 1e-5)
 
 
-def test_a_group_of_fewer_tokens_than_rollouts_is_refused_by_its_number() -> None:
-    group = [BareSample(int(number < 3), 7, number) for number in range(4)]
-    other = [BareSample(9, 8, 10 + number) for number in range(4)]
-    message = r"prompt group 7 has 3 active tokens.*8 rollouts / 2 prompt.*0\.75"
-    with pytest.raises(ValueError, match=message):
-        sums_of("prompt_mean", group + other, rollouts=8)
+def group(index: int | None, num_tokens: Sequence[int], first: int = 0) -> list[BareSample]:
+    """A rollout for each number of active tokens, counted from the first one's id."""
+    return [BareSample(n, index, first + number) for number, n in enumerate(num_tokens)]
+
+
+def test_steps_that_cannot_have_the_aggregation_are_refused_by_number() -> None:
+    step, words = group(7, (1, 1, 1, 0)) + group(8, (9,) * 4, 10), "8 rollouts / 2 prompt | 0.75"
+    words = f"prompt group 7 has 3 active tokens | {words}"
+    assert_refused(words, sums_of, "prompt_mean", step, rollouts=8)
+    words = "token_mean: the step has 1 active tokens in 4 rollouts"
+    assert_refused(words, sums_of, "token_mean", group(None, (1, 0, 0, 0)), rollouts=4)
+    steps = [group(n, (9, 9), 10 * n) + group(n + 1, (9, 9), 100 * n) for n in (1, 2)]
+    words = "1 prompt groups in several | 2 (steps 0 and 1)"
+    assert_refused(words, sums_of, "prompt_mean", *steps, rollouts=4)
+    sums_of("token_mean", *steps, rollouts=4)
 
 
 def test_a_divisor_of_exactly_one_is_kept() -> None:
     """49 / 49 comes out below 1 where the quotient is taken first."""
-    group = [BareSample(1, 0, number) for number in range(49)]
-    assert sums_of("prompt_mean", group, rollouts=49).tolist() == [1.0] * 49
+    assert sums_of("prompt_mean", group(0, [1] * 49), rollouts=49).tolist() == [1.0] * 49
 
 
 def test_masked_groups_below_one_are_not_refused() -> None:
-    masked = [BareSample(0, 0, number) for number in range(8)]
-    sums = sums_of("prompt_mean", masked + [BareSample(9, 1, 9)], rollouts=9)
-    assert sums[-1].item() == 9 * 2 / 9
+    step = group(0, [0] * 8) + group(1, [9], 9)
+    assert sums_of("prompt_mean", step, rollouts=9)[-1].item() == 9 * 2 / 9
 
 
 def test_a_step_of_fewer_tokens_than_rollouts_has_no_token_mean() -> None:
@@ -118,18 +132,10 @@ def test_a_step_of_fewer_tokens_than_rollouts_has_no_token_mean() -> None:
         sums_of("token_mean", [BareSample(int(n == 0), None, n) for n in range(4)], rollouts=4)
 
 
-def test_groups_split_over_steps_are_refused_by_number() -> None:
-    first = [BareSample(9, group, 10 * group + n) for group in (1, 2) for n in range(2)]
-    second = [BareSample(9, group, 100 + 10 * group + n) for group in (2, 3) for n in range(2)]
-    with pytest.raises(ValueError, match=r"1 prompt groups in several.*2 \(steps 0 and 1\)"):
-        sums_of("prompt_mean", first, second, rollouts=4)
-    sums_of("token_mean", first, second, rollouts=4)
-
-
 def test_a_group_of_different_prompts_is_refused() -> None:
     step = [BareSample(9, 1, n, f"sample {n}", prompt_hash=n // 2) for n in range(4)]
-    with pytest.raises(ValueError, match=r"sample 0 and sample 2 of prompt group 1 have different"):
-        sums_of("prompt_mean", step, rollouts=4)
+    words = "sample 0 and sample 2 of prompt group 1 have different"
+    assert_refused(words, sums_of, "prompt_mean", step, rollouts=4)
     sums_of("prompt_mean", step, rollouts=4, allow_different_prompts=True)
 
 
@@ -164,11 +170,7 @@ def test_slimes_hook_is_exact_in_each_of_two_steps(aggregation: str) -> None:
     data = slime_data(step)
     assert getattr(slime, aggregation)(arguments(**divisor_of(aggregation)), 0, data) is None
     assert data["rollout_mask_sums"].dtype == torch.float32
-    step = [step[number] for number in data["order"]]
-    for half in (0, 1):
-        places = [place for place, sample in enumerate(step) if half_of(sample) == half]
-        sums = data["rollout_mask_sums"][places].double()
-        assert_is(aggregation, [step[place] for place in places], sums, 2e-7)
+    assert_halves(aggregation, [step[n] for n in data["order"]], data["rollout_mask_sums"], 2e-7)
 
 
 def test_slimes_groups_by_a_field_of_the_rollout() -> None:
@@ -179,23 +181,19 @@ def test_slimes_groups_by_a_field_of_the_rollout() -> None:
     slime.prompt_mean(arguments(), 0, by_index)
     slime.prompt_mean(arguments(loss_aggregation_group_key="round_number"), 0, by_field)
     assert by_field["rollout_mask_sums"].equal(by_index["rollout_mask_sums"])
-    with pytest.raises(ValueError, match="has no field group to tell prompt groups by"):
-        slime.prompt_mean(arguments(loss_aggregation_group_key="group"), 0, by_field)
+    args = arguments(loss_aggregation_group_key="group")
+    words = "has no field group to tell prompt groups by"
+    assert_refused(words, slime.prompt_mean, args, 0, by_field)
 
 
-def test_slimes_samples_without_an_index_are_refused() -> None:
-    data = slime_data(ragged(2))
-    data["sample_indices"][3] = None
-    with pytest.raises(ValueError, match="sample_indices of sample 3 of this rank is None"):
-        slime.prompt_mean(arguments(), 0, data)
-
-
-def test_slimes_indices_that_do_not_count_from_a_whole_group_are_refused() -> None:
+def test_slimes_indices_that_tell_no_groups_are_refused() -> None:
     """As after a resumption with another --n-samples-per-prompt: a group would be two halves of two prompts."""
     data = slime_data(ragged(2))
     data["sample_indices"] = [index + 2 for index in data["sample_indices"]]
-    with pytest.raises(ValueError, match="prompt group"):
-        slime.prompt_mean(arguments(), 0, data)
+    assert_refused("prompt group", slime.prompt_mean, arguments(), 0, data)
+    data["sample_indices"][3] = None
+    words = "sample_indices of sample 3 of this rank is None"
+    assert_refused(words, slime.prompt_mean, arguments(), 0, data)
 
 
 @pytest.fixture
@@ -236,10 +234,8 @@ def test_miles_hook_is_exact_in_each_step(aggregation: str, conversion) -> None:
     data = getattr(miles, aggregation)(args, miles_samples(step))
     assert data["weight_versions"] == "kept"
     assert conversion.post_process == "the function my.rewards"
-    for half in (0, 1):
-        places = [n for n, sample in enumerate(step) if half_of(sample) == half]
-        sums = torch.tensor([data["rollout_mask_sums"][n] for n in places], dtype=torch.float64)
-        assert_is(aggregation, [step[n] for n in places], sums, 1e-12)
+    sums = torch.tensor(data["rollout_mask_sums"], dtype=torch.float64)
+    assert_halves(aggregation, step, sums, 1e-12)
 
 
 def test_miles_last_step_of_fewer_rollouts(conversion: types.SimpleNamespace) -> None:
@@ -254,12 +250,11 @@ def test_miles_last_step_of_fewer_rollouts(conversion: types.SimpleNamespace) ->
 def test_miles_samples_without_a_group_are_refused(conversion: types.SimpleNamespace) -> None:
     samples = miles_samples(ragged(3))
     samples[2].group_index = None
-    with pytest.raises(ValueError, match=r"group_index of sample 2 \(index 2\) is None"):
-        miles.prompt_mean(arguments(), samples)
+    words = "group_index of sample 2 (index 2) is None"
+    assert_refused(words, miles.prompt_mean, arguments(), samples)
     miles.token_mean(arguments(), samples)
 
 
 def test_miles_multimodal_rollouts_are_refused(conversion: types.SimpleNamespace) -> None:
-    conversion.extra = {"multimodal_train_inputs": []}
-    with pytest.raises(ValueError, match="multimodal inputs let miles cut the steps"):
-        miles.token_mean(arguments(), miles_samples(ragged(3)))
+    conversion.extra, words = {"multimodal_train_inputs": []}, "multimodal inputs let miles cut"
+    assert_refused(words, miles.token_mean, arguments(), miles_samples(ragged(3)))

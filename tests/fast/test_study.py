@@ -36,14 +36,23 @@ def write_run(folder: Path, offset: float, learns_at: int | None = None) -> None
     (folder / "summary.json").write_text(json.dumps({"held_out_after": offset}))
 
 
+def run_study(folder: Path, patch: pytest.MonkeyPatch, run, *seeds_and_flags: str) -> None:
+    """A study, in the place of whose commands a function is called that gives their status."""
+
+    def called(command: list[str], **kwargs: object) -> object:
+        return study.subprocess.CompletedProcess(command, run(command))
+
+    patch.setattr(study.subprocess, "run", called)
+    patch.setattr(sys, "argv", ["study.py", "--out", str(folder), "--seeds", *seeds_and_flags])
+    study.main()
+
+
 def test_finished_runs_are_read_and_not_repeated(tmp_path, monkeypatch, capsys) -> None:
     for number, mode in enumerate(study.STUDIES["aggregations"].modes):
         for seed in (1, 2, 3):
             # Seeds differ by 0.1, modes by 0.01 whatever the seed.
             write_run(tmp_path / f"{mode}-seed-{seed}", 0.1 * seed + 0.01 * number)
-    monkeypatch.setattr(study.subprocess, "run", lambda *args, **kwargs: pytest.fail("a run"))
-    monkeypatch.setattr(sys, "argv", ["study.py", "--seeds", "1", "2", "3", "--out", str(tmp_path)])
-    study.main()
+    run_study(tmp_path, monkeypatch, lambda command: pytest.fail("a run"), "1", "2", "3")
     table = (tmp_path / "study.md").read_text()
     assert "by seed | 1 | 2 | 3 |\n|---|---|---|---|\n| `sample_mean` | 21 | 21 | 21 |" in table
     width = 4.302652729911275 * statistics.stdev([0.1, 0.2, 0.3]) / math.sqrt(3)
@@ -59,17 +68,14 @@ def test_finished_runs_are_read_and_not_repeated(tmp_path, monkeypatch, capsys) 
 def test_a_student_is_run_after_its_teacher(tmp_path, monkeypatch, capsys) -> None:
     commands = []
 
-    def run(command: list[str], **kwargs: object) -> object:
+    def run(command: list[str]) -> int:
         commands.append(command)
         folder = Path(command[command.index("--run-dir") + 1])
         way = folder.name.split("-seed-")[0]
         write_run(folder, 0.5, {"teacher": 9, "distilled": 12}.get(way, 99))
-        return study.subprocess.CompletedProcess(command, returncode=0)
+        return 0
 
-    monkeypatch.setattr(study.subprocess, "run", run)
-    flags = ["--study", "distillation", "--seeds", "1", "2", "--out", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["study.py", *flags])
-    study.main()
+    run_study(tmp_path, monkeypatch, run, "1", "2", "--study", "distillation")
     of_seed = [command for command in commands if command[command.index("--seed") + 1] == "2"]
     teacher, *_, distilled = (Path(each[each.index("--run-dir") + 1]) for each in of_seed)
     assert of_seed[-1][of_seed[-1].index("--teacher") + 1] == str(teacher)
@@ -83,14 +89,12 @@ def test_a_student_is_run_after_its_teacher(tmp_path, monkeypatch, capsys) -> No
 def test_a_run_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands = []
 
-    def fail(command: list[str], **kwargs: object) -> object:
+    def fail(command: list[str]) -> int:
         commands.append(command)
-        return study.subprocess.CompletedProcess(command, returncode=3)
+        return 3
 
-    monkeypatch.setattr(study.subprocess, "run", fail)
-    monkeypatch.setattr(sys, "argv", ["study.py", "--seeds", "1", "2", "--out", str(tmp_path)])
     with pytest.raises(SystemExit) as end:
-        study.main()
+        run_study(tmp_path, monkeypatch, fail, "1", "2")
     assert str(end.value).count("failed: see") == len(commands) == 8
     assert all("--resume" in command for command in commands), "a stopped run goes on"
     constant = next(command for command in commands if "constant" in command)

@@ -295,13 +295,6 @@ def test_moving_a_batch_keeps_it_equal() -> None:
     assert elsewhere.window.response_indices.device.type == "cpu"
 
 
-def test_the_largest_target_is_that_of_the_responses() -> None:
-    """A prompt may hold placeholders that no row of the vocabulary stands for."""
-    sample = Sample(tokens=[7, 900, 3, 4], response_length=2, loss_mask=[1, 0], advantages=0.0)
-    assert pack([sample]).largest_target == 4
-    assert [pack([sample], cp_rank=rank, cp_size=2).largest_target for rank in (0, 1)] == [0, 4]
-
-
 def test_number_for_advantages_is_one_per_response_token() -> None:
     sample = Sample(tokens=[1, 2, 3, 4], response_length=3, loss_mask=[1, 0, 1], advantages=0.5)
     assert sample.advantages.tolist() == [0.5, 0.5, 0.5]

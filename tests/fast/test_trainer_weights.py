@@ -1,5 +1,7 @@
 """The weights and refusals of verl's plugin and ROLL's worker, without the two: tests/trainers has the proof on their code."""
 
+import functools
+import runpy
 import sys
 import types
 
@@ -9,7 +11,9 @@ import torch
 
 from megatron_pg.integrations import DIVISOR_VARIABLE, roll_weights, verl
 from megatron_pg.integrations.reducers import HOOKS
+from megatron_pg.loss.aggregation import AGGREGATIONS
 from tests import oracle
+from tests.fast.refusals import assert_refused
 from tests.random_steps import plain_sample
 
 MASKS = [[1, 1, 0, 1], [1, 1, 1], [0, 0], [1], [1, 0, 1, 1, 1], [1, 1]]
@@ -17,6 +21,9 @@ GROUPS = [7, 7, 7, 9, 9, 9]
 STEP = [plain_sample(mask, group=group) for mask, group in zip(MASKS, GROUPS, strict=True)]
 PADDED = torch.nn.utils.rnn.pad_sequence([torch.tensor(mask) for mask in MASKS], batch_first=True)
 TOTALS = {"global_batch_size": len(MASKS), "batch_num_tokens": int(PADDED.sum())}
+
+
+NO_DIVISORS = ("", "0", "-1", "nan", "inf", "many")
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +47,31 @@ def test_verls_weights_times_losses_are_the_objective(aggregation):
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
 
 
+def install_verl(patch: pytest.MonkeyPatch, **core_algos: object) -> None:
+    package = types.SimpleNamespace(__version__=verl.PROVEN_VERSIONS[0])
+    package.core_algos = types.SimpleNamespace(**core_algos)
+    for name in ("verl", "verl.trainer", "verl.trainer.ppo"):
+        patch.setitem(sys.modules, name, package)
+
+
+def test_the_plugin_registers_the_hooks_alone(monkeypatch):
+    """Twice is once. Of an aggregation that a user adds, it has no weights."""
+
+    def into(registry):
+        return lambda name: functools.partial(registry.__setitem__, name)
+
+    losses, theirs = {}, ("grpo", "rloo", "gae")
+    estimators = dict.fromkeys(theirs)
+    registers = {"register_adv_est": into(estimators), "register_policy_loss": into(losses)}
+    install_verl(monkeypatch, ADV_ESTIMATOR_REGISTRY=estimators, **registers)
+    monkeypatch.setitem(AGGREGATIONS, "fifth", AGGREGATIONS["token_mean"])
+    for _ in range(2):
+        runpy.run_module("megatron_pg.integrations.verl_plugin")
+        assert losses.keys() == {f"megatron_pg_{name}" for name in HOOKS}
+        ours = {f"megatron_pg_prompt_mean_{name}" for name in ("grpo", "rloo")}
+        assert estimators.keys() == {*theirs, *ours}
+
+
 def test_importance_weights_multiply_the_loss_of_their_tokens(monkeypatch):
     """In the place of verl's `vanilla` its token sum alone: the weights come with the response's shape."""
     generator = torch.Generator().manual_seed(0)
@@ -49,9 +81,7 @@ def test_importance_weights_multiply_the_loss_of_their_tokens(monkeypatch):
         assert loss_agg_mode == "token-sum"
         return (-advantages * response_mask * rollout_is_weights).sum(), {}
 
-    core_algos = types.SimpleNamespace(get_policy_loss_fn={"vanilla": vanilla}.__getitem__)
-    for name in ("verl", "verl.trainer", "verl.trainer.ppo"):
-        monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(core_algos=core_algos))
+    install_verl(monkeypatch, get_policy_loss_fn={"vanilla": vanilla}.__getitem__)
     config = types.SimpleNamespace(engine=None, global_batch_info=TOTALS)
     given = (torch.zeros(PADDED.shape), torch.zeros(PADDED.shape), -losses, PADDED.bool())
     for weights in (importance, torch.zeros_like(importance), None):
@@ -81,8 +111,7 @@ def test_a_step_without_tokens_has_finite_weights():
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sample_mean"])
 def test_a_missing_total_is_refused(aggregation):
-    with pytest.raises(ValueError, match="global_batch_info"):
-        verl.token_weights(aggregation, PADDED.bool(), {}, None)
+    assert_refused("global_batch_info", verl.token_weights, aggregation, PADDED.bool(), {}, None)
 
 
 def test_the_tag_changes_less_than_a_rounding_or_two_and_is_seen(monkeypatch):
@@ -93,54 +122,37 @@ def test_the_tag_changes_less_than_a_rounding_or_two_and_is_seen(monkeypatch):
     tagged = verl._tagged(advantages)
     assert tagged[3].tolist() == [0.0] * 8
     assert ((tagged - advantages).abs() <= 2.4e-7 * advantages.abs()).all()
-    with pytest.raises(ValueError, match="adv_estimator=megatron_pg_prompt_mean_grpo"):
-        verl._refuse_untagged(advantages, mask)
+    untagged = (verl._refuse_untagged, advantages, mask)
+    assert_refused("adv_estimator=megatron_pg_prompt_mean_grpo", *untagged)
     verl._refuse_untagged(torch.zeros(2, 2), mask[:2, :2])  # shows nothing
-    with pytest.raises(ValueError, match="do not carry"):
-        verl._refuse_untagged(advantages, mask)
+    assert_refused("do not carry", *untagged)
     verl._refuse_untagged(tagged, mask)
 
 
 def test_verls_divisor(monkeypatch):
     assert verl._divisor(8) == 8.0
-    with pytest.raises(ValueError, match="loss_scale_factor to a number"):
-        verl._divisor(None)
+    assert_refused("loss_scale_factor to a number", verl._divisor, None)
     monkeypatch.setenv(DIVISOR_VARIABLE, "16")
     assert verl._divisor(None) == verl._divisor(16) == 16.0
-    with pytest.raises(ValueError, match="two divisors.*loss_scale_factor=8"):
-        verl._divisor(8)
-
-
-@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "many", ""])
-def test_a_divisor_that_is_none_is_refused(monkeypatch, value):
-    monkeypatch.setenv(DIVISOR_VARIABLE, value)
-    with pytest.raises(ValueError, match=DIVISOR_VARIABLE):
-        verl._divisor(None)
-
-
-def configuration(monkeypatch: pytest.MonkeyPatch, **changes: object) -> None:
-    """What `_select` finds above the section `algorithm`."""
-    loss = types.SimpleNamespace(**{"loss_mode": "megatron_pg_prompt_mean", **changes})
-    actor = types.SimpleNamespace(policy_loss=loss, ppo_mini_batch_size=2)
-    parts = {"actor": actor, "rollout": types.SimpleNamespace(n=3)}
-    monkeypatch.setattr(verl, "_select", lambda config, key: parts[key.split(".")[-1]])
+    assert_refused("two divisors | loss_scale_factor=8", verl._divisor, 8)
+    for value in NO_DIVISORS:
+        monkeypatch.setenv(DIVISOR_VARIABLE, value)
+        assert_refused(DIVISOR_VARIABLE, verl._divisor, None)
 
 
 def test_estimator_settings(monkeypatch):
-    configuration(monkeypatch)
-    verl.refuse_estimator_settings("grpo", None, 6, GROUPS)
-    with pytest.raises(ValueError, match="no uid"):
-        verl.refuse_estimator_settings("grpo", None, 6, None)
-    with pytest.raises(ValueError, match="ppo_mini_batch_size to data.train_batch_size"):
-        verl.refuse_estimator_settings("grpo", None, 12, GROUPS * 2)
-    configuration(monkeypatch, loss_mode="vanilla")
-    with pytest.raises(ValueError, match="policy_loss.loss_mode=vanilla"):
-        verl.refuse_estimator_settings("grpo", None, 6, GROUPS)
-
-
-def test_an_estimator_that_sees_no_configuration_refuses():
-    with pytest.raises(ValueError, match="actor_rollout_ref can be found"):
-        verl.refuse_estimator_settings("grpo", {"gamma": 1.0}, 6, GROUPS)
+    refuse = functools.partial(verl.refuse_estimator_settings, "grpo")
+    assert_refused("actor_rollout_ref can be found", refuse, {"gamma": 1.0}, 6, GROUPS)
+    loss = types.SimpleNamespace(loss_mode="megatron_pg_prompt_mean")
+    actor = types.SimpleNamespace(policy_loss=loss, ppo_mini_batch_size=2)
+    parts = {"actor": actor, "rollout": types.SimpleNamespace(n=3)}
+    monkeypatch.setattr(verl, "_select", lambda config, key: parts[key.split(".")[-1]])
+    refuse(None, 6, GROUPS)
+    assert_refused("no uid", refuse, None, 6, None)
+    words = "ppo_mini_batch_size to data.train_batch_size"
+    assert_refused(words, refuse, None, 12, GROUPS * 2)
+    loss.loss_mode = "vanilla"
+    assert_refused("policy_loss.loss_mode=vanilla", refuse, None, 6, GROUPS)
 
 
 def of_roll(aggregation: str, *, prompts: list[int] = GROUPS, divisor: float | None = None):
@@ -162,15 +174,12 @@ def test_rolls_weights_times_losses_are_the_objective(aggregation):
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
 
 
-def test_a_group_that_is_split_over_steps_is_refused():
-    with pytest.raises(ValueError, match="1 of the 2 prompts.*gradient_accumulation_steps"):
-        of_roll("prompt_mean", prompts=GROUPS[:5])
+def test_a_group_that_is_split_over_steps_or_drawn_twice_is_refused():
+    words = "1 of the 2 prompts | gradient_accumulation_steps"
+    assert_refused(words, of_roll, "prompt_mean", prompts=GROUPS[:5])
     assert len(of_roll("sample_mean", prompts=GROUPS[:5])) == 5
-
-
-def test_a_prompt_that_is_in_a_step_twice_is_refused():
-    with pytest.raises(ValueError, match="1 of the 1 prompts.*have 6 samples.*not 3.*drawn twice"):
-        of_roll("prompt_mean", prompts=[7] * 6)
+    words = "1 of the 1 prompts | have 6 samples | not 3 | drawn twice"
+    assert_refused(words, of_roll, "prompt_mean", prompts=[7] * 6)
 
 
 def test_factors_undo_the_mean_over_the_kept_tokens():
@@ -186,24 +195,22 @@ def roll_config(**changes: object) -> types.SimpleNamespace:
 
 
 @pytest.mark.parametrize(
-    ("changes", "key"),
-    [
-        ({"loss_agg_mode": "token-mean"}, "loss_agg_mode"),
-        ({"difficulty_loss_weight": True}, "difficulty_loss_weight"),
-        ({"length_loss_weight": True}, "length_loss_weight"),
-        ({"actor_train": types.SimpleNamespace(apply_loss_scale=False)}, "apply_loss_scale"),
-    ],
+    ("key", "changes"),
+    {
+        "loss_agg_mode": {"loss_agg_mode": "token-mean"},
+        "difficulty_loss_weight": {"difficulty_loss_weight": True},
+        "length_loss_weight": {"length_loss_weight": True},
+        "apply_loss_scale": {"actor_train": types.SimpleNamespace(apply_loss_scale=False)},
+    }.items(),
 )
-def test_settings_are_refused_by_key(changes, key):
-    with pytest.raises(ValueError, match=key):
-        roll_weights.refuse_settings("prompt_mean", roll_config(**changes), {})
+def test_settings_are_refused_by_key(key, changes):
+    assert_refused(key, roll_weights.refuse_settings, "prompt_mean", roll_config(**changes), {})
 
 
 def test_rolls_divisor():
     assert roll_weights.refuse_settings("sample_mean", roll_config(), {}) is None
-    assert roll_weights.refuse_settings("constant", roll_config(), {DIVISOR_VARIABLE: "8"}) == 8.0
-    for text in ("", "0", "-1", "nan", "inf", "many"):
-        with pytest.raises(ValueError, match=DIVISOR_VARIABLE):
-            roll_weights.refuse_settings("constant", roll_config(), {DIVISOR_VARIABLE: text})
-    with pytest.raises(ValueError, match="system_envs"):
-        roll_weights.refuse_settings("constant", roll_config(), {})
+    refuse = functools.partial(roll_weights.refuse_settings, "constant", roll_config())
+    assert refuse({DIVISOR_VARIABLE: "8"}) == 8.0
+    for text in NO_DIVISORS:
+        assert_refused(DIVISOR_VARIABLE, refuse, {DIVISOR_VARIABLE: text})
+    assert_refused("system_envs", refuse, {})

@@ -2,14 +2,13 @@
 
 import math
 import warnings
-from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
 from megatron_pg.head import HeadOptions, linear_token_loss
-from tests.gpu import waits_refused
+from tests.gpu import errors, exact_head, waits_refused
 
 pytest.importorskip("quack")
 exponentials = pytest.importorskip("megatron_pg.head.hopper.exponentials")
@@ -51,23 +50,9 @@ class Problem:
         outputs[0].backward(torch.tensor(3.3, device="cuda"))
         return (*(each.detach() for each in outputs), hidden.grad, weight.main_grad)
 
-    def wanted(self) -> tuple[Tensor, ...]:
-        hidden, weight = self.hidden.double(), self.weight.double()
-        hidden.requires_grad_()
-        weight.requires_grad_()
-        log_p = (hidden @ weight.t() / 0.9).log_softmax(1)
-        log_probs = log_p.gather(1, self.targets[:, None])[:, 0]
-        entropy = -(log_p.exp() * log_p).sum(1)
-        loss = self.token_loss(log_probs, entropy, slice(None))
-        gradients = torch.autograd.grad(3.3 * loss, (hidden, weight))
-        return (*(each.detach() for each in (loss, log_probs, entropy)), *gradients)
-
-
-def errors(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[float]:
-    return [
-        float((value.double() - exact.double()).norm() / exact.double().norm())
-        for value, exact in zip(found, wanted, strict=True)
-    ]
+    def wanted(self) -> list[Tensor]:
+        inputs = (self.hidden, self.weight, self.targets, self.token_loss)
+        return exact_head(inputs, torch.tensor(3.3, device="cuda"), 0.9)
 
 
 @pytest.fixture(autouse=True)

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from megatron_pg import log_probs_and_entropy
 from megatron_pg.head import HeadOptions, linear_log_probs_and_entropy, linear_token_loss
-from tests.gpu import waits_refused
-from tests.gpu.test_log_probs_cuda import ROUNDING, close, dense, inputs, summands
+from tests.gpu import errors, exact_head, waits_refused
+from tests.gpu.test_log_probs_cuda import ROUNDING, close, dense, head_inputs, inputs, summands
 
 SIZE = 2
-TOKENS, WIDTH, HIDDEN, TEMPERATURE = 700, 4096, 256, 0.7
+TOKENS, WIDTH, TEMPERATURE = 700, 4096, 0.7
 VOCAB_SIZE = WIDTH - 93
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < SIZE, reason=f"needs {SIZE} GPUs")
@@ -55,17 +55,9 @@ def from_logits(rank: int) -> None:
 
 
 def from_hidden_states(rank: int, mode: str) -> None:
-    torch.manual_seed(1)
-    weight = (torch.randn((WIDTH, HIDDEN), device="cuda") / 16).bfloat16()
-    targets = torch.randint(0, VOCAB_SIZE, (TOKENS,), device="cuda")
-    hidden = 10 * weight[targets].float() + torch.randn((TOKENS, HIDDEN), device="cuda")
-    hidden, advantages = hidden.bfloat16(), torch.randn(TOKENS, device="cuda")
+    head_given = head_inputs(WIDTH, VOCAB_SIZE)
+    hidden, weight, targets, token_loss = head_given
     scale = torch.tensor(3.3, device="cuda")
-
-    def token_loss(log_probs: Tensor, entropy: Tensor, rows: slice) -> Tensor:
-        part = advantages[rows].to(log_probs)
-        return (part * log_probs.exp() - 0.1 * entropy).sum() / TOKENS
-
     settings = HeadOptions(
         tensor_parallel_group=dist.group.WORLD,
         temperature=TEMPERATURE,
@@ -89,16 +81,9 @@ def from_hidden_states(rank: int, mode: str) -> None:
         dist.all_reduce(leaf.grad)
         return loss.detach(), leaf.grad, part.main_grad
 
-    loss, to_hidden, to_weight = twice_without_a_wait(head)
-    exact_hidden, exact_weight = (each.double().requires_grad_() for each in (hidden, weight))
-    log_p = ((exact_hidden @ exact_weight[:VOCAB_SIZE].t()) / TEMPERATURE).log_softmax(1)
-    log_probs = log_p.gather(1, targets[:, None])[:, 0]
-    wanted = token_loss(log_probs, -(log_p.exp() * log_p).sum(1), slice(None))
-    wanted.backward(scale.double())
-    exacts = (wanted.detach(), exact_hidden.grad, own(exact_weight.grad, rank, 0))
-    for found, exact in zip((loss, to_hidden, to_weight), exacts, strict=True):
-        error = (found.double() - exact).norm() / exact.norm()
-        assert error <= 4e-3, error
+    found = twice_without_a_wait(head)
+    loss, _, _, to_hidden, to_weight = exact_head(head_given, scale, TEMPERATURE, VOCAB_SIZE)
+    assert max(errors(found, (loss, to_hidden, own(to_weight, rank, 0)))) <= 4e-3
 
 
 def twice_without_a_wait(call: Any) -> tuple[Tensor, ...]:

@@ -5,6 +5,8 @@ gradient of every logit.
 """
 
 import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from megatron_pg.megatron.cpu.runtime import enable_cpu_runtime
 from tests.distributed.launch import run_ranks
-from tests.oracle import PlainSample
+from tests.oracle import Objective, PlainSample
 
 ROLLOUTS_PER_PROMPT = 3
 LENGTHS = [
@@ -24,6 +26,20 @@ LENGTHS = [
 """Tool tokens inside, a sample without active tokens, micro-batches of an even number of tokens: see `test_the_floor`."""
 CUTS = {"one": 1, "cp_2": 2, "dp_2": 1}
 """The context-parallel size of one process, of two, and of two that are data parallel."""
+KL_COEF, ENTROPY_COEF, CLIP, CLIP_HIGH = 0.02, 0.02, 0.2, 0.28
+TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """How a step is cut, and what a test varies in every trainer."""
+
+    context: int = 1
+    micro_batch_size: int = 2
+    with_terms: bool = True
+    """Whether KL and entropy are in the loss."""
+    breakage: str = ""
+    """A mutant's name; see `broken`."""
 
 
 def difference(found: Tensor | str, reference: Tensor) -> float:
@@ -38,7 +54,6 @@ def step_of(lengths: list[tuple[int, list[int]]]) -> list[PlainSample]:
     samples, next_id = [], 1
     for number, (prompt, mask) in enumerate(lengths):
         total = prompt + len(mask)
-
         old, ref = ((-4.5 + torch.rand(len(mask), generator=generator)).tolist() for _ in range(2))
         tokens, group = list(range(next_id, next_id + total)), number // ROLLOUTS_PER_PROMPT
         fields = {"old_log_probs": old, "ref_log_probs": ref, "group_index": group}
@@ -55,6 +70,24 @@ def logits_of(samples: list[PlainSample]) -> Tensor:
     """The table [token id, vocabulary]; row 0 is that of padding."""
     size = vocabulary(samples)
     return torch.randn(size, size, generator=torch.Generator().manual_seed(3))
+
+
+def objective(aggregation: str, divisor: float, **others: float) -> Objective:
+    """The settings that the trainers' steps have, as the oracle holds them."""
+    return Objective(
+        loss_aggregation=aggregation,
+        loss_aggregation_divisor=divisor if aggregation == "constant" else None,
+        eps_clip=CLIP,
+        eps_clip_high=CLIP_HIGH,
+        kl_loss_type="low_var_kl",
+        **others,
+    )
+
+
+def gradient(samples: list[PlainSample], loss: Callable[[list[Tensor]], Tensor]) -> Tensor:
+    """The gradient of the table, in float64, of a loss of each sample's logits."""
+    table = logits_of(samples).double().requires_grad_()
+    return torch.autograd.grad(loss([table[s.tokens] for s in samples]), table)[0]
 
 
 def table_under_ddp(
@@ -97,22 +130,22 @@ class Outcomes:
     def _two_ranks(self) -> list[list[Any]]:
         return run_ranks(self.gradients, 2, self.step, self.cases(2) + self.cases(1))
 
-    @functools.cache  # noqa: B019
-    def of(self, cut: str) -> list[tuple[Any, list[Any]]]:
+    def check(self, cut: str, expected: Callable[..., Tensor], num_mutants: int) -> None:
+        """On every rank the sound cases have the gradient of the loops, and the mutants have not."""
         cases = self.cases(CUTS[cut])
+        assert sum(bool(case.breakage) for case in cases) == num_mutants < len(cases)
         if cut == "one":
             ranks = [self.gradients(self.step, cases)]
         else:
             part = slice(0, len(cases)) if cut == "cp_2" else slice(len(cases), None)
             ranks = [rank[part] for rank in self._two_ranks]
-        return list(zip(cases, map(list, zip(*ranks, strict=True)), strict=True))
-
-    def sound(self, cut: str) -> list[tuple[Any, Any]]:
-        cases = [(case, ranks) for case, ranks in self.of(cut) if not case.breakage]
-        return [(case, gradient) for case, ranks in cases for gradient in ranks]
-
-    def mutants(self, cut: str) -> list[tuple[Any, Any]]:
-        return [(case, ranks[0]) for case, ranks in self.of(cut) if case.breakage]
+        for case, *found in zip(cases, *ranks, strict=True):
+            reference = expected(case, self.step)
+            errors = [difference(each, reference) for each in found]
+            if case.breakage:
+                assert errors[0] > 20 * TOLERANCE, case
+            else:
+                assert max(errors) <= TOLERANCE, case
 
 
 def share_of(samples: list[PlainSample], context: int) -> slice:

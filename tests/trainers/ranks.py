@@ -5,7 +5,7 @@ import io
 import math
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
 from torch import Tensor
 
-from megatron_pg.integrations.trainer import combined, found_sources
+from megatron_pg.integrations.trainer import Trainer, combined, found_sources
 from tests.oracle import PlainSample
 
 from . import rollout
@@ -23,8 +23,8 @@ from .sources import TRAINERS
 
 Steps = list[tuple[float, dict[int, Tensor]]]
 """Of each optimizer step the reported loss, and the gradient of the logits of each sample by its number."""
-
-
+MicroBatch = tuple[dict[str, Any], Callable[..., Any]]
+"""A batch of the trainer's data iterator, and its own partial of the loss."""
 Cut = Callable[..., Tensor]
 """A trainer's own function that cuts a tensor of a sequence over context parallelism."""
 KEYS = (
@@ -42,14 +42,9 @@ class Args(SimpleNamespace):
             raise AttributeError(name)
 
 
-class MicroBatch(NamedTuple):
-    """What the trainer's data iterator and its own partial give for one micro-batch."""
-
-    batch: dict[str, Any]
-    loss_func: Callable[..., Any]
-
-
-def arguments(case: Case, **others: Any) -> Args:
+def arguments(case: Case, trainer: Trainer, **others: Any) -> Args:
+    """With the checkout's fingerprint, so that the proof runs on a version that is not known yet."""
+    found = found_sources(TRAINERS / trainer.name / trainer.name, trainer.sources)
     unused = "rewards_normalization balance_data balance_by_flops calculate_per_token_loss".split()
     return Args(
         **dict.fromkeys(unused, False),
@@ -64,6 +59,7 @@ def arguments(case: Case, **others: Any) -> Args:
         context_parallel_size=case.context,
         max_tokens_per_gpu=40 // case.context,
         custom_tis_function_path="tests.trainers.ranks.tis_with_rejection",
+        megatron_pg_proven_source=combined(found),
         **others,
     )
 
@@ -86,21 +82,16 @@ def initialize(case: Case) -> None:
 
 
 def start(
-    case: Case, args: Args, trainer: str, hook: str, load_function: Callable[[str], Any]
+    case: Case, args: Args, trainer: Trainer, load_function: Callable[[str], Any]
 ) -> Callable[..., Any]:
     """What a user's two flags do at start, through the trainer's own load_function: the check, and the hook."""
-    path = f"megatron_pg.integrations.{trainer}"
-    setattr(args, hook, f"{path}.{case.aggregation}")
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
+    path = f"megatron_pg.integrations.{trainer.name}"
+    setattr(args, trainer.hook, f"{path}.{case.aggregation}")
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
         load_function(f"{path}.check")(args)
-    assert printed.getvalue().startswith(f"megatron_pg: {case.aggregation} is on in {trainer}: 1/")
-    return load_function(getattr(args, hook))
-
-
-def proven(trainer: str, sources: Any) -> str:
-    """Fingerprint the checkout, so that the proof runs on a version that is not known yet."""
-    return combined(found_sources(TRAINERS / trainer / trainer, sources))
+    said = f"megatron_pg: {case.aggregation} is on in {trainer.name}: 1/"
+    assert printed.getvalue().startswith(said)
+    return load_function(getattr(args, trainer.hook))
 
 
 def parallel_sizes(case: Case) -> dict[str, int]:
@@ -116,17 +107,15 @@ def sample_fields(number: int, sample: PlainSample) -> dict[str, Any]:
 def fill_in(rollout_data: dict[str, Any], cut: Cut) -> None:
     """Gives the data what the policies say and the advantages, as the trainer holds them on this rank."""
     chosen = [samples()[int(reward)] for reward in rollout_data["rewards"]]
-    fields = {"log_probs": "old_log_probs", "ref_log_probs": "ref_log_probs"}
-    for name, field in (fields | {"advantages": "advantages"}).items():
-        rows = [torch.tensor(getattr(sample, field), dtype=torch.float32) for sample in chosen]
-        rollout_data[name] = [
-            cut(row, len(sample.tokens), sample.response_length)
-            for row, sample in zip(rows, chosen, strict=True)
+    for field in ("old_log_probs", "ref_log_probs", "advantages"):
+        rollout_data[field.removeprefix("old_")] = [
+            cut(torch.tensor(getattr(s, field)), len(s.tokens), s.response_length) for s in chosen
         ]
 
 
-def broken_sums(case: Case, sums: Tensor) -> Tensor:
-    return sums * 1.0005 if case.mutant == "0.05 % off" else sums
+def break_sums(case: Case, rollout_data: dict[str, Any]) -> None:
+    if case.mutant == "0.05 % off":
+        rollout_data["rollout_mask_sums"] = rollout_data["rollout_mask_sums"] * 1.0005
 
 
 def run_steps(case: Case, steps: Iterator[list[MicroBatch]], slice_with_cp: Cut) -> Steps:
@@ -139,14 +128,13 @@ def run_steps(case: Case, steps: Iterator[list[MicroBatch]], slice_with_cp: Cut)
     found = []
     for micro_batches in steps:
         reported, used = 0.0, set()
-        for micro_batch in micro_batches:
-            numbers = [int(reward) for reward in micro_batch.batch["rewards"]]
+        for batch, loss_func in micro_batches:
+            numbers = [int(reward) for reward in batch["rewards"]]
             used.update(numbers)
-            rows = [_rows(case, leaves[number], slice_with_cp) for number in numbers]
-            output = torch.cat(rows)
-            padding = micro_batch.batch["tokens"].numel() - len(output)
+            output = torch.cat([_rows(case, leaves[number], slice_with_cp) for number in numbers])
+            padding = batch["tokens"].numel() - len(output)
             output = F.pad(output, (0, 0, 0, padding)).unsqueeze(0)
-            reported += _backward(case, output, micro_batch.loss_func, len(micro_batches))
+            reported += _backward(case, output, loss_func, len(micro_batches))
         ranks = case.context * case.data
         gradients = {number: leaves[number].grad.double() / ranks for number in used}
         for leaf in leaves:
@@ -183,8 +171,9 @@ def sum_over_ranks(ranks: Sequence[Steps]) -> Steps:
     total: Steps = []
     for step in zip(*ranks, strict=True):
         gradients: dict[int, Tensor] = {}
-        for number, gradient in (item for _, shares in step for item in shares.items()):
-            gradients[number] = gradients.get(number, 0) + gradient
+        for _, shares in step:
+            for number, gradient in shares.items():
+                gradients[number] = gradients.get(number, 0) + gradient
         total.append((sum(value for value, _ in step), gradients))
     return total
 
@@ -200,5 +189,5 @@ MUTANTS = [Case("prompt_mean", context, 1, name) for name, context in MISTAKES.i
 
 def cases_here() -> list[Case]:
     """The cases of as many ranks as there are."""
-    cases = (*CASES, *MUTANTS)
-    return [case for case in cases if case.context * case.data == dist.get_world_size()]
+    world_size = dist.get_world_size()
+    return [case for case in CASES + MUTANTS if case.context * case.data == world_size]

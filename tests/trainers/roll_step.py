@@ -17,27 +17,22 @@ from megatron_pg.integrations import roll_weights
 from megatron_pg.megatron.cpu.runtime import enable_cpu_runtime
 from tests.oracle import PlainSample
 
-from .logit_table import ROLLOUTS_PER_PROMPT, initialize, logits_of, share_of, table_under_ddp
+from . import logit_table
+from .logit_table import Cut, initialize, logits_of, share_of, table_under_ddp
 from .sources import find_roll
 
-KL_COEF, ENTROPY_COEF, CLIP, CLIP_HIGH, CLIP_C = 0.02, 0.02, 0.2, 0.28, 1.4
-DIVISOR = 8.0
+CLIP_C, DIVISOR = 1.4, 8.0
 WIDTH = 16
 """Tokens of a padded sequence."""
 
 
 @dataclass(frozen=True)
-class Case:
-    """One step: the aggregation, how it is cut, and a mutant's name."""
+class Case(Cut):
+    """One step: the aggregation, and how it is cut."""
 
     aggregation: str
-    context: int = 1
-    micro_batch_size: int = 2
-    with_terms: bool = True
-    """Whether KL and entropy are in the loss."""
     filtered: bool = False
     """Whether ROLL's filter of tokens by the ratio of training to rollout engine is on."""
-    breakage: str = ""
 
 
 def rollout_log_probs(samples: list[PlainSample]) -> list[list[float]]:
@@ -68,10 +63,9 @@ def batch_of(samples: list[PlainSample], infer: list[list[float]]) -> Any:
     response_mask = torch.nn.functional.pad(masks, (1, 0))
     advantages = padded(samples, [s.advantages for s in samples], torch.float32)
     rows = {
-        "old_log_probs": [sample.old_log_probs for sample in samples],
-        "ref_log_probs": [sample.ref_log_probs for sample in samples],
-        "infer_logprobs": infer,
+        name: [getattr(s, name) for s in samples] for name in ("old_log_probs", "ref_log_probs")
     }
+    rows["infer_logprobs"] = infer
     tensors = {name: padded(samples, values, torch.float32) for name, values in rows.items()}
     tensors |= {"input_ids": ids, "attention_mask": attention, "prompts": prompts}
     tensors |= {"response_mask": response_mask, "advantages": advantages * masks}
@@ -80,29 +74,23 @@ def batch_of(samples: list[PlainSample], infer: list[list[float]]) -> Any:
 
 
 def pipeline_config(case: Case) -> Any:
-    token_filter = SimpleNamespace(
-        enabled=True, agg_type="token", ratio_enabled=True, ratio_low=0.5, ratio_high=2.0, diff_enabled=False
-    )  # fmt: skip
+    bounds = {"ratio_enabled": True, "ratio_low": 0.5, "ratio_high": 2.0, "diff_enabled": False}
+    token_filter = SimpleNamespace(enabled=True, agg_type="token", **bounds)
     filters, off = [token_filter] if case.filtered else [], SimpleNamespace(enabled=False)
     unused = "difficulty_loss_weight length_loss_weight enable_old_logprobs_recompute".split()
-    clips = {
-        "pg_clip": CLIP,
-        "pg_clip_low": CLIP,
-        "pg_clip_high": CLIP_HIGH,
-        "dual_clip_loss": True,
-    }
     return SimpleNamespace(
         **dict.fromkeys(unused, False),
-        **clips,
-        use_pg_clip_range=True,
+        **dict.fromkeys(("pg_clip", "pg_clip_low"), logit_table.CLIP),
+        **dict.fromkeys(("dual_clip_loss", "use_pg_clip_range"), True),
+        pg_clip_high=logit_table.CLIP_HIGH,
         loss_agg_mode="seq-mean-token-mean",
         train_infer_correction=SimpleNamespace(is_weight=off, filters=filters),
         importance_sampling="token",
         use_kl_loss=case.with_terms,
-        kl_loss_coef=KL_COEF,
+        kl_loss_coef=logit_table.KL_COEF,
         rl_loss_coef=1.0,
-        entropy_loss_coef=ENTROPY_COEF if case.with_terms else 0.0,
-        num_return_sequences_in_group=ROLLOUTS_PER_PROMPT,
+        entropy_loss_coef=logit_table.ENTROPY_COEF if case.with_terms else 0.0,
+        num_return_sequences_in_group=logit_table.ROLLOUTS_PER_PROMPT,
         actor_train=SimpleNamespace(apply_loss_scale=True),
         ppo_epochs=1,
     )

@@ -91,20 +91,15 @@ def reference(aggregation: str) -> list[tuple[float, dict[int, Tensor]]]:
     leaves = [leaf.detach().double().requires_grad_() for leaf in logits(everything)]
     steps = []
     for first in range(0, NUM_GROUPS * ROLLOUTS_PER_GROUP, ROLLOUTS_PER_STEP):
-        members = [
-            number
-            for number, sample in enumerate(everything)
-            if sample.rollout_id in range(100 + first, 100 + first + ROLLOUTS_PER_STEP)
-        ]
+        ids = range(100 + first, 100 + first + ROLLOUTS_PER_STEP)
+        members = [number for number, s in enumerate(everything) if s.rollout_id in ids]
         step = [everything[number] for number in members]
         used = [leaves[number] for number in members]
         losses = []
         for sample, leaf in zip(step, used, strict=True):
             rows = leaf[sample.prompt_length - 1 :]
             tokens = range(sample.response_length)
-            losses.append(
-                oracle.stack([token_loss(sample, token, rows[token]) for token in tokens])
-            )
+            losses.append(oracle.stack([token_loss(sample, t, rows[t]) for t in tokens]))
         value = oracle.aggregate(step, losses, aggregation, DIVISOR)
         gradients = torch.autograd.grad(value, used, allow_unused=True, materialize_grads=True)
         steps.append((value.item(), dict(zip(members, gradients, strict=True))))

@@ -5,22 +5,27 @@
 Packages that a trainer imports, and whose functions the tests never call, are empty modules.
 """
 
+import ast
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import types
+import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_pg.config.versions import has_megatron_training
 
+ROOT = Path(__file__).parents[2]
 TRAINERS = Path(os.environ.get("TRAINERS", "/nonexistent"))
 STAND_INS = {
     "slime": "ray httpx wandb sglang sglang_router torch_memory_saver".split(),
@@ -104,17 +109,37 @@ def find_roll() -> str | None:
     return lacks("ROLL", "roll", "tensordict", "transformers")
 
 
+def functions(path: str, *names: str, **others: Any) -> dict[str, Any]:
+    """Top-level functions of a checkout's file, unmodified, by name; `others` are names that they use."""
+    file = TRAINERS / path
+    if not file.is_file():
+        pytest.skip(f"needs {path}: TRAINERS=<folder of checkouts>")
+    tree = ast.parse(file.read_text())
+    tree.body = [node for node in tree.body if getattr(node, "name", "") in names]
+    made: dict[str, Any] = {"torch": torch, **vars(typing), **others}
+    exec(compile(tree, str(file), "exec"), made)
+    return made
+
+
+def code_of_the_docs(*words: str) -> dict[str, Any]:
+    """What the blocks of docs/records/other_trainers.md that have one of some words define."""
+    text = (ROOT / "docs/records/other_trainers.md").read_text()
+    made: dict[str, Any] = {"torch": torch}
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        if any(word in block for word in words):
+            exec(block, made)
+    return made
+
+
 def needs_tree(name: str) -> pytest.MarkDecorator:
     """Skip a module's tests, and say so, where there is no checkout, or a Megatron-Core without megatron.training."""
     is_here = (TRAINERS / name).is_dir() and has_megatron_training()
-    needs = (
-        f"{name}'s source (TRAINERS=<folder with a checkout named {name}>) and megatron.training"
-    )
-    return pytest.mark.skipif(not is_here, reason=f"needs {needs}")
+    source = f"{name}'s source (TRAINERS=<folder with a checkout named {name}>)"
+    return pytest.mark.skipif(not is_here, reason=f"needs {source} and megatron.training")
 
 
-def use(name: str, modules: Sequence[str]) -> list[types.ModuleType]:
-    """Import modules of slime or miles from the checkout; to be called once in a process of its own."""
+def use(name: str) -> None:
+    """Let slime or miles be imported from the checkout; to be called once in a process of its own."""
     import torch._dynamo
 
     # Some of their functions are compiled: here they run as they are written.
@@ -122,11 +147,9 @@ def use(name: str, modules: Sequence[str]) -> list[types.ModuleType]:
     assert lacks(name) is None
     import ray
 
-    if isinstance(
-        ray, _StandIn
-    ):  # one process: a remote class is the class, a stored object the object
+    if isinstance(ray, _StandIn):
+        # One process: a remote class is the class, a stored object the object.
         ray.remote = ray.put = ray.get = lambda value: value
-    return [importlib.import_module(f"{name}.{module}") for module in modules]
 
 
 def skip_other_commits(path: Path, commit: str) -> None:

@@ -26,6 +26,7 @@ DIVERGENCES = {
     0.3: Divergence("jsd", 0.3),
 }
 """Ours by the beta of TRL and Liger, at whose ends are the two KL divergences."""
+NEEDS_TRL = "needs TRL: pip install trl==1.16.0"
 Found = tuple[Tensor, Tensor, Tensor]
 """Of some rows the divergences, and the gradients of hidden states and weight of a loss."""
 
@@ -67,62 +68,30 @@ class Models:
         return values, *self.gradients(total)
 
 
-class Trl:
+def trl(models: Models, beta: float, rows: slice, tokens: int | None = None) -> Tensor:
     """`GKDTrainer.generalized_jsd_loss`, from logits."""
-
-    def __init__(self) -> None:
-        pytest.importorskip("trl", reason="needs TRL: pip install trl==1.16.0")
-        from trl.experimental.gkd import GKDTrainer
-
-        self.function = GKDTrainer.generalized_jsd_loss
-
-    def values(self, models: Models, beta: float) -> Tensor:
-        both = (each[None] for each in models.logits())
-        return self.function(*both, beta=beta, reduction="none")[0].sum(1)
-
-    def mean(self, models: Models, beta: float, rows: slice, tokens: int | None = None) -> Tensor:
-        both = (each[None] for each in models.logits(rows))
-        labels = models.targets[rows][None]
-        return self.function(*both, labels=labels, beta=beta, num_items_in_batch=tokens)
+    gkd = pytest.importorskip("trl.experimental.gkd", reason=NEEDS_TRL)
+    both = (each[None] for each in models.logits(rows))
+    options = {"labels": models.targets[rows][None], "beta": beta, "num_items_in_batch": tokens}
+    return gkd.GKDTrainer.generalized_jsd_loss(*both, **options)
 
 
-class TrlChunked:
+def trl_chunked(models: Models, beta: float, rows: slice, tokens: int | None = None) -> Tensor:
     """`DistillationTrainer`'s, from hidden states; its statistics are float32."""
-
-    def __init__(self) -> None:
-        pytest.importorskip("trl", reason="needs TRL: pip install trl==1.16.0")
-        from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
-        from trl.trainer.distillation_trainer import _chunked_divergence_loss
-
-        self.of_tokens, self.loss = ChunkedDivergenceFunction, _chunked_divergence_loss
-
-    def values(self, models: Models, beta: float) -> Tensor:
-        teacher = (models.teacher_hidden, models.teacher_weight)
-        return self.of_tokens.apply(*models.leaves, None, *teacher, None, beta)[0]
-
-    def mean(self, models: Models, beta: float, rows: slice, tokens: int | None = None) -> Tensor:
-        hidden = (each[rows][None] for each in (models.hidden, models.teacher_hidden))
-        mask = torch.ones(1, rows.stop - rows.start)
-        weights = (models.weight, models.teacher_weight)
-        return self.loss(*hidden, *weights, mask, beta, num_items_in_batch=tokens)[0]
+    trainer = pytest.importorskip("trl.trainer.distillation_trainer", reason=NEEDS_TRL)
+    hidden = (each[rows][None] for each in (models.hidden, models.teacher_hidden))
+    given = (*hidden, models.weight, models.teacher_weight, torch.ones(1, rows.stop - rows.start))
+    return trainer._chunked_divergence_loss(*given, beta, num_items_in_batch=tokens)[0]
 
 
-class Liger:
-    """`LigerFusedLinearJSDLoss`, from hidden states; as it is, it gives a mean."""
-
-    def __init__(self) -> None:
-        reason = "needs Liger: pip install liger-kernel==0.8.5"
-        self.module = pytest.importorskip("liger_kernel.chunked_loss", reason=reason)
-
-    def values(self, models: Models, beta: float) -> Tensor:
-        rows = (slice(row, row + 1) for row in range(TOKENS))
-        return torch.stack([self.mean(models, beta, each) for each in rows])
-
-    def mean(self, models: Models, beta: float, rows: slice, tokens: int | None = None) -> Tensor:
-        settings = {"weight_hard_loss": 0.0, "weight_soft_loss": 1.0, "compiled": False}
-        loss = self.module.LigerFusedLinearJSDLoss(beta=beta, **settings)
-        teacher = models.teacher_hidden[rows], models.teacher_weight
-        return loss(models.hidden[rows], models.weight, *teacher, models.targets[rows])
+def liger(models: Models, beta: float, rows: slice, tokens: int | None = None) -> Tensor:
+    """`LigerFusedLinearJSDLoss`, from hidden states, which is not told of other micro-batches."""
+    reason = "needs Liger: pip install liger-kernel==0.8.5"
+    module = pytest.importorskip("liger_kernel.chunked_loss", reason=reason)
+    settings = {"weight_hard_loss": 0.0, "weight_soft_loss": 1.0, "compiled": False}
+    loss = module.LigerFusedLinearJSDLoss(beta=beta, **settings)
+    teacher = models.teacher_hidden[rows], models.teacher_weight
+    return loss(models.hidden[rows], models.weight, *teacher, models.targets[rows])
 
 
 def verl_values(models: Models, k: int) -> Tensor:
@@ -144,22 +113,23 @@ def errors(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> list[float]
     return [difference(*pair) for pair in zip(found, wanted, strict=True)]
 
 
-PEERS: dict[str, tuple[Callable[[], Trl | TrlChunked | Liger], float]] = {
-    "TRL, from logits": (Trl, 1e-12),
-    "TRL, from hidden states": (TrlChunked, 1e-5),
-    "Liger": (Liger, 1e-5),
+PEERS: dict[str, tuple[Callable[..., Tensor], float]] = {
+    "TRL, from logits": (trl, 1e-12),
+    "TRL, from hidden states": (trl_chunked, 1e-5),
+    "Liger": (liger, 1e-5),
 }
-"""With the tolerance: statistics of the second, and values of the third, are float32."""
+"""The mean over the tokens of some rows, or their sum over a number of tokens; and the tolerance: statistics of the second,
+and values of the third, are float32."""
 
 
 @pytest.mark.parametrize("beta", DIVERGENCES)
 @pytest.mark.parametrize("name", PEERS)
 def test_values_and_gradients_are_the_same(name: str, beta: float) -> None:
-    new, tolerance = PEERS[name]
-    peer, models = new(), Models()
-    values = peer.values(models, beta)
-    of_mean = models.gradients(peer.mean(models, beta, slice(0, TOKENS)))
-    found = errors((values.detach(), *of_mean), models.ours(DIVERGENCES[beta]))
+    (mean, tolerance), models = PEERS[name], Models()
+    rows = (slice(row, row + 1) for row in range(TOKENS))
+    values = torch.stack([mean(models, beta, each).detach() for each in rows])
+    of_mean = models.gradients(mean(models, beta, slice(0, TOKENS)))
+    found = errors((values, *of_mean), models.ours(DIVERGENCES[beta]))
     print(f"{name}, beta {beta}: divergence {found[0]:.1e}, gradients {max(found[1:]):.1e}")
     assert max(found) < tolerance
 
@@ -167,18 +137,16 @@ def test_values_and_gradients_are_the_same(name: str, beta: float) -> None:
 @pytest.mark.parametrize("name", PEERS)
 def test_what_a_token_of_each_micro_batch_weighs(name: str) -> None:
     """Means of micro-batches, averaged over them as gradient accumulation does, weigh a token by its micro-batch."""
-    new, tolerance = PEERS[name]
-    peer, models = new(), Models()
+    (mean, tolerance), models = PEERS[name], Models()
     _, wanted, _ = models.ours(DIVERGENCES[1.0])
     rows = [slice(0, MICRO_BATCHES[0]), slice(MICRO_BATCHES[0], TOKENS)]
-    loss = sum(peer.mean(models, 1.0, each) for each in rows) / len(rows)
-    of_means, _ = models.gradients(loss)
+    of_means, _ = models.gradients(sum(mean(models, 1.0, each) for each in rows) / len(rows))
     for each, size in zip(rows, MICRO_BATCHES, strict=True):
         factor = TOKENS / (len(rows) * size)
         print(f"{name}: a token among {size} of {TOKENS} weighs {factor:.3f} times as much")
         assert errors((of_means[each],), (factor * wanted[each],))[0] < tolerance
-    if name != "Liger":  # which is not told of other micro-batches
-        told = sum(peer.mean(models, 1.0, each, tokens=TOKENS) for each in rows)
+    if name != "Liger":
+        told = sum(mean(models, 1.0, each, tokens=TOKENS) for each in rows)
         assert errors((models.gradients(told)[0],), (wanted,))[0] < tolerance
 
 

@@ -16,9 +16,9 @@ from .sources import TRAINERS as SOURCES
 
 
 def scripts(name: str, folders: Sequence[str], suffix: str, words: str) -> list[Path]:
-    files = [path for folder in folders for path in sorted((SOURCES / name / folder).rglob("*"))]
-    found = [path for path in files if path.suffix == suffix]
-    return [path for path in found if words in path.read_text()]
+    roots = [SOURCES / name / folder for folder in folders]
+    files = [path for root in roots for path in sorted(root.rglob(f"*{suffix}"))]
+    return [path for path in files if words in path.read_text()]
 
 
 CHECKOUTS = {
@@ -34,9 +34,8 @@ def test_the_trainers_own_scripts(name: str, capsys: pytest.CaptureFixture[str])
     """No key is unknown; a value that is a variable of the caller's shell is asked for."""
     paths = scripts(*CHECKOUTS[name])
     if not paths:
-        pytest.skip(
-            f"needs {name}'s scripts: TRAINERS=<folder with a checkout named {CHECKOUTS[name][0]}>"
-        )
+        checkout = CHECKOUTS[name][0]
+        pytest.skip(f"needs {name}'s scripts: TRAINERS=<folder with a checkout named {checkout}>")
     understood = 0
     for path in paths:
         understood += main(["--trainer", name, str(path)]) == 0

@@ -4,25 +4,16 @@
 rest of the script is not run.
 """
 
-import ast
-import re
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from .sources import TRAINERS
+from .sources import code_of_the_docs, functions
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = TRAINERS / "Megatron-LM/train_rl.py"
-pytestmark = pytest.mark.skipif(
-    not SCRIPT.is_file(),
-    reason="needs Megatron-LM's source: TRAINERS=<folder with a checkout named Megatron-LM>",
-)
 BINS, SIZE = (100, 10, 0), 128
 
 
@@ -30,16 +21,9 @@ BINS, SIZE = (100, 10, 0), 128
 def loss_func(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Theirs; it moves tensors to a GPU."""
     monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
-    tree = ast.parse(SCRIPT.read_text())
-    tree.body = [node for node in tree.body if getattr(node, "name", "") == "loss_func"]
     args = SimpleNamespace(check_for_nan_in_loss_and_grad=False, check_for_spiky_loss=False)
-    names: dict[str, Any] = {
-        "torch": torch,
-        "get_args": lambda: args,
-        "get_rerun_state_machine": lambda: None,
-    }
-    exec(compile(tree, str(SCRIPT), "exec"), names)
-    return names["loss_func"]
+    names = {"get_args": lambda: args, "get_rerun_state_machine": lambda: None}
+    return functions("Megatron-LM/train_rl.py", "loss_func", **names)["loss_func"]
 
 
 def masks() -> list[torch.Tensor]:
@@ -65,39 +49,28 @@ def token_weights(forward_step: Callable[..., Any], per_token: bool) -> list[tor
     all_tokens = 0
     for number in range(len(BINS)):
         output, function = forward_step(iter([number]), model)
+        ends = {"cp_group_size": 1, "is_last_stage": True}
         loss, num_tokens = schedules.forward_step_calc_loss(
-            SimpleNamespace(),
-            output,
-            function,
-            config,
-            None,
-            False,
-            len(BINS),
-            [],
-            cp_group_size=1,
-            is_last_stage=True,
+            SimpleNamespace(), output, function, config, None, False, len(BINS), [], **ends
         )
         all_tokens += int(num_tokens) if per_token else 0
         loss.backward()
     return [each.grad / max(all_tokens, 1) for each in model]
 
 
-def test_a_token_weighs_by_its_bin(loss_func: Callable[..., Any]) -> None:
-    found = token_weights(forward_step_of(loss_func), per_token=False)
-    assert [float(gradient[0, 0]) for gradient in found[:2]] == pytest.approx([1 / 300, 1 / 30])
-
-
-def test_an_empty_bin_is_a_token_under_the_flag(loss_func: Callable[..., Any]) -> None:
-    found = token_weights(forward_step_of(loss_func), per_token=True)
-    assert [float(gradient[0, 0]) for gradient in found[:2]] == pytest.approx([1 / 111] * 2)
+@pytest.mark.parametrize(
+    ("per_token", "weights"),
+    # An empty bin is a token under the flag.
+    [(False, [1 / 300, 1 / 30]), (True, [1 / 111] * 2)],
+)
+def test_what_a_token_of_a_bin_weighs(loss_func, per_token, weights) -> None:
+    found = token_weights(forward_step_of(loss_func), per_token)
+    assert [float(gradient[0, 0]) for gradient in found[:2]] == pytest.approx(weights)
 
 
 def test_the_wrapper_gives_any_weights(loss_func: Callable[..., Any]) -> None:
-    page: dict[str, Any] = {"torch": torch}
-    text = (ROOT / "docs/records/other_trainers.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    exec(next(block for block in blocks if "def weighted" in block), page)
     expected = [mask / 110 for mask in masks()]
-    step = page["weighted"](forward_step_of(loss_func), expected.__getitem__, 1, len(BINS))
+    weighted = code_of_the_docs("def weighted")["weighted"]
+    step = weighted(forward_step_of(loss_func), expected.__getitem__, 1, len(BINS))
     for found, weights in zip(token_weights(step, per_token=False), expected, strict=True):
         assert torch.allclose(found, weights, rtol=1e-6, atol=0)

@@ -1,39 +1,21 @@
 """The numbers of docs/records/other_trainers.md, by the trainers' own aggregation functions on its example.
 
-A function is taken from the file of a checkout in the folder that TRAINERS names, unmodified; nothing else of the file is
-run. SkyRL and verl may be unpacked wheels.
+SkyRL and verl may be unpacked wheels.
 """
 
-import ast
-import typing
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from .sources import TRAINERS
+from .sources import functions
 
 LOSSES = [[1.0, 2.0], [3.0, 4.0, 5.0, 6.0], [20.0], [8.0, 9.0, 10.0]]
 WIDTH = 4
 VALUES = torch.tensor([each + [0.0] * (WIDTH - len(each)) for each in LOSSES], dtype=torch.float64)
 MASK = (VALUES > 0).double()
 PROMPT_MEAN, SAMPLE_MEAN, TOKEN_MEAN, CONSTANT = 7.625, 8.75, 6.8, 4.25
-
-
-def functions(path: str, *names: str, **others: Any) -> dict[str, Any]:
-    """Top-level functions of a file, by name; `others` are names that they use."""
-    file = TRAINERS / path
-    if not file.is_file():
-        pytest.skip(f"needs {path}: TRAINERS=<folder of checkouts>")
-    tree = ast.parse(file.read_text())
-    tree.body = [
-        node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in names
-    ]
-    made: dict[str, Any] = {"torch": torch, **vars(typing), **others}
-    exec(compile(tree, str(file), "exec"), made)
-    return made
 
 
 SKYRL = {
@@ -51,19 +33,16 @@ def test_skyrl_reduces_by_advantages(reduction: str, expected: float) -> None:
     assert float((scaled * MASK).sum()) == pytest.approx(expected, rel=1e-12)
 
 
-def roll(mode: str, values: Tensor = VALUES, mask: Tensor = MASK) -> float:
+def roll(mode: str, mask: Tensor = MASK) -> float:
     path = "ROLL/roll/utils/functionals.py"
     agg_loss = functions(path, "agg_loss", "masked_sum", "masked_mean")["agg_loss"]
-    return float(agg_loss(values, mask, mode, batch_num_tokens=10, global_valid_samples=4))
+    return float(agg_loss(VALUES, mask, mode, batch_num_tokens=10, global_valid_samples=4))
 
 
-def test_roll_on_the_example() -> None:
+def test_roll_on_the_example_and_its_token_mean_that_ignores_a_filter() -> None:
     assert roll("seq-mean-token-mean") == pytest.approx(SAMPLE_MEAN)
     assert roll("token-mean") == pytest.approx(TOKEN_MEAN)
     assert roll("seq-mean-token-sum-norm") == pytest.approx(4 * CONSTANT)  # no 1 / N
-
-
-def test_rolls_token_mean_ignores_a_filter() -> None:
     mask = MASK.clone()
     mask[2] = 0
     assert roll("token-mean", mask=mask) == pytest.approx(6.8)
@@ -79,8 +58,6 @@ VERL = {
 @pytest.mark.parametrize(("mode", "expected"), VERL.items(), ids=VERL)
 def test_verl_on_the_example(mode: str, expected: float) -> None:
     helpers = functions("verl/verl/utils/torch_functional.py", "masked_sum")
-    algorithms = functions(
-        "verl/verl/trainer/ppo/core_algos.py", "agg_loss", verl_F=SimpleNamespace(**helpers)
-    )
-    found = algorithms["agg_loss"](VALUES, MASK, mode, 1, 10, 4, WIDTH)
+    path, names = "verl/verl/trainer/ppo/core_algos.py", {"verl_F": SimpleNamespace(**helpers)}
+    found = functions(path, "agg_loss", **names)["agg_loss"](VALUES, MASK, mode, 1, 10, 4, WIDTH)
     assert float(found) == pytest.approx(expected)

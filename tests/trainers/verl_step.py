@@ -22,9 +22,11 @@ from torch import Tensor
 from megatron_pg.megatron.cpu.runtime import enable_cpu_runtime
 from tests.oracle import PlainSample
 
-from .logit_table import ROLLOUTS_PER_PROMPT, initialize, logits_of, share_of, table_under_ddp
+from . import logit_table
+from .logit_table import Cut, initialize, logits_of, share_of, table_under_ddp
+from .sources import find_verl
 
-KL_COEF, ENTROPY_COEF, CLIP, CLIP_HIGH, CLIP_C = 0.02, 0.02, 0.2, 0.28, 3.0
+CLIP_C = 3.0
 OFF = (
     *("dynamic_context_parallel", "pad_bshd_to_minibatch_max", "use_fused_kernels"),
     *("pad_to_length", "entropy_from_logits_with_chunking"),
@@ -33,19 +35,13 @@ OFF = (
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(Cut):
     """One step: how it is cut and which of verl's settings it has."""
 
     loss_mode: str
     per_token: bool = False
-    context: int = 1
-    micro_batch_size: int = 2
     loss_agg_mode: str = "seq-mean-token-mean"
     loss_scale_factor: int | None = None
-    with_terms: bool = True
-    """Whether KL and entropy are in the loss."""
-    breakage: str = ""
-    """A mutant's name; see `broken`."""
 
     @property
     def estimator(self) -> str:
@@ -63,15 +59,14 @@ def verl_advantages(samples: list[PlainSample], case: Case) -> Tensor:
     ).to_padded_tensor(0)
     rewards = torch.zeros(masks.shape)
     rewards[:, 0] = torch.rand(len(samples), generator=torch.Generator().manual_seed(5))
-    prompts = len(samples) // ROLLOUTS_PER_PROMPT
+    prompts = len(samples) // logit_table.ROLLOUTS_PER_PROMPT
     actor = {"policy_loss": {"loss_mode": case.loss_mode}, "ppo_mini_batch_size": prompts}
     algorithm = {"adv_estimator": case.estimator, "gamma": 1.0, "lam": 1.0}
-    workers = {"actor": actor, "rollout": {"n": ROLLOUTS_PER_PROMPT}}
+    workers = {"actor": actor, "rollout": {"n": logit_table.ROLLOUTS_PER_PROMPT}}
     config = OmegaConf.create({"algorithm": algorithm, "actor_rollout_ref": workers})
     uids = np.array([f"prompt-{s.group_index}" for s in samples], dtype=object)
-    data = DataProto.from_dict(
-        tensors={"token_level_rewards": rewards, "response_mask": masks}, non_tensors={"uid": uids}
-    )
+    tensors = {"token_level_rewards": rewards, "response_mask": masks}
+    data = DataProto.from_dict(tensors, non_tensors={"uid": uids})
     data = compute_advantage(data, case.estimator, config=config.algorithm)
     return data.batch["advantages"]
 
@@ -83,16 +78,15 @@ def batch_of(samples: list[PlainSample], advantages: Tensor, num_samples: int, c
         tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
         return torch.nested.as_nested_tensor(tensors, layout=torch.jagged)
 
-    lengths = [sample.response_length for sample in samples]
+    rows = zip(advantages, samples, strict=True)
     tensors = {
         "input_ids": nested([s.tokens for s in samples]),
         "prompts": nested([s.tokens[: s.prompt_length] for s in samples]),
         "responses": nested([s.tokens[s.prompt_length :] for s in samples]),
-        "response_mask": nested([s.loss_mask for s in samples]),
-        "loss_mask": nested([s.loss_mask for s in samples]),
+        **{name: nested([s.loss_mask for s in samples]) for name in ("response_mask", "loss_mask")},
         "old_log_probs": nested([s.old_log_probs for s in samples], torch.float32),
         "ref_log_prob": nested([s.ref_log_probs for s in samples], torch.float32),
-        "advantages": nested([row[:n] for row, n in zip(advantages, lengths, strict=True)]),
+        "advantages": nested([row[: s.response_length] for row, s in rows]),
         "temperature": torch.ones(len(samples)),
     }
     settings = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": case.micro_batch_size}
@@ -104,18 +98,18 @@ def actor_config(case: Case) -> Any:
     from verl.workers.config import McoreActorConfig, PolicyLossConfig
 
     return McoreActorConfig(
-        rollout_n=ROLLOUTS_PER_PROMPT,
+        rollout_n=logit_table.ROLLOUTS_PER_PROMPT,
         ppo_micro_batch_size_per_gpu=case.micro_batch_size,
-        clip_ratio=CLIP,
-        clip_ratio_low=CLIP,
-        clip_ratio_high=CLIP_HIGH,
+        clip_ratio=logit_table.CLIP,
+        clip_ratio_low=logit_table.CLIP,
+        clip_ratio_high=logit_table.CLIP_HIGH,
         clip_ratio_c=CLIP_C,
         loss_agg_mode=case.loss_agg_mode,
         loss_scale_factor=case.loss_scale_factor,
         policy_loss=PolicyLossConfig(loss_mode=case.loss_mode),
         use_kl_loss=case.with_terms,
-        kl_loss_coef=KL_COEF,
-        entropy_coeff=ENTROPY_COEF if case.with_terms else 0.0,
+        kl_loss_coef=logit_table.KL_COEF,
+        entropy_coeff=logit_table.ENTROPY_COEF if case.with_terms else 0.0,
     )
 
 
@@ -156,8 +150,6 @@ def verl_gradient(samples: list[PlainSample], case: Case) -> Tensor:
 
 def gradients(samples: list[PlainSample], cases: list[Case]) -> list[Tensor | str]:
     """What `verl_gradient` gives for each case on this rank, or the error that it raises."""
-    from .sources import find_verl
-
     enable_cpu_runtime()
     find_verl()
     import megatron_pg.integrations.verl_plugin  # noqa: F401  what the entry point does

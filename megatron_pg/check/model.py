@@ -17,7 +17,7 @@ from megatron_pg.check.job import TIMEOUT_MINUTES
 from megatron_pg.check.options import CheckOptions
 from megatron_pg.check.sharded_parameters import set_parameters
 from megatron_pg.config.versions import needs_kept_pipeline_outputs
-from megatron_pg.megatron.cpu.layer_spec import TorchNorm, torch_block_spec
+from megatron_pg.megatron.cpu.layers import TorchNorm, torch_block_spec
 
 NewModel = Callable[..., torch.nn.Module]
 """The maker of a chunk from GPTModel's keyword arguments."""

@@ -1,19 +1,23 @@
-"""Core attention for packed sequences (THD) under context parallelism, in plain torch.
+"""GPT layers in plain torch: packed sequences (THD), context and sequence parallelism, on any device.
 
-Megatron's own `DotProductAttention` refuses both, and Transformer Engine needs CUDA. Here keys and values are all-gathered
-over the context-parallel group, and each query attends to the earlier tokens of its own sequence: for checks, not speed.
+Megatron's own `DotProductAttention` refuses packed sequences and context parallelism, and Transformer Engine needs CUDA.
+Here keys and values are all-gathered over the context-parallel group, and each query attends to the earlier tokens of its
+own sequence: for checks, not speed.
 """
 
+import copy
 import math
 from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -78,13 +82,12 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
     def __init__(
         self,
         config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: AttnMaskType,
+        *,
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
         pg_collection: ProcessGroupCollection | None = None,
-        **_: Any,  # the exchange over context parallelism, and sizes that the tensors have too
+        **_: Any,  # the layer, the exchange over context parallelism, and what `forward` or the tensors tell
     ) -> None:
         super().__init__(config=config)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
@@ -152,3 +155,46 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
             scale=self.softmax_scale,
         )
         return context.transpose(1, 2).flatten(0, 1)[layout.query_slots].flatten(1)
+
+
+class TorchNorm:
+    """A constructor of torch's LayerNorm or RMSNorm, marked for sequence parallelism.
+
+    `finalize_model_grads` sums the gradients of marked parameters over the tensor-parallel ranks. Megatron's
+    `WrappedTorchNorm` (transformer/torch_norm.py) does not mark its parameters, and refuses sequence parallelism.
+    """
+
+    def __new__(  # type: ignore[misc]
+        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5
+    ) -> torch.nn.Module:
+        kind = config.normalization
+        if kind not in ("LayerNorm", "RMSNorm") or config.layernorm_zero_centered_gamma:
+            raise NotImplementedError(
+                f"--normalization is {kind!r}, zero-centered gamma {config.layernorm_zero_centered_gamma}: TorchNorm builds "
+                "plain LayerNorm and RMSNorm"
+            )
+        build = getattr(torch.nn, kind)
+        norm: torch.nn.Module = build(hidden_size, eps=eps, dtype=config.params_dtype)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return norm
+
+
+def torch_block_spec(
+    config: TransformerConfig, vp_stage: int | None = None
+) -> TransformerBlockSubmodules:
+    """Build the `transformer_layer_spec=` of a GPTModel that needs neither Transformer Engine nor Apex.
+
+    Args:
+        config: the model's; its pipeline layout decides which layers this stage gets.
+        vp_stage: virtual pipeline stage of the chunk, None without a virtual pipeline.
+    """
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
+    layers = copy.deepcopy(block.layer_specs)
+    for layer in layers:
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = TorchNorm
+        attention = layer.submodules.self_attention.submodules
+        attention.core_attention = PackedCoreAttention
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = attention.kv_layernorm = TorchNorm
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TorchNorm)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.check.reference import Expected
-from megatron_pg.check.sharded_parameters import Part
+from megatron_pg.check.sharded_parameters import Part, Shard
 from megatron_pg.loss.checksum import CHECKSUM_TOLERANCE
 from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.step.agreement import gather
@@ -115,11 +115,7 @@ def compare(parts: Iterable[Part], expected: Expected, *, dtype: str, **step: An
     """Compare the ranks' slices of gradients or updates with the reference. Every rank calls it and gets the same row."""
     groups = ParallelGroups.from_parallel_state()
     place = (groups.tensor_rank, groups.context_rank, groups.data_rank, groups.pipeline_rank)
-    mine = []
-    for shard, gradient in parts:
-        whole = expected.gradients[shard.name].double()
-        numbers = _measure(gradient.double(), shard.cut(whole), whole, dtype)
-        mine.append(_Slice(shard.name, shard.index, dist.get_rank(), place, *numbers))
+    mine = [_measure(*part, expected.gradients[part[0].name], place, dtype) for part in parts]
     slices = list(itertools.chain(*gather(mine, dist.group.WORLD)))
     if missing := expected.gradients.keys() - {each.name for each in slices}:
         raise RuntimeError(f"no rank holds {sorted(missing)}, which the unsharded model has")
@@ -152,8 +148,11 @@ def compare(parts: Iterable[Part], expected: Expected, *, dtype: str, **step: An
     )
 
 
-def _measure(gradient: Tensor, expected: Tensor, whole: Tensor, dtype: str) -> tuple[Any, ...]:
-    """Return the error, the products and the projections of a `_Slice`."""
+def _measure(
+    shard: Shard, gradient: Tensor, whole: Tensor, place: tuple[int, ...], dtype: str
+) -> _Slice:
+    gradient, whole = gradient.double(), whole.double()
+    expected = shard.cut(whole)
     difference = gradient - expected
     if dtype == "bf16":
         error = _quotient(float(difference.norm()), float(expected.norm()))
@@ -162,7 +161,8 @@ def _measure(gradient: Tensor, expected: Tensor, whole: Tensor, dtype: str) -> t
     numbers = torch.arange(gradient.numel(), device=gradient.device, dtype=torch.float64)
     prints = tuple(float(gradient.flatten() @ torch.cos(step * numbers)) for step in (1.0, 2.3))
     products = (gradient * expected, expected.square(), gradient.square())
-    return error, *(float(product.sum()) for product in products), prints
+    sums = (float(product.sum()) for product in products)
+    return _Slice(shard.name, shard.index, dist.get_rank(), place, error, *sums, prints)
 
 
 def _quotient(error: float, scale: float) -> float:
@@ -194,12 +194,12 @@ def _replicas(
 
     everywhere = [(copies[0].name, spread(copies)) for copies in _grouped(slices, *AXES)]
     names = tuple(sorted({name for name, error in everywhere if error > tolerance}))
-    disagreeing = [each for each in slices if each.name in names]
-
-    def disagree(axis: str) -> bool:
-        return any(spread(copies) > tolerance for copies in _grouped(disagreeing, axis))
-
-    return max(error for _, error in everywhere), tuple(filter(disagree, AXES)), names
+    axes = tuple(
+        axis
+        for axis in AXES
+        if any(spread(copies) > tolerance for copies in _grouped(slices, axis))
+    )
+    return max(error for _, error in everywhere), axes, names
 
 
 def _grouped(slices: Iterable[_Slice], *ignored: str) -> Iterable[list[_Slice]]:

@@ -14,7 +14,7 @@ from megatron_pg.check.cases import Run, cases_of
 from megatron_pg.check.compare import CheckRow, compare
 from megatron_pg.check.model import MODELS, build_model, initialize_groups, model_config
 from megatron_pg.check.options import ADAM_EPSILON, CUSTOM, CheckOptions, config_of, shardings
-from megatron_pg.check.reference import Expected, Pack, Scored, WholeModel
+from megatron_pg.check.reference import Expected, Pack, WholeModel
 from megatron_pg.check.report import Checked
 from megatron_pg.check.samples import cut, cut_evenly, samples_of
 from megatron_pg.check.sharded_parameters import Part, gradient_slices, shards
@@ -70,20 +70,17 @@ def _references(options: CheckOptions, runs: Sequence[Run]) -> list[Expected]:
     """Return the expected results of each run of a model."""
     model = WholeModel(options, MODELS[runs[0].model].new)
     data_size = dist.get_world_size() // options.model_parallel_size
-    steps: dict[tuple[bool, ...], Scored] = {}
     known: dict[tuple[object, ...], Expected] = {}
     references = []
     for run in runs:
         case = run.case
         kind = (case.is_even, bool(case.logit_coefficient), case.has_sets)
-        if kind not in steps:
-            steps[kind] = model.score(samples_of(options, data_size, case))
         # Both loss modes have one reference, unless tokens weigh an auxiliary loss.
         loss_mode = (case.name, run.per_token) if case.is_even else ()
         key = (run.aggregation, case.policy_loss, kind, loss_mode)
         if key not in known:
-            packs = _packs(options, steps[kind][0], data_size, run)
-            known[key] = model.expected(steps[kind], run, packs)
+            samples = samples_of(options, data_size, case)
+            known[key] = model.expected(samples, run, _packs(options, samples, data_size, run))
         references.append(known[key].after_update() if case.updates else known[key])
     return references
 

@@ -29,39 +29,28 @@ class CheckRow:
     calculate_per_token_loss: bool
     dtype: str
     loss: float
-    checksum: float
-    """The metric `aggregation_checksum`: 1 where every sample was counted once."""
+    checksum: float  # the metric `aggregation_checksum`: 1 where every sample was counted once
     _: KW_ONLY
-    what: str = "gradient"
-    """The case's name (`cases.py`)."""
-    gradient_norm: float | None = None
-    """The optimizer's norm; None without its step."""
+    what: str = "gradient"  # the case's name (`cases.py`)
+    gradient_norm: float | None = None  # the optimizer's; None without its step
     reference_loss: float
     reference_norm: float | None = None
     gradient_error: float
     """The largest max|g - reference| / max|reference| of all parameters and ranks (bf16: the ratio of norms)."""
     worst_parameter: str
     worst_rank: int = 0
-    worst_place: tuple[int, ...] = (0,) * len(AXES)
-    """The worst rank's coordinates, in the order of `AXES`."""
-    worst_ratio: float
-    """<g, reference> / <reference, reference> of the worst parameter's slice."""
-    common_ratio: float
-    """The same ratio of all parameters. It shows a wrong scale."""
+    worst_place: tuple[int, ...] = (0,) * len(AXES)  # the worst rank's coordinates, as in `AXES`
+    worst_ratio: float  # <g, reference> / <reference, reference> of the worst parameter's slice
+    common_ratio: float  # the same ratio of all parameters, which shows a wrong scale
     scaled_error: float
     """|g - common_ratio * reference| / |common_ratio * reference| of all parameters together."""
-    num_parameters: int
-    """The number of parameters with a nonzero gradient."""
-    wrong: tuple[str, ...] = ()
-    """The parameters that are beyond the tolerance on some rank."""
-    wrong_ratio: float = 1.0
-    """The `common_ratio` of the wrong slices alone, as `wrong_scaled_error` is their `scaled_error`."""
+    num_parameters: int  # of those with a nonzero gradient
+    wrong: tuple[str, ...] = ()  # the parameters that are beyond the tolerance on some rank
+    wrong_ratio: float = 1.0  # `common_ratio` and, below, `scaled_error` of the wrong slices alone
     wrong_scaled_error: float = 0.0
     wrong_ranks: tuple[int, ...] = ()
-    wrong_stages: tuple[int, ...] = ()
-    """Pipeline stages that hold a wrong parameter."""
-    replica_error: float = 0.0
-    """The largest difference between copies of a slice, as a part of its 2-norm."""
+    wrong_stages: tuple[int, ...] = ()  # pipeline stages that hold a wrong parameter
+    replica_error: float = 0.0  # the largest difference between copies of a slice, over its 2-norm
     replica_axes: tuple[str, ...] = ()
     """The `AXES` along which copies disagree while all other coordinates are equal."""
     replica_parameters: tuple[str, ...] = ()

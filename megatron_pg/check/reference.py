@@ -5,6 +5,7 @@ The loss shares no code with the reducers, the token window or the scale contrac
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -35,8 +36,10 @@ from megatron_pg.step.batch import pack
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import step_totals
 
-Scores = Sequence[Tensor]
+Scores = tuple[Tensor, Tensor]
 """[response] log-probs and entropies of a sample, float64."""
+Scored = tuple[Sequence[Sample], Sequence[Scores]]
+"""The samples of a step, with old and reference log-probs, and a model's scores of them."""
 Pack = tuple[list[int], float]
 """The indices of a micro-batch's samples, and the weight of its losses beside the policy's."""
 
@@ -93,29 +96,21 @@ class WholeModel:
     def _note_router(self, router: Any, inputs: tuple[Tensor, ...], _: Any) -> None:
         self._router_logits.append(inputs[0].flatten(0, -2).double() @ router.weight.double().T)
 
-    def expected(self, samples: Sequence[Sample], run: Run, packs: Sequence[Pack]) -> Expected:
-        """Set log-probs near this model's in the samples, and compute the loss and the gradients of their step.
+    @torch.no_grad()
+    def score(self, samples: Sequence[Sample]) -> Scored:
+        """Score the samples and set log-probs near the scores. Every rank calls it and gets the same."""
+        mine: list[Any] = [
+            tuple(score.cpu() for score in self._scores(sample, self._logits([sample])[0]))
+            for sample in samples[dist.get_rank() :: dist.get_world_size()]
+        ]
+        in_turn = itertools.zip_longest(*gather(mine, dist.group.WORLD))
+        scores = [score for score in itertools.chain(*in_turn) if score is not None]
+        return with_log_probs(samples, [log_probs for log_probs, _ in scores]), scores
 
-        Every rank calls it and gets the same.
-        """
-        mine: dict[int, Scores] = {}
-        losses: list[tuple[list[int], list[Tensor]]] = []
-        for indices, weight in packs[dist.get_rank() :: dist.get_world_size()]:
-            packed = [samples[index] for index in indices]
-            logits = self._logits(packed)
-            mine |= zip(indices, map(self._scores, packed, logits), strict=True)
-            beside: list[Tensor] = []
-            if self._options.mtp_num_layers is not None:
-                beside.append(self._loss_ahead(packed, samples))
-            if run.case.is_even:
-                beside.append(weight * self._loss_beside(run.case, torch.cat(logits)))
-            losses.append((indices, beside))
-        on_host = {index: [score.detach().cpu() for score in mine[index]] for index in mine}
-        scores: dict[int, Scores] = {}
-        for part in gather(on_host, dist.group.WORLD):
-            scores |= part
-        leaves = [[leaf.requires_grad_() for leaf in scores[i]] for i in range(len(samples))]
-        samples = with_log_probs(samples, [log_probs.detach() for log_probs, _ in leaves])
+    def expected(self, step: Scored, run: Run, packs: Sequence[Pack]) -> Expected:
+        """Compute the loss and the gradients of a step from a result of `score`. Every rank calls it."""
+        samples, scores = step
+        leaves = [(a.clone().requires_grad_(), b.clone().requires_grad_()) for a, b in scores]
         if run.aggregation == CUSTOM:
             loss = self._custom_loss(samples, leaves)
         else:
@@ -126,13 +121,22 @@ class WholeModel:
             shard.name: torch.zeros_like(part, dtype=torch.float64)
             for shard, part in gradient_slices([self._module])
         }
-        for indices, beside in losses:
+        for indices, weight in packs[dist.get_rank() :: dist.get_world_size()]:
             self._module.zero_grad(set_to_none=True)
-            for index in indices:
-                for output, leaf in zip(mine[index], leaves[index], strict=True):
-                    if leaf.grad is not None:
-                        beside.append((output * leaf.grad.to(output)).sum())
-            torch.autograd.backward(beside)
+            packed = [samples[index] for index in indices]
+            logits = self._logits(packed)
+            outputs = itertools.chain(*map(self._scores, packed, logits))
+            wanted = (leaf.grad for index in indices for leaf in leaves[index])
+            losses = [
+                (output * gradient.to(output)).sum()
+                for output, gradient in zip(outputs, wanted, strict=True)
+                if gradient is not None
+            ]
+            if self._options.mtp_num_layers is not None:
+                losses.append(self._loss_ahead(packed, samples))
+            if run.case.is_even:
+                losses.append(weight * self._loss_beside(run.case, torch.cat(logits)))
+            torch.autograd.backward(losses)
             for shard, part in gradient_slices([self._module]):
                 gradients[shard.name] += part.double()
         for gradient in gradients.values():

@@ -14,7 +14,7 @@ from megatron_pg.check.cases import Run, cases_of
 from megatron_pg.check.compare import CheckRow, compare
 from megatron_pg.check.model import MODELS, build_model, initialize_groups, model_config
 from megatron_pg.check.options import ADAM_EPSILON, CUSTOM, CheckOptions, config_of, shardings
-from megatron_pg.check.reference import Expected, Pack, WholeModel
+from megatron_pg.check.reference import Expected, Pack, Scored, WholeModel
 from megatron_pg.check.report import Checked
 from megatron_pg.check.samples import cut, cut_evenly, samples_of
 from megatron_pg.check.sharded_parameters import Part, gradient_slices, shards
@@ -51,7 +51,8 @@ def run_check(options: CheckOptions) -> list[CheckRow]:
         for run, expected in zip(runs[name], references[name], strict=True):
             model_options = replace(options_of[name], **run.case.builds)
             if built != (built := (model_options, run.per_token)):
-                chunks = _build(model_options, run)
+                config = model_config(model_options, calculate_per_token_loss=run.per_token)
+                chunks = build_model(model_options, config, MODELS[name].new)
             rows.append(_row(run, chunks, model_options, expected))
     return rows
 
@@ -70,17 +71,20 @@ def _references(options: CheckOptions, runs: Sequence[Run]) -> list[Expected]:
     """Return the expected results of each run of a model."""
     model = WholeModel(options, MODELS[runs[0].model].new)
     data_size = dist.get_world_size() // options.model_parallel_size
+    steps: dict[tuple[bool, ...], Scored] = {}
     known: dict[tuple[object, ...], Expected] = {}
     references = []
     for run in runs:
         case = run.case
         kind = (case.is_even, bool(case.logit_coefficient), case.has_sets)
+        if kind not in steps:
+            steps[kind] = model.score(samples_of(options, data_size, case))
         # Both loss modes have one reference, unless tokens weigh an auxiliary loss.
         loss_mode = (case.name, run.per_token) if case.is_even else ()
         key = (run.aggregation, case.policy_loss, kind, loss_mode)
         if key not in known:
-            samples = samples_of(options, data_size, case)
-            known[key] = model.expected(samples, run, _packs(options, samples, data_size, run))
+            packs = _packs(options, steps[kind][0], data_size, run)
+            known[key] = model.expected(steps[kind], run, packs)
         references.append(known[key].after_update() if case.updates else known[key])
     return references
 
@@ -96,16 +100,6 @@ def _packs(options: CheckOptions, samples: Sequence[Sample], ranks: int, run: Ru
             share = sum(lengths[index] for index in indices) / sum(lengths)
             packs.append((indices, share if run.per_token else 1 / (ranks * count)))
     return packs
-
-
-def _build(options: CheckOptions, run: Run) -> list[Any]:
-    """Build this rank's chunks of a run's model under DDP. They share a configuration, set up as in a trainer."""
-    config = model_config(options, calculate_per_token_loss=run.per_token)
-    chunks: list[Any] = build_model(options, config, MODELS[run.model].new)
-    if options.overlap_grad_reduce:
-        no_sync = [chunk.no_sync for chunk in chunks]
-        config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
-    return chunks
 
 
 def _row(run: Run, chunks: list[Any], options: CheckOptions, expected: Expected) -> CheckRow:

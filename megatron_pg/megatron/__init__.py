@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from megatron_pg.config.versions import exports_of_megatron
 
 if TYPE_CHECKING:
-    from megatron_pg.megatron.cpu.layers import torch_block_spec
+    from megatron_pg.megatron.cpu.layer_spec import torch_block_spec
     from megatron_pg.megatron.cpu.runtime import enable_cpu_runtime
     from megatron_pg.megatron.experts import padding_mask
     from megatron_pg.megatron.groups import ParallelGroups
@@ -32,7 +32,7 @@ __all__ = [
 
 __getattr__ = exports_of_megatron(
     {
-        "megatron_pg.megatron.cpu.layers": ("torch_block_spec",),
+        "megatron_pg.megatron.cpu.layer_spec": ("torch_block_spec",),
         "megatron_pg.megatron.cpu.runtime": ("enable_cpu_runtime",),
         "megatron_pg.megatron.experts": ("padding_mask",),
         "megatron_pg.megatron.groups": ("ParallelGroups",),

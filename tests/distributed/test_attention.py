@@ -11,7 +11,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megatron_pg.megatron.context_layout import require_partition_mode
-from megatron_pg.megatron.cpu.layers import PackedCoreAttention
+from megatron_pg.megatron.cpu.layer_spec import PackedCoreAttention
 from tests.oracle import PlainSample
 from tests.random_steps import random_sample
 

@@ -149,9 +149,12 @@ def _measure(
         error = _quotient(float(difference.abs().max()), float(whole.abs().max()))
     numbers = torch.arange(gradient.numel(), device=gradient.device, dtype=torch.float64)
     prints = tuple(float(gradient.flatten() @ torch.cos(step * numbers)) for step in (1.0, 2.3))
-    products = (gradient * expected, expected.square(), gradient.square())
-    sums = (float(product.sum()) for product in products)
-    return _Slice(shard.name, shard.index, dist.get_rank(), place, error, *sums, prints)
+    product, square, own_square = (
+        float(values.sum())
+        for values in (gradient * expected, expected.square(), gradient.square())
+    )
+    rank = dist.get_rank()
+    return _Slice(shard.name, shard.index, rank, place, error, product, square, own_square, prints)
 
 
 def _quotient(error: float, scale: float) -> float:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.check.reference import Expected
-from megatron_pg.check.sharded_parameters import Part
+from megatron_pg.check.sharded_parameters import Part, Shard
 from megatron_pg.loss.checksum import CHECKSUM_TOLERANCE
 from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.step.agreement import gather
@@ -29,39 +29,28 @@ class CheckRow:
     calculate_per_token_loss: bool
     dtype: str
     loss: float
-    checksum: float
-    """The metric `aggregation_checksum`: 1 where every sample was counted once."""
+    checksum: float  # the metric `aggregation_checksum`: 1 where every sample was counted once
     _: KW_ONLY
-    what: str = "gradient"
-    """The case's name (`cases.py`)."""
-    gradient_norm: float | None = None
-    """The optimizer's norm; None without its step."""
+    what: str = "gradient"  # the case's name (`cases.py`)
+    gradient_norm: float | None = None  # the optimizer's; None without its step
     reference_loss: float
     reference_norm: float | None = None
     gradient_error: float
     """The largest max|g - reference| / max|reference| of all parameters and ranks (bf16: the ratio of norms)."""
     worst_parameter: str
     worst_rank: int = 0
-    worst_place: tuple[int, ...] = (0,) * len(AXES)
-    """The worst rank's coordinates, in the order of `AXES`."""
-    worst_ratio: float
-    """<g, reference> / <reference, reference> of the worst parameter's slice."""
-    common_ratio: float
-    """The same ratio of all parameters. It shows a wrong scale."""
+    worst_place: tuple[int, ...] = (0,) * len(AXES)  # the worst rank's coordinates, as in `AXES`
+    worst_ratio: float  # <g, reference> / <reference, reference> of the worst parameter's slice
+    common_ratio: float  # the same ratio of all parameters, which shows a wrong scale
     scaled_error: float
     """|g - common_ratio * reference| / |common_ratio * reference| of all parameters together."""
-    num_parameters: int
-    """The number of parameters with a nonzero gradient."""
-    wrong: tuple[str, ...] = ()
-    """The parameters that are beyond the tolerance on some rank."""
-    wrong_ratio: float = 1.0
-    """The `common_ratio` of the wrong slices alone, as `wrong_scaled_error` is their `scaled_error`."""
+    num_parameters: int  # of those with a nonzero gradient
+    wrong: tuple[str, ...] = ()  # the parameters that are beyond the tolerance on some rank
+    wrong_ratio: float = 1.0  # `common_ratio` and, below, `scaled_error` of the wrong slices alone
     wrong_scaled_error: float = 0.0
     wrong_ranks: tuple[int, ...] = ()
-    wrong_stages: tuple[int, ...] = ()
-    """Pipeline stages that hold a wrong parameter."""
-    replica_error: float = 0.0
-    """The largest difference between copies of a slice, as a part of its 2-norm."""
+    wrong_stages: tuple[int, ...] = ()  # pipeline stages that hold a wrong parameter
+    replica_error: float = 0.0  # the largest difference between copies of a slice, over its 2-norm
     replica_axes: tuple[str, ...] = ()
     """The `AXES` along which copies disagree while all other coordinates are equal."""
     replica_parameters: tuple[str, ...] = ()
@@ -115,11 +104,7 @@ def compare(parts: Iterable[Part], expected: Expected, *, dtype: str, **step: An
     """Compare the ranks' slices of gradients or updates with the reference. Every rank calls it and gets the same row."""
     groups = ParallelGroups.from_parallel_state()
     place = (groups.tensor_rank, groups.context_rank, groups.data_rank, groups.pipeline_rank)
-    mine = []
-    for shard, gradient in parts:
-        whole = expected.gradients[shard.name].double()
-        numbers = _measure(gradient.double(), shard.cut(whole), whole, dtype)
-        mine.append(_Slice(shard.name, shard.index, dist.get_rank(), place, *numbers))
+    mine = [_measure(*part, expected.gradients[part[0].name], place, dtype) for part in parts]
     slices = list(itertools.chain(*gather(mine, dist.group.WORLD)))
     if missing := expected.gradients.keys() - {each.name for each in slices}:
         raise RuntimeError(f"no rank holds {sorted(missing)}, which the unsharded model has")
@@ -152,8 +137,11 @@ def compare(parts: Iterable[Part], expected: Expected, *, dtype: str, **step: An
     )
 
 
-def _measure(gradient: Tensor, expected: Tensor, whole: Tensor, dtype: str) -> tuple[Any, ...]:
-    """Return the error, the products and the projections of a `_Slice`."""
+def _measure(
+    shard: Shard, gradient: Tensor, whole: Tensor, place: tuple[int, ...], dtype: str
+) -> _Slice:
+    gradient, whole = gradient.double(), whole.double()
+    expected = shard.cut(whole)
     difference = gradient - expected
     if dtype == "bf16":
         error = _quotient(float(difference.norm()), float(expected.norm()))
@@ -161,8 +149,12 @@ def _measure(gradient: Tensor, expected: Tensor, whole: Tensor, dtype: str) -> t
         error = _quotient(float(difference.abs().max()), float(whole.abs().max()))
     numbers = torch.arange(gradient.numel(), device=gradient.device, dtype=torch.float64)
     prints = tuple(float(gradient.flatten() @ torch.cos(step * numbers)) for step in (1.0, 2.3))
-    products = (gradient * expected, expected.square(), gradient.square())
-    return error, *(float(product.sum()) for product in products), prints
+    product, square, own_square = (
+        float(values.sum())
+        for values in (gradient * expected, expected.square(), gradient.square())
+    )
+    rank = dist.get_rank()
+    return _Slice(shard.name, shard.index, rank, place, error, product, square, own_square, prints)
 
 
 def _quotient(error: float, scale: float) -> float:
@@ -194,12 +186,12 @@ def _replicas(
 
     everywhere = [(copies[0].name, spread(copies)) for copies in _grouped(slices, *AXES)]
     names = tuple(sorted({name for name, error in everywhere if error > tolerance}))
-    disagreeing = [each for each in slices if each.name in names]
-
-    def disagree(axis: str) -> bool:
-        return any(spread(copies) > tolerance for copies in _grouped(disagreeing, axis))
-
-    return max(error for _, error in everywhere), tuple(filter(disagree, AXES)), names
+    axes = tuple(
+        axis
+        for axis in AXES
+        if any(spread(copies) > tolerance for copies in _grouped(slices, axis))
+    )
+    return max(error for _, error in everywhere), axes, names
 
 
 def _grouped(slices: Iterable[_Slice], *ignored: str) -> Iterable[list[_Slice]]:

@@ -231,14 +231,18 @@ def build_chunks(
 def build_model(
     options: CheckOptions, config: TransformerConfig, new_model: NewModel = GPTModel, **changes: Any
 ) -> list[distributed.DistributedDataParallel]:
-    """Wrap the chunks of `build_chunks` in DDP. If the options overlap the reduction, the caller sets `config.no_sync_func`."""
+    """Wrap the chunks of `build_chunks` in DDP. They share the config, set up as in a trainer."""
     ddp_config = distributed.DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.params_dtype != torch.float64,
         overlap_grad_reduce=options.overlap_grad_reduce,
         use_distributed_optimizer=options.use_distributed_optimizer,
         average_in_collective=options.average_in_collective,
     )
-    return [
+    chunks = [
         distributed.DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=place > 0)
         for place, chunk in enumerate(build_chunks(options, config, new_model, **changes))
     ]
+    if options.overlap_grad_reduce:
+        no_sync = [chunk.no_sync for chunk in chunks]
+        config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
+    return chunks

@@ -5,7 +5,7 @@ import importlib.metadata
 import importlib.util
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,9 +13,40 @@ import torch
 from megatron_pg.check.cases import not_checked
 from megatron_pg.check.compare import CheckRow
 from megatron_pg.check.diagnosis import diagnoses
-from megatron_pg.check.known_mistakes import mistakes_in
 from megatron_pg.check.options import CheckOptions, has_transformer_engine
-from megatron_pg.config.versions import megatron_core_version
+from megatron_pg.config.versions import FIRST_UNSUPPORTED, megatron_core_version
+
+KNOWN_MISTAKES: Mapping[tuple[tuple[int, int], tuple[int, int]], Mapping[str, str]] = {
+    ((0, 15), (0, 16)): {
+        "the auxiliary loss of experts counts 1/CP of its coefficient under context parallelism": "pull request 2217"
+    },
+    ((0, 15), (0, 17)): {
+        "multi-token prediction without labels fails in the forward pass": "labels.clone() in models/gpt/gpt_model.py"
+    },
+    ((0, 15), (0, 18)): {
+        "interleaved pipelines free activations that are still being sent, unless deallocate_pipeline_outputs is "
+        "off": "pull request 4047"
+    },
+    ((0, 15), (0, 19)): {
+        "in per-token mode the auxiliary and z losses of experts count 1/(TP CP) of their coefficients where tokens are "
+        "split": "issue 1652, pull request 5047"
+    },
+    ((0, 17), (0, 19)): {
+        "multi-token prediction without labels is not trained, and nothing says so": "pull request 3457"
+    },
+    ((0, 17), FIRST_UNSUPPORTED): {
+        "rotary positions under hybrid context parallelism follow the model's group and not the micro-batch's (refused by "
+        "PolicyStep)": "Attention.forward in transformer/attention.py"
+    },
+    ((0, 19), FIRST_UNSUPPORTED): {
+        "multi-token prediction is a mean over the tokens of one context-parallel rank, prompts and padding included, and "
+        "counts 1/CP of them (PolicyStep makes it the mean over the step's active tokens)": "pull requests 3959 and 7498",
+        "in per-token mode multi-token prediction is multiplied by a rank's tokens before the shift over its tokens after it "
+        "(refused by PolicyStep)": "issue 2417, pull request 3159",
+    },
+}
+"""The mistakes, and an issue, pull request or file of github.com/NVIDIA/Megatron-LM, by the first wrong version and the
+first right one (`FIRST_UNSUPPORTED` if none is known). They were read in 0.15.3 to 0.19.2, and measured where `check` can."""
 
 
 class Checked(NamedTuple):
@@ -147,3 +178,11 @@ def accelerations(options: CheckOptions) -> dict[str, str]:
         "log-probs": "Triton kernels" if has_kernels else "torch",
         "fused output layer": "checked" if options.fused_lm_head else "available",
     }
+
+
+def mistakes_in(version: tuple[int, int, int]) -> Iterator[str]:
+    """Put the known mistakes of a version in words."""
+    for (first, fixed), mistakes in KNOWN_MISTAKES.items():
+        until = "" if fixed == FIRST_UNSUPPORTED else f", right from {fixed[0]}.{fixed[1]}"
+        if first <= version[:2] < fixed:
+            yield from (f"{what} ({source}{until})" for what, source in mistakes.items())

@@ -51,7 +51,8 @@ def run_check(options: CheckOptions) -> list[CheckRow]:
         for run, expected in zip(runs[name], references[name], strict=True):
             model_options = replace(options_of[name], **run.case.builds)
             if built != (built := (model_options, run.per_token)):
-                chunks = _build(model_options, run)
+                config = model_config(model_options, calculate_per_token_loss=run.per_token)
+                chunks = build_model(model_options, config, MODELS[name].new)
             rows.append(_row(run, chunks, model_options, expected))
     return rows
 
@@ -99,16 +100,6 @@ def _packs(options: CheckOptions, samples: Sequence[Sample], ranks: int, run: Ru
             share = sum(lengths[index] for index in indices) / sum(lengths)
             packs.append((indices, share if run.per_token else 1 / (ranks * count)))
     return packs
-
-
-def _build(options: CheckOptions, run: Run) -> list[Any]:
-    """Build this rank's chunks of a run's model under DDP. They share a configuration, set up as in a trainer."""
-    config = model_config(options, calculate_per_token_loss=run.per_token)
-    chunks: list[Any] = build_model(options, config, MODELS[run.model].new)
-    if options.overlap_grad_reduce:
-        no_sync = [chunk.no_sync for chunk in chunks]
-        config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
-    return chunks
 
 
 def _row(run: Run, chunks: list[Any], options: CheckOptions, expected: Expected) -> CheckRow:

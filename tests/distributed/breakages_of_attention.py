@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_pg.check.options import has_transformer_engine
 from megatron_pg.loss import micro_batch
-from megatron_pg.megatron.cpu import attention
+from megatron_pg.megatron.cpu import layer_spec
 from megatron_pg.step.token_window import Layout
 
 from .breakage import Break, Patch, around, breakage, wrap
@@ -125,7 +125,7 @@ for name, group, wrong in (
 
 def each_attention(wrong: Callable[..., Tensor]) -> Break:
     """Has `wrong(right, query, key, value, packed)` run in the place of each core attention."""
-    owners: list[Any] = [attention.PackedCoreAttention]
+    owners: list[Any] = [layer_spec.PackedCoreAttention]
     if has_transformer_engine():
         from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
@@ -185,7 +185,7 @@ def attention_leaks_across_sequences(attend, query, key, value, packed):
 
 
 @breakage("CP2", "attention", passes="loss only")
-@around(attention, "gather_from_sequence_parallel_region")
+@around(layer_spec, "gather_from_sequence_parallel_region")
 def gradients_of_keys_and_values_stay_on_their_rank(right, *args, **keywords):
     return right(*args, **keywords, tensor_parallel_output_grad=False)
 

@@ -38,9 +38,6 @@ def build(sharding: Sharding, options: ModelOptions) -> list[DistributedDataPara
     initialize_groups(sharding)
     chunks = build_model(sharding, options)
     chunks[0].config.finalize_model_grads_func = finalize_model_grads
-    if options.overlap_grad_reduce:
-        functions = [chunk.no_sync for chunk in chunks]
-        chunks[0].config.no_sync_func = functions if len(chunks) > 1 else functions[0]
     return chunks
 
 

@@ -8,11 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from megatron_pg.megatron.context_layout import require_partition_mode
-from megatron_pg.megatron.cpu.attention import PackedCoreAttention
+from megatron_pg.megatron.cpu.layer_spec import PackedCoreAttention
 from tests.oracle import PlainSample
 from tests.random_steps import random_sample
 
@@ -104,7 +103,7 @@ def test_settings_that_the_attention_does_not_know_are_refused(flag, name, value
     setattr(config, name, value)
     groups = ProcessGroupCollection()
     with pytest.raises(NotImplementedError, match=flag):
-        PackedCoreAttention(config, 1, AttnMaskType.causal, "self", pg_collection=groups)
+        PackedCoreAttention(config, attention_type="self", pg_collection=groups)
 
 
 def refusals_of_modes() -> list[str]:

@@ -57,7 +57,7 @@ def references(mistakes: tuple[str, ...]) -> list[list[Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "initialize_groups", remembered_groups(run.initialize_groups))
         patch.setattr(run, "AGGREGATIONS", {"sample_mean": run.AGGREGATIONS["sample_mean"]})
-        patch.setattr(run, "_build", lambda *unused: None)
+        patch.setattr(run, "build_model", lambda *unused: None)
         patch.setattr(run, "_row", lambda *arguments: arguments[-1])
         for mistake in mistakes:
             with pytest.MonkeyPatch.context() as broken:

@@ -9,7 +9,7 @@ import pytest
 
 import megatron_pg.critic
 import megatron_pg.megatron
-from megatron_pg.check.known_mistakes import KNOWN_MISTAKES, mistakes_in
+from megatron_pg.check.report import KNOWN_MISTAKES, mistakes_in
 from megatron_pg.config import versions
 from megatron_pg.config.versions import SUPPORTED_RANGE, UnsupportedMegatronError, parse_version
 from tests.fast.refusals import assert_refused

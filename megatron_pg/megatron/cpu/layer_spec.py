@@ -1,13 +1,160 @@
-"""GPT layers in plain torch: packed sequences, context and sequence parallelism, on any device."""
+"""GPT layers in plain torch: packed sequences (THD), context and sequence parallelism, on any device.
+
+Megatron's own `DotProductAttention` refuses packed sequences and context parallelism, and Transformer Engine needs CUDA.
+Here keys and values are all-gathered over the context-parallel group, and each query attends to the earlier tokens of its
+own sequence: for checks, not speed.
+"""
 
 import copy
+import math
+from typing import Any, get_args
 
 import torch
+import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
-from megatron_pg.megatron.cpu.attention import PackedCoreAttention
+from megatron_pg.config.policy_loss import CpPartitionMode
+from megatron_pg.step.token_window import Layout
+
+
+class _Layout:
+    """The places of a THD pack's tokens in a dense [rows, width] grid, and the mask of attention there.
+
+    The grid has one row a sequence, or one row for the whole pack where that is smaller.
+    """
+
+    def __init__(self, packed: PackedSeqParams, local_tokens: int, rank: int, size: int) -> None:
+        cu_seqlens = packed.cu_seqlens_q.to(torch.int64)
+        segments, longest = cu_seqlens.numel() - 1, int(packed.max_seqlen_q)
+        mode: CpPartitionMode = getattr(packed, "cp_partition_mode", "zigzag")
+        lengths = cu_seqlens.diff()
+        positions = [Layout(other, size, mode).local_positions(lengths) for other in range(size)]
+        segment, place = positions[rank]
+        held = torch.bincount(segment, minlength=segments)  # tokens of each sequence on this rank
+        most = int(held.max())
+        row_per_segment = segments * longest * most <= local_tokens**2 * size
+        self.rows = segments if row_per_segment else 1
+        self.width = longest if row_per_segment else local_tokens * size
+        self.query_width = most if row_per_segment else local_tokens
+
+        # The row and the first column of each sequence.
+        row = torch.arange(segments, device=segment.device) * row_per_segment
+        start = cu_seqlens[:-1] * (not row_per_segment)
+        self.key_slots = torch.cat([(row * self.width + start)[s] + p for s, p in positions])
+        self.query_slots = torch.arange(local_tokens, device=segment.device)
+        if row_per_segment:  # a rank holds the tokens of a sequence one after the other
+            self.query_slots += (row * self.query_width - held.cumsum(0) + held)[segment]
+
+        # Slots without a query see everything, so that no softmax is empty; their output is dropped.
+        grid = self.rows * self.query_width
+        begin = start[segment]
+        first = place.new_zeros(grid).index_copy(0, self.query_slots, begin)
+        last = place.new_full((grid,), self.width)
+        last = last.index_copy(0, self.query_slots, begin + place)
+        column = torch.arange(self.width, device=segment.device)
+        mask = (column >= first.unsqueeze(1)) & (column <= last.unsqueeze(1))
+        self.mask = mask.view(self.rows, 1, self.query_width, self.width)
+
+    def scatter(self, tokens: Tensor, slots: Tensor, width: int) -> Tensor:
+        """Put tokens [tokens, heads, dim] into the grid [rows, heads, width, dim], zero where no token goes."""
+        grid = tokens.new_zeros(self.rows * width, *tokens.shape[1:]).index_copy(0, slots, tokens)
+        return grid.view(self.rows, width, *tokens.shape[1:]).transpose(1, 2)
+
+
+class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
+    """Causal attention inside each packed sequence, exact at any context-parallel size; grouped queries too.
+
+    The constructor has the arguments that Megatron gives every core attention (transformer/attention.py, 0.15.3 to
+    0.19.2). It refuses dropout, a sliding window, another softmax type or kind of attention with NotImplementedError.
+    """
+
+    cp_partition_modes = get_args(CpPartitionMode)
+    """The supported values of `packed_seq_params.cp_partition_mode`."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **_: Any,  # the layer, the exchange over context parallelism, and what `forward` or the tensors tell
+    ) -> None:
+        super().__init__(config=config)
+        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        for setting, value, supported in (
+            ("--attention-dropout", dropout, 0.0),
+            ("--window-size", getattr(config, "window_size", None), None),
+            ("--softmax-type", getattr(config, "softmax_type", "vanilla"), "vanilla"),
+            ("attention_type", attention_type, "self"),
+        ):
+            if value != supported:
+                raise NotImplementedError(
+                    f"{setting} is {value!r}: PackedCoreAttention has {supported!r} only, set it to that"
+                )
+        self.pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups(
+            required_pgs=["tp", "cp"]
+        )
+        self.softmax_scale = (
+            1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
+        )
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Attend. Every rank of the context-parallel group must call it, with the same sequences.
+
+        The group is `packed_seq_params.cp_group` if set, else `pg_collection.cp`. Both are read in this call: a caller that
+        exchanges the entry runs the model without context parallelism for a while (generation).
+
+        Args:
+            query: [local_tokens, heads, dim].
+            key, value: [local_tokens, query_groups, dim]; heads is a multiple of query_groups.
+            attention_mask: ignored; `packed_seq_params` defines the sequences.
+            packed_seq_params: THD, with `cu_seqlens_q` and `max_seqlen_q` of the padded sequences over all ranks.
+
+        Returns:
+            [local_tokens, heads * dim].
+        """
+        if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
+            raise NotImplementedError(
+                "PackedCoreAttention needs packed_seq_params with qkv_format='thd'"
+            )
+        is_causal = attn_mask_type in (None, AttnMaskType.causal, AttnMaskType.padding_causal)
+        if attention_bias is not None or not is_causal:
+            raise NotImplementedError(
+                f"attn_mask_type is {attn_mask_type}: PackedCoreAttention is causal only, without attention_bias"
+            )
+        group = getattr(packed_seq_params, "cp_group", None) or self.pg_collection.cp
+        layout = _Layout(packed_seq_params, query.size(0), group.rank(), group.size())
+        both = torch.cat((key, value), dim=-1)
+        both = gather_from_sequence_parallel_region(both, group=group)
+        both = layout.scatter(both, layout.key_slots, layout.width)
+        both = both.repeat_interleave(query.size(1) // key.size(1), dim=1)
+        context = F.scaled_dot_product_attention(
+            layout.scatter(query, layout.query_slots, layout.query_width),
+            both[..., : key.size(-1)],
+            both[..., key.size(-1) :],
+            attn_mask=layout.mask,
+            scale=self.softmax_scale,
+        )
+        return context.transpose(1, 2).flatten(0, 1)[layout.query_slots].flatten(1)
 
 
 class TorchNorm:

@@ -16,12 +16,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils._device import _device_constructors
 
 from megatron_pg.config.versions import require_supported_version
 
 CPU = torch.device("cpu")
+NO_STATE = torch.zeros(16, dtype=torch.uint8)
 
 
 class NullStream(contextlib.ContextDecorator):
@@ -66,7 +66,6 @@ def enable_cpu_runtime() -> None:
         raise RuntimeError("enable_cpu_runtime must be called before CUDA is used in this process")
     _redirect_cuda_module()
     _redirect_tensors()
-    _accept_split_sizes_as_tensors()
     _patch_megatron()
 
 
@@ -103,9 +102,8 @@ def _redirect_cuda_module() -> None:
     waits = ("synchronize", "empty_cache", "set_device", "set_stream", "reset_peak_memory_stats")
     for name in (*seeds, *waits):
         setattr(cuda, name, _constant())
-    cuda.get_rng_state = _no_state
-    for name in ("range_push", "range_pop", "mark"):
-        setattr(cuda.nvtx, name, _constant())
+    cuda.get_rng_state = _constant(NO_STATE)
+    cuda.nvtx.range_push = cuda.nvtx.range_pop = cuda.nvtx.mark = _constant()
 
 
 def _redirect_tensors() -> None:
@@ -155,38 +153,19 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     return on_cpu
 
 
-def _no_state(*args: Any, **kwargs: Any) -> torch.Tensor:
-    return torch.zeros(16, dtype=torch.uint8)
-
-
-def _accept_split_sizes_as_tensors() -> None:
-    """Let `all_to_all_single` take its split sizes as tensors.
-
-    Megatron's all-to-all dispatcher makes lists of split sizes only when it fetches them from the GPU
-    (`maybe_move_tensor_to_cpu` in transformer/moe/moe_utils.py).
-    """
-    original = dist.all_to_all_single
-
-    def as_list(value: Any) -> Any:
-        return value.tolist() if isinstance(value, torch.Tensor) else value
-
-    @functools.wraps(original)
-    def all_to_all_single(output: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
-        lists = {name: as_list(value) for name, value in kwargs.items()}
-        return original(output, input, *map(as_list, args), **lists)
-
-    dist.all_to_all_single = all_to_all_single
-
-
 def _patch_megatron() -> None:
-    """Replace Megatron's tracker of CUDA random states by one without, and name an absent GEMM."""
+    """Replace Megatron's tracker of CUDA random states by one without, fetch split sizes, and name an absent GEMM."""
     from megatron.core.tensor_parallel import random
-    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     # Recomputation of activations gets and sets the state of the device.
-    random._get_cuda_rng_state = _no_state
+    random._get_cuda_rng_state = _constant(NO_STATE)
     random._set_cuda_rng_state = _constant()
+    # The all-to-all needs split sizes as numbers. Megatron makes them when it fetches a tensor from the GPU.
+    token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, **_: (
+        tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+    )
     # moe_utils.py of 0.15.3 to 0.17.1 compares Transformer Engine's GEMM with None in every router, and binds it only
     # where that is installed.
     if not hasattr(moe_utils, "te_general_gemm"):

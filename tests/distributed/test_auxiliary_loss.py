@@ -92,9 +92,17 @@ def reference_step(data_size: int, per_token: bool) -> Outcome:
     return Outcome(gather_gradients([model]) or {}, metrics | {"aggregation_checksum": 1.0})
 
 
-def sharded_step(name: str, per_token: bool, mutate: Callable[[], None] = lambda: None) -> Any:
+def nothing() -> None: ...
+
+
+def sharded_step(
+    name: str,
+    per_token: bool,
+    mutate: Callable[[], None] = nothing,
+    options: ModelOptions = OPTIONS,
+) -> Any:
     mutate()
-    options = replace(OPTIONS, calculate_per_token_loss=per_token)
+    options = replace(options, calculate_per_token_loss=per_token)
     return train_step(build(Sharding.named(name), options), Sharding.named(name), RUN)
 
 
@@ -114,6 +122,14 @@ def test_losses_of_routers_are_means_over_tokens_without_padding(name, per_token
     outcome = run_ranks(sharded_step, sharding.world_size, name, per_token)[0]
     # Megatron's routers round to float32.
     assert_equal([outcome], [reference(sharding.data, per_token)])
+
+
+@pytest.mark.parametrize("per_token", [False, True], ids=["per_micro_batch", "per_token"])
+def test_a_loss_by_sequence_is_of_the_whole_pack(per_token) -> None:
+    """Megatron takes a pack for one sequence: `seq_aux_loss` is `aux_loss` there."""
+    options = replace(OPTIONS, balancing="seq_aux_loss")
+    outcome = run_ranks(sharded_step, 2, "CP2", per_token, nothing, options)[0]
+    assert_equal([outcome], [reference(1, per_token)])
 
 
 def padding_is_counted() -> None:

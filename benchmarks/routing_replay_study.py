@@ -67,7 +67,9 @@ def new_model(seed: int) -> DistributedDataParallel:
 class Engine:
     """The trainer's model as another numerics routes it."""
 
-    def __init__(self, model: DistributedDataParallel, noise: float, generator: torch.Generator) -> None:
+    def __init__(
+        self, model: DistributedDataParallel, noise: float, generator: torch.Generator
+    ) -> None:
         self.model, self.noise, self.generator = model.module, noise, generator
 
     @contextmanager
@@ -158,7 +160,9 @@ def run(replay: bool, seed: int, args: argparse.Namespace) -> list[dict[str, flo
         answers = tokens[:, :DIGITS].flip(1)
         rewards = (tokens[:, DIGITS + 1 :] == answers).float().mean(1)
         groups = rewards.view(-1, 8)
-        advantages = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)).flatten()
+        advantages = (
+            (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)
+        ).flatten()
         samples = [
             Sample(
                 tokens[i], DIGITS, [1] * DIGITS, float(advantages[i]), old_log_probs=log_probs[i].clamp(max=0),
@@ -184,7 +188,9 @@ def main() -> None:
     args = parser.parse_args()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
-    print("| replay | seed | reward, first | last | gradient norm | abs(log r), first of a rollout | agreement |")
+    print(
+        "| replay | seed | reward, first | last | gradient norm | abs(log r), first of a rollout | agreement |"
+    )
     print("|---|---|---|---|---|---|---|")
     for replay in (True, False):
         for seed in range(1, args.seeds + 1):

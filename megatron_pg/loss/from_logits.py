@@ -59,8 +59,13 @@ def policy_loss_function(
         The 0-d loss, to be differentiated, and the detached metrics (see `megatron_pg.loss.metrics`).
 
     Raises:
-        ValueError: the batch lacks an input of the objective, or does not fit the logits.
+        ValueError: the batch lacks an input of the objective, or does not fit the logits; `--replay-routing`.
     """
+    if config.replay_routing:
+        raise ValueError(
+            "--replay-routing: policy_loss_function sees logits, which routers have made by their own choices; use PolicyStep, "
+            "whose model_inputs give them the engine's"
+        )
     loss = MicroBatchLoss(config, batch, totals, context_parallel_group, step_share)
     options = head_options(config, tensor_parallel_group, vocab_size)
     return loss_of_logits(loss, logits, options, teacher_weight)

@@ -7,7 +7,6 @@ sees that by itself: a recomputation runs inside of autograd.
 
 import functools
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -55,10 +54,9 @@ class Replay:
         topk: int,
         num_groups: int | None = None,
         group_topk: int | None = None,
-        default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
+        default_compute_topk: Any = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the scores [tokens, k] of the experts to take, and the experts. Megatron's router calls it."""
-        assert default_compute_topk is not None
         values, own = default_compute_topk(
             scores, topk, num_groups=num_groups, group_topk=group_topk
         )

@@ -68,6 +68,8 @@ class ModelOptions:
 
     mixture_of_experts: bool = False
     moe_aux_loss_coeff: float = 0.0
+    balancing: str = "aux_loss"
+    """The load-balancing loss that `moe_aux_loss_coeff` is of."""
     moe_z_loss_coeff: float | None = None
     expert_bias: bool = False
     tied_embeddings: bool = False
@@ -132,7 +134,9 @@ def transformer_config(sharding: Sharding, options: ModelOptions) -> Transformer
     if options.mixture_of_experts:
         experts = {
             "moe_router_topk": 3,
-            "moe_router_load_balancing_type": "aux_loss" if options.moe_aux_loss_coeff else "none",
+            "moe_router_load_balancing_type": options.balancing
+            if options.moe_aux_loss_coeff
+            else "none",
             "moe_aux_loss_coeff": options.moe_aux_loss_coeff,
             "moe_z_loss_coeff": options.moe_z_loss_coeff,
             "moe_router_enable_expert_bias": options.expert_bias,

@@ -60,10 +60,10 @@ def losses_of_router(logits: Tensor) -> Tensor:
     return BALANCE * NUM_EXPERTS * balance + Z * z
 
 
-def reference_step(data_size: int, per_token: bool) -> Outcome:
+def reference_step(data_size: int, per_token: bool, num_layers: int) -> Outcome:
     """One process: every micro-batch packed by itself without padding, the routers' losses averaged over them."""
     initialize_groups(Sharding())
-    options = replace(OPTIONS, moe_aux_loss_coeff=0.0, moe_z_loss_coeff=None)
+    options = replace(OPTIONS, moe_aux_loss_coeff=0.0, moe_z_loss_coeff=None, num_layers=num_layers)
     (model,) = build_model(Sharding(), options)
     router_logits: list[Tensor] = []
     for module in model.modules():
@@ -74,7 +74,10 @@ def reference_step(data_size: int, per_token: bool) -> Outcome:
                 )
             )
     plain, logits, beside = RUN.samples, {}, torch.zeros((), dtype=torch.float64)
-    parts = [part for rank in range(data_size) for part in RUN.micro_batches(data_size, rank, 1)]
+    # Interleaved pipelines fill up with an empty micro-batch, of which one token counts.
+    multiple = 2 if num_layers > 2 else 1
+    ranks = range(data_size)
+    parts = [part for rank in ranks for part in RUN.micro_batches(data_size, rank, multiple)]
     all_tokens = sum(len(sample.tokens) for sample in plain)
     for part in parts:
         router_logits.clear()
@@ -82,8 +85,8 @@ def reference_step(data_size: int, per_token: bool) -> Outcome:
         inputs = batch.tokens[None], batch.position_ids[None], None
         output = model(*inputs, packed_seq_params=packed_seq_params(batch))[0]
         lengths = [len(plain[index].tokens) for index in part]
-        logits |= dict(zip(part, output.split(lengths), strict=True))
-        weight = sum(lengths) / all_tokens if per_token else 1 / len(parts)
+        logits |= dict(zip(part, output.split(lengths or len(output)), strict=bool(part)))
+        weight = max(sum(lengths), 1) / all_tokens if per_token else 1 / len(parts)
         beside = beside + weight * sum(map(losses_of_router, router_logits))
     result = oracle.policy_loss(plain, [logits[i] for i in range(len(plain))], RUN.objective)
     with model.no_sync():
@@ -92,15 +95,23 @@ def reference_step(data_size: int, per_token: bool) -> Outcome:
     return Outcome(gather_gradients([model]) or {}, metrics | {"aggregation_checksum": 1.0})
 
 
-def sharded_step(name: str, per_token: bool, mutate: Callable[[], None] = lambda: None) -> Any:
+def nothing() -> None: ...
+
+
+def sharded_step(
+    name: str,
+    per_token: bool,
+    mutate: Callable[[], None] = nothing,
+    options: ModelOptions = OPTIONS,
+) -> Any:
     mutate()
-    options = replace(OPTIONS, calculate_per_token_loss=per_token)
+    options = replace(options, calculate_per_token_loss=per_token)
     return train_step(build(Sharding.named(name), options), Sharding.named(name), RUN)
 
 
 @functools.cache
-def reference(data_size: int, per_token: bool) -> Outcome:
-    return run_ranks(reference_step, 1, data_size, per_token)[0]
+def reference(data_size: int, per_token: bool, num_layers: int = 2) -> Outcome:
+    return run_ranks(reference_step, 1, data_size, per_token, num_layers)[0]
 
 
 @pytest.mark.parametrize("per_token", [False, True], ids=["per_micro_batch", "per_token"])
@@ -114,6 +125,21 @@ def test_losses_of_routers_are_means_over_tokens_without_padding(name, per_token
     outcome = run_ranks(sharded_step, sharding.world_size, name, per_token)[0]
     # Megatron's routers round to float32.
     assert_equal([outcome], [reference(sharding.data, per_token)])
+
+
+@pytest.mark.parametrize("per_token", [False, True], ids=["per_micro_batch", "per_token"])
+def test_chunks_of_a_pipeline_leave_out_padding(per_token) -> None:
+    options = replace(OPTIONS, num_layers=4)
+    outcome = run_ranks(sharded_step, 4, "PP2 VPP2 CP2", per_token, nothing, options)[0]
+    assert_equal([outcome], [reference(1, per_token, 4)])
+
+
+@pytest.mark.parametrize("per_token", [False, True], ids=["per_micro_batch", "per_token"])
+def test_a_loss_by_sequence_is_of_the_whole_pack(per_token) -> None:
+    """Megatron takes a pack for one sequence: `seq_aux_loss` is `aux_loss` there."""
+    options = replace(OPTIONS, balancing="seq_aux_loss")
+    outcome = run_ranks(sharded_step, 2, "CP2", per_token, nothing, options)[0]
+    assert_equal([outcome], [reference(1, per_token)])
 
 
 def padding_is_counted() -> None:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_pg import Sample, pack
+from megatron_pg import PolicyLossConfig, Sample, pack, policy_loss_function, step_totals
 from megatron_pg.rollout_files import RolloutFiles, routed_experts_of_engine
 from megatron_pg.step.routed_experts import no_choice
 
@@ -125,6 +125,13 @@ def test_samples_with_experts_beside_samples_without_are_refused() -> None:
         pack([sample(random_experts(0, 4)), sample(random_experts(0, 4)[:2])])
     assert pack([sample(None)]).routed_experts is None
     assert pack([]).routed_experts is None
+
+
+def test_a_loss_of_given_logits_refuses_the_replay() -> None:
+    config = PolicyLossConfig(replay_routing=True)
+    batch = pack([sample(random_experts(0, 4))])
+    with pytest.raises(ValueError, match="--replay-routing: .*use PolicyStep"):
+        policy_loss_function(config, batch, torch.zeros(4, 8), totals=step_totals(batch.samples))
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])

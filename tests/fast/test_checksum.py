@@ -6,12 +6,10 @@ import pytest
 import torch
 
 from megatron_pg import PolicyLossConfig, Sample, pack, reduce_metrics
-from megatron_pg.loss.from_logits import policy_loss_from_log_probs, policy_loss_function
+from megatron_pg.loss.from_logits import policy_loss_from_log_probs
 from megatron_pg.loss.metrics import MicroBatchMetrics, check_checksum
 from tests.fast.refusals import assert_refused
 from tests.random_steps import uneven_totals
-
-VOCAB_SIZE = 7
 
 
 def sample(name: str, mask: list[int]) -> Sample:
@@ -42,18 +40,6 @@ def test_without_the_flag_it_is_one_warning(caplog, monkeypatch):
         checksum_of(step, [step[:-1]], check=False)  # another number is no other news
     assert values == pytest.approx([4 / 6, 4 / 6])
     assert [record.message.count("expected 1") for record in caplog.records] == [1]
-
-
-def test_a_step_without_an_active_token_is_whole():
-    masked = sample("masked", [0, 0])
-    config = PolicyLossConfig(check_aggregation=True)
-    batch = pack([masked])
-    logits = torch.zeros(batch.window.local_tokens, VOCAB_SIZE, requires_grad=True)
-    loss, metrics = policy_loss_function(config, batch, logits, totals=uneven_totals([masked]))
-    loss.backward()
-    reduced = reduce_metrics(config, [metrics], contributes=True, device="cpu")
-    assert reduced["aggregation_checksum"] == 1 and reduced["pg_loss"] == 0
-    assert torch.equal(logits.grad, torch.zeros_like(logits))
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2, 3, 7])

@@ -211,15 +211,12 @@ def test_only_the_log_probs_that_a_setting_needs_are_asked_for():
         assert torch.equal(found.loss_mask, expected.loss_mask)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"use_tis": True},
-        {"policy_loss": "gspo", "custom_policy_loss_path": f"{__name__}:keep_likely_tokens"},
-        {**TIS_SEQUENCE, "custom_tis_function_path": f"{__name__}:keep_likely_tokens"},
-    ],
-)
+@pytest.mark.parametrize("settings", [
+    {},
+    {"use_tis": True},
+    {"policy_loss": "gspo", "custom_policy_loss_path": f"{__name__}:keep_likely_tokens"},
+    {**TIS_SEQUENCE, "custom_tis_function_path": f"{__name__}:keep_likely_tokens"},
+])  # fmt: skip
 def test_token_level_settings_need_no_sums_over_sequences(settings):
     """Nor does what a user's function takes the place of."""
     assert sequence_sum_names(PolicyLossConfig(**settings)) == ()
@@ -310,16 +307,13 @@ def without_gradient(config, batch, log_probs, pg_loss):
     return pg_loss.detach(), batch.loss_mask
 
 
-@pytest.mark.parametrize(
-    ("function", "words"),
-    [
-        ("without_gradient", "pg_loss: returned a tensor without a gradient"),
-        (
-            "wrong_shape",
-            "loss_mask: returned a tensor of shape  | one value per token of the window",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("function", "words"), [
+    ("without_gradient", "pg_loss: returned a tensor without a gradient"),
+    (
+        "wrong_shape",
+        "loss_mask: returned a tensor of shape  | one value per token of the window",
+    ),
+])  # fmt: skip
 def test_custom_functions_of_another_result_are_refused(function, words):
     sequences = random_sequences(8)
     path = f"{__name__}.{function}"

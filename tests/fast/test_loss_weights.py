@@ -168,17 +168,14 @@ def sample(weights: object, mask: Sequence[int] = (1, 1, 0), **fields: object) -
     return Sample([5, 1, 2, 3], 3, list(mask), name="row 7", loss_weights=weights, **fields)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("weights", "words"),
-    [
-        ([1.0, math.nan, 1.0], r"\[1\] is nan at an active token, expected a finite"),
-        ([1.0, -0.5, 1.0], r"\[1\] is -0.5 at an active token"),
-        ([math.inf, 0.5, 1.0], r"\[0\] is inf"),
-        ([1.0, 1.0], r" is of 2 values, expected one per response token \(3\)"),
-        (0.5, " has shape"),
-        (["x"], " is no sequence of numbers"),
-    ],
-)
+@pytest.mark.parametrize(("weights", "words"), [
+    ([1.0, math.nan, 1.0], r"\[1\] is nan at an active token, expected a finite"),
+    ([1.0, -0.5, 1.0], r"\[1\] is -0.5 at an active token"),
+    ([math.inf, 0.5, 1.0], r"\[0\] is inf"),
+    ([1.0, 1.0], r" is of 2 values, expected one per response token \(3\)"),
+    (0.5, " has shape"),
+    (["x"], " is no sequence of numbers"),
+])  # fmt: skip
 def test_bad_weights_are_refused_by_sample_and_position(weights: object, words: str) -> None:
     with pytest.raises(ValueError, match=f"row 7: loss_weights{words}"):
         sample(weights)

@@ -414,13 +414,10 @@ def test_a_step_takes_a_divisor_of_its_own(per_token: bool) -> None:
                 step_loss(config, batch, totals, **job, grad_divisor=wrong)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "positions", "words"),
-    [
-        (9, 6, "long has token id 9 and the model's embedding 9 rows"),
-        (10, 5, "long has position 5 and the model's embedding 5 rows"),
-    ],
-)
+@pytest.mark.parametrize(("tokens", "positions", "words"), [
+    (9, 6, "long has token id 9 and the model's embedding 9 rows"),
+    (10, 5, "long has position 5 and the model's embedding 5 rows"),
+])  # fmt: skip
 def test_what_the_model_has_no_row_for_is_refused_by_sample(tokens, positions, words) -> None:
     """Before the model runs: a GPU would say that some index is out of bounds, of no sample."""
     tokens_of = {"short": [1, 2], "long": [9, 2, 3, 4, 5, 6]}

@@ -58,10 +58,7 @@ NOT_FINITE = replace(RIGHT, gradient_error=math.inf, common_ratio=math.nan, wors
     (scaled(1.37), "gradient is 1.37 times the reference"),
     (scaled(2.0**16), "gradient is 6.554e+04 times the reference: 65536 = the loss scale"),
     (NOT_FINITE, "not finite in table on rank 3"),
-    (
-        replace(RIGHT, loss=-3.0),
-        "gradients agree; the reported loss is -3 and not -1.5 (2 times)",
-    ),
+    (replace(RIGHT, loss=-3.0), "gradients agree; the reported loss is -3 and not -1.5 (2 times)"),
     (
         replace(RIGHT, checksum=2.0),
         "gradients agree; the weights that reached the loss are 2 times those of the step's totals (aggregation_checksum)",

@@ -309,10 +309,7 @@ def without_gradient(config, batch, log_probs, pg_loss):
 
 @pytest.mark.parametrize(("function", "words"), [
     ("without_gradient", "pg_loss: returned a tensor without a gradient"),
-    (
-        "wrong_shape",
-        "loss_mask: returned a tensor of shape  | one value per token of the window",
-    ),
+    ("wrong_shape", "loss_mask: returned a tensor of shape  | one value per token of the window"),
 ])  # fmt: skip
 def test_custom_functions_of_another_result_are_refused(function, words):
     sequences = random_sequences(8)

@@ -376,39 +376,25 @@ def test_a_micro_batch_of_another_cut_of_the_pack_is_refused() -> None:
 
 
 @pytest.mark.parametrize("per_token", (False, True))
-def test_the_loss_function_returns_the_scaled_loss_and_the_share_of_a_step(per_token: bool) -> None:
-    step, objective = random_step(seed=46), objective_of("sample_mean")
-    logits = random_logits(step)
-    padded = torch.nn.functional.pad(torch.cat(logits).detach(), (0, 3), value=50.0)
-    config = package_config(objective, calculate_per_token_loss=per_token)
-    samples = package_samples(step)
-    totals, batch = uneven_totals(samples), pack(samples)
-    job = {"num_microbatches": 2, "groups": Groups(data_size=2), "vocab_size": logits[0].shape[1]}
-    loss, *rest = step_loss(config, batch, totals, **job)(padded[None])
-    expected = oracle.policy_loss(step, logits, objective).loss
-    factor = totals.num_active_tokens if per_token else 2 * 2
-    torch.testing.assert_close(loss, expected * factor, rtol=1e-12, atol=0)
-    assert len(rest) == (2 if per_token else 1)
-    assert rest[-1]["loss"].tolist() == [pytest.approx(expected.item()), 1 / 4]
-
-
-@pytest.mark.parametrize("per_token", (False, True))
 def test_a_step_takes_a_divisor_of_its_own(per_token: bool) -> None:
-    """One config, two steps, each differentiated over the square of its own number of rollouts."""
+    """One config, two steps, each differentiated over the square of its own number of rollouts; also beside padding columns."""
     config = package_config(objective_of("sample_mean"), calculate_per_token_loss=per_token)
     for seed, num_samples in ((46, 9), (47, 5)):
         step = random_step(seed=seed, num_samples=num_samples)
         samples, logits = package_samples(step), random_logits(step)
         totals, batch = uneven_totals(samples), pack(samples)
         count = len(oracle.rollouts(step))
-        job = {"num_microbatches": 1, "groups": Groups()}
+        job = {"num_microbatches": 2, "groups": Groups(data_size=2)}
+        job["vocab_size"] = logits[0].shape[1]
         loss_func = step_loss(config, batch, totals, **job, grad_divisor=float(count**2))
-        loss, *_, metrics = loss_func(torch.cat(logits)[None])
+        padded = torch.nn.functional.pad(torch.cat(logits).detach(), (0, 3), value=50.0)
+        loss, *rest, metrics = loss_func(padded[None])
+        assert len(rest) == per_token
         expected = oracle.policy_loss(step, logits, objective_of("sample_mean"))
-        factor = totals.num_active_tokens if per_token else 1
+        factor = totals.num_active_tokens if per_token else 2 * 2
         wanted = expected.pg_loss / count + (expected.loss - expected.pg_loss)
         torch.testing.assert_close(loss, wanted * factor, rtol=1e-11, atol=0)
-        assert metrics["pg_loss"].tolist() == [pytest.approx(expected.pg_loss.item()), 1.0]
+        assert metrics["pg_loss"].tolist() == [pytest.approx(expected.pg_loss.item()), 1 / 4]
         for wrong in (0.0, math.nan):
             with pytest.raises(ValueError, match="grad_divisor must be a finite number > 0"):
                 step_loss(config, batch, totals, **job, grad_divisor=wrong)

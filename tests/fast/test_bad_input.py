@@ -146,8 +146,7 @@ def test_packing_under_inference_mode():
     """Symptom: "Inference tensors cannot be saved for backward", at the first training step."""
     with torch.inference_mode():
         made = sample()
-        with pytest.raises(RuntimeError, match=r"pack\(\) under torch.inference_mode\(\)"):
-            pack([made])
+        assert_refused("pack() under torch.inference_mode()", pack, [made], error=RuntimeError)
     with torch.no_grad():
         pack([made])
     loss_of([made]).backward()

@@ -220,8 +220,7 @@ def test_a_frozen_factor(mode, frozen, learns):
 def test_second_backward_is_refused(mode):
     loss = mode(Problem())
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="second time"):
-        loss.backward()
+    assert_refused("second time", loss.backward, error=RuntimeError)
 
 
 @every_mode

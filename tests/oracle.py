@@ -9,8 +9,7 @@ one; a *prompt group* is all rollouts of one prompt; a *step* is all samples of 
 Per-token quantities are lists with one entry per sample, each a vector over its response tokens.
 """
 
-import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -249,7 +248,7 @@ def kl_token_loss(
 
 @dataclass
 class PolicyLoss:
-    """The objective of a step and what it was made of, for the metrics."""
+    """The objective of a step and what it was made of, [response_length] of each sample."""
 
     loss: Tensor
     pg_loss: Tensor
@@ -325,111 +324,3 @@ def document_mean(samples: Step, values: PerToken) -> float:
         if count > 0:
             means.append(masked_sum(samples, values, members).item() / count)
     return sum(means) / len(means)
-
-
-def metrics(samples: Step, result: PolicyLoss, objective: Objective) -> dict[str, float]:
-    """The metrics of a step that are computed from ratios, advantages and log-probs."""
-    lowest, highest = clip_range(objective)
-
-    def per_token(function: Callable[[float, float], float]) -> list[Tensor]:
-        """Apply to (ratio, advantage) of each token."""
-        result_of_samples = []
-        for sample, ratios in zip(samples, result.ratios, strict=True):
-            pairs = zip(ratios.tolist(), sample.advantages, strict=True)
-            numbers = [float(function(ratio, advantage)) for ratio, advantage in pairs]
-            result_of_samples.append(torch.tensor(numbers, dtype=torch.float64))
-        return result_of_samples
-
-    def mean_of(function: Callable[[float, float], float]) -> float:
-        return document_mean(samples, per_token(function))
-
-    def is_above(ratio: float, advantage: float) -> bool:
-        return advantage > 0 and ratio > highest
-
-    def is_below(ratio: float, advantage: float) -> bool:
-        return advantage < 0 and ratio < lowest
-
-    def difference(ratio: float, advantage: float) -> float:
-        return -math.log(ratio) if ratio > 0 else 0.0  # 0: a masked token
-
-    def divergence(ratio: float, advantage: float) -> float:
-        return ratio - 1 - math.log(ratio) if ratio > 0 else 0.0  # 0: a masked token
-
-    everything = range(len(samples))
-    old = [torch.tensor(sample.old_log_probs, dtype=torch.float64) for sample in samples]
-    advantages = [torch.tensor(sample.advantages, dtype=torch.float64) for sample in samples]
-    active_advantages = [
-        advantage
-        for sample in samples
-        for advantage, keep in zip(sample.advantages, sample.loss_mask, strict=True)
-        if keep
-    ]
-    ratios, squares = per_token(lambda ratio, _: ratio), per_token(lambda ratio, _: ratio**2)
-    effectively = mean_of(lambda *token: is_above(*token) or is_below(*token))
-    found = {
-        "ppo_kl": mean_of(difference),
-        "pg_clipfrac": effectively,
-        "pg_clipfrac_positive": mean_of(is_above),
-        "pg_clipfrac_negative": mean_of(is_below),
-        "old_logprobs": document_mean(samples, old),
-        "new_logprobs": document_mean(samples, result.log_probs),
-        "ratio_new_old": document_mean(samples, ratios),
-        "ratio_new_old_sum": masked_sum(samples, ratios, everything).item(),
-        "ratio_new_old_squared_sum": masked_sum(samples, squares, everything).item(),
-        "kl_new_old": mean_of(divergence),
-        "clipped_ratio_fraction": mean_of(lambda ratio, _: not lowest <= ratio <= highest),
-        "clipped_ratio_effective_fraction": effectively,
-        "advantage": document_mean(samples, advantages),
-        "max_advantage": max(active_advantages),
-        "min_advantage": min(active_advantages),
-        "entropy": document_mean(samples, result.entropies),
-    }
-    if samples[0].ref_log_probs is not None:
-        found |= reference_metrics(samples, result, objective)
-    if samples[0].rollout_log_probs is not None:
-        found |= mismatch_metrics(samples)
-    return found
-
-
-def reference_metrics(samples: Step, result: PolicyLoss, objective: Objective) -> dict[str, float]:
-    """Of a step whose samples carry log-probs of the reference policy."""
-    references, estimates, ratios = [], [], []
-    for sample, log_probs in zip(samples, result.log_probs, strict=True):
-        pairs = zip(log_probs.detach(), sample.ref_log_probs or [], strict=True)
-        estimates.append(stack([kl_token_loss(*pair, objective.kl_loss_type) for pair in pairs]))
-        references.append(torch.tensor(sample.ref_log_probs, dtype=torch.float64))
-        ratios.append(references[-1].sub(log_probs.detach()).exp())
-    return {
-        "ref_logprobs": document_mean(samples, references),
-        "kl_ref": document_mean(samples, estimates),
-        "ratio_ref_new": document_mean(samples, ratios),
-    }
-
-
-def mismatch_metrics(samples: Step) -> dict[str, float]:
-    """Of a step whose samples carry the rollout engine's log-probs."""
-    mismatches, active = [], []
-    for sample in samples:
-        pairs = zip(sample.old_log_probs, sample.rollout_log_probs or [], strict=True)
-        mismatches.append([old - rollout for old, rollout in pairs])
-        tokens = zip(mismatches[-1], sample.loss_mask, strict=True)
-        active += [difference for difference, keep in tokens if keep]
-
-    def mean_of(function: Callable[[float], float]) -> float:
-        rows = [[function(difference) for difference in row] for row in mismatches]
-        return document_mean(samples, [torch.tensor(row, dtype=torch.float64) for row in rows])
-
-    weights = [math.exp(d) for d in active]
-    mean, gap = mean_of(abs), mean_of(lambda d: -d)
-    squares, size = sum(w * w for w in weights), len(weights)
-    return {
-        "rollout_ratio": mean_of(math.exp),
-        "rollout_kl": mean_of(lambda d: math.exp(d) - 1 - d),
-        "rollout_abs_difference": mean,
-        "rollout_abs_difference_std": math.sqrt(mean_of(lambda d: (abs(d) - mean) ** 2)),
-        "max_rollout_abs_difference": max(abs(d) for d in active),
-        "rollout_chi_square": mean_of(lambda d: math.exp(d) ** 2 - 1),
-        "rollout_log_ppl_diff": gap,
-        "rollout_ppl_ratio": math.exp(gap),
-        "rollout_effective_sample_size": sum(weights) ** 2 / (size * squares),
-    }

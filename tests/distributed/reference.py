@@ -160,6 +160,12 @@ def _metrics(run: Run, result: oracle.PolicyLoss) -> dict[str, float]:
         sizes = [torch.tensor(list(map(len, s.kept_tokens or []))).double() for s in run.samples]
         expected["kept_set_size"] = oracle.document_mean(run.samples, sizes)
         expected["kept_set_mass"] = oracle.document_mean(run.samples, result.kept_masses)
-    table = oracle.metrics(run.samples, result, run.objective)
-    names = ("new_logprobs", "clipped_ratio_fraction", "ratio_new_old", "kl_new_old")
-    return expected | {name: table[name] for name in names}
+    lowest, highest = oracle.clip_range(run.objective)
+    values = {
+        "new_logprobs": result.log_probs,
+        "clipped_ratio_fraction": [1.0 * ((r < lowest) | (r > highest)) for r in result.ratios],
+        "ratio_new_old": result.ratios,
+        "kl_new_old": [r - 1 - r.log() for r in result.ratios],
+    }
+    means = {name: oracle.document_mean(run.samples, each) for name, each in values.items()}
+    return expected | means

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megatron_pg import AGGREGATIONS, Sample, StepTotals, padded_totals, whiten
 from tests import oracle
-from tests.cut_steps import CUTS, Package, check_cut, whole
+from tests.cut_steps import CUTS, Package, check_cut
 from tests.distributed.launch import run_ranks
 from tests.fast.refusals import assert_refused
 from tests.random_steps import (
@@ -52,40 +52,6 @@ def test_every_cut_has_the_oracles_value_and_gradient(aggregation, cut):
     for seed in range(3):
         step = random_step(seed)
         check_cut(Package(), step, random_losses(step, seed), CUTS[cut](len(step)), aggregation)
-
-
-STEPS = {
-    "one_token": [plain_sample([1], prompt_length=1)],
-    "one_sample_fully_masked": [plain_sample([0, 0, 0])],
-    "no_response": [plain_sample([]), plain_sample([1, 1])],
-    "shorter_than_two_chunks_per_rank": [plain_sample([1], prompt_length=1), plain_sample([1, 0])],
-    "one_active_token": [plain_sample([0, 0, 0, 1, 0, 0, 0])],
-    "masked_group": [
-        plain_sample([0, 0], group=1),
-        plain_sample([0], group=1),
-        plain_sample([1, 1, 0], group=2),
-    ],
-    "rollout_with_a_masked_turn": [
-        plain_sample([0, 0], rollout=5),
-        plain_sample([1, 1, 1], rollout=5),
-        plain_sample([1], rollout=6),
-    ],
-    "one_rollout_of_everything": [plain_sample([1, 0, 1], rollout=-(2**63)) for _ in range(4)],
-    "extreme_ids": [plain_sample([1, 1], group=2**63 - 1), plain_sample([1], group=-(2**63))],
-    "ids_of_zero": [
-        plain_sample([1, 1], group=0, rollout=0),
-        plain_sample([1], group=0, rollout=0),
-        plain_sample([1, 1, 1], group=1, rollout=1),
-    ],
-}
-
-
-@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
-@pytest.mark.parametrize("cp_size", (1, 2, 4, 8))
-@pytest.mark.parametrize("name", STEPS)
-def test_edge_steps_have_the_oracles_value_and_gradient(name, cp_size, aggregation):
-    step = STEPS[name]
-    check_cut(Package(), step, random_losses(step), whole(len(step), cp_size), aggregation)
 
 
 COUNTED_STEP = [
@@ -132,20 +98,6 @@ def test_denominators_are_those_of_the_step():
     check_denominators(totals, [1])
     for aggregation in ("token_mean", "constant"):
         assert AGGREGATIONS[aggregation].denominators(totals, samples) is None
-
-
-@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
-@pytest.mark.parametrize("name", ("random", "masked_group", "rollout_with_a_masked_turn"))
-def test_the_expected_sum_is_that_of_all_weights(name, aggregation):
-    """What the checksum expects: the inner sum of losses that are all one."""
-    step = random_step(seed=3) if name == "random" else STEPS[name]
-    divisor = 4.0 if aggregation == "constant" else None
-    ones = [torch.ones(sample.response_length, dtype=torch.float64) for sample in step]
-    totals = uneven_totals(package_samples(step))
-    expected = oracle.aggregate(step, ones, aggregation, 4.0)
-    expected = expected * oracle.outer_count(step, aggregation)
-    found = AGGREGATIONS[aggregation].expected_sums(totals, divisor)[0]
-    assert found == pytest.approx(expected.item(), abs=1e-12)
 
 
 def test_sample_that_the_totals_do_not_know_is_refused_by_name():

@@ -48,32 +48,26 @@ OPTIONS = CheckOptions(context_parallel_size=2, tensor_model_parallel_size=4)
 NOT_FINITE = replace(RIGHT, gradient_error=math.inf, common_ratio=math.nan, worst_rank=3)
 
 
-@pytest.mark.parametrize(
-    ("row", "expected"),
-    [
-        (RIGHT, ""),
-        (scaled(2.0), "gradient is 2 times the reference: 2 = CP"),
-        (scaled(0.5), "gradient is 0.5 times the reference: 1/2 = 1/CP"),
-        (scaled(5.0), "gradient is 5 times the reference: 5 = M"),
-        (scaled(10.0), "gradient is 10 times the reference: 10 = CP * M"),
-        (scaled(1 / 20), "gradient is 0.05 times the reference: 1/20 = 1/(M * TP)"),
-        (scaled(1.37), "gradient is 1.37 times the reference"),
-        (scaled(2.0**16), "gradient is 6.554e+04 times the reference: 65536 = the loss scale"),
-        (NOT_FINITE, "not finite in table on rank 3"),
-        (
-            replace(RIGHT, loss=-3.0),
-            "gradients agree; the reported loss is -3 and not -1.5 (2 times)",
-        ),
-        (
-            replace(RIGHT, checksum=2.0),
-            "gradients agree; the weights that reached the loss are 2 times those of the step's totals (aggregation_checksum)",
-        ),
-        (
-            replace(RIGHT, gradient_error=3e-6, wrong=ALL),
-            "off by 3e-06 and by no factor, worst in table on tensor-parallel rank 0: rounding, or a mistake that small",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("row", "expected"), [
+    (RIGHT, ""),
+    (scaled(2.0), "gradient is 2 times the reference: 2 = CP"),
+    (scaled(0.5), "gradient is 0.5 times the reference: 1/2 = 1/CP"),
+    (scaled(5.0), "gradient is 5 times the reference: 5 = M"),
+    (scaled(10.0), "gradient is 10 times the reference: 10 = CP * M"),
+    (scaled(1 / 20), "gradient is 0.05 times the reference: 1/20 = 1/(M * TP)"),
+    (scaled(1.37), "gradient is 1.37 times the reference"),
+    (scaled(2.0**16), "gradient is 6.554e+04 times the reference: 65536 = the loss scale"),
+    (NOT_FINITE, "not finite in table on rank 3"),
+    (replace(RIGHT, loss=-3.0), "gradients agree; the reported loss is -3 and not -1.5 (2 times)"),
+    (
+        replace(RIGHT, checksum=2.0),
+        "gradients agree; the weights that reached the loss are 2 times those of the step's totals (aggregation_checksum)",
+    ),
+    (
+        replace(RIGHT, gradient_error=3e-6, wrong=ALL),
+        "off by 3e-06 and by no factor, worst in table on tensor-parallel rank 0: rounding, or a mistake that small",
+    ),
+])  # fmt: skip
 def test_diagnosis_of_a_row(row, expected):
     assert diagnoses([row], OPTIONS, 8) == [expected]
 

@@ -20,7 +20,7 @@ from megatron_pg.check.options import (
 from megatron_pg.check.report import Checked, as_json, as_text, summary, summary_as_json
 from megatron_pg.check.samples import cut, cut_evenly, make_even_samples, make_samples
 from megatron_pg.config.versions import UnsupportedMegatronError
-from tests.fast.refusals import assert_words
+from tests.fast.refusals import assert_refused, assert_words
 from tests.lanes import in_both_lanes
 
 pytestmark = in_both_lanes
@@ -94,8 +94,7 @@ def test_launch_is_read_from_the_environment():
     assert Launch.from_environment({}) == Launch(0, 1, 0)
     torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a"}
     assert Launch.from_environment({**torchrun, "MASTER_PORT": "1"}) == Launch(5, 8, 1)
-    with pytest.raises(ValueError, match="WORLD_SIZE is 8 and MASTER_PORT not set"):
-        Launch.from_environment(torchrun)
+    assert_refused("WORLD_SIZE is 8 and MASTER_PORT not set", Launch.from_environment, torchrun)
     with pytest.raises(ValueError, match=r"srun has started 4 tasks.*RANK=\$SLURM_PROCID"):
         Launch.from_environment({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"})
 

@@ -5,13 +5,11 @@ import logging
 import pytest
 import torch
 
-from megatron_pg import PolicyLossConfig, Sample, pack, reduce_metrics
-from megatron_pg.loss.from_logits import policy_loss_from_log_probs, policy_loss_function
-from megatron_pg.loss.metrics import MicroBatchMetrics, check_checksum
+from megatron_pg import PolicyLossConfig, Sample, pack
+from megatron_pg.loss.metrics import check_checksum
+from tests.fast.one_step import loss_of, reported
 from tests.fast.refusals import assert_refused
 from tests.random_steps import uneven_totals
-
-VOCAB_SIZE = 7
 
 
 def sample(name: str, mask: list[int]) -> Sample:
@@ -24,14 +22,11 @@ MASKED = [sample(name, [0, 0]) for name in "abc"]
 def checksum_of(step: list[Sample], parts: list[list[Sample]], *, check: bool = True) -> float:
     """Of a step of these samples, whose micro-batches hold those."""
     config, totals = PolicyLossConfig(check_aggregation=check), uneven_totals(step)
-
-    def metrics_of(part: list[Sample]) -> MicroBatchMetrics:
-        batch, settings = pack(part), {"totals": totals, "step_share": 1 / len(parts)}
-        zeros = torch.zeros(len(batch.window))
-        return policy_loss_from_log_probs(config, batch, zeros, None, **settings)[1]
-
-    metrics = [metrics_of(part) for part in parts]
-    return reduce_metrics(config, metrics, contributes=True, device="cpu")["aggregation_checksum"]
+    metrics = []
+    for batch in map(pack, parts):
+        settings = {"totals": totals, "step_share": 1 / len(parts)}
+        metrics.append(loss_of(config, batch, torch.zeros(len(batch.window)), **settings)[1])
+    return reported(config, *metrics)["aggregation_checksum"]
 
 
 def test_without_the_flag_it_is_one_warning(caplog, monkeypatch):
@@ -42,18 +37,6 @@ def test_without_the_flag_it_is_one_warning(caplog, monkeypatch):
         checksum_of(step, [step[:-1]], check=False)  # another number is no other news
     assert values == pytest.approx([4 / 6, 4 / 6])
     assert [record.message.count("expected 1") for record in caplog.records] == [1]
-
-
-def test_a_step_without_an_active_token_is_whole():
-    masked = sample("masked", [0, 0])
-    config = PolicyLossConfig(check_aggregation=True)
-    batch = pack([masked])
-    logits = torch.zeros(batch.window.local_tokens, VOCAB_SIZE, requires_grad=True)
-    loss, metrics = policy_loss_function(config, batch, logits, totals=uneven_totals([masked]))
-    loss.backward()
-    reduced = reduce_metrics(config, [metrics], contributes=True, device="cpu")
-    assert reduced["aggregation_checksum"] == 1 and reduced["pg_loss"] == 0
-    assert torch.equal(logits.grad, torch.zeros_like(logits))
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2, 3, 7])

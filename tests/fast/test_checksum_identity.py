@@ -13,19 +13,12 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from megatron_pg import (
-    AGGREGATIONS,
-    PackedBatch,
-    PolicyLossConfig,
-    Sample,
-    pack,
-    policy_loss_from_log_probs,
-    reduce_metrics,
-)
+from megatron_pg import AGGREGATIONS, PackedBatch, PolicyLossConfig, Sample, pack, reduce_metrics
 from megatron_pg.loss.checksum import CHECKSUM, CHECKSUMS
 from megatron_pg.loss.metrics import MicroBatchMetrics, check_checksum
 from megatron_pg.step import identity
 from megatron_pg.step.totals import BareSample, StepTotals, sample_counts, totals_of_counts
+from tests.fast.one_step import loss_of
 from tests.fast.refusals import assert_words
 from tests.random_steps import package_samples, random_step
 
@@ -94,9 +87,7 @@ def totals_of_rank(rank: int) -> StepTotals:
 def metrics_of_batch(
     config: PolicyLossConfig, batch: PackedBatch, **step: Any
 ) -> MicroBatchMetrics:
-    return policy_loss_from_log_probs(config, batch, torch.zeros(len(batch.window)), None, **step)[
-        1
-    ]
+    return loss_of(config, batch, torch.zeros(len(batch.window)), **step)[1]
 
 
 def metrics_of(
@@ -175,13 +166,10 @@ def test_an_exchange_of_equal_weights_is_seen_and_named(fault, aggregation, cp_s
 
 @EVERY_SIZE
 @EVERY_MODE
-@pytest.mark.parametrize(
-    ("fault", "sign", "words"),
-    [
-        ("dropped", -1, "never trained on: sample 3"),
-        ("duplicated", 1, "trained on twice: sample 5"),
-    ],
-)
+@pytest.mark.parametrize(("fault", "sign", "words"), [
+    ("dropped", -1, "never trained on: sample 3"),
+    ("duplicated", 1, "trained on twice: sample 5"),
+])  # fmt: skip
 def test_a_loss_keeps_its_number_and_is_named(fault, sign, words, aggregation, cp_size):
     metrics = metrics_of(fault, aggregation, cp_size)
     assert_words(f"samples were dropped | {words}", messages(metrics))

@@ -16,13 +16,13 @@ from torch._dynamo.utils import counters
 
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.loss import compiled, micro_batch
-from megatron_pg.loss.from_logits import policy_loss_from_log_probs
 from megatron_pg.loss.metrics import MicroBatchMetrics, _layout
 from megatron_pg.loss.micro_batch import MicroBatchLoss
 from megatron_pg.loss.sequence import sums_of_rank
 from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import step_totals
+from tests.fast.one_step import loss_of
 from tests.fast.sequences import (
     CORRECTIONS,
     flat_log_probs,
@@ -63,13 +63,6 @@ def counted(monkeypatch: pytest.MonkeyPatch, traced: None) -> Callable[[], int]:
     """How many graphs torch.compile has built; it runs their operators and generates no code."""
     monkeypatch.setattr(torch, "compile", functools.partial(COMPILE, backend="aot_eager"))
     return lambda: int(counters["stats"]["unique_graphs"])
-
-
-def loss_of(
-    config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor, entropy: Tensor | None = None
-) -> tuple[Tensor, MicroBatchMetrics]:
-    totals = step_totals(batch.samples)
-    return policy_loss_from_log_probs(config, batch, log_probs, entropy, totals=totals)
 
 
 Found = tuple[Tensor, Tensor, Tensor | None, MicroBatchMetrics]

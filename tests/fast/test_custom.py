@@ -123,17 +123,14 @@ def test_refusals_name_flag_path_and_cause(path, words, cause):
     assert isinstance(refusal.value.__cause__, cause or type(None))
 
 
-@pytest.mark.parametrize(
-    ("name", "named"),
-    [
-        ("alone", ()),
-        ("with_rank", ("cp_rank",)),
-        ("with_both", ("cp_rank", "cp_size")),
-        ("with_size_given", ("cp_rank", "cp_size")),
-        ("with_any", ()),
-        ("with_rank_only_by_position", ()),
-    ],
-)
+@pytest.mark.parametrize(("name", "named"), [
+    ("alone", ()),
+    ("with_rank", ("cp_rank",)),
+    ("with_both", ("cp_rank", "cp_size")),
+    ("with_size_given", ("cp_rank", "cp_size")),
+    ("with_any", ()),
+    ("with_rank_only_by_position", ()),
+])  # fmt: skip
 def test_a_reducer_is_given_the_keywords_that_its_signature_names(name, named):
     """They count as given when the signature is checked."""
     function = load_custom_function(REDUCER, f"custom_pkg.reducers.{name}")

@@ -45,14 +45,6 @@ def test_single_samples_make_steps_of_n(mode):
     assert collected([], 3, mode=mode) == []
 
 
-def test_rollouts_count_once_and_stay_whole():
-    samples = stream([0] * 9, [7, 7, None, 8, 8, 8, None, 9, 9])
-    steps = [[0, 1, 2], [3, 4, 5, 6], [7, 8]]
-    assert collected(samples, 2, mode="exact") == steps
-    collector = StepCollector(IteratorSource(samples), docs_per_step=2, mode="exact")
-    assert [step.num_documents for step in all_steps(collector)] == [2, 2, 1]
-
-
 def test_at_least_keeps_the_overshoot_and_exact_carries_it():
     """A rollout of four samples, which lets the next window ask for more than single samples need."""
     samples = stream([0] * 20, [7, 7, 7, 7, *[None] * 16])
@@ -90,18 +82,15 @@ def test_at_least_without_a_cut_ends_between_groups_by_itself():
 BACK = stream([5, 5, 6, 6, 5, 5])
 
 
-@pytest.mark.parametrize(
-    ("samples", "docs_per_step", "settings", "words"),
-    [
-        (BACK, 2, {"mode": "exact", "keep_prompt_groups": True}, "prompt group 5"),
-        (BACK, 2, {"mode": "exact", "refuse_cut_groups": True}, "prompt group 5"),
-        (stream([0] * 5, [1, 1, 2, 3, 1]), 2, {"mode": "exact"}, "rollout_id 1 is cut"),
-        (stream([3, None]), 2, {"keep_prompt_groups": True}, "row 1 has no group_index"),
-        (stream([3, None]), 2, {"refuse_cut_groups": True}, "row 1 has no group_index"),
-        ([], 0, {}, "--docs-per-step |  0"),
-        ([], 1, {"mode": "most"}, "--docs-per-step-mode"),
-    ],
-)
+@pytest.mark.parametrize(("samples", "docs_per_step", "settings", "words"), [
+    (BACK, 2, {"mode": "exact", "keep_prompt_groups": True}, "prompt group 5"),
+    (BACK, 2, {"mode": "exact", "refuse_cut_groups": True}, "prompt group 5"),
+    (stream([0] * 5, [1, 1, 2, 3, 1]), 2, {"mode": "exact"}, "rollout_id 1 is cut"),
+    (stream([3, None]), 2, {"keep_prompt_groups": True}, "row 1 has no group_index"),
+    (stream([3, None]), 2, {"refuse_cut_groups": True}, "row 1 has no group_index"),
+    ([], 0, {}, "--docs-per-step |  0"),
+    ([], 1, {"mode": "most"}, "--docs-per-step-mode"),
+])  # fmt: skip
 def test_what_makes_no_step_is_refused(samples, docs_per_step, settings, words):
     assert_refused(words, collected, samples, docs_per_step, **settings)
 
@@ -142,7 +131,10 @@ def test_exact_steps_are_those_of_a_plain_loop_resumed_or_not(groups, docs_per_s
         return StepCollector(source, mode="exact", **settings)
 
     expected = plain_steps(groups, docs_per_step, keep)
-    assert all_places(collector()) == expected
+    steps = all_steps(collector())
+    assert list(map(places, steps)) == expected
+    documents = [len({rollout_of[place] for place in step}) for step in expected]
+    assert [step.num_documents for step in steps] == documents
     first, second = collector(), collector()
     found = [places(step) for _ in range(stop) if (step := first.collect()) is not None]
     second.load_states([pickle.loads(pickle.dumps(first.state()))])

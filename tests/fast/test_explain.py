@@ -160,14 +160,11 @@ def test_the_first_rollouts_of_a_file_cut_a_group(tmp_path, explained):
     assert explained(f"{line} 3")["warnings"] == []
 
 
-@pytest.mark.parametrize(
-    ("rows", "words"),
-    [
-        (None, "rollouts.jsonl"),
-        ([], "no sample"),
-        ([{}, {}], "no sample in them (2 bad rows skipped"),
-    ],
-)
+@pytest.mark.parametrize(("rows", "words"), [
+    (None, "rollouts.jsonl"),
+    ([], "no sample"),
+    ([{}, {}], "no sample in them (2 bad rows skipped"),
+])  # fmt: skip
 def test_files_without_a_sample(tmp_path, printed, rows, words):
     path = tmp_path / "rollouts.jsonl"
     if rows is not None:
@@ -192,20 +189,17 @@ KEEP = "--keep-prompt-groups"
 PROMPT_MEAN = "--loss-aggregation prompt_mean"
 
 
-@pytest.mark.parametrize(
-    ("flags", "num_samples"),
-    [
-        (f"--docs-per-step 6 {EXACT} {KEEP} {PROMPT_MEAN}", 8),
-        (f"--docs-per-step 6 {EXACT} {KEEP}", 8),
-        (f"--docs-per-step 6 {KEEP}", 8),
-        (f"--docs-per-step 6 {PROMPT_MEAN}", 8),
-        (f"--docs-per-step 6 {EXACT}", 6),
-        ("--docs-per-step 6", 6),
-        (f"--docs-per-step 8 {EXACT} {PROMPT_MEAN}", 8),
-        (f"--docs-per-step 100 {EXACT} {KEEP}", 16),
-        ("", 16),
-    ],
-)
+@pytest.mark.parametrize(("flags", "num_samples"), [
+    (f"--docs-per-step 6 {EXACT} {KEEP} {PROMPT_MEAN}", 8),
+    (f"--docs-per-step 6 {EXACT} {KEEP}", 8),
+    (f"--docs-per-step 6 {KEEP}", 8),
+    (f"--docs-per-step 6 {PROMPT_MEAN}", 8),
+    (f"--docs-per-step 6 {EXACT}", 6),
+    ("--docs-per-step 6", 6),
+    (f"--docs-per-step 8 {EXACT} {PROMPT_MEAN}", 8),
+    (f"--docs-per-step 100 {EXACT} {KEEP}", 16),
+    ("", 16),
+])  # fmt: skip
 def test_the_step_is_the_first_that_training_takes(tmp_path, explained, flags, num_samples):
     path = write_groups(tmp_path)
     found = explained(f"--rollout-files {path} {flags}")
@@ -250,14 +244,11 @@ def test_a_group_that_training_refuses_to_cut(tmp_path, printed, from_file):
     assert_words(words, printed(f"{source} --docs-per-step 6 {EXACT} {PROMPT_MEAN}", 2))
 
 
-@pytest.mark.parametrize(
-    ("fields", "flags"),
-    [
-        ({"prompt_ids": []}, ""),
-        ({"prompt_ids": [99]}, "--vocab-size 50"),
-        ({"group_index": None}, PROMPT_MEAN),
-    ],
-)
+@pytest.mark.parametrize(("fields", "flags"), [
+    ({"prompt_ids": []}, ""),
+    ({"prompt_ids": [99]}, "--vocab-size 50"),
+    ({"group_index": None}, PROMPT_MEAN),
+])  # fmt: skip
 def test_bad_rows_are_refused_or_counted(tmp_path, explained, printed, fields, flags):
     path = write_groups(tmp_path, spoiled={1: fields, 3: fields})
     line = f"--rollout-files {path} --docs-per-step 4 {KEEP} {flags}"
@@ -307,17 +298,14 @@ def test_steps_that_depend_on_the_number_of_ranks(tmp_path, monkeypatch, explain
 TOKEN_MEAN = "--loss-aggregation token_mean"
 
 
-@pytest.mark.parametrize(
-    ("flags", "per_token"),
-    [
-        ("--num-experts 8 --moe-aux-loss-coeff 0 0.01", False),
-        ("--num-experts 8 --moe-aux-loss-coeff 0.01 --moe-router-load-balancing-type none", True),
-        ("--num-experts 8 --moe-z-loss-coeff 0.001", False),
-        ("--mtp-num-layers 1", False),
-        ("--use-torch-fsdp2", False),
-        ("--ddp-average-in-collective", False),
-    ],
-)
+@pytest.mark.parametrize(("flags", "per_token"), [
+    ("--num-experts 8 --moe-aux-loss-coeff 0 0.01", False),
+    ("--num-experts 8 --moe-aux-loss-coeff 0.01 --moe-router-load-balancing-type none", True),
+    ("--num-experts 8 --moe-z-loss-coeff 0.001", False),
+    ("--mtp-num-layers 1", False),
+    ("--use-torch-fsdp2", False),
+    ("--ddp-average-in-collective", False),
+])  # fmt: skip
 def test_megatrons_flags_settle_per_token_mode(explained, flags, per_token):
     found = explained(f"--lengths 3,5 {TOKEN_MEAN} {flags}")
     assert found["parallelism"]["calculate_per_token_loss"] is per_token
@@ -466,22 +454,19 @@ def test_a_plot_of_nothing_is_refused_before_anything_is_written(tmp_path, print
     assert not path.exists()
 
 
-@pytest.mark.parametrize(
-    ("flag", "value", "message"),
-    [
-        ("--lengths", "1,x", "'x': expected an integer from 0 to 1099511627776"),
-        ("--lengths", "-1", "give token counts such as 200,4000"),
-        ("--lengths", "99999999999999999999", "give token counts such as 200,4000"),
-        ("--lengths", f"5,{2**63 - 1}", "give token counts such as 200,4000"),
-        *(("--log-normal", value, "expected MEDIAN,SIGMA") for value in ("5", "1,2,3", "a,b")),
-        ("--log-normal", "0,1", "a median above 0"),
-        ("--log-normal", "1e300,1", "a median above 0 and up to 1099511627776"),
-        ("--log-normal", "nan,1", "a median above 0"),
-        ("--log-normal", "2000,500", "Sigma is of the logarithm and not in tokens"),
-        ("--log-normal", "2000,50", "a sigma from 0 to 10"),
-        ("--group-size", "x", "invalid int value: 'x'"),
-    ],
-)
+@pytest.mark.parametrize(("flag", "value", "message"), [
+    ("--lengths", "1,x", "'x': expected an integer from 0 to 1099511627776"),
+    ("--lengths", "-1", "give token counts such as 200,4000"),
+    ("--lengths", "99999999999999999999", "give token counts such as 200,4000"),
+    ("--lengths", f"5,{2**63 - 1}", "give token counts such as 200,4000"),
+    *(("--log-normal", value, "expected MEDIAN,SIGMA") for value in ("5", "1,2,3", "a,b")),
+    ("--log-normal", "0,1", "a median above 0"),
+    ("--log-normal", "1e300,1", "a median above 0 and up to 1099511627776"),
+    ("--log-normal", "nan,1", "a median above 0"),
+    ("--log-normal", "2000,500", "Sigma is of the logarithm and not in tokens"),
+    ("--log-normal", "2000,50", "a sigma from 0 to 10"),
+    ("--group-size", "x", "invalid int value: 'x'"),
+])  # fmt: skip
 def test_malformed_values_are_refused_by_the_parser(capsys, flag, value, message):
     with pytest.raises(SystemExit) as stopped:
         explain([flag, value])
@@ -494,15 +479,12 @@ def test_the_longest_lengths_add_up(explained):
     assert found["step"]["num_active_tokens"] == 2**50
 
 
-@pytest.mark.parametrize(
-    ("line", "status", "words"),
-    [
-        ("--version", 0, megatron_pg.__version__),
-        ("--help", 0, "megatron-pg explain --lengths"),
-        ("explain --help", 0, "--docs-per-step"),
-        ("explode", 2, "explode"),
-    ],
-)
+@pytest.mark.parametrize(("line", "status", "words"), [
+    ("--version", 0, megatron_pg.__version__),
+    ("--help", 0, "megatron-pg explain --lengths"),
+    ("explain --help", 0, "--docs-per-step"),
+    ("explode", 2, "explode"),
+])  # fmt: skip
 def test_version_help_and_an_unknown_command(capsys, line, status, words):
     with pytest.raises(SystemExit) as stopped:
         cli.main(line.split())

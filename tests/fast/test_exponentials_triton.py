@@ -153,21 +153,18 @@ def test_gradients(way, columns, entropy_coef):
     compare(found, problem.wanted(entropy_coef))
 
 
-@pytest.mark.parametrize(
-    "change, found",
-    [
-        ({"columns": 250}, "a multiple of 128 columns .*, found 250 and 24"),
-        ({"dtype": torch.float16}, "bfloat16 hidden states, found torch.float16"),
-        ({"temperature": torch.tensor(1.0)}, "which is a tensor here"),
-        ({"real": 200}, "56 of the 256 columns of this rank are padding"),
-        ({"main_grad": torch.zeros(256, HIDDEN).bfloat16()}, "float32 gradients, found torch.bf"),
-        ({"main_grad": torch.zeros(257 * HIDDEN)[1 : 256 * HIDDEN + 1].view(256, -1)}, "16 bytes"),
-        ({"capability": (10, 0)}, "Hopper"),
-        ({"temperature": 0.5}, "has 4 others"),
-        ({"temperature": 4.0}, ""),
-        ({}, ""),
-    ],
-)
+@pytest.mark.parametrize("change, found", [
+    ({"columns": 250}, "a multiple of 128 columns .*, found 250 and 24"),
+    ({"dtype": torch.float16}, "bfloat16 hidden states, found torch.float16"),
+    ({"temperature": torch.tensor(1.0)}, "which is a tensor here"),
+    ({"real": 200}, "56 of the 256 columns of this rank are padding"),
+    ({"main_grad": torch.zeros(256, HIDDEN).bfloat16()}, "float32 gradients, found torch.bf"),
+    ({"main_grad": torch.zeros(257 * HIDDEN)[1 : 256 * HIDDEN + 1].view(256, -1)}, "16 bytes"),
+    ({"capability": (10, 0)}, "Hopper"),
+    ({"temperature": 0.5}, "has 4 others"),
+    ({"temperature": 4.0}, ""),
+    ({}, ""),
+])  # fmt: skip
 def test_what_it_takes(change, found, monkeypatch):
     given = {"columns": 256, "dtype": torch.bfloat16, "temperature": 1.0, "main_grad": None}
     given |= {"real": None, "capability": (9, 0), **change}

@@ -15,14 +15,13 @@ from megatron_pg.check import options as check_options
 from megatron_pg.check import reference
 from megatron_pg.explain import main as explain
 from megatron_pg.loss.aggregation import Aggregation
-from megatron_pg.loss.from_logits import policy_loss_from_log_probs
-from megatron_pg.loss.metrics import reduce_metrics
 from megatron_pg.migrate import main as migrate
 from megatron_pg.migrate.report import divisor_per_rollout, effective
 from megatron_pg.migrate.rows import Term
 from megatron_pg.step import plan_step
 from megatron_pg.step.batch import PackedBatch
 from megatron_pg.step.totals import sample_counts, totals_of_counts
+from tests.fast.one_step import loss_of, reported
 
 ROW = Aggregation(
     name="root_mean",
@@ -91,12 +90,11 @@ def test_the_loss_is_that_of_loops_and_the_checksum_is_1(has_weights):
     losses, metrics = [], []
     for batch, own, totals in cut:
         step = {"totals": totals, "step_share": 1 / len(cut)}
-        loss, metric = policy_loss_from_log_probs(config, batch, own, None, **step)
+        loss, metric = loss_of(config, batch, own, **step)
         losses.append(loss)
         metrics.append(metric)
     assert sum(losses).item() == pytest.approx(expected.item(), rel=1e-12)
-    report = reduce_metrics(config, metrics, contributes=True, device="cpu")
-    assert report["aggregation_checksum"] == pytest.approx(1.0, abs=1e-12)
+    assert reported(config, *metrics)["aggregation_checksum"] == pytest.approx(1.0, abs=1e-12)
 
 
 def test_explain_shows_its_coefficients(capsys):
@@ -140,15 +138,12 @@ def test_the_reference_of_check_is_that_of_loops():
     assert check_options.config_of(ROW.name, options).loss_aggregation == ROW.name
 
 
-@pytest.mark.parametrize(
-    ("formula", "divisor"),
-    [
-        ("1/N sum m x", "1"),
-        ("1/(N K) sum_i (sum_t m x / D_i)", "K D_i"),
-        ("1/N sum_i (sum_t m x) / D_i", "(the divisor of root_mean)"),
-        ("sum_i w_i sum_t m x^2", "(the divisor of root_mean)"),
-    ],
-)
+@pytest.mark.parametrize(("formula", "divisor"), [
+    ("1/N sum m x", "1"),
+    ("1/(N K) sum_i (sum_t m x / D_i)", "K D_i"),
+    ("1/N sum_i (sum_t m x) / D_i", "(the divisor of root_mean)"),
+    ("sum_i w_i sum_t m x^2", "(the divisor of root_mean)"),
+])  # fmt: skip
 def test_migrate_does_not_guess_a_divisor_of_another_formula(monkeypatch, formula, divisor):
     row = dataclasses.replace(ROW, name="root_mean", formula=formula)
     monkeypatch.setitem(AGGREGATIONS, row.name, row)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_pg import PolicyLossConfig, Sample, pack, policy_loss_from_log_probs, step_totals
+from megatron_pg import PolicyLossConfig, Sample, pack, step_totals
 from megatron_pg.cli import main as cli
 from megatron_pg.config.planning import PlanningConfig
 from megatron_pg.loss.padded import padded_totals
@@ -26,6 +26,7 @@ from megatron_pg.step.advantages import group_advantages
 from megatron_pg.step.ids import check_ids
 from megatron_pg.step.totals import BareSample, StepTotals, sample_counts, totals_of_counts
 from tests.distributed.launch import run_ranks
+from tests.fast import one_step
 from tests.fast.refusals import assert_refused, assert_words, refusal
 
 plan = functools.partial(plan_step, max_tokens_per_microbatch=64)
@@ -131,13 +132,9 @@ def step_of_groups(**sizes: int) -> list[Sample]:
     ]
 
 
-def loss_of(
-    counted: StepTotals, samples: Sequence[Sample], aggregation: str = "prompt_mean"
-) -> float:
+def loss_of(counted: StepTotals, samples: Sequence[Sample], aggregation="prompt_mean") -> float:
     config, batch = PolicyLossConfig(loss_aggregation=aggregation), pack(samples)
-    log_probs = torch.zeros(len(batch.window))
-    loss, _ = policy_loss_from_log_probs(config, batch, log_probs, None, totals=counted)
-    return float(loss)
+    return float(one_step.loss_of(config, batch, torch.zeros(len(batch.window)), totals=counted)[0])
 
 
 def test_the_prompt_mean_refuses_a_step_whose_groups_differ_in_size():
@@ -354,8 +351,7 @@ def check_colliding(check: Callable[..., None], step: list[tuple[int, int]]) -> 
         by_group.setdefault(prompt % 2, set()).add(prompt)
     ranks = [sample_counts(each) for each in ranks_of(step, lambda prompt, rank: prompt % 2)]
     if max(map(len, by_group.values())) > 1:
-        with pytest.raises(ValueError, match="whose prompts have different tokens"):
-            check(ranks)
+        assert_refused("whose prompts have different tokens", check, ranks)
     else:
         check(ranks)
 

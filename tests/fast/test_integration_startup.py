@@ -185,15 +185,12 @@ def test_words_and_empty_lines_do_not_make_a_version(package, old, new):
     slime.check(arguments("slime"))
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "named"),
-    [
-        ("loss * count", "loss * count * 2", "scale"),
-        ("# no comment", "# a comment", "scale"),
-        ("@timer", "@torch.no_grad()", "Actor.train"),
-        ("def scale", "def scaled", "scale"),
-    ],
-)
+@pytest.mark.parametrize(("old", "new", "named"), [
+    ("loss * count", "loss * count * 2", "scale"),
+    ("# no comment", "# a comment", "scale"),
+    ("@timer", "@torch.no_grad()", "Actor.train"),
+    ("def scale", "def scaled", "scale"),
+])  # fmt: skip
 def test_an_unknown_version_names_the_function_and_the_command(package, old, new, named):
     package.write_text(SOURCE.replace(old, new))
     message = refusal(slime.check, arguments("slime"))

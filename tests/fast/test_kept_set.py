@@ -130,17 +130,14 @@ def test_from_logits(sizes, dtype):
     assert (gradient[:, VOCAB_SIZE:] == 0).all()
 
 
-@pytest.mark.parametrize(
-    ("sizes", "dense"),
-    [
-        ([20, 1, 0, 7], [2]),
-        ([20] * 10 + [3000], []),  # a dense product would read the whole weight for one long row
-        ([20] * 10 + [3000] * 300, list(range(10, 310))),
-        ([510] * 300 + [0], list(range(301))),
-        ([0, 0], [0, 1]),
-        ([], []),
-    ],
-)
+@pytest.mark.parametrize(("sizes", "dense"), [
+    ([20, 1, 0, 7], [2]),
+    ([20] * 10 + [3000], []),  # a dense product would read the whole weight for one long row
+    ([20] * 10 + [3000] * 300, list(range(10, 310))),
+    ([510] * 300 + [0], list(range(301))),
+    ([0, 0], [0, 1]),
+    ([], []),
+])  # fmt: skip
 def test_which_rows_take_which_layer(sizes, dense):
     """At a vocabulary of 152,000: a dense row costs as much as a set of 507 ids, and 256 rows at least."""
     kept = ragged([[0] * size for size in sizes])
@@ -165,17 +162,14 @@ def on_rank(kind: str, sizes: str) -> tuple[list[Tensor], list[tuple[int, ...]]]
     return shapes_gathered(lambda: run(dist.get_rank(), dist.get_world_size()))
 
 
-@pytest.mark.parametrize(
-    ("kind", "sizes", "size"),
-    [
-        ("sparse", "one", 2),
-        ("sparse", "sets", 4),
-        ("sparse", "mixed", 2),
-        ("dense", "mixed", 2),
-        ("logits", "mixed", 4),
-        ("logits", "one", 2),
-    ],
-)
+@pytest.mark.parametrize(("kind", "sizes", "size"), [
+    ("sparse", "one", 2),
+    ("sparse", "sets", 4),
+    ("sparse", "mixed", 2),
+    ("dense", "mixed", 2),
+    ("logits", "mixed", 4),
+    ("logits", "one", 2),
+])  # fmt: skip
 def test_shards_equal_the_whole_vocabulary(kind, sizes, size):
     """Sets of one id leave all ranks but one without a pair in every row; the last of four holds padding but for 3 ids."""
     problem = Problem(sizes, torch.float64)

@@ -171,23 +171,20 @@ def test_strided_logits():
     assert_matches(found, reference(view, targets, *gradients), torch.float32)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"logits": torch.zeros(2, 3, 4)}, "logits must be"),
-        ({"logits": torch.zeros(3, 4, dtype=torch.int64)}, "logits must be"),
-        ({"targets": torch.zeros(2, dtype=torch.int64)}, "targets must be"),
-        ({"targets": torch.zeros(3, dtype=torch.int32)}, "targets must be"),
-        ({"row_mask": torch.ones(3)}, "row_mask must be"),
-        ({"row_mask": torch.ones(4, dtype=torch.bool)}, "row_mask must be"),
-        ({"temperature": 0.0}, "temperature must be"),
-        ({"temperature": math.nan}, "temperature must be"),
-        ({"temperature": -1}, "temperature must be"),
-        ({"temperature": torch.ones(3)}, "temperature must be"),
-        ({"vocab_size": 5}, "vocab_size must be"),
-        ({"vocab_size": 0}, "vocab_size must be"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"logits": torch.zeros(2, 3, 4)}, "logits must be"),
+    ({"logits": torch.zeros(3, 4, dtype=torch.int64)}, "logits must be"),
+    ({"targets": torch.zeros(2, dtype=torch.int64)}, "targets must be"),
+    ({"targets": torch.zeros(3, dtype=torch.int32)}, "targets must be"),
+    ({"row_mask": torch.ones(3)}, "row_mask must be"),
+    ({"row_mask": torch.ones(4, dtype=torch.bool)}, "row_mask must be"),
+    ({"temperature": 0.0}, "temperature must be"),
+    ({"temperature": math.nan}, "temperature must be"),
+    ({"temperature": -1}, "temperature must be"),
+    ({"temperature": torch.ones(3)}, "temperature must be"),
+    ({"vocab_size": 5}, "vocab_size must be"),
+    ({"vocab_size": 0}, "vocab_size must be"),
+])  # fmt: skip
 def test_bad_input(change, message):
     arguments = {"logits": torch.zeros(3, 4), "targets": torch.zeros(3, dtype=torch.int64)}
     assert_refused(message, log_probs_and_entropy, **{**arguments, **change})

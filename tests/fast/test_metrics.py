@@ -17,17 +17,18 @@ from megatron_pg.critic.settings import CriticConfig
 from megatron_pg.critic.value_loss import MicroBatchValueLoss
 from megatron_pg.loss.corrections import accepted_samples
 from megatron_pg.loss.metric_table import METRICS, metrics_on
-from megatron_pg.loss.metrics import MicroBatchMetrics, metric_names, metric_table
+from megatron_pg.loss.metrics import metric_names, metric_table
 from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import step_totals
 from tests import oracle
 from tests.cut_policy_loss import aggregated, package_config, rank_losses
-from tests.cut_steps import CUTS
+from tests.cut_steps import CUTS, whole
 from tests.dispatches import CountDispatches
 from tests.fast import objectives_oracle
 from tests.fast.objectives_oracle import Sequence1
 from tests.fast.one_step import PLAIN_SUM, loss_of, reported
+from tests.fast.refusals import assert_words
 from tests.fast.sequences import (
     OF_LOG_PROBS,
     flat_log_probs,
@@ -82,28 +83,21 @@ def step_with_rollout_log_probs(seed: int) -> list[PlainSample]:
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("carries_rollout", [False, True])
 def test_every_cut_has_the_metrics_of_the_step(cut, aggregation, carries_rollout) -> None:
+    """Those of the whole step, which `test_rows_oracles` holds against loops."""
     settings = {"eps_clip": 0.1, "eps_clip_high": 0.3, "kl_loss_type": "low_var_kl"}
     objective = aggregated(Objective(**settings, kl_loss_coef=0.1), aggregation)
     config = package_config(objective, pg_metrics="with_entropy")
     step = step_with_rollout_log_probs(3) if carries_rollout else random_step(3)
     logits = random_logits(step, seed=3)
-    results = rank_losses(config, step, logits, CUTS[cut](len(step)))
-    found = reported(config, *(result.metrics for result in results))
-
+    found, expected = (
+        reported(config, *(part.metrics for part in rank_losses(config, step, logits, parts)))
+        for parts in (CUTS[cut](len(step)), whole(len(step)))
+    )
     plain = oracle.policy_loss(step, logits, objective)
-    expected = oracle.metrics(step, plain, objective)
-    squared = expected["ratio_new_old_squared_sum"]
-    expected |= {
-        "num_tokens": oracle.active_tokens(step, range(len(step))),
-        "effective_sample_size": expected["ratio_new_old_sum"] ** 2 / squared,
-        "loss": plain.loss.item(),
-        "pg_loss": plain.pg_loss.item(),
-        "kl_loss": plain.kl_loss.item(),
-        "aggregation_checksum": 1.0,
-    }
-    assert set(found) == set(expected)
-    for name, value in expected.items():
-        assert found[name] == pytest.approx(value, rel=1e-12, abs=1e-12), name
+    terms = {"loss": plain.loss, "pg_loss": plain.pg_loss, "kl_loss": plain.kl_loss}
+    expected |= {name: value.item() for name, value in terms.items()}
+    assert found == pytest.approx(expected | {"aggregation_checksum": 1.0}, rel=1e-12, abs=1e-12)
+    assert len(found) > 20 and ("rollout_kl" in found) == carries_rollout
 
 
 def test_a_rollout_of_two_samples_counts_once() -> None:
@@ -392,45 +386,38 @@ def test_no_host_synchronisation_before_the_end_of_the_step(name: str) -> None:
         reported(config, metrics)  # this is where the host reads
 
 
-def said_of(caplog, config: PolicyLossConfig, *micro_batches: MicroBatchMetrics, loss=math.nan):
-    """The one record of a step whose loss is that."""
-    with caplog.at_level(logging.ERROR, logger="megatron_pg"):
-        assert reported(config, *micro_batches)["loss"] == pytest.approx(loss, nan_ok=True)
-    (record,) = caplog.records
-    return record.getMessage()
+NAN = math.nan
+BROKEN: dict[str, tuple[dict[str, Any], dict[str, Any], float, int]] = {
+    # of three tokens: the settings, the sample's fields, the second log-prob, and the first token that is named
+    "policy": ({}, {}, NAN, 1),
+    "infinite": ({"policy_loss": "reinforce"}, {}, -math.inf, 1),
+    "correction": ({"use_tis": True}, {"rollout_log_probs": [-1.0, -1.0, NAN]}, -1.0, 2),
+    "masked and reference": (
+        {"kl_loss_coef": 0.1}, {"loss_mask": [0, 1, 1], "ref_log_probs": [NAN, -1.0, NAN]}, -1.0, 2
+    ),
+    "reference that is not read": ({}, {"ref_log_probs": [NAN] * 3}, -1.0, -1),
+}  # fmt: skip
 
 
-def test_a_nan_loss_is_reported_with_sample_and_position(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_loss_that_is_no_number_is_reported_with_sample_and_position(what, caplog) -> None:
+    settings, fields, log_prob, token = BROKEN[what]
+    config, batch = PolicyLossConfig(**settings), pack([three_tokens(**fields, name="it")])
+    loss = reported(config, metrics_of(config, batch, torch.tensor([-1.0, log_prob, -1.0])))["loss"]
+    assert math.isfinite(loss) == (token < 0)
+    said = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+    assert len(said) == (token >= 0)
+    assert token < 0 or f"the first is response token {token} of sample 0 (it)" in said[0]
+
+
+def test_a_nan_of_one_rank_is_reported_in_the_tokens_of_its_sample(caplog) -> None:
     sequences = [random_sequence(1, 4, active_rate=1.0), random_sequence(2, 5, active_rate=1.0)]
     samples = [package_sample(s, name=f"task {i}") for i, s in enumerate(sequences)]
     log_probs = torch.zeros(9).index_fill(0, torch.tensor([4 + 3]), torch.nan)
     batches = [pack(samples, cp_rank=cp_rank, cp_size=2) for cp_rank in range(2)]
     metrics = [metrics_of(DEFAULTS, b, log_probs[b.window.response_indices]) for b in batches]
-    said = said_of(caplog, DEFAULTS, *metrics)
-    assert "response token 3 of sample 1 (task 1)" in said and "1 active tokens" in said
-
-
-def test_a_nan_that_a_correction_brings_is_reported(caplog: pytest.LogCaptureFixture) -> None:
-    """The objective's own loss is finite there."""
-    sequences = [random_sequence(1, 4, active_rate=1.0)]
-    rollout_log_probs = torch.tensor(sequences[0].rollout_log_probs)
-    rollout_log_probs[2] = torch.nan
-    batch = replace(package_batch(sequences), rollout_log_probs=rollout_log_probs)
-    config = PolicyLossConfig(use_tis=True)
-    metrics = metrics_of(config, batch, flat_log_probs(sequences))
-    assert "response token 2 of sample 0" in said_of(caplog, config, metrics)
-
-
-def test_a_nan_of_the_reference_is_reported(caplog: pytest.LogCaptureFixture) -> None:
-    """Of the first active token that has one: the KL term is as much of the loss as the objective."""
-    ref_log_probs = [math.nan, -1.0, math.nan]
-    batch = pack([three_tokens(loss_mask=[0, 1, 1], ref_log_probs=ref_log_probs, name="third")])
-    with_kl, log_probs = PolicyLossConfig(kl_loss_coef=0.1), torch.full((3,), -1.0)
-    said = said_of(caplog, with_kl, metrics_of(with_kl, batch, log_probs))
-    assert "the first is response token 2 of sample 0 (third)" in said
-    caplog.clear()
-    reported(DEFAULTS, metrics_of(DEFAULTS, batch, log_probs))
-    assert not caplog.records
+    reported(DEFAULTS, *metrics)
+    assert_words("response token 3 of sample 1 (task 1) | 1 active tokens", caplog.text)
 
 
 @pytest.mark.parametrize("log_prob", (-400.0, -9999.0))
@@ -454,13 +441,6 @@ def test_metrics_of_a_policy_that_has_left_all_tokens(log_prob: float) -> None:
     assert found["effective_sample_size"] == pytest.approx(3.0)
     assert found["ppo_kl"] == 300.0 and found["ratio_new_old"] == math.exp(-300)
     assert found["new_logprobs"] == log_prob
-
-
-def test_an_infinite_loss_is_reported_with_sample_and_position(caplog) -> None:
-    config, batch = PolicyLossConfig(policy_loss="reinforce"), pack([three_tokens(name="it")])
-    metrics = metrics_of(config, batch, torch.tensor([-1.0, -math.inf, -1.0]))
-    said = said_of(caplog, config, metrics, loss=math.inf)
-    assert "the first is response token 1 of sample 0 (it)" in said
 
 
 @pytest.mark.parametrize("kind", ("policy", "value"))

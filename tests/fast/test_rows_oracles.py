@@ -199,8 +199,8 @@ class Token:
     r = property(lambda token: math.exp(token.log_prob - token.old))
     w = property(lambda token: math.exp(token.old - token.rollout))
     d = property(lambda token: token.old - token.rollout)
-    is_clipped_above = property(lambda token: token.advantage > 0 and token.r > 1.2)
-    is_clipped_below = property(lambda token: token.advantage < 0 and token.r < 0.8)
+    is_clipped_above = property(lambda token: token.advantage > 0 and token.r > 1.3)
+    is_clipped_below = property(lambda token: token.advantage < 0 and token.r < 0.9)
 
     def kl_ref(self) -> float:
         difference = self.log_prob - self.ref
@@ -209,7 +209,8 @@ class Token:
 
 VERSIONS = [3, 3, 5, 5, 4, 6, 6, 7]
 TOLD_VERSION = 9
-METRIC_SETTINGS = {"kl_loss_type": "low_var_kl", "pg_metrics": "with_entropy"}
+METRIC_SETTINGS: dict[str, Any] = {"kl_loss_type": "low_var_kl", "pg_metrics": "with_entropy"}
+METRIC_SETTINGS |= {"eps_clip": 0.1, "eps_clip_high": 0.3}
 OF_SETS = {"replay_sampling_set": True, "kept_set_mass": True}
 OF_TEACHER = {"distill_coef": 0.5, "distill_teacher": "logits"}
 
@@ -278,7 +279,7 @@ METRIC_LOOPS: dict[str, Loops] = {
     "ratio_new_old": mean(lambda t: t.r),
     "ppo_kl": mean(lambda t: t.old - t.log_prob),
     "kl_new_old": mean(lambda t: t.r - 1 - (t.log_prob - t.old)),
-    "clipped_ratio_fraction": mean(lambda t: not 0.8 <= t.r <= 1.2),
+    "clipped_ratio_fraction": mean(lambda t: not 0.9 <= t.r <= 1.3),
     "clipped_ratio_effective_fraction": mean(lambda t: t.is_clipped_above or t.is_clipped_below),
     "pg_clipfrac": mean(lambda t: t.is_clipped_above or t.is_clipped_below),
     "pg_clipfrac_positive": mean(lambda t: t.is_clipped_above),

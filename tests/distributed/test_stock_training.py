@@ -2,17 +2,11 @@
 
 import pytest
 
-from megatron_pg.config.versions import has_megatron_training
-
 from .compare import gradient_tolerance
 from .launch import run_ranks
 from .models import ModelOptions, relative_error
 from .reference import reference_steps
 from .steps import AGGREGATIONS, DIVISOR, Run
-
-pytestmark = pytest.mark.skipif(
-    not has_megatron_training(), reason="this megatron-core wheel has no megatron.training"
-)
 
 
 def flags_of(aggregation: str) -> list[str]:

@@ -12,14 +12,17 @@ from unittest import mock
 
 import pytest
 
-from megatron_pg.config.versions import has_megatron_training
-
 from .quickstart_run import output_of, steps_of, wait, wait_for_steps
-from .rollout_rows import write_rollouts
-from .trainer_run import TRACKER, WHOLE_GROUPS, copy_after_step, end_of, hold_at, run, start
-
-pytest.importorskip("pyarrow")
-pytestmark = pytest.mark.skipif(not has_megatron_training(), reason="built on megatron.training")
+from .trainer_run import (
+    TRACKER,
+    WHOLE_GROUPS,
+    copy_after_step,
+    end_of,
+    hold_at,
+    run,
+    start,
+    write_rollouts,
+)
 
 STEPS = WHOLE_GROUPS + "--train-iters 6 --save-interval 3 "
 

@@ -7,14 +7,8 @@ from typing import Any
 
 import pytest
 
-from megatron_pg.config.versions import has_megatron_training
-
 from .quickstart_run import steps_of
-from .rollout_rows import VOCABULARY, write_rollouts
-from .trainer_run import WHOLE_GROUPS, end_of, run
-
-pytest.importorskip("pyarrow")
-pytestmark = pytest.mark.skipif(not has_megatron_training(), reason="built on megatron.training")
+from .trainer_run import VOCABULARY, WHOLE_GROUPS, end_of, run, write_rollouts
 
 STEPS = WHOLE_GROUPS + "--train-iters 3 --save-interval 3 --lr-decay-style constant "
 KL = "--kl-loss-coef 0.1 --kl-loss-type k3 "

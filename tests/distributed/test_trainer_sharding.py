@@ -9,14 +9,8 @@ from typing import Any
 
 import pytest
 
-from megatron_pg.config.versions import has_megatron_training
-
 from .quickstart_run import steps_of
-from .rollout_rows import write_rollouts
-from .trainer_run import WHOLE_GROUPS, copy_after_step, run
-
-pytest.importorskip("pyarrow")
-pytestmark = pytest.mark.skipif(not has_megatron_training(), reason="built on megatron.training")
+from .trainer_run import WHOLE_GROUPS, copy_after_step, run, write_rollouts
 
 STEPS = WHOLE_GROUPS + (
     "--num-layers 4 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --swiglu --ffn-hidden-size 32 "

@@ -1,5 +1,6 @@
 """`megatron-pg check` against ways of breaking Megatron: each is seen, and named for what it is."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from megatron_pg.megatron.cpu.runtime import enable_cpu_runtime
 from tests.lanes import in_one_lane
 
-from .break_check import family, problems_of_group, remembered_groups
+from .break_check import family, problems_of_group
 from .breakage import GROUPS
 from .launch import run_ranks
 
@@ -40,29 +41,30 @@ def test_sound_shardings_pass(sharding: str) -> None:
 
 def references(mistakes: tuple[str, ...]) -> list[list[Any]]:
     enable_cpu_runtime()
-    from megatron_pg.check import step as run
+    from megatron_pg.check import step
     from megatron_pg.check.options import parse_options
 
     from .breakages_of_attention import each_attention
 
     mistake_of = {
-        "none": lambda patch: None,
-        "all around the model": lambda patch: [
-            each.apply(patch) for each in family() if each.is_around_the_model
-        ],
-        "attention": each_attention(lambda attend, *inputs: 2.0 * attend(*inputs)),
+        "none": [],
+        "all around the model": [each.apply for each in family() if each.is_around_the_model],
+        "attention": [each_attention(lambda attend, *inputs: 2.0 * attend(*inputs))],
     }
     options, _ = parse_options(FLAGS.split())
+    step.initialize_groups(options, sharded=False)
+    tasks = [
+        (replace(options, **model.changes), step.cases_of(name, options, ["sample_mean"], mode))
+        for name, model in step.MODELS.items()
+        for mode in (False, True)
+        if model.is_run(options)
+    ]
     found = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "initialize_groups", remembered_groups(run.initialize_groups))
-        patch.setattr(run, "AGGREGATIONS", {"sample_mean": run.AGGREGATIONS["sample_mean"]})
-        patch.setattr(run, "_build", lambda *unused: None)
-        patch.setattr(run, "_row", lambda *arguments: arguments[-1])
-        for mistake in mistakes:
-            with pytest.MonkeyPatch.context() as broken:
-                mistake_of[mistake](broken)
-                found.append(run.run_check(options))
+    for mistake in mistakes:
+        with pytest.MonkeyPatch.context() as patch:
+            for apply in mistake_of[mistake]:
+                apply(patch)
+            found.append([row for task in tasks if task[1] for row in step._references(*task)])
     return found
 
 

@@ -45,6 +45,16 @@ def _row(generator: random.Random, group: int, prompt: list[int]) -> dict[str, A
     }
 
 
+def without_log_probs(path: Path, every: int) -> Path:
+    """A file of rollouts in which every so manieth row lacks them, as of an engine that does not give them."""
+    write_rollouts(path, 24)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows[::every]:
+        del row["log_probs"]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
 def start(
     rollouts: Path | None,
     folder: Path,

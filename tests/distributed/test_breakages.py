@@ -54,17 +54,18 @@ def references(mistakes: tuple[str, ...]) -> list[list[Any]]:
     options, _ = parse_options(FLAGS.split())
     step.initialize_groups(options, sharded=False)
     tasks = [
-        (replace(options, **model.changes), step.cases_of(name, options, ["sample_mean"], mode))
+        (replace(options, **model.changes), runs)
         for name, model in step.MODELS.items()
         for mode in (False, True)
         if model.is_run(options)
+        and (runs := [*step.cases_of(name, options, ["sample_mean"], mode)])
     ]
     found = []
     for mistake in mistakes:
         with pytest.MonkeyPatch.context() as patch:
             for apply in mistake_of[mistake]:
                 apply(patch)
-            found.append([row for task in tasks if task[1] for row in step._references(*task)])
+            found.append([row for task in tasks for row in step._references(*task)])
     return found
 
 

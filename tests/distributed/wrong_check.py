@@ -1,4 +1,4 @@
-"""``megatron-pg check`` of a wrong package: ``torchrun -m tests.distributed.wrong_check MISTAKE [flags]``."""
+"""``megatron-pg check`` of a wrong package, with custom functions and mistakes for it."""
 
 import os
 import sys
@@ -102,7 +102,3 @@ def check(mistake: str, flags: Sequence[str]) -> int:
 
 def main() -> None:
     sys.exit(check(sys.argv[1], sys.argv[2:]))
-
-
-if __name__ == "__main__":
-    main()

@@ -16,11 +16,6 @@ from .launch import run_ranks
 pytestmark = in_one_lane
 
 FLAGS = "--device cpu --num-layers 1 --num-experts 4 --mtp-num-layers 1"
-SOUND = {
-    "PP2 DP2": (4, "--pipeline-model-parallel-size 2 --use-distributed-optimizer"),
-    "DP2 average in collective": (2, "--average-in-collective"),
-}
-"""Shardings that are right, beside those of the groups, which are run unbroken too, and of test_check.py."""
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -30,13 +25,6 @@ def test_breakages_are_seen_and_named(group: str) -> None:
     assert all(rank == ranks[0] for rank in ranks), "the ranks find different things"
     count, problems = ranks[0]
     assert count > 0 and problems == []
-
-
-@pytest.mark.parametrize("sharding", SOUND)
-def test_sound_shardings_pass(sharding: str) -> None:
-    processes, flags = SOUND[sharding]
-    ranks = run_ranks(problems_of_group, processes, ["--device", "cpu", *flags.split()], None)
-    assert ranks[0] == (0, [])
 
 
 def references(mistakes: tuple[str, ...]) -> list[list[Any]]:

@@ -127,21 +127,23 @@ def test_fused_head_passes(flags) -> None:
     assert found["not_checked"]["loss-only rows"] == "--fused-lm-head"
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2 --overlap-grad-reduce",
-        "--num-experts 4 --expert-model-parallel-size 2",
-        f"--num-experts 4 --expert-tensor-parallel-size 2 {SP}",
-        f"--dtype bf16 {CP2}",
-        f"--cp-partition-mode contiguous {CP2}",
-    ],
-    ids=["PP2 VPP2", "EP2 DP2", "TP2+SP ETP2", "CP2 bf16", "CP2 contiguous"],
-)
-def test_other_shardings_pass(flags) -> None:
+PP2 = "--pipeline-model-parallel-size 2"
+SHARDINGS = {
+    "PP2 VPP2": f"{PP2} --virtual-pipeline-model-parallel-size 2 --overlap-grad-reduce",
+    "EP2 DP2": "--num-experts 4 --expert-model-parallel-size 2",
+    "TP2+SP ETP2": f"--num-experts 4 --expert-tensor-parallel-size 2 {SP}",
+    "CP2 bf16": f"--dtype bf16 {CP2}",
+    "CP2 contiguous": f"--cp-partition-mode contiguous {CP2}",
+    "PP2 DP2": f"{PP2} --use-distributed-optimizer",
+    "DP2 average in collective": "--average-in-collective",
+}
+
+
+@pytest.mark.parametrize("name", SHARDINGS)
+def test_other_shardings_pass(name) -> None:
     """Of the aggregations one, as all are above: they differ in the weights of tokens, before the model. A layer a chunk."""
-    layers = 4 if "--pipeline-model-parallel-size" in flags else 1
-    found = report_of(2, f"{flags} --num-layers {layers}", True)
+    flags, processes = SHARDINGS[name], 4 if name == "PP2 DP2" else 2
+    found = report_of(processes, f"{flags} --num-layers {4 if PP2 in flags else 1}", True)
     assert found["passed"] is True, found
     has_experts = "--num-experts" in flags
     for what in ("auxiliary loss", "router z loss"):

@@ -402,5 +402,6 @@ def test_an_output_layer_that_is_more_than_a_product_is_refused() -> None:
         assert gathered.startswith("--fused-lm-head of a model that gathers its logits")
         assert gathered_teacher.startswith("compute_hidden_states of a model that gathers its")
         assert biased.startswith("--fused-lm-head takes an output layer without bias")
+        assert biased_teacher.startswith("compute_hidden_states takes an output layer without bias")
         for of_teacher in (gathered_teacher, biased_teacher):
             assert of_teacher.endswith("give the teacher by --distill-teacher logits or top_k")

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -44,7 +44,7 @@ COMMAND_LINE = """
 
 
 def stock_step(
-    run: Run, flags: list[str], cut: tuple[int, int]
+    run: Run, flags: Sequence[str], cut: tuple[int, int]
 ) -> tuple[Outcome | None, dict[str, float]]:
     """The gradients that train_step leaves behind (on rank 0), and what it returns to be logged.
 
@@ -94,7 +94,7 @@ def stock_step(
     return outcome, {name: float(value) for name, value in logged.items()}
 
 
-def _parsed(flags: list[str]) -> Any:
+def _parsed(flags: Sequence[str]) -> Any:
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # validate_args wants it under CP
     sys.argv = [*COMMAND_LINE.split(), *flags]
     args = arguments.parse_args(extra_args_provider=pg.add_policy_loss_args)
@@ -105,13 +105,10 @@ def _parsed(flags: list[str]) -> Any:
     return args
 
 
-def flags_of(aggregation: str) -> list[str]:
-    flags = ["--loss-aggregation", aggregation]
-    return flags + (["--pg-loss-divisor", str(DIVISOR)] if aggregation == "constant" else [])
-
-
 def run_stock(aggregation: str, cut: object, *flags: str) -> tuple[object, dict[str, float]]:
-    return run_ranks(stock_step, 2, Run(aggregation), [*flags_of(aggregation), *flags], cut)[0]
+    divisor = ["--pg-loss-divisor", str(DIVISOR)] if aggregation == "constant" else []
+    flags = ("--loss-aggregation", aggregation, *divisor, *flags)
+    return run_ranks(stock_step, 2, Run(aggregation), flags, cut)[0]
 
 
 @pytest.mark.parametrize("flags", [[], ["--fused-lm-head"]], ids=["logits", "fused"])

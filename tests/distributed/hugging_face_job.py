@@ -74,6 +74,12 @@ def load_and_save(sharding: Sharding, job: Job) -> list[Logits | None]:
     return logits
 
 
+def convert(sharding: Sharding, job: Job) -> None:
+    chunks = build(sharding, job)
+    load_hugging_face(chunks, job.source)
+    save_hugging_face(chunks, job.copy, job.source)
+
+
 def parse(sharding: Sharding, job: Job) -> Any:
     """Megatron's arguments, by its own parser and checks, of the flags that the config means."""
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # validate_args wants it under TP and CP

@@ -226,7 +226,7 @@ def test_weights_are_cast_to_the_dtype_of_the_model(folder_of, tmp_path):
     """The bias of the router alone stays in float32, as Megatron keeps it."""
     source, copy = folder_of("glm4 moe"), tmp_path / "copy"
     job = Job(source, SAMPLES, copy, dtype=torch.bfloat16)
-    run_ranks(hugging_face_job.load_and_save, 2, Sharding(tensor=2), job)
+    run_ranks(hugging_face_job.convert, 2, Sharding(tensor=2), job)
     found, expected = tensors_of(copy), tensors_of(source)
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():

@@ -40,13 +40,12 @@ class Found:
 
 
 def rows_of_breakages(
-    flags: Sequence[str], group: str | None = None, part: str = "", *, everything: bool = False
+    flags: Sequence[str], group: str, part: str = "", *, everything: bool = False
 ) -> dict[str, list[Found]]:
     """The rows of a check without a breakage, and under each of a group's; every rank of its processes calls it.
 
     Args:
         flags: of `megatron-pg check`.
-        group: None for the check without a breakage alone.
         part: of the names of the breakages.
         everything: whether to run all aggregations, of a model with more than one layer a chunk.
     """
@@ -170,7 +169,7 @@ def problems_of(breakage: Breakage, rows: Sequence[Found]) -> list[str]:
 
 def problems_of_group(
     flags: Sequence[str],
-    group: str | None,
+    group: str,
     part: str = "",
     everything: bool = False,
     prints_words: bool = False,

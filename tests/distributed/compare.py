@@ -1,11 +1,13 @@
 """How far a sharded step is from the reference."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from .models import ModelOptions, relative_error
+from .launch import run_ranks
+from .models import ModelOptions, Sharding, relative_error
 from .one_step import Outcome
 
 METRIC_TOLERANCE = 2e-6
@@ -54,6 +56,23 @@ def assert_equal(
     for number, (outcome, reference) in enumerate(zip(found, expected, strict=True)):
         comparison = compare(outcome, reference, tolerance)
         assert comparison.passed, f"{names[number] if names else number}: {comparison}"
+
+
+def assert_case(
+    name: str,
+    options: ModelOptions,
+    worker: Callable[..., list[Outcome | None]],
+    runs: Sequence[object],
+    references: dict[ModelOptions, list[Outcome]],
+    *args: Any,
+) -> list[Outcome]:
+    """Check and return the steps of `worker(sharding, options, *args)`: the runs, once or several times in turn."""
+    sharding = Sharding.named(name)
+    found: list[Outcome] = run_ranks(worker, sharding.world_size, sharding, options, *args)[0]
+    repeats = len(found) // len(runs)
+    expected = references[options.unsharded] * repeats
+    assert_equal(found, expected, [*runs] * repeats, gradient_tolerance(options))
+    return found
 
 
 def compare(found: Outcome, expected: Outcome, tolerance: float = 1e-6) -> Comparison:

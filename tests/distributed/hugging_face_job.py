@@ -27,6 +27,7 @@ from megatron_pg.megatron.schedule import run_micro_batches
 from tests.oracle import PlainSample, Step
 from tests.random_steps import package_samples
 
+from .launch import refusal
 from .models import Sharding, initialize_groups
 
 LEARNING_RATE = 0.5
@@ -171,21 +172,15 @@ def load_errors(sharding: Sharding, jobs: dict[str, Job]) -> dict[str, str]:
     for name, job in jobs.items():
         chunks = build(sharding, job)
         before = [parameter.clone() for chunk in chunks for parameter in chunk.parameters()]
-        try:
-            load_hugging_face(chunks, job.source)
-        except WeightsError as error:
-            said[name] = str(error)
+        said[name] = refusal(WeightsError, load_hugging_face, chunks, job.source)
         after = [parameter for chunk in chunks for parameter in chunk.parameters()]
         assert all(torch.equal(*pair) for pair in zip(before, after, strict=True)), name
     return said
 
 
 def save_errors(job: Job, existing: Path) -> str:
-    try:
-        save_hugging_face(build(Sharding(pipeline=2), job), existing, job.source)
-    except WeightsError as error:
-        return str(error)
-    return ""
+    chunks = build(Sharding(pipeline=2), job)
+    return refusal(WeightsError, save_hugging_face, chunks, existing, job.source)
 
 
 def mutants(job: Job) -> dict[str, Logits | None]:

@@ -1,6 +1,6 @@
-"""Kills the quickstart at random moments, resumes it, and compares its metrics with an uninterrupted run's.
+"""Kills a program at random moments, starts it again, and compares its metrics with an uninterrupted run's.
 
-    python -m tests.distributed.kill_runs --moments 10 --seed 0
+    python -m tests.distributed.kill_runs --program trainer --moments 10 --seed 0
 
 What a launcher does when a rank dies (end the others) is done by `quickstart_run.wait`.
 """
@@ -18,12 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from . import trainer_run
 from .quickstart_run import Ranks, hold, output_of, run, start, steps_of, wait, wait_for_steps
 
 KINDS = ("kill one rank", "kill all ranks", "SIGTERM", "full disk")
 WORLD_SIZE = 2
 NUM_STEPS = 30
 FLAGS = f"--train-iters {NUM_STEPS} --save-interval 3 --resume"
+TRAINER_FLAGS = (
+    f"{trainer_run.WHOLE_GROUPS}--train-iters {NUM_STEPS} --save-interval 3 --exit-signal-handler "
+)
 LONGEST_DELAY = 0.3
 LAST_STEP = NUM_STEPS - 3
 """A run that is not interrupted until then waits for it."""
@@ -159,17 +163,47 @@ QUICKSTART = Program(
 )
 
 
-def main(program: Callable[[Path], Program], description: str | None) -> None:
-    """The command line of a program's kill test; the program may need files in a folder."""
-    parser = argparse.ArgumentParser(description=description)
+def fill_disk_of_trainer(moment: Moment, rank: int) -> None:
+    from megatron.training import get_args, training
+
+    save = training.save_checkpoint
+
+    def save_on_full_disk(iteration: int, *rest: Any, **named: Any) -> None:
+        if rank == moment.rank and iteration >= moment.step:
+            take_no_more(moment, sorted(Path(get_args().save).glob(f"iter_*/__{rank}_*")))
+        save(iteration, *rest, **named)
+
+    training.save_checkpoint = save_on_full_disk
+
+
+def trainer_in(folder: Path) -> Program:
+    rollouts = trainer_run.write_rollouts(folder / "rollouts.jsonl", 5 * NUM_STEPS)
+    return Program(
+        start=lambda run_dir, prepare: trainer_run.start(
+            rollouts, run_dir, TRAINER_FLAGS, WORLD_SIZE, prepare
+        ),
+        hold=functools.partial(trainer_run.hold_at, LAST_STEP),
+        fill_disk=fill_disk_of_trainer,
+        run=lambda run_dir: trainer_run.run(rollouts, run_dir, TRAINER_FLAGS),
+    )
+
+
+PROGRAMS = {"quickstart": lambda folder: QUICKSTART, "trainer": trainer_in}
+"""By name; a program may need files in a folder."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--program", choices=PROGRAMS, default="quickstart")
     parser.add_argument("--moments", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        compare(program(Path(folder)), Path(folder), random_moments(args.moments, args.seed))
+        program = PROGRAMS[args.program](Path(folder))
+        compare(program, Path(folder), random_moments(args.moments, args.seed))
     print(f"{args.moments} moments: metrics equal, {time.monotonic() - started:.0f} s")
 
 
 if __name__ == "__main__":
-    main(lambda folder: QUICKSTART, __doc__)
+    main()

@@ -15,7 +15,7 @@ from megatron_pg.megatron.cpu.layer_spec import PackedCoreAttention
 from tests.oracle import PlainSample
 from tests.random_steps import random_sample
 
-from .compare import assert_equal, gradient_tolerance
+from .compare import assert_case
 from .launch import run_ranks
 from .models import (
     ModelOptions,
@@ -60,9 +60,8 @@ def reference() -> list[Outcome]:
 
 @pytest.mark.parametrize("name", ["one process", "CP2", "CP4", "TP2 CP2", "TP2+SP CP2"])
 def test_packed_context_parallel_model_equals_each_sequence_alone(name, reference) -> None:
-    sharding = Sharding.named(name)
-    found = run_ranks(run_steps, sharding.world_size, sharding, DENSE, [LengthsRun()])[0]
-    assert_equal(found, reference, tolerance=gradient_tolerance(DENSE))
+    runs = [LengthsRun()]
+    assert_case(name, DENSE, run_steps, runs, {DENSE.unsharded: reference}, runs)
 
 
 def logits_of_a_rank_alone() -> tuple[Tensor, Tensor]:

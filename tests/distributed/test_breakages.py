@@ -1,5 +1,6 @@
 """`megatron-pg check` against ways of breaking Megatron: each is seen, and named for what it is."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,18 +9,13 @@ import torch
 from megatron_pg.megatron.cpu.runtime import enable_cpu_runtime
 from tests.lanes import in_one_lane
 
-from .break_check import family, problems_of_group, remembered_groups
+from .break_check import family, problems_of_group
 from .breakage import GROUPS
 from .launch import run_ranks
 
 pytestmark = in_one_lane
 
 FLAGS = "--device cpu --num-layers 1 --num-experts 4 --mtp-num-layers 1"
-SOUND = {
-    "PP2 DP2": (4, "--pipeline-model-parallel-size 2 --use-distributed-optimizer"),
-    "DP2 average in collective": (2, "--average-in-collective"),
-}
-"""Shardings that are right, beside those of the groups, which are run unbroken too, and of test_check.py."""
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -31,38 +27,33 @@ def test_breakages_are_seen_and_named(group: str) -> None:
     assert count > 0 and problems == []
 
 
-@pytest.mark.parametrize("sharding", SOUND)
-def test_sound_shardings_pass(sharding: str) -> None:
-    processes, flags = SOUND[sharding]
-    ranks = run_ranks(problems_of_group, processes, ["--device", "cpu", *flags.split()], None)
-    assert ranks[0] == (0, [])
-
-
 def references(mistakes: tuple[str, ...]) -> list[list[Any]]:
     enable_cpu_runtime()
-    from megatron_pg.check import step as run
+    from megatron_pg.check import step
     from megatron_pg.check.options import parse_options
 
     from .breakages_of_attention import each_attention
 
     mistake_of = {
-        "none": lambda patch: None,
-        "all around the model": lambda patch: [
-            each.apply(patch) for each in family() if each.is_around_the_model
-        ],
-        "attention": each_attention(lambda attend, *inputs: 2.0 * attend(*inputs)),
+        "none": [],
+        "all around the model": [each.apply for each in family() if each.is_around_the_model],
+        "attention": [each_attention(lambda attend, *inputs: 2.0 * attend(*inputs))],
     }
     options, _ = parse_options(FLAGS.split())
+    step.initialize_groups(options, sharded=False)
+    tasks = [
+        (replace(options, **model.changes), runs)
+        for name, model in step.MODELS.items()
+        for mode in (False, True)
+        if model.is_run(options)
+        and (runs := [*step.cases_of(name, options, ["sample_mean"], mode)])
+    ]
     found = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "initialize_groups", remembered_groups(run.initialize_groups))
-        patch.setattr(run, "AGGREGATIONS", {"sample_mean": run.AGGREGATIONS["sample_mean"]})
-        patch.setattr(run, "build_model", lambda *unused: None)
-        patch.setattr(run, "_row", lambda *arguments: arguments[-1])
-        for mistake in mistakes:
-            with pytest.MonkeyPatch.context() as broken:
-                mistake_of[mistake](broken)
-                found.append(run.run_check(options))
+    for mistake in mistakes:
+        with pytest.MonkeyPatch.context() as patch:
+            for apply in mistake_of[mistake]:
+                apply(patch)
+            found.append([row for task in tasks for row in step._references(*task)])
     return found
 
 

@@ -356,14 +356,9 @@ def refusals(sharding: Sharding) -> list[str]:
         {"tokens": [1, 2, 3]},
     ]
     away = [unwrapped(chunk).to_empty(device="meta") for chunk in build(sharding, ModelOptions())]
-    biased = build(sharding, ModelOptions(output_bias=True))
     errors = (ValueError, OtherRankError, AttributeError)
     refused = partial(refusal, errors, compute_log_probs, config=PolicyLossConfig(), **budget)
-    return [
-        *(refused(chunks, [fine, *[sample] * rank]) for sample in wrong),
-        refused(away, [fine]),
-        refusal(NotImplementedError, compute_hidden_states, biased, [fine], **budget),
-    ]
+    return [*(refused(chunks, [fine, *[sample] * rank]) for sample in wrong), refused(away, [fine])]
 
 
 def test_mistakes_are_told_on_every_rank_before_anything_runs() -> None:
@@ -378,4 +373,3 @@ def test_mistakes_are_told_on_every_rank_before_anything_runs() -> None:
         assert told.startswith("data-parallel rank 1: ") and part in told
     for rank in (first, second):
         assert rank[3].startswith("the model's parameters are on meta and this rank works on cpu")
-        assert rank[4].startswith("compute_hidden_states takes an output layer without bias")

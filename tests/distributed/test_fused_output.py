@@ -24,7 +24,7 @@ from megatron_pg.megatron.fused_head import OutputRows, active_rows
 from megatron_pg.megatron.output_layer import take_output_processor
 from tests.random_steps import package_samples, uneven_totals
 
-from .compare import assert_equal, compare, gradient_tolerance
+from .compare import assert_case, assert_equal, compare, gradient_tolerance
 from .launch import refusal, run_ranks
 from .models import ModelOptions, Sharding
 from .one_step import Outcome, build, fused_head, fused_heads, run_schedule, run_steps, train_step
@@ -73,20 +73,12 @@ def references() -> References:
     return references_of(CASES.values(), RUNS)
 
 
-def assert_steps(case: str, references: References, worker: Any, *args: Any) -> None:
-    sharding, options = Sharding.named(case), CASES[case]
-    found = run_ranks(worker, sharding.world_size, sharding, options, *args)[0]
-    expected = references[options.unsharded]
-    repeats = len(found) // len(expected)
-    assert_equal(found, expected * repeats, RUNS * repeats, gradient_tolerance(options))
-
-
 @pytest.mark.parametrize(
     ("case", "mode"),
     [(case, "one pass") for case in CASES] + [("TP2", "recomputed"), ("DP2 tied", "kept")],
 )
 def test_gradients_and_metrics_equal_the_unsharded_reference(case, mode, references) -> None:
-    assert_steps(case, references, steps, mode)
+    assert_case(case, CASES[case], steps, RUNS, references, mode)
 
 
 SEQUENCE_SETTINGS = ("gspo", "gmpo", "opsm", "everything", "tis_sequence")
@@ -109,12 +101,9 @@ def on_sequences() -> list[Outcome]:
 
 @pytest.mark.parametrize("case", SEQUENCE_CASES)
 def test_losses_of_whole_sequences(case, on_sequences) -> None:
-    sharding, (options, chunk_sizes) = Sharding.named(case), SEQUENCE_CASES[case]
-    task = (sharding, options, SEQUENCE_RUNS, fused_heads(*chunk_sizes))
-    found = run_ranks(run_steps, sharding.world_size, *task)[0]
-    times = len(chunk_sizes)
-    names, tolerance = SEQUENCE_SETTINGS * times, gradient_tolerance(options)
-    assert_equal(found, on_sequences * times, names, tolerance)
+    options, chunk_sizes = SEQUENCE_CASES[case]
+    expected, heads = {options.unsharded: on_sequences}, fused_heads(*chunk_sizes)
+    assert_case(case, options, run_steps, SEQUENCE_SETTINGS, expected, SEQUENCE_RUNS, heads)
 
 
 def steps_with_borders_inside_sequences() -> list[Outcome | None]:
@@ -200,7 +189,7 @@ def scaled_steps(sharding: Sharding, options: ModelOptions) -> list[Outcome | No
 
 @pytest.mark.parametrize("case", ["CP2, per token", "TP2+SP CP2", "PP2 tied"])
 def test_with_a_loss_scale_straight_to_main_grad(case, references) -> None:
-    assert_steps(case, references, scaled_steps)
+    assert_case(case, CASES[case], scaled_steps, RUNS, references)
 
 
 def steps_with_a_lost_scale(sharding: Sharding) -> list[Outcome | None]:
@@ -270,7 +259,7 @@ def steps_between_evaluations(sharding: Sharding, options: ModelOptions) -> list
 
 @pytest.mark.parametrize("case", ["CP2, per token", "PP2 tied"])
 def test_evaluation_leaves_no_gradient(case, references) -> None:
-    assert_steps(case, references, steps_between_evaluations)
+    assert_case(case, CASES[case], steps_between_evaluations, RUNS, references)
 
 
 def unscaled(sharding: Sharding) -> list[Outcome | None]:
@@ -413,5 +402,6 @@ def test_an_output_layer_that_is_more_than_a_product_is_refused() -> None:
         assert gathered.startswith("--fused-lm-head of a model that gathers its logits")
         assert gathered_teacher.startswith("compute_hidden_states of a model that gathers its")
         assert biased.startswith("--fused-lm-head takes an output layer without bias")
+        assert biased_teacher.startswith("compute_hidden_states takes an output layer without bias")
         for of_teacher in (gathered_teacher, biased_teacher):
             assert of_teacher.endswith("give the teacher by --distill-teacher logits or top_k")

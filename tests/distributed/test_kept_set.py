@@ -15,7 +15,7 @@ from tests.lanes import in_one_lane
 from tests.oracle import PlainSample
 from tests.random_steps import package_samples
 
-from .compare import assert_equal, compare, gradient_tolerance
+from .compare import assert_case, assert_equal, compare
 from .launch import run_ranks
 from .models import ModelOptions, Sharding
 from .one_step import Outcome, build, fused_heads, run_steps, train_step
@@ -64,10 +64,8 @@ def references() -> dict[ModelOptions, list[Outcome]]:
     ("case", "head"), [(case, head) for case, (_, heads) in CASES.items() for head in heads]
 )
 def test_gradients_and_metrics_equal_the_unsharded_reference(case, head, references) -> None:
-    sharding, options = Sharding.named(case), CASES[case][0]
-    found = run_ranks(steps, sharding.world_size, sharding, options, head)[0]
-    assert_equal(found, references[options.unsharded], RUNS, gradient_tolerance(options))
-    for outcome in found:
+    options = CASES[case][0]
+    for outcome in assert_case(case, options, steps, RUNS, references, head):
         assert "kept_set_size" in outcome.metrics
         assert ("kept_set_mass" in outcome.metrics) == (head == "logits")
 

@@ -7,7 +7,7 @@ import pytest
 from megatron_pg.config.versions import has_megatron_training
 from tests.lanes import in_one_lane
 
-from .kill_runs import KINDS, QUICKSTART, compare, random_moments
+from .kill_runs import KINDS, QUICKSTART, compare, random_moments, trainer_in
 
 
 @in_one_lane  # test_quickstart_training.py resumes a run in both
@@ -26,8 +26,6 @@ def test_a_killed_quickstart_loses_nothing(tmp_path: Path) -> None:
 @pytest.mark.skipif(not has_megatron_training(), reason="built on megatron.training")
 def test_a_killed_trainer_loses_nothing(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
-    from .trainer_kill_runs import trainer
-
     moments = random_moments(len(KINDS), seed=0)
     assert {moment.kind for moment in moments} == set(KINDS)
-    compare(trainer(tmp_path), tmp_path, moments)
+    compare(trainer_in(tmp_path), tmp_path, moments)

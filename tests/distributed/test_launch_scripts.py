@@ -104,9 +104,7 @@ def test_the_page_shows_what_is_printed(plans: dict[str, str]) -> None:
 
 
 CONTRADICTIONS = {
-    "--loss-aggregation constant": "--loss-aggregation-divisor",
     "--tensor-model-parallel-size 3": "64 processes cannot be split .* --tensor-model-parallel-size",
-    "--num-layers 81": "Megatron refuses .* layers",
     "--max-tokens-per-microbatch 4": "--max-tokens-per-microbatch",
     "--context-parallel-size 2 --qkv-format bshd": "--qkv-format thd",
 }

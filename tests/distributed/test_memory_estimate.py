@@ -5,14 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from megatron_pg.config.versions import has_megatron_training
-
-if not has_megatron_training():
-    pytest.skip("the estimate is megatron.training's: 0.17 and later", allow_module_level=True)
-
-from trainer.arguments import parse_arguments  # noqa: E402
-from trainer.memory_estimate import GIB, estimate_memory  # noqa: E402
+from trainer.arguments import parse_arguments
+from trainer.memory_estimate import GIB, estimate_memory
 
 ROOT = Path(__file__).parents[2]
 

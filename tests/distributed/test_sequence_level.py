@@ -23,7 +23,7 @@ from megatron_pg.step.batch import pack
 from megatron_pg.step.totals import step_totals
 from tests.distributed.launch import run_ranks
 from tests.fast import objectives_oracle as oracle
-from tests.fast.objectives_oracle import Correction, Sequence1
+from tests.fast.objectives_oracle import Sequence1
 from tests.fast.sequences import (
     flat_gradient,
     flat_log_probs,
@@ -33,6 +33,7 @@ from tests.fast.sequences import (
     stacked,
     tokens_and_sums,
 )
+from tests.fast.test_corrections import GEOMETRIC, OPSM, TIS_SEQUENCE, correction_of, sequence, tis
 from tests.lanes import in_one_lane
 
 pytestmark = in_one_lane
@@ -42,46 +43,24 @@ MICRO_BATCHES: dict[str, list[Sequence1]] = {
     # One response token in all: every rank but one has an empty window.
     "one_token": [random_sequence(11, 1, active_rate=1.0)],
 }
-REJECTIONS = {"geometric": (0.95, 1.03), "opsm_delta": 0.01}
-CASES: dict[str, tuple[int, str, Correction]] = {
-    "gspo": (1, "gspo", Correction()),
-    "gspo_with_corrections": (2, "gspo", Correction("sequence", 0.5, 1.5, **REJECTIONS)),
-    "ppo_with_opsm": (1, "ppo", Correction(opsm_delta=0.01)),
-    "geometric_mask_and_sequence_rejection": (
-        *(1, "ppo"),
-        Correction("geometric_mask", 0.95, 1.05, sequence=(0.8, math.inf)),
-    ),
-    "tis_geometric": (1, "ppo", Correction("geometric", 0.97, 1.02)),
-    "ppo_token_level": (0, "ppo", Correction("token", tis_high=1.1)),
-    "icepop": (0, "ppo", Correction("mask", 0.9, 1.1)),
-    "gmpo": (1, "gmpo", Correction()),
-    "gmpo_against_rollout_with_corrections": (
-        3,
-        "gmpo",
-        Correction(**REJECTIONS, anchor="rollout"),
-    ),
-    "gspo_against_rollout": (1, "gspo", Correction(anchor="rollout")),
-    "ppo_against_rollout": (0, "ppo", Correction(anchor="rollout")),
-    **{name: (0, name, Correction()) for name in ("sapo", "dppo_tv", "dppo_kl")},
-    "dppo_tv_against_rollout": (0, "dppo_tv", Correction(anchor="rollout")),
+GSPO, GMPO, ROLLOUT = {"policy_loss": "gspo"}, {"policy_loss": "gmpo"}, {"ratio_anchor": "rollout"}
+MASKED = tis(0.95, 1.05, tis_level="geometric", tis_mode="mask")
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "gspo": (1, GSPO),
+    "gspo_with_corrections": (2, {**GSPO, **TIS_SEQUENCE, **GEOMETRIC, **OPSM}),
+    "ppo_with_opsm": (1, OPSM),
+    "geometric_mask_and_sequence_rejection": (1, {**MASKED, **sequence(0.8, math.inf)}),
+    "tis_geometric": (1, tis(0.97, 1.02, tis_level="geometric")),
+    "ppo_token_level": (0, tis(0.0, 1.1)),
+    "icepop": (0, tis(0.9, 1.1, tis_mode="mask")),
+    "gmpo": (1, GMPO),
+    "gmpo_against_rollout_with_corrections": (3, {**GMPO, **ROLLOUT, **GEOMETRIC, **OPSM}),
+    "gspo_against_rollout": (1, {**GSPO, **ROLLOUT}),
+    "ppo_against_rollout": (0, ROLLOUT),
+    **{name: (0, {"policy_loss": name}) for name in ("sapo", "dppo_tv", "dppo_kl")},
+    "dppo_tv_against_rollout": (0, {"policy_loss": "dppo_tv", **ROLLOUT}),
 }
-"""The number of sums over sequences, beside their active tokens; the objective; the corrections."""
-
-
-def settings_of(policy_loss: str, correction: Correction) -> dict[str, Any]:
-    settings: dict[str, Any] = {"policy_loss": policy_loss, "ratio_anchor": correction.anchor}
-    if correction.tis is not None:
-        level, is_mask = correction.tis.removesuffix("mask").rstrip("_"), "mask" in correction.tis
-        settings |= {"use_tis": True, "tis_level": level or "token"}
-        settings |= {"tis_clip_low": correction.tis_low, "tis_clip": correction.tis_high}
-        settings["tis_mode"] = "mask" if is_mask else "truncate"
-    for name in ("geometric", "sequence"):
-        if (bounds := getattr(correction, name)) is not None:
-            names = [f"{name}_rejection_{end}" for end in ("low", "high")]
-            settings |= {f"use_{name}_rejection": True, **dict(zip(names, bounds, strict=True))}
-    if correction.opsm_delta is not None:
-        settings |= {"use_opsm": True, "opsm_delta": correction.opsm_delta}
-    return settings
+"""The number of sums over sequences, beside their active tokens; the settings."""
 
 
 def samples_of(sequences: list[Sequence1]) -> list:
@@ -110,8 +89,8 @@ def shapes_of(reductions: mock.Mock) -> list[tuple[int, ...]]:
 def corrections_worker() -> dict:
     """Every case: the rank's losses, those of local sums, and the shapes of the tensors that were all-reduced."""
     results = {}
-    for (case, (_, *spec)), name in itertools.product(CASES.items(), MICRO_BATCHES):
-        task = settings_of(*spec), MICRO_BATCHES[name]
+    for (case, (_, settings)), name in itertools.product(CASES.items(), MICRO_BATCHES):
+        task = settings, MICRO_BATCHES[name]
         with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reductions:
             found = corrected_on_this_rank(*task, dist.group.WORLD)
         mutant = corrected_on_this_rank(*task, None)
@@ -130,15 +109,13 @@ def assembled(parts: list[tuple[Tensor, Tensor, Tensor]], length: int) -> tuple[
 def test_sequence_level_settings_equal_the_unsharded_formula(size: int) -> None:
     ranks = run_ranks(corrections_worker, size)
     for case, name in ranks[0]:
-        num_sums, policy_loss, correction = CASES[case]
-        sequences = MICRO_BATCHES[name]
-        losses = [oracle.objective(policy_loss, s, anchor=correction.anchor) for s in sequences]
-        expected = stacked(
-            [
-                oracle.correct(s, own, correction)[0]
-                for s, own in zip(sequences, losses, strict=True)
-            ]
-        )
+        (num_sums, settings), sequences = CASES[case], MICRO_BATCHES[name]
+        policy_loss = settings.get("policy_loss", "ppo")
+        anchor = settings.get("ratio_anchor", "old")
+        correction = dataclasses.replace(correction_of(settings), anchor=anchor)
+        losses = [oracle.objective(policy_loss, s, anchor=anchor) for s in sequences]
+        pairs = zip(sequences, losses, strict=True)
+        expected = stacked([oracle.correct(*pair, correction)[0] for pair in pairs])
         gradient = flat_gradient(expected.sum(), sequences)
         found, mutants, shapes = zip(*(rank[case, name] for rank in ranks), strict=True)
         found_losses, found_gradient = assembled(found, expected.numel())
@@ -178,9 +155,8 @@ def reducer_worker() -> dict[tuple[str, str, str], Any]:
     results = {}
     rank, size = dist.get_rank(), dist.get_world_size()
     for case, mode, name in itertools.product(DROPPING, ("zigzag", "contiguous"), MICRO_BATCHES):
-        _, *spec = CASES[case]
         config = PolicyLossConfig(
-            **settings_of(*spec),
+            **CASES[case][1],
             custom_pg_loss_reducer_function_path=f"{__name__}:reducer_of_place",
             cp_partition_mode=mode,
             kl_loss_coef=0.3,
@@ -206,7 +182,8 @@ def test_a_users_reducer_gets_whole_masks_after_rejection(size: int) -> None:
     """On every rank, those whose window is empty included; KL follows it with the masks from before."""
     ranks = run_ranks(reducer_worker, size)
     for case, mode, name in ranks[0]:
-        (num_sums, _, correction), sequences = CASES[case], MICRO_BATCHES[name]
+        (num_sums, settings), sequences = CASES[case], MICRO_BATCHES[name]
+        correction = correction_of(settings)
         made = [oracle.correct(s, oracle.objective("ppo", s), correction) for s in sequences]
         before, after = [s.loss_mask for s in sequences], [mask for _, mask in made]
         expected = sum(

@@ -12,14 +12,17 @@ from unittest import mock
 
 import pytest
 
-from megatron_pg.config.versions import has_megatron_training
-
 from .quickstart_run import output_of, steps_of, wait, wait_for_steps
-from .rollout_rows import write_rollouts
-from .trainer_run import TRACKER, WHOLE_GROUPS, copy_after_step, end_of, hold_at, run, start
-
-pytest.importorskip("pyarrow")
-pytestmark = pytest.mark.skipif(not has_megatron_training(), reason="built on megatron.training")
+from .trainer_run import (
+    TRACKER,
+    WHOLE_GROUPS,
+    copy_after_step,
+    end_of,
+    hold_at,
+    run,
+    start,
+    write_rollouts,
+)
 
 STEPS = WHOLE_GROUPS + "--train-iters 6 --save-interval 3 "
 
@@ -42,12 +45,8 @@ def stopped(uninterrupted: Path, tmp_path: Path) -> Path:
     return copy_after_step(3, uninterrupted, tmp_path / "run")
 
 
-def mocked(function: str, error: Exception | None = None, only: int | None = None) -> Any:
-    """Give what has a rank, or the only one named, call a mock in the place of a function."""
-    return functools.partial(_mock, function, error, only)
-
-
-def _mock(function: str, error: Exception | None, only: int | None, rank: int) -> None:
+def break_call(function: str, error: Exception | None, only: int | None, rank: int) -> None:
+    """Put a mock in the place of a function, on every rank or on one."""
     if only in (None, rank):
         mock.patch(function, side_effect=error).start()
 
@@ -57,14 +56,13 @@ def checkpoints_of(folder: Path) -> list[str]:
 
 
 def is_close(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> bool:
-    return len(found) == len(expected) and all(
-        _known(one) == pytest.approx(_known(other), rel=1e-4, abs=1e-5)
-        for one, other in zip(found, expected, strict=True)
+    """Of the metrics that are known, the others being None."""
+    first, second = (
+        [{name: value for name, value in step.items() if value is not None} for step in steps]
+        for steps in (found, expected)
     )
-
-
-def _known(step: dict[str, Any]) -> dict[str, float]:
-    return {name: value for name, value in step.items() if value is not None}
+    near = [pytest.approx(step, rel=1e-4, abs=1e-5) for step in second]
+    return first == near
 
 
 def test_steps_hold_whole_groups_and_say_what_they_hold(uninterrupted: Path) -> None:
@@ -226,7 +224,8 @@ def test_other_rollouts_of_the_same_name_are_refused(rollouts: Path, stopped: Pa
 
 def test_a_checkpoint_of_another_program_is_named(rollouts: Path, tmp_path: Path) -> None:
     """As a pre-training run leaves it, without a place in the rollouts."""
-    prepare = mocked("trainer.checkpoint._store_rollout_state")
+    function = "trainer.checkpoint._store_rollout_state"
+    prepare = functools.partial(break_call, function, None, None)
     run(rollouts, tmp_path / "run", STEPS, prepare=prepare)
     said = end_of(rollouts, tmp_path / "run", STEPS + "--train-iters 9")
     assert "another program and has no place in the rollouts; give --finetune" in said
@@ -250,16 +249,6 @@ def test_with_verify_integrity_a_flipped_bit_is_named(rollouts: Path, tmp_path: 
     assert "__0_0.distcp" in said and "error: --load cannot be read" in said
 
 
-def test_a_checkpoint_that_one_rank_cannot_complete_ends_all_ranks(rollouts, tmp_path):
-    """Rank 0 fails where it writes by itself and the other waits for it, in the middle of Megatron's save."""
-    folder = tmp_path / "run"
-    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    save_config = "megatron.core.dist_checkpointing.serialization.save_config"
-    said = end_of(rollouts, folder, STEPS, prepare=mocked(save_config, error))
-    assert "cannot be written (rank 0): [Errno 28] No space left on device" in said
-    assert not (folder / TRACKER).exists()
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -276,20 +265,27 @@ def test_what_a_step_cannot_hold_ends_all_ranks_with_a_line(rollouts, tmp_path, 
     assert [line for line in said.splitlines() if message in line and line.startswith("error: ")]
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_file_that_one_node_cannot_read_ends_all_ranks_with_a_line(rollouts, tmp_path, failing):
-    error = OSError(errno.EIO, os.strerror(errno.EIO))
-    whose = "data-parallel rank 1: OSError: " if failing else ""
-    prepare = mocked("megatron_pg.rollout_files.source.open_rows", error, failing)
-    said = end_of(rollouts, tmp_path / "run", STEPS, prepare=prepare)
-    assert f"error: {whose}[Errno 5] Input/output error" in said
+ROWS, DISK = "megatron_pg.rollout_files.source.open_rows", OSError(errno.EIO, "Input/output error")
+FULL = OSError(errno.ENOSPC, "No space left on device")
+MISSING = FileNotFoundError("--rollout-files: x.jsonl does not exist")
+FAULTS = {
+    "error: [Errno 5] Input/output error": (ROWS, DISK, 0),
+    "error: data-parallel rank 1: OSError: [Errno 5] Input/output error": (ROWS, DISK, 1),
+    f"error: the run cannot begin (rank 1): {MISSING}": (
+        *("megatron_pg.rollout_files.source.files_of", MISSING, 1),
+    ),
+    # Rank 0 alone calls it, and the other waits for it in the middle of Megatron's save.
+    "cannot be written (rank 0): [Errno 28] No space left on device": (
+        *("megatron.core.dist_checkpointing.serialization.save_config", FULL, None),
+    ),
+}
 
 
-def test_a_file_that_one_node_does_not_have_ends_all_ranks_with_a_line(rollouts, tmp_path):
-    error = FileNotFoundError("--rollout-files: x.jsonl does not exist")
-    prepare = mocked("megatron_pg.rollout_files.source.files_of", error, 1)
-    said = end_of(rollouts, tmp_path / "run", STEPS, prepare=prepare)
-    assert "error: the run cannot begin (rank 1): --rollout-files: x.jsonl does not exist" in said
+@pytest.mark.parametrize("message", FAULTS)
+def test_an_error_of_one_rank_ends_all_ranks_with_a_line(rollouts, tmp_path, message):
+    prepare = functools.partial(break_call, *FAULTS[message])
+    assert message in end_of(rollouts, tmp_path / "run", STEPS, prepare=prepare)
+    assert not (tmp_path / "run" / TRACKER).exists()
 
 
 def test_a_signal_ends_a_run_after_a_checkpoint(rollouts, uninterrupted, tmp_path):

@@ -11,17 +11,11 @@ import pytest
 import torch
 
 from megatron_pg import PolicyLossConfig
-from megatron_pg.config.versions import has_megatron_training
+from megatron_pg.rollout_files import CollectorState, RewardedSample, RolloutPosition
 
 from .quickstart_run import steps_of
-from .rollout_rows import write_rollouts
 from .test_quickstart_training import ONE_RIGHT
-from .trainer_run import WHOLE_GROUPS, copy_after_step, end_of, run
-
-pytest.importorskip("pyarrow")
-from megatron_pg.rollout_files import CollectorState, RewardedSample, RolloutPosition  # noqa: E402
-
-pytestmark = pytest.mark.skipif(not has_megatron_training(), reason="built on megatron.training")
+from .trainer_run import WHOLE_GROUPS, copy_after_step, end_of, run, write_rollouts
 
 STEPS = WHOLE_GROUPS + "--train-iters 4 --save-interval 2 "
 

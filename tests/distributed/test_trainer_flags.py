@@ -6,17 +6,17 @@ import io
 import itertools
 import os
 import re
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from trainer.arguments import parse_arguments
 
-from megatron_pg.config.versions import has_megatron_training
+from megatron_pg import PolicyLossConfig
 
 from .launch import run_ranks
 from .trainer_run import FLAGS, MODEL
-
-pytest.importorskip("pyarrow")
-pytestmark = pytest.mark.skipif(not has_megatron_training(), reason="built on megatron.training")
 
 GIVEN = f"{FLAGS}{MODEL}--train-iters 6 --rollout-files x.jsonl "
 
@@ -74,8 +74,6 @@ READ_GROUPS = {
 
 def parse_each(lines: list[str]) -> list[str]:
     """What each command line is refused with, or ''; on a forked rank, one after the other."""
-    from trainer.arguments import parse_arguments
-
     os.environ |= {"RANK": "0", "WORLD_SIZE": "4", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     found = []
     for line in lines:
@@ -131,8 +129,6 @@ def helps() -> dict[str, str]:
 
 
 def printed_help(flags: list[str]) -> list[tuple[str, str]]:
-    from trainer.arguments import parse_arguments
-
     found = []
     for flag, rank in itertools.product(flags, "01"):
         os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}
@@ -166,3 +162,40 @@ def test_megatrons_flags_have_a_help_of_their_own(helps: dict[str, str]) -> None
 
 def test_help_is_printed_once_on_a_node(helps: dict[str, str]) -> None:
     assert helps["--help 1"] == helps["--help-megatron 1"] == ""
+
+
+def command_lines() -> list[list[str]]:
+    """The arguments of torchrun of every launch line of docs/recipes.md, as bash reads them."""
+    page = (Path(__file__).parents[2] / "docs/recipes.md").read_text()
+    blocks = re.findall(r"^```bash\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    stub = 'torchrun() { printf "%s\\n" "$@" ==; }\n'
+    printed = subprocess.run(
+        ["bash", "-euc", stub + "".join(blocks)], capture_output=True, text=True, check=True
+    ).stdout
+    return [line.split("\n") for line in printed.split("\n==\n") if line]
+
+
+RECIPES = command_lines()
+
+
+@pytest.mark.parametrize(
+    "line", RECIPES, ids=lambda line: " ".join(line[line.index("--docs-per-step-mode") + 3 :])
+)
+def test_the_line_of_a_recipe_is_accepted(line: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    script = line.index("examples/trainer")
+    assert line[:script] == ["--nproc-per-node", "8"]
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    monkeypatch.setattr(sys, "argv", line[script:])
+    config = PolicyLossConfig.from_args(parse_arguments())
+    given = dict(zip(line, line[1:], strict=False))
+    assert config.loss_aggregation == given.get("--loss-aggregation", "sample_mean")
+    assert config.policy_loss == given.get("--policy-loss", "ppo")
+
+
+def test_every_aggregation_and_clipped_objective_has_a_recipe() -> None:
+    text = "".join(" ".join(line) for line in RECIPES)
+    for name in ("sample_mean", "prompt_mean", "token_mean", "constant"):
+        assert f"--loss-aggregation {name}" in text
+    for name in ("ppo", "gspo", "cispo", "reinforce", "sapo", "gmpo", "dppo_tv", "dppo_kl"):
+        assert f"--policy-loss {name}" in text

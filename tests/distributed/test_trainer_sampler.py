@@ -9,17 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_pg.config.versions import has_megatron_training
-
 from .launch import run_ranks
 from .models import Sharding
 from .quickstart_run import steps_of
 from .trainer_run import end_of, run
 
-pytest.importorskip("pyarrow")
 pytest.importorskip("reasoning_gym")
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.skipif(not has_megatron_training(), reason="built on megatron.training")
 
 VOCABULARY, STOP, LONGEST = 61, 7, 24
 STOPS = list(range(7, 20))

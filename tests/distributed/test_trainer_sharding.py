@@ -9,14 +9,8 @@ from typing import Any
 
 import pytest
 
-from megatron_pg.config.versions import has_megatron_training
-
 from .quickstart_run import steps_of
-from .rollout_rows import write_rollouts
-from .trainer_run import WHOLE_GROUPS, copy_after_step, run
-
-pytest.importorskip("pyarrow")
-pytestmark = pytest.mark.skipif(not has_megatron_training(), reason="built on megatron.training")
+from .trainer_run import WHOLE_GROUPS, copy_after_step, run, without_log_probs
 
 STEPS = WHOLE_GROUPS + (
     "--num-layers 4 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --swiglu --ffn-hidden-size 32 "
@@ -41,7 +35,8 @@ UNLIKE = {"seconds_rollouts", "seconds_scoring", "seconds_training", "skipped_ro
 
 @pytest.fixture(scope="module")
 def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_rollouts(tmp_path_factory.mktemp("rollouts") / "rollouts.jsonl", 24)
+    """Of every second row the run makes the log-probs itself."""
+    return without_log_probs(tmp_path_factory.mktemp("rollouts") / "rollouts.jsonl", 2)
 
 
 def in_one_process(rollouts: Path, name: str, flags: str) -> Path:

@@ -1,12 +1,14 @@
 """Short runs of examples/trainer from a small rollout file, and what they leave."""
 
+import json
+import random
 import shutil
 from pathlib import Path
 from typing import Any
 
 from .quickstart_run import Prepare, Ranks, hold, output_of, start_script, succeed, wait_until_ended
-from .rollout_rows import VOCABULARY
 
+VOCABULARY = 32
 MODEL = (
     "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 "
     "--position-embedding-type learned_absolute --attention-dropout 0 --hidden-dropout 0 "
@@ -18,6 +20,39 @@ FLAGS = (
 )
 WHOLE_GROUPS = "--keep-prompt-groups "
 TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def write_rollouts(path: Path, num_groups: int) -> Path:
+    """Prompt groups of two to four answers of different lengths, one row in twenty bad, a reward each."""
+    generator = random.Random(1)
+    with path.open("w") as file:
+        for group in range(num_groups):
+            prompt = [generator.randrange(VOCABULARY) for _ in range(generator.randint(1, 4))]
+            for _ in range(generator.randint(2, 4)):
+                file.write(json.dumps(_row(generator, group, prompt)) + "\n")
+    return path
+
+
+def _row(generator: random.Random, group: int, prompt: list[int]) -> dict[str, Any]:
+    length = generator.randint(1, 12)
+    highest = 2 * VOCABULARY if generator.random() < 0.05 else VOCABULARY
+    return {
+        "prompt_ids": prompt,
+        "response_ids": [generator.randrange(highest) for _ in range(length)],
+        "log_probs": [-3.5 + 0.1 * generator.random() for _ in range(length)],
+        "reward": float(generator.randint(0, 2)),
+        "group_index": group,
+    }
+
+
+def without_log_probs(path: Path, every: int) -> Path:
+    """A file of rollouts in which every so manieth row lacks them, as of an engine that does not give them."""
+    write_rollouts(path, 24)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows[::every]:
+        del row["log_probs"]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 def start(

@@ -1,14 +1,55 @@
-"""examples/tour.ipynb: its cells run on a CPU, and print what the notebook shows."""
+"""examples/minimal.py is short and learns, the same at every sharding; the cells of examples/tour.ipynb print what it shows."""
 
 import contextlib
 import io
 import json
+import re
+import runpy
+import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
-from .launch import run_ranks
+import pytest
 
-NOTEBOOK = Path(__file__).parents[2] / "examples/tour.ipynb"
+from .launch import run_ranks
+from .quickstart_run import start_script, succeed
+
+ROOT = Path(__file__).parents[2]
+SCRIPT, NOTEBOOK = ROOT / "examples/minimal.py", ROOT / "examples/tour.ipynb"
+FLAGS = {
+    "CP 2": "--context-parallel-size 2",
+    "TP 2, token mean": "--tensor-model-parallel-size 2 --loss-aggregation token_mean",
+}
+
+
+def run_instead(rank: int) -> None:
+    """The script, and the end of the process: there is no `main` to go on with."""
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+    sys.exit()
+
+
+def run(folder: Path, flags: str) -> list[float]:
+    ranks = start_script(flags.split(), folder / "run", prepare=run_instead)
+    output = succeed(ranks, folder / "run")
+    lines = re.findall(r"^reward (\S+), ratio (\S+)$", output, re.MULTILINE)
+    assert {ratio for _, ratio in lines} == {"1.0000"}, "scored and trained alike"
+    return [float(reward) for reward, _ in lines]
+
+
+@pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
+def test_it_learns_at_any_sharding(flags: str, tmp_path: Path) -> None:
+    rewards = run(tmp_path, flags)
+    assert len(rewards) == 30
+    assert rewards[0] < 0.4 and sum(rewards[-5:]) / 5 > 0.6, rewards
+
+
+def test_it_is_a_page_that_the_readme_shows() -> None:
+    text = SCRIPT.read_text()
+    assert len(text.splitlines()) <= 110
+    readme = (ROOT / "README.md").read_text()
+    (shown,) = re.findall(r"^```py\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
+    assert textwrap.indent(shown, "    ") in text
 
 
 def code_cells() -> list[dict[str, Any]]:
@@ -40,7 +81,7 @@ def test_the_notebook_prints_what_it_shows() -> None:
 
 
 def write_outputs(printed: list[str]) -> None:
-    """Stores what the cells print; `python -m tests.distributed.test_tour`."""
+    """Stores what the cells print; `python -m tests.distributed.test_examples`."""
     notebook = json.loads(NOTEBOOK.read_text())
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     for number, (cell, text) in enumerate(zip(cells, printed, strict=True), 1):

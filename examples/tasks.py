@@ -15,7 +15,7 @@ from typing import Any
 import reasoning_gym
 import torch
 import torch.distributed as dist
-from critic import Critic
+from other_models import Critic
 from sampler import Sampler, answer_sample
 
 from megatron_pg import Sample, group_advantages

@@ -4,15 +4,13 @@ Megatron writes its own line of a step, timers and memory reports; its flags say
 """
 
 import json
-import math
 import os
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TextIO
 
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
-from run_folder import cut_back
+from run_folder import append_step, cut_back
 
 METRICS, HELD_OUT = "metrics.jsonl", "held_out.jsonl"
 
@@ -27,11 +25,9 @@ class MetricsLog:
     def __init__(self, args: Namespace) -> None:
         self._args = args
         self._writes = args.rank == args.world_size - 1
-        self._file: TextIO | None = None
-        if self._writes and args.save:
-            path = Path(args.save) / METRICS
-            cut_back(path, args.iteration)
-            self._file = path.open("a")
+        self._path = Path(args.save) / METRICS if args.save else None
+        if self._writes and self._path:
+            cut_back(self._path, args.iteration)
 
     def step(
         self, number: int, metrics: Mapping[str, float | None], answers: Sequence[str] = ()
@@ -39,11 +35,7 @@ class MetricsLog:
         """Log the metrics of step `number`, counted from 1, None for what is not known, and a few of its answers."""
         if not self._writes:
             return
-        known = {name: x for name, x in metrics.items() if x is not None and math.isfinite(x)}
-        if self._file is not None:
-            line = {"step": number, **dict.fromkeys(metrics), **known}  # JSON has no NaN
-            self._file.write(json.dumps(line) + "\n")
-            self._file.flush()
+        known = append_step(self._path, number, metrics)
         if number % self._args.tensorboard_log_interval == 0:
             self._draw(number, known)
         if number % self._args.log_interval == 0:
@@ -56,9 +48,9 @@ class MetricsLog:
         if not self._writes:
             return
         print(f" held-out tasks after step {number}: {score:.3f}", *map(repr, answers), sep="\n   ")
-        if self._args.save:
+        if self._path:
             line = {"step": number, "score": score, "answers": answers}
-            with (Path(self._args.save) / HELD_OUT).open("a") as file:
+            with self._path.with_name(HELD_OUT).open("a") as file:
                 file.write(json.dumps(line) + "\n")
         self._draw(number, {"held_out": score})
 
@@ -71,10 +63,12 @@ class MetricsLog:
 
     def flush(self) -> None:
         """Bring everything to the disk."""
-        if self._file is not None:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        if self._writes and (writer := get_tensorboard_writer()):
+        if not self._writes:
+            return
+        if self._path:
+            with self._path.open("a") as file:
+                os.fsync(file.fileno())
+        if writer := get_tensorboard_writer():
             writer.flush()
 
     def close(self) -> None:

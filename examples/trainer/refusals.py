@@ -2,7 +2,6 @@
 
 import argparse
 import importlib.util
-import itertools
 import math
 from argparse import Namespace
 from collections.abc import Iterator
@@ -120,8 +119,7 @@ def refuse_combinations(args: Namespace) -> None:
         values = value if isinstance(value, (list, tuple)) else [value]
         if any(isinstance(number, float) and not math.isfinite(number) for number in values):
             raise ValueError(f"{_flag(name)} is {value}: give a finite number")
-    of_source = _of_tasks if args.task else _of_files
-    for message in itertools.chain(of_source(args), _of_any(args)):
+    for message in _problems(args):
         raise ValueError(message)
 
 
@@ -129,7 +127,13 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _of_any(args: Namespace) -> Iterator[str]:
+def _problems(args: Namespace) -> Iterator[str]:
+    if bool(args.rollout_files) == bool(args.task):
+        yield "what to train on: give one of --rollout-files and --task"
+    if args.task:
+        yield from _problems_of_task(args)
+    elif not args.docs_per_step:
+        yield "--docs-per-step is missing: the documents (rollouts) of a step"
     if not args.vocab_size:
         yield "--vocab-size is missing: token ids are below it"
     if not args.train_iters:
@@ -166,17 +170,8 @@ def _of_any(args: Namespace) -> Iterator[str]:
         yield f"{args.world_size} processes cannot be split in {groups}: change one of {flags}"
 
 
-def _of_files(args: Namespace) -> Iterator[str]:
-    if not args.rollout_files:
-        yield "what to train on: give one of --rollout-files and --task"
-    if not args.docs_per_step:
-        yield "--docs-per-step is missing: the documents (rollouts) of a step"
-
-
-def _of_tasks(args: Namespace) -> Iterator[str]:
+def _problems_of_task(args: Namespace) -> Iterator[str]:
     """The sampler has the stages of the model that is trained, each rank one of them, a token at a time."""
-    if args.rollout_files:
-        yield "what to train on: give one of --rollout-files and --task"
     if not args.hf_model:
         yield "--task needs --hf-model: its tokenizer and chat template make the prompts"
     if args.docs_per_step is not None:

@@ -14,6 +14,7 @@ from megatron.core.utils import get_model_config
 from megatron.training import checkpointing, training
 
 from megatron_pg import PolicyLossConfig, Sample, StepPlan, accepted_samples, pack
+from megatron_pg.config.program import exit_refused
 from megatron_pg.megatron import PolicyStep
 from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.megatron.schedule import run_micro_batches
@@ -21,7 +22,7 @@ from megatron_pg.megatron.schedule import run_micro_batches
 from .arguments import parse_arguments
 from .checkpoint import claim_save_folder, loading, restore_rollouts, saving
 from .dry_run import print_plan
-from .errors import agreed, mendable, plain_errors
+from .errors import RunError, agreed, mendable
 from .initialize import provide_model, start_megatron
 from .log import MetricsLog
 from .rollouts import FileSteps, Scoring, layout_of, plan_of
@@ -176,13 +177,15 @@ class Run:
         self._last_saved = iteration
 
 
-@plain_errors()
 def main() -> None:
-    """Parse the flags, and train or print the plan."""
-    with mendable():
-        args = parse_arguments()
-        config = PolicyLossConfig.from_args(args)
-        if args.dry_run:
-            print_plan(args, config)
-            return
-    Run(args, config).train()
+    """Parse the flags, and train or print the plan; what the user can mend is said in a line, by one rank."""
+    try:
+        with mendable():
+            args = parse_arguments()
+            config = PolicyLossConfig.from_args(args)
+            if args.dry_run:
+                print_plan(args, config)
+                return
+        Run(args, config).train()
+    except RunError as error:
+        exit_refused(f"error: {error}")

@@ -138,19 +138,12 @@ class RolloutWorker:
     Tensor-parallel ranks sample alike; the others have other questions and a random state of their own each.
     """
 
-    def __init__(
-        self,
-        args: Namespace,
-        model: torch.nn.Module,
-        tasks: Tasks,
-        groups: ParallelGroups,
-        device: torch.device,
-    ) -> None:
-        self.args, self.tasks, self.groups = args, tasks, groups
-        size = tasks.vocabulary_size
-        self.sampler = Sampler(model, groups.pipeline, size, [END], args.max_response_len)
-        seed = args.seed + 100_003 * dist.get_rank(groups.data_with_context)
-        self.generator = torch.Generator(device).manual_seed(seed)
+    def __init__(self, args: Namespace, model: torch.nn.Module, tasks: Tasks) -> None:
+        self.args, self.tasks, self.groups = args, tasks, ParallelGroups.from_parallel_state()
+        size, pipeline = tasks.vocabulary_size, self.groups.pipeline
+        self.sampler = Sampler(model, pipeline, size, [END], args.max_response_len)
+        seed = args.seed + 100_003 * dist.get_rank(self.groups.data_with_context)
+        self.generator = torch.Generator(args.device).manual_seed(seed)
         self.critic: Critic | None = None
 
     def steps(self, number: int) -> Iterator[tuple[list[Sample], Means]]:

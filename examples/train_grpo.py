@@ -135,8 +135,10 @@ class Run:
         self.reference: torch.nn.Module | None = None
         self.critic: Critic | None = None
         self.teacher: Teacher | None = None
+        self.parts: dict[str, Any] = {"model": self.model}
+        """The modules and optimizers that a checkpoint has."""
         self.start_optimizer()
-        self.worker = RolloutWorker(args, self.model.module, self.tasks, self.groups, self.device)
+        self.worker = RolloutWorker(args, self.model.module, self.tasks)
         self.progress: dict[str, Any] = {"warm_start": 0, "step": 0, "held_out_before": None}
 
     def _build_model(
@@ -171,6 +173,7 @@ class Run:
     def start_optimizer(self) -> None:
         """Adam without a history; `train_step` is told the learning rate."""
         self.optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.0), [self.model])
+        self.parts["optimizer"] = self.optimizer
 
     def train_step(
         self, config: pg.PolicyLossConfig, samples: Sequence[pg.Sample], lr: float
@@ -202,11 +205,12 @@ class Run:
         """The model as it is becomes the reference of a KL term, and the optimizer forgets."""
         self.start_optimizer()
         if self.config.kl_loss_coef:
-            self.reference = self._build_model()
+            self.reference = self.parts["reference"] = self._build_model()
             self.reference.load_state_dict(self.model.state_dict())
         if self.args.advantage == "gae":
             model = self._build_model(critic=True)
             self.critic = self.worker.critic = Critic(self.args, model, self.groups)
+            self.parts |= {"critic": model, "critic_optimizer": self.critic.optimizer}
         if self.args.teacher:
             self.teacher = Teacher(self.args, self._build_model)
 
@@ -222,7 +226,7 @@ class Run:
 
     def save(self) -> None:
         """Writes a checkpoint; every rank calls it."""
-        state = {name: part.state_dict() for name, part in self._parts().items()}
+        state = {name: part.state_dict() for name, part in self.parts.items()}
         state |= {"generator": self.worker.generator.get_state(), "progress": self.progress}
         save_checkpoint(self.args.run_dir, self.progress, state)
 
@@ -231,17 +235,9 @@ class Run:
         self.progress = state["progress"]
         if self.progress["held_out_before"] is not None:
             self.begin_reinforcement_learning()
-        for name, part in self._parts().items():
+        for name, part in self.parts.items():
             part.load_state_dict(state[name])
         self.worker.generator.set_state(state["generator"])
-
-    def _parts(self) -> dict[str, Any]:
-        parts = {"model": self.model, "optimizer": self.optimizer}
-        if self.reference is not None:
-            parts["reference"] = self.reference
-        if self.critic:
-            parts |= {"critic": self.critic.model, "critic_optimizer": self.critic.optimizer}
-        return parts
 
 
 def update(

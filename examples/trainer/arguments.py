@@ -98,7 +98,11 @@ def _add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     for action in parser._actions:
         try:
             str(action.help) % {**vars(action), "prog": parser.prog}
-        except (ValueError, TypeError, KeyError):  # a bare % of Megatron-Core 0.19.2 ends --help in an error
+        except (
+            ValueError,
+            TypeError,
+            KeyError,
+        ):  # a bare % of Megatron-Core 0.19.2 ends --help in an error
             action.help = str(action.help).replace("%", "%%")
         if action.dest in FLAGS:
             action.help = argparse.SUPPRESS

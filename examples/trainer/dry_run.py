@@ -12,13 +12,6 @@ from megatron_pg.rollout_files import validate_rollout_file
 from .memory_estimate import GIB, estimate_memory
 from .rollouts import FileSteps, plan_of, row_settings, with_advantages
 
-OUTER_COUNTS = {
-    "sample_mean": "N, its rollouts",
-    "prompt_mean": "P, its prompt groups",
-    "token_mean": "T, its active tokens",
-    "constant": "N, its rollouts",
-}
-
 
 def print_plan(args: Namespace, config: PolicyLossConfig) -> None:
     """Print processes, objective, step, micro-batches and memory; on rank 0 of a job that was launched nevertheless."""
@@ -36,21 +29,22 @@ def _processes(args: Namespace) -> Iterator[tuple[str, str]]:
     if chunks := args.virtual_pipeline_model_parallel_size:
         yield "", f"{chunks} chunks of layers on each pipeline rank"
     if args.num_experts:
-        experts, tensor = (
-            args.expert_model_parallel_size,
-            args.expert_tensor_parallel_size or tensor,
-        )
+        experts = args.expert_model_parallel_size
+        tensor = args.expert_tensor_parallel_size or tensor
         sizes = f"EP {experts} x ETP {tensor} x DP {args.world_size // (experts * tensor * stages)}"
         yield "", f"{args.num_experts} experts: {sizes} of each stage"
 
 
 def _objective(config: PolicyLossConfig) -> Iterator[tuple[str, str]]:
     name = config.loss_aggregation
-    formula = AGGREGATIONS[name].formula if name in AGGREGATIONS else "a reducer of your own"
+    if name in AGGREGATIONS:
+        yield "objective", f"{name}: {AGGREGATIONS[name].formula}"
+        yield "", AGGREGATIONS[name].about
+    else:
+        yield "objective", f"{name}: a reducer of your own"
     if config.loss_aggregation_divisor is not None:
-        formula += f", L = {config.loss_aggregation_divisor:g}"
-    yield "objective", f"{name}: {formula}"
-    yield "", f"x = {_token_loss(config)}; m the loss mask"
+        yield "", f"L = {config.loss_aggregation_divisor:g}"
+    yield "", f"x = {_token_loss(config)}; m the loss mask; counts are of the whole step"
     if config.kl_loss_coef:
         yield "", f"+ {config.kl_loss_coef:g} x sample_mean of KL ({config.kl_loss_type})"
     if config.entropy_coef:
@@ -71,13 +65,11 @@ def _token_loss(config: PolicyLossConfig) -> str:
 
 
 def _step(args: Namespace, config: PolicyLossConfig) -> Iterator[tuple[str, str]]:
-    count = OUTER_COUNTS.get(config.loss_aggregation, "a count of its own")
-    yield "outer count", f"{count}, over the whole step"
     limit = args.max_tokens_per_microbatch
     budget = f"at most {limit} tokens, {limit // args.context_parallel_size} on a rank"
     if not args.rollout_files:
-        rollouts = f"{args.prompts_per_step} prompts x {args.samples_per_prompt} answers"
-        yield "step", f"{rollouts} to {args.task}; {args.train_iters} steps"
+        answers = f"{args.prompts_per_step} prompts x {args.samples_per_prompt} answers"
+        yield "step", f"{answers} to {args.task}; {args.train_iters} steps"
         yield "micro-batches", budget
         return
     plan_of(args, [])  # refuses a budget that not even the smallest segment fits

@@ -11,6 +11,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from run_log import checkpoints, read_checkpoint, read_settings
 
 import megatron_pg as pg
+from megatron_pg.config.fields import flag_of
 from megatron_pg.critic import compute_values
 from megatron_pg.megatron import ParallelGroups, compute_hidden_states
 
@@ -24,7 +25,7 @@ def check_model_args(args: Namespace, parser: ArgumentParser) -> None:
     names = [*(field.name for field in fields(pg.CriticConfig.from_args(args))), "critic_lr"]
     changed = [name for name in names if getattr(args, name) != parser.get_default(name)]
     if changed and args.advantage != "gae":
-        given = " and ".join(f"--{name.replace('_', '-')}" for name in changed)
+        given = " and ".join(flag_of(name) for name in changed)
         found = f"found --advantage {args.advantage}: choose gae, or drop the flags"
         raise ValueError(f"{given}: about the critic of --advantage gae; {found}")
     if args.distill_teacher != (args.teacher and "hidden"):
@@ -43,8 +44,7 @@ def check_model_args(args: Namespace, parser: ArgumentParser) -> None:
     settings = read_settings(args.teacher)
     for name in SHARED:
         if (theirs := settings.get(name)) != str(mine := getattr(args, name)):
-            flag = f"--{name.replace('_', '-')}"
-            raise ValueError(f"--teacher {args.teacher} has {flag} {theirs}, found {mine}")
+            raise ValueError(f"--teacher {args.teacher} has {flag_of(name)} {theirs}, found {mine}")
 
 
 class Teacher:

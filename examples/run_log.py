@@ -120,17 +120,7 @@ def _claimed(args: Namespace, world_size: int) -> FileLock:
         if not settings.exists():
             raise ValueError(f"--run-dir {folder} is not empty and holds no run: give another")
         if args.resume:
-            theirs = read_settings(folder)
-            for name, value in mine.items():
-                then = theirs.get(name)
-                extends = (
-                    name == "train_iters" and str(then).isdigit() and int(str(then)) < int(value)
-                )
-                if then != value and not extends:
-                    raise ValueError(
-                        f"{folder} was made with {name} {then} and this run has {value}: a resumed run repeats what the first "
-                        "would have done, so give the same (or a larger --train-iters), or start anew without --resume"
-                    )
+            _refuse_other_settings(folder, mine)
         else:
             numbered = (Path(f"{folder}.{number}") for number in itertools.count(1))
             aside = next(path for path in numbered if not path.exists())
@@ -141,6 +131,18 @@ def _claimed(args: Namespace, world_size: int) -> FileLock:
     folder.mkdir(exist_ok=True)
     replace_text(settings, json.dumps(mine, indent=2))
     return lock
+
+
+def _refuse_other_settings(folder: Path, mine: dict[str, str]) -> None:
+    theirs = read_settings(folder)
+    for name, value in mine.items():
+        then = theirs.get(name)
+        extends = name == "train_iters" and str(then).isdigit() and int(str(then)) < int(value)
+        if then != value and not extends:
+            raise ValueError(
+                f"{folder} was made with {name} {then} and this run has {value}: a resumed run repeats what the first would "
+                "have done, so give the same (or a larger --train-iters), or start anew without --resume"
+            )
 
 
 def report(steps: Sequence[Mapping[str, Any]]) -> Figure:

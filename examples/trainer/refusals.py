@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_pg.config.fields import fields_of
+from megatron_pg.config.fields import fields_of, flag_of
 from megatron_pg.config.planning import PlanningConfig
 from megatron_pg.config.policy_loss import PolicyLossConfig
 
@@ -118,13 +118,9 @@ def refuse_combinations(args: Namespace) -> None:
     for name, value in vars(args).items():
         values = value if isinstance(value, (list, tuple)) else [value]
         if any(isinstance(number, float) and not math.isfinite(number) for number in values):
-            raise ValueError(f"{_flag(name)} is {value}: give a finite number")
+            raise ValueError(f"{flag_of(name)} is {value}: give a finite number")
     for message in _problems(args):
         raise ValueError(message)
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def _problems(args: Namespace) -> Iterator[str]:
@@ -165,7 +161,7 @@ def _problems(args: Namespace) -> Iterator[str]:
         yield f"{found} {args.train_iters}: the learning rate would not get to --lr; give fewer"
     axes = [f"{axis}_parallel_size" for axis in ("tensor_model", "pipeline_model", "context")]
     if args.world_size % (ranks := math.prod(getattr(args, axis) for axis in axes)):
-        flags = ", ".join(["--nproc-per-node of torchrun", *map(_flag, axes)])
+        flags = ", ".join(["--nproc-per-node of torchrun", *map(flag_of, axes)])
         groups = f"groups of tensor x pipeline x context = {ranks}"
         yield f"{args.world_size} processes cannot be split in {groups}: change one of {flags}"
 
@@ -178,11 +174,11 @@ def _problems_of_task(args: Namespace) -> Iterator[str]:
         yield "--docs-per-step with --task: give --prompts-per-step"
     for name, (least, _, _) in COUNTS.items():
         if (value := getattr(args, name)) < least:
-            yield f"{_flag(name)} is {value}: give {least} or more"
+            yield f"{flag_of(name)} is {value}: give {least} or more"
     given = vars(args) | {"expert_model_parallel_size": args.expert_model_parallel_size > 1}
     for name, reason in CANNOT_GENERATE.items():
         if given.get(name) not in (None, False):
-            yield f"{_flag(name)} with --task: {reason}; drop it"
+            yield f"{flag_of(name)} with --task: {reason}; drop it"
 
 
 def refuse_other_settings(args: Namespace, stored: Namespace) -> None:

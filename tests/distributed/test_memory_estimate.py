@@ -12,7 +12,7 @@ if not has_megatron_training():
     pytest.skip("the estimate is megatron.training's: 0.17 and later", allow_module_level=True)
 
 from trainer.arguments import parse_arguments  # noqa: E402
-from trainer.memory_estimate import GIB, estimate_memory  # noqa: E402
+from trainer.dry_run import GIB, estimate_memory  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 

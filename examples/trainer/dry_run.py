@@ -125,20 +125,22 @@ def _refuse_later_steps(args: Namespace, config: PolicyLossConfig) -> None:
 def _memory(args: Namespace) -> Iterator[tuple[str, str]]:
     memory = estimate_memory(args)
     yield "model", f"{memory.parameters / 1e9:.2f} billion parameters"
-    estimated = "estimated, for bfloat16 and flash attention; nothing for NCCL and fragmentation"
-    yield "memory of a GPU", estimated
+    yield (
+        "memory of a GPU",
+        "estimated, for bfloat16 and flash attention; nothing for NCCL and fragmentation",
+    )
     sharded = ", sharded" if args.use_distributed_optimizer else ""
+    plain, fused = ("", " (these flags)") if args.fused_lm_head else (" (these flags)", "")
     rows = {
         f"weights, gradients, optimizer{sharded}": memory.states,
         f"activations, recomputation: {args.recompute_granularity or 'none'}": memory.activations,
         "output layer with the logits of all tokens": memory.logits,
         "output layer with --fused-lm-head": memory.fused_head,
+        f"in all without --fused-lm-head{plain}": memory.total(fused=False),
+        f"in all with --fused-lm-head{fused}": memory.total(fused=True),
     }
-    for fused, how in ((False, "without"), (True, "with")):
-        mine = " (these flags)" if bool(args.fused_lm_head) == fused else ""
-        rows[f"in all {how} --fused-lm-head{mine}"] = memory.total(fused=fused)
-    for what, amount in rows.items():
-        yield "", f"{amount / GIB:7.1f} GiB  {what}"
+    for name, size in rows.items():
+        yield "", f"{size / GIB:7.1f} GiB  {name}"
 
 
 @dataclass(frozen=True)

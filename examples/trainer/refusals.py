@@ -119,7 +119,7 @@ def refuse_combinations(args: Namespace) -> None:
         values = value if isinstance(value, (list, tuple)) else [value]
         if any(isinstance(number, float) and not math.isfinite(number) for number in values):
             raise ValueError(f"{flag_of(name)} is {value}: give a finite number")
-    for message in _problems(args):
+    if message := next(_problems(args), ""):
         raise ValueError(message)
 
 
@@ -138,32 +138,25 @@ def _problems(args: Namespace) -> Iterator[str]:
         needs = "it is written with the config and tokenizer of --hf-model, as a new folder"
         yield f"--save-hf {args.save_hf}: {needs}; give --hf-model, and a name that is free"
     if args.save and (args.save_interval or 0) < 1:
-        found = f"--save {args.save} with --save-interval {args.save_interval}"
-        yield f"{found}: give the steps from one checkpoint to the next"
-    if project := args.wandb_project:
+        yield f"--save {args.save} with --save-interval {args.save_interval}: give the steps between checkpoints"
+    if args.wandb_project:
         if not (args.wandb_exp_name and (args.save or args.wandb_save_dir)):
-            wants = "--wandb-exp-name, the run's name, and with --save or --wandb-save-dir"
-            yield f"--wandb-project goes with {wants}: give them too"
+            yield "--wandb-project goes with --wandb-exp-name and with --save or --wandb-save-dir: give them too"
         if importlib.util.find_spec("wandb") is None:
-            mend = "pip install wandb, or drop the flag"
-            yield f"--wandb-project {project}: the package wandb is not installed; {mend}"
+            yield "--wandb-project: the package wandb is not installed; pip install wandb, or drop the flag"
     if args.ckpt_format != "torch_dist":
-        wants = "checkpoints are read at any sharding; give torch_dist"
-        yield f"--ckpt-format {args.ckpt_format}: {wants}"
+        yield f"--ckpt-format {args.ckpt_format}: checkpoints are read at any sharding; give torch_dist"
     if args.position_embedding_type not in POSITIONS:
-        kinds = ", ".join(POSITIONS)
-        yield f"--position-embedding-type {args.position_embedding_type}: give one of {kinds}"
+        yield f"--position-embedding-type {args.position_embedding_type}: give one of {', '.join(POSITIONS)}"
     if args.device == "cpu" and (args.attention_dropout or args.hidden_dropout):
-        dropouts = "--attention-dropout and --hidden-dropout"
-        yield f"{dropouts} need Megatron's CUDA random state: give 0 with --device cpu"
+        yield "--attention-dropout and --hidden-dropout need CUDA's random state: give 0 with --device cpu"
     if 0 < args.train_iters <= (args.lr_warmup_iters or 0):
         found = f"--lr-warmup-iters {args.lr_warmup_iters} is not below --train-iters"
         yield f"{found} {args.train_iters}: the learning rate would not get to --lr; give fewer"
     axes = [f"{axis}_parallel_size" for axis in ("tensor_model", "pipeline_model", "context")]
     if args.world_size % (ranks := math.prod(getattr(args, axis) for axis in axes)):
         flags = ", ".join(["--nproc-per-node of torchrun", *map(flag_of, axes)])
-        groups = f"groups of tensor x pipeline x context = {ranks}"
-        yield f"{args.world_size} processes cannot be split in {groups}: change one of {flags}"
+        yield f"{args.world_size} processes cannot be split in groups of {ranks}: change one of {flags}"
 
 
 def _problems_of_task(args: Namespace) -> Iterator[str]:

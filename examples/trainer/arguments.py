@@ -18,6 +18,7 @@ from megatron.training import arguments as megatron
 from megatron.training.checkpointing import load_args_from_checkpoint
 
 from megatron_pg.config import add_policy_loss_args, validate_policy_loss_args
+from megatron_pg.config.fields import flag_of
 from megatron_pg.config.planning import add_planning_args, validate_planning_args
 from megatron_pg.config.policy_loss import OPTIONAL_SAMPLE_FIELDS
 from megatron_pg.config.program import ProgramParser
@@ -87,7 +88,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         flag, metavar = usage.split()
         add(flag, metavar=metavar, type=json.loads if metavar == "JSON" else str, help=told)
     for name, (_, default, told) in COUNTS.items():
-        add(f"--{name.replace('_', '-')}", type=int, default=default, help=told)
+        add(flag_of(name), type=int, default=default, help=told)
     told = "of rewards in their prompt group: (reward - mean) / std, reward - mean, or reward - mean of the others"
     add("--advantage", choices=METHODS, default="grpo", help=told)
     told = "Megatron's flags: the model, parallelism, optimizer, checkpoints, logs"
@@ -98,11 +99,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     for action in parser._actions:
         try:
             str(action.help) % {**vars(action), "prog": parser.prog}
-        except (
-            ValueError,
-            TypeError,
-            KeyError,
-        ):  # a bare % of Megatron-Core 0.19.2 ends --help in an error
+        except (ValueError, TypeError, KeyError):
+            # A bare % of Megatron-Core 0.19.2, with which --help ends in an error.
             action.help = str(action.help).replace("%", "%%")
         if action.dest in FLAGS:
             action.help = argparse.SUPPRESS

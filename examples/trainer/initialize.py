@@ -14,7 +14,7 @@ import torch
 from megatron.core import num_microbatches_calculator
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator
+from megatron.core.num_microbatches_calculator import ConstantNumMicroBatchesCalculator
 from megatron.core.transformer import TransformerConfig
 from megatron.training import get_args, initialize
 from megatron.training.arguments import core_transformer_config_from_args
@@ -27,23 +27,20 @@ TALKATIVE = ("models.gpt.gpt_model", "rerun_state_machine", "dist_checkpointing.
 """Modules of Megatron-Core that warn of what no user has chosen: it deprecates GPTModel, and a way of saving."""
 
 
-class StepMicrobatches(NumMicroBatchesCalculator):  # type: ignore[misc]
-    """As many micro-batches as the plan of a step has, in place of Megatron's constant number.
+class StepMicrobatches(ConstantNumMicroBatchesCalculator):  # type: ignore[misc]
+    """As many micro-batches as the plan of a step has, in place of one number for the whole run.
 
     What Megatron's own lines call a sample is one micro-batch of one data-parallel rank.
     """
 
     def __init__(self, data_parallel_size: int) -> None:
-        super().__init__()
-        self.micro_batch_size = 1
         self._data_parallel_size = data_parallel_size
         self.plan(1)
 
     def plan(self, number: int) -> None:
         """Set the number of the step that begins on this rank."""
-        self.num_micro_batches = number
-        batch = number * self._data_parallel_size
-        self.current_global_batch_size = self.current_running_global_batch_size = batch
+        size = self._data_parallel_size
+        super().__init__(number * size, 1, size, decrease_batch_size_if_needed=False, rank=0)
 
     def update(self, *_: object, **__: object) -> None:
         """Forget the step: Megatron's loop looks between steps whether the number changes for good."""

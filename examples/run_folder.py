@@ -56,7 +56,7 @@ def cut_back(path: Path, step: int) -> None:
 
 
 def append_step(
-    path: Path | None, step: int, metrics: Mapping[str, float | None], **more: float
+    path: Path | None, step: int, metrics: Mapping[str, float | None], **more: Any
 ) -> dict[str, float]:
     """Write the line of a step where there is a file, and return its finite metrics: JSON has no NaN."""
     known = {name: x for name, x in metrics.items() if x is not None and math.isfinite(x)}

@@ -53,8 +53,7 @@ class Tasks:
         size = 10 * wanted
         self._dataset = reasoning_gym.create_dataset(TASK, seed=seed, size=size, **WORD_LENGTHS)
         distinct: dict[str, Entry] = {}
-        for index in range(size):
-            entry = self._dataset[index]
+        for entry in self._dataset:
             # The verifier ignores case, so words that differ by case alone are the same task.
             distinct.setdefault(entry["question"].lower(), entry)
             if len(distinct) == wanted:

@@ -1,7 +1,6 @@
 """Megatron's own training loop, with steps of rollouts in place of its batches."""
 
 import itertools
-import json
 import os
 import time
 from argparse import Namespace
@@ -70,10 +69,8 @@ class MetricsLog:
         if not self._writes:
             return
         print(f" held-out tasks after step {number}: {score:.3f}", *map(repr, answers), sep="\n   ")
-        if self._path:
-            line = {"step": number, "score": score, "answers": answers}
-            with self._path.with_name(HELD_OUT).open("a") as file:
-                file.write(json.dumps(line) + "\n")
+        path = self._path.with_name(HELD_OUT) if self._path else None
+        append_step(path, number, {"score": score}, answers=answers)
         self._draw(number, {"held_out": score})
 
     def _draw(self, number: int, values: Mapping[str, float]) -> None:

@@ -71,17 +71,14 @@ def _mend_tracker(folder: Path) -> None:
     """
     tracker = folder / TRACKER
     named = tracker.read_text().strip() if tracker.exists() else "release"
-    whole = sorted(path.parent for path in folder.glob(f"iter_*/{LAST_WRITTEN}"))
-    if named and (not named.isdigit() or _folder_of(folder, int(named)) in whole):
+    paths = folder.glob(f"iter_*/{LAST_WRITTEN}")
+    whole = sorted(int(path.parent.name.removeprefix("iter_")) for path in paths)
+    if named and (not named.isdigit() or int(named) in whole):
         return
     if whole:
-        replace_text(tracker, str(int(whole[-1].name.removeprefix("iter_"))))
+        replace_text(tracker, str(whole[-1]))
     elif not named:
         tracker.unlink()
-
-
-def _folder_of(folder: Path, iteration: int) -> Path:
-    return folder / f"iter_{iteration:07d}"
 
 
 def restore_rollouts(args: Namespace, rollouts: Any) -> None:
@@ -127,7 +124,7 @@ def saving(
 
     A RunError says that a rank cannot write; the checkpoints that are there stay.
     """
-    path = _folder_of(Path(args.save), iteration)
+    path = Path(args.save, f"iter_{iteration:07d}")
     with agreed(f"{path} cannot be written"):
         log.flush()  # a checkpoint must not be ahead of the metrics
         if args.rank == 0 and path.exists():

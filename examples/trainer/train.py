@@ -31,12 +31,10 @@ from .initialize import provide_model, start_megatron
 from .rollouts import FileSteps, Scoring, layout_of, plan_of
 
 METRICS, HELD_OUT = "metrics.jsonl", "held_out.jsonl"
-PHASES = ("rollouts", "scoring", "training")
-"""The parts of a step: getting rollouts, the log-probs that they lack, and forward, backward and update."""
 
 
 class MetricsLog:
-    """The metrics of a run on the terminal, TensorBoard, W&B and in metrics.jsonl; every rank makes one, and the last rank's writes, as Megatron's does.
+    """The metrics of a run on the terminal, TensorBoard, W&B and in metrics.jsonl; every rank makes one, the last one writes.
 
     Megatron writes its own line of a step, timers and memory reports; its flags say which writers there are.
     The lines of metrics.jsonl after `args.iteration` are removed: the checkpoint that the run goes on from knows
@@ -51,7 +49,7 @@ class MetricsLog:
             cut_back(self._path, args.iteration)
 
     def step(
-        self, number: int, metrics: Mapping[str, float | None], answers: Sequence[str] = ()
+        self, number: int, metrics: Mapping[str, float | None], answers: Sequence[str]
     ) -> None:
         """Log the metrics of step `number`, counted from 1, None for what is not known, and a few of its answers."""
         if not self._writes:
@@ -187,7 +185,8 @@ class Run:
             metrics |= loss_metrics
         metrics["learning_rate"] = optimizer.param_groups[0]["lr"]
         times.append(time.monotonic())
-        for phase, (begin, end) in zip(PHASES, itertools.pairwise(times), strict=True):
+        phases = ("rollouts", "scoring", "training")
+        for phase, (begin, end) in zip(phases, itertools.pairwise(times), strict=True):
             metrics[f"seconds_{phase}"] = end - begin
         with mendable():  # a disk takes no more
             self._log.step(done + 1, metrics, self._rollouts.shown(samples[:2]))

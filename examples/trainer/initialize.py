@@ -86,11 +86,7 @@ def _die_with_launcher() -> None:
 
 
 def provide_model(
-    pre_process: bool = True,
-    post_process: bool = True,
-    vp_stage: int | None = None,
-    config: TransformerConfig | None = None,
-    pg_collection: Any = None,
+    config: TransformerConfig | None = None, vp_stage: int | None = None, **place: Any
 ) -> GPTModel:
     """One chunk of a pipeline stage; the `model_provider_func` of `megatron.training.training.get_model`."""
     args = get_args()
@@ -110,13 +106,11 @@ def provide_model(
         transformer_layer_spec=spec,
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
-        pre_process=pre_process,
-        post_process=post_process,
         **{name: getattr(args, name) for name in same_name},
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         rope_scaling=args.use_rope_scaling,
         rope_scaling_factor=args.rope_scaling_factor,
         seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
-        pg_collection=pg_collection,
         vp_stage=vp_stage,
+        **place,
     )

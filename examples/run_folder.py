@@ -1,6 +1,8 @@
 """Files of a run's folder, for train_grpo.py and trainer/: one writer at a time, and whole or absent."""
 
 import json
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,3 +53,14 @@ def cut_back(path: Path, step: int) -> None:
     """Keep the lines of the steps up to `step`."""
     kept = [line for line in read_lines(path) if line["step"] <= step]
     replace_text(path, "".join(json.dumps(line) + "\n" for line in kept))
+
+
+def append_step(
+    path: Path | None, step: int, metrics: Mapping[str, float | None], **more: Any
+) -> dict[str, float]:
+    """Write the line of a step where there is a file, and return its finite metrics: JSON has no NaN."""
+    known = {name: x for name, x in metrics.items() if x is not None and math.isfinite(x)}
+    if path is not None:
+        with path.open("a") as file:
+            file.write(json.dumps({"step": step, **dict.fromkeys(metrics), **known, **more}) + "\n")
+    return known

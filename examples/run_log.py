@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import math
 import os
 import re
 import shutil
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from filelock import FileLock
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from run_folder import DamagedFile, cut_back, lock_folder, read_lines, replace_text
+from run_folder import DamagedFile, append_step, cut_back, lock_folder, read_lines, replace_text
 from torch.utils.tensorboard import SummaryWriter
 
 FREE_TO_CHANGE = {"run_dir", "resume", "save_interval"}
@@ -121,7 +120,7 @@ def _claimed(args: Namespace, world_size: int) -> FileLock:
         if not settings.exists():
             raise ValueError(f"--run-dir {folder} is not empty and holds no run: give another")
         if args.resume:
-            _refuse_other_settings(folder, read_settings(folder), mine)
+            _refuse_other_settings(folder, mine)
         else:
             numbered = (Path(f"{folder}.{number}") for number in itertools.count(1))
             aside = next(path for path in numbered if not path.exists())
@@ -134,7 +133,8 @@ def _claimed(args: Namespace, world_size: int) -> FileLock:
     return lock
 
 
-def _refuse_other_settings(folder: Path, theirs: dict[str, str], mine: dict[str, str]) -> None:
+def _refuse_other_settings(folder: Path, mine: dict[str, str]) -> None:
+    theirs = read_settings(folder)
     for name, value in mine.items():
         then = theirs.get(name)
         extends = name == "train_iters" and str(then).isdigit() and int(str(then)) < int(value)
@@ -179,11 +179,9 @@ class Log:
     ) -> None:
         """The line of a step; JSON has no NaN. A tenth of them is shown, with a few of their answers."""
         step, total = self._progress[phase], self._totals[phase]
-        known = {name: x for name, x in values.items() if x is not None and math.isfinite(x)}
         seconds, self._latest = time.monotonic() - self._latest, time.monotonic()
-        line = {"step": step, **dict.fromkeys(values), **known, "seconds": round(seconds, 3)}
-        with open(self._folder / LOGS[phase], "a") as file:
-            file.write(json.dumps(line) + "\n")
+        path = self._folder / LOGS[phase]
+        known = append_step(path, step, values, seconds=round(seconds, 3))
         for name, value in known.items():
             self._events.add_scalar(f"{phase}/{name}", value, step)
         if step % max(total // 10, 1) == 0:

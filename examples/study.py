@@ -9,17 +9,18 @@ import json
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import ArrayLike, NDArray
 from scipy.stats import sem
 from scipy.stats import t as student_t
+
+warnings.filterwarnings("ignore", "Mean of empty slice")  # NaN: no answer of that kind in the steps
 
 ROOT = Path(__file__).resolve().parents[1]
 SMOOTHED_STEPS = 8
@@ -33,48 +34,7 @@ CURVES = {
 }
 
 
-class StudyRun:
-    """A finished run: the metrics of its steps, NaN where a step has none, and its summary."""
-
-    def __init__(self, folder: Path) -> None:
-        lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-        steps = [[line[name] for name in CURVES] for line in lines]
-        self.steps = dict(zip(CURVES, np.array(steps, dtype=float).T, strict=True))
-        self.summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
-
-    def mean(self, name: str, last_share: float = 1.0) -> float:
-        """Mean of a metric over the last part of the steps that have it."""
-        values = self.steps[name]
-        return float(np.nanmean(values[-max(round(last_share * len(values)), 1) :]))
-
-    def curve(self, name: str) -> NDArray[np.float64]:
-        """Moving average of a metric over SMOOTHED_STEPS steps, fewer at the ends."""
-        values, half = self.steps[name], SMOOTHED_STEPS // 2
-        windows = [values[max(i - half, 0) : i + half] for i in range(len(values))]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # a window without the metric is NaN
-            return np.array([np.nanmean(window) for window in windows])
-
-    def steps_to(self, reward: float) -> int:
-        """The first step whose moving average reaches it; one more than there are where none does."""
-        return int(np.argmax([*(self.curve("reward") >= reward), True])) + 1
-
-
-QUANTITIES: dict[str, Callable[[StudyRun], float]] = {
-    "reward, all steps": lambda run: run.mean("reward"),
-    "reward, last tenth": lambda run: run.mean("reward", 0.1),
-    "held out, after": lambda run: float(run.summary["held_out_after"]),
-    f"steps to {LEARNED}": lambda run: run.steps_to(LEARNED),
-    "length right, last tenth": lambda run: run.mean("response_length_right", 0.1),
-    "length wrong, last tenth": lambda run: run.mean("response_length_wrong", 0.1),
-    "length wrong, all steps": lambda run: run.mean("response_length_wrong"),
-    "gradient norm, all steps": lambda run: run.mean("grad_norm"),
-}
-"""What the table has of each run."""
-
-
-@dataclass(frozen=True)
-class Study:
+class Study(NamedTuple):
     """Ways to train; the others are compared with the one that is the baseline."""
 
     modes: dict[str, str]
@@ -110,6 +70,33 @@ STUDIES = {
 }
 
 
+class StudyRun:
+    """A finished run: its smoothed curves, and what the tables have of it."""
+
+    def __init__(self, folder: Path) -> None:
+        lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        steps = np.array([[line[name] for name in CURVES] for line in lines], dtype=float).T
+        count, half = steps.shape[1], SMOOTHED_STEPS // 2
+        smoothed = [np.nanmean(steps[:, max(i - half, 0) : i + half], 1) for i in range(count)]
+        self.curves = dict(zip(CURVES, np.transpose(smoothed), strict=True))
+        # One more than there are steps where the reward is never reached.
+        self.learned_at = int(np.argmax([*(self.curves["reward"] >= LEARNED), True])) + 1
+        reward, _, wrong, grad_norm = np.nanmean(steps, 1)
+        last_tenth = steps[:, -max(round(0.1 * count), 1) :]
+        reward_last, right_last, wrong_last, _ = np.nanmean(last_tenth, 1)
+        summary = json.loads((folder / "summary.json").read_text())
+        self.quantities: dict[str, float] = {
+            "reward, all steps": reward,
+            "reward, last tenth": reward_last,
+            "held out, after": summary["held_out_after"],
+            f"steps to {LEARNED}": self.learned_at,
+            "length right, last tenth": right_last,
+            "length wrong, last tenth": wrong_last,
+            "length wrong, all steps": wrong,
+            "gradient norm, all steps": grad_norm,
+        }
+
+
 def interval(values: ArrayLike) -> tuple[Any, Any]:
     """Mean over the first axis, the seeds, and half width of its 95 % confidence interval by Student's t.
 
@@ -141,7 +128,7 @@ def draw(runs: dict[str, list[StudyRun]], path: Path) -> None:
     axes = figure.subplots(2, 2, sharex=True)
     for axis, (name, label) in zip(axes.flat, CURVES.items(), strict=True):
         for mode, group in runs.items():
-            centre, width = interval([run.curve(name) for run in group])
+            centre, width = interval([run.curves[name] for run in group])
             steps = range(1, len(centre) + 1)
             (line,) = axis.plot(steps, centre, label=mode, linewidth=1.8)
             band = {"color": line.get_color(), "alpha": 0.15, "linewidth": 0}
@@ -159,7 +146,7 @@ def draw(runs: dict[str, list[StudyRun]], path: Path) -> None:
 def tables(study: Study, runs: dict[str, list[StudyRun]]) -> str:
     """Markdown of every way, its difference from the baseline, the mean reward by step, and how soon each seed learned."""
     values = {
-        mode: np.array([[read(run) for read in QUANTITIES.values()] for run in group])
+        mode: np.array([list(run.quantities.values()) for run in group])
         for mode, group in runs.items()
     }
     base = values[study.baseline]
@@ -168,15 +155,14 @@ def tables(study: Study, runs: dict[str, list[StudyRun]]) -> str:
         whole[mode] = _intervals(values[mode], "{:.3f}")
         if mode != study.baseline:
             apart[f"{mode} - {study.baseline}"] = _intervals(values[mode] - base, "{:+.3f}")
-        curve = np.mean([run.curve("reward") for run in group], 0)
+        curve = np.mean([run.curves["reward"] for run in group], 0)
         curves[mode] = [f"{reward:.2f}" for reward in curve[3::4]]
-        learned[mode] = [str(run.steps_to(LEARNED)) for run in group]
+        learned[mode] = [str(run.learned_at) for run in group]
     steps, seeds = range(4, len(curve) + 1, 4), range(1, len(base) + 1)
-    differences = [_table("", QUANTITIES, whole), _table("", QUANTITIES, apart)]
-    by_step = _table("reward by step", steps, curves)
-    return "\n".join(
-        [*differences, by_step, _table(f"steps to {LEARNED}, by seed", seeds, learned)]
-    )
+    sections = [_table("", group[0].quantities, rows) for rows in (whole, apart)]
+    sections.append(_table("reward by step", steps, curves))
+    sections.append(_table(f"steps to {LEARNED}, by seed", seeds, learned))
+    return "\n".join(sections)
 
 
 def _intervals(values: NDArray[np.float64], centre: str) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any
 import reasoning_gym
 import torch
 import torch.distributed as dist
-from critic import Critic
+from other_models import Critic
 from sampler import Sampler, answer_sample
 
 from megatron_pg import Sample, group_advantages
@@ -53,8 +53,7 @@ class Tasks:
         size = 10 * wanted
         self._dataset = reasoning_gym.create_dataset(TASK, seed=seed, size=size, **WORD_LENGTHS)
         distinct: dict[str, Entry] = {}
-        for index in range(size):
-            entry = self._dataset[index]
+        for entry in self._dataset:
             # The verifier ignores case, so words that differ by case alone are the same task.
             distinct.setdefault(entry["question"].lower(), entry)
             if len(distinct) == wanted:
@@ -138,19 +137,12 @@ class RolloutWorker:
     Tensor-parallel ranks sample alike; the others have other questions and a random state of their own each.
     """
 
-    def __init__(
-        self,
-        args: Namespace,
-        model: torch.nn.Module,
-        tasks: Tasks,
-        groups: ParallelGroups,
-        device: torch.device,
-    ) -> None:
-        self.args, self.tasks, self.groups = args, tasks, groups
-        size = tasks.vocabulary_size
-        self.sampler = Sampler(model, groups.pipeline, size, [END], args.max_response_len)
-        seed = args.seed + 100_003 * dist.get_rank(groups.data_with_context)
-        self.generator = torch.Generator(device).manual_seed(seed)
+    def __init__(self, args: Namespace, model: torch.nn.Module, tasks: Tasks) -> None:
+        self.args, self.tasks, self.groups = args, tasks, ParallelGroups.from_parallel_state()
+        size, pipeline = tasks.vocabulary_size, self.groups.pipeline
+        self.sampler = Sampler(model, pipeline, size, [END], args.max_response_len)
+        seed = args.seed + 100_003 * dist.get_rank(self.groups.data_with_context)
+        self.generator = torch.Generator(args.device).manual_seed(seed)
         self.critic: Critic | None = None
 
     def steps(self, number: int) -> Iterator[tuple[list[Sample], Means]]:

@@ -18,17 +18,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from critic import CRITIC_LR, Critic, add_advantage_args, check_advantage_args
 from megatron.core import distributed as megatron_ddp
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
+from other_models import Critic, Teacher, check_model_args
 from run_folder import DamagedFile
 from run_log import Log, checkpoints, claim_folder, read_checkpoint, save_checkpoint
 from tasks import RolloutWorker, Tasks, check_task_args
-from teacher import Teacher, check_teacher_args
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import megatron_pg as pg
@@ -36,7 +35,7 @@ from megatron_pg import megatron as pgm
 from megatron_pg.config.program import ProgramParser, exit_refused
 from megatron_pg.critic import ValueStep, add_value_head
 from megatron_pg.megatron.schedule import run_micro_batches
-from megatron_pg.step.advantages import half_of_dr_grpo
+from megatron_pg.step.advantages import METHODS, half_of_dr_grpo
 from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.token_window import Layout
 
@@ -58,7 +57,7 @@ NUMBERS = {
     "warm-start-batch-size": (128, "answers of a supervised step"),
     "save-interval": (20, "steps from one checkpoint to the next"),
     "lr": (5e-4, "of reinforcement learning; warms up and decays to 0"),
-    "critic-lr": (CRITIC_LR, "of the critic of --advantage gae, likewise"),
+    "critic-lr": (1e-3, "of the critic of --advantage gae, likewise"),
     "warm-start-lr": (2e-3, "of the supervised steps"),
     "warm-start-corruption": (0.5, "share of the answers to imitate with two letters exchanged"),
     "warm-start-stutter": (0.0, "share with a letter said 1 to 6 times more"),
@@ -77,14 +76,18 @@ def parse_arguments() -> Namespace:
     add("--device", choices=["cpu", "cuda"], default="cpu")
     add("--seed", type=int, default=1)
     add("--teacher", type=Path, help="folder of a finished run, to be distilled from its model")
-    args = pg.add_policy_loss_args(add_advantage_args(parser)).parse_args()
+    advantage = (
+        "of rewards against those of the same question, grpo: (reward - mean) / std, dr_grpo: reward - mean, rloo: reward - "
+        "mean of the others; gae: against a critic's values (grpo)"
+    )
+    add("--advantage", choices=[*METHODS, "gae"], default="grpo", help=advantage)
+    args = pg.add_policy_loss_args(pg.add_critic_args(parser)).parse_args()
     for name, (default, _) in NUMBERS.items():
         lowest = 1 if isinstance(default, int) else 0
         if not lowest <= (value := getattr(args, name.replace("-", "_"))) < float("inf"):
             raise ValueError(f"--{name} is {value}: give a finite number from {lowest} on")
     check_task_args(args)
-    check_advantage_args(args)
-    check_teacher_args(args)
+    check_model_args(args, parser)
     fields = ["old_log_probs", "rollout_log_probs", "ref_log_probs", "group_index"]
     pg.validate_policy_loss_args(args, sample_fields=fields)
     local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
@@ -132,8 +135,10 @@ class Run:
         self.reference: torch.nn.Module | None = None
         self.critic: Critic | None = None
         self.teacher: Teacher | None = None
+        self.parts: dict[str, Any] = {"model": self.model}
+        """The modules and optimizers that a checkpoint has."""
         self.start_optimizer()
-        self.worker = RolloutWorker(args, self.model.module, self.tasks, self.groups, self.device)
+        self.worker = RolloutWorker(args, self.model.module, self.tasks)
         self.progress: dict[str, Any] = {"warm_start": 0, "step": 0, "held_out_before": None}
 
     def _build_model(
@@ -168,6 +173,7 @@ class Run:
     def start_optimizer(self) -> None:
         """Adam without a history; `train_step` is told the learning rate."""
         self.optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.0), [self.model])
+        self.parts["optimizer"] = self.optimizer
 
     def train_step(
         self, config: pg.PolicyLossConfig, samples: Sequence[pg.Sample], lr: float
@@ -199,11 +205,12 @@ class Run:
         """The model as it is becomes the reference of a KL term, and the optimizer forgets."""
         self.start_optimizer()
         if self.config.kl_loss_coef:
-            self.reference = self._build_model()
+            self.reference = self.parts["reference"] = self._build_model()
             self.reference.load_state_dict(self.model.state_dict())
         if self.args.advantage == "gae":
             model = self._build_model(critic=True)
             self.critic = self.worker.critic = Critic(self.args, model, self.groups)
+            self.parts |= {"critic": model, "critic_optimizer": self.critic.optimizer}
         if self.args.teacher:
             self.teacher = Teacher(self.args, self._build_model)
 
@@ -219,7 +226,7 @@ class Run:
 
     def save(self) -> None:
         """Writes a checkpoint; every rank calls it."""
-        state = {name: part.state_dict() for name, part in self._parts().items()}
+        state = {name: part.state_dict() for name, part in self.parts.items()}
         state |= {"generator": self.worker.generator.get_state(), "progress": self.progress}
         save_checkpoint(self.args.run_dir, self.progress, state)
 
@@ -228,17 +235,9 @@ class Run:
         self.progress = state["progress"]
         if self.progress["held_out_before"] is not None:
             self.begin_reinforcement_learning()
-        for name, part in self._parts().items():
+        for name, part in self.parts.items():
             part.load_state_dict(state[name])
         self.worker.generator.set_state(state["generator"])
-
-    def _parts(self) -> dict[str, Any]:
-        parts = {"model": self.model, "optimizer": self.optimizer}
-        if self.reference is not None:
-            parts["reference"] = self.reference
-        if self.critic:
-            parts |= {"critic": self.critic.model, "critic_optimizer": self.critic.optimizer}
-        return parts
 
 
 def update(

@@ -18,6 +18,7 @@ from megatron.training import arguments as megatron
 from megatron.training.checkpointing import load_args_from_checkpoint
 
 from megatron_pg.config import add_policy_loss_args, validate_policy_loss_args
+from megatron_pg.config.fields import flag_of
 from megatron_pg.config.planning import add_planning_args, validate_planning_args
 from megatron_pg.config.policy_loss import OPTIONAL_SAMPLE_FIELDS
 from megatron_pg.config.program import ProgramParser
@@ -76,7 +77,7 @@ def parse_arguments() -> Namespace:
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    parser.__class__ = ProgramParser  # Megatron makes it, for this program alone
+    parser.__class__ = _TrainerParser  # Megatron makes it, for this program alone
     add_policy_loss_args(parser)
     add_planning_args(parser)
     add = parser.add_argument_group("trainer").add_argument
@@ -87,7 +88,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         flag, metavar = usage.split()
         add(flag, metavar=metavar, type=json.loads if metavar == "JSON" else str, help=told)
     for name, (_, default, told) in COUNTS.items():
-        add(f"--{name.replace('_', '-')}", type=int, default=default, help=told)
+        add(flag_of(name), type=int, default=default, help=told)
     told = "of rewards in their prompt group: (reward - mean) / std, reward - mean, or reward - mean of the others"
     add("--advantage", choices=METHODS, default="grpo", help=told)
     told = "Megatron's flags: the model, parallelism, optimizer, checkpoints, logs"
@@ -95,41 +96,37 @@ def _add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     # Checkpoints are read at any sharding, the distributed optimizer's part too.
     parser.set_defaults(dist_ckpt_optim_fully_reshardable=True)
     parser.set_defaults(log_interval=1, enable_one_logger=False)  # a step takes long
-    _mend_help(parser)
+    for action in parser._actions:
+        try:
+            str(action.help) % {**vars(action), "prog": parser.prog}
+        except (ValueError, TypeError, KeyError):
+            # A bare % of Megatron-Core 0.19.2, with which --help ends in an error.
+            action.help = str(action.help).replace("%", "%%")
+        if action.dest in FLAGS:
+            action.help = argparse.SUPPRESS
     return parser
 
 
-def _mend_help(parser: argparse.ArgumentParser) -> None:
-    """Megatron-Core 0.19.2 has a bare % in a help text, with which --help ends in an error; and 700 lines of usage."""
-    for action in parser._actions:
-        try:
-            if action.help:
-                action.help % {**vars(action), "prog": parser.prog}
-        except (ValueError, TypeError, KeyError):
-            action.help = str(action.help).replace("%", "%%")
-    parser.format_help = functools.partial(_help, parser, OWN)  # type: ignore[method-assign]
+class _TrainerParser(ProgramParser):
+    """Prints the flags of some groups and no usage, which Megatron's flags make 700 lines long."""
 
+    shown: Sequence[str] = OWN
 
-def _help(parser: argparse.ArgumentParser, titles: Sequence[str]) -> str:
-    """Format the flags of some groups, without those that this program refuses."""
-    formatter = parser._get_formatter()
-    formatter.add_text("torchrun --nproc-per-node N examples/trainer FLAGS (docs/trainer.md)")
-    for group in parser._action_groups:
-        if group.title in titles:
-            formatter.start_section(group.title)
-            formatter.add_text(group.description)
-            formatter.add_arguments(a for a in group._group_actions if a.dest not in FLAGS)
-            formatter.end_section()
-    return formatter.format_help()
+    def format_help(self) -> str:
+        self.usage = argparse.SUPPRESS
+        self.description = "torchrun --nproc-per-node N examples/trainer FLAGS (docs/trainer.md)"
+        groups = [group for group in self._action_groups if group.title in self.shown]
+        with mock.patch.object(self, "_action_groups", groups):
+            return super().format_help()
 
 
 class _MegatronHelp(argparse.Action):
     """Prints what --help leaves out, and ends."""
 
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        titles = [str(group.title) for group in parser._action_groups]
-        rest = [title for title in titles if title not in (*OWN, *GROUPS)]
-        parser._print_message(_help(parser, rest), sys.stdout)
+    def __call__(self, parser: Any, *_: Any) -> None:
+        titles = [group.title for group in parser._action_groups]
+        parser.shown = [title for title in titles if title not in (*OWN, *GROUPS)]
+        parser.print_help()
         parser.exit()
 
 

@@ -71,17 +71,14 @@ def _mend_tracker(folder: Path) -> None:
     """
     tracker = folder / TRACKER
     named = tracker.read_text().strip() if tracker.exists() else "release"
-    whole = sorted(path.parent for path in folder.glob(f"iter_*/{LAST_WRITTEN}"))
-    if named and (not named.isdigit() or _folder_of(folder, int(named)) in whole):
+    paths = folder.glob(f"iter_*/{LAST_WRITTEN}")
+    whole = sorted(int(path.parent.name.removeprefix("iter_")) for path in paths)
+    if named and (not named.isdigit() or int(named) in whole):
         return
     if whole:
-        replace_text(tracker, str(int(whole[-1].name.removeprefix("iter_"))))
+        replace_text(tracker, str(whole[-1]))
     elif not named:
         tracker.unlink()
-
-
-def _folder_of(folder: Path, iteration: int) -> Path:
-    return folder / f"iter_{iteration:07d}"
 
 
 def restore_rollouts(args: Namespace, rollouts: Any) -> None:
@@ -127,7 +124,7 @@ def saving(
 
     A RunError says that a rank cannot write; the checkpoints that are there stay.
     """
-    path = _folder_of(Path(args.save), iteration)
+    path = Path(args.save, f"iter_{iteration:07d}")
     with agreed(f"{path} cannot be written"):
         log.flush()  # a checkpoint must not be ahead of the metrics
         if args.rank == 0 and path.exists():
@@ -158,15 +155,13 @@ def loading(load: Callable[..., tuple[int, int]]) -> Callable[..., tuple[int, in
 
 
 def _parts_with_torch_adam(optimizer: Any) -> list[Any]:
+    """Megatron takes torch's Adam where neither Transformer Engine nor Apex is there."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in parts if isinstance(part.optimizer, torch.optim.Adam)]
 
 
 def _begin_moments(optimizer: Any) -> None:
-    """Give torch's Adam the zeros that its first step would begin with: loading asks for moments.
-
-    Megatron takes this optimizer where neither Transformer Engine nor Apex is there.
-    """
+    """Give torch's Adam the zeros that its first step would begin with: loading asks for moments."""
     for part in _parts_with_torch_adam(optimizer):
         if not part.optimizer.state and part.init_state_fn:
             part.init_state_fn(part.optimizer, part.config)
@@ -181,32 +176,30 @@ def _steps_of_torch_adam(optimizer: Any) -> Iterator[None]:
     It looks for a step among a parameter's tensors, and leaves one step tensor to all parameters, which each of them
     would count on (optimizer/distrib_optimizer.py of megatron-core 0.19.2).
     """
-    parts = [p for p in _parts_with_torch_adam(optimizer) if isinstance(p, DistributedOptimizer)]
     name = "_set_main_param_and_optimizer_states"
+    original = getattr(DistributedOptimizer, name)
+    parts = _parts_with_torch_adam(optimizer)
 
-    def put(part: Any, original: Callable[..., None], parameter: Any, tensors: Any) -> None:
-        step = next(iter(part.optimizer.state.values()))["step"]  # loaded before, put onto itself
-        original(parameter, {**tensors, "step": step})
+    def put(part: Any, parameter: Any, tensors: dict[str, Any]) -> None:
+        if part in parts:  # its step is loaded before, and put onto itself
+            step = next(iter(part.optimizer.state.values()))["step"]
+            tensors = {**tensors, "step": step}
+        original(part, parameter, tensors)
 
-    with contextlib.ExitStack() as stack:
-        for part in parts:
-            with_step = functools.partial(put, part, getattr(part, name))
-            stack.enter_context(mock.patch.object(part, name, with_step))
+    with mock.patch.object(DistributedOptimizer, name, put):
         yield
     for part in parts:
         for state in part.optimizer.state.values():
             state["step"] = state["step"].clone()
 
 
-@contextlib.contextmanager
-def _results_stay_in_this_process(is_asynchronous: bool) -> Iterator[None]:
+def _results_stay_in_this_process(is_asynchronous: bool) -> contextlib.AbstractContextManager[Any]:
     """Spare Megatron's writer the process that it starts to hand its results back, where its caller waits.
 
     It costs the first checkpoint seconds, and outlives a run that is killed.
     """
     names = ("get_write_results_queue", "_get_write_results_queue")  # of 0.19.2, of 0.17.1
-    with contextlib.ExitStack() as stack:
-        for name in names:
-            if hasattr(filesystem_async, name) and not is_asynchronous:
-                stack.enter_context(mock.patch.object(filesystem_async, name, queue.Queue))
-        yield
+    queues = {name: queue.Queue for name in names if hasattr(filesystem_async, name)}
+    if is_asynchronous or not queues:
+        return contextlib.nullcontext()
+    return mock.patch.multiple(filesystem_async, **queues)

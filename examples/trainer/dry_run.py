@@ -1,23 +1,28 @@
-"""`--dry-run`: what a launch would do, from its validated arguments, without starting anything."""
+"""`--dry-run`: what a launch would do, and the memory of a GPU, from its validated arguments; nothing is started.
+
+Megatron's formulas are in megatron/training/theoretical_memory_usage.py, in the wheel from 0.17 on. They are for bfloat16,
+and for an attention that keeps no scores (flash attention). The output layer's are this package's.
+"""
 
 import itertools
 import os
 from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.training import theoretical_memory_usage as megatron
 
 from megatron_pg import PolicyLossConfig
 from megatron_pg.loss.aggregation import AGGREGATIONS
+from megatron_pg.loss.gradient_scope import gradient_scope
 from megatron_pg.rollout_files import validate_rollout_file
 
-from .memory_estimate import GIB, estimate_memory
 from .rollouts import FileSteps, plan_of, row_settings, with_advantages
 
-OUTER_COUNTS = {
-    "sample_mean": "N, its rollouts",
-    "prompt_mean": "P, its prompt groups",
-    "token_mean": "T, its active tokens",
-    "constant": "N, its rollouts",
-}
+GIB = 2**30
+CHUNK_BYTES = 5 * GIB // 4
+"""Logits that `--fused-lm-head` holds at once, and their gradient that `--fp32-lm-head` rounds."""
 
 
 def print_plan(args: Namespace, config: PolicyLossConfig) -> None:
@@ -36,21 +41,22 @@ def _processes(args: Namespace) -> Iterator[tuple[str, str]]:
     if chunks := args.virtual_pipeline_model_parallel_size:
         yield "", f"{chunks} chunks of layers on each pipeline rank"
     if args.num_experts:
-        experts, tensor = (
-            args.expert_model_parallel_size,
-            args.expert_tensor_parallel_size or tensor,
-        )
+        experts = args.expert_model_parallel_size
+        tensor = args.expert_tensor_parallel_size or tensor
         sizes = f"EP {experts} x ETP {tensor} x DP {args.world_size // (experts * tensor * stages)}"
         yield "", f"{args.num_experts} experts: {sizes} of each stage"
 
 
 def _objective(config: PolicyLossConfig) -> Iterator[tuple[str, str]]:
     name = config.loss_aggregation
-    formula = AGGREGATIONS[name].formula if name in AGGREGATIONS else "a reducer of your own"
+    if name in AGGREGATIONS:
+        yield "objective", f"{name}: {AGGREGATIONS[name].formula}"
+        yield "", AGGREGATIONS[name].about
+    else:
+        yield "objective", f"{name}: a reducer of your own"
     if config.loss_aggregation_divisor is not None:
-        formula += f", L = {config.loss_aggregation_divisor:g}"
-    yield "objective", f"{name}: {formula}"
-    yield "", f"x = {_token_loss(config)}; m the loss mask"
+        yield "", f"L = {config.loss_aggregation_divisor:g}"
+    yield "", f"x = {_token_loss(config)}; m the loss mask; counts are of the whole step"
     if config.kl_loss_coef:
         yield "", f"+ {config.kl_loss_coef:g} x sample_mean of KL ({config.kl_loss_type})"
     if config.entropy_coef:
@@ -71,13 +77,11 @@ def _token_loss(config: PolicyLossConfig) -> str:
 
 
 def _step(args: Namespace, config: PolicyLossConfig) -> Iterator[tuple[str, str]]:
-    count = OUTER_COUNTS.get(config.loss_aggregation, "a count of its own")
-    yield "outer count", f"{count}, over the whole step"
     limit = args.max_tokens_per_microbatch
     budget = f"at most {limit} tokens, {limit // args.context_parallel_size} on a rank"
     if not args.rollout_files:
-        rollouts = f"{args.prompts_per_step} prompts x {args.samples_per_prompt} answers"
-        yield "step", f"{rollouts} to {args.task}; {args.train_iters} steps"
+        answers = f"{args.prompts_per_step} prompts x {args.samples_per_prompt} answers"
+        yield "step", f"{answers} to {args.task}; {args.train_iters} steps"
         yield "micro-batches", budget
         return
     plan_of(args, [])  # refuses a budget that not even the smallest segment fits
@@ -121,17 +125,111 @@ def _refuse_later_steps(args: Namespace, config: PolicyLossConfig) -> None:
 def _memory(args: Namespace) -> Iterator[tuple[str, str]]:
     memory = estimate_memory(args)
     yield "model", f"{memory.parameters / 1e9:.2f} billion parameters"
-    estimated = "estimated, for bfloat16 and flash attention; nothing for NCCL and fragmentation"
-    yield "memory of a GPU", estimated
+    yield (
+        "memory of a GPU",
+        "estimated, for bfloat16 and flash attention; nothing for NCCL and fragmentation",
+    )
     sharded = ", sharded" if args.use_distributed_optimizer else ""
+    plain, fused = ("", " (these flags)") if args.fused_lm_head else (" (these flags)", "")
     rows = {
         f"weights, gradients, optimizer{sharded}": memory.states,
         f"activations, recomputation: {args.recompute_granularity or 'none'}": memory.activations,
         "output layer with the logits of all tokens": memory.logits,
         "output layer with --fused-lm-head": memory.fused_head,
+        f"in all without --fused-lm-head{plain}": memory.total(fused=False),
+        f"in all with --fused-lm-head{fused}": memory.total(fused=True),
     }
-    for fused, how in ((False, "without"), (True, "with")):
-        mine = " (these flags)" if bool(args.fused_lm_head) == fused else ""
-        rows[f"in all {how} --fused-lm-head{mine}"] = memory.total(fused=fused)
-    for what, amount in rows.items():
-        yield "", f"{amount / GIB:7.1f} GiB  {what}"
+    for name, size in rows.items():
+        yield "", f"{size / GIB:7.1f} GiB  {name}"
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes of a GPU, and the number of parameters of the model."""
+
+    parameters: float
+    states: float
+    """Weights, gradients and optimizer of the fullest rank."""
+    activations: float
+    """Of the first pipeline stage, which holds as many micro-batches as there are stages."""
+    last_stage_activations: float
+    """Of the last one, which holds one."""
+    logits: float
+    """Of the output layer, with the logits of all tokens."""
+    fused_head: float
+    """Of the output layer with `--fused-lm-head`."""
+
+    def total(self, *, fused: bool) -> float:
+        """Bytes of the fuller one of the first and the last pipeline stage."""
+        head = self.fused_head if fused else self.logits
+        return self.states + max(self.activations, self.last_stage_activations + head)
+
+
+def estimate_memory(args: Namespace) -> MemoryEstimate:
+    """The estimate for validated arguments."""
+    activations = _activations(args)
+    tokens = args.max_tokens_per_microbatch / args.context_parallel_size
+    narrow = 2 * tokens * args.vocab_size / args.tensor_model_parallel_size
+    # Beside the chunk: the hidden states, gathered over tensor parallelism, and their gradient. A sequence may take four.
+    chunks = 1 if gradient_scope(PolicyLossConfig.from_args(args)).tokens == "token" else 4
+    widths = 2 if args.fp32_lm_head else 1
+    axes = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
+    sizes = {f"{axis}_parallel_size": 1 for axis in axes} | {"world_size": 1}
+    whole = _changed(args, **sizes, data_parallel_size=1, use_distributed_optimizer=False)
+    return MemoryEstimate(
+        parameters=_states(whole) / 18,  # bytes where one process holds everything
+        states=_states(args),
+        activations=activations,
+        last_stage_activations=activations / args.pipeline_model_parallel_size,
+        # Float32 logits, whose place the gradient takes, and what is bfloat16 beside them: the logits that Megatron's
+        # Float16Module copies, or with --fp32-lm-head a chunk of the gradient.
+        logits=2 * narrow + (min(narrow, CHUNK_BYTES) if args.fp32_lm_head else narrow),
+        fused_head=widths * min(narrow, chunks * CHUNK_BYTES) + tokens * args.hidden_size * 4,
+    )
+
+
+def _changed(args: Namespace, **values: Any) -> Namespace:
+    return Namespace(**(vars(args) | values))
+
+
+def _states(args: Namespace) -> float:
+    # The distributed optimizer shards over context-parallel ranks too; Megatron's estimate leaves them out.
+    ranks = args.data_parallel_size * args.context_parallel_size
+    copied = _changed(args, padded_vocab_size=args.vocab_size, data_parallel_size=ranks)
+    return float(megatron.compute_weight_and_optimizer_memory(copied))
+
+
+def _activations(args: Namespace) -> float:
+    """Without those of the output layer."""
+    tokens = args.max_tokens_per_microbatch / args.context_parallel_size
+    of_layer = _bytes_of_a_layer(args)
+    if args.recompute_granularity == "full":
+        # Every layer's input in bfloat16, and all of the layer that is being recomputed.
+        split = args.tensor_model_parallel_size if args.sequence_parallel else 1
+        return float(tokens * args.hidden_size * (2 * args.num_layers / split + of_layer))
+    # Megatron's formula has 18 + 4 ffn_hidden_size / hidden_size bytes for each of ours, over tensor parallelism.
+    width = (of_layer * args.tensor_model_parallel_size - 18) / 4 * args.hidden_size
+    copied = _changed(args, seq_length=tokens, padded_vocab_size=0, ffn_hidden_size=width)
+    return float(megatron.compute_activation_memory(copied, num_microbatches=None))
+
+
+def _ffn_width(args: Namespace) -> float:
+    """What stands for the MLP in Megatron's formula, which knows neither gates nor experts."""
+    gate = 1.5 if args.swiglu else 1.0
+    if args.num_experts is None:
+        return float(gate * args.ffn_hidden_size)
+    experts = args.moe_router_topk * args.moe_ffn_hidden_size
+    shared = args.moe_shared_expert_intermediate_size or 0
+    # Each of a token's experts gets a copy of it and gives one back: 4 bytes of the hidden size.
+    return float(gate * (experts + shared) + args.moe_router_topk * args.hidden_size)
+
+
+def _bytes_of_a_layer(args: Namespace) -> float:
+    """What a layer keeps on a rank, in bytes a token and element of the hidden states (arXiv:2205.05198, table 2)."""
+    # Inputs of norms, attention and MLP, and two dropout masks: whole on every rank without sequence parallelism.
+    inputs = 8 + (2 if args.hidden_dropout else 0)
+    # Queries, keys, values and the attention's output, of 2 bytes each; and the MLP.
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    split = 4 + 4 * groups / args.num_attention_heads + 4 * _ffn_width(args) / args.hidden_size
+    size = args.tensor_model_parallel_size
+    return float(inputs / (size if args.sequence_parallel else 1) + split / size)

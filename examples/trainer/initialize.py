@@ -14,7 +14,7 @@ import torch
 from megatron.core import num_microbatches_calculator
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator
+from megatron.core.num_microbatches_calculator import ConstantNumMicroBatchesCalculator
 from megatron.core.transformer import TransformerConfig
 from megatron.training import get_args, initialize
 from megatron.training.arguments import core_transformer_config_from_args
@@ -27,23 +27,20 @@ TALKATIVE = ("models.gpt.gpt_model", "rerun_state_machine", "dist_checkpointing.
 """Modules of Megatron-Core that warn of what no user has chosen: it deprecates GPTModel, and a way of saving."""
 
 
-class StepMicrobatches(NumMicroBatchesCalculator):  # type: ignore[misc]
-    """As many micro-batches as the plan of a step has, in place of Megatron's constant number.
+class StepMicrobatches(ConstantNumMicroBatchesCalculator):  # type: ignore[misc]
+    """As many micro-batches as the plan of a step has, in place of one number for the whole run.
 
     What Megatron's own lines call a sample is one micro-batch of one data-parallel rank.
     """
 
     def __init__(self, data_parallel_size: int) -> None:
-        super().__init__()
-        self.micro_batch_size = 1
         self._data_parallel_size = data_parallel_size
         self.plan(1)
 
     def plan(self, number: int) -> None:
         """Set the number of the step that begins on this rank."""
-        self.num_micro_batches = number
-        batch = number * self._data_parallel_size
-        self.current_global_batch_size = self.current_running_global_batch_size = batch
+        size = self._data_parallel_size
+        super().__init__(number * size, 1, size, decrease_batch_size_if_needed=False, rank=0)
 
     def update(self, *_: object, **__: object) -> None:
         """Forget the step: Megatron's loop looks between steps whether the number changes for good."""
@@ -89,11 +86,7 @@ def _die_with_launcher() -> None:
 
 
 def provide_model(
-    pre_process: bool = True,
-    post_process: bool = True,
-    vp_stage: int | None = None,
-    config: TransformerConfig | None = None,
-    pg_collection: Any = None,
+    config: TransformerConfig | None = None, vp_stage: int | None = None, **place: Any
 ) -> GPTModel:
     """One chunk of a pipeline stage; the `model_provider_func` of `megatron.training.training.get_model`."""
     args = get_args()
@@ -113,13 +106,11 @@ def provide_model(
         transformer_layer_spec=spec,
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
-        pre_process=pre_process,
-        post_process=post_process,
         **{name: getattr(args, name) for name in same_name},
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         rope_scaling=args.use_rope_scaling,
         rope_scaling_factor=args.rope_scaling_factor,
         seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
-        pg_collection=pg_collection,
         vp_stage=vp_stage,
+        **place,
     )

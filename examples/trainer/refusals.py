@@ -2,13 +2,12 @@
 
 import argparse
 import importlib.util
-import itertools
 import math
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_pg.config.fields import fields_of
+from megatron_pg.config.fields import fields_of, flag_of
 from megatron_pg.config.planning import PlanningConfig
 from megatron_pg.config.policy_loss import PolicyLossConfig
 
@@ -119,17 +118,18 @@ def refuse_combinations(args: Namespace) -> None:
     for name, value in vars(args).items():
         values = value if isinstance(value, (list, tuple)) else [value]
         if any(isinstance(number, float) and not math.isfinite(number) for number in values):
-            raise ValueError(f"{_flag(name)} is {value}: give a finite number")
-    of_source = _of_tasks if args.task else _of_files
-    for message in itertools.chain(of_source(args), _of_any(args)):
+            raise ValueError(f"{flag_of(name)} is {value}: give a finite number")
+    if message := next(_problems(args), ""):
         raise ValueError(message)
 
 
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-def _of_any(args: Namespace) -> Iterator[str]:
+def _problems(args: Namespace) -> Iterator[str]:
+    if bool(args.rollout_files) == bool(args.task):
+        yield "what to train on: give one of --rollout-files and --task"
+    if args.task:
+        yield from _problems_of_task(args)
+    elif not args.docs_per_step:
+        yield "--docs-per-step is missing: the documents (rollouts) of a step"
     if not args.vocab_size:
         yield "--vocab-size is missing: token ids are below it"
     if not args.train_iters:
@@ -138,56 +138,40 @@ def _of_any(args: Namespace) -> Iterator[str]:
         needs = "it is written with the config and tokenizer of --hf-model, as a new folder"
         yield f"--save-hf {args.save_hf}: {needs}; give --hf-model, and a name that is free"
     if args.save and (args.save_interval or 0) < 1:
-        found = f"--save {args.save} with --save-interval {args.save_interval}"
-        yield f"{found}: give the steps from one checkpoint to the next"
-    if project := args.wandb_project:
+        yield f"--save {args.save} with --save-interval {args.save_interval}: give the steps between checkpoints"
+    if args.wandb_project:
         if not (args.wandb_exp_name and (args.save or args.wandb_save_dir)):
-            wants = "--wandb-exp-name, the run's name, and with --save or --wandb-save-dir"
-            yield f"--wandb-project goes with {wants}: give them too"
+            yield "--wandb-project goes with --wandb-exp-name and with --save or --wandb-save-dir: give them too"
         if importlib.util.find_spec("wandb") is None:
-            mend = "pip install wandb, or drop the flag"
-            yield f"--wandb-project {project}: the package wandb is not installed; {mend}"
+            yield "--wandb-project: the package wandb is not installed; pip install wandb, or drop the flag"
     if args.ckpt_format != "torch_dist":
-        wants = "checkpoints are read at any sharding; give torch_dist"
-        yield f"--ckpt-format {args.ckpt_format}: {wants}"
+        yield f"--ckpt-format {args.ckpt_format}: checkpoints are read at any sharding; give torch_dist"
     if args.position_embedding_type not in POSITIONS:
-        kinds = ", ".join(POSITIONS)
-        yield f"--position-embedding-type {args.position_embedding_type}: give one of {kinds}"
+        yield f"--position-embedding-type {args.position_embedding_type}: give one of {', '.join(POSITIONS)}"
     if args.device == "cpu" and (args.attention_dropout or args.hidden_dropout):
-        dropouts = "--attention-dropout and --hidden-dropout"
-        yield f"{dropouts} need Megatron's CUDA random state: give 0 with --device cpu"
+        yield "--attention-dropout and --hidden-dropout need CUDA's random state: give 0 with --device cpu"
     if 0 < args.train_iters <= (args.lr_warmup_iters or 0):
         found = f"--lr-warmup-iters {args.lr_warmup_iters} is not below --train-iters"
         yield f"{found} {args.train_iters}: the learning rate would not get to --lr; give fewer"
     axes = [f"{axis}_parallel_size" for axis in ("tensor_model", "pipeline_model", "context")]
     if args.world_size % (ranks := math.prod(getattr(args, axis) for axis in axes)):
-        flags = ", ".join(["--nproc-per-node of torchrun", *map(_flag, axes)])
-        groups = f"groups of tensor x pipeline x context = {ranks}"
-        yield f"{args.world_size} processes cannot be split in {groups}: change one of {flags}"
+        flags = ", ".join(["--nproc-per-node of torchrun", *map(flag_of, axes)])
+        yield f"{args.world_size} processes cannot be split in groups of {ranks}: change one of {flags}"
 
 
-def _of_files(args: Namespace) -> Iterator[str]:
-    if not args.rollout_files:
-        yield "what to train on: give one of --rollout-files and --task"
-    if not args.docs_per_step:
-        yield "--docs-per-step is missing: the documents (rollouts) of a step"
-
-
-def _of_tasks(args: Namespace) -> Iterator[str]:
+def _problems_of_task(args: Namespace) -> Iterator[str]:
     """The sampler has the stages of the model that is trained, each rank one of them, a token at a time."""
-    if args.rollout_files:
-        yield "what to train on: give one of --rollout-files and --task"
     if not args.hf_model:
         yield "--task needs --hf-model: its tokenizer and chat template make the prompts"
     if args.docs_per_step is not None:
         yield "--docs-per-step with --task: give --prompts-per-step"
     for name, (least, _, _) in COUNTS.items():
         if (value := getattr(args, name)) < least:
-            yield f"{_flag(name)} is {value}: give {least} or more"
+            yield f"{flag_of(name)} is {value}: give {least} or more"
     given = vars(args) | {"expert_model_parallel_size": args.expert_model_parallel_size > 1}
     for name, reason in CANNOT_GENERATE.items():
         if given.get(name) not in (None, False):
-            yield f"{_flag(name)} with --task: {reason}; drop it"
+            yield f"{flag_of(name)} with --task: {reason}; drop it"
 
 
 def refuse_other_settings(args: Namespace, stored: Namespace) -> None:

@@ -211,13 +211,13 @@ class Scoring:
         missing = [i for i, sample in enumerate(samples) if getattr(sample, name) is None]
         if not any(gather(len(missing), self._groups.data)):
             return samples
-        # The reference routes by itself: the engine's choices are the policy's.
-        is_policy = name == "old_log_probs"
-        replays = self._config.replay_routing and is_policy
+        config = self._config
+        if name == "ref_log_probs":  # it routes by itself: the engine's choices are the policy's
+            config = replace(config, replay_routing=False)
         scored = compute_log_probs(
             model,
             [samples[index] for index in missing],
-            replace(self._config, replay_routing=replays),
+            config,
             max_tokens_per_microbatch=self._args.max_tokens_per_microbatch,
             oversized=self._args.oversized_samples,
             groups=self._groups,

@@ -80,12 +80,15 @@ class TaskSteps:
         for rollout, advantage in zip(rollouts, advantages.advantages.tolist(), strict=True):
             prompt, task, _, response = rollout
             group = iteration * args.prompts_per_step + task
-            fields = {"advantages": advantage, "rollout_log_probs": response.log_probs}
-            fields |= {
-                "group_index": group,
-                "name": f"answer {len(samples)} (prompt group {group})",
-            }
-            samples.append(answer_sample(prompt, response.tokens, **fields))
+            sample = answer_sample(
+                prompt,
+                response.tokens,
+                advantages=advantage,
+                rollout_log_probs=response.log_probs,
+                group_index=group,
+                name=f"answer {len(samples)} (prompt group {group})",
+            )
+            samples.append(sample)
         return samples, self._metrics(rollouts)
 
     def held_out(self) -> tuple[float, list[str]]:

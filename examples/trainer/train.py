@@ -1,9 +1,11 @@
 """Megatron's own training loop, with steps of rollouts in place of its batches."""
 
 import itertools
+import os
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -12,8 +14,11 @@ import torch
 from megatron.core.enums import ModelType
 from megatron.core.utils import get_model_config
 from megatron.training import checkpointing, training
+from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+from run_folder import append_step, cut_back
 
 from megatron_pg import PolicyLossConfig, Sample, StepPlan, accepted_samples, pack
+from megatron_pg.config.program import exit_refused
 from megatron_pg.megatron import PolicyStep
 from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.megatron.schedule import run_micro_batches
@@ -21,13 +26,73 @@ from megatron_pg.megatron.schedule import run_micro_batches
 from .arguments import parse_arguments
 from .checkpoint import claim_save_folder, loading, restore_rollouts, saving
 from .dry_run import print_plan
-from .errors import agreed, mendable, plain_errors
+from .errors import RunError, agreed, mendable
 from .initialize import provide_model, start_megatron
-from .log import MetricsLog
 from .rollouts import FileSteps, Scoring, layout_of, plan_of
 
-PHASES = ("rollouts", "scoring", "training")
-"""The parts of a step: getting rollouts, the log-probs that they lack, and forward, backward and update."""
+METRICS, HELD_OUT = "metrics.jsonl", "held_out.jsonl"
+
+
+class MetricsLog:
+    """The metrics of a run on the terminal, TensorBoard, W&B and in metrics.jsonl; every rank makes one, the last one writes.
+
+    Megatron writes its own line of a step, timers and memory reports; its flags say which writers there are.
+    The lines of metrics.jsonl after `args.iteration` are removed: the checkpoint that the run goes on from knows
+    nothing of them. A ValueError names a damaged line.
+    """
+
+    def __init__(self, args: Namespace) -> None:
+        self._args = args
+        self._writes = args.rank == args.world_size - 1
+        self._path = Path(args.save) / METRICS if args.save else None
+        if self._writes and self._path:
+            cut_back(self._path, args.iteration)
+
+    def step(
+        self, number: int, metrics: Mapping[str, float | None], answers: Sequence[str]
+    ) -> None:
+        """Log the metrics of step `number`, counted from 1, None for what is not known, and a few of its answers."""
+        if not self._writes:
+            return
+        known = append_step(self._path, number, metrics)
+        if number % self._args.tensorboard_log_interval == 0:
+            self._draw(number, known)
+        if number % self._args.log_interval == 0:
+            texts = (f"{name} {value:z.6g}" for name, value in known.items())
+            line = f" step {number}: " + " | ".join(texts)
+            print(line, *map(repr, answers), sep="\n   ", flush=True)
+
+    def held_out(self, number: int, score: float, answers: Sequence[str]) -> None:
+        """Log the score of the held-out tasks after step `number`, and a few answers to them."""
+        if not self._writes:
+            return
+        print(f" held-out tasks after step {number}: {score:.3f}", *map(repr, answers), sep="\n   ")
+        path = self._path.with_name(HELD_OUT) if self._path else None
+        append_step(path, number, {"score": score}, answers=answers)
+        self._draw(number, {"held_out": score})
+
+    def _draw(self, number: int, values: Mapping[str, float]) -> None:
+        if writer := get_tensorboard_writer():
+            for name, value in values.items():
+                writer.add_scalar(name, value, number)
+        if wandb := get_wandb_writer():
+            wandb.log(dict(values), number)
+
+    def flush(self) -> None:
+        """Bring everything to the disk."""
+        if not self._writes:
+            return
+        if self._path:
+            with self._path.open("a") as file:
+                os.fsync(file.fileno())
+        if writer := get_tensorboard_writer():
+            writer.flush()
+
+    def close(self) -> None:
+        """The last thing of a run that ended by itself."""
+        self.flush()
+        if self._writes and (wandb := get_wandb_writer()):
+            wandb.finish()
 
 
 class Run:
@@ -120,24 +185,18 @@ class Run:
             metrics |= loss_metrics
         metrics["learning_rate"] = optimizer.param_groups[0]["lr"]
         times.append(time.monotonic())
-        for phase, (begin, end) in zip(PHASES, itertools.pairwise(times), strict=True):
+        phases = ("rollouts", "scoring", "training")
+        for phase, (begin, end) in zip(phases, itertools.pairwise(times), strict=True):
             metrics[f"seconds_{phase}"] = end - begin
         with mendable():  # a disk takes no more
             self._log.step(done + 1, metrics, self._rollouts.shown(samples[:2]))
         return result
 
     def _update(
-        self,
-        samples: Sequence[Sample],
-        plan: StepPlan,
-        model: list[Any],
-        optimizer: Any,
-        scheduler: Any,
-        model_config: Any,
-        _forward_backward: Any,
-        **named: Any,
+        self, samples: Sequence[Sample], plan: StepPlan, *rest: Any, **named: Any
     ) -> tuple[tuple[Any, ...], dict[str, float]]:
         """Forward, backward and update by Megatron's `train_step`: its result, and the step's metrics."""
+        model, optimizer, scheduler, model_config, _ = rest
         step = PolicyStep(self._config, plan, model=model, vocab_size=self._args.vocab_size)
         packs = [[samples[index] for index in indices] for indices in plan.microbatches]
         place = {"cp_rank": self._groups.context_rank, **layout_of(self._args)}
@@ -176,13 +235,15 @@ class Run:
         self._last_saved = iteration
 
 
-@plain_errors()
 def main() -> None:
-    """Parse the flags, and train or print the plan."""
-    with mendable():
-        args = parse_arguments()
-        config = PolicyLossConfig.from_args(args)
-        if args.dry_run:
-            print_plan(args, config)
-            return
-    Run(args, config).train()
+    """Parse the flags, and train or print the plan; what the user can mend is said in a line, by one rank."""
+    try:
+        with mendable():
+            args = parse_arguments()
+            config = PolicyLossConfig.from_args(args)
+            if args.dry_run:
+                print_plan(args, config)
+                return
+        Run(args, config).train()
+    except RunError as error:
+        exit_refused(f"error: {error}")

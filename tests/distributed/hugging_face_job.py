@@ -112,7 +112,9 @@ def build(sharding: Sharding, job: Job) -> list[DistributedDataParallel]:
         is_first = parallel_state.is_pipeline_first_stage(False, vp_stage=stage)
         is_last = parallel_state.is_pipeline_last_stage(False, vp_stage=stage)
         with mock.patch.object(initialize, "get_args", lambda: args):
-            model = initialize.provide_model(is_first, is_last, stage, config)
+            model = initialize.provide_model(
+                config, stage, pre_process=is_first, post_process=is_last
+            )
         options = {"disable_bucketing": bool(stage)}
         chunks.append(DistributedDataParallel(config, ddp_config, model, **options))
     return chunks

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from trainer.arguments import parse_arguments
-from trainer.memory_estimate import GIB, estimate_memory
+from trainer.dry_run import GIB, estimate_memory
 
 ROOT = Path(__file__).parents[2]
 

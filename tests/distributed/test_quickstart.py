@@ -30,7 +30,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "examples").mkdir()
     shutil.copy(ROOT / "examples/quickstart.sh", folder / "examples")
     (folder / "examples/launch").mkdir()
-    scripts = "train_grpo critic tasks sampler run_folder run_log teacher launch/torchrun"
+    scripts = "train_grpo other_models tasks sampler run_folder run_log launch/torchrun"
     for name in (f"{script}.py" for script in scripts.split()):
         (folder / "examples" / name).symlink_to(ROOT / "examples" / name)
     (folder / "ci").mkdir()

@@ -11,7 +11,7 @@ from typing import Any
 from megatron.training import theoretical_memory_usage as megatron
 
 from megatron_pg import PolicyLossConfig
-from megatron_pg.loss.gradient_scope import gradient_scope
+from megatron_pg.loss.micro_batch import gradient_scope
 
 GIB = 2**30
 CHUNK_BYTES = 5 * GIB // 4

@@ -35,31 +35,30 @@ Function = Callable[[Tensors], Outputs]
 _programs: dict[Hashable, Callable[..., Outputs] | None] = {}
 
 
-def bind(
+def run(
     function: Function, settings: Hashable | None, tensors: Tensors, differentiated: Sequence[str]
-) -> Callable[[], Outputs]:
-    """Bind the tensors to a function: to its compiled program on a GPU, to the function itself elsewhere.
+) -> Outputs:
+    """Call a function of tensors: its compiled program on a GPU, the function itself elsewhere.
 
     The function reads no value on the host, and depends on nothing but its tensors and the settings; None is a function that
     is not compiled. Its first result has a gradient to the tensors named in `differentiated`, the others have none.
     """
     is_compiled = settings is not None and tensors["log_probs"].device.type in DEVICES
-    by_operators = functools.partial(function, tensors)
     if not is_compiled or torch.is_inference_mode_enabled():
-        return by_operators
+        return function(tensors)
     present = {name: x.detach().contiguous() for name, x in tensors.items() if x is not None}
     kind = getattr(function, "__func__", function)  # of a method, which holds a micro-batch
     key = (kind, settings, tuple((name, x.dtype) for name, x in present.items()))
-    if key not in _programs and len(_programs) >= MAX_PROGRAMS:  # settings that every step changes
-        _say_that_no_more_are_compiled()
-        return by_operators
-    if key not in _programs:
+    if key not in _programs and len(_programs) < MAX_PROGRAMS:
         _programs[key] = _compiled(function, present, differentiated)
-    program = _programs[key]
+    elif key not in _programs:  # settings that every step changes
+        _say_that_no_more_are_compiled()
+    program = _programs.get(key)
     if program is None:
-        return by_operators
+        return function(tensors)
     call = functools.partial(program, *present.values())
-    return functools.partial(Differentiated.apply, call, *map(tensors.get, differentiated))
+    outputs: Outputs = Differentiated.apply(call, *map(tensors.get, differentiated))
+    return outputs
 
 
 @functools.cache

@@ -10,9 +10,9 @@ import functools
 import itertools
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.rows import read_off_rows
 from megatron_pg.loss.aggregation import COUNTS, Weights
-from megatron_pg.loss.checksum import CHECKSUM, CHECKSUMS, checksum_of, samples_at_fault
+from megatron_pg.loss.checksum import CHECKSUM, CHECKSUMS, check_checksum, warn_once
 from megatron_pg.loss.metric_table import (
     DERIVED,
     METRICS,
@@ -200,12 +200,13 @@ def metric_names(config: PolicyLossConfig) -> tuple[str, ...]:
     return metric_table(config, frozenset()).names
 
 
-class HasSums(Protocol):
-    """Sums of another loss that travel beside the policy's: pairs [names, 2] of this rank, and metrics made of the world's."""
+class ValueReport(NamedTuple):
+    """The critic's sums of a step on this rank, which travel beside the policy's."""
 
-    sums: Tensor
-
-    def metrics(self, reduced: Tensor) -> dict[str, float]: ...
+    sums: Tensor  # pairs [names, 2] float64
+    metrics: Callable[[Tensor], dict[str, float]]
+    """Function from the world's pairs to the critic's metrics by name. Raises a RuntimeError under `check_aggregation` where
+    the checksum is not 1."""
 
 
 def reduce_metrics(
@@ -216,7 +217,7 @@ def reduce_metrics(
     device: torch.device | str,
     group: dist.ProcessGroup | None = None,
     policy_version: int | None = None,
-    critic: HasSums | None = None,
+    critic: ValueReport | None = None,
 ) -> dict[str, float]:
     """Reduce the metrics of a step's micro-batches. This is the step's only host synchronisation.
 
@@ -259,7 +260,7 @@ def reduce_metrics(
         report_nan_tokens(counted, "its logits, its log-probs (old, ref, rollout) and its teacher")
     reduced[CHECKSUM] = check_checksum(config, reduced, micro_batches)
     if config.rejection_denominator == "accepted" and reduced.get("rejected_fraction", 0.0) > 0:
-        _warn_once(
+        warn_once(
             "rejection_denominator",
             "--rejection-denominator accepted, and the loss still rejected tokens that the step's "
             "totals count: call accepted_samples(config, samples) before step_totals and pack",
@@ -317,27 +318,3 @@ def report_nan_tokens(micro_batches: Sequence[Mapping[str, Tensor]], suspects: s
                 f"micro-batch {index}: {len(tokens)} active tokens of this rank have a loss of NaN or infinity, the first is response token "
                 f"{token} of sample {sample} ({batch.samples[sample].name}): look at {suspects}"
             )
-
-
-def check_checksum(
-    config: PolicyLossConfig,
-    metrics: Mapping[str, float],
-    micro_batches: Sequence[Mapping[str, Tensor]] = (),
-) -> float:
-    """Return the checksum. Where it is not 1, raise under --check-aggregation, or else warn."""
-    checksum, problem = checksum_of(metrics)
-    if problem:
-        message = problem + samples_at_fault(micro_batches)
-        if config.check_aggregation:
-            raise RuntimeError(message)
-        _warn_once(CHECKSUM, f"{message} --check-aggregation makes it an error.")
-    return checksum
-
-
-_warned_of: set[str] = set()
-
-
-def _warn_once(subject: str, message: str) -> None:
-    if subject not in _warned_of:
-        _warned_of.add(subject)
-        logger.warning("%s (said once)", message)

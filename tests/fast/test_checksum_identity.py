@@ -22,8 +22,8 @@ from megatron_pg import (
     policy_loss_from_log_probs,
     reduce_metrics,
 )
-from megatron_pg.loss.checksum import CHECKSUM, CHECKSUMS
-from megatron_pg.loss.metrics import MicroBatchMetrics, check_checksum
+from megatron_pg.loss.checksum import CHECKSUM, CHECKSUMS, check_checksum
+from megatron_pg.loss.metrics import MicroBatchMetrics
 from megatron_pg.step import identity
 from megatron_pg.step.totals import BareSample, StepTotals, sample_counts, totals_of_counts
 from tests.fast.refusals import assert_words

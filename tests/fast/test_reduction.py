@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.loss.aggregation import AGGREGATIONS, Weights, host_weights
 from megatron_pg.loss.policy_loss import quotient
-from megatron_pg.loss.reducer import custom_reduction, get_pg_loss_reducer, weighted_sum
+from megatron_pg.loss.reducer import get_pg_loss_reducer, get_reduction
 from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import StepTotals
@@ -50,9 +50,7 @@ def reduced(config: PolicyLossConfig, batch: PackedBatch, totals: StepTotals, x:
         sample_ids=batch.window_segment_ids,
         loss_weights=batch.loss_weights,
     )
-    is_custom = config.custom_pg_loss_reducer_function_path is not None
-    reduce = custom_reduction(config, batch) if is_custom else weighted_sum
-    return quotient(reduce(x, weights.loss), weights.outer_count)
+    return quotient(get_reduction(config, batch)(x, weights.loss), weights.outer_count)
 
 
 @pytest.mark.parametrize("per_token", (False, True))
@@ -220,4 +218,4 @@ def test_a_reducer_that_cannot_know_its_slice_is_refused() -> None:
     config = custom_config("mean_by_rank_alone")
     batch = pack(step, cp_rank=0, cp_size=2, cp_partition_mode="contiguous")
     with pytest.raises(ValueError, match="name cp_partition_mode and pad_to_multiple"):
-        custom_reduction(config, batch)
+        get_reduction(config, batch)

@@ -3,7 +3,6 @@
 This file has the formula and its metrics. Aggregation, totals, the checksum and a step's sums are the policy loss's.
 """
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -110,7 +109,6 @@ def _metric_values(token_loss: Tensor, values: Tensor, returns: Tensor) -> dict[
     return dict(zip((*MEANS, *SUMS), (*means, *sums), strict=True))
 
 
-@functools.lru_cache(maxsize=64)
 def value_metric_table(config: PolicyLossConfig) -> PairTable:
     rows = (*((name, "mean") for name in MEANS), *((name, "sum") for name in SUMS))
     return PairTable(("value_loss",), rows if config.pg_metrics != "none" else ())

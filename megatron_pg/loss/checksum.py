@@ -86,16 +86,15 @@ def _samples_at_fault(micro_batches: Sequence[Mapping[str, Tensor]]) -> str:
         totals = getattr(metrics, "totals", None) or totals
     if totals is None or not totals.knows_identities:
         return ""
-    rank, names, trained = totals.data_parallel_rank, dict[int | None, str](), Counter[int | None]()
+    rank, trained = totals.data_parallel_rank, Counter[int | None]()
+    names = dict[int | None, str]()
     for samples in samples_by_rank.values():
         store_hashes(samples, totals.hashed_fields)
         trained |= Counter(sample.identity for sample in samples)
         names |= {sample.identity: sample.name for sample in samples}
     names |= {count.identity: count.name for count in totals.counts[rank]}
     expected = Counter(count.identity for count in totals.counts[rank])
-    rank_of = {
-        count.identity: rank for rank, counts in enumerate(totals.counts) for count in counts
-    }
+    rank_of = {count.identity: rank for rank, of in enumerate(totals.counts) for count in of}
     strangers = [sample for sample in trained if sample not in expected]
     samples_by_mistake = {
         "trained on twice": [names[x] for x in trained - expected if x in expected],
@@ -106,10 +105,10 @@ def _samples_at_fault(micro_batches: Sequence[Mapping[str, Tensor]]) -> str:
         "never trained on": [names[x] for x in expected - trained],
     }
     listed = [
-        f"{mistake}: {', '.join(names[:NUM_NAMED])}"
-        + f" and {len(names) - NUM_NAMED} more" * (len(names) > NUM_NAMED)
-        for mistake, names in samples_by_mistake.items()
-        if names
+        f"{mistake}: {', '.join(samples[:NUM_NAMED])}"
+        + f" and {len(samples) - NUM_NAMED} more" * (len(samples) > NUM_NAMED)
+        for mistake, samples in samples_by_mistake.items()
+        if samples
     ]
     return f" On data-parallel rank {rank}, {'; '.join(listed)}." if listed else ""
 

@@ -35,17 +35,18 @@ Function = Callable[[Tensors], Outputs]
 _programs: dict[Hashable, Callable[..., Outputs] | None] = {}
 
 
-def run(
+def bind(
     function: Function, settings: Hashable | None, tensors: Tensors, differentiated: Sequence[str]
-) -> Outputs:
-    """Call a function of tensors: its compiled program on a GPU, the function itself elsewhere.
+) -> Callable[[], Outputs]:
+    """Bind the tensors to a function: to its compiled program on a GPU, to the function itself elsewhere.
 
     The function reads no value on the host, and depends on nothing but its tensors and the settings; None is a function that
     is not compiled. Its first result has a gradient to the tensors named in `differentiated`, the others have none.
     """
     is_compiled = settings is not None and tensors["log_probs"].device.type in DEVICES
+    by_operators = functools.partial(function, tensors)
     if not is_compiled or torch.is_inference_mode_enabled():
-        return function(tensors)
+        return by_operators
     present = {name: x.detach().contiguous() for name, x in tensors.items() if x is not None}
     kind = getattr(function, "__func__", function)  # of a method, which holds a micro-batch
     key = (kind, settings, tuple((name, x.dtype) for name, x in present.items()))
@@ -55,10 +56,9 @@ def run(
         _say_that_no_more_are_compiled()
     program = _programs.get(key)
     if program is None:
-        return function(tensors)
+        return by_operators
     call = functools.partial(program, *present.values())
-    outputs: Outputs = Differentiated.apply(call, *map(tensors.get, differentiated))
-    return outputs
+    return functools.partial(Differentiated.apply, call, *map(tensors.get, differentiated))
 
 
 @functools.cache

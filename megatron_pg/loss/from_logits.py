@@ -171,9 +171,8 @@ def refuse_tokens_outside(samples: Iterable[Sample], vocab_size: int) -> None:
         if isinstance(teacher_ids := sample.side_channels.get("teacher_ids"), Tensor):
             where = f"{sample.name}: side_channels['teacher_ids']"
             is_outside = sample.loss_mask[:, None] & (teacher_ids >= vocab_size)
-            problem = (
-                f", outside the vocabulary of {vocab_size}: teacher and model need one vocabulary"
-            )
+            remedy = "teacher and model need one vocabulary"
+            problem = f", outside the vocabulary of {vocab_size}: {remedy}"
             refuse_values(where, teacher_ids, is_outside, problem)
 
 
@@ -208,12 +207,9 @@ def teacher_of(
     options: HeadOptions,
     weight: Tensor | None,
 ) -> WholeTeacher | TopKTeacher | None:
-    """Collect the teacher on the rows of a call of the head; None where there is none, or no sample.
+    """Collect the teacher on the rows that `place` makes of [window, ...]; None where there is none, or no sample.
 
-    Args:
-        local_columns: of the student's output layer on this tensor-parallel rank.
-        place: from [window, ...] to the rows of the call.
-        weight: the teacher's output weight [v/tp, teacher's hidden], for `--distill-teacher hidden`.
+    `local_columns` are those of the student's output layer on this rank, `weight` is [v/tp, teacher's hidden].
     """
     config, batch, group = loss.config, loss.batch, options.tensor_parallel_group
     if not config.distills or not batch.samples:

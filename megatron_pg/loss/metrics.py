@@ -4,15 +4,13 @@ The rows are in `metric_table.py`. An active token weighs 1 / its rollout's acti
 documents is one more weighted sum, whatever the packing or the context parallelism.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -38,7 +36,6 @@ from megatron_pg.step.batch import PackedBatch, to_device
 from megatron_pg.step.totals import StepTotals
 
 logger = logging.getLogger("megatron_pg")
-
 
 KINDS = {
     "mean": ("document", "document"),
@@ -115,7 +112,7 @@ class MicroBatchMetrics(dict[str, Tensor]):
     batch: PackedBatch | None = None
     """The micro-batch, for errors; without its side channels, as a teacher's logits would stay on the device."""
     totals: StepTotals | None = None
-    table: Tensor | None = None  # [names, 2] behind the pairs
+    table: Tensor  # [names, 2] behind the pairs
 
     @classmethod
     def of(
@@ -124,23 +121,22 @@ class MicroBatchMetrics(dict[str, Tensor]):
         table: Tensor,
         batch: PackedBatch | None = None,
         totals: StepTotals | None = None,
-    ) -> MicroBatchMetrics:
+    ) -> Self:
         metrics = cls(zip(names, table.unbind(), strict=True))
         metrics.table, metrics.totals = table, totals
         metrics.batch = None if batch is None else replace(batch, side_channels={})
         return metrics
 
     @classmethod
-    def awaited(cls, config: PolicyLossConfig, device: torch.device) -> MicroBatchMetrics:
+    def awaited(cls, config: PolicyLossConfig, device: torch.device) -> Self:
         """Make the metrics of a micro-batch whose loss is computed in backward. They are NaN until `fill`."""
         names = metric_names(config)
-        table = torch.full((len(names), 2), math.nan, dtype=torch.float64, device=device)
-        return cls.of(names, table)
+        nothing = torch.full((len(names), 2), math.nan, dtype=torch.float64, device=device)
+        return cls.of(names, nothing)
 
-    def fill(self, other: MicroBatchMetrics) -> None:
+    def fill(self, other: Self) -> None:
         """Copy the values into these tensors, so that references taken earlier see them."""
-        table = promised(self.table).copy_(promised(other.table))
-        self.__dict__.update(other.__dict__, table=table)
+        vars(self).update(vars(other), table=self.table.copy_(other.table))
 
 
 @torch.no_grad()

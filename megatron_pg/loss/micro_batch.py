@@ -7,7 +7,7 @@ metrics: in a few generated kernels on a GPU, operator by operator elsewhere.
 import dataclasses
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -83,16 +83,11 @@ class MicroBatchLoss:
     ) -> tuple[Tensor, MicroBatchMetrics]:
         """Compute the loss, to be differentiated, and its detached metrics. Arguments are [window] float32, in nats.
 
-        Every rank of the context-parallel group must call it, those whose window is empty included.
-
-        Args:
-            log_probs: as for `policy_loss_from_log_probs`.
-            entropy: the same.
-            divergence: from the teacher, where one is distilled.
-            kept_set_mass: the probability of the kept set, where `--kept-set-mass` asks for it; 1 for an empty set.
+        Every rank of the context-parallel group must call it, those whose window is empty included. The divergence is from
+        the teacher; the mass, of `--kept-set-mass`, is 1 for an empty set.
         """
         tensors = self._inputs(log_probs, entropy, divergence, kept_set_mass)
-        loss, maxima, is_nan, *parts = self._run(self._loss_and_metrics, tensors)
+        loss, maxima, is_nan, *parts = self._bind(self._loss_and_metrics, tensors)()
         table = self._table(tensors)
         pairs = table.pairs([*parts, tensors["counts"]])
         metrics = MicroBatchMetrics.of(table.names, pairs, self.batch, self._totals)
@@ -101,7 +96,7 @@ class MicroBatchLoss:
 
     def loss(self, *scores: Tensor | None) -> Tensor:
         """Compute the loss without metrics; arguments as for a call."""
-        loss: Tensor = self._run(self._loss_alone, self._inputs(*scores))[0]
+        loss: Tensor = self._bind(self._loss_alone, self._inputs(*scores))()[0]
         return loss
 
     def _inputs(
@@ -134,18 +129,18 @@ class MicroBatchLoss:
         if sequence_sum_names(config):
             # The config alone decides if there is an all-reduce, and of what size: every rank of the group joins it, those
             # that have no token and those that could not compile included.
-            (sums,) = self._run(self._sums_of_rank, tensors, differentiated=())
+            (sums,) = self._bind(self._sums_of_rank, tensors, differentiated=())()
             tensors["sums"] = add_over_group(sums, self._group)
         return tensors
 
-    def _run(
+    def _bind(
         self, function: Function, tensors: Tensors, differentiated: Sequence[str] = DIFFERENTIATED
-    ) -> Outputs:
+    ) -> Callable[[], Outputs]:
         log_probs, mask = tensors["log_probs"], tensors["loss_mask"]
         # Sizes of 0 and 1 would be graphs of their own.
         is_regular = len(log_probs) > 1 and log_probs.shape == mask.shape
         settings = _compiled_settings(self.config) if is_regular else None
-        return compiled.run(function, settings, tensors, differentiated)
+        return compiled.bind(function, settings, tensors, differentiated)
 
     def _table(self, tensors: Tensors) -> PairTable:
         names = (*BATCH_FIELDS, "kept_set_mass")

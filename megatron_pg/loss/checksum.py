@@ -12,9 +12,7 @@ tokens, response length, loss mask, loss weights and kept sets; and of advantage
 of them that every sample of the rank had when the step was counted. Under a custom reducer, whose weights are its own, w
 is 1 for every active token.
 
-Whatever leaves the first sum at 1 has to fit the hashes to leave the second there: where one of n samples takes the place of
-another of the same weight, with a probability below 1e-8 n. What is not seen is a sample without an active token, which adds
-to no sum, and an exchange of samples that are equal in all that is hashed.
+docs/records/checksum.md derives what the sums miss.
 """
 
 import logging

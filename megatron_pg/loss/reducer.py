@@ -53,10 +53,9 @@ def get_pg_loss_reducer(
         denominators: `[samples]` active tokens of each sample's rollout (`sample_mean`) or prompt group
             (`prompt_mean`) over the whole step. None means the sample's own, and is refused for `prompt_mean`.
         cp_rank: rank in the context-parallel group; None means 0.
-        cp_size: size of the context-parallel group; None means 1, never a global.
+        cp_size: None means 1, never a global.
         qkv_format: `thd`; `bshd` has no window under context parallelism.
-        cp_partition_mode: `zigzag` or `contiguous`, as given to `TokenWindow.build`.
-        pad_to_multiple: the same. A contiguous slice depends on it, and a zigzag's window does not.
+        cp_partition_mode: as given to `TokenWindow.build`, as is `pad_to_multiple`, which a contiguous slice depends on.
 
     Raises:
         ValueError: lengths and masks that do not fit, an unknown aggregation, a divisor or denominators missing or

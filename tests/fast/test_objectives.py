@@ -85,7 +85,7 @@ BFLOAT16_GRADIENT = {"rtol": 2**-8, "atol": 1e-6}
 
 def package_objective(name: str, settings: dict, batch: PackedBatch, log_probs: Tensor) -> Outcome:
     config = PolicyLossConfig(policy_loss=name, **settings)
-    return OBJECTIVES[name](config, *tokens_and_sums(config, batch, log_probs))
+    return OBJECTIVES[name].function(config, *tokens_and_sums(config, batch, log_probs))
 
 
 def objective_of(case: str, sequences: list[Sequence1]) -> tuple[Outcome, Tensor]:
@@ -410,7 +410,7 @@ def test_a_sum_over_sequences_that_was_not_made_is_named() -> None:
     config = PolicyLossConfig(policy_loss="gspo")
     tokens, _ = tokens_and_sums(config, package_batch(sequences), flat_log_probs(sequences))
     with pytest.raises(ValueError, match="'policy' was not made"):
-        OBJECTIVES["gspo"](config, tokens, SequenceSums(tokens.sample_ids, {}))
+        OBJECTIVES["gspo"].function(config, tokens, SequenceSums(tokens.sample_ids, {}))
 
 
 @pytest.mark.parametrize("name", OF_LOG_PROBS)

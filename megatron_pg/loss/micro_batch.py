@@ -94,9 +94,9 @@ class MicroBatchLoss:
         metrics.maxima, metrics.is_nan = maxima, is_nan
         return loss, metrics
 
-    def loss(self, *scores: Tensor | None) -> Tensor:
+    def loss(self, log_probs: Tensor, *others: Tensor | None) -> Tensor:
         """Compute the loss without metrics; arguments as for a call."""
-        loss: Tensor = self._bind(self._loss_alone, self._inputs(*scores))()[0]
+        loss: Tensor = self._bind(self._loss_alone, self._inputs(log_probs, *others))()[0]
         return loss
 
     def _inputs(

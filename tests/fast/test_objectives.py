@@ -255,14 +255,14 @@ def ratio_for_probability(config, tokens, sums):
     def distance(old: Tensor, new: Tensor) -> Tensor:
         return ((new - old).exp() - 1).abs()
 
-    return objectives._divergence_masked(config, tokens, "dppo_tv", distance)
+    return objectives._divergence_masked(config, tokens, distance)
 
 
 def divergence_of_the_new_from_the_old(config, tokens, sums):
     def reversed_(old: Tensor, new: Tensor) -> Tensor:
         return objectives.binary_divergence(new, old)
 
-    return objectives._divergence_masked(config, tokens, "dppo_kl", reversed_)
+    return objectives._divergence_masked(config, tokens, reversed_)
 
 
 def mean_of_unclipped_ratios(config, tokens, sums, low=-math.inf, high=math.inf):

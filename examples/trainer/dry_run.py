@@ -15,7 +15,7 @@ from megatron.training import theoretical_memory_usage as megatron
 
 from megatron_pg import PolicyLossConfig
 from megatron_pg.loss.aggregation import AGGREGATIONS
-from megatron_pg.loss.gradient_scope import gradient_scope
+from megatron_pg.loss.micro_batch import gradient_scope
 from megatron_pg.rollout_files import validate_rollout_file
 
 from .rollouts import FileSteps, plan_of, row_settings, with_advantages

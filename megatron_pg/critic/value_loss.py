@@ -3,7 +3,6 @@
 This file has the formula and its metrics. Aggregation, totals, the checksum and a step's sums are the policy loss's.
 """
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -13,17 +12,17 @@ from torch import Tensor
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.critic.settings import CriticConfig
 from megatron_pg.loss.aggregation import Weights, host_weights, position_coefficients
-from megatron_pg.loss.checksum import CHECKSUM
+from megatron_pg.loss.checksum import CHECKSUM, check_checksum
 from megatron_pg.loss.metrics import (
     MicroBatchMetrics,
     PairTable,
+    SumsReport,
     add_pairs,
-    check_checksum,
     checksums,
     report_nan_tokens,
 )
 from megatron_pg.loss.policy_loss import quotient
-from megatron_pg.loss.reducer import custom_reduction, weighted_sum
+from megatron_pg.loss.reducer import get_reduction
 from megatron_pg.loss.tokens import masked
 from megatron_pg.step.batch import PackedBatch
 from megatron_pg.step.identity import CRITIC_FIELDS
@@ -72,27 +71,27 @@ class MicroBatchValueLoss:
                     f"{batch.samples[0].name} has no {field}, which the value loss needs: give Sample({field}=...) to every "
                     "sample of the step (compute_values, then gae)"
                 )
-        mask = batch.loss_mask
-        self._old_values, self._returns = (masked(getattr(batch, x), mask) for x in CRITIC_FIELDS)
         self.config, self.critic, self.batch, self._totals = config, critic, batch, totals
-        self._counts, sample_weights = host_weights(config, batch, totals, step_share)
-        window = (mask, batch.window_segment_ids, batch.loss_weights)
-        self._weights = Weights.spread(self._counts, sample_weights, *window)
-        self._reduce = weighted_sum
-        if config.custom_pg_loss_reducer_function_path is not None:
-            self._reduce = custom_reduction(config, batch)
+        self._counts, self._sample_weights = host_weights(config, batch, totals, step_share)
+        self._reduce = get_reduction(config, batch)
 
     def __call__(self, values: Tensor) -> tuple[Tensor, MicroBatchMetrics]:
         """Compute the loss and its detached metrics; values [window] float32 or float64, attached to the graph."""
-        batch, weights, mask = self.batch, self._weights, self.batch.loss_mask
+        batch, mask = self.batch, self.batch.loss_mask
+        window = (mask, batch.window_segment_ids, batch.loss_weights)
+        weights = Weights.spread(self._counts, self._sample_weights, *window)
         values = masked(values, mask)
-        old_values, returns = self._old_values.to(values.dtype), self._returns.to(values.dtype)
+        old_values, returns = (
+            masked(getattr(batch, field), mask).to(values.dtype) for field in CRITIC_FIELDS
+        )
         token_loss = value_loss(values, old_values, returns, self.critic.value_clip)
-        loss = quotient(self._reduce(token_loss, weights.loss, mask), weights.outer_count)
+        loss = quotient(self._reduce(token_loss, weights.loss), weights.outer_count)
         table = value_metric_table(self.config)
         parts = [
             checksums(weights, position_coefficients(self.config, batch, self._totals)),
-            table.sums(self._metric_values(token_loss, values), weights, mask),
+            table.sums(
+                _metric_values(token_loss.detach(), values.detach(), returns), weights, mask
+            ),
             loss.detach().double().reshape(1),
             self._counts,
         ]
@@ -100,55 +99,40 @@ class MicroBatchValueLoss:
         metrics.is_nan = token_loss.isnan()
         return loss, metrics
 
-    @torch.no_grad()
-    def _metric_values(self, token_loss: Tensor, values: Tensor) -> dict[str, Tensor]:
-        is_clipped = token_loss > 0.5 * (values - self._returns).square()
-        values, returns = values.double(), self._returns.double()
-        error = returns - values
-        means = (values, returns, is_clipped)
-        sums = (torch.ones_like(error), returns, returns.square(), error, error.square())
-        return dict(zip((*MEANS, *SUMS), (*means, *sums), strict=True))
+
+def _metric_values(token_loss: Tensor, values: Tensor, returns: Tensor) -> dict[str, Tensor]:
+    is_clipped = token_loss > 0.5 * (values - returns).square()
+    values, returns = values.double(), returns.double()
+    error = returns - values
+    means = (values, returns, is_clipped)
+    sums = (torch.ones_like(error), returns, returns.square(), error, error.square())
+    return dict(zip((*MEANS, *SUMS), (*means, *sums), strict=True))
 
 
-@functools.lru_cache(maxsize=64)
 def value_metric_table(config: PolicyLossConfig) -> PairTable:
     rows = (*((name, "mean") for name in MEANS), *((name, "sum") for name in SUMS))
     return PairTable(("value_loss",), rows if config.pg_metrics != "none" else ())
 
 
-class ValueReport:
-    """This rank's sums of the critic's step, which travel in the all-reduce of the policy's metrics.
+def value_report(
+    config: PolicyLossConfig,
+    micro_batches: Sequence[Mapping[str, Tensor]],
+    device: torch.device | str,
+) -> SumsReport:
+    """Add up the metrics of this rank's micro-batches; none where its peers bring the same numbers."""
+    names = value_metric_table(config).names
 
-    `micro_batches` are the metrics of the rank's micro-batches; none where its peers bring the same numbers.
-    """
-
-    def __init__(
-        self,
-        config: PolicyLossConfig,
-        micro_batches: Sequence[Mapping[str, Tensor]],
-        device: torch.device | str,
-    ) -> None:
-        self._config, self._micro_batches = config, micro_batches
-        self._names = value_metric_table(config).names
-        self.sums = add_pairs(self._names, micro_batches, device)
-        """The pairs, [names, 2] float64."""
-
-    def metrics(self, reduced: Tensor) -> dict[str, float]:
-        """Compute the critic's metrics by name from the pairs [names, 2] of the whole world, on the host.
-
-        Raises:
-            RuntimeError: under `check_aggregation`, the aggregation checksum is not 1.
-        """
-        means = (reduced[:, 0] / reduced[:, 1]).tolist()
-        quotients = dict(zip(self._names, means, strict=True))
+    def metrics(reduced: Tensor) -> dict[str, float]:
+        quotients = dict(zip(names, (reduced[:, 0] / reduced[:, 1]).tolist(), strict=True))
         if math.isnan(quotients["value_loss"]):
-            report_nan_tokens(self._micro_batches, "the critic's output, old_values and returns")
+            report_nan_tokens(micro_batches, "the critic's output, old_values and returns")
         report = {name: quotients[name] for name in ("value_loss", *MEANS) if name in quotients}
-        checksum = check_checksum(self._config, quotients, self._micro_batches)
-        report[f"value_{CHECKSUM}"] = checksum
+        report[f"value_{CHECKSUM}"] = check_checksum(config, quotients, micro_batches)
         if "error_sum" in quotients:
             report["explained_variance"] = _explained_variance(*(quotients[x] for x in SUMS))
         return report
+
+    return SumsReport(add_pairs(names, micro_batches, device), metrics)
 
 
 def _explained_variance(

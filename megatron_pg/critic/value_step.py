@@ -13,7 +13,8 @@ from megatron_pg.config import PolicyLossConfig
 from megatron_pg.config.planning import OversizedSamples
 from megatron_pg.config.policy_loss import CpPartitionMode
 from megatron_pg.critic.settings import CriticConfig
-from megatron_pg.critic.value_loss import MicroBatchValueLoss, ValueReport
+from megatron_pg.critic.value_loss import MicroBatchValueLoss, value_report
+from megatron_pg.loss.metrics import SumsReport
 from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.megatron.policy_step import MicroBatchHead, PolicyStep
 from megatron_pg.megatron.scoring import score_samples
@@ -79,10 +80,10 @@ class ValueStep:
         loss = MicroBatchValueLoss(step.config, self.critic, batch, step.totals, step.share)
         return step.scaled_head(batch, inputs, lambda output: loss(values_of_output(batch, output)))
 
-    def report(self, schedule_output: Sequence[Mapping[str, Tensor]]) -> ValueReport:
+    def report(self, schedule_output: Sequence[Mapping[str, Tensor]]) -> SumsReport:
         """Report what the schedule returned on this rank, for `PolicyStep.metrics(critic=...)`; no communication."""
         counted = schedule_output if self._step.groups.contributes else ()
-        return ValueReport(self._step.config, counted, self._step.device)
+        return value_report(self._step.config, counted, self._step.device)
 
     def metrics(self, schedule_output: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
         """Return the critic's metrics, the same on every rank, for a step without a policy; errors as of `PolicyStep.metrics`.

@@ -5,14 +5,12 @@ That is why the objective and its gradient do not depend on how the step is cut.
 one weight a sample; these move to the device in one copy and are spread over the sample's tokens there.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -147,7 +145,7 @@ class Weights:
     samples_scale: Tensor  # the same for weights times the identities of tokens
     ranks_scale: Tensor  # the same for these times the identity of the data-parallel rank
     checksum_offset: (
-        Tensor  # added to the three sums: `share` in a step without an active token, else 0
+        Tensor  # added to the three sums: `share` in a step without active tokens, or 0
     )
     nothing: Tensor  # 0, the pair of a metric whose fields the samples lack
     loss: Tensor  # with loss weights; with a reducer of the user's own, 1 for an active token
@@ -164,7 +162,7 @@ class Weights:
         loss_mask: Tensor,
         sample_ids: Tensor,
         loss_weights: Tensor | None,
-    ) -> Weights:
+    ) -> Self:
         """Give every token of the window the weights of its sample.
 
         The first two are of `host_weights`, the others [window] as `Tokens` has them.

@@ -12,17 +12,20 @@ tokens, response length, loss mask, loss weights and kept sets; and of advantage
 of them that every sample of the rank had when the step was counted. Under a custom reducer, whose weights are its own, w
 is 1 for every active token.
 
-Whatever leaves the first sum at 1 has to fit the hashes to leave the second there: where one of n samples takes the place of
-another of the same weight, with a probability below 1e-8 n. What is not seen is a sample without an active token, which adds
-to no sum, and an exchange of samples that are equal in all that is hashed.
+docs/records/checksum.md derives what the sums miss.
 """
 
+import logging
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
+from torch import Tensor
+
+from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.step.identity import store_hashes
 from megatron_pg.step.sample import Sample
-from megatron_pg.step.totals import StepTotals
+
+logger = logging.getLogger("megatron_pg")
 
 CHECKSUM = "aggregation_checksum"
 CHECKSUMS = (CHECKSUM, f"{CHECKSUM}_of_samples", f"{CHECKSUM}_of_ranks")
@@ -44,26 +47,34 @@ MEANINGS = (
 """The reasons for which each of the three sums is not 1, where those before it are."""
 
 
-def checksum_of(sums: Mapping[str, float]) -> tuple[float, str]:
-    """Return the first of the three sums that is not 1, with its meaning in words; "" where all are 1."""
+def check_checksum(
+    config: PolicyLossConfig,
+    sums: Mapping[str, float],
+    micro_batches: Sequence[Mapping[str, Tensor]] = (),
+) -> float:
+    """Return the first of the three sums that is not 1; for it, raise under --check-aggregation, or else warn."""
     values = [sums.get(name, 1.0) for name in CHECKSUMS]
     is_off = [not abs(value - 1.0) <= IDENTITY_TOLERANCE for value in values]
     # Where the hashes see nothing, so small a difference of the weights is rounding.
     if not any(is_off[1:]):
         is_off[0] = not abs(values[0] - 1.0) <= CHECKSUM_TOLERANCE
     if True not in is_off:
-        return values[0], ""
+        return values[0]
     first = is_off.index(True)
     value = values[first]
     shown = f"1 {value - 1.0:+.1e}" if abs(value - 1.0) < 1e-5 else f"{value:.6f}"
-    return value, (
+    message = (
         f"{CHECKSUM} is {shown}, expected 1: the weights of the tokens that reached the loss add up to "
         f"{values[0]:.6f} times what the step's totals hold, and to {values[1]:.6f} times with every sample "
-        f"weighed by what it is. {MEANINGS[first]}"
+        f"weighed by what it is. {MEANINGS[first]}{_samples_at_fault(micro_batches)}"
     )
+    if config.check_aggregation:
+        raise RuntimeError(message)
+    warn_once(CHECKSUM, f"{message} --check-aggregation makes it an error.")
+    return value
 
 
-def samples_at_fault(micro_batches: Iterable[object]) -> str:
+def _samples_at_fault(micro_batches: Sequence[Mapping[str, Tensor]]) -> str:
     """Name the samples that this rank trained on twice, wrongly or never; "" where nothing is known of them."""
     # By window: a process that evaluates all parts of a step has each sample in every window.
     samples_by_rank, totals = defaultdict[int, list[Sample]](list), None
@@ -73,33 +84,37 @@ def samples_at_fault(micro_batches: Iterable[object]) -> str:
         totals = getattr(metrics, "totals", None) or totals
     if totals is None or not totals.knows_identities:
         return ""
-    listed = [
-        f"{kind}: {', '.join(names[:NUM_NAMED])}"
-        + f" and {len(names) - NUM_NAMED} more" * (len(names) > NUM_NAMED)
-        for kind, names in _at_fault(samples_by_rank.values(), totals).items()
-        if names
-    ]
-    rank = totals.data_parallel_rank
-    return f" On data-parallel rank {rank}, {'; '.join(listed)}." if listed else ""
-
-
-def _at_fault(rank_samples: Iterable[Sequence[Sample]], totals: StepTotals) -> dict[str, list[str]]:
-    """List the names of samples by the mistake that was made with them."""
-    rank_of = {count.identity: rank for rank, of in enumerate(totals.counts) for count in of}
-    mine, names = totals.counts[totals.data_parallel_rank], dict[int | None, str]()
-    trained = Counter[int | None]()
-    for samples in rank_samples:
+    rank, trained = totals.data_parallel_rank, Counter[int | None]()
+    names = dict[int | None, str]()
+    for samples in samples_by_rank.values():
         store_hashes(samples, totals.hashed_fields)
         trained |= Counter(sample.identity for sample in samples)
         names |= {sample.identity: sample.name for sample in samples}
-    names |= {count.identity: count.name for count in mine}
-    expected = Counter(count.identity for count in mine)
-    strangers = [each for each in trained if each not in expected]
-    return {
-        "trained on twice": [names[each] for each in trained - expected if each in expected],
+    names |= {count.identity: count.name for count in totals.counts[rank]}
+    expected = Counter(count.identity for count in totals.counts[rank])
+    rank_of = {count.identity: rank for rank, of in enumerate(totals.counts) for count in of}
+    strangers = [sample for sample in trained if sample not in expected]
+    samples_by_mistake = {
+        "trained on twice": [names[x] for x in trained - expected if x in expected],
         "counted on another rank": [
-            f"{names[each]} (rank {rank_of[each]})" for each in strangers if each in rank_of
+            f"{names[x]} (rank {rank_of[x]})" for x in strangers if x in rank_of
         ],
-        "not of this step": [names[each] for each in strangers if each not in rank_of],
-        "never trained on": [names[each] for each in expected - trained],
+        "not of this step": [names[x] for x in strangers if x not in rank_of],
+        "never trained on": [names[x] for x in expected - trained],
     }
+    listed = [
+        f"{mistake}: {', '.join(samples[:NUM_NAMED])}"
+        + f" and {len(samples) - NUM_NAMED} more" * (len(samples) > NUM_NAMED)
+        for mistake, samples in samples_by_mistake.items()
+        if samples
+    ]
+    return f" On data-parallel rank {rank}, {'; '.join(listed)}." if listed else ""
+
+
+_warned_of: set[str] = set()
+
+
+def warn_once(subject: str, message: str) -> None:
+    if subject not in _warned_of:
+        _warned_of.add(subject)
+        logger.warning("%s (said once)", message)

@@ -50,12 +50,11 @@ def bind(
     present = {name: x.detach().contiguous() for name, x in tensors.items() if x is not None}
     kind = getattr(function, "__func__", function)  # of a method, which holds a micro-batch
     key = (kind, settings, tuple((name, x.dtype) for name, x in present.items()))
-    if key not in _programs and len(_programs) >= MAX_PROGRAMS:  # settings that every step changes
-        _say_that_no_more_are_compiled()
-        return by_operators
-    if key not in _programs:
+    if key not in _programs and len(_programs) < MAX_PROGRAMS:
         _programs[key] = _compiled(function, present, differentiated)
-    program = _programs[key]
+    elif key not in _programs:  # settings that every step changes
+        _say_that_no_more_are_compiled()
+    program = _programs.get(key)
     if program is None:
         return by_operators
     call = functools.partial(program, *present.values())

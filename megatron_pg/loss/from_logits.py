@@ -1,6 +1,6 @@
 """The way from the model's output to the policy loss: log-probs, entropy and divergence of the window, from logits."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -18,11 +18,12 @@ from megatron_pg.head import (
     log_probs_and_divergence,
     log_probs_and_entropy,
 )
-from megatron_pg.loss.inputs import TEACHER_CHANNELS, check_vocabulary
 from megatron_pg.loss.metrics import MicroBatchMetrics
-from megatron_pg.loss.micro_batch import MicroBatchLoss
+from megatron_pg.loss.micro_batch import TEACHER_CHANNELS, MicroBatchLoss
 from megatron_pg.step.batch import PackedBatch
+from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import StepTotals
+from megatron_pg.step.values import refuse_values
 
 
 def policy_loss_function(
@@ -151,6 +152,35 @@ def log_probs_of_logits(
     return log_probs[batch.logit_rows], entropy, divergence
 
 
+def check_vocabulary(batch: PackedBatch, local_columns: int, options: HeadOptions) -> None:
+    """Refuse a response token that the logits have no column for, without a look at the device."""
+    group, vocab_size = options.tensor_parallel_group, options.vocab_size
+    if vocab_size is None:
+        vocab_size = local_columns * (1 if group is None else dist.get_world_size(group))
+    if batch.largest_target >= vocab_size:
+        refuse_tokens_outside(batch.samples, vocab_size)
+
+
+def refuse_tokens_outside(samples: Iterable[Sample], vocab_size: int) -> None:
+    """Refuse, by name, the first sample with a response token, or an id of a kept set or of a teacher, outside the vocabulary."""
+    for sample in samples:
+        ids_by_name = {"response token": sample.tokens[sample.prompt_length :]}
+        if sample.kept_tokens is not None:
+            ids_by_name["kept_tokens: token"] = sample.kept_tokens.values
+        for what, ids in ids_by_name.items():
+            if ids.numel() and ids.amax() >= vocab_size:
+                raise ValueError(
+                    f"{sample.name}: {what} id {int(ids.amax())} is outside the vocabulary of {vocab_size}: "
+                    "tokenizer and model do not belong together"
+                )
+        if isinstance(teacher_ids := sample.side_channels.get("teacher_ids"), Tensor):
+            where = f"{sample.name}: side_channels['teacher_ids']"
+            is_outside = sample.loss_mask[:, None] & (teacher_ids >= vocab_size)
+            remedy = "teacher and model need one vocabulary"
+            problem = f", outside the vocabulary of {vocab_size}: {remedy}"
+            refuse_values(where, teacher_ids, is_outside, problem)
+
+
 def policy_loss_from_log_probs(
     config: PolicyLossConfig,
     batch: PackedBatch,
@@ -182,12 +212,9 @@ def teacher_of(
     options: HeadOptions,
     weight: Tensor | None,
 ) -> WholeTeacher | TopKTeacher | None:
-    """Collect the teacher on the rows of a call of the head; None where there is none, or no sample.
+    """Collect the teacher on the rows that `place` makes of [window, ...]; None where there is none, or no sample.
 
-    Args:
-        local_columns: of the student's output layer on this tensor-parallel rank.
-        place: from [window, ...] to the rows of the call.
-        weight: the teacher's output weight [v/tp, teacher's hidden], for `--distill-teacher hidden`.
+    `local_columns` are those of the student's output layer on this rank, `weight` is [v/tp, teacher's hidden].
     """
     config, batch, group = loss.config, loss.batch, options.tensor_parallel_group
     if not config.distills or not batch.samples:

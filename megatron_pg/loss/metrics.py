@@ -4,15 +4,13 @@ The rows are in `metric_table.py`. An active token weighs 1 / its rollout's acti
 documents is one more weighted sum, whatever the packing or the context parallelism.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -21,7 +19,7 @@ from torch import Tensor
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.rows import read_off_rows
 from megatron_pg.loss.aggregation import COUNTS, Weights
-from megatron_pg.loss.checksum import CHECKSUM, CHECKSUMS, checksum_of, samples_at_fault
+from megatron_pg.loss.checksum import CHECKSUM, CHECKSUMS, check_checksum, warn_once
 from megatron_pg.loss.metric_table import (
     DERIVED,
     METRICS,
@@ -38,7 +36,6 @@ from megatron_pg.step.batch import PackedBatch, to_device
 from megatron_pg.step.totals import StepTotals
 
 logger = logging.getLogger("megatron_pg")
-
 
 KINDS = {
     "mean": ("document", "document"),
@@ -115,7 +112,7 @@ class MicroBatchMetrics(dict[str, Tensor]):
     batch: PackedBatch | None = None
     """The micro-batch, for errors; without its side channels, as a teacher's logits would stay on the device."""
     totals: StepTotals | None = None
-    table: Tensor | None = None  # [names, 2] behind the pairs
+    table: Tensor  # [names, 2] behind the pairs
 
     @classmethod
     def of(
@@ -124,23 +121,22 @@ class MicroBatchMetrics(dict[str, Tensor]):
         table: Tensor,
         batch: PackedBatch | None = None,
         totals: StepTotals | None = None,
-    ) -> MicroBatchMetrics:
+    ) -> Self:
         metrics = cls(zip(names, table.unbind(), strict=True))
         metrics.table, metrics.totals = table, totals
         metrics.batch = None if batch is None else replace(batch, side_channels={})
         return metrics
 
     @classmethod
-    def awaited(cls, config: PolicyLossConfig, device: torch.device) -> MicroBatchMetrics:
+    def awaited(cls, config: PolicyLossConfig, device: torch.device) -> Self:
         """Make the metrics of a micro-batch whose loss is computed in backward. They are NaN until `fill`."""
         names = metric_names(config)
-        table = torch.full((len(names), 2), math.nan, dtype=torch.float64, device=device)
-        return cls.of(names, table)
+        nothing = torch.full((len(names), 2), math.nan, dtype=torch.float64, device=device)
+        return cls.of(names, nothing)
 
-    def fill(self, other: MicroBatchMetrics) -> None:
+    def fill(self, other: Self) -> None:
         """Copy the values into these tensors, so that references taken earlier see them."""
-        table = promised(self.table).copy_(promised(other.table))
-        self.__dict__.update(other.__dict__, table=table)
+        vars(self).update(vars(other), table=self.table.copy_(other.table))
 
 
 @torch.no_grad()
@@ -200,13 +196,13 @@ def metric_names(config: PolicyLossConfig) -> tuple[str, ...]:
     return metric_table(config, frozenset()).names
 
 
-class HasSums(Protocol):
-    """Sums that travel beside the policy loss's: pairs [names, 2] of this rank, and metrics made of the world's."""
+class SumsReport(NamedTuple):
+    """Sums of a step on this rank that travel beside the policy loss's, as a critic's do."""
 
-    @property
-    def sums(self) -> Tensor: ...
-
-    def metrics(self, reduced: Tensor) -> dict[str, float]: ...
+    sums: Tensor  # pairs [names, 2] float64
+    metrics: Callable[[Tensor], dict[str, float]]
+    """Function from the world's pairs to metrics by name. A critic's raises a RuntimeError under `check_aggregation` where the
+    checksum is not 1."""
 
 
 def reduce_metrics(
@@ -217,7 +213,7 @@ def reduce_metrics(
     device: torch.device | str,
     group: dist.ProcessGroup | None = None,
     policy_version: int | None = None,
-    beside: Sequence[HasSums] = (),
+    beside: Sequence[SumsReport] = (),
 ) -> dict[str, float]:
     """Reduce the metrics of a step's micro-batches. This is the step's only host synchronisation.
 
@@ -259,7 +255,7 @@ def reduce_metrics(
         report_nan_tokens(counted, "its logits, its log-probs (old, ref, rollout) and its teacher")
     reduced[CHECKSUM] = check_checksum(config, reduced, micro_batches)
     if config.rejection_denominator == "accepted" and reduced.get("rejected_fraction", 0.0) > 0:
-        _warn_once(
+        warn_once(
             "rejection_denominator",
             "--rejection-denominator accepted, and the loss still rejected tokens that the step's "
             "totals count: call accepted_samples(config, samples) before step_totals and pack",
@@ -319,27 +315,3 @@ def report_nan_tokens(micro_batches: Sequence[Mapping[str, Tensor]], suspects: s
                 f"micro-batch {index}: {len(tokens)} active tokens of this rank have a loss of NaN or infinity, the first is response token "
                 f"{token} of sample {sample} ({batch.samples[sample].name}): look at {suspects}"
             )
-
-
-def check_checksum(
-    config: PolicyLossConfig,
-    metrics: Mapping[str, float],
-    micro_batches: Sequence[Mapping[str, Tensor]] = (),
-) -> float:
-    """Return the checksum. Where it is not 1, raise under --check-aggregation, or else warn."""
-    checksum, problem = checksum_of(metrics)
-    if problem:
-        message = problem + samples_at_fault(micro_batches)
-        if config.check_aggregation:
-            raise RuntimeError(message)
-        _warn_once(CHECKSUM, f"{message} --check-aggregation makes it an error.")
-    return checksum
-
-
-_warned_of: set[str] = set()
-
-
-def _warn_once(subject: str, message: str) -> None:
-    if subject not in _warned_of:
-        _warned_of.add(subject)
-        logger.warning("%s (said once)", message)

@@ -8,19 +8,23 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.config.custom import CUSTOM_FUNCTIONS
-from megatron_pg.config.policy_loss import LOG_PROB_FIELDS, PolicyLossConfig
+from megatron_pg.config.policy_loss import LOG_PROB_FIELDS, PolicyLossConfig, required_inputs
+from megatron_pg.config.rows import Row, read_off_rows
 from megatron_pg.loss import compiled
-from megatron_pg.loss.aggregation import Weights, host_weights, position_coefficients
+from megatron_pg.loss.aggregation import AGGREGATIONS, Weights, host_weights, position_coefficients
 from megatron_pg.loss.compiled import Function, Outputs, Tensors
-from megatron_pg.loss.inputs import require_inputs
-from megatron_pg.loss.metrics import MicroBatchMetrics, metric_parts, metric_table
+from megatron_pg.loss.corrections import CORRECTIONS
+from megatron_pg.loss.metrics import MicroBatchMetrics, PairTable, metric_parts, metric_table
+from megatron_pg.loss.objectives import OBJECTIVES
 from megatron_pg.loss.policy_loss import policy_loss
-from megatron_pg.loss.reducer import add_over_group, custom_reduction, weighted_sum
+from megatron_pg.loss.reducer import add_over_group, get_reduction
 from megatron_pg.loss.sequence import SequenceSums, sequence_sum_names, sums_of_rank
 from megatron_pg.loss.tokens import DIFFERENTIATED, Tokens
 from megatron_pg.step.batch import PackedBatch
@@ -33,6 +37,14 @@ BATCH_FIELDS = (
     *LOG_PROB_FIELDS,
 )
 """The fields of a packed micro-batch that are fields of `Tokens` by the same name."""
+TEACHER_CHANNELS = {
+    "logits": ("teacher_logits",),
+    "hidden": ("teacher_hidden",),
+    "top_k": ("teacher_ids", "teacher_log_probs"),
+}
+"""The side channels that hold a teacher, by `--distill-teacher`. Each has a row for every response token."""
+TOLERANCE = 1e-3  # rounding of an engine's log-prob of 0, in nats
+_required_inputs = read_off_rows(required_inputs)
 
 
 class MicroBatchLoss:
@@ -49,7 +61,7 @@ class MicroBatchLoss:
         context_parallel_group: dist.ProcessGroup | None = None,
         step_share: float = 1.0,
     ) -> None:
-        require_inputs(config, batch)
+        _require_inputs(config, batch)
         self.config, self.batch, self._totals = config, batch, totals
         self._group = context_parallel_group
         counts, sample_weights = host_weights(config, batch, totals, step_share)
@@ -60,9 +72,7 @@ class MicroBatchLoss:
             "counts": counts,
             "sample_weights": sample_weights,
         }
-        self._reduce = weighted_sum
-        if config.custom_pg_loss_reducer_function_path is not None:
-            self._reduce = custom_reduction(config, batch, context_parallel_group)
+        self._reduce = get_reduction(config, batch, context_parallel_group)
 
     def __call__(
         self,
@@ -73,35 +83,27 @@ class MicroBatchLoss:
     ) -> tuple[Tensor, MicroBatchMetrics]:
         """Compute the loss, to be differentiated, and its detached metrics. Arguments are [window] float32, in nats.
 
-        Every rank of the context-parallel group must call it, those whose window is empty included.
-
-        Args:
-            log_probs: as for `policy_loss_from_log_probs`.
-            entropy: the same.
-            divergence: from the teacher, where one is distilled.
-            kept_set_mass: the probability of the kept set, where `--kept-set-mass` asks for it; 1 for an empty set.
+        Every rank of the context-parallel group must call it, those whose window is empty included. The divergence is from
+        the teacher; the mass, of `--kept-set-mass`, is 1 for an empty set.
         """
         tensors = self._inputs(log_probs, entropy, divergence, kept_set_mass)
         loss, maxima, is_nan, *parts = self._bind(self._loss_and_metrics, tensors)()
-        table = metric_table(self.config, _lacking(tensors))
+        table = self._table(tensors)
         pairs = table.pairs([*parts, tensors["counts"]])
         metrics = MicroBatchMetrics.of(table.names, pairs, self.batch, self._totals)
         metrics.maxima, metrics.is_nan = maxima, is_nan
         return loss, metrics
 
-    def loss(
-        self, log_probs: Tensor, entropy: Tensor | None, divergence: Tensor | None = None
-    ) -> Tensor:
+    def loss(self, log_probs: Tensor, *others: Tensor | None) -> Tensor:
         """Compute the loss without metrics; arguments as for a call."""
-        loss: Tensor
-        (loss,) = self._bind(self._loss_alone, self._inputs(log_probs, entropy, divergence))()
+        loss: Tensor = self._bind(self._loss_alone, self._inputs(log_probs, *others))()[0]
         return loss
 
     def _inputs(
         self,
         log_probs: Tensor,
         entropy: Tensor | None,
-        divergence: Tensor | None,
+        divergence: Tensor | None = None,
         kept_set_mass: Tensor | None = None,
     ) -> Tensors:
         """Collect the tensors that the loss depends on by name, with the sums over sequences of every rank."""
@@ -137,53 +139,112 @@ class MicroBatchLoss:
         log_probs, mask = tensors["log_probs"], tensors["loss_mask"]
         # Sizes of 0 and 1 would be graphs of their own.
         is_regular = len(log_probs) > 1 and log_probs.shape == mask.shape
-        is_compiled = is_regular and not _calls_custom_functions(self.config)
-        settings = _without_divisor(self.config) if is_compiled else None
+        settings = _compiled_settings(self.config) if is_regular else None
         return compiled.bind(function, settings, tensors, differentiated)
+
+    def _table(self, tensors: Tensors) -> PairTable:
+        names = (*BATCH_FIELDS, "kept_set_mass")
+        return metric_table(self.config, frozenset(x for x in names if tensors.get(x) is None))
 
     # Functions of tensors by name, which a GPU runs as compiled programs.
 
     def _loss_and_metrics(self, tensors: Tensors) -> Outputs:
         tokens, weights, sums = self._arguments(tensors)
         terms = policy_loss(self.config, tokens, weights, sums, self._reduce)
-        table = metric_table(self.config, _lacking(tensors))
-        return terms.loss, *metric_parts(self.config, table, tokens, weights, terms)
+        return terms.loss, *metric_parts(self.config, self._table(tensors), tokens, weights, terms)
 
     def _loss_alone(self, tensors: Tensors) -> Outputs:
         return (policy_loss(self.config, *self._arguments(tensors), self._reduce).loss,)
 
     def _sums_of_rank(self, tensors: Tensors) -> Outputs:
-        num_samples = tensors["sample_weights"].shape[1]
-        return (sums_of_rank(self.config, self._masked(tensors), num_samples),)
-
-    def _masked(self, tensors: Tensors) -> Tokens:
-        return Tokens.masked(tensors, self.batch.side_channels)
+        tokens = Tokens.masked(tensors, self.batch.side_channels)
+        return (sums_of_rank(self.config, tokens, tensors["sample_weights"].shape[1]),)
 
     def _arguments(self, tensors: Tensors) -> tuple[Tokens, Weights, SequenceSums]:
-        tokens = self._masked(tensors)
+        tokens = Tokens.masked(tensors, self.batch.side_channels)
         window = (tokens.loss_mask, tokens.sample_ids, tokens.loss_weights)
         weights = Weights.spread(tensors["counts"], tensors["sample_weights"], *window)
         sums = SequenceSums.of_table(self.config, tokens.sample_ids, tensors.get("sums"))
         return tokens, weights, sums
 
 
-def _lacking(tensors: Tensors) -> frozenset[str]:
-    return frozenset(name for name in (*BATCH_FIELDS, "kept_set_mass") if tensors.get(name) is None)
-
-
 @functools.lru_cache(maxsize=64)
-def _without_divisor(config: PolicyLossConfig) -> PolicyLossConfig:
-    """Drop from the config what kernels do not depend on: a divisor, which each step may have of its own, is a tensor there."""
-    return config if config.grad_divisor is None else dataclasses.replace(config, grad_divisor=1.0)
-
-
-@functools.lru_cache(maxsize=64)
-def _calls_custom_functions(config: PolicyLossConfig) -> bool:
-    """Say if a function of the user's own runs in the loss, and log it: nothing is known of such a function."""
+def _compiled_settings(config: PolicyLossConfig) -> PolicyLossConfig | None:
+    """Return what kernels depend on: no divisor, which is a tensor; None, and log it, with functions of the user's own."""
     paths = [path for name in CUSTOM_FUNCTIONS if (path := getattr(config, name)) is not None]
     if paths:
         logger.info(
             "%s: a loss with functions of your own is not compiled and runs operator by operator, with more launches (said once)",
             ", ".join(paths),
         )
-    return bool(paths)
+        return None
+    return config if config.grad_divisor is None else dataclasses.replace(config, grad_divisor=1.0)
+
+
+def _require_inputs(config: PolicyLossConfig, batch: PackedBatch) -> None:
+    """Refuse a micro-batch that lacks an input of the loss, naming the sample, the field and the flags that ask for it."""
+    for field, flags in _required_inputs(config).items():
+        if field != "group_index" and batch.samples and getattr(batch, field) is None:
+            raise ValueError(
+                f"{batch.samples[0].name} has no {field}, which {' and '.join(flags)} needs: give "
+                f"Sample({field}=...) to every sample of the step"
+            )
+    if config.replay_sampling_set and batch.kept_tokens is not None:
+        _refuse_other_distributions(config, batch, batch.kept_tokens.sizes == 1)
+    teacher = TEACHER_CHANNELS[str(config.distill_teacher)] if config.distills else ()
+    for name in teacher if batch.samples else ():
+        channel, length = batch.side_channels.get(name), len(batch.window)
+        if not isinstance(channel, Tensor) or len(channel) != length:
+            problem = "none" if channel is None else f"{len(channel)} rows for {length} tokens"
+            raise ValueError(
+                f"{batch.samples[0].name}: side_channels[{name!r}] is missing or of the wrong length ({problem}), and "
+                f"--distill-teacher {config.distill_teacher} needs it: give a tensor [response_length, ...] to every sample"
+            )
+
+
+def _refuse_other_distributions(
+    config: PolicyLossConfig, batch: PackedBatch, is_alone: Tensor
+) -> None:
+    """Refuse log-probs of another distribution than the one renormalised to the kept set, by sample and position.
+
+    A token that is alone in its set has the log-prob 0. Another number there belongs to the whole vocabulary, or to another
+    set, and so do the numbers at other tokens: a ratio to them would compare two supports.
+    """
+    window, fields = batch.window, [x for x in LOG_PROB_FIELDS if x in _required_inputs(config)]
+    for field in fields if is_alone.any() else ():
+        values = torch.cat([getattr(sample, field) for sample in batch.samples])
+        values = values[window.response_indices]
+        wrong = (is_alone & (values.abs() > TOLERANCE)).nonzero()
+        if wrong.numel():
+            token = int(wrong[0])
+            sample = int(window.window_segment_ids[token])
+            position = int(window.response_indices[token]) - sum(window.response_lengths[:sample])
+            raise ValueError(
+                f"{batch.samples[sample].name}: {field}[{position}] is {float(values[token]):.4g}, and its token is the only one "
+                "of its kept set, where the log-prob over the set is 0: these are log-probs of another distribution. Under "
+                "--replay-sampling-set give those over the same sets (compute_log_probs under the same flag; of an engine, "
+                "those that it sampled from), or drop the flag"
+            )
+
+
+class GradientScope(NamedTuple):
+    """The log-probs and entropies that decide a token's gradient: its own, its sequence's or the micro-batch's.
+
+    The fused head works chunk by chunk where they are the token's own.
+    """
+
+    tokens: Literal["token", "sequence", "micro_batch"]
+    leaves_out_zero_advantages: bool
+    """A token whose advantage is 0 has no gradient at all: the objective is then the only term of the loss."""
+
+
+def gradient_scope(config: PolicyLossConfig) -> GradientScope:
+    """Read the scope off the rows. Of a function of the user's own nothing is known."""
+    objectives = OBJECTIVES.rows_on(config)
+    has_penalties = config.kl_loss_coef or config.entropy_coef or config.distill_coef
+    leaves_out = not has_penalties and any(o.zero_advantage_is_zero_gradient for o in objectives)
+    rows: list[Row] = [*objectives, *CORRECTIONS.rows_on(config)]
+    is_replaced = OBJECTIVES.is_replaced(config) or AGGREGATIONS.is_replaced(config)
+    if is_replaced or not all(row.is_sum_over_tokens for row in rows):
+        return GradientScope("micro_batch", leaves_out)
+    return GradientScope("sequence" if sequence_sum_names(config) else "token", leaves_out)

@@ -45,11 +45,14 @@ class Outcome:
     is_effectively_clipped: Tensor | None = None  # on the side that the sign of A makes active
 
 
+Formula = Callable[[PolicyLossConfig, Tokens, SequenceSums], Outcome]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Objective(Row):
     """A policy objective and its properties. A property that is not stated has the careful value."""
 
-    function: Callable[[PolicyLossConfig, Tokens, SequenceSums], Outcome]
+    function: Formula
     ratio: Literal["none", "token", "sequence"] = "none"  # the unit that has one
     reads_clip: Callable[[Any], tuple[str, ...]] = lambda config: ()
     """The names of `CLIP_SETTINGS` that it reads under a config. Others are named at startup where they are given."""
@@ -58,9 +61,6 @@ class Objective(Row):
 
     def unread_settings(self, config: Any) -> tuple[str, ...]:
         return tuple(name for name in CLIP_SETTINGS if name not in self.reads_clip(config))
-
-    def __call__(self, config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
-        return self.function(config, tokens, sums)
 
 
 OBJECTIVES: Table[Objective] = Table(
@@ -187,9 +187,7 @@ def sapo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcom
     about="divergence PPO by binary total variation, p = exp(log_prob); arXiv:2602.04879 eq. 13",
 )
 def dppo_tv(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
-    return _divergence_masked(
-        config, tokens, "dppo_tv", lambda old, new: (new.exp() - old.exp()).abs()
-    )
+    return _divergence_masked(config, tokens, lambda old, new: (new.exp() - old.exp()).abs())
 
 
 @of_divergence(
@@ -197,7 +195,7 @@ def dppo_tv(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Out
     about="the same by binary Kullback-Leibler divergence; arXiv:2602.04879 eq. 14",
 )
 def dppo_kl(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
-    return _divergence_masked(config, tokens, "dppo_kl", binary_divergence)
+    return _divergence_masked(config, tokens, binary_divergence)
 
 
 @of_sequence_ratio(
@@ -214,11 +212,9 @@ def gmpo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcom
     return Outcome(-ratio * advantages, mean, *is_clipped)
 
 
-def get_objective(config: PolicyLossConfig) -> Objective:
-    """Return the objective that the config names. Of a custom one no property is known."""
-    if config.custom_policy_loss_path is None:
-        return OBJECTIVES[config.policy_loss]
-    return Objective(name=config.custom_policy_loss_path, formula="", function=_custom)
+def get_objective(config: PolicyLossConfig) -> Formula:
+    """Return the formula that the config names, of a row or of the user's own."""
+    return _custom if OBJECTIVES.is_replaced(config) else OBJECTIVES[config.policy_loss].function
 
 
 def _custom(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
@@ -250,10 +246,10 @@ def binary_divergence(old: Tensor, new: Tensor) -> Tensor:
 
 
 def _divergence_masked(
-    config: PolicyLossConfig, tokens: Tokens, name: str, divergence: Callable[..., Tensor]
+    config: PolicyLossConfig, tokens: Tokens, divergence: Callable[[Tensor, Tensor], Tensor]
 ) -> Outcome:
     """Compute -r A without the tokens that move further away and are further away than delta."""
-    delta = DPPO_DELTAS[name] if config.dppo_delta is None else config.dppo_delta
+    delta = DPPO_DELTAS[config.policy_loss] if config.dppo_delta is None else config.dppo_delta
     delta_high = delta if config.dppo_delta_high is None else config.dppo_delta_high
     advantages, anchor = tokens.advantages, tokens.anchor(config)
     log_ratio = tokens.log_probs - anchor

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -54,10 +53,9 @@ def get_pg_loss_reducer(
         denominators: `[samples]` active tokens of each sample's rollout (`sample_mean`) or prompt group
             (`prompt_mean`) over the whole step. None means the sample's own, and is refused for `prompt_mean`.
         cp_rank: rank in the context-parallel group; None means 0.
-        cp_size: size of the context-parallel group; None means 1, never a global.
+        cp_size: None means 1, never a global.
         qkv_format: `thd`; `bshd` has no window under context parallelism.
-        cp_partition_mode: `zigzag` or `contiguous`, as given to `TokenWindow.build`.
-        pad_to_multiple: the same. A contiguous slice depends on it, and a zigzag's window does not.
+        cp_partition_mode: as given to `TokenWindow.build`, as is `pad_to_multiple`, which a contiguous slice depends on.
 
     Raises:
         ValueError: lengths and masks that do not fit, an unknown aggregation, a divisor or denominators missing or
@@ -93,24 +91,17 @@ def get_pg_loss_reducer(
     divisors = mode.divisors(denominators, divisor)
     if isinstance(divisors, Tensor):
         divisors = divisors[to_device(window.window_segment_ids, mask.device)]
-    return WeightedSum(mask[to_device(window.response_indices, mask.device)] / divisors)
+    weights = mask[to_device(window.response_indices, mask.device)] / divisors
 
-
-@dataclass(frozen=True, eq=False)
-class WeightedSum:
-    """A reducer: `x -> sum(weights * x)` over the positions of non-zero weight, in float32 or, for float64, float64."""
-
-    weights: Tensor
-    """[window] float64 on any device: the weight of each token, before the outer count; 0 at masked positions."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Reduce x [window] to the 0-d inner sum of this rank, attached to x's graph also where the window is empty."""
-        if x.shape != self.weights.shape:
+    def reducer(x: Tensor) -> Tensor:
+        if x.shape != weights.shape:
             raise ValueError(
                 f"the reducer got {list(x.shape)} per-token losses, and this rank's token window has "
-                f"{self.weights.numel()}: pass the losses of the window's response tokens, one dimension, in its order"
+                f"{len(weights)}: pass the losses of the window's response tokens, one dimension, in its order"
             )
-        return weighted_sum(x, to_device(self.weights, x.device))
+        return weighted_sum(x, to_device(weights, x.device))
+
+    return reducer
 
 
 def weighted_sum(x: Tensor, weights: Tensor, loss_mask: Tensor | None = None) -> Tensor:
@@ -124,19 +115,21 @@ def weighted_sum(x: Tensor, weights: Tensor, loss_mask: Tensor | None = None) ->
     return (x.to(dtype).masked_fill(weights == 0, 0.0) * weights).sum()
 
 
-def custom_reduction(
+def get_reduction(
     config: PolicyLossConfig,
     batch: PackedBatch,
     context_parallel_group: dist.ProcessGroup | None = None,
 ) -> Reduction:
-    """Make the reduction of one micro-batch by `--custom-pg-loss-reducer-function-path`.
+    """Return the reduction of one micro-batch: `weighted_sum`, or that of `--custom-pg-loss-reducer-function-path`.
 
     The user's function gets whole loss masks: those of the samples, or, where corrections may drop tokens, those that the
     corrections leave, put together by one all-reduce over the context-parallel group. The config and the samples alone
     decide if there is one. An empty micro-batch has the sum 0 without a call, as a loop over no samples would make an int.
     """
     window, loss_weights = batch.window, batch.loss_weights
-    path = str(config.custom_pg_loss_reducer_function_path)
+    path = config.custom_pg_loss_reducer_function_path
+    if path is None:
+        return weighted_sum
     where = f"--custom-pg-loss-reducer-function-path {path}"
     function = load_custom_function("custom_pg_loss_reducer_function_path", path)
     if not batch.samples:

@@ -5,10 +5,9 @@ context-parallel group in one all-reduce, in float64, so that they do not depend
 gradient, and cover the tokens that are active before any rejection.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -28,9 +27,7 @@ class SequenceSums:
     sums: Mapping[str, Tensor]  # by name, [samples] float64; empty where no row reads any
 
     @classmethod
-    def of_table(
-        cls, config: PolicyLossConfig, sample_ids: Tensor, table: Tensor | None
-    ) -> SequenceSums:
+    def of_table(cls, config: PolicyLossConfig, sample_ids: Tensor, table: Tensor | None) -> Self:
         """Name the rows of a table [names, samples], in the order of `sequence_sum_names`; None where no row reads a sum."""
         rows = () if table is None else zip(sequence_sum_names(config), table.unbind(), strict=True)
         return cls(sample_ids, dict(rows))

@@ -1,12 +1,10 @@
 """The tensors that the policy loss of a micro-batch depends on, one value per response token of this rank's window."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -44,7 +42,7 @@ class Tokens:
     @classmethod
     def masked(
         cls, tensors: Mapping[str, Any], side_channels: Mapping[str, object] | None = None
-    ) -> Tokens:
+    ) -> Self:
         """Build the tokens from raw tensors by field name, with the inputs masked before anything is computed from them."""
         fields: dict[str, Any] = {f.name: tensors.get(f.name) for f in dataclasses.fields(cls)}
         fields["side_channels"] = side_channels or {}

@@ -7,11 +7,9 @@ from torch import Tensor
 
 from megatron_pg.head import HeadOptions, Ragged, linear_log_probs_and_entropy, linear_token_loss
 from megatron_pg.head.output_layer import largest_chunk
-from megatron_pg.loss.from_logits import teacher_of
-from megatron_pg.loss.gradient_scope import GradientScope
-from megatron_pg.loss.inputs import check_vocabulary
+from megatron_pg.loss.from_logits import check_vocabulary, teacher_of
 from megatron_pg.loss.metrics import MicroBatchMetrics
-from megatron_pg.loss.micro_batch import MicroBatchLoss
+from megatron_pg.loss.micro_batch import GradientScope, MicroBatchLoss
 from megatron_pg.step.batch import PackedBatch, to_device
 
 

@@ -14,9 +14,8 @@ from torch.distributed import ProcessGroup
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.loss.from_logits import head_options, loss_of_logits
-from megatron_pg.loss.gradient_scope import gradient_scope
-from megatron_pg.loss.metrics import HasSums, reduce_metrics
-from megatron_pg.loss.micro_batch import MicroBatchLoss
+from megatron_pg.loss.metrics import SumsReport, reduce_metrics
+from megatron_pg.loss.micro_batch import MicroBatchLoss, gradient_scope
 from megatron_pg.megatron.context_layout import require_own_group, require_partition_mode
 from megatron_pg.megatron.experts import padding_mask, take_padding_mask
 from megatron_pg.megatron.fused_head import FusedHead
@@ -242,7 +241,7 @@ class PolicyStep:
         *,
         device: torch.device | str | None = None,
         policy_version: int | None = None,
-        critic: HasSums | None = None,
+        critic: SumsReport | None = None,
     ) -> dict[str, float]:
         """Reduce the step's metrics, by name and the same on every rank. Every rank of the job calls it, once a step.
 
@@ -255,13 +254,14 @@ class PolicyStep:
         Raises:
             RuntimeError: under `--check-aggregation`, the aggregation checksum is not 1.
         """
+        replay = None if self._replay is None else self._replay.report()
         return reduce_metrics(
             self.config,
             schedule_output,
             contributes=self.groups.contributes,
             device=self.device if device is None else device,
             policy_version=policy_version,
-            beside=[part for part in (critic, self._replay) if part is not None],
+            beside=[report for report in (critic, replay) if report is not None],
         )
 
     @property

@@ -13,6 +13,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
+from megatron_pg.loss.metrics import SumsReport
 from megatron_pg.megatron.groups import ParallelGroups, chunks_of, unwrapped
 from megatron_pg.step.batch import PackedBatch
 from megatron_pg.step.routed_experts import largest_expert, no_choice
@@ -155,18 +156,17 @@ class RoutingReplay:
             )
         return {"routed_experts": experts}
 
-    @property
-    def sums(self) -> Tensor:
-        """Choices of this rank's routers that agree with the engine's, and choices, [1, 2] float64."""
+    def report(self) -> SumsReport:
+        """Report `router_agreement`: choices of this rank's routers that are the engine's, and choices."""
         counts = [r.agreement for r in self._replays if r.agreement is not None]
-        return (
-            torch.stack(counts).sum(0)[None] if counts else torch.zeros(1, 2, dtype=torch.float64)
-        )
+        nothing = torch.zeros(1, 2, dtype=torch.float64)
+        return SumsReport(torch.stack(counts).sum(0)[None] if counts else nothing, _agreement)
 
-    def metrics(self, reduced: Tensor) -> dict[str, float]:
-        """Return `router_agreement` from the sums of all ranks: every layer's tokens once, or equally often."""
-        same, count = reduced[0].tolist()
-        return {"router_agreement": same / count} if count else {}
+
+def _agreement(reduced: Tensor) -> dict[str, float]:
+    # The tokens of a layer are counted once over all ranks, or all of them equally often.
+    same, count = reduced[0].tolist()
+    return {"router_agreement": same / count} if count else {}
 
 
 def layers_of_experts(config: Any) -> list[int]:

@@ -11,8 +11,7 @@ from torch import Tensor
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.config.planning import OversizedSamples
 from megatron_pg.config.policy_loss import CpPartitionMode
-from megatron_pg.loss.from_logits import head_options, log_probs_of_logits
-from megatron_pg.loss.inputs import refuse_tokens_outside
+from megatron_pg.loss.from_logits import head_options, log_probs_of_logits, refuse_tokens_outside
 from megatron_pg.megatron.context_layout import require_partition_mode
 from megatron_pg.megatron.fused_head import OutputRows
 from megatron_pg.megatron.groups import ParallelGroups, chunks_of, unwrapped

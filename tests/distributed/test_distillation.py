@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg import PackedBatch, PolicyLossConfig, Sample, pack
-from megatron_pg.loss.gradient_scope import GradientScope
+from megatron_pg.loss.micro_batch import GradientScope
 from megatron_pg.megatron import ParallelGroups, policy_step
 from tests import oracle
 from tests.fast import distillation_oracle

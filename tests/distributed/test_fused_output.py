@@ -12,7 +12,7 @@ from megatron_pg.check import model as builder
 from megatron_pg.config.versions import derives_multi_token_labels, has_hybrid_model
 from megatron_pg.head import from_hidden
 from megatron_pg.loss import micro_batch
-from megatron_pg.loss.gradient_scope import GradientScope, gradient_scope
+from megatron_pg.loss.micro_batch import GradientScope, gradient_scope
 from megatron_pg.megatron import (
     ParallelGroups,
     PolicyStep,

@@ -8,7 +8,7 @@ import torch
 
 from megatron_pg import PolicyLossConfig, Ragged
 from megatron_pg.head.kept import sparse_layer
-from megatron_pg.loss import inputs
+from megatron_pg.loss import micro_batch
 from megatron_pg.megatron import ParallelGroups, compute_log_probs
 from megatron_pg.step import batch
 from tests.lanes import in_one_lane
@@ -72,7 +72,7 @@ def test_gradients_and_metrics_equal_the_unsharded_reference(case, head, referen
 
 def shifted_steps(sharding: Sharding) -> list[Outcome | None]:
     """Mutant: the window of the kept sets begins one token late, and nobody looks at sets of one."""
-    inputs._refuse_other_distributions = lambda *_: None
+    micro_batch._refuse_other_distributions = lambda *_: None
 
     whole = batch._field_in_window
 

@@ -76,7 +76,7 @@ def corrected_on_this_rank(
     everything = flat_log_probs(sequences)
     log_probs = everything[batch.window.response_indices]
     tokens, sums = tokens_and_sums(config, batch, log_probs, group)
-    loss = OBJECTIVES[config.policy_loss](config, tokens, sums).loss
+    loss = OBJECTIVES[config.policy_loss].function(config, tokens, sums).loss
     corrected = apply_corrections(config, tokens, loss, sums)
     corrected.loss.sum().backward()
     return batch.window.response_indices, corrected.loss.detach(), everything.grad

@@ -7,14 +7,14 @@ from torch import Tensor
 
 from megatron_pg import PackedBatch, PolicyLossConfig, StepTotals, policy_loss_from_log_probs
 from megatron_pg.loss.metrics import MicroBatchMetrics, reduce_metrics
-from megatron_pg.loss.reducer import WeightedSum
+from megatron_pg.loss.reducer import weighted_sum
 from tests.random_steps import uneven_totals
 
 PLAIN_SUM = {"custom_pg_loss_reducer_function_path": f"{__name__}:plain_sum"}
 
 
 def plain_sum(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
-    return WeightedSum(torch.cat(loss_masks).double())
+    return lambda x: weighted_sum(x, torch.cat(loss_masks))
 
 
 def loss_of(

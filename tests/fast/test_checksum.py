@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_pg import PolicyLossConfig, Sample, pack
-from megatron_pg.loss.metrics import check_checksum
+from megatron_pg.loss.checksum import check_checksum
 from tests.fast.one_step import loss_of, reported
 from tests.fast.refusals import assert_refused
 from tests.random_steps import uneven_totals
@@ -30,7 +30,7 @@ def checksum_of(step: list[Sample], parts: list[list[Sample]], *, check: bool = 
 
 
 def test_without_the_flag_it_is_one_warning(caplog, monkeypatch):
-    monkeypatch.setattr("megatron_pg.loss.metrics._warned_of", set())
+    monkeypatch.setattr("megatron_pg.loss.checksum._warned_of", set())
     step = [sample(name, [0, 1]) for name in "abcdef"]
     with caplog.at_level(logging.WARNING, logger="megatron_pg"):
         values = [checksum_of(step, [step[:-2]], check=False) for _ in range(2)]

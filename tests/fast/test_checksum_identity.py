@@ -14,8 +14,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron_pg import AGGREGATIONS, PackedBatch, PolicyLossConfig, Sample, pack, reduce_metrics
-from megatron_pg.loss.checksum import CHECKSUM, CHECKSUMS
-from megatron_pg.loss.metrics import MicroBatchMetrics, check_checksum
+from megatron_pg.loss.checksum import CHECKSUM, CHECKSUMS, check_checksum
+from megatron_pg.loss.metrics import MicroBatchMetrics
 from megatron_pg.step import identity
 from megatron_pg.step.totals import BareSample, StepTotals, sample_counts, totals_of_counts
 from tests.fast.one_step import loss_of

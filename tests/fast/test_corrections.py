@@ -102,7 +102,7 @@ def corrected(
     config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor
 ) -> tuple[Corrected, Tensor]:
     tokens, sums = tokens_and_sums(config, batch, log_probs)
-    loss = OBJECTIVES[config.policy_loss](config, tokens, sums).loss
+    loss = OBJECTIVES[config.policy_loss].function(config, tokens, sums).loss
     return apply_corrections(config, tokens, loss, sums), loss
 
 

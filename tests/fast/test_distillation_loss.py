@@ -14,7 +14,7 @@ from megatron_pg import (
     policy_loss_function,
     step_totals,
 )
-from megatron_pg.loss.gradient_scope import gradient_scope
+from megatron_pg.loss.micro_batch import gradient_scope
 from tests.fast import distillation_oracle as oracle
 from tests.fast.refusals import assert_refused, refusal
 

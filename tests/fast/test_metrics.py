@@ -509,7 +509,7 @@ def test_an_entropy_that_is_needed_and_absent_is_refused(setting: dict[str, Any]
 
 def test_accepted_denominators_without_accepted_samples_are_noticed(caplog, monkeypatch) -> None:
     """Under the other denominator, rejections that the totals are to count are no news."""
-    monkeypatch.setattr("megatron_pg.loss.metrics._warned_of", set())
+    monkeypatch.setattr("megatron_pg.loss.checksum._warned_of", set())
     sequences = random_sequences(9, spread=0.5)
     samples, log_probs = list(map(package_sample, sequences)), flat_log_probs(sequences)
     original = PolicyLossConfig(use_tis=True, tis_mode="mask", tis_clip=1.1)

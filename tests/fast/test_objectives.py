@@ -86,7 +86,7 @@ BFLOAT16_GRADIENT = {"rtol": 2**-8, "atol": 1e-6}
 
 def package_objective(name: str, settings: dict, batch: PackedBatch, log_probs: Tensor) -> Outcome:
     config = PolicyLossConfig(policy_loss=name, **settings)
-    return OBJECTIVES[name](config, *tokens_and_sums(config, batch, log_probs))
+    return OBJECTIVES[name].function(config, *tokens_and_sums(config, batch, log_probs))
 
 
 def objective_of(case: str, sequences: list[Sequence1]) -> tuple[Outcome, Tensor]:
@@ -256,14 +256,14 @@ def ratio_for_probability(config, tokens, sums):
     def distance(old: Tensor, new: Tensor) -> Tensor:
         return ((new - old).exp() - 1).abs()
 
-    return objectives._divergence_masked(config, tokens, "dppo_tv", distance)
+    return objectives._divergence_masked(config, tokens, distance)
 
 
 def divergence_of_the_new_from_the_old(config, tokens, sums):
     def reversed_(old: Tensor, new: Tensor) -> Tensor:
         return objectives.binary_divergence(new, old)
 
-    return objectives._divergence_masked(config, tokens, "dppo_kl", reversed_)
+    return objectives._divergence_masked(config, tokens, reversed_)
 
 
 def mean_of_unclipped_ratios(config, tokens, sums, low=-math.inf, high=math.inf):
@@ -385,7 +385,7 @@ def test_a_sum_over_sequences_that_was_not_made_is_named() -> None:
     config = PolicyLossConfig(policy_loss="gspo")
     tokens, _ = tokens_and_sums(config, package_batch(sequences), flat_log_probs(sequences))
     none = SequenceSums(tokens.sample_ids, {})
-    assert_refused("'policy' was not made", OBJECTIVES["gspo"], config, tokens, none)
+    assert_refused("'policy' was not made", OBJECTIVES["gspo"].function, config, tokens, none)
 
 
 @pytest.mark.parametrize("name", OF_LOG_PROBS)

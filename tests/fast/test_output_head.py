@@ -11,9 +11,8 @@ import torch
 from megatron_pg.config import PolicyLossConfig, add_policy_loss_args, validate_policy_loss_args
 from megatron_pg.head import HeadOptions, linear_token_loss
 from megatron_pg.loss.from_logits import policy_loss_function
-from megatron_pg.loss.gradient_scope import gradient_scope
 from megatron_pg.loss.metrics import MicroBatchMetrics, reduce_metrics
-from megatron_pg.loss.micro_batch import MicroBatchLoss
+from megatron_pg.loss.micro_batch import MicroBatchLoss, gradient_scope
 from megatron_pg.megatron import output_layer
 from megatron_pg.megatron.fused_head import FusedHead
 from megatron_pg.megatron.policy_step import PolicyStep

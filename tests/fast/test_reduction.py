@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.loss.aggregation import AGGREGATIONS, Weights, host_weights
 from megatron_pg.loss.policy_loss import quotient
-from megatron_pg.loss.reducer import custom_reduction, get_pg_loss_reducer, weighted_sum
+from megatron_pg.loss.reducer import get_pg_loss_reducer, get_reduction
 from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import StepTotals
@@ -51,9 +51,7 @@ def reduced(config: PolicyLossConfig, batch: PackedBatch, totals: StepTotals, x:
         sample_ids=batch.window_segment_ids,
         loss_weights=batch.loss_weights,
     )
-    is_custom = config.custom_pg_loss_reducer_function_path is not None
-    reduce = custom_reduction(config, batch) if is_custom else weighted_sum
-    return quotient(reduce(x, weights.loss), weights.outer_count)
+    return quotient(get_reduction(config, batch)(x, weights.loss), weights.outer_count)
 
 
 @pytest.mark.parametrize("per_token", (False, True))
@@ -223,4 +221,4 @@ def test_a_reducer_that_cannot_know_its_slice_is_refused() -> None:
         "name cp_partition_mode and pad_to_multiple",
     )
     batch = pack(step, cp_rank=0, cp_size=2, cp_partition_mode="contiguous")
-    assert_refused(words, custom_reduction, config, batch)
+    assert_refused(words, get_reduction, config, batch)

@@ -11,8 +11,8 @@ from megatron_pg import PolicyLossConfig, add_policy_loss_args, validate_policy_
 from megatron_pg.config.program import ProgramParser
 from megatron_pg.loss import CORRECTIONS, OBJECTIVES
 from megatron_pg.loss.corrections import Corrected, Correction
-from megatron_pg.loss.gradient_scope import gradient_scope
 from megatron_pg.loss.metrics import metric_names
+from megatron_pg.loss.micro_batch import gradient_scope
 from megatron_pg.loss.objectives import Objective, Outcome
 from tests.fast.one_step import loss_of
 from tests.fast.sequences import flat_log_probs, package_batch, random_sequences

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg import CriticConfig, PolicyLossConfig, Sample, pack
-from megatron_pg.critic.value_loss import MicroBatchValueLoss, ValueReport, value_metric_table
+from megatron_pg.critic.value_loss import MicroBatchValueLoss, value_metric_table, value_report
 from megatron_pg.critic.value_loss import value_loss as token_loss
 from megatron_pg.critic.value_step import values_of_output
 from tests import critic_oracle, oracle
@@ -40,7 +40,7 @@ def reported(config: PolicyLossConfig, samples: list[Sample], values: Tensor, se
     batch = pack(samples if seen is None else seen)
     of_batch = MicroBatchValueLoss(config, CriticConfig(), batch, uneven_totals(samples))
     loss, metrics = of_batch(values)
-    report = ValueReport(config, [metrics], "cpu")
+    report = value_report(config, [metrics], "cpu")
     return loss, report.metrics(report.sums)
 
 
@@ -82,7 +82,7 @@ class CutCritic:
                     of_batch = MicroBatchValueLoss(config, critic, batch, totals, share)
                     loss, metrics = of_batch(flat[self.scored(rows, flat.numel() - 1)])
                     losses.append(self.of_rank(loss, cut.cp_size))
-                    report = ValueReport(config, [metrics], "cpu")
+                    report = value_report(config, [metrics], "cpu")
                     parts.append(report.sums)
         return torch.stack(losses).sum(), self.reduced(report, parts)
 
@@ -175,7 +175,7 @@ def test_equal_returns_explain_nothing(tokens: int, value: float, rounding: int)
     config, batch = config_of("sample_mean"), pack([answer(tokens, returns=[value] * tokens)])
     loss = MicroBatchValueLoss(config, CriticConfig(), batch, uneven_totals(batch.samples))
     _, metrics = loss(torch.linspace(0.0, 1.0, tokens))
-    report = ValueReport(config, [metrics], "cpu")
+    report = value_report(config, [metrics], "cpu")
     sums = dict(zip(value_metric_table(config).names, report.sums[:, 0].tolist(), strict=True))
     rounded = sums["return_squared_sum"] / tokens - (sums["return_sum"] / tokens) ** 2
     assert (rounded > 0) - (rounded < 0) == rounding

@@ -251,7 +251,7 @@ def all_reduce_typed(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = N
 
 def contributed(found: metrics.MicroBatchMetrics) -> metrics.MicroBatchMetrics:
     """What tensor-parallel rank 0 brings to the step's sums, where its peers bring zeros."""
-    table = spmd.convert(metrics.promised(found.table), "tp", src=R, dst=P)
+    table = spmd.convert(found.table, "tp", src=R, dst=P)
     brought = metrics.MicroBatchMetrics.of(tuple(found), table)
     brought.maxima = found.maxima
     return brought

@@ -3,12 +3,13 @@
 import argparse
 import ast
 import dataclasses
+import functools
 import inspect
 import itertools
 import math
 import numbers
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin, get_type_hints
@@ -40,15 +41,6 @@ class Interval:
         return text if math.isinf(self.upper) else f"{text} and <= {self.upper:g}"
 
 
-@dataclass(frozen=True)
-class Parsed:
-    """A parser of the flag's text, for a field that takes more than a word or a number."""
-
-    parse: Callable[[str], Any]
-    """Raises `argparse.ArgumentTypeError`, saying what was expected."""
-    metavar: str
-
-
 FLOAT32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 """The smallest normal and the largest positive number of float32, in which the loss is computed."""
 COUNT = Interval(1, closed=True, metavar="N")
@@ -68,7 +60,6 @@ class Field:
     words: tuple[str, ...] | None
     """Words of a `Literal`."""
     interval: Interval | None
-    parsed: Parsed | None
     is_optional: bool
     has_flag: bool
 
@@ -84,7 +75,7 @@ class Field:
 
     def violation(self, value: Any) -> str | None:
         """Return what is wrong with a value by itself, None where nothing is."""
-        is_checked = self.has_flag and self.parsed is None or self.interval is not None
+        is_checked = self.has_flag or self.interval is not None
         if not is_checked or (value is None and self.is_optional):
             return None
         if self.choices is not None:
@@ -132,8 +123,6 @@ class Field:
         keywords: dict[str, Any] = {"default": default, "help": text}
         if self.choices is not None:
             return keywords | {"type": self.word, "choices": self.choices}
-        if self.parsed is not None:
-            return keywords | {"type": self.parsed.parse, "metavar": self.parsed.metavar}
         if self.interval is not None:
             return keywords | {"type": self.type, "metavar": self.interval.metavar}
         return keywords | {"metavar": "PATH"} | ({"nargs": "+"} if self.type is tuple else {})
@@ -144,20 +133,16 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+@functools.cache
 def fields_of(settings: Any) -> dict[str, Field]:
     """Return the fields of a settings dataclass, by name and in order.
 
     The annotation is bool, `Literal` words, `Annotated[float, Interval(...)]`, `Annotated[int, COUNT]`, a tuple of words,
     or str, an import path or a word of the table of that name (`TABLES`); `| None` allows None.
     """
-    if settings not in _fields:
-        hints = get_type_hints(settings, include_extras=True)
-        fields = [field for field in dataclasses.fields(settings) if field.init]
-        _fields[settings] = {field.name: _field(field, hints[field.name]) for field in fields}
-    return _fields[settings]
-
-
-_fields: dict[Any, dict[str, Field]] = {}
+    hints = get_type_hints(settings, include_extras=True)
+    fields = [field for field in dataclasses.fields(settings) if field.init]
+    return {field.name: _field(field, hints[field.name]) for field in fields}
 
 
 def _field(field: dataclasses.Field[Any], hint: Any) -> Field:
@@ -171,7 +156,6 @@ def _field(field: dataclasses.Field[Any], hint: Any) -> Field:
         type=str if words else get_origin(hint) or hint,
         words=words,
         interval=next((note for note in notes if isinstance(note, Interval)), None),
-        parsed=next((note for note in notes if isinstance(note, Parsed)), None),
         is_optional=NoneType in parts,
         has_flag=PYTHON_ONLY not in notes,
     )

@@ -9,7 +9,7 @@ import itertools
 import math
 import numbers
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin, get_type_hints
@@ -49,29 +49,24 @@ PYTHON_ONLY = "python only"
 """Mark of a field without a flag."""
 
 
-@dataclass(frozen=True)
 class Field:
     """One setting of a dataclass, read off its annotation."""
 
-    name: str
-    default: Any
-    type: Any
-    """Type of a value: bool, int, float, str or tuple."""
-    words: tuple[str, ...] | None
-    """Words of a `Literal`."""
-    interval: Interval | None
-    is_optional: bool
-    has_flag: bool
+    def __init__(self, name: str, default: Any, hint: Any) -> None:
+        hint, *notes = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        hint = next(part for part in parts if part is not NoneType)
+        self.name, self.default, self.is_optional = name, default, NoneType in parts
+        self.words = get_args(hint) if get_origin(hint) is Literal else None
+        self.type: Any = str if self.words else get_origin(hint) or hint
+        self.interval = next((note for note in notes if isinstance(note, Interval)), None)
+        self.has_flag = PYTHON_ONLY not in notes
+        self.flag = flag_of(name) if self.has_flag else name
 
     @property
     def choices(self) -> tuple[str, ...] | None:
         """Words that it may be, of a `Literal` or of a table of rows."""
         return tuple(TABLES[self.name]) if self.name in TABLES else self.words
-
-    @property
-    def flag(self) -> str:
-        """The flag, `--eps-clip` of `eps_clip`; the bare name where there is none."""
-        return flag_of(self.name) if self.has_flag else self.name
 
     def violation(self, value: Any) -> str | None:
         """Return what is wrong with a value by itself, None where nothing is."""
@@ -142,34 +137,17 @@ def fields_of(settings: Any) -> dict[str, Field]:
     """
     hints = get_type_hints(settings, include_extras=True)
     fields = [field for field in dataclasses.fields(settings) if field.init]
-    return {field.name: _field(field, hints[field.name]) for field in fields}
-
-
-def _field(field: dataclasses.Field[Any], hint: Any) -> Field:
-    hint, *notes = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    hint = next(part for part in parts if part is not NoneType)
-    words = get_args(hint) if get_origin(hint) is Literal else None
-    return Field(
-        name=field.name,
-        default=field.default,
-        type=str if words else get_origin(hint) or hint,
-        words=words,
-        interval=next((note for note in notes if isinstance(note, Interval)), None),
-        is_optional=NoneType in parts,
-        has_flag=PYTHON_ONLY not in notes,
-    )
+    return {f.name: Field(f.name, f.default, hints[f.name]) for f in fields}
 
 
 class Settings:
-    """Base of a frozen dataclass that refuses wrong values. The docstring under a field is its flag's help text."""
+    """Base of a frozen dataclass that refuses wrong values. The docstring under a field is its flag's help text.
+
+    A method `conflicts(given)` yields the faults between settings, each valid by itself; `given` has invalid values too.
+    """
 
     def __post_init__(self) -> None:
         refuse(self.checked(vars(self))[0])
-
-    def conflicts(self, given: Mapping[str, Any]) -> Iterator[str]:
-        """Yield the faults between settings, each valid by itself; `given` has the invalid values too."""
-        yield from ()
 
     @classmethod
     def checked(cls, given: Mapping[str, Any]) -> tuple[list[str], Self]:
@@ -184,7 +162,7 @@ class Settings:
             vars(sound)[field.name] = value
         for base in reversed(cls.__mro__):
             if "conflicts" in vars(base):
-                violations += base.conflicts(sound, given)  # type: ignore[attr-defined]
+                violations += vars(base)["conflicts"](sound, given)
         return violations, sound
 
     @classmethod

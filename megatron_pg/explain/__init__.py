@@ -84,12 +84,12 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add = parser.add_argument_group("what to explain").add_argument
+    add = parser.add_argument_group("lengths").add_argument
     text = "Active tokens of the samples, in order; repeated until the step is full."
     add("--lengths", type=list_of_lengths, default=(), metavar="L,L,...", help=text)
     text = "Draw the lengths: median in tokens and sigma of the logarithm."
     add("--log-normal", type=median_and_sigma, default=(), metavar="MEDIAN,SIGMA", help=text)
-    add_args(parser, ExplainOptions, title="how to explain it")
+    add_args(parser, ExplainOptions, title="what to explain")
     # Megatron's flags that the validation of a launch line reads, with Megatron's names and types.
     add = parser.add_argument_group(
         "flags of Megatron", "Those that decide whether per-token mode is on, and what is refused."

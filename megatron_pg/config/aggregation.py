@@ -1,13 +1,11 @@
 """Aggregation of the per-token losses: its settings, and their agreement with Megatron's per-token mode."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from megatron_pg.config.fields import PYTHON_ONLY, Interval, Settings, fields_of, flag_of
 from megatron_pg.config.rows import TABLES
-
-AUXILIARY_LOAD_BALANCING = frozenset({"aux_loss", "seq_aux_loss", "global_aux_loss"})
 
 
 @dataclass(frozen=True)
@@ -60,8 +58,8 @@ def settle_divisor(values: dict[str, Any], divisor: Any) -> list[str]:
     if divisor is None:
         return []
     field = fields_of(AggregationSettings)["loss_aggregation_divisor"]
-    if violation := replace(field, name="pg_loss_divisor").violation(divisor):
-        return [violation]
+    if violation := field.violation(divisor):
+        return [violation.replace(field.flag, "--pg-loss-divisor")]
     path = values.get("custom_pg_loss_reducer_function_path")
     if path is None:
         values.update(loss_aggregation="constant", loss_aggregation_divisor=divisor)
@@ -105,12 +103,9 @@ def settle_per_token_mode(
 
 def _scales_inner_losses(trainer: Mapping[str, Any]) -> bool:
     """Return whether Megatron adds losses inside the model, which per-token mode scales by token counts."""
-    if trainer.get("mtp_num_layers") or not trainer.get("num_experts"):
-        return bool(trainer.get("mtp_num_layers"))
     kinds = trainer.get("moe_router_load_balancing_type", "aux_loss")
-    coefficients, kinds = (
-        value if isinstance(value, (list, tuple)) else [value]
-        for value in (trainer.get("moe_aux_loss_coeff"), kinds)
-    )
-    balances = any(coefficients) and not AUXILIARY_LOAD_BALANCING.isdisjoint(kinds)
-    return bool(balances or trainer.get("moe_z_loss_coeff"))
+    coefficients = trainer.get("moe_aux_loss_coeff")
+    balances = any(coefficients) if isinstance(coefficients, (list, tuple)) else coefficients
+    # A word or a list of words: aux_loss, seq_aux_loss and global_aux_loss are losses.
+    router_has_loss = (balances and "aux_loss" in str(kinds)) or trainer.get("moe_z_loss_coeff")
+    return bool(trainer.get("mtp_num_layers") or (trainer.get("num_experts") and router_has_loss))

@@ -3,12 +3,13 @@
 import argparse
 import ast
 import dataclasses
+import functools
 import inspect
 import itertools
 import math
 import numbers
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin, get_type_hints
@@ -40,15 +41,6 @@ class Interval:
         return text if math.isinf(self.upper) else f"{text} and <= {self.upper:g}"
 
 
-@dataclass(frozen=True)
-class Parsed:
-    """A parser of the flag's text, for a field that takes more than a word or a number."""
-
-    parse: Callable[[str], Any]
-    """Raises `argparse.ArgumentTypeError`, saying what was expected."""
-    metavar: str
-
-
 FLOAT32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 """The smallest normal and the largest positive number of float32, in which the loss is computed."""
 COUNT = Interval(1, closed=True, metavar="N")
@@ -57,34 +49,28 @@ PYTHON_ONLY = "python only"
 """Mark of a field without a flag."""
 
 
-@dataclass(frozen=True)
 class Field:
     """One setting of a dataclass, read off its annotation."""
 
-    name: str
-    default: Any
-    type: Any
-    """Type of a value: bool, int, float, str or tuple."""
-    words: tuple[str, ...] | None
-    """Words of a `Literal`."""
-    interval: Interval | None
-    parsed: Parsed | None
-    is_optional: bool
-    has_flag: bool
+    def __init__(self, name: str, default: Any, hint: Any) -> None:
+        hint, *notes = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        hint = next(part for part in parts if part is not NoneType)
+        self.name, self.default, self.is_optional = name, default, NoneType in parts
+        self.words = get_args(hint) if get_origin(hint) is Literal else None
+        self.type: Any = str if self.words else get_origin(hint) or hint
+        self.interval = next((note for note in notes if isinstance(note, Interval)), None)
+        self.has_flag = PYTHON_ONLY not in notes
+        self.flag = flag_of(name) if self.has_flag else name
 
     @property
     def choices(self) -> tuple[str, ...] | None:
         """Words that it may be, of a `Literal` or of a table of rows."""
         return tuple(TABLES[self.name]) if self.name in TABLES else self.words
 
-    @property
-    def flag(self) -> str:
-        """The flag, `--eps-clip` of `eps_clip`; the bare name where there is none."""
-        return flag_of(self.name) if self.has_flag else self.name
-
     def violation(self, value: Any) -> str | None:
         """Return what is wrong with a value by itself, None where nothing is."""
-        is_checked = self.has_flag and self.parsed is None or self.interval is not None
+        is_checked = self.has_flag or self.interval is not None
         if not is_checked or (value is None and self.is_optional):
             return None
         if self.choices is not None:
@@ -132,8 +118,6 @@ class Field:
         keywords: dict[str, Any] = {"default": default, "help": text}
         if self.choices is not None:
             return keywords | {"type": self.word, "choices": self.choices}
-        if self.parsed is not None:
-            return keywords | {"type": self.parsed.parse, "metavar": self.parsed.metavar}
         if self.interval is not None:
             return keywords | {"type": self.type, "metavar": self.interval.metavar}
         return keywords | {"metavar": "PATH"} | ({"nargs": "+"} if self.type is tuple else {})
@@ -144,48 +128,26 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+@functools.cache
 def fields_of(settings: Any) -> dict[str, Field]:
     """Return the fields of a settings dataclass, by name and in order.
 
     The annotation is bool, `Literal` words, `Annotated[float, Interval(...)]`, `Annotated[int, COUNT]`, a tuple of words,
     or str, an import path or a word of the table of that name (`TABLES`); `| None` allows None.
     """
-    if settings not in _fields:
-        hints = get_type_hints(settings, include_extras=True)
-        fields = [field for field in dataclasses.fields(settings) if field.init]
-        _fields[settings] = {field.name: _field(field, hints[field.name]) for field in fields}
-    return _fields[settings]
-
-
-_fields: dict[Any, dict[str, Field]] = {}
-
-
-def _field(field: dataclasses.Field[Any], hint: Any) -> Field:
-    hint, *notes = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    hint = next(part for part in parts if part is not NoneType)
-    words = get_args(hint) if get_origin(hint) is Literal else None
-    return Field(
-        name=field.name,
-        default=field.default,
-        type=str if words else get_origin(hint) or hint,
-        words=words,
-        interval=next((note for note in notes if isinstance(note, Interval)), None),
-        parsed=next((note for note in notes if isinstance(note, Parsed)), None),
-        is_optional=NoneType in parts,
-        has_flag=PYTHON_ONLY not in notes,
-    )
+    hints = get_type_hints(settings, include_extras=True)
+    fields = [field for field in dataclasses.fields(settings) if field.init]
+    return {f.name: Field(f.name, f.default, hints[f.name]) for f in fields}
 
 
 class Settings:
-    """Base of a frozen dataclass that refuses wrong values. The docstring under a field is its flag's help text."""
+    """Base of a frozen dataclass that refuses wrong values. The docstring under a field is its flag's help text.
+
+    A method `conflicts(given)` yields the faults between settings, each valid by itself; `given` has invalid values too.
+    """
 
     def __post_init__(self) -> None:
         refuse(self.checked(vars(self))[0])
-
-    def conflicts(self, given: Mapping[str, Any]) -> Iterator[str]:
-        """Yield the faults between settings, each valid by itself; `given` has the invalid values too."""
-        yield from ()
 
     @classmethod
     def checked(cls, given: Mapping[str, Any]) -> tuple[list[str], Self]:
@@ -200,7 +162,7 @@ class Settings:
             vars(sound)[field.name] = value
         for base in reversed(cls.__mro__):
             if "conflicts" in vars(base):
-                violations += base.conflicts(sound, given)  # type: ignore[attr-defined]
+                violations += vars(base)["conflicts"](sound, given)
         return violations, sound
 
     @classmethod

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from megatron_pg.config.fields import Interval, Settings
+from megatron_pg.config.fields import Interval, Settings, flag_of
 
 CpPartitionMode = Literal["zigzag", "contiguous"]
 """Cut of a pack of sequences over a context-parallel group, by the names of Megatron's `TransformerConfig`; see
@@ -13,7 +13,7 @@ CpPartitionMode = Literal["zigzag", "contiguous"]
 
 @dataclass(frozen=True)
 class ModelSettings(Settings):
-    """Settings of the layout of the model's input, and of how log-probs and entropy come from its output."""
+    """Settings of the model's input, of how log-probs and entropy come from its output, and of what a step reports."""
 
     qkv_format: Literal["thd", "bshd"] = "thd"
     """Layout of the model's input. thd: packed. bshd: one padded row a sequence, not under context parallelism."""
@@ -37,22 +37,6 @@ class ModelSettings(Settings):
     """Logits with float32 accumulation and output from the model's bf16 operands, in the fused head or in the model's
     own output layer. Needs Megatron's ColumnParallelLinear there, and PolicyStep."""
 
-    @property
-    def changes_output_layer(self) -> bool:
-        """The model's own output layer gives float32 logits. The fused head has its own product."""
-        return self.fp32_lm_head and not self.fused_lm_head
-
-    def conflicts(self, given: Mapping[str, Any]) -> Iterator[str]:
-        if self.fused_lm_head and self.qkv_format != "thd":
-            yield f"--fused-lm-head with --qkv-format {self.qkv_format}: use --qkv-format thd, or drop --fused-lm-head"
-        if self.replay_routing and self.qkv_format != "thd":
-            yield f"--replay-routing with --qkv-format {self.qkv_format}: use --qkv-format thd, or drop --replay-routing"
-
-
-@dataclass(frozen=True)
-class ReportSettings(Settings):
-    """Settings of what a step reports and checks."""
-
     pg_metrics: Literal["none", "basic", "with_entropy"] = "basic"
     """Metrics beside the loss. basic: ratios, clip fractions, advantages, counts. with_entropy: the entropy too."""
     kept_set_mass: bool = False
@@ -62,7 +46,16 @@ class ReportSettings(Settings):
     """Stop with an error, instead of one warning, when the aggregation checksum of a step is not 1 (sums of weights
     over their values from the totals): a sample was duplicated, dropped, mis-sliced or exchanged for another."""
 
-    def conflicts(self: Any, given: Mapping[str, Any]) -> Iterator[str]:
+    @property
+    def changes_output_layer(self) -> bool:
+        """The model's own output layer gives float32 logits. The fused head has its own product."""
+        return self.fp32_lm_head and not self.fused_lm_head
+
+    def conflicts(self, given: Mapping[str, Any]) -> Iterator[str]:
+        for name in ("fused_lm_head", "replay_routing"):
+            if getattr(self, name) and self.qkv_format != "thd":
+                found = f"{flag_of(name)} with --qkv-format {self.qkv_format}"
+                yield f"{found}: use --qkv-format thd, or drop {flag_of(name)}"
         if self.kept_set_mass and not self.replay_sampling_set:
             yield "--kept-set-mass is about the sets of --replay-sampling-set: add it, or drop --kept-set-mass"
         if self.kept_set_mass and self.fused_lm_head:

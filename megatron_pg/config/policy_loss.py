@@ -20,12 +20,7 @@ from megatron_pg.config.aggregation import (
 from megatron_pg.config.custom import custom_function_violations
 from megatron_pg.config.fields import add_args, fields_of, flag_of, is_defined, refuse
 from megatron_pg.config.model import CpPartitionMode as CpPartitionMode
-from megatron_pg.config.model import (
-    ModelSettings,
-    ReportSettings,
-    layout_violation,
-    output_layer_violations,
-)
+from megatron_pg.config.model import ModelSettings, layout_violation, output_layer_violations
 from megatron_pg.config.objective import (
     DistillationSettings,
     MismatchSettings,
@@ -49,7 +44,6 @@ logger = logging.getLogger("megatron_pg")
 @dataclass(frozen=True)
 class PolicyLossConfig(
     # A dataclass takes the fields of its last base first.
-    ReportSettings,
     ModelSettings,
     DistillationSettings,
     MismatchSettings,

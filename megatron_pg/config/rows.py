@@ -5,7 +5,6 @@ Flags, help texts, required inputs, refusals, metric names, the fused head and t
 """
 
 import difflib
-import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -76,14 +75,6 @@ class Table(dict[str, RowType]):
         self.field, self.replaced_by, self.also_known_as = field, replaced_by, also_known_as
         TABLES[field] = self
 
-    def __setitem__(self, name: str, row: RowType) -> None:
-        super().__setitem__(name, row)
-        _forget()
-
-    def __delitem__(self, name: str) -> None:
-        super().__delitem__(name)
-        _forget()
-
     def add(self, *rows: RowType) -> None:
         """Add rows; refuse a name that is taken."""
         for row in rows:
@@ -94,12 +85,15 @@ class Table(dict[str, RowType]):
     def decorator(self, row_type: Callable[..., RowType]) -> Callable[..., Callable[[F], F]]:
         """Return a decorator `(formula, **properties)` that enters a function as a row, under its own name."""
 
-        def enter(formula: str, properties: Mapping[str, Any], function: F) -> F:
-            row = {"name": function.__name__, "formula": formula, "function": function}
-            self.add(row_type(**row, **properties))
-            return function
+        def of_row(formula: str, **properties: Any) -> Callable[[F], F]:
+            def enter(function: F) -> F:
+                name = function.__name__
+                self.add(row_type(name=name, formula=formula, function=function, **properties))
+                return function
 
-        return lambda formula, **properties: functools.partial(enter, formula, properties)
+            return enter
+
+        return of_row
 
     def rows_on(self, config: Any) -> list[RowType]:
         """Return the rows that are on under a config, in the table's order."""
@@ -124,19 +118,6 @@ class Table(dict[str, RowType]):
 
 TABLES: dict[str, Table[Any]] = {}
 """Every table, by its field."""
-_CACHES: list[Any] = []
-
-
-def read_off_rows(function: F) -> F:
-    """Cache a function of a config as long as no table changes."""
-    cached: Any = functools.lru_cache(maxsize=64)(function)
-    _CACHES.append(cached)
-    return cached  # type: ignore[no-any-return]
-
-
-def _forget() -> None:
-    for cached in _CACHES:
-        cached.cache_clear()
 
 
 def did_you_mean(

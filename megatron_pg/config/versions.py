@@ -3,7 +3,7 @@
 import importlib.util
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 OLDEST_SUPPORTED = (0, 15)
@@ -62,53 +62,33 @@ def exports_of_megatron(modules: Mapping[str, Sequence[str]]) -> Callable[[str],
     return __getattr__
 
 
-def masks_expert_bias() -> bool:
-    """Tell whether `TopKRouter._apply_expert_bias` takes a padding mask: from 0.20 on (MLM#6114), before it fails."""
-    return megatron_core_version() >= (0, 20)
+def _is_from(*version: int) -> bool:
+    return megatron_core_version() >= version
 
 
-def multiplies_by_ranks() -> bool:
-    """Tell whether per-token mode multiplies a router's loss by the ranks that share a micro-batch, as 0.19.2 does.
-
-    transformer/moe/router.py of 0.16.1 to 0.18.2 multiplies by tokens alone.
-    """
-    return megatron_core_version() >= (0, 19)
-
-
-def moe_auxiliary_loss_under_context_parallel_is_right() -> bool:
-    """Tell whether the other mode scales the MoE auxiliary loss rightly under context parallelism.
-
-    forward_step_calc_loss in pipeline_parallel/schedules.py of 0.15.3 lacks the factor CP by which data parallelism divides.
-    """
-    return megatron_core_version() >= (0, 16)
-
-
-def has_router_replay() -> bool:
-    """Tell whether routers take given experts (transformer/moe/router_replay.py of 0.16.1 to 0.19.2)."""
-    return megatron_core_version() >= (0, 16)
+masks_expert_bias = partial(_is_from, 0, 20)
+"""`TopKRouter._apply_expert_bias` takes a padding mask (MLM#6114); before, it fails."""
+multiplies_by_ranks = partial(_is_from, 0, 19)
+"""Per-token mode multiplies a router's loss by the ranks that share a micro-batch, as 0.19.2 does; by tokens alone in
+transformer/moe/router.py of 0.16.1 to 0.18.2."""
+moe_auxiliary_loss_under_context_parallel_is_right = partial(_is_from, 0, 16)
+"""The other mode scales the MoE auxiliary loss rightly under context parallelism. forward_step_calc_loss in
+pipeline_parallel/schedules.py of 0.15.3 lacks the factor CP by which data parallelism divides."""
+has_router_replay = partial(_is_from, 0, 16)
+"""Routers take given experts (transformer/moe/router_replay.py of 0.16.1 to 0.19.2)."""
+derives_multi_token_labels = partial(_is_from, 0, 19)
+"""Multi-token prediction is trained without labels, and has a loss scale of its own. `process_mtp_loss` of 0.19.2 makes
+labels from the input. Without labels 0.17.1 and 0.18.2 leave the loss out, older ones fail."""
 
 
 def router_metrics() -> dict[str, Any]:
     """Return Megatron's numbers of routers, by name, in a dict that it keeps: in moe_utils.py before 0.18."""
-    megatron_core_version()
-    if importlib.util.find_spec("megatron.core.transformer.moe.moe_logging") is None:
-        from megatron.core.transformer.moe import moe_utils
-
-        tracker: dict[str, Any] = moe_utils.get_moe_layer_wise_logging_tracker()
-        return tracker
-    from megatron.core.transformer.moe import moe_logging
-
-    metrics: dict[str, Any] = moe_logging.get_moe_metrics_tracker().metrics
-    return metrics
-
-
-def derives_multi_token_labels() -> bool:
-    """Tell whether multi-token prediction is trained without labels, and has a loss scale of its own.
-
-    `process_mtp_loss` of 0.19.2 makes labels from the input. Without labels 0.17.1 and 0.18.2 leave the loss out, older ones
-    fail.
-    """
-    return megatron_core_version() >= (0, 19)
+    moe = "megatron.core.transformer.moe"
+    if _has_module(f"{moe}.moe_logging"):
+        tracker = importlib.import_module(f"{moe}.moe_logging").get_moe_metrics_tracker().metrics
+    else:
+        tracker = importlib.import_module(f"{moe}.moe_utils").get_moe_layer_wise_logging_tracker()
+    return tracker  # type: ignore[no-any-return]
 
 
 def needs_kept_pipeline_outputs() -> bool:
@@ -140,13 +120,12 @@ def follows_own_group() -> bool:
     return hasattr(packed_seq_params, "resolve_cp_group")
 
 
-def has_hybrid_model() -> bool:
-    """Tell whether there is a `HybridModel` (models/hybrid of 0.18.2 and 0.19.2), which 0.19 names as GPTModel's successor."""
+def _has_module(name: str) -> bool:
     megatron_core_version()
-    return importlib.util.find_spec("megatron.core.models.hybrid") is not None
+    return importlib.util.find_spec(name) is not None
 
 
-def has_megatron_training() -> bool:
-    """Tell whether `megatron.training` is importable: from wheels of 0.17.1 on, and from any Megatron-LM checkout."""
-    megatron_core_version()
-    return importlib.util.find_spec("megatron.training") is not None
+has_hybrid_model = partial(_has_module, "megatron.core.models.hybrid")
+"""There is a `HybridModel` (models/hybrid of 0.18.2 and 0.19.2), which 0.19 names as GPTModel's successor."""
+has_megatron_training = partial(_has_module, "megatron.training")
+"""`megatron.training` is importable: from wheels of 0.17.1 on, and from any Megatron-LM checkout."""

@@ -17,7 +17,12 @@ from megatron_pg.config.fields import add_args, refuse
 from megatron_pg.config.program import ProgramParser
 from megatron_pg.explain.report import explain_step
 from megatron_pg.explain.show import plot, print_report
-from megatron_pg.explain.step import ExplainOptions, explained_step
+from megatron_pg.explain.step import (
+    ExplainOptions,
+    explained_step,
+    list_of_lengths,
+    median_and_sigma,
+)
 
 EPILOG = """\
 examples:
@@ -79,6 +84,11 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    add = parser.add_argument_group("lengths").add_argument
+    text = "Active tokens of the samples, in order; repeated until the step is full."
+    add("--lengths", type=list_of_lengths, default=(), metavar="L,L,...", help=text)
+    text = "Draw the lengths: median in tokens and sigma of the logarithm."
+    add("--log-normal", type=median_and_sigma, default=(), metavar="MEDIAN,SIGMA", help=text)
     add_args(parser, ExplainOptions, title="what to explain")
     # Megatron's flags that the validation of a launch line reads, with Megatron's names and types.
     add = parser.add_argument_group(

@@ -12,7 +12,7 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 
 from megatron_pg.config import PlanningConfig, PolicyLossConfig
-from megatron_pg.config.fields import PYTHON_ONLY, Interval, Parsed, Settings
+from megatron_pg.config.fields import PYTHON_ONLY, Interval, Settings
 from megatron_pg.rollout_files import IteratorSource, StepCollector
 from megatron_pg.rollout_files.collector import no_sample_in
 from megatron_pg.step.totals import BareSample, StepTotals, step_totals
@@ -29,7 +29,7 @@ MAX_SIZE = 2**31 - 1
 SIZE = Interval(1, MAX_SIZE, closed=True, metavar="N")
 
 
-def _list_of_lengths(text: str) -> tuple[int, ...]:
+def list_of_lengths(text: str) -> tuple[int, ...]:
     for part in text.split(","):
         if not (part.isdecimal() and int(part) <= MAX_TOKENS):
             expected = f"expected an integer from 0 to {MAX_TOKENS}; give token counts"
@@ -37,7 +37,7 @@ def _list_of_lengths(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(",")))
 
 
-def _median_and_sigma(text: str) -> tuple[float, ...]:
+def median_and_sigma(text: str) -> tuple[float, ...]:
     with contextlib.suppress(ValueError):
         median, sigma = map(float, text.split(","))
         if 0 < median <= MAX_TOKENS and 0 <= sigma <= MAX_SIGMA:
@@ -56,10 +56,8 @@ class ExplainOptions(Settings):
     planning: Annotated[PlanningConfig, PYTHON_ONLY]
     unused_flags: Annotated[tuple[str, ...], PYTHON_ONLY]
     """Words of the command line beyond the flags of this command."""
-    lengths: Annotated[tuple[int, ...], Parsed(_list_of_lengths, "L,L,...")] = ()
-    """Active tokens of the samples, in order; repeated until the step is full."""
-    log_normal: Annotated[tuple[float, ...], Parsed(_median_and_sigma, "MEDIAN,SIGMA")] = ()
-    """Draw the lengths: median in tokens and sigma of the logarithm."""
+    lengths: Annotated[tuple[int, ...], PYTHON_ONLY] = ()
+    log_normal: Annotated[tuple[float, ...], PYTHON_ONLY] = ()
     vocab_size: Annotated[int | None, SIZE, PYTHON_ONLY] = None
     """Token ids of the rollout files are below it; None leaves them unchecked."""
     group_size: Annotated[int, SIZE] = 1

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
-from megatron_pg.config.rows import read_off_rows
 from megatron_pg.loss.aggregation import COUNTS, Weights
 from megatron_pg.loss.checksum import CHECKSUM, CHECKSUMS, check_checksum, warn_once
 from megatron_pg.loss.metric_table import (
@@ -178,7 +177,6 @@ def metric_parts(
     return maxima, is_nan, *parts
 
 
-@read_off_rows
 def metric_table(config: PolicyLossConfig, lacking: frozenset[str]) -> PairTable:
     """Return the table of the policy loss under a config, for samples that lack the named fields."""
     replaced = {"ratio sum": "sequence sum"} if ratio_of(config) == "sequence" else {}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_pg.config.custom import CUSTOM_FUNCTIONS
 from megatron_pg.config.policy_loss import LOG_PROB_FIELDS, PolicyLossConfig, required_inputs
-from megatron_pg.config.rows import Row, read_off_rows
+from megatron_pg.config.rows import Row
 from megatron_pg.loss import compiled
 from megatron_pg.loss.aggregation import AGGREGATIONS, Weights, host_weights, position_coefficients
 from megatron_pg.loss.compiled import Function, Outputs, Tensors
@@ -44,7 +44,6 @@ TEACHER_CHANNELS = {
 }
 """The side channels that hold a teacher, by `--distill-teacher`. Each has a row for every response token."""
 TOLERANCE = 1e-3  # rounding of an engine's log-prob of 0, in nats
-_required_inputs = read_off_rows(required_inputs)
 
 
 class MicroBatchLoss:
@@ -183,7 +182,7 @@ def _compiled_settings(config: PolicyLossConfig) -> PolicyLossConfig | None:
 
 def _require_inputs(config: PolicyLossConfig, batch: PackedBatch) -> None:
     """Refuse a micro-batch that lacks an input of the loss, naming the sample, the field and the flags that ask for it."""
-    for field, flags in _required_inputs(config).items():
+    for field, flags in required_inputs(config).items():
         if field != "group_index" and batch.samples and getattr(batch, field) is None:
             raise ValueError(
                 f"{batch.samples[0].name} has no {field}, which {' and '.join(flags)} needs: give "
@@ -210,7 +209,7 @@ def _refuse_other_distributions(
     A token that is alone in its set has the log-prob 0. Another number there belongs to the whole vocabulary, or to another
     set, and so do the numbers at other tokens: a ratio to them would compare two supports.
     """
-    window, fields = batch.window, [x for x in LOG_PROB_FIELDS if x in _required_inputs(config)]
+    window, fields = batch.window, [x for x in LOG_PROB_FIELDS if x in required_inputs(config)]
     for field in fields if is_alone.any() else ():
         values = torch.cat([getattr(sample, field) for sample in batch.samples])
         values = values[window.response_indices]

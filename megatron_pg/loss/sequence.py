@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
-from megatron_pg.config.rows import TABLES, read_off_rows
+from megatron_pg.config.rows import TABLES
 from megatron_pg.loss.tokens import Tokens, clip_range_of_logs, clipped_by_sign
 
 ACTIVE = "active_tokens"  # the sum of the loss mask
@@ -45,7 +45,6 @@ class SequenceSums:
         return self.total(name) / self.total(ACTIVE).clamp(min=1)
 
 
-@read_off_rows
 def sequence_sum_names(config: PolicyLossConfig) -> tuple[str, ...]:
     """List the sums over sequences that the rows read which are on; `ACTIVE` is the first. Empty where none does."""
     rows_on = [row for table in TABLES.values() for row in table.rows_on(config)]

@@ -227,7 +227,7 @@ def _loss_in_pieces(
     for piece, chunks in pieces:
         parts, divergences = [], []
         for rows in chunks:
-            chunk: Any = layer.first_product(factors, rows, logits)  # with a teacher `LogitChunk`
+            chunk = layer.first_product(factors, rows, logits)  # with a teacher `LogitChunk`
             parts.append(chunk.statistics())
             if teacher is not None:
                 divergence, to_logits = teacher.on(chunk, parts[-1], rows)

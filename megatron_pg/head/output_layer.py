@@ -122,7 +122,7 @@ class OutputLayer:
     chunk_tokens: int
     logits_dtype: torch.dtype
     keep_only: KeepOnly | None  # None: no sets
-    products: Any  # the `ExponentialProducts` of `hopper`; None where `first_product` leaves logits
+    products: Any  # the `ExponentialProducts` of `hopper`; None where `chunk` has logits
 
     @classmethod
     def build(
@@ -164,22 +164,17 @@ class OutputLayer:
         is_one = held and 0 < end - begin <= _HELD_CHUNKS * self.chunk_tokens
         return chunk_slices(begin, end, end - begin if is_one else self.chunk_tokens)
 
-    def first_product(self, factors: Factors, rows: slice, buffer: Tensor) -> Any:
-        """Multiply some rows into the front of `buffer`: a `LogitChunk`, or the `ExponentialRows` of `hopper`."""
-        if self.products is None:
-            return self.chunk(factors, rows, buffer)
-        hidden, weight, targets = factors
-        return self.products.first_product(hidden[rows], weight, targets[rows], rows, buffer)
+    def chunk(self, factors: Factors, rows: slice, buffer: Tensor, *, is_kept: bool = False) -> Any:
+        """Multiply some rows into the front of `buffer`, unless their logits are kept there.
 
-    def chunk(
-        self, factors: Factors, rows: slice, buffer: Tensor, *, is_kept: bool = False
-    ) -> LogitChunk:
-        """Return some rows with their logits at the front of `buffer`, computed unless they are kept there."""
-        hidden, logits = factors.hidden[rows], buffer[: rows.stop - rows.start]
+        Return a `LogitChunk`, or the `ExponentialRows` of `hopper`.
+        """
+        hidden, weight, targets = factors.hidden[rows], factors.weight, factors.targets[rows]
+        if self.products is not None:
+            return self.products.first_product(hidden, weight, targets, rows, buffer)
+        logits = buffer[: rows.stop - rows.start]
         if not is_kept:
-            multiply(hidden, factors.weight.t(), logits)
+            multiply(hidden, weight.t(), logits)
             if self.keep_only is not None:
                 self.keep_only(logits, rows, self.shard)
-        return LogitChunk(
-            logits, factors.targets[rows], self.shard, self.temperature, hidden=hidden, place=rows
-        )
+        return LogitChunk(logits, targets, self.shard, self.temperature, hidden=hidden, place=rows)

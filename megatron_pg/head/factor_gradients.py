@@ -79,8 +79,9 @@ class FactorGradients:
         if not self.needs_weight:
             return hidden, None
         if main_grad is not None:
-            if scale is not None and total is not None:  # products that are not `final`
-                main_grad.addcmul_(total, scale.to(total.dtype))
+            if total is not None and total is not main_grad:
+                factor = total.new_ones(()) if scale is None else scale.to(total.dtype)
+                main_grad.addcmul_(total, factor)
             weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
             if not getattr(weight, "zero_out_wgrad", False):
                 return hidden, torch.sparse_coo_tensor(  # type: ignore[call-arg]

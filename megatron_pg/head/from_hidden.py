@@ -227,7 +227,7 @@ def _loss_in_pieces(
     for piece, chunks in pieces:
         parts, divergences = [], []
         for rows in chunks:
-            chunk: Any = layer.first_product(factors, rows, logits)  # with a teacher `LogitChunk`
+            chunk = layer.chunk(factors, rows, logits)  # with a teacher `LogitChunk`
             parts.append(chunk.statistics())
             if teacher is not None:
                 divergence, to_logits = teacher.on(chunk, parts[-1], rows)
@@ -247,7 +247,7 @@ def _loss_in_pieces(
                 None if vector is None else vector[place] for vector in (*coefficients, None)[:3]
             )
             if rows is not chunks[-1]:
-                chunk = layer.first_product(factors, rows, logits)
+                chunk = layer.chunk(factors, rows, logits)
             if to_divergence is None:
                 chunk.add_gradient(gradients, own, to_rows)
                 continue

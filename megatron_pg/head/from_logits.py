@@ -77,7 +77,6 @@ class LogProbsAndEntropy(torch.autograd.Function):
         ctx: Any,
         logits: Tensor,
         rows: LogitRows,
-        with_entropy: bool,
         add_set_gradient: SetGradient | None,
         teacher: Teacher | None,
     ) -> tuple[Tensor | None, ...]:
@@ -94,13 +93,13 @@ class LogProbsAndEntropy(torch.autograd.Function):
         ctx.save_for_backward(
             logits, rows.targets, rows.row_mask, rows.temperature, *statistics.kept()
         )
-        return statistics.log_probs, statistics.entropy if with_entropy else None, divergence
+        return statistics.log_probs, statistics.entropy, divergence
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("log_probs_and_entropy")
         if all(gradient is None for gradient in incoming):
-            return (None,) * 5
+            return (None,) * 4
         logits, targets, row_mask, temperature, *saved = ctx.saved_tensors
         statistics, (*to_rows, to_divergence) = RowStatistics(*saved), incoming
         logits = logits.detach()
@@ -121,4 +120,4 @@ class LogProbsAndEntropy(torch.autograd.Function):
             ctx.add_set_gradient(statistics, to_rows, out)
         if ctx.in_place:  # so that autograd refuses a second use of the old values
             torch.autograd.graph.increment_version(logits)
-        return out, None, None, None, None
+        return out, None, None, None

@@ -64,7 +64,8 @@ def log_probs_and_entropy(
         has_set = to_device(kept.sizes > 0, logits.device)
         rows = replace(rows, has_set=has_set, set_statistics=pairs.local_statistics(set_logits))
         add_set_gradient = functools.partial(pairs.add_gradient, set_logits)
-    return LogProbsAndEntropy.apply(logits, rows, with_entropy, add_set_gradient, None)[:2]  # type: ignore
+    log_probs, entropy, _ = LogProbsAndEntropy.apply(logits, rows, add_set_gradient, None)  # type: ignore
+    return log_probs, entropy if with_entropy else None
 
 
 def log_probs_and_divergence(
@@ -76,7 +77,7 @@ def log_probs_and_divergence(
     and `vocab_size` of `log_probs_and_entropy`, which has the errors too.
     """
     rows = logit_rows(logits, targets, **vocabulary)
-    return LogProbsAndEntropy.apply(logits, rows, True, None, teacher)  # type: ignore
+    return LogProbsAndEntropy.apply(logits, rows, None, teacher)  # type: ignore
 
 
 def linear_log_probs_and_entropy(

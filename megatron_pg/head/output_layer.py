@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -85,26 +85,15 @@ class Factors(NamedTuple):
     targets: Tensor
 
 
-class Chunk(Protocol):
-    """The first product of some rows: their logits, or a stand-in for them."""
-
-    def statistics(self) -> RowStatistics:
-        """Compute the statistics over the whole vocabulary; every tensor-parallel rank must call."""
-
-    def add_gradient(
-        self, gradients: FactorGradients, statistics: RowStatistics, incoming: Incoming
-    ) -> None:
-        """Overwrite the chunk with the gradient of its logits, and add the two products of that to `gradients`."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class LogitChunk(LogitRows):
-    """Some rows of logits, a `Chunk`, with their hidden states [rows, hidden] and their place among all tokens."""
+    """Some rows of logits, with their hidden states [rows, hidden] and their place among all tokens."""
 
     hidden: Tensor
     place: slice
 
     def statistics(self) -> RowStatistics:
+        """Compute the statistics over the whole vocabulary; every tensor-parallel rank must call."""
         statistics: RowStatistics = row_passes(self.logits).row_statistics(self)
         return statistics
 
@@ -119,6 +108,7 @@ class LogitChunk(LogitRows):
     def add_gradient(
         self, gradients: FactorGradients, statistics: RowStatistics, incoming: Incoming
     ) -> None:
+        """Overwrite the logits with their gradient, and add the two products of that to `gradients`."""
         gradient = self.write_gradient(statistics, incoming)
         gradients.add_products(self.place, self.hidden, gradient)
 
@@ -132,7 +122,7 @@ class OutputLayer:
     chunk_tokens: int
     logits_dtype: torch.dtype
     keep_only: KeepOnly | None  # None: no sets
-    products: Any  # the `ExponentialProducts` of `hopper`; None where `first_product` leaves logits
+    products: Any  # the `ExponentialProducts` of `hopper`; None where `chunk` has logits
 
     @classmethod
     def build(
@@ -174,23 +164,17 @@ class OutputLayer:
         is_one = held and 0 < end - begin <= _HELD_CHUNKS * self.chunk_tokens
         return chunk_slices(begin, end, end - begin if is_one else self.chunk_tokens)
 
-    def first_product(self, factors: Factors, rows: slice, buffer: Tensor) -> Chunk:
-        """Multiply some rows into the front of `buffer`, as logits or as exponentials."""
-        if self.products is None:
-            return self.chunk(factors, rows, buffer)
-        hidden, weight, targets = factors
-        operands = hidden[rows], weight, targets[rows]
-        return self.products.first_product(*operands, rows, buffer)  # type: ignore[no-any-return]
+    def chunk(self, factors: Factors, rows: slice, buffer: Tensor, *, is_kept: bool = False) -> Any:
+        """Multiply some rows into the front of `buffer`, unless their logits are kept there.
 
-    def chunk(
-        self, factors: Factors, rows: slice, buffer: Tensor, *, is_kept: bool = False
-    ) -> LogitChunk:
-        """Return some rows with their logits at the front of `buffer`, computed unless they are kept there."""
-        hidden, logits = factors.hidden[rows], buffer[: rows.stop - rows.start]
+        Return a `LogitChunk`, or the `ExponentialRows` of `hopper`.
+        """
+        hidden, weight, targets = factors.hidden[rows], factors.weight, factors.targets[rows]
+        if self.products is not None:
+            return self.products.first_product(hidden, weight, targets, rows, buffer)
+        logits = buffer[: rows.stop - rows.start]
         if not is_kept:
-            multiply(hidden, factors.weight.t(), logits)
+            multiply(hidden, weight.t(), logits)
             if self.keep_only is not None:
                 self.keep_only(logits, rows, self.shard)
-        return LogitChunk(
-            logits, factors.targets[rows], self.shard, self.temperature, hidden=hidden, place=rows
-        )
+        return LogitChunk(logits, targets, self.shard, self.temperature, hidden=hidden, place=rows)

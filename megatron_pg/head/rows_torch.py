@@ -33,9 +33,9 @@ def chunk_slices(begin: int, end: int, size: int) -> list[slice]:
     return [slice(first, min(first + size, end)) for first in range(begin, end, size)]
 
 
-def row_chunks(logits: Tensor) -> list[slice]:
-    """Cut the rows into slices whose float32 copies are small."""
-    return chunk_slices(0, len(logits), max(1, _CHUNK_ELEMENTS // max(1, logits.shape[1])))
+def row_chunks(rows: int, columns: int) -> list[slice]:
+    """Cut the rows of a matrix into slices whose float32 copies are small."""
+    return chunk_slices(0, rows, max(1, _CHUNK_ELEMENTS // max(1, columns)))
 
 
 def row_statistics(rows: LogitRows) -> RowStatistics:
@@ -57,7 +57,7 @@ def _local_statistics(rows: LogitRows) -> Tensor:
     statistics = torch.zeros((logits.shape[0], 4), dtype=dtype, device=logits.device)
     if columns == 0:
         statistics[:, 0] = -math.inf
-    for part in row_chunks(logits) if columns else ():
+    for part in row_chunks(*logits.shape) if columns else ():
         chunk = logits[part, :columns].to(dtype)
         if mask is not None:  # not by `*`: NaN or inf must not survive
             chunk = torch.where(mask[part, None], chunk, 0.0)
@@ -115,7 +115,7 @@ def write_gradient(
     live = live if mask is None else live & mask
     column, is_here = rows.shard.columns_of(rows.targets)
     at_target = torch.where(live & is_here, to_log_probs, 0.0)
-    for part in row_chunks(logits):
+    for part in row_chunks(*logits.shape):
         chunk = torch.where(live[part, None], logits[part, :columns].to(dtype), 0.0)
         log_p = statistics.rows(part).log_softmax(chunk, rows.temperature)
         p = log_p.exp()

@@ -56,7 +56,7 @@ class LogitPair:
 def local_sums(pair: LogitPair) -> Tensor:
     """Compute this shard's part [tokens, 2] of the divergence and of the sum of g."""
     sums = pair.student.temperature.new_zeros(len(pair.student.logits), 2)
-    for part in row_chunks(pair.student.logits):
+    for part in row_chunks(*pair.student.logits.shape):
         for column, terms in enumerate(pair.divergence.terms(*_log_softmaxes(pair, part))):
             sums[part, column] = terms.sum(1)
     return sums
@@ -69,7 +69,7 @@ def write_gradient(pair: LogitPair, moment: Tensor, incoming: Tensor, out: Tenso
     """
     columns, live = pair.student.shard.columns, incoming != 0
     scale = incoming.to(moment.dtype) / pair.student.temperature
-    for part in row_chunks(pair.student.logits):
+    for part in row_chunks(*pair.student.logits.shape):
         log_p, log_q = _log_softmaxes(pair, part)
         _, weighted = pair.divergence.terms(log_p, log_q)
         gradient = (weighted - log_p.exp() * moment[part, None]) * scale[part, None]

@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 
 from megatron_pg.head.ragged import Ragged, to_device
-from megatron_pg.head.rows_torch import chunk_slices
+from megatron_pg.head.rows_torch import row_chunks
 from megatron_pg.head.vocabulary_shard import Incoming, RowStatistics, VocabularyShard
-
-_CHUNK_ELEMENTS = 1 << 22
 
 
 def check_rows(kept: Ragged, matrix: Tensor) -> None:
@@ -117,7 +115,7 @@ def pair_logits(hidden: Tensor, weight: Tensor, pairs: KeptPairs) -> Tensor:
     """Compute the logits [pairs], in the dtype of the statistics; minus infinity where another rank holds the column."""
     dtype = pairs.temperature.dtype
     logits = torch.full(pairs.rows.shape, -math.inf, dtype=dtype, device=hidden.device)
-    for part in _chunks(pairs, hidden):
+    for part in row_chunks(len(pairs.rows), hidden.shape[1]):
         left, right = hidden[pairs.rows[part]].to(dtype), weight[pairs.columns[part]].to(dtype)
         logits[part] = torch.where(pairs.is_here[part], (left * right).sum(1), -math.inf)
     return logits
@@ -126,7 +124,7 @@ def pair_logits(hidden: Tensor, weight: Tensor, pairs: KeptPairs) -> Tensor:
 def write_hidden_gradient(gradient: Tensor, weight: Tensor, pairs: KeptPairs, out: Tensor) -> None:
     """Write the gradient of the hidden states into `out` [tokens, hidden], rounded once; rows without a pair get 0."""
     total = torch.zeros_like(out, dtype=gradient.dtype)
-    for part in _chunks(pairs, out):
+    for part in row_chunks(len(pairs.rows), out.shape[1]):
         columns = weight[pairs.columns[part]].to(gradient.dtype)
         total.index_put_((pairs.rows[part],), gradient[part, None] * columns, accumulate=True)
     out.copy_(total)
@@ -134,11 +132,7 @@ def write_hidden_gradient(gradient: Tensor, weight: Tensor, pairs: KeptPairs, ou
 
 def add_weight_gradient(gradient: Tensor, hidden: Tensor, pairs: KeptPairs, out: Tensor) -> None:
     """Add the gradient of the weight to `out` [v/tp, hidden], float32 or wider, always in the same order."""
-    for part in _chunks(pairs, out):
+    for part in row_chunks(len(pairs.rows), out.shape[1]):
         rows = hidden[pairs.rows[part]].to(gradient.dtype)
         product = (gradient[part, None] * rows).to(out.dtype)
         out.index_put_((pairs.columns[part],), product, accumulate=True)
-
-
-def _chunks(pairs: KeptPairs, factor: Tensor) -> list[slice]:
-    return chunk_slices(0, len(pairs.rows), max(1, _CHUNK_ELEMENTS // max(1, factor.shape[1])))

@@ -17,7 +17,28 @@ KNOWN_MISTAKES: Mapping[tuple[tuple[int, int], tuple[int, int]], Mapping[str, st
     },
     ((0, 15), (0, 19)): {
         "in per-token mode the auxiliary and z losses of experts count 1/(TP CP) of their coefficients where tokens are "
-        "split": "issue 1652, pull request 5047"
+        "split": "issue 1652, pull request 5047",
+        "with --expert-model-parallel-size 1, experts whose expert-tensor-parallel size is not the tensor-parallel size are "
+        "reduced over the wrong ranks": "pull request 5916",
+        "the gradient norm may leave out grouped experts (--moe-grouped-gemm) under expert and tensor parallelism": "pull "
+        "request 5916",
+    },
+    ((0, 15), FIRST_UNSUPPORTED): {
+        "the gradient norm counts learned attention sinks on the first tensor-parallel rank alone": "issue 7452, pull request "
+        "7530",
+        "under tensor parallelism the rotary part of multi-latent attention's keys gets the gradient of one rank's heads "
+        "(Transformer Engine's layers: without sequence parallelism)": "issue 1699, pull request 6839",
+        "global_aux_loss divides the experts' tokens of all micro-batches so far by those of the last one": "pull request 7214",
+    },
+    ((0, 16), (0, 20)): {
+        "the bias of experts fails beside a padding mask (PolicyStep counts their tokens)": "pull request 6114"
+    },
+    ((0, 16), FIRST_UNSUPPORTED): {
+        "in per-token mode the losses of experts are multiplied by the tokens of all ranks that share a micro-batch, once "
+        "padding is masked (PolicyStep makes them means over tokens)": "issue 7452, pull request 7481",
+        "GPTModel cuts the padding mask over the global tensor-parallel group, and not over its own": "issue 7452",
+        "under tensor parallelism without sequence parallelism, the output norm of GatedDeltaNet gets the gradient of one "
+        "rank's heads": "issue 7452",
     },
     ((0, 17), (0, 19)): {
         "multi-token prediction without labels is not trained, and nothing says so": "pull request 3457"
@@ -30,7 +51,9 @@ KNOWN_MISTAKES: Mapping[tuple[tuple[int, int], tuple[int, int]], Mapping[str, st
         "multi-token prediction is a mean over the tokens of one context-parallel rank, prompts and padding included, and "
         "counts 1/CP of them (PolicyStep makes it the mean over the step's active tokens)": "pull requests 3959 and 7498",
         "in per-token mode multi-token prediction is multiplied by a rank's tokens before the shift over its tokens after it "
-        "(refused by PolicyStep)": "issue 2417, pull request 3159",
+        "(refused by PolicyStep)": "issue 2417, issue 7452, pull request 3159",
+        "multi-token prediction of a model that gathers its logits has a wrong loss under tensor parallelism (refused by "
+        "PolicyStep)": "issue 7452",
     },
 }
 """The mistakes, and an issue, pull request or file of github.com/NVIDIA/Megatron-LM, by the first wrong version and the

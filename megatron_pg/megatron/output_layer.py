@@ -46,7 +46,7 @@ def take_output_processor(
     for layer in _layers_for(model, user):
         if layer.bias is not None:
             raise NotImplementedError(f"{user} takes an output layer without bias: {remedy}")
-        if layer.gather_output and layer.output_size_per_partition != layer.output_size:
+        if _gathers(layer):
             raise NotImplementedError(
                 f"{user} of a model that gathers its logits: build it with parallel_output=True, or {remedy}"
             )
@@ -54,6 +54,15 @@ def take_output_processor(
         if _exchange_product not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_exchange_product, with_kwargs=True)
             module.register_forward_hook(_give_product_back, always_call=True)
+
+
+def require_sharded_logits(model: Any) -> None:
+    """Refuse a model that gathers the logits of its tensor-parallel ranks: the loss takes a rank's shard."""
+    if any(map(_gathers, _layers_for(model, None))):
+        raise NotImplementedError(
+            "the model gathers the logits of its tensor-parallel ranks, and the loss takes each rank's own: build it with "
+            "parallel_output=True"
+        )
 
 
 def set_fp32_lm_head(model: Any, is_on: bool = True) -> bool:
@@ -161,6 +170,10 @@ def _give_product_back(module: Any, args: Any, output: Any) -> None:
                 f"the output layer of {type(module).__name__} was called {processed.num_calls} times in a forward and "
                 f"{expected} were expected, of which an output processor takes the last: drop --fused-lm-head"
             )
+
+
+def _gathers(layer: Any) -> bool:
+    return bool(layer.gather_output) and layer.output_size_per_partition != layer.output_size
 
 
 def _layers_for(model: Any, user: str | None) -> list[Any]:

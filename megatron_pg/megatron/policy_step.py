@@ -21,7 +21,11 @@ from megatron_pg.megatron.experts import padding_mask, take_padding_mask
 from megatron_pg.megatron.fused_head import FusedHead
 from megatron_pg.megatron.groups import ParallelGroups, chunks_of, unwrapped
 from megatron_pg.megatron.multi_token import scale_multi_token_loss
-from megatron_pg.megatron.output_layer import set_fp32_lm_head, take_output_processor
+from megatron_pg.megatron.output_layer import (
+    require_sharded_logits,
+    set_fp32_lm_head,
+    take_output_processor,
+)
 from megatron_pg.megatron.routing_replay import RoutingReplay
 from megatron_pg.megatron.scale_contract import ScheduleOutput, scale_contract
 from megatron_pg.megatron.training_loop import require_training_loop
@@ -74,8 +78,8 @@ class PolicyStep:
     Raises:
         ValueError: a `grad_divisor` out of range or with `--divide-gradient-twice`, neither a plan nor totals with a number
             of micro-batches, the scale contract cannot be kept, or a teacher by hidden states has no weight.
-        NotImplementedError: `--fused-lm-head` or `--fp32-lm-head` with an output layer that they do not take, or a
-            `--cp-partition-mode` that the model's attention does not have.
+        NotImplementedError: `--fused-lm-head` or `--fp32-lm-head` with an output layer that they do not take, a model that
+            gathers its logits, or a `--cp-partition-mode` that the model's attention does not have.
     """
 
     def __init__(
@@ -108,6 +112,8 @@ class PolicyStep:
             set_fp32_lm_head(model, config.changes_output_layer)
             if config.fused_lm_head:
                 take_output_processor(model)
+            else:
+                require_sharded_logits(model)
         elif config.changes_output_layer or config.fused_lm_head:
             flag = "--fused-lm-head" if config.fused_lm_head else "--fp32-lm-head"
             raise ValueError(f"{flag} changes the model's output layer: give PolicyStep the model=")

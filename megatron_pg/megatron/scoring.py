@@ -17,6 +17,7 @@ from megatron_pg.megatron.fused_head import OutputRows
 from megatron_pg.megatron.groups import ParallelGroups, chunks_of, unwrapped
 from megatron_pg.megatron.output_layer import (
     OutputProcessor,
+    require_sharded_logits,
     set_fp32_lm_head,
     take_output_processor,
 )
@@ -103,6 +104,8 @@ def compute_log_probs(
 
     if config.fused_lm_head:
         take_output_processor(model)
+    else:
+        require_sharded_logits(model)
     was_fp32 = set_fp32_lm_head(model, config.changes_output_layer)
     try:
         scores = score_samples(

@@ -34,6 +34,13 @@ ROOT = Path(__file__).parents[2]
 CP2 = "--context-parallel-size 2"
 
 
+def start(*arguments: str) -> Any:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *launcher, "-m", *arguments]
+    return progress.run(command, cwd=ROOT, env=environment)
+
+
 def run_check_command(
     port: int, mistake: str | None, flags: str, one_aggregation: bool = False
 ) -> tuple[int, str, str]:
@@ -94,10 +101,7 @@ def assert_all_rows_pass(found: dict[str, Any], processes: int) -> None:
 
 @in_one_lane
 def test_right_loss_passes_under_torchrun() -> None:
-    launcher = "-m torch.distributed.run --standalone --nproc-per-node 2 -m"
-    command = f"{launcher} megatron_pg check --device cpu --json {CP2}"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = progress.run([sys.executable, *command.split()], cwd=ROOT, env=environment)
+    done = start("megatron_pg", "check", "--device", "cpu", "--json", *CP2.split())
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert_all_rows_pass(found, 2)
@@ -207,6 +211,14 @@ def test_failed_row_sets_the_exit_status() -> None:
     assert text.count("follows the gradient rows") == 1
     assert text.rstrip().endswith("FAIL: 9 rows (9 rows)")
     assert ranks[1][1] == ""
+
+
+@in_one_lane
+def test_exception_in_a_custom_reducer_ends_all() -> None:
+    done = start("tests.distributed.wrong_check", "rank_raises_in_reducer", *CP2.split())
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert "rank 1 failed: ValueError: this reducer does not know the sample" in done.stderr
 
 
 @in_one_lane

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_pg import PolicyLossConfig, Sample, pack
+from megatron_pg import PolicyLossConfig, Sample, pack, step_totals
 from megatron_pg.check import model as builder
 from megatron_pg.config.versions import derives_multi_token_labels, has_hybrid_model
 from megatron_pg.head import from_hidden
@@ -394,6 +394,26 @@ def refusals_of_layers() -> list[str]:
         setattr(layer, name, before)
     take_output_processor([chunk])
     return said
+
+
+def refusals_of_gathered_logits() -> list[str]:
+    """What a loss and a scoring of logits, which are shards, say of a model that gathers them."""
+    (chunk,) = build(TP2, DENSE)
+    chunk.module.output_layer.gather_output = True
+    config, samples = PolicyLossConfig(), package_samples(RUNS[0].samples)
+    step = functools.partial(PolicyStep, config, model=[chunk], totals=step_totals(samples))
+    score = functools.partial(compute_log_probs, [chunk], samples, config)
+    return [
+        refusal(NotImplementedError, step, num_microbatches=1),
+        refusal(NotImplementedError, score, max_tokens_per_microbatch=64),
+    ]
+
+
+def test_a_model_that_gathers_its_logits_is_refused() -> None:
+    for said in run_ranks(refusals_of_gathered_logits, 2):
+        assert [words.endswith("build it with parallel_output=True") for words in said] == [
+            True
+        ] * 2
 
 
 def test_an_output_layer_that_is_more_than_a_product_is_refused() -> None:

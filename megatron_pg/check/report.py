@@ -1,8 +1,20 @@
 """The report of a check, as text and as JSON."""
 
-from collections.abc import Iterator, Mapping
+import dataclasses
+import importlib.metadata
+import importlib.util
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
-from megatron_pg.config.versions import FIRST_UNSUPPORTED
+import torch
+
+from megatron_pg.check.cases import not_checked
+from megatron_pg.check.compare import CheckRow
+from megatron_pg.check.diagnosis import diagnoses
+from megatron_pg.check.options import CheckOptions, has_transformer_engine
+from megatron_pg.config.versions import FIRST_UNSUPPORTED, megatron_core_version
 
 KNOWN_MISTAKES: Mapping[tuple[tuple[int, int], tuple[int, int]], Mapping[str, str]] = {
     ((0, 15), (0, 16)): {
@@ -58,6 +70,137 @@ KNOWN_MISTAKES: Mapping[tuple[tuple[int, int], tuple[int, int]], Mapping[str, st
 }
 """The mistakes, and an issue, pull request or file of github.com/NVIDIA/Megatron-LM, by the first wrong version and the
 first right one (`FIRST_UNSUPPORTED` if none is known). They were read in 0.15.3 to 0.19.2, and measured where `check` can."""
+
+
+class Checked(NamedTuple):
+    options: CheckOptions
+    rows: Sequence[CheckRow]
+    seconds: float
+
+
+def as_json(rows: Sequence[CheckRow], options: CheckOptions, world_size: int) -> str:
+    """Write the whole report, with null for numbers that are not finite."""
+    report = {
+        "passed": all(row.passed for row in rows),
+        "world_size": world_size,
+        "options": dataclasses.asdict(options),
+        "versions": versions(),
+        "accelerations": accelerations(options),
+        "not_checked": not_checked(options),
+        "known_mistakes": [*mistakes_in(megatron_core_version())],
+        "rows": [
+            {
+                name: None if isinstance(value, float) and not math.isfinite(value) else value
+                for name, value in dataclasses.asdict(row).items()
+            }
+            | {"tolerance": row.tolerance, "passed": row.passed, "diagnosis": words}
+            for row, words in zip(rows, diagnoses(rows, options, world_size), strict=True)
+        ],
+    }
+    return json.dumps(report, indent=2, allow_nan=False)
+
+
+def as_text(rows: Sequence[CheckRow], options: CheckOptions, world_size: int) -> str:
+    """Write versions, the table with a diagnosis below each failed row, and the verdict."""
+    installed = ", ".join(f"{name} {version}" for name, version in versions().items())
+    left_out = [f"not checked here: {name} ({why})" for name, why in not_checked(options).items()]
+    known = mistakes_in(megatron_core_version())
+    failed = sum(not row.passed for row in rows)
+    verdict = f"FAIL: {failed} rows" if failed else "PASS: every gradient is the unsharded one"
+    lines = [
+        f"megatron-pg check: {installed}",
+        ", ".join(f"{name}: {what}" for name, what in accelerations(options).items()),
+        f"{world_size} processes on {options.device}: {_sharding(options, world_size)}",
+        "",
+        f"{'model':<12}{'dtype':<6}{'aggregation':<13}{'loss mode':<16}{'what':<15}{'loss':>12}"
+        f"{'error':>9}{'replicas':>10}{'tolerance':>11}  result",
+        *_lines(rows, options, world_size),
+        "",
+        *left_out,
+        *(f"known of this megatron-core: {mistake}" for mistake in known),
+        f"{verdict} ({len(rows)} rows)",
+    ]
+    return "\n".join(lines)
+
+
+def summary(checked: Sequence[Checked], world_size: int) -> str:
+    """Write a line for each sharding, its failed rows below it, and the verdict."""
+    lines, wrong = [], 0
+    for options, rows, seconds in checked:
+        worst = max(rows, key=lambda row: row.gradient_error / row.tolerance)
+        failed = [row for row in rows if not row.passed]
+        wrong += bool(failed)
+        lines.append(
+            f"{f'FAIL {len(failed)}' if failed else 'PASS':<8}{len(rows):>3} rows, worst {worst.gradient_error:.1e} of "
+            f"{worst.tolerance:.0e}, {seconds:4.0f} s  {_sharding(options, world_size)}"
+        )
+        lines += _lines(rows, options, world_size, only_failed=True)
+    verdict = f"FAIL: {wrong} of" if wrong else "PASS: every gradient is the unsharded one in"
+    return "\n".join([*lines, "", f"{verdict} {len(checked)} shardings"])
+
+
+def summary_as_json(checked: Sequence[Checked], world_size: int) -> str:
+    """List the reports of `as_json`."""
+    return f"[{', '.join(as_json(rows, options, world_size) for options, rows, _ in checked)}]"
+
+
+def _lines(
+    rows: Sequence[CheckRow], options: CheckOptions, world_size: int, *, only_failed: bool = False
+) -> Iterator[str]:
+    """Yield a line for each row, and its diagnosis below a failed one."""
+    for row, words in zip(rows, diagnoses(rows, options, world_size), strict=True):
+        if row.passed and only_failed:
+            continue
+        mode = "per token" if row.calculate_per_token_loss else "per micro-batch"
+        yield (
+            f"{row.model:<12}{row.dtype:<6}{row.aggregation:<13}{mode:<16}{row.what:<15}{row.loss:>12.6f}"
+            f"{row.gradient_error:>9.1e}{row.replica_error:>10.1e}{row.tolerance:>11.0e}  {'PASS' if row.passed else 'FAIL'}"
+        )
+        if not row.passed:
+            yield f"{'':<12}{words}"
+
+
+def _sharding(options: CheckOptions, world_size: int) -> str:
+    stages = options.virtual_pipeline_model_parallel_size
+    parts = {
+        f"TP {options.tensor_model_parallel_size}{' + SP' if options.sequence_parallel else ''}": True,
+        f"PP {options.pipeline_model_parallel_size}": True,
+        f"VPP {stages}": stages,
+        f"CP {options.context_parallel_size}{' contiguous' if options.cp_partition_mode == 'contiguous' else ''}": True,
+        f"EP {options.expert_model_parallel_size}": options.num_experts,
+        f"ETP {options.expert_tensor_parallel_size}": options.num_experts,
+        f"DP {world_size // options.model_parallel_size}": True,
+        "distributed optimizer": options.use_distributed_optimizer,
+        "average in collective": options.average_in_collective,
+        "overlapped reduction": options.overlap_grad_reduce,
+    }
+    return ", ".join(part for part, is_said in parts.items() if is_said)
+
+
+def versions() -> dict[str, str]:
+    """Return the installed versions by name, or "absent"."""
+    core = ".".join(map(str, megatron_core_version()))
+    found = {"torch": torch.__version__, "megatron-core": core}
+    has_apex = importlib.util.find_spec("amp_C") is not None
+    usable = {"transformer-engine": has_transformer_engine(), "apex": has_apex, "triton": True}
+    for name, is_usable in usable.items():
+        try:
+            found[name] = importlib.metadata.version(name) if is_usable else "absent"
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "absent"
+    if torch.cuda.is_available() and torch.distributed.is_nccl_available():
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        found["gpu"] = torch.cuda.get_device_name()
+    return found
+
+
+def accelerations(options: CheckOptions) -> dict[str, str]:
+    has_kernels = options.device == "cuda" and importlib.util.find_spec("triton") is not None
+    return {
+        "attention": "torch" if options.transformer_impl == "local" else "Transformer Engine",
+        "log-probs": "Triton kernels" if has_kernels else "torch",
+        "fused output layer": "checked" if options.fused_lm_head else "available",
+    }
 
 
 def mistakes_in(version: tuple[int, int, int]) -> Iterator[str]:

@@ -3,7 +3,6 @@
 import argparse
 import ast
 import dataclasses
-import functools
 import inspect
 import itertools
 import math
@@ -128,16 +127,20 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-@functools.cache
 def fields_of(settings: Any) -> dict[str, Field]:
     """Return the fields of a settings dataclass, by name and in order.
 
     The annotation is bool, `Literal` words, `Annotated[float, Interval(...)]`, `Annotated[int, COUNT]`, a tuple of words,
     or str, an import path or a word of the table of that name (`TABLES`); `| None` allows None.
     """
-    hints = get_type_hints(settings, include_extras=True)
-    fields = [field for field in dataclasses.fields(settings) if field.init]
-    return {f.name: Field(f.name, f.default, hints[f.name]) for f in fields}
+    if settings not in _fields:
+        hints = get_type_hints(settings, include_extras=True)
+        fields = [field for field in dataclasses.fields(settings) if field.init]
+        _fields[settings] = {f.name: Field(f.name, f.default, hints[f.name]) for f in fields}
+    return _fields[settings]
+
+
+_fields: dict[Any, dict[str, Field]] = {}
 
 
 class Settings:

@@ -1,4 +1,4 @@
-"""``megatron-pg check`` of a wrong package, with custom functions and mistakes for it."""
+"""``megatron-pg check`` of a wrong package: ``torchrun -m tests.distributed.wrong_check MISTAKE [flags]``."""
 
 import os
 import sys
@@ -15,6 +15,17 @@ from megatron_pg.megatron import enable_cpu_runtime
 WRONG_RANK = "1"
 
 # Custom functions
+
+
+def reducer_that_raises(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
+    """Fails when one rank calls it."""
+
+    def reducer(loss: Any) -> Any:
+        if os.environ["RANK"] == WRONG_RANK:
+            raise ValueError("this reducer does not know the sample")
+        return loss.sum()
+
+    return reducer
 
 
 def right_reducer(
@@ -38,6 +49,16 @@ def squared_log_probs(config: Any, batch: Any, log_probs: Any) -> Any:
 
 
 # Mistakes, made in `megatron_pg.check.step`
+
+
+def rank_raises_in_reducer(run: Any) -> None:
+    right = run.config_of
+    run.config_of = lambda *args: replace(
+        right(*args),
+        loss_aggregation="sample_mean",
+        loss_aggregation_divisor=None,
+        custom_pg_loss_reducer_function_path=f"{__name__}:reducer_that_raises",
+    )
 
 
 def rank_has_nan(run: Any) -> None:
@@ -102,3 +123,7 @@ def check(mistake: str, flags: Sequence[str]) -> int:
 
 def main() -> None:
     sys.exit(check(sys.argv[1], sys.argv[2:]))
+
+
+if __name__ == "__main__":
+    main()

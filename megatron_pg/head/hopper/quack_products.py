@@ -30,9 +30,9 @@ STRIP = 64
 _K = 64
 
 
-def tile_of(columns: int, otherwise: int = MULTIPLE) -> int:
-    """Return the columns of a tile; those of the first product share one offset (docs/records/lab_notes.md)."""
-    return 192 if columns % 192 == 0 else otherwise
+def tile_of(columns: int) -> int:
+    """Return the columns that share one offset, a tile of the first product (docs/records/lab_notes.md)."""
+    return 192 if columns % 192 == 0 else MULTIPLE
 
 
 class _Offset(MaxLog2):
@@ -138,7 +138,7 @@ def write_hidden_gradient(
     left = transform_a_operand(_times_strip_of_row, exponentials, {"strips": strips}, MULTIPLE, _K)
     _times_row.gemm(
         left, weight.mT, out, epi_args={"factors": factors[None]}, transform_a=_times_strip_of_row,
-        tile_M=MULTIPLE, tile_N=tile_of(weight.shape[1], 256), tile_K=_K, cluster_M=2, cluster_N=1,
+        tile_M=MULTIPLE, tile_N=_tile_of_hidden(weight), tile_K=_K, cluster_M=2, cluster_N=1,
     )  # fmt: skip
 
 
@@ -151,5 +151,9 @@ def add_weight_gradient(
     )
     identity_epi.gemm(
         left, scaled_hidden.mT, out, epi_args={}, transform_a=_times_strip_of_column, add_to_output=add,
-        tile_M=MULTIPLE, tile_N=tile_of(out.shape[1], 256), tile_K=_K, cluster_M=1, cluster_N=2,
+        tile_M=MULTIPLE, tile_N=_tile_of_hidden(out), tile_K=_K, cluster_M=1, cluster_N=2,
     )  # fmt: skip
+
+
+def _tile_of_hidden(factor: Tensor) -> int:
+    return 192 if factor.shape[1] % 192 == 0 else 256

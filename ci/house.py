@@ -29,11 +29,11 @@ CORE = ("config", "step", "loss", "head", "megatron")
 CEILINGS = {
     "config": 1418,
     "head": 2864,
-    "step": 2600,
+    "step": 2602,
     "loss": 2846,
     "rollout_files": 1117,
     "__init__": 62,
-    "megatron": 2133,
+    "megatron": 2146,
     "megatron/cpu": 373,
     "critic": 622,
     "integrations": 1236,
@@ -42,10 +42,10 @@ CEILINGS = {
     "migrate": 531,
     "cli": 53,
     "__main__": 7,
-    "core": 11861,
-    "package": 19073,
+    "core": 11876,
+    "package": 19088,
     "examples": 3537,
-    "tests": 31575,
+    "tests": 31604,
 }
 """The most lines that each part may have. `core` is the sum of `CORE` without `megatron/cpu`."""
 

@@ -139,7 +139,7 @@ class PolicyStep:
         self.model, self._chunk, self._is_loop_checked = model, chunk, False
         self._table_sizes = _table_sizes(chunk)
         self._masks_padding = model is not None and take_padding_mask(model, groups)
-        self._replay = RoutingReplay(model, groups) if config.replay_routing else None
+        self._replay = RoutingReplay.of_step(config.replay_routing, model, groups)
         if plan is not None:
             _require_one_length(plan, model_config)
         mode_config: Any = model_config or config

@@ -7,7 +7,7 @@ sees that by itself: a recomputation runs inside of autograd.
 
 import functools
 from collections import deque
-from typing import Any
+from typing import Any, Self
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -111,6 +111,13 @@ class RoutingReplay:
                 )
             self._replays += replays
 
+    @classmethod
+    def of_step(cls, is_on: bool, model: Any, groups: ParallelGroups) -> Self | None:
+        """Make the replay of a step; None where it is off, and the model needs no experts then."""
+        for chunk in filter(None, map(unwrapped, chunks_of(model))):
+            chunk._needs_routed_experts = is_on
+        return cls(model, groups) if is_on else None
+
     @staticmethod
     def _replay_of(router: Any) -> Replay:
         if not hasattr(router, "router_replay"):
@@ -128,8 +135,8 @@ class RoutingReplay:
         replay: Replay = router.router_replay
         return replay
 
-    def model_inputs(self, batch: PackedBatch) -> dict[str, Tensor]:
-        """Return the keyword argument of the model's forward for a micro-batch; no experts for an empty one.
+    def model_inputs(self, batch: PackedBatch) -> dict[str, Tensor | None]:
+        """Return the keyword argument of the model's forward for a micro-batch; None for an empty one.
 
         Raises:
             ValueError: the experts of a sample are of other layers, of another number a token or of larger ids than the
@@ -137,7 +144,7 @@ class RoutingReplay:
         """
         experts, config = batch.routed_experts, self._config
         if experts is None:
-            return {}
+            return {"routed_experts": None}
         layers, topk = experts.shape[1:]
         places = layers_of_experts(config)
         if layers not in (config.num_layers, len(places)) or topk != config.moe_router_topk:
@@ -180,6 +187,12 @@ def layers_of_experts(config: Any) -> list[int]:
 def _give_experts(
     groups: ParallelGroups, replays: list[Replay], chunk: Any, args: Any, keywords: dict[str, Any]
 ) -> tuple[Any, Any]:
+    is_trained = torch.is_grad_enabled() and chunk.training
+    if "routed_experts" not in keywords and is_trained and chunk._needs_routed_experts:
+        raise ValueError(
+            "--replay-routing, and a call of the model without routed_experts: its routers would choose by themselves. Call it "
+            "with **head.model_inputs, or add **head.model_arguments"
+        )
     experts, config = keywords.pop("routed_experts", None), chunk.config
     if experts is not None and config.sequence_parallel:
         experts = experts.chunk(groups.tensor_size)[groups.tensor_rank]

@@ -235,7 +235,7 @@ def score_samples(
         for indices in plan.microbatches
     ]
 
-    replay = RoutingReplay(chunks, groups) if replays_routing else None
+    replay = RoutingReplay.of_step(replays_routing, chunks, groups)
 
     def head(batch: PackedBatch) -> MicroBatchHead:
         added: dict[str, Any] = {} if replay is None else replay.model_inputs(batch)

@@ -27,7 +27,7 @@ def no_choice(experts: Tensor) -> int:
 
 def checked_routed_experts(where: str, routed: Any, total_length: int) -> Tensor:
     """Convert the ids [layers, total_length, k] to uint8 or int16, and refuse what no router could have chosen."""
-    if isinstance(routed, Tensor) and routed in _largest:
+    if isinstance(routed, Tensor) and routed in _largest and routed.shape[1] == total_length:
         return routed
     try:
         experts = torch.as_tensor(routed)
@@ -43,6 +43,8 @@ def checked_routed_experts(where: str, routed: Any, total_length: int) -> Tensor
         raise ValueError(
             f"{where} is {experts.dtype} on {experts.device}, expected integers on the host"
         )
+    if experts.dtype == torch.int8:  # which holds no bound below
+        experts = experts.to(torch.int16)
     if experts.dtype == torch.uint8:
         is_none = experts == 255
     else:

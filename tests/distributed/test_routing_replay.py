@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.megatron import compute_log_probs, packed_seq_params, routing_replay
+from megatron_pg.megatron.policy_step import MicroBatchHead, PolicyStep, model_inputs
 from megatron_pg.step import batch as batches
 from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.sample import Sample
@@ -107,15 +108,16 @@ def with_experts(samples: list[Sample], layers: int) -> list[Sample]:
     ]
 
 
+def packed_with_experts(samples: list[Sample], layers: int, **layout: Any) -> PackedBatch:
+    return pack(with_experts(samples, layers), **layout)
+
+
 def sharded_step(
     name: str, options: ModelOptions, layers: int, mutate: Callable[[], None] = lambda: None
 ) -> Any:
     mutate()
     run = replace(RUN, replay_routing=True)
-
-    def packed(samples: list[Sample], **layout: Any) -> PackedBatch:
-        return pack(with_experts(samples, layers), **layout)
-
+    packed = functools.partial(packed_with_experts, layers=layers)
     sharding = Sharding.named(name)
     return train_step(build(sharding, options), sharding, run, pack_batch=packed)
 
@@ -219,6 +221,25 @@ def test_padding_with_a_choice_is_caught_by_the_agreement() -> None:
     outcome = run_ranks(sharded_step, 2, "CP2", OPTIONS, 4, padding_with_a_choice)[0]
     expected = reference(OPTIONS, 4)[0].metrics["router_agreement"]
     assert abs(outcome.metrics["router_agreement"] - expected) > 1e-4
+
+
+def calls_without_experts() -> str:
+    """What a loop of one's own hears that leaves the head's arguments out."""
+    chunks = build(Sharding(), OPTIONS)
+
+    def head(step: PolicyStep, batch: PackedBatch) -> MicroBatchHead:
+        made = step.head(batch)
+        return replace(made, model_inputs=model_inputs(batch))
+
+    with pytest.raises(ValueError) as refused:
+        run = replace(RUN, replay_routing=True)
+        packed = functools.partial(packed_with_experts, layers=4)
+        train_step(chunks, Sharding(), run, head=head, pack_batch=packed)
+    return str(refused.value)
+
+
+def test_a_call_without_the_experts_is_refused() -> None:
+    assert "add **head.model_arguments" in run_ranks(calls_without_experts, 1)[0]
 
 
 def scores(name: str) -> list[Tensor]:

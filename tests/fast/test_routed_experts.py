@@ -70,6 +70,12 @@ def test_an_expert_twice_is_found_at_any_two_places(topk) -> None:
                 sample([[list(range(topk))] * 3 + [row]])
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64])
+def test_experts_of_every_integer_type_are_the_same(dtype) -> None:
+    experts = torch.tensor(random_experts(1, 4))
+    assert torch.equal(sample(experts.to(dtype)).routed_experts, sample(experts).routed_experts)
+
+
 @pytest.mark.parametrize(("most", "dtype"), [(8, torch.uint8), (300, torch.int16)])
 def test_experts_are_stored_once_in_the_smallest_type(most, dtype) -> None:
     experts = torch.tensor(random_experts(1, 40, most))
@@ -79,6 +85,8 @@ def test_experts_are_stored_once_in_the_smallest_type(most, dtype) -> None:
     assert torch.equal(read.masked_fill(read == no_choice(one.routed_experts), -1), experts)
     other = dataclasses.replace(one, old_log_probs=[-1.0, -2.0])
     assert other.routed_experts is one.routed_experts
+    with pytest.raises(ValueError, match=r"here \[layers, 39, k\]"):
+        dataclasses.replace(one, tokens=one.tokens[:-1])
     experts[0, 0] = -1
     assert not (one.routed_experts[0, 0] == no_choice(one.routed_experts)).any()
 

@@ -54,8 +54,10 @@ class ValueStep:
         num_microbatches: int | None = None,
         groups: ParallelGroups | None = None,
     ) -> None:
-        # A critic has no vocabulary, and nothing to fuse with it.
-        config = dataclasses.replace(config, fused_lm_head=False, fp32_lm_head=False)
+        # A critic has no vocabulary, and nothing to fuse with it. Its routers are its own.
+        config = dataclasses.replace(
+            config, fused_lm_head=False, fp32_lm_head=False, replay_routing=False
+        )
         self.critic = critic
         self._step = PolicyStep(
             config,

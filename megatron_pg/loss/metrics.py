@@ -109,7 +109,7 @@ class MicroBatchMetrics(dict[str, Tensor]):
     is_nan: Tensor | None = None
     """The active tokens whose loss is NaN or infinite, [window] bool; None without metrics."""
     batch: PackedBatch | None = None
-    """The micro-batch, for errors; without its side channels, as a teacher's logits would stay on the device."""
+    """The micro-batch, for errors; without its side channels and experts, which would stay on the device."""
     totals: StepTotals | None = None
     table: Tensor  # [names, 2] behind the pairs
 
@@ -123,7 +123,9 @@ class MicroBatchMetrics(dict[str, Tensor]):
     ) -> Self:
         metrics = cls(zip(names, table.unbind(), strict=True))
         metrics.table, metrics.totals = table, totals
-        metrics.batch = None if batch is None else replace(batch, side_channels={})
+        metrics.batch = (
+            None if batch is None else replace(batch, side_channels={}, routed_experts=None)
+        )
         return metrics
 
     @classmethod

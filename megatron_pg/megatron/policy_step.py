@@ -77,7 +77,8 @@ class PolicyStep:
 
     Raises:
         ValueError: a `grad_divisor` out of range or with `--divide-gradient-twice`, neither a plan nor totals with a number
-            of micro-batches, the scale contract cannot be kept, or a teacher by hidden states has no weight.
+            of micro-batches, the scale contract cannot be kept, a teacher by hidden states has no weight, or
+            `--replay-routing` with a model without experts.
         NotImplementedError: `--fused-lm-head` or `--fp32-lm-head` with an output layer that they do not take, a model that
             gathers its logits, or a `--cp-partition-mode` that the model's attention does not have.
     """
@@ -176,7 +177,7 @@ class PolicyStep:
         Raises:
             ValueError: the batch was packed for another context-parallel size, rank or `--cp-partition-mode` than this
                 one's, or lacks an input of the objective; a sample has a token id or a learned position that the model's
-                embedding has no row for; the loop would leave gradients unreduced.
+                embedding has no row for, or experts that the model does not have; the loop would leave gradients unreduced.
             NotImplementedError: a group of its own outside of per-token mode, or with rotary positions or a loss of experts
                 or of multi-token prediction.
         """

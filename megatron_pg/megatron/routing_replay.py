@@ -13,6 +13,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
+from megatron_pg.config import versions
 from megatron_pg.loss.metrics import SumsReport
 from megatron_pg.megatron.groups import ParallelGroups, chunks_of, unwrapped
 from megatron_pg.step.batch import PackedBatch
@@ -32,12 +33,17 @@ class Replay:
         """[2] float64 since the step began: choices that the router would have made too, and choices."""
 
     def begin_step(self) -> None:
-        """Forget the last step, of which a forward without a backward leaves micro-batches."""
+        """Forget the last step, and read whether layers run forward again in backward."""
         granularity, modules = self._config.recompute_granularity, self._config.recompute_modules
         is_selected = granularity == "selective" and "moe" in (modules or ())
         self._recomputes = granularity == "full" or is_selected
-        self._waiting.clear()
         self.agreement = None
+        self.clear()
+
+    def clear(self) -> None:
+        """Let go of experts on the device: a router that is not recomputed, as under `block`, leaves all that it waits for."""
+        self._waiting.clear()
+        self._experts = None
 
     def take(self, experts: Tensor | None) -> None:
         """Take the experts [tokens, k] of the forward that comes; None: the router chooses."""
@@ -75,15 +81,15 @@ class Replay:
 
 
 class RoutingReplay:
-    """Replay of the routers of this rank's chunks, for one step."""
+    """Replay of the routers of this rank's chunks."""
 
     def __init__(self, model: Any, groups: ParallelGroups) -> None:
         """Let every chunk take `routed_experts=` [local_tokens, layers, k]. Every rank and stage calls it.
 
         Raises:
             ValueError: a model without experts.
-            NotImplementedError: a model that is not GPTModel, a router that chooses in a fused kernel, or a megatron-core
-                before 0.16.
+            NotImplementedError: a model that is not GPTModel, a router that chooses in a fused kernel, in a CUDA graph or by no
+                top-k, a schedule that runs layers by themselves, or a megatron-core before 0.16.
         """
         chunks = [unwrapped(chunk) for chunk in chunks_of(model)]
         self._config = config = chunks[0].config
@@ -91,9 +97,28 @@ class RoutingReplay:
             raise ValueError(
                 "--replay-routing, and the model has no experts (--num-experts): drop the flag"
             )
+        if not versions.has_router_replay():
+            raise NotImplementedError(
+                "--replay-routing needs a router that megatron-core 0.16 and later has: update it, or drop the flag"
+            )
         if getattr(config, "moe_router_fusion", False):
             raise NotImplementedError(
                 "--replay-routing with --moe-router-fusion: the fused router chooses by itself; drop one of the two"
+            )
+        if getattr(config, "cuda_graph_impl", None) not in (None, "none"):
+            raise NotImplementedError(
+                f"--replay-routing with --cuda-graph-impl {config.cuda_graph_impl}: a router in a graph would take the experts "
+                "of the micro-batch that was captured; drop one of the two"
+            )
+        if getattr(config, "overlap_moe_expert_parallel_comm", False):
+            raise NotImplementedError(
+                "--replay-routing with --overlap-moe-expert-parallel-comm: its schedule runs layers without the model's forward, "
+                "which hands out the experts; drop one of the two"
+            )
+        if config.moe_router_load_balancing_type in ("sinkhorn", "quantile_balancing"):
+            raise NotImplementedError(
+                f"--replay-routing with --moe-router-load-balancing-type {config.moe_router_load_balancing_type}: that router "
+                "chooses by no top-k; drop one of the two"
             )
         self._replays: list[Replay] = []
         for chunk in chunks:
@@ -113,25 +138,25 @@ class RoutingReplay:
 
     @classmethod
     def of_step(cls, is_on: bool, model: Any, groups: ParallelGroups) -> Self | None:
-        """Make the replay of a step; None where it is off, and the model needs no experts then."""
+        """Begin the replay of a step; None where it is off, and the model needs no experts then."""
         for chunk in filter(None, map(unwrapped, chunks_of(model))):
             chunk._needs_routed_experts = is_on
-        return cls(model, groups) if is_on else None
+        if not is_on:
+            return None
+        replay = cls(model, groups)
+        for router in replay._replays:
+            router.begin_step()
+        return replay
+
+    def clear(self) -> None:
+        """Let go of all experts on the device."""
+        for replay in self._replays:
+            replay.clear()
 
     @staticmethod
     def _replay_of(router: Any) -> Replay:
-        if not hasattr(router, "router_replay"):
-            raise NotImplementedError(
-                "--replay-routing needs a router that megatron-core 0.16 and later has: update it, or drop the flag"
-            )
-        if router.routing_type in ("sinkhorn", "quantile_balancing"):
-            raise NotImplementedError(
-                f"--replay-routing with --moe-router-load-balancing-type {router.routing_type}: that router chooses by no top-k; "
-                "drop one of the two"
-            )
         if not isinstance(router.router_replay, Replay):
             router.router_replay = Replay(router)
-        router.router_replay.begin_step()
         replay: Replay = router.router_replay
         return replay
 
@@ -164,8 +189,10 @@ class RoutingReplay:
         return {"routed_experts": experts}
 
     def report(self) -> SumsReport:
-        """Report `router_agreement`: choices of this rank's routers that are the engine's, and choices."""
+        """Report `router_agreement`, and end the step: choices of this rank's routers that are the engine's, and choices."""
         counts = [r.agreement for r in self._replays if r.agreement is not None]
+        for replay in self._replays:
+            replay.begin_step()
         nothing = torch.zeros(1, 2, dtype=torch.float64)
         return SumsReport(torch.stack(counts).sum(0)[None] if counts else nothing, _agreement)
 
@@ -191,7 +218,7 @@ def _give_experts(
     if "routed_experts" not in keywords and is_trained and chunk._needs_routed_experts:
         raise ValueError(
             "--replay-routing, and a call of the model without routed_experts: its routers would choose by themselves. Call it "
-            "with **head.model_inputs, or add **head.model_arguments"
+            "with **head.model_inputs, or add **head.model_arguments; routed_experts=None leaves the choice to them"
         )
     experts, config = keywords.pop("routed_experts", None), chunk.config
     if experts is not None and config.sequence_parallel:

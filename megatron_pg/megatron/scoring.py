@@ -88,7 +88,7 @@ def compute_log_probs(
     Raises:
         ValueError: on all data-parallel ranks, where one has it: the model is not on the rank's device; a sample, which
             is named, is longer than the budget, has a response token outside the vocabulary, or lacks the kept sets that
-            `--replay-sampling-set` needs.
+            `--replay-sampling-set` needs or the experts of `--replay-routing`.
         NotImplementedError: as for `PolicyStep`.
     """
     groups = ParallelGroups.from_model(model) if groups is None else groups
@@ -231,13 +231,14 @@ def score_samples(
         oversized=oversized,
     )
     batches = [
-        pack([bare[i] for i in indices], cp_rank=groups.context_rank, **layout).to(device)
+        pack([bare[i] for i in indices], cp_rank=groups.context_rank, **layout)
         for indices in plan.microbatches
     ]
 
-    replay = RoutingReplay.of_step(replays_routing, chunks, groups)
+    replay = RoutingReplay(chunks, groups) if replays_routing else None
 
-    def head(batch: PackedBatch) -> MicroBatchHead:
+    def head(packed: PackedBatch) -> MicroBatchHead:
+        batch = packed.to(device)
         added: dict[str, Any] = {} if replay is None else replay.model_inputs(batch)
         if output_processor is not None:
             added["output_processor"] = output_processor(batch)
@@ -257,6 +258,8 @@ def score_samples(
         for module, mode in modes:  # a module comes before the modules inside it
             if module.training != mode:
                 module.train(mode)
+        if replay is not None:
+            replay.clear()
     scores = [output["scores"] for output in outputs]
     return _in_order(plan, bare, _exchange(scores, batches, groups, empty_scores.to(device)))
 

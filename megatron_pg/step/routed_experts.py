@@ -43,8 +43,11 @@ def checked_routed_experts(where: str, routed: Any, total_length: int) -> Tensor
         raise ValueError(
             f"{where} is {experts.dtype} on {experts.device}, expected integers on the host"
         )
-    if experts.dtype == torch.int8:  # which holds no bound below
-        experts = experts.to(torch.int16)
+    if experts.dtype not in (
+        torch.uint8,
+        torch.int16,
+    ):  # int8 holds no bound below, and unsigned types cannot be compared
+        experts = experts.to(torch.int64)
     if experts.dtype == torch.uint8:
         is_none = experts == 255
     else:
@@ -131,31 +134,32 @@ def _as_type(experts: Tensor, dtype: torch.dtype) -> Tensor:
     return experts.to(dtype).masked_fill_(experts == no_choice(experts), -1)
 
 
-def routed_experts_of_engine(
-    experts: Any, total_length: int, *, last_tokens: str = "own"
-) -> Tensor:
+def routed_experts_of_engine(experts: Any, total_length: int, *, most_missing: int = 1) -> Tensor:
     """Read the experts that vLLM or SGLang returns for a sequence: `[tokens, layers, k]` integers -> `[layers, total_length, k]`.
 
-    An engine never runs the last token that it samples, so it has no entry. The tokens at the end that lack one are left to
-    the trainer's own router: no response token is predicted from the last one. A layer of zeros alone is one without
-    experts, of which the engine's buffer was never written.
+    An engine never runs the last token that it samples, so it has no entry. A token without one is left to the trainer's own
+    router: no response token is predicted from the last one. A layer of zeros alone is one without experts, of which the
+    engine's buffer was never written.
 
     Args:
-        experts: what the engine returned, as a NumPy array, a tensor or lists.
+        experts: what the engine returned of prompt and response, as a NumPy array, a tensor or lists.
         total_length: the tokens of prompt and response.
-        last_tokens: `own`, or `error` for an engine that gives every token an entry.
+        most_missing: the tokens at the end that may lack an entry; more of them where text of a tool ends a sample.
 
     Raises:
-        ValueError: another number of dimensions, more entries than tokens, or fewer where `last_tokens` says `error`.
+        ValueError: no integers, another number of dimensions, more entries than tokens, or too few.
     """
     given = torch.tensor(np.asarray(experts))
+    if not has_integers(given):
+        raise ValueError(f"the engine's routed experts are {given.dtype}, expected integers")
     missing = total_length - len(given)
-    if given.dim() != 3 or missing < 0 or (missing and last_tokens == "error"):
+    if given.dim() != 3 or not 0 <= missing <= most_missing:
         raise ValueError(
-            f"the engine's routed experts have shape {list(given.shape)}, expected [tokens, layers, k] of "
-            f"{'exactly' if last_tokens == 'error' else 'at most'} {total_length} tokens (prompt and response)"
+            f"the engine's routed experts have shape {list(given.shape)}, expected [tokens, layers, k] of {total_length} tokens, "
+            f"prompt and response, or up to {most_missing} fewer at the end: put those of the prompt before them where the engine "
+            "gives them apart, or raise most_missing"
         )
-    by_layer = torch.nn.functional.pad(given.to(torch.int16), (0, 0, 0, 0, 0, missing), value=-1)
+    by_layer = torch.nn.functional.pad(given.to(torch.int64), (0, 0, 0, 0, 0, missing), value=-1)
     by_layer = by_layer.transpose(0, 1)
     if given.shape[2] > 1:
         has_no_experts = (given == 0).all(2).all(0)

@@ -70,9 +70,12 @@ def test_an_expert_twice_is_found_at_any_two_places(topk) -> None:
                 sample([[list(range(topk))] * 3 + [row]])
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    "dtype", [torch.int8, torch.int16, torch.int32, torch.uint16, torch.uint32]
+)
 def test_experts_of_every_integer_type_are_the_same(dtype) -> None:
-    experts = torch.tensor(random_experts(1, 4))
+    experts = torch.tensor(random_experts(1, 4)).clamp(min=0)
+    experts[:, -1] = torch.tensor([0, 1])
     assert torch.equal(sample(experts.to(dtype)).routed_experts, sample(experts).routed_experts)
 
 
@@ -168,7 +171,11 @@ def test_engines_give_tokens_first_and_no_entry_of_the_last_token() -> None:
     for returned in (of_vllm, of_sglang, of_vllm.tolist()):
         assert torch.equal(routed_experts_of_engine(returned, 6).long(), expected)
         assert sample(routed_experts_of_engine(returned, 6), 6).routed_experts is not None
-        with pytest.raises(ValueError, match=r"shape \[5, 3, 2\], expected .*exactly 6 tokens"):
-            routed_experts_of_engine(returned, 6, last_tokens="error")
-        with pytest.raises(ValueError, match="at most 4 tokens"):
+        with pytest.raises(ValueError, match=r"shape \[5, 3, 2\], expected .* up to 0 fewer"):
+            routed_experts_of_engine(returned, 6, most_missing=0)
+        with pytest.raises(ValueError, match="of 7 tokens.*those of the prompt before them"):
+            routed_experts_of_engine(returned, 7)
+        with pytest.raises(ValueError, match="float64, expected integers"):
+            routed_experts_of_engine(np.asarray(returned) + 0.5, 6)
+        with pytest.raises(ValueError, match="of 4 tokens"):
             routed_experts_of_engine(returned, 4)

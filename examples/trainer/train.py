@@ -193,10 +193,17 @@ class Run:
         return result
 
     def _update(
-        self, samples: Sequence[Sample], plan: StepPlan, *rest: Any, **named: Any
+        self,
+        samples: Sequence[Sample],
+        plan: StepPlan,
+        model: list[Any],
+        optimizer: Any,
+        scheduler: Any,
+        model_config: Any,
+        _forward_backward: Any,
+        **named: Any,
     ) -> tuple[tuple[Any, ...], dict[str, float]]:
         """Forward, backward and update by Megatron's `train_step`: its result, and the step's metrics."""
-        model, optimizer, scheduler, model_config, _ = rest
         step = PolicyStep(self._config, plan, model=model, vocab_size=self._args.vocab_size)
         packs = [[samples[index] for index in indices] for indices in plan.microbatches]
         place = {"cp_rank": self._groups.context_rank, **layout_of(self._args)}

@@ -39,6 +39,8 @@ class Case(NamedTuple):
 
 
 class Run(NamedTuple):
+    """A step that the check runs: a model, a case, an aggregation and a loss mode."""
+
     model: str
     case: Case
     aggregation: str

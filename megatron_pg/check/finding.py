@@ -144,6 +144,7 @@ class Finding:
 
 
 def named(names: Sequence[str]) -> str:
+    """List three names, and count the others."""
     rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + rest
 

@@ -113,6 +113,8 @@ class LogitTable(torch.nn.Module):
 
 
 class Model(NamedTuple):
+    """A kind of model, and the options that it is run under."""
+
     new: NewModel
     changes: Mapping[str, Any]
     """The values that replace the user's options."""

@@ -160,6 +160,7 @@ def parse_options(arguments: Sequence[str], *, world_size: int = 0) -> tuple[Che
 
 
 def has_transformer_engine() -> bool:
+    """Tell whether Transformer Engine's layers can be imported."""
     try:
         import transformer_engine.pytorch  # noqa: F401
     except (ImportError, OSError, RuntimeError):
@@ -168,6 +169,7 @@ def has_transformer_engine() -> bool:
 
 
 def has_gradient_accumulation_fusion(options: CheckOptions) -> bool:
+    """Tell whether a kernel is there that adds up weight gradients inside the product."""
     has_engine = options.transformer_impl == "transformer_engine"
     has_apex = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
     return options.device == "cuda" and (has_engine or has_apex)

@@ -85,9 +85,8 @@ class WholeModel:
         self._ahead: list[Tensor] = []
         self._router_logits: list[Tensor] = []
         self._positions = torch.zeros(0)
-        self._experts: Tensor | None = (
-            None  # [tokens, layers, k] of a pack that says where its tokens go
-        )
+        # [tokens, layers, k] int64 of a pack that says which experts its tokens take, -1 for none.
+        self._experts: Tensor | None = None
         for name, module in self._module.named_modules():
             place = name.rsplit(".", 1)[-1]
             if place == "output_layer" and options.mtp_num_layers is not None:

@@ -73,6 +73,8 @@ first right one (`FIRST_UNSUPPORTED` if none is known). They were read in 0.15.3
 
 
 class Checked(NamedTuple):
+    """A sharding, its rows, and the time that they took."""
+
     options: CheckOptions
     rows: Sequence[CheckRow]
     seconds: float
@@ -195,6 +197,7 @@ def versions() -> dict[str, str]:
 
 
 def accelerations(options: CheckOptions) -> dict[str, str]:
+    """Name what computes attention, log-probs and output layer."""
     has_kernels = options.device == "cuda" and importlib.util.find_spec("triton") is not None
     return {
         "attention": "torch" if options.transformer_impl == "local" else "Transformer Engine",

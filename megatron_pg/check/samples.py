@@ -21,6 +21,7 @@ LONG_RESPONSE, LONG_PROMPT = 1, 7
 
 
 def samples_of(options: CheckOptions, data_size: int, case: Case) -> list[Sample]:
+    """Make all samples of a case, without log-probs."""
     if case.is_even:
         samples = make_even_samples(options, data_size, is_padded=not case.logit_coefficient)
     else:

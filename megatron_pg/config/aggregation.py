@@ -1,11 +1,14 @@
 """Aggregation of the per-token losses: its settings, and their agreement with Megatron's per-token mode."""
 
+import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from megatron_pg.config.fields import PYTHON_ONLY, Interval, Settings, fields_of, flag_of
 from megatron_pg.config.rows import TABLES
+
+BALANCING_LOSSES = frozenset({"aux_loss", "seq_aux_loss", "global_aux_loss"})
 
 
 @dataclass(frozen=True)
@@ -57,9 +60,10 @@ def settle_divisor(values: dict[str, Any], divisor: Any) -> list[str]:
         values["loss_aggregation"] = AggregationSettings.loss_aggregation
     if divisor is None:
         return []
-    field = fields_of(AggregationSettings)["loss_aggregation_divisor"]
+    field = copy.copy(fields_of(AggregationSettings)["loss_aggregation_divisor"])
+    field.flag = "--pg-loss-divisor"
     if violation := field.violation(divisor):
-        return [violation.replace(field.flag, "--pg-loss-divisor")]
+        return [violation]
     path = values.get("custom_pg_loss_reducer_function_path")
     if path is None:
         values.update(loss_aggregation="constant", loss_aggregation_divisor=divisor)
@@ -103,9 +107,13 @@ def settle_per_token_mode(
 
 def _scales_inner_losses(trainer: Mapping[str, Any]) -> bool:
     """Return whether Megatron adds losses inside the model, which per-token mode scales by token counts."""
-    kinds = trainer.get("moe_router_load_balancing_type", "aux_loss")
-    coefficients = trainer.get("moe_aux_loss_coeff")
-    balances = any(coefficients) if isinstance(coefficients, (list, tuple)) else coefficients
-    # A word or a list of words: aux_loss, seq_aux_loss and global_aux_loss are losses.
-    router_has_loss = (balances and "aux_loss" in str(kinds)) or trainer.get("moe_z_loss_coeff")
+    kinds, coefficients = (
+        value if isinstance(value, (list, tuple)) else [value]
+        for value in (
+            trainer.get("moe_router_load_balancing_type", "aux_loss"),
+            trainer.get("moe_aux_loss_coeff"),
+        )
+    )
+    balances = any(coefficients) and not BALANCING_LOSSES.isdisjoint(kinds)
+    router_has_loss = balances or trainer.get("moe_z_loss_coeff")
     return bool(trainer.get("mtp_num_layers") or (trainer.get("num_experts") and router_has_loss))

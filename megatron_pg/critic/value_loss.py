@@ -110,6 +110,7 @@ def _metric_values(token_loss: Tensor, values: Tensor, returns: Tensor) -> dict[
 
 
 def value_metric_table(config: PolicyLossConfig) -> PairTable:
+    """Return the table of the critic's metrics under a config."""
     rows = (*((name, "mean") for name in MEANS), *((name, "sum") for name in SUMS))
     return PairTable(("value_loss",), rows if config.pg_metrics != "none" else ())
 

@@ -56,6 +56,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def parse_options(arguments: Sequence[str]) -> ExplainOptions:
+    """Return the options of a command line, or raise a ValueError with its faults."""
     parser = build_parser()
     args, unused = parser.parse_known_args(list(arguments))
     refuse(list(_misspelled(unused, parser)))

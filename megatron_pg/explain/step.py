@@ -30,6 +30,7 @@ SIZE = Interval(1, MAX_SIZE, closed=True, metavar="N")
 
 
 def list_of_lengths(text: str) -> tuple[int, ...]:
+    """Parse `--lengths`."""
     for part in text.split(","):
         if not (part.isdecimal() and int(part) <= MAX_TOKENS):
             expected = f"expected an integer from 0 to {MAX_TOKENS}; give token counts"
@@ -38,6 +39,7 @@ def list_of_lengths(text: str) -> tuple[int, ...]:
 
 
 def median_and_sigma(text: str) -> tuple[float, ...]:
+    """Parse `--log-normal`."""
     with contextlib.suppress(ValueError):
         median, sigma = map(float, text.split(","))
         if 0 < median <= MAX_TOKENS and 0 <= sigma <= MAX_SIGMA:

@@ -227,7 +227,7 @@ def _loss_in_pieces(
     for piece, chunks in pieces:
         parts, divergences = [], []
         for rows in chunks:
-            chunk = layer.chunk(factors, rows, logits)  # with a teacher `LogitChunk`
+            chunk: Any = layer.chunk(factors, rows, logits)  # with a teacher `LogitChunk`
             parts.append(chunk.statistics())
             if teacher is not None:
                 divergence, to_logits = teacher.on(chunk, parts[-1], rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -85,15 +85,26 @@ class Factors(NamedTuple):
     targets: Tensor
 
 
+class Chunk(Protocol):
+    """The first product of some rows: their logits, or a stand-in for them."""
+
+    def statistics(self) -> RowStatistics:
+        """Compute the statistics over the whole vocabulary; every tensor-parallel rank must call."""
+
+    def add_gradient(
+        self, gradients: FactorGradients, statistics: RowStatistics, incoming: Incoming
+    ) -> None:
+        """Overwrite the chunk with the gradient of its logits, and add the two products of that to `gradients`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LogitChunk(LogitRows):
-    """Some rows of logits, with their hidden states [rows, hidden] and their place among all tokens."""
+    """Some rows of logits, a `Chunk`, with their hidden states [rows, hidden] and their place among all tokens."""
 
     hidden: Tensor
     place: slice
 
     def statistics(self) -> RowStatistics:
-        """Compute the statistics over the whole vocabulary; every tensor-parallel rank must call."""
         statistics: RowStatistics = row_passes(self.logits).row_statistics(self)
         return statistics
 
@@ -108,7 +119,6 @@ class LogitChunk(LogitRows):
     def add_gradient(
         self, gradients: FactorGradients, statistics: RowStatistics, incoming: Incoming
     ) -> None:
-        """Overwrite the logits with their gradient, and add the two products of that to `gradients`."""
         gradient = self.write_gradient(statistics, incoming)
         gradients.add_products(self.place, self.hidden, gradient)
 
@@ -164,14 +174,14 @@ class OutputLayer:
         is_one = held and 0 < end - begin <= _HELD_CHUNKS * self.chunk_tokens
         return chunk_slices(begin, end, end - begin if is_one else self.chunk_tokens)
 
-    def chunk(self, factors: Factors, rows: slice, buffer: Tensor, *, is_kept: bool = False) -> Any:
-        """Multiply some rows into the front of `buffer`, unless their logits are kept there.
-
-        Return a `LogitChunk`, or the `ExponentialRows` of `hopper`.
-        """
+    def chunk(
+        self, factors: Factors, rows: slice, buffer: Tensor, *, is_kept: bool = False
+    ) -> Chunk:
+        """Multiply some rows into the front of `buffer`, as logits or as exponentials, unless their logits are kept there."""
         hidden, weight, targets = factors.hidden[rows], factors.weight, factors.targets[rows]
         if self.products is not None:
-            return self.products.first_product(hidden, weight, targets, rows, buffer)
+            chunk: Chunk = self.products.first_product(hidden, weight, targets, rows, buffer)
+            return chunk
         logits = buffer[: rows.stop - rows.start]
         if not is_kept:
             multiply(hidden, weight.t(), logits)

@@ -115,6 +115,7 @@ _warned_of: set[str] = set()
 
 
 def warn_once(subject: str, message: str) -> None:
+    """Warn of a subject for the first time in this process."""
     if subject not in _warned_of:
         _warned_of.add(subject)
         logger.warning("%s (said once)", message)

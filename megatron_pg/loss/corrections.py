@@ -119,6 +119,7 @@ def accepted_samples(config: PolicyLossConfig, samples: Sequence[Sample]) -> lis
 
 
 def drops_tokens(config: PolicyLossConfig) -> bool:
+    """Tell whether a correction that is on may drop tokens."""
     return any(row.rejects for row in CORRECTIONS.rows_on(config))
 
 

@@ -78,6 +78,7 @@ def head_options(
     vocab_size: int | None,
     chunk_tokens: int | None = None,
 ) -> HeadOptions:
+    """Make the options of the head under a config."""
     return HeadOptions(
         tensor_parallel_group=tensor_parallel_group,
         temperature=config.rollout_temperature,

@@ -101,6 +101,7 @@ class Derived:
 
 
 def of_field(name: str, help: str, field: str, kind: Kind = "mean", **properties: Any) -> Metric:
+    """Make the metric that is a field of the samples."""
     return Metric(name, help, lambda s: s.tokens.given(field), kind, reads=(field,), **properties)
 
 

@@ -121,6 +121,7 @@ class MicroBatchMetrics(dict[str, Tensor]):
         batch: PackedBatch | None = None,
         totals: StepTotals | None = None,
     ) -> Self:
+        """Make the metrics of a table [names, 2] float64."""
         metrics = cls(zip(names, table.unbind(), strict=True))
         metrics.table, metrics.totals = table, totals
         metrics.batch = (
@@ -193,6 +194,7 @@ def metric_table(config: PolicyLossConfig, lacking: frozenset[str]) -> PairTable
 
 
 def metric_names(config: PolicyLossConfig) -> tuple[str, ...]:
+    """List the metrics of a micro-batch under a config."""
     return metric_table(config, frozenset()).names
 
 
@@ -276,6 +278,7 @@ def reduce_metrics(
 def add_pairs(
     names: Sequence[str], micro_batches: Sequence[Mapping[str, Tensor]], device: torch.device | str
 ) -> Tensor:
+    """Add up the pairs of micro-batches by name, [names, 2] float64."""
     pairs = torch.zeros(len(names), 2, dtype=torch.float64, device=device)
     for metrics in micro_batches:
         pairs += torch.stack([metrics[name] for name in names])

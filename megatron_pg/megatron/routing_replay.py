@@ -178,14 +178,14 @@ class RoutingReplay:
                 f"{config.num_layers} layers (or the {len(places)} with experts) and {config.moe_router_topk} experts, as the "
                 "model has them"
             )
-        if batch.largest_expert >= config.num_moe_experts:
-            samples: Any = batch.samples
-            sample = max(samples, key=lambda sample: largest_expert(sample.routed_experts))
-            at = (sample.routed_experts == batch.largest_expert).nonzero()[0].tolist()
-            raise ValueError(
-                f"{sample.name}: routed_experts has expert {batch.largest_expert} at layer {at[0]}, position {at[1]}, and the "
-                f"model has {config.num_moe_experts} experts"
-            )
+        samples: Any = batch.samples
+        for sample in samples:
+            if (largest := largest_expert(sample.routed_experts)) >= config.num_moe_experts:
+                layer, position, _ = (sample.routed_experts == largest).nonzero()[0].tolist()
+                raise ValueError(
+                    f"{sample.name}: routed_experts has expert {largest} at layer {layer}, position {position}, and the model "
+                    f"has {config.num_moe_experts} experts"
+                )
         return {"routed_experts": experts}
 
     def report(self) -> SumsReport:

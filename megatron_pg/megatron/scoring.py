@@ -106,6 +106,7 @@ def compute_log_probs(
         take_output_processor(model)
     else:
         require_sharded_logits(model)
+    reads = {"kept_tokens": config.replay_sampling_set, "routed_experts": config.replay_routing}
     was_fp32 = set_fp32_lm_head(model, config.changes_output_layer)
     try:
         scores = score_samples(
@@ -118,8 +119,7 @@ def compute_log_probs(
             oversized=oversized,
             groups=groups,
             vocab_size=vocab_size,
-            takes_sets=config.replay_sampling_set,
-            replays_routing=config.replay_routing,
+            reads=[name for name, is_read in reads.items() if is_read],
             cp_partition_mode=config.cp_partition_mode,
         )
     finally:
@@ -191,8 +191,7 @@ def score_samples(
     groups: ParallelGroups | None,
     cp_partition_mode: CpPartitionMode,
     vocab_size: int | None = None,
-    takes_sets: bool = False,
-    replays_routing: bool = False,
+    reads: Sequence[str] = (),
 ) -> list[Tensor]:
     """Score every response token, forward only: per sample [numbers, response_length] on the host; see `compute_log_probs`.
 
@@ -200,14 +199,12 @@ def score_samples(
         read_scores: (micro-batch, the model's output) -> scores [numbers, window].
         output_processor: makes a micro-batch's `output_processor=` of the model's forward; None: the model returns logits.
         empty_scores: [numbers, 0] in the dtype of the scores that are returned.
-        takes_sets: read the kept sets, of which every sample needs one then.
-        replays_routing: route by the `routed_experts` that every sample needs then.
+        reads: of `NEEDED`, the fields that every sample needs; routers take the `routed_experts` among them.
     """
     chunks = chunks_of(model)
     groups = ParallelGroups.from_model(model) if groups is None else groups
-    read = ["kept_tokens"] * takes_sets + ["routed_experts"] * replays_routing
     (device, bare), _ = compute_and_gather(
-        lambda: (_device_of(chunks, groups), _bare(samples, chunks[0], vocab_size, read)),
+        lambda: (_device_of(chunks, groups), _bare(samples, chunks[0], vocab_size, reads)),
         lambda _: None,
         groups.data,
     )
@@ -235,7 +232,7 @@ def score_samples(
         for indices in plan.microbatches
     ]
 
-    replay = RoutingReplay(chunks, groups) if replays_routing else None
+    replay = RoutingReplay(chunks, groups) if "routed_experts" in reads else None
 
     def head(packed: PackedBatch) -> MicroBatchHead:
         batch = packed.to(device)
@@ -282,14 +279,14 @@ def _device_of(chunks: Sequence[Any], groups: ParallelGroups) -> torch.device:
 
 
 def _bare(
-    samples: Sequence[Sample], chunk: Any, vocab_size: int | None, read: Sequence[str]
+    samples: Sequence[Sample], chunk: Any, vocab_size: int | None, reads: Sequence[str]
 ) -> list[Sample]:
     """Leave out what scoring does not read, as some samples may have it and others not."""
-    for field in read:
+    for field in reads:
         for sample in samples:
             if getattr(sample, field) is None:
                 raise ValueError(f"{sample.name} has no {field}, {NEEDED[field]}")
-    fields = ["tokens", "response_length", "loss_mask", "name", *read]
+    fields = ["tokens", "response_length", "loss_mask", "name", *reads]
     bare = [Sample(**{name: getattr(sample, name) for name in fields}) for sample in samples]
     if vocab_size is None:
         vocab_size = getattr(unwrapped(chunk), "vocab_size", None)

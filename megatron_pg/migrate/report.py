@@ -14,6 +14,7 @@ OTHERS = {"token_sum": "sum m x", "unknown": "not known here"}
 
 
 def formula_of(aggregation: str) -> str:
+    """Return the formula of an aggregation, of ours or of another trainer."""
     return OTHERS.get(aggregation) or AGGREGATIONS[aggregation].formula
 
 

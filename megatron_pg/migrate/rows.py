@@ -47,6 +47,8 @@ class Term(NamedTuple):
 
 
 class TrainerTable:
+    """One trainer's settings, read from its TOML file."""
+
     def __init__(self, path: Path) -> None:
         table, base = tomllib.loads(path.read_text()), {}
         if "like" in table:

@@ -189,7 +189,8 @@ def _vector(field: str, value: Any, kind: str) -> NDArray[Any]:
 
 
 def shown(value: Any) -> str:
-    value = value.item() if hasattr(value, "item") else value
+    """Write a value of a row for an error, shortened."""
+    value = value.item() if getattr(value, "ndim", None) == 0 else value
     return "null" if value is None else reprlib.repr(value)
 
 

@@ -15,7 +15,7 @@ from megatron_pg.config.policy_loss import CpPartitionMode
 from megatron_pg.head.ragged import Ragged, offsets_of
 from megatron_pg.head.ragged import to_device as to_device
 from megatron_pg.step.identity import VALUE_FIELDS, coefficients_of_positions
-from megatron_pg.step.routed_experts import largest_expert, routed_experts_of_tokens
+from megatron_pg.step.routed_experts import routed_experts_of_tokens
 from megatron_pg.step.sample import Sample, check_samples
 from megatron_pg.step.token_window import Layout, TokenWindow
 
@@ -78,8 +78,6 @@ class PackedBatch:
     """Sizes of the kept sets, [window] float32; 0 for an empty row."""
     routed_experts: Tensor | None = None
     """The experts that the engine chose, [local_tokens, layers, k] uint8 or int16; for no choice, see `no_choice`."""
-    largest_expert: int = 0
-    """The largest id among them (a host number)."""
     side_channels: Mapping[str, Tensor | Ragged] = field(default_factory=dict)
     """The side channels by name: [window, ...] of response tokens, [local_tokens, ...] of all tokens."""
 
@@ -207,7 +205,6 @@ def pack(
         routed_experts=routed_experts_of_tokens(experts, window.token_indices)
         if has_experts
         else None,
-        largest_expert=max(map(largest_expert, experts)) if has_experts else 0,
         side_channels=channels,
     )
 

@@ -43,10 +43,8 @@ def checked_routed_experts(where: str, routed: Any, total_length: int) -> Tensor
         raise ValueError(
             f"{where} is {experts.dtype} on {experts.device}, expected integers on the host"
         )
-    if experts.dtype not in (
-        torch.uint8,
-        torch.int16,
-    ):  # int8 holds no bound below, and unsigned types cannot be compared
+    # int8 does not hold the bound below, and other unsigned types cannot be compared.
+    if experts.dtype not in (torch.uint8, torch.int16):
         experts = experts.to(torch.int64)
     if experts.dtype == torch.uint8:
         is_none = experts == 255

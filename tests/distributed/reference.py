@@ -4,6 +4,7 @@ All of it in float64, so that what is measured is the error of the float32 run a
 """
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -54,7 +55,10 @@ def reference_steps(options: ModelOptions, runs: list[Run]) -> list[Outcome]:
                 outputs[tokens] = logits, ahead
             logits, ahead = outputs[tokens]
             result = oracle.policy_loss(run.samples, logits, run.objective)
-            metrics, loss = _metrics(run, result), result.loss + loss_ahead(run.samples, ahead)
+            metrics, loss = (
+                expected_metrics(run, result),
+                result.loss + loss_ahead(run.samples, ahead),
+            )
         with model.no_sync():
             loss.backward(retain_graph=True)
         outcomes.append(Outcome(gather_gradients([model]) or {}, metrics))
@@ -132,6 +136,16 @@ def logits_alone(model: torch.nn.Module, sample: PlainSample) -> Tensor:
     return logits
 
 
+def logits_of_pack(model: torch.nn.Module, samples: list[PlainSample]) -> list[Tensor]:
+    """The same of samples in one pack without padding; of no samples a pack of one token runs, as a micro-batch may be empty."""
+    lengths = [len(sample.tokens) for sample in samples] or [1]
+    tokens = torch.tensor([[token for sample in samples for token in sample.tokens] or [0]])
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    boundaries = [0, *itertools.accumulate(lengths)]
+    output = model(tokens, positions, None, packed_seq_params=thd(boundaries))[0]
+    return list(output.split(lengths))[: len(samples)]
+
+
 def values_alone(model: torch.nn.Module, sample: PlainSample) -> Tensor:
     """[total_length] float64: a critic's value after each token of one sample."""
     values = _output_alone(model, sample)
@@ -146,7 +160,7 @@ def _output_alone(model: torch.nn.Module, sample: PlainSample) -> Tensor:
     return output[0]
 
 
-def _metrics(run: Run, result: oracle.PolicyLoss) -> dict[str, float]:
+def expected_metrics(run: Run, result: oracle.PolicyLoss) -> dict[str, float]:
     """What the package must report, by its names."""
     expected = {
         "loss": result.loss.item(),

@@ -19,11 +19,9 @@ from torch import Tensor
 
 from megatron_pg.config import versions
 from megatron_pg.config.versions import derives_multi_token_labels
-from megatron_pg.megatron import experts, packed_seq_params, policy_step
+from megatron_pg.megatron import experts, policy_step
 from megatron_pg.megatron.scale_contract import ScaleContract
-from megatron_pg.step.batch import pack
 from tests import oracle
-from tests.random_steps import package_samples
 
 from .cases import AHEAD
 from .compare import assert_equal, compare
@@ -37,7 +35,7 @@ from .models import (
     initialize_groups,
 )
 from .one_step import Outcome, build, run_schedule, run_steps, train_step
-from .reference import reference_steps
+from .reference import expected_metrics, logits_of_pack, reference_steps
 from .steps import Run
 
 RUN = Run()
@@ -76,23 +74,21 @@ def reference_step(data_size: int, per_token: bool, num_layers: int) -> Outcome:
     plain, logits, beside = RUN.samples, {}, torch.zeros((), dtype=torch.float64)
     # Interleaved pipelines fill up with an empty micro-batch, of which one token counts.
     multiple = 2 if num_layers > 2 else 1
-    ranks = range(data_size)
-    parts = [part for rank in ranks for part in RUN.micro_batches(data_size, rank, multiple)]
+    parts = [
+        part for rank in range(data_size) for part in RUN.micro_batches(data_size, rank, multiple)
+    ]
     all_tokens = sum(len(sample.tokens) for sample in plain)
     for part in parts:
         router_logits.clear()
-        batch = pack(package_samples([plain[index] for index in part]))
-        inputs = batch.tokens[None], batch.position_ids[None], None
-        output = model(*inputs, packed_seq_params=packed_seq_params(batch))[0]
-        lengths = [len(plain[index].tokens) for index in part]
-        logits |= dict(zip(part, output.split(lengths or len(output)), strict=bool(part)))
-        weight = max(sum(lengths), 1) / all_tokens if per_token else 1 / len(parts)
+        of_part = logits_of_pack(model, [plain[index] for index in part])
+        logits |= dict(zip(part, of_part, strict=True))
+        num_tokens = max(sum(map(len, of_part)), 1)
+        weight = num_tokens / all_tokens if per_token else 1 / len(parts)
         beside = beside + weight * sum(map(losses_of_router, router_logits))
     result = oracle.policy_loss(plain, [logits[i] for i in range(len(plain))], RUN.objective)
     with model.no_sync():
         (result.loss + beside).backward()
-    metrics = {"loss": result.loss.item(), "pg_loss": result.pg_loss.item()}
-    return Outcome(gather_gradients([model]) or {}, metrics | {"aggregation_checksum": 1.0})
+    return Outcome(gather_gradients([model]) or {}, expected_metrics(RUN, result))
 
 
 def nothing() -> None: ...

@@ -107,8 +107,14 @@ def whole_groups(groups: Sequence[int | None], docs_per_step: int) -> list[list[
 
 @pytest.mark.parametrize("world_size", (2, 3))
 def test_whole_groups_over_ranks(world_size) -> None:
-    worker = functools.partial(collect, docs_per_step=5, mode="at_least", keep_prompt_groups=True)
-    at_least = over_ranks([steps for steps, _ in run_ranks(worker, world_size)])
+    exact, at_least = (
+        over_ranks([steps for steps, _ in run_ranks(worker, world_size)])
+        for worker in (
+            functools.partial(collect, docs_per_step=5, mode=mode, keep_prompt_groups=True)
+            for mode in ("exact", "at_least")
+        )
+    )
+    assert exact == whole_groups(GROUPS, 5)
     assert sorted(row for step in at_least for row in step) == GOOD_ROWS
     assert all(len(step) >= 5 for step in at_least[:-1])
     groups = [group for step in at_least for group in {GROUPS[row] for row in step}]

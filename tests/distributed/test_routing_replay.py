@@ -1,6 +1,6 @@
 """Routing replay: the gradient of a model whose routers take given experts, at every sharding, and mutants of it.
 
-The oracle packs without padding on one process and routes in plain loops: a given token's experts are the engine's, any other's
+The oracle runs each sample alone in one process and routes in plain loops: a given token's experts are the engine's, any other's
 the largest logits; probabilities are the softmax of their logits.
 """
 
@@ -15,12 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.config import versions
-from megatron_pg.megatron import (
-    ParallelGroups,
-    compute_log_probs,
-    packed_seq_params,
-    routing_replay,
-)
+from megatron_pg.megatron import ParallelGroups, compute_log_probs, routing_replay
 from megatron_pg.megatron.policy_step import MicroBatchHead, PolicyStep, model_inputs
 from megatron_pg.step import batch as batches
 from megatron_pg.step.batch import PackedBatch, pack
@@ -39,6 +34,7 @@ from .models import (
     initialize_groups,
 )
 from .one_step import Outcome, build, train_step
+from .reference import expected_metrics, logits_alone
 from .steps import Run, ValueRun
 
 pytestmark = pytest.mark.skipif(
@@ -71,18 +67,16 @@ def reference_step(options: ModelOptions, layers: int) -> tuple[Outcome, list[Te
     """One process: every router's `routing` replaced by plain loops over the given experts; the step and its log-probs."""
     initialize_groups(Sharding())
     (model,) = build_model(Sharding(), options)
-    experts, plain = chosen(layers), RUN.samples
-    batch = pack(package_samples(plain))
+    rows: list[list[list[int]]] = []  # by layer those of the sample that runs
     counts = [0, 0]
     routers = [module for module in model.modules() if hasattr(module, "apply_z_loss")]
     given = layers_of(options) if layers == options.num_layers else range(layers)
     for layer, router in zip(given, routers, strict=True):
-        rows = [row for sample in experts for row in sample[layer]]
 
-        def routing(logits: Tensor, *_: Any, rows=rows, **__: Any) -> Any:
+        def routing(logits: Tensor, *_: Any, layer=layer, **__: Any) -> Any:
             logits = logits.flatten(0, 1)
             probs = torch.zeros_like(logits)
-            for token, row in enumerate(rows):
+            for token, row in enumerate(rows[layer]):
                 own = logits[token].topk(TOPK).indices.tolist()
                 ids = own if row[0] < 0 else row
                 if row[0] >= 0:
@@ -93,14 +87,14 @@ def reference_step(options: ModelOptions, layers: int) -> tuple[Outcome, list[Te
             return probs, probs > 0
 
         router.routing = routing
-    inputs = batch.tokens[None], batch.position_ids[None], None
-    output = model(*inputs, packed_seq_params=packed_seq_params(batch))[0]
-    logits = list(output.split([len(sample.tokens) for sample in plain]))
-    result = oracle.policy_loss(plain, logits, RUN.objective)
+    logits = []
+    for sample, experts in zip(RUN.samples, chosen(layers), strict=True):
+        rows[:] = experts
+        logits.append(logits_alone(model, sample))
+    result = oracle.policy_loss(RUN.samples, logits, RUN.objective)
     with model.no_sync():
         result.loss.backward()
-    metrics = {"loss": result.loss.item(), "pg_loss": result.pg_loss.item()}
-    metrics |= {"aggregation_checksum": 1.0, "router_agreement": counts[0] / counts[1]}
+    metrics = expected_metrics(RUN, result) | {"router_agreement": counts[0] / counts[1]}
     log_probs = [values.detach() for values in result.log_probs]
     return Outcome(gather_gradients([model]) or {}, metrics), log_probs
 

@@ -301,6 +301,26 @@ def test_auxiliary_loss_that_megatron_scales_wrongly_is_warned_of_once(monkeypat
     assert "1/2 of what is asked for" in record.getMessage()
 
 
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("num_microbatches", [1, 3, 7])
+@pytest.mark.parametrize("loss_scale", [None, 2.0**16, 1000.0])
+def test_the_gradient_that_backward_brings(per_token, num_microbatches, loss_scale) -> None:
+    """Against autograd through what the schedule does, in float32 and in place as it is there."""
+    job, samples = Job(per_token, 5, 2), package_samples(random_step(3, num_samples=4))
+    local = torch.tensor(0.7, requires_grad=True)
+    result = RankLoss(pack(samples), local, {}, num_microbatches)
+    output = contract_output(job, uneven_totals(samples), result)[0]
+    if not per_token:
+        output *= job.cp_size
+        output /= num_microbatches
+    if loss_scale is not None:
+        output = torch.tensor([loss_scale]) * output
+    output.backward()
+    tokens = sum(int(sample.loss_mask.sum()) for sample in samples)
+    expected = (tokens if per_token else job.dp_size * job.cp_size) * (loss_scale or 1.0)
+    torch.testing.assert_close(local.grad, torch.tensor(expected), rtol=3e-7, atol=0.0)
+
+
 @dataclass(frozen=True)
 class Groups:
     """The sizes and ranks of `ParallelGroups`, without processes."""

@@ -123,8 +123,6 @@ def test_a_pack_has_the_experts_of_its_tokens_and_none_at_padding(
             for index in batch.window.token_indices.tolist()
         ]
         assert experts.tolist() == expected
-    largest = max(max(row) for experts in everything for layer in experts for row in layer)
-    assert batch.largest_expert == largest
 
 
 def test_samples_with_experts_beside_samples_without_are_refused() -> None:
@@ -156,9 +154,10 @@ def test_a_file_has_them_layer_by_layer(tmp_path, kind) -> None:
     for one, expected in zip(pull_all(source), experts, strict=True):
         read = one.routed_experts.long()
         assert read.masked_fill(read == 255, -1).tolist() == expected
-    rows = [{**rows[0], "routed_experts": [[[0, 1], [2]]]}]
-    with pytest.raises(ValueError, match=r"routed_experts is .*, expected lists \[layers\]"):
-        pull_all(RolloutFiles([write(tmp_path, rows, kind)]))
+    for wrong in ([[[0, 1], [2]]], [0.5, 1.5], [[0.5, 1.5]]):
+        path = write(tmp_path, [{**rows[0], "routed_experts": wrong}], kind)
+        with pytest.raises(ValueError, match=r"routed_experts is .*, expected lists \[layers\]"):
+            pull_all(RolloutFiles([path]))
 
 
 def test_engines_give_tokens_first_and_no_entry_of_the_last_token() -> None:

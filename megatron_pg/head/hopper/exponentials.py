@@ -244,7 +244,7 @@ class ExponentialProducts:
 
 @dataclass(frozen=True)
 class ExponentialRows:
-    """Some rows after the first product, in the place of a `LogitChunk`; rows from `len(targets)` on fill up a tile.
+    """Some rows after the first product, a `Chunk`; rows from `len(targets)` on fill up a tile.
 
     Hidden states and exponentials are [padded rows, ...] bfloat16, offsets [padded rows, tiles] whole numbers in float32.
     """

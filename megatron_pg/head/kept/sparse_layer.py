@@ -63,6 +63,7 @@ def kept_log_probs(
 
 
 def sparse_log_probs(factors: Factors, options: HeadOptions, kept: Ragged) -> tuple[Tensor, Tensor]:
+    """Compute log-probs and entropy [tokens] over the kept columns alone; arguments as for `linear_log_probs_and_entropy`."""
     layer = OutputLayer.build(factors, options)
     pairs = KeptPairs.build(kept, factors.targets, layer.shard, layer.temperature)
     return SparseLogProbs.apply(factors.hidden, factors.weight, pairs)  # type: ignore

@@ -201,6 +201,6 @@ class Log:
         replace_text(self._folder / "summary.json", json.dumps(summary, indent=2) + "\n")
         report(lines).savefig(self._folder / "report.png", dpi=110)
         self._events.close()
-        rewards = "reward {reward_first:.2f} -> {reward_last:.2f}".format(**summary)
-        held_out = "{held_out_before:.2f} -> {held_out_after:.2f}".format(**summary)
-        print(f"{rewards}, held-out questions {held_out}; see {self._folder}/report.png")
+        rewards = "reward {reward_first:.2f} -> {reward_last:.2f} (first, last tenth of the steps)"
+        held_out = "held-out {held_out_before:.2f} -> {held_out_after:.2f} (before, after)"
+        print(f"{rewards}, {held_out}".format(**summary) + f"; see {self._folder}/report.png")

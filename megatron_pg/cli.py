@@ -2,12 +2,13 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from types import ModuleType
 
 import megatron_pg
-from megatron_pg import check, explain, migrate
 from megatron_pg.config.program import ProgramParser
-from megatron_pg.integrations import verl
+from megatron_pg.config.rows import did_you_mean
 
 EPILOG = """\
 commands:
@@ -23,11 +24,12 @@ examples:
       --pipeline-model-parallel-size 2
   megatron-pg explain --help
 """
-COMMANDS = {
-    "explain": explain.main,
-    "check": check.main,
-    "migrate": migrate.main,
-    "integrations": verl.main,
+# Imported when it is called: torch alone takes seconds.
+COMMANDS: dict[str, Callable[[], ModuleType]] = {
+    "explain": lambda: import_module("megatron_pg.explain"),
+    "check": lambda: import_module("megatron_pg.check"),
+    "migrate": lambda: import_module("megatron_pg.migrate"),
+    "integrations": lambda: import_module("megatron_pg.integrations.verl"),
 }
 
 
@@ -35,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command of a command line, of the process's own if None, and return the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words and words[0] in COMMANDS:
-        return COMMANDS[words[0]](words[1:])
+        return int(COMMANDS[words[0]]().main(words[1:]))
     parser = ProgramParser(
         prog="megatron-pg",
         description="The policy-gradient loss for RL on Megatron-Core, normalised right at any parallelism.",
@@ -45,9 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--version", action="version", version=f"megatron-pg {megatron_pg.__version__}"
     )
-    parser.add_argument("command", choices=list(COMMANDS), help="see below")
+    parser.add_argument("command", help=f"{', '.join(COMMANDS)}: see below")
     if not words:
         parser.print_help()
         return 2
-    parser.parse_args(words)
-    return 0
+    command = parser.parse_args(words).command
+    near = did_you_mean(command, COMMANDS)
+    parser.error(f"{command!r} is no command ({', '.join(COMMANDS)}){near}")

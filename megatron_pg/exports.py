@@ -1,8 +1,4 @@
-"""The policy-gradient loss for RL on Megatron-Core, normalised right at any parallelism.
-
-Importing this package needs torch and NumPy. What touches Megatron is in `megatron_pg.megatron`:
-`from megatron_pg.megatron import PolicyStep`.
-"""
+"""The names that `megatron_pg` exports. Importing them needs torch and NumPy."""
 
 from megatron_pg.config import PolicyLossConfig, add_policy_loss_args, validate_policy_loss_args
 from megatron_pg.config.planning import PlanningConfig, add_planning_args, validate_planning_args
@@ -23,8 +19,6 @@ from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.token_window import TokenWindow
 from megatron_pg.step.totals import StepTotals, step_totals
-
-__version__ = "0.1.0"
 
 __all__ = [
     "AGGREGATIONS",

@@ -4,11 +4,12 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from megatron_pg.config.fields import flag_of
+
+if TYPE_CHECKING:
+    import torch
 
 CUSTOM_FUNCTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "custom_policy_loss_path": (("config", "tokens", "log_probs"), ()),
@@ -88,13 +89,16 @@ def check_returned(
     where: str,
     meaning: str,
     *,
-    differentiable_in: torch.Tensor | None = None,
+    differentiable_in: "torch.Tensor | None" = None,
 ) -> None:
     """Refuse a user's result that is no tensor of that shape, or has lost its gradient; its values are not read.
 
     `where` names the flag and the path, `meaning` the tensor's contents. The argument `differentiable_in` must get a gradient,
     where it has one: Megatron's schedules pass over a loss without, so that training would go on and learn nothing.
     """
+    # The settings and their flags need no torch.
+    import torch
+
     is_tensor, kind = isinstance(value, torch.Tensor), "a tensor of shape"
     if not is_tensor or value.shape != torch.Size(shape):
         found = f"{kind} {list(value.shape)}" if is_tensor else f"a {type(value).__name__}"

@@ -180,13 +180,21 @@ def _compiled_settings(config: PolicyLossConfig) -> PolicyLossConfig | None:
     return config if config.grad_divisor is None else dataclasses.replace(config, grad_divisor=1.0)
 
 
+_MAKERS = {
+    "old_log_probs": "; megatron_pg.megatron.compute_log_probs makes them with the model that is trained",
+    "ref_log_probs": "; megatron_pg.megatron.compute_log_probs makes them with a reference model, which --ref-load names "
+    "for examples/trainer",
+}
+"""The way to fields that a rollout engine does not return."""
+
+
 def _require_inputs(config: PolicyLossConfig, batch: PackedBatch) -> None:
     """Refuse a micro-batch that lacks an input of the loss, naming the sample, the field and the flags that ask for it."""
     for field, flags in required_inputs(config).items():
         if field != "group_index" and batch.samples and getattr(batch, field) is None:
             raise ValueError(
                 f"{batch.samples[0].name} has no {field}, which {' and '.join(flags)} needs: give "
-                f"Sample({field}=...) to every sample of the step"
+                f"Sample({field}=...) to every sample of the step{_MAKERS.get(field, '')}"
             )
     if config.replay_sampling_set and batch.kept_tokens is not None:
         _refuse_other_distributions(config, batch, batch.kept_tokens.sizes == 1)

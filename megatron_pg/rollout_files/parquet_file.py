@@ -22,8 +22,7 @@ try:
     import pyarrow as pa
     import pyarrow.parquet
 except ImportError as error:
-    remedy = "pip install 'megatron_pg[tools]', or pip install 'pyarrow>=15'"
-    raise ImportError(f"Parquet needs pyarrow, which is not installed: {remedy}") from error
+    raise ImportError("Parquet needs pyarrow: pip install 'pyarrow>=15'") from error
 
 BATCH_ROWS = 256
 """Rows of Parquet that are decoded at a time."""

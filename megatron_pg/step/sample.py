@@ -244,6 +244,16 @@ def check_samples(function: str, samples: object) -> None:
             )
 
 
+def _refuse_change(sample: Sample, field: str, _: object) -> None:
+    raise dataclasses.FrozenInstanceError(
+        f"{sample.name}: {field} cannot be set, as a sample is checked when it is made; make another: "
+        f"sample = dataclasses.replace(sample, {field}=...)"
+    )
+
+
+Sample.__setattr__ = _refuse_change  # type: ignore[assignment, method-assign]
+
+
 def as_integer(value: object) -> int | None:
     """Convert a Python, NumPy or 0-d tensor integer of 64 bits; None for anything else, 3.0 and True included."""
     if isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool):

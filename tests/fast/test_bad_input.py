@@ -51,6 +51,26 @@ def loss_of(samples: list[Sample], **settings: Any) -> torch.Tensor:
 # Samples.
 
 
+@pytest.mark.parametrize("field", ["old_log_probs", "no_field"])
+def test_a_sample_cannot_be_changed(field):
+    with pytest.raises(dataclasses.FrozenInstanceError) as refusal:
+        setattr(sample(), field, [0.0] * 3)
+    assert f"{NAME}: {field} cannot be set" in str(refusal.value)
+    assert f"sample = dataclasses.replace(sample, {field}=...)" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "settings", "remedy"),
+    [
+        ("old_log_probs", {}, "compute_log_probs"),
+        ("ref_log_probs", {"kl_loss_coef": 0.1}, "compute_log_probs | --ref-load"),
+    ],
+)
+def test_missing_log_probs_name_what_makes_them(field, settings, remedy):
+    words = f"{NAME} has no {field} | {remedy}"
+    assert_refused(words, loss_of, [sample(**{field: None})], **settings)
+
+
 @pytest.mark.parametrize("size", [0, 1, 2, 4, 5])
 @pytest.mark.parametrize("field", PER_TOKEN_FIELDS)
 def test_a_per_token_field_of_the_wrong_size(field, size):

@@ -482,7 +482,7 @@ def test_a_missing_pyarrow_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     paths = {kind: write(tmp_path, [row(3)], kind) for kind in KINDS}
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.delitem(sys.modules, "megatron_pg.rollout_files.parquet_file", raising=False)
-    words = "pip install 'megatron_pg[tools]'"
+    words = "pip install 'pyarrow>=15'"
     assert_refused(words, RolloutFiles, [paths["parquet"]], error=ImportError)
     assert read(paths["jsonl"]) == [3]
 

@@ -135,6 +135,16 @@ def test_every_extra_installs_what_some_part_of_the_project_says() -> None:
     assert named <= EXTRAS and EXTRAS - {"te"} <= named
 
 
+def test_the_image_takes_nothing_that_git_ignores() -> None:
+    """README's commands leave environments of gigabytes beside the source."""
+    ignored, left_out = (
+        {line.removeprefix("**/").strip("/") for line in (ROOT / name).read_text().splitlines()}
+        for name in (".gitignore", ".dockerignore")
+    )
+    # Compiled files lie in __pycache__.
+    assert ignored - {"*.py[cod]"} <= left_out
+
+
 def test_the_image_and_the_workflows_run_what_there_is() -> None:
     """Files that a Dockerfile and workflows name; neither is run here."""
     image = (ROOT / "Dockerfile").read_text()

@@ -1,0 +1,20 @@
+"""The policy-gradient loss for RL on Megatron-Core, normalised right at any parallelism.
+
+What touches Megatron is in `megatron_pg.megatron`: `from megatron_pg.megatron import PolicyStep`.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_pg.exports import *  # noqa: F403
+
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """Import the exports when the first of them is read: `megatron-pg --help` waits for no torch."""
+    exports = import_module("megatron_pg.exports")
+    if name == "__all__" or name in exports.__all__:
+        return getattr(exports, name)
+    raise AttributeError(f"module 'megatron_pg' has no attribute {name!r}")

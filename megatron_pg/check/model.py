@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from megatron.core import distributed, parallel_state, tensor_parallel
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
@@ -26,6 +27,10 @@ NewModel = Callable[..., torch.nn.Module]
 def initialize_groups(options: CheckOptions, *, sharded: bool = True) -> None:
     """Renew Megatron's process groups. Every rank of the world calls it."""
     if parallel_state.model_parallel_is_initialized():
+        # Megatron forgets its groups. Their threads and communicators would add up over the shardings.
+        _, *groups = parallel_state._global_process_group_list
+        for group in groups:
+            dist.destroy_process_group(group)
         parallel_state.destroy_model_parallel()
     # Megatron keeps a number for each layer of the first mixture of experts that it sees.
     versions.router_metrics().clear()

@@ -20,6 +20,7 @@ The way of a loss through ms-swift (read in 4.6.0, `swift/megatron/trainers/grpo
 Their `grpo` and `dr_grpo` are means of micro-batches, averaged. Metrics stay theirs; `loss` is the objective.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -50,14 +51,14 @@ def with_loss(trainer: type[Any], config: PolicyLossConfig) -> type[Any]:
     class Trainer(trainer):  # type: ignore[misc]
         def _compute_advantages(self, samples: Any, *others: Any, **named: Any) -> Any:
             first = self.process_index * len(samples)
-            self.prompts = [(first + n) // self.num_generations for n in range(len(samples))]
+            self.megatron_pg_prompts = [(first + n) // self.num_generations for n in range(len(samples))]
             return super()._compute_advantages(samples, *others, **named)
 
         def _generate_and_score_completions(self, inputs: Any) -> Any:
             refuse_other_settings(self.args, config)
             batches = super()._generate_and_score_completions(inputs)
             by_process: list[Any] = [None] * dist.get_world_size(self._get_rollout_group())
-            dist.all_gather_object(by_process, self.prompts, group=self._get_rollout_group())
+            dist.all_gather_object(by_process, self.megatron_pg_prompts, group=self._get_rollout_group())
             prompts = iter(sum(by_process, []))
             group, size = data_parallel_group(), self.args.num_microbatches
             for step in (batches[at : at + size] for at in range(0, len(batches), size)):
@@ -83,43 +84,41 @@ def with_loss(trainer: type[Any], config: PolicyLossConfig) -> type[Any]:
     return Trainer
 
 
-def samples_of(batch: Any, prompts: Any, args: Any) -> list[Sample]:
-    """Make the samples of a GRPOBatch on the host; the batch has no tokens, and padding is masked."""
-    completions = batch.completion_mask.cpu()
-    filtered = batch.truncated_mask.cpu() if args.overlong_filter else [False] * len(completions)
+def samples_of(batch: Any, prompts: Iterator[int], args: Any) -> list[Sample]:
+    """Make the samples of a GRPOBatch on the host. It has no tokens, which are 0 here; its padding is masked."""
+    responses = batch.completion_mask.cpu()
+    mask = responses & ~batch.truncated_mask.cpu()[:, None] if args.overlong_filter else responses
     values = {ours: getattr(batch, theirs) for theirs, ours in FIELDS.items()}
-    fields = {ours: value.cpu() for ours, value in values.items() if value is not None}
-    first_column = torch.zeros(1)
-    samples = []
-    for row, mask in enumerate(completions):
-        columns = {ours: torch.cat([first_column, value[row]]) for ours, value in fields.items()}
-        kept = torch.cat([first_column, mask & ~torch.as_tensor(filtered[row])])
-        begin = int(mask.int().argmax()) + 1
-        tokens = torch.zeros(len(kept), dtype=torch.int64)
-        names = {"group_index": next(prompts), "name": f"row {row}"}
-        samples.append(sample_of_row(tokens, begin, kept, columns, **names))
-    return samples
+    of_next = {ours: v.cpu() for ours, v in {"mask": mask, **values}.items() if v is not None}
+    shifted = {ours: torch.nn.functional.pad(value, (1, 0)) for ours, value in of_next.items()}
+    masks = shifted.pop("mask")
+    return [
+        sample_of_row(
+            torch.zeros(len(row), dtype=torch.int64),
+            int(responses[number].int().argmax()) + 1,
+            row,
+            {field: value[number] for field, value in shifted.items()},
+            group_index=next(prompts),
+            name=f"row {number}",
+        )
+        for number, row in enumerate(masks)
+    ]
 
 
 def refuse_other_settings(args: Any, config: PolicyLossConfig) -> None:
     """Refuse, by name, settings of theirs about the loss that the config does not have."""
-    high = config.eps_clip if config.eps_clip_high is None else config.eps_clip_high
-    theirs_high = args.epsilon if args.epsilon_high is None else args.epsilon_high
-    pairs = {
-        "loss_type": (args.loss_type, "grpo"),
-        "importance_sampling_level": (args.importance_sampling_level, "token"),
-        "epsilon": (args.epsilon, config.eps_clip),
-        "epsilon_high": (theirs_high, high),
-        "beta": (args.beta, config.kl_loss_coef),
-        "delta": (args.delta, None),
-        "top_entropy_quantile": (args.top_entropy_quantile, 1.0),
-        "rollout_importance_sampling_mode": (args.rollout_importance_sampling_mode, None),
-        "off_policy_sequence_mask_delta": (args.off_policy_sequence_mask_delta, None),
-        "calculate_per_token_loss": (bool(args.calculate_per_token_loss), False),
+    wanted = {
+        **{"loss_type": "grpo", "importance_sampling_level": "token", "delta": None},
+        **{"top_entropy_quantile": 1.0, "off_policy_sequence_mask_delta": None},
+        **{"rollout_importance_sampling_mode": None, "calculate_per_token_loss": False},
+        **{"epsilon": config.eps_clip, "beta": config.kl_loss_coef},
+        "epsilon_high": config.eps_clip_high,
     }
-    wrong = [f"{name} {theirs}" for name, (theirs, ours) in pairs.items() if theirs != ours]
+    if config.eps_clip_high is None and args.epsilon_high == args.epsilon:
+        del wanted["epsilon_high"]
+    wrong = [name for name, value in wanted.items() if getattr(args, name) != value]
     if wrong:
         raise ValueError(
-            f"ms-swift has {', '.join(wrong)}; expected {', '.join(f'{n} {o}' for n, (t, o) in pairs.items() if t != o)}: "
-            "megatron_pg computes the loss, so say it in PolicyLossConfig and leave theirs at that"
+            f"ms-swift has {', '.join(f'{name} {getattr(args, name)}' for name in wrong)}, and megatron_pg, which computes the "
+            f"loss, {', '.join(f'{name} {wanted[name]}' for name in wrong)}: set the same in both"
         )

@@ -12,9 +12,8 @@ from .sources import TRAINERS
 
 
 def cases(engine: str) -> list[Case]:
-    layouts = [True, False] if engine == "nemo_rl" else [True]
     return [
-        *(Case(engine, mode, packed) for mode in oracle.AGGREGATIONS for packed in layouts),
+        *(Case(engine, mode, packed) for mode in oracle.AGGREGATIONS for packed in (True, False)),
         *(Case(engine, mode, mutant="scale") for mode in oracle.AGGREGATIONS),
         Case(engine, "prompt_mean", mutant="windows"),
     ]

@@ -13,7 +13,8 @@ rank, is the objective, whatever aggregation, objective and corrections the conf
 Under context parallelism the engine gathers the log-probs of whole responses, with gradient for each rank's own part.
 """
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -49,6 +50,10 @@ class StepLoss:
     config: PolicyLossConfig
     totals: StepTotals
 
+    def __post_init__(self) -> None:
+        # Metrics are the engine's.
+        vars(self)["config"] = dataclasses.replace(self.config, pg_metrics="none")
+
     def __call__(
         self,
         log_probs: Sequence[Tensor],
@@ -73,31 +78,29 @@ class StepLoss:
         return MicroBatchLoss(self.config, batch, self.totals).loss(flat, of_tokens)
 
 
-def sample_of_row(
+def samples_of_rows(
     tokens: Tensor,
-    prompt_length: int,
-    mask: Tensor,
+    starts: Sequence[int],
+    lengths: Sequence[int],
     fields: Mapping[str, Tensor],
-    *,
-    group_index: int | None,
-    name: str,
-) -> Sample:
-    """Make the sample of a row of an engine's matrices, on the host.
+    groups: Iterable[int],
+) -> list[Sample]:
+    """Make the samples of an engine's rows, on the host.
 
     Args:
-        tokens: [total_length] ids, without padding.
-        mask: [total_length] of 0 and 1: the tokens that are trained on.
-        fields: [total_length] values of each token, by the name of the field of `Sample`.
+        tokens: [rows, width] ids.
+        starts: the column of each row's first response token.
+        lengths: the tokens of each row, without padding.
+        fields: [rows, width] values of each token, on any device, by the name of the field of `Sample`.
+        groups: the prompt group of each row.
     """
-    values: dict[str, Any] = {field: row[prompt_length:] for field, row in fields.items()}
-    return Sample(
-        tokens=tokens,
-        response_length=len(tokens) - prompt_length,
-        loss_mask=mask[prompt_length:],
-        group_index=group_index,
-        name=name,
-        **values,
-    )
+    host = {field: values.cpu() for field, values in fields.items()}
+    made, ids = [], tokens.cpu()
+    for row, (start, length, group) in enumerate(zip(starts, lengths, groups, strict=False)):
+        values: dict[str, Any] = {field: value[row, start:length] for field, value in host.items()}
+        names = {"response_length": length - start, "group_index": group, "name": f"row {row}"}
+        made.append(Sample(tokens=ids[row, :length], **names, **values))  # type: ignore[arg-type]
+    return made
 
 
 def of_response(values: Tensor, sample: Sample) -> Tensor:
@@ -106,3 +109,24 @@ def of_response(values: Tensor, sample: Sample) -> Tensor:
     `values` has, at position p, that of token p + 1; padding may follow.
     """
     return values[sample.prompt_length - 1 : sample.total_length - 1]
+
+
+def refuse_settings(
+    engine: str,
+    args: Any,
+    wanted: Mapping[str, Any],
+    config: PolicyLossConfig,
+    has_entropy: bool = False,
+) -> None:
+    """Raise a ValueError that names settings of the engine about the loss that differ from the config's, or an entropy term."""
+    if config.entropy_coef and not has_entropy:
+        raise ValueError(
+            f"entropy_coef is {config.entropy_coef:g}, and {engine} hands its loss no entropy: set it to 0"
+        )
+    wrong = {name: value for name, value in wanted.items() if getattr(args, name, None) != value}
+    if wrong:
+        theirs = ", ".join(f"{name} {getattr(args, name, None)}" for name in wrong)
+        ours = ", ".join(f"{name} {value}" for name, value in wrong.items())
+        raise ValueError(
+            f"{engine} has {theirs}, and megatron_pg, which computes the loss, {ours}: set the same in both"
+        )

@@ -7,33 +7,36 @@
 The way of a loss through NeMo-RL (read in commit 7ea279a):
 
 1. `models/policy/lm_policy.py`, `Policy.train`, on the driver: `data` has the rows of one or more optimizer steps, in the
-   order of the prompts, `train_global_batch_size` rows a step. `shard_by_batch_size` deals rows to data-parallel ranks and
-   micro-batches; a list in the data travels with its rows.
-2. `models/megatron/train.py`, `LossPostProcessor`: calls `loss_fn(next_token_logprobs, data, global_valid_seqs,
-   global_valid_toks)`, by sequence under sequence packing, else by micro-batch, with log-probs gathered over context
-   parallelism, and adds the results up. It multiplies by `M / CP**2`.
+   order of the prompts. `shard_by_batch_size` deals rows to ranks and micro-batches; a list in the data travels with them.
+2. `models/megatron/train.py`, `LossPostProcessor`: calls the loss by sequence or by micro-batch, with log-probs gathered over
+   context parallelism, adds up, and multiplies by `M / CP**2`: 1 / CP is for the gather, whose backward sums over CP ranks.
 3. `models/megatron/setup.py` turns `calculate_per_token_loss` on, and the result is a pair: Megatron multiplies by `CP / M`
-   and sums gradients over DP and CP ranks. The other 1 / CP is for the gather, whose backward sums over CP ranks.
+   and sums gradients over ranks.
 
-So the gradient of a step is the sum of what the loss returns over rows: its share, with nothing to undo. Their two counts,
-`global_valid_seqs` and `global_valid_toks`, are not read. `loss_fn` of the configuration gives its type alone; its settings
-(clip, KL, importance weights) are those of `PolicyLossConfig` instead.
+So the gradient is that of the sum of the shares: nothing is to be undone, and `global_valid_seqs` and `global_valid_toks` are
+not read. Clip, KL and importance weights are those of `PolicyLossConfig`; of their loss its types remain.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
-from megatron_pg.integrations.engine_loss import EngineLoss, StepLoss, of_response, sample_of_row
+from megatron_pg.integrations.engine_loss import (
+    EngineLoss,
+    StepLoss,
+    of_response,
+    refuse_settings,
+    samples_of_rows,
+)
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import step_totals
 
 KEY = "megatron_pg_samples"
 """Key of the data: for each row the number of its optimizer step, and its sample."""
-FIELDS: Mapping[str, str] = {
+FIELDS = {
     "advantages": "advantages",
     "prev_logprobs": "old_log_probs",
     "reference_policy_logprobs": "ref_log_probs",
@@ -61,47 +64,32 @@ class NemoRLLoss:
         return loss, {"loss": loss.item(), "num_valid_samples": len(samples)}
 
 
-def samples_of_rows(data: Any, num_generations_per_prompt: int) -> list[Sample]:
+def samples_of(data: Any, num_generations_per_prompt: int) -> list[Sample]:
     """Make the sample of each row; the rows of one prompt follow each other. A row that is filtered out is fully masked."""
-    responses = data["token_mask"].cpu().bool()
-    mask = responses & data["sample_mask"].cpu().bool()[:, None]
-    fields = {ours: data[theirs].cpu() for theirs, ours in FIELDS.items() if theirs in data}
-    return [
-        sample_of_row(
-            data["input_ids"][row, :length].cpu(),
-            int(responses[row].int().argmax()) or length,
-            mask[row, :length],
-            {field: values[row, :length] for field, values in fields.items()},
-            group_index=row // num_generations_per_prompt,
-            name=f"row {row}",
-        )
-        for row, length in enumerate(data["input_lengths"].tolist())
-    ]
+    responses = data["token_mask"].bool()
+    fields = {ours: data[theirs] for theirs, ours in FIELDS.items() if theirs in data}
+    fields["loss_mask"] = responses & data["sample_mask"].bool()[:, None]
+    lengths = data["input_lengths"].tolist()
+    firsts = responses.int().argmax(dim=1).tolist()
+    starts = [first or length for first, length in zip(firsts, lengths, strict=True)]
+    groups = [row // num_generations_per_prompt for row in range(len(lengths))]
+    return samples_of_rows(data["input_ids"], starts, lengths, fields, groups)
 
 
 def train_with(policy: Any, config: PolicyLossConfig, num_generations_per_prompt: int) -> None:
-    """Replace `policy.train`, so that it trains on this package's loss.
-
-    A ValueError of a later step names a row whose values no loss can use, a prompt group of different prompts, which
-    another order of rows makes, or an optimizer step that cuts a group.
-    """
+    """Replace `policy.train`. A ValueError of a step names a bad row, a group of different prompts, or one that it cuts."""
     train = policy.train
 
     def train_on_samples(data: Any, loss_fn: Any, *others: Any, **named: Any) -> Any:
         if loss_fn.input_type.value != "logprob":
-            raise ValueError(
-                f"megatron_pg.integrations.nemo_rl: loss_fn reads {loss_fn.input_type.value}, expected a loss on log-probs "
-                "such as ClippedPGLossFn"
-            )
-        samples = samples_of_rows(data, num_generations_per_prompt)
+            raise ValueError(f"NeMo-RL's loss_fn reads {loss_fn.input_type.value}, not log-probs")
+        refuse_settings("NeMo-RL", loss_fn, {"force_on_policy_ratio": False}, config)
+        samples = samples_of(data, num_generations_per_prompt)
         size = named.get("gbs") or policy.cfg["train_global_batch_size"]
-        starts = range(0, len(samples), size)
-        totals = [
-            step_totals(samples[at : at + size], samples_per_group=num_generations_per_prompt)
-            for at in starts
-        ]
+        steps = [samples[at : at + size] for at in range(0, len(samples), size)]
+        group = {"samples_per_group": num_generations_per_prompt}
+        losses = [StepLoss(config, step_totals(step, **group)) for step in steps]
         data[KEY] = [(row // size, sample) for row, sample in enumerate(samples)]
-        losses = [StepLoss(config, count) for count in totals]
         loss = NemoRLLoss(losses, loss_fn.loss_type, loss_fn.input_type)
         return train(data, loss, *others, **named)
 

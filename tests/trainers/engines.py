@@ -68,16 +68,19 @@ def a_step() -> list[PlainSample]:
     return samples
 
 
+def fields_of(case: Case) -> dict[str, Any]:
+    return {
+        "loss_aggregation": case.aggregation,
+        "loss_aggregation_divisor": DIVISOR if case.aggregation == "constant" else None,
+        "eps_clip": logit_table.CLIP,
+        "eps_clip_high": logit_table.CLIP_HIGH,
+        "kl_loss_coef": logit_table.KL_COEF,
+        "kl_loss_type": "low_var_kl",
+    }
+
+
 def config_of(case: Case) -> PolicyLossConfig:
-    return PolicyLossConfig(
-        loss_aggregation=case.aggregation,
-        loss_aggregation_divisor=DIVISOR if case.aggregation == "constant" else None,
-        eps_clip=logit_table.CLIP,
-        eps_clip_high=logit_table.CLIP_HIGH,
-        kl_loss_coef=logit_table.KL_COEF,
-        kl_loss_type="low_var_kl",
-        pg_metrics="none",
-    )
+    return PolicyLossConfig(**fields_of(case))
 
 
 def expected(case: Case, samples: list[PlainSample]) -> Tensor:
@@ -129,6 +132,7 @@ def scheduled(model: Any, forward_step: Callable[..., Any], count: int) -> Tenso
     return gradient
 
 
+VIME_PACKAGES = "ray httpx wandb vllm vllm_router torch_memory_saver".split()
 NEMO_RL_PACKAGES = "ray requests decord torchvision PIL pynvml uvicorn fastapi zmq wandb omegaconf transformers".split()
 NEMO_RL_MODULES = "models algorithms.x_token environments utils experience distributed.model_utils data.multimodal_utils".split()
 
@@ -225,7 +229,9 @@ def nemo_rl_gradient(samples: list[PlainSample], case: Case) -> Tensor:
     policy: Any = Policy()
     train_with(policy, config_of(case), GROUP)
     types = interfaces.LossType.TOKEN_LEVEL, interfaces.LossInputType.LOGPROB
-    policy.train(data, SimpleNamespace(loss_type=types[0], input_type=types[1]))
+    policy.train(
+        data, SimpleNamespace(loss_type=types[0], input_type=types[1], force_on_policy_ratio=False)
+    )
     return found[0]
 
 
@@ -246,28 +252,48 @@ def ms_swift_gradient(samples: list[PlainSample], case: Case) -> Tensor:
     annotations = "MegatronArguments Template RolloutOutput DataType OnPolicySample RequestConfig RolloutInferRequest"
     basic |= dict.fromkeys(annotations.split(), Any)
     basic |= {"contextmanager": contextlib.contextmanager, "GRPOSample": Any, "logger": logging}
-    basic |= {"dataclass": dataclass, "fields": dataclasses.fields, "profiling_decorator": lambda f: f}
+    basic |= {
+        "dataclass": dataclass,
+        "fields": dataclasses.fields,
+        "profiling_decorator": lambda f: f,
+    }
     basic |= {"profiling_context": lambda *args: contextlib.nullcontext()}
     basic |= functions(folder + "rl_core/data.py", "GRPOBatch", **basic)
-    vocabulary = "_AllReduceAcrossVocabShards vocab_parallel_log_softmax vocab_parallel_gather_logps"
+    vocabulary = (
+        "_AllReduceAcrossVocabShards vocab_parallel_log_softmax vocab_parallel_gather_logps"
+    )
     vocabulary += " compute_logps_and_entropy_from_logits"
     path = folder + "megatron/trainers/vocab_parallel_utils.py"
     basic |= functions(path, *vocabulary.split(), **basic)
     basic |= functions(
-        folder + "megatron/trainers/utils.py", "get_batch_on_this_pp_rank", "gather", "gather_object", **basic
+        folder + "megatron/trainers/utils.py",
+        "get_batch_on_this_pp_rank",
+        "gather",
+        "gather_object",
+        **basic,
     )
-    made = "pad_logps_back_to_batch build_completion_mask_and_seq_lengths collate_to_grpo_micro_batch"
+    made = (
+        "pad_logps_back_to_batch build_completion_mask_and_seq_lengths collate_to_grpo_micro_batch"
+    )
     nothing = {"build_rollout_logps": lambda *args: None, "build_opsd_samples": lambda rows: False}
     nothing |= {"build_routed_experts_batch": lambda *args, **named: None}
-    basic |= functions(folder + "rlhf_trainers/utils.py", *made.split(), **basic, **nothing) | nothing
+    basic |= (
+        functions(folder + "rlhf_trainers/utils.py", *made.split(), **basic, **nothing) | nothing
+    )
     basic |= functions(folder + "rl_core/advantage.py", "expand_advantage_to_per_token", **basic)
-    basic |= {"encode_sample": lambda sample, template: sample.encoded, "get_padding_to": lambda args: None}
+    basic |= {
+        "encode_sample": lambda sample, template: sample.encoded,
+        "get_padding_to": lambda args: None,
+    }
     if case.mutant == "windows":
         score = basic["compute_logps_and_entropy_from_logits"]
         basic["compute_logps_and_entropy_from_logits"] = lambda logits, labels, **named: score(
             logits, labels.roll(1, -1), **named
         )
-    bases = {"MegatronRolloutMixin": type("Rollouts", (), {}), "MegatronRLHFTrainer": type("Base", (), {})}
+    bases = {
+        "MegatronRolloutMixin": type("Rollouts", (), {}),
+        "MegatronRLHFTrainer": type("Base", (), {}),
+    }
     path = folder + "megatron/trainers/grpo_trainer.py"
     theirs = functions(path, "MegatronGRPOTrainer", **basic, **bases)["MegatronGRPOTrainer"]
 
@@ -275,7 +301,10 @@ def ms_swift_gradient(samples: list[PlainSample], case: Case) -> Tensor:
         """As their template does: rows without padding one after another, or padded at the right."""
         lengths = torch.tensor([each["length"] for each in encoded])
         if case.packed:
-            batch = {name: torch.cat([e[name] for e in encoded])[None] for name in ("input_ids", "labels")}
+            batch = {
+                name: torch.cat([e[name] for e in encoded])[None]
+                for name in ("input_ids", "labels")
+            }
             return batch | {"cu_seq_lens_q": torch.nn.functional.pad(lengths.cumsum(0), (1, 0))}
         pad = partial(basic["pad_sequence"], batch_first=True)
         labels = pad([each["labels"] for each in encoded], padding_value=-100)
@@ -310,7 +339,10 @@ def ms_swift_gradient(samples: list[PlainSample], case: Case) -> Tensor:
         def _maybe_compute_logps(self, batch: Any, teacher_inputs: Any) -> Any:
             grpo = batch["grpo_batch"]
             width = grpo.completion_mask.shape[1]
-            for name, field in (("old_log_probs", "old_per_token_logps"), ("ref_log_probs", "ref_per_token_logps")):
+            for name, field in (
+                ("old_log_probs", "old_per_token_logps"),
+                ("ref_log_probs", "ref_per_token_logps"),
+            ):
                 matrix = torch.zeros(grpo.completion_mask.shape)
                 for row, number in enumerate(range(self.scored, self.scored + len(matrix))):
                     length = len(samples[first + number].tokens)
@@ -333,23 +365,46 @@ def ms_swift_gradient(samples: list[PlainSample], case: Case) -> Tensor:
     count = len(samples[mine]) // 2
     args = SimpleNamespace(
         num_generations=GROUP,
-        **dict.fromkeys("num_generations_eval delta real_tau rollout_importance_sampling_mode".split()),
-        **dict.fromkeys("off_policy_sequence_mask_delta fipo_clip_range fipo_clip_high_only".split()),
-        **dict.fromkeys("fipo_safety_threshold scale_rewards advantage_estimator max_resample_times".split()),
-        **dict.fromkeys("rollout_importance_sampling_threshold teacher_kl_coef tau_pos tau_neg".split()),
-        **dict.fromkeys("dynamic_sample kl_in_reward log_entropy calculate_per_token_loss".split(), False),
+        **dict.fromkeys(
+            "num_generations_eval delta real_tau rollout_importance_sampling_mode".split()
+        ),
+        **dict.fromkeys(
+            "off_policy_sequence_mask_delta fipo_clip_range fipo_clip_high_only".split()
+        ),
+        **dict.fromkeys(
+            "fipo_safety_threshold scale_rewards advantage_estimator max_resample_times".split()
+        ),
+        **dict.fromkeys(
+            "rollout_importance_sampling_threshold teacher_kl_coef tau_pos tau_neg".split()
+        ),
+        **dict.fromkeys(
+            "dynamic_sample kl_in_reward log_entropy calculate_per_token_loss".split(), False
+        ),
         **dict.fromkeys(("log_rollout_offpolicy_metrics", "truncation_strategy"), False),
         **{"beta": config.kl_loss_coef, "loss_type": "grpo", "epsilon": config.eps_clip},
-        **{"epsilon_high": config.eps_clip_high, "top_entropy_quantile": 1.0, "fipo_decay_rate": 32},
+        **{
+            "epsilon_high": config.eps_clip_high,
+            "top_entropy_quantile": 1.0,
+            "fipo_decay_rate": 32,
+        },
         **{"importance_sampling_level": "token", "overlong_filter": True, "task_type": "causal_lm"},
         **{"generation_batch_size": len(samples), "steps_per_generation": 1, "micro_batch_size": 2},
         **{"global_batch_size": len(samples), "per_device_generation_batch_size": 2 * count},
-        **{"num_microbatches": count, "context_parallel_size": 1, "pipeline_model_parallel_size": 1},
+        **{
+            "num_microbatches": count,
+            "context_parallel_size": 1,
+            "pipeline_model_parallel_size": 1,
+        },
         **{"padding_free": case.packed, "router_replay_mode": "disabled"},
     )
     made_trainer = with_loss(Rollouts, config)
     trainer = made_trainer.__new__(made_trainer)
-    trainer.args, trainer.device, trainer.temperature, trainer._step = args, torch.device("cpu"), 1.0, 1
+    trainer.args, trainer.device, trainer.temperature, trainer._step = (
+        args,
+        torch.device("cpu"),
+        1.0,
+        1,
+    )
     trainer.template = SimpleNamespace(padding_free=case.packed, data_collator=collate)
     trainer.unwrapped_models, trainer.scored = [SimpleNamespace(training=True)], 0
     trainer._metrics = {"train": collections.defaultdict(list)}
@@ -393,7 +448,9 @@ def megatron_lite_gradient(samples: list[PlainSample], case: Case) -> Tensor:
     parts = [made[at : at + 2] for at in range(0, len(made), 2)]
 
     def batch_of(part: list[Any]) -> Any:
-        labels = torch.cat([sample.tokens.roll(-1 if case.mutant != "windows" else 0) for sample in part])
+        labels = torch.cat(
+            [sample.tokens.roll(-1 if case.mutant != "windows" else 0) for sample in part]
+        )
         return contracts.PackedBatch(
             input_ids=torch.cat([sample.tokens for sample in part]),
             labels=labels,
@@ -420,6 +477,72 @@ def megatron_lite_gradient(samples: list[PlainSample], case: Case) -> Tensor:
     return gradient
 
 
+def vime_gradient(samples: list[PlainSample], case: Case) -> Tensor:
+    """Their iterator, batch, log-probs and `loss_function`, with both functions by their import paths."""
+    import torch._dynamo
+
+    torch._dynamo.config.disable = True
+    stand_in_for(VIME_PACKAGES)
+    theirs = "vime.backends.megatron_utils."
+    data, losses = (importlib.import_module(theirs + name) for name in ("data", "loss"))
+    load_function = importlib.import_module("vime.utils.misc").load_function
+    initialize(1)
+    torch.Tensor.cuda = lambda tensor: tensor  # type: ignore[method-assign,assignment]
+    mine = share_of(samples, 1)
+    count = len(samples[mine]) // 2
+    settings = fields_of(case)
+    args = SimpleNamespace(
+        **{"loss_type": "custom_loss", "advantage_estimator": "grpo", "qkv_format": "thd"},
+        **{"custom_loss_function_path": "megatron_pg.integrations.vime.loss", "use_kl_loss": True},
+        **dict.fromkeys("calculate_per_token_loss use_tis use_opsm allgather_cp".split(), False),
+        **dict.fromkeys(["recompute_loss_function"], False),
+        **{
+            name: settings[name]
+            for name in "eps_clip eps_clip_high kl_loss_coef kl_loss_type".split()
+        },
+        **{"entropy_coef": 0.0, "rollout_temperature": 1.0, "log_probs_chunk_size": -1},
+        **{"n_samples_per_prompt": GROUP, "megatron_pg": settings},
+    )
+    names = {
+        "advantages": "advantages",
+        "log_probs": "old_log_probs",
+        "ref_log_probs": "ref_log_probs",
+    }
+    numbers = range(mine.start, mine.stop)
+    rollout_data: dict[str, Any] = {
+        "tokens": [torch.tensor(sample.tokens) for sample in samples[mine]],
+        "loss_masks": [torch.tensor(sample.loss_mask, dtype=torch.int) for sample in samples[mine]],
+        "total_lengths": [len(sample.tokens) for sample in samples[mine]],
+        "response_lengths": [sample.response_length for sample in samples[mine]],
+        "rollout_mask_sums": torch.tensor([float(sum(s.loss_mask)) for s in samples[mine]]),
+        "sample_indices": list(numbers),
+        "rollout_ids": [100 + number for number in numbers],
+        "micro_batch_indices": [[at, at + 1] for at in range(0, 2 * count, 2)],
+        "num_microbatches": [count],
+        "global_batch_sizes": [len(samples)],
+        **{
+            name: [torch.tensor(getattr(sample, field)) for sample in samples[mine]]
+            for name, field in names.items()
+        },
+    }
+    load_function("megatron_pg.integrations.vime.prepare")(args, 0, rollout_data)
+    (iterator,) = data.get_data_iterator(rollout_data)
+    keys = "tokens loss_masks total_lengths response_lengths rollout_mask_sums max_seq_lens".split()
+    model = table_under_ddp(logits_of(samples), per_token=False)
+
+    def forward_step(numbers: Any, model: Any) -> Any:
+        batch = data.get_batch(iterator, keys, 4, "thd", False)
+        logits = model(batch["tokens"])
+        if case.mutant == "windows":
+            logits = logits.roll(1, 1)
+        loss = partial(losses.loss_function, args, batch, count, len(samples))
+        if case.mutant != "scale":
+            return logits, loss
+        return logits, lambda logits: (loss(logits)[0] / len(samples), *loss(logits)[1:])
+
+    return scheduled(model, forward_step, count)
+
+
 def gradients(samples: list[PlainSample], cases: list[Case]) -> list[Tensor]:
     enable_cpu_runtime()
     made = []
@@ -434,6 +557,7 @@ def gradients(samples: list[PlainSample], cases: list[Case]) -> list[Tensor]:
 ENGINES: dict[str, tuple[str, Callable[[list[PlainSample], Case], Tensor]]] = {
     "nemo_rl": ("NeMo-RL", nemo_rl_gradient),
     "ms_swift": ("ms-swift", ms_swift_gradient),
+    "vime": ("vime", vime_gradient),
     "megatron_lite": ("Megatron-Lite", megatron_lite_gradient),
 }
 """The folder under TRAINERS, and the step, of each engine."""

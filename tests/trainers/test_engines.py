@@ -26,7 +26,9 @@ def test_every_logits_gradient_and_none_of_mutants(engine: str, ranks: int) -> N
     if not (TRAINERS / folder).is_dir() or not has_megatron_training():
         pytest.skip(f"needs {folder}'s source (TRAINERS=<folder with a checkout named {folder}>)")
     step = a_step()
-    for case, *found in zip(cases(engine), *run_ranks(gradients, ranks, step, cases(engine)), strict=True):
+    for case, *found in zip(
+        cases(engine), *run_ranks(gradients, ranks, step, cases(engine)), strict=True
+    ):
         errors = [difference(gradient, expected(case, step)) for gradient in found]
         if case.mutant:
             assert min(errors) > 20 * TOLERANCE, (case, errors)

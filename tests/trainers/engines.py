@@ -480,8 +480,14 @@ def megatron_lite_gradient(samples: list[PlainSample], case: Case) -> Tensor:
 def vime_gradient(samples: list[PlainSample], case: Case) -> Tensor:
     """Their iterator, batch, log-probs and `loss_function`, with both functions by their import paths."""
     import torch._dynamo
+    from megatron.core import tensor_parallel
+    from megatron.core.fusions import fused_cross_entropy
 
     torch._dynamo.config.disable = True
+    # Megatron's fused one, which vime imports when called, rounds its gradient to bfloat16 (0.19.2).
+    fused_cross_entropy.fused_vocab_parallel_cross_entropy = lambda logits, tokens, group: (
+        tensor_parallel.vocab_parallel_cross_entropy(logits, tokens)
+    )
     stand_in_for(VIME_PACKAGES)
     theirs = "vime.backends.megatron_utils."
     data, losses = (importlib.import_module(theirs + name) for name in ("data", "loss"))

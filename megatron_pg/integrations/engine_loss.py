@@ -16,7 +16,7 @@ Under context parallelism the engine gathers the log-probs of whole responses, w
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,21 +26,6 @@ from megatron_pg.loss.micro_batch import MicroBatchLoss
 from megatron_pg.step.batch import pack
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import StepTotals
-
-
-class EngineLoss(Protocol):
-    """A loss on log-probs and samples, as `StepLoss` is one."""
-
-    def __call__(
-        self,
-        log_probs: Sequence[Tensor],
-        samples: Sequence[Sample],
-        entropy: Sequence[Tensor] | None = None,
-    ) -> Tensor:
-        """Compute the share of these samples in the step's objective, 0-d, to be differentiated.
-
-        The log-probs and the entropy are [response_length] of each sample, in nats, on one device.
-        """
 
 
 @dataclass(frozen=True)
@@ -60,10 +45,10 @@ class StepLoss:
         samples: Sequence[Sample],
         entropy: Sequence[Tensor] | None = None,
     ) -> Tensor:
-        """See `EngineLoss`. No communication, and no host synchronisation.
+        """Compute the share of these samples in the step's objective, 0-d, to be differentiated.
 
-        Raises:
-            ValueError: log-probs that are not one per response token; an input of the loss that the samples lack.
+        The log-probs and the entropy are [response_length] of each sample, in nats, on one device. No communication, and no
+        host synchronisation. A ValueError says that they are not one per response token, or what the samples lack.
         """
         for values in (log_probs, *([] if entropy is None else [entropy])):
             lengths = [len(value) for value in values]

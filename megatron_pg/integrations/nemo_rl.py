@@ -25,7 +25,6 @@ from torch import Tensor
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.integrations.engine_loss import (
-    EngineLoss,
     StepLoss,
     of_response,
     refuse_settings,
@@ -49,7 +48,7 @@ FIELDS = {
 class NemoRLLoss:
     """A `LossFunction` of NeMo-RL on log-probs."""
 
-    losses: Sequence[EngineLoss]
+    losses: Sequence[StepLoss]
     """The loss of each optimizer step of a call of `train`."""
     loss_type: Any
     input_type: Any

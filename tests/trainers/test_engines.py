@@ -6,7 +6,7 @@ from megatron_pg.config.versions import has_megatron_training
 from tests import oracle
 from tests.distributed.launch import run_ranks
 
-from .engines import ENGINES, Case, a_step, expected, gradients
+from .engines import FOLDERS, Case, a_step, expected, gradients
 from .logit_table import TOLERANCE, difference
 from .sources import TRAINERS
 
@@ -20,9 +20,9 @@ def cases(engine: str) -> list[Case]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", FOLDERS)
 def test_every_logits_gradient_and_none_of_mutants(engine: str, ranks: int) -> None:
-    folder, _ = ENGINES[engine]
+    folder = FOLDERS[engine]
     if not (TRAINERS / folder).is_dir() or not has_megatron_training():
         pytest.skip(f"needs {folder}'s source (TRAINERS=<folder with a checkout named {folder}>)")
     step = a_step()

@@ -46,7 +46,7 @@ FIELDS = {
 def with_loss(trainer: type[Any], config: PolicyLossConfig) -> type[Any]:
     """Return a subclass of their `MegatronGRPOTrainer`; a ValueError names settings that differ, or a cut prompt group."""
 
-    class Trainer(trainer):  # type: ignore[misc]
+    class Trainer(trainer):  # type: ignore[misc,valid-type]
         def _compute_advantages(self, samples: Any, *others: Any, **named: Any) -> Any:
             is_training = self.unwrapped_models[0].training
             self.per_prompt = self.num_generations if is_training else self.num_generations_eval

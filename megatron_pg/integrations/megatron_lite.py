@@ -42,7 +42,7 @@ def lite_loss(
     """Make the loss of one optimizer step; a new one for each step.
 
     Args:
-        unpack: `(batch, output) -> a row of [total_length] for each sequence`, a list or a nested tensor.
+        unpack: `(batch, output) -> nested tensor` with a row of [total_length] for each sequence.
         num_microbatches: those of this rank, as `forward_backward` gets them.
         data_parallel_size: ranks that gradients are averaged over, without context parallelism.
     """
@@ -57,7 +57,7 @@ def lite_loss(
             for name in ("log_probs", "entropy")
         ]
         log_probs, entropy = (
-            None if each is None else list(map(of_response, each, samples)) for each in rows
+            None if values is None else list(map(of_response, values, samples)) for values in rows
         )
         if log_probs is None:
             raise ValueError(

@@ -61,8 +61,8 @@ def with_loss(trainer: type[Any], config: PolicyLossConfig) -> type[Any]:
             group, count = data_parallel_group(), self.args.num_microbatches
             for step in (batches[at : at + count] for at in range(0, len(batches), count)):
                 rows = [samples_of(data["grpo_batch"], prompts, self.args) for data in step]
-                groups = {"samples_per_group": self.per_prompt, "allow_different_prompts": True}
-                totals = step_totals(sum(rows, []), data_parallel_group=group, **groups)
+                sizes = {"samples_per_group": self.per_prompt, "allow_different_prompts": True}
+                totals = step_totals([*itertools.chain(*rows)], data_parallel_group=group, **sizes)
                 for data, samples in zip(step, rows, strict=True):
                     data["grpo_batch"].megatron_pg = engine_loss.StepLoss(config, totals), samples
             return batches

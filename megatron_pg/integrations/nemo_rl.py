@@ -86,7 +86,7 @@ def train_with(policy: Any, config: PolicyLossConfig, num_generations_per_prompt
         samples = samples_of(data, num_generations_per_prompt)
         size = named.get("gbs") or policy.cfg["train_global_batch_size"]
         steps = [samples[at : at + size] for at in range(0, len(samples), size)]
-        group = {"samples_per_group": num_generations_per_prompt}
+        group: dict[str, Any] = {"samples_per_group": num_generations_per_prompt}
         losses = [StepLoss(config, step_totals(step, **group)) for step in steps]
         data[KEY] = [(row // size, sample) for row, sample in enumerate(samples)]
         loss = NemoRLLoss(losses, loss_fn.loss_type, loss_fn.input_type)

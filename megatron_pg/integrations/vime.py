@@ -43,7 +43,7 @@ def prepare(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
         ValueError: settings of vime about the loss that the config does not have, or context parallelism.
     """
     config = PolicyLossConfig(**getattr(args, "megatron_pg", {}))
-    wanted = {"loss_type": "custom_loss", "calculate_per_token_loss": False}
+    wanted: dict[str, Any] = {"loss_type": "custom_loss", "calculate_per_token_loss": False}
     wanted |= {"eps_clip": config.eps_clip, "entropy_coef": config.entropy_coef}
     wanted |= {"eps_clip_high": config.eps_clip_high or config.eps_clip}
     wanted |= {"use_kl_loss": config.kl_loss_coef > 0, "use_tis": config.use_tis}

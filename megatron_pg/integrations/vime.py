@@ -60,13 +60,14 @@ def prepare(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
         )
     group = data_parallel_group()
     fields = {ours: rollout_data[name] for name, ours in FIELDS.items() if name in rollout_data}
+    values: Any = {field: [torch.as_tensor(v).cpu() for v in row] for field, row in fields.items()}
     samples = [
         Sample(
             tokens=tokens.cpu(),
             response_length=rollout_data["response_lengths"][number],
             group_index=rollout_data["sample_indices"][number] // args.n_samples_per_prompt,
             name=f"sample {rollout_data['sample_indices'][number]}",
-            **{field: torch.as_tensor(values[number]).cpu() for field, values in fields.items()},
+            **{field: row[number] for field, row in values.items()},
         )
         for number, tokens in enumerate(rollout_data["tokens"])
     ]

@@ -7,6 +7,7 @@ from megatron_pg.rollout_files.collector import (
     StepCollector,
     StepSamples,
 )
+from megatron_pg.rollout_files.sampling_mask import kept_tokens_of_engine
 from megatron_pg.rollout_files.schema import (
     COLUMNS,
     RewardedSample,
@@ -33,6 +34,7 @@ __all__ = [
     "SampleSource",
     "StepCollector",
     "StepSamples",
+    "kept_tokens_of_engine",
     "routed_experts_of_engine",
     "validate_rollout_file",
     "with_group_advantages",

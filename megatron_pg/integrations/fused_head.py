@@ -242,7 +242,9 @@ def _scores(
     The trainer's own `get_responses` cuts the numbers of the rows, so that prompts and padding are not multiplied.
     """
     factors = OutputFactors.noted(logits, user)
-    if any(layout.pop(name, None) is not None for name in ("top_p_token_ids", "top_p_token_offsets")):
+    if any(
+        layout.pop(name, None) is not None for name in ("top_p_token_ids", "top_p_token_offsets")
+    ):
         raise NotImplementedError(f"{user}: sets of top-p take logits: use --rollout-top-p 1")
     numbers = torch.arange(logits.shape[1], device=logits.device, dtype=torch.float32)
     unscaled = copy.copy(args)
@@ -281,7 +283,9 @@ def _prove(user: str, theirs: Callable[..., Any], ours: Callable[..., Any], args
 
         return scores
 
-    _require_equal(user, scores_by(theirs), scores_by(ours), rows=sum(lengths) // ranks, device=device)
+    _require_equal(
+        user, scores_by(theirs), scores_by(ours), rows=sum(lengths) // ranks, device=device
+    )
     return any(pairs)
 
 
@@ -316,7 +320,9 @@ def _verl_scores(
 def _prove_verl(theirs: Callable[..., Any], device: torch.device) -> float:
     """Refuse a `_lm_head_logits_processor` of verl that ours does not equal; return the largest difference."""
     label = (torch.arange(10, device=device) % 7)[None]
-    off = dict.fromkeys(("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only"), False)
+    off = dict.fromkeys(
+        ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only"), False
+    )
     named: dict[str, Any] = {**off, "calculate_entropy": True, "data_format": "thd"}
     named |= {"logits_processor_func": None, "batch": None}
 
@@ -342,7 +348,9 @@ def _require_equal(
     """Compare scores and the gradients of both factors, of one product; every tensor-parallel rank calls it."""
     group, generator = parallel_state.get_tensor_model_parallel_group(), torch.Generator()
     hidden = torch.randn(1, rows, 8, generator=generator.manual_seed(7))
-    weight = torch.randn(16 * group.size(), 8, generator=generator).chunk(group.size())[group.rank()]
+    weight = torch.randn(16 * group.size(), 8, generator=generator).chunk(group.size())[
+        group.rank()
+    ]
 
     def run(scores: Callable[[Tensor], Scores], output: Callable[..., Tensor]) -> list[Tensor]:
         leaves = [leaf.to(device).requires_grad_() for leaf in (hidden, weight)]
@@ -354,10 +362,17 @@ def _require_equal(
     with torch.enable_grad():
         expected = run(theirs, lambda hidden, weight: hidden @ weight.t())
         found = run(ours, lambda hidden, weight: OutputFactors(hidden, weight).stand_in())
-    names = ("log-probs", "entropy", "the gradient of the hidden states", "the gradient of the weight")
+    names = (
+        "log-probs",
+        "entropy",
+        "the gradient of the hidden states",
+        "the gradient of the weight",
+    )
     errors = [_difference(*pair) for pair in zip(found, expected, strict=True)]
     if not all(error <= TOLERANCE for error in errors):
-        numbers = ", ".join(f"{name} {error:.1e}" for name, error in zip(names, errors, strict=True))
+        numbers = ", ".join(
+            f"{name} {error:.1e}" for name, error in zip(names, errors, strict=True)
+        )
         raise ValueError(
             f"{user}: this version of the trainer computes log-probs and entropy in another way than the fused head. Of the "
             f"largest number, the differences are: {numbers}. Drop the setting"

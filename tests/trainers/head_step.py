@@ -4,6 +4,7 @@ Of the trainer only Ray, the data source and the optimizer are left out. The opt
 """
 
 import importlib
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -43,18 +44,25 @@ class Trainer(NamedTuple):
     data: Any
 
 
-def import_trainer(name: str) -> Trainer:
-    enable_cpu_runtime()
+def import_trainer(name: str, on_cpu: bool = True) -> Trainer:
     sources.use(name)
+    sources.stand_in_for(("polars", "mooncake"))
+    if on_cpu:
+        enable_cpu_runtime()
+        _slime_on_cpu() if name == "slime" else _miles_on_cpu()
     if name == "slime":
-        _slime_on_cpu()
         folders = ["slime.backends.megatron_utils"] * 5
     else:
         training = "miles.backends.training_utils"
         megatron = "miles.backends.megatron_utils"
         folders = [f"{training}.loss_hub", megatron, megatron, training, training]
-        _miles_on_cpu()
-    names = ["loss" if name == "slime" else "logit_processors", "model", "actor", "cp_utils", "data"]
+    names = [
+        "loss" if name == "slime" else "logit_processors",
+        "model",
+        "actor",
+        "cp_utils",
+        "data",
+    ]
     paths = zip(folders, names, strict=True)
     return Trainer(*(importlib.import_module(f"{folder}.{module}") for folder, module in paths))
 
@@ -85,7 +93,13 @@ def _miles_on_cpu() -> None:
 def arguments(**settings: Any) -> Args:
     numbers = {"eps_clip": 0.2, "eps_clip_high": 0.28, "kl_loss_coef": 0.05, "entropy_coef": 0.02}
     on = dict.fromkeys(
-        ("use_dynamic_batch_size", "use_kl_loss", "use_rollout_entropy", "check_for_nan_in_loss_and_grad"), True
+        (
+            "use_dynamic_batch_size",
+            "use_kl_loss",
+            "use_rollout_entropy",
+            "check_for_nan_in_loss_and_grad",
+        ),
+        True,
     )
     words = {"advantage_estimator": "grpo", "loss_type": "policy_loss", "kl_loss_type": "k3"}
     sizes = {"log_probs_chunk_size": -1, "rollout_top_p": 1.0, "data_pad_size_multiplier": 4}
@@ -100,11 +114,16 @@ def rollout_data(cut: Any) -> dict[str, Any]:
     everything = samples()
 
     def parts(field: str) -> list[Tensor]:
-        return [cut(torch.tensor(getattr(s, field)), len(s.tokens), s.response_length) for s in everything]
+        return [
+            cut(torch.tensor(getattr(s, field)), len(s.tokens), s.response_length)
+            for s in everything
+        ]
 
     masks = [torch.tensor(s.loss_mask) for s in everything]
     rollouts = [s.rollout_id for s in everything]
-    sums = [sum(m.sum() for m, r in zip(masks, rollouts, strict=True) if r == own) for own in rollouts]
+    sums = [
+        sum(m.sum() for m, r in zip(masks, rollouts, strict=True) if r == own) for own in rollouts
+    ]
     return {
         "tokens": [torch.tensor(s.tokens) for s in everything],
         "total_lengths": [len(s.tokens) for s in everything],
@@ -119,38 +138,57 @@ def rollout_data(cut: Any) -> dict[str, Any]:
 
 
 class Recorder(SimpleNamespace):
-    """An optimizer that takes no step, and keeps the gradients that it would take it with."""
+    """An optimizer that takes no step, and keeps what `keep` reads of the gradients that it would take it with."""
 
     def zero_grad(self) -> None: ...
 
     def step(self) -> tuple[bool, float, None]:
-        self.gradients = gather_gradients(self.model) or {}
+        self.kept = self.keep()
         return True, 0.0, None
 
 
-def run(name: str, trainer: Trainer, model: Any, args: Args) -> Outcome:
-    """The forward pass alone, as for old and reference log-probs, and the training step."""
-    from megatron.training.global_vars import set_args
+class Step(NamedTuple):
+    """A step of slime or miles over data that this rank has."""
 
-    set_args(args)
-    iterator: Any = trainer.data.DataIterator(
-        rollout_data(trainer.cp_utils.slice_log_prob_with_cp), micro_batch_indices=MICRO_BATCHES
-    )
+    name: str
+    trainer: Trainer
+    model: Any
+    args: Args
+    data: dict[str, Any]
+    micro_batches: list[list[int]]
+    num_rollouts: int
+
+    def _iterator(self) -> Any:
+        from megatron.training.global_vars import set_args
+
+        set_args(self.args)
+        return self.trainer.data.DataIterator(self.data, micro_batch_indices=self.micro_batches)
+
+    def score(self) -> dict[str, list[Tensor]]:
+        """The forward pass alone, as for old and reference log-probs."""
+        place = () if self.name == "slime" else (0,)
+        inputs = self.args, self.model, [self._iterator()], [len(self.micro_batches)]
+        score = self.trainer.actor.get_log_probs_and_entropy
+        return self.trainer.model.forward_only(score, *inputs, *place)
+
+    def train(self, recorder: Recorder) -> dict[str, Any]:
+        """The training step; the reported metrics."""
+        after = () if self.name == "slime" else (None, 0)
+        scheduler = SimpleNamespace(step=lambda increment: None)
+        counts = len(self.micro_batches), self.num_rollouts
+        inputs = (self.args, 0, 0, [self._iterator()], self.model, recorder, scheduler, *counts)
+        return self.trainer.model.train_one_step(*inputs, *after)[0]
+
+
+def run(name: str, trainer: Trainer, model: Any, args: Args) -> Outcome:
+    data = rollout_data(trainer.cp_utils.slice_log_prob_with_cp)
+    step = Step(name, trainer, model, args, data, MICRO_BATCHES, NUM_ROLLOUTS)
     widths: list[int] = []
     hook = model[-1].register_forward_hook(lambda *given: widths.append(given[-1].shape[-1]))
-    place = () if name == "slime" else (0,)
-    counts = [len(MICRO_BATCHES)]
-    score = trainer.actor.get_log_probs_and_entropy
-    scores = trainer.model.forward_only(score, args, model, [iterator], counts, *place)
-    iterator.reset()
-    recorder = Recorder(model=model)
-    scheduler = SimpleNamespace(step=lambda increment: None)
-    inputs = (args, 0, 0, [iterator], model, recorder, scheduler, *counts, NUM_ROLLOUTS)
-    after = () if name == "slime" else (None, 0)
-    metrics = trainer.model.train_one_step(*inputs, *after)[0]
+    scores, recorder = step.score(), Recorder(keep=lambda: gather_gradients(model) or {})
+    metrics = {key: float(value) for key, value in step.train(recorder).items()}
     hook.remove()
-    numbers = {key: float(value) for key, value in metrics.items()}
-    return Outcome(scores, numbers, recorder.gradients, max(widths))
+    return Outcome(scores, metrics, recorder.kept, max(widths))
 
 
 def theirs_and_ours(
@@ -160,26 +198,33 @@ def theirs_and_ours(
     trainer = import_trainer(name)
     model = build(sharding, options)
     if name == "miles":
-        _miles_groups()
+        miles_groups()
     cases = [arguments(**case) for case in settings]
     outcomes = [[run(name, trainer, model, args)] for args in cases]
     getattr(fused_head, name)(cases[0])
+    for _ in right_and_mutants():
+        for args, found in zip(cases, outcomes, strict=True):
+            found.append(run(name, trainer, model, args))
+    return outcomes
+
+
+def right_and_mutants() -> Iterator[str]:
+    """Exchange what the head computes: nothing first, then mistakes that the comparison must see."""
     right = fused_head.OutputFactors.scores
 
     def without_temperature(self: Any, rows: Any, targets: Tensor, temperature: float) -> Any:
         return right(self, rows, targets, 1.0)
 
     def next_row(self: Any, rows: Any, targets: Tensor, temperature: float) -> Any:
-        return right(self, (rows + 1) % self.hidden.shape[1], targets, temperature)
+        numbers = torch.arange(self.hidden.shape[1]) if rows is None else rows
+        return right(self, (numbers + 1) % self.hidden.shape[1], targets, temperature)
 
     for scores in (right, without_temperature, next_row):
         fused_head.OutputFactors.scores = scores
-        for args, found in zip(cases, outcomes, strict=True):
-            found.append(run(name, trainer, model, args))
-    return outcomes
+        yield scores.__name__
 
 
-def _miles_groups() -> None:
+def miles_groups() -> None:
     from miles.backends.megatron_utils.parallel import create_megatron_parallel_state
     from miles.backends.training_utils import parallel
     from miles.utils.ft_utils.process_group_utils import GroupInfo

@@ -10,12 +10,12 @@ from torch import Tensor
 from tests.distributed.launch import run_ranks
 from tests.distributed.models import ModelOptions, Sharding
 
-from . import head_step, sources
+from . import head_step, head_verl, sources
 
 TOLERANCE = 2e-5
 DENSE = ModelOptions()
 SETTINGS: list[dict[str, Any]] = [
-    {},
+    {"rollout_temperature": 0.7},
     {"advantage_estimator": "gspo", "entropy_coef": 0.0, "rollout_temperature": 1.3},
 ]
 CASES = {
@@ -44,15 +44,23 @@ def _relative(found: Tensor, expected: Tensor) -> float:
     return (found - expected).abs().max().item() / max(scale, 1e-6)
 
 
+missing_verl = sources.find_verl()
+STEPS = {
+    "slime": (head_step.theirs_and_ours, sources.needs_tree("slime")),
+    "miles": (head_step.theirs_and_ours, sources.needs_tree("miles")),
+    "verl": (
+        head_verl.theirs_and_ours,
+        pytest.mark.skipif(missing_verl is not None, reason=str(missing_verl)),
+    ),
+}
+
+
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=sources.needs_tree(name)) for name in ("slime", "miles")]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=STEPS[name][1]) for name in STEPS])
 def test_a_step_equals_their_own_path(name: str, case: str) -> None:
     sharding = Sharding.named(case)
-    ranks = run_ranks(
-        head_step.theirs_and_ours, sharding.world_size, name, sharding, CASES[case], SETTINGS
-    )
+    steps = STEPS[name][0]
+    ranks = run_ranks(steps, sharding.world_size, name, sharding, CASES[case], SETTINGS)
     for number in range(len(SETTINGS)):
         outcomes = [rank[number] for rank in ranks]
         errors = [max(difference(rank[way], rank[0]) for rank in outcomes) for way in (1, 2, 3)]

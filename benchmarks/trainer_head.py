@@ -14,9 +14,10 @@ import argparse
 import contextlib
 import functools
 import gc
+import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -82,7 +83,7 @@ Runs = tuple[Callable[[], Any], Callable[[], Any]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--trainers", nargs="+", default=["slime", "miles", "verl"])
+    parser.add_argument("--trainers", nargs="+", default=["slime", "verl", "miles"])
     parser.add_argument("--vocab-sizes", nargs="+", type=int, default=[151936, 248320])
     parser.add_argument("--tokens", nargs="+", type=int, default=[8192, 32768, 131072])
     parser.add_argument("--hidden-size", type=int, default=4096)
@@ -95,18 +96,19 @@ def main() -> None:
     print(f"{where}, torch {torch.__version__}, hidden {args.hidden_size}\n", flush=True)
     head = "trainer | way | vocabulary | tokens | score ms | score GiB | train ms | train GiB | loss | gradient"
     print(f"| {head} |\n|{'---|' * 10}", flush=True)
-    # A way that has once run out of memory does so for more tokens and columns too.
-    for way in (way for way in WAYS if way.trainer in args.trainers):
+    for way in (way for name in args.trainers for way in WAYS if way.trainer == name):
         full: list[tuple[int, int]] = []
         for vocabulary in args.vocab_sizes:
             for tokens in args.tokens:
                 if time.monotonic() - begin > args.seconds:
                     result = "not run: time is up"
+                elif args.device == "cpu" and "use_fused_kernels" in way.settings:
+                    result = "needs a GPU"
                 elif any(vocabulary >= columns and tokens >= rows for columns, rows in full):
-                    result = "out of memory (with less already)"
+                    result = "out of memory |  | out of memory |  |  | "
                 else:
                     result = row(way, vocabulary, tokens, args)
-                if "out of memory" in result:
+                if result.count("out of memory") == 2:  # so it has for more tokens and columns
                     full.append((vocabulary, tokens))
                 print(
                     f"| {way.trainer} | {way.name} | {vocabulary} | {tokens} | {result} |",
@@ -121,14 +123,12 @@ def join(device: str) -> None:
     if device == "cpu":
         enable_cpu_runtime()
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     if device == "cuda":
-        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
         torch.cuda.set_device(0)
-        model_parallel_cuda_manual_seed(1)
     from tests.trainers import sources
 
     sources.stand_in_for(NO_PACKAGES)
@@ -136,35 +136,29 @@ def join(device: str) -> None:
 
 def row(way: Way, vocabulary: int, tokens: int, args: argparse.Namespace) -> str:
     """The cells of one row; what fails is one cell."""
+    gc.collect()  # what the row before left behind, after an error too
+    if args.device == "cuda":
+        torch.cuda.empty_cache()
     try:
-        with released(args.device):
-            model = one_layer(args.device, args.hidden_size, vocabulary)
-            runs = {"verl": verl_runs}.get(way.trainer, slime_runs)(
-                way, model, vocabulary, tokens, args
-            )
-            cells, result = [], None
-            for run in runs:
+        model = one_layer(args.device, args.hidden_size, vocabulary)
+        prepare = verl_runs if way.trainer == "verl" else slime_runs
+        cells, result = [], None
+        for run in prepare(way, model, vocabulary, tokens, args):
+            try:
                 result, milliseconds, gib = measure(run, args.device, 1 if tokens > 40000 else 2)
-                cells += [f"{milliseconds:.1f}", f"{gib:.2f}"]
-            loss, norm = result
-            return " | ".join([*cells, f"{loss:.6f}", f"{norm:.5e}"])
+            except torch.OutOfMemoryError:
+                result, found = None, ["out of memory", ""]
+            else:
+                found = [f"{milliseconds:.1f}", f"{gib:.2f}"]
+            cells += found
+        numbers = ["", ""] if result is None else [f"{result[0]:.6f}", f"{result[1]:.5e}"]
+        return " | ".join(cells + numbers)
     except torch.OutOfMemoryError:
-        return "out of memory"
+        return "out of memory |  | out of memory |  |  | "
     except Exception as error:
         if os.environ.get("RAISE"):
             raise
         return f"{type(error).__name__}: {str(error)[:300]}"
-
-
-@contextlib.contextmanager
-def released(device: str) -> Iterator[None]:
-    """Give all memory of the block back, after an error too."""
-    try:
-        yield
-    finally:
-        gc.collect()
-        if device == "cuda":
-            torch.cuda.empty_cache()
 
 
 def measure(run: Callable[[], Any], device: str, times: int) -> tuple[Any, float, float]:
@@ -200,6 +194,11 @@ def one_layer(device: str, hidden_size: int, vocabulary: int) -> list[Any]:
         def forward(self, query: Tensor, *_: Any, **__: Any) -> Tensor:
             return query.flatten(1)
 
+    torch.manual_seed(1)
+    if device == "cuda":
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+        model_parallel_cuda_manual_seed(1, force_reset_rng=True)
     options = CheckOptions(device=device, dtype="bf16" if device == "cuda" else "fp32")  # type: ignore[arg-type]
     sizes = {"hidden_size": hidden_size, "ffn_hidden_size": hidden_size, "num_layers": 1}
     config = builder.model_config(options, num_attention_heads=2, num_query_groups=2, **sizes)
@@ -225,7 +224,7 @@ def imported(name: str, device: str) -> Any:
 
     trainer = head_step.import_trainer(name, on_cpu=device == "cpu")
     if name == "miles":
-        head_step.miles_groups()
+        head_step.miles_groups(head_step.arguments())
     if device == "cuda":
         import torch._dynamo
 
@@ -254,7 +253,7 @@ def slime_runs(
         "total_lengths": [length] * NUM_SEQUENCES,
         "response_lengths": [response] * NUM_SEQUENCES,
         "loss_masks": list(torch.ones_like(vectors, dtype=torch.int)),
-        "log_probs": list(vectors - 12.0),
+        "log_probs": list(0.1 * vectors - math.log(vocabulary)),
         "advantages": list(-vectors),
         "rollout_mask_sums": [torch.tensor(float(response), device=args.device)] * NUM_SEQUENCES,
     }
@@ -306,7 +305,7 @@ def verl_runs(
         "responses": nested([row[prompt:] for row in ids]),
         "response_mask": masks,
         "loss_mask": masks,
-        "old_log_probs": nested(vectors - 12.0),
+        "old_log_probs": nested(0.1 * vectors - math.log(vocabulary)),
         "advantages": nested(-vectors),
         "temperature": torch.ones(NUM_SEQUENCES),
     }

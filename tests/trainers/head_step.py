@@ -197,9 +197,9 @@ def theirs_and_ours(
     """Of each of the settings the outcome of the trainer's own path, ours, and the mutants."""
     trainer = import_trainer(name)
     model = build(sharding, options)
-    if name == "miles":
-        miles_groups()
     cases = [arguments(**case) for case in settings]
+    if name == "miles":
+        miles_groups(cases[0])
     outcomes = [[run(name, trainer, model, args)] for args in cases]
     getattr(fused_head, name)(cases[0])
     for _ in right_and_mutants():
@@ -224,10 +224,12 @@ def right_and_mutants() -> Iterator[str]:
         yield scores.__name__
 
 
-def miles_groups() -> None:
+def miles_groups(args: Args) -> None:
+    from megatron.training.global_vars import set_args
     from miles.backends.megatron_utils.parallel import create_megatron_parallel_state
     from miles.backends.training_utils import parallel
     from miles.utils.ft_utils.process_group_utils import GroupInfo
 
+    set_args(args)
     alone = GroupInfo(rank=0, size=1, group=None)
     parallel.set_parallel_state(create_megatron_parallel_state(indep_dp=alone))

@@ -164,12 +164,12 @@ class Step(NamedTuple):
         set_args(self.args)
         return self.trainer.data.DataIterator(self.data, micro_batch_indices=self.micro_batches)
 
-    def score(self) -> dict[str, list[Tensor]]:
-        """The forward pass alone, as for old and reference log-probs."""
+    def score(self, function: Any = None) -> dict[str, list[Tensor]]:
+        """The forward pass alone, as for old and reference log-probs, or by another function of the actor's."""
         place = () if self.name == "slime" else (0,)
         inputs = self.args, self.model, [self._iterator()], [len(self.micro_batches)]
-        score = self.trainer.actor.get_log_probs_and_entropy
-        return self.trainer.model.forward_only(score, *inputs, *place)
+        function = function or self.trainer.actor.get_log_probs_and_entropy
+        return self.trainer.model.forward_only(function, *inputs, *place)
 
     def train(self, recorder: Recorder) -> dict[str, Any]:
         """The training step; the reported metrics."""
@@ -233,3 +233,32 @@ def miles_groups(args: Args) -> None:
     set_args(args)
     alone = GroupInfo(rank=0, size=1, group=None)
     parallel.set_parallel_state(create_megatron_parallel_state(indep_dp=alone))
+
+
+def critic_before_and_after(name: str) -> list[list[Any]]:
+    """Of the trainer's critic, with its own value head: values, the value loss and every gradient, without the head and with it."""
+    trainer = import_trainer(name)
+    model = build(Sharding(), ModelOptions())
+    args = arguments(loss_type="value_loss", value_clip=0.2)
+    if name == "miles":
+        miles_groups(args)
+    provider = importlib.import_module(f"{name}.backends.megatron_utils.model_provider")
+    chunk = model[0].module
+    chunk.output_layer = provider.LinearForLastLayer(
+        input_size=chunk.config.hidden_size, output_size=1, config=chunk.config
+    )
+    data = rollout_data(trainer.cp_utils.slice_log_prob_with_cp)
+    data |= {"values": data["log_probs"], "returns": data["advantages"]}
+    step = Step(name, trainer, model, args, data, MICRO_BATCHES, NUM_ROLLOUTS)
+
+    def gradients() -> list[Tensor]:
+        return [chunk.output_layer.weight.grad.clone(), model[0].buffers[0].grad_data.clone()]
+
+    outcomes = []
+    for put_in in (lambda args: None, getattr(fused_head, name)):
+        put_in(args)
+        chunk.output_layer.weight.grad, recorder = None, Recorder(keep=gradients)
+        values = step.score(trainer.actor.get_values)["values"]
+        metrics = step.train(recorder)
+        outcomes.append([*values, torch.tensor(float(metrics["value_loss"])), *recorder.kept])
+    return outcomes

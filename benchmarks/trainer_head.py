@@ -286,9 +286,9 @@ def verl_runs(
         engine.engine_config.use_fused_kernels = True
         patch_fused_forward(model[0])
     if way.is_ours:
-        from megatron_pg.integrations.fused_head import verl
+        from megatron_pg.integrations import verl_head
 
-        verl()
+        verl_head.put_in()
     length, prompt = tokens // NUM_SEQUENCES, prompt_of(tokens)
     vectors = torch.linspace(-1, 1, length - prompt).expand(NUM_SEQUENCES, -1)
 

@@ -6,7 +6,7 @@
 The model gives [batch, sequence, 1] in the place of its logits, with a note of the two factors that it did not multiply. The
 trainer hands that on to its own loss. One function is exchanged, from logits to log-probs and entropy:
 `get_log_probs_and_entropy` of slime and miles, in training and in forward passes alone, and
-`MegatronEngineWithLMHead._lm_head_logits_processor` of verl. The cut by samples and context parallelism, the loss, its
+`_lm_head_logits_processor` of verl's engine (`verl_head.py`). The cut by samples and context parallelism, the loss, its
 scale and the metrics stay the trainer's, and so does a critic's value head. Padded columns take part, as they do there.
 
 Before the first step both functions score a few tokens, forward and backward, on the rank's own device and groups. A trainer
@@ -30,7 +30,6 @@ from megatron_pg.head import HeadOptions, linear_log_probs_and_entropy
 from megatron_pg.megatron.groups import chunks_of, unwrapped
 from megatron_pg.megatron.output_layer import take_output_processor
 
-VERL = "actor_rollout_ref.model.external_lib=megatron_pg.integrations.verl_fused_head"
 TOLERANCE = 1e-2
 """Of the proof, of the largest number: Megatron's fused cross-entropy, which miles calls, rounds its gradient to bfloat16."""
 _models: WeakSet[Any] = WeakSet()
@@ -92,39 +91,6 @@ def miles(args: Any) -> None:
     _install("miles", args, loss, f"{folder}.megatron_utils.model")
 
 
-def verl() -> None:
-    """Put the fused head into the Megatron engine of this process's verl; twice is once. The proof is of the first micro-batch.
-
-    A training process raises a ValueError, at its first micro-batch, for `use_fused_kernels` and a version of verl whose
-    log-probs, entropy or gradients are others.
-    """
-    path = "verl.workers.engine.megatron.transformer_impl"
-    engine = importlib.import_module(path).MegatronEngineWithLMHead
-    step, process = engine.forward_step, engine._lm_head_logits_processor
-    if hasattr(step, "has_fused_head"):
-        return
-    proofs: list[float] = []
-
-    @functools.wraps(step)
-    def forward_step(self: Any, batch_iter: Any, model: Any, *others: Any, **named: Any) -> Any:
-        if self.engine_config.use_fused_kernels:
-            switch = "actor_rollout_ref.model.use_fused_kernels"
-            raise ValueError(f"{VERL}: {switch}=True takes verl's own kernels: set False")
-        leave_out_logits(model, VERL)
-        return step(self, batch_iter, model, *others, **named)
-
-    @functools.wraps(process)
-    def logits_processor(
-        self: Any, logits: Tensor, label: Tensor, temperature: Tensor, **named: Any
-    ) -> Any:
-        if not proofs:
-            proofs.append(_prove_verl(functools.partial(process, self), logits.device))
-        return _verl_scores(logits, label, temperature, **named)
-
-    forward_step.has_fused_head = True  # type: ignore[attr-defined]
-    engine.forward_step, engine._lm_head_logits_processor = forward_step, logits_processor
-
-
 def leave_out_logits(model: Any, user: str) -> None:
     """Let the model give `OutputFactors.stand_in` in the place of its logits; twice is once. A value head stays.
 
@@ -179,7 +145,7 @@ def _install(name: str, args: Any, loss_path: str, model_path: str) -> None:
     if hasattr(theirs, "has_fused_head"):
         return
     ours = functools.partial(_scores, user, loss.get_responses)
-    is_pair = _prove(user, theirs, ours, args)
+    is_pair = _is_proven_pair(user, theirs, ours, args)
 
     @functools.wraps(theirs)
     def get_log_probs_and_entropy(logits: Tensor, **named: Any) -> Any:
@@ -187,10 +153,10 @@ def _install(name: str, args: Any, loss_path: str, model_path: str) -> None:
         return (logits.new_empty(0), scores) if is_pair else scores
 
     @functools.wraps(schedule)
-    def get_forward_backward_func(*others: Any) -> Any:
+    def get_forward_backward_func(*others: Any, **settings: Any) -> Any:
         def run(*, model: Any, **named: Any) -> Any:
             leave_out_logits(model, user)
-            return schedule(*others)(model=model, **named)
+            return schedule(*others, **settings)(model=model, **named)
 
         return run
 
@@ -263,7 +229,9 @@ def _scores(
     return scores
 
 
-def _prove(user: str, theirs: Callable[..., Any], ours: Callable[..., Any], args: Any) -> bool:
+def _is_proven_pair(
+    user: str, theirs: Callable[..., Any], ours: Callable[..., Any], args: Any
+) -> bool:
     """Refuse a function of slime's family that ours does not equal; return True if it gives a pair."""
     ranks = parallel_state.get_context_parallel_world_size()
     device = torch.device(torch.cuda.current_device())
@@ -283,61 +251,13 @@ def _prove(user: str, theirs: Callable[..., Any], ours: Callable[..., Any], args
 
         return scores
 
-    _require_equal(
+    require_equal(
         user, scores_by(theirs), scores_by(ours), rows=sum(lengths) // ranks, device=device
     )
     return any(pairs)
 
 
-def _verl_scores(
-    logits: Tensor,
-    label: Tensor,
-    temperature: Tensor,
-    *,
-    calculate_entropy: bool,
-    calculate_sum_pi_squared: bool = False,
-    distillation_use_topk: bool = False,
-    distillation_only: bool = False,
-    **_: Any,
-) -> dict[str, Tensor]:
-    """Compute what verl's `_lm_head_logits_processor` does, from the note of `logits`; [batch, sequence] each."""
-    if calculate_sum_pi_squared or distillation_use_topk or distillation_only:
-        needs = "calculate_sum_pi_squared" if calculate_sum_pi_squared else "distillation"
-        raise NotImplementedError(f"{VERL}: {needs} takes logits: drop one of the two")
-    # Padding has 0. verl's own function waits for the device here too.
-    low, high = torch.stack(temperature[temperature > 0].aminmax()).tolist()
-    if low != high:
-        raise NotImplementedError(
-            f"{VERL}: the samples of a micro-batch have the temperatures {low:g} to {high:g}: give all of them one, or "
-            "drop external_lib"
-        )
-    factors = OutputFactors.noted(logits, VERL)
-    log_probs, entropy = factors.scores(None, label.flatten(), low)
-    scores = {"entropy": entropy.view_as(label)} if calculate_entropy else {}
-    return scores | {"log_probs": log_probs.view_as(label)}
-
-
-def _prove_verl(theirs: Callable[..., Any], device: torch.device) -> float:
-    """Refuse a `_lm_head_logits_processor` of verl that ours does not equal; return the largest difference."""
-    label = (torch.arange(10, device=device) % 7)[None]
-    off = dict.fromkeys(
-        ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only"), False
-    )
-    named: dict[str, Any] = {**off, "calculate_entropy": True, "data_format": "thd"}
-    named |= {"logits_processor_func": None, "batch": None}
-
-    def scores_by(function: Callable[..., Any]) -> Callable[[Tensor], Scores]:
-        def scores(output: Tensor) -> Scores:
-            temperature = torch.full(label.shape, 0.75, device=device)
-            result = function(output, label, temperature, **named)
-            return result["log_probs"], result["entropy"]
-
-        return scores
-
-    return _require_equal(VERL, scores_by(theirs), scores_by(_verl_scores), rows=10, device=device)
-
-
-def _require_equal(
+def require_equal(
     user: str,
     theirs: Callable[[Tensor], Scores],
     ours: Callable[[Tensor], Scores],

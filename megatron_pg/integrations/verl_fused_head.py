@@ -1,5 +1,5 @@
-"""Loaded by verl's `actor_rollout_ref.model.external_lib`: puts the fused head into its Megatron engine."""
+"""The module that verl's `actor_rollout_ref.model.external_lib` names: its import puts the fused head into the Megatron engine."""
 
-from megatron_pg.integrations.fused_head import verl
+from megatron_pg.integrations.verl_head import put_in
 
-verl()
+put_in()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_pg.integrations import fused_head
+from megatron_pg.integrations import fused_head, verl_head
 from megatron_pg.megatron import enable_cpu_runtime
 from tests.distributed.launch import refusal, run_ranks
 from tests.distributed.models import ModelOptions, Sharding, initialize_groups
@@ -115,7 +115,7 @@ def refusals() -> dict[str, str]:
         log_probs = rows.gather(-1, label[..., None])[..., 0]
         return {"log_probs": log_probs, "entropy": -(rows.exp() * rows).sum(-1)}
 
-    prove, score = fused_head._prove_verl, fused_head._verl_scores
+    prove, score = verl_head.prove, verl_head.scores_of
     device, one = torch.device("cpu"), torch.ones(1, 2)
     return {
         "in the place of the model's output": refusal(

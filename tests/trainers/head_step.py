@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megatron_pg.integrations import fused_head
@@ -196,13 +197,32 @@ def run(name: str, trainer: Trainer, model: Any, args: Args) -> Outcome:
     return Outcome(scores, metrics, recorder.kept, max(widths))
 
 
+class PatchedModel(GPTModel):
+    """As slime and miles patch Megatron's: multi-token prediction runs where `mtp_kwargs` has labels, and else not."""
+
+    def forward(self, *args: Any, mtp_kwargs: dict[str, Any] | None = None, **named: Any) -> Any:
+        if mtp_kwargs:
+            return super().forward(*args, **named)
+        depths, self.config.mtp_num_layers, self.mtp_process = (
+            self.config.mtp_num_layers,
+            None,
+            False,
+        )
+        try:
+            return super().forward(*args, **named)
+        finally:
+            self.config.mtp_num_layers, self.mtp_process = depths, True
+
+
 def theirs_and_ours(
     name: str, sharding: Sharding, options: ModelOptions, settings: list[dict[str, Any]]
 ) -> list[list[Outcome]]:
     """Of each of the settings the outcome of the trainer's own path, ours, and the mutants."""
     trainer = import_trainer(name)
     model = build(sharding, options)
-    cases = [arguments(**case) for case in settings]
+    if with_mtp := bool(options.mtp_num_layers):
+        model[0].module.__class__ = PatchedModel
+    cases = [arguments(enable_mtp_training=with_mtp, **case) for case in settings]
     if name == "miles":
         miles_groups(cases[0])
     outcomes = [[run(name, trainer, model, args)] for args in cases]

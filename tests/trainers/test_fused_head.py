@@ -16,7 +16,7 @@ from tests.distributed.models import ModelOptions, Sharding, initialize_groups
 
 from . import head_step, head_verl, sources
 
-TOLERANCE = 2e-5
+TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 DENSE = ModelOptions()
 SETTINGS: list[dict[str, Any]] = [
     {"rollout_temperature": 0.7},
@@ -27,6 +27,7 @@ CASES = {
     "TP2": replace(DENSE, tied_embeddings=True),
     "CP2": replace(DENSE, mtp_num_layers=1),
     "TP2+SP CP2": DENSE,
+    "one process, bfloat16": replace(DENSE, dtype=torch.bfloat16),
 }
 
 
@@ -69,7 +70,7 @@ def test_a_step_equals_their_own_path(name: str, case: str) -> None:
         outcomes = [rank[number] for rank in ranks]
         errors = [max(difference(rank[way], rank[0]) for rank in outcomes) for way in (1, 2, 3)]
         print(f"{name}, {case}, {number}: {errors}")
-        assert errors[0] <= TOLERANCE < 100 * TOLERANCE < min(errors[1:])
+        assert errors[0] <= TOLERANCES[CASES[case].dtype] < min(errors[1:]) / 10
         assert all(rank[0].columns > 1 and rank[1].columns == 1 for rank in outcomes)
         assert len(ranks[0][number][0].gradients) > 10
 

@@ -46,8 +46,8 @@ class OutputFactors(NamedTuple):
 
     def stand_in(self) -> Tensor:
         """Return one component of the hidden states, [batch, sequence, 1] float32, with a note of the factors."""
-        output: Any = self.hidden[..., :1].float()
-        output.megatron_pg_factors = self
+        output = self.hidden[..., :1].float()
+        output.megatron_pg_factors = self  # type: ignore[attr-defined]
         return output
 
     @staticmethod

@@ -77,7 +77,7 @@ def layout_violation(qkv_format: str, context_parallel_size: int) -> str | None:
 def output_layer_violations(flag: str, settings: Mapping[str, Any]) -> list[str]:
     """Return why the product that `flag` puts in the output layer's place does not serve Megatron's settings, by name."""
     violations = []
-    if flag == "--fused-lm-head" and settings.get("use_mup"):
+    if flag != "--fp32-lm-head" and settings.get("use_mup"):
         violations.append("does not scale logits as --use-mup does")
     if settings.get("defer_embedding_wgrad_compute"):
         late = "which --defer-embedding-wgrad-compute puts off"

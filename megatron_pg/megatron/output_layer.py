@@ -4,6 +4,7 @@
 `self._forward_impl`, with the weight, the bias and the reductions of gradients as arguments. That method is exchanged.
 """
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -147,11 +148,23 @@ def _exchange_product(module: Any, args: Any, keywords: dict[str, Any]) -> tuple
     processor = keywords.pop("output_processor", None)
     # A stage of multi-token prediction that is not the last has an output layer, and no loss of the policy's.
     if processor is not None and getattr(module, "post_process", True):
-        depths = getattr(module.config, "mtp_num_layers", None) or 0
-        others = depths if derives_multi_token_labels() else 0
+        others = _multi_token_calls(module, keywords)
         for layer in _output_layers(module, None):
             layer._forward_impl = _Processed(processor, layer._forward_impl, others)
     return args, keywords
+
+
+def _multi_token_calls(module: Any, keywords: dict[str, Any]) -> int:
+    """Count the calls of the output layer by multi-token prediction in a forward with these arguments."""
+    depths: int = getattr(module.config, "mtp_num_layers", None) or 0
+    if "mtp_kwargs" in inspect.signature(module.forward).parameters:
+        # In the Megatron of slime and miles (docker/patch/latest/megatron.patch of slime 624b824).
+        is_on = (keywords.get("mtp_kwargs") or {}).get("mtp_labels") is not None
+    elif "_postprocess" in vars(module):  # verl's own (models/mcore/mtp_patch.py of 0.9.1)
+        is_on = keywords.get("labels") is not None
+    else:
+        is_on = derives_multi_token_labels()
+    return depths if is_on else 0
 
 
 def _give_product_back(module: Any, args: Any, output: Any) -> None:
@@ -179,7 +192,7 @@ def _gathers(layer: Any) -> bool:
 def _layers_for(model: Any, user: str | None) -> list[Any]:
     """List the output layers of a model for a flag or function that exchanges their product; None takes any model."""
     chunks = chunks_of(model)
-    if user is not None and user.startswith("--"):
+    if user is not None and ("--" in user or "=" in user):
         violations = output_layer_violations(user, vars(chunks[0].config))
         refuse(violations, error=NotImplementedError)
     return [layer for chunk in chunks for layer in _output_layers(unwrapped(chunk), user)]

@@ -52,6 +52,9 @@ class _Name(type):
     def __getitem__(cls, item: Any) -> Any:
         return cls
 
+    def __iter__(cls) -> Any:
+        raise TypeError(f"{cls.__name__} stands in for what is not there, and is empty")
+
     def __call__(cls, *arguments: Any, **keywords: Any) -> Any:
         is_decorator = len(arguments) == 1 and not keywords and callable(arguments[0])
         return arguments[0] if is_decorator else cls

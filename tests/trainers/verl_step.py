@@ -113,9 +113,30 @@ def actor_config(case: Case) -> Any:
     )
 
 
+def engine_of(chunks: list[Any], context: int, with_mtp: bool = False) -> Any:
+    """verl's engine around a model that is there already."""
+    from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
+
+    class Engine(MegatronEngineWithLMHead):
+        def _routed_num_tokens(self, data: Any) -> Tensor:
+            # A view of the batch's offsets, which verl copies to the GPU before it is reduced in place.
+            return super()._routed_num_tokens(data).clone()
+
+    engine = Engine.__new__(Engine)
+    engine.module, engine.tf_config, engine.enable_routing_replay = chunks, chunks[0].config, False
+    engine.engine_config = SimpleNamespace(
+        context_parallel_size=context, use_remove_padding=True, **dict.fromkeys(OFF, False)
+    )
+    engine.model_config = SimpleNamespace(
+        mtp=SimpleNamespace(enable=with_mtp, enable_train=with_mtp, detach_encoder=False),
+        hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"]),
+        tokenizer=SimpleNamespace(pad_token_id=0),
+    )
+    return engine
+
+
 def verl_gradient(samples: list[PlainSample], case: Case) -> Tensor:
     """The gradient of the table [token id, vocabulary]; every rank of the world calls it, in one case after another."""
-    from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
     from verl.workers.utils.losses import ppo_loss
 
     initialize(case.context)
@@ -126,21 +147,7 @@ def verl_gradient(samples: list[PlainSample], case: Case) -> Tensor:
 
         model = table_under_ddp(logits_of(samples), case.per_token)
 
-        class Engine(MegatronEngineWithLMHead):
-            def _routed_num_tokens(self, data: Any) -> Tensor:
-                # A view of the batch's offsets, which verl copies to the GPU before it is reduced in place.
-                return super()._routed_num_tokens(data).clone()
-
-        engine = Engine.__new__(Engine)
-        engine.module, engine.tf_config, engine.enable_routing_replay = [model], model.config, False
-        engine.engine_config = SimpleNamespace(
-            context_parallel_size=case.context, use_remove_padding=True, **dict.fromkeys(OFF, False)
-        )
-        engine.model_config = SimpleNamespace(
-            mtp=SimpleNamespace(enable=False, enable_train=False),
-            hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"]),
-            tokenizer=SimpleNamespace(pad_token_id=0),
-        )
+        engine = engine_of([model], case.context)
         model.zero_grad_buffer()
         loss = functools.partial(ppo_loss, config=actor_config(case))
         engine.forward_backward_batch(data, loss)

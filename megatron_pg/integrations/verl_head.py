@@ -1,0 +1,91 @@
+"""The fused head in verl's Megatron engine, by `actor_rollout_ref.model.external_lib`; see `fused_head`."""
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_pg.integrations.fused_head import (
+    OutputFactors,
+    Scores,
+    leave_out_logits,
+    require_equal,
+)
+
+VERL = "actor_rollout_ref.model.external_lib=megatron_pg.integrations.verl_fused_head"
+NEED_LOGITS = ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only")
+"""Settings of a batch for which verl reads logits."""
+
+
+def put_in() -> None:
+    """Put the fused head into the Megatron engine of this process's verl; twice is once. The proof is of the first micro-batch.
+
+    A training process raises a ValueError, at its first micro-batch, for `use_fused_kernels` and a version of verl whose
+    log-probs, entropy or gradients are others.
+    """
+    path = "verl.workers.engine.megatron.transformer_impl"
+    engine = importlib.import_module(path).MegatronEngineWithLMHead
+    step, process = engine.forward_step, engine._lm_head_logits_processor
+    if hasattr(step, "has_fused_head"):
+        return
+    proofs: list[float] = []
+
+    @functools.wraps(step)
+    def forward_step(self: Any, batch_iter: Any, model: Any, *others: Any, **named: Any) -> Any:
+        if self.engine_config.use_fused_kernels:
+            switch = "actor_rollout_ref.model.use_fused_kernels"
+            raise ValueError(f"{VERL}: {switch}=True takes verl's own kernels: set False")
+        leave_out_logits(model, VERL)
+        return step(self, batch_iter, model, *others, **named)
+
+    @functools.wraps(process)
+    def logits_processor(
+        self: Any, logits: Tensor, label: Tensor, temperature: Tensor, **named: Any
+    ) -> Any:
+        if not proofs:
+            proofs.append(prove(functools.partial(process, self), logits.device))
+        return scores_of(logits, label, temperature, **named)
+
+    forward_step.has_fused_head = True  # type: ignore[attr-defined]
+    engine.forward_step, engine._lm_head_logits_processor = forward_step, logits_processor
+
+
+def scores_of(
+    logits: Tensor, label: Tensor, temperature: Tensor, *, calculate_entropy: bool, **others: Any
+) -> dict[str, Tensor]:
+    """Compute what verl's `_lm_head_logits_processor` does, from the note of `logits`; [batch, sequence] each."""
+    for name in NEED_LOGITS:
+        if others.get(name):
+            raise NotImplementedError(f"{VERL}: {name} takes logits: drop one of the two")
+    # Padding has 0. verl's own function waits for the device here too.
+    low, high = torch.stack(temperature[temperature > 0].aminmax()).tolist()
+    if low != high:
+        raise NotImplementedError(
+            f"{VERL}: the samples of a micro-batch have the temperatures {low:g} to {high:g}: give all of them one, or "
+            "drop external_lib"
+        )
+    factors = OutputFactors.noted(logits, VERL)
+    log_probs, entropy = factors.scores(None, label.flatten(), low)
+    scores = {"entropy": entropy.view_as(label)} if calculate_entropy else {}
+    return scores | {"log_probs": log_probs.view_as(label)}
+
+
+def prove(theirs: Callable[..., Any], device: torch.device) -> float:
+    """Refuse a `_lm_head_logits_processor` of verl that ours does not equal; return the largest difference."""
+    label = (torch.arange(10, device=device) % 7)[None]
+    named: dict[str, Any] = dict.fromkeys(NEED_LOGITS, False)
+    named |= {"calculate_entropy": True, "data_format": "thd"}
+    named |= {"logits_processor_func": None, "batch": None}
+
+    def scores_by(function: Callable[..., Any]) -> Callable[[Tensor], Scores]:
+        def scores(output: Tensor) -> Scores:
+            temperature = torch.full(label.shape, 0.75, device=device)
+            result = function(output, label, temperature, **named)
+            return result["log_probs"], result["entropy"]
+
+        return scores
+
+    return require_equal(VERL, scores_by(theirs), scores_by(scores_of), rows=10, device=device)

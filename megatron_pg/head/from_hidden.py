@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_pg.head.chunks import chunk_rows
 from megatron_pg.head.factor_gradients import FactorGradients, multiply
 from megatron_pg.head.from_logits import Teacher, refuse_second_derivative
 from megatron_pg.head.output_layer import (
@@ -29,7 +30,6 @@ from megatron_pg.head.output_layer import (
     KeepOnly,
     OutputLayer,
     check_factors,
-    default_chunk_tokens,
 )
 from megatron_pg.head.rows_torch import chunk_slices, wide_dtype
 from megatron_pg.head.vocabulary_shard import RowStatistics, joined
@@ -79,7 +79,7 @@ def linear_token_loss(
             parameters that it reads get no gradient.
         gradient_rows: rows from this one on have coefficient 0: they are scored, and left out of the gradient products.
         piece_sizes: [pieces] rows of each piece, such as whole sequences: `token_loss` is called once for each, even for a
-            piece without rows. Up to four chunks of a piece are one chunk; of a longer piece all chunks but the last are
+            piece without rows. Up to two chunks of a piece are one chunk; of a longer piece all chunks but the last are
             multiplied again, a fourth product. None: the loss takes any rows.
         defer: leave everything to backward, with the gradient that arrives: the weight's goes to `weight.main_grad` at once,
             without a buffer of its own. The outputs are NaN until backward has filled them in, in place; where nothing
@@ -313,7 +313,7 @@ class Float32Product(torch.autograd.Function):
         refuse_second_derivative("float32_logits")
         hidden, weight = ctx.saved_tensors
         gradients = FactorGradients(hidden, ctx.parameter, ctx.needs_input_grad, final=True)
-        size = default_chunk_tokens(len(hidden), weight.shape[0], hidden.device)
+        size = chunk_rows(*hidden.shape, len(weight), hidden.device)
         for rows in chunk_slices(0, len(hidden), size):
             gradients.add_products(rows, hidden[rows], incoming[rows].to(hidden.dtype))
         return gradients.finish()

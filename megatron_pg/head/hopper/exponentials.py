@@ -24,9 +24,11 @@ import importlib
 import math
 import re
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from types import ModuleType
+from typing import TypeVar
 
 import torch
 import triton
@@ -44,6 +46,9 @@ _FIRST_VERSION, _END_OF_VERSIONS = "0.6.5", "0.7"
 _MAX_TEMPERATURES = 4
 _temperatures: set[float] = set()
 """The temperatures of this process: each is a kernel to be compiled and kept."""
+_failures: list[str] = []
+"""The failure after which this process leaves QuACK alone."""
+T = TypeVar("T")
 # Exponents of two between which factors stay, so that the gradient at a target divided by its factors fits bfloat16.
 LEAST_STRIP = tl.constexpr(-60.0)
 LEAST_ROW = tl.constexpr(-40.0)
@@ -206,6 +211,23 @@ class ExponentialProducts:
     temperature: float
     with_entropy: bool
 
+    def attempt(self, work: Callable[[], T]) -> T | None:
+        """Run `work` and return what it returns; None, said once, where QuACK or its compiler fails in it or did before.
+
+        A kernel that cannot be compiled was not launched, so a sum is as it was and the work can be done by other kernels.
+        What the device itself raises comes again there, and so does a lack of memory.
+        """
+        if _failures:
+            return None
+        try:
+            return work()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # anything that a compiler raises
+            _failures.append(f"it failed ({type(error).__name__}: {error})")
+            _say(_failures[0])
+            return None
+
     def padded(self, rows: int) -> int:
         """Return the rows of the buffer that so many rows take up."""
         return -(-rows // MULTIPLE) * MULTIPLE
@@ -296,8 +318,11 @@ class ExponentialRows:
             if padded_out is not out:
                 out.copy_(padded_out[: len(out)])
         if gradients.needs_weight:
-            total, add = gradients.weight_sum()
-            products.add_weight_gradient(left, strips, scaled_hidden, total, add=add)
+            gradients.add_to_weight(
+                lambda out, add: products.add_weight_gradient(
+                    left, strips, scaled_hidden, out, add=add
+                )
+            )
 
     def _write_gradient(self, statistics: RowStatistics, incoming: Incoming) -> Tensor:
         """Overwrite the exponentials with the gradient [rows, v/tp] of their logits."""
@@ -322,7 +347,7 @@ def find_products(
     with_entropy: bool,
 ) -> ExponentialProducts | None:
     """Return the products of exponentials for these factors, or None; say why once where QuACK is installed."""
-    version = _installed()
+    version = None if _failures else _installed()
     if version is None:
         return None
     reason = _refusal(hidden, weight, shard, temperature, main_grad_of(weight))

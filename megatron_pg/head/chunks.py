@@ -63,7 +63,9 @@ def _chunk_cost(rows: int, hidden_size: int, columns: int, multiprocessors: int)
         tiles = 2 * -(-height // _PAIR) * -(-width // _TILE)
         in_waves = -(-tiles // multiprocessors) * multiprocessors
         paid = tiles + _LOST * (in_waves - tiles)
-        total += paid * _PAIR * _TILE * depth  # two operations an element of a tile of _PAIR / 2 rows
+        total += (
+            paid * _PAIR * _TILE * depth
+        )  # two operations an element of a tile of _PAIR / 2 rows
     return total
 
 

@@ -24,13 +24,7 @@ from torch import Tensor
 from megatron_pg.head.chunks import chunk_rows
 from megatron_pg.head.factor_gradients import FactorGradients, multiply
 from megatron_pg.head.from_logits import Teacher, refuse_second_derivative
-from megatron_pg.head.output_layer import (
-    Factors,
-    HeadOptions,
-    KeepOnly,
-    OutputLayer,
-    check_factors,
-)
+from megatron_pg.head.output_layer import Factors, HeadOptions, KeepOnly, OutputLayer, check_factors
 from megatron_pg.head.rows_torch import chunk_slices, wide_dtype
 from megatron_pg.head.vocabulary_shard import RowStatistics, joined
 

@@ -308,14 +308,20 @@ def break_products(monkeypatch: pytest.MonkeyPatch, *args: Any) -> None:
 def test_a_compiler_that_fails_costs_no_gradient(name, call, main_grad, pieces, monkeypatch):
     """In the first chunk or a later one: what was added stays, the chunk is done again, and it is said once."""
     problem = Problem(256)
-    settings = {"main_grad": main_grad, "defer": main_grad, "chunk_tokens": 7, "piece_sizes": pieces}
+    settings = {
+        "main_grad": main_grad,
+        "defer": main_grad,
+        "chunk_tokens": 7,
+        "piece_sizes": pieces,
+    }
     wanted = problem.wanted(0.0)
     break_products(monkeypatch, name, call)
     with pytest.warns(UserWarning, match="no kernel for this machine") as said:
         compare(problem.found(0.0, **settings), wanted)
-    assert len(said) == 1
+    # Triton's interpreter warns of NaN by numpy's RuntimeWarning.
+    assert sum(warning.category is UserWarning for warning in said) == 1
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", UserWarning)
         compare(problem.found(0.0, **settings), wanted)
 
 

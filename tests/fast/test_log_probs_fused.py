@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import gc
-import math
 import weakref
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 import torch

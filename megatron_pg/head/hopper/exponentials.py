@@ -165,9 +165,12 @@ def exponential_gradient_kernel(
     exponentials, offsets, targets, temperature, maximum, log_sum, log_probs, entropy,
     grad_log_probs, grad_entropy,
     columns, tiles, start, segments, segment,
-    OFFSET_TILE: tl.constexpr, TILE: tl.constexpr,
+    OFFSET_TILE: tl.constexpr, STRIPS: tl.constexpr, STRIP: tl.constexpr,
 ):  # fmt: skip
-    """Overwrite a segment of one row of exponentials with the gradient of its logits; see `rows_triton.gradient_kernel`."""
+    """Overwrite a segment of one row of exponentials with the gradient of its logits; see `rows_triton.gradient_kernel`.
+
+    STRIPS strips at a time; STRIP divides OFFSET_TILE, so that a strip has one offset, loaded and raised once.
+    """
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     row = (program // segments).to(tl.int64)
     begin = program % segments * segment
@@ -182,24 +185,29 @@ def exponential_gradient_kernel(
         to_target = to_log_prob / value
         local = _local_target(targets, row, start, columns)
         log2_at_target = tl.load(log_probs + row) * LOG2_E
-        for first in range(begin, end, TILE):
-            lanes = first + tl.arange(0, TILE)
-            inside = lanes < end
-            of_tile = tl.load(offsets + row * tiles + lanes // OFFSET_TILE, mask=inside, other=0.0)
-            exponential = tl.load(base + lanes, mask=inside, other=0.0).to(tl.float32)
+        p_at_target = tl.exp2(log2_at_target)
+        for first in range(begin, end, STRIPS * STRIP):
+            strip = first + tl.arange(0, STRIPS) * STRIP
+            of_tile = tl.load(
+                offsets + row * tiles + strip // OFFSET_TILE, mask=strip < end, other=0.0
+            )
             shift = of_tile - log2_total
+            power = tl.exp2(shift)
+            lanes = strip[:, None] + tl.arange(0, STRIP)[None, :]
+            inside = lanes < end
+            exponential = tl.load(base + lanes, mask=inside, other=0.0).to(tl.float32)
             at_target = lanes == local
-            log2_p = tl.where(at_target, log2_at_target, tl.log2(exponential) + shift)
-            p = tl.where(at_target, tl.exp2(log2_at_target), exponential * tl.exp2(shift))
+            log2_p = tl.where(at_target, log2_at_target, tl.log2(exponential) + shift[:, None])
+            p = tl.where(at_target, p_at_target, exponential * power[:, None])
             # 0 * -inf is NaN: bound the logarithm. A NaN still shows, through p.
             gradient = p * (constant + slope * tl.maximum(log2_p, SMALLEST))
             gradient += tl.where(at_target, to_target, 0.0)
             tl.store(base + lanes, gradient.to(exponentials.dtype.element_ty), mask=inside)
     else:
-        write_zeros(base, begin, end, TILE)
+        write_zeros(base, begin, end, STRIPS * STRIP)
 
 
-_GRADIENT_TILE, _GRADIENT_TILES, _WARPS = 1024, 8, 4
+_GRADIENT_STRIPS, _STRIP, _GRADIENT_TILES, _WARPS = 16, 64, 8, 4
 
 
 @dataclass(frozen=True)
@@ -327,14 +335,14 @@ class ExponentialRows:
     def _write_gradient(self, statistics: RowStatistics, incoming: Incoming) -> Tensor:
         """Overwrite the exponentials with the gradient [rows, v/tp] of their logits."""
         count, tiles = len(self.targets), self.offsets.shape[1]
-        columns, segment = self.exponentials.shape[1], _GRADIENT_TILE * _GRADIENT_TILES
+        columns, segment = self.exponentials.shape[1], _GRADIENT_STRIPS * _STRIP * _GRADIENT_TILES
         segments = -(-columns // segment)
         exponential_gradient_kernel[(count * segments,)](
             self.exponentials, self.offsets, self.targets.contiguous(), self.temperature,
             statistics.maximum, statistics.log_sum, statistics.log_probs, statistics.entropy,
             *(packed(vector, torch.float32) for vector in incoming),
             columns, tiles, self.layer.shard.start, segments, segment,
-            OFFSET_TILE=columns // tiles, TILE=_GRADIENT_TILE, num_warps=_WARPS,
+            OFFSET_TILE=columns // tiles, STRIPS=_GRADIENT_STRIPS, STRIP=_STRIP, num_warps=_WARPS,
         )  # fmt: skip
         return self.exponentials[:count]
 

@@ -34,8 +34,7 @@ class ModelSettings(Settings):
     the logits of all tokens in memory. Needs Megatron's ColumnParallelLinear as output layer, and
     PolicyStep with the model. Not with bshd."""
     fused_lm_head_memory_gib: Annotated[float | None, Interval(0)] = None
-    """GiB of bf16 logits that the fused head holds at once; its chunk is chosen within. Unset: 2.5, on a device below
-    80 GB less in proportion. Equal on every rank."""
+    """GiB of bf16 logits in the fused head at once, equal on every rank. Unset: 2.5, on a device below 80 GB less."""
     fused_lm_head_without_quack: bool = False
     """Leave QuACK's products alone where they are installed."""
     fp32_lm_head: bool = False

@@ -35,15 +35,21 @@ def chunk_rows(
     columns: int,
     device: torch.device,
     memory_gib: float | None = None,
+    *,
+    chunks_at_once: int = 1,
 ) -> int:
-    """Choose the rows of a chunk by sizes and device alone, so that tensor-parallel ranks agree whichever kernels they have."""
+    """Choose the rows of a chunk by sizes and device alone, so that tensor-parallel ranks agree whichever kernels they have.
+
+    Of `chunks_at_once` such chunks, a student's and a teacher's, the budget holds all.
+    """
     budget, multiprocessors = _budget(memory_gib), _MULTIPROCESSORS
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         multiprocessors = properties.multi_processor_count
         if memory_gib is None:
             budget = min(budget, budget * properties.total_memory // _LARGE_DEVICE)
-    return _fullest(tokens, hidden_size, columns, _rows(budget, columns), multiprocessors)
+    largest = _rows(budget // chunks_at_once, columns)
+    return _fullest(tokens, hidden_size, columns, largest, multiprocessors)
 
 
 def cost(tokens: int, hidden_size: int, columns: int, rows: int, multiprocessors: int) -> float:

@@ -90,7 +90,10 @@ def linear_token_loss(
     """
     factors, tokens = Factors(hidden, weight, targets), len(hidden)
     options = options or HeadOptions()
-    layer = OutputLayer.build(factors, options, may_be_exponentials=teacher is None)
+    alone = teacher is None
+    layer = OutputLayer.build(
+        factors, options, may_be_exponentials=alone, chunks_at_once=1 if alone else 2
+    )
     if hidden.dtype == torch.float16 and not defer and torch.is_grad_enabled():
         raise NotImplementedError(
             "linear_token_loss takes float16 hidden states with defer=True alone: gradients that are computed before "

@@ -147,6 +147,7 @@ class OutputLayer:
         options: HeadOptions,
         keep_only: KeepOnly | None = None,
         may_be_exponentials: bool = False,
+        chunks_at_once: int = 1,
     ) -> OutputLayer:
         """Check the factors, and work out all defaults."""
         hidden, weight, targets = factors
@@ -154,7 +155,13 @@ class OutputLayer:
         check_vector("targets", targets, torch.int64, "hidden", hidden)
         columns, size = weight.shape[0], options.chunk_tokens
         if size is None:
-            size = chunk_rows(*hidden.shape, columns, hidden.device, options.memory_gib)
+            size = chunk_rows(
+                *hidden.shape,
+                columns,
+                hidden.device,
+                options.memory_gib,
+                chunks_at_once=chunks_at_once,
+            )
         elif size < 1:
             raise ValueError(f"chunk_tokens must be at least 1, found {size}")
         shard = VocabularyShard.build(columns, options.vocab_size, options.tensor_parallel_group)

@@ -151,6 +151,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=4.5, help="no setting begins after them")
     options = parser.parse_args()
     started = time.monotonic()
+    # The compiled loss is made anew for every size of a chunk.
+    torch._dynamo.config.recompile_limit = 64
     begin()
     for words in options.settings or (WITH_ENTROPY if options.entropy else DEFAULT):
         tokens, hidden, columns = map(int, words.split(","))

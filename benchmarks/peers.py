@@ -71,10 +71,13 @@ def liger_grpo() -> Callable[..., Tensor]:
 
 def transformer_engine() -> Callable[..., Tensor]:
     """(logits, targets) -> -log_probs; no entropy."""
-    packages = ("transformer_engine", "transformer_engine.common", "transformer_engine.pytorch")
-    module = import_below("transformer_engine.pytorch.cross_entropy", packages=packages)
-    for package in packages:
-        del sys.modules[package]  # other packages ask for it, and expect all of it
+    below = ("", ".common", ".pytorch", ".pytorch.triton")
+    packages = tuple(f"transformer_engine{name}" for name in below)
+    try:
+        module = import_below("transformer_engine.pytorch.cross_entropy", packages=packages)
+    finally:
+        for package in packages:
+            del sys.modules[package]  # other packages ask for it, and expect all of it
     return lambda logits, targets: module.parallel_cross_entropy(
         logits.unsqueeze(0), targets.unsqueeze(0)
     )[0]

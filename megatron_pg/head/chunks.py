@@ -11,6 +11,8 @@ import torch
 
 _BUDGET = 5 << 29
 """2.5 GiB of bfloat16 logits: 8192 rows of the largest vocabularies but one."""
+_ENOUGH = 8192
+"""Rows beyond which a longer chunk was not faster, whatever the columns (docs/records/benchmarks.md)."""
 _LARGE_DEVICE = 80_000_000_000
 """Bytes of memory from which on a device has the whole budget."""
 _PAIR, _TILE = 256, 256
@@ -25,8 +27,19 @@ _LOST = 0.5
 
 
 def largest_chunk(columns: int, memory_gib: float | None = None) -> int:
-    """Return the rows of bfloat16 logits [rows, columns] in the budget, the same on every rank whatever its device."""
-    return _rows(_budget(memory_gib), columns)
+    """Return the most rows of logits [rows, columns] that a chunk has, the same on every rank whatever its device."""
+    return min(_rows(_budget(memory_gib), columns), _ENOUGH)
+
+
+def rows_in_budget(
+    columns: int, device: torch.device, memory_gib: float | None = None, *, chunks_at_once: int = 1
+) -> int:
+    """Return the rows of bfloat16 logits [rows, columns] in the budget; of `chunks_at_once`, a student's and a teacher's."""
+    budget = _budget(memory_gib)
+    if device.type == "cuda" and memory_gib is None:
+        memory = torch.cuda.get_device_properties(device).total_memory
+        budget = min(budget, budget * memory // _LARGE_DEVICE)
+    return _rows(budget // chunks_at_once, columns)
 
 
 def chunk_rows(
@@ -38,18 +51,12 @@ def chunk_rows(
     *,
     chunks_at_once: int = 1,
 ) -> int:
-    """Choose the rows of a chunk by sizes and device alone, so that tensor-parallel ranks agree whichever kernels they have.
-
-    Of `chunks_at_once` such chunks, a student's and a teacher's, the budget holds all.
-    """
-    budget, multiprocessors = _budget(memory_gib), _MULTIPROCESSORS
+    """Choose the rows of a chunk by sizes and device alone, so that tensor-parallel ranks agree whichever kernels they have."""
+    multiprocessors = _MULTIPROCESSORS
     if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        multiprocessors = properties.multi_processor_count
-        if memory_gib is None:
-            budget = min(budget, budget * properties.total_memory // _LARGE_DEVICE)
-    largest = _rows(budget // chunks_at_once, columns)
-    return _fullest(tokens, hidden_size, columns, largest, multiprocessors)
+        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    largest = rows_in_budget(columns, device, memory_gib, chunks_at_once=chunks_at_once)
+    return _fullest(tokens, hidden_size, columns, min(largest, _ENOUGH), multiprocessors)
 
 
 def cost(tokens: int, hidden_size: int, columns: int, rows: int, multiprocessors: int) -> float:

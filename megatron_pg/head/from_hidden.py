@@ -42,7 +42,7 @@ def linear_log_probs(
     """Do the work of `linear_log_probs_and_entropy` with all columns."""
     layer, tokens = OutputLayer.build(factors, options, keep_only), len(factors.hidden)
     if keep_logits is None:
-        keep_logits = tokens <= layer.chunk_tokens
+        keep_logits = tokens <= layer.held_tokens
     if keep_logits:
         layer = replace(layer, chunk_tokens=max(tokens, 1))
     return LinearLogProbs.apply(*factors, layer, keep_logits)  # type: ignore

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.head.backend import hopper_products, row_passes
-from megatron_pg.head.chunks import chunk_rows
+from megatron_pg.head.chunks import chunk_rows, rows_in_budget
 from megatron_pg.head.factor_gradients import FactorGradients, multiply
 from megatron_pg.head.from_logits import FLOAT_DTYPES, check_vector
 from megatron_pg.head.rows_torch import chunk_slices, temperature_tensor, wide_dtype
@@ -38,7 +38,7 @@ class HeadOptions:
     dtype of the hidden states, before the two other products. With exponentials these are rounded, and the hidden states
     times the factor of their row."""
     chunk_tokens: int | None = None
-    """Rows of logits in memory at once; None: chosen within `memory_gib`."""
+    """Rows of logits in memory at once; None: up to 8192, within `memory_gib`."""
     memory_gib: float | None = None
     """GiB of bfloat16 logits in memory at once (float32 logits of our own kernels take twice as many). None: 2.5, on a device
     below 80 GB less in proportion."""
@@ -136,6 +136,8 @@ class OutputLayer:
     shard: VocabularyShard
     temperature: Tensor
     chunk_tokens: int
+    held_tokens: int
+    """Rows within the budget, of which logits that are held together may have twice as many."""
     logits_dtype: torch.dtype
     keep_only: KeepOnly | None  # None: no sets
     products: Any  # the `ExponentialProducts` of `hopper`; None where `chunk` has logits
@@ -153,17 +155,15 @@ class OutputLayer:
         hidden, weight, targets = factors
         check_factors(hidden, weight)
         check_vector("targets", targets, torch.int64, "hidden", hidden)
-        columns, size = weight.shape[0], options.chunk_tokens
-        if size is None:
-            size = chunk_rows(
-                *hidden.shape,
-                columns,
-                hidden.device,
-                options.memory_gib,
-                chunks_at_once=chunks_at_once,
-            )
-        elif size < 1:
-            raise ValueError(f"chunk_tokens must be at least 1, found {size}")
+        columns = weight.shape[0]
+        if options.chunk_tokens is None:
+            place = (columns, hidden.device, options.memory_gib)
+            size = chunk_rows(*hidden.shape, *place, chunks_at_once=chunks_at_once)
+            held = rows_in_budget(*place, chunks_at_once=chunks_at_once)
+        else:
+            size = held = options.chunk_tokens
+            if size < 1:
+                raise ValueError(f"chunk_tokens must be at least 1, found {size}")
         shard = VocabularyShard.build(columns, options.vocab_size, options.tensor_parallel_group)
         temperature = temperature_tensor(options.temperature, hidden)
         dtype, products = weight.dtype, None
@@ -173,7 +173,7 @@ class OutputLayer:
                 products = hopper_products(
                     hidden, weight, shard, options.temperature, options.with_entropy
                 )
-        return cls(shard, temperature, size, dtype, keep_only, products)
+        return cls(shard, temperature, size, held, dtype, keep_only, products)
 
     def new_logits(self, weight: Tensor, chunks: list[slice]) -> Tensor:
         """Return uninitialised logits [rows, v/tp] of the largest of these chunks."""
@@ -183,8 +183,8 @@ class OutputLayer:
         return weight.new_empty((rows, weight.shape[0]), dtype=dtype)
 
     def chunks(self, begin: int, end: int, *, held: bool = False) -> list[slice]:
-        """Cut [begin, end) into chunks; rows that are `held` together are one chunk, up to twice as long."""
-        is_one = held and 0 < end - begin <= _HELD_CHUNKS * self.chunk_tokens
+        """Cut [begin, end) into chunks; rows that are `held` together are one chunk, up to twice the budget."""
+        is_one = held and 0 < end - begin <= _HELD_CHUNKS * self.held_tokens
         return chunk_slices(begin, end, end - begin if is_one else self.chunk_tokens)
 
     def chunk(

@@ -10,7 +10,7 @@ import functools
 import torch
 
 _BUDGET = 5 << 29
-"""2.5 GiB of bfloat16 logits: 8192 rows of the largest vocabularies but one."""
+"""2.5 GiB of bfloat16 logits."""
 _ENOUGH = 8192
 """Rows beyond which a longer chunk was not faster, whatever the columns (docs/records/benchmarks.md)."""
 _LARGE_DEVICE = 80_000_000_000

@@ -221,12 +221,14 @@ def _loss_in_pieces(
     zero = torch.zeros_like(layer.temperature)
     losses: list[Tensor] = []
     columns: list[list[Tensor]] = [[] for _ in range(2 if teacher is None else 3)]
+    to_logits: Any  # it holds a chunk of the teacher's logits, and goes before the next is made
     for piece, chunks in pieces:
         parts, divergences = [], []
         for rows in chunks:
             chunk: Any = layer.chunk(factors, rows, logits)  # with a teacher `LogitChunk`
             parts.append(chunk.statistics())
             if teacher is not None:
+                to_logits = None
                 divergence, to_logits = teacher.on(chunk, parts[-1], rows)
                 divergences.append(divergence)
         statistics = RowStatistics.concatenate(parts, like=zero)
@@ -249,11 +251,13 @@ def _loss_in_pieces(
                 chunk.add_gradient(gradients, own, to_rows)
                 continue
             if rows is not chunks[-1]:
+                to_logits = None
                 _, to_logits = teacher.on(chunk, own, rows)  # type: ignore[union-attr]
             gradient = to_logits(to_divergence, factors.hidden.dtype)
             if any(vector is not None for vector in to_rows):
                 gradient = chunk.write_gradient(own, to_rows).add_(gradient)
             gradients.add_products(rows, chunk.hidden, gradient)
+            del gradient  # it may be the teacher's logits
     total = losses[0] if len(losses) == 1 else sum(losses, zero)
     return (total, *(joined(column, like=zero) for column in columns))
 

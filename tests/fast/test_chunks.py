@@ -8,6 +8,7 @@ import torch
 
 from megatron_pg.head import chunks
 from megatron_pg.head.chunks import chunk_rows, largest_chunk
+from megatron_pg.head.output_layer import Factors, HeadOptions, OutputLayer
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LARGE = 141_000_000_000
@@ -81,3 +82,13 @@ def test_waves_that_cost_nothing_would_be_seen(device, monkeypatch):
     chunks._fullest.cache_clear()
     assert chunk_rows(32768, 2048, 128256, device, 1.25) > 4096
     chunks._fullest.cache_clear()
+
+
+@pytest.mark.parametrize("memory_gib, is_one", [(None, True), (0.0187, True), (0.0186, False)])
+def test_rows_that_are_held_together_go_by_twice_the_budget(memory_gib, is_one):
+    """20,000 rows of 1000 columns are 0.0373 GiB; other chunks have 8192 rows at most."""
+    tokens = 20_000
+    factors = Factors(torch.zeros(tokens, 8), torch.zeros(1000, 8), torch.zeros(tokens).long())
+    layer = OutputLayer.build(factors, HeadOptions(memory_gib=memory_gib))
+    assert (layer.chunks(0, tokens, held=True) == [slice(0, tokens)]) == is_one
+    assert all(rows.stop - rows.start <= 8192 for rows in layer.chunks(0, tokens))

@@ -32,7 +32,7 @@ def largest_chunk(columns: int, memory_gib: float | None = None) -> int:
 
 
 def rows_in_budget(
-    columns: int, device: torch.device, memory_gib: float | None = None, *, chunks_at_once: int = 1
+    columns: int, device: torch.device, memory_gib: float | None = None, chunks_at_once: int = 1
 ) -> int:
     """Return the rows of bfloat16 logits [rows, columns] in the budget; of `chunks_at_once`, a student's and a teacher's."""
     budget = _budget(memory_gib)
@@ -48,14 +48,13 @@ def chunk_rows(
     columns: int,
     device: torch.device,
     memory_gib: float | None = None,
-    *,
     chunks_at_once: int = 1,
 ) -> int:
     """Choose the rows of a chunk by sizes and device alone, so that tensor-parallel ranks agree whichever kernels they have."""
     multiprocessors = _MULTIPROCESSORS
     if device.type == "cuda":
         multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    largest = rows_in_budget(columns, device, memory_gib, chunks_at_once=chunks_at_once)
+    largest = rows_in_budget(columns, device, memory_gib, chunks_at_once)
     return _fullest(tokens, hidden_size, columns, min(largest, _ENOUGH), multiprocessors)
 
 
@@ -92,10 +91,11 @@ def _fullest(
     step = max(top // 32 // _PAIR, 1) * _PAIR
     equal = -(-tokens // -(-tokens // top))
     candidates = {*range(top, top // 2, -step), min(-(-equal // _PAIR) * _PAIR, top)}
-    return min(
+    best: int = min(
         sorted(candidates, reverse=True),
         key=lambda rows: cost(tokens, hidden_size, columns, rows, multiprocessors),
     )
+    return best
 
 
 def _budget(memory_gib: float | None) -> int:

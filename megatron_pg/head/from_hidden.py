@@ -314,7 +314,7 @@ class Float32Product(torch.autograd.Function):
         refuse_second_derivative("float32_logits")
         hidden, weight = ctx.saved_tensors
         gradients = FactorGradients(hidden, ctx.parameter, ctx.needs_input_grad, final=True)
-        size = chunk_rows(*hidden.shape, len(weight), hidden.device)
+        size = chunk_rows(len(hidden), hidden.shape[1], len(weight), hidden.device)
         for rows in chunk_slices(0, len(hidden), size):
             gradients.add_products(rows, hidden[rows], incoming[rows].to(hidden.dtype))
         return gradients.finish()

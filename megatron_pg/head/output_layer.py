@@ -157,9 +157,9 @@ class OutputLayer:
         check_vector("targets", targets, torch.int64, "hidden", hidden)
         columns = weight.shape[0]
         if options.chunk_tokens is None:
-            place = (columns, hidden.device, options.memory_gib)
-            size = chunk_rows(*hidden.shape, *place, chunks_at_once=chunks_at_once)
-            held = rows_in_budget(*place, chunks_at_once=chunks_at_once)
+            tokens, hidden_size = hidden.shape
+            place = (columns, hidden.device, options.memory_gib, chunks_at_once)
+            size, held = chunk_rows(tokens, hidden_size, *place), rows_in_budget(*place)
         else:
             size = held = options.chunk_tokens
             if size < 1:

@@ -198,8 +198,9 @@ def exponential_gradient_kernel(
         slope = -to_entropy * LN_2 / value
         local = _local_target(targets, row, start, columns).to(tl.int32)
         # Of the target the exponential is rounded, and the log-probability is not.
-        log2_p = tl.maximum(tl.load(log_probs + row) * LOG2_E, SMALLEST)
-        at_target = tl.exp2(log2_p) * (constant + slope * log2_p) + to_log_prob / value
+        log2_p = tl.load(log_probs + row) * LOG2_E
+        factor = constant + slope * tl.maximum(log2_p, SMALLEST)
+        at_target = tl.exp2(log2_p) * factor + to_log_prob / value
         for first in range(begin, end, STRIPS * STRIP):
             strip = first + tl.arange(0, STRIPS) * STRIP
             of_tile = tl.load(

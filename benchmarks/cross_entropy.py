@@ -1,4 +1,4 @@
-"""Table: plain cross-entropy from hidden states, with the peers that have it as one function.
+"""Table: plain cross-entropy from hidden states, with the peers that have it; a peer that does not run says why.
 
     python -m benchmarks.cross_entropy [--tokens 8192] [--hidden 4096] [--columns 151936 128256] [--rounds 6]
 
@@ -21,6 +21,32 @@ from megatron_pg.head import HeadOptions, linear_token_loss
 
 def negative(log_probs: Tensor, entropy: Tensor, rows: slice) -> Tensor:
     return -log_probs.sum()
+
+
+TORCH_OPTIONS: dict[str, dict[str, object]] = {
+    "auto": {},
+    "accurate": {"acc_policy": "accurate", "acc_dtype": torch.float32},
+    "balanced": {"acc_policy": "balanced", "acc_dtype": torch.float32},
+    "compact, aspect ratio": {"acc_policy": "compact", "chunking_method": "aspect_ratio"},
+    "compact, 4096 rows": {
+        "acc_policy": "compact",
+        "chunking_method": None,
+        "batch_chunk_size": 4096,
+    },
+}
+
+
+def verl_sum() -> Callable[..., Tensor]:
+    """verl's backward wants a gradient without gaps, which that of a plain sum is not."""
+    call = peers.verl()
+    return lambda *inputs: torch.dot(
+        call(*inputs)[0], torch.full_like(inputs[2], -1.0, dtype=torch.float32)
+    )
+
+
+def logits_to_transformer_engine() -> Callable[..., Tensor]:
+    call = peers.transformer_engine()
+    return lambda hidden, weight, targets: call(hidden @ weight.t(), targets).sum()
 
 
 class CrossEntropy(Work):
@@ -84,6 +110,12 @@ def contenders(work: CrossEntropy) -> list[Contender]:
         "QuACK": peers.quack,
         "Liger SM90": peers.liger_cross_entropy,
         "torchtitan": peers.torchtitan,
+        "verl": verl_sum,
+        "NeMo-RL": peers.nemo_rl,
+        "Transformer Engine on logits": logits_to_transformer_engine,
+    } | {
+        f"torch, {name}": peers.torch_linear_cross_entropy(**options)
+        for name, options in TORCH_OPTIONS.items()
     }
     for name, load in loaders.items():
         peer = peers.try_load(name, load)

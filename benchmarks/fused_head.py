@@ -25,7 +25,7 @@ from benchmarks.inputs import DEVICE, exact_gradient, hidden_and_weight, is_clip
 from benchmarks.timing import OWN, Contender, append_results, begin, measure, relative_error, table
 from megatron_pg import PolicyLossConfig, Sample, pack, step_totals
 from megatron_pg.head import HeadOptions, linear_log_probs_and_entropy, linear_token_loss
-from megatron_pg.head.output_layer import largest_chunk
+from megatron_pg.head.chunks import largest_chunk
 from megatron_pg.loss.micro_batch import MicroBatchLoss
 
 GOAL = 1.3

@@ -71,21 +71,28 @@ def liger_grpo() -> Callable[..., Tensor]:
 
 def transformer_engine() -> Callable[..., Tensor]:
     """(logits, targets) -> -log_probs; no entropy."""
-    packages = ("transformer_engine", "transformer_engine.common", "transformer_engine.pytorch")
-    module = import_below("transformer_engine.pytorch.cross_entropy", packages=packages)
-    for package in packages:
-        del sys.modules[package]  # other packages ask for it, and expect all of it
+    below = ("", ".common", ".pytorch", ".pytorch.triton")
+    packages = tuple(f"transformer_engine{name}" for name in below)
+    try:
+        module = import_below("transformer_engine.pytorch.cross_entropy", packages=packages)
+    finally:
+        for package in packages:
+            del sys.modules[package]  # other packages ask for it, and expect all of it
     return lambda logits, targets: module.parallel_cross_entropy(
         logits.unsqueeze(0), targets.unsqueeze(0)
     )[0]
+
+
+def _one_process() -> None:
+    if not dist.is_initialized():
+        dist.init_process_group("nccl", init_method="tcp://127.0.0.1:29511", rank=0, world_size=1)
 
 
 def megatron() -> Callable[..., Tensor]:
     """(logits, targets) -> -log_probs; no entropy."""
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
 
-    if not dist.is_initialized():
-        dist.init_process_group("nccl", init_method="tcp://127.0.0.1:29511", rank=0, world_size=1)
+    _one_process()
     return lambda logits, targets: fused_vocab_parallel_cross_entropy(
         logits.unsqueeze(1), targets.unsqueeze(1), dist.group.WORLD
     )[:, 0]
@@ -128,6 +135,30 @@ def verl() -> Callable[..., tuple[Tensor, Tensor]]:
     return lambda hidden, weight, targets: module.linear_cross_entropy(
         hidden, weight, targets, 1.0, "none"
     )
+
+
+def nemo_rl() -> Callable[..., Tensor]:
+    """(hidden, weight, targets) -> loss; NeMo-RL's log-probabilities from hidden states in torch, chunks of 128, its recipes' size."""
+    module = import_below(
+        "nemo_rl.distributed.model_utils",
+        packages=("nemo_rl", "nemo_rl.distributed", "nemo_rl.algorithms"),
+    )
+    _one_process()
+    call = module.ChunkedDistributedHiddenStatesToLogprobs.apply
+    return lambda hidden, weight, targets: (
+        -call(hidden[:, None], targets[None], weight, 0, len(weight), 128, dist.group.WORLD).sum()
+    )
+
+
+def torch_linear_cross_entropy(**options: object) -> Callable[[], Callable[..., Tensor]]:
+    """(hidden, weight, targets) -> loss; torch.nn.functional.linear_cross_entropy, torch 2.13 and later, in chunks."""
+
+    def load() -> Callable[..., Tensor]:
+        call = torch.nn.functional.linear_cross_entropy
+        settings = torch.nn.LinearCrossEntropyOptions(**options)
+        return lambda *inputs: call(*inputs, reduction="sum", options=settings)
+
+    return load
 
 
 def quack() -> Callable[..., tuple[Tensor, Tensor]]:

@@ -45,7 +45,7 @@ class Timing:
     note: str = ""
 
 
-def measure(contenders: list[Contender], rounds: int) -> list[Timing]:
+def measure(contenders: list[Contender], rounds: int, calls: int = _CALLS_A_TURN) -> list[Timing]:
     """Times the contenders in turn, `rounds` times over, after an unmeasured round.
 
     Each round has an order of its own, and each turn several calls, of which the first is not counted.
@@ -55,18 +55,18 @@ def measure(contenders: list[Contender], rounds: int) -> list[Timing]:
     peaks: dict[str, float] = {}
     for index in range(rounds + 1):
         for contender in shuffle.sample(contenders, len(contenders)):
-            times, peak = _turn(contender)
+            times, peak = _turn(contender, calls)
             if index >= 1:
                 samples[contender.name] += times
                 peaks[contender.name] = peak
     return [Timing(c.name, *_quantiles(samples[c.name]), peaks[c.name], c.note) for c in contenders]
 
 
-def _turn(contender: Contender) -> tuple[list[float], float]:
+def _turn(contender: Contender, calls: int) -> tuple[list[float], float]:
     """Milliseconds of the calls that count, and the peak in GiB above what was allocated before the last."""
     torch.cuda.synchronize()
     events, before = [], 0
-    for _ in range(_CALLS_A_TURN):
+    for _ in range(calls):
         contender.prepare()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -83,6 +83,8 @@ def _turn(contender: Contender) -> tuple[list[float], float]:
 
 
 def _quantiles(values: list[float]) -> tuple[float, float, float]:
+    if len(values) == 1:
+        return values[0], values[0], values[0]
     tenths = statistics.quantiles(values, n=10, method="inclusive")
     return statistics.median(values), tenths[0], tenths[-1]
 

@@ -21,7 +21,6 @@ from megatron_pg.rollout_files import validate_rollout_file
 from .rollouts import FileSteps, plan_of, row_settings, with_advantages
 
 GIB = 2**30
-CHUNK_BYTES = 5 * GIB // 4
 """Logits that `--fused-lm-head` holds at once, and their gradient that `--fp32-lm-head` rounds."""
 
 
@@ -170,9 +169,10 @@ def estimate_memory(args: Namespace) -> MemoryEstimate:
     activations = _activations(args)
     tokens = args.max_tokens_per_microbatch / args.context_parallel_size
     narrow = 2 * tokens * args.vocab_size / args.tensor_model_parallel_size
-    # Beside the chunk: the hidden states, gathered over tensor parallelism, and their gradient. A sequence may take four.
-    chunks = 1 if gradient_scope(PolicyLossConfig.from_args(args)).tokens == "token" else 4
+    # Beside the chunk: the hidden states, gathered over tensor parallelism, and their gradient. A sequence may take two.
+    chunks = 1 if gradient_scope(PolicyLossConfig.from_args(args)).tokens == "token" else 2
     widths = 2 if args.fp32_lm_head else 1
+    chunk = (args.fused_lm_head_memory_gib or 2.5) * GIB
     axes = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
     sizes = {f"{axis}_parallel_size": 1 for axis in axes} | {"world_size": 1}
     whole = _changed(args, **sizes, data_parallel_size=1, use_distributed_optimizer=False)
@@ -183,8 +183,8 @@ def estimate_memory(args: Namespace) -> MemoryEstimate:
         last_stage_activations=activations / args.pipeline_model_parallel_size,
         # Float32 logits, whose place the gradient takes, and what is bfloat16 beside them: the logits that Megatron's
         # Float16Module copies, or with --fp32-lm-head a chunk of the gradient.
-        logits=2 * narrow + (min(narrow, CHUNK_BYTES) if args.fp32_lm_head else narrow),
-        fused_head=widths * min(narrow, chunks * CHUNK_BYTES) + tokens * args.hidden_size * 4,
+        logits=2 * narrow + (min(narrow, chunk) if args.fp32_lm_head else narrow),
+        fused_head=widths * min(narrow, chunks * chunk) + tokens * args.hidden_size * 4,
     )
 
 

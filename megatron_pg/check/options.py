@@ -19,6 +19,7 @@ from megatron_pg.loss.aggregation import AGGREGATIONS
 LEAN_PERIOD = 16
 """The period of token ids: its first half leans one way, its second the other (`set_parameters`)."""
 ADAM_EPSILON = 0.1
+_TILED_COLUMNS = 256
 DIVISOR = 24.0
 KL_COEFFICIENT, ENTROPY_COEFFICIENT = 0.1, 0.05
 CUSTOM = "custom"
@@ -62,6 +63,8 @@ class CheckOptions(Settings):
     """Exchange of keys and values in Transformer Engine's attention; unset: Megatron's default."""
     fused_lm_head: bool = False
     """The end-to-end rows through the fused output layer."""
+    fp32_lm_head: bool = False
+    """Float32 logits out of bf16 operands. With fused_lm_head on cuda the vocabulary is one that QuACK's products take."""
     custom_pg_loss_reducer_function_path: str | None = None
     """Add rows of your own reducer."""
     custom_policy_loss_path: str | None = None
@@ -93,13 +96,28 @@ class CheckOptions(Settings):
         return self.pipeline_model_parallel_size * (self.virtual_pipeline_model_parallel_size or 1)
 
     @property
+    def has_whole_tiles(self) -> bool:
+        """The fused head may run on QuACK's products, which take multiples of 128 columns."""
+        return self.fused_lm_head and self.fp32_lm_head and self.device == "cuda"
+
+    @property
     def vocab_size(self) -> int:
-        """The tokenizer's size: no multiple of the tensor-parallel size, about sixteen ids for each rank."""
+        """The tokenizer's size: no multiple of the tensor-parallel size, about sixteen ids for each rank.
+
+        For QuACK's products 256 for each rank, of which the last lacks three where there are several: it takes other kernels.
+        """
+        if self.has_whole_tiles:
+            return self.padded_vocab_size - (3 if self.tensor_model_parallel_size > 1 else 0)
         return LEAN_PERIOD * max(4, self.tensor_model_parallel_size) - 3
 
     @property
     def padded_vocab_size(self) -> int:
-        """The output layer's columns, one or more beyond the tokenizer's, equally many on every tensor-parallel rank."""
+        """The output layer's columns, one or more beyond the tokenizer's, equally many on every tensor-parallel rank.
+
+        None beyond it on a single rank with QuACK's products, which take no padding.
+        """
+        if self.has_whole_tiles:
+            return _TILED_COLUMNS * self.tensor_model_parallel_size
         return self.vocab_size + 1 + -(self.vocab_size + 1) % self.tensor_model_parallel_size
 
     @property
@@ -197,6 +215,8 @@ def violations_of_sizes(options: CheckOptions, world_size: int) -> Iterator[str]
         yield f"--num-layers {options.num_layers} with {chunks} pipeline chunks: give a multiple of that number"
     if options.sequence_parallel and tensor_size == 1:
         yield "--sequence-parallel needs --tensor-model-parallel-size above 1"
+    if options.fp32_lm_head and not options.fused_lm_head:
+        yield "--fp32-lm-head is checked with --fused-lm-head: add it"
     if options.hybrid_model and pipeline_size > 1:
         yield f"--hybrid-model with --pipeline-model-parallel-size {pipeline_size}: drop one of the two"
     if options.mtp_num_layers is not None and options.cp_partition_mode == "contiguous":

@@ -153,6 +153,7 @@ def train_step(
         replace(
             config,
             fused_lm_head=options.fused_lm_head,
+            fp32_lm_head=options.fp32_lm_head,
             replay_sampling_set=case.has_sets,
             replay_routing=case.has_experts,
         ),

@@ -33,6 +33,10 @@ class ModelSettings(Settings):
     """Compute output layer, log-probs and entropy together, a chunk of tokens at a time, without
     the logits of all tokens in memory. Needs Megatron's ColumnParallelLinear as output layer, and
     PolicyStep with the model. Not with bshd."""
+    fused_lm_head_memory_gib: Annotated[float | None, Interval(0)] = None
+    """GiB of bf16 logits in the fused head at once, equal on every rank. Unset: 2.5, on a device below 80 GB less."""
+    fused_lm_head_without_quack: bool = False
+    """Leave QuACK's products alone where they are installed."""
     fp32_lm_head: bool = False
     """Logits with float32 accumulation and output from the model's bf16 operands, in the fused head or in the model's
     own output layer. Needs Megatron's ColumnParallelLinear there, and PolicyStep."""
@@ -56,6 +60,9 @@ class ModelSettings(Settings):
             if getattr(self, name) and self.qkv_format != "thd":
                 found = f"{flag_of(name)} with --qkv-format {self.qkv_format}"
                 yield f"{found}: use --qkv-format thd, or drop {flag_of(name)}"
+        for name in ("fused_lm_head_memory_gib", "fused_lm_head_without_quack"):
+            if getattr(self, name) and not self.fused_lm_head:
+                yield f"{flag_of(name)} is about --fused-lm-head: add it, or drop {flag_of(name)}"
         if self.kept_set_mass and not self.replay_sampling_set:
             yield "--kept-set-mass is about the sets of --replay-sampling-set: add it, or drop --kept-set-mass"
         if self.kept_set_mass and self.fused_lm_head:

@@ -1,5 +1,6 @@
 """The two products of backward, which give the gradients of hidden states and weight."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,16 +55,19 @@ class FactorGradients:
         if self.hidden is not None:
             multiply(gradient, self.weight, self.hidden[rows])
         if self.needs_weight:
-            total, add = self.weight_sum()
-            multiply(gradient.t(), hidden, total, add=add)
+            self.add_to_weight(lambda out, add: multiply(gradient.t(), hidden, out, add=add))
 
-    def weight_sum(self) -> tuple[Tensor, bool]:
-        """Return the sum [v/tp, hidden] of the weight's gradient; False where it is new and uninitialised."""
-        if self._sum is not None:
-            return self._sum, True
-        dtype = wide_dtype(self.weight.dtype)
-        self._sum = self.weight.new_empty(self.weight.shape, dtype=dtype, requires_grad=False)
-        return self._sum, False
+    def add_to_weight(self, product: Callable[[Tensor, bool], None]) -> None:
+        """Call `product(sum, add)` on the sum [v/tp, hidden] of the weight's gradient; with add False it is uninitialised.
+
+        A product that raises leaves no sum that was not there before.
+        """
+        total = self._sum
+        if total is None:
+            dtype = wide_dtype(self.weight.dtype)
+            total = self.weight.new_empty(self.weight.shape, dtype=dtype, requires_grad=False)
+        product(total, self._sum is not None)
+        self._sum = total
 
     def finish(self, scale: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
         """Settle the sum and return both gradients, times `scale`, as autograd gets them.

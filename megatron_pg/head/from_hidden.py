@@ -21,16 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_pg.head.chunks import chunk_rows
 from megatron_pg.head.factor_gradients import FactorGradients, multiply
 from megatron_pg.head.from_logits import Teacher, refuse_second_derivative
-from megatron_pg.head.output_layer import (
-    Factors,
-    HeadOptions,
-    KeepOnly,
-    OutputLayer,
-    check_factors,
-    default_chunk_tokens,
-)
+from megatron_pg.head.output_layer import Factors, HeadOptions, KeepOnly, OutputLayer, check_factors
 from megatron_pg.head.rows_torch import chunk_slices, wide_dtype
 from megatron_pg.head.vocabulary_shard import RowStatistics, joined
 
@@ -48,7 +42,7 @@ def linear_log_probs(
     """Do the work of `linear_log_probs_and_entropy` with all columns."""
     layer, tokens = OutputLayer.build(factors, options, keep_only), len(factors.hidden)
     if keep_logits is None:
-        keep_logits = tokens <= layer.chunk_tokens
+        keep_logits = tokens <= layer.held_tokens
     if keep_logits:
         layer = replace(layer, chunk_tokens=max(tokens, 1))
     return LinearLogProbs.apply(*factors, layer, keep_logits)  # type: ignore
@@ -79,7 +73,7 @@ def linear_token_loss(
             parameters that it reads get no gradient.
         gradient_rows: rows from this one on have coefficient 0: they are scored, and left out of the gradient products.
         piece_sizes: [pieces] rows of each piece, such as whole sequences: `token_loss` is called once for each, even for a
-            piece without rows. Up to four chunks of a piece are one chunk; of a longer piece all chunks but the last are
+            piece without rows. Up to two chunks of a piece are one chunk; of a longer piece all chunks but the last are
             multiplied again, a fourth product. None: the loss takes any rows.
         defer: leave everything to backward, with the gradient that arrives: the weight's goes to `weight.main_grad` at once,
             without a buffer of its own. The outputs are NaN until backward has filled them in, in place; where nothing
@@ -96,7 +90,10 @@ def linear_token_loss(
     """
     factors, tokens = Factors(hidden, weight, targets), len(hidden)
     options = options or HeadOptions()
-    layer = OutputLayer.build(factors, options, may_be_exponentials=teacher is None)
+    alone = teacher is None
+    layer = OutputLayer.build(
+        factors, options, may_be_exponentials=alone, chunks_at_once=1 if alone else 2
+    )
     if hidden.dtype == torch.float16 and not defer and torch.is_grad_enabled():
         raise NotImplementedError(
             "linear_token_loss takes float16 hidden states with defer=True alone: gradients that are computed before "
@@ -224,12 +221,14 @@ def _loss_in_pieces(
     zero = torch.zeros_like(layer.temperature)
     losses: list[Tensor] = []
     columns: list[list[Tensor]] = [[] for _ in range(2 if teacher is None else 3)]
+    to_logits: Any  # it holds a chunk of the teacher's logits, and goes before the next is made
     for piece, chunks in pieces:
         parts, divergences = [], []
         for rows in chunks:
             chunk: Any = layer.chunk(factors, rows, logits)  # with a teacher `LogitChunk`
             parts.append(chunk.statistics())
             if teacher is not None:
+                to_logits = None
                 divergence, to_logits = teacher.on(chunk, parts[-1], rows)
                 divergences.append(divergence)
         statistics = RowStatistics.concatenate(parts, like=zero)
@@ -252,11 +251,13 @@ def _loss_in_pieces(
                 chunk.add_gradient(gradients, own, to_rows)
                 continue
             if rows is not chunks[-1]:
+                to_logits = None
                 _, to_logits = teacher.on(chunk, own, rows)  # type: ignore[union-attr]
             gradient = to_logits(to_divergence, factors.hidden.dtype)
             if any(vector is not None for vector in to_rows):
                 gradient = chunk.write_gradient(own, to_rows).add_(gradient)
             gradients.add_products(rows, chunk.hidden, gradient)
+            del gradient  # it may be the teacher's logits
     total = losses[0] if len(losses) == 1 else sum(losses, zero)
     return (total, *(joined(column, like=zero) for column in columns))
 
@@ -313,7 +314,7 @@ class Float32Product(torch.autograd.Function):
         refuse_second_derivative("float32_logits")
         hidden, weight = ctx.saved_tensors
         gradients = FactorGradients(hidden, ctx.parameter, ctx.needs_input_grad, final=True)
-        size = default_chunk_tokens(len(hidden), weight.shape[0], hidden.device)
+        size = chunk_rows(len(hidden), hidden.shape[1], len(weight), hidden.device)
         for rows in chunk_slices(0, len(hidden), size):
             gradients.add_products(rows, hidden[rows], incoming[rows].to(hidden.dtype))
         return gradients.finish()

@@ -101,7 +101,7 @@ def linear_log_probs_and_entropy(
             Megatron's DistributedDataParallel made one.
         targets: [tokens] int64 global token ids.
         keep_logits: hold the logits of all tokens until backward, which overwrites them: three matrix products instead of
-            four. None: only where they fit one chunk.
+            four. None: only where they fit the budget.
         kept: as for `log_probs_and_entropy`; values on the device of `hidden` or the host.
 
     Returns:

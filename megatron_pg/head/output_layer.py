@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.head.backend import hopper_products, row_passes
+from megatron_pg.head.chunks import chunk_rows, rows_in_budget
 from megatron_pg.head.factor_gradients import FactorGradients, multiply
 from megatron_pg.head.from_logits import FLOAT_DTYPES, check_vector
 from megatron_pg.head.rows_torch import chunk_slices, temperature_tensor, wide_dtype
@@ -18,10 +20,7 @@ from megatron_pg.head.vocabulary_shard import Incoming, LogitRows, RowStatistics
 
 KeepOnly = Callable[[Tensor, slice, VocabularyShard], None]
 """A function that fills the logits [rows, v/tp] of some rows with minus infinity outside of their kept sets, in place."""
-# 1.25 GiB: 4096 rows and more keep the products within a few percent of their best rate.
-_CHUNK_BYTES = 5 << 28
-_CHUNK_MULTIPLE = 256
-_HELD_CHUNKS = 4  # 5 GiB
+_HELD_CHUNKS = 2
 
 
 @dataclass(frozen=True)
@@ -39,29 +38,15 @@ class HeadOptions:
     dtype of the hidden states, before the two other products. With exponentials these are rounded, and the hidden states
     times the factor of their row."""
     chunk_tokens: int | None = None
-    """Rows of logits in memory at once; None: about 1.25 GiB of bfloat16 logits."""
+    """Rows of logits in memory at once; None: up to 8192, within `memory_gib`."""
+    memory_gib: float | None = None
+    """GiB of bfloat16 logits in memory at once (float32 logits of our own kernels take twice as many). None: 2.5, on a device
+    below 80 GB less in proportion."""
     with_entropy: bool = True
     """False: the entropy may be NaN, and its gradient is not used."""
     use_quack: bool = True
     """Use of QuACK's products (`hopper`) by `linear_token_loss` with float32 logits, where QuACK is installed and takes these
     sizes."""
-
-
-def largest_chunk(columns: int, budget: int = _CHUNK_BYTES) -> int:
-    """Return the rows of bfloat16 logits in so many bytes; the default budget gives every rank the same."""
-    return max(budget // (2 * max(columns, 1)), 1)
-
-
-def default_chunk_tokens(tokens: int, columns: int, device: torch.device) -> int:
-    """Return the rows of bfloat16 logits to hold at once, by sizes alone: 1.25 GiB, or less on small devices, in equal chunks."""
-    budget = _CHUNK_BYTES
-    if device.type == "cuda":
-        budget = min(budget, torch.cuda.get_device_properties(device).total_memory // 64)
-    largest = largest_chunk(columns, budget)
-    chunks = max(-(-tokens // largest), 1)
-    equal = -(-tokens // chunks)
-    rounded = -(-equal // _CHUNK_MULTIPLE) * _CHUNK_MULTIPLE
-    return max(rounded if rounded <= largest else equal, 1)
 
 
 def check_factors(hidden: Tensor, weight: Tensor) -> None:
@@ -124,12 +109,35 @@ class LogitChunk(LogitRows):
 
 
 @dataclass(frozen=True)
+class ExponentialChunk:
+    """Some rows of exponentials, a `Chunk` whose gradient own kernels compute where the products fail."""
+
+    exponentials: Any  # `ExponentialRows` of `hopper`
+    products: Any
+    multiply_again: Callable[[], LogitChunk]
+
+    def statistics(self) -> RowStatistics:
+        statistics: RowStatistics = self.exponentials.statistics()
+        return statistics
+
+    def add_gradient(
+        self, gradients: FactorGradients, statistics: RowStatistics, incoming: Incoming
+    ) -> None:
+        if not self.products.attempt(
+            lambda: self.exponentials.add_gradient(gradients, statistics, incoming) or True
+        ):
+            self.multiply_again().add_gradient(gradients, statistics, incoming)
+
+
+@dataclass(frozen=True)
 class OutputLayer:
     """The settings of the output layer for one call, without its tensors: backward gets those from autograd."""
 
     shard: VocabularyShard
     temperature: Tensor
     chunk_tokens: int
+    held_tokens: int
+    """Rows within the budget, of which logits that are held together may have twice as many."""
     logits_dtype: torch.dtype
     keep_only: KeepOnly | None  # None: no sets
     products: Any  # the `ExponentialProducts` of `hopper`; None where `chunk` has logits
@@ -141,16 +149,21 @@ class OutputLayer:
         options: HeadOptions,
         keep_only: KeepOnly | None = None,
         may_be_exponentials: bool = False,
+        chunks_at_once: int = 1,
     ) -> OutputLayer:
         """Check the factors, and work out all defaults."""
         hidden, weight, targets = factors
         check_factors(hidden, weight)
         check_vector("targets", targets, torch.int64, "hidden", hidden)
-        columns, size = weight.shape[0], options.chunk_tokens
-        if size is None:
-            size = default_chunk_tokens(len(hidden), columns, hidden.device)
-        elif size < 1:
-            raise ValueError(f"chunk_tokens must be at least 1, found {size}")
+        columns = weight.shape[0]
+        if options.chunk_tokens is None:
+            tokens, hidden_size = hidden.shape
+            place = (columns, hidden.device, options.memory_gib, chunks_at_once)
+            size, held = chunk_rows(tokens, hidden_size, *place), rows_in_budget(*place)
+        else:
+            size = held = options.chunk_tokens
+            if size < 1:
+                raise ValueError(f"chunk_tokens must be at least 1, found {size}")
         shard = VocabularyShard.build(columns, options.vocab_size, options.tensor_parallel_group)
         temperature = temperature_tensor(options.temperature, hidden)
         dtype, products = weight.dtype, None
@@ -160,7 +173,7 @@ class OutputLayer:
                 products = hopper_products(
                     hidden, weight, shard, options.temperature, options.with_entropy
                 )
-        return cls(shard, temperature, size, dtype, keep_only, products)
+        return cls(shard, temperature, size, held, dtype, keep_only, products)
 
     def new_logits(self, weight: Tensor, chunks: list[slice]) -> Tensor:
         """Return uninitialised logits [rows, v/tp] of the largest of these chunks."""
@@ -170,8 +183,8 @@ class OutputLayer:
         return weight.new_empty((rows, weight.shape[0]), dtype=dtype)
 
     def chunks(self, begin: int, end: int, *, held: bool = False) -> list[slice]:
-        """Cut [begin, end) into chunks; rows that are `held` together are one chunk, up to four times as long."""
-        is_one = held and 0 < end - begin <= _HELD_CHUNKS * self.chunk_tokens
+        """Cut [begin, end) into chunks; rows that are `held` together are one chunk, up to twice the budget."""
+        is_one = held and 0 < end - begin <= _HELD_CHUNKS * self.held_tokens
         return chunk_slices(begin, end, end - begin if is_one else self.chunk_tokens)
 
     def chunk(
@@ -179,12 +192,39 @@ class OutputLayer:
     ) -> Chunk:
         """Multiply some rows into the front of `buffer`, as logits or as exponentials, unless their logits are kept there."""
         hidden, weight, targets = factors.hidden[rows], factors.weight, factors.targets[rows]
+        as_logits = functools.partial(
+            LogitChunk,
+            targets=targets,
+            shard=self.shard,
+            temperature=self.temperature,
+            hidden=hidden,
+            place=rows,
+        )
         if self.products is not None:
-            chunk: Chunk = self.products.first_product(hidden, weight, targets, rows, buffer)
-            return chunk
+            return self._chunk_of_exponentials(weight, buffer, as_logits)
         logits = buffer[: rows.stop - rows.start]
         if not is_kept:
             multiply(hidden, weight.t(), logits)
             if self.keep_only is not None:
                 self.keep_only(logits, rows, self.shard)
-        return LogitChunk(logits, targets, self.shard, self.temperature, hidden=hidden, place=rows)
+        return as_logits(logits)
+
+    def _chunk_of_exponentials(
+        self, weight: Tensor, buffer: Tensor, as_logits: functools.partial[LogitChunk]
+    ) -> Chunk:
+        """Multiply into exponentials; where the products fail, into logits, in memory beside the buffer."""
+        rows = as_logits.keywords
+
+        def multiply_again() -> LogitChunk:
+            logits = weight.new_empty((len(rows["hidden"]), len(weight)), dtype=self.logits_dtype)
+            multiply(rows["hidden"], weight.t(), logits)
+            return as_logits(logits)
+
+        chunk = self.products.attempt(
+            lambda: self.products.first_product(
+                rows["hidden"], weight, rows["targets"], rows["place"], buffer
+            )
+        )
+        if chunk is None:
+            return multiply_again()
+        return ExponentialChunk(chunk, self.products, multiply_again)

@@ -85,7 +85,9 @@ def head_options(
         vocab_size=vocab_size,
         fp32_logits=config.fp32_lm_head,
         chunk_tokens=chunk_tokens,
+        memory_gib=config.fused_lm_head_memory_gib,
         with_entropy=config.needs_entropy,
+        use_quack=not config.fused_lm_head_without_quack,
     )
 
 

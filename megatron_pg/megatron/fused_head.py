@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.head import HeadOptions, Ragged, linear_log_probs_and_entropy, linear_token_loss
-from megatron_pg.head.output_layer import largest_chunk
+from megatron_pg.head.chunks import largest_chunk
 from megatron_pg.loss.from_logits import check_vocabulary, teacher_of
 from megatron_pg.loss.metrics import MicroBatchMetrics
 from megatron_pg.loss.micro_batch import GradientScope, MicroBatchLoss
@@ -78,7 +78,7 @@ class FusedHead:
     Only rows that score an active token enter the output layer, and only those with a gradient the products of backward.
     Backward computes the loss, its metrics and all gradients in one pass over chunks of logits; value and metrics are NaN
     until then, unless gradients are off. A chunk holds whole sequences where the loss looks at those, and all rows where a
-    function of the user's own may look at any: up to four times the usual chunk in three matrix products, above that in up
+    function of the user's own may look at any: up to twice the usual chunk in three matrix products, above that in up
     to four (see `megatron_pg.head.from_hidden`). Under `--replay-sampling-set` the kept columns alone are multiplied, of rows
     that have a set, and the values are there at once.
     """
@@ -167,7 +167,9 @@ class FusedHead:
         if self._scope.tokens != "sequence":
             return None if self._scope.tokens == "token" else [len(self._rows)]
         # Never a size that the rank's own device decides: a rank that calls the all-reduce more often waits forever.
-        return self._rows.of_whole_samples(self._options.chunk_tokens or largest_chunk(columns))
+        options = self._options
+        size = options.chunk_tokens or largest_chunk(columns, options.memory_gib)
+        return self._rows.of_whole_samples(size)
 
 
 def active_rows(batch: PackedBatch, scope: GradientScope | None) -> tuple[Tensor, int]:

@@ -172,7 +172,8 @@ class PolicyStep:
             batch: the micro-batch, packed for this context-parallel rank, on the model's device.
             context_group: the ranks that hold this micro-batch, where it has a context-parallel group of its own (case 3 of
                 `scale_contract`); the totals are then counted of all samples on every rank (`step_totals(samples)`).
-            chunk_tokens: rows of logits that the fused head has in memory at once; None: about 1.25 GiB of them.
+            chunk_tokens: rows of logits that the fused head has in memory at once; None: chosen within
+                `--fused-lm-head-memory-gib`.
 
         Raises:
             ValueError: the batch was packed for another context-parallel size, rank or `--cp-partition-mode` than this

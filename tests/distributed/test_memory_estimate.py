@@ -41,10 +41,12 @@ def estimate(tensor: int, context: int, tokens: int, flags: str = "--sequence-pa
 
 
 def test_it_lies_within_3_percent_of_what_was_measured() -> None:
+    """Measured with chunks of 1.25 GiB, the default of that time."""
+    flags = "--sequence-parallel --fused-lm-head --fused-lm-head-memory-gib 1.25"
     names = {(1, 1): "1", (1, 2): "2, CP 2", (2, 1): "2, TP 2", (2, 2): "4, TP 2 CP 2"}
     lines = []
     for case, measured in MEASURED.items():
-        memory = estimate(*case)
+        memory = estimate(*case, flags)
         found = [memory.total(fused=fused) / GIB for fused in (False, True)]
         assert found == pytest.approx(measured, rel=0.03), case
         cells = [f"{value} | {ours:.1f}" for value, ours in zip(measured, found, strict=True)]
@@ -74,13 +76,13 @@ def test_recomputation_leaves_the_inputs_of_the_layers() -> None:
 def test_float32_logits_of_the_plain_layer_are_no_copy() -> None:
     plain, wide = (estimate(1, 1, 32768, flags) for flags in ("", "--fp32-lm-head"))
     assert plain.logits == 32768 * 151936 * 6
-    assert wide.logits == 32768 * 151936 * 4 + 1.25 * GIB
+    assert wide.logits == 32768 * 151936 * 4 + 2.5 * GIB
     assert plain.fused_head < wide.fused_head < wide.logits
 
 
-def test_losses_of_whole_sequences_may_hold_four_chunks() -> None:
+def test_losses_of_whole_sequences_may_hold_two_chunks() -> None:
     by_token, by_sequence = (estimate(1, 1, 32768, flags) for flags in ("", "--use-opsm"))
-    assert by_sequence.fused_head - by_token.fused_head == 3 * 1.25 * GIB
+    assert by_sequence.fused_head - by_token.fused_head == 2.5 * GIB
 
 
 def test_without_sequence_parallelism_ranks_hold_more() -> None:

@@ -1,6 +1,7 @@
 """The divergence from a teacher, from logits and from hidden states, against plain float64 loops."""
 
 import functools
+import weakref
 
 import pytest
 import torch
@@ -170,6 +171,22 @@ def test_values_and_gradients(way, teacher, divergence):
 def test_precision(way, dtype):
     problem = Problem(DIVERGENCES[2], "hidden", dtype)
     check(problem, way, [WAYS[way](problem)], PRECISIONS[dtype])
+
+
+@pytest.mark.parametrize("piece_sizes", [None, [1, 8]])
+def test_one_chunk_of_the_teachers_logits_is_alive(piece_sizes, monkeypatch):
+    """Chunks of 2 rows; a piece of 8 rows is in four, whose logits are made twice."""
+    alive: list[weakref.ref[Tensor]] = []
+    others: list[int] = []
+
+    def multiply(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
+        others.append(sum(other() is not None for other in alive))
+        alive.append(weakref.ref(out))
+        torch.mm(hidden, weight, out=out)
+
+    monkeypatch.setattr(teachers, "multiply", multiply)
+    Problem(DIVERGENCES[1], "hidden").one_pass(piece_sizes=piece_sizes, chunk_tokens=2)
+    assert others == [0] * (5 if piece_sizes is None else 8)
 
 
 @pytest.mark.parametrize("teacher", TEACHERS)

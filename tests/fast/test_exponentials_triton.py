@@ -6,8 +6,10 @@ On a GPU `tests/gpu/test_exponentials_cuda.py` has QuACK's products.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.head import HeadOptions, linear_token_loss, output_layer
+from megatron_pg.head.factor_gradients import FactorGradients
 from megatron_pg.head.vocabulary_shard import VocabularyShard
 from tests.distributed.launch import run_ranks
 from tests.fast.triton_interpreter import INTERPRETED, MARKS
@@ -58,12 +61,13 @@ def add_weight_gradient(left, strips, scaled_hidden, out, *, add: bool) -> None:
 
 
 def products(
-    tile: int, shard: VocabularyShard, with_entropy: bool
+    tile: int, shard: VocabularyShard, with_entropy: bool, **broken: Any
 ) -> exponentials.ExponentialProducts:
     in_torch = SimpleNamespace(
         STRIP=STRIP, tile_of=lambda columns: tile, write_exponentials=write_exponentials,
         write_hidden_gradient=write_hidden_gradient, add_weight_gradient=add_weight_gradient,
     )  # fmt: skip
+    vars(in_torch).update(broken)
     return exponentials.ExponentialProducts(in_torch, shard, 0.7, with_entropy)  # type: ignore[arg-type]
 
 
@@ -137,6 +141,7 @@ def compare(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
 def quack(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products in tiles of 128, or of the parameter."""
     tile = getattr(request, "param", 128)
+    monkeypatch.setattr(exponentials, "_failures", [])
     monkeypatch.setattr(output_layer, "hopper_products", hopper_products(tile))
 
 
@@ -260,3 +265,95 @@ def test_a_target_outside_the_vocabulary_is_nan():
     buffer = torch.empty((128, 256), dtype=torch.bfloat16)
     found = of_shard.first_product(problem.hidden, problem.weight, problem.targets, rows, buffer)
     assert found.statistics().log_probs.isnan().nonzero().flatten().tolist() == [2]
+
+
+PRODUCTS = {
+    "write_exponentials": write_exponentials,
+    "write_hidden_gradient": write_hidden_gradient,
+    "add_weight_gradient": add_weight_gradient,
+}
+
+
+def failing(name: str, call: int, error: type[Exception] = RuntimeError) -> dict[str, Any]:
+    """The product of that name, which fails in that call and, like a compiler, in all later ones, before it has written a sum."""
+    calls = itertools.count(1)
+
+    def product(*args: Any, **settings: Any) -> None:
+        if next(calls) < call:
+            return PRODUCTS[name](*args, **settings)
+        if name != "add_weight_gradient":
+            out = args[-1]
+            out[: len(out) // 2].fill_(float("nan"))
+        raise error("no kernel for this machine")
+
+    return {name: product}
+
+
+def break_products(monkeypatch: pytest.MonkeyPatch, *args: Any) -> None:
+    broken = failing(*args)
+
+    def found(hidden: Tensor, weight: Tensor, shard: VocabularyShard, _: float, with_entropy: bool):
+        if exponentials._failures:
+            return None
+        return products(128, shard, with_entropy, **broken)
+
+    monkeypatch.setattr(output_layer, "hopper_products", found)
+    exponentials._say.cache_clear()
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("call", [1, 2, 3])
+@pytest.mark.parametrize("main_grad", [True, False])
+@pytest.mark.parametrize("pieces", [None, [0, 5, 8, 7]], ids=["tokens", "sequences"])
+def test_a_compiler_that_fails_costs_no_gradient(name, call, main_grad, pieces, monkeypatch):
+    """In the first chunk or a later one: what was added stays, the chunk is done again, and it is said once."""
+    problem = Problem(256)
+    settings = {
+        "main_grad": main_grad,
+        "defer": main_grad,
+        "chunk_tokens": 7,
+        "piece_sizes": pieces,
+    }
+    wanted = problem.wanted(0.0)
+    break_products(monkeypatch, name, call)
+    with pytest.warns(UserWarning, match="no kernel for this machine") as said:
+        compare(problem.found(0.0, **settings), wanted)
+    # Triton's interpreter warns of NaN by numpy's RuntimeWarning.
+    assert sum(warning.category is UserWarning for warning in said) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        compare(problem.found(0.0, **settings), wanted)
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_a_compiler_that_fails_with_an_entropy_term(call, monkeypatch):
+    problem = Problem(256)
+    break_products(monkeypatch, "write_exponentials", call)
+    with pytest.warns(UserWarning, match="no kernel"):
+        found = problem.found(0.1, main_grad=True, defer=True, chunk_tokens=7)
+    compare(found, problem.wanted(0.1))
+
+
+def test_a_lack_of_memory_is_no_failure_of_the_compiler(monkeypatch):
+    break_products(monkeypatch, "add_weight_gradient", 1, torch.OutOfMemoryError)
+    with pytest.raises(torch.OutOfMemoryError):
+        Problem(256).found(0.0, main_grad=True, defer=True)
+    assert not exponentials._failures
+
+
+def test_a_sum_that_was_begun_and_not_written_would_be_seen(monkeypatch):
+    """Mutant: the sum of a product that failed is taken for one that has begun."""
+
+    def add_to_weight(gradients: FactorGradients, product: Any) -> None:
+        add = gradients._sum is not None
+        if not add:
+            gradients._sum = torch.full(gradients.weight.shape, 5.0)
+        product(gradients._sum, add)
+
+    monkeypatch.setattr(FactorGradients, "add_to_weight", add_to_weight)
+    problem = Problem(256)
+    break_products(monkeypatch, "add_weight_gradient", 1)
+    with pytest.warns(UserWarning, match="no kernel"):
+        found = problem.found(0.0, main_grad=False, defer=False, chunk_tokens=7)
+    with pytest.raises(AssertionError):
+        compare(found, problem.wanted(0.0))

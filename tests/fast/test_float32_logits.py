@@ -108,7 +108,7 @@ def test_value_and_gradients_are_exact_but_for_rounding(
     dtype, bias, main_grad, exact_gradient, chunk_tokens, monkeypatch
 ):
     if chunk_tokens is not None:
-        monkeypatch.setattr(from_hidden, "default_chunk_tokens", lambda *_: chunk_tokens)
+        monkeypatch.setattr(from_hidden, "chunk_rows", lambda *_: chunk_tokens)
     assert not wrong(Case(dtype, bias, main_grad, exact_gradient))
 
 

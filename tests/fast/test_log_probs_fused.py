@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import gc
-import math
 import weakref
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +21,6 @@ from megatron_pg.head import (
     linear_token_loss,
 )
 from megatron_pg.head.factor_gradients import FactorGradients, multiply
-from megatron_pg.head.output_layer import default_chunk_tokens
 from tests.distributed.launch import run_ranks
 from tests.fast.log_probs_oracle import reference
 from tests.fast.refusals import assert_refused
@@ -465,26 +462,6 @@ def test_vocabulary_over_two_ranks():
             close(loss, problem.loss)
         close(sum(hidden for _, hidden, _ in results), problem.hidden_gradient)
         close(torch.cat([weight for _, _, weight in results]), problem.weight_gradient)
-
-
-@pytest.mark.parametrize("tokens", [0, 1, 255, 256, 257, 4096, 10_000, 131_072])
-@pytest.mark.parametrize("columns", [0, 1, 11, 32_000, 151_936, 10**10])
-@pytest.mark.parametrize("memory", [None, 1 << 34, 1 << 38])
-def test_default_chunks_are_equal_and_within_the_budget(monkeypatch, memory, columns, tokens):
-    """As few chunks as 1.25 GiB of bfloat16 logits, or 1/64 of a small device, allow."""
-    device, budget = torch.device("cpu"), 1.25 * 2**30
-    if memory is not None:
-        device, budget = torch.device("cuda"), min(budget, memory / 64)
-        properties = SimpleNamespace(total_memory=memory)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    size = default_chunk_tokens(tokens, columns, device)
-    assert size == 1 or 2 * columns * size <= budget
-    fits = max(math.floor(budget / (2 * max(columns, 1))), 1)
-    fewest = math.ceil(tokens / fits)
-    assert math.ceil(tokens / size) == fewest
-    equal = max(math.ceil(tokens / max(fewest, 1)), 1)
-    multiple = math.ceil(equal / 256) * 256
-    assert size == (multiple if multiple <= fits and tokens else equal)
 
 
 @pytest.mark.parametrize("mode", [known, deferred])

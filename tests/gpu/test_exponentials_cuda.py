@@ -104,6 +104,32 @@ def test_chunks_and_rows_without_gradient(entropy_coef, defer, used):
     assert max(errors(found[3:], wanted[3:])) <= bound, errors(found[3:], wanted[3:])
 
 
+@pytest.mark.parametrize(
+    "name", ["write_exponentials", "write_hidden_gradient", "add_weight_gradient"]
+)
+def test_a_product_that_fails_hands_over_to_our_own_kernels(name, used, monkeypatch):
+    problem, products = Problem(700, 256, 3840, 0.0), exponentials._products
+    wanted, calls = problem.wanted(), []
+    module = products(exponentials._installed())
+    plain = getattr(module, name)
+
+    def failing(*args: object, **settings: object) -> None:
+        calls.append(name)
+        if len(calls) > 1:
+            raise RuntimeError("no kernel")
+        plain(*args, **settings)
+
+    monkeypatch.setattr(module, name, failing)
+    monkeypatch.setattr(exponentials, "_failures", [])
+    exponentials._say.cache_clear()
+    with pytest.warns(UserWarning, match="no kernel"):
+        found = problem.found(chunk_tokens=256)
+    assert max(errors(found[3:], wanted[3:])) <= EXACT, errors(found[3:], wanted[3:])
+    assert len(calls) == 2
+    found = problem.found(chunk_tokens=256)
+    assert len(calls) == 2 and max(errors(found[3:], wanted[3:])) <= EXACT
+
+
 def test_it_does_not_synchronise(used: list[int]) -> None:
     problem = Problem(700, 256, 3840, 0.0)
     problem.found()

@@ -24,9 +24,11 @@ import importlib
 import math
 import re
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from types import ModuleType
+from typing import TypeVar
 
 import torch
 import triton
@@ -44,9 +46,14 @@ _FIRST_VERSION, _END_OF_VERSIONS = "0.6.5", "0.7"
 _MAX_TEMPERATURES = 4
 _temperatures: set[float] = set()
 """The temperatures of this process: each is a kernel to be compiled and kept."""
+_failures: list[str] = []
+"""The failure after which this process leaves QuACK alone."""
+T = TypeVar("T")
 # Exponents of two between which factors stay, so that the gradient at a target divided by its factors fits bfloat16.
 LEAST_STRIP = tl.constexpr(-60.0)
 LEAST_ROW = tl.constexpr(-40.0)
+# Below the logarithm of every bfloat16 number but 0.
+LEAST_LOG2 = tl.constexpr(-134.0)
 
 
 @triton.jit
@@ -156,13 +163,28 @@ def strip_factors_kernel(
 
 
 @triton.jit
+def _log2(x, SPECIAL: tl.constexpr):
+    """Return the logarithm (base 2); SPECIAL: by the special function unit, within 2 ** -22, in place of 30 instructions."""
+    if SPECIAL:
+        log2 = tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        log2 = tl.log2(x)
+    return log2
+
+
+@triton.jit
 def exponential_gradient_kernel(
     exponentials, offsets, targets, temperature, maximum, log_sum, log_probs, entropy,
     grad_log_probs, grad_entropy,
     columns, tiles, start, segments, segment,
-    OFFSET_TILE: tl.constexpr, TILE: tl.constexpr,
+    OFFSET_TILE: tl.constexpr, STRIPS: tl.constexpr, STRIP: tl.constexpr, SPECIAL: tl.constexpr,
 ):  # fmt: skip
-    """Overwrite a segment of one row of exponentials with the gradient of its logits; see `rows_triton.gradient_kernel`."""
+    """Overwrite a segment of one row of exponentials with the gradient of its logits; see `rows_triton.gradient_kernel`.
+
+    STRIPS strips at a time; STRIP divides OFFSET_TILE, so that a strip has one offset, loaded and raised once.
+    """
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     row = (program // segments).to(tl.int64)
     begin = program % segments * segment
@@ -174,27 +196,32 @@ def exponential_gradient_kernel(
         log2_total = (tl.load(maximum + row) / value + tl.load(log_sum + row)) * LOG2_E
         constant = -(to_log_prob + to_entropy * tl.load(entropy + row)) / value
         slope = -to_entropy * LN_2 / value
-        to_target = to_log_prob / value
-        local = _local_target(targets, row, start, columns)
-        log2_at_target = tl.load(log_probs + row) * LOG2_E
-        for first in range(begin, end, TILE):
-            lanes = first + tl.arange(0, TILE)
-            inside = lanes < end
-            of_tile = tl.load(offsets + row * tiles + lanes // OFFSET_TILE, mask=inside, other=0.0)
-            exponential = tl.load(base + lanes, mask=inside, other=0.0).to(tl.float32)
+        local = _local_target(targets, row, start, columns).to(tl.int32)
+        # Of the target the exponential is rounded, and the log-probability is not.
+        log2_p = tl.load(log_probs + row) * LOG2_E
+        factor = constant + slope * tl.maximum(log2_p, SMALLEST)
+        at_target = tl.exp2(log2_p) * factor + to_log_prob / value
+        for first in range(begin, end, STRIPS * STRIP):
+            strip = first + tl.arange(0, STRIPS) * STRIP
+            of_tile = tl.load(
+                offsets + row * tiles + strip // OFFSET_TILE, mask=strip < end, other=0.0
+            )
             shift = of_tile - log2_total
-            at_target = lanes == local
-            log2_p = tl.where(at_target, log2_at_target, tl.log2(exponential) + shift)
-            p = tl.where(at_target, tl.exp2(log2_at_target), exponential * tl.exp2(shift))
-            # 0 * -inf is NaN: bound the logarithm. A NaN still shows, through p.
-            gradient = p * (constant + slope * tl.maximum(log2_p, SMALLEST))
-            gradient += tl.where(at_target, to_target, 0.0)
+            power = tl.exp2(shift)
+            level = constant + slope * tl.maximum(shift, SMALLEST)
+            lanes = strip[:, None] + tl.arange(0, STRIP)[None, :]
+            inside = lanes < end
+            exponential = tl.load(base + lanes, mask=inside, other=0.0).to(tl.float32)
+            # 0 * -inf is NaN: bound the logarithm. A NaN still shows, through the exponential or its power.
+            log2 = tl.maximum(_log2(exponential, SPECIAL), LEAST_LOG2)
+            gradient = exponential * power[:, None] * (level[:, None] + slope * log2)
+            gradient = tl.where(lanes == local, at_target, gradient)
             tl.store(base + lanes, gradient.to(exponentials.dtype.element_ty), mask=inside)
     else:
-        write_zeros(base, begin, end, TILE)
+        write_zeros(base, begin, end, STRIPS * STRIP)
 
 
-_GRADIENT_TILE, _GRADIENT_TILES, _WARPS = 1024, 8, 4
+_GRADIENT_STRIPS, _STRIP, _GRADIENT_TILES, _WARPS = 16, 64, 8, 4
 
 
 @dataclass(frozen=True)
@@ -205,6 +232,23 @@ class ExponentialProducts:
     shard: VocabularyShard
     temperature: float
     with_entropy: bool
+
+    def attempt(self, work: Callable[[], T]) -> T | None:
+        """Run `work` and return what it returns; None, said once, where QuACK or its compiler fails in it or did before.
+
+        A kernel that cannot be compiled was not launched, so a sum is as it was and the work can be done by other kernels.
+        What the device itself raises comes again there, and so does a lack of memory.
+        """
+        if _failures:
+            return None
+        try:
+            return work()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # anything that a compiler raises
+            _failures.append(f"it failed ({type(error).__name__}: {error})")
+            _say(_failures[0])
+            return None
 
     def padded(self, rows: int) -> int:
         """Return the rows of the buffer that so many rows take up."""
@@ -296,20 +340,24 @@ class ExponentialRows:
             if padded_out is not out:
                 out.copy_(padded_out[: len(out)])
         if gradients.needs_weight:
-            total, add = gradients.weight_sum()
-            products.add_weight_gradient(left, strips, scaled_hidden, total, add=add)
+            gradients.add_to_weight(
+                lambda out, add: products.add_weight_gradient(
+                    left, strips, scaled_hidden, out, add=add
+                )
+            )
 
     def _write_gradient(self, statistics: RowStatistics, incoming: Incoming) -> Tensor:
         """Overwrite the exponentials with the gradient [rows, v/tp] of their logits."""
         count, tiles = len(self.targets), self.offsets.shape[1]
-        columns, segment = self.exponentials.shape[1], _GRADIENT_TILE * _GRADIENT_TILES
+        columns, segment = self.exponentials.shape[1], _GRADIENT_STRIPS * _STRIP * _GRADIENT_TILES
         segments = -(-columns // segment)
         exponential_gradient_kernel[(count * segments,)](
             self.exponentials, self.offsets, self.targets.contiguous(), self.temperature,
             statistics.maximum, statistics.log_sum, statistics.log_probs, statistics.entropy,
             *(packed(vector, torch.float32) for vector in incoming),
             columns, tiles, self.layer.shard.start, segments, segment,
-            OFFSET_TILE=columns // tiles, TILE=_GRADIENT_TILE, num_warps=_WARPS,
+            OFFSET_TILE=columns // tiles, STRIPS=_GRADIENT_STRIPS, STRIP=_STRIP,
+            SPECIAL=self.exponentials.is_cuda, num_warps=_WARPS,
         )  # fmt: skip
         return self.exponentials[:count]
 
@@ -322,7 +370,7 @@ def find_products(
     with_entropy: bool,
 ) -> ExponentialProducts | None:
     """Return the products of exponentials for these factors, or None; say why once where QuACK is installed."""
-    version = _installed()
+    version = None if _failures else _installed()
     if version is None:
         return None
     reason = _refusal(hidden, weight, shard, temperature, main_grad_of(weight))

@@ -96,7 +96,9 @@ class SparseLogProbs(torch.autograd.Function):
         if gradients.hidden is not None:
             ctx.products.write_hidden_gradient(gradient, ctx.parameter, ctx.pairs, gradients.hidden)
         if gradients.needs_weight:
-            total, is_begun = gradients.weight_sum()
-            total = total if is_begun else total.zero_()
-            ctx.products.add_weight_gradient(gradient, hidden, ctx.pairs, total)
+            gradients.add_to_weight(
+                lambda out, add: ctx.products.add_weight_gradient(
+                    gradient, hidden, ctx.pairs, out if add else out.zero_()
+                )
+            )
         return (*gradients.finish(), None)

@@ -1,0 +1,172 @@
+"""Table: the chunk that is chosen, its predicted cost, and what other chunks and QuACK's own function take.
+
+    python -m benchmarks.chunks [--entropy] [--profile] [--minutes 4.5] [--settings 8192,4096,151936 ...]
+
+Without --entropy: plain cross-entropy, beside QuACK's own function. With it: the clipped policy loss with an entropy bonus.
+Ratios are to the three matrix products of the same run; methods take turns. The prediction is that of
+`megatron_pg.head.chunks.cost` for the chunk, relative to all rows at once, plus the passes over the logits: 6 bytes a logit
+with bfloat16 logits, 4 with an entropy term on QuACK's products, and 1 % for what these add to the products themselves.
+--profile prints the kernels of one call of the default chunk as well. Settings that the minutes do not reach are named.
+"""
+
+import argparse
+import functools
+import time
+from collections.abc import Callable
+
+import torch
+
+from benchmarks import cross_entropy, fused_head, peers
+from benchmarks.timing import Contender, Timing, begin, measure
+from megatron_pg.head.chunks import chunk_rows, cost
+
+DEFAULT = [
+    *["8192,4096,128256", "8192,4096,151936", "8192,2048,151936"],
+    *["32768,2048,128256", "32768,2048,151936", "32768,4096,151936"],
+    *["8192,5120,248320", "8192,7168,248320", "8192,4096,248320"],
+    # On one GPU, the columns of 2, 4 and 8 tensor-parallel ranks.
+    *["32768,4096,124160", "32768,4096,62080", "32768,4096,31040"],
+    *["131072,5120,248320", "131072,7168,248320", "131072,4096,248320"],
+]
+WITH_ENTROPY = [
+    *["8192,4096,151936", "32768,2048,151936", "8192,2048,151936", "8192,4096,128256"],
+    *["32768,4096,151936", "8192,5120,248320", "8192,7168,248320"],
+]
+PATHS = {"QuACK's products": {"fp32_logits": True}, "bfloat16 logits": {}}
+BUDGETS = {"default": {}, "1.3 GiB": {"memory_gib": 1.3}}
+_OPERATIONS_A_BYTE = 160
+_LONG = 100_000
+
+
+class Method:
+    """One path with one chunk, and what is predicted of it."""
+
+    def __init__(self, path: str, label: str, size: tuple[int, int, int], options: dict) -> None:
+        self.name, self.options = f"{path}, {label}", PATHS[path] | options
+        self.path, self.size = path, size
+        tokens, hidden, columns = size
+        device, gib = torch.device("cuda"), options.get("memory_gib")
+        self.rows = options.get("chunk_tokens") or chunk_rows(tokens, hidden, columns, device, gib)
+
+    def predicted(self, *, entropy: bool) -> float:
+        tokens, hidden, columns = self.size
+        processors = torch.cuda.get_device_properties(0).multi_processor_count
+        of_chunks = [cost(*self.size, rows, processors) for rows in (self.rows, tokens)]
+        # Three products are 6 operations for each logit and hidden column.
+        if self.path == "bfloat16 logits":
+            passes = _OPERATIONS_A_BYTE / hidden
+        else:
+            passes = 0.01 + entropy * 4 * _OPERATIONS_A_BYTE / (6 * hidden)
+        return of_chunks[0] / of_chunks[1] + passes
+
+
+def methods(size: tuple[int, int, int]) -> list[Method]:
+    found = [
+        Method(path, *row) for path in PATHS for row in ((n, size, o) for n, o in BUDGETS.items())
+    ]
+    fixed = [rows for rows in (2048, 4096, 8192) if size[0] < _LONG]
+    on_quack = next(iter(PATHS))
+    return found + [Method(on_quack, str(rows), size, {"chunk_tokens": rows}) for rows in fixed]
+
+
+def contenders(
+    work: fused_head.Work, chosen: list[Method], call: Callable[..., object]
+) -> list[Contender]:
+    own = [Contender(m.name, functools.partial(call, **m.options), work.clear) for m in chosen]
+    found = [Contender("three products", work.products, work.clear), *own]
+    if isinstance(work, cross_entropy.CrossEntropy):
+        peer = peers.try_load("QuACK", peers.quack)
+        if peer is not None and peers.try_load("QuACK", lambda: work.of(peer) or peer):
+            found.append(Contender("QuACK's own", lambda: work.of(peer), work.clear))
+    return found
+
+
+def profile(method: Contender) -> None:
+    """Print the kernels of one call that take more than 0.5 % of its time."""
+    from torch.profiler import ProfilerActivity
+
+    method.prepare()
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as found:
+        method.call()
+        torch.cuda.synchronize()
+    rows = sorted(found.key_averages(), key=lambda row: -row.self_device_time_total)
+    total = sum(row.self_device_time_total for row in rows)
+    print(f"{method.name}: {total / 1e3:.2f} ms of kernels")
+    for row in rows:
+        if row.self_device_time_total > 0.005 * total:
+            print(f"  {row.self_device_time_total / 1e3:8.3f} ms {row.count:4d} x {row.key[:110]}")
+
+
+def run(size: tuple[int, int, int], options: argparse.Namespace) -> None:
+    kind = fused_head.Work if options.entropy else cross_entropy.CrossEntropy
+    work, is_long = kind(*size), size[0] >= _LONG
+    chosen = methods(size)
+    call = work.known if options.entropy else work.own  # type: ignore[attr-defined]
+    turns = contenders(work, chosen, call)
+    errors: dict[str, str] = {}
+    if size[0] <= 8192:
+        exact = (fused_head if options.entropy else cross_entropy).Exact(work)
+        torch.cuda.empty_cache()
+        errors = {turn.name: exact.errors(work, turn) for turn in turns[1:]}
+        del exact
+    torch.cuda.empty_cache()
+    timings = measure(turns, 1 if is_long else options.rounds, calls=2 if is_long else 4)
+    print(text(size, timings, {method.name: method for method in chosen}, errors, options.entropy))
+    for turn in turns if options.profile else ():
+        if turn.name.endswith("default") or turn.name == "three products":
+            profile(turn)
+
+
+def text(
+    size: tuple[int, int, int],
+    timings: list[Timing],
+    chosen: dict[str, Method],
+    errors: dict[str, str],
+    entropy: bool,
+) -> str:
+    floor = timings[0].median
+    heads = ["T, H, V = " + ", ".join(map(str, size)), "ms (p10, p90)", "ratio", "predicted"]
+    heads += ["rows", "peak GiB", "error of dH, dW"]
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    for t in timings:
+        method = chosen.get(t.name)
+        cells = [t.name, f"{t.median:.2f} ({t.p10:.2f}, {t.p90:.2f})", f"{t.median / floor:.3f}"]
+        cells += (
+            [f"{method.predicted(entropy=entropy):.3f}", str(method.rows)] if method else ["", ""]
+        )
+        lines.append(
+            "| " + " | ".join([*cells, f"{t.peak_gib:.2f}", errors.get(t.name, "")]) + " |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--settings", nargs="+", help="tokens,hidden,columns")
+    parser.add_argument(
+        "--entropy", action="store_true", help="the policy loss with an entropy bonus"
+    )
+    parser.add_argument("--profile", action="store_true", help="the kernels of a call")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--minutes", type=float, default=4.5, help="no setting begins after them")
+    options = parser.parse_args()
+    started = time.monotonic()
+    # The compiled loss is made anew for every size of a chunk.
+    torch._dynamo.config.recompile_limit = 64
+    begin()
+    for words in options.settings or (WITH_ENTROPY if options.entropy else DEFAULT):
+        tokens, hidden, columns = map(int, words.split(","))
+        if time.monotonic() - started > 60 * options.minutes:
+            print(f"left out {words}: {options.minutes} minutes are over")
+            continue
+        torch.compiler.reset()
+        try:
+            run((tokens, hidden, columns), options)
+        except torch.OutOfMemoryError as error:
+            print(f"left out {words}: {error}".splitlines()[0])
+        print(f"{time.monotonic() - started:.0f} s", flush=True)
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -78,7 +78,8 @@ def parse_arguments() -> Namespace:
     add("--teacher", type=Path, help="folder of a finished run, to be distilled from its model")
     advantage = (
         "of rewards against those of the same question, grpo: (reward - mean) / std, dr_grpo: reward - mean, rloo: reward - "
-        "mean of the others; gae: against a critic's values (grpo)"
+        "mean of the others, maxrl: (reward - mean) / mean; step_rloo: reward - mean of the step's others; reward: as it is; gae: "
+        "against a critic's values (grpo)"
     )
     add("--advantage", choices=[*METHODS, "gae"], default="grpo", help=advantage)
     args = pg.add_policy_loss_args(pg.add_critic_args(parser)).parse_args()

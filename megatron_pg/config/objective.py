@@ -46,6 +46,14 @@ class ObjectiveSettings(Settings):
     """Temperature tau of sapo where A > 0. Above 0; the larger, the faster the gradient falls off as r leaves 1."""
     sapo_tau_neg: Annotated[float, Interval(0)] = 1.05
     """Temperature tau of sapo where A <= 0. Above 0."""
+    vespo_k_pos: Annotated[float, Interval(0, closed=True)] = 2.0
+    """Exponent k of vespo where A >= 0. At least 0; the larger, the less weigh sequences that the policy left."""
+    vespo_lambda_pos: Annotated[float, Interval(0, closed=True)] = 3.0
+    """Decay lam of vespo where A >= 0. At least 0; the larger, the less weigh sequences that the policy drew near."""
+    vespo_k_neg: Annotated[float, Interval(0, closed=True)] = 3.0
+    """Exponent k of vespo where A < 0. At least 0."""
+    vespo_lambda_neg: Annotated[float, Interval(0, closed=True)] = 2.0
+    """Decay lam of vespo where A < 0. At least 0."""
     dppo_delta: Annotated[float | None, Interval(0, 1)] = None
     """Divergence above which dppo_tv and dppo_kl drop a token with A < 0 whose probability fell. Above 0, at most 1.
     Unset: 0.15 for dppo_tv, 0.05 nats for dppo_kl."""
@@ -58,10 +66,10 @@ class ObjectiveSettings(Settings):
         if self.use_tis:
             yield "--ratio-anchor rollout --use-tis would weigh the same mismatch twice: drop one of the two"
         rows = [row for table in TABLES.values() for row in table.rows_on(self)]
-        has_ratio = any(ANCHOR in row.inputs for row in rows) or self.custom_policy_loss_path
-        if not (has_ratio or (self.use_unbiased_kl and self.kl_loss_coef > 0)):
-            found = f"--policy-loss {self.policy_loss} has none"
-            yield f"--ratio-anchor rollout is about a ratio, and {found}: drop it, or choose another objective"
+        has_reader = any(ANCHOR in row.inputs for row in rows) or self.custom_policy_loss_path
+        if not (has_reader or (self.use_unbiased_kl and self.kl_loss_coef > 0)):
+            reader = f"--policy-loss {self.policy_loss}"
+            yield f"--ratio-anchor rollout is not read by {reader}: drop it, or choose another objective"
 
 
 @dataclass(frozen=True)

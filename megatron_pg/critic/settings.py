@@ -27,6 +27,14 @@ class CriticConfig(Settings):
     """lambda of generalised advantage estimation: 0 trusts the value of the next token, 1 the rewards
     until the end. At least 0, at most 1."""
 
+    value_lam: Annotated[float | None, Interval(0, 1, closed=True)] = None
+    """lambda of the critic's returns where it is another than that of the advantages (decoupled GAE, VAPO,
+    arXiv:2504.05118). Unset: lam."""
+
+    lam_alpha: Annotated[float | None, Interval(0)] = None
+    """alpha of the length-adaptive lambda of the advantages, max(0, 1 - 1 / (alpha l)) in a response of l
+    active tokens, in place of lam, which is then of the returns alone (VAPO: 0.05). Above 0."""
+
     whiten_advantages: bool = False
     """Bring the advantages to mean 0 and standard deviation 1 over the active tokens of the whole step."""
 

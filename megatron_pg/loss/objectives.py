@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.config.custom import check_returned, load_custom_function
+from megatron_pg.config.objective import MAX_LOG_RATIO
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.rows import ANCHOR, Row, Table
 from megatron_pg.loss.sequence import SequenceSums
@@ -59,6 +60,13 @@ class Objective(Row):
     zero_advantage_is_zero_gradient: bool = False
     """True where a token whose advantage is 0 has no gradient. The fused head leaves such tokens out of the products."""
 
+    def refusals(self, config: Any) -> list[str]:
+        if not (config.use_tis and "rollout_log_probs" in self.inputs):
+            return []
+        return [
+            f"--policy-loss {self.name} --use-tis would weigh the same mismatch twice: drop one of the two"
+        ]
+
     def unread_settings(self, config: Any) -> tuple[str, ...]:
         return tuple(name for name in CLIP_SETTINGS if name not in self.reads_clip(config))
 
@@ -74,6 +82,8 @@ OBJECTIVES: Table[Objective] = Table(
         "nll": "sft",
         "dppo": "dppo_tv",
         "geo_mean": "gmpo",
+        "rollout_is": "dis",
+        "luspo": "gspo, with --loss-aggregation constant --loss-aggregation-divisor 1",
     },
 )
 objective = OBJECTIVES.decorator(Objective)
@@ -142,6 +152,46 @@ def cispo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outco
     is_clipped = (ratio < lowest) | (ratio > highest)
     weight = ratio.clamp(lowest, highest) * tokens.advantages
     return Outcome(-weighted_log_probs(weight, tokens.log_probs), log_ratio, is_clipped, is_clipped)
+
+
+@of_token_ratio(
+    "-sg(f) A log_prob, f = q where 1 - eps_clip < q < 1 + eps_clip_high, else 0, q = exp(log_prob - rollout_log_prob)",
+    about="double-sided importance sampling; SAO, arXiv:2607.07508 eq. 3; GLM-5, arXiv:2602.15763",
+    inputs=("rollout_log_probs",),
+    reads_clip=lambda config: CLIP_SETTINGS,
+)
+def dis(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
+    """REINFORCE weighted by the ratio to the policy that sampled, without the tokens at or beyond a bound."""
+    log_ratio = tokens.log_probs.detach() - tokens.given("rollout_log_probs")
+    ratio, (lowest, highest) = clamped_log_ratio(log_ratio).exp(), clip_range(config)
+    is_outside = (ratio <= lowest) | (ratio >= highest)
+    weight = ratio.masked_fill(is_outside, 0.0) * tokens.advantages
+    return Outcome(-weighted_log_probs(weight, tokens.log_probs), log_ratio, is_outside, is_outside)
+
+
+@of_sequence_ratio(
+    "-sg(min(exp(lam (1 - w)) w^k, e^20)) A log_prob, w = exp(clamp(sum_t log r, +-20)), (k, lam) = (vespo_k_pos, "
+    "vespo_lambda_pos) where A >= 0, else (vespo_k_neg, vespo_lambda_neg)",
+    about="a Gamma-shaped weight in place of the clip; arXiv:2602.10693",
+    options=("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+    sequence_sums=("policy",),
+    reads_clip=lambda config: (),
+    zero_advantage_is_zero_gradient=True,
+)
+def vespo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
+    """REINFORCE weighted by a function of the whole sequence's ratio, 1 at w = 1. Nothing is clipped."""
+    total = masked(sums.total("policy"), tokens.loss_mask)
+    log_ratio = clamped_log_ratio(total)
+
+    def log_weight(k: float, lam: float) -> Tensor:
+        return k * log_ratio - lam * log_ratio.expm1()
+
+    positive = log_weight(config.vespo_k_pos, config.vespo_lambda_pos)
+    negative = log_weight(config.vespo_k_neg, config.vespo_lambda_neg)
+    log_weights = torch.where(tokens.advantages < 0, negative, positive).clamp(max=MAX_LOG_RATIO)
+    weight = log_weights.exp().to(tokens.log_probs.dtype) * tokens.advantages
+    nowhere = torch.zeros_like(tokens.loss_mask)
+    return Outcome(-weighted_log_probs(weight, tokens.log_probs), total, nowhere, nowhere)
 
 
 @of_tokens("-A log_prob", about="Williams, 1992", zero_advantage_is_zero_gradient=True)

@@ -44,7 +44,7 @@ BASES: dict[str, dict[str, Any]] = {
     # A sample mean of whole sequences has the same denominators either way.
     "rejection": {**REJECTION, **TOKEN_MEAN},
     "cispo": {"policy_loss": "cispo"},
-    "reinforce": {"policy_loss": "reinforce"},
+    **{name: {"policy_loss": name} for name in ("reinforce", "dis", "vespo")},
     # Neither N nor L counts tokens, so that either word is true of it.
     "constant": {**CONSTANT, "loss_weight_denominator": "mask"},
 }

@@ -138,6 +138,11 @@ class RegularizerSettings(Settings):
     kl_loss_gradient: Literal["estimate", "k2"] = "estimate"
     """Gradient of the KL term. estimate: of kl_loss_type. k2: of d^2 / 2 whatever the value is (straight-through), whose
     on-policy expectation is the gradient of the divergence (arXiv:2506.09477). Not with use_unbiased_kl."""
+    kl_target: Annotated[float | None, Interval(0)] = None
+    """Divergence in nats that adapted_kl leads the KL term towards, from step to step, by its coefficient: kl_loss_coef
+    is where it begins (arXiv:1909.08593 sec. 2.2). Above 0."""
+    kl_horizon: Annotated[float, Interval(0, metavar="N")] = 10000.0
+    """Rollouts in which the coefficient changes by a fifth at most. Above 0."""
     entropy_coef: Annotated[float, Interval(0, closed=True)] = 0.0
     """Weight c of the entropy bonus: loss = pg - c * entropy, the mean of regularizer_aggregation of the entropy of the
     full vocabulary, in nats, with gradient. At least 0."""
@@ -145,6 +150,8 @@ class RegularizerSettings(Settings):
     def conflicts(self, given: Mapping[str, Any]) -> Iterator[str]:
         if self.regularizer_aggregation == "loss" and not (self.kl_loss_coef or self.entropy_coef):
             yield "--regularizer-aggregation loss is about --kl-loss-coef and --entropy-coef: give one, or drop it"
+        if self.kl_target is None and self.kl_horizon != RegularizerSettings.kl_horizon:
+            yield f"--kl-horizon {self.kl_horizon:g} is about --kl-target: add it, or drop the horizon"
         if self.kl_loss_gradient == "k2" and self.use_unbiased_kl:
             yield "--kl-loss-gradient k2 and --use-unbiased-kl are two gradients of the KL term: drop one of the two"
 

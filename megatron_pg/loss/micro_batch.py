@@ -169,7 +169,7 @@ class MicroBatchLoss:
 
 @functools.lru_cache(maxsize=64)
 def _compiled_settings(config: PolicyLossConfig) -> PolicyLossConfig | None:
-    """Return what kernels depend on: no divisor, which is a tensor; None, and log it, with functions of the user's own."""
+    """Return what kernels depend on: neither divisor nor beta, which are tensors; None, and log it, with the user's functions."""
     paths = [path for name in CUSTOM_FUNCTIONS if (path := getattr(config, name)) is not None]
     if paths:
         logger.info(
@@ -177,7 +177,8 @@ def _compiled_settings(config: PolicyLossConfig) -> PolicyLossConfig | None:
             ", ".join(paths),
         )
         return None
-    return config if config.grad_divisor is None else dataclasses.replace(config, grad_divisor=1.0)
+    numbers = {name: 1.0 for name in ("grad_divisor", "kl_loss_coef") if getattr(config, name)}
+    return dataclasses.replace(config, **numbers)
 
 
 def _require_inputs(config: PolicyLossConfig, batch: PackedBatch) -> None:

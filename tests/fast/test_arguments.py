@@ -162,6 +162,8 @@ REFUSED = {
     " | drop one of the two | --fused-lm-head | --pg-metrics none",
     "--policy-loss dis --use-tis": "--policy-loss dis --use-tis would weigh the same mismatch twice",
     "--policy-loss dis --ratio-anchor rollout": "--ratio-anchor rollout is not read by --policy-loss dis",
+    "--kl-target 0.1": "--kl-target 0.1 is about --kl-loss-coef",
+    "--kl-loss-coef 1 --kl-horizon 9": "--kl-horizon 9 is about --kl-target: add it",
     "--cispo-lower-bound": "--cispo-lower-bound | --policy-loss cispo",
     "--sapo-tau-pos 2": "--sapo-tau-pos 2.0 belongs to --policy-loss sapo | ppo",
     "--policy-loss sapo --dppo-delta 0.1 --dppo-delta-high 0.2 --eps-clip-c 3": "3 settings"
@@ -249,6 +251,8 @@ OUT_OF_RANGE = {
     "dppo_delta": [0, -0.1, 1.5],
     "dppo_delta_high": [0, 2],
     "kl_loss_coef": [-0.1, None],
+    "kl_target": [0, -0.1],
+    "kl_horizon": [0, None],
     "entropy_coef": [-0.1],
     "tis_clip": [0, -2],
     "tis_clip_low": [-0.1],

@@ -27,9 +27,9 @@ from megatron_pg.loss.regularizers import KL_ESTIMATES
 
 HOW = {
     "calculate_per_token_loss", "qkv_format", "cp_partition_mode",
-    "fused_lm_head", "fp32_lm_head", "check_aggregation", "replay_routing",
+    "fused_lm_head", "fp32_lm_head", "check_aggregation", "replay_routing", "kl_target",
 }  # fmt: skip
-"""What says how the loss is computed and checked, and not what."""
+"""What says how the loss is computed and checked, and not what; or what the next step's is."""
 NUMBERS = (0.05, 0.3, 0.9, 1.5, 4.0)
 REJECTION = {"use_sequence_rejection": True, "sequence_rejection_low": 0.3, "sequence_rejection_high": 1e3}  # fmt: skip
 TOKEN_MEAN = {"loss_aggregation": "token_mean"}

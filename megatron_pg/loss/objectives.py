@@ -96,7 +96,6 @@ of_sequence_ratio = functools.partial(
     of_tokens, inputs=(ANCHOR,), ratio="sequence", reads_clip=lambda config: CLIP_SETTINGS
 )
 of_divergence = functools.partial(of_token_ratio, options=("dppo_delta", "dppo_delta_high"))
-MASK = "0 where A > 0, r > 1, D > dppo_delta_high and where A < 0, r < 1, D > dppo_delta"
 
 
 def clipped_log_ratio(log_probs: Tensor, old_log_probs: Tensor, loss_mask: Tensor) -> Tensor:
@@ -156,7 +155,7 @@ def cispo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outco
 
 @of_token_ratio(
     "-sg(f) A log_prob, f = q where 1 - eps_clip < q < 1 + eps_clip_high, else 0, q = exp(log_prob - rollout_log_prob)",
-    about="double-sided importance sampling; SAO, arXiv:2607.07508 eq. 3; GLM-5, arXiv:2602.15763",
+    about="SAO, arXiv:2607.07508 eq. 3; GLM-5, arXiv:2602.15763",
     inputs=("rollout_log_probs",),
     reads_clip=lambda config: CLIP_SETTINGS,
 )
@@ -170,8 +169,7 @@ def dis(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome
 
 
 @of_sequence_ratio(
-    "-sg(min(exp(lam (1 - w)) w^k, e^20)) A log_prob, w = exp(clamp(sum_t log r, +-20)), (k, lam) = (vespo_k_pos, "
-    "vespo_lambda_pos) where A >= 0, else (vespo_k_neg, vespo_lambda_neg)",
+    "-sg(exp(lam (1 - w)) w^k) A log_prob, w = exp(clamp(sum_t log r, +-20)), k and lam by the sign of A",
     about="a Gamma-shaped weight in place of the clip; arXiv:2602.10693",
     options=("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
     sequence_sums=("policy",),
@@ -179,7 +177,7 @@ def dis(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome
     zero_advantage_is_zero_gradient=True,
 )
 def vespo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
-    """REINFORCE weighted by a function of the whole sequence's ratio, 1 at w = 1. Nothing is clipped."""
+    """REINFORCE weighted by a function of the whole sequence's ratio, 1 at w = 1 and e^20 at most. Nothing is clipped."""
     total = masked(sums.total("policy"), tokens.loss_mask)
     log_ratio = clamped_log_ratio(total)
 
@@ -233,7 +231,8 @@ def sapo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcom
 
 
 @of_divergence(
-    f"-M r A, M = {MASK}, else 1; D = abs(p - p_old)",
+    "-M r A, M = 0 where A > 0, r > 1, D > dppo_delta_high and where A < 0, r < 1, D > dppo_delta, else 1; "
+    "D = abs(p - p_old)",
     about="divergence PPO by binary total variation, p = exp(log_prob); arXiv:2602.04879 eq. 13",
 )
 def dppo_tv(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
@@ -241,7 +240,7 @@ def dppo_tv(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Out
 
 
 @of_divergence(
-    f"-M r A, M = {MASK}, else 1; D = p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p))",
+    "-M r A, M as in dppo_tv; D = p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p))",
     about="the same by binary Kullback-Leibler divergence; arXiv:2602.04879 eq. 14",
 )
 def dppo_kl(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:

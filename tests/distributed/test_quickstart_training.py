@@ -2,8 +2,8 @@
 
 import dataclasses
 import itertools
-import statistics
 import shutil
+import statistics
 from pathlib import Path
 from typing import Any
 

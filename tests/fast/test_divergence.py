@@ -152,7 +152,8 @@ def test_the_coefficient_moves_towards_the_target(kl: float, num_rollouts: int, 
     """Ziegler et al., arXiv:1909.08593 sec. 2.2, by hand."""
     settings = PolicyLossConfig(kl_loss_coef=0.3, kl_target=0.02, kl_horizon=100)
     found = adapted_kl(settings, {"kl_loss": kl}, num_rollouts)
-    assert found == dataclasses.replace(settings, kl_loss_coef=pytest.approx(0.3 * factor))
+    assert found.kl_loss_coef == pytest.approx(0.3 * factor)
+    assert dataclasses.replace(found, kl_loss_coef=0.3) == settings
     fixed = PolicyLossConfig(kl_loss_coef=0.3)
     assert adapted_kl(fixed, {"kl_loss": kl}, num_rollouts) is fixed
     assert adapted_kl(settings, {}, num_rollouts) is settings  # a step without an active token

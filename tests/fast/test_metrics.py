@@ -449,6 +449,57 @@ def test_metrics_of_a_policy_that_has_left_all_tokens(log_prob: float) -> None:
     assert found["new_logprobs"] == log_prob
 
 
+CORRECTIONS: list[dict[str, Any]] = [
+    {},
+    *({"use_tis": True, "tis_level": level} for level in ("token", "sequence", "geometric")),
+    *({name: True} for name in ("use_geometric_rejection", "use_sequence_rejection", "use_opsm")),
+    {"use_tis": True, "tis_mode": "mask"},
+    {"kl_loss_coef": 0.1},
+    {"kl_loss_coef": 0.1, "use_unbiased_kl": True},
+]
+EDGES = [
+    *(("log_probs", value) for value in (-math.inf, -1e4, -1e30)),
+    *(
+        (f"{name}_log_probs", value)
+        for name in ("old", "ref", "rollout")
+        for value in (-1e4, -1e30)
+    ),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), EDGES)
+@pytest.mark.parametrize("name", OF_LOG_PROBS)
+def test_no_log_prob_spoils_gradient_or_report(name: str, field: str, value: float) -> None:
+    """Every third token, also at A = 0, under every correction. A sample refuses -inf of another policy than the current."""
+    drawn = random_sequences(5, active_rate=1.0)
+    batch, log_probs = package_batch(drawn), flat_log_probs(drawn, torch.float32).detach()
+    changed = (log_probs if field == "log_probs" else getattr(batch, field)).clone()
+    changed[::3] = value
+    advantages = batch.advantages.clone()
+    advantages[::2] = 0.0
+    batch = replace(batch, advantages=advantages)
+    if field == "log_probs":
+        log_probs = changed
+    else:
+        batch = replace(batch, **{field: changed})
+    log_probs.requires_grad_()
+    legal = [c for c in CORRECTIONS if not (name == "dis" and "use_tis" in c)]
+    for correction in legal:
+        config = PolicyLossConfig(policy_loss=name, **correction)
+        loss, metrics = loss_of(config, batch, log_probs)
+        assert torch.autograd.grad(loss, log_probs)[0].isfinite().all()
+        report = reported(config, metrics)
+        if value == -math.inf:
+            report.pop("new_logprobs")
+            if name in OF_FACTOR_LOG_PROB:
+                report = {k: v for k, v in report.items() if k not in ("loss", "pg_loss")}
+        assert {k: v for k, v in report.items() if not math.isfinite(v)} == {}, correction
+
+
+OF_FACTOR_LOG_PROB = ("reinforce", "cispo", "vespo", "sft")
+"""The log-prob is a factor of their loss, infinite at probability 0; `PolicyStep.metrics` names the token."""
+
+
 @pytest.mark.parametrize("kind", ("policy", "value"))
 def test_metrics_keep_no_side_channel_alive(kind: str) -> None:
     """They lie in the schedule's list until the step ends, and what a micro-batch brings of a teacher is larger than all else."""

@@ -1,4 +1,4 @@
-"""Our objectives beside TRL's real `_compute_loss`, and verl's and SkyRL's advantages where they can be had: values, gradients.
+"""Our objectives beside the real `_compute_loss` of TRL's trainer: loss and gradient.
 
 pip install trl==1.16.0
 python -m pytest -s tests/trainers/test_objective_peers.py
@@ -26,7 +26,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "luspo": ("sequence", {"policy_loss": "gspo", **CLIP, **CONSTANT}),
     "vespo": ("token", {"policy_loss": "vespo", **TOKEN_MEAN}),
     "cispo": ("token", {"policy_loss": "cispo", "eps_clip_high": 0.1, **TOKEN_MEAN}),
-    "sapo": ("token", {"policy_loss": "sapo"}),
 }
 """By TRL's loss type its level of importance sampling, and our settings."""
 
@@ -62,7 +61,6 @@ def theirs(loss_type: str, level: str, drawn: list[Sequence1]) -> tuple[Tensor, 
         **{"current_gradient_accumulation_steps": 1, "model": SimpleNamespace(training=True)},
         args=SimpleNamespace(
             **{"delta": None, "steps_per_generation": 1},
-            **{"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05},
             **{"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0},
             vespo_lambda_neg=2.0,
         ),

@@ -128,7 +128,7 @@ def test_two_steps_equal_those_on_logits() -> None:
 
 
 CRITIC = "--advantage gae --whiten-advantages --lam-alpha 0.5 --train-iters 6 --save-interval 2"
-CRITIC += " --kl-loss-coef 0.5 --kl-target 0.001 --kl-horizon 64"
+CRITIC += " --kl-loss-coef 0.5 --kl-target 0.001 --kl-horizon 16"
 
 
 def even_lengths_win(rank: int) -> None:
@@ -151,7 +151,7 @@ def test_a_resumed_critic_goes_on_where_it_was(tmp_path: Path) -> None:
     assert first["value_loss"] == pytest.approx(first["return"] / 2, rel=0.2)
     assert first["explained_variance"] == pytest.approx(0.0, abs=1e-6)
     assert last["value"] != 0.0
-    # The reference is the policy of the first step. A step has more rollouts than the horizon.
+    # The reference is the policy of the first step. A step has as many rollouts as the horizon.
     coefficients = [step["kl_loss_coef"] for step in steps]
     assert coefficients[:2] == [0.5, pytest.approx(0.4)] and len({*coefficients}) == 6
     for late in checkpoints(folder)[-1:]:

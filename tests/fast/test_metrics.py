@@ -54,6 +54,13 @@ EVERYTHING = {
 DEFAULTS = PolicyLossConfig()
 
 
+def everything(name: str) -> dict[str, Any]:
+    """All that an objective may stand beside: the ratio of dis is the weight of TIS already."""
+    dropped = ("use_tis", "tis_mode") if name == "dis" else ()
+    kept = {key: value for key, value in EVERYTHING.items() if key not in dropped}
+    return {**kept, "policy_loss": name}
+
+
 def metrics_of(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor):
     return loss_of(config, batch, log_probs, torch.ones_like(log_probs))[1]
 
@@ -220,7 +227,7 @@ def test_a_local_document_mean_would_be_another_one() -> None:
 def test_the_config_alone_decides_the_names(name: str, pg_metrics: str) -> None:
     """Ranks that hold no metrics must pack the same table; an empty micro-batch has all of it."""
     custom = {"custom_policy_loss_path": f"{__name__}:negative_log_prob"}
-    for settings in (EVERYTHING, {}, custom):
+    for settings in (everything(name), {}, custom):
         config = PolicyLossConfig(**settings | {"policy_loss": name, "pg_metrics": pg_metrics})
         for batch in (package_batch(random_sequences(1)), pack([])):
             log_probs = torch.full(batch.loss_mask.shape, -1.0, requires_grad=True)
@@ -298,7 +305,7 @@ def test_garbage_at_masked_positions_reaches_no_loss_gradient_or_metric(name, ga
     fields = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs")
     spoiled = {field: getattr(clean, field).masked_fill(masked, garbage) for field in fields}
     dirty = replace(clean, **spoiled)
-    config = PolicyLossConfig(**EVERYTHING, policy_loss=name)
+    config = PolicyLossConfig(**everything(name))
     entropy, results = log_probs * 2, []
     for batch, value in ((clean, 0.0), (dirty, garbage)):
         inputs = [x.masked_fill(masked, value).requires_grad_() for x in (log_probs, entropy)]
@@ -382,7 +389,7 @@ def test_none_costs_nothing() -> None:
 @pytest.mark.parametrize("name", OF_LOG_PROBS)
 def test_no_host_synchronisation_before_the_end_of_the_step(name: str) -> None:
     """Tensors on the meta device have no values: reading one on the host raises."""
-    config = PolicyLossConfig(**EVERYTHING, policy_loss=name)
+    config = PolicyLossConfig(**everything(name))
     batch = package_batch(random_sequences(5)).to("meta")
     log_probs = torch.zeros(batch.loss_mask.shape, device="meta", requires_grad=True)
     loss, metrics = loss_of(config, batch, log_probs, log_probs * 2)

@@ -163,10 +163,11 @@ def test_what_no_sample_carries_is_left_out_and_what_some_carry_is_theirs() -> N
     assert all(mixed[name] == pytest.approx(whole[name], rel=1e-12) for name in names)
 
 
-def test_the_ratio_against_the_rollout_engine_needs_no_old_log_probs() -> None:
+@pytest.mark.parametrize("settings", [{"ratio_anchor": "rollout"}, {"policy_loss": "dis"}], ids=str)
+def test_the_ratio_against_the_rollout_engine_needs_no_old_log_probs(settings) -> None:
     """One sample of six tokens: its means are token means."""
     sequence = random_sequence(5, 6, active_rate=1.0)
-    config = PolicyLossConfig(ratio_anchor="rollout")
+    config = PolicyLossConfig(**settings)
     log_ratios = sequence.log_probs.detach() - torch.tensor(sequence.rollout_log_probs)
     for old_log_probs in (None, sequence.old_log_probs):
         sample = replace(package_sample(sequence), old_log_probs=old_log_probs)

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -177,7 +177,8 @@ def _compiled_settings(config: PolicyLossConfig) -> PolicyLossConfig | None:
             ", ".join(paths),
         )
         return None
-    numbers = {name: 1.0 for name in ("grad_divisor", "kl_loss_coef") if getattr(config, name)}
+    names = [name for name in ("grad_divisor", "kl_loss_coef") if getattr(config, name)]
+    numbers: dict[str, Any] = dict.fromkeys(names, 1.0)
     return dataclasses.replace(config, **numbers)
 
 

@@ -22,7 +22,9 @@ SHARED = ("tensor_model_parallel_size", "max_response_len")
 
 def check_model_args(args: Namespace, parser: ArgumentParser) -> None:
     """Raises a ValueError that names the flags, where they contradict each other or would be ignored."""
-    names = [*(field.name for field in fields(pg.CriticConfig.from_args(args))), "critic_lr"]
+    names = [*(field.name for field in fields(pg.CriticConfig)), "critic_lr"]
+    names.remove("whiten_advantages")  # of any advantages
+    pg.CriticConfig.from_args(args)
     changed = [name for name in names if getattr(args, name) != parser.get_default(name)]
     if changed and args.advantage != "gae":
         given = " and ".join(flag_of(name) for name in changed)
@@ -88,7 +90,9 @@ class Critic:
         for rewards_of_tokens, reward in zip(token_rewards, rewards, strict=True):
             rewards_of_tokens[-1] = reward
         masks = [sample.loss_mask for sample in samples]
-        estimates = pg.gae(token_rewards, scores.values, masks, settings.gamma, settings.lam)
+        lams = {"value_lam": settings.value_lam, "lam_alpha": settings.lam_alpha}
+        numbers = settings.gamma, settings.lam
+        estimates = pg.gae(token_rewards, scores.values, masks, *numbers, **lams)
         advantages = estimates.advantages
         if settings.whiten_advantages:
             advantages = pg.whiten(advantages, masks, data_parallel_group=self.groups.data)

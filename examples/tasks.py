@@ -10,6 +10,7 @@ import random
 import string
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import reasoning_gym
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from other_models import Critic
 from sampler import Sampler, answer_sample
 
-from megatron_pg import Sample, group_advantages
+from megatron_pg import Sample, group_advantages, whiten
 from megatron_pg.megatron import ParallelGroups
 from megatron_pg.step.agreement import gather
 
@@ -153,10 +154,28 @@ class RolloutWorker:
         length = len(samples) // self.args.steps_per_round  # whole prompt groups
         parts = [slice(start, start + length) for start in range(0, len(samples), length)]
         steps = [(samples[part], rewards[part]) for part in parts]
-        if self.critic:  # as it is before the round, for all steps
-            steps = [(self.critic.with_estimates(*step), step[1]) for step in steps]
+        # A critic is as it is before the round, for all steps.
+        estimated = self.critic.with_estimates if self.critic else self.with_advantages
+        steps = [(estimated(*step), step[1]) for step in steps]
         for step in steps:
             yield step[0], self.means(*step)
+
+    def with_advantages(self, samples: Sequence[Sample], rewards: Sequence[float]) -> list[Sample]:
+        """The samples of a step with the advantages of `--advantage`, of the rewards on all data-parallel ranks."""
+        args, groups = self.args, self.groups
+        mine = [
+            (sample.group_index, reward) for sample, reward in zip(samples, rewards, strict=True)
+        ]
+        ranks = gather(mine, groups.data)
+        indices, step_rewards = zip(*itertools.chain(*ranks), strict=True)
+        found = group_advantages(step_rewards, indices, method=args.advantage).advantages
+        values: Any = found.split(list(map(len, ranks)))[groups.data_rank].tolist()
+        if args.whiten_advantages:
+            rows = [sample.loss_mask * value for sample, value in zip(samples, values, strict=True)]
+            masks = [sample.loss_mask for sample in samples]
+            values = whiten(rows, masks, data_parallel_group=groups.data)
+        pairs = zip(samples, values, strict=True)
+        return [replace(sample, advantages=value) for sample, value in pairs]
 
     def held_out_reward(self) -> float:
         """The share of the held-out questions answered rightly, one sampled answer each."""
@@ -178,24 +197,21 @@ class RolloutWorker:
         answers = self.sampler.sample(prompts, 1, **settings)
         pairs = zip(asked, answers, strict=True)
         rewards = [tasks.reward(questions[index], answer.tokens) for index, answer in pairs]
-        method = "grpo" if self.args.advantage == "gae" else self.args.advantage
-        advantages = group_advantages(rewards, asked, method=method).advantages.tolist()
         # Numbers, of which every rank makes the samples: a tensor takes a millisecond to pickle and to load.
-        rows = list(zip(asked, prompts, answers, rewards, advantages, strict=True))
+        rows = list(zip(asked, prompts, answers, rewards, strict=True))
         rows = list(itertools.chain(*gather(rows, groups.context)))
         samples = [
             answer_sample(
                 prompt,
                 answer.tokens,
-                advantages=advantage,
                 old_log_probs=answer.log_probs,
                 rollout_log_probs=answer.log_probs,
                 group_index=first_group + index,
                 name=f"answer to question {first_group + index}",
             )
-            for index, prompt, answer, _, advantage in rows
+            for index, prompt, answer, _ in rows
         ]
-        return samples, [reward for *_, reward, _ in rows]
+        return samples, [reward for *_, reward in rows]
 
     def means(self, samples: Sequence[Sample], rewards: Sequence[float]) -> Means:
         """Mean reward, and mean response length of all, right and wrong answers, over all data-parallel ranks."""

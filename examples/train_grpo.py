@@ -78,7 +78,8 @@ def parse_arguments() -> Namespace:
     add("--teacher", type=Path, help="folder of a finished run, to be distilled from its model")
     advantage = (
         "of rewards against those of the same question, grpo: (reward - mean) / std, dr_grpo: reward - mean, rloo: reward - "
-        "mean of the others; gae: against a critic's values (grpo)"
+        "mean of the others, maxrl: (reward - mean) / mean; step_rloo: reward - mean of the step's others; reward: as it is; gae: "
+        "against a critic's values (grpo)"
     )
     add("--advantage", choices=[*METHODS, "gae"], default="grpo", help=advantage)
     args = pg.add_policy_loss_args(pg.add_critic_args(parser)).parse_args()
@@ -199,6 +200,8 @@ class Run:
             value_output, _ = update(critic.model, critic.optimizer, values.head, batches, rate)
             report = values.report(value_output)
         metrics = step.metrics(schedule_output, critic=report)
+        if config is self.config:
+            self.config = pg.adapted_kl(config, metrics, plan.totals.num_rollouts)
         return {**metrics, "grad_norm": float(grad_norm), "learning_rate": lr}
 
     def begin_reinforcement_learning(self) -> None:
@@ -227,12 +230,15 @@ class Run:
     def save(self) -> None:
         """Writes a checkpoint; every rank calls it."""
         state = {name: part.state_dict() for name, part in self.parts.items()}
+        self.progress["kl_loss_coef"] = self.config.kl_loss_coef
         state |= {"generator": self.worker.generator.get_state(), "progress": self.progress}
         save_checkpoint(self.args.run_dir, self.progress, state)
 
     def restore(self, state: dict[str, Any]) -> None:
         """Goes on from the state of a checkpoint."""
         self.progress = state["progress"]
+        beta = self.progress.get("kl_loss_coef", self.config.kl_loss_coef)
+        self.config = replace(self.config, kl_loss_coef=beta)
         if self.progress["held_out_before"] is not None:
             self.begin_reinforcement_learning()
         for name, part in self.parts.items():
@@ -309,7 +315,7 @@ def train(run: Run, log: Log | None) -> None:
             progress["step"] += 1
             share = min(10 * progress["step"], args.train_iters - progress["step"] + 1)
             lr = args.lr * share / args.train_iters
-            metrics |= run.train_step(config, run.with_other_models(samples), lr)
+            metrics |= run.train_step(run.config, run.with_other_models(samples), lr)
             if log:
                 log.write("step", metrics, map(run.tasks.shown, samples[:3]))
         is_last = progress["step"] == args.train_iters

@@ -12,6 +12,7 @@ from megatron_pg.loss.from_logits import policy_loss_from_log_probs, policy_loss
 from megatron_pg.loss.metrics import reduce_metrics
 from megatron_pg.loss.padded import padded_totals, reduce_padded
 from megatron_pg.loss.reducer import get_pg_loss_reducer
+from megatron_pg.loss.regularizers import adapted_kl
 from megatron_pg.rollout_files import StepCollector
 from megatron_pg.step import StepPlan, plan_step
 from megatron_pg.step.advantages import filter_overlong, group_advantages
@@ -33,6 +34,7 @@ __all__ = [
     "StepTotals",
     "TokenWindow",
     "accepted_samples",
+    "adapted_kl",
     "add_critic_args",
     "add_planning_args",
     "add_policy_loss_args",

@@ -89,8 +89,13 @@ def _add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         add(flag, metavar=metavar, type=json.loads if metavar == "JSON" else str, help=told)
     for name, (_, default, told) in COUNTS.items():
         add(flag_of(name), type=int, default=default, help=told)
-    told = "of rewards in their prompt group: (reward - mean) / std, reward - mean, or reward - mean of the others"
+    told = (
+        "of rewards in their prompt group, grpo: (reward - mean) / std, dr_grpo: reward - mean, rloo: reward - mean of the others, "
+        "maxrl: (reward - mean) / mean; step_rloo: reward - mean of the step's others; reward: as it is"
+    )
     add("--advantage", choices=METHODS, default="grpo", help=told)
+    told = "bring advantages to mean 0 and standard deviation 1 over the active tokens of the step"
+    add("--whiten-advantages", action="store_true", help=told)
     told = "Megatron's flags: the model, parallelism, optimizer, checkpoints, logs"
     add("--help-megatron", action=_MegatronHelp, nargs=0, help=told)
     # Checkpoints are read at any sharding, the distributed optimizer's part too.

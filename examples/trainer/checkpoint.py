@@ -81,16 +81,16 @@ def _mend_tracker(folder: Path) -> None:
         tracker.unlink()
 
 
-def restore_rollouts(args: Namespace, rollouts: Any) -> None:
+def restore_rollouts(args: Namespace, rollouts: Any) -> float | None:
     """Give the rollouts the place of the checkpoint that the run goes on from, if any; every rank must call it.
 
-    A RunError says that the checkpoint cannot be read, or is of another program or other settings.
+    Returns the coefficient of the KL term that the run had reached, None where there is none. A RunError says that the checkpoint cannot be read, or is of another program or other settings.
     """
     if args.finetune or not checkpointing.checkpoint_exists(args.load):
-        return
+        return None
     tracker = checkpointing.get_checkpoint_tracker_filename(args.load)
     if checkpointing.read_metadata(tracker)[1]:  # a release, of weights alone
-        return
+        return None
     path = checkpointing.get_load_checkpoint_path_by_args(args)
     with alone(f"{path} cannot be read"):
         stored = dist_checkpointing.load_common_state_dict(path).get("args")
@@ -103,6 +103,7 @@ def restore_rollouts(args: Namespace, rollouts: Any) -> None:
         refuse_other_settings(args, stored)
         with torch.serialization.safe_globals(STORED_TYPES):
             rollouts.restore([torch.load(io.BytesIO(state), "cpu") for state in states])
+    return getattr(stored, "current_kl_loss_coef", None)
 
 
 def _store_rollout_state(args: Namespace, state: Any, groups: ParallelGroups) -> None:

@@ -87,7 +87,7 @@ MODEL_KEPT = """
 """
 TRAINING_KEPT = """
     bf16 fp16 optimizer use_distributed_optimizer clip_grad adam_beta1 adam_beta2 adam_eps seed
-    task task_settings system_prompt advantage
+    task task_settings system_prompt advantage whiten_advantages
 """
 """The learning rate and the weight decay Megatron compares itself, with flags of its own about them."""
 FREE = ("max_tokens_per_microbatch", "oversized_samples", "ragged_microbatches", "rollout_files")

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.training import checkpointing, training
 
-from megatron_pg import PolicyLossConfig, Sample, StepCollector, StepPlan, plan_step
+from megatron_pg import PolicyLossConfig, Sample, StepCollector, StepPlan, plan_step, whiten
 from megatron_pg.megatron import compute_log_probs
 from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.rollout_files import (
@@ -155,7 +155,7 @@ def with_advantages(
     """
     cuts_groups = not (args.keep_prompt_groups or config.loss_aggregation == "prompt_mean")
 
-    def checked() -> list[Sample]:
+    def check() -> None:
         for sample in samples:
             if sample.total_length > args.max_position_embeddings:
                 raise ValueError(
@@ -167,19 +167,32 @@ def with_advantages(
                     f"{sample.name} has a reward and no advantages: its prompt group is the baseline, which a step must "
                     "not cut; give --keep-prompt-groups"
                 )
-        return list(filter(_needs_advantages, samples))
 
-    rewarded, _ = compute_and_gather(checked, len, data_parallel_group)
-    replaced, _ = with_group_advantages(
-        rewarded,
-        method=args.advantage,
-        data_parallel_group=data_parallel_group,
-        allow_different_prompts=args.allow_different_prompts_in_group,
-    )
+    compute_and_gather(check, id, data_parallel_group)
+    return estimated(args, config, samples, data_parallel_group)
+
+
+def estimated(
+    args: Namespace,
+    config: PolicyLossConfig,
+    samples: Sequence[Sample],
+    data_parallel_group: dist.ProcessGroup | None,
+) -> list[Sample]:
+    """Make advantages of the rewards of a step whose prompt groups are whole; every rank of the group must call it."""
+    group = {"data_parallel_group": data_parallel_group}
+    rewarded = list(filter(_needs_advantages, samples))
+    different = args.allow_different_prompts_in_group
+    settings = {"method": args.advantage, "allow_different_prompts": different}
+    replaced, _ = with_group_advantages(rewarded, **settings, **group)
     if rewarded and args.rank == 0:
         say_half_of_dr_grpo(args.advantage, config.loss_aggregation)
     remaining = iter(replaced)
-    return [next(remaining) if _needs_advantages(sample) else sample for sample in samples]
+    whole = [next(remaining) if _needs_advantages(sample) else sample for sample in samples]
+    if not args.whiten_advantages:
+        return whole
+    rows, masks = ([getattr(s, name) for s in whole] for name in ("advantages", "loss_mask"))
+    pairs = zip(whole, whiten(rows, masks, **group), strict=True)
+    return [replace(sample, advantages=advantages) for sample, advantages in pairs]
 
 
 @functools.cache  # said once

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.utils import unwrap_model
-from sampler import Response, Sampler, answer_sample
+from sampler import Response, Sampler
 
-from megatron_pg import PolicyLossConfig, Sample, group_advantages
+from megatron_pg import PolicyLossConfig, Sample
 from megatron_pg.megatron.groups import ParallelGroups
+from megatron_pg.rollout_files import RewardedSample
 from megatron_pg.step.agreement import gather
 
-from .rollouts import Step, means_of, say_half_of_dr_grpo
+from .rollouts import Step, estimated, means_of
 
 MOST_TASKS = 16384
 
@@ -31,8 +32,6 @@ class TaskSteps:
         from transformers import AutoTokenizer
 
         self._args, self._config, self._groups = args, config, groups
-        if args.rank == 0:
-            say_half_of_dr_grpo(args.advantage, config.loss_aggregation)
         self._tokenizer = AutoTokenizer.from_pretrained(args.hf_model)
         given = args.task_settings or {}
         try:
@@ -74,21 +73,21 @@ class TaskSteps:
         draw = random.Random(f"{args.seed}-{iteration}")
         entries = draw.sample(self._training, args.prompts_per_step)
         rollouts = self._answers(entries, args.samples_per_prompt, iteration)
-        prompts, groups, rewards, _ = zip(*rollouts, strict=True) if rollouts else ((),) * 4
-        advantages = group_advantages(rewards, groups, method=args.advantage, prompts=prompts)
-        samples = []
-        for rollout, advantage in zip(rollouts, advantages.advantages.tolist(), strict=True):
-            prompt, task, _, response = rollout
-            group = iteration * args.prompts_per_step + task
-            sample = answer_sample(
-                prompt,
-                response.tokens,
-                advantages=advantage,
+        samples: list[Sample] = []
+        for prompt, task, reward, response in rollouts:
+            group, count = iteration * args.prompts_per_step + task, len(response.tokens)
+            sample = RewardedSample(
+                [*prompt, *response.tokens],
+                count,
+                [1] * count,
                 rollout_log_probs=response.log_probs,
                 group_index=group,
                 name=f"answer {len(samples)} (prompt group {group})",
+                reward=reward,
+                has_advantages=False,
             )
             samples.append(sample)
+        samples = estimated(args, self._config, samples, self._groups.data)
         return samples, self._metrics(rollouts)
 
     def held_out(self) -> tuple[float, list[str]]:

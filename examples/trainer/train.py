@@ -5,6 +5,7 @@ import os
 import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from megatron.training import checkpointing, training
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 from run_folder import append_step, cut_back
 
-from megatron_pg import PolicyLossConfig, Sample, StepPlan, accepted_samples, pack
+from megatron_pg import PolicyLossConfig, Sample, StepPlan, accepted_samples, adapted_kl, pack
 from megatron_pg.config.program import exit_refused
 from megatron_pg.megatron import PolicyStep
 from megatron_pg.megatron.groups import ParallelGroups
@@ -99,7 +100,7 @@ class Run:
     """A run, fresh or gone on with, from validated arguments; every rank makes one."""
 
     def __init__(self, args: Namespace, config: PolicyLossConfig) -> None:
-        self._args, self._config = args, config
+        self._args = args
         self._microbatches = start_megatron(args)
         self._groups = ParallelGroups.from_parallel_state()
         self._lock = claim_save_folder(args)
@@ -110,7 +111,8 @@ class Run:
                 from .tasks import TaskSteps  # needs reasoning-gym and transformers
 
                 self._rollouts = TaskSteps(args, config, self._groups)
-        restore_rollouts(args, self._rollouts)
+        beta = restore_rollouts(args, self._rollouts)
+        self._config = config if beta is None else replace(config, kl_loss_coef=beta)
         self._train_step, self._save_checkpoint = training.train_step, training.save_checkpoint
         self._last_saved, self._is_exhausted = 0, False
 
@@ -223,7 +225,9 @@ class Run:
         result = self._train_step(
             None, None, model, optimizer, by_iteration, model_config, run_schedule, **named
         )
-        return result, {**step.metrics(reported), "grad_norm": result[5]}
+        metrics = {**step.metrics(reported), "grad_norm": result[5]}
+        self._config = adapted_kl(self._config, metrics, plan.totals.num_rollouts)
+        return result, metrics
 
     def _score_held_out(self, iteration: int) -> None:
         if isinstance(self._rollouts, FileSteps) or not self._args.held_out_tasks:
@@ -236,7 +240,7 @@ class Run:
         self, iteration: int, model: list[Any], optimizer: Any, *rest: Any, **named: Any
     ) -> None:
         """In place of Megatron's `save_checkpoint`."""
-        state = self._rollouts.state()
+        state, self._args.current_kl_loss_coef = self._rollouts.state(), self._config.kl_loss_coef
         with saving(self._args, state, self._groups, self._log, iteration, optimizer):
             self._save_checkpoint(iteration, model, optimizer, *rest, **named)
         self._last_saved = iteration

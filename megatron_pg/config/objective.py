@@ -32,8 +32,8 @@ class ObjectiveSettings(Settings):
     """Import path, pkg.mod.fn, of f(config, tokens, log_probs) -> per-token loss [window], in place of policy_loss."""
     ratio_anchor: Literal["old", "rollout"] = "old"
     """Log-probs in the denominator of the ratio r, wherever r stands. old: old_log_probs, of the policy that the step
-    starts from. rollout: rollout_log_probs, of the engine that sampled; then r carries staleness and mismatch, the clip
-    bounds both, and old_log_probs are not read. Not with use_tis."""
+    starts from. rollout: rollout_log_probs, of the engine that sampled; old_log_probs are then not read. Not with
+    use_tis."""
     eps_clip: Annotated[float, Interval(0, 1)] = 0.2
     """The ratio is clipped from below at 1 - eps_clip. Above 0, at most 1."""
     eps_clip_high: Annotated[float | None, Interval(0)] = None
@@ -46,6 +46,14 @@ class ObjectiveSettings(Settings):
     """Temperature tau of sapo where A > 0. Above 0; the larger, the faster the gradient falls off as r leaves 1."""
     sapo_tau_neg: Annotated[float, Interval(0)] = 1.05
     """Temperature tau of sapo where A <= 0. Above 0."""
+    vespo_k_pos: Annotated[float, Interval(0, closed=True)] = 2.0
+    """Exponent k of vespo where A >= 0. At least 0."""
+    vespo_lambda_pos: Annotated[float, Interval(0, closed=True)] = 3.0
+    """Decay lam of vespo where A >= 0. At least 0."""
+    vespo_k_neg: Annotated[float, Interval(0, closed=True)] = 3.0
+    """Exponent k of vespo where A < 0. At least 0."""
+    vespo_lambda_neg: Annotated[float, Interval(0, closed=True)] = 2.0
+    """Decay lam of vespo where A < 0. At least 0."""
     dppo_delta: Annotated[float | None, Interval(0, 1)] = None
     """Divergence above which dppo_tv and dppo_kl drop a token with A < 0 whose probability fell. Above 0, at most 1.
     Unset: 0.15 for dppo_tv, 0.05 nats for dppo_kl."""
@@ -58,10 +66,10 @@ class ObjectiveSettings(Settings):
         if self.use_tis:
             yield "--ratio-anchor rollout --use-tis would weigh the same mismatch twice: drop one of the two"
         rows = [row for table in TABLES.values() for row in table.rows_on(self)]
-        has_ratio = any(ANCHOR in row.inputs for row in rows) or self.custom_policy_loss_path
-        if not (has_ratio or (self.use_unbiased_kl and self.kl_loss_coef > 0)):
-            found = f"--policy-loss {self.policy_loss} has none"
-            yield f"--ratio-anchor rollout is about a ratio, and {found}: drop it, or choose another objective"
+        has_reader = any(ANCHOR in row.inputs for row in rows) or self.custom_policy_loss_path
+        if not (has_reader or (self.use_unbiased_kl and self.kl_loss_coef > 0)):
+            reader = f"--policy-loss {self.policy_loss}"
+            yield f"--ratio-anchor rollout is not read by {reader}: drop it, or choose another objective"
 
 
 @dataclass(frozen=True)
@@ -79,19 +87,19 @@ class MismatchSettings(Settings):
     tis_mode: Literal["truncate", "mask"] = "truncate"
     """Treatment of w. truncate: clamp(w, tis_clip_low, tis_clip). mask: 0 outside these bounds (token: IcePop)."""
     tis_clip: Annotated[float, _UPPER_BOUND] = 2.0
-    """Upper bound of the importance weight. At least e^-20, the smallest weight."""
+    """Upper bound of the importance weight. At least e^-20."""
     tis_clip_low: Annotated[float, _LOWER_BOUND] = 0.0
     """Lower bound of the importance weight. At least 0, at most e^20 and tis_clip."""
     use_geometric_rejection: bool = False
-    """Keep a sequence only if exp(mean_t d), d = old_log_prob - rollout_log_prob, lies between geometric_rejection_low
-    and geometric_rejection_high. Needs rollout_log_probs."""
+    """Keep a sequence only if exp(mean_t d), d as in tis_level, lies between geometric_rejection_low and
+    geometric_rejection_high. Needs rollout_log_probs."""
     geometric_rejection_low: Annotated[float, _LOWER_BOUND] = 0.999
     """Smallest exp(mean_t d) that is kept. At most e^20; 0 leaves the bound open."""
     geometric_rejection_high: Annotated[float, _OPEN_UPPER_BOUND] = 1.001
     """Largest exp(mean_t d) that is kept. At least e^-20; inf leaves the bound open."""
     use_sequence_rejection: bool = False
-    """Keep a sequence only if exp(sum_t d), d = old_log_prob - rollout_log_prob, lies between sequence_rejection_low
-    and sequence_rejection_high. Needs rollout_log_probs."""
+    """Keep a sequence only if exp(sum_t d), d as in tis_level, lies between sequence_rejection_low and
+    sequence_rejection_high. Needs rollout_log_probs."""
     sequence_rejection_low: Annotated[float, _LOWER_BOUND] = 0.5
     """Smallest exp(sum_t d) that is kept. At most e^20; 0 leaves the bound open."""
     sequence_rejection_high: Annotated[float, _OPEN_UPPER_BOUND] = 2.0
@@ -101,8 +109,8 @@ class MismatchSettings(Settings):
     opsm_delta: Annotated[float, Interval(0, closed=True)] = 1e-4
     """Threshold of use_opsm, in nats per token. At least 0."""
     rejection_denominator: Literal["original", "accepted"] = "original"
-    """Totals that the aggregation divides by when tokens or sequences are rejected. original: those before rejection,
-    so that a rejected token counts as a zero. accepted: those of what was kept."""
+    """Totals that the aggregation divides by under rejection. original: those before it. accepted: those of what was
+    kept."""
 
     def conflicts(self, given: Mapping[str, Any]) -> Iterator[str]:
         for low, high in BOUNDS.items():
@@ -117,26 +125,31 @@ class RegularizerSettings(Settings):
     """Settings of the KL and entropy terms."""
 
     regularizer_aggregation: Literal["sample_mean", "loss"] = "sample_mean"
-    """Aggregation of the KL and entropy terms. sample_mean: the sample mean, whatever loss_aggregation is. loss: the
-    aggregation of the policy loss, so that the whole loss is aggregate(pg + beta kl - c H), over the tokens before any
-    rejection; grad_divisor then divides all of it."""
+    """Aggregation of the KL and entropy terms. sample_mean: whatever loss_aggregation is. loss: that of the policy
+    loss, over the tokens before any rejection; grad_divisor then divides all of it."""
     kl_loss_coef: Annotated[float, Interval(0, closed=True)] = 0.0
-    """Weight beta of the KL term: loss = pg + beta * kl, the mean of regularizer_aggregation. At least 0. Above 0 it
-    needs ref_log_probs, of the reference model."""
+    """Weight beta of the KL term: loss = pg + beta * kl. At least 0. Above 0 it needs ref_log_probs, of the reference
+    model."""
     kl_loss_type: str = "k3"
     """Per-token estimate of KL(policy || reference), with d = log_prob - ref_log_prob."""
     use_unbiased_kl: bool = False
     """Weight the KL estimate by the ratio: r * kl, with gradient through r."""
     kl_loss_gradient: Literal["estimate", "k2"] = "estimate"
-    """Gradient of the KL term. estimate: of kl_loss_type. k2: of d^2 / 2 whatever the value is (straight-through), whose
-    on-policy expectation is the gradient of the divergence (arXiv:2506.09477). Not with use_unbiased_kl."""
+    """Gradient of the KL term. estimate: of kl_loss_type. k2: of d^2 / 2 whatever the value is (arXiv:2506.09477). Not
+    with use_unbiased_kl."""
+    kl_target: Annotated[float | None, Interval(0)] = None
+    """KL in nats that adapted_kl leads the KL term towards, by a coefficient that begins at kl_loss_coef. Above 0."""
+    kl_horizon: Annotated[float, Interval(0, metavar="N")] = 10000.0
+    """Rollouts in which this coefficient changes by a fifth at most. Above 0."""
     entropy_coef: Annotated[float, Interval(0, closed=True)] = 0.0
-    """Weight c of the entropy bonus: loss = pg - c * entropy, the mean of regularizer_aggregation of the entropy of the
-    full vocabulary, in nats, with gradient. At least 0."""
+    """Weight c of the entropy bonus: loss = pg - c * entropy of the full vocabulary, in nats, with gradient. At least
+    0."""
 
     def conflicts(self, given: Mapping[str, Any]) -> Iterator[str]:
         if self.regularizer_aggregation == "loss" and not (self.kl_loss_coef or self.entropy_coef):
             yield "--regularizer-aggregation loss is about --kl-loss-coef and --entropy-coef: give one, or drop it"
+        if self.kl_target is None and self.kl_horizon != RegularizerSettings.kl_horizon:
+            yield f"--kl-horizon {self.kl_horizon:g} is about --kl-target: add it, or drop the horizon"
         if self.kl_loss_gradient == "k2" and self.use_unbiased_kl:
             yield "--kl-loss-gradient k2 and --use-unbiased-kl are two gradients of the KL term: drop one of the two"
 

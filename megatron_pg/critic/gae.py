@@ -6,6 +6,8 @@ Over the active tokens of a response, in order, with V the critic's values and r
     A_t     = delta_t + gamma lam A_{t+1}
     R_t     = A_t + V_t                       the critic's target (the lambda-return)
 
+Decoupled, lambda of the A in R is another one; length-adaptive, that of the advantages is max(0, 1 - 1 / (alpha l)) in a
+response of l active tokens (both VAPO, arXiv:2504.05118).
 A token that the loss mask drops (a tool's) is no step of the policy: the active tokens around it follow each other. After
 the last active token V is 0; where generation was cut off, V is the value of the token that would have come.
 """
@@ -44,6 +46,8 @@ def gae(
     gamma: float = 1.0,
     lam: float = 1.0,
     *,
+    value_lam: float | None = None,
+    lam_alpha: float | None = None,
     bootstrap_values: Sequence[float] | Tensor | None = None,
 ) -> Estimates:
     """Estimate advantages and returns of whole responses on the host. Needs no other rank.
@@ -54,15 +58,17 @@ def gae(
         loss_mask: the same, 0 and 1.
         gamma: the discount of a token, in [0, 1].
         lam: lambda, in [0, 1].
+        value_lam: lambda of the returns, in [0, 1]; None: `lam`.
+        lam_alpha: alpha of the length-adaptive lambda, above 0, which takes the place of `lam` in the advantages; None: not.
         bootstrap_values: `[responses]` the value after each response's last token where generation was cut off, 0 where it
             ended; None: all ended.
 
     Raises:
-        ValueError: gamma or lambda is outside [0, 1]; lengths differ; a mask has other numbers than 0 and 1; a reward or
+        ValueError: gamma, a lambda or alpha is out of its range; lengths differ; a mask has other numbers than 0 and 1; a reward or
             value at an active token, or a bootstrap value, is not finite; a token that the mask drops has a reward, which
             no active token would get. The response and the position are named.
     """
-    CriticConfig(gamma=gamma, lam=lam)
+    CriticConfig(gamma=gamma, lam=lam, value_lam=value_lam, lam_alpha=lam_alpha)
     masks = _vectors("loss_mask", loss_mask)
     lengths = [mask.numel() for mask in masks]
     response_rewards = _vectors("rewards", rewards, lengths)
@@ -90,15 +96,27 @@ def gae(
         for rows in (response_rewards, response_values)
     )
     following = torch.cat([bootstrap[:, None], value], dim=1)[:, :-1]
-    advantages, decay = reward + gamma * following - value, gamma * lam
-    for column in range(1, advantages.shape[1]):
-        advantages[:, column] += decay * advantages[:, column - 1]
+    deltas = reward + gamma * following - value
+
+    def discounted(lam: float | Tensor) -> Tensor:
+        sums = deltas.clone()
+        for column in range(1, sums.shape[1]):
+            sums[:, column] += gamma * lam * sums[:, column - 1]
+        return sums
+
+    lams: float | Tensor = lam
+    if lam_alpha is not None:
+        num_active = torch.tensor([float(mask.sum()) for mask in active], dtype=torch.float64)
+        lams = 1.0 - 1.0 / (lam_alpha * num_active).clamp(min=1.0)
+    advantages = discounted(lams)
+    is_coupled = value_lam is None and lam_alpha is None
+    targets = advantages if is_coupled else discounted(lam if value_lam is None else value_lam)
 
     def forwards(rows: Tensor) -> list[Tensor]:
         values = [row[: int(m.sum())].flip(0) for row, m in zip(rows, active, strict=True)]
         return _at_active_tokens(active, values)
 
-    return Estimates(advantages=forwards(advantages), returns=forwards(advantages + value))
+    return Estimates(advantages=forwards(advantages), returns=forwards(targets + value))
 
 
 def whiten(

@@ -16,16 +16,22 @@ class CriticConfig(Settings):
     """
 
     value_clip: Annotated[float, Interval(0, metavar="C")] = 0.2
-    """c of the value loss 1/2 max((v - R)^2, (v_clip - R)^2), v_clip = v_old + clamp(v - v_old, +-c): a
-    value that has come closer to R by more than c is pulled no further. Above 0."""
+    """c of the value loss 1/2 max((v - R)^2, (v_clip - R)^2), v_clip = v_old + clamp(v - v_old, +-c).
+    Above 0."""
 
     gamma: Annotated[float, Interval(0, 1, closed=True)] = 1.0
-    """Discount of one token in generalised advantage estimation (arXiv:1506.02438). At least 0, at most
-    1."""
+    """Discount of one token in generalised advantage estimation (arXiv:1506.02438), at most 1."""
 
     lam: Annotated[float, Interval(0, 1, closed=True)] = 1.0
     """lambda of generalised advantage estimation: 0 trusts the value of the next token, 1 the rewards
-    until the end. At least 0, at most 1."""
+    until the end."""
+
+    value_lam: Annotated[float | None, Interval(0, 1, closed=True)] = None
+    """lambda of the critic's returns (decoupled GAE, VAPO, arXiv:2504.05118). Unset: lam."""
+
+    lam_alpha: Annotated[float | None, Interval(0)] = None
+    """alpha of a lambda of the advantages of max(0, 1 - 1 / (alpha l)) over l active tokens (VAPO: 0.05);
+    lam is then of the returns. Above 0."""
 
     whiten_advantages: bool = False
     """Bring the advantages to mean 0 and standard deviation 1 over the active tokens of the whole step."""

@@ -140,6 +140,7 @@ class Weights:
     outer_count: Tensor  # divides the sum of the policy loss
     regularizer_count: Tensor  # divides the sums of KL and entropy
     gradient_divisor: Tensor  # divides the differentiated policy loss under `grad_divisor`
+    kl_coefficient: Tensor  # beta of the KL term, a number that steps may change
     share: Tensor  # part of the step's report that this micro-batch carries on this rank
     checksum_scale: Tensor  # makes the sum of the weights 1 over the step
     samples_scale: Tensor  # the same for weights times the identities of tokens
@@ -205,6 +206,7 @@ def host_weights(
         "outer_count": outer_count,
         "regularizer_count": sample_mean.outer_count(counted),
         "gradient_divisor": config.grad_divisor or outer_count,
+        "kl_coefficient": config.kl_loss_coef,
         "share": share,
         "checksum_scale": checksum_scale,
         "samples_scale": samples_scale,

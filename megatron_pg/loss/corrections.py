@@ -201,10 +201,7 @@ def _without_outliers(
     return Corrected(loss, tokens.loss_mask & ~((weights < low) | (weights > high)), {})
 
 
-TRUNCATED = (
-    "truncated importance sampling, Ionides 2008; for rollout mismatch Yao et al. 2025, Your efficient RL framework "
-    "secretly brings you off-policy RL training"
-)
+TRUNCATED = "truncated importance sampling, Ionides 2008; for rollout mismatch Yao et al. 2025"
 OF_MISMATCH: dict[str, Any] = {"inputs": MISMATCH_INPUTS, "is_sum_over_tokens": True}
 
 
@@ -213,12 +210,11 @@ def _weight_row(level: str, mode: str) -> Correction:
     flags = ["--use-tis", *[f"--tis-level {level}"] * (level != "token")]
     formula = "loss * clamp(w, tis_clip_low, tis_clip)"
     if is_mask:
-        dropped = "sequences" if statistic else "tokens"
-        formula = f"loss * w, {dropped} with w outside [tis_clip_low, tis_clip] drop"
+        formula = "loss * w where w is in [tis_clip_low, tis_clip], others drop"
     about = {"token": "IcePop, Ring-1T, arXiv:2510.18855" if is_mask else TRUNCATED}
     return Correction(
         name=f"{level}_{mode}",
-        formula=formula + f", w = exp(clamp({statistic}, +-20))" * bool(statistic),
+        formula=f"the same, w = exp(clamp({statistic}, +-20))" if statistic else formula,
         about=about.get(level, "one weight for a sequence"),
         flag=" ".join([*flags, *["--tis-mode mask"] * is_mask]),
         when=lambda config: (

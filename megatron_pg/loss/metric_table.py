@@ -126,7 +126,7 @@ METRICS = [
     of_ratio("clipped_ratio_fraction", "r outside the clip range", lambda s: s.outcome.is_clipped),
     of_ratio(
         "clipped_ratio_effective_fraction",
-        "r outside on the side that the sign of A makes active: above for A > 0, below for A < 0",
+        "r outside above for A > 0, below for A < 0",
         lambda s: s.clipped,
     ),
     of_ratio("pg_clipfrac", "the same, by the name that most trainers plot", lambda s: s.clipped),
@@ -137,7 +137,7 @@ METRICS = [
     ),
     of_ratio(
         "pg_clipfrac_negative",
-        "its part with A < 0, clipped from below (cispo: from either side)",
+        "its part with A < 0, clipped from below (cispo, dis: from either side)",
         lambda s: s.clipped & (s.tokens.advantages < 0),
     ),
     of_ratio("ratio_new_old_sum", "r", lambda s: s.ratio, "ratio sum"),
@@ -214,7 +214,7 @@ def _kish(total: float, squares: float) -> float:
 DERIVED = [
     Derived(
         "effective_sample_size",
-        "(sum r)^2 / sum r^2, Kish's: at most the number of tokens, equal to it where all ratios are equal",
+        "(sum r)^2 / sum r^2, Kish's: the number of tokens where all ratios are equal",
         ("ratio_new_old_sum", "ratio_new_old_squared_sum"),
         _kish,
     ),

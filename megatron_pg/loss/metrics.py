@@ -262,6 +262,8 @@ def reduce_metrics(
             "--rejection-denominator accepted, and the loss still rejected tokens that the step's "
             "totals count: call accepted_samples(config, samples) before step_totals and pack",
         )
+    if config.kl_target is not None:
+        reduced["kl_loss_coef"] = config.kl_loss_coef
     if policy_version is not None:
         reduced["current_policy_version"] = float(policy_version)
     for derived in DERIVED:

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -169,7 +169,7 @@ class MicroBatchLoss:
 
 @functools.lru_cache(maxsize=64)
 def _compiled_settings(config: PolicyLossConfig) -> PolicyLossConfig | None:
-    """Return what kernels depend on: no divisor, which is a tensor; None, and log it, with functions of the user's own."""
+    """Return what kernels depend on: neither divisor nor beta, which are tensors; None, and log it, with the user's functions."""
     paths = [path for name in CUSTOM_FUNCTIONS if (path := getattr(config, name)) is not None]
     if paths:
         logger.info(
@@ -177,7 +177,9 @@ def _compiled_settings(config: PolicyLossConfig) -> PolicyLossConfig | None:
             ", ".join(paths),
         )
         return None
-    return config if config.grad_divisor is None else dataclasses.replace(config, grad_divisor=1.0)
+    names = [name for name in ("grad_divisor", "kl_loss_coef") if getattr(config, name)]
+    numbers: dict[str, Any] = dict.fromkeys(names, 1.0)
+    return dataclasses.replace(config, **numbers)
 
 
 _MAKERS = {

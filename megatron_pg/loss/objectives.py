@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.config.custom import check_returned, load_custom_function
+from megatron_pg.config.objective import MAX_LOG_RATIO
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.rows import ANCHOR, Row, Table
 from megatron_pg.loss.sequence import SequenceSums
@@ -59,6 +60,13 @@ class Objective(Row):
     zero_advantage_is_zero_gradient: bool = False
     """True where a token whose advantage is 0 has no gradient. The fused head leaves such tokens out of the products."""
 
+    def refusals(self, config: Any) -> list[str]:
+        if not (config.use_tis and "rollout_log_probs" in self.inputs):
+            return []
+        return [
+            f"--policy-loss {self.name} --use-tis would weigh the same mismatch twice: drop one of the two"
+        ]
+
     def unread_settings(self, config: Any) -> tuple[str, ...]:
         return tuple(name for name in CLIP_SETTINGS if name not in self.reads_clip(config))
 
@@ -74,6 +82,8 @@ OBJECTIVES: Table[Objective] = Table(
         "nll": "sft",
         "dppo": "dppo_tv",
         "geo_mean": "gmpo",
+        "rollout_is": "dis",
+        "luspo": "gspo, with --loss-aggregation constant --loss-aggregation-divisor 1",
     },
 )
 objective = OBJECTIVES.decorator(Objective)
@@ -86,7 +96,6 @@ of_sequence_ratio = functools.partial(
     of_tokens, inputs=(ANCHOR,), ratio="sequence", reads_clip=lambda config: CLIP_SETTINGS
 )
 of_divergence = functools.partial(of_token_ratio, options=("dppo_delta", "dppo_delta_high"))
-MASK = "0 where A > 0, r > 1, D > dppo_delta_high and where A < 0, r < 1, D > dppo_delta"
 
 
 def clipped_log_ratio(log_probs: Tensor, old_log_probs: Tensor, loss_mask: Tensor) -> Tensor:
@@ -144,6 +153,45 @@ def cispo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outco
     return Outcome(-weighted_log_probs(weight, tokens.log_probs), log_ratio, is_clipped, is_clipped)
 
 
+@of_token_ratio(
+    "-sg(f) A log_prob, f = q where 1 - eps_clip < q < 1 + eps_clip_high, else 0, q = exp(log_prob - rollout_log_prob)",
+    about="SAO, arXiv:2607.07508 eq. 3; GLM-5, arXiv:2602.15763",
+    inputs=("rollout_log_probs",),
+    reads_clip=lambda config: CLIP_SETTINGS,
+)
+def dis(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
+    """REINFORCE weighted by the ratio to the policy that sampled, without the tokens at or beyond a bound."""
+    log_ratio = tokens.log_probs.detach() - tokens.given("rollout_log_probs")
+    ratio, (lowest, highest) = clamped_log_ratio(log_ratio).exp(), clip_range(config)
+    is_outside = (ratio <= lowest) | (ratio >= highest)
+    weight = ratio.masked_fill(is_outside, 0.0) * tokens.advantages
+    return Outcome(-weighted_log_probs(weight, tokens.log_probs), log_ratio, is_outside, is_outside)
+
+
+@of_sequence_ratio(
+    "-sg(exp(lam (1 - w)) w^k) A log_prob, w = exp(clamp(sum_t log r, +-20)), k and lam by the sign of A",
+    about="a Gamma-shaped weight in place of the clip; arXiv:2602.10693",
+    options=("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+    sequence_sums=("policy",),
+    reads_clip=lambda config: (),
+    zero_advantage_is_zero_gradient=True,
+)
+def vespo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
+    """REINFORCE weighted by a function of the whole sequence's ratio, 1 at w = 1 and e^20 at most. Nothing is clipped."""
+    total = masked(sums.total("policy"), tokens.loss_mask)
+    log_ratio = clamped_log_ratio(total)
+
+    def log_weight(k: float, lam: float) -> Tensor:
+        return k * log_ratio - lam * log_ratio.expm1()
+
+    positive = log_weight(config.vespo_k_pos, config.vespo_lambda_pos)
+    negative = log_weight(config.vespo_k_neg, config.vespo_lambda_neg)
+    log_weights = torch.where(tokens.advantages < 0, negative, positive).clamp(max=MAX_LOG_RATIO)
+    weight = log_weights.exp().to(tokens.log_probs.dtype) * tokens.advantages
+    nowhere = torch.zeros_like(tokens.loss_mask)
+    return Outcome(-weighted_log_probs(weight, tokens.log_probs), total, nowhere, nowhere)
+
+
 @of_tokens("-A log_prob", about="Williams, 1992", zero_advantage_is_zero_gradient=True)
 def reinforce(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
     return Outcome(-weighted_log_probs(tokens.advantages, tokens.log_probs))
@@ -183,7 +231,8 @@ def sapo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcom
 
 
 @of_divergence(
-    f"-M r A, M = {MASK}, else 1; D = abs(p - p_old)",
+    "-M r A, M = 0 where A > 0, r > 1, D > dppo_delta_high and where A < 0, r < 1, D > dppo_delta, else 1; "
+    "D = abs(p - p_old)",
     about="divergence PPO by binary total variation, p = exp(log_prob); arXiv:2602.04879 eq. 13",
 )
 def dppo_tv(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
@@ -191,7 +240,7 @@ def dppo_tv(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Out
 
 
 @of_divergence(
-    f"-M r A, M = {MASK}, else 1; D = p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p))",
+    "-M r A, M as in dppo_tv; D = p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p))",
     about="the same by binary Kullback-Leibler divergence; arXiv:2602.04879 eq. 14",
 )
 def dppo_kl(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:

@@ -58,8 +58,8 @@ def policy_loss(
 
     terms, penalties = {"pg_loss": pg_loss}, []
     if config.kl_loss_coef:
-        terms["kl_loss"] = regularizer(kl_estimate(config, tokens))
-        penalties.append(config.kl_loss_coef * terms["kl_loss"])
+        kl = terms["kl_loss"] = regularizer(kl_estimate(config, tokens))
+        penalties.append(weights.kl_coefficient.to(kl.dtype) * kl)
     if config.entropy_coef:
         terms["entropy_loss"] = regularizer(tokens.given("entropy"))
         penalties.append(-config.entropy_coef * terms["entropy_loss"])

@@ -1,12 +1,15 @@
 """Per-token estimates of the divergence from the reference policy (joschu.net/blog/kl-approx.html)."""
 
-from collections.abc import Callable
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_pg.config.fields import FLOAT32
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.rows import Row, Table
 from megatron_pg.loss.tokens import Tokens, clamped_log_ratio
@@ -21,7 +24,7 @@ class KLEstimate(Row):
     limit: float | None = None
     """Bound of the estimate, or with `--use-unbiased-kl` of its product with r, with zero gradient outside. None is no bound."""
     inputs: tuple[str, ...] = ("ref_log_probs",)
-    options: tuple[str, ...] = ("use_unbiased_kl", "kl_loss_gradient")
+    options: tuple[str, ...] = ("use_unbiased_kl", "kl_loss_gradient", "kl_target")
     flag: str = "--kl-loss-coef {config.kl_loss_coef:g}"
     when: Callable[[Any], bool] | None = lambda config: config.kl_loss_coef > 0
 
@@ -60,6 +63,31 @@ KL_ESTIMATES.add(
         limit=10.0,
     ),
 )
+
+
+def adapted_kl(
+    config: PolicyLossConfig, metrics: Mapping[str, float], num_rollouts: int
+) -> PolicyLossConfig:
+    """Return the settings of the next step, whose coefficient of the KL term has moved towards `--kl-target`.
+
+        beta (1 + clip(kl / kl_target - 1, -0.2, 0.2) min(n / kl_horizon, 1))
+
+    Ziegler et al., arXiv:1909.08593 sec. 2.2. kl is the step's `kl_loss`, n its rollouts. Every rank has the same metrics, so
+    that no rank asks another. `kl_loss_coef` is all of the state: keep it in the run's checkpoint. Without a target, or
+    without a finite `kl_loss`, the settings stay.
+
+    Args:
+        config: the settings of the step.
+        metrics: the metrics of the step, of `PolicyStep.metrics`.
+        num_rollouts: `StepTotals.num_rollouts`.
+    """
+    kl = metrics.get("kl_loss", math.nan)
+    if config.kl_target is None or not math.isfinite(kl):
+        return config
+    error = min(max(kl / config.kl_target - 1.0, -0.2), 0.2)
+    moved = config.kl_loss_coef * (1.0 + error * min(num_rollouts / config.kl_horizon, 1.0))
+    smallest, largest = FLOAT32
+    return dataclasses.replace(config, kl_loss_coef=min(max(moved, smallest), largest))
 
 
 def kl_estimate(config: PolicyLossConfig, tokens: Tokens) -> Tensor:

@@ -2,12 +2,15 @@
 
 Per prompt group of n rewards, in float64, on the host, before the samples are built:
 
-    grpo     (reward - mean) / (std + 1e-6), std with n - 1            arXiv:2402.03300 sec. 4.1.2
-    dr_grpo  reward - mean                                             arXiv:2503.20783
-    rloo     reward - mean of the other n - 1                          arXiv:2402.14740
+    grpo       (reward - mean) / (std + 1e-6), std with n - 1          arXiv:2402.03300 sec. 4.1.2
+    dr_grpo    reward - mean                                           arXiv:2503.20783
+    rloo       reward - mean of the other n - 1                        arXiv:2402.14740
+    maxrl      (reward - mean) / (mean + 1e-6), rewards from 0 on      arXiv:2602.02710
+    step_rloo  reward - mean of all others of the step                 arXiv:2402.14740, the step as one group
+    reward     reward, to be whitened over the step (REINFORCE++)      arXiv:2501.03262
 
-A group of one sample has no baseline, and a group of equal rewards no preference. Both get advantages of exactly 0 and
-train nothing (apart from KL and entropy terms), so they are reported.
+A group of one sample has no baseline, and a group of equal rewards no preference. Both get advantages of exactly 0 (but for
+`reward`) and train nothing (apart from KL and entropy terms), so they are reported.
 """
 
 import dataclasses
@@ -23,10 +26,10 @@ from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import BareSample
 from megatron_pg.step.values import has_integers, refuse_values
 
-STD_EPSILON = 1e-6
-"""Added to the standard deviation of a group, as the field does; rewards are of order 1."""
+EPSILON = 1e-6
+"""Added to the standard deviation of a group, or to its mean, as the field does; rewards are of order 1."""
 
-METHODS = ("grpo", "dr_grpo", "rloo")
+METHODS = ("grpo", "dr_grpo", "rloo", "maxrl", "step_rloo", "reward")
 
 
 def half_of_dr_grpo(method: str, loss_aggregation: str) -> str:
@@ -67,9 +70,9 @@ def group_advantages(
     method: str = "grpo",
     prompts: Sequence[Sequence[int] | Tensor] | None = None,
 ) -> GroupAdvantages:
-    """Compare every reward with the rewards of its prompt group.
+    """Compare every reward with the rewards of its prompt group, or of the step (`step_rloo`).
 
-    Gather the rewards of all samples of a group first, where data-parallel ranks share a group.
+    Gather the rewards of all samples of a group first, where data-parallel ranks share a group; of the step for `step_rloo`.
 
     Args:
         rewards: [samples] finite numbers.
@@ -79,35 +82,44 @@ def group_advantages(
             environment varies the prompt within a group, or where the ids are known to be unique.
 
     Raises:
-        ValueError: sizes that differ, a group of different prompts, a reward that is not finite, rewards whose advantages
-            float32 does not hold, ids that are no integers, or an unknown method.
+        ValueError: sizes that differ, a group of different prompts, a reward that is not finite, or below 0 under `maxrl`,
+            rewards whose advantages float32 does not hold, ids that are no integers, or an unknown method.
     """
     if method not in METHODS:
         raise ValueError(f"method is {method!r}: expected one of {', '.join(METHODS)}")
     reward, group_index = _checked(rewards, group_indices)
     if prompts is not None:
         _check_prompts(prompts, group_index.tolist())
-    groups, group, group_sizes = torch.unique(group_index, return_inverse=True, return_counts=True)
+    if method == "maxrl":
+        problem = ", expected 0 or more: maxrl divides by the mean reward of a prompt group"
+        refuse_values("rewards", reward, reward < 0, problem)
+    compared = torch.zeros_like(group_index) if method == "step_rloo" else group_index
+    _, group, group_sizes = torch.unique(compared, return_inverse=True, return_counts=True)
     size = group_sizes[group].double()
 
     def group_sum(values: Tensor) -> Tensor:
         """Add up values [samples] over each group, [groups]."""
-        return torch.zeros(groups.numel(), dtype=torch.float64).index_add_(0, group, values)
+        return torch.zeros_like(group_sizes, dtype=torch.float64).index_add_(0, group, values)
 
-    centered = reward - group_sum(reward)[group] / size
+    mean = group_sum(reward)[group] / size
+    centered = reward - mean
     # Decided on the rewards themselves: their mean rounds, and would leave a residue to normalise.
-    one_of_group = torch.zeros(groups.numel(), dtype=torch.float64).scatter_(0, group, reward)
+    one_of_group = torch.zeros_like(group_sizes, dtype=torch.float64).scatter_(0, group, reward)
     is_equal = group_sum((reward != one_of_group[group]).double()) == 0
     if method == "grpo":
         variance = group_sum(centered.square())[group] / (size - 1).clamp(min=1)
         # An infinite one would make zeros of advantages.
         std = torch.where(variance.isinf(), torch.nan, variance.sqrt())
-        advantages = centered / (std + STD_EPSILON)
-    elif method == "rloo":
+        advantages = centered / (std + EPSILON)
+    elif method == "maxrl":
+        advantages = centered / (mean + EPSILON)
+    elif method in ("rloo", "step_rloo"):
         advantages = centered * size / (size - 1).clamp(min=1)
     else:
-        advantages = centered
-    advantages = torch.where(is_equal[group], 0.0, advantages).float()
+        advantages = reward if method == "reward" else centered
+    if method != "reward":
+        advantages = torch.where(is_equal[group], 0.0, advantages)
+    advantages = advantages.float()
     beyond_range = (~torch.isfinite(advantages)).nonzero()
     if beyond_range.numel():
         at = int(beyond_range[0])
@@ -115,10 +127,12 @@ def group_advantages(
             f"rewards[{at}] is {float(reward[at])}, too far from the others of prompt group {int(group_index[at])} for "
             "an advantage in float32: give rewards of order 1"
         )
+    groups, prompt = torch.unique(group_index, return_inverse=True)
+    num_others = torch.zeros_like(groups).index_add_(0, prompt, (advantages != 0).long())
     return GroupAdvantages(
         advantages=advantages,
         num_groups=groups.numel(),
-        zero_advantage_groups=tuple(groups[is_equal].tolist()),
+        zero_advantage_groups=tuple(groups[num_others == 0].tolist()),
     )
 
 

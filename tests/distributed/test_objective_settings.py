@@ -51,6 +51,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "ppo_dual_clip": {"eps_clip_c": 3.0},
     "gspo": {"policy_loss": "gspo", **PROMPT_MEAN},
     "cispo": {"policy_loss": "cispo", "cispo_lower_bound": True, **TOKEN_MEAN},
+    "dis": {"policy_loss": "dis", "eps_clip": 0.3, "eps_clip_high": 0.4, **PROMPT_MEAN},
+    "vespo": {"policy_loss": "vespo", **TOKEN_MEAN},
+    "luspo": {
+        **{"policy_loss": "gspo", "eps_clip": 0.02, "eps_clip_high": 0.03},
+        **{"loss_aggregation": "constant", "loss_aggregation_divisor": 1.0},
+    },
     "reinforce": {"policy_loss": "reinforce"},
     "sft": {"policy_loss": "sft", **TOKEN_MEAN},
     **{
@@ -90,8 +96,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gmpo": {"policy_loss": "gmpo", "eps_clip": 0.1, **TOKEN_MEAN},
     "ppo_against_rollout": {**ROLLOUT, **OPSM, **KL, "use_unbiased_kl": True},
 }
-CLIPPING = ("dppo_tv", "dppo_kl", "gmpo", "ppo_against_rollout")
-IN_BOTH_MODES = ("sapo", *CLIPPING, "terms_by_the_loss", "reducer_of_what_is_left")
+CLIPPING = ("luspo", "dppo_tv", "dppo_kl", "gmpo", "ppo_against_rollout")
+IN_BOTH_MODES = ("sapo", "dis", "vespo", *CLIPPING, "terms_by_the_loss", "reducer_of_what_is_left")
 """The settings that are also run in per-token mode, and through the fused head."""
 REJECTING = (
     *("icepop", "geometric_mask", "geometric_rejection", "sequence_rejection", "opsm"),
@@ -177,11 +183,13 @@ def test_per_token_mode_and_the_fused_head_change_nothing(outcomes: Outcomes) ->
         )
 
 
-@pytest.mark.parametrize("name", CLIPPING)
+@pytest.mark.parametrize("name", ["dis", *CLIPPING])
 def test_the_steps_do_clip_tokens(name, outcomes: Outcomes) -> None:
     first, _ = outcomes[name][0]
-    assert 0.05 < first.metrics["pg_clipfrac"] < 0.7
-    assert first.metrics["pg_clipfrac"] < first.metrics["clipped_ratio_fraction"]
+    fraction, outside = (first.metrics[x] for x in ("pg_clipfrac", "clipped_ratio_fraction"))
+    assert 0.05 < fraction < 0.8
+    # Of dis whatever the sign of A.
+    assert fraction == outside if name == "dis" else fraction < outside
 
 
 @pytest.mark.parametrize("name", REJECTING)

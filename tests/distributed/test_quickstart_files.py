@@ -44,7 +44,7 @@ DISTILL = "--policy-loss distill --distill-teacher hidden"
         ("--eps-clip nan", "--eps-clip"),
         ("--num-training-tasks 4", "--rollout-batch-size 8"),
         ("--advantage gae --value-clip 0 --lam 2", "--value-clip must be a finite number > 0"),
-        ("--whiten-advantages --gamma 0.9", "--gamma and --whiten-advantages: about the critic"),
+        ("--lam-alpha 0.05 --gamma 0.9", "--gamma and --lam-alpha: about the critic"),
         ("--critic-lr nan", "--critic-lr is nan"),
         ("--critic-lr 1e-4", "--critic-lr: about the critic of --advantage gae"),
         ("--teacher runs", "--teacher runs and --distill-teacher None"),

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import shutil
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -56,23 +57,37 @@ ONE_RIGHT = {  # advantages of the rewards 1, 0, 0, 0
     "grpo": [1.5, -0.5, -0.5, -0.5],
     "dr_grpo": [0.75, -0.25, -0.25, -0.25],
     "rloo": [1.0, -1 / 3, -1 / 3, -1 / 3],
+    "maxrl": [3.0, -1.0, -1.0, -1.0],
+    "step_rloo": [1.0, -1 / 3, -1 / 3, -1 / 3],
+    "reward": [1.0, 0.0, 0.0, 0.0],
 }
+TWO_OF_EIGHT = {"step_rloo": [6 / 7, -2 / 7, -2 / 7, -2 / 7]}  # over the two ranks
+WHITENED = "reward --whiten-advantages"  # REINFORCE++
 
 
 def test_advantages_are_those_that_the_flag_names() -> None:
-    for found in run_ranks(advantages_by_flag, 2, list(ONE_RIGHT)):
-        for method, advantages in found.items():
-            assert advantages == pytest.approx(ONE_RIGHT[method], rel=1e-5), method
+    ranks = run_ranks(advantages_by_flag, 2, [*ONE_RIGHT, WHITENED])
+    for found in ranks:
+        for method, expected in (ONE_RIGHT | TWO_OF_EIGHT).items():
+            advantages = [advantage for advantage, _ in found[method]]
+            assert advantages == pytest.approx(expected, rel=1e-5), method
+    whitened = [pair for found in ranks for pair in found[WHITENED]]
+    tokens = [reward for _, n in whitened[::4] for reward in [1.0] * n]
+    tokens += [0.0 for place, (_, n) in enumerate(whitened) if place % 4 for _ in range(n)]
+    mean, deviation = statistics.mean(tokens), statistics.stdev(tokens)
+    expected = [((1.0 if place % 4 == 0 else 0.0) - mean) / deviation for place in range(8)]
+    assert [advantage for advantage, _ in whitened] == pytest.approx(expected, rel=1e-5)
 
 
-def advantages_by_flag(methods: list[str]) -> dict[str, list[float]]:
+def advantages_by_flag(methods: list[str]) -> dict[str, list[tuple[float, int]]]:
+    """The advantage of each answer's first token, and its length."""
     worker, found = new_run("").worker, {}
     rewards = itertools.cycle([1.0, 0.0, 0.0, 0.0])
     worker.tasks.reward = lambda entry, answer: next(rewards)
     for method in methods:
         worker.args = parse_for_two_ranks(f"--advantage {method}")
-        samples, _ = worker.collect(worker.tasks.held_out[:2], 4)
-        found[method] = [float(sample.advantages[0]) for sample in samples]
+        samples = worker.with_advantages(*worker.collect(worker.tasks.held_out[:2], 4))
+        found[method] = [(float(s.advantages[0]), s.response_length) for s in samples]
     return found
 
 
@@ -112,7 +127,8 @@ def test_two_steps_equal_those_on_logits() -> None:
     assert expected[0]["loss"] != pytest.approx(expected[1]["loss"], rel=1e-3), "it trains"
 
 
-CRITIC = "--advantage gae --whiten-advantages --lam 0.95 --train-iters 6 --save-interval 2"
+CRITIC = "--advantage gae --whiten-advantages --lam-alpha 0.5 --train-iters 6 --save-interval 2"
+CRITIC += " --kl-loss-coef 0.5 --kl-target 0.001 --kl-horizon 16"
 
 
 def even_lengths_win(rank: int) -> None:
@@ -135,6 +151,9 @@ def test_a_resumed_critic_goes_on_where_it_was(tmp_path: Path) -> None:
     assert first["value_loss"] == pytest.approx(first["return"] / 2, rel=0.2)
     assert first["explained_variance"] == pytest.approx(0.0, abs=1e-6)
     assert last["value"] != 0.0
+    # The reference is the policy of the first step. A step has as many rollouts as the horizon.
+    coefficients = [step["kl_loss_coef"] for step in steps]
+    assert coefficients[:2] == [0.5, pytest.approx(0.4)] and len({*coefficients}) == 6
     for late in checkpoints(folder)[-1:]:
         shutil.rmtree(late)
     run(folder, f"{CRITIC} --resume", even_lengths_win)

@@ -43,6 +43,7 @@ MICRO_BATCHES: dict[str, list[Sequence1]] = {
     # One response token in all: every rank but one has an empty window.
     "one_token": [random_sequence(11, 1, active_rate=1.0)],
 }
+MODES = ("zigzag", "contiguous")
 GSPO, GMPO, ROLLOUT = {"policy_loss": "gspo"}, {"policy_loss": "gmpo"}, {"ratio_anchor": "rollout"}
 MASKED = tis(0.95, 1.05, tis_level="geometric", tis_mode="mask")
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -57,7 +58,9 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "gmpo_against_rollout_with_corrections": (3, {**GMPO, **ROLLOUT, **GEOMETRIC, **OPSM}),
     "gspo_against_rollout": (1, {**GSPO, **ROLLOUT}),
     "ppo_against_rollout": (0, ROLLOUT),
-    **{name: (0, {"policy_loss": name}) for name in ("sapo", "dppo_tv", "dppo_kl")},
+    **{name: (0, {"policy_loss": name}) for name in ("sapo", "dppo_tv", "dppo_kl", "dis")},
+    "vespo": (1, {"policy_loss": "vespo"}),
+    "vespo_against_rollout": (1, {"policy_loss": "vespo", **ROLLOUT, **OPSM}),
     "dppo_tv_against_rollout": (0, {"policy_loss": "dppo_tv", **ROLLOUT}),
 }
 """The number of sums over sequences, beside their active tokens; the settings."""
@@ -68,11 +71,12 @@ def samples_of(sequences: list[Sequence1]) -> list:
 
 
 def corrected_on_this_rank(
-    settings: dict, sequences: list[Sequence1], group: dist.ProcessGroup | None
+    settings: dict, sequences: list[Sequence1], mode: str, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(indices into the responses laid end to end, losses, gradient for all log-probs)."""
     config = PolicyLossConfig(**settings)
-    batch = pack(samples_of(sequences), cp_rank=dist.get_rank(), cp_size=dist.get_world_size())
+    cut = {"cp_rank": dist.get_rank(), "cp_size": dist.get_world_size()}
+    batch = pack(samples_of(sequences), cp_partition_mode=mode, **cut)
     everything = flat_log_probs(sequences)
     log_probs = everything[batch.window.response_indices]
     tokens, sums = tokens_and_sums(config, batch, log_probs, group)
@@ -89,12 +93,12 @@ def shapes_of(reductions: mock.Mock) -> list[tuple[int, ...]]:
 def corrections_worker() -> dict:
     """Every case: the rank's losses, those of local sums, and the shapes of the tensors that were all-reduced."""
     results = {}
-    for (case, (_, settings)), name in itertools.product(CASES.items(), MICRO_BATCHES):
-        task = settings, MICRO_BATCHES[name]
+    for (case, (_, settings)), name, mode in itertools.product(CASES.items(), MICRO_BATCHES, MODES):
+        task = settings, MICRO_BATCHES[name], mode
         with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reductions:
             found = corrected_on_this_rank(*task, dist.group.WORLD)
         mutant = corrected_on_this_rank(*task, None)
-        results[case, name] = found, mutant, shapes_of(reductions)
+        results[case, name, mode] = found, mutant, shapes_of(reductions)
     return results
 
 
@@ -108,7 +112,7 @@ def assembled(parts: list[tuple[Tensor, Tensor, Tensor]], length: int) -> tuple[
 @pytest.mark.parametrize("size", [2, 4])
 def test_sequence_level_settings_equal_the_unsharded_formula(size: int) -> None:
     ranks = run_ranks(corrections_worker, size)
-    for case, name in ranks[0]:
+    for case, name, mode in ranks[0]:
         (num_sums, settings), sequences = CASES[case], MICRO_BATCHES[name]
         policy_loss = settings.get("policy_loss", "ppo")
         anchor = settings.get("ratio_anchor", "old")
@@ -117,16 +121,16 @@ def test_sequence_level_settings_equal_the_unsharded_formula(size: int) -> None:
         pairs = zip(sequences, losses, strict=True)
         expected = stacked([oracle.correct(*pair, correction)[0] for pair in pairs])
         gradient = flat_gradient(expected.sum(), sequences)
-        found, mutants, shapes = zip(*(rank[case, name] for rank in ranks), strict=True)
+        found, mutants, shapes = zip(*(rank[case, name, mode] for rank in ranks), strict=True)
         found_losses, found_gradient = assembled(found, expected.numel())
         torch.testing.assert_close(found_losses, expected, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(found_gradient, gradient, rtol=1e-12, atol=1e-12)
         reduced = [(1 + num_sums, len(sequences))] if num_sums else []
         assert all(of_rank == reduced for of_rank in shapes), "one all-reduce, by all"
-        if name == "ragged" and num_sums:
+        if (name, mode) == ("ragged", "zigzag") and num_sums:
             mutant, _ = assembled(mutants, expected.numel())
             assert not torch.allclose(mutant, expected, atol=1e-3), "local sums would pass"
-    windows = [rank["gspo", "one_token"][0][0].numel() for rank in ranks]
+    windows = [rank["gspo", "one_token", MODES[0]][0][0].numel() for rank in ranks]
     assert sorted(windows) == [0] * (size - 1) + [1]
 
 

@@ -18,11 +18,16 @@ from .test_quickstart_training import ONE_RIGHT
 from .trainer_run import WHOLE_GROUPS, copy_after_step, end_of, run, write_rollouts
 
 STEPS = WHOLE_GROUPS + "--train-iters 4 --save-interval 2 "
+STEPS += "--kl-loss-coef 0.1 --kl-target 0.001 --kl-horizon 20 "
 
 
 @pytest.fixture(scope="module")
 def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_rollouts(tmp_path_factory.mktemp("rollouts") / "rollouts.jsonl", 30)
+    path = write_rollouts(tmp_path_factory.mktemp("rollouts") / "rollouts.jsonl", 30)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = [row | {"ref_log_probs": [value - 0.3 for value in row["log_probs"]]} for row in rows]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -64,18 +69,22 @@ def test_advantages_are_those_that_the_flag_names(method: str) -> None:
     args = argparse.Namespace(
         **{"advantage": method, "rank": 1, "keep_prompt_groups": True, "seed": 1},
         **{"allow_different_prompts_in_group": False, "max_position_embeddings": 8},
-        **{"prompts_per_step": 1, "samples_per_prompt": 4},
+        **{"prompts_per_step": 1, "samples_per_prompt": 4, "whiten_advantages": False},
     )
     rewards = [1.0, 0.0, 0.0, 0.0]
     fields = {"has_advantages": False, "group_index": 7}
     of_file = [RewardedSample([1, 2], 1, [1], reward=reward, **fields) for reward in rewards]
     of_task = object.__new__(TaskSteps)
-    of_task._args, of_task._training = args, [{}]
+    of_task._args, of_task._training, of_task._config = args, [{}], PolicyLossConfig()
+    of_task._groups = SimpleNamespace(data=None)
     of_task._answers = lambda *_: [([1], 0, reward, Response([2], [-1.0])) for reward in rewards]
     of_task._metrics = lambda rollouts: {}
     for samples in (with_advantages(args, PolicyLossConfig(), of_file), of_task.step(0)[0]):
         found = [float(sample.advantages) for sample in samples]
         assert found == pytest.approx(ONE_RIGHT[method], rel=1e-5)
+    args.whiten_advantages = True
+    found = [float(s.advantages) for s in with_advantages(args, PolicyLossConfig(), of_file)]
+    assert found == pytest.approx([1.5, -0.5, -0.5, -0.5], rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -130,4 +139,8 @@ def test_a_run_goes_on_with_more_rollouts_in_another_folder(rollouts, uninterrup
     moved.parent.mkdir()
     moved.write_text(rollouts.read_text() + rollouts.read_text().splitlines()[0])
     run(moved, stopped, STEPS)
-    assert steps_of(stopped) == steps_of(uninterrupted)
+    assert steps_of(stopped) == (steps := steps_of(uninterrupted))
+    coefficient = 0.1
+    for step in steps:  # a fifth over the horizon of 20 rollouts
+        assert step["kl_loss_coef"] == pytest.approx(coefficient)
+        coefficient *= 1 + 0.2 * step["docs"] / 20

@@ -197,5 +197,16 @@ def test_every_aggregation_and_clipped_objective_has_a_recipe() -> None:
     text = "".join(" ".join(line) for line in RECIPES)
     for name in ("sample_mean", "prompt_mean", "token_mean", "constant"):
         assert f"--loss-aggregation {name}" in text
-    for name in ("ppo", "gspo", "cispo", "reinforce", "sapo", "gmpo", "dppo_tv", "dppo_kl"):
+    for name in (
+        "ppo",
+        "gspo",
+        "cispo",
+        "dis",
+        "reinforce",
+        "sapo",
+        "gmpo",
+        "vespo",
+        "dppo_tv",
+        "dppo_kl",
+    ):
         assert f"--policy-loss {name}" in text

@@ -69,6 +69,20 @@ def soft_gate(ratio: Tensor, tau: float) -> Tensor:
     return 4 / tau / (1 + torch.exp(-tau * (ratio - 1)))
 
 
+OF_LOG_PROB = ("reinforce", "cispo", "dis", "vespo")
+"""The objectives with a weight times the log-prob."""
+
+
+def gamma_weight(sample: Sequence1, anchor: str, k: float, lam: float) -> float:
+    """VESPO's weight of a sequence: w^k e^(lambda (1 - w)), at most e^20, w the product of all its ratios."""
+    against, total = getattr(sample, f"{anchor}_log_probs"), 0.0
+    for t in sample.active():
+        total += sample.log_probs[t].item() - against[t]
+    total = max(-20.0, min(total, 20.0)) if total == total else total
+    exponent = k * total + lam * (1 - math.exp(total))
+    return math.exp(min(exponent, 20.0)) if exponent == exponent else math.nan
+
+
 def moved(measure: str, old: float, new: float) -> float:
     """Divergence of two log-probs of one token: of the pair (this token, all others)."""
     p_old, p_new = math.exp(old), math.exp(new)
@@ -118,15 +132,18 @@ def objective(
     cispo_lower_bound: bool = False,
     taus: tuple[float, float] = (1.0, 1.05),
     deltas: tuple[float, float] | None = None,
+    gammas: tuple[float, float, float, float] = (2.0, 3.0, 3.0, 2.0),
     anchor: str = "old",
 ) -> list[Tensor]:
     """The loss of every response token; 0 where masked.
 
-    `taus` are SAPO's of A > 0 and of the others, `deltas` DPPO's of A < 0 and of A > 0, `anchor` is
-    whose log-probs the ratio is against.
+    `taus` are SAPO's of A > 0 and of the others, `deltas` DPPO's of A < 0 and of A > 0, `gammas` VESPO's k and lambda of
+    A >= 0, then those of A < 0; `anchor` is whose log-probs the ratio is against.
     """
     if name == "gmpo":
         return geometric_mean_losses(sample, low, high, anchor)
+    if name == "dis":
+        anchor = "rollout"
     losses = [ZERO] * len(sample.loss_mask)
     against = getattr(sample, f"{anchor}_log_probs")
     for t in sample.active():
@@ -134,7 +151,7 @@ def objective(
         if name == "sft":
             losses[t] = -log_prob
             continue
-        if name in ("reinforce", "cispo") and advantage == 0 and log_prob.isinf():
+        if name in OF_LOG_PROB and advantage == 0 and log_prob.isinf():
             continue  # 0 log 0 is 0
         if name == "reinforce":
             losses[t] = -advantage * log_prob
@@ -156,6 +173,16 @@ def objective(
             weight = min(ratio.item(), high)
             weight = max(weight, low) if cispo_lower_bound else weight
             losses[t] = -weight * advantage * log_prob
+        elif name == "dis":
+            weight = exp_within_20(log_ratio).item()
+            if not (weight <= low or weight >= high):
+                losses[t] = -weight * advantage * log_prob
+        elif name == "vespo":
+            losses[t] = (
+                -gamma_weight(sample, anchor, *gammas[2 * (advantage < 0) :][:2])
+                * advantage
+                * log_prob
+            )
         else:
             raise KeyError(name)
     return losses

@@ -4,6 +4,7 @@ import itertools
 import math
 import random
 import statistics
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,18 +20,26 @@ LARGEST = 2**63 - 1
 
 def expected_advantages(rewards: list[float], groups: list[int], method: str) -> list[float]:
     """Sample by sample, from the group's rewards."""
+    if method == "reward":
+        return rewards
     advantages = []
     for reward, group in zip(rewards, groups, strict=True):
         members = [r for r, g in zip(rewards, groups, strict=True) if g == group]
+        if method == "step_rloo":
+            members = rewards
         if len(members) == 1 or max(members) == min(members):
             advantages.append(0.0)
-        elif method == "rloo":
+        elif method in ("rloo", "step_rloo"):
             advantages.append(reward - (sum(members) - reward) / (len(members) - 1))
         else:
-            centered = reward - sum(members) / len(members)
-            scale = {"grpo": statistics.stdev(members) + 1e-6, "dr_grpo": 1.0}[method]
-            advantages.append(centered / scale)
+            mean = sum(members) / len(members)
+            deviation = statistics.stdev(members)
+            scale = {"grpo": deviation + 1e-6, "dr_grpo": 1.0, "maxrl": mean + 1e-6}[method]
+            advantages.append((reward - mean) / scale)
     return advantages
+
+
+OF_GROUPS = [name for name in METHODS if name not in ("step_rloo", "reward")]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -39,7 +48,8 @@ def test_equal_to_the_loops(method, seed):
     rng = random.Random(seed)
     names = [rng.randrange(-LARGEST - 1, LARGEST) for _ in range(4)] + [LARGEST]
     groups = [rng.choice(names) for _ in range(30)]
-    rewards = [rng.choice([0.0, 0.25, 1.0, rng.uniform(-5, 5)]) for _ in groups]
+    lowest = 0 if method == "maxrl" else -5
+    rewards = [rng.choice([0.0, 0.25, 1.0, rng.uniform(lowest, 5)]) for _ in groups]
     found = group_advantages(rewards, groups, method=method)
     assert found.advantages.dtype == torch.float32
     expected = torch.tensor(expected_advantages(rewards, groups, method))
@@ -47,10 +57,11 @@ def test_equal_to_the_loops(method, seed):
     assert found.num_groups == len(set(groups))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", OF_GROUPS)
 @pytest.mark.parametrize("reward", [0.1, 1.0, -7.3, 1e6])
 def test_equal_rewards_give_exactly_zero(method, reward):
     """(0.1 + 0.1 + 0.1) / 3 is not 0.1: a mean that rounds must not become an advantage."""
+    reward = abs(reward) if method == "maxrl" else reward
     found = group_advantages([reward] * 3 + [0.0, 1.0], [5, 5, 5, -2, -2], method=method)
     assert found.advantages[:3].tolist() == [0.0, 0.0, 0.0]
     assert found.advantages[3] < 0 < found.advantages[4]
@@ -76,7 +87,17 @@ def test_groups_are_named_by_their_whole_ids():
     assert found.num_groups == 4
 
 
-@pytest.mark.parametrize("method", METHODS)
+def test_the_step_is_one_group_and_groups_are_reported_as_they_are():
+    found = group_advantages([1.0, 0.0, 0.5, 0.5, 0.5], [3, 3, 4, 4, 5], method="step_rloo")
+    assert found.advantages.tolist() == [0.625, -0.625, 0.0, 0.0, 0.0]
+    assert found.num_groups == 3 and found.zero_advantage_groups == (4, 5)
+    equal = group_advantages([0.1] * 3, [1, 2, 3], method="step_rloo")
+    assert equal.advantages.tolist() == [0.0] * 3
+    bare = group_advantages([0.0, 0.5, 0.5], [1, 2, 2], method="reward")
+    assert bare.advantages.tolist() == [0.0, 0.5, 0.5] and bare.zero_advantage_groups == (1,)
+
+
+@pytest.mark.parametrize("method", OF_GROUPS)
 def test_a_lone_sample_has_advantage_zero(method):
     found = group_advantages([3.0, 0.0, 1.0], [9, 4, 4], method=method)
     assert found.advantages[0] == 0.0
@@ -106,6 +127,7 @@ NO_IDS = [math.nan, 0.5, True, 1 + 2j]
     ([0.0, 1.0], [0, 0, 0], {}, "rewards has shape [2] and group_indices [3]"),
     (torch.zeros(1, 2), torch.zeros(1, 2).long(), {}, "rewards has shape [1, 2] and group_indices [1, 2]"),
     ([0.0, 1.0], [0, 0], {"method": "gae"}, "method is 'gae': expected one of grpo, dr_grpo, rloo"),
+    ([0.0, -0.5], [0, 0], {"method": "maxrl"}, "rewards[1] is -0.5, expected 0 or more: maxrl divides"),
     *(([0.0, value], [0, 0], {}, "rewards[1] is  | expected a finite number") for value in (math.nan, math.inf, -math.inf)),
     *(([0.0, 1.0], ids([value] * 2), {}, "group_indices has dtype") for value in NO_IDS for ids in (list, torch.tensor)),
 ])  # fmt: skip
@@ -153,12 +175,16 @@ def responses(seed: int = 0) -> dict[str, Any]:
     }
 
 
-def check_gae(estimate: Any, gamma: float, lam: float) -> None:
+def check_gae(estimate: Any, gamma: float, lam: float, **decoupled: float) -> None:
     given = responses()
-    found = estimate(**given, gamma=gamma, lam=lam)
+    found = estimate(**given, gamma=gamma, lam=lam, **decoupled)
     for index in range(len(LENGTHS)):
-        one = (given[name][index] for name in ("rewards", "values", "loss_mask"))
-        advantages, returns = critic_oracle.gae(*one, gamma, lam, given["bootstrap_values"][index])
+        one = [given[name][index] for name in ("rewards", "values", "loss_mask")]
+        bootstrap, num_active, policy_lam = given["bootstrap_values"][index], sum(one[2]), lam
+        if alpha := decoupled.get("lam_alpha"):
+            policy_lam = 1 - 1 / (alpha * num_active) if alpha * num_active > 1 else 0.0
+        advantages, _ = critic_oracle.gae(*one, gamma, policy_lam, bootstrap)
+        _, returns = critic_oracle.gae(*one, gamma, decoupled.get("value_lam", lam), bootstrap)
         assert found.advantages[index].tolist() == pytest.approx(advantages, rel=1e-6, abs=1e-6)
         assert found.returns[index].tolist() == pytest.approx(returns, rel=1e-6, abs=1e-6)
 
@@ -167,6 +193,29 @@ def check_gae(estimate: Any, gamma: float, lam: float) -> None:
 @pytest.mark.parametrize("lam", [0.0, 0.95, 1.0])
 def test_advantages_and_returns_equal_the_sums_that_define_them(gamma, lam):
     check_gae(gae, gamma, lam)
+
+
+@pytest.mark.parametrize("decoupled", [
+    {"value_lam": 1.0}, {"lam_alpha": 0.3}, {"value_lam": 0.0, "lam_alpha": 0.3}, {"lam_alpha": 0.05}, {"lam_alpha": 50.0},
+])  # fmt: skip
+def test_decoupled_and_length_adaptive_lambdas(decoupled):
+    """Of VAPO. At 0.05 every response here is shorter than 1 / alpha, and lambda is 0."""
+    check_gae(gae, 0.9, 0.6, **decoupled)
+
+
+def coupled(**given: Any) -> Any:
+    """The returns have the lambda of the advantages."""
+    found = gae(**given)
+    returns = [
+        torch.as_tensor(v) + a for v, a in zip(given["values"], found.advantages, strict=True)
+    ]
+    kept = zip(returns, given["loss_mask"], strict=True)
+    return replace(found, returns=[r * torch.tensor(mask) for r, mask in kept])
+
+
+def test_returns_of_the_advantages_lambda_are_seen():
+    with pytest.raises(AssertionError):
+        check_gae(coupled, 0.9, 0.6, value_lam=1.0)
 
 
 def masked_tokens_as_steps(**given: Any) -> Any:
@@ -224,6 +273,7 @@ GIVEN = {"rewards": [[0.0, 1.0]], "values": [[0.0, 0.0]], "loss_mask": [[1, 1]]}
 @pytest.mark.parametrize(("changes", "message"), [
     ({"gamma": 1.01}, "--gamma must be a finite number >= 0 and <= 1; found 1.01"),
     ({"lam": NAN}, "--lam must be"),
+    ({"value_lam": -0.1, "lam_alpha": 0.0}, r"(?s)--value-lam must be.*--lam-alpha must be a finite number > 0; found 0"),
     ({"values": [[0.0, NAN]]}, r"values\[0\]\[1\] is nan at an active token"),
     ({"rewards": [[NAN, 0.0]]}, r"rewards\[0\]\[0\] is nan at an active token"),
     ({"values": [[0.0]]}, r"values\[0\] has shape \[1\], expected \[2\]"),

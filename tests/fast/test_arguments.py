@@ -160,15 +160,19 @@ REFUSED = {
     "--kept-set-mass": "--kept-set-mass | add it | --replay-sampling-set",
     "--kept-set-mass --replay-sampling-set --fused-lm-head --pg-metrics none": "settings cannot stand"
     " | drop one of the two | --fused-lm-head | --pg-metrics none",
+    "--policy-loss dis --use-tis": "--policy-loss dis --use-tis would weigh the same mismatch twice",
+    "--policy-loss dis --ratio-anchor rollout": "--ratio-anchor rollout is not read by --policy-loss dis",
+    "--kl-target 0.1": "--kl-target 0.1 is about --kl-loss-coef",
+    "--kl-loss-coef 1 --kl-horizon 9": "--kl-horizon 9 is about --kl-target: add it",
     "--cispo-lower-bound": "--cispo-lower-bound | --policy-loss cispo",
     "--sapo-tau-pos 2": "--sapo-tau-pos 2.0 belongs to --policy-loss sapo | ppo",
     "--policy-loss sapo --dppo-delta 0.1 --dppo-delta-high 0.2 --eps-clip-c 3": "3 settings"
     " | --dppo-delta 0.1 belongs to --policy-loss dppo_tv and dppo_kl | --dppo-delta-high 0.2 belongs"
     " | --eps-clip-c 3.0 belongs to --policy-loss ppo and gspo",
-    "--ratio-anchor rollout --policy-loss reinforce": "is about a ratio | --policy-loss reinforce has none",
-    "--ratio-anchor rollout --policy-loss sft": "--ratio-anchor rollout is about a ratio | --policy-loss sft has none",
+    "--ratio-anchor rollout --policy-loss reinforce": "--ratio-anchor rollout is not read by --policy-loss reinforce",
+    "--ratio-anchor rollout --policy-loss sft": "--ratio-anchor rollout is not read by --policy-loss sft",
     "--ratio-anchor rollout --use-tis --policy-loss sft --use-unbiased-kl": "3 settings"
-    " | --use-tis would weigh the same | --policy-loss sft has none | --use-unbiased-kl is about --kl-loss-coef",
+    " | --use-tis would weigh the same | not read by --policy-loss sft | --use-unbiased-kl is about --kl-loss-coef",
     "--ratio-anchor rollout --use-tis --tis-mode mask": "--use-tis | drop one of the two",
     "--tis-clip 5": "--tis-clip 5.0 is about --use-tis: add what is missing, or drop it",
     "--use-unbiased-kl": "--use-unbiased-kl is about --kl-loss-coef: add",
@@ -243,9 +247,12 @@ OUT_OF_RANGE = {
     "eps_clip_c": [1, 0.5],
     "sapo_tau_pos": [0, -1, None],
     "sapo_tau_neg": [0, "1"],
+    **{name: [-0.1, None, "2"] for name in FIELDS if name.startswith("vespo")},
     "dppo_delta": [0, -0.1, 1.5],
     "dppo_delta_high": [0, 2],
     "kl_loss_coef": [-0.1, None],
+    "kl_target": [0, -0.1],
+    "kl_horizon": [0, None],
     "entropy_coef": [-0.1],
     "tis_clip": [0, -2],
     "tis_clip_low": [-0.1],
@@ -347,6 +354,10 @@ REQUIRED = [
     ("--policy-loss sft", ""),
     ("--policy-loss cispo", "old_log_probs"),
     ("--policy-loss sapo", "old_log_probs"),
+    ("--policy-loss dis", "rollout_log_probs"),
+    ("--policy-loss dis --use-opsm --ratio-anchor rollout", "rollout_log_probs"),
+    ("--policy-loss dis --use-geometric-rejection", "old_log_probs rollout_log_probs"),
+    ("--policy-loss vespo", "old_log_probs"),
     ("--policy-loss dppo_tv --ratio-anchor rollout", "rollout_log_probs"),
     ("--policy-loss gmpo --ratio-anchor rollout --use-opsm", "rollout_log_probs"),
     ("--policy-loss gspo --ratio-anchor rollout --use-sequence-rejection", "old_log_probs rollout_log_probs"),
@@ -397,7 +408,7 @@ LOGGED = [
     ("--kl-loss-type k1", "--kl-loss-type k1 is not read without --kl-loss-coef"),
     *[
         (f"--policy-loss {name} --{flag}", f"--{flag} is not read by --policy-loss {name}")
-        for name in ("reinforce", "sft", "sapo", "dppo_tv", "dppo_kl")
+        for name in ("reinforce", "sft", "sapo", "dppo_tv", "dppo_kl", "vespo")
         for flag in ("eps-clip 0.1", "eps-clip-high 0.3")
     ],
     ("--policy-loss cispo --eps-clip 0.1 --eps-clip-high 3", "--eps-clip 0.1 is not read by"),

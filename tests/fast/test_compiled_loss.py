@@ -163,13 +163,16 @@ def test_each_dtype_has_a_program_of_its_own(first):
     assert len(compiled._programs) == 2
 
 
-@pytest.mark.parametrize("settings", [{}, {"policy_loss": "gspo", "grad_divisor": 1.5}], ids=str)
-def test_no_size_and_no_divisor_compiles_again(settings, counted, monkeypatch):
+CHANGING = {"policy_loss": "gspo", "grad_divisor": 1.5, "kl_loss_coef": 0.1}
+
+
+@pytest.mark.parametrize("settings", [{}, CHANGING], ids=str)
+def test_no_size_no_divisor_and_no_beta_compiles_again(settings, counted, monkeypatch):
     for index, size in enumerate((7, 1, 3, 21)):
         batch = package_batch((random_sequences(1, spread=0.5) * 3)[:size])
         config = PolicyLossConfig(**settings)
         if config.grad_divisor:
-            config = replace(config, grad_divisor=1.5 + index)
+            config = replace(config, grad_divisor=1.5 + index, kl_loss_coef=0.1 + index)
         gradients = []
         for devices in ({"cpu"}, set[str]()):
             monkeypatch.setattr(compiled, "DEVICES", devices)
@@ -299,7 +302,7 @@ def test_what_is_not_compiled_runs_by_operators_and_says_so(monkeypatch, caplog)
     compiled._say_that_no_more_are_compiled.cache_clear()
     _layout.cache_clear()
     for coefficient in (0.1, 0.2, 0.1, 0.3):
-        config = PolicyLossConfig(kl_loss_coef=coefficient)
+        config = PolicyLossConfig(entropy_coef=coefficient)
         assert_same(evaluated(config), by_operators(config), 0.0)
         assert len(compiled._programs) == 1
     assert caplog.text.count("compiled for 1 settings") == 1

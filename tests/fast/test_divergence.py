@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_pg import PackedBatch, PolicyLossConfig
+from megatron_pg import PackedBatch, PolicyLossConfig, adapted_kl
 from megatron_pg.loss.regularizers import KL_ESTIMATES, kl_estimate
 from tests.fast import objectives_oracle as oracle
 from tests.fast.objectives_oracle import Sequence1
@@ -137,3 +137,29 @@ def test_the_unbiased_gradient_passes_through_the_ratio():
     ratio = (log_probs.detach() - batch.old_log_probs).exp()
     (ratio * kl_penalty(config("k3"), batch, log_probs)).sum().backward()
     assert not torch.allclose(gradient, log_probs.grad, atol=1e-4)
+
+
+@pytest.mark.parametrize(("kl", "num_rollouts", "factor"), [
+    (0.02, 50, 1.0),
+    (0.021, 50, 1 + 0.05 * 0.5),
+    (0.019, 50, 1 - 0.05 * 0.5),
+    (3.0, 50, 1 + 0.2 * 0.5),  # at most a fifth over the horizon
+    (0.0, 50, 1 - 0.2 * 0.5),
+    (-0.4, 400, 0.8),  # a step of more than the horizon counts as the horizon
+    (math.nan, 50, 1.0),
+])  # fmt: skip
+def test_the_coefficient_moves_towards_the_target(kl: float, num_rollouts: int, factor: float):
+    """Ziegler et al., arXiv:1909.08593 sec. 2.2, by hand."""
+    settings = PolicyLossConfig(kl_loss_coef=0.3, kl_target=0.02, kl_horizon=100)
+    found = adapted_kl(settings, {"kl_loss": kl}, num_rollouts)
+    assert found.kl_loss_coef == pytest.approx(0.3 * factor)
+    assert dataclasses.replace(found, kl_loss_coef=0.3) == settings
+    fixed = PolicyLossConfig(kl_loss_coef=0.3)
+    assert adapted_kl(fixed, {"kl_loss": kl}, num_rollouts) is fixed
+    assert adapted_kl(settings, {}, num_rollouts) is settings  # a step without an active token
+
+
+def test_a_coefficient_never_leaves_float32():
+    for kl, bound in ((0.0, 2.0**-126), (9.0, float(torch.finfo(torch.float32).max))):
+        settings = PolicyLossConfig(kl_loss_coef=bound, kl_target=0.1, kl_horizon=1)
+        assert adapted_kl(settings, {"kl_loss": kl}, 5).kl_loss_coef == bound

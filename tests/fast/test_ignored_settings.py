@@ -28,9 +28,9 @@ from megatron_pg.loss.regularizers import KL_ESTIMATES
 HOW = {
     "calculate_per_token_loss", "qkv_format", "cp_partition_mode",
     "fused_lm_head", "fp32_lm_head", "check_aggregation", "replay_routing",
-    "fused_lm_head_memory_gib", "fused_lm_head_without_quack",
+    "fused_lm_head_memory_gib", "fused_lm_head_without_quack", "kl_target",
 }  # fmt: skip
-"""What says how the loss is computed and checked, and not what."""
+"""What says how the loss is computed and checked, and not what; or what the next step's is."""
 NUMBERS = (0.05, 0.3, 0.9, 1.5, 4.0)
 REJECTION = {"use_sequence_rejection": True, "sequence_rejection_low": 0.3, "sequence_rejection_high": 1e3}  # fmt: skip
 TOKEN_MEAN = {"loss_aggregation": "token_mean"}
@@ -45,7 +45,7 @@ BASES: dict[str, dict[str, Any]] = {
     # A sample mean of whole sequences has the same denominators either way.
     "rejection": {**REJECTION, **TOKEN_MEAN},
     "cispo": {"policy_loss": "cispo"},
-    "reinforce": {"policy_loss": "reinforce"},
+    **{name: {"policy_loss": name} for name in ("reinforce", "dis", "vespo")},
     # Neither N nor L counts tokens, so that either word is true of it.
     "constant": {**CONSTANT, "loss_weight_denominator": "mask"},
 }

@@ -54,6 +54,13 @@ EVERYTHING = {
 DEFAULTS = PolicyLossConfig()
 
 
+def everything(name: str) -> dict[str, Any]:
+    """All that an objective may stand beside: the ratio of dis is the weight of TIS already."""
+    dropped = ("use_tis", "tis_mode") if name == "dis" else ()
+    kept = {key: value for key, value in EVERYTHING.items() if key not in dropped}
+    return {**kept, "policy_loss": name}
+
+
 def metrics_of(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor):
     return loss_of(config, batch, log_probs, torch.ones_like(log_probs))[1]
 
@@ -156,10 +163,11 @@ def test_what_no_sample_carries_is_left_out_and_what_some_carry_is_theirs() -> N
     assert all(mixed[name] == pytest.approx(whole[name], rel=1e-12) for name in names)
 
 
-def test_the_ratio_against_the_rollout_engine_needs_no_old_log_probs() -> None:
+@pytest.mark.parametrize("settings", [{"ratio_anchor": "rollout"}, {"policy_loss": "dis"}], ids=str)
+def test_the_ratio_against_the_rollout_engine_needs_no_old_log_probs(settings) -> None:
     """One sample of six tokens: its means are token means."""
     sequence = random_sequence(5, 6, active_rate=1.0)
-    config = PolicyLossConfig(ratio_anchor="rollout")
+    config = PolicyLossConfig(**settings)
     log_ratios = sequence.log_probs.detach() - torch.tensor(sequence.rollout_log_probs)
     for old_log_probs in (None, sequence.old_log_probs):
         sample = replace(package_sample(sequence), old_log_probs=old_log_probs)
@@ -220,7 +228,7 @@ def test_a_local_document_mean_would_be_another_one() -> None:
 def test_the_config_alone_decides_the_names(name: str, pg_metrics: str) -> None:
     """Ranks that hold no metrics must pack the same table; an empty micro-batch has all of it."""
     custom = {"custom_policy_loss_path": f"{__name__}:negative_log_prob"}
-    for settings in (EVERYTHING, {}, custom):
+    for settings in (everything(name), {}, custom):
         config = PolicyLossConfig(**settings | {"policy_loss": name, "pg_metrics": pg_metrics})
         for batch in (package_batch(random_sequences(1)), pack([])):
             log_probs = torch.full(batch.loss_mask.shape, -1.0, requires_grad=True)
@@ -298,7 +306,7 @@ def test_garbage_at_masked_positions_reaches_no_loss_gradient_or_metric(name, ga
     fields = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs")
     spoiled = {field: getattr(clean, field).masked_fill(masked, garbage) for field in fields}
     dirty = replace(clean, **spoiled)
-    config = PolicyLossConfig(**EVERYTHING, policy_loss=name)
+    config = PolicyLossConfig(**everything(name))
     entropy, results = log_probs * 2, []
     for batch, value in ((clean, 0.0), (dirty, garbage)):
         inputs = [x.masked_fill(masked, value).requires_grad_() for x in (log_probs, entropy)]
@@ -382,7 +390,7 @@ def test_none_costs_nothing() -> None:
 @pytest.mark.parametrize("name", OF_LOG_PROBS)
 def test_no_host_synchronisation_before_the_end_of_the_step(name: str) -> None:
     """Tensors on the meta device have no values: reading one on the host raises."""
-    config = PolicyLossConfig(**EVERYTHING, policy_loss=name)
+    config = PolicyLossConfig(**everything(name))
     batch = package_batch(random_sequences(5)).to("meta")
     log_probs = torch.zeros(batch.loss_mask.shape, device="meta", requires_grad=True)
     loss, metrics = loss_of(config, batch, log_probs, log_probs * 2)
@@ -447,6 +455,57 @@ def test_metrics_of_a_policy_that_has_left_all_tokens(log_prob: float) -> None:
     assert found["effective_sample_size"] == pytest.approx(3.0)
     assert found["ppo_kl"] == 300.0 and found["ratio_new_old"] == math.exp(-300)
     assert found["new_logprobs"] == log_prob
+
+
+CORRECTIONS: list[dict[str, Any]] = [
+    {},
+    *({"use_tis": True, "tis_level": level} for level in ("token", "sequence", "geometric")),
+    *({name: True} for name in ("use_geometric_rejection", "use_sequence_rejection", "use_opsm")),
+    {"use_tis": True, "tis_mode": "mask"},
+    {"kl_loss_coef": 0.1},
+    {"kl_loss_coef": 0.1, "use_unbiased_kl": True},
+]
+EDGES = [
+    *(("log_probs", value) for value in (-math.inf, -1e4, -1e30)),
+    *(
+        (f"{name}_log_probs", value)
+        for name in ("old", "ref", "rollout")
+        for value in (-1e4, -1e30)
+    ),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), EDGES)
+@pytest.mark.parametrize("name", OF_LOG_PROBS)
+def test_no_log_prob_spoils_gradient_or_report(name: str, field: str, value: float) -> None:
+    """Every third token, also at A = 0, under every correction. A sample refuses -inf of another policy than the current."""
+    drawn = random_sequences(5, active_rate=1.0)
+    batch, log_probs = package_batch(drawn), flat_log_probs(drawn, torch.float32).detach()
+    changed = (log_probs if field == "log_probs" else getattr(batch, field)).clone()
+    changed[::3] = value
+    advantages = batch.advantages.clone()
+    advantages[::2] = 0.0
+    batch = replace(batch, advantages=advantages)
+    if field == "log_probs":
+        log_probs = changed
+    else:
+        batch = replace(batch, **{field: changed})
+    log_probs.requires_grad_()
+    legal = [c for c in CORRECTIONS if not (name == "dis" and "use_tis" in c)]
+    for correction in legal:
+        config = PolicyLossConfig(policy_loss=name, **correction)
+        loss, metrics = loss_of(config, batch, log_probs)
+        assert torch.autograd.grad(loss, log_probs)[0].isfinite().all()
+        report = reported(config, metrics)
+        if value == -math.inf:
+            report.pop("new_logprobs")
+            if name in OF_FACTOR_LOG_PROB:
+                report = {k: v for k, v in report.items() if k not in ("loss", "pg_loss")}
+        assert {k: v for k, v in report.items() if not math.isfinite(v)} == {}, correction
+
+
+OF_FACTOR_LOG_PROB = ("reinforce", "cispo", "vespo", "sft")
+"""The log-prob is a factor of their loss, infinite at probability 0; `PolicyStep.metrics` names the token."""
 
 
 @pytest.mark.parametrize("kind", ("policy", "value"))

@@ -42,6 +42,8 @@ ON_BOUNDS = (-0.25, 0.25)
 HIGHER = {"eps_clip": 1 - LOW, "eps_clip_high": HIGH - 1}
 BOUNDS = {"low": LOW, "high": HIGH}
 CISPO_LOWER = {"cispo_lower_bound": True}
+GAMMAS = {"vespo_k_pos": 0.7, "vespo_lambda_pos": 0.1, "vespo_k_neg": 5.0, "vespo_lambda_neg": 0.0}
+"""Of which the last two grow with the ratio without end."""
 DELTAS = {"dppo_delta": 0.02, "dppo_delta_high": 0.04}
 SETTINGS: dict[str, tuple[str, dict, dict]] = {
     # name: (objective, the package's settings, the oracle's)
@@ -54,6 +56,10 @@ SETTINGS: dict[str, tuple[str, dict, dict]] = {
     "gspo_dual_clip": ("gspo", {"eps_clip_c": 1.5}, {"dual": 1.5}),
     "cispo": ("cispo", {"eps_clip_high": HIGH - 1}, {"high": HIGH}),
     "cispo_lower_bound": ("cispo", HIGHER | CISPO_LOWER, BOUNDS | CISPO_LOWER),
+    "dis": ("dis", HIGHER, BOUNDS),
+    "dis_open_below": ("dis", {"eps_clip": 1.0, "eps_clip_high": 3.0}, {"low": 0, "high": 4.0}),
+    "vespo": ("vespo", {}, {}),
+    "vespo_flat": ("vespo", GAMMAS, {"gammas": tuple(GAMMAS.values())}),
     "reinforce": ("reinforce", {}, {}),
     "sft": ("sft", {}, {}),
     "sapo": ("sapo", {}, {}),
@@ -66,14 +72,15 @@ SETTINGS: dict[str, tuple[str, dict, dict]] = {
     "gmpo_open_below": ("gmpo", {"eps_clip": 1.0, "eps_clip_high": 0.1}, {"low": 0, "high": 1.1}),
     **{
         f"{name}_against_rollout": (name, {"ratio_anchor": "rollout"}, {"anchor": "rollout"})
-        for name in ("ppo", "gspo", "cispo", "sapo", "dppo_tv", "dppo_kl", "gmpo")
+        for name in ("ppo", "gspo", "cispo", "sapo", "dppo_tv", "dppo_kl", "gmpo", "vespo")
     },
 }
 NOT_REINFORCE_AT_RATIO_ONE = ("sft",)
-INFINITE_AT_PROBABILITY_ZERO = ("reinforce", "cispo", "sft")
-OF_SEQUENCES = [case for case in SETTINGS if case.startswith(("gspo", "gmpo"))]
+INFINITE_AT_PROBABILITY_ZERO = ("reinforce", "cispo", "sft", "dis_open_below", "vespo")
+OF_SEQUENCES = [case for case in SETTINGS if case.startswith(("gspo", "gmpo", "vespo"))]
 OF_PROBABILITIES = [case for case in SETTINGS if case.startswith("dppo")]
 """Which need log-probs of at most 0, and have a grid of their own."""
+ANCHORS = dict.fromkeys(OBJECTIVES, "old_log_probs") | {"dis": "rollout_log_probs"}
 
 TOLERANCES = {
     torch.float64: {"rtol": 1e-12, "atol": 1e-12},
@@ -148,7 +155,8 @@ def test_on_the_bounds_the_gradient_is_that_of_the_unclipped_side(case: str) -> 
     "name", [name for name in OF_LOG_PROBS if name not in NOT_REINFORCE_AT_RATIO_ONE]
 )
 def test_at_ratio_one_every_objective_has_the_gradient_of_reinforce(name: str) -> None:
-    sequences = [replace(s, old_log_probs=s.log_probs.tolist()) for s in random_sequences(2)]
+    pairs = ((s, s.log_probs.tolist()) for s in random_sequences(2))
+    sequences = [replace(s, old_log_probs=now, rollout_log_probs=now) for s, now in pairs]
     batch, log_probs = package_batch(sequences), flat_log_probs(sequences)
     package_objective(name, {}, batch, log_probs).loss.sum().backward()
     expected = -batch.advantages.double() * batch.loss_mask
@@ -266,6 +274,23 @@ def divergence_of_the_new_from_the_old(config, tokens, sums):
     return objectives._divergence_masked(config, tokens, reversed_)
 
 
+def clamped_to_the_band(config, tokens, sums):
+    """A token outside keeps a bound's weight, as cispo's does."""
+    inside = replace(tokens, old_log_probs=tokens.rollout_log_probs)
+    return RIGHT["cispo"](
+        replace(config, policy_loss="cispo", cispo_lower_bound=True), inside, sums
+    )
+
+
+def against_the_old_policy(config, tokens, sums):
+    return RIGHT["dis"](config, replace(tokens, rollout_log_probs=tokens.old_log_probs), sums)
+
+
+def weight_of_the_mean_ratio(config, tokens, sums):
+    means = sums.sums["policy"] / sums.sums["active_tokens"].clamp(min=1)
+    return RIGHT["vespo"](config, tokens, replace(sums, sums={**sums.sums, "policy": means}))
+
+
 def mean_of_unclipped_ratios(config, tokens, sums, low=-math.inf, high=math.inf):
     """Clipped after the mean instead of before it, as gspo does."""
     values = (tokens.log_probs.detach().double() - tokens.anchor(config)).clamp(low, high)
@@ -286,6 +311,9 @@ MUTANTS = [
     ("dppo_kl", dropped_whatever_the_advantage),
     ("dppo_tv_deltas", ratio_for_probability),
     ("dppo_kl_deltas", divergence_of_the_new_from_the_old),
+    ("dis", clamped_to_the_band),
+    ("dis", against_the_old_policy),
+    ("vespo", weight_of_the_mean_ratio),
     ("gmpo", clipped_on_both_sides),
     ("gmpo", mean_of_unclipped_ratios),
 ]
@@ -304,14 +332,14 @@ def test_mistakes_are_caught(case, mistake, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("name", "field"),
     [
-        *((name, "old_log_probs") for name, row in OBJECTIVES.items() if row.ratio != "none"),
+        *((name, ANCHORS[name]) for name, row in OBJECTIVES.items() if row.ratio != "none"),
         *((name, "log_probs") for name in OF_LOG_PROBS),
     ],
 )
 def test_nan_at_an_active_position_reaches_loss_and_gradient(name: str, field: str) -> None:
     sequences = [grid_sequence([0.0, 0.1], [1.0, -1.0])]
     batch, log_probs = package_batch(sequences), flat_log_probs(sequences).detach()
-    values = log_probs if field == "log_probs" else batch.old_log_probs
+    values = log_probs if field == "log_probs" else getattr(batch, field)
     values[1] = torch.nan
     log_probs.requires_grad_()
     found = package_objective(name, {}, batch, log_probs)
@@ -342,8 +370,8 @@ def test_a_token_that_the_policy_cannot_sample(case: str, dtype: torch.dtype) ->
     check(case, sequences, dtype)
     found, gradient = objective_of(case, sequences)
     assert not found.loss.isnan().any() and gradient.isfinite().all()
-    is_infinite = SETTINGS[case][0] in INFINITE_AT_PROBABILITY_ZERO
-    assert found.loss.isfinite().all() != is_infinite
+    is_finite = {case, SETTINGS[case][0]}.isdisjoint(INFINITE_AT_PROBABILITY_ZERO)
+    assert found.loss.isfinite().all() == is_finite
 
 
 @pytest.mark.parametrize("case", [case for case in SETTINGS if not case.endswith("_rollout")])

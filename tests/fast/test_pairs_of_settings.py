@@ -52,6 +52,7 @@ def rejection(level: str, low: float, high: float) -> Settings:
 FACTORS: dict[str, dict[str, Settings]] = {
     "objective": {
         **{name: {"policy_loss": name} for name in ("ppo", "gspo", "cispo", "reinforce", "sft")},
+        **{name: {"policy_loss": name} for name in ("dis", "vespo")},
         "sapo": {"policy_loss": "sapo", "sapo_tau_pos": TAUS[0], "sapo_tau_neg": TAUS[1]},
         **{name: {"policy_loss": name, **DELTAS} for name in ("dppo_tv", "dppo_kl")},
         "gmpo": {"policy_loss": "gmpo"},
@@ -96,7 +97,7 @@ FACTORS: dict[str, dict[str, Settings]] = {
 }
 """The settings by factor and choice; the first choice of each is what the config has by itself, or as good as it."""
 
-WITHOUT_CLIP = ("reinforce", "sft", "sapo", "dppo_tv", "dppo_kl")
+WITHOUT_CLIP = ("reinforce", "sft", "sapo", "dppo_tv", "dppo_kl", "vespo")
 CORRECTING = ("clip", "tis", "geometric", "opsm", "kl", "entropy", "grad_divisor")
 """Factors whose first choice is off."""
 
@@ -289,11 +290,15 @@ def test_the_rows_hold_every_pair_that_the_config_takes() -> None:
 
 MASKS = ("mask", "mask_accepted", "mask_sequence")
 REFUSED = (
-    *[(("clip", "dual"), ("objective", name)) for name in ("cispo", "gmpo", *WITHOUT_CLIP)],
-    *[(("clip", "cispo_low"), ("objective", n)) for n in ("ppo", "gspo", "gmpo", *WITHOUT_CLIP)],
+    *[(("clip", "dual"), ("objective", name)) for name in ("cispo", "gmpo", "dis", *WITHOUT_CLIP)],
+    *[
+        (("clip", "cispo_low"), ("objective", n))
+        for n in ("ppo", "gspo", "gmpo", "dis", *WITHOUT_CLIP)
+    ],
     *[(("clip", "both"), ("objective", name)) for name in WITHOUT_CLIP],
     *[(("anchor", "rollout"), ("tis", tis)) for tis in FACTORS["tis"] if tis != "off"],
-    *[(("anchor", "rollout"), ("objective", name)) for name in ("reinforce", "sft")],
+    *[(("objective", "dis"), ("tis", tis)) for tis in FACTORS["tis"] if tis != "off"],
+    *[(("anchor", "rollout"), ("objective", name)) for name in ("reinforce", "sft", "dis")],
     *[(("geometric", "on_accepted"), ("tis", tis)) for tis in MASKS],
     *[(("geometric", kind), ("tis", "mask_accepted")) for kind in ("on", "sequence")],
     (("geometric", "on_accepted"), ("opsm", "on")),

@@ -67,7 +67,10 @@ def types_of_step(mesh: object, **settings: object) -> Seen:
 @pytest.mark.parametrize("objective", OF_LOG_PROBS)
 def test_what_is_partial_replicated_and_sharded(mesh: object, objective: str) -> None:
     per_token = objective == "gspo"
-    seen = types_of_step(mesh, policy_loss=objective, calculate_per_token_loss=per_token)
+    # The ratio of dis is the weight of TIS already.
+    others = {"use_tis": False, "tis_level": "token", "use_sequence_rejection": True}
+    settings = {"policy_loss": objective, **(others if objective == "dis" else {})}
+    seen = types_of_step(mesh, **settings, calculate_per_token_loss=per_token)
     assert seen == {
         "log_probs": "V V I",
         "entropy": "V V I",

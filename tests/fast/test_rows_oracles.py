@@ -174,7 +174,7 @@ def check_divergence(kind: str) -> None:
 def check_advantages(name: str) -> None:
     rng = random.Random(4)
     groups = [rng.randrange(4) for _ in range(20)]
-    rewards = [rng.choice([0.0, 1.0, rng.uniform(-2, 2)]) for _ in groups]
+    rewards = [rng.choice([0.0, 1.0, rng.uniform(0, 2)]) for _ in groups]
     found = advantages.group_advantages(rewards, groups, method=name).advantages
     expected = torch.tensor(expected_advantages(rewards, groups, name))
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
@@ -355,7 +355,8 @@ class Door(NamedTuple):
 
 
 OBJECTIVE_ORACLES = {name for name, *_ in OBJECTIVE_CASES.values()} | {"distill"}
-KL_ORACLES, ADVANTAGES = objectives_oracle.KL_ESTIMATES, ("grpo", "dr_grpo", "rloo")
+KL_ORACLES = objectives_oracle.KL_ESTIMATES
+ADVANTAGES = ("grpo", "dr_grpo", "rloo", "maxrl", "step_rloo", "reward")
 KINDS, DIVERGENCES = typing.get_args(Kind), distillation_oracle.KINDS
 DOORS = {
     "policy_loss": Door(lambda: OBJECTIVES, lambda: OBJECTIVE_ORACLES, check_objective),

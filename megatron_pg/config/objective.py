@@ -39,7 +39,7 @@ class ObjectiveSettings(Settings):
     eps_clip_high: Annotated[float | None, Interval(0)] = None
     """The ratio is clipped from above at 1 + eps_clip_high (arXiv:2503.14476). Above 0. Unset: eps_clip."""
     eps_clip_c: Annotated[float | None, Interval(1)] = None
-    """Dual clip of ppo and gspo (arXiv:1912.09729): where A < 0 the loss is at most -eps_clip_c A. Above 1."""
+    """Dual clip of ppo, gspo and fipo (arXiv:1912.09729): where A < 0 the loss is at most -eps_clip_c A. Above 1."""
     cispo_lower_bound: bool = False
     """Clip the ratio of cispo from below too: -sg(clip(r, 1 - eps_clip, 1 + eps_clip_high)) A log_prob."""
     sapo_tau_pos: Annotated[float, Interval(0)] = 1.0
@@ -51,13 +51,32 @@ class ObjectiveSettings(Settings):
     Unset: 0.15 for dppo_tv, 0.05 nats for dppo_kl."""
     dppo_delta_high: Annotated[float | None, Interval(0, 1)] = None
     """The same for a token with A > 0 whose probability rose. Unset: dppo_delta."""
+    sequence_unit: Literal["sequence", "turn"] = "sequence"
+    """Extent of every sum, mean and scan over a sequence, in objectives and corrections alike. turn: the response tokens
+    of one turn, by turn_ids of every sample; a rejection then drops a turn."""
+    fipo_half_life: Annotated[float, Interval(0)] = 32.0
+    """Distance in tokens at which a later token counts half in the weight of fipo. Above 0."""
+    fipo_weight_low: Annotated[float, Interval(0, 1, closed=True)] = 1.0
+    """Lower bound of the weight of fipo. From 0 to 1."""
+    fipo_weight_high: Annotated[float, Interval(1, closed=True)] = 1.2
+    """Upper bound of the weight of fipo. At least 1."""
+    fipo_safe_ratio: Annotated[float, Interval(0, or_infinite=True)] = 4.0
+    """Ratio above which fipo holds the weight of a token with A < 0 within [0.8, 1]. Above 0; inf holds none."""
+    ctpo_clip_low: Annotated[float, Interval(0)] = 0.025
+    """The ratio of ctpo is clipped from below at exp(-ctpo_clip_low sqrt(n)). Above 0."""
+    ctpo_clip_high: Annotated[float, Interval(0)] = 0.05
+    """The ratio of ctpo is clipped from above at exp(ctpo_clip_high sqrt(n)). Above 0."""
+    ctpo_clip_c: Annotated[float, Interval(0, or_infinite=True)] = 0.05
+    """Dual clip of ctpo: where A < 0 the loss is at most -exp(ctpo_clip_c sqrt(n)) A. Above 0; inf turns it off."""
 
     def conflicts(self: Any, given: Mapping[str, Any]) -> Iterator[str]:
+        rows = [row for table in TABLES.values() for row in table.rows_on(self)]
+        if self.sequence_unit == "turn" and not any(r.sequence_sums or r.scans for r in rows):
+            yield "--sequence-unit turn is about sums over a sequence, and nothing here has one: drop it, or choose gspo"
         if self.ratio_anchor != "rollout":
             return
         if self.use_tis:
             yield "--ratio-anchor rollout --use-tis would weigh the same mismatch twice: drop one of the two"
-        rows = [row for table in TABLES.values() for row in table.rows_on(self)]
         has_ratio = any(ANCHOR in row.inputs for row in rows) or self.custom_policy_loss_path
         if not (has_ratio or (self.use_unbiased_kl and self.kl_loss_coef > 0)):
             found = f"--policy-loss {self.policy_loss} has none"

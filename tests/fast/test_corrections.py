@@ -251,7 +251,7 @@ def test_a_sum_over_sequences_that_was_not_made_is_named():
     for settings in (TIS_SEQUENCE, GEOMETRIC, OPSM):
         config = PolicyLossConfig(**settings)
         tokens, _ = tokens_and_sums(config, batch, log_probs)
-        sums = SequenceSums(tokens.sample_ids, {})
+        sums = SequenceSums(tokens.unit_ids, {})
         words = "the sum over sequences of  |  was not made"
         assert_refused(words, apply_corrections, config, tokens, log_probs, sums)
 

@@ -76,7 +76,7 @@ def sequence_sum_names(config: PolicyLossConfig) -> tuple[str, ...]:
 
 
 def sequence_units(config: PolicyLossConfig, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
-    """Number the units: of each response token of the samples laid end to end, and the sample of each unit, int64 on the host."""
+    """Return the unit of each response token of the samples laid end to end, and the sample of each unit, int64 on the host."""
     lengths = torch.tensor([sample.response_length for sample in samples], dtype=torch.int64)
     samples_of_tokens = torch.arange(len(samples)).repeat_interleave(lengths)
     if config.sequence_unit == "sequence":

@@ -64,6 +64,15 @@ CASES: dict[str, dict[str, Any]] = {
     "geometric_below_one": geometric(0.0, 0.945),
     "both_rejections": {**GEOMETRIC, **sequence(0.6, 2.0)},
     "opsm": OPSM,
+    **{
+        f"{name}_by_turn": {**settings, "sequence_unit": "turn"}
+        for name, settings in (
+            ("tis_sequence", TIS_SEQUENCE),
+            ("geometric", GEOMETRIC),
+            ("sequence", sequence(0.7, 1.9)),
+            ("opsm", OPSM),
+        )
+    },
     "all_with_tis_sequence": {**TIS_SEQUENCE, **GEOMETRIC, **OPSM},
     "all_with_icepop": {**ICEPOP, **GEOMETRIC, **OPSM},
 }
@@ -95,7 +104,9 @@ def correction_of(settings: dict[str, Any]) -> Correction:
 
     clip = (settings.get("tis_clip_low", 0.0), settings.get("tis_clip", 2.0))
     rejections = {"geometric": bounds("geometric"), "sequence": bounds("sequence")}
-    return Correction(kind, *clip, **rejections, opsm_delta=settings.get("opsm_delta"))
+    by_turn = settings.get("sequence_unit") == "turn"
+    opsm_delta = settings.get("opsm_delta")
+    return Correction(kind, *clip, **rejections, opsm_delta=opsm_delta, by_turn=by_turn)
 
 
 def corrected(

@@ -52,22 +52,21 @@ class ObjectiveSettings(Settings):
     dppo_delta_high: Annotated[float | None, Interval(0, 1)] = None
     """The same for a token with A > 0 whose probability rose. Unset: dppo_delta."""
     sequence_unit: Literal["sequence", "turn"] = "sequence"
-    """Extent of every sum, mean and scan over a sequence, in objectives and corrections alike. turn: the response tokens
-    of one turn, by turn_ids of every sample; a rejection then drops a turn."""
+    """Unit of every sum, mean and scan over a sequence. turn: the tokens that share a number in the sample's turn_ids."""
     fipo_half_life: Annotated[float, Interval(0)] = 32.0
-    """Distance in tokens at which a later token counts half in the weight of fipo. Above 0."""
+    """Tokens after which a log-ratio counts half in fipo. Above 0."""
     fipo_weight_low: Annotated[float, Interval(0, 1, closed=True)] = 1.0
-    """Lower bound of the weight of fipo. From 0 to 1."""
+    """Lower bound of fipo's f. From 0 to 1."""
     fipo_weight_high: Annotated[float, Interval(1, closed=True)] = 1.2
-    """Upper bound of the weight of fipo. At least 1."""
+    """Upper bound of fipo's f. At least 1."""
     fipo_safe_ratio: Annotated[float, Interval(0, or_infinite=True)] = 4.0
-    """Ratio above which fipo holds the weight of a token with A < 0 within [0.8, 1]. Above 0; inf holds none."""
+    """Ratio above which f is held in [0.8, 1] where A < 0. Above 0; inf: nowhere."""
     ctpo_clip_low: Annotated[float, Interval(0)] = 0.025
-    """The ratio of ctpo is clipped from below at exp(-ctpo_clip_low sqrt(n)). Above 0."""
+    """Width of ctpo's clip below 1. Above 0."""
     ctpo_clip_high: Annotated[float, Interval(0)] = 0.05
-    """The ratio of ctpo is clipped from above at exp(ctpo_clip_high sqrt(n)). Above 0."""
+    """The same above 1. Above 0."""
     ctpo_clip_c: Annotated[float, Interval(0, or_infinite=True)] = 0.05
-    """Dual clip of ctpo: where A < 0 the loss is at most -exp(ctpo_clip_c sqrt(n)) A. Above 0; inf turns it off."""
+    """The same of its dual clip. Above 0; inf turns it off."""
 
     def conflicts(self: Any, given: Mapping[str, Any]) -> Iterator[str]:
         rows = [row for table in TABLES.values() for row in table.rows_on(self)]

@@ -202,8 +202,7 @@ def _without_outliers(
 
 
 TRUNCATED = (
-    "truncated importance sampling, Ionides 2008; for rollout mismatch Yao et al. 2025, Your efficient RL framework "
-    "secretly brings you off-policy RL training"
+    "truncated importance sampling, Ionides 2008; for rollout mismatch Yao et al. 2025"
 )
 OF_MISMATCH: dict[str, Any] = {"inputs": MISMATCH_INPUTS, "is_sum_over_tokens": True}
 
@@ -219,7 +218,7 @@ def _weight_row(level: str, mode: str) -> Correction:
     return Correction(
         name=f"{level}_{mode}",
         formula=formula + f", w = exp(clamp({statistic}, +-20))" * bool(statistic),
-        about=about.get(level, "one weight for a sequence"),
+        about=about.get(level, ""),
         flag=" ".join([*flags, *["--tis-mode mask"] * is_mask]),
         when=lambda config: (
             config.use_tis

@@ -86,7 +86,6 @@ of_sequence_ratio = functools.partial(
     of_tokens, inputs=(ANCHOR,), ratio="sequence", reads_clip=lambda config: CLIP_SETTINGS
 )
 of_divergence = functools.partial(of_token_ratio, options=("dppo_delta", "dppo_delta_high"))
-MASK = "0 where A > 0, r > 1, D > dppo_delta_high and where A < 0, r < 1, D > dppo_delta"
 
 
 def clipped_log_ratio(log_probs: Tensor, old_log_probs: Tensor, loss_mask: Tensor) -> Tensor:
@@ -183,7 +182,7 @@ def sapo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcom
 
 
 @of_divergence(
-    f"-M r A, M = {MASK}, else 1; D = abs(p - p_old)",
+    "-M r A, M = 0 where A > 0, r > 1, D > dppo_delta_high and where A < 0, r < 1, D > dppo_delta, else 1; D = abs(p - p_old)",
     about="divergence PPO by binary total variation, p = exp(log_prob); arXiv:2602.04879 eq. 13",
 )
 def dppo_tv(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
@@ -191,7 +190,7 @@ def dppo_tv(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Out
 
 
 @of_divergence(
-    f"-M r A, M = {MASK}, else 1; D = p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p))",
+    "-M r A, M as of dppo_tv; D = p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p))",
     about="the same by binary Kullback-Leibler divergence; arXiv:2602.04879 eq. 14",
 )
 def dppo_kl(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
@@ -214,8 +213,7 @@ def gmpo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcom
 
 @of_token_ratio(
     "f ppo, f = sg(clip(exp(sum_{k >= t} 2^((t - k) / fipo_half_life) log r_k), fipo_weight_low, fipo_weight_high))",
-    about="weighted by what the policy did to the tokens to come, those with r > eps_clip_c left out; f is in [0.8, 1] where A < "
-    "0, r > fipo_safe_ratio; future KL, arXiv:2603.19835",
+    about="ppo, weighted by the log-ratios to come but those of r > eps_clip_c; arXiv:2603.19835",
     options=(
         "fipo_half_life",
         "fipo_weight_low",
@@ -241,7 +239,7 @@ def fipo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcom
 @of_token_ratio(
     "-min(s A, clip(s, exp(-ctpo_clip_low sqrt(n)), exp(ctpo_clip_high sqrt(n))) A), log s_t = sg(sum_{k <= t} log r_k) + "
     "log_prob - sg(log_prob)",
-    about="the ratio of the whole prefix, n its active tokens; where A < 0 at most -exp(ctpo_clip_c sqrt(n)) A; arXiv:2605.07331",
+    about="the ratio of the prefix, n its active tokens; where A < 0 at most -exp(ctpo_clip_c sqrt(n)) A; arXiv:2605.07331",
     options=("ctpo_clip_low", "ctpo_clip_high", "ctpo_clip_c"),
     scans=("active_so_far", "policy_so_far"),
 )

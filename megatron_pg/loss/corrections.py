@@ -201,9 +201,7 @@ def _without_outliers(
     return Corrected(loss, tokens.loss_mask & ~((weights < low) | (weights > high)), {})
 
 
-TRUNCATED = (
-    "truncated importance sampling, Ionides 2008; for rollout mismatch Yao et al. 2025"
-)
+TRUNCATED = "truncated importance sampling, Ionides 2008; for rollout mismatch Yao et al. 2025"
 OF_MISMATCH: dict[str, Any] = {"inputs": MISMATCH_INPUTS, "is_sum_over_tokens": True}
 
 

@@ -106,21 +106,21 @@ def scan_of_runs(values: Tensor, runs: Tensor, half_life: float, from_end: bool)
     """
     if from_end:
         return scan_of_runs(values.flip(0), runs.flip(0), half_life, False).flip(0)
-    # Past the end there are zeros, which no token before them reads.
-    filled = pad(values, (0, -len(values) % BLOCK)).view(-1, BLOCK)
-    runs = pad(runs, (0, -len(runs) % BLOCK)).view(-1, BLOCK)
+    # Past the end there are zeros, which no token before them reads. Not `len`, which would make a size of the trace its only one.
+    filled = pad(values, (0, -values.shape[0] % BLOCK)).view(-1, BLOCK)
+    runs = pad(runs, (0, -runs.shape[0] % BLOCK)).view(-1, BLOCK)
     steps = torch.arange(BLOCK, device=values.device)
     distance = steps[:, None] - steps
     is_read = (runs[:, :, None] == runs[:, None]) & (distance >= 0)
     decayed = filled[:, None] * _share(half_life, distance.clamp(min=0))
     within = torch.where(is_read, decayed, 0.0).sum(2)
-    blocks = torch.arange(len(filled), device=values.device)
+    blocks = torch.arange(filled.shape[0], device=values.device)
     distance = blocks[:, None] - blocks - 1
     is_read = (runs[:, :1] == runs[:, -1]) & (distance >= 0)
     decayed = within[:, -1] * _share(half_life, BLOCK * distance.clamp(min=0))
     before = torch.where(is_read, decayed, 0.0).sum(1, keepdim=True)
     before = torch.where(runs == runs[:, :1], before * _share(half_life, steps + 1), 0.0)
-    return (within + before).flatten()[: len(values)]
+    return (within + before).flatten()[: values.shape[0]]
 
 
 def _share(half_life: float, distance: Tensor) -> Tensor:

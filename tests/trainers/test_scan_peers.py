@@ -42,7 +42,9 @@ def sequences() -> list[Sequence1]:
     """Turns are what masked tokens part, as ROLL has them."""
     drawn = []
     for s in random_sequences(5, spread=0.5):
-        borders = [not before and now for before, now in zip([0, *s.loss_mask], s.loss_mask, strict=False)]
+        borders = [
+            not before and now for before, now in zip([0, *s.loss_mask], s.loss_mask, strict=False)
+        ]
         turns = torch.tensor(borders).cumsum(0).tolist() if borders else []
         drawn.append(dataclasses.replace(s, turn_ids=turns))
     return [s for s in drawn if s.active()]
@@ -78,9 +80,7 @@ class Inputs:
 @pytest.mark.parametrize("delta", [None, 1.4])
 @pytest.mark.parametrize("clip_high_only", [True, False])
 def test_fipo_is_that_of_ms_swift(delta: float | None, clip_high_only: bool) -> None:
-    weigh = function_of(
-        "ms-swift/swift/rlhf_trainers/grpo_trainer.py", "_compute_fipo_influence"
-    )
+    weigh = function_of("ms-swift/swift/rlhf_trainers/grpo_trainer.py", "_compute_fipo_influence")
     inputs = Inputs()
     trainer = SimpleNamespace(
         **{"args": SimpleNamespace(delta=delta), "fipo_gamma": 2 ** (-1 / 32.0)},
@@ -134,5 +134,8 @@ def test_the_turns_of_gspo_are_the_segments_of_roll() -> None:
     wanted = theirs[inputs.mask]
     # Their mean divides by a count of 1e-8 more.
     torch.testing.assert_close(found[arguments[0].loss_mask], wanted, rtol=1e-7, atol=1e-7)
-    pairs = torch.autograd.grad(found.sum(), inputs.flat), torch.autograd.grad(wanted.sum(), inputs.flat)
+    pairs = (
+        torch.autograd.grad(found.sum(), inputs.flat),
+        torch.autograd.grad(wanted.sum(), inputs.flat),
+    )
     torch.testing.assert_close(*pairs, rtol=1e-7, atol=1e-7)

@@ -45,6 +45,8 @@ MICRO_BATCHES: dict[str, list[Sequence1]] = {
     "ragged": random_sequences(1),
     # One response token in all: every rank but one has an empty window.
     "one_token": [random_sequence(11, 1, active_rate=1.0)],
+    # Every border between contiguous slices lies in the second response.
+    "long": [random_sequence(12, 3), random_sequence(13, 17)],
 }
 GSPO, GMPO, ROLLOUT = {"policy_loss": "gspo"}, {"policy_loss": "gmpo"}, {"ratio_anchor": "rollout"}
 TURN = {"sequence_unit": "turn"}
@@ -140,7 +142,7 @@ def test_sequence_level_settings_equal_the_unsharded_formula(size: int) -> None:
         units = len(turns if of_oracle["by_turn"] else sequences)
         reduced = [(rows, max(units, 2))] if rows else []
         assert all(of_rank == reduced for of_rank in shapes), "one all-reduce, by all"
-        if name == "ragged" and rows:
+        if rows and (name, mode) in (("ragged", "zigzag"), ("long", "contiguous")):
             mutant, _ = assembled(mutants, expected.numel())
             assert not torch.allclose(mutant, expected, atol=1e-3), "local sums would pass"
     windows = [rank["gspo", "one_token", "zigzag"][0][0].numel() for rank in ranks]
@@ -162,27 +164,26 @@ def hidden_and_weight(sequences: list[Sequence1]) -> tuple[Tensor, Tensor]:
 
 def fused_worker() -> dict:
     """By case and layout, this rank's loss and its gradients, in chunks of a row."""
-    results, sequences = {}, MICRO_BATCHES["ragged"]
-    samples = samples_of(sequences)
-    totals, place = step_totals(samples), (dist.get_rank(), dist.get_world_size())
-    for case, mode in itertools.product(FUSED, MODES):
-        config = PolicyLossConfig(**CASES[case][1])
+    results, place = {}, (dist.get_rank(), dist.get_world_size())
+    for case, mode, name in itertools.product(FUSED, MODES, ("ragged", "long")):
+        config, sequences = PolicyLossConfig(**CASES[case][1]), MICRO_BATCHES[name]
+        samples = samples_of(sequences)
         batch = pack(samples, cp_rank=place[0], cp_size=place[1], cp_partition_mode=mode)
         hidden, weight = hidden_and_weight(sequences)
-        loss = MicroBatchLoss(config, batch, totals, dist.group.WORLD)
+        loss = MicroBatchLoss(config, batch, step_totals(samples), dist.group.WORLD)
         head = FusedHead(loss, HeadOptions(chunk_tokens=1), gradient_scope(config))
         value = head.output_processor(hidden[batch.window.token_indices][:, None], weight)
         value.backward()
-        results[case, mode] = value.detach(), hidden.grad, weight.grad
+        results[case, mode, name] = value.detach(), hidden.grad, weight.grad
     return results
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_the_fused_head_equals_the_unsharded_formula(size: int) -> None:
     """From hidden states, of which a rank has its own; the gradients of all ranks are added up."""
-    ranks, sequences = run_ranks(fused_worker, size), MICRO_BATCHES["ragged"]
-    for case, mode in ranks[0]:
-        settings, total = CASES[case][1], oracle.ZERO
+    ranks = run_ranks(fused_worker, size)
+    for case, mode, name in ranks[0]:
+        settings, total, sequences = CASES[case][1], oracle.ZERO, MICRO_BATCHES[name]
         hidden, weight = hidden_and_weight(sequences)
         log_probs, row = (hidden @ weight.T).log_softmax(1)[:, 0], 1
         for s in sequences:
@@ -196,7 +197,7 @@ def test_the_fused_head_equals_the_unsharded_formula(size: int) -> None:
         total = total / len(sequences)
         expected = (total.detach(), *torch.autograd.grad(total, (hidden, weight)))
         assert expected[1].abs().max() > 1e-3
-        parts = zip(*(rank[case, mode] for rank in ranks), strict=True)
+        parts = zip(*(rank[case, mode, name] for rank in ranks), strict=True)
         for of_ranks, wanted in zip(parts, expected, strict=True):
             torch.testing.assert_close(sum(of_ranks), wanted, rtol=1e-11, atol=1e-11)
 

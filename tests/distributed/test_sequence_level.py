@@ -142,7 +142,9 @@ def test_sequence_level_settings_equal_the_unsharded_formula(size: int) -> None:
         units = len(turns if of_oracle["by_turn"] else sequences)
         reduced = [(rows, max(units, 2))] if rows else []
         assert all(of_rank == reduced for of_rank in shapes), "one all-reduce, by all"
-        if rows and (name, mode) in (("ragged", "zigzag"), ("long", "contiguous")):
+        is_cut = (name, mode) in (("ragged", "zigzag"), ("long", "contiguous"))
+        is_dropped = name == "long" and case.endswith("corrections")
+        if rows and is_cut and not is_dropped:
             mutant, _ = assembled(mutants, expected.numel())
             assert not torch.allclose(mutant, expected, atol=1e-3), "local sums would pass"
     windows = [rank["gspo", "one_token", "zigzag"][0][0].numel() for rank in ranks]

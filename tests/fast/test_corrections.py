@@ -127,7 +127,10 @@ def corrected_sequences(
 def check(case: str, policy_loss: str, sequences: list[Sequence1], dtype: torch.dtype) -> None:
     settings = CASES[case] if case in CASES else BOUNDS[case][0]
     correction = correction_of(settings)
-    pairs = [oracle.correct(s, oracle.objective(policy_loss, s), correction) for s in sequences]
+    by_turn = correction.by_turn
+    losses = [oracle.objective(policy_loss, s, by_turn=by_turn) for s in sequences]
+    both = zip(sequences, losses, strict=True)
+    pairs = [oracle.correct(s, of_sample, correction) for s, of_sample in both]
     expected = stacked([losses for losses, _ in pairs])
     expected_mask = [bool(keep) for _, mask in pairs for keep in mask]
     expected_gradient = flat_gradient(expected.sum(), sequences)

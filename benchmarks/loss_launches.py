@@ -32,6 +32,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "kl_loss_coef": 0.1, "entropy_coef": 0.01, "use_tis": True, "pg_metrics": "with_entropy",
     },
     "gspo": {"policy_loss": "gspo"},
+    "gspo_by_turn": {"policy_loss": "gspo", "sequence_unit": "turn"},
+    "fipo": {"policy_loss": "fipo"},
+    "ctpo": {"policy_loss": "ctpo"},
 }  # fmt: skip
 """Everything: entropy, KL, TIS, all metrics, samples with every kind of log-probs."""
 
@@ -53,6 +56,7 @@ class Work:
                 length,
                 torch.rand(length, generator=generator) < 0.9,
                 1.0 if index % 2 else -1.0,
+                turn_ids=torch.arange(length) // 50,
                 **{name: -torch.rand(length, generator=generator) for name in fields},  # type: ignore[arg-type]
             )
             for index, length in enumerate(lengths)

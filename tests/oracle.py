@@ -36,6 +36,7 @@ class PlainSample:
     old_values: list[float] | None = None
     returns: list[float] | None = None
     kept_tokens: list[list[int]] | None = None
+    turn_ids: list[int] | None = None
 
     @property
     def prompt_length(self) -> int:

@@ -36,6 +36,7 @@ OPTIONAL_SAMPLE_FIELDS = (
     "kept_tokens",
     "loss_weights",
     "routed_experts",
+    "turn_ids",
 )
 """Fields of `Sample` that some settings need and others do not."""
 logger = logging.getLogger("megatron_pg")
@@ -109,6 +110,8 @@ def required_inputs(config: PolicyLossConfig) -> dict[str, tuple[str, ...]]:
         readers.append(("--replay-sampling-set", ("kept_tokens",)))
     if config.replay_routing:
         readers.append(("--replay-routing", ("routed_experts",)))
+    if config.sequence_unit == "turn":
+        readers.append(("--sequence-unit turn", ("turn_ids",)))
     for table in TABLES.values():
         readers += [(table.flag_of_row(row, config), row.inputs) for row in table.rows_on(config)]
     flags: dict[str, dict[str, None]] = {field: {} for field in OPTIONAL_SAMPLE_FIELDS}

@@ -25,9 +25,9 @@ the bit."""
 MAX_PROGRAMS = 8
 """Settings that a process compiles for; further ones, such as a coefficient that every step changes, run operator by operator."""
 TRACED_TOKENS = 8192
-TRACED_SIZES = {"sample_weights": 37, "sums": 37, "counts": None}
-"""Sizes of the micro-batch of zeros that is traced and compiled, by the name of a tensor whose last dimension counts samples
-and not tokens; None for one of a fixed size. Every rank compiles the same, a long reduction, whatever its first micro-batch."""
+TRACED_SIZES = {"sample_weights": 37, "sums": 41, "borders": 41, "counts": None}
+"""Sizes of the micro-batch of zeros that is traced and compiled, by the name of a tensor whose last dimension counts samples, or
+sequences or turns, and not tokens; None for one of a fixed size. Every rank compiles the same, a long reduction, whatever its first micro-batch."""
 
 Tensors = Mapping[str, Any]  # by name; None where there is none
 Outputs = tuple[Any, ...]  # tensors; None where there is none
@@ -49,7 +49,8 @@ def bind(
         return by_operators
     present = {name: x.detach().contiguous() for name, x in tensors.items() if x is not None}
     kind = getattr(function, "__func__", function)  # of a method, which holds a micro-batch
-    key = (kind, settings, tuple((name, x.dtype) for name, x in present.items()))
+    types = tuple((name, x.dtype, x.shape[:-1]) for name, x in present.items())
+    key = (kind, settings, types)
     if key not in _programs and len(_programs) < MAX_PROGRAMS:
         _programs[key] = _compiled(function, present, differentiated)
     elif key not in _programs:  # settings that every step changes

@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_pg.config.custom import check_returned, load_custom_function
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.rows import ANCHOR, Row, Table
-from megatron_pg.loss.sequence import SequenceSums, sequence_sum_names, sums_of_rank
+from megatron_pg.loss.sequence import SequenceSums, sequence_units, sums_of_rank
 from megatron_pg.loss.tokens import Tokens, clamped_log_ratio, masked
 from megatron_pg.step.sample import Sample
 
@@ -99,7 +99,8 @@ def accepted_samples(config: PolicyLossConfig, samples: Sequence[Sample]) -> lis
     """
     if config.rejection_denominator == "original" or not drops_tokens(config) or not samples:
         return list(samples)
-    for sample, name in itertools.product(samples, MISMATCH_INPUTS):
+    needed = (*MISMATCH_INPUTS, *["turn_ids"] * (config.sequence_unit == "turn"))
+    for sample, name in itertools.product(samples, needed):
         if getattr(sample, name) is None:
             raise ValueError(
                 f"{sample.name} needs {name}: give Sample({name}=...) to every sample of the step"
@@ -107,13 +108,12 @@ def accepted_samples(config: PolicyLossConfig, samples: Sequence[Sample]) -> lis
     fields = ("loss_mask", *MISMATCH_INPUTS)
     tensors = {name: torch.cat([getattr(sample, name) for sample in samples]) for name in fields}
     lengths = [sample.response_length for sample in samples]
-    ids = torch.arange(len(samples)).repeat_interleave(torch.tensor(lengths))
+    ids, sample_of_unit = sequence_units(config, samples)
     # These rejections read neither the policy in training nor advantages.
     unread = torch.zeros(len(ids))
     tensors |= {"sample_ids": ids, "log_probs": unread, "advantages": unread}
     tokens = Tokens.masked(tensors)
-    table = sums_of_rank(config, tokens, len(samples)) if sequence_sum_names(config) else None
-    sums = SequenceSums.of_table(config, ids, table)
+    sums = SequenceSums.of_table(config, ids, sums_of_rank(config, tokens, len(sample_of_unit)))
     masks = torch.split(apply_corrections(config, tokens, unread, sums).loss_mask, lengths)
     return [dataclasses.replace(s, loss_mask=mask) for s, mask in zip(samples, masks, strict=True)]
 

@@ -2,11 +2,12 @@
 
 A row of a table names the sums that it reads (`Row.sequence_sums`). All sums of a micro-batch are added up over the
 context-parallel group in one all-reduce, in float64, so that they do not depend on how the tokens are spread. They have no
-gradient, and cover the tokens that are active before any rejection.
+gradient, and cover the tokens that are active before any rejection. Under `--sequence-unit turn` a turn takes the place of the
+sequence: both are called units here.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Self
 
 import torch
@@ -15,48 +16,85 @@ from torch import Tensor
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.rows import TABLES
 from megatron_pg.loss.tokens import Tokens, clip_range_of_logs, clipped_by_sign
+from megatron_pg.step.sample import Sample
 
 ACTIVE = "active_tokens"  # the sum of the loss mask
 
 
 @dataclass(frozen=True, eq=False)
 class SequenceSums:
-    """Sums over the sequences of one micro-batch, over every context-parallel rank."""
+    """Sums over the units of one micro-batch, over every context-parallel rank."""
 
-    sample_ids: Tensor  # of each token of this rank's window, [window] int64
-    sums: Mapping[str, Tensor]  # by name, [samples] float64; empty where no row reads any
+    unit_ids: Tensor  # of each token of this rank's window, [window] int64
+    sums: Mapping[str, Tensor]  # by name, [units] float64; empty where no row reads any
+    scans: Mapping[str, Tensor] = field(default_factory=dict)
+    """The running sums at each token by name, [window] float64 (`megatron_pg.loss.scan`)."""
 
     @classmethod
-    def of_table(cls, config: PolicyLossConfig, sample_ids: Tensor, table: Tensor | None) -> Self:
-        """Name the rows of a table [names, samples], in the order of `sequence_sum_names`; None where no row reads a sum."""
-        rows = () if table is None else zip(sequence_sum_names(config), table.unbind(), strict=True)
-        return cls(sample_ids, dict(rows))
+    def of_table(
+        cls,
+        config: PolicyLossConfig,
+        unit_ids: Tensor,
+        table: Tensor | None,
+        scans: Mapping[str, Tensor] | None = None,
+    ) -> Self:
+        """Name the first rows of a table [names, units], in the order of `sequence_sum_names`; None where no row reads a sum."""
+        rows = () if table is None else table.unbind()
+        return cls(unit_ids, dict(zip(sequence_sum_names(config), rows, strict=False)), scans or {})
 
     def total(self, name: str) -> Tensor:
-        """Return the sum over each token's sequence, [window] float64, or refuse one that no row that is on asks for."""
-        if name not in self.sums:
-            raise ValueError(
-                f"the sum over sequences of {name!r} was not made: a row that reads it names it in sequence_sums"
-            )
-        return self.sums[name][self.sample_ids]
+        """Return the sum over each token's unit, [window] float64, or refuse one that no row that is on asks for."""
+        return _asked(self.sums, name, "the sum over sequences", "sequence_sums")[self.unit_ids]
 
     def mean(self, name: str) -> Tensor:
-        """Return the mean over the active tokens of each token's sequence, [window] float64."""
+        """Return the mean over the active tokens of each token's unit, [window] float64."""
         return self.total(name) / self.total(ACTIVE).clamp(min=1)
+
+    def scan(self, name: str) -> Tensor:
+        """Return the running sum at each token, [window] float64, or refuse one that no row that is on asks for."""
+        return _asked(self.scans, name, "the scan", "scans")
+
+
+def _asked(made: Mapping[str, Tensor], name: str, what: str, field_of_row: str) -> Tensor:
+    if name not in made:
+        raise ValueError(
+            f"{what} of {name!r} was not made: a row that reads it names it in {field_of_row}"
+        )
+    return made[name]
+
+
+def names_read(config: PolicyLossConfig, field_of_row: str) -> tuple[str, ...]:
+    """List the names in a field of the rows that are on, each once."""
+    rows_on = [row for table in TABLES.values() for row in table.rows_on(config)]
+    return tuple(sorted({name for row in rows_on for name in getattr(row, field_of_row)}))
 
 
 def sequence_sum_names(config: PolicyLossConfig) -> tuple[str, ...]:
     """List the sums over sequences that the rows read which are on; `ACTIVE` is the first. Empty where none does."""
-    rows_on = [row for table in TABLES.values() for row in table.rows_on(config)]
-    names = sorted({name for row in rows_on for name in row.sequence_sums})
+    names = names_read(config, "sequence_sums")
     return (ACTIVE, *names) if names else ()
 
 
+def sequence_units(config: PolicyLossConfig, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
+    """Return the unit of each response token of the samples laid end to end, and the sample of each unit, int64 on the host."""
+    lengths = torch.tensor([sample.response_length for sample in samples], dtype=torch.int64)
+    samples_of_tokens = torch.arange(len(samples)).repeat_interleave(lengths)
+    if config.sequence_unit == "sequence":
+        return samples_of_tokens, torch.arange(len(samples))
+    turns = [sample.turn_ids for sample in samples if sample.turn_ids is not None]
+    is_first = torch.ones(len(samples_of_tokens), dtype=torch.bool)
+    turn_ids = torch.cat([samples_of_tokens[:0], *turns])
+    is_first[1:] = (samples_of_tokens.diff() != 0) | (turn_ids.diff() != 0)
+    return is_first.cumsum(0) - 1, samples_of_tokens[is_first]
+
+
 @torch.no_grad()
-def sums_of_rank(config: PolicyLossConfig, tokens: Tokens, num_samples: int) -> Tensor:
-    """Add up this rank's window by sample, [names, num_samples] float64, in the order of `sequence_sum_names`."""
-    rows = torch.stack([SUMMANDS[name](config, tokens) for name in sequence_sum_names(config)])
-    return rows.new_zeros(len(rows), num_samples).index_add_(1, tokens.sample_ids, rows)
+def sums_of_rank(config: PolicyLossConfig, tokens: Tokens, num_units: int) -> Tensor:
+    """Add up this rank's window by unit, [names, num_units] float64, in the order of `sequence_sum_names`."""
+    names = sequence_sum_names(config)
+    rows = [SUMMANDS[name](config, tokens) for name in names]
+    table = tokens.log_probs.new_zeros(len(names), num_units, dtype=torch.float64)
+    return table.index_add_(1, tokens.unit_ids, torch.stack(rows)) if rows else table
 
 
 def _log_ratio(config: PolicyLossConfig, tokens: Tokens) -> Tensor:

@@ -25,6 +25,7 @@ class Tokens:
     entropy: Tensor | None  # in nats, with gradient
     divergence: Tensor | None  # from the teacher in nats, with gradient
     sample_ids: Tensor  # int64
+    unit_ids: Tensor  # int64, of the sequence, or of the turn under `--sequence-unit turn`
     positions: Tensor  # coefficients of positions in the sums that tell samples apart, float64
     kept_set_mass: Tensor | None  # probability of the set that the token was sampled from
     # As in `PackedBatch`:
@@ -45,7 +46,8 @@ class Tokens:
     ) -> Self:
         """Build the tokens from raw tensors by field name, with the inputs masked before anything is computed from them."""
         fields: dict[str, Any] = {f.name: tensors.get(f.name) for f in dataclasses.fields(cls)}
-        fields["side_channels"] = side_channels or {}
+        fields["side_channels"], places = side_channels or {}, tensors.get("places")
+        fields["unit_ids"] = fields["sample_ids"] if places is None else places[0]
         for name in (*DIFFERENTIATED, "advantages", *LOG_PROB_FIELDS):
             if (values := fields[name]) is not None:
                 values = values if name in DIFFERENTIATED else values.detach()
@@ -108,18 +110,17 @@ def clip_range_of_logs(config: PolicyLossConfig) -> tuple[float, float]:
 
 
 def clipped_by_sign(
-    values: Tensor, bounds: tuple[float, float], advantages: Tensor
+    values: Tensor, bounds: tuple[float | Tensor, float | Tensor], advantages: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Hold values from above where A > 0 and from below where A < 0: the minimum of value A and clipped value A, over A.
 
     A value on a bound keeps its gradient, and one beyond it has none. Returns the values; where they are outside the bounds;
     and where they are outside on the side that the sign of A makes active.
     """
-    lowest, highest = bounds
+    # Of two numbers torch.where would make float32, and round the bound of a float64 ratio.
+    lowest, highest = (torch.zeros_like(values) + bound for bound in bounds)
     is_above, is_below = values > highest, values < lowest
     is_positive, is_negative = advantages > 0, advantages < 0
     is_effectively_clipped = (is_above & is_positive) | (is_below & is_negative)
-    # Of two numbers torch.where would make float32, and round the bound of a float64 ratio.
-    bound = torch.where(is_positive, torch.full_like(values, highest), lowest)
-    held = torch.where(is_effectively_clipped, bound, values)
+    held = torch.where(is_effectively_clipped, torch.where(is_positive, highest, lowest), values)
     return held, is_above | is_below, is_effectively_clipped

@@ -44,6 +44,7 @@ COLUMNS: Mapping[str, str] = {
     "policy_version": INTEGER,
     "kept_tokens": INTEGER_LISTS,
     "routed_experts": INTEGER_ARRAY,
+    "turn_ids": INTEGERS,
 }
 """The content of each column; every other column is ignored."""
 
@@ -57,7 +58,7 @@ ENGINE_COLUMNS: Mapping[str, str] = {
 READ = (*COLUMNS, *ENGINE_COLUMNS.values())
 
 NUMBERS_OF_SAMPLE = ("group_index", "rollout_id", "policy_version")
-NUMBERS_OF_TOKENS = ("loss_weights", "kept_tokens", "routed_experts")
+NUMBERS_OF_TOKENS = ("loss_weights", "kept_tokens", "routed_experts", "turn_ids")
 OPTIONAL_FIELDS: Mapping[str, str] = {
     field: field.removeprefix("old_")
     for field in (*LOG_PROB_FIELDS, *NUMBERS_OF_SAMPLE, *NUMBERS_OF_TOKENS)

@@ -22,7 +22,7 @@ from megatron_pg.step.token_window import Layout, TokenWindow
 RESPONSE_FIELDS = {
     "loss_mask": torch.zeros(0, dtype=torch.bool),
     **dict.fromkeys((*VALUE_FIELDS, "loss_weights"), torch.zeros(0)),
-    "policy_version": torch.zeros(0, dtype=torch.int64),
+    **dict.fromkeys(("policy_version", "turn_ids"), torch.zeros(0, dtype=torch.int64)),
 }
 """The fields of a sample that have one value per response token, or one for all of them, and their values for no token."""
 
@@ -60,6 +60,8 @@ class PackedBatch:
     """The loss weights, 1 for samples that have none; None where no sample has any."""
     policy_version: Tensor | None
     """The version of the policy that generated each token, [window] int64."""
+    turn_ids: Tensor | None
+    """The turn of each token, [window] int64."""
     old_values: Tensor | None
     returns: Tensor | None
     num_tokens: int

@@ -80,6 +80,9 @@ class Sample:
     routed_experts: Tensor | None = None
     """The experts that the engine chose, [layers, total_length, k] integers, for `--replay-routing`; stored as uint8 or int16.
     -1 in all of a row (255 in uint8): the model's router chooses, as for the last token, which an engine never runs."""
+    turn_ids: Tensor | None = None
+    """The turn of each response token, masked ones included, [response_length] int64, for `--sequence-unit turn`. The tokens of
+    a turn lie side by side: ids never fall."""
     side_channels: Mapping[str, Tensor | Ragged] = dataclasses.field(default_factory=dict)
     """Other values that travel with the tokens through `pack`, by a name of your own: [response_length, ...] or
     [total_length, ...] of any dtype, or a `Ragged` of as many rows."""
@@ -105,6 +108,7 @@ class Sample:
             returns: Values | None = None,
             kept_tokens: Ragged | Sequence[Sequence[int]] | None = None,
             routed_experts: Tensor | Sequence[Sequence[Sequence[int]]] | None = None,
+            turn_ids: Values | None = None,
             side_channels: Mapping[str, Tensor | Ragged] = MappingProxyType({}),
         ) -> None: ...
 
@@ -131,6 +135,8 @@ class Sample:
         for field in ("loss_weights", *VALUE_FIELDS):
             if getattr(self, field) is not None:
                 stored[field] = self._checked_values(field)
+        if self.turn_ids is not None:
+            stored["turn_ids"] = self._checked_turns()
         if self.kept_tokens is not None:
             where, targets = f"{self.name}: kept_tokens", self.tokens[self.prompt_length :]
             stored["kept_tokens"] = checked_kept_tokens(
@@ -204,6 +210,17 @@ class Sample:
                 f"{where} is of {vector.numel()} values, expected one per response token ({length})"
             )
         return vector.detach()
+
+    def _checked_turns(self) -> Tensor:
+        where, turns = f"{self.name}: turn_ids", self._vector("turn_ids", self.response_length)
+        if turns.numel() and not has_integers(turns):
+            raise ValueError(f"{where} has dtype {turns.dtype}, expected integers")
+        turns = turns.to(torch.int64, copy=True)
+        is_wrong = torch.cat([turns[:1] != turns[:1], turns[1:] < turns[:-1]])
+        refuse_values(
+            where, turns, is_wrong, ", less than before it: expected turns in their order"
+        )
+        return turns
 
     def _checked_values(self, field: str) -> Tensor:
         """Convert a field of response tokens to float32, and refuse values at active tokens that are none of the field's."""

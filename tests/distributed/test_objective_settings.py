@@ -37,7 +37,7 @@ BY_THE_LOSS = {"regularizer_aggregation": "loss"}
 TIS, OPSM = {"use_tis": True}, {"use_opsm": True, "opsm_delta": 0.05}
 ICEPOP = {**TIS, "tis_mode": "mask", "tis_clip_low": 0.8, "tis_clip": 1.25}
 GEOMETRIC = {**TIS, "tis_level": "geometric"}
-ROLLOUT = {"ratio_anchor": "rollout"}
+ROLLOUT, TURN = {"ratio_anchor": "rollout"}, {"sequence_unit": "turn"}
 
 
 def rejection(name: str, low: float, high: float | None = None) -> dict[str, Any]:
@@ -95,9 +95,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "dppo_kl": {"policy_loss": "dppo_kl", "dppo_delta": 0.001, "dppo_delta_high": 0.0005},
     "gmpo": {"policy_loss": "gmpo", "eps_clip": 0.1, **TOKEN_MEAN},
     "ppo_against_rollout": {**ROLLOUT, **OPSM, **KL, "use_unbiased_kl": True},
+    "fipo": {"policy_loss": "fipo", "fipo_weight_low": 0.8, **TOKEN_MEAN},
+    "ctpo_by_turn": {"policy_loss": "ctpo", **TURN},
+    "gspo_by_turn": {"policy_loss": "gspo", **TURN, **PROMPT_MEAN},
 }
-CLIPPING = ("luspo", "dppo_tv", "dppo_kl", "gmpo", "ppo_against_rollout")
-IN_BOTH_MODES = ("sapo", "dis", "vespo", *CLIPPING, "terms_by_the_loss", "reducer_of_what_is_left")
+CLIPPING = ("luspo", "dppo_tv", "dppo_kl", "gmpo", "ppo_against_rollout", "ctpo_by_turn")
+IN_BOTH_MODES = (
+    *("sapo", "dis", "vespo", *CLIPPING, "fipo", "gspo_by_turn"),
+    *("terms_by_the_loss", "reducer_of_what_is_left"),
+)
 """The settings that are also run in per-token mode, and through the fused head."""
 REJECTING = (
     *("icepop", "geometric_mask", "geometric_rejection", "sequence_rejection", "opsm"),
@@ -116,7 +122,10 @@ def samples_with_mismatch() -> list[PlainSample]:
     samples = []
     for sample in SHAPES["ragged"]:
         old = near([-2.8] * sample.response_length, 0.3)
-        others = {f"{name}_log_probs": near(old, 0.3) for name in ("ref", "rollout")}
+        others: dict[str, Any] = {
+            f"{name}_log_probs": near(old, 0.3) for name in ("ref", "rollout")
+        }
+        others["turn_ids"] = [t // 3 for t in range(len(old))]
         samples.append(dataclasses.replace(sample, old_log_probs=old, **others))
     return samples
 

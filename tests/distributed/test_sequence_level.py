@@ -13,12 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
+from megatron_pg.head import HeadOptions
 from megatron_pg.loss.corrections import apply_corrections
 from megatron_pg.loss.from_logits import policy_loss_from_log_probs
 from megatron_pg.loss.metric_table import SIGNS, metrics_on
 from megatron_pg.loss.metrics import MicroBatchMetrics, metric_names, reduce_metrics
+from megatron_pg.loss.micro_batch import MicroBatchLoss, gradient_scope
 from megatron_pg.loss.objectives import OBJECTIVES
 from megatron_pg.loss.reducer import get_pg_loss_reducer
+from megatron_pg.megatron.fused_head import FusedHead
 from megatron_pg.step.batch import pack
 from megatron_pg.step.totals import step_totals
 from tests.distributed.launch import run_ranks
@@ -42,9 +45,11 @@ MICRO_BATCHES: dict[str, list[Sequence1]] = {
     "ragged": random_sequences(1),
     # One response token in all: every rank but one has an empty window.
     "one_token": [random_sequence(11, 1, active_rate=1.0)],
+    # Every border between contiguous slices lies in the second response.
+    "long": [random_sequence(12, 3), random_sequence(13, 17)],
 }
-MODES = ("zigzag", "contiguous")
 GSPO, GMPO, ROLLOUT = {"policy_loss": "gspo"}, {"policy_loss": "gmpo"}, {"ratio_anchor": "rollout"}
+TURN = {"sequence_unit": "turn"}
 MASKED = tis(0.95, 1.05, tis_level="geometric", tis_mode="mask")
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "gspo": (1, GSPO),
@@ -62,8 +67,15 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "vespo": (1, {"policy_loss": "vespo"}),
     "vespo_against_rollout": (1, {"policy_loss": "vespo", **ROLLOUT, **OPSM}),
     "dppo_tv_against_rollout": (0, {"policy_loss": "dppo_tv", **ROLLOUT}),
+    "fipo": (0, {"policy_loss": "fipo"}),
+    "fipo_by_turn_with_corrections": (1, {"policy_loss": "fipo", **TURN, **GEOMETRIC}),
+    "ctpo": (0, {"policy_loss": "ctpo"}),
+    "ctpo_by_turn": (0, {"policy_loss": "ctpo", **TURN}),
+    "gspo_by_turn_with_corrections": (2, {**GSPO, **TURN, **TIS_SEQUENCE, **GEOMETRIC, **OPSM}),
 }
 """The number of sums over sequences, beside their active tokens; the settings."""
+NUM_SCANS = {"fipo": 1, "ctpo": 2}
+MODES = ("zigzag", "contiguous")
 
 
 def samples_of(sequences: list[Sequence1]) -> list:
@@ -117,7 +129,8 @@ def test_sequence_level_settings_equal_the_unsharded_formula(size: int) -> None:
         policy_loss = settings.get("policy_loss", "ppo")
         anchor = settings.get("ratio_anchor", "old")
         correction = dataclasses.replace(correction_of(settings), anchor=anchor)
-        losses = [oracle.objective(policy_loss, s, anchor=anchor) for s in sequences]
+        of_oracle = {"anchor": anchor, "by_turn": "sequence_unit" in settings}
+        losses = [oracle.objective(policy_loss, s, **of_oracle) for s in sequences]
         pairs = zip(sequences, losses, strict=True)
         expected = stacked([oracle.correct(*pair, correction)[0] for pair in pairs])
         gradient = flat_gradient(expected.sum(), sequences)
@@ -125,13 +138,72 @@ def test_sequence_level_settings_equal_the_unsharded_formula(size: int) -> None:
         found_losses, found_gradient = assembled(found, expected.numel())
         torch.testing.assert_close(found_losses, expected, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(found_gradient, gradient, rtol=1e-12, atol=1e-12)
-        reduced = [(1 + num_sums, len(sequences))] if num_sums else []
+        rows = (num_sums > 0) + num_sums
+        rows += NUM_SCANS.get(policy_loss, 0) * size * (2 if mode == "zigzag" else 1)
+        turns = [(n, turn) for n, s in enumerate(sequences) for turn in set(s.turn_ids or [])]
+        units = len(turns if of_oracle["by_turn"] else sequences)
+        reduced = [(rows, max(units, 2))] if rows else []
         assert all(of_rank == reduced for of_rank in shapes), "one all-reduce, by all"
-        if (name, mode) == ("ragged", "zigzag") and num_sums:
+        is_cut = (name, mode) in (("ragged", "zigzag"), ("long", "contiguous"))
+        is_dropped = name == "long" and case.endswith("corrections")
+        if rows and is_cut and not is_dropped:
             mutant, _ = assembled(mutants, expected.numel())
             assert not torch.allclose(mutant, expected, atol=1e-3), "local sums would pass"
     windows = [rank["gspo", "one_token", MODES[0]][0][0].numel() for rank in ranks]
     assert sorted(windows) == [0] * (size - 1) + [1]
+
+
+FUSED = ("gspo", "fipo", "ctpo", "ctpo_by_turn", "gspo_by_turn_with_corrections")
+HIDDEN, VOCABULARY = 4, 9
+
+
+def hidden_and_weight(sequences: list[Sequence1]) -> tuple[Tensor, Tensor]:
+    """Leaves [tokens of the samples laid end to end, hidden] and [vocabulary, hidden]; prompts have two tokens."""
+    generator = torch.Generator().manual_seed(7)
+    rows = sum(2 + len(s.loss_mask) for s in sequences)
+    shapes = (rows, HIDDEN), (VOCABULARY, HIDDEN)
+    hidden, weight = (torch.randn(s, dtype=torch.float64, generator=generator) for s in shapes)
+    return hidden.requires_grad_(), weight.requires_grad_()
+
+
+def fused_worker() -> dict:
+    """By case and layout, this rank's loss and its gradients, in chunks of a row."""
+    results, place = {}, (dist.get_rank(), dist.get_world_size())
+    for case, mode, name in itertools.product(FUSED, MODES, ("ragged", "long")):
+        config, sequences = PolicyLossConfig(**CASES[case][1]), MICRO_BATCHES[name]
+        samples = samples_of(sequences)
+        batch = pack(samples, cp_rank=place[0], cp_size=place[1], cp_partition_mode=mode)
+        hidden, weight = hidden_and_weight(sequences)
+        loss = MicroBatchLoss(config, batch, step_totals(samples), dist.group.WORLD)
+        head = FusedHead(loss, HeadOptions(chunk_tokens=1), gradient_scope(config))
+        value = head.output_processor(hidden[batch.window.token_indices][:, None], weight)
+        value.backward()
+        results[case, mode, name] = value.detach(), hidden.grad, weight.grad
+    return results
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_fused_head_equals_the_unsharded_formula(size: int) -> None:
+    """From hidden states, of which a rank has its own; the gradients of all ranks are added up."""
+    ranks = run_ranks(fused_worker, size)
+    for case, mode, name in ranks[0]:
+        settings, total, sequences = CASES[case][1], oracle.ZERO, MICRO_BATCHES[name]
+        hidden, weight = hidden_and_weight(sequences)
+        log_probs, row = (hidden @ weight.T).log_softmax(1)[:, 0], 1
+        for s in sequences:
+            length = len(s.loss_mask)
+            scored = dataclasses.replace(s, log_probs=log_probs[row : row + length])
+            by_turn = "sequence_unit" in settings
+            losses = oracle.objective(settings["policy_loss"], scored, by_turn=by_turn)
+            losses, _ = oracle.correct(scored, losses, correction_of(settings))
+            total = total + sum(losses, oracle.ZERO) / max(sum(s.loss_mask), 1)
+            row += 2 + length
+        total = total / len(sequences)
+        expected = (total.detach(), *torch.autograd.grad(total, (hidden, weight)))
+        assert expected[1].abs().max() > 1e-3
+        parts = zip(*(rank[case, mode, name] for rank in ranks), strict=True)
+        for of_ranks, wanted in zip(parts, expected, strict=True):
+            torch.testing.assert_close(sum(of_ranks), wanted, rtol=1e-11, atol=1e-11)
 
 
 received: list[list[list[float]]] = []
@@ -158,7 +230,7 @@ def reducer_worker() -> dict[tuple[str, str, str], Any]:
     """Loss, gradient, the masks of the calls and the shapes of the all-reduces of one rank."""
     results = {}
     rank, size = dist.get_rank(), dist.get_world_size()
-    for case, mode, name in itertools.product(DROPPING, ("zigzag", "contiguous"), MICRO_BATCHES):
+    for case, mode, name in itertools.product(DROPPING, MODES, MICRO_BATCHES):
         config = PolicyLossConfig(
             **CASES[case][1],
             custom_pg_loss_reducer_function_path=f"{__name__}:reducer_of_place",

@@ -8,6 +8,7 @@ follows the term that was chosen.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,12 @@ class Sequence1:
     old_log_probs: list[float]
     ref_log_probs: list[float]
     rollout_log_probs: list[float]
+    turn_ids: list[int] | None = None
+
+    def together(self, token: int, by_turn: bool) -> list[int]:
+        """The active tokens of the sequence, or of the token's turn."""
+        turns = self.turn_ids
+        return [t for t in self.active() if not by_turn or not turns or turns[t] == turns[token]]
 
     def active(self) -> list[int]:
         return [token for token, keep in enumerate(self.loss_mask) if keep]
@@ -59,10 +66,56 @@ def mean(values: Sequence[Tensor]) -> Tensor:
     return sum(values, ZERO) / max(len(values), 1)
 
 
-def policy_mean(sample: Sequence1, anchor: str = "old") -> Tensor:
-    """Mean of log r over the active tokens, without gradient."""
+def policy_mean(sample: Sequence1, anchor: str, tokens: Sequence[int]) -> Tensor:
+    """Mean of log r over the tokens, without gradient."""
     against = getattr(sample, f"{anchor}_log_probs")
-    return mean([sample.log_probs[t].detach() - against[t] for t in sample.active()])
+    return mean([sample.log_probs[t].detach() - against[t] for t in tokens])
+
+
+def within_20(value: float) -> float:
+    return min(max(value, -20.0), 20.0)
+
+
+def weight_of_future(
+    sample: Sequence1,
+    token: int,
+    against: Sequence[float],
+    by_turn: bool,
+    dual: float | None,
+    half_life: float = 32.0,
+    bounds: tuple[float, float] = (1.0, 1.2),
+    safe: float = 4.0,
+) -> float:
+    """FIPO: what the policy did to the tokens from this one on; one that the dual clip holds does not count."""
+    logs = {
+        t: within_20(sample.log_probs[t].item() - against[t])
+        for t in sample.together(token, by_turn)
+    }
+    total = 0.0
+    for later, log in logs.items():
+        if later >= token and (dual is None or log <= math.log(dual)):
+            total += log * 0.5 ** ((later - token) / half_life)
+    weight = min(max(math.exp(within_20(total)), bounds[0]), bounds[1])
+    if sample.advantages[token] < 0 and math.exp(logs[token]) > safe:
+        weight = min(max(weight, 0.8), 1.0)
+    return weight
+
+
+def prefix_loss(
+    sample: Sequence1,
+    token: int,
+    against: Sequence[float],
+    by_turn: bool,
+    widths: tuple[float, float, float] = (0.025, 0.05, 0.05),
+) -> Tensor:
+    """CTPO: the product of the ratios up to the token, clipped by bounds that grow with the tokens in it."""
+    advantage = sample.advantages[token]
+    before = [t for t in sample.together(token, by_turn) if t <= token]
+    logs = [within_20(sample.log_probs[t].item() - against[t]) for t in before]
+    low, high, dual = (math.exp(way * math.sqrt(len(before))) for way in (-widths[0], *widths[1:]))
+    total = torch.tensor(math.fsum(logs), dtype=torch.float64)
+    log = with_gradient_of(total, sample.log_probs[token])
+    return surrogate(exp_within_20(log), advantage, low, high, dual)
 
 
 def soft_gate(ratio: Tensor, tau: float) -> Tensor:
@@ -105,19 +158,22 @@ def kept_by_divergence(
     return True
 
 
-def geometric_mean_losses(sample: Sequence1, low: float, high: float, anchor: str) -> list[Tensor]:
+def geometric_mean_losses(
+    sample: Sequence1, low: float, high: float, anchor: str, by_turn: bool
+) -> list[Tensor]:
     """GMPO: -A times the geometric mean of the clipped ratios; each token has the gradient of its own factor."""
     against, tokens = getattr(sample, f"{anchor}_log_probs"), sample.active()
-    logs = []
+    logs: dict[int, Tensor] = {}
     for t in tokens:
         log = sample.log_probs[t] - against[t]
         if sample.advantages[t] > 0 and log > math.log(high):
             log = torch.tensor(math.log(high), dtype=torch.float64)
         if sample.advantages[t] < 0 and low > 0 and log < math.log(low):
             log = torch.tensor(math.log(low), dtype=torch.float64)
-        logs.append(log)
-    average, losses = mean(logs).detach(), [ZERO] * len(sample.loss_mask)
-    for t, log in zip(tokens, logs, strict=True):
+        logs[t] = log
+    losses = [ZERO] * len(sample.loss_mask)
+    for t, log in logs.items():
+        average = mean([logs[k] for k in sample.together(t, by_turn)]).detach()
         losses[t] = -sample.advantages[t] * exp_within_20(with_gradient_of(average, log))
     return losses
 
@@ -134,14 +190,17 @@ def objective(
     deltas: tuple[float, float] | None = None,
     gammas: tuple[float, float, float, float] = (2.0, 3.0, 3.0, 2.0),
     anchor: str = "old",
+    by_turn: bool = False,
+    **others: Any,
 ) -> list[Tensor]:
     """The loss of every response token; 0 where masked.
 
-    `taus` are SAPO's of A > 0 and of the others, `deltas` DPPO's of A < 0 and of A > 0, `gammas` VESPO's k and lambda of
-    A >= 0, then those of A < 0; `anchor` is whose log-probs the ratio is against.
+    `others` are those of FIPO's weight or CTPO's loss. `taus` are SAPO's of A > 0 and of the others, `deltas` DPPO's of
+    A < 0 and of A > 0, `gammas` VESPO's k and lambda of A >= 0, then those of A < 0; `anchor` is whose log-probs the ratio
+    is against.
     """
     if name == "gmpo":
-        return geometric_mean_losses(sample, low, high, anchor)
+        return geometric_mean_losses(sample, low, high, anchor, by_turn)
     if name == "dis":
         anchor = "rollout"
     losses = [ZERO] * len(sample.loss_mask)
@@ -158,10 +217,16 @@ def objective(
             continue
         log_ratio = log_prob - against[t]
         if name == "gspo":
-            log_ratio = with_gradient_of(policy_mean(sample, anchor), log_prob)
+            average = policy_mean(sample, anchor, sample.together(t, by_turn))
+            log_ratio = with_gradient_of(average, log_prob)
         ratio = exp_within_20(log_ratio)
         if name in ("ppo", "gspo"):
             losses[t] = surrogate(ratio, advantage, low, high, dual)
+        elif name == "fipo":
+            weight = weight_of_future(sample, t, against, by_turn, dual, **others)
+            losses[t] = weight * surrogate(ratio, advantage, low, high, dual)
+        elif name == "ctpo":
+            losses[t] = prefix_loss(sample, t, against, by_turn, **others)
         elif name == "sapo":
             losses[t] = -soft_gate(ratio, taus[0] if advantage > 0 else taus[1]) * advantage
         elif name in ("dppo_tv", "dppo_kl"):
@@ -241,6 +306,7 @@ class Correction:
     opsm_delta: float | None = None
     anchor: str = "old"
     """Whose log-probs the ratio is against, which OPSM reads."""
+    by_turn: bool = False
 
     def rejects(self) -> bool:
         is_mask = self.tis is not None and self.tis.endswith("mask")
@@ -257,10 +323,11 @@ def correct(
 ) -> tuple[list[Tensor], list[int]]:
     """(the corrected losses, the mask that is left)."""
     corrected, mask = list(losses), list(sample.loss_mask)
-    total = sum(sample.old_log_probs[t] - sample.rollout_log_probs[t] for t in sample.active())
-    average = total / max(len(sample.active()), 1)
-    drift = -policy_mean(sample, settings.anchor).item()
     for t in sample.active():
+        unit = sample.together(t, settings.by_turn)
+        total = sum(sample.old_log_probs[k] - sample.rollout_log_probs[k] for k in unit)
+        average = total / len(unit)
+        drift = -policy_mean(sample, settings.anchor, unit).item()
         mismatch = sample.old_log_probs[t] - sample.rollout_log_probs[t]
         kind = settings.tis or ""
         exponent = total if kind.startswith("sequence") else mismatch

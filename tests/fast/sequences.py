@@ -11,11 +11,11 @@ from torch import Tensor
 
 from megatron_pg import PackedBatch, PolicyLossConfig, Sample, pack
 from megatron_pg.loss import OBJECTIVES
-from megatron_pg.loss.micro_batch import BATCH_FIELDS
-from megatron_pg.loss.reducer import add_over_group
-from megatron_pg.loss.sequence import SequenceSums, sequence_sum_names, sums_of_rank
+from megatron_pg.loss.micro_batch import MicroBatchLoss
+from megatron_pg.loss.sequence import SequenceSums
 from megatron_pg.loss.tokens import Tokens
 from tests.fast.objectives_oracle import Sequence1
+from tests.random_steps import uneven_totals
 
 CORRECTIONS: dict[str, Any] = {
     "use_tis": True,
@@ -60,6 +60,7 @@ def random_sequence(
         old_log_probs=near(),
         ref_log_probs=near(),
         rollout_log_probs=near(),
+        turn_ids=sorted(rng.randrange(3) for _ in range(length)),
     )
 
 
@@ -77,6 +78,7 @@ def grid_sequence(log_ratios: Sequence[float], advantages: Sequence[float]) -> S
     return Sequence1(
         log_probs=torch.tensor(values, dtype=torch.float64, requires_grad=True),
         loss_mask=[1] * len(pairs),
+        turn_ids=[0] * len(pairs),
         advantages=[advantage for _, advantage in pairs],
         old_log_probs=zeros,
         ref_log_probs=zeros,
@@ -97,7 +99,7 @@ def package_sample(sequence: Sequence1, **fields: object) -> Sample:
         response_length=length,
         loss_mask=torch.tensor(sequence.loss_mask, dtype=torch.int64),
         advantages=torch.tensor(sequence.advantages),
-        **(dict(zip(GIVEN, log_probs, strict=True)) | fields),  # type: ignore[arg-type]
+        **({**dict(zip(GIVEN, log_probs, strict=True)), "turn_ids": sequence.turn_ids} | fields),  # type: ignore[arg-type]
     )
 
 
@@ -119,13 +121,9 @@ def tokens_and_sums(
     group: dist.ProcessGroup | None = None,
 ) -> tuple[Tokens, SequenceSums]:
     """The tensors that the loss of a micro-batch is a function of."""
-    fields = {name: getattr(batch, name) for name in BATCH_FIELDS}
-    ids = {"sample_ids": batch.window_segment_ids, "positions": batch.coefficients}
-    tokens = Tokens.masked({**fields, **ids, "log_probs": log_probs})
-    table = None
-    if sequence_sum_names(config):
-        table = add_over_group(sums_of_rank(config, tokens, batch.window.num_samples), group)
-    return tokens, SequenceSums.of_table(config, tokens.sample_ids, table)
+    loss = MicroBatchLoss(config, batch, uneven_totals(batch.samples), group)
+    tokens, _, sums = loss._arguments(loss._inputs(log_probs, log_probs))
+    return tokens, sums
 
 
 def flat_log_probs(sequences: Sequence[Sequence1], dtype: torch.dtype = torch.float64) -> Tensor:

@@ -64,6 +64,15 @@ CASES: dict[str, dict[str, Any]] = {
     "geometric_below_one": geometric(0.0, 0.945),
     "both_rejections": {**GEOMETRIC, **sequence(0.6, 2.0)},
     "opsm": OPSM,
+    **{
+        f"{name}_by_turn": {**settings, "sequence_unit": "turn"}
+        for name, settings in (
+            ("tis_sequence", TIS_SEQUENCE),
+            ("geometric", GEOMETRIC),
+            ("sequence", sequence(0.7, 1.9)),
+            ("opsm", OPSM),
+        )
+    },
     "all_with_tis_sequence": {**TIS_SEQUENCE, **GEOMETRIC, **OPSM},
     "all_with_icepop": {**ICEPOP, **GEOMETRIC, **OPSM},
 }
@@ -95,7 +104,9 @@ def correction_of(settings: dict[str, Any]) -> Correction:
 
     clip = (settings.get("tis_clip_low", 0.0), settings.get("tis_clip", 2.0))
     rejections = {"geometric": bounds("geometric"), "sequence": bounds("sequence")}
-    return Correction(kind, *clip, **rejections, opsm_delta=settings.get("opsm_delta"))
+    by_turn = settings.get("sequence_unit") == "turn"
+    opsm_delta = settings.get("opsm_delta")
+    return Correction(kind, *clip, **rejections, opsm_delta=opsm_delta, by_turn=by_turn)
 
 
 def corrected(
@@ -116,7 +127,10 @@ def corrected_sequences(
 def check(case: str, policy_loss: str, sequences: list[Sequence1], dtype: torch.dtype) -> None:
     settings = CASES[case] if case in CASES else BOUNDS[case][0]
     correction = correction_of(settings)
-    pairs = [oracle.correct(s, oracle.objective(policy_loss, s), correction) for s in sequences]
+    by_turn = correction.by_turn
+    losses = [oracle.objective(policy_loss, s, by_turn=by_turn) for s in sequences]
+    both = zip(sequences, losses, strict=True)
+    pairs = [oracle.correct(s, of_sample, correction) for s, of_sample in both]
     expected = stacked([losses for losses, _ in pairs])
     expected_mask = [bool(keep) for _, mask in pairs for keep in mask]
     expected_gradient = flat_gradient(expected.sum(), sequences)
@@ -251,7 +265,7 @@ def test_a_sum_over_sequences_that_was_not_made_is_named():
     for settings in (TIS_SEQUENCE, GEOMETRIC, OPSM):
         config = PolicyLossConfig(**settings)
         tokens, _ = tokens_and_sums(config, batch, log_probs)
-        sums = SequenceSums(tokens.sample_ids, {})
+        sums = SequenceSums(tokens.unit_ids, {})
         words = "the sum over sequences of  |  was not made"
         assert_refused(words, apply_corrections, config, tokens, log_probs, sums)
 

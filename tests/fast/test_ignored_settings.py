@@ -65,6 +65,7 @@ def whole_step() -> list[Sample]:
         names = ("old_log_probs", "ref_log_probs", "rollout_log_probs")
         others: dict[str, Any] = {name: log_probs() for name in names}
         others["loss_weights"] = torch.rand(length, generator=generator) + 0.5
+        others["turn_ids"] = torch.arange(length) // 2
         others["kept_tokens"] = [sorted({int(token), 0, 3}) for token in tokens[2:]]
         mask = torch.ones(length)
         return Sample(tokens, length, mask, advantages, group_index=number // 2, **others)

@@ -251,7 +251,11 @@ def test_gspo_metrics_are_per_sequence(lengths: tuple[int, ...]) -> None:
     ids = [n // 2 if is_even else n for n in range(4)]
     samples = [package_sample(s, rollout_id=id) for s, id in zip(sequences, ids, strict=True)]
     found = reported(config, metrics_of(config, pack(samples), flat_log_probs(sequences)))
-    log_ratios = [objectives_oracle.policy_mean(s).item() for s in sequences if sum(s.loss_mask)]
+    log_ratios = [
+        objectives_oracle.policy_mean(s, "old", s.active()).item()
+        for s in sequences
+        if sum(s.loss_mask)
+    ]
     ratios = [math.exp(value) for value in log_ratios]
     assert len(ratios) < sum(sum(s.loss_mask) for s in sequences)
     total, squared = sum(ratios), sum(r * r for r in ratios)

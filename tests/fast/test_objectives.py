@@ -72,7 +72,29 @@ SETTINGS: dict[str, tuple[str, dict, dict]] = {
     "gmpo_open_below": ("gmpo", {"eps_clip": 1.0, "eps_clip_high": 0.1}, {"low": 0, "high": 1.1}),
     **{
         f"{name}_against_rollout": (name, {"ratio_anchor": "rollout"}, {"anchor": "rollout"})
-        for name in ("ppo", "gspo", "cispo", "sapo", "dppo_tv", "dppo_kl", "gmpo", "vespo")
+        for name in (
+            *("ppo", "gspo", "cispo", "sapo", "dppo_tv", "dppo_kl", "gmpo", "vespo"),
+            *("fipo", "ctpo"),
+        )
+    },
+    "fipo": ("fipo", {}, {}),
+    "fipo_settings": (
+        "fipo",
+        {
+            **{"fipo_half_life": 2.5, "fipo_weight_low": 0.7, "fipo_weight_high": 1.9},
+            **{"fipo_safe_ratio": 1.1, "eps_clip_c": 1.25},
+        },
+        {"half_life": 2.5, "bounds": (0.7, 1.9), "safe": 1.1, "dual": 1.25},
+    ),
+    "ctpo": ("ctpo", {}, {}),
+    "ctpo_settings": (
+        "ctpo",
+        {"ctpo_clip_low": 0.1, "ctpo_clip_high": 0.2, "ctpo_clip_c": math.inf},
+        {"widths": (0.1, 0.2, math.inf)},
+    ),
+    **{
+        f"{name}_by_turn": (name, {"sequence_unit": "turn"}, {"by_turn": True})
+        for name in ("gspo", "gmpo", "fipo", "ctpo")
     },
 }
 NOT_REINFORCE_AT_RATIO_ONE = ("sft",)
@@ -294,7 +316,7 @@ def weight_of_the_mean_ratio(config, tokens, sums):
 def mean_of_unclipped_ratios(config, tokens, sums, low=-math.inf, high=math.inf):
     """Clipped after the mean instead of before it, as gspo does."""
     values = (tokens.log_probs.detach().double() - tokens.anchor(config)).clamp(low, high)
-    wrong = torch.zeros_like(sums.sums["clipped_policy"]).index_add_(0, sums.sample_ids, values)
+    wrong = torch.zeros_like(sums.sums["clipped_policy"]).index_add_(0, sums.unit_ids, values)
     sums = replace(sums, sums={**sums.sums, "clipped_policy": wrong})
     return RIGHT["gmpo"](config, tokens, sums)
 
@@ -412,7 +434,7 @@ def test_a_sum_over_sequences_that_was_not_made_is_named() -> None:
     sequences = random_sequences(6)
     config = PolicyLossConfig(policy_loss="gspo")
     tokens, _ = tokens_and_sums(config, package_batch(sequences), flat_log_probs(sequences))
-    none = SequenceSums(tokens.sample_ids, {})
+    none = SequenceSums(tokens.unit_ids, {})
     assert_refused("'policy' was not made", OBJECTIVES["gspo"].function, config, tokens, none)
 
 

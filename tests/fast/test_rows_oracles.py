@@ -44,6 +44,7 @@ FAR = Sequence1(
     old_log_probs=[-5.0, -2.75, -12.25, -0.625],
     ref_log_probs=[-0.5, -0.5, -0.5, -3.0],
     rollout_log_probs=[-4.25, -2.5, -12.5, -0.75],
+    turn_ids=[0, 0, 1, 1],
 )
 """A response so far from its reference that `low_var_kl` is held."""
 SEQUENCES = [*random_sequences(1), FAR]

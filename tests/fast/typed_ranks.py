@@ -181,10 +181,10 @@ def say_by_hand(patch: pytest.MonkeyPatch, seen: Seen) -> None:
 
     sums_of = SequenceSums.of_table
 
-    def sums_seen(config: Any, sample_ids: Tensor, table: Tensor | None) -> SequenceSums:
+    def sums_seen(config: Any, unit_ids: Tensor, table: Tensor | None, scans: Any) -> SequenceSums:
         if table is not None:
             seen["sums over sequences"] = types_of(table)
-        return sums_of(config, sample_ids, table)
+        return sums_of(config, unit_ids, table, scans)
 
     patch.setattr(micro_batch, "host_weights", build_typed)
     patch.setattr(metrics.PairTable, "pairs", pairs_typed)

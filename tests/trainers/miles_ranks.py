@@ -10,11 +10,11 @@ from megatron_pg.integrations.miles import MILES
 from megatron_pg.megatron import enable_cpu_runtime
 
 from . import ranks, sources
-from .ranks import Args, MicroBatch, Steps
+from .ranks import Args, MicroBatch, Outcome
 from .rollout import Case, samples
 
 
-def all_cases() -> dict[Case, Steps]:
+def all_cases() -> dict[Case, Outcome]:
     enable_cpu_runtime()
     from megatron.core.fusions import fused_cross_entropy
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
@@ -26,7 +26,7 @@ def all_cases() -> dict[Case, Steps]:
     )
     sources.use("miles")
     from miles.backends.megatron_utils.parallel import create_megatron_parallel_state
-    from miles.backends.training_utils import cp_utils, parallel
+    from miles.backends.training_utils import cp_utils, log_utils, parallel
     from miles.utils import object_store
     from miles.utils.ft_utils.process_group_utils import GroupInfo
 
@@ -49,7 +49,9 @@ def all_cases() -> dict[Case, Steps]:
         rollout_data = _rollout_data(case, args)
         ranks.fill_in(rollout_data, cp_utils.slice_log_prob_with_cp)
         ranks.break_sums(case, rollout_data)
-        found[case] = ranks.run_steps(case, _steps(args, rollout_data), cp_utils.slice_with_cp)
+        log = ranks.logged(log_utils.log_rollout_data, args, rollout_data)
+        steps = _steps(args, rollout_data)
+        found[case] = ranks.run_steps(case, steps, cp_utils.slice_with_cp), log
     return found
 
 

@@ -1,0 +1,360 @@
+"""A proof at startup that a trainer's own loss, as it is installed, computes an aggregation with this package's hooks.
+
+Four tiny samples go through the trainer's data iterator, loss function and Megatron's scaling of the loss, on the CPU, in a
+fraction of a second. The gradient of every logit and the reported metrics are compared with plain loops in float64. No
+version is known beforehand: source that computes the aggregation is accepted, and other source is refused with the numbers.
+
+The trainer's functions run as copies whose global names are copies too, in which its parallel state is a stand-in and the
+log-probs come from plain logits. So there is no communication, and no state of the trainer's process changes.
+"""
+
+import copy
+import importlib
+import inspect
+import math
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+TOLERANCE = 1e-5
+"""Largest accepted difference, as a part of the largest number compared; the trainers compute in float32."""
+VOCABULARY = 5
+SETTINGS = {
+    **dict.fromkeys(("eps_clip", "eps_clip_high"), 0.2),
+    **{"kl_loss_coef": 0.3, "kl_loss_type": "k2", "entropy_coef": 0.1, "log_probs_chunk_size": -1},
+    **{"advantage_estimator": "grpo", "loss_type": "policy_loss", "qkv_format": "thd"},
+    **dict.fromkeys(("rollout_temperature", "rollout_top_p"), 1.0),
+    **dict.fromkeys(("use_kl_loss", "observe_training_entropy"), True),
+    **dict.fromkeys(("custom_tis_function_path", "dump_details", "eps_clip_c"), None),
+    **dict.fromkeys(
+        "allgather_cp calculate_per_token_loss get_mismatch_metrics recompute_loss_function skip_actor_forward_only "
+        "true_on_policy_mode use_dynamic_global_batch_size use_opd use_opsm use_rollout_logprobs use_tis "
+        "use_unbiased_kl".split(),
+        False,
+    ),
+}
+"""Settings of the loss that is proven: PPO with a KL and an entropy term."""
+
+
+class TinySample(NamedTuple):
+    """A sample of the proof."""
+
+    prompt_length: int
+    mask: Sequence[int]
+    group: int
+
+
+SAMPLES = (
+    TinySample(2, (1, 1, 0), 0),
+    TinySample(2, (1, 1), 0),
+    TinySample(1, (1, 0, 1, 1, 1), 1),
+    TinySample(3, (1,), 1),
+)
+MICRO_BATCHES = ((0, 1), (2, 3))
+
+
+class Place(NamedTuple):
+    """A rank: its place in the context-parallel group, and the sizes of that and of the data-parallel group."""
+
+    context_rank: int
+    context_size: int
+    data_size: int
+
+
+class Weights(NamedTuple):
+    """What a token of each sample weighs in the policy loss, in its KL and entropy terms and in every metric."""
+
+    policy_loss: Sequence[float]
+    regularizers: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Door:
+    """The functions of a trainer that the proof goes through."""
+
+    loss_function: str  # module:name
+    data_iterator: str
+    stand_ins: Callable[
+        [Place], Mapping[str, Any]
+    ]  # global names of the trainer's modules, by name
+
+
+def token_weights(aggregation: str, divisor: float | None) -> list[float]:
+    """Return what an active token of each sample weighs, from the definitions of the four aggregations."""
+    tokens = [sum(sample.mask) for sample in SAMPLES]
+    group_tokens = [
+        sum(n for n, other in zip(tokens, SAMPLES, strict=True) if other.group == sample.group)
+        for sample in SAMPLES
+    ]
+    num_groups = len({sample.group for sample in SAMPLES})
+    return {
+        "sample_mean": [1 / (len(SAMPLES) * n) for n in tokens],
+        "prompt_mean": [1 / (num_groups * n) for n in group_tokens],
+        "token_mean": [1 / sum(tokens)] * len(SAMPLES),
+        "constant": [1 / (len(SAMPLES) * (divisor or 1.0))] * len(SAMPLES),
+    }[aggregation]
+
+
+def prove(
+    door: Door,
+    args: Any,
+    weights: Weights,
+    hook: Callable[[dict[str, Any]], None],
+    reducer: Callable[..., Any] | None,
+    sizes: tuple[int, int],
+) -> str | None:
+    """Return the first difference between the trainer's loss and the loops, in words; None where they agree.
+
+    `args` are the trainer's, of which `SETTINGS` are replaced. `hook` changes the rollout data, and `reducer` is a custom
+    reducer that takes its `place`, or None. `sizes` are those of context and data parallelism. Errors are the trainer's.
+    """
+    logits = [
+        _numbers(len(sample.mask) + sample.prompt_length, VOCABULARY, seed=i)
+        for i, sample in enumerate(SAMPLES)
+    ]
+    expected = _expected([leaf.double() for leaf in logits], weights)
+    leaves = [leaf.requires_grad_() for leaf in logits]
+    with torch.enable_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
+        found = _found(door, args, leaves, hook, reducer, sizes)
+    return _difference(found, expected)
+
+
+def _numbers(*shape: int, seed: int) -> Tensor:
+    """Return numbers between -1 and 1 that no random generator is asked for, float32."""
+    places = torch.arange(math.prod(shape), dtype=torch.float64, device="cpu")
+    return (places * 1.7 + 0.9 * seed + 0.3).sin().float().reshape(shape)
+
+
+def _fields(index: int) -> dict[str, Any]:
+    """Return a sample's fields as a trainer holds them; per-token tensors are [response_length]."""
+    sample = SAMPLES[index]
+    length, total = len(sample.mask), len(sample.mask) + sample.prompt_length
+    tokens = torch.arange(total, device="cpu") * (index + 2) % VOCABULARY
+    return {
+        "tokens": tokens,
+        "unconcat_tokens": tokens,
+        "total_lengths": total,
+        "response_lengths": length,
+        "loss_masks": torch.tensor(sample.mask, device="cpu"),
+        "log_probs": _numbers(length, seed=10 + index) / 2 - 1.5,
+        "ref_log_probs": _numbers(length, seed=20 + index) / 2 - 1.5,
+        "rollout_log_probs": _numbers(length, seed=30 + index) / 2 - 1.5,
+        "advantages": _numbers(length, seed=40 + index),
+        **dict.fromkeys(OWN_DIVISORS, torch.tensor(float(sum(sample.mask)), device="cpu")),
+    }
+
+
+OWN_DIVISORS = ("rollout_mask_sums", "group_mask_sums")
+"""Names of a trainer's own divisor of each sample: that of slime and miles, and that of slime v0.3.0."""
+OLD, REFERENCE, ADVANTAGES = "log_probs", "ref_log_probs", "advantages"
+METRICS = ("pg_clipfrac", "ppo_kl", "entropy_loss", "kl_loss")
+"""Metrics of a token that the trainers report under these names, in the order of `_token`."""
+Outcome = tuple[list[Tensor], dict[str, float]]
+"""The gradient of each sample's logits, [total_length, vocabulary], and the reported numbers."""
+
+
+def _expected(logits: list[Tensor], weights: Weights) -> Outcome:
+    """Compute the gradient and the metrics in plain loops over tokens, in float64."""
+    leaves = [leaf.detach().requires_grad_() for leaf in logits]
+    loss, pg_loss, metrics = 0.0, 0.0, dict.fromkeys(METRICS, 0.0)
+    for index, sample in enumerate(SAMPLES):
+        fields = _fields(index)
+        for token, active in enumerate(sample.mask):
+            if not active:
+                continue
+            position = sample.prompt_length + token
+            row, target = leaves[index][position - 1], int(fields["tokens"][position])
+            at = {name: float(fields[name][token]) for name in (OWN_DIVISORS = ("rollout_mask_sums", "group_mask_sums")
+"""Names of a trainer's own divisor of each sample: that of slime and miles, and that of slime v0.3.0."""
+OLD, REFERENCE, ADVANTAGES)}
+            token_loss, *values = _token(row, target, at)
+            regularizer = (
+                SETTINGS["kl_loss_coef"] * values[3] - SETTINGS["entropy_coef"] * values[2]
+            )
+            pg_loss = pg_loss + weights.policy_loss[index] * token_loss
+            loss = (
+                loss
+                + weights.policy_loss[index] * token_loss
+                + weights.regularizers[index] * regularizer
+            )
+            for name, value in zip(METRICS, values, strict=True):
+                metrics[name] += weights.regularizers[index] * float(torch.as_tensor(value).detach())
+    gradients = torch.autograd.grad(loss, leaves)
+    return list(gradients), {"loss": float(loss), "pg_loss": float(pg_loss), **metrics}
+
+
+def _token(row: Tensor, target: int, at: Mapping[str, float]) -> tuple[Any, ...]:
+    """Compute the PPO loss of one token, and its `METRICS`."""
+    log_probabilities = row - row.exp().sum().log()
+    log_prob = log_probabilities[target]
+    entropy = -(log_probabilities.exp() * log_probabilities).sum()
+    ratio = (log_prob - at[OLD]).exp()
+    clipped = ratio.clamp(1 - SETTINGS["eps_clip"], 1 + SETTINGS["eps_clip_high"])
+    losses = -ratio * at[ADVANTAGES], -clipped * at[ADVANTAGES]
+    loss, is_clipped = torch.maximum(*losses), float(losses[1] > losses[0])
+    return loss, is_clipped, at[OLD] - log_prob, entropy, (log_prob - at[REFERENCE]) ** 2 / 2
+
+
+def _found(
+    door: Door,
+    args: Any,
+    leaves: list[Tensor],
+    hook: Callable[[dict[str, Any]], None],
+    reducer: Callable[..., Any] | None,
+    sizes: tuple[int, int],
+) -> Outcome:
+    """Compute both by the trainer's own functions, one context-parallel rank after another."""
+    settings = vars(args) | SETTINGS | {"global_batch_size": len(SAMPLES)}
+    settings["custom_pg_loss_reducer_function_path"] = None if reducer is None else "megatron_pg"
+    gradients = [torch.zeros_like(leaf) for leaf in leaves]
+    metrics: dict[str, float] = {}
+    for rank in range(sizes[0]):
+        place = Place(rank, *sizes)
+        load = partial(partial, reducer, place=place[:2])
+        stand_ins = {
+            "load_function": lambda path, load=load: load(),
+            "calculate_log_probs_and_entropy": _log_probs,
+        }
+        copies = _Copies(door, {**stand_ins, **door.stand_ins(place)})
+        for batch, rows in _micro_batches(copies, leaves, hook, place):
+            given = {"args": types.SimpleNamespace(**settings), "batch": batch}
+            loss, log = _scaled_loss(copies.loss_function, given, rows, place)
+            shares = torch.autograd.grad(loss, leaves, allow_unused=True)
+            for total, share in zip(gradients, shares, strict=True):
+                if share is not None:
+                    total += share / (place.context_size * place.data_size)
+            for key, value in zip(log["keys"], log["values"][1:].tolist(), strict=True):
+                metrics[key] = metrics.get(key, 0.0) + value / len(SAMPLES)
+    return gradients, metrics
+
+
+def _micro_batches(
+    copies: "_Copies", leaves: list[Tensor], hook: Callable[[dict[str, Any]], None], place: Place
+) -> Iterator[tuple[dict[str, Any], Tensor]]:
+    """Yield the batches of the trainer's iterator on one rank, with this rank's logits, [1, tokens, vocabulary]."""
+    fields = [_fields(index) for index in range(len(SAMPLES))]
+    data: dict[str, Any] = {key: [sample[key] for sample in fields] for key in fields[0]}
+    for key in ("log_probs", "ref_log_probs", "rollout_log_probs", "advantages"):
+        windows = [_window(i, place) for i in range(len(SAMPLES))]
+        data[key] = [values[window] for values, window in zip(data[key], windows, strict=True)]
+    data |= {key: torch.stack(data[key]) for key in OWN_DIVISORS}
+    iterator = copies.data_iterator(
+        rollout_data=data, micro_batch_indices=[list(indices) for indices in MICRO_BATCHES]
+    )
+    hook(data)
+    for indices in MICRO_BATCHES:
+        rows = [_padded(leaves[i], place.context_size)[_positions(i, place)] for i in indices]
+        batch = iterator.get_next(list(data))
+        yield {**batch, "max_seq_lens": None}, torch.cat(rows).unsqueeze(0)
+
+
+def _positions(index: int, place: Place) -> list[int]:
+    """Return the positions of a sample's tokens on a rank, padding included: parts r and 2c - 1 - r of 2c."""
+    total = len(SAMPLES[index].mask) + SAMPLES[index].prompt_length
+    if place.context_size == 1:
+        return list(range(total))
+    size = -(-total // (2 * place.context_size))
+    parts = (place.context_rank, 2 * place.context_size - 1 - place.context_rank)
+    return [part * size + offset for part in parts for offset in range(size)]
+
+
+def _window(index: int, place: Place) -> list[int]:
+    """Return the response tokens of a sample that a rank scores: the logit at a position is that of the next token."""
+    first, length = SAMPLES[index].prompt_length - 1, len(SAMPLES[index].mask)
+    return [p - first for p in _positions(index, place) if 0 <= p - first < length]
+
+
+def _padded(leaf: Tensor, context_size: int) -> Tensor:
+    part = 2 * context_size if context_size > 1 else 1
+    return torch.nn.functional.pad(leaf, (0, 0, 0, -len(leaf) % part))
+
+
+def _log_probs(
+    logits: Tensor, tokens: Tensor, tp_group: Any, with_entropy: bool = False, **unused: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Stand in for the log-probs and entropy of a tensor-parallel vocabulary, [tokens, 1] and [tokens]."""
+    log_probabilities = torch.log_softmax(logits, dim=-1)
+    entropy = -(log_probabilities.exp() * log_probabilities).sum(dim=-1)
+    return log_probabilities.gather(-1, tokens[:, None]), entropy if with_entropy else None
+
+
+def _scaled_loss(
+    loss_function: Callable[..., Any], given: dict[str, Any], rows: Tensor, place: Place
+) -> tuple[Tensor, dict[str, Any]]:
+    """Call the trainer's loss as Megatron's schedule does; return the loss that is differentiated, and its report."""
+    schedules = importlib.import_module("megatron.core.pipeline_parallel.schedules")
+    known = {
+        **given,
+        **dict.fromkeys(("step_global_batch_size", "num_rollouts"), len(SAMPLES)),
+        **{"num_microbatches": len(MICRO_BATCHES), "apply_megatron_loss_scaling": True},
+    }
+    names = inspect.signature(loss_function).parameters
+    bound = partial(loss_function, **{name: known[name] for name in names if name in known})
+    config = types.SimpleNamespace(calculate_per_token_loss=False, timers=None)
+    store: list[dict[str, Any]] = []
+    loss, _ = schedules.forward_step_calc_loss(
+        None, rows, lambda output: bound(logits=output), config, None, False, len(MICRO_BATCHES), store,
+        place.context_size, True,
+    )  # fmt: skip
+    return loss, store[0]
+
+
+class _Copies:
+    """Copies of a door's functions. Global names are those of their modules, except for the stand-ins."""
+
+    def __init__(self, door: Door, stand_ins: Mapping[str, Any]) -> None:
+        self._stand_ins, self._package = stand_ins, door.loss_function.partition(".")[0]
+        self._namespaces: dict[int, dict[str, Any]] = {}
+        self.loss_function = self._copy(_imported(door.loss_function))
+        self.data_iterator = _imported(door.data_iterator)
+
+    def _copy(self, function: Any) -> Any:
+        """Copy a function, and what a compiled one was compiled from; leave anything else as it is."""
+        function = getattr(function, "_torchdynamo_orig_callable", function)
+        is_theirs = str(getattr(function, "__module__", "")).partition(".")[0] == self._package
+        if not isinstance(function, types.FunctionType) or not is_theirs:
+            return function
+        made = types.FunctionType(
+            function.__code__,
+            self._namespace(function.__globals__),
+            function.__name__,
+            function.__defaults__,
+            function.__closure__,
+        )
+        made.__kwdefaults__ = copy.copy(function.__kwdefaults__)
+        return made
+
+    def _namespace(self, theirs: dict[str, Any]) -> dict[str, Any]:
+        if (mine := self._namespaces.get(id(theirs))) is None:
+            mine = self._namespaces[id(theirs)] = dict(theirs)
+            for name, value in theirs.items():
+                mine[name] = self._stand_ins[name] if name in self._stand_ins else self._copy(value)
+        return mine
+
+
+def _imported(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _difference(found: Outcome, expected: Outcome) -> str | None:
+    """Say where the two differ the most: a gradient before a metric."""
+    largest = max(float(gradient.abs().max()) for gradient in expected[0])
+    errors = [
+        (mine.double() - right).abs() for mine, right in zip(found[0], expected[0], strict=True)
+    ]
+    worst = max(range(len(errors)), key=lambda i: float(errors[i].max()))
+    if not float(errors[worst].max()) <= TOLERANCE * largest:
+        place = divmod(int(errors[worst].argmax()), VOCABULARY)
+        right, mine = float(expected[0][worst][place]), float(found[0][worst][place])
+        return f"the gradient of logit {list(place)} of tiny sample {worst} is {mine:.6g}, expected {right:.6g}"
+    for name, right in expected[1].items():
+        mine = found[1].get(name, right)
+        if not abs(mine - right) <= TOLERANCE * max(1.0, abs(right)):
+            return f"the metric {name} is {mine:.6g}, expected {right:.6g}"
+    return None

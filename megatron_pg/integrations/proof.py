@@ -169,9 +169,7 @@ def _expected(logits: list[Tensor], weights: Weights) -> Outcome:
                 continue
             position = sample.prompt_length + token
             row, target = leaves[index][position - 1], int(fields["tokens"][position])
-            at = {name: float(fields[name][token]) for name in (OWN_DIVISORS = ("rollout_mask_sums", "group_mask_sums")
-"""Names of a trainer's own divisor of each sample: that of slime and miles, and that of slime v0.3.0."""
-OLD, REFERENCE, ADVANTAGES)}
+            at = {name: float(fields[name][token]) for name in (OLD, REFERENCE, ADVANTAGES)}
             token_loss, *values = _token(row, target, at)
             regularizer = (
                 SETTINGS["kl_loss_coef"] * values[3] - SETTINGS["entropy_coef"] * values[2]
@@ -183,7 +181,9 @@ OLD, REFERENCE, ADVANTAGES)}
                 + weights.regularizers[index] * regularizer
             )
             for name, value in zip(METRICS, values, strict=True):
-                metrics[name] += weights.regularizers[index] * float(torch.as_tensor(value).detach())
+                metrics[name] += weights.regularizers[index] * float(
+                    torch.as_tensor(value).detach()
+                )
     gradients = torch.autograd.grad(loss, leaves)
     return list(gradients), {"loss": float(loss), "pg_loss": float(pg_loss), **metrics}
 

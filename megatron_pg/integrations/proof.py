@@ -114,7 +114,7 @@ def prove(
     reducer that takes its `place`, or None. `sizes` are those of context and data parallelism. Errors are the trainer's.
     """
     logits = [
-        _numbers(len(sample.mask) + sample.prompt_length, VOCABULARY, seed=i)
+        numbers(len(sample.mask) + sample.prompt_length, VOCABULARY, seed=i)
         for i, sample in enumerate(SAMPLES)
     ]
     expected = _expected([leaf.double() for leaf in logits], weights)
@@ -124,7 +124,7 @@ def prove(
     return _difference(found, expected)
 
 
-def _numbers(*shape: int, seed: int) -> Tensor:
+def numbers(*shape: int, seed: int) -> Tensor:
     """Return numbers between -1 and 1 that no random generator is asked for, float32."""
     places = torch.arange(math.prod(shape), dtype=torch.float64, device="cpu")
     return (places * 1.7 + 0.9 * seed + 0.3).sin().float().reshape(shape)
@@ -141,10 +141,10 @@ def _fields(index: int) -> dict[str, Any]:
         "total_lengths": total,
         "response_lengths": length,
         "loss_masks": torch.tensor(sample.mask, device="cpu"),
-        "log_probs": _numbers(length, seed=10 + index) / 2 - 1.5,
-        "ref_log_probs": _numbers(length, seed=20 + index) / 2 - 1.5,
-        "rollout_log_probs": _numbers(length, seed=30 + index) / 2 - 1.5,
-        "advantages": _numbers(length, seed=40 + index),
+        "log_probs": numbers(length, seed=10 + index) / 2 - 1.5,
+        "ref_log_probs": numbers(length, seed=20 + index) / 2 - 1.5,
+        "rollout_log_probs": numbers(length, seed=30 + index) / 2 - 1.5,
+        "advantages": numbers(length, seed=40 + index),
         **dict.fromkeys(OWN_DIVISORS, torch.tensor(float(sum(sample.mask)), device="cpu")),
     }
 

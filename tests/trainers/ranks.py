@@ -140,7 +140,9 @@ def run_steps(case: Case, steps: Iterator[list[MicroBatch]], slice_with_cp: Cut)
             padding = batch["tokens"].numel() - len(output)
             output = F.pad(output, (0, 0, 0, padding)).unsqueeze(0)
             values = _backward(case, output, loss_func, len(micro_batches))
-            for name, value in (values | _critics(output, loss_func)).items():
+            if not case.for_all_terms:
+                values |= _critics(output, loss_func)
+            for name, value in values.items():
                 reported[name] = reported.get(name, 0.0) + value / rollout.ROLLOUTS_PER_STEP
         ranks = case.context * case.data
         gradients = {number: leaves[number].grad.double() / ranks for number in used}

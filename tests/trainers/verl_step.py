@@ -170,7 +170,7 @@ def broken(name: str) -> Iterator[None]:
 
     from megatron_pg.integrations import verl as ours
 
-    weights, gather = ours.token_weights, forward.postprocess_thd_engine
+    weights, gather = ours.sample_factors, forward.postprocess_thd_engine
 
     def of_lengths(aggregation: str, mask: Tensor, *args: Any) -> Tensor:
         return weights(aggregation, torch.ones_like(mask), *args)
@@ -180,8 +180,8 @@ def broken(name: str) -> Iterator[None]:
         return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
     mutants = {
-        "divisor": (ours, "token_weights", lambda *args: 1.0005 * weights(*args)),
-        "length": (ours, "token_weights", of_lengths),
+        "divisor": (ours, "sample_factors", lambda *args: 1.0005 * weights(*args)),
+        "length": (ours, "sample_factors", of_lengths),
         "window": (forward, "postprocess_thd_engine", turned),
     }
     if not name:

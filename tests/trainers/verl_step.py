@@ -95,7 +95,7 @@ def batch_of(samples: list[PlainSample], advantages: Tensor, num_samples: int, c
 
 
 def actor_config(case: Case) -> Any:
-    from verl.workers.config import McoreActorConfig, PolicyLossConfig
+    from verl.workers.config import McoreActorConfig, McoreEngineConfig, PolicyLossConfig
 
     return McoreActorConfig(
         rollout_n=logit_table.ROLLOUTS_PER_PROMPT,
@@ -107,6 +107,7 @@ def actor_config(case: Case) -> Any:
         loss_agg_mode=case.loss_agg_mode,
         loss_scale_factor=case.loss_scale_factor,
         policy_loss=PolicyLossConfig(loss_mode=case.loss_mode),
+        megatron=McoreEngineConfig(context_parallel_size=case.context),
         use_kl_loss=case.with_terms,
         kl_loss_coef=logit_table.KL_COEF,
         entropy_coeff=logit_table.ENTROPY_COEF if case.with_terms else 0.0,

@@ -5,6 +5,7 @@ gradient of every log-prob is compared with plain loops in float64, whatever the
 """
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,16 +18,25 @@ DATA_SIZE = 2
 """The data-parallel size of the proof, by which verl multiplies a loss."""
 
 
-def prove(aggregation: str, objective: str, divisor: float | None, config: Any) -> None:
+def prove(
+    aggregation: str,
+    objective: str,
+    divisor: float | None,
+    config: Any,
+    weighted_loss: Callable[..., Any],
+    group_factors: Callable[..., Any],
+) -> None:
     """Raise a ValueError where verl's own loss is not the aggregation, with the numbers; once a process for each loss.
 
-    `config` is verl's `ActorConfig`, whose clip ranges are those of the proof. Every rank that computes a loss calls it.
+    `config` is verl's `ActorConfig`, whose clip ranges are those of the proof. Every rank that computes a loss calls it. The
+    two functions are those of `megatron_pg.integrations.verl`.
     """
     key = aggregation, objective, divisor
     if key in _proven:
         return
     with torch.enable_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
-        wrong = _difference(aggregation, objective, divisor, config)
+        functions = weighted_loss, group_factors
+        wrong = _difference(aggregation, objective, divisor, config, *functions)
     if wrong is not None:
         import verl
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_pg.integrations import DIVISOR_VARIABLE, roll_weights, verl
+from megatron_pg.integrations import DIVISOR_VARIABLE, roll_weights, verl, verl_proof
 from megatron_pg.integrations.reducers import HOOKS
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from tests import oracle
@@ -36,7 +36,9 @@ def test_verls_weights_times_losses_are_the_objective(aggregation):
     generator = torch.Generator().manual_seed(0)
     losses = torch.rand(PADDED.shape, generator=generator, dtype=torch.float64)
     divisor = 5.0 if aggregation == "constant" else None
-    weights = verl.token_weights(aggregation, PADDED.bool(), TOTALS, divisor).double()
+    tokens = PADDED.sum(dim=-1, keepdim=True).clamp(min=1)
+    factors = verl.sample_factors(aggregation, PADDED.bool(), TOTALS, divisor)
+    weights = factors.double() / (len(MASKS) * tokens)
     if aggregation == "prompt_mean":
         factors, num_groups = verl.group_factors(PADDED, np.array(GROUPS, dtype=object))
         assert num_groups == 2
@@ -48,7 +50,7 @@ def test_verls_weights_times_losses_are_the_objective(aggregation):
 
 
 def install_verl(patch: pytest.MonkeyPatch, **core_algos: object) -> None:
-    package = types.SimpleNamespace(__version__=verl.PROVEN_VERSIONS[0])
+    package = types.SimpleNamespace(__version__="0.9.1", __file__="verl/__init__.py")
     package.core_algos = types.SimpleNamespace(**core_algos)
     for name in ("verl", "verl.trainer", "verl.trainer.ppo"):
         patch.setitem(sys.modules, name, package)
@@ -67,7 +69,9 @@ def test_the_plugin_registers_the_hooks_alone(monkeypatch):
     monkeypatch.setitem(AGGREGATIONS, "fifth", AGGREGATIONS["token_mean"])
     for _ in range(2):
         runpy.run_module("megatron_pg.integrations.verl_plugin")
-        assert losses.keys() == {f"megatron_pg_{name}" for name in HOOKS}
+        assert losses.keys() == {
+            f"megatron_pg_{name}{end}" for name in HOOKS for end in ("", "_gspo")
+        }
         ours = {f"megatron_pg_prompt_mean_{name}" for name in ("grpo", "rloo")}
         assert estimators.keys() == {*theirs, *ours}
 
@@ -78,10 +82,12 @@ def test_importance_weights_multiply_the_loss_of_their_tokens(monkeypatch):
     losses, importance = (torch.rand(PADDED.shape, generator=generator) for _ in range(2))
 
     def vanilla(advantages, response_mask, loss_agg_mode, rollout_is_weights, **_):
-        assert loss_agg_mode == "token-sum"
-        return (-advantages * response_mask * rollout_is_weights).sum(), {}
+        assert loss_agg_mode == "seq-mean-token-mean"
+        sums = (-advantages * response_mask * rollout_is_weights).sum(dim=-1)
+        return (sums / response_mask.sum(dim=-1).clamp(min=1)).sum() / len(MASKS), {}
 
     install_verl(monkeypatch, get_policy_loss_fn={"vanilla": vanilla}.__getitem__)
+    monkeypatch.setattr(verl_proof, "_proven", {("sample_mean", "vanilla", None)})
     config = types.SimpleNamespace(engine=None, global_batch_info=TOTALS)
     given = (torch.zeros(PADDED.shape), torch.zeros(PADDED.shape), -losses, PADDED.bool())
     for weights in (importance, torch.zeros_like(importance), None):
@@ -105,13 +111,13 @@ def test_a_step_without_tokens_has_finite_weights():
     mask = torch.zeros(2, 3, dtype=torch.bool)
     totals = {"global_batch_size": 2, "batch_num_tokens": 0}
     for aggregation in ("sample_mean", "token_mean"):
-        assert verl.token_weights(aggregation, mask, totals, None).isfinite().all()
+        assert verl.sample_factors(aggregation, mask, totals, None).isfinite().all()
     assert verl.group_factors(mask, np.array(["a", "b"], dtype=object))[0].tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sample_mean"])
 def test_a_missing_total_is_refused(aggregation):
-    assert_refused("global_batch_info", verl.token_weights, aggregation, PADDED.bool(), {}, None)
+    assert_refused("global_batch_info", verl.sample_factors, aggregation, PADDED.bool(), {}, None)
 
 
 def test_the_tag_changes_less_than_a_rounding_or_two_and_is_seen(monkeypatch):

@@ -194,6 +194,23 @@ def test_factors_undo_the_mean_over_the_kept_tokens():
     assert factors.tolist() == [3.5, 0.0] and factors.dtype == torch.float32
 
 
+def rolls_mean(losses, mask, scale):
+    means = (losses * mask).sum(dim=-1) / mask.sum(dim=-1)
+    return lambda weights, count: (means * weights).sum() / count * scale
+
+
+@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
+def test_an_agg_loss_is_proven_or_refused(aggregation):
+    def agg_loss(scale, *, loss_mat, loss_mask, weights, global_valid_samples, **_):
+        return rolls_mean(loss_mat, loss_mask, scale)(weights, global_valid_samples)
+
+    divisor = 5.0 if aggregation == "constant" else None
+    roll_weights.prove(aggregation, divisor, functools.partial(agg_loss, 1.0))
+    words = f"megatron_pg {aggregation}: agg_loss | expected | worker_cls"
+    mutant = functools.partial(agg_loss, 1.0005)
+    assert_refused(words, roll_weights.prove, aggregation, divisor, mutant)
+
+
 def roll_config(**changes: object) -> types.SimpleNamespace:
     settings = {"difficulty_loss_weight": False, "length_loss_weight": False}
     settings |= {"actor_train": types.SimpleNamespace(apply_loss_scale=True)}

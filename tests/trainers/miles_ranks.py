@@ -39,7 +39,6 @@ def all_cases() -> dict[Case, Outcome]:
             case,
             MILES,
             train_backend="megatron",
-            qkv_format="thd",
             object_store_backend="ray",
             **dict.fromkeys(unused, False),
         )

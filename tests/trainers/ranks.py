@@ -51,6 +51,7 @@ def arguments(case: Case, trainer: Trainer, **others: Any) -> Args:
         **dict.fromkeys(unused, False),
         **dict.fromkeys(("use_dynamic_batch_size", "use_kl_loss", "use_tis"), True),
         **{"advantage_estimator": "grpo", "loss_type": "policy_loss", "kl_loss_type": "k3"},
+        qkv_format="thd",
         **{"log_probs_chunk_size": -1, "rollout_temperature": 1.0, "rollout_top_p": 1.0},
         **{"eps_clip": rollout.EPS_CLIP, "eps_clip_high": rollout.EPS_CLIP_HIGH},
         **{"kl_loss_coef": rollout.KL_COEF, "entropy_coef": rollout.ENTROPY_COEF},

@@ -36,14 +36,15 @@ THEIRS = {
 def cases(context: int) -> list[Case]:
     """Ours in both of Megatron's modes, with KL and entropy, and of GSPO; verl's own, without; then the mutants.
 
-    verl before 0.9 returns no token counts: the plugin refuses context parallelism there, and per-token mode is left out.
+    verl before 0.9 returns no token counts: the plugin refuses context parallelism there, and per-token mode is left out. In
+    that mode 0.9.0 and main refuse `seq-mean-token-mean`, so KL and entropy are token means there.
     """
     if not counts_tokens() and context > 1:
         return [Case(mode, context=context, loss_scale_factor=DIVISOR) for mode in OURS]
-    modes = (False, True) if counts_tokens() else (False,)
     of = functools.partial(Case, context=context, loss_scale_factor=DIVISOR)
     return [
-        *(of(mode, per_token=per_token) for mode in OURS for per_token in modes),
+        *(of(mode) for mode in OURS),
+        *(of(mode, per_token=True, loss_agg_mode="token-mean") for mode in OURS if counts_tokens()),
         *(of(mode) for mode in OF_GSPO),
         *(of("vanilla", loss_agg_mode=mode, with_terms=False) for mode in THEIRS),
         *(of(mode, breakage="divisor") for mode in OURS),
@@ -65,13 +66,18 @@ def expected(case: Case, step: list[oracle.PlainSample]) -> Tensor:
     terms = coefs if case.with_terms else {}
     is_gspo = case.loss_mode.endswith("_gspo")
     held = None if is_gspo else CLIP_C
-    objective = logit_table.objective(aggregation, DIVISOR, eps_clip_c=held, **terms)
+    policy = logit_table.objective(aggregation, DIVISOR, eps_clip_c=held)
+    of_terms = logit_table.objective(
+        THEIRS[case.loss_agg_mode], DIVISOR, regularizer_aggregation="loss"
+    )
 
     def loss(logits: list[Tensor]) -> Tensor:
-        result = oracle.policy_loss(step, logits, objective)
-        return (
-            result.loss - result.pg_loss + gspo(step, logits, objective) if is_gspo else result.loss
-        )
+        result = oracle.policy_loss(step, logits, of_terms)
+        regularizers = terms.get("kl_loss_coef", 0.0) * result.kl_loss
+        regularizers = regularizers - terms.get("entropy_coef", 0.0) * result.entropy
+        if is_gspo:
+            return gspo(step, logits, policy) + regularizers
+        return oracle.policy_loss(step, logits, policy).pg_loss + regularizers
 
     return logit_table.gradient(step, loss)
 
@@ -132,7 +138,7 @@ def test_the_floor():
     if not counts_tokens():
         pytest.skip("this verl returns no token counts")
     step = step_of([(2, [1, 1, 1]), (2, [1, 1, 0, 1]), (1, [1, 1, 1, 1, 1, 1])])
-    case = Case("megatron_pg_sample_mean", per_token=True, context=2, micro_batch_size=1)
+    case = Case("megatron_pg_sample_mean", True, "token-mean", context=2, micro_batch_size=1)
     tokens = [len(sample.tokens) for sample in step]
     factor = sum(tokens) / (2 * sum(n // 2 for n in tokens))
     assert tokens == [5, 6, 7] and factor == 18 / 16

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
+from megatron_pg.integrations.proof import PROVEN
 from megatron_pg.loss.reducer import Reducer, get_pg_loss_reducer
 from megatron_pg.megatron.trainer_globals import context_parallel_place, global_args
 
@@ -49,7 +50,7 @@ def policy_loss_reducer(
     Arguments are those of a custom reducer; `place` is (rank, size) in the context-parallel group, by default Megatron's.
 
     Raises:
-        ValueError: a length without a divisor; the trainer's per-token mode.
+        ValueError: a length without a divisor; the trainer's per-token mode; a trainer that was not proven.
         NotImplementedError: `--qkv-format bshd` under context parallelism.
     """
     if calculate_per_token_loss:
@@ -63,6 +64,11 @@ def policy_loss_reducer(
             f"the response length of sample {bare[0]} of a micro-batch has no divisor: its data did not pass the hook of "
             "megatron_pg, or the trainer has copied the length on the way; set the hook (--rollout-data-postprocess-path in "
             "slime, --custom-convert-samples-to-train-data-path in miles), or take the reducer off"
+        )
+    if place is None and not PROVEN:
+        raise ValueError(
+            "nothing has proven in this process that the trainer's loss takes these divisors: give --custom-megatron-init-path "
+            "megatron_pg.integrations.<trainer>.check, or call it in your own init function"
         )
     cp_rank, cp_size = context_parallel_place() if place is None else place
     return get_pg_loss_reducer(

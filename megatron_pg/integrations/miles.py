@@ -65,7 +65,7 @@ def _refusals(args: Any, row: Aggregation) -> Iterator[str]:
     if not is_for_all_terms(args) and f"{__name__}.check" != paths[0] and REDUCER != paths[1]:
         yield (
             f"nothing lets the training processes read the divisors: add --custom-megatron-init-path {__name__}.check, or, with "
-            f"an init function of your own, --custom-pg-loss-reducer-function-path {REDUCER}"
+            f"an init function of your own that calls it, --custom-pg-loss-reducer-function-path {REDUCER}"
         )
     if is_constant and divisor is None:
         yield (

@@ -23,6 +23,8 @@ from torch import Tensor
 
 TOLERANCE = 1e-5
 """Largest accepted difference, as a part of the largest number compared; the trainers compute in float32."""
+PROVEN: set[tuple[Any, ...]] = set()
+"""What this process has proven: an edit of the checkout is not to stop a run half-way."""
 VOCABULARY = 5
 SETTINGS = {
     **dict.fromkeys(("eps_clip", "eps_clip_high"), 0.2),

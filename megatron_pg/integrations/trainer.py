@@ -26,8 +26,6 @@ from megatron_pg.megatron.trainer_globals import (
 from megatron_pg.step.totals import BareSample
 
 REDUCER = "megatron_pg.integrations.divided_lengths.policy_loss_reducer"
-_proven: set[tuple[Any, ...]] = set()
-"""What this process has proven: an edit of the checkout is not to stop a run half-way."""
 Chosen = tuple[Aggregation, float | None]
 """The aggregation that is on, and L of `constant`."""
 
@@ -83,7 +81,7 @@ class Trainer:
         state = data_parallel_group()
         sizes = context_parallel_place()[1], 1 if state is None else state.size()
         key = self.name, row.name, divisor, for_all_terms, sizes
-        if key in _proven:
+        if key in proof.PROVEN:
             return
         if importlib.util.find_spec(self.name) is None:
             raise ValueError(
@@ -113,7 +111,7 @@ class Trainer:
                 f"compute {row.name} with it. In {module}, {wrong}. Install a version that docs/records/other_trainers.md "
                 "lists as exact, or drop the hook"
             )
-        _proven.add(key)
+        proof.PROVEN.add(key)
 
     def check(self, args: Any) -> None:
         """Refuse inexact settings before the model is loaded, and say what is on (`--custom-megatron-init-path`).

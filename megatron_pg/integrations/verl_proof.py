@@ -5,6 +5,7 @@ gradient of every log-prob is compared with plain loops in float64, whatever the
 """
 
 import copy
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -38,10 +39,9 @@ def prove(
         functions = weighted_loss, group_factors
         wrong = _difference(aggregation, objective, divisor, config, *functions)
     if wrong is not None:
-        import verl
-
+        version = getattr(sys.modules.get("verl"), "__version__", "")
         raise ValueError(
-            f"megatron_pg {aggregation} by verl's {objective}: the installed verl {verl.__version__} ({verl.__file__}) computes "
+            f"megatron_pg {aggregation} by verl's {objective}: the installed verl {version} computes "
             f"something else: {wrong}. Install a version that docs/records/other_trainers.md lists as exact, or set "
             f"actor_rollout_ref.actor.policy_loss.loss_mode={objective}, its own"
         )

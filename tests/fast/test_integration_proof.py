@@ -5,7 +5,7 @@ import types
 import pytest
 import torch
 
-from megatron_pg.integrations import trainer
+from megatron_pg.integrations import divided_lengths, proof, trainer
 from megatron_pg.integrations.divided_lengths import DividedLength, policy_loss_reducer
 from megatron_pg.integrations.proof import Door
 from megatron_pg.integrations.reducers import HOOKS
@@ -27,7 +27,8 @@ TINY = trainer.Trainer(
 
 @pytest.fixture(autouse=True)
 def no_globals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer, "_proven", set())
+    monkeypatch.setattr(proof, "PROVEN", set())
+    monkeypatch.setattr(divided_lengths, "PROVEN", proof.PROVEN)
     pytest.importorskip("megatron.core")
 
 
@@ -127,6 +128,9 @@ def test_where_the_trainer_is_not_installed(monkeypatch):
 def test_the_reducer_divides_by_what_the_lengths_carry():
     masks = [torch.tensor([1, 0, 1]), torch.tensor([1, 1])]
     lengths = [DividedLength(3, 0.5), DividedLength(2, 4.0)]
+    words = "nothing has proven in this process | <trainer>.check"
+    assert_refused(words, policy_loss_reducer, [5, 3], lengths, masks)
+    proof.PROVEN.add(("slime",))
     reduce = policy_loss_reducer([5, 3], lengths, masks)
     assert reduce(torch.tensor([1.0, 9.0, 2.0, 3.0, 5.0])).item() == 3 / 0.5 + 8 / 4
     assert_refused(

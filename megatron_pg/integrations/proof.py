@@ -102,6 +102,12 @@ def token_weights(aggregation: str, divisor: float | None) -> list[float]:
     }[aggregation]
 
 
+def padded_mask() -> Tensor:
+    """Return the masks of the samples, [samples, response] bool."""
+    masks = [torch.tensor(sample.mask, dtype=torch.bool, device="cpu") for sample in SAMPLES]
+    return torch.nn.utils.rnn.pad_sequence(masks, batch_first=True)
+
+
 def prove(
     door: Door,
     args: Any,

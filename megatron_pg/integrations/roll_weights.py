@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pg.integrations.proof import SAMPLES, TOLERANCE, numbers, token_weights
+from megatron_pg.integrations.proof import SAMPLES, TOLERANCE, numbers, padded_mask, token_weights
 from megatron_pg.integrations.reducers import DIVISOR_VARIABLE, find_divisor
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.step.agreement import gather
@@ -62,11 +62,10 @@ def prove(aggregation: str, divisor: float | None, agg_loss: Callable[..., Tenso
 
     The tiny samples of `megatron_pg.integrations.proof` go through it on the CPU; every rank calls it once.
     """
-    width = max(len(sample.mask) for sample in SAMPLES)
-    rows = [[*sample.mask, *[0] * (width - len(sample.mask))] for sample in SAMPLES]
     groups = [str(sample.group).encode() for sample in SAMPLES]
     with torch.enable_grad(), torch.device("cpu"):
-        mask, losses = torch.tensor(rows), numbers(len(SAMPLES), width, seed=0).requires_grad_()
+        mask = padded_mask().long()
+        losses = numbers(*mask.shape, seed=0).requires_grad_()
         tokens = mask.sum(dim=-1).tolist()
         size = len(SAMPLES) // len(set(groups))
         weights = step_weights(

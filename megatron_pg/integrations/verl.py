@@ -112,7 +112,7 @@ def policy_loss(
         )
     _refuse_lost_token_counts(config.engine)
     divisor = _divisor(config.loss_scale_factor) if aggregation == "constant" else None
-    verl_proof.prove(aggregation, objective, divisor, config, weighted_loss, group_factors)
+    verl_proof.prove((aggregation, objective, divisor), config, weighted_loss, group_factors)
     if aggregation == "prompt_mean":
         _refuse_untagged(advantages, response_mask)
     batch = old_log_prob, log_prob, advantages, response_mask

@@ -13,84 +13,76 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_pg.integrations.proof import SAMPLES, TOLERANCE, numbers, token_weights
+from megatron_pg.integrations.proof import SAMPLES, TOLERANCE, numbers, padded_mask, token_weights
 
 DATA_SIZE = 2
 """The data-parallel size of the proof, by which verl multiplies a loss."""
 
 
+Loss = tuple[str, str, float | None]
+"""The aggregation, the name of verl's own policy loss, and L of `constant`."""
+_proven: set[Loss] = set()
+
+
 def prove(
-    aggregation: str,
-    objective: str,
-    divisor: float | None,
+    loss: Loss,
     config: Any,
     weighted_loss: Callable[..., Any],
-    group_factors: Callable[..., Any],
+    group_factors: Callable[[Tensor, Any], tuple[Tensor, int]],
 ) -> None:
     """Raise a ValueError where verl's own loss is not the aggregation, with the numbers; once a process for each loss.
 
     `config` is verl's `ActorConfig`, whose clip ranges are those of the proof. Every rank that computes a loss calls it. The
     two functions are those of `megatron_pg.integrations.verl`.
     """
-    key = aggregation, objective, divisor
-    if key in _proven:
+    if loss in _proven:
         return
-    with torch.enable_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
-        functions = weighted_loss, group_factors
-        wrong = _difference(aggregation, objective, divisor, config, *functions)
+    old, log_prob, advantages = (numbers(*padded_mask().shape, seed=seed) for seed in (1, 2, 3))
+    expected = _gradient(loss, (old, log_prob, advantages), config)
+    try:
+        with torch.enable_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
+            mask = padded_mask()
+            if loss[0] == "prompt_mean":
+                groups = np.array([sample.group for sample in SAMPLES])
+                advantages = advantages * group_factors(mask, groups)[0].float()[:, None]
+            batch = old, log_prob.requires_grad_(), advantages, mask
+            found = torch.autograd.grad(
+                weighted_loss(*loss, batch, _tiny(config), None)[0], log_prob
+            )[0]
+        wrong = _difference(found.double() / DATA_SIZE, expected)
+    except Exception as error:  # verl's code may raise anything at all
+        wrong = f"it cannot be run on tiny samples: {type(error).__name__}: {error}"
     if wrong is not None:
         version = getattr(sys.modules.get("verl"), "__version__", "")
         raise ValueError(
-            f"megatron_pg {aggregation} by verl's {objective}: the installed verl {version} computes "
-            f"something else: {wrong}. Install a version that docs/records/other_trainers.md lists as exact, or set "
-            f"actor_rollout_ref.actor.policy_loss.loss_mode={objective}, its own"
+            f"megatron_pg {loss[0]} by verl's {loss[1]}: the installed verl {version} computes something else: {wrong}. Install a "
+            "version that docs/records/other_trainers.md lists as exact, or set "
+            f"actor_rollout_ref.actor.policy_loss.loss_mode={loss[1]}, its own"
         )
-    _proven.add(key)
+    _proven.add(loss)
 
 
-_proven: set[tuple[str, str, float | None]] = set()
-
-
-def _difference(aggregation: str, objective: str, divisor: float | None, config: Any) -> str | None:
-    """Return the largest difference from the loops in words, or None."""
-    from megatron_pg.integrations.verl import group_factors, weighted_loss
-
-    width = max(len(sample.mask) for sample in SAMPLES)
-    masks = [(*sample.mask, *[0] * (width - len(sample.mask))) for sample in SAMPLES]
-    response_mask = torch.tensor(masks, dtype=torch.bool)
-    old, log_prob, advantages = (numbers(len(SAMPLES), width, seed=seed) for seed in (1, 2, 3))
-    expected = _gradient(aggregation, objective, divisor, old, log_prob, advantages, config)
-    if aggregation == "prompt_mean":
-        groups = np.array([sample.group for sample in SAMPLES])
-        advantages = advantages * group_factors(response_mask, groups)[0].float()[:, None]
+def _tiny(config: Any) -> Any:
+    """Copy the config, with the totals of the tiny step."""
     tiny = copy.deepcopy(config)
-    totals = {"global_batch_size": len(SAMPLES), "batch_num_tokens": int(response_mask.sum())}
-    tiny.global_batch_info.update(dp_size=DATA_SIZE, loss_scale_factor=divisor, **totals)
-    log_prob.requires_grad_()
-    batch = old, log_prob, advantages, response_mask
-    try:
-        loss, _ = weighted_loss(aggregation, objective, divisor, batch, tiny, None)
-        found = torch.autograd.grad(loss, log_prob)[0].double() / DATA_SIZE
-    except Exception as error:  # verl's code may raise anything at all
-        return f"it cannot be run on tiny samples: {type(error).__name__}: {error}"
+    totals = {"global_batch_size": len(SAMPLES), "batch_num_tokens": int(padded_mask().sum())}
+    tiny.global_batch_info.update(dp_size=DATA_SIZE, loss_scale_factor=None, **totals)
+    return tiny
+
+
+def _difference(found: Tensor, expected: Tensor) -> str | None:
+    """Name the log-prob whose gradient differs the most, or return None."""
     errors = (found - expected).abs()
-    sample, token = divmod(int(errors.argmax()), width)
+    place = divmod(int(errors.argmax()), errors.shape[1])
     if float(errors.max()) <= TOLERANCE * float(expected.abs().max()):
         return None
-    mine, right = float(found[sample, token]), float(expected[sample, token])
-    return f"the gradient of log-prob {token} of tiny sample {sample} is {mine:.6g}, expected {right:.6g}"
+    values = f"is {float(found[place]):.6g}, expected {float(expected[place]):.6g}"
+    return f"the gradient of log-prob {place[1]} of tiny sample {place[0]} {values}"
 
 
-def _gradient(
-    aggregation: str,
-    objective: str,
-    divisor: float | None,
-    old: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    config: Any,
-) -> Tensor:
+def _gradient(loss: Loss, batch: tuple[Tensor, Tensor, Tensor], config: Any) -> Tensor:
     """Compute the gradient of the log-probs, [samples, response] float64, in plain loops."""
+    (aggregation, objective, divisor), (old, log_prob, advantages) = loss, batch
     leaf = log_prob.double().requires_grad_()
     total = torch.zeros((), dtype=torch.float64)
     weights = token_weights(aggregation, divisor)
@@ -101,8 +93,8 @@ def _gradient(
         for token, change in changes.items():
             if objective == "gspo":
                 change = mean + leaf[row, token] - leaf[row, token].detach()
-            loss = _token_loss(change.exp(), float(advantages[row, token]), objective, config)
-            total = total + weights[row] * loss
+            advantage = float(advantages[row, token])
+            total = total + weights[row] * _token_loss(change.exp(), advantage, objective, config)
     return torch.autograd.grad(total, leaf)[0]
 
 

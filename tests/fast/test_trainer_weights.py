@@ -99,6 +99,56 @@ def test_importance_weights_multiply_the_loss_of_their_tokens(monkeypatch):
         torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0)
 
 
+CLIPS = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 3.0}
+
+
+def plain_verl(scale=1.0, honours_weights=True):
+    """As much of verl's two losses as the proof meets, in this test's own words."""
+
+    def loss(
+        is_gspo, old_log_prob, log_prob, advantages, response_mask, rollout_is_weights, config, **_
+    ):
+        change = log_prob - old_log_prob
+        if is_gspo:
+            means = (change * response_mask).sum(-1, keepdim=True) / response_mask.sum(
+                -1, keepdim=True
+            )
+            change = log_prob - log_prob.detach() + means.detach()
+        ratio = change.exp()
+        clipped = ratio.clamp(1 - config.clip_ratio_low, 1 + config.clip_ratio_high)
+        losses = torch.maximum(-advantages * ratio, -advantages * clipped)
+        if not is_gspo:
+            held = torch.minimum(losses, -advantages * config.clip_ratio_c)
+            losses = torch.where(advantages < 0, held, losses)
+        losses = losses * rollout_is_weights if honours_weights else losses
+        sums = (losses * response_mask).sum(-1) / response_mask.sum(-1)
+        totals = config.global_batch_info
+        return sums.sum() / totals["global_batch_size"] * totals["dp_size"] * scale, {}
+
+    return {name: functools.partial(loss, name == "gspo") for name in ("vanilla", "gspo")}
+
+
+@pytest.mark.parametrize("objective", verl.OBJECTIVES.values())
+@pytest.mark.parametrize("aggregation", HOOKS)
+def test_a_verl_is_proven_or_refused(aggregation, objective, monkeypatch):
+    config = types.SimpleNamespace(global_batch_info={}, **CLIPS)
+    loss = aggregation, objective, 5.0 if aggregation == "constant" else None
+    functions = verl.weighted_loss, verl.group_factors
+
+    def prove(losses):
+        monkeypatch.setattr(verl_proof, "_proven", set())
+        install_verl(monkeypatch, get_policy_loss_fn=losses.__getitem__)
+        verl_proof.prove(loss, config, *functions)
+
+    prove(plain_verl())
+    assert config.global_batch_info == {} and verl_proof._proven == {loss}
+    words = f"{aggregation} by verl's {objective} | 0.9.1 | the gradient of log-prob | expected | other_trainers.md"
+    assert_refused(words, prove, plain_verl(scale=1.0005))
+    if aggregation in ("token_mean", "constant"):
+        assert_refused(words, prove, plain_verl(honours_weights=False))
+    assert_refused("cannot be run on tiny samples: KeyError", prove, {})
+
+
 def test_verls_padding_samples_are_in_no_prompt_group():
     masks = torch.cat([PADDED, torch.zeros(2, PADDED.shape[1], dtype=torch.int64)])
     uids = np.array([*GROUPS, "pad" + "0f" * 16, "pad" + "0f" * 16], dtype=object)

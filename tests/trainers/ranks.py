@@ -85,6 +85,16 @@ def initialize(case: Case) -> None:
     )
 
 
+def round_no_gradients() -> None:
+    """Megatron's fused cross-entropy, which trainers import when called, rounds its gradient to bfloat16 (0.19.2)."""
+    from megatron.core.fusions import fused_cross_entropy
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    fused_cross_entropy.fused_vocab_parallel_cross_entropy = lambda logits, tokens, group: (
+        vocab_parallel_cross_entropy(logits, tokens)
+    )
+
+
 def start(
     case: Case, args: Args, trainer: Trainer, load_function: Callable[[str], Any]
 ) -> Callable[..., Any]:

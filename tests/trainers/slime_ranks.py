@@ -17,6 +17,7 @@ from .rollout import Case, samples
 
 def all_cases() -> dict[Case, Outcome]:
     enable_cpu_runtime()
+    ranks.round_no_gradients()
     sources.use("slime")
     from slime.backends.megatron_utils import cp_utils, data
 

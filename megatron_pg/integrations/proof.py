@@ -8,7 +8,6 @@ The trainer's functions run as copies whose global names are copies too, in whic
 log-probs come from plain logits. So there is no communication, and no state of the trainer's process changes.
 """
 
-import copy
 import importlib
 import inspect
 import math
@@ -20,6 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from megatron_pg.integrations.function_copies import FunctionCopies
 
 TOLERANCE = 1e-5
 """Largest accepted difference, as a part of the largest number compared; the trainers compute in float32."""
@@ -125,11 +126,16 @@ def prove(
         numbers(len(sample.mask) + sample.prompt_length, VOCABULARY, seed=i)
         for i, sample in enumerate(SAMPLES)
     ]
-    expected = _expected([leaf.double() for leaf in logits], weights)
-    leaves = [leaf.requires_grad_() for leaf in logits]
     with torch.enable_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
-        found = _found(door, args, leaves, hook, reducer, sizes)
+        expected = _expected([leaf.double().requires_grad_() for leaf in logits], weights)
+        found = _found(door, args, [leaf.requires_grad_() for leaf in logits], hook, reducer, sizes)
     return _difference(found, expected)
+
+
+def imported(path: str) -> Any:
+    """Import the name at `module:name`."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def numbers(*shape: int, seed: int) -> Tensor:
@@ -159,53 +165,45 @@ def _fields(index: int) -> dict[str, Any]:
 
 OWN_DIVISORS = ("rollout_mask_sums", "group_mask_sums")
 """Names of a trainer's own divisor of each sample: that of slime and miles, and that of slime v0.3.0."""
-OLD, REFERENCE, ADVANTAGES = "log_probs", "ref_log_probs", "advantages"
-METRICS = ("pg_clipfrac", "ppo_kl", "entropy_loss", "kl_loss")
-"""Metrics of a token that the trainers report under these names, in the order of `_token`."""
 Outcome = tuple[list[Tensor], dict[str, float]]
 """The gradient of each sample's logits, [total_length, vocabulary], and the reported numbers."""
 
 
-def _expected(logits: list[Tensor], weights: Weights) -> Outcome:
-    """Compute the gradient and the metrics in plain loops over tokens, in float64."""
-    leaves = [leaf.detach().requires_grad_() for leaf in logits]
-    loss, pg_loss, metrics = 0.0, 0.0, dict.fromkeys(METRICS, 0.0)
+def _expected(leaves: list[Tensor], weights: Weights) -> Outcome:
+    """Compute the gradient and the reported numbers in plain loops over tokens, in float64."""
+    report: dict[str, Any] = {}
     for index, sample in enumerate(SAMPLES):
         fields = _fields(index)
-        for token, active in enumerate(sample.mask):
-            if not active:
-                continue
+        for token in [token for token, active in enumerate(sample.mask) if active]:
             position = sample.prompt_length + token
             row, target = leaves[index][position - 1], int(fields["tokens"][position])
-            at = {name: float(fields[name][token]) for name in (OLD, REFERENCE, ADVANTAGES)}
-            token_loss, *values = _token(row, target, at)
-            regularizer = (
-                SETTINGS["kl_loss_coef"] * values[3] - SETTINGS["entropy_coef"] * values[2]
-            )
-            pg_loss = pg_loss + weights.policy_loss[index] * token_loss
-            loss = (
-                loss
-                + weights.policy_loss[index] * token_loss
-                + weights.regularizers[index] * regularizer
-            )
-            for name, value in zip(METRICS, values, strict=True):
-                metrics[name] += weights.regularizers[index] * float(
-                    torch.as_tensor(value).detach()
-                )
-    gradients = torch.autograd.grad(loss, leaves)
-    return list(gradients), {"loss": float(loss), "pg_loss": float(pg_loss), **metrics}
+            names = "log_probs", "ref_log_probs", "advantages"
+            old, reference, advantage = (float(fields[name][token]) for name in names)
+            for name, term in _token(row, target, old, reference, advantage).items():
+                weight = weights.policy_loss if name == "pg_loss" else weights.regularizers
+                report[name] = report.get(name, 0.0) + weight[index] * term
+    regularizers = SETTINGS["kl_loss_coef"] * report["kl_loss"]
+    report["loss"] = report["pg_loss"] + regularizers
+    report["loss"] = report["loss"] - SETTINGS["entropy_coef"] * report["entropy_loss"]
+    gradients = torch.autograd.grad(report["loss"], leaves)
+    return list(gradients), {name: term.item() for name, term in report.items()}
 
 
-def _token(row: Tensor, target: int, at: Mapping[str, float]) -> tuple[Any, ...]:
-    """Compute the PPO loss of one token, and its `METRICS`."""
+def _token(
+    row: Tensor, target: int, old: float, reference: float, advantage: float
+) -> dict[str, Tensor]:
+    """Compute the PPO loss of one token, and what the trainers report of it, under their names."""
     log_probabilities = row - row.exp().sum().log()
     log_prob = log_probabilities[target]
-    entropy = -(log_probabilities.exp() * log_probabilities).sum()
-    ratio = (log_prob - at[OLD]).exp()
+    ratio = (log_prob - old).exp()
     clipped = ratio.clamp(1 - SETTINGS["eps_clip"], 1 + SETTINGS["eps_clip_high"])
-    losses = -ratio * at[ADVANTAGES], -clipped * at[ADVANTAGES]
-    loss, is_clipped = torch.maximum(*losses), float(losses[1] > losses[0])
-    return loss, is_clipped, at[OLD] - log_prob, entropy, (log_prob - at[REFERENCE]) ** 2 / 2
+    return {
+        "pg_loss": torch.maximum(-ratio * advantage, -clipped * advantage),
+        "pg_clipfrac": (-clipped * advantage > -ratio * advantage).double(),
+        "ppo_kl": old - log_prob,
+        "entropy_loss": -(log_probabilities.exp() * log_probabilities).sum(),
+        "kl_loss": (log_prob - reference) ** 2 / 2,
+    }
 
 
 def _found(
@@ -228,10 +226,12 @@ def _found(
             "load_function": lambda path, load=load: load(),
             "calculate_log_probs_and_entropy": _log_probs,
         }
-        copies = _Copies(door, {**stand_ins, **door.stand_ins(place)})
-        for batch, rows in _micro_batches(copies, leaves, hook, place):
+        package = door.loss_function.partition(".")[0]
+        copies = FunctionCopies(package, {**stand_ins, **door.stand_ins(place)})
+        loss_function = copies.copy(imported(door.loss_function))
+        for batch, rows in _micro_batches(imported(door.data_iterator), leaves, hook, place):
             given = {"args": types.SimpleNamespace(**settings), "batch": batch}
-            loss, log = _scaled_loss(copies.loss_function, given, rows, place)
+            loss, log = _scaled_loss(loss_function, given, rows, place)
             shares = torch.autograd.grad(loss, leaves, allow_unused=True)
             for total, share in zip(gradients, shares, strict=True):
                 if share is not None:
@@ -242,7 +242,7 @@ def _found(
 
 
 def _micro_batches(
-    copies: "_Copies", leaves: list[Tensor], hook: Callable[[dict[str, Any]], None], place: Place
+    data_iterator: Any, leaves: list[Tensor], hook: Callable[[dict[str, Any]], None], place: Place
 ) -> Iterator[tuple[dict[str, Any], Tensor]]:
     """Yield the batches of the trainer's iterator on one rank, with this rank's logits, [1, tokens, vocabulary]."""
     fields = [_fields(index) for index in range(len(SAMPLES))]
@@ -251,7 +251,7 @@ def _micro_batches(
         windows = [_window(i, place) for i in range(len(SAMPLES))]
         data[key] = [values[window] for values, window in zip(data[key], windows, strict=True)]
     data |= {key: torch.stack(data[key]) for key in OWN_DIVISORS}
-    iterator = copies.data_iterator(
+    iterator = data_iterator(
         rollout_data=data, micro_batch_indices=[list(indices) for indices in MICRO_BATCHES]
     )
     hook(data)
@@ -310,44 +310,6 @@ def _scaled_loss(
         place.context_size, True,
     )  # fmt: skip
     return loss, store[0]
-
-
-class _Copies:
-    """Copies of a door's functions. Global names are those of their modules, except for the stand-ins."""
-
-    def __init__(self, door: Door, stand_ins: Mapping[str, Any]) -> None:
-        self._stand_ins, self._package = stand_ins, door.loss_function.partition(".")[0]
-        self._namespaces: dict[int, dict[str, Any]] = {}
-        self.loss_function = self._copy(_imported(door.loss_function))
-        self.data_iterator = _imported(door.data_iterator)
-
-    def _copy(self, function: Any) -> Any:
-        """Copy a function, and what a compiled one was compiled from; leave anything else as it is."""
-        function = getattr(function, "_torchdynamo_orig_callable", function)
-        is_theirs = str(getattr(function, "__module__", "")).partition(".")[0] == self._package
-        if not isinstance(function, types.FunctionType) or not is_theirs:
-            return function
-        made = types.FunctionType(
-            function.__code__,
-            self._namespace(function.__globals__),
-            function.__name__,
-            function.__defaults__,
-            function.__closure__,
-        )
-        made.__kwdefaults__ = copy.copy(function.__kwdefaults__)
-        return made
-
-    def _namespace(self, theirs: dict[str, Any]) -> dict[str, Any]:
-        if (mine := self._namespaces.get(id(theirs))) is None:
-            mine = self._namespaces[id(theirs)] = dict(theirs)
-            for name, value in theirs.items():
-                mine[name] = self._stand_ins[name] if name in self._stand_ins else self._copy(value)
-        return mine
-
-
-def _imported(path: str) -> Any:
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
 
 
 def _difference(found: Outcome, expected: Outcome) -> str | None:

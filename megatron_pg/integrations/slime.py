@@ -29,8 +29,8 @@ from megatron_pg.step.sample import as_integer
 from megatron_pg.step.totals import BareSample
 
 
-def _stand_ins(place: Place) -> dict[str, Any]:
-    """Return Megatron's parallel state on one rank, as slime's loss asks for it."""
+def stand_ins(place: Place) -> dict[str, Any]:
+    """Return Megatron's parallel state on one rank, as the loss of slime and its forks asks for it."""
     of_data = {False: place.data_size, True: place.data_size * place.context_size}
     state = {
         "get_context_parallel_rank": lambda: place.context_rank,
@@ -49,7 +49,7 @@ SLIME = Trainer(
     Door(
         "slime.backends.megatron_utils.loss:loss_function",
         "slime.backends.megatron_utils.data:DataIterator",
-        _stand_ins,
+        stand_ins,
     ),
 )
 check = SLIME.check
@@ -82,7 +82,7 @@ def _postprocess(
         allow_different_prompts=bool(getattr(args, "allow_different_prompts_in_group", False)),
         is_clamped=is_for_all_terms(args),
     )
-    give_divisors(sums, args, rollout_data)
+    give_divisors(sums, is_for_all_terms(args), rollout_data)
 
 
 sample_mean, prompt_mean, token_mean, constant = (

@@ -91,7 +91,7 @@ class Trainer:
             proof.token_weights(row.name, divisor),
             proof.token_weights("sample_mean", None),
         )
-        hook = partial(_give_divisors, _tiny_divisors(row, divisor, for_all_terms), for_all_terms)
+        hook = partial(give_divisors, _tiny_divisors(row, divisor, for_all_terms), for_all_terms)
         reducer = None if for_all_terms else policy_loss_reducer
         try:
             wrong = proof.prove(
@@ -196,12 +196,8 @@ def _regularizer_violations(name: str, args: Any) -> Iterator[str]:
         )
 
 
-def give_divisors(divisors: Tensor, args: Any, data: dict[str, Any]) -> None:
+def give_divisors(divisors: Tensor, for_all_terms: bool, data: dict[str, Any]) -> None:
     """Put the divisors, [samples] float64 on the host, where the trainer's loss reads them."""
-    _give_divisors(divisors, is_for_all_terms(args), data)
-
-
-def _give_divisors(divisors: Tensor, for_all_terms: bool, data: dict[str, Any]) -> None:
     if for_all_terms:
         for key in set(proof.OWN_DIVISORS) & set(data):
             data[key] = divisors.to(data["loss_masks"][0].device, torch.float32)

@@ -38,10 +38,9 @@ def prove(
     if loss in _proven:
         return
     old, log_prob, advantages = (numbers(*padded_mask().shape, seed=seed) for seed in (1, 2, 3))
-    expected = _gradient(loss, (old, log_prob, advantages), config)
     try:
         with torch.enable_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
-            mask = padded_mask()
+            mask, expected = padded_mask(), _gradient(loss, (old, log_prob, advantages), config)
             if loss[0] == "prompt_mean":
                 groups = np.array([sample.group for sample in SAMPLES])
                 advantages = advantages * group_factors(mask, groups)[0].float()[:, None]

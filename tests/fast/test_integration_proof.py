@@ -9,7 +9,7 @@ from megatron_pg.integrations import divided_lengths, proof, trainer
 from megatron_pg.integrations.divided_lengths import DividedLength, policy_loss_reducer
 from megatron_pg.integrations.proof import Door
 from megatron_pg.integrations.reducers import HOOKS
-from megatron_pg.integrations.slime import _stand_ins
+from megatron_pg.integrations.slime import stand_ins
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from tests.fast import tiny_trainer
 from tests.fast.refusals import assert_refused, refusal
@@ -18,9 +18,7 @@ TINY = trainer.Trainer(
     "tests",
     "hook",
     Door(
-        f"{tiny_trainer.__name__}:loss_function",
-        f"{tiny_trainer.__name__}:DataIterator",
-        _stand_ins,
+        f"{tiny_trainer.__name__}:loss_function", f"{tiny_trainer.__name__}:DataIterator", stand_ins
     ),
 )
 

@@ -3,7 +3,6 @@
 An installed trainer is accepted by what its own loss computes (`megatron_pg.integrations.proof`), whatever its version.
 """
 
-import importlib
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -83,31 +82,23 @@ class Trainer:
         key = self.name, row.name, divisor, for_all_terms, sizes
         if key in proof.PROVEN:
             return
-        if importlib.util.find_spec(self.name) is None:
+        if (package := importlib.util.find_spec(self.name)) is None:
             raise ValueError(
                 f"{self.name} cannot be imported here: only {self.name} itself may call this"
             )
-        weights, own = (
-            proof.token_weights(row.name, divisor),
-            proof.token_weights("sample_mean", None),
-        )
+        weights = proof.token_weights(row.name, divisor)
+        own = weights if for_all_terms else proof.token_weights("sample_mean", None)
         hook = partial(give_divisors, _tiny_divisors(row, divisor, for_all_terms), for_all_terms)
         reducer = None if for_all_terms else policy_loss_reducer
         try:
-            wrong = proof.prove(
-                self.door,
-                args,
-                proof.Weights(weights, weights if for_all_terms else own),
-                hook,
-                reducer,
-                sizes,
-            )
+            both = proof.Weights(weights, own)
+            wrong = proof.prove(self.door, args, both, hook, reducer, sizes)
         except Exception as error:  # the trainer's code may raise anything at all
             wrong = f"it cannot be run on tiny samples: {type(error).__name__}: {error}"
         if wrong is not None:
             module = self.door.loss_function.partition(":")[0]
             raise ValueError(
-                f"{self.path(row.name)}: the installed {self.name} ({importlib.util.find_spec(self.name).origin}) does not "
+                f"{self.path(row.name)}: the installed {self.name} ({package.origin}) does not "
                 f"compute {row.name} with it. In {module}, {wrong}. Install a version that docs/records/other_trainers.md "
                 "lists as exact, or drop the hook"
             )
@@ -131,6 +122,10 @@ class Trainer:
             name = reducer.rpartition(".")[2]
             row, divisor = _chosen(f"{PREFIX}{name}", name, args, _without_window(args))
             refuse_flag(name, bool(_setting(args, "calculate_per_token_loss")))
+        elif reducer == REDUCER:
+            row, divisor = AGGREGATIONS["prompt_mean"], None
+            self.prove(row, divisor, args)
+            terms += ", if your own hook ends with a call of it"
         else:
             raise ValueError(
                 f"--custom-megatron-init-path {package}check: nothing of megatron_pg is on that it could check; add "

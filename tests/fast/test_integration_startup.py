@@ -163,6 +163,14 @@ def test_constant_asks_for_one_divisor(monkeypatch, capsys):
     refused("miles", "--train-env-vars do not arrive", "constant")
 
 
+@pytest.mark.parametrize("trainer", CHECKS)
+def test_a_hook_of_ones_own(trainer, capsys):
+    args = arguments(trainer, None, **{REDUCER_FIELD: REDUCER})
+    setattr(args, HOOKS[trainer], "my.hook")
+    CHECKS[trainer](args)
+    assert capsys.readouterr().out.endswith("if your own hook ends with a call of it\n")
+
+
 def test_a_token_mean_under_miles_fsdp_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "miles.backends.fsdp_utils.actor", types.ModuleType("actor"))
     settings = {**TOKEN_MEAN, "calculate_per_token_loss": True}

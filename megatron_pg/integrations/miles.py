@@ -51,8 +51,9 @@ def _refusals(args: Any, row: Aggregation) -> Iterator[str]:
     is_whole = is_constant and is_for_all_terms(args) and float(divisor or 1).is_integer()
     if on("object_store_backend", "ray") == "mooncake" and not is_whole:
         yield (
-            "--object-store-backend mooncake carries lengths and rollout_mask_sums as whole numbers, and would cut the divisors "
-            "off: use ray, or --custom-pg-loss-reducer-function-path megatron_pg.integrations.constant in place of the hook"
+            "--object-store-backend mooncake carries lengths and rollout_mask_sums as plain whole numbers, and would cut the divisors "
+            "off: use ray; sample_mean needs no hook, and constant has --custom-pg-loss-reducer-function-path "
+            "megatron_pg.integrations.constant"
         )
     if is_for_all_terms(args) and (
         on("use_critic", False) or on("advantage_estimator", "") == "ppo"

@@ -27,7 +27,7 @@ from megatron_pg.config.versions import has_megatron_training
 ROOT = Path(__file__).parents[2]
 TRAINERS = Path(os.environ.get("TRAINERS", "/nonexistent"))
 STAND_INS = {
-    "slime": "ray httpx wandb sglang sglang_router torch_memory_saver".split(),
+    "slime": "ray httpx wandb sglang sglang_router torch_memory_saver pandas".split(),
     "verl": "ray torchdata cachetools fastapi uvicorn aiohttp pandas zmq codetiming datasets accelerate peft dill "
     "pylatexenc".split(),
     "ROLL": "ray codetiming transfer_queue opentelemetry imageio torchdata pandas datasets peft dacite accelerate".split(),

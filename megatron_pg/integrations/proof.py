@@ -27,6 +27,8 @@ TOLERANCE = 1e-5
 PROVEN: set[tuple[Any, ...]] = set()
 """What this process has proven: an edit of the checkout is not to stop a run half-way."""
 VOCABULARY = 5
+REDUCER_PATH = "megatron_pg"
+"""The import path of the custom reducer in the settings of the proof."""
 SETTINGS = {
     **dict.fromkeys(("eps_clip", "eps_clip_high"), 0.2),
     **{"kl_loss_coef": 0.3, "kl_loss_type": "k2", "entropy_coef": 0.1, "log_probs_chunk_size": -1},
@@ -216,16 +218,13 @@ def _found(
 ) -> Outcome:
     """Compute both by the trainer's own functions, one context-parallel rank after another."""
     settings = vars(args) | SETTINGS | {"global_batch_size": len(SAMPLES)}
-    settings["custom_pg_loss_reducer_function_path"] = None if reducer is None else "megatron_pg"
+    settings["custom_pg_loss_reducer_function_path"] = None if reducer is None else REDUCER_PATH
     gradients = [torch.zeros_like(leaf) for leaf in leaves]
     metrics: dict[str, float] = {}
     for rank in range(sizes[0]):
         place = Place(rank, *sizes)
-        load = partial(partial, reducer, place=place[:2])
-        stand_ins = {
-            "load_function": lambda path, load=load: load(),
-            "calculate_log_probs_and_entropy": _log_probs,
-        }
+        load = partial(_load, reducer, place)
+        stand_ins = {"load_function": load, "calculate_log_probs_and_entropy": _log_probs}
         package = door.loss_function.partition(".")[0]
         copies = FunctionCopies(package, {**stand_ins, **door.stand_ins(place)})
         loss_function = copies.copy(imported(door.loss_function))
@@ -239,6 +238,13 @@ def _found(
             for key, value in zip(log["keys"], log["values"][1:].tolist(), strict=True):
                 metrics[key] = metrics.get(key, 0.0) + value / len(SAMPLES)
     return gradients, metrics
+
+
+def _load(reducer: Callable[..., Any] | None, place: Place, path: str) -> Any:
+    """Stand in for the trainer's import of the reducer; another path is another function."""
+    if reducer is None or path != REDUCER_PATH:
+        raise ValueError(f"it loads {path}")
+    return partial(reducer, place=place[:2])
 
 
 def _micro_batches(

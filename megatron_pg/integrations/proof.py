@@ -29,7 +29,7 @@ PROVEN: set[tuple[Any, ...]] = set()
 VOCABULARY = 5
 REDUCER_PATH = "megatron_pg"
 """The import path of the custom reducer in the settings of the proof."""
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     **dict.fromkeys(("eps_clip", "eps_clip_high"), 0.2),
     **{"kl_loss_coef": 0.3, "kl_loss_type": "k2", "entropy_coef": 0.1, "log_probs_chunk_size": -1},
     **{"advantage_estimator": "grpo", "loss_type": "policy_loss", "qkv_format": "thd"},

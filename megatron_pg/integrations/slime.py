@@ -31,13 +31,14 @@ from megatron_pg.step.totals import BareSample
 
 def stand_ins(place: Place) -> dict[str, Any]:
     """Return Megatron's parallel state on one rank, as the loss of slime and its forks asks for it."""
-    of_data = {False: place.data_size, True: place.data_size * place.context_size}
+
+    def data_parallel_size(with_context_parallel: bool = False) -> int:
+        return place.data_size * (place.context_size if with_context_parallel else 1)
+
     state = {
         "get_context_parallel_rank": lambda: place.context_rank,
         "get_context_parallel_world_size": lambda: place.context_size,
-        "get_data_parallel_world_size": lambda with_context_parallel=False: of_data[
-            with_context_parallel
-        ],
+        "get_data_parallel_world_size": data_parallel_size,
         "get_tensor_model_parallel_group": lambda: None,
     }
     return {"mpu": types.SimpleNamespace(**state)}

@@ -174,7 +174,8 @@ def sample_factors(
         )
     tokens: Tensor = response_mask.sum(dim=-1, keepdim=True).float()
     if aggregation == "token_mean":
-        return tokens * (totals["global_batch_size"] / max(totals["batch_num_tokens"], 1))
+        mean_length: float = max(totals["batch_num_tokens"], 1) / totals["global_batch_size"]
+        return tokens / mean_length
     return torch.ones_like(tokens) if divisor is None else tokens / divisor
 
 

@@ -67,7 +67,7 @@ setup(
         "Typing :: Typed",
     ],
     packages=find_packages(include=["megatron_pg", "megatron_pg.*"]),
-    package_data={"megatron_pg": ["py.typed", "integrations/*.toml", "migrate/*.toml"]},
+    package_data={"megatron_pg": ["py.typed", "migrate/*.toml"]},
     python_requires=">=3.11",
     install_requires=["torch>=2.6", "numpy>=1.26"],
     entry_points={

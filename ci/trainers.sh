@@ -3,6 +3,7 @@
 #
 #   TRAINERS=/folder bash ci/trainers.sh           # /folder/slime, /folder/miles, ...: checkouts that are there already
 #   bash ci/trainers.sh --clone /folder            # clone the commits below into a folder first, where it has none
+#   bash ci/trainers.sh --clone /folder slime=v0.3.0 miles=v0.1.0 ROLL=    # other commits, or none
 #
 # Nothing of the trainers is stored in this repository. PYTHON= chooses the interpreter, as in ci/test.sh (Python 3.12:
 # Megatron-Core has to be one with megatron.training); VENV_PYTHON= one that has everything already.
@@ -17,8 +18,14 @@ ROLL https://github.com/alibaba/ROLL 8eb27cc2dc34c4d1310b169d9b86d339004d811a"
 if [ "${1:-}" = --clone ]; then
     TRAINERS="${2:?bash ci/trainers.sh --clone FOLDER: which folder?}"
     shift 2
+    declare -A chosen=()
+    while [[ "${1:-}" =~ ^(slime|miles|ROLL)=(.*)$ ]]; do
+        chosen[${BASH_REMATCH[1]}]="${BASH_REMATCH[2]}"
+        shift
+    done
     while read -r name url commit; do
-        [ -d "$TRAINERS/$name" ] && continue
+        commit="${chosen[$name]-$commit}"
+        [ -z "$commit" ] || [ -d "$TRAINERS/$name" ] && continue
         echo "Cloning $url at $commit into $TRAINERS/$name ..."
         git clone --quiet "$url" "$TRAINERS/$name"
         git -C "$TRAINERS/$name" checkout --quiet "$commit"

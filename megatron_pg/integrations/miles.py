@@ -4,8 +4,9 @@
     --custom-megatron-init-path megatron_pg.integrations.miles.check
 
 The first replaces miles' conversion of a rollout's samples (miles/ray/rollout/train_data_conversion.py). miles calls it
-as `f(args, samples)` in the rollout manager, one process for all ranks. It calls theirs and overwrites
-`rollout_mask_sums`. miles gives it neither its reward post-processing, which is loaded here by the flag that names it, nor
+as `f(args, samples)` in the rollout manager, one process for all ranks. It calls theirs and gives each response length
+its sample's divisor, which travels to the training processes (`megatron_pg.integrations.divided_lengths`); there `check`
+proves miles' loss and lets it read the divisors. miles gives the conversion neither its reward post-processing, which is loaded here by the flag that names it, nor
 the rollout's metadata, which only features that are refused here need.
 
 The prompt group of a sample is its `group_index`.
@@ -13,14 +14,17 @@ The prompt group of a sample is its `group_index`.
 
 import functools
 import importlib
+import types
 from collections import defaultdict
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
+from megatron_pg.integrations.divided_lengths import divided_lengths
+from megatron_pg.integrations.proof import Door, Place
 from megatron_pg.integrations.reducers import HOOKS
 from megatron_pg.integrations.rollout_mask_sums import Rollout, rollout_mask_sums
-from megatron_pg.integrations.trainer import PROVEN, Trainer
+from megatron_pg.integrations.trainer import REDUCER, Trainer, is_for_all_terms
 from megatron_pg.loss.aggregation import Aggregation
 from megatron_pg.step.sample import as_integer
 from megatron_pg.step.totals import BareSample
@@ -44,11 +48,25 @@ def _refusals(args: Any, row: Aggregation) -> Iterator[str]:
     if on("true_on_policy_mode", False) and on("context_parallel_size", 1) > 1:
         yield "--true-on-policy-mode scales the loss in another way under context parallelism: use --context-parallel-size 1"
     divisor, is_constant = on("loss_aggregation_divisor", None), row.name == "constant"
-    is_whole = row.name == "sample_mean" or is_constant and float(divisor or 1).is_integer()
+    is_whole = is_constant and is_for_all_terms(args) and float(divisor or 1).is_integer()
     if on("object_store_backend", "ray") == "mooncake" and not is_whole:
         yield (
-            "--object-store-backend mooncake carries rollout_mask_sums as whole numbers, and would cut the divisors off: "
-            "use ray"
+            "--object-store-backend mooncake carries lengths and rollout_mask_sums as plain whole numbers, and would cut the divisors "
+            "off: use ray; sample_mean needs no hook, and constant has --custom-pg-loss-reducer-function-path "
+            "megatron_pg.integrations.constant"
+        )
+    if is_for_all_terms(args) and (
+        on("use_critic", False) or on("advantage_estimator", "") == "ppo"
+    ):
+        yield (
+            "regularizer_aggregation: loss with a critic: its value loss reads the same rollout_mask_sums, and would be "
+            "aggregated so too; set regularizer_aggregation: sample_mean"
+        )
+    paths = on("custom_megatron_init_path", None), on("custom_pg_loss_reducer_function_path", None)
+    if not is_for_all_terms(args) and f"{__name__}.check" != paths[0] and REDUCER != paths[1]:
+        yield (
+            f"nothing lets the training processes read the divisors: add --custom-megatron-init-path {__name__}.check, or, with "
+            f"an init function of your own that calls it, --custom-pg-loss-reducer-function-path {REDUCER}"
         )
     if is_constant and divisor is None:
         yield (
@@ -57,14 +75,40 @@ def _refusals(args: Any, row: Aggregation) -> Iterator[str]:
         )
 
 
+def _stand_ins(place: Place) -> dict[str, Any]:
+    """Return miles' parallel state on one rank, and the one metric of its loss that communicates, as zero."""
+
+    def group(rank: int, size: int) -> Any:
+        return types.SimpleNamespace(rank=rank, size=size, group=None)
+
+    state = types.SimpleNamespace(
+        cp=group(place.context_rank, place.context_size),
+        tp=group(0, 1),
+        intra_dp=group(0, place.data_size),
+        intra_dp_cp=group(place.context_rank, place.data_size * place.context_size),
+        is_ulysses_cp=False,
+    )
+    return {
+        "get_parallel_state": lambda: state,
+        "compute_ess_ratio_contribution": lambda ppo_kl, **unused: ppo_kl.new_zeros(()),
+    }
+
+
 MILES = Trainer(
-    "miles", "custom_convert_samples_to_train_data_path", **PROVEN["miles"], refusals=_refusals
+    "miles",
+    "custom_convert_samples_to_train_data_path",
+    Door(
+        "miles.backends.training_utils.loss:loss_function",
+        "miles.backends.training_utils.data:DataIterator",
+        _stand_ins,
+    ),
+    _refusals,
 )
 check = MILES.check
 
 
 def _convert(name: str, args: Any, samples: list[Any]) -> dict[str, Any]:
-    """Make miles' train data and overwrite `rollout_mask_sums`. The hooks of this module are its partials."""
+    """Make miles' train data and give its samples their divisors. The hooks of this module are its partials."""
     row, divisor = MILES.require(name, args)
     conversion = importlib.import_module("miles.ray.rollout.train_data_conversion")
     load_function = importlib.import_module("miles.utils.misc").load_function
@@ -78,20 +122,31 @@ def _convert(name: str, args: Any, samples: list[Any]) -> dict[str, Any]:
     )
     if "multimodal_train_inputs" in data:
         raise ValueError(f"{MILES.path(name)}: {MULTIMODAL}")
-    data["rollout_mask_sums"] = rollout_mask_sums(
+    if (count := len(set(data["rollout_ids"]))) < args.global_batch_size:
+        raise ValueError(
+            f"{MILES.path(name)}: {count} rollouts are fewer than --global-batch-size {args.global_batch_size}. miles would cut "
+            "them into steps by samples, and N and prompt groups with them: make --global-batch-size at most "
+            "--rollout-batch-size times --n-samples-per-prompt, and filter no more rollouts than leave a whole step"
+        )
+    divisors = rollout_mask_sums(
         row,
         divisor,
         functools.partial(_rollout, row, args.global_batch_size, samples, data),
         trainer="miles",
         allow_different_prompts=bool(getattr(args, "allow_different_prompts_in_group", False)),
-    ).tolist()
+        is_clamped=is_for_all_terms(args),
+    )
+    if is_for_all_terms(args):
+        data["rollout_mask_sums"] = divisors.tolist()
+    else:
+        data["response_lengths"] = divided_lengths(data["response_lengths"], divisors)
     return data
 
 
 sample_mean, prompt_mean, token_mean, constant = (
     functools.partial(_convert, name) for name in HOOKS
 )
-"""The aggregations of policy loss, KL and entropy; `token_mean` counts samples without an active token too."""
+"""The aggregations of the policy loss; `token_mean` counts samples without an active token too."""
 
 
 def _rollout(

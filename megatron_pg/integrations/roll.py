@@ -28,9 +28,15 @@ from typing import Any, ClassVar
 
 from roll.distributed.scheduler.decorator import Dispatch, register
 from roll.pipeline.rlvr.actor_worker import ActorWorker
+from roll.utils.functionals import agg_loss
 from torch import Tensor
 
-from megatron_pg.integrations.roll_weights import refuse_settings, sample_factors, step_weights
+from megatron_pg.integrations.roll_weights import (
+    prove,
+    refuse_settings,
+    sample_factors,
+    step_weights,
+)
 from megatron_pg.megatron.trainer_globals import data_parallel_group
 
 WEIGHT = "megatron_pg_weight"
@@ -44,8 +50,9 @@ class _AggregationActorWorker(ActorWorker):  # type: ignore[misc]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
     def initialize(self, pipeline_config: Any) -> None:
-        """Check the settings, initialize as ROLL does, and make the weights before each optimizer step."""
+        """Check settings and `agg_loss`, initialize as ROLL does, and make the weights before each optimizer step."""
         self.divisor = refuse_settings(self.aggregation, pipeline_config)
+        prove(self.aggregation, self.divisor, agg_loss)
         super().initialize(pipeline_config)
         model = getattr(self.strategy, "model", None)
         if getattr(getattr(model, "config", None), "calculate_per_token_loss", False):

@@ -1,10 +1,9 @@
-"""Values of `rollout_mask_sums` that turn a trainer's own sample mean into any of the four aggregations.
+"""Divisors of samples that turn a trainer's own sample mean into any of the four aggregations.
 
-slime and miles give every sample i a divisor D_i, `rollout_mask_sums`. They build one reducer from it for the policy
-loss, KL, entropy and metrics, `sum_i (sum_t m x) / max(D_i, 1)`, which Megatron's schedule divides by N, the rollouts of the
+slime and miles reduce a loss by `sum_i (sum_t m x) / D_i`, which Megatron's schedule divides by N, the rollouts of the
 step. With the divisor per sample and the outer count of `megatron_pg.loss.aggregation`, D_i is `divisor_i * outer_count / N`:
-G_g P / N for prompt_mean, T / N for token_mean, L for constant, and the rollout's own sum for sample_mean. Their clamp
-would change a D_i below 1: such a step is refused.
+G_g P / N for prompt_mean, T / N for token_mean, L for constant, and the rollout's own sum for sample_mean. As their
+`rollout_mask_sums` it divides KL, entropy and metrics too, by 1 at least: a step with a D_i below 1 is refused there.
 """
 
 from collections import Counter, defaultdict
@@ -36,13 +35,14 @@ def rollout_mask_sums(
     trainer: str,
     data_parallel_group: dist.ProcessGroup | None = None,
     allow_different_prompts: bool = False,
+    is_clamped: bool = True,
 ) -> Tensor:
     """Return the divisors of this rank's samples, [num_samples] float64.
 
     Every rank of the data-parallel group *without* context parallelism (None: one rank) must call it, once a rollout, with
     the same number of steps. It makes one exchange of counts and ids. An error, of `rollout` too, is raised on every rank:
-    a ValueError for a prompt group that lies in several steps or holds samples of different prompts, or for a sample with
-    active tokens and a divisor below 1. `divisor` is L of `constant`, in tokens.
+    a ValueError for a prompt group that lies in several steps or holds samples of different prompts, or, where the trainer
+    divides by 1 at least (`is_clamped`), for a sample with active tokens and a divisor below 1. `divisor` is L of `constant`.
     """
     mine, everyone = compute_and_gather(rollout, lambda own: own, data_parallel_group)
     rank = 0 if data_parallel_group is None else dist.get_rank(data_parallel_group)
@@ -55,9 +55,9 @@ def rollout_mask_sums(
             _refuse_different_prompts(steps, trainer)
     sums = torch.zeros(len(mine.samples), dtype=torch.float64)
     for number, indices in enumerate(mine.steps):
-        step_sums = _step_sums(
-            aggregation, divisor, steps[number], mine.num_rollouts[number], trainer
-        )
+        step_sums = _step_sums(aggregation, divisor, steps[number], mine.num_rollouts[number])
+        if is_clamped:
+            _refuse_below_one(aggregation, step_sums, steps[number], trainer)
         before = sum(map(len, by_step[number][:rank]))
         sums[list(indices)] = step_sums[before : before + len(indices)]
     return sums
@@ -68,29 +68,31 @@ def _step_sums(
     divisor: float | None,
     samples: Sequence[BareSample],
     num_rollouts: int,
-    trainer: str,
 ) -> Tensor:
     """Return the divisors of all samples of a step, [num_samples] float64."""
     # `rollout_mask_sums` has compared the prompts and steps of each group, in words that fit the trainer.
     totals = step_totals(samples, allow_different_prompts=True, allow_different_group_sizes=True)
     outer_count = aggregation.outer_count(totals)
     # Counts are multiplied before they are divided: a divisor of exactly 1 is not to come out below it.
-    sums = aggregation.divisors_of(totals, samples, divisor) * outer_count / num_rollouts
+    return aggregation.divisors_of(totals, samples, divisor) * outer_count / num_rollouts
+
+
+def _refuse_below_one(
+    aggregation: Aggregation, sums: Tensor, samples: Sequence[BareSample], trainer: str
+) -> None:
+    """Refuse divisors of a step that the trainer would raise to 1."""
     for sample, value in zip(samples, sums.tolist(), strict=True):
         if value < 1 and sample.num_active_tokens:
-            counted = (
-                f"the step has {totals.num_active_tokens} active tokens in {num_rollouts} rollouts"
-            )
-            if aggregation.name == "prompt_mean" and sample.group_index is not None:
-                counted = (
-                    f"prompt group {sample.group_index} has {totals.group_active_tokens[sample.group_index]} active tokens, "
-                    f"fewer than the step's {num_rollouts} rollouts / {outer_count} prompt groups"
-                )
+            members = samples
+            if aggregation.name == "prompt_mean":
+                members = [other for other in samples if other.group_index == sample.group_index]
+            tokens = sum(other.num_active_tokens for other in members)
+            where = "the step" if members is samples else f"prompt group {sample.group_index}"
             raise ValueError(
-                f"{aggregation.name}: {counted}. {trainer} would have to divide {sample.name} by {value:.3g}, and divides "
-                "by 1 at least: filter such samples out before training, or take sample_mean, its default"
+                f"{aggregation.name}: {where} has {tokens} active tokens. {trainer} would have to divide {sample.name} by "
+                f"{value:.3g}, and divides by 1 at least: set regularizer_aggregation: sample_mean, which leaves KL and entropy "
+                "to the trainer's own mean, or filter such samples out before training"
             )
-    return sums
 
 
 def _refuse_split_groups(steps: Sequence[Sequence[BareSample]], trainer: str) -> None:

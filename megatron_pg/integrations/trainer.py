@@ -1,44 +1,41 @@
 """The hooks of slime and miles: their checks before the model is loaded, and the line that says what is on.
 
-An installed trainer must be a proven one, by the source of the functions that the derivation rests on: a version number
-would not tell, as these trainers are run from their main branch and from forks. The source is read and not imported, so that
-the proof needs nothing that the trainer imports.
+An installed trainer is accepted by what its own loss computes (`megatron_pg.integrations.proof`), whatever its version.
 """
 
-import ast
-import hashlib
 import importlib.util
-import io
-import tokenize
-import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from megatron_pg.integrations.reducers import HOOKS, PREFIX, divisor_of_args, refuse_flag
-from megatron_pg.loss.aggregation import AGGREGATIONS, Aggregation, checked_aggregation
+import torch
+from torch import Tensor
 
-Sources = Mapping[str, Mapping[str, str]]
-"""Fingerprints by file of the trainer's package, by function (`Class.method`)."""
-Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-_accepted: set[str] = set()
-"""The packages that this process has accepted: an edit of the checkout is not to stop a run half-way."""
-PROVEN = tomllib.loads(Path(__file__).with_name("proven_sources.toml").read_text())
-"""The fields `proven_with` and `sources` of each trainer."""
+from megatron_pg.integrations import proof
+from megatron_pg.integrations.divided_lengths import divided_lengths, policy_loss_reducer
+from megatron_pg.integrations.reducers import HOOKS, PREFIX, divisor_of_args, refuse_flag
+from megatron_pg.integrations.rollout_mask_sums import Rollout, rollout_mask_sums
+from megatron_pg.loss.aggregation import AGGREGATIONS, Aggregation, checked_aggregation
+from megatron_pg.megatron.trainer_globals import (
+    context_parallel_place,
+    data_parallel_group,
+    global_args,
+)
+from megatron_pg.step.totals import BareSample
+
+REDUCER = "megatron_pg.integrations.divided_lengths.policy_loss_reducer"
 Chosen = tuple[Aggregation, float | None]
 """The aggregation that is on, and L of `constant`."""
 
 
 @dataclass(frozen=True)
 class Trainer:
-    """A trainer whose `rollout_mask_sums` are overwritten by one of its own hooks."""
+    """A trainer one of whose own hooks gives each sample its divisor."""
 
     name: str  # of its package, and of its module here
     hook: str  # the setting that has the import path of the hook
-    proven_with: str  # the commit with which it was proven (`ci/trainers.sh`)
-    sources: Sources  # the functions that the derivation rests on, as they are in that commit
+    door: proof.Door
     refusals: Callable[[Any, Aggregation], Iterable[str]] = lambda args, row: ()  # its own
 
     def path(self, name: str) -> str:
@@ -49,62 +46,86 @@ class Trainer:
         """Return the aggregation and its divisor.
 
         Raises:
-            ValueError: settings that exclude the aggregation, all of them by flag; an unknown version of the trainer.
+            ValueError: settings that exclude the aggregation, all of them by flag.
         """
         path = self.path(name)
         row, divisor = _chosen(path, name, args, self._violations(name, args))
-        if divisor is not None and divisor < 1:
+        if divisor is not None and divisor < 1 and is_for_all_terms(args):
             raise ValueError(
                 f"{path}: the divisor is {divisor:g}, and {self.name} divides by 1 at least: give the tokens of a response, "
-                "such as --rollout-max-response-len"
+                "such as --rollout-max-response-len, or set regularizer_aggregation: sample_mean"
             )
-        if self.name not in _accepted:
-            self._refuse_unknown_source(_setting(args, "megatron_pg_proven_source"))
-            _accepted.add(self.name)
         return row, divisor
 
-    def _refuse_unknown_source(self, proven_here: str | None) -> None:
-        """Refuse functions that are not those of the proven commit, unless the user has proven this source."""
-        package = self.name
-        spec = importlib.util.find_spec(package)
-        if spec is None or not spec.submodule_search_locations:
-            raise ValueError(
-                f"{package} cannot be imported here: only {package} itself may call this"
-            )
-        sources = found_sources(Path(next(iter(spec.submodule_search_locations))), self.sources)
-        mine = combined(sources)
-        if self.sources == sources or mine == proven_here:
+    def turn_on(self, name: str, args: Any) -> Chosen:
+        """Require the aggregation, prove it in this process, and let the trainer's policy loss read the divisors.
+
+        Every training process calls it before its first step. Errors are those of `require` and `prove`.
+        """
+        row, divisor = self.require(name, args)
+        self.prove(row, divisor, args)
+        if not is_for_all_terms(args):
+            for settings in (args, global_args()):
+                if settings is not None:
+                    settings.custom_pg_loss_reducer_function_path = REDUCER
+        return row, divisor
+
+    def prove(self, row: Aggregation, divisor: float | None, args: Any) -> None:
+        """Run tiny samples through the trainer's own loss, once a process, without communication.
+
+        Raises:
+            ValueError: the loss is not the aggregation, or cannot be run.
+        """
+        for_all_terms = is_for_all_terms(args)
+        state = data_parallel_group()
+        sizes = context_parallel_place()[1], 1 if state is None else state.size()
+        key = self.name, row.name, divisor, for_all_terms, sizes
+        if key in proof.PROVEN:
             return
-        differing = ", ".join(
-            f"{name} ({package}/{file})"
-            for file, functions in self.sources.items()
-            for name, known in functions.items()
-            if sources[file][name] != known
-        )
-        raise ValueError(
-            f"unknown version of {package}: {differing} not as in commit {self.proven_with}, with which the divisors were proven "
-            f"exact. Run the proof on yours, in a checkout of megatron_pg: `TRAINERS=<the folder that holds your {package} "
-            f"checkout, named {package}> bash ci/trainers.sh`. If it passes, say so in the YAML of --custom-config-path: "
-            f'`megatron_pg_proven_source: "{mine}"`'
-        )
+        if (package := importlib.util.find_spec(self.name)) is None:
+            raise ValueError(
+                f"{self.name} cannot be imported here: only {self.name} itself may call this"
+            )
+        weights = proof.token_weights(row.name, divisor)
+        own = weights if for_all_terms else proof.token_weights("sample_mean", None)
+        hook = partial(give_divisors, _tiny_divisors(row, divisor, for_all_terms), for_all_terms)
+        reducer = None if for_all_terms else policy_loss_reducer
+        try:
+            both = proof.Weights(weights, own)
+            wrong = proof.prove(self.door, args, both, hook, reducer, sizes)
+        except Exception as error:  # the trainer's code may raise anything at all
+            wrong = f"it cannot be run on tiny samples: {type(error).__name__}: {error}"
+        if wrong is not None:
+            module = self.door.loss_function.partition(":")[0]
+            raise ValueError(
+                f"{self.path(row.name)}: the installed {self.name} ({package.origin}) does not "
+                f"compute {row.name} with it. In {module}, {wrong}. Install a version that docs/records/other_trainers.md "
+                "lists as exact, or drop the hook"
+            )
+        proof.PROVEN.add(key)
 
     def check(self, args: Any) -> None:
         """Refuse inexact settings before the model is loaded, and say what is on (`--custom-megatron-init-path`).
 
         The trainer calls it in every training process. There is no communication. Rank 0 prints one line. Errors are those
-        of `require`, or nothing is on.
+        of `turn_on`, or nothing is on.
         """
         hook = str(_setting(args, self.hook) or "")
         reducer = str(_setting(args, "custom_pg_loss_reducer_function_path") or "")
         package = f"megatron_pg.integrations.{self.name}."
+        terms = f"the policy loss; KL, entropy and every metric keep the mean of {self.name}"
         if hook.startswith(package):
-            row, divisor = self.require(hook.removeprefix(package), args)
-            terms = "policy loss, KL, entropy and their metrics"
-        elif reducer.startswith("megatron_pg.integrations."):
+            row, divisor = self.turn_on(hook.removeprefix(package), args)
+            if is_for_all_terms(args):
+                terms = "policy loss, KL, entropy and their metrics"
+        elif reducer.startswith("megatron_pg.integrations.") and reducer != REDUCER:
             name = reducer.rpartition(".")[2]
             row, divisor = _chosen(f"{PREFIX}{name}", name, args, _without_window(args))
             refuse_flag(name, bool(_setting(args, "calculate_per_token_loss")))
-            terms = "the policy loss alone; KL, entropy and metrics keep the trainer's own mean"
+        elif reducer == REDUCER:
+            row, divisor = AGGREGATIONS["prompt_mean"], None
+            self.prove(row, divisor, args)
+            terms += ", if your own hook ends with a call of it"
         else:
             raise ValueError(
                 f"--custom-megatron-init-path {package}check: nothing of megatron_pg is on that it could check; add "
@@ -123,8 +144,9 @@ class Trainer:
                 "--calculate-per-token-loss divides by the step's tokens and leaves rollout_mask_sums unused: drop the flag "
                 "(token_mean here is exact without it, and where samples have no active token too)"
             )
-        if reducer := setting("custom_pg_loss_reducer_function_path"):
+        if (reducer := setting("custom_pg_loss_reducer_function_path")) not in (None, "", REDUCER):
             yield f"--custom-pg-loss-reducer-function-path {reducer} divides a second time: drop it"
+        yield from _regularizer_violations(name, args)
         divisor, wanted = setting("loss_aggregation_divisor"), setting("loss_aggregation")
         if divisor is not None and name != "constant":
             yield f"loss_aggregation_divisor {divisor} is of constant alone: drop it, or take {self.path('constant')}"
@@ -150,6 +172,42 @@ def _chosen(path: str, name: str, args: Any, violations: Iterable[str]) -> Chose
     return checked_aggregation(name, divisor), divisor
 
 
+def is_for_all_terms(args: Any) -> bool:
+    """Return True if KL, entropy and metrics follow the aggregation of the policy loss."""
+    return bool(_setting(args, "regularizer_aggregation") == "loss")
+
+
+def _regularizer_violations(name: str, args: Any) -> Iterator[str]:
+    """Yield what is unclear about the aggregation of KL and entropy."""
+    chosen = _setting(args, "regularizer_aggregation")
+    if chosen not in (None, "sample_mean", "loss"):
+        yield f"regularizer_aggregation is {chosen!r}: expected sample_mean or loss"
+    has_kl = _setting(args, "use_kl_loss") and _setting(args, "kl_loss_coef") != 0
+    if chosen is None and name != "sample_mean" and (has_kl or _setting(args, "entropy_coef")):
+        yield (
+            "--use-kl-loss or --entropy-coef adds a term to the loss: say in the YAML of --custom-config-path if its "
+            "aggregation is the trainer's own mean (regularizer_aggregation: sample_mean; metrics keep it too) or that of the "
+            "policy loss (regularizer_aggregation: loss, as megatron_pg did before; metrics are then weighted so)"
+        )
+
+
+def give_divisors(divisors: Tensor, for_all_terms: bool, data: dict[str, Any]) -> None:
+    """Put the divisors, [samples] float64 on the host, where the trainer's loss reads them."""
+    if for_all_terms:
+        for key in set(proof.OWN_DIVISORS) & set(data):
+            data[key] = divisors.to(data["loss_masks"][0].device, torch.float32)
+    else:
+        data["response_lengths"] = divided_lengths(data["response_lengths"], divisors)
+
+
+def _tiny_divisors(row: Aggregation, divisor: float | None, is_clamped: bool) -> Tensor:
+    """Return the divisors of the proof's samples by the way that a rollout's take."""
+    samples = [BareSample(sum(s.mask), s.group, i) for i, s in enumerate(proof.SAMPLES)]
+    count = len(samples)
+    rollout = Rollout(samples, [range(count)], [count])
+    return rollout_mask_sums(row, divisor, lambda: rollout, trainer="", is_clamped=is_clamped)
+
+
 def _setting(args: Any, field: str) -> Any:
     return getattr(args, field, None)
 
@@ -162,54 +220,3 @@ def _without_window(args: Any) -> Iterator[str]:
         yield f"--qkv-format {layout} with --context-parallel-size above 1 has no token window here: use --qkv-format thd"
     if _setting(args, "allgather_cp"):
         yield "--allgather-cp has another order of tokens than was proven: drop it, or --context-parallel-size"
-
-
-def fingerprint(source: str) -> str:
-    """Return 16 hexadecimal digits of one function's source without comments, docstring and empty lines."""
-    lines = source.splitlines()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            row, column = token.start
-            lines[row - 1] = lines[row - 1][:column]
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, Definition) and ast.get_docstring(node):
-            first, last = node.body[0].lineno, node.body[0].end_lineno or 0
-            lines[first - 1 : last] = [""] * (last - first + 1)
-    return _digits("\n".join(line.rstrip() for line in lines if line.strip()))
-
-
-def _digits(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def source_of(path: Path, name: str) -> str | None:
-    """Return the source of a function, or of a method as `Class.method`; None if the file lacks it."""
-    if not path.is_file():
-        return None
-    lines = path.read_text().splitlines(keepends=True)
-    node: Any = ast.parse("".join(lines))
-    for part in name.split("."):
-        named = [child for child in node.body if getattr(child, "name", None) == part]
-        if not named:
-            return None
-        node = named[-1]
-    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-    indent = " " * node.col_offset
-    return "".join(line.removeprefix(indent) for line in lines[first - 1 : node.end_lineno])
-
-
-def found_sources(folder: Path, expected: Sources) -> dict[str, dict[str, str]]:
-    """Fingerprint the functions of `expected` in the folder of a package; "missing" for an absent function."""
-    sources = {}
-    for file, names in expected.items():
-        texts = {name: source_of(folder / file, name) for name in names}
-        sources[file] = {
-            name: "missing" if text is None else fingerprint(text) for name, text in texts.items()
-        }
-    return sources
-
-
-def combined(sources: Sources) -> str:
-    """Return one fingerprint, 16 hexadecimal digits, of all functions."""
-    in_order = [(file, sorted(functions.items())) for file, functions in sorted(sources.items())]
-    return _digits(repr(in_order))

@@ -1,11 +1,11 @@
 """The four aggregations inside verl, unmodified: policy losses and advantage estimators that it loads by itself.
 
-    actor_rollout_ref.actor.policy_loss.loss_mode=megatron_pg_prompt_mean
-    algorithm.adv_estimator=megatron_pg_prompt_mean_grpo        # for prompt_mean alone
+    actor_rollout_ref.actor.policy_loss.loss_mode=megatron_pg_prompt_mean        # PPO; megatron_pg_prompt_mean_gspo: GSPO
+    algorithm.adv_estimator=megatron_pg_prompt_mean_grpo                         # for prompt_mean alone
 
 verl imports `megatron_pg.integrations.verl_plugin` through the entry point group `verl.plugins`, which calls `register`.
 
-The way of a policy loss through verl (read in 0.9.1). x is the per-token loss, m the mask, n_j the tokens of micro-batch
+The way of a policy loss through verl (read in 0.8.0, 0.9.0, 0.9.1 and main). x is the per-token loss, m the mask, n_j the tokens of micro-batch
 j with prompts, and R the sum of n_j over data-parallel ranks and micro-batches:
 
 1. `workers/utils/losses.py`, `ppo_loss`: the policy loss gets the log-probs of the whole micro-batch, gathered over
@@ -16,7 +16,7 @@ j with prompts, and R the sum of n_j over data-parallel ranks and micro-batches:
    alone, so the gradients of the CP ranks of one group add up to that of the loss.
 3. `workers/engine/megatron/transformer_impl.py`, `postprocess_micro_batch_func`: returns `loss * M` in a pair, of which
    Megatron makes `1 / DP * sum of loss`.
-4. The same function in per-token mode (Megatron-Bridge forces it under context parallelism): returns
+4. The same function in per-token mode (Megatron-Bridge forces it under context parallelism; verl follows since 0.9): returns
    `(loss * R / DP, n_j // CP)`. Megatron sums over DP * CP ranks and divides by the sum of the second:
    `1 / DP * sum of loss * F`, with `F = R / (CP * sum of floor(n_j / CP))`.
 
@@ -24,11 +24,13 @@ So a policy loss of `DP * sum of w m x` gives `sum of w m x` in the first mode, 
 1 where CP divides every n_j, 1.07 for micro-batches of 77 tokens at CP 8, 1.0009 for 8,192. No input of a policy loss
 shows n_j, so F stays.
 
-w is 1 / (N D_i) for sample_mean, 1 / T for token_mean, 1 / (N L) for constant. It multiplies the per-token loss of
-verl's own `vanilla` policy loss (PPO, dual clip, its metrics), as its `rollout_is_weights` does, under `token-sum`.
+w is 1 / (N D_i) for sample_mean, 1 / T for token_mean, 1 / (N L) for constant. The per-token loss of verl's own `vanilla`
+(PPO, dual clip) or `gspo` is multiplied by N D_i w, as by its `rollout_is_weights`, under `seq-mean-token-mean`, the one mode
+that GSPO has in every version (0.8.0, 0.9.0 and main name it in the function, whatever `loss_agg_mode` says).
+`megatron_pg.integrations.verl_proof` tries that on tiny samples at the first policy loss of a process.
 
 A policy loss does not see prompt groups and other ranks. The advantage estimator does, on the driver, once per step:
-`megatron_pg_prompt_mean_<name>` is verl's estimator <name> with its advantages times `N D_i / (P G_g)`. PPO's loss is
+`megatron_pg_prompt_mean_<name>` is verl's estimator <name> with its advantages times `N D_i / (P G_g)`. Both losses are
 homogeneous in the advantage, so with weight 1 / (N D_i) the objective is the prompt mean, where the batch is one optimizer
 step, which is checked. The advantages carry a tag in their last two bits (2.4e-7 of their size), and the policy loss
 refuses those without it. KL and entropy are verl's own, by `actor.loss_agg_mode`.
@@ -49,6 +51,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_pg.integrations import verl_proof
 from megatron_pg.integrations.reducers import DIVISOR_VARIABLE, HOOKS, find_divisor
 
 PREFIX = "megatron_pg_"
@@ -57,8 +60,8 @@ LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
 BATCH_KEY = "actor_rollout_ref.actor.ppo_mini_batch_size"
 DIVISOR_KEY = "actor_rollout_ref.actor.loss_scale_factor"
 
-PROVEN_VERSIONS = ("0.9.1",)
-"""The versions of verl in whose source the derivation was read, and whose functions the tests ran."""
+OBJECTIVES = {"": "vanilla", "_gspo": "gspo"}
+"""verl's policy losses by the end of our names for them."""
 
 NEED_MORE = {"gae", "gdpo", "optimal_token_baseline", "remax", "tir_optimal_token_baseline"}
 """Estimators that verl makes, or gives further inputs, by their own names. It would not do so under ours."""
@@ -71,18 +74,12 @@ logger = logging.getLogger(__name__)
 
 def register() -> None:
     """Register the policy losses and the advantage estimators with the verl of this process; twice is once."""
-    import verl
     from verl.trainer.ppo import core_algos
 
-    if verl.__version__ not in PROVEN_VERSIONS:
-        logger.warning(
-            f"megatron_pg: verl {verl.__version__} is none of {', '.join(PROVEN_VERSIONS)}, in which the scale of a policy "
-            "loss was read: run tests/trainers with it before you rely on the aggregation"
-        )
-    for aggregation in HOOKS:  # those that `token_weights` knows
-        core_algos.register_policy_loss(PREFIX + aggregation)(
-            functools.partial(policy_loss, aggregation)
-        )
+    for aggregation in HOOKS:  # those that `sample_factors` knows
+        for ending, objective in OBJECTIVES.items():
+            loss = functools.partial(policy_loss, aggregation, objective=objective)
+            core_algos.register_policy_loss(PREFIX + aggregation + ending)(loss)
     for name in sorted(set(core_algos.ADV_ESTIMATOR_REGISTRY) - NEED_MORE):
         ours = f"{PREFIX}prompt_mean_{name}"
         if not name.startswith(PREFIX) and ours not in core_algos.ADV_ESTIMATOR_REGISTRY:
@@ -98,57 +95,88 @@ def policy_loss(
     loss_agg_mode: str = "token-mean",
     config: Any = None,
     rollout_is_weights: Tensor | None = None,
+    objective: str = "vanilla",
 ) -> tuple[Tensor, dict[str, Any]]:
     """Compute a policy loss as verl calls it, for each micro-batch on every rank of the last pipeline stage.
 
     Tensors are `[samples, response]`, and `config` is verl's `ActorConfig`. `loss_agg_mode` is not followed. A ValueError
-    names settings that the aggregation cannot be computed with.
+    names settings that the aggregation cannot be computed with, or says that this verl computes something else.
 
     Returns:
-        The 0-d loss, DP times this micro-batch's share of the objective, and the metrics of verl's `vanilla`.
+        The 0-d loss, DP times this micro-batch's share of the objective, and the metrics of verl's own loss.
     """
-    from verl.trainer.ppo import core_algos
-
     if getattr(config.engine, "dynamic_context_parallel", False):
         raise ValueError(
             f"policy_loss.loss_mode={PREFIX}{aggregation} with actor_rollout_ref.actor.megatron.dynamic_context_parallel="
             "True: each micro-batch is scaled by a group of its own there, for which no weight was derived; set it to False"
         )
+    _refuse_lost_token_counts(config.engine)
+    divisor = _divisor(config.loss_scale_factor) if aggregation == "constant" else None
+    verl_proof.prove((aggregation, objective, divisor), config, weighted_loss, group_factors)
     if aggregation == "prompt_mean":
         _refuse_untagged(advantages, response_mask)
-    divisor = _divisor(config.loss_scale_factor) if aggregation == "constant" else None
-    weights = token_weights(aggregation, response_mask, config.global_batch_info, divisor)
-    if rollout_is_weights is not None:
-        weights = weights * rollout_is_weights
-    return core_algos.get_policy_loss_fn("vanilla")(  # type: ignore[no-any-return]
+    batch = old_log_prob, log_prob, advantages, response_mask
+    return weighted_loss(aggregation, objective, divisor, batch, config, rollout_is_weights)
+
+
+def weighted_loss(
+    aggregation: str,
+    objective: str,
+    divisor: float | None,
+    batch: tuple[Tensor, Tensor, Tensor, Tensor],
+    config: Any,
+    rollout_is_weights: Tensor | None,
+) -> tuple[Tensor, dict[str, Any]]:
+    """Call verl's own policy loss with each sample's factor; `batch` has the first four tensors of `policy_loss`."""
+    from verl.trainer.ppo import core_algos
+
+    old_log_prob, log_prob, advantages, response_mask = batch
+    factors = sample_factors(aggregation, response_mask, config.global_batch_info, divisor)
+    factors = factors if rollout_is_weights is None else factors * rollout_is_weights
+    return core_algos.get_policy_loss_fn(objective)(  # type: ignore[no-any-return]
         old_log_prob=old_log_prob,
         log_prob=log_prob,
         advantages=advantages,
         response_mask=response_mask,
-        loss_agg_mode="token-sum",
+        loss_agg_mode="seq-mean-token-mean",
         config=config,
-        rollout_is_weights=weights,
+        rollout_is_weights=factors,
     )
 
 
-def token_weights(
+def _refuse_lost_token_counts(engine: Any) -> None:
+    """Refuse context parallelism where verl does not return token counts, which per-token mode divides by."""
+    if getattr(engine, "context_parallel_size", 1) == 1:
+        return
+    from verl.workers.engine.megatron import transformer_impl
+
+    scale = transformer_impl.MegatronEngineWithLMHead.postprocess_micro_batch_func
+    if "calculate_per_token_loss" not in scale.__code__.co_names:
+        raise ValueError(
+            f"{LOSS_MODE}={PREFIX}... with actor_rollout_ref.actor.megatron.context_parallel_size={engine.context_parallel_size}: "
+            "this verl returns no token count in the per-token mode that Megatron-Bridge forces then, and nothing would divide; "
+            "set it to 1, or install verl 0.9 or later"
+        )
+
+
+def sample_factors(
     aggregation: str, response_mask: Tensor, totals: Mapping[str, Any], divisor: float | None
 ) -> Tensor:
-    """Weigh one token of each sample, `[samples, 1]` float32. `prompt_mean_advantages` has the prompt group's part.
+    """Return what a sample mean is multiplied by, `[samples, 1]` float32. `prompt_mean_advantages` has the group's part.
 
     `response_mask` is `[samples, response]` of whole samples, and `totals` verl's `global_batch_info`.
     """
-    needed = "batch_num_tokens" if aggregation == "token_mean" else "global_batch_size"
-    if (count := totals.get(needed)) is None:
+    needed = ["global_batch_size", *(["batch_num_tokens"] if aggregation == "token_mean" else [])]
+    if lacking := [name for name in needed if totals.get(name) is None]:
         raise ValueError(
-            f"policy_loss.loss_mode={PREFIX}{aggregation}: verl's global_batch_info has no {needed}, the count of the whole "
+            f"policy_loss.loss_mode={PREFIX}{aggregation}: verl's global_batch_info has no {lacking[0]}, the count of the whole "
             "optimizer step that the loss is divided by; this trainer class does not set it"
         )
-    tokens: Tensor = response_mask.sum(dim=-1, keepdim=True).clamp(min=1).float()
+    tokens: Tensor = response_mask.sum(dim=-1, keepdim=True).float()
     if aggregation == "token_mean":
-        return torch.full_like(tokens, 1.0 / max(count, 1))
-    inner = tokens if divisor is None else torch.full_like(tokens, divisor)
-    return torch.reciprocal(inner * count)
+        mean_length: float = max(totals["batch_num_tokens"], 1) / totals["global_batch_size"]
+        return tokens / mean_length
+    return torch.ones_like(tokens) if divisor is None else tokens / divisor
 
 
 def prompt_mean_advantages(
@@ -250,10 +278,11 @@ def refuse_estimator_settings(base: str, config: Any, num_samples: int, index: A
             f"{name}: this trainer hands its estimators no configuration in which actor_rollout_ref can be found, so "
             f"nobody can check that {LOSS_MODE} and {BATCH_KEY} fit; use verl's own trainers"
         )
-    if actor.policy_loss.loss_mode != f"{PREFIX}prompt_mean":
+    if actor.policy_loss.loss_mode not in [f"{PREFIX}prompt_mean{ending}" for ending in OBJECTIVES]:
         raise ValueError(
             f"{name} with {LOSS_MODE}={actor.policy_loss.loss_mode}: the advantages would carry prompt groups' weights into "
-            f"another objective; set {LOSS_MODE}={PREFIX}prompt_mean"
+            f"another aggregation; set {LOSS_MODE}={PREFIX}prompt_mean for verl's vanilla, or {PREFIX}prompt_mean_gspo for its "
+            "gspo; its other losses have no prompt mean here"
         )
     per_step = actor.ppo_mini_batch_size * rollout.n
     if num_samples != per_step:
@@ -280,7 +309,7 @@ def main(arguments: Sequence[str]) -> int:
     """Report whether the installed verl has loaded the plugin (`python -m megatron_pg integrations verl`).
 
     verl logs the failed import of a plugin at DEBUG level only: this imports verl, in the Python that runs it, and listens.
-    Return 0 where verl has all four policy losses and an estimator for prompt_mean, 1 otherwise.
+    Return 0 where verl has all policy losses of this module and an estimator for prompt_mean, 1 otherwise.
     """
     module = "megatron_pg.integrations.verl_plugin"
     about = "Is this package seen by a trainer?"
@@ -315,7 +344,6 @@ def main(arguments: Sequence[str]) -> int:
     for message in (record.getMessage() for record in heard.buffer):
         if "plugin" in message:
             print(f"plugin: verl says: {message}")
-    print(f"versions that were proven: {', '.join(PROVEN_VERSIONS)}")
     losses, estimators = (
         sorted(name for name in registry if name.startswith(PREFIX))
         for registry in (core_algos.POLICY_LOSS_REGISTRY, core_algos.ADV_ESTIMATOR_REGISTRY)
@@ -324,4 +352,4 @@ def main(arguments: Sequence[str]) -> int:
         f"policy losses (actor_rollout_ref.actor.policy_loss.loss_mode): {', '.join(losses) or 'none'}"
     )
     print(f"advantage estimators (algorithm.adv_estimator): {', '.join(estimators) or 'none'}")
-    return 0 if len(losses) == len(HOOKS) and estimators else 1
+    return 0 if len(losses) == len(HOOKS) * len(OBJECTIVES) and estimators else 1

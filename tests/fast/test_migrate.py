@@ -67,7 +67,7 @@ UNKNOWN = "unknown 1, sample_mean 0, sample_mean 0"
 LINES = {
     SLIME: MEANS,
     f"{SLIME} {PER_TOKEN} --use-kl-loss --kl-loss-coef 1e-3 --entropy-coef 0.01": "token_mean 1, token_mean 0.001, token_mean -0.01",
-    f"{SLIME} {HOOK} {OURS}.slime.prompt_mean": "prompt_mean 1, prompt_mean 0, prompt_mean 0",
+    f"{SLIME} {HOOK} {OURS}.slime.prompt_mean": "prompt_mean 1, sample_mean 0, sample_mean 0",
     f"{SLIME} --kl-loss-coef=0.1 {REDUCER}=mine.reducer": UNKNOWN,  # no --use-kl-loss
     f"{SLIME} --loss-type sft_loss --use-kl-loss --kl-loss-coef 1": UNKNOWN,
     f"{MILES} --train-backend fsdp --use-kl-loss --kl-loss-coef 0.5": "sample_mean 1, sample_mean 0.5, sample_mean 0",

@@ -1,6 +1,7 @@
-"""The divisors that make a trainer's sample mean every aggregation: arithmetic, clamp, groups, and both hooks."""
+"""The divisors that make a trainer's sample mean every aggregation: arithmetic, groups, and both hooks."""
 
 import itertools
+import pickle
 import random
 import sys
 import types
@@ -28,10 +29,10 @@ ROLLOUTS_PER_GROUP, ROLLOUTS_PER_STEP = 4, 8
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No divisor is set, no test before this one has left Megatron's globals behind, and the trainers are known."""
+    """No divisor is set, no test before this one has left Megatron's globals behind, and the trainers need no proof."""
     monkeypatch.delenv("MEGATRON_PG_LOSS_AGGREGATION_DIVISOR", raising=False)
     monkeypatch.delitem(sys.modules, "megatron.core.parallel_state", raising=False)
-    monkeypatch.setattr(trainer, "_accepted", {"slime", "miles"})
+    monkeypatch.setattr(trainer.Trainer, "prove", lambda *arguments: None)
 
 
 def ragged(seed: int, *, num_groups: int = 4) -> list[PlainSample]:
@@ -47,12 +48,17 @@ def ragged(seed: int, *, num_groups: int = 4) -> list[PlainSample]:
     return step
 
 
-def assert_is(aggregation: str, step: list[PlainSample], sums: Tensor, tolerance: float) -> None:
+def assert_is(
+    aggregation: str, step: list[PlainSample], sums: Tensor, tolerance: float, clamp: float = 1
+) -> None:
     """What the trainer's reducer, its scale and Megatron make of the sums is the aggregation."""
     losses, total = random_losses(step), torch.zeros((), dtype=torch.float64)
     for sample, loss, denominator in zip(step, losses, sums, strict=True):
         mask = torch.tensor(sample.loss_mask)
-        total = total + (loss * mask).sum() / torch.clamp_min(denominator, 1)
+        if mask.any():
+            total = total + (loss * mask).sum() / torch.clamp_min(denominator, clamp)
+        else:
+            total = total + 0 * loss.sum()
     found = gradients(total / len(oracle.rollouts(step)), losses)
     expected = gradients(oracle.aggregate(step, losses, aggregation, DIVISOR), losses)
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=0)
@@ -67,10 +73,12 @@ def half_of(sample: PlainSample) -> int:
     return (sample.rollout_id or 0) // ROLLOUTS_PER_STEP
 
 
-def assert_halves(aggregation: str, step: list[PlainSample], sums: Tensor, tolerance) -> None:
+def assert_halves(
+    aggregation: str, step: list[PlainSample], sums: Tensor, tolerance: float, clamp: float = 1
+) -> None:
     for half in (0, 1):
         places = [n for n, sample in enumerate(step) if half_of(sample) == half]
-        assert_is(aggregation, [step[n] for n in places], sums[places].double(), tolerance)
+        assert_is(aggregation, [step[n] for n in places], sums[places].double(), tolerance, clamp)
 
 
 def bare(step: Sequence[PlainSample]) -> list[BareSample]:
@@ -106,10 +114,10 @@ def group(index: int | None, num_tokens: Sequence[int], first: int = 0) -> list[
 
 
 def test_steps_that_cannot_have_the_aggregation_are_refused_by_number() -> None:
-    step, words = group(7, (1, 1, 1, 0)) + group(8, (9,) * 4, 10), "8 rollouts / 2 prompt | 0.75"
+    step, words = group(7, (1, 1, 1, 0)) + group(8, (9,) * 4, 10), "0.75 | regularizer_aggregation"
     words = f"prompt group 7 has 3 active tokens | {words}"
     assert_refused(words, sums_of, "prompt_mean", step, rollouts=8)
-    words = "token_mean: the step has 1 active tokens in 4 rollouts"
+    words = "token_mean: the step has 1 active tokens"
     assert_refused(words, sums_of, "token_mean", group(None, (1, 0, 0, 0)), rollouts=4)
     steps = [group(n, (9, 9), 10 * n) + group(n + 1, (9, 9), 100 * n) for n in (1, 2)]
     words = "1 prompt groups in several | 2 (steps 0 and 1)"
@@ -128,7 +136,7 @@ def test_masked_groups_below_one_are_not_refused() -> None:
 
 
 def test_a_step_of_fewer_tokens_than_rollouts_has_no_token_mean() -> None:
-    with pytest.raises(ValueError, match=r"token_mean: the step has 1 active tokens in 4 rollouts"):
+    with pytest.raises(ValueError, match=r"token_mean: the step has 1 active tokens"):
         sums_of("token_mean", [BareSample(int(n == 0), None, n) for n in range(4)], rollouts=4)
 
 
@@ -141,7 +149,13 @@ def test_a_group_of_different_prompts_is_refused() -> None:
 
 def arguments(**others: Any) -> types.SimpleNamespace:
     sizes = {"n_samples_per_prompt": ROLLOUTS_PER_GROUP, "global_batch_size": ROLLOUTS_PER_STEP}
+    sizes |= {"custom_megatron_init_path": "megatron_pg.integrations.miles.check"}
     return types.SimpleNamespace(**sizes, **others)
+
+
+def carried(lengths: list[Any]) -> Tensor:
+    """The divisors that response lengths carry."""
+    return torch.tensor([length.divisor for length in lengths], dtype=torch.float64)
 
 
 def slime_data(step: list[PlainSample]) -> dict[str, Any]:
@@ -167,10 +181,49 @@ def slime_data(step: list[PlainSample]) -> dict[str, Any]:
 @pytest.mark.parametrize("aggregation", HOOKS)
 def test_slimes_hook_is_exact_in_each_of_two_steps(aggregation: str) -> None:
     step = ragged(2)
+    data, args = slime_data(step), arguments(**divisor_of(aggregation))
+    assert getattr(slime, aggregation)(args, 0, data) is None
+    assert data["response_lengths"] == [step[n].response_length for n in data["order"]]
+    in_order = [step[n] for n in data["order"]]
+    assert_halves(aggregation, in_order, carried(data["response_lengths"]), 1e-12, clamp=0)
+    assert args.custom_pg_loss_reducer_function_path == trainer.REDUCER
+    assert not data["rollout_mask_sums"].any()
+
+
+@pytest.mark.parametrize("aggregation", HOOKS)
+def test_slimes_hook_for_all_terms(aggregation: str) -> None:
+    step = ragged(2)
     data = slime_data(step)
-    assert getattr(slime, aggregation)(arguments(**divisor_of(aggregation)), 0, data) is None
+    args = arguments(regularizer_aggregation="loss", **divisor_of(aggregation))
+    getattr(slime, aggregation)(args, 0, data)
     assert data["rollout_mask_sums"].dtype == torch.float32
     assert_halves(aggregation, [step[n] for n in data["order"]], data["rollout_mask_sums"], 2e-7)
+    assert not hasattr(args, "custom_pg_loss_reducer_function_path")
+
+
+def test_slimes_older_data() -> None:
+    """v0.3.0 calls rollouts groups; before it the samples of a rank are cut in their order, and each is a rollout."""
+    step = ragged(2)
+    data, named = slime_data(step), slime_data(step)
+    named["group_ids"] = named.pop("rollout_ids")
+    slime.prompt_mean(arguments(), 0, data)
+    slime.prompt_mean(arguments(), 0, named)
+    assert carried(named["response_lengths"]).equal(carried(data["response_lengths"]))
+    one_each = [plain_sample([1] * (n + 1), prompt_length=1, group=0, rollout=n) for n in range(17)]
+    older = {
+        k: v
+        for k, v in slime_data(one_each).items()
+        if k not in ("rollout_ids", "num_microbatches")
+    }
+    del older["micro_batch_indices"]
+    older["loss_masks"] = [torch.tensor(sample.loss_mask) for sample in one_each]
+    slime.token_mean(arguments(), 0, older)
+    found = [length.divisor for length in older["response_lengths"]]
+    assert found == [36 / 8] * 8 + [100 / 8] * 8 + [0.0]  # the last is in no step
+
+
+def test_a_slime_without_data_for_its_hook_is_refused() -> None:
+    assert_refused("hands its hook no rollout data | v0.2.4", slime.prompt_mean, arguments())
 
 
 def test_slimes_groups_by_a_field_of_the_rollout() -> None:
@@ -180,7 +233,8 @@ def test_slimes_groups_by_a_field_of_the_rollout() -> None:
     by_field["sample_indices"] = list(range(len(step)))
     slime.prompt_mean(arguments(), 0, by_index)
     slime.prompt_mean(arguments(loss_aggregation_group_key="round_number"), 0, by_field)
-    assert by_field["rollout_mask_sums"].equal(by_index["rollout_mask_sums"])
+    lengths = by_field["response_lengths"], by_index["response_lengths"]
+    assert carried(lengths[0]).equal(carried(lengths[1]))
     args = arguments(loss_aggregation_group_key="group")
     words = "has no field group to tell prompt groups by"
     assert_refused(words, slime.prompt_mean, args, 0, by_field)
@@ -206,6 +260,7 @@ def conversion(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
         assert metadata == {} and functions["custom_convert_samples_to_train_data_func"] is None
         return {
             "loss_masks": [sample.loss_mask for sample in samples],
+            "response_lengths": [sample.response_length for sample in samples],
             "rollout_ids": [sample.rollout_id for sample in samples],
             "rollout_mask_sums": [sum(sample.loss_mask) for sample in samples],
             "weight_versions": "kept",
@@ -234,8 +289,25 @@ def test_miles_hook_is_exact_in_each_step(aggregation: str, conversion) -> None:
     data = getattr(miles, aggregation)(args, miles_samples(step))
     assert data["weight_versions"] == "kept"
     assert conversion.post_process == "the function my.rewards"
+    lengths = pickle.loads(pickle.dumps(data["response_lengths"]))  # to the training processes
+    assert_halves(aggregation, step, carried(lengths), 1e-12, clamp=0)
+    assert data["rollout_mask_sums"] == [sum(sample.loss_mask) for sample in step]
+
+
+@pytest.mark.parametrize("aggregation", HOOKS)
+def test_miles_hook_for_all_terms(aggregation: str, conversion) -> None:
+    step = ragged(3)
+    args = arguments(regularizer_aggregation="loss", **divisor_of(aggregation))
+    data = getattr(miles, aggregation)(args, miles_samples(step))
     sums = torch.tensor(data["rollout_mask_sums"], dtype=torch.float64)
     assert_halves(aggregation, step, sums, 1e-12)
+
+
+def test_fewer_rollouts_than_a_step_are_refused_in_miles(conversion: types.SimpleNamespace) -> None:
+    """Nine samples of seven rollouts: miles would make a step of eight samples of them."""
+    samples = miles_samples(ragged(3, num_groups=2)[:9])
+    words = "7 rollouts are fewer than --global-batch-size 8"
+    assert_refused(words, miles.token_mean, arguments(), samples)
 
 
 def test_miles_last_step_of_fewer_rollouts(conversion: types.SimpleNamespace) -> None:
@@ -244,7 +316,7 @@ def test_miles_last_step_of_fewer_rollouts(conversion: types.SimpleNamespace) ->
     data = miles.token_mean(arguments(), miles_samples(step))
     rest, full = ([s for s in step if half_of(s) == half] for half in (1, 0))
     assert rest and not any(sum(sample.loss_mask) for sample in rest)
-    assert data["rollout_mask_sums"][0] == oracle.active_tokens(full, range(len(full))) / 8
+    assert data["response_lengths"][0].divisor == oracle.active_tokens(full, range(len(full))) / 8
 
 
 def test_miles_samples_without_a_group_are_refused(conversion: types.SimpleNamespace) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_pg.integrations import DIVISOR_VARIABLE, roll_weights, verl
+from megatron_pg.integrations import DIVISOR_VARIABLE, roll_weights, verl, verl_proof
 from megatron_pg.integrations.reducers import HOOKS
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from tests import oracle
@@ -36,7 +36,9 @@ def test_verls_weights_times_losses_are_the_objective(aggregation):
     generator = torch.Generator().manual_seed(0)
     losses = torch.rand(PADDED.shape, generator=generator, dtype=torch.float64)
     divisor = 5.0 if aggregation == "constant" else None
-    weights = verl.token_weights(aggregation, PADDED.bool(), TOTALS, divisor).double()
+    tokens = PADDED.sum(dim=-1, keepdim=True).clamp(min=1)
+    factors = verl.sample_factors(aggregation, PADDED.bool(), TOTALS, divisor)
+    weights = factors.double() / (len(MASKS) * tokens)
     if aggregation == "prompt_mean":
         factors, num_groups = verl.group_factors(PADDED, np.array(GROUPS, dtype=object))
         assert num_groups == 2
@@ -48,7 +50,7 @@ def test_verls_weights_times_losses_are_the_objective(aggregation):
 
 
 def install_verl(patch: pytest.MonkeyPatch, **core_algos: object) -> None:
-    package = types.SimpleNamespace(__version__=verl.PROVEN_VERSIONS[0])
+    package = types.SimpleNamespace(__version__="0.9.1", __file__="verl/__init__.py")
     package.core_algos = types.SimpleNamespace(**core_algos)
     for name in ("verl", "verl.trainer", "verl.trainer.ppo"):
         patch.setitem(sys.modules, name, package)
@@ -67,7 +69,9 @@ def test_the_plugin_registers_the_hooks_alone(monkeypatch):
     monkeypatch.setitem(AGGREGATIONS, "fifth", AGGREGATIONS["token_mean"])
     for _ in range(2):
         runpy.run_module("megatron_pg.integrations.verl_plugin")
-        assert losses.keys() == {f"megatron_pg_{name}" for name in HOOKS}
+        assert losses.keys() == {
+            f"megatron_pg_{name}{end}" for name in HOOKS for end in ("", "_gspo")
+        }
         ours = {f"megatron_pg_prompt_mean_{name}" for name in ("grpo", "rloo")}
         assert estimators.keys() == {*theirs, *ours}
 
@@ -78,10 +82,12 @@ def test_importance_weights_multiply_the_loss_of_their_tokens(monkeypatch):
     losses, importance = (torch.rand(PADDED.shape, generator=generator) for _ in range(2))
 
     def vanilla(advantages, response_mask, loss_agg_mode, rollout_is_weights, **_):
-        assert loss_agg_mode == "token-sum"
-        return (-advantages * response_mask * rollout_is_weights).sum(), {}
+        assert loss_agg_mode == "seq-mean-token-mean"
+        sums = (-advantages * response_mask * rollout_is_weights).sum(dim=-1)
+        return (sums / response_mask.sum(dim=-1).clamp(min=1)).sum() / len(MASKS), {}
 
     install_verl(monkeypatch, get_policy_loss_fn={"vanilla": vanilla}.__getitem__)
+    monkeypatch.setattr(verl_proof, "_proven", {("sample_mean", "vanilla", None)})
     config = types.SimpleNamespace(engine=None, global_batch_info=TOTALS)
     given = (torch.zeros(PADDED.shape), torch.zeros(PADDED.shape), -losses, PADDED.bool())
     for weights in (importance, torch.zeros_like(importance), None):
@@ -91,6 +97,56 @@ def test_importance_weights_multiply_the_loss_of_their_tokens(monkeypatch):
         rows = [row[: len(mask)].double() for row, mask in zip(weighted, MASKS, strict=True)]
         expected = oracle.aggregate(STEP, rows, "sample_mean", None)
         torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0)
+
+
+CLIPS = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 3.0}
+
+
+def plain_verl(scale=1.0, honours_weights=True):
+    """As much of verl's two losses as the proof meets, in this test's own words."""
+
+    def loss(
+        is_gspo, old_log_prob, log_prob, advantages, response_mask, rollout_is_weights, config, **_
+    ):
+        change = log_prob - old_log_prob
+        if is_gspo:
+            means = (change * response_mask).sum(-1, keepdim=True) / response_mask.sum(
+                -1, keepdim=True
+            )
+            change = log_prob - log_prob.detach() + means.detach()
+        ratio = change.exp()
+        clipped = ratio.clamp(1 - config.clip_ratio_low, 1 + config.clip_ratio_high)
+        losses = torch.maximum(-advantages * ratio, -advantages * clipped)
+        if not is_gspo:
+            held = torch.minimum(losses, -advantages * config.clip_ratio_c)
+            losses = torch.where(advantages < 0, held, losses)
+        losses = losses * rollout_is_weights if honours_weights else losses
+        sums = (losses * response_mask).sum(-1) / response_mask.sum(-1)
+        totals = config.global_batch_info
+        return sums.sum() / totals["global_batch_size"] * totals["dp_size"] * scale, {}
+
+    return {name: functools.partial(loss, name == "gspo") for name in ("vanilla", "gspo")}
+
+
+@pytest.mark.parametrize("objective", verl.OBJECTIVES.values())
+@pytest.mark.parametrize("aggregation", HOOKS)
+def test_a_verl_is_proven_or_refused(aggregation, objective, monkeypatch):
+    config = types.SimpleNamespace(global_batch_info={}, **CLIPS)
+    loss = aggregation, objective, 5.0 if aggregation == "constant" else None
+    functions = verl.weighted_loss, verl.group_factors
+
+    def prove(losses):
+        monkeypatch.setattr(verl_proof, "_proven", set())
+        install_verl(monkeypatch, get_policy_loss_fn=losses.__getitem__)
+        verl_proof.prove(loss, config, *functions)
+
+    prove(plain_verl())
+    assert config.global_batch_info == {} and verl_proof._proven == {loss}
+    words = f"{aggregation} by verl's {objective} | 0.9.1 | the gradient of log-prob | expected | other_trainers.md"
+    assert_refused(words, prove, plain_verl(scale=1.0005))
+    if aggregation in ("token_mean", "constant"):
+        assert_refused(words, prove, plain_verl(honours_weights=False))
+    assert_refused("cannot be run on tiny samples: KeyError", prove, {})
 
 
 def test_verls_padding_samples_are_in_no_prompt_group():
@@ -105,13 +161,13 @@ def test_a_step_without_tokens_has_finite_weights():
     mask = torch.zeros(2, 3, dtype=torch.bool)
     totals = {"global_batch_size": 2, "batch_num_tokens": 0}
     for aggregation in ("sample_mean", "token_mean"):
-        assert verl.token_weights(aggregation, mask, totals, None).isfinite().all()
+        assert verl.sample_factors(aggregation, mask, totals, None).isfinite().all()
     assert verl.group_factors(mask, np.array(["a", "b"], dtype=object))[0].tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sample_mean"])
 def test_a_missing_total_is_refused(aggregation):
-    assert_refused("global_batch_info", verl.token_weights, aggregation, PADDED.bool(), {}, None)
+    assert_refused("global_batch_info", verl.sample_factors, aggregation, PADDED.bool(), {}, None)
 
 
 def test_the_tag_changes_less_than_a_rounding_or_two_and_is_seen(monkeypatch):
@@ -186,6 +242,23 @@ def test_factors_undo_the_mean_over_the_kept_tokens():
     kept = torch.tensor([[1, 0, 1], [0, 0, 0]])
     factors = roll_weights.sample_factors([0.25, 0.5], kept, torch.tensor(7))
     assert factors.tolist() == [3.5, 0.0] and factors.dtype == torch.float32
+
+
+def rolls_mean(losses, mask, scale):
+    means = (losses * mask).sum(dim=-1) / mask.sum(dim=-1)
+    return lambda weights, count: (means * weights).sum() / count * scale
+
+
+@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
+def test_an_agg_loss_is_proven_or_refused(aggregation):
+    def agg_loss(scale, *, loss_mat, loss_mask, weights, global_valid_samples, **_):
+        return rolls_mean(loss_mat, loss_mask, scale)(weights, global_valid_samples)
+
+    divisor = 5.0 if aggregation == "constant" else None
+    roll_weights.prove(aggregation, divisor, functools.partial(agg_loss, 1.0))
+    words = f"megatron_pg {aggregation}: agg_loss | expected | worker_cls"
+    mutant = functools.partial(agg_loss, 1.0005)
+    assert_refused(words, roll_weights.prove, aggregation, divisor, mutant)
 
 
 def roll_config(**changes: object) -> types.SimpleNamespace:

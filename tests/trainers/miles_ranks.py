@@ -10,23 +10,18 @@ from megatron_pg.integrations.miles import MILES
 from megatron_pg.megatron import enable_cpu_runtime
 
 from . import ranks, sources
-from .ranks import Args, MicroBatch, Steps
+from .ranks import Args, MicroBatch, Outcome
 from .rollout import Case, samples
 
 
-def all_cases() -> dict[Case, Steps]:
+def all_cases() -> dict[Case, Outcome]:
     enable_cpu_runtime()
-    from megatron.core.fusions import fused_cross_entropy
-    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+    ranks.round_no_gradients()
     from megatron.training.global_vars import set_args
 
-    # Megatron's fused one, which miles imports when called, rounds its gradient to bfloat16 (0.19.2).
-    fused_cross_entropy.fused_vocab_parallel_cross_entropy = lambda logits, tokens, group: (
-        vocab_parallel_cross_entropy(logits, tokens)
-    )
     sources.use("miles")
     from miles.backends.megatron_utils.parallel import create_megatron_parallel_state
-    from miles.backends.training_utils import cp_utils, parallel
+    from miles.backends.training_utils import cp_utils, log_utils, parallel
     from miles.utils import object_store
     from miles.utils.ft_utils.process_group_utils import GroupInfo
 
@@ -39,7 +34,6 @@ def all_cases() -> dict[Case, Steps]:
             case,
             MILES,
             train_backend="megatron",
-            qkv_format="thd",
             object_store_backend="ray",
             **dict.fromkeys(unused, False),
         )
@@ -49,7 +43,9 @@ def all_cases() -> dict[Case, Steps]:
         rollout_data = _rollout_data(case, args)
         ranks.fill_in(rollout_data, cp_utils.slice_log_prob_with_cp)
         ranks.break_sums(case, rollout_data)
-        found[case] = ranks.run_steps(case, _steps(args, rollout_data), cp_utils.slice_with_cp)
+        log = ranks.logged(log_utils.log_rollout_data, args, rollout_data)
+        steps = _steps(args, rollout_data)
+        found[case] = ranks.run_steps(case, steps, cp_utils.slice_with_cp), log
     return found
 
 

@@ -11,7 +11,6 @@ import importlib.machinery
 import importlib.util
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import types
@@ -28,7 +27,7 @@ from megatron_pg.config.versions import has_megatron_training
 ROOT = Path(__file__).parents[2]
 TRAINERS = Path(os.environ.get("TRAINERS", "/nonexistent"))
 STAND_INS = {
-    "slime": "ray httpx wandb sglang sglang_router torch_memory_saver".split(),
+    "slime": "ray httpx wandb sglang sglang_router torch_memory_saver pandas".split(),
     "verl": "ray torchdata cachetools fastapi uvicorn aiohttp pandas zmq codetiming datasets accelerate peft dill "
     "pylatexenc".split(),
     "ROLL": "ray codetiming transfer_queue opentelemetry imageio torchdata pandas datasets peft dacite accelerate".split(),
@@ -153,12 +152,3 @@ def use(name: str) -> None:
     if isinstance(ray, _StandIn):
         # One process: a remote class is the class, a stored object the object.
         ray.remote = ray.put = ray.get = lambda value: value
-
-
-def skip_other_commits(path: Path, commit: str) -> None:
-    """Skip a test that is about one commit where the checkout is another, or is no repository."""
-    command = ["git", "-C", str(path), "rev-parse", "HEAD"]
-    head = subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    if not head.startswith(commit):
-        found = head[:7] or "no repository"
-        pytest.skip(f"the checkout is {found}, the fingerprints are of {commit}")

@@ -95,7 +95,7 @@ def batch_of(samples: list[PlainSample], advantages: Tensor, num_samples: int, c
 
 
 def actor_config(case: Case) -> Any:
-    from verl.workers.config import McoreActorConfig, PolicyLossConfig
+    from verl.workers.config import McoreActorConfig, McoreEngineConfig, PolicyLossConfig
 
     return McoreActorConfig(
         rollout_n=logit_table.ROLLOUTS_PER_PROMPT,
@@ -107,6 +107,7 @@ def actor_config(case: Case) -> Any:
         loss_agg_mode=case.loss_agg_mode,
         loss_scale_factor=case.loss_scale_factor,
         policy_loss=PolicyLossConfig(loss_mode=case.loss_mode),
+        megatron=McoreEngineConfig(context_parallel_size=case.context),
         use_kl_loss=case.with_terms,
         kl_loss_coef=logit_table.KL_COEF,
         entropy_coeff=logit_table.ENTROPY_COEF if case.with_terms else 0.0,
@@ -177,7 +178,7 @@ def broken(name: str) -> Iterator[None]:
 
     from megatron_pg.integrations import verl as ours
 
-    weights, gather = ours.token_weights, forward.postprocess_thd_engine
+    weights, gather = ours.sample_factors, forward.postprocess_thd_engine
 
     def of_lengths(aggregation: str, mask: Tensor, *args: Any) -> Tensor:
         return weights(aggregation, torch.ones_like(mask), *args)
@@ -187,8 +188,8 @@ def broken(name: str) -> Iterator[None]:
         return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
     mutants = {
-        "divisor": (ours, "token_weights", lambda *args: 1.0005 * weights(*args)),
-        "length": (ours, "token_weights", of_lengths),
+        "divisor": (ours, "sample_factors", lambda *args: 1.0005 * weights(*args)),
+        "length": (ours, "sample_factors", of_lengths),
         "window": (forward, "postprocess_thd_engine", turned),
     }
     if not name:

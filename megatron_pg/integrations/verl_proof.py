@@ -1,0 +1,108 @@
+"""A proof at startup that the installed verl's own policy losses compute an aggregation with this package's factors.
+
+The tiny samples of `megatron_pg.integrations.proof` go through them on the CPU at the first policy loss of a process. The
+gradient of every log-prob is compared with plain loops in float64, whatever the version.
+"""
+
+import copy
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_pg.integrations.proof import SAMPLES, TOLERANCE, numbers, padded_mask, token_weights
+
+DATA_SIZE = 2
+"""The data-parallel size of the proof, by which verl multiplies a loss."""
+
+
+Loss = tuple[str, str, float | None]
+"""The aggregation, the name of verl's own policy loss, and L of `constant`."""
+_proven: set[Loss] = set()
+
+
+def prove(
+    loss: Loss,
+    config: Any,
+    weighted_loss: Callable[..., Any],
+    group_factors: Callable[[Tensor, Any], tuple[Tensor, int]],
+) -> None:
+    """Raise a ValueError where verl's own loss is not the aggregation, with the numbers; once a process for each loss.
+
+    `config` is verl's `ActorConfig`, whose clip ranges are those of the proof. Every rank that computes a loss calls it. The
+    two functions are those of `megatron_pg.integrations.verl`.
+    """
+    if loss in _proven:
+        return
+    old, log_prob, advantages = (numbers(*padded_mask().shape, seed=seed) for seed in (1, 2, 3))
+    try:
+        with torch.enable_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
+            mask, expected = padded_mask(), _gradient(loss, (old, log_prob, advantages), config)
+            if loss[0] == "prompt_mean":
+                groups = np.array([sample.group for sample in SAMPLES])
+                advantages = advantages * group_factors(mask, groups)[0].float()[:, None]
+            batch = old, log_prob.requires_grad_(), advantages, mask
+            found = torch.autograd.grad(
+                weighted_loss(*loss, batch, _tiny(config), None)[0], log_prob
+            )[0]
+        wrong = _difference(found.double() / DATA_SIZE, expected)
+    except Exception as error:  # verl's code may raise anything at all
+        wrong = f"it cannot be run on tiny samples: {type(error).__name__}: {error}"
+    if wrong is not None:
+        version = getattr(sys.modules.get("verl"), "__version__", "")
+        raise ValueError(
+            f"megatron_pg {loss[0]} by verl's {loss[1]}: the installed verl {version} computes something else: {wrong}. Install a "
+            "version that docs/records/other_trainers.md lists as exact, or set "
+            f"actor_rollout_ref.actor.policy_loss.loss_mode={loss[1]}, its own"
+        )
+    _proven.add(loss)
+
+
+def _tiny(config: Any) -> Any:
+    """Copy the config, with the totals of the tiny step."""
+    tiny = copy.deepcopy(config)
+    totals = {"global_batch_size": len(SAMPLES), "batch_num_tokens": int(padded_mask().sum())}
+    tiny.global_batch_info.update(dp_size=DATA_SIZE, loss_scale_factor=None, **totals)
+    return tiny
+
+
+def _difference(found: Tensor, expected: Tensor) -> str | None:
+    """Name the log-prob whose gradient differs the most, or return None."""
+    errors = (found - expected).abs()
+    place = divmod(int(errors.argmax()), errors.shape[1])
+    if float(errors.max()) <= TOLERANCE * float(expected.abs().max()):
+        return None
+    values = f"is {float(found[place]):.6g}, expected {float(expected[place]):.6g}"
+    return f"the gradient of log-prob {place[1]} of tiny sample {place[0]} {values}"
+
+
+def _gradient(loss: Loss, batch: tuple[Tensor, Tensor, Tensor], config: Any) -> Tensor:
+    """Compute the gradient of the log-probs, [samples, response] float64, in plain loops."""
+    (aggregation, objective, divisor), (old, log_prob, advantages) = loss, batch
+    leaf = log_prob.double().requires_grad_()
+    total = torch.zeros((), dtype=torch.float64)
+    weights = token_weights(aggregation, divisor)
+    for row, sample in enumerate(SAMPLES):
+        active = [token for token, is_active in enumerate(sample.mask) if is_active]
+        changes = {token: leaf[row, token] - float(old[row, token]) for token in active}
+        mean = sum(float(change.detach()) for change in changes.values()) / len(active)
+        for token, change in changes.items():
+            if objective == "gspo":
+                change = mean + leaf[row, token] - leaf[row, token].detach()
+            advantage = float(advantages[row, token])
+            total = total + weights[row] * _token_loss(change.exp(), advantage, objective, config)
+    return torch.autograd.grad(total, leaf)[0]
+
+
+def _token_loss(ratio: Tensor, advantage: float, objective: str, config: Any) -> Tensor:
+    """Compute verl's clipped loss of a token; PPO holds it below clip_ratio_c times a negative advantage."""
+    low, high = (
+        config.clip_ratio if bound is None else bound
+        for bound in (config.clip_ratio_low, config.clip_ratio_high)
+    )
+    loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - low, 1 + high))
+    is_held = objective == "vanilla" and advantage < 0
+    return torch.clamp(loss, max=-advantage * config.clip_ratio_c) if is_held else loss

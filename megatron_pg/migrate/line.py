@@ -49,10 +49,11 @@ def read(path: Path | None, words: Sequence[str], name: str | None = None) -> Li
 def trainer_of(launches: Sequence[Launch], path: Path | None = None) -> TrainerTable:
     """Find the trainer by its mark on keys, values and words, a fork by the checkout; raise ValueError where none has one."""
     seen = " ".join(" ".join([*one.words, *one.keys, *map(str, one.keys.values())]) for one in launches)
-    for trainer in TRAINERS.values():
-        if trainer.mark.search(seen):
-            forks = (fork for fork in TRAINERS.values() if fork.like == trainer.name)
-            return next((fork for fork in forks if _is_beside(fork.package, path)), trainer)
+    marked = [trainer for trainer in TRAINERS.values() if trainer.mark.search(seen)]
+    if marked:
+        names = {trainer.name for trainer in marked}
+        forks = [trainer for trainer in TRAINERS.values() if trainer.like in names]
+        return next((one for one in marked + forks if _is_beside(one.package, path)), marked[0])
     for name, other in OTHERS.items():
         if re.search(other["mark"], seen) or _is_beside(other["package"], path):
             raise ValueError("\n  ".join([f"{name} is not read: {other['answer']}", *_words(other["words"], launches)]))
@@ -112,7 +113,8 @@ def _own(trainer: TrainerTable, launches: Sequence[Launch]) -> list[Launch]:
     if len(launches) == 1:
         return list(launches)
     own = [one for one in launches if one.keys and trainer.programs.search(one.program)]
-    return own or [one for one in launches if trainer.named(one.keys).keys() & trainer.settings.keys()]
+    with_keys = (one for one in launches if trainer.named(one.keys).keys() & trainer.settings.keys())
+    return own or [one for one in with_keys if not one.is_stray]
 
 
 def _script(path: Path, name: str | None) -> Line:
@@ -127,6 +129,10 @@ def _script(path: Path, name: str | None) -> Line:
     line = _line(launches, path, trainer.name)
     if taken:
         line.notes.append(f"{taken}: taken to hold.")
+    stray = next((one for one in launches if one.is_stray and one.keys), None)
+    if stray:
+        cause = "a comment or a blank after a backslash ends the one before"
+        line.notes.append(f"line {stray.line}: {stray.words[0]} is a command of its own, since {cause}: it is not passed.")
     for text, other in others:
         if text == taken or not _own(trainer, other):
             continue

@@ -28,6 +28,11 @@ class Launch:
     missing: list[str] = field(default_factory=list)
 
     @property
+    def is_stray(self) -> bool:
+        """Return whether the line begins with an option: the shell has cut it off its command."""
+        return bool(self.words) and bool(OVERRIDE.fullmatch(self.words[0]) or self.words[0].startswith("--"))
+
+    @property
     def program(self) -> str:
         """Module after `-m`, or Python file, that is launched; "" where the line names none."""
         for before, word in zip(["", *self.words], self.words, strict=False):

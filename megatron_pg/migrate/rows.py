@@ -103,7 +103,8 @@ class TrainerTable:
         """Describe an unknown key, with the nearest right one; None for a key that is known or not about the loss."""
         if key in self.settings or self.is_elsewhere(key):
             return None
-        near = difflib.get_close_matches(key, self.settings, n=1, cutoff=0.0)[0]
+        same = [own for own in self.settings if own.split(".")[-1] == key.split(".")[-1]]
+        near = difflib.get_close_matches(key, same or self.settings, n=1, cutoff=0.0)[0]
         is_near = difflib.SequenceMatcher(None, key, near).ratio() >= CLOSE
         if is_near or re.search(self._table["concerns_loss"], key):
             return f"{key}: no key of {self.name} that is known here; the nearest is {near}"

@@ -120,7 +120,8 @@ class _Shell:
     def _is_true(self, node: Node, status: bool | None) -> bool:
         if status is None:
             key = self.offset + node.start_byte
-            self.undecided.setdefault(key, f"line {self._line(node)}, `{_text(node)}`")
+            text = _text(node).partition("\n")[0]
+            self.undecided.setdefault(key, f"line {self._line(node)}, `{text}`")
             return key == self.true
         return status
 
@@ -142,6 +143,7 @@ class _Shell:
     def walk_variable_assignment(self, node: Node) -> bool:
         name, value = node.child_by_field_name("name"), node.child_by_field_name("value")
         if name.type == "subscript":
+            self._set_item(*map(_text, name.named_children), "" if value is None else self.text(value))
             return True
         old = self.values.get(_text(name), [])
         is_array = value is not None and value.type == "array"
@@ -153,6 +155,12 @@ class _Shell:
             new = old + new if is_array else ["".join([*old[:1], *new])]
         self.values[_text(name)] = new
         return True
+
+    def _set_item(self, name: str, index: str, value: str) -> None:
+        if index.isdecimal() and int(index) < MAX_COMMANDS:
+            items = self.values.setdefault(name, [])
+            items += [""] * (int(index) + 1 - len(items))
+            items[int(index)] = value
 
     def walk_unset_command(self, node: Node) -> None:
         for child in node.named_children:
@@ -233,10 +241,15 @@ class _Shell:
 
     def walk_command(self, node: Node) -> bool | None:
         self.line = self._line(node)
-        arguments = [n for n in node.named_children if n.type != "variable_assignment"]
+        settings = [n for n in node.named_children if n.type == "variable_assignment"]
+        arguments = [n for n in node.named_children if n not in settings]
         words = [word for child in arguments for word in self.fields(child)]
-        if not words:
-            return None
+        if words and (words[0] in ("source", ".", "eval") or words[0] in self.functions):
+            for setting in settings:
+                self.walk(setting)
+        return self._run(words) if words else None
+
+    def _run(self, words: list[str]) -> bool | None:
         if len(self.commands) >= MAX_COMMANDS:
             raise ValueError(f"more than {MAX_COMMANDS} commands")
         name, *rest = words
@@ -253,8 +266,17 @@ class _Shell:
             self.folder = os.path.normpath(os.path.join(self.folder, rest[-1]))
         elif name == "shift":
             del self.arguments[:1]
+        elif name == "set" and rest[:1] == ["--"]:
+            self.arguments = rest[1:]
+        elif name == "exec" and rest:
+            self._run(rest)
+            raise _Return
         elif name == "eval":
             self.walk_text(" ".join(rest))
+        elif name in ("bash", "sh") and rest and Path(self.folder, rest[0]).is_file():
+            kept, self.arguments = self.arguments, rest[1:]
+            self.source(Path(self.folder, rest[0]))
+            self.arguments = kept
         elif quoted := _quoted_command(words):
             self.walk_text(quoted)
         else:
@@ -309,7 +331,7 @@ class _Shell:
 
     def fields(self, node: Node) -> list[str]:
         """Return the words that a word stands for."""
-        return _joined(self._pieces(node, False))
+        return [] if node.type == "comment" else _joined(self._pieces(node, False))
 
     def _pieces(self, node: Node, is_quoted: bool) -> Iterator["Piece"]:
         """Yield the parts of a word: each with whether its first and last go on in the neighbour's."""
@@ -379,23 +401,23 @@ class _Shell:
             changed = [_changed(value, operation, operand) for value in values]
             yield from self._all(changed, is_all, is_quoted)
 
-    def _values(self, name: str, index: str | None) -> tuple[list[str] | None, bool]:
-        """Return the values of a parameter, None where it is unset, and whether it stands for all of them."""
+    def _values(self, name: str, index: str | None) -> tuple[list[str] | None, str]:
+        """Return the values of a parameter, None where it is unset, and "@" or "*" where it stands for all of them."""
         if name in "@*":
-            return self.arguments, True
+            return self.arguments, name
         if name == "#":
-            return [str(len(self.arguments))], False
+            return [str(len(self.arguments))], ""
         if name.isdecimal() and name != "0":
-            return self.arguments[int(name) - 1 :][:1] or None, False
+            return self.arguments[int(name) - 1 :][:1] or None, ""
         values = self.values.get(name)
         if index in ("[@]", "[*]"):
-            return values or [], True
+            return values or [], index[1]
         position = int(index[1:-1]) if index else 0
-        return (values[position : position + 1] or None) if values else values, False
+        return (values[position : position + 1] or None) if values else values, ""
 
-    def _all(self, values: Sequence[str], is_all: bool, is_quoted: bool) -> Iterator["Piece"]:
+    def _all(self, values: Sequence[str], is_all: str, is_quoted: bool) -> Iterator["Piece"]:
         if is_quoted and is_all:
-            yield list(values), True, True
+            yield [" ".join(values)] if is_all == "*" else list(values), True, True
         for value in () if is_quoted and is_all else values:
             yield from _split(value, is_quoted)
             if is_all:

@@ -35,9 +35,13 @@ def read(path: Path | None, words: Sequence[str], name: str | None = None) -> Li
     if path is None:
         return _line([read_line(Command(0, list(words)))], None, name)
     if not path.is_file():
-        raise ValueError(f"{path}: no such file; give a YAML, a shell script, or `--` and the launch line")
+        raise ValueError(
+            f"{path}: no such file; give a YAML, a shell script, or `--` and the launch line"
+        )
     if path.suffix == ".py":
-        raise ValueError(f"{path} is a Python launcher, and no Python is read: give the command that it runs after `--`")
+        raise ValueError(
+            f"{path} is a Python launcher, and no Python is read: give the command that it runs after `--`"
+        )
     if path.suffix in YAML:
         return _line([read_yaml(path)], path, name)
     try:
@@ -48,7 +52,9 @@ def read(path: Path | None, words: Sequence[str], name: str | None = None) -> Li
 
 def trainer_of(launches: Sequence[Launch], path: Path | None = None) -> TrainerTable:
     """Find the trainer by its mark on keys, values and words, a fork by the checkout; raise ValueError where none has one."""
-    seen = " ".join(" ".join([*one.words, *one.keys, *map(str, one.keys.values())]) for one in launches)
+    seen = " ".join(
+        " ".join([*one.words, *one.keys, *map(str, one.keys.values())]) for one in launches
+    )
     marked = [trainer for trainer in TRAINERS.values() if trainer.mark.search(seen)]
     if marked:
         names = {trainer.name for trainer in marked}
@@ -56,10 +62,16 @@ def trainer_of(launches: Sequence[Launch], path: Path | None = None) -> TrainerT
         return next((one for one in marked + forks if _is_beside(one.package, path)), marked[0])
     for name, other in OTHERS.items():
         if re.search(other["mark"], seen) or _is_beside(other["package"], path):
-            raise ValueError("\n  ".join([f"{name} is not read: {other['answer']}", *_words(other["words"], launches)]))
+            raise ValueError(
+                "\n  ".join(
+                    [f"{name} is not read: {other['answer']}", *_words(other["words"], launches)]
+                )
+            )
     names, keys = ", ".join(sorted(TRAINERS)), sorted({key for one in launches for key in one.keys})
     among = ", ".join([*keys[:SHOWN], "..."] if keys[SHOWN:] else keys or ["nothing"])
-    raise ValueError(f"no key of {names} among {among} tells whose it is: give --trainer with its name")
+    raise ValueError(
+        f"no key of {names} among {among} tells whose it is: give --trainer with its name"
+    )
 
 
 def _is_beside(package: str, path: Path | None) -> bool:
@@ -88,7 +100,9 @@ def _line(launches: Sequence[Launch], path: Path | None, name: str | None) -> Li
         if Path(file).stem not in trainer.configs
     ]
     if launch.program and not trainer.programs.search(launch.program):
-        notes.append(f"{launch.program} is launched: defaults and loss of its own are not known here.")
+        notes.append(
+            f"{launch.program} is launched: defaults and loss of its own are not known here."
+        )
     others = trainer.named(launch.keys).keys() - trainer.settings.keys()
     passed = sorted(key for key in others if not trainer.is_elsewhere(key))
     return Line(trainer, settings, notes, passed)
@@ -104,7 +118,9 @@ def _chosen(trainer: TrainerTable, launches: Sequence[Launch]) -> tuple[Launch, 
         differ = [key for key, value in trainer.read(other.keys).items() if value != settings[key]]
         if differ:
             lines = f"lines {launch.line} and {other.line}"
-            raise ValueError(f"{lines} launch with another {', '.join(differ)}: give the one that you mean")
+            raise ValueError(
+                f"{lines} launch with another {', '.join(differ)}: give the one that you mean"
+            )
     return launch, settings
 
 
@@ -113,7 +129,9 @@ def _own(trainer: TrainerTable, launches: Sequence[Launch]) -> list[Launch]:
     if len(launches) == 1:
         return list(launches)
     own = [one for one in launches if one.keys and trainer.programs.search(one.program)]
-    with_keys = (one for one in launches if trainer.named(one.keys).keys() & trainer.settings.keys())
+    with_keys = (
+        one for one in launches if trainer.named(one.keys).keys() & trainer.settings.keys()
+    )
     return own or [one for one in with_keys if not one.is_stray]
 
 
@@ -125,14 +143,18 @@ def _script(path: Path, name: str | None) -> Line:
     trainer = TRAINERS[name] if name else trainer_of(everything, path)
     taken = None
     if not _own(trainer, launches):
-        taken, launches = next((each for each in others if _own(trainer, each[1])), (None, launches))
+        taken, launches = next(
+            (each for each in others if _own(trainer, each[1])), (None, launches)
+        )
     line = _line(launches, path, trainer.name)
     if taken:
         line.notes.append(f"{taken}: taken to hold.")
     stray = next((one for one in launches if one.is_stray and one.keys), None)
     if stray:
         cause = "a comment or a blank after a backslash ends the one before"
-        line.notes.append(f"line {stray.line}: {stray.words[0]} is a command of its own, since {cause}: it is not passed.")
+        line.notes.append(
+            f"line {stray.line}: {stray.words[0]} is a command of its own, since {cause}: it is not passed."
+        )
     for text, other in others:
         if text == taken or not _own(trainer, other):
             continue
@@ -141,7 +163,9 @@ def _script(path: Path, name: str | None) -> Line:
         except ValueError as error:
             line.notes.append(f"{text}: where it holds, {error}")
             continue
-        changed = [f"{key} is {value}" for key, value in settings.items() if value != line.settings[key]]
+        changed = [
+            f"{key} is {value}" for key, value in settings.items() if value != line.settings[key]
+        ]
         if changed:
             line.notes.append(f"{text}: where it holds, {', '.join(changed)}.")
     return line

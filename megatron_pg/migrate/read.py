@@ -30,7 +30,9 @@ class Launch:
     @property
     def is_stray(self) -> bool:
         """Return whether the line begins with an option: the shell has cut it off its command."""
-        return bool(self.words) and bool(OVERRIDE.fullmatch(self.words[0]) or self.words[0].startswith("--"))
+        return bool(self.words) and bool(
+            OVERRIDE.fullmatch(self.words[0]) or self.words[0].startswith("--")
+        )
 
     @property
     def program(self) -> str:
@@ -48,10 +50,14 @@ def read_yaml(path: Path) -> Launch:
     return launch
 
 
-def read_launches(path: Path, true: int | None = None) -> tuple[list[Launch], list[tuple[int, str]]]:
+def read_launches(
+    path: Path, true: int | None = None
+) -> tuple[list[Launch], list[tuple[int, str]]]:
     """Read the commands of a shell script as `read_script` does, and return them with the conditions left undecided."""
     script = read_script(path, true)
-    launches = [read_line(command, [path.parent, *path.resolve().parents]) for command in script.commands]
+    launches = [
+        read_line(command, [path.parent, *path.resolve().parents]) for command in script.commands
+    ]
     for launch in launches:
         launch.missing += script.missing
     return launches, script.undecided

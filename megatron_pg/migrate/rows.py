@@ -130,17 +130,21 @@ class TrainerTable:
 
     def recipe(self, mode: str, given: Settings) -> str:
         """Return the lines that make an aggregation exact and leave the objective of each token alone."""
-        cases = self.exact[mode]
+        cases = self.exact.get(mode, "no lines are known")
         if isinstance(cases, str):
             return cases
-        return _filled_in(next(lines for condition, lines in cases if holds(condition, given)), given)
+        return _filled_in(
+            next(lines for condition, lines in cases if holds(condition, given)), given
+        )
 
     def limits(self, given: Settings, terms: Iterable[Term]) -> list[str]:
         """List the limits that apply to the line, with its values filled in."""
         known = with_terms(given, terms)
         texts = [row["text"] for row in self._limits if holds(row["when"], known)]
         notes = {key: row["note"] for key, row in self.settings.items() if "note" in row}
-        texts += [note for key, note in notes.items() if given[key] != self.settings[key].get("default")]
+        texts += [
+            note for key, note in notes.items() if given[key] != self.settings[key].get("default")
+        ]
         return [_filled_in(text, known) for text in texts]
 
 

@@ -5,32 +5,18 @@ it is written, such as `$(nproc)`. Conditions that no variable decides are false
 """
 
 import fnmatch
-import operator
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from megatron_pg.migrate.shell_words import UNKNOWN, Node, Words, text_of
 
 INSTALL = "pip install tree-sitter tree-sitter-bash"
 MAX_DEPTH = 12
 """Limit on functions, sourced files and quoted commands within one another."""
 MAX_COMMANDS = 20_000
-COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
-    "-eq": operator.eq,
-    "-ne": operator.ne,
-    "-lt": operator.lt,
-    "-le": operator.le,
-    "-gt": operator.gt,
-    "-ge": operator.ge,
-}
-ARITHMETIC = re.compile(r"(?!.*(\*\*|//))[\d\s()+*/%-]+")
-WORD = re.compile(r"(?:\$\{[^{}]*\}|\$\([^()]*\)+|`[^`]*`|\S)+")
-UNKNOWN = re.compile(r"[$`]")
-"""A value with one of these is not known."""
-
-Node = Any
-"""A node of tree-sitter's tree."""
 
 
 class Command(NamedTuple):
@@ -73,21 +59,20 @@ def _parser() -> Any:
     return tree_sitter.Parser(tree_sitter.Language(tree_sitter_bash.language()))
 
 
-class _Shell:
-    """Walks the tree with the variables as they are then: the last assignment wins. An array is a list, a scalar of one."""
+class _Shell(Words):
+    """Walks the tree in the order in which it would run, so that the last assignment wins."""
 
     def __init__(self, path: Path, true: int | None) -> None:
+        super().__init__()
         self.parser = _parser()
         self.path, self.true = path, true
         self.folder = os.getcwd()
-        self.values: dict[str, list[str]] = {"0": [str(path)], "BASH_SOURCE": [str(path)]}
-        self.arguments: list[str] = []
+        self.values = {"0": [str(path)], "BASH_SOURCE": [str(path)]}
         self.functions: dict[str, Node] = {}
         self.commands: list[Command] = []
         self.undecided: dict[int, str] = {}
         self.missing: list[str] = []
         self.depth = self.offset = self.line = 0
-        self.is_test = False
 
     def source(self, path: Path) -> None:
         """Walk the commands of a file."""
@@ -120,7 +105,7 @@ class _Shell:
     def _is_true(self, node: Node, status: bool | None) -> bool:
         if status is None:
             key = self.offset + node.start_byte
-            text = _text(node).partition("\n")[0]
+            text = text_of(node).partition("\n")[0]
             self.undecided.setdefault(key, f"line {self._line(node)}, `{text}`")
             return key == self.true
         return status
@@ -138,14 +123,16 @@ class _Shell:
 
     def walk_function_definition(self, node: Node) -> None:
         name, body = node.child_by_field_name("name"), node.child_by_field_name("body")
-        self.functions[_text(name)] = body
+        self.functions[text_of(name)] = body
 
     def walk_variable_assignment(self, node: Node) -> bool:
         name, value = node.child_by_field_name("name"), node.child_by_field_name("value")
         if name.type == "subscript":
-            self._set_item(*map(_text, name.named_children), "" if value is None else self.text(value))
+            self._set_item(
+                *map(text_of, name.named_children), "" if value is None else self.text(value)
+            )
             return True
-        old = self.values.get(_text(name), [])
+        old = self.values.get(text_of(name), [])
         is_array = value is not None and value.type == "array"
         if is_array:
             new = [word for child in value.named_children for word in self.fields(child)]
@@ -153,7 +140,7 @@ class _Shell:
             new = ["" if value is None else self.text(value)]
         if any(child.type == "+=" for child in node.children):
             new = old + new if is_array else ["".join([*old[:1], *new])]
-        self.values[_text(name)] = new
+        self.values[text_of(name)] = new
         return True
 
     def _set_item(self, name: str, index: str, value: str) -> None:
@@ -164,7 +151,7 @@ class _Shell:
 
     def walk_unset_command(self, node: Node) -> None:
         for child in node.named_children:
-            self.values.pop(_text(child), None)
+            self.values.pop(text_of(child), None)
 
     def walk_subshell(self, node: Node) -> None:
         kept, folder = dict(self.values), self.folder
@@ -196,12 +183,12 @@ class _Shell:
         name, body = node.child_by_field_name("variable"), node.child_by_field_name("body")
         for child in node.children_by_field_name("value"):
             for word in self.fields(child):
-                self.values[_text(name)] = [word]
+                self.values[text_of(name)] = [word]
                 self.walk(body)
 
     def walk_case_statement(self, node: Node) -> None:
         word, *items = node.named_children
-        value = self._tested(word)
+        value = self.tested(word)
         for item in items:
             patterns = item.children_by_field_name("value")
             texts = [self.text(pattern) for pattern in patterns]
@@ -232,11 +219,11 @@ class _Shell:
 
     def walk_test_command(self, node: Node) -> bool | None:
         tests = [child for child in node.children if child.type not in ("[", "]", "[[", "]]")]
-        return self._test(tests[0]) if len(tests) == 1 else None
+        return self.test(tests[0]) if len(tests) == 1 else None
 
     def walk_compound_statement(self, node: Node) -> bool | None:
         if node.children[0].type == "((":
-            return _as_bool(self._number(_text(node)[2:-2]))
+            return _as_bool(self._number(text_of(node)[2:-2]))
         return self._each(node)
 
     def walk_command(self, node: Node) -> bool | None:
@@ -254,7 +241,7 @@ class _Shell:
             raise ValueError(f"more than {MAX_COMMANDS} commands")
         name, *rest = words
         if name in self.functions and self.depth < MAX_DEPTH:
-            return self._call(self.functions[name], rest)
+            return self._call(lambda: self.walk(self.functions[name]), rest)
         if name in ("exit", "return"):
             raise _Return
         if name in ("true", ":", "false"):
@@ -274,252 +261,40 @@ class _Shell:
         elif name == "eval":
             self.walk_text(" ".join(rest))
         elif name in ("bash", "sh") and rest and Path(self.folder, rest[0]).is_file():
-            kept, self.arguments = self.arguments, rest[1:]
-            self.source(Path(self.folder, rest[0]))
-            self.arguments = kept
+            self._call(lambda: self.source(Path(self.folder, rest[0])), rest[1:])
         elif quoted := _quoted_command(words):
             self.walk_text(quoted)
         else:
             self.commands.append(Command(self.line, words))
         return None
 
-    def _call(self, body: Node, words: list[str]) -> None:
-        kept, self.arguments = self.arguments, words
-        line, self.depth = self.line, self.depth + 1
+    def _call(self, body: Callable[[], Any], words: list[str]) -> None:
+        kept, depth = (self.arguments, self.line), self.depth
+        self.arguments, self.depth = words, depth + 1
         try:
-            self.walk(body)
+            body()
         except _Return:
             pass
-        self.arguments, self.depth, self.line = kept, self.depth - 1, line
+        (self.arguments, self.line), self.depth = kept, depth
 
-    # Conditions
-
-    def _test(self, node: Node) -> bool | None:
-        words = [_text(child) for child in node.children]
-        if node.type == "parenthesized_expression":
-            return self._test(node.named_children[0])
-        if node.type == "unary_expression":
-            operand = node.children[-1]
-            if words[0] == "!":
-                value = self._test(operand)
-                return None if value is None else not value
-            text = self._tested(operand)
-            known = words[0] in ("-z", "-n") and text is not None
-            return (text == "") is (words[0] == "-z") if known else None
-        if node.type == "binary_expression":
-            left, right = node.children[0], node.children[-1]
-            if words[1] in ("&&", "||", "-a", "-o"):
-                return _both(words[1] in ("&&", "-a"), self._test(left), self._test(right))
-            return _compare(self._tested(left), words[1], self._tested(right))
-        text = self._tested(node)
-        return None if text is None else text != ""
-
-    def _tested(self, node: Node) -> str | None:
-        if node.type.endswith("_expression"):
-            return None
-        self.is_test = True
-        text = self.text(node)
-        self.is_test = False
-        return None if UNKNOWN.search(text) else text
-
-    # Words
-
-    def text(self, node: Node) -> str:
-        """Return the text of a word that is not split, such as an assignment's."""
-        pieces = [(parts, True, True) for parts, _, _ in self._pieces(node, True)]
-        return " ".join(_joined(pieces))
-
-    def fields(self, node: Node) -> list[str]:
-        """Return the words that a word stands for."""
-        return [] if node.type == "comment" else _joined(self._pieces(node, False))
-
-    def _pieces(self, node: Node, is_quoted: bool) -> Iterator["Piece"]:
-        """Yield the parts of a word: each with whether its first and last go on in the neighbour's."""
-        kind = node.type
-        if kind == "string":
-            pieces = list(self._parts(node, True))
-            # The string of an empty array, "${ARRAY[@]}", is no word; another is one.
-            if not pieces or any(parts for parts, _, _ in pieces):
-                yield from [([""], True, True), *pieces]
-        elif kind in ("concatenation", "command_name"):
-            yield from self._parts(node, is_quoted)
-        elif kind in ("simple_expansion", "expansion"):
-            yield from self._expansion(node, is_quoted)
-        elif kind in ("arithmetic_expansion", "command_substitution"):
-            yield from _split(self._output(node), is_quoted)
-        elif kind in ("raw_string", "ansi_c_string"):
-            yield [_text(node).lstrip("$")[1:-1]], True, True
-        else:
-            yield [_unescaped(_text(node), is_quoted)], True, True
-
-    def _parts(self, node: Node, is_quoted: bool) -> Iterator["Piece"]:
-        source, start, is_string = node.text, node.start_byte, node.type == "string"
-        end, last = start + is_string, node.end_byte - is_string
-        for child in node.named_children:
-            # Blanks between two children, and before a substitution, belong to no node or to the child.
-            blank = len(child.text) - len(child.text.lstrip()) if child.named_child_count else 0
-            gap = source[end - start : child.start_byte + blank - start].decode()
-            if gap:
-                yield [_unescaped(gap, is_string)], True, True
-            if child.type == "string_content":
-                yield [_unescaped(_text(child), True)], True, True
-            else:
-                yield from self._pieces(child, is_quoted)
-            end = child.end_byte
-        if gap := source[end - start : last - start].decode():
-            yield [_unescaped(gap, is_string)], True, True
-
-    def _expansion(self, node: Node, is_quoted: bool) -> Iterator["Piece"]:
-        whole = node.text.decode().strip()
-        match = re.fullmatch(
-            r"\$\{?([#!]?)(\w+|[@*#?$!-])(\[[@*]\]|\[\d+\])?(?:(:?[-=+?]|,,|\^\^|##?|%%?)(.*))?\}?",
-            whole[:-1] if whole.startswith("${") else whole,
-            re.DOTALL,
-        )
-        if match is None:
-            yield [whole], True, True
-            return
-        mark, name, index, operation, operand = match.groups()
-        values, is_all = self._values(name, index)
-        if mark == "#":
-            yield [str(len(values or []) if is_all else len("".join(values or [])))], True, True
-        elif mark:
-            yield [whole], True, True
-        elif operation and operation.strip(":") in ("-", "=", "+", "?"):
-            is_set = values is not None and (operation[0] != ":" or any(values))
-            if is_set is (operation[-1] == "+") and operation[-1] != "?":
-                after = [child.type for child in node.children].index(operation) + 1
-                for child in node.children[after:-1]:
-                    yield from _split(self.text(child), is_quoted or child.type == "string")
-            elif operation[-1] == "?" and not is_set:
-                yield [whole], True, True
-            elif operation[-1] != "+":
-                yield from self._all(values or [], is_all, is_quoted)
-        elif values is None:
-            yield [[whole], [""]][self.is_test], True, True
-        else:
-            changed = [_changed(value, operation, operand) for value in values]
-            yield from self._all(changed, is_all, is_quoted)
-
-    def _values(self, name: str, index: str | None) -> tuple[list[str] | None, str]:
-        """Return the values of a parameter, None where it is unset, and "@" or "*" where it stands for all of them."""
-        if name in "@*":
-            return self.arguments, name
-        if name == "#":
-            return [str(len(self.arguments))], ""
-        if name.isdecimal() and name != "0":
-            return self.arguments[int(name) - 1 :][:1] or None, ""
-        values = self.values.get(name)
-        if index in ("[@]", "[*]"):
-            return values or [], index[1]
-        position = int(index[1:-1]) if index else 0
-        return (values[position : position + 1] or None) if values else values, ""
-
-    def _all(self, values: Sequence[str], is_all: str, is_quoted: bool) -> Iterator["Piece"]:
-        if is_quoted and is_all:
-            yield [" ".join(values)] if is_all == "*" else list(values), True, True
-        for value in () if is_quoted and is_all else values:
-            yield from _split(value, is_quoted)
-            if is_all:
-                yield [], False, False
-
-    def _number(self, text: str) -> int | None:
-        """Compute an arithmetic expression of known numbers."""
-
-        def value(match: re.Match[str]) -> str:
-            return "".join(self.values.get(match[1], [match[1]])[:1])
-
-        for _ in range(MAX_DEPTH):
-            text = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\}?", value, text)
-        if not ARITHMETIC.fullmatch(text):
-            return None
-        try:
-            return int(eval(text.replace("/", "//")))
-        except (SyntaxError, ZeroDivisionError):
-            return None
-
-    def _output(self, node: Node) -> str:
+    def output(self, node: Node) -> str:
         """Return what a substitution prints, if it only asks for numbers, folders and names; else its own text."""
-        whole = _text(node).strip()
+        whole = text_of(node).strip()
         # In the default of a variable the grammar takes $((1 + 2)) for a command.
         if whole.startswith("$(("):
             number = self._number(whole[3:-2])
             return whole if number is None else str(number)
         shell = _Shell(self.path, self.true)
         shell.values, shell.folder, shell.depth = dict(self.values), self.folder, self.depth
-        shell._each(node)
+        shell._call(lambda: shell._each(node), self.arguments)
         outputs = [_printed(command.words, shell.folder) for command in shell.commands]
         if len(outputs) != 1 or outputs[0] is None or UNKNOWN.search(outputs[0]):
             return whole
         return outputs[0]
 
 
-Piece = tuple[list[str], bool, bool]
-
-
-def _text(node: Node) -> str:
-    return str(node.text.decode())
-
-
 def _is_named(node: Node) -> bool:
     return bool(node.is_named)
-
-
-def _unescaped(text: str, is_quoted: bool) -> str:
-    """Take the backslashes of a word away, or those of a quoted string."""
-    text = text.replace("\\\n", "")
-    return re.sub(r'\\(["\\$`])' if is_quoted else r"\\(.)", r"\1", text, flags=re.DOTALL)
-
-
-def _split(text: str, is_quoted: bool) -> Iterator[Piece]:
-    if is_quoted:
-        yield [text], True, True
-    else:
-        yield WORD.findall(text), not text[:1].isspace(), not text[-1:].isspace()
-
-
-def _joined(pieces: Iterable[Piece]) -> list[str]:
-    words: list[str] = []
-    is_open = False
-    for parts, starts, ends in pieces:
-        if parts and is_open and starts:
-            words[-1] += parts[0]
-            words += parts[1:]
-        else:
-            words += parts
-        is_open = ends and (bool(parts) or is_open)
-    return words
-
-
-def _changed(value: str, operation: str | None, pattern: str | None) -> str:
-    """Apply `${name,,}`, `${name^^}`, or the removal of a pattern from the start (#) or the end (%)."""
-    if operation in (",,", "^^"):
-        return value.lower() if operation == ",," else value.upper()
-    if not operation or pattern is None:
-        return value
-    sizes = range(len(value) + 1)
-    cuts = [(value[:n], value[n:]) for n in (sizes if operation != "##" else reversed(sizes))]
-    if operation[0] == "%":
-        cuts = [(tail, head) for head, tail in cuts]
-        cuts = cuts if operation == "%%" else cuts[::-1]
-    return next((rest for cut, rest in cuts if fnmatch.fnmatchcase(cut, pattern)), value)
-
-
-def _both(is_and: bool, left: bool | None, right: bool | None) -> bool | None:
-    if (left is not is_and and left is not None) or (right is not is_and and right is not None):
-        return not is_and
-    return None if None in (left, right) else is_and
-
-
-def _compare(left: str | None, comparison: str, right: str | None) -> bool | None:
-    if left is None or right is None:
-        return None
-    if comparison in ("=", "==", "!="):
-        return fnmatch.fnmatchcase(left, right) is (comparison != "!=")
-    try:
-        return COMPARISONS[comparison](int(left), int(right))
-    except (KeyError, ValueError):
-        return None
 
 
 def _as_bool(number: int | None) -> bool | None:

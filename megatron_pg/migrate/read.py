@@ -79,13 +79,12 @@ def read_line(command: Command, folders: Sequence[Path] = (Path(),)) -> Launch:
             keys[override[1]] = override[2].strip("'\"")
     launch = Launch(command.words, keys, command.line)
     for flag in CONFIGS:
-        name = str(keys.get(flag, ""))
-        if Path(name).suffix in YAML:
-            file = next((f / name for f in folders if (f / name).is_file()), None)
-            if file is None:
-                launch.missing.append(name)
-            else:
+        if name := str(keys.get(flag, "")):
+            files = (f / name for f in folders if (f / name).is_file() and Path(name).suffix in YAML)
+            if file := next(files, None):
                 launch.keys = _yaml(file, launch.missing) | launch.keys
+            else:
+                launch.missing.append(name)
     if name := keys.get("--config-name"):
         _read_hydra(launch, str(name), folders)
     return launch

@@ -80,7 +80,9 @@ def read_line(command: Command, folders: Sequence[Path] = (Path(),)) -> Launch:
     launch = Launch(command.words, keys, command.line)
     for flag in CONFIGS:
         if name := str(keys.get(flag, "")):
-            files = (f / name for f in folders if (f / name).is_file() and Path(name).suffix in YAML)
+            files = (
+                f / name for f in folders if (f / name).is_file() and Path(name).suffix in YAML
+            )
             if file := next(files, None):
                 launch.keys = _yaml(file, launch.missing) | launch.keys
             else:

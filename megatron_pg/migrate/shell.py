@@ -36,8 +36,12 @@ class Script(NamedTuple):
     """Sourced files that are not there."""
 
 
-class _Return(Exception):
-    """`return` of a function, or `exit` of the script."""
+class _Exit(Exception):
+    """`exit` of a script."""
+
+
+class _Return(_Exit):
+    """`return` of a function."""
 
 
 def read_script(path: Path, true: int | None = None) -> Script:
@@ -45,7 +49,7 @@ def read_script(path: Path, true: int | None = None) -> Script:
     shell = _Shell(path, true)
     try:
         shell.source(path)
-    except _Return:
+    except _Exit:
         pass
     return Script(shell.commands, list(shell.undecided.items()), shell.missing)
 
@@ -189,15 +193,19 @@ class _Shell(Words):
     def walk_case_statement(self, node: Node) -> None:
         word, *items = node.named_children
         value = self.tested(word)
-        for item in items:
-            patterns = item.children_by_field_name("value")
-            texts = [self.text(pattern) for pattern in patterns]
-            holds = any(fnmatch.fnmatchcase(value or "", text) for text in texts)
-            if self._is_true(item, None if value is None and "*" not in texts else holds):
-                for child in item.named_children:
-                    if child not in patterns:
-                        self.walk(child)
-                return
+        patterns = [item.children_by_field_name("value") for item in items]
+        if value is None:
+            # The last item is often an error: of a word that is not known the first one is taken.
+            holds = [self._is_true(item, None) for item in items]
+            holds[0] = holds[0] or not any(holds)
+        else:
+            texts = [[self.text(pattern) for pattern in each] for each in patterns]
+            holds = [any(fnmatch.fnmatchcase(value, text) for text in each) for each in texts]
+        if any(holds):
+            chosen = holds.index(True)
+            for child in items[chosen].named_children:
+                if child not in patterns[chosen]:
+                    self.walk(child)
 
     def walk_list(self, node: Node) -> bool | None:
         left, right = node.named_children[0], node.named_children[-1]
@@ -243,7 +251,7 @@ class _Shell(Words):
         if name in self.functions and self.depth < MAX_DEPTH:
             return self._call(lambda: self.walk(self.functions[name]), rest)
         if name in ("exit", "return"):
-            raise _Return
+            raise _Exit if name == "exit" else _Return
         if name in ("true", ":", "false"):
             return name != "false"
         if name in ("source", ".") and rest:
@@ -257,23 +265,23 @@ class _Shell(Words):
             self.arguments = rest[1:]
         elif name == "exec" and rest:
             self._run(rest)
-            raise _Return
+            raise _Exit
         elif name == "eval":
             self.walk_text(" ".join(rest))
         elif name in ("bash", "sh") and rest and Path(self.folder, rest[0]).is_file():
-            self._call(lambda: self.source(Path(self.folder, rest[0])), rest[1:])
+            self._call(lambda: self.source(Path(self.folder, rest[0])), rest[1:], _Exit)
         elif quoted := _quoted_command(words):
             self.walk_text(quoted)
         else:
             self.commands.append(Command(self.line, words))
         return None
 
-    def _call(self, body: Callable[[], Any], words: list[str]) -> None:
+    def _call(self, body: Callable[[], Any], words: list[str], ends: type[_Exit] = _Return) -> None:
         kept, depth = (self.arguments, self.line), self.depth
         self.arguments, self.depth = words, depth + 1
         try:
             body()
-        except _Return:
+        except ends:
             pass
         (self.arguments, self.line), self.depth = kept, depth
 
@@ -286,7 +294,7 @@ class _Shell(Words):
             return whole if number is None else str(number)
         shell = _Shell(self.path, self.true)
         shell.values, shell.folder, shell.depth = dict(self.values), self.folder, self.depth
-        shell._call(lambda: shell._each(node), self.arguments)
+        shell._call(lambda: shell._each(node), self.arguments, _Exit)
         outputs = [_printed(command.words, shell.folder) for command in shell.commands]
         if len(outputs) != 1 or outputs[0] is None or UNKNOWN.search(outputs[0]):
             return whole
@@ -316,8 +324,10 @@ def _printed(words: Sequence[str], folder: str) -> str | None:
         return folder
     if name == "echo":
         return " ".join(rest)
-    if len(names) == 1 and name in ("dirname", "basename"):
-        return os.path.dirname(names[0]) or "." if name == "dirname" else os.path.basename(names[0])
+    if len(names) == 1 and name == "dirname":
+        return os.path.dirname(names[0]) or "."
+    if names and name == "basename":
+        return os.path.basename(names[0]).removesuffix(names[-1] if names[1:] else "")
     if len(names) == 1 and name in ("realpath", "readlink"):
         return os.path.normpath(os.path.join(folder, names[0]))
     return None

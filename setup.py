@@ -8,8 +8,15 @@ from setuptools import find_packages, setup
 REPOSITORY = "https://github.com/megatron-pg/megatron_pg"
 
 MEGATRON = ["megatron-core>=0.15,<0.21"]
-# What parts of the package ask for: rollout files, pictures and tables of `explain`, YAML in `migrate`.
-TOOLS = ["matplotlib>=3.8", "pyarrow>=15", "pyyaml>=6", "rich>=13"]
+# What parts of the package ask for: rollout files, pictures and tables of `explain`, YAML and shell scripts in `migrate`.
+TOOLS = [
+    "matplotlib>=3.8",
+    "pyarrow>=15",
+    "pyyaml>=6",
+    "rich>=13",
+    "tree-sitter>=0.25",
+    "tree-sitter-bash>=0.25",
+]
 DOCS = [
     "jupyter-server-mathjax>=0.2.6",  # the files of MathJax: ci/site_hooks.py
     "matplotlib>=3.8",

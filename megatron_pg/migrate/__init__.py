@@ -3,15 +3,14 @@
 import argparse
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from megatron_pg.config.program import ProgramParser
 from megatron_pg.loss.aggregation import AGGREGATIONS
-from megatron_pg.migrate.read import read_file, read_line
+from megatron_pg.migrate.line import read
 from megatron_pg.migrate.report import lines
-from megatron_pg.migrate.rows import TRAINERS, TrainerTable
+from megatron_pg.migrate.rows import TRAINERS
 
 EPILOG = """\
 examples:
@@ -25,12 +24,12 @@ examples:
 
 def main(arguments: Sequence[str]) -> int:
     """Print the objective of a launch line, of the words after `megatron-pg migrate`. Return 2 for what is not known, or 0."""
-    given, launch = list(arguments), []
+    given, words = list(arguments), []
     if "--" in given:
-        given, launch = given[: given.index("--")], given[given.index("--") + 1 :]
+        given, words = given[: given.index("--")], given[given.index("--") + 1 :]
     try:
         options = build_parser().parse_args(given)
-        if (options.file is None) == (not launch):
+        if (options.file is None) == (not words):
             raise ValueError("give one of a file and, after `--`, a launch line")
         if options.group_size < 1:
             raise ValueError(f"--group-size is {options.group_size}: expected 1 or more")
@@ -38,11 +37,9 @@ def main(arguments: Sequence[str]) -> int:
         if divisor is not None and not 0 < divisor < math.inf:
             expected = "expected a finite number above 0"
             raise ValueError(f"--loss-aggregation-divisor is {divisor:g}: {expected}")
-        keys = read_line(launch) if launch else read_file(options.file)
-        trainer = TRAINERS[options.trainer] if options.trainer else trainer_of(keys, launch)
-        print("\n".join(lines(trainer, trainer.read(keys), options)))
-        others = trainer.named(keys).keys() - trainer.settings.keys()
-        if passed := sorted(key for key in others if not trainer.is_elsewhere(key)):
+        line = read(options.file, words, options.trainer)
+        print("\n".join(lines(line, options)))
+        if passed := line.passed:
             print(f"\nNot read, as not about the loss: {' '.join(passed)}")
     except (ValueError, ImportError, OSError) as error:
         print(f"megatron-pg migrate: {error}", file=sys.stderr)
@@ -70,17 +67,6 @@ def build_parser() -> argparse.ArgumentParser:
     add("--lengths", type=_lengths, default=(), metavar="L,L,...", help=lengths)
     add("--group-size", type=int, default=1, metavar="N", help="Rollouts of a prompt. Default: 1.")
     return parser
-
-
-def trainer_of(given: Mapping[str, Any], words: Sequence[str] = ()) -> TrainerTable:
-    """Find the trainer whose mark the keys, values and words have; raise ValueError where none has."""
-    seen = " ".join([*words, *given, *map(str, given.values())])
-    for trainer in TRAINERS.values():
-        if trainer.mark.search(seen):
-            return trainer
-    names, keys = ", ".join(sorted(TRAINERS)), ", ".join(sorted(given)) or "nothing"
-    remedy = "give its launch line or YAML, and --trainer with its name"
-    raise ValueError(f"no key of {names} among {keys} tells whose it is: {remedy}")
 
 
 def _lengths(text: str) -> tuple[int, ...]:

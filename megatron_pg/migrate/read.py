@@ -1,88 +1,128 @@
 """Reader of a launch line, a shell script or a YAML, by the trainer's own keys. Nothing is run."""
 
+import functools
 import re
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_pg.migrate.shell import Command, read_script
+
 OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)+)=(.*)", re.DOTALL)
 """`key.of.a.section=value`, as Hydra takes it."""
-VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^{}]*))?\}|\$(\w+)")
-ARITHMETIC = re.compile(r"\$\(\(([^$]*?)\)\)")
-SUMS = re.compile(r"([1-9]\d*|0)([-+*]([1-9]\d*|0))*")
-ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 YAML = (".yaml", ".yml")
+CONFIGS = ("--config", "--custom-config-path")
+"""Flags that name a YAML of settings."""
 MAX_DEPTH = 8
-"""Limit on how often variables may stand for variables, and a YAML for its `defaults`."""
+"""Limit on how often a YAML may stand for its `defaults`."""
 
 
-def read_file(path: Path) -> dict[str, Any]:
-    """Read the keys of a YAML (by its suffix; needs PyYAML) or of the launch line in a shell script."""
-    if not path.is_file():
-        kinds = "give a YAML, a shell script, or `--` and the launch line"
-        raise ValueError(f"{path}: no such file; {kinds}")
-    if path.suffix in YAML:
-        return _read_yaml(path)
-    try:
-        return read_line(_words_of_script(path.read_text()))
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}; give the launch line itself after `--`") from None
+@dataclass
+class Launch:
+    """One launch line, or a YAML: its words, its settings, and files of settings that are not here."""
+
+    words: Sequence[str]
+    keys: dict[str, Any]
+    line: int = 0
+    missing: list[str] = field(default_factory=list)
+
+    @property
+    def is_stray(self) -> bool:
+        """Return whether the line begins with an option: the shell has cut it off its command."""
+        return bool(self.words) and bool(
+            OVERRIDE.fullmatch(self.words[0]) or self.words[0].startswith("--")
+        )
+
+    @property
+    def program(self) -> str:
+        """Module after `-m`, or Python file, that is launched; "" where the line names none."""
+        for before, word in zip(["", *self.words], self.words, strict=False):
+            if (before == "-m" and "." in word) or re.fullmatch(r"[^\s=]+\.py", word):
+                return word
+        return ""
 
 
-def read_line(words: Sequence[str]) -> dict[str, Any]:
-    """Read the keys of a launch line: `--flag value`, `--flag=value`, `--flag` (true), and `section.key=value`."""
-    found: dict[str, Any] = {}
+def read_yaml(path: Path) -> Launch:
+    """Read the settings of a YAML and of its `defaults`; needs PyYAML."""
+    launch = Launch([str(path)], {})
+    launch.keys = _yaml(path, launch.missing)
+    return launch
+
+
+def read_launches(
+    path: Path, true: int | None = None
+) -> tuple[list[Launch], list[tuple[int, str]]]:
+    """Read the commands of a shell script as `read_script` does, and return them with the conditions left undecided."""
+    script = read_script(path, true)
+    launches = [
+        read_line(command, [path.parent, *path.resolve().parents]) for command in script.commands
+    ]
+    for launch in launches:
+        launch.missing += script.missing
+    return launches, script.undecided
+
+
+def read_line(command: Command, folders: Sequence[Path] = (Path(),)) -> Launch:
+    """Read the keys of a line: `--flag value`, `--flag=value`, `--flag` (true), and `section.key=value`; the last wins."""
+    keys: dict[str, Any] = {}
     flag = None
-    for word in words:
+    for word in command.words:
         override = OVERRIDE.fullmatch(word)
         if word.startswith("--") and len(word) > 2:
             flag, equals, value = word.partition("=")
-            found[flag] = value if equals else "true"
+            keys[flag] = value if equals else "true"
             flag = None if equals else flag
         elif flag:
-            found[flag], flag = word, None
+            keys[flag], flag = word, None
         elif override:
-            found[override[1]] = override[2].strip("'\"")
-    for flag in ("--config", "--custom-config-path"):
-        path = Path(str(found.get(flag, "")))
-        if path.suffix in YAML and path.is_file():
-            found = _read_yaml(path) | found
-    return found
+            keys[override[1]] = override[2].strip("'\"")
+    launch = Launch(command.words, keys, command.line)
+    for flag in CONFIGS:
+        if name := str(keys.get(flag, "")):
+            files = (
+                f / name for f in folders if (f / name).is_file() and Path(name).suffix in YAML
+            )
+            if file := next(files, None):
+                launch.keys = _yaml(file, launch.missing) | launch.keys
+            else:
+                launch.missing.append(name)
+    if name := keys.get("--config-name"):
+        _read_hydra(launch, str(name), folders)
+    return launch
 
 
-def _words_of_script(text: str) -> list[str]:
-    """List the words of every command and array, without comments, with the variables that the script itself sets."""
-    text = re.sub(r"(?m)(^|\s)#.*$", "", text.replace("\\\n", " "))
-    text = ARITHMETIC.sub(lambda match: re.sub(r"\s", "", match[0]), text)
-    # The words of an array, NAME=( ... ), are the line's.
-    text = re.sub(r"(?m)^\s*\)\s*$", "", re.sub(r"\w+\+?=\(", " ", text))
-    words = [word.rstrip(";") for word in shlex.split(text)]
-    variables: dict[str, str] = {}
-    for word in words:
-        if ASSIGNMENT.fullmatch(word):
-            name, value = word.split("=", 1)
-            own = re.compile(rf"\$\{{{name}:?-([^{{}}]*)\}}")  # NAME=${NAME:-default}
-            variables.setdefault(name, own.sub(r"\1", value))
-    return [_filled_in(word, variables) for word in words]
+def _read_hydra(launch: Launch, name: str, folders: Sequence[Path]) -> None:
+    """Read the configuration that Hydra finds beside the module that is launched."""
+    path, module = str(launch.keys.get("--config-path", ".")), launch.program.split(".")[:-1]
+    file = Path(path) / (name if Path(name).suffix in YAML else f"{name}.yaml")
+    for folder in folders:
+        for found in (folder / file, Path(folder, *module) / file):
+            if found.is_file():
+                launch.keys = _yaml(found, launch.missing) | launch.keys
+                return
+    launch.missing.append(name)
 
 
-def _filled_in(word: str, variables: Mapping[str, str]) -> str:
-    def value(match: re.Match[str]) -> str:
-        name, default = match[1] or match[3], match[2]
-        return variables.get(name, match[0] if default is None else default)
+def _yaml(path: Path, missing: list[str], depth: int = 0) -> dict[str, Any]:
+    tree = dict(_tree(path))
+    parents = tree.pop("defaults", [])
+    keys: dict[str, Any] = {}
+    for name in [parents] if isinstance(parents, str) else parents:
+        if isinstance(name, dict):  # Hydra's groups
+            continue
+        parent = path.parent / str(name)
+        parent = parent if parent.suffix in YAML else parent.with_name(f"{parent.name}.yaml")
+        if parent.is_file() and depth < MAX_DEPTH:
+            keys |= _yaml(parent, missing, depth + 1)
+        elif name != "_self_":
+            missing.append(str(name))
+    # slime and miles name a flag by its attribute.
+    return keys | dict(_flat(tree))
 
-    def number(match: re.Match[str]) -> str:
-        terms = re.sub(r"[A-Za-z_]\w*", lambda name: variables.get(name[0], name[0]), match[1])
-        # `SUMS` lets only numbers, +, - and * pass; another expression stays as it is.
-        return str(eval(terms)) if SUMS.fullmatch(terms) else match[0]
 
-    for _ in range(MAX_DEPTH):
-        word = ARITHMETIC.sub(number, VARIABLE.sub(value, word))
-    return word
-
-
-def _read_yaml(path: Path, depth: int = 0) -> dict[str, Any]:
+@functools.cache
+def _tree(path: Path) -> dict[str, Any]:
     try:
         import yaml
     except ImportError as error:
@@ -93,14 +133,7 @@ def _read_yaml(path: Path, depth: int = 0) -> dict[str, Any]:
         raise ValueError(f"{path} is no YAML: {error}") from None
     if not isinstance(tree, dict):
         raise ValueError(f"{path} holds a {type(tree).__name__}: expected keys with values")
-    parents = tree.pop("defaults", [])
-    found: dict[str, Any] = {}
-    for name in [parents] if isinstance(parents, str) else parents:
-        parent = path.parent / str(name)
-        if parent.is_file() and depth < MAX_DEPTH:
-            found |= _read_yaml(parent, depth + 1)
-    # slime and miles name a flag by its attribute.
-    return found | dict(_flat(tree))
+    return tree
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

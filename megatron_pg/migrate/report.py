@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.loss.aggregation import AGGREGATIONS
+from megatron_pg.migrate.line import Line
 from megatron_pg.migrate.rows import Settings, Term, TrainerTable, holds, with_terms
 from megatron_pg.step.totals import BareSample, step_totals
 
@@ -63,8 +64,9 @@ def effective(term: Term, policy: Term, lengths: Sequence[int], group_size: int)
     return f"{text} = {numbers} for {', '.join(map(str, lengths))} tokens"
 
 
-def lines(trainer: TrainerTable, given: Settings, options: Any) -> list[str]:
-    """Write the report of a launch line's settings, under the command's own options."""
+def lines(line: Line, options: Any) -> list[str]:
+    """Write the report of a launch line, under the command's own options."""
+    trainer, given = line.trainer, line.settings
     terms = trainer.terms(given)
     mode = options.loss_aggregation or terms[0].aggregation
     mode = mode if mode in AGGREGATIONS else "sample_mean"
@@ -86,9 +88,9 @@ def lines(trainer: TrainerTable, given: Settings, options: Any) -> list[str]:
         if term.weighing != policy.weighing:
             two = f"{term.name} is {term.aggregation}, the policy loss {policy.aggregation}"
             limits.append(f"{two}: their ratio is not the coefficient (see above).")
-    limits = limits or ["nowhere that is known"]
+    limits = [*limits, *line.notes] or ["nowhere that is known"]
     found += ["", "Where it is off", *(f"  - {limit}" for limit in limits)]
-    exact = trainer.exact.get(mode, "no lines are known").strip()
+    exact = trainer.recipe(mode, given).strip()
     exact = exact.replace("<L>", f"{divisor:g}" if divisor else "<L>")
     found += ["", f"{mode} exactly, in {trainer.name}", *(f"  {s}" for s in exact.splitlines())]
     flags, missing = here(trainer, given, terms, mode, divisor)
@@ -132,9 +134,9 @@ def _words(row: Mapping[str, Any], value: Any, known: Settings) -> str | None:
         return _flag(own, value) if is_taken else None
     if own is False:
         return None
-    if own and str(value) in own:
-        return str(own[str(value)])
-    return "" if value == row.get("default") else None
+    if value == row.get("default") and str(value) not in (own or ()):
+        return ""
+    return (own or {}).get(str(value), (own or {}).get("*"))
 
 
 def _flag(flag: str, value: Any) -> str:

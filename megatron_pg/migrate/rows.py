@@ -3,10 +3,14 @@
     settings     the trainer's own keys: kind (flag, number, text, or bound: a number or words), default, choices, meaning,
                  and `here`, the flag of this package that means the same, its words by the trainer's word, or cases
                  [condition, one of these two]; "" for a setting that is not read or not of the per-token loss. Without it
-                 a value that is not the default has no counterpart here; with `false` no value has
+                 a value that is not the default has no counterpart here; with `false` no value has. `note`, a limit for
+                 any value that is not the default; "*" in words by the trainer's word, any other word
     terms        of the loss: coefficient, the condition for it to be on, aggregation, and divisor, a key or a number
     limits       the cases where a setting does not do what its name says, and the factor
-    exact        the lines that make an aggregation exact in this trainer; <L> is the divisor
+    exact        the lines that make an aggregation exact in this trainer, or cases [condition, lines]; <L> is the divisor
+    programs     what is launched: another program's loss may be another
+    package      the trainer's package, beside which its own scripts lie
+    configs      its own files of defaults, which the table has
 
 Conditions are settings, or names of terms, joined by `&`: `key`, `!key`, `key=a|b`, `key!=a`, `key>1`.
 """
@@ -57,8 +61,12 @@ class TrainerTable:
         self.source: str = table["source"]
         self.mark = re.compile(table["mark"])
         """The pattern that keys, values or words of this trainer's launch lines have."""
+        self.like: str | None = table.get("like")
+        self.package: str = table["package"]
+        self.programs = re.compile(table["programs"])
+        self.configs: list[str] = table.get("configs", [])
         self.settings: dict[str, Any] = base.get("settings", {}) | table["settings"]
-        self.exact: dict[str, str] = base.get("exact", {}) | table.get("exact", {})
+        self.exact: dict[str, Any] = base.get("exact", {}) | table.get("exact", {})
         for old, new in table.get("replace", {}).items():
             self.exact = {mode: lines.replace(old, new) for mode, lines in self.exact.items()}
         self._limits = base.get("limits", []) + table["limits"]
@@ -95,7 +103,8 @@ class TrainerTable:
         """Describe an unknown key, with the nearest right one; None for a key that is known or not about the loss."""
         if key in self.settings or self.is_elsewhere(key):
             return None
-        near = difflib.get_close_matches(key, self.settings, n=1, cutoff=0.0)[0]
+        same = [own for own in self.settings if own.split(".")[-1] == key.split(".")[-1]]
+        near = difflib.get_close_matches(key, same or self.settings, n=1, cutoff=0.0)[0]
         is_near = difflib.SequenceMatcher(None, key, near).ratio() >= CLOSE
         if is_near or re.search(self._table["concerns_loss"], key):
             return f"{key}: no key of {self.name} that is known here; the nearest is {near}"
@@ -119,19 +128,33 @@ class TrainerTable:
             terms.append(Term(row["name"], name, signed, divisor))
         return terms
 
+    def recipe(self, mode: str, given: Settings) -> str:
+        """Return the lines that make an aggregation exact and leave the objective of each token alone."""
+        cases = self.exact.get(mode, "no lines are known")
+        if isinstance(cases, str):
+            return cases
+        return _filled_in(
+            next(lines for condition, lines in cases if holds(condition, given)), given
+        )
+
     def limits(self, given: Settings, terms: Iterable[Term]) -> list[str]:
         """List the limits that apply to the line, with its values filled in."""
         known = with_terms(given, terms)
-        return [
-            re.sub(r"\{([^{}]+)\}", lambda key: str(known[key[1]]), row["text"])
-            for row in self._limits
-            if holds(row["when"], known)
+        texts = [row["text"] for row in self._limits if holds(row["when"], known)]
+        notes = {key: row["note"] for key, row in self.settings.items() if "note" in row}
+        texts += [
+            note for key, note in notes.items() if given[key] != self.settings[key].get("default")
         ]
+        return [_filled_in(text, known) for text in texts]
 
 
 def with_terms(given: Settings, terms: Iterable[Term]) -> Settings:
     """Add to the settings the aggregation of each term by its name, None for a term that is off."""
     return {**given, **{t.name: t.aggregation if t.coefficient else None for t in terms}}
+
+
+def _filled_in(text: str, given: Settings) -> str:
+    return re.sub(r"\{([^{}]+)\}", lambda key: str(given[key[1]]), text)
 
 
 def holds(condition: str, given: Settings) -> bool:

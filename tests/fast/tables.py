@@ -10,6 +10,7 @@ from megatron_pg.config.planning import PlanningConfig, add_planning_args
 from megatron_pg.critic.settings import CriticConfig, add_critic_args
 from megatron_pg.loss import AGGREGATIONS, CORRECTIONS, KL_ESTIMATES, METRICS, OBJECTIVES
 from megatron_pg.loss.metric_table import DERIVED
+from megatron_pg.migrate.line import OTHERS
 
 DOCS = Path(__file__).parents[2] / "docs"
 Lines = list[tuple[str, ...]]
@@ -63,7 +64,18 @@ def metrics() -> Lines:
     return lines
 
 
+def their_words() -> Lines:
+    """One line a setting of another trainer that `migrate` knows and that is in no table of its own."""
+    lines: Lines = [("trainer", "its setting", "here")]
+    for name, other in OTHERS.items():
+        for word, meaning in other["words"].items():
+            lines.append((name, f"`{word}`", meaning))
+            name = ""
+    return lines
+
+
 TABLES = {
+    "their words": ("migrating.md", their_words),
     "flags": ("flags.md", partial(flags, add_policy_loss_args, PolicyLossConfig)),
     "critic flags": ("flags.md", partial(flags, add_critic_args, CriticConfig)),
     "planning flags": ("flags.md", partial(flags, add_planning_args, PlanningConfig)),

@@ -14,8 +14,8 @@ import torch
 
 from megatron_pg import add_policy_loss_args, validate_policy_loss_args
 from megatron_pg.integrations.reducers import HOOKS
-from megatron_pg.migrate import main, trainer_of
-from megatron_pg.migrate.read import read_file, read_line
+from megatron_pg.migrate import main
+from megatron_pg.migrate.line import Line, read
 from megatron_pg.migrate.report import effective, weights
 from megatron_pg.migrate.rows import TRAINERS, Term, holds, with_terms
 from tests import oracle
@@ -50,13 +50,15 @@ def run(capsys):
     return run
 
 
+def of_words(line: str) -> Line:
+    return read(None, shlex.split(line))
+
+
 def terms(line: str) -> str:
     """The aggregation, the coefficient and any divisor of the policy loss, the KL and the entropy."""
-    words = shlex.split(line)
-    given = read_line(words)
-    trainer = trainer_of(given, words)
     found = []
-    for term in trainer.terms(trainer.read(given)):
+    read_line = of_words(line)
+    for term in read_line.trainer.terms(read_line.settings):
         divisor = f" {term.divisor:.15g}" if term.divisor else ""
         found.append(f"{term.aggregation} {term.coefficient + 0:.15g}{divisor}")
     return ", ".join(found)
@@ -164,8 +166,9 @@ BAD = {
     f"{VERL} {ACTOR}loss_agg_mod=token-mean": f"the nearest is {ACTOR}loss_agg_mode",
     f"{VERL} {ACTOR}loss_agg_mode=token_mean": "expected token-mean token-sum",
     f"{VERL} {ACTOR}use_kl_loss=maybe": "expected true or false",
-    f"{VERL} actor_rollout.actor.optim.lr=1": "actor_rollout.actor.optim.lr: no key of verl",
+    f"{VERL} actor_rollout.actor.entropy_coeff=1": "actor_rollout.actor.entropy_coeff: no key of verl",
     f"{NEMO_RL} loss_fn.ratio_clip_mx=0.3": "the nearest is loss_fn.ratio_clip_max",
+    f"{VERL} +{ACTOR}policy_loss.tau_pos=2": f"the nearest is {ACTOR}tau_pos",
     f"{NEMO_RL} dpo.sft_loss_weight=1": "dpo.sft_loss_weight: no key of nemo-rl",
     "python train.py": "no key of miles, nemo-rl, slime, verl among nothing",
     "": "give one of a file and",
@@ -199,9 +202,9 @@ PYTHONUNBUFFERED=1 python3 train.py --rollout-max-response-len $long "${GRPO_ARG
 def test_a_shell_script_is_read_and_not_run(tmp_path: Path) -> None:
     path = tmp_path / "run.sh"
     path.write_text(SCRIPT + f"touch {tmp_path}/run\n")
-    given = read_file(path)
-    assert given["--rollout-max-response-len"] == "2096" and given["--kl-loss-coef"] == "0.01"
-    assert PER_TOKEN not in given and not (tmp_path / "run").exists()
+    settings = read(path, []).settings
+    assert settings["--kl-loss-coef"] == 0.01 and not settings[PER_TOKEN]
+    assert not (tmp_path / "run").exists()
     assert main([str(path)]) == 0
 
 
@@ -308,9 +311,8 @@ WHOSE = {
 
 @pytest.mark.parametrize("line", WHOSE)
 def test_whose_line_it_is(line: str, run) -> None:
-    words, whose = shlex.split(line), WHOSE[line]
-    if whose is not None:
-        assert trainer_of(read_line(words), words).name == whose
+    if WHOSE[line] is not None:
+        assert of_words(line).trainer.name == WHOSE[line]
         return
     assert "--trainer with its name" in run(line, code=2)
     run("train.py --lr 1e-6", "--trainer slime")
@@ -331,7 +333,7 @@ def test_tables_are_whole(name: str) -> None:
         for each in filter(None, words_of):
             words = " ".join([each] if isinstance(each, str) else each.values()).split()
             assert {word for word in words if word.startswith("--")} <= flags
-            assert isinstance(each, str) or set(each) <= {*row.get("choices", []), "True"}
+            assert isinstance(each, str) or set(each) <= {*row.get("choices", []), "True", "*"}
         for condition, _ in here if isinstance(here, list) else []:
             holds(condition, with_terms(given, trainer.terms(given)))
     with pytest.raises(KeyError):
@@ -360,7 +362,7 @@ def test_the_line_of_this_package_is_taken_by_its_parser(line: str, run) -> None
     options = "--loss-aggregation constant --loss-aggregation-divisor 64"
     args = taken(here(run, line, options)[1])
     assert (args.loss_aggregation, args.loss_aggregation_divisor) == ("constant", 64.0)
-    trainer = trainer_of(read_line(shlex.split(line)), [line]).name
+    trainer = of_words(line).trainer.name
     assert args.eps_clip_high == {"slime": 0.28, "miles": None}.get(trainer, 0.2)
 
 

@@ -1,61 +1,66 @@
-"""`megatron-pg migrate` on the trainers' own launch scripts and configurations.
+"""`megatron-pg migrate` on the trainers' own launch scripts and configurations, by reference: launch_scripts.tsv.
 
-They are read from the checkouts in the folder that TRAINERS names, `verl-git` for verl's repository.
+They are read from the checkouts in the folder that TRAINERS names, `verl-git` for verl's repository, where a checkout is
+at the commit of the table. The settings of a script are those that bash itself passed to the trainer, with every program
+replaced by one that prints its words; those of a YAML are OmegaConf's, merged along `defaults`. A row without settings is
+of a trainer that is answered by name.
 """
 
-from collections.abc import Sequence
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from megatron_pg.migrate import main
-from megatron_pg.migrate.read import read_file
-from megatron_pg.migrate.rows import TRAINERS
+from megatron_pg.migrate.line import read
 
-from .sources import TRAINERS as SOURCES
+from .sources import TRAINERS
 
-
-def scripts(name: str, folders: Sequence[str], suffix: str, words: str) -> list[Path]:
-    roots = [SOURCES / name / folder for folder in folders]
-    files = [path for root in roots for path in sorted(root.rglob(f"*{suffix}"))]
-    return [path for path in files if words in path.read_text()]
+TABLE = Path(__file__).with_name("launch_scripts.tsv").read_text().splitlines()
+COMMITS = {line.split()[1]: line.split()[3] for line in TABLE if line.startswith("#")}
+ROWS = [line.split("\t") for line in TABLE if not line.startswith("#")]
 
 
-CHECKOUTS = {
-    "slime": ("slime", ("scripts", "examples"), ".sh", "--advantage-estimator"),
-    "miles": ("miles", ("scripts", "examples"), ".sh", "--advantage-estimator"),
-    "verl": ("verl-git", ("examples", "recipe"), ".sh", "main_ppo"),
-    "nemo-rl": ("NeMo-RL", ("examples/configs",), ".yaml", "grpo:"),
-}
+def checkout(name: str) -> Path:
+    command = ["git", "-C", str(TRAINERS / name), "rev-parse", "HEAD"]
+    head = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    if head != COMMITS[name]:
+        pytest.skip(f"needs TRAINERS/{name} at {COMMITS[name][:7]}, found {head[:7] or 'none'}")
+    return TRAINERS / name
 
 
-@pytest.mark.parametrize("name", CHECKOUTS)
+def is_same(ours: object, theirs: str) -> bool:
+    if isinstance(ours, bool):
+        return ours == (theirs.lower() in ("true", "1"))
+    if isinstance(ours, float):
+        return ours == float(theirs)
+    return ours == theirs or (ours is None and theirs in ("null", "None", ""))
+
+
+def test_the_table_has_at_least_200_lines() -> None:
+    assert sum(bool(row[2:]) for row in ROWS) >= 200 and {row[0] for row in ROWS} == set(COMMITS)
+
+
+@pytest.mark.parametrize("name", COMMITS)
 def test_the_trainers_own_scripts(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """No key is unknown; a value that is a variable of the caller's shell is asked for."""
-    paths = scripts(*CHECKOUTS[name])
-    if not paths:
-        checkout = CHECKOUTS[name][0]
-        pytest.skip(f"needs {name}'s scripts: TRAINERS=<folder with a checkout named {checkout}>")
-    understood = 0
-    for path in paths:
-        understood += main(["--trainer", name, str(path)]) == 0
-        error = capsys.readouterr().err
-        assert "no key of" not in error, f"{path}: {error}"
-        assert not error or "shell variables" in error or "$" in error, f"{path}: {error}"
-    assert understood > 0.9 * len(paths)
+    folder, wrong = checkout(name), []
+    for _, path, *expected in (row for row in ROWS if row[0] == name):
+        if not expected:
+            assert main([str(folder / path)]) == 2
+            assert f"{name} is not read" in capsys.readouterr().err, path
+            continue
+        line = read(folder / path, [])
+        given = dict(word.split("=", 1) for word in expected[1].split()) if expected[1:] else {}
+        differ = [key for key, value in given.items() if not is_same(line.settings[key], value)]
+        if line.trainer.name != expected[0] or differ:
+            wrong.append((path, line.trainer.name, differ))
+    assert not wrong
 
 
-def test_a_few_of_them_in_particular() -> None:
-    def found(name: str, path: str) -> list[tuple[str, float, float | None]]:
-        file = SOURCES / path
-        if not file.exists():
-            pytest.skip(f"needs {path}: TRAINERS=<folder of checkouts>")
-        trainer = TRAINERS[name]
-        return [
-            (t.aggregation, t.coefficient, t.divisor)
-            for t in trainer.terms(trainer.read(read_file(file)))
-        ]
-
-    assert found("slime", "slime/scripts/run-qwen3-4B.sh")[0] == ("sample_mean", 1.0, None)
-    of_verl = found("verl", "verl-git/examples/grpo_trainer/run_qwen3-235b_megatron_96gb.sh")
-    assert of_verl[:2] == [("token_mean", 1.0, None), ("token_mean", 0.001, None)]
+def test_settings_that_their_program_does_not_read_are_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Name the key that the trainer does read."""
+    path = checkout("verl-git") / "examples/sapo_trainer/run_qwen3_8b_fsdp.sh"
+    assert main([str(path)]) == 2
+    assert "the nearest is actor_rollout_ref.actor.tau_pos" in capsys.readouterr().err

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_pg.config import versions
 from megatron_pg.megatron import ParallelGroups, compute_log_probs, routing_replay
+from megatron_pg.megatron.groups import unwrapped
 from megatron_pg.megatron.policy_step import MicroBatchHead, PolicyStep, model_inputs
 from megatron_pg.step import batch as batches
 from megatron_pg.step.batch import PackedBatch, pack
@@ -23,6 +24,7 @@ from megatron_pg.step.sample import Sample
 from tests import oracle
 from tests.random_steps import package_samples
 
+from . import test_own_groups
 from .compare import assert_equal, compare
 from .launch import run_ranks
 from .models import (
@@ -34,7 +36,7 @@ from .models import (
     initialize_groups,
 )
 from .one_step import Outcome, build, train_step
-from .reference import expected_metrics, logits_alone
+from .reference import expected_metrics, logits_alone, loss_ahead, outputs_ahead
 from .steps import Run, ValueRun
 
 pytestmark = pytest.mark.skipif(
@@ -59,6 +61,8 @@ def chosen(layers: int) -> list[list[list[list[int]]]]:
 
 
 def layers_of(options: ModelOptions) -> list[int]:
+    if options.hybrid:
+        return list(range(1, options.num_layers, 2))  # between layers of attention
     pattern = options.moe_layer_freq or (1,) * options.num_layers
     return [layer for layer, has_experts in enumerate(pattern) if has_experts]
 
@@ -69,7 +73,8 @@ def reference_step(options: ModelOptions, layers: int) -> tuple[Outcome, list[Te
     (model,) = build_model(Sharding(), options)
     rows: list[list[list[int]]] = []  # by layer those of the sample that runs
     counts = [0, 0]
-    routers = [module for module in model.modules() if hasattr(module, "apply_z_loss")]
+    decoder = unwrapped(model).decoder
+    routers = [module for module in decoder.modules() if hasattr(module, "apply_z_loss")]
     given = layers_of(options) if layers == options.num_layers else range(layers)
     for layer, router in zip(given, routers, strict=True):
 
@@ -88,12 +93,13 @@ def reference_step(options: ModelOptions, layers: int) -> tuple[Outcome, list[Te
 
         router.routing = routing
     logits = []
-    for sample, experts in zip(RUN.samples, chosen(layers), strict=True):
-        rows[:] = experts
-        logits.append(logits_alone(model, sample))
+    with outputs_ahead(model, options.mtp_num_layers) as ahead:
+        for sample, experts in zip(RUN.samples, chosen(layers), strict=True):
+            rows[:] = experts
+            logits.append(logits_alone(model, sample))
     result = oracle.policy_loss(RUN.samples, logits, RUN.objective)
     with model.no_sync():
-        result.loss.backward()
+        (result.loss + loss_ahead(RUN.samples, ahead)).backward()
     metrics = expected_metrics(RUN, result) | {"router_agreement": counts[0] / counts[1]}
     log_probs = [values.detach() for values in result.log_probs]
     return Outcome(gather_gradients([model]) or {}, metrics), log_probs
@@ -127,7 +133,8 @@ def sharded_step(
 
 @functools.cache
 def reference(options: ModelOptions, layers: int) -> tuple[Outcome, list[Tensor]]:
-    return run_ranks(reference_step, 1, replace(options, recompute=None), layers)[0]
+    whole = replace(options, recompute=None, calculate_per_token_loss=False)
+    return run_ranks(reference_step, 1, whole, layers)[0]
 
 
 SHARDINGS = [
@@ -161,6 +168,44 @@ def test_layers_without_experts_between(name, layers) -> None:
     world_size = Sharding.named(name).world_size
     outcome = run_ranks(sharded_step, world_size, name, options, layers)[0]
     assert_equal([outcome], [reference(options, layers)[0]], tolerance=1e-12)
+
+
+@pytest.mark.skipif(not versions.has_hybrid_model(), reason="HybridModel: 0.18 and later")
+@pytest.mark.parametrize("layers", [2, 4])
+@pytest.mark.parametrize("name", ["one process", "CP2", "TP2+SP"])
+def test_layers_of_a_hybrid_model(name, layers) -> None:
+    skip_if_experts_are_reduced_over_wrong_ranks(name)
+    options = replace(OPTIONS, hybrid=True)
+    outcome = run_ranks(sharded_step, Sharding.named(name).world_size, name, options, layers)[0]
+    assert_equal([outcome], [reference(options, layers)[0]], tolerance=1e-12)
+
+
+@pytest.mark.skipif(
+    not versions.derives_multi_token_labels(), reason="multi-token prediction: 0.19 and later"
+)
+@pytest.mark.parametrize("recompute", [None, "full"])
+@pytest.mark.parametrize("name", ["CP2", "PP2 VPP2"])
+def test_routers_of_multi_token_prediction_choose_for_themselves(name, recompute) -> None:
+    """Their layer lies behind those of the engine. Megatron computes its loss in float32."""
+    options = replace(OPTIONS, mtp_num_layers=1, recompute=recompute)
+    outcome = run_ranks(sharded_step, Sharding.named(name).world_size, name, options, 4)[0]
+    assert_equal([outcome], [reference(options, 4)[0]])
+
+
+@pytest.mark.skipif(versions.megatron_core_version() < (0, 17), reason="hybrid context parallelism")
+@pytest.mark.parametrize("recompute", [None, "full"])
+@pytest.mark.parametrize("sharding", [test_own_groups.GRID, test_own_groups.SPLIT_TENSORS])
+def test_micro_batches_with_groups_of_their_own(sharding, recompute) -> None:
+    skip_if_experts_are_reduced_over_wrong_ranks(str(sharding))
+    mode = {"calculate_per_token_loss": True, "cp_partition_mode": "contiguous"}
+    options = replace(OPTIONS, **mode, recompute=recompute)
+    run = replace(RUN, replay_routing=True)
+    packed = functools.partial(packed_with_experts, layers=4)
+    task = [run, replace(run, cp_partition_mode="contiguous")], [test_own_groups.planned]
+    (found,) = run_ranks(
+        test_own_groups.steps, 4, test_own_groups.own_loss, *task, "ppo", sharding, options, packed
+    )[0]
+    assert_equal(found, [reference(options, 4)[0]] * 2, tolerance=1e-12)
 
 
 def the_experts_of_the_token_before() -> None:
@@ -296,6 +341,7 @@ REFUSALS = {
     "--overlap-moe-expert-parallel-comm": {"overlap_moe_expert_parallel_comm": True},
     "--moe-router-fusion": {"moe_router_fusion": True},
     "--moe-router-load-balancing-type sinkhorn": {"moe_router_load_balancing_type": "sinkhorn"},
+    "--moe-expert-capacity-factor 2.0": {"moe_expert_capacity_factor": 2.0},
     "has no experts": {"num_moe_experts": None},
 }
 

@@ -17,9 +17,8 @@ from megatron_pg.check.options import CheckOptions
 from megatron_pg.check.sharded_parameters import Shard, gradient_slices
 from megatron_pg.critic import add_value_head
 
-from .steps import VOCAB_SIZE
+from .steps import NUM_EXPERTS, TOPK, VOCAB_SIZE
 
-NUM_EXPERTS = 4
 SHAPE = {"num_query_groups": 2, "num_attention_heads": 4, "hidden_size": 32, "ffn_hidden_size": 64}
 AXES = {
     **{"TP": "tensor", "PP": "pipeline", "VPP": "virtual_pipeline"},
@@ -97,6 +96,13 @@ class ModelOptions:
     """Layers whose forward runs again in backward: `full`, or `moe` for the experts alone."""
 
     @property
+    def layers_of_experts(self) -> list[int]:
+        if self.hybrid:
+            return list(range(1, self.num_layers, 2))  # between layers of attention
+        pattern = self.moe_layer_freq or (1,) * self.num_layers
+        return [layer for layer, has_experts in enumerate(pattern) if has_experts]
+
+    @property
     def unsharded(self) -> Self:
         """What of the model an unsharded reference shares: all that changes the function."""
         shared = (
@@ -138,7 +144,7 @@ def transformer_config(sharding: Sharding, options: ModelOptions) -> Transformer
         if isinstance(kinds, tuple):
             kinds, coefficients = list(kinds), list(coefficients)  # type: ignore[assignment, arg-type]
         experts = {
-            "moe_router_topk": 3,
+            "moe_router_topk": TOPK,
             "moe_router_load_balancing_type": kinds if coefficients else "none",
             "moe_aux_loss_coeff": coefficients,
             "moe_z_loss_coeff": options.moe_z_loss_coeff,

@@ -23,119 +23,20 @@ from megatron_pg.config import versions
 from megatron_pg.config.versions import derives_multi_token_labels
 from megatron_pg.megatron import ParallelGroups, experts, policy_step
 from megatron_pg.megatron.scale_contract import ScaleContract
-from tests import oracle
 
 from .cases import AHEAD
 from .compare import assert_equal, compare
 from .launch import refusal, run_ranks
-from .models import (
-    NUM_EXPERTS,
-    ModelOptions,
-    Sharding,
-    build_model,
-    gather_gradients,
-    initialize_groups,
-)
+from .models import ModelOptions, Sharding
 from .one_step import Outcome, build, run_schedule, run_steps, train_step
-from .reference import expected_metrics, logits_of_pack, reference_steps
-from .steps import Run
+from .reference import reference_steps
+from .router_losses import step_with_losses_of_routers
+from .steps import NUM_EXPERTS, TOPK, Run
 
 RUN = Run()
-BALANCE, Z, TOPK = 0.5, 0.25, 3
 OPTIONS = ModelOptions(
-    mixture_of_experts=True, moe_aux_loss_coeff=BALANCE, moe_z_loss_coeff=Z, dtype=torch.float64
+    mixture_of_experts=True, moe_aux_loss_coeff=0.5, moe_z_loss_coeff=0.25, dtype=torch.float64
 )
-
-
-Rows = list[Tensor]
-"""[tokens, experts] logits of each layer's router, of one micro-batch."""
-
-
-def balance(rows: Tensor, seen: Tensor) -> Tensor:
-    """Switch Transformers' loss in plain loops: the mean probabilities of rows, and the shares of experts in those seen."""
-    chosen, probs = [0.0] * NUM_EXPERTS, [torch.zeros(())] * NUM_EXPERTS
-    for row in seen:
-        for expert in row.topk(TOPK).indices.tolist():
-            chosen[expert] += 1 / (TOPK * len(seen))
-    for row in rows:
-        for expert, prob in enumerate(row.softmax(0)):
-            probs[expert] = probs[expert] + prob / len(rows)
-    return NUM_EXPERTS * sum(f * p for f, p in zip(chosen, probs, strict=True))
-
-
-def z_loss(rows: Tensor) -> Tensor:
-    """ST-MoE's."""
-    return sum(row.logsumexp(0) ** 2 / len(rows) for row in rows)
-
-
-def of_ranks(kind: str, ranks: list[list[Rows]], per_token: bool) -> Tensor:
-    """A loss of routers over a step, from every rank's micro-batches: its mean over them, in per-token mode by tokens.
-
-    The global loss has a micro-batch of all ranks, and the shares of all tokens until then.
-    """
-    parts: list[tuple[Rows, Rows]] = [(rows, rows) for mine in ranks for rows in mine]
-    if kind == "global_aux_loss":
-        together = [
-            list(map(torch.cat, zip(*same, strict=True))) for same in zip(*ranks, strict=True)
-        ]
-        seen = [
-            list(map(torch.cat, zip(*together[: j + 1], strict=True))) for j in range(len(together))
-        ]
-        parts = list(zip(together, seen, strict=True))
-    all_tokens = sum(len(sample.tokens) for sample in RUN.samples)
-    total = torch.zeros((), dtype=torch.float64)
-    for rows, seen_rows in parts:
-        weight = len(rows[0]) / all_tokens if per_token else 1 / len(parts)
-        for layer, seen_layer in zip(rows, seen_rows, strict=True):
-            value = z_loss(layer) if kind == "z_loss" else balance(layer, seen_layer)
-            total = total + weight * value
-    return total
-
-
-def coefficients(options: ModelOptions) -> dict[str, float]:
-    kinds, values = options.balancing, options.moe_aux_loss_coeff
-    if isinstance(kinds, str):
-        kinds, values = (kinds,), (values,)
-    assert isinstance(values, tuple)
-    return dict(zip(kinds, values, strict=True)) | {"z_loss": options.moe_z_loss_coeff or 0.0}
-
-
-def reference_step(data_size: int, options: ModelOptions) -> tuple[Outcome, dict[str, float]]:
-    """One process: every micro-batch packed by itself without padding; the step, and each loss by layer, without coefficient."""
-    initialize_groups(Sharding())
-    plain_options = replace(options.unsharded, dtype=options.dtype)
-    (model,) = build_model(Sharding(), plain_options)
-    router_logits: Rows = []
-    for module in model.modules():
-        if hasattr(module, "apply_z_loss"):
-            module.register_forward_hook(
-                lambda router, inputs, _: router_logits.append(
-                    inputs[0][:, 0].double() @ router.weight.double().T
-                )
-            )
-    plain, logits = RUN.samples, {}
-    # Interleaved pipelines fill up with an empty micro-batch, of which one token counts.
-    multiple = 2 if options.num_layers > 2 else 1
-    ranks: list[list[Rows]] = []
-    for rank in range(data_size):
-        ranks.append([])
-        for part in RUN.micro_batches(data_size, rank, multiple):
-            router_logits.clear()
-            of_part = logits_of_pack(model, [plain[index] for index in part])
-            logits |= dict(zip(part, of_part, strict=True))
-            ranks[-1].append(list(router_logits))
-    result = oracle.policy_loss(plain, [logits[i] for i in range(len(plain))], RUN.objective)
-    beside = sum(
-        coefficient * of_ranks(kind, ranks, options.calculate_per_token_loss)
-        for kind, coefficient in coefficients(options).items()
-    )
-    reported = {
-        kind: of_ranks(kind, ranks, False).item() / len(ranks[0][0])
-        for kind in coefficients(options)
-    }
-    with model.no_sync():
-        (result.loss + beside).backward()
-    return Outcome(gather_gradients([model]) or {}, expected_metrics(RUN, result)), reported
 
 
 def nothing() -> None: ...
@@ -157,7 +58,9 @@ def reference(
     data_size: int, per_token: bool, options: ModelOptions = OPTIONS
 ) -> tuple[Outcome, dict[str, float]]:
     options = replace(options, calculate_per_token_loss=per_token)
-    return run_ranks(reference_step, 1, data_size, options)[0]
+    # Interleaved pipelines fill up with an empty micro-batch, of which one token counts.
+    multiple = 2 if options.num_layers > 2 else 1
+    return run_ranks(step_with_losses_of_routers, 1, options, RUN, data_size, multiple)[0]
 
 
 both_modes = pytest.mark.parametrize(

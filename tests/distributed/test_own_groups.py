@@ -105,7 +105,6 @@ def steps(
     policy_loss: str = "ppo",
     sharding: Sharding = GRID,
     options: ModelOptions = OPTIONS,
-    pack_batch: Callable[..., PackedBatch] = pack,
 ) -> list[list[Outcome | None]]:
     """Of every way to deal the samples every run, on four ranks; `change` is made of what a loss function returns."""
     chunks = build(sharding, options)
@@ -131,7 +130,7 @@ def steps(
             return replace(right, loss_func=lambda out: change(group, right.loss_func(out)))
 
         for indices, ranks in zip(plan.microbatches, held_by, strict=True):
-            batch = pack_batch(
+            batch = pack(
                 [samples[index] for index in indices],
                 cp_rank=ranks.index(dist.get_rank(grid())),
                 cp_size=len(ranks),

@@ -336,12 +336,22 @@ def test_another_factor_is_refused_on_every_rank(change, words) -> None:
         assert words in found
 
 
+def a_shifted_mask() -> None:
+    experts._shifts_padding_mask = lambda layer: False
+
+
 @needs_multi_token
-@pytest.mark.parametrize("name", ["CP2", "TP2+SP", "PP2 CP2"])
-def test_routers_of_multi_token_prediction_leave_out_padding(name) -> None:
+@pytest.mark.parametrize(
+    ("name", "mutate"),
+    [("CP2", nothing), ("TP2+SP", nothing), ("PP2 CP2", nothing), ("CP2", a_shifted_mask)],
+)
+def test_routers_of_multi_token_prediction_leave_out_padding(name, mutate) -> None:
     """Against one process, whose packs need no padding."""
-    options = replace(OPTIONS, mtp_num_layers=1, num_layers=2)
+    options = replace(OPTIONS, mtp_num_layers=1)
     sharding = Sharding.named(name)
     whole = run_ranks(sharded_step, 1, "", False, nothing, options)[0]
-    outcome = run_ranks(sharded_step, sharding.world_size, name, False, nothing, options)[0]
-    assert_equal([outcome], [whole])
+    outcome = run_ranks(sharded_step, sharding.world_size, name, False, mutate, options)[0]
+    if mutate is nothing:
+        assert_equal([outcome], [whole])
+    else:
+        assert compare(outcome, whole).gradient_error > 1e-2

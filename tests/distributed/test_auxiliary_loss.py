@@ -92,6 +92,11 @@ LIST = replace(
         # Megatron takes a pack for one sequence: `seq_aux_loss` is `aux_loss` there.
         ("CP2", replace(OPTIONS, balancing="seq_aux_loss")),
         ("PP2 VPP2 CP2", replace(OPTIONS, num_layers=4)),
+        pytest.param(
+            "TP2+SP ETP2",
+            replace(OPTIONS, hybrid=True),
+            marks=pytest.mark.skipif(not versions.has_hybrid_model(), reason="HybridModel: 0.18"),
+        ),
         ("one process", GLOBAL),
         ("DP2", GLOBAL),
         ("TP2+SP ETP2", GLOBAL),

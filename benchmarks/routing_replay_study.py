@@ -209,8 +209,7 @@ def main() -> None:
             tenth = len(report) // 10
             rewards = [r["reward"] for r in report]
             tenths = [statistics.mean(rewards[i : i + tenth]) for i in range(0, 10 * tenth, tenth)]
-            # Metrics of mismatch are of a whole rollout, whose old log-probs its steps share.
-            first = report[:: args.steps_a_rollout]
+            first = report[:: args.steps_a_rollout]  # of each rollout
             row = [
                 *(tenths[0], max(tenths), tenths[-1]),
                 statistics.mean(r["grad_norm"] for r in report),

@@ -32,6 +32,7 @@ from megatron_pg.check.samples import with_log_probs
 from megatron_pg.check.sharded_parameters import shards
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.loss.from_logits import policy_loss_from_log_probs
+from megatron_pg.megatron.groups import unwrapped
 from megatron_pg.step.agreement import gather
 from megatron_pg.step.batch import pack
 from megatron_pg.step.routed_experts import no_choice
@@ -139,7 +140,7 @@ class WholeModel:
         else:
             loss = _reference_loss(run.aggregation, run.case.policy_loss, samples, leaves)
         loss.backward()  # type: ignore[no-untyped-call]
-        named = {shard.name: parameter for shard, parameter in shards(self._module)}
+        named = {shard.name: parameter for shard, parameter in shards(unwrapped(self._module))}
         # Many sums in bf16 would lose digits.
         gradients: dict[str, Tensor] = {
             name: torch.zeros_like(parameter, dtype=torch.float64)

@@ -1,20 +1,23 @@
 """Study: a small mixture of experts learns from an engine that routes otherwise, with routing replay and without, five seeds.
 
-    python -m benchmarks.routing_replay_study [--seeds 5] [--steps 120] [--noise 1.0]
+    python -m benchmarks.routing_replay_study [--seeds 1 2 3 4 5] [--steps 120] [--noise 1.0] [--old-log-probs trainer]
 
 The task is to write four digits backwards. The model has four layers of 16 experts, k = 2. It imitates answers of which half
-are wrong, then learns by `ppo` with the engine's log-probs as old ones, four optimizer steps a rollout. The engine is the
-trainer's model whose routers choose by logits with a fixed normal error for every token, layer and expert; probabilities are
-those of the chosen experts, so that its choices are all that differs. One process, on a CPU, no sharding.
+are wrong, then learns by `ppo`, four optimizer steps a rollout. Old log-probs are the engine's, or the trainer's own of before
+the steps. The engine is the trainer's model whose routers choose by logits with a fixed normal error for every token, layer and
+expert; probabilities are those of the chosen experts, so that its choices are all that differs. One process, on a CPU, no
+sharding.
 
-The table has, by arm and seed: the engine's reward over the first and the last tenth of the steps, the mean gradient norm, the
-mean |log-prob of the trainer - of the engine| before a step, and `router_agreement`.
+The table has, by arm and seed: the engine's reward over the first, the best and the last tenth of the steps, the mean gradient
+norm, the mean |log r| over the tokens of a rollout's first step (with the trainer's old log-probs 0), the package's metrics of
+mismatch between trainer and engine, and `router_agreement`.
 """
 
 import argparse
 import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,7 +38,7 @@ from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 
 from megatron_pg import PolicyLossConfig, Sample, pack, plan_step  # noqa: E402
-from megatron_pg.megatron import PolicyStep, packed_seq_params, torch_block_spec  # noqa: E402
+from megatron_pg.megatron import PolicyStep, compute_log_probs, packed_seq_params, torch_block_spec  # noqa: E402
 from megatron_pg.megatron.schedule import run_micro_batches  # noqa: E402
 
 LAYERS, EXPERTS, TOPK, DIGITS, VOCABULARY = 4, 16, 2, 4, 16
@@ -166,10 +169,17 @@ def run(replay: bool, seed: int, args: argparse.Namespace) -> list[dict[str, flo
         samples = [
             Sample(
                 tokens[i], DIGITS, [1] * DIGITS, float(advantages[i]), old_log_probs=log_probs[i].clamp(max=0),
-                routed_experts=experts[i],
+                rollout_log_probs=log_probs[i].clamp(max=0), routed_experts=experts[i],
             )
             for i in range(len(tokens))
         ]  # fmt: skip
+        if args.old_log_probs == "trainer":
+            budget = len(samples) * LENGTH
+            scored = compute_log_probs(
+                trainer.model, samples, config, max_tokens_per_microbatch=budget
+            )
+            pairs = zip(samples, scored.log_probs, strict=True)
+            samples = [replace(sample, old_log_probs=values) for sample, values in pairs]
         order = torch.randperm(len(samples), generator=generator).chunk(args.steps_a_rollout)
         for part in order:
             metrics = trainer.step(config, [samples[i] for i in part], args.lr)
@@ -179,34 +189,35 @@ def run(replay: bool, seed: int, args: argparse.Namespace) -> list[dict[str, flo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
+    parser.add_argument("--arms", nargs="+", choices=("yes", "no"), default=["yes", "no"])
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--steps-a-rollout", type=int, default=4)
     parser.add_argument("--warm-start", type=int, default=100)
     parser.add_argument("--noise", type=float, default=1.0)
     parser.add_argument("--lr", type=float, default=4e-3)
+    parser.add_argument("--old-log-probs", choices=("engine", "trainer"), default="engine")
     args = parser.parse_args()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
-    print(
-        "| replay | seed | reward, first | last | gradient norm | abs(log r), first of a rollout | agreement |"
-    )
-    print("|---|---|---|---|---|---|---|")
-    for replay in (True, False):
-        for seed in range(1, args.seeds + 1):
-            report = run(replay, seed, args)
+    names = "rollout_abs_difference", "max_rollout_abs_difference", "rollout_kl", "router_agreement"
+    columns = "replay", "seed", "reward, first", "best", "last", "gradient norm", "abs(log r)"
+    print(f"| {' | '.join((*columns, *names))} |\n{'|---' * (len(columns) + len(names))}|")
+    for arm in args.arms:
+        for seed in args.seeds:
+            report = run(arm == "yes", seed, args)
             tenth = len(report) // 10
-            first, last = report[:tenth], report[-tenth:]
-            fresh = report[:: args.steps_a_rollout]
+            rewards = [r["reward"] for r in report]
+            tenths = [statistics.mean(rewards[i : i + tenth]) for i in range(0, 10 * tenth, tenth)]
+            first = report[:: args.steps_a_rollout]  # of each rollout
             row = [
-                statistics.mean(r["reward"] for r in first),
-                statistics.mean(r["reward"] for r in last),
+                *(tenths[0], max(tenths), tenths[-1]),
                 statistics.mean(r["grad_norm"] for r in report),
-                statistics.mean(abs(r["ppo_kl"]) for r in fresh),
-                statistics.mean(r.get("router_agreement", float("nan")) for r in report),
+                statistics.mean(abs(r["ppo_kl"]) for r in first),
+                *(statistics.mean(r.get(name, float("nan")) for r in report) for name in names),
             ]
             numbers = " | ".join(f"{x:.3f}" for x in row)
-            print(f"| {'yes' if replay else 'no'} | {seed} | {numbers} |", flush=True)
+            print(f"| {arm} | {seed} | {numbers} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def tied_model(**keywords: Any) -> GPTModel:
 
 
 def hybrid_model(*, config: TransformerConfig, **keywords: Any) -> Any:
-    """Make a HybridModel of the config's number of layers, attention and MLP by turns, in plain torch."""
+    """Make a HybridModel of the config's number of layers, attention and MLP or experts by turns, in plain torch."""
     # Old versions lack these modules.
     from megatron.core.models.hybrid import hybrid_block
     from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -68,9 +68,11 @@ def hybrid_model(*, config: TransformerConfig, **keywords: Any) -> Any:
             TransformerLayer, "input_layernorm", "self_attention", "self_attn_bda"
         ),
         mlp_layer=part(MLPLayer, "pre_mlp_layernorm", "mlp", "mlp_bda"),
+        moe_layer=part(TransformerLayer, "pre_mlp_layernorm", "mlp", "mlp_bda"),
     )
     keywords["hybrid_stack_spec"] = ModuleSpec(hybrid_block.HybridStack, submodules=layers)
-    pattern = ("*-" * config.num_layers)[: config.num_layers]
+    kinds = "*-" if config.num_moe_experts is None else "*E"
+    pattern = (kinds * config.num_layers)[: config.num_layers]
     return HybridModel(config=config, hybrid_layer_pattern=pattern, **keywords)
 
 

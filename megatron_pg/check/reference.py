@@ -29,9 +29,10 @@ from megatron_pg.check.options import (
     config_of,
 )
 from megatron_pg.check.samples import with_log_probs
-from megatron_pg.check.sharded_parameters import gradient_slices
+from megatron_pg.check.sharded_parameters import shards
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.loss.from_logits import policy_loss_from_log_probs
+from megatron_pg.megatron.groups import unwrapped
 from megatron_pg.step.agreement import gather
 from megatron_pg.step.batch import pack
 from megatron_pg.step.routed_experts import no_choice
@@ -42,6 +43,8 @@ Scores = tuple[Tensor, Tensor]
 """[response] log-probs and entropies of a sample, float64."""
 Scored = tuple[Sequence[Sample], Sequence[Scores]]
 """The samples of a step, with old and reference log-probs, and a model's scores of them."""
+Outputs = tuple[list[Tensor], list[Tensor], list[Tensor]]
+"""Of a pack each sample's logits, each sample's log-probs and entropies in turn, and each router's logits."""
 Pack = tuple[list[int], float]
 """The indices of a micro-batch's samples, and the weight of its losses beside the policy's."""
 
@@ -85,6 +88,10 @@ class WholeModel:
         self._ahead: list[Tensor] = []
         self._router_logits: list[Tensor] = []
         self._positions = torch.zeros(0)
+        # Transformer Engine and Megatron's multi-token loss overwrite tensors that they have saved.
+        is_local = options.transformer_impl == "local"
+        self._keeps_outputs = is_local and options.mtp_num_layers is None
+        self._kept: dict[tuple[int, ...], Outputs] = {}
         # [tokens, layers, k] int64 of a pack that says which experts its tokens take, -1 for none.
         self._experts: Tensor | None = None
         for name, module in self._module.named_modules():
@@ -133,16 +140,15 @@ class WholeModel:
         else:
             loss = _reference_loss(run.aggregation, run.case.policy_loss, samples, leaves)
         loss.backward()  # type: ignore[no-untyped-call]
+        named = {shard.name: parameter for shard, parameter in shards(unwrapped(self._module))}
         # Many sums in bf16 would lose digits.
         gradients: dict[str, Tensor] = {
-            shard.name: torch.zeros_like(part, dtype=torch.float64)
-            for shard, part in gradient_slices([self._module])
+            name: torch.zeros_like(parameter, dtype=torch.float64)
+            for name, parameter in named.items()
         }
         for indices, weight in packs[dist.get_rank() :: dist.get_world_size()]:
-            self._module.zero_grad(set_to_none=True)
             packed = [samples[index] for index in indices]
-            logits = self._logits(packed)
-            outputs = itertools.chain(*map(self._scores, packed, logits))
+            logits, outputs, router_logits = self._outputs(packed)
             wanted = (leaf.grad for index in indices for leaf in leaves[index])
             losses = [
                 (output * gradient.to(output)).sum()
@@ -152,10 +158,15 @@ class WholeModel:
             if self._options.mtp_num_layers is not None:
                 losses.append(self._loss_ahead(packed, samples))
             if run.case.is_even:
-                losses.append(weight * self._loss_beside(run.case, torch.cat(logits)))
-            torch.autograd.backward(losses)
-            for shard, part in gradient_slices([self._module]):
-                gradients[shard.name] += part.double()
+                losses.append(
+                    weight * self._loss_beside(run.case, torch.cat(logits), router_logits)
+                )
+            parts = torch.autograd.grad(
+                losses, list(named.values()), allow_unused=True, retain_graph=self._keeps_outputs
+            )
+            for gradient, part in zip(gradients.values(), parts, strict=True):
+                if part is not None:
+                    gradient += part.double()
         for gradient in gradients.values():
             dist.all_reduce(gradient)
         return Expected(samples, float(loss.detach()), gradients)
@@ -185,12 +196,12 @@ class WholeModel:
                 loss = loss - (rows.gather(1, targets)[:, 0] * mask[ahead:].to(rows)).sum().cpu()
         return loss * self._scale_ahead / (depths * active)
 
-    def _loss_beside(self, case: Case, logits: Tensor) -> Tensor:
+    def _loss_beside(self, case: Case, logits: Tensor, router_logits: list[Tensor]) -> Tensor:
         """Return a pack's losses beside the policy's, from its routers and from all tokens' logits: 0-d float64."""
         # The load-balancing loss of Switch Transformers (arXiv 2101.03961), and the z loss of ST-MoE (arXiv 2202.08906).
         loss = case.logit_coefficient * logits.double().square().sum()
         balance, z = (case.settings.get(f"moe_{name}_loss_coeff", 0.0) for name in ("aux", "z"))
-        for scores in self._router_logits:
+        for scores in router_logits:
             count, experts = scores.shape
             chosen = int(self.config.moe_router_topk)
             counts = torch.bincount(scores.topk(chosen).indices.flatten(), minlength=experts)
@@ -198,6 +209,18 @@ class WholeModel:
             loss = loss + balance * experts * (counts / (chosen * count) * shares).sum()
             loss = loss + z * torch.logsumexp(scores, dim=-1).square().mean()
         return loss
+
+    def _outputs(self, packed: Sequence[Sample]) -> Outputs:
+        """Run a pack, once for all rows with the same samples where a graph can be gone through several times."""
+        key = tuple(map(id, packed))
+        if key in self._kept:
+            return self._kept[key]
+        logits = self._logits(packed)
+        scores = itertools.chain(*map(self._scores, packed, logits))
+        outputs = logits, list(scores), list(self._router_logits)
+        if self._keeps_outputs:
+            self._kept[key] = outputs
+        return outputs
 
     def _logits(self, samples: Sequence[Sample]) -> list[Tensor]:
         """Return each sample's [total_length, columns] logits, padding columns included, from an unpadded pack."""

@@ -1,8 +1,10 @@
 """The run of a check: a step that hides no mistake, for every aggregation, loss mode and model."""
 
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -27,9 +29,20 @@ from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import step_totals
 
+KnownRows = dict[tuple[str, CheckOptions], list[CheckRow]]
+"""The rows of a model by its name and its options: shardings that differ in experts alone have the dense models in common."""
+KnownReferences = dict[tuple[object, ...], list[Expected]]
+"""The expected results of a model by `_reference_key`, for shardings with the same TP, PP and CP."""
 
-def run_check(options: CheckOptions) -> list[CheckRow]:
-    """Make all rows. Every rank of the world calls it and gets the same."""
+
+def run_check(
+    options: CheckOptions,
+    known_rows: KnownRows | None = None,
+    known_references: KnownReferences | None = None,
+) -> list[CheckRow]:
+    """Make all rows. Every rank of the world calls it and gets the same. What is known is used, and added to."""
+    known_rows = {} if known_rows is None else known_rows
+    references = {} if known_references is None else known_references
     options_of = {
         name: replace(options, **model.changes)
         for name, model in MODELS.items()
@@ -40,31 +53,49 @@ def run_check(options: CheckOptions) -> list[CheckRow]:
     runs = {
         name: [run for mode in modes for run in cases_of(name, options, aggregations, mode)]
         for name in options_of
+        if (name, options_of[name]) not in known_rows
     }
     initialize_groups(options, sharded=False)
-    references = {name: _references(options_of[name], runs[name]) for name in runs}
+    for name in runs:
+        if (key := _reference_key(name, options)) not in references:
+            references[key] = _references(options_of[name], runs[name])
     initialize_groups(options)
-    rows = []
     for name in runs:
         chunks: list[Any] = []
-        built = None
-        for run, expected in zip(runs[name], references[name], strict=True):
+        built, rows = None, []
+        for run, expected in zip(
+            runs[name], references[_reference_key(name, options)], strict=True
+        ):
             model_options = replace(options_of[name], **run.case.builds)
             if built != (built := (model_options, run.per_token)):
                 config = model_config(model_options, calculate_per_token_loss=run.per_token)
                 chunks = build_model(model_options, config, MODELS[name].new)
             rows.append(_row(run, chunks, model_options, expected))
-    return rows
+        known_rows[name, options_of[name]] = rows
+    return [row for name in options_of for row in known_rows[name, options_of[name]]]
 
 
 def check_every_sharding(options: CheckOptions) -> list[Checked]:
     """Check each sharding of the world. Every rank of the world calls it."""
-    checked = []
-    for sharding in shardings(options, dist.get_world_size()):
-        started = time.monotonic()
-        rows = run_check(sharding)
-        checked.append(Checked(sharding, rows, time.monotonic() - started))
+    checked, known_rows = [], KnownRows()
+    every = shardings(options, dist.get_world_size())
+    for _, alike in itertools.groupby(every, _SIZES):
+        known_references = KnownReferences()
+        for sharding in alike:
+            started = time.monotonic()
+            rows = run_check(sharding, known_rows, known_references)
+            checked.append(Checked(sharding, rows, time.monotonic() - started))
     return checked
+
+
+_SIZES = attrgetter(
+    *(f"{axis}_parallel_size" for axis in ("tensor_model", "pipeline_model", "context"))
+)
+
+
+def _reference_key(name: str, options: CheckOptions) -> tuple[object, ...]:
+    """Name all that the expected results depend on beside `_SIZES`: samples are made for the numbers of micro-batches."""
+    return name, options.num_chunks, *map(options.num_microbatches, (0, 1))
 
 
 def _references(options: CheckOptions, runs: Sequence[Run]) -> list[Expected]:

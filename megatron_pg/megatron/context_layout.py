@@ -57,13 +57,18 @@ def require_own_group(scale: ScaleContract, model: Any, mode: CpPartitionMode) -
     Case 3 of `scale_contract` has the reasons. Rotary positions: `Attention.forward` of 0.19.2 gives them
     `pg_collection.cp` whatever the micro-batch's group is (transformer/attention.py).
     """
-    position = "none"
+    position, expert_size = "none", 1
     if model is not None:
         require_partition_mode(model, mode)
-        position = getattr(unwrapped(chunks_of(model)[0]), "position_embedding_type", "none")
+        chunk = unwrapped(chunks_of(model)[0])
+        position = getattr(chunk, "position_embedding_type", "none")
+        expert_size = getattr(chunk.config, "expert_model_parallel_size", 1)
     obstacles = {
         "it needs per-token mode (--calculate-per-token-loss)": not scale.calculate_per_token_loss,
         "losses of experts count tokens of one size of group": scale.counts_all_tokens,
+        f"--expert-model-parallel-size {expert_size} exchanges tokens with ranks that run other micro-batches": (
+            expert_size > 1
+        ),
         f"--position-embedding-type {position} of this megatron-core reads the model's group": (
             position not in ("none", "learned_absolute") and not follows_own_group()
         ),

@@ -2,10 +2,14 @@
 
 `GPTModel.forward(padding_mask=)` of megatron-core 0.16.1 to 0.19.2 keeps tokens out of the load-balancing losses, the z loss and
 the experts' bias (transformer/moe/router.py). Padding still passes through the experts, where no other token sees it, and takes
-part of an expert's capacity. Four things of these versions are made right here:
+part of an expert's capacity. Six things of these versions are made right here:
 
 - GPTModel cuts the mask for sequence parallelism on its first pipeline stage alone, and HybridModel never does;
 - `_apply_expert_bias` fails on a mask (mended in 0.20, MLM#6114);
+- multi-token prediction shifts the mask as it shifts tokens, and so counts padding and leaves out tokens: its layers get the
+  mask of the model's tokens;
+- `_apply_global_aux_loss` divides the counts of all micro-batches so far by the tokens of the last (MLM#7213), and outside of
+  per-token mode data parallelism divides its sum over ranks once more (MLM#3672);
 - `apply_z_loss` takes the mean of the ranks' means, which have other numbers of tokens: its coefficient gets a rank's share;
 - in per-token mode `valid_token_count` is the count V of all ranks that share the micro-batch (MLM#7481). With n = V a
   load-balancing loss is weighted by V over the sum of V, its mean over tokens, up to 0.18.2. 0.19.2 multiplies it by the number
@@ -15,6 +19,7 @@ part of an expert's capacity. Four things of these versions are made right here:
 import functools
 import inspect
 import itertools
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,6 +33,8 @@ from megatron_pg.megatron.groups import ParallelGroups, chunks_of, unwrapped
 from megatron_pg.megatron.scale_contract import has_router_loss
 from megatron_pg.step.batch import PackedBatch, to_device
 
+logger = logging.getLogger(__name__)
+
 
 def take_padding_mask(model: Any, groups: ParallelGroups) -> bool:
     """Let every chunk take the `padding_mask=` of a whole micro-batch. Every rank and stage calls it.
@@ -37,7 +44,7 @@ def take_padding_mask(model: Any, groups: ParallelGroups) -> bool:
 
     Raises:
         NotImplementedError: per-token mode with a loss of routers, and a forward that takes no mask, or a Megatron that counts
-            the tokens of each rank alone.
+            the tokens of each rank alone; a router that takes no mask.
     """
     chunks = [unwrapped(chunk) for chunk in chunks_of(model)]
     config = chunks[0].config
@@ -52,20 +59,32 @@ def take_padding_mask(model: Any, groups: ParallelGroups) -> bool:
                 "megatron-core 0.16 or later"
             )
         return False
+    if config.moe_router_load_balancing_type == "quantile_balancing":
+        raise NotImplementedError(
+            "--moe-router-load-balancing-type quantile_balancing: its quantiles count padding, and Megatron refuses a "
+            "padding_mask there; use another type"
+        )
+    if reason := _choice_by_rank(config):
+        _warn_of_choice(reason)
     for chunk in chunks:
         if not hasattr(chunk, "_cuts_padding_mask"):
+            if counts_tokens and versions.multiplies_by_ranks():
+                _require_count_of_group(chunk)
             cut = functools.partial(_cut_padding_mask, groups)
             chunk._cuts_padding_mask = chunk.register_forward_pre_hook(cut, with_kwargs=True)
+            for layer in (m for m in chunk.modules() if _shifts_padding_mask(m)):
+                layer._get_embeddings = functools.partial(_keep_padding_mask, layer)
         for router in _routers(chunk):
             router.apply_z_loss = functools.partial(_weighted_z_loss, router)
+            if router.get_aux_loss_coeff("global_aux_loss"):
+                router._apply_global_aux_loss = functools.partial(_global_loss, router)
+                router.get_aux_loss_coeff = functools.partial(_coefficient, router)
             if router.enable_expert_bias and not versions.masks_expert_bias():
                 router._apply_expert_bias = functools.partial(_count_tokens, router)
     size = groups.tensor_size * groups.context_size
     scale = getattr(config, "moe_grad_scale_func", None)
     is_scaled = getattr(scale, "func", None) is _scale_of_a_rank  # by the first step
     if counts_tokens and versions.multiplies_by_ranks() and size > 1 and not is_scaled:
-        for router in itertools.islice(itertools.chain(*map(_routers, chunks)), 1):
-            _require_count_of_group(router)
         config.moe_grad_scale_func = functools.partial(_scale_of_a_rank, config, size, scale)
     return True
 
@@ -112,6 +131,39 @@ def _count_tokens(router: Any, routing_map: Tensor, padding_mask: Tensor | None 
         router.local_tokens_per_expert += routing_map.sum(dim=0)
 
 
+def _shifts_padding_mask(layer: Any) -> bool:
+    prepare = getattr(layer, "_get_embeddings", None)
+    return prepare is not None and "padding_mask" in inspect.signature(prepare).parameters
+
+
+def _keep_padding_mask(layer: Any, *, padding_mask: Tensor | None = None, **inputs: Any) -> Any:
+    """Prepare the inputs of a layer of multi-token prediction, in the place of `_get_embeddings`, with the mask as it is."""
+    tokens, positions, _, *hidden = type(layer)._get_embeddings(layer, **inputs)
+    return tokens, positions, padding_mask, *hidden
+
+
+def _global_loss(router: Any, probs: Tensor, scores: Tensor, choices: Tensor, **masked: Any) -> Any:
+    """Attach the global load-balancing loss, in the place of `_apply_global_aux_loss`.
+
+    Its shares of experts are of all tokens of the step so far, on all data-parallel ranks; its probabilities are of the
+    micro-batch's, on these ranks.
+    """
+    count = choices.sum()
+    dist.all_reduce(count, group=router.tp_dp_cp_group)
+    # Megatron adds 1, and divides the counts so far by it.
+    router.ga_steps.copy_(router.global_tokens_per_expert.sum() / count)
+    return type(router)._apply_global_aux_loss(router, probs, scores, choices, **masked)
+
+
+def _coefficient(router: Any, kind: str) -> float:
+    """Return a load-balancing loss's coefficient, for the global one times the ranks over which its sum is averaged."""
+    size = 1
+    if kind == "global_aux_loss" and not router.config.calculate_per_token_loss:
+        size = router.tp_dp_cp_group.size() // router.tp_cp_group.size()
+    coefficient: float = type(router).get_aux_loss_coeff(router, kind)
+    return coefficient * size
+
+
 def _weighted_z_loss(router: Any, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
     """Attach the z loss of all ranks' tokens, in the place of `apply_z_loss`, which takes the mean of the ranks' means."""
     config, group, weight = router.config, router.tp_cp_group, 1.0
@@ -140,18 +192,38 @@ def _scale_of_a_rank(config: Any, size: int, before: Any = None) -> Tensor:
     return scale / size
 
 
-def _require_count_of_group(router: Any) -> None:
+def _require_count_of_group(chunk: Any) -> None:
     """Refuse a Megatron that multiplies by the tokens of one rank where `_scale_of_a_rank` expects the group's (MLM#7481)."""
     # megatron-core 0.15 lacks it.
     from megatron.core.transformer.moe.moe_utils import get_tokens_per_expert_and_token_count
 
-    mask = torch.ones(1, 1, dtype=torch.bool, device=router.weight.device)
-    count = get_tokens_per_expert_and_token_count(
-        mask, router.tp_cp_group, topk=1, with_padding_mask=True
-    )[1]
-    if int(count) != router.tp_cp_group.size():
-        raise NotImplementedError(
-            "--calculate-per-token-loss with a loss of routers under tensor or context parallelism: this megatron-core "
-            "multiplies the loss by each rank's own tokens, and padding makes these differ. Turn per-token mode off (the policy "
-            "gradient is the same)"
-        )
+    for router in itertools.islice(_routers(chunk), 1):
+        is_global = router.get_aux_loss_coeff("global_aux_loss")
+        group = router.tp_dp_cp_group if is_global else router.tp_cp_group
+        mask = torch.ones(1, 1, dtype=torch.bool, device=router.weight.device)
+        keywords = {"topk": 1, "with_padding_mask": True}
+        if int(get_tokens_per_expert_and_token_count(mask, group, **keywords)[1]) != group.size():
+            raise NotImplementedError(
+                "--calculate-per-token-loss with a loss of routers over several ranks: this megatron-core multiplies the loss "
+                "by each rank's own tokens, and padding makes these differ. Turn per-token mode off (the policy gradient is the "
+                "same)"
+            )
+
+
+def _choice_by_rank(config: Any) -> str | None:
+    """Say why experts of a token depend on the other tokens of its rank; None where they do not."""
+    capacity, kind = config.moe_expert_capacity_factor, config.moe_router_load_balancing_type
+    if capacity is not None and capacity * config.moe_router_topk < config.num_moe_experts:
+        return f"--moe-expert-capacity-factor {capacity}: an expert drops tokens"
+    if kind == "sinkhorn":
+        return "--moe-router-load-balancing-type sinkhorn: a router chooses"
+    return None
+
+
+@functools.cache
+def _warn_of_choice(reason: str) -> None:
+    logger.warning(
+        "%s by all tokens of a micro-batch on one rank, padding included. The gradient depends on how a step is cut: over "
+        "micro-batches, context and sequence parallelism (said once)",
+        reason,
+    )

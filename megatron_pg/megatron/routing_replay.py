@@ -88,11 +88,13 @@ class RoutingReplay:
 
         Raises:
             ValueError: a model without experts.
-            NotImplementedError: a model that is not GPTModel, a router that chooses in a fused kernel, in a CUDA graph or by no
-                top-k, a schedule that runs layers by themselves, or a megatron-core before 0.16.
+            NotImplementedError: a model that is neither GPTModel nor HybridModel, a router that chooses in a fused kernel, in a
+                CUDA graph or by no top-k, experts that drop tokens, a schedule that runs layers by themselves, or a
+                megatron-core before 0.16.
         """
         chunks = [unwrapped(chunk) for chunk in chunks_of(model)]
         self._config = config = chunks[0].config
+        self._chunk = chunks[0]
         if not getattr(config, "num_moe_experts", None):
             raise ValueError(
                 "--replay-routing, and the model has no experts (--num-experts): drop the flag"
@@ -101,30 +103,33 @@ class RoutingReplay:
             raise NotImplementedError(
                 "--replay-routing needs a router that megatron-core 0.16 and later has: update it, or drop the flag"
             )
-        if getattr(config, "moe_router_fusion", False):
-            raise NotImplementedError(
-                "--replay-routing with --moe-router-fusion: the fused router chooses by itself; drop one of the two"
-            )
-        if getattr(config, "cuda_graph_impl", None) not in (None, "none"):
-            raise NotImplementedError(
-                f"--replay-routing with --cuda-graph-impl {config.cuda_graph_impl}: a router in a graph would take the experts "
-                "of the micro-batch that was captured; drop one of the two"
-            )
-        if getattr(config, "overlap_moe_expert_parallel_comm", False):
-            raise NotImplementedError(
-                "--replay-routing with --overlap-moe-expert-parallel-comm: its schedule runs layers without the model's forward, "
-                "which hands out the experts; drop one of the two"
-            )
-        if config.moe_router_load_balancing_type in ("sinkhorn", "quantile_balancing"):
-            raise NotImplementedError(
-                f"--replay-routing with --moe-router-load-balancing-type {config.moe_router_load_balancing_type}: that router "
-                "chooses by no top-k; drop one of the two"
-            )
+        graph = getattr(config, "cuda_graph_impl", None)
+        kind, capacity = config.moe_router_load_balancing_type, config.moe_expert_capacity_factor
+        obstacles = {
+            "--moe-router-fusion: the fused router chooses by itself": (
+                getattr(config, "moe_router_fusion", False)
+            ),
+            f"--cuda-graph-impl {graph}: a router in a graph would take the experts of the micro-batch that was captured": (
+                graph not in (None, "none")
+            ),
+            "--overlap-moe-expert-parallel-comm: its schedule runs layers without the model's forward, which hands out the "
+            "experts": getattr(config, "overlap_moe_expert_parallel_comm", False),
+            f"--moe-router-load-balancing-type {kind}: that router chooses by no top-k": (
+                kind in ("sinkhorn", "quantile_balancing")
+            ),
+            f"--moe-expert-capacity-factor {capacity}: experts would drop tokens that the engine gave them": (
+                capacity is not None
+            ),
+        }
+        for obstacle, is_present in obstacles.items():
+            if is_present:
+                raise NotImplementedError(f"--replay-routing with {obstacle}; drop one of the two")
         self._replays: list[Replay] = []
         for chunk in chunks:
-            if not isinstance(chunk, GPTModel):
+            if not isinstance(chunk, GPTModel) and not hasattr(chunk, "hybrid_layer_pattern"):
                 raise NotImplementedError(
-                    f"--replay-routing with a {type(chunk).__name__}: the layers of another model than GPTModel are not known"
+                    f"--replay-routing with a {type(chunk).__name__}: the layers of another model than GPTModel and HybridModel "
+                    "are not known"
                 )
             # The engine has no choice for the routers of multi-token prediction.
             routers = [m for m in chunk.decoder.modules() if hasattr(m, "apply_z_loss")]
@@ -171,7 +176,7 @@ class RoutingReplay:
         if experts is None:
             return {"routed_experts": None}
         layers, topk = experts.shape[1:]
-        places = layers_of_experts(config)
+        places = layers_of_experts(self._chunk)
         if layers not in (config.num_layers, len(places)) or topk != config.moe_router_topk:
             raise ValueError(
                 f"{batch.samples[0].name}: routed_experts is of {layers} layers and {topk} experts a token, expected "
@@ -203,10 +208,15 @@ def _agreement(reduced: Tensor) -> dict[str, float]:
     return {"router_agreement": same / count} if count else {}
 
 
-def layers_of_experts(config: Any) -> list[int]:
-    """List the layers that are a mixture of experts, from 0."""
+def layers_of_experts(chunk: Any) -> list[int]:
+    """List the layers of the whole model that are a mixture of experts, from 0."""
+    config = chunk.config
     frequency = config.moe_layer_freq
-    if isinstance(frequency, int):
+    if (pattern := getattr(chunk, "hybrid_layer_pattern", None)) is not None:
+        # Of HybridModel: E stands for experts, | between stages, and / before multi-token prediction.
+        layers = pattern.split("/")[0].replace("|", "")
+        frequency = [kind == "E" for kind in layers]
+    elif isinstance(frequency, int):
         frequency = [int(layer % frequency == 0) for layer in range(config.num_layers)]
     return [layer for layer, is_mixture in enumerate(frequency) if is_mixture]
 
@@ -228,8 +238,6 @@ def _give_experts(
             replay.take(None)
         else:
             has_all_layers = experts.shape[1] == config.num_layers
-            place = (
-                replay.layer if has_all_layers else layers_of_experts(config).index(replay.layer)
-            )
+            place = replay.layer if has_all_layers else layers_of_experts(chunk).index(replay.layer)
             replay.take(experts[:, place])
     return args, keywords

@@ -3,10 +3,15 @@
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from megatron_pg.config.versions import derives_multi_token_labels, has_hybrid_model
+from megatron_pg.config.versions import (
+    derives_multi_token_labels,
+    has_hybrid_model,
+    has_router_replay,
+)
 
 from .models import ModelOptions, Sharding
 from .steps import AGGREGATIONS, CUTS, MATRIX_SHAPES, Run, ValueRun
@@ -18,6 +23,12 @@ CRITIC = ModelOptions(value_head=True)
 CONTIGUOUS = ModelOptions(cp_partition_mode="contiguous")
 AHEAD = ModelOptions(mtp_num_layers=2)
 HYBRID = ModelOptions(hybrid=True)
+BALANCED = ModelOptions(
+    mixture_of_experts=True,
+    balancing=("aux_loss", "global_aux_loss"),
+    moe_aux_loss_coeff=(0.2, 0.4),
+    moe_z_loss_coeff=0.25,
+)
 KINDS = {
     **{EXPERTS: "MoE ", TIED: "tied ", CRITIC: "critic ", CONTIGUOUS: "contiguous "},
     **{AHEAD: "MTP ", HYBRID: "HybridModel "},
@@ -42,6 +53,8 @@ if derives_multi_token_labels():
 if has_hybrid_model():
     SHARDINGS.append((HYBRID, "one process, TP2+SP, CP2, CP2 DP2, TP2+SP CP2"))
 KEPT_SHARDINGS = "one process, TP2, CP2, CP4, TP2+SP CP2 DP2, TP2+SP PP2 VPP2 CP2"
+ROUTED_SHARDINGS = "one process, DP2, CP2, CP4, TP2+SP ETP2, CP2 EP2 DP2, PP2 VPP2 CP2"
+"""Of routing replay, and of losses of routers beside padding."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +69,19 @@ class Case:
     def configuration(self) -> str:
         model = replace(self.options.unsharded, num_layers=DENSE.num_layers)
         sets = "kept sets " if self.runs[0].kept else ""
+        sets += "replayed " if self.runs[0].replay_layers else ""
+        sets += "balanced " if self.options.moe_aux_loss_coeff else ""
         return f"{sets}{KINDS.get(model, '')}{self.sharding}"
+
+    def reference(self, run: Run) -> tuple[Any, ...]:
+        """What a step's reference depends on: not on the cut, where routers have no loss of their own."""
+        options, sharding = self.options, self.sharding
+        if not options.moe_aux_loss_coeff:
+            return options.unsharded, replace(run, cut="")
+        multiple = sharding.pipeline if sharding.virtual_pipeline is not None else 1
+        losses = ("balancing", "moe_aux_loss_coeff", "moe_z_loss_coeff", "calculate_per_token_loss")
+        balanced = replace(options.unsharded, **{name: getattr(options, name) for name in losses})
+        return balanced, run, sharding.data, multiple
 
     @property
     def mode(self) -> str:
@@ -125,15 +150,29 @@ def all_cases() -> list[Case]:
         for mode in modes(DENSE, sharding)[:2]
         for case in both_precisions(sharding, mode)
     ]
-    return kept + [
+    routed = [
         case
-        for options, names in SHARDINGS
-        for sharding in map(Sharding.named, names.split(", "))
-        for mode in modes(options, sharding)
-        for case in both_precisions(sharding, mode)
-        # Megatron computes its losses ahead in float32, whatever the model is in.
-        if options is not AHEAD or case.options.dtype == torch.float32
+        for sharding in map(Sharding.named, ROUTED_SHARDINGS.split(", "))
+        for place, mode in enumerate(modes(BALANCED, sharding)[:2])
+        for case in (
+            *map(with_experts, both_precisions(sharding, modes(EXPERTS, sharding)[place])),
+            # Megatron computes its losses of routers in float32.
+            balanced_case(sharding, replace(mode, num_layers=4), place),
+        )
     ]
+    return (
+        kept
+        + routed * has_router_replay()
+        + [
+            case
+            for options, names in SHARDINGS
+            for sharding in map(Sharding.named, names.split(", "))
+            for mode in modes(options, sharding)
+            for case in both_precisions(sharding, mode)
+            # Megatron computes its losses ahead in float32, whatever the model is in.
+            if options is not AHEAD or case.options.dtype == torch.float32
+        ]
+    )
 
 
 def both_precisions(sharding: Sharding, mode: ModelOptions) -> Iterator[Case]:
@@ -145,6 +184,19 @@ def both_precisions(sharding: Sharding, mode: ModelOptions) -> Iterator[Case]:
 def with_sets(steps: tuple[Run, ...]) -> tuple[Run, ...]:
     """The same steps over the sets that the tokens were sampled from."""
     return tuple(replace(run, kept=True) for run in steps)
+
+
+def with_experts(case: Case) -> Case:
+    """The same steps with the experts of every token."""
+    layers = case.options.num_layers
+    return replace(case, runs=tuple(replace(run, replay_layers=layers) for run in case.runs))
+
+
+def balanced_case(sharding: Sharding, options: ModelOptions, place: int) -> Case:
+    """Equal numbers of micro-batches, over which data-parallel ranks add up tokens."""
+    runs = sample_of_runs(sharding, place)
+    even = tuple(replace(run, cut="uniform") if run.cut == "ragged" else run for run in runs)
+    return Case(sharding, replace(options, dtype=torch.float64), even)
 
 
 def of_model(options: ModelOptions, steps: tuple[Run, ...]) -> tuple[Run, ...]:
@@ -200,6 +252,14 @@ def representative_cases() -> list[Case]:
         chosen += [(name, HYBRID, {}) for name in ("CP2", "TP2+SP CP2")]
     sharding = Sharding.named("TP2+SP CP2")
     cases = [Case(sharding, DENSE, with_sets(sample_of_runs(sharding, 0)))]
+    if has_router_replay():
+        sharding = Sharding.named("CP2 DP2")
+        options = replace(EXPERTS, dtype=torch.float64)
+        cases += [
+            with_experts(Case(sharding, options, sample_of_runs(sharding, 1))),
+            balanced_case(sharding, BALANCED, 0),
+            balanced_case(sharding, replace(BALANCED, **per_token), 1),
+        ]
     for place, (name, options, mode) in enumerate(chosen):
         sharding = Sharding.named(name)
         steps = of_model(options, sample_of_runs(sharding, place))

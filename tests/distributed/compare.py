@@ -17,9 +17,11 @@ def gradient_tolerance(options: ModelOptions) -> float:
     """On max|g - reference| / max|reference| of every parameter, through Megatron.
 
     In float64 it holds in per-token mode because the steps' token counts are powers of two: Megatron
-    divides all gradients by the count in float32 (distributed/finalize_model_grads.py).
+    divides all gradients by the count in float32 (distributed/finalize_model_grads.py). It computes the losses of
+    routers in float32.
     """
-    return 1e-6 if options.dtype == torch.float32 else 1e-12
+    is_rounded = options.dtype == torch.float32 or options.moe_aux_loss_coeff
+    return 1e-6 if is_rounded else 1e-12
 
 
 @dataclass(frozen=True)

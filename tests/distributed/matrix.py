@@ -8,8 +8,9 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,6 +23,7 @@ from .launch import run_ranks
 from .models import ModelOptions
 from .one_step import Outcome, run_steps
 from .reference import reference_steps
+from .router_losses import step_with_losses_of_routers
 from .steps import Run
 
 PREAMBLE = """\
@@ -44,6 +46,9 @@ parameter is compared by itself, each expert and each bias too (dense models hav
 value head in the place of its output layer, and the value loss. *contiguous* packs are cut into one slice for
 each context-parallel rank, *MTP* models predict two further tokens beside the policy's loss (float32 alone,
 as Megatron computes that loss), *HybridModel* is the successor that megatron-core 0.19 names for GPTModel.
+*Replayed* models route every token to experts that the samples give. *Balanced* ones have load-balancing losses of
+micro-batch and step and a z loss beside padding, by one step of each aggregation (float64, to 1e-6, as Megatron
+computes these losses in float32); their reference packs each micro-batch by itself without padding.
 
 Tolerances: float32 1e-6; float64 1e-12, also in per-token mode, since the steps' token counts are
 powers of two, by which Megatron divides in float32 without error. The
@@ -73,19 +78,25 @@ class Result:
         return max(pairs, key=lambda pair: pair[1].gradient_error)
 
 
-References = dict[tuple[ModelOptions, Run], Outcome]
-"""By the model, and the run as if it had no cut, on which the reference does not depend."""
+References = dict[tuple[Any, ...], Outcome]
+"""By `Case.reference`."""
 
 
 def compute_references(cases: list[Case]) -> References:
-    wanted: dict[ModelOptions, dict[Run, None]] = defaultdict(dict)
-    for case in cases:
-        wanted[case.options.unsharded].update((replace(run, cut=""), None) for run in case.runs)
-    references = {}
-    for options, runs in wanted.items():
-        outcomes = run_ranks(reference_steps, 1, options, list(runs))[0]
-        references |= {(options, run): o for run, o in zip(runs, outcomes, strict=True)}
+    wanted: dict[ModelOptions, dict[tuple[Any, ...], None]] = defaultdict(dict)
+    for key in (case.reference(run) for case in cases for run in case.runs):
+        wanted[key[0]][key] = None
+    references: References = {}
+    for options, keys in wanted.items():
+        outcomes = run_ranks(references_of_model, 1, options, list(keys))[0]
+        references |= dict(zip(keys, outcomes, strict=True))
     return references
+
+
+def references_of_model(options: ModelOptions, keys: list[tuple[Any, ...]]) -> list[Outcome]:
+    if options.moe_aux_loss_coeff:
+        return [step_with_losses_of_routers(*key)[0] for key in keys]
+    return reference_steps(options, [run for _, run in keys])
 
 
 def run_cases(cases: list[Case], references: References) -> list[Result]:
@@ -94,7 +105,7 @@ def run_cases(cases: list[Case], references: References) -> list[Result]:
     for case in cases:
         started = time.monotonic()
         outcomes = run_steps(case.sharding, case.options, case.runs)
-        expected = [references[case.options.unsharded, replace(r, cut="")] for r in case.runs]
+        expected = [references[case.reference(run)] for run in case.runs]
         tolerance = gradient_tolerance(case.options)
         pairs = zip(outcomes, expected, strict=True)
         comparisons = tuple(compare(*pair, tolerance) for pair in pairs if pair[0] is not None)

@@ -17,13 +17,12 @@ from megatron_pg.check.options import CheckOptions
 from megatron_pg.check.sharded_parameters import Shard, gradient_slices
 from megatron_pg.critic import add_value_head
 
-from .steps import VOCAB_SIZE
+from .steps import NUM_EXPERTS, TOPK, VOCAB_SIZE
 
-NUM_EXPERTS = 4
 SHAPE = {"num_query_groups": 2, "num_attention_heads": 4, "hidden_size": 32, "ffn_hidden_size": 64}
 AXES = {
     **{"TP": "tensor", "PP": "pipeline", "VPP": "virtual_pipeline"},
-    **{"CP": "context", "EP": "expert", "DP": "data"},
+    **{"CP": "context", "EP": "expert", "ETP": "expert_tensor", "DP": "data"},
 }
 
 
@@ -38,11 +37,12 @@ class Sharding:
     virtual_pipeline: int | None = None
     sequence_parallel: bool = False
     expert: int = 1
+    expert_tensor: int = 1
 
     @classmethod
     def named(cls, name: str) -> Self:
         """The sharding that a name as "TP2+SP CP2" begins with."""
-        sizes = {AXES[axis]: int(size) for axis, size in re.findall(r"\b([A-Z]P|VPP)(\d+)", name)}
+        sizes = {AXES[axis]: int(size) for axis, size in re.findall(r"\b([A-Z]+P)(\d+)", name)}
         return cls(**sizes, sequence_parallel="+SP" in name)
 
     @property
@@ -67,9 +67,9 @@ class ModelOptions:
     """What of Megatron's model and DDP settings the tests vary."""
 
     mixture_of_experts: bool = False
-    moe_aux_loss_coeff: float = 0.0
-    balancing: str = "aux_loss"
-    """The load-balancing loss that `moe_aux_loss_coeff` is of."""
+    moe_aux_loss_coeff: float | tuple[float, ...] = 0.0
+    balancing: str | tuple[str, ...] = "aux_loss"
+    """The load-balancing losses that `moe_aux_loss_coeff` is of."""
     moe_z_loss_coeff: float | None = None
     expert_bias: bool = False
     tied_embeddings: bool = False
@@ -96,6 +96,13 @@ class ModelOptions:
     """Layers whose forward runs again in backward: `full`, or `moe` for the experts alone."""
 
     @property
+    def layers_of_experts(self) -> list[int]:
+        if self.hybrid:
+            return list(range(1, self.num_layers, 2))  # between layers of attention
+        pattern = self.moe_layer_freq or (1,) * self.num_layers
+        return [layer for layer, has_experts in enumerate(pattern) if has_experts]
+
+    @property
     def unsharded(self) -> Self:
         """What of the model an unsharded reference shares: all that changes the function."""
         shared = (
@@ -113,6 +120,7 @@ def check_options(sharding: Sharding, options: ModelOptions) -> CheckOptions:
         virtual_pipeline_model_parallel_size=sharding.virtual_pipeline,
         context_parallel_size=sharding.context,
         expert_model_parallel_size=sharding.expert,
+        expert_tensor_parallel_size=sharding.expert_tensor,
         sequence_parallel=sharding.sequence_parallel,
         num_experts=NUM_EXPERTS if options.mixture_of_experts else None,
         use_distributed_optimizer=options.distributed_optimizer,
@@ -132,12 +140,13 @@ def transformer_config(sharding: Sharding, options: ModelOptions) -> Transformer
     """No dropout, no fused kernels; grouped queries, so that heads and groups differ."""
     experts: dict[str, Any] = {}
     if options.mixture_of_experts:
+        kinds, coefficients = options.balancing, options.moe_aux_loss_coeff
+        if isinstance(kinds, tuple):
+            kinds, coefficients = list(kinds), list(coefficients)  # type: ignore[assignment, arg-type]
         experts = {
-            "moe_router_topk": 3,
-            "moe_router_load_balancing_type": options.balancing
-            if options.moe_aux_loss_coeff
-            else "none",
-            "moe_aux_loss_coeff": options.moe_aux_loss_coeff,
+            "moe_router_topk": TOPK,
+            "moe_router_load_balancing_type": kinds if coefficients else "none",
+            "moe_aux_loss_coeff": coefficients,
             "moe_z_loss_coeff": options.moe_z_loss_coeff,
             "moe_router_enable_expert_bias": options.expert_bias,
             "moe_router_score_function": "sigmoid" if options.expert_bias else "softmax",

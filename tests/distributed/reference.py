@@ -4,6 +4,7 @@ All of it in float64, so that what is measured is the error of the float32 run a
 """
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -21,10 +22,12 @@ from tests.oracle import PlainSample
 from .launch import run_ranks
 from .models import ModelOptions, Sharding, build_model, gather_gradients, initialize_groups
 from .one_step import Outcome
-from .steps import VALUE_CLIP, VOCAB_SIZE, Run, ValueRun
+from .steps import TOPK, VALUE_CLIP, VOCAB_SIZE, Run, ValueRun
 
 MTP_SCALING_FACTOR = 0.1
 """Megatron's default."""
+Outputs = tuple[list[Tensor], list[list[Tensor]], dict[str, float]]
+"""By sample the logits, and those of multi-token prediction by depth; `router_agreement` where experts are given."""
 
 
 def references_of(
@@ -40,7 +43,7 @@ def reference_steps(options: ModelOptions, runs: list[Run]) -> list[Outcome]:
     initialize_groups(Sharding())
     (model,) = build_model(Sharding(), replace(options, dtype=torch.float64))
     outcomes = []
-    outputs: dict[tuple[tuple[int, ...], ...], tuple[list[Tensor], list[list[Tensor]]]] = {}
+    outputs: dict[Any, Outputs] = {}
     for run in runs:
         model.zero_grad_buffer()
         if isinstance(run, ValueRun):
@@ -48,21 +51,53 @@ def reference_steps(options: ModelOptions, runs: list[Run]) -> list[Outcome]:
         else:
             # One forward serves every loss of the same tokens, but where it has Megatron's loss of tokens ahead, whose
             # backward overwrites what it has saved.
-            tokens = tuple(tuple(sample.tokens) for sample in run.samples)
+            tokens = (run.replay_layers, *(tuple(sample.tokens) for sample in run.samples))
             if tokens not in outputs or options.mtp_num_layers is not None:
-                with outputs_ahead(model, options.mtp_num_layers) as ahead:
-                    logits = [logits_alone(model, sample) for sample in run.samples]
-                outputs[tokens] = logits, ahead
-            logits, ahead = outputs[tokens]
+                outputs[tokens] = outputs_alone(model, options, run.samples)
+            logits, ahead, agreement = outputs[tokens]
             result = oracle.policy_loss(run.samples, logits, run.objective)
-            metrics, loss = (
-                expected_metrics(run, result),
-                result.loss + loss_ahead(run.samples, ahead),
-            )
+            metrics = expected_metrics(run, result) | agreement
+            loss = result.loss + loss_ahead(run.samples, ahead)
         with model.no_sync():
             loss.backward(retain_graph=True)
         outcomes.append(Outcome(gather_gradients([model]) or {}, metrics))
     return outcomes
+
+
+def outputs_alone(model: Any, options: ModelOptions, samples: list[PlainSample]) -> Outputs:
+    """Run each sample by itself. The routers of the layers that a sample gives experts for are replaced by plain loops.
+
+    A token's experts are the given ones, any other's the largest logits; probabilities are the softmax of their logits.
+    """
+    logits, counts = [], [0, 0]
+    rows: list[list[list[int]]] = []  # by layer those of the sample that runs
+    routers = [m for m in unwrapped(model).decoder.modules() if hasattr(m, "apply_z_loss")]
+    layers = len(samples[0].routed_experts or ())
+    given = options.layers_of_experts if layers == options.num_layers else range(layers)
+
+    def routing(layer: int, logits: Tensor, *_: Any, **__: Any) -> Any:
+        logits = logits.flatten(0, 1)
+        probs = torch.zeros_like(logits)
+        for token, row in enumerate(rows[layer]):
+            own = logits[token].topk(TOPK).indices.tolist()
+            ids = own if row[0] < 0 else row
+            if row[0] >= 0:
+                counts[0] += len(set(own) & set(row))
+                counts[1] += TOPK
+            # Megatron's routers round to float32.
+            probs[token, ids] = logits[token, ids].softmax(0, dtype=torch.float32).double()
+        return probs, probs > 0
+
+    if layers:
+        for layer, router in zip(given, routers, strict=True):
+            router.routing = functools.partial(routing, layer)
+    with outputs_ahead(model, options.mtp_num_layers) as ahead:
+        for sample in samples:
+            rows[:] = sample.routed_experts or []
+            logits.append(logits_alone(model, sample))
+    for router in routers if layers else ():
+        del router.routing
+    return logits, ahead, {"router_agreement": counts[0] / counts[1]} if counts[1] else {}
 
 
 @contextlib.contextmanager

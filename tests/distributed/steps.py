@@ -15,6 +15,7 @@ from tests.random_steps import float32, random_step
 
 DIVISOR = 8.0
 VOCAB_SIZE = 16
+NUM_EXPERTS, TOPK = 4, 3
 NUM_SAMPLES = 20
 VALUE_CLIP = 0.5
 MICRO_BATCHES = 3
@@ -87,6 +88,18 @@ def with_kept_sets(samples: Sequence[PlainSample]) -> list[PlainSample]:
     return changed
 
 
+def with_experts(samples: Sequence[PlainSample], layers: int) -> list[PlainSample]:
+    """Every token with experts of its layers, as an engine chose them; none of the last token."""
+    rng, changed = random.Random(3), []
+    for sample in samples:
+        chosen = [
+            [rng.sample(range(NUM_EXPERTS), TOPK) for _ in sample.tokens[:-1]] + [[-1] * TOPK]
+            for _ in range(layers)
+        ]
+        changed.append(replace(sample, routed_experts=chosen))
+    return changed
+
+
 SHAPES: dict[str, list[PlainSample]] = {
     # Ragged lengths; one sample fully masked, one without response, one of a single response token,
     # rollouts of two samples, prompt groups that no cut below keeps together.
@@ -101,11 +114,9 @@ SHAPES: dict[str, list[PlainSample]] = {
 
 
 @functools.cache
-def changed(
-    shape: str, change: Callable[[Sequence[PlainSample]], list[PlainSample]]
-) -> list[PlainSample]:
+def changed(shape: str, change: Callable[..., list[PlainSample]], *args: int) -> list[PlainSample]:
     """The samples of a shape after a change; one list for all who ask, as a cut does for every sample."""
-    return change(SHAPES[shape])
+    return change(SHAPES[shape], *args)
 
 
 def with_active_tokens(count: int) -> list[PlainSample]:
@@ -142,7 +153,8 @@ class Run:
     kept: bool = False
     """Over the sets that the tokens were sampled from."""
     cp_partition_mode: str = "zigzag"
-    replay_routing: bool = False
+    replay_layers: int = 0
+    """Layers whose experts are given; 0: routers choose."""
 
     def __str__(self) -> str:
         terms = " + KL + entropy" if self.regularized else ""
@@ -156,6 +168,8 @@ class Run:
 
     @property
     def samples(self) -> list[PlainSample]:
+        if self.replay_layers:
+            return changed(self.shape, with_experts, self.replay_layers)
         return changed(self.shape, with_kept_sets) if self.kept else SHAPES[self.shape]
 
     @property
@@ -179,7 +193,7 @@ class Run:
             replay_sampling_set=self.kept,
             kept_set_mass=self.kept and not self.fused_lm_head,
             cp_partition_mode=self.cp_partition_mode,
-            replay_routing=self.replay_routing,
+            replay_routing=self.replay_layers > 0,
         )
 
     @property

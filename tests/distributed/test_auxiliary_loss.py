@@ -1,8 +1,7 @@
-"""The losses that Megatron adds to the policy's keep their intended gradient.
+"""The losses that Megatron adds to the policy's for the routers of a mixture of experts keep their intended gradient.
 
-Those of the routers of a mixture of experts, in both loss modes and beside padding: the gradient of their mean over the
-micro-batches of all data-parallel ranks, in per-token mode weighted by tokens, whatever the policy loss is divided by. That of
-multi-token prediction on a Megatron-Core that scales it otherwise: the same gradient, or a refusal in words.
+In both loss modes and beside padding: the gradient of their mean over the micro-batches of all data-parallel ranks, in per-token
+mode weighted by tokens, whatever the policy loss is divided by.
 """
 
 import functools
@@ -12,83 +11,25 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.models.gpt import gpt_model
-from megatron.core.pipeline_parallel import schedules
-from megatron.core.transformer import multi_token_prediction
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.transformer.moe import moe_utils
 from torch import Tensor
 
 from megatron_pg.config import versions
-from megatron_pg.config.versions import derives_multi_token_labels
-from megatron_pg.megatron import experts, policy_step
+from megatron_pg.megatron import ParallelGroups, experts, policy_step
 from megatron_pg.megatron.scale_contract import ScaleContract
-from tests import oracle
 
-from .cases import AHEAD
 from .compare import assert_equal, compare
-from .launch import run_ranks
-from .models import (
-    NUM_EXPERTS,
-    ModelOptions,
-    Sharding,
-    build_model,
-    gather_gradients,
-    initialize_groups,
-)
-from .one_step import Outcome, build, run_schedule, run_steps, train_step
-from .reference import expected_metrics, logits_of_pack, reference_steps
-from .steps import Run
+from .launch import refusal, run_ranks
+from .models import ModelOptions, Sharding
+from .one_step import Outcome, build, run_schedule, train_step
+from .router_losses import step_with_losses_of_routers
+from .steps import NUM_EXPERTS, TOPK, Run
 
 RUN = Run()
-BALANCE, Z, TOPK = 0.5, 0.25, 3
 OPTIONS = ModelOptions(
-    mixture_of_experts=True, moe_aux_loss_coeff=BALANCE, moe_z_loss_coeff=Z, dtype=torch.float64
+    mixture_of_experts=True, moe_aux_loss_coeff=0.5, moe_z_loss_coeff=0.25, dtype=torch.float64
 )
-
-
-def losses_of_router(logits: Tensor) -> Tensor:
-    """A router's losses of one micro-batch [tokens, experts], in plain loops: Switch Transformers' and ST-MoE's."""
-    chosen, probs, z = [0.0] * NUM_EXPERTS, [torch.zeros(())] * NUM_EXPERTS, torch.zeros(())
-    for row in logits:
-        for expert in row.topk(TOPK).indices.tolist():
-            chosen[expert] += 1 / (TOPK * len(logits))
-        for expert, prob in enumerate(row.softmax(0)):
-            probs[expert] = probs[expert] + prob / len(logits)
-        z = z + row.logsumexp(0) ** 2 / len(logits)
-    balance = sum(f * p for f, p in zip(chosen, probs, strict=True))
-    return BALANCE * NUM_EXPERTS * balance + Z * z
-
-
-def reference_step(data_size: int, per_token: bool, num_layers: int) -> Outcome:
-    """One process: every micro-batch packed by itself without padding, the routers' losses averaged over them."""
-    initialize_groups(Sharding())
-    options = replace(OPTIONS, moe_aux_loss_coeff=0.0, moe_z_loss_coeff=None, num_layers=num_layers)
-    (model,) = build_model(Sharding(), options)
-    router_logits: list[Tensor] = []
-    for module in model.modules():
-        if hasattr(module, "apply_z_loss"):
-            module.register_forward_hook(
-                lambda router, inputs, _: router_logits.append(
-                    inputs[0][:, 0].double() @ router.weight.double().T
-                )
-            )
-    plain, logits, beside = RUN.samples, {}, torch.zeros((), dtype=torch.float64)
-    # Interleaved pipelines fill up with an empty micro-batch, of which one token counts.
-    multiple = 2 if num_layers > 2 else 1
-    parts = [
-        part for rank in range(data_size) for part in RUN.micro_batches(data_size, rank, multiple)
-    ]
-    all_tokens = sum(len(sample.tokens) for sample in plain)
-    for part in parts:
-        router_logits.clear()
-        of_part = logits_of_pack(model, [plain[index] for index in part])
-        logits |= dict(zip(part, of_part, strict=True))
-        num_tokens = max(sum(map(len, of_part)), 1)
-        weight = num_tokens / all_tokens if per_token else 1 / len(parts)
-        beside = beside + weight * sum(map(losses_of_router, router_logits))
-    result = oracle.policy_loss(plain, [logits[i] for i in range(len(plain))], RUN.objective)
-    with model.no_sync():
-        (result.loss + beside).backward()
-    return Outcome(gather_gradients([model]) or {}, expected_metrics(RUN, result))
 
 
 def nothing() -> None: ...
@@ -106,36 +47,68 @@ def sharded_step(
 
 
 @functools.cache
-def reference(data_size: int, per_token: bool, num_layers: int = 2) -> Outcome:
-    return run_ranks(reference_step, 1, data_size, per_token, num_layers)[0]
+def reference(
+    data_size: int, per_token: bool, options: ModelOptions = OPTIONS
+) -> tuple[Outcome, dict[str, float]]:
+    options = replace(options, calculate_per_token_loss=per_token)
+    # Interleaved pipelines fill up with an empty micro-batch, of which one token counts.
+    multiple = 2 if options.num_layers > 2 else 1
+    return run_ranks(step_with_losses_of_routers, 1, options, RUN, data_size, multiple)[0]
 
 
-@pytest.mark.parametrize("per_token", [False, True], ids=["per_micro_batch", "per_token"])
-@pytest.mark.parametrize("name", ["DP2", "CP2", "TP2+SP", "TP2+SP PP2", "CP2 EP2 DP2", "CP4"])
+both_modes = pytest.mark.parametrize(
+    "per_token", [False, True], ids=["per_micro_batch", "per_token"]
+)
+BEFORE_0_19 = not versions.multiplies_by_ranks()
+
+
+@both_modes
+@pytest.mark.parametrize(
+    "name", ["DP2", "CP2", "TP2+SP", "TP2+SP ETP2", "TP2+SP PP2", "CP2 EP2 DP2", "CP4"]
+)
 def test_losses_of_routers_are_means_over_tokens_without_padding(name, per_token) -> None:
     sharding = Sharding.named(name)
-    if sharding.tensor > 1 and not versions.multiplies_by_ranks():
+    if sharding.tensor > sharding.expert_tensor and BEFORE_0_19:
         pytest.skip(
             "gradients of experts differ between tensor-parallel ranks here, without such a loss too"
         )
     outcome = run_ranks(sharded_step, sharding.world_size, name, per_token)[0]
     # Megatron's routers round to float32.
-    assert_equal([outcome], [reference(sharding.data, per_token)])
+    assert_equal([outcome], [reference(sharding.data, per_token)[0]])
 
 
-@pytest.mark.parametrize("per_token", [False, True], ids=["per_micro_batch", "per_token"])
-def test_chunks_of_a_pipeline_leave_out_padding(per_token) -> None:
-    options = replace(OPTIONS, num_layers=4)
-    outcome = run_ranks(sharded_step, 4, "PP2 VPP2 CP2", per_token, nothing, options)[0]
-    assert_equal([outcome], [reference(1, per_token, 4)])
+GLOBAL = replace(OPTIONS, balancing="global_aux_loss")
+LIST = replace(
+    OPTIONS,
+    balancing=("aux_loss", "seq_aux_loss", "global_aux_loss"),
+    moe_aux_loss_coeff=(0.2, 0.1, 0.4),
+)
 
 
-@pytest.mark.parametrize("per_token", [False, True], ids=["per_micro_batch", "per_token"])
-def test_a_loss_by_sequence_is_of_the_whole_pack(per_token) -> None:
-    """Megatron takes a pack for one sequence: `seq_aux_loss` is `aux_loss` there."""
-    options = replace(OPTIONS, balancing="seq_aux_loss")
-    outcome = run_ranks(sharded_step, 2, "CP2", per_token, nothing, options)[0]
-    assert_equal([outcome], [reference(1, per_token)])
+@both_modes
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        # Megatron takes a pack for one sequence: `seq_aux_loss` is `aux_loss` there.
+        ("CP2", replace(OPTIONS, balancing="seq_aux_loss")),
+        ("PP2 VPP2 CP2", replace(OPTIONS, num_layers=4)),
+        pytest.param(
+            "TP2+SP ETP2",
+            replace(OPTIONS, hybrid=True),
+            marks=pytest.mark.skipif(not versions.has_hybrid_model(), reason="HybridModel: 0.18"),
+        ),
+        ("one process", GLOBAL),
+        ("DP2", GLOBAL),
+        ("TP2+SP ETP2", GLOBAL),
+        ("PP2 CP2 DP2", replace(GLOBAL, recompute="full")),
+        ("CP2 EP2 DP2", LIST),
+    ],
+)
+def test_other_losses_of_routers(name, options, per_token) -> None:
+    sharding = Sharding.named(name)
+    outcome = run_ranks(sharded_step, sharding.world_size, name, per_token, nothing, options)[0]
+    data_size = sharding.data
+    assert_equal([outcome], [reference(data_size, per_token, replace(options, recompute=None))[0]])
 
 
 def padding_is_counted() -> None:
@@ -163,109 +136,125 @@ def active_tokens_alone() -> None:
     ScaleContract.apply = apply
 
 
+def tokens_of_the_last_micro_batch() -> None:
+    def apply_global_loss(router, *args, **keywords):
+        return type(router)._apply_global_aux_loss(router, *args, **keywords)
+
+    experts._global_loss = apply_global_loss
+
+
+def a_sum_averaged_over_ranks() -> None:
+    experts._coefficient = lambda router, kind: type(router).get_aux_loss_coeff(router, kind)
+
+
 MUTANTS = [
-    (padding_is_counted, False),
-    (padding_is_counted, True),
-    (a_mean_of_the_ranks_means, False),
-    (a_mean_of_the_ranks_means, True),
-    (active_tokens_alone, True),
+    (padding_is_counted, False, "CP2", OPTIONS),
+    (padding_is_counted, True, "CP2", OPTIONS),
+    (a_mean_of_the_ranks_means, False, "CP2", OPTIONS),
+    (a_mean_of_the_ranks_means, True, "CP2", OPTIONS),
+    (active_tokens_alone, True, "CP2", OPTIONS),
+    (tokens_of_the_last_micro_batch, False, "one process", GLOBAL),
+    (a_sum_averaged_over_ranks, False, "DP2", GLOBAL),
 ]
 if versions.multiplies_by_ranks():
-    MUTANTS.append((a_factor_of_the_ranks, True))
+    MUTANTS.append((a_factor_of_the_ranks, True, "CP2", OPTIONS))
 
 
-@pytest.mark.parametrize(("mutate", "per_token"), MUTANTS)
-def test_a_wrong_loss_of_routers_is_caught(mutate, per_token) -> None:
-    outcome = run_ranks(sharded_step, 2, "CP2", per_token, mutate)[0]
-    assert compare(outcome, reference(1, per_token)).gradient_error > 1e-3
+@pytest.mark.parametrize(("mutate", "per_token", "name", "options"), MUTANTS)
+def test_a_wrong_loss_of_routers_is_caught(mutate, per_token, name, options) -> None:
+    sharding = Sharding.named(name)
+    outcome = run_ranks(sharded_step, sharding.world_size, name, per_token, mutate, options)[0]
+    expected = reference(sharding.data, per_token, options)[0]
+    assert compare(outcome, expected).gradient_error > 1e-3
 
 
-def counted_by_the_bias(name: str) -> list[list[float]]:
-    """The tokens of each expert that this rank's routers have counted in a step for their bias."""
+class Writer:
+    """A SummaryWriter that keeps the last value of each name."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, float] = {}
+
+    def add_scalar(self, name: str, value: Tensor, _: int) -> None:
+        self.values[name] = float(value)
+
+
+NAMES = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+}
+"""Megatron's names of the losses in its report."""
+
+
+def reported_losses(name: str, per_token: bool) -> dict[str, float]:
+    sharded_step(name, per_token, options=LIST)
+    writer, micro_batches = Writer(), len(RUN.micro_batches(1, 0, 1))
+    moe_utils.track_moe_metrics(
+        loss_scale=1 / micro_batches, iteration=1, writer=writer, num_layers=LIST.num_layers
+    )
+    return writer.values
+
+
+@both_modes
+def test_the_report_of_megatron_has_the_means_over_micro_batches(per_token) -> None:
+    """Not weighted by tokens, in per-token mode neither. The z loss is left out: it is reported by rank."""
+    found = run_ranks(reported_losses, 4, "CP2 DP2", per_token)[0]
+    for kind, expected in reference(2, per_token, LIST)[1].items():
+        if kind in NAMES:
+            assert found[NAMES[kind]] == pytest.approx(expected, rel=1e-6)
+
+
+def bias_of_experts(name: str) -> list[tuple[list[float], list[float]]]:
+    """By router the tokens of each expert that this rank has counted in a step, and the bias after it."""
     options = replace(OPTIONS, expert_bias=True, moe_aux_loss_coeff=0.0, moe_z_loss_coeff=None)
     chunks = build(Sharding.named(name), options)
-    chunks[0].config.finalize_model_grads_func = lambda *_, **__: None  # it begins the count anew
+    routers = [module for module in chunks[0].modules() if hasattr(module, "apply_z_loss")]
+    counts = []
+
+    def finalize(*args: Any, **keywords: Any) -> None:
+        # It begins the count anew.
+        counts.extend(router.local_tokens_per_expert.tolist() for router in routers)
+        finalize_model_grads(*args, **keywords)
+
+    chunks[0].config.finalize_model_grads_func = finalize
     run_schedule(chunks, Sharding.named(name), RUN)
-    modules = [module for module in chunks[0].modules() if hasattr(module, "apply_z_loss")]
-    return [module.local_tokens_per_expert.tolist() for module in modules]
+    return list(zip(counts, [router.expert_bias.tolist() for router in routers], strict=True))
 
 
-def test_the_bias_of_experts_counts_no_padding() -> None:
-    whole = run_ranks(counted_by_the_bias, 1, "")[0]
-    assert [sum(layer) for layer in whole] == [TOPK * sum(len(s.tokens) for s in RUN.samples)] * 2
-    parts = torch.tensor(run_ranks(counted_by_the_bias, 2, "CP2"))
-    assert parts.sum(0).tolist() == whole
+@pytest.mark.parametrize("name", ["CP2", "TP2+SP ETP2"])
+def test_the_bias_of_experts_counts_no_padding(name) -> None:
+    whole, parts = run_ranks(bias_of_experts, 1, "")[0], run_ranks(bias_of_experts, 2, name)
+    for layer, (counts, bias) in enumerate(whole):
+        assert sum(counts) == TOPK * sum(len(sample.tokens) for sample in RUN.samples)
+        assert [
+            sum(both) for both in zip(*(part[layer][0] for part in parts), strict=True)
+        ] == counts
+        mean = sum(counts) / NUM_EXPERTS
+        expected = [1e-3 * ((count < mean) - (count > mean)) for count in counts]
+        assert any(expected)
+        for found in (bias, *(part[layer][1] for part in parts)):
+            assert found == pytest.approx(expected, rel=1e-6)
 
 
-needs_multi_token = pytest.mark.skipif(
-    not derives_multi_token_labels(), reason="multi-token prediction without labels: 0.19 and later"
-)
-AHEAD_RUN = Run(regularized=True)
+def warnings_and_refusals() -> tuple[list[str], str]:
+    """Said of routers that choose by the tokens of a rank."""
+    chunks = build(Sharding(), OPTIONS)
+    groups, said = ParallelGroups.from_model(chunks), []
+    experts.logger.warning = lambda words, *values: said.append(words % values)
+    config = chunks[0].config
+    for factor in (1.0, NUM_EXPERTS / TOPK, None):
+        config.moe_expert_capacity_factor = factor
+        for _ in range(2):
+            experts.take_padding_mask(chunks, groups)
+    config.moe_router_load_balancing_type = "sinkhorn"
+    experts.take_padding_mask(chunks, groups)
+    config.moe_router_load_balancing_type = "quantile_balancing"
+    return said, refusal(NotImplementedError, experts.take_padding_mask, chunks, groups)
 
 
-def scaled_in_the_schedule(factor: float) -> None:
-    """As pull request 3959 of NVIDIA/Megatron-LM has it: the schedule's scale carries the factor."""
-    right, scaler = schedules.forward_step_calc_loss, multi_token_prediction.MTPLossAutoScaler
-
-    def wrong(*args: Any, **keywords: Any) -> Any:
-        result = right(*args, **keywords)
-        scaler.set_loss_scale(scaler.main_loss_backward_scale * factor)
-        return result
-
-    schedules.forward_step_calc_loss = wrong
-
-
-def scaled_in_the_loss(factor: float) -> None:
-    """As pull request 7498 says that it does: the loss itself, outside of per-token mode."""
-    right = multi_token_prediction.process_mtp_loss
-
-    def wrong(*args: Any, config: Any, **keywords: Any) -> Any:
-        if not config.calculate_per_token_loss:
-            scale = config.mtp_loss_scaling_factor * factor
-            config = replace(config, mtp_loss_scaling_factor=scale)
-        return right(*args, config=config, **keywords)
-
-    gpt_model.process_mtp_loss = multi_token_prediction.process_mtp_loss = wrong
-
-
-def other_arguments(factor: float) -> None:
-    """A Megatron-Core that cannot be measured."""
-    right = schedules.forward_step_calc_loss
-    schedules.forward_step_calc_loss = lambda *args, of_another_name=None: right(*args)
-
-
-def second_step(change: Any, factor: float, sharding: Sharding) -> Outcome | str | None:
-    """The outcome on rank 0 of the step that is not measured, or what was refused on this rank."""
-    change(factor)
-    try:
-        return run_steps(sharding, AHEAD, [AHEAD_RUN, AHEAD_RUN])[1]
-    except NotImplementedError as error:
-        return str(error)
-
-
-@needs_multi_token
-@pytest.mark.parametrize("name", ["CP2", "PP2 CP2", "TP2 CP2"])
-@pytest.mark.parametrize(
-    ("change", "factor"),
-    [(scaled_in_the_schedule, 2.0), (scaled_in_the_loss, 2.0), (scaled_in_the_loss, 1.0)],
-    ids=["the schedule's", "the loss's", "as in 0.19"],
-)
-def test_the_gradient_is_the_same_where_megatron_multiplies_by_cp(change, factor, name) -> None:
-    sharding = Sharding.named(name)
-    expected = run_ranks(reference_steps, 1, AHEAD.unsharded, [AHEAD_RUN])[0]
-    found = run_ranks(second_step, sharding.world_size, change, factor, sharding)[0]
-    assert_equal([found], expected)
-
-
-@needs_multi_token
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (scaled_in_the_schedule, "it multiplies by 3.0, and not by 1 or 2"),
-        (other_arguments, "unexpected keyword"),
-    ],
-)
-def test_another_factor_is_refused_on_every_rank(change, words) -> None:
-    for found in run_ranks(second_step, 2, change, 3.0, Sharding(context=2)):
-        assert found.startswith("--mtp-num-layers with --context-parallel-size 2")
-        assert words in found
+def test_routers_that_choose_by_the_tokens_of_a_rank_are_named() -> None:
+    said, refused = run_ranks(warnings_and_refusals, 1)[0]
+    capacity, sinkhorn = said
+    assert capacity.startswith("--moe-expert-capacity-factor 1.0: an expert drops tokens by all")
+    assert sinkhorn.startswith("--moe-router-load-balancing-type sinkhorn: a router chooses by all")
+    assert refused.startswith("--moe-router-load-balancing-type quantile_balancing")

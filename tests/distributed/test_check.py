@@ -20,6 +20,8 @@ from megatron_pg.check import options as check_options
 from megatron_pg.check import step as check
 from megatron_pg.check.compare import CheckRow
 from megatron_pg.check.diagnosis import diagnoses
+from megatron_pg.check.model import model_config
+from megatron_pg.check.samples import samples_of
 from megatron_pg.config.versions import derives_multi_token_labels
 from megatron_pg.megatron import policy_step
 from tests import progress
@@ -304,6 +306,29 @@ def test_every_sharding_of_two_processes() -> None:
     assert [line.split(" s  ")[1] for line in lines[:-2]] == SHARDINGS_OF_TWO
     assert all(line.startswith("PASS ") and " 9 rows" in line for line in lines[:-2])
     assert lines[-1] == "PASS: every gradient is the unsharded one in 6 shardings"
+
+
+def test_shardings_that_share_references_have_one_step_and_one_model() -> None:
+    options, _ = check_options.parse_options(["--device", "cpu", "--all", "--num-experts", "4"])
+    shared: dict[Any, list[Any]] = {}
+    for sharding in check_options.shardings(options, 4):
+        place = check._SIZES(sharding), check._reference_key("", sharding)
+        data_size = 4 // sharding.model_parallel_size
+        step = [
+            [
+                (s.tokens.tolist(), s.loss_mask.tolist(), s.group_index, s.rollout_id)
+                for s in samples
+            ]
+            for case in cases.CASES
+            for samples in [samples_of(sharding, data_size, case)]
+        ]
+        counts = [sharding.num_microbatches(rank) for rank in range(data_size)]
+        config = model_config(sharding, sharded=False)
+        model = {name: value for name, value in vars(config).items() if not callable(value)}
+        shared.setdefault(place, []).append((step, counts, model))
+    assert max(map(len, shared.values())) > 1
+    for first, *others in shared.values():
+        assert all(other == first for other in others)
 
 
 def custom_rows(reducers: list[str]) -> list[list[tuple[CheckRow, str]]]:

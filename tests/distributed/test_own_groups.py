@@ -104,9 +104,10 @@ def steps(
     deals: Sequence[Deal],
     policy_loss: str = "ppo",
     sharding: Sharding = GRID,
+    options: ModelOptions = OPTIONS,
 ) -> list[list[Outcome | None]]:
     """Of every way to deal the samples every run, on four ranks; `change` is made of what a loss function returns."""
-    chunks = build(sharding, OPTIONS)
+    chunks = build(sharding, options)
     group_of = {}
     for held in sorted(set(GROUPS)):
         if held[-1] < sharding.context * sharding.data:
@@ -199,16 +200,21 @@ def test_sums_over_a_sequence_are_of_the_ranks_that_hold_it() -> None:
 
 
 def refusals() -> list[str]:
-    """What is said of a group of its own outside of per-token mode, with rotary positions, and to a batch of another."""
+    """What is said of a group of its own outside of per-token mode, with rotary positions, with experts on several ranks or a
+    loss of theirs, and to a batch of another."""
     samples = package_samples(RUNS[0].samples[:3])
     said = []
     for options, place in (
         (replace(OPTIONS, calculate_per_token_loss=False), {}),
         (ModelOptions(calculate_per_token_loss=True), {}),
+        (replace(OPTIONS, mixture_of_experts=True, moe_aux_loss_coeff=0.1), {}),
+        (replace(OPTIONS, mixture_of_experts=True), {}),
         (OPTIONS, {"cp_rank": 1, "cp_size": 2}),
     ):
         chunks, batch = build(Sharding(), options), pack(samples, **place)
-        totals = uneven_totals(samples)
+        if options.mixture_of_experts:
+            chunks[0].config.expert_model_parallel_size = 2
+        totals = replace(uneven_totals(samples), num_tokens=1)
         step = PolicyStep(RUNS[0].config, totals=totals, num_microbatches=1, model=chunks)
         errors = (NotImplementedError, ValueError)
         said.append(refusal(errors, step.head, batch, context_group=dist.group.WORLD))
@@ -216,9 +222,11 @@ def refusals() -> list[str]:
 
 
 def test_what_is_not_exact_with_groups_of_their_own_is_refused() -> None:
-    mode, rotary, other = run_ranks(refusals, 1)[0]
+    mode, rotary, loss, exchange, other = run_ranks(refusals, 1)[0]
     assert "--calculate-per-token-loss" in mode
     assert "--position-embedding-type rope" in rotary
+    assert "losses of experts" in loss
+    assert "--expert-model-parallel-size 2" in exchange
     assert "packed for context-parallel rank" in other
 
 

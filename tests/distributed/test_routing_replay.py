@@ -1,11 +1,9 @@
 """Routing replay: the gradient of a model whose routers take given experts, at every sharding, and mutants of it.
 
-The oracle runs each sample alone in one process and routes in plain loops: a given token's experts are the engine's, any other's
-the largest logits; probabilities are the softmax of their logits.
+The oracle (`reference.outputs_alone`) runs each sample alone in one process and routes in plain loops.
 """
 
 import functools
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -18,23 +16,16 @@ from megatron_pg.config import versions
 from megatron_pg.megatron import ParallelGroups, compute_log_probs, routing_replay
 from megatron_pg.megatron.policy_step import MicroBatchHead, PolicyStep, model_inputs
 from megatron_pg.step import batch as batches
-from megatron_pg.step.batch import PackedBatch, pack
-from megatron_pg.step.sample import Sample
+from megatron_pg.step.batch import PackedBatch
 from tests import oracle
 from tests.random_steps import package_samples
 
+from . import test_own_groups
 from .compare import assert_equal, compare
 from .launch import run_ranks
-from .models import (
-    NUM_EXPERTS,
-    ModelOptions,
-    Sharding,
-    build_model,
-    gather_gradients,
-    initialize_groups,
-)
+from .models import ModelOptions, Sharding, build_model
 from .one_step import Outcome, build, train_step
-from .reference import expected_metrics, logits_alone
+from .reference import outputs_alone, reference_steps
 from .steps import Run, ValueRun
 
 pytestmark = pytest.mark.skipif(
@@ -46,88 +37,28 @@ DENSE_BETWEEN = (0, 1, 1, 0)
 OPTIONS = ModelOptions(mixture_of_experts=True, dtype=torch.float64, num_layers=4)
 
 
-def chosen(layers: int) -> list[list[list[list[int]]]]:
-    """The engine's experts of every sample [layers][total_length][k], none of the last token."""
-    rng = random.Random(3)
-    return [
-        [
-            [rng.sample(range(NUM_EXPERTS), TOPK) for _ in sample.tokens[:-1]] + [[-1] * TOPK]
-            for _ in range(layers)
-        ]
-        for sample in RUN.samples
-    ]
-
-
-def layers_of(options: ModelOptions) -> list[int]:
-    pattern = options.moe_layer_freq or (1,) * options.num_layers
-    return [layer for layer, has_experts in enumerate(pattern) if has_experts]
-
-
 def reference_step(options: ModelOptions, layers: int) -> tuple[Outcome, list[Tensor]]:
-    """One process: every router's `routing` replaced by plain loops over the given experts; the step and its log-probs."""
-    initialize_groups(Sharding())
+    """One process, and plain loops in the place of the routers: the step and its log-probs."""
+    run = replace(RUN, replay_layers=layers)
+    (outcome,) = reference_steps(options, [run])
     (model,) = build_model(Sharding(), options)
-    rows: list[list[list[int]]] = []  # by layer those of the sample that runs
-    counts = [0, 0]
-    routers = [module for module in model.modules() if hasattr(module, "apply_z_loss")]
-    given = layers_of(options) if layers == options.num_layers else range(layers)
-    for layer, router in zip(given, routers, strict=True):
-
-        def routing(logits: Tensor, *_: Any, layer=layer, **__: Any) -> Any:
-            logits = logits.flatten(0, 1)
-            probs = torch.zeros_like(logits)
-            for token, row in enumerate(rows[layer]):
-                own = logits[token].topk(TOPK).indices.tolist()
-                ids = own if row[0] < 0 else row
-                if row[0] >= 0:
-                    counts[0] += len(set(own) & set(row))
-                    counts[1] += TOPK
-                # Megatron's routers round to float32.
-                probs[token, ids] = logits[token, ids].softmax(0, dtype=torch.float32).double()
-            return probs, probs > 0
-
-        router.routing = routing
-    logits = []
-    for sample, experts in zip(RUN.samples, chosen(layers), strict=True):
-        rows[:] = experts
-        logits.append(logits_alone(model, sample))
-    result = oracle.policy_loss(RUN.samples, logits, RUN.objective)
-    with model.no_sync():
-        result.loss.backward()
-    metrics = expected_metrics(RUN, result) | {"router_agreement": counts[0] / counts[1]}
-    log_probs = [values.detach() for values in result.log_probs]
-    return Outcome(gather_gradients([model]) or {}, metrics), log_probs
-
-
-def with_experts(samples: list[Sample], layers: int) -> list[Sample]:
-    """The samples of a micro-batch with their experts, found by tokens and mask."""
-    experts = {
-        (*sample.tokens, *sample.loss_mask): ids
-        for sample, ids in zip(RUN.samples, chosen(layers), strict=True)
-    }
-    return [
-        replace(s, routed_experts=experts[(*s.tokens.tolist(), *s.loss_mask.int().tolist())])
-        for s in samples
-    ]
-
-
-def packed_with_experts(samples: list[Sample], layers: int, **layout: Any) -> PackedBatch:
-    return pack(with_experts(samples, layers), **layout)
+    with torch.no_grad():
+        logits, *_ = outputs_alone(model, options, run.samples)
+    return outcome, oracle.policy_loss(run.samples, logits, run.objective).log_probs
 
 
 def sharded_step(
     name: str, options: ModelOptions, layers: int, mutate: Callable[[], None] = lambda: None
 ) -> Any:
     mutate()
-    run = replace(RUN, replay_routing=True)
-    packed = functools.partial(packed_with_experts, layers=layers)
-    sharding = Sharding.named(name)
-    return train_step(build(sharding, options), sharding, run, pack_batch=packed)
+    run, sharding = replace(RUN, replay_layers=layers), Sharding.named(name)
+    return train_step(build(sharding, options), sharding, run)
 
 
 @functools.cache
 def reference(options: ModelOptions, layers: int) -> tuple[Outcome, list[Tensor]]:
-    return run_ranks(reference_step, 1, replace(options, recompute=None), layers)[0]
+    whole = replace(options, recompute=None, calculate_per_token_loss=False)
+    return run_ranks(reference_step, 1, whole, layers)[0]
 
 
 SHARDINGS = [
@@ -161,6 +92,42 @@ def test_layers_without_experts_between(name, layers) -> None:
     world_size = Sharding.named(name).world_size
     outcome = run_ranks(sharded_step, world_size, name, options, layers)[0]
     assert_equal([outcome], [reference(options, layers)[0]], tolerance=1e-12)
+
+
+@pytest.mark.skipif(not versions.has_hybrid_model(), reason="HybridModel: 0.18 and later")
+@pytest.mark.parametrize("layers", [2, 4])
+@pytest.mark.parametrize("name", ["one process", "CP2", "TP2+SP"])
+def test_layers_of_a_hybrid_model(name, layers) -> None:
+    skip_if_experts_are_reduced_over_wrong_ranks(name)
+    options = replace(OPTIONS, hybrid=True)
+    outcome = run_ranks(sharded_step, Sharding.named(name).world_size, name, options, layers)[0]
+    assert_equal([outcome], [reference(options, layers)[0]], tolerance=1e-12)
+
+
+@pytest.mark.skipif(
+    not versions.derives_multi_token_labels(), reason="multi-token prediction: 0.19 and later"
+)
+@pytest.mark.parametrize("recompute", [None, "full"])
+@pytest.mark.parametrize("name", ["CP2", "PP2 VPP2"])
+def test_routers_of_multi_token_prediction_choose_for_themselves(name, recompute) -> None:
+    """Their layer lies behind those of the engine. Megatron computes its loss in float32."""
+    options = replace(OPTIONS, mtp_num_layers=1, recompute=recompute)
+    outcome = run_ranks(sharded_step, Sharding.named(name).world_size, name, options, 4)[0]
+    assert_equal([outcome], [reference(options, 4)[0]])
+
+
+@pytest.mark.parametrize("recompute", [None, "full"])
+@pytest.mark.parametrize("sharding", [test_own_groups.GRID, test_own_groups.SPLIT_TENSORS])
+def test_micro_batches_with_groups_of_their_own(sharding, recompute) -> None:
+    skip_if_experts_are_reduced_over_wrong_ranks(str(sharding))
+    mode = {"calculate_per_token_loss": True, "cp_partition_mode": "contiguous"}
+    options = replace(OPTIONS, **mode, recompute=recompute)
+    run = replace(RUN, replay_layers=4)
+    task = [run, replace(run, cp_partition_mode="contiguous")], [test_own_groups.planned]
+    (found,) = run_ranks(
+        test_own_groups.steps, 4, test_own_groups.own_loss, *task, "ppo", sharding, options
+    )[0]
+    assert_equal(found, [reference(options, 4)[0]] * 2, tolerance=1e-12)
 
 
 def the_experts_of_the_token_before() -> None:
@@ -245,9 +212,7 @@ def calls_without_experts() -> str:
         return replace(made, model_inputs=model_inputs(batch))
 
     with pytest.raises(ValueError) as refused:
-        run = replace(RUN, replay_routing=True)
-        packed = functools.partial(packed_with_experts, layers=4)
-        train_step(chunks, Sharding(), run, head=head, pack_batch=packed)
+        train_step(chunks, Sharding(), replace(RUN, replay_layers=4), head=head)
     return str(refused.value)
 
 
@@ -258,10 +223,7 @@ def test_a_call_without_the_experts_is_refused() -> None:
 def critic_steps() -> list[float]:
     """The loss of a critic that is a mixture itself, under the policy's config without replay and with it."""
     chunks = build(Sharding(), replace(OPTIONS, value_head=True))
-    outcomes = [
-        train_step(chunks, Sharding(), ValueRun(replay_routing=replays))
-        for replays in (False, True)
-    ]
+    outcomes = [train_step(chunks, Sharding(), ValueRun(replay_layers=layers)) for layers in (0, 4)]
     return [outcome.metrics["value_loss"] for outcome in outcomes if outcome is not None]
 
 
@@ -273,11 +235,10 @@ def test_a_critic_routes_by_itself() -> None:
 def agreements() -> list[float]:
     """The metric of two steps with log-probs between them, and the experts that routers hold at the end."""
     chunks = build(Sharding(), replace(OPTIONS, recompute="full"))
-    run, found = replace(RUN, replay_routing=True), []
-    samples = with_experts(package_samples(RUN.samples), 4)
+    run, found = replace(RUN, replay_layers=4), []
+    samples = package_samples(run.samples)
     for _ in range(2):
-        packed = functools.partial(packed_with_experts, layers=4)
-        outcome = train_step(chunks, Sharding(), run, pack_batch=packed)
+        outcome = train_step(chunks, Sharding(), run)
         compute_log_probs(chunks, samples, run.config, max_tokens_per_microbatch=64)
         found.append(outcome.metrics["router_agreement"] if outcome else 0.0)
     routers = [m for m in chunks[0].modules() if hasattr(m, "apply_z_loss")]
@@ -296,6 +257,7 @@ REFUSALS = {
     "--overlap-moe-expert-parallel-comm": {"overlap_moe_expert_parallel_comm": True},
     "--moe-router-fusion": {"moe_router_fusion": True},
     "--moe-router-load-balancing-type sinkhorn": {"moe_router_load_balancing_type": "sinkhorn"},
+    "--moe-expert-capacity-factor 2.0": {"moe_expert_capacity_factor": 2.0},
     "has no experts": {"num_moe_experts": None},
 }
 
@@ -321,9 +283,9 @@ def test_routers_that_cannot_take_given_experts_are_refused() -> None:
 def scores(name: str) -> list[Tensor]:
     """The log-probs of the samples under a model of four layers, of a step that is not trained on."""
     chunks = build(Sharding.named(name), OPTIONS)
-    samples = with_experts(package_samples(RUN.samples), 4)
-    config = replace(RUN, replay_routing=True).config
-    return compute_log_probs(chunks, samples, config, max_tokens_per_microbatch=64).log_probs
+    run = replace(RUN, replay_layers=4)
+    samples = package_samples(run.samples)
+    return compute_log_probs(chunks, samples, run.config, max_tokens_per_microbatch=64).log_probs
 
 
 @pytest.mark.parametrize("name", ["one process", "CP2", "TP2+SP", "PP2 VPP2"])

@@ -164,7 +164,7 @@ class MicroBatchLoss:
         sums = sums_of_rank(self.config, tokens, units)
         if not scan_names(self.config):
             return sums, None
-        scans, totals = scans_of_rank(self.config, tokens, places, tensors["borders"])
+        scans, totals = scans_of_rank(self.config, tokens, tensors["places"], tensors["borders"])
         return torch.cat([sums, totals]), scans
 
     def _arguments(self, tensors: Tensors) -> tuple[Tokens, Weights, SequenceSums]:
@@ -173,7 +173,7 @@ class MicroBatchLoss:
         weights = Weights.spread(tensors["counts"], tensors["sample_weights"], *window)
         table, scans = tensors.get("sums"), tensors.get("scans")
         if scans is not None:
-            totals = table[len(sequence_sum_names(self.config)) :]
+            totals = tensors["sums"][len(sequence_sum_names(self.config)) :]
             place = tensors["places"], tensors["borders"]
             scans = whole_scans(self.config, scans, totals, *place)
         sums = SequenceSums.of_table(self.config, tokens.unit_ids, table, scans)

@@ -200,7 +200,7 @@ def test_the_fused_head_equals_the_unsharded_formula(size: int) -> None:
             row += 2 + length
         total = total / len(sequences)
         expected = (total.detach(), *torch.autograd.grad(total, (hidden, weight)))
-        assert expected[1].abs().max() > 1e-3
+        assert expected[1].abs().max() > 1e-4
         parts = zip(*(rank[case, mode, name] for rank in ranks), strict=True)
         for of_ranks, wanted in zip(parts, expected, strict=True):
             torch.testing.assert_close(sum(of_ranks), wanted, rtol=1e-11, atol=1e-11)

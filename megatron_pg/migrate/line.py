@@ -57,16 +57,13 @@ def trainer_of(launches: Sequence[Launch], path: Path | None = None) -> TrainerT
     )
     marked = [trainer for trainer in TRAINERS.values() if trainer.mark.search(seen)]
     if marked:
-        names = {trainer.name for trainer in marked}
-        forks = [trainer for trainer in TRAINERS.values() if trainer.like in names]
+        bases = {trainer.name for trainer in marked}
+        forks = [trainer for trainer in TRAINERS.values() if trainer.like in bases]
         return next((one for one in marked + forks if _is_beside(one.package, path)), marked[0])
     for name, other in OTHERS.items():
         if re.search(other["mark"], seen) or _is_beside(other["package"], path):
-            raise ValueError(
-                "\n  ".join(
-                    [f"{name} is not read: {other['answer']}", *_words(other["words"], launches)]
-                )
-            )
+            answer = f"{name} is not read: {other['answer']}"
+            raise ValueError("\n  ".join([answer, *_words(other["words"], launches)]))
     names, keys = ", ".join(sorted(TRAINERS)), sorted({key for one in launches for key in one.keys})
     among = ", ".join([*keys[:SHOWN], "..."] if keys[SHOWN:] else keys or ["nothing"])
     raise ValueError(

@@ -87,8 +87,8 @@ def read_line(command: Command, folders: Sequence[Path] = (Path(),)) -> Launch:
                 launch.keys = _yaml(file, launch.missing) | launch.keys
             else:
                 launch.missing.append(name)
-    if name := keys.get("--config-name"):
-        _read_hydra(launch, str(name), folders)
+    if "--config-name" in keys:
+        _read_hydra(launch, str(keys["--config-name"]), folders)
     return launch
 
 

@@ -95,10 +95,8 @@ class _Shell(Words):
 
     def walk(self, node: Node) -> bool | None:
         """Walk a statement; return its status, or None for a status that is not known."""
-        method = getattr(self, f"walk_{node.type}", None)
-        if method is not None:
-            return method(node)
-        return self._each(node)
+        method: Callable[[Node], bool | None] = getattr(self, f"walk_{node.type}", self._each)
+        return method(node)
 
     def _each(self, node: Node) -> bool | None:
         status = None
@@ -108,7 +106,7 @@ class _Shell(Words):
 
     def _is_true(self, node: Node, status: bool | None) -> bool:
         if status is None:
-            key = self.offset + node.start_byte
+            key = self.offset + int(node.start_byte)
             text = text_of(node).partition("\n")[0]
             self.undecided.setdefault(key, f"line {self._line(node)}, `{text}`")
             return key == self.true
@@ -132,9 +130,8 @@ class _Shell(Words):
     def walk_variable_assignment(self, node: Node) -> bool:
         name, value = node.child_by_field_name("name"), node.child_by_field_name("value")
         if name.type == "subscript":
-            self._set_item(
-                *map(text_of, name.named_children), "" if value is None else self.text(value)
-            )
+            array, index = map(text_of, name.named_children)
+            self._set_item(array, index, "" if value is None else self.text(value))
             return True
         old = self.values.get(text_of(name), [])
         is_array = value is not None and value.type == "array"
@@ -249,7 +246,8 @@ class _Shell(Words):
             raise ValueError(f"more than {MAX_COMMANDS} commands")
         name, *rest = words
         if name in self.functions and self.depth < MAX_DEPTH:
-            return self._call(lambda: self.walk(self.functions[name]), rest)
+            self._call(lambda: self.walk(self.functions[name]), rest)
+            return None
         if name in ("exit", "return"):
             raise _Exit if name == "exit" else _Return
         if name in ("true", ":", "false"):

@@ -138,10 +138,12 @@ class _NotedHead:
 def _install(name: str, args: Any, loss_path: str, model_path: str) -> None:
     """Exchange the function of a trainer of slime's family in every module that has it, after the proof."""
     user = f"--custom-megatron-init-path megatron_pg.integrations.fused_head.{name}"
-    loss, trainer = importlib.import_module(loss_path), importlib.import_module(model_path)
+    loss: Any = importlib.import_module(loss_path)
+    trainer: Any = importlib.import_module(model_path)
     if texts := "; ".join(_violations(args, loss)):
         raise ValueError(f"{user}: {texts}")
-    theirs, schedule = loss.get_log_probs_and_entropy, trainer.get_forward_backward_func
+    theirs: Any = loss.get_log_probs_and_entropy
+    schedule = trainer.get_forward_backward_func
     if hasattr(theirs, "has_fused_head"):
         return
     ours = functools.partial(_scores, user, loss.get_responses)
@@ -220,12 +222,12 @@ def _scores(
     rows = torch.cat([rows[:, 0] for rows, _ in pairs]).long()
     targets = torch.cat([tokens[: len(rows)] for rows, tokens in pairs])
     log_probs, entropy = factors.scores(rows, targets, args.rollout_temperature or 1.0)
-    scores = {"log_probs": list(log_probs.split(sizes))}
+    scores = {"log_probs": list(torch.split(log_probs, sizes))}
     if with_entropy:
         has_gradient = getattr(args, "entropy_coef", 0.0) != 0
         if entropy_requires_grad is not None:
             has_gradient = entropy_requires_grad
-        scores["entropy"] = list((entropy if has_gradient else entropy.detach()).split(sizes))
+        scores["entropy"] = list(torch.split(entropy if has_gradient else entropy.detach(), sizes))
     return scores
 
 

@@ -270,6 +270,7 @@ OUT_OF_RANGE = {
     "distill_coef": [-0.1, None],
     "distill_beta": [0.0, -0.5, 1.5, None],
     "grad_divisor": [0, -1],
+    "fused_lm_head_memory_gib": [0, -1],
 }
 """Of every number; a choice, a switch and a path have the same ones."""
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -499,7 +500,8 @@ def test_no_command_shows_examples(capsys):
 
 def test_check_gets_its_arguments_and_gives_its_status(monkeypatch):
     seen: list[list[str]] = []
-    monkeypatch.setitem(cli.COMMANDS, "check", lambda words: seen.append(list(words)) or 1)
+    command = SimpleNamespace(main=lambda words: seen.append(list(words)) or 1)
+    monkeypatch.setitem(cli.COMMANDS, "check", lambda: command)
     assert cli.main(["check", "--json"]) == 1
     assert seen == [["--json"]]
 

@@ -13,6 +13,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from megatron_pg.check.job import TIMEOUT_MINUTES
 from megatron_pg.check.options import CheckOptions
@@ -27,10 +28,6 @@ NewModel = Callable[..., torch.nn.Module]
 def initialize_groups(options: CheckOptions, *, sharded: bool = True) -> None:
     """Renew Megatron's process groups. Every rank of the world calls it."""
     if parallel_state.model_parallel_is_initialized():
-        # Megatron forgets its groups. Their threads and communicators would add up over the shardings.
-        _, *groups = parallel_state._global_process_group_list
-        for group in groups:
-            dist.destroy_process_group(group)
         parallel_state.destroy_model_parallel()
     # Megatron keeps a number for each layer of the first mixture of experts that it sees.
     versions.router_metrics().clear()
@@ -39,6 +36,14 @@ def initialize_groups(options: CheckOptions, *, sharded: bool = True) -> None:
     )
     if options.device == "cuda":
         tensor_parallel.model_parallel_cuda_manual_seed(1234)
+
+
+def destroy_groups() -> None:
+    """Destroy all process groups but the world's. Megatron forgets its own and leaves their threads and communicators."""
+    for group in [*distributed_c10d._world.pg_map]:
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    parallel_state.destroy_model_parallel()
 
 
 def tied_model(**keywords: Any) -> GPTModel:

@@ -14,7 +14,13 @@ from torch import Tensor
 
 from megatron_pg.check.cases import Run, cases_of
 from megatron_pg.check.compare import CheckRow, compare
-from megatron_pg.check.model import MODELS, build_model, initialize_groups, model_config
+from megatron_pg.check.model import (
+    MODELS,
+    build_model,
+    destroy_groups,
+    initialize_groups,
+    model_config,
+)
 from megatron_pg.check.options import ADAM_EPSILON, CUSTOM, CheckOptions, config_of, shardings
 from megatron_pg.check.reference import Expected, Pack, Scored, WholeModel
 from megatron_pg.check.report import Checked
@@ -84,6 +90,7 @@ def check_every_sharding(options: CheckOptions) -> list[Checked]:
         for sharding in alike:
             started = time.monotonic()
             rows = run_check(sharding, known_rows, known_references)
+            destroy_groups()
             checked.append(Checked(sharding, rows, time.monotonic() - started))
     return checked
 

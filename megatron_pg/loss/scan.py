@@ -106,8 +106,8 @@ def scan_of_runs(values: Tensor, runs: Tensor, half_life: float, from_end: bool)
     """
     if from_end:
         return scan_of_runs(values.flip(0), runs.flip(0), half_life, False).flip(0)
-    # Not `len`, which would make a size of the trace its only one; nor ever no padding, which would be another trace.
-    padding = (0, BLOCK - values.shape[0] % BLOCK)
+    # Not `len`, which would make a size of the trace its only one; nor no padding or one block, which would be other traces.
+    padding = (0, 2 * BLOCK - values.shape[0] % BLOCK)
     filled, runs = (pad(x, padding).view(-1, BLOCK) for x in (values, runs))
     steps = torch.arange(BLOCK, device=values.device)
     distance = steps[:, None] - steps

@@ -142,7 +142,7 @@ def _install(name: str, args: Any, loss_path: str, model_path: str) -> None:
     trainer: Any = importlib.import_module(model_path)
     if texts := "; ".join(_violations(args, loss)):
         raise ValueError(f"{user}: {texts}")
-    theirs: Any = loss.get_log_probs_and_entropy
+    theirs, function = loss.get_log_probs_and_entropy, "get_log_probs_and_entropy"
     schedule = trainer.get_forward_backward_func
     if hasattr(theirs, "has_fused_head"):
         return
@@ -164,8 +164,8 @@ def _install(name: str, args: Any, loss_path: str, model_path: str) -> None:
 
     get_log_probs_and_entropy.has_fused_head = True  # type: ignore[attr-defined]
     for path, module in list(sys.modules.items()):
-        if path.startswith(f"{name}.") and vars(module).get(theirs.__name__) is theirs:
-            setattr(module, theirs.__name__, get_log_probs_and_entropy)
+        if path.startswith(f"{name}.") and vars(module).get(function) is theirs:
+            setattr(module, function, get_log_probs_and_entropy)
     trainer.get_forward_backward_func = get_forward_backward_func
     values = (value for key, value in vars(args).items() if key != "custom_megatron_init_path")
     if any(str(value).startswith("megatron_pg.integrations.") for value in values):

@@ -47,7 +47,7 @@ CEILINGS = {
     "core": 12692,
     "package": 22530,
     "examples": 3592,
-    "tests": 35375,
+    "tests": 35377,
 }
 """The most lines that each part may have. `core` is the sum of `CORE` without `megatron/cpu`."""
 

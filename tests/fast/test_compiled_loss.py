@@ -3,7 +3,6 @@
 On a CPU here, by the trace itself, or with a compiler that generates no code; tests/gpu has the kernels.
 """
 
-import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -50,9 +49,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-COMPILE = torch.compile
-
-
 @pytest.fixture(autouse=True)
 def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trace runs as it is, on a CPU too."""
@@ -64,8 +60,8 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch, traced: None) -> Iterator[Callable[[], int]]:
     """How many graphs torch.compile has built; it runs their operators and generates no code."""
-    monkeypatch.setattr(torch, "compile", functools.partial(COMPILE, backend="aot_eager"))
-    # Megatron on a CPU, in an earlier test of the process, turns compiling off.
+    # Megatron on a CPU, in an earlier test of the process, replaces torch.compile and turns compiling off.
+    monkeypatch.setattr(torch, "compile", torch._dynamo.optimize("aot_eager"))
     with torch.compiler.set_stance("default"):
         yield lambda: int(counters["stats"]["unique_graphs"])
 

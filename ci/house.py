@@ -28,7 +28,7 @@ ORDER = (
 """The floors, from the ground up: a room imports from floors below its own."""
 CORE = ("config", "step", "loss", "head", "megatron")
 CEILINGS = {
-    "config": 1473,
+    "config": 1479,
     "head": 3076,
     "step": 2668,
     "loss": 3200,
@@ -38,16 +38,16 @@ CEILINGS = {
     "megatron": 2275,
     "megatron/cpu": 373,
     "critic": 649,
-    "integrations": 2867,
+    "integrations": 2902,
     "explain": 663,
     "check": 2655,
     "migrate": 1323,
     "cli": 56,
     "__main__": 7,
-    "core": 12692,
-    "package": 22530,
+    "core": 12698,
+    "package": 22571,
     "examples": 3592,
-    "tests": 35377,
+    "tests": 35385,
 }
 """The most lines that each part may have. `core` is the sum of `CORE` without `megatron/cpu`."""
 

@@ -81,7 +81,7 @@ def validate_planning_args(args: argparse.Namespace) -> PlanningConfig:
     """Check the flags of planning against each other and against the trainer's own; change nothing.
 
     Raises:
-        ValueError: a value is out of range, or `--ragged-microbatches` with expert parallelism.
+        ValueError: a value is out of range, or `--ragged-microbatches` with expert parallelism or a global balancing loss.
     """
     config = PlanningConfig.from_args(args)
     expert_size = vars(args).get("expert_model_parallel_size") or 1
@@ -89,5 +89,11 @@ def validate_planning_args(args: argparse.Namespace) -> PlanningConfig:
         raise ValueError(
             f"--ragged-microbatches with --expert-model-parallel-size {expert_size}: ranks that exchange tokens of experts "
             "run the same number of micro-batches; drop --ragged-microbatches"
+        )
+    kinds = vars(args).get("moe_router_load_balancing_type") or ()
+    if config.ragged_microbatches and "global_aux_loss" in kinds:
+        raise ValueError(
+            "--ragged-microbatches with --moe-router-load-balancing-type global_aux_loss: its all-reduce in every micro-batch "
+            "takes all data-parallel ranks; drop --ragged-microbatches"
         )
     return config

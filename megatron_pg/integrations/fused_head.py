@@ -146,6 +146,10 @@ def _install(name: str, args: Any, loss_path: str, model_path: str) -> None:
     schedule = trainer.get_forward_backward_func
     if hasattr(theirs, "has_fused_head"):
         return
+    values = (value for key, value in vars(args).items() if key != "custom_megatron_init_path")
+    if any(str(value).startswith("megatron_pg.integrations.") for value in values):
+        # Its proof runs the trainer's own function, which is exchanged below.
+        importlib.import_module(f"megatron_pg.integrations.{name}").check(args)
     ours = functools.partial(_scores, user, loss.get_responses)
     is_pair = _is_proven_pair(user, theirs, ours, args)
 
@@ -167,9 +171,6 @@ def _install(name: str, args: Any, loss_path: str, model_path: str) -> None:
         if path.startswith(f"{name}.") and vars(module).get(function) is theirs:
             setattr(module, function, get_log_probs_and_entropy)
     trainer.get_forward_backward_func = get_forward_backward_func
-    values = (value for key, value in vars(args).items() if key != "custom_megatron_init_path")
-    if any(str(value).startswith("megatron_pg.integrations.") for value in values):
-        importlib.import_module(f"megatron_pg.integrations.{name}").check(args)
     if not dist.get_rank():
         print(f"megatron_pg: the fused head is on in {name}, which makes no logits", flush=True)
 

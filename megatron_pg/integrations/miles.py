@@ -63,7 +63,8 @@ def _refusals(args: Any, row: Aggregation) -> Iterator[str]:
             "aggregated so too; set regularizer_aggregation: sample_mean"
         )
     paths = on("custom_megatron_init_path", None), on("custom_pg_loss_reducer_function_path", None)
-    if not is_for_all_terms(args) and f"{__name__}.check" != paths[0] and REDUCER != paths[1]:
+    checks = f"{__name__}.check", "megatron_pg.integrations.fused_head.miles"
+    if not is_for_all_terms(args) and paths[0] not in checks and REDUCER != paths[1]:
         yield (
             f"nothing lets the training processes read the divisors: add --custom-megatron-init-path {__name__}.check, or, with "
             f"an init function of your own that calls it, --custom-pg-loss-reducer-function-path {REDUCER}"

@@ -75,6 +75,17 @@ def samples_of(data: Any, num_generations_per_prompt: int) -> list[Sample]:
     return samples_of_rows(data["input_ids"], starts, lengths, fields, groups)
 
 
+def settings_of(config: PolicyLossConfig) -> dict[str, Any]:
+    """Return their settings about the loss that agree with the config, by the attributes of `ClippedPGLossFn`."""
+    return {
+        "force_on_policy_ratio": False,
+        "reference_policy_kl_penalty": config.kl_loss_coef,
+        "ratio_clip_min": config.eps_clip,
+        "ratio_clip_max": config.eps_clip_high or config.eps_clip,
+        "ratio_clip_c": config.eps_clip_c,
+    } | ({} if config.use_tis else {"truncated_importance_sampling_type": None})
+
+
 def train_with(policy: Any, config: PolicyLossConfig, num_generations_per_prompt: int) -> None:
     """Replace `policy.train`. A ValueError of a step names a bad row, a group of different prompts, or one that it cuts."""
     train = policy.train
@@ -82,7 +93,10 @@ def train_with(policy: Any, config: PolicyLossConfig, num_generations_per_prompt
     def train_on_samples(data: Any, loss_fn: Any, *others: Any, **named: Any) -> Any:
         if loss_fn.input_type.value != "logprob":
             raise ValueError(f"NeMo-RL's loss_fn reads {loss_fn.input_type.value}, not log-probs")
-        refuse_settings("NeMo-RL", loss_fn, {"force_on_policy_ratio": False}, config)
+        wanted = {
+            name: value for name, value in settings_of(config).items() if hasattr(loss_fn, name)
+        }
+        refuse_settings("NeMo-RL", loss_fn, wanted, config)
         samples = samples_of(data, num_generations_per_prompt)
         size = named.get("gbs") or policy.cfg["train_global_batch_size"]
         steps = [samples[at : at + size] for at in range(0, len(samples), size)]

@@ -146,6 +146,11 @@ class Trainer:
             )
         if (reducer := setting("custom_pg_loss_reducer_function_path")) not in (None, "", REDUCER):
             yield f"--custom-pg-loss-reducer-function-path {reducer} divides a second time: drop it"
+        if reducer == REDUCER and is_for_all_terms(args):
+            yield (
+                f"--custom-pg-loss-reducer-function-path {REDUCER} reads divisors that regularizer_aggregation: loss puts "
+                "elsewhere: drop it, or set regularizer_aggregation: sample_mean"
+            )
         yield from _regularizer_violations(name, args)
         divisor, wanted = setting("loss_aggregation_divisor"), setting("loss_aggregation")
         if divisor is not None and name != "constant":

@@ -10,7 +10,7 @@ Per prompt group of n rewards, in float64, on the host, before the samples are b
     reward     reward, to be whitened over the step (REINFORCE++)      arXiv:2501.03262
 
 A group of one sample has no baseline, and a group of equal rewards no preference. Both get advantages of exactly 0 (but for
-`reward`) and train nothing (apart from KL and entropy terms), so they are reported.
+`reward` and `step_rloo`) and train nothing (apart from KL and entropy terms), so they are reported.
 """
 
 import dataclasses

@@ -273,6 +273,18 @@ def test_ragged_microbatches_are_refused_with_expert_parallelism() -> None:
     assert_refused(words, validate_planning_args, args)
 
 
+@pytest.mark.parametrize("kinds", ["global_aux_loss", ["aux_loss", "global_aux_loss"]])
+def test_ragged_microbatches_are_refused_with_a_global_balancing_loss(
+    kinds: str | list[str],
+) -> None:
+    args = parsed("--max-tokens-per-microbatch", "9", "--ragged-microbatches")
+    args.moe_router_load_balancing_type = "aux_loss"
+    assert validate_planning_args(args).ragged_microbatches
+    args.moe_router_load_balancing_type = kinds
+    words = "--ragged-microbatches with --moe-router-load-balancing-type global_aux_loss"
+    assert_refused(words, validate_planning_args, args)
+
+
 def test_a_flag_of_the_parsers_own_is_left_alone_unless_it_stores_elsewhere() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--docs-per-step", type=int, default=5)

@@ -47,7 +47,7 @@ CEILINGS = {
     "core": 12698,
     "package": 22571,
     "examples": 3592,
-    "tests": 35385,
+    "tests": 35389,
 }
 """The most lines that each part may have. `core` is the sum of `CORE` without `megatron/cpu`."""
 

@@ -159,10 +159,11 @@ MODE = f"{ACTOR}policy_loss.loss_mode"
 AGG = f"{ACTOR}loss_agg_mode"
 RECIPES = {
     ("vanilla", "prompt_mean"): f"{MODE}=megatron_pg_prompt_mean",
+    ("gspo", "prompt_mean"): f"{MODE}=megatron_pg_prompt_mean_gspo",
     (
-        "gspo",
+        "gpg",
         "prompt_mean",
-    ): "(no lines: this package's prompt_mean in verl is that of vanilla, and would make PPO of gspo)",
+    ): "(no lines: this package's prompt_mean in verl is that of vanilla or gspo",
     ("gspo", "sample_mean"): f"{AGG}=seq-mean-token-mean",
     ("cispo", "token_mean"): f"{AGG}=token-mean",
     ("dppo_tv", "constant"): f"{AGG}=seq-mean-token-sum-norm",
@@ -177,8 +178,11 @@ RECIPES = {
 def test_no_recipe_changes_the_objective_of_a_token(mode, aggregation, bypass) -> None:
     line = read(None, [*VERL.split(), f"{MODE}={mode}", *bypass.split()])
     recipe = line.trainer.recipe(aggregation, line.settings)
-    is_vanilla = mode == "vanilla" or mode.startswith("megatron_pg")
-    assert (f"{MODE}=megatron_pg" in recipe) == (is_vanilla and not bypass)
+    found = re.findall(rf"{re.escape(MODE)}=(megatron_pg\w*)", recipe)
+    is_gspo, is_ours = mode.endswith("gspo"), mode.startswith("megatron_pg")
+    has_one = is_ours or mode == "vanilla" or (is_gspo and aggregation != "sample_mean")
+    name = f"megatron_pg_{aggregation}" + "_gspo" * is_gspo
+    assert found == [name] * (has_one and not bypass)
     if not bypass and (mode, aggregation) in RECIPES:
         assert RECIPES[mode, aggregation] in recipe
 

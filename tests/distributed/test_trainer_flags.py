@@ -147,7 +147,7 @@ def test_help_is_of_the_flags_of_this_program(helps: dict[str, str]) -> None:
     for flag in ("--loss-aggregation", "--docs-per-step", "--device", "--pg-loss-divisor"):
         assert f"  {flag} " in text
     assert not re.search(r"^  --(num-layers|lr|save|train-iters) ", text, re.MULTILINE)
-    assert len(text.splitlines()) < 370 and "usage" not in text
+    assert len(text.splitlines()) < 400 and "usage" not in text
 
 
 def test_megatrons_flags_have_a_help_of_their_own(helps: dict[str, str]) -> None:

@@ -28,26 +28,26 @@ ORDER = (
 """The floors, from the ground up: a room imports from floors below its own."""
 CORE = ("config", "step", "loss", "head", "megatron")
 CEILINGS = {
-    "config": 1479,
+    "config": 1488,
     "head": 3076,
-    "step": 2668,
-    "loss": 3200,
+    "step": 2670,
+    "loss": 3207,
     "rollout_files": 1167,
     "exports": 58,
     "__init__": 20,
-    "megatron": 2275,
+    "megatron": 2281,
     "megatron/cpu": 373,
     "critic": 649,
-    "integrations": 2902,
+    "integrations": 2883,
     "explain": 663,
     "check": 2655,
     "migrate": 1323,
     "cli": 56,
     "__main__": 7,
-    "core": 12698,
-    "package": 22571,
-    "examples": 3592,
-    "tests": 35389,
+    "core": 12722,
+    "package": 22576,
+    "examples": 3593,
+    "tests": 35409,
 }
 """The most lines that each part may have. `core` is the sum of `CORE` without `megatron/cpu`."""
 

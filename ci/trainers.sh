@@ -25,7 +25,12 @@ if [ "${1:-}" = --clone ]; then
     done
     while read -r name url commit; do
         commit="${chosen[$name]-$commit}"
-        [ -z "$commit" ] || [ -d "$TRAINERS/$name" ] && continue
+        [ -z "$commit" ] && continue
+        if [ -d "$TRAINERS/$name" ]; then
+            # A commit that was asked for is the one that runs.
+            [ -z "${chosen[$name]:-}" ] || git -C "$TRAINERS/$name" checkout --quiet "$commit"
+            continue
+        fi
         echo "Cloning $url at $commit into $TRAINERS/$name ..."
         git clone --quiet "$url" "$TRAINERS/$name"
         git -C "$TRAINERS/$name" checkout --quiet "$commit"

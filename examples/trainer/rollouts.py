@@ -24,7 +24,7 @@ from megatron_pg.rollout_files import (
 )
 from megatron_pg.rollout_files.collector import no_sample_in
 from megatron_pg.step import SampleCost
-from megatron_pg.step.advantages import half_of_dr_grpo
+from megatron_pg.step.advantages import OF_PROMPT_GROUPS, half_of_dr_grpo
 from megatron_pg.step.agreement import compute_and_gather, gather
 
 from .initialize import provide_model
@@ -153,7 +153,8 @@ def with_advantages(
 
     Every rank of the group must call it. A ValueError names a sample that is too long, or whose prompt group may be cut.
     """
-    cuts_groups = not (args.keep_prompt_groups or config.loss_aggregation == "prompt_mean")
+    has_groups = args.keep_prompt_groups or config.loss_aggregation == "prompt_mean"
+    cuts_groups = args.advantage in OF_PROMPT_GROUPS and not has_groups
 
     def check() -> None:
         for sample in samples:

@@ -44,7 +44,7 @@ Scores = tuple[Tensor, Tensor]
 Scored = tuple[Sequence[Sample], Sequence[Scores]]
 """The samples of a step, with old and reference log-probs, and a model's scores of them."""
 Outputs = tuple[list[Tensor], list[Tensor], list[Tensor]]
-"""Of a pack each sample's logits, each sample's log-probs and entropies in turn, and each router's logits."""
+"""The logits of each sample of a pack, its log-probs and entropies in turn, and the logits of each router."""
 Pack = tuple[list[int], float]
 """The indices of a micro-batch's samples, and the weight of its losses beside the policy's."""
 
@@ -91,7 +91,7 @@ class WholeModel:
         # Transformer Engine and Megatron's multi-token loss overwrite tensors that they have saved.
         is_local = options.transformer_impl == "local"
         self._keeps_outputs = is_local and options.mtp_num_layers is None
-        self._kept: dict[tuple[int, ...], Outputs] = {}
+        self._kept: dict[tuple[Sample, ...], Outputs] = {}
         # [tokens, layers, k] int64 of a pack that says which experts its tokens take, -1 for none.
         self._experts: Tensor | None = None
         for name, module in self._module.named_modules():
@@ -212,7 +212,7 @@ class WholeModel:
 
     def _outputs(self, packed: Sequence[Sample]) -> Outputs:
         """Run a pack, once for all rows with the same samples where a graph can be gone through several times."""
-        key = tuple(map(id, packed))
+        key = tuple(packed)
         if key in self._kept:
             return self._kept[key]
         logits = self._logits(packed)

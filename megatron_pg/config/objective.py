@@ -156,18 +156,27 @@ class RegularizerSettings(Settings):
     """Gradient of the KL term. estimate: of kl_loss_type. k2: of d^2 / 2 whatever the value is (arXiv:2506.09477). Not
     with use_unbiased_kl."""
     kl_target: Annotated[float | None, Interval(0)] = None
-    """KL in nats that adapted_kl leads the KL term towards, by a coefficient that begins at kl_loss_coef. Above 0."""
+    """Reported kl_loss that adapted_kl leads towards, by a coefficient that begins at kl_loss_coef. Above 0."""
     kl_horizon: Annotated[float, Interval(0, metavar="N")] = 10000.0
     """Rollouts in which this coefficient changes by a fifth at most. Above 0."""
     entropy_coef: Annotated[float, Interval(0, closed=True)] = 0.0
     """Weight c of the entropy bonus: loss = pg - c * entropy of the full vocabulary, in nats, with gradient. At least
     0."""
 
-    def conflicts(self, given: Mapping[str, Any]) -> Iterator[str]:
+    def conflicts(self: Any, given: Mapping[str, Any]) -> Iterator[str]:
         if self.regularizer_aggregation == "loss" and not (self.kl_loss_coef or self.entropy_coef):
             yield "--regularizer-aggregation loss is about --kl-loss-coef and --entropy-coef: give one, or drop it"
         if self.kl_target is None and self.kl_horizon != RegularizerSettings.kl_horizon:
             yield f"--kl-horizon {self.kl_horizon:g} is about --kl-target: add it, or drop the horizon"
+        if self.kl_target is not None and self.regularizer_aggregation == "loss":
+            if (
+                given["loss_aggregation"] == "constant"
+                or given["custom_pg_loss_reducer_function_path"]
+            ):
+                yield (
+                    "--kl-target with --regularizer-aggregation loss, and an aggregation that is no mean over tokens: kl_loss is "
+                    "then no KL of a token; drop --regularizer-aggregation"
+                )
         if self.kl_loss_gradient == "k2" and self.use_unbiased_kl:
             yield "--kl-loss-gradient k2 and --use-unbiased-kl are two gradients of the KL term: drop one of the two"
 

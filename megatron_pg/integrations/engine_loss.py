@@ -108,10 +108,11 @@ def refuse_settings(
         raise ValueError(
             f"entropy_coef is {config.entropy_coef:g}, and {engine} hands its loss no entropy: set it to 0"
         )
-    wrong = {name: value for name, value in wanted.items() if getattr(args, name, None) != value}
+    # Versions of an engine differ in the settings that they have.
+    theirs = {name: getattr(args, name) for name in wanted if hasattr(args, name)}
+    wrong = {name: wanted[name] for name, value in theirs.items() if value != wanted[name]}
     if wrong:
-        theirs = ", ".join(f"{name} {getattr(args, name, None)}" for name in wrong)
         ours = ", ".join(f"{name} {value}" for name, value in wrong.items())
         raise ValueError(
-            f"{engine} has {theirs}, and megatron_pg, which computes the loss, {ours}: set the same in both"
+            f"{engine} has {', '.join(f'{name} {theirs[name]}' for name in wrong)}, and megatron_pg, which computes the loss, {ours}: set the same in both"
         )

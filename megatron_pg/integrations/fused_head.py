@@ -31,7 +31,8 @@ from megatron_pg.megatron.groups import chunks_of, unwrapped
 from megatron_pg.megatron.output_layer import take_output_processor
 
 TOLERANCE = 1e-2
-"""Of the proof, of the largest number: Megatron's fused cross-entropy, which miles calls, rounds its gradient to bfloat16."""
+"""Largest accepted difference, as a part of the largest number: Megatron's fused cross-entropy, which miles calls, rounds its
+gradient to bfloat16."""
 _models: WeakSet[Any] = WeakSet()
 """The models that make no logits."""
 Scores = tuple[Tensor, Tensor]

@@ -1,22 +1,21 @@
 """This package's loss inside NeMo-RL: its policy trains on `StepLoss`, in the launch script, after `setup()`.
 
     from megatron_pg.integrations.nemo_rl import train_with
-
     train_with(policy, PolicyLossConfig(loss_aggregation="prompt_mean", ...), num_generations_per_prompt)
 
 The way of a loss through NeMo-RL (read in commit 7ea279a):
 
-1. `models/policy/lm_policy.py`, `Policy.train`, on the driver: `data` has the rows of one or more optimizer steps, in the
-   order of the prompts. `shard_by_batch_size` deals rows to ranks and micro-batches; a list in the data travels with them.
-2. `models/megatron/train.py`, `LossPostProcessor`: calls the loss by sequence or by micro-batch, with log-probs gathered over
-   context parallelism, adds up, and multiplies by `M / CP**2`: 1 / CP is for the gather, whose backward sums over CP ranks.
+1. `models/policy/lm_policy.py`, `Policy.train`, on the driver: `data` has the rows of one or more steps, prompt by prompt.
+   `shard_by_batch_size` deals rows to ranks and micro-batches; a list in the data travels with them.
+2. `models/megatron/train.py`, `LossPostProcessor`: calls the loss with log-probs gathered over context parallelism, adds up,
+   and multiplies by `M / CP**2`: 1 / CP is for the gather, whose backward sums over CP ranks.
 3. `models/megatron/setup.py` turns `calculate_per_token_loss` on, and the result is a pair: Megatron multiplies by `CP / M`
-   and sums gradients over ranks.
+   and sums gradients over ranks. So the gradient is that of the sum of the shares, and nothing is to be undone.
 
-So the gradient is that of the sum of the shares: nothing is to be undone, and `global_valid_seqs` and `global_valid_toks` are
-not read. Clip, KL and importance weights are those of `PolicyLossConfig`; of their loss its types remain.
+Clip, KL and importance weights are those of `PolicyLossConfig`; other values in their loss are refused.
 """
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,12 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
-from megatron_pg.integrations.engine_loss import (
-    StepLoss,
-    of_response,
-    refuse_settings,
-    samples_of_rows,
-)
+from megatron_pg.integrations import engine_loss
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import step_totals
 
@@ -48,7 +42,7 @@ FIELDS = {
 class NemoRLLoss:
     """A `LossFunction` of NeMo-RL on log-probs."""
 
-    losses: Sequence[StepLoss]
+    losses: Sequence[engine_loss.StepLoss]
     """The loss of each optimizer step of a call of `train`."""
     loss_type: Any
     input_type: Any
@@ -58,7 +52,7 @@ class NemoRLLoss:
     ) -> tuple[Tensor, dict[str, Any]]:
         """Return the share of the rows of `data`, and their part of the reported loss as a number, as theirs do."""
         steps, samples = zip(*data[KEY], strict=True)
-        log_probs = map(of_response, next_token_logprobs, samples)
+        log_probs = map(engine_loss.of_response, next_token_logprobs, samples)
         loss = self.losses[steps[0]](list(log_probs), samples)
         return loss, {"loss": loss.item(), "num_valid_samples": len(samples)}
 
@@ -72,38 +66,35 @@ def samples_of(data: Any, num_generations_per_prompt: int) -> list[Sample]:
     firsts = responses.int().argmax(dim=1).tolist()
     starts = [first or length for first, length in zip(firsts, lengths, strict=True)]
     groups = [row // num_generations_per_prompt for row in range(len(lengths))]
-    return samples_of_rows(data["input_ids"], starts, lengths, fields, groups)
-
-
-def settings_of(config: PolicyLossConfig) -> dict[str, Any]:
-    """Return their settings about the loss that agree with the config, by the attributes of `ClippedPGLossFn`."""
-    return {
-        "force_on_policy_ratio": False,
-        "reference_policy_kl_penalty": config.kl_loss_coef,
-        "ratio_clip_min": config.eps_clip,
-        "ratio_clip_max": config.eps_clip_high or config.eps_clip,
-        "ratio_clip_c": config.eps_clip_c,
-    } | ({} if config.use_tis else {"truncated_importance_sampling_type": None})
+    return engine_loss.samples_of_rows(data["input_ids"], starts, lengths, fields, groups)
 
 
 def train_with(policy: Any, config: PolicyLossConfig, num_generations_per_prompt: int) -> None:
     """Replace `policy.train`. A ValueError of a step names a bad row, a group of different prompts, or one that it cuts."""
     train = policy.train
+    wanted: dict[str, Any] = {"force_on_policy_ratio": False, "ratio_clip_min": config.eps_clip}
+    wanted |= {"ratio_clip_max": config.eps_clip_high or config.eps_clip}
+    wanted |= {
+        "ratio_clip_c": config.eps_clip_c,
+        "reference_policy_kl_penalty": config.kl_loss_coef,
+    }
+    wanted |= {} if config.use_tis else {"truncated_importance_sampling_type": None}
 
     def train_on_samples(data: Any, loss_fn: Any, *others: Any, **named: Any) -> Any:
         if loss_fn.input_type.value != "logprob":
             raise ValueError(f"NeMo-RL's loss_fn reads {loss_fn.input_type.value}, not log-probs")
-        wanted = {
-            name: value for name, value in settings_of(config).items() if hasattr(loss_fn, name)
-        }
-        refuse_settings("NeMo-RL", loss_fn, wanted, config)
+        engine_loss.refuse_settings("NeMo-RL", loss_fn, wanted, config)
         samples = samples_of(data, num_generations_per_prompt)
-        size = named.get("gbs") or policy.cfg["train_global_batch_size"]
+        call = inspect.signature(train).bind(data, loss_fn, *others, **named)
+        size = call.arguments.get("gbs") or policy.cfg["train_global_batch_size"]
         steps = [samples[at : at + size] for at in range(0, len(samples), size)]
-        group: dict[str, Any] = {"samples_per_group": num_generations_per_prompt}
-        losses = [StepLoss(config, step_totals(step, **group)) for step in steps]
+        totals = [step_totals(step, samples_per_group=num_generations_per_prompt) for step in steps]
+        losses = [engine_loss.StepLoss(config, of_step) for of_step in totals]
         data[KEY] = [(row // size, sample) for row, sample in enumerate(samples)]
-        loss = NemoRLLoss(losses, loss_fn.loss_type, loss_fn.input_type)
-        return train(data, loss, *others, **named)
+        call.arguments["loss_fn"] = NemoRLLoss(losses, loss_fn.loss_type, loss_fn.input_type)
+        try:
+            return train(*call.args, **call.kwargs)
+        finally:
+            del data[KEY]
 
     policy.train = train_on_samples

@@ -37,30 +37,18 @@ FIELDS = {
 
 
 def prepare(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
-    """Make the samples and totals of each step of a rollout; every rank calls it.
-
-    Raises:
-        ValueError: settings of vime about the loss that the config does not have, or context parallelism.
-    """
+    """Make the samples and totals of each step of a rollout; every rank calls it. A ValueError names a setting that differs."""
     config = PolicyLossConfig(**getattr(args, "megatron_pg", {}))
-    wanted: dict[str, Any] = {"loss_type": "custom_loss", "calculate_per_token_loss": False}
-    wanted |= {"eps_clip": config.eps_clip, "entropy_coef": config.entropy_coef}
+    alike = "eps_clip eps_clip_c entropy_coef use_tis use_opsm".split()
+    alike += ["kl_loss_coef", "kl_loss_type", "use_unbiased_kl"] * (config.kl_loss_coef > 0)
+    alike += ["tis_clip", "tis_clip_low"] * config.use_tis + ["opsm_delta"] * config.use_opsm
+    wanted: dict[str, Any] = {name: getattr(config, name) for name in alike}
+    wanted |= {"loss_type": "custom_loss", "calculate_per_token_loss": False}
     wanted |= {"eps_clip_high": config.eps_clip_high or config.eps_clip}
-    wanted |= {"use_kl_loss": config.kl_loss_coef > 0, "use_tis": config.use_tis}
-    if config.kl_loss_coef:
-        wanted |= {"kl_loss_coef": config.kl_loss_coef, "kl_loss_type": config.kl_loss_type}
-        wanted["use_unbiased_kl"] = config.use_unbiased_kl
-    if config.use_tis:
-        wanted |= {"tis_clip": config.tis_clip, "tis_clip_low": config.tis_clip_low}
-    wanted |= {"eps_clip_c": config.eps_clip_c, "custom_tis_function_path": None}
+    wanted |= {"use_kl_loss": config.kl_loss_coef > 0, "custom_tis_function_path": None}
     wanted["use_rollout_logprobs"] = config.ratio_anchor == "rollout"
-    if config.use_opsm:
-        wanted["opsm_delta"] = config.opsm_delta
     if config.policy_loss != "gspo" and args.advantage_estimator == "gspo":
         wanted["advantage_estimator"] = "grpo"
-    wanted["use_opsm"] = config.use_opsm
-    # Commits of vime differ in the flags that they have.
-    wanted = {name: value for name, value in wanted.items() if hasattr(args, name)}
     refuse_settings("vime", args, wanted, config, has_entropy=True)
     if context_parallel_place()[1] > 1:
         raise ValueError(
@@ -81,15 +69,12 @@ def prepare(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
         for number, tokens in enumerate(rollout_data["tokens"])
     ]
     batches = iter(rollout_data["micro_batch_indices"])
-    is_prompt_mean = config.loss_aggregation == "prompt_mean"
+    size = args.n_samples_per_prompt if config.loss_aggregation == "prompt_mean" else None
     steps = zip(rollout_data["num_microbatches"], rollout_data["global_batch_sizes"], strict=True)
     for count, rollouts in steps:
         members = [number for _ in range(count) for number in next(batches)]
-        totals = step_totals(
-            [samples[number] for number in members],
-            data_parallel_group=group,
-            samples_per_group=args.n_samples_per_prompt if is_prompt_mean else None,
-        )
+        held = [samples[number] for number in members]
+        totals = step_totals(held, data_parallel_group=group, samples_per_group=size)
         for number in members:
             carried = StepLoss(config, totals), samples[number], rollouts
             rollout_data["tokens"][number].megatron_pg = carried

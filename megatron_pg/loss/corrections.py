@@ -214,8 +214,8 @@ def _weight_row(level: str, mode: str) -> Correction:
     about = {"token": "IcePop, Ring-1T, arXiv:2510.18855" if is_mask else TRUNCATED}
     return Correction(
         name=f"{level}_{mode}",
-        formula=f"the same, w = exp(clamp({statistic}, +-20))" if statistic else formula,
-        about=about.get(level, "one weight for a sequence"),
+        formula=formula + f", w = exp(clamp({statistic}, +-20))" * bool(statistic),
+        about=about.get(level, "by sequence"),
         flag=" ".join([*flags, *["--tis-mode mask"] * is_mask]),
         when=lambda config: (
             config.use_tis

@@ -182,7 +182,9 @@ def metric_parts(
 
 def metric_table(config: PolicyLossConfig, lacking: frozenset[str]) -> PairTable:
     """Return the table of the policy loss under a config, for samples that lack the named fields."""
-    replaced = {"ratio sum": "sequence sum"} if ratio_of(config) == "sequence" else {}
+    # A turn's share of the step is not among a micro-batch's weights, which are those of samples.
+    of_units = "absent" if config.sequence_unit == "turn" else "sequence sum"
+    replaced = {"ratio sum": of_units} if ratio_of(config) == "sequence" else {}
     rows = tuple(
         (row.name, "absent" if lacking & {*row.reads} else replaced.get(row.kind, row.kind))
         for row in metrics_on(config)

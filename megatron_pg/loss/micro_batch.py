@@ -185,14 +185,19 @@ def _compiled_settings(config: PolicyLossConfig) -> PolicyLossConfig | None:
     """Return what kernels depend on: neither divisor nor beta, which are tensors; None, and log it, with the user's functions."""
     paths = [path for name in CUSTOM_FUNCTIONS if (path := getattr(config, name)) is not None]
     if paths:
-        logger.info(
-            "%s: a loss with functions of your own is not compiled and runs operator by operator, with more launches (said once)",
-            ", ".join(paths),
-        )
+        _say_uncompiled(", ".join(paths))
         return None
     names = [name for name in ("grad_divisor", "kl_loss_coef") if getattr(config, name)]
     numbers: dict[str, Any] = dict.fromkeys(names, 1.0)
     return dataclasses.replace(config, **numbers)
+
+
+@functools.cache
+def _say_uncompiled(paths: str) -> None:
+    logger.info(
+        "%s: a loss with functions of your own is not compiled and runs operator by operator, with more launches (said once)",
+        paths,
+    )
 
 
 _MAKERS = {

@@ -210,12 +210,17 @@ def _require_count_of_group(chunk: Any) -> None:
             )
 
 
+def drops_tokens(config: Any) -> bool:
+    """Tell whether an expert may get more tokens than `--moe-expert-capacity-factor` lets it take."""
+    capacity = config.moe_expert_capacity_factor
+    return bool(capacity is not None and capacity * config.moe_router_topk < config.num_moe_experts)
+
+
 def _choice_by_rank(config: Any) -> str | None:
     """Say why experts of a token depend on the other tokens of its rank; None where they do not."""
-    capacity, kind = config.moe_expert_capacity_factor, config.moe_router_load_balancing_type
-    if capacity is not None and capacity * config.moe_router_topk < config.num_moe_experts:
-        return f"--moe-expert-capacity-factor {capacity}: an expert drops tokens"
-    if kind == "sinkhorn":
+    if drops_tokens(config):
+        return f"--moe-expert-capacity-factor {config.moe_expert_capacity_factor}: an expert drops tokens"
+    if config.moe_router_load_balancing_type == "sinkhorn":
         return "--moe-router-load-balancing-type sinkhorn: a router chooses"
     return None
 

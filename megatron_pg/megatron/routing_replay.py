@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_pg.config import versions
 from megatron_pg.loss.metrics import SumsReport
+from megatron_pg.megatron.experts import drops_tokens
 from megatron_pg.megatron.groups import ParallelGroups, chunks_of, unwrapped
 from megatron_pg.step.batch import PackedBatch
 from megatron_pg.step.routed_experts import largest_expert, no_choice
@@ -118,7 +119,7 @@ class RoutingReplay:
                 kind in ("sinkhorn", "quantile_balancing")
             ),
             f"--moe-expert-capacity-factor {capacity}: experts would drop tokens that the engine gave them": (
-                capacity is not None
+                drops_tokens(config)
             ),
         }
         for obstacle, is_present in obstacles.items():

@@ -25,7 +25,7 @@ class Line:
     trainer: TrainerTable
     settings: Settings
     notes: list[str]
-    """What the file leaves open: conditions, files that are not here, another program."""
+    """Open questions of the file: conditions, files that are not here, another program."""
     passed: list[str]
     """Unknown keys that are not about the loss."""
 

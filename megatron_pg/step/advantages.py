@@ -29,7 +29,9 @@ from megatron_pg.step.values import has_integers, refuse_values
 EPSILON = 1e-6
 """Added to the standard deviation of a group, or to its mean, as the field does; rewards are of order 1."""
 
-METHODS = ("grpo", "dr_grpo", "rloo", "maxrl", "step_rloo", "reward")
+OF_PROMPT_GROUPS = ("grpo", "dr_grpo", "rloo", "maxrl")
+"""The methods whose baseline is the prompt group, which a step must hold whole."""
+METHODS = (*OF_PROMPT_GROUPS, "step_rloo", "reward")
 
 
 def half_of_dr_grpo(method: str, loss_aggregation: str) -> str:

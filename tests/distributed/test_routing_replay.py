@@ -257,7 +257,7 @@ REFUSALS = {
     "--overlap-moe-expert-parallel-comm": {"overlap_moe_expert_parallel_comm": True},
     "--moe-router-fusion": {"moe_router_fusion": True},
     "--moe-router-load-balancing-type sinkhorn": {"moe_router_load_balancing_type": "sinkhorn"},
-    "--moe-expert-capacity-factor 2.0": {"moe_expert_capacity_factor": 2.0},
+    "--moe-expert-capacity-factor 0.5": {"moe_expert_capacity_factor": 0.5},
     "has no experts": {"num_moe_experts": None},
 }
 

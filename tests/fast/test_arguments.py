@@ -164,6 +164,7 @@ REFUSED = {
     "--policy-loss dis --ratio-anchor rollout": "--ratio-anchor rollout is not read by --policy-loss dis",
     "--kl-target 0.1": "--kl-target 0.1 is about --kl-loss-coef",
     "--kl-loss-coef 1 --kl-horizon 9": "--kl-horizon 9 is about --kl-target: add it",
+    "--kl-loss-coef 1 --kl-target 1 --regularizer-aggregation loss --pg-loss-divisor 9": "--kl-target with",
     "--cispo-lower-bound": "--cispo-lower-bound | --policy-loss cispo",
     "--sapo-tau-pos 2": "--sapo-tau-pos 2.0 belongs to --policy-loss sapo | ppo",
     "--policy-loss sapo --dppo-delta 0.1 --dppo-delta-high 0.2 --eps-clip-c 3": "3 settings"

@@ -451,6 +451,17 @@ def test_a_ratio_beyond_any_number_is_held_where_its_square_is_one(log_prob: flo
     assert found["rollout_effective_sample_size"] == pytest.approx(1 / 3)
 
 
+def test_sums_of_a_turns_ratio_are_not_a_number() -> None:
+    """A token's weight in them would be its share of the turn, and those of a micro-batch are of samples."""
+    names = {"ratio_new_old_sum", "ratio_new_old_squared_sum", "effective_sample_size"}
+    batch = pack([three_tokens(old_log_probs=[-1.0] * 3, turn_ids=[0, 1, 1])])
+    for unit in ("sequence", "turn"):
+        config = PolicyLossConfig(policy_loss="gspo", sequence_unit=unit)
+        found = reported(config, metrics_of(config, batch, torch.full((3,), -1.0)))
+        assert found["ratio_new_old"] == 1.0
+        assert all(math.isnan(found[name]) == (unit == "turn") for name in names)
+
+
 @pytest.mark.parametrize("log_prob", (-1e4, -math.inf))
 def test_metrics_of_a_policy_that_has_left_all_tokens(log_prob: float) -> None:
     """All ratios are 0, and equal: Kish's sample size is the number of tokens."""

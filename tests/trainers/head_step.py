@@ -14,10 +14,10 @@ from torch import Tensor
 
 from megatron_pg.integrations import fused_head
 from megatron_pg.megatron import enable_cpu_runtime
-from tests.distributed.models import ModelOptions, Sharding, gather_gradients
+from tests.distributed.models import ModelOptions, Sharding, gather_gradients, initialize_groups
 from tests.distributed.one_step import build
 
-from . import sources
+from . import ranks, sources
 from .ranks import Args
 from .rollout import samples
 
@@ -50,7 +50,7 @@ def import_trainer(name: str, on_cpu: bool = True) -> Trainer:
     sources.stand_in_for(("polars", "mooncake"))
     if on_cpu:
         enable_cpu_runtime()
-        _slime_on_cpu() if name == "slime" else _miles_on_cpu()
+        sources.slime_on_cpu() if name == "slime" else ranks.round_no_gradients()
     if name == "slime":
         folders = ["slime.backends.megatron_utils"] * 5
     else:
@@ -71,29 +71,6 @@ def import_trainer(name: str, on_cpu: bool = True) -> Trainer:
         # Of SGLang, which is not there: the settings of a dump that is off.
         dumper_utils.DumperConfig = SimpleNamespace(_kv_pairs_to_dict=lambda pairs: {})
     return Trainer(*(importlib.import_module(f"{folder}.{module}") for folder, module in paths))
-
-
-def _slime_on_cpu() -> None:
-    from slime.utils import accelerator
-
-    class Cpu(accelerator.Accelerator):
-        name = device_type = "cpu"
-
-        is_available = staticmethod(lambda: True)
-        device = current_device = staticmethod(lambda index=None: torch.device("cpu"))
-
-    Cpu.__abstractmethods__ = frozenset()
-    accelerator.set_accelerator(Cpu())
-
-
-def _miles_on_cpu() -> None:
-    from megatron.core.fusions import fused_cross_entropy
-    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
-
-    # Megatron's fused one, which miles imports when called, rounds its gradient to bfloat16 (0.19.2).
-    fused_cross_entropy.fused_vocab_parallel_cross_entropy = lambda logits, tokens, group: (
-        vocab_parallel_cross_entropy(logits, tokens)
-    )
 
 
 def arguments(**settings: Any) -> Args:
@@ -231,6 +208,28 @@ def theirs_and_ours(
         for args, found in zip(cases, outcomes, strict=True):
             found.append(run(name, trainer, model, args))
     return outcomes
+
+
+def hook_beside_head(name: str) -> tuple[str, bool]:
+    """Turn on an aggregation's hook and the head together; the reducer that the hook gives, and whether the head is on."""
+    trainer = import_trainer(name)
+    initialize_groups(Sharding())
+    package = importlib.import_module(f"megatron_pg.integrations.{name}")
+    door = getattr(package, name.upper())
+    init = f"megatron_pg.integrations.fused_head.{name}"
+    paths = {door.hook: door.path("prompt_mean").split()[-1], "custom_megatron_init_path": init}
+    sizes = {
+        "global_batch_size": NUM_ROLLOUTS,
+        "n_samples_per_prompt": 4,
+        "train_backend": "megatron",
+    }
+    args = arguments(regularizer_aggregation="sample_mean", **paths, **sizes)
+    if name == "miles":
+        miles_groups(args)
+    getattr(fused_head, name)(args)
+    door.turn_on("prompt_mean", args)
+    is_on = hasattr(trainer.loss.get_log_probs_and_entropy, "has_fused_head")
+    return args.custom_pg_loss_reducer_function_path, is_on
 
 
 def right_and_mutants() -> Iterator[str]:

@@ -21,7 +21,7 @@ def all_cases() -> dict[Case, Outcome]:
     sources.use("slime")
     from slime.backends.megatron_utils import cp_utils, data
 
-    _use_cpu()
+    sources.slime_on_cpu()
     try:
         from slime.observability.train_metric_utils import log_rollout_data
     except ImportError:  # where older commits have it
@@ -42,22 +42,6 @@ def all_cases() -> dict[Case, Outcome]:
         steps = _steps(args, rollout_data, iterators[0])
         found[case] = ranks.run_steps(case, steps, cp_utils.slice_with_cp), log
     return found
-
-
-def _use_cpu() -> None:
-    try:
-        from slime.utils import accelerator
-    except ImportError:  # older commits ask torch.cuda, which the CPU runtime answers
-        return
-
-    class Cpu(accelerator.Accelerator):
-        name = device_type = "cpu"
-
-        is_available = staticmethod(lambda: True)
-        device = current_device = staticmethod(lambda index=None: torch.device("cpu"))
-
-    Cpu.__abstractmethods__ = frozenset()
-    accelerator.set_accelerator(Cpu())
 
 
 def _rollout_data(case: Case, args: Args) -> dict[str, Any]:

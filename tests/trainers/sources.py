@@ -152,3 +152,20 @@ def use(name: str) -> None:
     if isinstance(ray, _StandIn):
         # One process: a remote class is the class, a stored object the object.
         ray.remote = ray.put = ray.get = lambda value: value
+
+
+def slime_on_cpu() -> None:
+    """Let slime answer for a CPU where it asks for its accelerator."""
+    try:
+        from slime.utils import accelerator
+    except ImportError:  # older commits ask torch.cuda, which the CPU runtime answers
+        return
+
+    class Cpu(accelerator.Accelerator):
+        name = device_type = "cpu"
+
+        is_available = staticmethod(lambda: True)
+        device = current_device = staticmethod(lambda index=None: torch.device("cpu"))
+
+    Cpu.__abstractmethods__ = frozenset()
+    accelerator.set_accelerator(Cpu())

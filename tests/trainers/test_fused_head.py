@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.integrations import fused_head, verl_head
+from megatron_pg.integrations.trainer import REDUCER
 from megatron_pg.megatron import enable_cpu_runtime
 from tests.distributed.launch import refusal, run_ranks
 from tests.distributed.models import ModelOptions, Sharding, initialize_groups
@@ -82,6 +83,13 @@ def test_a_critic_is_what_it_was(name: str) -> None:
     ((before, after),) = run_ranks(head_step.critic_before_and_after, 1, name)
     assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
     assert before[0].abs().max() > 0 and before[-1].abs().max() > 0
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=sources.needs_tree(n)) for n in ("slime", "miles")]
+)
+def test_a_hook_and_the_head_are_on_together(name: str) -> None:
+    assert run_ranks(head_step.hook_beside_head, 1, name) == [(REDUCER, True)]
 
 
 REFUSED_SETTINGS = {

@@ -94,6 +94,8 @@ CASES: Sequence[Case] = (
     GRADIENT,
     # GSPO sums over whole sequences, which context-parallel ranks share.
     Case("gspo", ("end to end", "loss only"), policy_loss="gspo"),
+    # It reads the rollout engine's log-probs in place of the old ones.
+    Case("dis", policy_loss="dis"),
     Case("kept set", has_sets=True),
     Case("loss scale", settings=SCALING, loss_scale=LOSS_SCALE),
     Case("recompute", settings=RECOMPUTE),

@@ -265,6 +265,7 @@ REDUCTIONS = {
 }
 CASES: Mapping[str, str] = {
     "gspo": "so a sum over a whole sequence is wrong: it takes the tokens of all context-parallel ranks",
+    "dis": "so the weight of dis is wrong: the ratio to the rollout log-probs, without gradient, 0 outside the band",
     "kept set": "so kept sets are scored wrongly: of another token, or their columns on other tensor-parallel ranks are left out",
     "loss scale": "so the loss scale of fp16 (config.grad_scale_func) is lost, applied twice, or on some gradients only",
     "recompute": "so activations are not recomputed as they were",

@@ -266,15 +266,8 @@ def _reference_loss(
     num_rollouts, num_groups = len(rollout_tokens), len(group_tokens)
     terms = []
     for sample, (log_probs, entropy) in zip(samples, scores, strict=True):
-        fields = ("loss_mask", "advantages", "old_log_probs", "ref_log_probs")
-        mask, advantages, old, ref = (getattr(sample, field).to(log_probs) for field in fields)
-        log_ratio = log_probs - old
-        if policy_loss == "gspo":
-            # The value is the sequence's mean. Each token has the gradient of its own log-prob.
-            mean = (mask * log_ratio).sum().detach() / max(float(mask.sum()), 1.0)
-            log_ratio = mean + log_probs - log_probs.detach()
-        ratio = torch.exp(log_ratio)
-        surrogate = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+        mask, ref = (getattr(sample, name).to(log_probs) for name in ("loss_mask", "ref_log_probs"))
+        surrogate = _surrogate(policy_loss, sample, mask, log_probs)
         kl = torch.exp(ref - log_probs) - 1 + log_probs - ref
         sample_mean = 1 / (num_rollouts * max(rollout_tokens[sample.rollout_id], 1))
         weights = {
@@ -287,6 +280,22 @@ def _reference_loss(
         penalty = KL_COEFFICIENT * kl - ENTROPY_COEFFICIENT * entropy
         terms.append((mask * (weight * surrogate + sample_mean * penalty)).sum())
     return sum(terms, torch.zeros_like(terms[0]))
+
+
+def _surrogate(policy_loss: str, sample: Sample, mask: Tensor, log_probs: Tensor) -> Tensor:
+    """Return the policy loss of each token of a sample, [response] float64."""
+    names = ("advantages", "old_log_probs", "rollout_log_probs")
+    advantages, old, rollout = (getattr(sample, name).to(log_probs) for name in names)
+    if policy_loss == "dis":
+        ratio = torch.exp(log_probs.detach() - rollout)
+        return -ratio * ((ratio > 0.8) & (ratio < 1.2)) * advantages * log_probs
+    log_ratio = log_probs - old
+    if policy_loss == "gspo":
+        # The value is the sequence's mean. Each token has the gradient of its own log-prob.
+        mean = (mask * log_ratio).sum().detach() / max(float(mask.sum()), 1.0)
+        log_ratio = mean + log_probs - log_probs.detach()
+    ratio = torch.exp(log_ratio)
+    return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
 
 
 def _row_weight(aggregation: str, samples: Sequence[Sample], sample: Sample) -> float:

@@ -133,15 +133,26 @@ def with_routed_experts(options: CheckOptions, samples: Sequence[Sample]) -> lis
 
 
 def with_log_probs(samples: Sequence[Sample], log_probs: Sequence[Tensor]) -> list[Sample]:
-    """Set old and reference log-probs near the model's, inside the clip range and off its edge."""
+    """Set log-probs near the model's: old and reference ones inside the clip range, half of the rollout's outside; none on
+    its edge."""
     generator = torch.Generator().manual_seed(21)
 
     def near(values: Tensor) -> Tensor:
         noise = 0.2 * torch.rand(values.shape, generator=generator) - 0.1
         return (values.float() + noise).clamp(max=0.0)
 
+    def half_far(values: Tensor) -> Tensor:
+        # Two in three of the far ones are lower: a log-prob near 0 leaves no room above.
+        draws = torch.randint(6, values.shape, generator=generator)
+        return near(values + torch.tensor([0.0, 0.0, 0.0, -0.4, -0.4, 0.4])[draws])
+
     return [
-        replace(sample, old_log_probs=near(values), ref_log_probs=near(values))
+        replace(
+            sample,
+            old_log_probs=near(values),
+            ref_log_probs=near(values),
+            rollout_log_probs=half_far(values),
+        )
         for sample, values in zip(samples, log_probs, strict=True)
     ]
 

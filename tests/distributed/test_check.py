@@ -5,6 +5,7 @@ import os
 import re
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import layers
+from torch import Tensor
 
 from megatron_pg.check import cases, main, report
 from megatron_pg.check import options as check_options
@@ -23,6 +25,7 @@ from megatron_pg.check.diagnosis import diagnoses
 from megatron_pg.check.model import model_config
 from megatron_pg.check.samples import samples_of
 from megatron_pg.config.versions import derives_multi_token_labels
+from megatron_pg.loss.objectives import OBJECTIVES, Outcome
 from megatron_pg.megatron import policy_step
 from tests import progress
 from tests.lanes import in_one_lane
@@ -79,7 +82,16 @@ def report_of(processes: int, flags: str, *rest: Any, mistake: str | None = None
 
 CHECKED = {
     "end to end": (
-        *("gradient", "gspo", "kept set", "loss scale", "recompute", "every token", "update"),
+        *(
+            "gradient",
+            "gspo",
+            "dis",
+            "kept set",
+            "loss scale",
+            "recompute",
+            "every token",
+            "update",
+        ),
     ),
     "tied": ("gradient", "update"),
     "loss only": ("gradient", "gspo"),
@@ -89,7 +101,7 @@ CHECKED = {
 def assert_all_rows_pass(found: dict[str, Any], processes: int) -> None:
     """And that there are as many as there should be, of every kind that the flags leave."""
     assert found["passed"] is True and found["world_size"] == processes
-    assert len(found["rows"]) == 26
+    assert len(found["rows"]) == 27
     for row in found["rows"]:
         assert row["passed"] and row["diagnosis"] == ""
         assert 0.0 < row["gradient_error"] <= row["tolerance"] == 1e-6
@@ -129,7 +141,7 @@ def test_fused_head_passes(flags) -> None:
     found = report_of(2, f"--fused-lm-head --num-layers 1 {flags}")
     assert found["passed"] is True
     assert found["accelerations"]["fused output layer"] == "checked"
-    assert [row["model"] for row in found["rows"]] == ["end to end"] * 13 + ["tied"] * 3
+    assert [row["model"] for row in found["rows"]] == ["end to end"] * 14 + ["tied"] * 3
     assert found["not_checked"]["loss-only rows"] == "--fused-lm-head"
 
 
@@ -329,6 +341,54 @@ def test_shardings_that_share_references_have_one_step_and_one_model() -> None:
     assert max(map(len, shared.values())) > 1
     for first, *others in shared.values():
         assert all(other == first for other in others)
+
+
+def dis_of(
+    weight: Callable[[Tensor], Tensor] | None = None, source: str = "rollout_log_probs"
+) -> Callable[..., Outcome]:
+    """DIS with another weight than q inside its band, or of a ratio to other log-probs."""
+
+    def formula(config: Any, tokens: Any, _: Any) -> Outcome:
+        ratio = (tokens.log_probs - tokens.given(source)).exp()
+        inside = ratio.detach() * ((ratio > 0.8) & (ratio < 1.2))
+        return Outcome(
+            -(inside if weight is None else weight(ratio)) * tokens.advantages * tokens.log_probs
+        )
+
+    return formula
+
+
+WRONG_DIS = {
+    "": dis_of(),
+    "no band": dis_of(lambda ratio: ratio.detach()),
+    "held at the bounds": dis_of(lambda ratio: ratio.detach().clamp(0.8, 1.2)),
+    "a band above alone": dis_of(lambda ratio: ratio.detach() * (ratio < 1.2)),
+    "a weight with a gradient": dis_of(lambda ratio: ratio * ((ratio > 0.8) & (ratio < 1.2))),
+    "the old log-probs": dis_of(source="old_log_probs"),
+}
+
+
+def rows_of_dis(mistakes: list[str]) -> list[list[tuple[CheckRow, str]]]:
+    """The end-to-end rows of a plain step and of dis under each mistake."""
+    check.MODELS = {"end to end": check.MODELS["end to end"]}
+    check.AGGREGATIONS = {"sample_mean": check.AGGREGATIONS["sample_mean"]}
+    cases.CASES = [case for case in cases.CASES if case.name in ("gradient", "dis")]
+    found = []
+    for mistake in mistakes:
+        with pytest.MonkeyPatch.context() as patch:
+            row = replace(OBJECTIVES["dis"], ratio="none", function=WRONG_DIS[mistake])
+            patch.setitem(OBJECTIVES, "dis", row)
+            found.append(checked("--num-layers 1"))
+    return found
+
+
+@in_one_lane
+def test_a_wrong_weight_of_dis_is_seen() -> None:
+    for mistake, rows in zip(WRONG_DIS, run_ranks(rows_of_dis, 1, [*WRONG_DIS])[0], strict=True):
+        assert [row.what for row, _ in rows] == ["gradient", "dis", "gradient"]
+        for row, said in rows:
+            assert row.passed == (row.what != "dis" or not mistake), (mistake, row)
+            assert row.passed or said.startswith("this row alone, so the weight of dis is wrong")
 
 
 def custom_rows(reducers: list[str]) -> list[list[tuple[CheckRow, str]]]:

@@ -134,7 +134,8 @@ def with_routed_experts(options: CheckOptions, samples: Sequence[Sample]) -> lis
 
 def with_log_probs(samples: Sequence[Sample], log_probs: Sequence[Tensor]) -> list[Sample]:
     """Set log-probs near the model's: old and reference ones inside the clip range, half of the rollout's outside; none on
-    its edge."""
+    its edge.
+    """
     generator = torch.Generator().manual_seed(21)
 
     def near(values: Tensor) -> Tensor:

@@ -20,7 +20,9 @@ from megatron_pg.loss.tokens import Tokens, clamped_log_ratio
 from megatron_pg.step.batch import PackedBatch, to_device
 
 BLOCK = 64
-"""Tokens that are added up directly; blocks are then added up block by block, the number of them squared."""
+"""Tokens that are added up directly, then 64 such blocks, then the rest: the pairs of 4096 tokens each are its square."""
+LEVELS = 2
+"""The levels of blocks, fixed for one trace of all sizes."""
 
 
 @dataclass(frozen=True)
@@ -102,25 +104,38 @@ def scans_of_rank(
 def scan_of_runs(values: Tensor, runs: Tensor, half_life: float, from_end: bool) -> Tensor:
     """Compute the sum over each token's run up to it, or from it on, by half-life: [window] float64, as the values are.
 
-    Tokens of one run lie side by side; `runs` [window] int64 tells a run from all others.
+    Tokens of one run lie side by side; `runs` [window] int64, from 0 on, tells a run from all others.
     """
     if from_end:
-        return scan_of_runs(values.flip(0), runs.flip(0), half_life, False).flip(0)
-    # Not `len`, which would make a size of the trace its only one; nor no padding or one block, which would be other traces.
-    padding = (0, 2 * BLOCK - values.shape[0] % BLOCK)
-    filled, runs = (pad(x, padding).view(-1, BLOCK) for x in (values, runs))
-    steps = torch.arange(BLOCK, device=values.device)
+        return _scan(values.flip(0), runs.flip(0), half_life, LEVELS).flip(0)
+    return _scan(values, runs, half_life, LEVELS)
+
+
+def _scan(values: Tensor, runs: Tensor, half_life: float, levels: int) -> Tensor:
+    """Compute the sum up to each token, over blocks and then, level by level, over their last tokens."""
+    if levels == 0:
+        return _direct_scan(values, runs, half_life)
+    # Not `len`, which would make a size of the trace its only one. Three blocks at least, and some padding: a size of 1 would be
+    # a trace of its own.
+    padding = (0, 3 * BLOCK - values.shape[0] % BLOCK)
+    values_of_blocks, runs_of_blocks = (pad(x, padding).view(-1, BLOCK) for x in (values, runs))
+    within = _direct_scan(values_of_blocks, runs_of_blocks, half_life)
+    last_runs = runs_of_blocks[:, -1]
+    at_ends = _scan(within[:, -1], last_runs, half_life / BLOCK, levels - 1)
+    before, run_before = pad(at_ends[:-1], (1, 0)), pad(last_runs[:-1], (1, 0), value=-1)
+    distance = torch.arange(BLOCK, device=values.device) + 1
+    carried = before[:, None] * _share(half_life, distance)
+    carried = torch.where(runs_of_blocks == run_before[:, None], carried, 0.0)
+    return (within + carried).flatten()[: values.shape[0]]
+
+
+def _direct_scan(values: Tensor, runs: Tensor, half_life: float) -> Tensor:
+    """Compute the scan along the last dimension, [..., tokens], by a comparison of every two tokens."""
+    steps = torch.arange(values.shape[-1], device=values.device)
     distance = steps[:, None] - steps
-    is_read = (runs[:, :, None] == runs[:, None]) & (distance >= 0)
-    decayed = filled[:, None] * _share(half_life, distance.clamp(min=0))
-    within = torch.where(is_read, decayed, 0.0).sum(2)
-    blocks = torch.arange(filled.shape[0], device=values.device)
-    distance = blocks[:, None] - blocks - 1
-    is_read = (runs[:, :1] == runs[:, -1]) & (distance >= 0)
-    decayed = within[:, -1] * _share(half_life, BLOCK * distance.clamp(min=0))
-    before = torch.where(is_read, decayed, 0.0).sum(1, keepdim=True)
-    before = torch.where(runs == runs[:, :1], before * _share(half_life, steps + 1), 0.0)
-    return (within + before).flatten()[: values.shape[0]]
+    is_read = (runs[..., :, None] == runs[..., None, :]) & (distance >= 0)
+    decayed = values[..., None, :] * _share(half_life, distance.clamp(min=0))
+    return torch.where(is_read, decayed, 0.0).sum(-1)
 
 
 def _share(half_life: float, distance: Tensor) -> Tensor:

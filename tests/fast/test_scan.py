@@ -160,6 +160,39 @@ def test_the_precision_of_long_sequences(half_life: float, from_end: bool) -> No
         assert abs(scanned[t].item() - math.fsum(terms)) <= 1e-15 * size, t
 
 
+BORDERS = ([0, 64, 128, 4096, 4100, 12288], [0, 1, 8191, 8193, 12289], [0, 12350])
+
+
+@pytest.mark.parametrize("from_end", [False, True])
+@pytest.mark.parametrize("half_life", [200.0, math.inf])
+@pytest.mark.parametrize("borders", BORDERS)
+def test_runs_over_blocks_of_blocks(borders: list[int], half_life: float, from_end: bool) -> None:
+    lengths = torch.tensor(borders).diff()
+    values = torch.randn(borders[-1], dtype=torch.float64)
+    runs = torch.arange(len(lengths)).repeat_interleave(lengths)
+    wanted = []
+    for part in values.split(lengths.tolist()):
+        total, sums = 0.0, []
+        for value in reversed(part.tolist()) if from_end else part.tolist():
+            total = total * 0.5 ** (1 / half_life) + value
+            sums.append(total)
+        wanted += reversed(sums) if from_end else sums
+    scanned = scan_of_runs(values, runs, half_life, from_end)
+    expected = torch.tensor(wanted, dtype=torch.float64)
+    torch.testing.assert_close(scanned, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_blocks_of_blocks_that_carry_nothing_would_be_seen(monkeypatch) -> None:
+    right = scan._direct_scan
+    monkeypatch.setattr(
+        scan,
+        "_direct_scan",
+        lambda values, *run: values if values.dim() == 1 else right(values, *run),
+    )
+    with pytest.raises(AssertionError):
+        test_runs_over_blocks_of_blocks(BORDERS[2], math.inf, False)
+
+
 def test_a_nan_stays_in_its_sequence_and_behind_itself() -> None:
     values, runs = torch.ones(200, dtype=torch.float64), torch.arange(4).repeat_interleave(50)
     values[70] = torch.nan

@@ -34,7 +34,8 @@ class ModelSettings(Settings):
     the logits of all tokens in memory. Needs Megatron's ColumnParallelLinear as output layer, and
     PolicyStep with the model. Not with bshd."""
     fused_lm_head_memory_gib: Annotated[float | None, Interval(0)] = None
-    """GiB of bf16 logits in the fused head at once, equal on every rank. Unset: 2.5, on a device below 80 GB less."""
+    """GiB of bf16 logits in the fused head at once, equal on every rank. A loss over sequences may take it twice, float32
+    logits twice again. Unset: 2.5, on a device below 80 GB less."""
     fused_lm_head_without_quack: bool = False
     """Leave QuACK's products alone where they are installed."""
     fp32_lm_head: bool = False

@@ -237,7 +237,7 @@ def _rejection_row(level: str) -> Correction:
     return Correction(
         name=f"{level}_rejection",
         formula=f"sequences with exp({LEVELS[level]}) outside [{', '.join(bounds)}] drop",
-        about="Liu, Li et al. 2025, When speed kills stability",
+        about="Liu, Li et al. 2025" + ", When speed kills stability" * (level == "geometric"),
         flag=f"--use-{level}-rejection",
         when=lambda config: getattr(config, f"use_{level}_rejection"),
         options=(*bounds, *OF_REJECTION),

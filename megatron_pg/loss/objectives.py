@@ -303,7 +303,9 @@ def ctpo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcom
     held, *is_clipped = clipped_by_sign(log_ratio, bounds, advantages)
     highest = torch.where(advantages < 0, config.ctpo_clip_c * width, torch.inf)
     held = torch.where(held > highest, highest, held)
-    return Outcome(-held.exp() * advantages, so_far, *is_clipped)
+    # Metrics of the ratio are of the token's own; those of the clip are of the prefix.
+    own_log_ratio = tokens.log_probs.detach() - tokens.anchor(config)
+    return Outcome(-held.exp() * advantages, own_log_ratio, *is_clipped)
 
 
 def get_objective(config: PolicyLossConfig) -> Formula:

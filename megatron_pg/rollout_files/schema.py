@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from megatron_pg.config.policy_loss import LOG_PROB_FIELDS
 from megatron_pg.head.ragged import Ragged
-from megatron_pg.step.advantages import GroupAdvantages, group_advantages
+from megatron_pg.step.advantages import OF_PROMPT_GROUPS, GroupAdvantages, group_advantages
 from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.ids import check_ids
 from megatron_pg.step.sample import Sample, as_integer
@@ -212,21 +212,22 @@ def with_group_advantages(
         data_parallel_group: the data-parallel group *without* context parallelism; None is this rank alone.
 
     Returns:
-        The samples, and the advantages of the whole step in rank order, for its report.
+        The samples, and the advantages of the whole step in rank order, for its report: in groups of one where a sample has
+        no `group_index`.
 
     Raises:
-        ValueError: a sample without a reward or a `group_index`, an unknown method, or ids that stand for two things (see
-            `megatron_pg.step.ids.check_ids`); on all ranks alike.
+        ValueError: a sample without a reward, or without a `group_index` that the method needs; an unknown method; or ids that
+            stand for two things (see `megatron_pg.step.ids.check_ids`); on all ranks alike.
     """
+    needed = ("reward", "group_index") if method in OF_PROMPT_GROUPS else ("reward",)
 
     def rewards_of_rank() -> list[float]:
         rewarded: Any = samples
-        for sample in rewarded:
-            for field in ("reward", "group_index"):
-                if getattr(sample, field, None) is None:
-                    raise ValueError(
-                        f"{sample.name} has no {field}: an advantage is a reward against those of the same prompt group"
-                    )
+        for sample, field in itertools.product(rewarded, needed):
+            if getattr(sample, field, None) is None:
+                raise ValueError(
+                    f"{sample.name} has no {field}, which the advantages of {method} need"
+                )
         return [sample.reward for sample in rewarded]
 
     _, shared = compute_and_gather(
@@ -235,6 +236,8 @@ def with_group_advantages(
     rewards, counts = zip(*shared, strict=True)
     check_ids(counts, allow_different_prompts=allow_different_prompts)
     groups: Any = [count.group_index for part in counts for count in part]
+    if None in groups:
+        groups = range(len(groups))
     step = group_advantages([*itertools.chain(*rewards)], groups, method=method)
     rank = 0 if data_parallel_group is None else dist.get_rank(data_parallel_group)
     mine = step.advantages.split(list(map(len, rewards)))[rank].tolist()  # type: ignore[no-untyped-call]

@@ -18,6 +18,7 @@ from megatron_pg.migrate import main
 from megatron_pg.migrate.line import Line, read
 from megatron_pg.migrate.report import effective, weights
 from megatron_pg.migrate.rows import TRAINERS, Term, holds, with_terms
+from megatron_pg.step.advantages import METHODS
 from tests import oracle
 from tests.random_steps import plain_sample
 
@@ -93,6 +94,7 @@ def test_what_a_line_computes(line: str) -> None:
     assert terms(line) == LINES[line]
 
 
+ADAPTIVE = "algorithm.use_kl_in_reward=true algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.target_kl=0.05"
 NO_STD = "algorithm.norm_adv_by_std_in_grpo=False"
 OFF = {
     SLIME: "Where it is off\n  - nowhere that is known",
@@ -117,6 +119,8 @@ OFF = {
         "--loss-aggregation-divisor <L>",
     ),
     f"{VERL} {NORM}": "the longest response of each micro-batch",
+    f"{VERL} {MODE}=kl_cov": "ranked within a micro-batch: the loss depends on packing",
+    f"{VERL} {ADAPTIVE}": "by --kl-target 0.05 --kl-horizon 10000",
     # Of verl's per-token losses geo_mean alone passes over loss_agg_mode and the totals of the step.
     f"{VERL} {ACTOR}use_kl_loss=true {MODE}=geo_mean": "M times the mean over rollouts",
     f"{NEMO_RL} loss_fn.token_level_loss=false grpo.overlong_filtering=true": "N / N_kept",
@@ -318,6 +322,14 @@ def test_whose_line_it_is(line: str, run) -> None:
     run("train.py --lr 1e-6", "--trainer slime")
 
 
+def with_advantages() -> argparse.ArgumentParser:
+    """The flags of the policy loss, and those of the training scripts for advantages."""
+    parser = add_policy_loss_args(argparse.ArgumentParser())
+    parser.add_argument("--advantage", choices=METHODS)
+    parser.add_argument("--whiten-advantages", action="store_true")
+    return parser
+
+
 @pytest.mark.parametrize("name", TRAINERS)
 def test_tables_are_whole(name: str) -> None:
     """Every condition names settings that exist, every aggregation with a hook has its lines, every flag of this package is one."""
@@ -325,7 +337,7 @@ def test_tables_are_whole(name: str) -> None:
     given = trainer.read({})
     assert set(trainer.exact) == set(HOOKS)
     assert trainer.limits(given, trainer.terms(given)) is not None
-    parser = add_policy_loss_args(argparse.ArgumentParser())
+    parser = with_advantages()
     flags = {flag for action in parser._actions for flag in action.option_strings}
     for row in trainer.settings.values():
         here = row.get("here", "")
@@ -353,7 +365,7 @@ def here(run, line: str, options: str = "") -> tuple[str, str, list[str]]:
 
 def taken(flags: str) -> argparse.Namespace:
     """The flags as this package's parser and validation take them."""
-    args = add_policy_loss_args(argparse.ArgumentParser()).parse_args(shlex.split(flags))
+    args = with_advantages().parse_args(shlex.split(flags))
     return validate_policy_loss_args(args)
 
 
@@ -373,6 +385,8 @@ ON = "loss_fn.use_importance_sampling_correction=true"
 VERL_KL = f"{VERL} {ACTOR}use_kl_loss=true {ACTOR}kl_loss_type="
 ROLLOUT = "algorithm.rollout_correction"
 SEQUENCE = "loss_fn.sequence_level_importance_ratios=true"
+WHITENED = "--advantage reward --whiten-advantages"
+CTPO, LA = f"{MODE}=cum-token-cumprod-la", f"{ACTOR}clip_ratio_la_"
 SAME = {
     f"{TIS}tis {BOUNDS} {ON}": "--use-tis --tis-clip 5 --tis-clip-low 0.5",
     f"{TIS}icepop {BOUNDS} {ON}": "--use-tis --tis-mode mask --tis-clip 5 --tis-clip-low 0.5",
@@ -398,7 +412,11 @@ SAME = {
     f"{VERL} {ROLLOUT}.rollout_is=sequence {ROLLOUT}.rollout_is_threshold=4": "--use-tis --tis-level sequence --tis-clip 4",
     f"{SLIME} --use-tis --tis-clip 3": "--use-tis --tis-clip 3",
     f"{SLIME} --tis-clip 3 --opsm-delta 1 --kl-loss-type k2 --use-unbiased-kl": "",  # none is read
-    f"{SLIME} --advantage-estimator reinforce_plus_plus": "",
+    f"{SLIME} --advantage-estimator reinforce_plus_plus": WHITENED,
+    f"{MILES} --advantage-estimator reinforce_plus_plus_baseline --eps-clip-high 0.3": "--advantage dr_grpo --whiten-advantages",
+    f"{VERL} algorithm.adv_estimator=reinforce_plus_plus": WHITENED,
+    f"{VERL} algorithm.adv_estimator=rloo algorithm.kl_ctrl.type=adaptive": "",
+    f"{VERL} {CTPO} {LA}power=0.5 {ACTOR}la_clip_low=0.03 {ACTOR}la_clip_c=0.1": "--policy-loss ctpo --ctpo-clip-low 0.03 --ctpo-clip-c 0.1",
 }
 """Lines with a counterpart: what is printed beyond aggregation, clip and the coefficient of KL."""
 
@@ -418,6 +436,8 @@ LOST = {
     f"{VERL} {MODE}=dppo_kl": f"{ACTOR}clip_ratio_c=3",
     f"{VERL} {ROLLOUT}.bypass_mode=true {ROLLOUT}.loss_type=reinforce": f"{ROLLOUT}.loss_type=reinforce",
     f"{SLIME} --use-rollout-logprobs --use-tis": "--use-rollout-logprobs=True",
+    f"{VERL} {CTPO}": f"{LA}power=0.0",
+    f"{VERL} {ADAPTIVE}": "algorithm.kl_ctrl.type=adaptive",
     f"{VERL_KL}abs": f"{ACTOR}kl_loss_type=abs",
     f"{VERL_KL}full": f"{ACTOR}kl_loss_type=full",
     f"{VERL} {ROLLOUT}.rollout_is=token {ROLLOUT}.rollout_is_threshold=0.5_5.0": f"{ROLLOUT}.rollout_is_threshold=0.5_5.0",

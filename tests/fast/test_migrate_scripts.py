@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pg import add_policy_loss_args
+from megatron_pg import add_critic_args, add_policy_loss_args
 from megatron_pg.migrate import main
 from megatron_pg.migrate.line import OTHERS, read
 from megatron_pg.migrate.rows import TRAINERS
@@ -126,6 +126,26 @@ BY_NAME = {
         "model: {head: {losses: {grpo: {epsilon_low: 0.1}}}}\n",
     ): "epsilon_low=0.1: --eps-clip",
     ("fast.yaml", "schedule: {docs_per_step: 64}\n"): "docs_per_step=64: no flag",
+    ("run.sh", "trl grpo --loss_type luspo"): "loss_type=luspo: --policy-loss gspo --loss-agg",
+    ("run.sh", "trl grpo --loss_type vespo"): "loss_type=vespo: --policy-loss vespo",
+    ("run.sh", "megatron rlhf --loss_type fipo"): "loss_type=fipo: --policy-loss fipo",
+    ("run.sh", "swift rlhf --fipo_decay_rate 64"): "fipo_decay_rate=64: --fipo-half-life",
+    (
+        "run.sh",
+        "uv run examples/run_ppo.py ppo.adv_estimator.gae_lambda_value=1.0",
+    ): "gae_lambda_value=1.0: --value-lam",
+    (
+        "run.sh",
+        "uv run -m skyrl.main trainer.algorithm.policy_loss_type=rollout_is",
+    ): "rollout_is: --policy-loss dis",
+    (
+        "run.sh",
+        "uv run -m skyrl.main trainer.algorithm.policy_loss_type=kl_cov",
+    ): "none: depends on packing",
+    (
+        "roll.yaml",
+        "actor_train: {a: {}}\nratio_type: segment\n",
+    ): "segment: --policy-loss gspo --sequence-unit turn",
     ("run.sh", "python3 -m openrlhf.cli.train_ppo_ray --actor.x 1"): "OpenRLHF is not read",
     (
         "run.sh",
@@ -150,7 +170,9 @@ def test_what_is_not_read_is_said_by_name(file: tuple[str, str], tmp_path: Path,
 
 
 def test_their_words_name_flags_of_this_package() -> None:
-    flags = set(add_policy_loss_args(argparse.ArgumentParser())._option_string_actions)
+    parser = add_critic_args(add_policy_loss_args(argparse.ArgumentParser()))
+    # The training scripts have the first.
+    flags = {"--advantage", *parser._option_string_actions}
     meanings = " ".join(" ".join(other["words"].values()) for other in OTHERS.values())
     assert set(re.findall(r"--[a-z0-9-]+", meanings)) <= flags
 

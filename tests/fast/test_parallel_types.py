@@ -64,11 +64,7 @@ def types_of_step(mesh: object, **settings: object) -> Seen:
     return seen
 
 
-SCANNING = ("fipo", "ctpo")
-"""Their places come from the host, without types; test_scan.py and test_sequence_level.py have them on several ranks."""
-
-
-@pytest.mark.parametrize("objective", [x for x in OF_LOG_PROBS if x not in SCANNING])
+@pytest.mark.parametrize("objective", OF_LOG_PROBS)
 def test_what_is_partial_replicated_and_sharded(mesh: object, objective: str) -> None:
     per_token = objective == "gspo"
     # The ratio of dis is the weight of TIS already.
@@ -148,8 +144,14 @@ MISTAKES = {
 """What is forgotten, and what the types say of it."""
 
 
-@pytest.mark.parametrize("forgotten", MISTAKES, ids=lambda function: function.__name__)
-def test_mutants_have_no_type(mesh: Any, forgotten: Callable, monkeypatch) -> None:
+SUMS_OF_SHARDS = [(sum_over_sequences, name) for name in ("fipo", "ctpo")]
+
+
+@pytest.mark.parametrize(
+    ("forgotten", "objective"), [*((f, "gspo") for f in MISTAKES), *SUMS_OF_SHARDS]
+)
+def test_mutants_have_no_type(mesh: Any, forgotten: Callable, objective: str, monkeypatch) -> None:
     forgotten(monkeypatch, mesh[1])
+    settings = {} if objective == "gspo" else {"use_tis": False, "tis_level": "token"}
     with pytest.raises(SpmdTypeError, match=re.escape(MISTAKES[forgotten])):
-        types_of_step(mesh, policy_loss="gspo")
+        types_of_step(mesh, policy_loss=objective, **settings)

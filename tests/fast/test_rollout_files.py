@@ -477,6 +477,22 @@ def test_rewards_become_advantages_within_their_groups(tmp_path: Path) -> None:
     assert_refused("online answer has no reward", with_group_advantages, [lone])
 
 
+@pytest.mark.parametrize(
+    ("method", "expected"), [("reward", [1, 0, 2]), ("step_rloo", [0, -1.5, 1.5])]
+)
+def test_a_baseline_of_the_step_needs_no_prompt_groups(method, expected, tmp_path: Path) -> None:
+    rows = [row(i, reward=reward) for i, reward in enumerate([1.0, 0.0, 2.0])]
+    for fields in rows:
+        fields.pop("group_index", None)
+    samples = RolloutFiles([write(tmp_path, rows, "jsonl")]).pull(3)
+    replaced, step = with_group_advantages(samples, method=method)
+    assert [sample.advantages[0].item() for sample in replaced] == expected
+    assert step.num_groups == 3
+    assert_refused(
+        "has no group_index, which the advantages of grpo need", with_group_advantages, samples
+    )
+
+
 def test_a_missing_pyarrow_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the first row of Parquet; JSON Lines do without."""
     paths = {kind: write(tmp_path, [row(3)], kind) for kind in KINDS}

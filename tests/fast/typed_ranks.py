@@ -159,6 +159,22 @@ def say_by_hand(patch: pytest.MonkeyPatch, seen: Seen) -> None:
             spmd.assert_type(numbers, {"dp": V, "cp": R, "tp": R})
         return built
 
+    places_of = micro_batch.host_places
+
+    def places_typed(*args: Any) -> tuple[Tensor, Tensor]:
+        with spmd.no_typecheck():
+            places, borders = places_of(*args)
+        return of_tokens(places), spmd.assert_type(borders, {"dp": V, "cp": R, "tp": R})
+
+    # Each token has the sum of its chunk, which is the rank's own; the totals of chunks lie with the rank that has the chunk.
+    scans_of = micro_batch.scans_of_rank
+
+    def scans_typed(config: Any, tokens: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        with spmd.no_typecheck():
+            scans, totals = scans_of(config, tokens, *args)
+        spmd.assert_local_type_like(totals, tokens.positions, {"cp": P})
+        return of_tokens(scans), totals
+
     pairs_of = metrics.PairTable.pairs
 
     def pairs_typed(self: Any, parts: Any) -> Tensor:
@@ -187,6 +203,8 @@ def say_by_hand(patch: pytest.MonkeyPatch, seen: Seen) -> None:
         return sums_of(config, unit_ids, table, scans)
 
     patch.setattr(micro_batch, "host_weights", build_typed)
+    patch.setattr(micro_batch, "host_places", places_typed)
+    patch.setattr(micro_batch, "scans_of_rank", scans_typed)
     patch.setattr(metrics.PairTable, "pairs", pairs_typed)
     patch.setattr(from_logits, "log_probs_of_logits", of_logits_typed)
     patch.setattr(SequenceSums, "of_table", sums_seen)

@@ -1,7 +1,8 @@
-"""fipo, ctpo and turns beside the functions of ms-swift, of the authors of CTPO and of ROLL, each from its own source: values, gradients.
+"""fipo, ctpo, vespo and turns beside the functions of ms-swift, of the authors of CTPO and VESPO and of ROLL, each from its own source: values, gradients.
 
 pip download --no-deps ms-swift==4.6.0 && unzip ms_swift-4.6.0-py3-none-any.whl -d $TRAINERS/ms-swift
 git clone https://github.com/horizon-llm/CTPO $TRAINERS/CTPO    # acc4021
+git clone https://github.com/FloyedShen/VESPO $TRAINERS/VESPO    # aa1f304
 TRAINERS=/folder python -m pytest -s tests/trainers/test_scan_peers.py
 """
 
@@ -116,6 +117,27 @@ def test_ctpo_is_that_of_its_authors() -> None:
     inputs = Inputs()
     loss(inputs.old, inputs.log_probs, inputs.advantages, inputs.mask, config=ActorConfig())
     inputs.check(seen["losses"], policy_loss="ctpo")
+
+
+def test_vespo_is_that_of_its_authors() -> None:
+    """Under one advantage a sequence, of which theirs reads the first token's."""
+    seen: dict[str, Tensor] = {}
+
+    def agg_loss(losses: Tensor, *_: Any) -> Tensor:
+        seen["losses"] = losses
+        return losses.sum()
+
+    path = "VESPO/recipe/vespo/code/core_algos.py"
+    loss = function_of(path, "compute_policy_loss_vespo", agg_loss=agg_loss)
+    inputs = Inputs()
+    inputs.sequences = [
+        dataclasses.replace(s, advantages=[s.advantages[s.active()[0]]] * len(s.loss_mask))
+        for s in inputs.sequences
+    ]
+    advantages = padded([s.advantages for s in inputs.sequences])
+    config = SimpleNamespace(policy_loss={})
+    loss(inputs.old, inputs.log_probs, advantages, inputs.mask.long(), config=config)
+    inputs.check(seen["losses"], policy_loss="vespo")
 
 
 def test_the_turns_of_gspo_are_the_segments_of_roll() -> None:

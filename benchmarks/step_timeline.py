@@ -39,7 +39,7 @@ from megatron_pg.megatron.policy_step import MicroBatchHead
 from megatron_pg.megatron.schedule import run_micro_batches
 
 SAMPLES, MICRO_BATCHES = 8, 4
-WARM_UP, TIMED, PROFILED = 3, 8, 4
+WARM_UP, TIMED, PROFILED = 2, 6, 3
 SETTINGS: dict[str, tuple[PolicyLossConfig, dict[str, Any]]] = {
     "`--fused-lm-head`": (PolicyLossConfig(fused_lm_head=True), {}),
     "`--fused-lm-head --policy-loss gspo`": (

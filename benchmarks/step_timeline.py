@@ -14,7 +14,6 @@ enters it; where that is longer than the host stays, the GPU cannot wait for it.
 
 import argparse
 import contextlib
-import itertools
 import json
 import statistics
 import tempfile
@@ -31,6 +30,17 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import whole_step
+from benchmarks.idle_time import (
+    ON_THE_GPU,
+    Activity,
+    Interval,
+    Span,
+    activities_of,
+    ahead,
+    idle_times,
+    overlap,
+    union,
+)
 from benchmarks.whole_step_model import Trainer, build_trainer
 from megatron_pg import PolicyLossConfig, Sample, StepTotals, pack, step_totals
 from megatron_pg.loss.micro_batch import MicroBatchLoss
@@ -49,60 +59,6 @@ SETTINGS: dict[str, tuple[PolicyLossConfig, dict[str, Any]]] = {
     "logits, bfloat16": (PolicyLossConfig(), {"fp32_output": False}),
 }
 """The loss, and further arguments of the model."""
-ON_THE_GPU = ("kernel", "gpu_memset", "gpu_memcpy")
-IN_THE_DRIVER = ("cuda_runtime", "cuda_driver")
-CLOCK = "spin_kernel"  # of torch.cuda._sleep
-
-
-class Span(NamedTuple):
-    """A time of the host inside of a function, in milliseconds."""
-
-    name: str
-    begin: float
-    end: float
-
-
-class Activity(NamedTuple):
-    """A kernel or copy: when the host launched it, when it began and ended, in milliseconds."""
-
-    launched: float
-    begin: float
-    end: float
-
-
-Interval = tuple[float, float]
-
-
-def union(intervals: list[Interval], joined_below: float = 0.0) -> list[Interval]:
-    """Return intervals in order that do not touch; gaps below `joined_below` are filled."""
-    merged: list[Interval] = []
-    for begin, end in sorted(intervals):
-        if merged and begin <= merged[-1][1] + joined_below:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((begin, end))
-    return merged
-
-
-def idle_times(activities: list[Activity], begin: float, end: float) -> list[Interval]:
-    """Return the intervals of [begin, end] in which no activity runs."""
-    busy = union([(activity.begin, activity.end) for activity in activities])
-    edges = [begin, *(min(max(edge, begin), end) for pair in busy for edge in pair), end]
-    return [
-        (left, right) for left, right in zip(edges[::2], edges[1::2], strict=True) if right > left
-    ]
-
-
-def overlap(one: list[Interval], other: list[Interval]) -> float:
-    """Return the time that lies in both unions."""
-    pairs = itertools.product(union(one), union(other))
-    return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a, b in pairs)
-
-
-def ahead(activities: list[Activity], span: Span) -> float:
-    """Return the time from the span's begin until all that was launched before it is done; at least 0."""
-    ends = [activity.end for activity in activities if activity.launched < span.begin]
-    return max(0.0, max(ends, default=span.begin) - span.begin)
 
 
 class Host:
@@ -194,28 +150,6 @@ def trace_events(profiler: profile) -> list[dict[str, Any]]:
     return events
 
 
-def activities_of(events: list[dict[str, Any]]) -> tuple[list[Activity], float, float]:
-    """Return the activities of the GPU, when the last clock kernel was launched, and the milliseconds of its launch."""
-    calls = [event for event in events if event.get("cat") in IN_THE_DRIVER]
-    launched = {
-        event["args"]["correlation"]: event
-        for event in calls
-        if "correlation" in event.get("args", {})
-    }
-    activities, clock = [], (0.0, 0.0)
-    for event in sorted(
-        (event for event in events if event.get("cat") in ON_THE_GPU), key=lambda event: event["ts"]
-    ):
-        begin, end = 1e-3 * event["ts"], 1e-3 * (event["ts"] + event["dur"])
-        call = launched.get(event["args"].get("correlation"))
-        at = begin if call is None else 1e-3 * call["ts"]
-        if CLOCK in event["name"]:
-            clock = at, 1e-3 * (call or event)["dur"]
-            continue
-        activities.append(Activity(at, begin, end))
-    return activities, *clock
-
-
 class Profile(NamedTuple):
     """Profiled steps without the first: what the GPU did, the host's spans, and the most called kernels."""
 
@@ -247,7 +181,7 @@ def profiled(run: Callable[[Host], None], host: Host) -> Profile:
                 run(host)
         torch.cuda.synchronize()
     events = trace_events(profiler)
-    activities, launched, _ = activities_of(events)
+    activities, launched = activities_of(events)
     clock = next(span for span in host.spans if span.name == "clock")
     times: Counter[str] = Counter()
     for event in events:

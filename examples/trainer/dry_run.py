@@ -169,7 +169,7 @@ class MemoryEstimate:
 def estimate_memory(args: Namespace) -> MemoryEstimate:
     """The estimate for validated arguments."""
     activations = _activations(args)
-    tokens = args.max_tokens_per_microbatch / args.context_parallel_size
+    tokens = _local_tokens(args)
     columns = -(-args.vocab_size // args.tensor_model_parallel_size)
     narrow = 2 * tokens * columns
     wide_chunk = 2 * columns * _chunk_rows(args, columns, None)
@@ -198,14 +198,18 @@ def _head_rows(args: Namespace, columns: int) -> int:
     if gradient_scope(config).tokens != "token":
         # A sequence may take twice the budget.
         held = 2 * rows_in_budget(columns, torch.device("cpu"), budget, models)
-        rows = max(rows, min(args.max_tokens_per_microbatch // args.context_parallel_size, held))
+        rows = max(rows, min(_local_tokens(args), held))
     return models * rows
 
 
 def _chunk_rows(args: Namespace, columns: int, budget: float | None, models: int = 1) -> int:
     """The rows of a chunk on a GPU of 80 GB or more."""
-    tokens = args.max_tokens_per_microbatch // args.context_parallel_size
-    return chunk_rows(tokens, args.hidden_size, columns, torch.device("cpu"), budget, models)
+    place = (columns, torch.device("cpu"), budget, models)
+    return chunk_rows(_local_tokens(args), args.hidden_size, *place)
+
+
+def _local_tokens(args: Namespace) -> int:
+    return int(args.max_tokens_per_microbatch // args.context_parallel_size)
 
 
 def _changed(args: Namespace, **values: Any) -> Namespace:
@@ -221,7 +225,7 @@ def _states(args: Namespace) -> float:
 
 def _activations(args: Namespace) -> float:
     """Without those of the output layer."""
-    tokens = args.max_tokens_per_microbatch / args.context_parallel_size
+    tokens = _local_tokens(args)
     of_layer = _bytes_of_a_layer(args)
     if args.recompute_granularity == "full":
         # Every layer's input in bfloat16, and all of the layer that is being recomputed.

@@ -1,12 +1,15 @@
 """Table: the chunk that is chosen, its predicted cost, and what other chunks and QuACK's own function take.
 
-    python -m benchmarks.chunks [--entropy] [--profile] [--minutes 4.5] [--settings 8192,4096,151936 ...]
+    python -m benchmarks.chunks [--entropy | --against-quack] [--profile] [--minutes 4.5] [--settings 8192,4096,151936 ...]
 
 Without --entropy: plain cross-entropy, beside QuACK's own function. With it: the clipped policy loss with an entropy bonus.
 Ratios are to the three matrix products of the same run; methods take turns. The prediction is that of
 `megatron_pg.head.chunks.cost` for the chunk, relative to all rows at once, plus the passes over the logits: 6 bytes a logit
 with bfloat16 logits, 4 with an entropy term on QuACK's products, and 1 % for what these add to the products themselves.
 --profile prints the kernels of one call of the default chunk as well. Settings that the minutes do not reach are named.
+--against-quack: the default chunk and QuACK's own function alone; ours with first products in tiles of 256 columns too, as
+QuACK takes them where the vocabulary allows, and QuACK's with its gradient added to `main_grad`, as a trainer does and ours
+has done.
 """
 
 import argparse
@@ -60,7 +63,9 @@ class Method:
         return of_chunks[0] / of_chunks[1] + passes
 
 
-def methods(size: tuple[int, int, int]) -> list[Method]:
+def methods(size: tuple[int, int, int], *, against_quack: bool = False) -> list[Method]:
+    if against_quack:
+        return [Method(next(iter(PATHS)), "default", size, {})]
     found = [
         Method(path, *row) for path in PATHS for row in ((n, size, o) for n, o in BUDGETS.items())
     ]
@@ -79,6 +84,44 @@ def contenders(
         if peer is not None and peers.try_load("QuACK", lambda: work.of(peer) or peer):
             found.append(Contender("QuACK's own", lambda: work.of(peer), work.clear))
     return found
+
+
+def in_tiles_of_256(method: Contender) -> Contender | None:
+    """Return the method with first products in other tiles; None where they cannot be had."""
+    try:
+        from megatron_pg.head.hopper import exponentials, quack_products
+    except ImportError:
+        return None
+    name, usual = f"{method.name}, tiles of 256", quack_products.tile_of
+
+    def call() -> None:
+        quack_products.tile_of = lambda columns: 256
+        try:
+            method.call()
+        finally:
+            quack_products.tile_of = usual
+
+    method.prepare()
+    call()
+    if exponentials._failures:
+        print(f"left out {name}: {exponentials._failures.pop()}".splitlines()[0])
+        return None
+    return Contender(name, call, method.prepare)
+
+
+def against_quack(work: cross_entropy.CrossEntropy, turns: list[Contender]) -> list[Contender]:
+    """Return further contenders: ours in other tiles, and QuACK's that does what ours does."""
+    added = [in_tiles_of_256(turns[1])] if len(work.weight) % 256 == 0 else []
+    theirs = [turn for turn in turns if turn.name == "QuACK's own"]
+
+    def call() -> None:
+        theirs[0].call()
+        work.main_grad.add_(work.of_weight)
+        work.of_weight = None
+
+    if theirs:
+        added.append(Contender("QuACK's own, added to main_grad", call, work.clear))
+    return [turn for turn in added if turn is not None]
 
 
 def profile(method: Contender) -> None:
@@ -100,9 +143,11 @@ def profile(method: Contender) -> None:
 def run(size: tuple[int, int, int], options: argparse.Namespace) -> None:
     kind = fused_head.Work if options.entropy else cross_entropy.CrossEntropy
     work, is_long = kind(*size), size[0] >= _LONG
-    chosen = methods(size)
+    chosen = methods(size, against_quack=options.against_quack)
     call = work.known if options.entropy else work.own  # type: ignore[attr-defined]
     turns = contenders(work, chosen, call)
+    if options.against_quack:
+        turns += against_quack(work, turns)
     errors: dict[str, str] = {}
     if size[0] <= 8192:
         exact = (fused_head if options.entropy else cross_entropy).Exact(work)
@@ -113,7 +158,7 @@ def run(size: tuple[int, int, int], options: argparse.Namespace) -> None:
     timings = measure(turns, 1 if is_long else options.rounds, calls=2 if is_long else 4)
     print(text(size, timings, {method.name: method for method in chosen}, errors, options.entropy))
     for turn in turns if options.profile else ():
-        if turn.name.endswith("default") or turn.name == "three products":
+        if turn.name.endswith(("default", "of 256", "own", "three products")):
             profile(turn)
 
 
@@ -146,6 +191,7 @@ def main() -> None:
     parser.add_argument(
         "--entropy", action="store_true", help="the policy loss with an entropy bonus"
     )
+    parser.add_argument("--against-quack", action="store_true", help="QuACK's own and ours alone")
     parser.add_argument("--profile", action="store_true", help="the kernels of a call")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=4.5, help="no setting begins after them")

@@ -44,9 +44,14 @@ def verl_sum() -> Callable[..., Tensor]:
     )
 
 
-def logits_to_transformer_engine() -> Callable[..., Tensor]:
-    call = peers.transformer_engine()
-    return lambda hidden, weight, targets: call(hidden @ weight.t(), targets).sum()
+def of_logits(load: Callable[[], Callable[..., Tensor]]) -> Callable[[], Callable[..., Tensor]]:
+    """The output layer before a peer that takes logits."""
+
+    def loaded() -> Callable[..., Tensor]:
+        call = load()
+        return lambda hidden, weight, targets: call(hidden @ weight.t(), targets).sum()
+
+    return loaded
 
 
 class CrossEntropy(Work):
@@ -112,7 +117,8 @@ def contenders(work: CrossEntropy) -> list[Contender]:
         "torchtitan": peers.torchtitan,
         "verl": verl_sum,
         "NeMo-RL": peers.nemo_rl,
-        "Transformer Engine on logits": logits_to_transformer_engine,
+        "Transformer Engine on logits": of_logits(peers.transformer_engine),
+        "Transformer Engine 2.20 on logits": of_logits(peers.transformer_engine_rewritten),
     } | {
         f"torch, {name}": peers.torch_linear_cross_entropy(**options)
         for name, options in TORCH_OPTIONS.items()

@@ -40,8 +40,8 @@ def op_alone(logits: Tensor, tokens: Tokens) -> Tensor:
     return _Given.apply(*log_probs_and_entropy(logits, tokens.targets, with_entropy=True))
 
 
-def losses() -> dict[str, Callable[[Tensor, Tokens], Tensor]]:
-    """Name -> (logits, tokens) -> loss."""
+def losses(*, kernels_alone: bool) -> dict[str, Callable[[Tensor, Tokens], Tensor]]:
+    """Name -> (logits, tokens) -> loss; `kernels_alone`: without torch's own, which take longest to compile and to run."""
     methods: dict[str, Callable[[Tensor, Tokens], Tensor]] = {
         "megatron_pg, op alone": op_alone,
         "megatron_pg": lambda logits, tokens: tokens.loss(
@@ -56,6 +56,7 @@ def losses() -> dict[str, Callable[[Tensor, Tokens], Tensor]]:
         methods["Liger GRPO kernel, no entropy"] = grpo
     for name, load in (
         ("Transformer Engine, no entropy", peers.transformer_engine),
+        ("Transformer Engine 2.20, no entropy", peers.transformer_engine_rewritten),
         ("Megatron fused, no entropy", peers.megatron),
     ):
         peer = peers.try_load(name, load)
@@ -63,6 +64,8 @@ def losses() -> dict[str, Callable[[Tensor, Tokens], Tensor]]:
             methods[name] = lambda logits, tokens, peer=peer: tokens.loss(
                 -peer(logits, tokens.targets), None
             )
+    if kernels_alone:
+        return methods
     compiled = peers.compiled()
     methods["torch.compile"] = lambda logits, tokens: tokens.loss(*compiled(logits, tokens.targets))
     methods["eager float32"] = lambda logits, tokens: tokens.loss(
@@ -102,10 +105,10 @@ def errors(work: Work, methods: dict[str, Callable]) -> dict[str, str]:
     return found
 
 
-def run(tokens: int, columns: int, rate: float, rounds: int, output: Path | None) -> None:
-    work, methods = Work(tokens, columns), losses()
+def run(tokens: int, columns: int, rate: float, options: argparse.Namespace) -> None:
+    work, methods = Work(tokens, columns), losses(kernels_alone=options.kernels_alone)
     if tokens * columns > 2**31:
-        methods.pop("eager float32")
+        methods.pop("eager float32", None)
     torch.compiler.reset()
     methods_errors = errors(work, methods)
     entropy = log_probs_and_entropy(work.original, work.tokens.targets, with_entropy=True)[1]
@@ -118,10 +121,10 @@ def run(tokens: int, columns: int, rate: float, rounds: int, output: Path | None
             Contender(name, lambda loss=loss, step=step: step(loss), work.restore)
             for name, loss in methods.items()
         ]
-        timings = measure(contenders, rounds)
+        timings = measure(contenders, options.rounds)
         floor = bytes_a_logit * tokens * columns / rate * 1e3
         setting = {"kind": kind, "tokens": tokens, "columns": columns, "floor_ms": floor}
-        append_results(output, setting, timings)
+        append_results(options.output, setting, timings)
         print(table(f"{title}: {kind}", timings, floor, {"error of gradient": methods_errors}))
 
 
@@ -130,12 +133,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192])
     parser.add_argument("--columns", type=int, nargs="+", default=[18992, 37984, 75968, 151936])
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--kernels-alone", action="store_true", help="without torch's own")
     parser.add_argument("--output", type=Path, help="append results as JSON lines")
     options = parser.parse_args()
     rate = begin()
     for tokens in options.tokens:
         for columns in options.columns:
-            run(tokens, columns, rate, options.rounds, options.output)
+            run(tokens, columns, rate, options)
             torch.cuda.empty_cache()
 
 

@@ -10,19 +10,23 @@ import os
 import sys
 import types
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 
-def import_below(*modules: str, packages: tuple[str, ...]) -> types.ModuleType:
+def import_below(
+    *modules: str, packages: tuple[str, ...], only_peers: bool = False
+) -> types.ModuleType:
     """Imports `modules` with the `__init__` of `packages` left out; returns the first module.
 
     They are looked for in the folder PEERS_PATH first, where a package can lie unpacked that other
-    packages must not find.
+    packages must not find; with `only_peers` nowhere else.
     """
-    folders = [*filter(None, [os.environ.get("PEERS_PATH")]), *sys.path]
+    peers = [*filter(None, [os.environ.get("PEERS_PATH")])]
+    folders = peers if only_peers else [*peers, *sys.path]
     for package in packages:
         root, *rest = package.split(".")
         found = importlib.machinery.PathFinder.find_spec(root, folders)
@@ -70,17 +74,43 @@ def liger_grpo() -> Callable[..., Tensor]:
 
 
 def transformer_engine() -> Callable[..., Tensor]:
-    """(logits, targets) -> -log_probs; no entropy."""
+    """(logits, targets) -> -log_probs; no entropy. Transformer Engine as installed."""
+    call = _transformer_engine(only_peers=False)
+    return lambda logits, targets: call(logits.unsqueeze(0), targets.unsqueeze(0))[0]
+
+
+def transformer_engine_rewritten() -> Callable[..., Tensor]:
+    """The same of a release from 2.20 on, unpacked in PEERS_PATH, its gradient written over the logits."""
+    call = _transformer_engine(only_peers=True)
+    return lambda logits, targets: call(
+        logits.unsqueeze(0), targets.unsqueeze(0), overwrite_input=True
+    )[0]
+
+
+def _transformer_engine(*, only_peers: bool) -> Callable[..., Tensor]:
+    """Its cross-entropy without the compiled core; whatever was imported of the package stays what it was."""
+    installed = _taken_out("transformer_engine")
     below = ("", ".common", ".pytorch", ".pytorch.triton")
     packages = tuple(f"transformer_engine{name}" for name in below)
+    # Of the release from 2.20 on: a decorator that keeps torch.compile out, from a module that imports the core.
+    jit: Any = types.ModuleType("transformer_engine.pytorch.jit")
+    jit.no_torch_dynamo = lambda *_, **__: lambda function: function
+    sys.modules[jit.__name__] = jit
     try:
-        module = import_below("transformer_engine.pytorch.cross_entropy", packages=packages)
+        module = import_below(
+            "transformer_engine.pytorch.cross_entropy", packages=packages, only_peers=only_peers
+        )
     finally:
-        for package in packages:
-            del sys.modules[package]  # other packages ask for it, and expect all of it
-    return lambda logits, targets: module.parallel_cross_entropy(
-        logits.unsqueeze(0), targets.unsqueeze(0)
-    )[0]
+        _taken_out("transformer_engine")
+        sys.modules.update(installed)
+    call: Callable[..., Tensor] = module.parallel_cross_entropy
+    return call
+
+
+def _taken_out(package: str) -> dict[str, types.ModuleType]:
+    """Takes a package and its modules out of those that are imported."""
+    names = [name for name in sys.modules if name.split(".")[0] == package]
+    return {name: sys.modules.pop(name) for name in names}
 
 
 def _one_process() -> None:

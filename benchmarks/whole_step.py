@@ -21,7 +21,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,11 +54,13 @@ class Measurement:
     peak_gib: float
 
 
-def rollouts(tokens: int, vocab_size: int) -> list[list[Sample]]:
+def rollouts(
+    tokens: int, vocab_size: int, parts_of: Sequence[tuple[float, ...]] = MICRO_BATCHES
+) -> list[list[Sample]]:
     """The samples of each micro-batch; old log-probs near those of a model that knows nothing."""
     generator = torch.Generator().manual_seed(0)
     micro_batches = []
-    for parts in MICRO_BATCHES:
+    for parts in parts_of:
         samples = []
         for part in parts:
             length = round(part * tokens)
@@ -227,8 +229,9 @@ def report(found: dict[str, Measurement], tokens: int, sharding: str) -> str:
     return "\n".join([*lines, ""])
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def parse_arguments(parser: argparse.ArgumentParser | None = None) -> argparse.Namespace:
+    """Parse the arguments of a whole step, added to those of the parser, and check the number of processes."""
+    parser = parser or argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
     parser.add_argument("--context-parallel-size", type=int, default=1)
     parser.add_argument("--tokens", type=int, nargs="+", default=[32768])

@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from megatron.training import theoretical_memory_usage as megatron
 
 from megatron_pg import PolicyLossConfig
+from megatron_pg.head.chunks import chunk_rows, rows_in_budget
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.loss.micro_batch import gradient_scope
 from megatron_pg.rollout_files import validate_rollout_file
@@ -167,12 +169,11 @@ class MemoryEstimate:
 def estimate_memory(args: Namespace) -> MemoryEstimate:
     """The estimate for validated arguments."""
     activations = _activations(args)
-    tokens = args.max_tokens_per_microbatch / args.context_parallel_size
-    narrow = 2 * tokens * args.vocab_size / args.tensor_model_parallel_size
-    # Beside the chunk: the hidden states, gathered over tensor parallelism, and their gradient. A sequence may take two.
-    chunks = 1 if gradient_scope(PolicyLossConfig.from_args(args)).tokens == "token" else 2
+    tokens = _local_tokens(args)
+    columns = -(-args.vocab_size // args.tensor_model_parallel_size)
+    narrow = 2 * tokens * columns
+    wide_chunk = 2 * columns * _chunk_rows(args, columns, None)
     widths = 2 if args.fp32_lm_head else 1
-    chunk = (args.fused_lm_head_memory_gib or 2.5) * GIB
     axes = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
     sizes = {f"{axis}_parallel_size": 1 for axis in axes} | {"world_size": 1}
     whole = _changed(args, **sizes, data_parallel_size=1, use_distributed_optimizer=False)
@@ -183,9 +184,32 @@ def estimate_memory(args: Namespace) -> MemoryEstimate:
         last_stage_activations=activations / args.pipeline_model_parallel_size,
         # Float32 logits, whose place the gradient takes, and what is bfloat16 beside them: the logits that Megatron's
         # Float16Module copies, or with --fp32-lm-head a chunk of the gradient.
-        logits=2 * narrow + (min(narrow, chunk) if args.fp32_lm_head else narrow),
-        fused_head=widths * min(narrow, chunks * chunk) + tokens * args.hidden_size * 4,
+        logits=2 * narrow + (wide_chunk if args.fp32_lm_head else narrow),
+        # Beside the chunk: the hidden states, gathered over tensor parallelism, and their gradient.
+        fused_head=widths * 2 * columns * _head_rows(args, columns) + tokens * args.hidden_size * 4,
     )
+
+
+def _head_rows(args: Namespace, columns: int) -> int:
+    """The rows of logits that the fused head holds, of student and teacher together."""
+    config, budget = PolicyLossConfig.from_args(args), args.fused_lm_head_memory_gib
+    models = 2 if config.distills else 1
+    rows = _chunk_rows(args, columns, budget, models)
+    if gradient_scope(config).tokens != "token":
+        # A sequence may take twice the budget.
+        held = 2 * rows_in_budget(columns, torch.device("cpu"), budget, models)
+        rows = max(rows, min(_local_tokens(args), held))
+    return models * rows
+
+
+def _chunk_rows(args: Namespace, columns: int, budget: float | None, models: int = 1) -> int:
+    """The rows of a chunk on a GPU of 80 GB or more."""
+    place = (columns, torch.device("cpu"), budget, models)
+    return chunk_rows(_local_tokens(args), args.hidden_size, *place)
+
+
+def _local_tokens(args: Namespace) -> int:
+    return int(args.max_tokens_per_microbatch // args.context_parallel_size)
 
 
 def _changed(args: Namespace, **values: Any) -> Namespace:
@@ -201,7 +225,7 @@ def _states(args: Namespace) -> float:
 
 def _activations(args: Namespace) -> float:
     """Without those of the output layer."""
-    tokens = args.max_tokens_per_microbatch / args.context_parallel_size
+    tokens = _local_tokens(args)
     of_layer = _bytes_of_a_layer(args)
     if args.recompute_granularity == "full":
         # Every layer's input in bfloat16, and all of the layer that is being recomputed.

@@ -37,6 +37,18 @@ def _finite(maximum):
 
 
 @triton.jit
+def log2(x, SPECIAL: tl.constexpr):
+    """Return the logarithm (base 2); SPECIAL: by the special function unit, within 2 ** -22, in place of 30 instructions."""
+    if SPECIAL:
+        logarithm = tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        logarithm = tl.log2(x)
+    return logarithm
+
+
+@triton.jit
 def _online_update(logits, maximum, total, dot, scale):
     """Fold a tile [VECTORS, VECTOR] into running statistics [VECTORS], without communication: a vector lies in one thread."""
     largest = tl.maximum(maximum, tl.max(logits, axis=1))

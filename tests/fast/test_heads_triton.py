@@ -31,7 +31,7 @@ def test_divergence(way, kind, dtype, tile, monkeypatch):
 
 @pytest.mark.parametrize("sizes", kept_set.SIZES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("tile", [(2, 4), (16, 32)], ids=["many tiles", "one tile"])
+@pytest.mark.parametrize("tile", [(2, 4, 1), (16, 32, 1)], ids=["many tiles", "one tile"])
 def test_sparse_layer(tile, dtype, sizes, monkeypatch):
     for name in ("_LOGITS_TILE", "_HIDDEN_TILE", "_WEIGHT_TILE"):
         monkeypatch.setattr(pairs_triton, name, tile)

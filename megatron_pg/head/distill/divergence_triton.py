@@ -9,22 +9,22 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_pg.head.distill.divergence import LogitPair
-from megatron_pg.head.rows_triton import SMALLEST, packed, write_zeros
+from megatron_pg.head.rows_triton import LN_2, SMALLEST, log2, packed, write_zeros
 
 _TILE, _WARPS = 4096, 8
 
 
 @triton.jit
-def _log_softmax(base, lanes, mask, maximum, log_sum, temperature):
+def _log_softmax(base, lanes, mask, maximum, log_sum, inverse_temperature):
     """Return the log-probabilities of a tile, held above a finite number; SMALLEST outside of the row."""
-    logits = tl.load(base + lanes, mask=mask, other=0.0).to(tl.float32)
-    log_p = (logits - maximum) / temperature - log_sum
+    logits = tl.load(base + lanes, mask=mask, other=-float("inf")).to(tl.float32)
+    log_p = (logits - maximum) * inverse_temperature - log_sum
     # 0 * -inf is NaN. A NaN logit still shows, through the exponential.
-    return tl.where(mask, tl.where(log_p < SMALLEST, SMALLEST, log_p), SMALLEST)
+    return tl.where(log_p < SMALLEST, SMALLEST, log_p)
 
 
 @triton.jit
-def _terms(log_p, log_q, beta, KIND: tl.constexpr):
+def _terms(log_p, log_q, beta, KIND: tl.constexpr, SPECIAL: tl.constexpr):
     """Return each column's part of the divergence, and g, as `Divergence.terms` does."""
     p, q = tl.exp(log_p), tl.exp(log_q)
     if KIND == "forward_kl":
@@ -34,8 +34,8 @@ def _terms(log_p, log_q, beta, KIND: tl.constexpr):
         value = tl.where(p == 0.0, 0.0, p * (log_p - log_q))
         weighted = value
     else:
-        mixture = beta * q + (1.0 - beta) * p
-        log_m = tl.log(tl.where(mixture == 0.0, 1.0, mixture))
+        # Below every logarithm of a float32: a mixture that counts as 0 weighs nothing.
+        log_m = tl.maximum(log2(beta * q + (1.0 - beta) * p, SPECIAL), -150.0) * LN_2
         weighted = (1.0 - beta) * tl.where(p == 0.0, 0.0, p * (log_p - log_m))
         value = weighted + beta * tl.where(q == 0.0, 0.0, q * (log_q - log_m))
     return p, value, weighted
@@ -46,7 +46,7 @@ def sums_kernel(
     student, student_stride, student_maximum, student_log_sum,
     teacher, teacher_stride, teacher_maximum, teacher_log_sum,
     row_mask, temperature, out, columns, beta,
-    KIND: tl.constexpr, TILE: tl.constexpr,
+    KIND: tl.constexpr, SPECIAL: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Write the sums [tokens, 2] of one row's columns."""
     row = tl.program_id(0).to(tl.int64)
@@ -55,16 +55,16 @@ def sums_kernel(
         live = tl.load(row_mask + row) != 0
     value, moment = tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32)
     if live:
-        scale = tl.load(temperature)
+        inverse = 1.0 / tl.load(temperature)
         own, own_sum = tl.load(student_maximum + row), tl.load(student_log_sum + row)
         other, other_sum = tl.load(teacher_maximum + row), tl.load(teacher_log_sum + row)
         student_row, teacher_row = student + row * student_stride, teacher + row * teacher_stride
         for first in range(0, columns, TILE):
             lanes = first + tl.arange(0, TILE)
             mask = lanes < columns
-            log_p = _log_softmax(student_row, lanes, mask, own, own_sum, scale)
-            log_q = _log_softmax(teacher_row, lanes, mask, other, other_sum, scale)
-            _, values, weighted = _terms(log_p, log_q, beta, KIND)
+            log_p = _log_softmax(student_row, lanes, mask, own, own_sum, inverse)
+            log_q = _log_softmax(teacher_row, lanes, mask, other, other_sum, inverse)
+            _, values, weighted = _terms(log_p, log_q, beta, KIND, SPECIAL)
             value += values
             moment += weighted
     tl.store(out + row * 2, tl.sum(value, axis=0))
@@ -76,14 +76,14 @@ def gradient_kernel(
     student, student_stride, student_maximum, student_log_sum,
     teacher, teacher_stride, teacher_maximum, teacher_log_sum,
     moment, incoming, temperature, out, out_stride, columns, width, beta,
-    KIND: tl.constexpr, TILE: tl.constexpr,
+    KIND: tl.constexpr, SPECIAL: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of one row; padding columns, and rows without a gradient, get 0. `out` may be the teacher's logits."""
     row = tl.program_id(0).to(tl.int64)
     coefficient = tl.load(incoming + row).to(tl.float32)
     out_row = out + row * out_stride
     if coefficient != 0.0:
-        scale = tl.load(temperature)
+        inverse = 1.0 / tl.load(temperature)
         own, own_sum = tl.load(student_maximum + row), tl.load(student_log_sum + row)
         other, other_sum = tl.load(teacher_maximum + row), tl.load(teacher_log_sum + row)
         of_row = tl.load(moment + row)
@@ -91,10 +91,10 @@ def gradient_kernel(
         for first in range(0, width, TILE):
             lanes = first + tl.arange(0, TILE)
             mask = lanes < columns
-            log_p = _log_softmax(student_row, lanes, mask, own, own_sum, scale)
-            log_q = _log_softmax(teacher_row, lanes, mask, other, other_sum, scale)
-            p, _, weighted = _terms(log_p, log_q, beta, KIND)
-            gradient = (weighted - p * of_row) * (coefficient / scale)
+            log_p = _log_softmax(student_row, lanes, mask, own, own_sum, inverse)
+            log_q = _log_softmax(teacher_row, lanes, mask, other, other_sum, inverse)
+            p, _, weighted = _terms(log_p, log_q, beta, KIND, SPECIAL)
+            gradient = (weighted - p * of_row) * (coefficient * inverse)
             gradient = tl.where(mask, gradient, 0.0).to(out.dtype.element_ty)
             tl.store(out_row + lanes, gradient, mask=lanes < width)
     else:
@@ -109,7 +109,7 @@ def local_sums(pair: LogitPair) -> Tensor:
         sums_kernel[(len(sums),)](
             *_inputs(pair), packed(student.row_mask), student.temperature, sums,
             student.shard.columns, pair.divergence.beta,
-            KIND=pair.divergence.kind, TILE=_TILE, num_warps=_WARPS,
+            KIND=pair.divergence.kind, SPECIAL=pair.student.logits.is_cuda, TILE=_TILE, num_warps=_WARPS,
         )  # fmt: skip
     return sums
 
@@ -120,7 +120,7 @@ def write_gradient(pair: LogitPair, moment: Tensor, incoming: Tensor, out: Tenso
         gradient_kernel[(len(out),)](
             *_inputs(pair), packed(moment), packed(incoming, torch.float32), pair.student.temperature,
             out, out.stride(0), pair.student.shard.columns, out.shape[1], pair.divergence.beta,
-            KIND=pair.divergence.kind, TILE=_TILE, num_warps=_WARPS,
+            KIND=pair.divergence.kind, SPECIAL=pair.student.logits.is_cuda, TILE=_TILE, num_warps=_WARPS,
         )  # fmt: skip
 
 

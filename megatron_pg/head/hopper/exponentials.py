@@ -38,7 +38,7 @@ from torch import Tensor
 from megatron_pg.head import rows_triton
 from megatron_pg.head.factor_gradients import FactorGradients, main_grad_of
 from megatron_pg.head.hopper import MULTIPLE
-from megatron_pg.head.rows_triton import LN_2, LOG2_E, SMALLEST, arriving, packed, write_zeros
+from megatron_pg.head.rows_triton import LN_2, LOG2_E, SMALLEST, arriving, log2, packed, write_zeros
 from megatron_pg.head.vocabulary_shard import Incoming, RowStatistics, VocabularyShard
 
 _FIRST_VERSION, _END_OF_VERSIONS = "0.6.5", "0.7"
@@ -163,18 +163,6 @@ def strip_factors_kernel(
 
 
 @triton.jit
-def _log2(x, SPECIAL: tl.constexpr):
-    """Return the logarithm (base 2); SPECIAL: by the special function unit, within 2 ** -22, in place of 30 instructions."""
-    if SPECIAL:
-        log2 = tl.inline_asm_elementwise(
-            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        log2 = tl.log2(x)
-    return log2
-
-
-@triton.jit
 def exponential_gradient_kernel(
     exponentials, offsets, targets, temperature, maximum, log_sum, log_probs, entropy,
     grad_log_probs, grad_entropy,
@@ -213,8 +201,8 @@ def exponential_gradient_kernel(
             inside = lanes < end
             exponential = tl.load(base + lanes, mask=inside, other=0.0).to(tl.float32)
             # 0 * -inf is NaN: bound the logarithm. A NaN still shows, through the exponential or its power.
-            log2 = tl.maximum(_log2(exponential, SPECIAL), LEAST_LOG2)
-            gradient = exponential * power[:, None] * (level[:, None] + slope * log2)
+            logarithm = tl.maximum(log2(exponential, SPECIAL), LEAST_LOG2)
+            gradient = exponential * power[:, None] * (level[:, None] + slope * logarithm)
             gradient = tl.where(lanes == local, at_target, gradient)
             tl.store(base + lanes, gradient.to(exponentials.dtype.element_ty), mask=inside)
     else:

@@ -127,7 +127,7 @@ def write_exponentials(
     }  # fmt: skip
     _epilogue(temperature, dots is not None).gemm(
         hidden, weight, out, epi_args=arguments,
-        tile_M=MULTIPLE, tile_N=tile, cluster_M=2, cluster_N=1, pingpong=True,
+        tile_M=MULTIPLE, tile_N=tile, cluster_M=2, cluster_N=1, pingpong=tile < 256,
     )  # fmt: skip
 
 

@@ -43,7 +43,7 @@ def _product(
     PAIRS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Sum coefficient (0: not read) times a tile of a row of `source` over the pairs, in `order`, of the places [begin, end)."""
-    total = tl.zeros([TILE], tl.float32)
+    total = tl.zeros([PAIRS, TILE], tl.float32)
     for first in range(begin, end, PAIRS):
         places = first + tl.arange(0, PAIRS)
         inside = places < end
@@ -55,8 +55,8 @@ def _product(
         at = tl.load(index + pair, mask=live, other=0)
         mask = live[:, None] & lanes_inside[None, :]
         values = tl.load(source + at[:, None] * stride + lanes[None, :], mask=mask, other=0.0)
-        total += tl.sum(coefficient[:, None] * values.to(tl.float32), axis=0)
-    return total
+        total += coefficient[:, None] * values.to(tl.float32)
+    return tl.sum(total, axis=0)
 
 
 @triton.jit
@@ -100,38 +100,38 @@ def weight_gradient_kernel(
             tl.store(at, total.to(out.dtype.element_ty), mask=lanes_inside)
 
 
-_LOGITS_TILE, _HIDDEN_TILE, _WEIGHT_TILE = (8, 256), (8, 512), (8, 1024)
-"""The pairs, and the elements of a hidden state, that a program takes at a time."""
+_LOGITS_TILE, _HIDDEN_TILE, _WEIGHT_TILE = (8, 256, 4), (8, 512, 4), (8, 1024, 8)
+"""The pairs, and the elements of a hidden state, that a program takes at a time, and its warps."""
 _WEIGHT_PROGRAMS = 1056
 """Programs that share the columns of the weight: 8 for each multiprocessor of an H200."""
 
 
 def pair_logits(hidden: Tensor, weight: Tensor, pairs: KeptPairs) -> Tensor:
     """Read the kept columns once; see `sets.pair_logits`."""
-    (per_program, tile), count, size = _LOGITS_TILE, len(pairs.rows), hidden.shape[1]
+    (per_program, tile, warps), count, size = _LOGITS_TILE, len(pairs.rows), hidden.shape[1]
     logits = pairs.temperature.new_empty(count)
     if count:
         logits_kernel[(triton.cdiv(count, per_program),)](
             hidden, hidden.stride(0), weight, weight.stride(0), pairs.rows, pairs.columns, pairs.is_here,
-            logits, count, size, PAIRS=per_program, TILE=tile,
+            logits, count, size, PAIRS=per_program, TILE=tile, num_warps=warps,
         )  # fmt: skip
     return logits
 
 
 def write_hidden_gradient(gradient: Tensor, weight: Tensor, pairs: KeptPairs, out: Tensor) -> None:
     """Read the kept columns once; see `sets.write_hidden_gradient`."""
-    (per_step, tile), (tokens, size) = _HIDDEN_TILE, out.shape
+    (per_step, tile, warps), (tokens, size) = _HIDDEN_TILE, out.shape
     if tokens:
         hidden_gradient_kernel[(tokens, triton.cdiv(size, tile))](
             gradient, pairs.offsets, pairs.columns, weight, weight.stride(0), out, out.stride(0), size,
-            PAIRS=per_step, TILE=tile,
+            PAIRS=per_step, TILE=tile, num_warps=warps,
         )  # fmt: skip
 
 
 def add_weight_gradient(gradient: Tensor, hidden: Tensor, pairs: KeptPairs, out: Tensor) -> None:
     """Sort the pairs by column and sum each column in one program; see `sets.add_weight_gradient`."""
     count, size, columns = len(pairs.rows), hidden.shape[1], pairs.shard.columns
-    per_step, tile = _WEIGHT_TILE
+    per_step, tile, warps = _WEIGHT_TILE
     if count == 0:
         return
     keys = torch.where(pairs.is_here, pairs.columns, columns).int()
@@ -139,5 +139,5 @@ def add_weight_gradient(gradient: Tensor, hidden: Tensor, pairs: KeptPairs, out:
     ends = torch.searchsorted(keys, keys, right=True)
     weight_gradient_kernel[(min(count, _WEIGHT_PROGRAMS), triton.cdiv(size, tile))](
         gradient, order, keys, ends, pairs.rows, hidden, hidden.stride(0), out, out.stride(0),
-        count, columns, size, PAIRS=per_step, TILE=tile, num_warps=8,
+        count, columns, size, PAIRS=per_step, TILE=tile, num_warps=warps,
     )  # fmt: skip

@@ -11,6 +11,7 @@ from megatron_pg.config.policy_loss import CpPartitionMode
 from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.bins import plan_bins
 from megatron_pg.step.cost import TOKENS, SampleCost
+from megatron_pg.step.counts import SampleCounts, StepCounts
 from megatron_pg.step.sample import Sample, check_samples
 from megatron_pg.step.token_window import Layout
 from megatron_pg.step.totals import StepTotals, sample_counts, totals_of_counts
@@ -59,7 +60,7 @@ def plan_step(
 
     Every data-parallel rank must call it, once a step, with all samples that it trains on in that step, in place of
     `step_totals`; ranks that differ only in their context-, tensor- or pipeline-parallel place pass the same samples
-    and get the same plan. One exchange over the data-parallel group. Samples whose masks a correction shrinks
+    and get the same plan. Two exchanges over the data-parallel group, of sizes and of 56 bytes a sample. Samples whose masks a correction shrinks
     (`accepted_samples`) must have been shrunk before.
 
     Args:
@@ -83,7 +84,7 @@ def plan_step(
     """
     layout = Layout(cp_size=cp_size, mode=cp_partition_mode, multiple=pad_to_multiple)
 
-    def plan_rank() -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+    def plan_rank() -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...], SampleCounts]:
         check_samples("plan_step", samples)
         PlanningConfig(max_tokens_per_microbatch, oversized_samples=oversized)  # checks them
         lengths = [layout.padded_length(sample.total_length) for sample in samples]
@@ -111,21 +112,21 @@ def plan_step(
         )
         microbatches = tuple(tuple(members.tolist()) for members in bins)
         loads = (sum(lengths[index] for index in members) for members in microbatches)
-        return microbatches, tuple(map(layout.packed_length, loads))
+        return microbatches, tuple(map(layout.packed_length, loads)), sample_counts(samples)
 
-    (microbatches, tokens), everyone = compute_and_gather(
+    (microbatches, tokens, counts), everyone = compute_and_gather(
         plan_rank,
-        lambda plan: (len(plan[0]), sum(s.total_length for s in samples), sample_counts(samples)),
+        lambda plan: (len(plan[0]), sum(s.total_length for s in samples), len(samples)),
         data_parallel_group,
     )
-    numbers, num_tokens, counts = zip(*everyone, strict=True)
+    numbers, num_tokens, sizes = zip(*everyone, strict=True)
     added = [0 if ragged else max(numbers) - number for number in numbers]
     rank = 0 if data_parallel_group is None else dist.get_rank(data_parallel_group)
     return StepPlan(
         microbatches=pipeline_order(microbatches + ((),) * added[rank]),
         microbatch_tokens=pipeline_order(tokens + (layout.least_tokens,) * added[rank]),
         totals=totals_of_counts(
-            counts,
+            StepCounts.gathered(counts, sizes, data_parallel_group),
             rank,
             sum(num_tokens),
             allow_different_prompts=allow_different_prompts,

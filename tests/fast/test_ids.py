@@ -201,7 +201,7 @@ def test_rows_of_a_matrix_have_rollouts_and_no_prompts():
     rows = [[BareSample(3, 0, name="row 0")], [BareSample(3, 0, name="row 0")]]
     assert totals(rows).num_prompt_groups == 1
     given = padded_totals(torch.ones(2, 3), rollout_id=[0, 0], id_source="the trainer")
-    assert given.counts[0][0].id_source == "the trainer"
+    assert given.counts[0].id_source == "the trainer"
 
 
 def test_rollouts_of_several_samples_share_a_prompt():

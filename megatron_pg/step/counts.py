@@ -53,8 +53,8 @@ OPTIONAL = {
     "loss_weight": np.float64,
 }
 """The fields of a row that may be None; of an `id_source` its hash."""
-ROW = np.dtype([("num_active_tokens", np.int32), ("filled", np.int32), *OPTIONAL.items()])
-"""One sample on the wire, 56 bytes; bit i of `filled` is 0 where the i-th optional field is None."""
+ROW = np.dtype([("num_active_tokens", np.int64), ("filled", np.int64), *OPTIONAL.items()])
+"""One sample on the wire, 64 bytes; bit i of `filled` is 0 where the i-th optional field is None."""
 
 
 class Place(NamedTuple):
@@ -188,7 +188,7 @@ def rows_of(samples: Sequence[CountedSample]) -> NDArray[Any]:
         if filled.any():
             if name == "id_source":
                 values = [_hash_of_source(value) for value in values]
-            rows["filled"] |= filled.astype(np.int32) << bit
+            rows["filled"] |= filled.astype(np.int64) << bit
             numbers = values if filled.all() else [0 if x is None else x for x in values]
             rows[name] = np.array(numbers, dtype=OPTIONAL[name])
     return rows

@@ -60,7 +60,7 @@ def plan_step(
 
     Every data-parallel rank must call it, once a step, with all samples that it trains on in that step, in place of
     `step_totals`; ranks that differ only in their context-, tensor- or pipeline-parallel place pass the same samples
-    and get the same plan. Two exchanges over the data-parallel group, of sizes and of 56 bytes a sample. Samples whose masks a correction shrinks
+    and get the same plan. Two exchanges over the data-parallel group, of sizes and of 64 bytes a sample. Samples whose masks a correction shrinks
     (`accepted_samples`) must have been shrunk before.
 
     Args:

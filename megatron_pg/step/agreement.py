@@ -21,6 +21,11 @@ def gather(value: Value, group: dist.ProcessGroup | None) -> list[Value]:
     return gathered
 
 
+def is_on_host(group: dist.ProcessGroup) -> bool:
+    """Tell whether the group exchanges tensors of the host, as that of gloo does and that of NCCL does not."""
+    return "cpu" in str(dist.get_backend_config(group))
+
+
 def gather_rows(
     mine: NDArray[Any], sizes: Sequence[int], group: dist.ProcessGroup | None
 ) -> NDArray[Any]:
@@ -33,7 +38,7 @@ def gather_rows(
         return mine
     rank, longest, total = dist.get_rank(group), max(sizes), sum(sizes)
     is_even = len(sizes) * longest <= 2 * total
-    device = "cpu" if "cpu" in dist.get_backend_config(group) else "cuda"
+    device = "cpu" if is_on_host(group) else "cuda"
     words = mine.dtype.itemsize // 8
     start = 0 if is_even else sum(sizes[:rank])
     table = torch.zeros(longest if is_even else total, words, dtype=torch.int64)

@@ -45,16 +45,16 @@ SampleCounts = list[BareSample]
 """The counts of one data-parallel rank's samples."""
 
 OPTIONAL = {
+    "id_source": np.uint32,
     "group_index": np.int64,
     "rollout_id": np.int64,
     "prompt_hash": np.uint64,
-    "id_source": np.uint64,
     "active_coefficients": np.float64,
     "loss_weight": np.float64,
 }
 """The fields of a row that may be None; of an `id_source` its hash."""
-ROW = np.dtype([("num_active_tokens", np.int64), ("filled", np.int64), *OPTIONAL.items()])
-"""One sample on the wire, 64 bytes; bit i of `filled` is 0 where the i-th optional field is None."""
+ROW = np.dtype([("num_active_tokens", np.int64), ("filled", np.int32), *OPTIONAL.items()])
+"""One sample on the wire, 56 bytes; bit i of `filled` is 0 where the i-th optional field is None."""
 
 
 class Place(NamedTuple):
@@ -107,6 +107,9 @@ class StepCounts(Sequence[CountedSample]):
         """Gather the counts of every rank of the group, which all call it and know the sizes; None: this rank alone."""
         rank = 0 if group is None else dist.get_rank(group)
         return cls(gather_rows(rows_of(mine), sizes, group), sizes, {rank: mine}, group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_group": None}
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -188,7 +191,7 @@ def rows_of(samples: Sequence[CountedSample]) -> NDArray[Any]:
         if filled.any():
             if name == "id_source":
                 values = [_hash_of_source(value) for value in values]
-            rows["filled"] |= filled.astype(np.int64) << bit
+            rows["filled"] |= filled.astype(np.int32) << bit
             numbers = values if filled.all() else [0 if x is None else x for x in values]
             rows[name] = np.array(numbers, dtype=OPTIONAL[name])
     return rows
@@ -196,5 +199,5 @@ def rows_of(samples: Sequence[CountedSample]) -> NDArray[Any]:
 
 @functools.lru_cache(maxsize=1 << 16)
 def _hash_of_source(source: str | None) -> int:
-    digest = hashlib.blake2b((source or "").encode(), digest_size=8).digest()
+    digest = hashlib.blake2b((source or "").encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little")

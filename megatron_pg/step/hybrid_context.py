@@ -127,8 +127,7 @@ def _groups_of_rank(
     while size > 1:
         half = size // 2
         group = Layout(cp_size=half, mode=layout.mode)
-        padded = list(map(group.padded_length, total_lengths[mine].tolist()))
-        fits = np.array(padded, dtype=np.int64) <= half * max_tokens_per_rank
+        fits = group.padded_length(total_lengths[mine]) <= half * max_tokens_per_rank
         shared, mine = mine[~fits], mine[fits]
         end = spent + math.fsum(costs[[*shared, *mine]]) / size
         while True:

@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
 import torch.distributed as dist
 
 from megatron_pg.config.planning import OversizedSamples, PlanningConfig
 from megatron_pg.config.policy_loss import CpPartitionMode
 from megatron_pg.step.agreement import compute_and_gather
-from megatron_pg.step.bins import plan_bins
+from megatron_pg.step.bins import Indices, plan_bins
 from megatron_pg.step.cost import TOKENS, SampleCost
 from megatron_pg.step.counts import SampleCounts, StepCounts
 from megatron_pg.step.sample import Sample, check_samples
@@ -60,7 +61,7 @@ def plan_step(
 
     Every data-parallel rank must call it, once a step, with all samples that it trains on in that step, in place of
     `step_totals`; ranks that differ only in their context-, tensor- or pipeline-parallel place pass the same samples
-    and get the same plan. Two exchanges over the data-parallel group, of sizes and of 64 bytes a sample. Samples whose masks a correction shrinks
+    and get the same plan. Two exchanges over the data-parallel group, of sizes and of 56 bytes a sample. Samples whose masks a correction shrinks
     (`accepted_samples`) must have been shrunk before.
 
     Args:
@@ -120,11 +121,12 @@ def plan_step(
         data_parallel_group,
     )
     numbers, num_tokens, sizes = zip(*everyone, strict=True)
-    added = [0 if ragged else max(numbers) - number for number in numbers]
+    # Of this rank alone: a list for all ranks would take time in the square of their number.
+    added = 0 if ragged else max(numbers) - len(microbatches)
     rank = 0 if data_parallel_group is None else dist.get_rank(data_parallel_group)
     return StepPlan(
-        microbatches=pipeline_order(microbatches + ((),) * added[rank]),
-        microbatch_tokens=pipeline_order(tokens + (layout.least_tokens,) * added[rank]),
+        microbatches=pipeline_order(microbatches + ((),) * added),
+        microbatch_tokens=pipeline_order(tokens + (layout.least_tokens,) * added),
         totals=totals_of_counts(
             StepCounts.gathered(counts, sizes, data_parallel_group),
             rank,
@@ -133,7 +135,7 @@ def plan_step(
             samples_per_group=samples_per_group,
             allow_different_group_sizes=allow_different_group_sizes,
         ),
-        cp_sizes=(cp_size,) * (len(microbatches) + added[rank]),
+        cp_sizes=(cp_size,) * (len(microbatches) + added),
     )
 
 
@@ -146,7 +148,7 @@ def pipeline_order(dearest_first: tuple[Ordered, ...]) -> tuple[Ordered, ...]:
 
 
 def assign_to_data_parallel_ranks(
-    samples: Sequence[Sample],
+    samples: Sequence[Sample] | Indices,
     data_parallel_size: int,
     *,
     cp_size: int = 1,
@@ -159,7 +161,7 @@ def assign_to_data_parallel_ranks(
     several ranks; the totals of the step span them. Rollouts of several samples need an `id_source` for that.
 
     Args:
-        samples: all samples of the step.
+        samples: all samples of the step, or their total lengths [samples] int64 where no process holds them.
         data_parallel_size: the number of ranks to split over, without context parallelism.
         cp_size: see `pack`, for `cp_partition_mode` too.
         cost: what is evened out; by default tokens.
@@ -171,6 +173,8 @@ def assign_to_data_parallel_ranks(
         ValueError: `data_parallel_size` is below 1.
     """
     layout = Layout(cp_size=cp_size, mode=cp_partition_mode)
-    lengths = [layout.padded_length(sample.total_length) for sample in samples]
-    bins = plan_bins(lengths, max(sum(lengths), 1), multiple=data_parallel_size, cost=cost)
+    if not isinstance(samples, np.ndarray):
+        samples = np.array([sample.total_length for sample in samples], dtype=np.int64)
+    lengths = layout.padded_length(samples)
+    bins = plan_bins(lengths, max(int(lengths.sum()), 1), multiple=data_parallel_size, cost=cost)
     return [members.tolist() for members in bins]

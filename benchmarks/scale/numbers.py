@@ -16,7 +16,7 @@ from megatron_pg.step.identity import coefficient_of, coefficients_of_positions,
 
 Row = Sequence[Any]
 TOKENS = 64
-PAIRS = 10**7
+PAIRS = 10**6
 
 
 def reductions() -> Iterator[Row]:

@@ -1,6 +1,6 @@
 """Draws docs/figures/scale.png from the tables of docs/records/scale.md.
 
-    python docs/figures/scale.py
+python docs/figures/scale.py
 """
 
 import re

@@ -34,7 +34,7 @@ def gather_rows(
     Every rank of the group must call it. A gather pads every rank to the longest, and an all-reduce of all rows, where each
     rank has put its own, moves them twice: the cheaper of the two. What is moved grows with the rows and not with ranks.
     """
-    if group is None or dist.get_world_size(group) == 1:
+    if group is None or dist.get_world_size(group) == 1 or not any(sizes):
         return mine
     rank, longest, total = dist.get_rank(group), max(sizes), sum(sizes)
     is_even = len(sizes) * longest <= 2 * total

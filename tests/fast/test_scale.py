@@ -1,6 +1,5 @@
 """What a step costs at scale stays right: counts by columns, any order of answers, the next step planned in a thread."""
 
-import dataclasses
 import random
 import threading
 from collections import defaultdict
@@ -84,7 +83,8 @@ def check_counts(step: Sequence[Sequence[BareSample]]) -> None:
     ids = {sample.rollout_id for sample in flat} - {None}
     assert totals.num_rollouts == len(ids) + sum(sample.rollout_id is None for sample in flat)
     # By columns as by a lookup for each sample.
-    for counting in (totals, dataclasses.replace(totals, counts_loss_weights=False)):
+    in_weights = [totals.counted_in("weights")] if any(x.loss_weight for x in flat) else []
+    for counting in (totals, *in_weights):
         looked_up = counting.rollout_denominators(list(counting.counts))
         assert counting.rollout_denominators(counting.counts).tolist() == looked_up.tolist()
 
@@ -223,12 +223,12 @@ def test_an_error_of_the_thread_reaches_the_caller_in_the_same_words():
     assert str(found.value) == str(wanted.value)
 
 
-def returns_before_the_plan(monkeypatch: pytest.MonkeyPatch) -> bool:
+def returns_before_the_plan(monkeypatch: pytest.MonkeyPatch, patience: float) -> bool:
     """Whether `plan_ahead` comes back while its plan still waits for the step that runs."""
     step_is_over, waited = threading.Event(), []
 
     def waiting_plan(*arguments: Any, **keywords: Any) -> StepPlan:
-        waited.append(step_is_over.wait(0.5))
+        waited.append(step_is_over.wait(patience))
         return plan_step(*arguments, **keywords)
 
     monkeypatch.setattr(ahead_module, "plan_step", waiting_plan)
@@ -239,9 +239,9 @@ def returns_before_the_plan(monkeypatch: pytest.MonkeyPatch) -> bool:
 
 
 def test_the_step_that_runs_does_not_wait_for_the_next_plan(monkeypatch):
-    assert returns_before_the_plan(monkeypatch)
+    assert returns_before_the_plan(monkeypatch, 60)
     monkeypatch.setattr(threading.Thread, "start", threading.Thread.run)
-    assert not returns_before_the_plan(monkeypatch)
+    assert not returns_before_the_plan(monkeypatch, 0.01)
 
 
 def test_a_group_of_the_device_is_refused_by_name(monkeypatch):

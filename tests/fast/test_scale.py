@@ -89,7 +89,7 @@ def check_counts(step: Sequence[Sequence[BareSample]]) -> None:
         assert counting.rollout_denominators(counting.counts).tolist() == looked_up.tolist()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(step=counted_steps)
 def test_columns_count_and_refuse_as_plain_loops_do(step):
     check_counts(step)

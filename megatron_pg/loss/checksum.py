@@ -18,7 +18,7 @@ docs/records/checksum.md derives what the sums miss.
 import itertools
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -58,7 +58,7 @@ def _ranks_of(
     rank_of = dict(
         zip(counts.rows["active_coefficients"].tolist(), counts.ranks.tolist(), strict=True)
     )
-    trained = itertools.chain(*samples_by_rank.values())
+    trained: Iterable[Any] = itertools.chain(*samples_by_rank.values())
     return {
         sample.identity: rank_of[sample.active_coefficients]
         for sample in trained

@@ -86,7 +86,7 @@ def plan_ahead(
         "cp_partition_mode": cp_partition_mode,
     }
     target = torch.device(device)
-    stream = torch.cuda.Stream(target) if target.type == "cuda" else None
+    stream = torch.cuda.Stream(target) if target.type == "cuda" else None  # type: ignore[no-untyped-call]
     packed: Future[PackedStep] = Future()
 
     def run() -> None:

@@ -185,8 +185,11 @@ def coefficients_of_positions(count: int) -> Tensor:
     return torch.from_numpy(_position_coefficients(count))
 
 
-def coefficient_of_rank(rank: int) -> float:
-    """Compute the coefficient, in [0.5, 1.5), of a data-parallel rank: multiples of the golden ratio are far apart."""
+def coefficient_of_rank(rank: Any) -> Any:
+    """Compute the coefficient, in [0.5, 1.5), of a data-parallel rank: multiples of the golden ratio are far apart.
+
+    Elementwise for arrays.
+    """
     return 0.5 + (rank + 1) * (GOLDEN / 2**64) % 1.0
 
 

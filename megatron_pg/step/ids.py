@@ -108,7 +108,8 @@ def _check_rollouts(counts: StepCounts, allow_different_prompts: bool) -> None:
 
 
 def _differs(column: NDArray[Any], first: Indices) -> NDArray[np.bool_]:
-    return column != column[first]
+    differs: NDArray[np.bool_] = column != column[first]
+    return differs
 
 
 def _check_sizes(
@@ -185,7 +186,8 @@ def _refuse_prompts(counts: StepCounts, samples: Sequence[int]) -> None:
     other = next(first for first, prompts in zip(rollouts, common, strict=True) if not prompts)
     exception = "where the environment varies the prompt within a group, say so with --allow-different-prompts-in-group"
     problem = "whose prompts have different tokens"
-    _refuse("group_index", *counts.places([samples[0], other]), problem, exception)
+    first, second = counts.places([samples[0], other])
+    _refuse("group_index", first, second, problem, exception)
 
 
 def _refuse(field: str, first: Place, other: Place, problem: str, exception: str) -> NoReturn:

@@ -7,19 +7,19 @@ one weight a sample; these move to the device in one copy and are spread over th
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.config.rows import Row, Table
 from megatron_pg.step.batch import PackedBatch, to_device
+from megatron_pg.step.counts import CountedSample
 from megatron_pg.step.identity import coefficient_of_rank, coefficients_of
-from megatron_pg.step.ids import CountedSample
 from megatron_pg.step.totals import StepTotals
 
 
@@ -74,10 +74,9 @@ AGGREGATIONS: Table[Aggregation] = Table(
 
 def _num_prompt_groups(totals: StepTotals) -> int:
     if totals.num_prompt_groups is None:
-        samples = itertools.chain(*totals.counts)
-        lacking = (sample.name for sample in samples if sample.group_index is None)
+        lacking = int(np.argmin(totals.counts.has("group_index")))
         raise ValueError(
-            f"--loss-aggregation prompt_mean: {next(lacking, 'some sample of the step')} has no group_index; "
+            f"--loss-aggregation prompt_mean: {totals.counts.place(lacking)} has no group_index; "
             "give one to every sample (all samples of a prompt share it)"
         )
     if totals.odd_group:

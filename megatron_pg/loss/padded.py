@@ -21,8 +21,9 @@ from megatron_pg.loss.aggregation import checked_aggregation
 from megatron_pg.loss.reducer import weighted_sum
 from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.batch import to_device
+from megatron_pg.step.counts import BareSample, StepCounts
 from megatron_pg.step.sample import as_integer, checked_integer
-from megatron_pg.step.totals import BareSample, StepTotals, sample_counts, totals_of_counts
+from megatron_pg.step.totals import StepTotals, totals_of_counts
 from megatron_pg.step.values import check_mask
 
 
@@ -60,9 +61,10 @@ def padded_totals(
         counts = mask.sum(dim=1, dtype=torch.int64).tolist()
         return _counted_rows(counts, group_index, rollout_id, id_source)
 
-    _, everyone = compute_and_gather(rows, sample_counts, data_parallel_group)
+    mine, sizes = compute_and_gather(rows, len, data_parallel_group)
     rank = 0 if data_parallel_group is None else dist.get_rank(data_parallel_group)
-    return totals_of_counts(everyone, rank, allow_different_group_sizes=allow_different_group_sizes)
+    counts = StepCounts.gathered(mine, sizes, data_parallel_group)
+    return totals_of_counts(counts, rank, allow_different_group_sizes=allow_different_group_sizes)
 
 
 def reduce_padded(

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import itertools
 import math
 import numbers
 import reprlib
@@ -18,7 +17,8 @@ from numpy.typing import NDArray
 from megatron_pg.config.policy_loss import LOG_PROB_FIELDS
 from megatron_pg.head.ragged import Ragged
 from megatron_pg.step.advantages import OF_PROMPT_GROUPS, GroupAdvantages, group_advantages
-from megatron_pg.step.agreement import compute_and_gather
+from megatron_pg.step.agreement import compute_and_gather, gather_rows
+from megatron_pg.step.counts import StepCounts
 from megatron_pg.step.ids import check_ids
 from megatron_pg.step.sample import Sample, as_integer
 from megatron_pg.step.totals import sample_counts
@@ -230,16 +230,18 @@ def with_group_advantages(
                 )
         return [sample.reward for sample in rewarded]
 
-    _, shared = compute_and_gather(
-        rewards_of_rank, lambda rewards: (rewards, sample_counts(samples)), data_parallel_group
+    (rewards, mine), sizes = compute_and_gather(
+        lambda: (np.array(rewards_of_rank(), dtype=np.float64), sample_counts(samples)),
+        lambda _: len(samples),
+        data_parallel_group,
     )
-    rewards, counts = zip(*shared, strict=True)
+    counts = StepCounts.gathered(mine, sizes, data_parallel_group)
     check_ids(counts, allow_different_prompts=allow_different_prompts)
-    groups: Any = [count.group_index for part in counts for count in part]
-    if None in groups:
-        groups = range(len(groups))
-    step = group_advantages([*itertools.chain(*rewards)], groups, method=method)
+    everyone = torch.from_numpy(gather_rows(rewards, sizes, data_parallel_group))
+    has_groups = bool(counts.has("group_index").all())
+    groups = counts.rows["group_index"].copy() if has_groups else np.arange(len(counts))
+    step = group_advantages(everyone, torch.from_numpy(groups), method=method)
     rank = 0 if data_parallel_group is None else dist.get_rank(data_parallel_group)
-    mine = step.advantages.split(list(map(len, rewards)))[rank].tolist()  # type: ignore[no-untyped-call]
-    pairs = zip(samples, mine, strict=True)
+    advantages = step.advantages.split(list(sizes))[rank].tolist()  # type: ignore[no-untyped-call]
+    pairs = zip(samples, advantages, strict=True)
     return [dataclasses.replace(sample, advantages=value) for sample, value in pairs], step

@@ -64,7 +64,8 @@ def plan_bins(
     order = order[np.argsort(-sizes[order], kind="stable")]
     num_alone = int(is_oversized.sum())  # the first of that order
     shared = sizes[order[num_alone:]].tolist()
-    bins = _first_fit(shared, capacity)
+    # Ranks have no capacity: what fits one bin needs no search.
+    bins = [0] * len(shared) if sum(shared) <= capacity else _first_fit(shared, capacity)
     num_needed = num_alone + max(bins, default=-1) + 1
     num_bins = max(-(-num_needed // multiple), 1) * multiple
     # First fit is the tighter packer: where the bins have to be full, only it may fit.

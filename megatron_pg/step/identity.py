@@ -44,7 +44,7 @@ def filled_fields(samples: Sequence[Any]) -> tuple[str, ...]:
 
 
 def store_hashes(samples: Sequence[Any], fields: tuple[str, ...] | None = None) -> None:
-    """Store `num_active_tokens`, `identity`, `prompt_hash` and `active_coefficients` in samples; see `Sample`.
+    """Store `num_active_tokens`, `identity`, `prompt_hash`, `active_coefficients` and `loss_weight` in samples; see `Sample`.
 
     The identity has the `fields` of `VALUE_FIELDS`, `filled_fields(samples)` where None. Samples that are hashed with them
     already keep their hashes. The tokens of many samples are one vector: a call for each takes longer than its arithmetic.
@@ -76,9 +76,12 @@ def store_hashes(samples: Sequence[Any], fields: tuple[str, ...] | None = None) 
             "active_coefficients": coefficient_of(identities) * position_sums,
             "num_active_tokens": active,
         }
-        rows = zip(*(column.tolist() for column in columns.values()), strict=True)
+        # Sums of loss weights here too: a cached property's first call takes longer than all of these.
+        sums = [None if vector is None else float(vector.double().sum()) for vector in weights]
+        rows = zip(*(column.tolist() for column in columns.values()), sums, strict=True)
+        names = (*columns, "loss_weight")
         for sample, row in zip(chunk, rows, strict=True):
-            vars(sample).update(zip(columns, row, strict=True), hashed_fields=fields)
+            vars(sample).update(zip(names, row, strict=True), hashed_fields=fields)
 
 
 def hash_of(tokens: Tensor) -> int:
@@ -182,8 +185,11 @@ def coefficients_of_positions(count: int) -> Tensor:
     return torch.from_numpy(_position_coefficients(count))
 
 
-def coefficient_of_rank(rank: int) -> float:
-    """Compute the coefficient, in [0.5, 1.5), of a data-parallel rank: multiples of the golden ratio are far apart."""
+def coefficient_of_rank(rank: Any) -> Any:
+    """Compute the coefficient, in [0.5, 1.5), of a data-parallel rank: multiples of the golden ratio are far apart.
+
+    Elementwise for arrays.
+    """
     return 0.5 + (rank + 1) * (GOLDEN / 2**64) % 1.0
 
 

@@ -6,10 +6,15 @@ and the samples of one rollout come from one rank or one file.
 """
 
 import copy
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple, NoReturn, TypeVar
+import itertools
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_pg.step.counts import CountedSample, Indices, Place, StepCounts
 from megatron_pg.step.sample import Sample, checked_integer
 
 AnyWholeSample = TypeVar("AnyWholeSample", bound=Sample)
@@ -18,159 +23,174 @@ NUM_IDS = 2**40
 """Ids from 0 below this can be made distinct: they become `number * NUM_IDS + id`."""
 
 
-class BareSample(NamedTuple):
-    """The counts and ids of a sample by the names of `Sample`, without its tokens.
+class Groups(NamedTuple):
+    """The prompt groups of a step in the order of their first samples, each [groups] int64."""
 
-    A data-parallel rank tells the others a `BareSample` of each of its samples. Without an identity, as for a row of a matrix,
-    it cannot be told from another: the checksum of such a step is of weights alone.
-    """
-
-    num_active_tokens: int
-    group_index: int | None = None
-    rollout_id: int | None = None
-    name: str = "sample"
-    prompt_hash: int | None = None
-    id_source: str | None = None
-    loss_weight: float | None = None
-    identity: int | None = None
-    hashed_fields: tuple[str, ...] = ()
-    active_coefficients: float | None = None
-
-
-CountedSample = Sample | BareSample
-"""A sample as far as the totals of a step and the aggregations read it."""
-
-
-class _Place(NamedTuple):
-    """One sample of the step, and where it is."""
-
-    rank: int
-    number: int
-    ids: CountedSample
-
-    @property
-    def source(self) -> str | int:
-        return self.rank if self.ids.id_source is None else self.ids.id_source
-
-    def __str__(self) -> str:
-        where = self.ids.id_source or f"number {self.number} of data-parallel rank {self.rank}"
-        return f"{self.ids.name} ({where})"
-
-
-Groups = dict[int, list[list[_Place]]]
-"""The rollouts of each prompt group, each with its samples."""
+    first: Indices
+    """The first sample of each group, by its place in `StepCounts`."""
+    sizes: Indices
+    """The rollouts of each group."""
 
 
 def check_ids(
-    everyone: Sequence[Sequence[CountedSample]],
+    everyone: StepCounts | Sequence[Sequence[CountedSample]],
     *,
     allow_different_prompts: bool = False,
     samples_per_group: int | None = None,
 ) -> Groups:
-    """Refuse ids that stand for two things in a step, by data-parallel rank, and return the rollouts of each prompt group.
+    """Refuse ids that stand for two things in a step, and return its prompt groups.
+
+    All ranks that the counts were gathered from must call it: an error that names samples of other ranks fetches them.
 
     Raises:
         ValueError: a rollout of several prompt groups, or of several ranks or files, or of several prompts with neither a
             group nor a source; a prompt group of which two rollouts have no prompt in common. Both samples are named. A prompt
             group of another size, or a sample of none.
     """
-    rollouts: dict[object, list[_Place]] = {}
-    for rank, samples in enumerate(everyone):
-        for number, ids in enumerate(samples):
-            key = (rank, number) if ids.rollout_id is None else ids.rollout_id
-            rollouts.setdefault(key, []).append(_Place(rank, number, ids))
-    groups: Groups = {}
-    for members in rollouts.values():
-        if len(members) > 1:
-            _check_rollout(members, allow_different_prompts)
-        if (group := members[0].ids.group_index) is not None:
-            groups.setdefault(group, []).append(members)
+    counts = everyone if isinstance(everyone, StepCounts) else StepCounts.of(everyone)
+    _check_rollouts(counts, allow_different_prompts)
+    is_first = counts.first_of_rollout == np.arange(len(counts))
+    has_group = counts.has("group_index")
+    first, sizes = np.unique(counts.first_of_group[is_first & has_group], return_counts=True)
+    groups = Groups(first, sizes)
     if not allow_different_prompts:
-        for group_rollouts in groups.values():
-            _check_prompts(group_rollouts)
+        _check_prompts(counts)
     if samples_per_group is not None:
-        _check_sizes(rollouts.values(), groups, samples_per_group)
+        _check_sizes(counts, np.flatnonzero(is_first & ~has_group), groups, samples_per_group)
     return groups
 
 
-def odd_group(groups: Groups) -> str:
-    """Name a prompt group with another number of rollouts than most; "" where all have as many."""
-    sizes = Counter(map(len, groups.values()))
-    if len(sizes) < 2:
+def odd_group(counts: StepCounts, groups: Groups) -> str:
+    """Name a prompt group with another number of rollouts than most; "" where all have as many. All ranks call it."""
+    if not groups.sizes.size or (groups.sizes == groups.sizes[0]).all():
         return ""
-    usual = max(sizes, key=lambda size: (sizes[size], size))
-    odd, rollouts = next(item for item in groups.items() if len(item[1]) != usual)
-    others = len(groups) - sizes[usual] - 1
+    numbers = np.bincount(groups.sizes)
+    usual = len(numbers) - 1 - int(np.argmax(numbers[::-1]))
+    odd = np.flatnonzero(groups.sizes != usual)
+    others = len(odd) - 1
     more = f"; {others} more differ" if others else ""
+    (first,) = counts.places([int(groups.first[odd[0]])])
     return (
-        f"prompt group {odd} has {len(rollouts)} rollouts in the step (the first is {rollouts[0][0].ids.name}) and most "
-        f"groups have {usual}{more}"
+        f"prompt group {first.ids.group_index} has {groups.sizes[odd[0]]} rollouts in the step (the first is {first.ids.name}) "
+        f"and most groups have {usual}{more}"
     )
 
 
-def _check_rollout(members: Sequence[_Place], allow_different_prompts: bool) -> None:
-    first, ids = members[0], members[0].ids
-    may_differ = allow_different_prompts or ids.group_index is not None or ids.id_source is not None
-    for other in members:
-        if other.ids.group_index != ids.group_index:
-            raise ValueError(
-                f"rollout_id {ids.rollout_id} has samples of group_index {ids.group_index} and {other.ids.group_index}: a "
-                f"rollout answers one prompt; they are {first} and {other}"
-            )
-        if other.source != first.source:
-            exception = "where one rollout does lie on both, say so with the same Sample(id_source=...) on its samples"
-            _refuse("rollout_id", first, other, "where each numbers its own", exception)
-        prompts = {ids.prompt_hash, other.ids.prompt_hash}
-        if not (may_differ or None in prompts or len(prompts) == 1):
-            raise ValueError(
-                f"rollout_id {ids.rollout_id} is given to {first} and to {other}, whose prompts have different tokens, "
-                "and no group_index or id_source says that they are of one rollout: give every rollout an id of its own; "
-                "where it is one, give its samples their group_index, or the same Sample(id_source=...)"
-            )
+def _check_rollouts(counts: StepCounts, allow_different_prompts: bool) -> None:
+    """Refuse a sample that cannot be of the rollout whose id it has."""
+    rows, first = counts.rows, counts.first_of_rollout
+    source = np.where(counts.has("id_source"), rows["id_source"], counts.ranks.astype(np.uint64))
+    has_prompt, has_group = counts.has("prompt_hash"), counts.has("group_index")
+    may_differ = has_group | counts.has("id_source") | allow_different_prompts
+    of_other_group = _differs(rows["group_index"], first) | _differs(has_group, first)
+    of_other_source = _differs(source, first) | _differs(counts.has("id_source"), first)
+    of_other_prompt = _differs(rows["prompt_hash"], first) & has_prompt & has_prompt[first]
+    of_other_prompt &= ~may_differ[first]
+    wrong = np.flatnonzero(of_other_group | of_other_source | of_other_prompt)
+    if not wrong.size:
+        return
+    # That of the rollout which begins first.
+    index = int(wrong[np.argmin(first[wrong])])
+    one, other = counts.places([int(first[index]), index])
+    if of_other_group[index]:
+        raise ValueError(
+            f"rollout_id {one.ids.rollout_id} has samples of group_index {one.ids.group_index} and {other.ids.group_index}: a "
+            f"rollout answers one prompt; they are {one} and {other}"
+        )
+    if of_other_source[index]:
+        exception = "where one rollout does lie on both, say so with the same Sample(id_source=...) on its samples"
+        _refuse("rollout_id", one, other, "where each numbers its own", exception)
+    raise ValueError(
+        f"rollout_id {one.ids.rollout_id} is given to {one} and to {other}, whose prompts have different tokens, "
+        "and no group_index or id_source says that they are of one rollout: give every rollout an id of its own; "
+        "where it is one, give its samples their group_index, or the same Sample(id_source=...)"
+    )
+
+
+def _differs(column: NDArray[Any], first: Indices) -> NDArray[np.bool_]:
+    differs: NDArray[np.bool_] = column != column[first]
+    return differs
 
 
 def _check_sizes(
-    rollouts: Iterable[Sequence[_Place]], groups: Groups, samples_per_group: int
+    counts: StepCounts, without_group: Indices, groups: Groups, samples_per_group: int
 ) -> None:
     """Refuse a rollout without a prompt group, and a group of another size."""
     expected = f"samples_per_group is {samples_per_group}"
     if checked_integer("samples_per_group", samples_per_group) < 1:
         raise ValueError(f"{expected}: expected 1 or more")
-    for members in rollouts:
-        if members[0].ids.group_index is None:
-            raise ValueError(
-                f"{members[0]} has no group_index and {expected}: give every sample the id of its prompt group"
-            )
-    wrong = [group for group, members in groups.items() if len(members) != samples_per_group]
-    if wrong:
-        first, more = groups[wrong[0]], f"; {len(wrong) - 1} more differ" if wrong[1:] else ""
+    if without_group.size:
+        (place,) = counts.places([int(without_group[0])])
         raise ValueError(
-            f"{expected} and prompt group {wrong[0]} has {len(first)} (the first is {first[0][0]}){more}: a step holds "
-            "whole groups, as the prompt mean has no denominator for a part of one; end the step between groups "
+            f"{place} has no group_index and {expected}: give every sample the id of its prompt group"
+        )
+    wrong = np.flatnonzero(groups.sizes != samples_per_group)
+    if wrong.size:
+        more = f"; {len(wrong) - 1} more differ" if wrong[1:].size else ""
+        (first,) = counts.places([int(groups.first[wrong[0]])])
+        raise ValueError(
+            f"{expected} and prompt group {first.ids.group_index} has {groups.sizes[wrong[0]]} (the first is {first}){more}: a "
+            "step holds whole groups, as the prompt mean has no denominator for a part of one; end the step between groups "
             "(--keep-prompt-groups), or pass no samples_per_group where groups differ in size"
         )
 
 
-def _check_prompts(rollouts: Sequence[Sequence[_Place]]) -> None:
-    """Refuse a prompt group whose rollouts have no prompt in common."""
-    common: set[int | None] | None = None
-    for members in rollouts:
-        prompts = {place.ids.prompt_hash for place in members}
-        if None in prompts:
-            continue
-        if common is None:
-            first, common = members[0], prompts
-        common &= prompts
-        if not common:
-            flag = "--allow-different-prompts-in-group"
-            exception = (
-                f"where the environment varies the prompt within a group, say so with {flag}"
-            )
-            problem = "whose prompts have different tokens"
-            _refuse("group_index", first, members[0], problem, exception)
+def _check_prompts(counts: StepCounts) -> None:
+    """Refuse a prompt group whose rollouts have no prompt in common. Rollouts of which a prompt is unknown have any."""
+    is_counted = counts.has("prompt_hash") & counts.has("group_index")
+    is_counted &= ~np.bincount(
+        counts.first_of_rollout, ~counts.has("prompt_hash"), len(counts)
+    ).astype(bool)[counts.first_of_rollout]
+    samples = np.flatnonzero(is_counted)
+    groups, prompts = counts.first_of_group[samples], counts.rows["prompt_hash"][samples]
+    some_prompt = np.zeros(len(counts), dtype=np.uint64)
+    some_prompt[groups] = prompts
+    has_several = np.zeros(len(counts), dtype=bool)
+    has_several[groups[prompts != some_prompt[groups]]] = True
+    samples = samples[has_several[groups]]
+    if not samples.size:
+        return
+    groups, prompts = counts.first_of_group[samples], counts.rows["prompt_hash"][samples]
+    rollouts = counts.first_of_rollout[samples]
+    distinct, _ = _distinct_rows(groups, rollouts)
+    num_rollouts = np.bincount(groups[distinct], minlength=len(counts))
+    # Common to a group is a prompt that as many of its rollouts have as there are.
+    distinct, _ = _distinct_rows(rollouts, prompts)
+    groups_of_prompts, prompts = groups[distinct], prompts[distinct]
+    distinct, num_having = _distinct_rows(groups_of_prompts, prompts)
+    most = np.zeros(len(counts), dtype=np.int64)
+    np.maximum.at(most, groups_of_prompts[distinct], num_having)
+    wrong = np.flatnonzero(most < num_rollouts)
+    if wrong.size:
+        _refuse_prompts(counts, samples[groups == wrong[0]].tolist())
 
 
-def _refuse(field: str, first: _Place, other: _Place, problem: str, exception: str) -> NoReturn:
+def _distinct_rows(*columns: NDArray[Any]) -> tuple[Indices, Indices]:
+    """Return a place of each distinct row of the columns, and how often the row is there."""
+    order = np.lexsort(columns)
+    is_new = np.ones(len(order), dtype=bool)
+    is_new[1:] = np.any([np.diff(column[order]) != 0 for column in columns], axis=0)
+    starts = np.flatnonzero(is_new)
+    return order[starts], np.diff(starts, append=len(order))
+
+
+def _refuse_prompts(counts: StepCounts, samples: Sequence[int]) -> None:
+    """Name two samples of a prompt group whose rollouts have no prompt in common."""
+    rollouts: dict[int, list[int]] = {}
+    for index in samples:
+        rollouts.setdefault(int(counts.first_of_rollout[index]), []).append(index)
+    prompts_of_rollouts = (
+        set(counts.rows["prompt_hash"][members].tolist()) for members in rollouts.values()
+    )
+    common = itertools.accumulate(prompts_of_rollouts, operator.and_)
+    other = next(first for first, prompts in zip(rollouts, common, strict=True) if not prompts)
+    exception = "where the environment varies the prompt within a group, say so with --allow-different-prompts-in-group"
+    problem = "whose prompts have different tokens"
+    first, second = counts.places([samples[0], other])
+    _refuse("group_index", first, second, problem, exception)
+
+
+def _refuse(field: str, first: Place, other: Place, problem: str, exception: str) -> NoReturn:
     """Raise the error for two samples that share an id and are not of one thing."""
     flag = "--distinct-ids, which makes those of ranks or of files distinct"
     if first.source != other.source:

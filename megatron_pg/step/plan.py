@@ -4,13 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
 import torch.distributed as dist
 
 from megatron_pg.config.planning import OversizedSamples, PlanningConfig
 from megatron_pg.config.policy_loss import CpPartitionMode
 from megatron_pg.step.agreement import compute_and_gather
-from megatron_pg.step.bins import plan_bins
+from megatron_pg.step.bins import Indices, plan_bins
 from megatron_pg.step.cost import TOKENS, SampleCost
+from megatron_pg.step.counts import SampleCounts, StepCounts
 from megatron_pg.step.sample import Sample, check_samples
 from megatron_pg.step.token_window import Layout
 from megatron_pg.step.totals import StepTotals, sample_counts, totals_of_counts
@@ -59,7 +61,7 @@ def plan_step(
 
     Every data-parallel rank must call it, once a step, with all samples that it trains on in that step, in place of
     `step_totals`; ranks that differ only in their context-, tensor- or pipeline-parallel place pass the same samples
-    and get the same plan. One exchange over the data-parallel group. Samples whose masks a correction shrinks
+    and get the same plan. Two exchanges over the data-parallel group, of sizes and of 56 bytes a sample. Samples whose masks a correction shrinks
     (`accepted_samples`) must have been shrunk before.
 
     Args:
@@ -83,7 +85,7 @@ def plan_step(
     """
     layout = Layout(cp_size=cp_size, mode=cp_partition_mode, multiple=pad_to_multiple)
 
-    def plan_rank() -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+    def plan_rank() -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...], SampleCounts]:
         check_samples("plan_step", samples)
         PlanningConfig(max_tokens_per_microbatch, oversized_samples=oversized)  # checks them
         lengths = [layout.padded_length(sample.total_length) for sample in samples]
@@ -111,28 +113,29 @@ def plan_step(
         )
         microbatches = tuple(tuple(members.tolist()) for members in bins)
         loads = (sum(lengths[index] for index in members) for members in microbatches)
-        return microbatches, tuple(map(layout.packed_length, loads))
+        return microbatches, tuple(map(layout.packed_length, loads)), sample_counts(samples)
 
-    (microbatches, tokens), everyone = compute_and_gather(
+    (microbatches, tokens, counts), everyone = compute_and_gather(
         plan_rank,
-        lambda plan: (len(plan[0]), sum(s.total_length for s in samples), sample_counts(samples)),
+        lambda plan: (len(plan[0]), sum(s.total_length for s in samples), len(samples)),
         data_parallel_group,
     )
-    numbers, num_tokens, counts = zip(*everyone, strict=True)
-    added = [0 if ragged else max(numbers) - number for number in numbers]
+    numbers, num_tokens, sizes = zip(*everyone, strict=True)
+    # Of this rank alone: a list for all ranks would take time in the square of their number.
+    added = 0 if ragged else max(numbers) - len(microbatches)
     rank = 0 if data_parallel_group is None else dist.get_rank(data_parallel_group)
     return StepPlan(
-        microbatches=pipeline_order(microbatches + ((),) * added[rank]),
-        microbatch_tokens=pipeline_order(tokens + (layout.least_tokens,) * added[rank]),
+        microbatches=pipeline_order(microbatches + ((),) * added),
+        microbatch_tokens=pipeline_order(tokens + (layout.least_tokens,) * added),
         totals=totals_of_counts(
-            counts,
+            StepCounts.gathered(counts, sizes, data_parallel_group),
             rank,
             sum(num_tokens),
             allow_different_prompts=allow_different_prompts,
             samples_per_group=samples_per_group,
             allow_different_group_sizes=allow_different_group_sizes,
         ),
-        cp_sizes=(cp_size,) * (len(microbatches) + added[rank]),
+        cp_sizes=(cp_size,) * (len(microbatches) + added),
     )
 
 
@@ -145,7 +148,7 @@ def pipeline_order(dearest_first: tuple[Ordered, ...]) -> tuple[Ordered, ...]:
 
 
 def assign_to_data_parallel_ranks(
-    samples: Sequence[Sample],
+    samples: Sequence[Sample] | Indices,
     data_parallel_size: int,
     *,
     cp_size: int = 1,
@@ -158,7 +161,7 @@ def assign_to_data_parallel_ranks(
     several ranks; the totals of the step span them. Rollouts of several samples need an `id_source` for that.
 
     Args:
-        samples: all samples of the step.
+        samples: all samples of the step, or their total lengths [samples] int64 where no process holds them.
         data_parallel_size: the number of ranks to split over, without context parallelism.
         cp_size: see `pack`, for `cp_partition_mode` too.
         cost: what is evened out; by default tokens.
@@ -170,6 +173,8 @@ def assign_to_data_parallel_ranks(
         ValueError: `data_parallel_size` is below 1.
     """
     layout = Layout(cp_size=cp_size, mode=cp_partition_mode)
-    lengths = [layout.padded_length(sample.total_length) for sample in samples]
-    bins = plan_bins(lengths, max(sum(lengths), 1), multiple=data_parallel_size, cost=cost)
+    if not isinstance(samples, np.ndarray):
+        samples = np.array([sample.total_length for sample in samples], dtype=np.int64)
+    lengths = layout.padded_length(samples)
+    bins = plan_bins(lengths, max(int(lengths.sum()), 1), multiple=data_parallel_size, cost=cost)
     return [members.tolist() for members in bins]

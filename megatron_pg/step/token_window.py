@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import get_args
+from typing import TypeVar, get_args
 
 import numpy as np
 import torch
@@ -28,6 +28,8 @@ from torch import Tensor
 from megatron_pg.config.policy_loss import CpPartitionMode
 from megatron_pg.step.bins import Indices
 from megatron_pg.step.sample import check_lengths, checked_integer
+
+Length = TypeVar("Length", int, Indices)
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,8 @@ class Layout:
         """Packed length of an empty micro-batch; it divides every other packed length."""
         return math.lcm(self.num_chunks, self.cp_size, self.multiple)
 
-    def padded_length(self, total_length: int) -> int:
-        """Compute the tokens that one sequence takes in a pack."""
+    def padded_length(self, total_length: Length) -> Length:
+        """Compute the tokens that one sequence takes in a pack; elementwise for arrays."""
         return -(-total_length // self.num_chunks) * self.num_chunks
 
     def packed_length(self, padded_tokens: int) -> int:

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import operator
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_pg.step.agreement import gather
+from megatron_pg.step.counts import BareSample as BareSample
+from megatron_pg.step.counts import CountedSample, Indices, SampleCounts, StepCounts
 from megatron_pg.step.identity import coefficient_of_rank, store_hashes
-from megatron_pg.step.ids import BareSample as BareSample
-from megatron_pg.step.ids import CountedSample, check_ids, odd_group
+from megatron_pg.step.ids import check_ids, odd_group
 from megatron_pg.step.sample import Sample
 
 AnySample = TypeVar("AnySample", bound=CountedSample)
-SampleCounts = list[BareSample]
-"""The counts of one data-parallel rank's samples."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +47,10 @@ class StepTotals:
     """A prompt group with another number of rollouts than most, in words; "" where all have as many or may differ."""
     data_parallel_rank: int = field(default=0, compare=False)
     """The rank that counted these totals."""
-    counts: tuple[SampleCounts, ...] = field(default=(), compare=False, repr=False)
-    """The counted samples, by data-parallel rank."""
+    counts: StepCounts = field(
+        default_factory=functools.partial(StepCounts.of, ()), compare=False, repr=False
+    )
+    """The counted samples."""
     _expected_sums: dict[Hashable, list[float]] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
@@ -63,25 +64,24 @@ class StepTotals:
         coefficient of each sample's rank. Where `knows_identities` is False, the first sum three times.
         """
         if key not in self._expected_sums:
-            samples = list(itertools.chain(*self.counts))
-            sizes = _float64([_loss_weight(sample) for sample in samples])
+            sizes = _loss_weights(self.counts)
             columns = [sizes, sizes, sizes]
             if self.knows_identities:
-                lengths = torch.tensor(list(map(len, self.counts)), dtype=torch.int64)
-                ranks = _float64([coefficient_of_rank(rank) for rank in range(len(lengths))])
-                identities = _float64([sample.active_coefficients for sample in samples])
-                columns[1:] = identities, identities * ranks.repeat_interleave(lengths)
-            sums = (torch.stack(columns) / divisors_of(samples)).sum(1)
+                identities = self.counts.rows["active_coefficients"]
+                columns[1:] = identities, identities * coefficient_of_rank(self.counts.ranks)
+            sums = (torch.from_numpy(np.stack(columns)) / divisors_of(self.counts)).sum(1)
             self._expected_sums[key] = sums.tolist()
         return self._expected_sums[key]
 
     @functools.cached_property
     def knows_identities(self) -> bool:
         """True where every counted sample has its tokens, and so an identity."""
-        return all(count.active_coefficients is not None for count in itertools.chain(*self.counts))
+        return bool(self.counts.has("active_coefficients").all())
 
     def rollout_denominators(self, samples: Sequence[CountedSample]) -> Tensor:
         """Look up D, the active tokens of each sample's rollout over the step, [len(samples)] float64."""
+        if samples is self.counts:
+            return self._denominators(self.counts.first_of_rollout)
         own = _loss_weight if self.counts_loss_weights else _num_active_tokens
         rollouts = self.rollout_active_tokens
         return _float64(
@@ -90,13 +90,19 @@ class StepTotals:
 
     def group_denominators(self, samples: Sequence[CountedSample]) -> Tensor:
         """Look up G, the active tokens of each sample's prompt group over the step, [len(samples)] float64."""
+        if samples is self.counts and self.counts.has("group_index").all():
+            return self._denominators(self.counts.first_of_group)
         groups = self.group_active_tokens
         return _float64([_known(groups, sample, "group_index") for sample in samples])
+
+    def _denominators(self, first: Indices) -> Tensor:
+        sizes = _loss_weights(self.counts) if self.counts_loss_weights else _active(self.counts)
+        return torch.from_numpy(self.counts.sums_of(first, sizes))
 
     @property
     def hashed_fields(self) -> tuple[str, ...]:
         """The fields of values in the identities of this rank's samples."""
-        mine = self.counts[self.data_parallel_rank] if self.counts else ()
+        mine: Any = self.counts.here.get(self.data_parallel_rank)
         return mine[0].hashed_fields if mine else ()
 
     def counted_in(self, denominator: str) -> StepTotals:
@@ -107,7 +113,7 @@ class StepTotals:
         """
         if denominator == "mask" or not self.num_rollouts:
             return self
-        if all(count.loss_weight is None for count in itertools.chain(*self.counts)):
+        if not self.counts.has("loss_weight").any():
             raise ValueError(
                 "--loss-weight-denominator weights, and no sample of the step has loss_weights: give Sample(loss_weights=...), or "
                 "drop the flag"
@@ -117,7 +123,9 @@ class StepTotals:
     @functools.cached_property
     def _in_loss_weights(self) -> StepTotals:
         return dataclasses.replace(
-            self, counts_loss_weights=True, **_active_tokens(self.counts, _loss_weight)
+            self,
+            counts_loss_weights=True,
+            **_active_tokens(self.counts, _loss_weights(self.counts)),
         )
 
 
@@ -169,9 +177,10 @@ def step_totals(
         ValueError: a prompt group of another size than `samples_per_group`; ids that stand for two things: a rollout of
             several prompt groups, ranks or files; a prompt group of different prompts.
     """
-    everyone = gather(sample_counts(samples), data_parallel_group)
+    mine = sample_counts(samples)
+    counts = StepCounts.gathered(mine, gather(len(mine), data_parallel_group), data_parallel_group)
     return totals_of_counts(
-        everyone,
+        counts,
         0 if data_parallel_group is None else dist.get_rank(data_parallel_group),
         allow_different_prompts=allow_different_prompts,
         samples_per_group=samples_per_group,
@@ -186,7 +195,7 @@ def sample_counts(samples: Sequence[CountedSample]) -> SampleCounts:
 
 
 def totals_of_counts(
-    everyone: Sequence[SampleCounts],
+    everyone: StepCounts | Sequence[SampleCounts],
     data_parallel_rank: int,
     num_tokens: int | None = None,
     *,
@@ -194,40 +203,46 @@ def totals_of_counts(
     samples_per_group: int | None = None,
     allow_different_group_sizes: bool = False,
 ) -> StepTotals:
-    """Compute the totals of a step from the counts of every data-parallel rank, as `step_totals` does."""
+    """Compute the totals of a step from the counts of every data-parallel rank, as `step_totals` does. All ranks call it."""
+    counts = everyone if isinstance(everyone, StepCounts) else StepCounts.of(everyone)
     groups = check_ids(
-        everyone,
-        allow_different_prompts=allow_different_prompts,
-        samples_per_group=samples_per_group,
+        counts, allow_different_prompts=allow_different_prompts, samples_per_group=samples_per_group
     )
     may_differ = allow_different_group_sizes or samples_per_group is not None
-    samples_by_rollout = Counter(count.rollout_id for count in itertools.chain(*everyone))
-    num_without_id = samples_by_rollout.pop(None, 0)
-    has_groups = all(count.group_index is not None for count in itertools.chain(*everyone))
     return StepTotals(
-        num_rollouts=len(samples_by_rollout) + num_without_id,
-        num_prompt_groups=len(groups) if has_groups else None,
+        num_rollouts=int((counts.first_of_rollout == np.arange(len(counts))).sum()),
+        num_prompt_groups=len(groups.first) if counts.has("group_index").all() else None,
         num_tokens=num_tokens,
-        odd_group="" if may_differ else odd_group(groups),
+        odd_group="" if may_differ else odd_group(counts, groups),
         data_parallel_rank=data_parallel_rank,
-        counts=tuple(everyone),
-        **_active_tokens(everyone, _num_active_tokens),
+        counts=counts,
+        **_active_tokens(counts, _active(counts)),
     )
 
 
-def _active_tokens(
-    counts: Iterable[SampleCounts], size_of: Callable[[BareSample], float]
-) -> dict[str, Any]:
+def _active(counts: StepCounts) -> NDArray[np.int64]:
+    """Return the active tokens of each sample, [samples]."""
+    active: NDArray[np.int64] = counts.rows["num_active_tokens"].astype(np.int64)
+    return active
+
+
+def _loss_weights(counts: StepCounts) -> NDArray[np.float64]:
+    """Return what `_loss_weight` is of each sample, [samples]."""
+    return np.where(counts.has("loss_weight"), counts.rows["loss_weight"], _active(counts))
+
+
+def _active_tokens(counts: StepCounts, sizes: NDArray[Any]) -> dict[str, Any]:
     """Compute T, D and G in `StepTotals`, by field name."""
-    rollouts, groups = Counter[int | None](), Counter[int | None]()
-    for count in itertools.chain(*counts):
-        size: Any = size_of(count)
-        rollouts[count.rollout_id] += size
-        groups[count.group_index] += size
+
+    def by_id(field: str, first: Indices) -> dict[int, float]:
+        of_things = np.flatnonzero(counts.has(field) & (first == np.arange(len(counts))))
+        sums = counts.sums_of(first, sizes)[of_things].astype(sizes.dtype)
+        return dict(zip(counts.rows[field][of_things].tolist(), sums.tolist(), strict=True))
+
     return {
-        "num_active_tokens": groups.total(),
-        "rollout_active_tokens": {id_: n for id_, n in rollouts.items() if id_ is not None},
-        "group_active_tokens": {id_: n for id_, n in groups.items() if id_ is not None},
+        "num_active_tokens": sizes.sum().item(),
+        "rollout_active_tokens": by_id("rollout_id", counts.first_of_rollout),
+        "group_active_tokens": by_id("group_index", counts.first_of_group),
     }
 
 

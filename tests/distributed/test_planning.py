@@ -2,11 +2,14 @@
 
 import dataclasses
 import random
+from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 
 from megatron_pg import Sample, StepPlan, plan_step, step_totals
+from megatron_pg.step import plan_ahead
 from tests.lanes import in_one_lane
 
 from .launch import refusal, run_ranks
@@ -38,15 +41,24 @@ def samples_of(rank: int) -> list[Sample]:
 
 
 def plan_on_rank(ragged: bool) -> tuple[StepPlan, int]:
+    mine = samples_of(dist.get_rank())
+    task: dict[str, Any] = {"max_tokens_per_microbatch": BUDGET, "cp_size": 2, "ragged": ragged}
     with mock.patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as exchange:
-        plan = plan_step(
-            samples_of(dist.get_rank()),
-            max_tokens_per_microbatch=BUDGET,
-            data_parallel_group=dist.group.WORLD,
-            cp_size=2,
-            ragged=ragged,
-        )
-    return plan, exchange.call_count
+        plan = plan_step(mine, data_parallel_group=dist.group.WORLD, **task)
+    calls = exchange.call_count
+    own_group = dist.new_group(backend="gloo")
+    upcoming = plan_ahead(mine, data_parallel_group=own_group, **task)
+    for number in range(20):  # the step that runs meanwhile, on another group
+        numbers = torch.full((4,), float(number))
+        dist.all_reduce(numbers)
+        assert numbers.tolist() == [float(number * OWNERS)] * 4
+    assert upcoming.wait().plan == plan
+    # All of the step on one rank: a gather would pad every rank to it.
+    skewed = step_totals(
+        whole_step() if dist.get_rank() == 1 else [], data_parallel_group=dist.group.WORLD
+    )
+    assert skewed == step_totals(whole_step())
+    return plan, calls
 
 
 def test_ranks_agree_on_totals_and_microbatches() -> None:

@@ -17,6 +17,7 @@ from megatron_pg import AGGREGATIONS, PackedBatch, PolicyLossConfig, Sample, pac
 from megatron_pg.loss.checksum import CHECKSUM, CHECKSUMS, check_checksum
 from megatron_pg.loss.metrics import MicroBatchMetrics
 from megatron_pg.step import identity
+from megatron_pg.step.counts import StepCounts
 from megatron_pg.step.totals import BareSample, StepTotals, sample_counts, totals_of_counts
 from tests.fast.one_step import loss_of
 from tests.fast.refusals import assert_words
@@ -189,9 +190,9 @@ def test_of_weights_alone_no_exchange_is_seen():
         totals = totals_of_rank(rank)
         counts = (
             [count._replace(active_coefficients=None) for count in counts_of_rank]
-            for counts_of_rank in totals.counts
+            for counts_of_rank in totals.counts.here.values()
         )
-        return replace(totals, counts=tuple(counts))
+        return replace(totals, counts=StepCounts.of(counts))
 
     for fault in EXCHANGES:
         found = sums_of(metrics_of(fault, "sample_mean", 2, without_identity))

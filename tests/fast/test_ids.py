@@ -23,6 +23,7 @@ from megatron_pg.rollout_files import RolloutFiles, RowError, StepCollector, wit
 from megatron_pg.step import ids as ids_module
 from megatron_pg.step import plan_step, with_distinct_ids
 from megatron_pg.step.advantages import group_advantages
+from megatron_pg.step.counts import StepCounts
 from megatron_pg.step.ids import check_ids
 from megatron_pg.step.totals import BareSample, StepTotals, sample_counts, totals_of_counts
 from tests.distributed.launch import run_ranks
@@ -201,7 +202,7 @@ def test_rows_of_a_matrix_have_rollouts_and_no_prompts():
     rows = [[BareSample(3, 0, name="row 0")], [BareSample(3, 0, name="row 0")]]
     assert totals(rows).num_prompt_groups == 1
     given = padded_totals(torch.ones(2, 3), rollout_id=[0, 0], id_source="the trainer")
-    assert given.counts[0][0].id_source == "the trainer"
+    assert given.counts[0].id_source == "the trainer"
 
 
 def test_rollouts_of_several_samples_share_a_prompt():
@@ -402,9 +403,9 @@ def test_a_check_against_the_last_alone_lets_rollouts_of_pieces_pass(monkeypatch
         for prompt in prompts
     ]
 
-    def with_the_next(rollouts: Sequence[Any]) -> None:
-        for pair in zip(rollouts, rollouts[1:], strict=False):
-            check_prompts(pair)
+    def with_the_next(counts: StepCounts) -> None:
+        for place in (0, 2):
+            check_prompts(StepCounts.of([counts[place : place + 4]]))
 
     check_prompts = ids_module._check_prompts
     assert_refused("whose prompts", totals, [chain])

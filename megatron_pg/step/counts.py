@@ -1,0 +1,203 @@
+"""The counted samples of a step over all data-parallel ranks, as columns: `ROW` is what a rank tells the others of each.
+
+Names of samples do not travel: an error that names samples of other ranks fetches them, as all ranks find the same error.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from megatron_pg.step.agreement import gather, gather_rows
+from megatron_pg.step.sample import Sample
+
+Indices = NDArray[np.int64]
+
+
+class BareSample(NamedTuple):
+    """The counts and ids of a sample by the names of `Sample`, without its tokens.
+
+    Without an identity, as for a row of a matrix, it cannot be told from another: the checksum of such a step is of weights
+    alone.
+    """
+
+    num_active_tokens: int
+    group_index: int | None = None
+    rollout_id: int | None = None
+    name: str = "sample"
+    prompt_hash: int | None = None
+    id_source: str | None = None
+    loss_weight: float | None = None
+    identity: int | None = None
+    hashed_fields: tuple[str, ...] = ()
+    active_coefficients: float | None = None
+
+
+CountedSample = Sample | BareSample
+"""A sample as far as the totals of a step and the aggregations read it."""
+SampleCounts = list[BareSample]
+"""The counts of one data-parallel rank's samples."""
+
+OPTIONAL = {
+    "id_source": np.uint32,
+    "group_index": np.int64,
+    "rollout_id": np.int64,
+    "prompt_hash": np.uint64,
+    "active_coefficients": np.float64,
+    "loss_weight": np.float64,
+}
+"""The fields of a row that may be None; of an `id_source` its hash."""
+ROW = np.dtype([("num_active_tokens", np.int64), ("filled", np.int32), *OPTIONAL.items()])
+"""One sample on the wire, 56 bytes; bit i of `filled` is 0 where the i-th optional field is None."""
+
+
+class Place(NamedTuple):
+    """One sample of the step, and where it is."""
+
+    rank: int
+    number: int
+    ids: CountedSample
+
+    @property
+    def source(self) -> str | int:
+        return self.rank if self.ids.id_source is None else self.ids.id_source
+
+    def __str__(self) -> str:
+        where = self.ids.id_source or f"number {self.number} of data-parallel rank {self.rank}"
+        return f"{self.ids.name} ({where})"
+
+
+class StepCounts(Sequence[CountedSample]):
+    """The counted samples of a step, in the order of data-parallel ranks, and equal on every rank but for `here`.
+
+    Args:
+        rows: [samples] of dtype `ROW`.
+        sizes: the number of samples of each data-parallel rank.
+        here: the samples of the ranks that this process knows by name.
+        group: the group that knows the others; None where all are known.
+    """
+
+    def __init__(
+        self,
+        rows: NDArray[Any],
+        sizes: Sequence[int],
+        here: Mapping[int, Sequence[CountedSample]],
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.rows, self.sizes, self.here, self._group = rows, tuple(sizes), here, group
+        self._ends = np.cumsum(self.sizes, dtype=np.int64)
+
+    @classmethod
+    def of(cls, everyone: Iterable[Sequence[CountedSample]]) -> StepCounts:
+        """Make the counts of a step whose samples are all here, by data-parallel rank."""
+        here = dict(enumerate(everyone))
+        rows = [rows_of(samples) for samples in here.values()]
+        return cls(np.concatenate([_NO_ROW, *rows]), list(map(len, rows)), here)
+
+    @classmethod
+    def gathered(
+        cls, mine: SampleCounts, sizes: Sequence[int], group: dist.ProcessGroup | None
+    ) -> StepCounts:
+        """Gather the counts of every rank of the group, which all call it and know the sizes; None: this rank alone."""
+        rank = 0 if group is None else dist.get_rank(group)
+        return cls(gather_rows(rows_of(mine), sizes, group), sizes, {rank: mine}, group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_group": None}
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> CountedSample: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[CountedSample]: ...
+    def __getitem__(self, index: int | slice) -> CountedSample | list[CountedSample]:
+        if isinstance(index, slice):
+            return [self.place(number).ids for number in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        return self.place(index % len(self)).ids
+
+    def place(self, index: int) -> Place:
+        """Return a sample and where it is; one that is not here has no name and no identity."""
+        rank = int(np.searchsorted(self._ends, index, side="right"))
+        number = index - int(self._ends[rank]) + self.sizes[rank]
+        if rank in self.here:
+            return Place(rank, number, self.here[rank][number])
+        fields = dict(zip(ROW.names or (), self.rows[index].tolist(), strict=True))
+        filled = fields.pop("filled")
+        for bit, name in enumerate(OPTIONAL):
+            fields[name] = fields[name] if filled >> bit & 1 else None
+        fields["id_source"] = None if fields["id_source"] is None else "another rank's id_source"
+        return Place(rank, number, BareSample(**fields))
+
+    def places(self, indices: Sequence[int]) -> list[Place]:
+        """Return samples with their names. Every rank of the group must call it with the same indices: one exchange."""
+        places = [self.place(index) for index in indices]
+        known = [place if place.rank in self.here else None for place in places]
+        for others in gather(known, self._group):
+            places = [other or place for other, place in zip(others, places, strict=True)]
+        return places
+
+    def has(self, field: str) -> NDArray[np.bool_]:
+        """Tell which samples fill an optional field, [samples]."""
+        return (self.rows["filled"] >> list(OPTIONAL).index(field) & 1).astype(bool)
+
+    @functools.cached_property
+    def ranks(self) -> Indices:
+        """The data-parallel rank of each sample, [samples]."""
+        return np.repeat(np.arange(len(self.sizes)), self.sizes)
+
+    @functools.cached_property
+    def first_of_rollout(self) -> Indices:
+        """The first sample of each sample's rollout, [samples]; a sample without a `rollout_id` is one."""
+        return self._first_of("rollout_id")
+
+    @functools.cached_property
+    def first_of_group(self) -> Indices:
+        """The first sample of each sample's prompt group, [samples]; itself where it has none."""
+        return self._first_of("group_index")
+
+    def _first_of(self, field: str) -> Indices:
+        first, filled = np.arange(len(self)), np.flatnonzero(self.has(field))
+        _, starts, places = np.unique(
+            self.rows[field][filled], return_index=True, return_inverse=True
+        )
+        first[filled] = filled[starts[places]]
+        return first
+
+    def sums_of(self, first: Indices, sizes: NDArray[Any]) -> NDArray[np.float64]:
+        """Add up sizes [samples] over each sample's rollout or prompt group, [samples]."""
+        return np.bincount(first, sizes, minlength=len(self))[first]
+
+
+_NO_ROW = np.zeros(0, dtype=ROW)
+
+
+def rows_of(samples: Sequence[CountedSample]) -> NDArray[Any]:
+    """Write the rows [samples] of counted samples."""
+    rows = np.zeros(len(samples), dtype=ROW)
+    rows["num_active_tokens"] = [sample.num_active_tokens for sample in samples]
+    for bit, name in enumerate(OPTIONAL):
+        values = [getattr(sample, name) for sample in samples]
+        filled = np.array([value is not None for value in values], dtype=bool)
+        if filled.any():
+            if name == "id_source":
+                values = [_hash_of_source(value) for value in values]
+            rows["filled"] |= filled.astype(np.int32) << bit
+            numbers = values if filled.all() else [0 if x is None else x for x in values]
+            rows[name] = np.array(numbers, dtype=OPTIONAL[name])
+    return rows
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _hash_of_source(source: str | None) -> int:
+    digest = hashlib.blake2b((source or "").encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little")

@@ -135,7 +135,9 @@ class StepCollector(Generic[AnySample]):
         self._latest: dict[int, Key] = {}
         # Boundaries in the last step; while ranks are late, in all steps that went on without them.
         self._finished: frozenset[Key] = frozenset()
-        self._late: frozenset[int] = frozenset()  # the ranks whose samples this step waits for no longer
+        self._late: frozenset[int] = (
+            frozenset()
+        )  # the ranks whose samples this step waits for no longer
         self._num_slots = self._num_skipped = 0
         self._has_pulled = self._is_exhausted = self._is_stalled = False
 
@@ -157,7 +159,9 @@ class StepCollector(Generic[AnySample]):
             self._pull_window()
         if not chosen:
             if self._is_stalled:
-                raise ValueError(f"{self._late_words()}, and no other rank has a whole document for this step")
+                raise ValueError(
+                    f"{self._late_words()}, and no rank has a whole document for this step"
+                )
             return None
         chosen.sort()
         sequences = {record.sequence for record in chosen}

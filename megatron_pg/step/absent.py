@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -14,8 +15,8 @@ from torch.distributed import distributed_c10d
 
 logger = logging.getLogger(__name__)
 
-WAIT_SECONDS, POLL_SECONDS = 10.0, 2.0
-"""The wait after which a rank tells the job's store that it waits, and the interval at which it then looks there."""
+POLL_SECONDS, WAIT_SECONDS = 2.0, 10.0
+"""The interval at which a waiting rank looks into the job's store, and the wait after which it writes there that it waits."""
 _num_exchanges: Counter[str] = Counter()
 """The exchanges so far of each group, by its name. All ranks of a group count the same."""
 
@@ -28,9 +29,9 @@ class AbsentRankError(RuntimeError):
 def naming_absent_ranks(group: dist.ProcessGroup | None) -> Iterator[None]:
     """Name the ranks that an exchange in the body waits for. Every rank of the group must enter it; None is the default group.
 
-    After `WAIT_SECONDS` one of the waiting ranks logs a warning with the absent ones, and again after twice as long. A
-    shorter exchange says nothing to the job's store. The wait ends at the timeout of the process group, or where the backend
-    finds the connection of a rank closed. NCCL ends the process there, so that the warning is all.
+    After `WAIT_SECONDS` one of the waiting ranks logs a warning with the absent ones, and again after twice as long. An
+    exchange below `POLL_SECONDS` does not touch the job's store. The wait ends at the timeout of the process group, or where
+    the backend finds the connection of a rank closed. NCCL ends the process there, so that the warning is all.
 
     Raises:
         AbsentRankError: the collective raised a RuntimeError, its cause.
@@ -41,7 +42,7 @@ def naming_absent_ranks(group: dist.ProcessGroup | None) -> Iterator[None]:
     group = group or distributed_c10d._get_default_group()
     _num_exchanges[group.group_name] += 1
     exchange = _Exchange(group, _num_exchanges[group.group_name])
-    watch = threading.Timer(WAIT_SECONDS, exchange.watch)
+    watch = threading.Timer(POLL_SECONDS, exchange.watch)
     watch.daemon = True
     watch.start()
     try:
@@ -66,20 +67,28 @@ class _Exchange:
         return "/".join(map(str, ("megatron_pg", self._group.group_name, *names)))
 
     def watch(self) -> None:
-        """Tell the store that this rank waits, and sign a failure of another. The first to wait logs the absent ranks."""
+        """Sign a failure of another rank, and write that this rank waits. The first to write logs the absent ranks."""
+        next_report, is_first = WAIT_SECONDS, False
         with contextlib.suppress(RuntimeError):  # the store ends with the process that holds it
-            self._store.set(self._key("waits", self._rank), str(self._number))
-            is_first = self._store.add(self._key("first", self._number), 1) == 1
-            next_report = 2 * POLL_SECONDS + WAIT_SECONDS
             while not self.has_ended.wait(POLL_SECONDS):
                 if self._store.check([self._key("failed")]):
                     self._store.set(self._key("left", self._rank), "")
-                    return
+                    break
                 waited = time.monotonic() - self._began
-                if is_first and waited >= next_report:
-                    next_report = 2 * waited
+                if waited < next_report:
+                    continue
+                if next_report == WAIT_SECONDS:
+                    self._store.set(self._key("waits", self._rank), str(self._number))
+                    is_first = self._store.add(self._key("first", self._number), 1) == 1
+                    next_report += POLL_SECONDS  # for others to write
+                elif is_first:
                     names = self._names(self._without(self._waits))
-                    logger.warning(f"waiting for {names} to come to an exchange, for {waited:.0f} s")
+                    logger.warning(
+                        f"waiting for {names} to come to an exchange, for {waited:.0f} s"
+                    )
+                    next_report = 2 * waited
+                else:
+                    next_report = math.inf
             if is_first:
                 self._store.delete_key(self._key("first", self._number))
 

@@ -51,6 +51,7 @@ class CheckRow:
     wrong_ratio: float = 1.0  # `common_ratio` and, below, `scaled_error` of the wrong slices alone
     wrong_scaled_error: float = 0.0
     wrong_ranks: tuple[int, ...] = ()
+    wrong_stages: tuple[int, ...] = ()  # pipeline stages that hold a wrong parameter
     wrong_places: str = ""
     """The wrong ranks in words, by host and coordinates (`names_of`); "" where they are all."""
     replica_error: float = 0.0  # the largest difference between copies of a slice, over its 2-norm
@@ -138,6 +139,7 @@ def compare(
         wrong_ratio=wrong_ratio,
         wrong_scaled_error=wrong_scaled_error,
         wrong_ranks=tuple(place.rank for place in wrong_places),
+        wrong_stages=tuple(sorted({p.coordinates[AXES.index("PP")] for p in wrong_places})),
         wrong_places=names_of(wrong_places, places),
         replica_error=replica_error,
         replica_axes=axes,

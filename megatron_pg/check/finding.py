@@ -79,8 +79,12 @@ class Finding:
         return ""
 
     def where(self) -> str:
-        """Name the ranks with wrong gradients; "" for all."""
-        places = self.row.wrong_places
+        """Name the stages and the ranks with wrong gradients; "" for all."""
+        stages, places = self.row.wrong_stages, self.row.wrong_places
+        if 0 < len(stages) < self.sizes["PP"]:
+            rest = " ..." if len(stages) > 4 else ""
+            named = f" on pipeline stage {', '.join(map(str, stages[:4]))}{rest} alone"
+            return f"{named} ({places})" if places else named
         return f" on {places} alone" if places else ""
 
     def worst(self) -> str:

@@ -34,7 +34,8 @@ def job_size() -> int:
 def place_of(coordinates: tuple[int, ...], options: CheckOptions) -> Place:
     """Name this rank. Its coordinates in a sample become those in the job."""
     tensor, context, data, pipeline = coordinates
-    data = sampled_data_ranks(options, job_size())[data]
+    if options.sample_groups is not None:
+        data = sampled_data_ranks(options, job_size())[data]
     return Place(job_rank(), socket.gethostname(), (tensor, context, data, pipeline))
 
 

@@ -124,14 +124,8 @@ OTHER_M = replace(off(RIGHT), common_ratio=1.1024, scaled_error=0.08, gradient_e
 LOST, AUXILIARY = (off(MODEL, what=what) for what in ("every token", "auxiliary loss"))
 STALE = off(UPDATE, "a", ratio=1.25, gradient_norm=3.42691)
 STALE = replace(STALE, reference_norm=3.42682, gradient_error=0.25)
-STAGE = off(MODEL, "a", "b", ratio=2.0, wrong_places="4 of 8 ranks, all those of PP 0")
-TOKENS_OF_STAGE = off(
-    MODEL,
-    "a",
-    ratio=107.0,
-    wrong_places="4 of 8 ranks, all those of PP 0",
-    calculate_per_token_loss=True,
-)
+STAGE = off(MODEL, "a", "b", ratio=2.0, wrong_stages=(0,), wrong_ranks=(0,))
+TOKENS_OF_STAGE = off(MODEL, "a", ratio=107.0, wrong_stages=(0,), calculate_per_token_loss=True)
 BACKWARD = "the backward of a micro-batch is missing or done twice"
 WEIGHTS = "tokens have wrong weights"
 HARDLY = "backward, or what hardly moves the loss"
@@ -235,7 +229,11 @@ CASES: dict[str, tuple[Any, ...]] = {
     "no loss-only rows": ([off(MODEL)], {0: "no loss-only rows | without --fused-lm-head"}),
     "a stage": (
         [STAGE, RIGHT], PIPELINE,
-        {0: "are 2 times the reference: 2 = PP on 4 of 8 ranks, all those of PP 0 alone | sends back | !micro-batch"},
+        {0: "are 2 times the reference: 2 = PP on pipeline stage 0 alone | sends back | !micro-batch"},
+    ),
+    "three ranks of many": (
+        [replace(off(MODEL, "a", ratio=2.0), wrong_places="rank 17 (host node2, DP 2)"), RIGHT],
+        {0: "on rank 17 (host node2, DP 2) alone"},
     ),
     "a stage by no factor": ([replace(STAGE, wrong_scaled_error=0.3), RIGHT], PIPELINE, {0: "backward of a micro-batch"}),
     "tokens of a stage": ([MODEL, TOKENS_OF_STAGE, per_token(RIGHT)], PIPELINE, {1: "the token count | !micro-batch"}),

@@ -1,6 +1,6 @@
 """`megatron-pg check`: proves on the user's own machines that the gradient does not depend on the sharding.
 
-The files in the order of the work: `options` reads the flags, `job` joins the processes, `model` and
+The files in the order of the work: `options` reads the flags, `places` samples and names the ranks, `job` joins the processes, `model` and
 `sharded_parameters` build the models, `cases` lists the rows, `samples` makes their samples, `step` runs them,
 `reference` computes the expected results, `compare` measures the errors, `diagnosis` names the likely mistake of a
 `finding`, and `report` writes the results.
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from megatron_pg.check.job import Launch, joined, prepare
 from megatron_pg.check.options import parse_options
+from megatron_pg.check.places import sampled_ranks
 from megatron_pg.config.versions import UnsupportedMegatronError
 
 
@@ -25,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
 
     Returns:
         The exit status, equal on every rank: 0 when every row passes, 1 when one fails, 2 for flags that cannot be
-        served or an unsupported Megatron-Core.
+        served or an unsupported Megatron-Core. A rank outside the sample of `--sample-groups` returns 0 at once.
     """
     # Every rank would warn of absent optional packages and of names that will change.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
@@ -34,6 +35,10 @@ def main(arguments: Sequence[str]) -> int:
     try:
         launch = Launch.from_environment()
         options, wants_json = parse_options(arguments, world_size=launch.world_size)
+        sampled = launch.in_sample(sampled_ranks(options, launch.world_size))
+        if sampled is None:
+            return 0
+        launch = sampled
         prepare(launch, options.device)
     except (ValueError, UnsupportedMegatronError) as error:
         print(f"megatron-pg check: {error}", file=sys.stderr, flush=True)

@@ -164,5 +164,9 @@ def not_checked(options: CheckOptions) -> dict[str, str]:
         "loss-only rows": (not options.fused_lm_head, "--fused-lm-head"),
         "the last token of a sequence": (not options.fused_lm_head, "--fused-lm-head"),
         "norms of queries and keys": (False, cancelled),
+        "copies of the model outside the sample, and the sum over them": (
+            options.sample_groups is None,
+            "--sample-groups",
+        ),
     }
     return {name: why for name, (is_checked, why) in table.items() if not is_checked}

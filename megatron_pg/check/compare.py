@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_pg.check.options import CheckOptions
+from megatron_pg.check.places import AXES, Place, names_of, place_of
 from megatron_pg.check.reference import Expected
 from megatron_pg.check.sharded_parameters import Part, Shard
 from megatron_pg.loss.checksum import CHECKSUM_TOLERANCE
@@ -17,7 +19,6 @@ from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.step.agreement import gather
 
 TOLERANCES = {"fp32": 1e-6, "bf16": 2e-2}
-AXES = ("TP", "CP", "DP", "PP")
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class CheckRow:
     worst_parameter: str
     worst_rank: int = 0
     worst_place: tuple[int, ...] = (0,) * len(AXES)  # the worst rank's coordinates, as in `AXES`
+    worst_name: str = ""  # the worst rank, its host and its coordinates; "" for a single rank
     worst_ratio: float  # <g, reference> / <reference, reference> of the worst parameter's slice
     common_ratio: float  # the same ratio of all parameters, which shows a wrong scale
     scaled_error: float
@@ -50,6 +52,8 @@ class CheckRow:
     wrong_scaled_error: float = 0.0
     wrong_ranks: tuple[int, ...] = ()
     wrong_stages: tuple[int, ...] = ()  # pipeline stages that hold a wrong parameter
+    wrong_places: str = ""
+    """The wrong ranks in words, by host and coordinates (`names_of`); "" where they are all."""
     replica_error: float = 0.0  # the largest difference between copies of a slice, over its 2-norm
     replica_axes: tuple[str, ...] = ()
     """The `AXES` along which copies disagree while all other coordinates are equal."""
@@ -91,8 +95,7 @@ class _Slice(NamedTuple):
 
     name: str
     part: int  # the `Shard`'s index
-    rank: int
-    place: tuple[int, ...]
+    place: Place
     error: float
     product: float  # <g, reference>
     square: float  # <reference, reference>
@@ -100,16 +103,21 @@ class _Slice(NamedTuple):
     prints: tuple[float, ...]  # two projections of g: equal copies have equal ones
 
 
-def compare(parts: Iterable[Part], expected: Expected, *, dtype: str, **step: Any) -> CheckRow:
+def compare(
+    parts: Iterable[Part], expected: Expected, options: CheckOptions, **step: Any
+) -> CheckRow:
     """Compare the ranks' slices of gradients or updates with the reference. Every rank calls it and gets the same row."""
-    groups = ParallelGroups.from_parallel_state()
-    place = (groups.tensor_rank, groups.context_rank, groups.data_rank, groups.pipeline_rank)
+    groups, dtype = ParallelGroups.from_parallel_state(), options.dtype
+    ranks = (groups.tensor_rank, groups.context_rank, groups.data_rank, groups.pipeline_rank)
+    place = place_of(ranks, options)
     mine = [_measure(*part, expected.gradients[part[0].name], place, dtype) for part in parts]
-    slices = list(itertools.chain(*gather(mine, dist.group.WORLD)))
+    places, of_ranks = zip(*gather((place, mine), dist.group.WORLD), strict=True)
+    slices = list(itertools.chain(*of_ranks))
     if missing := expected.gradients.keys() - {each.name for each in slices}:
         raise RuntimeError(f"no rank holds {sorted(missing)}, which the unsharded model has")
     worst = max(slices, key=lambda each: each.error)
     wrong = [each for each in slices if not each.error <= TOLERANCES[dtype]]
+    wrong_places = sorted({each.place for each in wrong})
     ratio, scaled_error = _common_ratio(slices)
     wrong_ratio, wrong_scaled_error = _common_ratio(wrong)
     replica_error, axes, disagreeing = _replicas(slices, TOLERANCES[dtype])
@@ -120,8 +128,9 @@ def compare(parts: Iterable[Part], expected: Expected, *, dtype: str, **step: An
         reference_norm=expected.norm,
         gradient_error=worst.error,
         worst_parameter=worst.name,
-        worst_rank=worst.rank,
-        worst_place=worst.place,
+        worst_rank=worst.place.rank,
+        worst_place=worst.place.coordinates,
+        worst_name=names_of([worst.place], places),
         worst_ratio=worst.product / (worst.square or 1.0),
         common_ratio=ratio,
         scaled_error=scaled_error,
@@ -129,17 +138,16 @@ def compare(parts: Iterable[Part], expected: Expected, *, dtype: str, **step: An
         wrong=tuple(sorted({each.name for each in wrong})),
         wrong_ratio=wrong_ratio,
         wrong_scaled_error=wrong_scaled_error,
-        wrong_ranks=tuple(sorted({each.rank for each in wrong})),
-        wrong_stages=tuple(sorted({each.place[AXES.index("PP")] for each in wrong})),
+        wrong_ranks=tuple(place.rank for place in wrong_places),
+        wrong_stages=tuple(sorted({p.coordinates[AXES.index("PP")] for p in wrong_places})),
+        wrong_places=names_of(wrong_places, places),
         replica_error=replica_error,
         replica_axes=axes,
         replica_parameters=disagreeing,
     )
 
 
-def _measure(
-    shard: Shard, gradient: Tensor, whole: Tensor, place: tuple[int, ...], dtype: str
-) -> _Slice:
+def _measure(shard: Shard, gradient: Tensor, whole: Tensor, place: Place, dtype: str) -> _Slice:
     gradient, whole = gradient.double(), whole.double()
     expected = shard.cut(whole)
     difference = gradient - expected
@@ -153,8 +161,7 @@ def _measure(
         float(values.sum())
         for values in (gradient * expected, expected.square(), gradient.square())
     )
-    rank = dist.get_rank()
-    return _Slice(shard.name, shard.index, rank, place, error, product, square, own_square, prints)
+    return _Slice(shard.name, shard.index, place, error, product, square, own_square, prints)
 
 
 def _quotient(error: float, scale: float) -> float:
@@ -198,7 +205,7 @@ def _grouped(slices: Iterable[_Slice], *ignored: str) -> Iterable[list[_Slice]]:
     """Group the slices of one part of one parameter on ranks that differ along the ignored axes alone."""
     groups: dict[tuple[object, ...], list[_Slice]] = {}
     for each in slices:
-        place = zip(AXES, each.place, strict=True)
+        place = zip(AXES, each.place.coordinates, strict=True)
         key = each.name, each.part, *(number for axis, number in place if axis not in ignored)
         groups.setdefault(key, []).append(each)
     return groups.values()

@@ -33,7 +33,9 @@ def _words(f: Finding) -> str:
 def _of_all_rows(f: Finding) -> str:
     row, gradient = f.row, f.same(f.row.model)
     if not (math.isfinite(row.gradient_error) and math.isfinite(row.common_ratio)):
-        return f"not finite in {row.worst_parameter} on rank {row.worst_rank}"
+        return (
+            f"not finite in {row.worst_parameter} on {row.worst_name or f'rank {row.worst_rank}'}"
+        )
     if f.is_left_over:
         early = ", or a reduction starts before the last micro-batch (run it without --overlap-grad-reduce to tell them apart)"
         return (

@@ -5,8 +5,9 @@ import math
 from collections.abc import Iterator, Sequence
 
 from megatron_pg.check.cases import LOSS_SCALE
-from megatron_pg.check.compare import AXES, CheckRow
+from megatron_pg.check.compare import CheckRow
 from megatron_pg.check.options import CheckOptions
+from megatron_pg.check.places import AXES
 from megatron_pg.check.samples import make_samples
 
 
@@ -78,16 +79,13 @@ class Finding:
         return ""
 
     def where(self) -> str:
-        """Name the stages or ranks with wrong gradients; "" for all."""
-        row = self.row
-        for name, numbers, size in (
-            ("pipeline stage", row.wrong_stages, self.sizes["PP"]),
-            ("rank", row.wrong_ranks, self.data_size * self.options.model_parallel_size),
-        ):
-            if 0 < len(numbers) < size:
-                rest = " ..." if len(numbers) > 4 else ""
-                return f" on {name} {', '.join(map(str, numbers[:4]))}{rest} alone"
-        return ""
+        """Name the stages and the ranks with wrong gradients; "" for all."""
+        stages, places = self.row.wrong_stages, self.row.wrong_places
+        if 0 < len(stages) < self.sizes["PP"]:
+            rest = " ..." if len(stages) > 4 else ""
+            named = f" on pipeline stage {', '.join(map(str, stages[:4]))}{rest} alone"
+            return f"{named} ({places})" if places else named
+        return f" on {places} alone" if places else ""
 
     def worst(self) -> str:
         """Name the worst gradient and its tensor-parallel rank and pipeline stage."""

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from megatron_pg.check.places import job_rank
 from megatron_pg.config.versions import require_supported_version
 from megatron_pg.megatron.cpu.runtime import enable_cpu_runtime
 
@@ -58,6 +59,12 @@ class Launch(NamedTuple):
         rank, local_rank = (int(environment.get(name, "0")) for name in needed[:2])
         return cls(rank, world_size, local_rank)
 
+    def in_sample(self, ranks: Sequence[int]) -> Launch | None:
+        """Return this process's place among some ranks of the job; None if it is not one of them."""
+        if self.rank not in ranks:
+            return None
+        return self._replace(rank=ranks.index(self.rank), world_size=len(ranks))
+
 
 def prepare(launch: Launch, device: str) -> None:
     """Choose this process's device, "cpu" or "cuda", before any import of Megatron."""
@@ -91,7 +98,8 @@ def joined(launch: Launch, device: str) -> Iterator[None]:
     if launch.world_size == 1:
         dist.init_process_group(backend, store=failures, rank=0, world_size=1)
     else:
-        dist.init_process_group(backend, timeout=timedelta(minutes=TIMEOUT_MINUTES))
+        place = {"rank": launch.rank, "world_size": launch.world_size}
+        dist.init_process_group(backend, timeout=timedelta(minutes=TIMEOUT_MINUTES), **place)
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         # The process group locks its own connection while a rank waits in it.
         failures = TCPStore(*address, wait_for_workers=False)
@@ -102,13 +110,14 @@ def joined(launch: Launch, device: str) -> Iterator[None]:
         yield
     except Exception as error:
         finished.set()
-        own = first = f"rank {launch.rank} failed: {type(error).__name__}: {error}"
+        own = first = f"rank {job_rank()} failed: {type(error).__name__}: {error}"
         # The store is lost with the process that holds it.
         with contextlib.suppress(RuntimeError):
             first = failures.compare_set(FAILURE, "", own).decode()
         if first == own:
             traceback.print_exception(error)
-        _say(launch, first)
+        if first == own or job_rank() == 0:
+            _say(first)
         # The store may end with this process.
         time.sleep(2 * POLL_SECONDS)
         raise SystemExit(1) from None
@@ -119,17 +128,20 @@ def joined(launch: Launch, device: str) -> Iterator[None]:
 
 def _watch(launch: Launch, failures: Store, finished: threading.Event) -> None:
     """End this process with the message of a failed rank, in a thread: NCCL waits without end for a peer that never joined."""
-    first = None
+    # Of thousands of ranks one tells what ended them, beside the one that failed.
+    first, heard = None, job_rank()
     while first is None and not finished.wait(POLL_SECONDS):
         try:
             first = failures.get(FAILURE).decode() if failures.check([FAILURE]) else None
         except RuntimeError:
             first = "the process that holds the job's store has died"
+            heard = launch.local_rank  # rank 0 may be that process
     if not finished.wait(GRACE_SECONDS):
-        _say(launch, first)
+        if heard == 0:
+            _say(first)
         # The shutdowns of the interpreter and of NCCL may wait for peers that never answer.
         os._exit(1)
 
 
-def _say(launch: Launch, first: str | None) -> None:
-    print(f"megatron-pg check: rank {launch.rank} ends: {first}", file=sys.stderr, flush=True)
+def _say(first: str | None) -> None:
+    print(f"megatron-pg check: rank {job_rank()} ends: {first}", file=sys.stderr, flush=True)

@@ -34,6 +34,9 @@ class CheckOptions(Settings):
 
     all: bool = False
     """Check every sharding that the number of processes allows, in place of the given sizes. Print a line for each."""
+    sample_groups: Annotated[int | None, COUNT] = None
+    """Check on this many copies of the model alone, evenly spaced over the job; the other processes end at once. A copy is
+    TP x CP x PP processes, and with experts as many copies as share them count as one. Unset: the whole job."""
     tensor_model_parallel_size: Annotated[int, COUNT] = 1
     pipeline_model_parallel_size: Annotated[int, COUNT] = 1
     virtual_pipeline_model_parallel_size: Annotated[int | None, COUNT] = None
@@ -211,6 +214,8 @@ def violations_of_sizes(options: CheckOptions, world_size: int) -> Iterator[str]
                 f"--{last}-parallel-size = {size} must divide them: torchrun --nproc-per-node {math.lcm(dense, sparse)} "
                 "-m megatron_pg check ..."
             )
+    if options.all and options.sample_groups is not None:
+        yield "--sample-groups takes copies of the model of one sharding: drop it, or --all"
     if options.num_layers is not None and options.num_layers % chunks:
         yield f"--num-layers {options.num_layers} with {chunks} pipeline chunks: give a multiple of that number"
     if options.sequence_parallel and tensor_size == 1:

@@ -14,6 +14,7 @@ from megatron_pg.check.cases import not_checked
 from megatron_pg.check.compare import CheckRow
 from megatron_pg.check.diagnosis import diagnoses
 from megatron_pg.check.options import CheckOptions, has_transformer_engine
+from megatron_pg.check.places import job_size, sampled_data_ranks
 from megatron_pg.config.versions import FIRST_UNSUPPORTED, megatron_core_version
 
 KNOWN_MISTAKES: Mapping[tuple[tuple[int, int], tuple[int, int]], Mapping[str, str]] = {
@@ -85,6 +86,7 @@ def as_json(rows: Sequence[CheckRow], options: CheckOptions, world_size: int) ->
     report = {
         "passed": all(row.passed for row in rows),
         "world_size": world_size,
+        "sampled_data_ranks": sampled_data_ranks(options, job_size()),
         "options": dataclasses.asdict(options),
         "versions": versions(),
         "accelerations": accelerations(options),
@@ -109,10 +111,12 @@ def as_text(rows: Sequence[CheckRow], options: CheckOptions, world_size: int) ->
     known = mistakes_in(megatron_core_version())
     failed = sum(not row.passed for row in rows)
     verdict = f"FAIL: {failed} rows" if failed else "PASS: every gradient is the unsharded one"
+    verdict += " on the sample" if options.sample_groups else ""
     lines = [
         f"megatron-pg check: {installed}",
         ", ".join(f"{name}: {what}" for name, what in accelerations(options).items()),
         f"{world_size} processes on {options.device}: {_sharding(options, world_size)}",
+        *([_sample_words(options)] if options.sample_groups else []),
         "",
         f"{'model':<12}{'dtype':<6}{'aggregation':<13}{'loss mode':<16}{'what':<15}{'loss':>12}"
         f"{'error':>9}{'replicas':>10}{'tolerance':>11}  result",
@@ -177,6 +181,15 @@ def _sharding(options: CheckOptions, world_size: int) -> str:
         "overlapped reduction": options.overlap_grad_reduce,
     }
     return ", ".join(part for part, is_said in parts.items() if is_said)
+
+
+def _sample_words(options: CheckOptions) -> str:
+    """Name the copies of the model that were checked."""
+    size = job_size()
+    ranks = sampled_data_ranks(options, size)
+    named = f"{', '.join(map(str, ranks[:32]))}{' ...' if len(ranks) > 32 else ''}"
+    data_size = size // options.model_parallel_size
+    return f"a sample of the job's {size} processes: data-parallel ranks {named} of {data_size}, and their TP, CP and PP groups"
 
 
 def versions() -> dict[str, str]:

@@ -156,10 +156,10 @@ def _row(run: Run, chunks: list[Any], options: CheckOptions, expected: Expected)
     return compare(
         slices,
         expected,
+        options,
         model=run.model,
         aggregation=run.aggregation,
         calculate_per_token_loss=run.per_token,
-        dtype=options.dtype,
         loss=metrics["loss"],
         checksum=metrics[CHECKSUM],
         what=case.name,

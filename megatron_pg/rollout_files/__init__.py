@@ -2,11 +2,11 @@
 
 from megatron_pg.rollout_files.collector import (
     CollectorState,
-    IteratorSource,
     SampleSource,
     StepCollector,
     StepSamples,
 )
+from megatron_pg.rollout_files.iterators import IteratorSource, LiveSource
 from megatron_pg.rollout_files.sampling_mask import kept_tokens_of_engine
 from megatron_pg.rollout_files.schema import (
     COLUMNS,
@@ -26,6 +26,7 @@ __all__ = [
     "COLUMNS",
     "CollectorState",
     "IteratorSource",
+    "LiveSource",
     "RewardedSample",
     "RolloutFileReport",
     "RolloutFiles",

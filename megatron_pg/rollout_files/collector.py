@@ -6,13 +6,14 @@ whole: the samples of one follow each other in every rank's share, so one that a
 """
 
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol
 
 import torch.distributed as dist
 
 from megatron_pg.config.planning import DocsPerStepMode, PlanningConfig
+from megatron_pg.rollout_files.iterators import LiveSource
 from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.totals import AnySample
 
@@ -49,44 +50,6 @@ class SampleSource(Protocol[AnySample]):
         """Pull the next `count` slots, fewer only at the end of this rank's share; None is a slot without a sample."""
 
 
-class IteratorSource(Generic[AnySample]):
-    """Samples of an iterator, None for a slot without one: every rank iterates over its own share. Positions count slots."""
-
-    can_reshard = False
-
-    def __init__(self, samples: Iterable[AnySample | None]) -> None:
-        self._samples = iter(samples)
-        self._position = 0
-
-    @property
-    def position(self) -> int:
-        """Samples taken so far."""
-        return self._position
-
-    def seek(self, position: int) -> None:
-        """Skip ahead; the iterator must give the same samples as the source that had the position.
-
-        A position that has been passed, or that lies beyond the end, raises a ValueError.
-        """
-        if position < self._position:
-            raise ValueError(
-                f"position {position} has been passed (now at {self._position}): build the source anew to go back"
-            )
-        for _ in itertools.islice(self._samples, position - self._position):
-            self._position += 1
-        if self._position < position:
-            raise ValueError(
-                f"the iterator ends after {self._position} samples, before position {position}: it is not the one "
-                "that the position is of"
-            )
-
-    def pull(self, count: int) -> list[AnySample | None]:
-        """Pull the next samples, fewer than `count` at the end."""
-        pulled: list[AnySample | None] = list(itertools.islice(self._samples, count))
-        self._position += len(pulled)
-        return pulled
-
-
 class _Record(NamedTuple):
     """A pulled sample that is in no step yet, as every rank knows it."""
 
@@ -108,6 +71,8 @@ class StepSamples(Generic[AnySample]):
     """N of the step, over all data-parallel ranks."""
     num_skipped: int
     """Slots without a sample (bad rows) since the last step, over all data-parallel ranks."""
+    late_ranks: tuple[int, ...] = ()
+    """The data-parallel ranks that the step went on without waiting for any longer (`LiveSource`)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,9 +133,13 @@ class StepCollector(Generic[AnySample]):
         self._pending: list[_Record] = []  # in the order of the stream, of all ranks
         # By rank: the boundary of its last sample, which may go on. Ranks of another data-parallel size are below 0.
         self._latest: dict[int, Key] = {}
-        self._finished: frozenset[Key] = frozenset()  # boundaries in the last step
+        # Boundaries in the last step; while ranks are late, in all steps that went on without them.
+        self._finished: frozenset[Key] = frozenset()
+        self._late: frozenset[int] = (
+            frozenset()
+        )  # the ranks whose samples this step waits for no longer
         self._num_slots = self._num_skipped = 0
-        self._has_pulled = self._is_exhausted = False
+        self._has_pulled = self._is_exhausted = self._is_stalled = False
 
     def collect(self) -> StepSamples[AnySample] | None:
         """Collect the samples of the next step, None where none are left. Every data-parallel rank must call it.
@@ -179,24 +148,34 @@ class StepCollector(Generic[AnySample]):
 
         Raises:
             ValueError: the end of the step cuts a prompt group or rollout, a sample lacks the `group_index` that the
-                settings need, or a source raised a ValueError; on all ranks alike.
+                settings need, samples are late and the step cannot go on without them, or a source raised a ValueError;
+                on all ranks alike.
             RuntimeError: the source of another rank raised another error; that rank raises its own.
         """
+        self._late, self._is_stalled = frozenset(), False
+        if isinstance(self._source, LiveSource):
+            self._source.is_late = False
         while (chosen := self._choose()) is None:
             self._pull_window()
         if not chosen:
+            if self._is_stalled:
+                raise ValueError(
+                    f"{self._late_words()}, and no rank has a whole document for this step"
+                )
             return None
         chosen.sort()
         sequences = {record.sequence for record in chosen}
         left = [record for record in self._pending if record.sequence not in sequences]
         boundaries = frozenset(record.boundary for record in chosen)
         self._refuse_cut(left, boundaries)
-        self._pending, self._finished = left, boundaries
+        earlier = self._finished if self._late else frozenset()
+        self._pending, self._finished = left, boundaries | earlier
         num_skipped, self._num_skipped = self._num_skipped, 0
         return StepSamples(
             samples=tuple(record.sample for record in chosen if record.rank == self._rank),
             num_documents=len({record.document for record in chosen}),
             num_skipped=num_skipped,
+            late_ranks=tuple(sorted(self._late)),
         )
 
     def state(self) -> CollectorState[AnySample]:
@@ -268,7 +247,7 @@ class StepCollector(Generic[AnySample]):
             if not is_open:
                 chosen += unit
                 documents.update(record.document for record in unit)
-        if len(documents) < self._docs_per_step and not self._is_exhausted:
+        if len(documents) < self._docs_per_step and not (self._is_exhausted or self._is_stalled):
             return None
         return chosen
 
@@ -291,10 +270,12 @@ class StepCollector(Generic[AnySample]):
         # Ranks see other files in a folder that is not shared (yet): row i is then not the same row on all ranks.
         start = None if self._has_pulled or not self._source.can_reshard else self._source.position
         slots, shared = compute_and_gather(
-            lambda: self._source.pull(count), lambda slots: (start, self._ids(slots)), self._group
+            lambda: self._source.pull(count),
+            lambda slots: (start, self._ids(slots), getattr(self._source, "is_late", False)),
+            self._group,
         )
         self._has_pulled = True
-        starts, everyone = zip(*shared, strict=True)
+        starts, everyone, is_late = zip(*shared, strict=True)
         for rank, other in enumerate(starts):
             if other != starts[0]:
                 raise ValueError(
@@ -312,13 +293,24 @@ class StepCollector(Generic[AnySample]):
         self._pending += records
         self._num_slots += count * self._size
         self._num_skipped += sum(ids is None for rank_ids in everyone for ids in rank_ids)
+        self._late |= {rank for rank, late in enumerate(is_late) if late}
+        if self._late and self._is_exact:
+            raise ValueError(
+                f"{self._late_words()}, and steps of --docs-per-step-mode exact hold all: wait longer (wait_seconds), or choose "
+                "at_least"
+            )
+        self._is_stalled = bool(self._late) and not records
         ended = {rank for rank, rank_ids in enumerate(everyone) if len(rank_ids) < count}
+        ended -= self._late
         self._is_exhausted = len(ended) == self._size
         # A window of bad rows alone does not end what was open at another size.
         if records or self._is_exhausted:
             ended |= {rank for rank in self._latest if rank < 0}
         latest = self._latest | {record.rank: record.boundary for record in records}
         self._latest = {rank: key for rank, key in latest.items() if rank not in ended}
+
+    def _late_words(self) -> str:
+        return f"samples of data-parallel ranks {sorted(self._late)} are late"
 
     def _window_size(self) -> int:
         """Estimate the slots to pull on every rank, from the missing documents and the samples per document so far."""

@@ -8,16 +8,23 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from megatron_pg.step.absent import naming_absent_ranks
+
 Value = TypeVar("Value")
 Shared = TypeVar("Shared")
 
 
 def gather(value: Value, group: dist.ProcessGroup | None) -> list[Value]:
-    """Gather a picklable value of every rank, in rank order; every rank of the group must call it. None: this rank alone."""
+    """Gather a picklable value of every rank, in rank order; every rank of the group must call it. None: this rank alone.
+
+    Raises:
+        AbsentRankError: a rank did not come until the group's timeout, or has ended.
+    """
     if group is None or dist.get_world_size(group) == 1:
         return [value]
     gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, value, group=group)
+    with naming_absent_ranks(group):
+        dist.all_gather_object(gathered, value, group=group)
     return gathered
 
 

@@ -39,8 +39,8 @@ ROOT = Path(__file__).parents[2]
 CP2 = "--context-parallel-size 2"
 
 
-def start(*arguments: str) -> Any:
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+def start(*arguments: str, processes: int = 2) -> Any:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *launcher, "-m", *arguments]
     return progress.run(command, cwd=ROOT, env=environment)
@@ -114,12 +114,15 @@ def assert_all_rows_pass(found: dict[str, Any], processes: int) -> None:
 
 
 @in_one_lane
-def test_right_loss_passes_under_torchrun() -> None:
-    done = start("megatron_pg", "check", "--device", "cpu", "--json", *CP2.split())
+def test_right_loss_passes_under_torchrun_on_a_sample() -> None:
+    flags = f"--device cpu --json --sample-groups 1 {CP2}"
+    done = start("megatron_pg", "check", *flags.split(), processes=4)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert_all_rows_pass(found, 2)
+    assert found["sampled_data_ranks"] == [0]
     assert "--use-distributed-optimizer" in found["not_checked"]
+    assert any("outside the sample" in name for name in found["not_checked"])
 
 
 SP = "--tensor-model-parallel-size 2 --sequence-parallel"
@@ -225,6 +228,29 @@ def test_failed_row_sets_the_exit_status() -> None:
     assert text.count("follows the gradient rows") == 1
     assert text.rstrip().endswith("FAIL: 9 rows (9 rows)")
     assert ranks[1][1] == ""
+
+
+@in_one_lane
+def test_breakages_on_a_sampled_copy_are_seen_and_those_elsewhere_are_not() -> None:
+    """Of three copies of one rank, the first and the last are sampled."""
+    flags = "--json --sample-groups 2"
+    for mistake, statuses in (
+        ("gradient_of_rank_2_is_doubled", [1, 0, 1]),
+        ("gradient_of_rank_1_is_doubled", [0] * 3),
+    ):
+        ranks = run_ranks(run_check_command, 3, free_port(), mistake, flags)
+        assert [status for status, _, _ in ranks] == statuses
+        found = json.loads(ranks[0][1])
+        assert found["sampled_data_ranks"] == [0, 2] and found["world_size"] == 2
+        wrong = [row for row in found["rows"] if not row["passed"]]
+        assert len(wrong) == (len(found["rows"]) if statuses[0] else 0)
+        assert all(row["wrong_ranks"] == [2] for row in wrong)
+        for row in wrong:
+            said = row["diagnosis"]
+            assert said.startswith("follows the gradient rows") == (row["what"] != "gradient")
+            assert row["what"] != "gradient" or re.search(
+                r"on rank 2 \(host .*DP 2\) alone", said
+            ), said
 
 
 @in_one_lane

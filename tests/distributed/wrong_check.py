@@ -84,6 +84,24 @@ def rank_raises_while_others_wait(run: Any) -> None:
     run.train_step = train_step
 
 
+def _gradient_is_doubled(run: Any, rank: str) -> None:
+    right = run.gradient_slices
+
+    def slices(*args: Any) -> Any:
+        factor = 2.0 if os.environ["RANK"] == rank else 1.0
+        return [(shard, factor * gradient) for shard, gradient in right(*args)]
+
+    run.gradient_slices = slices
+
+
+def gradient_of_rank_1_is_doubled(run: Any) -> None:
+    _gradient_is_doubled(run, "1")
+
+
+def gradient_of_rank_2_is_doubled(run: Any) -> None:
+    _gradient_is_doubled(run, "2")
+
+
 def loss_alone(run: Any) -> None:
     """Leaves the loss-only rows."""
     run.MODELS = {"loss only": run.MODELS["loss only"]}

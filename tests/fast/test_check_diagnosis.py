@@ -231,6 +231,10 @@ CASES: dict[str, tuple[Any, ...]] = {
         [STAGE, RIGHT], PIPELINE,
         {0: "are 2 times the reference: 2 = PP on pipeline stage 0 alone | sends back | !micro-batch"},
     ),
+    "three ranks of many": (
+        [replace(off(MODEL, "a", ratio=2.0), wrong_places="rank 17 (host node2, DP 2)"), RIGHT],
+        {0: "on rank 17 (host node2, DP 2) alone"},
+    ),
     "a stage by no factor": ([replace(STAGE, wrong_scaled_error=0.3), RIGHT], PIPELINE, {0: "backward of a micro-batch"}),
     "tokens of a stage": ([MODEL, TOKENS_OF_STAGE, per_token(RIGHT)], PIPELINE, {1: "the token count | !micro-batch"}),
 }  # fmt: skip

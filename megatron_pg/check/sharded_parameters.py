@@ -2,7 +2,7 @@
 
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,6 +132,28 @@ def _leaning(whole: Tensor, seed: int) -> Tensor:
 
 def _direction(seed: int, size: int) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(seed))
+
+
+def expert_biases(model: torch.nn.Module) -> Iterator[Part]:
+    """Yield the bias that each router of an unwrapped chunk adds to its experts' scores, if it has one."""
+    for name, bias in model.named_buffers():
+        if name.endswith("expert_bias"):
+            yield Shard(_whole_name(model, name), 0, 0, 1), bias
+
+
+def set_expert_biases(biases: Iterable[Part]) -> None:
+    """Give the biases of `expert_biases` the values of `expert_bias`."""
+    for shard, bias in biases:
+        bias.copy_(expert_bias(shard.name, bias))
+
+
+def expert_bias(name: str, like: Tensor) -> Tensor:
+    """Return the bias [experts] of a router by its name in the whole model, with the device and dtype of another tensor.
+
+    The values are as small as the differences between scores, and exact in every dtype.
+    """
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return (torch.randint(-4, 5, like.shape, generator=generator) * 2.0**-8).to(like)
 
 
 @torch.no_grad()

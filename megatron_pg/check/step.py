@@ -22,10 +22,18 @@ from megatron_pg.check.model import (
     model_config,
 )
 from megatron_pg.check.options import ADAM_EPSILON, CUSTOM, CheckOptions, config_of, shardings
-from megatron_pg.check.reference import Expected, Pack, Scored, WholeModel
+from megatron_pg.check.reference import Expected, Scored, WholeModel
 from megatron_pg.check.report import Checked
+from megatron_pg.check.routers import Pack
 from megatron_pg.check.samples import cut, cut_evenly, samples_of
-from megatron_pg.check.sharded_parameters import Part, gradient_slices, shards
+from megatron_pg.check.sharded_parameters import (
+    Part,
+    expert_bias,
+    expert_biases,
+    gradient_slices,
+    set_expert_biases,
+    shards,
+)
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.loss.checksum import CHECKSUM
 from megatron_pg.megatron.groups import ParallelGroups, unwrapped
@@ -72,11 +80,10 @@ def run_check(
         for run, expected in zip(
             runs[name], references[_reference_key(name, options)], strict=True
         ):
-            model_options = replace(options_of[name], **run.case.builds)
-            if built != (built := (model_options, run.per_token)):
-                config = model_config(model_options, calculate_per_token_loss=run.per_token)
-                chunks = build_model(model_options, config, MODELS[name].new)
-            rows.append(_row(run, chunks, model_options, expected))
+            if built != (built := {**run.case.builds, "calculate_per_token_loss": run.per_token}):
+                config = model_config(options_of[name], **built)
+                chunks = build_model(options_of[name], config, MODELS[name].new)
+            rows.append(_row(run, chunks, options_of[name], expected))
         known_rows[name, options_of[name]] = rows
     return [row for name in options_of for row in known_rows[name, options_of[name]]]
 
@@ -109,14 +116,15 @@ def _references(options: CheckOptions, runs: Sequence[Run]) -> list[Expected]:
     """Return the expected results of each run of a model."""
     model = WholeModel(options, MODELS[runs[0].model].new)
     data_size = dist.get_world_size() // options.model_parallel_size
-    steps: dict[tuple[bool, ...], Scored] = {}
+    steps: dict[tuple[object, ...], Scored] = {}
     known: dict[tuple[object, ...], Expected] = {}
     references = []
     for run in runs:
         case = run.case
-        kind = (case.is_even, bool(case.logit_coefficient), case.has_sets, case.has_experts)
+        routing = (case.has_experts, case.has_sigmoid, case.has_expert_bias)
+        kind = (case.is_even, bool(case.logit_coefficient), case.has_sets, *routing)
         if kind not in steps:
-            steps[kind] = model.score(samples_of(options, data_size, case))
+            steps[kind] = model.score(samples_of(options, data_size, case), case)
         # Both loss modes have one reference, unless tokens weigh an auxiliary loss.
         loss_mode = (case.name, run.per_token) if case.is_even else ()
         key = (run.aggregation, case.policy_loss, kind, loss_mode)
@@ -130,13 +138,13 @@ def _references(options: CheckOptions, runs: Sequence[Run]) -> list[Expected]:
 def _packs(options: CheckOptions, samples: Sequence[Sample], ranks: int, run: Run) -> list[Pack]:
     """Return each sample as a pack, or each micro-batch of a case with even samples."""
     if not run.case.is_even:
-        return [([index], 0.0) for index in range(len(samples))]
+        return [Pack([index], 0.0, 0) for index in range(len(samples))]
     lengths, packs = [sample.total_length for sample in samples], []
     for rank in range(ranks):
-        count = options.num_microbatches(rank)
-        for indices in cut_evenly(range(rank, len(samples), ranks), count):
+        count = run.case.num_microbatches(options, rank)
+        for turn, indices in enumerate(cut_evenly(range(rank, len(samples), ranks), count)):
             share = sum(lengths[index] for index in indices) / sum(lengths)
-            packs.append((indices, share if run.per_token else 1 / (ranks * count)))
+            packs.append(Pack(indices, share if run.per_token else 1 / (ranks * count), turn))
     return packs
 
 
@@ -145,6 +153,8 @@ def _row(run: Run, chunks: list[Any], options: CheckOptions, expected: Expected)
     case, norm, settings = run.case, None, vars(chunks[0].config)
     before = {name: settings[name] for name in case.settings}
     settings.update(case.settings)
+    biases = [part for chunk in chunks for part in expert_biases(unwrapped(chunk))]
+    set_expert_biases(biases)
     metrics = train_step(chunks, options, expected.samples, run)
     settings.update(before)
     if case.updates:
@@ -153,6 +163,7 @@ def _row(run: Run, chunks: list[Any], options: CheckOptions, expected: Expected)
         scale = case.loss_scale
         scaled = {name: scale * gradient for name, gradient in expected.gradients.items()}
         slices = [(shard, part / scale) for shard, part in gradient_slices(chunks, scaled)]
+        slices += [(shard, bias - expert_bias(shard.name, bias)) for shard, bias in biases]
     return compare(
         slices,
         expected,
@@ -174,7 +185,8 @@ def train_step(
     groups, case = ParallelGroups.from_parallel_state(), run.case
     data_rank, cp_size = groups.data_rank, groups.context_size
     mine = samples[data_rank :: groups.data_size]
-    micro_batches = (cut_evenly if case.is_even else cut)(mine, options.num_microbatches(data_rank))
+    count = case.num_microbatches(options, data_rank)
+    micro_batches = (cut_evenly if case.is_even else cut)(mine, count)
     totals = step_totals(mine, data_parallel_group=groups.data, allow_different_group_sizes=True)
     if case.is_even:  # weighted by tokens in per-token mode
         totals = replace(totals, num_tokens=sum(sample.total_length for sample in samples))

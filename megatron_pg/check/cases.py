@@ -68,6 +68,11 @@ class Run(NamedTuple):
     aggregation: str
     per_token: bool
 
+    @property
+    def key(self) -> tuple[str, str, bool]:
+        """Tell the runs of a model apart."""
+        return self.case.name, self.aggregation, self.per_token
+
 
 def _auxiliary_lacks(options: CheckOptions) -> str:
     if options.num_experts is None or options.num_experts < 3:

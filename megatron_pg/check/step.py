@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import Tensor
 
-from megatron_pg.check.cases import Run, cases_of
+from megatron_pg.check.cases import CASE_AGGREGATION, Run, cases_of
 from megatron_pg.check.compare import CheckRow, compare
 from megatron_pg.check.model import (
     MODELS,
@@ -45,16 +45,21 @@ from megatron_pg.step.totals import step_totals
 
 KnownRows = dict[tuple[str, CheckOptions], list[CheckRow]]
 """The rows of a model by its name and its options: shardings that differ in experts alone have the dense models in common."""
-KnownReferences = dict[tuple[object, ...], list[Expected]]
-"""The expected results of a model by `_reference_key`, for shardings with the same TP, PP and CP."""
+KnownReferences = dict[tuple[object, ...], dict[tuple[str, str, bool], Expected]]
+"""The expected results of a model by `_reference_key` and `Run.key`, for shardings with the same TP, PP and CP."""
 
 
 def run_check(
     options: CheckOptions,
     known_rows: KnownRows | None = None,
     known_references: KnownReferences | None = None,
+    *,
+    has_every_aggregation: bool = True,
 ) -> list[CheckRow]:
-    """Make all rows. Every rank of the world calls it and gets the same. What is known is used, and added to."""
+    """Make all rows. Every rank of the world calls it and gets the same. What is known is used, and added to.
+
+    Without every aggregation the models that are not known have one, whose rows of other shardings are known.
+    """
     known_rows = {} if known_rows is None else known_rows
     references = {} if known_references is None else known_references
     options_of = {
@@ -62,7 +67,8 @@ def run_check(
         for name, model in MODELS.items()
         if model.is_run(options)
     }
-    aggregations = [*AGGREGATIONS, CUSTOM] if options.has_custom else [*AGGREGATIONS]
+    aggregations = [*AGGREGATIONS] if has_every_aggregation else [CASE_AGGREGATION]
+    aggregations += [CUSTOM] if options.has_custom else []
     modes = [False] if options.average_in_collective else [False, True]
     runs = {
         name: [run for mode in modes for run in cases_of(name, options, aggregations, mode)]
@@ -70,36 +76,42 @@ def run_check(
         if (name, options_of[name]) not in known_rows
     }
     initialize_groups(options, sharded=False)
+    expected_of: dict[str, dict[tuple[str, str, bool], Expected]] = {}
     for name in runs:
-        if (key := _reference_key(name, options)) not in references:
-            references[key] = _references(options_of[name], runs[name])
+        keys = [run.key for run in runs[name]]
+        expected = references.setdefault(_reference_key(name, options), {})
+        if not expected.keys() >= {*keys}:
+            expected |= zip(keys, _references(options_of[name], runs[name]), strict=True)
+        expected_of[name] = expected
     initialize_groups(options)
     for name in runs:
         chunks: list[Any] = []
         built, rows = None, []
-        for run, expected in zip(
-            runs[name], references[_reference_key(name, options)], strict=True
-        ):
+        for run in runs[name]:
             if built != (built := {**run.case.builds, "calculate_per_token_loss": run.per_token}):
                 config = model_config(options_of[name], **built)
                 chunks = build_model(options_of[name], config, MODELS[name].new)
-            rows.append(_row(run, chunks, options_of[name], expected))
+            rows.append(_row(run, chunks, options_of[name], expected_of[name][run.key]))
         known_rows[name, options_of[name]] = rows
     return [row for name in options_of for row in known_rows[name, options_of[name]]]
 
 
-def check_every_sharding(options: CheckOptions) -> list[Checked]:
-    """Check each sharding of the world. Every rank of the world calls it."""
-    checked, known_rows = [], KnownRows()
+def check_every_sharding(options: CheckOptions) -> Iterator[Checked]:
+    """Check each sharding of the world. Every rank of the world goes through it.
+
+    Aggregations differ in the weights of tokens, before any expert: where experts are divided there is one.
+    """
+    known_rows = KnownRows()
     every = shardings(options, dist.get_world_size())
     for _, alike in itertools.groupby(every, _SIZES):
         known_references = KnownReferences()
         for sharding in alike:
             started = time.monotonic()
-            rows = run_check(sharding, known_rows, known_references)
+            is_first = sharding.expert_model_parallel_size == 1
+            known = known_rows, known_references
+            rows = run_check(sharding, *known, has_every_aggregation=is_first)
             destroy_groups()
-            checked.append(Checked(sharding, rows, time.monotonic() - started))
-    return checked
+            yield Checked(sharding, rows, time.monotonic() - started)
 
 
 _SIZES = attrgetter(
@@ -109,7 +121,8 @@ _SIZES = attrgetter(
 
 def _reference_key(name: str, options: CheckOptions) -> tuple[object, ...]:
     """Name all that the expected results depend on beside `_SIZES`: samples are made for the numbers of micro-batches."""
-    return name, options.num_chunks, *map(options.num_microbatches, (0, 1))
+    ranks = range(min(dist.get_world_size() // options.model_parallel_size, 2))
+    return name, options.num_chunks, *map(options.num_microbatches, ranks)
 
 
 def _references(options: CheckOptions, runs: Sequence[Run]) -> list[Expected]:

@@ -291,7 +291,8 @@ def summary_of_every_sharding() -> str:
     """Of the loss-only rows; every rank runs it."""
     wrong_check.loss_alone(check)
     options, _ = check_options.parse_options(["--device", "cpu", "--all"])
-    return report.summary(check.check_every_sharding(options), 2)
+    checked = list(check.check_every_sharding(options))
+    return "\n".join([*(report.summary(each, 2) for each in checked), report.verdict(checked, 2)])
 
 
 SHARDINGS_OF_TWO = [

@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ from megatron_pg.check.options import (
     CheckOptions,
     config_of,
 )
-from megatron_pg.check.routers import Choices, Pack, bias_updates, choices, route, router_losses
+from megatron_pg.check.routers import Choices, Pack, bias_update, choices, route, router_losses
 from megatron_pg.check.samples import with_log_probs
 from megatron_pg.check.sharded_parameters import shards
 from megatron_pg.loss.aggregation import AGGREGATIONS
@@ -67,6 +67,8 @@ class Expected(NamedTuple):
     gradients: dict[str, Tensor]
     norm: float | None = None
     """The norm of all gradients, if `gradients` has the optimizer's updates instead."""
+    tokens_of_experts: Mapping[str, Tensor] = {}
+    """[experts] tokens of the step that take an expert, by the name of the router's bias, whose update is among `gradients`."""
 
     def after_update(self) -> Expected:
         """Replace the gradients by the updates of Adam's first step, as `step.update` makes it.
@@ -185,9 +187,12 @@ class WholeModel:
                     gradient += part.double()
         for gradient in gradients.values():
             dist.all_reduce(gradient)
+        tokens_of_experts: dict[str, Tensor] = {}
         if case.has_expert_bias:
-            gradients |= zip(self._bias_names, bias_updates(counts), strict=True)
-        return Expected(samples, float(loss.detach()), gradients)
+            taken = torch.stack([of_pack.taken for of_pack in counts]).sum(0)
+            tokens_of_experts = dict(zip(self._bias_names, taken, strict=True))
+            gradients |= {name: bias_update(tokens) for name, tokens in tokens_of_experts.items()}
+        return Expected(samples, float(loss.detach()), gradients, None, tokens_of_experts)
 
     def _custom_loss(self, samples: Sequence[Sample], leaves: Sequence[Scores]) -> Tensor:
         """Call the user's functions with the whole step at once, as one micro-batch on one rank."""

@@ -100,7 +100,19 @@ def router_losses(
     return total
 
 
-def bias_updates(of: Sequence[Choices]) -> Tensor:
-    """Return what a step adds to the bias of each layer's experts, [layers, experts]: up for those with few tokens."""
-    counts = torch.stack([pack.taken for pack in of]).sum(0)
-    return BIAS_RATE * torch.sign(counts.mean(1, keepdim=True) - counts)
+def head_start(counts: Tensor) -> Tensor:
+    """Return the tokens [experts] to count before a step that counts `counts`, so that the sums differ by one.
+
+    The bias of an expert goes up below the mean of the sums and down above it: so close to it every token decides.
+    """
+    return counts.max() - counts + _lead(counts)
+
+
+def bias_update(counts: Tensor) -> Tensor:
+    """Return what a step with a head start adds to the bias [experts]."""
+    lead = _lead(counts)
+    return BIAS_RATE * torch.sign(lead.mean() - lead)
+
+
+def _lead(counts: Tensor) -> Tensor:
+    return torch.arange(len(counts), dtype=counts.dtype) % 2

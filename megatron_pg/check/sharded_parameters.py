@@ -2,7 +2,7 @@
 
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,17 +134,11 @@ def _direction(seed: int, size: int) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(seed))
 
 
-def expert_biases(model: torch.nn.Module) -> Iterator[Part]:
-    """Yield the bias that each router of an unwrapped chunk adds to its experts' scores, if it has one."""
-    for name, bias in model.named_buffers():
-        if name.endswith("expert_bias"):
-            yield Shard(_whole_name(model, name), 0, 0, 1), bias
-
-
-def set_expert_biases(biases: Iterable[Part]) -> None:
-    """Give the biases of `expert_biases` the values of `expert_bias`."""
-    for shard, bias in biases:
-        bias.copy_(expert_bias(shard.name, bias))
+def biased_routers(model: torch.nn.Module) -> Iterator[tuple[Shard, Any]]:
+    """Yield each router of an unwrapped chunk that adds a bias to its experts' scores, with the place of that bias."""
+    for name, module in model.named_modules():
+        if getattr(module, "expert_bias", None) is not None:
+            yield Shard(_whole_name(model, f"{name}.expert_bias"), 0, 0, 1), module
 
 
 def expert_bias(name: str, like: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import Tensor
 
@@ -24,14 +25,13 @@ from megatron_pg.check.model import (
 from megatron_pg.check.options import ADAM_EPSILON, CUSTOM, CheckOptions, config_of, shardings
 from megatron_pg.check.reference import Expected, Scored, WholeModel
 from megatron_pg.check.report import Checked
-from megatron_pg.check.routers import Pack
+from megatron_pg.check.routers import Pack, head_start
 from megatron_pg.check.samples import cut, cut_evenly, samples_of
 from megatron_pg.check.sharded_parameters import (
     Part,
+    biased_routers,
     expert_bias,
-    expert_biases,
     gradient_slices,
-    set_expert_biases,
     shards,
 )
 from megatron_pg.loss.aggregation import AGGREGATIONS
@@ -75,11 +75,12 @@ def run_check(
         for name in options_of
         if (name, options_of[name]) not in known_rows
     }
+    data_size = dist.get_world_size() // options.model_parallel_size
     initialize_groups(options, sharded=False)
     expected_of: dict[str, dict[tuple[str, str, bool], Expected]] = {}
     for name in runs:
         keys = [run.key for run in runs[name]]
-        expected = references.setdefault(_reference_key(name, options), {})
+        expected = references.setdefault(_reference_key(name, options, data_size), {})
         if not expected.keys() >= {*keys}:
             expected |= zip(keys, _references(options_of[name], runs[name]), strict=True)
         expected_of[name] = expected
@@ -119,10 +120,9 @@ _SIZES = attrgetter(
 )
 
 
-def _reference_key(name: str, options: CheckOptions) -> tuple[object, ...]:
+def _reference_key(name: str, options: CheckOptions, data_size: int) -> tuple[object, ...]:
     """Name all that the expected results depend on beside `_SIZES`: samples are made for the numbers of micro-batches."""
-    ranks = range(min(dist.get_world_size() // options.model_parallel_size, 2))
-    return name, options.num_chunks, *map(options.num_microbatches, ranks)
+    return name, options.num_chunks, *map(options.num_microbatches, range(min(data_size, 2)))
 
 
 def _references(options: CheckOptions, runs: Sequence[Run]) -> list[Expected]:
@@ -166,8 +166,7 @@ def _row(run: Run, chunks: list[Any], options: CheckOptions, expected: Expected)
     case, norm, settings = run.case, None, vars(chunks[0].config)
     before = {name: settings[name] for name in case.settings}
     settings.update(case.settings)
-    biases = [part for chunk in chunks for part in expert_biases(unwrapped(chunk))]
-    set_expert_biases(biases)
+    biases = _start_biases(chunks, expected)
     metrics = train_step(chunks, options, expected.samples, run)
     settings.update(before)
     if case.updates:
@@ -189,6 +188,17 @@ def _row(run: Run, chunks: list[Any], options: CheckOptions, expected: Expected)
         what=case.name,
         gradient_norm=norm,
     )
+
+
+def _start_biases(chunks: Sequence[Any], expected: Expected) -> list[Part]:
+    """Set the bias of each router's experts, and give one rank the `head_start`. Return the biases, which a step updates."""
+    routers = [part for chunk in chunks for part in biased_routers(unwrapped(chunk))]
+    ranks = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    for shard, router in routers:
+        router.expert_bias.copy_(expert_bias(shard.name, router.expert_bias))
+        if ranks.rank() == 0:
+            router.local_tokens_per_expert.copy_(head_start(expected.tokens_of_experts[shard.name]))
+    return [(shard, router.expert_bias) for shard, router in routers]
 
 
 def train_step(

@@ -83,7 +83,8 @@ def router_losses(
     """
     pack, total = packs[place], torch.zeros((), dtype=torch.float64, device=logits[0].device)
     peers = [i for i, other in enumerate(packs) if other.turn == pack.turn]
-    seen = [of[i].favourites for i, other in enumerate(packs) if other.turn <= pack.turn]
+    before = [of[i].favourites for i, other in enumerate(packs) if other.turn <= pack.turn]
+    seen = torch.stack(before).sum(0)
     turn_weight = sum(packs[i].weight for i in peers)
     whole_weight = turn_weight * of[place].tokens / sum(of[i].tokens for i in peers)
     for layer, rows in enumerate(logits):
@@ -91,7 +92,7 @@ def router_losses(
         shares = (scores / scores.sum(1, keepdim=True)).mean(0)
         for kind, coefficient in case.balancing.items():
             is_global = kind == "global_aux_loss"
-            counts = sum(seen)[layer] if is_global else of[place].favourites[layer]
+            counts = seen[layer] if is_global else of[place].favourites[layer]
             weight = coefficient * (whole_weight if is_global else pack.weight)
             frequencies = (counts / counts.sum()).to(shares)
             total = total + weight * len(counts) * (frequencies * shares).sum()

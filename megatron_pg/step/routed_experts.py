@@ -126,7 +126,8 @@ def routed_experts_of_tokens(parts: Sequence[Tensor], token_indices: Tensor) -> 
             begin = int(indices[first] - ends[number]) + len(part)
             pieces.append(part[begin : begin + length])
     shape = len(indices), *nothing.shape[1:]
-    laid_out = torch.empty(shape, dtype=dtype, pin_memory=torch.cuda.is_initialized())
+    is_pinned = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    laid_out = torch.empty(shape, dtype=dtype, pin_memory=is_pinned)
     return torch.cat(pieces, out=laid_out)  # type: ignore[no-any-return, call-overload]
 
 

@@ -43,6 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     except (ValueError, UnsupportedMegatronError) as error:
         print(f"megatron-pg check: {error}", file=sys.stderr, flush=True)
         return 2
+    output = sys.stdout
     with joined(launch, options.device):
         # `megatron.training`, which the module of a custom function may import, installs such a handler.
         for handler in logging.getLogger().handlers:
@@ -53,10 +54,14 @@ def main(arguments: Sequence[str]) -> int:
             from megatron_pg.check import report, step
 
             if options.all:
-                checked = step.check_every_sharding(options)
+                checked = []
+                for sharding in step.check_every_sharding(options):
+                    checked.append(sharding)
+                    if launch.rank == 0 and not wants_json:
+                        print(report.summary(sharding, launch.world_size), file=output, flush=True)
                 rows = [row for sharding in checked for row in sharding.rows]
-                summary = report.summary_as_json if wants_json else report.summary
-                text = summary(checked, launch.world_size)
+                write_all = report.as_json_list if wants_json else report.verdict
+                text = write_all(checked, launch.world_size)
             else:
                 rows = step.run_check(options)
                 write = report.as_json if wants_json else report.as_text

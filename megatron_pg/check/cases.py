@@ -20,7 +20,7 @@ class Case(NamedTuple):
     settings: Mapping[str, Any] = {}
     """Fields of the model's configuration during the step."""
     builds: Mapping[str, Any] = {}
-    """The check's options that its model is built with."""
+    """Fields of the configuration that its model is built with."""
     policy_loss: str = "ppo"
     loss_scale: float = 1.0
     """The divisor of the gradients before the comparison."""
@@ -37,6 +37,28 @@ class Case(NamedTuple):
     lacks: Callable[[CheckOptions], str] = lambda options: ""
     """The reason why the options exclude the case; "" for none."""
 
+    @property
+    def balancing(self) -> dict[str, float]:
+        """The coefficients of the routers' load-balancing losses, by Megatron's names."""
+        kinds = self.builds.get("moe_router_load_balancing_type", [])
+        values = self.builds.get("moe_aux_loss_coeff", [])
+        if isinstance(kinds, str):
+            kinds, values = [kinds], [values]
+        return dict(zip(kinds, values, strict=True))
+
+    @property
+    def has_sigmoid(self) -> bool:
+        """Routers score experts by the sigmoid of their logits, and not by the softmax."""
+        return self.builds.get("moe_router_score_function") == "sigmoid"
+
+    @property
+    def has_expert_bias(self) -> bool:
+        return bool(self.builds.get("moe_router_enable_expert_bias"))
+
+    def num_microbatches(self, options: CheckOptions, data_rank: int) -> int:
+        """Return the M of a data-parallel rank, equal on all of them where a loss takes their micro-batches together."""
+        return options.num_microbatches(0 if "global_aux_loss" in self.balancing else data_rank)
+
 
 class Run(NamedTuple):
     """A step that the check runs: a model, a case, an aggregation and a loss mode."""
@@ -45,6 +67,11 @@ class Run(NamedTuple):
     case: Case
     aggregation: str
     per_token: bool
+
+    @property
+    def key(self) -> tuple[str, str, bool]:
+        """Tell the runs of a model apart."""
+        return self.case.name, self.aggregation, self.per_token
 
 
 def _auxiliary_lacks(options: CheckOptions) -> str:
@@ -64,12 +91,10 @@ def _replay_lacks(options: CheckOptions) -> str:
     return "" if versions.has_router_replay() else "needs megatron-core 0.16"
 
 
-BOTH_MODES = ("auxiliary loss", "router z loss")
-"""The cases that differ in per-token mode."""
-
-
-def _auxiliary(name: str, **settings: Any) -> Case:
-    return Case(name, settings=settings, is_even=True, lacks=_auxiliary_lacks)
+def _router(name: str, kind: str | list[str] = "aux_loss", value: Any = 0.0, **builds: Any) -> Case:
+    """Make the case of a load-balancing loss, or a list of them, with its coefficient."""
+    builds |= {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": value}
+    return Case(name, builds=builds, is_even=True, lacks=_auxiliary_lacks)
 
 
 def _exchange(kind: str, engine: tuple[int, int]) -> Case:
@@ -86,6 +111,19 @@ def _exchange(kind: str, engine: tuple[int, int]) -> Case:
     return Case(f"cp {kind}", builds={"cp_comm_type": kind}, lacks=lacks)
 
 
+SIGMOID = {"moe_router_score_function": "sigmoid"}
+BIAS_RATE = 0.25
+"""The step of the experts' bias: its sums are exact in float32."""
+ROUTER_LOSSES: Sequence[Case] = (
+    _router("auxiliary loss", "aux_loss", 0.5),
+    _router("sequence loss", "seq_aux_loss", 0.5),
+    _router("global loss", "global_aux_loss", 0.5),
+    _router(
+        "listed losses", ["aux_loss", "seq_aux_loss", "global_aux_loss"], [0.2, 0.1, 0.4], **SIGMOID
+    ),
+    _router("router z loss", moe_z_loss_coeff=0.1),
+)
+"""The cases that differ in per-token mode."""
 SCALING = {"grad_scale_func": lambda loss: loss * LOSS_SCALE}
 """The loss scale of fp16."""
 RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
@@ -99,8 +137,6 @@ CASES: Sequence[Case] = (
     Case("kept set", has_sets=True),
     Case("loss scale", settings=SCALING, loss_scale=LOSS_SCALE),
     Case("recompute", settings=RECOMPUTE),
-    _auxiliary("auxiliary loss", moe_aux_loss_coeff=0.5),
-    _auxiliary("router z loss", moe_z_loss_coeff=0.1),
     # A replay is easily lost in the second forward.
     Case("routing replay", settings=RECOMPUTE, has_experts=True, lacks=_replay_lacks),
     Case(
@@ -108,6 +144,13 @@ CASES: Sequence[Case] = (
         is_even=True,
         logit_coefficient=0.01,
         lacks=lambda options: "--fused-lm-head" if options.fused_lm_head else "",
+    ),
+    *ROUTER_LOSSES,
+    _router(
+        "expert bias",
+        moe_router_enable_expert_bias=True,
+        moe_router_bias_update_rate=BIAS_RATE,
+        **SIGMOID,
     ),
     # Older engines refuse packed sequences (attention/dot_product_attention/context_parallel.py); all refuse a2a+p2p.
     _exchange("a2a", (2, 10)),
@@ -128,7 +171,7 @@ def cases_of(
             continue
         if case is GRADIENT and model in ("end to end", "loss only"):
             yield from (Run(model, case, aggregation, per_token) for aggregation in aggregations)
-        elif case is GRADIENT or not per_token or case.name in BOTH_MODES:
+        elif case is GRADIENT or not per_token or case in ROUTER_LOSSES:
             yield Run(model, case, CASE_AGGREGATION, per_token)
 
 
@@ -142,9 +185,9 @@ def not_checked(options: CheckOptions) -> dict[str, str]:
     auxiliary = _auxiliary_lacks(options)
     cancelled = "their gradients cancel to more digits than float32 has"
     exchanges = {
-        case.builds["cp_comm_type"]: "" if is_one_rank else case.lacks(options)
+        kind: "" if is_one_rank else case.lacks(options)
         for case in CASES
-        if case.builds and case.builds["cp_comm_type"] != options.cp_comm_type
+        if (kind := case.builds.get("cp_comm_type")) not in (None, options.cp_comm_type)
     }
     table = {
         "Transformer Engine's attention": (options.transformer_impl != "local", engine),
@@ -158,7 +201,7 @@ def not_checked(options: CheckOptions) -> dict[str, str]:
         "experts": (options.num_experts is not None, "needs --num-experts"),
         "HybridModel": (options.hybrid_model, "needs --hybrid-model"),
         "multi-token prediction": (options.mtp_num_layers is not None, "needs --mtp-num-layers"),
-        "auxiliary loss": (not auxiliary, auxiliary),
+        "losses and bias of routers": (not auxiliary, auxiliary),
         "--replay-routing": (not _replay_lacks(options), _replay_lacks(options)),
         "per-token rows": (not options.average_in_collective, "--average-in-collective"),
         "loss-only rows": (not options.fused_lm_head, "--fused-lm-head"),

@@ -100,11 +100,13 @@ def _of_one_setting(f: Finding) -> str:
             f"replicas disagree over {', and over '.join(where)}: {named(row.replica_parameters)}{f.where()}; a reduction "
             f"over that group is missing{sharded if f.options.use_distributed_optimizer else ''}{f.mode()}"
         )
-    if row.what in ("auxiliary loss", "router z loss") and f.fails("every token"):
+    if row.what in ROUTERS and f.fails("every token"):
         return "follows the row `every token`"
     if row.what in CASES:
         ratio = f"gradients {f.times()}, " if row.what == "loss scale" else ""
-        return f"this row alone, {ratio}{CASES[row.what]}"
+        failed = [case for case in CASES if f.fails(case)]
+        alone = f"the rows {', '.join(failed)} alone" if len(failed) > 1 else "this row alone"
+        return f"{alone}, {ratio}{CASES[row.what]}"
     return ""
 
 
@@ -265,6 +267,30 @@ REDUCTIONS = {
     "DP": "data-parallel ranks (DDP)",
     "PP": "pipeline stages (finalize_model_grads, of tied embeddings)",
 }
+ROUTERS: Mapping[str, str] = {
+    "auxiliary loss": (
+        "so the auxiliary loss of the experts' router is wrong: its coefficient, its scale (1 / M, or tokens), the ranks that "
+        "its counts are summed over, or padding that it counts"
+    ),
+    "sequence loss": (
+        "so the router's seq_aux_loss is wrong: a pack is one sequence to it, over context- and tensor-parallel ranks"
+    ),
+    "global loss": (
+        "so the router's global_aux_loss is wrong: its shares of experts are of all tokens of the step so far, on all "
+        "data-parallel ranks, over which its gradient is a sum"
+    ),
+    "listed losses": (
+        "so a list of the router's load-balancing losses is wrong: each has its own coefficient, and they are added up; or its "
+        "sigmoid scores, which they share out before they count"
+    ),
+    "router z loss": (
+        "so the z loss of the router is wrong: its coefficient, its scale (1 / M, CP / M, or tokens), or padding that it counts"
+    ),
+    "expert bias": (
+        "so the router's bias of experts is wrong: it chooses without the bias or weighs by it, or the bias counts other tokens "
+        "than those of all ranks (padding, one rank's)"
+    ),
+}
 CASES: Mapping[str, str] = {
     "gspo": "so a sum over a whole sequence is wrong: it takes the tokens of all context-parallel ranks",
     "dis": "so the weight of dis is wrong: the ratio to the rollout log-probs, without gradient, 0 outside the band",
@@ -275,13 +301,7 @@ CASES: Mapping[str, str] = {
         "so a token that scores nothing is lost or changed, as the last token of a sequence is by an exchange that drops it "
         "(of experts, or between ranks)"
     ),
-    "auxiliary loss": (
-        "so the auxiliary loss of the experts' router is wrong: its coefficient, its scale (1 / M, or tokens), the ranks that "
-        "its counts are summed over, or padding that it counts"
-    ),
-    "router z loss": (
-        "so the z loss of the router is wrong: its coefficient, its scale (1 / M, CP / M, or tokens), or padding that it counts"
-    ),
+    **ROUTERS,
     "routing replay": (
         "so a router does not take the experts that it is given: it takes those of another token or layer, or its own in the "
         "first forward or in recomputation"

@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megatron_pg.check.cases import Case, Run
+from megatron_pg.check.cases import GRADIENT, Case, Run
 from megatron_pg.check.model import NewModel, build_chunks, model_config
 from megatron_pg.check.options import (
     ADAM_EPSILON,
@@ -28,6 +28,7 @@ from megatron_pg.check.options import (
     CheckOptions,
     config_of,
 )
+from megatron_pg.check.routers import Choices, Pack, bias_update, choices, route, router_losses
 from megatron_pg.check.samples import with_log_probs
 from megatron_pg.check.sharded_parameters import shards
 from megatron_pg.loss.aggregation import AGGREGATIONS
@@ -43,10 +44,19 @@ Scores = tuple[Tensor, Tensor]
 """[response] log-probs and entropies of a sample, float64."""
 Scored = tuple[Sequence[Sample], Sequence[Scores]]
 """The samples of a step, with old and reference log-probs, and a model's scores of them."""
-Outputs = tuple[list[Tensor], list[Tensor], list[Tensor]]
-"""The logits of each sample of a pack, its log-probs and entropies in turn, and the logits of each router."""
-Pack = tuple[list[int], float]
-"""The indices of a micro-batch's samples, and the weight of its losses beside the policy's."""
+
+
+class Outputs(NamedTuple):
+    """The results of a pack."""
+
+    logits: list[Tensor]
+    """Of each sample."""
+    scores: list[Tensor]
+    """Log-probs and entropies of each sample in turn."""
+    router_logits: list[Tensor]
+    """[tokens, experts] float64 of each layer's router."""
+    taken: list[Tensor]
+    """[tokens, experts] bool of each layer: the experts that a token goes to."""
 
 
 class Expected(NamedTuple):
@@ -57,6 +67,8 @@ class Expected(NamedTuple):
     gradients: dict[str, Tensor]
     norm: float | None = None
     """The norm of all gradients, if `gradients` has the optimizer's updates instead."""
+    tokens_of_experts: Mapping[str, Tensor] = {}
+    """[experts] tokens of the step that take an expert, by the name of the router's bias, whose update is among `gradients`."""
 
     def after_update(self) -> Expected:
         """Replace the gradients by the updates of Adam's first step, as `step.update` makes it.
@@ -87,20 +99,25 @@ class WholeModel:
         # and [tokens] positions in their sequences.
         self._ahead: list[Tensor] = []
         self._router_logits: list[Tensor] = []
+        self._taken: list[Tensor] = []
         self._positions = torch.zeros(0)
         # Transformer Engine and Megatron's multi-token loss overwrite tensors that they have saved.
         is_local = options.transformer_impl == "local"
         self._keeps_outputs = is_local and options.mtp_num_layers is None
-        self._kept: dict[tuple[Sample, ...], Outputs] = {}
+        self._kept: dict[tuple[object, ...], Outputs] = {}
         # [tokens, layers, k] int64 of a pack that says which experts its tokens take, -1 for none.
         self._experts: Tensor | None = None
+        self._case = GRADIENT
+        """The case that is scored."""
+        self._bias_names: list[str] = []
         for name, module in self._module.named_modules():
             place = name.rsplit(".", 1)[-1]
             if place == "output_layer" and options.mtp_num_layers is not None:
                 module.register_forward_hook(lambda *call: self._ahead.append(call[2][0]))
             elif place == "router":
                 module.register_forward_hook(self._note_router)
-                module.routing = functools.partial(self._route, module, module.routing)
+                self._bias_names.append(f"{name}.expert_bias")
+                module.routing = functools.partial(self._route, module, self._bias_names[-1])
             elif place == "position_embeddings":
                 # Megatron's model might pass others than the true positions.
                 module.register_forward_hook(lambda table, *_: table.weight[self._positions][None])
@@ -108,21 +125,19 @@ class WholeModel:
     def _note_router(self, router: Any, inputs: tuple[Tensor, ...], _: Any) -> None:
         self._router_logits.append(inputs[0].flatten(0, -2).double() @ router.weight.double().T)
 
-    def _route(self, router: Any, routing: Any, logits: Tensor, **others: Any) -> Any:
-        """Route tokens to the experts that are given, or as Megatron does where none are."""
-        if self._experts is None:
-            return routing(logits, **others)
-        scores = logits.flatten(0, -2).double()
-        experts = self._experts[:, router.layer_number - 1].to(logits.device)
-        own = scores.topk(experts.shape[1]).indices
-        experts = torch.where(experts < 0, own, experts)
-        is_chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, experts, True)
-        probs = torch.softmax(scores.masked_fill(~is_chosen, -math.inf), dim=1)
-        return probs.to(logits), is_chosen
+    def _route(self, router: Any, name: str, logits: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+        given = self._experts
+        if given is not None:
+            given = given[:, router.layer_number - 1].to(logits.device)
+        rows = logits.flatten(0, -2).double()
+        probs, is_taken = route(self._case, name, rows, self.config.moe_router_topk, given)
+        self._taken.append(is_taken)
+        return probs.to(logits), is_taken
 
     @torch.no_grad()
-    def score(self, samples: Sequence[Sample]) -> Scored:
+    def score(self, samples: Sequence[Sample], case: Case = GRADIENT) -> Scored:
         """Score the samples and set log-probs near the scores. Every rank calls it and gets the same."""
+        self._case = case
         mine: list[Any] = [
             tuple(score.cpu() for score in self._scores(sample, self._logits([sample])[0]))
             for sample in samples[dist.get_rank() :: dist.get_world_size()]
@@ -133,12 +148,12 @@ class WholeModel:
 
     def expected(self, step: Scored, run: Run, packs: Sequence[Pack]) -> Expected:
         """Compute the loss and the gradients of a step from a result of `score`. Every rank calls it."""
-        samples, scores = step
+        (samples, scores), case, self._case = step, run.case, run.case
         leaves = [(a.clone().requires_grad_(), b.clone().requires_grad_()) for a, b in scores]
         if run.aggregation == CUSTOM:
             loss = self._custom_loss(samples, leaves)
         else:
-            loss = _reference_loss(run.aggregation, run.case.policy_loss, samples, leaves)
+            loss = _reference_loss(run.aggregation, case.policy_loss, samples, leaves)
         loss.backward()  # type: ignore[no-untyped-call]
         named = {shard.name: parameter for shard, parameter in shards(unwrapped(self._module))}
         # Many sums in bf16 would lose digits.
@@ -146,21 +161,24 @@ class WholeModel:
             name: torch.zeros_like(parameter, dtype=torch.float64)
             for name, parameter in named.items()
         }
-        for indices, weight in packs[dist.get_rank() :: dist.get_world_size()]:
-            packed = [samples[index] for index in indices]
-            logits, outputs, router_logits = self._outputs(packed)
-            wanted = (leaf.grad for index in indices for leaf in leaves[index])
+        mine = range(dist.get_rank(), len(packs), dist.get_world_size())
+        packed_at = {place: [samples[index] for index in packs[place].indices] for place in mine}
+        counts = self._choices(packed_at) if case.balancing else []
+        for place, packed in packed_at.items():
+            outputs, pack = self._outputs(packed), packs[place]
+            wanted = (leaf.grad for index in pack.indices for leaf in leaves[index])
             losses = [
-                (output * gradient.to(output)).sum()
-                for output, gradient in zip(outputs, wanted, strict=True)
+                (score * gradient.to(score)).sum()
+                for score, gradient in zip(outputs.scores, wanted, strict=True)
                 if gradient is not None
             ]
             if self._options.mtp_num_layers is not None:
                 losses.append(self._loss_ahead(packed, samples))
-            if run.case.is_even:
-                losses.append(
-                    weight * self._loss_beside(run.case, torch.cat(logits), router_logits)
-                )
+            if case.logit_coefficient:
+                squares = torch.cat(outputs.logits).double().square().sum()
+                losses.append(pack.weight * case.logit_coefficient * squares)
+            if case.balancing:
+                losses.append(router_losses(case, outputs.router_logits, place, packs, counts))
             parts = torch.autograd.grad(
                 losses, list(named.values()), allow_unused=True, retain_graph=self._keeps_outputs
             )
@@ -169,7 +187,12 @@ class WholeModel:
                     gradient += part.double()
         for gradient in gradients.values():
             dist.all_reduce(gradient)
-        return Expected(samples, float(loss.detach()), gradients)
+        tokens_of_experts: dict[str, Tensor] = {}
+        if case.has_expert_bias:
+            taken = torch.stack([of_pack.taken for of_pack in counts]).sum(0)
+            tokens_of_experts = dict(zip(self._bias_names, taken, strict=True))
+            gradients |= {name: bias_update(tokens) for name, tokens in tokens_of_experts.items()}
+        return Expected(samples, float(loss.detach()), gradients, None, tokens_of_experts)
 
     def _custom_loss(self, samples: Sequence[Sample], leaves: Sequence[Scores]) -> Tensor:
         """Call the user's functions with the whole step at once, as one micro-batch on one rank."""
@@ -196,28 +219,24 @@ class WholeModel:
                 loss = loss - (rows.gather(1, targets)[:, 0] * mask[ahead:].to(rows)).sum().cpu()
         return loss * self._scale_ahead / (depths * active)
 
-    def _loss_beside(self, case: Case, logits: Tensor, router_logits: list[Tensor]) -> Tensor:
-        """Return a pack's losses beside the policy's, from its routers and from all tokens' logits: 0-d float64."""
-        # The load-balancing loss of Switch Transformers (arXiv 2101.03961), and the z loss of ST-MoE (arXiv 2202.08906).
-        loss = case.logit_coefficient * logits.double().square().sum()
-        balance, z = (case.settings.get(f"moe_{name}_loss_coeff", 0.0) for name in ("aux", "z"))
-        for scores in router_logits:
-            count, experts = scores.shape
-            chosen = int(self.config.moe_router_topk)
-            counts = torch.bincount(scores.topk(chosen).indices.flatten(), minlength=experts)
-            shares = torch.softmax(scores, dim=-1).mean(dim=0)
-            loss = loss + balance * experts * (counts / (chosen * count) * shares).sum()
-            loss = loss + z * torch.logsumexp(scores, dim=-1).square().mean()
-        return loss
+    def _choices(self, packed_at: dict[int, list[Sample]]) -> list[Choices]:
+        """Count the choices in every pack from this rank's. Every rank calls it and gets the same."""
+        mine = []
+        for place, packed in packed_at.items():
+            outputs = self._outputs(packed)
+            topk = int(self.config.moe_router_topk)
+            mine.append((place, choices(outputs.router_logits, outputs.taken, topk)))
+        by_place = dict(itertools.chain(*gather(mine, dist.group.WORLD)))
+        return [by_place[place] for place in sorted(by_place)]
 
     def _outputs(self, packed: Sequence[Sample]) -> Outputs:
         """Run a pack, once for all rows with the same samples where a graph can be gone through several times."""
-        key = tuple(packed)
+        key = self._case.has_sigmoid, self._case.has_expert_bias, *packed
         if key in self._kept:
             return self._kept[key]
         logits = self._logits(packed)
         scores = itertools.chain(*map(self._scores, packed, logits))
-        outputs = logits, list(scores), list(self._router_logits)
+        outputs = Outputs(logits, list(scores), list(self._router_logits), list(self._taken))
         if self._keeps_outputs:
             self._kept[key] = outputs
         return outputs
@@ -232,6 +251,7 @@ class WholeModel:
         self._positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
         self._ahead.clear()
         self._router_logits.clear()
+        self._taken.clear()
         experts = [s.routed_experts for s in samples if s.routed_experts is not None]
         self._experts = None
         if experts:

@@ -129,23 +129,26 @@ def as_text(rows: Sequence[CheckRow], options: CheckOptions, world_size: int) ->
     return "\n".join(lines)
 
 
-def summary(checked: Sequence[Checked], world_size: int) -> str:
-    """Write a line for each sharding, its failed rows below it, and the verdict."""
-    lines, wrong = [], 0
-    for options, rows, seconds in checked:
-        worst = max(rows, key=lambda row: row.gradient_error / row.tolerance)
-        failed = [row for row in rows if not row.passed]
-        wrong += bool(failed)
-        lines.append(
-            f"{f'FAIL {len(failed)}' if failed else 'PASS':<8}{len(rows):>3} rows, worst {worst.gradient_error:.1e} of "
-            f"{worst.tolerance:.0e}, {seconds:4.0f} s  {_sharding(options, world_size)}"
-        )
-        lines += _lines(rows, options, world_size, only_failed=True)
-    verdict = f"FAIL: {wrong} of" if wrong else "PASS: every gradient is the unsharded one in"
-    return "\n".join([*lines, "", f"{verdict} {len(checked)} shardings"])
+def summary(checked: Checked, world_size: int) -> str:
+    """Write a line for a sharding, and its failed rows below it."""
+    options, rows, seconds = checked
+    worst = max(rows, key=lambda row: row.gradient_error / row.tolerance)
+    failed = sum(not row.passed for row in rows)
+    line = (
+        f"{f'FAIL {failed}' if failed else 'PASS':<8}{len(rows):>3} rows, worst {worst.gradient_error:.1e} of "
+        f"{worst.tolerance:.0e}, {seconds:4.0f} s  {_sharding(options, world_size)}"
+    )
+    return "\n".join([line, *_lines(rows, options, world_size, only_failed=True)])
 
 
-def summary_as_json(checked: Sequence[Checked], world_size: int) -> str:
+def verdict(checked: Sequence[Checked], _: int) -> str:
+    """Write the last line of the summaries, after an empty one."""
+    wrong = sum(not all(row.passed for row in sharding.rows) for sharding in checked)
+    words = f"FAIL: {wrong} of" if wrong else "PASS: every gradient is the unsharded one in"
+    return f"\n{words} {len(checked)} shardings"
+
+
+def as_json_list(checked: Sequence[Checked], world_size: int) -> str:
     """List the reports of `as_json`."""
     return f"[{', '.join(as_json(rows, options, world_size) for options, rows, _ in checked)}]"
 

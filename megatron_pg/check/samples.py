@@ -40,7 +40,9 @@ def make_samples(options: CheckOptions, data_size: int) -> list[Sample]:
     # Two samples of each rank span several tiles of an attention kernel and all chunks of every context-parallel rank.
     long = 2 * options.context_parallel_size * options.tokens_per_chunk - 1
     prompts = [draw.prompt(length) for length in (*PROMPTS, long - 9)]
-    count = data_size * max(20 if data_size <= 16 else 10, options.num_microbatches(1))
+    count = data_size * max(
+        20 if data_size <= 16 else 10, options.num_microbatches(min(data_size, 2) - 1)
+    )
     samples = []
     for index in range(count):
         place, rank = divmod(index, data_size)
@@ -63,7 +65,7 @@ def make_even_samples(options: CheckOptions, data_size: int, *, is_padded: bool)
     draw = _Draw(options, seed=22)
     multiple = 2 * options.context_parallel_size * options.tensor_model_parallel_size
     samples = []
-    for index in range(2 * options.num_microbatches(1) * data_size):
+    for index in range(2 * options.num_microbatches(min(data_size, 2) - 1) * data_size):
         length = multiple * (2 + index % 3) - 1 - index % multiple * is_padded
         samples.append(draw.sample(draw.prompt(1), length, group=index, rollout_id=index))
     return samples

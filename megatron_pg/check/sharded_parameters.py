@@ -134,6 +134,22 @@ def _direction(seed: int, size: int) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(seed))
 
 
+def biased_routers(model: torch.nn.Module) -> Iterator[tuple[Shard, Any]]:
+    """Yield each router of an unwrapped chunk that adds a bias to its experts' scores, with the place of that bias."""
+    for name, module in model.named_modules():
+        if getattr(module, "expert_bias", None) is not None:
+            yield Shard(_whole_name(model, f"{name}.expert_bias"), 0, 0, 1), module
+
+
+def expert_bias(name: str, like: Tensor) -> Tensor:
+    """Return the bias [experts] of a router by its name in the whole model, with the device and dtype of another tensor.
+
+    The values are as small as the differences between scores, and exact in every dtype.
+    """
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return (torch.randint(-4, 5, like.shape, generator=generator) * 2.0**-8).to(like)
+
+
 @torch.no_grad()
 def gradient_slices(
     chunks: Sequence[Any], reference: Mapping[str, Tensor] | None = None

@@ -2,17 +2,18 @@
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import Tensor
 
-from megatron_pg.check.cases import Run, cases_of
+from megatron_pg.check.cases import CASE_AGGREGATION, Run, cases_of
 from megatron_pg.check.compare import CheckRow, compare
 from megatron_pg.check.model import (
     MODELS,
@@ -22,10 +23,17 @@ from megatron_pg.check.model import (
     model_config,
 )
 from megatron_pg.check.options import ADAM_EPSILON, CUSTOM, CheckOptions, config_of, shardings
-from megatron_pg.check.reference import Expected, Pack, Scored, WholeModel
+from megatron_pg.check.reference import Expected, Scored, WholeModel
 from megatron_pg.check.report import Checked
+from megatron_pg.check.routers import Pack, head_start
 from megatron_pg.check.samples import cut, cut_evenly, samples_of
-from megatron_pg.check.sharded_parameters import Part, gradient_slices, shards
+from megatron_pg.check.sharded_parameters import (
+    Part,
+    biased_routers,
+    expert_bias,
+    gradient_slices,
+    shards,
+)
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.loss.checksum import CHECKSUM
 from megatron_pg.megatron.groups import ParallelGroups, unwrapped
@@ -37,16 +45,21 @@ from megatron_pg.step.totals import step_totals
 
 KnownRows = dict[tuple[str, CheckOptions], list[CheckRow]]
 """The rows of a model by its name and its options: shardings that differ in experts alone have the dense models in common."""
-KnownReferences = dict[tuple[object, ...], list[Expected]]
-"""The expected results of a model by `_reference_key`, for shardings with the same TP, PP and CP."""
+KnownReferences = dict[tuple[object, ...], dict[tuple[str, str, bool], Expected]]
+"""The expected results of a model by `_reference_key` and `Run.key`, for shardings with the same TP, PP and CP."""
 
 
 def run_check(
     options: CheckOptions,
     known_rows: KnownRows | None = None,
     known_references: KnownReferences | None = None,
+    *,
+    has_every_aggregation: bool = True,
 ) -> list[CheckRow]:
-    """Make all rows. Every rank of the world calls it and gets the same. What is known is used, and added to."""
+    """Make all rows. Every rank of the world calls it and gets the same. What is known is used, and added to.
+
+    Without every aggregation the models that are not known have one, whose rows of other shardings are known.
+    """
     known_rows = {} if known_rows is None else known_rows
     references = {} if known_references is None else known_references
     options_of = {
@@ -54,45 +67,52 @@ def run_check(
         for name, model in MODELS.items()
         if model.is_run(options)
     }
-    aggregations = [*AGGREGATIONS, CUSTOM] if options.has_custom else [*AGGREGATIONS]
+    aggregations = [*AGGREGATIONS] if has_every_aggregation else [CASE_AGGREGATION]
+    aggregations += [CUSTOM] if options.has_custom else []
     modes = [False] if options.average_in_collective else [False, True]
     runs = {
         name: [run for mode in modes for run in cases_of(name, options, aggregations, mode)]
         for name in options_of
         if (name, options_of[name]) not in known_rows
     }
+    data_size = dist.get_world_size() // options.model_parallel_size
     initialize_groups(options, sharded=False)
+    expected_of: dict[str, dict[tuple[str, str, bool], Expected]] = {}
     for name in runs:
-        if (key := _reference_key(name, options)) not in references:
-            references[key] = _references(options_of[name], runs[name])
+        keys = [run.key for run in runs[name]]
+        expected = references.setdefault(_reference_key(name, options, data_size), {})
+        if not expected.keys() >= {*keys}:
+            expected |= zip(keys, _references(options_of[name], runs[name]), strict=True)
+        expected_of[name] = expected
     initialize_groups(options)
     for name in runs:
         chunks: list[Any] = []
         built, rows = None, []
-        for run, expected in zip(
-            runs[name], references[_reference_key(name, options)], strict=True
-        ):
-            model_options = replace(options_of[name], **run.case.builds)
-            if built != (built := (model_options, run.per_token)):
-                config = model_config(model_options, calculate_per_token_loss=run.per_token)
-                chunks = build_model(model_options, config, MODELS[name].new)
-            rows.append(_row(run, chunks, model_options, expected))
+        for run in runs[name]:
+            if built != (built := {**run.case.builds, "calculate_per_token_loss": run.per_token}):
+                config = model_config(options_of[name], **built)
+                chunks = build_model(options_of[name], config, MODELS[name].new)
+            rows.append(_row(run, chunks, options_of[name], expected_of[name][run.key]))
         known_rows[name, options_of[name]] = rows
     return [row for name in options_of for row in known_rows[name, options_of[name]]]
 
 
-def check_every_sharding(options: CheckOptions) -> list[Checked]:
-    """Check each sharding of the world. Every rank of the world calls it."""
-    checked, known_rows = [], KnownRows()
+def check_every_sharding(options: CheckOptions) -> Iterator[Checked]:
+    """Check each sharding of the world. Every rank of the world goes through it.
+
+    Aggregations differ in the weights of tokens, before any expert: where experts are divided there is one.
+    """
+    known_rows = KnownRows()
     every = shardings(options, dist.get_world_size())
     for _, alike in itertools.groupby(every, _SIZES):
         known_references = KnownReferences()
         for sharding in alike:
             started = time.monotonic()
-            rows = run_check(sharding, known_rows, known_references)
+            is_first = sharding.expert_model_parallel_size == 1
+            known = known_rows, known_references
+            rows = run_check(sharding, *known, has_every_aggregation=is_first)
             destroy_groups()
-            checked.append(Checked(sharding, rows, time.monotonic() - started))
-    return checked
+            yield Checked(sharding, rows, time.monotonic() - started)
 
 
 _SIZES = attrgetter(
@@ -100,23 +120,24 @@ _SIZES = attrgetter(
 )
 
 
-def _reference_key(name: str, options: CheckOptions) -> tuple[object, ...]:
+def _reference_key(name: str, options: CheckOptions, data_size: int) -> tuple[object, ...]:
     """Name all that the expected results depend on beside `_SIZES`: samples are made for the numbers of micro-batches."""
-    return name, options.num_chunks, *map(options.num_microbatches, (0, 1))
+    return name, options.num_chunks, *map(options.num_microbatches, range(min(data_size, 2)))
 
 
 def _references(options: CheckOptions, runs: Sequence[Run]) -> list[Expected]:
     """Return the expected results of each run of a model."""
     model = WholeModel(options, MODELS[runs[0].model].new)
     data_size = dist.get_world_size() // options.model_parallel_size
-    steps: dict[tuple[bool, ...], Scored] = {}
+    steps: dict[tuple[object, ...], Scored] = {}
     known: dict[tuple[object, ...], Expected] = {}
     references = []
     for run in runs:
         case = run.case
-        kind = (case.is_even, bool(case.logit_coefficient), case.has_sets, case.has_experts)
+        routing = (case.has_experts, case.has_sigmoid, case.has_expert_bias)
+        kind = (case.is_even, bool(case.logit_coefficient), case.has_sets, *routing)
         if kind not in steps:
-            steps[kind] = model.score(samples_of(options, data_size, case))
+            steps[kind] = model.score(samples_of(options, data_size, case), case)
         # Both loss modes have one reference, unless tokens weigh an auxiliary loss.
         loss_mode = (case.name, run.per_token) if case.is_even else ()
         key = (run.aggregation, case.policy_loss, kind, loss_mode)
@@ -130,13 +151,13 @@ def _references(options: CheckOptions, runs: Sequence[Run]) -> list[Expected]:
 def _packs(options: CheckOptions, samples: Sequence[Sample], ranks: int, run: Run) -> list[Pack]:
     """Return each sample as a pack, or each micro-batch of a case with even samples."""
     if not run.case.is_even:
-        return [([index], 0.0) for index in range(len(samples))]
+        return [Pack([index], 0.0, 0) for index in range(len(samples))]
     lengths, packs = [sample.total_length for sample in samples], []
     for rank in range(ranks):
-        count = options.num_microbatches(rank)
-        for indices in cut_evenly(range(rank, len(samples), ranks), count):
+        count = run.case.num_microbatches(options, rank)
+        for turn, indices in enumerate(cut_evenly(range(rank, len(samples), ranks), count)):
             share = sum(lengths[index] for index in indices) / sum(lengths)
-            packs.append((indices, share if run.per_token else 1 / (ranks * count)))
+            packs.append(Pack(indices, share if run.per_token else 1 / (ranks * count), turn))
     return packs
 
 
@@ -145,6 +166,7 @@ def _row(run: Run, chunks: list[Any], options: CheckOptions, expected: Expected)
     case, norm, settings = run.case, None, vars(chunks[0].config)
     before = {name: settings[name] for name in case.settings}
     settings.update(case.settings)
+    biases = _start_biases(chunks, expected)
     metrics = train_step(chunks, options, expected.samples, run)
     settings.update(before)
     if case.updates:
@@ -153,6 +175,7 @@ def _row(run: Run, chunks: list[Any], options: CheckOptions, expected: Expected)
         scale = case.loss_scale
         scaled = {name: scale * gradient for name, gradient in expected.gradients.items()}
         slices = [(shard, part / scale) for shard, part in gradient_slices(chunks, scaled)]
+        slices += [(shard, bias - expert_bias(shard.name, bias)) for shard, bias in biases]
     return compare(
         slices,
         expected,
@@ -167,6 +190,17 @@ def _row(run: Run, chunks: list[Any], options: CheckOptions, expected: Expected)
     )
 
 
+def _start_biases(chunks: Sequence[Any], expected: Expected) -> list[Part]:
+    """Set the bias of each router's experts, and give one rank the `head_start`. Return the biases, which a step updates."""
+    routers = [part for chunk in chunks for part in biased_routers(unwrapped(chunk))]
+    ranks = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    for shard, router in routers:
+        router.expert_bias.copy_(expert_bias(shard.name, router.expert_bias))
+        if ranks.rank() == 0:
+            router.local_tokens_per_expert.copy_(head_start(expected.tokens_of_experts[shard.name]))
+    return [(shard, router.expert_bias) for shard, router in routers]
+
+
 def train_step(
     chunks: Sequence[Any], options: CheckOptions, samples: Sequence[Sample], run: Run
 ) -> dict[str, float]:
@@ -174,7 +208,8 @@ def train_step(
     groups, case = ParallelGroups.from_parallel_state(), run.case
     data_rank, cp_size = groups.data_rank, groups.context_size
     mine = samples[data_rank :: groups.data_size]
-    micro_batches = (cut_evenly if case.is_even else cut)(mine, options.num_microbatches(data_rank))
+    count = case.num_microbatches(options, data_rank)
+    micro_batches = (cut_evenly if case.is_even else cut)(mine, count)
     totals = step_totals(mine, data_parallel_group=groups.data, allow_different_group_sizes=True)
     if case.is_even:  # weighted by tokens in per-token mode
         totals = replace(totals, num_tokens=sum(sample.total_length for sample in samples))

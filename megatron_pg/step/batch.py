@@ -95,8 +95,11 @@ class PackedBatch:
     def to(self, device: torch.device | str) -> PackedBatch:
         """Move the tensors to `device` as `to_device` does."""
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        experts = tensors.pop("routed_experts", None)
         cu_seqlens, *moved = _moved([self.window.cu_seqlens, *tensors.values()], device)
         changes: dict[str, Any] = dict(zip(tensors, moved, strict=True))
+        if experts is not None:  # megabytes, pinned already in most cases
+            changes["routed_experts"] = to_device(experts, device)
         changes["window"] = dataclasses.replace(self.window, cu_seqlens=cu_seqlens)
         changes["side_channels"] = {
             name: to_device(value, device) if isinstance(value, Tensor) else value.to(device)

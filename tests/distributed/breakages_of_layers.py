@@ -1,11 +1,13 @@
 """Megatron broken inside its layers: tensor parallelism, experts, recomputation."""
 
 import functools
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import layers, mappings, random
 from megatron.core.transformer import multi_token_prediction
@@ -14,6 +16,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_pg.head.vocabulary_shard import VocabularyShard
+from megatron_pg.megatron import experts
 from megatron_pg.megatron.routing_replay import Replay
 
 from .breakage import Patch, around, breakage, with_argument
@@ -216,6 +219,68 @@ def given_experts_are_those_of_the_next_token(right, replay, in_backward):
 @around(router, "switch_load_balancing_loss_func")
 def auxiliary_loss_is_a_sum_over_experts_and_not_their_number_times_it(right, **keywords):
     return right(**keywords) / keywords["num_experts"]
+
+
+LOSSES = "auxiliary loss|sequence loss|global loss|gradient"
+
+
+@breakage("EP2", "router", "seq_aux_loss", fails="sequence loss", passes="auxiliary loss|gradient")
+@around(TopKRouter, "_apply_seq_aux_loss")
+def sequence_loss_is_dropped(right, router, probs, *args, **keywords):
+    return probs
+
+
+@breakage("EP2", "router", "global_aux_loss", fails="global loss", passes="auxiliary loss|gradient")
+@around(experts, "_global_loss")
+def global_loss_divides_by_the_tokens_of_the_last_micro_batch(right, router, *args, **keywords):
+    return type(router)._apply_global_aux_loss(router, *args, **keywords)
+
+
+@breakage("EP2", "router", "global_aux_loss", fails="global loss", passes="auxiliary loss|gradient")
+@around(experts, "_coefficient")
+def global_loss_is_averaged_over_data_parallel_ranks(right, router, kind):
+    return type(router).get_aux_loss_coeff(router, kind)
+
+
+@breakage("EP2", "router", "own coefficient", fails="listed losses", passes=LOSSES)
+@around(TopKRouter, "get_aux_loss_coeff")
+def every_listed_loss_has_the_first_coefficient(right, router, kind):
+    values = router.config.moe_aux_loss_coeff
+    return values[0] if isinstance(values, list) else right(router, kind)
+
+
+@breakage("CP2 experts", "router", "sigmoid", fails="listed losses", passes=LOSSES)
+@around(router, "compute_routing_scores_for_aux_loss")
+def sigmoid_scores_are_not_normalised(right, logits, topk, score_function, *args, **keywords):
+    choices, scores = right(logits, topk, score_function, *args, **keywords)
+    return choices, logits.sigmoid() if score_function == "sigmoid" else scores
+
+
+bias = functools.partial(breakage, fails="expert bias", passes="gradient")
+
+
+@bias("CP2 experts", "router", "padding")
+@around(experts, "_count_tokens")
+def expert_bias_counts_padding(right, router, routing_map, padding_mask=None):
+    return right(router, routing_map)
+
+
+@bias("EP2", "router", "chooses without the bias")
+@around(router, "topk_routing_with_score_function")
+def experts_are_chosen_without_their_bias(right, *args, expert_bias=None, **keywords):
+    return right(*args, **keywords)
+
+
+@bias("EP2", "router", "expert_bias")
+@around(sys.modules[finalize_model_grads.__module__], "get_updated_expert_bias")
+def expert_bias_follows_the_tokens_of_one_rank(right, tokens, bias, rate, *args, **keywords):
+    return bias + rate * torch.sign(tokens.mean(-1, keepdim=True) - tokens)
+
+
+@bias("EP2", "router", "bias of experts")
+@around(sys.modules[finalize_model_grads.__module__], "get_updated_expert_bias")
+def expert_bias_goes_the_other_way(right, tokens, bias, rate, *args, **keywords):
+    return right(tokens, bias, -rate, *args, **keywords)
 
 
 @replay("EP2", "router", "recomputation")

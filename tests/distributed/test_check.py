@@ -109,7 +109,7 @@ def assert_all_rows_pass(found: dict[str, Any], processes: int) -> None:
         assert (row["gradient_norm"] is not None) == (row["what"] == "update")
     rows = {(row["model"], row["what"]) for row in found["rows"]}
     assert rows == {(model, what) for model in CHECKED for what in CHECKED[model]}
-    assert found["not_checked"]["auxiliary loss"] == "needs --num-experts 3 or more"
+    assert found["not_checked"]["losses and bias of routers"] == "needs --num-experts 3 or more"
     assert {row["aggregation"] for row in found["rows"]} == set(check.AGGREGATIONS)
 
 
@@ -167,7 +167,7 @@ def test_other_shardings_pass(name) -> None:
     found = report_of(processes, f"{flags} --num-layers {4 if PP2 in flags else 1}", True)
     assert found["passed"] is True, found
     has_experts = "--num-experts" in flags
-    for what in ("auxiliary loss", "router z loss"):
+    for what in (*(case.name for case in cases.ROUTER_LOSSES), "expert bias", "routing replay"):
         assert (what in {row["what"] for row in found["rows"]}) == has_experts
 
 
@@ -329,7 +329,8 @@ def summary_of_every_sharding() -> str:
     """Of the loss-only rows; every rank runs it."""
     wrong_check.loss_alone(check)
     options, _ = check_options.parse_options(["--device", "cpu", "--all"])
-    return report.summary(check.check_every_sharding(options), 2)
+    checked = list(check.check_every_sharding(options))
+    return "\n".join([*(report.summary(each, 2) for each in checked), report.verdict(checked, 2)])
 
 
 SHARDINGS_OF_TWO = [
@@ -350,8 +351,8 @@ def test_shardings_that_share_references_have_one_step_and_one_model() -> None:
     options, _ = check_options.parse_options(["--device", "cpu", "--all", "--num-experts", "4"])
     shared: dict[Any, list[Any]] = {}
     for sharding in check_options.shardings(options, 4):
-        place = check._SIZES(sharding), check._reference_key("", sharding)
         data_size = 4 // sharding.model_parallel_size
+        place = check._SIZES(sharding), check._reference_key("", sharding, data_size)
         step = [
             [
                 (s.tokens.tolist(), s.loss_mask.tolist(), s.group_index, s.rollout_id)

@@ -96,7 +96,7 @@ def test_layers_without_experts_between(name, layers) -> None:
 
 @pytest.mark.skipif(not versions.has_hybrid_model(), reason="HybridModel: 0.18 and later")
 @pytest.mark.parametrize("layers", [2, 4])
-@pytest.mark.parametrize("name", ["one process", "CP2", "TP2+SP"])
+@pytest.mark.parametrize("name", ["one process", "CP2", "TP2+SP", "PP2"])
 def test_layers_of_a_hybrid_model(name, layers) -> None:
     skip_if_experts_are_reduced_over_wrong_ranks(name)
     options = replace(OPTIONS, hybrid=True)

@@ -168,6 +168,10 @@ CASES: dict[str, tuple[Any, ...]] = {
     "loss scale": (alone("loss scale"), {1: "^this row alone | the loss scale of fp16"}),
     "recompute": (alone("recompute"), {1: "^this row alone | activations are not recomputed"}),
     "auxiliary loss": (alone("auxiliary loss"), {1: "^this row alone | the auxiliary loss of the experts"}),
+    "two losses of routers": (
+        [*alone("sequence loss"), off(MODEL, what="global loss")],
+        {1: "^the rows sequence loss, global loss alone | seq_aux_loss", 3: "global_aux_loss | !this row alone"},
+    ),
     "gspo beside a wrong gradient": (
         [off(MODEL), off(MODEL, what="gspo"), RIGHT],
         {1: "follows the gradient rows of this model and loss mode"},

@@ -17,7 +17,7 @@ from megatron_pg.check.options import (
     has_gradient_accumulation_fusion,
     parse_options,
 )
-from megatron_pg.check.report import Checked, as_json, as_text, summary, summary_as_json
+from megatron_pg.check.report import Checked, as_json, as_json_list, as_text, summary, verdict
 from megatron_pg.check.samples import cut, cut_evenly, make_even_samples, make_samples
 from megatron_pg.config.versions import UnsupportedMegatronError
 from tests.fast.refusals import assert_refused, assert_words
@@ -145,13 +145,13 @@ def test_a_line_for_each_sharding_and_why_one_fails():
     wrong = replace(RIGHT, gradient_error=1.0, common_ratio=2.0, worst_ratio=2.0, wrong=("table",))
     of_context = replace(OPTIONS_OF_ONE, context_parallel_size=2)
     checked = [Checked(OPTIONS_OF_ONE, [RIGHT], 2.4), Checked(of_context, [RIGHT, wrong], 3.0)]
-    lines = summary(checked, 2).splitlines()
+    lines = "\n".join(summary(sharding, 2) for sharding in checked).splitlines()
     assert lines[0] == "PASS      1 rows, worst 1.0e-07 of 1e-06,    2 s  TP 1, PP 1, CP 1, DP 2"
     assert lines[1].startswith("FAIL 1    2 rows") and lines[1].endswith("CP 2, DP 1")
     assert lines[2].endswith("FAIL") and "2 = CP" in lines[3]
-    assert lines[-1] == "FAIL: 1 of 2 shardings"
-    assert summary(checked[:1], 2).endswith("in 1 shardings")
-    assert [each["passed"] for each in json.loads(summary_as_json(checked, 2))] == [True, False]
+    assert verdict(checked, 2) == "\nFAIL: 1 of 2 shardings"
+    assert verdict(checked[:1], 2).endswith("in 1 shardings")
+    assert [each["passed"] for each in json.loads(as_json_list(checked, 2))] == [True, False]
 
 
 def test_a_report_says_what_is_known_of_the_version(monkeypatch):

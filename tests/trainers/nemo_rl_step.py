@@ -70,7 +70,7 @@ def gradient(samples: list[PlainSample], case: Case) -> Tensor:
 
     names: dict[str, Any] = {**parallel, "partial": partial}
     names |= {name: None for name in ("LossFunction", "PolicyConfig")}
-    names |= {name: Any for name in ("MegatronModule", "BatchedDataDict")}
+    names |= {"MegatronModule": Any, "BatchedDataDict": batches.BatchedDataDict}
     names |= {"PackedSeqParams": PackedSeqParams, "DTensor": DTensor}
     names |= {"TrainingSamplingParams": Any, "need_top_k_or_top_p_filtering": lambda params: False}
     names |= {"torch": pinless(), "LossInputType": interfaces.LossInputType}
@@ -85,7 +85,6 @@ def gradient(samples: list[PlainSample], case: Case) -> Tensor:
     path = "NeMo-RL/nemo_rl/algorithms/loss/utils.py"
     names |= functions(path, "prepare_loss_input", **names)
     names |= vars(wrappers)
-    names["BatchedDataDict"] = batches.BatchedDataDict
     path = "NeMo-RL/nemo_rl/models/megatron/data.py"
     pack = functions(path, "_pack_sequences_for_megatron", **names)["_pack_sequences_for_megatron"]
     path = "NeMo-RL/nemo_rl/models/megatron/train.py"

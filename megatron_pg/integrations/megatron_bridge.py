@@ -17,6 +17,7 @@ training/engine.py`): a tensor is [T] of its datum, position t scores token t + 
 So the adapter spreads a share over the tokens of a call, times W over the weights of the call.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -64,7 +65,7 @@ def datum_loss(
                 )
         return weights
 
-    weights, sums = compute_and_gather(weigh, sum, data_parallel_group)
+    weights, sums = compute_and_gather(weigh, math.fsum, data_parallel_group)
     rows = {id(row[0]): row for row in zip(datums, samples, weights, strict=True)}
 
     def loss_fn(model_output: Any, batch: Sequence[Any]) -> list[Tensor]:

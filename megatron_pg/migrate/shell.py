@@ -294,12 +294,11 @@ class _Shell(Words):
         shell.values, shell.folder, shell.depth = dict(self.values), self.folder, self.depth
         shell._call(lambda: shell._each(node), self.arguments, _Exit)
         output: str | None = None
-        for number, command in enumerate(shell.commands):
-            is_piped = number > 0 and output is not None
+        for command in shell.commands:
             output = (
-                _edited(command.words, output)
-                if is_piped
-                else _printed(command.words, shell.folder)
+                _printed(command.words, shell.folder)
+                if output is None
+                else _edited(command.words, output)
             )
             if output is None or UNKNOWN.search(output):
                 return whole

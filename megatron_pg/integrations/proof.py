@@ -15,7 +15,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,23 +27,25 @@ TOLERANCE = 1e-5
 PROVEN: set[tuple[Any, ...]] = set()
 """Proofs of this process. They are made once: an edit of the checkout is not to stop a run half-way."""
 VOCABULARY = 5
-REDUCER_PATH = "megatron_pg"
-"""The import path of the custom reducer in the settings of the proof."""
+REDUCER_PATH, CORRECTION_PATH = "megatron_pg.reducer", "megatron_pg.correction"
+"""The import paths of the custom reducer and of a custom rollout correction in the settings of the proof."""
 SETTINGS: dict[str, Any] = {
     **dict.fromkeys(("eps_clip", "eps_clip_high"), 0.2),
     **{"kl_loss_coef": 0.3, "kl_loss_type": "k2", "entropy_coef": 0.1, "log_probs_chunk_size": -1},
     **{"advantage_estimator": "grpo", "loss_type": "policy_loss", "qkv_format": "thd"},
     **dict.fromkeys(("rollout_temperature", "rollout_top_p"), 1.0),
     **dict.fromkeys(("use_kl_loss", "observe_training_entropy"), True),
-    **dict.fromkeys(("custom_tis_function_path", "dump_details", "eps_clip_c"), None),
+    **dict.fromkeys(("dump_details", "eps_clip_c"), None),
+    **{"tis_clip": 1.2, "tis_clip_low": 0.8},
     **dict.fromkeys(
-        "allgather_cp calculate_per_token_loss get_mismatch_metrics recompute_loss_function skip_actor_forward_only "
-        "true_on_policy_mode use_dynamic_global_batch_size use_opd use_opsm use_rollout_logprobs use_tis "
-        "use_unbiased_kl".split(),
+        "allgather_cp calculate_per_token_loss recompute_loss_function skip_actor_forward_only "
+        "true_on_policy_mode use_dynamic_global_batch_size use_opd use_opsm use_rollout_logprobs use_unbiased_kl".split(),
         False,
     ),
 }
 """Settings of the loss that is proven: PPO with a KL and an entropy term."""
+Correction = Literal["none", "own", "custom"]
+"""The rollout correction of a run: the trainer's own TIS, or a function by import path, for which the proof's stands in."""
 
 
 class TinySample(NamedTuple):
@@ -105,6 +107,14 @@ def token_weights(aggregation: str, divisor: float | None) -> list[float]:
     }[aggregation]
 
 
+def correction_of(args: Any) -> Correction:
+    """Return the rollout correction of a run of slime or miles."""
+    flags = ("use_tis", "get_mismatch_metrics")
+    if not any(getattr(args, flag, False) for flag in flags):
+        return "none"
+    return "own" if getattr(args, "custom_tis_function_path", None) is None else "custom"
+
+
 def padded_mask() -> Tensor:
     """Return the masks of the samples, [samples, response] bool."""
     masks = [torch.tensor(sample.mask, dtype=torch.bool, device="cpu") for sample in SAMPLES]
@@ -121,7 +131,7 @@ def prove(
 ) -> str | None:
     """Return the first difference between the trainer's loss and the loops, in words; None where they agree.
 
-    `args` are the trainer's, of which `SETTINGS` are replaced. `hook` changes the rollout data, and `reducer` is a custom
+    `args` are the trainer's, of which `SETTINGS` are replaced; a run with a rollout correction is proven with one. `hook` changes the rollout data, and `reducer` is a custom
     reducer that takes its `place`, or None. `sizes` are those of context and data parallelism. Errors are the trainer's.
     """
     logits = [
@@ -129,9 +139,14 @@ def prove(
         for i, sample in enumerate(SAMPLES)
     ]
     with torch.enable_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
-        expected = _expected([leaf.double().requires_grad_() for leaf in logits], weights)
+        leaves = [leaf.double().requires_grad_() for leaf in logits]
+        correction = correction_of(args)
+        # Before v0.3.0 slime divides KL, entropy and metrics by the tokens that a correction keeps.
+        by_kept = [False, True] if correction == "custom" else [False]
+        expected = [_expected(leaves, weights, correction, is_kept) for is_kept in by_kept]
         found = _found(door, args, [leaf.requires_grad_() for leaf in logits], hook, reducer, sizes)
-    return _difference(found, expected)
+    differences = [_difference(found, outcome) for outcome in expected]
+    return None if None in differences else differences[0]
 
 
 def imported(path: str) -> Any:
@@ -171,19 +186,37 @@ Outcome = tuple[list[Tensor], dict[str, float]]
 """The gradient of each sample's logits, [total_length, vocabulary], and the reported numbers."""
 
 
-def _expected(leaves: list[Tensor], weights: Weights) -> Outcome:
-    """Compute the gradient and the reported numbers in plain loops over tokens, in float64."""
+def _expected(
+    leaves: list[Tensor], weights: Weights, correction: Correction, divides_by_kept: bool
+) -> Outcome:
+    """Compute the gradient and the reported numbers in plain loops over tokens, in float64.
+
+    A token that the correction rejects is left out of every term but the correction's own, and out of the divisor of KL,
+    entropy and metrics if `divides_by_kept`.
+    """
     report: dict[str, Any] = {}
     for index, sample in enumerate(SAMPLES):
         fields = _fields(index)
-        for token in [token for token, active in enumerate(sample.mask) if active]:
+        tokens = [token for token, active in enumerate(sample.mask) if active]
+        own = weights.regularizers[index]
+        kept_own = own * len(tokens) / sum(map(_is_kept, tokens)) if divides_by_kept else own
+        by_name = {"pg_loss": weights.policy_loss[index], "ois": own, "tis": own}
+        for token in tokens:
             position = sample.prompt_length + token
             row, target = leaves[index][position - 1], int(fields["tokens"][position])
-            names = "log_probs", "ref_log_probs", "advantages"
-            old, reference, advantage = (float(fields[name][token]) for name in names)
-            for name, term in _token(row, target, old, reference, advantage).items():
-                weight = weights.policy_loss if name == "pg_loss" else weights.regularizers
-                report[name] = report.get(name, 0.0) + weight[index] * term
+            names = "log_probs", "ref_log_probs", "advantages", "rollout_log_probs"
+            old, reference, advantage, rollout = (float(fields[name][token]) for name in names)
+            terms = _token(row, target, old, reference, advantage)
+            if correction != "none":
+                tis = math.exp(old - rollout)
+                held = min(max(tis, SETTINGS["tis_clip_low"]), SETTINGS["tis_clip"])
+                of_correction = {"ois": terms["ratio"], "tis": torch.tensor(tis)}
+                is_kept = correction == "own" or _is_kept(token)
+                terms = {name: term * is_kept for name, term in terms.items()}
+                terms |= {"pg_loss": terms["pg_loss"] * held, **of_correction}
+            del terms["ratio"]
+            for name, term in terms.items():
+                report[name] = report.get(name, 0.0) + by_name.get(name, kept_own) * term
     regularizers = SETTINGS["kl_loss_coef"] * report["kl_loss"]
     report["loss"] = report["pg_loss"] + regularizers
     report["loss"] = report["loss"] - SETTINGS["entropy_coef"] * report["entropy_loss"]
@@ -200,12 +233,33 @@ def _token(
     ratio = (log_prob - old).exp()
     clipped = ratio.clamp(1 - SETTINGS["eps_clip"], 1 + SETTINGS["eps_clip_high"])
     return {
+        "ratio": ratio,
         "pg_loss": torch.maximum(-ratio * advantage, -clipped * advantage),
         "pg_clipfrac": (-clipped * advantage > -ratio * advantage).double(),
         "ppo_kl": old - log_prob,
         "entropy_loss": -(log_probabilities.exp() * log_probabilities).sum(),
         "kl_loss": (log_prob - reference) ** 2 / 2,
     }
+
+
+def _is_kept(token: int) -> bool:
+    """Return False for the response tokens that the proof's own correction rejects."""
+    return token % 4 != 1
+
+
+def _correct(
+    args: Any,
+    *,
+    pg_loss: Tensor,
+    train_log_probs: Sequence[Tensor],
+    rollout_log_probs: Sequence[Tensor],
+    loss_masks: Sequence[Tensor],
+    **others: Any,
+) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+    """Correct the policy loss as a run's own function for `--custom-tis-function-path` may: weights, and rejected tokens."""
+    tis = (torch.cat(list(train_log_probs)) - torch.cat(list(rollout_log_probs))).exp()
+    kept = [mask * torch.tensor([_is_kept(t) for t in range(len(mask))]) for mask in loss_masks]
+    return pg_loss * tis.clamp(args.tis_clip_low, args.tis_clip), kept, {"tis": tis}
 
 
 def _found(
@@ -219,6 +273,10 @@ def _found(
     """Compute both by the trainer's own functions, one context-parallel rank after another."""
     settings = vars(args) | SETTINGS | {"global_batch_size": len(SAMPLES)}
     settings["custom_pg_loss_reducer_function_path"] = None if reducer is None else REDUCER_PATH
+    for flag in ("use_tis", "get_mismatch_metrics"):
+        settings.setdefault(flag, False)
+    is_custom = correction_of(args) == "custom"
+    settings["custom_tis_function_path"] = CORRECTION_PATH if is_custom else None
     gradients = [torch.zeros_like(leaf) for leaf in leaves]
     metrics: dict[str, float] = {}
     for rank in range(sizes[0]):
@@ -241,7 +299,9 @@ def _found(
 
 
 def _load(reducer: Callable[..., Any] | None, place: Place, path: str) -> Any:
-    """Stand in for the trainer's import of the reducer; another path is another function."""
+    """Stand in for the trainer's import of the reducer or the correction; another path is another function."""
+    if path == CORRECTION_PATH:
+        return _correct
     if reducer is None or path != REDUCER_PATH:
         raise ValueError(f"it loads {path}")
     return partial(reducer, place=place[:2])
@@ -330,10 +390,9 @@ def _difference(found: Outcome, expected: Outcome) -> str | None:
         right, mine = float(expected[0][worst][place]), float(found[0][worst][place])
         return f"the gradient of logit {list(place)} of tiny sample {worst} is {mine:.6g}, expected {right:.6g}"
     for name, right in expected[1].items():
-        # Versions differ in the other numbers that they report.
-        if name not in found[1] and name not in ("loss", "pg_loss"):
-            continue
-        mine = found[1].get(name, math.nan)
+        if name not in found[1]:
+            return f"the metric {name} is not reported, and {', '.join(found[1])} are"
+        mine = found[1][name]
         if not abs(mine - right) <= TOLERANCE * max(1.0, abs(right)):
             return f"the metric {name} is {mine:.6g}, expected {right:.6g}"
     return None

@@ -79,7 +79,7 @@ class Trainer:
         for_all_terms = is_for_all_terms(args)
         state = data_parallel_group()
         sizes = context_parallel_place()[1], 1 if state is None else state.size()
-        key = self.name, row.name, divisor, for_all_terms, sizes
+        key = self.name, row.name, divisor, for_all_terms, sizes, proof.correction_of(args)
         if key in proof.PROVEN:
             return
         if (package := importlib.util.find_spec(self.name)) is None:

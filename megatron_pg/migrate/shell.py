@@ -293,10 +293,16 @@ class _Shell(Words):
         shell = _Shell(self.path, self.true)
         shell.values, shell.folder, shell.depth = dict(self.values), self.folder, self.depth
         shell._call(lambda: shell._each(node), self.arguments, _Exit)
-        outputs = [_printed(command.words, shell.folder) for command in shell.commands]
-        if len(outputs) != 1 or outputs[0] is None or UNKNOWN.search(outputs[0]):
-            return whole
-        return outputs[0]
+        output: str | None = None
+        for command in shell.commands:
+            output = (
+                _printed(command.words, shell.folder)
+                if output is None
+                else _edited(command.words, output)
+            )
+            if output is None or UNKNOWN.search(output):
+                return whole
+        return whole if output is None else output
 
 
 def _is_named(node: Node) -> bool:
@@ -313,6 +319,14 @@ def _quoted_command(words: Sequence[str]) -> str | None:
         if os.path.basename(shell) in ("bash", "sh") and re.fullmatch(r"-\w*c", options):
             return command
     return None
+
+
+def _edited(words: Sequence[str], text: str) -> str | None:
+    """Return what `sed 's#old#new#'` makes of a line that is piped to it, with words that are no pattern."""
+    script = re.fullmatch(r"s(\W)([\w /-]+)\1([\w /.-]*)\1(g?)", " ".join(words[1:]))
+    if words[0] != "sed" or script is None:
+        return None
+    return text.replace(script[2], script[3], -1 if script[4] else 1)
 
 
 def _printed(words: Sequence[str], folder: str) -> str | None:

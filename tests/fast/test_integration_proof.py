@@ -1,6 +1,7 @@
 """The proof at startup: a trainer that computes the aggregation is accepted, and each mutant is refused with the numbers."""
 
 import types
+from typing import Any
 
 import pytest
 import torch
@@ -31,24 +32,35 @@ def no_globals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def prove(
-    aggregation: str, regularizers: str = "sample_mean", sizes: tuple[int, int] = (1, 1)
+    aggregation: str,
+    regularizers: str = "sample_mean",
+    sizes: tuple[int, int] = (1, 1),
+    **settings: Any,
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer, "context_parallel_place", lambda: (0, sizes[0]))
         group = types.SimpleNamespace(size=lambda: sizes[1])
         patch.setattr(trainer, "data_parallel_group", lambda: group)
         divisor = 3.0 if aggregation == "constant" else None
-        args = types.SimpleNamespace(regularizer_aggregation=regularizers)
+        args = types.SimpleNamespace(regularizer_aggregation=regularizers, **settings)
         TINY.prove(AGGREGATIONS[aggregation], divisor, args)
 
 
+CORRECTIONS = {
+    "none": {},
+    "own": {"use_tis": True, "custom_tis_function_path": None},
+    "custom": {"get_mismatch_metrics": True, "custom_tis_function_path": "my.own"},
+}
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 4), (4, 1)])
 @pytest.mark.parametrize("regularizers", ["sample_mean", "loss"])
 @pytest.mark.parametrize("aggregation", HOOKS)
-def test_an_exact_trainer_is_accepted(aggregation, regularizers, sizes):
+def test_an_exact_trainer_is_accepted(aggregation, regularizers, sizes, correction):
     state = torch.get_rng_state()
     names = dict(vars(tiny_trainer))
-    prove(aggregation, regularizers, sizes)
+    prove(aggregation, regularizers, sizes, **CORRECTIONS[correction])
     assert torch.equal(torch.get_rng_state(), state)
     assert vars(tiny_trainer) == names and not vars(tiny_trainer.mpu)
 
@@ -76,7 +88,23 @@ def bare(args, batch, values):
     )
 
 
+def with_all_tokens(args, batch, values):
+    """The correction's rejected tokens stay."""
+    values, _, log = CORRECTED(args, batch, values)
+    return values, batch, log
+
+
+def uncorrected(args, batch, values):
+    return values, *CORRECTED(args, batch, values)[1:]
+
+
+def unreported(args, batch, values):
+    values, batch, log = CORRECTED(args, batch, values)
+    return values, batch, {"another": log["tis"]}
+
+
 SCALE, OWN_MEAN, REDUCED = tiny_trainer.scale, tiny_trainer.own_mean, tiny_trainer.reduced
+CORRECTED = tiny_trainer.corrected
 MUTANTS = {
     "a scale off by 0.05 %": ("scale", of_loss(lambda loss: loss * 1.0005), "the gradient of logit"),
     "no context parallelism in the scale": ("scale", lambda loss, m, n: loss * m / n, "expected"),
@@ -97,6 +125,33 @@ def test_a_trainer_that_computes_something_else_is_refused(name, monkeypatch):
     assert message.startswith(
         "--hook megatron_pg.integrations.tests.prompt_mean: the installed tests"
     )
+
+
+def test_a_mean_over_the_tokens_that_a_correction_keeps_is_the_trainers_own(monkeypatch):
+    """As slime before v0.3.0 has it for KL, entropy and metrics."""
+
+    def by_kept(batch, values):
+        sums = [mask.sum() for mask in batch["loss_masks"]]
+        return OWN_MEAN({**batch, "rollout_mask_sums": sums}, values)
+
+    monkeypatch.setattr(tiny_trainer, "own_mean", by_kept)
+    prove("prompt_mean", **CORRECTIONS["custom"])
+
+
+@pytest.mark.parametrize(
+    ("correction", "mutant", "words"),
+    [
+        ("custom", with_all_tokens, "the gradient of logit"),
+        ("custom", uncorrected, "the gradient of logit"),
+        ("own", uncorrected, "the gradient of logit"),
+        ("own", unreported, "the metric tis is not reported, and loss"),
+    ],
+)
+def test_another_correction_is_refused_in_a_run_that_has_one(
+    correction, mutant, words, monkeypatch
+):
+    monkeypatch.setattr(tiny_trainer, "corrected", mutant)
+    assert_refused(words, prove, "prompt_mean", **CORRECTIONS[correction])
 
 
 def test_a_metric_that_is_weighted_is_refused(monkeypatch):

@@ -37,6 +37,7 @@ SCRIPTS = [
     'A=1\n(A=2; echo $A)\nset -- p q\nshift\necho $A $1 $# "$@"',
     'echo "$(dirname /a/b)/$(basename c/d.sh .sh)"',
     'A=1 eval \'echo $A\'\nexport B=2 C="3 4"\necho $B "$C"\nunset B\necho ${B:-none}',
+    "X=$(dirname a/b/a/c | sed 's#a/b#d#')\necho $X $(basename x/a.b.a | sed s/a/e/g)",
     "g() { exit 0; }\necho a\nif true; then g; fi\necho never",
 ]
 PRINT = (

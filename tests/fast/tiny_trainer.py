@@ -49,6 +49,26 @@ def own_mean(batch, values):
     return total
 
 
+def corrected(args, batch, values):
+    """The losses and the batch after the rollout correction of the run, and what it reports."""
+    if not (args.use_tis or args.get_mismatch_metrics):
+        return values, batch, {}
+    train, rollout = batch["log_probs"], batch["rollout_log_probs"]
+    masks, tis = batch["loss_masks"], (torch.cat(train) - torch.cat(rollout)).exp()
+    if args.custom_tis_function_path is None:
+        values = values * tis.clamp(args.tis_clip_low, args.tis_clip)
+    else:
+        values, masks, _ = load_function(args.custom_tis_function_path)(
+            args,
+            pg_loss=values,
+            train_log_probs=train,
+            rollout_log_probs=rollout,
+            loss_masks=masks,
+            response_lengths=batch["response_lengths"],
+        )
+    return values, {**batch, "loss_masks": masks}, {"tis": own_mean(batch, tis)}
+
+
 def reduced(args, batch, values):
     """The policy loss, by a custom reducer where there is one."""
     if args.custom_pg_loss_reducer_function_path is None:
@@ -90,8 +110,12 @@ def loss_function(args, batch, num_microbatches, step_global_batch_size, logits)
     ratio = (log_probs - old).exp()
     plain = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - args.eps_clip, 1 + args.eps_clip_high)
-    log = {
-        "pg_loss": reduced(args, batch, torch.maximum(plain, clipped)),
+    whole = batch
+    values, batch, log = corrected(args, batch, torch.maximum(plain, clipped))
+    if log:
+        log["ois"] = own_mean(whole, ratio)
+    log |= {
+        "pg_loss": reduced(args, batch, values),
         "pg_clipfrac": own_mean(batch, (clipped > plain).float()),
         "ppo_kl": own_mean(batch, old - log_probs),
         "entropy_loss": own_mean(batch, entropy),

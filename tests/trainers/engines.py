@@ -26,6 +26,7 @@ FOLDERS = {
     "ms_swift": "ms-swift",
     "vime": "vime",
     "megatron_lite": "Megatron-Lite",
+    "megatron_bridge": "Automodel",
 }
 """The folder under TRAINERS of each engine; its step is in a module of its own here, `gradient(samples, case)`."""
 DIVISOR = 8.0
@@ -43,6 +44,7 @@ class Case:
     engine: str
     aggregation: str
     packed: bool = True
+    context: int = 1
     mutant: str = ""
     """`scale`: what the engine divides by is not undone. `windows`: log-probs are those of the next token."""
 

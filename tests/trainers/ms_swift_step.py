@@ -26,9 +26,9 @@ def gradient(samples: list[PlainSample], case: Case) -> Tensor:
 
     from megatron_pg.integrations.ms_swift import with_loss
 
-    initialize(1)
+    initialize(case.context)
     folder = "ms-swift/swift/"
-    mine = share_of(samples, 1)
+    mine = share_of(samples, case.context)
     first = mine.start
     rows = matrices(samples[mine])
     basic = {"mpu": mpu, "tensor_parallel": tensor_parallel, "F": torch.nn.functional}
@@ -55,8 +55,14 @@ def gradient(samples: list[PlainSample], case: Case) -> Tensor:
         "get_batch_on_this_pp_rank",
         "gather",
         "gather_object",
+        "reconstruct_tensor_cp",
         **basic,
     )
+    cut = "mcore-bridge/mcore_bridge/utils/megatron_utils.py", "split_cp_inputs"
+    basic |= functions(*cut, **basic) if case.context > 1 else {}
+    path = folder + "megatron/utils/megatron_lm_utils.py"
+    is_npu = {"is_torch_npu_available": lambda: False}
+    basic |= functions(path, "get_batch_on_this_cp_rank", **basic, **is_npu)
     made = (
         "pad_logps_back_to_batch build_completion_mask_and_seq_lengths collate_to_grpo_micro_batch"
     )
@@ -83,7 +89,15 @@ def gradient(samples: list[PlainSample], case: Case) -> Tensor:
     theirs = functions(path, "MegatronGRPOTrainer", **basic, **bases)["MegatronGRPOTrainer"]
 
     def collate(encoded: list[Any], padding_to: Any) -> dict[str, Tensor]:
-        """As their template does: rows without padding one after another, or padded at the right."""
+        """As their template does: rows one after another, or padded at the right; whole parts under context parallelism."""
+        if case.context > 1:
+            for row in encoded:
+                padding = -row["length"] % (2 * case.context)
+                row["length"] += padding
+                row["input_ids"], row["labels"] = (
+                    torch.nn.functional.pad(row[name], (0, padding), value=value)
+                    for name, value in (("input_ids", 0), ("labels", -100))
+                )
         lengths = torch.tensor([each["length"] for each in encoded])
         if case.packed:
             batch = {
@@ -103,7 +117,8 @@ def gradient(samples: list[PlainSample], case: Case) -> Tensor:
         process_index = property(lambda self: dist.get_rank())
 
         def _get_rollout_group(self) -> Any:
-            return mpu.get_model_parallel_group()
+            """As theirs for one data-parallel rank under context parallelism, or without it."""
+            return dist.group.WORLD if case.context > 1 else mpu.get_model_parallel_group()
 
         def to_samples(self, inputs: Any) -> Any:
             return inputs
@@ -131,14 +146,20 @@ def gradient(samples: list[PlainSample], case: Case) -> Tensor:
                 matrix = torch.zeros(grpo.completion_mask.shape)
                 for row, number in enumerate(range(self.scored, self.scored + len(matrix))):
                     length = len(samples[first + number].tokens)
-                    offset = width - length if case.packed else 0
+                    padded = length + -length % (2 * case.context if case.context > 1 else 1)
+                    offset = width - padded if case.packed else 0
                     matrix[row, offset : offset + length - 1] = rows[name][number, 1:length]
                 setattr(grpo, field, matrix)
             self.scored += len(matrix)
             return batch
 
         def _prepare_batch(self, data: Any) -> Any:
-            return basic["get_batch_on_this_pp_rank"](self.args, data)
+            batch = basic["get_batch_on_this_pp_rank"](self.args, data)
+            if case.packed:
+                ends = batch["cu_seq_lens_q"]
+                params = SimpleNamespace(cu_seqlens_q=ends, seq_lens=ends.diff())
+                batch["packed_seq_params"] = params
+            return basic["get_batch_on_this_cp_rank"](self.args, batch)
 
         def _all_reduce_metric(self, metric: dict[str, Tensor]) -> dict[str, Tensor]:
             """As theirs; gloo has no average."""
@@ -174,10 +195,12 @@ def gradient(samples: list[PlainSample], case: Case) -> Tensor:
         },
         **{"importance_sampling_level": "token", "overlong_filter": True, "task_type": "causal_lm"},
         **{"generation_batch_size": len(samples), "steps_per_generation": 1, "micro_batch_size": 2},
-        **{"global_batch_size": len(samples), "per_device_generation_batch_size": 2 * count},
+        **{"global_batch_size": len(samples), "is_multimodal": False},
+        **{"per_device_generation_batch_size": len(samples) // dist.get_world_size()},
         **{
             "num_microbatches": count,
-            "context_parallel_size": 1,
+            "context_parallel_size": case.context,
+            "cp_partition_mode": "zigzag",
             "pipeline_model_parallel_size": 1,
         },
         **{"padding_free": case.packed, "router_replay_mode": "disabled"},
@@ -198,14 +221,15 @@ def gradient(samples: list[PlainSample], case: Case) -> Tensor:
     trainer._is_dynamic_self_distillation = trainer.disable_rollout_importance_sampling = False
     trainer._init_grpo_params()
     inputs = []
-    for number, sample in enumerate(samples[mine], start=first):
+    local = share_of(samples, 1)
+    for number, sample in enumerate(samples[local], start=local.start):
         ids = torch.tensor(sample.tokens)
         mask = torch.tensor([0] * sample.prompt_length + MASKS[number]).bool()
         encoded = {"input_ids": ids, "labels": ids.where(mask, -100), "length": len(ids)}
         row = {"encoded": encoded, "plain": sample, "is_truncated": number == FILTERED}
         inputs.append(SimpleNamespace(rollout_logprobs=[], routed_experts=None, **row))
     (step,) = [trainer._generate_and_score_completions(inputs)]
-    model = table_under_ddp(logits_of(samples), per_token=False)
+    model = table_under_ddp(logits_of(samples), per_token=False, context=case.context)
 
     def forward_step(iterator: Any, model: Any) -> Any:
         output, loss_func = trainer.forward_step(iter([step[next(iterator)]]), model)

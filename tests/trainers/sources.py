@@ -30,7 +30,7 @@ STAND_INS = {
     "slime": "ray httpx wandb sglang sglang_router torch_memory_saver pandas".split(),
     "verl": "ray torchdata cachetools fastapi uvicorn aiohttp pandas zmq codetiming datasets accelerate peft dill "
     "pylatexenc".split(),
-    "ROLL": "ray codetiming transfer_queue opentelemetry imageio torchdata pandas datasets peft dacite accelerate".split(),
+    "ROLL": "ray codetiming transfer_queue opentelemetry imageio torchdata pandas datasets peft dacite accelerate pybase64".split(),
 }
 STAND_INS["miles"] = STAND_INS["slime"]
 

@@ -10,12 +10,16 @@ from .engines import FOLDERS, Case, a_step, expected, gradients
 from .logit_table import TOLERANCE, difference
 from .sources import TRAINERS
 
+WITH_CONTEXT = {"nemo_rl": [True], "ms_swift": [True, False], "megatron_lite": [True]}
+"""Engines that run under context parallelism here, packed or not: the others refuse it, or cut nothing themselves."""
 
-def cases(engine: str) -> list[Case]:
+
+def cases(engine: str, context: int = 1) -> list[Case]:
+    packings = WITH_CONTEXT[engine] if context > 1 else [True, False]
     return [
-        *(Case(engine, mode, packed) for mode in oracle.AGGREGATIONS for packed in (True, False)),
-        *(Case(engine, mode, mutant="scale") for mode in oracle.AGGREGATIONS),
-        Case(engine, "prompt_mean", mutant="windows"),
+        *(Case(engine, mode, pack, context) for mode in oracle.AGGREGATIONS for pack in packings),
+        *(Case(engine, mode, True, context, "scale") for mode in oracle.AGGREGATIONS),
+        Case(engine, "prompt_mean", True, context, "windows"),
     ]
 
 
@@ -25,11 +29,12 @@ def test_every_logits_gradient_and_none_of_mutants(engine: str, ranks: int) -> N
     folder = FOLDERS[engine]
     if not (TRAINERS / folder).is_dir() or not has_megatron_training():
         pytest.skip(f"needs {folder}'s source (TRAINERS=<folder with a checkout named {folder}>)")
-    step = a_step()
-    for case, *found in zip(
-        cases(engine), *run_ranks(gradients, ranks, step, cases(engine)), strict=True
-    ):
+    step, made = a_step(), cases(engine)
+    if ranks > 1 and engine in WITH_CONTEXT:
+        made += cases(engine, context=ranks)
+    for case, *found in zip(made, *run_ranks(gradients, ranks, step, made), strict=True):
         errors = [difference(gradient, expected(case, step)) for gradient in found]
+        print(case, errors)
         if case.mutant:
             assert min(errors) > 20 * TOLERANCE, (case, errors)
         else:

@@ -76,10 +76,10 @@ class Step:
         return {
             "name": self.name,
             "answers": self.answers,
-            "reward": _rounded(sum(self.rewards) / len(self.rewards)) if self.rewards else None,
-            "length": _rounded(self.tokens / self.answers),
-            "clipped": _rounded(self.clipped / self.with_ratio) if self.with_ratio else None,
-            "ratio": None if math.isinf(self.largest_ratio) else _rounded(self.largest_ratio),
+            "reward": round(sum(self.rewards) / len(self.rewards), 4) if self.rewards else None,
+            "length": round(self.tokens / self.answers, 2),
+            "clipped": round(self.clipped / self.with_ratio, 4) if self.with_ratio else None,
+            "ratio": None if math.isinf(self.largest_ratio) else round(self.largest_ratio, 4),
         }
 
 
@@ -155,7 +155,9 @@ def write_rollout_page(
     import jinja2  # torch asks for it
 
     loader = jinja2.FileSystemLoader(FOLDER)
-    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
+    environment = jinja2.Environment(
+        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined
+    )
     page = environment.get_template("page.html").render(title=title, data=data)
     Path(path).write_text(page, encoding="utf-8")
 
@@ -232,15 +234,16 @@ def _advantages(samples: Sequence[RewardedSample]) -> tuple[list[Tensor | None],
     if len(rewards) < len(samples) or samples[0].group_index is None:
         return [None] * len(samples), False
     values = group_advantages(rewards, [0] * len(rewards)).advantages
-    return [value.expand(s.response_length) for value, s in zip(values, samples, strict=True)], True
+    pairs = zip(values.tolist(), samples, strict=True)
+    return [torch.full((sample.response_length,), value) for value, sample in pairs], True
 
 
 def _answer(sample: RewardedSample, advantages: Tensor | None, clip: tuple[float, float]) -> Answer:
     """Make the JSON of an answer: `r` reward, `t` tokens, `m` mask where not all 1, `a` advantage or advantages, log-ratios."""
-    active = sample.loss_mask
+    active, has_active = sample.loss_mask, sample.num_active_tokens > 0
     shown: dict[str, Any] = {"n": sample.name, "r": sample.reward}
     shown["t"] = sample.tokens[sample.prompt_length :].tolist()
-    if not active.all():
+    if sample.num_active_tokens < sample.response_length:
         shown["m"] = "".join(map(str, active.int().tolist()))
     kinds: Kinds = {"longest": float(sample.response_length)}
     kinds["lowest reward"] = -math.inf if sample.reward is None else -sample.reward
@@ -248,13 +251,13 @@ def _answer(sample: RewardedSample, advantages: Tensor | None, clip: tuple[float
     if advantages is not None:
         values = _numbers(advantages)
         shown["a"] = values[0] if len(set(values)) == 1 else values
-        if active.any():
+        if has_active:
             kinds["largest |advantage|"] = float(advantages[active].abs().max())
     largest, num_with_ratio, num_clipped = -math.inf, 0, 0
     for name, fields in RATIOS.items():
         first, second = (getattr(sample, log_probs) for log_probs in fields)
         kinds[f"largest |log-ratio| {name}"] = -math.inf
-        if first is None or second is None or not active.any():
+        if first is None or second is None or not has_active:
             continue
         ratio = first - second
         shown[name] = _numbers(ratio.masked_fill(~active, math.nan))
@@ -273,13 +276,9 @@ def _answer(sample: RewardedSample, advantages: Tensor | None, clip: tuple[float
 
 
 def _numbers(values: Tensor) -> list[float | None]:
-    return [None if math.isnan(value) else _rounded(value) for value in values.tolist()]
-
-
-def _rounded(value: float) -> float:
-    """Round to four decimals; of a whole number JSON needs the digits alone."""
-    rounded = round(value, 4)
-    return int(rounded) if rounded == int(rounded) else rounded
+    """Round to four decimals; NaN is None."""
+    rounded: list[float] = values.double().numpy().round(4).tolist()
+    return [None if value != value else value for value in rounded]
 
 
 def _texts(tokenizer: str | Path, entries: Iterable[str]) -> dict[int, str]:
@@ -289,7 +288,10 @@ def _texts(tokenizer: str | Path, entries: Iterable[str]) -> dict[int, str]:
         ids.update(entry["p"], *(answer["t"] for answer in entry["a"]))
     if Path(tokenizer).is_file():
         try:
-            texts = {int(token): str(text) for token, text in json.loads(Path(tokenizer).read_text()).items()}
+            texts = {
+                int(token): str(text)
+                for token, text in json.loads(Path(tokenizer).read_text()).items()
+            }
         except (ValueError, AttributeError) as error:
             raise ValueError(
                 f"--tokenizer {tokenizer}: expected a JSON object of texts by token id, or a Hugging Face folder ({error})"
@@ -298,7 +300,9 @@ def _texts(tokenizer: str | Path, entries: Iterable[str]) -> dict[int, str]:
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
-        raise ValueError("--tokenizer FOLDER needs transformers: pip install transformers") from error
+        raise ValueError(
+            "--tokenizer FOLDER needs transformers: pip install transformers"
+        ) from error
     decode: Any = AutoTokenizer.from_pretrained(tokenizer).batch_decode
     ordered = sorted(token for token in ids if token >= 0)
     return dict(zip(ordered, decode([[token] for token in ordered]), strict=True))

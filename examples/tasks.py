@@ -102,8 +102,8 @@ class Tasks:
 
     @property
     def texts(self) -> dict[int, str]:
-        """The texts of the tokens, for people: the separator is a line's end, the end of an answer a square."""
-        return self._text | {SEPARATOR: "\n", END: "■"}
+        """The texts of the tokens, for people: the separator is a line's end, the end of an answer a small square."""
+        return self._text | {SEPARATOR: "\n", END: "▪"}
 
     def shown(self, sample: Any) -> str:
         """A question without its opening, the answer to it and the reward, as the log shows them."""

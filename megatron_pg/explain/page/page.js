@@ -164,7 +164,7 @@ function detail(answer) {
   cell.append(element("h2", {}, `Prompt${name}${step}`), promptWhole(group));
   const kinds = group.kept.map((kind) => data.kinds[kind]).join(", ");
   cell.append(element("h2", {}, count(group.a.length, "answer", "answers") + (kinds ? ` · on this page: ${kinds}` : "")));
-  for (const other of [...group.a].sort((a, b) => (b.r ?? 0) - (a.r ?? 0))) {
+  for (const other of [...group.a].sort((a, b) => (b === answer) - (a === answer) || (b.r ?? 0) - (a.r ?? 0))) {
     const facts = COLUMNS.filter((each) => !each.text && each.key !== "step").map((column) => `${column.label} ${column.shown?.(other) ?? number(column.value(other))}`);
     const line = element("p", { class: "facts" }, [...facts, other.n].join(" · "));
     cell.append(element("div", { class: other === answer ? "one this" : "one" }, line, whole(other)));

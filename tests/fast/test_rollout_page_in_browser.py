@@ -47,7 +47,7 @@ def browser() -> Iterator[Any]:
 def opened(browser: Any, rows: list[Row], folder: Path) -> Iterator[Any]:
     """The page as it opens, 1440 pixels wide; no error, and nothing from elsewhere, by the end of a test."""
     page, errors, urls = browser.new_page(viewport={"width": 1440, "height": 900}), [], []
-    page.on("pageerror", errors.append)
+    page.on("pageerror", lambda error: errors.append(error))
     page.on("request", lambda request: urls.append(request.url))
     page.goto(folder.with_suffix(".html").as_uri())
     yield page

@@ -1,5 +1,7 @@
 """One line that shows how far a run is, on a terminal. Where output goes to a file there is none, and all else is printed alike."""
 
+import atexit
+
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
@@ -12,6 +14,8 @@ class LiveLine:
         bar, count, left = BarColumn(24), MofNCompleteColumn(), TimeRemainingColumn(compact=True)
         columns = ("{task.description}", bar, count, "{task.fields[shown]}", left, "left")
         self._progress = Progress(*columns, console=console, disable=not console.is_terminal)
+        # A run that ends in the middle gives the cursor back.
+        atexit.register(self.close)
         self._phase, self._task = "", self._progress.add_task("", visible=False, shown="")
 
     def show(self, phase: str, step: int, total: int, shown: str) -> None:

@@ -26,6 +26,10 @@ def rollout_row(sample: RewardedSample) -> dict[str, Any]:
     return row
 
 
+SHOWN_PROMPTS = 8
+"""Prompts of a step, on each data-parallel rank, whose answers are logged."""
+
+
 class RolloutLog:
     """The folder `rollouts` of a run, cut back to where a resumed run goes on."""
 
@@ -39,13 +43,15 @@ class RolloutLog:
         """Write the file of a step."""
         if lines := [json.dumps(row) + "\n" for row in rows]:
             path = self._folder / f"rollouts/step_{step:06d}.jsonl"
-            path.parent.mkdir(exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("".join(lines))
 
     def write_page(
         self, config: PolicyLossConfig, title: str, tokenizer: str | None = None
     ) -> None:
         """Write rollouts.html; texts are those of a tokenizer, or of tokens.json."""
+        if not (self._folder / "rollouts").is_dir():  # no step was taken
+            return
         files = RolloutFiles([self._folder / "rollouts"])
         texts = tokenizer or self._folder / "tokens.json"
         write_rollout_page(

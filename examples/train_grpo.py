@@ -25,7 +25,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from other_models import Critic, Teacher, check_model_args
-from rollout_log import rollout_row
+from rollout_log import SHOWN_PROMPTS, rollout_row
 from run_folder import DamagedFile
 from run_log import Log, checkpoints, claim_folder, read_checkpoint, save_checkpoint
 from tasks import TITLE, RolloutWorker, Tasks, check_task_args
@@ -40,8 +40,6 @@ from megatron_pg.step.advantages import METHODS, half_of_dr_grpo
 from megatron_pg.step.agreement import compute_and_gather, gather
 from megatron_pg.step.token_window import Layout
 
-SHOWN_PROMPTS = 8
-"""Prompts of a step whose answers rollouts.html shows."""
 NUMBERS = {
     "tensor-model-parallel-size": (1, "TP"),
     "context-parallel-size": (1, "CP; what is left of the processes is data parallel"),

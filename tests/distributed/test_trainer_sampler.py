@@ -132,7 +132,7 @@ def test_on_line_steps_and_going_on(models: Path, tmp_path: Path) -> None:
             row["rollout_log_probs"] == pytest.approx(row["log_probs"], abs=1e-3) for row in rows
         )
     page = (tmp_path / "whole/rollouts.html").read_text()
-    assert "chain_sum · ppo" in page and "State the final answer" in page
+    assert "chain_sum · ppo" in page and '"name": "step 4"' in page
     steps = steps_of(tmp_path / "whole")
     assert [step["step"] for step in steps] == [1, 2, 3, 4]
     assert all(step["ratio_new_old"] == pytest.approx(1.0, abs=1e-5) for step in steps)

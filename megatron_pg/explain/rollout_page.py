@@ -124,29 +124,29 @@ def write_rollout_page(
         RowError: a row that is no sample, unless `files` skips it (a ValueError).
         ValueError: no sample in the files, or no tokenizer that can be read.
     """
-    pages = _Pages(config)
+    selection = _Selection(config)
     for name, group in itertools.groupby(_named_samples(files), key=lambda pair: pair[0]):
-        pages.add(name[0], [sample for _, sample in group])
-    if not pages.count:
+        selection.add(name[0], [sample for _, sample in group])
+    if not selection.count:
         raise ValueError(
             f"no sample in the rollout files ({files.num_skipped} bad rows skipped): no page"
         )
-    entries = {place: text for kept in pages.kept.values() for *_, place, text in kept.heap}
+    entries = {place: text for kept in selection.kept.values() for *_, place, text in kept.heap}
     places = sorted(entries)
     kinds: dict[int, list[int]] = defaultdict(list)
-    for number, kept in enumerate(pages.kept.values()):
+    for number, kept in enumerate(selection.kept.values()):
         for *_, place, _ in kept.heap:
             kinds[place].append(number)
     head = {
         "title": title,
-        "clip": [None if math.isinf(bound) else bound for bound in pages.clip],
-        "ratios": [name for name in RATIOS if name in pages.ratios],
-        "estimated": pages.num_estimated,
+        "clip": [None if math.isinf(bound) else bound for bound in selection.clip],
+        "ratios": [name for name in RATIOS if name in selection.ratios],
+        "estimated": selection.num_estimated,
         "skipped": files.num_skipped,
-        "steps": [step.json() for step in pages.steps.values()],
-        "entries": pages.count,
-        "kinds": list(pages.kept),
-        "kept_for": [kinds[place] for place in places] if len(places) < pages.count else None,
+        "steps": [step.json() for step in selection.steps.values()],
+        "entries": selection.count,
+        "kinds": list(selection.kept),
+        "kept_for": [kinds[place] for place in places] if len(places) < selection.count else None,
         "texts": None if tokenizer is None else _texts(tokenizer, entries.values()),
     }
     body = ",\n".join(entries[place] for place in places)
@@ -162,8 +162,8 @@ def write_rollout_page(
     Path(path).write_text(page, encoding="utf-8")
 
 
-class _Pages:
-    """What a page is made of: the entries that are kept so far, and the steps' numbers."""
+class _Selection:
+    """The entries that a page will have, and the numbers of the steps."""
 
     def __init__(self, config: PolicyLossConfig) -> None:
         high = config.eps_clip if config.eps_clip_high is None else config.eps_clip_high
@@ -212,7 +212,8 @@ class _Pages:
 def _named_samples(files: RolloutFiles) -> Iterator[tuple[tuple[str, object], RewardedSample]]:
     """Yield the samples with the name of their step and their prompt group: a row without one is a group of its own."""
     for number in itertools.count():
-        if not (pulled := files.pull(1)):
+        pulled: Any = files.pull(1)
+        if not pulled:
             return
         if (sample := pulled[0]) is None:
             continue

@@ -8,8 +8,9 @@ from setuptools import find_packages, setup
 REPOSITORY = "https://github.com/megatron-pg/megatron_pg"
 
 MEGATRON = ["megatron-core>=0.15,<0.21"]
-# What parts of the package ask for: rollout files, pictures and tables of `explain`, YAML and shell scripts in `migrate`.
+# What parts of the package ask for: rollout files, pictures, pages and tables of `explain`, YAML and shell scripts in `migrate`.
 TOOLS = [
+    "jinja2>=3.1",
     "matplotlib>=3.8",
     "pyarrow>=15",
     "pyyaml>=6",
@@ -29,6 +30,7 @@ DOCS = [
 TEST = [
     "build>=1.2",
     "hypothesis>=6.100",
+    "playwright>=1.50",  # tests/fast/test_rollout_page_in_browser.py, with Debian's chromium
     "pytest>=8",
     "pytest-timeout>=2.3",
     "pytest-xdist>=3.6",
@@ -74,7 +76,7 @@ setup(
         "Typing :: Typed",
     ],
     packages=find_packages(include=["megatron_pg", "megatron_pg.*"]),
-    package_data={"megatron_pg": ["py.typed", "migrate/*.toml"]},
+    package_data={"megatron_pg": ["py.typed", "migrate/*.toml", "explain/page/*"]},
     python_requires=">=3.11",
     install_requires=["torch>=2.6", "numpy>=1.26"],
     entry_points={

@@ -9,7 +9,7 @@ import statistics
 import time
 import zipfile
 from argparse import Namespace
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,21 +17,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from filelock import FileLock
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from live_line import LiveLine, shown_numbers
+from report import names_of, read_run, report
+from rollout_log import RolloutLog
 from run_folder import DamagedFile, append_step, cut_back, lock_folder, read_lines, replace_text
 from torch.utils.tensorboard import SummaryWriter
 
+from megatron_pg import PolicyLossConfig
+
 FREE_TO_CHANGE = {"run_dir", "resume", "save_interval"}
 """Flags that may be others in a resumed run: what it computes does not depend on them."""
-CURVES = {
-    "reward": "mean reward",
-    "response_length": "response length (tokens)",
-    "pg_loss": "policy-gradient loss",
-    "clipped_ratio_fraction": "clip fraction",
-    "kl_new_old": "KL (old || new), nats",
-    "grad_norm": "gradient norm",
-}
 IN_SUMMARY = ("loss_aggregation", "seed", "tensor_model_parallel_size", "context_parallel_size")
 LOGS = {"warm_start": "warm_start.jsonl", "step": "metrics.jsonl"}
 
@@ -145,52 +140,50 @@ def _refuse_other_settings(folder: Path, mine: dict[str, str]) -> None:
             )
 
 
-def report(steps: Sequence[Mapping[str, Any]]) -> Figure:
-    """The curves of a run: the points of a short one, and over those of a long one the mean of the last fiftieth."""
-    figure = Figure(figsize=(12, 6.5), layout="constrained")
-    for axis, (name, label) in zip(figure.subplots(2, 3).flat, CURVES.items(), strict=True):
-        known = [(step["step"], step[name]) for step in steps if step.get(name) is not None]
-        numbers, values = torch.tensor(known, dtype=torch.float64).reshape(-1, 2).T
-        window = len(known) // 50
-        marker = "o" if len(known) < 20 else None
-        axis.plot(numbers, values, color="C0", marker=marker, alpha=0.3 if window > 1 else 1.0)
-        if window > 1:
-            axis.plot(numbers[window - 1 :], values.unfold(0, window, 1).mean(1), color="C0")
-        axis.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-        axis.set(title=label if known else f"{label}: not reported", xlabel="step")
-        axis.grid(alpha=0.3)
-    return figure
-
-
 class Log:
-    """The folder's logs, on rank 0, cut back to where a resumed run goes on; `progress` is read for every line."""
+    """The folder's logs, on rank 0, cut back to where a resumed run goes on; `progress` is read for every line.
 
-    def __init__(self, args: Namespace, progress: Mapping[str, Any]) -> None:
-        self._folder, self._progress = args.run_dir, progress
+    `texts` are those of the tokens, by id.
+    """
+
+    def __init__(
+        self, args: Namespace, progress: Mapping[str, Any], texts: Mapping[int, str] | None = None
+    ) -> None:
+        self._args, self._folder, self._progress = args, args.run_dir, progress
         self._totals = {"warm_start": args.warm_start_iters, "step": args.train_iters}
         self._settings = {name: getattr(args, name) for name in IN_SUMMARY}
-        self._latest = time.monotonic()
+        self._latest, self._line = time.monotonic(), LiveLine()
         self._events = SummaryWriter(f"{args.run_dir}/tensorboard", purge_step=progress["step"] + 1)
         for phase, name in LOGS.items():
             cut_back(args.run_dir / name, progress[phase])
+        self._rollouts = RolloutLog(args.run_dir, progress["step"])
+        replace_text(args.run_dir / "tokens.json", json.dumps(texts or {}))
 
     def write(
-        self, phase: str, values: Mapping[str, float | None], answers: Iterable[str] = ()
+        self,
+        phase: str,
+        values: Mapping[str, float | None],
+        answers: Iterable[str] = (),
+        rollouts: Iterable[Mapping[str, Any]] = (),
     ) -> None:
-        """The line of a step; JSON has no NaN. A tenth of them is shown, with a few of their answers."""
+        """The line of a step, and rows of its rollouts. A tenth of the lines is shown, with a few of their answers."""
         step, total = self._progress[phase], self._totals[phase]
         seconds, self._latest = time.monotonic() - self._latest, time.monotonic()
         path = self._folder / LOGS[phase]
         known = append_step(path, step, values, seconds=round(seconds, 3))
         for name, value in known.items():
             self._events.add_scalar(f"{phase}/{name}", value, step)
+        self._rollouts.write(step, rollouts)
+        name = phase.replace("_", " ")
+        self._line.show(name, step, total, shown_numbers(known, seconds))
         if step % max(total // 10, 1) == 0:
             shown = [f"{name} {known[name]:z.3f}" for name in ("reward", "loss") if name in known]
-            print(f"{phase.replace('_', ' ')} {step}/{total}:", *shown, flush=True)
+            print(f"{name} {step}/{total}:", *shown, flush=True)
             print(*(f"    {answer}\n" for answer in answers), sep="", end="", flush=True)
 
     def finish(self, **summary: Any) -> None:
-        """Writes summary.json and report.png."""
+        """Writes summary.json, report.png and rollouts.html."""
+        self._line.close()
         warm_start, lines = (read_lines(self._folder / name) for name in LOGS.values())
         tenth = max(len(lines) // 10, 1)
         for name, part in {"reward_first": lines[:tenth], "reward_last": lines[-tenth:]}.items():
@@ -199,8 +192,12 @@ class Log:
         summary |= {"torch": torch.__version__, "megatron_core": metadata.version("megatron-core")}
         summary["seconds"] = sum(line["seconds"] for line in [*warm_start, *lines])
         replace_text(self._folder / "summary.json", json.dumps(summary, indent=2) + "\n")
-        report(lines).savefig(self._folder / "report.png", dpi=110)
+        run = read_run(self._folder)
+        report([run]).savefig(self._folder / "report.png", dpi=110)
+        title = f"{run.name} · {names_of([run])[0]}"
+        self._rollouts.write_page(PolicyLossConfig.from_args(self._args), title)
         self._events.close()
         rewards = "reward {reward_first:.2f} -> {reward_last:.2f} (first, last tenth of the steps)"
         held_out = "held-out {held_out_before:.2f} -> {held_out_after:.2f} (before, after)"
-        print(f"{rewards}, {held_out}".format(**summary) + f"; see {self._folder}/report.png")
+        print(f"{rewards}, {held_out}".format(**summary))
+        print(f"see {self._folder}/report.png, and the answers in {self._folder}/rollouts.html")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from megatron_pg import Sample
+from megatron_pg.rollout_files import RewardedSample
 
 
 class Response(NamedTuple):
@@ -23,10 +23,10 @@ class Response(NamedTuple):
     log_probs: list[float]
 
 
-def answer_sample(prompt: Sequence[int], answer: Sequence[int], **fields: Any) -> Sample:
+def answer_sample(prompt: Sequence[int], answer: Sequence[int], **fields: Any) -> RewardedSample:
     """Make the sample of a prompt and an answer of which every token counts."""
     mask = [1] * len(answer)
-    return Sample([*prompt, *answer], len(answer), mask, **fields)
+    return RewardedSample([*prompt, *answer], len(answer), mask, **fields)
 
 
 class CachedAttention(nn.Module):

@@ -24,6 +24,7 @@ from megatron_pg.megatron import ParallelGroups
 from megatron_pg.step.agreement import gather
 
 TASK = "spell_backward"
+TITLE = f"{TASK} (reasoning-gym)"
 WORD_LENGTHS = {"min_word_len": 3, "max_word_len": 7}
 PADDING, SEPARATOR, END = range(3)
 """Tokens that are no text: the second stands between question and answer, the third ends an answer."""
@@ -99,11 +100,16 @@ class Tasks:
         texts = (self._text.get(token, "") for token in answer[:-1])
         return "".join(texts) if END in answer[-1:] else None
 
-    def shown(self, sample: Sample) -> str:
-        """A question without its opening, and the answer to it, as the log shows them."""
+    @property
+    def texts(self) -> dict[int, str]:
+        """The texts of the tokens, for people: the separator is a line's end, the end of an answer a small square."""
+        return self._text | {SEPARATOR: "\n", END: "▪"}
+
+    def shown(self, sample: Any) -> str:
+        """A question without its opening, the answer to it and the reward, as the log shows them."""
         length = sample.response_length
         shown = [self._text.get(token, "") for token in sample.tokens.tolist()[1:]]
-        return f"{''.join(shown[:-length])} -> {''.join(shown[-length:])}"
+        return f"{''.join(shown[:-length])} -> {''.join(shown[-length:])}  reward {sample.reward:g}"
 
     def reward(self, entry: Entry, answer: Sequence[int]) -> float:
         """1.0 where the task's verifier gives full marks, else 0.0: it gives partial credit, which is no reward here."""
@@ -208,8 +214,9 @@ class RolloutWorker:
                 rollout_log_probs=answer.log_probs,
                 group_index=first_group + index,
                 name=f"answer to question {first_group + index}",
+                reward=reward,
             )
-            for index, prompt, answer, _ in rows
+            for index, prompt, answer, reward in rows
         ]
         return samples, [reward for *_, reward in rows]
 

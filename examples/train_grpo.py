@@ -25,9 +25,10 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from other_models import Critic, Teacher, check_model_args
+from rollout_log import SHOWN_PROMPTS, rollout_row
 from run_folder import DamagedFile
 from run_log import Log, checkpoints, claim_folder, read_checkpoint, save_checkpoint
-from tasks import RolloutWorker, Tasks, check_task_args
+from tasks import TITLE, RolloutWorker, Tasks, check_task_args
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import megatron_pg as pg
@@ -36,7 +37,7 @@ from megatron_pg.config.program import ProgramParser, exit_refused
 from megatron_pg.critic import ValueStep, add_value_head
 from megatron_pg.megatron.schedule import run_micro_batches
 from megatron_pg.step.advantages import METHODS, half_of_dr_grpo
-from megatron_pg.step.agreement import compute_and_gather
+from megatron_pg.step.agreement import compute_and_gather, gather
 from megatron_pg.step.token_window import Layout
 
 NUMBERS = {
@@ -227,6 +228,14 @@ class Run:
         pairs = zip(samples, scores.log_probs, strict=True)
         return [replace(sample, ref_log_probs=log_probs) for sample, log_probs in pairs]
 
+    def rollout_rows(self, samples: Sequence[Any]) -> list[dict[str, Any]]:
+        """Rows of a rollout file: the first prompts of a step on every data-parallel rank, before the step."""
+        shown = samples[: SHOWN_PROMPTS * self.args.n_samples_per_prompt]
+        scores = pgm.compute_log_probs(self.model, shown, self.config, **self.budget)
+        pairs = zip(shown, scores.log_probs, strict=True)
+        rows = [rollout_row(replace(sample, new_log_probs=values)) for sample, values in pairs]
+        return [row for part in gather(rows, self.groups.data) for row in part]
+
     def save(self) -> None:
         """Writes a checkpoint; every rank calls it."""
         state = {name: part.state_dict() for name, part in self.parts.items()}
@@ -315,14 +324,17 @@ def train(run: Run, log: Log | None) -> None:
             progress["step"] += 1
             share = min(10 * progress["step"], args.train_iters - progress["step"] + 1)
             lr = args.lr * share / args.train_iters
-            metrics |= run.train_step(run.config, run.with_other_models(samples), lr)
+            samples = run.with_other_models(samples)
+            rows = run.rollout_rows(samples)
+            metrics |= run.train_step(run.config, samples, lr)
             if log:
-                log.write("step", metrics, map(run.tasks.shown, samples[:3]))
+                log.write("step", metrics, map(run.tasks.shown, samples[:3]), rows)
         is_last = progress["step"] == args.train_iters
         pause(is_last or progress["step"] % args.save_interval < args.steps_per_round)
     after = run.worker.held_out_reward()
     if log:
-        log.finish(held_out_before=progress["held_out_before"], held_out_after=after)
+        scores = {"held_out_before": progress["held_out_before"], "held_out_after": after}
+        log.finish(task=TITLE, **scores)
 
 
 def main() -> None:
@@ -343,7 +355,7 @@ def main() -> None:
                 print(f"resuming from {kept[-1]}", flush=True)
         if rank == 0 and (remark := half_of_dr_grpo(args.advantage, args.loss_aggregation)):
             print(f"remark: {remark}", flush=True)
-        log = agreed(lambda: Log(args, run.progress) if lock else None)
+        log = agreed(lambda: Log(args, run.progress, run.tasks.texts) if lock else None)
     except (ValueError, NotImplementedError) as error:
         exit_refused(f"error: {error}")
     try:

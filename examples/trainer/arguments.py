@@ -10,6 +10,7 @@ import sys
 import traceback
 from argparse import Namespace
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -141,6 +142,10 @@ def _settle(args: Namespace) -> None:
     args.seq_length = args.seq_length or args.max_position_embeddings
     args.do_train, args.do_valid, args.do_test = True, False, False
     args.rerun_mode = "disabled"
+    # Megatron asks for a name.
+    args.wandb_exp_name = (
+        args.wandb_exp_name or Path(args.save or args.wandb_save_dir or "run").name
+    )
     if not args.group_query_attention:  # Megatron sets it so when it makes the model's config
         args.num_query_groups = args.num_attention_heads
     # Of Apex, or of a Transformer Engine that is new enough.

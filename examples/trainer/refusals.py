@@ -140,8 +140,8 @@ def _problems(args: Namespace) -> Iterator[str]:
     if args.save and (args.save_interval or 0) < 1:
         yield f"--save {args.save} with --save-interval {args.save_interval}: give the steps between checkpoints"
     if args.wandb_project:
-        if not (args.wandb_exp_name and (args.save or args.wandb_save_dir)):
-            yield "--wandb-project goes with --wandb-exp-name and with --save or --wandb-save-dir: give them too"
+        if not (args.save or args.wandb_save_dir):
+            yield "--wandb-project needs a folder for its files: give --save or --wandb-save-dir"
         if importlib.util.find_spec("wandb") is None:
             yield "--wandb-project: the package wandb is not installed; pip install wandb, or drop the flag"
     if args.ckpt_format != "torch_dist":

@@ -1,5 +1,6 @@
 """Steps from reasoning-gym tasks: chat prompts, answered by the policy as it is, scored by the task's own verifier."""
 
+import os
 import random
 from argparse import Namespace
 from collections.abc import Sequence
@@ -8,11 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.utils import unwrap_model
-from sampler import Response, Sampler
+from sampler import Response, Sampler, answer_sample
 
 from megatron_pg import PolicyLossConfig, Sample
 from megatron_pg.megatron.groups import ParallelGroups
-from megatron_pg.rollout_files import RewardedSample
 from megatron_pg.step.agreement import gather
 
 from .rollouts import Step, estimated, means_of
@@ -49,7 +49,11 @@ class TaskSteps:
                 f"--task {args.task} has {len(entries)} distinct tasks: too few for --held-out-tasks "
                 f"{args.held_out_tasks} and --prompts-per-step {args.prompts_per_step}"
             )
-        longest = max(len(self._prompt(entry)) for entry in entries[:256])
+        prompts = [self._prompt(entry) for entry in entries[:256]]
+        longest = max(map(len, prompts))
+        # What every prompt begins and ends with is not shown again and again.
+        backwards = [prompt[::-1] for prompt in prompts]
+        self._template = [len(os.path.commonprefix(part)) for part in (prompts, backwards)]
         if longest + args.max_response_tokens > args.max_position_embeddings:
             raise ValueError(
                 f"prompts of {longest} tokens and --max-response-tokens {args.max_response_tokens} need more than "
@@ -75,11 +79,10 @@ class TaskSteps:
         rollouts = self._answers(entries, args.samples_per_prompt, iteration)
         samples: list[Sample] = []
         for prompt, task, reward, response in rollouts:
-            group, count = iteration * args.prompts_per_step + task, len(response.tokens)
-            sample = RewardedSample(
-                [*prompt, *response.tokens],
-                count,
-                [1] * count,
+            group = iteration * args.prompts_per_step + task
+            sample = answer_sample(
+                prompt,
+                response.tokens,
                 rollout_log_probs=response.log_probs,
                 group_index=group,
                 name=f"answer {len(samples)} (prompt group {group})",
@@ -94,12 +97,22 @@ class TaskSteps:
         """Mean score of the held-out tasks, each answered with the likeliest tokens, and a few answers; on all ranks."""
         rollouts = self._answers(self._held_out, 1, None)
         score = self._metrics(rollouts)["reward"]
-        shown = [prompt + answer.tokens for prompt, *_, answer in rollouts[:4]]
-        return float(score or 0.0), [self._tokenizer.decode(tokens) for tokens in shown]
+        shown = [self._shown(prompt, answer.tokens, r) for prompt, _, r, answer in rollouts[:4]]
+        return float(score or 0.0), shown
 
-    def shown(self, samples: Sequence[Sample]) -> list[str]:
-        """Answers after the ends of their prompts, 200 tokens in all."""
-        return [self._tokenizer.decode(sample.tokens[-200:]) for sample in samples]
+    def shown(self, samples: Sequence[Any]) -> list[str]:
+        """Prompts without what all have in common, answers of 200 tokens at most, and rewards."""
+        parts = [
+            sample.tokens.split([sample.prompt_length, sample.response_length])
+            for sample in samples
+        ]
+        pairs = zip(samples, parts, strict=True)
+        return [self._shown(p.tolist(), a.tolist(), sample.reward) for sample, (p, a) in pairs]
+
+    def _shown(self, prompt: list[int], answer: list[int], reward: float) -> str:
+        head, tail = self._template
+        question = self._tokenizer.decode(prompt[head : len(prompt) - tail]).strip()
+        return f"{question} -> {self._tokenizer.decode(answer[:200])}  reward {reward:g}"
 
     def state(self) -> None:
         """None: there is no place to go on from."""

@@ -12,10 +12,12 @@ from typing import Any
 from unittest import mock
 
 import torch
+from live_line import LiveLine, shown_numbers
 from megatron.core.enums import ModelType
 from megatron.core.utils import get_model_config
 from megatron.training import checkpointing, training
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+from rollout_log import SHOWN_PROMPTS, RolloutLog, rollout_row
 from run_folder import append_step, cut_back
 
 from megatron_pg import PolicyLossConfig, Sample, StepPlan, accepted_samples, adapted_kl, pack
@@ -23,6 +25,7 @@ from megatron_pg.config.program import exit_refused
 from megatron_pg.megatron import PolicyStep
 from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.megatron.schedule import run_micro_batches
+from megatron_pg.step.agreement import gather
 
 from .arguments import parse_arguments
 from .checkpoint import claim_save_folder, loading, restore_rollouts, saving
@@ -32,6 +35,8 @@ from .initialize import provide_model, start_megatron
 from .rollouts import FileSteps, Scoring, layout_of, plan_of
 
 METRICS, HELD_OUT = "metrics.jsonl", "held_out.jsonl"
+SHOWN = ("reward", "response_length", "loss", "kl_new_old", "grad_norm")
+"""Metrics in the line of a step, with its seconds; metrics.jsonl has all."""
 
 
 class MetricsLog:
@@ -46,22 +51,34 @@ class MetricsLog:
         self._args = args
         self._writes = args.rank == args.world_size - 1
         self._path = Path(args.save) / METRICS if args.save else None
+        self._line = LiveLine()
+        self._rollouts: RolloutLog | None = None
         if self._writes and self._path:
             cut_back(self._path, args.iteration)
+            self._rollouts = RolloutLog(self._path.parent, args.iteration)
 
     def step(
-        self, number: int, metrics: Mapping[str, float | None], answers: Sequence[str]
+        self,
+        number: int,
+        metrics: Mapping[str, float | None],
+        answers: Sequence[str],
+        rollouts: Sequence[Mapping[str, Any]],
     ) -> None:
-        """Log the metrics of step `number`, counted from 1, None for what is not known, and a few of its answers."""
+        """Log step `number`, counted from 1: metrics, None for what is not known, a few of its answers, rows of rollouts."""
         if not self._writes:
             return
         known = append_step(self._path, number, metrics)
         if number % self._args.tensorboard_log_interval == 0:
             self._draw(number, known)
+        if self._rollouts:
+            self._rollouts.write(number, rollouts)
+        seconds = sum(value for name, value in known.items() if name.startswith("seconds"))
+        shown = shown_numbers(known, seconds)
+        self._line.show("step", number, self._args.train_iters, shown)
         if number % self._args.log_interval == 0:
-            texts = (f"{name} {value:z.6g}" for name, value in known.items())
-            line = f" step {number}: " + " | ".join(texts)
-            print(line, *map(repr, answers), sep="\n   ", flush=True)
+            texts = [f"{name} {known[name]:z.4g}" for name in SHOWN if name in known]
+            print(f" step {number}: {' | '.join([*texts, f'{seconds:.1f} s'])}", flush=True)
+            print(*(f"    {answer!r}\n" for answer in answers), sep="", end="", flush=True)
 
     def held_out(self, number: int, score: float, answers: Sequence[str]) -> None:
         """Log the score of the held-out tasks after step `number`, and a few answers to them."""
@@ -89,10 +106,17 @@ class MetricsLog:
         if writer := get_tensorboard_writer():
             writer.flush()
 
-    def close(self) -> None:
+    def close(self, config: PolicyLossConfig) -> None:
         """The last thing of a run that ended by itself."""
         self.flush()
-        if self._writes and (wandb := get_wandb_writer()):
+        if not self._writes:
+            return
+        self._line.close()
+        args = self._args
+        if self._rollouts:
+            title = (args.task, config.policy_loss, config.loss_aggregation, f"seed {args.seed}")
+            self._rollouts.write_page(config, " · ".join(map(str, title)), args.hf_model)
+        if wandb := get_wandb_writer():
             wandb.finish()
 
 
@@ -158,7 +182,7 @@ class Run:
                     training.maybe_finalize_async_save(blocking=True, terminate=True)
             self._score_held_out(iteration)
         with mendable():
-            self._log.close()
+            self._log.close(self._config)
             if args.save_hf:
                 from .hugging_face import save_hugging_face
 
@@ -177,6 +201,7 @@ class Run:
             times.append(time.monotonic())
             samples = self._scoring.filled(collected[0], model)
             times.append(time.monotonic())
+            rows = self._rollout_rows(samples)
             samples = list(accepted_samples(self._config, samples))
             plan = plan_of(self._args, samples, self._groups.data)
         # Where no token is active, nothing is updated.
@@ -191,8 +216,17 @@ class Run:
         for phase, (begin, end) in zip(phases, itertools.pairwise(times), strict=True):
             metrics[f"seconds_{phase}"] = end - begin
         with mendable():  # a disk takes no more
-            self._log.step(done + 1, metrics, self._rollouts.shown(samples[:2]))
+            self._log.step(done + 1, metrics, self._rollouts.shown(samples[:2]), rows)
         return result
+
+    def _rollout_rows(self, samples: Sequence[Any]) -> list[dict[str, Any]]:
+        """Rows of the first prompts of a step of `--task`, on all data-parallel ranks; files are there already."""
+        if not self._args.task:
+            return []
+        shown = samples[: SHOWN_PROMPTS * self._args.samples_per_prompt]
+        return [
+            r for part in gather(list(map(rollout_row, shown)), self._groups.data) for r in part
+        ]
 
     def _update(
         self,

@@ -16,12 +16,14 @@ from megatron_pg.config import (
 from megatron_pg.config.fields import add_args, refuse
 from megatron_pg.config.program import ProgramParser
 from megatron_pg.explain.report import explain_step
+from megatron_pg.explain.rollout_page import write_rollout_page
 from megatron_pg.explain.show import plot, print_report
 from megatron_pg.explain.step import (
     ExplainOptions,
     explained_step,
     list_of_lengths,
     median_and_sigma,
+    rollout_files_of,
 )
 
 EPILOG = """\
@@ -29,7 +31,7 @@ examples:
   megatron-pg explain --lengths 200,4000,12000 --group-size 8 --pg-loss-divisor 8192
   megatron-pg explain --log-normal 2000,1 --group-size 16 --docs-per-step 512 --data-parallel-size 8 \\
       --context-parallel-size 2 --num-microbatches 4 --loss-aggregation prompt_mean --plot weights.png
-  megatron-pg explain --rollout-files rollouts.parquet --docs-per-step 512 --keep-prompt-groups
+  megatron-pg explain --rollout-files rollouts.parquet --docs-per-step 512 --keep-prompt-groups --html rollouts.html
 
 The rest of a launch line may be left in: what is no flag of this command, and not nearly one, is listed as not used.
 """
@@ -45,6 +47,12 @@ def main(arguments: Sequence[str]) -> int:
         report = explain_step(step, options)
         if options.plot is not None:
             plot(report, options.plot)
+        if options.html is not None:
+            title = f"Rollouts of {', '.join(options.planning.rollout_files)}"
+            files = rollout_files_of(options)
+            write_rollout_page(
+                options.html, files, options.config, title=title, tokenizer=options.tokenizer
+            )
         if options.json:
             print(json.dumps(report, indent=2))
         else:

@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_pg.config import PlanningConfig, PolicyLossConfig
 from megatron_pg.config.fields import PYTHON_ONLY, Interval, Settings
-from megatron_pg.rollout_files import IteratorSource, StepCollector
+from megatron_pg.rollout_files import IteratorSource, RolloutFiles, StepCollector
 from megatron_pg.rollout_files.collector import no_sample_in
 from megatron_pg.step.totals import BareSample, StepTotals, step_totals
 
@@ -78,9 +78,17 @@ class ExplainOptions(Settings):
     """Print one JSON object, every sample in it."""
     plot: str | None = None
     """Draw the coefficient of a token against length."""
+    html: str | None = None
+    """Write all rows of --rollout-files to this HTML file: prompts, answers, rewards, and tokens colored by their numbers."""
+    tokenizer: str | None = None
+    """Hugging Face folder, or JSON file of texts by token id, for the texts of --html."""
 
     def conflicts(self, given: Mapping[str, Any]) -> Iterator[str]:
-        """Yield a number of sources of lengths other than one."""
+        """Yield a number of sources of lengths other than one, and flags of a page without rows or without a page."""
+        if self.html is not None and not self.planning.rollout_files:
+            yield f"--html {self.html} shows rollouts: give --rollout-files"
+        if self.tokenizer is not None and self.html is None:
+            yield f"--tokenizer {self.tokenizer} is read for --html alone: give --html"
         if [self.lengths, self.log_normal, self.planning.rollout_files].count(()) != 2:
             sources = "--lengths, --log-normal and --rollout-files"
             yield f"expected one source of lengths: give one of {sources}, such as --lengths 200,4000,12000"
@@ -130,21 +138,24 @@ def explained_step(options: ExplainOptions) -> ExplainedStep:
     return ExplainedStep(step.samples, totals, cut_groups, step.num_skipped)
 
 
-def _rows(options: ExplainOptions) -> Iterator[ExplainedSample | None]:
-    """Read the rollout files as training does, without keeping tokens; yield None for a bad row.
-
-    A row without log-probs is no bad row here: weights do not depend on them, and a training script may compute them.
-    """
-    from megatron_pg.rollout_files import RolloutFiles  # needs pyarrow
-
+def rollout_files_of(options: ExplainOptions) -> RolloutFiles:
+    """Open the rollout files as training does; a row without log-probs is no bad row."""
     required, planning = options.config.required_sample_fields, options.planning
-    files = RolloutFiles(
+    return RolloutFiles(
         planning.rollout_files,
         on_bad_row=planning.on_bad_row,
         required_fields={"group_index"}.intersection(required),
         vocab_size=options.vocab_size,
         distinct_ids=planning.distinct_ids == "file",
     )
+
+
+def _rows(options: ExplainOptions) -> Iterator[ExplainedSample | None]:
+    """Read the rollout files as training does, without keeping tokens; yield None for a bad row.
+
+    A row without log-probs is no bad row here: weights do not depend on them, and a training script may compute them.
+    """
+    required, files = options.config.required_sample_fields, rollout_files_of(options)
     while pulled := files.pull(1):
         if (row := pulled[0]) is None:
             yield None

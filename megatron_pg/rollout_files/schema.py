@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch import Tensor
 
 from megatron_pg.config.policy_loss import LOG_PROB_FIELDS
 from megatron_pg.head.ragged import Ragged
@@ -39,6 +40,7 @@ COLUMNS: Mapping[str, str] = {
     "log_probs": NUMBERS,
     "rollout_log_probs": NUMBERS,
     "ref_log_probs": NUMBERS,
+    "new_log_probs": NUMBERS,
     "group_index": INTEGER,
     "rollout_id": INTEGER,
     "policy_version": INTEGER,
@@ -91,6 +93,13 @@ class RewardedSample(Sample):
     them of the rewards of the step."""
     has_advantages: bool = True
     """Presence of `advantages` in the file."""
+    new_log_probs: Tensor | None = None
+    """Log-probs [response_length] float32 under the policy that the step began with, for the page of rollouts alone."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.new_log_probs is not None:
+            vars(self)["new_log_probs"] = self._checked_values("new_log_probs")
 
 
 def sample_of_row(

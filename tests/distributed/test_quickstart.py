@@ -1,6 +1,7 @@
 """The main job, shortened: what it writes, and that a stopped run goes on as if it had not been stopped."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -30,7 +31,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "examples").mkdir()
     shutil.copy(ROOT / "examples/quickstart.sh", folder / "examples")
     (folder / "examples/launch").mkdir()
-    scripts = "train_grpo other_models tasks sampler run_folder run_log launch/torchrun"
+    scripts = "train_grpo other_models tasks sampler run_folder run_log live_line report rollout_log launch/torchrun"
     for name in (f"{script}.py" for script in scripts.split()):
         (folder / "examples" / name).symlink_to(ROOT / "examples" / name)
     (folder / "ci").mkdir()
@@ -129,6 +130,26 @@ def test_a_run_leaves_everything_that_the_docs_promise(uninterrupted: Path) -> N
     assert kept == ["step_000004_000008", "step_000004_000012"]
 
 
+def test_the_rollouts_of_a_run_say_what_its_metrics_say(uninterrupted: Path) -> None:
+    """Every answer of these small steps is in the files, with the log-probs of the policy that the step began with."""
+    for step in steps_of(uninterrupted):
+        path = uninterrupted / f"rollouts/step_{step['step']:06d}.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        assert len(rows) == 16
+        assert sum(row["reward"] for row in rows) / 16 == pytest.approx(step["reward"])
+        ratios = [
+            sum(
+                math.exp(new - old)
+                for new, old in zip(row["new_log_probs"], row["log_probs"], strict=True)
+            )
+            / len(row["log_probs"])
+            for row in rows
+        ]
+        assert sum(ratios) / 16 == pytest.approx(step["ratio_new_old"], abs=1e-5)
+    page = (uninterrupted / "rollouts.html").read_text()
+    assert "spell_backward" in page and '"name": "step 12"' in page and '"answers": 16' in page
+
+
 def test_every_sample_counts_once_and_the_first_step_is_on_policy(uninterrupted: Path) -> None:
     steps = steps_of(uninterrupted)
     for step in steps:
@@ -168,6 +189,11 @@ def test_a_resumed_run_equals_an_uninterrupted_one(project, uninterrupted, tmp_p
     assert f"resuming from {newest}" in finish(project, run_dir, "--resume")
     assert steps_of(run_dir) == steps_of(uninterrupted)
     assert summary_of(uninterrupted) | {"seconds": 0} == summary_of(run_dir) | {"seconds": 0}
+    rollouts = [
+        {path.name: path.read_text() for path in (folder / "rollouts").iterdir()}
+        for folder in (run_dir, uninterrupted)
+    ]
+    assert rollouts[0] == rollouts[1] and len(rollouts[0]) == 12
 
 
 def test_the_reference_is_the_model_after_the_warm_start(project: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The flags, folder, logs, checkpoints and picture of the quickstart: what is refused, damaged or half written."""
 
 import contextlib
+import io
 import re
 import runpy
 import sys
@@ -10,7 +11,10 @@ from typing import Any
 import pytest
 import torch
 from filelock import FileLock
-from run_log import CURVES, Log, checkpoints, claim_folder, read_checkpoint, report
+from live_line import LiveLine, shown_numbers
+from report import CURVES, OF_RATIO, Run, names_of, read_run, report
+from rich.console import Console
+from run_log import Log, checkpoints, claim_folder, read_checkpoint
 
 from tests.distributed.quickstart_run import (
     output_of,
@@ -259,26 +263,86 @@ def test_a_number_that_is_rounded_to_0_has_no_sign(tmp_path: Path, capsys: Any) 
     assert "step 1/12: reward 0.500 loss 0.000\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("length", [0, 3, 80, 10_000])
-def test_the_report_shows_every_curve_whole(length: int) -> None:
-    """Whatever the rewards are; a long run has the mean over its last fiftieth too."""
+def test_on_a_terminal_one_line_shows_the_run_and_in_a_file_none_does() -> None:
+    for is_terminal in (True, False):
+        written = io.StringIO()
+        console = Console(file=written, force_terminal=is_terminal, width=100, color_system=None)
+        line = LiveLine(console)
+        line.show("warm start", 1, 4, shown_numbers({"loss": 2.5}, 0.0))
+        for step in (7, 8):  # a resumed run
+            numbers = {"reward": 0.25, "loss": 9.0, "num_tokens": 500.0}
+            line.show("step", step, 12, shown_numbers(numbers, 0.25))
+        line.close()
+        lines = re.sub(r"\x1b\[[?\d;]*[A-Za-z]|\r", "\n", written.getvalue()).split("\n")
+        shown = [text for text in lines if text.strip()]
+        assert bool(shown) == is_terminal
+        for text in shown[-1:]:
+            assert re.search(r"step .*8/12 reward 0.250 · 2,000 tokens/s .*left", text), text
+
+
+SETTINGS = {
+    "policy_loss": "ppo",
+    "loss_aggregation": "token_mean",
+    "advantage": "grpo",
+    "seed": "1",
+}
+SETTINGS |= {"rollout_batch_size": "4", "n_samples_per_prompt": "4", "global_batch_size": "8"}
+
+
+def curve_run(length: int, **settings: str) -> Run:
     values = [-20.0 + 40.0 * (step % 7) for step in range(length)]
     curves = [dict.fromkeys(CURVES, value) | {"kl_new_old": None} for value in values]
     steps = [curve | {"step": number} for number, curve in enumerate(curves, 1)]
-    panels = report(steps).axes
-    titles = [panel.get_title() for panel in panels]
-    assert [title.removesuffix(": not reported") for title in titles] == list(CURVES.values())
-    assert f"{CURVES['kl_new_old']}: not reported" in titles
-    drawn = [panel for panel in panels if not panel.get_title().endswith(": not reported")]
-    assert len(drawn) == (len(CURVES) - 1 if length else 0)
-    for panel in drawn:
-        curve, *smooth = panel.get_lines()
-        assert list(curve.get_xdata()) == [*range(1, length + 1)]
-        assert list(curve.get_ydata()) == values
-        low, high = panel.get_ylim()
-        assert low < min(values) and max(values) < high
-        assert (curve.get_marker() == "o") == (length == 3)
+    return Run("spell", SETTINGS | settings, steps, [(0, 0.25), (length, 0.75)])
+
+
+@pytest.mark.parametrize("length", [0, 3, 80, 10_000])
+def test_the_report_shows_every_curve_whole_and_smoothed(length: int) -> None:
+    """Whatever the rewards are; of what the ratio decides there is a curve for each step of a round."""
+    run = curve_run(length)
+    figure = report([run])
+    assert [text.get_text() for text in figure.texts] == [
+        "spell",
+        "ppo · token_mean · advantages grpo · seed 1",
+    ]
+    panels = dict(zip(CURVES, figure.axes, strict=True))
+    for name, panel in panels.items():
+        assert panel.get_title("left") == CURVES[name]
+        drawn = [line for line in panel.get_lines() if line.get_marker() != "o" or length == 3]
+        lines = [line for line in drawn if len(line.get_xdata()) and line.get_markersize() != 9]
+        assert any(text.get_text() == "not reported" for text in panel.texts) == (not lines)
+        if name == "kl_new_old" or not length:
+            assert not lines
+            continue
+        passes = 2 if name in OF_RATIO else 1
+        assert len(lines) == 2 * passes
+        for number in range(passes):
+            faint, smooth = lines[2 * number : 2 * number + 2]
+            values = [step[name] for step in run.steps[number::passes]]
+            window = max(len(values) // 16, 1)
+            assert list(faint.get_xdata()) == [*range(number + 1, length + 1, passes)]
+            assert list(faint.get_ydata()) == values
+            for end, mean in list(enumerate(smooth.get_ydata(), 1))[:: max(length // 50, 1)]:
+                part = values[max(0, end - window) : end]
+                assert mean == pytest.approx(sum(part) / len(part))
         assert all(tick == round(tick) for tick in panel.get_xticks())
-        assert len(smooth) == (length == 10_000)
-        for mean in smooth:
-            assert mean.get_ydata()[-1] == pytest.approx(sum(values[-200:]) / 200)
+    points = [line for line in panels["reward"].get_lines() if line.get_markersize() == 9]
+    assert [(*p.get_xdata(), *p.get_ydata()) for p in points] == [(0, 0.25), (length, 0.75)]
+
+
+def test_runs_in_one_picture_are_told_apart_by_their_settings() -> None:
+    runs = [curve_run(20), curve_run(24, seed="2", loss_aggregation="constant")]
+    title, labels = names_of(runs)
+    assert title == "ppo · advantages grpo"
+    assert labels == ["loss_aggregation token_mean, seed 1", "loss_aggregation constant, seed 2"]
+    reward = report(runs).axes[0]
+    assert [text.get_text() for text in reward.get_legend().get_texts()] == labels
+    assert {text.get_text() for text in reward.texts} == {"0.25", "0.75"}
+
+
+def test_a_folder_without_a_run_has_no_picture(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no step in metrics.jsonl"):
+        read_run(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n')
+    (tmp_path / "held_out.jsonl").write_text('{"step": 0, "score": 0.25}\n')
+    assert read_run(tmp_path).held_out == [(0, 0.25)]

@@ -50,9 +50,9 @@ REFUSED = {
     "--loss-aggregation constant": "--loss-aggregation-divisor",
     "--save x": "--save x with --save-interval None: give the steps",
     "--save x --save-interval 4 --save-retain-interval 6": "Megatron refuses these flags: assert args.save_retain_interval %",
-    "--wandb-project p --wandb-exp-name e": "--wandb-project goes with --wandb-exp-name",
-    "--wandb-project p --save x --save-interval 4": "--wandb-project goes with --wandb-exp-name",
-    "--wandb-project p --wandb-exp-name e --wandb-save-dir x": "the package wandb is not installed",
+    "--wandb-project p": "--wandb-project needs a folder for its files: give --save",
+    "--wandb-project p --save x --save-interval 4": "the package wandb is not installed",
+    "--wandb-project p --wandb-save-dir x": "the package wandb is not installed",
 }
 
 READ_GROUPS = {

@@ -117,10 +117,22 @@ def test_on_line_steps_and_going_on(models: Path, tmp_path: Path) -> None:
         "--context-parallel-size 2 --entropy-coef 0.01 "
     )
     said = run_task(tmp_path / "whole", flags)
+    # Six numbers, then a question without what all questions have in common, the answer and the reward.
     shown = re.findall(
-        r"^ step \d: .*((?:\n   ['\"]State the final answer.*){2})$", said, re.MULTILINE
+        r"^ step \d: (.*)\n((?:    ['\"]\W*\d.* -> .*reward 0['\"]\n){2})", said, re.MULTILINE
     )
     assert len(shown) == 4, said
+    assert all(numbers.count(" | ") == 5 for numbers, _ in shown), shown
+    assert all("final answer" not in answers for _, answers in shown), shown
+    for number in range(1, 5):
+        path = tmp_path / f"whole/rollouts/step_{number:06d}.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        assert len({row["group_index"] for row in rows}) == 4 and len(rows) == 12
+        assert all(
+            row["rollout_log_probs"] == pytest.approx(row["log_probs"], abs=1e-3) for row in rows
+        )
+    page = (tmp_path / "whole/rollouts.html").read_text()
+    assert "chain_sum · ppo" in page and '"name": "step 4"' in page
     steps = steps_of(tmp_path / "whole")
     assert [step["step"] for step in steps] == [1, 2, 3, 4]
     assert all(step["ratio_new_old"] == pytest.approx(1.0, abs=1e-5) for step in steps)
@@ -128,6 +140,8 @@ def test_on_line_steps_and_going_on(models: Path, tmp_path: Path) -> None:
     run_task(tmp_path / "parts", flags + "--exit-interval 2 ")
     run_task(tmp_path / "parts", flags)
     assert steps_of(tmp_path / "parts") == steps
+    parts, whole = ((tmp_path / name / "rollouts.html").read_text() for name in ("parts", "whole"))
+    assert parts == whole
     lines = (tmp_path / "whole/held_out.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [0, 4]
 

@@ -75,7 +75,8 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: Path) -> None:
     source = built.parent / "source"
     files = {str(path.relative_to(source)) for path in source.glob("megatron_pg/**/*.py")}
     assert files == {name for name in names if name.endswith(".py")}
-    assert {"megatron_pg/py.typed", "megatron_pg/migrate/verl.toml"} <= set(names)
+    data = "py.typed migrate/verl.toml explain/page/page.html explain/page/page.css explain/page/page.js"
+    assert {f"megatron_pg/{name}" for name in data.split()} <= set(names)
 
 
 def test_the_sdist_has_all_of_the_project(built: Path) -> None:

@@ -1,0 +1,1 @@
+"""Studies of what a loss that is right is worth in training; docs/records/studies.md has their plans, written before the runs."""

@@ -89,7 +89,10 @@ class ToyRun:
             with torch.no_grad():
                 for shard, parameter in shards(self.model.module):
                     parameter.copy_(shard.cut(warm[shard.name]))
-        self.optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.0), [self.model])
+        # Megatron clips float32 alone. Its norm is float32 too, so that of float64 is made here.
+        self.is_double = arm.dtype == torch.float64
+        settings = OptimizerConfig(lr=0.0, clip_grad=0.0 if self.is_double else 1.0)
+        self.optimizer = get_megatron_optimizer(settings, [self.model])
         self.optimizer.reload_model_params()
         self.config = PolicyLossConfig(**arm.loss)
 
@@ -165,8 +168,20 @@ class ToyRun:
         output = run_micro_batches(step.head, batches, [self.model])
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        _, norm, _ = self.optimizer.step()
-        return {**step.metrics(output), "grad_norm": float(norm), "micro_batches": plan.num_microbatches}
+        norm = self._double_norm() if self.is_double else 0.0
+        _, float32_norm, _ = self.optimizer.step()
+        norm = norm or float(float32_norm)
+        return {**step.metrics(output), "grad_norm": norm, "micro_batches": plan.num_microbatches}
+
+    def _double_norm(self) -> float:
+        squares = {
+            (shard.name, shard.index): float(parameter.main_grad.square().sum())
+            for shard, parameter in shards(self.model.module)
+        }
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, squares)
+        whole = {key: square for rank in ranks for key, square in rank.items()}
+        return sum(whole[key] for key in sorted(whole)) ** 0.5
 
     def answers(self, questions: Sequence[Entry], copies: int, number: int) -> tuple[list[Sample], list[float]]:
         """Answer questions with the weights as they are: samples and rewards, equal on every rank."""

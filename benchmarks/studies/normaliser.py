@@ -119,7 +119,7 @@ def jobs(out: Path, seeds: list[int], only: list[str] | None, steps: int = STEPS
             function = functools.partial(run_rank, first, tasks(seed), seed, None, 0)
             starts[start] = pool.Job(f"supervised, {start.stem}", seed, 1, function, keep)
 
-        def run(rank: int, folder: str, arm: Arm = arm, seed: int = seed, start: Path = start) -> Any:
+        def run(rank: int, folder: str, device: None, arm: Arm = arm, seed: int = seed, start: Path = start) -> Any:
             warm = {key: part.to(arm.dtype) for key, part in torch.load(start).items()}
             return run_rank(arm, tasks(seed), seed, warm, steps, rank, folder)
 

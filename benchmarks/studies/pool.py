@@ -28,7 +28,8 @@ class Job:
     """Takes the first rank's result, or the text of an error, and the seconds."""
     needs: Callable[[], bool] = lambda: True
     """True where what the run starts from is there."""
-    device: int | None = None
+    needs_device: bool = False
+    """True if the function takes the number of a GPU as `device=`."""
 
 
 @dataclass
@@ -37,14 +38,20 @@ class _Started:
     folder: tempfile.TemporaryDirectory[str]
     processes: list[Any] = field(default_factory=list)
     began: float = 0.0
+    device: int | None = None
 
     @property
     def result(self) -> Path:
         return Path(self.folder.name, "result")
 
 
-def run(jobs: Sequence[Job], cores: int, seconds: float, longest: float) -> list[Job]:
-    """Run jobs in order within `seconds`; no run starts in the last `longest`. Returns those that did not finish."""
+def run(
+    jobs: Sequence[Job], cores: int, seconds: float, longest: float, devices: Sequence[int] = ()
+) -> list[Job]:
+    """Run jobs in order within `seconds`; no run starts in the last `longest`. Returns those that did not finish.
+
+    A job that needs a GPU gets the one with the fewest runs.
+    """
     waiting, started, end = list(jobs), [], time.monotonic() + seconds
     while waiting or started:
         now = time.monotonic()
@@ -56,7 +63,9 @@ def run(jobs: Sequence[Job], cores: int, seconds: float, longest: float) -> list
                 break
             if job.needs():
                 waiting.remove(job)
-                started.append(_start(job))
+                places = [run.device for run in started]
+                device = min(devices, key=places.count) if job.needs_device else None
+                started.append(_start(job, device))
                 free -= job.processes
         for run in [run for run in started if not any(p.is_alive() for p in run.processes)]:
             started.remove(run)
@@ -71,21 +80,21 @@ def run(jobs: Sequence[Job], cores: int, seconds: float, longest: float) -> list
     return waiting + [run.job for run in started]
 
 
-def _start(job: Job) -> _Started:
-    run = _Started(job, tempfile.TemporaryDirectory(), began=time.monotonic())
+def _start(job: Job, device: int | None) -> _Started:
+    run = _Started(job, tempfile.TemporaryDirectory(), began=time.monotonic(), device=device)
     for rank in range(job.processes):
-        process = FORK.Process(target=_run_rank, args=(job, rank, run.folder.name), daemon=True)
+        process = FORK.Process(target=_run_rank, args=(job, rank, run.folder.name, device), daemon=True)
         process.start()
         run.processes.append(process)
     return run
 
 
-def _run_rank(job: Job, rank: int, folder: str) -> None:
+def _run_rank(job: Job, rank: int, folder: str, device: int | None) -> None:
     with open(f"{folder}/log", "a") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
         try:
-            result: Any = job.function(rank=rank, folder=folder)
+            result: Any = job.function(rank=rank, folder=folder, device=device)
         except BaseException:
             result = traceback.format_exc()
             Path(folder, f"error{rank}").write_text(result)

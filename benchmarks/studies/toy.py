@@ -289,7 +289,14 @@ def with_reference(engine: Engine, samples: list[Sample]) -> list[Sample]:
 
 
 def run_rank(
-    arm: Arm, tasks: Tasks, seed: int, warm: dict[str, Tensor] | None, steps: int, rank: int, folder: str
+    arm: Arm,
+    tasks: Tasks,
+    seed: int,
+    warm: dict[str, Tensor] | None,
+    steps: int,
+    rank: int,
+    folder: str,
+    device: None = None,
 ) -> Any:
     """One process of a run: the supervised weights where there are none, else the lines of `train`."""
     torch.set_num_threads(1)

@@ -15,16 +15,22 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("studies", nargs="+", choices=["normaliser", "sanity", "numerics"])
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--arms", nargs="+", help="these alone")
     parser.add_argument("--steps", type=int, help="fewer, to try an arm")
     parser.add_argument("--cores", type=int, default=os.cpu_count(), help="processes at a time")
-    parser.add_argument("--gpus", default="0", help="numbers of GPUs, or cpu; for sanity and numerics")
+    parser.add_argument(
+        "--gpus", default="0", help="numbers of GPUs, or cpu; for sanity and numerics"
+    )
     parser.add_argument("--seconds", type=float, default=1e9, help="time budget")
-    parser.add_argument("--longest", type=float, default=0.0, help="seconds at the end in which no run starts")
+    parser.add_argument(
+        "--longest", type=float, default=0.0, help="seconds at the end in which no run starts"
+    )
     args = parser.parse_args()
     began = time.monotonic()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -37,12 +43,17 @@ def main() -> None:
         else:
             from . import model_studies
 
-            jobs = model_studies.jobs(name, args.out, args.seeds, args.arms, args.steps, not devices)
+            jobs = model_studies.jobs(
+                name, args.out, args.seeds, args.arms, args.steps, not devices
+            )
         rest = args.seconds - (time.monotonic() - began)
         print(f"{name}: {len(jobs)} runs to do, {rest:.0f} s", flush=True)
         left = pool.run(jobs, args.cores, rest, args.longest, devices)
         done = len(jobs) - len(left)
-        print(f"{name}: {done} done, {len(left)} left after {time.monotonic() - began:.0f} s", flush=True)
+        print(
+            f"{name}: {done} done, {len(left)} left after {time.monotonic() - began:.0f} s",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

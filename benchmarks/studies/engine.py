@@ -65,7 +65,9 @@ class Engine:
         mask = (keys <= rows) & (keys >= padding[:, None, None]) | (keys == rows)
         for number in range(self.num_layers):
             name = f"decoder.layers.{number}."
-            attended = self._attention(number, name, self._norm(hidden, name + "input_layernorm"), mask)
+            attended = self._attention(
+                number, name, self._norm(hidden, name + "input_layernorm"), mask
+            )
             hidden = hidden + attended
             mlp = self._experts if f"{name}mlp.router.weight" in self.weights else self._mlp
             hidden = hidden + mlp(name + "mlp.", self._norm(hidden, name + "pre_mlp_layernorm"))

@@ -33,7 +33,14 @@ LINES = {
 
 
 def checked(mistake: str) -> str:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     command = [*launcher, "-m", "benchmarks.studies.instruments", "--broken", mistake]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     found = re.search(r"^\{.*\}$", done.stdout, re.MULTILINE | re.DOTALL)
@@ -66,7 +73,9 @@ def main(arguments: list[str]) -> None:
     for mistake, line in LINES.items():
         if not arguments or mistake in arguments:
             command = [sys.executable, "-m", "megatron_pg", "migrate", *line.split()]
-            done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path.cwd())
+            done = subprocess.run(
+                command, capture_output=True, text=True, check=False, cwd=Path.cwd()
+            )
             print(f"migrate, {mistake}: {line}\n{done.stdout or done.stderr}", flush=True)
 
 

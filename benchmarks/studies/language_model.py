@@ -24,7 +24,14 @@ QUESTIONS, ANSWERS = 32, 8
 LONGEST = 8
 RATE = 2e-5
 BUDGET = 8192
-SETTINGS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1, "size": 4000, "seed": 1}
+SETTINGS = {
+    "min_terms": 2,
+    "max_terms": 2,
+    "min_digits": 1,
+    "max_digits": 1,
+    "size": 4000,
+    "seed": 1,
+}
 
 
 @dataclass(frozen=True)
@@ -172,9 +179,7 @@ class ModelRun:
         from megatron_pg.megatron import compute_log_probs
 
         prompts = [self.source.prompts[index] for index in questions]
-        answers = self.engine().sample(
-            prompts, ANSWERS, LONGEST, self.source.stop, self.generator
-        )
+        answers = self.engine().sample(prompts, ANSWERS, LONGEST, self.source.stop, self.generator)
         asked = [index for index in range(len(questions)) for _ in range(ANSWERS)]
         rewards = [
             self.source.reward(questions[index], tokens)
@@ -201,7 +206,9 @@ class ModelRun:
 
         plan = plan_step(samples, max_tokens_per_microbatch=BUDGET)
         batches = [pack([samples[i] for i in part]).to(self.device) for part in plan.microbatches]
-        step = PolicyStep(self.config, plan, model=self.model, vocab_size=self.source.sizes.vocabulary)
+        step = PolicyStep(
+            self.config, plan, model=self.model, vocab_size=self.source.sizes.vocabulary
+        )
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         output = run_micro_batches(step.head, batches, [self.model])
@@ -214,7 +221,9 @@ class ModelRun:
         for start in range(0, len(self.source.prompts), 256):
             prompts = self.source.prompts[start : start + 256]
             answers = engine.sample(prompts, 1, LONGEST, self.source.stop, None)
-            rewards += [self.source.reward(start + i, tokens) for i, (tokens, _) in enumerate(answers)]
+            rewards += [
+                self.source.reward(start + i, tokens) for i, (tokens, _) in enumerate(answers)
+            ]
         return statistics.mean(rewards)
 
 
@@ -227,7 +236,9 @@ METRICS = {
 """Columns of a step, and the package's metrics that they are."""
 
 
-def train(arm: ModelArm, source: Source, seed: int, steps: int, device: str) -> list[dict[str, Any]]:
+def train(
+    arm: ModelArm, source: Source, seed: int, steps: int, device: str
+) -> list[dict[str, Any]]:
     """The steps of a run, and a last line of the whole set by the likeliest tokens."""
     run = ModelRun(arm, source, device, seed)
     draw, lines = random.Random(seed), []

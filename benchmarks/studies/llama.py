@@ -72,7 +72,8 @@ def from_hugging_face(state: Mapping[str, Tensor], sizes: Sizes) -> dict[str, Te
         for theirs, ours in names.items():
             weights[f"{new}{ours}.weight"] = state[f"{old}{theirs}.weight"]
         parts = [
-            state[f"{old}self_attn.{x}_proj.weight"].view(sizes.groups, -1, sizes.hidden) for x in "qkv"
+            state[f"{old}self_attn.{x}_proj.weight"].view(sizes.groups, -1, sizes.hidden)
+            for x in "qkv"
         ]
         weights[f"{new}self_attention.linear_qkv.weight"] = torch.cat(parts, 1).flatten(0, 1)
         halves = [state[f"{old}mlp.{x}_proj.weight"] for x in ("gate", "up")]

@@ -29,11 +29,15 @@ SampleFactors = Callable[[PackedBatch, StepTotals, float], Tensor | float]
 """A function (micro-batch, totals, parts of the step: micro-batches x ranks) -> wrong weight / right weight, by sample."""
 
 
-def of_weights(factors: SampleFactors, rows: Sequence[str] = ("loss", "identified")) -> Callable[[], None]:
+def of_weights(
+    factors: SampleFactors, rows: Sequence[str] = ("loss", "identified")
+) -> Callable[[], None]:
     def apply() -> None:
         right = micro_batch.host_weights
 
-        def wrong(config: Any, batch: PackedBatch, totals: StepTotals, share: float) -> tuple[Tensor, Tensor]:
+        def wrong(
+            config: Any, batch: PackedBatch, totals: StepTotals, share: float
+        ) -> tuple[Tensor, Tensor]:
             counts, weights = right(config, batch, totals, share)
             factor = torch.as_tensor(factors(batch, totals, 1.0 / share), dtype=torch.float64)
             weights = weights.clone()

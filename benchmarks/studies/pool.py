@@ -83,7 +83,9 @@ def run(
 def _start(job: Job, device: int | None) -> _Started:
     run = _Started(job, tempfile.TemporaryDirectory(), began=time.monotonic(), device=device)
     for rank in range(job.processes):
-        process = FORK.Process(target=_run_rank, args=(job, rank, run.folder.name, device), daemon=True)
+        process = FORK.Process(
+            target=_run_rank, args=(job, rank, run.folder.name, device), daemon=True
+        )
         process.start()
         run.processes.append(process)
     return run
@@ -112,7 +114,10 @@ def _finish(run: _Started) -> None:
         result = pickle.loads(run.result.read_bytes())
     seconds = time.monotonic() - run.began
     failed = isinstance(result, str)
-    print(f"{run.job.name}, seed {run.job.seed}: {'FAILED' if failed else 'done'} in {seconds:.1f} s", flush=True)
+    print(
+        f"{run.job.name}, seed {run.job.seed}: {'FAILED' if failed else 'done'} in {seconds:.1f} s",
+        flush=True,
+    )
     if failed:
         print(result[-2000:], flush=True)
     run.job.finish(result, seconds)

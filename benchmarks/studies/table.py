@@ -24,7 +24,9 @@ def append(path: Path, row: dict[str, Any]) -> None:
     old = read(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, list(old[0]) if old else list(row), restval="", lineterminator="\n")
+        writer = csv.DictWriter(
+            file, list(old[0]) if old else list(row), restval="", lineterminator="\n"
+        )
         if not old:
             writer.writeheader()
         writer.writerow(row)

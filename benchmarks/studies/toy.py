@@ -148,18 +148,24 @@ class ToyRun:
             parts.setdefault(shard.name, {})[shard.index] = part
             dimensions[shard.name] = shard.dimension
         return {
-            name: torch.cat([found[i] for i in sorted(found)], dimensions[name]) if len(found) > 1 else found[0].clone()
+            name: torch.cat([found[i] for i in sorted(found)], dimensions[name])
+            if len(found) > 1
+            else found[0].clone()
             for name, found in parts.items()
         }
 
-    def train_step(self, config: PolicyLossConfig, samples: list[Sample], rate: float) -> dict[str, float]:
+    def train_step(
+        self, config: PolicyLossConfig, samples: list[Sample], rate: float
+    ) -> dict[str, float]:
         """One optimizer step on all samples of the step, of which this data-parallel rank takes its part."""
         groups = self.groups
         share = len(samples) // groups.data_size
         mine = samples[groups.data_rank * share :][:share]
         cut: dict[str, Any] = {"cp_size": groups.context_size}
         budget = CUTS[self.arm.cut]
-        plan = plan_step(mine, max_tokens_per_microbatch=budget, data_parallel_group=groups.data, **cut)
+        plan = plan_step(
+            mine, max_tokens_per_microbatch=budget, data_parallel_group=groups.data, **cut
+        )
         packs = [[mine[index] for index in indices] for indices in plan.microbatches]
         batches = [pack(part, cp_rank=groups.context_rank, **cut) for part in packs]
         step = PolicyStep(config, plan, model=self.model, vocab_size=self.vocab_size)
@@ -183,7 +189,9 @@ class ToyRun:
         whole = {key: square for rank in ranks for key, square in rank.items()}
         return sum(whole[key] for key in sorted(whole)) ** 0.5
 
-    def answers(self, questions: Sequence[Entry], copies: int, number: int) -> tuple[list[Sample], list[float]]:
+    def answers(
+        self, questions: Sequence[Entry], copies: int, number: int
+    ) -> tuple[list[Sample], list[float]]:
         """Answer questions with the weights as they are: samples and rewards, equal on every rank."""
         heads = (HEADS, EXPERTS_PER_TOKEN)
         engine, tasks = Engine(self.weights(), *heads), self.tasks
@@ -204,7 +212,8 @@ class ToyRun:
         chunks = {start: chunk for part in ranks for start, chunk in part.items()}
         answers = [answer for start in starts for answer in chunks[start]]
         rewards = [
-            tasks.reward(questions[index], tokens) for index, (tokens, _) in zip(asked, answers, strict=True)
+            tasks.reward(questions[index], tokens)
+            for index, (tokens, _) in zip(asked, answers, strict=True)
         ]
         samples = [
             Sample(
@@ -229,7 +238,9 @@ def warm_start(arm: Arm, tasks: Tasks, seed: int) -> dict[str, Tensor]:
     return run.weights()
 
 
-def train(arm: Arm, tasks: Tasks, seed: int, warm: dict[str, Tensor], steps: int) -> list[dict[str, Any]]:
+def train(
+    arm: Arm, tasks: Tasks, seed: int, warm: dict[str, Tensor], steps: int
+) -> list[dict[str, Any]]:
     """A run's steps, each with its reward, length, gradient norm and a digest of its answers; the last line is of held-out
     questions."""
     if arm.mistake:
@@ -237,7 +248,9 @@ def train(arm: Arm, tasks: Tasks, seed: int, warm: dict[str, Tensor], steps: int
     run = ToyRun(arm, tasks, seed, warm)
     reference = None
     if run.config.kl_loss_coef:
-        reference = Engine({name: part.clone() for name, part in warm.items()}, HEADS, EXPERTS_PER_TOKEN)
+        reference = Engine(
+            {name: part.clone() for name, part in warm.items()}, HEADS, EXPERTS_PER_TOKEN
+        )
     lines: list[dict[str, Any]] = []
     for number in range(steps // STEPS_A_ROUND):
         questions = tasks.batch(number, QUESTIONS)

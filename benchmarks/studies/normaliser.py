@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from . import pool, table
-from .toy import CUTS, SIZES, STEPS, Arm, Tasks, run_rank
+from .toy import SIZES, STEPS, Arm, Tasks, run_rank
 
 TOKENS: dict[str, Any] = {"loss_aggregation": "token_mean"}
 CONSTANT: dict[str, Any] = {"loss_aggregation": "constant", "loss_aggregation_divisor": 16}

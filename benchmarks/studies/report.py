@@ -130,7 +130,8 @@ def curves(rows: Rows) -> str:
         for name in others:
             seeds = sorted(rows.get(name, {}).keys() & rows.get(first, {}).keys())
             apart: dict[int, list[float]] = {}
-            parting, rewards = [], []
+            parting: list[str] = []
+            rewards, norms = [], []
             for seed in seeds:
                 base, other = rows[first][seed], rows[name][seed]
                 for at, a, b in zip(
@@ -145,12 +146,24 @@ def curves(rows: Rows) -> str:
                     quantities(other)["reward, all steps"] - quantities(base)["reward, all steps"]
                 )
                 rewards.append(difference)
+                weights = [float(row["weights_norm"]) for row in (base, other)]
+                norms.append(abs(weights[1] / weights[0] - 1.0))
             numbers = [f"{max(apart[at]):.0e}" for at in AT if at in apart]
-            lines.append([name, len(seeds), *numbers, " ".join(parting), table.shown(rewards, "+")])
+            lines.append(
+                [
+                    name,
+                    len(seeds),
+                    *numbers,
+                    f"{max(norms, default=0.0):.0e}",
+                    " ".join(parting),
+                    table.shown(rewards, "+"),
+                ]
+            )
     header = [
         "cut",
         "seeds",
         *(f"step {at}" for at in AT),
+        "norm of the weights",
         "first other answer",
         "reward, all steps",
     ]

@@ -1,12 +1,11 @@
-"""The rows of a study's finished runs, one CSV file that grows, and intervals over seeds."""
+"""The rows of a study's finished runs, one CSV file that grows, and their tables."""
 
 import csv
-import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from scipy.stats import t as student_t
+from study import interval
 
 Row = dict[str, str]
 
@@ -32,20 +31,14 @@ def append(path: Path, row: dict[str, Any]) -> None:
         writer.writerow(row)
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and half width of its 95 % confidence interval by Student's t; infinite for one value."""
-    mean, count = statistics.mean(values), len(values)
-    if count < 2:
-        return mean, float("inf")
-    return mean, float(student_t.ppf(0.975, count - 1)) * statistics.stdev(values) / count**0.5
-
-
 def shown(values: Sequence[float], sign: str = "") -> str:
     """An interval as text."""
     if not values:
         return "not run"
+    if len(values) == 1:
+        return f"{values[0]:{sign}.3f} (one seed)"
     mean, width = interval(values)
-    return f"{mean:{sign}.3f} ± {width:.3f}" if len(values) > 1 else f"{mean:{sign}.3f} (one seed)"
+    return f"{mean:{sign}.3f} ± {width:.3f}"
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

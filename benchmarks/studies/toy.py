@@ -7,12 +7,10 @@ chunks of the same size at every sharding, so equal weights give equal answers.
 import hashlib
 import json
 import random
-import sys
 import time
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +26,7 @@ from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
+from tasks import END, Entry, Tasks  # noqa: E402
 
 from megatron_pg import PolicyLossConfig, Sample, group_advantages, pack, plan_step  # noqa: E402
 from megatron_pg.check.sharded_parameters import shards  # noqa: E402
@@ -36,9 +35,6 @@ from megatron_pg.megatron.schedule import run_micro_batches  # noqa: E402
 
 from .engine import Engine  # noqa: E402
 from .mistakes import MISTAKES  # noqa: E402
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-from tasks import END, Entry, Tasks  # noqa: E402
 
 STEPS, WARM_STEPS = 80, 250
 QUESTIONS, ANSWERS, STEPS_A_ROUND = 64, 8, 2

@@ -46,7 +46,11 @@ def checked(mistake: str) -> str:
     found = re.search(r"^\{.*\}$", done.stdout, re.MULTILINE | re.DOTALL)
     if not found:
         return f"no report (status {done.returncode}): {done.stderr.strip().splitlines()[-1:]}"
-    rows = [row for row in json.loads(found[0])["rows"] if row["aggregation"] == "token_mean"]
+    rows = [
+        row
+        for row in json.loads(found[0])["rows"]
+        if row["aggregation"] == "token_mean" or row["what"] in ("auxiliary loss", "router z loss")
+    ]
     failed = [row for row in rows if not row["passed"]]
     causes = dict.fromkeys(str(row["diagnosis"]) for row in failed)
     return f"{len(failed)} of {len(rows)} rows fail" + "".join(f"\n    {cause}" for cause in causes)

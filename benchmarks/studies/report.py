@@ -1,0 +1,267 @@
+"""Tables and the figure of the studies from their CSV files: python -m benchmarks.studies.report [--results DIR] [--figure PATH]"""
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from . import table
+from .table import Row
+
+Rows = dict[str, dict[int, Row]]
+"""Finished runs by arm and seed."""
+
+
+def finished(path: Path) -> Rows:
+    rows: Rows = {}
+    for row in table.read(path):
+        if row["status"] == "done":
+            rows.setdefault(row["arm"], {})[int(row["seed"])] = row
+    return rows
+
+
+def curve(row: Row, column: str) -> list[float]:
+    return [float(value) for value in row[column].split()]
+
+
+def quantities(row: Row) -> dict[str, float]:
+    reward = curve(row, "reward")
+    return {
+        "reward, all steps": statistics.mean(reward),
+        "last 8": reward[-1],
+        "held out": float(row["held_out"]),
+        "length": statistics.mean(curve(row, "length")),
+        "gradient norm": statistics.mean(curve(row, "grad_norm")),
+    }
+
+
+def noticed(right: Sequence[Row], wrong: Row, columns: Sequence[str], block: int) -> int | None:
+    """The last step of the first block in which, and in the next, a curve is outside of the right arm's seeds by more than
+    half of their range; None where there is none."""
+    for place in range(len(curve(wrong, "reward")) - 1):
+        for column in columns:
+            outside = []
+            for here in (place, place + 1):
+                values = [curve(row, column)[here] for row in right]
+                margin = (max(values) - min(values)) / 2
+                value = curve(wrong, column)[here]
+                outside.append(not min(values) - margin <= value <= max(values) + margin)
+            if all(outside):
+                return (place + 1) * block
+    return None
+
+
+def mistakes(rows: Rows) -> str:
+    """Differences of each mistake from the arm that is right, and the step at which it is noticed."""
+    from .normaliser import BLOCK, WRONG
+
+    lines = []
+    for name, (right, _) in WRONG.items():
+        pairs = [
+            (rows.get(right, {})[s], row)
+            for s, row in rows.get(name, {}).items()
+            if s in rows.get(right, {})
+        ]
+        if not pairs:
+            lines.append([f"`{name}`", "not run"])
+            continue
+        differences: dict[str, list[float]] = {}
+        for good, bad in pairs:
+            before, after = quantities(good), quantities(bad)
+            for column in before:
+                ratio = column == "gradient norm"
+                value = after[column] / before[column] if ratio else after[column] - before[column]
+                differences.setdefault(column, []).append(value)
+        texts = [
+            table.shown(values, "" if column == "gradient norm" else "+")
+            for column, values in differences.items()
+        ]
+        everyone = list(rows[right].values())
+
+        def steps(
+            columns: Sequence[str],
+            everyone: list[Row] = everyone,
+            pairs: list[tuple[Row, Row]] = pairs,
+        ) -> str:
+            found = [noticed(everyone, bad, columns, BLOCK) for _, bad in pairs]
+            return " ".join("-" if step is None else str(step) for step in found)
+
+        seen = [steps(["reward", "length"]), steps(["reward", "length", "grad_norm"])]
+        off = max(float(bad["checksum_off_by"]) for _, bad in pairs)
+        lines.append([f"`{name}`", len(pairs), *texts, *seen, f"{off:.1g}"])
+    header = [
+        "mistake", "seeds", "reward, all steps", "last 8", "held out", "length", "gradient norm, ratio",
+        "noticed by reward or length", "with the gradient norm", "checksum off by",
+    ]  # fmt: skip
+    return table.markdown(header, lines)
+
+
+def right_arms(rows: Rows) -> str:
+    from .normaliser import RIGHT
+
+    lines = []
+    for name in RIGHT:
+        values: dict[str, list[float]] = {}
+        for row in rows.get(name, {}).values():
+            for column, value in quantities(row).items():
+                values.setdefault(column, []).append(value)
+        lines.append([f"`{name}`", len(rows.get(name, {})), *map(table.shown, values.values())])
+    return table.markdown(
+        [
+            "right arm",
+            "seeds",
+            "reward, all steps",
+            "last 8",
+            "held out",
+            "length",
+            "gradient norm",
+        ],
+        lines,
+    )
+
+
+def curves(rows: Rows) -> str:
+    """The largest difference of the gradient norm from the first cut, by sharding, mode and cut."""
+    from .normaliser import AT, CURVES, DOUBLE
+
+    lines = []
+    for arms in (CURVES, DOUBLE):
+        first, *others = arms
+        for name in others:
+            seeds = sorted(rows.get(name, {}).keys() & rows.get(first, {}).keys())
+            apart: dict[int, list[float]] = {}
+            parting: list[str] = []
+            rewards, norms = [], []
+            for seed in seeds:
+                base, other = rows[first][seed], rows[name][seed]
+                for at, a, b in zip(
+                    AT, curve(base, "grad_norm_at"), curve(other, "grad_norm_at"), strict=False
+                ):
+                    apart.setdefault(at, []).append(abs(a - b) / abs(a))
+                pairs = zip(base["answers"][::2], base["answers"][1::2], strict=True)
+                theirs = zip(other["answers"][::2], other["answers"][1::2], strict=True)
+                same = [a == b for a, b in zip(pairs, theirs, strict=False)]
+                parting.append(str(same.index(False) + 1) if False in same else "never")
+                difference = (
+                    quantities(other)["reward, all steps"] - quantities(base)["reward, all steps"]
+                )
+                rewards.append(difference)
+                weights = [float(row["weights_norm"]) for row in (base, other)]
+                norms.append(abs(weights[1] / weights[0] - 1.0))
+            numbers = [f"{max(apart[at]):.0e}" for at in AT if at in apart]
+            lines.append(
+                [
+                    name,
+                    len(seeds),
+                    *numbers,
+                    f"{max(norms, default=0.0):.0e}",
+                    " ".join(parting),
+                    table.shown(rewards, "+"),
+                ]
+            )
+    header = [
+        "cut",
+        "seeds",
+        *(f"step {at}" for at in AT),
+        "norm of the weights",
+        "first other answer",
+        "reward, all steps",
+    ]
+    return table.markdown(header, lines)
+
+
+def models(rows: Rows, arms: Sequence[str]) -> str:
+    """Study 2 or 3."""
+    lines = []
+    for name in arms:
+        found = list(rows.get(name, {}).values())
+        if not found:
+            lines.append([name, 0, "not run"])
+            continue
+        rewards = [curve(row, "reward") for row in found]
+        collapsed = sum(values[-1] < 0.5 * max(values) for values in rewards)
+        lines.append([
+            name,
+            len(found),
+            table.shown([statistics.mean(values) for values in rewards]),
+            table.shown([values[-1] for values in rewards]),
+            table.shown([float(row["greedy"]) for row in found]),
+            collapsed,
+            table.shown([statistics.mean(curve(row, "grad_norm")) for row in found]),
+            table.shown([statistics.mean(curve(row, "difference")) for row in found]),
+            table.shown([statistics.mean(curve(row, "rollout_ess")) for row in found]),
+        ])  # fmt: skip
+    header = [
+        "arm", "seeds", "reward, all steps", "last 8", "likeliest tokens", "collapsed", "gradient norm",
+        "mean abs(log p - log p engine)", "effective sample size",
+    ]  # fmt: skip
+    return table.markdown(header, lines)
+
+
+def draw(rows: Rows, path: Path) -> None:
+    """Reward and gradient norm of the thirty cuts, one line each, and of the mistakes, mean over seeds."""
+    from matplotlib.figure import Figure
+
+    from .normaliser import BLOCK, CURVES, WRONG
+
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    axes = figure.subplots(2, 2, sharex=True)
+    titles = {"reward": "reward", "grad_norm": "gradient norm, before clipping"}
+    for line, (column, title) in enumerate(titles.items()):
+        for name in CURVES:
+            if row := rows.get(name, {}).get(1):
+                values = curve(row, column)
+                axes[line, 0].plot(
+                    [BLOCK * (i + 1) for i in range(len(values))], values, linewidth=0.8
+                )
+        axes[line, 0].set_title(f"{title}: {len(CURVES)} ways to cut, seed 1", fontsize=10)
+        for name in ("right", *WRONG):
+            found = list(rows.get(name, {}).values())
+            if found:
+                means = [
+                    statistics.mean(v)
+                    for v in zip(*(curve(row, column) for row in found), strict=True)
+                ]
+                style = (
+                    {"color": "black", "linewidth": 2.5} if name == "right" else {"linewidth": 1.4}
+                )
+                steps = [BLOCK * (i + 1) for i in range(len(means))]
+                axes[line, 1].plot(steps, means, label=name, **style)
+        axes[line, 1].set_title(f"{title}: mistakes put back, mean over seeds", fontsize=10)
+        axes[line, 1].set_yscale("log" if column == "grad_norm" else "linear")
+    for axis in axes.flat:
+        axis.grid(alpha=0.3)
+    for axis in axes[1]:
+        axis.set_xlabel("step")
+    axes[0, 1].legend(fontsize=7)
+    figure.savefig(path, dpi=90)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--results", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--figure", type=Path, help="where to draw study 1")
+    args = parser.parse_args()
+    path = args.results / "normaliser.csv"
+    if path.exists():
+        rows = finished(path)
+        for part in (right_arms, mistakes, curves):
+            print(part(rows), end="\n\n")
+        if args.figure:
+            draw(rows, args.figure)
+        failed = [
+            (r["arm"], r["seed"], r["status"]) for r in table.read(path) if r["status"] != "done"
+        ]
+        print(f"failed runs: {failed or 'none'}\n")
+    from .model_studies import STUDIES
+
+    for study, (arms, _) in STUDIES.items():
+        if (path := args.results / f"{study}.csv").exists():
+            print(f"{study}\n\n{models(finished(path), list(arms))}\n")
+            print(
+                f"failed: {[(r['arm'], r['seed'], r['status']) for r in table.read(path) if r['status'] != 'done']}"
+            )
+
+
+if __name__ == "__main__":
+    main()

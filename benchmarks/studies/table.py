@@ -1,0 +1,47 @@
+"""The rows of a study's finished runs, one CSV file that grows, and their tables."""
+
+import csv
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from study import interval
+
+Row = dict[str, str]
+
+
+def read(path: Path) -> list[Row]:
+    """Read the rows, none where there is no file."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def append(path: Path, row: dict[str, Any]) -> None:
+    """Add a row. The first row of a file names its columns."""
+    old = read(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(
+            file, list(old[0]) if old else list(row), restval="", lineterminator="\n"
+        )
+        if not old:
+            writer.writeheader()
+        writer.writerow(row)
+
+
+def shown(values: Sequence[float], sign: str = "") -> str:
+    """An interval as text."""
+    if not values:
+        return "not run"
+    if len(values) == 1:
+        return f"{values[0]:{sign}.3f} (one seed)"
+    mean, width = interval(values)
+    return f"{mean:{sign}.3f} ± {width:.3f}"
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of Markdown."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)

@@ -1,11 +1,23 @@
-"""Metadata and dependencies. `import megatron_pg` needs torch and NumPy; everything else is an extra."""
+"""Metadata and dependencies. `import megatron_pg` needs torch and NumPy; everything else is an extra.
+
+Author, repository and version stand in CITATION.cff alone; mkdocs.yml reads the repository there too (ci/site_hooks.py).
+"""
 
 import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
-REPOSITORY = "https://github.com/megatron-pg/megatron_pg"
+CITATION = Path(__file__).with_name("CITATION.cff").read_text()
+
+
+def cited(field: str) -> str:
+    """Return the value of a field of CITATION.cff, which setup.py reads without a YAML library."""
+    (value,) = re.findall(rf"^\s*(?:- )?{field}: (.+)$", CITATION, re.MULTILINE)
+    return str(value)
+
+
+REPOSITORY = cited("repository-code")
 
 MEGATRON = ["megatron-core>=0.15,<0.21"]
 # What parts of the package ask for: rollout files, pictures, pages and tables of `explain`, YAML and shell scripts in `migrate`.
@@ -51,12 +63,12 @@ def description() -> str:
 
 setup(
     name="megatron_pg",
-    version="0.1.0",
+    version=cited("version"),
     description="The policy-gradient loss for RL on Megatron-Core, normalised right at any parallelism",
     long_description=description(),
     long_description_content_type="text/markdown",
-    author="The megatron_pg developers",
-    license="Apache-2.0",
+    author=cited("name"),
+    license=cited("license"),
     url=REPOSITORY,
     project_urls={
         "Documentation": f"{REPOSITORY}/blob/main/docs/index.md",

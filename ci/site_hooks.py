@@ -7,6 +7,14 @@ from pathlib import Path
 from typing import Any
 
 
+def on_config(config: Any) -> Any:
+    """Takes the repository from CITATION.cff, where alone it stands."""
+    text = Path(config["config_file_path"]).with_name("CITATION.cff").read_text()
+    config["repo_url"] = text.partition("repository-code: ")[2].split()[0]
+    config["repo_name"] = "GitHub"
+    return config
+
+
 def on_post_build(config: Any) -> None:
     """Puts MathJax, of the package jupyter-server-mathjax, beside the pages: nothing is fetched from elsewhere."""
     source = Path(str(resources.files("jupyter_server_mathjax"))) / "static"

@@ -6,7 +6,6 @@ import functools
 import importlib.util
 import io
 import json
-import sys
 import traceback
 from argparse import Namespace
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from megatron_pg.config.fields import flag_of
 from megatron_pg.config.planning import add_planning_args, validate_planning_args
 from megatron_pg.config.policy_loss import OPTIONAL_SAMPLE_FIELDS
 from megatron_pg.config.program import ProgramParser
+from megatron_pg.config.settings_file import add_settings_file_args, text_of_words
 from megatron_pg.step.advantages import METHODS
 
 from .hugging_face_config import megatron_arguments_of, read_config
@@ -41,7 +41,7 @@ TEXTS = {
     "--system-prompt TEXT": "before every question",
 }
 """Flags of this program that take words, and their meaning."""
-OWN = ("options", "policy loss", "planning", "trainer")
+OWN = ("options", "settings in a file", "policy loss", "planning", "trainer")
 """Groups of flags that --help shows."""
 
 
@@ -50,18 +50,20 @@ def parse_arguments() -> Namespace:
 
     A ValueError or NotImplementedError names the flag and what to do.
     """
-    parsers: list[argparse.ArgumentParser] = []
+    parsers: list[_TrainerParser] = []
+    before = ProgramParser(add_help=False, allow_abbrev=False)
+    before.add_argument("--hf-model")
+    add_settings_file_args(before)
+    folder = before.parse_known_args()[0].hf_model
 
     def add_trainer_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parsers.append(_add_flags(parser))
+        if folder is not None:
+            parsers[0].presets = megatron_arguments_of(read_config(folder))
         return parser
 
-    before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    before.add_argument("--hf-model")
-    folder = before.parse_known_args()[0].hf_model
-    meant = [] if folder is None else megatron_arguments_of(read_config(folder))
-    with mock.patch.object(sys, "argv", [sys.argv[0], *meant, *sys.argv[1:]]):
-        args: Namespace = megatron.parse_args(extra_args_provider=add_trainer_args)
+    args: Namespace = megatron.parse_args(extra_args_provider=add_trainer_args)
+    args.settings_file = text_of_words(parsers[0].words)
     refuse_flags(args, parsers[0])
     if args.use_checkpoint_args:
         load_args_from_checkpoint(args)
@@ -77,8 +79,9 @@ def parse_arguments() -> Namespace:
     return args
 
 
-def _add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+def _add_flags(parser: Any) -> Any:
     parser.__class__ = _TrainerParser  # Megatron makes it, for this program alone
+    add_settings_file_args(parser)
     add_policy_loss_args(parser)
     add_planning_args(parser)
     add = parser.add_argument_group("trainer").add_argument

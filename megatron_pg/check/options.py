@@ -13,6 +13,7 @@ from megatron_pg.config.custom import custom_function_violations
 from megatron_pg.config.fields import COUNT, Settings, add_args, refuse
 from megatron_pg.config.policy_loss import CpPartitionMode, PolicyLossConfig
 from megatron_pg.config.program import ProgramParser
+from megatron_pg.config.settings_file import add_settings_file_args
 from megatron_pg.config.versions import derives_multi_token_labels, has_hybrid_model
 from megatron_pg.loss.aggregation import AGGREGATIONS
 
@@ -169,6 +170,7 @@ def parse_options(arguments: Sequence[str], *, world_size: int = 0) -> tuple[Che
     )
     add_args(parser, CheckOptions, title="check", unset=("device", "dtype", "transformer_impl"))
     parser.add_argument("--json", action="store_true", help="Print the report as JSON.")
+    add_settings_file_args(parser)
     args = parser.parse_args(list(arguments))
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     args.dtype = args.dtype or ("bf16" if args.device == "cuda" else "fp32")

@@ -9,9 +9,12 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_pg.config.rows import did_you_mean
+from megatron_pg.config.settings_file import READ, text_of_words, words_of_file
 
 FIRST_WAIT_SECONDS, NEXT_WAIT_SECONDS = 5.0, 1.0
 """The wait of a node's rank 1 before it says a refusal, and how much longer each further rank waits."""
@@ -34,8 +37,32 @@ def exit_refused(message: str, status: int = 1) -> NoReturn:
 class ProgramParser(argparse.ArgumentParser):
     """A parser that refuses in one line, with the nearest flag, and prints its help once on a node.
 
-    With Megatron's flags argparse's own error is 700 lines long, from every rank.
+    With Megatron's flags argparse's own error is 700 lines long, from every rank. It reads the file of `--config`
+    (`config.settings_file`) where it has that flag.
     """
+
+    presets: Sequence[str] = ()
+    """Words that go before those of the file, such as the flags of a checkpoint's model."""
+    words: Sequence[str] = ()
+    """The words that were parsed, without the presets: those of the file, then those of the command line."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse the presets, the words of the file and the words, in this order: the last one wins."""
+        self.words = list(sys.argv[1:] if args is None else args)
+        if READ not in self._option_string_actions:
+            return super().parse_known_args([*self.presets, *self.words], namespace)
+        before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        before.add_argument(READ, dest="file")
+        if (file := before.parse_known_args(self.words)[0].file) is not None:
+            try:
+                read = words_of_file(Path(file), self._option_string_actions)
+            except ValueError as error:
+                self.error(str(error))
+            self.words = [*read, *self.words]
+        parsed = super().parse_known_args([*self.presets, *self.words], namespace)
+        if parsed[0].write_config is not None and os.environ.get("RANK", "0") == "0":
+            Path(parsed[0].write_config).write_text(text_of_words(self.words))
+        return parsed
 
     def error(self, message: str) -> NoReturn:
         if message.startswith("unrecognized arguments"):

@@ -15,6 +15,7 @@ from megatron_pg.config import (
 )
 from megatron_pg.config.fields import add_args, refuse
 from megatron_pg.config.program import ProgramParser
+from megatron_pg.config.settings_file import add_settings_file_args
 from megatron_pg.explain.report import explain_step
 from megatron_pg.explain.rollout_page import write_rollout_page
 from megatron_pg.explain.show import plot, print_report
@@ -99,6 +100,7 @@ def build_parser() -> argparse.ArgumentParser:
     text = "Draw the lengths: median in tokens and sigma of the logarithm."
     add("--log-normal", type=median_and_sigma, default=(), metavar="MEDIAN,SIGMA", help=text)
     add_args(parser, ExplainOptions, title="what to explain")
+    add_settings_file_args(parser)
     # Megatron's flags that the validation of a launch line reads, with Megatron's names and types.
     add = parser.add_argument_group(
         "flags of Megatron", "Those that decide whether per-token mode is on, and what is refused."

@@ -104,10 +104,11 @@ def test_a_run_is_extended(rollouts: Path, uninterrupted: Path, tmp_path: Path) 
 
 
 def test_exit_interval_ends_a_run_after_a_checkpoint(rollouts, uninterrupted, tmp_path):
-    flags = STEPS + "--save-interval 100 "
-    run(rollouts, tmp_path / "run", flags + "--exit-interval 2")
+    """And the run goes on with its own file of settings."""
+    run(rollouts, tmp_path / "run", f"{STEPS}--save-interval 100 --exit-interval 2")
     assert len(steps_of(tmp_path / "run")) == 2
-    run(rollouts, tmp_path / "run", flags)
+    flags = f"--config {tmp_path}/run/settings.yaml --exit-interval 100"
+    run(None, tmp_path / "run", flags, base="", model="")
     assert checkpoints_of(tmp_path / "run") == ["iter_0000002", "iter_0000006"]
     assert steps_of(tmp_path / "run") == steps_of(uninterrupted)
 

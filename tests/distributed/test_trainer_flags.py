@@ -67,7 +67,7 @@ READ_GROUPS = {
     ),
     *("mixed precision", "training", "profiling", "logging", "learning rate and weight decay"),
     *("RNG and initialization", "distributed init", "checkpointing", "experimental"),
-    *("policy loss", "planning", "trainer"),  # this package's
+    *("policy loss", "planning", "trainer", "settings in a file"),  # this package's
     *("options", "positional arguments"),  # argparse's own
 }
 

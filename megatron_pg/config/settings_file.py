@@ -1,0 +1,97 @@
+"""Flags in a YAML file, and the flags of a command line as such a file.
+
+A key is a flag without its dashes, its value one word, a list of words, or true for a flag that takes none. Megatron
+makes its own parser, so a library with a parser class of its own has no place: the file becomes words of the command
+line, and argparse judges them as it judges the words beside the file.
+"""
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+READ, WRITE = "--config", "--write-config"
+
+
+def add_settings_file_args(parser: argparse.ArgumentParser) -> None:
+    """Add `--config` and `--write-config`; `config.program.ProgramParser` acts on them."""
+    add = parser.add_argument_group("settings in a file").add_argument
+    add(READ, metavar="FILE", help="Read flags from a YAML file, such as `lr: 1e-5`. Flags win.")
+    add(WRITE, metavar="FILE", help="Write the flags of this command, its --config's too, there.")
+
+
+def words_of_file(path: Path, actions: Mapping[str, argparse.Action]) -> list[str]:
+    """Return a file's settings as words of a command line.
+
+    `actions` has the flags that are known, with their dashes. A key that is none of them becomes a flag all the same:
+    the parser says of it what it says of a word. A ValueError names the file and the key.
+    """
+    import yaml  # not needed by a command line without a file
+
+    try:
+        settings = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"{READ} {path} cannot be read: {error}") from error
+    if not isinstance(settings, dict):
+        expected = "expected lines such as `loss-aggregation: prompt_mean`"
+        raise ValueError(f"{READ} {path} holds {type(settings).__name__}: {expected}")
+    words = []
+    for key, value in settings.items():
+        flag = f"--{key}"
+        if flag not in actions and (dashed := flag.replace("_", "-")) in actions:
+            flag = dashed
+        words += _words(flag, value, actions.get(flag), f"{READ} {path}: {key}")
+    return words
+
+
+def _words(flag: str, value: Any, action: argparse.Action | None, place: str) -> list[str]:
+    is_switch = action is not None and action.nargs == 0
+    if is_switch and not isinstance(value, bool):
+        raise ValueError(f"{place} takes no value: expected true or false, found {value!r}")
+    if value is None or value is False and not isinstance(action, argparse.BooleanOptionalAction):
+        return []
+    if value is False:
+        return [f"--no-{flag.removeprefix('--')}"]
+    if value is True:
+        return [flag]
+    values = value if isinstance(value, list) else [value]
+    return [flag, *(json.dumps(x) if isinstance(x, dict) else str(x) for x in values)]
+
+
+def settings_of_words(words: Sequence[str]) -> dict[str, Any]:
+    """Return the flags among words as the settings of a file; of a flag that stands there twice, the last."""
+    values: dict[str, list[str]] = {}
+    for word in words:
+        if word.startswith("--"):
+            key, equals, value = word.removeprefix("--").partition("=")
+            values.pop(key, None)
+            last = values[key] = [value] if equals else []
+        elif values:
+            last.append(word)
+    own = [flag.removeprefix("--") for flag in (READ, WRITE)]
+    return {
+        key: [_plain(word) for word in words] if words[1:] else _plain(*words)
+        for key, words in values.items()
+        if key not in own
+    }
+
+
+def _plain(word: str | None = None) -> Any:
+    """Return a word as YAML's number where that is written as the word is, and true for a flag without one."""
+    if word is None:
+        return True
+    for number in (int, float):
+        try:
+            if str(number(word)) == word:
+                return number(word)
+        except ValueError:
+            pass
+    return word
+
+
+def text_of_words(words: Sequence[str]) -> str:
+    """Return the flags among words as the text of a YAML file."""
+    import yaml
+
+    return str(yaml.safe_dump(settings_of_words(words), sort_keys=False))

@@ -98,8 +98,9 @@ def joined(launch: Launch, device: str) -> Iterator[None]:
     if launch.world_size == 1:
         dist.init_process_group(backend, store=failures, rank=0, world_size=1)
     else:
-        place = {"rank": launch.rank, "world_size": launch.world_size}
-        dist.init_process_group(backend, timeout=timedelta(minutes=TIMEOUT_MINUTES), **place)
+        patience = timedelta(minutes=TIMEOUT_MINUTES)
+        rank, world_size = launch.rank, launch.world_size
+        dist.init_process_group(backend, timeout=patience, rank=rank, world_size=world_size)
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         # The process group locks its own connection while a rank waits in it.
         failures = TCPStore(*address, wait_for_workers=False)

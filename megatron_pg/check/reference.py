@@ -305,7 +305,8 @@ def _reference_loss(
 def _surrogate(policy_loss: str, sample: Sample, mask: Tensor, log_probs: Tensor) -> Tensor:
     """Return the policy loss of each token of a sample, [response] float64."""
     names = ("advantages", "old_log_probs", "rollout_log_probs")
-    advantages, old, rollout = (getattr(sample, name).to(log_probs) for name in names)
+    fields: list[Tensor] = [getattr(sample, name).to(log_probs) for name in names]
+    advantages, old, rollout = fields
     if policy_loss == "dis":
         ratio = torch.exp(log_probs.detach() - rollout)
         return -ratio * ((ratio > 0.8) & (ratio < 1.2)) * advantages * log_probs

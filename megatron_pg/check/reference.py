@@ -304,11 +304,11 @@ def _reference_loss(
 
 def _surrogate(policy_loss: str, sample: Sample, mask: Tensor, log_probs: Tensor) -> Tensor:
     """Return the policy loss of each token of a sample, [response] float64."""
-    names = ("advantages", "old_log_probs", "rollout_log_probs")
-    fields: list[Tensor] = [getattr(sample, name).to(log_probs) for name in names]
-    advantages, old, rollout = fields
+    anchor = "rollout_log_probs" if policy_loss == "dis" else "old_log_probs"
+    fields: list[Tensor] = [getattr(sample, name).to(log_probs) for name in ("advantages", anchor)]
+    advantages, old = fields
     if policy_loss == "dis":
-        ratio = torch.exp(log_probs.detach() - rollout)
+        ratio = torch.exp(log_probs.detach() - old)
         return -ratio * ((ratio > 0.8) & (ratio < 1.2)) * advantages * log_probs
     log_ratio = log_probs - old
     if policy_loss == "gspo":

@@ -168,7 +168,9 @@ def _rollout(
                     f"{MILES.path('prompt_mean')}: group_index of sample {index} (index {sample.index}) is "
                     f"{sample.group_index!r}, expected the number of its prompt group: set Sample.group_index as miles' data source does"
                 )
-            prompt = hash(tuple(sample.tokens[: len(sample.tokens) - sample.response_length]))
+            prompt = hash(tuple(sample.tokens[: len(sample.tokens) - sample.response_length])) & (
+                2**64 - 1
+            )
         counted.append(BareSample(sum(mask), group, rollout, f"sample {sample.index}", prompt))
         indices_by_rollout[rollout].append(index)
     rollouts = list(indices_by_rollout.values())

@@ -150,4 +150,5 @@ def _prompt_hashes(rollout_data: dict[str, Any]) -> list[Any]:
     sizes = [total - response for total, response in lengths]
     prompts = [tokens[:size] for tokens, size in zip(rollout_data["tokens"], sizes, strict=True)]
     on_host = torch.split(torch.cat(prompts).cpu(), sizes)
-    return [hash(tuple(prompt.tolist())) for prompt in on_host]
+    # Without a sign, as hashes of prompts are here.
+    return [hash(tuple(prompt.tolist())) & (2**64 - 1) for prompt in on_host]

@@ -34,7 +34,7 @@ def naming_absent_ranks(group: dist.ProcessGroup | None) -> Iterator[None]:
     the backend finds the connection of a rank closed. NCCL ends the process there, so that the warning is all.
 
     Raises:
-        AbsentRankError: the collective raised a RuntimeError, its cause.
+        AbsentRankError: the collective raised a RuntimeError of torch's, its cause.
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         yield
@@ -48,6 +48,8 @@ def naming_absent_ranks(group: dist.ProcessGroup | None) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
+            raise  # a class of its own is no failure of a connection, for which torch has these two
         raise AbsentRankError(f"{exchange.blame()} ({error})") from error
     finally:
         exchange.has_ended.set()

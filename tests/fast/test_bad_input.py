@@ -178,7 +178,7 @@ def test_a_group_id_that_is_missing_is_never_read_as_one_group():
     prompt_mean = AGGREGATIONS["prompt_mean"]
     words = "no group | group_index | prompt_mean"
     assert_refused(words, prompt_mean.denominators, totals, samples)
-    words = "no group has no group_index"
+    words = "no group (number 1 of data-parallel rank 0) has no group_index"
     assert_refused(words, prompt_mean.outer_count, totals)
     assert_refused(words, loss_of, samples, loss_aggregation="prompt_mean")
 

@@ -45,7 +45,7 @@ TEST = [
     "playwright>=1.50",  # tests/fast/test_rollout_page_in_browser.py, with Debian's chromium
     "pytest>=8",
     "pytest-timeout>=2.3",
-    "pytest-xdist>=3.6",
+    "pytest-xdist>=3.7",
     "spmd-types>=0.3.1,<0.4",  # tests/fast/typed_ranks.py; torch and nothing else
     # Pinned: another version formats and judges otherwise.
     "mypy==2.4.1",

@@ -5,4 +5,4 @@
 set -euo pipefail
 python="$1"
 shift
-"$python" -m pytest -n 2 --dist loadfile --durations 25 tests/distributed "$@"
+"$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 25 tests/distributed "$@"

@@ -148,7 +148,8 @@ def compare(
 
 
 def _measure(shard: Shard, gradient: Tensor, whole: Tensor, place: Place, dtype: str) -> _Slice:
-    gradient, whole = gradient.double(), whole.double()
+    gradient = gradient.double()
+    whole = whole.to(gradient)  # counted on the CPU, as the experts' tokens are
     expected = shard.cut(whole)
     difference = gradient - expected
     if dtype == "bf16":

@@ -7,3 +7,13 @@ window.MathJax = {
 const script = document.createElement("script");
 script.src = document.currentScript.src.replace(/site\.js.*$/, "mathjax/MathJax.js?config=TeX-AMS-MML_HTMLorMML-full,Safe");
 document.head.appendChild(script);
+
+// To the search a dash before a word is an operator, and its index has "&amp;" for "&". So it reads --use-tis as the words
+// use and tis, both required; what stands in the field stays as typed.
+const field = document.querySelector("input.md-search__input");
+const typed = Object.getOwnPropertyDescriptor(HTMLInputElement.prototype, "value");
+const words = (flag) => flag.split("-").filter(Boolean).map((word) => `+${word}*`).join(" ");
+Object.defineProperty(field, "value", {
+  get: () => typed.get.call(field).replace(/&/g, "&amp;").replace(/(?<!\S)--[\w-]+/g, words),
+  set: (text) => typed.set.call(field, text),
+});

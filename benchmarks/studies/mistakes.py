@@ -75,13 +75,14 @@ def _mean_of_micro_batch(batch: PackedBatch, totals: StepTotals, parts: float) -
 
 
 def _mean_of_rank(batch: PackedBatch, totals: StepTotals, parts: float) -> float:
-    own = max(_active(totals.counts[totals.data_parallel_rank]), 1.0)
-    return totals.num_active_tokens / (own * len(totals.counts))
+    is_own = totals.counts.ranks == totals.data_parallel_rank
+    own = max(float(totals.counts.rows["num_active_tokens"][is_own].sum()), 1.0)
+    return totals.num_active_tokens / (own * len(totals.counts.sizes))
 
 
 def _mean_of_sequence(batch: PackedBatch, totals: StepTotals, parts: float) -> Tensor:
     own = torch.tensor([max(_active([sample]), 1.0) for sample in batch.samples])
-    return totals.num_active_tokens / (own * sum(map(len, totals.counts)))
+    return totals.num_active_tokens / (own * len(totals.counts))
 
 
 def _route_padding() -> None:

@@ -75,8 +75,7 @@ def _mean_of_micro_batch(batch: PackedBatch, totals: StepTotals, parts: float) -
 
 
 def _mean_of_rank(batch: PackedBatch, totals: StepTotals, parts: float) -> float:
-    is_own = totals.counts.ranks == totals.data_parallel_rank
-    own = max(float(totals.counts.rows["num_active_tokens"][is_own].sum()), 1.0)
+    own = max(_active(totals.counts.here[totals.data_parallel_rank]), 1.0)
     return totals.num_active_tokens / (own * len(totals.counts.sizes))
 
 

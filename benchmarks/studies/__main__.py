@@ -29,7 +29,10 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=1e9, help="time budget")
     parser.add_argument(
-        "--longest", type=float, default=0.0, help="seconds at the end in which no run starts"
+        "--longest",
+        type=float,
+        default=0.0,
+        help="seconds that a run takes of which the table has none like it: later than that before the end none starts",
     )
     args = parser.parse_args()
     began = time.monotonic()

@@ -264,6 +264,7 @@ def train(
                 **{name: metrics.get(metric, float("nan")) for name, metric in METRICS.items()},
                 "seconds": time.monotonic() - began,
             })  # fmt: skip
+            print(f"step {len(lines)} of {steps}", flush=True)
     return [*lines, {"greedy": run.greedy()}]
 
 

@@ -92,7 +92,8 @@ def jobs(
     """The runs that the table lacks, all arms of a seed before the next."""
     path = out / f"{study}.csv"
     arms, usual = STUDIES[study]
-    done = {(line["arm"], int(line["seed"])) for line in table.read(path)}
+    rows = table.read(path)
+    done = {(line["arm"], int(line["seed"])) for line in rows}
     names = [name for name in arms if not only or name in only]
     wanted = [(name, seed) for seed in seeds for name in names if (name, seed) not in done]
     source = source_of(out) if wanted else None
@@ -109,7 +110,10 @@ def jobs(
             if not isinstance(result, str):
                 pool.write_lines(out / f"{study}_steps.jsonl", name, seed, result)
 
-        runs.append(pool.Job(name, seed, 1, function, finish, needs_device=not on_cpu))
+        expected = table.seconds(rows, name)
+        runs.append(
+            pool.Job(name, seed, 1, function, finish, needs_device=not on_cpu, seconds=expected)
+        )
     return runs
 
 

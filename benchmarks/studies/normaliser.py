@@ -1,6 +1,7 @@
 """Study 1, what a wrong normaliser costs: its arms, and the row of a finished run."""
 
 import functools
+import hashlib
 import statistics
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,14 @@ AT = (1, 2, 4, 8, 16, 32, 64)
 """Steps whose gradient norm a row has in full."""
 
 
-def row(name: str, seed: int, result: Any, seconds: float) -> dict[str, Any]:
+def digest(start: Path) -> str:
+    """A name for the supervised weights in a file: runs that began from others are not compared."""
+    parts = sorted(torch.load(start).items())
+    raw = b"".join(name.encode() + part.numpy().tobytes() for name, part in parts)
+    return hashlib.sha256(raw).hexdigest()[:8]
+
+
+def row(name: str, seed: int, result: Any, seconds: float, start: str) -> dict[str, Any]:
     """The row of a finished or failed run."""
     arm = ARMS[name]
     failed = isinstance(result, str)
@@ -79,6 +87,7 @@ def row(name: str, seed: int, result: Any, seconds: float) -> dict[str, Any]:
     return {
         "arm": name,
         "seed": seed,
+        "start": start,
         "status": "failed: " + result.strip().splitlines()[-1][:120] if failed else "done",
         "steps": len(steps),
         "micro_batches": f"{statistics.mean(x['micro_batches'] for x in steps):.1f}"
@@ -104,7 +113,8 @@ def row(name: str, seed: int, result: Any, seconds: float) -> dict[str, Any]:
 def jobs(out: Path, seeds: list[int], only: list[str] | None, steps: int = STEPS) -> list[pool.Job]:
     """The runs that the table lacks, all arms of a seed before the next, after the supervised models."""
     path, warm_folder = out / "normaliser.csv", out / "warm"
-    done = {(line["arm"], int(line["seed"])) for line in table.read(path)}
+    rows = table.read(path)
+    done = {(line["arm"], int(line["seed"])) for line in rows}
     names = [name for name in ARMS if not only or name in only]
     wanted = [(name, seed) for seed in seeds for name in names if (name, seed) not in done]
     warm_folder.mkdir(parents=True, exist_ok=True)
@@ -134,11 +144,15 @@ def jobs(out: Path, seeds: list[int], only: list[str] | None, steps: int = STEPS
             warm = {key: part.to(arm.dtype) for key, part in torch.load(start).items()}
             return run_rank(arm, tasks(seed), seed, warm, steps, rank, folder)
 
-        def finish(result: Any, seconds: float, name: str = name, seed: int = seed) -> None:
-            table.append(path, row(name, seed, result, seconds))
+        def finish(
+            result: Any, seconds: float, name: str = name, seed: int = seed, start: Path = start
+        ) -> None:
+            table.append(path, row(name, seed, result, seconds, digest(start)))
             if not isinstance(result, str):
                 pool.write_lines(out / "normaliser_steps.jsonl", name, seed, result)
 
         tasks(seed)
-        runs.append(pool.Job(name, seed, arm.processes, run, finish, start.exists))
+        expected = table.seconds(rows, name)
+        job = pool.Job(name, seed, arm.processes, run, finish, start.exists, seconds=expected)
+        runs.append(job)
     return [*starts.values(), *runs]

@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import statistics
 import tempfile
 import time
 import traceback
@@ -30,6 +31,8 @@ class Job:
     """True where what the run starts from is there."""
     needs_device: bool = False
     """True if the function takes the number of a GPU as `device=`."""
+    seconds: float = 0.0
+    """What such runs took before; 0 where none has finished."""
 
 
 @dataclass
@@ -44,40 +47,64 @@ class _Started:
     def result(self) -> Path:
         return Path(self.folder.name, "result")
 
+    @property
+    def last_step(self) -> str:
+        """The last line of the run's output that says where it is."""
+        lines = Path(self.folder.name, "log").read_text().splitlines()
+        return next((x for x in reversed(lines) if x.startswith("step ")), "before its first step")
+
 
 def run(
     jobs: Sequence[Job], cores: int, seconds: float, longest: float, devices: Sequence[int] = ()
 ) -> list[Job]:
-    """Run jobs in order within `seconds`; no run starts in the last `longest`. Returns those that did not finish.
+    """Run jobs in order within `seconds`. Returns those that did not finish.
 
-    A job that needs a GPU gets the one with the fewest runs.
+    A job starts where what such runs took before, or else `longest`, still fits; where it does not, a shorter one behind it
+    starts. What runs take is corrected by the runs that have finished in this call. A job that needs a GPU gets the one
+    with the fewest runs.
     """
     waiting, started, end = list(jobs), [], time.monotonic() + seconds
+    paces: list[float] = []
     while waiting or started:
         now = time.monotonic()
         if now >= end:
             break
+        pace = statistics.median(paces) if paces else 1.0
         free = cores - sum(run.job.processes for run in started)
         for job in list(waiting):
-            if now > end - longest or job.processes > free:
+            if job.processes > free:
                 break
-            if job.needs():
+            if now + _expected(job, longest, pace) <= end and job.needs():
                 waiting.remove(job)
                 places = [run.device for run in started]
                 device = min(devices, key=places.count) if job.needs_device else None
                 started.append(_start(job, device))
                 free -= job.processes
+        if not started:
+            break
         for run in [run for run in started if not any(p.is_alive() for p in run.processes)]:
             started.remove(run)
-            _finish(run)
-        if not started and now > end - longest:
-            break
+            if _finish(run) and run.job.seconds:
+                paces.append((now - run.began) / run.job.seconds)
         time.sleep(0.05)
+    if waiting:
+        shortest = min(_expected(job, longest, 1.0) for job in waiting)
+        about = f", the shortest of about {shortest:.0f} s" if shortest else ""
+        print(f"{len(waiting)} runs not begun{about}", flush=True)
     for run in started:
+        print(
+            f"{run.job.name}, seed {run.job.seed}: cut off after {time.monotonic() - run.began:.0f} s,"
+            f" {run.last_step}",
+            flush=True,
+        )
         for process in run.processes:
             process.kill()
             process.join()
     return waiting + [run.job for run in started]
+
+
+def _expected(job: Job, longest: float, pace: float) -> float:
+    return job.seconds * pace if job.seconds else longest
 
 
 def _start(job: Job, device: int | None) -> _Started:
@@ -107,7 +134,8 @@ def _run_rank(job: Job, rank: int, folder: str, device: int | None) -> None:
     os._exit(0)
 
 
-def _finish(run: _Started) -> None:
+def _finish(run: _Started) -> bool:
+    """Hand a run's result on, and say if it did not fail."""
     errors = [path.read_text() for path in Path(run.folder.name).glob("error*")]
     result: Any = errors[0] if errors else "the process died"
     if not errors and run.result.exists():
@@ -123,6 +151,7 @@ def _finish(run: _Started) -> None:
     run.job.finish(result, seconds)
     with contextlib.suppress(OSError):
         run.folder.cleanup()
+    return not failed
 
 
 def write_lines(path: Path, name: str, seed: int, lines: Sequence[dict[str, Any]]) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 from . import table
 from .table import Row
 
+SEEDS = 5
+"""Right runs that a person knows who is to notice a mistake."""
 Rows = dict[str, dict[int, Row]]
 """Finished runs by arm and seed."""
 
@@ -18,6 +20,16 @@ def finished(path: Path) -> Rows:
         if row["status"] == "done":
             rows.setdefault(row["arm"], {})[int(row["seed"])] = row
     return rows
+
+
+def comparable(rows: Rows, first: str, second: str) -> list[int]:
+    """Seeds of which both arms have a run, from the same supervised weights."""
+    pairs = rows.get(first, {}), rows.get(second, {})
+    return sorted(
+        seed
+        for seed in pairs[0].keys() & pairs[1].keys()
+        if pairs[0][seed]["start"] == pairs[1][seed]["start"]
+    )
 
 
 def curve(row: Row, column: str) -> list[float]:
@@ -57,11 +69,7 @@ def mistakes(rows: Rows) -> str:
 
     lines = []
     for name, (right, _) in WRONG.items():
-        pairs = [
-            (rows.get(right, {})[s], row)
-            for s, row in rows.get(name, {}).items()
-            if s in rows.get(right, {})
-        ]
+        pairs = [(rows[right][seed], rows[name][seed]) for seed in comparable(rows, right, name)]
         if not pairs:
             lines.append([f"`{name}`", "not run"])
             continue
@@ -83,6 +91,8 @@ def mistakes(rows: Rows) -> str:
             everyone: list[Row] = everyone,
             pairs: list[tuple[Row, Row]] = pairs,
         ) -> str:
+            if len(everyone) < SEEDS:
+                return f"needs {SEEDS} right seeds"
             found = [noticed(everyone, bad, columns, BLOCK) for _, bad in pairs]
             return " ".join("-" if step is None else str(step) for step in found)
 
@@ -128,7 +138,7 @@ def curves(rows: Rows) -> str:
     for arms in (CURVES, DOUBLE):
         first, *others = arms
         for name in others:
-            seeds = sorted(rows.get(name, {}).keys() & rows.get(first, {}).keys())
+            seeds = comparable(rows, first, name)
             apart: dict[int, list[float]] = {}
             parting: list[str] = []
             rewards, norms = [], []
@@ -148,6 +158,9 @@ def curves(rows: Rows) -> str:
                 rewards.append(difference)
                 weights = [float(row["weights_norm"]) for row in (base, other)]
                 norms.append(abs(weights[1] / weights[0] - 1.0))
+            if not seeds:
+                lines.append([name, "not run, or from other supervised weights"])
+                continue
             numbers = [f"{max(apart[at]):.0e}" for at in AT if at in apart]
             lines.append(
                 [
@@ -199,42 +212,46 @@ def models(rows: Rows, arms: Sequence[str]) -> str:
 
 
 def draw(rows: Rows, path: Path) -> None:
-    """Reward and gradient norm of the thirty cuts, one line each, and of the mistakes, mean over seeds."""
+    """Reward and gradient norm: of all cuts of seed 1, and of the mistakes beside the right arm of each, mean over seeds."""
     from matplotlib.figure import Figure
 
     from .normaliser import BLOCK, CURVES, WRONG
 
     figure = Figure(figsize=(11, 7), layout="constrained")
     axes = figure.subplots(2, 2, sharex=True)
+    cuts = [rows[name][1] for name in CURVES if 1 in rows.get(name, {})]
     titles = {"reward": "reward", "grad_norm": "gradient norm, before clipping"}
     for line, (column, title) in enumerate(titles.items()):
-        for name in CURVES:
-            if row := rows.get(name, {}).get(1):
-                values = curve(row, column)
-                axes[line, 0].plot(
-                    [BLOCK * (i + 1) for i in range(len(values))], values, linewidth=0.8
-                )
-        axes[line, 0].set_title(f"{title}: {len(CURVES)} ways to cut, seed 1", fontsize=10)
-        for name in ("right", *WRONG):
-            found = list(rows.get(name, {}).values())
-            if found:
-                means = [
-                    statistics.mean(v)
-                    for v in zip(*(curve(row, column) for row in found), strict=True)
-                ]
-                style = (
-                    {"color": "black", "linewidth": 2.5} if name == "right" else {"linewidth": 1.4}
-                )
-                steps = [BLOCK * (i + 1) for i in range(len(means))]
-                axes[line, 1].plot(steps, means, label=name, **style)
-        axes[line, 1].set_title(f"{title}: mistakes put back, mean over seeds", fontsize=10)
-        axes[line, 1].set_yscale("log" if column == "grad_norm" else "linear")
+        for row in cuts:
+            means = curve(row, column)
+            axes[line, 0].plot(_steps(means, BLOCK), means, linewidth=0.8)
+        axes[line, 0].set_title(f"{title}: {len(cuts)} ways to cut, seed 1", fontsize=10)
+        for name, (right, _) in WRONG.items():
+            apart = [
+                _apart(curve(rows[right][seed], column), curve(rows[name][seed], column), line == 1)
+                for seed in comparable(rows, right, name)
+            ]
+            if apart:
+                means = [statistics.mean(block) for block in zip(*apart, strict=True)]
+                axes[line, 1].plot(_steps(means, BLOCK), means, label=name, linewidth=1.4)
+        kind = ("difference from", "divided by that of")[line]
+        axes[line, 1].set_title(f"{title}: {kind} the right arm", fontsize=10)
+    axes[1, 1].set_yscale("log")
     for axis in axes.flat:
         axis.grid(alpha=0.3)
     for axis in axes[1]:
         axis.set_xlabel("step")
     axes[0, 1].legend(fontsize=7)
     figure.savefig(path, dpi=90)
+
+
+def _apart(right: list[float], wrong: list[float], is_ratio: bool) -> list[float]:
+    pairs = zip(right, wrong, strict=True)
+    return [other / base if is_ratio else other - base for base, other in pairs]
+
+
+def _steps(means: Sequence[float], block: int) -> list[int]:
+    return [block * (place + 1) for place in range(len(means))]
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """The rows of a study's finished runs, one CSV file that grows, and their tables."""
 
 import csv
+import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,13 @@ def append(path: Path, row: dict[str, Any]) -> None:
         if not old:
             writer.writeheader()
         writer.writerow(row)
+
+
+def seconds(rows: Sequence[Row], arm: str) -> float:
+    """What the finished runs of an arm took on average, or those of all arms; 0 where none has finished."""
+    finished = [row for row in rows if row["status"] == "done"]
+    alike = [row for row in finished if row["arm"] == arm] or finished
+    return statistics.mean(float(row["seconds"]) for row in alike) if alike else 0.0
 
 
 def shown(values: Sequence[float], sign: str = "") -> str:

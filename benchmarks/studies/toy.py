@@ -277,6 +277,7 @@ def train(
                 "answers": hashlib.sha256(text.encode()).hexdigest()[:2],
                 "seconds": time.monotonic() - began,
             })  # fmt: skip
+            print(f"step {done} of {steps}", flush=True)
     _, marks = run.answers(tasks.held_out, 1, 10_000)
     weights = run.weights()
     squares = sum(float(part.double().square().sum()) for part in weights.values())

@@ -28,26 +28,26 @@ ORDER = (
 """The floors, from the ground up: a room imports from floors below its own."""
 CORE = ("config", "step", "loss", "head", "megatron")
 CEILINGS = {
-    "config": 1488,
+    "config": 1613,
     "head": 3076,
-    "step": 2670,
-    "loss": 3207,
-    "rollout_files": 1167,
+    "step": 3229,
+    "loss": 3248,
+    "rollout_files": 1323,
     "exports": 58,
     "__init__": 20,
     "megatron": 2281,
     "megatron/cpu": 373,
     "critic": 649,
-    "integrations": 2883,
-    "explain": 663,
-    "check": 2655,
-    "migrate": 1323,
+    "integrations": 3030,
+    "explain": 993,
+    "check": 3094,
+    "migrate": 1337,
     "cli": 56,
     "__main__": 7,
-    "core": 12722,
-    "package": 22576,
-    "examples": 3593,
-    "tests": 35409,
+    "core": 13447,
+    "package": 24387,
+    "examples": 3959,
+    "tests": 37388,
 }
 """The most lines that each part may have. `core` is the sum of `CORE` without `megatron/cpu`."""
 

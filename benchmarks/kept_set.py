@@ -193,13 +193,13 @@ def crossover(arguments: argparse.Namespace) -> None:
 
 TILES = {
     "_LOGITS_TILE": [(8, 256, 4), (4, 256, 2), (4, 512, 4), (16, 128, 4)],
-    "_HIDDEN_TILE": [(8, 512, 4), (4, 512, 2), (4, 1024, 4), (2, 1024, 4)],
+    "_HIDDEN_TILE": [(4, 512, 2), (8, 512, 4), (4, 1024, 4), (2, 1024, 4)],
     "_WEIGHT_TILE": [
-        *[(8, 1024, 8), (4, 1024, 4), (2, 1024, 4), (2, 2048, 8), (4, 512, 2), (2, 512, 2)]
+        *[(2, 512, 2), (4, 512, 2), (2, 1024, 4), (2, 2048, 8), (4, 1024, 4), (8, 1024, 8)]
     ],
 }
 """Pairs, elements and warps of each product's programs; the first are the package's."""
-PROGRAMS = (1056, 8448)
+PROGRAMS = (8448, 1056)
 
 
 def kernels(work: Work) -> None:

@@ -180,7 +180,7 @@ def not_checked(options: CheckOptions) -> dict[str, str]:
     is_one_rank = options.context_parallel_size == 1
     is_contiguous = options.cp_partition_mode == "contiguous"
     engine, not_asked = "needs Transformer Engine, --device cuda --dtype bf16", "not asked for"
-    apex = "needs a GPU and Transformer Engine or Apex"
+    apex = "needs a GPU and Apex"
     fusion = not_asked if has_gradient_accumulation_fusion(options) else apex
     auxiliary = _auxiliary_lacks(options)
     cancelled = "their gradients cancel to more digits than float32 has"

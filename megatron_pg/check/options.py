@@ -192,10 +192,12 @@ def has_transformer_engine() -> bool:
 
 
 def has_gradient_accumulation_fusion(options: CheckOptions) -> bool:
-    """Tell whether a kernel is there that adds up weight gradients inside the product."""
-    has_engine = options.transformer_impl == "transformer_engine"
+    """Tell whether a kernel is there that adds up weight gradients inside the product.
+
+    Megatron's output layer takes Apex's alone, beside Transformer Engine's layers too (tensor_parallel/layers.py, 0.19.2).
+    """
     has_apex = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
-    return options.device == "cuda" and (has_engine or has_apex)
+    return options.device == "cuda" and has_apex
 
 
 def violations_of_sizes(options: CheckOptions, world_size: int) -> Iterator[str]:
@@ -290,8 +292,8 @@ def _violations_of_machine(options: CheckOptions) -> Iterator[str]:
         yield f"--cp-comm-type {options.cp_comm_type} is Transformer Engine's: it needs --transformer-impl of that name"
     if options.gradient_accumulation_fusion and not has_gradient_accumulation_fusion(options):
         yield (
-            "--gradient-accumulation-fusion needs a GPU and Transformer Engine, or Apex's fused_weight_gradient_mlp_cuda; "
-            "drop it"
+            "--gradient-accumulation-fusion needs a GPU and Apex's fused_weight_gradient_mlp_cuda, for Megatron's output "
+            "layer; drop it"
         )
     if options.mtp_num_layers is not None and not derives_multi_token_labels():
         yield "--mtp-num-layers needs megatron-core 0.19 or later, which trains it without labels; drop it"

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 FUSED = "--fused-lm-head --fp32-lm-head"
 
 
-@pytest.mark.parametrize("flags", ["", FUSED, "--gradient-accumulation-fusion"])
+@pytest.mark.parametrize("flags", ["", FUSED])
 def test_a_step_through_transformer_engine(flags: str) -> None:
     launcher = (
         "-m torch.distributed.run --standalone --nproc-per-node 1 -m megatron_pg check --json"

@@ -100,10 +100,10 @@ def weight_gradient_kernel(
             tl.store(at, total.to(out.dtype.element_ty), mask=lanes_inside)
 
 
-_LOGITS_TILE, _HIDDEN_TILE, _WEIGHT_TILE = (8, 256, 4), (8, 512, 4), (8, 1024, 8)
+_LOGITS_TILE, _HIDDEN_TILE, _WEIGHT_TILE = (8, 256, 4), (4, 512, 2), (2, 512, 2)
 """The pairs, and the elements of a hidden state, that a program takes at a time, and its warps."""
-_WEIGHT_PROGRAMS = 1056
-"""Programs that share the columns of the weight: 8 for each multiprocessor of an H200."""
+_WEIGHT_PROGRAMS = 8448
+"""Programs that share the columns of the weight: 64 for each multiprocessor of an H100."""
 
 
 def pair_logits(hidden: Tensor, weight: Tensor, pairs: KeptPairs) -> Tensor:

@@ -28,10 +28,10 @@ ORDER = (
 """The floors, from the ground up: a room imports from floors below its own."""
 CORE = ("config", "step", "loss", "head", "megatron")
 CEILINGS = {
-    "config": 1613,
+    "config": 1621,
     "head": 3076,
-    "step": 3229,
-    "loss": 3248,
+    "step": 3241,
+    "loss": 3253,
     "rollout_files": 1323,
     "exports": 58,
     "__init__": 20,
@@ -44,10 +44,10 @@ CEILINGS = {
     "migrate": 1337,
     "cli": 56,
     "__main__": 7,
-    "core": 13447,
-    "package": 24389,
+    "core": 13472,
+    "package": 24414,
     "examples": 3959,
-    "tests": 37388,
+    "tests": 37400,
 }
 """The most lines that each part may have. `core` is the sum of `CORE` without `megatron/cpu`."""
 

@@ -61,7 +61,6 @@ def claim_save_folder(args: Namespace) -> FileLock | None:
                 f"{folder} holds the checkpoints of another run: go on with it (--load {folder}, without --finetune; "
                 "--pretrained-checkpoint for the weights that it began with), or give another folder"
             )
-        replace_text(folder / "settings.yaml", args.settings_file)
         return lock
 
 

@@ -18,7 +18,7 @@ from megatron.core.utils import get_model_config
 from megatron.training import checkpointing, training
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 from rollout_log import SHOWN_PROMPTS, RolloutLog, rollout_row
-from run_folder import append_step, cut_back
+from run_folder import append_step, cut_back, replace_text
 
 from megatron_pg import PolicyLossConfig, Sample, StepPlan, accepted_samples, adapted_kl, pack
 from megatron_pg.config.program import exit_refused
@@ -55,6 +55,7 @@ class MetricsLog:
         self._rollouts: RolloutLog | None = None
         if self._writes and self._path:
             cut_back(self._path, args.iteration)
+            replace_text(self._path.with_name("settings.yaml"), args.settings_file)
             self._rollouts = RolloutLog(self._path.parent, args.iteration)
 
     def step(
@@ -182,11 +183,11 @@ class Run:
                     training.maybe_finalize_async_save(blocking=True, terminate=True)
             self._score_held_out(iteration)
         with mendable():
-            self._log.close(self._config)
             if args.save_hf:
                 from .hugging_face import save_hugging_face
 
                 save_hugging_face(model, args.save_hf, args.hf_model)
+            self._log.close(self._config)
 
     def _step(self, _: None, __: None, *rest: Any, **named: Any) -> tuple[Any, ...]:
         """Megatron's `train_step` on the rollouts that come next; see `megatron.training.training.train_step`."""

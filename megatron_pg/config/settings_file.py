@@ -1,6 +1,6 @@
 """Flags in a YAML file, and the flags of a command line as such a file.
 
-A key is a flag without its dashes, its value one word, a list of words, or true for a flag that takes none. Megatron
+A key is a flag without its dashes, its value one word, a list of words, or true or false for a flag that takes none. Megatron
 makes its own parser, so a library with a parser class of its own has no place: the file becomes words of the command
 line, and argparse judges them as it judges the words beside the file.
 """
@@ -30,33 +30,41 @@ def words_of_file(path: Path, actions: Mapping[str, argparse.Action]) -> list[st
     import yaml  # not needed by a command line without a file
 
     try:
-        settings = yaml.safe_load(path.read_text())
+        text = path.read_text()
+        # Words as they are written: YAML reads 010 as 8, and 12:30 as 750. Within a value in braces JSON's types count.
+        words_of, typed = yaml.load(text, yaml.BaseLoader), yaml.safe_load(text)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"{READ} {path} cannot be read: {error}") from error
-    if not isinstance(settings, dict):
+    if not isinstance(words_of, dict):
         expected = "expected lines such as `loss-aggregation: prompt_mean`"
-        raise ValueError(f"{READ} {path} holds {type(settings).__name__}: {expected}")
+        raise ValueError(f"{READ} {path} holds {type(words_of).__name__}: {expected}")
     words = []
-    for key, value in settings.items():
+    for (key, value), typed_value in zip(words_of.items(), typed.values(), strict=True):
         flag = f"--{key}"
         if flag not in actions and (dashed := flag.replace("_", "-")) in actions:
             flag = dashed
+        if flag in (READ, WRITE):
+            raise ValueError(f"{READ} {path}: {key} belongs on the command line")
+        value = json.dumps(typed_value) if isinstance(value, dict) else value
         words += _words(flag, value, actions.get(flag), f"{READ} {path}: {key}")
     return words
 
 
-def _words(flag: str, value: Any, action: argparse.Action | None, place: str) -> list[str]:
+def _words(
+    flag: str, value: str | list[str], action: argparse.Action | None, place: str
+) -> list[str]:
     is_switch = action is not None and action.nargs == 0
-    if is_switch and not isinstance(value, bool):
+    if is_switch and value not in ("true", "false"):
         raise ValueError(f"{place} takes no value: expected true or false, found {value!r}")
-    if value is None or value is False and not isinstance(action, argparse.BooleanOptionalAction):
-        return []
-    if value is False:
-        return [f"--no-{flag.removeprefix('--')}"]
-    if value is True:
+    if value == "":
+        raise ValueError(f"{place} has no value: leave the line out for the default")
+    if is_switch and value == "false":
+        has_off = isinstance(action, argparse.BooleanOptionalAction)
+        return [f"--no-{flag.removeprefix('--')}"] if has_off else []
+    if value == "true" and (is_switch or action is None):
         return [flag]
-    values = value if isinstance(value, list) else [value]
-    return [flag, *(json.dumps(x) if isinstance(x, dict) else str(x) for x in values)]
+    # One word after a sign of equality: it may begin with a dash.
+    return [flag, *value] if isinstance(value, list) else [f"{flag}={value}"]
 
 
 def settings_of_words(words: Sequence[str]) -> dict[str, Any]:

@@ -74,9 +74,13 @@ AGGREGATIONS: Table[Aggregation] = Table(
 
 def _num_prompt_groups(totals: StepTotals) -> int:
     if totals.num_prompt_groups is None:
-        lacking = int(np.argmin(totals.counts.has("group_index")))
+        has_group = totals.counts.has("group_index")
+        # Totals that were made by hand may have no counts.
+        lacking = (
+            totals.counts.place(int(np.argmin(has_group))) if len(has_group) else "some sample"
+        )
         raise ValueError(
-            f"--loss-aggregation prompt_mean: {totals.counts.place(lacking)} has no group_index; "
+            f"--loss-aggregation prompt_mean: {lacking} has no group_index; "
             "give one to every sample (all samples of a prompt share it)"
         )
     if totals.odd_group:

@@ -256,8 +256,9 @@ def reduce_metrics(
             dist.all_reduce(pairs, group=group)
             if len(maxima):
                 dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
-        pairs, *others = pairs.split(list(map(len, parts)))  # type: ignore[no-untyped-call]
-        reduced = _by_name(rows, names, pairs, maxima)
+        pairs, maxima = pairs.cpu(), maxima.cpu()  # a GPU's error of the exchange comes here
+    pairs, *others = pairs.split(list(map(len, parts)))  # type: ignore[no-untyped-call]
+    reduced = _by_name(rows, names, pairs, maxima)
     if not math.isfinite(reduced["loss"]):
         report_nan_tokens(counted, "its logits, its log-probs (old, ref, rollout) and its teacher")
     reduced[CHECKSUM] = check_checksum(config, reduced, micro_batches)

@@ -299,9 +299,9 @@ class StepCollector(Generic[AnySample]):
                 f"{self._late_words()}, and steps of --docs-per-step-mode exact hold all: wait longer (wait_seconds), or choose "
                 "at_least"
             )
-        self._is_stalled = bool(self._late) and not records
+        self._is_stalled = any(is_late) and not records
         ended = {rank for rank, rank_ids in enumerate(everyone) if len(rank_ids) < count}
-        ended -= self._late
+        ended -= {rank for rank, late in enumerate(is_late) if late}  # earlier in this step is over
         self._is_exhausted = len(ended) == self._size
         # A window of bad rows alone does not end what was open at another size.
         if records or self._is_exhausted:

@@ -40,8 +40,13 @@ def naming_absent_ranks(group: dist.ProcessGroup | None) -> Iterator[None]:
         yield
         return
     group = group or distributed_c10d._get_default_group()
-    _num_exchanges[group.group_name] += 1
-    exchange = _Exchange(group, _num_exchanges[group.group_name])
+    try:
+        name = group.group_name
+    except RuntimeError:  # a wrapper of a trainer's own, as slime's: nobody is named
+        yield
+        return
+    _num_exchanges[name] += 1
+    exchange = _Exchange(group, _num_exchanges[name])
     watch = threading.Timer(POLL_SECONDS, exchange.watch)
     watch.daemon = True
     watch.start()
@@ -100,8 +105,12 @@ class _Exchange:
             self._store.set(self._key("left", self._rank), "")
             if self._store.add(self._key("failed"), 1) == 1:
                 # A rank that has just come looks after this time.
-                until = time.monotonic() + WAIT_SECONDS + 3 * POLL_SECONDS
-                while len(absent := self._without(self._left)) > 1 and time.monotonic() < until:
+                began = time.monotonic()
+                while absent := self._without(self._left):
+                    # One rank alone may be about to sign as well.
+                    patience = WAIT_SECONDS + POLL_SECONDS if absent[1:] else 0.0
+                    if time.monotonic() - began > patience + 2 * POLL_SECONDS:
+                        break
                     time.sleep(POLL_SECONDS / 10)
                 self._store.set(self._key("absent"), " ".join(map(str, absent)))
             self._store.wait([self._key("absent")])

@@ -30,7 +30,8 @@ def gather(value: Value, group: dist.ProcessGroup | None) -> list[Value]:
 
 def is_on_host(group: dist.ProcessGroup) -> bool:
     """Tell whether the group exchanges tensors of the host, as that of gloo does and that of NCCL does not."""
-    return "cpu" in str(dist.get_backend_config(group))
+    # A wrapper of a trainer's own, as slime's, answers to `get_backend` alone.
+    return "nccl" not in str(dist.get_backend(group))
 
 
 def gather_rows(
@@ -53,12 +54,14 @@ def gather_rows(
     table = table.to(device)
     if is_even:
         padded = table.new_empty(len(sizes) * longest, words)
-        dist.all_gather_into_tensor(padded, table, group=group)
+        with naming_absent_ranks(group):
+            dist.all_gather_into_tensor(padded, table, group=group)
         numbers = torch.arange(longest).expand(len(sizes), -1)
         table = padded.cpu()[(numbers < torch.tensor(sizes)[:, None]).flatten()]
     else:
         # Other ranks have zeros there, so that the sum is exact whatever the bits stand for.
-        dist.all_reduce(table, group=group)
+        with naming_absent_ranks(group):
+            dist.all_reduce(table, group=group)
     return table.cpu().numpy().reshape(-1).view(mine.dtype)
 
 

@@ -190,7 +190,7 @@ def rows_of(samples: Sequence[CountedSample]) -> NDArray[Any]:
         filled = np.array([value is not None for value in values], dtype=bool)
         if filled.any():
             if name == "id_source":
-                values = [_hash_of_source(value) for value in values]
+                values = [_hash_of_source(None if x is None else str(x)) for x in values]
             rows["filled"] |= filled.astype(np.int32) << bit
             numbers = values if filled.all() else [0 if x is None else x for x in values]
             rows[name] = np.array(numbers, dtype=OPTIONAL[name])

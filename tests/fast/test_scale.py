@@ -148,7 +148,7 @@ class Threads:
         played = {
             "get_rank": lambda group=None: self.local.rank,
             "get_world_size": lambda group=None: self.size,
-            "get_backend_config": lambda group=None: "cpu:gloo",
+            "get_backend": lambda group=None: "gloo",
             "all_gather_object": self.gather_objects,
             "all_gather_into_tensor": self.gather_tensors,
         }

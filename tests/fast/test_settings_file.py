@@ -39,7 +39,6 @@ lengths: [7, 8, 9]
 generator: {words: {least: 3}}
 shuffle: false
 no-bias: true
-policy-loss:
 """
 
 
@@ -87,9 +86,13 @@ def test_numbers_are_written_as_numbers_and_words_as_words():
     [
         (
             "loss-agregation: constant",
-            "--loss-agregation constant | did you mean --loss-aggregation?",
+            "--loss-agregation=constant | did you mean --loss-aggregation?",
         ),
-        ("use-tis: 2", "use-tis takes no value: expected true or false, found 2"),
+        ("use-tis: 2", "use-tis takes no value: expected true or false, found '2'"),
+        ("fused-lm-heed: false", "--fused-lm-heed=false | did you mean --fused-lm-head?"),
+        ("kl-loss-coef: false", "--kl-loss-coef: invalid"),
+        ("policy-loss:", "policy-loss has no value"),
+        ("config: other.yaml", "config belongs on the command line"),
         ("eps-clip: wide", "--eps-clip: invalid"),
         ("loss_aggregation", "holds str | expected lines such as"),
         ("a: [", "run.yaml cannot be read"),
@@ -110,11 +113,20 @@ def test_explain_reads_a_file_and_leaves_out_what_it_does_not_know(file, capsys)
         return json.loads(capsys.readouterr().out)
 
     file.write_text("lengths: 200,4000\nloss-aggregation: token_mean\nnum_layers: 4\n")
-    launch_line = "--lengths 200,4000 --loss-aggregation token_mean --num_layers 4"
+    launch_line = "--lengths 200,4000 --loss-aggregation token_mean --num_layers=4"
     assert explained("--config", str(file)) == explained(*launch_line.split())
     file.write_text("lengths: 200,4000\nloss-agregation: token_mean\n")
     assert explain(["--config", str(file)]) == 2
     assert_words("did you mean --loss-aggregation?", capsys.readouterr().err)
+
+
+def test_words_are_read_as_they_are_written(file):
+    made = parser()
+    for flag in ("--seed", "--name", "--prompt"):
+        made.add_argument(flag)
+    file.write_text("seed: 010\nname: 2026_11_24\nprompt: -xy\n")
+    args = made.parse_args(["--config", str(file)])
+    assert (args.seed, args.name, args.prompt) == ("010", "2026_11_24", "-xy")
 
 
 def test_defaults_are_those_of_the_config(file):

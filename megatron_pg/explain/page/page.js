@@ -39,7 +39,8 @@ data.groups.forEach((group, index) => {
   for (const answer of group.a) {
     answer.group = group;
     answer.order = answers.length;
-    answer.advantage = Array.isArray(answer.a) ? answer.a.reduce((sum, x) => sum + x, 0) / answer.a.length : answer.a;
+    const advantages = Array.isArray(answer.a) ? answer.a.filter((_, at) => isActive(answer, at)) : null;
+    answer.advantage = advantages ? advantages.reduce((sum, x) => sum + x, 0) / advantages.length : answer.a;
     answer.largest = ratio ? largest(answer[ratio]) : null;
     if (answer.new_old) {
       const known = answer.new_old.filter((x) => x != null).length;
@@ -200,7 +201,7 @@ function drawLegend() {
   if (color.value) {
     const gradient = "linear-gradient(90deg, rgba(var(--low), 0.6), transparent 50%, rgba(var(--high), 0.6))";
     legend.append(element("span", {}, `${color.label}: ${number(-color.full)}`, element("i", { class: "scale", style: `background: ${gradient}` }), number(color.full)));
-    if (data.ratios.includes("new_old")) legend.append(chip("box-shadow: inset 0 -2px rgb(var(--alarm))", "clipped: no gradient"));
+    if (data.ratios.includes("new_old")) legend.append(chip("box-shadow: inset 0 -2px rgb(var(--alarm))", "clipped: no gradient under ppo"));
   } else if (color.key === "clip") {
     const [low, high] = data.clip.map((bound) => (bound == null ? "0" : Math.exp(bound).toFixed(2)));
     legend.append(chip("background: rgba(var(--alarm), 0.5)", `ratio outside ${low} to ${high}, no gradient`), chip("background: rgba(var(--alarm), 0.16)", "outside, on the side that keeps its gradient"));
@@ -335,7 +336,7 @@ document.addEventListener("mouseover", (event) => {
     const value = answer[name]?.[at];
     if (value != null) lines.push(`log-ratio ${RATIO_NAMES[name]} ${number(value, 4)} (ratio ${Math.exp(value).toPrecision(4)})`);
   }
-  if (clipOf(answer, at)) lines.push(clipOf(answer, at) === 2 ? "clipped: no gradient" : "outside of the clip, with its gradient");
+  if (clipOf(answer, at)) lines.push(clipOf(answer, at) === 2 ? "clipped: no gradient under ppo" : "outside of the clip, with its gradient");
   tip.textContent = lines.join("\n");
   const box = token.getBoundingClientRect();
   tip.style.left = `${Math.max(8, Math.min(box.left, innerWidth - tip.offsetWidth - 8))}px`;

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -66,6 +67,9 @@ def read_run(folder: Path) -> Run:
         )
     paths = [folder / name for name in ("settings.json", "summary.json")]
     settings, summary = (json.loads(path.read_text()) if path.exists() else {} for path in paths)
+    if (path := folder / "settings.yaml").exists():  # of trainer/
+        flags = yaml.safe_load(path.read_text())
+        settings = {flag.replace("-", "_"): str(value) for flag, value in flags.items()}
     held_out = [(line["step"], line["score"]) for line in read_lines(folder / "held_out.jsonl")]
     if summary:
         ends = zip((0, len(steps)), ("held_out_before", "held_out_after"), strict=True)

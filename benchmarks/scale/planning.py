@@ -16,6 +16,7 @@ from megatron_pg.step.counts import OPTIONAL, ROW
 from megatron_pg.step.hybrid_context import micro_batches_of_rank
 from megatron_pg.step.token_window import Layout
 
+SIZES = ((10**3, 16), (10**4, 16), (10**4, 1024), (10**5, 1024), (10**5, 16384))
 GOAL = 1_000_000, 16_384
 BUDGET = 262_144
 Row = Sequence[Any]
@@ -56,14 +57,7 @@ def deals() -> Iterator[Row]:
 
 def plans() -> Iterator[Row]:
     """One rank's `plan_step` of fresh samples, hashes included; the other ranks are played."""
-    for num_samples, num_ranks in (
-        (10**3, 16),
-        (10**4, 16),
-        (10**4, 1024),
-        (10**5, 1024),
-        (10**5, 16384),
-        GOAL,
-    ):
+    for num_samples, num_ranks in (*SIZES, GOAL):
         lengths, ranks = dealt(num_samples, num_ranks)
         sizes = list(map(len, ranks))
         rows = np.zeros((num_ranks, max(sizes)), dtype=ROW)
@@ -100,13 +94,7 @@ def plans() -> Iterator[Row]:
 
 def hybrid_plans() -> Iterator[Row]:
     """A rank's micro-batches with groups of their own, from the lengths of all samples."""
-    for num_samples, num_ranks in (
-        (10**3, 16),
-        (10**4, 16),
-        (10**4, 1024),
-        (10**5, 1024),
-        (10**5, 16384),
-    ):
+    for num_samples, num_ranks in SIZES:
         lengths = heavy_tailed(num_samples).tolist()
         layout = Layout(num_ranks // 3, num_ranks)
         planned, seconds, mebibytes = measured(

@@ -50,7 +50,7 @@ class Outputs(NamedTuple):
     """The results of a pack."""
 
     logits: list[Tensor]
-    """Of each sample."""
+    """The logits of each sample."""
     scores: list[Tensor]
     """Log-probs and entropies of each sample in turn."""
     router_logits: list[Tensor]

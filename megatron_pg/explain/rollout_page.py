@@ -116,7 +116,7 @@ def write_rollout_page(
     Args:
         path: the HTML file.
         files: the rows, from its position on. The rows of a prompt group stand together.
-        config: the policy loss, whose clip bounds decide which tokens are shown as clipped.
+        config: the policy loss; the clip bounds of `ppo` decide which tokens are shown as clipped.
         title: the heading.
         tokenizer: a Hugging Face folder, or a JSON file of texts by token id; None shows the ids.
 
@@ -139,7 +139,8 @@ def write_rollout_page(
             kinds[place].append(number)
     head = {
         "title": title,
-        "clip": [None if math.isinf(bound) else bound for bound in selection.clip],
+        "clip": selection.clip
+        and [None if math.isinf(bound) else bound for bound in selection.clip],
         "ratios": [name for name in RATIOS if name in selection.ratios],
         "estimated": selection.num_estimated,
         "skipped": files.num_skipped,
@@ -168,7 +169,9 @@ class _Selection:
     def __init__(self, config: PolicyLossConfig) -> None:
         high = config.eps_clip if config.eps_clip_high is None else config.eps_clip_high
         low = math.log1p(-config.eps_clip) if config.eps_clip < 1 else -math.inf
-        self.clip = (low, math.log1p(high))
+        # Other losses cut another ratio, or a token outside keeps its gradient.
+        is_clipped = config.policy_loss == "ppo" and config.ratio_anchor == "old"
+        self.clip = (low, math.log1p(high)) if is_clipped else None
         self.steps: dict[str, Step] = {}
         self.ratios: set[str] = set()
         self.num_estimated = self.count = 0
@@ -239,7 +242,9 @@ def _advantages(samples: Sequence[RewardedSample]) -> tuple[list[Tensor | None],
     return [torch.full((sample.response_length,), value) for value, sample in pairs], True
 
 
-def _answer(sample: RewardedSample, advantages: Tensor | None, clip: tuple[float, float]) -> Answer:
+def _answer(
+    sample: RewardedSample, advantages: Tensor | None, clip: tuple[float, float] | None
+) -> Answer:
     """Make the JSON of an answer: `r` reward, `t` tokens, `m` mask where not all 1, `a` advantage or advantages, log-ratios."""
     active, has_active = sample.loss_mask, sample.num_active_tokens > 0
     shown: dict[str, Any] = {"n": sample.name, "r": sample.reward}
@@ -265,7 +270,7 @@ def _answer(sample: RewardedSample, advantages: Tensor | None, clip: tuple[float
         size = float(ratio[active].abs().max())
         kinds[f"largest |log-ratio| {name}"] = size
         largest = size if largest == -math.inf else largest
-        if name == "new_old":
+        if name == "new_old" and clip is not None:
             num_with_ratio = sample.num_active_tokens
             above, below = ratio > clip[1], ratio < clip[0]
             if advantages is not None:  # the other side keeps its gradient

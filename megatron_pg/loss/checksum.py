@@ -62,7 +62,7 @@ def _ranks_of(
     return {
         sample.identity: rank_of[sample.active_coefficients]
         for sample in trained
-        if sample.num_active_tokens and sample.active_coefficients in rank_of
+        if sample.active_coefficients and sample.active_coefficients in rank_of
     }
 
 
@@ -107,11 +107,12 @@ def _samples_at_fault(micro_batches: Sequence[Mapping[str, Tensor]]) -> str:
     names = dict[int | None, str]()
     for samples in samples_by_rank.values():
         store_hashes(samples, totals.hashed_fields)
-        trained |= Counter(sample.identity for sample in samples)
+        trained |= Counter(sample.identity for sample in samples if sample.num_active_tokens)
         names |= {sample.identity: sample.name for sample in samples}
     mine: Sequence[Any] = totals.counts.here.get(rank, ())
     names |= {count.identity: count.name for count in mine}
-    expected = Counter(count.identity for count in mine)
+    # A sample without active tokens changes none of the sums.
+    expected = Counter(count.identity for count in mine if count.num_active_tokens)
     rank_of = _ranks_of(samples_by_rank, totals.counts)
     strangers = [sample for sample in trained if sample not in expected]
     samples_by_mistake = {

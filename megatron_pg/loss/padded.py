@@ -56,14 +56,14 @@ def padded_totals(
             row, or a rollout in two prompt groups or on two ranks.
     """
 
-    def rows() -> list[BareSample]:
+    def rows() -> StepCounts:
         _check_mask(mask)
         counts = mask.sum(dim=1, dtype=torch.int64).tolist()
-        return _counted_rows(counts, group_index, rollout_id, id_source)
+        return StepCounts.of([_counted_rows(counts, group_index, rollout_id, id_source)])
 
     mine, sizes = compute_and_gather(rows, len, data_parallel_group)
     rank = 0 if data_parallel_group is None else dist.get_rank(data_parallel_group)
-    counts = StepCounts.gathered(mine, sizes, data_parallel_group)
+    counts = mine.over_ranks(sizes, data_parallel_group)
     return totals_of_counts(counts, rank, allow_different_group_sizes=allow_different_group_sizes)
 
 

@@ -4,8 +4,8 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Iterable
-from typing import Any, Generic, Literal
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, Literal, TypeVar
 
 import torch.distributed as dist
 
@@ -13,6 +13,9 @@ from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.totals import AnySample
 
 _END = object()
+
+Value = TypeVar("Value")
+READER = "model-parallel rank"
 
 
 class IteratorSource(Generic[AnySample]):
@@ -94,14 +97,15 @@ class LiveSource(IteratorSource[AnySample]):
         self._asked: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._came: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._is_asked = False
+        self._kept: list[AnySample | None] = []
         if self._reads:
             # A daemon: the process can end while the iterator waits.
             threading.Thread(target=self._read, daemon=True).start()
 
     def seek(self, position: int) -> None:
         """Skip ahead, as `IteratorSource.seek` does."""
-        if self._reads:
-            super().seek(position)
+        skip = super().seek
+        self._of_reader(lambda: skip(position) if self._reads else None)
         self._position = position
 
     def pull(self, count: int) -> list[AnySample | None]:
@@ -109,15 +113,18 @@ class LiveSource(IteratorSource[AnySample]):
 
         Every rank of `model_parallel_group` must call it.
         """
-        _, shared = compute_and_gather(lambda: self._wait(count), lambda came: came, self._group)
-        pulled, self.is_late = shared[0]
+        pulled, self.is_late = self._of_reader(lambda: self._wait(count))
         self._position += len(pulled)
         return pulled
+
+    def _of_reader(self, compute: Callable[[], Value]) -> Value:
+        """Return what the rank that reads computes, on every rank of `model_parallel_group`; its error is raised on all."""
+        return compute_and_gather(compute, lambda value: value, self._group, READER)[1][0]
 
     def _wait(self, count: int) -> tuple[list[AnySample | None], bool]:
         """Return the samples that come in time, and True if some did not; nothing on a rank that does not read."""
         until = time.monotonic() + (0.0 if self.is_late else self._wait_seconds)
-        pulled: list[AnySample | None] = []
+        pulled, self._kept = self._kept[:count], self._kept[count:]
         while self._reads and len(pulled) < count:
             if not self._is_asked:
                 self._asked.put(None)
@@ -127,8 +134,10 @@ class LiveSource(IteratorSource[AnySample]):
             except queue.Empty:
                 if not self._refuses:
                     return pulled, True
+                # For a caller who tries again.
+                num_pulled, self._kept = len(pulled), pulled + self._kept
                 raise ValueError(
-                    f"{len(pulled)} of {count} samples have come in {self._wait_seconds:g} s (wait_seconds): look at this "
+                    f"{num_pulled} of {count} samples have come in {self._wait_seconds:g} s (wait_seconds): look at this "
                     "rank's rollout engine, wait longer, or let steps go on without them by late_samples='next_step'"
                 ) from None
             self._is_asked = False

@@ -241,11 +241,14 @@ def with_group_advantages(
         return [sample.reward for sample in rewarded]
 
     (rewards, mine), sizes = compute_and_gather(
-        lambda: (np.array(rewards_of_rank(), dtype=np.float64), sample_counts(samples)),
+        lambda: (
+            np.array(rewards_of_rank(), dtype=np.float64),
+            StepCounts.of([sample_counts(samples)]),
+        ),
         lambda _: len(samples),
         data_parallel_group,
     )
-    counts = StepCounts.gathered(mine, sizes, data_parallel_group)
+    counts = mine.over_ranks(sizes, data_parallel_group)
     check_ids(counts, allow_different_prompts=allow_different_prompts)
     everyone = torch.from_numpy(gather_rows(rewards, sizes, data_parallel_group))
     has_groups = bool(counts.has("group_index").all())

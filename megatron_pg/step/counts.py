@@ -100,13 +100,14 @@ class StepCounts(Sequence[CountedSample]):
         rows = [rows_of(samples) for samples in here.values()]
         return cls(np.concatenate([_NO_ROW, *rows]), list(map(len, rows)), here)
 
-    @classmethod
-    def gathered(
-        cls, mine: SampleCounts, sizes: Sequence[int], group: dist.ProcessGroup | None
-    ) -> StepCounts:
-        """Gather the counts of every rank of the group, which all call it and know the sizes; None: this rank alone."""
+    def over_ranks(self, sizes: Sequence[int], group: dist.ProcessGroup | None) -> StepCounts:
+        """Gather these counts, of one rank alone, from every rank of the group.
+
+        Every rank calls it, and knows the sizes: whoever makes the counts has shared an error of theirs before.
+        """
         rank = 0 if group is None else dist.get_rank(group)
-        return cls(gather_rows(rows_of(mine), sizes, group), sizes, {rank: mine}, group)
+        rows = gather_rows(self.rows, sizes, group)
+        return StepCounts(rows, sizes, {rank: self.here[0]}, group)
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_group": None}
@@ -190,7 +191,7 @@ def rows_of(samples: Sequence[CountedSample]) -> NDArray[Any]:
         filled = np.array([value is not None for value in values], dtype=bool)
         if filled.any():
             if name == "id_source":
-                values = [_hash_of_source(None if x is None else str(x)) for x in values]
+                values = [_hash_of_source(value) for value in values]
             rows["filled"] |= filled.astype(np.int32) << bit
             numbers = values if filled.all() else [0 if x is None else x for x in values]
             rows[name] = np.array(numbers, dtype=OPTIONAL[name])

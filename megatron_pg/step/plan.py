@@ -12,7 +12,7 @@ from megatron_pg.config.policy_loss import CpPartitionMode
 from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.bins import Indices, plan_bins
 from megatron_pg.step.cost import TOKENS, SampleCost
-from megatron_pg.step.counts import SampleCounts, StepCounts
+from megatron_pg.step.counts import StepCounts
 from megatron_pg.step.sample import Sample, check_samples
 from megatron_pg.step.token_window import Layout
 from megatron_pg.step.totals import StepTotals, sample_counts, totals_of_counts
@@ -61,7 +61,7 @@ def plan_step(
 
     Every data-parallel rank must call it, once a step, with all samples that it trains on in that step, in place of
     `step_totals`; ranks that differ only in their context-, tensor- or pipeline-parallel place pass the same samples
-    and get the same plan. Two exchanges over the data-parallel group, of sizes and of 56 bytes a sample. Samples whose masks a correction shrinks
+    and get the same plan. The exchanges over the data-parallel group are those of `step_totals`. Samples whose masks a correction shrinks
     (`accepted_samples`) must have been shrunk before.
 
     Args:
@@ -85,7 +85,7 @@ def plan_step(
     """
     layout = Layout(cp_size=cp_size, mode=cp_partition_mode, multiple=pad_to_multiple)
 
-    def plan_rank() -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...], SampleCounts]:
+    def plan_rank() -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...], StepCounts]:
         check_samples("plan_step", samples)
         PlanningConfig(max_tokens_per_microbatch, oversized_samples=oversized)  # checks them
         lengths = [layout.padded_length(sample.total_length) for sample in samples]
@@ -113,7 +113,8 @@ def plan_step(
         )
         microbatches = tuple(tuple(members.tolist()) for members in bins)
         loads = (sum(lengths[index] for index in members) for members in microbatches)
-        return microbatches, tuple(map(layout.packed_length, loads)), sample_counts(samples)
+        counts = StepCounts.of([sample_counts(samples)])
+        return microbatches, tuple(map(layout.packed_length, loads)), counts
 
     (microbatches, tokens, counts), everyone = compute_and_gather(
         plan_rank,
@@ -128,7 +129,7 @@ def plan_step(
         microbatches=pipeline_order(microbatches + ((),) * added),
         microbatch_tokens=pipeline_order(tokens + (layout.least_tokens,) * added),
         totals=totals_of_counts(
-            StepCounts.gathered(counts, sizes, data_parallel_group),
+            counts.over_ranks(sizes, data_parallel_group),
             rank,
             sum(num_tokens),
             allow_different_prompts=allow_different_prompts,

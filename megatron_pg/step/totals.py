@@ -15,7 +15,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_pg.step.agreement import gather
+from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.counts import BareSample as BareSample
 from megatron_pg.step.counts import CountedSample, Indices, SampleCounts, StepCounts
 from megatron_pg.step.identity import coefficient_of_rank, store_hashes
@@ -160,7 +160,8 @@ def step_totals(
     """Count the samples of one optimizer step over the data-parallel group.
 
     Every data-parallel rank must call it, once a step, with all samples that it trains on in that step; ranks that
-    differ only in their context-, tensor- or pipeline-parallel place pass the same samples. One exchange over the group.
+    differ only in their context-, tensor- or pipeline-parallel place pass the same samples. Two exchanges over the group, of sizes and of
+    56 bytes a sample, and one more where prompt groups differ in size, for the name of one.
 
     Args:
         samples: the samples of this data-parallel rank, over all its micro-batches of the step.
@@ -177,10 +178,11 @@ def step_totals(
         ValueError: a prompt group of another size than `samples_per_group`; ids that stand for two things: a rollout of
             several prompt groups, ranks or files; a prompt group of different prompts.
     """
-    mine = sample_counts(samples)
-    counts = StepCounts.gathered(mine, gather(len(mine), data_parallel_group), data_parallel_group)
+    mine, sizes = compute_and_gather(
+        lambda: StepCounts.of([sample_counts(samples)]), len, data_parallel_group
+    )
     return totals_of_counts(
-        counts,
+        mine.over_ranks(sizes, data_parallel_group),
         0 if data_parallel_group is None else dist.get_rank(data_parallel_group),
         allow_different_prompts=allow_different_prompts,
         samples_per_group=samples_per_group,

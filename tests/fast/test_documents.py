@@ -278,3 +278,27 @@ def test_a_live_source_raises_what_its_engine_raises_and_refuses_wrong_settings(
     source = LiveSource(stream([None] * 4), wait_seconds=60)
     source.seek(2)
     assert live_steps(source, 4) == [([2, 3], ())] and source.position == 4
+
+
+def test_samples_that_came_before_a_refusal_are_there_for_the_next_pull():
+    gate = threading.Event()
+    source = LiveSource(engine(stream([None] * 4), 3, gate), wait_seconds=WAIT)
+    assert_refused("3 of 4 samples have come", source.pull, 4)
+    assert source.position == 0
+    gate.set()
+    assert [sample.name for sample in source.pull(4)] == [s.name for s in stream([None] * 4)]
+    assert source.position == 4
+
+
+def test_an_end_that_comes_after_lateness_ends_the_run():
+    """The rollout that was left open for more samples is whole at the end."""
+
+    class Late(LiveSource):
+        def pull(self, count: int) -> list[Any]:
+            self.is_late = not self.position
+            pulled = stream([None] * 2, [1, 1])[self.position :]
+            self._position += len(pulled)
+            return pulled
+
+    late = Late([], wait_seconds=60, late_samples="next_step")
+    assert live_steps(late, 3) == [([0, 1], (0,))]

@@ -55,10 +55,10 @@ def write_steps(
     return steps
 
 
-def page_of(folder: Path, **options: Any) -> tuple[Row, str]:
+def page_of(folder: Path, config: PolicyLossConfig = CONFIG, **options: Any) -> tuple[Row, str]:
     """The data of the page of a folder's rows, and the page."""
     path = folder.with_suffix(".html")
-    write_rollout_page(path, RolloutFiles([folder]), CONFIG, title="a <title>", **options)
+    write_rollout_page(path, RolloutFiles([folder]), config, title="a <title>", **options)
     page = path.read_text()
     data = page.split('<script id="data" type="application/json">')[1].split("</script>")[0]
     return json.loads(data), page
@@ -115,6 +115,15 @@ def test_the_numbers_of_a_step_are_of_all_its_answers(tmp_path: Path) -> None:
         assert found["ratio"] == pytest.approx(max(map(abs, ratios)), abs=1e-4)
         share = sum(map(clipped_tokens, rows)) / len(ratios)
         assert found["clipped"] == pytest.approx(share, abs=1e-4) and share > 0
+
+
+@pytest.mark.parametrize(
+    "settings", [{"policy_loss": "cispo"}, {"policy_loss": "gspo"}, {"ratio_anchor": "rollout"}]
+)
+def test_a_loss_that_does_not_clip_this_ratio_has_no_clipped_tokens(tmp_path, settings):
+    write_steps(tmp_path, 1, 2)
+    data, _ = page_of(tmp_path, PolicyLossConfig(**settings))
+    assert data["clip"] is None and data["steps"][0]["clipped"] is None
 
 
 def worst_of(rows: list[Row]) -> dict[str, int]:

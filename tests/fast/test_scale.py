@@ -15,10 +15,12 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_pg import Sample, StepPlan, pack, plan_step
+from megatron_pg import Sample, StepPlan, pack, plan_step, step_totals
 from megatron_pg.step import ahead as ahead_module
 from megatron_pg.step import assign_to_data_parallel_ranks, plan_ahead
 from megatron_pg.step import ids as ids_module
+from megatron_pg.step.absent import naming_absent_ranks
+from megatron_pg.step.agreement import is_on_host
 from megatron_pg.step.counts import ROW, BareSample, StepCounts
 from megatron_pg.step.totals import totals_of_counts
 
@@ -186,6 +188,41 @@ def test_64_ranks_have_one_plan_whatever_order_they_answer_in():
         allow_different_prompts=True,
     )
     assert all(plan.totals == whole for plan in in_turn)
+
+
+@pytest.mark.parametrize("count", ["plan", "totals"])
+def test_an_error_of_one_rank_in_counting_ends_all(count):
+    """An id that the wire cannot carry is found before the exchange in which the others would wait."""
+
+    def on_rank(rank: int) -> str:
+        group: Any = object()
+        samples = [Sample([1, 2], 1, [1], 1.0, group_index=0, id_source="file")]
+        vars(samples[0])["id_source"] = 7 if rank == 1 else "file"
+        try:
+            if count == "totals":
+                step_totals(samples, data_parallel_group=group)
+            else:
+                plan_step(samples, max_tokens_per_microbatch=20, data_parallel_group=group)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return "went on"
+
+    first, second, third = Threads(3).run(on_rank, range(3))
+    assert second.startswith("AttributeError")
+    assert first == third == f"OtherRankError: data-parallel rank 1: {second}"
+
+
+def test_an_exchange_goes_on_in_a_group_that_a_trainer_has_wrapped():
+    """slime's wrapper of a process group has no name, and answers to the patched functions of torch.distributed alone."""
+    wrapped = dist.ProcessGroup(0, 2)
+    with pytest.raises(RuntimeError, match="name"):
+        print(wrapped.group_name)
+    played = {"is_initialized": lambda: True, "get_world_size": lambda group=None: 2}
+    with mock.patch.multiple(dist, **played), naming_absent_ranks(wrapped):
+        came = True
+    assert came
+    with mock.patch.object(dist, "get_backend", lambda group: "nccl"):
+        assert not is_on_host(wrapped)
 
 
 def test_lengths_are_dealt_as_their_samples_are_and_evenly_at_heavy_tails():

@@ -18,10 +18,13 @@ const count = (x, one, many) => `${x.toLocaleString("en")} ${x === 1 ? one : man
 const isActive = (answer, at) => !answer.m || answer.m[at] === "1";
 const advantageOf = (answer, at) => (Array.isArray(answer.a) ? answer.a[at] : answer.a);
 
+// ppo alone clips the ratio of a token to the old log-probs.
+const clips = data.clip != null && data.ratios.includes("new_old");
+
 // 2: clipped, without gradient; 1: outside of the bounds, with it; 0: inside.
 function clipOf(answer, at) {
   const value = answer.new_old?.[at], advantage = advantageOf(answer, at);
-  if (value == null) return 0;
+  if (value == null || !data.clip) return 0;
   const above = value > data.clip[1], below = data.clip[0] != null && value < data.clip[0];
   if (!above && !below) return 0;
   return advantage == null || (above ? advantage > 0 : advantage < 0) ? 2 : 1;
@@ -42,7 +45,7 @@ data.groups.forEach((group, index) => {
     const advantages = Array.isArray(answer.a) ? answer.a.filter((_, at) => isActive(answer, at)) : null;
     answer.advantage = advantages ? advantages.reduce((sum, x) => sum + x, 0) / advantages.length : answer.a;
     answer.largest = ratio ? largest(answer[ratio]) : null;
-    if (answer.new_old) {
+    if (clips && answer.new_old) {
       const known = answer.new_old.filter((x) => x != null).length;
       answer.clipped = known ? answer.t.filter((_, at) => clipOf(answer, at) === 2).length / known : null;
     }
@@ -73,13 +76,13 @@ const COLUMNS = [
   { key: "advantage", label: "advantage", value: (x) => x.advantage, when: answers.some((x) => x.a != null) },
   { key: "tokens", label: "tokens", value: (x) => x.t.length, when: true },
   { key: "ratio", label: "largest log-ratio", value: (x) => x.largest, rank: Math.abs, when: !!ratio },
-  { key: "clipped", label: "clipped", value: (x) => x.clipped, shown: (x) => (x.clipped == null ? "–" : `${(100 * x.clipped).toFixed(0)} %`), when: data.ratios.includes("new_old") },
+  { key: "clipped", label: "clipped", value: (x) => x.clipped, shown: (x) => (x.clipped == null ? "–" : `${(100 * x.clipped).toFixed(0)} %`), when: clips },
 ].filter((column) => column.when);
 
 const COLORS = [
   { key: "advantage", label: "advantage", value: advantageOf, when: answers.some((x) => x.a != null) },
   ...data.ratios.map((name) => ({ key: name, label: `log-ratio ${RATIO_NAMES[name]}`, value: (x, at) => x[name]?.[at], when: true })),
-  { key: "clip", label: "clip", when: data.ratios.includes("new_old") },
+  { key: "clip", label: "clip", when: clips },
   { key: "mask", label: "loss mask", when: true },
 ].filter((color) => color.when);
 for (const color of COLORS) {
@@ -201,7 +204,7 @@ function drawLegend() {
   if (color.value) {
     const gradient = "linear-gradient(90deg, rgba(var(--low), 0.6), transparent 50%, rgba(var(--high), 0.6))";
     legend.append(element("span", {}, `${color.label}: ${number(-color.full)}`, element("i", { class: "scale", style: `background: ${gradient}` }), number(color.full)));
-    if (data.ratios.includes("new_old")) legend.append(chip("box-shadow: inset 0 -2px rgb(var(--alarm))", "clipped: no gradient under ppo"));
+    if (clips) legend.append(chip("box-shadow: inset 0 -2px rgb(var(--alarm))", "clipped: no gradient"));
   } else if (color.key === "clip") {
     const [low, high] = data.clip.map((bound) => (bound == null ? "0" : Math.exp(bound).toFixed(2)));
     legend.append(chip("background: rgba(var(--alarm), 0.5)", `ratio outside ${low} to ${high}, no gradient`), chip("background: rgba(var(--alarm), 0.16)", "outside, on the side that keeps its gradient"));
@@ -291,7 +294,7 @@ function begin() {
     figure("reward", "mean reward", fromTo, (x) => number(x, 2));
     figure("length", "tokens of an answer", fromTo, (x) => number(x, 1));
     figure("ratio", "largest |log-ratio|", upTo, (x) => number(x, 2));
-    figure("clipped", "clipped tokens", upTo, (x) => (x == null ? "–" : `${(100 * x).toFixed(1)} %`));
+    if (clips) figure("clipped", "clipped tokens", upTo, (x) => (x == null ? "–" : `${(100 * x).toFixed(1)} %`));
   }
   get("step").append(element("option", { value: "" }, "all"), ...data.steps.map((step, index) => element("option", { value: index }, step.name)));
   get("step").closest("label").hidden = data.steps.length < 2;
@@ -336,7 +339,7 @@ document.addEventListener("mouseover", (event) => {
     const value = answer[name]?.[at];
     if (value != null) lines.push(`log-ratio ${RATIO_NAMES[name]} ${number(value, 4)} (ratio ${Math.exp(value).toPrecision(4)})`);
   }
-  if (clipOf(answer, at)) lines.push(clipOf(answer, at) === 2 ? "clipped: no gradient under ppo" : "outside of the clip, with its gradient");
+  if (clipOf(answer, at)) lines.push(clipOf(answer, at) === 2 ? "clipped: no gradient" : "outside of the clip, with its gradient");
   tip.textContent = lines.join("\n");
   const box = token.getBoundingClientRect();
   tip.style.left = `${Math.max(8, Math.min(box.left, innerWidth - tip.offsetWidth - 8))}px`;

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_pg import PolicyLossConfig, Sample, group_advantages, pack, plan_step
 
-from .llama import LlamaEngine, Sizes, from_hugging_face, rotated
+from .llama import LlamaEngine, Sizes, from_hugging_face, rotated, rotation
 
 QUESTIONS, ANSWERS = 32, 8
 """Questions of an optimizer step, and answers to each."""
@@ -69,19 +69,10 @@ def load(path: Path) -> Source:
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
     dataset = reasoning_gym.create_dataset("chain_sum", **SETTINGS)
-    example, *entries = {entry["question"]: entry for entry in dataset}.values()
-    prompts = []
-    for entry in entries:
-        messages = [
-            {"role": "system", "content": "Answer."},
-            {"role": "user", "content": example["question"]},
-            {"role": "assistant", "content": example["answer"]},
-            {"role": "user", "content": entry["question"]},
-        ]
-        prompts.append(
-            tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        )
-    ends = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")}
+    entries = list({entry["question"]: entry for entry in dataset}.values())
+    prompts = [tokenizer.encode(entry["question"]) for entry in entries]
+    newline = tokenizer.encode("\n")
+    ends = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>"), *newline}
     sizes = Sizes()
     state = {name: weight.detach() for name, weight in model.state_dict().items()}
     weights = from_hugging_face(state, sizes)
@@ -114,10 +105,13 @@ class ModelRun:
             """Megatron's own rotary embedding of packed sequences loops over them."""
 
             def forward(self, query: Tensor, key: Tensor, *args: Any, **keywords: Any) -> Tensor:
-                starts = keywords["packed_seq_params"].cu_seqlens_q.to(query.device).long()
-                places = torch.arange(query.size(0), device=query.device)
-                positions = places - starts[torch.searchsorted(starts, places, right=True) - 1]
-                query, key = (rotated(x, positions, sizes.rotary_base) for x in (query, key))
+                packed = keywords["packed_seq_params"]
+                if not hasattr(packed, "rotation"):  # made by the first layer
+                    starts = packed.cu_seqlens_q.to(query.device).long()
+                    places = torch.arange(query.size(0), device=query.device)
+                    positions = places - starts[torch.searchsorted(starts, places, right=True) - 1]
+                    packed.rotation = rotation(positions, query.size(-1), sizes.rotary_base)
+                query, key = (rotated(x, packed.rotation) for x in (query, key))
                 return super().forward(query, key, *args, **keywords)
 
         half = {"bf16": arm.dtype == torch.bfloat16, "fp16": arm.dtype == torch.float16}

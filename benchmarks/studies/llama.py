@@ -81,13 +81,18 @@ def from_hugging_face(state: Mapping[str, Tensor], sizes: Sizes) -> dict[str, Te
     return weights
 
 
-def rotated(x: Tensor, positions: Tensor, base: float) -> Tensor:
-    """Rotary embedding of [tokens, heads, dim] at positions [tokens], halves exchanged."""
-    half = x.size(-1) // 2
-    rates = base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
+def rotation(positions: Tensor, size: int, base: float) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines [tokens, 1, size / 2] of the rotary embedding at positions [tokens]."""
+    half = size // 2
+    rates = base ** (-torch.arange(half, device=positions.device, dtype=torch.float32) / half)
     angles = positions[:, None, None].float() * rates
+    return angles.cos(), angles.sin()
+
+
+def rotated(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn [tokens, heads, dim], halves exchanged."""
     first, second = x.float().chunk(2, -1)
-    cosine, sine = angles.cos(), angles.sin()
+    cosine, sine = rotation
     turned = torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1)
     return turned.to(x.dtype)
 
@@ -153,6 +158,7 @@ class LlamaEngine:
         places = columns[:, None]
         mask = ((keys <= places) & (keys >= padding[:, None, None]) | (keys == places))[:, None]
         hidden = weights["embedding.word_embeddings.weight"][tokens]
+        turn = rotation(positions, sizes.hidden // sizes.heads, sizes.rotary_base)
         for number in range(sizes.layers):
             name = f"decoder.layers.{number}."
             x = self._norm(hidden, name + "input_layernorm")
@@ -160,8 +166,8 @@ class LlamaEngine:
             per_group = sizes.heads // sizes.groups
             mixed = mixed.view(rows * new, sizes.groups, per_group + 2, -1)
             query, key, value = mixed.split([per_group, 1, 1], 2)
-            query = rotated(query.flatten(1, 2), positions, sizes.rotary_base)
-            key = rotated(key.flatten(1, 2), positions, sizes.rotary_base)
+            query = rotated(query.flatten(1, 2), turn)
+            key = rotated(key.flatten(1, 2), turn)
             query, key, value = (
                 part.reshape(rows, new, -1, part.size(-1)).transpose(1, 2)
                 for part in (query, key, value.flatten(1, 2))

@@ -69,6 +69,15 @@ class _Layout:
         return grid.view(self.rows, width, *tokens.shape[1:]).transpose(1, 2)
 
 
+def _layout_of(packed: PackedSeqParams, local_tokens: int, rank: int, size: int) -> _Layout:
+    """Return the pack's layout, made by the first layer and kept in `packed` for the others."""
+    kept: dict[tuple[int, ...], _Layout] = vars(packed).setdefault("_layouts", {})
+    place = (local_tokens, rank, size)
+    if place not in kept:
+        kept[place] = _Layout(packed, *place)
+    return kept[place]
+
+
 class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
     """Causal attention inside each packed sequence, exact at any context-parallel size; grouped queries too.
 
@@ -142,7 +151,7 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
                 f"attn_mask_type is {attn_mask_type}: PackedCoreAttention is causal only, without attention_bias"
             )
         group = getattr(packed_seq_params, "cp_group", None) or self.pg_collection.cp
-        layout = _Layout(packed_seq_params, query.size(0), group.rank(), group.size())
+        layout = _layout_of(packed_seq_params, query.size(0), group.rank(), group.size())
         both = torch.cat((key, value), dim=-1)
         both = gather_from_sequence_parallel_region(both, group=group)
         both = layout.scatter(both, layout.key_slots, layout.width)

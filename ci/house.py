@@ -41,13 +41,13 @@ CEILINGS = {
     "integrations": 3030,
     "explain": 998,
     "check": 3096,
-    "migrate": 1337,
+    "migrate": 1570,
     "cli": 56,
     "__main__": 7,
     "core": 13480,
-    "package": 24439,
+    "package": 24672,
     "examples": 3963,
-    "tests": 37470,
+    "tests": 37538,
 }
 """The most lines that each part may have. `core` is the sum of `CORE` without `megatron/cpu`."""
 

@@ -19,6 +19,7 @@ examples:
   megatron-pg migrate -- python -m verl.trainer.main_ppo actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm
   megatron-pg migrate --loss-aggregation prompt_mean grpo_math_1B.yaml
   megatron-pg migrate run-qwen3-4B.sh
+  megatron-pg migrate run.sh -- KL_COEF=0.01 8       # with the variables and arguments that the script is called with
 """
 
 
@@ -29,8 +30,8 @@ def main(arguments: Sequence[str]) -> int:
         given, words = given[: given.index("--")], given[given.index("--") + 1 :]
     try:
         options = build_parser().parse_args(given)
-        if (options.file is None) == (not words):
-            raise ValueError("give one of a file and, after `--`, a launch line")
+        if options.file is None and not words:
+            raise ValueError("give a file or, after `--`, a launch line")
         if options.group_size < 1:
             raise ValueError(f"--group-size is {options.group_size}: expected 1 or more")
         divisor = options.loss_aggregation_divisor
@@ -51,7 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Build the parser of the flags before `--`."""
     parser = ProgramParser(
         prog="megatron-pg migrate",
-        usage="megatron-pg migrate [flags] (FILE | -- LAUNCH LINE)",
+        usage="megatron-pg migrate [flags] (FILE | -- LAUNCH LINE | SCRIPT -- [NAME=VALUE ...] [ARGUMENT ...])",
         description="The objective that a launch line of slime, miles, verl or NeMo-RL computes, its errors and their size, and "
         "the lines that make it exact. Nothing is run.",
         epilog=EPILOG,

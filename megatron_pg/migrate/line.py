@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron_pg.migrate.read import YAML, Launch, read_launches, read_line, read_yaml
-from megatron_pg.migrate.rows import TRAINERS, Settings, TrainerTable
-from megatron_pg.migrate.shell import Command
+from megatron_pg.migrate.rows import CALLED, TRAINERS, VARIABLE, Settings, TrainerTable, unknown
+from megatron_pg.migrate.shell import Command, Condition, Script
 
 OTHERS: Mapping[str, Any] = tomllib.loads(Path(__file__).with_name("others.toml").read_text())
 """Trainers whose settings are not read, by name: a sentence that says so, and their words for the loss."""
-MAX_CONDITIONS = 64
+MAX_RUNS = 96
+"""Limit on the combinations of a script's open tests."""
+FAILED: dict[str, Any] = {}
+"""What a combination changes whose launch line is refused."""
 SHOWN = 8
 """Keys that an error lists."""
 
@@ -25,13 +28,16 @@ class Line:
     trainer: TrainerTable
     settings: Settings
     notes: list[str]
-    """Open questions of the file: conditions, files that are not here, another program."""
+    """Open questions of the file: tests, variables, files that are not here, another program."""
     passed: list[str]
     """Unknown keys that are not about the loss."""
 
 
 def read(path: Path | None, words: Sequence[str], name: str | None = None) -> Line:
-    """Read the line of a file, or of words, as that of a trainer by name; raise ValueError for what is not known."""
+    """Read the line of a file, or of words, as that of a trainer by name; raise ValueError for what is not known.
+
+    A script is read as it runs when it is called with the words: variables as `NAME=VALUE`, then its arguments.
+    """
     if path is None:
         return _line([read_line(Command(0, list(words)))], None, name)
     if not path.is_file():
@@ -43,9 +49,13 @@ def read(path: Path | None, words: Sequence[str], name: str | None = None) -> Li
             f"{path} is a Python launcher, and no Python is read: give the command that it runs after `--`"
         )
     if path.suffix in YAML:
+        if words:
+            raise ValueError(
+                f"{path} is a YAML: give nothing after `--`, or the line that names it"
+            )
         return _line([read_yaml(path)], path, name)
     try:
-        return _script(path, name)
+        return _script(path, words, name)
     except ValueError as error:
         raise ValueError(f"{path}: {error}; or give the launch line itself after `--`") from None
 
@@ -66,8 +76,10 @@ def trainer_of(launches: Sequence[Launch], path: Path | None = None) -> TrainerT
             raise ValueError("\n  ".join([answer, *_words(other["words"], launches)]))
     names, keys = ", ".join(sorted(TRAINERS)), sorted({key for one in launches for key in one.keys})
     among = ", ".join([*keys[:SHOWN], "..."] if keys[SHOWN:] else keys or ["nothing"])
+    unset = [f"\n  {unknown(word)}" for one in launches for word in [*one.open, *one.unread]]
     raise ValueError(
         f"no key of {names} among {among} tells whose it is: give --trainer with its name"
+        + "".join(dict.fromkeys(unset))
     )
 
 
@@ -92,9 +104,8 @@ def _line(launches: Sequence[Launch], path: Path | None, name: str | None) -> Li
     trainer = TRAINERS[name] if name else trainer_of(launches, path)
     launch, settings = _chosen(trainer, launches)
     notes = [
-        f"{file} is not here: settings in it are not read."
-        for file in dict.fromkeys(launch.missing)
-        if Path(file).stem not in trainer.configs
+        f"{unknown(word)}. It counts as empty: settings in it are not read."
+        for word in dict.fromkeys(launch.open)
     ]
     if launch.program and not trainer.programs.search(launch.program):
         notes.append(
@@ -110,15 +121,27 @@ def _chosen(trainer: TrainerTable, launches: Sequence[Launch]) -> tuple[Launch, 
     own = _own(trainer, launches)
     if not own:
         raise ValueError(f"no launch line of {trainer.name} in it")
-    launch, settings = own[0], trainer.read(own[0].keys)
+    launch, settings = own[0], _settings(trainer, own[0])
     for other in own[1:]:
-        differ = [key for key, value in trainer.read(other.keys).items() if value != settings[key]]
+        read = _settings(trainer, other)
+        differ = [key for key, value in read.items() if value != settings[key]]
         if differ:
             lines = f"lines {launch.line} and {other.line}"
             raise ValueError(
                 f"{lines} launch with another {', '.join(differ)}: give the one that you mean"
             )
     return launch, settings
+
+
+def _settings(trainer: TrainerTable, launch: Launch) -> Settings:
+    """Read the settings of a launch line; raise ValueError where a file or a command holds some of them."""
+    unread = [file for file in launch.unread if Path(file).stem not in trainer.configs]
+    computed = [word for word in launch.open if not VARIABLE.fullmatch(word)]
+    if unread or computed:
+        raise ValueError(
+            "\n  ".join(["not all settings are known:", *map(unknown, unread + computed)])
+        )
+    return trainer.read(launch.keys)
 
 
 def _own(trainer: TrainerTable, launches: Sequence[Launch]) -> list[Launch]:
@@ -132,37 +155,101 @@ def _own(trainer: TrainerTable, launches: Sequence[Launch]) -> list[Launch]:
     return own or [one for one in with_keys if not one.is_stray]
 
 
-def _script(path: Path, name: str | None) -> Line:
-    """Read a script with all undecided conditions false; where it launches nothing then, with the first that lets it."""
-    launches, undecided = read_launches(path)
-    others = [(text, read_launches(path, true)[0]) for true, text in undecided[:MAX_CONDITIONS]]
-    everything = [one for _, every in [("", launches), *others] for one in every]
-    trainer = TRAINERS[name] if name else trainer_of(everything, path)
-    taken = None
-    if not _own(trainer, launches):
-        taken, launches = next(
-            (each for each in others if _own(trainer, each[1])), (None, launches)
-        )
+def _script(path: Path, words: Sequence[str], name: str | None) -> Line:
+    """Read a script with its open tests as they are usually, or else as the first of their combinations that launches."""
+    runs, is_whole = _runs(path, words)
+    everything = [one for launches, _ in runs.values() for one in launches]
+    script = runs[frozenset()][1]
+    try:
+        trainer = TRAINERS[name] if name else trainer_of(everything, path)
+    except ValueError as error:
+        end = f"\n  line {script.end} ends the script before a launch: {CALLED}" * bool(script.end)
+        raise ValueError(f"{error}{end}") from None
+    own = [turned for turned, (launches, _) in runs.items() if _own(trainer, launches)]
+    taken = own[0] if own else frozenset()
+    launches, script = runs[taken]
     line = _line(launches, path, trainer.name)
+    line.notes += [
+        f"{file} is not here: settings in it are not read."
+        for file in dict.fromkeys(script.missing)
+    ]
+    texts = {key: text for _, script in runs.values() for key, text in script.undecided.items()}
     if taken:
-        line.notes.append(f"{taken}: taken to hold.")
+        line.notes.append(f"{_joined(texts, taken)}: taken to hold.")
     stray = next((one for one in launches if one.is_stray and one.keys), None)
     if stray:
         cause = "a comment or a blank after a backslash ends the one before"
         line.notes.append(
             f"line {stray.line}: {stray.words[0]} is a command of its own, since {cause}: it is not passed."
         )
-    for text, other in others:
-        if text == taken or not _own(trainer, other):
-            continue
-        try:
-            settings = _chosen(trainer, other)[1]
-        except ValueError as error:
-            line.notes.append(f"{text}: where it holds, {error}")
-            continue
-        changed = [
-            f"{key} is {value}" for key, value in settings.items() if value != line.settings[key]
-        ]
-        if changed:
-            line.notes.append(f"{text}: where it holds, {', '.join(changed)}.")
+    line.notes += _differences(trainer, line.settings, {one: runs[one][0] for one in own}, texts)
+    if not is_whole:
+        line.notes.append(
+            f"its tests have more than {MAX_RUNS} combinations: the others are not read."
+        )
     return line
+
+
+def _runs(
+    path: Path, words: Sequence[str]
+) -> tuple[dict[frozenset[Condition], tuple[list[Launch], Script]], bool]:
+    """Read a script under all combinations of open tests that change it, few turned ones first, and whether these are all."""
+
+    def state(run: tuple[list[Launch], Script]) -> Script:
+        return run[1]._replace(end=0)
+
+    nothing: frozenset[Condition] = frozenset()
+    runs, idle = {nothing: read_launches(path, words)}, set()
+    is_launch = any(one.keys and one.program for one in runs[nothing][0])
+    queue = [nothing]
+    for turned in queue:
+        for condition in runs[turned][1].undecided:
+            more = turned | {condition}
+            if more in runs or condition in idle:
+                continue
+            if len(runs) == MAX_RUNS:
+                return runs, False
+            run = read_launches(path, words, more)
+            same = [one for one in runs if state(runs[one]) == state(run)]
+            if turned in same:
+                idle.add(condition)
+            if same:
+                continue
+            runs[more] = run
+            if not is_launch or any(one.keys and one.program for one in run[0]):
+                queue.append(more)
+    return runs, True
+
+
+def _differences(
+    trainer: TrainerTable,
+    settings: Settings,
+    runs: Mapping[frozenset[Condition], Sequence[Launch]],
+    texts: Mapping[Condition, str],
+) -> list[str]:
+    """Say which settings other combinations have, beyond what fewer turned tests say already."""
+    notes: list[str] = []
+    found: dict[frozenset[Condition], dict[str, Any]] = {}
+    for turned, launches in runs.items():
+        if not turned:
+            continue
+        expected = dict(settings)
+        for fewer, values in found.items():
+            expected |= values if fewer < turned else {}
+        try:
+            read = _chosen(trainer, launches)[1]
+        except ValueError as error:
+            if not any(fewer < turned for fewer in found if found[fewer] is FAILED):
+                text = " ".join(str(error).split())
+                notes.append(f"{_joined(texts, turned)}: where it holds, {text}")
+            found[turned] = FAILED
+            continue
+        found[turned] = {key: value for key, value in read.items() if value != expected[key]}
+        if found[turned]:
+            changed = ", ".join(f"{key} is {value}" for key, value in found[turned].items())
+            notes.append(f"{_joined(texts, turned)}: where it holds, {changed}.")
+    return notes
+
+
+def _joined(texts: Mapping[Condition, str], turned: frozenset[Condition]) -> str:
+    return " and ".join(text for condition, text in texts.items() if condition in turned)

@@ -7,25 +7,34 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_pg.migrate.shell import Command, read_script
+from megatron_pg.migrate.rows import VARIABLE
+from megatron_pg.migrate.shell import Command, Condition, Script, read_script
+from megatron_pg.migrate.shell_words import UNKNOWN
 
 OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)+)=(.*)", re.DOTALL)
 """`key.of.a.section=value`, as Hydra takes it."""
 YAML = (".yaml", ".yml")
-CONFIGS = ("--config", "--custom-config-path")
-"""Flags that name a YAML of settings."""
+CONFIGS = {"--config": False, "--custom-config-path": True}
+"""Flags that name a YAML of settings, and whether it wins over the line."""
+OPTIONS = re.compile(
+    r"\$\{?\w*(ARGS|ARGUMENTS|CONFIG|EXTRA|FLAGS|OPTIONS|OPTS|OVERRIDE)\w*\}?", re.I
+)
+"""A variable that by its name stands for options, wherever it stands."""
 MAX_DEPTH = 8
 """Limit on how often a YAML may stand for its `defaults`."""
 
 
 @dataclass
 class Launch:
-    """One launch line, or a YAML: its words, its settings, and files of settings that are not here."""
+    """One launch line, or a YAML: its words and its settings."""
 
     words: Sequence[str]
     keys: dict[str, Any]
     line: int = 0
-    missing: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
+    """Files of settings that are not here."""
+    open: list[str] = field(default_factory=list)
+    """Words in the place of options that are not known, such as an unset `$EXTRA_ARGS`."""
 
     @property
     def is_stray(self) -> bool:
@@ -46,27 +55,22 @@ class Launch:
 def read_yaml(path: Path) -> Launch:
     """Read the settings of a YAML and of its `defaults`; needs PyYAML."""
     launch = Launch([str(path)], {})
-    launch.keys = _yaml(path, launch.missing)
+    launch.keys = _yaml(path, launch.unread)
     return launch
 
 
 def read_launches(
-    path: Path, true: int | None = None
-) -> tuple[list[Launch], list[tuple[int, str]]]:
-    """Read the commands of a shell script as `read_script` does, and return them with the conditions left undecided."""
-    script = read_script(path, true)
-    launches = [
-        read_line(command, [path.parent, *path.resolve().parents]) for command in script.commands
-    ]
-    for launch in launches:
-        launch.missing += script.missing
-    return launches, script.undecided
+    path: Path, words: Sequence[str] = (), turned: frozenset[Condition] = frozenset()
+) -> tuple[list[Launch], Script]:
+    """Read the commands of a shell script as `read_script` does."""
+    script, folders = read_script(path, words, turned), [path.parent, *path.resolve().parents]
+    return [read_line(command, folders) for command in script.commands], script
 
 
 def read_line(command: Command, folders: Sequence[Path] = (Path(),)) -> Launch:
     """Read the keys of a line: `--flag value`, `--flag=value`, `--flag` (true), and `section.key=value`; the last wins."""
     keys: dict[str, Any] = {}
-    flag = None
+    launch, flag = Launch(command.words, keys, command.line), None
     for word in command.words:
         override = OVERRIDE.fullmatch(word)
         if word.startswith("--") and len(word) > 2:
@@ -77,16 +81,21 @@ def read_line(command: Command, folders: Sequence[Path] = (Path(),)) -> Launch:
             keys[flag], flag = word, None
         elif override:
             keys[override[1]] = override[2].strip("'\"")
-    launch = Launch(command.words, keys, command.line)
-    for flag in CONFIGS:
+        elif UNKNOWN.match(word) and VARIABLE.sub("", word, 1)[:1] in ("", "$", "`"):
+            launch.open.append(word)
+        if word == launch.program:
+            launch.open.clear()  # the words before are those of a launcher
+    launch.open += [value for value in keys.values() if OPTIONS.fullmatch(value)]
+    for flag, wins in CONFIGS.items():
         if name := str(keys.get(flag, "")):
             files = (
                 f / name for f in folders if (f / name).is_file() and Path(name).suffix in YAML
             )
             if file := next(files, None):
-                launch.keys = _yaml(file, launch.missing) | launch.keys
+                settings = _yaml(file, launch.unread)
+                launch.keys = launch.keys | settings if wins else settings | launch.keys
             else:
-                launch.missing.append(name)
+                launch.unread.append(name)
     if "--config-name" in keys:
         _read_hydra(launch, str(keys["--config-name"]), folders)
     return launch
@@ -94,17 +103,18 @@ def read_line(command: Command, folders: Sequence[Path] = (Path(),)) -> Launch:
 
 def _read_hydra(launch: Launch, name: str, folders: Sequence[Path]) -> None:
     """Read the configuration that Hydra finds beside the module that is launched."""
-    path, module = str(launch.keys.get("--config-path", ".")), launch.program.split(".")[:-1]
+    path, module = str(launch.keys.get("--config-path", "config")), launch.program.split(".")[:-1]
     file = Path(path) / (name if Path(name).suffix in YAML else f"{name}.yaml")
     for folder in folders:
-        for found in (folder / file, Path(folder, *module) / file):
-            if found.is_file():
-                launch.keys = _yaml(found, launch.missing) | launch.keys
+        # The checkout may itself be the package's first name, as verl-recipe is `recipe`.
+        for place in ([], module, module[1:]):
+            if (found := Path(folder, *place, file)).is_file():
+                launch.keys = _yaml(found, launch.unread) | launch.keys
                 return
-    launch.missing.append(name)
+    launch.unread.append(str(file))
 
 
-def _yaml(path: Path, missing: list[str], depth: int = 0) -> dict[str, Any]:
+def _yaml(path: Path, unread: list[str], depth: int = 0) -> dict[str, Any]:
     tree = dict(_tree(path))
     parents = tree.pop("defaults", [])
     keys: dict[str, Any] = {}
@@ -114,9 +124,9 @@ def _yaml(path: Path, missing: list[str], depth: int = 0) -> dict[str, Any]:
         parent = path.parent / str(name)
         parent = parent if parent.suffix in YAML else parent.with_name(f"{parent.name}.yaml")
         if parent.is_file() and depth < MAX_DEPTH:
-            keys |= _yaml(parent, missing, depth + 1)
+            keys |= _yaml(parent, unread, depth + 1)
         elif name != "_self_":
-            missing.append(str(name))
+            unread.append(str(name))
     # slime and miles name a flag by its attribute.
     return keys | dict(_flat(tree))
 

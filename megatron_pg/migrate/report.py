@@ -98,7 +98,13 @@ def lines(line: Line, options: Any) -> list[str]:
         missing.append(f"aggregation={policy.aggregation}")
     is_same = "nearest" if missing else "same"
     found += ["", f"The {is_same} per-token loss in a training script of this package"]
-    return [*found, f"  {flags}", *(f"  no counterpart here: {setting}" for setting in missing)]
+    found += [f"  {flags}", *(f"  no counterpart here: {setting}" for setting in missing)]
+    if "<L>" in exact + flags:
+        found += [
+            "",
+            "<L> is the divisor in tokens, which is not given: add --loss-aggregation-divisor",
+        ]
+    return found
 
 
 def here(

@@ -17,6 +17,7 @@ Conditions are settings, or names of terms, joined by `&`: `key`, `!key`, `key=a
 
 import difflib
 import fnmatch
+import functools
 import math
 import re
 import tomllib
@@ -26,10 +27,15 @@ from typing import Any, NamedTuple
 
 from megatron_pg.config.fields import flag_of
 from megatron_pg.config.rows import did_you_mean
+from megatron_pg.migrate.shell_words import UNKNOWN
 
 Settings = Mapping[str, Any]
 """Settings of a launch line, by the trainer's own keys, with defaults for the rest."""
 CONDITION = re.compile(r"(!?)([^!=>]+?)(?:(!?=|>)(\S+))?")
+VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
+CALLED = "give what it is called with after `--`, as in `run.sh -- NAME=VALUE ARGUMENT`"
+REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+"""Another key of a YAML, as OmegaConf writes it."""
 CLOSE = 0.86
 """From this similarity on, a key that the table lacks is taken for one of its keys, misspelt."""
 
@@ -88,17 +94,27 @@ class TrainerTable:
         wrong = [error for key in named if (error := self.unknown(key))]
         for key, row in self.settings.items():
             try:
-                settings[key] = _value(key, row, named[key]) if key in named else row.get("default")
+                settings[key] = row.get("default")
+                if key in named:
+                    settings[key] = _value(key, row, self._resolved(named[key], named))
             except ValueError as error:
                 wrong.append(str(error))
         if wrong:
             raise ValueError("\n  ".join(["not understood:", *wrong]))
         return settings
 
+    def _resolved(self, value: Any, named: Mapping[str, Any]) -> Any:
+        """Follow a reference to another key."""
+        match = REFERENCE.fullmatch(str(value))
+        if match is None or "." not in match[1]:
+            return value
+        return named.get(match[1], self.settings.get(match[1], {}).get("default", value))
+
     def is_elsewhere(self, key: str) -> bool:
         """Return whether a key is known not to bear on the loss."""
         return any(fnmatch.fnmatchcase(key, each) for each in self._table["elsewhere"].split())
 
+    @functools.cache  # noqa: B019
     def unknown(self, key: str) -> str | None:
         """Describe an unknown key, with the nearest right one; None for a key that is known or not about the loss."""
         if key in self.settings or self.is_elsewhere(key):
@@ -176,8 +192,21 @@ def holds(condition: str, given: Settings) -> bool:
     return True
 
 
+def unknown(text: str) -> str:
+    """Say why a word, a value or a file of a line is not known, and what to do."""
+    names = [f"${bare or braced}" for bare, braced in VARIABLE.findall(text)]
+    if UNKNOWN.search(VARIABLE.sub("", text)):
+        return f"{text} is known to the shell alone: write its value in its place"
+    if names:
+        of_script = f"for a script {CALLED}; in a line write its value"
+        return f"{', '.join(names)} is not set: {of_script}"
+    return f"{text} is not here, and its settings decide the loss: run migrate in the folder of the launch, or leave it out"
+
+
 def _value(key: str, row: Mapping[str, Any], given: Any) -> Any:
     word = str(given).strip().lower()
+    if UNKNOWN.search(word) and not (row["kind"] == "flag" and key.startswith("--")):
+        raise ValueError(f"{key} is {given}: {unknown(str(given))}")
     if row["kind"] == "flag":
         if not key.startswith("--") and word not in ("true", "false", "1", "0"):
             raise ValueError(f"{key} is {given!r}: expected true or false")
@@ -190,11 +219,10 @@ def _value(key: str, row: Mapping[str, Any], given: Any) -> Any:
             number = float(given)
         except (TypeError, ValueError):
             number = math.nan
-        if row["kind"] == "bound" and math.isnan(number) and "$" not in word:
+        if row["kind"] == "bound" and math.isnan(number):
             return given
         if not math.isfinite(number):
-            hint = "; give the line with its shell variables filled in" * ("$" in word)
-            raise ValueError(f"{key} is {given!r}: expected a number{hint}")
+            raise ValueError(f"{key} is {given!r}: expected a number")
         return number
     choices = row.get("choices", [given])
     if given not in choices:

@@ -1,13 +1,15 @@
 """Commands of a shell script, by tree-sitter's grammar of bash (MIT): words, variables, arrays, functions and branches.
 
-Nothing is run. A variable that the script does not set counts as unset; a value that only a command could tell stays as
-it is written, such as `$(nproc)`. Conditions that no variable decides are false, or one of them true: `read_script`.
+Nothing is run. A variable that neither the script nor its caller sets counts as unset; a value that only a command could
+tell stays as it is written, such as `$(nproc)`. A test that only a command or an unset variable decides is open: it counts
+as false, or as it is where the variable is unset, and a command succeeds. `read_script` turns the open ones that it is told.
 """
 
 import fnmatch
 import os
 import re
-from collections.abc import Callable, Sequence
+import shlex
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +19,11 @@ INSTALL = "pip install tree-sitter tree-sitter-bash"
 MAX_DEPTH = 12
 """Limit on functions, sourced files and quoted commands within one another."""
 MAX_COMMANDS = 20_000
+MAX_PASSES = 64
+"""Limit on the passes of a `while` loop."""
+ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+Condition = tuple[str, int, int]
+"""A test by its file's text and its place in it."""
 
 
 class Command(NamedTuple):
@@ -30,10 +37,14 @@ class Script(NamedTuple):
     """All commands of a script, in the order in which they would run."""
 
     commands: list[Command]
-    undecided: list[tuple[int, str]]
-    """Offset, and line with text, of each condition that no variable decides."""
+    undecided: dict[Condition, str]
+    """Open tests, each with its line and the text that holds where it is turned."""
     missing: list[str]
     """Sourced files that are not there."""
+    values: dict[str, list[str]]
+    """Variables at the end."""
+    end: int
+    """Line of the `exit` that ends the script, or 0."""
 
 
 class _Exit(Exception):
@@ -44,14 +55,31 @@ class _Return(_Exit):
     """`return` of a function."""
 
 
-def read_script(path: Path, true: int | None = None) -> Script:
-    """Read a script's commands; the undecided condition at the offset `true` holds, all others do not."""
-    shell = _Shell(path, true)
+class _Break(Exception):
+    """`break` of a loop."""
+
+
+class _Continue(_Break):
+    """`continue` of a loop."""
+
+
+ENDS = {"return": _Return, "break": _Break, "continue": _Continue}
+
+
+def read_script(
+    path: Path, words: Sequence[str] = (), turned: Collection[Condition] = ()
+) -> Script:
+    """Read a script's commands, called with `words`: variables as `NAME=VALUE`, then its arguments."""
+    shell, words = _Shell(path, turned), list(words)
+    while words and (match := ASSIGNMENT.fullmatch(words[0])):
+        shell.values[match[1]] = [match[2]]
+        del words[0]
+    shell.arguments = words
     try:
         shell.source(path)
-    except _Exit:
+    except (_Exit, _Break):
         pass
-    return Script(shell.commands, list(shell.undecided.items()), shell.missing)
+    return Script(shell.commands, shell.undecided, shell.missing, shell.values, shell.end)
 
 
 def _parser() -> Any:
@@ -66,17 +94,20 @@ def _parser() -> Any:
 class _Shell(Words):
     """Walks the tree in the order in which it would run, so that the last assignment wins."""
 
-    def __init__(self, path: Path, true: int | None) -> None:
+    def __init__(self, path: Path, turned: Collection[Condition]) -> None:
         super().__init__()
         self.parser = _parser()
-        self.path, self.true = path, true
+        self.path, self.turned = path, turned
         self.folder = os.getcwd()
-        self.values = {"0": [str(path)], "BASH_SOURCE": [str(path)]}
+        self.values = {"0": [str(path)], "BASH_SOURCE": [str(path)], "PWD": [self.folder]}
         self.functions: dict[str, Node] = {}
         self.commands: list[Command] = []
-        self.undecided: dict[int, str] = {}
+        self.undecided: dict[Condition, str] = {}
         self.missing: list[str] = []
-        self.depth = self.offset = self.line = 0
+        self.locals: list[dict[str, list[str] | None]] = []
+        """Values that the local variables of the functions in progress hide."""
+        self.origin = ""
+        self.depth = self.line = self.end = 0
 
     def source(self, path: Path) -> None:
         """Walk the commands of a file."""
@@ -88,10 +119,10 @@ class _Shell(Words):
         """Walk the commands of a file, or of a quoted command."""
         if self.depth >= MAX_DEPTH:
             raise ValueError(f"line {self.line}: more than {MAX_DEPTH} commands in one another")
+        kept, self.origin = self.origin, text
         self.depth += 1
-        self.offset += 1 << 24  # conditions of two files have different offsets
         self.walk(self.parser.parse(text.encode()).root_node)
-        self.depth -= 1
+        self.depth, self.origin = self.depth - 1, kept
 
     def walk(self, node: Node) -> bool | None:
         """Walk a statement; return its status, or None for a status that is not known."""
@@ -104,13 +135,16 @@ class _Shell(Words):
             status = self.walk(child)
         return status
 
-    def _is_true(self, node: Node, status: bool | None) -> bool:
-        if status is None:
-            key = self.offset + int(node.start_byte)
-            text = text_of(node).partition("\n")[0]
-            self.undecided.setdefault(key, f"line {self._line(node)}, `{text}`")
-            return key == self.true
-        return status
+    def decide(self, node: Node, usual: bool = False, text: str = "") -> bool:
+        """Return what an open test counts as: its usual status, or the other where it is turned."""
+        key = (self.origin, int(node.start_byte), int(node.end_byte))
+        text = "! " * usual + (text or text_of(node).strip().partition("\n")[0])
+        self.undecided.setdefault(key, f"line {self._line(node)}, `{text}`")
+        return usual is not (key in self.turned)
+
+    def _is_true(self, node: Node) -> bool:
+        status = self.walk(node)
+        return self.decide(node) if status is None else status
 
     def _line(self, node: Node) -> int:
         return node.start_point[0] + 1 if self.depth == 1 else self.line
@@ -150,6 +184,14 @@ class _Shell(Words):
             items += [""] * (int(index) + 1 - len(items))
             items[int(index)] = value
 
+    def walk_declaration_command(self, node: Node) -> bool:
+        if self.locals and node.children[0].type in ("local", "declare", "typeset"):
+            for child in node.named_children:
+                name = text_of(child.child_by_field_name("name") or child)
+                self.locals[-1].setdefault(name, self.values.get(name))
+        self._each(node)
+        return True
+
     def walk_unset_command(self, node: Node) -> None:
         for child in node.named_children:
             self.values.pop(text_of(child), None)
@@ -161,9 +203,10 @@ class _Shell(Words):
 
     def walk_if_statement(self, node: Node) -> bool:
         then = [child.type for child in node.children].index("then")
-        conditions = list(filter(_is_named, node.children[:then]))
-        status = [self.walk(condition) for condition in conditions][-1]
-        is_true = self._is_true(conditions[-1], status)
+        *before, condition = filter(_is_named, node.children[:then])
+        for child in before:
+            self.walk(child)
+        is_true = self._is_true(condition)
         for child in filter(_is_named, node.children[then:]):
             if child.type == "else_clause" and not is_true:
                 self._each(child)
@@ -176,44 +219,59 @@ class _Shell(Words):
         return is_true
 
     def walk_while_statement(self, node: Node) -> None:
-        condition = node.child_by_field_name("condition")
-        if self._is_true(condition, self.walk(condition)):
-            self.walk(node.child_by_field_name("body"))
+        condition, body = node.child_by_field_name("condition"), node.child_by_field_name("body")
+        is_until = node.children[0].type == "until"
+        for _ in range(MAX_PASSES):
+            before = dict(self.values), list(self.arguments)
+            if self._is_true(condition) is is_until or not self._pass(body):
+                break
+            if before == (self.values, self.arguments):
+                break
 
     def walk_for_statement(self, node: Node) -> None:
         name, body = node.child_by_field_name("variable"), node.child_by_field_name("body")
-        for child in node.children_by_field_name("value"):
-            for word in self.fields(child):
-                self.values[text_of(name)] = [word]
-                self.walk(body)
+        words = [w for child in node.children_by_field_name("value") for w in self.fields(child)]
+        for word in words:
+            self.values[text_of(name)] = [word]
+            if not self._pass(body):
+                break
+
+    def _pass(self, body: Node) -> bool:
+        """Walk the body of a loop once; return False where it ends the loop."""
+        try:
+            self.walk(body)
+        except _Break as end:
+            return isinstance(end, _Continue)
+        return True
 
     def walk_case_statement(self, node: Node) -> None:
         word, *items = node.named_children
-        value = self.tested(word)
+        self.is_open = False
+        value, is_open = self.tested(word), self.is_open
         patterns = [item.children_by_field_name("value") for item in items]
-        if value is None:
-            # The last item is often an error: of a word that is not known the first one is taken.
-            holds = [self._is_true(item, None) for item in items]
-            holds[0] = holds[0] or not any(holds)
-        else:
-            texts = [[self.text(pattern) for pattern in each] for each in patterns]
-            holds = [any(fnmatch.fnmatchcase(value, text) for text in each) for each in texts]
-        if any(holds):
-            chosen = holds.index(True)
-            for child in items[chosen].named_children:
-                if child not in patterns[chosen]:
-                    self.walk(child)
+        texts = [[self.text(pattern) for pattern in each] for each in patterns]
+        # The last item is often an error: of a word that is not known the first one is taken.
+        holds = [
+            value is None or any(fnmatch.fnmatchcase(value, text) for text in each)
+            for each in texts
+        ]
+        first = holds.index(True) if True in holds else None
+        others = [i for i in range(len(items)) if i != first] if value is None or is_open else []
+        chosen = next((i for i in others if self.decide(items[i])), first)
+        if chosen is None or (value is None and chosen == 0 and not self.decide(items[0], True)):
+            return
+        for child in items[chosen].named_children:
+            if child not in patterns[chosen]:
+                self.walk(child)
 
     def walk_list(self, node: Node) -> bool | None:
         left, right = node.named_children[0], node.named_children[-1]
         status = self.walk(left)
-        if status is None and left.type in ("test_command", "negated_command"):
-            status = self._is_true(left, None)
+        if status is None:
+            tests = left.type in ("test_command", "negated_command")
+            status = self.decide(left, not tests and not text_of(left).startswith("test "))
         is_and = any(child.type == "&&" for child in node.children)
-        # A command whose status is not known counts as one that succeeds.
-        if (status is not False) is is_and:
-            return self.walk(right)
-        return status
+        return self.walk(right) if status is is_and else status
 
     def walk_negated_command(self, node: Node) -> bool | None:
         status = self.walk(node.named_children[0])
@@ -224,7 +282,9 @@ class _Shell(Words):
 
     def walk_test_command(self, node: Node) -> bool | None:
         tests = [child for child in node.children if child.type not in ("[", "]", "[[", "]]")]
-        return self.test(tests[0]) if len(tests) == 1 else None
+        self.is_open = False
+        status = self.test(tests[0]) if len(tests) == 1 else None
+        return self.decide(node, status) if self.is_open and status is not None else status
 
     def walk_compound_statement(self, node: Node) -> bool | None:
         if node.children[0].type == "((":
@@ -235,11 +295,24 @@ class _Shell(Words):
         self.line = self._line(node)
         settings = [n for n in node.named_children if n.type == "variable_assignment"]
         arguments = [n for n in node.named_children if n not in settings]
+        self.is_test = text_of(node).startswith("test ")
         words = [word for child in arguments for word in self.fields(child)]
-        if words and (words[0] in ("source", ".", "eval") or words[0] in self.functions):
-            for setting in settings:
-                self.walk(setting)
-        return self._run(words) if words else None
+        self.is_test = False
+        if not words:
+            return None
+        names = [text_of(setting.child_by_field_name("name")) for setting in settings]
+        kept = {name: self.values.get(name) for name in names}
+        for setting in settings:
+            self.walk(setting)
+        status = self._run(words)
+        self._restore(kept)
+        return status
+
+    def _restore(self, kept: Mapping[str, list[str] | None]) -> None:
+        for name, value in kept.items():
+            self.values.pop(name, None)
+            if value is not None:
+                self.values[name] = value
 
     def _run(self, words: list[str]) -> bool | None:
         if len(self.commands) >= MAX_COMMANDS:
@@ -248,17 +321,24 @@ class _Shell(Words):
         if name in self.functions and self.depth < MAX_DEPTH:
             self._call(lambda: self.walk(self.functions[name]), rest)
             return None
-        if name in ("exit", "return"):
-            raise _Exit if name == "exit" else _Return
+        if name == "exit":
+            self.end = self.line
+            raise _Exit
+        if name in ENDS:
+            raise ENDS[name]
         if name in ("true", ":", "false"):
             return name != "false"
+        if name == "test":
+            text = f"[ {shlex.join(rest)} ]"
+            return self.walk_test_command(self.parser.parse(text.encode()).root_node.children[0])
         if name in ("source", ".") and rest:
             path = Path(self.folder, rest[0])
             self.source(path) if path.is_file() else self.missing.append(rest[0])
         elif name == "cd" and rest:
             self.folder = os.path.normpath(os.path.join(self.folder, rest[-1]))
+            self.values["PWD"] = [self.folder]
         elif name == "shift":
-            del self.arguments[:1]
+            del self.arguments[: int(rest[0]) if rest and rest[0].isdecimal() else 1]
         elif name == "set" and rest[:1] == ["--"]:
             self.arguments = rest[1:]
         elif name == "exec" and rest:
@@ -267,7 +347,9 @@ class _Shell(Words):
         elif name == "eval":
             self.walk_text(" ".join(rest))
         elif name in ("bash", "sh") and rest and Path(self.folder, rest[0]).is_file():
+            kept = dict(self.values)
             self._call(lambda: self.source(Path(self.folder, rest[0])), rest[1:], _Exit)
+            self.values = kept
         elif quoted := _quoted_command(words):
             self.walk_text(quoted)
         else:
@@ -277,10 +359,12 @@ class _Shell(Words):
     def _call(self, body: Callable[[], Any], words: list[str], ends: type[_Exit] = _Return) -> None:
         kept, depth = (self.arguments, self.line), self.depth
         self.arguments, self.depth = words, depth + 1
+        self.locals.append({})
         try:
             body()
         except ends:
-            pass
+            self.end = 0
+        self._restore(self.locals.pop())
         (self.arguments, self.line), self.depth = kept, depth
 
     def output(self, node: Node) -> str:
@@ -290,7 +374,7 @@ class _Shell(Words):
         if whole.startswith("$(("):
             number = self._number(whole[3:-2])
             return whole if number is None else str(number)
-        shell = _Shell(self.path, self.true)
+        shell = _Shell(self.path, self.turned)
         shell.values, shell.folder, shell.depth = dict(self.values), self.folder, self.depth
         shell._call(lambda: shell._each(node), self.arguments, _Exit)
         output: str | None = None
@@ -336,6 +420,9 @@ def _printed(words: Sequence[str], folder: str) -> str | None:
         return folder
     if name == "echo":
         return " ".join(rest)
+    if name == "seq" and all(word.lstrip("-").isdecimal() for word in rest) and 0 < len(rest) < 4:
+        first, step = int(rest[0]) if rest[1:] else 1, int(rest[1]) if rest[2:] else 1
+        return " ".join(map(str, range(first, int(rest[-1]) + (step > 0 or -1), step or 1)))
     if len(names) == 1 and name == "dirname":
         return os.path.dirname(names[0]) or "."
     if names and name == "basename":

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-ARITHMETIC = re.compile(r"(?!.*(\*\*|//))[\d\s()+*/%-]+")
+ARITHMETIC = re.compile(r"(?!.*(\*\*|//))[\d\s()+*/%<>=!&|-]+")
 PARAMETER = re.compile(
     r"\$\{?([#!]?)(\w+|[@*#?$!-])(\[[@*]\]|\[\d+\])?(?:(:?[-=+?]|,,|\^\^|##?|%%?)(.*))?\}?",
     re.DOTALL,
@@ -38,7 +38,12 @@ class Words:
     def __init__(self) -> None:
         self.values: dict[str, list[str]] = {}
         self.arguments: list[str] = []
-        self.is_test = False
+        self.is_test = self.is_open = False
+        """Whether a test is read, and whether it has asked for an unset variable."""
+
+    def decide(self, node: Node, usual: bool = False, text: str = "") -> bool:
+        """Return what an open test counts as."""
+        return usual
 
     def output(self, node: Node) -> str:
         """Return what a command substitution prints, or its own text where that is not known."""
@@ -103,6 +108,11 @@ class Words:
             yield [whole], True, True
         elif operation and operation.strip(":") in ("-", "=", "+", "?"):
             is_set = values is not None and (operation[0] != ":" or any(values))
+            test = f'[ -n "${name}" ]'
+            if values and operation[0] == ":" and values[0][:2] == "$(":
+                is_set = self.decide(node, True, test)
+            elif values is None and operation[-1] == "+":
+                is_set = self.decide(node, False, test)
             if is_set is (operation[-1] == "+") and operation[-1] != "?":
                 after = [child.type for child in node.children].index(operation) + 1
                 for child in node.children[after:-1]:
@@ -112,6 +122,7 @@ class Words:
             elif operation[-1] != "+":
                 yield from self._all(values or [], is_all, is_quoted)
         elif values is None:
+            self.is_open = True
             yield [[whole], [""]][self.is_test], True, True
         else:
             changed = [_changed(value, operation, operand) for value in values]
@@ -150,7 +161,8 @@ class Words:
         if not ARITHMETIC.fullmatch(text):
             return None
         try:
-            return int(eval(text.replace("/", "//")))
+            python = text.replace("/", "//").replace("&&", " and ").replace("||", " or ")
+            return int(eval(python))
         except (SyntaxError, ZeroDivisionError):
             return None
 
@@ -165,6 +177,8 @@ class Words:
                 value = self.test(operand)
                 return None if value is None else not value
             text = self.tested(operand)
+            if text is None:  # a command is taken to print something
+                self.is_open, text = True, "printed"
             known = words[0] in ("-z", "-n") and text is not None
             return (text == "") is (words[0] == "-z") if known else None
         if node.type == "binary_expression":

@@ -108,6 +108,18 @@ OFF = {
         "0.01 * L / D_i",
     ),
     f"{SLIME} {REDUCER} mine.reducer": "mine.reducer is not known here",
+    f"{SLIME} --loss-aggregation constant": "<L> is the divisor in tokens, which is not given",
+    f"{SLIME} --loss-aggregation constant --pg-loss-divisor 64": (
+        "with L = 64",
+        "loss_aggregation_divisor: 64",
+        "no version has both",
+    ),
+    f"{SLIME} --loss-aggregation constant --loss-aggregation-divisor 8 {PER_TOKEN}": "refuse --calculate",
+    f"{SLIME} --loss-aggregation-divisor 8": "has no effect without --loss-aggregation constant",
+    f"{SLIME} {PER_TOKEN} --pg-loss-divisor 64": ("not known here", "1/(T L) sum m x"),
+    f"{SLIME} --pg-loss-divisor 64": "--loss-aggregation constant --loss-aggregation-divisor 64",
+    f"{SLIME} $EXTRA_ARGS": "$EXTRA_ARGS is not set",
+    f"{SLIME} --colocate $EXTRA_ARGS": "$EXTRA_ARGS is not set",
     f"{VERL} {ACTOR}megatron.context_parallel_size=8": "n / (CP (n // CP)) too large",
     f"{VERL} {NORM} {ACTOR}loss_scale_factor=64": ("one half of Dr.GRPO", f"unless {NO_STD}"),
     f"{VERL} {NO_STD}": "the other is the constant divisor",
@@ -137,6 +149,7 @@ def test_where_a_line_is_off(line: str, run) -> None:
 KL = "--use-kl-loss --kl-loss-coef 0.1"
 TERMS_HERE = {
     f"{SLIME} {KL}": "--loss-aggregation sample_mean --eps-clip-high",
+    f"{SLIME} --loss-aggregation token_mean --entropy-coef 0.1": "token_mean --regularizer-aggregation loss --eps-clip-high",
     f"{SLIME} {PER_TOKEN} --entropy-coef 0.1": "--loss-aggregation token_mean --regularizer-aggregation loss ",
     f"{SLIME} {PER_TOKEN}": "--loss-aggregation token_mean --eps-clip-high",
     f"{VERL} {ACTOR}use_kl_loss=true": "--loss-aggregation token_mean --regularizer-aggregation loss ",
@@ -166,7 +179,13 @@ BAD = {
     f"{SLIME} --advantage-estimator grp": "--advantage-estimator is 'grp': expected grpo gspo",
     f"{SLIME} --entropy-coef nan": "--entropy-coef is 'nan': expected a number",
     f"{SLIME} --entropy-coef small": "--entropy-coef is 'small': expected a number",
-    f"{SLIME} --use-kl-loss --kl-loss-coef $COEF": "shell variables filled in",
+    f"{SLIME} --use-kl-loss --kl-loss-coef $COEF": "--kl-loss-coef is $COEF: $COEF is not set",
+    f"{SLIME} --advantage-estimator $HOW": "--advantage-estimator is $HOW: $HOW is not set",
+    f"{SLIME} '$(cat flags)'": "$(cat flags) is known to the shell alone",
+    f"{NEMO_RL} --config none.yaml": "none.yaml is not here, and its settings decide the loss",
+    f"{SLIME} --custom-config-path=none.yaml": "none.yaml is not here",
+    f"{VERL} --config-name=mine": "mine.yaml is not here",
+    "python train.py $EXTRA_ARGS": "$EXTRA_ARGS is not set",
     f"{VERL} {ACTOR}loss_agg_mod=token-mean": f"the nearest is {ACTOR}loss_agg_mode",
     f"{VERL} {ACTOR}loss_agg_mode=token_mean": "expected token-mean token-sum",
     f"{VERL} {ACTOR}use_kl_loss=maybe": "expected true or false",
@@ -175,7 +194,7 @@ BAD = {
     f"{VERL} +{ACTOR}policy_loss.tau_pos=2": f"the nearest is {ACTOR}tau_pos",
     f"{NEMO_RL} dpo.sft_loss_weight=1": "dpo.sft_loss_weight: no key of nemo-rl",
     "python train.py": "no key of miles, nemo-rl, slime, verl among nothing",
-    "": "give one of a file and",
+    "": "give a file or, after `--`",
 }
 
 
@@ -239,6 +258,15 @@ def test_yaml_with_defaults_and_settings_beside_a_line(tmp_path: Path, capsys) -
     path = written("settings.yaml", "loss_aggregation_divisor: 8192\n")
     line = f"{SLIME} {HOOK} {OURS}.slime.constant --custom-config-path {path}"
     assert terms(line).startswith("constant 1 8192,")
+    path = written("over.yaml", "entropy_coef: 0.5\neps_clip: 0.1\n")  # in slime the file wins
+    settings = of_words(f"{SLIME} --entropy-coef 0.1 --custom-config-path {path}").settings
+    assert (settings["--entropy-coef"], settings["--eps-clip"]) == (0.5, 0.1)
+    path = written("under.yaml", "loss_fn: {ratio_clip_min: 0.5, ratio_clip_max: '${grpo.x}'}\n")
+    line = f"{NEMO_RL} --config {path} loss_fn.ratio_clip_min=0.1 ++grpo.x=0.3"
+    settings = of_words(line).settings  # in NeMo-RL the line wins
+    assert [settings[f"loss_fn.ratio_clip_{end}"] for end in ("min", "max")] == [0.1, 0.3]
+    assert main([written("lost.yaml", "defaults: lost_base\nloss_fn: {ratio_clip_max: 1}\n")]) == 2
+    assert "lost_base is not here" in capsys.readouterr().err
     assert main([written("list.yaml", "- 1\n")]) == 2 and main([str(tmp_path / "none.yaml")]) == 2
     assert "holds a list" in capsys.readouterr().err
 

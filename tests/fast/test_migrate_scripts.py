@@ -35,10 +35,18 @@ SCRIPTS = [
     "X=a.sh\necho ${X%.sh} ${X#a} ${X##*.} ${X^^} don\\'t 'it''s' \"a\\\"b\"",
     'A="a.b=1 \\\n  c.d=2"\necho $A "$A"',
     'A=1\n(A=2; echo $A)\nset -- p q\nshift\necho $A $1 $# "$@"',
+    "echo $(seq 3) $(seq 2 4) $(seq 16 8 40) $(seq 3 -1 1)",
     'echo "$(dirname /a/b)/$(basename c/d.sh .sh)"',
     'A=1 eval \'echo $A\'\nexport B=2 C="3 4"\necho $B "$C"\nunset B\necho ${B:-none}',
     "X=$(dirname a/b/a/c | sed 's#a/b#d#')\necho $X $(basename x/a.b.a | sed s/a/e/g)",
     "g() { exit 0; }\necho a\nif true; then g; fi\necho never",
+    "X=1\nf() { local X=2 Y=3; declare Z=4; echo $X$Y$Z; }\nf\necho $X ${Y:-none} ${Z:-none}",
+    "X=1\nX=2 eval 'echo $X'\necho $X\nf() { echo $X; }\nX=3 f\necho $X",
+    "for X in 1 2 3; do if [ $X = 2 ]; then continue; fi; echo $X; done\nfor X in 1 2; do break; done\necho $X",
+    "set -- --kl 0.1 --on --eps 2\nwhile [[ $# -gt 0 ]]; do case $1 in --on) ON=1; shift ;; *) echo $1 $2; shift 2 ;; esac; done\necho $ON",
+    "N=3\nwhile (( N > 1 && N != 2 )); do N=$((N - 1)); done\necho $N\nuntil [ $N -ge 4 ]; do N=$((N + 1)); done\necho $N",
+    'if test -n "$X" || test 2 -lt 1; then echo no; else echo yes; fi\ntest a = a && echo same',
+    "if [ -n \"$X\" ]; then A=1; fi\necho ${A:-0} ${X:+b} ${X-c}\ncase $X in '') echo empty ;; *) echo no ;; esac",
 ]
 PRINT = (
     """echo() { printf '%s\\0' "$@"; printf '\\1'; }; command_not_found_handle() { echo "$@"; }"""
@@ -77,9 +85,20 @@ NOTES = {
     f"A=\nif [ -f x ]; then A=--use-kl-loss; fi\n{SLIME} $A": "line 2, `[ -f x ]`: where it holds, --use-kl-loss is True.",
     f'if [ "$RANK" -eq 0 ]; then {SLIME}; fi': 'line 1, `[ "$RANK" -eq 0 ]`: taken to hold.',
     f"source models/none.sh\n{SLIME}": "models/none.sh is not here: settings in it are not read.",
-    f"{SLIME} --custom-config-path $X": "$X is not here",
+    f"[ -f x ] && A=--use-kl-loss\n{SLIME} $A": "line 1, `[ -f x ]`: where it holds, --use-kl-loss is True.",
+    f"grep -q x y && A=--use-kl-loss\n{SLIME} $A": "line 1, `! grep -q x y`: where it holds, --use-kl-loss is False.",
+    f"A=\nif [ -f x ]; then if [ -f y ]; then A=--use-kl-loss; fi; fi\n{SLIME} $A": "line 2, `[ -f x ]` and line 2, `[ -f y ]`: where it holds, --use-kl-loss is True.",
+    f"A=0.1\nif [ -f x ]; then A=0.3; fi\nif [ -f y ]; then B='--eps-clip '$A; fi\n{SLIME} ${{B:-}}": "line 2, `[ -f x ]` and line 3, `[ -f y ]`: where it holds, --eps-clip is 0.3.",
+    f"{SLIME} ${{KL:+--use-kl-loss}}": 'line 1, `[ -n "$KL" ]`: where it holds, --use-kl-loss is True.',
+    f"KL=$(cat x)\n{SLIME} ${{KL:+--use-kl-loss}}": 'line 2, `! [ -n "$KL" ]`: where it holds, --use-kl-loss is False.',
+    f'case "$HOW" in kl) A=--use-kl-loss ;; esac\n{SLIME} ${{A:-}}': "line 1, `kl) A=--use-kl-loss ;;`: where it holds, --use-kl-loss is True.",
+    f"case $(uname) in L) A=--use-kl-loss ;; *) A= ;; esac\n{SLIME} $A": "line 1, `*) A= ;;`: where it holds, --use-kl-loss is False.",
+    f'if [ -z "$MODEL" ]; then exit 1; fi\n{SLIME}': 'line 1, `! [ -z "$MODEL" ]`: taken to hold.',
+    f"if [ -f x ]; then A=$KL; fi\n{SLIME} ${{A:+--kl-loss-coef $A}}": "--kl-loss-coef is $KL: $KL is not set",
+    f"{SLIME} $EXTRA_ARGS": "$EXTRA_ARGS is not set",
+    f"{SLIME} --eval-prompt-data a $DIR/b": "",
+    f'{SLIME} "$@"': "",
     f"{VERL} \\\n  # a comment\n  {ACTOR}use_kl_loss=True": f"line 3: {ACTOR}use_kl_loss=True is a command of its own",
-    f"{VERL} --config-name=mine": "mine is not here",
     f"{VERL} --config-name=ppo_megatron_trainer": "",
     f"python3 -m recipe.sppo.main_sppo {VERL.split()[-1]}": "recipe.sppo.main_sppo is launched",
 }
@@ -89,6 +108,27 @@ NOTES = {
 def test_what_a_script_leaves_open_is_said(text: str, tmp_path: Path) -> None:
     notes = settings(tmp_path, text)[1]
     assert NOTES[text] in notes if NOTES[text] else not notes
+
+
+def test_what_the_caller_gives_a_script(tmp_path: Path, capsys) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(f"{SLIME} --kl-loss-coef $COEF ${{COEF:+--use-kl-loss}} --eps-clip $1\n")
+    assert main([str(path)]) == 2
+    error = capsys.readouterr().err
+    assert "$COEF is not set" in error and "$1 is not set" in error
+    path.write_text(f"{SLIME} --kl-loss-coef $COEF ${{COEF:+--use-kl-loss}} --eps-clip $1 $2\n")
+    line = read(path, ["COEF=0.5", "0.1", "--calculate-per-token-loss"])
+    wanted = {"--kl-loss-coef": 0.5, "--eps-clip": 0.1, "--use-kl-loss": True}
+    assert not line.notes and {key: line.settings[key] for key in wanted} == wanted
+    assert line.settings["--calculate-per-token-loss"]
+    path.write_text(f'M=${{1:-}}\nif [ -z "$M" ]; then\n  exit 1\nfi\n{SLIME}\n')
+    assert main([str(path)]) == 2
+    assert "line 3 ends the script before a launch" in capsys.readouterr().err
+
+
+def test_more_combinations_than_are_read_are_said(tmp_path: Path) -> None:
+    tests = "".join(f"if [ -f x{i} ]; then A{i}=1; fi\n" for i in range(8))
+    assert "combinations: the others are not read" in settings(tmp_path, tests + SLIME)[1]
 
 
 def test_two_launch_lines_are_not_mixed(tmp_path: Path, capsys) -> None:

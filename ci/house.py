@@ -28,7 +28,7 @@ ORDER = (
 """The floors, from the ground up: a room imports from floors below its own."""
 CORE = ("config", "step", "loss", "head", "megatron")
 CEILINGS = {
-    "config": 1621,
+    "config": 1643,
     "head": 3076,
     "step": 3248,
     "loss": 3254,
@@ -41,13 +41,13 @@ CEILINGS = {
     "integrations": 3030,
     "explain": 998,
     "check": 3096,
-    "migrate": 1337,
+    "migrate": 1358,
     "cli": 56,
     "__main__": 7,
-    "core": 13480,
-    "package": 24439,
+    "core": 13502,
+    "package": 24482,
     "examples": 3963,
-    "tests": 37470,
+    "tests": 37514,
 }
 """The most lines that each part may have. `core` is the sum of `CORE` without `megatron/cpu`."""
 

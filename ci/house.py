@@ -47,7 +47,7 @@ CEILINGS = {
     "core": 13502,
     "package": 24482,
     "examples": 3963,
-    "tests": 37514,
+    "tests": 37800,
 }
 """The most lines that each part may have. `core` is the sum of `CORE` without `megatron/cpu`."""
 

@@ -28,7 +28,7 @@ ORDER = (
 """The floors, from the ground up: a room imports from floors below its own."""
 CORE = ("config", "step", "loss", "head", "megatron")
 CEILINGS = {
-    "config": 1621,
+    "config": 1643,
     "head": 3076,
     "step": 3248,
     "loss": 3254,
@@ -36,18 +36,18 @@ CEILINGS = {
     "exports": 58,
     "__init__": 20,
     "megatron": 2281,
-    "megatron/cpu": 373,
+    "megatron/cpu": 382,
     "critic": 649,
     "integrations": 3030,
     "explain": 998,
     "check": 3096,
-    "migrate": 1570,
+    "migrate": 1591,
     "cli": 56,
     "__main__": 7,
-    "core": 13480,
-    "package": 24672,
+    "core": 13502,
+    "package": 24724,
     "examples": 3963,
-    "tests": 37538,
+    "tests": 37868,
 }
 """The most lines that each part may have. `core` is the sum of `CORE` without `megatron/cpu`."""
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_pg.config.rows import did_you_mean
-from megatron_pg.config.settings_file import READ, text_of_words, words_of_file
+from megatron_pg.config.settings_file import READ, text_of_words, with_switches, words_of_file
 
 FIRST_WAIT_SECONDS, NEXT_WAIT_SECONDS = 5.0, 1.0
 """The wait of a node's rank 1 before it says a refusal, and how much longer each further rank waits."""
@@ -48,19 +48,20 @@ class ProgramParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse the presets, the words of the file and the words, in this order: the last one wins."""
+        actions = self._option_string_actions
         self.words = list(sys.argv[1:] if args is None else args)
-        if READ not in self._option_string_actions:
-            return super().parse_known_args([*self.presets, *self.words], namespace)
-        before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        before.add_argument(READ, dest="file")
-        if (file := before.parse_known_args(self.words)[0].file) is not None:
-            try:
-                read = words_of_file(Path(file), self._option_string_actions)
-            except ValueError as error:
-                self.error(str(error))
-            self.words = [*read, *self.words]
-        parsed = super().parse_known_args([*self.presets, *self.words], namespace)
-        if parsed[0].write_config is not None and os.environ.get("RANK", "0") == "0":
+        if READ in actions:
+            before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+            before.add_argument(READ, dest="file")
+            if (file := before.parse_known_args(self.words)[0].file) is not None:
+                try:
+                    self.words = [*words_of_file(Path(file), actions), *self.words]
+                except ValueError as error:
+                    self.error(str(error))
+        words = with_switches([*self.presets, *self.words], actions)
+        self.words = with_switches(self.words, actions)
+        parsed = super().parse_known_args(words, namespace)
+        if READ in actions and parsed[0].write_config and os.environ.get("RANK", "0") == "0":
             Path(parsed[0].write_config).write_text(text_of_words(self.words))
         return parsed
 

@@ -17,7 +17,8 @@ READ, WRITE = "--config", "--write-config"
 def add_settings_file_args(parser: argparse.ArgumentParser) -> None:
     """Add `--config` and `--write-config`; `config.program.ProgramParser` acts on them."""
     add = parser.add_argument_group("settings in a file").add_argument
-    add(READ, metavar="FILE", help="Read flags from a YAML file, such as `lr: 1e-5`. Flags win.")
+    told = "Read flags from a YAML file, such as `lr: 1e-5`. Flags win, and --no-X undoes a flag X."
+    add(READ, metavar="FILE", help=told)
     add(WRITE, metavar="FILE", help="Write the flags of this command, its --config's too, there.")
 
 
@@ -58,13 +59,33 @@ def _words(
         raise ValueError(f"{place} takes no value: expected true or false, found {value!r}")
     if value == "":
         raise ValueError(f"{place} has no value: leave the line out for the default")
-    if is_switch and value == "false":
-        has_off = isinstance(action, argparse.BooleanOptionalAction)
-        return [f"--no-{flag.removeprefix('--')}"] if has_off else []
-    if value == "true" and (is_switch or action is None):
+    if value == "true" and action is None:
         return [flag]
     # One word after a sign of equality: it may begin with a dash.
     return [flag, *value] if isinstance(value, list) else [f"{flag}={value}"]
+
+
+def with_switches(words: Sequence[str], actions: Mapping[str, argparse.Action]) -> list[str]:
+    """Carry out `--flag=true` and `--flag=false` of flags that take no value.
+
+    False takes back what stands before it. So does `--no-flag`, where the parser has no such flag.
+    """
+    kept: list[str] = []
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if word not in actions and word.startswith("--no-") and not equals:
+            flag, equals, value = word.replace("--no-", "--", 1), "=", "false"
+        action = actions.get(flag)
+        if not equals or action is None or action.nargs != 0 or value not in ("true", "false"):
+            kept.append(word)
+        elif value == "true":
+            kept.append(flag)
+        elif isinstance(action, argparse.BooleanOptionalAction):
+            has_no = flag.startswith("--no-")
+            kept += [o for o in action.option_strings if o.startswith("--no-") != has_no][:1]
+        else:
+            kept = [each for each in kept if each not in action.option_strings]
+    return kept
 
 
 def settings_of_words(words: Sequence[str]) -> dict[str, Any]:

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_pg.config.program import ProgramParser
+from megatron_pg.config.settings_file import WRITE, text_of_words
 from megatron_pg.loss.aggregation import AGGREGATIONS
-from megatron_pg.migrate.line import read
-from megatron_pg.migrate.report import lines
+from megatron_pg.migrate.line import Line, read
+from megatron_pg.migrate.report import here, lines, wanted
 from megatron_pg.migrate.rows import TRAINERS
 
 EPILOG = """\
@@ -39,13 +40,25 @@ def main(arguments: Sequence[str]) -> int:
             expected = "expected a finite number above 0"
             raise ValueError(f"--loss-aggregation-divisor is {divisor:g}: {expected}")
         line = read(options.file, words, options.trainer)
-        print("\n".join(lines(line, options)))
+        report = lines(line, options)
+        if options.target is not None:
+            report += ["", _write(line, options)]
+        print("\n".join(report))
         if passed := line.passed:
             print(f"\nNot read, as not about the loss: {' '.join(passed)}")
     except (ValueError, ImportError, OSError) as error:
         print(f"megatron-pg migrate: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _write(line: Line, options: argparse.Namespace) -> str:
+    """Write the flags of this package for a launch line as the YAML that `--config` reads, and say so."""
+    flags, _ = here(line.trainer, line.settings, *wanted(line, options))
+    if "<L>" in flags:
+        raise ValueError(f"{WRITE}: give --loss-aggregation-divisor, which the line does not say")
+    options.target.write_text(text_of_words(flags.split()))
+    return f"{options.target} has these flags: --config {options.target} reads them"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -67,6 +80,8 @@ def build_parser() -> argparse.ArgumentParser:
     lengths = "Active tokens of each rollout of a step, for numbers."
     add("--lengths", type=_lengths, default=(), metavar="L,L,...", help=lengths)
     add("--group-size", type=int, default=1, metavar="N", help="Rollouts of a prompt. Default: 1.")
+    told = "Write the flags of this package for it there, as the YAML that --config reads."
+    add(WRITE, type=Path, metavar="FILE", dest="target", help=told)
     return parser
 
 

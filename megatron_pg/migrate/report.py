@@ -64,15 +64,21 @@ def effective(term: Term, policy: Term, lengths: Sequence[int], group_size: int)
     return f"{text} = {numbers} for {', '.join(map(str, lengths))} tokens"
 
 
-def lines(line: Line, options: Any) -> list[str]:
-    """Write the report of a launch line, under the command's own options."""
-    trainer, given = line.trainer, line.settings
-    terms = trainer.terms(given)
+def wanted(line: Line, options: Any) -> tuple[list[Term], str, float | None]:
+    """Return the terms of a launch line, and the aggregation and divisor that are wanted, the line's own by default."""
+    terms = line.trainer.terms(line.settings)
     mode = options.loss_aggregation or terms[0].aggregation
     mode = mode if mode in AGGREGATIONS else "sample_mean"
     divisor = options.loss_aggregation_divisor or terms[0].divisor
     if terms[0].aggregation == "constant":
         terms[0] = terms[0]._replace(divisor=terms[0].divisor or divisor)
+    return terms, mode, divisor
+
+
+def lines(line: Line, options: Any) -> list[str]:
+    """Write the report of a launch line, under the command's own options."""
+    trainer, given = line.trainer, line.settings
+    terms, mode, divisor = wanted(line, options)
     policy, active = terms[0], [term for term in terms[1:] if term.coefficient]
     found = [f"{trainer.name}, as in {trainer.source}", "", "What it computes"]
     for term in terms:

@@ -1,6 +1,8 @@
 """The docs' tables that are read off parsers and rows. `python -m tests.fast.tables` rewrites them."""
 
 import argparse
+import re
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,10 @@ from megatron_pg.critic.settings import CriticConfig, add_critic_args
 from megatron_pg.loss import AGGREGATIONS, CORRECTIONS, KL_ESTIMATES, METRICS, OBJECTIVES
 from megatron_pg.loss.metric_table import DERIVED
 from megatron_pg.migrate.line import OTHERS
+from megatron_pg.migrate.rows import TRAINERS, Term
 
+OURS = "megatron_pg_"
+"""What the names of this package begin with among those of another trainer."""
 DOCS = Path(__file__).parents[2] / "docs"
 Lines = list[tuple[str, ...]]
 """The cells of a table's lines, its head first."""
@@ -21,6 +26,81 @@ FORMULAS = {
     KL_ESTIMATES.field: "divergence-and-entropy",
 }
 """The section of docs/objectives.md that has the formulas of a field's choices."""
+
+
+TEXT = set(
+    """
+    where else as in is tokens with sequences drop others outside clamped to by the sign of and for
+""".split()
+)
+"""Words of a formula that are no mathematics."""
+CALLS = {
+    "(": ("(", ")"),
+    "[": ("[", "]"),
+    "{": ("{", "}"),
+    "^(": ("^{", "}"),
+    "sqrt(": (r"\sqrt{", "}"),
+    "abs(": (r"\lvert ", r"\rvert "),
+    "1/(": (r"\frac{1}{", "}"),
+}
+SYMBOLS = {
+    "*": r"\cdot",
+    "+-": r"\pm",
+    ">=": r"\ge",
+    "<=": r"\le",
+    "tau": r"\tau",
+    "lam": r"\lambda",
+    "log_prob": r"\log p",
+    "rollout_log_prob": r"\log p_{\text{rollout}}",
+    "p_old": r"p_{\text{old}}",
+    "1/N": r"\frac{1}{N}",
+    "1/P": r"\frac{1}{P}",
+    "1/max(T, 1)": r"\frac{1}{\max(T, 1)}",
+} | {name: rf"\{name}" for name in ("min", "max", "exp", "log")}
+CUT = r"\0[^\0]+\0"
+WORD = re.compile(r"1/max\(T, 1\)|1/\w|1/\(|\^\(|(?:sqrt|abs)\(|[A-Za-z]\w*|[\d.]*\d|\+-|[<>]=|\S")
+
+
+def typeset(formula: str) -> str:
+    """A row's formula as TeX between dollars, its words as text; what is called by Python stays code."""
+    if "->" in formula:
+        return f"`{formula}`"
+    found = ""
+    for part in re.split(f"({CUT})", _typeset(iter(WORD.findall(formula)), "")):
+        tight = re.sub(r"(?<!\w) | (?!\w)", "", part.strip())  # TeX spaces by itself
+        found += part[1:-1] if part.startswith("\0") else f" ${tight}$" if tight else ""
+    return found.strip()
+
+
+def _typeset(words: Iterator[str], end: str, is_index: bool = False) -> str:
+    """The words up to a closing bracket; outside of all brackets, what is no mathematics between \\0."""
+    found = ""
+    for word in words:
+        if word == end:
+            break
+        if word in CALLS:
+            before, after = CALLS[word]
+            inner = _typeset(words, ")" if word[-1] == "(" else after, word == "{")
+            found += f"{before}{inner}{after} "
+        elif not end and word in (",", ";"):
+            found += f"\0{word}\0"
+        elif not end and word in TEXT:
+            found += f"\0 {word}\0"
+        else:
+            found += (r"\in" if is_index and word == "in" else _symbol(word)) + " "
+    return found.strip(" ")
+
+
+def _symbol(word: str) -> str:
+    if word in SYMBOLS or not re.match(r"[A-Za-z]", word):
+        return SYMBOLS.get(word, word)
+    if match := re.fullmatch(r"(sum|mean)(_\w?)?", word):
+        return (r"\sum" if match[1] == "sum" else r"\operatorname{mean}") + (match[2] or "")
+    if re.fullmatch(r"[A-Za-z](_\w)?", word):
+        return word
+    if word in ("clip", "clamp", "sg", "sigmoid", "D"):
+        return rf"\operatorname{{{word}}}"
+    return rf"\texttt{{{word}}}" if "_" in word else rf"\text{{{word}}}"
 
 
 def flags(add_args: Any, config: type[Any]) -> Lines:
@@ -46,7 +126,7 @@ def rows(table: Any, meaning: str) -> Lines:
     lines: Lines = [(head, meaning, "about", "reads")]
     for row in table.values():
         name = f"`{getattr(row, head)}`" + " (default)" * (row.name == default)
-        lines.append((name, f"`{row.formula}`", row.about, ", ".join(row.inputs)))
+        lines.append((name, typeset(row.formula), row.about, ", ".join(row.inputs)))
     return lines
 
 
@@ -64,18 +144,92 @@ def metrics() -> Lines:
     return lines
 
 
-def their_words() -> Lines:
-    """One line a setting of another trainer that `migrate` knows and that is in no table of its own."""
+def words_of(name: str) -> Lines:
+    """One line a setting of a trainer that `migrate` reads; then those of the same name, and those without a flag here."""
+    trainer, same, none = TRAINERS[name], [], []
+    lines: Lines = [("its setting", "here")]
+    for key, row in trainer.settings.items():
+        values = row.get("choices", ["false", "true"] if row["kind"] == "flag" else [])
+        terms = [trainer.terms(trainer.read({key: value}))[0] for value in values]
+        if (
+            row.get("here") == ""
+            and key != "--loss-aggregation"
+            and len({term.aggregation for term in terms}) > 1
+        ):
+            lines += [(f"{key}={v}", flags_of(t)) for v, t in zip(values, terms, strict=True)]
+        for setting, words in words_here(key, row.get("here", False)):
+            if words == key:
+                same.append(f"`{key}`")
+            elif words:
+                lines.append((setting, words))
+            elif words is None:
+                none.append(f"`{short(key)}`")
+    lines = [lines[0], *((f"`{short(s)}`", f"`{w}`") for s, w in lines[1:] if OURS not in s)]
+    return [
+        *lines,
+        *(
+            (", ".join(names), what)
+            for names, what in ((same, "the same"), (none, "no flag"))
+            if names
+        ),
+    ]
+
+
+def words_here(key: str, own: Any) -> Iterator[tuple[str, str | None]]:
+    """The words for a setting's values by `here` of its row: as they are by default, else under the last condition."""
+    if own is False:
+        yield key, None
+    elif isinstance(own, str):
+        yield key, own
+    elif isinstance(own, dict):
+        words = {
+            each: [value for value in own if own[value] == each and OURS not in value]
+            for each in own.values()
+        }
+        for each, values in words.items():
+            named = values and values[0] not in ("True", "*")
+            yield (f"{key}={', '.join(values)}" if named else key), (each if values else "")
+    else:
+        cases = [(condition, case) for condition, case in own if case]
+        of_key = [case for case in cases if case[0].startswith(f"{key}=")]
+        for condition, case in of_key:
+            yield from words_here(condition, case)
+        if cases and not (of_key and cases[-1][0]):
+            yield from words_here(key, cases[-1][1])
+
+
+def flags_of(term: Term) -> str:
+    if term.aggregation == "token_sum":
+        return "none"
+    divisor = f" --loss-aggregation-divisor {'1' if term.divisor == 1 else 'L'}"
+    return f"--loss-aggregation {term.aggregation}" + divisor * (term.aggregation == "constant")
+
+
+def short(key: str) -> str:
+    """The last part of a key, which a search of the site finds."""
+    name, equals, value = key.partition("=")
+    return name.split(".")[-1] + equals + value
+
+
+def other_words(*names: str) -> Lines:
+    """One line a setting of trainers that `migrate` knows by their words alone; all but `names` if none is given."""
     lines: Lines = [("trainer", "its setting", "here")]
     for name, other in OTHERS.items():
-        for word, meaning in other["words"].items():
-            lines.append((name, f"`{word}`", meaning))
-            name = ""
-    return lines
+        if name in names if names else name not in ("TRL", "Fast-LLM"):
+            for word, meaning in other["words"].items():
+                is_flag = meaning.startswith("--")
+                lines.append((name, f"`{word}`", f"`{meaning}`" if is_flag else meaning))
+                name = ""
+    return [line[1:] for line in lines] if names else lines
 
 
 TABLES = {
-    "their words": ("migrating.md", their_words),
+    "verl words": ("their_words.md", partial(words_of, "verl")),
+    "slime words": ("their_words.md", partial(words_of, "slime")),
+    "NeMo-RL words": ("their_words.md", partial(words_of, "nemo-rl")),
+    "TRL words": ("their_words.md", partial(other_words, "TRL")),
+    "Fast-LLM words": ("their_words.md", partial(other_words, "Fast-LLM")),
+    "other words": ("their_words.md", other_words),
     "flags": ("flags.md", partial(flags, add_policy_loss_args, PolicyLossConfig)),
     "critic flags": ("flags.md", partial(flags, add_critic_args, CriticConfig)),
     "planning flags": ("flags.md", partial(flags, add_planning_args, PlanningConfig)),

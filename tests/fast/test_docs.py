@@ -6,11 +6,9 @@ block that only the test sees, for what a snippet takes as given. Blocks of othe
 `bash` block of one `megatron-pg explain` or `migrate` command whose output follows as a `text` block.
 """
 
-import os
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
 from itertools import pairwise
@@ -30,7 +28,8 @@ from tests.fast.refusals import assert_words
 
 ROOT = Path(__file__).parents[2]
 RECORDS = sorted(ROOT.glob("docs/records/*.md"))
-PAGES = sorted([*ROOT.glob("README.md"), *ROOT.glob("docs/*.md"), *RECORDS])
+API = sorted(ROOT.glob("docs/api/*.md"))
+PAGES = sorted([*ROOT.glob("README.md"), *ROOT.glob("docs/*.md"), *API, *RECORDS])
 USER_PAGES = [ROOT / "CONTRIBUTING.md", *(page for page in PAGES if page not in RECORDS)]
 FENCE = re.compile(r"(?ms)^```(\w+)[^\n]*\n(.*?)^```$|^<!-- (python)\n(.*?)^-->$")
 FILE_NAME = re.compile(r"# (\w+\.py)$", re.MULTILINE)
@@ -41,7 +40,7 @@ LAUNCH_LINE = (
 """What a page's script was started with: as much as Megatron's own parser asks for."""
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 WORDS = 30_000
-"""The most words of the user's pages together; `wc -w docs/*.md README.md CONTRIBUTING.md` counts them."""
+"""The most words of the user's pages together; `wc -w docs/*.md docs/api/*.md README.md CONTRIBUTING.md` counts them."""
 
 
 def blocks(page: Path) -> list[tuple[str, str, int]]:
@@ -140,25 +139,11 @@ def test_the_zigzag_figure_can_be_drawn():
     assert (ROOT / "docs/figures/zigzag.png").exists()
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that a strict build writes."""
-    for package in ("mkdocs", "mkdocstrings", "mike", "jupyter_server_mathjax"):
-        pytest.importorskip(package)
-    config, environment = str(ROOT / "mkdocs.yml"), {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    folder = tmp_path_factory.mktemp("site")
-    # --quiet would hide what is strict.
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", config, "-d", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    return folder
-
-
 def test_the_site_builds(site):
     """Every page with a next or a previous one, its source to edit, and a switch for the dark."""
-    pages = sorted(site.glob("*/index.html"))
+    pages = sorted([*site.glob("*/index.html"), *site.glob("api/*/index.html")])
     stems = {page.stem for page in USER_PAGES} - {"README", "CONTRIBUTING", "index"}
-    assert {page.parent.name for page in pages} >= stems | {"records"}
+    assert {page.parent.name for page in pages} >= stems | {"records", "api"}
     assert (site / "records/matrix/index.html").exists()
     for page in pages:
         words = 'md-footer__link | /edit/main/docs/ | data-md-color-scheme="slate"'
@@ -187,7 +172,7 @@ def test_the_site_links_papers_and_shows_no_backslash_in_flags(site):
 
 def test_the_reference_has_all_that_is_exported(site):
     """By its docstrings: no name is without one, and the sections of an argument list are tables."""
-    html = (site / "api/index.html").read_text()
+    html = "".join(page.read_text() for page in site.glob("api/*/index.html"))
     for module in (megatron_pg_package, megatron_pg_megatron, megatron_pg_critic, rollout_files):
         for name in module.__all__:
             assert f'id="{module.__name__}.{name}"' in html, name

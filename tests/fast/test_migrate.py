@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from megatron_pg import add_policy_loss_args, validate_policy_loss_args
+from megatron_pg.config.program import ProgramParser
+from megatron_pg.config.settings_file import add_settings_file_args
 from megatron_pg.integrations.reducers import HOOKS
 from megatron_pg.migrate import main
 from megatron_pg.migrate.line import Line, read
@@ -96,6 +98,28 @@ def test_what_a_line_computes(line: str) -> None:
 
 ADAPTIVE = "algorithm.use_kl_in_reward=true algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.target_kl=0.05"
 NO_STD = "algorithm.norm_adv_by_std_in_grpo=False"
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_the_flags_of_a_line_are_written_as_a_settings_file(line, run, tmp_path) -> None:
+    """The file means what the flags mean that are printed."""
+    target = tmp_path / "run.yaml"
+    run(line, f"--loss-aggregation-divisor 7 --write-config {target}")
+    printed = run(line, "--loss-aggregation-divisor 7").split("script of this package\n")[1]
+    parser = add_policy_loss_args(ProgramParser(allow_abbrev=False))
+    add_settings_file_args(parser)
+    parser.add_argument("--advantage")
+    of_flags = vars(parser.parse_args(printed.splitlines()[0].split()))
+    of_file = vars(parser.parse_args(["--config", str(target)]))
+    assert of_file == of_flags | {"config": str(target)}
+
+
+def test_a_settings_file_needs_the_divisor(run, tmp_path) -> None:
+    said = run(f"{VERL} {MODE}=megatron_pg_constant", f"--write-config {tmp_path}/a.yaml", 2)
+    assert "--write-config: give --loss-aggregation-divisor" in said
+    assert not list(tmp_path.iterdir())
+
+
 OFF = {
     SLIME: "Where it is off\n  - nowhere that is known",
     f"{SLIME} {PER_TOKEN}": "T / (T + Z)",

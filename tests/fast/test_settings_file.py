@@ -67,6 +67,26 @@ def test_flags_win_on_both_sides_of_the_file(file):
     assert args == settings(WORDS) | changed
 
 
+@pytest.mark.parametrize("undo", ["--no-use-tis", "--use-tis=false"])
+def test_a_flag_undoes_a_switch_of_the_file(undo, file, tmp_path):
+    """Also where it stands before the file; and the file that is written does not have it."""
+    target = tmp_path / "resolved.yaml"
+    expected = settings(WORDS) | {"use_tis": False, "bias": True, "shuffle": True}
+    undone = [undo, "--no-bias=false", "--no-shuffle=false"]
+    for words in (["--config", str(file), *undone], [*undone, "--config", str(file)]):
+        assert settings([*words, "--write-config", str(target)]) == expected
+        assert settings(["--config", str(target)]) == expected
+        assert "use-tis" not in target.read_text()
+    assert settings([*undone, "--use-tis", "--config", str(file)])["use_tis"]
+
+
+def test_a_flag_that_takes_a_value_is_not_undone(file, capsys):
+    for words in ("--no-eps-clip", "--no-use-tis=true"):
+        with pytest.raises(SystemExit):
+            parser().parse_args(["--config", str(file), *words.split()])
+        assert_words(f"unrecognized arguments: {words}", capsys.readouterr().err)
+
+
 def test_what_is_written_means_the_same(file, tmp_path):
     target = tmp_path / "resolved.yaml"
     flags = ["--eps-clip", "0.3", "--lengths", "4"]

@@ -108,12 +108,12 @@ def set_parameters(model: Any) -> None:
                 model.config.moe_router_topk < model.config.num_moe_experts
             ):
                 # Each expert makes another step along the loss's pull: a router's gradient comes from the difference
-                # between experts.
+                # between experts. All step one way: steps that cancel would cost the norm before them digits.
                 step = 0.1
                 if "linear_fc2" in shard.name:
-                    number = int(shard.name.split(".local_experts.")[1].split(".")[0])
-                    middle = (model.config.num_moe_experts - 1) / 2
-                    step = 0.02 * (number - middle) * _direction(PULL, whole.shape[0]).unsqueeze(1)
+                    place = 1 + int(shard.name.split(".local_experts.")[1].split(".")[0])
+                    size = 0.1 * place / model.config.num_moe_experts
+                    step = size * _direction(PULL, whole.shape[0]).unsqueeze(1)
                 whole += step / math.sqrt(whole.shape[1])
             elif "router" in shard.name:
                 # The router ignores the tokens' common directions, so that every expert gets tokens.

@@ -30,9 +30,9 @@ CORE = ("config", "step", "loss", "head", "megatron")
 CEILINGS = {
     "config": 1621,
     "head": 3076,
-    "step": 3248,
+    "step": 3269,
     "loss": 3254,
-    "rollout_files": 1335,
+    "rollout_files": 1579,
     "exports": 58,
     "__init__": 20,
     "megatron": 2281,
@@ -44,10 +44,10 @@ CEILINGS = {
     "migrate": 1337,
     "cli": 56,
     "__main__": 7,
-    "core": 13480,
-    "package": 24439,
-    "examples": 3963,
-    "tests": 37470,
+    "core": 13501,
+    "package": 24704,
+    "examples": 3964,
+    "tests": 37702,
 }
 """The most lines that each part may have. `core` is the sum of `CORE` without `megatron/cpu`."""
 

@@ -94,8 +94,10 @@ def stream(path: Path, docs_per_step: int, num_ranks: int) -> dict[str, float]:
     }
 
 
-def read_on_rank(rank: int, size: int, store: str, path: Path, count: int, found: Any) -> None:
-    """Pull all of a rank's rows: alone, and then with the others."""
+def read_on_rank(
+    rank: int, size: int, is_shared: bool, store: str, path: Path, count: int, found: Any
+) -> None:
+    """Pull all of a rank's rows, alone or with the others."""
     import torch
     import torch.distributed as dist
 
@@ -103,34 +105,33 @@ def read_on_rank(rank: int, size: int, store: str, path: Path, count: int, found
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
-    for group in (None, dist.group.WORLD):
-        place: Any = {"data_parallel_rank": rank, "data_parallel_size": size}
-        before, start, num_samples = peak_mebibytes(), time.process_time(), 0
-        source = RolloutFiles([path], reading_group=group, **place)
-        while source.position.file < 1:
-            num_samples += len(source.pull(count))
-        seconds = time.process_time() - start
-        found.put((group is not None, num_samples, seconds, peak_mebibytes() - before))
-        dist.barrier()
+    place: Any = {"data_parallel_rank": rank, "data_parallel_size": size}
+    before, start, num_samples = peak_mebibytes(), time.process_time(), 0
+    source = RolloutFiles([path], reading_group=dist.group.WORLD if is_shared else None, **place)
+    while source.position.file < 1:
+        num_samples += len(source.pull(count))
+    seconds = time.process_time() - start
+    found.put((num_samples, seconds, peak_mebibytes() - before))
+    dist.barrier()
     dist.destroy_process_group()
 
 
-def read_together(path: Path, num_ranks: int, count: int) -> dict[bool, list[tuple[Any, ...]]]:
-    """Return samples, seconds and MiB of each rank, by whether the ranks read together."""
+def read_together(
+    path: Path, num_ranks: int, is_shared: bool, count: int
+) -> list[tuple[int, float, float]]:
+    """Return samples, seconds and MiB of each rank."""
     context = multiprocessing.get_context("fork")
-    found, store = context.Queue(), str(path.with_suffix(".store"))
-    arguments = (num_ranks, store, path, count, found)
+    found, store = context.Queue(), str(path.with_suffix(f".store{is_shared}"))
+    arguments = (num_ranks, is_shared, store, path, count, found)
     ranks = [
         context.Process(target=read_on_rank, args=(rank, *arguments)) for rank in range(num_ranks)
     ]
     for process in ranks:
         process.start()
-    rows = [found.get() for _ in range(2 * num_ranks)]
+    rows = [found.get() for _ in range(num_ranks)]
     for process in ranks:
         process.join()
-    return {
-        is_shared: [row[1:] for row in rows if row[0] == is_shared] for is_shared in (False, True)
-    }
+    return rows
 
 
 def main_together(args: argparse.Namespace) -> None:
@@ -150,7 +151,8 @@ def main_together(args: argparse.Namespace) -> None:
                 write_json_lines(path, args.samples)
             else:
                 write_parquet(path, args.samples, group_size)
-            found = read_together(path, args.ranks, args.docs_per_step // args.ranks)
+            count = args.docs_per_step // args.ranks
+            found = {way: read_together(path, args.ranks, way, count) for way in (False, True)}
         for is_shared, rows in found.items():
             samples, seconds, mebibytes = zip(*rows, strict=True)
             assert sum(samples) == args.samples

@@ -30,7 +30,7 @@ CORE = ("config", "step", "loss", "head", "megatron")
 CEILINGS = {
     "config": 1621,
     "head": 3076,
-    "step": 3269,
+    "step": 3272,
     "loss": 3254,
     "rollout_files": 1579,
     "exports": 58,
@@ -44,10 +44,10 @@ CEILINGS = {
     "migrate": 1337,
     "cli": 56,
     "__main__": 7,
-    "core": 13501,
-    "package": 24704,
+    "core": 13504,
+    "package": 24707,
     "examples": 3964,
-    "tests": 37702,
+    "tests": 37824,
 }
 """The most lines that each part may have. `core` is the sum of `CORE` without `megatron/cpu`."""
 

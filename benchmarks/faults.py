@@ -309,7 +309,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=64)
     parser.add_argument("--timeout", type=float, default=30.0, help="of the process group")
-    parser.add_argument("--wait", type=float, default=absent.WAIT_SECONDS)
+    parser.add_argument("--wait", type=float, default=5 * absent.POLL_SECONDS)
     parser.add_argument("--only", nargs="*", default=list(CASES))
     parser.add_argument("--plain", action="store_true", help="without the names of absent ranks")
     args = parser.parse_args()

@@ -1,9 +1,10 @@
 """Peak memory and speed of streaming rollout files, beside the size of the file. One core, no accelerator.
 
-    python -m benchmarks.rollout_files [--samples 1000000] [--docs-per-step 512] [--ranks 8]
+    python -m benchmarks.rollout_files [--samples 1000000] [--docs-per-step 512] [--ranks 8] [--together]
 
 Files of two sizes, the larger ten times the smaller, are written and streamed step by step, each in a process of its
-own. Memory that is that of a window does not grow with the file.
+own. Memory that is that of a window does not grow with the file. `--together` runs all ranks over gloo, as they read each by
+itself and as a reading group; seconds are of the processor's clock.
 """
 
 import argparse
@@ -44,8 +45,8 @@ def write_json_lines(path: Path, num_samples: int) -> None:
             file.write(f'{lines[row % ROWS_PER_BATCH]}, "group_index": {group}}}\n')
 
 
-def write_parquet(path: Path, num_samples: int) -> None:
-    """In one row group, which is what most writers make of a file of this size."""
+def write_parquet(path: Path, num_samples: int, row_group_size: int | None = None) -> None:
+    """In one row group, which is what most writers make of a file of this size, where nothing else is said."""
     import pyarrow as pa
     import pyarrow.parquet
 
@@ -56,7 +57,7 @@ def write_parquet(path: Path, num_samples: int) -> None:
     pa.parquet.write_table(
         table.append_column("group_index", groups),
         path,
-        row_group_size=num_samples,
+        row_group_size=row_group_size or num_samples,
         write_page_checksum=True,
     )
 
@@ -93,12 +94,85 @@ def stream(path: Path, docs_per_step: int, num_ranks: int) -> dict[str, float]:
     }
 
 
+def read_on_rank(
+    rank: int, size: int, is_shared: bool, store: str, path: Path, count: int, found: Any
+) -> None:
+    """Pull all of a rank's rows, alone or with the others."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_pg.rollout_files import RolloutFiles
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+    place: Any = {"data_parallel_rank": rank, "data_parallel_size": size}
+    before, start, num_samples = peak_mebibytes(), time.process_time(), 0
+    source = RolloutFiles([path], reading_group=dist.group.WORLD if is_shared else None, **place)
+    while source.position.file < 1:
+        num_samples += len(source.pull(count))
+    seconds = time.process_time() - start
+    found.put((num_samples, seconds, peak_mebibytes() - before))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def read_together(
+    path: Path, num_ranks: int, is_shared: bool, count: int
+) -> list[tuple[int, float, float]]:
+    """Return samples, seconds and MiB of each rank."""
+    context = multiprocessing.get_context("fork")
+    found, store = context.Queue(), str(path.with_suffix(f".store{is_shared}"))
+    arguments = (num_ranks, is_shared, store, path, count, found)
+    ranks = [
+        context.Process(target=read_on_rank, args=(rank, *arguments)) for rank in range(num_ranks)
+    ]
+    for process in ranks:
+        process.start()
+    rows = [found.get() for _ in range(num_ranks)]
+    for process in ranks:
+        process.join()
+    return rows
+
+
+def main_together(args: argparse.Namespace) -> None:
+    import megatron_pg.rollout_files  # noqa: F401  # once, before the ranks are forked
+
+    print(
+        f"{args.ranks} ranks, {args.samples} rows, {args.docs_per_step} rows a pull over all ranks"
+    )
+    print(
+        "| file | row group | ranks read | s of the slowest rank | s of all ranks | most MiB added |"
+    )
+    print("|---|---|---|---|---|---|")
+    for suffix, group_size in ((".jsonl", None), (".parquet", None), (".parquet", 1000)):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / f"rollouts{suffix}"
+            if suffix == ".jsonl":
+                write_json_lines(path, args.samples)
+            else:
+                write_parquet(path, args.samples, group_size)
+            count = args.docs_per_step // args.ranks
+            found = {way: read_together(path, args.ranks, way, count) for way in (False, True)}
+        for is_shared, rows in found.items():
+            samples, seconds, mebibytes = zip(*rows, strict=True)
+            assert sum(samples) == args.samples
+            print(
+                f"| {suffix[1:]} | {group_size or ('all' if suffix == '.parquet' else '')} "
+                f"| {'together' if is_shared else 'each all'} | {max(seconds):.2f} | {sum(seconds):.2f} "
+                f"| {max(mebibytes):.0f} |",
+                flush=True,
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--samples", type=int, default=1_000_000)
     parser.add_argument("--docs-per-step", type=int, default=512)
     parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--together", action="store_true")
     args = parser.parse_args()
+    if args.together:
+        return main_together(args)
     context = multiprocessing.get_context("spawn")
     print(f"rank 0 of {args.ranks}, {args.docs_per_step} documents a step over all ranks")
     print("| file | rows | MiB | samples of the rank | most held | peak MiB added | rows/s |")

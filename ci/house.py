@@ -30,9 +30,9 @@ CORE = ("config", "step", "loss", "head", "megatron")
 CEILINGS = {
     "config": 1643,
     "head": 3076,
-    "step": 3248,
+    "step": 3272,
     "loss": 3254,
-    "rollout_files": 1335,
+    "rollout_files": 1579,
     "exports": 58,
     "__init__": 20,
     "megatron": 2281,
@@ -44,10 +44,10 @@ CEILINGS = {
     "migrate": 1591,
     "cli": 56,
     "__main__": 7,
-    "core": 13502,
-    "package": 24724,
-    "examples": 3963,
-    "tests": 37868,
+    "core": 13526,
+    "package": 24992,
+    "examples": 3964,
+    "tests": 38222,
 }
 """The most lines that each part may have. `core` is the sum of `CORE` without `megatron/cpu`."""
 

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 
 from megatron_pg.head.ragged import Ragged, offsets_of
-from megatron_pg.rollout_files.schema import READ, ParseRow, Row
+from megatron_pg.rollout_files.schema import READ, ParseRow, Piece, Row
 
 try:
     import pyarrow as pa
@@ -60,6 +61,28 @@ def _has_page_checksums(path: Path, file: Any) -> bool:
 
 def open_parquet(path: Path, start: int) -> tuple[int, Iterator[ParseRow]]:
     """Return the number of rows before the row group of row `start`, and the rows from there on."""
+    file, names = _open(path)
+    passed, groups = 0, list(range(file.num_row_groups))
+    while groups and passed + (size := file.metadata.row_group(groups[0]).num_rows) <= start:
+        passed += size
+        groups.pop(0)
+    return passed, _decoded(path, file, groups, names)
+
+
+def row_groups_of(path: Path) -> Iterator[Piece]:
+    """Yield the row groups of a file, each to be opened by itself."""
+
+    def opened(group: int) -> tuple[int, Iterator[ParseRow]]:
+        file, names = _open(path)
+        return file.metadata.row_group(group).num_rows, _decoded(path, file, [group], names)
+
+    with _naming(path), pa.parquet.ParquetFile(path) as file:
+        num_groups = file.num_row_groups
+    yield from (functools.partial(opened, group) for group in range(num_groups))
+
+
+def _open(path: Path) -> tuple[Any, list[str]]:
+    """Open a file, and list its columns that are read."""
     with _naming(path):
         # Columns are read as they are decoded; otherwise those of a whole row group are held in memory first.
         file = pa.parquet.ParquetFile(
@@ -79,22 +102,28 @@ def open_parquet(path: Path, start: int) -> tuple[int, Iterator[ParseRow]]:
                 "pyarrow.parquet.write_table(..., write_page_checksum=True) (said once)",
                 path,
             )
-    passed, groups = 0, list(range(file.num_row_groups))
-    while groups and passed + (size := file.metadata.row_group(groups[0]).num_rows) <= start:
-        passed += size
-        groups.pop(0)
-    return passed, _decoded(path, file, groups, names)
+    return file, names
 
 
 def _decoded(path: Path, file: Any, groups: list[int], names: list[str]) -> Iterator[ParseRow]:
     with file, _naming(path):
         for batch in file.iter_batches(BATCH_ROWS, groups, names, use_threads=False):
-            yield from (functools.partial(_row, batch, index) for index in range(batch.num_rows))
+            yield from (_BatchRow(batch, index) for index in range(batch.num_rows))
 
 
-def _row(batch: Any, index: int) -> Row:
-    columns = zip(batch.schema.names, batch.columns, strict=True)
-    return {name: _value(column[index]) for name, column in columns}
+@dataclass(frozen=True)
+class _BatchRow:
+    """The parser of a row of a decoded batch. To another rank it travels as the row, without the others of the batch."""
+
+    batch: Any
+    number: int
+
+    def __call__(self) -> Row:
+        columns = zip(self.batch.schema.names, self.batch.columns, strict=True)
+        return {name: _value(column[self.number]) for name, column in columns}
+
+    def __reduce__(self) -> Any:
+        return functools.partial, (dict, self())
 
 
 def _value(value: Any) -> Any:

@@ -3,13 +3,16 @@
 import functools
 import itertools
 import logging
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import torch.distributed as dist
 
 from megatron_pg.config.planning import OnBadRow, PlanningConfig
 from megatron_pg.rollout_files.reader import FileAccount, account_of, files_of, is_json, open_rows
 from megatron_pg.rollout_files.schema import OPTIONAL_FIELDS, ParseRow, RowError, sample_of_row
+from megatron_pg.rollout_files.sharing import PlacedRow, SharedReading
 from megatron_pg.step.ids import with_distinct_ids
 from megatron_pg.step.sample import Sample
 
@@ -34,8 +37,8 @@ class RolloutPosition:
 class RolloutFiles:
     """One data-parallel rank's share of the samples of rollout files; a `SampleSource`.
 
-    Row i of the stream, counted from where this run began, belongs to rank i modulo the number of ranks. Every rank reads
-    all files and parses its own rows. The rows that were pulled are all that it holds in memory.
+    Row i of the stream, counted from where this run began, belongs to rank i modulo the number of ranks, which parses it.
+    Without a `reading_group` every rank reads all files, and holds in memory the rows that were pulled alone.
 
     Args:
         paths: Parquet and JSON Lines files, read in this order; of a directory, all in it by name.
@@ -45,6 +48,9 @@ class RolloutFiles:
             `PolicyLossConfig.required_sample_fields`.
         vocab_size: token ids must be below it; None leaves them unchecked.
         distinct_ids: each file numbers its groups and rollouts from 0: those of two files are two (`--distinct-ids file`).
+        reading_group: the ranks that read the files together, every row once; all of them must call `pull` alike. At least one
+            of each data-parallel rank, and best of all the job. A rank then holds a piece of the files, a row group of Parquet
+            as far as it is decoded, or 1 MiB of JSON Lines, beside the rows that were pulled. None: this rank alone.
 
     Raises:
         ValueError: no files, a file of another kind or compressed, a folder named as a file, or settings out of range.
@@ -63,6 +69,7 @@ class RolloutFiles:
         required_fields: Collection[str] = (),
         vocab_size: int | None = None,
         distinct_ids: bool = False,
+        reading_group: dist.ProcessGroup | None = None,
     ) -> None:
         # Checks the flags; files have no budget.
         PlanningConfig(1, rollout_files=tuple(map(str, paths)), on_bad_row=on_bad_row)
@@ -87,6 +94,8 @@ class RolloutFiles:
         self.num_skipped = 0
         """Bad rows of this rank's share that were passed so far."""
         self._rows = self._read()
+        self._group = reading_group
+        self._shared: SharedReading | None = None  # made by the first pull: ranks may seek alone
 
     @property
     def position(self) -> RolloutPosition:
@@ -102,22 +111,21 @@ class RolloutFiles:
         self._check_files(position)
         self.close()
         self._file, self._row = position.file, position.row
-        if position.row:  # refuse a shorter file now, not at the first pull
+        if position.row and self._group is None:  # refuse a shorter file now, not at the first pull
             next(open_rows(self._paths[self._file], self._row), None)
 
     def pull(self, count: int) -> list[Sample | None]:
         """Pull the next `count` of this rank's rows, fewer only at the end of the files; None for a bad row.
 
         Raises:
-            RowError: a bad row (a ValueError); the position is then after that row.
+            RowError: a bad row (a ValueError); the position is then after that row, or, with a `reading_group`, after the rows
+                that were asked for.
             ValueError: a file cannot be read as the kind that its name says.
         """
         samples: list[Sample | None] = []
-        for index, parse in enumerate(itertools.islice(self._rows, count * self._size)):
-            if index % self._size != self._rank:
-                continue
+        for row in self._pull_rows(count):
             try:
-                samples.append(self._sample(parse))
+                samples.append(self._sample(*row))
             except RowError as error:
                 if not self._skips_bad_rows:
                     raise
@@ -130,28 +138,46 @@ class RolloutFiles:
     def close(self) -> None:
         """Close the file being read; the position stays."""
         self._rows.close()
-        self._rows = self._read()
+        self._rows, self._shared = self._read(), None
 
-    def _read(self) -> Generator[ParseRow, None, None]:
+    def _pull_rows(self, count: int) -> Iterable[PlacedRow]:
+        """Pull this rank's rows, together with the other ranks of a reading group."""
+        if self._group is None:
+            rows = itertools.islice(self._rows, count * self._size)
+            return itertools.islice(rows, self._rank, None, self._size)
+        shared, self._shared = self._shared, None  # an error ends the reading, on all ranks alike
+        shared = shared or SharedReading(
+            self._paths,
+            self._accounts,
+            self._file,
+            self._row,
+            data_parallel_rank=self._rank,
+            data_parallel_size=self._size,
+            group=self._group,
+        )
+        pulled, (self._file, self._row) = shared.pull(count)
+        self._shared = shared
+        return pulled
+
+    def _read(self) -> Generator[PlacedRow, None, None]:
         """Yield the rows from the position on; the position follows them."""
         try:
             while self._file < len(self._paths):
                 for parse in open_rows(self._paths[self._file], self._row):
                     self._row += 1
-                    yield parse
+                    yield self._file, self._row - 1, parse
                 self._file, self._row = self._file + 1, 0
         finally:  # a generator that an error has ended would look like the end of the files
             self._rows = self._read()
 
-    def _sample(self, parse: ParseRow) -> Sample:
-        """Make the sample of the row that was passed last."""
-        path, row = self._paths[self._file], self._row - 1
+    def _sample(self, file: int, row: int, parse: ParseRow) -> Sample:
+        path = self._paths[file]
         name = f"{path.name} row {row}"
         # Not the path: a checkpoint may hold samples of files that have been moved since.
-        id_source = f"file {self._file + 1} of --rollout-files"
+        id_source = f"file {file + 1} of --rollout-files"
         try:
             sample = self._convert(parse(), name=name, id_source=id_source)
-            return with_distinct_ids(sample, self._file) if self._makes_ids_distinct else sample
+            return with_distinct_ids(sample, file) if self._makes_ids_distinct else sample
         except ValueError as error:
             problem = str(error).removeprefix(f"{name}: ")
             # The column `log_probs` fills `old_log_probs`.
@@ -219,10 +245,10 @@ def validate_rollout_file(
     report = RolloutFileReport(" ".join(map(str, paths)))
     seen: dict[str, set[int]] = {"group_index": set(), "rollout_id": set()}
     latest: dict[str, int | None] = {}
-    for parse in files._read():
+    for placed in files._read():
         report.num_rows += 1
         try:
-            sample = files._sample(parse)
+            sample = files._sample(*placed)
         except RowError as error:
             report.num_bad_rows += 1
             if len(report.errors) < max_errors:

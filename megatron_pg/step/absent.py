@@ -15,8 +15,9 @@ from torch.distributed import distributed_c10d
 
 logger = logging.getLogger(__name__)
 
-POLL_SECONDS, WAIT_SECONDS = 2.0, 10.0
-"""The interval at which a waiting rank looks into the job's store, and the wait after which it writes there that it waits."""
+POLL_SECONDS, WAIT_SECONDS = 2.0, 8.0
+"""The interval at which a waiting rank looks into the job's store, and the wait after which the first writes there that it waits.
+The others then write too."""
 _num_exchanges: Counter[str] = Counter()
 """The exchanges so far of each group, by its name. All ranks of a group count the same."""
 
@@ -29,7 +30,7 @@ class AbsentRankError(RuntimeError):
 def naming_absent_ranks(group: dist.ProcessGroup | None) -> Iterator[None]:
     """Name the ranks that an exchange in the body waits for. Every rank of the group must enter it; None is the default group.
 
-    After `WAIT_SECONDS` one of the waiting ranks logs a warning with the absent ones, and again after twice as long. An
+    Two polls after `WAIT_SECONDS` one of the waiting ranks logs a warning with the absent ones, and again after twice as long. An
     exchange below `POLL_SECONDS` does not touch the job's store. The wait ends at the timeout of the process group, or where
     the backend finds the connection of a rank closed. NCCL ends the process there, so that the warning is all.
 
@@ -82,12 +83,14 @@ class _Exchange:
                     self._store.set(self._key("left", self._rank), "")
                     break
                 waited = time.monotonic() - self._began
-                if waited < next_report:
+                is_new = next_report == WAIT_SECONDS
+                is_asked = is_new and self._store.check([self._key("first", self._number)])
+                if waited < next_report and not is_asked:
                     continue
-                if next_report == WAIT_SECONDS:
+                if is_new:
                     self._store.set(self._key("waits", self._rank), str(self._number))
                     is_first = self._store.add(self._key("first", self._number), 1) == 1
-                    next_report += POLL_SECONDS  # for others to write
+                    next_report += 2 * POLL_SECONDS  # for others to write
                 elif is_first:
                     names = self._names(self._without(self._waits))
                     logger.warning(
@@ -108,7 +111,7 @@ class _Exchange:
                 began = time.monotonic()
                 while absent := self._without(self._left):
                     # One rank alone may be about to sign as well.
-                    patience = WAIT_SECONDS + POLL_SECONDS if absent[1:] else 0.0
+                    patience = WAIT_SECONDS + 2 * POLL_SECONDS if absent[1:] else 0.0
                     if time.monotonic() - began > patience + 2 * POLL_SECONDS:
                         break
                     time.sleep(POLL_SECONDS / 10)

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch import Tensor
 
 from megatron_pg.step.absent import naming_absent_ranks
 
@@ -63,6 +64,26 @@ def gather_rows(
         with naming_absent_ranks(group):
             dist.all_reduce(table, group=group)
     return table.cpu().numpy().reshape(-1).view(mine.dtype)
+
+
+def deal(parts: Sequence[bytes], group: dist.ProcessGroup) -> list[bytes]:
+    """Send each rank of the group its part, and return those that every rank has sent to this one, in rank order.
+
+    Every rank of the group must call it. Only what a rank sends and receives moves.
+    """
+    device = "cpu" if is_on_host(group) else "cuda"
+
+    def exchanged(sent: Tensor, counts: list[int], of_others: list[int]) -> Tensor:
+        received = sent.new_empty(sum(of_others), device=device)
+        with naming_absent_ranks(group):
+            dist.all_to_all_single(received, sent.to(device), of_others, counts, group=group)
+        return received.cpu()
+
+    sizes, ones = list(map(len, parts)), [1] * len(parts)
+    of_others = exchanged(torch.tensor(sizes), ones, ones).tolist()
+    sent = torch.tensor(np.frombuffer(b"".join(parts), dtype=np.uint8))
+    received = exchanged(sent, sizes, of_others).numpy()
+    return [part.tobytes() for part in np.split(received, np.cumsum(of_others)[:-1])]
 
 
 class OtherRankError(RuntimeError):

@@ -1,10 +1,13 @@
 """What a step costs at scale stays right: counts by columns, any order of answers, the next step planned in a thread."""
 
+import hashlib
 import random
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,11 +19,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_pg import Sample, StepPlan, pack, plan_step, step_totals
+from megatron_pg.step import absent as absent_module
+from megatron_pg.step import agreement as agreement_module
 from megatron_pg.step import ahead as ahead_module
-from megatron_pg.step import assign_to_data_parallel_ranks, plan_ahead
+from megatron_pg.step import assign_to_data_parallel_ranks, plan_ahead, plan_hybrid_cp_step
+from megatron_pg.step import hybrid_context as hybrid_module
 from megatron_pg.step import ids as ids_module
+from megatron_pg.step import plan as plan_module
 from megatron_pg.step.absent import naming_absent_ranks
-from megatron_pg.step.agreement import is_on_host
+from megatron_pg.step.agreement import gather_rows, is_on_host
 from megatron_pg.step.counts import ROW, BareSample, StepCounts
 from megatron_pg.step.totals import totals_of_counts
 
@@ -140,6 +147,9 @@ class Threads:
     def gather_tensors(self, padded: torch.Tensor, mine: torch.Tensor, group: Any = None) -> None:
         padded.copy_(torch.cat(self.exchange(mine)))
 
+    def all_reduce(self, table: torch.Tensor, group: Any = None) -> None:
+        table.copy_(sum(self.exchange(table.clone())))
+
     def run(self, function: Callable[[int], Any], order: Sequence[int]) -> list[Any]:
         """What the function returns on each rank, started in that order."""
 
@@ -153,6 +163,7 @@ class Threads:
             "get_backend": lambda group=None: "gloo",
             "all_gather_object": self.gather_objects,
             "all_gather_into_tensor": self.gather_tensors,
+            "all_reduce": self.all_reduce,
         }
         with mock.patch.multiple(dist, **played), ThreadPoolExecutor(self.size) as pool:
             futures = {rank: pool.submit(on_rank, rank) for rank in order}
@@ -287,3 +298,114 @@ def test_a_group_of_the_device_is_refused_by_name(monkeypatch):
     group: Any = object()
     with pytest.raises(ValueError, match=r'exchanges by nccl.*backend="gloo"'):
         plan_ahead(samples_of(0), **TASK, data_parallel_group=group)
+
+
+def warning_of_absent(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> str:
+    """The first warning where rank 1 comes long after rank 0, yet before the warning, and rank 2 never comes."""
+    store = dist.HashStore()
+    monkeypatch.setattr(absent_module, "POLL_SECONDS", 0.1)
+    monkeypatch.setattr(absent_module, "WAIT_SECONDS", 0.4)
+    monkeypatch.setattr(absent_module.distributed_c10d, "_get_default_store", lambda: store)
+    played = {
+        "get_rank": lambda group=None: group.rank,
+        "get_world_size": lambda group=None: 3,
+        "get_global_rank": lambda group, rank: rank,
+    }
+    caplog.clear()
+    with mock.patch.multiple(dist, **played), caplog.at_level("WARNING"):
+        exchanges, threads = [], []
+        for rank in range(2):
+            group: Any = SimpleNamespace(rank=rank, group_name="data")
+            exchanges.append(absent_module._Exchange(group, 1))
+            threads.append(threading.Thread(target=exchanges[-1].watch))
+            threads[-1].start()
+            time.sleep(0.3)
+        until = time.monotonic() + 30
+        while not caplog.records and time.monotonic() < until:
+            time.sleep(0.05)
+        for exchange, thread in zip(exchanges, threads, strict=True):
+            exchange.has_ended.set()
+            thread.join()
+    return caplog.messages[0]
+
+
+def test_a_warning_names_no_rank_that_waits_already(monkeypatch, caplog):
+    named = "waiting for rank 2 of the 3"
+    assert named in warning_of_absent(monkeypatch, caplog)
+    right = absent_module._Exchange._key
+
+    # As if each wrote after its own wait alone.
+    def alone(self: Any, *names: object) -> str:
+        return right(self, *names, *[self._rank] * (names[0] == "first"))
+
+    monkeypatch.setattr(absent_module._Exchange, "_key", alone)
+    assert named not in warning_of_absent(monkeypatch, caplog)
+
+
+@pytest.mark.parametrize("sizes", [(2, 3, 2), (9, 0, 0, 1), (1, 0, 7), (0, 0)])
+def test_rows_of_ranks_with_few_and_with_many_are_gathered_in_order(sizes):
+    ranks = [np.arange(10 * rank, 10 * rank + size) for rank, size in enumerate(sizes)]
+
+    def gathered(rank: int) -> list[int]:
+        group: Any = object()
+        return gather_rows(ranks[rank], sizes, group).tolist()
+
+    expected = [[row for rows in ranks for row in rows.tolist()]] * len(sizes)
+    assert Threads(len(sizes)).run(gathered, range(len(sizes))) == expected
+    if len(sizes) * max(sizes) > 2 * sum(sizes):
+        # Every rank puts its rows where rank 0 does.
+        with mock.patch.object(
+            agreement_module, "sum", lambda rows: sum(rows) * (len(rows) == len(sizes)), create=True
+        ):
+            found = Threads(len(sizes)).run(gathered, range(len(sizes)))
+        assert found != expected
+
+
+def told_of_hybrid_plan(order: Sequence[int]) -> list[str]:
+    """What two ranks are told of whom the second has the samples in this order."""
+    samples = samples_of(0)
+
+    def on_rank(rank: int) -> str:
+        group: Any = object()
+        mine = [samples[i] for i in order] if rank else samples
+        try:
+            plan_hybrid_cp_step(
+                mine,
+                max_tokens_per_rank=20,
+                data_with_context_group=group,
+                allow_different_prompts=True,
+            )
+        except ValueError as error:
+            return str(error)
+        return "planned"
+
+    return Threads(2).run(on_rank, range(2))
+
+
+def test_ranks_that_would_plan_other_samples_are_refused(monkeypatch):
+    assert told_of_hybrid_plan([0, 1, 2]) == ["planned"] * 2
+    for told in told_of_hybrid_plan([0, 2, 1]):
+        assert told.startswith(
+            "rank 1 of the data-parallel group with context parallelism has 3 samples"
+        )
+    # With a hash of nothing, two ranks go on with two plans.
+    empty = SimpleNamespace(blake2b=lambda _, digest_size: hashlib.blake2b(digest_size=digest_size))
+    monkeypatch.setattr(hybrid_module, "hashlib", empty)
+    assert told_of_hybrid_plan([0, 2, 1]) == ["planned"] * 2
+
+
+def is_dealt_once(lengths: np.ndarray[Any, Any], size: int) -> bool:
+    dealt = assign_to_data_parallel_ranks(lengths, size)
+    return len(dealt) == size and sorted(sum(dealt, [])) == list(range(len(lengths)))
+
+
+def test_each_sample_is_dealt_to_one_rank(monkeypatch):
+    lengths = np.random.default_rng(1).integers(1, 50, 23)
+    assert all(is_dealt_once(lengths, size) for size in (1, 2, 7, 23, 40))
+    right = plan_module.plan_bins
+
+    def twice(*arguments: Any, **keywords: Any) -> list[Any]:
+        return [np.union1d(members, [0]) for members in right(*arguments, **keywords)]
+
+    monkeypatch.setattr(plan_module, "plan_bins", twice)
+    assert not is_dealt_once(lengths, 7)

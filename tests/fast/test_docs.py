@@ -25,6 +25,7 @@ from megatron_pg.config import versions
 from megatron_pg.loss.metric_table import DERIVED, METRICS
 from megatron_pg.loss.metrics import metric_names
 from tests.fast.refusals import assert_words
+from tests.fast.tables import typeset
 
 ROOT = Path(__file__).parents[2]
 RECORDS = sorted(ROOT.glob("docs/records/*.md"))
@@ -177,3 +178,10 @@ def test_the_reference_has_all_that_is_exported(site):
         for name in module.__all__:
             assert f'id="{module.__name__}.{name}"' in html, name
     assert html.count("Parameters:") > 20 and html.count("Raises:") > 20
+
+
+def test_a_formula_keeps_its_letters() -> None:
+    assert typeset("1/(N L) sum m x") == r"$\frac{1}{N L}\sum m x$"
+    assert typeset("d^2 / 2 where A < 0, else sg(eps_clip)") == (
+        r"$d^2/2$ where $A<0$, else $\operatorname{sg}(\texttt{eps_clip})$"
+    )

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,8 @@ def test_runs_go_on_where_the_time_ended_them(
     assert sorted(job.name for job in left) == ["not begun", "slow"]
     rows = {row["arm"]: row["status"] for row in table.read(path)}
     assert rows == {"quick": "40", "fails": "ValueError: no such arm"}
-    assert "slow, seed 1: cut off after 20 s, step 3 of 96" in capsys.readouterr().out
+    cut = r"slow, seed 1: cut off after \d+ s, step 3 of 96"
+    assert re.search(cut, capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(("seconds", "longest"), [(60.0, 0.0), (0.0, 60.0)])

@@ -1,6 +1,8 @@
 """The site in Chromium without a window, served as it will be: what a search finds, what a phone shows, what is typeset.
 
-It needs Debian's `chromium`, which .ci/run installs, and is skipped without.
+    python -m pytest tests/site
+
+It needs Debian's `chromium` and takes minutes without a GPU, so that CI does not run it.
 """
 
 import threading
@@ -12,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.fast.tables import TABLES, typeset
+from tests.fast.conftest import site  # noqa: F401 (a fixture)
+from tests.fast.tables import TABLES
 from tests.fast.test_rollout_page_in_browser import CHROMIUM, browser  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed")
@@ -27,7 +30,7 @@ class Quiet(SimpleHTTPRequestHandler):
 
 
 @pytest.fixture(scope="module")
-def address(site: Path) -> Iterator[str]:
+def address(site: Path) -> Iterator[str]:  # noqa: F811
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(site)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}/"
@@ -77,7 +80,7 @@ def test_a_search_for_nothing_finds_nothing(page: Any) -> None:
     assert not page.locator(".md-search-result__item").count()
 
 
-def test_no_page_scrolls_sideways_on_a_phone(page: Any, site: Path) -> None:
+def test_no_page_scrolls_sideways_on_a_phone(page: Any, site: Path) -> None:  # noqa: F811
     page.set_viewport_size({"width": 420, "height": 900})
     wide = {}
     for file in sorted(site.rglob("index.html")):
@@ -107,14 +110,7 @@ def test_formulas_in_tables_are_typeset(page: Any) -> None:
     assert "$" not in page.inner_text("article")
 
 
-def test_a_formula_keeps_its_letters() -> None:
-    assert typeset("1/(N L) sum m x") == r"$\frac{1}{N L}\sum m x$"
-    assert typeset("d^2 / 2 where A < 0, else sg(eps_clip)") == (
-        r"$d^2/2$ where $A<0$, else $\operatorname{sg}(\texttt{eps_clip})$"
-    )
-
-
-def test_no_page_of_the_reference_is_endless(page: Any, site: Path) -> None:
+def test_no_page_of_the_reference_is_endless(page: Any, site: Path) -> None:  # noqa: F811
     pages = sorted(path.name for path in (site / "api").iterdir() if path.is_dir())
     heights = {}
     for name in pages:

@@ -41,12 +41,12 @@ CEILINGS = {
     "integrations": 3030,
     "explain": 998,
     "check": 3096,
-    "migrate": 1591,
+    "migrate": 1593,
     "cli": 56,
     "__main__": 7,
     "core": 13526,
-    "package": 24992,
-    "examples": 3964,
+    "package": 24994,
+    "examples": 3963,
     "tests": 38228,
 }
 """The most lines that each part may have. `core` is the sum of `CORE` without `megatron/cpu`."""

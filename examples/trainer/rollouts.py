@@ -87,7 +87,6 @@ class FileSteps:
             data_parallel_rank=groups.data_rank if groups else 0,
             data_parallel_size=groups.data_size if groups else 1,
             on_bad_row=args.on_bad_row,
-            reading_group=dist.group.WORLD if groups else None,
             **row_settings(args, config),
         )
         self._collector = StepCollector(

@@ -16,7 +16,7 @@ OTHERS: Mapping[str, Any] = tomllib.loads(Path(__file__).with_name("others.toml"
 MAX_RUNS = 96
 """Limit on the combinations of a script's open tests."""
 FAILED: dict[str, Any] = {}
-"""What a combination changes whose launch line is refused."""
+"""The mark, by identity, of a combination whose launch line is refused."""
 SHOWN = 8
 """Keys that an error lists."""
 

@@ -38,8 +38,10 @@ class Words:
     def __init__(self) -> None:
         self.values: dict[str, list[str]] = {}
         self.arguments: list[str] = []
-        self.is_test = self.is_open = False
-        """Whether a test is read, and whether it has asked for an unset variable."""
+        self.is_test = False
+        """True while a test is read."""
+        self.is_open = False
+        """True once the test has asked for an unset variable or for what a command prints."""
 
     def decide(self, node: Node, usual: bool = False, text: str = "") -> bool:
         """Return what an open test counts as."""

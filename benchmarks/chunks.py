@@ -7,9 +7,8 @@ Ratios are to the three matrix products of the same run; methods take turns. The
 `megatron_pg.head.chunks.cost` for the chunk, relative to all rows at once, plus the passes over the logits: 6 bytes a logit
 with bfloat16 logits, 4 with an entropy term on QuACK's products, and 1 % for what these add to the products themselves.
 --profile prints the kernels of one call of the default chunk as well. Settings that the minutes do not reach are named.
---against-quack: the default chunk and QuACK's own function alone; ours with first products in tiles of 256 columns too, as
-QuACK takes them where the vocabulary allows, and QuACK's with its gradient added to `main_grad`, as a trainer does and ours
-has done.
+--against-quack: the default chunk and QuACK's own function alone; ours with first products in every width of tile that
+divides the vocabulary too, and QuACK's with its gradient added to `main_grad`, as a trainer does and ours has done.
 """
 
 import argparse
@@ -86,32 +85,37 @@ def contenders(
     return found
 
 
-def in_tiles_of_256(method: Contender) -> Contender | None:
-    """Return the method with first products in other tiles; None where they cannot be had."""
+def in_other_tiles(method: Contender, columns: int, with_entropy: bool) -> list[Contender]:
+    """Return the method with first products in each other width of tile that divides the columns."""
     try:
         from megatron_pg.head.hopper import exponentials, quack_products
     except ImportError:
-        return None
-    name, usual = f"{method.name}, tiles of 256", quack_products.tile_of
+        return []
+    usual, found = quack_products.tile_of, []
 
-    def call() -> None:
-        quack_products.tile_of = lambda columns: 256
+    def call(tile: int) -> None:
+        quack_products.tile_of = lambda columns, with_dots: tile
         try:
             method.call()
         finally:
             quack_products.tile_of = usual
 
-    method.prepare()
-    call()
-    if exponentials._failures:
-        print(f"left out {name}: {exponentials._failures.pop()}".splitlines()[0])
-        return None
-    return Contender(name, call, method.prepare)
+    for tile in (128, 192, 256):
+        if columns % tile or tile == usual(columns, with_entropy):
+            continue
+        name = f"{method.name}, tiles of {tile}"
+        method.prepare()
+        call(tile)
+        if exponentials._failures:
+            print(f"left out {name}: {exponentials._failures.pop()}".splitlines()[0])
+        else:
+            found.append(Contender(name, functools.partial(call, tile), method.prepare))
+    return found
 
 
-def against_quack(work: cross_entropy.CrossEntropy, turns: list[Contender]) -> list[Contender]:
+def against_quack(work: fused_head.Work, turns: list[Contender]) -> list[Contender]:
     """Return further contenders: ours in other tiles, and QuACK's that does what ours does."""
-    added = [in_tiles_of_256(turns[1])] if len(work.weight) % 256 == 0 else []
+    added = in_other_tiles(turns[1], len(work.weight), work.with_entropy)
     theirs = [turn for turn in turns if turn.name == "QuACK's own"]
 
     def call() -> None:
@@ -121,7 +125,7 @@ def against_quack(work: cross_entropy.CrossEntropy, turns: list[Contender]) -> l
 
     if theirs:
         added.append(Contender("QuACK's own, added to main_grad", call, work.clear))
-    return [turn for turn in added if turn is not None]
+    return added
 
 
 def profile(method: Contender) -> None:
@@ -158,7 +162,7 @@ def run(size: tuple[int, int, int], options: argparse.Namespace) -> None:
     timings = measure(turns, 1 if is_long else options.rounds, calls=2 if is_long else 4)
     print(text(size, timings, {method.name: method for method in chosen}, errors, options.entropy))
     for turn in turns if options.profile else ():
-        if turn.name.endswith(("default", "of 256", "own", "three products")):
+        if turn.name.endswith(("default", "of 128", "of 256", "own", "three products")):
             profile(turn)
 
 

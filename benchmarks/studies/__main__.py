@@ -12,20 +12,22 @@ from pathlib import Path
 from . import pool
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# torch.cuda.is_available then asks the driver's library, after which forked runs may still begin CUDA.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("studies", nargs="+", choices=["normaliser", "sanity", "numerics"])
+    parser.add_argument("studies", nargs="+", choices=["normaliser", "pair", "sanity", "numerics"])
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--arms", nargs="+", help="these alone")
     parser.add_argument("--steps", type=int, help="fewer, to try an arm")
     parser.add_argument("--cores", type=int, default=os.cpu_count(), help="processes at a time")
     parser.add_argument(
-        "--gpus", default="0", help="numbers of GPUs, or cpu; for sanity and numerics"
+        "--gpus", default="0", help="numbers of GPUs, or cpu; for pair, sanity and numerics"
     )
     parser.add_argument("--seconds", type=float, default=1e9, help="time budget")
     parser.add_argument(

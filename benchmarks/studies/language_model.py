@@ -7,6 +7,7 @@ with Megatron's mixed-precision optimizer. Answers are sampled by `llama.py`.
 import random
 import statistics
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -163,6 +164,9 @@ class ModelRun:
         self.inner = model
         self.config = PolicyLossConfig(**arm.loss)
         self.generator = torch.Generator(device).manual_seed(seed)
+        self.reference: dict[str, Tensor] = {}
+        if self.config.kl_loss_coef:
+            self.reference = {name: p.detach().clone() for name, p in model.named_parameters()}
 
     def engine(self) -> LlamaEngine:
         weights = {name: parameter.detach() for name, parameter in self.inner.named_parameters()}
@@ -170,8 +174,6 @@ class ModelRun:
 
     def rollout(self, questions: list[int], number: int) -> tuple[list[Sample], list[float]]:
         """Answers with advantages of their prompt group, and the log-probs that the loss reads."""
-        from megatron_pg.megatron import compute_log_probs
-
         prompts = [self.source.prompts[index] for index in questions]
         answers = self.engine().sample(prompts, ANSWERS, LONGEST, self.source.stop, self.generator)
         asked = [index for index in range(len(questions)) for _ in range(ANSWERS)]
@@ -187,12 +189,25 @@ class ModelRun:
             )
             for index, (tokens, log_probs), advantage in zip(asked, answers, advantages, strict=True)
         ]  # fmt: skip
+        scored = zip(samples, self.score(samples), strict=True)
+        samples = [replace(sample, old_log_probs=values) for sample, values in scored]
+        if self.reference:
+            now = {name: parameter.detach() for name, parameter in self.inner.named_parameters()}
+            kept = {name: weight.clone() for name, weight in now.items()}
+            _copy(self.reference, now)
+            scored = zip(samples, self.score(samples), strict=True)
+            samples = [replace(sample, ref_log_probs=values) for sample, values in scored]
+            _copy(kept, now)
+        return samples, rewards
+
+    def score(self, samples: list[Sample]) -> list[Tensor]:
+        from megatron_pg.megatron import compute_log_probs
+
         scored = compute_log_probs(
             self.model, samples, self.config, max_tokens_per_microbatch=BUDGET,
             vocab_size=self.source.sizes.vocabulary,
         )  # fmt: skip
-        pairs = zip(samples, scored.log_probs, strict=True)
-        return [replace(s, old_log_probs=values.cpu().clamp(max=0)) for s, values in pairs], rewards
+        return [values.cpu().clamp(max=0) for values in scored.log_probs]
 
     def train_step(self, samples: list[Sample]) -> dict[str, float]:
         from megatron_pg.megatron import PolicyStep
@@ -219,6 +234,11 @@ class ModelRun:
                 self.source.reward(start + i, tokens) for i, (tokens, _) in enumerate(answers)
             ]
         return statistics.mean(rewards)
+
+
+def _copy(weights: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
+    for name, parameter in parameters.items():
+        parameter.copy_(weights[name])
 
 
 METRICS = {

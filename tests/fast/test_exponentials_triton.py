@@ -64,7 +64,7 @@ def products(
     tile: int, shard: VocabularyShard, with_entropy: bool, **broken: Any
 ) -> exponentials.ExponentialProducts:
     in_torch = SimpleNamespace(
-        STRIP=STRIP, tile_of=lambda columns: tile, write_exponentials=write_exponentials,
+        STRIP=STRIP, tile_of=lambda columns, with_dots: tile, write_exponentials=write_exponentials,
         write_hidden_gradient=write_hidden_gradient, add_weight_gradient=add_weight_gradient,
     )  # fmt: skip
     vars(in_torch).update(broken)

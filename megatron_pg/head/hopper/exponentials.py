@@ -253,7 +253,7 @@ class ExponentialProducts:
             local = torch.nn.functional.pad(local, (0, whole - rows), value=-1)
         elif hidden.stride(1) != 1 or hidden.stride(0) % 8 or hidden.data_ptr() % 16:
             hidden = hidden.clone(memory_format=torch.contiguous_format)
-        tiles = columns // self.products.tile_of(columns)
+        tiles = columns // self.products.tile_of(columns, self.with_entropy)
         value = torch.full((), self.temperature, dtype=torch.float32, device=hidden.device)
         offsets, sums = (value.new_empty((whole, tiles)) for _ in range(2))
         dots = torch.empty_like(sums) if self.with_entropy else None

@@ -30,9 +30,9 @@ STRIP = 64
 _K = 64
 
 
-def tile_of(columns: int) -> int:
-    """Return the columns that share one offset, a tile of the first product (docs/records/lab_notes.md)."""
-    return 192 if columns % 192 == 0 else MULTIPLE
+def tile_of(columns: int, with_dots: bool) -> int:
+    """Return the columns that share one offset, a tile of the first product: the fastest that divides (docs/records/lab_notes.md)."""
+    return next(w for w in (256 if with_dots else 192, 256, 192, MULTIPLE) if columns % w == 0)
 
 
 class _Offset(MaxLog2):

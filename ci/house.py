@@ -47,7 +47,7 @@ CEILINGS = {
     "core": 13526,
     "package": 24994,
     "examples": 3963,
-    "tests": 38228,
+    "tests": 38238,
 }
 """The most lines that each part may have. `core` is the sum of `CORE` without `megatron/cpu`."""
 

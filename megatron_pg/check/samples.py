@@ -16,8 +16,8 @@ T = TypeVar("T")
 PROMPTS, RESPONSES = (3, 2, 1, 2), (5, 2, 8, 1, 6, 4, 9, 3, 4, 5)
 """The cycles of the groups' prompt lengths and of the samples' response lengths, in tokens. A rank has twenty short
 samples: float32 loses least if a GEMM sums over few tokens and every gradient is the mean of many."""
-LONG_RESPONSE, LONG_PROMPT = 1, 7
-"""The places of a data-parallel rank's samples with the long response and the long prompt."""
+LONG_RESPONSE, LONG_PROMPT = 1, 2
+"""The places of a rank's samples with the long response and the long prompt: no micro-batch, and so no GEMM, has both."""
 
 
 def samples_of(options: CheckOptions, data_size: int, case: Case) -> list[Sample]:

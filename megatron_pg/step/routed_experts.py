@@ -4,6 +4,8 @@ They are held token by token, so that a pack is one copy, in the smallest of two
 255 in uint8 and -1 in int16.
 """
 
+import bisect
+import itertools
 from collections.abc import MutableMapping, Sequence
 from typing import Any
 
@@ -103,32 +105,30 @@ def routed_experts_of_tokens(parts: Sequence[Tensor], token_indices: Tensor) -> 
     """
     if len({(part.shape[0], part.shape[2]) for part in parts}) > 1:
         shapes = ", ".join(str(list(part.shape)) for part in parts[:4])
-        raise ValueError(
-            f"routed_experts differs from sample to sample in layers or in experts a token: {shapes}"
-        )
+        raise ValueError(f"routed_experts differs from sample to sample in layers or k: {shapes}")
     dtype = torch.uint8 if all(part.dtype == torch.uint8 for part in parts) else torch.int16
-    by_token = [_as_type(part.transpose(0, 1), dtype) for part in parts]
-    nothing = torch.full_like(by_token[0][:1], no_choice(by_token[0]))
+    by_token = [_as_type(part.transpose(0, 1), dtype).numpy() for part in parts]
+    ends = list(itertools.accumulate(map(len, by_token)))
     indices = token_indices.numpy()
-    ends = np.cumsum(list(map(len, by_token)))
-    sample = np.searchsorted(ends, indices, side="right")
-    sample[indices < 0] = -1
-    # A run is of one sample and ascends by one, or is padding.
-    offsets = np.where(indices < 0, 0, indices - np.arange(len(indices)))
-    edges = np.flatnonzero((np.diff(offsets) != 0) | (np.diff(sample) != 0)) + 1
-    pieces = []
-    for first, end in zip([0, *edges], [*edges, len(indices)], strict=True):
-        number, length = sample[first], int(end - first)
-        if number < 0:
-            pieces.append(nothing.expand(length, -1, -1))
-        else:
-            part = by_token[number]
-            begin = int(indices[first] - ends[number]) + len(part)
-            pieces.append(part[begin : begin + length])
-    shape = len(indices), *nothing.shape[1:]
     is_pinned = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    shape = len(indices), *by_token[0].shape[1:]
     laid_out = torch.empty(shape, dtype=dtype, pin_memory=is_pinned)
-    return torch.cat(pieces, out=laid_out)  # type: ignore[no-any-return, call-overload]
+    rows = laid_out.numpy()
+    # A run of tokens ascends by one, through samples that follow each other. Padding is a run too.
+    is_end = np.where(indices[:-1] < 0, indices[1:] >= 0, np.diff(indices) != 1)
+    place = 0
+    for end in [*(np.flatnonzero(is_end) + 1).tolist(), len(indices)]:
+        while place < end:
+            index, stop = int(indices[place]), end
+            if index < 0:
+                rows[place:stop] = no_choice(laid_out)
+            else:
+                number = bisect.bisect_right(ends, index)
+                stop = min(end, place + ends[number] - index)
+                begin = len(by_token[number]) + index - ends[number]
+                rows[place:stop] = by_token[number][begin : begin + stop - place]
+            place = stop
+    return laid_out
 
 
 def _as_type(experts: Tensor, dtype: torch.dtype) -> Tensor:

@@ -162,7 +162,7 @@ def test_a_report_says_what_is_known_of_the_version(monkeypatch):
 
 
 @pytest.mark.parametrize("data_size", [1, 2, 5, 64])
-@pytest.mark.parametrize("pipeline_size", [1, 8])
+@pytest.mark.parametrize("pipeline_size", [1, 4, 6, 8])
 def test_every_micro_batch_but_one_in_the_middle_has_gradient(data_size, pipeline_size):
     options = CheckOptions(pipeline_model_parallel_size=pipeline_size)
     samples = make_samples(options, data_size)
@@ -174,8 +174,18 @@ def test_every_micro_batch_but_one_in_the_middle_has_gradient(data_size, pipelin
         active = [sum(sample.num_active_tokens for sample in each) for each in micro_batches]
         assert [place for place, tokens in enumerate(active) if not tokens] == [count // 2]
         assert len({len(each) for each in micro_batches}) > 2 or data_size * pipeline_size > 5
+        long = [[s for s in each if s.total_length > 32] for each in micro_batches]
+        assert sorted(map(len, long))[-3:] == [0, 1, 1], "a float32 sum goes over both long ones"
+        assert all(s.num_active_tokens for each in long for s in each), "a long one is masked"
         seen += [sample.name for each in micro_batches for sample in each]
     assert sorted(seen) == sorted(sample.name for sample in samples)
+
+
+@pytest.mark.parametrize(("pipeline_size", "wrong"), [(4, "over both"), (6, "is masked")])
+def test_a_long_sample_at_another_place_is_seen(monkeypatch, pipeline_size, wrong):
+    monkeypatch.setattr("megatron_pg.check.samples.LONG_PROMPT", 7)
+    with pytest.raises(AssertionError, match=wrong):
+        test_every_micro_batch_but_one_in_the_middle_has_gradient(1, pipeline_size)
 
 
 @pytest.mark.parametrize("whole_tiles", [False, True])
@@ -205,7 +215,7 @@ def test_the_step_hides_nothing():
         mine = samples[rank::2]
         lengths = sorted(sample.total_length for sample in mine)
         # Two span both chunks of both ranks, by more than a tile; the others are short.
-        assert lengths[-1] == 139 and lengths[-2] > 120 and lengths[-3] <= 12
+        assert lengths[-1] == 131 and lengths[-2] > 120 and lengths[-3] <= 12
         assert max(sample.prompt_length for sample in mine) > 100
         assert max(sample.response_length for sample in mine) > 100
         assert not all(sample.num_active_tokens for sample in mine)

@@ -120,9 +120,8 @@ def _stretch(path: Path, start: int) -> tuple[int, Iterator[ParseRow]]:
     """Read the rows of JSON Lines that begin in the `PIECE_BYTES` from `start` on."""
     lines, end = [], start + PIECE_BYTES
     with path.open("rb") as file:
-        if (
-            start
-        ):  # a line that began before belongs to the piece before, and may reach beyond this one
+        # A line that began before belongs to the piece before, and may reach beyond this one.
+        if start:
             file.seek(start - 1)
             begins = file.readline(PIECE_BYTES + 1).endswith(b"\n")
             end = end if begins else 0

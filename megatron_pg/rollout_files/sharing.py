@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -16,6 +17,16 @@ from megatron_pg.step.agreement import compute_and_gather, deal
 
 PlacedRow = tuple[int, int, ParseRow]
 """A row with its file in the list and its number there."""
+
+
+def check_same_place(places: Sequence[Any], label: str) -> None:
+    """Refuse ranks that read other files than the first, or from another place; `label` says what they are ranks of."""
+    for rank, other in enumerate(places):
+        if other != places[0]:
+            raise ValueError(
+                f"{label} {rank} reads other samples than rank 0: expected the same files on all nodes, with the same "
+                "contents and read from the same place; list them there, and try again"
+            )
 
 
 @dataclass
@@ -64,12 +75,7 @@ class SharedReading:
         _, everyone = compute_and_gather(
             lambda: data_parallel_rank, lambda rank: (place, rank), group, "rank"
         )
-        for reader, (other, _) in enumerate(everyone):
-            if other != everyone[0][0]:
-                raise ValueError(
-                    f"rank {reader} reads other samples than rank 0: expected the same files on all nodes, with the same "
-                    "contents and read from the same place; list them there, and try again"
-                )
+        check_same_place([other for other, _ in everyone], "rank")
         self._rank_of_reader = [rank for _, rank in everyone]
         if missing := set(range(data_parallel_size)).difference(self._rank_of_reader):
             raise ValueError(

@@ -73,11 +73,8 @@ class Place(NamedTuple):
     data_size: int
 
 
-class Weights(NamedTuple):
-    """The weight of a token of each sample in the policy loss, and in its KL and entropy terms and every metric."""
-
-    policy_loss: Sequence[float]
-    regularizers: Sequence[float]
+Weights = tuple[Sequence[float], Sequence[float]]
+"""The weight of a token of each sample in the policy loss, and in its KL and entropy terms and every metric."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +118,31 @@ def padded_mask() -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(masks, batch_first=True)
 
 
+def require(key: tuple[Any, ...], find: Callable[[], str | None], claim: str, remedy: str) -> None:
+    """Raise a ValueError with the difference that `find` returns, or with its error; once a process for each key."""
+    if key in PROVEN:
+        return
+    try:
+        wrong = find()
+    except Exception as error:  # a trainer's code may raise anything at all
+        wrong = f"it cannot be run on tiny samples: {type(error).__name__}: {error}"
+    if wrong is not None:
+        raise ValueError(
+            f"{claim}{wrong}. Install a version that docs/records/other_trainers.md lists as exact, or {remedy}"
+        )
+    PROVEN.add(key)
+
+
+def difference(found: Tensor, expected: Tensor, what: str) -> str | None:
+    """Name the token, of [samples, response], whose number differs the most; None where all agree."""
+    errors = (found.double() - expected).abs()
+    row, token = place = divmod(int(errors.argmax()), errors.shape[1])
+    if float(errors.max()) <= TOLERANCE * float(expected.abs().max()):
+        return None
+    numbers = f"{float(found[place]):.6g}, expected {float(expected[place]):.6g}"
+    return f"{what} {token} of tiny sample {row} is {numbers}"
+
+
 def prove(
     door: Door,
     args: Any,
@@ -131,8 +153,9 @@ def prove(
 ) -> str | None:
     """Return the first difference between the trainer's loss and the loops, in words; None where they agree.
 
-    `args` are the trainer's, of which `SETTINGS` are replaced; a run with a rollout correction is proven with one. `hook` changes the rollout data, and `reducer` is a custom
-    reducer that takes its `place`, or None. `sizes` are those of context and data parallelism. Errors are the trainer's.
+    `args` are the trainer's, of which `SETTINGS` are replaced; a run with a rollout correction is proven with one. `hook`
+    changes the rollout data, and `reducer` is a custom reducer that takes its `place`, or None. `sizes` are those of context
+    and data parallelism. Errors are the trainer's.
     """
     logits = [
         numbers(len(sample.mask) + sample.prompt_length, VOCABULARY, seed=i)
@@ -198,9 +221,9 @@ def _expected(
     for index, sample in enumerate(SAMPLES):
         fields = _fields(index)
         tokens = [token for token, active in enumerate(sample.mask) if active]
-        own = weights.regularizers[index]
+        own = weights[1][index]
         kept_own = own * len(tokens) / sum(map(_is_kept, tokens)) if divides_by_kept else own
-        by_name = {"pg_loss": weights.policy_loss[index], "ois": own, "tis": own}
+        by_name = {"pg_loss": weights[0][index], "ois": own, "tis": own}
         for token in tokens:
             position = sample.prompt_length + token
             row, target = leaves[index][position - 1], int(fields["tokens"][position])
@@ -217,9 +240,8 @@ def _expected(
             del terms["ratio"]
             for name, term in terms.items():
                 report[name] = report.get(name, 0.0) + by_name.get(name, kept_own) * term
-    regularizers = SETTINGS["kl_loss_coef"] * report["kl_loss"]
-    report["loss"] = report["pg_loss"] + regularizers
-    report["loss"] = report["loss"] - SETTINGS["entropy_coef"] * report["entropy_loss"]
+    entropy = SETTINGS["entropy_coef"] * report["entropy_loss"]
+    report["loss"] = report["pg_loss"] + SETTINGS["kl_loss_coef"] * report["kl_loss"] - entropy
     gradients = torch.autograd.grad(report["loss"], leaves)
     return list(gradients), {name: term.item() for name, term in report.items()}
 
@@ -322,7 +344,8 @@ def _micro_batches(
     )
     hook(data)
     for indices in MICRO_BATCHES:
-        rows = [_padded(leaves[i], place.context_size)[_positions(i, place)] for i in indices]
+        padding = (0, 0, 0, 2 * place.context_size)
+        rows = [torch.nn.functional.pad(leaves[i], padding)[_positions(i, place)] for i in indices]
         batch = iterator.get_next(list(data))
         yield {**batch, "max_seq_lens": None}, torch.cat(rows).unsqueeze(0)
 
@@ -341,11 +364,6 @@ def _window(index: int, place: Place) -> list[int]:
     """Return the response tokens of a sample that a rank scores: the logit at a position is that of the next token."""
     first, length = SAMPLES[index].prompt_length - 1, len(SAMPLES[index].mask)
     return [p - first for p in _positions(index, place) if 0 <= p - first < length]
-
-
-def _padded(leaf: Tensor, context_size: int) -> Tensor:
-    part = 2 * context_size if context_size > 1 else 1
-    return torch.nn.functional.pad(leaf, (0, 0, 0, -len(leaf) % part))
 
 
 def _log_probs(

@@ -1,7 +1,5 @@
 """Where a trainer's source comes from: the folder of checkouts that TRAINERS names, or an installed verl. None is stored here.
 
-    pip install --no-deps verl==0.9.1 tensordict==0.10.0 omegaconf hydra-core   # and more: docs/migrating.md
-
 Packages that a trainer imports, and whose functions the tests never call, are empty modules.
 """
 
@@ -25,6 +23,7 @@ import torch
 from megatron_pg.config.versions import has_megatron_training
 
 ROOT = Path(__file__).parents[2]
+REQUIREMENTS = "tests/trainers/requirements.txt"
 TRAINERS = Path(os.environ.get("TRAINERS", "/nonexistent"))
 STAND_INS = {
     "slime": "ray httpx wandb sglang sglang_router torch_memory_saver pandas".split(),
@@ -97,7 +96,10 @@ def lacks(name: str, *packages: str) -> str | None:
                 sys.path.append(str(folder))
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
-        return f"no {', '.join(missing)} here: TRAINERS=<folder with a checkout named {name}> bash ci/trainers.sh"
+        checkout = f"bash ci/trainers.sh --clone FOLDER all, or TRAINERS=<folder with a checkout named {name}>"
+        ways = [checkout] * (packages[0] in missing)
+        ways += [f"pip install --no-deps -r {REQUIREMENTS}"] * any(p in missing for p in packages[1:])
+        return f"no {', '.join(missing)} here: {'; '.join(ways)}"
     stand_in_for(STAND_INS[name])
     return None
 

@@ -3,8 +3,7 @@
     loss = StepLoss(config, step_totals(samples, data_parallel_group=group))    # once an optimizer step
     share = loss(log_probs, samples)                                            # for each call of the engine
 
-The share of a call is in units of the objective: the sum of the shares over the calls of a step, on every data-parallel
-rank, is the objective, whatever aggregation, objective and corrections the config has. So an adapter does two things:
+The sum of the shares over the calls of a step, on every data-parallel rank, is the objective. So an adapter does two things:
 
 1. It makes a `Sample` of each row that the engine trains on, before the step, and `step_totals` of all of them.
 2. It multiplies the share by what the engine divides a loss by afterwards: its number of micro-batches, its data-parallel

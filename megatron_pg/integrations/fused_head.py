@@ -70,12 +70,9 @@ class OutputFactors(NamedTuple):
 def slime(args: Any) -> None:
     """Put the fused head into slime: its `--custom-megatron-init-path`, which every training process calls.
 
-    The check of an aggregation of `megatron_pg.integrations.slime` runs too, because the flag takes one function. There are
-    collectives over tensor parallelism. Rank 0 prints one line.
-
-    Raises:
-        ValueError: settings under which slime reads logits elsewhere, all of them by flag; a version of slime whose
-            log-probs, entropy or gradients are others.
+    `megatron_pg.integrations.slime.check` runs too where an aggregation is on, because the flag takes one function. There
+    are collectives over tensor parallelism. A ValueError names settings under which slime reads logits elsewhere, by flag,
+    or the differences of a slime whose log-probs, entropy or gradients are others.
     """
     folder = "slime.backends.megatron_utils"
     _install("slime", args, f"{folder}.loss", f"{folder}.model")
@@ -111,8 +108,7 @@ def leave_out_logits(model: Any, user: str) -> None:
 class _NotedHead:
     """The hooks of one model, and the factors of its forward while that runs."""
 
-    def __init__(self) -> None:
-        self.factors: OutputFactors | None = None
+    factors: OutputFactors | None = None
 
     def ask(self, module: Any, args: Any, keywords: dict[str, Any]) -> Any:
         return args, keywords | {"output_processor": self.keep}
@@ -257,9 +253,8 @@ def require_equal(
     """
     group, generator = parallel_state.get_tensor_model_parallel_group(), torch.Generator()
     hidden = torch.randn(1, rows, 8, generator=generator.manual_seed(7))
-    weight = torch.randn(16 * group.size(), 8, generator=generator).chunk(group.size())[
-        group.rank()
-    ]
+    weights = torch.randn(16 * group.size(), 8, generator=generator)
+    weight = weights.chunk(group.size())[group.rank()]
     pairs = []
 
     def run(function: Callable[[Tensor], Any], output: Callable[..., Tensor]) -> list[Tensor]:

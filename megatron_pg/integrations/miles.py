@@ -6,10 +6,8 @@
 The first replaces miles' conversion of a rollout's samples (miles/ray/rollout/train_data_conversion.py). miles calls it
 as `f(args, samples)` in the rollout manager, one process for all ranks. It calls theirs and gives each response length
 its sample's divisor, which travels to the training processes (`megatron_pg.integrations.divided_lengths`); there `check`
-proves miles' loss and lets it read the divisors. miles gives the conversion neither its reward post-processing, which is loaded here by the flag that names it, nor
-the rollout's metadata, which only features that are refused here need.
-
-The prompt group of a sample is its `group_index`.
+proves miles' loss and lets it read the divisors. Features that need the rollout's metadata, which miles does not hand on,
+are refused. The prompt group of a sample is its `group_index`.
 """
 
 import functools
@@ -162,9 +160,8 @@ def _rollout(
                     f"{MILES.path('prompt_mean')}: group_index of sample {index} (index {sample.index}) is "
                     f"{sample.group_index!r}, expected the number of its prompt group: set Sample.group_index as miles' data source does"
                 )
-            prompt = hash(tuple(sample.tokens[: len(sample.tokens) - sample.response_length])) & (
-                2**64 - 1
-            )
+            length = len(sample.tokens) - sample.response_length
+            prompt = hash(tuple(sample.tokens[:length])) & (2**64 - 1)
         counted.append(BareSample(sum(mask), group, rollout, f"sample {sample.index}", prompt))
         indices_by_rollout[rollout].append(index)
     rollouts = list(indices_by_rollout.values())

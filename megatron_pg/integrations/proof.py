@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_pg.integrations.function_copies import FunctionCopies
+from megatron_pg.integrations.function_copies import copier
 
 TOLERANCE = 1e-5
 """Largest accepted difference, as a part of the largest number compared; the trainers compute in float32."""
@@ -83,9 +83,8 @@ class Door:
 
     loss_function: str  # module:name
     data_iterator: str
-    stand_ins: Callable[
-        [Place], Mapping[str, Any]
-    ]  # global names of the trainer's modules, by name
+    stand_ins: Callable[[Place], Mapping[str, Any]]
+    """Global names of the trainer's modules, by name."""
 
 
 def token_weights(aggregation: str, divisor: float | None) -> list[float]:
@@ -303,11 +302,14 @@ def _found(
     metrics: dict[str, float] = {}
     for rank in range(sizes[0]):
         place = Place(rank, *sizes)
-        load = partial(_load, reducer, place)
+        functions: dict[str, Any] = {CORRECTION_PATH: _correct}
+        if reducer is not None:
+            functions[REDUCER_PATH] = partial(reducer, place=place[:2])
+        load: Any = functions.__getitem__
         stand_ins = {"load_function": load, "calculate_log_probs_and_entropy": _log_probs}
         package = door.loss_function.partition(".")[0]
-        copies = FunctionCopies(package, {**stand_ins, **door.stand_ins(place)})
-        loss_function = copies.copy(imported(door.loss_function))
+        copied = copier(package, {**stand_ins, **door.stand_ins(place)})
+        loss_function = copied(imported(door.loss_function))
         for batch, rows in _micro_batches(imported(door.data_iterator), leaves, hook, place):
             given = {"args": types.SimpleNamespace(**settings), "batch": batch}
             loss, log = _scaled_loss(loss_function, given, rows, place)
@@ -318,15 +320,6 @@ def _found(
             for key, value in zip(log["keys"], log["values"][1:].tolist(), strict=True):
                 metrics[key] = metrics.get(key, 0.0) + value / len(SAMPLES)
     return gradients, metrics
-
-
-def _load(reducer: Callable[..., Any] | None, place: Place, path: str) -> Any:
-    """Stand in for the trainer's import of the reducer or the correction; another path is another function."""
-    if path == CORRECTION_PATH:
-        return _correct
-    if reducer is None or path != REDUCER_PATH:
-        raise ValueError(f"it loads {path}")
-    return partial(reducer, place=place[:2])
 
 
 def _micro_batches(

@@ -56,8 +56,8 @@ def rollout_mask_sums(
     sums = torch.zeros(len(mine.samples), dtype=torch.float64)
     for number, (indices, samples) in enumerate(zip(mine.steps, steps, strict=True)):
         # Prompts and the steps of each group are compared above, in words that fit the trainer.
-        others = {"allow_different_prompts": True, "allow_different_group_sizes": True}
-        totals = step_totals(samples, **others)
+        others = dict.fromkeys(("allow_different_prompts", "allow_different_group_sizes"), True)
+        totals = step_totals(samples, data_parallel_group=None, **others)
         # Counts are multiplied before they are divided: a divisor of exactly 1 is not to come out below it.
         step_sums = aggregation.divisors_of(totals, samples, divisor)
         step_sums = step_sums * aggregation.outer_count(totals) / mine.num_rollouts[number]

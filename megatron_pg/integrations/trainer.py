@@ -43,11 +43,7 @@ class Trainer:
         return f"--{self.hook.replace('_', '-')} megatron_pg.integrations.{self.name}.{name}"
 
     def require(self, name: str, args: Any) -> Chosen:
-        """Return the aggregation and its divisor.
-
-        Raises:
-            ValueError: settings that exclude the aggregation, all of them by flag.
-        """
+        """Return the aggregation and its divisor; a ValueError names settings that exclude it, all of them by flag."""
         path = self.path(name)
         row, divisor = _chosen(path, name, args, self._violations(name, args))
         if divisor is not None and divisor < 1 and is_for_all_terms(args):
@@ -71,11 +67,7 @@ class Trainer:
         return row, divisor
 
     def prove(self, row: Aggregation, divisor: float | None, args: Any) -> None:
-        """Run tiny samples through the trainer's own loss, once a process, without communication.
-
-        Raises:
-            ValueError: the loss is not the aggregation, or cannot be run.
-        """
+        """Raise a ValueError where the trainer's own loss is not the aggregation; once a process, without communication."""
         for_all_terms = is_for_all_terms(args)
         state = data_parallel_group()
         sizes = context_parallel_place()[1], 1 if state is None else state.size()

@@ -95,12 +95,7 @@ def policy_loss(
     Returns:
         The 0-d loss, DP times this micro-batch's share of the objective, and the metrics of verl's own loss.
     """
-    if getattr(config.engine, "dynamic_context_parallel", False):
-        raise ValueError(
-            f"policy_loss.loss_mode={PREFIX}{aggregation} with actor_rollout_ref.actor.megatron.dynamic_context_parallel="
-            "True: each micro-batch is scaled by a group of its own there, for which no weight was derived; set it to False"
-        )
-    _refuse_lost_token_counts(config.engine)
+    _refuse_context_parallelism(config.engine)
     divisor = _divisor(config.loss_scale_factor) if aggregation == "constant" else None
     verl_proof.prove((aggregation, objective, divisor), config, weighted_loss, group_factors)
     if aggregation == "prompt_mean":
@@ -134,8 +129,14 @@ def weighted_loss(
     )
 
 
-def _refuse_lost_token_counts(engine: Any) -> None:
-    """Refuse context parallelism where verl does not return token counts, which per-token mode divides by."""
+def _refuse_context_parallelism(engine: Any) -> None:
+    """Refuse groups of each micro-batch, and a verl without the token counts that per-token mode divides by."""
+    setting = f"{LOSS_MODE}={PREFIX}... with actor_rollout_ref.actor.megatron."
+    if getattr(engine, "dynamic_context_parallel", False):
+        raise ValueError(
+            f"{setting}dynamic_context_parallel=True: each micro-batch is scaled by a group of its own there, for which no "
+            "weight was derived; set it to False"
+        )
     if getattr(engine, "context_parallel_size", 1) == 1:
         return
     from verl.workers.engine.megatron import transformer_impl
@@ -143,7 +144,7 @@ def _refuse_lost_token_counts(engine: Any) -> None:
     scale = transformer_impl.MegatronEngineWithLMHead.postprocess_micro_batch_func
     if "calculate_per_token_loss" not in scale.__code__.co_names:
         raise ValueError(
-            f"{LOSS_MODE}={PREFIX}... with actor_rollout_ref.actor.megatron.context_parallel_size={engine.context_parallel_size}: "
+            f"{setting}context_parallel_size={engine.context_parallel_size}: "
             "this verl returns no token count in the per-token mode that Megatron-Bridge forces then, and nothing would divide; "
             "set it to 1, or install verl 0.9 or later"
         )

@@ -16,10 +16,9 @@ NEED_LOGITS = ("calculate_sum_pi_squared", "distillation_use_topk", "distillatio
 
 
 def put_in() -> None:
-    """Put the fused head into the Megatron engine of this process's verl; twice is once. The proof is of the first micro-batch.
+    """Put the fused head into the Megatron engine of this process's verl; twice is once.
 
-    A training process raises a ValueError, at its first micro-batch, for `use_fused_kernels` and a version of verl whose
-    log-probs, entropy or gradients are others.
+    Its first micro-batch raises a ValueError for `use_fused_kernels` and for a verl with other scores or gradients.
     """
     path = "verl.workers.engine.megatron.transformer_impl"
     engine = importlib.import_module(path).MegatronEngineWithLMHead

@@ -48,7 +48,10 @@ def prove(
                 groups = np.array([sample.group for sample in SAMPLES])
                 advantages = advantages * group_factors(mask, groups)[0].float()[:, None]
             batch = old, log_prob.requires_grad_(), advantages, mask
-            share, _ = weighted_loss(*loss, batch, _tiny(config), None)
+            tiny, tokens = copy.deepcopy(config), int(mask.sum())
+            totals = {"global_batch_size": len(SAMPLES), "batch_num_tokens": tokens}
+            tiny.global_batch_info.update(dp_size=DATA_SIZE, loss_scale_factor=None, **totals)
+            share, _ = weighted_loss(*loss, batch, tiny, None)
             found = torch.autograd.grad(share / DATA_SIZE, log_prob)[0]
         return difference(found, expected, "the gradient of log-prob")
 
@@ -59,14 +62,6 @@ def prove(
         f"megatron_pg {loss[0]} by verl's {loss[1]}: the installed verl {version} computes something else: ",
         f"set actor_rollout_ref.actor.policy_loss.loss_mode={loss[1]}, its own",
     )
-
-
-def _tiny(config: Any) -> Any:
-    """Copy the config, with the totals of the tiny step."""
-    tiny = copy.deepcopy(config)
-    totals = {"global_batch_size": len(SAMPLES), "batch_num_tokens": int(padded_mask().sum())}
-    tiny.global_batch_info.update(dp_size=DATA_SIZE, loss_scale_factor=None, **totals)
-    return tiny
 
 
 def _gradient(loss: Loss, batch: tuple[Tensor, Tensor, Tensor], config: Any) -> Tensor:

@@ -177,9 +177,9 @@ def _script(path: Path, words: Sequence[str], name: str | None) -> Line:
         everything = [launch for run in runs for launch in run.launches]
         trainer = TRAINERS[name] if name else trainer_of(everything, path)
     except ValueError as error:
-        line = runs[0].script.end
-        end = f"\n  line {line} ends the script before a launch: {CALLED}" if line else ""
-        raise ValueError(f"{error}{end}") from None
+        end = runs[0].script.end
+        text = f"\n  line {end} ends the script before a launch: {CALLED}" if end else ""
+        raise ValueError(f"{error}{text}") from None
     own = [run for run in runs if _own(trainer, run.launches)]
     taken = own[0] if own else runs[0]
     line = _line(taken.launches, path, trainer.name)

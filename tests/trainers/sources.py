@@ -23,7 +23,6 @@ import torch
 from megatron_pg.config.versions import has_megatron_training
 
 ROOT = Path(__file__).parents[2]
-REQUIREMENTS = "tests/trainers/requirements.txt"
 TRAINERS = Path(os.environ.get("TRAINERS", "/nonexistent"))
 STAND_INS = {
     "slime": "ray httpx wandb sglang sglang_router torch_memory_saver pandas".split(),
@@ -96,10 +95,7 @@ def lacks(name: str, *packages: str) -> str | None:
                 sys.path.append(str(folder))
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
-        checkout = f"bash ci/trainers.sh --clone FOLDER all, or TRAINERS=<folder with a checkout named {name}>"
-        ways = [checkout] * (packages[0] in missing)
-        ways += [f"pip install --no-deps -r {REQUIREMENTS}"] * any(p in missing for p in packages[1:])
-        return f"no {', '.join(missing)} here: {'; '.join(ways)}"
+        return f"no {', '.join(missing)} here: bash ci/trainers.sh --clone FOLDER all, or, with checkouts in TRAINERS, pip install --no-deps -r tests/trainers/requirements.txt"
     stand_in_for(STAND_INS[name])
     return None
 

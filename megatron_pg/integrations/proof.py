@@ -216,13 +216,14 @@ def _expected(
     A token that the correction rejects is left out of every term but the correction's own, and out of the divisor of KL,
     entropy and metrics if `divides_by_kept`.
     """
+    policy_weights, regularizer_weights = weights
     report: dict[str, Any] = {}
     for index, sample in enumerate(SAMPLES):
         fields = _fields(index)
         tokens = [token for token, active in enumerate(sample.mask) if active]
-        own = weights[1][index]
+        own = regularizer_weights[index]
         kept_own = own * len(tokens) / sum(map(_is_kept, tokens)) if divides_by_kept else own
-        by_name = {"pg_loss": weights[0][index], "ois": own, "tis": own}
+        by_name = {"pg_loss": policy_weights[index], "ois": own, "tis": own}
         for token in tokens:
             position = sample.prompt_length + token
             row, target = leaves[index][position - 1], int(fields["tokens"][position])

@@ -242,8 +242,7 @@ def _refuse_untagged(advantages: Tensor, response_mask: Tensor) -> None:
 
 
 _seen_tagged = False
-_warn_once = functools.cache(logging.getLogger(__name__).warning)
-"""verl shows warnings."""
+_warn_once = functools.cache(logging.getLogger(__name__).warning)  # verl shows warnings
 
 
 def _divisor(loss_scale_factor: float | None) -> float:

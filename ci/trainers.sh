@@ -7,7 +7,8 @@
 #   bash ci/trainers.sh --clone /folder slime=v0.3.0 miles=v0.1.0 ROLL=    # other tags or whole commits, or none
 #
 # Nothing of the trainers is stored in this repository. PYTHON= chooses the interpreter, as in ci/test.sh (Python 3.12:
-# Megatron-Core has to be one with megatron.training); VENV_PYTHON= one that has everything already.
+# Megatron-Core has to be one with megatron.training); VENV_PYTHON= one that has everything already, the packages in
+# tests/trainers/requirements.txt included, which are installed here otherwise.
 set -euo pipefail
 shopt -s extglob
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -68,6 +69,7 @@ export TRAINERS OMP_NUM_THREADS=1
 if [ -z "${VENV_PYTHON:-}" ]; then
     source ci/environment.sh
     make_environment test
+    "$VENV_PYTHON" -m pip install --quiet --disable-pip-version-check --no-deps -r tests/trainers/requirements.txt
 fi
 for path in "$TRAINERS"/*/; do
     echo "$(basename "$path"): $(git -C "$path" rev-parse --short HEAD 2>/dev/null || echo 'no git checkout')"

@@ -1,9 +1,8 @@
 """The way of a sample's divisor into a trainer's own loss: a response length that carries it to the policy loss's reducer.
 
-slime and miles reduce the policy loss by `--custom-pg-loss-reducer-function-path`, and KL, entropy and every metric by
-their own mean over rollouts. They call the reducer with the lengths and masks of one micro-batch, which do not tell
-samples apart. A hook therefore replaces the response lengths by `DividedLength`, which counts as the number that it is,
-and whose divisor the reducer reads. A length that has lost its divisor on the way is refused.
+slime and miles reduce the policy loss by `--custom-pg-loss-reducer-function-path`, and all else by their own mean over
+rollouts. They call the reducer with the lengths and masks of one micro-batch, which do not tell samples apart. A hook
+therefore replaces the response lengths by `DividedLength`. A length that has lost its divisor on the way is refused.
 """
 
 from collections.abc import Iterable, Sequence

@@ -3,8 +3,7 @@
     loss = StepLoss(config, step_totals(samples, data_parallel_group=group))    # once an optimizer step
     share = loss(log_probs, samples)                                            # for each call of the engine
 
-The share of a call is in units of the objective: the sum of the shares over the calls of a step, on every data-parallel
-rank, is the objective, whatever aggregation, objective and corrections the config has. So an adapter does two things:
+The sum of the shares over the calls of a step, on every data-parallel rank, is the objective. So an adapter does two things:
 
 1. It makes a `Sample` of each row that the engine trains on, before the step, and `step_totals` of all of them.
 2. It multiplies the share by what the engine divides a loss by afterwards: its number of micro-batches, its data-parallel
@@ -109,10 +108,10 @@ def refuse_settings(
             f"entropy_coef is {config.entropy_coef:g}, and {engine} hands its loss no entropy: set it to 0"
         )
     # Versions of an engine differ in the settings that they have.
-    theirs = {name: getattr(args, name) for name in wanted if hasattr(args, name)}
-    wrong = {name: wanted[name] for name, value in theirs.items() if value != wanted[name]}
+    theirs = {name: getattr(args, name, value) for name, value in wanted.items()}
+    wrong = [name for name, value in wanted.items() if theirs[name] != value]
     if wrong:
-        ours = ", ".join(f"{name} {value}" for name, value in wrong.items())
+        their, our = (", ".join(f"{name} {of[name]}" for name in wrong) for of in (theirs, wanted))
         raise ValueError(
-            f"{engine} has {', '.join(f'{name} {theirs[name]}' for name in wrong)}, and megatron_pg, which computes the loss, {ours}: set the same in both"
+            f"{engine} has {their}, and megatron_pg, which computes the loss, {our}: set the same in both"
         )

@@ -5,12 +5,8 @@
 
 The model gives [batch, sequence, 1] in the place of its logits, with a note of the two factors that it did not multiply. The
 trainer hands that on to its own loss. One function is exchanged, from logits to log-probs and entropy:
-`get_log_probs_and_entropy` of slime and miles, in training and in forward passes alone, and
-`_lm_head_logits_processor` of verl's engine (`verl_head.py`). The cut by samples and context parallelism, the loss, its
-scale and the metrics stay the trainer's, and so does a critic's value head. Padded columns take part, as they do there.
-
-Before the first step both functions score a few tokens, forward and backward, on the rank's own device and groups. A trainer
-whose function gives other numbers is refused.
+`get_log_probs_and_entropy` of slime and miles, and `_lm_head_logits_processor` of verl's engine (`verl_head.py`). Before the
+first step both score a few tokens, forward and backward, and a trainer with other numbers is refused.
 """
 
 import copy
@@ -35,8 +31,6 @@ TOLERANCE = 1e-2
 gradient to bfloat16."""
 _models: WeakSet[Any] = WeakSet()
 """The models that make no logits."""
-Scores = tuple[Tensor, Tensor]
-"""Log-probs and entropy, [tokens] each."""
 
 
 class OutputFactors(NamedTuple):
@@ -62,8 +56,10 @@ class OutputFactors(NamedTuple):
             )
         return factors
 
-    def scores(self, rows: Tensor | None, targets: Tensor, temperature: float) -> Scores:
-        """Score `targets` by `rows` of the flat [batch * sequence] (None: all), for any loss downstream."""
+    def scores(
+        self, rows: Tensor | None, targets: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return log-probs of `targets` and entropy, [tokens] each, by `rows` of the flat [batch * sequence] (None: all)."""
         hidden = self.hidden.flatten(0, 1)
         hidden = hidden if rows is None else hidden.index_select(0, rows)
         group = parallel_state.get_tensor_model_parallel_group()
@@ -74,12 +70,9 @@ class OutputFactors(NamedTuple):
 def slime(args: Any) -> None:
     """Put the fused head into slime: its `--custom-megatron-init-path`, which every training process calls.
 
-    The check of an aggregation of `megatron_pg.integrations.slime` runs too, because the flag takes one function. There are
-    collectives over tensor parallelism. Rank 0 prints one line.
-
-    Raises:
-        ValueError: settings under which slime reads logits elsewhere, all of them by flag; a version of slime whose
-            log-probs, entropy or gradients are others.
+    `megatron_pg.integrations.slime.check` runs too where an aggregation is on, because the flag takes one function. There
+    are collectives over tensor parallelism. A ValueError names settings under which slime reads logits elsewhere, by flag,
+    or the differences of a slime whose log-probs, entropy or gradients are others.
     """
     folder = "slime.backends.megatron_utils"
     _install("slime", args, f"{folder}.loss", f"{folder}.model")
@@ -115,8 +108,7 @@ def leave_out_logits(model: Any, user: str) -> None:
 class _NotedHead:
     """The hooks of one model, and the factors of its forward while that runs."""
 
-    def __init__(self) -> None:
-        self.factors: OutputFactors | None = None
+    factors: OutputFactors | None = None
 
     def ask(self, module: Any, args: Any, keywords: dict[str, Any]) -> Any:
         return args, keywords | {"output_processor": self.keep}
@@ -152,11 +144,23 @@ def _install(name: str, args: Any, loss_path: str, model_path: str) -> None:
         # Its proof runs the trainer's own function, which is exchanged below.
         importlib.import_module(f"megatron_pg.integrations.{name}").check(args)
     ours = functools.partial(_scores, user, loss.get_responses)
-    is_pair = _is_proven_pair(user, theirs, ours, args)
+    ranks = parallel_state.get_context_parallel_world_size()
+    device, lengths = torch.device(torch.cuda.current_device()), [4 * ranks, 6 * ranks]
+    tokens = [torch.arange(length, device=device) % 7 for length in lengths]
+    named: dict[str, Any] = {"args": args, "unconcat_tokens": tokens, "total_lengths": lengths}
+    named |= {"response_lengths": [3, 3 * ranks], "with_entropy": True}
+    is_pair = require_equal(
+        user,
+        functools.partial(theirs, **named),
+        functools.partial(ours, **named),
+        rows=10,
+        device=device,
+        has_entropy_gradient=bool(getattr(args, "entropy_coef", 0.0)),
+    )
 
     @functools.wraps(theirs)
-    def get_log_probs_and_entropy(logits: Tensor, **named: Any) -> Any:
-        scores = ours(logits, **named)
+    def get_log_probs_and_entropy(logits: Tensor, **layout: Any) -> Any:
+        scores = ours(logits, **layout)
         return (logits.new_empty(0), scores) if is_pair else scores
 
     @functools.wraps(schedule)
@@ -233,75 +237,49 @@ def _scores(
     return scores
 
 
-def _is_proven_pair(
-    user: str, theirs: Callable[..., Any], ours: Callable[..., Any], args: Any
-) -> bool:
-    """Refuse a function of slime's family that ours does not equal; return True if it gives a pair."""
-    ranks = parallel_state.get_context_parallel_world_size()
-    device = torch.device(torch.cuda.current_device())
-    lengths = [4 * ranks, 6 * ranks]
-    tokens = [torch.arange(length, device=device) % 7 for length in lengths]
-    named: dict[str, Any] = {"args": args, "unconcat_tokens": tokens, "total_lengths": lengths}
-    named |= {"response_lengths": [3, 3 * ranks], "with_entropy": True}
-    pairs: list[bool] = []
-
-    def scores_by(function: Callable[..., Any]) -> Callable[[Tensor], Scores]:
-        def scores(output: Tensor) -> Scores:
-            result = function(output, **named)
-            pairs.append(isinstance(result, tuple))
-            result = result[1] if pairs[-1] else result
-            log_probs, entropy = torch.cat(result["log_probs"]), torch.cat(result["entropy"])
-            return log_probs, entropy if getattr(args, "entropy_coef", 0.0) else entropy.detach()
-
-        return scores
-
-    require_equal(
-        user, scores_by(theirs), scores_by(ours), rows=sum(lengths) // ranks, device=device
-    )
-    return any(pairs)
-
-
 def require_equal(
     user: str,
-    theirs: Callable[[Tensor], Scores],
-    ours: Callable[[Tensor], Scores],
+    theirs: Callable[[Tensor], Any],
+    ours: Callable[[Tensor], Any],
     *,
     rows: int,
     device: torch.device,
-) -> float:
-    """Compare scores and the gradients of both factors, of one product; every tensor-parallel rank calls it."""
+    has_entropy_gradient: bool = True,
+) -> bool:
+    """Compare scores and the gradients of both factors, of one product; every tensor-parallel rank calls it.
+
+    The functions take a model's output [1, rows, ...] and give a dict with log-probs and entropy, or a pair that ends with it.
+    Return True if theirs gives a pair.
+    """
     group, generator = parallel_state.get_tensor_model_parallel_group(), torch.Generator()
     hidden = torch.randn(1, rows, 8, generator=generator.manual_seed(7))
-    weight = torch.randn(16 * group.size(), 8, generator=generator).chunk(group.size())[
-        group.rank()
-    ]
+    weights = torch.randn(16 * group.size(), 8, generator=generator)
+    weight = weights.chunk(group.size())[group.rank()]
+    pairs = []
 
-    def run(scores: Callable[[Tensor], Scores], output: Callable[..., Tensor]) -> list[Tensor]:
+    def run(function: Callable[[Tensor], Any], output: Callable[..., Tensor]) -> list[Tensor]:
         leaves = [leaf.to(device).requires_grad_() for leaf in (hidden, weight)]
-        log_probs, entropy = scores(output(*leaves))
-        steps = torch.linspace(1, 2, log_probs.numel(), device=device).view_as(log_probs)
+        result = function(output(*leaves))
+        pairs.append(isinstance(result, tuple))
+        result = result[1] if pairs[-1] else result
+        log_probs, entropy = (torch.cat([*result[name]]) for name in ("log_probs", "entropy"))
+        entropy = entropy if has_entropy_gradient else entropy.detach()
+        steps = torch.linspace(1, 2, len(log_probs), device=device)
         total = (steps * (log_probs + entropy)).sum()
         return [log_probs, entropy, *torch.autograd.grad(total, leaves)]
 
     with torch.enable_grad():
         expected = run(theirs, lambda hidden, weight: hidden @ weight.t())
         found = run(ours, lambda hidden, weight: OutputFactors(hidden, weight).stand_in())
-    names = (
-        "log-probs",
-        "entropy",
-        "the gradient of the hidden states",
-        "the gradient of the weight",
-    )
-    errors = [_difference(*pair) for pair in zip(found, expected, strict=True)]
-    if not all(error <= TOLERANCE for error in errors):
-        numbers = ", ".join(
-            f"{name} {error:.1e}" for name, error in zip(names, errors, strict=True)
-        )
+    names = "log-probs", "entropy", "gradient of the hidden states", "gradient of the weight"
+    errors = dict(zip(names, map(_difference, found, expected), strict=True))
+    if not all(error <= TOLERANCE for error in errors.values()):
+        numbers = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
         raise ValueError(
             f"{user}: this version of the trainer computes log-probs and entropy in another way than the fused head. Of the "
             f"largest number, the differences are: {numbers}. Drop the setting"
         )
-    return max(errors)
+    return pairs[0]
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:

@@ -10,11 +10,10 @@ No code of that engine exists (Megatron-Bridge 067f987). Its plan is NVIDIA-NeMo
    a `ModelOutput` are lists with a tensor of each datum of this data-parallel rank.
 2. The engine weighs tokens, divides by a denominator over the data ranks, and undoes micro-batches and parallelism.
 
-The plan leaves the tensors' form open. It is here as in the engine that ran this contract (NeMo-Automodel 8ba3aef, `components/
-training/engine.py`): a tensor is [T] of its datum, position t scores token t + 1, and the engine computes
-`sum(weights * tensor) / W`, with `loss_fn_inputs["weights"]`, [T], and W their sum over ranks.
-
-So the adapter spreads a share over the tokens of a call, times W over the weights of the call.
+What the plan leaves open is as in the engine that ran this contract (NeMo-Automodel 8ba3aef, `components/training/engine.py`):
+a tensor is [T] of its datum, position t scores token t + 1, and the engine computes `sum(weights * tensor) / W`, with
+`loss_fn_inputs["weights"]`, [T], and W their sum over ranks. So the adapter spreads a share over the tokens of a call, times
+W over the weights of the call.
 """
 
 import math

@@ -51,19 +51,14 @@ def lite_loss(
     def loss_fn(
         model_output: dict[str, Tensor], batch: Any, context: Any = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        samples = batch.extras[SAMPLES]
-        rows = [
-            unpack(batch, model_output[name]).unbind() if name in model_output else None
-            for name in ("log_probs", "entropy")
-        ]
-        log_probs, entropy = (
-            None if values is None else list(map(of_response, values, samples)) for values in rows
-        )
-        if log_probs is None:
+        samples, names = batch.extras[SAMPLES], ["log_probs"] + ["entropy"] * config.needs_entropy
+        if lacking := [name for name in names if name not in model_output]:
             raise ValueError(
-                "Megatron-Lite's model returned no log_probs: give it labels, and return_log_probs=True in a LossContext"
+                f"Megatron-Lite's model returned no {lacking[0]}: give it labels, and return_log_probs=True in a LossContext"
             )
-        share = loss(log_probs, samples, entropy if config.needs_entropy else None)
+        rows = [unpack(batch, model_output[name]).unbind() for name in names]
+        log_probs, *entropy = (list(map(of_response, values, samples)) for values in rows)
+        share = loss(log_probs, samples, *entropy)
         metrics = {"loss": share.detach().clone()}
         return share * num_microbatches * data_parallel_size, metrics
 

@@ -6,10 +6,8 @@
 The first replaces miles' conversion of a rollout's samples (miles/ray/rollout/train_data_conversion.py). miles calls it
 as `f(args, samples)` in the rollout manager, one process for all ranks. It calls theirs and gives each response length
 its sample's divisor, which travels to the training processes (`megatron_pg.integrations.divided_lengths`); there `check`
-proves miles' loss and lets it read the divisors. miles gives the conversion neither its reward post-processing, which is loaded here by the flag that names it, nor
-the rollout's metadata, which only features that are refused here need.
-
-The prompt group of a sample is its `group_index`.
+proves miles' loss and lets it read the divisors. Features that need the rollout's metadata, which miles does not hand on,
+are refused. The prompt group of a sample is its `group_index`.
 """
 
 import functools
@@ -23,7 +21,7 @@ from typing import Any
 from megatron_pg.integrations.divided_lengths import divided_lengths
 from megatron_pg.integrations.proof import Door, Place
 from megatron_pg.integrations.reducers import HOOKS
-from megatron_pg.integrations.rollout_mask_sums import Rollout, rollout_mask_sums
+from megatron_pg.integrations.rollout_mask_sums import Rollout
 from megatron_pg.integrations.trainer import REDUCER, Trainer, is_for_all_terms
 from megatron_pg.loss.aggregation import Aggregation
 from megatron_pg.step.sample import as_integer
@@ -110,7 +108,7 @@ check = MILES.check
 
 def _convert(name: str, args: Any, samples: list[Any]) -> dict[str, Any]:
     """Make miles' train data and give its samples their divisors. The hooks of this module are its partials."""
-    row, divisor = MILES.require(name, args)
+    chosen = MILES.require(name, args)
     conversion = importlib.import_module("miles.ray.rollout.train_data_conversion")
     load_function = importlib.import_module("miles.utils.misc").load_function
     post_process = load_function(getattr(args, "custom_reward_post_process_path", None))
@@ -129,14 +127,8 @@ def _convert(name: str, args: Any, samples: list[Any]) -> dict[str, Any]:
             "them into steps by samples, and N and prompt groups with them: make --global-batch-size at most "
             "--rollout-batch-size times --n-samples-per-prompt, and filter no more rollouts than leave a whole step"
         )
-    divisors = rollout_mask_sums(
-        row,
-        divisor,
-        functools.partial(_rollout, row, args.global_batch_size, samples, data),
-        trainer="miles",
-        allow_different_prompts=bool(getattr(args, "allow_different_prompts_in_group", False)),
-        is_clamped=is_for_all_terms(args),
-    )
+    rollout = functools.partial(_rollout, chosen[0], args.global_batch_size, samples, data)
+    divisors = MILES.divisors(chosen, rollout, args)
     if is_for_all_terms(args):
         data["rollout_mask_sums"] = divisors.tolist()
     else:
@@ -168,9 +160,8 @@ def _rollout(
                     f"{MILES.path('prompt_mean')}: group_index of sample {index} (index {sample.index}) is "
                     f"{sample.group_index!r}, expected the number of its prompt group: set Sample.group_index as miles' data source does"
                 )
-            prompt = hash(tuple(sample.tokens[: len(sample.tokens) - sample.response_length])) & (
-                2**64 - 1
-            )
+            length = len(sample.tokens) - sample.response_length
+            prompt = hash(tuple(sample.tokens[:length])) & (2**64 - 1)
         counted.append(BareSample(sum(mask), group, rollout, f"sample {sample.index}", prompt))
         indices_by_rollout[rollout].append(index)
     rollouts = list(indices_by_rollout.values())

@@ -10,9 +10,7 @@ The way of a loss through NeMo-RL (read in commit 7ea279a):
 2. `models/megatron/train.py`, `LossPostProcessor`: calls the loss with log-probs gathered over context parallelism, adds up,
    and multiplies by `M / CP**2`: 1 / CP is for the gather, whose backward sums over CP ranks.
 3. `models/megatron/setup.py` turns `calculate_per_token_loss` on, and the result is a pair: Megatron multiplies by `CP / M`
-   and sums gradients over ranks. So the gradient is that of the sum of the shares, and nothing is to be undone.
-
-Clip, KL and importance weights are those of `PolicyLossConfig`; other values in their loss are refused.
+   and sums gradients over ranks. So nothing is to be undone.
 """
 
 import inspect
@@ -36,6 +34,7 @@ FIELDS = {
     "generation_logprobs": "rollout_log_probs",
 }
 """Fields of `Sample` by the key of their data."""
+CLIPS = "ratio_clip_min", "ratio_clip_max", "ratio_clip_c"
 
 
 @dataclass(frozen=True)
@@ -72,12 +71,9 @@ def samples_of(data: Any, num_generations_per_prompt: int) -> list[Sample]:
 def train_with(policy: Any, config: PolicyLossConfig, num_generations_per_prompt: int) -> None:
     """Replace `policy.train`. A ValueError of a step names a bad row, a group of different prompts, or one that it cuts."""
     train = policy.train
-    wanted: dict[str, Any] = {"force_on_policy_ratio": False, "ratio_clip_min": config.eps_clip}
-    wanted |= {"ratio_clip_max": config.eps_clip_high or config.eps_clip}
-    wanted |= {
-        "ratio_clip_c": config.eps_clip_c,
-        "reference_policy_kl_penalty": config.kl_loss_coef,
-    }
+    clips = config.eps_clip, config.eps_clip_high or config.eps_clip, config.eps_clip_c
+    wanted: dict[str, Any] = dict(zip(CLIPS, clips, strict=True))
+    wanted |= {"force_on_policy_ratio": False, "reference_policy_kl_penalty": config.kl_loss_coef}
     wanted |= {} if config.use_tis else {"truncated_importance_sampling_type": None}
 
     def train_on_samples(data: Any, loss_fn: Any, *others: Any, **named: Any) -> Any:

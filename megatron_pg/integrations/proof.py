@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_pg.integrations.function_copies import FunctionCopies
+from megatron_pg.integrations.function_copies import copier
 
 TOLERANCE = 1e-5
 """Largest accepted difference, as a part of the largest number compared; the trainers compute in float32."""
@@ -73,11 +73,8 @@ class Place(NamedTuple):
     data_size: int
 
 
-class Weights(NamedTuple):
-    """The weight of a token of each sample in the policy loss, and in its KL and entropy terms and every metric."""
-
-    policy_loss: Sequence[float]
-    regularizers: Sequence[float]
+Weights = tuple[Sequence[float], Sequence[float]]
+"""The weight of a token of each sample in the policy loss, and in its KL and entropy terms and every metric."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +83,8 @@ class Door:
 
     loss_function: str  # module:name
     data_iterator: str
-    stand_ins: Callable[
-        [Place], Mapping[str, Any]
-    ]  # global names of the trainer's modules, by name
+    stand_ins: Callable[[Place], Mapping[str, Any]]
+    """Global names of the trainer's modules, by name."""
 
 
 def token_weights(aggregation: str, divisor: float | None) -> list[float]:
@@ -121,6 +117,31 @@ def padded_mask() -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(masks, batch_first=True)
 
 
+def require(key: tuple[Any, ...], find: Callable[[], str | None], claim: str, remedy: str) -> None:
+    """Raise a ValueError with the difference that `find` returns, or with its error; once a process for each key."""
+    if key in PROVEN:
+        return
+    try:
+        wrong = find()
+    except Exception as error:  # a trainer's code may raise anything at all
+        wrong = f"it cannot be run on tiny samples: {type(error).__name__}: {error}"
+    if wrong is not None:
+        raise ValueError(
+            f"{claim}{wrong}. Install a version that docs/records/other_trainers.md lists as exact, or {remedy}"
+        )
+    PROVEN.add(key)
+
+
+def difference(found: Tensor, expected: Tensor, what: str) -> str | None:
+    """Name the token, of [samples, response], whose number differs the most; None where all agree."""
+    errors = (found.double() - expected).abs()
+    row, token = place = divmod(int(errors.argmax()), errors.shape[1])
+    if float(errors.max()) <= TOLERANCE * float(expected.abs().max()):
+        return None
+    numbers = f"{float(found[place]):.6g}, expected {float(expected[place]):.6g}"
+    return f"{what} {token} of tiny sample {row} is {numbers}"
+
+
 def prove(
     door: Door,
     args: Any,
@@ -131,8 +152,9 @@ def prove(
 ) -> str | None:
     """Return the first difference between the trainer's loss and the loops, in words; None where they agree.
 
-    `args` are the trainer's, of which `SETTINGS` are replaced; a run with a rollout correction is proven with one. `hook` changes the rollout data, and `reducer` is a custom
-    reducer that takes its `place`, or None. `sizes` are those of context and data parallelism. Errors are the trainer's.
+    `args` are the trainer's, of which `SETTINGS` are replaced; a run with a rollout correction is proven with one. `hook`
+    changes the rollout data, and `reducer` is a custom reducer that takes its `place`, or None. `sizes` are those of context
+    and data parallelism. Errors are the trainer's.
     """
     logits = [
         numbers(len(sample.mask) + sample.prompt_length, VOCABULARY, seed=i)
@@ -194,13 +216,14 @@ def _expected(
     A token that the correction rejects is left out of every term but the correction's own, and out of the divisor of KL,
     entropy and metrics if `divides_by_kept`.
     """
+    policy_weights, regularizer_weights = weights
     report: dict[str, Any] = {}
     for index, sample in enumerate(SAMPLES):
         fields = _fields(index)
         tokens = [token for token, active in enumerate(sample.mask) if active]
-        own = weights.regularizers[index]
+        own = regularizer_weights[index]
         kept_own = own * len(tokens) / sum(map(_is_kept, tokens)) if divides_by_kept else own
-        by_name = {"pg_loss": weights.policy_loss[index], "ois": own, "tis": own}
+        by_name = {"pg_loss": policy_weights[index], "ois": own, "tis": own}
         for token in tokens:
             position = sample.prompt_length + token
             row, target = leaves[index][position - 1], int(fields["tokens"][position])
@@ -217,9 +240,8 @@ def _expected(
             del terms["ratio"]
             for name, term in terms.items():
                 report[name] = report.get(name, 0.0) + by_name.get(name, kept_own) * term
-    regularizers = SETTINGS["kl_loss_coef"] * report["kl_loss"]
-    report["loss"] = report["pg_loss"] + regularizers
-    report["loss"] = report["loss"] - SETTINGS["entropy_coef"] * report["entropy_loss"]
+    entropy = SETTINGS["entropy_coef"] * report["entropy_loss"]
+    report["loss"] = report["pg_loss"] + SETTINGS["kl_loss_coef"] * report["kl_loss"] - entropy
     gradients = torch.autograd.grad(report["loss"], leaves)
     return list(gradients), {name: term.item() for name, term in report.items()}
 
@@ -281,11 +303,14 @@ def _found(
     metrics: dict[str, float] = {}
     for rank in range(sizes[0]):
         place = Place(rank, *sizes)
-        load = partial(_load, reducer, place)
+        functions: dict[str, Any] = {CORRECTION_PATH: _correct}
+        if reducer is not None:
+            functions[REDUCER_PATH] = partial(reducer, place=place[:2])
+        load: Any = functions.__getitem__
         stand_ins = {"load_function": load, "calculate_log_probs_and_entropy": _log_probs}
         package = door.loss_function.partition(".")[0]
-        copies = FunctionCopies(package, {**stand_ins, **door.stand_ins(place)})
-        loss_function = copies.copy(imported(door.loss_function))
+        copied = copier(package, {**stand_ins, **door.stand_ins(place)})
+        loss_function = copied(imported(door.loss_function))
         for batch, rows in _micro_batches(imported(door.data_iterator), leaves, hook, place):
             given = {"args": types.SimpleNamespace(**settings), "batch": batch}
             loss, log = _scaled_loss(loss_function, given, rows, place)
@@ -296,15 +321,6 @@ def _found(
             for key, value in zip(log["keys"], log["values"][1:].tolist(), strict=True):
                 metrics[key] = metrics.get(key, 0.0) + value / len(SAMPLES)
     return gradients, metrics
-
-
-def _load(reducer: Callable[..., Any] | None, place: Place, path: str) -> Any:
-    """Stand in for the trainer's import of the reducer or the correction; another path is another function."""
-    if path == CORRECTION_PATH:
-        return _correct
-    if reducer is None or path != REDUCER_PATH:
-        raise ValueError(f"it loads {path}")
-    return partial(reducer, place=place[:2])
 
 
 def _micro_batches(
@@ -322,7 +338,8 @@ def _micro_batches(
     )
     hook(data)
     for indices in MICRO_BATCHES:
-        rows = [_padded(leaves[i], place.context_size)[_positions(i, place)] for i in indices]
+        padding = (0, 0, 0, 2 * place.context_size)
+        rows = [torch.nn.functional.pad(leaves[i], padding)[_positions(i, place)] for i in indices]
         batch = iterator.get_next(list(data))
         yield {**batch, "max_seq_lens": None}, torch.cat(rows).unsqueeze(0)
 
@@ -341,11 +358,6 @@ def _window(index: int, place: Place) -> list[int]:
     """Return the response tokens of a sample that a rank scores: the logit at a position is that of the next token."""
     first, length = SAMPLES[index].prompt_length - 1, len(SAMPLES[index].mask)
     return [p - first for p in _positions(index, place) if 0 <= p - first < length]
-
-
-def _padded(leaf: Tensor, context_size: int) -> Tensor:
-    part = 2 * context_size if context_size > 1 else 1
-    return torch.nn.functional.pad(leaf, (0, 0, 0, -len(leaf) % part))
 
 
 def _log_probs(

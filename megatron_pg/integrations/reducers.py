@@ -12,8 +12,7 @@ scales the reducer's inner sum s of the rank (read in slime/backends/megatron_ut
    for each sample, the same on every CP rank. Megatron makes `sum of s / (T + Z)` of it, Z the samples without an active
    token: `token_mean` where Z is 0.
 
-Under the other value of the flag an aggregation would be divided by the other count, and `prompt_mean` needs G and P, which
-the call does not carry. Both are refused. The import needs nothing of the trainer's.
+The other value of the flag, and `prompt_mean`, whose G and P the call does not carry, are refused.
 """
 
 import functools

@@ -4,8 +4,8 @@
       worker_cls: megatron_pg.integrations.roll.PromptMeanActorWorker
     loss_agg_mode: seq-mean-token-mean
 
-The import imports ROLL. The way of a loss through ROLL (read in commit 8eb27cc): DP is the data-parallel size, M the
-micro-batches, V the samples of the step with an active token, m the mask after the filters of the loss.
+The way of a loss through ROLL (read in commit 8eb27cc): DP is the data-parallel size, M the micro-batches, V the samples
+of the step with an active token, m the mask after the filters of the loss.
 
 1. `roll/pipeline/rlvr/actor_worker.py`, `loss_func`: gathers the log-probs over context parallelism and aggregates
    policy loss, KL and entropy by `loss_agg_mode`, with the totals of the step over data parallelism. It multiplies the
@@ -13,8 +13,8 @@ micro-batches, V the samples of the step with an active token, m the mask after 
 2. `roll/distributed/strategy/megatron_strategy.py`, `inner_forward_step`: returns `loss * M * DP` in a pair, of which
    Megatron makes the sum of the losses. With `calculate_per_token_loss` it is an unnormalised sum: refused here.
 3. `roll/utils/functionals.py`, `agg_loss`: `seq-mean-token-mean` is `1 / V * sum over samples of f_i * (sum m x) /
-   (sum m)`, exact up to float32. (`token-mean` never multiplies by the mask, so tokens that a filter took out stay in;
-   `seq-mean-token-sum-norm` divides by the padded length and by no number of samples.)
+   (sum m)`, exact up to float32. (`token-mean` keeps tokens that a filter took out, and `seq-mean-token-sum-norm` divides by
+   the padded length.)
 
 The classes weigh the policy loss alone. With `f_i = w_i * V * sum m` it is `sum of w_i m x`, with w_i from the totals
 before the filters; L of `constant` is in the worker's environment (MEGATRON_PG_LOSS_AGGREGATION_DIVISOR). KL and entropy

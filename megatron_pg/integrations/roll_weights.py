@@ -10,7 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pg.integrations.proof import SAMPLES, TOLERANCE, numbers, padded_mask, token_weights
+from megatron_pg.integrations.proof import (
+    SAMPLES,
+    difference,
+    numbers,
+    padded_mask,
+    require,
+    token_weights,
+)
 from megatron_pg.integrations.reducers import DIVISOR_VARIABLE, find_divisor
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.step.agreement import gather
@@ -62,35 +69,33 @@ def prove(aggregation: str, divisor: float | None, agg_loss: Callable[..., Tenso
 
     The tiny samples of `megatron_pg.integrations.proof` go through it on the CPU; every rank calls it once.
     """
-    groups = [str(sample.group).encode() for sample in SAMPLES]
-    with torch.enable_grad(), torch.device("cpu"):
-        mask = padded_mask().long()
-        losses = numbers(*mask.shape, seed=0).requires_grad_()
-        tokens = mask.sum(dim=-1).tolist()
-        size = len(SAMPLES) // len(set(groups))
-        weights = step_weights(
-            aggregation, tokens, groups, None, rollouts_per_prompt=size, divisor=divisor
-        )
-        loss = agg_loss(
-            loss_mat=losses,
-            loss_mask=mask,
-            loss_agg_mode="seq-mean-token-mean",
-            batch_num_tokens=sum(tokens),
-            global_valid_samples=len(SAMPLES),
-            weights=sample_factors(weights.tolist(), mask, len(SAMPLES)),
-        )
-        found = torch.autograd.grad(loss, losses)[0].tolist()
-    for row, (sample, weight) in enumerate(
-        zip(SAMPLES, token_weights(aggregation, divisor), strict=True)
-    ):
-        for token, is_active in enumerate(sample.mask):
-            if not abs(found[row][token] - weight * is_active) <= TOLERANCE:
-                raise ValueError(
-                    f"megatron_pg {aggregation}: agg_loss of the installed ROLL computes something else with "
-                    f"seq-mean-token-mean: token {token} of tiny sample {row} weighs {found[row][token]:.6g}, expected "
-                    f"{weight * is_active:.6g}. Install a version that docs/records/other_trainers.md lists as exact, or set "
-                    "actor_train.worker_cls to ROLL's own"
-                )
+
+    def find() -> str | None:
+        groups = [str(sample.group).encode() for sample in SAMPLES]
+        with torch.enable_grad(), torch.device("cpu"):
+            mask = padded_mask().long()
+            losses = numbers(*mask.shape, seed=0).requires_grad_()
+            tokens = mask.sum(dim=-1).tolist()
+            sizes: dict[str, Any] = {"rollouts_per_prompt": len(SAMPLES) // len(set(groups))}
+            weights = step_weights(aggregation, tokens, groups, None, divisor=divisor, **sizes)
+            loss = agg_loss(
+                loss_mat=losses,
+                loss_mask=mask,
+                loss_agg_mode="seq-mean-token-mean",
+                batch_num_tokens=sum(tokens),
+                global_valid_samples=len(SAMPLES),
+                weights=sample_factors(weights.tolist(), mask, len(SAMPLES)),
+            )
+            found = torch.autograd.grad(loss, losses)[0]
+            per_sample = torch.tensor(token_weights(aggregation, divisor), dtype=torch.float64)
+        return difference(found, per_sample[:, None] * mask, "the weight of token")
+
+    require(
+        ("ROLL", aggregation, divisor, agg_loss),
+        find,
+        f"megatron_pg {aggregation}: agg_loss of the installed ROLL computes something else with seq-mean-token-mean: ",
+        "set actor_train.worker_cls to ROLL's own",
+    )
 
 
 def refuse_settings(

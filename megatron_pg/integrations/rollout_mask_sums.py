@@ -6,7 +6,7 @@ G_g P / N for prompt_mean, T / N for token_mean, L for constant, and the rollout
 `rollout_mask_sums` it divides KL, entropy and metrics too, by 1 at least: a step with a D_i below 1 is refused there.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -54,27 +54,18 @@ def rollout_mask_sums(
         if not allow_different_prompts:
             _refuse_different_prompts(steps, trainer)
     sums = torch.zeros(len(mine.samples), dtype=torch.float64)
-    for number, indices in enumerate(mine.steps):
-        step_sums = _step_sums(aggregation, divisor, steps[number], mine.num_rollouts[number])
+    for number, (indices, samples) in enumerate(zip(mine.steps, steps, strict=True)):
+        # Prompts and the steps of each group are compared above, in words that fit the trainer.
+        others = dict.fromkeys(("allow_different_prompts", "allow_different_group_sizes"), True)
+        totals = step_totals(samples, data_parallel_group=None, **others)
+        # Counts are multiplied before they are divided: a divisor of exactly 1 is not to come out below it.
+        step_sums = aggregation.divisors_of(totals, samples, divisor)
+        step_sums = step_sums * aggregation.outer_count(totals) / mine.num_rollouts[number]
         if is_clamped:
-            _refuse_below_one(aggregation, step_sums, steps[number], trainer)
+            _refuse_below_one(aggregation, step_sums, samples, trainer)
         before = sum(map(len, by_step[number][:rank]))
         sums[list(indices)] = step_sums[before : before + len(indices)]
     return sums
-
-
-def _step_sums(
-    aggregation: Aggregation,
-    divisor: float | None,
-    samples: Sequence[BareSample],
-    num_rollouts: int,
-) -> Tensor:
-    """Return the divisors of all samples of a step, [num_samples] float64."""
-    # `rollout_mask_sums` has compared the prompts and steps of each group, in words that fit the trainer.
-    totals = step_totals(samples, allow_different_prompts=True, allow_different_group_sizes=True)
-    outer_count = aggregation.outer_count(totals)
-    # Counts are multiplied before they are divided: a divisor of exactly 1 is not to come out below it.
-    return aggregation.divisors_of(totals, samples, divisor) * outer_count / num_rollouts
 
 
 def _refuse_below_one(
@@ -96,15 +87,13 @@ def _refuse_below_one(
 
 
 def _refuse_split_groups(steps: Sequence[Sequence[BareSample]], trainer: str) -> None:
-    numbers_by_group: dict[int | None, list[int]] = defaultdict(list)
+    first: dict[int | None, int] = {}
+    last: dict[int | None, int] = {}
     for number, samples in enumerate(steps):
-        for group in dict.fromkeys(sample.group_index for sample in samples):
-            numbers_by_group[group].append(number)
-    split = [
-        f"{group} (steps {numbers[0]} and {numbers[-1]})"
-        for group, numbers in numbers_by_group.items()
-        if len(numbers) > 1
-    ]
+        for sample in samples:
+            last[sample.group_index] = number
+            first.setdefault(sample.group_index, number)
+    split = [f"{g} (steps {n} and {last[g]})" for g, n in first.items() if n != last[g]]
     if split:
         raise ValueError(
             f"prompt_mean: {trainer} trains the samples of {len(split)} prompt groups in several optimizer steps of this "

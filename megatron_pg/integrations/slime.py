@@ -20,7 +20,7 @@ import torch
 
 from megatron_pg.integrations.proof import Door, Place
 from megatron_pg.integrations.reducers import HOOKS
-from megatron_pg.integrations.rollout_mask_sums import Rollout, rollout_mask_sums
+from megatron_pg.integrations.rollout_mask_sums import Rollout
 from megatron_pg.integrations.trainer import Trainer, give_divisors, is_for_all_terms
 from megatron_pg.loss.aggregation import Aggregation
 from megatron_pg.megatron.trainer_globals import data_parallel_group
@@ -67,22 +67,16 @@ def _postprocess(
         )
     group = data_parallel_group()
     # The environment and the installed source may differ from node to node.
-    (row, divisor), divisors = compute_and_gather(
+    chosen, divisors = compute_and_gather(
         functools.partial(SLIME.turn_on, name, args), operator.itemgetter(1), group
     )
     if len(set(divisors)) > 1:
         raise ValueError(
             f"{SLIME.path(name)}: the data-parallel ranks have the divisors {divisors}: give all nodes the same"
         )
-    sums = rollout_mask_sums(
-        row,
-        divisor,
-        functools.partial(_rollout, row, args, rollout_data, 1 if group is None else group.size()),
-        trainer="slime",
-        data_parallel_group=group,
-        allow_different_prompts=bool(getattr(args, "allow_different_prompts_in_group", False)),
-        is_clamped=is_for_all_terms(args),
-    )
+    size = 1 if group is None else group.size()
+    rollout = functools.partial(_rollout, chosen[0], args, rollout_data, size)
+    sums = SLIME.divisors(chosen, rollout, args, group)
     give_divisors(sums, is_for_all_terms(args), rollout_data)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.integrations import proof
@@ -43,11 +43,7 @@ class Trainer:
         return f"--{self.hook.replace('_', '-')} megatron_pg.integrations.{self.name}.{name}"
 
     def require(self, name: str, args: Any) -> Chosen:
-        """Return the aggregation and its divisor.
-
-        Raises:
-            ValueError: settings that exclude the aggregation, all of them by flag.
-        """
+        """Return the aggregation and its divisor; a ValueError names settings that exclude it, all of them by flag."""
         path = self.path(name)
         row, divisor = _chosen(path, name, args, self._violations(name, args))
         if divisor is not None and divisor < 1 and is_for_all_terms(args):
@@ -71,38 +67,28 @@ class Trainer:
         return row, divisor
 
     def prove(self, row: Aggregation, divisor: float | None, args: Any) -> None:
-        """Run tiny samples through the trainer's own loss, once a process, without communication.
-
-        Raises:
-            ValueError: the loss is not the aggregation, or cannot be run.
-        """
+        """Raise a ValueError where the trainer's own loss is not the aggregation; once a process, without communication."""
         for_all_terms = is_for_all_terms(args)
         state = data_parallel_group()
         sizes = context_parallel_place()[1], 1 if state is None else state.size()
-        key = self.name, row.name, divisor, for_all_terms, sizes, proof.correction_of(args)
-        if key in proof.PROVEN:
-            return
         if (package := importlib.util.find_spec(self.name)) is None:
             raise ValueError(
                 f"{self.name} cannot be imported here: only {self.name} itself may call this"
             )
         weights = proof.token_weights(row.name, divisor)
         own = weights if for_all_terms else proof.token_weights("sample_mean", None)
-        hook = partial(give_divisors, _tiny_divisors(row, divisor, for_all_terms), for_all_terms)
+        samples = [BareSample(sum(s.mask), s.group, i) for i, s in enumerate(proof.SAMPLES)]
+        tiny = Rollout(samples, [range(len(samples))], [len(samples)])
+        divisors = self.divisors((row, divisor), lambda: tiny, args)
+        hook = partial(give_divisors, divisors, for_all_terms)
         reducer = None if for_all_terms else policy_loss_reducer
-        try:
-            both = proof.Weights(weights, own)
-            wrong = proof.prove(self.door, args, both, hook, reducer, sizes)
-        except Exception as error:  # the trainer's code may raise anything at all
-            wrong = f"it cannot be run on tiny samples: {type(error).__name__}: {error}"
-        if wrong is not None:
-            module = self.door.loss_function.partition(":")[0]
-            raise ValueError(
-                f"{self.path(row.name)}: the installed {self.name} ({package.origin}) does not "
-                f"compute {row.name} with it. In {module}, {wrong}. Install a version that docs/records/other_trainers.md "
-                "lists as exact, or drop the hook"
-            )
-        proof.PROVEN.add(key)
+        proof.require(
+            (self.name, row.name, divisor, for_all_terms, sizes, proof.correction_of(args)),
+            lambda: proof.prove(self.door, args, (weights, own), hook, reducer, sizes),
+            f"{self.path(row.name)}: the installed {self.name} ({package.origin}) does not compute {row.name} with it. In "
+            f"{self.door.loss_function.partition(':')[0]}, ",
+            "drop the hook",
+        )
 
     def check(self, args: Any) -> None:
         """Refuse inexact settings before the model is loaded, and say what is on (`--custom-megatron-init-path`).
@@ -136,6 +122,23 @@ class Trainer:
             text = f"megatron_pg: {row.name} is on in {self.name}: {formula}, for {terms}"
             print(text, flush=True)
 
+    def divisors(
+        self,
+        chosen: Chosen,
+        rollout: Callable[[], Rollout],
+        args: Any,
+        group: dist.ProcessGroup | None = None,
+    ) -> Tensor:
+        """Return the divisors of this rank's samples, [samples] float64; errors are those of `rollout_mask_sums`."""
+        return rollout_mask_sums(
+            *chosen,
+            rollout,
+            trainer=self.name,
+            data_parallel_group=group,
+            allow_different_prompts=bool(_setting(args, "allow_different_prompts_in_group")),
+            is_clamped=is_for_all_terms(args),
+        )
+
     def _violations(self, name: str, args: Any) -> Iterator[str]:
         """Yield the trainer's args that make the divisors inexact."""
         setting = partial(_setting, args)
@@ -151,7 +154,16 @@ class Trainer:
                 f"--custom-pg-loss-reducer-function-path {REDUCER} reads divisors that regularizer_aggregation: loss puts "
                 "elsewhere: drop it, or set regularizer_aggregation: sample_mean"
             )
-        yield from _regularizer_violations(name, args)
+        chosen = setting("regularizer_aggregation")
+        if chosen not in (None, "sample_mean", "loss"):
+            yield f"regularizer_aggregation is {chosen!r}: expected sample_mean or loss"
+        has_kl = setting("use_kl_loss") and setting("kl_loss_coef") != 0
+        if chosen is None and name != "sample_mean" and (has_kl or setting("entropy_coef")):
+            yield (
+                "--use-kl-loss or --entropy-coef adds a term to the loss: say in the YAML of --custom-config-path if its "
+                "aggregation is the trainer's own mean (regularizer_aggregation: sample_mean; metrics keep it too) or that of the "
+                "policy loss (regularizer_aggregation: loss; metrics are then weighted so)"
+            )
         divisor, wanted = setting("loss_aggregation_divisor"), setting("loss_aggregation")
         if divisor is not None and name != "constant":
             yield f"loss_aggregation_divisor {divisor} is of constant alone: drop it, or take {self.path('constant')}"
@@ -182,35 +194,13 @@ def is_for_all_terms(args: Any) -> bool:
     return bool(_setting(args, "regularizer_aggregation") == "loss")
 
 
-def _regularizer_violations(name: str, args: Any) -> Iterator[str]:
-    """Yield what is unclear about the aggregation of KL and entropy."""
-    chosen = _setting(args, "regularizer_aggregation")
-    if chosen not in (None, "sample_mean", "loss"):
-        yield f"regularizer_aggregation is {chosen!r}: expected sample_mean or loss"
-    has_kl = _setting(args, "use_kl_loss") and _setting(args, "kl_loss_coef") != 0
-    if chosen is None and name != "sample_mean" and (has_kl or _setting(args, "entropy_coef")):
-        yield (
-            "--use-kl-loss or --entropy-coef adds a term to the loss: say in the YAML of --custom-config-path if its "
-            "aggregation is the trainer's own mean (regularizer_aggregation: sample_mean; metrics keep it too) or that of the "
-            "policy loss (regularizer_aggregation: loss, as megatron_pg did before; metrics are then weighted so)"
-        )
-
-
 def give_divisors(divisors: Tensor, for_all_terms: bool, data: dict[str, Any]) -> None:
     """Put the divisors, [samples] float64 on the host, where the trainer's loss reads them."""
     if for_all_terms:
         for key in set(proof.OWN_DIVISORS) & set(data):
-            data[key] = divisors.to(data["loss_masks"][0].device, torch.float32)
+            data[key] = divisors.to(data["loss_masks"][0].device).float()
     else:
         data["response_lengths"] = divided_lengths(data["response_lengths"], divisors)
-
-
-def _tiny_divisors(row: Aggregation, divisor: float | None, is_clamped: bool) -> Tensor:
-    """Return the divisors of the proof's samples by the way that a rollout's take."""
-    samples = [BareSample(sum(s.mask), s.group, i) for i, s in enumerate(proof.SAMPLES)]
-    count = len(samples)
-    rollout = Rollout(samples, [range(count)], [count])
-    return rollout_mask_sums(row, divisor, lambda: rollout, trainer="", is_clamped=is_clamped)
 
 
 def _setting(args: Any, field: str) -> Any:

@@ -5,35 +5,30 @@
 
 verl imports `megatron_pg.integrations.verl_plugin` through the entry point group `verl.plugins`, which calls `register`.
 
-The way of a policy loss through verl (read in 0.8.0, 0.9.0, 0.9.1 and main). x is the per-token loss, m the mask, n_j the tokens of micro-batch
-j with prompts, and R the sum of n_j over data-parallel ranks and micro-batches:
+The way of a policy loss through verl (read in 0.8.0, 0.9.0, 0.9.1 and main). x is the per-token loss, m the mask, n_j the
+tokens of micro-batch j with prompts, and R their sum over data-parallel ranks and micro-batches:
 
-1. `workers/utils/losses.py`, `ppo_loss`: the policy loss gets the log-probs of the whole micro-batch, gathered over
-   context parallelism, and `config.global_batch_info`: `dp_size` = DP, `batch_num_tokens` = T and `global_batch_size` =
-   N, both of the whole mini-batch over data parallelism (T by all-reduce, N is `ppo_mini_batch_size * rollout.n`). Then
-   `loss = pg_loss - entropy_coeff * entropy + kl_loss_coef * kl`.
+1. `workers/utils/losses.py`, `ppo_loss`: the policy loss gets the log-probs of the whole micro-batch, gathered over context
+   parallelism, and `config.global_batch_info` of the whole mini-batch: `dp_size` = DP, `batch_num_tokens` = T and
+   `global_batch_size` = N (`ppo_mini_batch_size * rollout.n`). verl adds KL and entropy, by `actor.loss_agg_mode`.
 2. `models/mcore/util.py`, `postprocess_thd_engine`: the gathered log-probs carry gradient for this rank's own part
    alone, so the gradients of the CP ranks of one group add up to that of the loss.
 3. `workers/engine/megatron/transformer_impl.py`, `postprocess_micro_batch_func`: returns `loss * M` in a pair, of which
-   Megatron makes `1 / DP * sum of loss`.
-4. The same function in per-token mode (Megatron-Bridge forces it under context parallelism; verl follows since 0.9): returns
-   `(loss * R / DP, n_j // CP)`. Megatron sums over DP * CP ranks and divides by the sum of the second:
-   `1 / DP * sum of loss * F`, with `F = R / (CP * sum of floor(n_j / CP))`.
+   Megatron makes `1 / DP * sum of loss`. In per-token mode (Megatron-Bridge forces it under context parallelism; verl follows
+   since 0.9) it returns `(loss * R / DP, n_j // CP)`, of which Megatron makes F times that, `F = R / (CP * sum of floor(n_j / CP))`.
 
-So a policy loss of `DP * sum of w m x` gives `sum of w m x` in the first mode, exactly, and F times it in the second. F is
-1 where CP divides every n_j, 1.07 for micro-batches of 77 tokens at CP 8, 1.0009 for 8,192. No input of a policy loss
-shows n_j, so F stays.
+So a policy loss of `DP * sum of w m x` gives `sum of w m x`, in per-token mode F times it. F is 1 where CP divides every n_j,
+and 1.07 for micro-batches of 77 tokens at CP 8. No input of a policy loss shows n_j, so F stays.
 
 w is 1 / (N D_i) for sample_mean, 1 / T for token_mean, 1 / (N L) for constant. The per-token loss of verl's own `vanilla`
 (PPO, dual clip) or `gspo` is multiplied by N D_i w, as by its `rollout_is_weights`, under `seq-mean-token-mean`, the one mode
-that GSPO has in every version (0.8.0, 0.9.0 and main name it in the function, whatever `loss_agg_mode` says).
-`megatron_pg.integrations.verl_proof` tries that on tiny samples at the first policy loss of a process.
+that GSPO has in every version.
 
 A policy loss does not see prompt groups and other ranks. The advantage estimator does, on the driver, once per step:
 `megatron_pg_prompt_mean_<name>` is verl's estimator <name> with its advantages times `N D_i / (P G_g)`. Both losses are
 homogeneous in the advantage, so with weight 1 / (N D_i) the objective is the prompt mean, where the batch is one optimizer
 step, which is checked. The advantages carry a tag in their last two bits (2.4e-7 of their size), and the policy loss
-refuses those without it. KL and entropy are verl's own, by `actor.loss_agg_mode`.
+refuses those without it.
 """
 
 import argparse
@@ -59,17 +54,12 @@ PREFIX = "megatron_pg_"
 LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
 BATCH_KEY = "actor_rollout_ref.actor.ppo_mini_batch_size"
 DIVISOR_KEY = "actor_rollout_ref.actor.loss_scale_factor"
-
 OBJECTIVES = {"": "vanilla", "_gspo": "gspo"}
 """verl's policy losses by the end of our names for them."""
-
 NEED_MORE = {"gae", "gdpo", "optimal_token_baseline", "remax", "tir_optimal_token_baseline"}
 """Estimators that verl makes, or gives further inputs, by their own names. It would not do so under ours."""
-
 TAG, TAG_BITS = 0b01, 0b11
 """The last bits of an advantage that carries its prompt group's weight."""
-
-logger = logging.getLogger(__name__)
 
 
 def register() -> None:
@@ -105,12 +95,7 @@ def policy_loss(
     Returns:
         The 0-d loss, DP times this micro-batch's share of the objective, and the metrics of verl's own loss.
     """
-    if getattr(config.engine, "dynamic_context_parallel", False):
-        raise ValueError(
-            f"policy_loss.loss_mode={PREFIX}{aggregation} with actor_rollout_ref.actor.megatron.dynamic_context_parallel="
-            "True: each micro-batch is scaled by a group of its own there, for which no weight was derived; set it to False"
-        )
-    _refuse_lost_token_counts(config.engine)
+    _refuse_context_parallelism(config.engine)
     divisor = _divisor(config.loss_scale_factor) if aggregation == "constant" else None
     verl_proof.prove((aggregation, objective, divisor), config, weighted_loss, group_factors)
     if aggregation == "prompt_mean":
@@ -144,8 +129,14 @@ def weighted_loss(
     )
 
 
-def _refuse_lost_token_counts(engine: Any) -> None:
-    """Refuse context parallelism where verl does not return token counts, which per-token mode divides by."""
+def _refuse_context_parallelism(engine: Any) -> None:
+    """Refuse groups of each micro-batch, and a verl without the token counts that per-token mode divides by."""
+    setting = f"{LOSS_MODE}={PREFIX}... with actor_rollout_ref.actor.megatron."
+    if getattr(engine, "dynamic_context_parallel", False):
+        raise ValueError(
+            f"{setting}dynamic_context_parallel=True: each micro-batch is scaled by a group of its own there, for which no "
+            "weight was derived; set it to False"
+        )
     if getattr(engine, "context_parallel_size", 1) == 1:
         return
     from verl.workers.engine.megatron import transformer_impl
@@ -153,7 +144,7 @@ def _refuse_lost_token_counts(engine: Any) -> None:
     scale = transformer_impl.MegatronEngineWithLMHead.postprocess_micro_batch_func
     if "calculate_per_token_loss" not in scale.__code__.co_names:
         raise ValueError(
-            f"{LOSS_MODE}={PREFIX}... with actor_rollout_ref.actor.megatron.context_parallel_size={engine.context_parallel_size}: "
+            f"{setting}context_parallel_size={engine.context_parallel_size}: "
             "this verl returns no token count in the per-token mode that Megatron-Bridge forces then, and nothing would divide; "
             "set it to 1, or install verl 0.9 or later"
         )
@@ -209,7 +200,8 @@ def prompt_mean_advantages(
         **more,
     )
     factors, num_groups = group_factors(response_mask, np.asarray(index))
-    _announce(f"{num_groups} prompt groups, {len(response_mask)} samples in the step")
+    sizes = f"{num_groups} prompt groups, {len(response_mask)} samples in the step"
+    _warn_once(f"megatron_pg: prompt_mean is on: {sizes}")
     return _tagged(advantages * factors.to(advantages.device, torch.float32)[:, None]), returns
 
 
@@ -250,12 +242,7 @@ def _refuse_untagged(advantages: Tensor, response_mask: Tensor) -> None:
 
 
 _seen_tagged = False
-
-
-@functools.cache
-def _announce(step: str) -> None:
-    """Say that the prompt mean is on, once for each size of a step. verl shows warnings."""
-    logger.warning(f"megatron_pg: prompt_mean is on: {step}")
+_warn_once = functools.cache(logging.getLogger(__name__).warning)  # verl shows warnings
 
 
 def _divisor(loss_scale_factor: float | None) -> float:
@@ -320,12 +307,13 @@ def main(arguments: Sequence[str]) -> int:
         print("verl: not installed in this Python")
         return 1
     named = [point for point in entry_points(group="verl.plugins") if point.value == module]
-    if not named:
-        print(
-            f"plugin: no entry point of the group verl.plugins names {module}; install this package again (pip install)"
-        )
+    policy = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto")
+    print(
+        f"plugin: entry point {named[0].name} ({module}); VERL_USE_EXTERNAL_PLUGINS={policy}"
+        if named
+        else f"plugin: no entry point of the group verl.plugins names {module}; install this package again (pip install)"
+    )
     heard, log = BufferingHandler(sys.maxsize), logging.getLogger("verl")
-    level = log.level
     log.addHandler(heard)
     log.setLevel(logging.DEBUG)
     try:
@@ -334,16 +322,9 @@ def main(arguments: Sequence[str]) -> int:
     except Exception as error:  # verl may lack any of its own requirements
         print(f"verl: its import fails: {type(error).__name__}: {error}")
         return 1
-    finally:
-        log.removeHandler(heard)
-        log.setLevel(level)
     print(f"verl: {verl.__version__}, {os.path.dirname(str(verl.__file__))}")
-    if named:
-        policy = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto")
-        print(f"plugin: entry point {named[0].name} ({module}); VERL_USE_EXTERNAL_PLUGINS={policy}")
-    for message in (record.getMessage() for record in heard.buffer):
-        if "plugin" in message:
-            print(f"plugin: verl says: {message}")
+    messages = (record.getMessage() for record in heard.buffer)
+    print(*(f"plugin: verl says: {m}\n" for m in messages if "plugin" in m), sep="", end="")
     losses, estimators = (
         sorted(name for name in registry if name.startswith(PREFIX))
         for registry in (core_algos.POLICY_LOSS_REGISTRY, core_algos.ADV_ESTIMATOR_REGISTRY)

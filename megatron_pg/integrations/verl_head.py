@@ -8,12 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_pg.integrations.fused_head import (
-    OutputFactors,
-    Scores,
-    leave_out_logits,
-    require_equal,
-)
+from megatron_pg.integrations.fused_head import OutputFactors, leave_out_logits, require_equal
 
 VERL = "actor_rollout_ref.model.external_lib=megatron_pg.integrations.verl_fused_head"
 NEED_LOGITS = ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only")
@@ -21,17 +16,16 @@ NEED_LOGITS = ("calculate_sum_pi_squared", "distillation_use_topk", "distillatio
 
 
 def put_in() -> None:
-    """Put the fused head into the Megatron engine of this process's verl; twice is once. The proof is of the first micro-batch.
+    """Put the fused head into the Megatron engine of this process's verl; twice is once.
 
-    A training process raises a ValueError, at its first micro-batch, for `use_fused_kernels` and a version of verl whose
-    log-probs, entropy or gradients are others.
+    Its first micro-batch raises a ValueError for `use_fused_kernels` and for a verl with other scores or gradients.
     """
     path = "verl.workers.engine.megatron.transformer_impl"
     engine = importlib.import_module(path).MegatronEngineWithLMHead
     step, process = engine.forward_step, engine._lm_head_logits_processor
     if hasattr(step, "has_fused_head"):
         return
-    proofs: list[float] = []
+    proven: list[bool] = []
 
     @functools.wraps(step)
     def forward_step(self: Any, batch_iter: Any, model: Any, *others: Any, **named: Any) -> Any:
@@ -45,8 +39,9 @@ def put_in() -> None:
     def logits_processor(
         self: Any, logits: Tensor, label: Tensor, temperature: Tensor, **named: Any
     ) -> Any:
-        if not proofs:
-            proofs.append(prove(functools.partial(process, self), logits.device))
+        if not proven:
+            prove(functools.partial(process, self), logits.device)
+            proven.append(True)
         return scores_of(logits, label, temperature, **named)
 
     forward_step.has_fused_head = True  # type: ignore[attr-defined]
@@ -73,19 +68,14 @@ def scores_of(
     return scores | {"log_probs": log_probs.view_as(label)}
 
 
-def prove(theirs: Callable[..., Any], device: torch.device) -> float:
-    """Refuse a `_lm_head_logits_processor` of verl that ours does not equal; return the largest difference."""
+def prove(theirs: Callable[..., Any], device: torch.device) -> None:
+    """Refuse a `_lm_head_logits_processor` of verl that ours does not equal."""
     label = (torch.arange(10, device=device) % 7)[None]
-    named: dict[str, Any] = dict.fromkeys(NEED_LOGITS, False)
-    named |= {"calculate_entropy": True, "data_format": "thd"}
+    named: dict[str, Any] = {
+        "label": label,
+        "temperature": torch.full_like(label, 0.75, dtype=torch.float32),
+    }
+    named |= {"calculate_entropy": True, "data_format": "thd", **dict.fromkeys(NEED_LOGITS, False)}
     named |= {"logits_processor_func": None, "batch": None}
-
-    def scores_by(function: Callable[..., Any]) -> Callable[[Tensor], Scores]:
-        def scores(output: Tensor) -> Scores:
-            temperature = torch.full(label.shape, 0.75, device=device)
-            result = function(output, label, temperature, **named)
-            return result["log_probs"], result["entropy"]
-
-        return scores
-
-    return require_equal(VERL, scores_by(theirs), scores_by(scores_of), rows=10, device=device)
+    both = (functools.partial(function, **named) for function in (theirs, scores_of))
+    require_equal(VERL, *both, rows=10, device=device)

@@ -13,15 +13,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_pg.integrations.proof import SAMPLES, TOLERANCE, numbers, padded_mask, token_weights
+from megatron_pg.integrations.proof import (
+    SAMPLES,
+    difference,
+    numbers,
+    padded_mask,
+    require,
+    token_weights,
+)
 
 DATA_SIZE = 2
 """The data-parallel size of the proof, by which verl multiplies a loss."""
-
-
 Loss = tuple[str, str, float | None]
 """The aggregation, the name of verl's own policy loss, and L of `constant`."""
-_proven: set[Loss] = set()
 
 
 def prove(
@@ -35,48 +39,29 @@ def prove(
     `config` is verl's `ActorConfig`, whose clip ranges are those of the proof. Every rank that computes a loss calls it. The
     two functions are those of `megatron_pg.integrations.verl`.
     """
-    if loss in _proven:
-        return
-    old, log_prob, advantages = (numbers(*padded_mask().shape, seed=seed) for seed in (1, 2, 3))
-    try:
+
+    def find() -> str | None:
+        old, log_prob, advantages = (numbers(*padded_mask().shape, seed=seed) for seed in (1, 2, 3))
         with torch.enable_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
             mask, expected = padded_mask(), _gradient(loss, (old, log_prob, advantages), config)
             if loss[0] == "prompt_mean":
                 groups = np.array([sample.group for sample in SAMPLES])
                 advantages = advantages * group_factors(mask, groups)[0].float()[:, None]
             batch = old, log_prob.requires_grad_(), advantages, mask
-            found = torch.autograd.grad(
-                weighted_loss(*loss, batch, _tiny(config), None)[0], log_prob
-            )[0]
-        wrong = _difference(found.double() / DATA_SIZE, expected)
-    except Exception as error:  # verl's code may raise anything at all
-        wrong = f"it cannot be run on tiny samples: {type(error).__name__}: {error}"
-    if wrong is not None:
-        version = getattr(sys.modules.get("verl"), "__version__", "")
-        raise ValueError(
-            f"megatron_pg {loss[0]} by verl's {loss[1]}: the installed verl {version} computes something else: {wrong}. Install a "
-            "version that docs/records/other_trainers.md lists as exact, or set "
-            f"actor_rollout_ref.actor.policy_loss.loss_mode={loss[1]}, its own"
-        )
-    _proven.add(loss)
+            tiny, tokens = copy.deepcopy(config), int(mask.sum())
+            totals = {"global_batch_size": len(SAMPLES), "batch_num_tokens": tokens}
+            tiny.global_batch_info.update(dp_size=DATA_SIZE, loss_scale_factor=None, **totals)
+            share, _ = weighted_loss(*loss, batch, tiny, None)
+            found = torch.autograd.grad(share / DATA_SIZE, log_prob)[0]
+        return difference(found, expected, "the gradient of log-prob")
 
-
-def _tiny(config: Any) -> Any:
-    """Copy the config, with the totals of the tiny step."""
-    tiny = copy.deepcopy(config)
-    totals = {"global_batch_size": len(SAMPLES), "batch_num_tokens": int(padded_mask().sum())}
-    tiny.global_batch_info.update(dp_size=DATA_SIZE, loss_scale_factor=None, **totals)
-    return tiny
-
-
-def _difference(found: Tensor, expected: Tensor) -> str | None:
-    """Name the log-prob whose gradient differs the most, or return None."""
-    errors = (found - expected).abs()
-    place = divmod(int(errors.argmax()), errors.shape[1])
-    if float(errors.max()) <= TOLERANCE * float(expected.abs().max()):
-        return None
-    values = f"is {float(found[place]):.6g}, expected {float(expected[place]):.6g}"
-    return f"the gradient of log-prob {place[1]} of tiny sample {place[0]} {values}"
+    version = getattr(sys.modules.get("verl"), "__version__", "")
+    require(
+        ("verl", *loss),
+        find,
+        f"megatron_pg {loss[0]} by verl's {loss[1]}: the installed verl {version} computes something else: ",
+        f"set actor_rollout_ref.actor.policy_loss.loss_mode={loss[1]}, its own",
+    )
 
 
 def _gradient(loss: Loss, batch: tuple[Tensor, Tensor, Tensor], config: Any) -> Tensor:

@@ -6,8 +6,8 @@
 
 The way of a loss through vime (read in CalvinXKY/vime 1a13bb8, a fork of vllm-project/vime):
 
-1. `backends/megatron_utils/actor.py` calls the first function once a rollout, on every rank, after advantages and log-probs.
-   `data.DataIterator` hands on the tensors of `rollout_data` themselves, so a token tensor carries its sample and loss.
+1. `backends/megatron_utils/actor.py` calls the first function once a rollout, on every rank. `data.DataIterator` hands on the
+   tensors of `rollout_data` themselves, so a token tensor carries its sample and loss.
 2. `backends/megatron_utils/loss.py`, `loss_function`: calls the second, and returns `loss * M / N * DP * CP`, with N the
    rollouts of the step. Megatron's schedule and DDP make the sum of `loss / N` over calls and ranks of it.
 

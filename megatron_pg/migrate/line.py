@@ -2,10 +2,11 @@
 
 import re
 import tomllib
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_pg.migrate.read import YAML, Launch, read_launches, read_line, read_yaml
 from megatron_pg.migrate.rows import CALLED, TRAINERS, VARIABLE, Settings, TrainerTable, unknown
@@ -15,8 +16,6 @@ OTHERS: Mapping[str, Any] = tomllib.loads(Path(__file__).with_name("others.toml"
 """Trainers whose settings are not read, by name: a sentence that says so, and their words for the loss."""
 MAX_RUNS = 96
 """Limit on the combinations of a script's open tests."""
-FAILED: dict[str, Any] = {}
-"""The mark, by identity, of a combination whose launch line is refused."""
 SHOWN = 8
 """Keys that an error lists."""
 
@@ -155,34 +154,45 @@ def _own(trainer: TrainerTable, launches: Sequence[Launch]) -> list[Launch]:
     return own or [one for one in with_keys if not one.is_stray]
 
 
+class Run(NamedTuple):
+    """A script, read with some of its open tests turned."""
+
+    turned: frozenset[Condition]
+    launches: list[Launch]
+    script: Script
+
+    @property
+    def has_launch(self) -> bool:
+        return any(one.keys and one.program for one in self.launches)
+
+    def is_like(self, other: "Run") -> bool:
+        return self.script._replace(end=0) == other.script._replace(end=0)
+
+
 def _script(path: Path, words: Sequence[str], name: str | None) -> Line:
     """Read a script with its open tests as they are usually, or else as the first of their combinations that launches."""
     runs, is_whole = _runs(path, words)
-    everything = [one for launches, _ in runs.values() for one in launches]
-    script = runs[frozenset()][1]
+    texts = {key: text for run in runs for key, text in run.script.undecided.items()}
     try:
+        everything = [launch for run in runs for launch in run.launches]
         trainer = TRAINERS[name] if name else trainer_of(everything, path)
     except ValueError as error:
-        end = f"\n  line {script.end} ends the script before a launch: {CALLED}" * bool(script.end)
-        raise ValueError(f"{error}{end}") from None
-    own = [turned for turned, (launches, _) in runs.items() if _own(trainer, launches)]
-    taken = own[0] if own else frozenset()
-    launches, script = runs[taken]
-    line = _line(launches, path, trainer.name)
-    line.notes += [
-        f"{file} is not here: settings in it are not read."
-        for file in dict.fromkeys(script.missing)
-    ]
-    texts = {key: text for _, script in runs.values() for key, text in script.undecided.items()}
-    if taken:
+        end = runs[0].script.end
+        text = f"\n  line {end} ends the script before a launch: {CALLED}" if end else ""
+        raise ValueError(f"{error}{text}") from None
+    own = [run for run in runs if _own(trainer, run.launches)]
+    taken = own[0] if own else runs[0]
+    line = _line(taken.launches, path, trainer.name)
+    missing = dict.fromkeys(taken.script.missing)
+    line.notes += [f"{file} is not here: settings in it are not read." for file in missing]
+    if taken.turned:
         line.notes.append(f"{_joined(texts, taken)}: taken to hold.")
-    stray = next((one for one in launches if one.is_stray and one.keys), None)
-    if stray:
-        cause = "a comment or a blank after a backslash ends the one before"
+    if stray := next((one for one in taken.launches if one.is_stray and one.keys), None):
         line.notes.append(
-            f"line {stray.line}: {stray.words[0]} is a command of its own, since {cause}: it is not passed."
+            f"line {stray.line}: {stray.words[0]} is a command of its own, since a comment or a blank after a backslash ends "
+            "the one before: it is not passed."
         )
-    line.notes += _differences(trainer, line.settings, {one: runs[one][0] for one in own}, texts)
+    line.notes += _differences(trainer, line.settings, own, texts)
     if not is_whole:
         line.notes.append(
             f"its tests have more than {MAX_RUNS} combinations: the others are not read."
@@ -190,66 +200,51 @@ def _script(path: Path, words: Sequence[str], name: str | None) -> Line:
     return line
 
 
-def _runs(
-    path: Path, words: Sequence[str]
-) -> tuple[dict[frozenset[Condition], tuple[list[Launch], Script]], bool]:
+def _runs(path: Path, words: Sequence[str]) -> tuple[list[Run], bool]:
     """Read a script under all combinations of open tests that change it, few turned ones first, and whether these are all."""
 
-    def state(run: tuple[list[Launch], Script]) -> Script:
-        return run[1]._replace(end=0)
+    def read(turned: frozenset[Condition]) -> Run:
+        return Run(turned, *read_launches(path, words, turned))
 
-    nothing: frozenset[Condition] = frozenset()
-    runs, idle = {nothing: read_launches(path, words)}, set()
-    is_launch = any(one.keys and one.program for one in runs[nothing][0])
-    queue = [nothing]
-    for turned in queue:
-        for condition in runs[turned][1].undecided:
-            more = turned | {condition}
-            if more in runs or condition in idle:
+    runs, idle = [read(frozenset())], set()
+    for run in runs:
+        if runs[0].has_launch and not run.has_launch:
+            continue
+        for condition in run.script.undecided:
+            turned = run.turned | {condition}
+            if condition in idle or any(turned == one.turned for one in runs):
                 continue
             if len(runs) == MAX_RUNS:
                 return runs, False
-            run = read_launches(path, words, more)
-            same = [one for one in runs if state(runs[one]) == state(run)]
-            if turned in same:
+            new = read(turned)
+            if run.is_like(new):
                 idle.add(condition)
-            if same:
-                continue
-            runs[more] = run
-            if not is_launch or any(one.keys and one.program for one in run[0]):
-                queue.append(more)
+            elif not any(map(new.is_like, runs)):
+                runs.append(new)
     return runs, True
 
 
 def _differences(
-    trainer: TrainerTable,
-    settings: Settings,
-    runs: Mapping[frozenset[Condition], Sequence[Launch]],
-    texts: Mapping[Condition, str],
+    trainer: TrainerTable, settings: Settings, runs: Sequence[Run], texts: Mapping[Condition, str]
 ) -> list[str]:
     """Say which settings other combinations have, beyond what fewer turned tests say already."""
     notes: list[str] = []
-    found: dict[frozenset[Condition], dict[str, Any]] = {}
-    for turned, launches in runs.items():
-        if not turned:
-            continue
-        expected = dict(settings)
-        for fewer, values in found.items():
-            expected |= values if fewer < turned else {}
+    found: dict[frozenset[Condition], Settings | None] = {}
+    for run in runs:
+        fewer = [values for turned, values in found.items() if turned < run.turned]
+        expected = ChainMap({}, *(dict(values or {}) for values in reversed(fewer)), dict(settings))
         try:
-            read = _chosen(trainer, launches)[1]
+            read = _chosen(trainer, run.launches)[1]
+            values = {key: value for key, value in read.items() if value != expected[key]}
+            changes = ", ".join(f"{key} is {value}" for key, value in values.items())
+            found[run.turned], text = values, changes and f"{changes}."
         except ValueError as error:
-            if not any(fewer < turned for fewer in found if found[fewer] is FAILED):
-                text = " ".join(str(error).split())
-                notes.append(f"{_joined(texts, turned)}: where it holds, {text}")
-            found[turned] = FAILED
-            continue
-        found[turned] = {key: value for key, value in read.items() if value != expected[key]}
-        if found[turned]:
-            changed = ", ".join(f"{key} is {value}" for key, value in found[turned].items())
-            notes.append(f"{_joined(texts, turned)}: where it holds, {changed}.")
+            found[run.turned] = None
+            text = "" if None in fewer else " ".join(str(error).split())
+        if text:
+            notes.append(f"{_joined(texts, run)}: where it holds, {text}")
     return notes
 
 
-def _joined(texts: Mapping[Condition, str], turned: frozenset[Condition]) -> str:
-    return " and ".join(text for condition, text in texts.items() if condition in turned)
+def _joined(texts: Mapping[Condition, str], run: Run) -> str:
+    return " and ".join(text for condition, text in texts.items() if condition in run.turned)

@@ -106,10 +106,8 @@ def lines(line: Line, options: Any) -> list[str]:
     found += ["", f"The {is_same} per-token loss in a training script of this package"]
     found += [f"  {flags}", *(f"  no counterpart here: {setting}" for setting in missing)]
     if "<L>" in exact + flags:
-        found += [
-            "",
-            "<L> is the divisor in tokens, which is not given: add --loss-aggregation-divisor",
-        ]
+        text = "<L> is the divisor in tokens, which is not given: add --loss-aggregation-divisor"
+        found += ["", text]
     return found
 
 

@@ -82,21 +82,17 @@ def read_script(
     return Script(shell.commands, shell.undecided, shell.missing, shell.values, shell.end)
 
 
-def _parser() -> Any:
-    try:
-        import tree_sitter
-        import tree_sitter_bash
-    except ImportError as error:
-        raise ImportError(f"reading a shell script needs tree-sitter: {INSTALL}") from error
-    return tree_sitter.Parser(tree_sitter.Language(tree_sitter_bash.language()))
-
-
 class _Shell(Words):
     """Walks the tree in the order in which it would run, so that the last assignment wins."""
 
     def __init__(self, path: Path, turned: Collection[Condition]) -> None:
         super().__init__()
-        self.parser = _parser()
+        try:
+            import tree_sitter
+            import tree_sitter_bash
+        except ImportError as error:
+            raise ImportError(f"reading a shell script needs tree-sitter: {INSTALL}") from error
+        self.parser = tree_sitter.Parser(tree_sitter.Language(tree_sitter_bash.language()))
         self.path, self.turned = path, turned
         self.folder = os.getcwd()
         self.values = {"0": [str(path)], "BASH_SOURCE": [str(path)], "PWD": [self.folder]}
@@ -126,6 +122,8 @@ class _Shell(Words):
 
     def walk(self, node: Node) -> bool | None:
         """Walk a statement; return its status, or None for a status that is not known."""
+        if node.type in ("comment", "heredoc_redirect", "file_redirect"):
+            return None
         method: Callable[[Node], bool | None] = getattr(self, f"walk_{node.type}", self._each)
         return method(node)
 
@@ -151,12 +149,6 @@ class _Shell(Words):
 
     # Statements
 
-    def walk_comment(self, node: Node) -> None: ...
-
-    def walk_heredoc_redirect(self, node: Node) -> None: ...
-
-    def walk_file_redirect(self, node: Node) -> None: ...
-
     def walk_function_definition(self, node: Node) -> None:
         name, body = node.child_by_field_name("name"), node.child_by_field_name("body")
         self.functions[text_of(name)] = body
@@ -165,7 +157,10 @@ class _Shell(Words):
         name, value = node.child_by_field_name("name"), node.child_by_field_name("value")
         if name.type == "subscript":
             array, index = map(text_of, name.named_children)
-            self._set_item(array, index, "" if value is None else self.text(value))
+            if index.isdecimal() and int(index) < MAX_COMMANDS:
+                items = self.values.setdefault(array, [])
+                items += [""] * (int(index) + 1 - len(items))
+                items[int(index)] = "" if value is None else self.text(value)
             return True
         old = self.values.get(text_of(name), [])
         is_array = value is not None and value.type == "array"
@@ -177,12 +172,6 @@ class _Shell(Words):
             new = old + new if is_array else ["".join([*old[:1], *new])]
         self.values[text_of(name)] = new
         return True
-
-    def _set_item(self, name: str, index: str, value: str) -> None:
-        if index.isdecimal() and int(index) < MAX_COMMANDS:
-            items = self.values.setdefault(name, [])
-            items += [""] * (int(index) + 1 - len(items))
-            items[int(index)] = value
 
     def walk_declaration_command(self, node: Node) -> bool:
         if self.locals and node.children[0].type in ("local", "declare", "typeset"):
@@ -203,11 +192,11 @@ class _Shell(Words):
 
     def walk_if_statement(self, node: Node) -> bool:
         then = [child.type for child in node.children].index("then")
-        *before, condition = filter(_is_named, node.children[:then])
+        *before, condition = (child for child in node.children[:then] if child.is_named)
         for child in before:
             self.walk(child)
         is_true = self._is_true(condition)
-        for child in filter(_is_named, node.children[then:]):
+        for child in (child for child in node.children[then:] if child.is_named):
             if child.type == "else_clause" and not is_true:
                 self._each(child)
             elif child.type == "elif_clause" and not is_true:
@@ -288,7 +277,8 @@ class _Shell(Words):
 
     def walk_compound_statement(self, node: Node) -> bool | None:
         if node.children[0].type == "((":
-            return _as_bool(self._number(text_of(node)[2:-2]))
+            number = self._number(text_of(node)[2:-2])
+            return None if number is None else number != 0
         return self._each(node)
 
     def walk_command(self, node: Node) -> bool | None:
@@ -300,7 +290,7 @@ class _Shell(Words):
         self.is_test = False
         if not words:
             return None
-        names = [text_of(setting.child_by_field_name("name")) for setting in settings]
+        names = (text_of(setting.child_by_field_name("name")) for setting in settings)
         kept = {name: self.values.get(name) for name in names}
         for setting in settings:
             self.walk(setting)
@@ -379,22 +369,10 @@ class _Shell(Words):
         shell._call(lambda: shell._each(node), self.arguments, _Exit)
         output: str | None = None
         for command in shell.commands:
-            output = (
-                _printed(command.words, shell.folder)
-                if output is None
-                else _edited(command.words, output)
-            )
+            output = _printed(command.words, shell.folder, output)
             if output is None or UNKNOWN.search(output):
                 return whole
         return whole if output is None else output
-
-
-def _is_named(node: Node) -> bool:
-    return bool(node.is_named)
-
-
-def _as_bool(number: int | None) -> bool | None:
-    return None if number is None else number != 0
 
 
 def _quoted_command(words: Sequence[str]) -> str | None:
@@ -405,17 +383,13 @@ def _quoted_command(words: Sequence[str]) -> str | None:
     return None
 
 
-def _edited(words: Sequence[str], text: str) -> str | None:
-    """Return what `sed 's#old#new#'` makes of a line that is piped to it, with words that are no pattern."""
-    script = re.fullmatch(r"s(\W)([\w /-]+)\1([\w /.-]*)\1(g?)", " ".join(words[1:]))
-    if words[0] != "sed" or script is None:
-        return None
-    return text.replace(script[2], script[3], -1 if script[4] else 1)
-
-
-def _printed(words: Sequence[str], folder: str) -> str | None:
+def _printed(words: Sequence[str], folder: str, piped: str | None) -> str | None:
+    """Return what a command prints, with the text that is piped to it: of `sed`, for words that are no pattern."""
     name, *rest = words
     names = [word for word in rest if not word.startswith("-")]
+    if piped is not None:
+        script = re.fullmatch(r"sed s(\W)([\w /-]+)\1([\w /.-]*)\1(g?)", " ".join(words))
+        return script and piped.replace(script[2], script[3], -1 if script[4] else 1)
     if name == "pwd":
         return folder
     if name == "echo":

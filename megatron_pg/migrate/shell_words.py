@@ -3,7 +3,7 @@
 import fnmatch
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 ARITHMETIC = re.compile(r"(?!.*(\*\*|//))[\d\s()+*/%<>=!&|-]+")
@@ -15,14 +15,7 @@ PARAMETER = re.compile(
 WORD = re.compile(r"(?:\$\{[^{}]*\}|\$\([^()]*\)+|`[^`]*`|\S)+")
 UNKNOWN = re.compile(r"[$`]")
 """A value with one of these is not known."""
-COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
-    "-eq": operator.eq,
-    "-ne": operator.ne,
-    "-lt": operator.lt,
-    "-le": operator.le,
-    "-gt": operator.gt,
-    "-ge": operator.ge,
-}
+COMPARISONS = {f"-{name}": getattr(operator, name) for name in "eq ne lt le gt ge".split()}
 MAX_VARIABLES = 12
 """Limit on how often variables may stand for variables in arithmetic."""
 
@@ -186,7 +179,8 @@ class Words:
         if node.type == "binary_expression":
             left, right = node.children[0], node.children[-1]
             if words[1] in ("&&", "||", "-a", "-o"):
-                return _both(words[1] in ("&&", "-a"), self.test(left), self.test(right))
+                is_or, sides = words[1] in ("||", "-o"), (self.test(left), self.test(right))
+                return is_or if is_or in sides else None if None in sides else not is_or
             return _compare(self.tested(left), words[1], self.tested(right))
         text = self.tested(node)
         return None if text is None else text != ""
@@ -245,18 +239,12 @@ def _changed(value: str, operation: str | None, pattern: str | None) -> str:
     return next((rest for cut, rest in cuts if fnmatch.fnmatchcase(cut, pattern)), value)
 
 
-def _both(is_and: bool, left: bool | None, right: bool | None) -> bool | None:
-    if (left is not is_and and left is not None) or (right is not is_and and right is not None):
-        return not is_and
-    return None if None in (left, right) else is_and
-
-
 def _compare(left: str | None, comparison: str, right: str | None) -> bool | None:
     if left is None or right is None:
         return None
     if comparison in ("=", "==", "!="):
         return fnmatch.fnmatchcase(left, right) is (comparison != "!=")
     try:
-        return COMPARISONS[comparison](int(left), int(right))
+        return bool(COMPARISONS[comparison](int(left), int(right)))
     except (KeyError, ValueError):
         return None

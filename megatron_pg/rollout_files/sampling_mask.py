@@ -8,9 +8,9 @@ from typing import Any
 def kept_tokens_of_engine(mask: Any, response_ids: Sequence[int]) -> list[list[int]]:
     """Read an engine's sampling mask: the ids that each response token was sampled from.
 
-    Both forms are read: a list of ids for each token (`sampling_mask` of vLLM's `/inference/v1/generate`,
-    `output_token_sampling_mask` of SGLang's `meta_info`), and vLLM's `SamplingMask`, an object or a mapping with `token_ids`
-    and, where these are flat, `offsets`. For text of a tool within a response, put empty sets in between.
+    A list of ids for each token (`sampling_mask` of vLLM's `/inference/v1/generate`, `output_token_sampling_mask` of SGLang's
+    `meta_info`), or an object or a mapping with `token_ids` and, where these are flat, `offsets` (vLLM's `SamplingMask`) or
+    `lengths` (SGLang's `SamplingMaskChunk`). For text of a tool within a response, put empty sets in between.
 
     Args:
         mask: what the engine returned of one answer, as lists or arrays.
@@ -27,9 +27,13 @@ def kept_tokens_of_engine(mask: Any, response_ids: Sequence[int]) -> list[list[i
             "the engine returned no sampling mask: serve vLLM with --return-sampling-mask, ask SGLang for "
             '"return_sampling_mask": true, and give both a finite top_k'
         )
-    is_mapping = isinstance(mask, Mapping)
-    ids = mask["token_ids"] if is_mapping else getattr(mask, "token_ids", mask)
-    offsets = mask.get("offsets") if is_mapping else getattr(mask, "offsets", None)
+    ids, offsets, lengths = (
+        mask.get(name) if isinstance(mask, Mapping) else getattr(mask, name, None)
+        for name in ("token_ids", "offsets", "lengths")
+    )
+    ids = mask if ids is None else ids
+    if lengths is not None:
+        offsets = itertools.accumulate(lengths, initial=0)
     if offsets is not None:
         ids = [ids[start:end] for start, end in itertools.pairwise(offsets)]
     sets = [list(map(int, row)) for row in ids]

@@ -34,6 +34,7 @@ FORMS: dict[str, Any] = {
         token_ids=torch.tensor(sum(sets, [])).int().numpy(), offsets=offsets_of(sets)
     ),
     "vllm json": lambda sets: {"token_ids": sum(sets, []), "offsets": offsets_of(sets)},
+    "sglang flat": lambda sets: SimpleNamespace(token_ids=sum(sets, []), lengths=[*map(len, sets)]),
     "sglang, vllm generate": lambda sets: sets,
 }
 

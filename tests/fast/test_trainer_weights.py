@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_pg.integrations import DIVISOR_VARIABLE, roll_weights, verl, verl_proof
+from megatron_pg.integrations import DIVISOR_VARIABLE, proof, roll_weights, verl, verl_proof
 from megatron_pg.integrations.reducers import HOOKS
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from tests import oracle
@@ -87,7 +87,7 @@ def test_importance_weights_multiply_the_loss_of_their_tokens(monkeypatch):
         return (sums / response_mask.sum(dim=-1).clamp(min=1)).sum() / len(MASKS), {}
 
     install_verl(monkeypatch, get_policy_loss_fn={"vanilla": vanilla}.__getitem__)
-    monkeypatch.setattr(verl_proof, "_proven", {("sample_mean", "vanilla", None)})
+    monkeypatch.setattr(proof, "PROVEN", {("verl", "sample_mean", "vanilla", None)})
     config = types.SimpleNamespace(engine=None, global_batch_info=TOTALS)
     given = (torch.zeros(PADDED.shape), torch.zeros(PADDED.shape), -losses, PADDED.bool())
     for weights in (importance, torch.zeros_like(importance), None):
@@ -136,12 +136,12 @@ def test_a_verl_is_proven_or_refused(aggregation, objective, monkeypatch):
     functions = verl.weighted_loss, verl.group_factors
 
     def prove(losses):
-        monkeypatch.setattr(verl_proof, "_proven", set())
+        monkeypatch.setattr(proof, "PROVEN", set())
         install_verl(monkeypatch, get_policy_loss_fn=losses.__getitem__)
         verl_proof.prove(loss, config, *functions)
 
     prove(plain_verl())
-    assert config.global_batch_info == {} and verl_proof._proven == {loss}
+    assert config.global_batch_info == {} and proof.PROVEN == {("verl", *loss)}
     words = f"{aggregation} by verl's {objective} | 0.9.1 | the gradient of log-prob | expected | other_trainers.md"
     assert_refused(words, prove, plain_verl(scale=1.0005))
     if aggregation in ("token_mean", "constant"):

@@ -156,11 +156,17 @@ def share_of(samples: list[PlainSample], context: int) -> slice:
 
 
 def initialize(context: int) -> None:
-    """Megatron's process groups anew, data parallel beside context parallel."""
+    """Megatron's process groups, data parallel beside context parallel; those that are there are kept.
+
+    gloo never gives a group's threads back, and each of them wakes a hundred times a second.
+    """
     from megatron.core import parallel_state
 
     enable_cpu_runtime()
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.destroy_model_parallel()
+    if parallel_state.model_parallel_is_initialized():
+        if parallel_state.get_context_parallel_world_size() == context:
+            return
+        parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(context_parallel_size=context)

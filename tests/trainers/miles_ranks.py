@@ -10,6 +10,7 @@ from megatron_pg.integrations.miles import MILES
 from megatron_pg.megatron import enable_cpu_runtime
 
 from . import ranks, sources
+from .logit_table import initialize
 from .ranks import Args, MicroBatch, Outcome
 from .rollout import Case, samples
 
@@ -28,7 +29,7 @@ def all_cases() -> dict[Case, Outcome]:
     object_store.init_instance(Args(object_store_backend="ray"))
     found = {}
     for case in ranks.cases_here():
-        ranks.initialize(case)
+        initialize(case.context)
         unused = ("use_dynamic_global_batch_size", "delay_split_train_data_by_dp")
         args = ranks.arguments(
             case,

@@ -77,14 +77,6 @@ def tis_with_rejection(
     return pg_loss * weights.clamp(0.0, 2.0), kept, {"tis": weights}
 
 
-def initialize(case: Case) -> None:
-    """Megatron's groups for one case; the default group has as many ranks."""
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        context_parallel_size=case.context, create_gloo_process_groups=True
-    )
-
-
 def round_no_gradients() -> None:
     """Megatron's fused cross-entropy, which trainers import when called, rounds its gradient to bfloat16 (0.19.2)."""
     from megatron.core.fusions import fused_cross_entropy

@@ -11,6 +11,7 @@ from megatron_pg.integrations.slime import SLIME
 from megatron_pg.megatron import enable_cpu_runtime
 
 from . import ranks, sources
+from .logit_table import initialize
 from .ranks import Args, MicroBatch, Outcome
 from .rollout import Case, samples
 
@@ -28,7 +29,7 @@ def all_cases() -> dict[Case, Outcome]:
         log_rollout_data = data.log_rollout_data
     found = {}
     for case in ranks.cases_here():
-        ranks.initialize(case)
+        initialize(case.context)
         args = ranks.arguments(case, SLIME, rollout_data_transport="object-store")
         rollout_data = _rollout_data(case, args)
         ranks.fill_in(rollout_data, cp_utils.slice_log_prob_with_cp)

@@ -1,7 +1,5 @@
 """Where a trainer's source comes from: the folder of checkouts that TRAINERS names, or an installed verl. None is stored here.
 
-    pip install --no-deps verl==0.9.1 tensordict==0.10.0 omegaconf hydra-core   # and more: docs/migrating.md
-
 Packages that a trainer imports, and whose functions the tests never call, are empty modules.
 """
 
@@ -97,7 +95,7 @@ def lacks(name: str, *packages: str) -> str | None:
                 sys.path.append(str(folder))
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
-        return f"no {', '.join(missing)} here: TRAINERS=<folder with a checkout named {name}> bash ci/trainers.sh"
+        return f"no {', '.join(missing)} here: bash ci/trainers.sh --clone FOLDER all, or, with checkouts in TRAINERS, pip install --no-deps -r tests/trainers/requirements.txt"
     stand_in_for(STAND_INS[name])
     return None
 

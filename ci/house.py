@@ -28,14 +28,14 @@ ORDER = (
 """The floors, from the ground up: a room imports from floors below its own."""
 CORE = ("config", "step", "loss", "head", "megatron")
 CEILINGS = {
-    "config": 1643,
+    "config": 1652,
     "head": 3076,
-    "step": 3272,
+    "step": 3275,
     "loss": 3254,
     "rollout_files": 1587,
     "exports": 58,
     "__init__": 20,
-    "megatron": 2281,
+    "megatron": 2285,
     "megatron/cpu": 382,
     "critic": 649,
     "integrations": 2925,
@@ -44,10 +44,10 @@ CEILINGS = {
     "migrate": 1548,
     "cli": 56,
     "__main__": 7,
-    "core": 13526,
-    "package": 24852,
-    "examples": 3963,
-    "tests": 38286,
+    "core": 13542,
+    "package": 24868,
+    "examples": 3967,
+    "tests": 38325,
 }
 """The most lines that each part may have. `core` is the sum of `CORE` without `megatron/cpu`."""
 

@@ -25,7 +25,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from megatron_pg import PolicyLossConfig
 
-FREE_TO_CHANGE = {"run_dir", "resume", "save_interval"}
+FREE_TO_CHANGE = {"run_dir", "resume", "save_interval", "config", "write_config", "settings_file"}
 """Flags that may be others in a resumed run: what it computes does not depend on them."""
 IN_SUMMARY = ("loss_aggregation", "seed", "tensor_model_parallel_size", "context_parallel_size")
 LOGS = {"warm_start": "warm_start.jsonl", "step": "metrics.jsonl"}
@@ -125,6 +125,7 @@ def _claimed(args: Namespace, world_size: int) -> FileLock:
         print(f"there is no run in {folder} to resume: this one starts anew", flush=True)
     folder.mkdir(exist_ok=True)
     replace_text(settings, json.dumps(mine, indent=2))
+    replace_text(folder / "settings.yaml", args.settings_file)
     return lock
 
 

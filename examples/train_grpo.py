@@ -34,6 +34,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 import megatron_pg as pg
 from megatron_pg import megatron as pgm
 from megatron_pg.config.program import ProgramParser, exit_refused
+from megatron_pg.config.settings_file import add_settings_file_args, text_of_words
 from megatron_pg.critic import ValueStep, add_value_head
 from megatron_pg.megatron.schedule import run_micro_batches
 from megatron_pg.step.advantages import METHODS, half_of_dr_grpo
@@ -69,6 +70,7 @@ NUMBERS = {
 def parse_arguments() -> Namespace:
     """The flags; a refusal names the flag, what was found and what to do."""
     parser = ProgramParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    add_settings_file_args(parser)
     add = parser.add_argument
     for name, (default, meaning) in NUMBERS.items():
         add(f"--{name}", type=type(default), default=default, help=f"{meaning} ({default})")
@@ -84,6 +86,7 @@ def parse_arguments() -> Namespace:
     )
     add("--advantage", choices=[*METHODS, "gae"], default="grpo", help=advantage)
     args = pg.add_policy_loss_args(pg.add_critic_args(parser)).parse_args()
+    args.settings_file = text_of_words(parser.words)
     for name, (default, _) in NUMBERS.items():
         lowest = 1 if isinstance(default, int) else 0
         if not lowest <= (value := getattr(args, name.replace("-", "_"))) < float("inf"):

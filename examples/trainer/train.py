@@ -207,11 +207,11 @@ class Run:
             plan = plan_of(self._args, samples, self._groups.data)
         # Where no token is active, nothing is updated.
         result: tuple[Any, ...] = ({}, 1, False, False, 0, None, None, 0)
-        metrics: dict[str, float | None] = dict(collected[1])
+        # Megatron's step sets the next rate.
+        metrics = collected[1] | {"learning_rate": optimizer.param_groups[0]["lr"]}
         if plan.totals.num_active_tokens > 0:
             result, loss_metrics = self._update(samples, plan, *rest, **named)
             metrics |= loss_metrics
-        metrics["learning_rate"] = optimizer.param_groups[0]["lr"]
         times.append(time.monotonic())
         phases = ("rollouts", "scoring", "training")
         for phase, (begin, end) in zip(phases, itertools.pairwise(times), strict=True):

@@ -241,6 +241,15 @@ def _sample_field_violations(
             yield f"{need}, and the training script has none: fill Sample.{field}, or drop the flag"
 
 
+def require_config(config: Any) -> None:
+    """Raise a TypeError for what is no config, such as the args that `validate_policy_loss_args` returns."""
+    if not isinstance(config, PolicyLossConfig):
+        found = type(config).__name__
+        raise TypeError(
+            f"config is a {found}, expected a PolicyLossConfig: PolicyLossConfig.from_args(args)"
+        )
+
+
 def _warnings(config: PolicyLossConfig, aggregation: str) -> Iterator[str]:
     """Yield the settings that were changed, that are not read, and that are likely a mistake."""
     fields, chosen = fields_of(PolicyLossConfig), config.loss_aggregation

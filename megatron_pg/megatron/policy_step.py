@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_pg.config import PolicyLossConfig
+from megatron_pg.config.policy_loss import require_config
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.loss.from_logits import head_options, loss_of_logits
 from megatron_pg.loss.metrics import SumsReport, reduce_metrics
@@ -76,6 +77,7 @@ class PolicyStep:
             teacher's hidden], padded as the student's; read on the last pipeline stage.
 
     Raises:
+        TypeError: the config is no `PolicyLossConfig`.
         ValueError: a `grad_divisor` out of range or with `--divide-gradient-twice`, neither a plan nor totals with a number
             of micro-batches, the scale contract cannot be kept, a teacher by hidden states has no weight, or
             `--replay-routing` with a model without experts.
@@ -96,6 +98,7 @@ class PolicyStep:
         grad_divisor: float | None = None,
         teacher_weight: Tensor | None = None,
     ) -> None:
+        require_config(config)
         if grad_divisor is not None:
             config = dataclasses.replace(config, grad_divisor=grad_divisor)
         if plan is not None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.config.planning import OversizedSamples
-from megatron_pg.config.policy_loss import CpPartitionMode
+from megatron_pg.config.policy_loss import CpPartitionMode, require_config
 from megatron_pg.loss.from_logits import head_options, log_probs_of_logits, refuse_tokens_outside
 from megatron_pg.megatron.context_layout import require_partition_mode
 from megatron_pg.megatron.fused_head import OutputRows
@@ -89,8 +89,9 @@ def compute_log_probs(
         ValueError: on all data-parallel ranks, where one has it: the model is not on the rank's device; a sample, which
             is named, is longer than the budget, has a response token outside the vocabulary, or lacks the kept sets that
             `--replay-sampling-set` needs or the experts of `--replay-routing`.
-        NotImplementedError: as for `PolicyStep`.
+        NotImplementedError, TypeError: as for `PolicyStep`.
     """
+    require_config(config)
     groups = ParallelGroups.from_model(model) if groups is None else groups
     options = replace(head_options(config, groups.tensor, vocab_size), with_entropy=True)
 

@@ -83,6 +83,9 @@ def group_advantages(
         prompts: [samples] token ids of each prompt. A group of different prompts is refused. Pass None where the
             environment varies the prompt within a group, or where the ids are known to be unique.
 
+    Returns:
+        Their `advantages` [samples] float32, with the groups whose advantages are all 0.
+
     Raises:
         ValueError: sizes that differ, a group of different prompts, a reward that is not finite, or below 0 under `maxrl`,
             rewards whose advantages float32 does not hold, ids that are no integers, or an unknown method.

@@ -95,6 +95,17 @@ def claim(folder: Path, *flags: str) -> FileLock:
     return claim_folder(parse_for_two_ranks(" ".join((*flags, f"--run-dir {folder}"))), 2)
 
 
+def test_a_run_is_one_file_of_settings(tmp_path: Path) -> None:
+    """Which gives the flags of the run again; a flag beside it wins, and a key that is none is refused."""
+    claim(tmp_path / "run", "--lr 0.25", "--loss-aggregation token_mean").release()
+    file = tmp_path / "run/settings.yaml"
+    again = parse_for_two_ranks(f"--config {file} --lr 0.125")
+    assert (again.lr, again.loss_aggregation) == (0.125, "token_mean")
+    file.write_text("learning-rate: 1")
+    with pytest.raises(SystemExit):
+        parse_for_two_ranks(f"--config {file}")
+
+
 def test_a_folder_is_claimed_by_one_run_and_never_overwritten(tmp_path, monkeypatch):
     monkeypatch.setattr("run_folder.LOCK_PATIENCE", 0.2)
     (tmp_path / "elsewhere").mkdir()
@@ -109,7 +120,8 @@ def test_a_folder_is_claimed_by_one_run_and_never_overwritten(tmp_path, monkeypa
     assert (folder / "metrics.jsonl").read_text() == "earlier"
     second.release()
     third = claim(folder)
-    assert [child.name for child in folder.iterdir()] == ["settings.json"] and folder.is_symlink()
+    names = {child.name for child in folder.iterdir()}
+    assert names == {"settings.json", "settings.yaml"} and folder.is_symlink()
     assert (tmp_path / "elsewhere.1" / "metrics.jsonl").read_text() == "earlier"
     third.release()
     (tmp_path / "notes.txt").write_text("mine")

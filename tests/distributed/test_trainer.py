@@ -74,7 +74,7 @@ def test_steps_hold_whole_groups_and_say_what_they_hold(uninterrupted: Path) -> 
         assert step["aggregation_checksum"] == pytest.approx(1.0, abs=1e-6)
         assert step["grad_norm"] > 0.0 and 0.0 <= step["reward"] <= 2.0
         # The rate falls to zero over --train-iters, whatever a step holds.
-        assert step["learning_rate"] == pytest.approx(1e-2 * (6 - number) / 6)
+        assert step["learning_rate"] == pytest.approx(1e-2 * (7 - number) / 6)
     assert checkpoints_of(uninterrupted) == ["iter_0000003", "iter_0000006"]
     assert (uninterrupted / TRACKER).read_text() == "6"
 
@@ -100,7 +100,7 @@ def test_a_run_is_extended(rollouts: Path, uninterrupted: Path, tmp_path: Path) 
     assert steps[:6] == steps_of(uninterrupted)
     assert [step["step"] for step in steps[6:]] == [7, 8]
     # Linear from 1e-2 to 0 over 8 steps, the seventh at 6 / 8 and the last at 7 / 8 of the way.
-    assert [step["learning_rate"] for step in steps[6:]] == pytest.approx([1e-2 / 8, 0.0])
+    assert [step["learning_rate"] for step in steps[6:]] == pytest.approx([2e-2 / 8, 1e-2 / 8])
 
 
 def test_exit_interval_ends_a_run_after_a_checkpoint(rollouts, uninterrupted, tmp_path):

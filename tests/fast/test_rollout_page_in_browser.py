@@ -3,6 +3,7 @@
 It needs Debian's `chromium`, which .ci/run installs, and is skipped without.
 """
 
+import json
 import math
 import shutil
 from collections.abc import Iterator
@@ -106,6 +107,26 @@ def test_tokens_have_the_colors_of_their_numbers(opened: Any, rows: list[Row]) -
     opened.check("#color input[value=mask]", force=True)
     assert [color != "" for color in colored(opened)] == mask
     assert opened.locator("tr.answer .t.off").count() == mask.count(False) > 0
+
+
+def test_a_bar_of_zero_lies_at_the_bottom(browser: Any, tmp_path: Path) -> None:
+    """Where all bars are 0, too."""
+    folder = tmp_path / "rollouts"
+    folder.mkdir()
+    for step in write_steps(folder, 2, 1):
+        for row in step:
+            row["reward"] = 0.0
+        (folder / f"step_{step[0]['group_index']:06d}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in step)
+        )
+    page_of(folder)
+    page = browser.new_page()
+    page.goto(folder.with_suffix(".html").as_uri())
+    places = page.eval_on_selector_all(
+        "#steps figure:first-child rect.bar", "bars => bars.map(each => each.getAttribute('y'))"
+    )
+    page.close()
+    assert places == ["100", "100"]
 
 
 def test_a_step_a_word_and_a_prompt_are_found(opened: Any, rows: list[Row]) -> None:

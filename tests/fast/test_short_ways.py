@@ -6,6 +6,7 @@
 import ast
 import itertools
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,11 @@ def test_the_way_of_a_micro_batch_is_short(step, batch):
     assert len(calls) <= 14
     assert len(set(stays)) <= 8
     assert len(stays) - len(set(stays)) <= 4
+
+
+def test_args_in_the_place_of_a_config_are_refused():
+    with pytest.raises(TypeError, match=r"a Namespace, .*PolicyLossConfig.from_args\(args\)"):
+        PolicyStep(Namespace(**vars(CONFIG)))  # type: ignore[arg-type]
 
 
 def test_three_calls_lead_from_the_logits_to_the_page(step, batch):

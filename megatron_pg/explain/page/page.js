@@ -250,7 +250,7 @@ const upTo = (values, shown) => `up to ${shown(Math.max(...values))}`;
 function figure(key, label, summary, shown) {
   const values = data.steps.map((step) => step[key]), known = values.filter((value) => value != null);
   if (!known.length) return;
-  const top = Math.max(...known, 0), bottom = Math.min(...known, 0), span = top - bottom || 1, width = 100 / values.length;
+  const bottom = Math.min(...known, 0), top = Math.max(...known, 0) || (bottom ? 0 : 1), span = top - bottom, width = 100 / values.length;
   const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
   svg.setAttribute("viewBox", "0 0 100 100");
   svg.setAttribute("preserveAspectRatio", "none");

@@ -44,10 +44,10 @@ CEILINGS = {
     "migrate": 1593,
     "cli": 56,
     "__main__": 7,
-    "core": 13526,
-    "package": 24994,
+    "core": 13527,
+    "package": 24995,
     "examples": 3963,
-    "tests": 38228,
+    "tests": 38222,
 }
 """The most lines that each part may have. `core` is the sum of `CORE` without `megatron/cpu`."""
 

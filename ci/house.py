@@ -28,7 +28,7 @@ ORDER = (
 """The floors, from the ground up: a room imports from floors below its own."""
 CORE = ("config", "step", "loss", "head", "megatron")
 CEILINGS = {
-    "config": 1643,
+    "config": 1644,
     "head": 3076,
     "step": 3272,
     "loss": 3254,

@@ -28,7 +28,7 @@ ORDER = (
 """The floors, from the ground up: a room imports from floors below its own."""
 CORE = ("config", "step", "loss", "head", "megatron")
 CEILINGS = {
-    "config": 1652,
+    "config": 1653,
     "head": 3076,
     "step": 3275,
     "loss": 3254,
@@ -44,10 +44,10 @@ CEILINGS = {
     "migrate": 1548,
     "cli": 56,
     "__main__": 7,
-    "core": 13542,
-    "package": 24868,
+    "core": 13543,
+    "package": 24869,
     "examples": 3967,
-    "tests": 38325,
+    "tests": 38319,
 }
 """The most lines that each part may have. `core` is the sum of `CORE` without `megatron/cpu`."""
 

@@ -86,8 +86,9 @@ def rank_losses(
         share = 1 / (cut.dp_size * size * len(micro_batches))
         for indices in micro_batches:
             micro_batch, rows = [step[i] for i in indices], [logits[i] for i in indices]
+            samples = package_samples(micro_batch)
             for cp_rank in range(size):
-                batch = pack(package_samples(micro_batch), cp_rank=cp_rank, **place)
+                batch = pack(samples, cp_rank=cp_rank, **place)
                 local = local_logits(micro_batch, rows, cp_rank, size, pad_to_multiple, mode)
                 loss, metrics = policy_loss_function(
                     config, batch, local, step_share=share, **settings

@@ -8,6 +8,7 @@ slice of the losses comes from the oracle's token layout, not from the package's
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,9 +86,12 @@ class Package:
     def __init__(self, divisor: float = DIVISOR) -> None:
         self.divisor = divisor
         self.cp_partition_mode = "zigzag"
+        self._totals: tuple[Any, Any] = (None, None)
 
     def totals(self, step: Step) -> StepTotals:
-        return uneven_totals(package_samples(step))
+        if self._totals[0] is not step:  # every rank asks
+            self._totals = step, uneven_totals(package_samples(step))
+        return self._totals[1]
 
     def outer_count(self, step: Step, aggregation: str) -> float:
         return AGGREGATIONS[aggregation].outer_count(self.totals(step))

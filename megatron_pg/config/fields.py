@@ -3,6 +3,7 @@
 import argparse
 import ast
 import dataclasses
+import functools
 import inspect
 import itertools
 import math
@@ -195,11 +196,10 @@ def add_args(
     fields = [field for field in fields_of(settings).values() if field.has_flag]
     missing = [field for field in fields if not is_defined(parser, field.name)]
     if missing:
-        texts, group = field_docstrings(settings), parser.add_argument_group(title, description)
+        texts, group = field_docstrings(settings), parser.add_argument_group(title, description)  # type: ignore[arg-type]
         for field in missing:
             keywords = field.argparse_keywords(texts.get(field.name, ""))
-            if field.name in unset:
-                keywords["default"] = None
+            keywords |= {"default": None} if field.name in unset else {}
             group.add_argument(field.flag, **keywords)
     return parser
 
@@ -216,6 +216,7 @@ def is_defined(parser: argparse.ArgumentParser, name: str) -> bool:
     return action is not None
 
 
+@functools.cache
 def field_docstrings(settings: type[Any]) -> dict[str, str]:
     """Return the docstring under each field, on one line; none where there is no source."""
     texts = {}

@@ -9,7 +9,6 @@ import torch
 from megatron.core.distributed import finalize_model_grads
 
 from megatron_pg.megatron.groups import unwrapped
-from tests.lanes import in_both_lanes
 
 from .compare import compare
 from .launch import RankError, refusal, run_ranks
@@ -17,8 +16,6 @@ from .models import ModelOptions, Sharding, gather_gradients
 from .one_step import Outcome, build, run_schedule, train_step
 from .reference import reference_steps
 from .steps import Run, ValueRun
-
-pytestmark = in_both_lanes
 
 FINALIZE = "config.finalize_model_grads_func = megatron.core.distributed.finalize_model_grads"
 PER_TOKEN = ModelOptions(calculate_per_token_loss=True)

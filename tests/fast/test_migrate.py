@@ -5,6 +5,7 @@ trainers' own scripts.
 """
 
 import argparse
+import functools
 import re
 import shlex
 from pathlib import Path
@@ -415,6 +416,7 @@ def here(run, line: str, options: str = "") -> tuple[str, str, list[str]]:
     return which, flags.strip(), lost
 
 
+@functools.cache  # most settings leave the flags as they are
 def taken(flags: str) -> argparse.Namespace:
     """The flags as this package's parser and validation take them."""
     args = with_advantages().parse_args(shlex.split(flags))

@@ -126,9 +126,10 @@ class CheckOptions(Settings):
 
     @property
     def tokens_per_chunk(self) -> int:
-        """The tokens of a long sequence in each of a context-parallel rank's two chunks: more than an attention tile."""
-        # A GPU's tile has 128 tokens, a CPU's 32 of fewer than 192. Float32 loses digits with each token that a GEMM sums over.
-        return 130 if self.device == "cuda" else 33
+        """The tokens of a long sequence in each of a context-parallel rank's two chunks."""
+        # Tiles have 128 tokens on a GPU, 32 on a CPU. Float32 loses digits with each token that a GEMM sums over. An expert's
+        # sums over those of all its ranks: there both chunks of a CPU's rank together exceed a tile.
+        return 130 if self.device == "cuda" else 33 if self.expert_model_parallel_size == 1 else 17
 
     def num_microbatches(self, data_rank: int) -> int:
         """Return a data-parallel rank's M: five or six by turns, more if the pipeline needs more."""

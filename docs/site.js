@@ -17,3 +17,21 @@ Object.defineProperty(field, "value", {
   get: () => typed.get.call(field).replace(/&/g, "&amp;").replace(/(?<!\S)--[\w-]+/g, words),
   set: (text) => typed.set.call(field, text),
 });
+
+// No line ends within a flag, least of all after its dashes, nor within -exp(x), 1e-6 and 2026-11-28.
+const texts = document.createTreeWalker(document.querySelector("article") ?? document.body, NodeFilter.SHOW_TEXT);
+const dashed = /((?<![\w-])--?[a-z][\w-]*|\b[\d.]+e-\d+|\b\d{4}-\d\d-\d\d)/;
+const found = [];
+while (texts.nextNode()) {
+  const text = texts.currentNode;
+  if (dashed.test(text.data) && !text.parentNode.closest(".arithmatex, script")) found.push(text);
+}
+for (const text of found) {
+  text.replaceWith(...text.data.split(dashed).map((part, at) => {
+    if (at % 2 === 0) return part;
+    const flag = document.createElement("span");
+    flag.className = "flag";
+    flag.textContent = part;
+    return flag;
+  }));
+}

@@ -117,3 +117,18 @@ def test_no_page_of_the_reference_is_endless(page: Any, site: Path) -> None:  # 
         page.goto(f"api/{name}/")
         heights[name] = page.evaluate("document.documentElement.scrollHeight")
     assert len(pages) >= 8 and max(heights.values()) < TALLEST, heights
+
+
+def test_no_line_ends_within_a_flag(page: Any) -> None:
+    broken = "() => [...document.querySelectorAll('.flag')].filter(e => e.getClientRects().length > 1).length"
+    page.goto("recipes/")
+    assert page.locator("pre .flag").count() > 100 and page.evaluate(broken) == 0
+    page.add_style_tag(content=".md-typeset .flag { white-space: inherit }")  # the mutant
+    assert page.evaluate(broken) > 0
+
+
+def test_a_result_of_several_lines_is_one_row(page: Any) -> None:
+    for name in ("loss", "megatron", "rollout_files"):
+        page.goto(f"api/{name}/")
+        results = page.locator("p:has(> .doc-section-title:text('Returns:')) + * tbody")
+        assert results.count() and results.count() == results.locator("tr").count()

@@ -77,7 +77,7 @@ def trainer_of(launches: Sequence[Launch], path: Path | None = None) -> TrainerT
     among = ", ".join([*keys[:SHOWN], "..."] if keys[SHOWN:] else keys or ["nothing"])
     unset = [f"\n  {unknown(word)}" for one in launches for word in [*one.open, *one.unread]]
     raise ValueError(
-        f"no key of {names} among {among} tells whose it is: give --trainer with its name"
+        f"no key tells which trainer this is for (found: {among}): give --trainer with one of {names}"
         + "".join(dict.fromkeys(unset))
     )
 

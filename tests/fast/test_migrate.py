@@ -218,7 +218,7 @@ BAD = {
     f"{NEMO_RL} loss_fn.ratio_clip_mx=0.3": "the nearest is loss_fn.ratio_clip_max",
     f"{VERL} +{ACTOR}policy_loss.tau_pos=2": f"the nearest is {ACTOR}tau_pos",
     f"{NEMO_RL} dpo.sft_loss_weight=1": "dpo.sft_loss_weight: no key of nemo-rl",
-    "python train.py": "no key of miles, nemo-rl, slime, verl among nothing",
+    "python train.py": "no key tells which trainer this is for (found: nothing)",
     "": "give a file or, after `--`",
 }
 
@@ -371,7 +371,7 @@ def test_whose_line_it_is(line: str, run) -> None:
     if WHOSE[line] is not None:
         assert of_words(line).trainer.name == WHOSE[line]
         return
-    assert "--trainer with its name" in run(line, code=2)
+    assert "give --trainer with one of" in run(line, code=2)
     run("train.py --lr 1e-6", "--trainer slime")
 
 

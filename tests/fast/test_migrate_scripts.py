@@ -197,7 +197,7 @@ BY_NAME = {
         "torchrun -m verl.trainer.sft_trainer data.x=1",
     ): "verl's SFT, evaluation or generation is not read",
     ("run.py", "print()"): "is a Python launcher, and no Python is read: give the command",
-    ("run.sh", "echo hello"): "tells whose it is: give --trainer",
+    ("run.sh", "echo hello"): "(found: nothing): give --trainer with one of miles",
 }
 
 

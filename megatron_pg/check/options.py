@@ -127,8 +127,7 @@ class CheckOptions(Settings):
     @property
     def tokens_per_chunk(self) -> int:
         """The tokens of a long sequence in each of a context-parallel rank's two chunks."""
-        # Tiles have 128 tokens on a GPU, 32 on a CPU. Float32 loses digits with each token that a GEMM sums over. An expert's
-        # sums over those of all its ranks: there both chunks of a CPU's rank together exceed a tile.
+        # Tiles have 128 tokens, a CPU's 32. A GEMM loses digits with each token, and an expert's has those of all its ranks.
         return 130 if self.device == "cuda" else 33 if self.expert_model_parallel_size == 1 else 17
 
     def num_microbatches(self, data_rank: int) -> int:

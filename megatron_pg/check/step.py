@@ -121,8 +121,9 @@ _SIZES = attrgetter(
 
 
 def _reference_key(name: str, options: CheckOptions, data_size: int) -> tuple[object, ...]:
-    """Name all that the expected results depend on beside `_SIZES`: samples are made for the numbers of micro-batches."""
-    return name, options.num_chunks, *map(options.num_microbatches, range(min(data_size, 2)))
+    """Name all that expected results depend on beside `_SIZES`: samples are made for their length and the micro-batches."""
+    counts = map(options.num_microbatches, range(min(data_size, 2)))
+    return name, options.num_chunks, options.tokens_per_chunk, *counts
 
 
 def _references(options: CheckOptions, runs: Sequence[Run]) -> list[Expected]:

@@ -47,7 +47,7 @@ CEILINGS = {
     "core": 13543,
     "package": 24869,
     "examples": 3967,
-    "tests": 38367,
+    "tests": 38400,
 }
 """The most lines that each part may have. `core` is the sum of `CORE` without `megatron/cpu`."""
 

@@ -126,16 +126,16 @@ class CheckOptions(Settings):
 
     @property
     def tokens_per_chunk(self) -> int:
-        """The tokens of a long sequence in each of a context-parallel rank's two chunks."""
+        """The tokens of a long sequence in each of a context-parallel rank's two chunks, which together exceed a tile of attention."""
         # Tiles have 128 tokens, a CPU's 32. A GEMM loses digits with each token, and an expert's has those of all its ranks.
-        return 130 if self.device == "cuda" else 33 if self.expert_model_parallel_size == 1 else 17
+        is_divided = min(self.context_parallel_size, self.expert_model_parallel_size) > 1
+        return 130 if self.device == "cuda" else 17 if is_divided else 33
 
     def num_microbatches(self, data_rank: int) -> int:
         """Return a data-parallel rank's M: five or six by turns, more if the pipeline needs more."""
-        count = max(5, self.pipeline_model_parallel_size + 2)
         # Ranks of one expert-parallel group exchange tokens in every micro-batch and so have equal M.
-        if self.expert_model_parallel_size == 1:
-            count += data_rank % 2
+        turn = data_rank % 2 if self.expert_model_parallel_size == 1 else 0
+        count = max(5, self.pipeline_model_parallel_size + 2) + turn
         # Interleaved pipelines need multiples.
         if self.virtual_pipeline_model_parallel_size is not None:
             count += -count % self.pipeline_model_parallel_size

@@ -37,7 +37,7 @@ def make_samples(options: CheckOptions, data_size: int) -> list[Sample]:
     Masks are partial, and some are empty. Groups span all ranks. One rollout lies in two micro-batches or on two ranks.
     """
     draw = _Draw(options, seed=20)
-    # Two samples of each rank span tiles of an attention kernel and all chunks of every context-parallel rank.
+    # Two samples of each rank span several tiles of an attention kernel and all chunks of every context-parallel rank.
     long = 2 * options.context_parallel_size * options.tokens_per_chunk - 1
     prompts = [draw.prompt(length) for length in (*PROMPTS, long - 9)]
     count = data_size * max(

@@ -8,6 +8,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from megatron_pg.megatron.cpu.runtime import enable_cpu_runtime
 
 from .launch import run_ranks
@@ -23,10 +25,28 @@ COLUMNS = (*("end to end fp32", "tied fp32", "loss only fp32"), *("end to end bf
 LIMITS = {"fp32": 5e-7, "bf16": 2e-2 / 1.5}
 
 
-def largest_errors(name: str, num_layers: int) -> dict[str, float]:
+def sum_in_order() -> None:
+    """Have every weight's gradient be a plain float32 sum in the order of the tokens, as the GEMMs of some machines are."""
+    product = torch.Tensor.matmul
+
+    def matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        # Megatron's backward: the transposed gradient of a layer's output times the layer's input.
+        if torch.is_grad_enabled() or left.dim() != 2 or left.stride(0) != 1:
+            return product(left, right)
+        total = left.new_zeros(len(left), right.shape[1])
+        for column, row in zip(left.unbind(1), right, strict=True):
+            total.addr_(column, row)
+        return total
+
+    torch.Tensor.matmul = matmul  # type: ignore[method-assign,assignment]
+
+
+def largest_errors(name: str, num_layers: int, in_order: bool) -> dict[str, float]:
     """The largest gradient error of each model and dtype; every rank calls it."""
     from megatron_pg.check.step import run_check
 
+    if in_order:
+        sum_in_order()
     experts = ModelOptions(mixture_of_experts=name.startswith("MoE"))
     options = check_options(Sharding.named(name), experts)
     worst: dict[str, float] = {}
@@ -41,6 +61,7 @@ def main() -> int:
     """Exit status 1 where an error is more than half its tolerance, or two thirds in bf16."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", help="lines of these shardings; 'MoE ...' too")
+    parser.add_argument("--in-order", action="store_true", help=sum_in_order.__doc__)
     parser.add_argument("--layers", type=int, nargs="+", default=LAYERS)
     parser.add_argument("--markdown", type=Path, help="write the table here")
     arguments = parser.parse_args()
@@ -54,12 +75,13 @@ def main() -> int:
     ]
     print("\n".join(table), flush=True)
     failed = False
-    chosen = [name for name in SHARDINGS if not arguments.only or name in arguments.only]
-    for name, num_layers in itertools.product(chosen, arguments.layers):
+    for name, num_layers in itertools.product(arguments.only or SHARDINGS, arguments.layers):
         sharding = Sharding.named(name)
         if num_layers % sharding.num_chunks:
             continue
-        errors = run_ranks(largest_errors, sharding.world_size, name, num_layers)[0]
+        errors = run_ranks(
+            largest_errors, sharding.world_size, name, num_layers, arguments.in_order
+        )[0]
         numbers = " | ".join(f"{errors[column]:.1e}" for column in COLUMNS)
         table.append(f"| {sharding.world_size} | {name} | {num_layers} | {numbers} |")
         failed |= any(not errors[column] <= LIMITS[column.split()[-1]] for column in COLUMNS)

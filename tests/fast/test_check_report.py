@@ -229,6 +229,17 @@ def test_the_step_hides_nothing():
     assert {s.group_index for s in samples[::2]} == {s.group_index for s in samples[1::2]}
 
 
+@pytest.mark.parametrize("context_size", [1, 2, 4])
+@pytest.mark.parametrize("expert_size", [1, 2, 4])
+def test_long_samples_exceed_a_tile_of_attention(context_size, expert_size):
+    sizes = {"context_parallel_size": context_size, "expert_model_parallel_size": expert_size}
+    options = CheckOptions(num_experts=8, **sizes)
+    lengths = sorted(sample.total_length for sample in make_samples(options, 1))
+    assert 2 * options.tokens_per_chunk > 32, "a rank's chunks are one tile"
+    # The last token's output is not scored.
+    assert lengths[-2] - 1 > 32 + 16, "hardly a scored token sees keys of a second tile"
+
+
 def test_even_samples_need_padding_where_it_is_asked_for():
     options = CheckOptions(context_parallel_size=2, tensor_model_parallel_size=2)
     assert any(s.total_length % 8 for s in make_even_samples(options, 3, is_padded=True))

@@ -262,7 +262,7 @@ def gmpo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcom
 
 
 @of_token_ratio(
-    "f ppo, f = sg(clip(exp(sum_{k >= t} 2^((t - k) / fipo_half_life) log r_k), fipo_weight_low, fipo_weight_high))",
+    "f * ppo, f = sg(clip(exp(sum_{k >= t} 2^((t - k) / fipo_half_life) log r_k), fipo_weight_low, fipo_weight_high))",
     about="ppo, weighted by the log-ratios to come but those of r > eps_clip_c; arXiv:2603.19835",
     options=(
         "fipo_half_life",

@@ -1,4 +1,4 @@
-"""Tables and the figure of the studies from their CSV files: python -m benchmarks.studies.report [--results DIR] [--figure PATH]"""
+"""Tables and figures of the studies from their CSV files: python -m benchmarks.studies.report [--results DIR] [--figures DIR]"""
 
 import argparse
 import statistics
@@ -184,13 +184,10 @@ def curves(rows: Rows) -> str:
 
 
 def models(rows: Rows, arms: Sequence[str]) -> str:
-    """Study 2 or 3."""
+    """The arms of study 2 or 3 that have run."""
     lines = []
-    for name in arms:
-        found = list(rows.get(name, {}).values())
-        if not found:
-            lines.append([name, 0, "not run"])
-            continue
+    for name in filter(rows.__contains__, arms):
+        found = list(rows[name].values())
         rewards = [curve(row, "reward") for row in found]
         collapsed = sum(values[-1] < 0.5 * max(values) for values in rewards)
         lines.append([
@@ -245,6 +242,56 @@ def draw(rows: Rows, path: Path) -> None:
     figure.savefig(path, dpi=90)
 
 
+def draw_arms(
+    rows: Rows, names: Sequence[str], kinds: dict[str, str], column: str, path: Path
+) -> None:
+    """The mean and interval of the arms: a line for each name, a colour for each kind.
+
+    Args:
+        kinds: for each kind a pattern of its arms' names, where {} stands for a name.
+        column: "greedy", or "reward", whose mean over all steps is drawn.
+        path: the picture.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 1.2 + 0.4 * len(names)), layout="constrained")
+    axis = figure.subplots()
+    for place, (kind, pattern) in enumerate(kinds.items()):
+        values = [
+            [statistics.mean(curve(row, column)) for row in rows[pattern.format(name)].values()]
+            for name in names
+        ]
+        means, widths = zip(*map(table.interval, values), strict=True)
+        lines = [line + 0.18 * (place - (len(kinds) - 1) / 2) for line in range(len(names))]
+        axis.errorbar(means, lines, xerr=widths, fmt="o", markersize=4, capsize=2, label=kind)
+    axis.set_yticks(range(len(names)), names)
+    axis.invert_yaxis()
+    axis.set_xlabel(
+        {"greedy": "share right by the likeliest tokens", "reward": "mean reward of all steps"}[
+            column
+        ]
+    )
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+    figure.savefig(path, dpi=90)
+
+
+def draw_models(results: Path, folder: Path) -> None:
+    """Draw studies 3 and 2 into sanity.png and numerics.png."""
+    from .model_studies import CORRECTIONS, OBJECTIVES
+
+    kinds = {
+        f"{steps}, {dtype}": f"{{}}, {arm}, {short}"
+        for steps, arm in (("off policy", "four steps"), ("on policy", "on policy"))
+        for dtype, short in (("bfloat16", "bf16"), ("float16", "fp16"))
+    }
+    rows = finished(results / "sanity.csv")
+    draw_arms(rows, list(OBJECTIVES), kinds, "greedy", folder / "sanity.png")
+    rounded = {name: f"{name}, {{}}" for name in ("int4", "fp8", "int8", "none")}
+    rows = finished(results / "numerics.csv")
+    draw_arms(rows, list(CORRECTIONS), rounded, "reward", folder / "numerics.png")
+
+
 def _apart(right: list[float], wrong: list[float], is_ratio: bool) -> list[float]:
     pairs = zip(right, wrong, strict=True)
     return [other / base if is_ratio else other - base for base, other in pairs]
@@ -257,22 +304,23 @@ def _steps(means: Sequence[float], block: int) -> list[int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--figure", type=Path, help="where to draw study 1")
+    parser.add_argument("--figures", type=Path, help="the folder where to draw them")
     args = parser.parse_args()
     path = args.results / "normaliser.csv"
     if path.exists():
         rows = finished(path)
         for part in (right_arms, mistakes, curves):
             print(part(rows), end="\n\n")
-        if args.figure:
-            draw(rows, args.figure)
+        if args.figures:
+            draw(rows, args.figures / "normaliser.png")
+            draw_models(args.results, args.figures)
         failed = [
             (r["arm"], r["seed"], r["status"]) for r in table.read(path) if r["status"] != "done"
         ]
         print(f"failed runs: {failed or 'none'}\n")
     from .model_studies import STUDIES
 
-    for study, (arms, _) in STUDIES.items():
+    for study, (arms, _) in (STUDIES | {"sanity_longer": STUDIES["sanity"]}).items():
         if (path := args.results / f"{study}.csv").exists():
             print(f"{study}\n\n{models(finished(path), list(arms))}\n")
             print(

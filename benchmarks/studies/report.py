@@ -36,14 +36,18 @@ def curve(row: Row, column: str) -> list[float]:
     return [float(value) for value in row[column].split()]
 
 
+def mean_of(row: Row, column: str) -> float:
+    return statistics.mean(curve(row, column))
+
+
 def quantities(row: Row) -> dict[str, float]:
     reward = curve(row, "reward")
     return {
         "reward, all steps": statistics.mean(reward),
         "last 8": reward[-1],
         "held out": float(row["held_out"]),
-        "length": statistics.mean(curve(row, "length")),
-        "gradient norm": statistics.mean(curve(row, "grad_norm")),
+        "length": mean_of(row, "length"),
+        "gradient norm": mean_of(row, "grad_norm"),
     }
 
 
@@ -197,15 +201,28 @@ def models(rows: Rows, arms: Sequence[str]) -> str:
             table.shown([values[-1] for values in rewards]),
             table.shown([float(row["greedy"]) for row in found]),
             collapsed,
-            table.shown([statistics.mean(curve(row, "grad_norm")) for row in found]),
-            table.shown([statistics.mean(curve(row, "difference")) for row in found]),
-            table.shown([statistics.mean(curve(row, "rollout_ess")) for row in found]),
+            table.shown([mean_of(row, "grad_norm") for row in found]),
+            table.shown([mean_of(row, "difference") for row in found]),
+            table.shown([mean_of(row, "rollout_ess") for row in found]),
         ])  # fmt: skip
     header = [
         "arm", "seeds", "reward, all steps", "last 8", "likeliest tokens", "collapsed", "gradient norm",
         "mean abs(log p - log p engine)", "effective sample size",
     ]  # fmt: skip
     return table.markdown(header, lines)
+
+
+def differences(rows: Rows, pairs: Sequence[tuple[str, str]], column: str) -> str:
+    """Differences of the second arm of each pair from the first, seed by seed, with their intervals."""
+    lines = []
+    for first, second in pairs:
+        seeds = sorted(rows.get(first, {}).keys() & rows.get(second, {}).keys())
+        values = [
+            mean_of(rows[second][seed], column) - mean_of(rows[first][seed], column)
+            for seed in seeds
+        ]
+        lines.append([f"{second} - {first}", len(seeds), table.shown(values, "+")])
+    return table.markdown(["arms", "seeds", column], lines)
 
 
 def draw(rows: Rows, path: Path) -> None:
@@ -245,7 +262,7 @@ def draw(rows: Rows, path: Path) -> None:
 def draw_arms(
     rows: Rows, names: Sequence[str], kinds: dict[str, str], column: str, path: Path
 ) -> None:
-    """The mean and interval of the arms: a line for each name, a colour for each kind.
+    """Draw mean and interval of the arms with two seeds and more: a line for each name, a colour for each kind.
 
     Args:
         kinds: for each kind a pattern of its arms' names, where {} stands for a name.
@@ -257,12 +274,13 @@ def draw_arms(
     figure = Figure(figsize=(8, 1.2 + 0.4 * len(names)), layout="constrained")
     axis = figure.subplots()
     for place, (kind, pattern) in enumerate(kinds.items()):
-        values = [
-            [statistics.mean(curve(row, column)) for row in rows[pattern.format(name)].values()]
-            for name in names
+        shift = 0.18 * (place - (len(kinds) - 1) / 2)
+        points = [
+            (line + shift, *table.interval([mean_of(row, column) for row in found.values()]))
+            for line, name in enumerate(names)
+            if len(found := rows.get(pattern.format(name), {})) > 1
         ]
-        means, widths = zip(*map(table.interval, values), strict=True)
-        lines = [line + 0.18 * (place - (len(kinds) - 1) / 2) for line in range(len(names))]
+        lines, means, widths = zip(*points, strict=True) if points else ((), (), ())
         axis.errorbar(means, lines, xerr=widths, fmt="o", markersize=4, capsize=2, label=kind)
     axis.set_yticks(range(len(names)), names)
     axis.invert_yaxis()
@@ -276,20 +294,24 @@ def draw_arms(
     figure.savefig(path, dpi=90)
 
 
-def draw_models(results: Path, folder: Path) -> None:
-    """Draw studies 3 and 2 into sanity.png and numerics.png."""
-    from .model_studies import CORRECTIONS, OBJECTIVES
+def draw_sanity(rows: Rows, path: Path) -> None:
+    """Draw study 3."""
+    from .model_studies import OBJECTIVES
 
     kinds = {
         f"{steps}, {dtype}": f"{{}}, {arm}, {short}"
         for steps, arm in (("off policy", "four steps"), ("on policy", "on policy"))
         for dtype, short in (("bfloat16", "bf16"), ("float16", "fp16"))
     }
-    rows = finished(results / "sanity.csv")
-    draw_arms(rows, list(OBJECTIVES), kinds, "greedy", folder / "sanity.png")
-    rounded = {name: f"{name}, {{}}" for name in ("int4", "fp8", "int8", "none")}
-    rows = finished(results / "numerics.csv")
-    draw_arms(rows, list(CORRECTIONS), rounded, "reward", folder / "numerics.png")
+    draw_arms(rows, list(OBJECTIVES), kinds, "greedy", path)
+
+
+def draw_numerics(rows: Rows, path: Path) -> None:
+    """Draw study 2."""
+    from .model_studies import CORRECTIONS
+
+    kinds = {name: f"{name}, {{}}" for name in ("int4", "fp8", "int8", "none")}
+    draw_arms(rows, list(CORRECTIONS), kinds, "reward", path)
 
 
 def _apart(right: list[float], wrong: list[float], is_ratio: bool) -> list[float]:
@@ -299,6 +321,31 @@ def _apart(right: list[float], wrong: list[float], is_ratio: bool) -> list[float
 
 def _steps(means: Sequence[float], block: int) -> list[int]:
     return [block * (place + 1) for place in range(len(means))]
+
+
+def model_studies(results: Path, figures: Path | None) -> None:
+    """Print the pair and studies 3 and 2, those that have run, and draw the studies."""
+    from .model_studies import STUDIES
+
+    drawings = {"sanity": draw_sanity, "numerics": draw_numerics}
+    for study, (arms, _) in (STUDIES | {"sanity_longer": STUDIES["sanity"]}).items():
+        path = results / f"{study}.csv"
+        if not path.exists():
+            continue
+        rows = finished(path)
+        print(f"{study}\n\n{models(rows, list(arms))}\n")
+        if study == "sanity":
+            pairs = [(name, name.replace("bf16", "fp16")) for name in arms if "bf16" in name]
+            print(differences(rows, pairs, "greedy"), end="\n\n")
+        elif study == "numerics":
+            pairs = [(f"{name.split(', ')[0]}, none", name) for name in arms]
+            pairs = [(first, second) for first, second in pairs if first != second]
+            print(differences(rows, pairs, "reward"), end="\n\n")
+        if figures and study in drawings:
+            drawings[study](rows, figures / f"{study}.png")
+        print(
+            f"failed: {[(r['arm'], r['seed'], r['status']) for r in table.read(path) if r['status'] != 'done']}"
+        )
 
 
 def main() -> None:
@@ -313,19 +360,11 @@ def main() -> None:
             print(part(rows), end="\n\n")
         if args.figures:
             draw(rows, args.figures / "normaliser.png")
-            draw_models(args.results, args.figures)
         failed = [
             (r["arm"], r["seed"], r["status"]) for r in table.read(path) if r["status"] != "done"
         ]
         print(f"failed runs: {failed or 'none'}\n")
-    from .model_studies import STUDIES
-
-    for study, (arms, _) in (STUDIES | {"sanity_longer": STUDIES["sanity"]}).items():
-        if (path := args.results / f"{study}.csv").exists():
-            print(f"{study}\n\n{models(finished(path), list(arms))}\n")
-            print(
-                f"failed: {[(r['arm'], r['seed'], r['status']) for r in table.read(path) if r['status'] != 'done']}"
-            )
+    model_studies(args.results, args.figures)
 
 
 if __name__ == "__main__":

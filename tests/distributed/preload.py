@@ -5,6 +5,7 @@ import gc
 import logging
 import warnings
 from datetime import timedelta
+from importlib.util import find_spec
 from typing import Any
 
 from torch.distributed import distributed_c10d
@@ -25,7 +26,11 @@ import tests.distributed.reference  # noqa: E402, F401
 from megatron_pg.config.versions import has_megatron_training  # noqa: E402
 
 if has_megatron_training():
+    import trainer.hugging_face
     import trainer.train  # noqa: F401
+
+    if find_spec("transformers"):  # 5 seconds of each rank that loads a model or a tokenizer
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 
 GLOO = distributed_c10d.ProcessGroupGloo
 

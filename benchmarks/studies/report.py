@@ -323,6 +323,11 @@ def _steps(means: Sequence[float], block: int) -> list[int]:
     return [block * (place + 1) for place in range(len(means))]
 
 
+def failed_runs(path: Path) -> str:
+    failed = [(r["arm"], r["seed"], r["status"]) for r in table.read(path) if r["status"] != "done"]
+    return f"failed runs: {failed or 'none'}\n"
+
+
 def model_studies(results: Path, figures: Path | None) -> None:
     """Print the pair and studies 3 and 2, those that have run, and draw the studies."""
     from .model_studies import STUDIES
@@ -343,9 +348,7 @@ def model_studies(results: Path, figures: Path | None) -> None:
             print(differences(rows, pairs, "reward"), end="\n\n")
         if figures and study in drawings:
             drawings[study](rows, figures / f"{study}.png")
-        print(
-            f"failed: {[(r['arm'], r['seed'], r['status']) for r in table.read(path) if r['status'] != 'done']}"
-        )
+        print(failed_runs(path))
 
 
 def main() -> None:
@@ -360,10 +363,7 @@ def main() -> None:
             print(part(rows), end="\n\n")
         if args.figures:
             draw(rows, args.figures / "normaliser.png")
-        failed = [
-            (r["arm"], r["seed"], r["status"]) for r in table.read(path) if r["status"] != "done"
-        ]
-        print(f"failed runs: {failed or 'none'}\n")
+        print(failed_runs(path))
     model_studies(args.results, args.figures)
 
 

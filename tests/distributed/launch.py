@@ -1,7 +1,7 @@
 """Run a function in several gloo processes: all results, or the first error, and never a hang.
 
-The processes are forked from a server that has imported torch, Megatron and the training script once, so that
-a launch costs a fraction of a second and not an import for each rank.
+The processes are forked from a server that has imported torch, Megatron, transformers and the training script once,
+so that a launch costs a fraction of a second and not an import for each rank.
 """
 
 import contextlib

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from benchmarks.whole_step_model import SHAPES, Trainer, build_trainer
 from megatron_pg import PackedBatch, PolicyLossConfig, Sample, StepTotals, pack, step_totals
+from megatron_pg.head import LogitTransform
 from megatron_pg.loss.from_logits import policy_loss_from_log_probs
 from megatron_pg.megatron import PolicyStep
 from megatron_pg.megatron.output_layer import take_output_processor
@@ -115,7 +116,7 @@ def step_of(
 def no_head(batch: PackedBatch, totals: StepTotals, model: Any) -> MicroBatchHead:
     """A number of the hidden states in place of the loss."""
 
-    def processor(hidden_states: Tensor, weight: Tensor) -> Tensor:
+    def processor(hidden_states: Tensor, weight: Tensor, transform: LogitTransform) -> Tensor:
         return hidden_states.mean(dtype=torch.float32)
 
     take_output_processor(model)

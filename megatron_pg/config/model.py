@@ -31,8 +31,8 @@ class ModelSettings(Settings):
     recomputation; their probabilities stay their own (routing replay, arXiv:2510.11370). Needs PolicyStep with the model."""
     fused_lm_head: bool = False
     """Compute output layer, log-probs and entropy together, a chunk of tokens at a time, without
-    the logits of all tokens in memory. Needs Megatron's ColumnParallelLinear as output layer, and
-    PolicyStep with the model. Not with bshd."""
+    the logits of all tokens in memory. Needs Megatron's ColumnParallelLinear as output layer, which may
+    scale and soft-cap its logits, and PolicyStep with the model. Not with bshd."""
     fused_lm_head_memory_gib: Annotated[float | None, Interval(0)] = None
     """GiB of bf16 logits in the fused head at once, equal on every rank. A loss over sequences may take it twice, float32
     logits twice again. Unset: 2.5, on a device below 80 GB less."""

@@ -16,13 +16,14 @@ from megatron_pg.head.log_probs import (
     log_probs_and_divergence,
     log_probs_and_entropy,
 )
-from megatron_pg.head.output_layer import HeadOptions
+from megatron_pg.head.output_layer import HeadOptions, LogitTransform
 from megatron_pg.head.ragged import Ragged
 from megatron_pg.head.vocabulary_shard import VocabularyShard
 
 __all__ = [
     "Divergence",
     "HeadOptions",
+    "LogitTransform",
     "Ragged",
     "TopKTeacher",
     "VocabularyShard",

@@ -24,7 +24,14 @@ from torch import Tensor
 from megatron_pg.head.chunks import chunk_rows
 from megatron_pg.head.factor_gradients import FactorGradients, multiply
 from megatron_pg.head.from_logits import Teacher, refuse_second_derivative
-from megatron_pg.head.output_layer import Factors, HeadOptions, KeepOnly, OutputLayer, check_factors
+from megatron_pg.head.output_layer import (
+    Factors,
+    HeadOptions,
+    KeepOnly,
+    LogitTransform,
+    OutputLayer,
+    check_factors,
+)
 from megatron_pg.head.rows_torch import chunk_slices, wide_dtype
 from megatron_pg.head.vocabulary_shard import RowStatistics, joined
 
@@ -86,7 +93,7 @@ def linear_token_loss(
 
     Raises:
         ValueError: arguments that do not fit each other.
-        NotImplementedError: float16 with gradients and no `defer`.
+        NotImplementedError: float16 with gradients and no `defer`; a teacher with `options.transform`.
     """
     factors, tokens = Factors(hidden, weight, targets), len(hidden)
     options = options or HeadOptions()
@@ -94,6 +101,11 @@ def linear_token_loss(
     layer = OutputLayer.build(
         factors, options, may_be_exponentials=alone, chunks_at_once=1 if alone else 2
     )
+    if teacher is not None and options.transform != LogitTransform():
+        raise NotImplementedError(
+            f"distillation takes an output layer that is its product, found {options.transform}: drop "
+            "--fused-lm-head"
+        )
     if hidden.dtype == torch.float16 and not defer and torch.is_grad_enabled():
         raise NotImplementedError(
             "linear_token_loss takes float16 hidden states with defer=True alone: gradients that are computed before "

@@ -106,9 +106,14 @@ def linear_log_probs_and_entropy(
 
     Returns:
         log_probs [tokens] and entropy [tokens] in nats, float32, both differentiable. A ValueError names shapes or dtypes
-        that do not fit each other.
+        that do not fit each other, a NotImplementedError kept sets under a soft-cap.
     """
     options, factors = options or HeadOptions(), Factors(hidden, weight, targets)
     if kept is None:
         return linear_log_probs(factors, options, keep_logits)
+    if options.transform.softcap is not None:
+        raise NotImplementedError(
+            f"kept sets take no soft-cap of the logits, found {options.transform.softcap:g}: drop "
+            "--fused-lm-head"
+        )
     return kept_log_probs(factors, options, keep_logits, kept.to(hidden.device))

@@ -24,6 +24,20 @@ _HELD_CHUNKS = 2
 
 
 @dataclass(frozen=True)
+class LogitTransform:
+    """What an output layer computes from the product z of hidden states and weight.
+
+    The logits are `scale * z` without a soft-cap and `softcap * tanh(scale * z / softcap)` with one
+    (Gemma 2, arXiv:2408.00118).
+    """
+
+    scale: float = 1.0
+    """Positive factor of the product."""
+    softcap: float | None = None
+    """Largest logit; None for no soft-cap."""
+
+
+@dataclass(frozen=True)
 class HeadOptions:
     """Settings of the output layer's split and computation; the defaults are a plain layer."""
 
@@ -44,6 +58,8 @@ class HeadOptions:
     below 80 GB less in proportion."""
     with_entropy: bool = True
     """False: the entropy may be NaN, and its gradient is not used."""
+    transform: LogitTransform = LogitTransform()
+    """What the output layer computes from the product. A soft-cap excludes kept sets and teachers."""
     use_quack: bool = True
     """Use of QuACK's products (`hopper`) by `linear_token_loss` with float32 logits, where QuACK is installed and takes these
     sizes."""
@@ -141,6 +157,7 @@ class OutputLayer:
     logits_dtype: torch.dtype
     keep_only: KeepOnly | None  # None: no sets
     products: Any  # the `ExponentialProducts` of `hopper`; None where `chunk` has logits
+    softcap: float | None  # of the product: see `LogitRows`
 
     @classmethod
     def build(
@@ -165,15 +182,21 @@ class OutputLayer:
             if size < 1:
                 raise ValueError(f"chunk_tokens must be at least 1, found {size}")
         shard = VocabularyShard.build(columns, options.vocab_size, options.tensor_parallel_group)
-        temperature = temperature_tensor(options.temperature, hidden)
+        # With scale s, `s * z / temperature` is `z / (temperature / s)`, and a cap c of `s * z` is
+        # a cap c / s of z.
+        scale, softcap = options.transform.scale, options.transform.softcap
+        if softcap is not None:
+            softcap /= scale
+        effective_temperature = options.temperature / scale
+        temperature = temperature_tensor(effective_temperature, hidden)
         dtype, products = weight.dtype, None
         if options.fp32_logits:
             dtype = wide_dtype(dtype)
-            if may_be_exponentials and options.use_quack:
+            if may_be_exponentials and options.use_quack and softcap is None:
                 products = hopper_products(
-                    hidden, weight, shard, options.temperature, options.with_entropy
+                    hidden, weight, shard, effective_temperature, options.with_entropy
                 )
-        return cls(shard, temperature, size, held, dtype, keep_only, products)
+        return cls(shard, temperature, size, held, dtype, keep_only, products, softcap)
 
     def new_logits(self, weight: Tensor, chunks: list[slice]) -> Tensor:
         """Return uninitialised logits [rows, v/tp] of the largest of these chunks."""
@@ -197,6 +220,7 @@ class OutputLayer:
             targets=targets,
             shard=self.shard,
             temperature=self.temperature,
+            softcap=self.softcap,
             hidden=hidden,
             place=rows,
         )

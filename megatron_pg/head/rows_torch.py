@@ -38,6 +38,11 @@ def row_chunks(rows: int, columns: int) -> list[slice]:
     return chunk_slices(0, rows, max(1, _CHUNK_ELEMENTS // max(1, columns)))
 
 
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """Return the logits under a soft-cap."""
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
 def row_statistics(rows: LogitRows) -> RowStatistics:
     """Compute the statistics of each row over the whole vocabulary; every tensor-parallel rank must call."""
     local = _local_statistics(rows)
@@ -58,7 +63,7 @@ def _local_statistics(rows: LogitRows) -> Tensor:
     if columns == 0:
         statistics[:, 0] = -math.inf
     for part in row_chunks(*logits.shape) if columns else ():
-        chunk = logits[part, :columns].to(dtype)
+        chunk = capped(logits[part, :columns].to(dtype), rows.softcap)
         if mask is not None:  # not by `*`: NaN or inf must not survive
             chunk = torch.where(mask[part, None], chunk, 0.0)
         maximum = chunk.amax(1, keepdim=True)
@@ -70,7 +75,7 @@ def _local_statistics(rows: LogitRows) -> Tensor:
         statistics[part, 2] = torch.where(exponentials == 0, 0.0, exponentials * exponents).sum(1)
     column, is_here = rows.shard.columns_of(rows.targets)
     known = (rows.targets >= 0) & (rows.targets < rows.shard.vocab_size)
-    picked = logits.gather(1, column[:, None])[:, 0].to(dtype)
+    picked = capped(logits.gather(1, column[:, None])[:, 0].to(dtype), rows.softcap)
     picked = torch.where(is_here, picked, torch.where(known, -math.inf, math.nan).to(dtype))
     statistics[:, 3] = picked if mask is None else torch.where(mask, picked, 0.0)
     return statistics
@@ -105,7 +110,8 @@ def write_gradient(
 
     With p_j the probability of column j, y the target and H the entropy,
     `temperature * gradient_j = grad_log_prob * (1[j = y] - p_j) - grad_entropy * p_j * (log p_j + H)`.
-    A row whose two incoming gradients are 0 gets exactly 0, and so does one with a kept set.
+    Under a soft-cap, `1 - (capped / softcap) ** 2` multiplies it. A row whose two incoming gradients are 0 gets exactly 0,
+    and so does one with a kept set.
     """
     logits, columns, mask = rows.logits, rows.shard.columns, rows.pass_mask
     dtype = wide_dtype(logits.dtype)
@@ -117,6 +123,7 @@ def write_gradient(
     at_target = torch.where(live & is_here, to_log_probs, 0.0)
     for part in row_chunks(*logits.shape):
         chunk = torch.where(live[part, None], logits[part, :columns].to(dtype), 0.0)
+        chunk = capped(chunk, rows.softcap)
         log_p = statistics.rows(part).log_softmax(chunk, rows.temperature)
         p = log_p.exp()
         gradient = -to_log_probs[part, None] * p
@@ -125,6 +132,8 @@ def write_gradient(
             gradient -= to_entropy[part, None] * surprise
         if columns:
             gradient.scatter_add_(1, column[part, None], at_target[part, None])
+        if rows.softcap is not None:
+            gradient *= 1 - (chunk / rows.softcap) ** 2
         gradient = torch.where(live[part, None], gradient / rows.temperature, 0.0)
         out[part, :columns] = gradient.to(out.dtype)
         out[part, columns:] = 0

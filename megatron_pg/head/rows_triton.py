@@ -49,6 +49,22 @@ def log2(x, SPECIAL: tl.constexpr):
 
 
 @triton.jit
+def _tanh(x):
+    """Return the hyperbolic tangent; a series near 0, where the quotient would cancel."""
+    power = tl.exp2(tl.abs(x) * (-2.0 * LOG2_E))
+    far = (1.0 - power) / (1.0 + power)
+    return tl.where(tl.abs(x) < 0.03, x - x * x * x / 3.0, tl.where(x < 0.0, -far, far))
+
+
+@triton.jit
+def _capped(logits, softcap):
+    """Return the logits under a soft-cap; None for none."""
+    if softcap is not None:
+        logits = softcap * _tanh(logits / softcap)
+    return logits
+
+
+@triton.jit
 def _online_update(logits, maximum, total, dot, scale):
     """Fold a tile [VECTORS, VECTOR] into running statistics [VECTORS], without communication: a vector lies in one thread."""
     largest = tl.maximum(maximum, tl.max(logits, axis=1))
@@ -64,7 +80,7 @@ def _online_update(logits, maximum, total, dot, scale):
 
 
 @triton.jit
-def _row_statistics(base, columns, scale, VECTORS: tl.constexpr, VECTOR: tl.constexpr):
+def _row_statistics(base, columns, scale, softcap, VECTORS: tl.constexpr, VECTOR: tl.constexpr):
     """Return the largest logit, the sum of exponentials, and their dot product with the (base 2) exponents of a row."""
     offsets = tl.arange(0, VECTORS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     maximum = tl.full([VECTORS], -float("inf"), tl.float32)
@@ -72,11 +88,12 @@ def _row_statistics(base, columns, scale, VECTORS: tl.constexpr, VECTOR: tl.cons
     dot = tl.zeros([VECTORS], tl.float32)
     full = columns // (VECTORS * VECTOR) * (VECTORS * VECTOR)
     for first in range(0, full, VECTORS * VECTOR):
-        tile = tl.load(base + first + offsets).to(tl.float32)
+        tile = _capped(tl.load(base + first + offsets).to(tl.float32), softcap)
         maximum, total, dot = _online_update(tile, maximum, total, dot, scale)
     if full < columns:
         inside = full + offsets < columns
-        tile = tl.load(base + full + offsets, mask=inside, other=-float("inf")).to(tl.float32)
+        tile = tl.load(base + full + offsets, mask=inside, other=0.0).to(tl.float32)
+        tile = tl.where(inside, _capped(tile, softcap), -float("inf"))
         maximum, total, dot = _online_update(tile, maximum, total, dot, scale)
     largest = tl.max(maximum, axis=0)
     shift, shrink = _rescale(maximum, _finite(largest), scale)
@@ -85,12 +102,12 @@ def _row_statistics(base, columns, scale, VECTORS: tl.constexpr, VECTOR: tl.cons
 
 
 @triton.jit
-def _target_logit(base, target, start, columns, vocab_size):
+def _target_logit(base, target, start, columns, vocab_size, softcap):
     """Return the target's logit: -inf where another shard holds the target, NaN where the vocabulary lacks it."""
     local = target - start
     here = (local >= 0) & (local < columns)
     known = (target >= 0) & (target < vocab_size)
-    logit = tl.load(base + local, mask=here, other=0.0).to(tl.float32)
+    logit = _capped(tl.load(base + local, mask=here, other=0.0).to(tl.float32), softcap)
     return tl.where(here, logit, tl.where(known, -float("inf"), float("nan")))
 
 
@@ -102,7 +119,7 @@ def _log_prob_and_entropy(maximum, total, dot, target_logit, temperature):
 
 @triton.jit
 def statistics_kernel(
-    logits, row_stride, targets, row_mask, temperature,
+    logits, row_stride, targets, row_mask, temperature, softcap,
     shard_out, maximum_out, log_sum_out, log_probs_out, entropy_out,
     columns, start, vocab_size,
     VECTORS: tl.constexpr, VECTOR: tl.constexpr,
@@ -118,8 +135,11 @@ def statistics_kernel(
     value = tl.load(temperature)
     if live:
         base = logits + row * row_stride
-        maximum, total, dot = _row_statistics(base, columns, LOG2_E / value, VECTORS, VECTOR)
-        target_logit = _target_logit(base, tl.load(targets + row), start, columns, vocab_size)
+        maximum, total, dot = _row_statistics(
+            base, columns, LOG2_E / value, softcap, VECTORS, VECTOR
+        )
+        target = tl.load(targets + row)
+        target_logit = _target_logit(base, target, start, columns, vocab_size, softcap)
     if shard_out is not None:
         out = shard_out + row * 4
         tl.store(out, maximum)
@@ -172,7 +192,7 @@ def combine_kernel(
 
 @triton.jit
 def _gradient_tile(
-    base, out_base, first, columns, end, local, maximum, log2_sum, constant, slope, to_target, scale,
+    base, out_base, first, columns, end, local, maximum, log2_sum, constant, slope, to_target, scale, softcap,
     ENTROPY: tl.constexpr, PARTIAL: tl.constexpr, ORDERED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of TILE columns from `first` on: p * (constant + slope * log2 p), and `to_target` more at the target.
@@ -185,6 +205,7 @@ def _gradient_tile(
         tile = tl.load(base + lanes, mask=inside, other=0.0).to(tl.float32)
     else:
         tile = tl.load(base + lanes).to(tl.float32)
+    tile = _capped(tile, softcap)
     at_target = lanes == local
     log2_p = (tile - maximum) * scale - log2_sum
     p = tl.exp2(log2_p)
@@ -193,6 +214,8 @@ def _gradient_tile(
         # 0 * -inf is NaN: bound the logarithm. A NaN logit still shows, through p.
         factor = constant + slope * tl.maximum(log2_p, SMALLEST)
     gradient = p * factor + tl.where(at_target, to_target, 0.0)
+    if softcap is not None:
+        gradient *= 1.0 - (tile / softcap) * (tile / softcap)
     if PARTIAL:
         gradient = tl.where(inside, gradient, 0.0)
     gradient = gradient.to(out_base.dtype.element_ty)
@@ -224,7 +247,7 @@ def write_zeros(base, begin, end, TILE: tl.constexpr):
 
 @triton.jit
 def gradient_kernel(
-    logits, row_stride, out, out_stride, targets, row_mask, temperature,
+    logits, row_stride, out, out_stride, targets, row_mask, temperature, softcap,
     maximum, log_sum, entropy, grad_log_probs, grad_entropy,
     columns, padded_columns, start, segments, segment,
     ORDERED: tl.constexpr, LINE: tl.constexpr, TILE: tl.constexpr,
@@ -267,19 +290,19 @@ def gradient_kernel(
             if begin < 0:
                 _gradient_tile(
                     base, out_base, begin, columns, end, local, row_maximum, log2_sum, constant, slope,
-                    to_target, scale, ENTROPY, True, ORDERED, TILE,
+                    to_target, scale, softcap, ENTROPY, True, ORDERED, TILE,
                 )  # fmt: skip
                 begin += TILE
         full = begin + tl.maximum(tl.minimum(end, columns) - begin, 0) // TILE * TILE
         for first in range(begin, full, TILE):
             _gradient_tile(
                 base, out_base, first, columns, end, local, row_maximum, log2_sum, constant, slope,
-                to_target, scale, ENTROPY, False, ORDERED, TILE,
+                to_target, scale, softcap, ENTROPY, False, ORDERED, TILE,
             )  # fmt: skip
         for first in range(full, end, TILE):
             _gradient_tile(
                 base, out_base, first, columns, end, local, row_maximum, log2_sum, constant, slope,
-                to_target, scale, ENTROPY, True, ORDERED, TILE,
+                to_target, scale, softcap, ENTROPY, True, ORDERED, TILE,
             )  # fmt: skip
     else:
         write_zeros(out_base, begin, end, TILE)
@@ -302,7 +325,7 @@ def row_statistics(rows: LogitRows) -> RowStatistics:
     is_whole = shard.group is None and rows.set_statistics is None
     own = None if is_whole else temperature.new_empty((tokens, 4))
     statistics_kernel[(tokens,)](
-        rows.logits, rows.logits.stride(0), rows.targets.contiguous(), packed(rows.pass_mask), temperature,
+        rows.logits, rows.logits.stride(0), rows.targets.contiguous(), packed(rows.pass_mask), temperature, rows.softcap,
         own, *outputs, shard.columns, shard.start, shard.vocab_size,
         VECTORS=_VECTORS, VECTOR=_VECTOR, num_warps=_STATISTICS_WARPS,
     )  # fmt: skip
@@ -346,7 +369,7 @@ def write_gradient(
     segments = triton.cdiv(reach, segment)
     gradient_kernel[(tokens * segments,)](
         logits, logits.stride(0), out, out.stride(0), rows.targets.contiguous(), packed(rows.pass_mask),
-        rows.temperature, statistics.maximum, statistics.log_sum, statistics.entropy,
+        rows.temperature, rows.softcap, statistics.maximum, statistics.log_sum, statistics.entropy,
         *(packed(vector, torch.float32) for vector in incoming),
         rows.shard.columns, width, rows.shard.start, segments, segment,
         ORDERED=overlaps, LINE=line, TILE=tile, num_warps=_GRADIENT_WARPS,

@@ -71,11 +71,20 @@ class LogitRows:
     row_mask: Tensor | None = None  # rows to read, [tokens] bool; the others get placeholders
     has_set: Tensor | None = None  # rows with a kept set, [tokens] bool
     set_statistics: Tensor | None = None  # [tokens, 4] of this shard's part of the sets
+    softcap: float | None = None
+    """The passes take `softcap * tanh(logits / softcap)` for the logits; None: the logits."""
 
     def part(self, rows: slice) -> LogitRows:
         """Take some rows, as views; kept sets are left out."""
         mask = None if self.row_mask is None else self.row_mask[rows]
-        return LogitRows(self.logits[rows], self.targets[rows], self.shard, self.temperature, mask)
+        return LogitRows(
+            self.logits[rows],
+            self.targets[rows],
+            self.shard,
+            self.temperature,
+            mask,
+            softcap=self.softcap,
+        )
 
     @property
     def pass_mask(self) -> Tensor | None:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_pg.head import HeadOptions, linear_log_probs_and_entropy
+from megatron_pg.head import HeadOptions, LogitTransform, linear_log_probs_and_entropy
 from megatron_pg.megatron.groups import chunks_of, unwrapped
 from megatron_pg.megatron.output_layer import take_output_processor
 
@@ -38,6 +38,7 @@ class OutputFactors(NamedTuple):
 
     hidden: Tensor  # [batch, sequence, hidden], the same on every tensor-parallel rank
     weight: Tensor  # [v/tp, hidden]
+    transform: LogitTransform = LogitTransform()  # what the output layer does with their product
 
     def stand_in(self) -> Tensor:
         """Return one component of the hidden states, [batch, sequence, 1] float32, with a note of the factors."""
@@ -63,7 +64,9 @@ class OutputFactors(NamedTuple):
         hidden = self.hidden.flatten(0, 1)
         hidden = hidden if rows is None else hidden.index_select(0, rows)
         group = parallel_state.get_tensor_model_parallel_group()
-        options = HeadOptions(tensor_parallel_group=group, temperature=temperature)
+        options = HeadOptions(
+            tensor_parallel_group=group, temperature=temperature, transform=self.transform
+        )
         return linear_log_probs_and_entropy(hidden, self.weight, targets, options)
 
 
@@ -113,8 +116,8 @@ class _NotedHead:
     def ask(self, module: Any, args: Any, keywords: dict[str, Any]) -> Any:
         return args, keywords | {"output_processor": self.keep}
 
-    def keep(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        self.factors = OutputFactors(hidden.transpose(0, 1), weight)
+    def keep(self, hidden: Tensor, weight: Tensor, transform: LogitTransform) -> Tensor:
+        self.factors = OutputFactors(hidden.transpose(0, 1), weight, transform)
         return hidden[..., 0]
 
     def shape(self, module: Any, args: Any, output: Any) -> Any:

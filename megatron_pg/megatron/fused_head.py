@@ -1,16 +1,26 @@
 """The fused head in Megatron's models: the loss from what enters the output layer and its weight, without the logits."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_pg.head import HeadOptions, Ragged, linear_log_probs_and_entropy, linear_token_loss
+from megatron_pg.head import (
+    HeadOptions,
+    LogitTransform,
+    Ragged,
+    linear_log_probs_and_entropy,
+    linear_token_loss,
+)
 from megatron_pg.head.chunks import largest_chunk
 from megatron_pg.loss.from_logits import check_vocabulary, teacher_of
 from megatron_pg.loss.metrics import MicroBatchMetrics
 from megatron_pg.loss.micro_batch import GradientScope, MicroBatchLoss
 from megatron_pg.step.batch import PackedBatch, to_device
+
+PRODUCT = LogitTransform()
+"""Of an output layer that computes its product only."""
 
 
 class OutputRows:
@@ -49,10 +59,13 @@ class OutputRows:
         rows = batch.logit_rows[self.active]
         return hidden_states[:, 0].index_select(0, rows), weight, batch.targets[rows]
 
-    def log_probs_and_entropy(self, hidden_states: Tensor, weight: Tensor) -> list[Tensor]:
+    def log_probs_and_entropy(
+        self, hidden_states: Tensor, weight: Tensor, transform: LogitTransform
+    ) -> list[Tensor]:
         """Compute both, [window] each."""
         factors = self.factors(hidden_states, weight)
-        scores = linear_log_probs_and_entropy(*factors, self._options, kept=self.kept)
+        options = replace(self._options, transform=transform)
+        scores = linear_log_probs_and_entropy(*factors, options, kept=self.kept)
         return [self.in_window(score) for score in scores]
 
     def in_window(self, values: Tensor, rows: slice = slice(None)) -> Tensor:
@@ -96,7 +109,9 @@ class FusedHead:
             loss.batch, options, with_sets=loss.config.replay_sampling_set, scope=scope
         )
 
-    def output_processor(self, hidden_states: Tensor, weight: Tensor) -> Tensor:
+    def output_processor(
+        self, hidden_states: Tensor, weight: Tensor, transform: LogitTransform = PRODUCT
+    ) -> Tensor:
         """Compute the 0-d loss in the place of the output layer's product; an `OutputProcessor`.
 
         Raises:
@@ -104,8 +119,9 @@ class FusedHead:
                 vocabulary.
         """
         if self._rows.kept is None:
-            return self._loss_in_one_pass(*self._rows.factors(hidden_states, weight))
-        scores = self._rows.log_probs_and_entropy(hidden_states, weight)
+            factors = self._rows.factors(hidden_states, weight)
+            return self._loss_in_one_pass(*factors, replace(self._options, transform=transform))
+        scores = self._rows.log_probs_and_entropy(hidden_states, weight, transform)
         loss, self._metrics = self._loss(*scores)
         return loss
 
@@ -113,7 +129,9 @@ class FusedHead:
         """Return the local loss and its metrics from the model's output."""
         return output_tensor.reshape(()), self._metrics
 
-    def _loss_in_one_pass(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    def _loss_in_one_pass(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, options: HeadOptions
+    ) -> Tensor:
         """Compute gradients chunk by chunk, and value and metrics from all log-probs together.
 
         The other tokens of a chunk's window hold zeros. They change the value of the loss and not the chunk's coefficients.
@@ -132,7 +150,7 @@ class FusedHead:
             whole[:] = [self._loss(*window_vectors)]
             return whole[0][0]
 
-        active, options = self._rows.active, self._options
+        active = self._rows.active
         teacher = teacher_of(
             self._loss, len(weight), lambda channel: channel[active], options, self._teacher_weight
         )

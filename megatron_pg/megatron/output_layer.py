@@ -1,13 +1,16 @@
 """Megatron's output layer with another product: the fused head's, float32 logits (`--fp32-lm-head`), or none at all.
 
 `ColumnParallelLinear.forward` (core/tensor_parallel/layers.py of megatron-core 0.15.3 to 0.19.2) leaves the product alone to
-`self._forward_impl`, with the weight, the bias and the reductions of gradients as arguments. That method is exchanged.
+`self._forward_impl`, with the weight, the bias and the reductions of gradients as arguments. That method is exchanged. What
+a layer does with its product is found by `output_transform.read_transform` in its first forward.
 """
 
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from megatron.core.tensor_parallel import (
@@ -20,11 +23,19 @@ from torch import Tensor
 from megatron_pg.config.fields import refuse
 from megatron_pg.config.model import output_layer_violations
 from megatron_pg.config.versions import derives_multi_token_labels
-from megatron_pg.head import float32_logits
+from megatron_pg.head import LogitTransform, float32_logits
 from megatron_pg.megatron.groups import chunks_of, unwrapped
+from megatron_pg.megatron.output_transform import NUM_ROWS, exchanged, read_transform
 
-OutputProcessor = Callable[[Tensor, Tensor], Tensor]
-"""(hidden states [tokens, 1, hidden], weight [v/tp, hidden]) -> any tensor; on every tensor-parallel rank all tokens."""
+OutputProcessor = Callable[[Tensor, Tensor, LogitTransform], Tensor]
+"""(hidden states [tokens, 1, hidden], weight [v/tp, hidden], what the layer computes from their product) -> any tensor; on
+every tensor-parallel rank all tokens."""
+_users: WeakKeyDictionary[Any, tuple[str, str]] = WeakKeyDictionary()
+"""By module with an output processor: who takes it, and the way out, for errors."""
+_transforms: WeakKeyDictionary[Any, LogitTransform] = WeakKeyDictionary()
+"""By output layer: what it computes from its product."""
+_compared: WeakSet[Any] = WeakSet()
+"""The output layers whose product has been compared with float32 logits."""
 
 
 def take_output_processor(
@@ -41,8 +52,9 @@ def take_output_processor(
         user, remedy: the flag or function that needs it, and the user's way out, for errors.
 
     Raises:
-        NotImplementedError: the output layer is not Megatron's `ColumnParallelLinear`, is more than a product with its
-            weight, or a setting of the model gives its weight's gradient to others than its backward.
+        NotImplementedError: the output layer is not Megatron's `ColumnParallelLinear`, has a bias, gathers its logits, or a
+            setting of the model gives its weight's gradient to others than its backward. The first forward raises it for
+            a layer that computes more than a scale and a soft-cap of its product (`read_transform`).
     """
     for layer in _layers_for(model, user):
         if layer.bias is not None:
@@ -52,6 +64,7 @@ def take_output_processor(
                 f"{user} of a model that gathers its logits: build it with parallel_output=True, or {remedy}"
             )
     for module in map(unwrapped, chunks_of(model)):
+        _users[module] = user, remedy
         if _exchange_product not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_exchange_product, with_kwargs=True)
             module.register_forward_hook(_give_product_back, always_call=True)
@@ -80,19 +93,23 @@ def set_fp32_lm_head(model: Any, is_on: bool = True) -> bool:
 
     Raises:
         NotImplementedError: the model's output layer is not Megatron's `ColumnParallelLinear`, or a setting of the model
-            gives its weight's gradient to others than its backward. Nothing has changed then.
+            gives its weight's gradient to others than its backward. Nothing has changed then. The first forward raises it
+            for a layer whose own product is another than that of hidden states and weight.
     """
     layers = _layers_for(model, "--fp32-lm-head" if is_on else None)
     for chunk in chunks_of(model) if is_on else ():
         _share_main_grad(unwrapped(chunk))
     was_on = False
     for layer in layers:
-        has_ours = vars(layer).get("_forward_impl") is _linear
+        product = vars(layer).get("_forward_impl")
+        has_ours = isinstance(product, _Float32Product)
         was_on |= has_ours
-        if is_on:
-            layer._forward_impl = _linear
-        elif has_ours:
+        if is_on and not has_ours:
+            layer._forward_impl = _Float32Product(layer, layer._forward_impl, product)
+        elif has_ours and not is_on:
             del layer._forward_impl
+            if product.instance_method is not None:
+                layer._forward_impl = product.instance_method
     return was_on
 
 
@@ -107,9 +124,29 @@ def _whole_hidden(
     return input
 
 
-def _linear(**arguments: Any) -> Tensor:
-    """Compute float32 logits [sequence, batch, v/tp] in the place of `_forward_impl`; a frozen weight gets no gradient."""
-    return float32_logits(_whole_hidden(**arguments), arguments["weight"], arguments["bias"])
+@dataclass
+class _Float32Product:
+    """Float32 logits [sequence, batch, v/tp] in the place of `_forward_impl`; a frozen weight gets no gradient."""
+
+    layer: Any
+    own_product: Callable[..., Tensor]
+    instance_method: Any
+    """The `_forward_impl` that the layer itself had, not its class; None for none."""
+
+    def __call__(self, **arguments: Any) -> Tensor:
+        if self.layer not in _compared:
+            rows = arguments | {"input": arguments["input"].detach()[:NUM_ROWS]}
+            with torch.no_grad():
+                product = float32_logits(_whole_hidden(**rows), rows["weight"], rows["bias"])
+            read_transform(
+                "--fp32-lm-head",
+                self.layer,
+                product,
+                lambda given: (given or self.own_product)(**rows),
+                (rows["weight"], rows["bias"]),
+            )
+            _compared.add(self.layer)
+        return float32_logits(_whole_hidden(**arguments), arguments["weight"], arguments["bias"])
 
 
 def _share_main_grad(module: Any) -> None:
@@ -124,23 +161,71 @@ def _share_main_grad(module: Any) -> None:
 
 @dataclass
 class _Processed:
-    """The `_forward_impl` of an output layer during one forward of a model with an output processor."""
+    """The `forward` of an output layer during one forward of a model with an output processor."""
 
     processor: OutputProcessor
-    before: Callable[..., Tensor]  # the product of the other calls
+    layer: Any
+    user: tuple[str, str]
     num_others: int  # calls of multi-token prediction, which come first
     num_calls: int = 0
+    result: Tensor | None = None
+    """What the processor returned, in the shape of logits."""
+    version: int = 0
+    """The result's count of changes in place."""
+    restore: ExitStack = field(default_factory=ExitStack)
 
-    def __call__(self, **arguments: Any) -> Tensor:
+    def __post_init__(self) -> None:
+        self.own_forward, self.own_product = self.layer.forward, self.layer._forward_impl
+        self.restore.enter_context(exchanged(self.layer, forward=self))
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
         self.num_calls += 1
         if self.num_calls <= self.num_others:
-            return self.before(**arguments)
-        weight = arguments["weight"]
+            return self.own_forward(*args, **keywords)
+        with exchanged(self.layer, _forward_impl=self.product):
+            # Not the layer's own: what it does with logits does not fit the processor's result.
+            return ColumnParallelLinear.forward(self.layer, *args, **keywords)
+
+    def product(self, **arguments: Any) -> Tensor:
+        """Run the processor in the place of `_forward_impl`."""
+        weight, transform = arguments["weight"], _transforms.get(self.layer)
+        if transform is None:
+            transform = _transforms[self.layer] = self.read_transform(arguments)
         if self.num_others and torch.is_grad_enabled():
             # Multi-token prediction multiplies by this weight too. Where Megatron does not fuse the addition to main_grad,
             # that gradient comes through autograd: DDP has to add it, and ours has to be zeros there.
             weight.zero_out_wgrad = True
-        return self.processor(_whole_hidden(**arguments), weight).reshape(1, 1, -1)
+        result = self.processor(_whole_hidden(**arguments), weight, transform)
+        result = result.reshape(1, 1, -1).contiguous()  # as which GPTModel returns it
+        self.result, self.version = result, result._version
+        return result
+
+    def is_returned_as(self, output: Tensor) -> bool:
+        """Tell whether a model's output is the processor's result. No host synchronisation unless the dtype changed."""
+        if self.result is None:
+            return False
+        if output.dtype != self.result.dtype:
+            return torch.equal(output.flatten(), self.result.flatten().to(output.dtype))
+        is_same_memory = output.data_ptr() == self.result.data_ptr()
+        return is_same_memory and self.result._version == self.version
+
+    def read_transform(self, arguments: dict[str, Any]) -> LogitTransform:
+        """Compare the layer with its product on the first rows of its input."""
+        rows, weight = arguments["input"].detach()[:NUM_ROWS], arguments["weight"]
+        with torch.no_grad():
+            product = float32_logits(_whole_hidden(**arguments | {"input": rows}), weight)
+        methods: dict[str, Any] = {"forward": self.own_forward, "_forward_pre_hooks": {}}
+
+        def call(given: Any) -> Tensor:
+            with exchanged(self.layer, **methods, _forward_impl=given or self.own_product):
+                logits: Tensor = self.layer(rows, weight=weight)[0]
+            return logits
+
+        user, remedy = self.user
+        try:
+            return read_transform(user, self.layer, product, call, (weight,))
+        except NotImplementedError as error:
+            raise NotImplementedError(f"{error}: {remedy}") from error
 
 
 def _exchange_product(module: Any, args: Any, keywords: dict[str, Any]) -> tuple[Any, Any]:
@@ -150,7 +235,7 @@ def _exchange_product(module: Any, args: Any, keywords: dict[str, Any]) -> tuple
     if processor is not None and getattr(module, "post_process", True):
         others = _multi_token_calls(module, keywords)
         for layer in _output_layers(module, None):
-            layer._forward_impl = _Processed(processor, layer._forward_impl, others)
+            _Processed(processor, layer, _users[module], others)
     return args, keywords
 
 
@@ -170,18 +255,21 @@ def _multi_token_calls(module: Any, keywords: dict[str, Any]) -> int:
 def _give_product_back(module: Any, args: Any, output: Any) -> None:
     """After the forward, or after the error that ended it (`output` is None), restore the output layer."""
     for layer in _output_layers(module, None):
-        processed = vars(layer).get("_forward_impl")
+        processed = vars(layer).get("forward")
         if not isinstance(processed, _Processed):
             continue
-        if getattr(processed.before, "__self__", None) is layer:
-            vars(layer).pop("_forward_impl")  # its class has the product
-        else:
-            layer._forward_impl = processed.before
+        processed.restore.close()
+        (_, remedy), kind = processed.user, type(module).__name__
         expected = processed.num_others + 1
         if output is not None and processed.num_calls != expected:
             raise RuntimeError(
-                f"the output layer of {type(module).__name__} was called {processed.num_calls} times in a forward and "
-                f"{expected} were expected, of which an output processor takes the last: drop --fused-lm-head"
+                f"the output layer of {kind} was called {processed.num_calls} times in a forward and "
+                f"{expected} were expected, of which an output processor takes the last: {remedy}"
+            )
+        if isinstance(output, Tensor) and not processed.is_returned_as(output):
+            raise NotImplementedError(
+                f"{processed.user[0]} takes a model that returns the logits of its output layer, and {kind} or a hook changes "
+                f"them: {remedy}"
             )
 
 

@@ -11,9 +11,10 @@ from torch import Tensor
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.config.planning import OversizedSamples
 from megatron_pg.config.policy_loss import CpPartitionMode, require_config
+from megatron_pg.head import LogitTransform
 from megatron_pg.loss.from_logits import head_options, log_probs_of_logits, refuse_tokens_outside
 from megatron_pg.megatron.context_layout import require_partition_mode
-from megatron_pg.megatron.fused_head import OutputRows
+from megatron_pg.megatron.fused_head import PRODUCT, OutputRows
 from megatron_pg.megatron.groups import ParallelGroups, chunks_of, unwrapped
 from megatron_pg.megatron.output_layer import (
     OutputProcessor,
@@ -101,7 +102,7 @@ def compute_log_probs(
 
     def fused_scores(batch: PackedBatch) -> OutputProcessor:
         rows = OutputRows(batch, options, with_sets=config.replay_sampling_set)
-        return lambda hidden, weight: torch.stack(rows.log_probs_and_entropy(hidden, weight))
+        return lambda *factors: torch.stack(rows.log_probs_and_entropy(*factors))
 
     if config.fused_lm_head:
         take_output_processor(model)
@@ -159,17 +160,29 @@ def compute_hidden_states(
 
     Raises:
         ValueError: as for `compute_log_probs`.
-        NotImplementedError: the output layer is not Megatron's `ColumnParallelLinear`, has a bias, or gathers its logits over
-            tensor parallelism.
+        NotImplementedError: the output layer is not Megatron's `ColumnParallelLinear`, has a bias, gathers its logits over
+            tensor parallelism, or computes more than the product of hidden states and weight.
     """
     config = chunks_of(model)[0].config
     remedy = "give the teacher by --distill-teacher logits or top_k"
+
+    def states_of(batch: PackedBatch) -> OutputProcessor:
+        def processor(hidden: Tensor, weight: Tensor, transform: LogitTransform) -> Tensor:
+            if transform != PRODUCT:
+                raise NotImplementedError(
+                    "compute_hidden_states takes a teacher whose logits are the product of hidden states and output "
+                    f"weight, found {transform}: {remedy}"
+                )
+            return hidden[batch.logit_rows, 0].T
+
+        return processor
+
     take_output_processor(model, "compute_hidden_states", remedy)
     states = score_samples(
         model,
         samples,
         lambda _, output: output.reshape(config.hidden_size, -1),
-        output_processor=lambda batch: lambda hidden, _: hidden[batch.logit_rows, 0].T,
+        output_processor=states_of,
         empty_scores=torch.empty(config.hidden_size, 0, dtype=config.params_dtype),
         max_tokens_per_microbatch=max_tokens_per_microbatch,
         oversized=oversized,

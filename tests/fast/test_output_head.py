@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_pg.config import PolicyLossConfig, add_policy_loss_args, validate_policy_loss_args
-from megatron_pg.head import HeadOptions, linear_token_loss
+from megatron_pg.head import HeadOptions, LogitTransform, linear_token_loss
 from megatron_pg.loss.from_logits import policy_loss_function
 from megatron_pg.loss.metrics import MicroBatchMetrics, reduce_metrics
 from megatron_pg.loss.micro_batch import MicroBatchLoss, gradient_scope
@@ -94,19 +94,19 @@ def test_the_gradient_of_multi_token_prediction_is_not_lost(mtp_num_layers: int)
     def total(log_probs: torch.Tensor, *others: Any) -> torch.Tensor:
         return log_probs.sum()
 
-    def processor(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def processor(hidden: torch.Tensor, weight: torch.Tensor, *_: Any) -> torch.Tensor:
         return linear_token_loss(hidden[:, 0], weight, targets, total, defer=True)[0]
 
-    def layer(input: torch.Tensor, **others: Any) -> torch.Tensor:
-        return input
-
-    product = output_layer._Processed(processor, layer, mtp_num_layers)
+    layer = torch.nn.Identity()
+    layer._forward_impl = None
+    output_layer._transforms[layer] = LogitTransform()
+    processed = output_layer._Processed(processor, layer, ("", ""), mtp_num_layers)
     arguments = {"weight": weight, "tp_group": None}
     arguments |= {"sequence_parallel": False, "allreduce_dgrad": False}
     hidden = torch.ones(2, 1, 4)
     for _ in range(mtp_num_layers):
-        assert product(input=hidden, **arguments) is hidden
-    loss = product(input=hidden, **arguments).sum()
+        assert layer(hidden) is hidden
+    loss = processed.product(input=hidden, **arguments).sum()
     loss.backward(retain_graph=True)
     of_the_head = weight.main_grad.clone()
     weight.main_grad, weight.grad = torch.zeros(8, 4), None

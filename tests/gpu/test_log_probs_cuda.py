@@ -186,6 +186,31 @@ def test_fused_head(mode: str, fp32_logits: bool) -> None:
     assert max(errors(found, (loss, *gradients))) <= bound
 
 
+@pytest.mark.parametrize("dtype", list(ROUNDING))
+@pytest.mark.parametrize("width", [1000, 50257, 151936])
+def test_soft_cap(dtype: torch.dtype, width: int) -> None:
+    """Logits far beyond the cap, near it and near 0."""
+    softcap = 9.0
+    logits, targets, *gradients = inputs(257, width, dtype)
+    logits[::3] *= 1e-3
+    shard = VocabularyShard.build(width, None, None)
+    temperature = torch.tensor(0.7, device="cuda")
+    rows = LogitRows(logits, targets, shard, temperature, softcap=softcap)
+    statistics = rows_triton.row_statistics(rows)
+    exact = logits.double().requires_grad_()
+    capped = softcap * torch.tanh(exact / softcap)
+    log_p = (capped / 0.7).log_softmax(1)
+    log_probs = log_p.gather(1, targets[:, None])[:, 0]
+    entropy = -(log_p.exp() * log_p).sum(1)
+    loss = log_probs @ gradients[0].double() + entropy @ gradients[1].double()
+    (wanted,) = torch.autograd.grad(loss, exact)
+    close((statistics.log_probs, statistics.entropy), (log_probs.detach(), entropy.detach()))
+    out = torch.empty_like(logits)
+    rows_triton.write_gradient(rows, statistics, gradients, out)
+    bound = ROUNDING[dtype] * wanted.abs() + 1e-5 * summands(capped.detach(), *gradients, 0.7)
+    assert ((out.double() - wanted).abs() <= bound).all()
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_fused_head_does_not_synchronise(mode: str) -> None:
     scale = torch.tensor(3.3, device="cuda")

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import itertools
 import math
 import numbers
 import reprlib
@@ -18,7 +17,12 @@ from torch import Tensor
 
 from megatron_pg.config.policy_loss import LOG_PROB_FIELDS
 from megatron_pg.head.ragged import Ragged
-from megatron_pg.step.advantages import OF_PROMPT_GROUPS, GroupAdvantages, group_advantages
+from megatron_pg.step.advantages import (
+    OF_PROMPT_GROUPS,
+    GroupAdvantages,
+    advantages_of_rollouts,
+    check_rewards,
+)
 from megatron_pg.step.agreement import compute_and_gather, gather_rows
 from megatron_pg.step.counts import StepCounts
 from megatron_pg.step.ids import check_ids
@@ -92,10 +96,10 @@ class RewardedSample(Sample):
     """A sample of a rollout file, with its reward where the file has one."""
 
     reward: float | None = None
-    """Reward of the answer. Without advantages in the file, `advantages` are 0 until `with_group_advantages` makes
-    them of the rewards of the step."""
-    has_advantages: bool = True
-    """Presence of `advantages` in the file."""
+    """Reward of the rollout, the same in all of its samples. Without advantages in the file,
+    `advantages` are 0 until `with_group_advantages` computes them."""
+    has_advantages: bool = False
+    """True if the file gives `advantages`, which `with_group_advantages` then keeps."""
     new_log_probs: Tensor | None = None
     """Log-probs [response_length] float32 under the policy that the step began with, for the page of rollouts alone."""
 
@@ -207,6 +211,10 @@ def shown(value: Any) -> str:
     return "null" if value is None else reprlib.repr(value)
 
 
+_REWARD = np.dtype([("reward", np.float64), ("is_given", np.int64)])
+"""What `_reward` returns, on the wire."""
+
+
 def with_group_advantages(
     samples: Sequence[Sample],
     *,
@@ -216,7 +224,9 @@ def with_group_advantages(
 ) -> tuple[list[Sample], GroupAdvantages]:
     """Compute the advantages of a step's samples from their rewards within their prompt groups.
 
-    Every data-parallel rank must call it with its samples of the step; a group may be spread over ranks. One exchange.
+    A rollout of several samples counts once: it has one reward, and all of its samples get its
+    advantage. Samples whose file has `advantages` keep them. Every data-parallel rank must call it
+    with its samples of the step; groups and rollouts may be spread over ranks. Three exchanges.
 
     Args:
         samples: this rank's samples of the step, from rollout files.
@@ -224,39 +234,78 @@ def with_group_advantages(
         data_parallel_group: the data-parallel group *without* context parallelism; None is this rank alone.
 
     Returns:
-        The samples, and the advantages of the whole step in rank order, for its report: in groups of one where a sample has
-        no `group_index`.
+        The samples, and the computed advantages of the whole step in rank order, for its report.
+        If a sample has no `group_index`, each rollout is a group there.
 
     Raises:
-        ValueError: a sample without a reward, or without a `group_index` that the method needs; an unknown method; or ids that
-            stand for two things (see `megatron_pg.step.ids.check_ids`); on all ranks alike.
+        ValueError: a sample without a reward, or without a `group_index` that the method needs;
+            different rewards within a rollout; advantages on only some samples of a prompt group
+            (of the step under `step_rloo`, of a rollout under `reward`); an unknown method; or ids
+            that stand for two things (see `megatron_pg.step.ids.check_ids`). Raised on all ranks.
     """
     needed = ("reward", "group_index") if method in OF_PROMPT_GROUPS else ("reward",)
-
-    def rewards_of_rank() -> list[float]:
-        rewarded: Any = samples
-        for sample, field in itertools.product(rewarded, needed):
-            if getattr(sample, field, None) is None:
-                raise ValueError(
-                    f"{sample.name} has no {field}, which the advantages of {method} need"
-                )
-        return [sample.reward for sample in rewarded]
-
-    (rewards, mine), sizes = compute_and_gather(
+    (mine, counts_of_rank), sizes = compute_and_gather(
         lambda: (
-            np.array(rewards_of_rank(), dtype=np.float64),
+            np.array([_reward(sample, method, needed) for sample in samples], dtype=_REWARD),
             StepCounts.of([sample_counts(samples)]),
         ),
         lambda _: len(samples),
         data_parallel_group,
     )
-    counts = mine.over_ranks(sizes, data_parallel_group)
+    counts = counts_of_rank.over_ranks(sizes, data_parallel_group)
     check_ids(counts, allow_different_prompts=allow_different_prompts)
-    everyone = torch.from_numpy(gather_rows(rewards, sizes, data_parallel_group))
-    has_groups = bool(counts.has("group_index").all())
-    groups = counts.rows["group_index"].copy() if has_groups else np.arange(len(counts))
-    step = group_advantages(everyone, torch.from_numpy(groups), method=method)
+    everyone = gather_rows(mine, sizes, data_parallel_group)
+    _check_given(counts, everyone["is_given"], method)
+    rewards = everyone["reward"].copy()
+    check_rewards(counts, rewards)
+    computed = np.flatnonzero(everyone["is_given"] == 0)
+    has_groups = counts.has("group_index")[computed].all()
+    groups = counts.rows["group_index"] if has_groups else counts.first_of_rollout
+    reward, group, is_counted = (
+        torch.from_numpy(column[computed])
+        for column in (rewards, groups, counts.is_first_of_rollout)
+    )
+    step = advantages_of_rollouts(reward, group, is_counted, method)
+    values = torch.zeros(len(counts), dtype=torch.float32).index_put_(
+        (torch.from_numpy(computed),), step.advantages
+    )
     rank = 0 if data_parallel_group is None else dist.get_rank(data_parallel_group)
-    advantages = step.advantages.split(list(sizes))[rank].tolist()  # type: ignore[no-untyped-call]
-    pairs = zip(samples, advantages, strict=True)
-    return [dataclasses.replace(sample, advantages=value) for sample, value in pairs], step
+    values_of_rank = values.split(list(sizes))[rank].tolist()  # type: ignore[no-untyped-call]
+    replaced = [
+        sample if is_given else dataclasses.replace(sample, advantages=value)
+        for sample, value, is_given in zip(samples, values_of_rank, mine["is_given"], strict=True)
+    ]
+    return replaced, step
+
+
+def _reward(sample: Any, method: str, needed: Sequence[str]) -> tuple[float, bool]:
+    """Return the reward of a sample, or 0 if its file has its advantages, and whether it has."""
+    if getattr(sample, "has_advantages", False):
+        return 0.0, True
+    for field in needed:
+        if getattr(sample, field, None) is None:
+            raise ValueError(f"{sample.name} has no {field}, which the advantages of {method} need")
+    return sample.reward, False
+
+
+def _check_given(counts: StepCounts, is_given: NDArray[np.int64], method: str) -> None:
+    """Refuse rewards that would be compared without those of samples with given advantages.
+
+    All ranks that the counts were gathered from must call it.
+    """
+    units = {
+        "step_rloo": (np.zeros(len(counts), dtype=np.int64), "the step"),
+        "reward": (counts.first_of_rollout, "rollout_id {0.rollout_id}"),
+    }
+    of_group = counts.first_of_group, "prompt group {0.group_index}"
+    first, unit = units.get(method, of_group)
+    wrong = np.flatnonzero(is_given != is_given[first])
+    if wrong.size:
+        index = int(wrong[0])
+        places = counts.places([int(first[index]), index])
+        other, given = (place.ids for place in (places if is_given[index] else places[::-1]))
+        raise ValueError(
+            f"{given.name} has advantages and {other.name} only a reward, both of "
+            f"{unit.format(given)}, whose rewards --advantage {method} needs: give advantages to "
+            "all of its samples, or to none"
+        )

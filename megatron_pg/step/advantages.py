@@ -1,6 +1,6 @@
 """Advantages of a step's samples from their rewards, and which samples to leave out of the loss.
 
-Per prompt group of n rewards, in float64, on the host, before the samples are built:
+Per prompt group of n rollouts, each with one reward, in float64, on the host:
 
     grpo       (reward - mean) / (std + 1e-6), std with n - 1          arXiv:2402.03300 sec. 4.1.2
     dr_grpo    reward - mean                                           arXiv:2503.20783
@@ -9,21 +9,25 @@ Per prompt group of n rewards, in float64, on the host, before the samples are b
     step_rloo  reward - mean of all others of the step                 arXiv:2402.14740, the step as one group
     reward     reward, to be whitened over the step (REINFORCE++)      arXiv:2501.03262
 
-A group of one sample has no baseline, and a group of equal rewards no preference. Both get advantages of exactly 0 (but for
-`reward` and `step_rloo`) and train nothing (apart from KL and entropy terms), so they are reported.
+A rollout of several samples counts once, and all of its samples get its advantage. A group of one
+rollout has no baseline, and a group of equal rewards no preference. Both get advantages of exactly
+0 (except under `reward` and `step_rloo`) and train nothing (apart from KL and entropy terms), so
+they are reported.
 """
 
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_pg.step.counts import BareSample, StepCounts
 from megatron_pg.step.identity import hash_of
 from megatron_pg.step.ids import check_ids
-from megatron_pg.step.sample import Sample
-from megatron_pg.step.totals import BareSample
+from megatron_pg.step.sample import Sample, checked_integer
 from megatron_pg.step.values import has_integers, refuse_values
 
 EPSILON = 1e-6
@@ -71,10 +75,13 @@ def group_advantages(
     *,
     method: str = "grpo",
     prompts: Sequence[Sequence[int] | Tensor] | None = None,
+    rollout_ids: Sequence[int | None] | Tensor | None = None,
 ) -> GroupAdvantages:
-    """Compare every reward with the rewards of its prompt group, or of the step (`step_rloo`).
+    """Compare every rollout's reward with those of its prompt group, or of the step (`step_rloo`).
 
-    Gather the rewards of all samples of a group first, where data-parallel ranks share a group; of the step for `step_rloo`.
+    If data-parallel ranks share a prompt group, gather the rewards of all its samples first.
+    `step_rloo` needs the rewards of the whole step. `megatron_pg.rollout_files` has
+    `with_group_advantages`, which gathers the rewards of samples.
 
     Args:
         rewards: [samples] finite numbers.
@@ -82,34 +89,63 @@ def group_advantages(
         method: one of `METHODS`.
         prompts: [samples] token ids of each prompt. A group of different prompts is refused. Pass None where the
             environment varies the prompt within a group, or where the ids are known to be unique.
+        rollout_ids: [samples], any int64: samples of one rollout share it and have the same reward.
+            A sample without an id is a rollout; so is each sample if `rollout_ids` is None.
 
     Returns:
         Their `advantages` [samples] float32, with the groups whose advantages are all 0.
 
     Raises:
-        ValueError: sizes that differ, a group of different prompts, a reward that is not finite, or below 0 under `maxrl`,
-            rewards whose advantages float32 does not hold, ids that are no integers, or an unknown method.
+        ValueError: sizes that differ, a group of different prompts, a rollout of different rewards
+            or groups, a reward that is not finite, or below 0 under `maxrl`, rewards whose
+            advantages float32 does not hold, ids that are not integers, or an unknown method.
+    """
+    reward, group_index = _checked(rewards, group_indices)
+    is_counted = torch.ones_like(reward, dtype=torch.bool)
+    if prompts is not None or rollout_ids is not None:
+        counts = _counts(group_index.tolist(), prompts, rollout_ids)
+        check_ids(counts, allow_different_prompts=prompts is None)
+        check_rewards(counts, reward.numpy())
+        is_counted = torch.from_numpy(counts.is_first_of_rollout)
+    return advantages_of_rollouts(reward, group_index, is_counted, method)
+
+
+def advantages_of_rollouts(
+    reward: Tensor, group_index: Tensor, is_counted: Tensor, method: str
+) -> GroupAdvantages:
+    """Compute the advantages of samples whose rewards are equal within each rollout.
+
+    Args:
+        reward: [samples] float64.
+        group_index: [samples] int64.
+        is_counted: [samples] bool, True for one sample of each rollout.
+        method: one of `METHODS`.
+
+    Raises:
+        ValueError: as `group_advantages`.
     """
     if method not in METHODS:
         raise ValueError(f"method is {method!r}: expected one of {', '.join(METHODS)}")
-    reward, group_index = _checked(rewards, group_indices)
-    if prompts is not None:
-        _check_prompts(prompts, group_index.tolist())
+    problem = (
+        ", expected a finite number: one that is not would spoil the advantages of its prompt group"
+    )
+    refuse_values("rewards", reward, ~torch.isfinite(reward), problem)
     if method == "maxrl":
         problem = ", expected 0 or more: maxrl divides by the mean reward of a prompt group"
         refuse_values("rewards", reward, reward < 0, problem)
     compared = torch.zeros_like(group_index) if method == "step_rloo" else group_index
-    _, group, group_sizes = torch.unique(compared, return_inverse=True, return_counts=True)
-    size = group_sizes[group].double()
+    units, group = torch.unique(compared, return_inverse=True)
 
     def group_sum(values: Tensor) -> Tensor:
-        """Add up values [samples] over each group, [groups]."""
-        return torch.zeros_like(group_sizes, dtype=torch.float64).index_add_(0, group, values)
+        """Add up values [samples] over the rollouts of each group, [groups]."""
+        counted = torch.where(is_counted, values, 0.0)
+        return torch.zeros_like(units, dtype=torch.float64).index_add_(0, group, counted)
 
+    size = group_sum(torch.ones_like(reward))[group]
     mean = group_sum(reward)[group] / size
     centered = reward - mean
     # Decided on the rewards themselves: their mean rounds, and would leave a residue to normalise.
-    one_of_group = torch.zeros_like(group_sizes, dtype=torch.float64).scatter_(0, group, reward)
+    one_of_group = torch.zeros_like(units, dtype=torch.float64).scatter_(0, group, reward)
     is_equal = group_sum((reward != one_of_group[group]).double()) == 0
     if method == "grpo":
         variance = group_sum(centered.square())[group] / (size - 1).clamp(min=1)
@@ -162,16 +198,47 @@ def filter_overlong(samples: Sequence[Sample], is_overlong: Sequence[bool]) -> l
     ]
 
 
-def _check_prompts(prompts: Sequence[Sequence[int] | Tensor], group_indices: Sequence[int]) -> None:
-    if len(prompts) != len(group_indices):
+def check_rewards(counts: StepCounts, rewards: NDArray[np.float64]) -> None:
+    """Refuse different rewards [samples] within a rollout.
+
+    All ranks that the counts were gathered from must call it.
+
+    Raises:
+        ValueError: naming two samples of the rollout.
+    """
+    of_rollout = rewards[counts.first_of_rollout]
+    # NaN is refused elsewhere, and differs from itself.
+    wrong = np.flatnonzero((rewards < of_rollout) | (rewards > of_rollout))
+    if wrong.size:
+        index = int(wrong[0])
+        first, other = counts.places([int(counts.first_of_rollout[index]), index])
         raise ValueError(
-            f"prompts has {len(prompts)} prompts for {len(group_indices)} rewards: give one each"
+            f"rollout_id {first.ids.rollout_id} has the rewards {float(of_rollout[index])} "
+            f"({first.ids.name}) and {float(rewards[index])} ({other.ids.name}). A rollout has one "
+            "reward: give all of its samples the same reward, or each its own rollout_id"
         )
-    hashes = [hash_of(torch.as_tensor(prompt, dtype=torch.int64)) for prompt in prompts]
-    rows = enumerate(zip(group_indices, hashes, strict=True))
-    check_ids(
-        [[BareSample(0, g, None, f"rewards[{n}]", h, "of those passed") for n, (g, h) in rows]]
-    )
+
+
+def _counts(
+    group_indices: Sequence[int],
+    prompts: Sequence[Sequence[int] | Tensor] | None,
+    rollout_ids: Sequence[int | None] | Tensor | None,
+) -> StepCounts:
+    """Count samples that are named by the places of their rewards."""
+    hashes: list[int | None] = [None] * len(group_indices)
+    if prompts is not None:
+        hashes = [hash_of(torch.as_tensor(prompt, dtype=torch.int64)) for prompt in prompts]
+    rollouts = [None] * len(group_indices) if rollout_ids is None else list(rollout_ids)
+    for name, column in (("prompts", hashes), ("rollout_ids", rollouts)):
+        if len(column) != len(group_indices):
+            raise ValueError(
+                f"{len(column)} {name} for {len(group_indices)} rewards: give one for each sample"
+            )
+    samples = []
+    for n, (group, rollout, prompt) in enumerate(zip(group_indices, rollouts, hashes, strict=True)):
+        known = None if rollout is None else checked_integer(f"rollout_ids[{n}]", rollout)
+        samples.append(BareSample(0, group, known, f"rewards[{n}]", prompt, "of those passed"))
+    return StepCounts.of([samples])
 
 
 def _checked(
@@ -190,8 +257,4 @@ def _checked(
             f"rewards has shape {list(reward.shape)} and group_indices {list(ids.shape)}: expected one number each per "
             "sample"
         )
-    problem = (
-        ", expected a finite number: one that is not would spoil the advantages of its prompt group"
-    )
-    refuse_values("rewards", reward, ~torch.isfinite(reward), problem)
     return reward, ids.to(torch.int64)

@@ -161,6 +161,11 @@ class StepCounts(Sequence[CountedSample]):
         """The first sample of each sample's rollout, [samples]; a sample without a `rollout_id` is one."""
         return self._first_of("rollout_id")
 
+    @property
+    def is_first_of_rollout(self) -> NDArray[np.bool_]:
+        """Tell which samples are the first of their rollout, [samples]: one for each rollout."""
+        return np.equal(self.first_of_rollout, np.arange(len(self)))
+
     @functools.cached_property
     def first_of_group(self) -> Indices:
         """The first sample of each sample's prompt group, [samples]; itself where it has none."""

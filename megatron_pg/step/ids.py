@@ -49,7 +49,7 @@ def check_ids(
     """
     counts = everyone if isinstance(everyone, StepCounts) else StepCounts.of(everyone)
     _check_rollouts(counts, allow_different_prompts)
-    is_first = counts.first_of_rollout == np.arange(len(counts))
+    is_first = counts.is_first_of_rollout
     has_group = counts.has("group_index")
     first, sizes = np.unique(counts.first_of_group[is_first & has_group], return_counts=True)
     groups = Groups(first, sizes)

@@ -212,7 +212,7 @@ def totals_of_counts(
     )
     may_differ = allow_different_group_sizes or samples_per_group is not None
     return StepTotals(
-        num_rollouts=int((counts.first_of_rollout == np.arange(len(counts))).sum()),
+        num_rollouts=int(counts.is_first_of_rollout.sum()),
         num_prompt_groups=len(groups.first) if counts.has("group_index").all() else None,
         num_tokens=num_tokens,
         odd_group="" if may_differ else odd_group(counts, groups),

@@ -312,6 +312,39 @@ def test_rewards_without_advantages_in_float32_end_all_ranks(tmp_path: Path) -> 
     assert first == second and "rewards[2] is 1e+39, too far" in first
 
 
+def of_rollouts(files: list[str]) -> list[Answer | str]:
+    """Rows and advantages on this rank of files of rollouts, or why there are none."""
+    found: list[Answer | str] = []
+    for path in files:
+        samples = [sample for sample in source_of([path]).pull(2) if sample is not None]
+        try:
+            replaced, _ = with_group_advantages(samples, method="dr_grpo", **everywhere())
+            found.append([(int(s.tokens[0]), float(s.advantages[0])) for s in replaced])
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_rollout_on_two_ranks_counts_once_and_has_one_reward(tmp_path: Path) -> None:
+    """Rows 0 to 2 are one rollout; rank 1 has row 1 and row 3."""
+    pytest.importorskip("pyarrow")
+    changes: list[dict[str, Any]] = [{}, {"reward": 0.5}, {"advantages": 1.0}]
+    files = []
+    for number, change in enumerate(changes):
+        rows = [{"reward": reward, "rollout_id": 7} for reward in (1.0, 1.0, 1.0)]
+        rows.append({"reward": 0.0})
+        rows[1] |= change
+        for row, fields in enumerate(rows):
+            fields |= {"prompt_ids": [row], "response_ids": [1], "group_index": 5}
+        files.append(tmp_path / f"{number}.jsonl")
+        files[-1].write_text("".join(json.dumps(row) + "\n" for row in rows))
+    first, second = run_ranks(of_rollouts, 2, list(map(str, files)))
+    assert first[0] == [(0, 0.5), (2, 0.5)] and second[0] == [(1, 0.5), (3, -0.5)]
+    assert first[1:] == second[1:]
+    assert "rollout_id 7 has the rewards 1.0 (1.jsonl row 0) and 0.5 (1.jsonl row 1)" in first[1]
+    assert "2.jsonl row 1 has advantages and 2.jsonl row 0 only a reward" in first[2]
+
+
 def collect_from(paths: list[list[str]]) -> str:
     """What a rank is told that reads its own list of files."""
     source = source_of(paths[dist.get_rank()])

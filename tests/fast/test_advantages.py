@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron_pg import Sample, filter_overlong, gae, group_advantages, step_totals, whiten
+from megatron_pg.rollout_files import RewardedSample, with_group_advantages
 from megatron_pg.step.advantages import METHODS, half_of_dr_grpo
 from tests import critic_oracle
 from tests.fast.refusals import assert_refused
@@ -18,15 +19,21 @@ from tests.fast.refusals import assert_refused
 LARGEST = 2**63 - 1
 
 
-def expected_advantages(rewards: list[float], groups: list[int], method: str) -> list[float]:
-    """Sample by sample, from the group's rewards."""
+def expected_advantages(
+    rewards: list[float], groups: list[int], method: str, rollouts: list[int] | None = None
+) -> list[float]:
+    """Sample by sample, from the rewards of the group's rollouts; None makes each sample one."""
     if method == "reward":
         return rewards
+    if rollouts is None:
+        rollouts = list(range(len(rewards)))
     advantages = []
     for reward, group in zip(rewards, groups, strict=True):
-        members = [r for r, g in zip(rewards, groups, strict=True) if g == group]
-        if method == "step_rloo":
-            members = rewards
+        of_rollout = {}
+        for rollout, other, its_group in zip(rollouts, rewards, groups, strict=True):
+            if its_group == group or method == "step_rloo":
+                of_rollout[rollout] = other
+        members = list(of_rollout.values())
         if len(members) == 1 or max(members) == min(members):
             advantages.append(0.0)
         elif method in ("rloo", "step_rloo"):
@@ -55,6 +62,107 @@ def test_equal_to_the_loops(method, seed):
     expected = torch.tensor(expected_advantages(rewards, groups, method))
     torch.testing.assert_close(found.advantages, expected, rtol=1e-6, atol=1e-7)
     assert found.num_groups == len(set(groups))
+
+
+HALF = 0.5**0.5
+CUT_IN_THREE = {  # a rollout of three samples has the reward 1, and one of a sample the reward 0
+    "grpo": [HALF, HALF, HALF, -HALF],
+    "dr_grpo": [0.5, 0.5, 0.5, -0.5],
+    "rloo": [1.0, 1.0, 1.0, -1.0],
+    "step_rloo": [1.0, 1.0, 1.0, -1.0],
+    "maxrl": [1.0, 1.0, 1.0, -1.0],
+    "reward": [1.0, 1.0, 1.0, 0.0],
+}
+
+
+def turns_of(rewards: list[float], rollouts: list[int | None], **fields: Any) -> list[Sample]:
+    """Samples of one prompt group."""
+    pairs = enumerate(zip(rewards, rollouts, strict=True))
+    fields = {"group_index": 5, **fields}
+    return [
+        RewardedSample(
+            [1, 2], 1, [1], reward=reward, rollout_id=rollout, name=f"turn {n}", **fields
+        )
+        for n, (reward, rollout) in pairs
+    ]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_rollout_of_several_samples_counts_once(method):
+    rewards, rollouts = [1.0, 1.0, 1.0, 0.0], [7, 7, 7, None]
+    samples, step = with_group_advantages(turns_of(rewards, rollouts), method=method)
+    found = group_advantages(rewards, [5] * 4, method=method, rollout_ids=rollouts).advantages
+    for values in ([float(sample.advantages) for sample in samples], found.tolist()):
+        assert values == pytest.approx(CUT_IN_THREE[method], rel=1e-5)
+    assert step.num_groups == 1 and step.zero_advantage_groups == ()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("seed", range(5))
+def test_rollouts_of_several_samples_are_equal_to_the_loops(method, seed):
+    """The cut changes no advantage, whatever the order of the samples."""
+    rng = random.Random(seed)
+    cut = []
+    for rollout in range(20):
+        reward = rng.choice([0.0, 0.25, 1.0, rng.uniform(0, 5)])
+        cut += [(reward, rng.randrange(4), rollout - 9)] * rng.randint(1, 4)
+    groups = {rollout: group for _, group, rollout in cut}
+    rng.shuffle(cut)
+    rewards, _, rollouts = map(list, zip(*cut, strict=True))
+    members = [groups[rollout] for rollout in rollouts]
+    found = group_advantages(rewards, members, method=method, rollout_ids=torch.tensor(rollouts))
+    expected = torch.tensor(expected_advantages(rewards, members, method, rollouts))
+    torch.testing.assert_close(found.advantages, expected, rtol=1e-6, atol=1e-7)
+    once = {rollout: reward for reward, _, rollout in cut}
+    whole = group_advantages(list(once.values()), [groups[r] for r in once], method=method)
+    of_whole = dict(zip(once, whole.advantages.tolist(), strict=True))
+    torch.testing.assert_close(found.advantages, torch.tensor([of_whole[r] for r in rollouts]))
+    assert found.zero_advantage_groups == whole.zero_advantage_groups
+
+
+def test_samples_without_a_group_are_reported_by_rollout():
+    turns = turns_of([1.0, 1.0, 0.0], [7, 7, None], group_index=None)
+    _, step = with_group_advantages(turns, method="reward")
+    assert step.num_groups == 2 and step.zero_advantage_fraction == 0.5
+
+
+def test_a_rollout_has_one_reward_and_one_group():
+    words = "rollout_id 7 has the rewards 1.0 (turn 0) and 0.25 (turn 2). A rollout has one reward"
+    for method in METHODS:
+        turns = turns_of([1.0, 0.0, 0.25], [7, None, 7])
+        assert_refused(words, with_group_advantages, turns, method=method)
+    words = "rollout_id 7 has the rewards 1.0 (rewards[0]) and 0.25 (rewards[2])"
+    ids = {"rollout_ids": [7, 8, 7]}
+    assert_refused(words, group_advantages, [1.0, 0.0, 0.25], [5, 5, 5], **ids)
+    words = "rollout_id 7 has samples of group_index 5 and 6 | rewards[0] | rewards[2]"
+    assert_refused(words, group_advantages, [1.0, 0.0, 1.0], [5, 5, 6], **ids)
+    assert_refused(
+        "2 rollout_ids for 3 rewards", group_advantages, [1.0] * 3, [5] * 3, rollout_ids=[1, 2]
+    )
+    words = "rollout_ids[1] is 0.5, expected an integer"
+    assert_refused(words, group_advantages, [1.0] * 2, [5] * 2, rollout_ids=[1, 0.5])
+
+
+def test_rewards_are_not_compared_with_given_advantages():
+    """Without the fourth reward, 1, the others would have the advantages 0.667, -0.333, -0.333."""
+    turns = turns_of([1.0, 0.0, 0.0], [None, None, None])
+    given = turns_of([1.0], [None], has_advantages=True, advantages=0.3)[0]
+    given = replace(given, name="given")
+    for method in OF_GROUPS:
+        words = f"given has advantages and turn 0 only a reward, both of prompt group 5, | {method}"
+        assert_refused(words, with_group_advantages, [*turns, given], method=method)
+        assert_refused(words, with_group_advantages, [given, *turns], method=method)
+    other = replace(given, group_index=6)
+    for method in (*OF_GROUPS, "reward"):
+        samples, step = with_group_advantages([*turns, other], method=method)
+        expected = expected_advantages([1.0, 0.0, 0.0], [5] * 3, method)
+        found = [float(sample.advantages) for sample in samples]
+        assert found == pytest.approx([*expected, 0.3], rel=1e-5) and step.num_groups == 1
+    words = "given has advantages and turn 0 only a reward, both of the step"
+    assert_refused(words, with_group_advantages, [*turns, other], method="step_rloo")
+    of_rollout = [replace(turn, rollout_id=2) for turn in (turns[0], given)]
+    words = "both of rollout_id 2"
+    assert_refused(words, with_group_advantages, of_rollout, method="reward")
 
 
 @pytest.mark.parametrize("method", OF_GROUPS)

@@ -129,9 +129,11 @@ def _check_sizes(
         more = f"; {len(wrong) - 1} more differ" if wrong[1:].size else ""
         (first,) = counts.places([int(groups.first[wrong[0]])])
         raise ValueError(
-            f"{expected} and prompt group {first.ids.group_index} has {groups.sizes[wrong[0]]} (the first is {first}){more}: a "
-            "step holds whole groups, as the prompt mean has no denominator for a part of one; end the step between groups "
-            "(--keep-prompt-groups), or pass no samples_per_group where groups differ in size"
+            f"{expected} and prompt group {first.ids.group_index} has {groups.sizes[wrong[0]]} "
+            f"(the first is {first}){more}. samples_per_group is the number of rollouts of every "
+            "prompt group, not of samples. If the end of the step has cut the group, end steps "
+            "between groups (--keep-prompt-groups); if groups differ in size, "
+            "drop samples_per_group"
         )
 
 

@@ -96,7 +96,8 @@ def test_a_prompt_group_of_another_size_is_refused_by_name():
     words = "samples_per_group is 8 and prompt group 9 has 5 (the first is answer 0 to 9"
     for count in (step_totals, lambda *given, **size: plan(*given, **size).totals):
         message = refusal(count, step, samples_per_group=8)
-        assert_words(f"{words} | --keep-prompt-groups", message)
+        assert_words(f"{words} | the number of rollouts | --keep-prompt-groups", message)
+        assert "mean" not in message, "of every aggregation"
         assert "group 3" not in message
         assert count(step[:16], samples_per_group=8).num_prompt_groups == 2
         assert count(step, samples_per_group=None).num_prompt_groups == 3

@@ -1,14 +1,16 @@
 """Steps from rollout files, whose place is in the checkpoint, and the log-probs that rollouts lack."""
 
 import functools
+import itertools
 from argparse import Namespace
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 from unittest import mock
 
-import torch
 import torch.distributed as dist
 from megatron.training import checkpointing, training
 
@@ -110,10 +112,12 @@ class FileSteps:
         if (step := self.collect(iteration)) is None:
             return None
         samples = with_advantages(self._args, self._config, step.samples, self._group)
-        rewards = [getattr(sample, "reward", None) for sample in step.samples]
-        lengths = [sample.response_length for sample in step.samples]
+        rows = [
+            (sample.rollout_id, getattr(sample, "reward", None), sample.response_length)
+            for sample in step.samples
+        ]
         counts = {"docs": step.num_documents, "skipped_rows": step.num_skipped}
-        return samples, counts | means_of(rewards, lengths, self._group)
+        return samples, counts | means_of(rows, self._group)
 
     def shown(self, samples: Sequence[Sample]) -> list[str]:
         """Nothing: no tokenizer is known here."""
@@ -129,17 +133,23 @@ class FileSteps:
 
 
 def means_of(
-    rewards: Sequence[float | None], lengths: Sequence[int], group: dist.ProcessGroup | None
+    rows: Sequence[tuple[int | None, float | None, int]], group: dist.ProcessGroup | None
 ) -> dict[str, float | None]:
-    """Mean reward, None where an answer has none, and mean response length over all data-parallel ranks."""
-    known = [reward for reward in rewards if reward is not None]
-    numbers = [sum(known), len(known), sum(lengths), len(lengths)]
-    sums = torch.tensor(numbers, dtype=torch.float64, device=torch.cuda.current_device())
-    dist.all_reduce(sums, group=group)
-    reward, num_known, length, count = sums.tolist()
+    """Mean reward and response length of the rollouts on all data-parallel ranks.
+
+    `rows` has the rollout id, reward and response length of each sample of this rank. A rollout's
+    reward is the mean over its samples, and its length the sum. The mean is None without a reward.
+    """
+    rewards: dict[Any, list[Any]] = defaultdict(list)
+    num_tokens = 0
+    for number, row in enumerate(itertools.chain(*gather(list(rows), group))):
+        rollout_id, reward, length = row
+        rewards[("sample", number) if rollout_id is None else rollout_id].append(reward)
+        num_tokens += length
+    is_known = rewards and all(None not in of_rollout for of_rollout in rewards.values())
     return {
-        "reward": reward / count if count and num_known == count else None,
-        "response_length": length / count if count else None,
+        "reward": fmean(map(fmean, rewards.values())) if is_known else None,
+        "response_length": num_tokens / len(rewards) if rewards else None,
     }
 
 
@@ -181,14 +191,11 @@ def estimated(
 ) -> list[Sample]:
     """Make advantages of the rewards of a step whose prompt groups are whole; every rank of the group must call it."""
     group = {"data_parallel_group": data_parallel_group}
-    rewarded = list(filter(_needs_advantages, samples))
     different = args.allow_different_prompts_in_group
     settings = {"method": args.advantage, "allow_different_prompts": different}
-    replaced, _ = with_group_advantages(rewarded, **settings, **group)
-    if rewarded and args.rank == 0:
+    whole, _ = with_group_advantages(samples, **settings, **group)
+    if args.rank == 0 and any(map(_needs_advantages, samples)):
         say_half_of_dr_grpo(args.advantage, config.loss_aggregation)
-    remaining = iter(replaced)
-    whole = [next(remaining) if _needs_advantages(sample) else sample for sample in samples]
     if not args.whiten_advantages:
         return whole
     rows, masks = ([getattr(s, name) for s in whole] for name in ("advantages", "loss_mask"))

@@ -87,7 +87,6 @@ class TaskSteps:
                 group_index=group,
                 name=f"answer {len(samples)} (prompt group {group})",
                 reward=reward,
-                has_advantages=False,
             )
             samples.append(sample)
         samples = estimated(args, self._config, samples, self._groups.data)
@@ -165,6 +164,5 @@ class TaskSteps:
         return float(self._dataset.score_answer(answer, entry) == 1.0)
 
     def _metrics(self, rollouts: Sequence[tuple[Any, ...]]) -> dict[str, float | None]:
-        rewards = [reward for _, _, reward, _ in rollouts]
-        lengths = [len(response.tokens) for *_, response in rollouts]
-        return means_of(rewards, lengths, self._groups.data)
+        rows = [(None, reward, len(response.tokens)) for _, _, reward, response in rollouts]
+        return means_of(rows, self._groups.data)

@@ -87,6 +87,45 @@ def test_advantages_are_those_that_the_flag_names(method: str) -> None:
     assert found == pytest.approx([1.5, -0.5, -0.5, -0.5], rel=1e-5)
 
 
+def test_advantages_and_means_are_of_rollouts(tmp_path: Path) -> None:
+    """The first rollout has three rows, of 3, 2 and 1 tokens."""
+    from trainer.rollouts import FileSteps
+
+    args = argparse.Namespace(
+        **{"advantage": "grpo", "rank": 1, "keep_prompt_groups": True, "whiten_advantages": False},
+        **{"allow_different_prompts_in_group": False, "max_position_embeddings": 8},
+        **{"rollout_files": [tmp_path / "rows.jsonl"], "on_bad_row": "error", "ref_load": None},
+        **{
+            "vocab_size": 8,
+            "distinct_ids": None,
+            "docs_per_step": 2,
+            "docs_per_step_mode": "exact",
+        },
+    )
+    rows = [
+        {"prompt_ids": [1], "response_ids": [2] * length, "log_probs": [-1.0] * length}
+        | {"reward": reward, "rollout_id": rollout, "group_index": 0}
+        for length, reward, rollout in ((3, 1.0, 7), (2, 1.0, 7), (1, 1.0, 7), (4, 0.0, None))
+    ]
+
+    def step() -> tuple[list[float], dict[str, float | None]]:
+        args.rollout_files[0].write_text("".join(json.dumps(row) + "\n" for row in rows))
+        samples, metrics = FileSteps(args, PolicyLossConfig()).step(0)
+        return [float(sample.advantages[0]) for sample in samples], metrics
+
+    advantages, metrics = step()
+    assert advantages == pytest.approx([0.5**0.5] * 3 + [-(0.5**0.5)], rel=1e-5)
+    expected = {"docs": 2, "skipped_rows": 0, "reward": 0.5, "response_length": 5.0}
+    assert metrics == expected
+    rows[3]["advantages"] = 0.25
+    with pytest.raises(ValueError, match="row 3 has advantages and .* row 0 only a reward"):
+        step()
+    # Every row has advantages: those of the file are kept, and rewards are only reported.
+    rows = [row | {"advantages": 0.25, "reward": row["reward"] / 2} for row in rows]
+    rows[0]["reward"] = None
+    assert step() == ([0.25] * 4, expected | {"reward": None})
+
+
 @pytest.mark.parametrize(
     "module", [f"megatron_pg.{m}.collector" for m in ("rollout_files", "step")]
 )

@@ -7,7 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_pg.config.policy_loss import required_inputs
-from megatron_pg.explain.step import ExplainedSample, ExplainedStep, ExplainOptions
+from megatron_pg.explain.step import (
+    ExplainedSample,
+    ExplainedStep,
+    ExplainOptions,
+    rollouts_of_groups,
+)
 from megatron_pg.loss.aggregation import AGGREGATIONS, Aggregation
 from megatron_pg.megatron.scale_contract import scale_contract
 from megatron_pg.step.totals import StepTotals
@@ -20,7 +25,7 @@ FAR = 4.0
 
 
 def explain_step(step: ExplainedStep, options: ExplainOptions) -> Report:
-    """Return the report of a step; `constant` takes the longest sample for L where the flags give none."""
+    """Return the report of a step; `constant` without a divisor takes the longest rollout."""
     totals, config, samples = step.totals, options.config, step.samples
     lengths = [sample.num_active_tokens for sample in samples]
     sizes = ("data_parallel_size", "context_parallel_size", "num_microbatches")
@@ -30,7 +35,8 @@ def explain_step(step: ExplainedStep, options: ExplainOptions) -> Report:
     factors = (contract.factor, contract.schedule_factor, contract.gradient_factor)
     names = ("returned", "schedule", "gradients", "net")
     scale = dict(zip(names, (*factors, math.prod(factors)), strict=True))
-    constant = config.loss_aggregation_divisor or float(max(1, *lengths))
+    longest = totals.rollout_denominators(totals.counts).max()
+    constant = config.loss_aggregation_divisor or max(1.0, float(longest))
     counted = totals.counted_in(config.loss_weight_denominator)
     reports: dict[str, Report] = {}
     reasons: dict[str, str] = {}
@@ -147,21 +153,26 @@ def _warnings_of_lengths(
         )
     for group, (inside, whole) in step.cut_groups.items():
         yield (
-            f"The step ends inside prompt group {group}: {inside} of its {whole} samples are in it. prompt_mean refuses that, "
-            "since the prompt would count in two steps; group-relative advantages need the whole group. Make --docs-per-step a "
-            "multiple of the group size, or give --keep-prompt-groups."
+            f"The step ends inside prompt group {group}: {inside} of its {whole} rollouts are in "
+            "it. prompt_mean refuses that, since the prompt would count in two steps; "
+            "group-relative advantages need the whole group. Make --docs-per-step a multiple of "
+            "the group size, or give --keep-prompt-groups."
         )
-    groups = Counter(sample.group_index for sample in step.samples)
-    sizes = {n for group, n in groups.items() if group is not None and group not in step.cut_groups}
+    groups = rollouts_of_groups(step.samples)
+    sizes = {n for group, n in groups.items() if group not in step.cut_groups}
     if len(sizes) > 1:
         yield (
-            f"Prompt groups have {min(sizes)} to {max(sizes)} samples. prompt_mean weighs prompts alike, so that a sample of a "
-            "small group counts for more, sample_mean samples, so that a large group does. Choose the one that is meant."
+            f"Prompt groups have {min(sizes)} to {max(sizes)} rollouts. prompt_mean gives all "
+            "prompts the same weight, so a rollout of a small group counts more. sample_mean gives "
+            "all rollouts the same weight, so a large group counts more. Choose the one "
+            "that is meant."
         )
-    if count := sum(sample.num_active_tokens == 0 for sample in step.samples):
+    rollout_tokens = totals.rollout_denominators(totals.counts).numpy()
+    if count := int(((rollout_tokens == 0) & totals.counts.is_first_of_rollout).sum()):
         yield (
-            f"{count} of {len(step.samples)} samples have no active token. They add nothing to the loss and still "
-            "count in N (sample_mean, constant), so that filtering does not change the scale."
+            f"{count} of {totals.num_rollouts} rollouts have no active token. They add nothing to "
+            "the loss and still count in N (sample_mean, constant), so that filtering does not "
+            "change the scale."
         )
 
 

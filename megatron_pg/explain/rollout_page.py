@@ -12,12 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
-from megatron_pg.rollout_files import RewardedSample, RolloutFiles
-from megatron_pg.step.advantages import group_advantages
+from megatron_pg.rollout_files import RewardedSample, RolloutFiles, with_group_advantages
 
 PAGE_BYTES = 45_000_000
 """Bytes of the answers on a page, at most: a browser opens 50 MB in a second or two."""
@@ -42,6 +40,7 @@ class Answer(NamedTuple):
     """An answer on the page, and what the steps' numbers and the choice of entries need of it."""
 
     json: dict[str, Any]
+    rollout_id: int | None
     reward: float | None
     num_tokens: int
     num_with_ratio: int
@@ -57,6 +56,8 @@ class Step:
     name: str
     answers: int = 0
     rewards: list[float] = field(default_factory=list)
+    """Rewards of the rollouts, whose rows stand together."""
+    latest_rollout: int | None = None
     tokens: int = 0
     with_ratio: int = 0
     clipped: int = 0
@@ -65,7 +66,9 @@ class Step:
     def add(self, answer: Answer) -> None:
         """Count an answer in."""
         self.answers += 1
-        self.rewards += [] if answer.reward is None else [answer.reward]
+        is_first = answer.rollout_id is None or answer.rollout_id != self.latest_rollout
+        self.latest_rollout = answer.rollout_id
+        self.rewards += [answer.reward] if is_first and answer.reward is not None else []
         self.tokens += answer.num_tokens
         self.with_ratio += answer.num_with_ratio
         self.clipped += answer.num_clipped
@@ -234,12 +237,10 @@ def _advantages(samples: Sequence[RewardedSample]) -> tuple[list[Tensor | None],
     """Return the advantages of the answers to a prompt, and whether they are grpo's, of rewards alone; None without either."""
     if all(sample.has_advantages for sample in samples):
         return [sample.advantages for sample in samples], False
-    rewards = [sample.reward for sample in samples if sample.reward is not None]
-    if len(rewards) < len(samples) or samples[0].group_index is None:
+    if samples[0].group_index is None:
         return [None] * len(samples), False
-    values = group_advantages(rewards, [0] * len(rewards)).advantages
-    pairs = zip(values.tolist(), samples, strict=True)
-    return [torch.full((sample.response_length,), value) for value, sample in pairs], True
+    estimated, _ = with_group_advantages(samples, allow_different_prompts=True)
+    return [sample.advantages for sample in estimated], True
 
 
 def _answer(
@@ -278,7 +279,7 @@ def _answer(
             num_clipped = int(((above | below) & active).sum())
     kinds["most clipped"] = num_clipped / num_with_ratio if num_with_ratio else -math.inf
     counts = (sample.response_length, num_with_ratio, num_clipped)
-    return Answer(shown, sample.reward, *counts, largest, kinds)
+    return Answer(shown, sample.rollout_id, sample.reward, *counts, largest, kinds)
 
 
 def _numbers(values: Tensor) -> list[float | None]:

@@ -109,7 +109,7 @@ class ExplainedStep(NamedTuple):
     samples: tuple[ExplainedSample, ...]
     totals: StepTotals
     cut_groups: Mapping[int, tuple[int, int]]
-    """Samples in the step and samples in all, by prompt group."""
+    """Rollouts in the step and rollouts in all, by prompt group."""
     num_skipped: int
     """Bad rows that were passed."""
 
@@ -198,11 +198,20 @@ def _cut_groups(
     following: Iterable[BareSample | None],
 ) -> dict[int, tuple[int, int]]:
     """Find the groups that go on after the step, in the carried samples and in the following ones."""
-    inside = Counter(s.group_index for s in samples if s.group_index is not None)
-    beyond = Counter(s.group_index for s in carried)
-    latest = (carried or samples)[-1].group_index
+    latest, following_rows = (carried or samples)[-1].group_index, list(carried)
+    inside = rollouts_of_groups(samples)
     if latest in inside:
         goes_on = itertools.takewhile(lambda s: s is None or s.group_index == latest, following)
         with contextlib.suppress(ValueError):  # a bad row after the step is none of it
-            beyond.update(sample.group_index for sample in goes_on if sample)
+            following_rows.extend(sample for sample in goes_on if sample)
+    beyond = rollouts_of_groups(following_rows)
     return {group: (n, n + beyond[group]) for group, n in inside.items() if beyond[group]}
+
+
+def rollouts_of_groups(samples: Sequence[BareSample]) -> Counter[int]:
+    """Count the rollouts of each prompt group."""
+    rollouts = {
+        (sample.group_index, sample.rollout_id, number if sample.rollout_id is None else None)
+        for number, sample in enumerate(samples)
+    }
+    return Counter(group for group, *_ in rollouts if group is not None)

@@ -157,8 +157,31 @@ def test_the_first_rollouts_of_a_file_cut_a_group(tmp_path, explained):
     line = f"--rollout-files {write_rollouts(tmp_path)} --docs-per-step"
     found = explained(f"{line} 5")
     assert (found["step"]["num_rollouts"], found["step"]["num_samples"]) == (5, 7)
-    assert any("ends inside prompt group 1: 3 of its 4 samples" in w for w in found["warnings"])
+    assert any("ends inside prompt group 1: 2 of its 3 rollouts" in w for w in found["warnings"])
     assert explained(f"{line} 3")["warnings"] == []
+
+
+def test_a_rollout_of_several_samples_counts_once(tmp_path, explained):
+    """Two groups of two rollouts; one has three samples, of which one is masked."""
+    rows = [
+        {"prompt_ids": [1, 2], "response_ids": [3] * length, "loss_mask": [mask] * length}
+        | {"log_probs": [-1.0] * length, "reward": 1.0, "group_index": group, "rollout_id": rollout}
+        for group, rollout, length, mask in (
+            *((0, 0, 3, 1), (0, 0, 5, 1), (0, 0, 2, 0), (0, 1, 8, 1)),
+            *((1, 2, 8, 1), (1, 3, 8, 1)),
+        )
+    ]
+    found = explained(f"--rollout-files {write_rows(tmp_path / 'rows.jsonl', rows)}")
+    assert found["warnings"] == []
+    constant = found["aggregations"]["constant"]
+    assert (constant["divisor"], constant["learning_rate_ratio"]) == (8, 1)
+    rows[-1]["loss_mask"] = [0] * 8
+    rows.append(rows[-1] | {"rollout_id": 4, "loss_mask": [1] * 8})
+    warnings = explained(f"--rollout-files {write_rows(tmp_path / 'rows.jsonl', rows)}")["warnings"]
+    assert [warning.split(". ")[0] for warning in warnings] == [
+        "Prompt groups have 2 to 3 rollouts",
+        "1 of 5 rollouts have no active token",
+    ]
 
 
 @pytest.mark.parametrize(("rows", "words"), [
@@ -205,7 +228,7 @@ def test_the_step_is_the_first_that_training_takes(tmp_path, explained, flags, n
     path = write_groups(tmp_path)
     found = explained(f"--rollout-files {path} {flags}")
     assert found["step"]["active_tokens"] == list(range(1, num_samples + 1))
-    cut = [w for w in found["warnings"] if "ends inside prompt group 1: 2 of its 4 samples" in w]
+    cut = [w for w in found["warnings"] if "ends inside prompt group 1: 2 of its 4 rollouts" in w]
     assert found["warnings"] == cut and len(cut) == (num_samples == 6)
     if flags:
         assert found["step"]["active_tokens"] == trained_first(path, flags)
@@ -264,7 +287,7 @@ def test_a_bad_row_after_the_step_is_none_of_it(tmp_path, explained):
     path = write_groups(tmp_path, spoiled={7: {"prompt_ids": []}})
     found = explained(f"--rollout-files {path} --docs-per-step 6 {EXACT}")
     assert found["step"]["num_samples"] == 6
-    assert ["group 1: 2 of its 3 samples" in warning for warning in found["warnings"]] == [True]
+    assert ["group 1: 2 of its 3 rollouts" in warning for warning in found["warnings"]] == [True]
 
 
 def test_rows_without_what_the_flags_need_are_pointed_out(tmp_path, explained):
@@ -370,8 +393,8 @@ def test_a_flag_that_is_nearly_one_is_refused(printed):
 @pytest.mark.parametrize(("line", "message"), [
     ("--lengths 10,20 --pg-loss-divisor 1000", "far from the lengths seen"),
     ("--lengths 10,20 --pg-loss-divisor 1", "far from the lengths seen"),
-    ("--lengths 10 --group-size 4 --docs-per-step 6", "inside prompt group 1: 2 of its 4 samples"),
-    ("--lengths 10,0", "1 of 2 samples have no active token"),
+    ("--lengths 10 --group-size 4 --docs-per-step 6", "inside prompt group 1: 2 of its 4 rollouts"),
+    ("--lengths 10,0", "1 of 2 rollouts have no active token"),
     ("--lengths 10,20 --pg-loss-divisor 20", None),
     ("--lengths 10,20 --group-size 2", None),
     ("--log-normal 100,1 --group-size 4", None),

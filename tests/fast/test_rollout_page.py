@@ -198,6 +198,32 @@ def test_advantages_are_made_of_rewards_where_a_prompt_group_is_known(tmp_path, 
         )
 
 
+def test_a_rollout_of_several_rows_counts_once(tmp_path: Path) -> None:
+    """Rewards 1 (three rows), 0 and 0.5."""
+    generator = random.Random(3)
+    rollouts = ((1.0, 7), (1.0, 7), (1.0, 7), (0.0, 8), (0.5, None))
+    rows = [random_row(generator, 0) | {"reward": r, "rollout_id": i} for r, i in rollouts]
+    for row in rows:
+        del row["advantages"]
+
+    def page() -> Row:
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / "step_000000.jsonl").write_text(text)
+        return page_of(tmp_path)[0]
+
+    data = page()
+    found = [answer["a"] for answer in data["groups"][0]["a"]]
+    assert found == pytest.approx([1.0, 1.0, 1.0, -1.0, 0.0], abs=1e-4)
+    (step,) = data["steps"]
+    assert step["reward"] == 0.5 and (step["answers"], data["estimated"]) == (5, 5)
+    rows[1]["reward"] = 0.25
+    with pytest.raises(ValueError, match=r"rollout_id 7 has the rewards 1.0 \(.* row 0\) and 0.25"):
+        page()
+    rows[1] |= {"reward": 1.0, "advantages": 0.5}
+    with pytest.raises(ValueError, match="row 1 has advantages and .* row 0 only a reward"):
+        page()
+
+
 def test_versions_of_the_policy_are_steps(tmp_path: Path) -> None:
     (rows,) = write_steps(tmp_path, 1, 4)
     lines = [json.dumps(row | {"policy_version": row["group_index"] // 2}) + "\n" for row in rows]

@@ -2,9 +2,9 @@
 # The proof that the integrations are exact inside the trainers as they are: their real source, imported from checkouts.
 #
 #   TRAINERS=/folder bash ci/trainers.sh           # /folder/slime, /folder/miles, ...: checkouts that are there already
-#   bash ci/trainers.sh --clone /folder            # first fetch slime, miles and ROLL, where the folder has none
+#   bash ci/trainers.sh --clone /folder            # first fetch slime and miles, where the folder has none
 #   bash ci/trainers.sh --clone /folder all        # everything that a test reads: the table below, and three wheels
-#   bash ci/trainers.sh --clone /folder slime=v0.3.0 miles=v0.1.0 ROLL=    # other tags or whole commits, or none
+#   bash ci/trainers.sh --clone /folder slime=v0.3.0 miles=    # other tags or whole commits, or none
 #
 # Nothing of the trainers is stored in this repository. PYTHON= chooses the interpreter, as in ci/test.sh (Python 3.12:
 # Megatron-Core has to be one with megatron.training); VENV_PYTHON= one that has everything already, the packages in
@@ -36,7 +36,7 @@ if [ "${1:-}" = --clone ]; then
     TRAINERS="${2:?bash ci/trainers.sh --clone FOLDER: which folder?}"
     shift 2
     mkdir -p "$TRAINERS"
-    wanted=" slime miles ROLL "
+    wanted=" slime miles "
     if [ "${1:-}" = all ]; then
         wanted=" $(cut -d ' ' -f 1 <<<"$COMMITS" | tr '\n' ' ') "
         for wheel in $WHEELS; do
@@ -48,7 +48,7 @@ if [ "${1:-}" = --clone ]; then
         shift
     fi
     declare -A chosen=()
-    while [[ "${1:-}" =~ ^(slime|miles|ROLL)=(.*)$ ]]; do
+    while [[ "${1:-}" =~ ^(slime|miles)=(.*)$ ]]; do
         chosen[${BASH_REMATCH[1]}]="${BASH_REMATCH[2]}"
         shift
     done

@@ -15,7 +15,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # name, repository, commit: those of the launch scripts, and of other tests
 COMMITS="$(sed -n 's/^# //p' tests/trainers/launch_scripts.tsv)
-vime https://github.com/CalvinXKY/vime 1a13bb8c4cde099a582cb2062b2bb2f4de9ee1e4
 Megatron-LM https://github.com/NVIDIA/Megatron-LM d98e8a64ddf34856e74b24714e3bedb2f5a39553
 Megatron-Lite https://github.com/NVIDIA/Megatron-LM 515fe3a1845f3fa0d9bdc11254b6b24b0a240432
 Automodel https://github.com/NVIDIA-NeMo/Automodel 8ba3aef257b52dfb69e5c2aace3a7132708401a6

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg import PolicyLossConfig, Sample
-from megatron_pg.integrations import ms_swift, nemo_rl, vime
+from megatron_pg.integrations import ms_swift, nemo_rl
 from megatron_pg.integrations.engine_loss import StepLoss, of_response, refuse_settings
 from megatron_pg.integrations.megatron_bridge import datum_loss
 from tests import oracle
@@ -151,12 +151,6 @@ def test_refusals() -> None:
     words = "ms-swift has loss_type dapo, beta 0.1, and megatron_pg, which computes the loss, loss_type grpo, beta 0"
     settings = ms_swift.settings_of(PolicyLossConfig())
     assert_refused(words, refuse_settings, "ms-swift", args, settings, PolicyLossConfig())
-
-    args = SimpleNamespace(
-        loss_type="policy_loss", advantage_estimator="gspo", eps_clip=0.2, eps_clip_high=0.2
-    )
-    words = "vime has loss_type policy_loss"
-    assert_refused(words, vime.prepare, args, 0, {})
 
     policy = SimpleNamespace(train=None, cfg={})
     nemo_rl.train_with(policy, PolicyLossConfig(), 2)

@@ -24,7 +24,6 @@ from .sources import TRAINERS
 FOLDERS = {
     "nemo_rl": "NeMo-RL",
     "ms_swift": "ms-swift",
-    "vime": "vime",
     "megatron_lite": "Megatron-Lite",
     "megatron_bridge": "Automodel",
 }

@@ -16,7 +16,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # name, repository, commit: those of the launch scripts, and of other tests
 COMMITS="$(sed -n 's/^# //p' tests/trainers/launch_scripts.tsv)
 Megatron-LM https://github.com/NVIDIA/Megatron-LM d98e8a64ddf34856e74b24714e3bedb2f5a39553
-Automodel https://github.com/NVIDIA-NeMo/Automodel 8ba3aef257b52dfb69e5c2aace3a7132708401a6
 CTPO https://github.com/horizon-llm/CTPO acc40211dbeaa8cb37c2347a8b7ad64192b635c4"
 WHEELS="ms-swift==4.6.0 mcore-bridge==1.6.5 verl==0.9.1"
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from megatron_pg import PolicyLossConfig, Sample
 from megatron_pg.integrations import ms_swift, nemo_rl
 from megatron_pg.integrations.engine_loss import StepLoss, of_response, refuse_settings
-from megatron_pg.integrations.megatron_bridge import datum_loss
 from tests import oracle
 from tests.fast.refusals import assert_refused
 from tests.random_steps import package_samples, random_logits, random_step, uneven_totals
@@ -75,56 +74,6 @@ def check(
     assert value.item() == pytest.approx(expected.item(), rel=1e-5)
     for one, other in zip(found, gradients, strict=True):
         assert (one.double() - other).abs().max() < 1e-6 * largest
-
-
-@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
-def test_the_loss_of_datums_in_an_engine_after_megatron_bridges_plan(aggregation: str) -> None:
-    """The engine weighs the tokens of each tensor, and divides by the weights of all data ranks; here there is one."""
-    step = random_step(3)
-    divisor = DIVISOR if aggregation == "constant" else None
-    aggregated = {"loss_aggregation": aggregation, "loss_aggregation_divisor": divisor}
-    config, samples = PolicyLossConfig(**aggregated, **TERMS), package_samples(step)
-    totals = uneven_totals(samples, allow_different_prompts=True)
-    logits = [leaf.float().detach().requires_grad_() for leaf in random_logits(step)]
-    # Weights of any kind, as long as a sample that counts has some.
-    datums = [
-        SimpleNamespace(loss_fn_inputs={"weights": torch.arange(1.0, sample.total_length + 1)})
-        for sample in samples
-    ]
-    loss_fn = datum_loss(config, totals, datums, samples)
-
-    def forward_backward(micro_batches: list[list[int]]) -> Tensor:
-        loss = torch.zeros(())
-        whole = sum(float(datum.loss_fn_inputs["weights"].sum()) for datum in datums)
-        for numbers in micro_batches:
-            log_probs, entropy = scores_of([(logits[n], samples[n]) for n in numbers])
-            output = SimpleNamespace(logprobs=log_probs, entropy=entropy)
-            batch = [datums[n] for n in numbers]
-            for datum, losses in zip(batch, loss_fn(output, batch), strict=True):
-                loss = loss + (datum.loss_fn_inputs["weights"] * losses).sum() / whole
-        return loss
-
-    count = len(samples)
-    value = forward_backward([list(range(0, count, 2)), list(range(1, count, 2))])
-    found = torch.autograd.grad(value, logits, allow_unused=True, materialize_grads=True)
-    check(aggregated, step, logits, value, found)
-    # A mutant: a micro-batch comes twice.
-    assert abs(forward_backward([[*range(count)], [0, 1]]).item() - value.item()) > 1e-4
-
-
-def test_refusals_of_datums() -> None:
-    samples = package_samples(random_step(3))[:2]
-    config, totals = PolicyLossConfig(), uneven_totals(samples, allow_different_prompts=True)
-    bare = [SimpleNamespace(loss_fn_inputs={}) for _ in samples]
-    words = "the datum's loss_fn_inputs have no weights, or all of them are 0"
-    assert_refused(words, datum_loss, config, totals, bare, samples)
-    for datum, sample in zip(bare, samples, strict=True):
-        datum.loss_fn_inputs["weights"] = torch.ones(sample.total_length)
-    loss_fn = datum_loss(config, totals, bare, samples)
-    output = SimpleNamespace(logprobs=None, entropy=None)
-    assert_refused("the engine's ModelOutput lacks logprobs", loss_fn, output, bare)
-    others = [SimpleNamespace(loss_fn_inputs={})]
-    assert_refused("gives datum_loss other datums", loss_fn, output, others)
 
 
 def test_refusals() -> None:

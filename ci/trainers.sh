@@ -3,7 +3,7 @@
 #
 #   TRAINERS=/folder bash ci/trainers.sh           # /folder/slime, /folder/miles, ...: checkouts that are there already
 #   bash ci/trainers.sh --clone /folder            # first fetch slime and miles, where the folder has none
-#   bash ci/trainers.sh --clone /folder all        # everything that a test reads: the table below, and three wheels
+#   bash ci/trainers.sh --clone /folder all        # everything that a test reads: the table below, and two wheels
 #   bash ci/trainers.sh --clone /folder slime=v0.3.0 miles=    # other tags or whole commits, or none
 #
 # Nothing of the trainers is stored in this repository. PYTHON= chooses the interpreter, as in ci/test.sh (Python 3.12:
@@ -17,7 +17,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 COMMITS="$(sed -n 's/^# //p' tests/trainers/launch_scripts.tsv)
 Megatron-LM https://github.com/NVIDIA/Megatron-LM d98e8a64ddf34856e74b24714e3bedb2f5a39553
 CTPO https://github.com/horizon-llm/CTPO acc40211dbeaa8cb37c2347a8b7ad64192b635c4"
-WHEELS="ms-swift==4.6.0 mcore-bridge==1.6.5 verl==0.9.1"
+WHEELS="ms-swift==4.6.0 verl==0.9.1"
 
 fetch() { # name, repository, commit
     echo "Fetching $2 at $3 into $TRAINERS/$1 ..."

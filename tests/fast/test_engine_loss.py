@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg import PolicyLossConfig, Sample
-from megatron_pg.integrations import ms_swift, nemo_rl
+from megatron_pg.integrations import nemo_rl
 from megatron_pg.integrations.engine_loss import StepLoss, of_response, refuse_settings
 from tests import oracle
 from tests.fast.refusals import assert_refused
@@ -94,13 +94,6 @@ def test_refusals() -> None:
         {},
         config,
     )
-    args = SimpleNamespace(
-        **ms_swift.settings_of(PolicyLossConfig()) | {"loss_type": "dapo", "beta": 0.1}
-    )
-    words = "ms-swift has loss_type dapo, beta 0.1, and megatron_pg, which computes the loss, loss_type grpo, beta 0"
-    settings = ms_swift.settings_of(PolicyLossConfig())
-    assert_refused(words, refuse_settings, "ms-swift", args, settings, PolicyLossConfig())
-
     policy = SimpleNamespace(train=None, cfg={})
     nemo_rl.train_with(policy, PolicyLossConfig(), 2)
     for theirs, words in (

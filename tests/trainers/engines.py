@@ -23,7 +23,6 @@ from .sources import TRAINERS
 
 FOLDERS = {
     "nemo_rl": "NeMo-RL",
-    "ms_swift": "ms-swift",
 }
 """The folder under TRAINERS of each engine; its step is in a module of its own here, `gradient(samples, case)`."""
 DIVISOR = 8.0

@@ -10,7 +10,7 @@ from .engines import FOLDERS, Case, a_step, expected, gradients
 from .logit_table import TOLERANCE, difference
 from .sources import TRAINERS
 
-WITH_CONTEXT = {"nemo_rl": [True], "ms_swift": [True, False]}
+WITH_CONTEXT = {"nemo_rl": [True]}
 """Engines that run under context parallelism here, packed or not: the others refuse it, or cut nothing themselves."""
 
 

@@ -87,9 +87,8 @@ def stand_in_for(names: Sequence[str], even_if_installed: bool = False) -> None:
 
 def lacks(name: str, *packages: str) -> str | None:
     """Say why a trainer cannot be imported here; None where it can. Its checkout goes on the path of this process."""
-    if (TRAINERS / name).is_dir():
-        if str(TRAINERS / name) not in sys.path:
-            sys.path.append(str(TRAINERS / name))
+    if (TRAINERS / name).is_dir() and str(TRAINERS / name) not in sys.path:
+        sys.path.append(str(TRAINERS / name))
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
         return f"no {', '.join(missing)} here: bash ci/trainers.sh --clone FOLDER all, or, with checkouts in TRAINERS, pip install --no-deps -r tests/trainers/requirements.txt"

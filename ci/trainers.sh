@@ -2,9 +2,9 @@
 # The proof that the integrations are exact inside the trainers as they are: their real source, imported from checkouts.
 #
 #   TRAINERS=/folder bash ci/trainers.sh           # /folder/slime, /folder/miles, ...: checkouts that are there already
-#   bash ci/trainers.sh --clone /folder            # first fetch slime, miles and ROLL, where the folder has none
-#   bash ci/trainers.sh --clone /folder all        # everything that a test reads: the table below, and three wheels
-#   bash ci/trainers.sh --clone /folder slime=v0.3.0 miles=v0.1.0 ROLL=    # other tags or whole commits, or none
+#   bash ci/trainers.sh --clone /folder            # first fetch slime and miles, where the folder has none
+#   bash ci/trainers.sh --clone /folder all        # everything that a test reads: the table below, and two wheels
+#   bash ci/trainers.sh --clone /folder slime=v0.3.0 miles=    # other tags or whole commits, or none
 #
 # Nothing of the trainers is stored in this repository. PYTHON= chooses the interpreter, as in ci/test.sh (Python 3.12:
 # Megatron-Core has to be one with megatron.training); VENV_PYTHON= one that has everything already, the packages in
@@ -15,12 +15,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # name, repository, commit: those of the launch scripts, and of other tests
 COMMITS="$(sed -n 's/^# //p' tests/trainers/launch_scripts.tsv)
-vime https://github.com/CalvinXKY/vime 1a13bb8c4cde099a582cb2062b2bb2f4de9ee1e4
 Megatron-LM https://github.com/NVIDIA/Megatron-LM d98e8a64ddf34856e74b24714e3bedb2f5a39553
-Megatron-Lite https://github.com/NVIDIA/Megatron-LM 515fe3a1845f3fa0d9bdc11254b6b24b0a240432
-Automodel https://github.com/NVIDIA-NeMo/Automodel 8ba3aef257b52dfb69e5c2aace3a7132708401a6
 CTPO https://github.com/horizon-llm/CTPO acc40211dbeaa8cb37c2347a8b7ad64192b635c4"
-WHEELS="ms-swift==4.6.0 mcore-bridge==1.6.5 verl==0.9.1"
+WHEELS="ms-swift==4.6.0 verl==0.9.1"
 
 fetch() { # name, repository, commit
     echo "Fetching $2 at $3 into $TRAINERS/$1 ..."
@@ -36,7 +33,7 @@ if [ "${1:-}" = --clone ]; then
     TRAINERS="${2:?bash ci/trainers.sh --clone FOLDER: which folder?}"
     shift 2
     mkdir -p "$TRAINERS"
-    wanted=" slime miles ROLL "
+    wanted=" slime miles "
     if [ "${1:-}" = all ]; then
         wanted=" $(cut -d ' ' -f 1 <<<"$COMMITS" | tr '\n' ' ') "
         for wheel in $WHEELS; do
@@ -48,7 +45,7 @@ if [ "${1:-}" = --clone ]; then
         shift
     fi
     declare -A chosen=()
-    while [[ "${1:-}" =~ ^(slime|miles|ROLL)=(.*)$ ]]; do
+    while [[ "${1:-}" =~ ^(slime|miles)=(.*)$ ]]; do
         chosen[${BASH_REMATCH[1]}]="${BASH_REMATCH[2]}"
         shift
     done

@@ -14,14 +14,14 @@ The way of a loss through NeMo-RL (read in commit 7ea279a):
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
-from megatron_pg.integrations import engine_loss
+from megatron_pg.integrations.engine_loss import StepLoss
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import step_totals
 
@@ -41,7 +41,7 @@ CLIPS = "ratio_clip_min", "ratio_clip_max", "ratio_clip_c"
 class NemoRLLoss:
     """A `LossFunction` of NeMo-RL on log-probs."""
 
-    losses: Sequence[engine_loss.StepLoss]
+    losses: Sequence[StepLoss]
     """The loss of each optimizer step of a call of `train`."""
     loss_type: Any
     input_type: Any
@@ -51,8 +51,9 @@ class NemoRLLoss:
     ) -> tuple[Tensor, dict[str, Any]]:
         """Return the share of the rows of `data`, and their part of the reported loss as a number, as theirs do."""
         steps, samples = zip(*data[KEY], strict=True)
-        log_probs = map(engine_loss.of_response, next_token_logprobs, samples)
-        loss = self.losses[steps[0]](list(log_probs), samples)
+        rows = zip(next_token_logprobs, samples, strict=True)
+        log_probs = [row[s.prompt_length - 1 : s.total_length - 1] for row, s in rows]
+        loss = self.losses[steps[0]](log_probs, samples)
         return loss, {"loss": loss.item(), "num_valid_samples": len(samples)}
 
 
@@ -61,11 +62,32 @@ def samples_of(data: Any, num_generations_per_prompt: int) -> list[Sample]:
     responses = data["token_mask"].bool()
     fields = {ours: data[theirs] for theirs, ours in FIELDS.items() if theirs in data}
     fields["loss_mask"] = responses & data["sample_mask"].bool()[:, None]
-    lengths = data["input_lengths"].tolist()
+    host = {field: values.cpu() for field, values in fields.items()}
+    made, tokens = [], data["input_ids"].cpu()
     firsts = responses.int().argmax(dim=1).tolist()
-    starts = [first or length for first, length in zip(firsts, lengths, strict=True)]
-    groups = [row // num_generations_per_prompt for row in range(len(lengths))]
-    return engine_loss.samples_of_rows(data["input_ids"], starts, lengths, fields, groups)
+    for row, length in enumerate(data["input_lengths"].tolist()):
+        start = firsts[row] or length
+        values: dict[str, Any] = {name: value[row, start:length] for name, value in host.items()}
+        names = {"group_index": row // num_generations_per_prompt, "name": f"row {row}"}
+        names["response_length"] = length - start
+        made.append(Sample(tokens=tokens[row, :length], **names, **values))  # type: ignore[arg-type]
+    return made
+
+
+def refuse_settings(loss_fn: Any, wanted: Mapping[str, Any], config: PolicyLossConfig) -> None:
+    """Raise a ValueError that names settings of their loss that differ from ours, or an entropy term."""
+    if config.entropy_coef:
+        raise ValueError(
+            f"entropy_coef is {config.entropy_coef:g}, and NeMo-RL gives its loss no entropy: set it to 0"
+        )
+    # Versions of NeMo-RL differ in the settings that they have.
+    theirs = {name: getattr(loss_fn, name, value) for name, value in wanted.items()}
+    wrong = [name for name, value in wanted.items() if theirs[name] != value]
+    if wrong:
+        their, our = (", ".join(f"{name} {of[name]}" for name in wrong) for of in (theirs, wanted))
+        raise ValueError(
+            f"NeMo-RL has {their}, and megatron_pg, which computes the loss, {our}: set the same in both"
+        )
 
 
 def train_with(policy: Any, config: PolicyLossConfig, num_generations_per_prompt: int) -> None:
@@ -79,13 +101,13 @@ def train_with(policy: Any, config: PolicyLossConfig, num_generations_per_prompt
     def train_on_samples(data: Any, loss_fn: Any, *others: Any, **named: Any) -> Any:
         if loss_fn.input_type.value != "logprob":
             raise ValueError(f"NeMo-RL's loss_fn reads {loss_fn.input_type.value}, not log-probs")
-        engine_loss.refuse_settings("NeMo-RL", loss_fn, wanted, config)
+        refuse_settings(loss_fn, wanted, config)
         samples = samples_of(data, num_generations_per_prompt)
         call = inspect.signature(train).bind(data, loss_fn, *others, **named)
         size = call.arguments.get("gbs") or policy.cfg["train_global_batch_size"]
         steps = [samples[at : at + size] for at in range(0, len(samples), size)]
         totals = [step_totals(step, samples_per_group=num_generations_per_prompt) for step in steps]
-        losses = [engine_loss.StepLoss(config, of_step) for of_step in totals]
+        losses = [StepLoss(config, of_step) for of_step in totals]
         data[KEY] = [(row // size, sample) for row, sample in enumerate(samples)]
         call.arguments["loss_fn"] = NemoRLLoss(losses, loss_fn.loss_type, loss_fn.input_type)
         try:

@@ -111,12 +111,6 @@ def correction_of(args: Any) -> Correction:
     return "own" if getattr(args, "custom_tis_function_path", None) is None else "custom"
 
 
-def padded_mask() -> Tensor:
-    """Return the masks of the samples, [samples, response] bool."""
-    masks = [torch.tensor(sample.mask, dtype=torch.bool, device="cpu") for sample in SAMPLES]
-    return torch.nn.utils.rnn.pad_sequence(masks, batch_first=True)
-
-
 def require(key: tuple[Any, ...], find: Callable[[], str | None], claim: str, remedy: str) -> None:
     """Raise a ValueError with the difference that `find` returns, or with its error; once a process for each key."""
     if key in PROVEN:
@@ -130,16 +124,6 @@ def require(key: tuple[Any, ...], find: Callable[[], str | None], claim: str, re
             f"{claim}{wrong}. Install a version that docs/records/other_trainers.md lists as exact, or {remedy}"
         )
     PROVEN.add(key)
-
-
-def difference(found: Tensor, expected: Tensor, what: str) -> str | None:
-    """Name the token, of [samples, response], whose number differs the most; None where all agree."""
-    errors = (found.double() - expected).abs()
-    row, token = place = divmod(int(errors.argmax()), errors.shape[1])
-    if float(errors.max()) <= TOLERANCE * float(expected.abs().max()):
-        return None
-    numbers = f"{float(found[place]):.6g}, expected {float(expected[place]):.6g}"
-    return f"{what} {token} of tiny sample {row} is {numbers}"
 
 
 def prove(

@@ -110,15 +110,13 @@ def divisor_of_args(path: str, args: Any) -> float:
     )
 
 
-def find_divisor(
-    path: str, settings: Mapping[str, Any], remedy: str, environment: Mapping[str, str] = os.environ
-) -> float:
+def find_divisor(path: str, settings: Mapping[str, Any], remedy: str) -> float:
     """Find L of `constant`, in tokens, in the environment or in a trainer's settings, for the setting `path`.
 
     A setting is a number, its text (YAML reads 8e3 as text) or None. A ValueError says that nothing gives L, that two
     sources differ, or that a value is no finite number above 0.
     """
-    values = {DIVISOR_VARIABLE: environment.get(DIVISOR_VARIABLE), **settings}
+    values = {DIVISOR_VARIABLE: os.environ.get(DIVISOR_VARIABLE), **settings}
     divisors = {}
     for source, value in values.items():
         if value is None:

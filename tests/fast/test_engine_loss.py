@@ -1,6 +1,6 @@
-"""The loss protocol of engines: shares of calls against plain loops, and what the adapters refuse before a step."""
+"""The loss protocol of engines: shares of calls against plain loops, and what is refused before a step."""
 
-from collections.abc import Sequence
+from itertools import starmap
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from megatron_pg import PolicyLossConfig, Sample
-from megatron_pg.integrations import ms_swift, nemo_rl, vime
-from megatron_pg.integrations.engine_loss import StepLoss, of_response, refuse_settings
-from megatron_pg.integrations.megatron_bridge import datum_loss
+from megatron_pg.integrations import nemo_rl
+from megatron_pg.integrations.engine_loss import StepLoss
 from tests import oracle
 from tests.fast.refusals import assert_refused
 from tests.random_steps import package_samples, random_logits, random_step, uneven_totals
@@ -32,42 +31,11 @@ def test_shares_of_calls_are_the_objective(aggregation: str, calls: int) -> None
     logits = [leaf.float().detach().requires_grad_() for leaf in random_logits(step)]
     shares, rows = [], list(zip(logits, samples, strict=True))
     for part in (rows[call::calls] for call in range(calls)):
-        outputs = (map(of_response, column, samples_of(part)) for column in scores_of(part))
-        log_probs, entropy = map(list, outputs)
-        shares.append(loss(log_probs, samples_of(part), entropy))
+        log_probs, entropy = zip(*starmap(scores_of, part), strict=True)
+        shares.append(loss(log_probs, [sample for _, sample in part], entropy))
     value = sum(shares, torch.zeros(()))
     found = torch.autograd.grad(value, logits, allow_unused=True, materialize_grads=True)
 
-    check(aggregated, step, logits, value, found)
-    if calls > 1:  # a mutant: one call is left out
-        assert abs(shares[0].item()) > 1e-3
-
-
-Row = tuple[Tensor, Sample]
-
-
-def samples_of(rows: Sequence[Row]) -> list[Sample]:
-    return [sample for _, sample in rows]
-
-
-def scores_of(rows: Sequence[Row]) -> tuple[list[Tensor], list[Tensor]]:
-    """Log-probs of the next tokens, and entropies, [total_length] each, as a model gives them."""
-    log_probs, entropies = [], []
-    for leaf, sample in rows:
-        scores = torch.log_softmax(leaf, 1)
-        log_probs.append(scores.gather(1, sample.tokens.roll(-1)[:, None])[:, 0])
-        entropies.append(-(scores.exp() * scores).sum(1))
-    return log_probs, entropies
-
-
-def check(
-    aggregated: dict[str, Any],
-    step: list[oracle.PlainSample],
-    logits: list[Tensor],
-    value: Tensor,
-    found: Sequence[Tensor],
-) -> None:
-    """Compare the loss and every logit's gradient with the float64 loops."""
     plain = [leaf.detach().double().requires_grad_() for leaf in logits]
     expected = oracle.policy_loss(step, plain, oracle.Objective(**aggregated, **TERMS)).loss
     gradients = torch.autograd.grad(expected, plain, allow_unused=True, materialize_grads=True)
@@ -75,56 +43,15 @@ def check(
     assert value.item() == pytest.approx(expected.item(), rel=1e-5)
     for one, other in zip(found, gradients, strict=True):
         assert (one.double() - other).abs().max() < 1e-6 * largest
+    if calls > 1:  # a mutant: one call is left out
+        assert abs(shares[0].item()) > 1e-3
 
 
-@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
-def test_the_loss_of_datums_in_an_engine_after_megatron_bridges_plan(aggregation: str) -> None:
-    """The engine weighs the tokens of each tensor, and divides by the weights of all data ranks; here there is one."""
-    step = random_step(3)
-    divisor = DIVISOR if aggregation == "constant" else None
-    aggregated = {"loss_aggregation": aggregation, "loss_aggregation_divisor": divisor}
-    config, samples = PolicyLossConfig(**aggregated, **TERMS), package_samples(step)
-    totals = uneven_totals(samples, allow_different_prompts=True)
-    logits = [leaf.float().detach().requires_grad_() for leaf in random_logits(step)]
-    # Weights of any kind, as long as a sample that counts has some.
-    datums = [
-        SimpleNamespace(loss_fn_inputs={"weights": torch.arange(1.0, sample.total_length + 1)})
-        for sample in samples
-    ]
-    loss_fn = datum_loss(config, totals, datums, samples)
-
-    def forward_backward(micro_batches: list[list[int]]) -> Tensor:
-        loss = torch.zeros(())
-        whole = sum(float(datum.loss_fn_inputs["weights"].sum()) for datum in datums)
-        for numbers in micro_batches:
-            log_probs, entropy = scores_of([(logits[n], samples[n]) for n in numbers])
-            output = SimpleNamespace(logprobs=log_probs, entropy=entropy)
-            batch = [datums[n] for n in numbers]
-            for datum, losses in zip(batch, loss_fn(output, batch), strict=True):
-                loss = loss + (datum.loss_fn_inputs["weights"] * losses).sum() / whole
-        return loss
-
-    count = len(samples)
-    value = forward_backward([list(range(0, count, 2)), list(range(1, count, 2))])
-    found = torch.autograd.grad(value, logits, allow_unused=True, materialize_grads=True)
-    check(aggregated, step, logits, value, found)
-    # A mutant: a micro-batch comes twice.
-    assert abs(forward_backward([[*range(count)], [0, 1]]).item() - value.item()) > 1e-4
-
-
-def test_refusals_of_datums() -> None:
-    samples = package_samples(random_step(3))[:2]
-    config, totals = PolicyLossConfig(), uneven_totals(samples, allow_different_prompts=True)
-    bare = [SimpleNamespace(loss_fn_inputs={}) for _ in samples]
-    words = "the datum's loss_fn_inputs have no weights, or all of them are 0"
-    assert_refused(words, datum_loss, config, totals, bare, samples)
-    for datum, sample in zip(bare, samples, strict=True):
-        datum.loss_fn_inputs["weights"] = torch.ones(sample.total_length)
-    loss_fn = datum_loss(config, totals, bare, samples)
-    output = SimpleNamespace(logprobs=None, entropy=None)
-    assert_refused("the engine's ModelOutput lacks logprobs", loss_fn, output, bare)
-    others = [SimpleNamespace(loss_fn_inputs={})]
-    assert_refused("gives datum_loss other datums", loss_fn, output, others)
+def scores_of(logits: Tensor, sample: Sample) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies, [response_length], from logits [total_length, vocabulary]."""
+    scores = torch.log_softmax(logits[sample.prompt_length - 1 : -1], 1)
+    log_probs = scores.gather(1, sample.tokens[sample.prompt_length :, None])[:, 0]
+    return log_probs, -(scores.exp() * scores).sum(1)
 
 
 def test_refusals() -> None:
@@ -136,35 +63,18 @@ def test_refusals() -> None:
     words = f"the engine gives {[lengths[0] + 1, lengths[1]]} log-probs or entropies for"
     assert_refused(words, loss, wrong, samples)
 
-    config = PolicyLossConfig(eps_clip=0.1, entropy_coef=0.02)
-    assert_refused(
-        "entropy_coef is 0.02, and X hands its loss no entropy",
-        refuse_settings,
-        "X",
-        None,
-        {},
-        config,
-    )
-    args = SimpleNamespace(
-        **ms_swift.settings_of(PolicyLossConfig()) | {"loss_type": "dapo", "beta": 0.1}
-    )
-    words = "ms-swift has loss_type dapo, beta 0.1, and megatron_pg, which computes the loss, loss_type grpo, beta 0"
-    settings = ms_swift.settings_of(PolicyLossConfig())
-    assert_refused(words, refuse_settings, "ms-swift", args, settings, PolicyLossConfig())
 
-    args = SimpleNamespace(
-        loss_type="policy_loss", advantage_estimator="gspo", eps_clip=0.2, eps_clip_high=0.2
-    )
-    words = "vime has loss_type policy_loss"
-    assert_refused(words, vime.prepare, args, 0, {})
-
+@pytest.mark.parametrize(
+    ("reads", "entropy_coef", "words"),
+    [
+        ("logit", 0.0, "NeMo-RL's loss_fn reads logit"),
+        ("logprob", 0.0, "has force_on_policy_ratio True"),
+        ("logprob", 0.02, "entropy_coef is 0.02, and NeMo-RL gives its loss no entropy"),
+    ],
+)
+def test_refusals_of_nemo_rl(reads: str, entropy_coef: float, words: str) -> None:
     policy = SimpleNamespace(train=None, cfg={})
-    nemo_rl.train_with(policy, PolicyLossConfig(), 2)
-    for theirs, words in (
-        ("logit", "NeMo-RL's loss_fn reads logit"),
-        ("logprob", "has force_on_policy_ratio True"),
-    ):
-        loss_fn = SimpleNamespace(
-            input_type=SimpleNamespace(value=theirs), force_on_policy_ratio=True
-        )
-        assert_refused(words, policy.train, {}, loss_fn)
+    nemo_rl.train_with(policy, PolicyLossConfig(entropy_coef=entropy_coef), 2)
+    input_type = SimpleNamespace(value=reads)
+    loss_fn = SimpleNamespace(input_type=input_type, force_on_policy_ratio=True)
+    assert_refused(words, policy.train, {}, loss_fn)

@@ -153,7 +153,7 @@ BY_NAME = {
     (
         "rlvr.yaml",
         "actor_train: {model_args: {}}\npg_clip: 0.2\n",
-    ): "ROLL is not read: a worker class",
+    ): "ROLL is not read: an adapter of your own",
     (
         "run.sh",
         "python open_instruct/grpo_fast.py --loss_denominator token",

@@ -1,4 +1,4 @@
-"""The weights and refusals of verl's plugin and ROLL's worker, without the two: tests/trainers has the proof on their code."""
+"""The weights and refusals of verl's plugin without verl: tests/trainers has the proof on its code."""
 
 import functools
 import runpy
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_pg.integrations import DIVISOR_VARIABLE, proof, roll_weights, verl, verl_proof
+from megatron_pg.integrations import DIVISOR_VARIABLE, proof, verl, verl_proof
 from megatron_pg.integrations.reducers import HOOKS
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from tests import oracle
@@ -21,9 +21,6 @@ GROUPS = [7, 7, 7, 9, 9, 9]
 STEP = [plain_sample(mask, group=group) for mask, group in zip(MASKS, GROUPS, strict=True)]
 PADDED = torch.nn.utils.rnn.pad_sequence([torch.tensor(mask) for mask in MASKS], batch_first=True)
 TOTALS = {"global_batch_size": len(MASKS), "batch_num_tokens": int(PADDED.sum())}
-
-
-NO_DIVISORS = ("", "0", "-1", "nan", "inf", "many")
 
 
 @pytest.fixture(autouse=True)
@@ -191,7 +188,7 @@ def test_verls_divisor(monkeypatch):
     monkeypatch.setenv(DIVISOR_VARIABLE, "16")
     assert verl._divisor(None) == verl._divisor(16) == 16.0
     assert_refused("two divisors | loss_scale_factor=8", verl._divisor, 8)
-    for value in NO_DIVISORS:
+    for value in ("", "0", "-1", "nan", "inf", "many"):
         monkeypatch.setenv(DIVISOR_VARIABLE, value)
         assert_refused(DIVISOR_VARIABLE, verl._divisor, None)
 
@@ -209,81 +206,3 @@ def test_estimator_settings(monkeypatch):
     assert_refused(words, refuse, None, 12, GROUPS * 2)
     loss.loss_mode = "vanilla"
     assert_refused("policy_loss.loss_mode=vanilla", refuse, None, 6, GROUPS)
-
-
-def of_roll(aggregation: str, *, prompts: list[int] = GROUPS, divisor: float | None = None):
-    names = [str(prompt).encode() for prompt in prompts]
-    tokens, options = [sum(mask) for mask in MASKS[: len(prompts)]], {"divisor": divisor}
-    return roll_weights.step_weights(
-        aggregation, tokens, names, None, rollouts_per_prompt=3, **options
-    )
-
-
-@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
-def test_rolls_weights_times_losses_are_the_objective(aggregation):
-    generator = torch.Generator().manual_seed(0)
-    losses = [torch.rand(len(mask), generator=generator, dtype=torch.float64) for mask in MASKS]
-    divisor = 5.0 if aggregation == "constant" else None
-    rows = zip(of_roll(aggregation, divisor=divisor), losses, MASKS, strict=True)
-    found = sum(weight * (loss * torch.tensor(mask)).sum() for weight, loss, mask in rows)
-    expected = oracle.aggregate(STEP, losses, aggregation, divisor)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
-
-
-def test_a_group_that_is_split_over_steps_or_drawn_twice_is_refused():
-    words = "1 of the 2 prompts | gradient_accumulation_steps"
-    assert_refused(words, of_roll, "prompt_mean", prompts=GROUPS[:5])
-    assert len(of_roll("sample_mean", prompts=GROUPS[:5])) == 5
-    words = "1 of the 1 prompts | have 6 samples | not 3 | drawn twice"
-    assert_refused(words, of_roll, "prompt_mean", prompts=[7] * 6)
-
-
-def test_factors_undo_the_mean_over_the_kept_tokens():
-    kept = torch.tensor([[1, 0, 1], [0, 0, 0]])
-    factors = roll_weights.sample_factors([0.25, 0.5], kept, torch.tensor(7))
-    assert factors.tolist() == [3.5, 0.0] and factors.dtype == torch.float32
-
-
-def rolls_mean(losses, mask, scale):
-    means = (losses * mask).sum(dim=-1) / mask.sum(dim=-1)
-    return lambda weights, count: (means * weights).sum() / count * scale
-
-
-@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
-def test_an_agg_loss_is_proven_or_refused(aggregation):
-    def agg_loss(scale, *, loss_mat, loss_mask, weights, global_valid_samples, **_):
-        return rolls_mean(loss_mat, loss_mask, scale)(weights, global_valid_samples)
-
-    divisor = 5.0 if aggregation == "constant" else None
-    roll_weights.prove(aggregation, divisor, functools.partial(agg_loss, 1.0))
-    words = f"megatron_pg {aggregation}: agg_loss | expected | worker_cls"
-    mutant = functools.partial(agg_loss, 1.0005)
-    assert_refused(words, roll_weights.prove, aggregation, divisor, mutant)
-
-
-def roll_config(**changes: object) -> types.SimpleNamespace:
-    settings = {"difficulty_loss_weight": False, "length_loss_weight": False}
-    settings |= {"actor_train": types.SimpleNamespace(apply_loss_scale=True)}
-    return types.SimpleNamespace(**{"loss_agg_mode": "seq-mean-token-mean", **settings, **changes})
-
-
-@pytest.mark.parametrize(
-    ("key", "changes"),
-    {
-        "loss_agg_mode": {"loss_agg_mode": "token-mean"},
-        "difficulty_loss_weight": {"difficulty_loss_weight": True},
-        "length_loss_weight": {"length_loss_weight": True},
-        "apply_loss_scale": {"actor_train": types.SimpleNamespace(apply_loss_scale=False)},
-    }.items(),
-)
-def test_settings_are_refused_by_key(key, changes):
-    assert_refused(key, roll_weights.refuse_settings, "prompt_mean", roll_config(**changes), {})
-
-
-def test_rolls_divisor():
-    assert roll_weights.refuse_settings("sample_mean", roll_config(), {}) is None
-    refuse = functools.partial(roll_weights.refuse_settings, "constant", roll_config())
-    assert refuse({DIVISOR_VARIABLE: "8"}) == 8.0
-    for text in NO_DIVISORS:
-        assert_refused(DIVISOR_VARIABLE, refuse, {DIVISOR_VARIABLE: text})
-    assert_refused("system_envs", refuse, {})

@@ -4,9 +4,7 @@ Every token of the step has an id of its own, and the model a row of logits for 
 gradient of every logit.
 """
 
-import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.megatron.cpu.runtime import enable_cpu_runtime
-from tests.distributed.launch import run_ranks
 from tests.oracle import Objective, PlainSample
 
 ROLLOUTS_PER_PROMPT = 3
@@ -24,22 +21,8 @@ LENGTHS = [
     *((2, [0, 1, 1, 1]), (2, [1, 1]), (3, [1, 0, 1, 1]), (2, [1])),
 ]
 """Tool tokens inside, a sample without active tokens, micro-batches of an even number of tokens: see `test_the_floor`."""
-CUTS = {"one": 1, "cp_2": 2, "dp_2": 1}
-"""The context-parallel size of one process, of two, and of two that are data parallel."""
 KL_COEF, ENTROPY_COEF, CLIP, CLIP_HIGH = 0.02, 0.02, 0.2, 0.28
 TOLERANCE = 1e-6
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cut:
-    """How a step is cut, and what a test varies in every trainer."""
-
-    context: int = 1
-    micro_batch_size: int = 2
-    with_terms: bool = True
-    """Whether KL and entropy are in the loss."""
-    breakage: str = ""
-    """A mutant's name; see `broken`."""
 
 
 def difference(found: Tensor | str, reference: Tensor) -> float:
@@ -90,10 +73,8 @@ def gradient(samples: list[PlainSample], loss: Callable[[list[Tensor]], Tensor])
     return torch.autograd.grad(loss([table[s.tokens] for s in samples]), table)[0]
 
 
-def table_under_ddp(
-    logits: Tensor, per_token: bool, context: int = 1, dtype: torch.dtype = torch.float32
-) -> Any:
-    """The table of logits as a Megatron model under Megatron's DDP, which gives logits of that dtype."""
+def table_under_ddp(logits: Tensor, per_token: bool, context: int = 1) -> Any:
+    """The table of logits as a Megatron model under Megatron's DDP."""
     from megatron.core import distributed
     from megatron.core.enums import ModelType
     from megatron.core.transformer import TransformerConfig
@@ -110,7 +91,7 @@ def table_under_ddp(
         def set_input_tensor(self, input_tensor: Any) -> None: ...
 
         def forward(self, input_ids: Tensor, **ignored: Any) -> Tensor:
-            return self.weight[input_ids].to(dtype)
+            return self.weight[input_ids]
 
     sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1}
     sizes |= {"context_parallel_size": context, "calculate_per_token_loss": per_token}
@@ -118,34 +99,6 @@ def table_under_ddp(
     config.finalize_model_grads_func = distributed.finalize_model_grads
     ddp_config = distributed.DistributedDataParallelConfig(grad_reduce_in_fp32=True)
     return distributed.DistributedDataParallel(config, ddp_config, Table(config))
-
-
-class Outcomes:
-    """The gradients that a trainer's code gives for cases of one step, by how the step is cut over ranks."""
-
-    def __init__(self, gradients: Any, step: list[PlainSample], cases: Any) -> None:
-        self.gradients, self.step, self.cases = gradients, step, cases
-
-    @functools.cached_property
-    def _two_ranks(self) -> list[list[Any]]:
-        return run_ranks(self.gradients, 2, self.step, self.cases(2) + self.cases(1))
-
-    def check(self, cut: str, expected: Callable[..., Tensor], num_mutants: int) -> None:
-        """On every rank the sound cases have the gradient of the loops, and the mutants have not."""
-        cases = self.cases(CUTS[cut])
-        assert sum(bool(case.breakage) for case in cases) == num_mutants < len(cases)
-        if cut == "one":
-            ranks = [self.gradients(self.step, cases)]
-        else:
-            part = slice(0, len(cases)) if cut == "cp_2" else slice(len(cases), None)
-            ranks = [rank[part] for rank in self._two_ranks]
-        for case, *found in zip(cases, *ranks, strict=True):
-            reference = expected(case, self.step)
-            errors = [difference(each, reference) for each in found]
-            if case.breakage:
-                assert errors[0] > 20 * TOLERANCE, case
-            else:
-                assert max(errors) <= TOLERANCE, case
 
 
 def share_of(samples: list[PlainSample], context: int) -> slice:

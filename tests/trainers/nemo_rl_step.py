@@ -1,7 +1,14 @@
-"""One step of NeMo-RL: its data, packing, log-probs, loss processor and wrappers around the protocol's adapter."""
+"""One step of NeMo-RL, the gradient of every logit, and that of plain float64 loops.
+
+Its data, packing, log-probs, loss processor and wrappers are its own; a table of logits
+stands for the model.
+"""
 
 import importlib
+import sys
 import types
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_pg import PolicyLossConfig
+from megatron_pg.megatron.cpu.runtime import enable_cpu_runtime
+from tests import oracle
 from tests.oracle import PlainSample
 
-from .engines import FILTERED, GROUP, Case, config_of, matrices, scheduled
+from . import logit_table
 from .logit_table import initialize, logits_of, table_under_ddp
-from .sources import functions, stand_in_for
+from .sources import TRAINERS, functions, stand_in_for
 
 NEMO_RL_PACKAGES = "ray requests decord torchvision PIL pynvml uvicorn fastapi zmq wandb omegaconf transformers".split()
 NEMO_RL_MODULES = "models algorithms.x_token environments utils experience distributed.model_utils data.multimodal_utils".split()
@@ -32,6 +42,95 @@ def pinless() -> Any:
     made.__dict__.update(vars(torch))
     made.tensor = lambda *values, pin_memory=False, **named: torch.tensor(*values, **named)
     return made
+
+
+DIVISOR = 8.0
+MASKS = [
+    *([1, 1, 1, 0, 0, 1], [1, 1, 1], [1, 1], [1]),
+    *([1, 1, 0, 1, 1, 1, 1, 1], [1, 0, 1, 1], [1] * 7, [1, 1, 1]),
+]
+FILTERED = 2
+"""A sample that a filter takes out of the loss; it counts in N."""
+GROUP, WIDTH = 4, 14
+
+
+@dataclass(frozen=True)
+class Case:
+    aggregation: str
+    packed: bool = True
+    context: int = 1
+    mutant: str = ""
+    """`scale`: what NeMo-RL multiplies by is left out. `windows`: log-probs are those of the next token."""
+
+
+def a_step() -> list[PlainSample]:
+    """Two prompt groups of four, each with a prompt of its own length."""
+    generator = torch.Generator().manual_seed(7)
+    samples, next_id = [], 8
+    for number, mask in enumerate(MASKS):
+        prompt = list(range(1 + 4 * (number // GROUP), 4 + 5 * (number // GROUP)))
+        old, ref, rollout = (-4.5 + torch.rand(3, len(mask), generator=generator)).tolist()
+        advantages = torch.randn(1, generator=generator).tolist() * len(mask)
+        kept = [0] * len(mask) if number == FILTERED else mask
+        tokens = prompt + list(range(next_id, next_id + len(mask)))
+        fields = {"ref_log_probs": ref, "rollout_log_probs": rollout}
+        group = number // GROUP
+        samples.append(
+            PlainSample(tokens, len(mask), kept, advantages, old, group_index=group, **fields)
+        )
+        next_id += len(mask)
+    return samples
+
+
+def config_of(case: Case) -> PolicyLossConfig:
+    return PolicyLossConfig(
+        loss_aggregation=case.aggregation,
+        loss_aggregation_divisor=DIVISOR if case.aggregation == "constant" else None,
+        eps_clip=logit_table.CLIP,
+        eps_clip_high=logit_table.CLIP_HIGH,
+        kl_loss_coef=logit_table.KL_COEF,
+        kl_loss_type="low_var_kl",
+    )
+
+
+def expected(case: Case, samples: list[PlainSample]) -> Tensor:
+    objective = logit_table.objective(case.aggregation, DIVISOR, kl_loss_coef=logit_table.KL_COEF)
+    return logit_table.gradient(samples, lambda x: oracle.policy_loss(samples, x, objective).loss)
+
+
+def matrices(samples: list[PlainSample]) -> dict[str, Tensor]:
+    """Rows [samples, WIDTH] as NeMo-RL holds them: the value of each token at its own column."""
+    made: dict[str, Tensor] = {}
+    for number, sample in enumerate(samples):
+        rows = {
+            name: getattr(sample, name)
+            for name in ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs")
+        }
+        rows |= {"response_mask": MASKS[number], "loss_mask": sample.loss_mask}
+        for name, values in rows.items():
+            matrix = made.setdefault(name, torch.zeros(len(samples), WIDTH))
+            matrix[number, sample.prompt_length : len(sample.tokens)] = torch.tensor(values).float()
+        ids = made.setdefault("tokens", torch.zeros(len(samples), WIDTH, dtype=torch.int64))
+        ids[number, : len(sample.tokens)] = torch.tensor(sample.tokens)
+    return made
+
+
+def scheduled(model: Any, forward_step: Callable[..., Any], count: int) -> Tensor:
+    """The table's gradient after Megatron's own schedule and DDP."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(range(count)),
+        model=[model],
+        num_microbatches=count,
+        seq_length=WIDTH,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    (parameter,) = model.parameters()
+    gradient: Tensor = parameter.main_grad.detach().clone()
+    return gradient
 
 
 def gradient(samples: list[PlainSample], case: Case) -> Tensor:
@@ -142,3 +241,10 @@ def gradient(samples: list[PlainSample], case: Case) -> Tensor:
         data, SimpleNamespace(loss_type=types[0], input_type=types[1], force_on_policy_ratio=False)
     )
     return found[0]
+
+
+def gradients(samples: list[PlainSample], cases: list[Case]) -> list[Tensor]:
+    enable_cpu_runtime()
+    if str(TRAINERS / "NeMo-RL") not in sys.path:
+        sys.path.insert(0, str(TRAINERS / "NeMo-RL"))
+    return [gradient(samples, case) for case in cases]

@@ -10,7 +10,6 @@ import importlib.util
 import os
 import re
 import sys
-import tempfile
 import types
 import typing
 from collections.abc import Sequence
@@ -28,7 +27,6 @@ STAND_INS = {
     "slime": "ray httpx wandb sglang sglang_router torch_memory_saver pandas".split(),
     "verl": "ray torchdata cachetools fastapi uvicorn aiohttp pandas zmq codetiming datasets accelerate peft dill "
     "pylatexenc".split(),
-    "ROLL": "ray codetiming transfer_queue opentelemetry imageio torchdata pandas datasets peft dacite accelerate pybase64".split(),
 }
 STAND_INS["miles"] = STAND_INS["slime"]
 
@@ -89,10 +87,8 @@ def stand_in_for(names: Sequence[str], even_if_installed: bool = False) -> None:
 
 def lacks(name: str, *packages: str) -> str | None:
     """Say why a trainer cannot be imported here; None where it can. Its checkout goes on the path of this process."""
-    if (TRAINERS / name).is_dir():
-        for folder in (TRAINERS / name, TRAINERS / name / "mcore_adapter/src"):
-            if str(folder) not in sys.path:
-                sys.path.append(str(folder))
+    if (TRAINERS / name).is_dir() and str(TRAINERS / name) not in sys.path:
+        sys.path.append(str(TRAINERS / name))
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
         return f"no {', '.join(missing)} here: bash ci/trainers.sh --clone FOLDER all, or, with checkouts in TRAINERS, pip install --no-deps -r tests/trainers/requirements.txt"
@@ -102,11 +98,6 @@ def lacks(name: str, *packages: str) -> str | None:
 
 def find_verl() -> str | None:
     return lacks("verl", "verl", "tensordict", "omegaconf", "hydra", "transformers")
-
-
-def find_roll() -> str | None:
-    os.environ.setdefault("ROLL_LOG_DIR", tempfile.mkdtemp())  # or it writes where it is run
-    return lacks("ROLL", "roll", "tensordict", "transformers")
 
 
 def functions(path: str, *names: str, **others: Any) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from megatron_pg.megatron.cpu.runtime import enable_cpu_runtime
 from tests.oracle import PlainSample
 
 from . import logit_table
-from .logit_table import Cut, initialize, logits_of, share_of, table_under_ddp
+from .logit_table import initialize, logits_of, share_of, table_under_ddp
 from .sources import find_verl
 
 CLIP_C = 3.0
@@ -35,13 +35,19 @@ OFF = (
 
 
 @dataclass(frozen=True)
-class Case(Cut):
+class Case:
     """One step: how it is cut and which of verl's settings it has."""
 
     loss_mode: str
     per_token: bool = False
     loss_agg_mode: str = "seq-mean-token-mean"
     loss_scale_factor: int | None = None
+    context: int = 1
+    micro_batch_size: int = 2
+    with_terms: bool = True
+    """Whether KL and entropy are in the loss."""
+    breakage: str = ""
+    """A mutant's name; see `broken`."""
 
     @property
     def estimator(self) -> str:

@@ -19,7 +19,7 @@ def cited(field: str) -> str:
 
 REPOSITORY = cited("repository-code")
 
-MEGATRON = ["megatron-core>=0.15,<0.21"]
+MEGATRON = ["megatron-core>=0.16,<0.21"]
 # What parts of the package ask for: rollout files, pictures, pages and tables of `explain`, YAML and shell scripts in `migrate`.
 TOOLS = [
     "jinja2>=3.1",
@@ -82,14 +82,13 @@ setup(
         "Intended Audience :: Science/Research",
         "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3",
-        "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",
     ],
     packages=find_packages(include=["megatron_pg", "megatron_pg.*"]),
     package_data={"megatron_pg": ["py.typed", "migrate/*.toml", "explain/page/*"]},
-    python_requires=">=3.11",
+    python_requires=">=3.12",
     install_requires=["torch>=2.6", "numpy>=1.26"],
     entry_points={
         "console_scripts": ["megatron-pg = megatron_pg.cli:main"],

@@ -3,22 +3,22 @@
 #   source ci/environment.sh
 #   make_environment test        # or examples, docs: afterwards $VENV_PYTHON runs with the package and what these need
 #
-# PYTHON= chooses the interpreter, TORCH= another torch; VENV_PYTHON= names an interpreter that has everything, and nothing
-# is made. The environment is .venv-<version> in the project's root (with TORCH=, .venv-<version>-torch-<version>); it is
-# installed again only when what it is made of changes.
+# PYTHON= chooses the interpreter, TORCH= and MEGATRON= other versions of torch and megatron-core. VENV_PYTHON= names an
+# interpreter that has everything, and nothing is made. The environment is .venv-<version> in the project's root (with
+# TORCH=, .venv-<version>-torch-<version>, with MEGATRON= likewise). It is installed again only if its ingredients change.
 
 # Every process would compile torch and Megatron anew, which takes longer than to import them: 10 seconds of a core.
 unset PYTHONDONTWRITEBYTECODE
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 GIVEN="${VENV_PYTHON:-}"
 
-# The versions that the tests are run with. 0.16.1 is the newest megatron-core that has a wheel for Python 3.11.
+# The oldest supported megatron-core.
+OLDEST_MEGATRON=0.16.0
+
+# The versions that the tests are run with.
 constraints() {
     echo "torch==${TORCH:-2.13.0}"
-    case "$1" in
-        3.11) echo "megatron-core==0.16.1" ;;
-        *) echo "megatron-core==0.19.2" ;;
-    esac
+    echo "megatron-core==${MEGATRON:-0.19.2}"
 }
 
 # Version of an interpreter that truly runs and can make environments; nothing for one that does not (a shim whose
@@ -37,19 +37,19 @@ interpreters_named() {
 
 find_python() {
     local name candidate version
-    for name in ${PYTHON:-python3.12 python3.11 python3 python}; do
+    for name in ${PYTHON:-python3.12 python3.13 python3 python}; do
         for candidate in $(interpreters_named "$name"); do
             version="$(version_of "$candidate")" || continue
             case "$version" in
-                3.11 | 3.12 | 3.13) echo "$candidate" && return 0 ;;
+                3.12 | 3.13) echo "$candidate" && return 0 ;;
             esac
         done
     done
     {
         if [ -n "${PYTHON:-}" ]; then
-            echo "PYTHON=$PYTHON is no Python of 3.11 to 3.13 that runs and has the modules venv and ensurepip."
+            echo "PYTHON=$PYTHON is not a Python 3.12 or 3.13 that runs and has the modules venv and ensurepip."
         else
-            echo "No Python of 3.11 to 3.13 that runs and has the modules venv and ensurepip was found."
+            echo "No Python 3.12 or 3.13 that runs and has the modules venv and ensurepip was found."
         fi
         echo "Install Python 3.12 (Debian, Ubuntu: python3.12 and python3.12-venv) or name one: PYTHON=/path/to/python3.12"
     } >&2
@@ -66,7 +66,7 @@ make_environment() {
     esac
     python="$(find_python)" || return 1
     version="$(version_of "$python")"
-    venv="$ROOT/.venv-$version${TORCH:+-torch-$TORCH}"
+    venv="$ROOT/.venv-$version${TORCH:+-torch-$TORCH}${MEGATRON:+-megatron-$MEGATRON}"
     VENV_PYTHON="$venv/bin/python"
     wanted="$(cd "$ROOT" && cat setup.py pyproject.toml ci/environment.sh examples/requirements.txt examples/trainer/requirements.txt | cksum)"
     if [ "$(cat "$venv/installed-$for" 2>/dev/null)" = "$wanted" ] && version_of "$VENV_PYTHON" >/dev/null; then
@@ -76,7 +76,7 @@ make_environment() {
     if ! version_of "$VENV_PYTHON" >/dev/null; then
         "$python" -m venv --clear "$venv" || return 1
     fi
-    constraints "$version" >"$venv/constraints.txt"
+    constraints >"$venv/constraints.txt"
     # Of 14,000 files the tests import a fourth: Python compiles those when it first does, and keeps what it made.
     if ! "$VENV_PYTHON" -m pip install --quiet --no-compile --disable-pip-version-check --constraint "$venv/constraints.txt" \
         "${what[@]}" >"$venv/install.log" 2>&1; then
@@ -85,4 +85,17 @@ make_environment() {
         return 1
     fi
     echo "$wanted" >"$venv/installed-$for"
+}
+
+# Unpacks the oldest supported megatron-core into a folder, printed, that comes before the environment's own on PYTHONPATH.
+oldest_megatron() {
+    local folder="$ROOT/.venv-oldest-megatron"
+    if [ ! -e "$folder/$OLDEST_MEGATRON" ]; then
+        rm -rf "$folder"
+        "$VENV_PYTHON" -m pip install --quiet --no-deps --no-compile --disable-pip-version-check --target "$folder" \
+            "megatron-core==$OLDEST_MEGATRON" >&2 || return 1
+        # A namespace package would add the environment's megatron.training.
+        touch "$folder/megatron/__init__.py" "$folder/$OLDEST_MEGATRON"
+    fi
+    echo "$folder"
 }

@@ -6,7 +6,7 @@
 #   bash examples/quickstart.sh --resume                            # go on where a stopped run was
 #   bash examples/quickstart.sh --config runs/quickstart/settings.yaml  # a run's flags again
 #   PROCESSES=1 bash examples/quickstart.sh                         # on one core
-#   PYTHON=python3.11 bash examples/quickstart.sh                   # another interpreter
+#   PYTHON=python3.13 bash examples/quickstart.sh                   # another interpreter
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source ci/environment.sh

@@ -79,8 +79,7 @@ def _auxiliary_lacks(options: CheckOptions) -> str:
         return "needs --num-experts 3 or more"
     if options.dtype == "bf16":
         return "rounding decides between experts in bf16, use --dtype fp32"
-    is_right = versions.moe_auxiliary_loss_under_context_parallel_is_right()
-    return "" if is_right else "needs megatron-core 0.16"
+    return ""
 
 
 def _replay_lacks(options: CheckOptions) -> str:
@@ -88,7 +87,7 @@ def _replay_lacks(options: CheckOptions) -> str:
         return "needs --num-experts 3 or more"
     if options.dtype == "bf16":
         return "a token takes all experts in bf16, use --dtype fp32"
-    return "" if versions.has_router_replay() else "needs megatron-core 0.16"
+    return ""
 
 
 def _router(name: str, kind: str | list[str] = "aux_loss", value: Any = 0.0, **builds: Any) -> Case:

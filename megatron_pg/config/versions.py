@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
-OLDEST_SUPPORTED = (0, 15)
+OLDEST_SUPPORTED = (0, 16)
 FIRST_UNSUPPORTED = (0, 21)
-SUPPORTED_RANGE = "megatron-core>=0.15,<0.21"
+SUPPORTED_RANGE = "megatron-core>=0.16,<0.21"
 
 
 class UnsupportedMegatronError(ImportError):
@@ -71,11 +71,6 @@ masks_expert_bias = partial(_is_from, 0, 20)
 multiplies_by_ranks = partial(_is_from, 0, 19)
 """Per-token mode multiplies a router's loss by the ranks that share a micro-batch, as 0.19.2 does; by tokens alone in
 transformer/moe/router.py of 0.16.1 to 0.18.2."""
-moe_auxiliary_loss_under_context_parallel_is_right = partial(_is_from, 0, 16)
-"""The other mode scales the MoE auxiliary loss rightly under context parallelism. forward_step_calc_loss in
-pipeline_parallel/schedules.py of 0.15.3 lacks the factor CP by which data parallelism divides."""
-has_router_replay = partial(_is_from, 0, 16)
-"""Routers take given experts (transformer/moe/router_replay.py of 0.16.1 to 0.19.2)."""
 derives_multi_token_labels = partial(_is_from, 0, 19)
 """Multi-token prediction is trained without labels, and has a loss scale of its own. `process_mtp_loss` of 0.19.2 makes
 labels from the input. Without labels 0.17.1 and 0.18.2 leave the loss out, older ones fail."""

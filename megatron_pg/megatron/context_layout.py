@@ -13,7 +13,7 @@ def require_partition_mode(model: Any, mode: CpPartitionMode) -> None:
     """Refuse a `--cp-partition-mode` that the model, or a part of it, does not have; called under context parallelism.
 
     Megatron's development branch has the mode in its `TransformerConfig`, and refuses there what its attention does not
-    take. megatron-core 0.15 to 0.19.2 knows the zigzag alone: in its rotary embedding (models/common/embeddings/rope_utils.py,
+    take. megatron-core 0.16 to 0.19.2 knows the zigzag alone: in its rotary embedding (models/common/embeddings/rope_utils.py,
     `_apply_rotary_pos_emb_thd`), in multi-token prediction (`roll_tensor`), and in Transformer Engine's attention. Attention
     of the user's own names the modes that it takes in an attribute `cp_partition_modes`.
     """

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.moe.moe_utils import get_tokens_per_expert_and_token_count
 from torch import Tensor
 
 from megatron_pg.config import versions
@@ -194,9 +195,6 @@ def _scale_of_a_rank(config: Any, size: int, before: Any = None) -> Tensor:
 
 def _require_count_of_group(chunk: Any) -> None:
     """Refuse a Megatron that multiplies by the tokens of one rank where `_scale_of_a_rank` expects the group's (MLM#7481)."""
-    # megatron-core 0.15 lacks it.
-    from megatron.core.transformer.moe.moe_utils import get_tokens_per_expert_and_token_count
-
     for router in itertools.islice(_routers(chunk), 1):
         is_global = router.get_aux_loss_coeff("global_aux_loss")
         group = router.tp_dp_cp_group if is_global else router.tp_cp_group

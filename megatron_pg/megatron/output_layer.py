@@ -1,6 +1,6 @@
 """Megatron's output layer with another product: the fused head's, float32 logits (`--fp32-lm-head`), or none at all.
 
-`ColumnParallelLinear.forward` (core/tensor_parallel/layers.py of megatron-core 0.15.3 to 0.19.2) leaves the product alone to
+`ColumnParallelLinear.forward` (core/tensor_parallel/layers.py of megatron-core 0.16.0 to 0.19.2) leaves the product alone to
 `self._forward_impl`, with the weight, the bias and the reductions of gradients as arguments. That method is exchanged. What
 a layer does with its product is found by `output_transform.read_transform` in its first forward.
 """

@@ -13,7 +13,6 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from megatron_pg.config import versions
 from megatron_pg.loss.metrics import SumsReport
 from megatron_pg.megatron.experts import drops_tokens
 from megatron_pg.megatron.groups import ParallelGroups, chunks_of, unwrapped
@@ -99,10 +98,6 @@ class RoutingReplay:
         if not getattr(config, "num_moe_experts", None):
             raise ValueError(
                 "--replay-routing, and the model has no experts (--num-experts): drop the flag"
-            )
-        if not versions.has_router_replay():
-            raise NotImplementedError(
-                "--replay-routing needs a router that megatron-core 0.16 and later has: update it, or drop the flag"
             )
         graph = getattr(config, "cuda_graph_impl", None)
         kind, capacity = config.moe_router_load_balancing_type, config.moe_expert_capacity_factor

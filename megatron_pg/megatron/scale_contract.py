@@ -26,8 +26,6 @@ The two other forms exist and are never returned: two values in per-token mode a
 values in the other mode carry no factor CP.
 """
 
-import functools
-import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,8 +34,6 @@ from torch import Tensor
 
 from megatron_pg.config import versions
 from megatron_pg.step.totals import StepTotals
-
-logger = logging.getLogger(__name__)
 
 ScheduleOutput = tuple[Tensor, dict[str, Tensor]] | tuple[Tensor, Tensor, dict[str, Tensor]]
 """The result of a Megatron loss_func: (loss, metrics), or (loss, number of tokens, metrics) in per-token mode."""
@@ -99,12 +95,6 @@ def scale_contract(
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches is {num_microbatches}: expected 1 or more")
     if not calculate_per_token_loss:
-        if (
-            context_parallel_size > 1
-            and has_router_loss(model_config)
-            and not versions.moe_auxiliary_loss_under_context_parallel_is_right()
-        ):
-            _warn_of_auxiliary_loss(context_parallel_size)
         return ScaleContract(
             calculate_per_token_loss=False,
             factor=float(data_parallel_size * num_microbatches),
@@ -130,16 +120,6 @@ def scale_contract(
         )
     sum_of_n = float(max(totals.num_tokens, 1))
     return ScaleContract(True, sum_of_n, True, 1.0, 1 / sum_of_n)
-
-
-@functools.cache
-def _warn_of_auxiliary_loss(context_parallel_size: int) -> None:
-    logger.warning(
-        "--context-parallel-size %d with a mixture-of-experts auxiliary loss: megatron-core before 0.16 scales the "
-        "auxiliary gradient to 1/%d of what is asked for, whatever the loss function returns; the policy gradient is "
-        "right. Multiply --moe-aux-loss-coeff by %d, or use 0.16 or later (said once)",
-        *(context_parallel_size,) * 3,
-    )
 
 
 def has_router_loss(model_config: Any) -> bool:

@@ -1,7 +1,7 @@
 """The settings that Megatron needs from a training loop beside the loss: without them the gradients are silently others.
 
 Read in distributed/distributed_data_parallel.py, distributed/param_and_grad_buffer.py, distributed/finalize_model_grads.py and
-pipeline_parallel/schedules.py of megatron-core 0.15.3 to 0.19.2. `train` of megatron/training/training.py sets all of them.
+pipeline_parallel/schedules.py of megatron-core 0.16.0 to 0.19.2. `train` of megatron/training/training.py sets all of them.
 """
 
 import functools

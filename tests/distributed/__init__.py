@@ -7,8 +7,6 @@ from pathlib import Path
 # The training script and what it consists of are imported as where it lies.
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# megatron-core 0.15 asks for it when it is imported: see megatron_pg.megatron.cpu.runtime.
-os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "9.0")
 
 from megatron_pg.megatron.cpu.runtime import compile_nothing  # noqa: E402
 

@@ -7,11 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_pg.config.versions import (
-    derives_multi_token_labels,
-    has_hybrid_model,
-    has_router_replay,
-)
+from megatron_pg.config.versions import derives_multi_token_labels, has_hybrid_model
 
 from .models import ModelOptions, Sharding
 from .steps import AGGREGATIONS, CUTS, MATRIX_SHAPES, Run, ValueRun
@@ -66,12 +62,17 @@ class Case:
     runs: tuple[Run, ...]
 
     @property
-    def configuration(self) -> str:
+    def model(self) -> str:
+        """The kind of model and data, empty for a dense one."""
         model = replace(self.options.unsharded, num_layers=DENSE.num_layers)
         sets = "kept sets " if self.runs[0].kept else ""
         sets += "replayed " if self.runs[0].replay_layers else ""
         sets += "balanced " if self.options.moe_aux_loss_coeff else ""
-        return f"{sets}{KINDS.get(model, '')}{self.sharding}"
+        return f"{sets}{KINDS.get(model, '')}"
+
+    @property
+    def configuration(self) -> str:
+        return f"{self.model}{self.sharding}"
 
     def reference(self, run: Run) -> tuple[Any, ...]:
         """What a step's reference depends on: not on the cut, where routers have no loss of their own."""
@@ -162,7 +163,7 @@ def all_cases() -> list[Case]:
     ]
     return (
         kept
-        + routed * has_router_replay()
+        + routed
         + [
             case
             for options, names in SHARDINGS
@@ -216,57 +217,3 @@ def sample_of_runs(sharding: Sharding, place: int) -> tuple[Run, ...]:
         is_regularized = bool((place + index // 2) % 2)
         steps.append(Run(aggregation, shape, cut, is_regularized, TERMS_BY[shape]))
     return tuple(steps)
-
-
-def representative_cases() -> list[Case]:
-    """Each kind of parallelism and reduction at least once, every aggregation in each, with as few layers as that takes."""
-    per_token = {"calculate_per_token_loss": True}
-    chosen: list[tuple[str, ModelOptions, dict[str, bool]]] = [
-        ("one process", DENSE, {}),
-        ("TP2", DENSE, {}),
-        ("PP2 VPP2", DENSE, per_token),
-        ("CP2 DP2", DENSE, {}),
-        ("CP2 DP2", DENSE, per_token),
-        ("CP2 DP2", DENSE, {"average_in_collective": True}),
-        ("CP2 DP2", DENSE, {"distributed_optimizer": True}),
-        ("CP4", DENSE, per_token),
-        ("PP2 DP2", DENSE, {"distributed_optimizer": True}),
-        ("PP2 CP2", TIED, {}),
-        ("TP2+SP CP2", DENSE, {}),
-        ("CP2 EP2 DP2", EXPERTS, {}),
-        ("EP2 DP2", EXPERTS, per_token),
-        ("TP2+SP PP2 VPP2 CP2", DENSE, {}),
-        ("CP2 DP2", CRITIC, {}),
-        ("CP4", CRITIC, per_token),
-        ("TP2", CRITIC, {}),
-        ("TP2+SP CP2", CRITIC, per_token),
-        ("PP2 VPP2 CP2", CRITIC, {}),
-        ("DP2", CRITIC, per_token),
-        ("CP4", CONTIGUOUS, {}),
-        ("TP2+SP CP2", CONTIGUOUS, per_token),
-        ("PP2 VPP2 CP2", CONTIGUOUS, {}),
-    ]
-    if derives_multi_token_labels():
-        chosen += [(name, AHEAD, {}) for name in ("CP2 DP2", "PP2 CP2", "TP2+SP CP2")]
-    if has_hybrid_model():
-        chosen += [(name, HYBRID, {}) for name in ("CP2", "TP2+SP CP2")]
-    sharding = Sharding.named("TP2+SP CP2")
-    cases = [Case(sharding, DENSE, with_sets(sample_of_runs(sharding, 0)))]
-    if has_router_replay():
-        sharding = Sharding.named("CP2 DP2")
-        options = replace(EXPERTS, dtype=torch.float64)
-        cases += [
-            with_experts(Case(sharding, options, sample_of_runs(sharding, 1))),
-            balanced_case(sharding, BALANCED, 0),
-            balanced_case(sharding, replace(BALANCED, **per_token), 1),
-        ]
-    for place, (name, options, mode) in enumerate(chosen):
-        sharding = Sharding.named(name)
-        steps = of_model(options, sample_of_runs(sharding, place))
-        # In float32 and float64 in turn.
-        is_double = place % 2 and options is not AHEAD
-        dtype = torch.float64 if is_double else torch.float32
-        num_layers = max(2, sharding.num_chunks)
-        options = replace(options, **mode, dtype=dtype, num_layers=num_layers)
-        cases.append(Case(sharding, options, steps))
-    return cases

@@ -17,8 +17,9 @@ import torch
 from megatron_pg.config.versions import megatron_core_version
 from megatron_pg.megatron.cpu.runtime import enable_cpu_runtime
 
-from .cases import Case, all_cases, representative_cases
+from .cases import Case, all_cases
 from .compare import METRIC_TOLERANCE, Comparison, compare, gradient_tolerance
+from .covering import covering_cases
 from .launch import run_ranks
 from .models import ModelOptions
 from .one_step import Outcome, run_steps
@@ -195,14 +196,16 @@ def report(result: Result) -> None:
 def main() -> int:
     """Exit status 1 where a case failed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--all", action="store_true", help="the whole matrix, not the CI's part")
+    parser.add_argument(
+        "--all", action="store_true", help="the whole matrix, not its covering array"
+    )
     parser.add_argument("--only", default="", help="cases whose name contains this")
     about = "launches at a time, of 1 to 8 processes each"
     parser.add_argument("--parallel", type=int, default=1, help=about)
     parser.add_argument("--markdown", type=Path, help="write the table here")
     arguments = parser.parse_args()
     enable_cpu_runtime()
-    cases: list[Case] = all_cases() if arguments.all else representative_cases()
+    cases: list[Case] = all_cases() if arguments.all else covering_cases()
     started = time.monotonic()
     results = []
     for result in run_all([c for c in cases if arguments.only in str(c)], arguments.parallel):

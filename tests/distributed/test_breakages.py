@@ -7,13 +7,10 @@ import pytest
 import torch
 
 from megatron_pg.megatron.cpu.runtime import enable_cpu_runtime
-from tests.lanes import in_one_lane
 
 from .break_check import family, problems_of_group
 from .breakage import GROUPS
 from .launch import run_ranks
-
-pytestmark = in_one_lane
 
 FLAGS = "--device cpu --num-layers 1 --num-experts 4 --mtp-num-layers 1"
 

@@ -28,7 +28,6 @@ from megatron_pg.config.versions import derives_multi_token_labels
 from megatron_pg.loss.objectives import OBJECTIVES, Outcome
 from megatron_pg.megatron import policy_step
 from tests import progress
-from tests.lanes import in_one_lane
 
 from . import wrong_check
 from .launch import free_port, run_ranks
@@ -113,7 +112,6 @@ def assert_all_rows_pass(found: dict[str, Any], processes: int) -> None:
     assert {row["aggregation"] for row in found["rows"]} == set(check.AGGREGATIONS)
 
 
-@in_one_lane
 def test_right_loss_passes_under_torchrun_on_a_sample() -> None:
     flags = f"--device cpu --json --sample-groups 1 {CP2}"
     done = start("megatron_pg", "check", *flags.split(), processes=4)
@@ -206,7 +204,6 @@ DIAGNOSES = {
 }
 
 
-@in_one_lane
 @pytest.mark.parametrize("flags", DIAGNOSES, ids=["CP2", "DP2"])
 def test_a_wrong_loss_is_named(flags) -> None:
     names = DIAGNOSES[flags]
@@ -230,7 +227,6 @@ def test_failed_row_sets_the_exit_status() -> None:
     assert ranks[1][1] == ""
 
 
-@in_one_lane
 def test_breakages_on_a_sampled_copy_are_seen_and_those_elsewhere_are_not() -> None:
     """Of three copies of one rank, the first and the last are sampled."""
     flags = "--json --sample-groups 2"
@@ -253,7 +249,6 @@ def test_breakages_on_a_sampled_copy_are_seen_and_those_elsewhere_are_not() -> N
             ), said
 
 
-@in_one_lane
 def test_exception_in_a_custom_reducer_ends_all() -> None:
     done = start("tests.distributed.wrong_check", "rank_raises_in_reducer", *CP2.split())
     assert done.returncode == 1
@@ -261,7 +256,6 @@ def test_exception_in_a_custom_reducer_ends_all() -> None:
     assert "rank 1 failed: ValueError: this reducer does not know the sample" in done.stderr
 
 
-@in_one_lane
 def test_failed_rank_ends_all_without_a_launcher_that_looks(tmp_path: Path) -> None:
     """As under srun, whose other tasks live on when one ends."""
     mistake = "rank_raises_while_others_wait"
@@ -339,7 +333,6 @@ SHARDINGS_OF_TWO = [
 ]
 
 
-@in_one_lane
 def test_every_sharding_of_two_processes() -> None:
     lines = run_ranks(summary_of_every_sharding, 2)[0].splitlines()
     assert [line.split(" s  ")[1] for line in lines[:-2]] == SHARDINGS_OF_TWO
@@ -409,7 +402,6 @@ def rows_of_dis(mistakes: list[str]) -> list[list[tuple[CheckRow, str]]]:
     return found
 
 
-@in_one_lane
 def test_a_wrong_weight_of_dis_is_seen() -> None:
     for mistake, rows in zip(WRONG_DIS, run_ranks(rows_of_dis, 1, [*WRONG_DIS])[0], strict=True):
         assert [row.what for row, _ in rows] == ["gradient", "dis", "gradient"]
@@ -474,7 +466,6 @@ def part_in_a_thousand() -> dict[str, float]:
     return found
 
 
-@in_one_lane
 def test_a_part_in_a_thousand_of_a_term_is_seen() -> None:
     for term, error in run_ranks(part_in_a_thousand, 1)[0].items():
         assert error > 2e-6, f"{term}: {error}"

@@ -12,15 +12,12 @@ import torch.distributed as dist
 from megatron_pg import PackedBatch, PolicyLossConfig, Sample, pack
 from megatron_pg.megatron import ParallelGroups, PolicyStep
 from megatron_pg.megatron.schedule import run_micro_batches
-from tests.lanes import in_one_lane
 from tests.random_steps import uneven_totals
 
 from .launch import run_ranks
 from .models import ModelOptions, Sharding
 from .one_step import build
 from .steps import AGGREGATIONS
-
-pytestmark = in_one_lane
 
 WORDS = {
     # fault -> what every rank says, and what data-parallel ranks 0 and 1 add

@@ -27,7 +27,6 @@ from megatron_pg.megatron.schedule import run_micro_batches
 from megatron_pg.step.agreement import OtherRankError
 from megatron_pg.step.token_window import TokenWindow
 from tests import oracle
-from tests.lanes import in_one_lane
 from tests.oracle import Objective, PlainSample
 from tests.random_steps import package_samples, random_sample
 
@@ -216,7 +215,6 @@ def wrong_scores(mutant: Any, sharding: Sharding) -> tuple[int, Found]:
     return scores_of_rank(sharding, DENSE)
 
 
-@in_one_lane
 @pytest.mark.parametrize("mutant", [in_the_order_of_the_plan, of_own_window, without_the_zigzag])
 def test_a_wrong_order_or_gather_would_be_seen(mutant, references) -> None:
     """By wrong shapes, or wrong numbers under every setting."""

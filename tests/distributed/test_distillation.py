@@ -15,7 +15,6 @@ from megatron_pg.loss.micro_batch import GradientScope
 from megatron_pg.megatron import ParallelGroups, policy_step
 from tests import oracle
 from tests.fast import distillation_oracle
-from tests.lanes import in_one_lane
 
 from .compare import assert_equal, compare, gradient_tolerance
 from .launch import run_ranks
@@ -23,8 +22,6 @@ from .models import ModelOptions, Sharding, build_model, gather_gradients, initi
 from .one_step import Outcome, build, train_step
 from .reference import logits_alone
 from .steps import VOCAB_SIZE, Run
-
-pytestmark = in_one_lane
 
 TEACHER_HIDDEN, K, COEFFICIENT = 5, 4, 0.7
 BETA = 0.3

@@ -20,11 +20,8 @@ from megatron_pg.rollout_files import (
     with_group_advantages,
 )
 from megatron_pg.step import plan_step
-from tests.lanes import in_one_lane
 
 from .launch import refusal, run_ranks
-
-pytestmark = in_one_lane
 
 GROUPS: list[int | None] = [
     group for group, size in enumerate((3, 1, 5, 2, 2, 4, 1, 1, 6, 3, 3, 2)) for _ in range(size)

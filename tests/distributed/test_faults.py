@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from benchmarks.faults import Told, run_case
-from tests.lanes import in_one_lane
 
 from .launch import fork_server
 
@@ -44,7 +43,6 @@ def told() -> dict[str, list[Told]]:
         return {name: job.result() for name, job in jobs.items()}
 
 
-@in_one_lane
 @pytest.mark.parametrize("name", CASES)
 def test_all_ranks_are_told(told, name) -> None:
     assert sorted(one.rank for one in told[name]) == [0, 1, 3]
@@ -52,7 +50,6 @@ def test_all_ranks_are_told(told, name) -> None:
         assert re.fullmatch(CASES[name], one.words, re.DOTALL), one
 
 
-@in_one_lane
 def test_torch_alone_names_no_rank() -> None:
     """The case that the names are for, without them."""
     plain = run_case(fork_server(), "dies in the reduction", 4, WAIT, LONG, plain=True)

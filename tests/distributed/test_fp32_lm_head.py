@@ -12,7 +12,6 @@ from megatron_pg.config.versions import derives_multi_token_labels, has_hybrid_m
 from megatron_pg.head import factor_gradients, from_hidden
 from megatron_pg.megatron import ParallelGroups, output_layer, set_fp32_lm_head
 from megatron_pg.megatron.groups import unwrapped
-from tests.lanes import in_one_lane
 
 from .compare import assert_case
 from .launch import run_ranks
@@ -191,7 +190,6 @@ def test_logits_and_gradients_in_bfloat16_equal_the_loops(name) -> None:
     assert not wrong(run_ranks(seen_steps, 2, sharding, options), sharding.sequence_parallel)
 
 
-@in_one_lane
 @pytest.mark.parametrize("mutant", ["logits", "weight"])
 def test_a_product_in_bfloat16_would_be_seen(mutant: str) -> None:
     assert wrong(run_ranks(seen_steps, 2, TP2, NARROW, mutant), False) == {mutant}

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.lanes import in_one_lane
 from tests.oracle import Objective, policy_loss
 from tests.random_steps import random_step
 from tests.token_layout import token_layout
@@ -26,8 +25,6 @@ from trainer import hugging_face_config  # noqa: E402
 
 from . import hugging_face_job  # noqa: E402
 from .hugging_face_job import LEARNING_RATE, Job  # noqa: E402
-
-pytestmark = in_one_lane
 
 WIDE = Sharding(tensor=2, pipeline=2, sequence_parallel=True)
 WIDE_EXPERTS = Sharding(tensor=2, pipeline=2, sequence_parallel=True, expert=2)

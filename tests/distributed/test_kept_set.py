@@ -11,7 +11,6 @@ from megatron_pg.head.kept import sparse_layer
 from megatron_pg.loss import micro_batch
 from megatron_pg.megatron import ParallelGroups, compute_log_probs
 from megatron_pg.step import batch
-from tests.lanes import in_one_lane
 from tests.oracle import PlainSample
 from tests.random_steps import package_samples
 
@@ -21,8 +20,6 @@ from .models import ModelOptions, Sharding
 from .one_step import Outcome, build, fused_heads, run_steps, train_step
 from .reference import reference_log_probs, references_of
 from .steps import AGGREGATIONS, Run
-
-pytestmark = in_one_lane  # of the matrix, a case with kept sets is in both
 
 RUNS = [
     Run(aggregation, shape, "empty" if place else "uniform", regularized=place < 2, kept=True)

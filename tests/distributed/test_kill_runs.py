@@ -5,12 +5,10 @@ from pathlib import Path
 import pytest
 
 from megatron_pg.config.versions import has_megatron_training
-from tests.lanes import in_one_lane
 
 from .kill_runs import KINDS, QUICKSTART, compare, random_moments, trainer_in
 
 
-@in_one_lane  # test_quickstart_training.py resumes a run in both
 def test_moments_are_seeded_and_of_every_kind() -> None:
     moments = random_moments(10, seed=0)
     assert moments == random_moments(10, seed=0) != random_moments(10, seed=1)
@@ -18,7 +16,6 @@ def test_moments_are_seeded_and_of_every_kind() -> None:
     assert [moment.step for moment in moments] == sorted(moment.step for moment in moments)
 
 
-@in_one_lane
 def test_a_killed_quickstart_loses_nothing(tmp_path: Path) -> None:
     compare(QUICKSTART, tmp_path, random_moments(3, seed=0))
 

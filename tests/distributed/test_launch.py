@@ -7,11 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.lanes import in_one_lane
-
 from .launch import RankError, run_ranks
-
-pytestmark = in_one_lane
 
 
 def sum_of_ranks(offset: int) -> tuple[int, int]:

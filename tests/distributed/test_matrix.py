@@ -1,11 +1,11 @@
-"""The representative part of the matrix; the whole of it is `python -m tests.distributed.matrix`."""
+"""A covering array of the matrix; the whole of it is `python -m tests.distributed.matrix --all`."""
 
 import pytest
 
-from .cases import representative_cases
+from .covering import covering_cases
 from .matrix import run_all
 
-CASES = representative_cases()
+CASES = covering_cases()
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from megatron_pg import AGGREGATIONS, PackedBatch, StepTotals, pack
 from megatron_pg.megatron import ParallelGroups
-from tests.lanes import in_one_lane
 from tests.random_steps import uneven_totals
 from tests.step_loss import step_loss
 
@@ -20,8 +19,6 @@ from .models import ModelOptions, Sharding
 from .one_step import LossFactory, Outcome, build, run_steps, train_step
 from .reference import reference_steps
 from .steps import Run
-
-pytestmark = in_one_lane
 
 PER_TOKEN = ModelOptions(calculate_per_token_loss=True)
 

@@ -16,7 +16,6 @@ from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.loss import METRICS
 from megatron_pg.loss.checksum import CHECKSUMS
 from megatron_pg.loss.metrics import metric_names
-from tests.lanes import in_one_lane
 from tests.oracle import PlainSample
 from tests.random_steps import float32
 
@@ -25,8 +24,6 @@ from .launch import run_ranks
 from .models import ModelOptions, Sharding
 from .one_step import Head, Outcome, build, fused_head, train_step
 from .steps import SHAPES, Run
-
-pytestmark = in_one_lane
 
 LEARNING_RATE = 0.05
 NOT_REPORTED = {r.name for r in METRICS if not r.is_reported or "policy_version" in r.reads}

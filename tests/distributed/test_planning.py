@@ -10,11 +10,8 @@ import torch.distributed as dist
 
 from megatron_pg import Sample, StepPlan, plan_step, step_totals
 from megatron_pg.step import plan_ahead
-from tests.lanes import in_one_lane
 
 from .launch import refusal, run_ranks
-
-pytestmark = in_one_lane
 
 BUDGET = 64
 OWNERS = 3

@@ -17,7 +17,6 @@ import torch
 from run_log import checkpoints
 
 from tests.distributed.quickstart_run import SHORT, output_of, start_script, steps_of, wait
-from tests.lanes import in_one_lane
 from tests.progress import communicate, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -72,7 +71,6 @@ def finish(project: Path, run_dir: Path, *flags: str, short: bool = True) -> str
     return output
 
 
-@in_one_lane
 def test_the_main_job_learns(project: Path, tmp_path: Path) -> None:
     """The documented job, ended after 24 of its 80 steps. Rewards of six steps: five seeds reach 0.74 to 0.82."""
     finish(project, tmp_path / "run", "--train-iters", "24", short=False)
@@ -160,7 +158,6 @@ def test_every_sample_counts_once_and_the_first_step_is_on_policy(uninterrupted:
     assert max(step["kl_new_old"] for step in steps[1::2]) > 1e-7
 
 
-@in_one_lane
 def test_a_resumed_run_equals_an_uninterrupted_one(project, uninterrupted, tmp_path):
     """SIGTERM to the launcher, then kill -9 of one worker's launcher: twice stopped, twice resumed."""
     run_dir = tmp_path / "run"
@@ -198,7 +195,6 @@ def test_the_reference_is_the_model_after_the_warm_start(project: Path, tmp_path
     assert first == pytest.approx(0.0, abs=1e-7) and last > 1e-7
 
 
-@in_one_lane
 def test_a_finished_run_teaches_another_model(project, uninterrupted, tmp_path):
     """Rewards and advantages are not read: what moves the student is the divergence alone, and that falls."""
     flags = f"{DISTILL} --teacher {uninterrupted} --entropy-coef 0 --train-iters 2"
@@ -235,7 +231,6 @@ def test_a_run_is_extended(project: Path, uninterrupted: Path, tmp_path: Path) -
     assert codes[0] == 1 and "train_iters 16 and this run has 12" in output
 
 
-@in_one_lane
 def test_a_damaged_checkpoint_of_one_rank_ends_both_with_a_line(project, uninterrupted, tmp_path):
     run_dir = tmp_path / "run"
     shutil.copytree(uninterrupted, run_dir)
@@ -251,7 +246,6 @@ def test_a_damaged_checkpoint_of_one_rank_ends_both_with_a_line(project, uninter
     assert steps_of(run_dir) == steps_of(uninterrupted)
 
 
-@in_one_lane
 def test_a_refused_run_says_why_in_one_line_and_writes_nothing(project, tmp_path):
     process = start(project, tmp_path / "run", "--loss-aggregation", "constant")
     output, _ = communicate(process)

@@ -24,7 +24,6 @@ from tests.distributed.quickstart_run import (
     wait,
     wait_until_ended,
 )
-from tests.lanes import in_one_lane
 
 ROOT = Path(__file__).parents[2]
 DISTILL = "--policy-loss distill --distill-teacher hidden"
@@ -131,7 +130,6 @@ def test_a_folder_is_claimed_by_one_run_and_never_overwritten(tmp_path, monkeypa
         claim(tmp_path / "notes.txt" / "run")
 
 
-@in_one_lane
 def test_a_folder_that_is_refused_ends_both_ranks_without_a_traceback(tmp_path: Path) -> None:
     """Rank 0 alone looks at it."""
     (tmp_path / "run").mkdir()
@@ -260,7 +258,6 @@ def metrics_become_a_folder(rank: int) -> None:
     Log.write = write_until_step_2
 
 
-@in_one_lane
 def test_a_folder_that_takes_no_more_ends_the_run_in_one_line(tmp_path: Path) -> None:
     flags = "--context-parallel-size 1 --train-iters 4"
     codes = wait(start(tmp_path / "run", flags, 1, metrics_become_a_folder))

@@ -28,9 +28,6 @@ from .one_step import Outcome, build, train_step
 from .reference import outputs_alone, reference_steps
 from .steps import Run, ValueRun
 
-pytestmark = pytest.mark.skipif(
-    not versions.has_router_replay(), reason="routers take no given experts: 0.16 and later"
-)
 TOPK = 3
 RUN = Run(regularized=True)
 DENSE_BETWEEN = (0, 1, 1, 0)

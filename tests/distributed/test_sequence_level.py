@@ -37,9 +37,6 @@ from tests.fast.sequences import (
     tokens_and_sums,
 )
 from tests.fast.test_corrections import GEOMETRIC, OPSM, TIS_SEQUENCE, correction_of, sequence, tis
-from tests.lanes import in_one_lane
-
-pytestmark = in_one_lane
 
 MICRO_BATCHES: dict[str, list[Sequence1]] = {
     "ragged": random_sequences(1),

@@ -13,11 +13,8 @@ import torch.distributed as dist
 
 from megatron_pg.rollout_files import RolloutFiles, RolloutPosition, StepCollector, reader, sharing
 from megatron_pg.rollout_files.schema import ParseRow
-from tests.lanes import in_one_lane
 
 from .launch import RankError, refusal, run_ranks
-
-pytestmark = in_one_lane
 
 NUM_ROWS = 61
 PIECE_BYTES = 300

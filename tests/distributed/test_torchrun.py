@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-from tests.lanes import in_one_lane
 from tests.progress import wait_until
 
 from .quickstart_run import Ranks, output_of, pids_of, start_script, wait
 
-pytestmark = in_one_lane
 LAUNCHER = Path(__file__).parents[2] / "examples/launch/torchrun.py"
 RANK = """
 import os, signal, sys, time

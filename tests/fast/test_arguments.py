@@ -22,9 +22,6 @@ from megatron_pg.config.policy_loss import OPTIONAL_SAMPLE_FIELDS
 from megatron_pg.step.sample import Sample
 from tests.fast import tables
 from tests.fast.refusals import assert_refused
-from tests.lanes import in_both_lanes
-
-pytestmark = in_both_lanes
 
 HERE = "tests.fast.test_arguments"
 

@@ -21,9 +21,6 @@ from megatron_pg.check.report import Checked, as_json, as_json_list, as_text, su
 from megatron_pg.check.samples import cut, cut_evenly, make_even_samples, make_samples
 from megatron_pg.config.versions import UnsupportedMegatronError
 from tests.fast.refusals import assert_refused, assert_words
-from tests.lanes import in_both_lanes
-
-pytestmark = in_both_lanes
 
 RIGHT = CheckRow(
     *("loss only", "prompt_mean", False, "fp32", -1.5, 1.0),

@@ -8,9 +8,6 @@ import pytest
 import megatron_pg
 from megatron_pg.cli import COMMANDS, main
 from tests.fast.refusals import assert_words
-from tests.lanes import in_both_lanes
-
-pytestmark = in_both_lanes
 
 
 @pytest.mark.parametrize("flag", ["--help", "--version"])

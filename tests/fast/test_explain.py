@@ -26,10 +26,7 @@ from megatron_pg.explain.step import ExplainedStep, explained_step
 from megatron_pg.rollout_files import RolloutFiles, StepCollector
 from tests import oracle
 from tests.fast.refusals import assert_words
-from tests.lanes import in_both_lanes
 from tests.random_steps import plain_sample
-
-pytestmark = in_both_lanes
 
 DIVISOR = 6.0
 

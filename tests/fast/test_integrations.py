@@ -16,13 +16,9 @@ from megatron_pg.config.custom import load_custom_function
 from tests import oracle
 from tests.cut_steps import CUTS, Cut, assert_same
 from tests.fast.refusals import assert_refused
-from tests.lanes import in_both_lanes
 from tests.oracle import PlainSample
 from tests.random_steps import lengths, loss_masks, plain_sample, random_losses, random_step
 from tests.token_layout import token_layout
-
-pytestmark = in_both_lanes
-
 
 DIVISOR = 4.0
 MODES = {"sample_mean": False, "constant": False, "token_mean": True}

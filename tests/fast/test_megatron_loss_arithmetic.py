@@ -19,13 +19,11 @@ import megatron_pg as pg
 from megatron_pg import PackedBatch, PolicyLossConfig, StepTotals, pack
 from megatron_pg.config import versions
 from megatron_pg.megatron import PolicyStep, multi_token
-from megatron_pg.megatron import scale_contract as scale_contract_module
 from megatron_pg.megatron.scale_contract import ScaleContract, scale_contract
 from tests import oracle
 from tests.cut_policy_loss import RankLoss, aggregated, package_config, rank_losses
 from tests.cut_steps import CUTS, Cut, gradients
 from tests.fast.refusals import assert_refused
-from tests.lanes import in_both_lanes
 from tests.oracle import Objective, PlainSample
 from tests.random_steps import (
     package_samples,
@@ -35,8 +33,6 @@ from tests.random_steps import (
     uneven_totals,
 )
 from tests.step_loss import step_loss
-
-pytestmark = in_both_lanes
 
 LossOutput = tuple[Any, ...]
 """(loss, metrics) or (loss, n, metrics)."""
@@ -284,21 +280,6 @@ def test_multi_token_scale_stays_on_the_models_device(device, scaled_by, monkeyp
 @pytest.mark.parametrize("num_microbatches", (0, -1))
 def test_impossible_micro_batch_counts_are_refused(num_microbatches: int) -> None:
     assert_refused("num_microbatches", moe_contract, num_microbatches=num_microbatches)
-
-
-def test_auxiliary_loss_that_megatron_scales_wrongly_is_warned_of_once(monkeypatch, caplog) -> None:
-    scale_contract_module._warn_of_auxiliary_loss.cache_clear()
-    fact = "moe_auxiliary_loss_under_context_parallel_is_right"
-    silent = [(True, {}), (False, {"context_parallel_size": 1})]
-    silent += [(False, {"model_config": config}) for config in (MTP, NO_COEFFICIENT)]
-    for is_right, changes in silent:
-        monkeypatch.setattr(versions, fact, lambda is_right=is_right: is_right)
-        moe_contract(**{"calculate_per_token_loss": False, "context_parallel_size": 2} | changes)
-        assert not caplog.records
-    for _ in range(2):
-        moe_contract(calculate_per_token_loss=False, context_parallel_size=2)
-    (record,) = caplog.records
-    assert "1/2 of what is asked for" in record.getMessage()
 
 
 @pytest.mark.parametrize("per_token", [False, True])

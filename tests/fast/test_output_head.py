@@ -20,10 +20,6 @@ from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import step_totals
 from tests.fast.refusals import assert_refused
-from tests.lanes import in_both_lanes
-
-pytestmark = in_both_lanes
-
 
 step = functools.partial(PolicyStep, totals=step_totals([]), num_microbatches=1)
 

@@ -10,9 +10,6 @@ from megatron_pg.config.program import ProgramParser
 from megatron_pg.config.settings_file import add_settings_file_args, settings_of_words
 from megatron_pg.explain import main as explain
 from tests.fast.refusals import assert_words
-from tests.lanes import in_both_lanes
-
-pytestmark = in_both_lanes
 
 
 def parser():

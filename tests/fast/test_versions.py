@@ -13,9 +13,7 @@ from megatron_pg.check.report import KNOWN_MISTAKES, mistakes_in
 from megatron_pg.config import versions
 from megatron_pg.config.versions import SUPPORTED_RANGE, UnsupportedMegatronError, parse_version
 from tests.fast.refusals import assert_refused
-from tests.lanes import in_both_lanes
 
-pytestmark = in_both_lanes
 ROOT = Path(__file__).parents[2]
 
 
@@ -25,7 +23,7 @@ def test_versions_are_read() -> None:
     assert_refused("'main'", parse_version, "main", error=UnsupportedMegatronError)
 
 
-ACCEPTED, REFUSED = [(0, 15, 0), (0, 19, 2), (0, 20, 9)], [(0, 14, 9), (0, 21, 0), (1, 0, 0)]
+ACCEPTED, REFUSED = [(0, 16, 0), (0, 19, 2), (0, 20, 9)], [(0, 15, 3), (0, 21, 0), (1, 0, 0)]
 
 
 @pytest.mark.parametrize("version", ACCEPTED + REFUSED)
@@ -34,7 +32,7 @@ def test_other_versions_are_refused_with_the_range(version, monkeypatch) -> None
     if version in ACCEPTED:
         versions.require_supported_version()
         return
-    words, error = f"{'.'.join(map(str, version))} | >=0.15,<0.21", UnsupportedMegatronError
+    words, error = f"{'.'.join(map(str, version))} | >=0.16,<0.21", UnsupportedMegatronError
     assert_refused(words, versions.require_supported_version, error=error)
 
 
@@ -52,7 +50,7 @@ def test_without_megatron_an_import_says_what_to_install() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     said = done.stdout.splitlines()
     assert len(said) == len(megatron_pg.critic.__all__) + len(megatron_pg.megatron.__all__)
-    assert all("pip install 'megatron-core>=0.15,<0.21'" in line for line in said)
+    assert all("pip install 'megatron-core>=0.16,<0.21'" in line for line in said)
 
 
 def test_a_name_that_is_not_exported_is_refused() -> None:
@@ -70,9 +68,9 @@ def test_every_page_says_the_same_range() -> None:
 
 
 def test_known_mistakes_of_a_version() -> None:
-    versions = ((0, 15, 3), (0, 18, 2), (0, 19, 2))
+    versions = ((0, 16, 1), (0, 18, 2), (0, 19, 2))
     old, middle, new = (" ".join(mistakes_in(version)) for version in versions)
-    assert "auxiliary loss" in old and "right from 0.16" in old
+    assert "multi-token prediction without labels fails" in old and "right from 0.17" in old
     assert "issue 1652" in middle and "issue 2417" not in middle
     assert "issue 1652" not in new and "issue 2417" in new
     for (first, fixed), mistakes in KNOWN_MISTAKES.items():

@@ -81,7 +81,7 @@ def _layout_of(packed: PackedSeqParams, local_tokens: int, rank: int, size: int)
 class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
     """Causal attention inside each packed sequence, exact at any context-parallel size; grouped queries too.
 
-    The constructor has the arguments that Megatron gives every core attention (transformer/attention.py, 0.15.3 to
+    The constructor has the arguments that Megatron gives every core attention (transformer/attention.py, 0.16.0 to
     0.19.2). It refuses dropout, a sliding window, another softmax type or kind of attention with NotImplementedError.
     """
 

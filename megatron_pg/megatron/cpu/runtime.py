@@ -2,14 +2,13 @@
 
 Megatron-Core asks for CUDA devices, streams and NVTX ranges without a check that they exist. `enable_cpu_runtime`
 replaces these entry points of torch for this process. It edits nothing of Megatron's. The lists were read off
-megatron-core 0.15.3 to 0.19.2.
+megatron-core 0.16.0 to 0.19.2.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -57,9 +56,6 @@ def enable_cpu_runtime() -> None:
         UnsupportedMegatronError: Megatron-Core is missing or of an unsupported version.
         RuntimeError: CUDA is already initialized in this process.
     """
-    # megatron-core 0.15 compiles a CUDA helper when it is imported where nvcc is found, and torch
-    # would ask an absent GPU for its architecture (core/inference/unified_memory.py).
-    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "9.0")
     compile_nothing()
     require_supported_version()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -166,7 +162,7 @@ def _patch_megatron() -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, **_: (
         tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
     )
-    # moe_utils.py of 0.15.3 to 0.17.1 compares Transformer Engine's GEMM with None in every router, and binds it only
+    # moe_utils.py of 0.16.0 to 0.17.1 compares Transformer Engine's GEMM with None in every router, and binds it only
     # where that is installed.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None

@@ -13,8 +13,11 @@ set -euo pipefail
 shopt -s extglob
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-# name, repository, commit: those of the launch scripts, and of other tests
-COMMITS="$(sed -n 's/^# //p' tests/trainers/launch_scripts.tsv)
+# name, repository, commit: those of the configurations, and of other tests
+COMMITS="$(sed -n 's/^# //p' tests/trainers/configurations.tsv)
+slime https://github.com/THUDM/slime 624b824a898ab0ec1fcb4d373004c7f3852bf515
+miles https://github.com/radixark/miles 31f1ca961a94cb860cec3b2dea34ec332bfa8f76
+SkyRL https://github.com/NovaSky-AI/SkyRL a9564572eb8e91076be43c1bd5e4615e3de17265
 vime https://github.com/CalvinXKY/vime 1a13bb8c4cde099a582cb2062b2bb2f4de9ee1e4
 Megatron-LM https://github.com/NVIDIA/Megatron-LM d98e8a64ddf34856e74b24714e3bedb2f5a39553
 Megatron-Lite https://github.com/NVIDIA/Megatron-LM 515fe3a1845f3fa0d9bdc11254b6b24b0a240432

@@ -20,16 +20,8 @@ def cited(field: str) -> str:
 REPOSITORY = cited("repository-code")
 
 MEGATRON = ["megatron-core>=0.16,<0.21"]
-# What parts of the package ask for: rollout files, pictures, pages and tables of `explain`, YAML and shell scripts in `migrate`.
-TOOLS = [
-    "jinja2>=3.1",
-    "matplotlib>=3.8",
-    "pyarrow>=15",
-    "pyyaml>=6",
-    "rich>=13",
-    "tree-sitter>=0.25",
-    "tree-sitter-bash>=0.25",
-]
+# What parts of the package ask for: rollout files, pictures, pages and tables of `explain`, YAML in `migrate`.
+TOOLS = ["jinja2>=3.1", "matplotlib>=3.8", "pyarrow>=15", "pyyaml>=6", "rich>=13"]
 DOCS = [
     "jupyter-server-mathjax>=0.2.6",  # the files of MathJax: ci/site_hooks.py
     "matplotlib>=3.8",

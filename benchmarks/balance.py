@@ -1,6 +1,6 @@
 """How unevenly a step's time is spread over ranks and micro-batches, by the cost model, ours beside other partitioners.
 
-    python -m benchmarks.balance [--slime FOLDER] [--verl] [--orders]
+    python -m benchmarks.balance [--slime FOLDER] [--verl]
 
 A step of 1024 samples on 8 data-parallel ranks under a budget of 32,768 tokens, for the shape of a 7-billion-parameter
 model (28 layers of 3584, 28 heads, 4 key-value groups, gated 18,944, vocabulary 152,064). slime's `build_dp_schedule` and
@@ -11,8 +11,6 @@ micro-batch.
 """
 
 import argparse
-import itertools
-import random
 import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -182,45 +180,11 @@ def planners(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[list[int
     yield "ours, time", lambda lengths: ours(lengths, COST)
 
 
-def improved(times: list[float], stages: int) -> list[float]:
-    """The best that 500 random moves of one micro-batch find, each kept if 1F1B ends earlier with it."""
-    rng = random.Random(0)
-    for _ in range(500):
-        moved = list(times)
-        moved.insert(rng.randrange(len(times)), moved.pop(rng.randrange(len(times))))
-        times = min(times, moved, key=lambda each: pipelined(each, stages))
-    return times
-
-
-def print_orders() -> None:
-    """1F1B of our plans by the order of a rank's micro-batches, over the rank's work."""
-    names = ("dearest first", "cheapest first", "any", "cheap at both ends", "best found")
-    print(f"| lengths | stages | {' | '.join(names)} |")
-    print("|---|---|" + "---|" * len(names))
-    for what, stages in itertools.product(distributions(0), (2, 4, 8)):
-        found = []
-        for seed in range(5):
-            lengths = distributions(seed)[what]
-            costs = COST.of_lengths(lengths)
-            for rank in ours(lengths, COST):
-                ends = [float(sum(costs[i] for i in members)) for members in rank]
-                falling = sorted(ends, reverse=True)
-                shuffled = random.Random(seed).sample(ends, len(ends))
-                orders = falling, falling[::-1], shuffled, ends, improved(ends, stages)
-                found.append([pipelined(each, stages) * stages / sum(ends) for each in orders])
-        cells = " | ".join(f"{mean:.3f}" for mean in np.mean(found, axis=0))
-        print(f"| {what} | {stages} | {cells} |")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--orders", action="store_true", help="of micro-batches, under pipelines")
     parser.add_argument("--slime", help="a checkout")
     parser.add_argument("--verl", action="store_true", help="what is installed")
     args = parser.parse_args()
-    if args.orders:
-        print_orders()
-        return
     print("| lengths | planner | ranks | lockstep | pipeline | micro-batches | budget |")
     print("|---|---|---|---|---|---|---|")
     for name, plan in planners(args):

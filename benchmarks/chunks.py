@@ -1,12 +1,10 @@
-"""Table: the chunk that is chosen, its predicted cost, and what other chunks and QuACK's own function take.
+"""Table: the chunk that is chosen, and what other chunks and QuACK's own function take.
 
-    python -m benchmarks.chunks [--entropy | --against-quack] [--profile] [--minutes 4.5] [--settings 8192,4096,151936 ...]
+    python -m benchmarks.chunks [--entropy | --against-quack] [--minutes 4.5] [--settings 8192,4096,151936 ...]
 
 Without --entropy: plain cross-entropy, beside QuACK's own function. With it: the clipped policy loss with an entropy bonus.
-Ratios are to the three matrix products of the same run; methods take turns. The prediction is that of
-`megatron_pg.head.chunks.cost` for the chunk, relative to all rows at once, plus the passes over the logits: 6 bytes a logit
-with bfloat16 logits, 4 with an entropy term on QuACK's products, and 1 % for what these add to the products themselves.
---profile prints the kernels of one call of the default chunk as well. Settings that the minutes do not reach are named.
+Ratios are to the three matrix products of the same run; methods take turns.
+Settings that the minutes do not reach are named.
 --against-quack: the default chunk and QuACK's own function alone; ours with first products in every width of tile that
 divides the vocabulary too, and QuACK's with its gradient added to `main_grad`, as a trainer does and ours has done.
 """
@@ -20,7 +18,7 @@ import torch
 
 from benchmarks import cross_entropy, fused_head, peers
 from benchmarks.timing import Contender, Timing, begin, measure
-from megatron_pg.head.chunks import chunk_rows, cost
+from megatron_pg.head.chunks import chunk_rows
 
 DEFAULT = [
     *["8192,4096,128256", "8192,4096,151936", "8192,2048,151936"],
@@ -36,30 +34,17 @@ WITH_ENTROPY = [
 ]
 PATHS = {"QuACK's products": {"fp32_logits": True}, "bfloat16 logits": {}}
 BUDGETS = {"default": {}, "1.3 GiB": {"memory_gib": 1.3}}
-_OPERATIONS_A_BYTE = 160
 _LONG = 100_000
 
 
 class Method:
-    """One path with one chunk, and what is predicted of it."""
+    """One path with one chunk."""
 
     def __init__(self, path: str, label: str, size: tuple[int, int, int], options: dict) -> None:
         self.name, self.options = f"{path}, {label}", PATHS[path] | options
-        self.path, self.size = path, size
         tokens, hidden, columns = size
         device, gib = torch.device("cuda"), options.get("memory_gib")
         self.rows = options.get("chunk_tokens") or chunk_rows(tokens, hidden, columns, device, gib)
-
-    def predicted(self, *, entropy: bool) -> float:
-        tokens, hidden, columns = self.size
-        processors = torch.cuda.get_device_properties(0).multi_processor_count
-        of_chunks = [cost(*self.size, rows, processors) for rows in (self.rows, tokens)]
-        # Three products are 6 operations for each logit and hidden column.
-        if self.path == "bfloat16 logits":
-            passes = _OPERATIONS_A_BYTE / hidden
-        else:
-            passes = 0.01 + entropy * 4 * _OPERATIONS_A_BYTE / (6 * hidden)
-        return of_chunks[0] / of_chunks[1] + passes
 
 
 def methods(size: tuple[int, int, int], *, against_quack: bool = False) -> list[Method]:
@@ -128,22 +113,6 @@ def against_quack(work: fused_head.Work, turns: list[Contender]) -> list[Contend
     return added
 
 
-def profile(method: Contender) -> None:
-    """Print the kernels of one call that take more than 0.5 % of its time."""
-    from torch.profiler import ProfilerActivity
-
-    method.prepare()
-    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as found:
-        method.call()
-        torch.cuda.synchronize()
-    rows = sorted(found.key_averages(), key=lambda row: -row.self_device_time_total)
-    total = sum(row.self_device_time_total for row in rows)
-    print(f"{method.name}: {total / 1e3:.2f} ms of kernels")
-    for row in rows:
-        if row.self_device_time_total > 0.005 * total:
-            print(f"  {row.self_device_time_total / 1e3:8.3f} ms {row.count:4d} x {row.key[:110]}")
-
-
 def run(size: tuple[int, int, int], options: argparse.Namespace) -> None:
     kind = fused_head.Work if options.entropy else cross_entropy.CrossEntropy
     work, is_long = kind(*size), size[0] >= _LONG
@@ -160,10 +129,7 @@ def run(size: tuple[int, int, int], options: argparse.Namespace) -> None:
         del exact
     torch.cuda.empty_cache()
     timings = measure(turns, 1 if is_long else options.rounds, calls=2 if is_long else 4)
-    print(text(size, timings, {method.name: method for method in chosen}, errors, options.entropy))
-    for turn in turns if options.profile else ():
-        if turn.name.endswith(("default", "of 128", "of 256", "own", "three products")):
-            profile(turn)
+    print(text(size, timings, {method.name: method for method in chosen}, errors))
 
 
 def text(
@@ -171,18 +137,15 @@ def text(
     timings: list[Timing],
     chosen: dict[str, Method],
     errors: dict[str, str],
-    entropy: bool,
 ) -> str:
     floor = timings[0].median
-    heads = ["T, H, V = " + ", ".join(map(str, size)), "ms (p10, p90)", "ratio", "predicted"]
+    heads = ["T, H, V = " + ", ".join(map(str, size)), "ms (p10, p90)", "ratio"]
     heads += ["rows", "peak GiB", "error of dH, dW"]
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for t in timings:
         method = chosen.get(t.name)
         cells = [t.name, f"{t.median:.2f} ({t.p10:.2f}, {t.p90:.2f})", f"{t.median / floor:.3f}"]
-        cells += (
-            [f"{method.predicted(entropy=entropy):.3f}", str(method.rows)] if method else ["", ""]
-        )
+        cells.append(str(method.rows) if method else "")
         lines.append(
             "| " + " | ".join([*cells, f"{t.peak_gib:.2f}", errors.get(t.name, "")]) + " |"
         )
@@ -196,7 +159,6 @@ def main() -> None:
         "--entropy", action="store_true", help="the policy loss with an entropy bonus"
     )
     parser.add_argument("--against-quack", action="store_true", help="QuACK's own and ours alone")
-    parser.add_argument("--profile", action="store_true", help="the kernels of a call")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=4.5, help="no setting begins after them")
     options = parser.parse_args()

@@ -4,8 +4,7 @@
 
 Floor: the four matrix products alone (both models' logits, the two gradients), unchunked, and 10 bytes a logit over the copy
 rate, both of the same run: statistics read both models' logits once, the gradient reads both and writes one. The weight's
-gradient ends in a float32 `main_grad`. --peers: Liger's fused divergence (from hidden states) and TRL's generalised
-Jensen-Shannon loss (from logits), where they are installed.
+gradient ends in a float32 `main_grad`.
 """
 
 import argparse
@@ -15,7 +14,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks import peers
 from benchmarks.inputs import hidden_and_weight
 from benchmarks.timing import (
     OWN,
@@ -93,32 +91,6 @@ class Work:
         return student.log_softmax(1), teacher.log_softmax(1)
 
 
-def liger(work: Work) -> Callable[[], object]:
-    from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
-
-    # Liger's beta weighs the teacher: 0 is forward KL, 1 reverse KL.
-    beta = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": work.divergence.beta}[work.divergence.kind]
-    loss = LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0, beta=beta)
-    labels = work.targets
-    return lambda: loss(
-        work.hidden, work.weight, work.teacher_hidden, work.teacher_weight, labels
-    ).backward()
-
-
-def trl(work: Work) -> Callable[[], object]:
-    from trl.experimental.gkd import GKDTrainer
-
-    beta = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": work.divergence.beta}[work.divergence.kind]
-
-    def call() -> None:
-        student = (work.hidden @ work.weight.t())[None]
-        with torch.no_grad():
-            teacher = (work.teacher_hidden @ work.teacher_weight.t())[None]
-        GKDTrainer.generalized_jsd_loss(student, teacher, beta=beta).backward()
-
-    return call
-
-
 def errors(work: Work, fp32_logits: bool) -> dict[str, str]:
     """Divergence and hidden gradient of some rows against float64."""
     rows = torch.arange(0, len(work.hidden), max(len(work.hidden) // 64, 1), device="cuda")
@@ -140,10 +112,6 @@ def run(work: Work, arguments: argparse.Namespace, rate: float) -> None:
         OWN: work.own,
         f"{OWN}, float32 logits": lambda: work.own(fp32_logits=True),
     }
-    for name, load in {"Liger": liger, "TRL": trl}.items() if arguments.peers else ():
-        peer = peers.try_load(name, lambda load=load: load(work))
-        if peer is not None and peers.try_load(name, lambda peer=peer: peer() or peer):
-            methods[name] = peer
     contenders = [Contender(name, call, work.clear) for name, call in methods.items()]
     timings = measure(contenders, arguments.rounds)
     traffic = 10 * arguments.tokens * arguments.columns / rate * 1e3
@@ -163,7 +131,6 @@ def main() -> None:
     parser.add_argument("--teacher-hidden", type=int, default=4096)
     parser.add_argument("--columns", type=int, default=151936)
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--peers", action="store_true")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     torch.manual_seed(0)

@@ -2,7 +2,6 @@
 
     python -m benchmarks.kept_set [--tokens 8192] [--hidden 4096] [--columns 151936] [--mean 20] [--largest 200]
     python -m benchmarks.kept_set --crossover       # over sizes of the sets: the sparse layer, and the dense one
-    python -m benchmarks.kept_set --kernels         # a profile, and each product over its launch constants
 
 The sets are the largest logits of each row, as many as a skewed draw says (from 1 on), so that hardly any two rows share an
 id; with --shared ids are drawn as words are (Zipf), so that some are in most sets. Floor: hidden states and the kept columns
@@ -11,7 +10,6 @@ Every method gets the same inputs and a loss with entropy's gradient; the weight
 """
 
 import argparse
-import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -28,14 +26,8 @@ from benchmarks.timing import (
     relative_error,
     table,
 )
-from megatron_pg.head import (
-    Ragged,
-    VocabularyShard,
-    linear_log_probs_and_entropy,
-    linear_token_loss,
-)
+from megatron_pg.head import Ragged, linear_log_probs_and_entropy, linear_token_loss
 from megatron_pg.head.kept import sparse_layer
-from megatron_pg.head.kept.sets import KeptPairs
 from megatron_pg.head.ragged import offsets_of
 
 CROSSOVER_SIZES = (5, 20, 50, 100, 200, 400, 800, 1600)
@@ -191,61 +183,6 @@ def crossover(arguments: argparse.Namespace) -> None:
         torch.cuda.empty_cache()
 
 
-TILES = {
-    "_LOGITS_TILE": [(8, 256, 4), (4, 256, 2), (4, 512, 4), (16, 128, 4)],
-    "_HIDDEN_TILE": [(4, 512, 2), (8, 512, 4), (4, 1024, 4), (2, 1024, 4)],
-    "_WEIGHT_TILE": [
-        *[(2, 512, 2), (4, 512, 2), (2, 1024, 4), (2, 2048, 8), (4, 1024, 4), (8, 1024, 8)]
-    ],
-}
-"""Pairs, elements and warps of each product's programs; the first are the package's."""
-PROGRAMS = (8448, 1056)
-
-
-def kernels(work: Work) -> None:
-    """Print the kernels of one call, then each product's milliseconds over its launch constants."""
-    from torch.profiler import ProfilerActivity, profile
-
-    from megatron_pg.head.kept import pairs_triton
-
-    work.sparse()
-    work.clear()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        work.sparse()
-        torch.cuda.synchronize()
-    rows = sorted(profiler.key_averages(), key=lambda row: -row.self_device_time_total)
-    print(f"{sum(row.self_device_time_total for row in rows) / 1e3:.2f} ms of kernels")
-    for row in rows[:14]:
-        print(f"  {row.self_device_time_total / 1e3:7.3f} ms {row.count:3d} x {row.key[:90]}")
-    hidden, weight = work.hidden.detach(), work.weight.detach()
-    shard = VocabularyShard.build(len(weight), None, None)
-    pairs = KeptPairs.build(work.kept, work.tokens.targets, shard, torch.ones((), device="cuda"))
-    gradient, of_hidden = torch.randn(len(pairs.rows), device="cuda"), torch.empty_like(hidden)
-    calls: dict[str, Callable[[], object]] = {
-        "_LOGITS_TILE": lambda: pairs_triton.pair_logits(hidden, weight, pairs),
-        "_HIDDEN_TILE": lambda: pairs_triton.write_hidden_gradient(
-            gradient, weight, pairs, of_hidden
-        ),
-        "_WEIGHT_TILE": lambda: pairs_triton.add_weight_gradient(
-            gradient, hidden, pairs, work.weight.main_grad
-        ),
-    }
-    for name, tiles in TILES.items():
-        turns = []
-        for tile, programs in itertools.product(tiles, PROGRAMS if "WEIGHT" in name else (0,)):
-
-            def call(name: str = name, tile: tuple = tile, programs: int = programs) -> None:
-                setattr(pairs_triton, name, tile)
-                if programs:
-                    pairs_triton._WEIGHT_PROGRAMS = programs
-                calls[name]()
-
-            turns.append(Contender(f"{tile}" + (f" x {programs}" if programs else ""), call))
-        found = measure(turns, rounds=2)
-        setattr(pairs_triton, name, tiles[0])
-        print(name, *(f"{turn.name} {turn.median:.3f}" for turn in found), sep="\n  ", flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=8192)
@@ -256,7 +193,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--shared", action="store_true")
     parser.add_argument("--crossover", action="store_true")
-    parser.add_argument("--kernels", action="store_true")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     torch.manual_seed(0)
@@ -265,9 +201,6 @@ def main() -> None:
         return
     sizes = skewed_sizes(arguments.tokens, arguments.mean, arguments.largest)
     work = Work(sizes, arguments.hidden, arguments.columns, shared=arguments.shared)
-    if arguments.kernels:
-        kernels(work)
-        return
     methods: dict[str, Callable[[], object]] = {
         OWN: work.sparse,
         "dense layer over the sets": lambda: work.sparse(columns_of_a_pair=1e9),

@@ -167,30 +167,6 @@ def verl() -> Callable[..., tuple[Tensor, Tensor]]:
     )
 
 
-def nemo_rl() -> Callable[..., Tensor]:
-    """(hidden, weight, targets) -> loss; NeMo-RL's log-probabilities from hidden states in torch, chunks of 128, its recipes' size."""
-    module = import_below(
-        "nemo_rl.distributed.model_utils",
-        packages=("nemo_rl", "nemo_rl.distributed", "nemo_rl.algorithms"),
-    )
-    _one_process()
-    call = module.ChunkedDistributedHiddenStatesToLogprobs.apply
-    return lambda hidden, weight, targets: (
-        -call(hidden[:, None], targets[None], weight, 0, len(weight), 128, dist.group.WORLD).sum()
-    )
-
-
-def torch_linear_cross_entropy(**options: object) -> Callable[[], Callable[..., Tensor]]:
-    """(hidden, weight, targets) -> loss; torch.nn.functional.linear_cross_entropy, torch 2.13 and later, in chunks."""
-
-    def load() -> Callable[..., Tensor]:
-        call = torch.nn.functional.linear_cross_entropy
-        settings = torch.nn.LinearCrossEntropyOptions(**options)
-        return lambda *inputs: call(*inputs, reduction="sum", options=settings)
-
-    return load
-
-
 def quack() -> Callable[..., tuple[Tensor, Tensor]]:
     """(hidden, weight, targets) -> gradients of both, of the weight in float32; QuACK's cross-entropy in one go."""
     from quack.linear_cross_entropy import scaled_exp_linear_cross_entropy_fwd
@@ -200,30 +176,5 @@ def quack() -> Callable[..., tuple[Tensor, Tensor]]:
         chunk = 4096 if hidden.shape[1] != 4096 else 8192
         parts = hidden.detach(), weight.detach(), targets
         return scaled_exp_linear_cross_entropy_fwd(*parts, chunk)[1:]
-
-    return call
-
-
-def liger_cross_entropy() -> Callable[..., Tensor]:
-    """(hidden, weight, targets) -> loss; Liger's cross-entropy for Hopper, the weight's gradient in bfloat16."""
-    from liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90 import (
-        liger_fused_linear_cross_entropy_sm90,
-    )
-
-    return lambda *inputs: liger_fused_linear_cross_entropy_sm90(*inputs, reduction="sum")
-
-
-def torchtitan() -> Callable[..., Tensor]:
-    """(hidden, weight, targets) -> loss; torchtitan's loss in chunks, its cross-entropy compiled."""
-    from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
-
-    wrapper = ChunkedLossWrapper(
-        ChunkedLossWrapper.Config(num_chunks=8, loss_fn=CrossEntropyLoss.Config())
-    )
-    wrapper.loss_fn.fn = torch.compile(wrapper.loss_fn.fn)
-
-    def call(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        wrapper.lm_head = lambda chunk: chunk @ weight.t()
-        return wrapper(hidden[None], targets[None])[0]
 
     return call

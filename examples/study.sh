@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The four aggregations on the quickstart's task, five seeds each: docs/records/runs.md has the outcome. Or a student of a larger
+# The four aggregations on the quickstart's task, five seeds each: docs/records/studies.md has the outcome. Or a student of a larger
 # teacher beside one that learns from rewards alone: docs/distillation.md.
 #
 #   bash examples/study.sh                                  # 20 runs, one at a time, a minute or two each

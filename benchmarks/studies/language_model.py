@@ -283,7 +283,7 @@ def train(
 
 
 def run_process(
-    arm: ModelArm, source: Source, seed: int, steps: int, rank: int, folder: str, device: int | None
+    arm: ModelArm, source: Source, seed: int, steps: int, folder: str, device: int | None
 ) -> list[dict[str, Any]]:
     """A whole run in a process of its own; without a device on the CPU."""
     torch.set_num_threads(1)

@@ -122,7 +122,7 @@ def jobs(
 
         expected = table.seconds(rows, name)
         runs.append(
-            pool.Job(name, seed, 1, function, finish, needs_device=not on_cpu, seconds=expected)
+            pool.Job(name, seed, function, finish, needs_device=not on_cpu, seconds=expected)
         )
     return runs
 

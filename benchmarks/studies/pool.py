@@ -1,4 +1,4 @@
-"""Runs of a study in forked processes: as many as there are cores, in the order of importance, until the time is up."""
+"""Runs of a study, each in a forked process: as many as there are cores, in the order of importance, until the time is up."""
 
 import contextlib
 import json
@@ -10,7 +10,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,13 @@ FORK = multiprocessing.get_context("fork")
 
 @dataclass
 class Job:
-    """A run: `function(rank)` in each of its processes."""
+    """A run: `function(folder=, device=)` in a process of its own."""
 
     name: str
     seed: int
-    processes: int
     function: Callable[..., Any]
     finish: Callable[[Any, float], None]
-    """Takes the first rank's result, or the text of an error, and the seconds."""
-    needs: Callable[[], bool] = lambda: True
-    """True where what the run starts from is there."""
+    """Takes the result, or the text of an error, and the seconds."""
     needs_device: bool = False
     """True if the function takes the number of a GPU as `device=`."""
     seconds: float = 0.0
@@ -39,7 +36,7 @@ class Job:
 class _Started:
     job: Job
     folder: tempfile.TemporaryDirectory[str]
-    processes: list[Any] = field(default_factory=list)
+    process: Any = None
     began: float = 0.0
     device: int | None = None
 
@@ -70,19 +67,19 @@ def run(
         if now >= end:
             break
         pace = statistics.median(paces) if paces else 1.0
-        free = cores - sum(run.job.processes for run in started)
+        free = cores - len(started)
         for job in list(waiting):
-            if job.processes > free:
+            if not free:
                 break
-            if now + _expected(job, longest, pace) <= end and job.needs():
+            if now + _expected(job, longest, pace) <= end:
                 waiting.remove(job)
                 places = [run.device for run in started]
                 device = min(devices, key=places.count) if job.needs_device else None
                 started.append(_start(job, device))
-                free -= job.processes
+                free -= 1
         if not started:
             break
-        for run in [run for run in started if not any(p.is_alive() for p in run.processes)]:
+        for run in [run for run in started if not run.process.is_alive()]:
             started.remove(run)
             if _finish(run) and run.job.seconds:
                 paces.append((now - run.began) / run.job.seconds)
@@ -97,9 +94,8 @@ def run(
             f" {run.last_step}",
             flush=True,
         )
-        for process in run.processes:
-            process.kill()
-            process.join()
+        run.process.kill()
+        run.process.join()
     return waiting + [run.job for run in started]
 
 
@@ -109,36 +105,29 @@ def _expected(job: Job, longest: float, pace: float) -> float:
 
 def _start(job: Job, device: int | None) -> _Started:
     run = _Started(job, tempfile.TemporaryDirectory(), began=time.monotonic(), device=device)
-    for rank in range(job.processes):
-        process = FORK.Process(
-            target=_run_rank, args=(job, rank, run.folder.name, device), daemon=True
-        )
-        process.start()
-        run.processes.append(process)
+    run.process = FORK.Process(target=_run, args=(job, run.folder.name, device), daemon=True)
+    run.process.start()
     return run
 
 
-def _run_rank(job: Job, rank: int, folder: str, device: int | None) -> None:
+def _run(job: Job, folder: str, device: int | None) -> None:
     with open(f"{folder}/log", "a") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
         try:
-            result: Any = job.function(rank=rank, folder=folder, device=device)
+            result: Any = job.function(folder=folder, device=device)
         except BaseException:
             result = traceback.format_exc()
-            Path(folder, f"error{rank}").write_text(result)
-        if rank == 0:
-            partial = Path(folder, "partial")
-            partial.write_bytes(pickle.dumps(result))
-            partial.rename(Path(folder, "result"))
+        partial = Path(folder, "partial")
+        partial.write_bytes(pickle.dumps(result))
+        partial.rename(Path(folder, "result"))
     os._exit(0)
 
 
 def _finish(run: _Started) -> bool:
     """Hand a run's result on, and say if it did not fail."""
-    errors = [path.read_text() for path in Path(run.folder.name).glob("error*")]
-    result: Any = errors[0] if errors else "the process died"
-    if not errors and run.result.exists():
+    result: Any = "the process died"
+    if run.result.exists():
         result = pickle.loads(run.result.read_bytes())
     seconds = time.monotonic() - run.began
     failed = isinstance(result, str)

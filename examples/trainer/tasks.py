@@ -158,7 +158,7 @@ class TaskSteps:
     def _score(self, entry: dict[str, Any], response: Response) -> float:
         """1.0 where the task's verifier gives full marks, else 0.0.
 
-        Its partial credit is no reward: SmolLM2 came to repeat the question before a wrong sum for it (docs/records/lab_notes.md).
+        Its partial credit is no reward: SmolLM2 came to repeat the question before a wrong sum for it.
         """
         answer = self._tokenizer.decode(response.tokens, skip_special_tokens=True).strip()
         return float(self._dataset.score_answer(answer, entry) == 1.0)

@@ -18,7 +18,7 @@ _LARGE_DEVICE = 80_000_000_000
 _PAIR, _TILE = 256, 256
 """The rows of two tiles, which share one operand, and the columns of a tile."""
 _MULTIPROCESSORS = 132
-# Of an H200, fitted to the table of chunks in docs/records/benchmarks.md.
+# Of an H200, fitted to chunks of 2048 to 8192 rows (python -m benchmarks.chunks).
 _OPERATIONS_A_BYTE = 160
 _EXPOSED = 0.6
 """The part of the sum's traffic that no product hides."""

@@ -121,7 +121,7 @@ def require(key: tuple[Any, ...], find: Callable[[], str | None], claim: str, re
         wrong = f"it cannot be run on tiny samples: {type(error).__name__}: {error}"
     if wrong is not None:
         raise ValueError(
-            f"{claim}{wrong}. Install a version that docs/records/other_trainers.md lists as exact, or {remedy}"
+            f"{claim}{wrong}. Install a version that docs/migrating.md lists as exact, or {remedy}"
         )
     PROVEN.add(key)
 

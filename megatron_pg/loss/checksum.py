@@ -12,7 +12,6 @@ tokens, response length, loss mask, loss weights and kept sets; and of advantage
 of them that every sample of the rank had when the step was counted. Under a custom reducer, whose weights are its own, w
 is 1 for every active token.
 
-docs/records/checksum.md derives what the sums miss.
 """
 
 import itertools
@@ -34,7 +33,7 @@ CHECKSUM = "aggregation_checksum"
 CHECKSUMS = (CHECKSUM, f"{CHECKSUM}_of_samples", f"{CHECKSUM}_of_ranks")
 """The three sums, as a micro-batch carries them; a step reports the first that is not 1 as `aggregation_checksum`."""
 CHECKSUM_TOLERANCE = 1e-5
-# Sums of a million samples in float64 are off by 2e-14 (benchmarks.scale), and an exchange is missed in proportion to it.
+# Sums of a million samples in float64 are off by 2e-14, and an exchange is missed in proportion to it.
 IDENTITY_TOLERANCE = 1e-11
 NUM_NAMED = 5  # samples that a message names of each kind
 

@@ -19,8 +19,6 @@ examples:
       --kl-loss-coef 0.001 --custom-pg-loss-reducer-function-path megatron_pg.integrations.constant
   megatron-pg migrate -- python -m verl.trainer.main_ppo actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm
   megatron-pg migrate --loss-aggregation prompt_mean grpo_math_1B.yaml
-  megatron-pg migrate run-qwen3-4B.sh
-  megatron-pg migrate run.sh -- KL_COEF=0.01 8       # with the variables and arguments that the script is called with
 """
 
 
@@ -65,7 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Build the parser of the flags before `--`."""
     parser = ProgramParser(
         prog="megatron-pg migrate",
-        usage="megatron-pg migrate [flags] (FILE | -- LAUNCH LINE | SCRIPT -- [NAME=VALUE ...] [ARGUMENT ...])",
+        usage="megatron-pg migrate [flags] (FILE | -- LAUNCH LINE)",
         description="The objective that a launch line of slime, miles, verl or NeMo-RL computes, its errors and their size, and "
         "the lines that make it exact. Nothing is run.",
         epilog=EPILOG,
@@ -73,7 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("file", nargs="?", type=Path, metavar="FILE", help="A YAML, or a shell script.")
+    add("file", nargs="?", type=Path, metavar="FILE", help="A YAML.")
     add("--trainer", choices=sorted(TRAINERS), help="Whose line it is; unset: as its keys look.")
     add("--loss-aggregation", choices=list(AGGREGATIONS), help="What you want; unset: what it has.")
     add("--loss-aggregation-divisor", type=float, metavar="L", help="L of constant, in tokens.")

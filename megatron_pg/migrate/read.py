@@ -1,4 +1,4 @@
-"""Reader of a launch line, a shell script or a YAML, by the trainer's own keys. Nothing is run."""
+"""Reader of a launch line or a YAML, by the trainer's own keys. Nothing is run."""
 
 import functools
 import re
@@ -7,9 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_pg.migrate.rows import VARIABLE
-from megatron_pg.migrate.shell import Command, Condition, Script, read_script
-from megatron_pg.migrate.shell_words import UNKNOWN
+from megatron_pg.migrate.rows import UNKNOWN, VARIABLE
 
 OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)+)=(.*)", re.DOTALL)
 """`key.of.a.section=value`, as Hydra takes it."""
@@ -30,18 +28,10 @@ class Launch:
 
     words: Sequence[str]
     keys: dict[str, Any]
-    line: int = 0
     unread: list[str] = field(default_factory=list)
     """Files of settings that are not here."""
     open: list[str] = field(default_factory=list)
     """Words in the place of options that are not known, such as an unset `$EXTRA_ARGS`."""
-
-    @property
-    def is_stray(self) -> bool:
-        """Return whether the line begins with an option: the shell has cut it off its command."""
-        return bool(self.words) and bool(
-            OVERRIDE.fullmatch(self.words[0]) or self.words[0].startswith("--")
-        )
 
     @property
     def program(self) -> str:
@@ -59,19 +49,11 @@ def read_yaml(path: Path) -> Launch:
     return launch
 
 
-def read_launches(
-    path: Path, words: Sequence[str] = (), turned: frozenset[Condition] = frozenset()
-) -> tuple[list[Launch], Script]:
-    """Read the commands of a shell script as `read_script` does."""
-    script, folders = read_script(path, words, turned), [path.parent, *path.resolve().parents]
-    return [read_line(command, folders) for command in script.commands], script
-
-
-def read_line(command: Command, folders: Sequence[Path] = (Path(),)) -> Launch:
+def read_line(words: Sequence[str]) -> Launch:
     """Read the keys of a line: `--flag value`, `--flag=value`, `--flag` (true), and `section.key=value`; the last wins."""
     keys: dict[str, Any] = {}
-    launch, flag = Launch(command.words, keys, command.line), None
-    for word in command.words:
+    launch, flag = Launch(words, keys), None
+    for word in words:
         override = OVERRIDE.fullmatch(word)
         if word.startswith("--") and len(word) > 2:
             flag, equals, value = word.partition("=")
@@ -88,29 +70,25 @@ def read_line(command: Command, folders: Sequence[Path] = (Path(),)) -> Launch:
     launch.open += [value for value in keys.values() if OPTIONS.fullmatch(value)]
     for flag, wins in CONFIGS.items():
         if name := str(keys.get(flag, "")):
-            files = (
-                f / name for f in folders if (f / name).is_file() and Path(name).suffix in YAML
-            )
-            if file := next(files, None):
-                settings = _yaml(file, launch.unread)
+            if Path(name).is_file() and Path(name).suffix in YAML:
+                settings = _yaml(Path(name), launch.unread)
                 launch.keys = launch.keys | settings if wins else settings | launch.keys
             else:
                 launch.unread.append(name)
     if "--config-name" in keys:
-        _read_hydra(launch, str(keys["--config-name"]), folders)
+        _read_hydra(launch, str(keys["--config-name"]))
     return launch
 
 
-def _read_hydra(launch: Launch, name: str, folders: Sequence[Path]) -> None:
+def _read_hydra(launch: Launch, name: str) -> None:
     """Read the configuration that Hydra finds beside the module that is launched."""
     path, module = str(launch.keys.get("--config-path", "config")), launch.program.split(".")[:-1]
     file = Path(path) / (name if Path(name).suffix in YAML else f"{name}.yaml")
-    for folder in folders:
-        # The checkout may itself be the package's first name, as verl-recipe is `recipe`.
-        for place in ([], module, module[1:]):
-            if (found := Path(folder, *place, file)).is_file():
-                launch.keys = _yaml(found, launch.unread) | launch.keys
-                return
+    # The checkout may itself be the package's first name, as verl-recipe is `recipe`.
+    for place in ([], module, module[1:]):
+        if (found := Path(*place, file)).is_file():
+            launch.keys = _yaml(found, launch.unread) | launch.keys
+            return
     launch.unread.append(str(file))
 
 

@@ -9,7 +9,6 @@
     limits       the cases where a setting does not do what its name says, and the factor
     exact        the lines that make an aggregation exact in this trainer, or cases [condition, lines]; <L> is the divisor
     programs     what is launched: another program's loss may be another
-    package      the trainer's package, beside which its own scripts lie
     configs      its own files of defaults, which the table has
 
 Conditions are settings, or names of terms, joined by `&`: `key`, `!key`, `key=a|b`, `key!=a`, `key>1`.
@@ -27,13 +26,13 @@ from typing import Any, NamedTuple
 
 from megatron_pg.config.fields import flag_of
 from megatron_pg.config.rows import did_you_mean
-from megatron_pg.migrate.shell_words import UNKNOWN
 
 Settings = Mapping[str, Any]
 """Settings of a launch line, by the trainer's own keys, with defaults for the rest."""
 CONDITION = re.compile(r"(!?)([^!=>]+?)(?:(!?=|>)(\S+))?")
 VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
-CALLED = "give what it is called with after `--`, as in `run.sh -- NAME=VALUE ARGUMENT`"
+UNKNOWN = re.compile(r"[$`]")
+"""A value with one of these is not known."""
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 """Another key of a YAML, as OmegaConf writes it."""
 CLOSE = 0.86
@@ -67,8 +66,6 @@ class TrainerTable:
         self.source: str = table["source"]
         self.mark = re.compile(table["mark"])
         """The pattern that keys, values or words of this trainer's launch lines have."""
-        self.like: str | None = table.get("like")
-        self.package: str = table["package"]
         self.programs = re.compile(table["programs"])
         self.configs: list[str] = table.get("configs", [])
         self.settings: dict[str, Any] = base.get("settings", {}) | table["settings"]
@@ -198,8 +195,7 @@ def unknown(text: str) -> str:
     if UNKNOWN.search(VARIABLE.sub("", text)):
         return f"{text} is known to the shell alone: write its value in its place"
     if names:
-        of_script = f"for a script {CALLED}; in a line write its value"
-        return f"{', '.join(names)} is not set: {of_script}"
+        return f"{', '.join(names)} is not set: write its value in its place"
     return f"{text} is not here, and its settings decide the loss: run migrate in the folder of the launch, or leave it out"
 
 

@@ -121,7 +121,7 @@ def test_a_trainer_that_computes_something_else_is_refused(name, monkeypatch):
     monkeypatch.setattr(tiny_trainer, target, mutant)
     sizes = (2, 2) if "parallelism" in name else (1, 1)
     message = refusal(prove, "prompt_mean", "sample_mean", sizes)
-    assert words in message and "docs/records/other_trainers.md" in message
+    assert words in message and "docs/migrating.md" in message
     assert message.startswith(
         "--hook megatron_pg.integrations.tests.prompt_mean: the installed tests"
     )

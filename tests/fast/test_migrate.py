@@ -1,7 +1,7 @@
 """`megatron-pg migrate`: launch lines as their trainers take them, what they compute, and what is refused by name.
 
-The numbers are compared with plain float64 loops (`tests.oracle`); `tests/trainers/test_launch_scripts.py` reads the
-trainers' own scripts.
+The numbers are compared with plain float64 loops (`tests.oracle`); `tests/trainers/test_configurations.py`
+reads the trainers' own configurations.
 """
 
 import argparse
@@ -231,29 +231,6 @@ def test_bad_input_is_named(line: str, run) -> None:
 def test_all_bad_keys_are_named_at_once(run) -> None:
     error = run(f"{SLIME} --kl-loss-coeff 1 --use-tiss --eps-clip wide", code=2)
     assert all(word in error for word in ("--kl-loss-coeff", "--use-tiss", "--eps-clip is 'wide'"))
-
-
-SCRIPT = """#!/bin/bash
-coef=${coef:-0.01}
-long=$((1024 * 2 + 48))
-GRPO_ARGS=(
-   --advantage-estimator grpo   # it's commented
-   #--calculate-per-token-loss
-   --use-kl-loss
-   --kl-loss-coef ${coef}
-   --kl-loss-type low_var_kl
-)
-PYTHONUNBUFFERED=1 python3 train.py --rollout-max-response-len $long "${GRPO_ARGS[@]}"
-"""
-
-
-def test_a_shell_script_is_read_and_not_run(tmp_path: Path) -> None:
-    path = tmp_path / "run.sh"
-    path.write_text(SCRIPT + f"touch {tmp_path}/run\n")
-    settings = read(path, []).settings
-    assert settings["--kl-loss-coef"] == 0.01 and not settings[PER_TOKEN]
-    assert not (tmp_path / "run").exists()
-    assert main([str(path)]) == 0
 
 
 WHOLE = (f"{NO_STD} {NORM} {ACTOR}loss_scale_factor=64", "--disable-grpo-std-normalization")

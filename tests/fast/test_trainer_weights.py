@@ -139,7 +139,7 @@ def test_a_verl_is_proven_or_refused(aggregation, objective, monkeypatch):
 
     prove(plain_verl())
     assert config.global_batch_info == {} and proof.PROVEN == {("verl", *loss)}
-    words = f"{aggregation} by verl's {objective} | 0.9.1 | the gradient of log-prob | expected | other_trainers.md"
+    words = f"{aggregation} by verl's {objective} | 0.9.1 | the gradient of log-prob | expected | migrating.md"
     assert_refused(words, prove, plain_verl(scale=1.0005))
     if aggregation in ("token_mean", "constant"):
         assert_refused(words, prove, plain_verl(honours_weights=False))

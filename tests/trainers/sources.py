@@ -113,8 +113,8 @@ def functions(path: str, *names: str, **others: Any) -> dict[str, Any]:
 
 
 def code_of_the_docs(*words: str) -> dict[str, Any]:
-    """What the blocks of docs/records/other_trainers.md that have one of some words define."""
-    text = (ROOT / "docs/records/other_trainers.md").read_text()
+    """What the blocks of docs/where_this_fits.md that have one of some words define."""
+    text = (ROOT / "docs/where_this_fits.md").read_text()
     made: dict[str, Any] = {"torch": torch}
     for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         if any(word in block for word in words):

@@ -1,4 +1,4 @@
-"""The numbers of docs/records/other_trainers.md, by the trainers' own aggregation functions on its example.
+"""The numbers of docs/where_this_fits.md, by the trainers' own aggregation functions on its example.
 
 SkyRL and verl may be unpacked wheels.
 """

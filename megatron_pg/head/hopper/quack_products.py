@@ -31,7 +31,7 @@ _K = 64
 
 
 def tile_of(columns: int, with_dots: bool) -> int:
-    """Return the columns that share one offset, a tile of the first product: the fastest that divides (docs/records/lab_notes.md)."""
+    """Return the columns that share one offset, a tile of the first product: the fastest that divides (docs/records/benchmarks.md)."""
     return next(w for w in (256 if with_dots else 192, 256, 192, MULTIPLE) if columns % w == 0)
 
 

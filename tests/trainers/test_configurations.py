@@ -1,9 +1,7 @@
-"""`megatron-pg migrate` on the trainers' own launch scripts and configurations, by reference: launch_scripts.tsv.
+"""`megatron-pg migrate` on the trainers' own configurations, by reference: configurations.tsv.
 
-They are read from the checkouts in the folder that TRAINERS names, `verl-git` for verl's repository, where a checkout is
-at the commit of the table. The settings of a script are those that bash itself passed to the trainer, with every program
-replaced by one that prints its words; those of a YAML are OmegaConf's, merged along `defaults`. A row without settings is
-of a trainer that is answered by name.
+They are read from the checkouts in the folder that TRAINERS names, if a checkout is at the commit of the table. The
+settings are OmegaConf's, merged along `defaults`. A row without settings is of a trainer that is answered by name.
 """
 
 import subprocess
@@ -16,7 +14,7 @@ from megatron_pg.migrate.line import read
 
 from .sources import TRAINERS
 
-TABLE = Path(__file__).with_name("launch_scripts.tsv").read_text().splitlines()
+TABLE = Path(__file__).with_name("configurations.tsv").read_text().splitlines()
 COMMITS = {line.split()[1]: line.split()[3] for line in TABLE if line.startswith("#")}
 ROWS = [line.split("\t") for line in TABLE if not line.startswith("#")]
 
@@ -37,12 +35,12 @@ def is_same(ours: object, theirs: str) -> bool:
     return ours == theirs or (ours is None and theirs in ("null", "None", ""))
 
 
-def test_the_table_has_at_least_200_lines() -> None:
-    assert sum(bool(row[2:]) for row in ROWS) >= 200 and {row[0] for row in ROWS} == set(COMMITS)
+def test_the_table_has_at_least_80_lines() -> None:
+    assert sum(bool(row[2:]) for row in ROWS) >= 80 and {row[0] for row in ROWS} == set(COMMITS)
 
 
 @pytest.mark.parametrize("name", COMMITS)
-def test_the_trainers_own_scripts(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_trainers_own_configurations(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     folder, wrong = checkout(name), []
     for _, path, *expected in (row for row in ROWS if row[0] == name):
         if not expected:
@@ -55,12 +53,3 @@ def test_the_trainers_own_scripts(name: str, capsys: pytest.CaptureFixture[str])
         if line.trainer.name != expected[0] or differ:
             wrong.append((path, line.trainer.name, differ))
     assert not wrong
-
-
-def test_settings_that_their_program_does_not_read_are_refused(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Name the key that the trainer does read."""
-    path = checkout("verl-git") / "examples/sapo_trainer/run_qwen3_8b_fsdp.sh"
-    assert main([str(path)]) == 2
-    assert "the nearest is actor_rollout_ref.actor.tau_pos" in capsys.readouterr().err

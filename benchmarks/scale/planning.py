@@ -1,4 +1,4 @@
-"""Curves of planning: `plan_step`, dealing to ranks, `plan_hybrid_cp_step`, totals, the collector."""
+"""Curves of planning: `plan_step`, dealing to ranks, totals, the collector."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -13,8 +13,6 @@ from megatron_pg import Sample, StepCollector, plan_step
 from megatron_pg.rollout_files import IteratorSource
 from megatron_pg.step import assign_to_data_parallel_ranks
 from megatron_pg.step.counts import OPTIONAL, ROW
-from megatron_pg.step.hybrid_context import micro_batches_of_rank
-from megatron_pg.step.token_window import Layout
 
 SIZES = ((10**3, 16), (10**4, 16), (10**4, 1024), (10**5, 1024), (10**5, 16384))
 GOAL = 1_000_000, 16_384
@@ -92,24 +90,6 @@ def plans() -> Iterator[Row]:
         )
 
 
-def hybrid_plans() -> Iterator[Row]:
-    """A rank's micro-batches with groups of their own, from the lengths of all samples."""
-    for num_samples, num_ranks in (*SIZES, (10**6, 1024), GOAL):
-        lengths = heavy_tailed(num_samples).tolist()
-        layout = Layout(num_ranks // 3, num_ranks)
-        planned, seconds, mebibytes = measured(
-            lambda: micro_batches_of_rank(lengths, layout, BUDGET // 8, COST)  # noqa: B023
-        )
-        yield (
-            num_samples,
-            num_ranks,
-            seconds,
-            mebibytes,
-            len(planned),
-            max(size for *_, size in planned),
-        )
-
-
 def collected() -> Iterator[Row]:
     """One rank's `collect` of a step; the other ranks are played."""
     for num_samples, num_ranks in ((10**3, 16), (10**4, 1024), (10**5, 1024), (10**5, 16384), GOAL):
@@ -139,11 +119,6 @@ def main() -> None:
         "plan_step of one rank",
         "samples, ranks, of this rank, seconds, MiB added, bytes a sample, collectives",
         plans(),
-    )
-    table(
-        "plan_hybrid_cp_step, without hashes and totals",
-        "samples, ranks, seconds, MiB added, micro-batches, largest group",
-        hybrid_plans(),
     )
     table(
         "The collector",

@@ -25,7 +25,6 @@ def main() -> None:
     for title, seconds, label in (
         ("Dealing lengths to ranks", 2, "dealing lengths"),
         ("plan_step of one rank", 3, "plan_step of one rank"),
-        ("plan_hybrid_cp_step, without hashes and totals", 2, "plan_hybrid_cp_step"),
         ("The collector", 2, "collector"),
     ):
         most: dict[float, float] = {}

@@ -1,12 +1,11 @@
-"""Checks that a model takes the cut of a pack over context-parallel ranks, and a group of a micro-batch's own."""
+"""Checks that a model takes the cut of a pack over context-parallel ranks."""
 
 from collections.abc import Iterator
 from typing import Any
 
 from megatron_pg.config.policy_loss import CpPartitionMode
-from megatron_pg.config.versions import follows_own_group, has_partition_mode
+from megatron_pg.config.versions import has_partition_mode
 from megatron_pg.megatron.groups import chunks_of, unwrapped
-from megatron_pg.megatron.scale_contract import ScaleContract
 
 
 def require_partition_mode(model: Any, mode: CpPartitionMode) -> None:
@@ -49,30 +48,3 @@ def _zigzag_parts(chunk: Any) -> Iterator[str]:
         core = getattr(attention, "core_attention", attention)
         if "contiguous" not in getattr(core, "cp_partition_modes", ()):
             yield f"{type(core).__name__} of {name} takes zigzag"
-
-
-def require_own_group(scale: ScaleContract, model: Any, mode: CpPartitionMode) -> None:
-    """Refuse a context-parallel group of a micro-batch's own where the gradient would not be exact.
-
-    Case 3 of `scale_contract` has the reasons. Rotary positions: `Attention.forward` of 0.19.2 gives them
-    `pg_collection.cp` whatever the micro-batch's group is (transformer/attention.py).
-    """
-    position, expert_size = "none", 1
-    if model is not None:
-        require_partition_mode(model, mode)
-        chunk = unwrapped(chunks_of(model)[0])
-        position = getattr(chunk, "position_embedding_type", "none")
-        expert_size = getattr(chunk.config, "expert_model_parallel_size", 1)
-    obstacles = {
-        "it needs per-token mode (--calculate-per-token-loss)": not scale.calculate_per_token_loss,
-        "losses of experts count tokens of one size of group": scale.counts_all_tokens,
-        f"--expert-model-parallel-size {expert_size} exchanges tokens with ranks that run other micro-batches": (
-            expert_size > 1
-        ),
-        f"--position-embedding-type {position} of this megatron-core reads the model's group": (
-            position not in ("none", "learned_absolute") and not follows_own_group()
-        ),
-    }
-    for obstacle, is_present in obstacles.items():
-        if is_present:
-            raise NotImplementedError(f"a context-parallel group for each micro-batch: {obstacle}")

@@ -22,7 +22,7 @@ Ordered = TypeVar("Ordered")
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The step of one data-parallel rank. Built by `plan_step` and `plan_hybrid_cp_step`."""
+    """The step of one data-parallel rank. Built by `plan_step`."""
 
     microbatches: tuple[tuple[int, ...], ...]
     """Per micro-batch the indices of its samples, ascending, in the order in which micro-batches are run. Of an empty one pack()
@@ -31,8 +31,6 @@ class StepPlan:
     """Per micro-batch its packed tokens over the context-parallel group, padding included."""
     totals: StepTotals
     """The totals of the step over all data-parallel ranks; with the `num_tokens` of `plan_step`."""
-    cp_sizes: tuple[int, ...]
-    """Per micro-batch the context-parallel ranks that hold it."""
 
     @property
     def num_microbatches(self) -> int:
@@ -136,7 +134,6 @@ def plan_step(
             samples_per_group=samples_per_group,
             allow_different_group_sizes=allow_different_group_sizes,
         ),
-        cp_sizes=(cp_size,) * (len(microbatches) + added),
     )
 
 

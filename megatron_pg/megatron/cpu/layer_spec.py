@@ -129,8 +129,8 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
     ) -> Tensor:
         """Attend. Every rank of the context-parallel group must call it, with the same sequences.
 
-        The group is `packed_seq_params.cp_group` if set, else `pg_collection.cp`. Both are read in this call: a caller that
-        exchanges the entry runs the model without context parallelism for a while (generation).
+        The group is `pg_collection.cp`, read in this call: a caller that exchanges the entry runs the model without context
+        parallelism for a while (generation).
 
         Args:
             query: [local_tokens, heads, dim].
@@ -150,7 +150,7 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
             raise NotImplementedError(
                 f"attn_mask_type is {attn_mask_type}: PackedCoreAttention is causal only, without attention_bias"
             )
-        group = getattr(packed_seq_params, "cp_group", None) or self.pg_collection.cp
+        group = self.pg_collection.cp
         layout = _layout_of(packed_seq_params, query.size(0), group.rank(), group.size())
         both = torch.cat((key, value), dim=-1)
         both = gather_from_sequence_parallel_region(both, group=group)

@@ -171,7 +171,7 @@ def _sharding(options: CheckOptions, world_size: int) -> str:
         f"TP {options.tensor_model_parallel_size}{' + SP' if options.sequence_parallel else ''}": True,
         f"PP {options.pipeline_model_parallel_size}": True,
         f"VPP {stages}": stages,
-        f"CP {options.context_parallel_size}{' contiguous' if options.cp_partition_mode == 'contiguous' else ''}": True,
+        f"CP {options.context_parallel_size}": True,
         f"EP {options.expert_model_parallel_size}": options.num_experts,
         f"ETP {options.expert_tensor_parallel_size}": options.num_experts,
         f"DP {world_size // options.model_parallel_size}": True,

@@ -16,7 +16,7 @@ from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.loss.from_logits import head_options, loss_of_logits
 from megatron_pg.loss.metrics import SumsReport, reduce_metrics
 from megatron_pg.loss.micro_batch import MicroBatchLoss, gradient_scope
-from megatron_pg.megatron.context_layout import require_partition_mode
+from megatron_pg.megatron.context_layout import require_zigzag
 from megatron_pg.megatron.experts import padding_mask, take_padding_mask
 from megatron_pg.megatron.fused_head import FusedHead
 from megatron_pg.megatron.groups import ParallelGroups, chunks_of, unwrapped
@@ -81,7 +81,7 @@ class PolicyStep:
             of micro-batches, the scale contract cannot be kept, a teacher by hidden states has no weight, or
             `--replay-routing` with a model without experts.
         NotImplementedError: `--fused-lm-head` or `--fp32-lm-head` with an output layer that they do not take, a model that
-            gathers its logits, or a `--cp-partition-mode` that the model's attention does not have.
+            gathers its logits, or another cut over context-parallel ranks than the zigzag.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class PolicyStep:
                 "tensor-parallel rank's rows of it"
             )
         if model is not None and groups.context_size > 1:
-            require_partition_mode(model, config.cp_partition_mode)
+            require_zigzag(model)
         chunk = chunks_of(model)[0]
         # DDP and Float16Module carry the config of what they wrap.
         model_config = None if chunk is None else chunk.config
@@ -170,8 +170,7 @@ class PolicyStep:
                 `--fused-lm-head-memory-gib`.
 
         Raises:
-            ValueError: the batch was packed for another context-parallel size, rank or `--cp-partition-mode` than this
-                one's, or lacks an input of the objective; a sample has a token id or a learned position that the model's
+            ValueError: the batch was packed for another context-parallel size or rank than this one's, or lacks an input of the objective; a sample has a token id or a learned position that the model's
                 embedding has no row for, or experts that the model does not have; the loop would leave gradients unreduced.
         """
         config, groups = self.config, self.groups
@@ -273,11 +272,6 @@ class PolicyStep:
                 f"the micro-batch is packed for context-parallel rank {window.cp_rank} of {window.cp_size} and this is "
                 f"rank {rank} of {size}: call pack(samples, cp_rank=..., cp_size=...) with the rank's own"
             )
-        if size > 1 and window.cp_partition_mode != self.config.cp_partition_mode:
-            raise ValueError(
-                f"the micro-batch is packed as {window.cp_partition_mode} and --cp-partition-mode is "
-                f"{self.config.cp_partition_mode}: call pack(samples, cp_partition_mode=config.cp_partition_mode, ...)"
-            )
 
 
 def _table_sizes(chunk: Any | None) -> tuple[int | None, int | None]:
@@ -317,16 +311,13 @@ def packed_seq_params(batch: PackedBatch) -> PackedSeqParams:
     sequence's end is harmless: attention is causal and padding is scored by no loss.
     """
     window = batch.window
-    params = PackedSeqParams(
+    return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=window.cu_seqlens,
         cu_seqlens_kv=window.cu_seqlens,
         max_seqlen_q=window.max_seqlen,
         max_seqlen_kv=window.max_seqlen,
     )
-    # A field of the development branch; before it, an attribute that attention of one's own may read.
-    params.cp_partition_mode = window.cp_partition_mode
-    return params
 
 
 def multi_token_mask(batch: PackedBatch, num_active_tokens: float) -> Tensor:

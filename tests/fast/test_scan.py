@@ -1,6 +1,5 @@
 """Running sums along sequences against plain loops, with the ranks of a context-parallel group one after another."""
 
-import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +20,7 @@ from tests.fast.sequences import package_sample, random_sequence, random_sequenc
 from tests.random_steps import uneven_totals
 
 HALF_LIFE = 2.5
-LAYOUTS = [(1, "zigzag"), *itertools.product((2, 4), ("zigzag", "contiguous"))]
+SIZES = (1, 2, 4)
 STEPS = {
     "ragged": [*random_sequences(3), random_sequence(9, 40)],
     "one token": [random_sequence(11, 1, active_rate=1.0)],
@@ -41,9 +40,7 @@ def by_loops(sequence: Sequence1, name: str, by_turn: bool) -> list[float]:
     return values
 
 
-def found(
-    sequences: list[Sequence1], objective: str, unit: str, size: int, mode: str
-) -> dict[str, Tensor]:
+def found(sequences: list[Sequence1], objective: str, unit: str, size: int) -> dict[str, Tensor]:
     """Every scan of the objective at the response tokens laid end to end."""
     settings = {"fipo_half_life": HALF_LIFE} if objective == "fipo" else {}
     config = PolicyLossConfig(policy_loss=objective, sequence_unit=unit, **settings)
@@ -52,7 +49,7 @@ def found(
     old = torch.tensor([value for s in sequences for value in s.old_log_probs])
     ranks, total = [], torch.zeros(())
     for rank in range(size):
-        batch = pack(samples, cp_rank=rank, cp_size=size, cp_partition_mode=mode)
+        batch = pack(samples, cp_rank=rank, cp_size=size)
         here = batch.window.response_indices
         batch = replace(batch, old_log_probs=old[here])
         loss = MicroBatchLoss(config, batch, uneven_totals(samples))
@@ -68,20 +65,20 @@ def found(
     return scans
 
 
-def check(step: str, objective: str, unit: str, size: int, mode: str) -> None:
+def check(step: str, objective: str, unit: str, size: int) -> None:
     sequences = STEPS[step]
-    for name, values in found(sequences, objective, unit, size, mode).items():
+    for name, values in found(sequences, objective, unit, size).items():
         expected = [v for s in sequences for v in by_loops(s, name, unit == "turn")]
         wanted = torch.tensor(expected, dtype=torch.float64)
         torch.testing.assert_close(values, wanted, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(("size", "mode"), LAYOUTS)
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("unit", ["sequence", "turn"])
 @pytest.mark.parametrize("objective", ["fipo", "ctpo"])
 @pytest.mark.parametrize("step", STEPS)
-def test_scans_equal_plain_loops(step, objective, unit, size, mode) -> None:
-    check(step, objective, unit, size, mode)
+def test_scans_equal_plain_loops(step, objective, unit, size) -> None:
+    check(step, objective, unit, size)
 
 
 RIGHT_WHOLE, RIGHT_RUNS = whole_scans, scan_of_runs
@@ -129,7 +126,7 @@ def test_mistakes_are_seen(name, mutant, objective, monkeypatch) -> None:
     monkeypatch.setattr(scan, name, mutant)
     monkeypatch.setitem(globals(), name, mutant)
     with pytest.raises(AssertionError):
-        check("ragged", objective, "sequence", 2, "zigzag")
+        check("ragged", objective, "sequence", 2)
 
 
 def test_a_mask_that_is_ignored_would_be_seen(monkeypatch) -> None:
@@ -138,7 +135,7 @@ def test_a_mask_that_is_ignored_would_be_seen(monkeypatch) -> None:
     )
     monkeypatch.setitem(SCANS, "active_so_far", everywhere)
     with pytest.raises(AssertionError):
-        check("ragged", "ctpo", "sequence", 2, "zigzag")
+        check("ragged", "ctpo", "sequence", 2)
 
 
 @pytest.mark.parametrize("from_end", [False, True])

@@ -7,7 +7,7 @@ own sequence: for checks, not speed.
 
 import copy
 import math
-from typing import Any, get_args
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,6 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_pg.config.policy_loss import CpPartitionMode
 from megatron_pg.step.token_window import Layout
 
 
@@ -34,12 +33,10 @@ class _Layout:
     def __init__(self, packed: PackedSeqParams, local_tokens: int, rank: int, size: int) -> None:
         cu_seqlens = packed.cu_seqlens_q.to(torch.int64)
         segments, longest = cu_seqlens.numel() - 1, int(packed.max_seqlen_q)
-        mode: CpPartitionMode = getattr(packed, "cp_partition_mode", "zigzag")
         lengths = cu_seqlens.diff()
-        positions = [Layout(other, size, mode).local_positions(lengths) for other in range(size)]
+        positions = [Layout(other, size).local_positions(lengths) for other in range(size)]
         segment, place = positions[rank]
-        held = torch.bincount(segment, minlength=segments)  # tokens of each sequence on this rank
-        most = int(held.max())
+        held, most = lengths // size, longest // size  # tokens of each sequence on this rank
         row_per_segment = segments * longest * most <= local_tokens**2 * size
         self.rows = segments if row_per_segment else 1
         self.width = longest if row_per_segment else local_tokens * size
@@ -84,9 +81,6 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
     The constructor has the arguments that Megatron gives every core attention (transformer/attention.py, 0.15.3 to
     0.19.2). It refuses dropout, a sliding window, another softmax type or kind of attention with NotImplementedError.
     """
-
-    cp_partition_modes = get_args(CpPartitionMode)
-    """The supported values of `packed_seq_params.cp_partition_mode`."""
 
     def __init__(
         self,

@@ -18,8 +18,7 @@ COMMITS="$(sed -n 's/^# //p' tests/trainers/launch_scripts.tsv)
 vime https://github.com/CalvinXKY/vime 1a13bb8c4cde099a582cb2062b2bb2f4de9ee1e4
 Megatron-LM https://github.com/NVIDIA/Megatron-LM d98e8a64ddf34856e74b24714e3bedb2f5a39553
 Megatron-Lite https://github.com/NVIDIA/Megatron-LM 515fe3a1845f3fa0d9bdc11254b6b24b0a240432
-Automodel https://github.com/NVIDIA-NeMo/Automodel 8ba3aef257b52dfb69e5c2aace3a7132708401a6
-CTPO https://github.com/horizon-llm/CTPO acc40211dbeaa8cb37c2347a8b7ad64192b635c4"
+Automodel https://github.com/NVIDIA-NeMo/Automodel 8ba3aef257b52dfb69e5c2aace3a7132708401a6"
 WHEELS="ms-swift==4.6.0 mcore-bridge==1.6.5 verl==0.9.1"
 
 fetch() { # name, repository, commit

@@ -140,26 +140,6 @@ class TokenWindow:
         whole = values.new_zeros(*values.shape[:-1], sum(self.response_lengths))
         return whole.index_copy_(-1, self.response_indices.to(values.device), values)
 
-    def response_chunks(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Place the window in the chunks that context-parallel ranks hold, in the order of positions.
-
-        Returns the chunk of each token of the window and its position in the response, [window] int64 each; and the positions at
-        which the chunks begin in each response, 0 to its length, [chunks + 1, samples] int64.
-        """
-        totals, lengths = torch.tensor([self.total_lengths, self.response_lengths]).long()
-        num_chunks, step = self.layout.num_chunks, -(-totals // self.layout.num_chunks)
-        begins = torch.arange(num_chunks + 1)[:, None] * step
-        # The row at a position scores the next token.
-        borders = (begins + 1 - (totals - lengths)).clamp(min=0).minimum(lengths)
-        samples = self.window_segment_ids
-        positions = self.response_indices - (lengths.cumsum(0) - lengths)[samples]
-        is_first = positions < borders[self.cp_rank + 1][samples]
-        return (
-            torch.where(is_first, self.cp_rank, num_chunks - 1 - self.cp_rank),
-            positions,
-            borders,
-        )
-
     def sample_borders(self, loss_mask: Tensor, size: int) -> list[int]:
         """Cut the samples so that no rank of the context-parallel group scores more than `size` active tokens of a part.
 

@@ -66,14 +66,9 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "vespo": (1, {"policy_loss": "vespo"}),
     "vespo_against_rollout": (1, {"policy_loss": "vespo", **ROLLOUT, **OPSM}),
     "dppo_tv_against_rollout": (0, {"policy_loss": "dppo_tv", **ROLLOUT}),
-    "fipo": (0, {"policy_loss": "fipo"}),
-    "fipo_by_turn_with_corrections": (1, {"policy_loss": "fipo", **TURN, **GEOMETRIC}),
-    "ctpo": (0, {"policy_loss": "ctpo"}),
-    "ctpo_by_turn": (0, {"policy_loss": "ctpo", **TURN}),
     "gspo_by_turn_with_corrections": (2, {**GSPO, **TURN, **TIS_SEQUENCE, **GEOMETRIC, **OPSM}),
 }
 """The number of sums over sequences, beside their active tokens; the settings."""
-NUM_SCANS = {"fipo": 1, "ctpo": 2}
 
 
 def samples_of(sequences: list[Sequence1]) -> list:
@@ -137,7 +132,6 @@ def test_sequence_level_settings_equal_the_unsharded_formula(size: int) -> None:
         torch.testing.assert_close(found_losses, expected, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(found_gradient, gradient, rtol=1e-12, atol=1e-12)
         rows = (num_sums > 0) + num_sums
-        rows += NUM_SCANS.get(policy_loss, 0) * size * 2
         turns = [(n, turn) for n, s in enumerate(sequences) for turn in set(s.turn_ids or [])]
         units = len(turns if of_oracle["by_turn"] else sequences)
         reduced = [(rows, max(units, 2))] if rows else []
@@ -149,7 +143,7 @@ def test_sequence_level_settings_equal_the_unsharded_formula(size: int) -> None:
     assert sorted(windows) == [0] * (size - 1) + [1]
 
 
-FUSED = ("gspo", "fipo", "ctpo", "ctpo_by_turn", "gspo_by_turn_with_corrections")
+FUSED = ("gspo", "gspo_by_turn_with_corrections")
 HIDDEN, VOCABULARY = 4, 9
 
 

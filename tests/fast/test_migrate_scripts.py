@@ -169,8 +169,7 @@ BY_NAME = {
     ("fast.yaml", "schedule: {docs_per_step: 64}\n"): "docs_per_step=64: no flag",
     ("run.sh", "trl grpo --loss_type luspo"): "loss_type=luspo: --policy-loss gspo --loss-agg",
     ("run.sh", "trl grpo --loss_type vespo"): "loss_type=vespo: --policy-loss vespo",
-    ("run.sh", "megatron rlhf --loss_type fipo"): "loss_type=fipo: --policy-loss fipo",
-    ("run.sh", "swift rlhf --fipo_decay_rate 64"): "fipo_decay_rate=64: --fipo-half-life",
+    ("run.sh", "megatron rlhf --loss_type fipo"): "loss_type=fipo: no flag",
     (
         "run.sh",
         "uv run examples/run_ppo.py ppo.adv_estimator.gae_lambda_value=1.0",

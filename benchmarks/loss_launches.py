@@ -33,8 +33,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "gspo": {"policy_loss": "gspo"},
     "gspo_by_turn": {"policy_loss": "gspo", "sequence_unit": "turn"},
-    "fipo": {"policy_loss": "fipo"},
-    "ctpo": {"policy_loss": "ctpo"},
 }  # fmt: skip
 """Everything: entropy, KL, TIS, all metrics, samples with every kind of log-probs."""
 

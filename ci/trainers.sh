@@ -18,9 +18,8 @@ COMMITS="$(sed -n 's/^# //p' tests/trainers/configurations.tsv)
 slime https://github.com/THUDM/slime 624b824a898ab0ec1fcb4d373004c7f3852bf515
 miles https://github.com/radixark/miles 31f1ca961a94cb860cec3b2dea34ec332bfa8f76
 SkyRL https://github.com/NovaSky-AI/SkyRL a9564572eb8e91076be43c1bd5e4615e3de17265
-Megatron-LM https://github.com/NVIDIA/Megatron-LM d98e8a64ddf34856e74b24714e3bedb2f5a39553
-CTPO https://github.com/horizon-llm/CTPO acc40211dbeaa8cb37c2347a8b7ad64192b635c4"
-WHEELS="ms-swift==4.6.0 verl==0.9.1"
+Megatron-LM https://github.com/NVIDIA/Megatron-LM d98e8a64ddf34856e74b24714e3bedb2f5a39553"
+WHEELS="verl==0.9.1"
 
 fetch() { # name, repository, commit
     echo "Fetching $2 at $3 into $TRAINERS/$1 ..."

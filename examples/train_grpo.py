@@ -128,7 +128,7 @@ class Run:
         self.device = torch.device(args.device)
         self.tasks = Tasks(args.num_training_tasks, args.num_held_out_tasks, args.seed)
         longest = self.tasks.longest_sequence(args.max_response_len)
-        layout = Layout(cp_size=args.context_parallel_size, mode=args.cp_partition_mode)
+        layout = Layout(cp_size=args.context_parallel_size)
         budget, least = args.max_tokens_per_microbatch, layout.padded_length(longest)
         if budget < least:
             raise ValueError(
@@ -184,8 +184,8 @@ class Run:
         self, config: pg.PolicyLossConfig, samples: Sequence[pg.Sample], lr: float
     ) -> dict[str, float]:
         """One optimizer step, of a critic too, on this data-parallel rank's samples: the metrics, equal on every rank."""
-        groups, mode = self.groups, config.cp_partition_mode
-        cut: dict[str, Any] = {"cp_size": groups.context_size, "cp_partition_mode": mode}
+        groups = self.groups
+        cut: dict[str, Any] = {"cp_size": groups.context_size}
         samples = pg.accepted_samples(config, samples)
         plan = pg.plan_step(samples, data_parallel_group=groups.data, **self.budget, **cut)
         if plan.totals.num_active_tokens == 0:

@@ -47,13 +47,13 @@ def package_config(objective: Objective, **others: object) -> PolicyLossConfig:
 
 
 def local_logits(
-    micro_batch: Step, logits: Sequence[Tensor], cp_rank, cp_size, pad_to_multiple=1, mode="zigzag"
+    micro_batch: Step, logits: Sequence[Tensor], cp_rank, cp_size, pad_to_multiple=1
 ) -> Tensor:
     """[local_tokens, vocab]: what the model of this rank gives; NaN at padding. `logits` are of each sample."""
     columns = logits[0].shape[1] if logits else VOCAB_SIZE
     padding = torch.full((1, columns), torch.nan, dtype=torch.float64)
     rows = torch.cat([*logits, padding])
-    layout = token_layout(*lengths(micro_batch), cp_size, pad_to_multiple, mode)
+    layout = token_layout(*lengths(micro_batch), cp_size, pad_to_multiple)
     return rows[[-1 if row.token is None else row.token for row in layout[cp_rank]]]
 
 
@@ -79,8 +79,8 @@ def rank_losses(
 ) -> list[RankLoss]:
     """One entry for every (data-parallel rank, micro-batch, context-parallel rank)."""
     settings = {"totals": totals or uneven_totals(package_samples(step)), "vocab_size": vocab_size}
-    size, mode = cut.cp_size, cut.cp_partition_mode
-    place = {"cp_size": size, "pad_to_multiple": pad_to_multiple, "cp_partition_mode": mode}
+    size = cut.cp_size
+    place = {"cp_size": size, "pad_to_multiple": pad_to_multiple}
     results = []
     for micro_batches in cut.ranks:
         share = 1 / (cut.dp_size * size * len(micro_batches))
@@ -89,7 +89,7 @@ def rank_losses(
             samples = package_samples(micro_batch)
             for cp_rank in range(size):
                 batch = pack(samples, cp_rank=cp_rank, **place)
-                local = local_logits(micro_batch, rows, cp_rank, size, pad_to_multiple, mode)
+                local = local_logits(micro_batch, rows, cp_rank, size, pad_to_multiple)
                 loss, metrics = policy_loss_function(
                     config, batch, local, step_share=share, **settings
                 )

@@ -29,7 +29,6 @@ class Cut:
 
     ranks: list[list[list[int]]]
     cp_size: int = 1
-    cp_partition_mode: str = "zigzag"
 
     @property
     def dp_size(self) -> int:
@@ -67,8 +66,7 @@ CUTS: dict[str, Callable[[int], Cut]] = {
     "cp_2": lambda n: whole(n, cp_size=2),
     "cp_4": lambda n: whole(n, cp_size=4),
     "cp_8": lambda n: whole(n, cp_size=8),
-    "contiguous_cp_2": lambda n: Cut([[list(range(n))]], 2, "contiguous"),
-    "contiguous_cp_8_dp_2": lambda n: Cut(halves(n), 8, "contiguous"),
+    "cp_8_dp_2": lambda n: Cut(halves(n), 8),
     "one_sample_a_micro_batch": lambda n: Cut([[[index] for index in range(n)]]),
     "dp_2_interleaved": lambda n: Cut(halves(n)),
     "ragged_dp_3_with_empty_micro_batches": lambda n: Cut(
@@ -85,7 +83,6 @@ class Package:
 
     def __init__(self, divisor: float = DIVISOR) -> None:
         self.divisor = divisor
-        self.cp_partition_mode = "zigzag"
         self._totals: tuple[Any, Any] = (None, None)
 
     def totals(self, step: Step) -> StepTotals:
@@ -106,7 +103,7 @@ class Package:
         return [row.response for row in rows if row.response is not None]
 
     def layout(self, micro_batch: Step, cp_size: int) -> list[list[Row]]:
-        return token_layout(*lengths(micro_batch), cp_size, mode=self.cp_partition_mode)
+        return token_layout(*lengths(micro_batch), cp_size)
 
     def rank_sum(self, step: Step, micro_batch: Step, flat_losses, aggregation, cp_rank, cp_size):
         """The inner sum of one context-parallel rank for one micro-batch."""
@@ -118,7 +115,6 @@ class Package:
             denominators=self.denominators(step, micro_batch, aggregation, cp_rank, cp_size),
             cp_rank=cp_rank,
             cp_size=cp_size,
-            cp_partition_mode=self.cp_partition_mode,
         )
         return reducer(flat_losses[self.scored_tokens(micro_batch, cp_rank, cp_size)])
 
@@ -130,7 +126,7 @@ class Package:
 
     def objective(self, step: Step, losses: Sequence[Tensor], cut: Cut, aggregation: str) -> Tensor:
         """The value of the whole step, 0-d, with its graph down to `losses`."""
-        self.cp_partition_mode, sums = cut.cp_partition_mode, []
+        sums = []
         for indices in cut.micro_batches():
             micro_batch = [step[index] for index in indices]
             nothing = torch.zeros(0, dtype=torch.float64)

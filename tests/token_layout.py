@@ -1,4 +1,4 @@
-"""The token layouts of context parallelism, simulated literally: the oracle of `TokenWindow`.
+"""The token layout of context parallelism, simulated literally: the oracle of `TokenWindow`.
 
 Sequences are padded, shifted by one to find targets, cut and handed to ranks. Like `tests.oracle` it
 shares no code with `megatron_pg`.
@@ -23,27 +23,26 @@ class Row(NamedTuple):
     """Index of that response token into the concatenation of all responses."""
 
 
-def padded_length(total_length: int, cp_size: int, mode: str = "zigzag") -> int:
-    """Of a zigzag, the length rounded up to two chunks per rank; else unchanged."""
+def padded_length(total_length: int, cp_size: int) -> int:
+    """The length rounded up to two chunks per rank."""
     length = total_length
-    while mode == "zigzag" and cp_size > 1 and length % (2 * cp_size) != 0:
+    while cp_size > 1 and length % (2 * cp_size) != 0:
         length += 1
     return length
 
 
 def segment_lengths(
-    total_lengths: Sequence[int], cp_size: int, pad_to_multiple: int = 1, mode: str = "zigzag"
+    total_lengths: Sequence[int], cp_size: int, pad_to_multiple: int = 1
 ) -> list[int]:
     """Padded length of every sequence of the packing, the extra padding sequence included.
 
-    The extra one is there where the whole must divide by `pad_to_multiple`, and into one slice per
-    rank, and does not, or where there is no sample at all; it is as short as it can be and is cut
-    like any other.
+    The extra one is there where the whole must divide by `pad_to_multiple` and does not, or where
+    there is no sample at all; it is as short as it can be and is cut like any other.
     """
-    lengths = [padded_length(total_length, cp_size, mode) for total_length in total_lengths]
+    lengths = [padded_length(total_length, cp_size) for total_length in total_lengths]
     extra = 0
-    while (total := sum(lengths) + extra) == 0 or total % pad_to_multiple or total % cp_size:
-        extra = padded_length(extra + 1, cp_size, mode)
+    while (total := sum(lengths) + extra) == 0 or total % pad_to_multiple:
+        extra = padded_length(extra + 1, cp_size)
     return [*lengths, extra] if extra else lengths
 
 
@@ -52,7 +51,6 @@ def sequence_rows(
     response_lengths: Sequence[int],
     cp_size: int,
     pad_to_multiple: int = 1,
-    mode: str = "zigzag",
 ) -> list[list[Row]]:
     """Every packed sequence, padded but not yet cut: one `Row` per position.
 
@@ -60,7 +58,7 @@ def sequence_rows(
     """
     sequences = []
     first_token = first_response = 0
-    lengths = segment_lengths(total_lengths, cp_size, pad_to_multiple, mode)
+    lengths = segment_lengths(total_lengths, cp_size, pad_to_multiple)
     for segment, length in enumerate(lengths):
         total = total_lengths[segment] if segment < len(total_lengths) else 0
         response = response_lengths[segment] if segment < len(total_lengths) else 0
@@ -89,21 +87,14 @@ def token_layout(
     response_lengths: Sequence[int],
     cp_size: int,
     pad_to_multiple: int = 1,
-    mode: str = "zigzag",
 ) -> list[list[Row]]:
     """The rows that each context-parallel rank holds, in the order in which it holds them.
 
-    Zigzag: each sequence is cut into `2 * cp_size` chunks; rank r is handed chunks r and
-    2 cp_size - 1 - r. Contiguous: the ranks are handed the rows of all sequences one after the other,
-    as many each. Without context parallelism the only rank holds everything.
+    Each sequence is cut into `2 * cp_size` chunks; rank r is handed chunks r and
+    2 cp_size - 1 - r. Without context parallelism the only rank holds everything.
     """
     ranks: list[list[Row]] = [[] for _ in range(cp_size)]
-    sequences = sequence_rows(total_lengths, response_lengths, cp_size, pad_to_multiple, mode)
-    if mode == "contiguous":
-        everything = [row for rows in sequences for row in rows]
-        for place, row in enumerate(everything):
-            ranks[place * cp_size // len(everything)].append(row)
-        return ranks
+    sequences = sequence_rows(total_lengths, response_lengths, cp_size, pad_to_multiple)
     for rows in sequences:
         if cp_size == 1:
             ranks[0].extend(rows)

@@ -35,8 +35,6 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "dppo_tv": {"policy_loss": "dppo_tv"},
     "dppo_kl": {"policy_loss": "dppo_kl"},
     "gmpo": {"policy_loss": "gmpo", "eps_clip": 0.3297, "eps_clip_high": 0.4918},
-    "fipo": {"policy_loss": "fipo"},
-    "ctpo": {"policy_loss": "ctpo"},
 }
 """At the settings of docs/recipes.md where it has one, else the defaults, which are their sources'."""
 SANITY = {

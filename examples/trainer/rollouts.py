@@ -51,7 +51,6 @@ def layout_of(args: Namespace) -> dict[str, Any]:
     return {
         "cp_size": args.context_parallel_size,
         "pad_to_multiple": split if args.sequence_parallel else 1,
-        "cp_partition_mode": args.cp_partition_mode,
     }
 
 

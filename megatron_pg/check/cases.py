@@ -177,7 +177,6 @@ def cases_of(
 def not_checked(options: CheckOptions) -> dict[str, str]:
     """Return the features that this check leaves out, each with the reason."""
     is_one_rank = options.context_parallel_size == 1
-    is_contiguous = options.cp_partition_mode == "contiguous"
     engine, not_asked = "needs Transformer Engine, --device cuda --dtype bf16", "not asked for"
     apex = "needs a GPU and Apex"
     fusion = not_asked if has_gradient_accumulation_fusion(options) else apex
@@ -192,7 +191,6 @@ def not_checked(options: CheckOptions) -> dict[str, str]:
         "Transformer Engine's attention": (options.transformer_impl != "local", engine),
         "--dtype bf16": (options.dtype == "bf16", not_asked),
         **{f"--cp-comm-type {kind}": (not why, why) for kind, why in exchanges.items()},
-        "--cp-partition-mode contiguous": (is_one_rank or is_contiguous, not_asked),
         "--gradient-accumulation-fusion": (options.gradient_accumulation_fusion, fusion),
         "--overlap-grad-reduce": (options.overlap_grad_reduce, not_asked),
         "--use-distributed-optimizer": (options.use_distributed_optimizer, not_asked),

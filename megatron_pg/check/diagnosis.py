@@ -206,8 +206,6 @@ def _suspects(f: Finding) -> Iterator[str]:
         yield "rotary positions (the tied model has learned ones, and passes)"
     if model == "tied" and plain_passes:
         yield "position ids, or the tied weight (the end-to-end model has neither, and passes)"
-    if options.cp_partition_mode == "contiguous" and not plain_passes:
-        yield "position ids (of contiguous slices; every model has learned ones)"
     if model == "multi-token" and plain_passes:
         yield (
             "multi-token prediction: the labels and the mask that it shifts, its loss scale (the end-to-end model has none, "

@@ -215,8 +215,6 @@ def build_chunks(
     """Build this rank's chunks of a model without DDP, with the parameters of `set_parameters` or Megatron's random ones."""
     num_stages = config.virtual_pipeline_model_parallel_size
     longest = 2 * options.context_parallel_size * options.tokens_per_chunk
-    # Megatron's rotary positions follow the zigzag.
-    positions = "rope" if options.cp_partition_mode == "zigzag" else "learned_absolute"
     chunks = []
     for vp_stage in [None] if num_stages is None else range(num_stages):
         stage: dict[str, Any] = {"vp_stage": vp_stage}
@@ -232,7 +230,7 @@ def build_chunks(
             pre_process=parallel_state.is_pipeline_first_stage(False, **stage),
             post_process=parallel_state.is_pipeline_last_stage(False, **stage),
             share_embeddings_and_output_weights=False,
-            position_embedding_type=positions,
+            position_embedding_type="rope",
             **stage,
         )
         model = new_model(**keywords | changes).to(options.device)

@@ -11,7 +11,7 @@ import torch
 
 from megatron_pg.config.custom import custom_function_violations
 from megatron_pg.config.fields import COUNT, Settings, add_args, refuse
-from megatron_pg.config.policy_loss import CpPartitionMode, PolicyLossConfig
+from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.program import ProgramParser
 from megatron_pg.config.settings_file import add_settings_file_args
 from megatron_pg.config.versions import derives_multi_token_labels, has_hybrid_model
@@ -61,8 +61,6 @@ class CheckOptions(Settings):
     """DDP reduces a bucket as soon as backward has filled it."""
     gradient_accumulation_fusion: bool = False
     """Weight gradients added up inside the GEMM; needs Transformer Engine or Apex's extension."""
-    cp_partition_mode: CpPartitionMode = "zigzag"
-    """Tokens of a pack that a context-parallel rank holds."""
     cp_comm_type: Literal["p2p", "all_gather", "a2a"] | None = None
     """Exchange of keys and values in Transformer Engine's attention; unset: Megatron's default."""
     fused_lm_head: bool = False
@@ -153,7 +151,6 @@ def config_of(aggregation: str, options: CheckOptions, objective: str = "ppo") -
         policy_loss=objective,
         kl_loss_coef=KL_COEFFICIENT,
         entropy_coef=ENTROPY_COEFFICIENT,
-        cp_partition_mode=options.cp_partition_mode,
         **values,
     )
 
@@ -228,8 +225,6 @@ def violations_of_sizes(options: CheckOptions, world_size: int) -> Iterator[str]
         yield "--fp32-lm-head is checked with --fused-lm-head: add it"
     if options.hybrid_model and pipeline_size > 1:
         yield f"--hybrid-model with --pipeline-model-parallel-size {pipeline_size}: drop one of the two"
-    if options.mtp_num_layers is not None and options.cp_partition_mode == "contiguous":
-        yield "--mtp-num-layers shifts tokens within zigzag chunks; drop it, or --cp-partition-mode contiguous"
     if stages is not None and 1 in (stages, pipeline_size):
         yield (
             f"--virtual-pipeline-model-parallel-size {stages} with --pipeline-model-parallel-size {pipeline_size}: both "
@@ -283,11 +278,6 @@ def _violations_of_machine(options: CheckOptions) -> Iterator[str]:
             yield "--transformer-impl transformer_engine has no packed float32 attention; use --dtype bf16 or local"
         elif not has_transformer_engine():
             yield "--transformer-impl transformer_engine: it cannot be imported; use local"
-        if options.cp_partition_mode != "zigzag":
-            yield (
-                f"--cp-partition-mode {options.cp_partition_mode}: the attention that Megatron's GPT model takes from "
-                "Transformer Engine is a zigzag's; use --transformer-impl local"
-            )
     elif options.cp_comm_type is not None:
         yield f"--cp-comm-type {options.cp_comm_type} is Transformer Engine's: it needs --transformer-impl of that name"
     if options.gradient_accumulation_fusion and not has_gradient_accumulation_fusion(options):

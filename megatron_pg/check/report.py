@@ -51,10 +51,6 @@ KNOWN_MISTAKES: Mapping[tuple[tuple[int, int], tuple[int, int]], Mapping[str, st
     ((0, 17), (0, 19)): {
         "multi-token prediction without labels is not trained, and nothing says so": "pull request 3457"
     },
-    ((0, 17), FIRST_UNSUPPORTED): {
-        "rotary positions under hybrid context parallelism follow the model's group and not the micro-batch's (refused by "
-        "PolicyStep)": "Attention.forward in transformer/attention.py"
-    },
     ((0, 19), FIRST_UNSUPPORTED): {
         "multi-token prediction is a mean over the tokens of one context-parallel rank, prompts and padding included, and "
         "counts 1/CP of them (PolicyStep makes it the mean over the step's active tokens)": "pull requests 3959 and 7498",
@@ -170,7 +166,7 @@ def _sharding(options: CheckOptions, world_size: int) -> str:
         f"TP {options.tensor_model_parallel_size}{' + SP' if options.sequence_parallel else ''}": True,
         f"PP {options.pipeline_model_parallel_size}": True,
         f"VPP {stages}": stages,
-        f"CP {options.context_parallel_size}{' contiguous' if options.cp_partition_mode == 'contiguous' else ''}": True,
+        f"CP {options.context_parallel_size}": True,
         f"EP {options.expert_model_parallel_size}": options.num_experts,
         f"ETP {options.expert_tensor_parallel_size}": options.num_experts,
         f"DP {world_size // options.model_parallel_size}": True,

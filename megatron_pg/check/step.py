@@ -219,7 +219,6 @@ def train_step(
         "cp_size": cp_size,
         # Sequence parallelism splits a rank's tokens again.
         "pad_to_multiple": cp_size * groups.tensor_size if options.sequence_parallel else 1,
-        "cp_partition_mode": options.cp_partition_mode,
     }
     batches = [pack(batch, **layout).to(options.device) for batch in micro_batches]
     config = config_of(run.aggregation, options, case.policy_loss)

@@ -16,7 +16,7 @@ CUSTOM_FUNCTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "custom_tis_function_path": (("config", "tokens", "log_probs", "pg_loss"), ()),
     "custom_pg_loss_reducer_function_path": (
         ("total_lengths", "response_lengths", "loss_masks", "calculate_per_token_loss"),
-        ("cp_rank", "cp_size", "cp_partition_mode", "pad_to_multiple"),
+        ("cp_rank", "cp_size"),
     ),
 }
 """Arguments by position, and by keyword where the signature names them, of the function whose import path a setting has.

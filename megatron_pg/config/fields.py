@@ -14,6 +14,7 @@ from dataclasses import MISSING, dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 
+from megatron_pg.config.removed import add_removed_flags, refusal_of_removed
 from megatron_pg.config.rows import TABLES, did_you_mean
 
 
@@ -95,7 +96,9 @@ class Field:
         return f"{self.flag} must be {expected}; found {value!r}{self.did_you_mean(value)}"
 
     def did_you_mean(self, value: Any) -> str:
-        """Return a hint at the nearest right word, "" where none is near."""
+        """Return what to do instead of a removed word, or a hint at the nearest right one; "" where there is none."""
+        if removed := refusal_of_removed(f"{self.flag} {value}"):
+            return f"; {removed}"
         other_names = TABLES[self.name].also_known_as if self.name in TABLES else {}
         return did_you_mean(value, self.choices or (), other_names)
 
@@ -150,6 +153,11 @@ class Settings:
     A method `conflicts(given)` yields the faults between settings, each valid by itself; `given` has invalid values too.
     """
 
+    def __new__(cls, *_: object, **given: object) -> Self:
+        """Refuse removed settings by name, which `__init__` does not have."""
+        refuse([text for name in given if (text := refusal_of_removed(flag_of(name)))])
+        return object.__new__(cls)
+
     def __post_init__(self) -> None:
         refuse(self.checked(vars(self))[0])
 
@@ -192,7 +200,9 @@ def add_args(
 
     A flag that the parser has already (Megatron's `--calculate-per-token-loss`, a trainer's `--eps-clip`) is left as it
     is: its value lands in the same attribute. Flags of `unset` have no default, which shows if they were given.
+    Removed flags are refused with what to do instead.
     """
+    add_removed_flags(parser)
     fields = [field for field in fields_of(settings).values() if field.has_flag]
     missing = [field for field in fields if not is_defined(parser, field.name)]
     if missing:

@@ -6,10 +6,6 @@ from typing import Annotated, Any, Literal
 
 from megatron_pg.config.fields import Interval, Settings, flag_of
 
-CpPartitionMode = Literal["zigzag", "contiguous"]
-"""Cut of a pack of sequences over a context-parallel group, by the names of Megatron's `TransformerConfig`; see
-`TokenWindow`."""
-
 
 @dataclass(frozen=True)
 class ModelSettings(Settings):
@@ -17,9 +13,6 @@ class ModelSettings(Settings):
 
     qkv_format: Literal["thd", "bshd"] = "thd"
     """Layout of the model's input. thd: packed. bshd: one padded row a sequence, not under context parallelism."""
-    cp_partition_mode: CpPartitionMode = "zigzag"
-    """Tokens of a pack that a context-parallel rank holds, as the model's attention has them. zigzag: of every sequence
-    the chunks r and 2 CP - 1 - r. contiguous: one slice of the whole pack."""
     rollout_temperature: Annotated[float, Interval(0)] = 1.0
     """Temperature t of the rollout engine: log-probs and entropy are those of logits / t. Above 0."""
     replay_sampling_set: bool = False

@@ -39,7 +39,7 @@ class ObjectiveSettings(Settings):
     eps_clip_high: Annotated[float | None, Interval(0)] = None
     """The ratio is clipped from above at 1 + eps_clip_high (arXiv:2503.14476). Above 0. Unset: eps_clip."""
     eps_clip_c: Annotated[float | None, Interval(1)] = None
-    """Dual clip of ppo, gspo and fipo (arXiv:1912.09729): where A < 0 the loss is at most -eps_clip_c A. Above 1."""
+    """Dual clip of ppo and gspo (arXiv:1912.09729): where A < 0 the loss is at most -eps_clip_c A. Above 1."""
     cispo_lower_bound: bool = False
     """Clip the ratio of cispo from below too: -sg(clip(r, 1 - eps_clip, 1 + eps_clip_high)) A log_prob."""
     sapo_tau_pos: Annotated[float, Interval(0)] = 1.0
@@ -60,25 +60,11 @@ class ObjectiveSettings(Settings):
     dppo_delta_high: Annotated[float | None, Interval(0, 1)] = None
     """The same for a token with A > 0 whose probability rose. Unset: dppo_delta."""
     sequence_unit: Literal["sequence", "turn"] = "sequence"
-    """Unit of every sum, mean and scan over a sequence. turn: the tokens that share a number in the sample's turn_ids."""
-    fipo_half_life: Annotated[float, Interval(0)] = 32.0
-    """Tokens after which a log-ratio counts half in fipo. Above 0."""
-    fipo_weight_low: Annotated[float, Interval(0, 1, closed=True)] = 1.0
-    """Lower bound of fipo's f. From 0 to 1."""
-    fipo_weight_high: Annotated[float, Interval(1, closed=True)] = 1.2
-    """Upper bound of fipo's f. At least 1."""
-    fipo_safe_ratio: Annotated[float, Interval(0, or_infinite=True)] = 4.0
-    """Ratio above which f is held in [0.8, 1] where A < 0. Above 0; inf: nowhere."""
-    ctpo_clip_low: Annotated[float, Interval(0)] = 0.025
-    """Width of ctpo's clip below 1. Above 0."""
-    ctpo_clip_high: Annotated[float, Interval(0)] = 0.05
-    """The same above 1. Above 0."""
-    ctpo_clip_c: Annotated[float, Interval(0, or_infinite=True)] = 0.05
-    """The same of its dual clip. Above 0; inf turns it off."""
+    """Unit of every sum and mean over a sequence. turn: the tokens that share a number in the sample's turn_ids."""
 
     def conflicts(self: Any, given: Mapping[str, Any]) -> Iterator[str]:
         rows = [row for table in TABLES.values() for row in table.rows_on(self)]
-        if self.sequence_unit == "turn" and not any(r.sequence_sums or r.scans for r in rows):
+        if self.sequence_unit == "turn" and not any(r.sequence_sums for r in rows):
             yield "--sequence-unit turn is about sums over a sequence, and nothing here has one: drop it, or choose gspo"
         if self.ratio_anchor != "rollout":
             return

@@ -19,7 +19,6 @@ from megatron_pg.config.aggregation import (
 )
 from megatron_pg.config.custom import custom_function_violations
 from megatron_pg.config.fields import add_args, fields_of, flag_of, is_defined, refuse
-from megatron_pg.config.model import CpPartitionMode as CpPartitionMode
 from megatron_pg.config.model import ModelSettings, layout_violation, output_layer_violations
 from megatron_pg.config.objective import (
     DistillationSettings,

@@ -32,10 +32,8 @@ class Row:
     sequence_sums: tuple[str, ...] = ()
     """Sums over whole sequences that it needs, of "policy" (log r), "clipped_policy" (log r clipped as its token's
     advantage says) and "mismatch" (old_log_prob - rollout_log_prob)."""
-    scans: tuple[str, ...] = ()
-    """Running sums along the sequence that it needs, of `SCANS` in `loss/scan.py`."""
     is_sum_over_tokens: bool = False
-    """A token's gradient depends on that token, `sequence_sums` and `scans` only: the fused head may work chunk by chunk."""
+    """A token's gradient depends on that token and `sequence_sums` only: the fused head may work chunk by chunk."""
 
     @property
     def help(self) -> str:

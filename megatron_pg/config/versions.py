@@ -100,21 +100,6 @@ def ready_parameters(bucket_group: Any) -> Any:
     return bucket_group.params_with_grad if counts is None else counts
 
 
-def has_partition_mode(model_config: Any) -> bool:
-    """Tell whether Megatron's config has a field `cp_partition_mode`: the development branch's does, up to 0.19.2 none."""
-    return "cp_partition_mode" in getattr(model_config, "__dataclass_fields__", ())
-
-
-def follows_own_group() -> bool:
-    """Tell whether rotary positions follow the context-parallel group of a micro-batch (`PackedSeqParams.cp_group`).
-
-    `Attention.forward` of the development branch (August 2026) does; releases up to 0.19.2 keep the model's group.
-    """
-    from megatron.core import packed_seq_params
-
-    return hasattr(packed_seq_params, "resolve_cp_group")
-
-
 def _has_module(name: str) -> bool:
     megatron_core_version()
     return importlib.util.find_spec(name) is not None

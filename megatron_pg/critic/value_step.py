@@ -11,7 +11,6 @@ from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.config.planning import OversizedSamples
-from megatron_pg.config.policy_loss import CpPartitionMode
 from megatron_pg.critic.settings import CriticConfig
 from megatron_pg.critic.value_loss import MicroBatchValueLoss, value_report
 from megatron_pg.loss.metrics import SumsReport
@@ -115,7 +114,6 @@ def compute_values(
     is_truncated: Sequence[bool] | None = None,
     oversized: OversizedSamples = "error",
     groups: ParallelGroups | None = None,
-    cp_partition_mode: CpPartitionMode = "zigzag",
 ) -> ScoredValues:
     """Compute values of samples under a critic, forward only. Callers and further arguments are those of `compute_log_probs`.
 
@@ -127,7 +125,6 @@ def compute_values(
         samples: this data-parallel rank's, in any order; none at all is legal.
         is_truncated: `[samples]`, True where generation stopped at a limit and not at an end token: the model gets one more
             token and needs a position for it. None: all ended.
-        cp_partition_mode: the mode of the model's attention.
 
     Raises:
         ValueError: the number of flags is not that of the samples; as for `compute_log_probs`.
@@ -151,7 +148,6 @@ def compute_values(
         max_tokens_per_microbatch=max_tokens_per_microbatch,
         oversized=oversized,
         groups=groups,
-        cp_partition_mode=cp_partition_mode,
     )
     values = [score[0, : s.response_length] for score, s in zip(scores, samples, strict=True)]
     last = [float(s[0, -1]) if is_cut else 0.0 for s, is_cut in zip(scores, flags, strict=True)]

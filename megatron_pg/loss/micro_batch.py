@@ -25,8 +25,12 @@ from megatron_pg.loss.metrics import MicroBatchMetrics, PairTable, metric_parts,
 from megatron_pg.loss.objectives import OBJECTIVES
 from megatron_pg.loss.policy_loss import policy_loss
 from megatron_pg.loss.reducer import add_over_group, get_reduction
-from megatron_pg.loss.scan import host_places, scan_names, scans_of_rank, whole_scans
-from megatron_pg.loss.sequence import SequenceSums, sequence_sum_names, sums_of_rank
+from megatron_pg.loss.sequence import (
+    SequenceSums,
+    sequence_sum_names,
+    sums_of_rank,
+    units_of_window,
+)
 from megatron_pg.loss.tokens import DIFFERENTIATED, Tokens
 from megatron_pg.step.batch import PackedBatch
 from megatron_pg.step.totals import StepTotals
@@ -72,8 +76,9 @@ class MicroBatchLoss:
             "counts": counts,
             "sample_weights": sample_weights,
         }
-        if config.sequence_unit == "turn" or scan_names(config):
-            self._tensors["places"], self._tensors["borders"] = host_places(config, batch)
+        if config.sequence_unit == "turn":
+            units = units_of_window(config, batch)
+            self._tensors["unit_ids"], self._tensors["samples_of_units"] = units
         self._reduce = get_reduction(config, batch, context_parallel_group)
 
     def __call__(
@@ -131,8 +136,8 @@ class MicroBatchLoss:
         if reads_sequences(config):
             # The config and the samples alone decide if there is an all-reduce, and of what size: every rank of the group joins
             # it, those that have no token and those that could not compile included.
-            sums, scans = self._bind(self._sums_of_rank, tensors, differentiated=())()
-            tensors |= {"sums": add_over_group(sums, self._group), "scans": scans}
+            (sums,) = self._bind(self._sums_of_rank, tensors, differentiated=())()
+            tensors |= {"sums": add_over_group(sums, self._group)}
         return tensors
 
     def _bind(
@@ -159,24 +164,15 @@ class MicroBatchLoss:
         return (policy_loss(self.config, *self._arguments(tensors), self._reduce).loss,)
 
     def _sums_of_rank(self, tensors: Tensors) -> Outputs:
-        tokens, places = Tokens.masked(tensors, self.batch.side_channels), tensors.get("places")
-        units = tensors["sample_weights" if places is None else "borders"].shape[1]
-        sums = sums_of_rank(self.config, tokens, units)
-        if not scan_names(self.config):
-            return sums, None
-        scans, totals = scans_of_rank(self.config, tokens, tensors["places"], tensors["borders"])
-        return torch.cat([sums, totals]), scans
+        tokens = Tokens.masked(tensors, self.batch.side_channels)
+        of_units = tensors.get("samples_of_units", tensors["sample_weights"])
+        return (sums_of_rank(self.config, tokens, of_units.shape[-1]),)
 
     def _arguments(self, tensors: Tensors) -> tuple[Tokens, Weights, SequenceSums]:
         tokens = Tokens.masked(tensors, self.batch.side_channels)
         window = (tokens.loss_mask, tokens.sample_ids, tokens.loss_weights)
         weights = Weights.spread(tensors["counts"], tensors["sample_weights"], *window)
-        table, scans = tensors.get("sums"), tensors.get("scans")
-        if scans is not None:
-            totals = tensors["sums"][len(sequence_sum_names(self.config)) :]
-            place = tensors["places"], tensors["borders"]
-            scans = whole_scans(self.config, scans, totals, *place)
-        sums = SequenceSums.of_table(self.config, tokens.unit_ids, table, scans)
+        sums = SequenceSums.of_table(self.config, tokens.unit_ids, tensors.get("sums"))
         return tokens, weights, sums
 
 
@@ -278,5 +274,5 @@ def gradient_scope(config: PolicyLossConfig) -> GradientScope:
 
 
 def reads_sequences(config: PolicyLossConfig) -> bool:
-    """Tell whether a row that is on reads a sum over sequences or a scan."""
-    return bool(sequence_sum_names(config) or scan_names(config))
+    """Tell whether a row that is on reads a sum over sequences."""
+    return bool(sequence_sum_names(config))

@@ -7,7 +7,7 @@ the dtype of the log-probs.
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -259,53 +259,6 @@ def gmpo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcom
     mean = masked(sums.mean("clipped_policy"), tokens.loss_mask).to(held.dtype)
     ratio = clamped_log_ratio(mean + straight_through(held)).exp()
     return Outcome(-ratio * advantages, mean, *is_clipped)
-
-
-@of_token_ratio(
-    "f * ppo, f = sg(clip(exp(sum_{k >= t} 2^((t - k) / fipo_half_life) log r_k), fipo_weight_low, fipo_weight_high))",
-    about="ppo, weighted by the log-ratios to come but those of r > eps_clip_c; arXiv:2603.19835",
-    options=(
-        "fipo_half_life",
-        "fipo_weight_low",
-        "fipo_weight_high",
-        "fipo_safe_ratio",
-        "eps_clip_c",
-    ),
-    reads_clip=lambda config: CLIP_SETTINGS,
-    scans=("policy_to_come",),
-)
-def fipo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
-    log_ratio = tokens.log_probs - tokens.anchor(config)
-    outcome = _clipped_surrogate(config, tokens, log_ratio)
-    to_come = masked(sums.scan("policy_to_come"), tokens.loss_mask)
-    weight = clamped_log_ratio(to_come).exp()
-    weight = weight.clamp(config.fipo_weight_low, config.fipo_weight_high)
-    ratio = clamped_log_ratio(log_ratio.detach()).exp()
-    is_far = (tokens.advantages < 0) & (ratio > config.fipo_safe_ratio)
-    weight = torch.where(is_far, weight.clamp(0.8, 1.0), weight)
-    return replace(outcome, loss=outcome.loss * weight.to(outcome.loss.dtype))
-
-
-@of_token_ratio(
-    "-min(s A, clip(s, exp(-ctpo_clip_low sqrt(n)), exp(ctpo_clip_high sqrt(n))) A), log s_t = sg(sum_{k <= t} log r_k) + "
-    "log_prob - sg(log_prob)",
-    about="the ratio of the prefix, n its active tokens; where A < 0 at most -exp(ctpo_clip_c sqrt(n)) A; arXiv:2605.07331",
-    options=("ctpo_clip_low", "ctpo_clip_high", "ctpo_clip_c"),
-    scans=("active_so_far", "policy_so_far"),
-)
-def ctpo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
-    """Clip the cumulative ratio within bounds that grow as its spread does; each token has the gradient of its own log-prob."""
-    advantages, dtype = tokens.advantages, tokens.log_probs.dtype
-    so_far = masked(sums.scan("policy_so_far"), tokens.loss_mask).to(dtype)
-    width = sums.scan("active_so_far").sqrt().to(dtype)
-    log_ratio = clamped_log_ratio(so_far + straight_through(tokens.log_probs))
-    bounds = -config.ctpo_clip_low * width, config.ctpo_clip_high * width
-    held, *is_clipped = clipped_by_sign(log_ratio, bounds, advantages)
-    highest = torch.where(advantages < 0, config.ctpo_clip_c * width, torch.inf)
-    held = torch.where(held > highest, highest, held)
-    # Metrics of the ratio are of the token's own; those of the clip are of the prefix.
-    own_log_ratio = tokens.log_probs.detach() - tokens.anchor(config)
-    return Outcome(-held.exp() * advantages, own_log_ratio, *is_clipped)
 
 
 def get_objective(config: PolicyLossConfig) -> Formula:

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from megatron_pg.config.custom import check_returned, load_custom_function, named_keywords
 from megatron_pg.config.model import layout_violation
-from megatron_pg.config.policy_loss import CpPartitionMode, PolicyLossConfig
+from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.loss.aggregation import AGGREGATIONS, Aggregation, checked_aggregation
 from megatron_pg.loss.corrections import drops_tokens
 from megatron_pg.step.batch import PackedBatch, to_device
-from megatron_pg.step.token_window import Layout, TokenWindow
+from megatron_pg.step.token_window import TokenWindow
 from megatron_pg.step.values import check_mask, refuse_values
 
 Reducer = Callable[[Tensor], Tensor]
@@ -34,8 +34,6 @@ def get_pg_loss_reducer(
     cp_rank: int | None = None,
     cp_size: int | None = None,
     qkv_format: str = "thd",
-    cp_partition_mode: CpPartitionMode = "zigzag",
-    pad_to_multiple: int = 1,
 ) -> Reducer:
     """Build the reducer of one micro-batch on one rank.
 
@@ -55,7 +53,6 @@ def get_pg_loss_reducer(
         cp_rank: rank in the context-parallel group; None means 0.
         cp_size: None means 1, never a global.
         qkv_format: `thd`; `bshd` has no window under context parallelism.
-        cp_partition_mode: as given to `TokenWindow.build`, as is `pad_to_multiple`, which a contiguous slice depends on.
 
     Raises:
         ValueError: lengths and masks that do not fit, an unknown aggregation, a divisor or denominators missing or
@@ -70,8 +67,9 @@ def get_pg_loss_reducer(
     mode = checked_aggregation(aggregation, divisor, qkv_format)
     if violation := layout_violation(qkv_format, cp_size):
         raise NotImplementedError(violation)
-    layout = Layout(cp_rank or 0, cp_size, cp_partition_mode, pad_to_multiple)
-    window = TokenWindow.cut(total_lengths, response_lengths, layout)
+    window = TokenWindow.build(
+        total_lengths, response_lengths, cp_rank=cp_rank or 0, cp_size=cp_size
+    )
     mask = _flat_mask(window.response_lengths, loss_masks)
     if denominators is not None:
         denominators = _checked_denominators(denominators, mode, window.num_samples)
@@ -135,19 +133,8 @@ def get_reduction(
     if not batch.samples:
         return lambda x, weights, loss_mask=None: x.sum()
     total_lengths, lengths = list(window.total_lengths), list(window.response_lengths)
-    place = {
-        "cp_rank": window.cp_rank,
-        "cp_size": window.cp_size,
-        "cp_partition_mode": window.cp_partition_mode,
-        "pad_to_multiple": window.num_tokens,  # the pack is as long as that, however it came to be
-    }
+    place = {"cp_rank": window.cp_rank, "cp_size": window.cp_size}
     named = {name: place[name] for name in named_keywords(function, tuple(place))}
-    is_cut = window.cp_size > 1 and window.cp_partition_mode != "zigzag"
-    if is_cut and "cp_rank" in named and not {"cp_partition_mode", "pad_to_multiple"} <= set(named):
-        raise ValueError(
-            f"{where} under --cp-partition-mode {window.cp_partition_mode}: name cp_partition_mode and pad_to_multiple "
-            "among its arguments, or it cannot know its window"
-        )
 
     def reducer_of(masks: Tensor) -> Reducer:
         loss_masks = list(torch.split(to_device(masks, batch.loss_mask.device), lengths))

@@ -7,15 +7,17 @@ sequence: both are called units here.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Self
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.rows import TABLES
 from megatron_pg.loss.tokens import Tokens, clip_range_of_logs, clipped_by_sign
+from megatron_pg.step.batch import PackedBatch, to_device
 from megatron_pg.step.sample import Sample
 
 ACTIVE = "active_tokens"  # the sum of the loss mask
@@ -27,51 +29,30 @@ class SequenceSums:
 
     unit_ids: Tensor  # of each token of this rank's window, [window] int64
     sums: Mapping[str, Tensor]  # by name, [units] float64; empty where no row reads any
-    scans: Mapping[str, Tensor] = field(default_factory=dict)
-    """The running sums at each token by name, [window] float64 (`megatron_pg.loss.scan`)."""
 
     @classmethod
-    def of_table(
-        cls,
-        config: PolicyLossConfig,
-        unit_ids: Tensor,
-        table: Tensor | None,
-        scans: Mapping[str, Tensor] | None = None,
-    ) -> Self:
-        """Name the first rows of a table [names, units], in the order of `sequence_sum_names`; None where no row reads a sum."""
+    def of_table(cls, config: PolicyLossConfig, unit_ids: Tensor, table: Tensor | None) -> Self:
+        """Name the rows of a table [names, units], in the order of `sequence_sum_names`; None if no row reads a sum."""
         rows = () if table is None else table.unbind()
-        return cls(unit_ids, dict(zip(sequence_sum_names(config), rows, strict=False)), scans or {})
+        return cls(unit_ids, dict(zip(sequence_sum_names(config), rows, strict=True)))
 
     def total(self, name: str) -> Tensor:
         """Return the sum over each token's unit, [window] float64, or refuse one that no row that is on asks for."""
-        return _asked(self.sums, name, "the sum over sequences", "sequence_sums")[self.unit_ids]
+        if name not in self.sums:
+            raise ValueError(
+                f"the sum over sequences of {name!r} was not made: a row that reads it names it in sequence_sums"
+            )
+        return self.sums[name][self.unit_ids]
 
     def mean(self, name: str) -> Tensor:
         """Return the mean over the active tokens of each token's unit, [window] float64."""
         return self.total(name) / self.total(ACTIVE).clamp(min=1)
 
-    def scan(self, name: str) -> Tensor:
-        """Return the running sum at each token, [window] float64, or refuse one that no row that is on asks for."""
-        return _asked(self.scans, name, "the scan", "scans")
-
-
-def _asked(made: Mapping[str, Tensor], name: str, what: str, field_of_row: str) -> Tensor:
-    if name not in made:
-        raise ValueError(
-            f"{what} of {name!r} was not made: a row that reads it names it in {field_of_row}"
-        )
-    return made[name]
-
-
-def names_read(config: PolicyLossConfig, field_of_row: str) -> tuple[str, ...]:
-    """List the names in a field of the rows that are on, each once."""
-    rows_on = [row for table in TABLES.values() for row in table.rows_on(config)]
-    return tuple(sorted({name for row in rows_on for name in getattr(row, field_of_row)}))
-
 
 def sequence_sum_names(config: PolicyLossConfig) -> tuple[str, ...]:
     """List the sums over sequences that the rows read which are on; `ACTIVE` is the first. Empty where none does."""
-    names = names_read(config, "sequence_sums")
+    rows_on = [row for table in TABLES.values() for row in table.rows_on(config)]
+    names = sorted({name for row in rows_on for name in row.sequence_sums})
     return (ACTIVE, *names) if names else ()
 
 
@@ -86,6 +67,18 @@ def sequence_units(config: PolicyLossConfig, samples: Sequence[Sample]) -> tuple
     turn_ids = torch.cat([samples_of_tokens[:0], *turns])
     is_first[1:] = (samples_of_tokens.diff() != 0) | (turn_ids.diff() != 0)
     return is_first.cumsum(0) - 1, samples_of_tokens[is_first]
+
+
+def units_of_window(config: PolicyLossConfig, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    """Return the unit of each token of this rank's window, [window], and the sample of each unit, two at least.
+
+    Both are int64 on the batch's device.
+    """
+    units, samples = sequence_units(config, batch.samples)
+    units = units[batch.window.response_indices]
+    samples = pad(samples, (0, max(2 - len(samples), 0)))
+    numbers = to_device(torch.cat([units, samples]), batch.loss_mask.device)
+    return numbers[: len(units)], numbers[len(units) :]
 
 
 @torch.no_grad()

@@ -46,8 +46,9 @@ class Tokens:
     ) -> Self:
         """Build the tokens from raw tensors by field name, with the inputs masked before anything is computed from them."""
         fields: dict[str, Any] = {f.name: tensors.get(f.name) for f in dataclasses.fields(cls)}
-        fields["side_channels"], places = side_channels or {}, tensors.get("places")
-        fields["unit_ids"] = fields["sample_ids"] if places is None else places[0]
+        fields["side_channels"] = side_channels or {}
+        if fields["unit_ids"] is None:
+            fields["unit_ids"] = fields["sample_ids"]
         for name in (*DIFFERENTIATED, "advantages", *LOG_PROB_FIELDS):
             if (values := fields[name]) is not None:
                 values = values if name in DIFFERENTIATED else values.detach()
@@ -110,7 +111,7 @@ def clip_range_of_logs(config: PolicyLossConfig) -> tuple[float, float]:
 
 
 def clipped_by_sign(
-    values: Tensor, bounds: tuple[float | Tensor, float | Tensor], advantages: Tensor
+    values: Tensor, bounds: tuple[float, float], advantages: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Hold values from above where A > 0 and from below where A < 0: the minimum of value A and clipped value A, over A.
 

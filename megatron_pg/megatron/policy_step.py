@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.config.policy_loss import require_config
@@ -17,7 +16,7 @@ from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.loss.from_logits import head_options, loss_of_logits
 from megatron_pg.loss.metrics import SumsReport, reduce_metrics
 from megatron_pg.loss.micro_batch import MicroBatchLoss, gradient_scope
-from megatron_pg.megatron.context_layout import require_own_group, require_partition_mode
+from megatron_pg.megatron.context_layout import require_zigzag
 from megatron_pg.megatron.experts import padding_mask, take_padding_mask
 from megatron_pg.megatron.fused_head import FusedHead
 from megatron_pg.megatron.groups import ParallelGroups, chunks_of, unwrapped
@@ -82,7 +81,7 @@ class PolicyStep:
             of micro-batches, the scale contract cannot be kept, a teacher by hidden states has no weight, or
             `--replay-routing` with a model without experts.
         NotImplementedError: `--fused-lm-head` or `--fp32-lm-head` with an output layer that they do not take, a model that
-            gathers its logits, or a `--cp-partition-mode` that the model's attention does not have.
+            gathers its logits, or another cut over context-parallel ranks than the zigzag.
     """
 
     def __init__(
@@ -134,7 +133,7 @@ class PolicyStep:
                 "tensor-parallel rank's rows of it"
             )
         if model is not None and groups.context_size > 1:
-            require_partition_mode(model, config.cp_partition_mode)
+            require_zigzag(model)
         chunk = chunks_of(model)[0]
         # DDP and Float16Module carry the config of what they wrap.
         model_config = None if chunk is None else chunk.config
@@ -162,35 +161,23 @@ class PolicyStep:
         self.share = 1.0 / (ranks * num_microbatches)
         """The weight of one micro-batch on this rank, as a part of the step's report."""
 
-    def head(
-        self,
-        batch: PackedBatch,
-        *,
-        context_group: ProcessGroup | None = None,
-        chunk_tokens: int | None = None,
-    ) -> MicroBatchHead:
+    def head(self, batch: PackedBatch, *, chunk_tokens: int | None = None) -> MicroBatchHead:
         """Make the head of one micro-batch. Call it in `forward_step`, before the model, on every rank and stage.
 
         Args:
             batch: the micro-batch, packed for this context-parallel rank, on the model's device.
-            context_group: the ranks that hold this micro-batch, where it has a context-parallel group of its own (case 3 of
-                `scale_contract`); the totals are then counted of all samples on every rank (`step_totals(samples)`).
             chunk_tokens: rows of logits that the fused head has in memory at once; None: chosen within
                 `--fused-lm-head-memory-gib`.
 
         Raises:
-            ValueError: the batch was packed for another context-parallel size, rank or `--cp-partition-mode` than this
-                one's, or lacks an input of the objective; a sample has a token id or a learned position that the model's
+            ValueError: the batch was packed for another context-parallel size or rank than this one's, or lacks an input of the objective; a sample has a token id or a learned position that the model's
                 embedding has no row for, or experts that the model does not have; the loop would leave gradients unreduced.
-            NotImplementedError: a group of its own outside of per-token mode, or with rotary positions or a loss of experts
-                or of multi-token prediction.
         """
         config, groups = self.config, self.groups
-        inputs = self.checked_inputs(batch, context_group)
+        inputs = self.checked_inputs(batch)
         if self._predicts_more:
             inputs["loss_mask"] = multi_token_mask(batch, self.totals.num_active_tokens)
-        own_group = context_group or groups.context
-        loss = MicroBatchLoss(config, batch, self.totals, own_group, self.share)
+        loss = MicroBatchLoss(config, batch, self.totals, groups.context, self.share)
         options = head_options(config, groups.tensor, self.vocab_size, chunk_tokens)
         added: dict[str, Any] = {} if self._replay is None else self._replay.model_inputs(batch)
         if config.fused_lm_head:
@@ -202,18 +189,14 @@ class PolicyStep:
         )
         return self.scaled_head(batch, inputs, read, **added)
 
-    def checked_inputs(
-        self, batch: PackedBatch, context_group: ProcessGroup | None = None
-    ) -> dict[str, Any]:
+    def checked_inputs(self, batch: PackedBatch) -> dict[str, Any]:
         """Check the loop and the micro-batch, and list `model_inputs`; arguments and errors as for `head`."""
-        if context_group is not None:
-            require_own_group(self.scale, self.model, self.config.cp_partition_mode)
         if self._chunk is not None and torch.is_grad_enabled() and not self._is_loop_checked:
             require_training_loop(self._chunk, self.groups, self.num_microbatches)
             self._is_loop_checked = True
-        self.check_packing(batch, context_group)
+        self.check_packing(batch)
         self._check_embedding(batch)
-        inputs = model_inputs(batch, context_group)
+        inputs = model_inputs(batch)
         if self._masks_padding:
             inputs["padding_mask"] = padding_mask(batch)
         return inputs
@@ -280,21 +263,14 @@ class PolicyStep:
         """Device of the model's parameters, where numbers are reduced."""
         return torch.device("cpu") if self._chunk is None else next(self._chunk.parameters()).device
 
-    def check_packing(self, batch: PackedBatch, context_group: ProcessGroup | None = None) -> None:
+    def check_packing(self, batch: PackedBatch) -> None:
         """Refuse a micro-batch that is packed for another context-parallel rank than this one."""
         window, groups = batch.window, self.groups
         rank, size = groups.context_rank, groups.context_size
-        if context_group is not None:
-            rank, size = context_group.rank(), context_group.size()
         if (window.cp_rank, window.cp_size) != (rank, size):
             raise ValueError(
                 f"the micro-batch is packed for context-parallel rank {window.cp_rank} of {window.cp_size} and this is "
                 f"rank {rank} of {size}: call pack(samples, cp_rank=..., cp_size=...) with the rank's own"
-            )
-        if size > 1 and window.cp_partition_mode != self.config.cp_partition_mode:
-            raise ValueError(
-                f"the micro-batch is packed as {window.cp_partition_mode} and --cp-partition-mode is "
-                f"{self.config.cp_partition_mode}: call pack(samples, cp_partition_mode=config.cp_partition_mode, ...)"
             )
 
 
@@ -318,37 +294,30 @@ def _require_one_length(plan: StepPlan, model_config: Any | None) -> None:
         )
 
 
-def model_inputs(batch: PackedBatch, context_group: ProcessGroup | None = None) -> dict[str, Any]:
+def model_inputs(batch: PackedBatch) -> dict[str, Any]:
     """List the keyword arguments of `GPTModel.forward` for a micro-batch on the model's device, without those of a head."""
     return {
         "input_ids": batch.tokens[None],
         "position_ids": batch.position_ids[None],
         "attention_mask": None,
-        "packed_seq_params": packed_seq_params(batch, context_group),
+        "packed_seq_params": packed_seq_params(batch),
     }
 
 
-def packed_seq_params(
-    batch: PackedBatch, context_group: ProcessGroup | None = None
-) -> PackedSeqParams:
+def packed_seq_params(batch: PackedBatch) -> PackedSeqParams:
     """Make the `packed_seq_params=` of `GPTModel.forward` for a micro-batch on the model's device, in THD format.
 
     The lengths are the padded ones, so that they describe where each sequence lies in the pack. The padding at a
     sequence's end is harmless: attention is causal and padding is scored by no loss.
     """
     window = batch.window
-    params = PackedSeqParams(
+    return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=window.cu_seqlens,
         cu_seqlens_kv=window.cu_seqlens,
         max_seqlen_q=window.max_seqlen,
         max_seqlen_kv=window.max_seqlen,
     )
-    # A field of the development branch; before it, an attribute that attention of one's own may read.
-    params.cp_partition_mode = window.cp_partition_mode
-    if context_group is not None:
-        params.local_cp_size, params.cp_group = window.cp_size, context_group
-    return params
 
 
 def multi_token_mask(batch: PackedBatch, num_active_tokens: float) -> Tensor:

@@ -12,16 +12,6 @@ distributed/distributed_data_parallel.py and distributed/finalize_model_grads.py
    the schedule leaves the loss alone; data parallelism sums; finalize_model_grads divides by the sum of n over ranks
    and micro-batches. So s * sum_n is returned.
 
-3. A context-parallel group for each micro-batch (`PackedSeqParams.cp_group`; hybrid_context_parallel of
-   pipeline_parallel/hybrid_cp_schedule.py in 0.19.2): micro-batch j lies on c_j ranks of the DP * CP grid, the other
-   ranks hold other micro-batches meanwhile, and the ranks run different numbers of them. In per-token mode every token
-   is scored on one rank, so the sum over the grid is the sum of s over all micro-batches whatever c_j is; data
-   parallelism sums over the grid and divides once, so that s * sum_n is returned as in 2, with sum_n the active tokens
-   of the step. The other mode is refused: the schedule multiplies by c_j and divides by a number of micro-batches that
-   is not this rank's. A rank reports the part of its own windows, and each of its M_r micro-batches counts 1 / (DP CP
-   M_r) in a mean over micro-batches. Sums over a sequence are over its c_j ranks. Losses of experts are refused: they
-   count n by the size of the group that they were built for.
-
 The two other forms exist and are never returned: two values in per-token mode are an unnormalised sum, and three
 values in the other mode carry no factor CP.
 """

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.config.planning import OversizedSamples
-from megatron_pg.config.policy_loss import CpPartitionMode, require_config
+from megatron_pg.config.policy_loss import require_config
 from megatron_pg.head import LogitTransform
 from megatron_pg.loss.from_logits import head_options, log_probs_of_logits, refuse_tokens_outside
-from megatron_pg.megatron.context_layout import require_partition_mode
+from megatron_pg.megatron.context_layout import require_zigzag
 from megatron_pg.megatron.fused_head import PRODUCT, OutputRows
 from megatron_pg.megatron.groups import ParallelGroups, chunks_of, unwrapped
 from megatron_pg.megatron.output_layer import (
@@ -122,7 +122,6 @@ def compute_log_probs(
             groups=groups,
             vocab_size=vocab_size,
             reads=[name for name, is_read in reads.items() if is_read],
-            cp_partition_mode=config.cp_partition_mode,
         )
     finally:
         set_fp32_lm_head(model, was_fp32)
@@ -137,7 +136,6 @@ def compute_hidden_states(
     max_tokens_per_microbatch: int,
     oversized: OversizedSamples = "error",
     groups: ParallelGroups | None = None,
-    cp_partition_mode: CpPartitionMode = "zigzag",
 ) -> list[Tensor]:
     """Compute the hidden states that predict response tokens: `teacher_hidden` of `--distill-teacher hidden`.
 
@@ -152,7 +150,6 @@ def compute_hidden_states(
 
     Args:
         model: the teacher, of any size, in the groups of the student or others with the same data-parallel ranks.
-        cp_partition_mode: the mode of the model's attention.
 
     Returns:
         Per sample `[response_length, hidden]` on the host, in the dtype of the model's parameters; the same on every
@@ -187,7 +184,6 @@ def compute_hidden_states(
         max_tokens_per_microbatch=max_tokens_per_microbatch,
         oversized=oversized,
         groups=groups,
-        cp_partition_mode=cp_partition_mode,
     )
     return [state.T.contiguous() for state in states]
 
@@ -203,7 +199,6 @@ def score_samples(
     max_tokens_per_microbatch: int,
     oversized: OversizedSamples,
     groups: ParallelGroups | None,
-    cp_partition_mode: CpPartitionMode,
     vocab_size: int | None = None,
     reads: Sequence[str] = (),
 ) -> list[Tensor]:
@@ -223,15 +218,11 @@ def score_samples(
         groups.data,
     )
     if groups.context_size > 1:
-        require_partition_mode(chunks, cp_partition_mode)
+        require_zigzag(chunks)
     model_config, cp_size = chunks[0].config, groups.context_size
     # Sequence parallelism splits a packed micro-batch once more.
     multiple = cp_size * groups.tensor_size if model_config.sequence_parallel else 1
-    layout: dict[str, Any] = {
-        "cp_size": cp_size,
-        "pad_to_multiple": multiple,
-        "cp_partition_mode": cp_partition_mode,
-    }
+    layout: dict[str, Any] = {"cp_size": cp_size, "pad_to_multiple": multiple}
     interleaved = model_config.microbatch_group_size_per_vp_stage if len(chunks) > 1 else 1
     plan = plan_step(
         bare,

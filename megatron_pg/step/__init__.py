@@ -3,7 +3,6 @@
 from megatron_pg.step.ahead import PackedStep, UpcomingStep, plan_ahead
 from megatron_pg.step.bins import plan_bins
 from megatron_pg.step.cost import SampleCost
-from megatron_pg.step.hybrid_context import plan_hybrid_cp_step
 from megatron_pg.step.ids import with_distinct_ids
 from megatron_pg.step.plan import StepPlan, assign_to_data_parallel_ranks, plan_step
 
@@ -15,7 +14,6 @@ __all__ = [
     "assign_to_data_parallel_ranks",
     "plan_ahead",
     "plan_bins",
-    "plan_hybrid_cp_step",
     "plan_step",
     "with_distinct_ids",
 ]

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pg.config.policy_loss import CpPartitionMode
 from megatron_pg.head.ragged import Ragged
 from megatron_pg.step.agreement import is_on_host
 from megatron_pg.step.batch import PackedBatch, pack
@@ -56,7 +55,6 @@ def plan_ahead(
     cp_rank: int = 0,
     cp_size: int = 1,
     pad_to_multiple: int = 1,
-    cp_partition_mode: CpPartitionMode = "zigzag",
     data_parallel_group: dist.ProcessGroup | None = None,
     **planning: Any,
 ) -> UpcomingStep:
@@ -80,11 +78,7 @@ def plan_ahead(
             f"plan_ahead: the data_parallel_group exchanges by {dist.get_backend(data_parallel_group)}, in turn with the step "
             'that runs: give it a group of its own, dist.new_group(ranks, backend="gloo")'
         )
-    layout: dict[str, Any] = {
-        "cp_size": cp_size,
-        "pad_to_multiple": pad_to_multiple,
-        "cp_partition_mode": cp_partition_mode,
-    }
+    layout: dict[str, Any] = {"cp_size": cp_size, "pad_to_multiple": pad_to_multiple}
     target = torch.device(device)
     stream = torch.cuda.Stream(target) if target.type == "cuda" else None  # type: ignore[no-untyped-call]
     packed: Future[PackedStep] = Future()

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_pg.config.policy_loss import CpPartitionMode
 from megatron_pg.head.ragged import Ragged, offsets_of
 from megatron_pg.head.ragged import to_device as to_device
 from megatron_pg.step.identity import VALUE_FIELDS, coefficients_of_positions
@@ -134,12 +133,7 @@ _PADDING = torch.zeros(15, dtype=torch.uint8)
 
 
 def pack(
-    samples: Sequence[Sample],
-    *,
-    cp_rank: int = 0,
-    cp_size: int = 1,
-    pad_to_multiple: int = 1,
-    cp_partition_mode: CpPartitionMode = "zigzag",
+    samples: Sequence[Sample], *, cp_rank: int = 0, cp_size: int = 1, pad_to_multiple: int = 1
 ) -> PackedBatch:
     """Pack samples into one THD micro-batch and take the part of this context-parallel rank, on the host.
 
@@ -149,7 +143,6 @@ def pack(
         cp_rank: see `TokenWindow.build`, for all that follow.
         cp_size: of the context-parallel group.
         pad_to_multiple: `cp_size * tp_size` under sequence parallelism.
-        cp_partition_mode: that of the model's attention.
 
     Raises:
         ValueError: an argument that is no list of samples; a field that some samples have and others lack, naming one of
@@ -165,7 +158,7 @@ def pack(
     window = TokenWindow.cut(
         [sample.total_length for sample in samples],
         [sample.response_length for sample in samples],
-        Layout(cp_rank, cp_size, cp_partition_mode, pad_to_multiple),
+        Layout(cp_rank, cp_size, pad_to_multiple),
     )
     tokens = torch.cat([torch.zeros(0, dtype=torch.int64), *(s.tokens for s in samples)])
     response_fields: dict[str, Any] = {

@@ -8,7 +8,6 @@ import numpy as np
 import torch.distributed as dist
 
 from megatron_pg.config.planning import OversizedSamples, PlanningConfig
-from megatron_pg.config.policy_loss import CpPartitionMode
 from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.bins import Indices, plan_bins
 from megatron_pg.step.cost import TOKENS, SampleCost
@@ -22,7 +21,7 @@ Ordered = TypeVar("Ordered")
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The step of one data-parallel rank. Built by `plan_step` and `plan_hybrid_cp_step`."""
+    """The step of one data-parallel rank. Built by `plan_step`."""
 
     microbatches: tuple[tuple[int, ...], ...]
     """Per micro-batch the indices of its samples, ascending, in the order in which micro-batches are run. Of an empty one pack()
@@ -31,8 +30,6 @@ class StepPlan:
     """Per micro-batch its packed tokens over the context-parallel group, padding included."""
     totals: StepTotals
     """The totals of the step over all data-parallel ranks; with the `num_tokens` of `plan_step`."""
-    cp_sizes: tuple[int, ...]
-    """Per micro-batch the context-parallel ranks that hold it."""
 
     @property
     def num_microbatches(self) -> int:
@@ -47,7 +44,6 @@ def plan_step(
     data_parallel_group: dist.ProcessGroup | None = None,
     cp_size: int = 1,
     pad_to_multiple: int = 1,
-    cp_partition_mode: CpPartitionMode = "zigzag",
     microbatch_group_size: int = 1,
     ragged: bool = False,
     oversized: OversizedSamples = "error",
@@ -69,7 +65,7 @@ def plan_step(
         max_tokens_per_microbatch: the most packed tokens of a micro-batch over the context-parallel group, padding
             included; a rank holds `1 / cp_size` of them.
         data_parallel_group: the data-parallel group *without* context parallelism; None is this rank alone.
-        cp_size: see `pack`, for `pad_to_multiple` and `cp_partition_mode` too.
+        cp_size: see `pack`, for `pad_to_multiple` too.
         microbatch_group_size: the number of micro-batches becomes a multiple of it. Interleaved pipeline parallelism
             needs `config.microbatch_group_size_per_vp_stage`.
         ragged: data-parallel ranks may run different numbers of micro-batches. Otherwise those with fewer run empty
@@ -83,7 +79,7 @@ def plan_step(
         ValueError: an argument that is no list of samples, a sample longer than the budget or sizes out of range, on all
             ranks where one has it; ids that stand for two things or a prompt group of another size (see `step_totals`).
     """
-    layout = Layout(cp_size=cp_size, mode=cp_partition_mode, multiple=pad_to_multiple)
+    layout = Layout(cp_size=cp_size, multiple=pad_to_multiple)
 
     def plan_rank() -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...], StepCounts]:
         check_samples("plan_step", samples)
@@ -136,7 +132,6 @@ def plan_step(
             samples_per_group=samples_per_group,
             allow_different_group_sizes=allow_different_group_sizes,
         ),
-        cp_sizes=(cp_size,) * (len(microbatches) + added),
     )
 
 
@@ -153,7 +148,6 @@ def assign_to_data_parallel_ranks(
     data_parallel_size: int,
     *,
     cp_size: int = 1,
-    cp_partition_mode: CpPartitionMode = "zigzag",
     cost: SampleCost = TOKENS,
 ) -> list[list[int]]:
     """Split samples that every rank holds over the data-parallel ranks, evenly by the cost of their padded tokens.
@@ -164,7 +158,7 @@ def assign_to_data_parallel_ranks(
     Args:
         samples: all samples of the step, or their total lengths [samples] int64 where no process holds them.
         data_parallel_size: the number of ranks to split over, without context parallelism.
-        cp_size: see `pack`, for `cp_partition_mode` too.
+        cp_size: see `pack`.
         cost: what is evened out; by default tokens.
 
     Returns:
@@ -173,7 +167,7 @@ def assign_to_data_parallel_ranks(
     Raises:
         ValueError: `data_parallel_size` is below 1.
     """
-    layout = Layout(cp_size=cp_size, mode=cp_partition_mode)
+    layout = Layout(cp_size=cp_size)
     if not isinstance(samples, np.ndarray):
         samples = np.array([sample.total_length for sample in samples], dtype=np.int64)
     lengths = layout.padded_length(samples)

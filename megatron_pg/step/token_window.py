@@ -1,14 +1,9 @@
 """The tokens of a packed micro-batch on each context-parallel rank. All offset arithmetic is here.
 
-Sequences are packed end to end (THD), and a context-parallel group of `c > 1` ranks cuts the pack in one of two ways
-(`CpPartitionMode`, Megatron's name and values); at `c = 1` they are the same and nothing is padded:
-
-- `zigzag`, of Transformer Engine's `thd_get_partitioned_indices`: each sequence is padded to `2 c k` tokens,
-  `k = ceil(total / (2 c))`, and rank `r` owns its chunks `r` and `2 c - 1 - r` of `k` tokens each, so that it holds
-  `[sequence 0 chunk r, sequence 0 chunk 2c-1-r, sequence 1 chunk r, ...]`;
-- `contiguous`, of `get_cp_slice_for_thd` in Megatron-LM's `core/datasets/data_schedule_utils.py` (development branch
-  of August 2026): no sequence is padded, the pack of `S` tokens is padded to a multiple of `c` at its end, and rank
-  `r` owns the tokens `r S / c` up to `(r + 1) S / c` of it. A sequence may lie on several ranks.
+Sequences are packed end to end (THD) and cut over a context-parallel group of `c > 1` ranks as Transformer Engine's
+`thd_get_partitioned_indices` does (zigzag): each sequence is padded to `2 c k` tokens, `k = ceil(total / (2 c))`, and
+rank `r` owns its chunks `r` and `2 c - 1 - r` of `k` tokens each, so that it holds
+`[sequence 0 chunk r, sequence 0 chunk 2c-1-r, sequence 1 chunk r, ...]`. At `c = 1` nothing is padded.
 
 The logit at position `p` predicts token `p + 1`, so response token `t` (`prompt_length <= t < total`) is scored
 on the rank that owns position `t - 1`.
@@ -19,13 +14,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar, get_args
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_pg.config.policy_loss import CpPartitionMode
 from megatron_pg.step.bins import Indices
 from megatron_pg.step.sample import check_lengths, checked_integer
 
@@ -34,15 +28,14 @@ Length = TypeVar("Length", int, Indices)
 
 @dataclass(frozen=True)
 class Layout:
-    """The place of one rank in a context-parallel group, and the way in which the group cuts a pack.
+    """The place of one rank in a context-parallel group, and the lengths of what the group cuts.
 
     Raises:
-        ValueError: a number is no integer or out of range, or the mode is unknown.
+        ValueError: a number is no integer or out of range.
     """
 
     cp_rank: int = 0
     cp_size: int = 1
-    mode: CpPartitionMode = "zigzag"
     multiple: int = 1
     """Number that divides the packed length over the whole group (`pad_to_multiple`)."""
 
@@ -50,9 +43,6 @@ class Layout:
         for name, size in (("cp_size", self.cp_size), ("pad_to_multiple", self.multiple)):
             if checked_integer(name, size) < 1:
                 raise ValueError(f"{name} is {size}: expected 1 or more")
-        modes = get_args(CpPartitionMode)
-        if self.mode not in modes:
-            raise ValueError(f"cp_partition_mode is {self.mode!r}: expected {' or '.join(modes)}")
         if not 0 <= checked_integer("cp_rank", self.cp_rank) < self.cp_size:
             raise ValueError(
                 f"cp_rank {self.cp_rank} and cp_size {self.cp_size}: expected 0 <= cp_rank < cp_size"
@@ -61,12 +51,12 @@ class Layout:
     @property
     def num_chunks(self) -> int:
         """Pieces that a sequence is cut into; they divide its padded length."""
-        return 2 * self.cp_size if self.mode == "zigzag" and self.cp_size > 1 else 1
+        return 2 * self.cp_size if self.cp_size > 1 else 1
 
     @property
     def least_tokens(self) -> int:
         """Packed length of an empty micro-batch; it divides every other packed length."""
-        return math.lcm(self.num_chunks, self.cp_size, self.multiple)
+        return math.lcm(self.num_chunks, self.multiple)
 
     def padded_length(self, total_length: Length) -> Length:
         """Compute the tokens that one sequence takes in a pack; elementwise for arrays."""
@@ -125,11 +115,6 @@ class TokenWindow:
         return self.layout.cp_size
 
     @property
-    def cp_partition_mode(self) -> CpPartitionMode:
-        """Way in which the group cuts the pack."""
-        return self.layout.mode
-
-    @property
     def num_samples(self) -> int:
         """Samples of the micro-batch, over the whole group."""
         return len(self.total_lengths)
@@ -155,30 +140,6 @@ class TokenWindow:
         whole = values.new_zeros(*values.shape[:-1], sum(self.response_lengths))
         return whole.index_copy_(-1, self.response_indices.to(values.device), values)
 
-    def response_chunks(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Place the window in the chunks that context-parallel ranks hold, in the order of positions; a slice is one chunk too.
-
-        Returns the chunk of each token of the window and its position in the response, [window] int64 each; and the positions at
-        which the chunks begin in each response, 0 to its length, [chunks + 1, samples] int64.
-        """
-        totals, lengths = torch.tensor([self.total_lengths, self.response_lengths]).long()
-        num_chunks, step = self.layout.num_chunks, -(-totals // self.layout.num_chunks)
-        offset = torch.zeros_like(totals)
-        if num_chunks == 1:  # samples without padding, cut into equal slices
-            num_chunks, step = self.cp_size, torch.full_like(totals, self.local_tokens)
-            offset = totals.cumsum(0) - totals
-        begins = torch.arange(num_chunks + 1)[:, None] * step - offset
-        # The row at a position scores the next token.
-        borders = (begins + 1 - (totals - lengths)).clamp(min=0).minimum(lengths)
-        samples = self.window_segment_ids
-        positions = self.response_indices - (lengths.cumsum(0) - lengths)[samples]
-        is_first = positions < borders[self.cp_rank + 1][samples]
-        return (
-            torch.where(is_first, self.cp_rank, num_chunks - 1 - self.cp_rank),
-            positions,
-            borders,
-        )
-
     def sample_borders(self, loss_mask: Tensor, size: int) -> list[int]:
         """Cut the samples so that no rank of the context-parallel group scores more than `size` active tokens of a part.
 
@@ -190,9 +151,7 @@ class TokenWindow:
         )
         samples = torch.arange(self.num_samples).repeat_interleave(responses)
         active = samples[loss_mask].bincount(minlength=self.num_samples)
-        # A contiguous slice may hold a sample whole.
-        chunks = self.layout.num_chunks
-        on_one_rank = (totals + chunks - 1) // chunks * max(chunks // self.cp_size, 1)
+        on_one_rank = self.layout.padded_length(totals) // self.cp_size
         ends = torch.minimum(active, on_one_rank).cumsum(0)
         borders, before = [0], 0
         while borders[-1] < self.num_samples:
@@ -210,7 +169,6 @@ class TokenWindow:
         cp_rank: int = 0,
         cp_size: int = 1,
         pad_to_multiple: int = 1,
-        cp_partition_mode: CpPartitionMode = "zigzag",
     ) -> TokenWindow:
         """Compute the window of one rank, on the host and without communication.
 
@@ -221,13 +179,12 @@ class TokenWindow:
             cp_size: 1 without context parallelism.
             pad_to_multiple: divides the packed length over the whole group, by a padding segment that belongs to no sample
                 (`cp_size * tp_size` under sequence parallelism).
-            cp_partition_mode: how the group cuts the pack.
 
         Raises:
             ValueError: lengths that do not fit each other, a response with no prompt token before it (the first
-                response token would have no logit), sizes that are no integers or out of range, or an unknown mode.
+                response token would have no logit), or sizes that are no integers or out of range.
         """
-        layout = Layout(cp_rank, cp_size, cp_partition_mode, pad_to_multiple)
+        layout = Layout(cp_rank, cp_size, pad_to_multiple)
         return cls.cut(total_lengths, response_lengths, layout)
 
     @classmethod
@@ -277,15 +234,12 @@ def _positions(layout: Layout, padded: Indices) -> tuple[Indices, Indices]:
     cp_rank, cp_size = layout.cp_rank, layout.cp_size
     # NumPy: on the host its operations begin sooner than torch's, and `repeat` is ten times as fast.
     segments = np.arange(len(padded))
-    if cp_size == 1 or layout.mode == "contiguous":
-        size = int(padded.sum()) // cp_size
-        place = np.arange(cp_rank * size, (cp_rank + 1) * size)
-        segment_ids = np.repeat(segments, padded)[place]
-        return segment_ids, place - (np.cumsum(padded) - padded)[segment_ids]
     local_lengths = padded // cp_size
     segment_ids = np.repeat(segments, local_lengths)
     starts = np.cumsum(local_lengths) - local_lengths
     offset = np.arange(len(segment_ids)) - starts[segment_ids]
+    if cp_size == 1:
+        return segment_ids, offset
     chunk = local_lengths[segment_ids] // 2
     # The first half of a rank's tokens is chunk r; the second half, already k along, is chunk 2c - 1 - r.
     shift = np.where(offset < chunk, cp_rank * chunk, (2 * cp_size - 2 - cp_rank) * chunk)

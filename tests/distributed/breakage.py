@@ -24,7 +24,6 @@ GROUPS: dict[str, tuple[int, str]] = {
     "PP2 VPP2": (2, "--pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2"),
     "EP2": (2, "--num-experts 4 --expert-model-parallel-size 2"),
     "DP2 multi-token": (2, "--mtp-num-layers 1"),
-    "CP2 contiguous": (2, "--context-parallel-size 2 --cp-partition-mode contiguous"),
     "CP2 experts": (2, "--num-experts 4 --context-parallel-size 2"),
     "DP2 distributed optimizer": (2, "--use-distributed-optimizer"),
     "DP2 overlap": (2, "--use-distributed-optimizer --overlap-grad-reduce"),

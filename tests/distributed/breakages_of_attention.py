@@ -107,11 +107,6 @@ def position_ids_are_those_within_the_rank(right, packed):
     return torch.arange(right.size(1), device=right.device)[None] - starts[sequence]
 
 
-breakage(
-    *("CP2 contiguous", "position ids"),
-    name="position ids of contiguous slices run on",
-    **OF_POSITIONS | {"fails": "end to end|tied", "passes": "loss only"},
-)(position_ids(running_on))
 for name, group, wrong in (
     ("run on over the sequences", "DP2", position_ids(running_on)),
     ("are zero", "CP2", position_ids(lambda right, packed: 0 * right)),

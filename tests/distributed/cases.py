@@ -16,7 +16,6 @@ DENSE = ModelOptions()
 TIED = ModelOptions(tied_embeddings=True)
 EXPERTS = ModelOptions(mixture_of_experts=True)
 CRITIC = ModelOptions(value_head=True)
-CONTIGUOUS = ModelOptions(cp_partition_mode="contiguous")
 AHEAD = ModelOptions(mtp_num_layers=2)
 HYBRID = ModelOptions(hybrid=True)
 BALANCED = ModelOptions(
@@ -26,7 +25,7 @@ BALANCED = ModelOptions(
     moe_z_loss_coeff=0.25,
 )
 KINDS = {
-    **{EXPERTS: "MoE ", TIED: "tied ", CRITIC: "critic ", CONTIGUOUS: "contiguous "},
+    **{EXPERTS: "MoE ", TIED: "tied ", CRITIC: "critic "},
     **{AHEAD: "MTP ", HYBRID: "HybridModel "},
 }
 
@@ -40,7 +39,6 @@ SHARDINGS: list[tuple[ModelOptions, str]] = [
     (EXPERTS, "CP2 EP4 DP2, CP4 EP4 DP2, TP2+SP CP2 EP2 DP2, PP2 VPP2 CP2 EP2 DP2"),
     (CRITIC, "one process, TP2, TP2+SP, CP2 DP2, CP4 DP2, PP2 DP2, TP2+SP CP2 DP2"),
     (CRITIC, "TP2+SP PP2 VPP2 CP2"),
-    (CONTIGUOUS, "CP2, CP4 DP2, CP8, TP2+SP CP2 DP2, PP2 VPP2 CP2 DP2"),
 ]
 """Of each model the names of its shardings."""
 if derives_multi_token_labels():
@@ -201,9 +199,9 @@ def balanced_case(sharding: Sharding, options: ModelOptions, place: int) -> Case
 
 
 def of_model(options: ModelOptions, steps: tuple[Run, ...]) -> tuple[Run, ...]:
-    """The same steps in the model's layout, and of a critic where the model is one."""
+    """The same steps, of a critic where the model is one."""
     if not options.value_head:
-        return tuple(replace(run, cp_partition_mode=options.cp_partition_mode) for run in steps)
+        return steps
     return tuple(ValueRun(run.aggregation, run.shape, run.cut) for run in steps)
 
 

@@ -86,8 +86,6 @@ class ModelOptions:
     """A critic: a value head in the place of the output layer."""
     mtp_num_layers: int | None = None
     """Depths of multi-token prediction beside the policy's loss."""
-    cp_partition_mode: str = "zigzag"
-    """Of the steps; with `contiguous` positions are learned, as Megatron's rotary ones are a zigzag's."""
     num_layers: int = 2
     """At least one for each model chunk."""
     moe_layer_freq: tuple[int, ...] | None = None
@@ -107,7 +105,7 @@ class ModelOptions:
         """What of the model an unsharded reference shares: all that changes the function."""
         shared = (
             *("mixture_of_experts", "tied_embeddings", "hybrid", "value_head"),
-            *("mtp_num_layers", "cp_partition_mode", "num_layers", "moe_layer_freq"),
+            *("mtp_num_layers", "num_layers", "moe_layer_freq"),
         )
         return ModelOptions(**{name: getattr(self, name) for name in shared})
 
@@ -127,7 +125,6 @@ def check_options(sharding: Sharding, options: ModelOptions) -> CheckOptions:
         average_in_collective=options.average_in_collective,
         overlap_grad_reduce=options.overlap_grad_reduce,
         mtp_num_layers=options.mtp_num_layers,
-        cp_partition_mode=options.cp_partition_mode,  # type: ignore[arg-type]
     )
 
 

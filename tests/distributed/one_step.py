@@ -109,7 +109,6 @@ def run_schedule(
         "cp_rank": groups.context_rank,
         "cp_size": groups.context_size,
         "pad_to_multiple": sharding.context * sharding.tensor if sharding.sequence_parallel else 1,
-        "cp_partition_mode": run.cp_partition_mode,
     }
     everything = package_samples(samples or run.samples)
     multiple = sharding.pipeline if sharding.virtual_pipeline is not None else 1

@@ -152,7 +152,6 @@ class Run:
     fused_lm_head: bool = False
     kept: bool = False
     """Over the sets that the tokens were sampled from."""
-    cp_partition_mode: str = "zigzag"
     replay_layers: int = 0
     """Layers whose experts are given; 0: routers choose."""
 
@@ -192,7 +191,6 @@ class Run:
             fused_lm_head=self.fused_lm_head,
             replay_sampling_set=self.kept,
             kept_set_mass=self.kept and not self.fused_lm_head,
-            cp_partition_mode=self.cp_partition_mode,
             replay_routing=self.replay_layers > 0,
         )
 

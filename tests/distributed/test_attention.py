@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from megatron_pg.megatron.context_layout import require_partition_mode
+from megatron_pg.megatron.context_layout import require_zigzag
 from megatron_pg.megatron.cpu.layer_spec import PackedCoreAttention
 from tests.oracle import PlainSample
 from tests.random_steps import random_sample
@@ -105,23 +105,22 @@ def test_settings_that_the_attention_does_not_know_are_refused(flag, name, value
         PackedCoreAttention(config, attention_type="self", pg_collection=groups)
 
 
-def refusals_of_modes() -> list[str]:
-    """What a model says of a mode; "" where it takes it. Learned positions take both, rotary ones the zigzag."""
+def refusals_of_cuts() -> list[str]:
+    """What a model says of each cut in its config, and of a config without one; "" where it takes it."""
     initialize_groups(Sharding())
-    said = []
-    for cut in ("contiguous", "zigzag"):
-        model = build_model(Sharding(), ModelOptions(cp_partition_mode=cut))
-        for mode in ("zigzag", "contiguous"):
-            try:
-                require_partition_mode(model, mode)
-                said.append("")
-            except NotImplementedError as error:
-                said.append(str(error))
+    model, said = build_model(Sharding(), ModelOptions()), []
+    for cut in (None, "zigzag", "contiguous"):
+        if cut is not None:  # a field of the development branch
+            model[0].config.cp_partition_mode = cut
+        try:
+            require_zigzag(model)
+            said.append("")
+        except NotImplementedError as error:
+            said.append(str(error))
     return said
 
 
-def test_a_cut_of_the_pack_that_the_attention_does_not_have_is_refused() -> None:
-    *taken, rotary = run_ranks(refusals_of_modes, 1)[0]
-    assert taken == [""] * 3
-    assert "rotary positions of this megatron-core" in rotary
-    assert "contiguous" in rotary and "cp_partition_modes" in rotary
+def test_a_cut_of_the_pack_other_than_the_zigzag_is_refused() -> None:
+    *taken, refused = run_ranks(refusals_of_cuts, 1)[0]
+    assert taken == [""] * 2
+    assert "cp_partition_mode='contiguous'" in refused and "set it to 'zigzag'" in refused

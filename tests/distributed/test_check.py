@@ -152,7 +152,6 @@ SHARDINGS = {
     "EP2 DP2": "--num-experts 4 --expert-model-parallel-size 2",
     "TP2+SP ETP2": f"--num-experts 4 --expert-tensor-parallel-size 2 {SP}",
     "CP2 bf16": f"--dtype bf16 {CP2}",
-    "CP2 contiguous": f"--cp-partition-mode contiguous {CP2}",
     "PP2 DP2": f"{PP2} --use-distributed-optimizer",
     "DP2 average in collective": "--average-in-collective",
 }

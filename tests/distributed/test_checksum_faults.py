@@ -37,7 +37,6 @@ WORDS = {
         "not of this step: yesterday's 4, yesterday's 5; never trained on: sample 4, sample 5.",
     ),
     "other window": ("another context-parallel rank than the one that ran it", "", ""),
-    "other cut": ("another context-parallel rank than the one that ran it", "", ""),
     "dropped": ("is 0.875000, expected 1", "never trained on: sample 3.", ""),
     "duplicated": ("is 1.125000, expected 1", "", "trained on twice: sample 5."),
 }
@@ -79,16 +78,13 @@ def fed(fault: str, rank: int) -> list[list[Sample]]:
 
 
 def pack_of(fault: str, groups: ParallelGroups, micro_batch: list[Sample]) -> PackedBatch:
-    """Packed for this rank; for the other one, or in another cut, and labelled for this, where that is the fault."""
+    """Packed for this rank; for the other one, and labelled for this, where that is the fault."""
     right = {"cp_rank": groups.context_rank, "cp_size": groups.context_size}
-    label = {"cp_rank": groups.context_rank, "mode": "zigzag"}
-    if fault == "other cut" and groups.data_rank == groups.context_rank == 0:
-        batch = pack(micro_batch, **right, cp_partition_mode="contiguous")
-    elif fault == "other window" and groups.data_rank == 0:
-        batch = pack(micro_batch, **right | {"cp_rank": 0})
-    else:
+    if fault != "other window" or groups.data_rank != 0:
         return pack(micro_batch, **right)
-    window = replace(batch.window, layout=replace(batch.window.layout, **label))
+    batch = pack(micro_batch, **right | {"cp_rank": 0})
+    layout = replace(batch.window.layout, cp_rank=groups.context_rank)
+    window = replace(batch.window, layout=layout)
     return replace(batch, window=window)
 
 

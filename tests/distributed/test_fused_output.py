@@ -81,7 +81,7 @@ def test_gradients_and_metrics_equal_the_unsharded_reference(case, mode, referen
     assert_case(case, CASES[case], steps, RUNS, references, mode)
 
 
-SEQUENCE_SETTINGS = ("gspo", "gmpo", "opsm", "everything", "tis_sequence", "fipo")
+SEQUENCE_SETTINGS = ("gspo", "gmpo", "opsm", "everything", "tis_sequence")
 SEQUENCE_RUNS = [SettingsRun(name=name, cut="empty") for name in SEQUENCE_SETTINGS]
 SEQUENCE_CASES = {
     "one process": (PER_TOKEN, (1, 5, 1000)),

@@ -92,13 +92,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "dppo_kl": {"policy_loss": "dppo_kl", "dppo_delta": 0.001, "dppo_delta_high": 0.0005},
     "gmpo": {"policy_loss": "gmpo", "eps_clip": 0.1, **TOKEN_MEAN},
     "ppo_against_rollout": {**ROLLOUT, **OPSM, **KL, "use_unbiased_kl": True},
-    "fipo": {"policy_loss": "fipo", "fipo_weight_low": 0.8, **TOKEN_MEAN},
-    "ctpo_by_turn": {"policy_loss": "ctpo", **TURN},
     "gspo_by_turn": {"policy_loss": "gspo", **TURN, **PROMPT_MEAN},
 }
-CLIPPING = ("luspo", "dppo_tv", "dppo_kl", "gmpo", "ppo_against_rollout", "ctpo_by_turn")
+CLIPPING = ("luspo", "dppo_tv", "dppo_kl", "gmpo", "ppo_against_rollout")
 IN_BOTH_MODES = (
-    *("sapo", "dis", "vespo", *CLIPPING, "fipo", "gspo_by_turn"),
+    *("sapo", "dis", "vespo", *CLIPPING, "gspo_by_turn"),
     *("terms_by_the_loss", "reducer_of_what_is_left"),
 )
 """The settings that are also run in per-token mode, and through the fused head."""

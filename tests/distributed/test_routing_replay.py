@@ -20,7 +20,6 @@ from megatron_pg.step.batch import PackedBatch
 from tests import oracle
 from tests.random_steps import package_samples
 
-from . import test_own_groups
 from .compare import assert_equal, compare
 from .launch import run_ranks
 from .models import ModelOptions, Sharding, build_model
@@ -111,20 +110,6 @@ def test_routers_of_multi_token_prediction_choose_for_themselves(name, recompute
     options = replace(OPTIONS, mtp_num_layers=1, recompute=recompute)
     outcome = run_ranks(sharded_step, Sharding.named(name).world_size, name, options, 4)[0]
     assert_equal([outcome], [reference(options, 4)[0]])
-
-
-@pytest.mark.parametrize("recompute", [None, "full"])
-@pytest.mark.parametrize("sharding", [test_own_groups.GRID, test_own_groups.SPLIT_TENSORS])
-def test_micro_batches_with_groups_of_their_own(sharding, recompute) -> None:
-    skip_if_experts_are_reduced_over_wrong_ranks(str(sharding))
-    mode = {"calculate_per_token_loss": True, "cp_partition_mode": "contiguous"}
-    options = replace(OPTIONS, **mode, recompute=recompute)
-    run = replace(RUN, replay_layers=4)
-    task = [run, replace(run, cp_partition_mode="contiguous")], [test_own_groups.planned]
-    (found,) = run_ranks(
-        test_own_groups.steps, 4, test_own_groups.own_loss, *task, "ppo", sharding, options
-    )[0]
-    assert_equal(found, [reference(options, 4)[0]] * 2, tolerance=1e-12)
 
 
 def the_experts_of_the_token_before() -> None:

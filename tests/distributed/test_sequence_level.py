@@ -42,7 +42,6 @@ MICRO_BATCHES: dict[str, list[Sequence1]] = {
     "ragged": random_sequences(1),
     # One response token in all: every rank but one has an empty window.
     "one_token": [random_sequence(11, 1, active_rate=1.0)],
-    # Every border between contiguous slices lies in the second response.
     "long": [random_sequence(12, 3), random_sequence(13, 17)],
 }
 GSPO, GMPO, ROLLOUT = {"policy_loss": "gspo"}, {"policy_loss": "gmpo"}, {"ratio_anchor": "rollout"}
@@ -64,15 +63,9 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "vespo": (1, {"policy_loss": "vespo"}),
     "vespo_against_rollout": (1, {"policy_loss": "vespo", **ROLLOUT, **OPSM}),
     "dppo_tv_against_rollout": (0, {"policy_loss": "dppo_tv", **ROLLOUT}),
-    "fipo": (0, {"policy_loss": "fipo"}),
-    "fipo_by_turn_with_corrections": (1, {"policy_loss": "fipo", **TURN, **GEOMETRIC}),
-    "ctpo": (0, {"policy_loss": "ctpo"}),
-    "ctpo_by_turn": (0, {"policy_loss": "ctpo", **TURN}),
     "gspo_by_turn_with_corrections": (2, {**GSPO, **TURN, **TIS_SEQUENCE, **GEOMETRIC, **OPSM}),
 }
 """The number of sums over sequences, beside their active tokens; the settings."""
-NUM_SCANS = {"fipo": 1, "ctpo": 2}
-MODES = ("zigzag", "contiguous")
 
 
 def samples_of(sequences: list[Sequence1]) -> list:
@@ -80,12 +73,12 @@ def samples_of(sequences: list[Sequence1]) -> list:
 
 
 def corrected_on_this_rank(
-    settings: dict, sequences: list[Sequence1], mode: str, group: dist.ProcessGroup | None
+    settings: dict, sequences: list[Sequence1], group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(indices into the responses laid end to end, losses, gradient for all log-probs)."""
     config = PolicyLossConfig(**settings)
     cut = {"cp_rank": dist.get_rank(), "cp_size": dist.get_world_size()}
-    batch = pack(samples_of(sequences), cp_partition_mode=mode, **cut)
+    batch = pack(samples_of(sequences), **cut)
     everything = flat_log_probs(sequences)
     log_probs = everything[batch.window.response_indices]
     tokens, sums = tokens_and_sums(config, batch, log_probs, group)
@@ -102,12 +95,12 @@ def shapes_of(reductions: mock.Mock) -> list[tuple[int, ...]]:
 def corrections_worker() -> dict:
     """Every case: the rank's losses, those of local sums, and the shapes of the tensors that were all-reduced."""
     results = {}
-    for (case, (_, settings)), name, mode in itertools.product(CASES.items(), MICRO_BATCHES, MODES):
-        task = settings, MICRO_BATCHES[name], mode
+    for (case, (_, settings)), name in itertools.product(CASES.items(), MICRO_BATCHES):
+        task = settings, MICRO_BATCHES[name]
         with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reductions:
             found = corrected_on_this_rank(*task, dist.group.WORLD)
         mutant = corrected_on_this_rank(*task, None)
-        results[case, name, mode] = found, mutant, shapes_of(reductions)
+        results[case, name] = found, mutant, shapes_of(reductions)
     return results
 
 
@@ -121,7 +114,7 @@ def assembled(parts: list[tuple[Tensor, Tensor, Tensor]], length: int) -> tuple[
 @pytest.mark.parametrize("size", [2, 4])
 def test_sequence_level_settings_equal_the_unsharded_formula(size: int) -> None:
     ranks = run_ranks(corrections_worker, size)
-    for case, name, mode in ranks[0]:
+    for case, name in ranks[0]:
         (num_sums, settings), sequences = CASES[case], MICRO_BATCHES[name]
         policy_loss = settings.get("policy_loss", "ppo")
         anchor = settings.get("ratio_anchor", "old")
@@ -131,26 +124,23 @@ def test_sequence_level_settings_equal_the_unsharded_formula(size: int) -> None:
         pairs = zip(sequences, losses, strict=True)
         expected = stacked([oracle.correct(*pair, correction)[0] for pair in pairs])
         gradient = flat_gradient(expected.sum(), sequences)
-        found, mutants, shapes = zip(*(rank[case, name, mode] for rank in ranks), strict=True)
+        found, mutants, shapes = zip(*(rank[case, name] for rank in ranks), strict=True)
         found_losses, found_gradient = assembled(found, expected.numel())
         torch.testing.assert_close(found_losses, expected, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(found_gradient, gradient, rtol=1e-12, atol=1e-12)
         rows = (num_sums > 0) + num_sums
-        rows += NUM_SCANS.get(policy_loss, 0) * size * (2 if mode == "zigzag" else 1)
         turns = [(n, turn) for n, s in enumerate(sequences) for turn in set(s.turn_ids or [])]
         units = len(turns if of_oracle["by_turn"] else sequences)
         reduced = [(rows, max(units, 2))] if rows else []
         assert all(of_rank == reduced for of_rank in shapes), "one all-reduce, by all"
-        is_cut = (name, mode) in (("ragged", "zigzag"), ("long", "contiguous"))
-        is_dropped = name == "long" and case.endswith("corrections")
-        if rows and is_cut and not is_dropped:
+        if rows and name == "ragged":
             mutant, _ = assembled(mutants, expected.numel())
             assert not torch.allclose(mutant, expected, atol=1e-3), "local sums would pass"
-    windows = [rank["gspo", "one_token", MODES[0]][0][0].numel() for rank in ranks]
+    windows = [rank["gspo", "one_token"][0][0].numel() for rank in ranks]
     assert sorted(windows) == [0] * (size - 1) + [1]
 
 
-FUSED = ("gspo", "fipo", "ctpo", "ctpo_by_turn", "gspo_by_turn_with_corrections")
+FUSED = ("gspo", "gspo_by_turn_with_corrections")
 HIDDEN, VOCABULARY = 4, 9
 
 
@@ -166,16 +156,16 @@ def hidden_and_weight(sequences: list[Sequence1]) -> tuple[Tensor, Tensor]:
 def fused_worker() -> dict:
     """By case and layout, this rank's loss and its gradients, in chunks of a row."""
     results, place = {}, (dist.get_rank(), dist.get_world_size())
-    for case, mode, name in itertools.product(FUSED, MODES, ("ragged", "long")):
+    for case, name in itertools.product(FUSED, ("ragged", "long")):
         config, sequences = PolicyLossConfig(**CASES[case][1]), MICRO_BATCHES[name]
         samples = samples_of(sequences)
-        batch = pack(samples, cp_rank=place[0], cp_size=place[1], cp_partition_mode=mode)
+        batch = pack(samples, cp_rank=place[0], cp_size=place[1])
         hidden, weight = hidden_and_weight(sequences)
         loss = MicroBatchLoss(config, batch, step_totals(samples), dist.group.WORLD)
         head = FusedHead(loss, HeadOptions(chunk_tokens=1), gradient_scope(config))
         value = head.output_processor(hidden[batch.window.token_indices][:, None], weight)
         value.backward()
-        results[case, mode, name] = value.detach(), hidden.grad, weight.grad
+        results[case, name] = value.detach(), hidden.grad, weight.grad
     return results
 
 
@@ -183,7 +173,7 @@ def fused_worker() -> dict:
 def test_the_fused_head_equals_the_unsharded_formula(size: int) -> None:
     """From hidden states, of which a rank has its own; the gradients of all ranks are added up."""
     ranks = run_ranks(fused_worker, size)
-    for case, mode, name in ranks[0]:
+    for case, name in ranks[0]:
         settings, total, sequences = CASES[case][1], oracle.ZERO, MICRO_BATCHES[name]
         hidden, weight = hidden_and_weight(sequences)
         log_probs, row = (hidden @ weight.T).log_softmax(1)[:, 0], 1
@@ -198,7 +188,7 @@ def test_the_fused_head_equals_the_unsharded_formula(size: int) -> None:
         total = total / len(sequences)
         expected = (total.detach(), *torch.autograd.grad(total, (hidden, weight)))
         assert expected[1].abs().max() > 1e-4
-        parts = zip(*(rank[case, mode, name] for rank in ranks), strict=True)
+        parts = zip(*(rank[case, name] for rank in ranks), strict=True)
         for of_ranks, wanted in zip(parts, expected, strict=True):
             torch.testing.assert_close(sum(of_ranks), wanted, rtol=1e-11, atol=1e-11)
 
@@ -208,13 +198,12 @@ received: list[list[list[float]]] = []
 
 def reducer_of_place(
     total_lengths, response_lengths, loss_masks, calculate_per_token_loss,
-    cp_rank, cp_size, cp_partition_mode, pad_to_multiple,
+    cp_rank, cp_size,
 ):  # fmt: skip
     """The token mean of every sample, of the masks that it is given."""
     received.append([mask.tolist() for mask in loss_masks])
     return get_pg_loss_reducer(
-        total_lengths, response_lengths, loss_masks, cp_rank=cp_rank, cp_size=cp_size,
-        cp_partition_mode=cp_partition_mode, pad_to_multiple=pad_to_multiple,
+        total_lengths, response_lengths, loss_masks, cp_rank=cp_rank, cp_size=cp_size
     )  # fmt: skip
 
 
@@ -223,20 +212,19 @@ DROPPING = (
 )
 
 
-def reducer_worker() -> dict[tuple[str, str, str], Any]:
+def reducer_worker() -> dict[tuple[str, str], Any]:
     """Loss, gradient, the masks of the calls and the shapes of the all-reduces of one rank."""
     results = {}
     rank, size = dist.get_rank(), dist.get_world_size()
-    for case, mode, name in itertools.product(DROPPING, MODES, MICRO_BATCHES):
+    for case, name in itertools.product(DROPPING, MICRO_BATCHES):
         config = PolicyLossConfig(
             **CASES[case][1],
             custom_pg_loss_reducer_function_path=f"{__name__}:reducer_of_place",
-            cp_partition_mode=mode,
             kl_loss_coef=0.3,
             regularizer_aggregation="loss",
         )
         samples = samples_of(MICRO_BATCHES[name])
-        batch = pack(samples, cp_rank=rank, cp_size=size, cp_partition_mode=mode)
+        batch = pack(samples, cp_rank=rank, cp_size=size)
         everything = flat_log_probs(MICRO_BATCHES[name])
         log_probs, totals = everything[batch.window.response_indices], step_totals(samples)
         received.clear()
@@ -246,7 +234,7 @@ def reducer_worker() -> dict[tuple[str, str, str], Any]:
             )  # fmt: skip
         loss.backward()
         masks, shapes = list(received), shapes_of(reductions)
-        results[case, mode, name] = (loss.item(), everything.grad, masks, shapes)
+        results[case, name] = (loss.item(), everything.grad, masks, shapes)
     return results
 
 
@@ -254,7 +242,7 @@ def reducer_worker() -> dict[tuple[str, str, str], Any]:
 def test_a_users_reducer_gets_whole_masks_after_rejection(size: int) -> None:
     """On every rank, those whose window is empty included; KL follows it with the masks from before."""
     ranks = run_ranks(reducer_worker, size)
-    for case, mode, name in ranks[0]:
+    for case, name in ranks[0]:
         (num_sums, settings), sequences = CASES[case], MICRO_BATCHES[name]
         correction = correction_of(settings)
         made = [oracle.correct(s, oracle.objective("ppo", s), correction) for s in sequences]
@@ -267,7 +255,7 @@ def test_a_users_reducer_gets_whole_masks_after_rejection(size: int) -> None:
             ),
             oracle.ZERO,
         ) / len(sequences)
-        found = [rank[case, mode, name] for rank in ranks]
+        found = [rank[case, name] for rank in ranks]
         assert sum(loss for loss, *_ in found) == pytest.approx(expected.item(), rel=1e-12)
         gradient = sum(of_rank for _, of_rank, *_ in found)
         wanted = flat_gradient(expected, sequences)

@@ -8,7 +8,6 @@ follows the term that was chosen.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,52 +69,6 @@ def policy_mean(sample: Sequence1, anchor: str, tokens: Sequence[int]) -> Tensor
     """Mean of log r over the tokens, without gradient."""
     against = getattr(sample, f"{anchor}_log_probs")
     return mean([sample.log_probs[t].detach() - against[t] for t in tokens])
-
-
-def within_20(value: float) -> float:
-    return min(max(value, -20.0), 20.0)
-
-
-def weight_of_future(
-    sample: Sequence1,
-    token: int,
-    against: Sequence[float],
-    by_turn: bool,
-    dual: float | None,
-    half_life: float = 32.0,
-    bounds: tuple[float, float] = (1.0, 1.2),
-    safe: float = 4.0,
-) -> float:
-    """FIPO: what the policy did to the tokens from this one on; one that the dual clip holds does not count."""
-    logs = {
-        t: within_20(sample.log_probs[t].item() - against[t])
-        for t in sample.together(token, by_turn)
-    }
-    total = 0.0
-    for later, log in logs.items():
-        if later >= token and (dual is None or log <= math.log(dual)):
-            total += log * 0.5 ** ((later - token) / half_life)
-    weight = min(max(math.exp(within_20(total)), bounds[0]), bounds[1])
-    if sample.advantages[token] < 0 and math.exp(logs[token]) > safe:
-        weight = min(max(weight, 0.8), 1.0)
-    return weight
-
-
-def prefix_loss(
-    sample: Sequence1,
-    token: int,
-    against: Sequence[float],
-    by_turn: bool,
-    widths: tuple[float, float, float] = (0.025, 0.05, 0.05),
-) -> Tensor:
-    """CTPO: the product of the ratios up to the token, clipped by bounds that grow with the tokens in it."""
-    advantage = sample.advantages[token]
-    before = [t for t in sample.together(token, by_turn) if t <= token]
-    logs = [within_20(sample.log_probs[t].item() - against[t]) for t in before]
-    low, high, dual = (math.exp(way * math.sqrt(len(before))) for way in (-widths[0], *widths[1:]))
-    total = torch.tensor(math.fsum(logs), dtype=torch.float64)
-    log = with_gradient_of(total, sample.log_probs[token])
-    return surrogate(exp_within_20(log), advantage, low, high, dual)
 
 
 def soft_gate(ratio: Tensor, tau: float) -> Tensor:
@@ -191,11 +144,10 @@ def objective(
     gammas: tuple[float, float, float, float] = (2.0, 3.0, 3.0, 2.0),
     anchor: str = "old",
     by_turn: bool = False,
-    **others: Any,
 ) -> list[Tensor]:
     """The loss of every response token; 0 where masked.
 
-    `others` are those of FIPO's weight or CTPO's loss. `taus` are SAPO's of A > 0 and of the others, `deltas` DPPO's of
+    `taus` are SAPO's of A > 0 and of the others, `deltas` DPPO's of
     A < 0 and of A > 0, `gammas` VESPO's k and lambda of A >= 0, then those of A < 0; `anchor` is whose log-probs the ratio
     is against.
     """
@@ -222,11 +174,6 @@ def objective(
         ratio = exp_within_20(log_ratio)
         if name in ("ppo", "gspo"):
             losses[t] = surrogate(ratio, advantage, low, high, dual)
-        elif name == "fipo":
-            weight = weight_of_future(sample, t, against, by_turn, dual, **others)
-            losses[t] = weight * surrogate(ratio, advantage, low, high, dual)
-        elif name == "ctpo":
-            losses[t] = prefix_loss(sample, t, against, by_turn, **others)
         elif name == "sapo":
             losses[t] = -soft_gate(ratio, taus[0] if advantage > 0 else taus[1]) * advantage
         elif name in ("dppo_tv", "dppo_kl"):

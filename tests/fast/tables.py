@@ -107,6 +107,8 @@ def flags(add_args: Any, config: type[Any]) -> Lines:
     """One line a flag: its words or type, its default, and the text of `--help`, with a link in place of formulas."""
     lines: Lines = [("flag", "default", "meaning")]
     for action in add_args(argparse.ArgumentParser(add_help=False))._actions:
+        if action.help == argparse.SUPPRESS:  # a removed flag
+            continue
         default = getattr(config, action.dest, None)
         is_switch = action.nargs == 0
         # As argparse shows choices: a bar would end the cell, and be seen with its backslash on the site.

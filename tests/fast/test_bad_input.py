@@ -217,7 +217,6 @@ FACTORY = {
         for divisor in (None, 0, -1, math.nan, math.inf)
     },
     "rank outside its group": ({"cp_rank": 2, "cp_size": 2}, "cp_rank 2 | cp_size 2"),
-    "unknown cut": ({"cp_partition_mode": "slices"}, "cp_partition_mode | 'slices' | zigzag"),
     "unknown layout": ({"qkv_format": "sbhd"}, "--qkv-format | 'sbhd' | thd"),
     "rank without a size": ({"cp_rank": 1}, "cp_rank"),
     "size without a rank": ({"cp_size": 2}, "cp_rank is not given"),

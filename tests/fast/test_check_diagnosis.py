@@ -203,10 +203,6 @@ CASES: dict[str, tuple[Any, ...]] = {
     "weights without shards": ([WRONG], (CheckOptions(context_parallel_size=2), 8), {0: f"!vocabulary | {WEIGHTS}"}),
     "multi-token": ([MODEL, off(replace(MODEL, model="multi-token")), RIGHT], {1: "multi-token prediction: | !attention"}),
     "hybrid": ([MODEL, off(replace(MODEL, model="hybrid")), RIGHT], {1: "HybridModel | !attention"}),
-    "position ids": (
-        [off(MODEL, loss=-1.4), off(TIED, loss=-1.4), RIGHT], changed(cp_partition_mode="contiguous"),
-        dict.fromkeys((0, 1), "position ids"),
-    ),
     "dropout": ([off(MODEL, loss=-1.4), RIGHT], on_two_ranks(), {0: "dropout | a data-parallel rank with other parameters"}),
     "a token that is lost": (
         [MODEL, AUXILIARY, LOST, RIGHT], {1: "follows the row `every token`", 2: "the last token of a sequence"}

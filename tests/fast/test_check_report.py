@@ -44,7 +44,6 @@ OPTIONS_OF_ONE = CheckOptions()
     ("--expert-tensor-parallel-size 2", "--expert-tensor-parallel-size 2 needs"),
     ("--gradient-accumulation-fusion", "--gradient-accumulation-fusion needs a GPU"),
     ("--cp-comm-type a2a", "--cp-comm-type a2a is Transformer Engine's"),
-    ("--mtp-num-layers 1 --cp-partition-mode contiguous", "--mtp-num-layers shifts tokens within zigzag chunks"),
     ("--hybrid-model --pipeline-model-parallel-size 2", "--hybrid-model with --pipeline-model-parallel-size 2"),
     ("--num-experts 3 --expert-model-parallel-size 2", "--num-experts 3 with"),
     ("--num-experts 1", "--num-experts 1 with"),

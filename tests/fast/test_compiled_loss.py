@@ -34,9 +34,12 @@ OBJECTIVES = ("ppo", "gspo", "sapo", "dppo_kl", "gmpo")
 """One of each kind; tests/gpu has all."""
 SETTINGS: dict[str, dict[str, Any]] = {
     **{name: {"policy_loss": name} for name in OBJECTIVES},
-    **{name: {"policy_loss": name} for name in ("fipo", "ctpo")},
     "gspo_by_turn": {"policy_loss": "gspo", "sequence_unit": "turn"},
-    "fipo_by_turn": {"policy_loss": "fipo", "sequence_unit": "turn", **CORRECTIONS},
+    "gspo_by_turn_with_corrections": {
+        "policy_loss": "gspo",
+        "sequence_unit": "turn",
+        **CORRECTIONS,
+    },
     "without_metrics": {"pg_metrics": "none"},
     "corrections": CORRECTIONS,
     "gspo_with_corrections": {"policy_loss": "gspo", **CORRECTIONS},
@@ -165,12 +168,12 @@ def test_each_dtype_has_a_program_of_its_own(first):
 
 
 CHANGING = {"policy_loss": "gspo", "grad_divisor": 1.5, "kl_loss_coef": 0.1}
-BY_TURN = {"policy_loss": "ctpo", "sequence_unit": "turn"}
+BY_TURN = {"policy_loss": "gspo", "sequence_unit": "turn"}
 
 
-@pytest.mark.parametrize("settings", [{}, CHANGING, BY_TURN, {"policy_loss": "fipo"}], ids=str)
+@pytest.mark.parametrize("settings", [{}, CHANGING, BY_TURN], ids=str)
 def test_no_size_no_divisor_and_no_beta_compiles_again(settings, counted, monkeypatch):
-    """Nor does the first micro-batch, of fewer tokens than a block of a scan and than the zeros that are compiled."""
+    """Nor does the first micro-batch, of fewer tokens than the zeros that are compiled."""
     before = counted()
     for index, size in enumerate((7, 1, 3, 21)):
         batch = package_batch((random_sequences(1, spread=0.5) * 3)[:size])

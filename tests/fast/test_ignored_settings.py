@@ -26,7 +26,7 @@ from megatron_pg.loss.corrections import CORRECTIONS
 from megatron_pg.loss.regularizers import KL_ESTIMATES
 
 HOW = {
-    "calculate_per_token_loss", "qkv_format", "cp_partition_mode",
+    "calculate_per_token_loss", "qkv_format",
     "fused_lm_head", "fp32_lm_head", "check_aggregation", "replay_routing",
     "fused_lm_head_memory_gib", "fused_lm_head_without_quack", "kl_target",
 }  # fmt: skip

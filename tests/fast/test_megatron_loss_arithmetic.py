@@ -366,15 +366,6 @@ def test_a_micro_batch_of_another_context_parallel_rank_is_refused(packed_for) -
         step.head(batch)
 
 
-def test_a_micro_batch_of_another_cut_of_the_pack_is_refused() -> None:
-    samples, groups = package_samples(random_step(seed=45)), Groups(context_size=2)
-    batch = pack(samples, cp_rank=0, cp_size=2, cp_partition_mode="contiguous")
-    contiguous = PolicyLossConfig(cp_partition_mode="contiguous")
-    policy_step(contiguous, samples, groups=groups).check_packing(batch)
-    with pytest.raises(ValueError, match="--cp-partition-mode is zigzag"):
-        policy_step(PolicyLossConfig(), samples, groups=groups).check_packing(batch)
-
-
 @pytest.mark.parametrize("per_token", (False, True))
 def test_a_step_takes_a_divisor_of_its_own(per_token: bool) -> None:
     """One config, two steps, each differentiated over the square of its own number of rollouts; also beside padding columns."""

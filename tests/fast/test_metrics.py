@@ -178,19 +178,6 @@ def test_the_ratio_against_the_rollout_engine_needs_no_old_log_probs(settings) -
         assert is_there == (old_log_probs is not None)
 
 
-def test_the_ratio_of_ctpo_is_the_tokens_own() -> None:
-    """As that of ppo; the clip fractions are of the prefix."""
-    by_name = {
-        name: report_of(PolicyLossConfig(policy_loss=name), random_sequences(2))
-        for name in ("ppo", "ctpo")
-    }
-    ratios = [row.name for row in METRICS if row.of_ratio and "clip" not in row.name]
-    assert len(ratios) == 6
-    assert all(
-        by_name["ctpo"][name] == pytest.approx(by_name["ppo"][name], rel=1e-12) for name in ratios
-    )
-
-
 def test_mismatch_metrics_need_no_correction_and_no_ratio() -> None:
     configs = (PolicyLossConfig(use_tis=True), PolicyLossConfig(policy_loss="reinforce"))
     expected, *others = (report_of(config, random_sequences(2)) for config in (DEFAULTS, *configs))

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_pg import PackedBatch, PolicyLossConfig, pack
+from megatron_pg import PackedBatch, PolicyLossConfig, Sample, pack
 from megatron_pg.config.fields import field_docstrings
 from megatron_pg.loss import DPPO_DELTAS, objectives
+from megatron_pg.loss.micro_batch import MicroBatchLoss
 from megatron_pg.loss.objectives import OBJECTIVES, Outcome, clipped_log_ratio, get_objective
-from megatron_pg.loss.sequence import SequenceSums
+from megatron_pg.loss.sequence import SequenceSums, sequence_units
 from tests.fast import objectives_oracle as oracle
 from tests.fast.objectives_oracle import Sequence1
 from tests.fast.one_step import loss_of
@@ -72,29 +73,11 @@ SETTINGS: dict[str, tuple[str, dict, dict]] = {
     "gmpo_open_below": ("gmpo", {"eps_clip": 1.0, "eps_clip_high": 0.1}, {"low": 0, "high": 1.1}),
     **{
         f"{name}_against_rollout": (name, {"ratio_anchor": "rollout"}, {"anchor": "rollout"})
-        for name in (
-            *("ppo", "gspo", "cispo", "sapo", "dppo_tv", "dppo_kl", "gmpo", "vespo"),
-            *("fipo", "ctpo"),
-        )
+        for name in ("ppo", "gspo", "cispo", "sapo", "dppo_tv", "dppo_kl", "gmpo", "vespo")
     },
-    "fipo": ("fipo", {}, {}),
-    "fipo_settings": (
-        "fipo",
-        {
-            **{"fipo_half_life": 2.5, "fipo_weight_low": 0.7, "fipo_weight_high": 1.9},
-            **{"fipo_safe_ratio": 1.1, "eps_clip_c": 1.25},
-        },
-        {"half_life": 2.5, "bounds": (0.7, 1.9), "safe": 1.1, "dual": 1.25},
-    ),
-    "ctpo": ("ctpo", {}, {}),
-    "ctpo_settings": (
-        "ctpo",
-        {"ctpo_clip_low": 0.1, "ctpo_clip_high": 0.2, "ctpo_clip_c": math.inf},
-        {"widths": (0.1, 0.2, math.inf)},
-    ),
     **{
         f"{name}_by_turn": (name, {"sequence_unit": "turn"}, {"by_turn": True})
-        for name in ("gspo", "gmpo", "fipo", "ctpo")
+        for name in ("gspo", "gmpo")
     },
 }
 NOT_REINFORCE_AT_RATIO_ONE = ("sft",)
@@ -522,3 +505,25 @@ def test_custom_loss_of_another_result_is_refused(function: str) -> None:
     sequences, words = random_sequences(9), "--custom-policy-loss-path | each token of this rank's"
     batch, log_probs = package_batch(sequences), flat_log_probs(sequences)
     assert_refused(words, custom_outcome, function, batch, log_probs)
+
+
+def test_turns_are_numbered_over_samples_and_refused_out_of_order() -> None:
+    def sample(turns: object) -> Sample:
+        return Sample([1] * 5, 4, [1] * 4, turn_ids=turns, name="a")
+
+    config = PolicyLossConfig(policy_loss="gspo", sequence_unit="turn")
+    ids, owners = sequence_units(config, [sample([-1, -1, 3, 3]), sample([3, 3, 3, 9])])
+    assert ids.tolist() == [0, 0, 1, 1, 2, 2, 2, 3] and owners.tolist() == [0, 0, 1, 1]
+    assert_refused("a: turn_ids[2] is 0, less than before it", sample, [0, 1, 0, 1])
+    assert_refused("a: turn_ids is of 3 values", sample, [0, 1, 2])
+    assert_refused(
+        "a: turn_ids has dtype torch.float32, expected integers", sample, [0.0, 1.0, 1.0, 2.0]
+    )
+    assert_refused(
+        "a has no turn_ids, which --sequence-unit turn needs",
+        MicroBatchLoss,
+        config,
+        pack([replace(sample(None), old_log_probs=[-1.0] * 4)]),
+        None,
+    )
+    assert_refused("--sequence-unit turn is about sums", PolicyLossConfig, sequence_unit="turn")

@@ -69,8 +69,7 @@ def test_positional_signature_of_custom_reducers() -> None:
     assert parameters[3].default is False
     assert all(parameter.kind is parameter.KEYWORD_ONLY for parameter in parameters[4:])
     expected: dict = dict.fromkeys(("divisor", "denominators", "cp_rank", "cp_size"))
-    expected |= {"aggregation": "sample_mean", "pad_to_multiple": 1, "qkv_format": "thd"}
-    expected |= {"cp_partition_mode": "zigzag"}
+    expected |= {"aggregation": "sample_mean", "qkv_format": "thd"}
     assert {parameter.name: parameter.default for parameter in parameters[4:]} == expected
     masks = [torch.tensor([1, 0, 1]), torch.tensor([1])]
     x = torch.tensor([1.0, 50.0, 3.0, 7.0])

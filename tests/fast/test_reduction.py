@@ -26,16 +26,10 @@ from tests.oracle import Objective
 from tests.random_steps import package_samples, random_losses, random_step, uneven_totals
 
 
-def mean_of_each_sample(
-    total, response, masks, per_token, *, cp_rank, cp_size, cp_partition_mode, pad_to_multiple
-):
+def mean_of_each_sample(total, response, masks, per_token, *, cp_rank, cp_size):
     """As reducers of the field do: the token mean of every sample, or the token sum in per-token mode."""
-    place = {"cp_partition_mode": cp_partition_mode, "pad_to_multiple": pad_to_multiple}
-    place |= {"cp_rank": cp_rank, "cp_size": cp_size}
+    place = {"cp_rank": cp_rank, "cp_size": cp_size}
     return get_pg_loss_reducer(total, response, masks, per_token, **place)
-
-
-def mean_by_rank_alone(total, response, masks, per_token, *, cp_rank, cp_size): ...
 
 
 def custom_config(reducer: str, per_token: bool = False, **settings: Any) -> PolicyLossConfig:
@@ -56,13 +50,12 @@ def reduced(config: PolicyLossConfig, batch: PackedBatch, totals: StepTotals, x:
 
 @pytest.mark.parametrize("per_token", (False, True))
 @pytest.mark.parametrize("cp_size", (1, 2, 4))
-@pytest.mark.parametrize("mode", ("zigzag", "contiguous"))
-def test_the_sum_of_a_users_reducer_is_divided_by_rollouts_or_tokens(mode, cp_size, per_token):
+def test_the_sum_of_a_users_reducer_is_divided_by_rollouts_or_tokens(cp_size, per_token):
     """Fully masked rollouts count in N, and a rollout of two samples counts once."""
     step = random_step(seed=50)
     samples, losses = package_samples(step), random_losses(step)
     totals, config = uneven_totals(samples), custom_config("mean_of_each_sample", per_token)
-    layout = {"cp_size": cp_size, "pad_to_multiple": 3 * cp_size, "cp_partition_mode": mode}
+    layout = {"cp_size": cp_size, "pad_to_multiple": 3 * cp_size}
     found = torch.zeros((), dtype=torch.float64)
     for members in (slice(4), slice(4, None)):
         flat = torch.cat(losses[members])
@@ -212,13 +205,3 @@ def test_a_masked_token_and_one_that_a_custom_correction_drops() -> None:
         config = custom_config("mean_of_what_is_left", **settings)
         loss_of(config, pack([sample]), torch.zeros(5, requires_grad=True))
         assert [mask.tolist() for mask in received[0]] == [expected]
-
-
-def test_a_reducer_that_cannot_know_its_slice_is_refused() -> None:
-    step = package_samples(random_step(seed=50))
-    config, words = (
-        custom_config("mean_by_rank_alone"),
-        "name cp_partition_mode and pad_to_multiple",
-    )
-    batch = pack(step, cp_rank=0, cp_size=2, cp_partition_mode="contiguous")
-    assert_refused(words, get_reduction, config, batch)

@@ -99,11 +99,10 @@ def test_experts_are_stored_once_in_the_smallest_type(most, dtype) -> None:
     lengths=st.lists(st.integers(3, 9), min_size=1, max_size=5),
     cp_size=st.sampled_from([1, 2, 4]),
     multiple=st.sampled_from([1, 2, 8]),
-    mode=st.sampled_from(["zigzag", "contiguous"]),
     most=st.sampled_from([8, 300]),
 )
 def test_a_pack_has_the_experts_of_its_tokens_and_none_at_padding(
-    lengths, cp_size, multiple, mode, most
+    lengths, cp_size, multiple, most
 ) -> None:
     """Each local row against the token that the window says lies there."""
     everything = [random_experts(n, length, most if n else 8) for n, length in enumerate(lengths)]
@@ -114,7 +113,7 @@ def test_a_pack_has_the_experts_of_its_tokens_and_none_at_padding(
         for t in range(length)
     ]
     for cp_rank in range(cp_size):
-        layout = {"cp_rank": cp_rank, "cp_size": cp_size, "cp_partition_mode": mode}
+        layout = {"cp_rank": cp_rank, "cp_size": cp_size}
         batch = pack(samples, **layout, pad_to_multiple=multiple * cp_size)
         experts = batch.routed_experts.long()
         experts[experts == no_choice(batch.routed_experts)] = -1

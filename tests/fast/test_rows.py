@@ -88,7 +88,7 @@ def everything_follows() -> None:
     assert "--opsm-delta 7 needs rollout_log_probs" in message
     accepted = refusal(line + " --rejection-denominator accepted")
     assert "cannot count what --opsm-delta 7 rejects" in accepted
-    assert "ppo and gspo and fipo and sequence_score" in refusal("--policy-loss sft --eps-clip-c 3")
+    assert "ppo and gspo and sequence_score" in refusal("--policy-loss sft --eps-clip-c 3")
     assert gradient_scope(config) == ("micro_batch", True)
     assert gradient_scope(PolicyLossConfig()).tokens == "token"
 

@@ -24,8 +24,7 @@ from megatron_pg.rollout_files import collector as collector_module
 from megatron_pg.step import absent as absent_module
 from megatron_pg.step import agreement as agreement_module
 from megatron_pg.step import ahead as ahead_module
-from megatron_pg.step import assign_to_data_parallel_ranks, plan_ahead, plan_hybrid_cp_step
-from megatron_pg.step import hybrid_context as hybrid_module
+from megatron_pg.step import assign_to_data_parallel_ranks, plan_ahead
 from megatron_pg.step import ids as ids_module
 from megatron_pg.step import plan as plan_module
 from megatron_pg.step.absent import naming_absent_ranks
@@ -361,39 +360,6 @@ def test_rows_of_ranks_with_few_and_with_many_are_gathered_in_order(sizes):
         ):
             found = Threads(len(sizes)).run(gathered, range(len(sizes)))
         assert found != expected
-
-
-def told_of_hybrid_plan(order: Sequence[int]) -> list[str]:
-    """What two ranks are told of whom the second has the samples in this order."""
-    samples = samples_of(0)
-
-    def on_rank(rank: int) -> str:
-        group: Any = object()
-        mine = [samples[i] for i in order] if rank else samples
-        try:
-            plan_hybrid_cp_step(
-                mine,
-                max_tokens_per_rank=20,
-                data_with_context_group=group,
-                allow_different_prompts=True,
-            )
-        except ValueError as error:
-            return str(error)
-        return "planned"
-
-    return Threads(2).run(on_rank, range(2))
-
-
-def test_ranks_that_would_plan_other_samples_are_refused(monkeypatch):
-    assert told_of_hybrid_plan([0, 1, 2]) == ["planned"] * 2
-    for told in told_of_hybrid_plan([0, 2, 1]):
-        assert told.startswith(
-            "rank 1 of the data-parallel group with context parallelism has 3 samples"
-        )
-    # With a hash of nothing, two ranks go on with two plans.
-    empty = SimpleNamespace(blake2b=lambda _, digest_size: hashlib.blake2b(digest_size=digest_size))
-    monkeypatch.setattr(hybrid_module, "hashlib", empty)
-    assert told_of_hybrid_plan([0, 2, 1]) == ["planned"] * 2
 
 
 def told_of_collectors(*starts: Any) -> tuple[list[str], int]:

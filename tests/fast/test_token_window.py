@@ -1,4 +1,4 @@
-"""The token window against the oracle's literal simulation of its layouts."""
+"""The token window against the oracle's literal simulation of its layout."""
 
 import itertools
 import math
@@ -18,7 +18,6 @@ from tests.random_steps import lengths, package_samples, random_step
 from tests.token_layout import segment_lengths, token_layout
 
 CP_SIZES = (1, 2, 4, 8)
-MODES = ("zigzag", "contiguous")
 
 # (total_lengths, response_lengths) of one micro-batch, by what is special about it.
 MICRO_BATCHES = {
@@ -42,23 +41,22 @@ def or_minus_one(values: Iterable[int | None]) -> list[int]:
     return [-1 if value is None else value for value in values]
 
 
-def windows_of(totals, responses, cp_size: int, multiple=1, mode="zigzag") -> list[TokenWindow]:
+def windows_of(totals, responses, cp_size: int, multiple=1) -> list[TokenWindow]:
     """The window of every rank."""
-    layout = {"cp_size": cp_size, "pad_to_multiple": multiple, "cp_partition_mode": mode}
+    layout = {"cp_size": cp_size, "pad_to_multiple": multiple}
     return [TokenWindow.build(totals, responses, cp_rank=r, **layout) for r in range(cp_size)]
 
 
-def check_window(totals, responses, cp_size: int, pad_to_multiple: int, mode: str) -> None:
+def check_window(totals, responses, cp_size: int, pad_to_multiple: int) -> None:
     """Every field of every rank's window equals the oracle's."""
-    layout = token_layout(totals, responses, cp_size, pad_to_multiple, mode)
-    segments = segment_lengths(totals, cp_size, pad_to_multiple, mode)
-    windows = windows_of(totals, responses, cp_size, pad_to_multiple, mode)
+    layout = token_layout(totals, responses, cp_size, pad_to_multiple)
+    segments = segment_lengths(totals, cp_size, pad_to_multiple)
+    windows = windows_of(totals, responses, cp_size, pad_to_multiple)
     for cp_rank, (rows, window) in enumerate(zip(layout, windows, strict=True)):
         scored = [(index, row) for index, row in enumerate(rows) if row.response is not None]
         assert window.total_lengths == tuple(totals)
         assert window.response_lengths == tuple(responses)
         assert (window.cp_rank, window.cp_size) == (cp_rank, cp_size)
-        assert window.cp_partition_mode == mode
         assert window.cu_seqlens.dtype == torch.int32 and window.cu_seqlens[0] == 0
         assert window.cu_seqlens.diff().tolist() == segments
         assert (window.max_seqlen, window.num_tokens) == (max(segments), sum(segments))
@@ -73,40 +71,37 @@ def check_window(totals, responses, cp_size: int, pad_to_multiple: int, mode: st
         assert len(window) == len(scored)
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("size", [1, 4, 9, 1000])
 @pytest.mark.parametrize("cp_size", CP_SIZES)
 @pytest.mark.parametrize("name", MICRO_BATCHES)
-def test_parts_of_whole_samples_fit_every_rank(name, cp_size, size, mode) -> None:
+def test_parts_of_whole_samples_fit_every_rank(name, cp_size, size) -> None:
     """By counting rows: no rank has more than `size` of a part unless it is one sample; one sample more may not fit."""
     totals, responses = MICRO_BATCHES[name]
     rng = random.Random(size)
     mask = [[rng.random() < 0.7 for _ in range(length)] for length in responses]
     flat = [value for each in mask for value in each]
-    layout = token_layout(totals, responses, cp_size, 1, mode)
+    layout = token_layout(totals, responses, cp_size)
     active = []
     for rows in layout:
         segments = [row.segment for row in rows if row.response is not None and flat[row.response]]
         active.append([segments.count(sample) for sample in range(len(totals))])
-    windows = windows_of(totals, responses, cp_size, mode=mode)
+    windows = windows_of(totals, responses, cp_size)
     found = [each.sample_borders(torch.tensor(flat, dtype=torch.bool), size) for each in windows]
     borders = found[0]
     assert all(each == borders for each in found), "ranks would wait for one another"
     assert borders[0] == 0 and borders[-1] == len(totals) and borders == sorted(set(borders))
-    is_cut = cp_size > 1 and mode == "zigzag"
-    held = [2 * -(-total // (2 * cp_size)) if is_cut else total for total in totals]
+    held = [2 * -(-total // (2 * cp_size)) if cp_size > 1 else total for total in totals]
     bounds = [min(sum(part), most) for part, most in zip(mask, held, strict=True)]
     for begin, end in itertools.pairwise(borders):
         assert end == begin + 1 or all(sum(rank[begin:end]) <= size for rank in active)
         assert end == len(totals) or sum(bounds[begin : end + 1]) > size
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("cp_size", CP_SIZES)
 @pytest.mark.parametrize("name", MICRO_BATCHES)
-def test_window_equals_simulation(name: str, cp_size: int, mode: str) -> None:
+def test_window_equals_simulation(name: str, cp_size: int) -> None:
     for pad_to_multiple in (1, 3, cp_size, 4 * cp_size, 64):
-        check_window(*MICRO_BATCHES[name], cp_size, pad_to_multiple, mode)
+        check_window(*MICRO_BATCHES[name], cp_size, pad_to_multiple)
 
 
 def micro_batches(longest: int, most: int) -> st.SearchStrategy:
@@ -125,21 +120,20 @@ def micro_batches(longest: int, most: int) -> st.SearchStrategy:
     lengths=micro_batches(40, 6),
     cp_size=st.sampled_from(CP_SIZES),
     tp_size=st.sampled_from((1, 2, 3, 4)),
-    mode=st.sampled_from(MODES),
 )
-def test_random_windows_equal_simulation(lengths, cp_size, tp_size, mode) -> None:
-    check_window(*lengths, cp_size, cp_size * tp_size, mode)
+def test_random_windows_equal_simulation(lengths, cp_size, tp_size) -> None:
+    check_window(*lengths, cp_size, cp_size * tp_size)
 
 
-LAYOUTS = st.tuples(micro_batches(30, 5), st.integers(1, 9), st.sampled_from(MODES))
+LAYOUTS = st.tuples(micro_batches(30, 5), st.integers(1, 9))
 
 
 @settings(max_examples=100)
 @given(step=st.lists(LAYOUTS, min_size=1, max_size=4))
 def test_the_union_over_ranks_is_every_response_token_once(step: list) -> None:
-    """Whatever the layout and the group size, and where every micro-batch has its own of both."""
-    for (totals, responses), cp_size, mode in step:
-        windows = windows_of(totals, responses, cp_size, mode=mode)
+    """Whatever the group size, and where every micro-batch has its own."""
+    for (totals, responses), cp_size in step:
+        windows = windows_of(totals, responses, cp_size)
         scored = sorted(index for each in windows for index in each.response_indices.tolist())
         assert scored == list(range(sum(responses)))
         held = sorted(index for each in windows for index in each.token_indices.tolist())
@@ -155,16 +149,16 @@ def _a_token_late(segment: torch.Tensor, position: torch.Tensor, padded: torch.T
 
 
 WRONG_POSITIONS = {
-    "a slice that begins a token late": _a_token_late,
-    "positions from the slice's beginning": lambda s, p, padded: (s, p - p[:1]),
+    "a rank that begins a token late": _a_token_late,
+    "positions from the rank's beginning": lambda s, p, padded: (s, p - p[:1]),
     "positions in the pack": lambda s, p, padded: (s, p + (padded.cumsum(0) - padded)[s]),
-    "a sequence begins with its slice": lambda s, p, padded: (s, p - p[0] * (s == s[0])),
+    "a sequence begins with its rank": lambda s, p, padded: (s, p - p[0] * (s == s[0])),
     "a sequence ends a token early": lambda s, p, padded: (s + (p + 1 == padded[s]), p),
 }
 
 
 @pytest.mark.parametrize("name", WRONG_POSITIONS)
-def test_a_wrong_offset_of_a_contiguous_slice_is_seen(name: str, monkeypatch) -> None:
+def test_a_wrong_position_is_seen(name: str, monkeypatch) -> None:
     right = token_window._positions
 
     def wrong(layout: Layout, padded: Any) -> tuple:
@@ -174,20 +168,7 @@ def test_a_wrong_offset_of_a_contiguous_slice_is_seen(name: str, monkeypatch) ->
 
     monkeypatch.setattr(token_window, "_positions", wrong)
     with pytest.raises((AssertionError, IndexError)):
-        check_window(*MICRO_BATCHES["ragged"], 2, 1, "contiguous")
-
-
-def test_written_out_example_of_contiguous_slices_at_cp_2() -> None:
-    """Totals 5 and 2, a token of padding: |0 1 2 3|4 0 1 .|, the first sequence on both ranks."""
-    first, second = windows_of([5, 2], [3, 1], 2, mode="contiguous")
-    assert first.cu_seqlens.tolist() == second.cu_seqlens.tolist() == [0, 5, 7, 8]
-    assert first.position_ids.tolist() == [0, 1, 2, 3]
-    assert second.position_ids.tolist() == [4, 0, 1, 0]
-    assert second.segment_ids.tolist() == [0, 1, 1, 2]
-    # Tokens 2 to 4 are scored at positions 1 to 3, all on the first rank; of the second, token 1 at 0.
-    assert first.target_indices.tolist() == [-1, 2, 3, 4]
-    assert second.target_indices.tolist() == [-1, 6, -1, -1]
-    assert second.response_indices.tolist() == [3]
+        check_window(*MICRO_BATCHES["ragged"], 2, 1)
 
 
 def test_written_out_example_at_cp_2() -> None:
@@ -215,7 +196,6 @@ BAD_WINDOWS = {
     "negative_rank": (([4], [2], {"cp_rank": -1, "cp_size": 2}), r"cp_rank"),
     "size_zero": (([4], [2], {"cp_size": 0}), r"cp_size"),
     "multiple_zero": (([4], [2], {"pad_to_multiple": 0}), r"pad_to_multiple"),
-    "unknown_mode": (([4], [2], {"cp_partition_mode": "zig"}), r"cp_partition_mode.*contiguous"),
 }
 
 

@@ -159,21 +159,12 @@ def say_by_hand(patch: pytest.MonkeyPatch, seen: Seen) -> None:
             spmd.assert_type(numbers, {"dp": V, "cp": R, "tp": R})
         return built
 
-    places_of = micro_batch.host_places
+    units_of = micro_batch.units_of_window
 
-    def places_typed(*args: Any) -> tuple[Tensor, Tensor]:
+    def units_typed(*args: Any) -> tuple[Tensor, Tensor]:
         with spmd.no_typecheck():
-            places, borders = places_of(*args)
-        return of_tokens(places), spmd.assert_type(borders, {"dp": V, "cp": R, "tp": R})
-
-    # Each token has the sum of its chunk, which is the rank's own; the totals of chunks lie with the rank that has the chunk.
-    scans_of = micro_batch.scans_of_rank
-
-    def scans_typed(config: Any, tokens: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        with spmd.no_typecheck():
-            scans, totals = scans_of(config, tokens, *args)
-        spmd.assert_local_type_like(totals, tokens.positions, {"cp": P})
-        return of_tokens(scans), totals
+            units, samples = units_of(*args)
+        return of_tokens(units), spmd.assert_type(samples, {"dp": V, "cp": R, "tp": R})
 
     pairs_of = metrics.PairTable.pairs
 
@@ -197,14 +188,13 @@ def say_by_hand(patch: pytest.MonkeyPatch, seen: Seen) -> None:
 
     sums_of = SequenceSums.of_table
 
-    def sums_seen(config: Any, unit_ids: Tensor, table: Tensor | None, scans: Any) -> SequenceSums:
+    def sums_seen(config: Any, unit_ids: Tensor, table: Tensor | None) -> SequenceSums:
         if table is not None:
             seen["sums over sequences"] = types_of(table)
-        return sums_of(config, unit_ids, table, scans)
+        return sums_of(config, unit_ids, table)
 
     patch.setattr(micro_batch, "host_weights", build_typed)
-    patch.setattr(micro_batch, "host_places", places_typed)
-    patch.setattr(micro_batch, "scans_of_rank", scans_typed)
+    patch.setattr(micro_batch, "units_of_window", units_typed)
     patch.setattr(metrics.PairTable, "pairs", pairs_typed)
     patch.setattr(from_logits, "log_probs_of_logits", of_logits_typed)
     patch.setattr(SequenceSums, "of_table", sums_seen)

@@ -12,8 +12,7 @@ from megatron_pg.step.batch import pack
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
-LIMITS = {"basic": 12, "none": 12, "everything": 20, "gspo": 20}
-LIMITS |= {"gspo_by_turn": 21, "fipo": 24, "ctpo": 28}
+LIMITS = {"basic": 12, "none": 12, "everything": 20, "gspo": 20, "gspo_by_turn": 21}
 
 
 @pytest.fixture(autouse=True)

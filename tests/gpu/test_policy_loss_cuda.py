@@ -16,7 +16,7 @@ from tests.gpu import waits_refused
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 
-OBJECTIVES = "gspo cispo dis vespo reinforce sft sapo dppo_tv dppo_kl gmpo fipo ctpo".split()
+OBJECTIVES = "gspo cispo dis vespo reinforce sft sapo dppo_tv dppo_kl gmpo".split()
 SETTINGS: dict[str, dict[str, Any]] = {
     "ppo": {},
     **{name: {"policy_loss": name} for name in OBJECTIVES},

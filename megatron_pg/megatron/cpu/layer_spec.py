@@ -7,7 +7,7 @@ own sequence: for checks, not speed.
 
 import copy
 import math
-from typing import Any, get_args
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,6 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_pg.config.policy_loss import CpPartitionMode
 from megatron_pg.step.token_window import Layout
 
 
@@ -34,12 +33,10 @@ class _Layout:
     def __init__(self, packed: PackedSeqParams, local_tokens: int, rank: int, size: int) -> None:
         cu_seqlens = packed.cu_seqlens_q.to(torch.int64)
         segments, longest = cu_seqlens.numel() - 1, int(packed.max_seqlen_q)
-        mode: CpPartitionMode = getattr(packed, "cp_partition_mode", "zigzag")
         lengths = cu_seqlens.diff()
-        positions = [Layout(other, size, mode).local_positions(lengths) for other in range(size)]
+        positions = [Layout(other, size).local_positions(lengths) for other in range(size)]
         segment, place = positions[rank]
-        held = torch.bincount(segment, minlength=segments)  # tokens of each sequence on this rank
-        most = int(held.max())
+        held, most = lengths // size, longest // size  # tokens of each sequence on this rank
         row_per_segment = segments * longest * most <= local_tokens**2 * size
         self.rows = segments if row_per_segment else 1
         self.width = longest if row_per_segment else local_tokens * size
@@ -85,9 +82,6 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
     0.19.2). It refuses dropout, a sliding window, another softmax type or kind of attention with NotImplementedError.
     """
 
-    cp_partition_modes = get_args(CpPartitionMode)
-    """The supported values of `packed_seq_params.cp_partition_mode`."""
-
     def __init__(
         self,
         config: TransformerConfig,
@@ -129,8 +123,8 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
     ) -> Tensor:
         """Attend. Every rank of the context-parallel group must call it, with the same sequences.
 
-        The group is `packed_seq_params.cp_group` if set, else `pg_collection.cp`. Both are read in this call: a caller that
-        exchanges the entry runs the model without context parallelism for a while (generation).
+        The group is `pg_collection.cp`, read in this call: a caller that exchanges the entry runs the model without context
+        parallelism for a while (generation).
 
         Args:
             query: [local_tokens, heads, dim].
@@ -150,7 +144,7 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
             raise NotImplementedError(
                 f"attn_mask_type is {attn_mask_type}: PackedCoreAttention is causal only, without attention_bias"
             )
-        group = getattr(packed_seq_params, "cp_group", None) or self.pg_collection.cp
+        group = self.pg_collection.cp
         layout = _layout_of(packed_seq_params, query.size(0), group.rank(), group.size())
         both = torch.cat((key, value), dim=-1)
         both = gather_from_sequence_parallel_region(both, group=group)

@@ -28,9 +28,9 @@ class AggregationSettings(Settings):
     turns it on by itself, sample_mean with it becomes token_mean, constant and prompt_mean refuse it."""
     custom_pg_loss_reducer_function_path: str | None = None
     """Import path of f(total_lengths, response_lengths, loss_masks, calculate_per_token_loss) -> reducer, where
-    reducer(x) is the inner sum over this rank's window; f is given cp_rank and cp_size too where its signature names
-    them. The masks are those that corrections leave. Takes the place of loss_aggregation; the outer count is N
-    rollouts, T active tokens in per-token mode."""
+    reducer(x) is the inner sum over this rank's window; f is given cp_rank and cp_size too where
+    its signature names them. The masks are those that corrections leave. Takes the place of
+    loss_aggregation; the outer count is N rollouts, T active tokens in per-token mode."""
     divide_gradient_twice: bool = False
     """Report the loss and differentiate loss / outer count, KL and entropy terms included: parity with a script that
     returns the mean over M documents to an engine that divides by M again (DeepSpeed). Not with grad_divisor."""

@@ -96,7 +96,7 @@ class Field:
         return f"{self.flag} must be {expected}; found {value!r}{self.did_you_mean(value)}"
 
     def did_you_mean(self, value: Any) -> str:
-        """Return what to do instead of a removed word, or a hint at the nearest right one; "" where there is none."""
+        """Return what to do instead of a removed word, or a hint at the nearest right one, or ""."""
         if removed := refusal_of_removed(f"{self.flag} {value}"):
             return f"; {removed}"
         other_names = TABLES[self.name].also_known_as if self.name in TABLES else {}

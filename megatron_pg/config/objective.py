@@ -39,7 +39,8 @@ class ObjectiveSettings(Settings):
     eps_clip_high: Annotated[float | None, Interval(0)] = None
     """The ratio is clipped from above at 1 + eps_clip_high (arXiv:2503.14476). Above 0. Unset: eps_clip."""
     eps_clip_c: Annotated[float | None, Interval(1)] = None
-    """Dual clip of ppo and gspo (arXiv:1912.09729): where A < 0 the loss is at most -eps_clip_c A. Above 1."""
+    """Dual clip of ppo and gspo (arXiv:1912.09729): where A < 0 the loss is at most -eps_clip_c A.
+    Above 1."""
     cispo_lower_bound: bool = False
     """Clip the ratio of cispo from below too: -sg(clip(r, 1 - eps_clip, 1 + eps_clip_high)) A log_prob."""
     sapo_tau_pos: Annotated[float, Interval(0)] = 1.0
@@ -60,7 +61,8 @@ class ObjectiveSettings(Settings):
     dppo_delta_high: Annotated[float | None, Interval(0, 1)] = None
     """The same for a token with A > 0 whose probability rose. Unset: dppo_delta."""
     sequence_unit: Literal["sequence", "turn"] = "sequence"
-    """Unit of every sum and mean over a sequence. turn: the tokens that share a number in the sample's turn_ids."""
+    """Unit of every sum and mean over a sequence. turn: the tokens that share a number in the
+    sample's turn_ids."""
 
     def conflicts(self: Any, given: Mapping[str, Any]) -> Iterator[str]:
         rows = [row for table in TABLES.values() for row in table.rows_on(self)]

@@ -20,7 +20,7 @@ REMOVED_FLAGS: dict[str, str] = {
 
 
 def refusal_of_removed(flag: str) -> str:
-    """Say what to do instead of a removed flag, or of a flag and its word; "" if it was not removed."""
+    """Say what to do instead of a removed flag, or of a flag and its word; "" for any other."""
     return f"{flag} was removed: {REMOVED_FLAGS[flag]}" if flag in REMOVED_FLAGS else ""
 
 

@@ -33,7 +33,8 @@ class Row:
     """Sums over whole sequences that it needs, of "policy" (log r), "clipped_policy" (log r clipped as its token's
     advantage says) and "mismatch" (old_log_prob - rollout_log_prob)."""
     is_sum_over_tokens: bool = False
-    """A token's gradient depends on that token and `sequence_sums` only: the fused head may work chunk by chunk."""
+    """A token's gradient depends on that token and `sequence_sums` only: the fused head may work
+    chunk by chunk."""
 
     @property
     def help(self) -> str:

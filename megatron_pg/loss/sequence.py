@@ -32,7 +32,10 @@ class SequenceSums:
 
     @classmethod
     def of_table(cls, config: PolicyLossConfig, unit_ids: Tensor, table: Tensor | None) -> Self:
-        """Name the rows of a table [names, units], in the order of `sequence_sum_names`; None if no row reads a sum."""
+        """Name the rows of a table [names, units], which are in the order of `sequence_sum_names`.
+
+        The table is None if no row reads a sum.
+        """
         rows = () if table is None else table.unbind()
         return cls(unit_ids, dict(zip(sequence_sum_names(config), rows, strict=True)))
 
@@ -40,7 +43,8 @@ class SequenceSums:
         """Return the sum over each token's unit, [window] float64, or refuse one that no row that is on asks for."""
         if name not in self.sums:
             raise ValueError(
-                f"the sum over sequences of {name!r} was not made: a row that reads it names it in sequence_sums"
+                f"the sum over sequences of {name!r} was not made: a row that reads it names it in "
+                "sequence_sums"
             )
         return self.sums[name][self.unit_ids]
 
@@ -70,9 +74,9 @@ def sequence_units(config: PolicyLossConfig, samples: Sequence[Sample]) -> tuple
 
 
 def units_of_window(config: PolicyLossConfig, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-    """Return the unit of each token of this rank's window, [window], and the sample of each unit, two at least.
+    """Return the unit of each token of this rank's window, and the sample of each unit.
 
-    Both are int64 on the batch's device.
+    [window] and [units, two at least], int64 on the batch's device.
     """
     units, samples = sequence_units(config, batch.samples)
     units = units[batch.window.response_indices]

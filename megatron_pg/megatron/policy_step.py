@@ -170,8 +170,10 @@ class PolicyStep:
                 `--fused-lm-head-memory-gib`.
 
         Raises:
-            ValueError: the batch was packed for another context-parallel size or rank than this one's, or lacks an input of the objective; a sample has a token id or a learned position that the model's
-                embedding has no row for, or experts that the model does not have; the loop would leave gradients unreduced.
+            ValueError: the batch was packed for another context-parallel size or rank than this one's,
+                or lacks an input of the objective; a sample has a token id or a learned position
+                that the model's embedding has no row for, or experts that the model does not have;
+                the loop would leave gradients unreduced.
         """
         config, groups = self.config, self.groups
         inputs = self.checked_inputs(batch)

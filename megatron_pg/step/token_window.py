@@ -1,9 +1,10 @@
 """The tokens of a packed micro-batch on each context-parallel rank. All offset arithmetic is here.
 
-Sequences are packed end to end (THD) and cut over a context-parallel group of `c > 1` ranks as Transformer Engine's
-`thd_get_partitioned_indices` does (zigzag): each sequence is padded to `2 c k` tokens, `k = ceil(total / (2 c))`, and
-rank `r` owns its chunks `r` and `2 c - 1 - r` of `k` tokens each, so that it holds
-`[sequence 0 chunk r, sequence 0 chunk 2c-1-r, sequence 1 chunk r, ...]`. At `c = 1` nothing is padded.
+Sequences are packed end to end (THD) and cut over a context-parallel group of `c > 1` ranks as
+Transformer Engine's `thd_get_partitioned_indices` does (zigzag): each sequence is padded to `2 c k`
+tokens, `k = ceil(total / (2 c))`, and rank `r` owns its chunks `r` and `2 c - 1 - r` of `k` tokens
+each, so that it holds `[sequence 0 chunk r, sequence 0 chunk 2c-1-r, sequence 1 chunk r, ...]`. At
+`c = 1` nothing is padded.
 
 The logit at position `p` predicts token `p + 1`, so response token `t` (`prompt_length <= t < total`) is scored
 on the rank that owns position `t - 1`.

@@ -45,7 +45,8 @@ as many micro-batches of uneven size everywhere; one more on each next data-para
 expert parallelism, whose ranks exchange tokens in every micro-batch); an empty micro-batch. Every
 parameter is compared by itself, each expert and each bias too (dense models have biases). A *critic* has a
 value head in the place of its output layer, and the value loss. *MTP* models predict
-two further tokens beside the policy's loss (float32 alone, as Megatron computes that loss), *HybridModel* is the successor that megatron-core 0.19 names for GPTModel.
+two further tokens beside the policy's loss (float32 alone, as Megatron computes that loss),
+*HybridModel* is the successor that megatron-core 0.19 names for GPTModel.
 *Replayed* models route every token to experts that the samples give. *Balanced* ones have load-balancing losses of
 micro-batch and step and a z loss beside padding, by one step of each aggregation (float64, to 1e-6, as Megatron
 computes these losses in float32); their reference packs each micro-batch by itself without padding.

@@ -106,7 +106,7 @@ def test_settings_that_the_attention_does_not_know_are_refused(flag, name, value
 
 
 def refusals_of_cuts() -> list[str]:
-    """What a model says of each cut in its config, and of a config without one; "" where it takes it."""
+    """What a model says of each cut in its config, and of none; "" where it takes it."""
     initialize_groups(Sharding())
     model, said = build_model(Sharding(), ModelOptions()), []
     for cut in (None, "zigzag", "contiguous"):

@@ -1,4 +1,4 @@
-"""vespo and turns beside the functions of VESPO's authors and of ROLL, each from its own source: values, gradients.
+"""vespo and turns beside the functions of VESPO's authors and of ROLL, from their sources.
 
 git clone https://github.com/FloyedShen/VESPO $TRAINERS/VESPO    # aa1f304
 TRAINERS=/folder python -m pytest -s tests/trainers/test_sequence_peers.py

@@ -123,8 +123,8 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
     ) -> Tensor:
         """Attend. Every rank of the context-parallel group must call it, with the same sequences.
 
-        The group is `pg_collection.cp`, read in this call: a caller that exchanges the entry runs the model without context
-        parallelism for a while (generation).
+        The group is `pg_collection.cp`, read in this call: a caller that exchanges the entry runs
+        the model without context parallelism for a while (generation).
 
         Args:
             query: [local_tokens, heads, dim].

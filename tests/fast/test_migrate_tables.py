@@ -34,7 +34,7 @@ FILES_BY_NAME = {
     (
         "rlvr.yaml",
         "actor_train: {model_args: {}}\npg_clip: 0.2\n",
-    ): "ROLL is not read: a worker class",
+    ): "ROLL is not read: an adapter of your own",
     (
         "fast.yaml",
         "model: {head: {losses: {grpo: {epsilon_low: 0.1}}}}\n",
@@ -55,8 +55,7 @@ LINES_BY_NAME = {
     "python open_instruct/grpo_fast.py --masked_mean_denominator 8": "masked_mean_denominator=8: as loss_denominator",
     "trl grpo --loss_type luspo": "loss_type=luspo: --policy-loss gspo --loss-agg",
     "trl grpo --loss_type vespo": "loss_type=vespo: --policy-loss vespo",
-    "megatron rlhf --loss_type fipo": "loss_type=fipo: --policy-loss fipo",
-    "swift rlhf --fipo_decay_rate 64": "fipo_decay_rate=64: --fipo-half-life",
+    "megatron rlhf --loss_type fipo": "loss_type=fipo: no flag: an objective of your own",
     "uv run examples/run_ppo.py ppo.adv_estimator.gae_lambda_value=1.0": "gae_lambda_value=1.0: --value-lam",
     "uv run -m skyrl.main trainer.algorithm.policy_loss_type=rollout_is": "rollout_is: --policy-loss dis",
     "uv run -m skyrl.main trainer.algorithm.policy_loss_type=kl_cov": "none: depends on packing",

@@ -19,7 +19,6 @@ part of an expert's capacity. Six things of these versions are made right here:
 import functools
 import inspect
 import itertools
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,8 +31,6 @@ from megatron_pg.config import versions
 from megatron_pg.megatron.groups import ParallelGroups, chunks_of, unwrapped
 from megatron_pg.megatron.scale_contract import has_router_loss
 from megatron_pg.step.batch import PackedBatch, to_device
-
-logger = logging.getLogger(__name__)
 
 
 def take_padding_mask(model: Any, groups: ParallelGroups) -> bool:
@@ -64,8 +61,6 @@ def take_padding_mask(model: Any, groups: ParallelGroups) -> bool:
             "--moe-router-load-balancing-type quantile_balancing: its quantiles count padding, and Megatron refuses a "
             "padding_mask there; use another type"
         )
-    if reason := _choice_by_rank(config):
-        _warn_of_choice(reason)
     for chunk in chunks:
         if not hasattr(chunk, "_cuts_padding_mask"):
             if counts_tokens and versions.multiplies_by_ranks():
@@ -208,27 +203,3 @@ def _require_count_of_group(chunk: Any) -> None:
                 "by each rank's own tokens, and padding makes these differ. Turn per-token mode off (the policy gradient is the "
                 "same)"
             )
-
-
-def drops_tokens(config: Any) -> bool:
-    """Tell whether an expert may get more tokens than `--moe-expert-capacity-factor` lets it take."""
-    capacity = config.moe_expert_capacity_factor
-    return bool(capacity is not None and capacity * config.moe_router_topk < config.num_moe_experts)
-
-
-def _choice_by_rank(config: Any) -> str | None:
-    """Say why experts of a token depend on the other tokens of its rank; None where they do not."""
-    if drops_tokens(config):
-        return f"--moe-expert-capacity-factor {config.moe_expert_capacity_factor}: an expert drops tokens"
-    if config.moe_router_load_balancing_type == "sinkhorn":
-        return "--moe-router-load-balancing-type sinkhorn: a router chooses"
-    return None
-
-
-@functools.cache
-def _warn_of_choice(reason: str) -> None:
-    logger.warning(
-        "%s by all tokens of a micro-batch on one rank, padding included. The gradient depends on how a step is cut: over "
-        "micro-batches, context and sequence parallelism (said once)",
-        reason,
-    )

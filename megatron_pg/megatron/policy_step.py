@@ -30,6 +30,7 @@ from megatron_pg.megatron.output_layer import (
 from megatron_pg.megatron.routing_replay import RoutingReplay
 from megatron_pg.megatron.scale_contract import ScheduleOutput, scale_contract
 from megatron_pg.megatron.training_loop import require_training_loop
+from megatron_pg.megatron.varying_log_probs import require_steady_log_probs
 from megatron_pg.step.batch import PackedBatch, to_device
 from megatron_pg.step.plan import StepPlan
 from megatron_pg.step.totals import StepTotals
@@ -79,8 +80,9 @@ class PolicyStep:
     Raises:
         TypeError: the config is no `PolicyLossConfig`.
         ValueError: a `grad_divisor` out of range or with `--divide-gradient-twice`, neither a plan nor totals with a number
-            of micro-batches, the scale contract cannot be kept, a teacher by hidden states has no weight, or
-            `--replay-routing` with a model without experts.
+            of micro-batches, the scale contract cannot be kept, a teacher by hidden states has no weight,
+            `--replay-routing` with a model without experts, or a model whose log-probs vary at the same weights (dropout),
+            unless `--allow-varying-log-probs`.
         NotImplementedError: `--fused-lm-head` or `--fp32-lm-head` with an output layer that they do not take, a model that
             gathers its logits, or a `--cp-partition-mode` that the model's attention does not have.
     """
@@ -113,6 +115,7 @@ class PolicyStep:
             # Here, and not in the loss of the last stage alone: what it refuses, every rank and stage refuses.
             AGGREGATIONS[config.loss_aggregation].outer_count(totals)
         if model is not None:
+            require_steady_log_probs(model, config)
             set_fp32_lm_head(model, config.changes_output_layer)
             if config.fused_lm_head:
                 take_output_processor(model)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megatron_pg.config import versions
 from megatron_pg.loss.metrics import SumsReport
-from megatron_pg.megatron.experts import drops_tokens
 from megatron_pg.megatron.groups import ParallelGroups, chunks_of, unwrapped
+from megatron_pg.megatron.varying_log_probs import drops_tokens
 from megatron_pg.step.batch import PackedBatch
 from megatron_pg.step.routed_experts import largest_expert, no_choice
 
@@ -119,7 +119,7 @@ class RoutingReplay:
                 kind in ("sinkhorn", "quantile_balancing")
             ),
             f"--moe-expert-capacity-factor {capacity}: experts would drop tokens that the engine gave them": (
-                drops_tokens(config)
+                drops_tokens(vars(config))
             ),
         }
         for obstacle, is_present in obstacles.items():

@@ -260,10 +260,12 @@ def step_around_scoring(sharding: Sharding, options: ModelOptions, fused: bool) 
     layers = [module for module in chunks[-1].modules() if hasattr(module, "hidden_dropout")]
     for layer in layers:
         layer.hidden_dropout = 0.5  # a step would draw numbers for it
+    varying = replace(setting.config, allow_varying_log_probs=True)
     chunks[0].module.decoder.layers[0].eval()
     states = state_of(chunks)
     for model in (chunks, [unwrapped(chunk) for chunk in chunks]):
-        scored = score(model if len(chunks) > 1 else model[0], setting, samples)
+        whole = model if len(chunks) > 1 else model[0]
+        scored = compute_log_probs(whole, samples, varying, max_tokens_per_microbatch=64)
         assert_equal(wanted.log_probs, scored.log_probs)
         assert_equal(wanted.entropy, scored.entropy)
         after = state_of(chunks)

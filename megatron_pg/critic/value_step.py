@@ -53,6 +53,7 @@ class ValueStep:
         totals: StepTotals | None = None,
         num_microbatches: int | None = None,
         groups: ParallelGroups | None = None,
+        accumulate_gradients: bool = False,
     ) -> None:
         # A critic has no vocabulary, and nothing to fuse with it. Its routers are its own.
         config = dataclasses.replace(
@@ -66,6 +67,7 @@ class ValueStep:
             totals=totals,
             num_microbatches=num_microbatches,
             groups=groups,
+            accumulate_gradients=accumulate_gradients,
         )
 
     def head(self, batch: PackedBatch) -> MicroBatchHead:

@@ -29,7 +29,7 @@ from megatron_pg.megatron.output_layer import (
 )
 from megatron_pg.megatron.routing_replay import RoutingReplay
 from megatron_pg.megatron.scale_contract import ScheduleOutput, scale_contract
-from megatron_pg.megatron.training_loop import require_training_loop
+from megatron_pg.megatron.training_loop import refuse_old_gradients, require_training_loop
 from megatron_pg.megatron.varying_log_probs import require_steady_log_probs
 from megatron_pg.step.batch import PackedBatch, to_device
 from megatron_pg.step.plan import StepPlan
@@ -76,6 +76,8 @@ class PolicyStep:
         grad_divisor: `config.grad_divisor` of this step, such as the square of its number of rollouts.
         teacher_weight: of `--distill-teacher hidden` the teacher's output weight, this tensor-parallel rank's rows of it [v/tp,
             teacher's hidden], padded as the student's; read on the last pipeline stage.
+        accumulate_gradients: add to the gradients of a step before that were not zeroed, instead of
+            refusing them in backward. That step leaves its gradients unreduced.
 
     Raises:
         TypeError: the config is no `PolicyLossConfig`.
@@ -99,6 +101,7 @@ class PolicyStep:
         vocab_size: int | None = None,
         grad_divisor: float | None = None,
         teacher_weight: Tensor | None = None,
+        accumulate_gradients: bool = False,
     ) -> None:
         require_config(config)
         if grad_divisor is not None:
@@ -144,6 +147,7 @@ class PolicyStep:
         self.config, self.totals, self.num_microbatches = config, totals, num_microbatches
         self.groups, self.vocab_size, self.teacher_weight = groups, vocab_size, teacher_weight
         self.model, self._chunk, self._is_loop_checked = model, chunk, False
+        self._accumulates, self._has_loss = accumulate_gradients, False
         self._table_sizes = _table_sizes(chunk)
         self._masks_padding = model is not None and take_padding_mask(model, groups)
         self._replay = RoutingReplay.of_step(config.replay_routing, model, groups)
@@ -232,7 +236,11 @@ class PolicyStep:
         num_tokens = batch.num_active_tokens, batch.num_tokens
 
         def scaled_loss(output: Tensor) -> ScheduleOutput:
-            return self.scale.apply(*loss_of_output(output), *num_tokens)
+            loss, metrics = loss_of_output(output)
+            if not self._has_loss:
+                self._has_loss = True
+                refuse_old_gradients(loss, self._chunk, self.groups, self._accumulates)
+            return self.scale.apply(loss, metrics, *num_tokens)
 
         return MicroBatchHead(scaled_loss, inputs | added, added)
 

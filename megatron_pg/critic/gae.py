@@ -136,7 +136,8 @@ def whiten(
         data_parallel_group: the data-parallel group *without* context parallelism; None at size 1.
 
     Raises:
-        ValueError: lengths differ; raised on all ranks if they differ on one.
+        ValueError: lengths differ, or an advantage at an active token is not finite; raised on all ranks if one has
+            it.
     """
 
     def active_advantages() -> tuple[list[Tensor], Tensor]:

@@ -105,6 +105,8 @@ class RewardedSample(Sample):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.reward is not None:
+            vars(self)["reward"] = _finite_number(f"{self.name}: reward", self.reward, NUMBER)
         if self.new_log_probs is not None:
             vars(self)["new_log_probs"] = self._checked_values("new_log_probs")
 
@@ -147,10 +149,6 @@ def sample_of_row(
         **names,
         **values,
     )
-    for field in LOG_PROB_FIELDS:
-        if (log_probs := getattr(sample, field)) is not None:
-            problem = ", expected a finite number, as loss_mask keeps the token"
-            refuse_values(field, log_probs, sample.loss_mask & log_probs.isnan(), problem)
     if (kept := sample.kept_tokens) is not None and (kept.values >= limit).any():
         at = int((kept.values >= limit).nonzero()[0])
         raise ValueError(
@@ -179,11 +177,17 @@ def _value(column: str, value: Any) -> Any:
         return value
     if kind in (INTEGERS, NUMBERS) or isinstance(value, (list, np.ndarray)):
         return _vector(column, value, kind)
+    return _finite_number(column, value, kind)
+
+
+def _finite_number(where: str, value: Any, kind: str) -> float:
+    """Convert a number of Python or NumPy, or a 0-d tensor; an error begins with `where`."""
+    number = value.item() if getattr(value, "ndim", None) == 0 else value
     with contextlib.suppress(OverflowError):  # an integer beyond float64
-        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-        if is_number and math.isfinite(value):
-            return float(value)
-    raise ValueError(f"{column} is {shown(value)}, expected {kind}, finite")
+        is_number = isinstance(number, numbers.Real) and not isinstance(number, bool)
+        if is_number and math.isfinite(number):
+            return float(number)
+    raise ValueError(f"{where} is {shown(value)}, expected {kind}, finite")
 
 
 def _vector(field: str, value: Any, kind: str) -> NDArray[Any]:

@@ -43,9 +43,10 @@ def check_mask(where: str, mask: Tensor) -> None:
 
 
 def check_log_probs(where: str, log_probs: Tensor, is_active: Tensor) -> None:
-    """Refuse log-probs that are infinite or above 0 at an active token. NaN passes: the step's metrics name it."""
-    is_wrong = is_active & ((log_probs > LARGEST_LOG_PROB) | (log_probs == -math.inf))
-    refuse_values(where, log_probs, is_wrong, f" at an active token, expected {LOG_PROB}")
+    """Refuse log-probs that are NaN, infinite or above 0 at an active token."""
+    # Whatever is not finite is above 0 here.
+    above = log_probs.nan_to_num(math.inf, neginf=math.inf) > LARGEST_LOG_PROB
+    refuse_values(where, log_probs, is_active & above, f" at an active token, expected {LOG_PROB}")
 
 
 def checked_kept_tokens(where: str, kept: Any, targets: Tensor, loss_mask: Tensor) -> Ragged:
@@ -117,6 +118,11 @@ def checked_side_channels(
             )
         if channel in TEACHER_CHANNELS:
             _check_teacher(where, channel, values, loss_mask)
+        # Not teacher_logits: NaN is legal in padding columns, whose number is not known here.
+        if channel == "teacher_hidden" and content.shape[:-1] == loss_mask.shape:
+            is_wrong = loss_mask[:, None] & ~torch.isfinite(content)
+            problem = " at an active token, expected a finite number"
+            refuse_values(where, content, is_wrong, problem)
     shapes = [list(side_channels[key].shape) for key in TEACHER_CHANNELS if key in side_channels]
     if shapes[1:] and shapes[0] != shapes[1]:
         raise ValueError(

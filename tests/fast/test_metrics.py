@@ -419,12 +419,13 @@ def test_no_host_synchronisation_before_the_end_of_the_step(name: str) -> None:
 
 NAN = math.nan
 BROKEN: dict[str, tuple[dict[str, Any], dict[str, Any], float, int]] = {
-    # of three tokens: the settings, the sample's fields, the second log-prob, and the first token that is named
+    # of three tokens: settings, the micro-batch's fields, the second log-prob, the first token named
     "policy": ({}, {}, NAN, 1),
     "infinite": ({"policy_loss": "reinforce"}, {}, -math.inf, 1),
     "correction": ({"use_tis": True}, {"rollout_log_probs": [-1.0, -1.0, NAN]}, -1.0, 2),
     "masked and reference": (
-        {"kl_loss_coef": 0.1}, {"loss_mask": [0, 1, 1], "ref_log_probs": [NAN, -1.0, NAN]}, -1.0, 2
+        {"kl_loss_coef": 0.1},
+        {"loss_mask": [False, True, True], "ref_log_probs": [NAN, -1.0, NAN]}, -1.0, 2
     ),
     "reference that is not read": ({}, {"ref_log_probs": [NAN] * 3}, -1.0, -1),
 }  # fmt: skip
@@ -433,7 +434,12 @@ BROKEN: dict[str, tuple[dict[str, Any], dict[str, Any], float, int]] = {
 @pytest.mark.parametrize("what", BROKEN)
 def test_a_loss_that_is_no_number_is_reported_with_sample_and_position(what, caplog) -> None:
     settings, fields, log_prob, token = BROKEN[what]
-    config, batch = PolicyLossConfig(**settings), pack([three_tokens(**fields, name="it")])
+    spoiled = {field: torch.tensor(values) for field, values in fields.items()}
+    # No sample may hold such numbers.
+    config, batch = (
+        PolicyLossConfig(**settings),
+        replace(pack([three_tokens(name="it")]), **spoiled),
+    )
     loss = reported(config, metrics_of(config, batch, torch.tensor([-1.0, log_prob, -1.0])))["loss"]
     assert math.isfinite(loss) == (token < 0)
     said = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]

@@ -20,7 +20,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -56,7 +55,8 @@ def datum_loss(
     def weigh() -> list[float]:
         weights = []
         for datum, sample in zip(datums, samples, strict=True):
-            weights.append(float(datum.loss_fn_inputs.get("weights", torch.zeros(1)).sum()))
+            given = datum.loss_fn_inputs.get("weights")
+            weights.append(0.0 if given is None else float(given.double().sum()))
             if not weights[-1] and sample.num_active_tokens:
                 raise ValueError(
                     f"{sample.name}: the datum's loss_fn_inputs have no weights, or all of them are 0, so the engine would "

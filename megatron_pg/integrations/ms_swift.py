@@ -84,7 +84,7 @@ def samples_of(batch: Any, prompts: Iterator[int], args: Any) -> list[Sample]:
     kept = responses & ~batch.truncated_mask[:, None] if args.overlong_filter else responses
     values = {"loss_mask": kept, **{ours: getattr(batch, name) for name, ours in FIELDS.items()}}
     fields = {ours: pad(value, (1, 0)) for ours, value in values.items() if value is not None}
-    tokens = torch.zeros(fields["loss_mask"].shape, dtype=torch.int64)
+    tokens = torch.zeros_like(fields["loss_mask"], dtype=torch.int64)
     starts = (responses.int().argmax(dim=1) + 1).tolist()
     widths = [tokens.shape[1]] * len(tokens)
     return engine_loss.samples_of_rows(tokens, starts, widths, fields, prompts)

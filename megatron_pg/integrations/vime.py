@@ -16,7 +16,6 @@ So a share is multiplied by N. vime cuts log-probs for context parallelism befor
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
@@ -24,6 +23,7 @@ from megatron_pg.integrations.engine_loss import StepLoss, refuse_settings
 from megatron_pg.megatron.trainer_globals import context_parallel_place, data_parallel_group
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import step_totals
+from megatron_pg.step.values import host_tensor
 
 FIELDS = {
     "loss_masks": "loss_mask",
@@ -57,7 +57,7 @@ def prepare(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
         )
     group = data_parallel_group()
     fields = {ours: rollout_data[name] for name, ours in FIELDS.items() if name in rollout_data}
-    values: Any = {field: [torch.as_tensor(v).cpu() for v in row] for field, row in fields.items()}
+    values: Any = {field: [host_tensor(v).cpu() for v in row] for field, row in fields.items()}
     samples = [
         Sample(
             tokens=tokens.cpu(),

@@ -21,6 +21,7 @@ from megatron_pg.step.batch import PackedBatch, to_device
 from megatron_pg.step.counts import CountedSample
 from megatron_pg.step.identity import coefficient_of_rank, coefficients_of
 from megatron_pg.step.totals import StepTotals
+from megatron_pg.step.values import host_float64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +51,8 @@ class Aggregation(Row):
     ) -> Tensor:
         """Return the divisor of each sample's tokens under the totals of its step, [num_samples] float64."""
         divisors = self.divisors(self.denominators(totals, samples), divisor)
-        return torch.as_tensor(divisors, dtype=torch.float64).expand(len(samples))
+        divisors = torch.as_tensor(divisors, dtype=torch.float64, device="cpu")
+        return divisors.expand(len(samples))
 
     def expected_sums(self, totals: StepTotals, divisor: float | None = None) -> list[float]:
         """Compute what the weights of all the step's tokens add up to; see `StepTotals.expected_sums`."""
@@ -223,12 +225,13 @@ def host_weights(
         "identified": identified,
         "regularizer": sample_mean.divisors_of(counted, samples),
         "document": sample_mean.divisors_of(totals, samples),
-        "sequence": torch.tensor([max(sample.num_active_tokens, 1) for sample in samples]),
+        "sequence": host_float64([max(sample.num_active_tokens, 1) for sample in samples]),
     }
-    table = torch.zeros(len(SAMPLE_WEIGHTS), max(len(samples), 2), dtype=torch.float64)
+    size = len(SAMPLE_WEIGHTS), max(len(samples), 2)
+    table = torch.zeros(size, dtype=torch.float64, device="cpu")
     for row, name in enumerate(SAMPLE_WEIGHTS):
         table[row, : len(samples)] = 1.0 / divisors[name]
-    head = torch.tensor([counts[name] for name in COUNTS], dtype=torch.float64)
+    head = host_float64([counts[name] for name in COUNTS])
     numbers = to_device(torch.cat([head, table.flatten()]), batch.loss_mask.device)
     return numbers[: len(COUNTS)], numbers[len(COUNTS) :].view_as(table)
 

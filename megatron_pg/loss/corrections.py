@@ -110,7 +110,7 @@ def accepted_samples(config: PolicyLossConfig, samples: Sequence[Sample]) -> lis
     lengths = [sample.response_length for sample in samples]
     ids, sample_of_unit = sequence_units(config, samples)
     # These rejections read neither the policy in training nor advantages.
-    unread = torch.zeros(len(ids))
+    unread = torch.zeros_like(ids, dtype=torch.float32)
     tensors |= {"sample_ids": ids, "log_probs": unread, "advantages": unread}
     tokens = Tokens.masked(tensors)
     sums = SequenceSums.of_table(config, ids, sums_of_rank(config, tokens, len(sample_of_unit)))

@@ -84,7 +84,8 @@ def _layout(table: PairTable, device: torch.device) -> Tensor:
     laid = [*CHECKSUMS, *sums, "document", "active", *table.reported, *COUNTS]
     pairs = [(name, "share") for name in (*table.reported, *CHECKSUMS)]
     pairs += [(name if name in sums else "nothing", KINDS[kind][1]) for name, kind in table.rows]
-    return to_device(torch.tensor([list(map(laid.index, pair)) for pair in pairs]), device)
+    places = torch.tensor([list(map(laid.index, pair)) for pair in pairs], device="cpu")
+    return to_device(places, device)
 
 
 def checksums(weights: Weights, positions: Tensor) -> Tensor:

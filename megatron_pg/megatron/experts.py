@@ -31,6 +31,7 @@ from megatron_pg.config import versions
 from megatron_pg.megatron.groups import ParallelGroups, chunks_of, unwrapped
 from megatron_pg.megatron.scale_contract import has_router_loss
 from megatron_pg.step.batch import PackedBatch, to_device
+from megatron_pg.step.values import host_tensor
 
 
 def take_padding_mask(model: Any, groups: ParallelGroups) -> bool:
@@ -181,8 +182,8 @@ def _weighted_z_loss(router: Any, logits: Tensor, padding_mask: Tensor | None = 
 def _scale_of_a_rank(config: Any, size: int, before: Any = None) -> Tensor:
     """Return the scale of the routers' losses, in the place of the schedule's, which 0.19.2 makes `size` times too large."""
     if before is not None:  # the trainer's own `moe_grad_scale_func`
-        return torch.as_tensor(before()) / size
-    one = torch.ones(1, device=torch.cuda.current_device())
+        return host_tensor(before()) / size
+    one = torch.ones(1, dtype=torch.float32, device=torch.cuda.current_device())
     scale: Tensor = one if config.grad_scale_func is None else config.grad_scale_func(one)
     return scale / size
 

@@ -364,8 +364,9 @@ def packed_seq_params(
 
 def multi_token_mask(batch: PackedBatch, num_active_tokens: float) -> Tensor:
     """Make the `loss_mask=` [1, local_tokens] float32 of multi-token prediction: 1 / T at the input's active tokens, else 0."""
-    masks = [torch.zeros(0)]
+    masks = []
     for sample in batch.samples:
-        masks += [torch.zeros(sample.prompt_length), sample.loss_mask.float()]
-    weights = torch.cat([*masks, torch.zeros(1)]) / max(num_active_tokens, 1)
+        masks += [sample.loss_mask.new_zeros(sample.prompt_length), sample.loss_mask]
+    padding = torch.zeros(1, dtype=torch.bool, device="cpu")
+    weights = torch.cat([*masks, padding]).float() / max(num_active_tokens, 1)
     return to_device(weights[batch.window.token_indices], batch.tokens.device)[None]

@@ -199,7 +199,7 @@ class RoutingReplay:
         counts = [r.agreement for r in self._replays if r.agreement is not None]
         for replay in self._replays:
             replay.begin_step()
-        nothing = torch.zeros(1, 2, dtype=torch.float64)
+        nothing = torch.zeros(1, 2, dtype=torch.float64, device="cpu")
         return SumsReport(torch.stack(counts).sum(0)[None] if counts else nothing, _agreement)
 
 

@@ -143,7 +143,7 @@ def sample_of_row(
     sample = RewardedSample(
         tokens=torch.cat(tokens),
         response_length=response.numel(),
-        loss_mask=values.pop("loss_mask", torch.ones(response.numel())),
+        loss_mask=values.pop("loss_mask", np.ones(response.numel())),
         has_advantages="advantages" in values,
         old_log_probs=values.pop("log_probs", None),
         **names,

@@ -155,19 +155,23 @@ class TokenWindow:
         whole = values.new_zeros(*values.shape[:-1], sum(self.response_lengths))
         return whole.index_copy_(-1, self.response_indices.to(values.device), values)
 
+    def _lengths(self) -> Tensor:
+        """Return total and response lengths, [2, samples] int64 on the host."""
+        return torch.from_numpy(np.array([self.total_lengths, self.response_lengths], np.int64))
+
     def response_chunks(self) -> tuple[Tensor, Tensor, Tensor]:
         """Place the window in the chunks that context-parallel ranks hold, in the order of positions; a slice is one chunk too.
 
         Returns the chunk of each token of the window and its position in the response, [window] int64 each; and the positions at
         which the chunks begin in each response, 0 to its length, [chunks + 1, samples] int64.
         """
-        totals, lengths = torch.tensor([self.total_lengths, self.response_lengths]).long()
+        totals, lengths = self._lengths()
         num_chunks, step = self.layout.num_chunks, -(-totals // self.layout.num_chunks)
         offset = torch.zeros_like(totals)
         if num_chunks == 1:  # samples without padding, cut into equal slices
             num_chunks, step = self.cp_size, torch.full_like(totals, self.local_tokens)
             offset = totals.cumsum(0) - totals
-        begins = torch.arange(num_chunks + 1)[:, None] * step - offset
+        begins = torch.arange(num_chunks + 1, device="cpu")[:, None] * step - offset
         # The row at a position scores the next token.
         borders = (begins + 1 - (totals - lengths)).clamp(min=0).minimum(lengths)
         samples = self.window_segment_ids
@@ -185,10 +189,8 @@ class TokenWindow:
         A longer sample is a part of its own. Lengths of whole samples decide, so that every rank of the group cuts alike.
         `loss_mask` is [sum of the response lengths] bool on the host; the borders are [parts + 1], from 0 to `num_samples`.
         """
-        totals, responses = torch.tensor(
-            [self.total_lengths, self.response_lengths], dtype=torch.int64
-        )
-        samples = torch.arange(self.num_samples).repeat_interleave(responses)
+        totals, responses = self._lengths()
+        samples = torch.arange(self.num_samples, device="cpu").repeat_interleave(responses)
         active = samples[loss_mask].bincount(minlength=self.num_samples)
         # A contiguous slice may hold a sample whole.
         chunks = self.layout.num_chunks

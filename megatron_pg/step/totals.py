@@ -20,7 +20,8 @@ from megatron_pg.step.counts import BareSample as BareSample
 from megatron_pg.step.counts import CountedSample, Indices, SampleCounts, StepCounts
 from megatron_pg.step.identity import coefficient_of_rank, store_hashes
 from megatron_pg.step.ids import check_ids, odd_group
-from megatron_pg.step.sample import Sample
+from megatron_pg.step.sample import Sample, number_samples
+from megatron_pg.step.values import host_float64
 
 AnySample = TypeVar("AnySample", bound=CountedSample)
 
@@ -84,8 +85,11 @@ class StepTotals:
             return self._denominators(self.counts.first_of_rollout)
         own = _loss_weight if self.counts_loss_weights else _num_active_tokens
         rollouts = self.rollout_active_tokens
-        return _float64(
-            [own(s) if s.rollout_id is None else _known(rollouts, s, "rollout_id") for s in samples]
+        return host_float64(
+            [
+                own(s) if s.rollout_id is None else _known(rollouts, "rollout_id", number, s)
+                for number, s in enumerate(samples)
+            ]
         )
 
     def group_denominators(self, samples: Sequence[CountedSample]) -> Tensor:
@@ -93,7 +97,7 @@ class StepTotals:
         if samples is self.counts and self.counts.has("group_index").all():
             return self._denominators(self.counts.first_of_group)
         groups = self.group_active_tokens
-        return _float64([_known(groups, sample, "group_index") for sample in samples])
+        return host_float64([_known(groups, "group_index", *each) for each in enumerate(samples)])
 
     def _denominators(self, first: Indices) -> Tensor:
         sizes = _loss_weights(self.counts) if self.counts_loss_weights else _active(self.counts)
@@ -134,16 +138,16 @@ def _loss_weight(sample: CountedSample) -> float:
     return sample.num_active_tokens if sample.loss_weight is None else sample.loss_weight
 
 
-def _known(totals: Mapping[int, float], sample: CountedSample, field: str) -> float:
-    identifier = getattr(sample, field)
+def _known(totals: Mapping[int, float], field: str, number: int, sample: CountedSample) -> float:
+    identifier, name = getattr(sample, field), sample.name or f"sample {number}"
     if identifier is None:
         raise ValueError(
-            f"{sample.name} has no {field}: --loss-aggregation prompt_mean needs one on every sample"
+            f"{name} has no {field}: --loss-aggregation prompt_mean needs one on every sample"
         )
     if identifier not in totals:
         raise ValueError(
-            f"{sample.name}: {field} {identifier} is not in the step's totals: they must be counted with it, "
-            "before the step, over all samples that this data-parallel rank trains on in the step (step_totals; for "
+            f"{name}: {field} {identifier} is not in the step's totals: they must be counted with "
+            "it, before the step, over all samples that this data-parallel rank trains on in the step (step_totals; for "
             f"padded rows, padded_totals with {field})"
         )
     return totals[identifier]
@@ -192,6 +196,7 @@ def step_totals(
 
 def sample_counts(samples: Sequence[CountedSample]) -> SampleCounts:
     """Collect the counts, ids and hashes of one rank's samples."""
+    number_samples(samples)
     store_hashes([sample for sample in samples if isinstance(sample, Sample)])
     return list(map(BareSample._make, map(operator.attrgetter(*BareSample._fields), samples)))
 
@@ -248,5 +253,4 @@ def _active_tokens(counts: StepCounts, sizes: NDArray[Any]) -> dict[str, Any]:
     }
 
 
-_float64 = functools.partial(torch.tensor, dtype=torch.float64)
 _num_active_tokens: Callable[[CountedSample], int] = operator.attrgetter("num_active_tokens")

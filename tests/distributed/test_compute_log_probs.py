@@ -345,6 +345,21 @@ def test_scoring_and_training_agree_where_their_flags_do(scored, trained) -> Non
         assert (kl == 0.0) == (scored == trained)
 
 
+def scores_under_a_default_dtype(sharding: Sharding) -> None:
+    """A trainer has set it to its model's: every rank asserts."""
+    chunks, samples = build(sharding, ModelOptions()), package_samples(SAMPLES)
+    for setting in (Setting(0.7, budget=64), Setting(0.7, budget=64, fused=True)):
+        expected = score(chunks, setting, samples)
+        torch.set_default_dtype(torch.bfloat16)
+        found = score(chunks, setting, samples)
+        torch.set_default_dtype(torch.float32)
+        assert_equal(vars(expected), vars(found))
+
+
+def test_a_default_dtype_rounds_no_log_prob() -> None:
+    run_ranks(scores_under_a_default_dtype, 2, Sharding(context=2))
+
+
 def refusals(sharding: Sharding) -> list[str]:
     """What each mistake of data-parallel rank 1 is told on this rank; no samples at all are none."""
     chunks = build(sharding, ModelOptions())

@@ -77,16 +77,6 @@ def test_every_cut_equals_the_loops(name, cut, aggregation, denominator) -> None
     assert {name: found[name] for name in means} == pytest.approx(means, rel=1e-9)
 
 
-def test_missing_weights_are_1_whatever_the_default_dtype() -> None:
-    step = [Sample([1, 2, 3], 2, [1, 1], loss_weights=weights) for weights in ([0.5, 2.0], None)]
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        weights = pack(step).loss_weights
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert weights.dtype == torch.float32 and weights.tolist() == [0.5, 2.0, 1.0, 1.0]
-
-
 @denominators
 @aggregations
 def test_weights_of_one_change_nothing_to_the_bit(aggregation: str, denominator: str) -> None:

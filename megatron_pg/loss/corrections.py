@@ -20,7 +20,7 @@ from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.rows import ANCHOR, Row, Table
 from megatron_pg.loss.sequence import SequenceSums, sequence_units, sums_of_rank
 from megatron_pg.loss.tokens import Tokens, clamped_log_ratio, masked
-from megatron_pg.step.sample import Sample
+from megatron_pg.step.sample import Sample, number_samples
 
 LEVELS = {"token": "", "sequence": "sum_t d", "geometric": "mean_t d"}
 """Exponent of a sequence's weight, by `--tis-level`; "" for a token's."""
@@ -99,6 +99,7 @@ def accepted_samples(config: PolicyLossConfig, samples: Sequence[Sample]) -> lis
     """
     if config.rejection_denominator == "original" or not drops_tokens(config) or not samples:
         return list(samples)
+    number_samples(samples)
     needed = (*MISMATCH_INPUTS, *["turn_ids"] * (config.sequence_unit == "turn"))
     for sample, name in itertools.product(samples, needed):
         if getattr(sample, name) is None:

@@ -30,7 +30,7 @@ from megatron_pg.megatron.varying_log_probs import require_steady_log_probs
 from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.plan import StepPlan, plan_step
-from megatron_pg.step.sample import Sample
+from megatron_pg.step.sample import Sample, number_samples
 
 NEEDED = {
     "kept_tokens": "which --replay-sampling-set needs: give Sample(kept_tokens=...), with an empty set for each token where all "
@@ -299,6 +299,7 @@ def _bare(
     samples: Sequence[Sample], chunk: Any, vocab_size: int | None, reads: Sequence[str]
 ) -> list[Sample]:
     """Leave out what scoring does not read, as some samples may have it and others not."""
+    number_samples(samples)
     for field in reads:
         for sample in samples:
             if getattr(sample, field) is None:

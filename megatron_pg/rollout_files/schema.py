@@ -26,7 +26,7 @@ from megatron_pg.step.advantages import (
 from megatron_pg.step.agreement import compute_and_gather, gather_rows
 from megatron_pg.step.counts import StepCounts
 from megatron_pg.step.ids import check_ids
-from megatron_pg.step.sample import Sample, as_integer
+from megatron_pg.step.sample import Sample, as_integer, number_samples
 from megatron_pg.step.totals import sample_counts
 from megatron_pg.step.values import refuse_values
 
@@ -248,13 +248,14 @@ def with_group_advantages(
             that stand for two things (see `megatron_pg.step.ids.check_ids`). Raised on all ranks.
     """
     needed = ("reward", "group_index") if method in OF_PROMPT_GROUPS else ("reward",)
+
+    def of_rank() -> tuple[NDArray[Any], StepCounts]:
+        number_samples(samples)
+        rewards = [_reward(sample, method, needed) for sample in samples]
+        return np.array(rewards, dtype=_REWARD), StepCounts.of([sample_counts(samples)])
+
     (mine, counts_of_rank), sizes = compute_and_gather(
-        lambda: (
-            np.array([_reward(sample, method, needed) for sample in samples], dtype=_REWARD),
-            StepCounts.of([sample_counts(samples)]),
-        ),
-        lambda _: len(samples),
-        data_parallel_group,
+        of_rank, lambda _: len(samples), data_parallel_group
     )
     counts = counts_of_rank.over_ranks(sizes, data_parallel_group)
     check_ids(counts, allow_different_prompts=allow_different_prompts)
@@ -270,7 +271,7 @@ def with_group_advantages(
         for column in (rewards, groups, counts.is_first_of_rollout)
     )
     step = advantages_of_rollouts(reward, group, is_counted, method)
-    values = torch.zeros(len(counts), dtype=torch.float32).index_put_(
+    values = torch.zeros(len(counts), dtype=torch.float32, device="cpu").index_put_(
         (torch.from_numpy(computed),), step.advantages
     )
     rank = 0 if data_parallel_group is None else dist.get_rank(data_parallel_group)

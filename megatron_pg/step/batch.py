@@ -258,23 +258,36 @@ def _field_in_window(
     elif lengths == window.total_lengths:
         indices = window.token_indices
     else:
-        raise ValueError(f"{field} is of response tokens in some samples and of all in others")
+        raise _unlike(field, given, samples)
     try:
         if all(isinstance(part, Ragged) for part in given):
             rows = Ragged.concatenate([*given, _NO_ROW])
             return rows.select(torch.where(indices < 0, len(rows) - 1, indices))
         dtypes = {part.dtype for part in given if isinstance(part, Tensor)}
         if len(dtypes) > 1:  # what they become together would depend on the packing
-            raise TypeError(f"dtypes {' and '.join(sorted(map(str, dtypes)))}")
+            raise TypeError
         whole = torch.cat(given)
     except (RuntimeError, TypeError) as error:
-        raise ValueError(
-            f"{field} differs from sample to sample in more than its rows: {error}"
-        ) from error
+        raise _unlike(field, given, samples) from error
     if indices is window.token_indices:
         return _gather_or_zero(whole, indices)
     # Indices ascend: a window that has all of them has them in this order.
     return whole if len(window) == len(whole) else whole.index_select(0, indices)
+
+
+def _unlike(field: str, parts: Sequence[Any], samples: Sequence[Sample]) -> ValueError:
+    """Make the error for parts that differ in more than their numbers of rows, naming two samples."""
+    kinds = []
+    for part, sample in zip(parts, samples, strict=True):
+        values = part.values if isinstance(part, Ragged) else part
+        rows = "all tokens" if len(part) == sample.total_length else "response tokens"
+        shape = ", ".join(map(str, (rows, *values.shape[1:])))
+        kinds.append(f"a {type(part).__name__} [{shape}] of {values.dtype}")
+    other = next((number for number, kind in enumerate(kinds) if kind != kinds[0]), 0)
+    return ValueError(
+        f"{field} is {kinds[0]} in {samples[0].name} and {kinds[other]} in {samples[other].name}: "
+        "give every sample the same"
+    )
 
 
 def _all_have(field: str, parts: Sequence[object], samples: Sequence[Sample]) -> bool:

@@ -30,7 +30,7 @@ class BareSample(NamedTuple):
     num_active_tokens: int
     group_index: int | None = None
     rollout_id: int | None = None
-    name: str = "sample"
+    name: str = ""
     prompt_hash: int | None = None
     id_source: str | None = None
     loss_weight: float | None = None
@@ -69,8 +69,11 @@ class Place(NamedTuple):
         return self.rank if self.ids.id_source is None else self.ids.id_source
 
     def __str__(self) -> str:
-        where = self.ids.id_source or f"number {self.number} of data-parallel rank {self.rank}"
-        return f"{self.ids.name} ({where})"
+        name = self.ids.name or f"sample {self.number}"
+        rank = f"of data-parallel rank {self.rank}"
+        if name == f"sample {self.number}" and self.ids.id_source is None:
+            return f"{name} {rank}"
+        return f"{name} ({self.ids.id_source or f'number {self.number} {rank}'})"
 
 
 class StepCounts(Sequence[CountedSample]):

@@ -19,7 +19,7 @@ from megatron_pg.step.bins import Indices, plan_bins
 from megatron_pg.step.cost import TOKENS, SampleCost
 from megatron_pg.step.identity import store_hashes
 from megatron_pg.step.plan import StepPlan
-from megatron_pg.step.sample import Sample, checked_integer
+from megatron_pg.step.sample import Sample, check_samples, checked_integer, number_samples
 from megatron_pg.step.token_window import Layout
 from megatron_pg.step.totals import step_totals
 
@@ -66,6 +66,8 @@ def plan_hybrid_cp_step(
     layout = Layout(*place, cp_partition_mode)
 
     def plan_rank() -> list[tuple[tuple[int, ...], int, int]]:
+        check_samples("plan_hybrid_cp_step", samples)
+        number_samples(samples)
         _check_sizes(samples, layout, max_tokens_per_rank)
         store_hashes(samples)
         lengths = [sample.total_length for sample in samples]

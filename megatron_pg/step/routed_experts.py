@@ -103,9 +103,13 @@ def routed_experts_of_tokens(parts: Sequence[Tensor], token_indices: Tensor) -> 
     Raises:
         ValueError: samples with different numbers of layers, or of experts a token.
     """
-    if len({(part.shape[0], part.shape[2]) for part in parts}) > 1:
-        shapes = ", ".join(str(list(part.shape)) for part in parts[:4])
-        raise ValueError(f"routed_experts differs from sample to sample in layers or k: {shapes}")
+    shapes = [[part.shape[0], part.shape[2]] for part in parts]
+    if len(set(map(tuple, shapes))) > 1:
+        other = [shape == shapes[0] for shape in shapes].index(False)
+        raise ValueError(
+            f"routed_experts has [layers, k] {shapes[0]} in sample 0 of the micro-batch and "
+            f"{shapes[other]} in sample {other}: give every sample the same"
+        )
     dtype = torch.uint8 if all(part.dtype == torch.uint8 for part in parts) else torch.int16
     by_token = [_as_type(part.transpose(0, 1), dtype).numpy() for part in parts]
     ends = list(itertools.accumulate(map(len, by_token)))

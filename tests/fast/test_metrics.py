@@ -216,7 +216,7 @@ def test_staleness_is_reported_where_samples_and_the_step_have_versions() -> Non
     assert told["staleness"] == pytest.approx(10 - 20 / 3) and told["max_staleness"] == 6
     with pytest.raises(ValueError, match="has no policy_version and .* has"):
         pack([replace(samples[0], policy_version=None), *samples[1:]])
-    with pytest.raises(ValueError, match="sample: policy_version is 1.5"):
+    with pytest.raises(ValueError, match=r"sample \d+ of this process: policy_version is 1.5"):
         package_sample(sequences[0], policy_version=1.5)
 
 

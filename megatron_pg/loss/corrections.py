@@ -87,17 +87,17 @@ def apply_corrections(
 
 
 def accepted_samples(config: PolicyLossConfig, samples: Sequence[Sample]) -> list[Sample]:
-    """Mask the rejected tokens of a step's samples on the host, for `--rejection-denominator accepted`.
+    """Mark the tokens of a step's samples that no rejection drops, on the host, for `--rejection-denominator accepted`.
 
-    Called before `step_totals`, this makes the totals of the step those of what is kept, by the rejections that the data
-    alone decide: those of weights and of whole sequences (the config refuses the others with it). With
-    `--rejection-denominator original` the samples come back as they are, and the loss takes rejected tokens out of the
-    numerator alone.
+    Call it before `step_totals` or `plan_step`, and pack the samples that it returns: each has an `accepted_mask`. Their
+    policy loss is then divided by the accepted tokens of the step. KL and entropy terms and metrics keep the loss mask. It
+    needs rejections that only the data decide, of weights and of whole sequences; the config refuses others with it. With
+    `--rejection-denominator original` the samples come back as they are.
 
     Raises:
         ValueError: log-probs are missing.
     """
-    if config.rejection_denominator == "original" or not drops_tokens(config) or not samples:
+    if not counts_accepted(config) or not samples:
         return list(samples)
     number_samples(samples)
     needed = (*MISMATCH_INPUTS, *["turn_ids"] * (config.sequence_unit == "turn"))
@@ -116,7 +116,13 @@ def accepted_samples(config: PolicyLossConfig, samples: Sequence[Sample]) -> lis
     tokens = Tokens.masked(tensors)
     sums = SequenceSums.of_table(config, ids, sums_of_rank(config, tokens, len(sample_of_unit)))
     masks = torch.split(apply_corrections(config, tokens, unread, sums).loss_mask, lengths)
-    return [dataclasses.replace(s, loss_mask=mask) for s, mask in zip(samples, masks, strict=True)]
+    both = zip(samples, masks, strict=True)
+    return [dataclasses.replace(sample, accepted_mask=mask) for sample, mask in both]
+
+
+def counts_accepted(config: PolicyLossConfig) -> bool:
+    """Tell whether the policy loss is divided by what rejections leave."""
+    return config.rejection_denominator == "accepted" and drops_tokens(config)
 
 
 def drops_tokens(config: PolicyLossConfig) -> bool:

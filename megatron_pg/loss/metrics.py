@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.loss.aggregation import COUNTS, Weights
-from megatron_pg.loss.checksum import CHECKSUM, CHECKSUMS, check_checksum, warn_once
+from megatron_pg.loss.checksum import CHECKSUM, CHECKSUMS, check_checksum
 from megatron_pg.loss.metric_table import (
     DERIVED,
     METRICS,
@@ -263,12 +263,6 @@ def reduce_metrics(
     if not math.isfinite(reduced["loss"]):
         report_nan_tokens(counted, "its logits, its log-probs (old, ref, rollout) and its teacher")
     reduced[CHECKSUM] = check_checksum(config, reduced, micro_batches)
-    if config.rejection_denominator == "accepted" and reduced.get("rejected_fraction", 0.0) > 0:
-        warn_once(
-            "rejection_denominator",
-            "--rejection-denominator accepted, and the loss still rejected tokens that the step's "
-            "totals count: call accepted_samples(config, samples) before step_totals and pack",
-        )
     if config.kl_target is not None:
         reduced["kl_loss_coef"] = config.kl_loss_coef
     if policy_version is not None:

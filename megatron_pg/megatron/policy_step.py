@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.config.policy_loss import require_config
-from megatron_pg.loss.aggregation import AGGREGATIONS
+from megatron_pg.loss.aggregation import require_totals
 from megatron_pg.loss.from_logits import head_options, loss_of_logits
 from megatron_pg.loss.metrics import SumsReport, reduce_metrics
 from megatron_pg.loss.micro_batch import MicroBatchLoss, gradient_scope
@@ -114,9 +114,8 @@ class PolicyStep:
                 "PolicyStep needs the totals of the step and its number of micro-batches: pass the plan that plan_step() "
                 "returned, or both totals= and num_microbatches="
             )
-        if not AGGREGATIONS.is_replaced(config):
-            # Here, and not in the loss of the last stage alone: what it refuses, every rank and stage refuses.
-            AGGREGATIONS[config.loss_aggregation].outer_count(totals)
+        # Not only in the loss of the last stage: every rank and stage refuses the same totals.
+        require_totals(config, totals)
         if model is not None:
             require_steady_log_probs(model, config)
             set_fp32_lm_head(model, config.changes_output_layer)

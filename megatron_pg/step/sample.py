@@ -96,6 +96,9 @@ class Sample:
     side_channels: Mapping[str, Tensor | Ragged] = dataclasses.field(default_factory=dict)
     """Other values that travel with the tokens through `pack`, by a name of your own: [response_length, ...] or
     [total_length, ...] of any dtype, or a `Ragged` of as many rows."""
+    accepted_mask: Tensor | None = None
+    """The active tokens that no rejection drops, [response_length] bool, for `--rejection-denominator accepted`;
+    `accepted_samples` fills it."""
 
     if TYPE_CHECKING:
         # A caller may give more types than are stored; the dataclass makes the code.
@@ -120,6 +123,7 @@ class Sample:
             routed_experts: Tensor | Sequence[Sequence[Sequence[int]]] | None = None,
             turn_ids: Values | None = None,
             side_channels: Mapping[str, Tensor | Ragged] = MappingProxyType({}),
+            accepted_mask: Values | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -147,6 +151,8 @@ class Sample:
                 stored[field] = self._checked_values(field)
         if self.turn_ids is not None:
             stored["turn_ids"] = self._checked_turns()
+        if self.accepted_mask is not None:
+            stored["accepted_mask"] = self._checked_acceptance()
         if self.kept_tokens is not None:
             where, targets = f"{self.name}: kept_tokens", self.tokens[self.prompt_length :]
             stored["kept_tokens"] = checked_kept_tokens(
@@ -180,6 +186,18 @@ class Sample:
     def loss_weight(self) -> float | None:
         """The sum of the loss weights over the active tokens; None without `loss_weights`."""
         return None if self.loss_weights is None else float(self.loss_weights.double().sum())
+
+    @functools.cached_property
+    def num_accepted_tokens(self) -> int | None:
+        """Active tokens that no rejection drops; None without `accepted_mask`."""
+        return None if self.accepted_mask is None else int(self.accepted_mask.sum())
+
+    @functools.cached_property
+    def accepted_loss_weight(self) -> float | None:
+        """The sum of the loss weights over these tokens; None without `accepted_mask` or `loss_weights`."""
+        if self.accepted_mask is None or self.loss_weights is None:
+            return None
+        return float(self.loss_weights.double()[self.accepted_mask].sum())
 
     @functools.cached_property
     def identity(self) -> int:
@@ -236,6 +254,15 @@ class Sample:
         problem = ", less than before it: expected turns in their order"
         refuse_values(f"{self.name}: turn_ids", turns, is_wrong, problem)
         return turns
+
+    def _checked_acceptance(self) -> Tensor:
+        where = f"{self.name}: accepted_mask"
+        accepted = self._vector("accepted_mask", self.response_length).double()
+        check_mask(where, accepted)
+        is_wrong = (accepted != 0) & ~self.loss_mask
+        problem = ", and the loss mask is 0 there: call accepted_samples after the mask has changed"
+        refuse_values(where, accepted, is_wrong, problem)
+        return accepted.bool()
 
     def _checked_values(self, field: str) -> Tensor:
         """Convert a field of response tokens to float32, and refuse values at active tokens that are none of the field's."""

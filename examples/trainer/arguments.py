@@ -82,7 +82,17 @@ def parse_arguments() -> Namespace:
     args.variable_seq_lengths = args.pipeline_model_parallel_size > 1
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
+    args.settings_of_run = _settings_of_run(args, parsers[0])
     return args
+
+
+def _settings_of_run(args: Namespace, parser: Any) -> str:
+    """Write this program's flags and the given ones of Megatron as JSON, for the titles of examples/report.py."""
+    own = [a for group in parser._action_groups if group.title in OWN for a in group._group_actions]
+    given = (parser._option_string_actions.get(word.partition("=")[0]) for word in parser.words)
+    names = dict.fromkeys(action.dest for action in (*own, *filter(None, given)))
+    values = {name: str(value) for name, value in vars(args).items() if name in names}
+    return json.dumps(values | {"seed": str(args.seed)}, indent=2)
 
 
 def _add_flags(parser: Any) -> Any:

@@ -276,6 +276,3 @@ def _active_tokens(counts: StepCounts, sizes: NDArray[Any]) -> dict[str, Any]:
         "rollout_active_tokens": by_id("rollout_id", counts.first_of_rollout),
         "group_active_tokens": by_id("group_index", counts.first_of_group),
     }
-
-
-_num_active_tokens: Callable[[CountedSample], int] = operator.attrgetter("num_active_tokens")

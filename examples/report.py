@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -23,7 +22,7 @@ OF_RATIO = ("clipped_ratio_fraction", "kl_new_old")
 """Curves that begin anew with every round of rollouts: a line for each step of a round, where a round has several."""
 COLORS = ("#1f5fa8", "#d66e14", "#2f8a57", "#8b4fa0", "#b8323f", "#5c6670")
 IN_TITLE = {"policy_loss": "", "loss_aggregation": "", "advantage": "advantages ", "seed": "seed "}
-NOT_COMPARED = {"run_dir", "world_size"}
+NOT_COMPARED = {"run_dir", "save", "load", "tensorboard_dir", "config", "world_size"}
 STYLE = {"color": "#5c6670", "fontsize": 10}
 
 
@@ -36,6 +35,7 @@ class Run(NamedTuple):
     steps: Sequence[Mapping[str, Any]]
     held_out: Sequence[tuple[int, float]]
     """Step, and score of the held-out tasks after it."""
+    folder: str = ""
 
     @property
     def steps_of_round(self) -> int:
@@ -67,14 +67,11 @@ def read_run(folder: Path) -> Run:
         )
     paths = [folder / name for name in ("settings.json", "summary.json")]
     settings, summary = (json.loads(path.read_text()) if path.exists() else {} for path in paths)
-    if (path := folder / "settings.yaml").exists():  # of trainer/
-        flags = yaml.safe_load(path.read_text())
-        settings = {flag.replace("-", "_"): str(value) for flag, value in flags.items()}
     held_out = [(line["step"], line["score"]) for line in read_lines(folder / "held_out.jsonl")]
     if summary:
         ends = zip((0, len(steps)), ("held_out_before", "held_out_after"), strict=True)
         held_out = [(step, summary[name]) for step, name in ends]
-    return Run(summary.get("task", folder.name), settings, steps, held_out)
+    return Run(summary.get("task", folder.name), settings, steps, held_out, str(folder))
 
 
 def names_of(runs: Sequence[Run]) -> tuple[str, list[str]]:
@@ -84,9 +81,12 @@ def names_of(runs: Sequence[Run]) -> tuple[str, list[str]]:
     shared = [name for name in first if all(name in run.settings for run in runs)]
     apart = [name for name in shared if any(run.settings[name] != first[name] for run in runs)]
     apart = [name for name in apart if name not in NOT_COMPARED]
-    labels = [
-        ", ".join(f"{name} {run.settings[name]}" for name in apart) or run.name for run in runs
-    ]
+    labels = [", ".join(f"{name} {run.settings[name]}" for name in apart) for run in runs]
+    if len({*labels}) < len(runs):  # of the same settings, or of settings that one of them lacks
+        labels = [
+            ", ".join(filter(None, (label, run.folder)))
+            for label, run in zip(labels, runs, strict=True)
+        ]
     told = [f"{text}{first[name]}" for name, text in IN_TITLE.items() if name in first]
     return " · ".join(
         text for text, name in zip(told, IN_TITLE, strict=False) if name not in apart

@@ -18,3 +18,11 @@ def __getattr__(name: str) -> Any:
     if name == "__all__" or name in exports.__all__:
         return getattr(exports, name)
     raise AttributeError(f"module 'megatron_pg' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    exports = import_module("megatron_pg.exports")
+    names: list[str] = import_module("megatron_pg.config.versions").public_names(
+        __name__, exports.__all__
+    )
+    return names

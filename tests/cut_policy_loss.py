@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
+from megatron_pg.loss.corrections import accepted_samples
 from megatron_pg.loss.from_logits import policy_loss_function
 from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.totals import StepTotals
@@ -78,7 +79,8 @@ def rank_losses(
     pad_to_multiple: int = 1,
 ) -> list[RankLoss]:
     """One entry for every (data-parallel rank, micro-batch, context-parallel rank)."""
-    settings = {"totals": totals or uneven_totals(package_samples(step)), "vocab_size": vocab_size}
+    totals = totals or uneven_totals(accepted_samples(config, package_samples(step)))
+    settings = {"totals": totals, "vocab_size": vocab_size}
     size = cut.cp_size
     place = {"cp_size": size, "pad_to_multiple": pad_to_multiple}
     results = []
@@ -86,7 +88,7 @@ def rank_losses(
         share = 1 / (cut.dp_size * size * len(micro_batches))
         for indices in micro_batches:
             micro_batch, rows = [step[i] for i in indices], [logits[i] for i in indices]
-            samples = package_samples(micro_batch)
+            samples = accepted_samples(config, package_samples(micro_batch))
             for cp_rank in range(size):
                 batch = pack(samples, cp_rank=cp_rank, **place)
                 local = local_logits(micro_batch, rows, cp_rank, size, pad_to_multiple)

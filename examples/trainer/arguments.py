@@ -14,15 +14,17 @@ from typing import Any
 from unittest import mock
 
 import torch
+from megatron.core.transformer import TransformerConfig
 from megatron.training import arguments as megatron
 from megatron.training.checkpointing import load_args_from_checkpoint
 
 from megatron_pg.config import add_policy_loss_args, validate_policy_loss_args
-from megatron_pg.config.fields import flag_of
+from megatron_pg.config.fields import flag_of, refuse
 from megatron_pg.config.planning import add_planning_args, validate_planning_args
 from megatron_pg.config.policy_loss import OPTIONAL_SAMPLE_FIELDS
 from megatron_pg.config.program import ProgramParser
 from megatron_pg.config.settings_file import add_settings_file_args, text_of_words
+from megatron_pg.megatron.varying_log_probs import varying_settings
 from megatron_pg.step.advantages import METHODS
 
 from .hugging_face_config import megatron_arguments_of, read_config
@@ -72,11 +74,25 @@ def parse_arguments() -> Namespace:
     validate_planning_args(args)
     validate_policy_loss_args(args, sample_fields=OPTIONAL_SAMPLE_FIELDS)
     _validate_as_megatron_does(args)
+    if not args.allow_varying_log_probs:
+        fields = TransformerConfig.__dataclass_fields__.keys() & vars(args).keys()
+        settings = {name: getattr(args, name) for name in fields}
+        refuse(varying_settings({**settings, "num_moe_experts": args.num_experts}))
     # Packs differ in length from one micro-batch to the next; pipeline stages then tell each other how long they are.
     args.variable_seq_lengths = args.pipeline_model_parallel_size > 1
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
+    args.settings_of_run = _settings_of_run(args, parsers[0])
     return args
+
+
+def _settings_of_run(args: Namespace, parser: Any) -> str:
+    """Write this program's flags and the given ones of Megatron as JSON, for the titles of examples/report.py."""
+    own = [a for group in parser._action_groups if group.title in OWN for a in group._group_actions]
+    given = (parser._option_string_actions.get(word.partition("=")[0]) for word in parser.words)
+    names = dict.fromkeys(action.dest for action in (*own, *filter(None, given)))
+    values = {name: str(value) for name, value in vars(args).items() if name in names}
+    return json.dumps(values | {"seed": str(args.seed)}, indent=2)
 
 
 def _add_flags(parser: Any) -> Any:

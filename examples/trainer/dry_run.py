@@ -124,7 +124,7 @@ def _refuse_later_steps(args: Namespace, config: PolicyLossConfig) -> None:
 
 
 def _memory(args: Namespace) -> Iterator[tuple[str, str]]:
-    memory = estimate_memory(args)
+    memory = estimate_memory(args).in_gib()
     yield "model", f"{memory.parameters / 1e9:.2f} billion parameters"
     yield (
         "memory of a GPU",
@@ -132,16 +132,25 @@ def _memory(args: Namespace) -> Iterator[tuple[str, str]]:
     )
     sharded = ", sharded" if args.use_distributed_optimizer else ""
     plain, fused = ("", " (these flags)") if args.fused_lm_head else (" (these flags)", "")
+    recomputed = f", recomputation: {args.recompute_granularity or 'none'}"
+    of_first = of_last = ""
+    if args.pipeline_model_parallel_size > 1:
+        of_first, of_last = (f" of the {stage} pipeline stage" for stage in ("first", "last"))
     rows = {
         f"weights, gradients, optimizer{sharded}": memory.states,
-        f"activations, recomputation: {args.recompute_granularity or 'none'}": memory.activations,
-        "output layer with the logits of all tokens": memory.logits,
-        "output layer with --fused-lm-head": memory.fused_head,
-        f"in all without --fused-lm-head{plain}": memory.total(fused=False),
-        f"in all with --fused-lm-head{fused}": memory.total(fused=True),
+        f"activations{of_first}{recomputed}": memory.activations,
+        f"activations{of_last}{recomputed}": memory.last_stage_activations,
+        f"output layer{of_last} with the logits of all tokens": memory.logits,
+        f"output layer{of_last} with --fused-lm-head": memory.fused_head,
     }
+    for flag, is_fused in (
+        (f"without --fused-lm-head{plain}", False),
+        (f"with --fused-lm-head{fused}", True),
+    ):
+        stage = of_last if memory.is_fullest_at_the_end(fused=is_fused) else of_first
+        rows[f"in all{stage} {flag}"] = memory.total(fused=is_fused)
     for name, size in rows.items():
-        yield "", f"{size / GIB:7.1f} GiB  {name}"
+        yield "", f"{size:7.1f} GiB  {name}"
 
 
 @dataclass(frozen=True)
@@ -160,10 +169,21 @@ class MemoryEstimate:
     fused_head: float
     """Of the output layer with `--fused-lm-head`."""
 
+    def in_gib(self) -> "MemoryEstimate":
+        """The same in GiB, each part rounded to a tenth: what is printed adds up to its total."""
+        parts = {name: round(size / GIB, 1) for name, size in vars(self).items()}
+        return MemoryEstimate(**parts | {"parameters": self.parameters})
+
     def total(self, *, fused: bool) -> float:
         """Bytes of the fuller one of the first and the last pipeline stage."""
-        head = self.fused_head if fused else self.logits
-        return self.states + max(self.activations, self.last_stage_activations + head)
+        return self.states + max(self.activations, self._end(fused))
+
+    def is_fullest_at_the_end(self, *, fused: bool) -> bool:
+        """The last pipeline stage, with the output layer, holds at least as much as the first."""
+        return self._end(fused) >= self.activations
+
+    def _end(self, fused: bool) -> float:
+        return self.last_stage_activations + (self.fused_head if fused else self.logits)
 
 
 def estimate_memory(args: Namespace) -> MemoryEstimate:

@@ -56,6 +56,7 @@ class MetricsLog:
         if self._writes and self._path:
             cut_back(self._path, args.iteration)
             replace_text(self._path.with_name("settings.yaml"), args.settings_file)
+            replace_text(self._path.with_name("settings.json"), args.settings_of_run)
             self._rollouts = RolloutLog(self._path.parent, args.iteration)
 
     def step(

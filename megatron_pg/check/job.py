@@ -68,6 +68,9 @@ class Launch(NamedTuple):
 
 def prepare(launch: Launch, device: str) -> None:
     """Choose this process's device, "cpu" or "cuda", before any import of Megatron."""
+    # The module of a custom function may have set others, under which the reference would round.
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
     # Megatron requires 1 under tensor and context parallelism before Blackwell.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     # NCCL would log to standard output, which is the report's.

@@ -229,6 +229,7 @@ def train_step(
             fp32_lm_head=options.fp32_lm_head,
             replay_sampling_set=case.has_sets,
             replay_routing=case.has_experts,
+            allow_varying_log_probs=True,  # the comparison finds them
         ),
         totals=totals,
         num_microbatches=len(batches),

@@ -20,8 +20,8 @@ class ModelSettings(Settings):
     top-k): log_prob = z_y / t - logsumexp over the set of z_k / t. Needs the sets (kept_tokens) of every sample, and
     all log-probs of the samples over the same sets. A KL term is that of the two renormalised distributions."""
     replay_routing: bool = False
-    """Routers take the experts that the rollout engine chose (routed_experts of every sample), in scoring, training and
-    recomputation; their probabilities stay their own (routing replay, arXiv:2510.11370). Needs PolicyStep with the model."""
+    """Routers take the experts that the rollout engine chose (routed_experts of every sample, arXiv:2510.11370); their
+    probabilities stay their own. Needs PolicyStep with the model."""
     fused_lm_head: bool = False
     """Compute output layer, log-probs and entropy together, a chunk of tokens at a time, without
     the logits of all tokens in memory. Needs Megatron's ColumnParallelLinear as output layer, which may
@@ -35,14 +35,17 @@ class ModelSettings(Settings):
     """Logits with float32 accumulation and output from the model's bf16 operands, in the fused head or in the model's
     own output layer. Needs Megatron's ColumnParallelLinear there, and PolicyStep."""
 
+    allow_varying_log_probs: bool = False
+    """Train a model whose log-probs vary at the same weights (dropout), with first ratios that are not 1."""
+
     pg_metrics: Literal["none", "basic", "with_entropy"] = "basic"
     """Metrics beside the loss. basic: ratios, clip fractions, advantages, counts. with_entropy: the entropy too."""
     kept_set_mass: bool = False
-    """Report kept_set_mass, the probability that the policy in training gives the kept sets, at the cost of a pass over
-    the vocabulary. Needs replay_sampling_set; not with fused_lm_head."""
+    """Report kept_set_mass, the probability that the policy gives the kept sets, by a pass over the vocabulary. Needs
+    replay_sampling_set; not with fused_lm_head."""
     check_aggregation: bool = False
-    """Stop with an error, instead of one warning, when the aggregation checksum of a step is not 1 (sums of weights
-    over their values from the totals): a sample was duplicated, dropped, mis-sliced or exchanged for another."""
+    """Raise an error, not a warning, if the aggregation checksum of a step is not 1: a sample was duplicated,
+    dropped, mis-sliced or exchanged."""
 
     @property
     def changes_output_layer(self) -> bool:

@@ -2,8 +2,10 @@
 
 import importlib.util
 import re
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
+from types import ModuleType
 from typing import Any
 
 OLDEST_SUPPORTED = (0, 16)
@@ -49,17 +51,26 @@ def require_supported_version() -> None:
         )
 
 
-def exports_of_megatron(modules: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
-    """Build the `__getattr__` of a package that imports its exports, by module, when they are first used."""
+def exports_of_megatron(
+    package: str, modules: Mapping[str, Sequence[str]]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Build `__getattr__` and `__dir__` of a package that imports its exports, by module, when they are first used."""
     places = {name: module for module, names in modules.items() for name in names}
 
     def __getattr__(name: str) -> Any:
         if name not in places:
-            raise AttributeError(f"no export is named {name!r}")
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
         megatron_core_version()
         return getattr(importlib.import_module(places[name]), name)
 
-    return __getattr__
+    return __getattr__, lambda: public_names(package, places)
+
+
+def public_names(package: str, exports: Iterable[str]) -> list[str]:
+    """List what `dir(package)` shows: the exports, the submodules that are imported, and special names."""
+    own = vars(sys.modules[package]).items()
+    kept = (name for name, x in own if isinstance(x, ModuleType) or name.startswith("__"))
+    return sorted({*exports, *kept})
 
 
 def _is_from(*version: int) -> bool:

@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 
 __all__ = ["ScoredValues", "ValueHead", "ValueStep", "add_value_head", "compute_values"]
 
-__getattr__ = exports_of_megatron(
+__getattr__, __dir__ = exports_of_megatron(
+    __name__,
     {
         "megatron_pg.critic.value_head": ("ValueHead", "add_value_head"),
         "megatron_pg.critic.value_step": ("ScoredValues", "ValueStep", "compute_values"),
-    }
+    },
 )

@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from megatron_pg.critic.settings import CriticConfig
 from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.sample import Values
-from megatron_pg.step.values import check_mask, refuse_values
+from megatron_pg.step.values import check_mask, host_tensor, refuse_values
 
 WHITEN_EPSILON = 1e-8  # added to the variance, as TRL and verl do: equal advantages become zeros
 
@@ -83,7 +83,7 @@ def gae(
         is_lost = ~is_active & (reward != 0) & is_active.any()
         problem = " at a token that the loss mask drops: give it to an active token, or 0"
         refuse_values(f"rewards[{index}]", reward, is_lost, problem)
-    bootstrap = torch.zeros(len(masks), dtype=torch.float64)
+    bootstrap = torch.zeros(len(masks), dtype=torch.float64, device="cpu")
     if bootstrap_values is not None:
         (bootstrap,) = _vectors("bootstrap_values", [bootstrap_values], [len(masks)])
         problem = ", expected a finite number, 0 for a response that ended"
@@ -106,7 +106,7 @@ def gae(
 
     lams: float | Tensor = lam
     if lam_alpha is not None:
-        num_active = torch.tensor([float(mask.sum()) for mask in active], dtype=torch.float64)
+        num_active = torch.stack([mask.double().sum() for mask in active])
         lams = 1.0 - 1.0 / (lam_alpha * num_active).clamp(min=1.0)
     advantages = discounted(lams)
     is_coupled = value_lam is None and lam_alpha is None
@@ -136,13 +136,18 @@ def whiten(
         data_parallel_group: the data-parallel group *without* context parallelism; None at size 1.
 
     Raises:
-        ValueError: lengths differ; raised on all ranks if they differ on one.
+        ValueError: lengths differ, or an advantage at an active token is not finite; raised on all ranks if one has
+            it.
     """
 
     def active_advantages() -> tuple[list[Tensor], Tensor]:
         masks = [mask.bool() for mask in _vectors("loss_mask", loss_mask)]
         rows = _vectors("advantages", advantages, list(map(len, masks)))
-        return masks, torch.cat([torch.zeros(0), *(x[m] for x, m in zip(rows, masks, strict=True))])
+        for index, (row, mask) in enumerate(zip(rows, masks, strict=True)):
+            problem = " at an active token, expected a finite number"
+            refuse_values(f"advantages[{index}]", row, mask & ~torch.isfinite(row), problem)
+        nothing = torch.zeros(0, dtype=torch.float64, device="cpu")
+        return masks, torch.cat([nothing, *(x[m] for x, m in zip(rows, masks, strict=True))])
 
     def sums(local: tuple[list[Tensor], Tensor]) -> tuple[int, float, float]:
         values = local[1]
@@ -161,7 +166,7 @@ def _vectors(
     name: str, rows: Sequence[Values], lengths: Sequence[int] | None = None
 ) -> list[Tensor]:
     """Convert one row a response to float64 on the host; refuse other lengths than `lengths`."""
-    vectors = [torch.as_tensor(row, dtype=torch.float64, device="cpu") for row in rows]
+    vectors = [host_tensor(row).to("cpu", torch.float64) for row in rows]
     if lengths is not None and len(vectors) != len(lengths):
         raise ValueError(
             f"{name} has {len(vectors)} responses and loss_mask {len(lengths)}: give one of each per response"
@@ -178,6 +183,6 @@ def _vectors(
 def _at_active_tokens(masks: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
     """Put each response's values in their places, float32; 0 elsewhere."""
     return [
-        torch.zeros(len(mask)).masked_scatter_(mask, active.float())
+        mask.new_zeros(len(mask), dtype=torch.float32).masked_scatter_(mask, active.float())
         for mask, active in zip(masks, values, strict=True)
     ]

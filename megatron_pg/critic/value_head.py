@@ -25,8 +25,9 @@ class ValueHead(nn.Module):
     def __init__(self, config: Any, tensor_parallel_group: Any = None) -> None:
         super().__init__()
         self.group, self.sequence_parallel = tensor_parallel_group, config.sequence_parallel
-        self.weight = nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
-        self.bias = nn.Parameter(torch.zeros(1, dtype=config.params_dtype))
+        like: dict[str, Any] = {"dtype": config.params_dtype, "device": "cpu"}
+        self.weight = nn.Parameter(torch.zeros(1, config.hidden_size, **like))
+        self.bias = nn.Parameter(torch.zeros(1, **like))
         for parameter in (self.weight, self.bias):
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 

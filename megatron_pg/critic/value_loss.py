@@ -85,7 +85,7 @@ class MicroBatchValueLoss:
             masked(getattr(batch, field), mask).to(values.dtype) for field in CRITIC_FIELDS
         )
         token_loss = value_loss(values, old_values, returns, self.critic.value_clip)
-        loss = quotient(self._reduce(token_loss, weights.loss), weights.outer_count)
+        loss = quotient(self._reduce(token_loss, weights.unrejected), weights.unrejected_count)
         table = value_metric_table(self.config)
         parts = [
             checksums(weights, position_coefficients(self.config, batch, self._totals)),

@@ -52,6 +52,7 @@ class ValueStep:
         totals: StepTotals | None = None,
         num_microbatches: int | None = None,
         groups: ParallelGroups | None = None,
+        accumulate_gradients: bool = False,
     ) -> None:
         # A critic has no vocabulary, and nothing to fuse with it. Its routers are its own.
         config = dataclasses.replace(
@@ -65,6 +66,7 @@ class ValueStep:
             totals=totals,
             num_microbatches=num_microbatches,
             groups=groups,
+            accumulate_gradients=accumulate_gradients,
         )
 
     def head(self, batch: PackedBatch) -> MicroBatchHead:
@@ -139,19 +141,19 @@ def compute_values(
         # The value after the last token is the value before one token more; as attention is causal, any token will do.
         tokens = torch.cat([sample.tokens, sample.tokens[-1:].clamp(min=0)[:is_cut]])
         length = sample.response_length + is_cut
-        longer_samples.append(Sample(tokens, length, torch.ones(length), name=sample.name))
+        longer_samples.append(Sample(tokens, length, [1] * length, name=sample.name))
     scores = score_samples(
         model,
         longer_samples,
         lambda batch, output: values_of_output(batch, output)[None],
-        empty_scores=torch.empty(1, 0),
+        empty_scores=torch.empty(1, 0, dtype=torch.float32, device="cpu"),
         max_tokens_per_microbatch=max_tokens_per_microbatch,
         oversized=oversized,
         groups=groups,
     )
     values = [score[0, : s.response_length] for score, s in zip(scores, samples, strict=True)]
     last = [float(s[0, -1]) if is_cut else 0.0 for s, is_cut in zip(scores, flags, strict=True)]
-    return ScoredValues(values, torch.tensor(last))
+    return ScoredValues(values, torch.tensor(last, dtype=torch.float32, device="cpu"))
 
 
 def values_of_output(batch: PackedBatch, output: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ class Ragged:
         sizes = self.sizes[rows]
         offsets = offsets_of(sizes)
         shift = torch.repeat_interleave(self.offsets[:-1][rows] - offsets[:-1], sizes)
-        places = shift + torch.arange(shift.numel())
+        places = shift + torch.arange(shift.numel(), device="cpu")
         return Ragged(self.values[to_device(places, self.values.device)], offsets)
 
     def only(self, kept: Tensor) -> Ragged:

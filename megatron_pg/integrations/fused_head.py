@@ -255,8 +255,9 @@ def require_equal(
     Return True if theirs gives a pair.
     """
     group, generator = parallel_state.get_tensor_model_parallel_group(), torch.Generator()
-    hidden = torch.randn(1, rows, 8, generator=generator.manual_seed(7))
-    weights = torch.randn(16 * group.size(), 8, generator=generator)
+    draw = functools.partial(torch.randn, generator=generator, dtype=torch.float32, device="cpu")
+    generator.manual_seed(7)
+    hidden, weights = draw(1, rows, 8), draw(16 * group.size(), 8)
     weight = weights.chunk(group.size())[group.rank()]
     pairs = []
 
@@ -267,7 +268,7 @@ def require_equal(
         result = result[1] if pairs[-1] else result
         log_probs, entropy = (torch.cat([*result[name]]) for name in ("log_probs", "entropy"))
         entropy = entropy if has_entropy_gradient else entropy.detach()
-        steps = torch.linspace(1, 2, len(log_probs), device=device)
+        steps = torch.linspace(1, 2, len(log_probs), dtype=torch.float32, device=device)
         total = (steps * (log_probs + entropy)).sum()
         return [log_probs, entropy, *torch.autograd.grad(total, leaves)]
 

@@ -172,6 +172,7 @@ def _fields(index: int) -> dict[str, Any]:
     sample = SAMPLES[index]
     length, total = len(sample.mask), len(sample.mask) + sample.prompt_length
     tokens = torch.arange(total, device="cpu") * (index + 2) % VOCABULARY
+    own = torch.tensor(sum(sample.mask), dtype=torch.float32, device="cpu")
     return {
         "tokens": tokens,
         "unconcat_tokens": tokens,
@@ -182,7 +183,7 @@ def _fields(index: int) -> dict[str, Any]:
         "ref_log_probs": numbers(length, seed=20 + index) / 2 - 1.5,
         "rollout_log_probs": numbers(length, seed=30 + index) / 2 - 1.5,
         "advantages": numbers(length, seed=40 + index),
-        **dict.fromkeys(OWN_DIVISORS, torch.tensor(float(sum(sample.mask)), device="cpu")),
+        **dict.fromkeys(OWN_DIVISORS, own),
     }
 
 
@@ -217,7 +218,7 @@ def _expected(
             if correction != "none":
                 tis = math.exp(old - rollout)
                 held = min(max(tis, SETTINGS["tis_clip_low"]), SETTINGS["tis_clip"])
-                of_correction = {"ois": terms["ratio"], "tis": torch.tensor(tis)}
+                of_correction = {"ois": terms["ratio"], "tis": row.new_tensor(tis)}
                 is_kept = correction == "own" or _is_kept(token)
                 terms = {name: term * is_kept for name, term in terms.items()}
                 terms |= {"pg_loss": terms["pg_loss"] * held, **of_correction}
@@ -264,7 +265,7 @@ def _correct(
 ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
     """Correct the policy loss as a run's own function for `--custom-tis-function-path` may: weights, and rejected tokens."""
     tis = (torch.cat(list(train_log_probs)) - torch.cat(list(rollout_log_probs))).exp()
-    kept = [mask * torch.tensor([_is_kept(t) for t in range(len(mask))]) for mask in loss_masks]
+    kept = [mask * mask.new_tensor([_is_kept(t) for t in range(len(mask))]) for mask in loss_masks]
     return pg_loss * tis.clamp(args.tis_clip_low, args.tis_clip), kept, {"tis": tis}
 
 

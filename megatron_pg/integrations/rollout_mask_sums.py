@@ -53,7 +53,7 @@ def rollout_mask_sums(
         _refuse_split_groups(steps, trainer)
         if not allow_different_prompts:
             _refuse_different_prompts(steps, trainer)
-    sums = torch.zeros(len(mine.samples), dtype=torch.float64)
+    sums = torch.zeros(len(mine.samples), dtype=torch.float64, device="cpu")
     for number, (indices, samples) in enumerate(zip(mine.steps, steps, strict=True)):
         # Prompts and the steps of each group are compared above, in words that fit the trainer.
         others = dict.fromkeys(("allow_different_prompts", "allow_different_group_sizes"), True)

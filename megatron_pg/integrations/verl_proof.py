@@ -68,7 +68,7 @@ def _gradient(loss: Loss, batch: tuple[Tensor, Tensor, Tensor], config: Any) -> 
     """Compute the gradient of the log-probs, [samples, response] float64, in plain loops."""
     (aggregation, objective, divisor), (old, log_prob, advantages) = loss, batch
     leaf = log_prob.double().requires_grad_()
-    total = torch.zeros((), dtype=torch.float64)
+    total = leaf.new_zeros(())
     weights = token_weights(aggregation, divisor)
     for row, sample in enumerate(SAMPLES):
         active = [token for token, is_active in enumerate(sample.mask) if is_active]

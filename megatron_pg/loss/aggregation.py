@@ -17,10 +17,12 @@ from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.config.rows import Row, Table
+from megatron_pg.loss.corrections import counts_accepted
 from megatron_pg.step.batch import PackedBatch, to_device
 from megatron_pg.step.counts import CountedSample
 from megatron_pg.step.identity import coefficient_of_rank, coefficients_of
 from megatron_pg.step.totals import StepTotals
+from megatron_pg.step.values import host_float64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +52,8 @@ class Aggregation(Row):
     ) -> Tensor:
         """Return the divisor of each sample's tokens under the totals of its step, [num_samples] float64."""
         divisors = self.divisors(self.denominators(totals, samples), divisor)
-        return torch.as_tensor(divisors, dtype=torch.float64).expand(len(samples))
+        divisors = torch.as_tensor(divisors, dtype=torch.float64, device="cpu")
+        return divisors.expand(len(samples))
 
     def expected_sums(self, totals: StepTotals, divisor: float | None = None) -> list[float]:
         """Compute what the weights of all the step's tokens add up to; see `StepTotals.expected_sums`."""
@@ -136,11 +139,19 @@ def checked_aggregation(name: str, divisor: float | None, qkv_format: Any = "thd
     return AGGREGATIONS[name]
 
 
+def require_totals(config: PolicyLossConfig, totals: StepTotals) -> None:
+    """Refuse totals that the config's policy loss cannot be divided by, on every rank and pipeline stage."""
+    if not AGGREGATIONS.is_replaced(config):
+        AGGREGATIONS[config.loss_aggregation].outer_count(totals)
+    totals.counted_in(config.loss_weight_denominator, accepted=counts_accepted(config))
+
+
 @dataclass(frozen=True, eq=False)
 class Weights:
     """Numbers of the step, 0-d float64; from `loss` on weights of tokens, [window] float64, 0 at masked positions."""
 
     outer_count: Tensor  # divides the sum of the policy loss
+    unrejected_count: Tensor  # the same before rejections
     regularizer_count: Tensor  # divides the sums of KL and entropy
     gradient_divisor: Tensor  # divides the differentiated policy loss under `grad_divisor`
     kl_coefficient: Tensor  # beta of the KL term, a number that steps may change
@@ -153,6 +164,7 @@ class Weights:
     )
     nothing: Tensor  # 0, the pair of a metric whose fields the samples lack
     loss: Tensor  # with loss weights; with a reducer of the user's own, 1 for an active token
+    unrejected: Tensor  # the same before rejections: the weight of terms that no correction changes
     identified: Tensor  # `loss` times the number by which the sample is told from others
     regularizer: Tensor  # of KL and entropy, with loss weights
     document: Tensor  # in a metric's mean over documents
@@ -174,7 +186,7 @@ class Weights:
         spread = torch.where(loss_mask, sample_weights[:, sample_ids], 0.0)
         weights = dict(zip(SAMPLE_WEIGHTS, spread.unbind(), strict=True))
         if loss_weights is not None:
-            for name in ("loss", "identified", "regularizer"):
+            for name in ("loss", "unrejected", "identified", "regularizer"):
                 weights[name] = weights[name] * loss_weights
         return cls(**dict(zip(COUNTS, counts.unbind(), strict=True)), **weights)
 
@@ -186,11 +198,13 @@ COUNTS, SAMPLE_WEIGHTS = _NAMES[: _NAMES.index("loss")], _NAMES[_NAMES.index("lo
 def host_weights(
     config: PolicyLossConfig, batch: PackedBatch, totals: StepTotals, share: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute `COUNTS` [counts] and `SAMPLE_WEIGHTS` [5, samples] float64 on the host, and move them to the batch's device.
+    """Compute `COUNTS` [counts] and `SAMPLE_WEIGHTS` [6, samples] float64 on the host, and move them to the batch's device.
 
     There are at least two columns, of no sample where there are fewer: the compiler makes another program for a size of 1.
     """
-    samples, counted = batch.samples, totals.counted_in(config.loss_weight_denominator)
+    samples, unit = batch.samples, config.loss_weight_denominator
+    unrejected = totals.counted_in(unit)
+    counted = totals.counted_in(unit, accepted=counts_accepted(config))
     sample_mean = AGGREGATIONS["sample_mean"]
     mode = counting = AGGREGATIONS[config.loss_aggregation]
     divisor = config.loss_aggregation_divisor
@@ -207,7 +221,8 @@ def host_weights(
         ranks_scale *= coefficient_of_rank(counted.data_parallel_rank)
     counts = {
         "outer_count": outer_count,
-        "regularizer_count": sample_mean.outer_count(counted),
+        "unrejected_count": counting.outer_count(unrejected),
+        "regularizer_count": sample_mean.outer_count(unrejected),
         "gradient_divisor": config.grad_divisor or outer_count,
         "kl_coefficient": config.kl_loss_coef,
         "share": share,
@@ -220,15 +235,17 @@ def host_weights(
     }
     divisors = {
         "loss": loss_divisors,
+        "unrejected": mode.divisors_of(unrejected, samples, divisor),
         "identified": identified,
-        "regularizer": sample_mean.divisors_of(counted, samples),
+        "regularizer": sample_mean.divisors_of(unrejected, samples),
         "document": sample_mean.divisors_of(totals, samples),
-        "sequence": torch.tensor([max(sample.num_active_tokens, 1) for sample in samples]),
+        "sequence": host_float64([max(sample.num_active_tokens, 1) for sample in samples]),
     }
-    table = torch.zeros(len(SAMPLE_WEIGHTS), max(len(samples), 2), dtype=torch.float64)
+    size = len(SAMPLE_WEIGHTS), max(len(samples), 2)
+    table = torch.zeros(size, dtype=torch.float64, device="cpu")
     for row, name in enumerate(SAMPLE_WEIGHTS):
         table[row, : len(samples)] = 1.0 / divisors[name]
-    head = torch.tensor([counts[name] for name in COUNTS], dtype=torch.float64)
+    head = host_float64([counts[name] for name in COUNTS])
     numbers = to_device(torch.cat([head, table.flatten()]), batch.loss_mask.device)
     return numbers[: len(COUNTS)], numbers[len(COUNTS) :].view_as(table)
 

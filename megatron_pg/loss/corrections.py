@@ -20,7 +20,7 @@ from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.rows import ANCHOR, Row, Table
 from megatron_pg.loss.sequence import SequenceSums, sequence_units, sums_of_rank
 from megatron_pg.loss.tokens import Tokens, clamped_log_ratio, masked
-from megatron_pg.step.sample import Sample
+from megatron_pg.step.sample import Sample, number_samples
 
 LEVELS = {"token": "", "sequence": "sum_t d", "geometric": "mean_t d"}
 """Exponent of a sequence's weight, by `--tis-level`; "" for a token's."""
@@ -87,18 +87,19 @@ def apply_corrections(
 
 
 def accepted_samples(config: PolicyLossConfig, samples: Sequence[Sample]) -> list[Sample]:
-    """Mask the rejected tokens of a step's samples on the host, for `--rejection-denominator accepted`.
+    """Mark the tokens of a step's samples that no rejection drops, on the host, for `--rejection-denominator accepted`.
 
-    Called before `step_totals`, this makes the totals of the step those of what is kept, by the rejections that the data
-    alone decide: those of weights and of whole sequences (the config refuses the others with it). With
-    `--rejection-denominator original` the samples come back as they are, and the loss takes rejected tokens out of the
-    numerator alone.
+    Call it before `step_totals` or `plan_step`, and pack the samples that it returns: each has an `accepted_mask`. Their
+    policy loss is then divided by the accepted tokens of the step. KL and entropy terms and metrics keep the loss mask. It
+    needs rejections that only the data decide, of weights and of whole sequences; the config refuses others with it. With
+    `--rejection-denominator original` the samples come back as they are.
 
     Raises:
         ValueError: log-probs are missing.
     """
-    if config.rejection_denominator == "original" or not drops_tokens(config) or not samples:
+    if not counts_accepted(config) or not samples:
         return list(samples)
+    number_samples(samples)
     needed = (*MISMATCH_INPUTS, *["turn_ids"] * (config.sequence_unit == "turn"))
     for sample, name in itertools.product(samples, needed):
         if getattr(sample, name) is None:
@@ -110,12 +111,18 @@ def accepted_samples(config: PolicyLossConfig, samples: Sequence[Sample]) -> lis
     lengths = [sample.response_length for sample in samples]
     ids, sample_of_unit = sequence_units(config, samples)
     # These rejections read neither the policy in training nor advantages.
-    unread = torch.zeros(len(ids))
+    unread = torch.zeros_like(ids, dtype=torch.float32)
     tensors |= {"sample_ids": ids, "log_probs": unread, "advantages": unread}
     tokens = Tokens.masked(tensors)
     sums = SequenceSums.of_table(config, ids, sums_of_rank(config, tokens, len(sample_of_unit)))
     masks = torch.split(apply_corrections(config, tokens, unread, sums).loss_mask, lengths)
-    return [dataclasses.replace(s, loss_mask=mask) for s, mask in zip(samples, masks, strict=True)]
+    both = zip(samples, masks, strict=True)
+    return [dataclasses.replace(sample, accepted_mask=mask) for sample, mask in both]
+
+
+def counts_accepted(config: PolicyLossConfig) -> bool:
+    """Tell whether the policy loss is divided by what rejections leave."""
+    return config.rejection_denominator == "accepted" and drops_tokens(config)
 
 
 def drops_tokens(config: PolicyLossConfig) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.loss.aggregation import COUNTS, Weights
-from megatron_pg.loss.checksum import CHECKSUM, CHECKSUMS, check_checksum, warn_once
+from megatron_pg.loss.checksum import CHECKSUM, CHECKSUMS, check_checksum
 from megatron_pg.loss.metric_table import (
     DERIVED,
     METRICS,
@@ -84,7 +84,8 @@ def _layout(table: PairTable, device: torch.device) -> Tensor:
     laid = [*CHECKSUMS, *sums, "document", "active", *table.reported, *COUNTS]
     pairs = [(name, "share") for name in (*table.reported, *CHECKSUMS)]
     pairs += [(name if name in sums else "nothing", KINDS[kind][1]) for name, kind in table.rows]
-    return to_device(torch.tensor([list(map(laid.index, pair)) for pair in pairs]), device)
+    places = torch.tensor([list(map(laid.index, pair)) for pair in pairs], device="cpu")
+    return to_device(places, device)
 
 
 def checksums(weights: Weights, positions: Tensor) -> Tensor:
@@ -262,12 +263,6 @@ def reduce_metrics(
     if not math.isfinite(reduced["loss"]):
         report_nan_tokens(counted, "its logits, its log-probs (old, ref, rollout) and its teacher")
     reduced[CHECKSUM] = check_checksum(config, reduced, micro_batches)
-    if config.rejection_denominator == "accepted" and reduced.get("rejected_fraction", 0.0) > 0:
-        warn_once(
-            "rejection_denominator",
-            "--rejection-denominator accepted, and the loss still rejected tokens that the step's "
-            "totals count: call accepted_samples(config, samples) before step_totals and pack",
-        )
     if config.kl_target is not None:
         reduced["kl_loss_coef"] = config.kl_loss_coef
     if policy_version is not None:

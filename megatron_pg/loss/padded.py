@@ -120,7 +120,7 @@ def reduce_padded(
         )
     if mode.defaults_to_own_tokens and rollout_id is None:
         denominators = mask.sum(dim=1, dtype=torch.float64)  # bfloat16 would round the counts
-        divisors = torch.as_tensor(mode.divisors(denominators, divisor))
+        divisors = torch.as_tensor(mode.divisors(denominators, divisor), device=mask.device)
     else:
         # Looked up by id: no row is counted here, and no device waited for.
         rows = _counted_rows([0] * len(mask), group_index, rollout_id)

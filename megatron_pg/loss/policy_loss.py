@@ -4,7 +4,8 @@ r"""The policy loss of one micro-batch on one rank.
     aggregate(x) = sum over this rank's tokens of weight * x, divided by a count of the whole step
 
 `aggregate` has the weights of `--loss-aggregation`, `mean` those of the sample mean unless `--regularizer-aggregation` is loss;
-beta is `kl_loss_coef`, c `entropy_coef`, d `distill_coef`. Corrections change pg alone.
+beta is `kl_loss_coef`, c `entropy_coef`, d `distill_coef`. Corrections change only pg: the other terms sum and count the
+tokens that are active before any rejection.
 Summed over ranks and micro-batches this is the objective of the step, since weights and counts are fixed by the whole step
 before it begins (`aggregation.py`). Objectives, corrections and KL estimates are rows of tables, chosen by name. The data come
 as tensors by name: a CPU runs the function operator by operator, the compiler traces it, and the fused head calls it chunk by
@@ -49,7 +50,7 @@ def policy_loss(
     pg_loss = quotient(pg_sum, weights.outer_count)
 
     def aggregated(x: Tensor) -> Tensor:
-        return quotient(reduce(x, weights.loss), weights.outer_count)
+        return quotient(reduce(x, weights.unrejected), weights.unrejected_count)
 
     def regularizer(x: Tensor) -> Tensor:
         if config.regularizer_aggregation == "loss":
@@ -67,9 +68,10 @@ def policy_loss(
         terms["distill_loss"] = aggregated(tokens.given("divergence"))
         penalties.append(config.distill_coef * terms["distill_loss"])
     loss = terms["loss"] = sum(penalties, start=pg_loss)
-    if config.grad_divisor is not None and config.regularizer_aggregation == "loss":
-        loss = loss * (weights.outer_count / weights.gradient_divisor).to(loss.dtype)
-    elif config.grad_divisor is not None:
+    if config.grad_divisor is not None:
+        if config.regularizer_aggregation == "loss":
+            factor = weights.unrejected_count / weights.gradient_divisor
+            penalties = [penalty * factor.to(penalty.dtype) for penalty in penalties]
         loss = sum(penalties, start=quotient(pg_sum, weights.gradient_divisor))
     if config.divide_gradient_twice:
         loss = quotient(loss, weights.outer_count)

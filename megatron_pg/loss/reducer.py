@@ -14,7 +14,7 @@ from megatron_pg.loss.aggregation import AGGREGATIONS, Aggregation, checked_aggr
 from megatron_pg.loss.corrections import drops_tokens
 from megatron_pg.step.batch import PackedBatch, to_device
 from megatron_pg.step.token_window import TokenWindow
-from megatron_pg.step.values import check_mask, refuse_values
+from megatron_pg.step.values import check_mask, host_float64, host_tensor, refuse_values
 
 Reducer = Callable[[Tensor], Tensor]
 """A function reducer(x): x [window], the per-token loss of this rank's window -> 0-d inner sum of this rank."""
@@ -77,8 +77,8 @@ def get_pg_loss_reducer(
     if calculate_per_token_loss:
         mode, divisor, denominators = AGGREGATIONS["token_mean"], None, None
     elif denominators is None and mode.defaults_to_own_tokens:
-        lengths = torch.tensor(window.response_lengths, dtype=torch.int64)
-        sample_ids = torch.arange(window.num_samples).repeat_interleave(lengths)
+        lengths = torch.tensor(window.response_lengths, dtype=torch.int64, device="cpu")
+        sample_ids = torch.arange(window.num_samples, device="cpu").repeat_interleave(lengths)
         own = mask.new_zeros(window.num_samples)
         denominators = own.index_add_(0, to_device(sample_ids, mask.device), mask)
     elif denominators is None and mode.denominator:
@@ -180,7 +180,7 @@ def _checked_denominators(
             f"denominators are given and the aggregation is {mode.name}, which divides by none: leave them out, or "
             "choose sample_mean or prompt_mean"
         )
-    values = torch.as_tensor(denominators, dtype=torch.float64)
+    values = host_tensor(denominators).to(torch.float64)
     if values.shape != (num_samples,):
         raise ValueError(
             f"denominators has shape {list(values.shape)}, expected one per sample ({num_samples})"
@@ -198,7 +198,7 @@ def _flat_mask(response_lengths: Sequence[int], loss_masks: Sequence[Tensor]) ->
             f"loss_masks has {len(loss_masks)} samples and response_lengths {len(response_lengths)}: give one of each "
             "per sample"
         )
-    masks = list(map(torch.as_tensor, loss_masks))
+    masks = list(map(host_tensor, loss_masks))
     for sample, (mask, length) in enumerate(zip(masks, response_lengths, strict=True)):
         if mask.shape != (length,):
             raise ValueError(
@@ -206,4 +206,4 @@ def _flat_mask(response_lengths: Sequence[int], loss_masks: Sequence[Tensor]) ->
             )
         if mask.device.type == "cpu":
             check_mask(f"loss_masks[{sample}]", mask)
-    return torch.cat(masks or [torch.zeros(0)]).to(torch.float64)
+    return torch.cat(masks or [host_float64([])]).to(torch.float64)

@@ -62,12 +62,13 @@ def sequence_sum_names(config: PolicyLossConfig) -> tuple[str, ...]:
 
 def sequence_units(config: PolicyLossConfig, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
     """Return the unit of each response token of the samples laid end to end, and the sample of each unit, int64 on the host."""
-    lengths = torch.tensor([sample.response_length for sample in samples], dtype=torch.int64)
-    samples_of_tokens = torch.arange(len(samples)).repeat_interleave(lengths)
+    lengths = torch.tensor([s.response_length for s in samples], dtype=torch.int64, device="cpu")
+    numbers = torch.arange(len(samples), device="cpu")
+    samples_of_tokens = numbers.repeat_interleave(lengths)
     if config.sequence_unit == "sequence":
-        return samples_of_tokens, torch.arange(len(samples))
+        return samples_of_tokens, numbers
     turns = [sample.turn_ids for sample in samples if sample.turn_ids is not None]
-    is_first = torch.ones(len(samples_of_tokens), dtype=torch.bool)
+    is_first = torch.ones_like(samples_of_tokens, dtype=torch.bool)
     turn_ids = torch.cat([samples_of_tokens[:0], *turns])
     is_first[1:] = (samples_of_tokens.diff() != 0) | (turn_ids.diff() != 0)
     return is_first.cumsum(0) - 1, samples_of_tokens[is_first]

@@ -30,7 +30,8 @@ __all__ = [
     "torch_block_spec",
 ]
 
-__getattr__ = exports_of_megatron(
+__getattr__, __dir__ = exports_of_megatron(
+    __name__,
     {
         "megatron_pg.megatron.cpu.layer_spec": ("torch_block_spec",),
         "megatron_pg.megatron.cpu.runtime": ("enable_cpu_runtime",),
@@ -43,5 +44,5 @@ __getattr__ = exports_of_megatron(
             "compute_hidden_states",
             "compute_log_probs",
         ),
-    }
+    },
 )

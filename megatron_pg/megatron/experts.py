@@ -19,7 +19,6 @@ part of an expert's capacity. Six things of these versions are made right here:
 import functools
 import inspect
 import itertools
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,8 +32,7 @@ from megatron_pg.config import versions
 from megatron_pg.megatron.groups import ParallelGroups, chunks_of, unwrapped
 from megatron_pg.megatron.scale_contract import has_router_loss
 from megatron_pg.step.batch import PackedBatch, to_device
-
-logger = logging.getLogger(__name__)
+from megatron_pg.step.values import host_tensor
 
 
 def take_padding_mask(model: Any, groups: ParallelGroups) -> bool:
@@ -65,8 +63,6 @@ def take_padding_mask(model: Any, groups: ParallelGroups) -> bool:
             "--moe-router-load-balancing-type quantile_balancing: its quantiles count padding, and Megatron refuses a "
             "padding_mask there; use another type"
         )
-    if reason := _choice_by_rank(config):
-        _warn_of_choice(reason)
     for chunk in chunks:
         if not hasattr(chunk, "_cuts_padding_mask"):
             if counts_tokens and versions.multiplies_by_ranks():
@@ -187,8 +183,8 @@ def _weighted_z_loss(router: Any, logits: Tensor, padding_mask: Tensor | None = 
 def _scale_of_a_rank(config: Any, size: int, before: Any = None) -> Tensor:
     """Return the scale of the routers' losses, in the place of the schedule's, which 0.19.2 makes `size` times too large."""
     if before is not None:  # the trainer's own `moe_grad_scale_func`
-        return torch.as_tensor(before()) / size
-    one = torch.ones(1, device=torch.cuda.current_device())
+        return host_tensor(before()) / size
+    one = torch.ones(1, dtype=torch.float32, device=torch.cuda.current_device())
     scale: Tensor = one if config.grad_scale_func is None else config.grad_scale_func(one)
     return scale / size
 
@@ -206,27 +202,3 @@ def _require_count_of_group(chunk: Any) -> None:
                 "by each rank's own tokens, and padding makes these differ. Turn per-token mode off (the policy gradient is the "
                 "same)"
             )
-
-
-def drops_tokens(config: Any) -> bool:
-    """Tell whether an expert may get more tokens than `--moe-expert-capacity-factor` lets it take."""
-    capacity = config.moe_expert_capacity_factor
-    return bool(capacity is not None and capacity * config.moe_router_topk < config.num_moe_experts)
-
-
-def _choice_by_rank(config: Any) -> str | None:
-    """Say why experts of a token depend on the other tokens of its rank; None where they do not."""
-    if drops_tokens(config):
-        return f"--moe-expert-capacity-factor {config.moe_expert_capacity_factor}: an expert drops tokens"
-    if config.moe_router_load_balancing_type == "sinkhorn":
-        return "--moe-router-load-balancing-type sinkhorn: a router chooses"
-    return None
-
-
-@functools.cache
-def _warn_of_choice(reason: str) -> None:
-    logger.warning(
-        "%s by all tokens of a micro-batch on one rank, padding included. The gradient depends on how a step is cut: over "
-        "micro-batches, context and sequence parallelism (said once)",
-        reason,
-    )

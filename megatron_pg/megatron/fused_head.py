@@ -17,7 +17,7 @@ from megatron_pg.head.chunks import largest_chunk
 from megatron_pg.loss.from_logits import check_vocabulary, teacher_of
 from megatron_pg.loss.metrics import MicroBatchMetrics
 from megatron_pg.loss.micro_batch import GradientScope, MicroBatchLoss
-from megatron_pg.step.batch import PackedBatch, to_device
+from megatron_pg.step.batch import RESPONSE_FIELDS, PackedBatch, to_device
 
 PRODUCT = LogitTransform()
 """Of an output layer that computes its product only."""
@@ -79,9 +79,9 @@ class OutputRows:
         The parts are of the same samples on every rank of the context-parallel group, and may be empty on one. Rows have to
         be in the window's order.
         """
-        masks = [torch.zeros(0)] + [sample.loss_mask for sample in self._batch.samples]
-        borders = self._batch.window.sample_borders(torch.cat(masks).bool(), size)
-        ends: list[int] = torch.searchsorted(self._samples, torch.tensor(borders)).diff().tolist()
+        masks = of_all_responses("loss_mask", self._batch)
+        borders = torch.tensor(self._batch.window.sample_borders(masks, size), device="cpu")
+        ends: list[int] = torch.searchsorted(self._samples, borders).diff().tolist()
         return ends
 
 
@@ -190,18 +190,21 @@ class FusedHead:
         return self._rows.of_whole_samples(size)
 
 
+def of_all_responses(field: str, batch: PackedBatch) -> Tensor:
+    """Lay a field of all samples' response tokens end to end, on the host."""
+    return torch.cat([RESPONSE_FIELDS[field], *(getattr(s, field) for s in batch.samples)])
+
+
 def active_rows(batch: PackedBatch, scope: GradientScope | None) -> tuple[Tensor, int]:
     """List the scored tokens of the window, [active tokens] int64 on the host; count those with a gradient, which come first.
 
     Where the policy objective is the only term of the loss, a token whose advantage is 0 has none: its log-prob is
     wanted for the metrics alone. Where other tokens wait for it, tokens stay in the window's order.
     """
-    in_window, nothing = batch.window.response_indices, [torch.zeros(0)]
-    active = torch.cat(nothing + [sample.loss_mask for sample in batch.samples])[in_window].bool()
-    with_gradient = active
+    in_window = batch.window.response_indices
+    with_gradient = active = of_all_responses("loss_mask", batch)[in_window]
     if scope is not None and scope.tokens == "token" and scope.leaves_out_zero_advantages:
-        advantages = torch.cat(nothing + [sample.advantages for sample in batch.samples])
-        with_gradient = active & (advantages[in_window] != 0)
+        with_gradient = active & (of_all_responses("advantages", batch)[in_window] != 0)
     first = with_gradient.nonzero()[:, 0]
     rest = (active & ~with_gradient).nonzero()[:, 0]
     return torch.cat([first, rest]), len(first)

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_pg.config.versions import derives_multi_token_labels
+from megatron_pg.step.values import host_tensor
 
 
 @dataclass
@@ -35,9 +36,10 @@ class MultiTokenScale:
 
     def __call__(self) -> Tensor:
         if self.before is not None:
-            return torch.as_tensor(self.before()) * self.factor
-        scale, one = self.config.grad_scale_func, torch.ones(1, device=self.device)
-        return torch.as_tensor(one if scale is None else scale(one)) * self.factor
+            return host_tensor(self.before()) * self.factor
+        one = torch.ones(1, dtype=torch.float32, device=self.device)
+        scale = self.config.grad_scale_func
+        return host_tensor(one if scale is None else scale(one)) * self.factor
 
 
 def scale_multi_token_loss(
@@ -96,7 +98,8 @@ def _measure(model_config: Any, context_group: Any, device: torch.device) -> flo
     config.grad_scale_func = config.mtp_grad_scale_func = config.num_moe_experts = None
     config.calculate_per_token_loss, config.timers = False, None
     bounds = torch.tensor([0, tokens * size], dtype=torch.int32, device=device)
-    hidden_states = torch.zeros(2 * tokens, 1, 1, device=device, requires_grad=True)
+    like: dict[str, Any] = {"dtype": torch.float32, "device": device}
+    hidden_states = torch.zeros(2 * tokens, 1, 1, **like, requires_grad=True)
     # The weights of all ranks add up to less than 1: Megatron divides by a sum above 1.
     weight = 0.5 / (tokens * size)
     scaler: Any = multi_token_prediction.MTPLossAutoScaler
@@ -104,7 +107,7 @@ def _measure(model_config: Any, context_group: Any, device: torch.device) -> flo
     try:
         schedules.forward_step_calc_loss(
             model=None,
-            output_tensor=torch.zeros(1, device=device),
+            output_tensor=torch.zeros(1, **like),
             loss_func=None,
             config=config,
             vp_stage=None,
@@ -118,7 +121,7 @@ def _measure(model_config: Any, context_group: Any, device: torch.device) -> flo
             output = multi_token_prediction.process_mtp_loss(
                 hidden_states=hidden_states,
                 labels=None,
-                loss_mask=torch.full((1, tokens), weight, device=device),
+                loss_mask=torch.full((1, tokens), weight, **like),
                 output_layer=lambda hidden, **_: (hidden, None),
                 output_weight=None,
                 runtime_gather_output=None,

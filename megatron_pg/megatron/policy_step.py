@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.config.policy_loss import require_config
-from megatron_pg.loss.aggregation import AGGREGATIONS
+from megatron_pg.loss.aggregation import require_totals
 from megatron_pg.loss.from_logits import head_options, loss_of_logits
 from megatron_pg.loss.metrics import SumsReport, reduce_metrics
 from megatron_pg.loss.micro_batch import MicroBatchLoss, gradient_scope
@@ -28,7 +28,8 @@ from megatron_pg.megatron.output_layer import (
 )
 from megatron_pg.megatron.routing_replay import RoutingReplay
 from megatron_pg.megatron.scale_contract import ScheduleOutput, scale_contract
-from megatron_pg.megatron.training_loop import require_training_loop
+from megatron_pg.megatron.training_loop import refuse_old_gradients, require_training_loop
+from megatron_pg.megatron.varying_log_probs import require_steady_log_probs
 from megatron_pg.step.batch import PackedBatch, to_device
 from megatron_pg.step.plan import StepPlan
 from megatron_pg.step.totals import StepTotals
@@ -74,12 +75,15 @@ class PolicyStep:
         grad_divisor: `config.grad_divisor` of this step, such as the square of its number of rollouts.
         teacher_weight: of `--distill-teacher hidden` the teacher's output weight, this tensor-parallel rank's rows of it [v/tp,
             teacher's hidden], padded as the student's; read on the last pipeline stage.
+        accumulate_gradients: add to the gradients of a step before that were not zeroed, instead of
+            refusing them in backward. That step leaves its gradients unreduced.
 
     Raises:
         TypeError: the config is no `PolicyLossConfig`.
         ValueError: a `grad_divisor` out of range or with `--divide-gradient-twice`, neither a plan nor totals with a number
-            of micro-batches, the scale contract cannot be kept, a teacher by hidden states has no weight, or
-            `--replay-routing` with a model without experts.
+            of micro-batches, the scale contract cannot be kept, a teacher by hidden states has no weight,
+            `--replay-routing` with a model without experts, or a model whose log-probs vary at the same weights (dropout),
+            unless `--allow-varying-log-probs`.
         NotImplementedError: `--fused-lm-head` or `--fp32-lm-head` with an output layer that they do not take, a model that
             gathers its logits, or another cut over context-parallel ranks than the zigzag.
     """
@@ -96,6 +100,7 @@ class PolicyStep:
         vocab_size: int | None = None,
         grad_divisor: float | None = None,
         teacher_weight: Tensor | None = None,
+        accumulate_gradients: bool = False,
     ) -> None:
         require_config(config)
         if grad_divisor is not None:
@@ -108,10 +113,10 @@ class PolicyStep:
                 "PolicyStep needs the totals of the step and its number of micro-batches: pass the plan that plan_step() "
                 "returned, or both totals= and num_microbatches="
             )
-        if not AGGREGATIONS.is_replaced(config):
-            # Here, and not in the loss of the last stage alone: what it refuses, every rank and stage refuses.
-            AGGREGATIONS[config.loss_aggregation].outer_count(totals)
+        # Not only in the loss of the last stage: every rank and stage refuses the same totals.
+        require_totals(config, totals)
         if model is not None:
+            require_steady_log_probs(model, config)
             set_fp32_lm_head(model, config.changes_output_layer)
             if config.fused_lm_head:
                 take_output_processor(model)
@@ -140,6 +145,7 @@ class PolicyStep:
         self.config, self.totals, self.num_microbatches = config, totals, num_microbatches
         self.groups, self.vocab_size, self.teacher_weight = groups, vocab_size, teacher_weight
         self.model, self._chunk, self._is_loop_checked = model, chunk, False
+        self._accumulates, self._has_loss = accumulate_gradients, False
         self._table_sizes = _table_sizes(chunk)
         self._masks_padding = model is not None and take_padding_mask(model, groups)
         self._replay = RoutingReplay.of_step(config.replay_routing, model, groups)
@@ -214,7 +220,11 @@ class PolicyStep:
         num_tokens = batch.num_active_tokens, batch.num_tokens
 
         def scaled_loss(output: Tensor) -> ScheduleOutput:
-            return self.scale.apply(*loss_of_output(output), *num_tokens)
+            loss, metrics = loss_of_output(output)
+            if not self._has_loss:
+                self._has_loss = True
+                refuse_old_gradients(loss, self._chunk, self.groups, self._accumulates)
+            return self.scale.apply(loss, metrics, *num_tokens)
 
         return MicroBatchHead(scaled_loss, inputs | added, added)
 
@@ -324,8 +334,9 @@ def packed_seq_params(batch: PackedBatch) -> PackedSeqParams:
 
 def multi_token_mask(batch: PackedBatch, num_active_tokens: float) -> Tensor:
     """Make the `loss_mask=` [1, local_tokens] float32 of multi-token prediction: 1 / T at the input's active tokens, else 0."""
-    masks = [torch.zeros(0)]
+    masks = []
     for sample in batch.samples:
-        masks += [torch.zeros(sample.prompt_length), sample.loss_mask.float()]
-    weights = torch.cat([*masks, torch.zeros(1)]) / max(num_active_tokens, 1)
+        masks += [sample.loss_mask.new_zeros(sample.prompt_length), sample.loss_mask]
+    padding = torch.zeros(1, dtype=torch.bool, device="cpu")
+    weights = torch.cat([*masks, padding]).float() / max(num_active_tokens, 1)
     return to_device(weights[batch.window.token_indices], batch.tokens.device)[None]

@@ -14,8 +14,8 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megatron_pg.loss.metrics import SumsReport
-from megatron_pg.megatron.experts import drops_tokens
 from megatron_pg.megatron.groups import ParallelGroups, chunks_of, unwrapped
+from megatron_pg.megatron.varying_log_probs import drops_tokens
 from megatron_pg.step.batch import PackedBatch
 from megatron_pg.step.routed_experts import largest_expert, no_choice
 
@@ -114,7 +114,7 @@ class RoutingReplay:
                 kind in ("sinkhorn", "quantile_balancing")
             ),
             f"--moe-expert-capacity-factor {capacity}: experts would drop tokens that the engine gave them": (
-                drops_tokens(config)
+                drops_tokens(vars(config))
             ),
         }
         for obstacle, is_present in obstacles.items():
@@ -194,7 +194,7 @@ class RoutingReplay:
         counts = [r.agreement for r in self._replays if r.agreement is not None]
         for replay in self._replays:
             replay.begin_step()
-        nothing = torch.zeros(1, 2, dtype=torch.float64)
+        nothing = torch.zeros(1, 2, dtype=torch.float64, device="cpu")
         return SumsReport(torch.stack(counts).sum(0)[None] if counts else nothing, _agreement)
 
 

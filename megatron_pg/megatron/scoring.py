@@ -26,10 +26,11 @@ from megatron_pg.megatron.policy_step import MicroBatchHead, model_inputs
 from megatron_pg.megatron.routing_replay import RoutingReplay
 from megatron_pg.megatron.scale_contract import ScheduleOutput
 from megatron_pg.megatron.schedule import run_micro_batches
+from megatron_pg.megatron.varying_log_probs import require_steady_log_probs
 from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.plan import StepPlan, plan_step
-from megatron_pg.step.sample import Sample
+from megatron_pg.step.sample import Sample, number_samples
 
 NEEDED = {
     "kept_tokens": "which --replay-sampling-set needs: give Sample(kept_tokens=...), with an empty set for each token where all "
@@ -70,7 +71,7 @@ def compute_log_probs(
     the same config: with the same budget and the same parameters the ratio of the next step is 1.
 
     The model runs under `torch.no_grad()` in eval mode; every module gets its own mode back. No gradient, buffer of DDP or
-    state of a random generator changes, unless the model draws in eval mode (`--moe-input-jitter-eps`).
+    state of a random generator changes.
 
     Args:
         model: on this rank's device, wrapped (DDP, Float16Module) or not, or the list of chunks of a virtual pipeline.
@@ -87,12 +88,14 @@ def compute_log_probs(
         numbers a response token, over context parallelism and over the pipeline, and one copy to the host.
 
     Raises:
-        ValueError: on all data-parallel ranks, where one has it: the model is not on the rank's device; a sample, which
+        ValueError: the model's log-probs vary at the same weights, unless `--allow-varying-log-probs`.
+            On all data-parallel ranks, where one has it: the model is not on the rank's device; a sample, which
             is named, is longer than the budget, has a response token outside the vocabulary, or lacks the kept sets that
             `--replay-sampling-set` needs or the experts of `--replay-routing`.
         NotImplementedError, TypeError: as for `PolicyStep`.
     """
     require_config(config)
+    require_steady_log_probs(model, config)
     groups = ParallelGroups.from_model(model) if groups is None else groups
     options = replace(head_options(config, groups.tensor, vocab_size), with_entropy=True)
 
@@ -116,7 +119,7 @@ def compute_log_probs(
             samples,
             (lambda _, output: output.reshape(2, -1)) if config.fused_lm_head else read_logits,
             output_processor=fused_scores if config.fused_lm_head else None,
-            empty_scores=torch.empty(2, 0),
+            empty_scores=torch.empty(2, 0, dtype=torch.float32, device="cpu"),
             max_tokens_per_microbatch=max_tokens_per_microbatch,
             oversized=oversized,
             groups=groups,
@@ -180,7 +183,7 @@ def compute_hidden_states(
         samples,
         lambda _, output: output.reshape(config.hidden_size, -1),
         output_processor=states_of,
-        empty_scores=torch.empty(config.hidden_size, 0, dtype=config.params_dtype),
+        empty_scores=torch.empty(config.hidden_size, 0, dtype=config.params_dtype, device="cpu"),
         max_tokens_per_microbatch=max_tokens_per_microbatch,
         oversized=oversized,
         groups=groups,
@@ -287,6 +290,7 @@ def _bare(
     samples: Sequence[Sample], chunk: Any, vocab_size: int | None, reads: Sequence[str]
 ) -> list[Sample]:
     """Leave out what scoring does not read, as some samples may have it and others not."""
+    number_samples(samples)
     for field in reads:
         for sample in samples:
             if getattr(sample, field) is None:

@@ -5,23 +5,22 @@ pipeline_parallel/schedules.py of megatron-core 0.16.0 to 0.19.2. `train` of meg
 """
 
 import functools
-import logging
 import weakref
 from typing import Any
 
+from megatron.core.distributed import finalize_model_grads
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_pg.config import versions
 from megatron_pg.megatron.groups import ParallelGroups, unwrapped
 
-logger = logging.getLogger(__name__)
-
-_last_step: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-"""Each chunk's object that `zero_grad_buffer` replaces, as it was in the last step."""
+_last_step: weakref.WeakKeyDictionary[Any, tuple[Any, Any]] = weakref.WeakKeyDictionary()
+"""By chunk the object that `zero_grad_buffer` replaces and the finalization, as of the last step."""
 
 
 def require_training_loop(chunk: Any, groups: ParallelGroups, num_microbatches: int) -> None:
-    """Refuse a loop that leaves gradients unreduced or wrongly scaled; warn once of gradients that were not zeroed.
+    """Refuse a loop that leaves gradients unreduced or wrongly scaled.
 
     Called with gradients enabled, once a step, when the schedule asks for its first micro-batch: a trainer has set the
     config by then. Reads the host alone. A ValueError says that the config of the (first) chunk lacks
@@ -46,10 +45,19 @@ def require_training_loop(chunk: Any, groups: ParallelGroups, num_microbatches: 
     if not getattr(chunk, "bucket_groups", None):  # not Megatron's DDP, or nothing to train
         return
     _require_wrapper(chunk, groups, num_microbatches)
-    ready_parameters = versions.ready_parameters(chunk.bucket_groups[0])
-    if _last_step.get(chunk) is ready_parameters:
-        _warn_of_old_gradients()
-    _last_step[chunk] = ready_parameters
+
+
+def refuse_old_gradients(
+    loss: Tensor, chunk: Any, groups: ParallelGroups, accumulates: bool
+) -> None:
+    """Have backward from a step's first loss refuse gradients of the step before in DDP's buffers.
+
+    Only backward tells a step from an evaluation with gradients on. It raises a ValueError on the
+    last pipeline stage, before any gradient is added.
+    """
+    if loss.requires_grad and getattr(chunk, "bucket_groups", None):
+        begin = functools.partial(_begin_backward, chunk, groups, accumulates)
+        loss.register_hook(begin)  # type: ignore[no-untyped-call]
 
 
 def _unreduced(chunk: Any, groups: ParallelGroups) -> str | None:
@@ -94,9 +102,28 @@ def _require_wrapper(chunk: Any, groups: ParallelGroups, num_microbatches: int) 
         )
 
 
-@functools.cache
-def _warn_of_old_gradients() -> None:
-    logger.warning(
-        "zero_grad_buffer() of the model was not called between two steps: the gradients of one are added to those of the "
-        "other. Call it on every chunk before the schedule, unless the sum is wanted (said once)"
-    )
+def _begin_backward(chunk: Any, groups: ParallelGroups, accumulates: bool, _: Tensor) -> None:
+    ready_parameters = versions.ready_parameters(chunk.bucket_groups[0])
+    before, finalization = _last_step.get(chunk, (None, None))
+    _last_step[chunk] = ready_parameters, chunk.config.finalize_model_grads_func
+    if before is not ready_parameters:
+        return
+    if not accumulates:
+        raise ValueError(
+            "zero_grad_buffer() of the model was not called since the step before, whose gradients "
+            "would be added to those of this one: call it on every chunk before each step. If the "
+            "sum is wanted: PolicyStep(accumulate_gradients=True)"
+        )
+    if chunk.config.calculate_per_token_loss:
+        raise ValueError(
+            "accumulate_gradients=True in per-token mode: the gradients of the step before would "
+            "be divided by the tokens of this one. Plan the samples of both as one step"
+        )
+    is_finalized = getattr(finalization, "func", finalization) is finalize_model_grads
+    if is_finalized and (unreduced := _unreduced(chunk, groups)):
+        raise ValueError(
+            "accumulate_gradients=True after finalize_model_grads, which would reduce the "
+            f"gradients of the step before once more: {unreduced}. Set "
+            "config.finalize_model_grads_func to a function that does nothing for all steps "
+            "except the last, or plan the samples of both as one step"
+        )

@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _write(line: Line, options: argparse.Namespace) -> str:
     """Write the flags of this package for a launch line as the YAML that `--config` reads, and say so."""
-    flags, _ = here(line.trainer, line.settings, *wanted(line, options))
+    flags = here(line.trainer, line.settings, *wanted(line, options)).flags
     if "<L>" in flags:
         raise ValueError(f"{WRITE}: give --loss-aggregation-divisor, which the line does not say")
     options.target.write_text(text_of_words(flags.split()))

@@ -30,6 +30,8 @@ class Line:
     """Open questions of the line: variables, another program."""
     passed: list[str]
     """Unknown keys that are not about the loss."""
+    given: Mapping[str, Any]
+    """All keys of the line with their values as they are written."""
 
 
 def read(path: Path | None, words: Sequence[str], name: str | None = None) -> Line:
@@ -92,9 +94,10 @@ def _line(launch: Launch, path: Path | None, name: str | None) -> Line:
         notes.append(
             f"{launch.program} is launched: defaults and loss of its own are not known here."
         )
-    others = trainer.named(launch.keys).keys() - trainer.settings.keys()
+    given = trainer.named(launch.keys)
+    others = given.keys() - trainer.settings.keys()
     passed = sorted(key for key in others if not trainer.is_elsewhere(key))
-    return Line(trainer, settings, notes, passed)
+    return Line(trainer, settings, notes, passed, given)
 
 
 def _settings(trainer: TrainerTable, launch: Launch) -> Settings:

@@ -2,14 +2,18 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.loss.aggregation import AGGREGATIONS
+from megatron_pg.migrate.accepted import refusal_of_hook, refused_flag
 from megatron_pg.migrate.line import Line
-from megatron_pg.migrate.rows import Settings, Term, TrainerTable, holds, with_terms
+from megatron_pg.migrate.rows import Settings, Term, TrainerTable, holds, shown, with_terms
 from megatron_pg.step.totals import BareSample, step_totals
 
+OLD = "give each sample the old_log_probs of the policy before the first of them"
+SETTINGS = re.compile(r".*<settings>.*\n")
+"""The line of a recipe that names the file of this package's settings in slime and miles."""
 OTHERS = {"token_sum": "sum m x", "unknown": "not known here"}
 """Formulas of a term's aggregations that are none of this package."""
 
@@ -70,6 +74,7 @@ def wanted(line: Line, options: Any) -> tuple[list[Term], str, float | None]:
     mode = options.loss_aggregation or terms[0].aggregation
     mode = mode if mode in AGGREGATIONS else "sample_mean"
     divisor = options.loss_aggregation_divisor or terms[0].divisor
+    divisor = divisor if divisor and divisor > 0 else None
     if terms[0].aggregation == "constant":
         terms[0] = terms[0]._replace(divisor=terms[0].divisor or divisor)
     return terms, mode, divisor
@@ -96,42 +101,77 @@ def lines(line: Line, options: Any) -> list[str]:
             limits.append(f"{two}: their ratio is not the coefficient (see above).")
     limits = [*limits, *line.notes] or ["nowhere that is known"]
     found += ["", "Where it is off", *(f"  - {limit}" for limit in limits)]
-    exact = trainer.recipe(mode, given).strip()
-    exact = exact.replace("<L>", f"{divisor:g}" if divisor else "<L>")
+    exact = recipe(line, terms, mode, divisor)
     found += ["", f"{mode} exactly, in {trainer.name}", *(f"  {s}" for s in exact.splitlines())]
-    flags, missing = here(trainer, given, terms, mode, divisor)
+    flags, missing, beside = here(trainer, given, terms, mode, divisor)
     if policy.aggregation not in AGGREGATIONS and not options.loss_aggregation:
         missing.append(f"aggregation={policy.aggregation}")
     is_same = "nearest" if missing else "same"
     found += ["", f"The {is_same} per-token loss in a training script of this package"]
     found += [f"  {flags}", *(f"  no counterpart here: {setting}" for setting in missing)]
+    found += [f"  not carried over: {setting}" for setting in beside]
     if "<L>" in exact + flags:
         text = "<L> is the divisor in tokens, which is not given: add --loss-aggregation-divisor"
         found += ["", text]
     return found
 
 
+def recipe(line: Line, terms: Sequence[Term], mode: str, divisor: float | None) -> str:
+    """Return the lines that make an aggregation exact in the trainer, and what refuses them in this launch line."""
+    policy, active = terms[0], [term for term in terms[1:] if term.coefficient]
+    settings = {"loss_aggregation_divisor": _number(divisor)} if mode == "constant" else {}
+    if active:
+        is_one = all(term.weighing == policy.weighing for term in active)
+        settings["regularizer_aggregation"] = "loss" if is_one else "sample_mean"
+    text = line.trainer.recipe(mode, line.settings).strip().replace("<L>", _number(divisor))
+    written = ", ".join(f"{key}: {value}" for key, value in settings.items())
+    text = text.replace("<settings>", written) if written else SETTINGS.sub("", text)
+    if refusal := refusal_of_hook(line, mode, settings):
+        text += f"\n(refused in this launch line, with the remedy: {refusal})"
+    return text
+
+
+def _number(divisor: float | None) -> str:
+    return f"{divisor:g}" if divisor else "<L>"
+
+
+class Translation(NamedTuple):
+    """A launch line in this package's words."""
+
+    flags: str
+    missing: list[str]
+    """Settings of the per-token loss without a counterpart, as `key=value`."""
+    beside: list[str]
+    """Settings of other parts of the objective that no flag carries over, with what to do."""
+
+
 def here(
     trainer: TrainerTable, given: Settings, terms: Sequence[Term], mode: str, divisor: float | None
-) -> tuple[str, list[str]]:
-    """Return the flags of this package for the trainer's settings, and each setting without a counterpart as `key=value`."""
-    flags = [f"--loss-aggregation {mode}"]
+) -> Translation:
+    """Translate the trainer's settings; every flag is one that this package's validation accepts."""
+    flags: list[str | None] = [f"--loss-aggregation {mode}"]
     if mode == "constant":
-        flags.append(f"--loss-aggregation-divisor {f'{divisor:g}' if divisor else '<L>'}")
-    known, missing = with_terms(given, terms), []
+        flags.append(f"--loss-aggregation-divisor {_number(divisor)}")
+    known, missing, beside = with_terms(given, terms), list[str](), list[str]()
     policy, active = terms[0], [term for term in terms[1:] if term.coefficient]
     if all(term.weighing == policy.weighing for term in active):
         flags += ["--regularizer-aggregation loss"] * (bool(active) and mode != "sample_mean")
     else:
         others = [term for term in active if term.aggregation != "sample_mean"]
         missing += [f"aggregation of the {term.name}={term.aggregation}" for term in others]
-    for key, row in trainer.settings.items():
-        value = given[key]
-        words = _words(row, value, known)
-        if words is None:
-            missing.append(f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}")
-        flags.append(words or "")
-    return " ".join(filter(None, flags)), missing
+    num_own = len(flags)
+    flags += [_words(row, given[key], known) for key, row in trainer.settings.items()]
+    while (index := refused_flag([words or "" for words in flags])) is not None:
+        flags[index] = None
+    for (key, row), words in zip(trainer.settings.items(), flags[num_own:], strict=True):
+        if words is None and "beside" in row:
+            beside.append(f"{key}={shown(key, given[key])}: {row['beside']}")
+        elif words is None:
+            missing.append(f"{key}={shown(key, given[key])}")
+    steps = trainer.steps(given)
+    if steps is not None and steps != 1:
+        beside.append(f"{steps:g} optimizer steps per batch of rollouts: {OLD}")
+    return Translation(" ".join(filter(None, flags)), missing, beside)
 
 
 def _words(row: Mapping[str, Any], value: Any, known: Settings) -> str | None:

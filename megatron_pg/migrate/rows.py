@@ -1,10 +1,15 @@
 """The tables of trainers, `*.toml` beside this file: one row for each setting that bears on the loss.
 
-    settings     the trainer's own keys: kind (flag, number, text, or bound: a number or words), default, choices, meaning,
+    settings     the trainer's own keys: kind (flag, number, text; bound: a number or words; count: a number, or None if
+                 the line does not say), default (`${key}`: the value of that key), choices, meaning,
                  and `here`, the flag of this package that means the same, its words by the trainer's word, or cases
-                 [condition, one of these two]; "" for a setting that is not read or not of the per-token loss. Without it
+                 [condition, one of these two]; "" for a setting that is not read or is data. Without it
                  a value that is not the default has no counterpart here; with `false` no value has. `note`, a limit for
-                 any value that is not the default; "*" in words by the trainer's word, any other word
+                 any value that is not the default; "*" in words by the trainer's word, any other word; `null`, the key
+                 whose value stands for null; `prefix`, what is taken off a word; `beside`, of a setting that is not of
+                 the per-token loss, such as advantages: what to do where it has no flag here
+    steps        what a batch of rollouts is cut into optimizer steps by: `of`, keys to multiply, `by`, the key of a step,
+                 `times`, of repetitions, `given`, a key that says the steps
     terms        of the loss: coefficient, the condition for it to be on, aggregation, and divisor, a key or a number
     limits       the cases where a setting does not do what its name says, and the factor
     exact        the lines that make an aggregation exact in this trainer, or cases [condition, lines]; <L> is the divisor
@@ -87,13 +92,16 @@ class TrainerTable:
 
     def read(self, given: Mapping[str, Any]) -> Settings:
         """Read the value of every setting; raise ValueError with all unknown keys and bad values by name."""
-        named, settings = self.named(given), {}
+        named, settings = self.named(given), dict[str, Any]()
         wrong = [error for key in named if (error := self.unknown(key))]
         for key, row in self.settings.items():
             try:
-                settings[key] = row.get("default")
+                default = REFERENCE.fullmatch(str(row.get("default")))
+                settings[key] = settings[default[1]] if default else row.get("default")
                 if key in named:
-                    settings[key] = _value(key, row, self._resolved(named[key], named))
+                    value = self._resolved(named[key], named)
+                    is_null = "null" in row and _is_null(value)
+                    settings[key] = settings[row["null"]] if is_null else _value(key, row, value)
             except ValueError as error:
                 wrong.append(str(error))
         if wrong:
@@ -144,11 +152,18 @@ class TrainerTable:
     def recipe(self, mode: str, given: Settings) -> str:
         """Return the lines that make an aggregation exact and leave the objective of each token alone."""
         cases = self.exact.get(mode, "no lines are known")
-        if isinstance(cases, str):
-            return cases
-        return _filled_in(
-            next(lines for condition, lines in cases if holds(condition, given)), given
-        )
+        if not isinstance(cases, str):
+            cases = next(lines for condition, lines in cases if holds(condition, given))
+        return _filled_in(cases, {**given, "steps": self.steps(given)})
+
+    def steps(self, given: Settings) -> float | None:
+        """Return the optimizer steps that a batch of rollouts is cut into, None if the line does not say."""
+        keys: Mapping[str, Any] = self._table["steps"]
+        if number := given[keys["given"]] if "given" in keys else None:
+            return float(number)
+        sizes, step = [given[key] for key in keys["of"]], given[keys["by"]]
+        times = given[keys["times"]] if "times" in keys else 1.0
+        return math.prod(sizes) / step * times if all([*sizes, step, times]) else None
 
     def limits(self, given: Settings, terms: Iterable[Term]) -> list[str]:
         """List the limits that apply to the line, with its values filled in."""
@@ -167,7 +182,14 @@ def with_terms(given: Settings, terms: Iterable[Term]) -> Settings:
 
 
 def _filled_in(text: str, given: Settings) -> str:
-    return re.sub(r"\{([^{}]+)\}", lambda key: str(given[key[1]]), text)
+    return re.sub(r"\{([^{}]+)\}", lambda key: shown(key[1], given[key[1]]), text)
+
+
+def shown(key: str, value: Any) -> str:
+    """Write a setting's value as the trainer reads it; `<key>` for one that the line does not say."""
+    if value is None:
+        return f"<{key}>"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def holds(condition: str, given: Settings) -> bool:
@@ -199,8 +221,14 @@ def unknown(text: str) -> str:
     return f"{text} is not here, and its settings decide the loss: run migrate in the folder of the launch, or leave it out"
 
 
+def _is_null(given: Any) -> bool:
+    return str(given).strip().lower() in ("none", "null", "~", "")
+
+
 def _value(key: str, row: Mapping[str, Any], given: Any) -> Any:
     word = str(given).strip().lower()
+    if row["kind"] == "count":
+        return float(word) if word.isdecimal() else None
     if UNKNOWN.search(word) and not (row["kind"] == "flag" and key.startswith("--")):
         raise ValueError(f"{key} is {given}: {unknown(str(given))}")
     if row["kind"] == "flag":
@@ -208,7 +236,7 @@ def _value(key: str, row: Mapping[str, Any], given: Any) -> Any:
             raise ValueError(f"{key} is {given!r}: expected true or false")
         # A flag takes no value: the word after it on the line is not its own.
         return word not in ("false", "0")
-    if word in ("none", "null", "~", ""):
+    if _is_null(given):
         return row.get("default")
     if row["kind"] in ("number", "bound"):
         try:
@@ -220,6 +248,8 @@ def _value(key: str, row: Mapping[str, Any], given: Any) -> Any:
         if not math.isfinite(number):
             raise ValueError(f"{key} is {given!r}: expected a number")
         return number
+    if isinstance(given, str):
+        given = given.removeprefix(row.get("prefix", ""))
     choices = row.get("choices", [given])
     if given not in choices:
         expected = f"expected {' '.join(choices)}{did_you_mean(given, choices)}"

@@ -139,8 +139,9 @@ def _value(value: Any) -> Any:
     if is_complete and isinstance(elements, (pa.ListArray, pa.LargeListArray)):
         ids = elements.flatten()
         if types.is_integer(ids.type) and not ids.null_count:
-            sizes = torch.tensor(elements.value_lengths().to_numpy(), dtype=torch.int64)
-            return Ragged(torch.tensor(ids.to_numpy(), dtype=torch.int64), offsets_of(sizes))
+            own = functools.partial(torch.tensor, dtype=torch.int64, device="cpu")
+            offsets = offsets_of(own(elements.value_lengths().to_numpy()))
+            return Ragged(own(ids.to_numpy()), offsets)
         if isinstance(ids, (pa.ListArray, pa.LargeListArray)):
             numbers = ids.flatten()
             lengths = [np.unique(lists.value_lengths().to_numpy()) for lists in (elements, ids)]

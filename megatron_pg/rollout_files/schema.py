@@ -26,7 +26,7 @@ from megatron_pg.step.advantages import (
 from megatron_pg.step.agreement import compute_and_gather, gather_rows
 from megatron_pg.step.counts import StepCounts
 from megatron_pg.step.ids import check_ids
-from megatron_pg.step.sample import Sample, as_integer
+from megatron_pg.step.sample import Sample, as_integer, number_samples
 from megatron_pg.step.totals import sample_counts
 from megatron_pg.step.values import refuse_values
 
@@ -105,6 +105,8 @@ class RewardedSample(Sample):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.reward is not None:
+            vars(self)["reward"] = _finite_number(f"{self.name}: reward", self.reward, NUMBER)
         if self.new_log_probs is not None:
             vars(self)["new_log_probs"] = self._checked_values("new_log_probs")
 
@@ -141,16 +143,12 @@ def sample_of_row(
     sample = RewardedSample(
         tokens=torch.cat(tokens),
         response_length=response.numel(),
-        loss_mask=values.pop("loss_mask", torch.ones(response.numel())),
+        loss_mask=values.pop("loss_mask", np.ones(response.numel())),
         has_advantages="advantages" in values,
         old_log_probs=values.pop("log_probs", None),
         **names,
         **values,
     )
-    for field in LOG_PROB_FIELDS:
-        if (log_probs := getattr(sample, field)) is not None:
-            problem = ", expected a finite number, as loss_mask keeps the token"
-            refuse_values(field, log_probs, sample.loss_mask & log_probs.isnan(), problem)
     if (kept := sample.kept_tokens) is not None and (kept.values >= limit).any():
         at = int((kept.values >= limit).nonzero()[0])
         raise ValueError(
@@ -179,11 +177,17 @@ def _value(column: str, value: Any) -> Any:
         return value
     if kind in (INTEGERS, NUMBERS) or isinstance(value, (list, np.ndarray)):
         return _vector(column, value, kind)
+    return _finite_number(column, value, kind)
+
+
+def _finite_number(where: str, value: Any, kind: str) -> float:
+    """Convert a number of Python or NumPy, or a 0-d tensor; an error begins with `where`."""
+    number = value.item() if getattr(value, "ndim", None) == 0 else value
     with contextlib.suppress(OverflowError):  # an integer beyond float64
-        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-        if is_number and math.isfinite(value):
-            return float(value)
-    raise ValueError(f"{column} is {shown(value)}, expected {kind}, finite")
+        is_number = isinstance(number, numbers.Real) and not isinstance(number, bool)
+        if is_number and math.isfinite(number):
+            return float(number)
+    raise ValueError(f"{where} is {shown(value)}, expected {kind}, finite")
 
 
 def _vector(field: str, value: Any, kind: str) -> NDArray[Any]:
@@ -244,13 +248,14 @@ def with_group_advantages(
             that stand for two things (see `megatron_pg.step.ids.check_ids`). Raised on all ranks.
     """
     needed = ("reward", "group_index") if method in OF_PROMPT_GROUPS else ("reward",)
+
+    def of_rank() -> tuple[NDArray[Any], StepCounts]:
+        number_samples(samples)
+        rewards = [_reward(sample, method, needed) for sample in samples]
+        return np.array(rewards, dtype=_REWARD), StepCounts.of([sample_counts(samples)])
+
     (mine, counts_of_rank), sizes = compute_and_gather(
-        lambda: (
-            np.array([_reward(sample, method, needed) for sample in samples], dtype=_REWARD),
-            StepCounts.of([sample_counts(samples)]),
-        ),
-        lambda _: len(samples),
-        data_parallel_group,
+        of_rank, lambda _: len(samples), data_parallel_group
     )
     counts = counts_of_rank.over_ranks(sizes, data_parallel_group)
     check_ids(counts, allow_different_prompts=allow_different_prompts)
@@ -266,7 +271,7 @@ def with_group_advantages(
         for column in (rewards, groups, counts.is_first_of_rollout)
     )
     step = advantages_of_rollouts(reward, group, is_counted, method)
-    values = torch.zeros(len(counts), dtype=torch.float32).index_put_(
+    values = torch.zeros(len(counts), dtype=torch.float32, device="cpu").index_put_(
         (torch.from_numpy(computed),), step.advantages
     )
     rank = 0 if data_parallel_group is None else dist.get_rank(data_parallel_group)

@@ -50,15 +50,15 @@ def gather_rows(
     device = "cpu" if is_on_host(group) else "cuda"
     words = mine.dtype.itemsize // 8
     start = 0 if is_even else sum(sizes[:rank])
-    table = torch.zeros(longest if is_even else total, words, dtype=torch.int64)
-    table[start : start + len(mine)] = torch.from_numpy(mine.view(np.int64).reshape(-1, words))
-    table = table.to(device)
+    rows = np.zeros((longest if is_even else total, words), dtype=np.int64)
+    rows[start : start + len(mine)] = mine.view(np.int64).reshape(-1, words)
+    table = torch.from_numpy(rows).to(device)
     if is_even:
         padded = table.new_empty(len(sizes) * longest, words)
         with naming_absent_ranks(group):
             dist.all_gather_into_tensor(padded, table, group=group)
-        numbers = torch.arange(longest).expand(len(sizes), -1)
-        table = padded.cpu()[(numbers < torch.tensor(sizes)[:, None]).flatten()]
+        is_row = np.arange(longest) < np.array(sizes)[:, None]
+        table = padded.cpu()[torch.from_numpy(is_row.flatten())]
     else:
         # Other ranks have zeros there, so that the sum is exact whatever the bits stand for.
         with naming_absent_ranks(group):
@@ -80,8 +80,8 @@ def deal(parts: Sequence[bytes], group: dist.ProcessGroup) -> list[bytes]:
         return received.cpu()
 
     sizes, ones = list(map(len, parts)), [1] * len(parts)
-    of_others = exchanged(torch.tensor(sizes), ones, ones).tolist()
-    sent = torch.tensor(np.frombuffer(b"".join(parts), dtype=np.uint8))
+    of_others = exchanged(torch.from_numpy(np.array(sizes)), ones, ones).tolist()
+    sent = torch.from_numpy(np.frombuffer(bytearray(b"".join(parts)), dtype=np.uint8))
     received = exchanged(sent, sizes, of_others).numpy()
     return [part.tobytes() for part in np.split(received, np.cumsum(of_others)[:-1])]
 

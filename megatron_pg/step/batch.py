@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,10 +19,11 @@ from megatron_pg.step.routed_experts import routed_experts_of_tokens
 from megatron_pg.step.sample import Sample, check_samples
 from megatron_pg.step.token_window import Layout, TokenWindow
 
+_NO_INTEGER = torch.zeros(0, dtype=torch.int64, device="cpu")
 RESPONSE_FIELDS = {
-    "loss_mask": torch.zeros(0, dtype=torch.bool),
-    **dict.fromkeys((*VALUE_FIELDS, "loss_weights"), torch.zeros(0)),
-    **dict.fromkeys(("policy_version", "turn_ids"), torch.zeros(0, dtype=torch.int64)),
+    "loss_mask": _NO_INTEGER.bool(),
+    **dict.fromkeys((*VALUE_FIELDS, "loss_weights"), _NO_INTEGER.float()),
+    **dict.fromkeys(("policy_version", "turn_ids"), _NO_INTEGER),
 }
 """The fields of a sample that have one value per response token, or one for all of them, and their values for no token."""
 
@@ -87,7 +89,7 @@ class PackedBatch:
         """The sets of `kept_tokens` by local row, [local_tokens] rows on the host."""
         if self.kept_tokens is None:
             return None
-        sizes = torch.zeros(self.window.local_tokens, dtype=torch.int64)
+        sizes = torch.zeros(self.window.local_tokens, dtype=torch.int64, device="cpu")
         sizes[self.window.logit_rows] = self.kept_tokens.sizes
         return Ragged(self.kept_tokens.values, offsets_of(sizes))
 
@@ -116,7 +118,7 @@ def _moved(tensors: Sequence[Tensor], device: torch.device | str) -> list[Tensor
     for content in map(_bytes_of, tensors):
         parts += [content, _PADDING[: -content.numel() % 16]]
     sizes = [part.numel() for part in parts]
-    buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
+    buffer = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=True)
     pieces = torch.cat(parts, out=buffer).to(device, non_blocking=True).split(sizes)  # type: ignore[no-untyped-call]
     pairs = zip(pieces[::2], tensors, strict=True)
     return [piece.view(tensor.dtype).view(tensor.shape) for piece, tensor in pairs]
@@ -129,7 +131,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.flatten().view(torch.uint8)
 
 
-_PADDING = torch.zeros(15, dtype=torch.uint8)
+_PADDING = torch.zeros(15, dtype=torch.uint8, device="cpu")
 
 
 def pack(
@@ -160,7 +162,7 @@ def pack(
         [sample.response_length for sample in samples],
         Layout(cp_rank, cp_size, pad_to_multiple),
     )
-    tokens = torch.cat([torch.zeros(0, dtype=torch.int64), *(s.tokens for s in samples)])
+    tokens = torch.cat([_NO_INTEGER, *(s.tokens for s in samples)])
     response_fields: dict[str, Any] = {
         name: _field_in_window(name, _response_values(name, samples), samples, window, empty)
         for name, empty in RESPONSE_FIELDS.items()
@@ -180,7 +182,7 @@ def pack(
     ids = [targets] if kept is None else [targets, kept.values]
     if "teacher_ids" in channels:
         ids.append(channels["teacher_ids"][loss_mask])
-    row_mask = torch.zeros(window.local_tokens, dtype=torch.bool)
+    row_mask = loss_mask.new_zeros(window.local_tokens)
     row_mask.index_copy_(0, window.logit_rows, loss_mask)
     return PackedBatch(
         window=window,
@@ -209,7 +211,7 @@ def pack(
 
 def coefficients_of_window(window: TokenWindow) -> Tensor:
     """Compute `PackedBatch.coefficients`."""
-    starts = torch.tensor([0, *window.response_lengths]).cumsum(0)
+    starts = torch.from_numpy(np.cumsum([0, *window.response_lengths]))
     positions = window.response_indices - starts.index_select(0, window.window_segment_ids)
     table = coefficients_of_positions(max(window.response_lengths, default=0))
     return table.index_select(0, positions)
@@ -249,23 +251,36 @@ def _field_in_window(
     elif lengths == window.total_lengths:
         indices = window.token_indices
     else:
-        raise ValueError(f"{field} is of response tokens in some samples and of all in others")
+        raise _unlike(field, given, samples)
     try:
         if all(isinstance(part, Ragged) for part in given):
             rows = Ragged.concatenate([*given, _NO_ROW])
             return rows.select(torch.where(indices < 0, len(rows) - 1, indices))
         dtypes = {part.dtype for part in given if isinstance(part, Tensor)}
         if len(dtypes) > 1:  # what they become together would depend on the packing
-            raise TypeError(f"dtypes {' and '.join(sorted(map(str, dtypes)))}")
+            raise TypeError
         whole = torch.cat(given)
     except (RuntimeError, TypeError) as error:
-        raise ValueError(
-            f"{field} differs from sample to sample in more than its rows: {error}"
-        ) from error
+        raise _unlike(field, given, samples) from error
     if indices is window.token_indices:
         return _gather_or_zero(whole, indices)
     # Indices ascend: a window that has all of them has them in this order.
     return whole if len(window) == len(whole) else whole.index_select(0, indices)
+
+
+def _unlike(field: str, parts: Sequence[Any], samples: Sequence[Sample]) -> ValueError:
+    """Make the error for parts that differ in more than their numbers of rows, naming two samples."""
+    kinds = []
+    for part, sample in zip(parts, samples, strict=True):
+        values = part.values if isinstance(part, Ragged) else part
+        rows = "all tokens" if len(part) == sample.total_length else "response tokens"
+        shape = ", ".join(map(str, (rows, *values.shape[1:])))
+        kinds.append(f"a {type(part).__name__} [{shape}] of {values.dtype}")
+    other = next((number for number, kind in enumerate(kinds) if kind != kinds[0]), 0)
+    return ValueError(
+        f"{field} is {kinds[0]} in {samples[0].name} and {kinds[other]} in {samples[other].name}: "
+        "give every sample the same"
+    )
 
 
 def _all_have(field: str, parts: Sequence[object], samples: Sequence[Sample]) -> bool:
@@ -287,4 +302,4 @@ def _gather_or_zero(values: Tensor, indices: Tensor) -> Tensor:
     return padded.index_select(0, indices + 1)
 
 
-_NO_ROW = Ragged(torch.zeros(0, dtype=torch.int64), torch.tensor([0, 0]))
+_NO_ROW = Ragged(_NO_INTEGER, torch.zeros(2, dtype=torch.int64, device="cpu"))

@@ -30,13 +30,15 @@ class BareSample(NamedTuple):
     num_active_tokens: int
     group_index: int | None = None
     rollout_id: int | None = None
-    name: str = "sample"
+    name: str = ""
     prompt_hash: int | None = None
     id_source: str | None = None
     loss_weight: float | None = None
     identity: int | None = None
     hashed_fields: tuple[str, ...] = ()
     active_coefficients: float | None = None
+    num_accepted_tokens: int | None = None
+    accepted_loss_weight: float | None = None
 
 
 CountedSample = Sample | BareSample
@@ -51,10 +53,12 @@ OPTIONAL = {
     "prompt_hash": np.uint64,
     "active_coefficients": np.float64,
     "loss_weight": np.float64,
+    "num_accepted_tokens": np.int32,
+    "accepted_loss_weight": np.float64,
 }
 """The fields of a row that may be None; of an `id_source` its hash."""
-ROW = np.dtype([("num_active_tokens", np.int64), ("filled", np.int32), *OPTIONAL.items()])
-"""One sample on the wire, 56 bytes; bit i of `filled` is 0 where the i-th optional field is None."""
+ROW = np.dtype([("num_active_tokens", np.int32), ("filled", np.int32), *OPTIONAL.items()])
+"""One sample on the wire, 64 bytes; bit i of `filled` is 0 where the i-th optional field is None."""
 
 
 class Place(NamedTuple):
@@ -69,8 +73,11 @@ class Place(NamedTuple):
         return self.rank if self.ids.id_source is None else self.ids.id_source
 
     def __str__(self) -> str:
-        where = self.ids.id_source or f"number {self.number} of data-parallel rank {self.rank}"
-        return f"{self.ids.name} ({where})"
+        name = self.ids.name or f"sample {self.number}"
+        rank = f"of data-parallel rank {self.rank}"
+        if name == f"sample {self.number}" and self.ids.id_source is None:
+            return f"{name} {rank}"
+        return f"{name} ({self.ids.id_source or f'number {self.number} {rank}'})"
 
 
 class StepCounts(Sequence[CountedSample]):

@@ -28,7 +28,8 @@ CHUNK = 128
 CRITIC_FIELDS = ("old_values", "returns")
 VALUE_FIELDS = ("advantages", *LOG_PROB_FIELDS, *CRITIC_FIELDS)
 """Fields that a trainer may fill after the step is counted. Fields that are filled by then are hashed."""
-_NONE, _NOT_KEPT = torch.zeros(0, dtype=torch.bool), torch.zeros(1, dtype=torch.bool)
+_NOT_KEPT = torch.zeros(1, dtype=torch.bool, device="cpu")
+_NONE = _NOT_KEPT[:0]
 
 
 def filled_fields(samples: Sequence[Any]) -> tuple[str, ...]:
@@ -172,7 +173,7 @@ def coefficients_of(samples: Sequence[Any], fields: tuple[str, ...]) -> Tensor:
     """Compute the coefficients [len(samples)] float64 of samples whose identities have these fields."""
     store_hashes(samples, fields)
     identities = np.array([vars(sample)["identity"] for sample in samples], dtype=np.uint64)
-    return torch.as_tensor(coefficient_of(identities), dtype=torch.float64)
+    return torch.from_numpy(coefficient_of(identities))
 
 
 def coefficient_of(identity: Any) -> Any:

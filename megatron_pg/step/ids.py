@@ -71,8 +71,8 @@ def odd_group(counts: StepCounts, groups: Groups) -> str:
     more = f"; {others} more differ" if others else ""
     (first,) = counts.places([int(groups.first[odd[0]])])
     return (
-        f"prompt group {first.ids.group_index} has {groups.sizes[odd[0]]} rollouts in the step (the first is {first.ids.name}) "
-        f"and most groups have {usual}{more}"
+        f"prompt group {first.ids.group_index} has {groups.sizes[odd[0]]} rollouts in the step "
+        f"(the first is {first}) and most groups have {usual}{more}"
     )
 
 

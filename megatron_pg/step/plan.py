@@ -83,6 +83,7 @@ def plan_step(
 
     def plan_rank() -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...], StepCounts]:
         check_samples("plan_step", samples)
+        counts = StepCounts.of([sample_counts(samples)])  # first: it numbers them, for errors
         PlanningConfig(max_tokens_per_microbatch, oversized_samples=oversized)  # checks them
         lengths = [layout.padded_length(sample.total_length) for sample in samples]
         if max_tokens_per_microbatch < layout.least_tokens:
@@ -109,7 +110,6 @@ def plan_step(
         )
         microbatches = tuple(tuple(members.tolist()) for members in bins)
         loads = (sum(lengths[index] for index in members) for members in microbatches)
-        counts = StepCounts.of([sample_counts(samples)])
         return microbatches, tuple(map(layout.packed_length, loads)), counts
 
     (microbatches, tokens, counts), everyone = compute_and_gather(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from megatron_pg.step.values import has_integers
+from megatron_pg.step.values import has_integers, host_tensor
 
 LARGEST_ID = 2**15 - 1
 
@@ -32,7 +32,7 @@ def checked_routed_experts(where: str, routed: Any, total_length: int) -> Tensor
     if isinstance(routed, Tensor) and routed in _largest and routed.shape[1] == total_length:
         return routed
     try:
-        experts = torch.as_tensor(routed)
+        experts = host_tensor(routed)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ValueError(f"{where} is no array of numbers ({error})") from error
     shape = list(experts.shape)
@@ -103,16 +103,20 @@ def routed_experts_of_tokens(parts: Sequence[Tensor], token_indices: Tensor) -> 
     Raises:
         ValueError: samples with different numbers of layers, or of experts a token.
     """
-    if len({(part.shape[0], part.shape[2]) for part in parts}) > 1:
-        shapes = ", ".join(str(list(part.shape)) for part in parts[:4])
-        raise ValueError(f"routed_experts differs from sample to sample in layers or k: {shapes}")
+    shapes = [[part.shape[0], part.shape[2]] for part in parts]
+    if len(set(map(tuple, shapes))) > 1:
+        other = [shape == shapes[0] for shape in shapes].index(False)
+        raise ValueError(
+            f"routed_experts has [layers, k] {shapes[0]} in sample 0 of the micro-batch and "
+            f"{shapes[other]} in sample {other}: give every sample the same"
+        )
     dtype = torch.uint8 if all(part.dtype == torch.uint8 for part in parts) else torch.int16
     by_token = [_as_type(part.transpose(0, 1), dtype).numpy() for part in parts]
     ends = list(itertools.accumulate(map(len, by_token)))
     indices = token_indices.numpy()
     is_pinned = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     shape = len(indices), *by_token[0].shape[1:]
-    laid_out = torch.empty(shape, dtype=dtype, pin_memory=is_pinned)
+    laid_out = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=is_pinned)
     rows = laid_out.numpy()
     # A run of tokens ascends by one, through samples that follow each other. Padding is a run too.
     is_end = np.where(indices[:-1] < 0, indices[1:] >= 0, np.diff(indices) != 1)
@@ -152,7 +156,7 @@ def routed_experts_of_engine(experts: Any, total_length: int, *, most_missing: i
     Raises:
         ValueError: no integers, another number of dimensions, more entries than tokens, or too few.
     """
-    given = torch.tensor(np.asarray(experts))
+    given = torch.tensor(np.asarray(experts), device="cpu")
     if not has_integers(given):
         raise ValueError(f"the engine's routed experts are {given.dtype}, expected integers")
     missing = total_length - len(given)

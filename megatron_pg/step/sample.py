@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import numbers
 import operator
 import reprlib
@@ -23,11 +24,19 @@ from megatron_pg.step.values import (
     checked_kept_tokens,
     checked_side_channels,
     has_integers,
+    host_tensor,
     refuse_values,
 )
 
-Values = Tensor | Sequence[float] | Sequence[int]
-"""A per-token field as a caller gives it: a host tensor or a plain sequence of numbers."""
+Values = Tensor | Sequence[float | None] | Sequence[int]
+"""A per-token field as a caller gives it: a host tensor or a sequence of numbers, None where masked."""
+_numbers = itertools.count()
+
+
+class NumberedName(str):
+    """The name of a sample that was given none: a number, which `number_samples` replaces."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +57,7 @@ class Sample:
     """Response tokens; 0 is legal and contributes nothing, `total_length` is not (the prompt has a token)."""
     loss_mask: Tensor
     """The loss mask [response_length] bool, given as 0 and 1: which response tokens the objective counts."""
-    advantages: Tensor = torch.zeros(())
+    advantages: Tensor = torch.zeros((), dtype=torch.float32, device="cpu")
     """The advantages [response_length] float32."""
     old_log_probs: Tensor | None = None
     """Log-probs [response_length] float32, in nats, under the policy that the step starts from."""
@@ -60,8 +69,9 @@ class Sample:
     """The prompt group, any int64: all samples of one prompt in the step share it."""
     rollout_id: int | None = None
     """Samples with the same id, any int64, are one rollout; None makes this sample a rollout of its own."""
-    name: str = "sample"
-    """Name of this sample in error messages."""
+    name: str = ""
+    """Name of this sample in messages. An empty name becomes a number: among the samples of this process, with the ids,
+    and later the place in the list that `step_totals` or `plan_step` gets."""
     id_source: str | None = None
     """The source that numbered the ids, such as a file; None is the data-parallel rank that trains on the sample. The samples
     of a rollout that lies on several ranks have the same name here."""
@@ -86,6 +96,9 @@ class Sample:
     side_channels: Mapping[str, Tensor | Ragged] = dataclasses.field(default_factory=dict)
     """Other values that travel with the tokens through `pack`, by a name of your own: [response_length, ...] or
     [total_length, ...] of any dtype, or a `Ragged` of as many rows."""
+    accepted_mask: Tensor | None = None
+    """The active tokens that no rejection drops, [response_length] bool, for `--rejection-denominator accepted`;
+    `accepted_samples` fills it."""
 
     if TYPE_CHECKING:
         # A caller may give more types than are stored; the dataclass makes the code.
@@ -100,7 +113,7 @@ class Sample:
             rollout_log_probs: Values | None = None,
             group_index: int | None = None,
             rollout_id: int | None = None,
-            name: str = "sample",
+            name: str = "",
             id_source: str | None = None,
             loss_weights: Values | None = None,
             policy_version: int | None = None,
@@ -110,14 +123,14 @@ class Sample:
             routed_experts: Tensor | Sequence[Sequence[Sequence[int]]] | None = None,
             turn_ids: Values | None = None,
             side_channels: Mapping[str, Tensor | Ragged] = MappingProxyType({}),
+            accepted_mask: Values | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
-        tokens = self._vector("tokens")
-        if tokens.numel() and not has_integers(tokens):
-            raise ValueError(f"{self.name}: tokens has dtype {tokens.dtype}, expected integers")
         stored = vars(self)
-        stored["tokens"] = tokens.to(torch.int64, copy=True)
+        if not self.name:
+            stored["name"] = self._numbered_name()
+        stored["tokens"] = self._integers("tokens")
         for field in ("response_length", "group_index", "rollout_id", "policy_version"):
             value = getattr(self, field)
             if value is not None or field == "response_length":
@@ -126,7 +139,8 @@ class Sample:
             f"{self.name}: response_length", self.response_length, "total_length", self.total_length
         )
         # A prompt may hold placeholders below 0; a response token is looked up in the vocabulary.
-        is_wrong = (torch.arange(self.total_length) >= self.prompt_length) & (self.tokens < 0)
+        is_wrong = self.tokens < 0
+        is_wrong[: self.prompt_length] = False
         problem = ", a response token: expected an id of the vocabulary, 0 or more"
         refuse_values(f"{self.name}: tokens", self.tokens, is_wrong, problem)
         loss_mask = self._vector("loss_mask", self.response_length).double()
@@ -137,6 +151,8 @@ class Sample:
                 stored[field] = self._checked_values(field)
         if self.turn_ids is not None:
             stored["turn_ids"] = self._checked_turns()
+        if self.accepted_mask is not None:
+            stored["accepted_mask"] = self._checked_acceptance()
         if self.kept_tokens is not None:
             where, targets = f"{self.name}: kept_tokens", self.tokens[self.prompt_length :]
             stored["kept_tokens"] = checked_kept_tokens(
@@ -172,6 +188,18 @@ class Sample:
         return None if self.loss_weights is None else float(self.loss_weights.double().sum())
 
     @functools.cached_property
+    def num_accepted_tokens(self) -> int | None:
+        """Active tokens that no rejection drops; None without `accepted_mask`."""
+        return None if self.accepted_mask is None else int(self.accepted_mask.sum())
+
+    @functools.cached_property
+    def accepted_loss_weight(self) -> float | None:
+        """The sum of the loss weights over these tokens; None without `accepted_mask` or `loss_weights`."""
+        if self.accepted_mask is None or self.loss_weights is None:
+            return None
+        return float(self.loss_weights.double()[self.accepted_mask].sum())
+
+    @functools.cached_property
     def identity(self) -> int:
         """A 64-bit hash of what the sample is: tokens, response length, loss mask, loss weights and kept sets; of advantages,
         log-probs, `old_values` and `returns` those that every sample of the step had when it was counted.
@@ -185,15 +213,17 @@ class Sample:
         store_hashes([self])
         return self.prompt_hash
 
+    def _numbered_name(self) -> NumberedName:
+        ids = {field: getattr(self, field) for field in ("group_index", "rollout_id")}
+        given = ", ".join(f"{field} {value}" for field, value in ids.items() if value is not None)
+        name = f"sample {next(_numbers)} of this process"
+        return NumberedName(f"{name} ({given})" if given else name)
+
     def _vector(self, field: str, length: int | None = None) -> Tensor:
         """Convert a field to a one-dimensional host tensor of real numbers, or raise an error that names the field."""
         where = f"{self.name}: {field}"
         try:
-            values = getattr(self, field)
-            vector = torch.as_tensor(values)
-            if vector.dtype in (torch.bfloat16, torch.float16) and not isinstance(values, Tensor):
-                # Rounded to torch's default dtype, which a trainer may have set to its model's.
-                vector = torch.as_tensor(values, dtype=torch.float32)
+            vector = host_tensor(getattr(self, field))
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise ValueError(f"{where} is no sequence of numbers ({error})") from error
         if vector.dim() != 1:
@@ -211,16 +241,28 @@ class Sample:
             )
         return vector.detach()
 
+    def _integers(self, field: str, length: int | None = None) -> Tensor:
+        """Convert a field as `_vector` does, to int64 of its own."""
+        vector = self._vector(field, length)
+        if vector.numel() and not has_integers(vector):
+            raise ValueError(f"{self.name}: {field} has dtype {vector.dtype}, expected integers")
+        return vector.to(torch.int64, copy=True)
+
     def _checked_turns(self) -> Tensor:
-        where, turns = f"{self.name}: turn_ids", self._vector("turn_ids", self.response_length)
-        if turns.numel() and not has_integers(turns):
-            raise ValueError(f"{where} has dtype {turns.dtype}, expected integers")
-        turns = turns.to(torch.int64, copy=True)
+        turns = self._integers("turn_ids", self.response_length)
         is_wrong = torch.cat([turns[:1] != turns[:1], turns[1:] < turns[:-1]])
-        refuse_values(
-            where, turns, is_wrong, ", less than before it: expected turns in their order"
-        )
+        problem = ", less than before it: expected turns in their order"
+        refuse_values(f"{self.name}: turn_ids", turns, is_wrong, problem)
         return turns
+
+    def _checked_acceptance(self) -> Tensor:
+        where = f"{self.name}: accepted_mask"
+        accepted = self._vector("accepted_mask", self.response_length).double()
+        check_mask(where, accepted)
+        is_wrong = (accepted != 0) & ~self.loss_mask
+        problem = ", and the loss mask is 0 there: call accepted_samples after the mask has changed"
+        refuse_values(where, accepted, is_wrong, problem)
+        return accepted.bool()
 
     def _checked_values(self, field: str) -> Tensor:
         """Convert a field of response tokens to float32, and refuse values at active tokens that are none of the field's."""
@@ -229,7 +271,9 @@ class Sample:
             isinstance(number, numbers.Real) or getattr(number, "ndim", None) == 0
         ):
             try:
-                given = torch.full((self.response_length,), float(number), dtype=torch.float32)
+                given = torch.full(
+                    (self.response_length,), float(number), dtype=torch.float32, device="cpu"
+                )
             except (RuntimeError, OverflowError, TypeError, ValueError) as error:
                 raise ValueError(
                     f"{where} is {reprlib.repr(number)}, expected a number that float32 holds"
@@ -259,6 +303,13 @@ def check_samples(function: str, samples: object) -> None:
                 f"{expected}, and number {number} is a {type(sample).__name__}: build it with Sample(tokens=..., "
                 "response_length=..., loss_mask=...)"
             )
+
+
+def number_samples(samples: Sequence[object]) -> None:
+    """Name the samples that were given no name by their places, among a rank's samples of a step."""
+    for number, sample in enumerate(samples):
+        if isinstance(sample, Sample) and isinstance(sample.name, NumberedName):
+            vars(sample)["name"] = NumberedName(f"sample {number}")
 
 
 def _refuse_change(sample: Sample, field: str, _: object) -> None:

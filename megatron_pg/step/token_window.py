@@ -147,10 +147,9 @@ class TokenWindow:
         A longer sample is a part of its own. Lengths of whole samples decide, so that every rank of the group cuts alike.
         `loss_mask` is [sum of the response lengths] bool on the host; the borders are [parts + 1], from 0 to `num_samples`.
         """
-        totals, responses = torch.tensor(
-            [self.total_lengths, self.response_lengths], dtype=torch.int64
-        )
-        samples = torch.arange(self.num_samples).repeat_interleave(responses)
+        lengths = np.array([self.total_lengths, self.response_lengths], np.int64)
+        totals, responses = torch.from_numpy(lengths)
+        samples = torch.arange(self.num_samples, device="cpu").repeat_interleave(responses)
         active = samples[loss_mask].bincount(minlength=self.num_samples)
         on_one_rank = self.layout.padded_length(totals) // self.cp_size
         ends = torch.minimum(active, on_one_rank).cumsum(0)

@@ -20,7 +20,8 @@ from megatron_pg.step.counts import BareSample as BareSample
 from megatron_pg.step.counts import CountedSample, Indices, SampleCounts, StepCounts
 from megatron_pg.step.identity import coefficient_of_rank, store_hashes
 from megatron_pg.step.ids import check_ids, odd_group
-from megatron_pg.step.sample import Sample
+from megatron_pg.step.sample import Sample, number_samples
+from megatron_pg.step.values import host_float64
 
 AnySample = TypeVar("AnySample", bound=CountedSample)
 
@@ -43,6 +44,8 @@ class StepTotals:
     """All tokens of the step's samples over every rank, by a plan of the step. Per-token mode with a loss of routers needs it."""
     counts_loss_weights: bool = False
     """True where D, G and T are sums of loss weights."""
+    counts_accepted: bool = False
+    """True where D, G and T count only tokens that no rejection drops."""
     odd_group: str = field(default="", compare=False)
     """A prompt group with another number of rollouts than most, in words; "" where all have as many or may differ."""
     data_parallel_rank: int = field(default=0, compare=False)
@@ -64,7 +67,7 @@ class StepTotals:
         coefficient of each sample's rank. Where `knows_identities` is False, the first sum three times.
         """
         if key not in self._expected_sums:
-            sizes = _loss_weights(self.counts)
+            sizes = _sizes(self.counts, loss_weights=True)
             columns = [sizes, sizes, sizes]
             if self.knows_identities:
                 identities = self.counts.rows["active_coefficients"]
@@ -82,10 +85,12 @@ class StepTotals:
         """Look up D, the active tokens of each sample's rollout over the step, [len(samples)] float64."""
         if samples is self.counts:
             return self._denominators(self.counts.first_of_rollout)
-        own = _loss_weight if self.counts_loss_weights else _num_active_tokens
-        rollouts = self.rollout_active_tokens
-        return _float64(
-            [own(s) if s.rollout_id is None else _known(rollouts, s, "rollout_id") for s in samples]
+        own, rollouts = self._size, self.rollout_active_tokens
+        return host_float64(
+            [
+                own(s) if s.rollout_id is None else _known(rollouts, "rollout_id", number, s)
+                for number, s in enumerate(samples)
+            ]
         )
 
     def group_denominators(self, samples: Sequence[CountedSample]) -> Tensor:
@@ -93,11 +98,21 @@ class StepTotals:
         if samples is self.counts and self.counts.has("group_index").all():
             return self._denominators(self.counts.first_of_group)
         groups = self.group_active_tokens
-        return _float64([_known(groups, sample, "group_index") for sample in samples])
+        return host_float64([_known(groups, "group_index", *each) for each in enumerate(samples)])
 
     def _denominators(self, first: Indices) -> Tensor:
-        sizes = _loss_weights(self.counts) if self.counts_loss_weights else _active(self.counts)
+        sizes = _sizes(self.counts, self.counts_loss_weights, self.counts_accepted)
         return torch.from_numpy(self.counts.sums_of(first, sizes))
+
+    def _size(self, sample: CountedSample) -> float:
+        """Return what D counts of a sample that is a rollout by itself."""
+        tokens: float | None = sample.num_active_tokens
+        weight = sample.loss_weight
+        if self.counts_accepted:
+            tokens, weight = sample.num_accepted_tokens, sample.accepted_loss_weight
+        if tokens is None:
+            raise ValueError(f"{_UNCOUNTED.format(sample.name)}: pack the samples that it returns")
+        return weight if self.counts_loss_weights and weight is not None else tokens
 
     @property
     def hashed_fields(self) -> tuple[str, ...]:
@@ -105,12 +120,19 @@ class StepTotals:
         mine: Any = self.counts.here.get(self.data_parallel_rank)
         return mine[0].hashed_fields if mine else ()
 
-    def counted_in(self, denominator: str) -> StepTotals:
+    def counted_in(self, denominator: str, *, accepted: bool = False) -> StepTotals:
         """Return the totals whose D, G and T count the loss mask ("mask") or loss weights ("weights").
 
+        Args:
+            denominator: what D, G and T are sums of.
+            accepted: count only tokens that no rejection drops.
+
         Raises:
-            ValueError: no sample of the step has loss weights, and they are to be counted.
+            ValueError: no sample of the step has loss weights, or some sample did not go through
+                `accepted_samples`, and they are to be counted.
         """
+        if accepted:
+            return self.counted_in(denominator)._accepted
         if denominator == "mask" or not self.num_rollouts:
             return self
         if not self.counts.has("loss_weight").any():
@@ -122,28 +144,38 @@ class StepTotals:
 
     @functools.cached_property
     def _in_loss_weights(self) -> StepTotals:
+        sizes = _sizes(self.counts, loss_weights=True)
         return dataclasses.replace(
-            self,
-            counts_loss_weights=True,
-            **_active_tokens(self.counts, _loss_weights(self.counts)),
+            self, counts_loss_weights=True, **_active_tokens(self.counts, sizes)
         )
 
+    @functools.cached_property
+    def _accepted(self) -> StepTotals:
+        is_counted = self.counts.has("num_accepted_tokens")
+        if not is_counted.all() or (self.num_rollouts and not len(self.counts)):
+            first = int(np.argmin(is_counted)) if len(is_counted) else 0
+            name = self.counts.place(first) if len(is_counted) else "these totals"
+            raise ValueError(
+                f"{_UNCOUNTED.format(name)}: call samples = accepted_samples(config, samples) before "
+                "plan_step or step_totals, or use --rejection-denominator original"
+            )
+        sizes = _sizes(self.counts, self.counts_loss_weights, accepted=True)
+        return dataclasses.replace(self, counts_accepted=True, **_active_tokens(self.counts, sizes))
 
-def _loss_weight(sample: CountedSample) -> float:
-    """Return the sum of the loss weights, or the active tokens of a sample without."""
-    return sample.num_active_tokens if sample.loss_weight is None else sample.loss_weight
+
+_UNCOUNTED = "--rejection-denominator accepted: {} did not go through accepted_samples"
 
 
-def _known(totals: Mapping[int, float], sample: CountedSample, field: str) -> float:
-    identifier = getattr(sample, field)
+def _known(totals: Mapping[int, float], field: str, number: int, sample: CountedSample) -> float:
+    identifier, name = getattr(sample, field), sample.name or f"sample {number}"
     if identifier is None:
         raise ValueError(
-            f"{sample.name} has no {field}: --loss-aggregation prompt_mean needs one on every sample"
+            f"{name} has no {field}: --loss-aggregation prompt_mean needs one on every sample"
         )
     if identifier not in totals:
         raise ValueError(
-            f"{sample.name}: {field} {identifier} is not in the step's totals: they must be counted with it, "
-            "before the step, over all samples that this data-parallel rank trains on in the step (step_totals; for "
+            f"{name}: {field} {identifier} is not in the step's totals: they must be counted with "
+            "it, before the step, over all samples that this data-parallel rank trains on in the step (step_totals; for "
             f"padded rows, padded_totals with {field})"
         )
     return totals[identifier]
@@ -161,7 +193,7 @@ def step_totals(
 
     Every data-parallel rank must call it, once a step, with all samples that it trains on in that step; ranks that
     differ only in their context-, tensor- or pipeline-parallel place pass the same samples. Two exchanges over the group, of sizes and of
-    56 bytes a sample, and one more where prompt groups differ in size, for the name of one.
+    64 bytes a sample, and one more where prompt groups differ in size, for the name of one.
 
     Args:
         samples: the samples of this data-parallel rank, over all its micro-batches of the step.
@@ -192,6 +224,7 @@ def step_totals(
 
 def sample_counts(samples: Sequence[CountedSample]) -> SampleCounts:
     """Collect the counts, ids and hashes of one rank's samples."""
+    number_samples(samples)
     store_hashes([sample for sample in samples if isinstance(sample, Sample)])
     return list(map(BareSample._make, map(operator.attrgetter(*BareSample._fields), samples)))
 
@@ -218,19 +251,16 @@ def totals_of_counts(
         odd_group="" if may_differ else odd_group(counts, groups),
         data_parallel_rank=data_parallel_rank,
         counts=counts,
-        **_active_tokens(counts, _active(counts)),
+        **_active_tokens(counts, _sizes(counts)),
     )
 
 
-def _active(counts: StepCounts) -> NDArray[np.int64]:
-    """Return the active tokens of each sample, [samples]."""
-    active: NDArray[np.int64] = counts.rows["num_active_tokens"].astype(np.int64)
-    return active
-
-
-def _loss_weights(counts: StepCounts) -> NDArray[np.float64]:
-    """Return what `_loss_weight` is of each sample, [samples]."""
-    return np.where(counts.has("loss_weight"), counts.rows["loss_weight"], _active(counts))
+def _sizes(counts: StepCounts, loss_weights: bool = False, accepted: bool = False) -> NDArray[Any]:
+    """Return the active or accepted tokens of each sample, or their loss weights' sum, [samples]."""
+    tokens = "num_accepted_tokens" if accepted else "num_active_tokens"
+    weight = "accepted_loss_weight" if accepted else "loss_weight"
+    sizes: NDArray[Any] = counts.rows[tokens].astype(np.int64)
+    return np.where(counts.has(weight), counts.rows[weight], sizes) if loss_weights else sizes
 
 
 def _active_tokens(counts: StepCounts, sizes: NDArray[Any]) -> dict[str, Any]:
@@ -246,7 +276,3 @@ def _active_tokens(counts: StepCounts, sizes: NDArray[Any]) -> dict[str, Any]:
         "rollout_active_tokens": by_id("rollout_id", counts.first_of_rollout),
         "group_active_tokens": by_id("group_index", counts.first_of_group),
     }
-
-
-_float64 = functools.partial(torch.tensor, dtype=torch.float64)
-_num_active_tokens: Callable[[CountedSample], int] = operator.attrgetter("num_active_tokens")

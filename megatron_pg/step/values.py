@@ -1,10 +1,12 @@
 """Checks of a sample's values on the host; errors name the sample, the field and the position."""
 
+import functools
 import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +23,28 @@ LOG_PROB = f"a log-prob: a finite number of at most 0 (rounding may leave {LARGE
 LARGEST_VOCABULARY = 2**31
 """Ids of a kept set are below it."""
 TEACHER_CHANNELS = ("teacher_ids", "teacher_log_probs")
+
+host_float64 = functools.partial(torch.tensor, dtype=torch.float64, device="cpu")
+"""Make a host tensor of numbers, whatever the process's default dtype and device."""
+
+
+def host_tensor(values: Any) -> Tensor:
+    """Convert numbers to a host tensor, whatever the process's defaults; a tensor stays as it is.
+
+    None in a list is NaN: an engine has no log-prob of a token that it did not sample.
+
+    Raises:
+        TypeError, ValueError, RuntimeError, OverflowError: they are not numbers.
+    """
+    if isinstance(values, Tensor):
+        return values
+    try:
+        array = np.asarray(values)
+    except (RuntimeError, TypeError):  # elements that are tensors of bfloat16, or with gradient
+        return torch.as_tensor(values, device="cpu")
+    if array.dtype == object and array.ndim == 1:
+        array = np.asarray([math.nan if value is None else value for value in array])
+    return torch.from_numpy(array)
 
 
 def refuse_values(where: str, values: Tensor, is_wrong: Tensor, problem: str) -> None:
@@ -43,9 +67,10 @@ def check_mask(where: str, mask: Tensor) -> None:
 
 
 def check_log_probs(where: str, log_probs: Tensor, is_active: Tensor) -> None:
-    """Refuse log-probs that are infinite or above 0 at an active token. NaN passes: the step's metrics name it."""
-    is_wrong = is_active & ((log_probs > LARGEST_LOG_PROB) | (log_probs == -math.inf))
-    refuse_values(where, log_probs, is_wrong, f" at an active token, expected {LOG_PROB}")
+    """Refuse log-probs that are NaN, infinite or above 0 at an active token."""
+    # Whatever is not finite is above 0 here.
+    above = log_probs.nan_to_num(math.inf, neginf=math.inf) > LARGEST_LOG_PROB
+    refuse_values(where, log_probs, is_active & above, f" at an active token, expected {LOG_PROB}")
 
 
 def checked_kept_tokens(where: str, kept: Any, targets: Tensor, loss_mask: Tensor) -> Ragged:
@@ -53,12 +78,12 @@ def checked_kept_tokens(where: str, kept: Any, targets: Tensor, loss_mask: Tenso
     if not isinstance(kept, Ragged):
         try:
             rows = list(map(list, kept))
-            values = torch.as_tensor(list(itertools.chain.from_iterable(rows)))
+            values = host_tensor(list(itertools.chain.from_iterable(rows)))
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise ValueError(
                 f"{where} is no such thing ({error}), expected a sequence of integer ids for each response token"
             ) from error
-        kept = Ragged(values, offsets_of(torch.tensor(list(map(len, rows)), dtype=torch.int64)))
+        kept = Ragged(values, offsets_of(host_tensor([*map(len, rows)]).to(torch.int64)))
     ids = kept.values
     if ids.device.type != "cpu" or ids.dim() != 1 or (ids.numel() and not has_integers(ids)):
         raise ValueError(
@@ -117,6 +142,11 @@ def checked_side_channels(
             )
         if channel in TEACHER_CHANNELS:
             _check_teacher(where, channel, values, loss_mask)
+        # Not teacher_logits: NaN is legal in padding columns, whose number is not known here.
+        if channel == "teacher_hidden" and content.shape[:-1] == loss_mask.shape:
+            is_wrong = loss_mask[:, None] & ~torch.isfinite(content)
+            problem = " at an active token, expected a finite number"
+            refuse_values(where, content, is_wrong, problem)
     shapes = [list(side_channels[key].shape) for key in TEACHER_CHANNELS if key in side_channels]
     if shapes[1:] and shapes[0] != shapes[1]:
         raise ValueError(
@@ -137,7 +167,8 @@ def _check_teacher(where: str, channel: str, values: Any, loss_mask: Tensor) -> 
     if channel == "teacher_ids":
         if not has_integers(values):
             raise ValueError(f"{where} has dtype {values.dtype}, expected integers")
-        sets = Ragged(values.long().flatten(), torch.arange(len(values) + 1) * k)
+        offsets = torch.arange(len(values) + 1, dtype=torch.int64, device="cpu") * k
+        sets = Ragged(values.long().flatten(), offsets)
         _check_sets(where, sets.only(loss_mask))
         return
     check_log_probs(where, values, loss_mask[:, None])

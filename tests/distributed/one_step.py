@@ -8,7 +8,7 @@ from typing import Any
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from torch import Tensor
 
-from megatron_pg import CriticConfig, PackedBatch, pack
+from megatron_pg import CriticConfig, PackedBatch, accepted_samples, pack
 from megatron_pg.critic.value_step import ValueStep
 from megatron_pg.megatron import ParallelGroups, PolicyStep
 from megatron_pg.megatron.output_layer import take_output_processor
@@ -110,7 +110,7 @@ def run_schedule(
         "cp_size": groups.context_size,
         "pad_to_multiple": sharding.context * sharding.tensor if sharding.sequence_parallel else 1,
     }
-    everything = package_samples(samples or run.samples)
+    everything = accepted_samples(run.config, package_samples(samples or run.samples))
     multiple = sharding.pipeline if sharding.virtual_pipeline is not None else 1
     indices = run.micro_batches(groups.data_size, groups.data_rank, multiple)
     micro_batches = [[everything[index] for index in part] for part in indices]

@@ -236,25 +236,13 @@ def test_the_bias_of_experts_counts_no_padding(name) -> None:
             assert found == pytest.approx(expected, rel=1e-6)
 
 
-def warnings_and_refusals() -> tuple[list[str], str]:
-    """Said of routers that choose by the tokens of a rank."""
+def refusal_of_quantiles() -> str:
     chunks = build(Sharding(), OPTIONS)
-    groups, said = ParallelGroups.from_model(chunks), []
-    experts.logger.warning = lambda words, *values: said.append(words % values)
-    config = chunks[0].config
-    for factor in (1.0, NUM_EXPERTS / TOPK, None):
-        config.moe_expert_capacity_factor = factor
-        for _ in range(2):
-            experts.take_padding_mask(chunks, groups)
-    config.moe_router_load_balancing_type = "sinkhorn"
-    experts.take_padding_mask(chunks, groups)
-    config.moe_router_load_balancing_type = "quantile_balancing"
-    return said, refusal(NotImplementedError, experts.take_padding_mask, chunks, groups)
+    chunks[0].config.moe_router_load_balancing_type = "quantile_balancing"
+    groups = ParallelGroups.from_model(chunks)
+    return refusal(NotImplementedError, experts.take_padding_mask, chunks, groups)
 
 
-def test_routers_that_choose_by_the_tokens_of_a_rank_are_named() -> None:
-    said, refused = run_ranks(warnings_and_refusals, 1)[0]
-    capacity, sinkhorn = said
-    assert capacity.startswith("--moe-expert-capacity-factor 1.0: an expert drops tokens by all")
-    assert sinkhorn.startswith("--moe-router-load-balancing-type sinkhorn: a router chooses by all")
+def test_routers_whose_quantiles_count_padding_are_refused() -> None:
+    (refused,) = run_ranks(refusal_of_quantiles, 1)
     assert refused.startswith("--moe-router-load-balancing-type quantile_balancing")

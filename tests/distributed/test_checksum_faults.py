@@ -106,6 +106,7 @@ def messages_of_faults() -> dict[tuple[str, bool, str], tuple[str, int]]:
             parts = fed(fault, groups.data_rank)
             batches = [pack_of(fault, groups, part) for part in parts]
             step = PolicyStep(config, totals=totals, num_microbatches=2, model=chunks)
+            chunks[0].zero_grad_buffer()
             output = run_micro_batches(step.head, batches, chunks)
             with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduction:
                 try:

@@ -258,10 +258,12 @@ def step_around_scoring(sharding: Sharding, options: ModelOptions, fused: bool) 
     layers = [module for module in chunks[-1].modules() if hasattr(module, "hidden_dropout")]
     for layer in layers:
         layer.hidden_dropout = 0.5  # a step would draw numbers for it
+    varying = replace(setting.config, allow_varying_log_probs=True)
     chunks[0].module.decoder.layers[0].eval()
     states = state_of(chunks)
     for model in (chunks, [unwrapped(chunk) for chunk in chunks]):
-        scored = score(model if len(chunks) > 1 else model[0], setting, samples)
+        whole = model if len(chunks) > 1 else model[0]
+        scored = compute_log_probs(whole, samples, varying, max_tokens_per_microbatch=64)
         assert_equal(wanted.log_probs, scored.log_probs)
         assert_equal(wanted.entropy, scored.entropy)
         after = state_of(chunks)
@@ -339,6 +341,21 @@ def kl_in_bfloat16(scored_in_float32: bool, trained_in_float32: bool) -> float:
 def test_scoring_and_training_agree_where_their_flags_do(scored, trained) -> None:
     for kl in run_ranks(kl_in_bfloat16, 2, scored, trained):
         assert (kl == 0.0) == (scored == trained)
+
+
+def scores_under_a_default_dtype(sharding: Sharding) -> None:
+    """A trainer has set it to its model's: every rank asserts."""
+    chunks, samples = build(sharding, ModelOptions()), package_samples(SAMPLES)
+    for setting in (Setting(0.7, budget=64), Setting(0.7, budget=64, fused=True)):
+        expected = score(chunks, setting, samples)
+        torch.set_default_dtype(torch.bfloat16)
+        found = score(chunks, setting, samples)
+        torch.set_default_dtype(torch.float32)
+        assert_equal(vars(expected), vars(found))
+
+
+def test_a_default_dtype_rounds_no_log_prob() -> None:
+    run_ranks(scores_under_a_default_dtype, 2, Sharding(context=2))
 
 
 def refusals(sharding: Sharding) -> list[str]:

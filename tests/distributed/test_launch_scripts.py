@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -155,6 +156,24 @@ def test_the_plan_of_every_script(script: Path, plans: dict[str, str]) -> None:
     totals = [float(found) for found in re.findall(r"([\d.]+) GiB  in all", plan)]
     assert len(totals) == 2 and totals[1] < 72, "fits 80 GB, with --fused-lm-head and room for NCCL"
     assert "rollouts does not exist" in plan
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_the_printed_parts_of_memory_add_up_to_their_totals(
+    script: Path, plans: dict[str, str]
+) -> None:
+    """On each pipeline stage, and the fuller one is printed."""
+    parts = {name: Decimal(n) for n, name in re.findall(r"([\d.]+) GiB  (.*)", plans[script.name])}
+    totals = {name: parts.pop(name) for name in list(parts) if name.startswith("in all")}
+    states = next(size for name, size in parts.items() if name.startswith("weights"))
+    heads = {name: size for name, size in parts.items() if name.startswith("output layer")}
+    activations = {name: size for name, size in parts.items() if name.startswith("activations")}
+    assert len(parts) == 1 + len(heads) + len(activations) and len(totals) == len(heads) == 2
+    first, last = next(iter(activations.values())), next(reversed(activations.values()))
+    for (name, total), head in zip(totals.items(), heads.values(), strict=True):
+        assert total == states + max(first, last + head)
+        stage = "first" if first > last + head else "last"
+        assert (f"of the {stage} pipeline stage" in name) == (len(activations) == 2)
 
 
 def test_with_rollout_files_the_plan_counts_the_first_step(plans: dict[str, str]) -> None:

@@ -34,6 +34,7 @@ BY_THE_LOSS = {"regularizer_aggregation": "loss"}
 TIS, OPSM = {"use_tis": True}, {"use_opsm": True, "opsm_delta": 0.05}
 ICEPOP = {**TIS, "tis_mode": "mask", "tis_clip_low": 0.8, "tis_clip": 1.25}
 GEOMETRIC = {**TIS, "tis_level": "geometric"}
+ACCEPTED = {"rejection_denominator": "accepted"}
 ROLLOUT, TURN = {"ratio_anchor": "rollout"}, {"sequence_unit": "turn"}
 
 
@@ -83,6 +84,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "custom_pg_loss_reducer_function_path": "tests.distributed.test_sequence_level:reducer_of_place",
         **{**ICEPOP, **OPSM, **ENTROPY, **BY_THE_LOSS},
     },
+    "icepop_accepted": {**ICEPOP, **ACCEPTED, **KL, **ENTROPY},
+    "rejection_accepted": {
+        **{**rejection("geometric", 0.95, 1.05), **ACCEPTED, **TOKEN_MEAN},
+        **{**BY_THE_LOSS, **KL, **ENTROPY},
+    },
     "no_metrics": {"pg_metrics": "none"},
     "sapo": {"policy_loss": "sapo", "sapo_tau_neg": 3.0, **PROMPT_MEAN},
     "dppo_tv": {
@@ -97,12 +103,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
 CLIPPING = ("luspo", "dppo_tv", "dppo_kl", "gmpo", "ppo_against_rollout")
 IN_BOTH_MODES = (
     *("sapo", "dis", "vespo", *CLIPPING, "gspo_by_turn"),
-    *("terms_by_the_loss", "reducer_of_what_is_left"),
+    *("terms_by_the_loss", "reducer_of_what_is_left", "icepop_accepted", "rejection_accepted"),
 )
 """The settings that are also run in per-token mode, and through the fused head."""
 REJECTING = (
     *("icepop", "geometric_mask", "geometric_rejection", "sequence_rejection", "opsm"),
-    *("everything", "reducer_of_what_is_left"),
+    *("everything", "reducer_of_what_is_left", "icepop_accepted", "rejection_accepted"),
 )
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import re
 import runpy
 import sys
@@ -347,6 +348,32 @@ def test_runs_in_one_picture_are_told_apart_by_their_settings() -> None:
     reward = report(runs).axes[0]
     assert [text.get_text() for text in reward.get_legend().get_texts()] == labels
     assert {text.get_text() for text in reward.texts} == {"0.25", "0.75"}
+
+
+def written_run(folder: Path, **settings: str) -> Path:
+    """A run's folder as the quickstart leaves it: all flags, and those that were given."""
+    folder.mkdir()
+    (folder / "settings.json").write_text(json.dumps(SETTINGS | settings))
+    (folder / "settings.yaml").write_text("context-parallel-size: 2\nloss-aggregation: x\n")
+    lines = [json.dumps({"step": step, "reward": 0.5}) + "\n" for step in range(1, 9)]
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    (folder / "summary.json").write_text(
+        '{"task": "spell", "held_out_before": 0, "held_out_after": 1}'
+    )
+    return folder
+
+
+def test_a_picture_is_titled_by_all_flags_and_not_only_by_those_given(tmp_path: Path) -> None:
+    run = read_run(written_run(tmp_path / "run"))
+    assert names_of([run]) == ("ppo · token_mean · advantages grpo · seed 1", [""])
+    assert run.steps_of_round == 2
+
+
+def test_runs_of_equal_settings_have_different_labels(tmp_path: Path) -> None:
+    folders = [written_run(tmp_path / name) for name in ("one", "two")]
+    folders.append(written_run(tmp_path / "three", seed="2"))
+    labels = names_of(list(map(read_run, folders)))[1]
+    assert labels == [f"seed {1 + (i == 2)}, {folder}" for i, folder in enumerate(folders)]
 
 
 def test_a_folder_without_a_run_has_no_picture(tmp_path: Path) -> None:

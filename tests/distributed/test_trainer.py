@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from report import names_of, read_run
 
 from .quickstart_run import output_of, steps_of, wait, wait_for_steps
 from .trainer_run import (
@@ -107,6 +108,10 @@ def test_exit_interval_ends_a_run_after_a_checkpoint(rollouts, uninterrupted, tm
     """And the run goes on with its own file of settings."""
     run(rollouts, tmp_path / "run", f"{STEPS}--save-interval 100 --exit-interval 2")
     assert len(steps_of(tmp_path / "run")) == 2
+    # The picture's title has flags that were not given, too.
+    assert names_of([read_run(tmp_path / "run")])[0].startswith(
+        "ppo · prompt_mean · advantages grpo"
+    )
     flags = f"--config {tmp_path}/run/settings.yaml --exit-interval 100"
     run(None, tmp_path / "run", flags, base="", model="")
     assert checkpoints_of(tmp_path / "run") == ["iter_0000002", "iter_0000006"]

@@ -150,26 +150,32 @@ def test_a_place_in_the_rollouts_is_read_with_kept_sets_and_by_its_old_name(monk
 
 
 def test_rejected_tokens_leave_the_denominators(rollouts: Path, tmp_path: Path) -> None:
-    """The rollout engine's log-probs are far off in half of the answers, and those are rejected."""
+    """The rollout engine's log-probs are far off in half of the answers, and those are rejected.
+
+    With one token per answer, the mean over documents `rejected_fraction` is a share of the tokens.
+    """
     rows = [json.loads(line) for line in rollouts.read_text().splitlines()]
     for index, row in enumerate(rows):
         shift = 2.0 * (index % 2)
+        for name in ("response_ids", "log_probs", "ref_log_probs"):
+            row[name] = row[name][:1]
         row["rollout_log_probs"] = [value - shift for value in row["log_probs"]]
     far = tmp_path / "far.jsonl"
     far.write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = WHOLE_GROUPS + "--train-iters 1 --save-interval 1 --loss-aggregation token_mean "
-    flags += "--use-geometric-rejection --rejection-denominator "
+    flags += "--kl-loss-coef 0.1 --use-geometric-rejection --rejection-denominator "
     first = {}
     for denominator in ("original", "accepted"):
         run(far, tmp_path / denominator, flags + denominator)
         (first[denominator],) = steps_of(tmp_path / denominator)
         assert first[denominator]["aggregation_checksum"] == pytest.approx(1.0, abs=1e-6)
-    # The same tokens are kept; only T, what their sum is divided by, differs.
+    # The same tokens are kept; only T of the policy loss, what their sum is divided by, differs.
     original, accepted = first["original"], first["accepted"]
-    ratio = original["num_tokens"] / accepted["num_tokens"]
-    assert ratio > 1.3
-    for name in ("pg_loss", "grad_norm"):
-        assert accepted[name] == pytest.approx(ratio * original[name], rel=1e-5)
+    ratio = 1.0 / (1.0 - original["rejected_fraction"])
+    assert ratio > 1.3 and original["kl_loss"] > 1e-3
+    assert accepted["pg_loss"] == pytest.approx(ratio * original["pg_loss"], rel=1e-5)
+    for name in ("kl_loss", "num_tokens", "rejected_fraction"):
+        assert accepted[name] == pytest.approx(original[name], rel=1e-5)
 
 
 def test_a_run_goes_on_with_more_rollouts_in_another_folder(rollouts, uninterrupted, tmp_path):

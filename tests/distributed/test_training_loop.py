@@ -1,6 +1,5 @@
 """A loop of one's own that forgets what Megatron's loop sets: refused before the first backward pass, on every rank."""
 
-import logging
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -150,23 +149,71 @@ def test_what_else_a_loop_forgets_is_refused(words: str) -> None:
         assert words in found
 
 
-def messages_of_steps(loop: Loop, zeroed: list[bool]) -> list[list[str]]:
-    """What each of the steps warned of, with and without `zero_grad_buffer` before it."""
-    chunks, messages = build(loop.sharding, loop.options), []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages[-1].append(record.getMessage())
-    logging.getLogger("megatron_pg").addHandler(handler)
-    for is_zeroed in zeroed:
-        messages.append([])
-        for chunk in chunks * is_zeroed:
-            chunk.zero_grad_buffer()
-        run_schedule(chunks, loop.sharding, loop.run)
-    return messages
+def words_without_zeroing(loop: Loop, **added: Any) -> str:
+    """What the second step hears that does not zero the gradients of the first."""
+    chunks = build(loop.sharding, loop.options)
+    for _ in range(2):
+        train_step(chunks, loop.sharding, loop.run)
+    return refusal(ValueError, run_schedule, chunks, loop.sharding, loop.run, **added)
 
 
-def test_gradients_of_the_step_before_are_warned_of_once() -> None:
+@pytest.mark.parametrize("run", [Run(), ValueRun()], ids=["policy", "critic"])
+def test_gradients_of_the_step_before_are_refused(run: Run) -> None:
     """The third step had 3 times the gradient, and the checksum was 1."""
-    zeroed = [False, True, True, False, False]
-    for messages in run_ranks(messages_of_steps, 2, Loop(Sharding(data=2)), zeroed):
-        assert [len(each) for each in messages] == [0, 0, 0, 1, 0]
-        assert messages[3][0].startswith("zero_grad_buffer() of the model was not called")
+    loop = Loop(options=ModelOptions(value_head=isinstance(run, ValueRun)), run=run)
+    (words,) = run_ranks(words_without_zeroing, 1, loop)
+    assert words.startswith("zero_grad_buffer() of the model was not called since the step before")
+    assert "PolicyStep(accumulate_gradients=True)" in words
+
+
+SUM = [Run(), Run("token_mean")]
+
+
+def accumulated(loop: Loop) -> Any:
+    """The gradients of two steps, of which the last finalizes both."""
+    chunks = changed(loop)
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    run_schedule(chunks, loop.sharding, SUM[0])
+    chunks[0].config.finalize_model_grads_func = finalize_model_grads
+    step, output = run_schedule(chunks, loop.sharding, SUM[1], accumulate_gradients=True)
+    metrics, gradients = step.metrics(output), gather_gradients(chunks)
+    return None if gradients is None else Outcome(gradients, metrics)
+
+
+NOT_YET = {"finalize_model_grads_func": do_nothing}
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        Loop(Sharding(data=2), ModelOptions(distributed_optimizer=True), NOT_YET),
+        Loop(Sharding(tensor=2, sequence_parallel=True), config=NOT_YET),
+    ],
+    ids=["distributed optimizer", "sequence parallelism"],
+)
+def test_accumulation_by_name_has_the_sum_of_both_gradients(loop: Loop) -> None:
+    first, second = run_ranks(reference_steps, 1, ModelOptions(), SUM)[0]
+    names = first.gradients
+    whole = {name: first.gradients[name] + second.gradients[name] for name in names}
+    comparison = compare(run_ranks(accumulated, 2, loop)[0], Outcome(whole, second.metrics))
+    assert comparison.passed, comparison
+
+
+def accumulating_words(loop: Loop) -> str:
+    return words_without_zeroing(loop, accumulate_gradients=True)
+
+
+@pytest.mark.parametrize(
+    ("loop", "words"),
+    [
+        (Loop(Sharding(data=2), ModelOptions(distributed_optimizer=True)), RANKS),
+        (Loop(Sharding(tensor=2, sequence_parallel=True)), "gradients of norms"),
+        (Loop(options=PER_TOKEN), "divided by the tokens of this one"),
+    ],
+    ids=["distributed optimizer", "sequence parallelism", "per token"],
+)
+def test_gradients_that_would_be_reduced_twice_are_refused(loop: Loop, words: str) -> None:
+    """Two equal steps had 1.7 times the gradient, 3 times that of norms, and 1.02 times."""
+    for found in run_ranks(accumulating_words, loop.sharding.world_size, loop):
+        assert found.startswith("accumulate_gradients=True") and words in found

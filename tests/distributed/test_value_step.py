@@ -82,6 +82,8 @@ def on_a_rank() -> dict[str, Any]:
     )
     policy = build_model(SHARDING, ModelOptions(dtype=torch.float64))
     policy[0].config.finalize_model_grads_func = chunks[0].config.finalize_model_grads_func
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
     value_step, value_output = run_schedule(chunks, SHARDING, RUN)
     policy_step, output = run_schedule(policy, SHARDING, Run("prompt_mean"))
     assert isinstance(policy_step, PolicyStep) and isinstance(value_step, ValueStep)

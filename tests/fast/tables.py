@@ -189,7 +189,7 @@ def words_here(key: str, own: Any) -> Iterator[tuple[str, str | None]]:
             for each in own.values()
         }
         for each, values in words.items():
-            named = values and values[0] not in ("True", "*")
+            named = values and values[0] not in ("True", "*") and "=" not in key
             yield (f"{key}={', '.join(values)}" if named else key), (each if values else "")
     else:
         cases = [(condition, case) for condition, case in own if case]
@@ -207,10 +207,14 @@ def flags_of(term: Term) -> str:
     return f"--loss-aggregation {term.aggregation}" + divisor * (term.aggregation == "constant")
 
 
-def short(key: str) -> str:
-    """The last part of a key, which a search of the site finds."""
-    name, equals, value = key.partition("=")
-    return name.split(".")[-1] + equals + value
+def short(condition: str) -> str:
+    """The last part of each key, which a search of the site finds, with its values."""
+    parts = []
+    for part in condition.split(" & "):
+        name, equals, value = part.removeprefix("!").partition("=")
+        parts.append(name.split(".")[-1] + equals + value.replace("|", ", "))
+        parts[-1] += "=false" * part.startswith("!")
+    return "; ".join(parts).replace("name=", "adv_estimator=")
 
 
 def other_words(*names: str) -> Lines:

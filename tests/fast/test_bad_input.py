@@ -7,6 +7,7 @@ the settings, the loss. An error that a user cannot act on counts as a failure h
 import ast
 import dataclasses
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,10 @@ import torch
 import megatron_pg
 from megatron_pg import AGGREGATIONS, Sample, get_pg_loss_reducer, pack
 from megatron_pg.config import PolicyLossConfig
+from megatron_pg.critic.gae import whiten
 from megatron_pg.loss.from_logits import policy_loss_function
+from megatron_pg.rollout_files import RewardedSample
+from megatron_pg.rollout_files.schema import sample_of_row
 from megatron_pg.step import plan_step
 from tests.fast.refusals import assert_refused
 from tests.random_steps import uneven_totals
@@ -275,7 +279,7 @@ def test_masks_as_lists_and_as_one_matrix_are_masks():
 
 
 @pytest.mark.parametrize("field", ["old_log_probs", "ref_log_probs", "rollout_log_probs"])
-@pytest.mark.parametrize("value", [0.5, 0.0625, 1e-3, math.inf, -math.inf, -1e300])
+@pytest.mark.parametrize("value", [0.5, 0.0625, 1e-3, math.inf, -math.inf, -1e300, math.nan])
 def test_a_log_prob_that_is_none(field, value):
     """At an active token; 0.0625 is what a log-softmax in bfloat16 may leave, of logits of 16."""
     words = f"row 7: {field}[2] is  |  at an active token, expected a log-prob"
@@ -293,7 +297,6 @@ def test_log_probs_that_rounding_leaves_above_0_are_log_probs():
     log_probs = logits[:, 0] - logits.logsumexp(1)
     assert (log_probs > 0).any() or (log_probs == 0).any()
     Sample([1] * 513, 512, [1] * 512, old_log_probs=log_probs, ref_log_probs=[2.0**-10] * 512)
-    Sample([1] * 2, 1, [1], old_log_probs=[math.nan])  # which the step's metrics name
 
 
 def test_a_response_token_outside_the_vocabulary():
@@ -308,25 +311,59 @@ def test_a_sample_keeps_its_values_when_the_buffer_they_came_from_changes():
     assert kept.old_log_probs is not None and kept.old_log_probs.tolist() == [-1.0, -2.0, -0.5]
 
 
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float64))
-def test_no_default_dtype_rounds_the_numbers_of_a_sample(dtype):
-    """A trainer may have set it to its model's, which would take 0.4 % off a ratio."""
-    numbers = [-0.1234567, -2.7182817, -9.8765432]
+NUMBERS = {
+    **dict.fromkeys(("old_log_probs", "ref_log_probs", "rollout_log_probs"), -1.0),
+    **dict.fromkeys(("advantages", "loss_weights", "old_values", "returns"), 1.0),
+}
+"""The fields of response tokens that are numbers, and a number that each may be."""
 
-    def made() -> Sample:
-        per_token = ("old_log_probs", "ref_log_probs", "rollout_log_probs", "returns", "old_values")
-        fields: dict[str, Any] = dict.fromkeys(per_token, numbers)
-        weights = [-each for each in numbers]
-        return Sample([1] * 4, 3, [1] * 3, advantages=numbers[0], loss_weights=weights, **fields)
 
-    expected = made()
-    torch.set_default_dtype(dtype)
-    try:
-        found = made()
-    finally:
-        torch.set_default_dtype(torch.float32)
-    for field in dataclasses.fields(Sample):
-        value = getattr(expected, field.name)
-        if isinstance(value, torch.Tensor):
-            assert torch.equal(getattr(found, field.name), value), field.name
-            assert getattr(found, field.name).dtype == value.dtype
+@pytest.mark.parametrize("container", [list, np.array, torch.tensor])
+@pytest.mark.parametrize("field", NUMBERS)
+def test_nan_is_refused_at_an_active_token_alone(field, container):
+    """One such log-prob makes NaN of every parameter, before any metric says so."""
+    number, nan = NUMBERS[field], math.nan
+    words = f"{NAME}: {field}[2] is nan at an active token, expected "
+    assert_refused(words, sample, **{field: container([number, number, nan])})
+    masked = getattr(sample(**{field: container([number, nan, number])}), field)
+    assert masked[[0, 2]].tolist() == [number] * 2
+    assert masked[1].isnan() or (field == "loss_weights" and masked[1] == 0)
+
+
+@pytest.mark.parametrize("field", NUMBERS)
+def test_none_in_a_list_is_read_as_null_in_a_file_is(field):
+    number = NUMBERS[field]
+    refused = f"{field}[0] is nan at an active token"
+    assert_refused(f"{NAME}: {refused}", sample, **{field: [None, number, number]})
+    found = getattr(sample(**{field: [number, None, number]}), field)
+    if field not in ("old_values", "returns"):  # which files lack
+        row = {"prompt_ids": [1, 2], "response_ids": [3, 4, 5], "loss_mask": [1, 0, 1], "reward": 0}
+        column = field.removeprefix("old_")
+        row_sample = partial(sample_of_row, required=(), vocab_size=None, name=NAME)
+        in_file = row_sample(row | {column: [number, None, number]})
+        assert torch.equal(getattr(in_file, field).nan_to_num(7), found.nan_to_num(7))
+        assert_refused(refused, row_sample, row | {column: [None, number, number]})
+    assert_refused(f"{NAME}: tokens | integers", sample, tokens=[1, 2, 3, None, 5])
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf, "1", True, torch.tensor(math.nan)])
+def test_a_reward_that_is_no_number(reward):
+    words = f"{NAME}: reward is  | expected a number, finite"
+    assert_refused(words, RewardedSample, [1, 2], 1, [1], reward=reward, name=NAME)
+    assert RewardedSample([1, 2], 1, [1], reward=np.float32(0.5)).reward == 0.5
+
+
+def test_a_teachers_hidden_state_that_is_no_number():
+    hidden = torch.ones(3, 4, dtype=torch.bfloat16)
+    hidden[1] = math.nan
+    assert sample(side_channels={"teacher_hidden": hidden}).num_active_tokens == 2
+    hidden[2, 3] = -math.inf
+    words = f"{NAME}: side_channels['teacher_hidden'][2, 3] is -inf at an active token"
+    assert_refused(words, sample, side_channels={"teacher_hidden": hidden})
+
+
+def test_an_advantage_that_is_no_number_is_not_whitened():
+    """It would make NaN of every advantage of the step."""
+    rows = [torch.tensor([1.0, math.nan]), torch.tensor([math.nan, 2.0])]
+    assert_refused("advantages[1][0] is nan", whiten, rows, [[1, 0], [1, 1]])
+    assert all(row.isfinite().all() for row in whiten(rows, [[1, 0], [0, 1]]))

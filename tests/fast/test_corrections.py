@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_pg import PackedBatch, PolicyLossConfig, Sample, accepted_samples, pack
+from megatron_pg import (
+    PackedBatch,
+    PolicyLossConfig,
+    Sample,
+    accepted_samples,
+    filter_overlong,
+    pack,
+)
 from megatron_pg.loss.corrections import Corrected, apply_corrections, correction_metric_names
 from megatron_pg.loss.objectives import OBJECTIVES
 from megatron_pg.loss.sequence import SequenceSums, sequence_sum_names
@@ -201,7 +208,17 @@ def test_accepted_samples_drops_what_the_loss_drops(case):
     found, _ = corrected_sequences(settings, sequences)
     config = PolicyLossConfig(rejection_denominator="accepted", **settings)
     samples = accepted_samples(config, [package_sample(s) for s in sequences])
-    assert torch.equal(torch.cat([s.loss_mask for s in samples]), found.loss_mask)
+    assert torch.equal(torch.cat([s.accepted_mask for s in samples]), found.loss_mask)
+    assert [s.loss_mask.tolist() for s in samples] == [s.loss_mask for s in sequences]
+
+
+def test_a_loss_mask_that_shrinks_after_the_rejection_is_refused():
+    config = PolicyLossConfig(rejection_denominator="accepted", **ICEPOP)
+    samples = [package_sample(s, name="cut") for s in random_sequences(10)]
+    marked = accepted_samples(config, samples)
+    words = "cut: accepted_mask[ | the loss mask is 0 there: call accepted_samples after"
+    assert_refused(words, filter_overlong, marked, [True] * len(marked))
+    accepted_samples(config, filter_overlong(samples, [True] * len(samples)))
 
 
 def test_accepted_samples_adds_up_in_float64():
@@ -211,7 +228,7 @@ def test_accepted_samples_adds_up_in_float64():
     sample = Sample([0] * 4, 3, [1, 1, 1], 1.0, **log_probs)
     config = PolicyLossConfig(rejection_denominator="accepted", **GEOMETRIC)
     (kept,) = accepted_samples(config, [sample])
-    assert not kept.loss_mask.any()
+    assert not kept.accepted_mask.any()
 
 
 def test_only_the_log_probs_that_a_setting_needs_are_asked_for():

@@ -101,7 +101,7 @@ def test_a_prompt_group_of_another_size_is_refused_by_name():
         assert "group 3" not in message
         assert count(step[:16], samples_per_group=8).num_prompt_groups == 2
         assert count(step, samples_per_group=None).num_prompt_groups == 3
-        without = "sample (number 16 of data-parallel rank 0) has no group_index"
+        without = "sample 16 of data-parallel rank 0 has no group_index"
         assert_refused(without, count, [*step[:16], sample([1], None)], samples_per_group=8)
         for size in (0, 1.5):
             assert_refused("samples_per_group is", count, step, samples_per_group=size)
@@ -143,7 +143,7 @@ def test_the_prompt_mean_refuses_a_step_whose_groups_differ_in_size():
     """Without a size given too: of groups of 4, the second is cut after two."""
     step = step_of_groups(a=4, b=4)
     cut = plan(step[:6]).totals
-    words = "prompt group 98 has 2 rollouts in the step (the first is b0) and most groups have 4"
+    words = "prompt group 98 has 2 rollouts in the step (the first is b0 (number  | and most groups have 4"
     words += " | --allow-different-group-sizes | --keep-prompt-groups"
     assert_refused(words, loss_of, cut, step[:6])
     config = PolicyLossConfig(loss_aggregation="prompt_mean")
@@ -191,7 +191,7 @@ def test_what_is_no_list_of_samples_is_refused_in_words(given):
 
 def test_a_rollout_that_says_where_it_is_numbered_may_lie_on_two_ranks():
     ranks = [[sample([5], 0, 0, id_source="environment 3")], [sample([5], 0, 0, id_source=None)]]
-    words = "(environment 3) and to sample (number 0 of data-parallel rank 1)"
+    words = "(environment 3) and to sample 0 of data-parallel rank 1"
     assert_refused(words, totals, ranks)
     ranks[1] = [sample([5], 0, 0, id_source="environment 3")]
     assert totals(ranks).num_rollouts == 1

@@ -28,7 +28,7 @@ from megatron_pg.loss.regularizers import KL_ESTIMATES
 HOW = {
     "calculate_per_token_loss", "qkv_format",
     "fused_lm_head", "fp32_lm_head", "check_aggregation", "replay_routing",
-    "fused_lm_head_memory_gib", "fused_lm_head_without_quack", "kl_target",
+    "fused_lm_head_memory_gib", "fused_lm_head_without_quack", "kl_target", "allow_varying_log_probs",
 }  # fmt: skip
 """What says how the loss is computed and checked, and not what; or what the next step's is."""
 NUMBERS = (0.05, 0.3, 0.9, 1.5, 4.0)

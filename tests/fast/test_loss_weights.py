@@ -77,16 +77,6 @@ def test_every_cut_equals_the_loops(name, cut, aggregation, denominator) -> None
     assert {name: found[name] for name in means} == pytest.approx(means, rel=1e-9)
 
 
-def test_missing_weights_are_1_whatever_the_default_dtype() -> None:
-    step = [Sample([1, 2, 3], 2, [1, 1], loss_weights=weights) for weights in ([0.5, 2.0], None)]
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        weights = pack(step).loss_weights
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert weights.dtype == torch.float32 and weights.tolist() == [0.5, 2.0, 1.0, 1.0]
-
-
 @denominators
 @aggregations
 def test_weights_of_one_change_nothing_to_the_bit(aggregation: str, denominator: str) -> None:
@@ -162,6 +152,40 @@ def test_mistakes_of_weights_are_caught(monkeypatch: pytest.MonkeyPatch) -> None
     vars(of_mask)["_in_loss_weights"] = totals
     wrong = rank_losses(config, step, logits, cut, totals=of_mask)
     assert difference(summed_loss(wrong), expected) > 1e-4
+
+
+ICEPOP = {"use_tis": True, "tis_mode": "mask", "tis_clip_low": 0.8, "tis_clip": 1.25}
+
+
+@denominators
+@aggregations
+@pytest.mark.parametrize("cut", ("whole", "dp_2_two_micro_batches_cp_2"))
+@pytest.mark.parametrize("name", ("everything", "everything_by_the_loss"))
+def test_accepted_counts_divide_only_the_policy_loss(name, cut, aggregation, denominator) -> None:
+    """KL and entropy sum and count the tokens that IcePop drops, whatever divides the policy loss."""
+    rng, step, kept = random.Random(8), [], []
+    for sample in weighted_step():
+        rollout = [float32(value + rng.uniform(-0.5, 0.5)) for value in sample.old_log_probs]
+        step.append(replace(sample, rollout_log_probs=rollout))
+        pairs = zip(sample.old_log_probs, rollout, strict=True)
+        factors = [math.exp(old - new) for old, new in pairs]
+        mask = [m * (0.8 <= w <= 1.25) for m, w in zip(sample.loss_mask, factors, strict=True)]
+        advantages = [a * w for a, w in zip(sample.advantages, factors, strict=True)]
+        kept.append(replace(sample, loss_mask=mask, advantages=advantages))
+    assert 0 < sum(map(oracle_tokens, kept)) < 0.8 * sum(map(oracle_tokens, step))
+    logits, objective = random_logits(step, seed=3), objective_of(aggregation, denominator, name)
+    whole_mask, of_kept = (oracle.policy_loss(each, logits, objective) for each in (step, kept))
+    terms = whole_mask.loss - whole_mask.pg_loss
+    config = package_config(objective, **ICEPOP, rejection_denominator="accepted")
+    results = rank_losses(config, step, logits, CUTS[cut](len(step)))
+    assert_same(summed_loss(results), of_kept.pg_loss + terms, logits)
+    found = reported(config, *(result.metrics for result in results))
+    assert found["aggregation_checksum"] == pytest.approx(1.0, abs=1e-9)
+    assert found["kl_loss"] == pytest.approx(float(whole_mask.kl_loss), rel=1e-12)
+
+
+def oracle_tokens(sample: PlainSample) -> int:
+    return sum(sample.loss_mask)
 
 
 def sample(weights: object, mask: Sequence[int] = (1, 1, 0), **fields: object) -> Sample:

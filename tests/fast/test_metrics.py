@@ -18,6 +18,7 @@ from megatron_pg.critic.value_loss import MicroBatchValueLoss
 from megatron_pg.loss.corrections import accepted_samples
 from megatron_pg.loss.metric_table import METRICS, metrics_on
 from megatron_pg.loss.metrics import metric_names, metric_table
+from megatron_pg.megatron import PolicyStep
 from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import step_totals
@@ -28,7 +29,7 @@ from tests.dispatches import CountDispatches
 from tests.fast import objectives_oracle
 from tests.fast.objectives_oracle import Sequence1
 from tests.fast.one_step import PLAIN_SUM, loss_of, reported
-from tests.fast.refusals import assert_words
+from tests.fast.refusals import assert_refused, assert_words
 from tests.fast.sequences import (
     OF_LOG_PROBS,
     flat_log_probs,
@@ -39,7 +40,7 @@ from tests.fast.sequences import (
     random_sequences,
 )
 from tests.oracle import Objective, PlainSample
-from tests.random_steps import float32, random_logits, random_step
+from tests.random_steps import float32, random_logits, random_step, uneven_totals
 
 EVERYTHING = {
     "kl_loss_coef": 0.1,
@@ -203,7 +204,7 @@ def test_staleness_is_reported_where_samples_and_the_step_have_versions() -> Non
     assert told["staleness"] == pytest.approx(10 - 20 / 3) and told["max_staleness"] == 6
     with pytest.raises(ValueError, match="has no policy_version and .* has"):
         pack([replace(samples[0], policy_version=None), *samples[1:]])
-    with pytest.raises(ValueError, match="sample: policy_version is 1.5"):
+    with pytest.raises(ValueError, match=r"sample \d+ of this process: policy_version is 1.5"):
         package_sample(sequences[0], policy_version=1.5)
 
 
@@ -406,12 +407,13 @@ def test_no_host_synchronisation_before_the_end_of_the_step(name: str) -> None:
 
 NAN = math.nan
 BROKEN: dict[str, tuple[dict[str, Any], dict[str, Any], float, int]] = {
-    # of three tokens: the settings, the sample's fields, the second log-prob, and the first token that is named
+    # of three tokens: settings, the micro-batch's fields, the second log-prob, the first token named
     "policy": ({}, {}, NAN, 1),
     "infinite": ({"policy_loss": "reinforce"}, {}, -math.inf, 1),
     "correction": ({"use_tis": True}, {"rollout_log_probs": [-1.0, -1.0, NAN]}, -1.0, 2),
     "masked and reference": (
-        {"kl_loss_coef": 0.1}, {"loss_mask": [0, 1, 1], "ref_log_probs": [NAN, -1.0, NAN]}, -1.0, 2
+        {"kl_loss_coef": 0.1},
+        {"loss_mask": [False, True, True], "ref_log_probs": [NAN, -1.0, NAN]}, -1.0, 2
     ),
     "reference that is not read": ({}, {"ref_log_probs": [NAN] * 3}, -1.0, -1),
 }  # fmt: skip
@@ -420,7 +422,12 @@ BROKEN: dict[str, tuple[dict[str, Any], dict[str, Any], float, int]] = {
 @pytest.mark.parametrize("what", BROKEN)
 def test_a_loss_that_is_no_number_is_reported_with_sample_and_position(what, caplog) -> None:
     settings, fields, log_prob, token = BROKEN[what]
-    config, batch = PolicyLossConfig(**settings), pack([three_tokens(**fields, name="it")])
+    spoiled = {field: torch.tensor(values) for field, values in fields.items()}
+    # No sample may hold such numbers.
+    config, batch = (
+        PolicyLossConfig(**settings),
+        replace(pack([three_tokens(name="it")]), **spoiled),
+    )
     loss = reported(config, metrics_of(config, batch, torch.tensor([-1.0, log_prob, -1.0])))["loss"]
     assert math.isfinite(loss) == (token < 0)
     said = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
@@ -587,17 +594,24 @@ def test_an_entropy_that_is_needed_and_absent_is_refused(setting: dict[str, Any]
         loss_of(PolicyLossConfig(**setting), batch, torch.zeros(len(batch.window)))
 
 
-def test_accepted_denominators_without_accepted_samples_are_noticed(caplog, monkeypatch) -> None:
-    """Under the other denominator, rejections that the totals are to count are no news."""
-    monkeypatch.setattr("megatron_pg.loss.checksum._warned_of", set())
+def test_metrics_do_not_depend_on_the_denominator_of_rejection() -> None:
+    """They are of the tokens that were active before it; the terms of the loss are not among them."""
     sequences = random_sequences(9, spread=0.5)
     samples, log_probs = list(map(package_sample, sequences)), flat_log_probs(sequences)
-    original = PolicyLossConfig(use_tis=True, tis_mode="mask", tis_clip=1.1)
-    metrics = metrics_of(original, package_batch(sequences), log_probs)
-    assert reported(original, metrics)["rejected_fraction"] > 0
+    original = PolicyLossConfig(use_tis=True, tis_mode="mask", tis_clip=1.1, kl_loss_coef=0.1)
+    expected = reported(original, metrics_of(original, package_batch(sequences), log_probs))
+    assert expected["rejected_fraction"] > 0
     accepted = replace(original, rejection_denominator="accepted")
-    batch = pack(accepted_samples(accepted, samples))
-    reported(accepted, metrics_of(accepted, batch, log_probs))
-    assert not caplog.records
-    reported(accepted, metrics_of(accepted, pack(samples), log_probs))
-    assert "accepted_samples(config, samples)" in caplog.text
+    marked = accepted_samples(accepted, samples)
+    found = reported(accepted, metrics_of(accepted, pack(marked), log_probs))
+    differ = {name for name, value in expected.items() if found[name] != pytest.approx(value)}
+    assert differ == {"loss", "pg_loss"}
+    # Totals of samples that were not marked, and samples that are not those of the totals.
+    words = "--rejection-denominator accepted: sample (number 0 of data-parallel rank 0) did not"
+    words += " go through accepted_samples: call samples = accepted_samples(config, samples)"
+    assert_refused(words, loss_of, accepted, pack(samples), log_probs)
+    of_step = {"totals": uneven_totals(samples), "num_microbatches": 1}
+    assert_refused(words, PolicyStep, accepted, **of_step)  # on every pipeline stage
+    totals = uneven_totals(marked)
+    words = "sample did not go through accepted_samples: pack the samples that it returns"
+    assert_refused(words, loss_of, accepted, pack(samples), log_probs, totals=totals)

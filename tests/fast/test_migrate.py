@@ -9,6 +9,7 @@ import functools
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,12 +17,15 @@ import torch
 from megatron_pg import add_policy_loss_args, validate_policy_loss_args
 from megatron_pg.config.program import ProgramParser
 from megatron_pg.config.settings_file import add_settings_file_args
+from megatron_pg.integrations import verl
+from megatron_pg.integrations.miles import MILES as MILES_HOOKS
 from megatron_pg.integrations.reducers import HOOKS
+from megatron_pg.integrations.slime import SLIME as SLIME_HOOKS
 from megatron_pg.migrate import main
 from megatron_pg.migrate.line import Line, read
 from megatron_pg.migrate.report import effective, weights
 from megatron_pg.migrate.rows import TRAINERS, Term, holds, with_terms
-from megatron_pg.step.advantages import METHODS
+from megatron_pg.step.advantages import METHODS, group_advantages
 from tests import oracle
 from tests.random_steps import plain_sample
 
@@ -375,9 +379,15 @@ def test_tables_are_whole(name: str) -> None:
         for each in filter(None, words_of):
             words = " ".join([each] if isinstance(each, str) else each.values()).split()
             assert {word for word in words if word.startswith("--")} <= flags
-            assert isinstance(each, str) or set(each) <= {*row.get("choices", []), "True", "*"}
+            words = {*row.get("choices", []), "True", "False", "*"}
+            assert isinstance(each, str) or set(each) <= words
         for condition, _ in here if isinstance(here, list) else []:
             holds(condition, with_terms(given, trainer.terms(given)))
+    for mode, lines in trainer.exact.items():
+        for condition, _ in [] if isinstance(lines, str) else lines:
+            holds(condition, given)
+        assert trainer.recipe(mode, given)
+    assert trainer.steps(given) in (None, 1.0, 4.0)
     with pytest.raises(KeyError):
         holds("no-such-setting", given)
 
@@ -391,6 +401,11 @@ def here(run, line: str, options: str = "") -> tuple[str, str, list[str]]:
     flags, *others = rest.splitlines()
     lost = [each.split("no counterpart here: ")[1] for each in others if "no counterpart" in each]
     return which, flags.strip(), lost
+
+
+def beside(run, line: str, options: str = "") -> list[str]:
+    """What the flags do not carry over, of other parts of the objective than the per-token loss."""
+    return re.findall("  not carried over: (.*)", run(line, options))
 
 
 @functools.cache  # most settings leave the flags as they are
@@ -445,7 +460,7 @@ SAME = {
     f"{SLIME} --advantage-estimator reinforce_plus_plus": WHITENED,
     f"{MILES} --advantage-estimator reinforce_plus_plus_baseline --eps-clip-high 0.3": "--advantage dr_grpo --whiten-advantages",
     f"{VERL} algorithm.adv_estimator=reinforce_plus_plus": WHITENED,
-    f"{VERL} algorithm.adv_estimator=rloo algorithm.kl_ctrl.type=adaptive": "",
+    f"{VERL} algorithm.adv_estimator=rloo algorithm.kl_ctrl.type=adaptive": "--advantage rloo",
 }
 """Lines with a counterpart: what is printed beyond aggregation, clip and the coefficient of KL."""
 
@@ -457,6 +472,213 @@ def test_the_same_loss(line: str, run) -> None:
     taken(flags)
     clip = r"--(loss|regularizer)-aggregation \w+|--eps-clip-high [\d.]+|--eps-clip-c 3|--kl-loss-coef [\d.]+"
     assert " ".join(re.sub(clip, "", flags).split()) == SAME[line]
+
+
+GROUP = [1.0, 0.0, 0.5, 0.0]
+"""The rewards of a prompt group."""
+MEAN = sum(GROUP) / 4
+DEVIATION = (sum((r - MEAN) ** 2 for r in GROUP) / 3) ** 0.5
+BY_GRPO = [(r - MEAN) / (DEVIATION + 1e-6) for r in GROUP]
+CENTERED = [r - MEAN for r in GROUP]
+BY_OTHERS = [r - (sum(GROUP) - r) / 3 for r in GROUP]
+NO_NORM, NO_STD_SLIME = "grpo.normalize_rewards=false", "--disable-grpo-std-normalization"
+ALL_IN_BASELINE = "grpo.use_leave_one_out_baseline=false"
+PREFIXED = "algorithm.adv_estimator=megatron_pg_prompt_mean_"
+ADVANTAGES: dict[str, list[float]] = {
+    VERL: BY_GRPO,
+    f"{VERL} {NO_STD} {NORM}": CENTERED,
+    f"{VERL} {PREFIXED}grpo {NO_STD} {MODE}=megatron_pg_prompt_mean": CENTERED,
+    f"{VERL} algorithm.adv_estimator=grpo_vectorized {NO_STD}": BY_GRPO,  # verl passes it no such setting
+    f"{VERL} algorithm.adv_estimator=rloo_vectorized": BY_OTHERS,
+    SLIME: BY_GRPO,
+    f"{SLIME} {NO_STD_SLIME}": CENTERED,
+    f"{SLIME} {NO_STD_SLIME} {REDUCER} {OURS}.constant": CENTERED,
+    f"{SLIME} --advantage-estimator cispo {NO_STD_SLIME}": CENTERED,
+    f"{MILES} {NO_STD_SLIME}": CENTERED,
+    f"{SLIME} {NO_STD_SLIME} --disable-rewards-normalization": GROUP,
+    f"{NEMO_RL} {ALL_IN_BASELINE}": BY_GRPO,
+    f"{NEMO_RL} {NO_NORM}": BY_OTHERS,
+    f"{NEMO_RL} grpo.adv_estimator.normalize_rewards=false {ALL_IN_BASELINE}": CENTERED,
+}
+"""The advantages of a group, by the trainers' formulas."""
+
+
+@pytest.mark.parametrize("line", ADVANTAGES)
+def test_the_flags_make_the_advantages_of_the_line(line: str, run) -> None:
+    args = taken(here(run, line, "--loss-aggregation-divisor 7")[1])
+    found = group_advantages(GROUP, [5] * 4, method=args.advantage or "grpo").advantages
+    assert found.tolist() == pytest.approx(ADVANTAGES[line], rel=1e-6)
+    assert not args.whiten_advantages
+    assert not [text for text in beside(run, line) if "optimizer steps" not in text]
+
+
+def test_whitened_advantages(run) -> None:
+    flags = here(run, f"{SLIME} --normalize-advantages {NO_STD_SLIME}")[1]
+    assert "--advantage dr_grpo --whiten-advantages" in flags
+    one = f"{NEMO_RL} grpo.adv_estimator.name=reinforce_plus_plus"
+    assert "--advantage dr_grpo --whiten-advantages" in here(run, one)[1]
+    other = f"{one} grpo.adv_estimator.minus_baseline=false"
+    assert "--advantage reward --whiten-advantages" in here(run, other)[1]
+    plain = "--advantage-estimator reinforce_plus_plus_baseline --disable-rewards-normalization"
+    assert "--advantage reward --whiten-advantages" in here(run, f"{SLIME} {plain}")[1]
+
+
+R_PLUS_PLUS = "--advantage-estimator reinforce_plus_plus --normalize-advantages"
+NOT_CARRIED_OVER = {
+    "python -m verl.trainer.main_ppo actor_rollout_ref.actor.use_kl_loss=true": "algorithm.adv_estimator=gae",
+    f"{VERL} algorithm.adv_estimator=opo": "algorithm.adv_estimator=opo",
+    f"{VERL} algorithm.use_kl_in_reward=true": "algorithm.use_kl_in_reward=True: subtract the KL",
+    f"{VERL} algorithm.adv_estimator=reinforce_plus_plus algorithm.gamma=0.9": "algorithm.gamma=0.9",
+    f"{VERL} algorithm.use_pf_ppo=true": "algorithm.use_pf_ppo=True",
+    f"{VERL} data.train_batch_size=512 {ACTOR}ppo_mini_batch_size=128": "4 optimizer steps per batch",
+    f"{VERL} data.train_batch_size=64 {ACTOR}ppo_mini_batch_size=64 {ACTOR}ppo_epochs=2": "2 optimizer",
+    f"{SLIME} --advantage-estimator ppo": "--advantage-estimator=ppo: advantages of a critic",
+    f"{SLIME} --advantage-estimator ppo --lambd 0.95": "--lambd=0.95",
+    f"{SLIME} {R_PLUS_PLUS} --kl-coef 0.1": "--kl-coef=0.1: a KL in the reward",
+    f"{SLIME} {R_PLUS_PLUS} --gamma 0.9": "--gamma=0.9",
+    f"{SLIME} --custom-advantage-function-path a.b": "--custom-advantage-function-path=a.b",
+    f"{SLIME} --custom-reward-post-process-path a.b": "--custom-reward-post-process-path=a.b",
+    f"{SLIME} --use-opd --opd-kl-coef 1": "--use-opd=True",
+    f"{SLIME} --use-kl-loss --kl-loss-coef 0.1 --ref-update-interval 5": "--ref-update-interval=5",
+    f"{SLIME} --keep-old-actor": "--keep-old-actor=True",
+    f"{SLIME} --num-steps-per-rollout 2": "2 optimizer steps per batch",
+    f"{SLIME} --rollout-batch-size 32 --n-samples-per-prompt 8 --global-batch-size 64": "4 optimizer",
+    f"{MILES} --rollout-batch-size 32 --n-samples-per-prompt 8 --global-batch-size 128": "2 optimizer",
+    NEMO_RL: "grpo.adv_estimator.use_leave_one_out_baseline=True: mean and deviation of the other",
+    f"{NEMO_RL} grpo.adv_estimator.name=gdpo": "grpo.adv_estimator.name=gdpo",
+    f"{NEMO_RL} grpo.advantage_clip_low=-1": "grpo.advantage_clip_low=-1",
+    f"{NEMO_RL} grpo.num_prompts_per_step=64": "2 optimizer steps per batch",
+    f"{NEMO_RL} grpo.overlong_filtering=true": "call filter_overlong",
+    f"{NEMO_RL} grpo.adv_estimator.name=reinforce_plus_plus loss_fn.use_kl_in_reward=true": "loss_fn.use_kl_in_reward",
+}
+
+
+@pytest.mark.parametrize("line", NOT_CARRIED_OVER)
+def test_what_is_beside_the_per_token_loss_is_carried_over_or_said(line: str, run) -> None:
+    assert any(NOT_CARRIED_OVER[line] in text for text in beside(run, line))
+    taken(here(run, line)[1])
+
+
+NOT_CHANGED = [
+    f"{SLIME} --kl-coef 0.1 --gamma 0.9 --lambd 0.9",  # none is read by the default estimator
+    f"{SLIME} --loss-type sft_loss --custom-advantage-function-path a.b --use-opd",
+    f"{SLIME} --rollout-batch-size 32 --n-samples-per-prompt 8 --global-batch-size 256",
+    f"{VERL} data.train_batch_size=512 {ACTOR}ppo_mini_batch_size=512 algorithm.gamma=0.9",
+    f"{VERL} data.train_batch_size=$BATCH {ACTOR}ppo_mini_batch_size=$MINI",
+]
+
+
+@pytest.mark.parametrize("line", NOT_CHANGED)
+def test_what_is_carried_over_or_not_read_is_no_remark(line: str, run) -> None:
+    assert beside(run, line) == []
+
+
+NULL = f"{VERL} {ACTOR}clip_ratio=0.3 {ACTOR}clip_ratio_low=null {ACTOR}clip_ratio_high=null"
+
+
+def test_null_clip_ratios_are_that_of_both_sides(run) -> None:
+    assert "--eps-clip 0.3 --eps-clip-high 0.3" in here(run, NULL)[1]
+
+
+REFUSED_HERE = {
+    f"{SLIME} --entropy-coef=-0.01": "--entropy-coef=-0.01",
+    f"{SLIME} --use-kl-loss --kl-loss-coef=-0.1 --kl-loss-type k2": "--kl-loss-coef=-0.1",
+    f"{SLIME} --eps-clip 1.5": "--eps-clip=1.5",
+    f"{SLIME} --eps-clip-c 0.5": "--eps-clip-c=0.5",
+    f"{SLIME} --use-tis --tis-clip 0.5 --tis-clip-low 0.7": "--tis-clip",
+    f"{VERL} actor_rollout_ref.rollout.temperature=0": "actor_rollout_ref.rollout.temperature=0",
+}
+"""Values that the trainers take, and this package does not."""
+
+
+@pytest.mark.parametrize("line", REFUSED_HERE)
+def test_what_this_package_refuses_is_said_and_not_printed(line: str, run) -> None:
+    which, flags, lost = here(run, line)
+    assert which == "nearest" and any(REFUSED_HERE[line] in text for text in lost)
+    taken(flags)
+
+
+# What is printed for this package's own plugins is accepted by their checks.
+
+ESTIMATORS = ("grpo", "rloo", "opo", "reinforce_plus_plus", f"{PREFIXED}gpg", "my_own")
+BATCHES = (
+    "",
+    "data.train_batch_size=512 ",
+    f"data.train_batch_size=96 {ACTOR}ppo_mini_batch_size=32 ",
+)
+MODES = ("vanilla", "gspo", "megatron_pg_token_mean", "megatron_pg_constant_gspo")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_the_plugin_of_verl_takes_its_lines(estimator, batch, mode, run, monkeypatch) -> None:
+    name = estimator.rpartition("=")[2]
+    base = name.removeprefix("megatron_pg_prompt_mean_")
+    line = (
+        f"{VERL} algorithm.adv_estimator={name} {batch}{MODE}={mode} actor_rollout_ref.rollout.n=8"
+    )
+    printed = run(line, "--loss-aggregation prompt_mean")
+    lines = printed.split("prompt_mean exactly, in verl\n")[1].split("\n\n")[0]
+    added = dict(re.findall(r"^  ([\w.]+)=(\S+)$", lines, re.M))
+    assert added.pop("algorithm.adv_estimator") == f"megatron_pg_prompt_mean_{base}"
+    prompts = int(
+        dict(re.findall(r"(data\.train_batch_size)=(\d+)", batch)).get(
+            "data.train_batch_size", 1024
+        )
+    )
+    actor = SimpleNamespace(
+        policy_loss=SimpleNamespace(loss_mode=added.pop(MODE)),
+        ppo_mini_batch_size=int(added.pop(f"{ACTOR}ppo_mini_batch_size")),
+    )
+    assert not added
+    parts = {"actor": actor, "rollout": SimpleNamespace(n=8)}
+    monkeypatch.setattr(verl, "_select", lambda config, key: parts[key.split(".")[-1]])
+    verl.refuse_estimator_settings(base, object(), prompts * 8, [0])
+    assert actor.policy_loss.loss_mode.endswith("_gspo") == ("gspo" in mode)
+
+
+@pytest.mark.parametrize("estimator", sorted(verl.NEED_MORE))
+def test_estimators_that_the_plugin_cannot_make_have_no_lines(estimator: str, run) -> None:
+    line = f"{VERL} algorithm.adv_estimator={estimator}"
+    printed = run(line, "--loss-aggregation prompt_mean")
+    assert f"(no lines: verl makes the advantages of {estimator}" in printed
+    assert "megatron_pg_prompt_mean" not in printed
+
+
+HOOKED = [line for line in (*LINES, *OFF) if line.startswith((SLIME, MILES)) and "$" not in line]
+HOOKED += [
+    f"{SLIME} --global-batch-size 100 --n-samples-per-prompt 8",
+    f"{SLIME} --context-parallel-size 2 --allgather-cp",
+    f"{MILES} --use-dynamic-global-batch-size",
+    f"{MILES} --entropy-coef 0.1 --use-kl-loss --kl-loss-coef 0.1",
+]
+
+
+@pytest.mark.parametrize("mode", ["prompt_mean", "token_mean", "constant"])
+@pytest.mark.parametrize("line", HOOKED)
+def test_the_hooks_take_their_lines_or_their_refusal_is_printed(line, mode, run) -> None:
+    name = of_words(line).trainer.name
+    divisor = "--loss-aggregation-divisor 64" * (mode == "constant")
+    printed = run(line, f"--loss-aggregation {mode} {divisor}")
+    lines = printed.split(f"{mode} exactly, in {name}\n")[1].split("\n\n")[0]
+    # The attributes that argparse makes of the launch line and of the lines, and slime of its file of settings.
+    own = lines.partition("\n  (")[0]
+    words = re.findall(r"--([\w-]+)(?:[ =](?!--)(\S+))?", f"{line}\n{own}")
+    args = {key.replace("-", "_"): int(x) if x.isdigit() else x or True for key, x in words}
+    args |= {"calculate_per_token_loss": False, "custom_pg_loss_reducer_function_path": None}
+    args |= dict.fromkeys(("loss_aggregation", "loss_aggregation_divisor"))
+    file = lines.partition("# with the lines:")[2].split("\n")[0]
+    args |= dict(re.findall(r"(\w+): (\w+)", file))
+    hooks = {"slime": SLIME_HOOKS, "miles": MILES_HOOKS}[name]
+    assert args[hooks.hook] == f"{OURS}.{name}.{mode}"
+    try:
+        hooks.require(mode, argparse.Namespace(**args))
+    except ValueError as error:
+        why = str(error).removeprefix(f"{hooks.path(mode)}: ")
+        assert f"(refused in this launch line, with the remedy: {why})" in printed
+    else:
+        assert "refused in this launch line" not in printed
 
 
 NO_COUNTERPART = [
@@ -521,21 +743,25 @@ def test_every_value_is_printed_or_said(run) -> None:
     silent = []
     for name, trainer in TRAINERS.items():
         base, options = bases.get(name, slime), f"--trainer {name}"
-        default = here(run, base, options)
+        default = here(run, base, options), beside(run, base, options)
         for key, row in trainer.settings.items():
             if not key.startswith("--") and name in ("slime", "miles"):
                 continue
             number = "1.5" if key.endswith(("-c", "_c")) else "0.75"
             cases = row.get("here")
             texts = [text for _, text in cases] if isinstance(cases, list) else [cases]
-            for value in row.get("choices", ["true"] if row["kind"] == "flag" else [number]):
-                found = here(run, f"{base} {key}={value}", options)
-                if "<L>" not in found[1]:
-                    taken(found[1])
+            values = row.get("choices", ["true", "false"] if row["kind"] == "flag" else [number])
+            for value in values:
+                line = f"{base} {key}={value}"
+                found = here(run, line, options), beside(run, line, options)
+                if "<L>" not in found[0][1]:
+                    taken(found[0][1])
                 is_declared = any(
                     text == "" or isinstance(text, dict) and text.get(value) == "" for text in texts
                 )
-                if found == default and not is_declared and value != row.get("default"):
+                is_default = value in (row.get("default"), str(row.get("default")).lower())
+                is_reference = str(row.get("default")).startswith("${") and value == "true"
+                if found == default and not is_declared and not is_default and not is_reference:
                     silent.append((name, key, value))
     assert not silent
 

@@ -25,6 +25,7 @@ from tests.fast import objectives_oracle as oracle
 from tests.fast.objectives_oracle import Correction, Sequence1
 from tests.fast.one_step import loss_of, reported
 from tests.fast.sequences import flat_gradient, flat_log_probs, package_sample, random_sequence
+from tests.oracle import PlainSample
 from tests.random_steps import plain_sample
 
 EPS_LOW, EPS_HIGH, DUAL = 0.06, 0.11, 1.07
@@ -214,18 +215,21 @@ def expected(config: PolicyLossConfig) -> Outcome:
         "deltas": tuple(DELTAS.values()),
         "anchor": config.ratio_anchor,
     }
-    drawn = step = sequences()
-    if config.rejection_denominator == "accepted":
-        zeros = [[oracle.ZERO] * len(s.loss_mask) for s in step]
-        pairs = zip(step, zeros, strict=True)
-        step = [replace(s, loss_mask=oracle.correct(s, zero, correction)[1]) for s, zero in pairs]
+    step = sequences()
     pg_losses = [oracle.objective(config.policy_loss, s, **clip) for s in step]
     corrected = [oracle.correct(s, x, correction) for s, x in zip(step, pg_losses, strict=True)]
     losses = [loss for loss, _ in corrected]
     lengths = [len(s.loss_mask) for s in step]
     entropy = entropies(sum(lengths))
-    ids = zip(step, GROUPS, ROLLOUTS, strict=True)
-    plain = [plain_sample(s.loss_mask, group=group, rollout=rollout) for s, group, rollout in ids]
+
+    def of_masks(masks: Any) -> list[PlainSample]:
+        ids = zip(masks, GROUPS, ROLLOUTS, strict=True)
+        return [plain_sample(mask, group=group, rollout=rollout) for mask, group, rollout in ids]
+
+    # KL and entropy are of the tokens that were active before any rejection, whatever the policy loss is divided by.
+    plain = accepted = of_masks([s.loss_mask for s in step])
+    if config.rejection_denominator == "accepted":
+        accepted = of_masks([mask for _, mask in corrected])
     aggregation, divisor = config.loss_aggregation, config.loss_aggregation_divisor
     is_whole = config.regularizer_aggregation == "loss"
 
@@ -233,7 +237,7 @@ def expected(config: PolicyLossConfig) -> Outcome:
         mode = aggregation if is_whole else "sample_mean"
         return step_oracle.aggregate(plain, values, mode, divisor)
 
-    pg = step_oracle.aggregate(plain, losses, aggregation, divisor)
+    pg = step_oracle.aggregate(accepted, losses, aggregation, divisor)
     terms, penalty = {"pg_loss": pg}, torch.zeros((), dtype=torch.float64)
     if config.kl_loss_coef:
         options = {"unbiased": config.use_unbiased_kl, "anchor": config.ratio_anchor}
@@ -245,12 +249,13 @@ def expected(config: PolicyLossConfig) -> Outcome:
         penalty = penalty - config.entropy_coef * terms["entropy_loss"]
     loss = terms["loss"] = pg + penalty
     if config.grad_divisor:
-        factor = step_oracle.outer_count(plain, aggregation) / config.grad_divisor
-        loss = (pg + penalty) * factor if is_whole else pg * factor + penalty
+        own, others = (step_oracle.outer_count(x, aggregation) for x in (accepted, plain))
+        factor = others if is_whole else config.grad_divisor
+        loss = (pg * own + penalty * factor) / config.grad_divisor
     options = {"allow_unused": True, "retain_graph": True, "materialize_grads": True}
     (entropy_gradient,) = torch.autograd.grad(loss, [entropy], **options)
     numbers = {name: value.item() for name, value in terms.items()}
-    return Outcome(loss.detach(), numbers, flat_gradient(loss, drawn), entropy_gradient)
+    return Outcome(loss.detach(), numbers, flat_gradient(loss, step), entropy_gradient)
 
 
 def found(config: PolicyLossConfig) -> Outcome:

@@ -285,18 +285,6 @@ def test_masking_only_the_result_would_give_nan_gradients() -> None:
     assert log_prob.grad is not None and log_prob.grad[1].isnan()
 
 
-@pytest.mark.parametrize("field", ("old_log_probs", "ref_log_probs"))
-def test_nan_at_an_active_position_stays_visible(field: str) -> None:
-    step = random_step(seed=27)
-    index = next(index for index, sample in enumerate(step) if 1 in sample.loss_mask)
-    values = list(getattr(step[index], field))
-    values[step[index].loss_mask.index(1)] = math.nan
-    step[index] = replace(step[index], **{field: values})
-    logits, config = random_logits(step), package_config(Objective(kl_loss_coef=0.1))
-    loss = summed_loss(rank_losses(config, step, logits, whole(len(step))))
-    assert loss.isnan() and gradients(loss, logits)[index].isnan().any()
-
-
 @pytest.mark.parametrize("garbage", (math.nan, math.inf))
 def test_garbage_logits_at_an_active_position_stay_visible(garbage: float) -> None:
     sample = plain_sample([1, 1])

@@ -42,6 +42,8 @@ counted = st.builds(
     id_source=st.none() | st.sampled_from(("a", "b")),
     loss_weight=st.none() | st.sampled_from((0.5, 2.0)),
     active_coefficients=st.sampled_from((0.25, 1.5)),
+    num_accepted_tokens=st.integers(0, 5),
+    accepted_loss_weight=st.none() | st.sampled_from((0.0, 0.75)),
 )
 counted_steps = st.lists(st.lists(counted, max_size=4), min_size=1, max_size=3)
 """Of each data-parallel rank its samples."""
@@ -70,12 +72,14 @@ def may_stand_together(step: Sequence[Sequence[BareSample]]) -> bool:
     return all(set.intersection(*each) for each in prompts_of_groups.values())
 
 
-def plain_sums(step: Sequence[Sequence[BareSample]], field: str) -> dict[int, int]:
+def plain_sums(
+    step: Sequence[Sequence[BareSample]], field: str, counted: str = "num_active_tokens"
+) -> dict[int, int]:
     sums: dict[int, int] = defaultdict(int)
     for samples in step:
         for sample in samples:
             if getattr(sample, field) is not None:
-                sums[getattr(sample, field)] += sample.num_active_tokens
+                sums[getattr(sample, field)] += getattr(sample, counted)
     return dict(sums)
 
 
@@ -92,9 +96,14 @@ def check_counts(step: Sequence[Sequence[BareSample]]) -> None:
     assert totals.num_active_tokens == sum(sample.num_active_tokens for sample in flat)
     ids = {sample.rollout_id for sample in flat} - {None}
     assert totals.num_rollouts == len(ids) + sum(sample.rollout_id is None for sample in flat)
+    accepted = totals.counted_in("mask", accepted=True)
+    of_rollouts = plain_sums(step, "rollout_id", "num_accepted_tokens")
+    assert accepted.rollout_active_tokens == of_rollouts
     # By columns as by a lookup for each sample.
-    in_weights = [totals.counted_in("weights")] if any(x.loss_weight for x in flat) else []
-    for counting in (totals, *in_weights):
+    in_weights = []
+    if any(x.loss_weight for x in flat):
+        in_weights = [totals.counted_in("weights", accepted=x) for x in (False, True)]
+    for counting in (totals, accepted, *in_weights):
         looked_up = counting.rollout_denominators(list(counting.counts))
         assert counting.rollout_denominators(counting.counts).tolist() == looked_up.tolist()
 

@@ -26,7 +26,7 @@ def sample(kept: Any, mask: list[int] | None = None, **fields: Any) -> Sample:
         ([[1], [2], [3, 5, 3]], "[2] is a set with id 3 twice, expected distinct"),
         ([[1], [2, -1], [3]], "[1] is a set with id -1, expected ids of the vocabulary"),
         ([[1], [2, 2**31], [3]], "[1] is a set with id 2147483648, expected ids"),
-        ([[1], [2.5], [3]], " is torch.float32"),
+        ([[1], [2.5], [3]], " is torch.float64"),
         ([1, 2, 3], " is no such thing"),
         ("abc", " is no such thing"),
     ],
@@ -76,8 +76,12 @@ def test_wrong_channels_are_named(value: Any, words: str) -> None:
 )
 def test_channels_that_differ_are_refused(other: Any, cp_rank: int) -> None:
     """Whoever is packed together: other rows, or a dtype that depends on the packing, would come of it."""
-    samples = [sample(None, side_channels={"x": each}) for each in (other, torch.ones(3))]
-    words = "side_channels['x'] differs from sample to sample"
+    channels = {"first": other, "again": other, "odd": torch.ones(3)}
+    samples = [
+        sample(None, name=name, side_channels={"x": each}) for name, each in channels.items()
+    ]
+    plain = "a Tensor [response tokens] of torch.float32"
+    words = f"side_channels['x'] is a  |  in first and {plain} in odd"
     assert_refused(words, pack, samples, cp_rank=cp_rank, cp_size=2)
 
 

@@ -1,5 +1,6 @@
 """Which versions of Megatron-Core are accepted, and what a refusal says."""
 
+import importlib
 import re
 import subprocess
 import sys
@@ -51,6 +52,28 @@ def test_without_megatron_an_import_says_what_to_install() -> None:
     said = done.stdout.splitlines()
     assert len(said) == len(megatron_pg.critic.__all__) + len(megatron_pg.megatron.__all__)
     assert all("pip install 'megatron-core>=0.16,<0.21'" in line for line in said)
+
+
+LAZY = {
+    "import megatron_pg; import megatron_pg.step as other": "step",
+    "import megatron_pg.critic; import megatron_pg.critic.gae": "gae",
+    "import megatron_pg.megatron; import megatron_pg.megatron.scale_contract": "scale_contract",
+}
+"""Imports of a package whose exports are imported later, and of one of its modules."""
+
+
+@pytest.mark.parametrize("imports", LAZY)
+def test_completion_lists_the_exports_before_they_are_imported(imports: str) -> None:
+    package = imports.partition(";")[0].partition(" ")[2]
+    code = f"import sys; sys.modules['megatron'] = None; {imports}; names = dir({package})\n"
+    code += f"print(*{package}.__all__, '|', *names)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    exports, listed = (part.split() for part in done.stdout.split("|"))
+    assert {*exports, LAZY[imports]} <= {*listed} and listed == sorted(listed)
+    module = importlib.import_module(package)
+    # Everything else that is listed is a module of the package, or has a special name.
+    others = [name for name in {*listed} - {*exports} if not name.startswith("__")]
+    assert all(vars(module)[name].__name__ == f"{package}.{name}" for name in others)
 
 
 def test_a_name_that_is_not_exported_is_refused() -> None:

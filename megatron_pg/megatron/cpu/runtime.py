@@ -20,7 +20,7 @@ from torch.utils._device import _device_constructors
 from megatron_pg.config.versions import require_supported_version
 
 CPU = torch.device("cpu")
-NO_STATE = torch.zeros(16, dtype=torch.uint8)
+NO_STATE = torch.zeros(16, dtype=torch.uint8, device="cpu")
 
 
 class NullStream(contextlib.ContextDecorator):

@@ -1,0 +1,175 @@
+"""Refusal of a model whose log-probs vary at the same weights, between calls or modes.
+
+The ratio of a first step is then not 1. Read for `self.training`, random numbers and state that a
+forward changes, in megatron-core 0.16.1 and 0.19.2. These do not change the forward, and are not in
+the table: losses of routers, of multi-token prediction and of sparse attention; the bias of experts
+and `quantile_balancing` (updated after a step, as weights are); stochastic rounding of FP4 (in
+backward); current, block and MXFP8 scaling (from the tensor itself); padding of experts for FP8 (at
+probability 0); recomputation; Megatron's norms.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch.nn import Module
+from torch.nn.modules.dropout import _DropoutNd
+
+from megatron_pg.config import PolicyLossConfig
+from megatron_pg.config.fields import refuse
+from megatron_pg.megatron.groups import chunks_of, unwrapped
+
+Settings = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Variation:
+    """One reason for which log-probs vary."""
+
+    owner: Literal["module", "router", "model"]
+    """Holder of the settings: a module (attributes), or the config of a router or of the model."""
+    find: Callable[[Settings], Settings]
+    """Returns those of the settings that are on."""
+    effect: str
+    remedy: str
+
+    def violation(self, found: Settings, place: str) -> str:
+        """Say what varies where, and what to do."""
+        settings = ", ".join(f"{name}={value}" for name, value in found.items())
+        remedy = f"{self.remedy}, or add --allow-varying-log-probs"
+        return f"{place} has {settings}: {self.effect}. {remedy}"
+
+
+def drops_tokens(settings: Settings) -> bool:
+    """Tell whether an expert may get more tokens than its `--moe-expert-capacity-factor`."""
+    capacity = settings.get("moe_expert_capacity_factor")
+    return bool(capacity and capacity * settings["moe_router_topk"] < settings["num_moe_experts"])
+
+
+def _dropout(settings: Settings) -> Settings:
+    # By name: Megatron, Transformer Engine, adapters and encoders have no class in common.
+    return {
+        name: value
+        for name, value in settings.items()
+        if value.__class__ is float and value > 0 and ("drop" in name or "noise" in name)
+    }
+
+
+def _batch_statistics(settings: Settings) -> Settings:
+    return {name: True for name in ("track_running_stats",) if settings.get(name)}
+
+
+def _other_recipe(settings: Settings) -> Settings:
+    recipes: Any = settings.get("te_quant_params")
+    scored = getattr(recipes, "evaluation_recipe", None)
+    is_other = scored is not None and scored != recipes.training_recipe
+    return {"te_quant_params.evaluation_recipe": scored} if is_other else {}
+
+
+def _random_routing(settings: Settings) -> Settings:
+    kinds = ("input_jitter_eps", "router_force_load_balancing", "router_force_biased")
+    found = {f"moe_{kind}": settings.get(f"moe_{kind}") for kind in kinds}
+    return {
+        name: value for name, value in found.items() if value is not None and value is not False
+    }
+
+
+def _token_dropping(settings: Settings) -> Settings:
+    name = "moe_expert_capacity_factor"
+    return {name: settings[name]} if drops_tokens(settings) else {}
+
+
+def _sinkhorn(settings: Settings) -> Settings:
+    name = "moe_router_load_balancing_type"
+    return {name: "sinkhorn"} if settings.get(name) == "sinkhorn" else {}
+
+
+def _delayed_scaling(settings: Settings) -> Settings:
+    is_delayed = settings.get("fp8") and settings.get("fp8_recipe") == "delayed"
+    return {"fp8_recipe": "delayed"} if is_delayed else {}
+
+
+VARIATIONS = (
+    Variation(
+        "module",
+        _dropout,
+        "training draws random numbers and scoring does not, so the ratio of a first step is not 1",
+        "Set it to 0 (--hidden-dropout 0 --attention-dropout 0)",
+    ),
+    Variation(
+        "module",
+        _batch_statistics,
+        "training normalizes by the tokens of a micro-batch, and scoring by those of the past",
+        "Keep the module in eval mode",
+    ),
+    Variation(
+        "module",
+        _other_recipe,
+        "scoring quantizes otherwise than training",
+        "Drop the recipe of evaluation",
+    ),
+    Variation(
+        "router",
+        _random_routing,
+        "routers draw random numbers in every forward",
+        "Drop the setting",
+    ),
+    Variation(
+        "router",
+        _token_dropping,
+        "an expert drops tokens by the other tokens of a micro-batch on one rank, padding included",
+        "Drop the setting",
+    ),
+    Variation(
+        "router",
+        _sinkhorn,
+        "in training a router chooses by all tokens of a micro-batch on one rank, in scoring by one",
+        "Choose another type",
+    ),
+    Variation(
+        "model",
+        _delayed_scaling,
+        "scales are of the micro-batches before",
+        "Choose --fp8-recipe tensorwise, blockwise or mxfp8",
+    ),
+)
+
+
+def varying_settings(settings: Settings) -> list[str]:
+    """List what fields of a `TransformerConfig`, by name, would do to log-probs, before any model."""
+    rows = [row for row in VARIATIONS if row.owner != "router" or settings.get("num_moe_experts")]
+    found = [(row, row.find(settings)) for row in rows]
+    return [row.violation(settings, "the model") for row, settings in found if settings]
+
+
+def require_steady_log_probs(model: Any, config: PolicyLossConfig) -> None:
+    """Refuse a model whose log-probs vary, unless `--allow-varying-log-probs`.
+
+    The modules decide, and not the config that they were built from. A module in eval mode inside
+    of a model in training mode is taken to stay so.
+
+    Raises:
+        ValueError: every kind of setting, with its value and the first module that has it.
+    """
+    if config.allow_varying_log_probs:
+        return
+    violations: dict[tuple[str, ...], str] = {}
+    for chunk in map(unwrapped, chunks_of(model)):
+        for name, module in chunk.named_modules() if isinstance(chunk, Module) else ():
+            for row, found in _found(module, chunk):
+                place = f"{name or 'the model'} ({type(module).__name__})"
+                violations.setdefault((row.effect, *found), row.violation(found, place))
+    refuse(list(violations.values()))
+
+
+def _found(module: Any, chunk: Any) -> list[tuple[Variation, Settings]]:
+    owners: dict[str, Settings] = {}
+    if module.training or not chunk.training:
+        is_dropout = isinstance(module, _DropoutNd)
+        owners["module"] = {"dropout": module.p} if is_dropout else vars(module)
+    if hasattr(type(module), "apply_z_loss"):
+        owners["router"] = vars(module.config)
+    if module is chunk:
+        owners["model"] = vars(chunk.config)
+    rows = [row for row in VARIATIONS if row.owner in owners]
+    return [(row, found) for row in rows if (found := row.find(owners[row.owner]))]

@@ -23,7 +23,7 @@ from megatron_pg.step.advantages import (
     advantages_of_rollouts,
     check_rewards,
 )
-from megatron_pg.step.agreement import compute_and_gather, gather_rows
+from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.counts import StepCounts
 from megatron_pg.step.ids import check_ids
 from megatron_pg.step.sample import Sample, as_integer
@@ -226,7 +226,7 @@ def with_group_advantages(
 
     A rollout of several samples counts once: it has one reward, and all of its samples get its
     advantage. Samples whose file has `advantages` keep them. Every data-parallel rank must call it
-    with its samples of the step; groups and rollouts may be spread over ranks. Three exchanges.
+    with its samples of the step; groups and rollouts may be spread over ranks. One exchange.
 
     Args:
         samples: this rank's samples of the step, from rollout files.
@@ -244,17 +244,18 @@ def with_group_advantages(
             that stand for two things (see `megatron_pg.step.ids.check_ids`). Raised on all ranks.
     """
     needed = ("reward", "group_index") if method in OF_PROMPT_GROUPS else ("reward",)
-    (mine, counts_of_rank), sizes = compute_and_gather(
+    (mine, counts_of_rank), shared = compute_and_gather(
         lambda: (
             np.array([_reward(sample, method, needed) for sample in samples], dtype=_REWARD),
             StepCounts.of([sample_counts(samples)]),
         ),
-        lambda _: len(samples),
+        lambda own: (own[0], own[1].to_bytes()),
         data_parallel_group,
     )
-    counts = counts_of_rank.over_ranks(sizes, data_parallel_group)
+    rewards_of_ranks, rows = zip(*shared, strict=True)
+    counts = counts_of_rank.over_ranks(rows, data_parallel_group)
     check_ids(counts, allow_different_prompts=allow_different_prompts)
-    everyone = gather_rows(mine, sizes, data_parallel_group)
+    everyone = np.concatenate(rewards_of_ranks)
     _check_given(counts, everyone["is_given"], method)
     rewards = everyone["reward"].copy()
     check_rewards(counts, rewards)
@@ -270,7 +271,7 @@ def with_group_advantages(
         (torch.from_numpy(computed),), step.advantages
     )
     rank = 0 if data_parallel_group is None else dist.get_rank(data_parallel_group)
-    values_of_rank = values.split(list(sizes))[rank].tolist()  # type: ignore[no-untyped-call]
+    values_of_rank = values.split(list(counts.sizes))[rank].tolist()  # type: ignore[no-untyped-call]
     replaced = [
         sample if is_given else dataclasses.replace(sample, advantages=value)
         for sample, value, is_given in zip(samples, values_of_rank, mine["is_given"], strict=True)

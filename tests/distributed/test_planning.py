@@ -53,7 +53,7 @@ def plan_on_rank(ragged: bool) -> tuple[StepPlan, int]:
         dist.all_reduce(numbers)
         assert numbers.tolist() == [float(number * OWNERS)] * 4
     assert upcoming.wait().plan == plan
-    # All of the step on one rank: a gather would pad every rank to it.
+    # All of the step on one rank.
     held = whole_step() if dist.get_rank() == 1 else []
     skewed = step_totals(held, data_parallel_group=dist.group.WORLD)
     assert skewed == step_totals(whole_step())

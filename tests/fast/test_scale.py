@@ -21,15 +21,11 @@ from hypothesis import strategies as st
 
 from megatron_pg import Sample, StepCollector, StepPlan, pack, plan_step, step_totals
 from megatron_pg.rollout_files import collector as collector_module
-from megatron_pg.step import absent as absent_module
-from megatron_pg.step import agreement as agreement_module
 from megatron_pg.step import ahead as ahead_module
 from megatron_pg.step import assign_to_data_parallel_ranks, plan_ahead, plan_hybrid_cp_step
 from megatron_pg.step import hybrid_context as hybrid_module
 from megatron_pg.step import ids as ids_module
 from megatron_pg.step import plan as plan_module
-from megatron_pg.step.absent import naming_absent_ranks
-from megatron_pg.step.agreement import gather_rows, is_on_host
 from megatron_pg.step.counts import ROW, BareSample, StepCounts
 from megatron_pg.step.totals import totals_of_counts
 
@@ -146,12 +142,6 @@ class Threads:
     def gather_objects(self, gathered: list[Any], mine: Any, group: Any = None) -> None:
         gathered[:] = self.exchange(mine)
 
-    def gather_tensors(self, padded: torch.Tensor, mine: torch.Tensor, group: Any = None) -> None:
-        padded.copy_(torch.cat(self.exchange(mine)))
-
-    def all_reduce(self, table: torch.Tensor, group: Any = None) -> None:
-        table.copy_(sum(self.exchange(table.clone())))
-
     def run(self, function: Callable[[int], Any], order: Sequence[int]) -> list[Any]:
         """What the function returns on each rank, started in that order."""
 
@@ -164,8 +154,6 @@ class Threads:
             "get_world_size": lambda group=None: self.size,
             "get_backend": lambda group=None: "gloo",
             "all_gather_object": self.gather_objects,
-            "all_gather_into_tensor": self.gather_tensors,
-            "all_reduce": self.all_reduce,
         }
         with mock.patch.multiple(dist, **played), ThreadPoolExecutor(self.size) as pool:
             futures = {rank: pool.submit(on_rank, rank) for rank in order}
@@ -223,19 +211,6 @@ def test_an_error_of_one_rank_in_counting_ends_all(count):
     first, second, third = Threads(3).run(on_rank, range(3))
     assert second.startswith("AttributeError")
     assert first == third == f"OtherRankError: data-parallel rank 1: {second}"
-
-
-def test_an_exchange_goes_on_in_a_group_that_a_trainer_has_wrapped():
-    """slime's wrapper of a process group has no name, and answers to the patched functions of torch.distributed alone."""
-    wrapped = dist.ProcessGroup(0, 2)
-    with pytest.raises(RuntimeError, match="name"):
-        print(wrapped.group_name)
-    played = {"is_initialized": lambda: True, "get_world_size": lambda group=None: 2}
-    with mock.patch.multiple(dist, **played), naming_absent_ranks(wrapped):
-        came = True
-    assert came
-    with mock.patch.object(dist, "get_backend", lambda group: "nccl"):
-        assert not is_on_host(wrapped)
 
 
 def test_lengths_are_dealt_as_their_samples_are_and_evenly_at_heavy_tails():
@@ -300,67 +275,6 @@ def test_a_group_of_the_device_is_refused_by_name(monkeypatch):
     group: Any = object()
     with pytest.raises(ValueError, match=r'exchanges by nccl.*backend="gloo"'):
         plan_ahead(samples_of(0), **TASK, data_parallel_group=group)
-
-
-def warning_of_absent(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> str:
-    """The first warning where rank 1 comes long after rank 0, yet before the warning, and rank 2 never comes."""
-    store = dist.HashStore()
-    monkeypatch.setattr(absent_module, "POLL_SECONDS", 0.1)
-    monkeypatch.setattr(absent_module, "WAIT_SECONDS", 0.4)
-    monkeypatch.setattr(absent_module.distributed_c10d, "_get_default_store", lambda: store)
-    played = {
-        "get_rank": lambda group=None: group.rank,
-        "get_world_size": lambda group=None: 3,
-        "get_global_rank": lambda group, rank: rank,
-    }
-    caplog.clear()
-    with mock.patch.multiple(dist, **played), caplog.at_level("WARNING"):
-        exchanges, threads = [], []
-        for rank in range(2):
-            group: Any = SimpleNamespace(rank=rank, group_name="data")
-            exchanges.append(absent_module._Exchange(group, 1))
-            threads.append(threading.Thread(target=exchanges[-1].watch))
-            threads[-1].start()
-            time.sleep(0.3)
-        until = time.monotonic() + 30
-        while not caplog.records and time.monotonic() < until:
-            time.sleep(0.05)
-        for exchange, thread in zip(exchanges, threads, strict=True):
-            exchange.has_ended.set()
-            thread.join()
-    return caplog.messages[0]
-
-
-def test_a_warning_names_no_rank_that_waits_already(monkeypatch, caplog):
-    named = "waiting for rank 2 of the 3"
-    assert named in warning_of_absent(monkeypatch, caplog)
-    right = absent_module._Exchange._key
-
-    # As if each wrote after its own wait alone.
-    def alone(self: Any, *names: object) -> str:
-        return right(self, *names, *[self._rank] * (names[0] == "first"))
-
-    monkeypatch.setattr(absent_module._Exchange, "_key", alone)
-    assert named not in warning_of_absent(monkeypatch, caplog)
-
-
-@pytest.mark.parametrize("sizes", [(2, 3, 2), (9, 0, 0, 1), (1, 0, 7), (0, 0)])
-def test_rows_of_ranks_with_few_and_with_many_are_gathered_in_order(sizes):
-    ranks = [np.arange(10 * rank, 10 * rank + size) for rank, size in enumerate(sizes)]
-
-    def gathered(rank: int) -> list[int]:
-        group: Any = object()
-        return gather_rows(ranks[rank], sizes, group).tolist()
-
-    expected = [[row for rows in ranks for row in rows.tolist()]] * len(sizes)
-    assert Threads(len(sizes)).run(gathered, range(len(sizes))) == expected
-    if len(sizes) * max(sizes) > 2 * sum(sizes):
-        # Every rank puts its rows where rank 0 does.
-        with mock.patch.object(
-            agreement_module, "sum", lambda rows: sum(rows) * (len(rows) == len(sizes)), create=True
-        ):
-            found = Threads(len(sizes)).run(gathered, range(len(sizes)))
-        assert found != expected
 
 
 def told_of_hybrid_plan(order: Sequence[int]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The costs of a step as curves: `python -m benchmarks.scale [planning] [batches] [numbers] [files] [ahead]`, all by default.
+"""The costs of a step as curves: `python -m benchmarks.scale [planning] [batches] [numbers] [files]`, all by default.
 
 One core and no accelerator. Ranks that do not exist are played by a driver (`benchmarks/scale/played.py`). Seconds are of the
 processor's clock, so that others may share the machine; their caches are shared all the same.
@@ -9,7 +9,7 @@ import importlib
 
 import torch
 
-PARTS = ("planning", "batches", "numbers", "files", "ahead")
+PARTS = ("planning", "batches", "numbers", "files")
 
 
 def main() -> None:

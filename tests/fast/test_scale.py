@@ -1,10 +1,9 @@
-"""What a step costs at scale stays right: counts by columns, any order of answers, the next step planned in a thread."""
+"""What a step costs at scale stays right: counts by columns, any order of answers."""
 
 import hashlib
 import pickle
 import random
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,15 +13,13 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_pg import Sample, StepCollector, StepPlan, pack, plan_step, step_totals
+from megatron_pg import Sample, StepCollector, StepPlan, plan_step, step_totals
 from megatron_pg.rollout_files import collector as collector_module
-from megatron_pg.step import ahead as ahead_module
-from megatron_pg.step import assign_to_data_parallel_ranks, plan_ahead, plan_hybrid_cp_step
+from megatron_pg.step import assign_to_data_parallel_ranks, plan_hybrid_cp_step
 from megatron_pg.step import hybrid_context as hybrid_module
 from megatron_pg.step import ids as ids_module
 from megatron_pg.step import plan as plan_module
@@ -223,58 +220,6 @@ def test_lengths_are_dealt_as_their_samples_are_and_evenly_at_heavy_tails():
     lengths = np.clip(drawn, 16, 262144).astype(np.int64)
     loads = [lengths[members].sum() for members in assign_to_data_parallel_ranks(lengths, 64)]
     assert max(loads) <= 1.02 * np.mean(loads)
-
-
-TASK: dict[str, Any] = {"max_tokens_per_microbatch": 30, "pad_to_multiple": 4}
-
-
-def test_a_step_planned_ahead_is_the_step_bit_for_bit():
-    samples = samples_of(0) + samples_of(1)
-    plan = plan_step(samples, **TASK, cp_size=2, allow_different_prompts=True)
-    packed = plan_ahead(samples, **TASK, cp_rank=1, cp_size=2, allow_different_prompts=True).wait()
-    assert packed.plan == plan and len(packed.batches) == plan.num_microbatches
-    for indices, batch in zip(plan.microbatches, packed.batches, strict=True):
-        expected = pack([samples[i] for i in indices], cp_rank=1, cp_size=2, pad_to_multiple=4)
-        for name, value in vars(expected).items():
-            if isinstance(value, torch.Tensor):
-                assert torch.equal(getattr(batch, name), value), name
-
-
-def test_an_error_of_the_thread_reaches_the_caller_in_the_same_words():
-    with pytest.raises(ValueError) as wanted:
-        plan_step(samples_of(0), max_tokens_per_microbatch=8)
-    with pytest.raises(ValueError) as found:
-        plan_ahead(samples_of(0), max_tokens_per_microbatch=8).wait()
-    assert str(found.value) == str(wanted.value)
-
-
-def returns_before_the_plan(monkeypatch: pytest.MonkeyPatch, patience: float) -> bool:
-    """Whether `plan_ahead` comes back while its plan still waits for the step that runs."""
-    step_is_over, waited = threading.Event(), []
-
-    def waiting_plan(*arguments: Any, **keywords: Any) -> StepPlan:
-        waited.append(step_is_over.wait(patience))
-        return plan_step(*arguments, **keywords)
-
-    monkeypatch.setattr(ahead_module, "plan_step", waiting_plan)
-    upcoming = plan_ahead(samples_of(0), **TASK)
-    step_is_over.set()
-    upcoming.wait()
-    return waited == [True]
-
-
-def test_the_step_that_runs_does_not_wait_for_the_next_plan(monkeypatch):
-    assert returns_before_the_plan(monkeypatch, 60)
-    monkeypatch.setattr(threading.Thread, "start", threading.Thread.run)
-    assert not returns_before_the_plan(monkeypatch, 0.01)
-
-
-def test_a_group_of_the_device_is_refused_by_name(monkeypatch):
-    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
-    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
-    group: Any = object()
-    with pytest.raises(ValueError, match=r'exchanges by nccl.*backend="gloo"'):
-        plan_ahead(samples_of(0), **TASK, data_parallel_group=group)
 
 
 def told_of_hybrid_plan(order: Sequence[int]) -> list[str]:

@@ -5,9 +5,7 @@ never cuts a rollout, and a prompt group only where that is harmless. The order 
 whole: the samples of one follow each other in every rank's share, so one that a rank has moved on from is complete there.
 """
 
-import hashlib
 import itertools
-import pickle
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol
@@ -16,8 +14,7 @@ import torch.distributed as dist
 
 from megatron_pg.config.planning import DocsPerStepMode, PlanningConfig
 from megatron_pg.rollout_files.iterators import LiveSource
-from megatron_pg.rollout_files.sharing import check_same_place
-from megatron_pg.step.agreement import compute_and_gather, gather
+from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.totals import AnySample
 
 Key = tuple[str, int]
@@ -141,7 +138,7 @@ class StepCollector(Generic[AnySample]):
         # The ranks whose samples this step waits for no longer.
         self._late: frozenset[int] = frozenset()
         self._num_slots = self._num_skipped = 0
-        self._has_pulled = self._is_exhausted = self._is_stalled = False
+        self._is_exhausted = self._is_stalled = False
 
     def collect(self) -> StepSamples[AnySample] | None:
         """Collect the samples of the next step, None where none are left. Every data-parallel rank must call it.
@@ -269,18 +266,12 @@ class StepCollector(Generic[AnySample]):
     def _pull_window(self) -> None:
         """Pull the same number of slots on every rank, and tell every rank the ids in them. One exchange."""
         count = self._window_size()
-        # Ranks see other files in a folder that is not shared (yet): row i is then not the same row on all ranks.
-        start = None if self._has_pulled or not self._source.can_reshard else self._source.position
-        digest = hashlib.blake2b(pickle.dumps(start), digest_size=16).digest()
         slots, shared = compute_and_gather(
             lambda: self._source.pull(count),
-            lambda slots: (digest, self._ids(slots), getattr(self._source, "is_late", False)),
+            lambda slots: (self._ids(slots), getattr(self._source, "is_late", False)),
             self._group,
         )
-        self._has_pulled = True
-        digests, everyone, is_late = zip(*shared, strict=True)
-        if len(set(digests)) > 1:  # equal positions may be pickled in two ways
-            check_same_place(gather(start, self._group), "data-parallel rank")
+        everyone, is_late = zip(*shared, strict=True)
         records = []
         for turn, turn_ids in enumerate(itertools.zip_longest(*everyone)):
             for rank, ids in enumerate(turn_ids):

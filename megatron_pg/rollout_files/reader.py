@@ -9,13 +9,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_pg.rollout_files.schema import READ, ParseRow, Piece, Row, shown
+from megatron_pg.rollout_files.schema import READ, ParseRow, Row, shown
 
 END_BYTES = 1 << 16
 """Bytes at either end of a file that its fingerprint covers: all of a small one, and little of a large one to read."""
-
-PIECE_BYTES = 1 << 20
-"""Bytes of JSON Lines that one of several ranks reads at a time."""
 
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 PARQUET_SUFFIXES = (".parquet", ".pq")
@@ -89,45 +86,16 @@ def open_rows(path: Path, start: int) -> Iterator[ParseRow]:
 
         passed, rows = open_parquet(path, start)
     passed += sum(1 for _ in itertools.islice(rows, start - passed))
-    check_num_rows(path, passed, start)
-    yield from rows
-
-
-def check_num_rows(path: Path, num_rows: int, start: int) -> None:
-    """Refuse a file that ends before the row that the position of a checkpoint is at."""
-    if num_rows < start:
-        problem = f"{num_rows} rows and the checkpoint stopped after {start}: the file has changed"
+    if passed < start:
+        problem = f"{passed} rows and the checkpoint stopped after {start}: the file has changed"
         raise ValueError(f"{path} has {problem}")
-
-
-def pieces_of(path: Path, size: int) -> Iterator[Piece]:
-    """Yield the pieces of a file of `size` bytes, in order: row groups of Parquet, or stretches of JSON Lines."""
-    if is_json(path):
-        yield from (functools.partial(_stretch, path, at) for at in range(0, size, PIECE_BYTES))
-    else:
-        from megatron_pg.rollout_files.parquet_file import row_groups_of
-
-        yield from row_groups_of(path)
+    yield from rows
 
 
 def _lines(path: Path) -> Iterator[ParseRow]:
     """Yield the rows of JSON Lines, one object a line. Blank lines are no rows."""
     with path.open("rb") as file:
         yield from (functools.partial(_parsed, line) for line in file if line.strip())
-
-
-def _stretch(path: Path, start: int) -> tuple[int, Iterator[ParseRow]]:
-    """Read the rows of JSON Lines that begin in the `PIECE_BYTES` from `start` on."""
-    lines, end = [], start + PIECE_BYTES
-    with path.open("rb") as file:
-        # A line that began before belongs to the piece before, and may reach beyond this one.
-        if start:
-            file.seek(start - 1)
-            begins = file.readline(PIECE_BYTES + 1).endswith(b"\n")
-            end = end if begins else 0
-        while file.tell() < end and (line := file.readline()):
-            lines += [functools.partial(_parsed, line)] * bool(line.strip())
-    return len(lines), iter(lines)
 
 
 def account_of(path: Path, limit: int | None = None) -> FileAccount:

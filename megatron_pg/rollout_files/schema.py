@@ -5,7 +5,7 @@ import dataclasses
 import math
 import numbers
 import reprlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,8 +76,6 @@ Row = Mapping[str, Any]
 """One row by column: an array of integers or numbers, a `Ragged` of integers, any Python value, or None without a value."""
 ParseRow = Callable[[], Row]
 """Parser of one row, which raises a ValueError: a rank calls it for its own rows alone."""
-Piece = Callable[[], tuple[int, Iterator[ParseRow]]]
-"""Opener of a piece of a file, which returns the number of its rows and the rows."""
 
 
 class RowError(ValueError):

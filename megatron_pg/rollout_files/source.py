@@ -7,17 +7,16 @@ from collections.abc import Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch.distributed as dist
-
 from megatron_pg.config.planning import OnBadRow, PlanningConfig
 from megatron_pg.rollout_files.reader import FileAccount, account_of, files_of, is_json, open_rows
 from megatron_pg.rollout_files.schema import OPTIONAL_FIELDS, ParseRow, RowError, sample_of_row
-from megatron_pg.rollout_files.sharing import PlacedRow, SharedReading
 from megatron_pg.step.ids import with_distinct_ids
 from megatron_pg.step.sample import Sample
 
 logger = logging.getLogger("megatron_pg")
 
+PlacedRow = tuple[int, int, ParseRow]
+"""A row with its file in the list and its number there."""
 NUM_LOGGED = 10
 """Skipped rows that are logged one by one; the count goes on."""
 
@@ -38,7 +37,7 @@ class RolloutFiles:
     """One data-parallel rank's share of the samples of rollout files; a `SampleSource`.
 
     Row i of the stream, counted from where this run began, belongs to rank i modulo the number of ranks, which parses it.
-    Without a `reading_group` every rank reads all files, and holds in memory the rows that were pulled alone.
+    Every rank reads all files, and holds in memory only the rows that were pulled.
 
     Args:
         paths: Parquet and JSON Lines files, read in this order; of a directory, all in it by name.
@@ -48,9 +47,6 @@ class RolloutFiles:
             `PolicyLossConfig.required_sample_fields`.
         vocab_size: token ids must be below it; None leaves them unchecked.
         distinct_ids: each file numbers its groups and rollouts from 0: those of two files are two (`--distinct-ids file`).
-        reading_group: the ranks that read the files together, every row once; all of them must call `pull` alike. At least one
-            of each data-parallel rank, and best of all the job. A rank then holds a piece of the files, a row group of Parquet
-            as far as it is decoded, or 1 MiB of JSON Lines, beside the rows that were pulled. None: this rank alone.
 
     Raises:
         ValueError: no files, a file of another kind or compressed, a folder named as a file, or settings out of range.
@@ -69,7 +65,6 @@ class RolloutFiles:
         required_fields: Collection[str] = (),
         vocab_size: int | None = None,
         distinct_ids: bool = False,
-        reading_group: dist.ProcessGroup | None = None,
     ) -> None:
         # Checks the flags; files have no budget.
         PlanningConfig(1, rollout_files=tuple(map(str, paths)), on_bad_row=on_bad_row)
@@ -94,8 +89,6 @@ class RolloutFiles:
         self.num_skipped = 0
         """Bad rows of this rank's share that were passed so far."""
         self._rows = self._read()
-        self._group = reading_group
-        self._shared: SharedReading | None = None  # made by the first pull: ranks may seek alone
 
     @property
     def position(self) -> RolloutPosition:
@@ -111,15 +104,14 @@ class RolloutFiles:
         self._check_files(position)
         self.close()
         self._file, self._row = position.file, position.row
-        if position.row and self._group is None:  # refuse a shorter file now, not at the first pull
+        if position.row:  # refuse a shorter file now, not at the first pull
             next(open_rows(self._paths[self._file], self._row), None)
 
     def pull(self, count: int) -> list[Sample | None]:
         """Pull the next `count` of this rank's rows, fewer only at the end of the files; None for a bad row.
 
         Raises:
-            RowError: a bad row (a ValueError); the position is then after that row, or, with a `reading_group`, after the rows
-                that were asked for.
+            RowError: a bad row (a ValueError); the position is then after that row.
             ValueError: a file cannot be read as the kind that its name says.
         """
         samples: list[Sample | None] = []
@@ -138,26 +130,12 @@ class RolloutFiles:
     def close(self) -> None:
         """Close the file being read; the position stays."""
         self._rows.close()
-        self._rows, self._shared = self._read(), None
+        self._rows = self._read()
 
     def _pull_rows(self, count: int) -> Iterable[PlacedRow]:
         """Pull this rank's rows, together with the other ranks of a reading group."""
-        if self._group is None:
-            rows = itertools.islice(self._rows, count * self._size)
-            return itertools.islice(rows, self._rank, None, self._size)
-        shared, self._shared = self._shared, None  # an error ends the reading, on all ranks alike
-        shared = shared or SharedReading(
-            self._paths,
-            self._accounts,
-            self._file,
-            self._row,
-            data_parallel_rank=self._rank,
-            data_parallel_size=self._size,
-            group=self._group,
-        )
-        pulled, (self._file, self._row) = shared.pull(count)
-        self._shared = shared
-        return pulled
+        rows = itertools.islice(self._rows, count * self._size)
+        return itertools.islice(rows, self._rank, None, self._size)
 
     def _read(self) -> Generator[PlacedRow, None, None]:
         """Yield the rows from the position on; the position follows them."""

@@ -1,12 +1,9 @@
 """Gathers over the data-parallel group: an error of one rank is an error on all ranks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-import numpy as np
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 Value = TypeVar("Value")
 Shared = TypeVar("Shared")
@@ -22,31 +19,6 @@ def gather(value: Value, group: dist.ProcessGroup | None) -> list[Value]:
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, value, group=group)
     return gathered
-
-
-def is_on_host(group: dist.ProcessGroup) -> bool:
-    """Tell whether the group exchanges tensors of the host, as that of gloo does and that of NCCL does not."""
-    # A wrapper of a trainer's own, as slime's, answers to `get_backend` alone.
-    return "nccl" not in str(dist.get_backend(group))
-
-
-def deal(parts: Sequence[bytes], group: dist.ProcessGroup) -> list[bytes]:
-    """Send each rank of the group its part, and return those that every rank has sent to this one, in rank order.
-
-    Every rank of the group must call it. Only what a rank sends and receives moves.
-    """
-    device = "cpu" if is_on_host(group) else "cuda"
-
-    def exchanged(sent: Tensor, counts: list[int], of_others: list[int]) -> Tensor:
-        received = sent.new_empty(sum(of_others), device=device)
-        dist.all_to_all_single(received, sent.to(device), of_others, counts, group=group)
-        return received.cpu()
-
-    sizes, ones = list(map(len, parts)), [1] * len(parts)
-    of_others = exchanged(torch.tensor(sizes), ones, ones).tolist()
-    sent = torch.tensor(np.frombuffer(b"".join(parts), dtype=np.uint8))
-    received = exchanged(sent, sizes, of_others).numpy()
-    return [part.tobytes() for part in np.split(received, np.cumsum(of_others)[:-1])]
 
 
 class OtherRankError(RuntimeError):

@@ -343,20 +343,3 @@ def test_a_rollout_on_two_ranks_counts_once_and_has_one_reward(tmp_path: Path) -
     assert first[1:] == second[1:]
     assert "rollout_id 7 has the rewards 1.0 (1.jsonl row 0) and 0.5 (1.jsonl row 1)" in first[1]
     assert "2.jsonl row 1 has advantages and 2.jsonl row 0 only a reward" in first[2]
-
-
-def collect_from(paths: list[list[str]]) -> str:
-    """What a rank is told that reads its own list of files."""
-    source = source_of(paths[dist.get_rank()])
-    collector = StepCollector(source, docs_per_step=2, data_parallel_group=dist.group.WORLD)
-    return refusal(ValueError, collector.collect)
-
-
-def test_ranks_that_see_other_files_are_refused(tmp_path: Path) -> None:
-    """A folder that is not shared, or not seen whole yet: row i would be lost, or taken twice."""
-    (tmp_path / "more").mkdir()
-    path = write(tmp_path)
-    stale = [path, write(tmp_path / "more")]
-    for rank in run_ranks(collect_from, 2, [[path], stale]):
-        assert "data-parallel rank 1 reads other samples than rank 0" in rank
-        assert "the same files on all nodes" in rank

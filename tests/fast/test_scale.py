@@ -1,7 +1,6 @@
 """What a step costs at scale stays right: counts by columns, any order of answers."""
 
 import hashlib
-import pickle
 import random
 import threading
 from collections import defaultdict
@@ -17,8 +16,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_pg import Sample, StepCollector, StepPlan, plan_step, step_totals
-from megatron_pg.rollout_files import collector as collector_module
+from megatron_pg import Sample, StepPlan, plan_step, step_totals
 from megatron_pg.step import assign_to_data_parallel_ranks, plan_hybrid_cp_step
 from megatron_pg.step import hybrid_context as hybrid_module
 from megatron_pg.step import ids as ids_module
@@ -253,53 +251,6 @@ def test_ranks_that_would_plan_other_samples_are_refused(monkeypatch):
     empty = SimpleNamespace(blake2b=lambda _, digest_size: hashlib.blake2b(digest_size=digest_size))
     monkeypatch.setattr(hybrid_module, "hashlib", empty)
     assert told_of_hybrid_plan([0, 2, 1]) == ["planned"] * 2
-
-
-def told_of_collectors(*starts: Any) -> tuple[list[str], int]:
-    """What ranks are told whose sources begin at these positions, and the bytes of the longest object that they exchanged."""
-    lengths, ranks = [], Threads(len(starts))
-
-    def counted(gathered: list[Any], mine: Any, group: Any = None) -> None:
-        lengths.append(len(pickle.dumps(mine)))
-        gathered[:] = ranks.exchange(mine)
-
-    def on_rank(rank: int) -> str:
-        mine = samples_of(rank)
-        source: Any = SimpleNamespace(
-            can_reshard=True, position=starts[rank], pull=lambda count: mine[:count]
-        )
-        group: Any = object()
-        try:
-            StepCollector(source, docs_per_step=len(starts), data_parallel_group=group).collect()
-        except ValueError as error:
-            return str(error)
-        return "collected"
-
-    ranks.gather_objects = counted  # type: ignore[method-assign]
-    return ranks.run(on_rank, range(len(starts))), max(lengths)
-
-
-def test_collectors_exchange_a_digest_of_a_long_position_and_name_who_differs(monkeypatch):
-    accounts = [(f"rollouts_{number}.jsonl", number, "0" * 16) for number in range(1000)]
-    told, longest = told_of_collectors(*[[*accounts] for _ in range(3)])
-    assert told == ["collected"] * 3
-    assert longest < 200 < len(pickle.dumps(accounts)) / 100
-    other = [*accounts[:-1], ("rollouts_999.jsonl", 998, "0" * 16)]
-    told, _ = told_of_collectors(accounts, accounts, other)
-    assert all(
-        words.startswith("data-parallel rank 2 reads other samples than rank 0") for words in told
-    )
-    # With a digest of nothing, ranks go on with two lists.
-    empty = SimpleNamespace(blake2b=lambda _, digest_size: hashlib.blake2b(digest_size=digest_size))
-    monkeypatch.setattr(collector_module, "hashlib", empty)
-    assert told_of_collectors(accounts, accounts, other)[0] == ["collected"] * 3
-
-
-def test_equal_positions_that_are_pickled_in_two_ways_are_one_place():
-    name = "".join(["rollouts", ".jsonl"])
-    once, twice = (name, name), (name, "".join(["rollouts", ".jsonl"]))
-    assert once == twice and pickle.dumps(once) != pickle.dumps(twice)
-    assert told_of_collectors(once, twice)[0] == ["collected"] * 2
 
 
 def is_dealt_once(lengths: np.ndarray[Any, Any], size: int) -> bool:

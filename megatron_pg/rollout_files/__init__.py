@@ -6,7 +6,7 @@ from megatron_pg.rollout_files.collector import (
     StepCollector,
     StepSamples,
 )
-from megatron_pg.rollout_files.iterators import IteratorSource, LiveSource
+from megatron_pg.rollout_files.iterators import IteratorSource
 from megatron_pg.rollout_files.sampling_mask import kept_tokens_of_engine
 from megatron_pg.rollout_files.schema import (
     COLUMNS,
@@ -26,7 +26,6 @@ __all__ = [
     "COLUMNS",
     "CollectorState",
     "IteratorSource",
-    "LiveSource",
     "RewardedSample",
     "RolloutFileReport",
     "RolloutFiles",

@@ -13,7 +13,6 @@ from typing import Any, Generic, NamedTuple, Protocol
 import torch.distributed as dist
 
 from megatron_pg.config.planning import DocsPerStepMode, PlanningConfig
-from megatron_pg.rollout_files.iterators import LiveSource
 from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.totals import AnySample
 
@@ -71,8 +70,6 @@ class StepSamples(Generic[AnySample]):
     """N of the step, over all data-parallel ranks."""
     num_skipped: int
     """Slots without a sample (bad rows) since the last step, over all data-parallel ranks."""
-    late_ranks: tuple[int, ...] = ()
-    """The data-parallel ranks that the step went on without waiting for any longer (`LiveSource`)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,12 +130,9 @@ class StepCollector(Generic[AnySample]):
         self._pending: list[_Record] = []  # in the order of the stream, of all ranks
         # By rank: the boundary of its last sample, which may go on. Ranks of another data-parallel size are below 0.
         self._latest: dict[int, Key] = {}
-        # Boundaries in the last step; while ranks are late, in all steps that went on without them.
-        self._finished: frozenset[Key] = frozenset()
-        # The ranks whose samples this step waits for no longer.
-        self._late: frozenset[int] = frozenset()
+        self._finished: frozenset[Key] = frozenset()  # boundaries in the last step
         self._num_slots = self._num_skipped = 0
-        self._is_exhausted = self._is_stalled = False
+        self._is_exhausted = False
 
     def collect(self) -> StepSamples[AnySample] | None:
         """Collect the samples of the next step, None where none are left. Every data-parallel rank must call it.
@@ -147,34 +141,24 @@ class StepCollector(Generic[AnySample]):
 
         Raises:
             ValueError: the end of the step cuts a prompt group or rollout, a sample lacks the `group_index` that the
-                settings need, samples are late and the step cannot go on without them, or a source raised a ValueError;
-                on all ranks alike.
+                settings need, or a source raised a ValueError; on all ranks alike.
             RuntimeError: the source of another rank raised another error; that rank raises its own.
         """
-        self._late, self._is_stalled = frozenset(), False
-        if isinstance(self._source, LiveSource):
-            self._source.is_late = False
         while (chosen := self._choose()) is None:
             self._pull_window()
         if not chosen:
-            if self._is_stalled:
-                raise ValueError(
-                    f"{self._late_words()}, and no rank has a whole document for this step"
-                )
             return None
         chosen.sort()
         sequences = {record.sequence for record in chosen}
         left = [record for record in self._pending if record.sequence not in sequences]
         boundaries = frozenset(record.boundary for record in chosen)
         self._refuse_cut(left, boundaries)
-        earlier = self._finished if self._late else frozenset()
-        self._pending, self._finished = left, boundaries | earlier
+        self._pending, self._finished = left, boundaries
         num_skipped, self._num_skipped = self._num_skipped, 0
         return StepSamples(
             samples=tuple(record.sample for record in chosen if record.rank == self._rank),
             num_documents=len({record.document for record in chosen}),
             num_skipped=num_skipped,
-            late_ranks=tuple(sorted(self._late)),
         )
 
     def state(self) -> CollectorState[AnySample]:
@@ -246,7 +230,7 @@ class StepCollector(Generic[AnySample]):
             if not is_open:
                 chosen += unit
                 documents.update(record.document for record in unit)
-        if len(documents) < self._docs_per_step and not (self._is_exhausted or self._is_stalled):
+        if len(documents) < self._docs_per_step and not self._is_exhausted:
             return None
         return chosen
 
@@ -266,12 +250,9 @@ class StepCollector(Generic[AnySample]):
     def _pull_window(self) -> None:
         """Pull the same number of slots on every rank, and tell every rank the ids in them. One exchange."""
         count = self._window_size()
-        slots, shared = compute_and_gather(
-            lambda: self._source.pull(count),
-            lambda slots: (self._ids(slots), getattr(self._source, "is_late", False)),
-            self._group,
+        slots, everyone = compute_and_gather(
+            lambda: self._source.pull(count), self._ids, self._group
         )
-        everyone, is_late = zip(*shared, strict=True)
         records = []
         for turn, turn_ids in enumerate(itertools.zip_longest(*everyone)):
             for rank, ids in enumerate(turn_ids):
@@ -283,24 +264,13 @@ class StepCollector(Generic[AnySample]):
         self._pending += records
         self._num_slots += count * self._size
         self._num_skipped += sum(ids is None for rank_ids in everyone for ids in rank_ids)
-        self._late |= {rank for rank, late in enumerate(is_late) if late}
-        if self._late and self._is_exact:
-            raise ValueError(
-                f"{self._late_words()}, and steps of --docs-per-step-mode exact hold all: wait longer (wait_seconds), or choose "
-                "at_least"
-            )
-        self._is_stalled = any(is_late) and not records
         ended = {rank for rank, rank_ids in enumerate(everyone) if len(rank_ids) < count}
-        ended -= {rank for rank, late in enumerate(is_late) if late}  # earlier in this step is over
         self._is_exhausted = len(ended) == self._size
         # A window of bad rows alone does not end what was open at another size.
         if records or self._is_exhausted:
             ended |= {rank for rank in self._latest if rank < 0}
         latest = self._latest | {record.rank: record.boundary for record in records}
         self._latest = {rank: key for rank, key in latest.items() if rank not in ended}
-
-    def _late_words(self) -> str:
-        return f"samples of data-parallel ranks {sorted(self._late)} are late"
 
     def _window_size(self) -> int:
         """Estimate the slots to pull on every rank, from the missing documents and the samples per document so far."""

@@ -26,15 +26,12 @@ class OtherRankError(RuntimeError):
 
 
 def compute_and_gather(
-    compute: Callable[[], Value],
-    share: Callable[[Value], Shared],
-    group: dist.ProcessGroup | None,
-    label: str = "data-parallel rank",
+    compute: Callable[[], Value], share: Callable[[Value], Shared], group: dist.ProcessGroup | None
 ) -> tuple[Value, list[Shared]]:
     """Compute a value on this rank, and gather the picklable part of it that `share` returns from every rank, in rank order.
 
     Every rank of the group must call it. An error of `compute` or `share` travels in place of the value, so that no rank is
-    left waiting in the collective: a file may be unreadable on one node alone. `label` says what the ranks of the group are.
+    left waiting in the collective: a file may be unreadable on one node alone.
 
     Raises:
         ValueError: another rank raised one, which the message names.
@@ -53,6 +50,6 @@ def compute_and_gather(
     shared = []
     for rank, part in enumerate(gather(mine, group)):
         if isinstance(part, Exception):
-            raise type(part)(f"{label} {rank}: {part}")
+            raise type(part)(f"data-parallel rank {rank}: {part}")
         shared.append(part)
     return value, shared

@@ -1,16 +1,13 @@
 """Steps of n documents on one rank: which samples they hold, where they end, what is carried over."""
 
 import pickle
-import threading
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_pg import Sample
-from megatron_pg.rollout_files import IteratorSource, LiveSource, StepCollector, StepSamples
+from megatron_pg.rollout_files import IteratorSource, StepCollector, StepSamples
 from tests.fast.refusals import assert_refused
 
 MODES = ("at_least", "exact")
@@ -205,100 +202,3 @@ def test_an_iterator_cannot_go_back_or_past_its_end():
     source.pull(3)
     assert_refused("has been passed", source.seek, 2)
     assert_refused("ends after 4 samples", source.seek, 9)
-
-
-WAIT = 0.3
-
-
-def engine(samples: list[Sample], stops_before: int, gate: threading.Event) -> Iterator[Sample]:
-    """The samples, one of which comes once the gate is open."""
-    for place, sample in enumerate(samples):
-        if place == stops_before:
-            gate.wait()
-        yield sample
-
-
-def live_steps(
-    source: LiveSource, docs_per_step: int, gate: threading.Event | None = None, **keywords: Any
-) -> list[tuple[Any, Any]]:
-    """The rows and the late ranks of each step. The gate opens after the first step."""
-    gate = gate or threading.Event()
-    collector, steps = StepCollector(source, docs_per_step=docs_per_step, **keywords), []
-    while (step := collector.collect()) is not None:
-        steps.append((places(step), step.late_ranks))
-        gate.set()
-    return steps
-
-
-GROUPS_OF_TWO = [1, 1, 2, 2, 3, 3, 4, 4]
-
-
-@pytest.mark.parametrize(("samples", "stops_before", "keywords", "steps"), [
-    # In time.
-    (stream([None] * 6), 6, {}, [([0, 1, 2, 3], ()), ([4, 5], ())]),
-    (stream([None] * 6), 3, {}, [([0, 1, 2], (0,)), ([3, 4, 5], ())]),
-    # A rollout, and a group, of which more may come is left whole.
-    (stream([None] * 6, [1, 2, 3, 3, 4, 5]), 3, {}, [([0, 1], (0,)), ([2, 3, 4, 5], ())]),
-    (stream(GROUPS_OF_TWO), 3, {"keep_prompt_groups": True}, [([0, 1], (0,)), ([2, 3, 4, 5], ()), ([6, 7], ())]),
-    (stream(GROUPS_OF_TWO), 3, {"refuse_cut_groups": True}, [([0, 1], (0,)), ([2, 3, 4, 5], ()), ([6, 7], ())]),
-])  # fmt: skip
-def test_a_step_goes_on_without_late_samples(samples, stops_before, keywords, steps):
-    gate = threading.Event()
-    late = engine(samples, stops_before, gate)
-    source = LiveSource(late, wait_seconds=WAIT, late_samples="next_step")
-    assert live_steps(source, 4, gate, **keywords) == steps
-    assert source.position == len(samples)
-
-
-@pytest.mark.parametrize(("late_samples", "stops_before", "mode", "words"), [
-    ("error", 3, "at_least", "3 of 4 samples have come in 0.3 s | wait_seconds | next_step"),
-    ("next_step", 3, "exact", "ranks [0] are late | exact | at_least"),
-    ("next_step", 0, "at_least", "ranks [0] are late | no rank has a whole document"),
-])  # fmt: skip
-def test_a_step_that_cannot_go_on_is_refused_and_waits_no_longer(
-    late_samples, stops_before, mode, words
-):
-    never = engine(stream([None] * 4), stops_before, threading.Event())
-    source = LiveSource(never, wait_seconds=WAIT, late_samples=late_samples)
-    assert_refused(words, live_steps, source, 4, mode=mode)
-
-
-def test_a_live_source_raises_what_its_engine_raises_and_refuses_wrong_settings():
-    def broken() -> Iterator[Sample]:
-        yield from stream([None])
-        raise OSError("the engine is gone")
-
-    with pytest.raises(OSError, match="the engine is gone"):
-        live_steps(LiveSource(broken(), wait_seconds=60), 4)
-    for settings_, words in (
-        ({"wait_seconds": 0}, "wait_seconds is 0"),
-        ({"wait_seconds": 1, "late_samples": "drop"}, "late_samples is 'drop' | next_step"),
-    ):
-        assert_refused(words, LiveSource, [], **settings_)
-    source = LiveSource(stream([None] * 4), wait_seconds=60)
-    source.seek(2)
-    assert live_steps(source, 4) == [([2, 3], ())] and source.position == 4
-
-
-def test_samples_that_came_before_a_refusal_are_there_for_the_next_pull():
-    gate = threading.Event()
-    source = LiveSource(engine(stream([None] * 4), 3, gate), wait_seconds=WAIT)
-    assert_refused("3 of 4 samples have come", source.pull, 4)
-    assert source.position == 0
-    gate.set()
-    assert [sample.name for sample in source.pull(4)] == [s.name for s in stream([None] * 4)]
-    assert source.position == 4
-
-
-def test_an_end_that_comes_after_lateness_ends_the_run():
-    """The rollout that was left open for more samples is whole at the end."""
-
-    class Late(LiveSource):
-        def pull(self, count: int) -> list[Any]:
-            self.is_late = not self.position
-            pulled = stream([None] * 2, [1, 1])[self.position :]
-            self._position += len(pulled)
-            return pulled
-
-    late = Late([], wait_seconds=60, late_samples="next_step")
-    assert live_steps(late, 3) == [([0, 1], (0,))]

@@ -14,12 +14,7 @@ from megatron_pg.rollout_files.schema import (
     RowError,
     with_group_advantages,
 )
-from megatron_pg.rollout_files.source import (
-    RolloutFileReport,
-    RolloutFiles,
-    RolloutPosition,
-    validate_rollout_file,
-)
+from megatron_pg.rollout_files.source import RolloutFileReport, RolloutFiles, validate_rollout_file
 from megatron_pg.step.routed_experts import routed_experts_of_engine
 
 __all__ = [
@@ -29,7 +24,6 @@ __all__ = [
     "RewardedSample",
     "RolloutFileReport",
     "RolloutFiles",
-    "RolloutPosition",
     "RowError",
     "SampleSource",
     "StepCollector",

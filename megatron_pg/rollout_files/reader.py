@@ -1,7 +1,6 @@
-"""Rollout files: their names, their rows one at a time, and the account by which a resumed run knows a file again."""
+"""Rollout files: their names, and their rows one at a time."""
 
 import functools
-import hashlib
 import itertools
 import json
 from collections import Counter
@@ -11,15 +10,9 @@ from typing import Any
 
 from megatron_pg.rollout_files.schema import READ, ParseRow, Row, shown
 
-END_BYTES = 1 << 16
-"""Bytes at either end of a file that its fingerprint covers: all of a small one, and little of a large one to read."""
-
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 PARQUET_SUFFIXES = (".parquet", ".pq")
 COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".br", ".zip")
-
-FileAccount = tuple[str, int, str]
-"""Name without its folder, bytes, and a fingerprint of the contents: the same on every rank, wherever the file lies."""
 
 
 def is_json(path: Path) -> bool:
@@ -77,8 +70,12 @@ def _is_rollout_file(path: Path) -> bool:
     return True
 
 
-def open_rows(path: Path, start: int) -> Iterator[ParseRow]:
-    """Yield the rows of a file from row `start` on; a ValueError for fewer rows, or a file that is not what its name says."""
+def open_rows(path: Path, start: int) -> tuple[int, Iterator[ParseRow]]:
+    """Skip up to `start` rows of a file. Return their number, smaller in a shorter file, and the rows after them.
+
+    Raises:
+        ValueError: the file is not what its name says.
+    """
     if is_json(path):
         passed, rows = 0, _lines(path)
     else:
@@ -86,26 +83,13 @@ def open_rows(path: Path, start: int) -> Iterator[ParseRow]:
 
         passed, rows = open_parquet(path, start)
     passed += sum(1 for _ in itertools.islice(rows, start - passed))
-    if passed < start:
-        problem = f"{passed} rows and the checkpoint stopped after {start}: the file has changed"
-        raise ValueError(f"{path} has {problem}")
-    yield from rows
+    return passed, rows
 
 
 def _lines(path: Path) -> Iterator[ParseRow]:
     """Yield the rows of JSON Lines, one object a line. Blank lines are no rows."""
     with path.open("rb") as file:
         yield from (functools.partial(_parsed, line) for line in file if line.strip())
-
-
-def account_of(path: Path, limit: int | None = None) -> FileAccount:
-    """Return the account of a file as it is now, or of its first `limit` bytes."""
-    size = path.stat().st_size if limit is None else min(limit, path.stat().st_size)
-    with path.open("rb") as file:
-        ends = file.read(min(size, END_BYTES))
-        start = file.seek(max(size - END_BYTES, 0))
-        ends += file.read(size - start)
-    return path.name, size, hashlib.sha256(ends).hexdigest()[:16]
 
 
 def _parsed(line: bytes) -> Row:

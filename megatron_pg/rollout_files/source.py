@@ -3,12 +3,12 @@
 import functools
 import itertools
 import logging
-from collections.abc import Collection, Generator, Iterable, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_pg.config.planning import OnBadRow, PlanningConfig
-from megatron_pg.rollout_files.reader import FileAccount, account_of, files_of, is_json, open_rows
+from megatron_pg.rollout_files.reader import files_of, open_rows
 from megatron_pg.rollout_files.schema import OPTIONAL_FIELDS, ParseRow, RowError, sample_of_row
 from megatron_pg.step.ids import with_distinct_ids
 from megatron_pg.step.sample import Sample
@@ -19,18 +19,6 @@ PlacedRow = tuple[int, int, ParseRow]
 """A row with its file in the list and its number there."""
 NUM_LOGGED = 10
 """Skipped rows that are logged one by one; the count goes on."""
-
-
-@dataclass(frozen=True)
-class RolloutPosition:
-    """A place in a list of rollout files: the same on every data-parallel rank, and at any number of them."""
-
-    file: int
-    """Index of the file in the list; the number of files at the end of the last."""
-    row: int
-    """Rows of it that have been passed."""
-    files: tuple[FileAccount, ...]
-    """The accounts of the files of the list, so that another list is noticed."""
 
 
 class RolloutFiles:
@@ -53,7 +41,7 @@ class RolloutFiles:
         FileNotFoundError: a path that does not exist.
     """
 
-    can_reshard = True
+    is_shared = True
 
     def __init__(
         self,
@@ -78,44 +66,33 @@ class RolloutFiles:
         if vocab_size is not None and vocab_size < 1:
             raise ValueError(f"vocab_size is {vocab_size}: expected 1 or more")
         self._paths = files_of(paths)
-        # Taken before the first row: at the first checkpoint another file may lie there.
-        self._accounts = tuple(account_of(path) for path in self._paths)
         self._rank, self._size = data_parallel_rank, data_parallel_size
         self._skips_bad_rows = on_bad_row == "skip"
         columns = [OPTIONAL_FIELDS[name] for name in required_fields]
         self._convert = functools.partial(sample_of_row, required=columns, vocab_size=vocab_size)
         self._makes_ids_distinct = distinct_ids
-        self._file = self._row = 0
         self.num_skipped = 0
         """Bad rows of this rank's share that were passed so far."""
         self._rows = self._read()
 
-    @property
-    def position(self) -> RolloutPosition:
-        """The place where the next pull begins."""
-        return RolloutPosition(self._file, self._row, self._accounts)
+    def seek(self, num_slots: int) -> None:
+        """Continue after that many rows of the stream, bad ones included, which data-parallel ranks of any number have read.
 
-    def seek(self, position: RolloutPosition) -> None:
-        """Continue from a position, of a source with the same files on any number of ranks.
-
-        The files may lie in another folder. Further files may follow the last one, and further lines may follow in it
-        if it is JSON Lines and has not been passed. A ValueError names the first file that differs otherwise.
+        Give the same files in the same order. Further rows may follow in the last file, and further files after it. The
+        first pull refuses files with fewer rows (a ValueError).
         """
-        self._check_files(position)
-        self.close()
-        self._file, self._row = position.file, position.row
-        if position.row:  # refuse a shorter file now, not at the first pull
-            next(open_rows(self._paths[self._file], self._row), None)
+        self._rows = self._read(num_slots)
 
     def pull(self, count: int) -> list[Sample | None]:
         """Pull the next `count` of this rank's rows, fewer only at the end of the files; None for a bad row.
 
         Raises:
-            RowError: a bad row (a ValueError); the position is then after that row.
-            ValueError: a file cannot be read as the kind that its name says.
+            RowError: a bad row (a ValueError); the next pull begins after that row.
+            ValueError: a file cannot be read as the kind that its name says, or is shorter than a run has read.
         """
         samples: list[Sample | None] = []
-        for row in self._pull_rows(count):
+        rows = itertools.islice(self._rows, count * self._size)
+        for row in itertools.islice(rows, self._rank, None, self._size):
             try:
                 samples.append(self._sample(*row))
             except RowError as error:
@@ -127,26 +104,25 @@ class RolloutFiles:
                     logger.warning("--on-bad-row skip: %s", error)
         return samples
 
-    def close(self) -> None:
-        """Close the file being read; the position stays."""
-        self._rows.close()
-        self._rows = self._read()
-
-    def _pull_rows(self, count: int) -> Iterable[PlacedRow]:
-        """Pull this rank's rows, together with the other ranks of a reading group."""
-        rows = itertools.islice(self._rows, count * self._size)
-        return itertools.islice(rows, self._rank, None, self._size)
-
-    def _read(self) -> Generator[PlacedRow, None, None]:
-        """Yield the rows from the position on; the position follows them."""
+    def _read(self, start: int = 0) -> Iterator[PlacedRow]:
+        """Yield the rows of the stream from row `start` on."""
+        passed = 0
         try:
-            while self._file < len(self._paths):
-                for parse in open_rows(self._paths[self._file], self._row):
-                    self._row += 1
-                    yield self._file, self._row - 1, parse
-                self._file, self._row = self._file + 1, 0
-        finally:  # a generator that an error has ended would look like the end of the files
-            self._rows = self._read()
+            for file, path in enumerate(self._paths):
+                row, rows = open_rows(path, start - passed)
+                passed += row
+                for parse in rows:
+                    yield file, row, parse
+                    row, passed, start = row + 1, passed + 1, start + 1
+            if passed < start:
+                raise ValueError(
+                    f"--rollout-files: the files have {passed} rows and the checkpoint stopped after {start}: give "
+                    "the same files in the same order, or start anew"
+                )
+        except Exception:
+            # A generator that an error has ended would look like the end of the files.
+            self._rows = self._read(start)
+            raise
 
     def _sample(self, file: int, row: int, parse: ParseRow) -> Sample:
         path = self._paths[file]
@@ -160,26 +136,6 @@ class RolloutFiles:
             problem = str(error).removeprefix(f"{name}: ")
             # The column `log_probs` fills `old_log_probs`.
             raise RowError(str(path), row, problem.removeprefix("old_")) from None
-
-    def _check_files(self, position: RolloutPosition) -> None:
-        """Refuse other files than the position's, except for rows added after the last."""
-        last = len(position.files) - 1
-        for index, then in enumerate(position.files):
-            now = "is missing"
-            if index < len(self._paths):
-                path, account = self._paths[index], self._accounts[index]
-                may_grow = position.file <= index == last and is_json(path)
-                if account == then or (may_grow and account_of(path, then[1]) == then):
-                    continue
-                now = f"had other contents than {path}"
-                if account[0] != then[0]:
-                    now = f"is now {path}"
-                elif account[1] != then[1]:
-                    now = f"had {then[1]} bytes and {path} has {account[1]}"
-            raise ValueError(
-                f"--rollout-files: file {index + 1} of the {last + 1} that the checkpoint is of, {then[0]!r}, {now}: "
-                "give the same files in the same order (further ones may follow them), or start anew"
-            )
 
 
 @dataclass

@@ -137,27 +137,28 @@ def test_exact_steps_are_those_of_a_plain_loop_resumed_or_not(groups, docs_per_s
     assert [step.num_documents for step in steps] == documents
     first, second = collector(), collector()
     found = [places(step) for _ in range(stop) if (step := first.collect()) is not None]
-    second.load_states([pickle.loads(pickle.dumps(first.state()))])
+    second.load_state(pickle.loads(pickle.dumps(first.state())))
     assert found + all_places(second) == expected
 
 
 def test_a_checkpoint_of_another_size_is_refused_where_ranks_have_their_own_streams():
     collector = StepCollector(IteratorSource(stream([0] * 4)), docs_per_step=1)
     words = "2 data-parallel ranks and this run has 1"
-    assert_refused(words, collector.load_states, [collector.state()] * 2)
+    state = collector.state()._replace(num_ranks=2)
+    assert_refused(words, collector.load_state, state)
 
 
 class ListSource:
     """Slots of a list, some without a sample; it can go back."""
 
-    can_reshard = True
+    is_shared = True
 
     def __init__(self, slots: list[Sample | None]) -> None:
         self._slots = slots
         self.position = 0
 
-    def seek(self, position: int) -> None:
-        self.position = position
+    def seek(self, num_slots: int) -> None:
+        self.position = num_slots
 
     def pull(self, count: int) -> list[Sample | None]:
         pulled = self._slots[self.position : self.position + count]
@@ -181,7 +182,7 @@ def test_a_collector_that_is_at_its_end_can_go_back(mode):
     collector = StepCollector(ListSource([*samples]), docs_per_step=3, mode=mode)
     start = collector.state()
     expected = all_places(collector)
-    collector.load_states([start])
+    collector.load_state(start)
     assert all_places(collector) == expected
     assert sorted(place for step in expected for place in step) == list(range(len(samples)))
 
@@ -191,14 +192,13 @@ def test_a_group_that_comes_back_after_resuming_is_refused():
     first = StepCollector(ListSource([*samples]), docs_per_step=2, keep_prompt_groups=True)
     step = first.collect()
     assert step is not None and places(step) == [0, 1]
-    again = [*samples[: first.state().source_position], *samples[4:]]
+    again = [*samples[: first.state().start], *samples[4:]]
     second = StepCollector(ListSource(again), docs_per_step=2, keep_prompt_groups=True)
-    second.load_states([pickle.loads(pickle.dumps(first.state()))])
+    second.load_state(pickle.loads(pickle.dumps(first.state())))
     assert_refused("prompt group 0", all_steps, second)
 
 
-def test_an_iterator_cannot_go_back_or_past_its_end():
+def test_an_iterator_cannot_go_back():
     source = IteratorSource(stream([0] * 4))
     source.pull(3)
     assert_refused("has been passed", source.seek, 2)
-    assert_refused("ends after 4 samples", source.seek, 9)

@@ -85,7 +85,7 @@ def stream(path: Path, docs_per_step: int, num_ranks: int) -> dict[str, float]:
     num_samples = most = 0
     while (step := collector.collect()) is not None:
         num_samples += len(step.samples)
-        most = max(most, len(step.samples) + len(collector.state().carried))
+        most = max(most, len(step.samples) + len(collector.carried))
     return {
         "samples": num_samples,
         "most_held": most,

@@ -57,19 +57,15 @@ def plans() -> Iterator[Row]:
     """One rank's `plan_step` of fresh samples, hashes included; the other ranks are played."""
     for num_samples, num_ranks in (*SIZES, GOAL):
         lengths, ranks = dealt(num_samples, num_ranks)
-        sizes = list(map(len, ranks))
-        rows = np.zeros((num_ranks, max(sizes)), dtype=ROW)
-        place = np.arange(max(sizes)) < np.array(sizes)[:, None]
         index = np.arange(num_samples)
         flat = np.zeros(num_samples, dtype=ROW)
         flat["num_active_tokens"], flat["filled"] = lengths, (1 << len(OPTIONAL)) - 1 - 32
         flat["group_index"], flat["rollout_id"] = index // 8, index
         flat["prompt_hash"], flat["active_coefficients"] = index // 8, lengths * 1.1
         flat["id_source"] = 7
-        rows[place] = flat[np.concatenate([np.array(members, dtype=int) for members in ranks])]
         mine = [sample_of(int(lengths[i]), num_samples * 8 + 8 * i) for i in ranks[0]]
-        answers = [(1, int(lengths[members].sum()), len(members)) for members in ranks]
-        with played(answers, rows) as wire:
+        answers = [(1, int(lengths[members].sum()), flat[members].tobytes()) for members in ranks]
+        with played(answers) as wire:
             plan, seconds, mebibytes = measured(
                 lambda: plan_step(  # noqa: B023
                     mine,  # noqa: B023

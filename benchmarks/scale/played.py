@@ -11,7 +11,6 @@ from unittest import mock
 import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor
 
 MEAN, LONGEST, SIGMA = 16_384, 262_144, 1.0
 
@@ -41,8 +40,8 @@ class Wire:
 
 
 @contextmanager
-def played(answers: Sequence[Any], rows: NDArray[Any] | None = None) -> Iterator[Wire]:
-    """Make this process rank 0 of `len(answers)` ranks that give these answers, and these padded rows [ranks, longest]."""
+def played(answers: Sequence[Any]) -> Iterator[Wire]:
+    """Make this process rank 0 of `len(answers)` ranks that give these answers."""
     wire, pickled = Wire(), [pickle.dumps(answer) for answer in answers]
 
     def gather_objects(gathered: list[Any], mine: Any, group: Any = None) -> None:
@@ -51,20 +50,12 @@ def played(answers: Sequence[Any], rows: NDArray[Any] | None = None) -> Iterator
         wire.collectives += 2
         gathered[:] = map(pickle.loads, parts)
 
-    def gather_tensors(padded: Tensor, mine: Tensor, group: Any = None) -> None:
-        wire.bytes += padded.numel() * padded.element_size()
-        wire.collectives += 1
-        if rows is not None:
-            padded.numpy()[:] = rows.view(np.int64).reshape(padded.shape)
-        padded[: len(mine)] = mine
-
     with ExitStack() as stack:
         for name, function in {
             "get_rank": lambda group=None: 0,
             "get_world_size": lambda group=None: len(answers),
             "get_backend_config": lambda group=None: "cpu:gloo",
             "all_gather_object": gather_objects,
-            "all_gather_into_tensor": gather_tensors,
         }.items():
             stack.enter_context(mock.patch.object(dist, name, function))
         yield wire

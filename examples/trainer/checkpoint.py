@@ -6,8 +6,6 @@ travels in the arguments that Megatron stores with every checkpoint, so it is wh
 
 import contextlib
 import functools
-import io
-import operator
 import queue
 import shutil
 from argparse import Namespace
@@ -17,7 +15,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from filelock import FileLock
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -25,22 +22,11 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.training import checkpointing
 from run_folder import lock_folder, replace_text
 
-from megatron_pg import Ragged, Sample
-from megatron_pg.megatron.groups import ParallelGroups
-from megatron_pg.rollout_files import CollectorState, RewardedSample, RolloutPosition
-from megatron_pg.step.agreement import gather
-
 from .errors import RunError, agreed, alone, mendable
 from .refusals import refuse_other_settings
 
 TRACKER, LAST_WRITTEN = "latest_checkpointed_iteration.txt", "metadata.json"
 """Megatron's file that names the last checkpoint, and the file of a checkpoint that it writes last."""
-STORED_TYPES: list[Any] = [
-    *(CollectorState, RewardedSample, RolloutPosition, Sample, Ragged, frozenset),
-    # The name in checkpoints of 2026-11-23 and before.
-    (CollectorState, "megatron_pg.step.collector.CollectorState"),
-]
-"""The types that torch.load may build of a place in the rollouts, beside tensors and plain values."""
 
 
 def claim_save_folder(args: Namespace) -> FileLock | None:
@@ -95,32 +81,18 @@ def restore_rollouts(args: Namespace, rollouts: Any) -> float | None:
     with alone(f"{path} cannot be read"):
         stored = dist_checkpointing.load_common_state_dict(path).get("args")
     with mendable():
-        if (states := getattr(stored, "rollout_states", None)) is None:
+        if not hasattr(stored, "rollout_state"):
             raise ValueError(
-                "--load: the checkpoint is of another program and has no place in the rollouts; give --finetune to begin "
-                "with its weights"
+                "--load: the checkpoint is of another program or an earlier version and has no place in the rollouts; "
+                "give --finetune to begin with its weights"
             )
         refuse_other_settings(args, stored)
-        with torch.serialization.safe_globals(STORED_TYPES):
-            rollouts.restore([torch.load(io.BytesIO(state), "cpu") for state in states])
+        rollouts.restore(stored.rollout_state)
     return getattr(stored, "current_kl_loss_coef", None)
 
 
-def _store_rollout_state(args: Namespace, state: Any, groups: ParallelGroups) -> None:
-    """Put the place in the rollouts among the arguments, the same on all ranks, every one of which must call it."""
-    mine: bytes | None = None
-    if groups.tensor_rank == groups.pipeline_rank == groups.context_rank == 0:
-        torch.save(state, file := io.BytesIO())
-        mine = file.getvalue()
-    states = gather((groups.data_rank, mine), dist.group.WORLD)
-    states.sort(key=operator.itemgetter(0))
-    args.rollout_states = [state for _, state in states if state]
-
-
 @contextlib.contextmanager
-def saving(
-    args: Namespace, state: Any, groups: ParallelGroups, log: Any, iteration: int, optimizer: Any
-) -> Iterator[None]:
+def saving(args: Namespace, state: Any, log: Any, iteration: int, optimizer: Any) -> Iterator[None]:
     """Have Megatron's `save_checkpoint` in the body store the place in the rollouts too; every rank must enter it.
 
     A RunError says that a rank cannot write; the checkpoints that are there stay.
@@ -130,7 +102,7 @@ def saving(
         log.flush()  # a checkpoint must not be ahead of the metrics
         if args.rank == 0 and path.exists():
             shutil.rmtree(path)  # what a killed run has left half-written
-    _store_rollout_state(args, state, groups)
+    args.rollout_state = state
     _begin_moments(optimizer)
     with alone(f"{path} cannot be written"), _results_stay_in_this_process(args.async_save):
         yield

@@ -103,7 +103,7 @@ class FileSteps:
         """The samples of the step after `iteration` others; the end of the files is an error before the first step."""
         step = self._collector.collect()
         if step is None and iteration == 0:
-            raise no_sample_in(self._args.rollout_files, self.state().num_skipped)
+            raise no_sample_in(self._args.rollout_files, self._collector.num_skipped)
         return step
 
     def step(self, iteration: int) -> Step | None:
@@ -122,13 +122,13 @@ class FileSteps:
         """Nothing: no tokenizer is known here."""
         return []
 
-    def state(self) -> CollectorState[Sample]:
-        """Where the files have been read to on this data-parallel rank, and the samples that are carried over."""
-        return self._collector.state()
+    def state(self) -> tuple[Any, ...]:
+        """The place in the files, in plain values, the same on every rank."""
+        return tuple(self._collector.state())
 
-    def restore(self, states: Sequence[CollectorState[Sample]]) -> None:
-        """Go on where a run of any sharding left the files, by the states of all of its data-parallel ranks."""
-        self._collector.load_states(states)
+    def restore(self, state: tuple[Any, ...]) -> None:
+        """Go on where a run of any sharding left the files."""
+        self._collector.load_state(CollectorState(*state))
 
 
 def means_of(

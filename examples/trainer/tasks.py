@@ -116,7 +116,7 @@ class TaskSteps:
     def state(self) -> None:
         """None: there is no place to go on from."""
 
-    def restore(self, states: Sequence[None]) -> None:
+    def restore(self, state: None) -> None:
         """Nothing, likewise."""
 
     def _prompt(self, entry: dict[str, Any]) -> list[int]:

@@ -277,7 +277,7 @@ class Run:
     ) -> None:
         """In place of Megatron's `save_checkpoint`."""
         state, self._args.current_kl_loss_coef = self._rollouts.state(), self._config.kl_loss_coef
-        with saving(self._args, state, self._groups, self._log, iteration, optimizer):
+        with saving(self._args, state, self._log, iteration, optimizer):
             self._save_checkpoint(iteration, model, optimizer, *rest, **named)
         self._last_saved = iteration
 

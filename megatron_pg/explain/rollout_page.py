@@ -223,9 +223,8 @@ def _named_samples(files: RolloutFiles) -> Iterator[tuple[tuple[str, object], Re
             return
         if (sample := pulled[0]) is None:
             continue
-        position = files.position
         # step_000012.jsonl is step 12.
-        stem = Path(position.files[position.file][0]).stem
+        stem = Path(sample.name.rpartition(" row ")[0]).stem
         name = re.sub(r"[_-]0*(\d+)$", r" \1", stem)
         if sample.policy_version is not None:
             name = f"policy version {sample.policy_version}"

@@ -125,10 +125,10 @@ def explained_step(options: ExplainOptions) -> ExplainedStep:
         keep_prompt_groups=planning.keep_prompt_groups,
         refuse_cut_groups=options.config.loss_aggregation == "prompt_mean",
     )
-    step, state = collector.collect(), collector.state()
+    step = collector.collect()
     if step is None:  # lengths always give a step
-        raise no_sample_in(planning.rollout_files, state.num_skipped)
-    cut_groups = _cut_groups(step.samples, [sample for _, sample in state.carried], stream)
+        raise no_sample_in(planning.rollout_files, collector.num_skipped)
+    cut_groups = _cut_groups(step.samples, collector.carried, stream)
     is_strict = planning.rollout_files and options.config.loss_aggregation == "prompt_mean"
     totals = step_totals(
         step.samples,

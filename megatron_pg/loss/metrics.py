@@ -31,7 +31,6 @@ from megatron_pg.loss.metric_table import (
 )
 from megatron_pg.loss.policy_loss import Terms
 from megatron_pg.loss.tokens import Tokens
-from megatron_pg.step.absent import naming_absent_ranks
 from megatron_pg.step.batch import PackedBatch, to_device
 from megatron_pg.step.totals import StepTotals
 
@@ -242,7 +241,6 @@ def reduce_metrics(
 
     Raises:
         RuntimeError: under `check_aggregation`, the aggregation checksum is not 1.
-        AbsentRankError: a rank did not come until the group's timeout, or has ended.
     """
     rows, names = metrics_on(config), metric_names(config)
     counted = micro_batches if contributes else ()
@@ -252,12 +250,11 @@ def reduce_metrics(
     nothing = torch.full((num_extremes,), -torch.inf, dtype=torch.float64, device=device)
     batch_maxima = [getattr(metrics, "maxima", None) for metrics in counted]
     maxima = torch.stack([nothing, *(x for x in batch_maxima if x is not None)]).amax(0)
-    with naming_absent_ranks(group):
-        if dist.is_initialized():
-            dist.all_reduce(pairs, group=group)
-            if len(maxima):
-                dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
-        pairs, maxima = pairs.cpu(), maxima.cpu()  # a GPU's error of the exchange comes here
+    if dist.is_initialized():
+        dist.all_reduce(pairs, group=group)
+        if len(maxima):
+            dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
+    pairs, maxima = pairs.cpu(), maxima.cpu()
     pairs, *others = pairs.split(list(map(len, parts)))  # type: ignore[no-untyped-call]
     reduced = _by_name(rows, names, pairs, maxima)
     if not math.isfinite(reduced["loss"]):

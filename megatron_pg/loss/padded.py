@@ -61,9 +61,9 @@ def padded_totals(
         counts = mask.sum(dim=1, dtype=torch.int64).tolist()
         return StepCounts.of([_counted_rows(counts, group_index, rollout_id, id_source)])
 
-    mine, sizes = compute_and_gather(rows, len, data_parallel_group)
+    mine, everyone = compute_and_gather(rows, StepCounts.to_bytes, data_parallel_group)
     rank = 0 if data_parallel_group is None else dist.get_rank(data_parallel_group)
-    counts = mine.over_ranks(sizes, data_parallel_group)
+    counts = mine.over_ranks(everyone, data_parallel_group)
     return totals_of_counts(counts, rank, allow_different_group_sizes=allow_different_group_sizes)
 
 

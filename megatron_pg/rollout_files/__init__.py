@@ -6,7 +6,7 @@ from megatron_pg.rollout_files.collector import (
     StepCollector,
     StepSamples,
 )
-from megatron_pg.rollout_files.iterators import IteratorSource, LiveSource
+from megatron_pg.rollout_files.iterators import IteratorSource
 from megatron_pg.rollout_files.sampling_mask import kept_tokens_of_engine
 from megatron_pg.rollout_files.schema import (
     COLUMNS,
@@ -14,23 +14,16 @@ from megatron_pg.rollout_files.schema import (
     RowError,
     with_group_advantages,
 )
-from megatron_pg.rollout_files.source import (
-    RolloutFileReport,
-    RolloutFiles,
-    RolloutPosition,
-    validate_rollout_file,
-)
+from megatron_pg.rollout_files.source import RolloutFileReport, RolloutFiles, validate_rollout_file
 from megatron_pg.step.routed_experts import routed_experts_of_engine
 
 __all__ = [
     "COLUMNS",
     "CollectorState",
     "IteratorSource",
-    "LiveSource",
     "RewardedSample",
     "RolloutFileReport",
     "RolloutFiles",
-    "RolloutPosition",
     "RowError",
     "SampleSource",
     "StepCollector",

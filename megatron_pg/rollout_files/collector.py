@@ -5,9 +5,7 @@ never cuts a rollout, and a prompt group only where that is harmless. The order 
 whole: the samples of one follow each other in every rank's share, so one that a rank has moved on from is complete there.
 """
 
-import hashlib
 import itertools
-import pickle
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol
@@ -15,9 +13,7 @@ from typing import Any, Generic, NamedTuple, Protocol
 import torch.distributed as dist
 
 from megatron_pg.config.planning import DocsPerStepMode, PlanningConfig
-from megatron_pg.rollout_files.iterators import LiveSource
-from megatron_pg.rollout_files.sharing import check_same_place
-from megatron_pg.step.agreement import compute_and_gather, gather
+from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.totals import AnySample
 
 Key = tuple[str, int]
@@ -39,15 +35,11 @@ class SampleSource(Protocol[AnySample]):
     """
 
     @property
-    def can_reshard(self) -> bool:
-        """True where a position is the same on all ranks and means the same at another data-parallel size."""
+    def is_shared(self) -> bool:
+        """True if all ranks read one stream and take slots by rank, False if each rank has its own stream."""
 
-    @property
-    def position(self) -> Any:
-        """The place where the next pull begins; picklable."""
-
-    def seek(self, position: Any) -> None:
-        """Continue from a position, of this source or of another with the same stream."""
+    def seek(self, num_slots: int) -> None:
+        """Continue after that many slots: of all ranks if `is_shared`, otherwise of this rank."""
 
     def pull(self, count: int) -> list[AnySample | None]:
         """Pull the next `count` slots, fewer only at the end of this rank's share; None is a slot without a sample."""
@@ -74,22 +66,23 @@ class StepSamples(Generic[AnySample]):
     """N of the step, over all data-parallel ranks."""
     num_skipped: int
     """Slots without a sample (bad rows) since the last step, over all data-parallel ranks."""
-    late_ranks: tuple[int, ...] = ()
-    """The data-parallel ranks that the step went on without waiting for any longer (`LiveSource`)."""
 
 
-@dataclass(frozen=True, eq=False)
-class CollectorState(Generic[AnySample]):
-    """The state of one rank's `StepCollector` for a checkpoint; picklable."""
+class CollectorState(NamedTuple):
+    """The place of a `StepCollector` in the stream, for a checkpoint: plain values, the same on every rank.
 
-    source_position: Any
+    Samples are not in it: a resumed run reads them again.
+    """
+
+    start: int
+    """The slot to read from, counted over all ranks."""
     num_slots: int
     """Slots pulled so far, over all ranks."""
-    carried: tuple[tuple[int, AnySample], ...]
-    """This rank's samples that were pulled and are in no step yet, each with its place in the stream."""
-    latest: dict[int, Key]
-    finished: frozenset[Key]
-    num_skipped: int
+    carried: tuple[int, ...]
+    """The slots from `start` on that were pulled and are in no step yet."""
+    finished: tuple[Key, ...]
+    """What the last step held, so that a group or rollout that comes back is refused."""
+    num_ranks: int
 
 
 class StepCollector(Generic[AnySample]):
@@ -97,7 +90,7 @@ class StepCollector(Generic[AnySample]):
 
     Every data-parallel rank builds one with the same settings and calls `collect` for every step. Ranks agree by one
     exchange for every window of samples that they pull, most often one or two a step. In `exact` mode the steps of a
-    source that can be resharded are the same at every data-parallel size.
+    shared source are the same at every data-parallel size.
 
     Args:
         source: this rank's share of the stream. Samples of one rollout follow each other in it, and those of one prompt
@@ -134,14 +127,15 @@ class StepCollector(Generic[AnySample]):
         self._rank = 0 if data_parallel_group is None else dist.get_rank(data_parallel_group)
         self._size = 1 if data_parallel_group is None else dist.get_world_size(data_parallel_group)
         self._pending: list[_Record] = []  # in the order of the stream, of all ranks
-        # By rank: the boundary of its last sample, which may go on. Ranks of another data-parallel size are below 0.
+        # By rank: the boundary of its last sample, which may go on.
         self._latest: dict[int, Key] = {}
-        # Boundaries in the last step; while ranks are late, in all steps that went on without them.
-        self._finished: frozenset[Key] = frozenset()
-        # The ranks whose samples this step waits for no longer.
-        self._late: frozenset[int] = frozenset()
-        self._num_slots = self._num_skipped = 0
-        self._has_pulled = self._is_exhausted = self._is_stalled = False
+        self._finished: frozenset[Key] = frozenset()  # boundaries in the last step
+        self._start = self._num_slots = 0
+        # Of the slots below, which a run before has pulled, only those that it carried are new.
+        self._num_known, self._carried = 0, frozenset[int]()
+        self.num_skipped = 0
+        """Slots without a sample since the last step, over all ranks."""
+        self._is_exhausted = False
 
     def collect(self) -> StepSamples[AnySample] | None:
         """Collect the samples of the next step, None where none are left. Every data-parallel rank must call it.
@@ -150,81 +144,61 @@ class StepCollector(Generic[AnySample]):
 
         Raises:
             ValueError: the end of the step cuts a prompt group or rollout, a sample lacks the `group_index` that the
-                settings need, samples are late and the step cannot go on without them, or a source raised a ValueError;
-                on all ranks alike.
+                settings need, or a source raised a ValueError; on all ranks alike.
             RuntimeError: the source of another rank raised another error; that rank raises its own.
         """
-        self._late, self._is_stalled = frozenset(), False
-        if isinstance(self._source, LiveSource):
-            self._source.is_late = False
         while (chosen := self._choose()) is None:
             self._pull_window()
         if not chosen:
-            if self._is_stalled:
-                raise ValueError(
-                    f"{self._late_words()}, and no rank has a whole document for this step"
-                )
             return None
         chosen.sort()
         sequences = {record.sequence for record in chosen}
         left = [record for record in self._pending if record.sequence not in sequences]
         boundaries = frozenset(record.boundary for record in chosen)
         self._refuse_cut(left, boundaries)
-        earlier = self._finished if self._late else frozenset()
-        self._pending, self._finished = left, boundaries | earlier
-        num_skipped, self._num_skipped = self._num_skipped, 0
+        self._pending, self._finished = left, boundaries
+        num_skipped, self.num_skipped = self.num_skipped, 0
         return StepSamples(
             samples=tuple(record.sample for record in chosen if record.rank == self._rank),
             num_documents=len({record.document for record in chosen}),
             num_skipped=num_skipped,
-            late_ranks=tuple(sorted(self._late)),
         )
 
-    def state(self) -> CollectorState[AnySample]:
-        """Return this rank's state between two steps. A checkpoint keeps the states of all data-parallel ranks."""
-        return CollectorState(
-            source_position=self._source.position,
-            num_slots=self._num_slots,
-            carried=tuple((r.sequence, r.sample) for r in self._pending if r.rank == self._rank),
-            latest=self._latest,
-            finished=self._finished,
-            num_skipped=self._num_skipped,
-        )
+    @property
+    def carried(self) -> tuple[AnySample, ...]:
+        """This rank's samples that were pulled and are in no step yet."""
+        return tuple(record.sample for record in self._pending if record.rank == self._rank)
 
-    def load_states(self, states: Sequence[CollectorState[AnySample]]) -> None:
-        """Continue where the states of a checkpoint, those of all its data-parallel ranks in rank order, left off.
+    def state(self) -> CollectorState:
+        """Return the place between two steps, the same on every rank."""
+        unread = {slot for slot in self._carried if slot >= self._num_slots}
+        carried = tuple(sorted(unread.union(record.sequence for record in self._pending)))
+        num_slots = max(self._num_slots, self._num_known)
+        start = num_slots
+        if carried:  # a slot of rank 0
+            start = carried[0] - (carried[0] - self._start) % self._size
+        finished = tuple(sorted(key for key in self._finished if key[0] != "sample"))
+        return CollectorState(start, num_slots, carried, finished, self._size)
 
-        Every data-parallel rank must call it: a source that cannot go on ends all of them.
+    def load_state(self, state: CollectorState) -> None:
+        """Continue where a run stopped. Every data-parallel rank must call it.
 
         Raises:
-            ValueError: the number of ranks changed and the source cannot be resharded, or a source refuses its position,
-                on this rank or another.
+            ValueError: another number of ranks, whose streams are their own; or a source that cannot go on, on this
+                rank or another.
         """
-        is_same_size = len(states) == self._size
-        if not is_same_size and not self._source.can_reshard:
+        is_shared = self._source.is_shared
+        if not is_shared and state.num_ranks != self._size:
             raise ValueError(
-                f"the checkpoint is of {len(states)} data-parallel ranks and this run has {self._size}: each rank's "
-                "source has its own position, so resume with the same number"
+                f"the checkpoint is of {state.num_ranks} data-parallel ranks and this run has "
+                f"{self._size}, but each rank has its own stream: resume with the same number"
             )
-        mine = states[self._rank if is_same_size else 0]
-        position = mine.source_position
-        compute_and_gather(lambda: self._source.seek(position), lambda _: None, self._group)
-        carried = sorted(
-            (sequence, rank, sample)
-            for rank, state in enumerate(states)
-            for sequence, sample in state.carried
-        )
-        self._pending = []
-        for index, (sequence, rank, sample) in enumerate(carried):
-            rank = rank if is_same_size else index % self._size
-            ids, own = (sample.group_index, sample.rollout_id), rank == self._rank
-            self._pending.append(self._record(sequence, rank, ids, sample if own else None))
-        # At another size no rank has a latest sample yet; until one does, open groups and rollouts stay open.
-        self._latest = mine.latest
-        if not is_same_size:
-            self._latest = {-1 - index: key for index, key in enumerate(mine.latest.values())}
-        self._finished, self._is_exhausted = mine.finished, False
-        self._num_slots, self._num_skipped = mine.num_slots, mine.num_skipped
+        place = state.start if is_shared else state.start // self._size
+        compute_and_gather(lambda: self._source.seek(place), lambda _: None, self._group)
+        self._pending, self._latest, self._finished = [], {}, frozenset(state.finished)
+        self._start = self._num_slots = state.start
+        self._num_known, self._carried = state.num_slots, frozenset(state.carried)
+        self._is_exhausted, self.num_skipped = False, 0
 
     def _record(self, sequence: int, rank: int, ids: Any, sample: Any) -> _Record:
         group_index, rollout_id = ids
@@ -249,7 +223,7 @@ class StepCollector(Generic[AnySample]):
             if not is_open:
                 chosen += unit
                 documents.update(record.document for record in unit)
-        if len(documents) < self._docs_per_step and not (self._is_exhausted or self._is_stalled):
+        if len(documents) < self._docs_per_step and not self._is_exhausted:
             return None
         return chosen
 
@@ -269,18 +243,9 @@ class StepCollector(Generic[AnySample]):
     def _pull_window(self) -> None:
         """Pull the same number of slots on every rank, and tell every rank the ids in them. One exchange."""
         count = self._window_size()
-        # Ranks see other files in a folder that is not shared (yet): row i is then not the same row on all ranks.
-        start = None if self._has_pulled or not self._source.can_reshard else self._source.position
-        digest = hashlib.blake2b(pickle.dumps(start), digest_size=16).digest()
-        slots, shared = compute_and_gather(
-            lambda: self._source.pull(count),
-            lambda slots: (digest, self._ids(slots), getattr(self._source, "is_late", False)),
-            self._group,
+        slots, everyone = compute_and_gather(
+            lambda: self._source.pull(count), self._ids, self._group
         )
-        self._has_pulled = True
-        digests, everyone, is_late = zip(*shared, strict=True)
-        if len(set(digests)) > 1:  # equal positions may be pickled in two ways
-            check_same_place(gather(start, self._group), "data-parallel rank")
         records = []
         for turn, turn_ids in enumerate(itertools.zip_longest(*everyone)):
             for rank, ids in enumerate(turn_ids):
@@ -288,31 +253,27 @@ class StepCollector(Generic[AnySample]):
                     sequence = self._num_slots + turn * self._size + rank
                     sample = slots[turn] if rank == self._rank else None
                     records.append(self._record(sequence, rank, ids, sample))
-        self._refuse_cut(records, self._finished)
-        self._pending += records
-        self._num_slots += count * self._size
-        self._num_skipped += sum(ids is None for rank_ids in everyone for ids in rank_ids)
-        self._late |= {rank for rank, late in enumerate(is_late) if late}
-        if self._late and self._is_exact:
-            raise ValueError(
-                f"{self._late_words()}, and steps of --docs-per-step-mode exact hold all: wait longer (wait_seconds), or choose "
-                "at_least"
-            )
-        self._is_stalled = any(is_late) and not records
-        ended = {rank for rank, rank_ids in enumerate(everyone) if len(rank_ids) < count}
-        ended -= {rank for rank, late in enumerate(is_late) if late}  # earlier in this step is over
+        new = [r for r in records if r.sequence >= self._num_known or r.sequence in self._carried]
+        self._refuse_cut(new, self._finished)
+        self._pending += new
+        self.num_skipped += sum(
+            ids is None and self._num_slots + turn * self._size + rank >= self._num_known
+            for rank, rank_ids in enumerate(everyone)
+            for turn, ids in enumerate(rank_ids)
+        )
+        num_pulled = list(map(len, everyone))
+        ended = {rank for rank, number in enumerate(num_pulled) if number < count}
         self._is_exhausted = len(ended) == self._size
-        # A window of bad rows alone does not end what was open at another size.
-        if records or self._is_exhausted:
-            ended |= {rank for rank in self._latest if rank < 0}
+        # A shared stream ends for all ranks, and may have grown when a run goes on.
+        is_end = ended and self._source.is_shared
+        self._num_slots += sum(num_pulled) if is_end else count * self._size
         latest = self._latest | {record.rank: record.boundary for record in records}
         self._latest = {rank: key for rank, key in latest.items() if rank not in ended}
 
-    def _late_words(self) -> str:
-        return f"samples of data-parallel ranks {sorted(self._late)} are late"
-
     def _window_size(self) -> int:
         """Estimate the slots to pull on every rank, from the missing documents and the samples per document so far."""
+        if self._num_slots < self._num_known:
+            return -(-(self._num_known - self._num_slots) // self._size)
         num_documents = len({record.document for record in self._pending})
         missing = self._docs_per_step - num_documents
         if missing > 0:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from megatron_pg.head.ragged import Ragged, offsets_of
-from megatron_pg.rollout_files.schema import READ, ParseRow, Piece, Row
+from megatron_pg.rollout_files.schema import READ, ParseRow, Row
 
 try:
     import pyarrow as pa
@@ -69,18 +69,6 @@ def open_parquet(path: Path, start: int) -> tuple[int, Iterator[ParseRow]]:
     return passed, _decoded(path, file, groups, names)
 
 
-def row_groups_of(path: Path) -> Iterator[Piece]:
-    """Yield the row groups of a file, each to be opened by itself."""
-
-    def opened(group: int) -> tuple[int, Iterator[ParseRow]]:
-        file, names = _open(path)
-        return file.metadata.row_group(group).num_rows, _decoded(path, file, [group], names)
-
-    with _naming(path), pa.parquet.ParquetFile(path) as file:
-        num_groups = file.num_row_groups
-    yield from (functools.partial(opened, group) for group in range(num_groups))
-
-
 def _open(path: Path) -> tuple[Any, list[str]]:
     """Open a file, and list its columns that are read."""
     with _naming(path):
@@ -113,7 +101,7 @@ def _decoded(path: Path, file: Any, groups: list[int], names: list[str]) -> Iter
 
 @dataclass(frozen=True)
 class _BatchRow:
-    """The parser of a row of a decoded batch. To another rank it travels as the row, without the others of the batch."""
+    """The parser of a row of a decoded batch."""
 
     batch: Any
     number: int
@@ -121,9 +109,6 @@ class _BatchRow:
     def __call__(self) -> Row:
         columns = zip(self.batch.schema.names, self.batch.columns, strict=True)
         return {name: _value(column[self.number]) for name, column in columns}
-
-    def __reduce__(self) -> Any:
-        return functools.partial, (dict, self())
 
 
 def _value(value: Any) -> Any:

@@ -1,7 +1,6 @@
-"""Rollout files: their names, their rows one at a time, and the account by which a resumed run knows a file again."""
+"""Rollout files: their names, and their rows one at a time."""
 
 import functools
-import hashlib
 import itertools
 import json
 from collections import Counter
@@ -9,20 +8,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_pg.rollout_files.schema import READ, ParseRow, Piece, Row, shown
-
-END_BYTES = 1 << 16
-"""Bytes at either end of a file that its fingerprint covers: all of a small one, and little of a large one to read."""
-
-PIECE_BYTES = 1 << 20
-"""Bytes of JSON Lines that one of several ranks reads at a time."""
+from megatron_pg.rollout_files.schema import READ, ParseRow, Row, shown
 
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 PARQUET_SUFFIXES = (".parquet", ".pq")
 COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".br", ".zip")
-
-FileAccount = tuple[str, int, str]
-"""Name without its folder, bytes, and a fingerprint of the contents: the same on every rank, wherever the file lies."""
 
 
 def is_json(path: Path) -> bool:
@@ -80,8 +70,12 @@ def _is_rollout_file(path: Path) -> bool:
     return True
 
 
-def open_rows(path: Path, start: int) -> Iterator[ParseRow]:
-    """Yield the rows of a file from row `start` on; a ValueError for fewer rows, or a file that is not what its name says."""
+def open_rows(path: Path, start: int) -> tuple[int, Iterator[ParseRow]]:
+    """Skip up to `start` rows of a file. Return their number, smaller in a shorter file, and the rows after them.
+
+    Raises:
+        ValueError: the file is not what its name says.
+    """
     if is_json(path):
         passed, rows = 0, _lines(path)
     else:
@@ -89,55 +83,13 @@ def open_rows(path: Path, start: int) -> Iterator[ParseRow]:
 
         passed, rows = open_parquet(path, start)
     passed += sum(1 for _ in itertools.islice(rows, start - passed))
-    check_num_rows(path, passed, start)
-    yield from rows
-
-
-def check_num_rows(path: Path, num_rows: int, start: int) -> None:
-    """Refuse a file that ends before the row that the position of a checkpoint is at."""
-    if num_rows < start:
-        problem = f"{num_rows} rows and the checkpoint stopped after {start}: the file has changed"
-        raise ValueError(f"{path} has {problem}")
-
-
-def pieces_of(path: Path, size: int) -> Iterator[Piece]:
-    """Yield the pieces of a file of `size` bytes, in order: row groups of Parquet, or stretches of JSON Lines."""
-    if is_json(path):
-        yield from (functools.partial(_stretch, path, at) for at in range(0, size, PIECE_BYTES))
-    else:
-        from megatron_pg.rollout_files.parquet_file import row_groups_of
-
-        yield from row_groups_of(path)
+    return passed, rows
 
 
 def _lines(path: Path) -> Iterator[ParseRow]:
     """Yield the rows of JSON Lines, one object a line. Blank lines are no rows."""
     with path.open("rb") as file:
         yield from (functools.partial(_parsed, line) for line in file if line.strip())
-
-
-def _stretch(path: Path, start: int) -> tuple[int, Iterator[ParseRow]]:
-    """Read the rows of JSON Lines that begin in the `PIECE_BYTES` from `start` on."""
-    lines, end = [], start + PIECE_BYTES
-    with path.open("rb") as file:
-        # A line that began before belongs to the piece before, and may reach beyond this one.
-        if start:
-            file.seek(start - 1)
-            begins = file.readline(PIECE_BYTES + 1).endswith(b"\n")
-            end = end if begins else 0
-        while file.tell() < end and (line := file.readline()):
-            lines += [functools.partial(_parsed, line)] * bool(line.strip())
-    return len(lines), iter(lines)
-
-
-def account_of(path: Path, limit: int | None = None) -> FileAccount:
-    """Return the account of a file as it is now, or of its first `limit` bytes."""
-    size = path.stat().st_size if limit is None else min(limit, path.stat().st_size)
-    with path.open("rb") as file:
-        ends = file.read(min(size, END_BYTES))
-        start = file.seek(max(size - END_BYTES, 0))
-        ends += file.read(size - start)
-    return path.name, size, hashlib.sha256(ends).hexdigest()[:16]
 
 
 def _parsed(line: bytes) -> Row:

@@ -5,7 +5,7 @@ import dataclasses
 import math
 import numbers
 import reprlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from megatron_pg.step.advantages import (
     advantages_of_rollouts,
     check_rewards,
 )
-from megatron_pg.step.agreement import compute_and_gather, gather_rows
+from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.counts import StepCounts
 from megatron_pg.step.ids import check_ids
 from megatron_pg.step.sample import Sample, as_integer, number_samples
@@ -76,8 +76,6 @@ Row = Mapping[str, Any]
 """One row by column: an array of integers or numbers, a `Ragged` of integers, any Python value, or None without a value."""
 ParseRow = Callable[[], Row]
 """Parser of one row, which raises a ValueError: a rank calls it for its own rows alone."""
-Piece = Callable[[], tuple[int, Iterator[ParseRow]]]
-"""Opener of a piece of a file, which returns the number of its rows and the rows."""
 
 
 class RowError(ValueError):
@@ -230,7 +228,7 @@ def with_group_advantages(
 
     A rollout of several samples counts once: it has one reward, and all of its samples get its
     advantage. Samples whose file has `advantages` keep them. Every data-parallel rank must call it
-    with its samples of the step; groups and rollouts may be spread over ranks. Three exchanges.
+    with its samples of the step; groups and rollouts may be spread over ranks. One exchange.
 
     Args:
         samples: this rank's samples of the step, from rollout files.
@@ -254,12 +252,13 @@ def with_group_advantages(
         rewards = [_reward(sample, method, needed) for sample in samples]
         return np.array(rewards, dtype=_REWARD), StepCounts.of([sample_counts(samples)])
 
-    (mine, counts_of_rank), sizes = compute_and_gather(
-        of_rank, lambda _: len(samples), data_parallel_group
+    (mine, counts_of_rank), shared = compute_and_gather(
+        of_rank, lambda own: (own[0], own[1].to_bytes()), data_parallel_group
     )
-    counts = counts_of_rank.over_ranks(sizes, data_parallel_group)
+    rewards_of_ranks, rows = zip(*shared, strict=True)
+    counts = counts_of_rank.over_ranks(rows, data_parallel_group)
     check_ids(counts, allow_different_prompts=allow_different_prompts)
-    everyone = gather_rows(mine, sizes, data_parallel_group)
+    everyone = np.concatenate(rewards_of_ranks)
     _check_given(counts, everyone["is_given"], method)
     rewards = everyone["reward"].copy()
     check_rewards(counts, rewards)
@@ -275,7 +274,7 @@ def with_group_advantages(
         (torch.from_numpy(computed),), step.advantages
     )
     rank = 0 if data_parallel_group is None else dist.get_rank(data_parallel_group)
-    values_of_rank = values.split(list(sizes))[rank].tolist()  # type: ignore[no-untyped-call]
+    values_of_rank = values.split(list(counts.sizes))[rank].tolist()  # type: ignore[no-untyped-call]
     replaced = [
         sample if is_given else dataclasses.replace(sample, advantages=value)
         for sample, value, is_given in zip(samples, values_of_rank, mine["is_given"], strict=True)

@@ -3,42 +3,29 @@
 import functools
 import itertools
 import logging
-from collections.abc import Collection, Generator, Iterable, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch.distributed as dist
-
 from megatron_pg.config.planning import OnBadRow, PlanningConfig
-from megatron_pg.rollout_files.reader import FileAccount, account_of, files_of, is_json, open_rows
+from megatron_pg.rollout_files.reader import files_of, open_rows
 from megatron_pg.rollout_files.schema import OPTIONAL_FIELDS, ParseRow, RowError, sample_of_row
-from megatron_pg.rollout_files.sharing import PlacedRow, SharedReading
 from megatron_pg.step.ids import with_distinct_ids
 from megatron_pg.step.sample import Sample
 
 logger = logging.getLogger("megatron_pg")
 
+PlacedRow = tuple[int, int, ParseRow]
+"""A row with its file in the list and its number there."""
 NUM_LOGGED = 10
 """Skipped rows that are logged one by one; the count goes on."""
-
-
-@dataclass(frozen=True)
-class RolloutPosition:
-    """A place in a list of rollout files: the same on every data-parallel rank, and at any number of them."""
-
-    file: int
-    """Index of the file in the list; the number of files at the end of the last."""
-    row: int
-    """Rows of it that have been passed."""
-    files: tuple[FileAccount, ...]
-    """The accounts of the files of the list, so that another list is noticed."""
 
 
 class RolloutFiles:
     """One data-parallel rank's share of the samples of rollout files; a `SampleSource`.
 
     Row i of the stream, counted from where this run began, belongs to rank i modulo the number of ranks, which parses it.
-    Without a `reading_group` every rank reads all files, and holds in memory the rows that were pulled alone.
+    Every rank reads all files, and holds in memory only the rows that were pulled.
 
     Args:
         paths: Parquet and JSON Lines files, read in this order; of a directory, all in it by name.
@@ -48,16 +35,13 @@ class RolloutFiles:
             `PolicyLossConfig.required_sample_fields`.
         vocab_size: token ids must be below it; None leaves them unchecked.
         distinct_ids: each file numbers its groups and rollouts from 0: those of two files are two (`--distinct-ids file`).
-        reading_group: the ranks that read the files together, every row once; all of them must call `pull` alike. At least one
-            of each data-parallel rank, and best of all the job. A rank then holds a piece of the files, a row group of Parquet
-            as far as it is decoded, or 1 MiB of JSON Lines, beside the rows that were pulled. None: this rank alone.
 
     Raises:
         ValueError: no files, a file of another kind or compressed, a folder named as a file, or settings out of range.
         FileNotFoundError: a path that does not exist.
     """
 
-    can_reshard = True
+    is_shared = True
 
     def __init__(
         self,
@@ -69,7 +53,6 @@ class RolloutFiles:
         required_fields: Collection[str] = (),
         vocab_size: int | None = None,
         distinct_ids: bool = False,
-        reading_group: dist.ProcessGroup | None = None,
     ) -> None:
         # Checks the flags; files have no budget.
         PlanningConfig(1, rollout_files=tuple(map(str, paths)), on_bad_row=on_bad_row)
@@ -83,47 +66,33 @@ class RolloutFiles:
         if vocab_size is not None and vocab_size < 1:
             raise ValueError(f"vocab_size is {vocab_size}: expected 1 or more")
         self._paths = files_of(paths)
-        # Taken before the first row: at the first checkpoint another file may lie there.
-        self._accounts = tuple(account_of(path) for path in self._paths)
         self._rank, self._size = data_parallel_rank, data_parallel_size
         self._skips_bad_rows = on_bad_row == "skip"
         columns = [OPTIONAL_FIELDS[name] for name in required_fields]
         self._convert = functools.partial(sample_of_row, required=columns, vocab_size=vocab_size)
         self._makes_ids_distinct = distinct_ids
-        self._file = self._row = 0
         self.num_skipped = 0
         """Bad rows of this rank's share that were passed so far."""
         self._rows = self._read()
-        self._group = reading_group
-        self._shared: SharedReading | None = None  # made by the first pull: ranks may seek alone
 
-    @property
-    def position(self) -> RolloutPosition:
-        """The place where the next pull begins."""
-        return RolloutPosition(self._file, self._row, self._accounts)
+    def seek(self, num_slots: int) -> None:
+        """Continue after that many rows of the stream, bad ones included, which data-parallel ranks of any number have read.
 
-    def seek(self, position: RolloutPosition) -> None:
-        """Continue from a position, of a source with the same files on any number of ranks.
-
-        The files may lie in another folder. Further files may follow the last one, and further lines may follow in it
-        if it is JSON Lines and has not been passed. A ValueError names the first file that differs otherwise.
+        Give the same files in the same order. Further rows may follow in the last file, and further files after it. The
+        first pull refuses files with fewer rows (a ValueError).
         """
-        self._check_files(position)
-        self.close()
-        self._file, self._row = position.file, position.row
-        if position.row and self._group is None:  # refuse a shorter file now, not at the first pull
-            next(open_rows(self._paths[self._file], self._row), None)
+        self._rows = self._read(num_slots)
 
     def pull(self, count: int) -> list[Sample | None]:
         """Pull the next `count` of this rank's rows, fewer only at the end of the files; None for a bad row.
 
         Raises:
-            RowError: a bad row (a ValueError); the position is then after that row, or, with a `reading_group`, after the rows
-                that were asked for.
-            ValueError: a file cannot be read as the kind that its name says.
+            RowError: a bad row (a ValueError); the next pull begins after that row.
+            ValueError: a file cannot be read as the kind that its name says, or is shorter than a run has read.
         """
         samples: list[Sample | None] = []
-        for row in self._pull_rows(count):
+        rows = itertools.islice(self._rows, count * self._size)
+        for row in itertools.islice(rows, self._rank, None, self._size):
             try:
                 samples.append(self._sample(*row))
             except RowError as error:
@@ -135,40 +104,25 @@ class RolloutFiles:
                     logger.warning("--on-bad-row skip: %s", error)
         return samples
 
-    def close(self) -> None:
-        """Close the file being read; the position stays."""
-        self._rows.close()
-        self._rows, self._shared = self._read(), None
-
-    def _pull_rows(self, count: int) -> Iterable[PlacedRow]:
-        """Pull this rank's rows, together with the other ranks of a reading group."""
-        if self._group is None:
-            rows = itertools.islice(self._rows, count * self._size)
-            return itertools.islice(rows, self._rank, None, self._size)
-        shared, self._shared = self._shared, None  # an error ends the reading, on all ranks alike
-        shared = shared or SharedReading(
-            self._paths,
-            self._accounts,
-            self._file,
-            self._row,
-            data_parallel_rank=self._rank,
-            data_parallel_size=self._size,
-            group=self._group,
-        )
-        pulled, (self._file, self._row) = shared.pull(count)
-        self._shared = shared
-        return pulled
-
-    def _read(self) -> Generator[PlacedRow, None, None]:
-        """Yield the rows from the position on; the position follows them."""
+    def _read(self, start: int = 0) -> Iterator[PlacedRow]:
+        """Yield the rows of the stream from row `start` on."""
+        passed = 0
         try:
-            while self._file < len(self._paths):
-                for parse in open_rows(self._paths[self._file], self._row):
-                    self._row += 1
-                    yield self._file, self._row - 1, parse
-                self._file, self._row = self._file + 1, 0
-        finally:  # a generator that an error has ended would look like the end of the files
-            self._rows = self._read()
+            for file, path in enumerate(self._paths):
+                row, rows = open_rows(path, start - passed)
+                passed += row
+                for parse in rows:
+                    yield file, row, parse
+                    row, passed, start = row + 1, passed + 1, start + 1
+            if passed < start:
+                raise ValueError(
+                    f"--rollout-files: the files have {passed} rows and the checkpoint stopped after {start}: give "
+                    "the same files in the same order, or start anew"
+                )
+        except Exception:
+            # A generator that an error has ended would look like the end of the files.
+            self._rows = self._read(start)
+            raise
 
     def _sample(self, file: int, row: int, parse: ParseRow) -> Sample:
         path = self._paths[file]
@@ -182,26 +136,6 @@ class RolloutFiles:
             problem = str(error).removeprefix(f"{name}: ")
             # The column `log_probs` fills `old_log_probs`.
             raise RowError(str(path), row, problem.removeprefix("old_")) from None
-
-    def _check_files(self, position: RolloutPosition) -> None:
-        """Refuse other files than the position's, except for rows added after the last."""
-        last = len(position.files) - 1
-        for index, then in enumerate(position.files):
-            now = "is missing"
-            if index < len(self._paths):
-                path, account = self._paths[index], self._accounts[index]
-                may_grow = position.file <= index == last and is_json(path)
-                if account == then or (may_grow and account_of(path, then[1]) == then):
-                    continue
-                now = f"had other contents than {path}"
-                if account[0] != then[0]:
-                    now = f"is now {path}"
-                elif account[1] != then[1]:
-                    now = f"had {then[1]} bytes and {path} has {account[1]}"
-            raise ValueError(
-                f"--rollout-files: file {index + 1} of the {last + 1} that the checkpoint is of, {then[0]!r}, {now}: "
-                "give the same files in the same order (further ones may follow them), or start anew"
-            )
 
 
 @dataclass

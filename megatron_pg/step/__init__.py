@@ -1,18 +1,14 @@
 """From samples to micro-batches: their plan, their layout and the totals of the step."""
 
-from megatron_pg.step.ahead import PackedStep, UpcomingStep, plan_ahead
 from megatron_pg.step.bins import plan_bins
 from megatron_pg.step.cost import SampleCost
 from megatron_pg.step.ids import with_distinct_ids
 from megatron_pg.step.plan import StepPlan, assign_to_data_parallel_ranks, plan_step
 
 __all__ = [
-    "PackedStep",
     "SampleCost",
     "StepPlan",
-    "UpcomingStep",
     "assign_to_data_parallel_ranks",
-    "plan_ahead",
     "plan_bins",
     "plan_step",
     "with_distinct_ids",

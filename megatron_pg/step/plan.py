@@ -114,10 +114,10 @@ def plan_step(
 
     (microbatches, tokens, counts), everyone = compute_and_gather(
         plan_rank,
-        lambda plan: (len(plan[0]), sum(s.total_length for s in samples), len(samples)),
+        lambda plan: (len(plan[0]), sum(s.total_length for s in samples), plan[2].to_bytes()),
         data_parallel_group,
     )
-    numbers, num_tokens, sizes = zip(*everyone, strict=True)
+    numbers, num_tokens, rows = zip(*everyone, strict=True)
     # Of this rank alone: a list for all ranks would take time in the square of their number.
     added = 0 if ragged else max(numbers) - len(microbatches)
     rank = 0 if data_parallel_group is None else dist.get_rank(data_parallel_group)
@@ -125,7 +125,7 @@ def plan_step(
         microbatches=pipeline_order(microbatches + ((),) * added),
         microbatch_tokens=pipeline_order(tokens + (layout.least_tokens,) * added),
         totals=totals_of_counts(
-            counts.over_ranks(sizes, data_parallel_group),
+            counts.over_ranks(rows, data_parallel_group),
             rank,
             sum(num_tokens),
             allow_different_prompts=allow_different_prompts,

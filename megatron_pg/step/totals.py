@@ -192,8 +192,8 @@ def step_totals(
     """Count the samples of one optimizer step over the data-parallel group.
 
     Every data-parallel rank must call it, once a step, with all samples that it trains on in that step; ranks that
-    differ only in their context-, tensor- or pipeline-parallel place pass the same samples. Two exchanges over the group, of sizes and of
-    64 bytes a sample, and one more where prompt groups differ in size, for the name of one.
+    differ only in their context-, tensor- or pipeline-parallel place pass the same samples. One exchange over the group, of
+    64 bytes a sample, and one more if prompt groups differ in size, for the name of one.
 
     Args:
         samples: the samples of this data-parallel rank, over all its micro-batches of the step.
@@ -210,11 +210,11 @@ def step_totals(
         ValueError: a prompt group of another size than `samples_per_group`; ids that stand for two things: a rollout of
             several prompt groups, ranks or files; a prompt group of different prompts.
     """
-    mine, sizes = compute_and_gather(
-        lambda: StepCounts.of([sample_counts(samples)]), len, data_parallel_group
+    mine, everyone = compute_and_gather(
+        lambda: StepCounts.of([sample_counts(samples)]), StepCounts.to_bytes, data_parallel_group
     )
     return totals_of_counts(
-        mine.over_ranks(sizes, data_parallel_group),
+        mine.over_ranks(everyone, data_parallel_group),
         0 if data_parallel_group is None else dist.get_rank(data_parallel_group),
         allow_different_prompts=allow_different_prompts,
         samples_per_group=samples_per_group,

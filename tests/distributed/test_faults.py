@@ -1,56 +1,47 @@
-"""A rank of four that comes never, dies or has no samples: all others are told which, and none waits for ever.
+"""A rank of four has no samples or raises: all ranks get the same totals, or the same error at once."""
 
-`python -m benchmarks.faults` has more cases and ranks.
-"""
-
-import re
-from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from benchmarks.faults import Told, run_case
+from megatron_pg import Sample, plan_step
 
-from .launch import fork_server
+from .launch import run_ranks
 
-NAMED = r"AbsentRankError: rank 2 of the 4 of group \w+ \(rank 2 of the job\) did not come to an exchange, or ended in it: .*"
-CASES = {
-    # Four samples of each rank, of one prompt.
-    "has no samples": r"N = 12, P = 3, T = 12",
-    "is late": r"N = 16",
-    "has a sample that is too long": r"ValueError: data-parallel rank 2: the long sample takes 65 tokens.*",
-    "never comes": NAMED,
-    "dies in the plan": NAMED,
-    "dies in the reduction": NAMED,
-    "samples never come, error": r"ValueError: data-parallel rank 2: 2 of 4 samples have come.*",
-    # The engines of all ranks stop there, and that of rank 2 two samples earlier.
-    "samples never come, next_step": r"N = 14, P = 4, T = 14, late: \(0, 1, 2, 3\)",
+TOLD = {
+    # Four samples on each rank, of one prompt.
+    "has no samples": "N = 12, P = 3, T = 12",
+    "has a long sample": "ValueError: data-parallel rank 2: the long sample takes 65 tokens",
+    "has a bad id": "OtherRankError: data-parallel rank 2: AttributeError: ",
 }
-WAIT = 2.0
-TIMEOUTS = {"never comes": 6.0}
-LONG = 600.0
-"""The timeout of the process groups of all other cases, in seconds."""
 
 
-@pytest.fixture(scope="module")
-def told() -> dict[str, list[Told]]:
-    """What the ranks of all cases are told, at the same time: they wait rather than work."""
-    context = fork_server()
-    with ThreadPoolExecutor(len(CASES)) as pool:
-        jobs = {
-            name: pool.submit(run_case, context, name, 4, WAIT, TIMEOUTS.get(name, LONG))
-            for name in CASES
-        }
-        return {name: job.result() for name, job in jobs.items()}
+def told(case: str) -> str:
+    """Return what this rank is told when rank 2 has the fault."""
+    rank = dist.get_rank()
+    samples = [Sample([rank, i], 1, [1], 1.0, group_index=rank) for i in range(4)]
+    if rank == 2 and case == "has no samples":
+        samples = []
+    elif rank == 2 and case == "has a long sample":
+        samples[1] = Sample([0] * 65, 1, [1], name="the long sample")
+    elif rank == 2:
+        vars(samples[1])["id_source"] = 7
+    group: Any = dist.group.WORLD
+    try:
+        totals = plan_step(samples, max_tokens_per_microbatch=64, data_parallel_group=group).totals
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    counts = totals.num_rollouts, totals.num_prompt_groups, totals.num_active_tokens
+    return "N = {}, P = {}, T = {}".format(*counts)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_all_ranks_are_told(told, name) -> None:
-    assert sorted(one.rank for one in told[name]) == [0, 1, 3]
-    for one in told[name]:
-        assert re.fullmatch(CASES[name], one.words, re.DOTALL), one
-
-
-def test_torch_alone_names_no_rank() -> None:
-    """The case that the names are for, without them."""
-    plain = run_case(fork_server(), "dies in the reduction", 4, WAIT, LONG, plain=True)
-    assert len(plain) == 3 and not any("rank 2" in one.words for one in plain)
+@pytest.mark.parametrize("case", TOLD)
+def test_all_ranks_are_told(case: str) -> None:
+    ranks = run_ranks(told, 4, case)
+    faulty = ranks.pop(2)
+    assert ranks[0].startswith(TOLD[case]) and len(set(ranks)) == 1
+    if case == "has no samples":
+        assert faulty == ranks[0]
+    else:
+        assert faulty.split(": ", 1)[1] in ranks[0]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -9,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_pg import Sample, StepPlan, plan_step, step_totals
-from megatron_pg.step import plan_ahead
 
 from .launch import refusal, run_ranks
 
@@ -44,13 +44,14 @@ def plan_on_rank(ragged: bool) -> tuple[StepPlan, int]:
         plan = plan_step(mine, data_parallel_group=dist.group.WORLD, **task)
     calls = exchange.call_count
     own_group = dist.new_group(backend="gloo")
-    upcoming = plan_ahead(mine, data_parallel_group=own_group, **task)
-    for number in range(20):  # the step that runs meanwhile, on another group
-        numbers = torch.full((4,), float(number))
-        dist.all_reduce(numbers)
-        assert numbers.tolist() == [float(number * OWNERS)] * 4
-    assert upcoming.wait().plan == plan
-    # All of the step on one rank: a gather would pad every rank to it.
+    with ThreadPoolExecutor(1) as planner:
+        upcoming = planner.submit(plan_step, mine, data_parallel_group=own_group, **task)
+        for number in range(20):  # the step that runs meanwhile, on another group
+            numbers = torch.full((4,), float(number))
+            dist.all_reduce(numbers)
+            assert numbers.tolist() == [float(number * OWNERS)] * 4
+        assert upcoming.result() == plan
+    # All of the step on one rank.
     held = whole_step() if dist.get_rank() == 1 else []
     skewed = step_totals(held, data_parallel_group=dist.group.WORLD)
     assert skewed == step_totals(whole_step())

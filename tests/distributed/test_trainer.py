@@ -1,11 +1,9 @@
 """examples/trainer from rollout files: its steps, and that a run that goes on equals one that was never stopped."""
 
-import dataclasses
 import errno
 import functools
 import os
 import signal
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -138,12 +136,12 @@ def test_forgetting_a_part_of_the_checkpoint_is_noticed(rollouts, uninterrupted,
 def _lose_carried_samples(rank: int) -> None:
     from megatron_pg.rollout_files import StepCollector
 
-    load_states = StepCollector.load_states
+    load_state = StepCollector.load_state
 
-    def load_less(self: StepCollector, states: Sequence[Any]) -> None:
-        load_states(self, [dataclasses.replace(state, carried=()) for state in states])
+    def load_less(self: StepCollector, state: Any) -> None:
+        load_state(self, state._replace(carried=()))
 
-    StepCollector.load_states = load_less
+    StepCollector.load_state = load_less
 
 
 def test_the_end_of_the_files_ends_the_run(tmp_path: Path) -> None:

@@ -1,17 +1,14 @@
 """examples/trainer and its rollout files: their formats, what they lack, and what may change when a run goes on."""
 
 import argparse
-import io
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from megatron_pg import PolicyLossConfig
-from megatron_pg.rollout_files import CollectorState, RewardedSample, RolloutPosition
+from megatron_pg.rollout_files import RewardedSample
 
 from .quickstart_run import steps_of
 from .test_quickstart_training import ONE_RIGHT
@@ -124,29 +121,6 @@ def test_advantages_and_means_are_of_rollouts(tmp_path: Path) -> None:
     rows = [row | {"advantages": 0.25, "reward": row["reward"] / 2} for row in rows]
     rows[0]["reward"] = None
     assert step() == ([0.25] * 4, expected | {"reward": None})
-
-
-@pytest.mark.parametrize(
-    "module", [f"megatron_pg.{m}.collector" for m in ("rollout_files", "step")]
-)
-def test_a_place_in_the_rollouts_is_read_with_kept_sets_and_by_its_old_name(monkeypatch, module):
-    from trainer.checkpoint import STORED_TYPES
-
-    sample = RewardedSample([1, 2, 3], 2, [1, 1], kept_tokens=[[2, 5], [3]], reward=1.0)
-    position = RolloutPosition(0, 3, (("rows.jsonl", 9, "0"),))
-    latest = {0: ("sample", 2)}
-    state = CollectorState(position, 3, ((2, sample),), latest, frozenset([("sample", 1)]), 0)
-    file = io.BytesIO()
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, module, SimpleNamespace(CollectorState=CollectorState))  # type: ignore[arg-type]
-        patch.setattr(CollectorState, "__module__", module)
-        torch.save(state, file)
-    file.seek(0)
-    with torch.serialization.safe_globals(STORED_TYPES):
-        read = torch.load(file)
-    assert type(read) is CollectorState and read.source_position == position
-    ((_, carried),) = read.carried
-    assert carried.kept_tokens.values.tolist() == [2, 5, 3]
 
 
 def test_rejected_tokens_leave_the_denominators(rollouts: Path, tmp_path: Path) -> None:

@@ -113,18 +113,3 @@ def test_a_hidden_file_of_a_folder_is_named(tmp_path, name):
     with pytest.raises(ValueError, match=f"{re.escape(str(hidden))} is hidden"):
         RolloutFiles([tmp_path])
     assert numbers(pull_all(RolloutFiles([hidden]))) == [3], "who names it means it"
-
-
-@pytest.mark.parametrize("num_rows", [600, 3000], ids=["above 64 KiB", "above 128 KiB"])
-@pytest.mark.parametrize("place", [1, -4], ids=["first bytes", "last bytes"])
-def test_a_file_that_changed_only_at_one_end_is_not_resumed(tmp_path, num_rows, place):
-    """Longer than what the fingerprint takes of one end, so that either end has to be in it."""
-    path = write(tmp_path, [row(number) for number in range(num_rows)], "jsonl")
-    contents = bytearray(path.read_bytes())
-    assert (len(contents) > 1 << 17) == (num_rows == 3000) and len(contents) > 1 << 16
-    source = RolloutFiles([path])
-    source.pull(10)
-    contents[place] ^= 1
-    path.write_bytes(contents)
-    with pytest.raises(ValueError, match="file 1 .* had other contents than"):
-        RolloutFiles([path]).seek(source.position)

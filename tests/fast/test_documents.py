@@ -1,16 +1,13 @@
 """Steps of n documents on one rank: which samples they hold, where they end, what is carried over."""
 
 import pickle
-import threading
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_pg import Sample
-from megatron_pg.rollout_files import IteratorSource, LiveSource, StepCollector, StepSamples
+from megatron_pg.rollout_files import IteratorSource, StepCollector, StepSamples
 from tests.fast.refusals import assert_refused
 
 MODES = ("at_least", "exact")
@@ -140,27 +137,28 @@ def test_exact_steps_are_those_of_a_plain_loop_resumed_or_not(groups, docs_per_s
     assert [step.num_documents for step in steps] == documents
     first, second = collector(), collector()
     found = [places(step) for _ in range(stop) if (step := first.collect()) is not None]
-    second.load_states([pickle.loads(pickle.dumps(first.state()))])
+    second.load_state(pickle.loads(pickle.dumps(first.state())))
     assert found + all_places(second) == expected
 
 
 def test_a_checkpoint_of_another_size_is_refused_where_ranks_have_their_own_streams():
     collector = StepCollector(IteratorSource(stream([0] * 4)), docs_per_step=1)
     words = "2 data-parallel ranks and this run has 1"
-    assert_refused(words, collector.load_states, [collector.state()] * 2)
+    state = collector.state()._replace(num_ranks=2)
+    assert_refused(words, collector.load_state, state)
 
 
 class ListSource:
     """Slots of a list, some without a sample; it can go back."""
 
-    can_reshard = True
+    is_shared = True
 
     def __init__(self, slots: list[Sample | None]) -> None:
         self._slots = slots
         self.position = 0
 
-    def seek(self, position: int) -> None:
-        self.position = position
+    def seek(self, num_slots: int) -> None:
+        self.position = num_slots
 
     def pull(self, count: int) -> list[Sample | None]:
         pulled = self._slots[self.position : self.position + count]
@@ -184,7 +182,7 @@ def test_a_collector_that_is_at_its_end_can_go_back(mode):
     collector = StepCollector(ListSource([*samples]), docs_per_step=3, mode=mode)
     start = collector.state()
     expected = all_places(collector)
-    collector.load_states([start])
+    collector.load_state(start)
     assert all_places(collector) == expected
     assert sorted(place for step in expected for place in step) == list(range(len(samples)))
 
@@ -194,111 +192,13 @@ def test_a_group_that_comes_back_after_resuming_is_refused():
     first = StepCollector(ListSource([*samples]), docs_per_step=2, keep_prompt_groups=True)
     step = first.collect()
     assert step is not None and places(step) == [0, 1]
-    again = [*samples[: first.state().source_position], *samples[4:]]
+    again = [*samples[: first.state().start], *samples[4:]]
     second = StepCollector(ListSource(again), docs_per_step=2, keep_prompt_groups=True)
-    second.load_states([pickle.loads(pickle.dumps(first.state()))])
+    second.load_state(pickle.loads(pickle.dumps(first.state())))
     assert_refused("prompt group 0", all_steps, second)
 
 
-def test_an_iterator_cannot_go_back_or_past_its_end():
+def test_an_iterator_cannot_go_back():
     source = IteratorSource(stream([0] * 4))
     source.pull(3)
     assert_refused("has been passed", source.seek, 2)
-    assert_refused("ends after 4 samples", source.seek, 9)
-
-
-WAIT = 0.3
-
-
-def engine(samples: list[Sample], stops_before: int, gate: threading.Event) -> Iterator[Sample]:
-    """The samples, one of which comes once the gate is open."""
-    for place, sample in enumerate(samples):
-        if place == stops_before:
-            gate.wait()
-        yield sample
-
-
-def live_steps(
-    source: LiveSource, docs_per_step: int, gate: threading.Event | None = None, **keywords: Any
-) -> list[tuple[Any, Any]]:
-    """The rows and the late ranks of each step. The gate opens after the first step."""
-    gate = gate or threading.Event()
-    collector, steps = StepCollector(source, docs_per_step=docs_per_step, **keywords), []
-    while (step := collector.collect()) is not None:
-        steps.append((places(step), step.late_ranks))
-        gate.set()
-    return steps
-
-
-GROUPS_OF_TWO = [1, 1, 2, 2, 3, 3, 4, 4]
-
-
-@pytest.mark.parametrize(("samples", "stops_before", "keywords", "steps"), [
-    # In time.
-    (stream([None] * 6), 6, {}, [([0, 1, 2, 3], ()), ([4, 5], ())]),
-    (stream([None] * 6), 3, {}, [([0, 1, 2], (0,)), ([3, 4, 5], ())]),
-    # A rollout, and a group, of which more may come is left whole.
-    (stream([None] * 6, [1, 2, 3, 3, 4, 5]), 3, {}, [([0, 1], (0,)), ([2, 3, 4, 5], ())]),
-    (stream(GROUPS_OF_TWO), 3, {"keep_prompt_groups": True}, [([0, 1], (0,)), ([2, 3, 4, 5], ()), ([6, 7], ())]),
-    (stream(GROUPS_OF_TWO), 3, {"refuse_cut_groups": True}, [([0, 1], (0,)), ([2, 3, 4, 5], ()), ([6, 7], ())]),
-])  # fmt: skip
-def test_a_step_goes_on_without_late_samples(samples, stops_before, keywords, steps):
-    gate = threading.Event()
-    late = engine(samples, stops_before, gate)
-    source = LiveSource(late, wait_seconds=WAIT, late_samples="next_step")
-    assert live_steps(source, 4, gate, **keywords) == steps
-    assert source.position == len(samples)
-
-
-@pytest.mark.parametrize(("late_samples", "stops_before", "mode", "words"), [
-    ("error", 3, "at_least", "3 of 4 samples have come in 0.3 s | wait_seconds | next_step"),
-    ("next_step", 3, "exact", "ranks [0] are late | exact | at_least"),
-    ("next_step", 0, "at_least", "ranks [0] are late | no rank has a whole document"),
-])  # fmt: skip
-def test_a_step_that_cannot_go_on_is_refused_and_waits_no_longer(
-    late_samples, stops_before, mode, words
-):
-    never = engine(stream([None] * 4), stops_before, threading.Event())
-    source = LiveSource(never, wait_seconds=WAIT, late_samples=late_samples)
-    assert_refused(words, live_steps, source, 4, mode=mode)
-
-
-def test_a_live_source_raises_what_its_engine_raises_and_refuses_wrong_settings():
-    def broken() -> Iterator[Sample]:
-        yield from stream([None])
-        raise OSError("the engine is gone")
-
-    with pytest.raises(OSError, match="the engine is gone"):
-        live_steps(LiveSource(broken(), wait_seconds=60), 4)
-    for settings_, words in (
-        ({"wait_seconds": 0}, "wait_seconds is 0"),
-        ({"wait_seconds": 1, "late_samples": "drop"}, "late_samples is 'drop' | next_step"),
-    ):
-        assert_refused(words, LiveSource, [], **settings_)
-    source = LiveSource(stream([None] * 4), wait_seconds=60)
-    source.seek(2)
-    assert live_steps(source, 4) == [([2, 3], ())] and source.position == 4
-
-
-def test_samples_that_came_before_a_refusal_are_there_for_the_next_pull():
-    gate = threading.Event()
-    source = LiveSource(engine(stream([None] * 4), 3, gate), wait_seconds=WAIT)
-    assert_refused("3 of 4 samples have come", source.pull, 4)
-    assert source.position == 0
-    gate.set()
-    assert [sample.name for sample in source.pull(4)] == [s.name for s in stream([None] * 4)]
-    assert source.position == 4
-
-
-def test_an_end_that_comes_after_lateness_ends_the_run():
-    """The rollout that was left open for more samples is whole at the end."""
-
-    class Late(LiveSource):
-        def pull(self, count: int) -> list[Any]:
-            self.is_late = not self.position
-            pulled = stream([None] * 2, [1, 1])[self.position :]
-            self._position += len(pulled)
-            return pulled
-
-    late = Late([], wait_seconds=60, late_samples="next_step")
-    assert live_steps(late, 3) == [([0, 1], (0,))]

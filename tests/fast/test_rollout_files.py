@@ -15,7 +15,6 @@ import torch
 from megatron_pg import Sample, StepCollector
 from megatron_pg.rollout_files import (
     RolloutFiles,
-    RolloutPosition,
     RowError,
     validate_rollout_file,
     with_group_advantages,
@@ -258,16 +257,15 @@ def test_a_run_goes_on_anywhere_at_any_size(tmp_path: Path, sizes: tuple[int, in
     paths = files_of_both_kinds(tmp_path)
     before, after = sizes
     for num_pulls in range(34 // before):
-        seen, positions = [], set()
+        seen = []
         for rank in range(before):
             source = RolloutFiles(paths, data_parallel_rank=rank, data_parallel_size=before)
             for _ in range(num_pulls):
                 seen += numbers(source.pull(1))
-            positions.add(pickle.loads(pickle.dumps(source.position)))
-        assert len(positions) == 1
+        num_passed = len(seen)
         for rank in range(after):
             source = RolloutFiles(paths, data_parallel_rank=rank, data_parallel_size=after)
-            source.seek(next(iter(positions)))
+            source.seek(num_passed)
             seen += numbers(pull_all(source, 2))
         assert sorted(seen) == list(range(31))
 
@@ -276,102 +274,32 @@ def rows_from(first: int, count: int = 4) -> list[Row]:
     return [row(number) for number in range(first, first + count)]
 
 
-@pytest.fixture
-def stopped(tmp_path: Path) -> tuple[list[Path], RolloutPosition]:
-    """Four files of four rows, and the position in the middle of the second."""
-    names = {"a": "jsonl", "b": "jsonl", "c": "parquet", "d": "jsonl"}
-    paths = [write(tmp_path, rows_from(n), names[name], name) for n, name in enumerate(names)]
+def resume(paths: Sequence[Path], num_slots: int) -> list[int | None]:
+    """The numbers of the rows after the first `num_slots`."""
     source = RolloutFiles(paths)
-    source.pull(6)
-    return paths, pickle.loads(pickle.dumps(source.position))
-
-
-def resume(paths: Sequence[Path], position: RolloutPosition) -> list[int | None]:
-    """The numbers of the rows from a position on."""
-    source = RolloutFiles(paths)
-    source.seek(position)
+    source.seek(num_slots)
     return numbers(pull_all(source))
 
 
-OTHER_LISTS = {
-    "the others reordered": ((0, 1, 3, 2), "file 3 of the 4 | 'c.parquet', is now | d.jsonl"),
-    "the passed one elsewhere": ((2, 1, 0, 3), "file 1 of the 4 | 'a.jsonl', is now | c.parquet"),
-    "the last one missing": ((0, 1, 2), "file 4 of the 4 | 'd.jsonl', is missing"),
-    "the first one missing": ((1, 2, 3), "file 1 of the 4 | 'a.jsonl', is now | b.jsonl"),
-    "one between": ((0, 1, 1, 2, 3), "file 3 of the 4 | 'c.parquet', is now | b.jsonl"),
-}
-
-
-@pytest.mark.parametrize("case", OTHER_LISTS)
-def test_resuming_with_another_list_of_files_is_refused(stopped, case: str) -> None:
-    (paths, position), (order, words) = stopped, OTHER_LISTS[case]
-    listed = [paths[index] for index in order]
-    assert_refused(f"--rollout-files: | {words} | same order", resume, listed, position)
-
-
-@pytest.mark.parametrize("index", range(4))
-def test_resuming_with_other_contents_of_the_same_size_is_refused(stopped, tmp_path, index) -> None:
-    """As step1/rollouts.jsonl and step2/rollouts.jsonl may be."""
-    paths, position = stopped
-    (tmp_path / "step2").mkdir()
-    contents = bytearray(paths[index].read_bytes())
-    contents[-40] ^= 1
-    paths[index] = tmp_path / "step2" / paths[index].name
-    paths[index].write_bytes(contents)
-    words = f"file {index + 1} | had other contents than | step2"
-    assert_refused(words, resume, paths, position)
-
-
-SHORTER, LONGER = [(index, 3) for index in range(4)], [(index, 5) for index in range(3)]
-
-
-@pytest.mark.parametrize(("index", "count"), SHORTER + LONGER)
-def test_resuming_with_a_file_of_another_size_is_refused(stopped, tmp_path, index, count) -> None:
-    paths, position = stopped
-    path, size = paths[index], paths[index].stat().st_size
-    write(tmp_path, rows_from(index, count), path.suffix[1:], path.stem)
-    words = f"file {index + 1} of the 4 | had {size} bytes and | has {path.stat().st_size}"
-    assert_refused(words, resume, paths, position)
-
-
-def test_a_file_that_changed_where_the_account_does_not_look_has_too_few_rows(tmp_path) -> None:
-    path = write(tmp_path, rows_from(0, 2000), "jsonl")
-    source = RolloutFiles([path])
-    source.pull(1990)
-    contents = path.read_text()
-    start = len(contents) // 2 - 10_000
-    blank = contents[start : start + 20_000].replace("\n", " ")
-    path.write_text(contents[:start] + blank + contents[start + 20_000 :])
-    assert_refused("rows and the checkpoint stopped after 1990", resume, [path], source.position)
-
-
-def test_files_in_another_folder_go_on(stopped, tmp_path: Path) -> None:
-    _, position = stopped
-    tmp_path.rename(tmp_path.with_name("after"))
-    source = RolloutFiles([tmp_path.with_name("after")])
-    source.seek(position)
-    assert numbers(pull_all(source)) == [3, 4, 2, 3, 4, 5, 3, 4, 5, 6]
-    assert position.files == source.position.files
-
-
-def test_rows_and_files_may_be_added_after_the_last(stopped, tmp_path: Path) -> None:
-    paths, position = stopped
-    ended = RolloutFiles(paths)
-    pull_all(ended)
-    more = write(tmp_path, [row(60)], "jsonl", "e")
-    assert resume([*paths, more], ended.position) == [60]
+def test_files_in_another_folder_and_rows_after_the_last_go_on(tmp_path: Path) -> None:
+    names = {"a": "jsonl", "b": "jsonl", "c": "parquet", "d": "jsonl"}
+    (tmp_path / "moved").mkdir()
+    paths = [write(tmp_path / "moved", rows_from(n), names[k], k) for n, k in enumerate(names)]
+    assert resume([tmp_path / "moved"], 6) == [3, 4, 2, 3, 4, 5, 3, 4, 5, 6]
+    assert resume(paths, 16) == []
     paths[3].write_text(f"{paths[3].read_text()}{json.dumps(row(50))}\n")
-    assert resume([*paths, more], position) == [3, 4, 2, 3, 4, 5, 3, 4, 5, 6, 50, 60]
-    # Lines of a file that has been passed would be lost.
-    assert_refused("file 4 | had | bytes", resume, paths, ended.position)
+    more = write(tmp_path / "moved", [row(60)], "jsonl", "e")
+    assert resume([*paths, more], 16) == [50, 60]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_last_file_that_was_replaced_by_a_longer_one_is_refused(tmp_path, kind) -> None:
-    source = RolloutFiles([write(tmp_path, rows_from(0, 2), kind)])
-    source.pull(1)
-    longer = write(tmp_path, rows_from(7, 3), kind)
-    assert_refused("file 1 | had | bytes", resume, [longer], source.position)
+def test_files_that_are_shorter_than_the_place_are_refused(tmp_path: Path, kind: str) -> None:
+    paths = [write(tmp_path, rows_from(0, 7), kind, name) for name in "ab"]
+    words = "the files have 14 rows and the checkpoint stopped after 15 | same order"
+    source = RolloutFiles(paths)
+    source.seek(15)
+    for _ in range(2):  # the next pull does not take it for the end
+        assert_refused(words, source.pull, 1)
 
 
 def test_a_directory_stands_for_its_files(tmp_path: Path) -> None:
@@ -460,7 +388,7 @@ def test_steps_of_documents_from_a_file(tmp_path: Path) -> None:
     )
     step = first.collect()
     assert numbers(step.samples) == [0, 1, 2, 3, 4, 6, 7] and step.num_skipped == 1
-    second.load_states([pickle.loads(pickle.dumps(first.state()))])
+    second.load_state(pickle.loads(pickle.dumps(first.state())))
     rest = [numbers(step.samples) for step in iter(second.collect, None)]
     assert rest == [list(range(8, 16)), list(range(16, 20))]
 

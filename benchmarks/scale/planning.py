@@ -90,9 +90,7 @@ def collected() -> Iterator[Row]:
     """One rank's `collect` of a step; the other ranks are played."""
     for num_samples, num_ranks in ((10**3, 16), (10**4, 1024), (10**5, 1024), (10**5, 16384), GOAL):
         count = -(-num_samples // num_ranks)
-        ids = [
-            (None, [(rank * count + i, None) for i in range(count)]) for rank in range(num_ranks)
-        ]
+        ids = [[(rank * count + i, None) for i in range(count)] for rank in range(num_ranks)]
         mine = [sample_of(2, 8 * i) for i in range(count)]
         with played(ids) as wire:
             collector = StepCollector(

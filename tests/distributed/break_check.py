@@ -1,8 +1,7 @@
 """Runs `megatron-pg check` under each breakage of Megatron, and says which are missed or misnamed.
 
-In CI one aggregation of each row is run, in one loss mode where both are alike, of models with a layer a chunk
-(test_breakages.py). All rows, of all groups or of one, with the words that were
-found beside those that failed:
+test_breakages.py runs one aggregation of each row, in one loss mode if both are alike, of models with one layer per chunk.
+All rows, of all groups or of one, with the diagnosis of those that failed:
 
     python -m tests.distributed.break_check [--group "TP2 SP"] [--breakage "part of its name"] [--words]
 
@@ -46,7 +45,7 @@ def rows_of_breakages(
 
     Args:
         flags: of `megatron-pg check`.
-        part: of the names of the breakages.
+        part: a regular expression, found in the names of the breakages.
         everything: whether to run all aggregations, of a model with more than one layer a chunk.
     """
     if "cuda" not in flags:
@@ -67,7 +66,7 @@ def rows_of_breakages(
             unbroken.setattr(run, "_references", known)
             found[UNBROKEN] = described(run.run_check(options), options)
         for breakage in family():
-            if breakage.group != group or part not in breakage.name:
+            if breakage.group != group or not re.search(part, breakage.name):
                 continue
             with pytest.MonkeyPatch.context() as broken:
                 if breakage.is_around_the_model:

@@ -112,6 +112,7 @@ def assert_all_rows_pass(found: dict[str, Any], processes: int) -> None:
     assert {row["aggregation"] for row in found["rows"]} == set(check.AGGREGATIONS)
 
 
+@pytest.mark.full
 def test_right_loss_passes_under_torchrun_on_a_sample() -> None:
     flags = f"--device cpu --json --sample-groups 1 {CP2}"
     done = start("megatron_pg", "check", *flags.split(), processes=4)
@@ -128,8 +129,10 @@ SP = "--tensor-model-parallel-size 2 --sequence-parallel"
 
 @pytest.mark.parametrize(
     ("processes", "flags"),
-    [(1, ""), (4, f"{SP} {CP2} --use-distributed-optimizer")],
-    ids=["1 process", "TP2+SP CP2"],
+    [
+        pytest.param(1, "", id="1 process", marks=pytest.mark.full),
+        pytest.param(4, f"{SP} {CP2} --use-distributed-optimizer", id="TP2+SP CP2"),
+    ],
 )
 def test_right_loss_passes(processes, flags) -> None:
     found = report_of(processes, flags)
@@ -137,6 +140,7 @@ def test_right_loss_passes(processes, flags) -> None:
     assert ("--use-distributed-optimizer" in found["not_checked"]) == (processes < 4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("flags", [CP2, SP], ids=["CP2", "TP2+SP"])
 def test_fused_head_passes(flags) -> None:
     found = report_of(2, f"--fused-lm-head --num-layers 1 {flags}")
@@ -157,6 +161,7 @@ SHARDINGS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", SHARDINGS)
 def test_other_shardings_pass(name) -> None:
     """Of the aggregations one, as all are above: they differ in the weights of tokens, before the model. A layer a chunk."""
@@ -203,6 +208,7 @@ DIAGNOSES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("flags", DIAGNOSES, ids=["CP2", "DP2"])
 def test_a_wrong_loss_is_named(flags) -> None:
     names = DIAGNOSES[flags]
@@ -226,6 +232,7 @@ def test_failed_row_sets_the_exit_status() -> None:
     assert ranks[1][1] == ""
 
 
+@pytest.mark.full
 def test_breakages_on_a_sampled_copy_are_seen_and_those_elsewhere_are_not() -> None:
     """Of three copies of one rank, the first and the last are sampled."""
     flags = "--json --sample-groups 2"
@@ -248,6 +255,7 @@ def test_breakages_on_a_sampled_copy_are_seen_and_those_elsewhere_are_not() -> N
             ), said
 
 
+@pytest.mark.full
 def test_exception_in_a_custom_reducer_ends_all() -> None:
     done = start("tests.distributed.wrong_check", "rank_raises_in_reducer", *CP2.split())
     assert done.returncode == 1
@@ -255,6 +263,7 @@ def test_exception_in_a_custom_reducer_ends_all() -> None:
     assert "rank 1 failed: ValueError: this reducer does not know the sample" in done.stderr
 
 
+@pytest.mark.full
 def test_failed_rank_ends_all_without_a_launcher_that_looks(tmp_path: Path) -> None:
     """As under srun, whose other tasks live on when one ends."""
     mistake = "rank_raises_while_others_wait"
@@ -299,6 +308,7 @@ needs_multi_token = pytest.mark.skipif(
 )
 
 
+@pytest.mark.full
 @needs_multi_token
 def test_further_models_pass_and_mistakes_of_multi_token_prediction_are_seen() -> None:
     flags, models = f"{CP2} --mtp-num-layers 2 --hybrid-model", ["hybrid", "multi-token"]
@@ -311,6 +321,7 @@ def test_further_models_pass_and_mistakes_of_multi_token_prediction_are_seen() -
         assert 0.0 < last.gradient_error <= 1e-6 if last.passed else last.gradient_error > 1e-3
 
 
+@pytest.mark.full
 @needs_multi_token
 def test_multi_token_prediction_passes_beside_the_fused_head() -> None:
     flags = f"{SP} --fused-lm-head --mtp-num-layers 1"
@@ -332,6 +343,7 @@ SHARDINGS_OF_TWO = [
 ]
 
 
+@pytest.mark.full
 def test_every_sharding_of_two_processes() -> None:
     lines = run_ranks(summary_of_every_sharding, 2)[0].splitlines()
     assert [line.split(" s  ")[1] for line in lines[:-2]] == SHARDINGS_OF_TWO
@@ -339,6 +351,7 @@ def test_every_sharding_of_two_processes() -> None:
     assert lines[-1] == "PASS: every gradient is the unsharded one in 6 shardings"
 
 
+@pytest.mark.full
 def test_shardings_that_share_references_have_one_step_and_one_model() -> None:
     options, _ = check_options.parse_options(["--device", "cpu", "--all", "--num-experts", "4"])
     shared: dict[Any, list[Any]] = {}
@@ -401,6 +414,7 @@ def rows_of_dis(mistakes: list[str]) -> list[list[tuple[CheckRow, str]]]:
     return found
 
 
+@pytest.mark.full
 def test_a_wrong_weight_of_dis_is_seen() -> None:
     for mistake, rows in zip(WRONG_DIS, run_ranks(rows_of_dis, 1, [*WRONG_DIS])[0], strict=True):
         assert [row.what for row, _ in rows] == ["gradient", "dis", "gradient"]
@@ -424,6 +438,7 @@ def custom_rows(reducers: list[str]) -> list[list[tuple[CheckRow, str]]]:
     return found
 
 
+@pytest.mark.full
 def test_custom_reducer_and_loss_are_compared_with_themselves_unsharded() -> None:
     right, wrong = run_ranks(custom_rows, 2, ["right_reducer", "local_reducer"])[0]
     # Two models in two modes.
@@ -434,6 +449,7 @@ def test_custom_reducer_and_loss_are_compared_with_themselves_unsharded() -> Non
         assert "tokens have wrong weights" in said or "times the reference" in said
 
 
+@pytest.mark.full
 def test_custom_function_that_is_not_there_is_refused() -> None:
     flags = "--custom-pg-loss-reducer-function-path tests.distributed.wrong_check:none"
     status, output, errors = run_ranks(run_check_command, 1, free_port(), None, flags)[0]
@@ -465,11 +481,13 @@ def part_in_a_thousand() -> dict[str, float]:
     return found
 
 
+@pytest.mark.full
 def test_a_part_in_a_thousand_of_a_term_is_seen() -> None:
     for term, error in run_ranks(part_in_a_thousand, 1)[0].items():
         assert error > 2e-6, f"{term}: {error}"
 
 
+@pytest.mark.full
 def test_nan_on_one_rank_is_reported_by_all() -> None:
     found = report_of(2, CP2, mistake="rank_has_nan")
     assert found["passed"] is False and len(found["rows"]) == 9
@@ -496,6 +514,7 @@ def check_with_stand_in(port: int, accumulates: bool) -> tuple[int, str, str, in
     return *run_check_command(port, None, flags, one_aggregation=True), len(shapes)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("accumulates", [True, False])
 def test_a_stand_in_for_the_extension_of_apex_is_called_and_checked(accumulates: bool) -> None:
     """Apex itself is not on PyPI and was never here; one that forgets the micro-batches before is seen."""

@@ -15,6 +15,8 @@ import pytest
 from .launch import run_ranks
 from .quickstart_run import start_script, succeed
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parents[2]
 SCRIPT, NOTEBOOK = ROOT / "examples/minimal.py", ROOT / "examples/tour.ipynb"
 FLAGS = {

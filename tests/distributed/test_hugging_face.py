@@ -19,6 +19,8 @@ from tests.token_layout import token_layout
 from .launch import run_ranks
 from .models import Sharding, relative_error
 
+pytestmark = pytest.mark.full
+
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("mbridge")
 from trainer import hugging_face_config  # noqa: E402

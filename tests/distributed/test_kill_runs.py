@@ -20,6 +20,7 @@ def test_a_killed_quickstart_loses_nothing(tmp_path: Path) -> None:
     compare(QUICKSTART, tmp_path, random_moments(3, seed=0))
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not has_megatron_training(), reason="built on megatron.training")
 def test_a_killed_trainer_loses_nothing(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")

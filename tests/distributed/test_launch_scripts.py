@@ -16,6 +16,8 @@ from megatron_pg.config.versions import has_megatron_training
 from tests import progress
 from tests.distributed.launch import run_ranks
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "examples/launch"
 WORLD_SIZES = {

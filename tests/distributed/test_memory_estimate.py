@@ -9,6 +9,8 @@ import pytest
 from trainer.arguments import parse_arguments
 from trainer.dry_run import GIB, estimate_memory
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parents[2]
 
 MODEL = (

@@ -158,6 +158,7 @@ def test_every_sample_counts_once_and_the_first_step_is_on_policy(uninterrupted:
     assert max(step["kl_new_old"] for step in steps[1::2]) > 1e-7
 
 
+@pytest.mark.full
 def test_a_resumed_run_equals_an_uninterrupted_one(project, uninterrupted, tmp_path):
     """SIGTERM to the launcher, then kill -9 of one worker's launcher: twice stopped, twice resumed."""
     run_dir = tmp_path / "run"
@@ -195,6 +196,7 @@ def test_the_reference_is_the_model_after_the_warm_start(project: Path, tmp_path
     assert first == pytest.approx(0.0, abs=1e-7) and last > 1e-7
 
 
+@pytest.mark.full
 def test_a_finished_run_teaches_another_model(project, uninterrupted, tmp_path):
     """Rewards and advantages are not read: what moves the student is the divergence alone, and that falls."""
     flags = f"{DISTILL} --teacher {uninterrupted} --entropy-coef 0 --train-iters 2"
@@ -207,6 +209,7 @@ def test_a_finished_run_teaches_another_model(project, uninterrupted, tmp_path):
     assert weight["output_layer.weight"].shape[1] == 128, "the teacher is wider"
 
 
+@pytest.mark.full
 def test_a_run_with_other_settings_is_not_resumed(project: Path, uninterrupted: Path) -> None:
     before = (uninterrupted / "metrics.jsonl").read_bytes()
     flags = ("--resume", "--loss-aggregation", "token_mean")
@@ -216,6 +219,7 @@ def test_a_run_with_other_settings_is_not_resumed(project: Path, uninterrupted: 
     assert (uninterrupted / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.full
 def test_a_run_is_extended(project: Path, uninterrupted: Path, tmp_path: Path) -> None:
     """What was done stays; from there on the learning rate is that of a run of the new length."""
     run_dir = tmp_path / "run"
@@ -231,6 +235,7 @@ def test_a_run_is_extended(project: Path, uninterrupted: Path, tmp_path: Path) -
     assert codes[0] == 1 and "train_iters 16 and this run has 12" in output
 
 
+@pytest.mark.full
 def test_a_damaged_checkpoint_of_one_rank_ends_both_with_a_line(project, uninterrupted, tmp_path):
     run_dir = tmp_path / "run"
     shutil.copytree(uninterrupted, run_dir)
@@ -246,6 +251,7 @@ def test_a_damaged_checkpoint_of_one_rank_ends_both_with_a_line(project, uninter
     assert steps_of(run_dir) == steps_of(uninterrupted)
 
 
+@pytest.mark.full
 def test_a_refused_run_says_why_in_one_line_and_writes_nothing(project, tmp_path):
     process = start(project, tmp_path / "run", "--loss-aggregation", "constant")
     output, _ = communicate(process)

@@ -26,6 +26,8 @@ from tests.distributed.quickstart_run import (
     wait_until_ended,
 )
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parents[2]
 DISTILL = "--policy-loss distill --distill-teacher hidden"
 

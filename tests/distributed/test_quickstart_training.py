@@ -17,6 +17,8 @@ from megatron_pg import PolicyLossConfig, Sample
 from tests.distributed.launch import run_ranks
 from tests.distributed.quickstart_run import parse_for_two_ranks, run, steps_of
 
+pytestmark = pytest.mark.full
+
 
 def test_lengths_of_right_and_wrong_answers_are_means_over_all_ranks() -> None:
     for means, all_wrong in run_ranks(means_of_answers, 2):

@@ -27,6 +27,8 @@ from .one_step import Outcome, build, train_step
 from .reference import outputs_alone, reference_steps
 from .steps import Run, ValueRun
 
+pytestmark = pytest.mark.full
+
 TOPK = 3
 RUN = Run(regularized=True)
 DENSE_BETWEEN = (0, 1, 1, 0)

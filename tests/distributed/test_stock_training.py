@@ -33,6 +33,8 @@ from .one_step import Outcome
 from .reference import reference_steps
 from .steps import AGGREGATIONS, DIVISOR, Run
 
+pytestmark = pytest.mark.full
+
 COMMAND_LINE = """
     train --num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64
     --micro-batch-size 1 --global-batch-size 2 --train-iters 1 --lr 1e-3 --lr-decay-style constant

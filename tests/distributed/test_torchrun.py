@@ -13,6 +13,8 @@ from tests.progress import wait_until
 
 from .quickstart_run import Ranks, output_of, pids_of, start_script, wait
 
+pytestmark = pytest.mark.full
+
 LAUNCHER = Path(__file__).parents[2] / "examples/launch/torchrun.py"
 RANK = """
 import os, signal, sys, time

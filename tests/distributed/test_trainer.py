@@ -23,6 +23,8 @@ from .trainer_run import (
     write_rollouts,
 )
 
+pytestmark = pytest.mark.full
+
 STEPS = WHOLE_GROUPS + "--train-iters 6 --save-interval 3 "
 
 

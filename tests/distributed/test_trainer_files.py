@@ -14,6 +14,8 @@ from .quickstart_run import steps_of
 from .test_quickstart_training import ONE_RIGHT
 from .trainer_run import WHOLE_GROUPS, copy_after_step, end_of, run, write_rollouts
 
+pytestmark = pytest.mark.full
+
 STEPS = WHOLE_GROUPS + "--train-iters 4 --save-interval 2 "
 STEPS += "--kl-loss-coef 0.1 --kl-target 0.001 --kl-horizon 20 "
 

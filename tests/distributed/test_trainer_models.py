@@ -10,6 +10,8 @@ import pytest
 from .quickstart_run import steps_of
 from .trainer_run import VOCABULARY, WHOLE_GROUPS, end_of, run, without_log_probs
 
+pytestmark = pytest.mark.full
+
 STEPS = WHOLE_GROUPS + "--train-iters 3 --save-interval 3 --lr-decay-style constant "
 KL = "--kl-loss-coef 0.1 --kl-loss-type k3 "
 

@@ -14,6 +14,8 @@ from .models import Sharding
 from .quickstart_run import steps_of
 from .trainer_run import end_of, run
 
+pytestmark = pytest.mark.full
+
 pytest.importorskip("reasoning_gym")
 transformers = pytest.importorskip("transformers")
 

@@ -12,6 +12,8 @@ import pytest
 from .quickstart_run import steps_of
 from .trainer_run import WHOLE_GROUPS, copy_after_step, run, without_log_probs
 
+pytestmark = pytest.mark.full
+
 STEPS = WHOLE_GROUPS + (
     "--num-layers 4 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --swiglu --ffn-hidden-size 32 "
     "--qk-layernorm --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights "

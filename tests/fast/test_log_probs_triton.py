@@ -26,6 +26,7 @@ if INTERPRETED:
     from megatron_pg.head import rows_triton
 
 
+@pytest.mark.full
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_under_the_interpreter():

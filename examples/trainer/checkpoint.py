@@ -29,6 +29,7 @@ from megatron_pg import Ragged, Sample
 from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.rollout_files import CollectorState, RewardedSample, RolloutPosition
 from megatron_pg.step.agreement import gather
+from megatron_pg.step.sample import NumberedName
 
 from .errors import RunError, agreed, alone, mendable
 from .refusals import refuse_other_settings
@@ -36,7 +37,7 @@ from .refusals import refuse_other_settings
 TRACKER, LAST_WRITTEN = "latest_checkpointed_iteration.txt", "metadata.json"
 """Megatron's file that names the last checkpoint, and the file of a checkpoint that it writes last."""
 STORED_TYPES: list[Any] = [
-    *(CollectorState, RewardedSample, RolloutPosition, Sample, Ragged, frozenset),
+    *(CollectorState, RewardedSample, RolloutPosition, Sample, NumberedName, Ragged, frozenset),
     # The name in checkpoints of 2026-11-23 and before.
     (CollectorState, "megatron_pg.step.collector.CollectorState"),
 ]

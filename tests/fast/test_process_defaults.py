@@ -35,7 +35,7 @@ from megatron_pg.megatron.fused_head import active_rows, of_all_responses
 from megatron_pg.megatron.policy_step import multi_token_mask
 from megatron_pg.rollout_files import routed_experts_of_engine, with_group_advantages
 from megatron_pg.rollout_files.schema import sample_of_row
-from megatron_pg.step import plan_hybrid_cp_step, plan_step
+from megatron_pg.step import plan_step
 from megatron_pg.step.advantages import METHODS, group_advantages
 from megatron_pg.step.batch import PackedBatch
 from tests.fast.sequences import CORRECTIONS, OF_LOG_PROBS
@@ -135,10 +135,10 @@ def everything() -> Iterator[Any]:
     bounds = {"geometric_rejection_low": 0.9, "geometric_rejection_high": 1.1}
     yield accepted_samples(PolicyLossConfig(**rejecting, **bounds), step)  # type: ignore[arg-type]
     plan = plan_step(step, max_tokens_per_microbatch=24, cp_size=2)
-    yield plan.microbatches, plan_hybrid_cp_step(step, max_tokens_per_rank=40).microbatches
-    for mode, rank in (("zigzag", 0), ("zigzag", 1), ("contiguous", 1)):
-        batch = pack(step, cp_rank=rank, cp_size=2, cp_partition_mode=mode)  # type: ignore[arg-type]
-        yield batch, batch.window.response_chunks(), active_rows(batch, None)
+    yield plan.microbatches
+    for rank in range(2):
+        batch = pack(step, cp_rank=rank, cp_size=2)
+        yield batch, active_rows(batch, None)
         yield multi_token_mask(batch, 9.0), of_all_responses("advantages", batch)
         yield batch.window.sample_borders(of_all_responses("loss_mask", batch), 4)
         yield from losses(step, batch, draw)

@@ -14,7 +14,7 @@ from megatron_pg.critic.value_loss import MicroBatchValueLoss
 from megatron_pg.loss.corrections import accepted_samples
 from megatron_pg.loss.from_logits import policy_loss_function
 from megatron_pg.rollout_files import RewardedSample, with_group_advantages
-from megatron_pg.step import plan_hybrid_cp_step, plan_step
+from megatron_pg.step import plan_step
 from megatron_pg.step.sample import number_samples
 from tests.fast.one_step import loss_of, reported
 from tests.fast.refusals import assert_refused, refusal
@@ -47,7 +47,6 @@ REJECTING |= {"geometric_rejection_low": 0.9, "geometric_rejection_high": 1.1}
 OF_A_STEP: dict[str, tuple[dict[str, Any], Callable[[list[Any]], object]]] = {
     # what is wrong with sample 2 of 3, and what is done with the step
     "plan": ({"length": 20}, lambda step: plan_step(step, max_tokens_per_microbatch=9)),
-    "hybrid plan": ({"length": 20}, lambda step: plan_hybrid_cp_step(step, max_tokens_per_rank=9)),
     "rejection": (
         {"rollout_log_probs": None},
         lambda step: accepted_samples(PolicyLossConfig(**REJECTING), step),

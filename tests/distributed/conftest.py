@@ -8,7 +8,8 @@ from megatron_pg.config.versions import has_megatron_training
 
 if not (has_megatron_training() and find_spec("pyarrow")):
     collect_ignore = [
-        *("test_memory_estimate.py", "test_stock_training.py", "test_trainer.py"),
+        *("test_hugging_face.py", "test_memory_estimate.py", "test_stock_training.py"),
+        "test_trainer.py",
         *(f"test_trainer_{part}.py" for part in "files flags models sampler sharding".split()),
     ]
 

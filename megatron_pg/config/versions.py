@@ -77,6 +77,8 @@ def _is_from(*version: int) -> bool:
     return megatron_core_version() >= version
 
 
+masks_padding = partial(_is_from, 0, 16)
+"""Blocks of layers hand a padding mask to their routers (`TransformerBlock.forward` of 0.16.1)."""
 masks_expert_bias = partial(_is_from, 0, 20)
 """`TopKRouter._apply_expert_bias` takes a padding mask (MLM#6114); before, it fails."""
 multiplies_by_ranks = partial(_is_from, 0, 19)

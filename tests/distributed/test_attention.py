@@ -3,15 +3,18 @@
 import itertools
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megatron_pg.megatron.context_layout import require_partition_mode
 from megatron_pg.megatron.cpu.layer_spec import PackedCoreAttention
+from megatron_pg.megatron.groups import unwrapped
 from tests.oracle import PlainSample
 from tests.random_steps import random_sample
 
@@ -111,13 +114,17 @@ def refusals_of_modes() -> list[str]:
     said = []
     for cut in ("contiguous", "zigzag"):
         model = build_model(Sharding(), ModelOptions(cp_partition_mode=cut))
-        for mode in ("zigzag", "contiguous"):
-            try:
-                require_partition_mode(model, mode)
-                said.append("")
-            except NotImplementedError as error:
-                said.append(str(error))
+        said += [words_of_mode(model, mode) for mode in ("zigzag", "contiguous")]
     return said
+
+
+def words_of_mode(model: Any, mode: str) -> str:
+    """What a model says of a mode; "" where it takes it."""
+    try:
+        require_partition_mode(model, mode)
+    except NotImplementedError as error:
+        return str(error)
+    return ""
 
 
 def test_a_cut_of_the_pack_that_the_attention_does_not_have_is_refused() -> None:
@@ -125,3 +132,52 @@ def test_a_cut_of_the_pack_that_the_attention_does_not_have_is_refused() -> None
     assert taken == [""] * 3
     assert "rotary positions of this megatron-core" in rotary
     assert "contiguous" in rotary and "cp_partition_modes" in rotary
+
+
+class ContiguousAttention(PackedCoreAttention):
+    cp_partition_modes = ("contiguous",)
+
+
+class ZigzagAttention(PackedCoreAttention):
+    cp_partition_modes = ("zigzag",)
+
+
+class LayerWithMixer(TransformerLayer):
+    """A layer that names its attention as Mamba's layers do."""
+
+    @property
+    def self_attention(self) -> Any:
+        return self.mixer
+
+
+class Wrapper(torch.nn.Module):
+    """An adapter around attention."""
+
+    def __init__(self, attention: torch.nn.Module) -> None:
+        super().__init__()
+        self.to_wrap = attention
+
+    def forward(self, *args: Any, **keywords: Any) -> Any:
+        return self.to_wrap(*args, **keywords)
+
+
+def refusals_of_own_attention() -> list[str]:
+    """What contiguous and zigzag attention, under other names than Megatron's, say of either mode."""
+    initialize_groups(Sharding())
+    said = []
+    for kind in (ContiguousAttention, ZigzagAttention):
+        for mode in ("contiguous", "zigzag"):
+            (model,) = build_model(Sharding(), ModelOptions(cp_partition_mode="contiguous"))
+            for layer in unwrapped(model).decoder.layers:
+                layer.self_attention.core_attention.__class__ = kind
+                layer.mixer = Wrapper(layer._modules.pop("self_attention"))
+                layer.__class__ = LayerWithMixer
+            said.append(words_of_mode(model, mode))
+    return said
+
+
+def test_attention_of_any_name_is_asked_for_its_modes() -> None:
+    both, contiguous, zigzag, neither = run_ranks(refusals_of_own_attention, 1)[0]
+    assert both == neither == ""
+    assert "ContiguousAttention of decoder.layers.0.mixer.to_wrap.core" in contiguous
+    assert "ZigzagAttention of decoder.layers.0.mixer.to_wrap.core" in zigzag

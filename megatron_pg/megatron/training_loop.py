@@ -80,6 +80,10 @@ def _unreduced(chunk: Any, groups: ParallelGroups) -> str | None:
         return "the first and the last pipeline stage each hold a part of the embedding's gradient"
     if getattr(config, "moe_router_enable_expert_bias", False):
         return "the experts' bias (moe_router_enable_expert_bias) is updated there"
+    if "global_aux_loss" in (getattr(config, "moe_router_load_balancing_type", None) or ""):
+        return (
+            "the tokens of experts that global_aux_loss has counted in a step are forgotten there"
+        )
     return None
 
 

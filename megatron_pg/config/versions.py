@@ -77,6 +77,8 @@ def _is_from(*version: int) -> bool:
     return megatron_core_version() >= version
 
 
+masks_padding = partial(_is_from, 0, 16)
+"""Blocks of layers hand a padding mask to their routers (`TransformerBlock.forward` of 0.16.1)."""
 masks_expert_bias = partial(_is_from, 0, 20)
 """`TopKRouter._apply_expert_bias` takes a padding mask (MLM#6114); before, it fails."""
 multiplies_by_ranks = partial(_is_from, 0, 19)
@@ -103,12 +105,6 @@ def needs_kept_pipeline_outputs() -> bool:
     pipeline_parallel/schedules.py up to 0.17.1 may free a chunk's output while its asynchronous send is still reading it.
     """
     return megatron_core_version() < (0, 18)
-
-
-def ready_parameters(bucket_group: Any) -> Any:
-    """Return the object of one of DDP's bucket groups that `zero_grad_buffer` replaces, by another name before 0.16."""
-    counts = getattr(bucket_group, "per_param_grad_ready_counts", None)
-    return bucket_group.params_with_grad if counts is None else counts
 
 
 def _has_module(name: str) -> bool:

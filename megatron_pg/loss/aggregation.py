@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.config.rows import Row, Table
-from megatron_pg.loss.corrections import counts_accepted
+from megatron_pg.loss.corrections import counts_accepted, require_accepted
 from megatron_pg.step.batch import PackedBatch, to_device
 from megatron_pg.step.counts import CountedSample
 from megatron_pg.step.identity import coefficient_of_rank, coefficients_of
@@ -205,6 +205,7 @@ def host_weights(
     samples, unit = batch.samples, config.loss_weight_denominator
     unrejected = totals.counted_in(unit)
     counted = totals.counted_in(unit, accepted=counts_accepted(config))
+    require_accepted(config, samples)
     sample_mean = AGGREGATIONS["sample_mean"]
     mode = counting = AGGREGATIONS[config.loss_aggregation]
     divisor = config.loss_aggregation_divisor

@@ -116,8 +116,32 @@ def accepted_samples(config: PolicyLossConfig, samples: Sequence[Sample]) -> lis
     tokens = Tokens.masked(tensors)
     sums = SequenceSums.of_table(config, ids, sums_of_rank(config, tokens, len(sample_of_unit)))
     masks = torch.split(apply_corrections(config, tokens, unread, sums).loss_mask, lengths)
-    both = zip(samples, masks, strict=True)
-    return [dataclasses.replace(sample, accepted_mask=mask) for sample, mask in both]
+    marked = []
+    for sample, mask in zip(samples, masks, strict=True):
+        size = _accepted_size(config, sample, mask)
+        marked.append(dataclasses.replace(sample, accepted_mask=mask, accepted_size=size))
+    return marked
+
+
+def _accepted_size(config: PolicyLossConfig, sample: Sample, mask: Tensor) -> float:
+    if config.loss_weight_denominator == "mask" or sample.loss_weights is None:
+        return float(mask.sum())
+    return float(sample.loss_weights[mask].double().sum())
+
+
+def require_accepted(config: PolicyLossConfig, samples: Sequence[Sample]) -> None:
+    """Refuse samples of a micro-batch that `accepted_samples` has not marked under these settings, by name."""
+    for sample in samples if counts_accepted(config) else ():
+        mask, where = sample.accepted_mask, f"--rejection-denominator accepted: {sample.name}"
+        if mask is None:
+            raise ValueError(
+                f"{where} did not go through accepted_samples: pack the samples that it returns"
+            )
+        if sample.accepted_size != _accepted_size(config, sample, mask):
+            raise ValueError(
+                f"{where} has an accepted_size of another --loss-weight-denominator: call accepted_samples "
+                "with the config of the loss"
+            )
 
 
 def counts_accepted(config: PolicyLossConfig) -> bool:

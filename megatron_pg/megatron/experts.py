@@ -1,10 +1,11 @@
 """Padding beside a mixture of experts: no router counts a token that only aligns a pack.
 
-`GPTModel.forward(padding_mask=)` of megatron-core 0.16.1 to 0.19.2 keeps tokens out of the load-balancing losses, the z loss and
-the experts' bias (transformer/moe/router.py). Padding still passes through the experts, where no other token sees it, and takes
+The `padding_mask=` of blocks of layers of megatron-core 0.16.1 to 0.19.2 keeps tokens out of the
+load-balancing losses, the z loss and the experts' bias (transformer/moe/router.py). Padding still passes through the experts, where no other token sees it, and takes
 part of an expert's capacity. Six things of these versions are made right here:
 
-- GPTModel cuts the mask for sequence parallelism on its first pipeline stage alone, and HybridModel never does;
+- GPTModel cuts the mask for sequence parallelism on its first pipeline stage only, HybridModel
+  never, and a forward of the user's own may not pass it on: the blocks get it from a hook;
 - `_apply_expert_bias` fails on a mask (mended in 0.20, MLM#6114);
 - multi-token prediction shifts the mask as it shifts tokens, and so counts padding and leaves out tokens: its layers get the
   mask of the model's tokens;
@@ -24,9 +25,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.moe.moe_utils import get_tokens_per_expert_and_token_count
+from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
+from torch.nn import Module
 
 from megatron_pg.config import versions
 from megatron_pg.megatron.groups import ParallelGroups, chunks_of, unwrapped
@@ -39,23 +41,34 @@ def take_padding_mask(model: Any, groups: ParallelGroups) -> bool:
     """Let every chunk take the `padding_mask=` of a whole micro-batch. Every rank and stage calls it.
 
     Returns:
-        False for a model without experts, or one whose forward takes no mask (megatron-core before 0.16).
+        False for a model without experts, or one whose layers take no mask.
 
     Raises:
-        NotImplementedError: per-token mode with a loss of routers, and a forward that takes no mask, or a Megatron that counts
-            the tokens of each rank alone; a router that takes no mask.
+        NotImplementedError: layers of the user's own that take no mask, with routers that count
+            tokens; per-token mode with a loss of routers, and no mask, or a Megatron that counts
+            the tokens of each rank; a router that takes no mask.
+        ValueError: routers were built in a different loss mode than the config's.
     """
     chunks = [unwrapped(chunk) for chunk in chunks_of(model)]
     config = chunks[0].config
     if not getattr(config, "num_moe_experts", None):
         return False
     counts_tokens = config.calculate_per_token_loss and has_router_loss(config)
-    if "padding_mask" not in inspect.signature(chunks[0].forward).parameters:
+    blocks = [[*_blocks(chunk)] if isinstance(chunk, Module) else [] for chunk in chunks]
+    if not any(blocks):
         if counts_tokens:
             raise NotImplementedError(
-                "--calculate-per-token-loss with a loss of routers, and a model whose forward takes no padding_mask: Megatron "
-                "would count padding as tokens. Turn per-token mode off (the policy gradient is the same), or use "
-                "megatron-core 0.16 or later"
+                "--calculate-per-token-loss with a loss of routers, and a model whose layers take no "
+                "padding_mask: Megatron would count padding as tokens. Turn per-token mode off (the "
+                "policy gradient is the same), or use megatron-core 0.16 or later"
+            )
+        counts = has_router_loss(config) or getattr(config, "moe_router_enable_expert_bias", False)
+        has_padding = groups.context_size > 1 or getattr(config, "sequence_parallel", False)
+        if counts and has_padding and versions.masks_padding():
+            raise NotImplementedError(
+                "a loss or bias of routers, and layers of your own that take no padding_mask: "
+                "Megatron would count padding as tokens. Let the module that has the layers take "
+                "padding_mask= and hand it to each, as Megatron's TransformerBlock does"
             )
         return False
     if config.moe_router_load_balancing_type == "quantile_balancing":
@@ -63,20 +76,26 @@ def take_padding_mask(model: Any, groups: ParallelGroups) -> bool:
             "--moe-router-load-balancing-type quantile_balancing: its quantiles count padding, and Megatron refuses a "
             "padding_mask there; use another type"
         )
-    for chunk in chunks:
-        if not hasattr(chunk, "_cuts_padding_mask"):
+    for chunk, its_blocks in zip(chunks, blocks, strict=True):
+        if not hasattr(chunk, "_takes_padding_mask"):
             if counts_tokens and versions.multiplies_by_ranks():
                 _require_count_of_group(chunk)
-            cut = functools.partial(_cut_padding_mask, groups)
-            chunk._cuts_padding_mask = chunk.register_forward_pre_hook(cut, with_kwargs=True)
+            masks: dict[Any, Tensor] = {}
+            take = functools.partial(_take_mask, groups, its_blocks, masks)
+            chunk._takes_padding_mask = chunk.register_forward_pre_hook(take, with_kwargs=True)
+            give = functools.partial(_give_mask, masks)
+            for block in its_blocks:
+                block.register_forward_pre_hook(give, with_kwargs=True)
             for layer in (m for m in chunk.modules() if _shifts_padding_mask(m)):
                 layer._get_embeddings = functools.partial(_keep_padding_mask, layer)
         for router in _routers(chunk):
+            _require_mode(router, config)
             router.apply_z_loss = functools.partial(_weighted_z_loss, router)
             if router.get_aux_loss_coeff("global_aux_loss"):
                 router._apply_global_aux_loss = functools.partial(_global_loss, router)
                 router.get_aux_loss_coeff = functools.partial(_coefficient, router)
-            if router.enable_expert_bias and not versions.masks_expert_bias():
+            is_megatrons = type(router)._apply_expert_bias is TopKRouter._apply_expert_bias
+            if router.enable_expert_bias and is_megatrons and not versions.masks_expert_bias():
                 router._apply_expert_bias = functools.partial(_count_tokens, router)
     size = groups.tensor_size * groups.context_size
     scale = getattr(config, "moe_grad_scale_func", None)
@@ -103,10 +122,26 @@ def _routers(chunk: Any) -> Iterator[Any]:
     return (module for module in chunk.modules() if hasattr(module, "apply_z_loss"))
 
 
-def _cut_padding_mask(
-    groups: ParallelGroups, chunk: Any, args: Any, keywords: dict[str, Any]
+def _blocks(module: Any) -> Iterator[Any]:
+    """Find the outermost modules inside of a model that hand a `padding_mask=` to their layers."""
+    for child in module.children():
+        has_layers = hasattr(child, "layers")
+        if has_layers and "padding_mask" in inspect.signature(child.forward).parameters:
+            yield child
+        else:
+            yield from _blocks(child)
+
+
+def _take_mask(
+    groups: ParallelGroups,
+    blocks: list[Any],
+    masks: dict[Any, Tensor],
+    chunk: Any,
+    args: Any,
+    keywords: dict[str, Any],
 ) -> tuple[Any, Any]:
-    mask, config = keywords.get("padding_mask"), chunk.config
+    """Keep a chunk's mask for its blocks, cut for sequence parallelism."""
+    mask, config = keywords.pop("padding_mask", None), chunk.config
     if mask is None and config.calculate_per_token_loss and has_router_loss(config):
         if torch.is_grad_enabled():
             raise ValueError(
@@ -114,10 +149,28 @@ def _cut_padding_mask(
                 "loss by other tokens than the policy loss counts. Call it with **head.model_inputs, or add "
                 "padding_mask=megatron_pg.megatron.padding_mask(batch)"
             )
-    is_cut_by_model = isinstance(chunk, GPTModel) and chunk.pre_process
-    if mask is not None and config.sequence_parallel and not is_cut_by_model:
-        keywords["padding_mask"] = mask.chunk(groups.tensor_size, dim=1)[groups.tensor_rank]
+    if mask is not None and config.sequence_parallel:
+        mask = mask.chunk(groups.tensor_size, dim=1)[groups.tensor_rank]
+    masks.update(dict.fromkeys(blocks, mask))
     return args, keywords
+
+
+def _give_mask(
+    masks: dict[Any, Tensor], block: Any, args: Any, keywords: dict[str, Any]
+) -> tuple[Any, Any]:
+    mask = masks.pop(block, None)
+    return args, keywords if mask is None else {**keywords, "padding_mask": mask}
+
+
+def _require_mode(router: Any, config: Any) -> None:
+    """Refuse a router that was built when its config had the other loss mode, which it keeps."""
+    mode, wanted = bool(router.calculate_per_token_loss), bool(config.calculate_per_token_loss)
+    if mode != wanted and has_router_loss(config):
+        raise ValueError(
+            f"the model's config has calculate_per_token_loss={wanted} and its routers were built "
+            f"with {mode}: the gradient of their loss would be off by a factor of the step's "
+            "tokens. Set it before the model is built"
+        )
 
 
 def _count_tokens(router: Any, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:

@@ -28,7 +28,7 @@ class Replay:
         self._experts: Tensor | None = None
         self._waiting: deque[Tensor | None] = deque()
         """The experts of micro-batches whose recomputation is to come, in the order of their backward passes."""
-        self._is_counted = self._recomputes = False
+        self._is_asked = self._is_counted = self._recomputes = False
         self.agreement: Tensor | None = None
         """[2] float64 since the step began: choices that the router would have made too, and choices."""
 
@@ -48,8 +48,18 @@ class Replay:
     def take(self, experts: Tensor | None) -> None:
         """Take the experts [tokens, k] of the forward that comes; None: the router chooses."""
         self._experts, self._is_counted = experts, torch.is_grad_enabled()
+        self._is_asked = experts is None
         if self._recomputes and self._is_counted:
             self._waiting.append(experts)
+
+    def require_asked(self) -> None:
+        """Refuse a router that ran without asking for the experts that it was given."""
+        if not self._is_asked:
+            raise NotImplementedError(
+                f"--replay-routing: the router of layer {self.layer} did not take the experts that it "
+                "was given: it, or a module around it, has a routing of its own. Drop the flag, or "
+                "let it choose by Megatron's topk_routing_with_score_function(router_replay=...)"
+            )
 
     def _next(self, in_backward: bool) -> Tensor | None:
         """Return the experts of the micro-batch that runs forward, in backward for the second time."""
@@ -67,6 +77,7 @@ class Replay:
         values, own = default_compute_topk(
             scores, topk, num_groups=num_groups, group_topk=group_topk
         )
+        self._is_asked = True
         in_backward = torch._C._current_graph_task_id() != -1
         chosen = self._next(in_backward)
         if chosen is None:
@@ -89,8 +100,9 @@ class RoutingReplay:
         Raises:
             ValueError: a model without experts.
             NotImplementedError: a model that is neither GPTModel nor HybridModel, a router that chooses in a fused kernel, in a
-                CUDA graph or by no top-k, experts that drop tokens, a schedule that runs layers by themselves, or a
-                megatron-core before 0.16.
+                CUDA graph or by no top-k, experts that drop tokens, a schedule that runs layers by themselves, a megatron-core
+                before 0.16, or layers of experts without Megatron's router. The model's forward raises it
+                for a router that does not take the experts.
         """
         chunks = [unwrapped(chunk) for chunk in chunks_of(model)]
         self._config = config = chunks[0].config
@@ -130,11 +142,20 @@ class RoutingReplay:
             # The engine has no choice for the routers of multi-token prediction.
             routers = [m for m in chunk.decoder.modules() if hasattr(m, "apply_z_loss")]
             replays = [self._replay_of(router) for router in routers]
+            places = layers_of_experts(chunk)
+            layers = {layer.layer_number - 1 for layer in chunk.decoder.layers}
+            if (found := {replay.layer for replay in replays}) != layers & {*places}:
+                raise NotImplementedError(
+                    f"--replay-routing: by the model's config, layers {sorted(layers & {*places})} of "
+                    f"this stage have experts, and Megatron's router is in layers {sorted(found)}; "
+                    "drop the flag"
+                )
             if not hasattr(chunk, "_takes_routed_experts"):
                 give = functools.partial(_give_experts, groups, replays)
                 chunk._takes_routed_experts = chunk.register_forward_pre_hook(
                     give, with_kwargs=True
                 )
+                chunk.register_forward_hook(functools.partial(_require_asked, replays))
             self._replays += replays
 
     @classmethod
@@ -237,3 +258,8 @@ def _give_experts(
             place = replay.layer if has_all_layers else layers_of_experts(chunk).index(replay.layer)
             replay.take(experts[:, place])
     return args, keywords
+
+
+def _require_asked(replays: list[Replay], chunk: Any, args: Any, output: Any) -> None:
+    for replay in replays:
+        replay.require_asked()

@@ -12,7 +12,6 @@ from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megatron_pg.config import versions
 from megatron_pg.megatron.groups import ParallelGroups, unwrapped
 
 _last_step: weakref.WeakKeyDictionary[Any, tuple[Any, Any]] = weakref.WeakKeyDictionary()
@@ -80,6 +79,10 @@ def _unreduced(chunk: Any, groups: ParallelGroups) -> str | None:
         return "the first and the last pipeline stage each hold a part of the embedding's gradient"
     if getattr(config, "moe_router_enable_expert_bias", False):
         return "the experts' bias (moe_router_enable_expert_bias) is updated there"
+    if "global_aux_loss" in (getattr(config, "moe_router_load_balancing_type", None) or ""):
+        return (
+            "the tokens of experts that global_aux_loss has counted in a step are forgotten there"
+        )
     return None
 
 
@@ -103,7 +106,8 @@ def _require_wrapper(chunk: Any, groups: ParallelGroups, num_microbatches: int) 
 
 
 def _begin_backward(chunk: Any, groups: ParallelGroups, accumulates: bool, _: Tensor) -> None:
-    ready_parameters = versions.ready_parameters(chunk.bucket_groups[0])
+    # `zero_grad_buffer` replaces it.
+    ready_parameters = chunk.bucket_groups[0].per_param_grad_ready_counts
     before, finalization = _last_step.get(chunk, (None, None))
     _last_step[chunk] = ready_parameters, chunk.config.finalize_model_grads_func
     if before is not ready_parameters:

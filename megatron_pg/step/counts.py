@@ -37,8 +37,7 @@ class BareSample(NamedTuple):
     identity: int | None = None
     hashed_fields: tuple[str, ...] = ()
     active_coefficients: float | None = None
-    num_accepted_tokens: int | None = None
-    accepted_loss_weight: float | None = None
+    accepted_size: float | None = None
 
 
 CountedSample = Sample | BareSample
@@ -53,11 +52,10 @@ OPTIONAL = {
     "prompt_hash": np.uint64,
     "active_coefficients": np.float64,
     "loss_weight": np.float64,
-    "num_accepted_tokens": np.int32,
-    "accepted_loss_weight": np.float64,
+    "accepted_size": np.float64,
 }
 """The fields of a row that may be None; of an `id_source` its hash."""
-ROW = np.dtype([("num_active_tokens", np.int32), ("filled", np.int32), *OPTIONAL.items()])
+ROW = np.dtype([("num_active_tokens", np.int64), ("filled", np.int32), *OPTIONAL.items()])
 """One sample on the wire, 64 bytes; bit i of `filled` is 0 where the i-th optional field is None."""
 
 

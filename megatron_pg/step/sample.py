@@ -99,6 +99,9 @@ class Sample:
     accepted_mask: Tensor | None = None
     """The active tokens that no rejection drops, [response_length] bool, for `--rejection-denominator accepted`;
     `accepted_samples` fills it."""
+    accepted_size: float | None = None
+    """What these tokens add to D, G and T: their number or, under `--loss-weight-denominator weights`, the sum of their
+    loss weights; `accepted_samples` fills it."""
 
     if TYPE_CHECKING:
         # A caller may give more types than are stored; the dataclass makes the code.
@@ -124,6 +127,7 @@ class Sample:
             turn_ids: Values | None = None,
             side_channels: Mapping[str, Tensor | Ragged] = MappingProxyType({}),
             accepted_mask: Values | None = None,
+            accepted_size: float | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -186,18 +190,6 @@ class Sample:
     def loss_weight(self) -> float | None:
         """The sum of the loss weights over the active tokens; None without `loss_weights`."""
         return None if self.loss_weights is None else float(self.loss_weights.double().sum())
-
-    @functools.cached_property
-    def num_accepted_tokens(self) -> int | None:
-        """Active tokens that no rejection drops; None without `accepted_mask`."""
-        return None if self.accepted_mask is None else int(self.accepted_mask.sum())
-
-    @functools.cached_property
-    def accepted_loss_weight(self) -> float | None:
-        """The sum of the loss weights over these tokens; None without `accepted_mask` or `loss_weights`."""
-        if self.accepted_mask is None or self.loss_weights is None:
-            return None
-        return float(self.loss_weights.double()[self.accepted_mask].sum())
 
     @functools.cached_property
     def identity(self) -> int:

@@ -101,18 +101,15 @@ class StepTotals:
         return host_float64([_known(groups, "group_index", *each) for each in enumerate(samples)])
 
     def _denominators(self, first: Indices) -> Tensor:
-        sizes = _sizes(self.counts, self.counts_loss_weights, self.counts_accepted)
+        sizes = _sizes(self.counts, self.counts_loss_weights, accepted=self.counts_accepted)
         return torch.from_numpy(self.counts.sums_of(first, sizes))
 
     def _size(self, sample: CountedSample) -> float:
         """Return what D counts of a sample that is a rollout by itself."""
-        tokens: float | None = sample.num_active_tokens
-        weight = sample.loss_weight
         if self.counts_accepted:
-            tokens, weight = sample.num_accepted_tokens, sample.accepted_loss_weight
-        if tokens is None:
-            raise ValueError(f"{_UNCOUNTED.format(sample.name)}: pack the samples that it returns")
-        return weight if self.counts_loss_weights and weight is not None else tokens
+            return sample.accepted_size or 0.0
+        weight = sample.loss_weight if self.counts_loss_weights else None
+        return sample.num_active_tokens if weight is None else weight
 
     @property
     def hashed_fields(self) -> tuple[str, ...]:
@@ -151,19 +148,17 @@ class StepTotals:
 
     @functools.cached_property
     def _accepted(self) -> StepTotals:
-        is_counted = self.counts.has("num_accepted_tokens")
+        is_counted = self.counts.has("accepted_size")
         if not is_counted.all() or (self.num_rollouts and not len(self.counts)):
             first = int(np.argmin(is_counted)) if len(is_counted) else 0
             name = self.counts.place(first) if len(is_counted) else "these totals"
             raise ValueError(
-                f"{_UNCOUNTED.format(name)}: call samples = accepted_samples(config, samples) before "
-                "plan_step or step_totals, or use --rejection-denominator original"
+                f"--rejection-denominator accepted: {name} did not go through accepted_samples: call "
+                "samples = accepted_samples(config, samples) before plan_step or step_totals, or use "
+                "--rejection-denominator original"
             )
-        sizes = _sizes(self.counts, self.counts_loss_weights, accepted=True)
+        sizes = _sizes(self.counts, accepted=True)
         return dataclasses.replace(self, counts_accepted=True, **_active_tokens(self.counts, sizes))
-
-
-_UNCOUNTED = "--rejection-denominator accepted: {} did not go through accepted_samples"
 
 
 def _known(totals: Mapping[int, float], field: str, number: int, sample: CountedSample) -> float:
@@ -255,12 +250,15 @@ def totals_of_counts(
     )
 
 
-def _sizes(counts: StepCounts, loss_weights: bool = False, accepted: bool = False) -> NDArray[Any]:
-    """Return the active or accepted tokens of each sample, or their loss weights' sum, [samples]."""
-    tokens = "num_accepted_tokens" if accepted else "num_active_tokens"
-    weight = "accepted_loss_weight" if accepted else "loss_weight"
-    sizes: NDArray[Any] = counts.rows[tokens].astype(np.int64)
-    return np.where(counts.has(weight), counts.rows[weight], sizes) if loss_weights else sizes
+def _sizes(
+    counts: StepCounts, loss_weights: bool = False, *, accepted: bool = False
+) -> NDArray[Any]:
+    """Return what each sample adds to D, G and T, [samples]."""
+    if accepted:
+        return np.asarray(counts.rows["accepted_size"])
+    active: NDArray[Any] = counts.rows["num_active_tokens"].astype(np.int64)
+    weights = counts.rows["loss_weight"]
+    return np.where(counts.has("loss_weight"), weights, active) if loss_weights else active
 
 
 def _active_tokens(counts: StepCounts, sizes: NDArray[Any]) -> dict[str, Any]:

@@ -12,11 +12,15 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 
 from megatron_pg.config import versions
 from megatron_pg.megatron import ParallelGroups, experts, policy_step
+from megatron_pg.megatron.groups import unwrapped
 from megatron_pg.megatron.scale_contract import ScaleContract
 
 from .compare import assert_equal, compare
@@ -109,6 +113,72 @@ def test_other_losses_of_routers(name, options, per_token) -> None:
     outcome = run_ranks(sharded_step, sharding.world_size, name, per_token, nothing, options)[0]
     data_size = sharding.data
     assert_equal([outcome], [reference(data_size, per_token, replace(options, recompute=None))[0]])
+
+
+class ForwardOfOnesOwn(GPTModel):  # type: ignore[misc]
+    """A model whose forward hands on what it knows, as those around a language model do."""
+
+    def forward(self, input_ids, position_ids, attention_mask, packed_seq_params=None):
+        places = input_ids, position_ids, attention_mask
+        return super().forward(*places, packed_seq_params=packed_seq_params)
+
+
+def step_of_ones_own_forward(name: str, options: ModelOptions) -> Any:
+    sharding = Sharding.named(name)
+    chunks = build(sharding, options)
+    for chunk in chunks:
+        unwrapped(chunk).__class__ = ForwardOfOnesOwn
+    return train_step(chunks, sharding, RUN)
+
+
+@both_modes
+@pytest.mark.parametrize("name", ["CP2", "TP2+SP PP2"])
+def test_routers_under_a_forward_of_ones_own_count_no_padding(name, per_token) -> None:
+    """Padding was counted outside of per-token mode, which was refused."""
+    sharding, options = Sharding.named(name), replace(OPTIONS, calculate_per_token_loss=per_token)
+    if sharding.tensor > sharding.expert_tensor and BEFORE_0_19:
+        pytest.skip("gradients of experts differ between tensor-parallel ranks")
+    outcome = run_ranks(step_of_ones_own_forward, sharding.world_size, name, options)[0]
+    assert_equal([outcome], [reference(sharding.data, per_token)[0]])
+
+
+class LayersOfOnesOwn(TransformerBlock):  # type: ignore[misc]
+    def forward(self, hidden_states, attention_mask, packed_seq_params=None, **others):
+        return super().forward(
+            hidden_states, attention_mask, packed_seq_params=packed_seq_params, **others
+        )
+
+
+class BiasOfOnesOwn(TopKRouter):  # type: ignore[misc]
+    def _apply_expert_bias(self, routing_map, padding_mask=None):
+        self.local_tokens_per_expert += 1
+
+
+def refusals_of_models() -> list[str]:
+    """Of layers that take no mask, and of routers built in the other mode; a bias of one's own is left alone."""
+    layers = build(Sharding(context=2), OPTIONS)
+    unwrapped(layers[0]).decoder.__class__ = LayersOfOnesOwn
+    groups = ParallelGroups.from_model(layers)
+    said = [refusal(NotImplementedError, experts.take_padding_mask, layers, groups)]
+    late = build(Sharding(), OPTIONS)
+    late[0].config.calculate_per_token_loss = True
+    groups = ParallelGroups.from_model(late)
+    said.append(refusal(ValueError, experts.take_padding_mask, late, groups))
+    biased = build(Sharding(), replace(OPTIONS, expert_bias=True))
+    routers = [m for m in biased[0].modules() if hasattr(m, "apply_z_loss")]
+    for router in routers:
+        router.__class__ = BiasOfOnesOwn
+    assert experts.take_padding_mask(biased, groups)
+    routers[0]._apply_expert_bias(None)
+    assert routers[0].local_tokens_per_expert.tolist() == [1.0] * NUM_EXPERTS
+    return said
+
+
+def test_models_whose_routers_would_count_wrongly_are_refused() -> None:
+    """The router of the second had 0.009 of its gradient."""
+    layers, late = run_ranks(refusals_of_models, 2)[0]
+    assert "layers of your own that take no padding_mask" in layers
+    assert "calculate_per_token_loss=True and its routers were built with False" in late
 
 
 def padding_is_counted() -> None:

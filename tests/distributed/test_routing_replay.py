@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megatron_pg.config import versions
@@ -21,7 +22,7 @@ from tests import oracle
 from tests.random_steps import package_samples
 
 from .compare import assert_equal, compare
-from .launch import run_ranks
+from .launch import refusal, run_ranks
 from .models import ModelOptions, Sharding, build_model
 from .one_step import Outcome, build, train_step
 from .reference import outputs_alone, reference_steps
@@ -262,6 +263,55 @@ def refusals() -> list[str]:
 def test_routers_that_cannot_take_given_experts_are_refused() -> None:
     for words, message in zip(REFUSALS, run_ranks(refusals, 1)[0], strict=True):
         assert message.startswith("--replay-routing") and words in message
+
+
+class RoutingOfOnesOwn(TopKRouter):  # type: ignore[misc]
+    def routing(self, logits, padding_mask=None):
+        logits = logits.flatten(0, 1)
+        best = logits.topk(self.topk, dim=1).indices
+        probs = torch.zeros_like(logits).scatter(1, best, logits.gather(1, best).softmax(1))
+        return probs, probs > 0
+
+
+class RouterOfOnesOwn(torch.nn.Module):
+    """A router that is not Megatron's."""
+
+    def __init__(self, router: Any) -> None:
+        super().__init__()
+        self.weight, self.topk = router.weight, router.topk
+
+    def forward(self, hidden: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return RoutingOfOnesOwn.routing(self, hidden @ self.weight.T)  # type: ignore[arg-type]
+
+
+def own_routing(layer: Any) -> None:
+    layer.mlp.router.__class__ = RoutingOfOnesOwn
+
+
+def own_router(layer: Any) -> None:
+    layer.mlp.router = RouterOfOnesOwn(layer.mlp.router)
+
+
+def words_of_own_routers() -> list[str]:
+    """What a step, and scoring, hear of routers that do not replay; each is the last layer's."""
+    run, said = replace(RUN, replay_layers=4), []
+    samples, budget = package_samples(run.samples), {"max_tokens_per_microbatch": 4096}
+    for change in (own_routing, own_router):
+        chunks = build(Sharding(), OPTIONS)
+        change(chunks[0].module.decoder.layers[3])
+        said.append(refusal(NotImplementedError, train_step, chunks, Sharding(), run))
+        scoring = chunks, samples, run.config
+        said.append(refusal(NotImplementedError, compute_log_probs, *scoring, **budget))
+    return said
+
+
+def test_routers_that_do_not_take_the_experts_are_refused() -> None:
+    """Gradients were those of the routers' own choice, and `router_agreement` was missing."""
+    *routings, one, other = run_ranks(words_of_own_routers, 1)[0]
+    for words in routings:
+        assert "the router of layer 3 did not take the experts" in words
+    for words in (one, other):
+        assert "layers [0, 1, 2, 3] of" in words and "is in layers [0, 1, 2]" in words
 
 
 def scores(name: str) -> list[Tensor]:

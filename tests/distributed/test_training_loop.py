@@ -50,6 +50,9 @@ def outcome_or_refusal(loop: Loop) -> Outcome | str | None:
 RANKS = "each of the 2 data- and context-parallel ranks"
 CRITIC = Loop(Sharding(context=2), ModelOptions(value_head=True), run=ValueRun())
 BIASED = {"finalize_model_grads_func": None, "moe_router_enable_expert_bias": True}
+COUNTING = ModelOptions(
+    mixture_of_experts=True, moe_aux_loss_coeff=0.5, balancing="global_aux_loss"
+)
 NEEDS = {
     "CP": (Loop(Sharding(context=2)), RANKS),
     "DP": (Loop(Sharding(data=2)), RANKS),
@@ -57,6 +60,8 @@ NEEDS = {
     "SP": (Loop(Sharding(tensor=2, sequence_parallel=True)), "gradients of norms"),
     "per token": (Loop(options=PER_TOKEN), "divides the gradients by the step's tokens"),
     "bias of experts": (Loop(config=BIASED), "moe_router_enable_expert_bias"),
+    # A second equal step had another gradient of the routers, by 0.7 %.
+    "tokens of experts": (Loop(options=COUNTING), "that global_aux_loss has counted"),
 }
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_pg import (
     PolicyLossConfig,
     Sample,
+    accepted_samples,
     add_policy_loss_args,
     plan_step,
     validate_policy_loss_args,
@@ -182,6 +183,21 @@ def test_accepted_counts_divide_only_the_policy_loss(name, cut, aggregation, den
     found = reported(config, *(result.metrics for result in results))
     assert found["aggregation_checksum"] == pytest.approx(1.0, abs=1e-9)
     assert found["kl_loss"] == pytest.approx(float(whole_mask.kl_loss), rel=1e-12)
+
+
+def test_samples_that_were_marked_under_another_denominator_are_refused() -> None:
+    def config(denominator: str) -> PolicyLossConfig:
+        return PolicyLossConfig(
+            **ICEPOP, rejection_denominator="accepted", loss_weight_denominator=denominator
+        )
+
+    log_probs: dict[str, Any] = dict.fromkeys(("old_log_probs", "rollout_log_probs"), [-1.0] * 3)
+    samples = accepted_samples(config("mask"), [sample([0.5, 2.0, 1.0], **log_probs)])
+    assert samples[0].accepted_size == 2.0
+    words = "row 7 has an accepted_size of another --loss-weight-denominator"
+    with pytest.raises(ValueError, match=words):
+        loss_of(config("weights"), pack(samples), torch.zeros(3))
+    loss_of(config("mask"), pack(samples), torch.zeros(3))
 
 
 def oracle_tokens(sample: PlainSample) -> int:

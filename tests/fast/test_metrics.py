@@ -607,11 +607,13 @@ def test_metrics_do_not_depend_on_the_denominator_of_rejection() -> None:
     differ = {name for name, value in expected.items() if found[name] != pytest.approx(value)}
     assert differ == {"loss", "pg_loss"}
     # Totals of samples that were not marked, and samples that are not those of the totals.
-    words = "--rejection-denominator accepted: sample (number 0 of data-parallel rank 0) did not"
-    words += " go through accepted_samples: call samples = accepted_samples(config, samples)"
+    words = (
+        "--rejection-denominator accepted: sample | 0 of data-parallel rank 0 | did not go through"
+    )
+    words += " accepted_samples: call samples = accepted_samples(config, samples)"
     assert_refused(words, loss_of, accepted, pack(samples), log_probs)
     of_step = {"totals": uneven_totals(samples), "num_microbatches": 1}
     assert_refused(words, PolicyStep, accepted, **of_step)  # on every pipeline stage
     totals = uneven_totals(marked)
-    words = "sample did not go through accepted_samples: pack the samples that it returns"
+    words = "did not go through accepted_samples: pack the samples that it returns"
     assert_refused(words, loss_of, accepted, pack(samples), log_probs, totals=totals)

@@ -31,8 +31,7 @@ counted = st.builds(
     id_source=st.none() | st.sampled_from(("a", "b")),
     loss_weight=st.none() | st.sampled_from((0.5, 2.0)),
     active_coefficients=st.sampled_from((0.25, 1.5)),
-    num_accepted_tokens=st.integers(0, 5),
-    accepted_loss_weight=st.none() | st.sampled_from((0.0, 0.75)),
+    accepted_size=st.sampled_from((0.0, 0.75, 3.0)),
 )
 counted_steps = st.lists(st.lists(counted, max_size=4), min_size=1, max_size=3)
 """Of each data-parallel rank its samples."""
@@ -63,8 +62,8 @@ def may_stand_together(step: Sequence[Sequence[BareSample]]) -> bool:
 
 def plain_sums(
     step: Sequence[Sequence[BareSample]], field: str, counted: str = "num_active_tokens"
-) -> dict[int, int]:
-    sums: dict[int, int] = defaultdict(int)
+) -> dict[int, float]:
+    sums: dict[int, float] = defaultdict(int)
     for samples in step:
         for sample in samples:
             if getattr(sample, field) is not None:
@@ -86,7 +85,7 @@ def check_counts(step: Sequence[Sequence[BareSample]]) -> None:
     ids = {sample.rollout_id for sample in flat} - {None}
     assert totals.num_rollouts == len(ids) + sum(sample.rollout_id is None for sample in flat)
     accepted = totals.counted_in("mask", accepted=True)
-    of_rollouts = plain_sums(step, "rollout_id", "num_accepted_tokens")
+    of_rollouts = plain_sums(step, "rollout_id", "accepted_size")
     assert accepted.rollout_active_tokens == of_rollouts
     # By columns as by a lookup for each sample.
     in_weights = []

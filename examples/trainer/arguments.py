@@ -87,7 +87,7 @@ def parse_arguments() -> Namespace:
 
 
 def _settings_of_run(args: Namespace, parser: Any) -> str:
-    """Write this program's flags and the given ones of Megatron as JSON, for the titles of examples/report.py."""
+    """Write this program's flags and the given ones of Megatron as JSON; report.py titles runs by it."""
     own = [a for group in parser._action_groups if group.title in OWN for a in group._group_actions]
     given = (parser._option_string_actions.get(word.partition("=")[0]) for word in parser.words)
     names = dict.fromkeys(action.dest for action in (*own, *filter(None, given)))

@@ -115,8 +115,8 @@ class MismatchSettings(Settings):
     opsm_delta: Annotated[float, Interval(0, closed=True)] = 1e-4
     """Threshold of use_opsm, in nats per token. At least 0."""
     rejection_denominator: Literal["original", "accepted"] = "original"
-    """Totals that divide the policy loss under rejection. original: those before it. accepted: those of what was
-    kept."""
+    """Totals that divide the policy loss under rejection. original: those before it. accepted: those of
+    what was kept."""
 
     def conflicts(self, given: Mapping[str, Any]) -> Iterator[str]:
         for low, high in BOUNDS.items():

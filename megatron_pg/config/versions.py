@@ -54,7 +54,7 @@ def require_supported_version() -> None:
 def exports_of_megatron(
     package: str, modules: Mapping[str, Sequence[str]]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Build `__getattr__` and `__dir__` of a package that imports its exports, by module, when they are first used."""
+    """Build `__getattr__` and `__dir__` of a package whose exports, by module, are imported when used."""
     places = {name: module for module, names in modules.items() for name in names}
 
     def __getattr__(name: str) -> Any:
@@ -67,7 +67,7 @@ def exports_of_megatron(
 
 
 def public_names(package: str, exports: Iterable[str]) -> list[str]:
-    """List what `dir(package)` shows: the exports, the submodules that are imported, and special names."""
+    """List what `dir(package)` shows: exports, submodules that are imported, and special names."""
     own = vars(sys.modules[package]).items()
     kept = (name for name, x in own if isinstance(x, ModuleType) or name.startswith("__"))
     return sorted({*exports, *kept})

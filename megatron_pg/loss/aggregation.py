@@ -140,7 +140,7 @@ def checked_aggregation(name: str, divisor: float | None, qkv_format: Any = "thd
 
 
 def require_totals(config: PolicyLossConfig, totals: StepTotals) -> None:
-    """Refuse totals that the config's policy loss cannot be divided by, on every rank and pipeline stage."""
+    """Refuse totals that cannot divide the config's policy loss, on every rank and pipeline stage."""
     if not AGGREGATIONS.is_replaced(config):
         AGGREGATIONS[config.loss_aggregation].outer_count(totals)
     totals.counted_in(config.loss_weight_denominator, accepted=counts_accepted(config))
@@ -198,7 +198,7 @@ COUNTS, SAMPLE_WEIGHTS = _NAMES[: _NAMES.index("loss")], _NAMES[_NAMES.index("lo
 def host_weights(
     config: PolicyLossConfig, batch: PackedBatch, totals: StepTotals, share: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute `COUNTS` [counts] and `SAMPLE_WEIGHTS` [6, samples] float64 on the host, and move them to the batch's device.
+    """Compute `COUNTS` [counts] and `SAMPLE_WEIGHTS` [6, samples], float64, for the batch's device.
 
     There are at least two columns, of no sample where there are fewer: the compiler makes another program for a size of 1.
     """

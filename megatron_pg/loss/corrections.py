@@ -87,11 +87,12 @@ def apply_corrections(
 
 
 def accepted_samples(config: PolicyLossConfig, samples: Sequence[Sample]) -> list[Sample]:
-    """Mark the tokens of a step's samples that no rejection drops, on the host, for `--rejection-denominator accepted`.
+    """Mark the tokens that no rejection drops, on the host, for `--rejection-denominator accepted`.
 
-    Call it before `step_totals` or `plan_step`, and pack the samples that it returns: each has an `accepted_mask`. Their
-    policy loss is then divided by the accepted tokens of the step. KL and entropy terms and metrics keep the loss mask. It
-    needs rejections that only the data decide, of weights and of whole sequences; the config refuses others with it. With
+    Call it before `step_totals` or `plan_step`, and pack the samples that it returns: each has an
+    `accepted_mask`. Their policy loss is then divided by the accepted tokens of the step. KL and
+    entropy terms and metrics keep the loss mask. It needs rejections that only the data decide, of
+    weights and of whole sequences; the config refuses others with it. With
     `--rejection-denominator original` the samples come back as they are.
 
     Raises:
@@ -130,7 +131,7 @@ def _accepted_size(config: PolicyLossConfig, sample: Sample, mask: Tensor) -> fl
 
 
 def require_accepted(config: PolicyLossConfig, samples: Sequence[Sample]) -> None:
-    """Refuse samples of a micro-batch that `accepted_samples` has not marked under these settings, by name."""
+    """Refuse, by name, samples of a micro-batch that `accepted_samples` has not marked under a config."""
     for sample in samples if counts_accepted(config) else ():
         mask, where = sample.accepted_mask, f"--rejection-denominator accepted: {sample.name}"
         if mask is None:
@@ -139,8 +140,8 @@ def require_accepted(config: PolicyLossConfig, samples: Sequence[Sample]) -> Non
             )
         if sample.accepted_size != _accepted_size(config, sample, mask):
             raise ValueError(
-                f"{where} has an accepted_size of another --loss-weight-denominator: call accepted_samples "
-                "with the config of the loss"
+                f"{where} has an accepted_size of another --loss-weight-denominator: call "
+                "accepted_samples with the config of the loss"
             )
 
 

@@ -4,8 +4,8 @@ r"""The policy loss of one micro-batch on one rank.
     aggregate(x) = sum over this rank's tokens of weight * x, divided by a count of the whole step
 
 `aggregate` has the weights of `--loss-aggregation`, `mean` those of the sample mean unless `--regularizer-aggregation` is loss;
-beta is `kl_loss_coef`, c `entropy_coef`, d `distill_coef`. Corrections change only pg: the other terms sum and count the
-tokens that are active before any rejection.
+beta is `kl_loss_coef`, c `entropy_coef`, d `distill_coef`. Corrections change only pg: the other terms
+sum and count the tokens that are active before any rejection.
 Summed over ranks and micro-batches this is the objective of the step, since weights and counts are fixed by the whole step
 before it begins (`aggregation.py`). Objectives, corrections and KL estimates are rows of tables, chosen by name. The data come
 as tensors by name: a CPU runs the function operator by operator, the compiler traces it, and the fused head calls it chunk by

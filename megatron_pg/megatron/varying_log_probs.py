@@ -55,10 +55,6 @@ def _dropout(settings: Settings) -> Settings:
     }
 
 
-def _batch_statistics(settings: Settings) -> Settings:
-    return {name: True for name in ("track_running_stats",) if settings.get(name)}
-
-
 def _other_recipe(settings: Settings) -> Settings:
     recipes: Any = settings.get("te_quant_params")
     scored = getattr(recipes, "evaluation_recipe", None)
@@ -66,29 +62,29 @@ def _other_recipe(settings: Settings) -> Settings:
     return {"te_quant_params.evaluation_recipe": scored} if is_other else {}
 
 
-def _random_routing(settings: Settings) -> Settings:
-    kinds = ("input_jitter_eps", "router_force_load_balancing", "router_force_biased")
-    found = {f"moe_{kind}": settings.get(f"moe_{kind}") for kind in kinds}
-    return {
-        name: value for name, value in found.items() if value is not None and value is not False
-    }
+def _delayed_scaling(settings: Settings) -> Settings:
+    return _set("fp8_recipe", to="delayed")(settings) if settings.get("fp8") else {}
 
 
 def _token_dropping(settings: Settings) -> Settings:
-    name = "moe_expert_capacity_factor"
-    return {name: settings[name]} if drops_tokens(settings) else {}
+    return _set("moe_expert_capacity_factor")(settings) if drops_tokens(settings) else {}
 
 
-def _sinkhorn(settings: Settings) -> Settings:
-    name = "moe_router_load_balancing_type"
-    return {name: "sinkhorn"} if settings.get(name) == "sinkhorn" else {}
+def _set(*names: str, to: str | None = None) -> Callable[[Settings], Settings]:
+    """Make a function that finds those of some settings that are set, or set to a word."""
+
+    def find(settings: Settings) -> Settings:
+        values = {name: settings.get(name) for name in names}
+        return {
+            name: value
+            for name, value in values.items()
+            if (value == to if to else value is not None and value is not False)
+        }
+
+    return find
 
 
-def _delayed_scaling(settings: Settings) -> Settings:
-    is_delayed = settings.get("fp8") and settings.get("fp8_recipe") == "delayed"
-    return {"fp8_recipe": "delayed"} if is_delayed else {}
-
-
+_RANDOM = ("moe_input_jitter_eps", "moe_router_force_load_balancing", "moe_router_force_biased")
 VARIATIONS = (
     Variation(
         "module",
@@ -98,21 +94,18 @@ VARIATIONS = (
     ),
     Variation(
         "module",
-        _batch_statistics,
+        _set("track_running_stats"),
         "training normalizes by the tokens of a micro-batch, and scoring by those of the past",
         "Keep the module in eval mode",
     ),
     Variation(
         "module",
         _other_recipe,
-        "scoring quantizes otherwise than training",
+        "scoring quantizes differently from training",
         "Drop the recipe of evaluation",
     ),
     Variation(
-        "router",
-        _random_routing,
-        "routers draw random numbers in every forward",
-        "Drop the setting",
+        "router", _set(*_RANDOM), "routers draw random numbers in every forward", "Drop the setting"
     ),
     Variation(
         "router",
@@ -122,8 +115,8 @@ VARIATIONS = (
     ),
     Variation(
         "router",
-        _sinkhorn,
-        "in training a router chooses by all tokens of a micro-batch on one rank, in scoring by one",
+        _set("moe_router_load_balancing_type", to="sinkhorn"),
+        "training chooses experts by all tokens of a micro-batch on one rank, scoring by one token",
         "Choose another type",
     ),
     Variation(

@@ -15,7 +15,7 @@ WITH_HOOKS = ("slime", "miles")
 
 
 def refused_flag(flags: Sequence[str]) -> int | None:
-    """Return the index of flags that the package refuses beside the others, the last that it names; None for none.
+    """Return the index of flags that the package refuses beside the others, the last named; or None.
 
     The training scripts' own flags, such as --advantage, are passed over.
     """
@@ -36,10 +36,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def refusal_of_hook(line: Line, mode: str, settings: Mapping[str, str]) -> str:
-    """Return what the hook for an aggregation refuses of a launch line of slime or miles; "" for nothing.
+    """Return what an aggregation's hook refuses of a launch line of slime or miles; "" for nothing.
 
-    `settings` are the lines of the file that `--custom-config-path` names. The flags that the printed lines take the place
-    of are left out.
+    `settings` are the lines of the file that `--custom-config-path` names. Flags that the printed lines
+    replace are left out.
     """
     name = line.trainer.name
     if name not in WITH_HOOKS or mode == "sample_mean":

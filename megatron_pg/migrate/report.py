@@ -117,7 +117,7 @@ def lines(line: Line, options: Any) -> list[str]:
 
 
 def recipe(line: Line, terms: Sequence[Term], mode: str, divisor: float | None) -> str:
-    """Return the lines that make an aggregation exact in the trainer, and what refuses them in this launch line."""
+    """Return the lines that make an aggregation exact in the trainer, and what refuses them there."""
     policy, active = terms[0], [term for term in terms[1:] if term.coefficient]
     settings = {"loss_aggregation_divisor": _number(divisor)} if mode == "constant" else {}
     if active:
@@ -148,7 +148,7 @@ class Translation(NamedTuple):
 def here(
     trainer: TrainerTable, given: Settings, terms: Sequence[Term], mode: str, divisor: float | None
 ) -> Translation:
-    """Translate the trainer's settings; every flag is one that this package's validation accepts."""
+    """Translate the trainer's settings; this package's validation accepts the flags."""
     flags: list[str | None] = [f"--loss-aggregation {mode}"]
     if mode == "constant":
         flags.append(f"--loss-aggregation-divisor {_number(divisor)}")

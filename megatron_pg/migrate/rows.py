@@ -1,15 +1,16 @@
 """The tables of trainers, `*.toml` beside this file: one row for each setting that bears on the loss.
 
-    settings     the trainer's own keys: kind (flag, number, text; bound: a number or words; count: a number, or None if
-                 the line does not say), default (`${key}`: the value of that key), choices, meaning,
-                 and `here`, the flag of this package that means the same, its words by the trainer's word, or cases
-                 [condition, one of these two]; "" for a setting that is not read or is data. Without it
-                 a value that is not the default has no counterpart here; with `false` no value has. `note`, a limit for
-                 any value that is not the default; "*" in words by the trainer's word, any other word; `null`, the key
-                 whose value stands for null; `prefix`, what is taken off a word; `beside`, of a setting that is not of
-                 the per-token loss, such as advantages: what to do where it has no flag here
-    steps        what a batch of rollouts is cut into optimizer steps by: `of`, keys to multiply, `by`, the key of a step,
-                 `times`, of repetitions, `given`, a key that says the steps
+    settings     the trainer's own keys: kind (flag, number, text; bound: a number or words; count: a
+                 number, or None if the line does not say), default (`${key}`: that key's value),
+                 choices, meaning, and `here`: the flag of this package that means the same, its words
+                 by the trainer's word ("*": any other), or cases [condition, one of these two]; "" for
+                 a setting that is not read or is data. Without it a value that is not the default has
+                 no counterpart here; with `false` no value has.
+                 `note`: a limit for any value that is not the default. `null`: the key whose value
+                 stands for null. `prefix`: what is taken off a word. `beside`: what to do without a
+                 flag here, of a setting outside the per-token loss, such as advantages
+    steps        how a batch of rollouts is cut into optimizer steps: `of`, keys to multiply, `by`, the
+                 key of a step, `times`, of repetitions, `given`, a key that says the steps
     terms        of the loss: coefficient, the condition for it to be on, aggregation, and divisor, a key or a number
     limits       the cases where a setting does not do what its name says, and the factor
     exact        the lines that make an aggregation exact in this trainer, or cases [condition, lines]; <L> is the divisor
@@ -157,7 +158,7 @@ class TrainerTable:
         return _filled_in(cases, {**given, "steps": self.steps(given)})
 
     def steps(self, given: Settings) -> float | None:
-        """Return the optimizer steps that a batch of rollouts is cut into, None if the line does not say."""
+        """Return the optimizer steps per batch of rollouts, None if the line does not say."""
         keys: Mapping[str, Any] = self._table["steps"]
         if number := given[keys["given"]] if "given" in keys else None:
             return float(number)
@@ -186,7 +187,7 @@ def _filled_in(text: str, given: Settings) -> str:
 
 
 def shown(key: str, value: Any) -> str:
-    """Write a setting's value as the trainer reads it; `<key>` for one that the line does not say."""
+    """Write a setting's value as the trainer reads it; `<key>` if the line does not say it."""
     if value is None:
         return f"<{key}>"
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -97,11 +97,11 @@ class Sample:
     """Other values that travel with the tokens through `pack`, by a name of your own: [response_length, ...] or
     [total_length, ...] of any dtype, or a `Ragged` of as many rows."""
     accepted_mask: Tensor | None = None
-    """The active tokens that no rejection drops, [response_length] bool, for `--rejection-denominator accepted`;
-    `accepted_samples` fills it."""
+    """The active tokens that no rejection drops, [response_length] bool; `accepted_samples` fills it for
+    `--rejection-denominator accepted`."""
     accepted_size: float | None = None
-    """What these tokens add to D, G and T: their number or, under `--loss-weight-denominator weights`, the sum of their
-    loss weights; `accepted_samples` fills it."""
+    """What these tokens add to D, G and T: their number or, under `--loss-weight-denominator weights`,
+    the sum of their loss weights; `accepted_samples` fills it."""
 
     if TYPE_CHECKING:
         # A caller may give more types than are stored; the dataclass makes the code.

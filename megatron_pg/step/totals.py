@@ -153,9 +153,9 @@ class StepTotals:
             first = int(np.argmin(is_counted)) if len(is_counted) else 0
             name = self.counts.place(first) if len(is_counted) else "these totals"
             raise ValueError(
-                f"--rejection-denominator accepted: {name} did not go through accepted_samples: call "
-                "samples = accepted_samples(config, samples) before plan_step or step_totals, or use "
-                "--rejection-denominator original"
+                f"--rejection-denominator accepted: {name} did not go through accepted_samples: "
+                "call samples = accepted_samples(config, samples) before plan_step or step_totals, "
+                "or use --rejection-denominator original"
             )
         sizes = _sizes(self.counts, accepted=True)
         return dataclasses.replace(self, counts_accepted=True, **_active_tokens(self.counts, sizes))

@@ -11,4 +11,6 @@ def step_loss(
     config: PolicyLossConfig, batch: PackedBatch, totals: StepTotals, **keywords: Any
 ) -> Callable[..., Any]:
     """`loss_func` of a step with these totals; `keywords` are those of `PolicyStep`."""
-    return PolicyStep(config, totals=totals, **keywords).head(batch).loss_func
+    step = PolicyStep(config, totals=totals, **keywords)
+    step._has_loss = True  # one object per micro-batch, with other totals in some mutants
+    return step.head(batch).loss_func

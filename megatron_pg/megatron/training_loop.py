@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from megatron_pg.megatron.groups import ParallelGroups, unwrapped
 
-_last_step: weakref.WeakKeyDictionary[Any, tuple[Any, Any]] = weakref.WeakKeyDictionary()
-"""By chunk the object that `zero_grad_buffer` replaces and the finalization, as of the last step."""
+_last_step: weakref.WeakKeyDictionary[Any, tuple[Any, Any, Any]] = weakref.WeakKeyDictionary()
+"""By chunk the object that `zero_grad_buffer` replaces, the finalization and the totals of the last step."""
 
 
 def require_training_loop(chunk: Any, groups: ParallelGroups, num_microbatches: int) -> None:
@@ -46,17 +46,15 @@ def require_training_loop(chunk: Any, groups: ParallelGroups, num_microbatches: 
     _require_wrapper(chunk, groups, num_microbatches)
 
 
-def refuse_old_gradients(
-    loss: Tensor, chunk: Any, groups: ParallelGroups, accumulates: bool
-) -> None:
-    """Have backward from a step's first loss refuse gradients of the step before in DDP's buffers.
+def refuse_old_gradients(loss: Tensor, step: Any) -> None:
+    """Have backward from the first loss of a `PolicyStep` refuse gradients of the step before in DDP's buffers.
 
     Only backward tells a step from an evaluation with gradients on. It raises a ValueError on the
-    last pipeline stage, before any gradient is added.
+    last pipeline stage, before any gradient is added. Objects with the same totals are one step, so
+    that a script may make one per micro-batch.
     """
-    if loss.requires_grad and getattr(chunk, "bucket_groups", None):
-        begin = functools.partial(_begin_backward, chunk, groups, accumulates)
-        loss.register_hook(begin)  # type: ignore[no-untyped-call]
+    if loss.requires_grad and getattr(step.chunk, "bucket_groups", None):
+        loss.register_hook(functools.partial(_begin_backward, step))  # type: ignore[no-untyped-call]
 
 
 def _unreduced(chunk: Any, groups: ParallelGroups) -> str | None:
@@ -105,14 +103,15 @@ def _require_wrapper(chunk: Any, groups: ParallelGroups, num_microbatches: int) 
         )
 
 
-def _begin_backward(chunk: Any, groups: ParallelGroups, accumulates: bool, _: Tensor) -> None:
+def _begin_backward(step: Any, _: Tensor) -> None:
+    chunk, groups = step.chunk, step.groups
     # `zero_grad_buffer` replaces it.
     ready_parameters = chunk.bucket_groups[0].per_param_grad_ready_counts
-    before, finalization = _last_step.get(chunk, (None, None))
-    _last_step[chunk] = ready_parameters, chunk.config.finalize_model_grads_func
-    if before is not ready_parameters:
+    before, finalization, totals = _last_step.get(chunk, (None, None, None))
+    _last_step[chunk] = ready_parameters, chunk.config.finalize_model_grads_func, step.totals
+    if before is not ready_parameters or totals is step.totals:
         return
-    if not accumulates:
+    if not step.accumulates_gradients:
         raise ValueError(
             "zero_grad_buffer() of the model was not called since the step before, whose gradients "
             "would be added to those of this one: call it on every chunk before each step. If the "

@@ -122,10 +122,9 @@ def test_k3_keeps_its_digits_near_zero_in_float32():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nan_at_an_active_position_stays_visible(kind):
-    sequence = grid_sequence([0.0, 0.1], [1.0])
-    sequence = dataclasses.replace(sequence, ref_log_probs=[0.0, math.nan])
-    found, _ = penalty_and_gradient(config(kind), [sequence])
+def test_a_nan_of_the_policy_stays_visible(kind):
+    batch = package_batch([grid_sequence([0.0, 0.1], [1.0])])
+    found = kl_penalty(config(kind), batch, torch.tensor([-1.0, math.nan]))
     assert torch.isnan(found).tolist() == [False, True]
 
 

@@ -130,6 +130,7 @@ def test_the_zigzag_figure_can_be_drawn():
     assert (ROOT / "docs/figures/zigzag.png").exists()
 
 
+@pytest.mark.full
 def test_the_site_builds(site):
     """Every page with a next or a previous one, its source to edit, and a switch for the dark."""
     pages = sorted([*site.glob("*/index.html"), *site.glob("api/*/index.html")])

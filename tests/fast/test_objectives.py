@@ -517,7 +517,7 @@ def test_turns_are_numbered_over_samples_and_refused_out_of_order() -> None:
     assert_refused("a: turn_ids[2] is 0, less than before it", sample, [0, 1, 0, 1])
     assert_refused("a: turn_ids is of 3 values", sample, [0, 1, 2])
     assert_refused(
-        "a: turn_ids has dtype torch.float32, expected integers", sample, [0.0, 1.0, 1.0, 2.0]
+        "a: turn_ids has dtype torch.float64, expected integers", sample, [0.0, 1.0, 1.0, 2.0]
     )
     assert_refused(
         "a has no turn_ids, which --sequence-unit turn needs",

@@ -15,6 +15,7 @@ pytest.importorskip("reasoning_gym")
 from benchmarks.studies import llama, pool, table
 
 
+@pytest.mark.full
 def test_runs_go_on_where_the_time_ended_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

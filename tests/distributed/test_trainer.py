@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from report import names_of, read_run
 
 from .quickstart_run import output_of, steps_of, wait, wait_for_steps
@@ -220,21 +221,24 @@ def test_a_run_with_other_settings_does_not_go_on(rollouts, stopped, flags, mess
     assert (stopped / "metrics.jsonl").read_bytes() == metrics
 
 
-def test_other_rollouts_of_the_same_name_are_refused(rollouts: Path, stopped: Path) -> None:
+def test_rollouts_that_end_before_the_place_of_the_checkpoint_are_refused(
+    rollouts: Path, stopped: Path
+) -> None:
     (stopped / "other").mkdir()
     other = stopped / "other" / rollouts.name
-    lines = rollouts.read_text().splitlines(keepends=True)
-    other.write_text("".join([*lines[1:], lines[0]]))
-    assert "error: --rollout-files: file 1 of the 1" in end_of(other, stopped, STEPS)
+    other.write_text("".join(rollouts.read_text().splitlines(keepends=True)[:2]))
+    said = end_of(other, stopped, STEPS)
+    assert "error: --rollout-files: the files have 2 rows and the checkpoint stopped after" in said
 
 
-def test_a_checkpoint_of_another_program_is_named(rollouts: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_program_is_named(rollouts: Path, stopped: Path) -> None:
     """As a pre-training run leaves it, without a place in the rollouts."""
-    function = "trainer.checkpoint._store_rollout_state"
-    prepare = functools.partial(break_call, function, None, None)
-    run(rollouts, tmp_path / "run", STEPS, prepare=prepare)
-    said = end_of(rollouts, tmp_path / "run", STEPS + "--train-iters 9")
-    assert "another program and has no place in the rollouts; give --finetune" in said
+    path = stopped / "iter_0000003/common.pt"
+    state = torch.load(path, weights_only=False)
+    del state["args"].rollout_state
+    torch.save(state, path)
+    said = end_of(rollouts, stopped, STEPS + "--train-iters 9")
+    assert "another program or an earlier version and has no place in the rollouts" in said
 
 
 def test_a_damaged_checkpoint_is_named(rollouts: Path, stopped: Path) -> None:

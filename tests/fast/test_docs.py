@@ -142,6 +142,7 @@ def test_the_site_builds(site):
         assert_words(words, page.read_text())
 
 
+@pytest.mark.full
 def test_the_site_takes_nothing_from_elsewhere(site):
     """Scripts, styles, fonts and pictures lie beside the pages; MathJax and its font too."""
     for page in site.rglob("index.html"):
@@ -153,6 +154,7 @@ def test_the_site_takes_nothing_from_elsewhere(site):
     assert (site / "aggregation/index.html").read_text().count('class="arithmatex"') > 8
 
 
+@pytest.mark.full
 def test_the_site_links_papers_and_shows_no_backslash_in_flags(site):
     html = (site / "objectives/index.html").read_text()
     assert '<a href="https://arxiv.org/abs/2402.03300">arXiv:2402.03300</a>' in html
@@ -162,6 +164,7 @@ def test_the_site_links_papers_and_shows_no_backslash_in_flags(site):
         assert "arxiv.org" not in code
 
 
+@pytest.mark.full
 def test_the_reference_has_all_that_is_exported(site):
     """By its docstrings: no name is without one, and the sections of an argument list are tables."""
     html = "".join(page.read_text() for page in site.glob("api/*/index.html"))

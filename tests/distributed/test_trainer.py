@@ -1,5 +1,6 @@
 """examples/trainer from rollout files: its steps, and that a run that goes on equals one that was never stopped."""
 
+import argparse
 import errno
 import functools
 import os
@@ -9,7 +10,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 from report import names_of, read_run
 
 from .quickstart_run import output_of, steps_of, wait, wait_for_steps
@@ -231,13 +231,14 @@ def test_rollouts_that_end_before_the_place_of_the_checkpoint_are_refused(
     assert "error: --rollout-files: the files have 2 rows and the checkpoint stopped after" in said
 
 
+def hide_place(rank: int) -> None:
+    """Show a checkpoint as a pre-training run leaves it, without a place in the rollouts."""
+    function = "trainer.checkpoint.dist_checkpointing.load_common_state_dict"
+    mock.patch(function, return_value={"args": argparse.Namespace()}).start()
+
+
 def test_a_checkpoint_of_another_program_is_named(rollouts: Path, stopped: Path) -> None:
-    """As a pre-training run leaves it, without a place in the rollouts."""
-    path = stopped / "iter_0000003/common.pt"
-    state = torch.load(path, weights_only=False)
-    del state["args"].rollout_state
-    torch.save(state, path)
-    said = end_of(rollouts, stopped, STEPS + "--train-iters 9")
+    said = end_of(rollouts, stopped, STEPS + "--train-iters 9", prepare=hide_place)
     assert "another program or an earlier version and has no place in the rollouts" in said
 
 

@@ -16,8 +16,13 @@ from megatron_pg.config import PolicyLossConfig
 from megatron_pg.head import HeadOptions
 from megatron_pg.loss.corrections import apply_corrections
 from megatron_pg.loss.from_logits import policy_loss_from_log_probs
-from megatron_pg.loss.metric_table import SIGNS, metrics_on
-from megatron_pg.loss.metrics import MicroBatchMetrics, metric_names, reduce_metrics
+from megatron_pg.loss.metrics import (
+    SIGNS,
+    MicroBatchMetrics,
+    metric_names,
+    metrics_on,
+    reduce_metrics,
+)
 from megatron_pg.loss.micro_batch import MicroBatchLoss, gradient_scope
 from megatron_pg.loss.objectives import OBJECTIVES
 from megatron_pg.loss.reducer import get_pg_loss_reducer

@@ -16,8 +16,7 @@ from megatron_pg.config import PolicyLossConfig
 from megatron_pg.critic.settings import CriticConfig
 from megatron_pg.critic.value_loss import MicroBatchValueLoss
 from megatron_pg.loss.corrections import accepted_samples
-from megatron_pg.loss.metric_table import METRICS, metrics_on
-from megatron_pg.loss.metrics import metric_names, metric_table
+from megatron_pg.loss.metrics import METRICS, metric_names, metric_table, metrics_on
 from megatron_pg.megatron import PolicyStep
 from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.sample import Sample

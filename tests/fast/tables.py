@@ -138,7 +138,7 @@ def metrics() -> Lines:
         fields = f"with {', '.join(row.reads)}" if row.reads else "always"
         where = "with a ratio" if row.of_ratio else fields
         name = f"`{row.name}`" + " (of a micro-batch)" * (not row.is_reported)
-        lines.append((name, row.help, row.kind, where))
+        lines.append((name, row.help, row.reduction, where))
     for derived in DERIVED:
         lines.append(
             (f"`{derived.name}`", derived.help, "derived", f"from {', '.join(derived.of)}")

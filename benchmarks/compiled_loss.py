@@ -116,7 +116,7 @@ def variants() -> dict[str, Bind]:
 def results_of(work: Work) -> list[Tensor]:
     """Metrics and gradients of one call, float64 on the host."""
     metrics: Any = work.loss()
-    found = [metrics.table, metrics.maxima, work.log_probs.grad, work.entropy.grad]
+    found = [metrics.pairs, metrics.maxima, work.log_probs.grad, work.entropy.grad]
     return [x.detach().double().cpu() for x in found if x is not None]
 
 

@@ -147,8 +147,8 @@ def require_totals(config: PolicyLossConfig, totals: StepTotals) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Weights:
-    """Numbers of the step, 0-d float64; from `loss` on weights of tokens, [window] float64, 0 at masked positions."""
+class StepNumbers:
+    """Numbers of the step for one micro-batch on this rank, 0-d float64 each."""
 
     outer_count: Tensor  # divides the sum of the policy loss
     unrejected_count: Tensor  # the same before rejections
@@ -159,10 +159,13 @@ class Weights:
     checksum_scale: Tensor  # makes the sum of the weights 1 over the step
     samples_scale: Tensor  # the same for weights times the identities of tokens
     ranks_scale: Tensor  # the same for these times the identity of the data-parallel rank
-    checksum_offset: (
-        Tensor  # added to the three sums: `share` in a step without active tokens, or 0
-    )
-    nothing: Tensor  # 0, the pair of a metric whose fields the samples lack
+    checksum_offset: Tensor  # in the three sums: `share` in a step without active tokens, or 0
+
+
+@dataclass(frozen=True, eq=False)
+class TokenWeights:
+    """Weights of tokens in sums over the step, [window] float64 each, 0 at masked positions."""
+
     loss: Tensor  # with loss weights; with a reducer of the user's own, 1 for an active token
     unrejected: Tensor  # the same before rejections: the weight of terms that no correction changes
     identified: Tensor  # `loss` times the number by which the sample is told from others
@@ -170,10 +173,21 @@ class Weights:
     document: Tensor  # in a metric's mean over documents
     sequence: Tensor  # in a metric's sum over sequences
 
+
+STEP_NUMBERS, SAMPLE_WEIGHTS = (
+    tuple(field.name for field in dataclasses.fields(group))
+    for group in (StepNumbers, TokenWeights)
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Weights(StepNumbers, TokenWeights):
+    """Weights and numbers of a micro-batch, rows of the two tables that `host_weights` makes."""
+
     @classmethod
     def spread(
         cls,
-        counts: Tensor,
+        step_numbers: Tensor,
         sample_weights: Tensor,
         loss_mask: Tensor,
         sample_ids: Tensor,
@@ -188,19 +202,16 @@ class Weights:
         if loss_weights is not None:
             for name in ("loss", "unrejected", "identified", "regularizer"):
                 weights[name] = weights[name] * loss_weights
-        return cls(**dict(zip(COUNTS, counts.unbind(), strict=True)), **weights)
-
-
-_NAMES = tuple(field.name for field in dataclasses.fields(Weights))
-COUNTS, SAMPLE_WEIGHTS = _NAMES[: _NAMES.index("loss")], _NAMES[_NAMES.index("loss") :]
+        return cls(**dict(zip(STEP_NUMBERS, step_numbers.unbind(), strict=True)), **weights)
 
 
 def host_weights(
     config: PolicyLossConfig, batch: PackedBatch, totals: StepTotals, share: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute `COUNTS` [counts] and `SAMPLE_WEIGHTS` [6, samples], float64, for the batch's device.
+    """Compute `STEP_NUMBERS` and `SAMPLE_WEIGHTS` [names, samples], float64, in one copy.
 
-    There are at least two columns, of no sample where there are fewer: the compiler makes another program for a size of 1.
+    There are at least two columns, of no sample where there are fewer: the compiler makes another
+    program for a size of 1.
     """
     samples, unit = batch.samples, config.loss_weight_denominator
     unrejected = totals.counted_in(unit)
@@ -220,7 +231,7 @@ def host_weights(
     if counted.knows_identities:
         identified = loss_divisors / coefficients_of(samples, counted.hashed_fields)
         ranks_scale *= coefficient_of_rank(counted.data_parallel_rank)
-    counts = {
+    step_numbers = {
         "outer_count": outer_count,
         "unrejected_count": counting.outer_count(unrejected),
         "regularizer_count": sample_mean.outer_count(unrejected),
@@ -232,7 +243,6 @@ def host_weights(
         "ranks_scale": ranks_scale,
         # A step without an active token has nothing to count and is right.
         "checksum_offset": 0.0 if expected[0] else share,
-        "nothing": 0.0,
     }
     divisors = {
         "loss": loss_divisors,
@@ -246,9 +256,10 @@ def host_weights(
     table = torch.zeros(size, dtype=torch.float64, device="cpu")
     for row, name in enumerate(SAMPLE_WEIGHTS):
         table[row, : len(samples)] = 1.0 / divisors[name]
-    head = host_float64([counts[name] for name in COUNTS])
-    numbers = to_device(torch.cat([head, table.flatten()]), batch.loss_mask.device)
-    return numbers[: len(COUNTS)], numbers[len(COUNTS) :].view_as(table)
+    numbers = host_float64([step_numbers[name] for name in STEP_NUMBERS])
+    moved = to_device(torch.cat([numbers, table.flatten()]), batch.loss_mask.device)
+    first, second = moved.split([numbers.numel(), table.numel()])  # type: ignore[no-untyped-call]
+    return first, second.view_as(table)
 
 
 def position_coefficients(

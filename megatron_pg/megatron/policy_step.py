@@ -213,7 +213,7 @@ class PolicyStep:
         self,
         batch: PackedBatch,
         inputs: dict[str, Any],
-        loss_of_output: Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]],
+        loss_of_output: Callable[[Tensor], tuple[Tensor, Mapping[str, Tensor]]],
         **added: Any,
     ) -> MicroBatchHead:
         """Make the head of a function from the model's output to the local loss and its metrics."""

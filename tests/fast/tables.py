@@ -11,7 +11,7 @@ from megatron_pg.config import PolicyLossConfig, add_policy_loss_args
 from megatron_pg.config.planning import PlanningConfig, add_planning_args
 from megatron_pg.critic.settings import CriticConfig, add_critic_args
 from megatron_pg.loss import AGGREGATIONS, CORRECTIONS, KL_ESTIMATES, METRICS, OBJECTIVES
-from megatron_pg.loss.metric_table import DERIVED
+from megatron_pg.loss.metrics import DERIVED
 from megatron_pg.migrate.line import OTHERS
 from megatron_pg.migrate.rows import TRAINERS, Term
 
@@ -138,7 +138,7 @@ def metrics() -> Lines:
         fields = f"with {', '.join(row.reads)}" if row.reads else "always"
         where = "with a ratio" if row.of_ratio else fields
         name = f"`{row.name}`" + " (of a micro-batch)" * (not row.is_reported)
-        lines.append((name, row.help, row.kind, where))
+        lines.append((name, row.help, row.reduction, where))
     for derived in DERIVED:
         lines.append(
             (f"`{derived.name}`", derived.help, "derived", f"from {', '.join(derived.of)}")

@@ -21,8 +21,7 @@ from megatron_pg.config.rows import TABLES
 from megatron_pg.head.distill.divergence import Divergence, Kind
 from megatron_pg.loss import AGGREGATIONS, CORRECTIONS, KL_ESTIMATES, METRICS, OBJECTIVES
 from megatron_pg.loss.corrections import Corrected
-from megatron_pg.loss.metric_table import DERIVED
-from megatron_pg.loss.metrics import MicroBatchMetrics
+from megatron_pg.loss.metrics import DERIVED, MicroBatchMetrics
 from megatron_pg.loss.micro_batch import MicroBatchLoss
 from megatron_pg.loss.objectives import Outcome
 from megatron_pg.step import advantages

@@ -87,14 +87,9 @@ def _layout(table: PairTable, device: torch.device) -> Tensor:
     return to_device(places, device)
 
 
-def checksums(weights: Weights, positions: Tensor) -> Tensor:
-    """Add up this rank's part of the three checksums, [3] float64; positions [window] float64 are those of `Tokens`."""
-    identified = weights.identified * positions
-    rows = [
-        weights.loss * weights.checksum_scale,
-        identified * weights.samples_scale,
-        identified * weights.ranks_scale,
-    ]
+def checksums(weights: Weights) -> Tensor:
+    """Add up this rank's part of the two checksums, [2] float64."""
+    rows = [weights.loss * weights.checksum_scale, weights.numbered * weights.numbers_scale]
     return torch.stack(rows).sum(1) + weights.checksum_offset
 
 
@@ -159,7 +154,7 @@ def metric_parts(
     }
     # Stacked, so that no term is the loss itself: an output that is another one loses its gradient.
     reported = torch.stack([terms.reported[name] for name in table.reported]).double()
-    parts = checksums(weights, tokens.positions), table.sums(values, weights, mask), reported
+    parts = checksums(weights), table.sums(values, weights, mask), reported
     if not rows:
         return None, None, *parts
     is_nan = ~terms.corrected.loss.isfinite()

@@ -18,7 +18,7 @@ from megatron_pg.config.custom import CUSTOM_FUNCTIONS
 from megatron_pg.config.policy_loss import LOG_PROB_FIELDS, PolicyLossConfig, required_inputs
 from megatron_pg.config.rows import Row
 from megatron_pg.loss import compiled
-from megatron_pg.loss.aggregation import AGGREGATIONS, Weights, host_weights, position_coefficients
+from megatron_pg.loss.aggregation import AGGREGATIONS, Weights, host_weights
 from megatron_pg.loss.compiled import Function, Outputs, Tensors
 from megatron_pg.loss.corrections import CORRECTIONS
 from megatron_pg.loss.metrics import MicroBatchMetrics, PairTable, metric_parts, metric_table
@@ -72,7 +72,6 @@ class MicroBatchLoss:
         self._tensors: dict[str, Tensor | None] = {
             **{name: getattr(batch, name) for name in BATCH_FIELDS},
             "sample_ids": batch.window_segment_ids,
-            "positions": position_coefficients(config, batch, totals),
             "counts": counts,
             "sample_weights": sample_weights,
         }

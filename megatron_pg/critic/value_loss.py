@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.critic.settings import CriticConfig
-from megatron_pg.loss.aggregation import Weights, host_weights, position_coefficients
+from megatron_pg.loss.aggregation import Weights, host_weights
 from megatron_pg.loss.checksum import CHECKSUM, check_checksum
 from megatron_pg.loss.metrics import (
     MicroBatchMetrics,
@@ -25,7 +25,7 @@ from megatron_pg.loss.policy_loss import quotient
 from megatron_pg.loss.reducer import get_reduction
 from megatron_pg.loss.tokens import masked
 from megatron_pg.step.batch import PackedBatch
-from megatron_pg.step.identity import CRITIC_FIELDS
+from megatron_pg.step.sample import CRITIC_FIELDS
 from megatron_pg.step.totals import StepTotals
 
 MEANS = ("value", "return", "value_clipfrac")
@@ -88,9 +88,8 @@ class MicroBatchValueLoss:
         loss = quotient(self._reduce(token_loss, weights.unrejected), weights.unrejected_count)
         table = value_metric_table(self.config)
         by_name = _metric_values(token_loss.detach(), values.detach(), returns)
-        positions = position_coefficients(self.config, batch, self._totals)
         terms = {"value_loss": loss.detach()}
-        pairs = table.pairs(by_name, terms, weights, mask, positions)
+        pairs = table.pairs(by_name, terms, weights, mask)
         is_nan = token_loss.isnan()
         return loss, MicroBatchMetrics(table, pairs, None, is_nan, batch, self._totals)
 

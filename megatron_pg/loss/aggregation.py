@@ -20,7 +20,6 @@ from megatron_pg.config.rows import Row, Table
 from megatron_pg.loss.corrections import counts_accepted, require_accepted
 from megatron_pg.step.batch import PackedBatch, to_device
 from megatron_pg.step.counts import CountedSample
-from megatron_pg.step.identity import coefficient_of_rank, coefficients_of
 from megatron_pg.step.totals import StepTotals
 from megatron_pg.step.values import host_float64
 
@@ -157,9 +156,8 @@ class StepNumbers:
     kl_coefficient: Tensor  # beta of the KL term, a number that steps may change
     share: Tensor  # part of the step's report that this micro-batch carries on this rank
     checksum_scale: Tensor  # makes the sum of the weights 1 over the step
-    samples_scale: Tensor  # the same for weights times the identities of tokens
-    ranks_scale: Tensor  # the same for these times the identity of the data-parallel rank
-    checksum_offset: Tensor  # in the three sums: `share` in a step without active tokens, or 0
+    numbers_scale: Tensor  # the same for weights times the coefficients of samples
+    checksum_offset: Tensor  # added to both sums: `share` in a step without active tokens, or 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,7 +166,7 @@ class TokenWeights:
 
     loss: Tensor  # with loss weights; with a reducer of the user's own, 1 for an active token
     unrejected: Tensor  # the same before rejections: the weight of terms that no correction changes
-    identified: Tensor  # `loss` times the number by which the sample is told from others
+    numbered: Tensor  # `loss` times the coefficient of the sample's number
     regularizer: Tensor  # of KL and entropy, with loss weights
     document: Tensor  # in a metric's mean over documents
     sequence: Tensor  # in a metric's sum over sequences
@@ -200,7 +198,7 @@ class Weights(StepNumbers, TokenWeights):
         spread = torch.where(loss_mask, sample_weights[:, sample_ids], 0.0)
         weights = dict(zip(SAMPLE_WEIGHTS, spread.unbind(), strict=True))
         if loss_weights is not None:
-            for name in ("loss", "unrejected", "identified", "regularizer"):
+            for name in ("loss", "unrejected", "numbered", "regularizer"):
                 weights[name] = weights[name] * loss_weights
         return cls(**dict(zip(STEP_NUMBERS, step_numbers.unbind(), strict=True)), **weights)
 
@@ -226,11 +224,8 @@ def host_weights(
         counting = mode if config.calculate_per_token_loss else sample_mean
     outer_count = counting.outer_count(counted)
     expected = mode.expected_sums(counted, divisor)
-    checksum_scale, samples_scale, ranks_scale = (1.0 / (total or 1.0) for total in expected)
-    loss_divisors = identified = mode.divisors_of(counted, samples, divisor)
-    if counted.knows_identities:
-        identified = loss_divisors / coefficients_of(samples, counted.hashed_fields)
-        ranks_scale *= coefficient_of_rank(counted.data_parallel_rank)
+    checksum_scale, numbers_scale = (1.0 / (total or 1.0) for total in expected)
+    loss_divisors = mode.divisors_of(counted, samples, divisor)
     step_numbers = {
         "outer_count": outer_count,
         "unrejected_count": counting.outer_count(unrejected),
@@ -239,15 +234,15 @@ def host_weights(
         "kl_coefficient": config.kl_loss_coef,
         "share": share,
         "checksum_scale": checksum_scale,
-        "samples_scale": samples_scale,
-        "ranks_scale": ranks_scale,
+        "numbers_scale": numbers_scale,
         # A step without an active token has nothing to count and is right.
         "checksum_offset": 0.0 if expected[0] else share,
     }
     divisors = {
         "loss": loss_divisors,
         "unrejected": mode.divisors_of(unrejected, samples, divisor),
-        "identified": identified,
+        # Infinite, a weight of 0, for a sample of another step.
+        "numbered": loss_divisors / torch.from_numpy(totals.counts.coefficients_of(samples)),
         "regularizer": sample_mean.divisors_of(unrejected, samples),
         "document": sample_mean.divisors_of(totals, samples),
         "sequence": host_float64([max(sample.num_active_tokens, 1) for sample in samples]),
@@ -260,11 +255,3 @@ def host_weights(
     moved = to_device(torch.cat([numbers, table.flatten()]), batch.loss_mask.device)
     first, second = moved.split([numbers.numel(), table.numel()])  # type: ignore[no-untyped-call]
     return first, second.view_as(table)
-
-
-def position_coefficients(
-    config: PolicyLossConfig, batch: PackedBatch, totals: StepTotals
-) -> Tensor:
-    """Return the numbers [window] float64 of the tokens' positions in the checksums; 1 where the totals know no identities."""
-    counted = totals.counted_in(config.loss_weight_denominator)
-    return batch.coefficients if counted.knows_identities else torch.ones_like(batch.coefficients)

@@ -125,11 +125,11 @@ class Derived:
     value: Callable[..., float]
 
 
-def of_field(name: str, help: str, field: str, *reduction: Reduction, **options: Any) -> Metric:
+def of_field(
+    name: str, help: str, field: str, reduction: Reduction = "mean", *, of_ratio: bool = False
+) -> Metric:
     """Make the metric that is a field of the samples."""
-    return Metric(
-        name, help, lambda s: s.tokens.given(field), *reduction, reads=(field,), **options
-    )
+    return Metric(name, help, lambda s: s.tokens.given(field), reduction, of_ratio, reads=(field,))
 
 
 of_ratio = functools.partial(Metric, of_ratio=True)
@@ -318,7 +318,6 @@ class PairTable:
         terms: Mapping[str, Tensor],
         weights: Weights,
         loss_mask: Tensor,
-        positions: Tensor,
     ) -> Tensor:
         """Add up values [window] of active tokens and 0-d terms, by name: [names, 2] float64."""
         active = loss_mask.double()
@@ -334,7 +333,7 @@ class PairTable:
         sums, documents, tokens = sums.split([len(rows), 1, 1])  # type: ignore[no-untyped-call]
         # Stacked: an output that is the loss itself would take its gradient.
         stacked = torch.stack([terms[name] for name in self.terms]).double()
-        numerators = [stacked, checksums(weights, positions), sums]
+        numerators = [stacked, checksums(weights), sums]
         total = {"document": documents, "active": tokens, "share": weights.share}
         total["nothing"] = torch.zeros_like(weights.share)
         kinds = ["share"] * (len(self.terms) + len(CHECKSUMS))
@@ -367,14 +366,9 @@ def metric_names(config: PolicyLossConfig) -> tuple[str, ...]:
     return metric_table(config).names
 
 
-def checksums(weights: Weights, positions: Tensor) -> Tensor:
-    """Add up this rank's part of the three checksums, [3] float64; see `Tokens.positions`."""
-    identified = weights.identified * positions
-    rows = [
-        weights.loss * weights.checksum_scale,
-        identified * weights.samples_scale,
-        identified * weights.ranks_scale,
-    ]
+def checksums(weights: Weights) -> Tensor:
+    """Add up this rank's part of the two checksums, [2] float64."""
+    rows = [weights.loss * weights.checksum_scale, weights.numbered * weights.numbers_scale]
     return torch.stack(rows).sum(1) + weights.checksum_offset
 
 
@@ -393,7 +387,7 @@ def measure(
         for row in rows
         if all(getattr(tokens, name) is not None for name in row.reads)
     }
-    pairs = table.pairs(values, terms.reported, weights, mask, tokens.positions)
+    pairs = table.pairs(values, terms.reported, weights, mask)
     if not rows:
         return pairs, None, None
     is_nan = ~terms.corrected.loss.isfinite()

@@ -18,7 +18,7 @@ from megatron_pg.config.custom import CUSTOM_FUNCTIONS
 from megatron_pg.config.policy_loss import LOG_PROB_FIELDS, PolicyLossConfig, required_inputs
 from megatron_pg.config.rows import Row
 from megatron_pg.loss import compiled
-from megatron_pg.loss.aggregation import AGGREGATIONS, Weights, host_weights, position_coefficients
+from megatron_pg.loss.aggregation import AGGREGATIONS, Weights, host_weights
 from megatron_pg.loss.compiled import Function, Outputs, Tensors
 from megatron_pg.loss.corrections import CORRECTIONS
 from megatron_pg.loss.metrics import MicroBatchMetrics, PairTable, measure, metric_table
@@ -72,7 +72,6 @@ class MicroBatchLoss:
         self._tensors: dict[str, Tensor | None] = {
             **{name: getattr(batch, name) for name in BATCH_FIELDS},
             "sample_ids": batch.window_segment_ids,
-            "positions": position_coefficients(config, batch, totals),
             "step_numbers": step_numbers,
             "sample_weights": sample_weights,
         }
@@ -94,8 +93,11 @@ class MicroBatchLoss:
         the teacher; the mass, of `--kept-set-mass`, is 1 for an empty set.
         """
         tensors = self._inputs(log_probs, entropy, divergence, kept_set_mass)
-        loss, *found = self._bind(self._loss_and_metrics, tensors)()
-        return loss, MicroBatchMetrics(self._table(tensors), *found, self.batch, self._totals)
+        loss, pairs, maxima, is_nan = self._bind(self._loss_and_metrics, tensors)()
+        metrics = MicroBatchMetrics(
+            self._table(tensors), pairs, maxima, is_nan, self.batch, self._totals
+        )
+        return loss, metrics
 
     def loss(self, log_probs: Tensor, *others: Tensor | None) -> Tensor:
         """Compute the loss without metrics; arguments as for a call."""

@@ -26,7 +26,6 @@ class Tokens:
     divergence: Tensor | None  # from the teacher in nats, with gradient
     sample_ids: Tensor  # int64
     unit_ids: Tensor  # int64, of the sequence, or of the turn under `--sequence-unit turn`
-    positions: Tensor  # coefficients of positions in the sums that tell samples apart, float64
     kept_set_mass: Tensor | None  # probability of the set that the token was sampled from
     # As in `PackedBatch`:
     loss_mask: Tensor

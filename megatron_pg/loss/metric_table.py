@@ -14,6 +14,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
+from megatron_pg.config.tables import rows_on
 from megatron_pg.loss.corrections import Corrected, correction_metric_names
 from megatron_pg.loss.objectives import OBJECTIVES, Outcome
 from megatron_pg.loss.regularizers import KL_ESTIMATES
@@ -264,4 +265,4 @@ def metrics_on(config: PolicyLossConfig) -> list[Metric]:
 
 def ratio_of(config: PolicyLossConfig) -> str:
     """Return the unit that has one ratio: "token", "sequence", or "none", also for a function of the user's own."""
-    return next((row.ratio for row in OBJECTIVES.rows_on(config)), "none")
+    return next((row.ratio for row in rows_on(OBJECTIVES, config)), "none")

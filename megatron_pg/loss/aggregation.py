@@ -9,14 +9,14 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
-from megatron_pg.config.rows import Row, Table
+from megatron_pg.config.tables import TABLES, Row, add_rows, is_replaced
 from megatron_pg.loss.corrections import counts_accepted, require_accepted
 from megatron_pg.step.batch import PackedBatch, to_device
 from megatron_pg.step.counts import CountedSample
@@ -27,6 +27,8 @@ from megatron_pg.step.values import host_float64
 @dataclass(frozen=True, kw_only=True)
 class Aggregation(Row):
     """One mode: the divisor of a sample's tokens, and the count of the step that the sum is divided by."""
+
+    setting: ClassVar[str] = "loss_aggregation"
 
     denominator: Callable[[StepTotals, Sequence[CountedSample]], Tensor] | None = None
     """The function (totals, samples) -> [num_samples] float64 divisors, of D or G, 0 standing for 1; None where all samples
@@ -60,18 +62,7 @@ class Aggregation(Row):
         return totals.expected_sums(divisors_of, (self.name, divisor))
 
 
-AGGREGATIONS: Table[Aggregation] = Table(
-    "loss_aggregation",
-    replaced_by="custom_pg_loss_reducer_function_path",
-    also_known_as={
-        "grpo": "sample_mean",
-        "dapo": "prompt_mean",
-        "scalerl": "prompt_mean",
-        "group_mean": "prompt_mean",
-        "token-mean": "token_mean",
-        **dict.fromkeys(("dr.grpo", "dr_grpo", "drgrpo"), "constant, with dr_grpo's advantages"),
-    },
-)
+AGGREGATIONS: dict[str, Aggregation] = TABLES["loss_aggregation"]
 
 
 def _num_prompt_groups(totals: StepTotals) -> int:
@@ -95,7 +86,8 @@ def _num_prompt_groups(totals: StepTotals) -> int:
     return max(totals.num_prompt_groups, 1)
 
 
-AGGREGATIONS.add(
+add_rows(
+    AGGREGATIONS,
     Aggregation(
         name="sample_mean",
         formula="1/N sum_i (sum_t m x / max(D_i, 1))",
@@ -140,7 +132,7 @@ def checked_aggregation(name: str, divisor: float | None, qkv_format: Any = "thd
 
 def require_totals(config: PolicyLossConfig, totals: StepTotals) -> None:
     """Refuse totals that cannot divide the config's policy loss, on every rank and pipeline stage."""
-    if not AGGREGATIONS.is_replaced(config):
+    if not is_replaced("loss_aggregation", config):
         AGGREGATIONS[config.loss_aggregation].outer_count(totals)
     totals.counted_in(config.loss_weight_denominator, accepted=counts_accepted(config))
 
@@ -218,7 +210,7 @@ def host_weights(
     sample_mean = AGGREGATIONS["sample_mean"]
     mode = counting = AGGREGATIONS[config.loss_aggregation]
     divisor = config.loss_aggregation_divisor
-    if AGGREGATIONS.is_replaced(config):
+    if is_replaced("loss_aggregation", config):
         # By the field's convention the sum of a custom reducer is over rollouts, or over tokens in per-token mode.
         mode, divisor = AGGREGATIONS["token_mean"], None
         counting = mode if config.calculate_per_token_loss else sample_mean

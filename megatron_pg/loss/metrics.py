@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
+from megatron_pg.config.tables import rows_on
 from megatron_pg.loss.aggregation import Weights
 from megatron_pg.loss.checksum import CHECKSUM, CHECKSUMS, check_checksum
 from megatron_pg.loss.corrections import Corrected, correction_metric_names
@@ -126,10 +127,11 @@ class Derived:
 
 
 def of_field(
-    name: str, help: str, field: str, reduction: Reduction = "mean", *, of_ratio: bool = False
+    name: str, help: str, field: str, reduction: Reduction = "mean", **options: Any
 ) -> Metric:
     """Make the metric that is a field of the samples."""
-    return Metric(name, help, lambda s: s.tokens.given(field), reduction, of_ratio, reads=(field,))
+    fields: Any = {"reads": (field,), **options}
+    return Metric(name, help, lambda s: s.tokens.given(field), reduction, **fields)
 
 
 of_ratio = functools.partial(Metric, of_ratio=True)
@@ -286,7 +288,7 @@ DERIVED = [
 
 def ratio_of(config: PolicyLossConfig) -> str:
     """Return the unit that has one ratio: "token", "sequence" or "none" (a user's function)."""
-    return next((row.ratio for row in OBJECTIVES.rows_on(config)), "none")
+    return next((row.ratio for row in rows_on(OBJECTIVES, config)), "none")
 
 
 def metrics_on(config: PolicyLossConfig) -> list[Metric]:

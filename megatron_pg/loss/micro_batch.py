@@ -16,9 +16,9 @@ from torch import Tensor
 
 from megatron_pg.config.custom import CUSTOM_FUNCTIONS
 from megatron_pg.config.policy_loss import LOG_PROB_FIELDS, PolicyLossConfig, required_inputs
-from megatron_pg.config.rows import Row
+from megatron_pg.config.tables import REPLACED_BY, Row, is_replaced, rows_on
 from megatron_pg.loss import compiled
-from megatron_pg.loss.aggregation import AGGREGATIONS, Weights, host_weights
+from megatron_pg.loss.aggregation import Weights, host_weights
 from megatron_pg.loss.compiled import Function, Outputs, Tensors
 from megatron_pg.loss.corrections import CORRECTIONS
 from megatron_pg.loss.metrics import MicroBatchMetrics, PairTable, measure, metric_table
@@ -261,12 +261,12 @@ class GradientScope(NamedTuple):
 
 def gradient_scope(config: PolicyLossConfig) -> GradientScope:
     """Read the scope off the rows. Of a function of the user's own nothing is known."""
-    objectives = OBJECTIVES.rows_on(config)
+    objectives = rows_on(OBJECTIVES, config)
     has_penalties = config.kl_loss_coef or config.entropy_coef or config.distill_coef
     leaves_out = not has_penalties and any(o.zero_advantage_is_zero_gradient for o in objectives)
-    rows: list[Row] = [*objectives, *CORRECTIONS.rows_on(config)]
-    is_replaced = OBJECTIVES.is_replaced(config) or AGGREGATIONS.is_replaced(config)
-    if is_replaced or not all(row.is_sum_over_tokens for row in rows):
+    rows: list[Row] = [*objectives, *rows_on(CORRECTIONS, config)]
+    has_custom = any(is_replaced(setting, config) for setting in REPLACED_BY)
+    if has_custom or not all(row.is_sum_over_tokens for row in rows):
         return GradientScope("micro_batch", leaves_out)
     return GradientScope("sequence" if reads_sequences(config) else "token", leaves_out)
 

@@ -21,9 +21,9 @@ DOCS = Path(__file__).parents[2] / "docs"
 Lines = list[tuple[str, ...]]
 """The cells of a table's lines, its head first."""
 FORMULAS = {
-    AGGREGATIONS.field: "aggregation-loss-aggregation",
-    OBJECTIVES.field: "policy-objectives-policy-loss",
-    KL_ESTIMATES.field: "divergence-and-entropy",
+    "loss_aggregation": "aggregation-loss-aggregation",
+    "policy_loss": "policy-objectives-policy-loss",
+    "kl_loss_type": "divergence-and-entropy",
 }
 """The section of docs/objectives.md that has the formulas of a field's choices."""
 
@@ -123,7 +123,7 @@ def flags(add_args: Any, config: type[Any]) -> Lines:
 
 def rows(table: Any, meaning: str) -> Lines:
     """One line a row: its name, or its flag where it has one of its own, and what it says of itself."""
-    default = getattr(PolicyLossConfig, table.field, None)
+    default = getattr(PolicyLossConfig, next(iter(table.values())).setting, None)
     head = "flag" if default is None else "name"
     lines: Lines = [(head, meaning, "about", "reads")]
     for row in table.values():

@@ -354,13 +354,13 @@ def metric_table(config: PolicyLossConfig, lacking: frozenset[str] = frozenset()
         # A turn's share of the step is not among the weights, which are those of samples.
         kinds["ratio sum"] = "absent" if config.sequence_unit == "turn" else "sequence sum"
     rows = [row for row in metrics_on(config) if row.reduction not in SIGNS]
+    # Few runs of equal denominators to lay end to end, in an order that no data decide.
+    rows.sort(key=lambda row: row.reduction)
     kind_of = {row.name: kinds.get(row.reduction, row.reduction) for row in rows}
     kind_of |= {row.name: "absent" for row in rows if lacking & {*row.reads}}
     coefficients = (config.kl_loss_coef, config.entropy_coef, config.distill_coef)
     terms = itertools.compress(("kl_loss", "entropy_loss", "distill_loss"), coefficients)
-    # Few runs of equal denominators are few tensors to lay end to end.
-    by_denominator = sorted(kind_of.items(), key=lambda row: WEIGHTS[row[1]][1])
-    return PairTable(("loss", "pg_loss", *terms), tuple(by_denominator))
+    return PairTable(("loss", "pg_loss", *terms), tuple(kind_of.items()))
 
 
 def metric_names(config: PolicyLossConfig) -> tuple[str, ...]:

@@ -85,7 +85,7 @@ def plan_step(
         check_samples("plan_step", samples)
         counts = StepCounts.of([sample_counts(samples)])  # first: it numbers them, for errors
         PlanningConfig(max_tokens_per_microbatch, oversized_samples=oversized)  # checks them
-        total_lengths = np.array([sample.total_length for sample in samples], dtype=np.int64)
+        total_lengths = np.array([sample.tokens.numel() for sample in samples], dtype=np.int64)
         lengths = layout.padded_length(total_lengths)
         if max_tokens_per_microbatch < layout.least_tokens:
             raise ValueError(

@@ -188,6 +188,9 @@ class Sample:
         stored["side_channels"] = checked_side_channels(
             self.name, self.side_channels, self.loss_mask, self.total_length
         )
+        # Counted here, where the tokens are in the processor's cache: a step has many samples.
+        for field in ("num_active_tokens", "prompt_hash"):
+            getattr(self, field)
 
     @property
     def total_length(self) -> int:
@@ -210,8 +213,10 @@ class Sample:
         return None if self.loss_weights is None else float(self.loss_weights.double().sum())
 
     @functools.cached_property
-    def prompt_hash(self) -> int:
-        """A 64-bit hash of the prompt's tokens."""
+    def prompt_hash(self) -> int | None:
+        """A 64-bit hash of the prompt's tokens; None without `group_index` and `rollout_id`."""
+        if self.group_index is None and self.rollout_id is None:
+            return None
         return hash_of_tokens(self.tokens[: self.prompt_length])
 
     def _numbered_name(self, count: int) -> NumberedName:

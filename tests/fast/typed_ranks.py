@@ -145,7 +145,7 @@ def say_by_hand(patch: pytest.MonkeyPatch, seen: Seen) -> None:
     # Writes through an index, `statistics[part, 0] = ...`, leave the type of what is written to as it was.
     untyped(rows_torch, "_local_statistics", lambda rows: rows.logits)
     # An index of samples is the rank's own, and adding by index is a sum over the window.
-    untyped(micro_batch, "sums_of_rank", lambda config, tokens, samples: tokens.log_probs, cp=P)
+    untyped(micro_batch, "sums_of_rank", lambda config, tokens, samples: tokens.loss_mask, cp=P)
     # Sums of tokens and a summand of the host lie in one tensor, which has one type.
     untyped(metrics, "checksums", lambda weights: weights.loss, cp=P)
 

@@ -44,7 +44,7 @@ class Tokens:
         cls, tensors: Mapping[str, Any], side_channels: Mapping[str, object] | None = None
     ) -> Self:
         """Build the tokens from raw tensors by field name, with the inputs masked before anything is computed from them."""
-        fields: dict[str, Any] = {f.name: tensors.get(f.name) for f in dataclasses.fields(cls)}
+        fields: dict[str, Any] = {name: tensors.get(name) for name in NAMES}
         fields["side_channels"] = side_channels or {}
         if fields["unit_ids"] is None:
             fields["unit_ids"] = fields["sample_ids"]
@@ -69,6 +69,7 @@ class Tokens:
         return self.given("old_log_probs").double() - self.given("rollout_log_probs")
 
 
+NAMES = tuple(field.name for field in dataclasses.fields(Tokens))
 DIFFERENTIATED = ("log_probs", "entropy", "divergence")  # the loss has a gradient to them
 
 

@@ -77,7 +77,8 @@ def apply_corrections(
     rows = rows_on(CORRECTIONS, config)
     if not rows:
         return Corrected(loss, tokens.loss_mask, {})
-    kept, metrics = tokens.loss_mask, dict[str, Tensor]()
+    kept = tokens.loss_mask
+    metrics: dict[str, Tensor] = {}
     for row in rows:
         loss, kept_by_row, row_metrics = row.function(config, tokens, sums, loss)
         kept = kept & kept_by_row

@@ -116,7 +116,7 @@ def variants() -> dict[str, Bind]:
 def results_of(work: Work) -> list[Tensor]:
     """Metrics and gradients of one call, float64 on the host."""
     metrics: Any = work.loss()
-    found = [metrics.table, metrics.maxima, work.log_probs.grad, work.entropy.grad]
+    found = [metrics.pairs, metrics.maxima, work.log_probs.grad, work.entropy.grad]
     return [x.detach().double().cpu() for x in found if x is not None]
 
 
@@ -166,6 +166,7 @@ def main() -> None:
     compiled.bind = variants()["operators"]  # type: ignore[assignment]
     for setting in args.settings:
         Work(NUM_SAMPLES, TOKENS, setting, device).loss()
+    reasons = set[str]()
     for setting in args.settings:
         assert setting in SETTINGS
         compiled.bind = variants()["operators"]  # type: ignore[assignment]
@@ -183,7 +184,10 @@ def main() -> None:
             except Exception as error:
                 cells = f"failed: {type(error).__name__}: {str(error).splitlines()[0][:200]} |"
             print(f"| {setting} | {name} | {cells}", flush=True)
+            reasons |= set(torch._dynamo.utils.counters["graph_break"])
             synchronize(device)
+    for reason in sorted(reasons):
+        print(f"\ngraph break: {' '.join(reason.split())[:300]}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The proof that the integrations are exact inside the trainers as they are: their real source, imported from checkouts.
+# Test the integrations inside the trainers as they are: their real source, imported from checkouts.
 #
 #   TRAINERS=/folder bash ci/trainers.sh           # /folder/slime, /folder/miles, ...: checkouts that are there already
 #   bash ci/trainers.sh --clone /folder            # first fetch slime and miles, where the folder has none
@@ -78,5 +78,5 @@ for name in $(cut -d ' ' -f 1 <<<"$COMMITS") ${WHEELS//==*([^ ])/}; do
     [ -d "$TRAINERS/$name" ] || absent+=("$name")
 done
 [ ${#absent[@]} = 0 ] || echo "Tests of these are skipped, which \`--clone FOLDER all\` fetches: ${absent[*]}"
-# What the proof found, a line each; the trainers' own warnings go to stderr.
+# What the tests found, a line each; the trainers' own warnings go to stderr.
 "$VENV_PYTHON" -m pytest -q -rs --no-header -W ignore --capture=no tests/trainers "$@"

@@ -11,7 +11,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from run_log import checkpoints, read_checkpoint, read_settings
 
 import megatron_pg as pg
-from megatron_pg.config.fields import flag_of
+from megatron_pg.config.values import flag_of
 from megatron_pg.critic import compute_values
 from megatron_pg.megatron import ParallelGroups, compute_hidden_states
 

@@ -33,8 +33,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 import megatron_pg as pg
 from megatron_pg import megatron as pgm
-from megatron_pg.config.program import ProgramParser, exit_refused
-from megatron_pg.config.settings_file import add_settings_file_args, text_of_words
+from megatron_pg.config.command_line import ProgramParser, exit_refused, text_of_words
 from megatron_pg.critic import ValueStep, add_value_head
 from megatron_pg.megatron.schedule import run_micro_batches
 from megatron_pg.step.advantages import METHODS, half_of_dr_grpo
@@ -70,7 +69,7 @@ NUMBERS = {
 def parse_arguments() -> Namespace:
     """The flags; a refusal names the flag, what was found and what to do."""
     parser = ProgramParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    add_settings_file_args(parser)
+    parser.add_config_args()
     add = parser.add_argument
     for name, (default, meaning) in NUMBERS.items():
         add(f"--{name}", type=type(default), default=default, help=f"{meaning} ({default})")

@@ -7,8 +7,8 @@ from importlib import import_module
 from types import ModuleType
 
 import megatron_pg
-from megatron_pg.config.program import ProgramParser
-from megatron_pg.config.rows import did_you_mean
+from megatron_pg.config.command_line import ProgramParser
+from megatron_pg.config.values import did_you_mean
 
 EPILOG = """\
 commands:

@@ -117,13 +117,16 @@ class RandomSample(Sample):
 
 
 def package_sample(sample: PlainSample) -> Sample:
+    """Make the package's sample; the same plain sample gives the same one to the checksum each time."""
     values = vars(sample).copy()
     for name in ("tokens", "loss_mask"):
         values[name] = torch.tensor(values[name], dtype=torch.int64)
     for name in FLOATS:
         if values[name] is not None:
             values[name] = torch.tensor(values[name], dtype=torch.float32)
-    return RandomSample(**values, id_source="the test")
+    packaged = RandomSample(**values, id_source="the test")
+    vars(sample)["number"] = packaged.number
+    return packaged
 
 
 def package_samples(samples: Step) -> list[Sample]:

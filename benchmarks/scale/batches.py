@@ -1,4 +1,4 @@
-"""Curves of samples and micro-batches: identities, totals, `pack`, routed experts and kept sets."""
+"""Curves of samples and micro-batches: totals, `pack`, routed experts and kept sets."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -9,7 +9,6 @@ from benchmarks.planning import BUDGET, length_distributions, samples_with
 from benchmarks.scale.planning import sample_of
 from benchmarks.scale.played import measured, table
 from megatron_pg import Ragged, Sample, pack, plan_step, step_totals
-from megatron_pg.step.identity import store_hashes
 
 Row = Sequence[Any]
 
@@ -28,14 +27,13 @@ def steps() -> Iterator[Row]:
             return samples_with(lengths)  # noqa: B023
 
         seconds = [
-            best(make, store_hashes),
             best(make, step_totals),
             best(
                 make,
                 lambda samples: plan_step(samples, max_tokens_per_microbatch=BUDGET, cp_size=2),
             ),
         ]
-        yield count, *seconds, 1e6 * seconds[0] / count
+        yield count, *seconds, 1e6 * seconds[1] / count
 
 
 def packs() -> Iterator[Row]:
@@ -49,8 +47,7 @@ def packs() -> Iterator[Row]:
         }
         sets = Ragged(torch.zeros(length - 1, dtype=torch.int64), torch.arange(length))
         kept = Sample(**fields | {"tokens": torch.zeros(length)[:].long()}, kept_tokens=sets)
-        times = [best(lambda: [sample_of(length, 0)], store_hashes)]  # noqa: B023
-        times += [best(lambda s=s: [s], pack) for s in (plain, kept)]
+        times = [best(lambda s=s: [s], pack) for s in (plain, kept)]
         experts = float("nan")
         if length <= 2**16:
             chosen = torch.zeros(48, length, 8, dtype=torch.uint8)
@@ -61,12 +58,10 @@ def packs() -> Iterator[Row]:
 
 def main() -> None:
     table(
-        "Fresh samples on one rank",
-        "samples, identities s, step_totals s, plan_step s, us a sample",
-        steps(),
+        "Fresh samples on one rank", "samples, step_totals s, plan_step s, us per sample", steps()
     )
     table(
         "A micro-batch of one sample",
-        "tokens, identity ms, pack ms, with kept sets of one id ms, with experts of 48 layers (k = 8) ms, experts MiB",
+        "tokens, pack ms, with kept sets of one id ms, with experts of 48 layers (k = 8) ms, experts MiB",
         packs(),
     )

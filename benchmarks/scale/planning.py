@@ -54,14 +54,14 @@ def deals() -> Iterator[Row]:
 
 
 def plans() -> Iterator[Row]:
-    """One rank's `plan_step` of fresh samples, hashes included; the other ranks are played."""
+    """One rank's `plan_step` of fresh samples, hashes of prompts included; the other ranks are played."""
     for num_samples, num_ranks in (*SIZES, GOAL):
         lengths, ranks = dealt(num_samples, num_ranks)
         index = np.arange(num_samples)
         flat = np.zeros(num_samples, dtype=ROW)
         flat["num_active_tokens"], flat["filled"] = lengths, (1 << len(OPTIONAL)) - 1 - 32
         flat["group_index"], flat["rollout_id"] = index // 8, index
-        flat["prompt_hash"], flat["active_coefficients"] = index // 8, lengths * 1.1
+        flat["prompt_hash"], flat["number"] = index // 8, index
         flat["id_source"] = 7
         mine = [sample_of(int(lengths[i]), num_samples * 8 + 8 * i) for i in ranks[0]]
         answers = [(1, int(lengths[members].sum()), flat[members].tobytes()) for members in ranks]

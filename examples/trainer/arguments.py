@@ -19,11 +19,10 @@ from megatron.training import arguments as megatron
 from megatron.training.checkpointing import load_args_from_checkpoint
 
 from megatron_pg.config import add_policy_loss_args, validate_policy_loss_args
-from megatron_pg.config.fields import flag_of, refuse
+from megatron_pg.config.command_line import ProgramParser, text_of_words
 from megatron_pg.config.planning import add_planning_args, validate_planning_args
 from megatron_pg.config.policy_loss import OPTIONAL_SAMPLE_FIELDS
-from megatron_pg.config.program import ProgramParser
-from megatron_pg.config.settings_file import add_settings_file_args, text_of_words
+from megatron_pg.config.values import flag_of, refuse
 from megatron_pg.megatron.varying_log_probs import varying_settings
 from megatron_pg.step.advantages import METHODS
 
@@ -55,7 +54,7 @@ def parse_arguments() -> Namespace:
     parsers: list[_TrainerParser] = []
     before = ProgramParser(add_help=False, allow_abbrev=False)
     before.add_argument("--hf-model")
-    add_settings_file_args(before)
+    before.add_config_args()
     folder = before.parse_known_args()[0].hf_model
 
     def add_trainer_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -97,7 +96,7 @@ def _settings_of_run(args: Namespace, parser: Any) -> str:
 
 def _add_flags(parser: Any) -> Any:
     parser.__class__ = _TrainerParser  # Megatron makes it, for this program alone
-    add_settings_file_args(parser)
+    parser.add_config_args()
     add_policy_loss_args(parser)
     add_planning_args(parser)
     add = parser.add_argument_group("trainer").add_argument

@@ -7,9 +7,10 @@ from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_pg.config.fields import fields_of, flag_of
 from megatron_pg.config.planning import PlanningConfig
 from megatron_pg.config.policy_loss import PolicyLossConfig
+from megatron_pg.config.settings import fields_of
+from megatron_pg.config.values import flag_of
 
 FILES = "samples come from --rollout-files or --task; drop it"
 GPT = "the model is a GPTModel; drop it"

@@ -21,7 +21,7 @@ from rollout_log import SHOWN_PROMPTS, RolloutLog, rollout_row
 from run_folder import append_step, cut_back, replace_text
 
 from megatron_pg import PolicyLossConfig, Sample, StepPlan, accepted_samples, adapted_kl, pack
-from megatron_pg.config.program import exit_refused
+from megatron_pg.config.command_line import exit_refused
 from megatron_pg.megatron import PolicyStep
 from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.megatron.schedule import run_micro_batches

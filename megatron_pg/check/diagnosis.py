@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from megatron_pg.check.compare import CheckRow
 from megatron_pg.check.finding import Finding, instead, named
 from megatron_pg.check.options import CheckOptions
-from megatron_pg.config.fields import flag_of
+from megatron_pg.config.values import flag_of
 
 
 def diagnoses(rows: Sequence[CheckRow], options: CheckOptions, world_size: int) -> list[str]:

@@ -5,15 +5,15 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
 
+from megatron_pg.config.command_line import ProgramParser
 from megatron_pg.config.custom import custom_function_violations
-from megatron_pg.config.fields import COUNT, Settings, add_args, refuse
 from megatron_pg.config.policy_loss import PolicyLossConfig
-from megatron_pg.config.program import ProgramParser
-from megatron_pg.config.settings_file import add_settings_file_args
+from megatron_pg.config.settings import Settings, add_args, setting
+from megatron_pg.config.values import COUNT, refuse
 from megatron_pg.config.versions import derives_multi_token_labels, has_hybrid_model
 from megatron_pg.loss.aggregation import AGGREGATIONS
 
@@ -33,50 +33,55 @@ CUSTOM_PATHS = ("custom_pg_loss_reducer_function_path", "custom_policy_loss_path
 class CheckOptions(Settings):
     """The sharding and the run of the small model. The rest of the world is data parallel."""
 
-    all: bool = False
-    """Check every sharding that the number of processes allows, in place of the given sizes. Print a line for each."""
-    sample_groups: Annotated[int | None, COUNT] = None
-    """Check on this many copies of the model alone, evenly spaced over the job; the other processes end at once. A copy is
-    TP x CP x PP processes, and with experts as many copies as share them count as one. Unset: the whole job."""
-    tensor_model_parallel_size: Annotated[int, COUNT] = 1
-    pipeline_model_parallel_size: Annotated[int, COUNT] = 1
-    virtual_pipeline_model_parallel_size: Annotated[int | None, COUNT] = None
-    context_parallel_size: Annotated[int, COUNT] = 1
-    expert_model_parallel_size: Annotated[int, COUNT] = 1
-    expert_tensor_parallel_size: Annotated[int, COUNT] = 1
-    """Megatron's own default is the tensor-parallel size."""
-    num_layers: Annotated[int | None, COUNT] = None
-    """Unset: 2, or the pipeline's number of chunks where that is more."""
-    num_experts: Annotated[int | None, COUNT] = None
-    """Check a mixture of experts."""
-    mtp_num_layers: Annotated[int | None, COUNT] = None
-    """Add a model with multi-token prediction; needs megatron-core 0.19."""
-    hybrid_model: bool = False
-    """Add a HybridModel, which Megatron names as GPTModel's successor; needs megatron-core 0.18, and no pipeline."""
+    # fmt: off
+    all: bool = setting(False, """
+        Check every sharding that the number of processes allows, in place of the given sizes.
+        Print a line for each.""")
+    sample_groups: int | None = setting(None, COUNT, """
+        Check on this many copies of the model alone, evenly spaced over the job; the other
+        processes end at once. A copy is TP x CP x PP processes, and with experts as many copies as
+        share them count as one. Unset: the whole job.""")
+    tensor_model_parallel_size: int = setting(1, COUNT)
+    pipeline_model_parallel_size: int = setting(1, COUNT)
+    virtual_pipeline_model_parallel_size: int | None = setting(None, COUNT)
+    context_parallel_size: int = setting(1, COUNT)
+    expert_model_parallel_size: int = setting(1, COUNT)
+    expert_tensor_parallel_size: int = setting(1, COUNT, """
+        Megatron's own default is the tensor-parallel size.""")
+    num_layers: int | None = setting(None, COUNT, """
+        Unset: 2, or the pipeline's number of chunks where that is more.""")
+    num_experts: int | None = setting(None, COUNT, "Check a mixture of experts.")
+    mtp_num_layers: int | None = setting(None, COUNT, """
+        Add a model with multi-token prediction; needs megatron-core 0.19.""")
+    hybrid_model: bool = setting(False, """
+        Add a HybridModel, which Megatron names as GPTModel's successor; needs megatron-core 0.18,
+        and no pipeline.""")
     sequence_parallel: bool = False
     use_distributed_optimizer: bool = False
-    average_in_collective: bool = False
-    """DDP's; per-token rows are left out, which Megatron excludes with it."""
-    overlap_grad_reduce: bool = False
-    """DDP reduces a bucket as soon as backward has filled it."""
-    gradient_accumulation_fusion: bool = False
-    """Weight gradients added up inside the GEMM; needs Transformer Engine or Apex's extension."""
-    cp_comm_type: Literal["p2p", "all_gather", "a2a"] | None = None
-    """Exchange of keys and values in Transformer Engine's attention; unset: Megatron's default."""
-    fused_lm_head: bool = False
-    """The end-to-end rows through the fused output layer."""
-    fp32_lm_head: bool = False
-    """Float32 logits out of bf16 operands. With fused_lm_head on cuda the vocabulary is one that QuACK's products take."""
-    custom_pg_loss_reducer_function_path: str | None = None
-    """Add rows of your own reducer."""
-    custom_policy_loss_path: str | None = None
-    """Add rows of your own per-token loss, with your own reducer if there is one."""
-    device: Literal["cpu", "cuda"] = "cpu"
-    """Device of the check; the default is cuda where torch finds a GPU."""
-    dtype: Literal["fp32", "bf16"] = "fp32"
-    """On cuda the default is bf16."""
-    transformer_impl: Literal["local", "transformer_engine"] = "local"
-    """On cuda in bf16 the default is transformer_engine, where it is installed."""
+    average_in_collective: bool = setting(False, """
+        DDP's; per-token rows are left out, which Megatron excludes with it.""")
+    overlap_grad_reduce: bool = setting(False, """
+        DDP reduces a bucket as soon as backward has filled it.""")
+    gradient_accumulation_fusion: bool = setting(False, """
+        Weight gradients added up inside the GEMM; needs Transformer Engine or Apex's
+        extension.""")
+    cp_comm_type: Literal["p2p", "all_gather", "a2a"] | None = setting(None, """
+        Exchange of keys and values in Transformer Engine's attention; unset: Megatron's
+        default.""")
+    fused_lm_head: bool = setting(False, "The end-to-end rows through the fused output layer.")
+    fp32_lm_head: bool = setting(False, """
+        Float32 logits out of bf16 operands. With fused_lm_head on cuda the vocabulary is one that
+        QuACK's products take.""")
+    custom_pg_loss_reducer_function_path: str | None = setting(None, """
+        Add rows of your own reducer.""")
+    custom_policy_loss_path: str | None = setting(None, """
+        Add rows of your own per-token loss, with your own reducer if there is one.""")
+    device: Literal["cpu", "cuda"] = setting("cpu", """
+        Device of the check; the default is cuda where torch finds a GPU.""")
+    dtype: Literal["fp32", "bf16"] = setting("fp32", "On cuda the default is bf16.")
+    transformer_impl: Literal["local", "transformer_engine"] = setting("local", """
+        On cuda in bf16 the default is transformer_engine, where it is installed.""")
+    # fmt: on
 
     def parallel_sizes(self, sharded: bool = True) -> dict[str, int | None]:
         """Return the sizes by Megatron's names, or those of a whole model on every rank."""
@@ -165,9 +170,11 @@ def parse_options(arguments: Sequence[str], *, world_size: int = 0) -> tuple[Che
         "the training is started, for example: torchrun --nproc-per-node 8 -m megatron_pg check "
         "--tensor-model-parallel-size 2 --context-parallel-size 2 --pipeline-model-parallel-size 2",
     )
-    add_args(parser, CheckOptions, title="check", unset=("device", "dtype", "transformer_impl"))
+    add_args(parser, CheckOptions, "check")
+    # What was not given depends on the machine.
+    parser.set_defaults(device=None, dtype=None, transformer_impl=None)
     parser.add_argument("--json", action="store_true", help="Print the report as JSON.")
-    add_settings_file_args(parser)
+    parser.add_config_args()
     args = parser.parse_args(list(arguments))
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     args.dtype = args.dtype or ("bf16" if args.device == "cuda" else "fp32")

@@ -1,12 +1,12 @@
 """Aggregation of the per-token losses: its settings, and their agreement with Megatron's per-token mode."""
 
-import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from megatron_pg.config.fields import PYTHON_ONLY, Interval, Settings, fields_of, flag_of
-from megatron_pg.config.rows import TABLES
+from megatron_pg.config.settings import Settings, fields_of, setting
+from megatron_pg.config.tables import TABLES, is_replaced
+from megatron_pg.config.values import ABOVE_0, Interval, flag_of
 
 BALANCING_LOSSES = frozenset({"aux_loss", "seq_aux_loss", "global_aux_loss"})
 
@@ -15,29 +15,37 @@ BALANCING_LOSSES = frozenset({"aux_loss", "seq_aux_loss", "global_aux_loss"})
 class AggregationSettings(Settings):
     """Settings of how per-token losses become one number, and of its scale."""
 
-    loss_aggregation: str = "sample_mean"
-    """Aggregation of the per-token losses x of a step to one number; all totals are of the whole step."""
-    loss_aggregation_divisor: Annotated[float | None, Interval(0, metavar="L")] = None
-    """L of constant, 1/(N L) sum m x, in tokens (Dr.GRPO, arXiv:2503.20783 eq. 2). Above 0."""
-    loss_weight_denominator: Literal["mask", "weights"] = "mask"
-    """Unit of D, G and T where samples carry loss weights u (Sample.loss_weights), by which every term of the loss is
-    multiplied token by token. mask: active tokens, as without weights. weights: sum m u, so that a weight of 0 is as
-    good as a masked token; needs samples with weights (1 where others have none)."""
-    calculate_per_token_loss: bool = False
-    """Megatron's per-token mode: gradients are summed over tokens and divided by the token count of the step. token_mean
-    turns it on by itself, sample_mean with it becomes token_mean, constant and prompt_mean refuse it."""
-    custom_pg_loss_reducer_function_path: str | None = None
-    """Import path of f(total_lengths, response_lengths, loss_masks, calculate_per_token_loss) -> reducer, where
-    reducer(x) is the inner sum over this rank's window; f is given cp_rank and cp_size too where
-    its signature names them. The masks are those that corrections leave. Takes the place of
-    loss_aggregation; the outer count is N rollouts, T active tokens in per-token mode."""
-    divide_gradient_twice: bool = False
-    """Report the loss and differentiate loss / outer count, KL and entropy terms included: parity with a script that
-    returns the mean over M documents to an engine that divides by M again (DeepSpeed). Not with grad_divisor."""
-    grad_divisor: Annotated[float | None, Interval(0), PYTHON_ONLY] = None
-    """Python API only. The reported policy loss is inner sum / outer count, the differentiated one inner sum /
-    grad_divisor, for parity with engines that divide twice; PolicyStep takes one for its step. The same of the whole
-    loss under regularizer_aggregation loss. Above 0. None: the outer count for both."""
+    # fmt: off
+    loss_aggregation: str = setting("sample_mean", """
+        Aggregation of the per-token losses x of a step to one number; all totals are of the whole
+        step.""")
+    loss_aggregation_divisor: float | None = setting(None, Interval(0, metavar="L"), """
+        L of constant, 1/(N L) sum m x, in tokens (Dr.GRPO, arXiv:2503.20783 eq. 2). Above 0.""")
+    loss_weight_denominator: Literal["mask", "weights"] = setting("mask", """
+        Unit of D, G and T where samples carry loss weights u (Sample.loss_weights), by which every
+        term of the loss is multiplied token by token. mask: active tokens, as without weights.
+        weights: sum m u, so that a weight of 0 is as good as a masked token; needs samples with
+        weights (1 where others have none).""")
+    calculate_per_token_loss: bool = setting(False, """
+        Megatron's per-token mode: gradients are summed over tokens and divided by the token count
+        of the step. token_mean turns it on by itself, sample_mean with it becomes token_mean,
+        constant and prompt_mean refuse it.""")
+    custom_pg_loss_reducer_function_path: str | None = setting(None, """
+        Import path of f(total_lengths, response_lengths, loss_masks, calculate_per_token_loss) ->
+        reducer, where reducer(x) is the inner sum over this rank's window; f is given cp_rank and
+        cp_size too where its signature names them. The masks are those that corrections leave.
+        Takes the place of loss_aggregation; the outer count is N rollouts, T active tokens in
+        per-token mode.""")
+    divide_gradient_twice: bool = setting(False, """
+        Report the loss and differentiate loss / outer count, KL and entropy terms included: parity
+        with a script that returns the mean over M documents to an engine that divides by M again
+        (DeepSpeed). Not with grad_divisor.""")
+    grad_divisor: float | None = setting(None, ABOVE_0, """
+        Python API only. The reported policy loss is inner sum / outer count, the differentiated
+        one inner sum / grad_divisor, for parity with engines that divide twice; PolicyStep takes
+        one for its step. The same of the whole loss under regularizer_aggregation loss. Above 0.
+        None: the outer count for both.""", flag=False)
+    # fmt: on
 
     def conflicts(self, given: Mapping[str, Any]) -> Iterator[str]:
         divisor = self.loss_aggregation_divisor
@@ -60,10 +68,9 @@ def settle_divisor(values: dict[str, Any], divisor: Any) -> list[str]:
         values["loss_aggregation"] = AggregationSettings.loss_aggregation
     if divisor is None:
         return []
-    field = copy.copy(fields_of(AggregationSettings)["loss_aggregation_divisor"])
-    field.flag = "--pg-loss-divisor"
+    field = fields_of(AggregationSettings)["loss_aggregation_divisor"]
     if violation := field.violation(divisor):
-        return [violation]
+        return [violation.replace(field.flag, "--pg-loss-divisor", 1)]
     path = values.get("custom_pg_loss_reducer_function_path")
     if path is None:
         values.update(loss_aggregation="constant", loss_aggregation_divisor=divisor)
@@ -84,8 +91,8 @@ def settle_per_token_mode(
 
     `trainer` has arguments by Megatron's names. A mode forced on the model's config later is not seen here.
     """
-    chosen, table = config.loss_aggregation, TABLES["loss_aggregation"]
-    is_custom, counterpart = table.is_replaced(config), table[chosen].under_per_token_flag
+    chosen, table = config.loss_aggregation, "loss_aggregation"
+    is_custom, counterpart = is_replaced(table, config), TABLES[table][chosen].under_per_token_flag
     exclusive = ("use_torch_fsdp2", "ddp_average_in_collective")
     obstacle = next((name for name in exclusive if trainer.get(name)), None)
     if not config.calculate_per_token_loss:

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron_pg.config.fields import flag_of
+from megatron_pg.config.values import flag_of
 
 if TYPE_CHECKING:
     import torch

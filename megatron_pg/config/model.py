@@ -2,50 +2,60 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from megatron_pg.config.fields import Interval, Settings, flag_of
+from megatron_pg.config.settings import Settings, setting
+from megatron_pg.config.values import ABOVE_0, flag_of
 
 
 @dataclass(frozen=True)
 class ModelSettings(Settings):
     """Settings of the model's input, of how log-probs and entropy come from its output, and of what a step reports."""
 
-    qkv_format: Literal["thd", "bshd"] = "thd"
-    """Layout of the model's input. thd: packed. bshd: one padded row a sequence, not under context parallelism."""
-    rollout_temperature: Annotated[float, Interval(0)] = 1.0
-    """Temperature t of the rollout engine: log-probs and entropy are those of logits / t. Above 0."""
-    replay_sampling_set: bool = False
-    """Log-probs and entropy of the distribution renormalised to the set that each token was sampled from (top-p,
-    top-k): log_prob = z_y / t - logsumexp over the set of z_k / t. Needs the sets (kept_tokens) of every sample, and
-    all log-probs of the samples over the same sets. A KL term is that of the two renormalised distributions."""
-    replay_routing: bool = False
-    """Routers take the experts that the rollout engine chose (routed_experts of every sample, arXiv:2510.11370); their
-    probabilities stay their own. Needs PolicyStep with the model."""
-    fused_lm_head: bool = False
-    """Compute output layer, log-probs and entropy together, a chunk of tokens at a time, without
-    the logits of all tokens in memory. Needs Megatron's ColumnParallelLinear as output layer, which may
-    scale and soft-cap its logits, and PolicyStep with the model. Not with bshd."""
-    fused_lm_head_memory_gib: Annotated[float | None, Interval(0)] = None
-    """GiB of bf16 logits in the fused head at once, equal on every rank. A loss over sequences may take it twice, float32
-    logits twice again. Unset: 2.5, on a device below 80 GB less."""
-    fused_lm_head_without_quack: bool = False
-    """Leave QuACK's products alone where they are installed."""
-    fp32_lm_head: bool = False
-    """Logits with float32 accumulation and output from the model's bf16 operands, in the fused head or in the model's
-    own output layer. Needs Megatron's ColumnParallelLinear there, and PolicyStep."""
+    # fmt: off
+    qkv_format: Literal["thd", "bshd"] = setting("thd", """
+        Layout of the model's input. thd: packed. bshd: one padded row a sequence, not under
+        context parallelism.""")
+    rollout_temperature: float = setting(1.0, ABOVE_0, """
+        Temperature t of the rollout engine: log-probs and entropy are those of logits / t. Above
+        0.""")
+    replay_sampling_set: bool = setting(False, """
+        Log-probs and entropy of the distribution renormalised to the set that each token was
+        sampled from (top-p, top-k): log_prob = z_y / t - logsumexp over the set of z_k / t. Needs
+        the sets (kept_tokens) of every sample, and all log-probs of the samples over the same
+        sets. A KL term is that of the two renormalised distributions.""")
+    replay_routing: bool = setting(False, """
+        Routers take the experts that the rollout engine chose (routed_experts of every sample,
+        arXiv:2510.11370); their probabilities stay their own. Needs PolicyStep with the model.""")
+    fused_lm_head: bool = setting(False, """
+        Compute output layer, log-probs and entropy together, a chunk of tokens at a time, without
+        the logits of all tokens in memory. Needs Megatron's ColumnParallelLinear as output layer,
+        which may scale and soft-cap its logits, and PolicyStep with the model. Not with bshd.""")
+    fused_lm_head_memory_gib: float | None = setting(None, ABOVE_0, """
+        GiB of bf16 logits in the fused head at once, equal on every rank. A loss over sequences
+        may take it twice, float32 logits twice again. Unset: 2.5, on a device below 80 GB
+        less.""")
+    fused_lm_head_without_quack: bool = setting(False, """
+        Leave QuACK's products alone where they are installed.""")
+    fp32_lm_head: bool = setting(False, """
+        Logits with float32 accumulation and output from the model's bf16 operands, in the fused
+        head or in the model's own output layer. Needs Megatron's ColumnParallelLinear there, and
+        PolicyStep.""")
 
-    allow_varying_log_probs: bool = False
-    """Train a model whose log-probs vary at the same weights (dropout), with first ratios that are not 1."""
+    allow_varying_log_probs: bool = setting(False, """
+        Train a model whose log-probs vary at the same weights (dropout), with first ratios that
+        are not 1.""")
 
-    pg_metrics: Literal["none", "basic", "with_entropy"] = "basic"
-    """Metrics beside the loss. basic: ratios, clip fractions, advantages, counts. with_entropy: the entropy too."""
-    kept_set_mass: bool = False
-    """Report kept_set_mass, the probability that the policy gives the kept sets, by a pass over the vocabulary. Needs
-    replay_sampling_set; not with fused_lm_head."""
-    check_aggregation: bool = False
-    """Raise an error, not a warning, if the aggregation checksum of a step is not 1: a sample was duplicated,
-    dropped, mis-sliced or exchanged."""
+    pg_metrics: Literal["none", "basic", "with_entropy"] = setting("basic", """
+        Metrics beside the loss. basic: ratios, clip fractions, advantages, counts. with_entropy:
+        the entropy too.""")
+    kept_set_mass: bool = setting(False, """
+        Report kept_set_mass, the probability that the policy gives the kept sets, by a pass over
+        the vocabulary. Needs replay_sampling_set; not with fused_lm_head.""")
+    check_aggregation: bool = setting(False, """
+        Raise an error, not a warning, if the aggregation checksum of a step is not 1: a sample was
+        duplicated, dropped, mis-sliced or exchanged.""")
+    # fmt: on
 
     @property
     def changes_output_layer(self) -> bool:

@@ -3,10 +3,11 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from megatron_pg.config.fields import Interval, Settings, flag_of
-from megatron_pg.config.rows import ANCHOR, TABLES
+from megatron_pg.config.settings import Settings, setting
+from megatron_pg.config.tables import ANCHOR, TABLES, rows_on
+from megatron_pg.config.values import ABOVE_0, FROM_0, Interval, flag_of
 
 MAX_LOG_RATIO = 20.0
 """Bound of a log-ratio's size before it is exponentiated: every ratio is in [e^-20, e^20], and e^20 is 4.9e8."""
@@ -26,46 +27,46 @@ BOUNDS = {
 class ObjectiveSettings(Settings):
     """Settings of the per-token loss."""
 
-    policy_loss: str = "ppo"
-    """Per-token loss, with r = exp(log_prob - old_log_prob)."""
-    custom_policy_loss_path: str | None = None
-    """Import path, pkg.mod.fn, of f(config, tokens, log_probs) -> per-token loss [window], in place of policy_loss."""
-    ratio_anchor: Literal["old", "rollout"] = "old"
-    """Log-probs in the denominator of the ratio r, wherever r stands. old: old_log_probs, of the policy that the step
-    starts from. rollout: rollout_log_probs, of the engine that sampled; old_log_probs are then not read. Not with
-    use_tis."""
-    eps_clip: Annotated[float, Interval(0, 1)] = 0.2
-    """The ratio is clipped from below at 1 - eps_clip. Above 0, at most 1."""
-    eps_clip_high: Annotated[float | None, Interval(0)] = None
-    """The ratio is clipped from above at 1 + eps_clip_high (arXiv:2503.14476). Above 0. Unset: eps_clip."""
-    eps_clip_c: Annotated[float | None, Interval(1)] = None
-    """Dual clip of ppo and gspo (arXiv:1912.09729): where A < 0 the loss is at most -eps_clip_c A.
-    Above 1."""
-    cispo_lower_bound: bool = False
-    """Clip the ratio of cispo from below too: -sg(clip(r, 1 - eps_clip, 1 + eps_clip_high)) A log_prob."""
-    sapo_tau_pos: Annotated[float, Interval(0)] = 1.0
-    """Temperature tau of sapo where A > 0. Above 0; the larger, the faster the gradient falls off as r leaves 1."""
-    sapo_tau_neg: Annotated[float, Interval(0)] = 1.05
-    """Temperature tau of sapo where A <= 0. Above 0."""
-    vespo_k_pos: Annotated[float, Interval(0, closed=True)] = 2.0
-    """Exponent k of vespo where A >= 0. At least 0."""
-    vespo_lambda_pos: Annotated[float, Interval(0, closed=True)] = 3.0
-    """Decay lam of vespo where A >= 0. At least 0."""
-    vespo_k_neg: Annotated[float, Interval(0, closed=True)] = 3.0
-    """Exponent k of vespo where A < 0. At least 0."""
-    vespo_lambda_neg: Annotated[float, Interval(0, closed=True)] = 2.0
-    """Decay lam of vespo where A < 0. At least 0."""
-    dppo_delta: Annotated[float | None, Interval(0, 1)] = None
-    """Divergence above which dppo_tv and dppo_kl drop a token with A < 0 whose probability fell. Above 0, at most 1.
-    Unset: 0.15 for dppo_tv, 0.05 nats for dppo_kl."""
-    dppo_delta_high: Annotated[float | None, Interval(0, 1)] = None
-    """The same for a token with A > 0 whose probability rose. Unset: dppo_delta."""
-    sequence_unit: Literal["sequence", "turn"] = "sequence"
-    """Unit of every sum and mean over a sequence. turn: the tokens that share a number in the
-    sample's turn_ids."""
+    # fmt: off
+    policy_loss: str = setting("ppo", "Per-token loss, with r = exp(log_prob - old_log_prob).")
+    custom_policy_loss_path: str | None = setting(None, """
+        Import path, pkg.mod.fn, of f(config, tokens, log_probs) -> per-token loss [window], in
+        place of policy_loss.""")
+    ratio_anchor: Literal["old", "rollout"] = setting("old", """
+        Log-probs in the denominator of the ratio r, wherever r stands. old: old_log_probs, of the
+        policy that the step starts from. rollout: rollout_log_probs, of the engine that sampled;
+        old_log_probs are then not read. Not with use_tis.""")
+    eps_clip: float = setting(0.2, Interval(0, 1), """
+        The ratio is clipped from below at 1 - eps_clip. Above 0, at most 1.""")
+    eps_clip_high: float | None = setting(None, ABOVE_0, """
+        The ratio is clipped from above at 1 + eps_clip_high (arXiv:2503.14476). Above 0. Unset:
+        eps_clip.""")
+    eps_clip_c: float | None = setting(None, Interval(1), """
+        Dual clip of ppo and gspo (arXiv:1912.09729): where A < 0 the loss is at most -eps_clip_c
+        A. Above 1.""")
+    cispo_lower_bound: bool = setting(False, """
+        Clip the ratio of cispo from below too: -sg(clip(r, 1 - eps_clip, 1 + eps_clip_high)) A
+        log_prob.""")
+    sapo_tau_pos: float = setting(1.0, ABOVE_0, """
+        Temperature tau of sapo where A > 0. Above 0; the larger, the faster the gradient falls off
+        as r leaves 1.""")
+    sapo_tau_neg: float = setting(1.05, ABOVE_0, "Temperature tau of sapo where A <= 0. Above 0.")
+    vespo_k_pos: float = setting(2.0, FROM_0, "Exponent k of vespo where A >= 0. At least 0.")
+    vespo_lambda_pos: float = setting(3.0, FROM_0, "Decay lam of vespo where A >= 0. At least 0.")
+    vespo_k_neg: float = setting(3.0, FROM_0, "Exponent k of vespo where A < 0. At least 0.")
+    vespo_lambda_neg: float = setting(2.0, FROM_0, "Decay lam of vespo where A < 0. At least 0.")
+    dppo_delta: float | None = setting(None, Interval(0, 1), """
+        Divergence above which dppo_tv and dppo_kl drop a token with A < 0 whose probability fell.
+        Above 0, at most 1. Unset: 0.15 for dppo_tv, 0.05 nats for dppo_kl.""")
+    dppo_delta_high: float | None = setting(None, Interval(0, 1), """
+        The same for a token with A > 0 whose probability rose. Unset: dppo_delta.""")
+    sequence_unit: Literal["sequence", "turn"] = setting("sequence", """
+        Unit of every sum and mean over a sequence. turn: the tokens that share a number in the
+        sample's turn_ids.""")
+    # fmt: on
 
     def conflicts(self: Any, given: Mapping[str, Any]) -> Iterator[str]:
-        rows = [row for table in TABLES.values() for row in table.rows_on(self)]
+        rows = [row for table in TABLES.values() for row in rows_on(table, self)]
         if self.sequence_unit == "turn" and not any(r.sequence_sums for r in rows):
             yield "--sequence-unit turn is about sums over a sequence, and nothing here has one: drop it, or choose gspo"
         if self.ratio_anchor != "rollout":
@@ -82,41 +83,47 @@ class ObjectiveSettings(Settings):
 class MismatchSettings(Settings):
     """Settings of importance weights, and of the rejection of tokens and sequences."""
 
-    use_tis: bool = False
-    """Truncated importance sampling against the mismatch of rollout engine and trainer: weigh the per-token loss as
-    tis_level and tis_mode say. Needs rollout_log_probs."""
-    custom_tis_function_path: str | None = None
-    """Import path of f(config, tokens, log_probs, pg_loss) -> (pg_loss, loss_mask), in place of use_tis's weights."""
-    tis_level: Literal["token", "sequence", "geometric"] = "token"
-    """Unit of the importance weight w, with d = old_log_prob - rollout_log_prob. token: w = exp(d). sequence: w =
-    exp(sum_t d), one for all tokens of the sample. geometric: w = exp(mean_t d), likewise."""
-    tis_mode: Literal["truncate", "mask"] = "truncate"
-    """Treatment of w. truncate: clamp(w, tis_clip_low, tis_clip). mask: 0 outside these bounds (token: IcePop)."""
-    tis_clip: Annotated[float, _UPPER_BOUND] = 2.0
-    """Upper bound of the importance weight. At least e^-20."""
-    tis_clip_low: Annotated[float, _LOWER_BOUND] = 0.0
-    """Lower bound of the importance weight. At least 0, at most e^20 and tis_clip."""
-    use_geometric_rejection: bool = False
-    """Keep a sequence only if exp(mean_t d), d as in tis_level, lies between geometric_rejection_low and
-    geometric_rejection_high. Needs rollout_log_probs."""
-    geometric_rejection_low: Annotated[float, _LOWER_BOUND] = 0.999
-    """Smallest exp(mean_t d) that is kept. At most e^20; 0 leaves the bound open."""
-    geometric_rejection_high: Annotated[float, _OPEN_UPPER_BOUND] = 1.001
-    """Largest exp(mean_t d) that is kept. At least e^-20; inf leaves the bound open."""
-    use_sequence_rejection: bool = False
-    """Keep a sequence only if exp(sum_t d), d as in tis_level, lies between sequence_rejection_low and
-    sequence_rejection_high. Needs rollout_log_probs."""
-    sequence_rejection_low: Annotated[float, _LOWER_BOUND] = 0.5
-    """Smallest exp(sum_t d) that is kept. At most e^20; 0 leaves the bound open."""
-    sequence_rejection_high: Annotated[float, _OPEN_UPPER_BOUND] = 2.0
-    """Largest exp(sum_t d) that is kept. At least e^-20; inf leaves the bound open."""
-    use_opsm: bool = False
-    """Off-policy sequence masking: drop a sequence if A < 0 and mean_t(old_log_prob - log_prob) > opsm_delta."""
-    opsm_delta: Annotated[float, Interval(0, closed=True)] = 1e-4
-    """Threshold of use_opsm, in nats per token. At least 0."""
-    rejection_denominator: Literal["original", "accepted"] = "original"
-    """Totals that divide the policy loss under rejection. original: those before it. accepted: those of
-    what was kept."""
+    # fmt: off
+    use_tis: bool = setting(False, """
+        Truncated importance sampling against the mismatch of rollout engine and trainer: weigh the
+        per-token loss as tis_level and tis_mode say. Needs rollout_log_probs.""")
+    custom_tis_function_path: str | None = setting(None, """
+        Import path of f(config, tokens, log_probs, pg_loss) -> (pg_loss, loss_mask), in place of
+        use_tis's weights.""")
+    tis_level: Literal["token", "sequence", "geometric"] = setting("token", """
+        Unit of the importance weight w, with d = old_log_prob - rollout_log_prob. token: w =
+        exp(d). sequence: w = exp(sum_t d), one for all tokens of the sample. geometric: w =
+        exp(mean_t d), likewise.""")
+    tis_mode: Literal["truncate", "mask"] = setting("truncate", """
+        Treatment of w. truncate: clamp(w, tis_clip_low, tis_clip). mask: 0 outside these bounds
+        (token: IcePop).""")
+    tis_clip: float = setting(2.0, _UPPER_BOUND, """
+        Upper bound of the importance weight. At least e^-20.""")
+    tis_clip_low: float = setting(0.0, _LOWER_BOUND, """
+        Lower bound of the importance weight. At least 0, at most e^20 and tis_clip.""")
+    use_geometric_rejection: bool = setting(False, """
+        Keep a sequence only if exp(mean_t d), d as in tis_level, lies between
+        geometric_rejection_low and geometric_rejection_high. Needs rollout_log_probs.""")
+    geometric_rejection_low: float = setting(0.999, _LOWER_BOUND, """
+        Smallest exp(mean_t d) that is kept. At most e^20; 0 leaves the bound open.""")
+    geometric_rejection_high: float = setting(1.001, _OPEN_UPPER_BOUND, """
+        Largest exp(mean_t d) that is kept. At least e^-20; inf leaves the bound open.""")
+    use_sequence_rejection: bool = setting(False, """
+        Keep a sequence only if exp(sum_t d), d as in tis_level, lies between
+        sequence_rejection_low and sequence_rejection_high. Needs rollout_log_probs.""")
+    sequence_rejection_low: float = setting(0.5, _LOWER_BOUND, """
+        Smallest exp(sum_t d) that is kept. At most e^20; 0 leaves the bound open.""")
+    sequence_rejection_high: float = setting(2.0, _OPEN_UPPER_BOUND, """
+        Largest exp(sum_t d) that is kept. At least e^-20; inf leaves the bound open.""")
+    use_opsm: bool = setting(False, """
+        Off-policy sequence masking: drop a sequence if A < 0 and mean_t(old_log_prob - log_prob) >
+        opsm_delta.""")
+    opsm_delta: float = setting(1e-4, FROM_0, """
+        Threshold of use_opsm, in nats per token. At least 0.""")
+    rejection_denominator: Literal["original", "accepted"] = setting("original", """
+        Totals that divide the policy loss under rejection. original: those before it. accepted:
+        those of what was kept.""")
+    # fmt: on
 
     def conflicts(self, given: Mapping[str, Any]) -> Iterator[str]:
         for low, high in BOUNDS.items():
@@ -130,26 +137,30 @@ class MismatchSettings(Settings):
 class RegularizerSettings(Settings):
     """Settings of the KL and entropy terms."""
 
-    regularizer_aggregation: Literal["sample_mean", "loss"] = "sample_mean"
-    """Aggregation of the KL and entropy terms. sample_mean: whatever loss_aggregation is. loss: that of the policy
-    loss, over the tokens before any rejection; grad_divisor then divides all of it."""
-    kl_loss_coef: Annotated[float, Interval(0, closed=True)] = 0.0
-    """Weight beta of the KL term: loss = pg + beta * kl. At least 0. Above 0 it needs ref_log_probs, of the reference
-    model."""
-    kl_loss_type: str = "k3"
-    """Per-token estimate of KL(policy || reference), with d = log_prob - ref_log_prob."""
-    use_unbiased_kl: bool = False
-    """Weight the KL estimate by the ratio: r * kl, with gradient through r."""
-    kl_loss_gradient: Literal["estimate", "k2"] = "estimate"
-    """Gradient of the KL term. estimate: of kl_loss_type. k2: of d^2 / 2 whatever the value is (arXiv:2506.09477). Not
-    with use_unbiased_kl."""
-    kl_target: Annotated[float | None, Interval(0)] = None
-    """Reported kl_loss that adapted_kl leads towards, by a coefficient that begins at kl_loss_coef. Above 0."""
-    kl_horizon: Annotated[float, Interval(0, metavar="N")] = 10000.0
-    """Rollouts in which this coefficient changes by a fifth at most. Above 0."""
-    entropy_coef: Annotated[float, Interval(0, closed=True)] = 0.0
-    """Weight c of the entropy bonus: loss = pg - c * entropy of the full vocabulary, in nats, with gradient. At least
-    0."""
+    # fmt: off
+    regularizer_aggregation: Literal["sample_mean", "loss"] = setting("sample_mean", """
+        Aggregation of the KL and entropy terms. sample_mean: whatever loss_aggregation is. loss:
+        that of the policy loss, over the tokens before any rejection; grad_divisor then divides
+        all of it.""")
+    kl_loss_coef: float = setting(0.0, FROM_0, """
+        Weight beta of the KL term: loss = pg + beta * kl. At least 0. Above 0 it needs
+        ref_log_probs, of the reference model.""")
+    kl_loss_type: str = setting("k3", """
+        Per-token estimate of KL(policy || reference), with d = log_prob - ref_log_prob.""")
+    use_unbiased_kl: bool = setting(False, """
+        Weight the KL estimate by the ratio: r * kl, with gradient through r.""")
+    kl_loss_gradient: Literal["estimate", "k2"] = setting("estimate", """
+        Gradient of the KL term. estimate: of kl_loss_type. k2: of d^2 / 2 whatever the value is
+        (arXiv:2506.09477). Not with use_unbiased_kl.""")
+    kl_target: float | None = setting(None, ABOVE_0, """
+        Reported kl_loss that adapted_kl leads towards, by a coefficient that begins at
+        kl_loss_coef. Above 0.""")
+    kl_horizon: float = setting(10000.0, Interval(0, metavar="N"), """
+        Rollouts in which this coefficient changes by a fifth at most. Above 0.""")
+    entropy_coef: float = setting(0.0, FROM_0, """
+        Weight c of the entropy bonus: loss = pg - c * entropy of the full vocabulary, in nats,
+        with gradient. At least 0.""")
+    # fmt: on
 
     def conflicts(self: Any, given: Mapping[str, Any]) -> Iterator[str]:
         if self.regularizer_aggregation == "loss" and not (self.kl_loss_coef or self.entropy_coef):
@@ -173,19 +184,23 @@ class RegularizerSettings(Settings):
 class DistillationSettings(Settings):
     """Settings of the divergence from a teacher."""
 
-    distill_coef: Annotated[float, Interval(0, closed=True)] = 0.0
-    """Weight of a distillation term beside another policy loss: loss = pg + distill_coef * D, D the divergence from the
-    teacher by the same aggregation. At least 0. Needs distill_teacher."""
-    distill_divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "reverse_kl"
-    """D of --policy-loss distill and of distill_coef, with p of the student and q of the teacher. forward_kl: sum_v q
-    log(q / p). reverse_kl: sum_v p log(p / q). jsd: beta sum_v q log(q / m) + (1 - beta) sum_v p log(p / m), m = beta q
-    + (1 - beta) p (arXiv:2306.13649)."""
-    distill_beta: Annotated[float, Interval(0, 1)] = 0.5
-    """beta of jsd, the teacher's weight in the mixture. Above 0, below 1."""
-    distill_teacher: Literal["logits", "hidden", "top_k"] | None = None
-    """Side channels of the samples that hold the teacher. logits: teacher_logits over the vocabulary. hidden:
-    teacher_hidden, to be multiplied by the teacher's output weight (PolicyStep's teacher_weight). top_k: teacher_ids
-    and teacher_log_probs of its likeliest tokens, at the rollout temperature; the rest is one bucket on both sides."""
+    # fmt: off
+    distill_coef: float = setting(0.0, FROM_0, """
+        Weight of a distillation term beside another policy loss: loss = pg + distill_coef * D, D
+        the divergence from the teacher by the same aggregation. At least 0. Needs
+        distill_teacher.""")
+    distill_divergence: Literal["forward_kl", "reverse_kl", "jsd"] = setting("reverse_kl", """
+        D of --policy-loss distill and of distill_coef, with p of the student and q of the teacher.
+        forward_kl: sum_v q log(q / p). reverse_kl: sum_v p log(p / q). jsd: beta sum_v q log(q /
+        m) + (1 - beta) sum_v p log(p / m), m = beta q + (1 - beta) p (arXiv:2306.13649).""")
+    distill_beta: float = setting(0.5, Interval(0, 1), """
+        beta of jsd, the teacher's weight in the mixture. Above 0, below 1.""")
+    distill_teacher: Literal["logits", "hidden", "top_k"] | None = setting(None, """
+        Side channels of the samples that hold the teacher. logits: teacher_logits over the
+        vocabulary. hidden: teacher_hidden, to be multiplied by the teacher's output weight
+        (PolicyStep's teacher_weight). top_k: teacher_ids and teacher_log_probs of its likeliest
+        tokens, at the rollout temperature; the rest is one bucket on both sides.""")
+    # fmt: on
 
     def conflicts(self: Any, given: Mapping[str, Any]) -> Iterator[str]:
         is_loss = self.policy_loss == "distill" and self.custom_policy_loss_path is None

@@ -2,10 +2,11 @@
 
 import argparse
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from megatron_pg.config.fields import COUNT, Settings, add_args, flag_of
+from megatron_pg.config.settings import Settings, add_args, setting
+from megatron_pg.config.values import COUNT, flag_of
 
 OversizedSamples = Literal["error", "own_microbatch"]
 DocsPerStepMode = Literal["at_least", "exact"]
@@ -22,36 +23,49 @@ class PlanningConfig(Settings):
         ValueError: values are out of range or contradict each other. One error has all violations, and names flags.
     """
 
-    max_tokens_per_microbatch: Annotated[int, COUNT]
-    """The most packed tokens of a micro-batch over the context-parallel group, padding included. Needed."""
-    oversized_samples: OversizedSamples = "error"
-    """Treatment of a sample longer than --max-tokens-per-microbatch: stop and name it, or a micro-batch of its own."""
-    balance: Balance = "time"
-    """Quantity to even out between micro-batches, within --max-tokens-per-microbatch. time: a l + b l^2 of each
-    sequence of l tokens, with a and b from the model's shape. tokens: their number."""
-    ragged_microbatches: bool = False
-    """Let data-parallel ranks run different numbers of micro-batches, where those with fewer would run empty ones.
-    Refused with expert parallelism, whose ranks run in step."""
-    docs_per_step: Annotated[int | None, COUNT] = None
-    """Documents (rollouts) of a step, over all data-parallel ranks. Unset: the training script decides."""
-    docs_per_step_mode: DocsPerStepMode = "at_least"
-    """Samples pulled beyond --docs-per-step. at_least: the step keeps them. exact: the next step gets them."""
-    keep_prompt_groups: bool = False
-    """End steps between prompt groups; a step then may hold a part of a group more than --docs-per-step. Without it a
-    group cut by the end of a step is an error with --loss-aggregation prompt_mean."""
-    rollout_files: tuple[str, ...] = ()
-    """Parquet and JSON Lines files to train from, one row a sample, in this order; of a directory all, by name."""
-    on_bad_row: OnBadRow = "error"
-    """Treatment of a row of --rollout-files that is no sample. error: stop and say why. skip: pass and count it."""
-    allow_different_prompts_in_group: bool = False
-    """Let the samples of a prompt group have different prompts, from an environment that varies the prompt. Without it
-    such a group is an error: two ranks or files that number their groups alike would look the same."""
-    allow_different_group_sizes: bool = False
-    """Let the prompt groups of a step differ in size under --loss-aggregation prompt_mean, as dynamic sampling and
-    agentic rollouts make them. Without it such a step is an error: its end may have cut a group."""
-    distinct_ids: DistinctIds | None = None
-    """Make group_index and rollout_id distinct where each rank, or each of --rollout-files, numbers its own from 0.
-    rank: ids of two data-parallel ranks are two. file: ids of two files are two. Unset: ids are unique over the step."""
+    # fmt: off
+    max_tokens_per_microbatch: int = field(metadata={"interval": COUNT, "help": """
+        The most packed tokens of a micro-batch over the context-parallel group, padding included.
+        Needed."""})
+    oversized_samples: OversizedSamples = setting("error", """
+        Treatment of a sample longer than --max-tokens-per-microbatch: stop and name it, or a
+        micro-batch of its own.""")
+    balance: Balance = setting("time", """
+        Quantity to even out between micro-batches, within --max-tokens-per-microbatch. time: a l +
+        b l^2 of each sequence of l tokens, with a and b from the model's shape. tokens: their
+        number.""")
+    ragged_microbatches: bool = setting(False, """
+        Let data-parallel ranks run different numbers of micro-batches, where those with fewer
+        would run empty ones. Refused with expert parallelism, whose ranks run in step.""")
+    docs_per_step: int | None = setting(None, COUNT, """
+        Documents (rollouts) of a step, over all data-parallel ranks. Unset: the training script
+        decides.""")
+    docs_per_step_mode: DocsPerStepMode = setting("at_least", """
+        Samples pulled beyond --docs-per-step. at_least: the step keeps them. exact: the next step
+        gets them.""")
+    keep_prompt_groups: bool = setting(False, """
+        End steps between prompt groups; a step then may hold a part of a group more than
+        --docs-per-step. Without it a group cut by the end of a step is an error with
+        --loss-aggregation prompt_mean.""")
+    rollout_files: tuple[str, ...] = setting((), """
+        Parquet and JSON Lines files to train from, one row a sample, in this order; of a directory
+        all, by name.""")
+    on_bad_row: OnBadRow = setting("error", """
+        Treatment of a row of --rollout-files that is no sample. error: stop and say why. skip:
+        pass and count it.""")
+    allow_different_prompts_in_group: bool = setting(False, """
+        Let the samples of a prompt group have different prompts, from an environment that varies
+        the prompt. Without it such a group is an error: two ranks or files that number their
+        groups alike would look the same.""")
+    allow_different_group_sizes: bool = setting(False, """
+        Let the prompt groups of a step differ in size under --loss-aggregation prompt_mean, as
+        dynamic sampling and agentic rollouts make them. Without it such a step is an error: its
+        end may have cut a group.""")
+    distinct_ids: DistinctIds | None = setting(None, """
+        Make group_index and rollout_id distinct where each rank, or each of --rollout-files,
+        numbers its own from 0. rank: ids of two data-parallel ranks are two. file: ids of two
+        files are two. Unset: ids are unique over the step.""")
+    # fmt: on
 
     def conflicts(self, given: Mapping[str, Any]) -> Iterator[str]:
         if self.on_bad_row != "error" and not self.rollout_files:
@@ -73,8 +87,8 @@ def add_planning_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     Raises:
         ValueError: the parser has a flag of the same name that stores to another attribute.
     """
-    about = "Contents of a step, and its micro-batches."
-    return add_args(parser, PlanningConfig, title="planning", description=about)
+    add_args(parser, PlanningConfig, "planning", "Contents of a step, and its micro-batches.")
+    return parser
 
 
 def validate_planning_args(args: argparse.Namespace) -> PlanningConfig:

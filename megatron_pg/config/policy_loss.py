@@ -1,6 +1,6 @@
 """`PolicyLossConfig`: every setting of the policy loss, in groups by subject, its flags, and their startup validation.
 
-The docstring under a field is also the `--help` text of its flag. The text of a table's word is that of its row.
+A setting has its help text beside it. The text of a table's word is that of its row.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from megatron_pg.config.aggregation import (
     settle_per_token_mode,
 )
 from megatron_pg.config.custom import custom_function_violations
-from megatron_pg.config.fields import add_args, fields_of, flag_of, is_defined, refuse
 from megatron_pg.config.model import ModelSettings, layout_violation, output_layer_violations
 from megatron_pg.config.objective import (
     DistillationSettings,
@@ -26,7 +25,9 @@ from megatron_pg.config.objective import (
     ObjectiveSettings,
     RegularizerSettings,
 )
-from megatron_pg.config.rows import ANCHOR, TABLES, Table, did_you_mean
+from megatron_pg.config.settings import add_args, fields_of, is_defined
+from megatron_pg.config.tables import ANCHOR, REPLACED_BY, TABLES, is_replaced, rows_on
+from megatron_pg.config.values import did_you_mean, flag_of, refuse
 
 LOG_PROB_FIELDS = ("old_log_probs", "ref_log_probs", "rollout_log_probs")
 OPTIONAL_SAMPLE_FIELDS = (
@@ -68,11 +69,11 @@ class PolicyLossConfig(
         return super().from_args(args)
 
     def conflicts(self, given: Mapping[str, Any]) -> Iterator[str]:
-        for table in TABLES.values():
-            for row in table.rows_on(self):
+        for setting, table in TABLES.items():
+            for row in rows_on(table, self):
                 yield from row.refusals(self)
-            if not table.is_replaced(self):
-                yield from _option_violations(table, self, given)
+            if not is_replaced(setting, self):
+                yield from _option_violations(setting, self, given)
 
     @property
     def required_sample_fields(self) -> tuple[str, ...]:
@@ -112,7 +113,7 @@ def required_inputs(config: PolicyLossConfig) -> dict[str, tuple[str, ...]]:
     if config.sequence_unit == "turn":
         readers.append(("--sequence-unit turn", ("turn_ids",)))
     for table in TABLES.values():
-        readers += [(table.flag_of_row(row, config), row.inputs) for row in table.rows_on(config)]
+        readers += [(row.flag_in(config), row.inputs) for row in rows_on(table, config)]
     flags: dict[str, dict[str, None]] = {field: {} for field in OPTIONAL_SAMPLE_FIELDS}
     for flag, inputs in readers:
         if ANCHOR in inputs and config.ratio_anchor == "rollout":
@@ -123,29 +124,31 @@ def required_inputs(config: PolicyLossConfig) -> dict[str, tuple[str, ...]]:
 
 
 def _option_violations(
-    table: Table[Any], config: PolicyLossConfig, given: Mapping[str, Any]
+    table: str, config: PolicyLossConfig, given: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield the options that the rows which are on lack, and those that only other rows of the table read."""
-    fields, rows = fields_of(PolicyLossConfig), table.rows_on(config)
+    """Yield the options that the rows which are on lack, and those that only other rows read."""
+    fields, all_rows = fields_of(PolicyLossConfig), TABLES[table].values()
+    rows = rows_on(TABLES[table], config)
     for row in rows:
         for option in row.needs:
             if given.get(option) is None:
                 need = f"{flag_of(option)}, a finite number {fields[option].interval}"
-                yield f"{table.flag_of_row(row)} needs {need}; found None: give it, or choose another"
-    for option in dict.fromkeys(option for row in table.values() for option in row.options):
+                yield f"{row.switch} needs {need}; found None: give it, or choose another"
+    for option in dict.fromkeys(option for row in all_rows for option in row.options):
         value = getattr(config, option)
         if value == fields[option].default or any(option in row.options for row in rows):
             continue
         setting = flag_of(option) if value is True else f"{flag_of(option)} {value}"
-        owners = [row for row in table.values() if option in row.options]
+        owners = [row for row in all_rows if option in row.options]
         if owners[0].flag:
             # The flags of a row are left out where some of them turn on another row.
-            switches = dict.fromkeys(map(table.switch_of_row, owners))
+            switches = dict.fromkeys(row.switch for row in owners)
             least = [s for s in switches if not any({*o.split()} < {*s.split()} for o in switches)]
             yield f"{setting} is about {' or '.join(least)}: add what is missing, or drop it"
         else:
-            flag, names = flag_of(table.field), " and ".join(row.name for row in owners)
-            yield f"{setting} belongs to {flag} {names}: drop it with {flag} {getattr(config, table.field)}"
+            flag, names = flag_of(table), " and ".join(row.name for row in owners)
+            chosen = f"{flag} {getattr(config, table)}"
+            yield f"{setting} belongs to {flag} {names}: drop it with {chosen}"
 
 
 def add_policy_loss_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -156,15 +159,15 @@ def add_policy_loss_args(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     Raises:
         ValueError: the parser has a flag of the same name that stores to another attribute.
     """
-    add_args(
-        parser,
-        PolicyLossConfig,
-        title="policy loss",
-        description="r: ratio of new to old policy; A: advantage; m: loss mask; x: per-token loss; sg: no gradient. "
-        "Log-ratios are clamped to +-20.",
-        # None tells validation that nothing was chosen, so that --pg-loss-divisor may.
-        unset=("loss_aggregation",),
+    is_theirs = is_defined(parser, "loss_aggregation")
+    letters = (
+        "r: ratio of new to old policy; A: advantage; m: loss mask; x: per-token loss; sg: no "
     )
+    letters += "gradient. Log-ratios are clamped to +-20."
+    add_args(parser, PolicyLossConfig, "policy loss", letters)
+    if not is_theirs:
+        # None tells validation that nothing was chosen, so that --pg-loss-divisor may.
+        parser.set_defaults(loss_aggregation=None)
     if not is_defined(parser, "pg_loss_divisor"):
         text = (
             "Short for --loss-aggregation constant --loss-aggregation-divisor L: 1/(N L) sum m x."
@@ -257,21 +260,21 @@ def _warnings(config: PolicyLossConfig, aggregation: str) -> Iterator[str]:
             f"--calculate-per-token-loss makes the objective the token mean: --loss-aggregation {chosen} is now "
             f"{aggregation}. Give --loss-aggregation {aggregation} to silence this, or drop the flag."
         )
-    for table in TABLES.values():
-        rows = table.rows_on(config)
-        word: Any = getattr(config, table.field, None)
-        if table.replaced_by is not None and table.is_replaced(config):
-            path = getattr(config, table.replaced_by)
-            yield f"{flag_of(table.replaced_by)} {path} takes the place of {flag_of(table.field)} {word}."
+    for setting, table in TABLES.items():
+        rows, flag = rows_on(table, config), flag_of(setting)
+        word: Any = getattr(config, setting, None)
+        if is_replaced(setting, config):
+            by = REPLACED_BY[setting]
+            yield f"{flag_of(by)} {getattr(config, by)} takes the place of {flag} {word}."
         # Said and not refused: a trainer's own flag may have another word as its default.
-        elif word in table and word != fields[table.field].default and not rows:
-            switch = table.switch_of_row(table[word])
-            yield f"{flag_of(table.field)} {word} is not read without {switch}."
+        elif word in table and word != fields[setting].default and not rows:
+            yield f"{flag} {word} is not read without {table[word].switch}."
         for row in rows:
             for name in row.unread_settings(config):
                 value: Any = getattr(config, name)
                 if value != fields[name].default:
-                    yield f"{flag_of(name)} {value:g} is not read by {table.flag_of_row(row)}: nothing is clipped by it."
+                    unread = f"{flag_of(name)} {value:g} is not read by {row.switch}"
+                    yield f"{unread}: nothing is clipped by it."
     is_bare = not config.use_unbiased_kl and config.kl_loss_gradient == "estimate"
     if config.kl_loss_coef > 0 and config.kl_loss_type == "k1" and is_bare:
         yield (

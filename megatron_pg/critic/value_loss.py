@@ -11,21 +11,21 @@ from torch import Tensor
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.critic.settings import CriticConfig
-from megatron_pg.loss.aggregation import Weights, host_weights, position_coefficients
+from megatron_pg.loss.aggregation import Weights, host_weights
 from megatron_pg.loss.checksum import CHECKSUM, check_checksum
 from megatron_pg.loss.metrics import (
     MicroBatchMetrics,
     PairTable,
     SumsReport,
     add_pairs,
-    checksums,
+    quotients,
     report_nan_tokens,
 )
 from megatron_pg.loss.policy_loss import quotient
 from megatron_pg.loss.reducer import get_reduction
 from megatron_pg.loss.tokens import masked
 from megatron_pg.step.batch import PackedBatch
-from megatron_pg.step.identity import CRITIC_FIELDS
+from megatron_pg.step.sample import CRITIC_FIELDS
 from megatron_pg.step.totals import StepTotals
 
 MEANS = ("value", "return", "value_clipfrac")
@@ -72,14 +72,14 @@ class MicroBatchValueLoss:
                     "sample of the step (compute_values, then gae)"
                 )
         self.config, self.critic, self.batch, self._totals = config, critic, batch, totals
-        self._counts, self._sample_weights = host_weights(config, batch, totals, step_share)
+        self._step_numbers, self._sample_weights = host_weights(config, batch, totals, step_share)
         self._reduce = get_reduction(config, batch)
 
     def __call__(self, values: Tensor) -> tuple[Tensor, MicroBatchMetrics]:
         """Compute the loss and its detached metrics; values [window] float32 or float64, attached to the graph."""
         batch, mask = self.batch, self.batch.loss_mask
         window = (mask, batch.window_segment_ids, batch.loss_weights)
-        weights = Weights.spread(self._counts, self._sample_weights, *window)
+        weights = Weights.spread(self._step_numbers, self._sample_weights, *window)
         values = masked(values, mask)
         old_values, returns = (
             masked(getattr(batch, field), mask).to(values.dtype) for field in CRITIC_FIELDS
@@ -87,26 +87,27 @@ class MicroBatchValueLoss:
         token_loss = value_loss(values, old_values, returns, self.critic.value_clip)
         loss = quotient(self._reduce(token_loss, weights.unrejected), weights.unrejected_count)
         table = value_metric_table(self.config)
-        parts = [
-            checksums(weights, position_coefficients(self.config, batch, self._totals)),
-            table.sums(
-                _metric_values(token_loss.detach(), values.detach(), returns), weights, mask
-            ),
-            loss.detach().double().reshape(1),
-            self._counts,
-        ]
-        metrics = MicroBatchMetrics.of(table.names, table.pairs(parts), batch, self._totals)
-        metrics.is_nan = token_loss.isnan()
-        return loss, metrics
+        by_name = _metric_values(token_loss.detach(), values.detach(), returns)
+        terms = {"value_loss": loss.detach()}
+        pairs = table.pairs(by_name, terms, weights, mask)
+        is_nan = token_loss.isnan()
+        return loss, MicroBatchMetrics(table, pairs, None, is_nan, batch, self._totals)
 
 
 def _metric_values(token_loss: Tensor, values: Tensor, returns: Tensor) -> dict[str, Tensor]:
     is_clipped = token_loss > 0.5 * (values - returns).square()
     values, returns = values.double(), returns.double()
     error = returns - values
-    means = (values, returns, is_clipped)
-    sums = (torch.ones_like(error), returns, returns.square(), error, error.square())
-    return dict(zip((*MEANS, *SUMS), (*means, *sums), strict=True))
+    return {
+        "value": values,
+        "return": returns,
+        "value_clipfrac": is_clipped,
+        "token_sum": torch.ones_like(error),
+        "return_sum": returns,
+        "return_squared_sum": returns.square(),
+        "error_sum": error,
+        "error_squared_sum": error.square(),
+    }
 
 
 def value_metric_table(config: PolicyLossConfig) -> PairTable:
@@ -124,25 +125,30 @@ def value_report(
     names = value_metric_table(config).names
 
     def metrics(reduced: Tensor) -> dict[str, float]:
-        quotients = dict(zip(names, (reduced[:, 0] / reduced[:, 1]).tolist(), strict=True))
-        if math.isnan(quotients["value_loss"]):
+        found = quotients(names, reduced)
+        if math.isnan(found["value_loss"]):
             report_nan_tokens(micro_batches, "the critic's output, old_values and returns")
-        report = {name: quotients[name] for name in ("value_loss", *MEANS) if name in quotients}
-        report[f"value_{CHECKSUM}"] = check_checksum(config, quotients, micro_batches)
-        if "error_sum" in quotients:
-            report["explained_variance"] = _explained_variance(*(quotients[x] for x in SUMS))
+        report = {name: found[name] for name in ("value_loss", *MEANS) if name in found}
+        report[f"value_{CHECKSUM}"] = check_checksum(config, found, micro_batches)
+        if "error_sum" in found:
+            report["explained_variance"] = _explained_variance(**{x: found[x] for x in SUMS})
         return report
 
     return SumsReport(add_pairs(names, micro_batches, device), metrics)
 
 
 def _explained_variance(
-    count: float, returns: float, returns_squared: float, errors: float, errors_squared: float
+    token_sum: float,
+    return_sum: float,
+    return_squared_sum: float,
+    error_sum: float,
+    error_squared_sum: float,
 ) -> float:
-    """Compute `1 - Var(R - v) / Var(R)` over a step's active tokens; NaN where all returns are equal."""
-    if not count:
+    """Compute `1 - Var(R - v) / Var(R)` over a step's active tokens; NaN if returns are equal."""
+    if not token_sum:
         return math.nan
-    variance = returns_squared / count - (returns / count) ** 2
-    unexplained = errors_squared / count - (errors / count) ** 2
+    variance = return_squared_sum / token_sum - (return_sum / token_sum) ** 2
+    unexplained = error_squared_sum / token_sum - (error_sum / token_sum) ** 2
     # Below rounding error the variance is zero.
-    return 1 - unexplained / variance if variance > 1e-12 * returns_squared / count else math.nan
+    is_positive = variance > 1e-12 * return_squared_sum / token_sum
+    return 1 - unexplained / variance if is_positive else math.nan

@@ -13,9 +13,9 @@ from megatron_pg.config import (
     validate_planning_args,
     validate_policy_loss_args,
 )
-from megatron_pg.config.fields import add_args, refuse
-from megatron_pg.config.program import ProgramParser
-from megatron_pg.config.settings_file import add_settings_file_args
+from megatron_pg.config.command_line import ProgramParser
+from megatron_pg.config.settings import add_args
+from megatron_pg.config.values import refuse
 from megatron_pg.explain.report import explain_step
 from megatron_pg.explain.rollout_page import write_rollout_page
 from megatron_pg.explain.show import plot, print_report
@@ -84,7 +84,7 @@ def _misspelled(unused: Sequence[str], parser: argparse.ArgumentParser) -> Itera
             yield f"{flag} is no flag; did you mean {near[0]}?"
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> ProgramParser:
     """Build the parser of lengths, parallelism, output, and the flags of a launch line that matter here."""
     parser = ProgramParser(
         prog="megatron-pg explain",
@@ -99,8 +99,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--lengths", type=list_of_lengths, default=(), metavar="L,L,...", help=text)
     text = "Draw the lengths: median in tokens and sigma of the logarithm."
     add("--log-normal", type=median_and_sigma, default=(), metavar="MEDIAN,SIGMA", help=text)
-    add_args(parser, ExplainOptions, title="what to explain")
-    add_settings_file_args(parser)
+    add_args(parser, ExplainOptions, "what to explain")
+    parser.add_config_args()
     # Megatron's flags that the validation of a launch line reads, with Megatron's names and types.
     add = parser.add_argument_group(
         "flags of Megatron", "Those that decide whether per-token mode is on, and what is refused."

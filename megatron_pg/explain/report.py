@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_pg.config.policy_loss import required_inputs
+from megatron_pg.config.tables import is_replaced
 from megatron_pg.explain.step import (
     ExplainedSample,
     ExplainedStep,
@@ -75,7 +76,7 @@ def _regularizers(options: ExplainOptions, reports: Mapping[str, Report]) -> Rep
     """Compare KL and entropy terms with the policy loss; None without either term, or under a custom reducer."""
     config, policy = options.config, options.config.loss_aggregation
     has_term = config.kl_loss_coef or config.entropy_coef
-    if not has_term or AGGREGATIONS.is_replaced(config) or policy not in reports:
+    if not has_term or is_replaced("loss_aggregation", config) or policy not in reports:
         return None
     name = policy if config.regularizer_aggregation == "loss" else "sample_mean"
     both = (reports[each]["token_coefficient"] for each in (name, policy))

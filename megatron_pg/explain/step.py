@@ -6,13 +6,14 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from megatron_pg.config import PlanningConfig, PolicyLossConfig
-from megatron_pg.config.fields import PYTHON_ONLY, Interval, Settings
+from megatron_pg.config.settings import Settings, setting
+from megatron_pg.config.values import Interval
 from megatron_pg.rollout_files import IteratorSource, RolloutFiles, StepCollector
 from megatron_pg.rollout_files.collector import no_sample_in
 from megatron_pg.step.totals import BareSample, StepTotals, step_totals
@@ -52,36 +53,37 @@ def median_and_sigma(text: str) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class ExplainOptions(Settings):
-    """Options of the step and of its display. The docstring under a field is its flag's help text."""
+    """Options of the step and of its display."""
 
-    config: Annotated[PolicyLossConfig, PYTHON_ONLY]
-    planning: Annotated[PlanningConfig, PYTHON_ONLY]
-    unused_flags: Annotated[tuple[str, ...], PYTHON_ONLY]
+    # fmt: off
+    config: PolicyLossConfig = field(metadata={"flag": False})
+    planning: PlanningConfig = field(metadata={"flag": False})
+    unused_flags: tuple[str, ...] = field(metadata={"flag": False})
     """Words of the command line beyond the flags of this command."""
-    lengths: Annotated[tuple[int, ...], PYTHON_ONLY] = ()
-    log_normal: Annotated[tuple[float, ...], PYTHON_ONLY] = ()
-    vocab_size: Annotated[int | None, SIZE, PYTHON_ONLY] = None
-    """Token ids of the rollout files are below it; None leaves them unchecked."""
-    group_size: Annotated[int, SIZE] = 1
-    """Samples of a prompt; that many in order form a prompt group. Rollout files name their own."""
-    docs_per_step: Annotated[int | None, SIZE] = None
-    """Rollouts in the step. Unset: as many as give whole groups of all --lengths; 32 drawn groups; all of the files."""
-    seed: Annotated[int, Interval(0, 2**63 - 1, closed=True, metavar="N")] = 0
-    """Seed of --log-normal."""
-    data_parallel_size: Annotated[int, SIZE] = 1
-    """DP, without context parallelism."""
-    context_parallel_size: Annotated[int, SIZE] = 1
-    """CP."""
-    num_microbatches: Annotated[int, SIZE] = 1
-    """M, micro-batches of a data-parallel rank in the step."""
-    json: bool = False
-    """Print one JSON object, every sample in it."""
-    plot: str | None = None
-    """Draw the coefficient of a token against length."""
-    html: str | None = None
-    """Write all rows of --rollout-files to this HTML file: prompts, answers, rewards, and tokens colored by their numbers."""
-    tokenizer: str | None = None
-    """Hugging Face folder, or JSON file of texts by token id, for the texts of --html."""
+    lengths: tuple[int, ...] = setting((), flag=False)
+    log_normal: tuple[float, ...] = setting((), flag=False)
+    vocab_size: int | None = setting(None, SIZE, """
+        Token ids of the rollout files are below it; None leaves them unchecked.""", flag=False)
+    group_size: int = setting(1, SIZE, """
+        Samples of a prompt; that many in order form a prompt group. Rollout files name their
+        own.""")
+    docs_per_step: int | None = setting(None, SIZE, """
+        Rollouts in the step. Unset: as many as give whole groups of all --lengths; 32 drawn
+        groups; all of the files.""")
+    seed: int = setting(0, Interval(0, 2**63 - 1, closed=True, metavar="N"), """
+        Seed of --log-normal.""")
+    data_parallel_size: int = setting(1, SIZE, "DP, without context parallelism.")
+    context_parallel_size: int = setting(1, SIZE, "CP.")
+    num_microbatches: int = setting(1, SIZE, """
+        M, micro-batches of a data-parallel rank in the step.""")
+    json: bool = setting(False, "Print one JSON object, every sample in it.")
+    plot: str | None = setting(None, "Draw the coefficient of a token against length.")
+    html: str | None = setting(None, """
+        Write all rows of --rollout-files to this HTML file: prompts, answers, rewards, and tokens
+        colored by their numbers.""")
+    tokenizer: str | None = setting(None, """
+        Hugging Face folder, or JSON file of texts by token id, for the texts of --html.""")
+    # fmt: on
 
     def conflicts(self, given: Mapping[str, Any]) -> Iterator[str]:
         """Yield a number of sources of lengths other than one, and flags of a page without rows or without a page."""

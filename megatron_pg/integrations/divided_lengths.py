@@ -1,8 +1,8 @@
-"""The way of a sample's divisor into a trainer's own loss: a response length that carries it to the policy loss's reducer.
+"""Response lengths that carry a sample's divisor to the policy loss of slime and miles.
 
-slime and miles reduce the policy loss by `--custom-pg-loss-reducer-function-path`, and all else by their own mean over
-rollouts. They call the reducer with the lengths and masks of one micro-batch, which do not tell samples apart. A hook
-therefore replaces the response lengths by `DividedLength`. A length that has lost its divisor on the way is refused.
+Both reduce the policy loss by `--custom-pg-loss-reducer-function-path`, and all else by their own
+mean over rollouts. They call the reducer with the lengths and masks of one micro-batch, which do
+not tell samples apart. A hook therefore replaces the response lengths by `DividedLength`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from megatron_pg.integrations.proof import PROVEN
+from megatron_pg.integrations.verify import verified
 from megatron_pg.loss.reducer import Reducer, get_pg_loss_reducer
 from megatron_pg.megatron.trainer_globals import context_parallel_place, global_args
 
@@ -26,14 +26,13 @@ class DividedLength(int):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Travel between processes with the divisor."""
+        """Keep the divisor when pickled."""
         return DividedLength, (int(self), self.divisor)
 
 
 def divided_lengths(lengths: Iterable[int], divisors: Tensor) -> list[DividedLength]:
     """Give each of the lengths, in tokens, its divisor; `divisors` is [samples], on the host."""
-    pairs = zip(lengths, divisors.tolist(), strict=True)
-    return [DividedLength(length, divisor) for length, divisor in pairs]
+    return [DividedLength(*pair) for pair in zip(lengths, divisors.tolist(), strict=True)]
 
 
 def policy_loss_reducer(
@@ -44,37 +43,37 @@ def policy_loss_reducer(
     *,
     place: tuple[int, int] | None = None,
 ) -> Reducer:
-    """Make `reducer(x [window]) -> 0-d`, the sum of m x / divisor over this rank's part of one micro-batch.
+    """Make `reducer(x [window]) -> 0-d`, this rank's sum of m x / divisor over one micro-batch.
 
-    Arguments are those of a custom reducer; `place` is (rank, size) in the context-parallel group, by default Megatron's.
+    Arguments are those of a custom reducer. `place` is (rank, size) in the context-parallel group,
+    by default Megatron's.
 
     Raises:
-        ValueError: a length without a divisor; the trainer's per-token mode; a trainer that was not proven.
+        ValueError: a length without a divisor, the trainer's per-token mode, or a trainer that was
+            not verified.
         NotImplementedError: `--qkv-format bshd` under context parallelism.
     """
     if calculate_per_token_loss:
+        raise ValueError("--calculate-per-token-loss divides by the step's tokens: remove the flag")
+    lengths = [n for n in response_lengths if isinstance(n, DividedLength)]
+    if len(lengths) < len(response_lengths):
+        bare = [isinstance(n, DividedLength) for n in response_lengths].index(False)
         raise ValueError(
-            "--calculate-per-token-loss divides the policy loss by the step's tokens: drop the flag (token_mean of "
-            "megatron_pg is exact without it)"
+            f"the response length of sample {bare} of a micro-batch has no divisor: the trainer "
+            "copied it, or the hook of megatron_pg did not run. Set the hook (docs/migrating.md), "
+            "or remove the reducer"
         )
-    bare = [i for i, length in enumerate(response_lengths) if not isinstance(length, DividedLength)]
-    if bare:
+    if place is None and not verified:
         raise ValueError(
-            f"the response length of sample {bare[0]} of a micro-batch has no divisor: its data did not pass the hook of "
-            "megatron_pg, or the trainer has copied the length on the way; set the hook (--rollout-data-postprocess-path in "
-            "slime, --custom-convert-samples-to-train-data-path in miles), or take the reducer off"
-        )
-    if place is None and not PROVEN:
-        raise ValueError(
-            "nothing has proven in this process that the trainer's loss takes these divisors: give --custom-megatron-init-path "
+            "the trainer's loss was not verified in this process: add --custom-megatron-init-path "
             "megatron_pg.integrations.<trainer>.check, or call it in your own init function"
         )
     cp_rank, cp_size = context_parallel_place() if place is None else place
     return get_pg_loss_reducer(
         total_lengths,
-        [int(length) for length in response_lengths],
+        list(map(int, lengths)),
         loss_masks,
-        denominators=[length.divisor for length in response_lengths],  # type: ignore[attr-defined]
+        denominators=[length.divisor for length in lengths],
         cp_rank=cp_rank,
         cp_size=cp_size,
         qkv_format=getattr(global_args(), "qkv_format", None) or "thd",

@@ -1,16 +1,18 @@
-"""This package's loss inside NeMo-RL: its policy trains on `StepLoss`, in the launch script, after `setup()`.
+"""This package's loss inside NeMo-RL, in the launch script, after `setup()`.
 
     from megatron_pg.integrations.nemo_rl import train_with
-    train_with(policy, PolicyLossConfig(loss_aggregation="prompt_mean", ...), num_generations_per_prompt)
+    config = PolicyLossConfig(loss_aggregation="prompt_mean", ...)
+    train_with(policy, config, num_generations_per_prompt)
 
-The way of a loss through NeMo-RL (read in commit 7ea279a):
+How NeMo-RL uses a loss (read in commit 7ea279a):
 
-1. `models/policy/lm_policy.py`, `Policy.train`, on the driver: `data` has the rows of one or more steps, prompt by prompt.
-   `shard_by_batch_size` deals rows to ranks and micro-batches; a list in the data travels with them.
-2. `models/megatron/train.py`, `LossPostProcessor`: calls the loss with log-probs gathered over context parallelism, adds up,
-   and multiplies by `M / CP**2`: 1 / CP is for the gather, whose backward sums over CP ranks.
-3. `models/megatron/setup.py` turns `calculate_per_token_loss` on, and the result is a pair: Megatron multiplies by `CP / M`
-   and sums gradients over ranks. So nothing is to be undone.
+1. `models/policy/lm_policy.py`, `Policy.train`, on the driver: `data` has the rows of one or more
+   steps, prompt by prompt. A list in it travels with the rows to ranks and micro-batches.
+2. `models/megatron/train.py`, `LossPostProcessor`: calls the loss with log-probs gathered over
+   context parallelism, adds up, and multiplies by `M / CP**2`: 1 / CP is for the gather, whose
+   backward sums over CP ranks.
+3. `models/megatron/setup.py` turns `calculate_per_token_loss` on, and the result is a pair:
+   Megatron multiplies by `CP / M` and sums gradients over ranks. So nothing is left to undo.
 """
 
 import inspect
@@ -49,7 +51,7 @@ class NemoRLLoss:
     def __call__(
         self, data: Any, global_valid_seqs: Any, global_valid_toks: Any, next_token_logprobs: Tensor
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Return the share of the rows of `data`, and their part of the reported loss as a number, as theirs do."""
+        """Return the share of the rows of `data`, and their part of the reported loss."""
         steps, samples = zip(*data[KEY], strict=True)
         rows = zip(next_token_logprobs, samples, strict=True)
         log_probs = [row[s.prompt_length - 1 : s.total_length - 1] for row, s in rows]
@@ -58,7 +60,7 @@ class NemoRLLoss:
 
 
 def samples_of(data: Any, num_generations_per_prompt: int) -> list[Sample]:
-    """Make the sample of each row; the rows of one prompt follow each other. A row that is filtered out is fully masked."""
+    """Make a sample of each row, in groups of following rows; filtered rows are fully masked."""
     responses = data["token_mask"].bool()
     fields = {ours: data[theirs] for theirs, ours in FIELDS.items() if theirs in data}
     fields["loss_mask"] = responses & data["sample_mask"].bool()[:, None]
@@ -68,30 +70,27 @@ def samples_of(data: Any, num_generations_per_prompt: int) -> list[Sample]:
     for row, length in enumerate(data["input_lengths"].tolist()):
         start = firsts[row] or length
         values: dict[str, Any] = {name: value[row, start:length] for name, value in host.items()}
-        names = {"group_index": row // num_generations_per_prompt, "name": f"row {row}"}
-        names["response_length"] = length - start
-        made.append(Sample(tokens=tokens[row, :length], **names, **values))  # type: ignore[arg-type]
+        values |= {"group_index": row // num_generations_per_prompt, "name": f"row {row}"}
+        made.append(Sample(tokens=tokens[row, :length], response_length=length - start, **values))
     return made
 
 
 def refuse_settings(loss_fn: Any, wanted: Mapping[str, Any], config: PolicyLossConfig) -> None:
-    """Raise a ValueError that names settings of their loss that differ from ours, or an entropy term."""
+    """Raise a ValueError for settings of their loss that differ from ours, or an entropy term."""
     if config.entropy_coef:
         raise ValueError(
-            f"entropy_coef is {config.entropy_coef:g}, and NeMo-RL gives its loss no entropy: set it to 0"
+            f"entropy_coef is {config.entropy_coef:g}, and NeMo-RL gives its loss no entropy: set 0"
         )
     # Versions of NeMo-RL differ in the settings that they have.
     theirs = {name: getattr(loss_fn, name, value) for name, value in wanted.items()}
     wrong = [name for name, value in wanted.items() if theirs[name] != value]
     if wrong:
         their, our = (", ".join(f"{name} {of[name]}" for name in wrong) for of in (theirs, wanted))
-        raise ValueError(
-            f"NeMo-RL has {their}, and megatron_pg, which computes the loss, {our}: set the same in both"
-        )
+        raise ValueError(f"NeMo-RL has {their}, and megatron_pg {our}: set the same in both")
 
 
 def train_with(policy: Any, config: PolicyLossConfig, num_generations_per_prompt: int) -> None:
-    """Replace `policy.train`. A ValueError of a step names a bad row, a group of different prompts, or one that it cuts."""
+    """Replace `policy.train`, whose ValueErrors name a bad row, or a wrong or split group."""
     train = policy.train
     clips = config.eps_clip, config.eps_clip_high or config.eps_clip, config.eps_clip_c
     wanted: dict[str, Any] = dict(zip(CLIPS, clips, strict=True))

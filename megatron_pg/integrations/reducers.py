@@ -1,18 +1,20 @@
-"""Reducers for slime, miles and their kin, which load one by import path, one path for each aggregation.
+"""Reducers for slime, miles and their forks, which load one by import path.
 
     --custom-pg-loss-reducer-function-path megatron_pg.integrations.constant
 
-Such a trainer calls `f(total_lengths, response_lengths, loss_masks, calculate_per_token_loss)` for each micro-batch, and
-scales the reducer's inner sum s of the rank (read in slime/backends/megatron_utils/loss.py, `loss_function`, commit
-00c2d6db). N are the rollouts of the step; DP, CP and M are those of `megatron_pg.megatron.scale_contract`.
+The trainer calls `f(total_lengths, response_lengths, loss_masks, calculate_per_token_loss)` for
+each micro-batch and scales the rank's inner sum s (slime/backends/megatron_utils/loss.py,
+`loss_function`, commit 00c2d6db). N are the rollouts of the step; DP, CP and M are those of
+`megatron_pg.megatron.scale_contract`.
 
-1. `calculate_per_token_loss` off: returns `(s * M / N * DP * CP, 1, metrics)`, of which Megatron makes `sum of s / N`:
-   exact for `constant`, and for `sample_mean` of rollouts of one sample (the call carries no rollout totals).
-2. `calculate_per_token_loss` on: returns `(s * CP, n, metrics)`. n are the mask sums of the whole micro-batch, at least 1
-   for each sample, the same on every CP rank. Megatron makes `sum of s / (T + Z)` of it, Z the samples without an active
-   token: `token_mean` where Z is 0.
+1. Without `calculate_per_token_loss` it returns `(s * M / N * DP * CP, 1, metrics)`, from which
+   Megatron makes `sum of s / N`. This is exact for `constant`, and for `sample_mean` of rollouts of
+   one sample (the call carries no rollout totals).
+2. With it, it returns `(s * CP, n, metrics)`. n are the mask sums of the whole micro-batch, at
+   least 1 per sample. Megatron makes `sum of s / (T + Z)`, with Z samples without an active token:
+   this is `token_mean` if Z is 0.
 
-The other value of the flag, and `prompt_mean`, whose G and P the call does not carry, are refused.
+The other value of the flag and `prompt_mean` are refused.
 """
 
 import functools
@@ -41,12 +43,13 @@ def _reducer(
     loss_masks: Sequence[Tensor],
     calculate_per_token_loss: bool = False,
 ) -> Reducer:
-    """Make `reducer(x [window]) -> 0-d` inner sum of this rank for one micro-batch; the module's functions are partials.
+    """Make `reducer(x [window]) -> 0-d`, this rank's inner sum over one micro-batch.
 
-    The lengths are in tokens, over the context-parallel group, and the masks [response_length] of 0 and 1, of each sample.
+    Lengths are in tokens over the context-parallel group, masks [response_length] of 0 and 1.
 
     Raises:
-        ValueError: the trainer's flag is not the one that the aggregation needs, or lengths and masks do not fit.
+        ValueError: the aggregation needs the other value of the trainer's flag, or lengths and
+            masks do not fit.
         NotImplementedError: `--qkv-format bshd` under context parallelism.
     """
     refuse_flag(aggregation, calculate_per_token_loss)
@@ -67,57 +70,52 @@ def _reducer(
 sample_mean, prompt_mean, token_mean, constant = (
     functools.partial(_reducer, name) for name in HOOKS
 )
-"""The reducers. `constant` weighs every active token 1 / L, before the trainer's 1 / N; `prompt_mean` is always refused."""
+"""The reducers. `constant` weighs an active token 1 / L; `prompt_mean` is always refused."""
 
 
 def refuse_flag(aggregation: str, calculate_per_token_loss: bool) -> None:
-    """Raise a ValueError for an aggregation that a reducer cannot compute under the trainer's flag."""
+    """Raise a ValueError if a reducer cannot compute the aggregation under the trainer's flag."""
     if aggregation == "prompt_mean":
         why = (
-            ": a prompt mean needs the prompt group of every sample and the group's active tokens over the whole step, and "
-            "this call carries lengths and masks of one micro-batch; in slime and miles give "
-            "--rollout-data-postprocess-path megatron_pg.integrations.slime.prompt_mean or "
-            "--custom-convert-samples-to-train-data-path megatron_pg.integrations.miles.prompt_mean instead; elsewhere use "
-            "constant, sample_mean or token_mean here, or megatron_pg.megatron.PolicyStep"
+            ": this call does not carry the active tokens of a prompt group in the step. Use the "
+            "hook of slime or miles (docs/migrating.md), or megatron_pg.megatron.PolicyStep"
         )
     elif aggregation != "token_mean" and calculate_per_token_loss:
         why = (
-            " with --calculate-per-token-loss: the trainer would divide the result by the step's tokens and not by its "
-            "rollouts; drop --calculate-per-token-loss, or use token_mean"
+            " with --calculate-per-token-loss would be divided by the step's tokens and not by its "
+            "rollouts. Remove the flag, or use token_mean"
         )
     elif aggregation == "token_mean" and not calculate_per_token_loss:
         why = (
-            " without --calculate-per-token-loss: the trainer would divide the sum of the tokens by its number of rollouts, "
-            "and the call does not carry the active tokens of the step; add --calculate-per-token-loss"
+            " without --calculate-per-token-loss would be divided by the trainer's rollouts: add "
+            "--calculate-per-token-loss"
         )
     elif aggregation == "token_mean" and "miles.backends.fsdp_utils.actor" in sys.modules:
-        why = (
-            " with miles' --train-backend fsdp: its training loop drops the token count that the loss is to be divided by, "
-            "and the gradient is the count / data-parallel size too large; use --train-backend megatron"
-        )
+        why = " with --train-backend fsdp: its training loop drops the token count; use megatron"
     else:
         return
     raise ValueError(f"{PREFIX}{aggregation}{why}")
 
 
 def divisor_of_args(path: str, args: Any) -> float:
-    """Find L of `constant` in the environment or in Megatron's arguments, which may be None; see `find_divisor`."""
+    """Find L of `constant` in the environment or in Megatron's arguments, which may be None."""
     return find_divisor(
         path,
         {"--loss-aggregation-divisor": getattr(args, "loss_aggregation_divisor", None)},
-        f"set {DIVISOR_VARIABLE} in the environment of the training processes, or loss_aggregation_divisor in Megatron's "
-        "global args (in slime and miles a line of the YAML of --custom-config-path)",
+        f"set {DIVISOR_VARIABLE} in the environment of the training processes, or "
+        "loss_aggregation_divisor in the YAML of --custom-config-path",
     )
 
 
 def find_divisor(path: str, settings: Mapping[str, Any], remedy: str) -> float:
-    """Find L of `constant`, in tokens, in the environment or in a trainer's settings, for the setting `path`.
+    """Find L of `constant`, in tokens, in the environment or in a trainer's settings.
 
-    A setting is a number, its text (YAML reads 8e3 as text) or None. A ValueError says that nothing gives L, that two
-    sources differ, or that a value is no finite number above 0.
+    A setting is a number, its text (YAML reads 8e3 as text) or None. `path` is the setting that
+    needs L, for errors: a ValueError for no divisor, two different ones, or one that is not finite
+    and above 0.
     """
-    values = {DIVISOR_VARIABLE: os.environ.get(DIVISOR_VARIABLE), **settings}
     divisors = {}
+    values = {DIVISOR_VARIABLE: os.environ.get(DIVISOR_VARIABLE), **settings}
     for source, value in values.items():
         if value is None:
             continue

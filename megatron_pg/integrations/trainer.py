@@ -1,6 +1,6 @@
-"""The hooks of slime and miles: their checks before the model is loaded, and the line that says what is on.
+"""The hooks of slime and miles: checks before the model is loaded, and divisors for each rollout.
 
-An installed trainer is accepted by what its own loss computes (`megatron_pg.integrations.proof`), whatever its version.
+An installed trainer is accepted by what its own loss computes (`megatron_pg.integrations.verify`).
 """
 
 import importlib.util
@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pg.integrations import proof
+from megatron_pg.integrations import verify
 from megatron_pg.integrations.divided_lengths import divided_lengths, policy_loss_reducer
 from megatron_pg.integrations.reducers import HOOKS, PREFIX, divisor_of_args, refuse_flag
 from megatron_pg.integrations.rollout_mask_sums import Rollout, rollout_mask_sums
@@ -26,7 +26,7 @@ from megatron_pg.step.totals import BareSample
 
 REDUCER = "megatron_pg.integrations.divided_lengths.policy_loss_reducer"
 Chosen = tuple[Aggregation, float | None]
-"""The aggregation that is on, and L of `constant`."""
+"""An aggregation, and L of `constant`."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Trainer:
 
     name: str  # of its package, and of its module here
     hook: str  # the setting that has the import path of the hook
-    door: proof.Door
+    hooks: verify.TrainerHooks
     refusals: Callable[[Any, Aggregation], Iterable[str]] = lambda args, row: ()  # its own
 
     def path(self, name: str) -> str:
@@ -43,58 +43,57 @@ class Trainer:
         return f"--{self.hook.replace('_', '-')} megatron_pg.integrations.{self.name}.{name}"
 
     def require(self, name: str, args: Any) -> Chosen:
-        """Return the aggregation and its divisor; a ValueError names settings that exclude it, all of them by flag."""
+        """Return the aggregation; a ValueError lists, by flag, the settings that exclude it."""
         path = self.path(name)
         row, divisor = _chosen(path, name, args, self._violations(name, args))
         if divisor is not None and divisor < 1 and is_for_all_terms(args):
             raise ValueError(
-                f"{path}: the divisor is {divisor:g}, and {self.name} divides by 1 at least: give the tokens of a response, "
-                "such as --rollout-max-response-len, or set regularizer_aggregation: sample_mean"
+                f"{path}: the divisor is {divisor:g}, and {self.name} divides by 1 at least. Give "
+                "the tokens of a response, or set regularizer_aggregation: sample_mean"
             )
         return row, divisor
 
     def turn_on(self, name: str, args: Any) -> Chosen:
-        """Require the aggregation, prove it in this process, and let the trainer's policy loss read the divisors.
+        """Require and verify the aggregation, and let the trainer's policy loss read the divisors.
 
-        Every training process calls it before its first step. Errors are those of `require` and `prove`.
+        Every training process must call it before its first step.
         """
         row, divisor = self.require(name, args)
-        self.prove(row, divisor, args)
+        self.verify(row, divisor, args)
         if not is_for_all_terms(args):
             for settings in (args, global_args()):
                 if settings is not None:
                     settings.custom_pg_loss_reducer_function_path = REDUCER
         return row, divisor
 
-    def prove(self, row: Aggregation, divisor: float | None, args: Any) -> None:
-        """Raise a ValueError where the trainer's own loss is not the aggregation; once a process, without communication."""
-        for_all_terms = is_for_all_terms(args)
-        state = data_parallel_group()
-        sizes = context_parallel_place()[1], 1 if state is None else state.size()
+    def verify(self, row: Aggregation, divisor: float | None, args: Any) -> None:
+        """Raise a ValueError if the installed trainer's own loss is not the aggregation."""
         if (package := importlib.util.find_spec(self.name)) is None:
-            raise ValueError(
-                f"{self.name} cannot be imported here: only {self.name} itself may call this"
-            )
-        weights = proof.token_weights(row.name, divisor)
-        own = weights if for_all_terms else proof.token_weights("sample_mean", None)
-        samples = [BareSample(sum(s.mask), s.group, i) for i, s in enumerate(proof.SAMPLES)]
-        tiny = Rollout(samples, [range(len(samples))], [len(samples)])
-        divisors = self.divisors((row, divisor), lambda: tiny, args)
+            raise ValueError(f"{self.name} cannot be imported here: only {self.name} may call this")
+        for_all_terms, group = is_for_all_terms(args), data_parallel_group()
+        sizes = context_parallel_place()[1], 1 if group is None else group.size()
+        tokens = map(sum, verify.MASKS)
+        samples = list(map(BareSample, tokens, verify.GROUPS, range(len(verify.MASKS))))
+        tiny = Rollout(samples, [range(len(samples))], [len(samples)], divisor)
+        divisors = self.divisors(row, lambda: tiny, args)
+        policy = verify.token_weights(row.name, divisor)
+        own = policy if for_all_terms else verify.token_weights("sample_mean", None)
         hook = partial(give_divisors, divisors, for_all_terms)
         reducer = None if for_all_terms else policy_loss_reducer
-        proof.require(
-            (self.name, row.name, divisor, for_all_terms, sizes, proof.correction_of(args)),
-            lambda: proof.prove(self.door, args, (weights, own), hook, reducer, sizes),
-            f"{self.path(row.name)}: the installed {self.name} ({package.origin}) does not compute {row.name} with it. In "
-            f"{self.door.loss_function.partition(':')[0]}, ",
-            "drop the hook",
+        module = self.hooks.loss_function.partition(":")[0]
+        verify.require(
+            (self.name, row.name, divisor, for_all_terms, sizes, verify.correction_of(args)),
+            lambda: verify.loss_difference(self.hooks, args, (policy, own), hook, reducer, sizes),
+            f"{self.path(row.name)}: the installed {self.name} ({package.origin}) does not compute "
+            f"{row.name} with it. In {module}, ",
+            "remove the hook",
         )
 
     def check(self, args: Any) -> None:
-        """Refuse inexact settings before the model is loaded, and say what is on (`--custom-megatron-init-path`).
+        """Refuse inexact settings before the model is loaded (`--custom-megatron-init-path`).
 
-        The trainer calls it in every training process. There is no communication. Rank 0 prints one line. Errors are those
-        of `turn_on`, or nothing is on.
+        The trainer calls it in every training process. There is no communication. Rank 0 prints
+        what is on. Errors are those of `turn_on`, or that nothing is on.
         """
         hook = str(_setting(args, self.hook) or "")
         reducer = str(_setting(args, "custom_pg_loss_reducer_function_path") or "")
@@ -104,34 +103,34 @@ class Trainer:
             row, divisor = self.turn_on(hook.removeprefix(package), args)
             if is_for_all_terms(args):
                 terms = "policy loss, KL, entropy and their metrics"
-        elif reducer.startswith("megatron_pg.integrations.") and reducer != REDUCER:
+        elif reducer == REDUCER:
+            row, divisor = AGGREGATIONS["prompt_mean"], None
+            self.verify(row, divisor, args)
+            terms += ", if your own hook ends with a call of it"
+        elif reducer.startswith("megatron_pg.integrations."):
             name = reducer.rpartition(".")[2]
             row, divisor = _chosen(f"{PREFIX}{name}", name, args, _without_window(args))
             refuse_flag(name, bool(_setting(args, "calculate_per_token_loss")))
-        elif reducer == REDUCER:
-            row, divisor = AGGREGATIONS["prompt_mean"], None
-            self.prove(row, divisor, args)
-            terms += ", if your own hook ends with a call of it"
         else:
             raise ValueError(
-                f"--custom-megatron-init-path {package}check: nothing of megatron_pg is on that it could check; add "
-                f"{self.path('prompt_mean')}, or token_mean or constant in its place"
+                f"--custom-megatron-init-path {package}check: nothing of megatron_pg is on. Add "
+                f"{self.path('prompt_mean')}, or token_mean or constant"
             )
         if not int(_setting(args, "rank") or 0):
             formula = row.formula if divisor is None else f"{row.formula}, L = {divisor:g}"
-            text = f"megatron_pg: {row.name} is on in {self.name}: {formula}, for {terms}"
-            print(text, flush=True)
+            on = f"{row.name} is on in {self.name}: {formula}, for {terms}"
+            print(f"megatron_pg: {on}", flush=True)
 
     def divisors(
         self,
-        chosen: Chosen,
+        row: Aggregation,
         rollout: Callable[[], Rollout],
         args: Any,
         group: dist.ProcessGroup | None = None,
     ) -> Tensor:
-        """Return the divisors of this rank's samples, [samples] float64; errors are those of `rollout_mask_sums`."""
+        """Return the divisors of this rank's samples, [samples] float64 (`rollout_mask_sums`)."""
         return rollout_mask_sums(
-            *chosen,
+            row,
             rollout,
             trainer=self.name,
             data_parallel_group=group,
@@ -140,41 +139,32 @@ class Trainer:
         )
 
     def _violations(self, name: str, args: Any) -> Iterator[str]:
-        """Yield the trainer's args that make the divisors inexact."""
+        """Yield the trainer's settings that make the divisors inexact."""
         setting = partial(_setting, args)
         if setting("calculate_per_token_loss"):
-            yield (
-                "--calculate-per-token-loss divides by the step's tokens and leaves rollout_mask_sums unused: drop the flag "
-                "(token_mean here is exact without it, and where samples have no active token too)"
-            )
+            yield "--calculate-per-token-loss divides by the step's tokens: remove the flag"
         if (reducer := setting("custom_pg_loss_reducer_function_path")) not in (None, "", REDUCER):
-            yield f"--custom-pg-loss-reducer-function-path {reducer} divides a second time: drop it"
+            yield f"--custom-pg-loss-reducer-function-path {reducer} divides a second time"
         if reducer == REDUCER and is_for_all_terms(args):
-            yield (
-                f"--custom-pg-loss-reducer-function-path {REDUCER} reads divisors that regularizer_aggregation: loss puts "
-                "elsewhere: drop it, or set regularizer_aggregation: sample_mean"
-            )
+            yield f"{REDUCER} requires regularizer_aggregation: sample_mean"
         chosen = setting("regularizer_aggregation")
         if chosen not in (None, "sample_mean", "loss"):
             yield f"regularizer_aggregation is {chosen!r}: expected sample_mean or loss"
         has_kl = setting("use_kl_loss") and setting("kl_loss_coef") != 0
         if chosen is None and name != "sample_mean" and (has_kl or setting("entropy_coef")):
             yield (
-                "--use-kl-loss or --entropy-coef adds a term to the loss: say in the YAML of --custom-config-path if its "
-                "aggregation is the trainer's own mean (regularizer_aggregation: sample_mean; metrics keep it too) or that of the "
-                "policy loss (regularizer_aggregation: loss; metrics are then weighted so)"
+                "--use-kl-loss or --entropy-coef adds a term. In the YAML of --custom-config-path, "
+                f"choose its mean, and that of metrics: regularizer_aggregation: sample_mean (of "
+                f"{self.name}), or regularizer_aggregation: loss (of the policy loss)"
             )
         divisor, wanted = setting("loss_aggregation_divisor"), setting("loss_aggregation")
         if divisor is not None and name != "constant":
-            yield f"loss_aggregation_divisor {divisor} is of constant alone: drop it, or take {self.path('constant')}"
+            yield f"loss_aggregation_divisor {divisor} is of constant: use {self.path('constant')}"
         if wanted not in (None, name):
-            yield f"loss_aggregation {wanted} in the settings is another aggregation: drop it, or take {self.path(wanted)}"
+            yield f"loss_aggregation {wanted} in the settings differs: use {self.path(wanted)}"
         batch, group = setting("global_batch_size"), setting("n_samples_per_prompt")
         if name == "prompt_mean" and batch and group and batch % group:
-            yield (
-                f"--global-batch-size {batch} is no multiple of --n-samples-per-prompt {group}: a prompt group would lie in "
-                "two optimizer steps"
-            )
+            yield f"--global-batch-size {batch} is no multiple of --n-samples-per-prompt {group}"
         yield from _without_window(args)
         yield from self.refusals(args, AGGREGATIONS[name])
 
@@ -197,7 +187,7 @@ def is_for_all_terms(args: Any) -> bool:
 def give_divisors(divisors: Tensor, for_all_terms: bool, data: dict[str, Any]) -> None:
     """Put the divisors, [samples] float64 on the host, where the trainer's loss reads them."""
     if for_all_terms:
-        for key in set(proof.OWN_DIVISORS) & set(data):
+        for key in set(verify.OWN_DIVISORS) & set(data):
             data[key] = divisors.to(data["loss_masks"][0].device).float()
     else:
         data["response_lengths"] = divided_lengths(data["response_lengths"], divisors)
@@ -212,6 +202,6 @@ def _without_window(args: Any) -> Iterator[str]:
     if int(_setting(args, "context_parallel_size") or 1) == 1:
         return
     if (layout := _setting(args, "qkv_format") or "thd") != "thd":
-        yield f"--qkv-format {layout} with --context-parallel-size above 1 has no token window here: use --qkv-format thd"
+        yield f"--qkv-format {layout} with --context-parallel-size above 1: use --qkv-format thd"
     if _setting(args, "allgather_cp"):
-        yield "--allgather-cp has another order of tokens than was proven: drop it, or --context-parallel-size"
+        yield "--allgather-cp has another order of tokens: remove it, or --context-parallel-size"

@@ -1,39 +1,39 @@
-"""The four aggregations inside verl, unmodified: policy losses and advantage estimators that it loads by itself.
+"""The four aggregations inside verl, unmodified, by policy losses and advantage estimators.
 
-    actor_rollout_ref.actor.policy_loss.loss_mode=megatron_pg_prompt_mean        # PPO; megatron_pg_prompt_mean_gspo: GSPO
-    algorithm.adv_estimator=megatron_pg_prompt_mean_grpo                         # for prompt_mean alone
+    actor_rollout_ref.actor.policy_loss.loss_mode=megatron_pg_prompt_mean  # PPO; ..._gspo: GSPO
+    algorithm.adv_estimator=megatron_pg_prompt_mean_grpo                   # only for prompt_mean
 
-verl imports `megatron_pg.integrations.verl_plugin` through the entry point group `verl.plugins`, which calls `register`.
+verl imports `megatron_pg.integrations.verl_plugin` through the entry point group `verl.plugins`,
+which calls `register`.
 
-The way of a policy loss through verl (read in 0.8.0, 0.9.0, 0.9.1 and main). x is the per-token loss, m the mask, n_j the
-tokens of micro-batch j with prompts, and R their sum over data-parallel ranks and micro-batches:
+How verl uses a policy loss (read in 0.8.0, 0.9.0, 0.9.1 and main): x is the per-token loss, m the
+mask, n_j the tokens of micro-batch j with prompts, and R their sum over data-parallel ranks and
+micro-batches.
 
-1. `workers/utils/losses.py`, `ppo_loss`: the policy loss gets the log-probs of the whole micro-batch, gathered over context
-   parallelism, and `config.global_batch_info` of the whole mini-batch: `dp_size` = DP, `batch_num_tokens` = T and
-   `global_batch_size` = N (`ppo_mini_batch_size * rollout.n`). verl adds KL and entropy, by `actor.loss_agg_mode`.
-2. `models/mcore/util.py`, `postprocess_thd_engine`: the gathered log-probs carry gradient for this rank's own part
-   alone, so the gradients of the CP ranks of one group add up to that of the loss.
-3. `workers/engine/megatron/transformer_impl.py`, `postprocess_micro_batch_func`: returns `loss * M` in a pair, of which
-   Megatron makes `1 / DP * sum of loss`. In per-token mode (Megatron-Bridge forces it under context parallelism; verl follows
-   since 0.9) it returns `(loss * R / DP, n_j // CP)`, of which Megatron makes F times that, `F = R / (CP * sum of floor(n_j / CP))`.
+1. `workers/utils/losses.py`, `ppo_loss`: the policy loss gets the log-probs of the micro-batch,
+   gathered over context parallelism, and `config.global_batch_info` of the mini-batch: `dp_size`,
+   `batch_num_tokens` = T, `global_batch_size` = N. verl adds KL and entropy, by `loss_agg_mode`.
+2. `models/mcore/util.py`, `postprocess_thd_engine`: gathered log-probs carry gradient only for this
+   rank's part, so the gradients of the CP ranks add up.
+3. `workers/engine/megatron/transformer_impl.py`, `postprocess_micro_batch_func`: returns `loss * M`
+   in a pair, from which Megatron makes `1 / DP * sum of loss`. In per-token mode (forced under CP;
+   since 0.9) it returns `(loss * R / DP, n_j // CP)`, from which Megatron makes F times that,
+   `F = R / (CP * sum of floor(n_j / CP))`: 1 if CP divides every n_j, 1.07 for 77 tokens at CP 8.
 
-So a policy loss of `DP * sum of w m x` gives `sum of w m x`, in per-token mode F times it. F is 1 where CP divides every n_j,
-and 1.07 for micro-batches of 77 tokens at CP 8. No input of a policy loss shows n_j, so F stays.
+So a policy loss of `DP * sum of w m x` gives `sum of w m x`, with w = 1 / (N D_i) for sample_mean,
+1 / T for token_mean, 1 / (N L) for constant. verl's own `vanilla` or `gspo` multiplies its
+per-token loss by N D_i w, given as `rollout_is_weights`, under `seq-mean-token-mean`.
 
-w is 1 / (N D_i) for sample_mean, 1 / T for token_mean, 1 / (N L) for constant. The per-token loss of verl's own `vanilla`
-(PPO, dual clip) or `gspo` is multiplied by N D_i w, as by its `rollout_is_weights`, under `seq-mean-token-mean`, the one mode
-that GSPO has in every version.
-
-A policy loss does not see prompt groups and other ranks. The advantage estimator does, on the driver, once per step:
-`megatron_pg_prompt_mean_<name>` is verl's estimator <name> with its advantages times `N D_i / (P G_g)`. Both losses are
-homogeneous in the advantage, so with weight 1 / (N D_i) the objective is the prompt mean, where the batch is one optimizer
-step, which is checked. The advantages carry a tag in their last two bits (2.4e-7 of their size), and the policy loss
-refuses those without it.
+A policy loss does not see prompt groups. The advantage estimator does, on the driver, once per
+step: `megatron_pg_prompt_mean_<name>` is verl's estimator <name> with advantages times
+`N D_i / (P G_g)`. Both losses are homogeneous in the advantage, so the objective is the prompt mean
+if the batch is one optimizer step, which is checked. The advantages carry a tag in their last two
+bits (2.4e-7 of their size), and the policy loss refuses those without it.
 """
 
 import argparse
+import copy
 import functools
-import importlib.util
 import logging
 import os
 import sys
@@ -45,8 +45,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from megatron_pg.integrations import verl_proof
+from megatron_pg.integrations import verify
 from megatron_pg.integrations.reducers import DIVISOR_VARIABLE, HOOKS, find_divisor
 
 PREFIX = "megatron_pg_"
@@ -57,13 +58,15 @@ DIVISOR_KEY = "actor_rollout_ref.actor.loss_scale_factor"
 OBJECTIVES = {"": "vanilla", "_gspo": "gspo"}
 """verl's policy losses by the end of our names for them."""
 NEED_MORE = {"gae", "gdpo", "optimal_token_baseline", "remax", "tir_optimal_token_baseline"}
-"""Estimators that verl makes, or gives further inputs, by their own names. It would not do so under ours."""
+"""Estimators that verl treats specially by their names, which it would not do under ours."""
 TAG, TAG_BITS = 0b01, 0b11
 """The last bits of an advantage that carries its prompt group's weight."""
+Batch = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Old log-probs, log-probs, advantages and the response mask, [samples, response] each."""
 
 
 def register() -> None:
-    """Register the policy losses and the advantage estimators with the verl of this process; twice is once."""
+    """Register the policy losses and the advantage estimators; a second call changes nothing."""
     from verl.trainer.ppo import core_algos
 
     for aggregation in HOOKS:  # those that `sample_factors` knows
@@ -87,17 +90,18 @@ def policy_loss(
     rollout_is_weights: Tensor | None = None,
     objective: str = "vanilla",
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Compute a policy loss as verl calls it, for each micro-batch on every rank of the last pipeline stage.
+    """Compute a policy loss as verl calls it, per micro-batch on ranks of the last pipeline stage.
 
-    Tensors are `[samples, response]`, and `config` is verl's `ActorConfig`. `loss_agg_mode` is not followed. A ValueError
-    names settings that the aggregation cannot be computed with, or says that this verl computes something else.
+    Tensors are [samples, response], and `config` is verl's `ActorConfig`. `loss_agg_mode` is
+    ignored. A ValueError names settings that exclude the aggregation, or says that the installed
+    verl computes something else.
 
     Returns:
-        The 0-d loss, DP times this micro-batch's share of the objective, and the metrics of verl's own loss.
+        The 0-d loss, DP times this micro-batch's share of the objective, and verl's metrics.
     """
     _refuse_context_parallelism(config.engine)
     divisor = _divisor(config.loss_scale_factor) if aggregation == "constant" else None
-    verl_proof.prove((aggregation, objective, divisor), config, weighted_loss, group_factors)
+    verify_loss(aggregation, objective, divisor, config)
     if aggregation == "prompt_mean":
         _refuse_untagged(advantages, response_mask)
     batch = old_log_prob, log_prob, advantages, response_mask
@@ -108,11 +112,11 @@ def weighted_loss(
     aggregation: str,
     objective: str,
     divisor: float | None,
-    batch: tuple[Tensor, Tensor, Tensor, Tensor],
+    batch: Batch,
     config: Any,
-    rollout_is_weights: Tensor | None,
+    rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Call verl's own policy loss with each sample's factor; `batch` has the first four tensors of `policy_loss`."""
+    """Call verl's own policy loss with each sample's factor."""
     from verl.trainer.ppo import core_algos
 
     old_log_prob, log_prob, advantages, response_mask = batch
@@ -129,13 +133,45 @@ def weighted_loss(
     )
 
 
+def verify_loss(aggregation: str, objective: str, divisor: float | None, config: Any) -> None:
+    """Raise a ValueError if the installed verl's loss is not the aggregation; once per process.
+
+    The ratios of tiny samples are 1, so the gradient of a log-prob is its weight times -advantage.
+    """
+
+    def find() -> str | None:
+        mask = pad_sequence(list(map(torch.tensor, verify.MASKS)), batch_first=True)
+        log_prob, advantages = (verify.numbers(*mask.shape, seed=seed) for seed in (1, 2))
+        weights = torch.tensor(verify.token_weights(aggregation, divisor))
+        expected = -weights[:, None] * mask * advantages
+        if aggregation == "prompt_mean":
+            factors, _ = group_factors(mask, np.array(verify.GROUPS))
+            advantages = advantages * factors[:, None].float()
+        batch = log_prob, log_prob.clone().requires_grad_(), advantages, mask.bool()
+        tiny, data_size = copy.deepcopy(config), 2
+        totals = {"global_batch_size": len(mask), "batch_num_tokens": int(mask.sum())}
+        tiny.global_batch_info.update(totals, dp_size=data_size, loss_scale_factor=None)
+        share, _ = weighted_loss(aggregation, objective, divisor, batch, tiny)
+        (found,) = torch.autograd.grad(share / data_size, batch[1])
+        name = "a gradient of log-probs"
+        return verify.difference({name: found}, {name: expected})
+
+    version = getattr(sys.modules.get("verl"), "__version__", "")
+    verify.require(
+        ("verl", aggregation, objective, divisor),
+        find,
+        f"megatron_pg {aggregation} by verl's {objective}: the installed verl {version} computes "
+        "something else: ",
+        f"set {LOSS_MODE}={objective}, its own",
+    )
+
+
 def _refuse_context_parallelism(engine: Any) -> None:
-    """Refuse groups of each micro-batch, and a verl without the token counts that per-token mode divides by."""
+    """Refuse groups per micro-batch, and a verl without the token counts of per-token mode."""
     setting = f"{LOSS_MODE}={PREFIX}... with actor_rollout_ref.actor.megatron."
     if getattr(engine, "dynamic_context_parallel", False):
         raise ValueError(
-            f"{setting}dynamic_context_parallel=True: each micro-batch is scaled by a group of its own there, for which no "
-            "weight was derived; set it to False"
+            f"{setting}dynamic_context_parallel=True scales each micro-batch differently: set False"
         )
     if getattr(engine, "context_parallel_size", 1) == 1:
         return
@@ -144,24 +180,23 @@ def _refuse_context_parallelism(engine: Any) -> None:
     scale = transformer_impl.MegatronEngineWithLMHead.postprocess_micro_batch_func
     if "calculate_per_token_loss" not in scale.__code__.co_names:
         raise ValueError(
-            f"{setting}context_parallel_size={engine.context_parallel_size}: "
-            "this verl returns no token count in the per-token mode that Megatron-Bridge forces then, and nothing would divide; "
-            "set it to 1, or install verl 0.9 or later"
+            f"{setting}context_parallel_size={engine.context_parallel_size}: this verl returns no "
+            "token count in per-token mode; set it to 1, or install verl 0.9 or later"
         )
 
 
 def sample_factors(
     aggregation: str, response_mask: Tensor, totals: Mapping[str, Any], divisor: float | None
 ) -> Tensor:
-    """Return what a sample mean is multiplied by, `[samples, 1]` float32. `prompt_mean_advantages` has the group's part.
+    """Return the factor of each sample mean, [samples, 1] float32, without a prompt group's part.
 
-    `response_mask` is `[samples, response]` of whole samples, and `totals` verl's `global_batch_info`.
+    `response_mask` is [samples, response] of whole samples, `totals` verl's `global_batch_info`.
     """
     needed = ["global_batch_size", *(["batch_num_tokens"] if aggregation == "token_mean" else [])]
     if lacking := [name for name in needed if totals.get(name) is None]:
         raise ValueError(
-            f"policy_loss.loss_mode={PREFIX}{aggregation}: verl's global_batch_info has no {lacking[0]}, the count of the whole "
-            "optimizer step that the loss is divided by; this trainer class does not set it"
+            f"policy_loss.loss_mode={PREFIX}{aggregation}: verl's global_batch_info has no "
+            f"{lacking[0]}, by which the loss is divided; this trainer class does not set it"
         )
     tokens: Tensor = response_mask.sum(dim=-1, keepdim=True).float()
     if aggregation == "token_mean":
@@ -179,13 +214,14 @@ def prompt_mean_advantages(
     index: Any = None,
     **more: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Estimate advantages by verl's estimator `base`, as verl calls it, on the driver, once per training step.
+    """Estimate advantages by verl's estimator `base`, as verl calls it, on the driver, per step.
 
-    Tensors are `[samples, response]`. `config` is verl's `algorithm` section, a part of the whole configuration, and
-    `index` has the prompt of each sample, verl's `uid`. Errors are those of `refuse_estimator_settings`.
+    Tensors are [samples, response]. `config` is verl's `algorithm` section, a part of the whole
+    configuration. `index` is verl's `uid`, the prompt of each sample.
 
     Returns:
-        The advantages, float32 with the weight of each sample's prompt group and the tag, and verl's returns.
+        The advantages, float32 with the weight of each sample's prompt group and the tag, and
+        verl's returns.
     """
     from verl.trainer.ppo import core_algos
 
@@ -206,9 +242,10 @@ def prompt_mean_advantages(
 
 
 def group_factors(response_mask: Tensor, index: np.ndarray[Any, Any]) -> tuple[Tensor, int]:
-    """Return the factor `N D_i / (P G_g)` of each sample of the optimizer step, `[samples]` float64, and P.
+    """Return the factor `N D_i / (P G_g)` of each sample of the step, [samples] float64, and P.
 
-    verl's padding samples (uid `pad` and 32 hexadecimal digits, no active token) are in its N and in no prompt group.
+    verl's padding samples (uid `pad` and 32 hexadecimal digits, no active token) are in its N and
+    in no prompt group.
     """
     tokens = response_mask.sum(dim=-1).double().cpu().numpy()
     groups, group_ids = np.unique([str(uid) for uid in index], return_inverse=True)
@@ -226,7 +263,7 @@ def _tagged(advantages: Tensor) -> Tensor:
 
 
 def _refuse_untagged(advantages: Tensor, response_mask: Tensor) -> None:
-    """Refuse advantages that no estimator of this module made, until some have been seen in the process."""
+    """Refuse advantages of other estimators, until tagged ones were seen in this process."""
     global _seen_tagged
     if _seen_tagged:
         return
@@ -234,9 +271,10 @@ def _refuse_untagged(advantages: Tensor, response_mask: Tensor) -> None:
     looked_at = (bits << 1 != 0) & response_mask.bool()
     if bool((looked_at & (bits & TAG_BITS != TAG)).any()):
         raise ValueError(
-            f"policy_loss.loss_mode={PREFIX}prompt_mean without its advantage estimator: the advantages do not carry the "
-            f"weight of their prompt groups; set algorithm.adv_estimator={PREFIX}prompt_mean_grpo, or one of the others that "
-            "`python -m megatron_pg integrations verl` lists"
+            f"policy_loss.loss_mode={PREFIX}prompt_mean without its advantage estimator: the "
+            "advantages do not carry the weight of their prompt groups; set "
+            f"algorithm.adv_estimator={PREFIX}prompt_mean_grpo, or another one that `python -m "
+            "megatron_pg integrations verl` lists"
         )
     _seen_tagged = bool(looked_at.any())
 
@@ -249,35 +287,34 @@ def _divisor(loss_scale_factor: float | None) -> float:
     return find_divisor(
         f"{LOSS_MODE}={PREFIX}constant",
         {DIVISOR_KEY: loss_scale_factor},
-        f"set {DIVISOR_KEY} to a number of tokens, for example the longest response, or {DIVISOR_VARIABLE} in the "
-        "environment of the training processes",
+        f"set {DIVISOR_KEY} to a number of tokens, for example the longest response, or "
+        f"{DIVISOR_VARIABLE} in the environment of the training processes",
     )
 
 
 def refuse_estimator_settings(base: str, config: Any, num_samples: int, index: Any) -> None:
-    """Raise a ValueError, by verl's key, for settings under which an estimator cannot make a prompt mean's advantages."""
+    """Raise a ValueError, by verl's key, for settings that exclude a prompt mean's advantages."""
     name = f"algorithm.adv_estimator={PREFIX}prompt_mean_{base}"
-    actor, rollout = (
-        _select(config, f"..actor_rollout_ref.{part}") for part in ("actor", "rollout")
-    )
+    parts = (_select(config, f"..actor_rollout_ref.{part}") for part in ("actor", "rollout"))
+    actor, rollout = parts
     if actor is None or rollout is None:
         raise ValueError(
-            f"{name}: this trainer hands its estimators no configuration in which actor_rollout_ref can be found, so "
-            f"nobody can check that {LOSS_MODE} and {BATCH_KEY} fit; use verl's own trainers"
+            f"{name}: this trainer gives its estimators no configuration in which "
+            f"actor_rollout_ref can be found, to check {LOSS_MODE} and {BATCH_KEY}; use verl's own"
         )
     if actor.policy_loss.loss_mode not in [f"{PREFIX}prompt_mean{ending}" for ending in OBJECTIVES]:
         raise ValueError(
-            f"{name} with {LOSS_MODE}={actor.policy_loss.loss_mode}: the advantages would carry prompt groups' weights into "
-            f"another aggregation; set {LOSS_MODE}={PREFIX}prompt_mean for verl's vanilla, or {PREFIX}prompt_mean_gspo for its "
-            "gspo; its other losses have no prompt mean here"
+            f"{name} with {LOSS_MODE}={actor.policy_loss.loss_mode}: set "
+            f"{LOSS_MODE}={PREFIX}prompt_mean for verl's vanilla, or {PREFIX}prompt_mean_gspo for "
+            "its gspo; its other losses have no prompt mean here"
         )
     per_step = actor.ppo_mini_batch_size * rollout.n
     if num_samples != per_step:
         raise ValueError(
-            f"{name}: the batch has {num_samples} samples and an optimizer step takes {per_step} ({BATCH_KEY}="
-            f"{actor.ppo_mini_batch_size} times actor_rollout_ref.rollout.n={rollout.n}). A prompt mean needs each group's "
-            "tokens of one step, and verl orders samples by length before it cuts the batch, so groups would be split over "
-            f"steps; set {BATCH_KEY} to data.train_batch_size, and use agent loops with one output per rollout"
+            f"{name}: the batch has {num_samples} samples and an optimizer step {per_step} "
+            f"({BATCH_KEY}={actor.ppo_mini_batch_size} times actor_rollout_ref.rollout.n="
+            f"{rollout.n}), so prompt groups would be split over steps; set {BATCH_KEY} to "
+            "data.train_batch_size, and use agent loops with one output per rollout"
         )
     if index is None:
         raise ValueError(f"{name}: the batch has no uid, which tells the prompt groups apart")
@@ -293,26 +330,20 @@ def _select(config: Any, key: str) -> Any:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Report whether the installed verl has loaded the plugin (`python -m megatron_pg integrations verl`).
+    """Report whether the installed verl has loaded the plugin (`megatron-pg integrations verl`).
 
-    verl logs the failed import of a plugin at DEBUG level only: this imports verl, in the Python that runs it, and listens.
-    Return 0 where verl has all policy losses of this module and an estimator for prompt_mean, 1 otherwise.
+    verl logs a plugin's failed import only at DEBUG level. Return 0 if verl has all policy losses
+    of this module and an estimator for prompt_mean, 1 otherwise.
     """
     module = "megatron_pg.integrations.verl_plugin"
     about = "Is this package seen by a trainer?"
     parser = argparse.ArgumentParser(prog="megatron-pg integrations", description=about)
     parser.add_argument("trainer", choices=["verl"], help="the trainer to import and to ask")
     parser.parse_args(arguments)
-    if importlib.util.find_spec("verl") is None:
-        print("verl: not installed in this Python")
-        return 1
-    named = [point for point in entry_points(group="verl.plugins") if point.value == module]
     policy = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto")
-    print(
-        f"plugin: entry point {named[0].name} ({module}); VERL_USE_EXTERNAL_PLUGINS={policy}"
-        if named
-        else f"plugin: no entry point of the group verl.plugins names {module}; install this package again (pip install)"
-    )
+    named = [point.name for point in entry_points(group="verl.plugins") if point.value == module]
+    about = f"{named[0]} ({module})" if named else "none; install this package again (pip install)"
+    print(f"plugin: entry point {about}; VERL_USE_EXTERNAL_PLUGINS={policy}")
     heard, log = BufferingHandler(sys.maxsize), logging.getLogger("verl")
     log.addHandler(heard)
     log.setLevel(logging.DEBUG)
@@ -323,14 +354,13 @@ def main(arguments: Sequence[str]) -> int:
         print(f"verl: its import fails: {type(error).__name__}: {error}")
         return 1
     print(f"verl: {verl.__version__}, {os.path.dirname(str(verl.__file__))}")
-    messages = (record.getMessage() for record in heard.buffer)
-    print(*(f"plugin: verl says: {m}\n" for m in messages if "plugin" in m), sep="", end="")
+    for message in (record.getMessage() for record in heard.buffer):
+        if "plugin" in message:
+            print(f"plugin: verl says: {message}")
     losses, estimators = (
         sorted(name for name in registry if name.startswith(PREFIX))
         for registry in (core_algos.POLICY_LOSS_REGISTRY, core_algos.ADV_ESTIMATOR_REGISTRY)
     )
-    print(
-        f"policy losses (actor_rollout_ref.actor.policy_loss.loss_mode): {', '.join(losses) or 'none'}"
-    )
+    print(f"policy losses ({LOSS_MODE}): {', '.join(losses) or 'none'}")
     print(f"advantage estimators (algorithm.adv_estimator): {', '.join(estimators) or 'none'}")
     return 0 if len(losses) == len(HOOKS) * len(OBJECTIVES) and estimators else 1

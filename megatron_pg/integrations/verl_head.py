@@ -1,4 +1,4 @@
-"""The fused head in verl's Megatron engine, by `actor_rollout_ref.model.external_lib`; see `fused_head`."""
+"""The fused head in verl's Megatron engine, by `actor_rollout_ref.model.external_lib`."""
 
 import functools
 import importlib
@@ -16,33 +16,33 @@ NEED_LOGITS = ("calculate_sum_pi_squared", "distillation_use_topk", "distillatio
 
 
 def put_in() -> None:
-    """Put the fused head into the Megatron engine of this process's verl; twice is once.
+    """Put the fused head into verl's Megatron engine; a second call does nothing.
 
-    Its first micro-batch raises a ValueError for `use_fused_kernels` and for a verl with other scores or gradients.
+    The first micro-batch raises a ValueError for `use_fused_kernels`, and for a verl with different
+    scores or gradients.
     """
     path = "verl.workers.engine.megatron.transformer_impl"
     engine = importlib.import_module(path).MegatronEngineWithLMHead
     step, process = engine.forward_step, engine._lm_head_logits_processor
     if hasattr(step, "has_fused_head"):
         return
-    proven: list[bool] = []
+    is_verified = False
 
     @functools.wraps(step)
     def forward_step(self: Any, batch_iter: Any, model: Any, *others: Any, **named: Any) -> Any:
         if self.engine_config.use_fused_kernels:
             switch = "actor_rollout_ref.model.use_fused_kernels"
-            raise ValueError(f"{VERL}: {switch}=True takes verl's own kernels: set False")
+            raise ValueError(f"{VERL}: {switch}=True selects verl's own kernels: set False")
         leave_out_logits(model, VERL)
         return step(self, batch_iter, model, *others, **named)
 
     @functools.wraps(process)
-    def logits_processor(
-        self: Any, logits: Tensor, label: Tensor, temperature: Tensor, **named: Any
-    ) -> Any:
-        if not proven:
-            prove(functools.partial(process, self), logits.device)
-            proven.append(True)
-        return scores_of(logits, label, temperature, **named)
+    def logits_processor(self: Any, logits: Tensor, *others: Any, **named: Any) -> Any:
+        nonlocal is_verified
+        if not is_verified:
+            verify(functools.partial(process, self), logits.device)
+            is_verified = True
+        return scores_of(logits, *others, **named)
 
     forward_step.has_fused_head = True  # type: ignore[attr-defined]
     engine.forward_step, engine._lm_head_logits_processor = forward_step, logits_processor
@@ -51,31 +51,27 @@ def put_in() -> None:
 def scores_of(
     logits: Tensor, label: Tensor, temperature: Tensor, *, calculate_entropy: bool, **others: Any
 ) -> dict[str, Tensor]:
-    """Compute what verl's `_lm_head_logits_processor` does, from the note of `logits`; [batch, sequence] each."""
+    """Compute what `_lm_head_logits_processor` does from a note, [batch, sequence] each."""
     for name in NEED_LOGITS:
         if others.get(name):
-            raise NotImplementedError(f"{VERL}: {name} takes logits: drop one of the two")
+            raise NotImplementedError(f"{VERL}: {name} takes logits: remove one of the two")
     # Padding has 0. verl's own function waits for the device here too.
     low, high = torch.stack(temperature[temperature > 0].aminmax()).tolist()
     if low != high:
         raise NotImplementedError(
-            f"{VERL}: the samples of a micro-batch have the temperatures {low:g} to {high:g}: give all of them one, or "
-            "drop external_lib"
+            f"{VERL}: the samples of a micro-batch have the temperatures {low:g} to {high:g}: give "
+            "all of them one, or remove external_lib"
         )
-    factors = OutputFactors.noted(logits, VERL)
-    log_probs, entropy = factors.scores(None, label.flatten(), low)
+    log_probs, entropy = OutputFactors.noted(logits, VERL).scores(None, label.flatten(), low)
     scores = {"entropy": entropy.view_as(label)} if calculate_entropy else {}
     return scores | {"log_probs": log_probs.view_as(label)}
 
 
-def prove(theirs: Callable[..., Any], device: torch.device) -> None:
-    """Refuse a `_lm_head_logits_processor` of verl that ours does not equal."""
+def verify(theirs: Callable[..., Any], device: torch.device) -> None:
+    """Refuse a `_lm_head_logits_processor` whose scores or gradients differ from ours."""
     label = (torch.arange(10, device=device) % 7)[None]
-    named: dict[str, Any] = {
-        "label": label,
-        "temperature": torch.full_like(label, 0.75, dtype=torch.float32),
-    }
-    named |= {"calculate_entropy": True, "data_format": "thd", **dict.fromkeys(NEED_LOGITS, False)}
-    named |= {"logits_processor_func": None, "batch": None}
-    both = (functools.partial(function, **named) for function in (theirs, scores_of))
-    require_equal(VERL, *both, rows=10, device=device)
+    named: dict[str, Any] = dict.fromkeys(NEED_LOGITS, False) | {"calculate_entropy": True}
+    named |= {"label": label, "temperature": torch.full_like(label, 0.75, dtype=torch.float32)}
+    named |= {"data_format": "thd", "logits_processor_func": None, "batch": None}
+    ours = functools.partial(scores_of, **named)
+    require_equal(VERL, functools.partial(theirs, **named), ours, device)

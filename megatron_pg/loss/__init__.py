@@ -5,7 +5,7 @@
 
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.loss.corrections import CORRECTIONS, LEVELS
-from megatron_pg.loss.metric_table import METRICS
+from megatron_pg.loss.metrics import METRICS
 from megatron_pg.loss.objectives import DPPO_DELTAS, OBJECTIVES
 from megatron_pg.loss.regularizers import KL_ESTIMATES
 

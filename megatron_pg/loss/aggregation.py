@@ -9,18 +9,17 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
-from megatron_pg.config.rows import Row, Table
+from megatron_pg.config.tables import TABLES, Row, add_rows, is_replaced
 from megatron_pg.loss.corrections import counts_accepted, require_accepted
 from megatron_pg.step.batch import PackedBatch, to_device
 from megatron_pg.step.counts import CountedSample
-from megatron_pg.step.identity import coefficient_of_rank, coefficients_of
 from megatron_pg.step.totals import StepTotals
 from megatron_pg.step.values import host_float64
 
@@ -28,6 +27,8 @@ from megatron_pg.step.values import host_float64
 @dataclass(frozen=True, kw_only=True)
 class Aggregation(Row):
     """One mode: the divisor of a sample's tokens, and the count of the step that the sum is divided by."""
+
+    setting: ClassVar[str] = "loss_aggregation"
 
     denominator: Callable[[StepTotals, Sequence[CountedSample]], Tensor] | None = None
     """The function (totals, samples) -> [num_samples] float64 divisors, of D or G, 0 standing for 1; None where all samples
@@ -61,18 +62,7 @@ class Aggregation(Row):
         return totals.expected_sums(divisors_of, (self.name, divisor))
 
 
-AGGREGATIONS: Table[Aggregation] = Table(
-    "loss_aggregation",
-    replaced_by="custom_pg_loss_reducer_function_path",
-    also_known_as={
-        "grpo": "sample_mean",
-        "dapo": "prompt_mean",
-        "scalerl": "prompt_mean",
-        "group_mean": "prompt_mean",
-        "token-mean": "token_mean",
-        **dict.fromkeys(("dr.grpo", "dr_grpo", "drgrpo"), "constant, with dr_grpo's advantages"),
-    },
-)
+AGGREGATIONS: dict[str, Aggregation] = TABLES["loss_aggregation"]
 
 
 def _num_prompt_groups(totals: StepTotals) -> int:
@@ -96,7 +86,8 @@ def _num_prompt_groups(totals: StepTotals) -> int:
     return max(totals.num_prompt_groups, 1)
 
 
-AGGREGATIONS.add(
+add_rows(
+    AGGREGATIONS,
     Aggregation(
         name="sample_mean",
         formula="1/N sum_i (sum_t m x / max(D_i, 1))",
@@ -141,14 +132,14 @@ def checked_aggregation(name: str, divisor: float | None, qkv_format: Any = "thd
 
 def require_totals(config: PolicyLossConfig, totals: StepTotals) -> None:
     """Refuse totals that cannot divide the config's policy loss, on every rank and pipeline stage."""
-    if not AGGREGATIONS.is_replaced(config):
+    if not is_replaced("loss_aggregation", config):
         AGGREGATIONS[config.loss_aggregation].outer_count(totals)
     totals.counted_in(config.loss_weight_denominator, accepted=counts_accepted(config))
 
 
 @dataclass(frozen=True, eq=False)
-class Weights:
-    """Numbers of the step, 0-d float64; from `loss` on weights of tokens, [window] float64, 0 at masked positions."""
+class StepNumbers:
+    """Numbers of the step for one micro-batch on this rank, 0-d float64 each."""
 
     outer_count: Tensor  # divides the sum of the policy loss
     unrejected_count: Tensor  # the same before rejections
@@ -157,23 +148,36 @@ class Weights:
     kl_coefficient: Tensor  # beta of the KL term, a number that steps may change
     share: Tensor  # part of the step's report that this micro-batch carries on this rank
     checksum_scale: Tensor  # makes the sum of the weights 1 over the step
-    samples_scale: Tensor  # the same for weights times the identities of tokens
-    ranks_scale: Tensor  # the same for these times the identity of the data-parallel rank
-    checksum_offset: (
-        Tensor  # added to the three sums: `share` in a step without active tokens, or 0
-    )
-    nothing: Tensor  # 0, the pair of a metric whose fields the samples lack
+    numbers_scale: Tensor  # the same for weights times the coefficients of samples
+    checksum_offset: Tensor  # added to both sums: `share` in a step without active tokens, or 0
+
+
+@dataclass(frozen=True, eq=False)
+class TokenWeights:
+    """Weights of tokens in sums over the step, [window] float64 each, 0 at masked positions."""
+
     loss: Tensor  # with loss weights; with a reducer of the user's own, 1 for an active token
     unrejected: Tensor  # the same before rejections: the weight of terms that no correction changes
-    identified: Tensor  # `loss` times the number by which the sample is told from others
+    numbered: Tensor  # `loss` times the coefficient of the sample's number
     regularizer: Tensor  # of KL and entropy, with loss weights
     document: Tensor  # in a metric's mean over documents
     sequence: Tensor  # in a metric's sum over sequences
 
+
+STEP_NUMBERS, SAMPLE_WEIGHTS = (
+    tuple(field.name for field in dataclasses.fields(group))
+    for group in (StepNumbers, TokenWeights)
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Weights(StepNumbers, TokenWeights):
+    """Weights and numbers of a micro-batch, rows of the two tables that `host_weights` makes."""
+
     @classmethod
     def spread(
         cls,
-        counts: Tensor,
+        step_numbers: Tensor,
         sample_weights: Tensor,
         loss_mask: Tensor,
         sample_ids: Tensor,
@@ -186,21 +190,18 @@ class Weights:
         spread = torch.where(loss_mask, sample_weights[:, sample_ids], 0.0)
         weights = dict(zip(SAMPLE_WEIGHTS, spread.unbind(), strict=True))
         if loss_weights is not None:
-            for name in ("loss", "unrejected", "identified", "regularizer"):
+            for name in ("loss", "unrejected", "numbered", "regularizer"):
                 weights[name] = weights[name] * loss_weights
-        return cls(**dict(zip(COUNTS, counts.unbind(), strict=True)), **weights)
-
-
-_NAMES = tuple(field.name for field in dataclasses.fields(Weights))
-COUNTS, SAMPLE_WEIGHTS = _NAMES[: _NAMES.index("loss")], _NAMES[_NAMES.index("loss") :]
+        return cls(**dict(zip(STEP_NUMBERS, step_numbers.unbind(), strict=True)), **weights)
 
 
 def host_weights(
     config: PolicyLossConfig, batch: PackedBatch, totals: StepTotals, share: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute `COUNTS` [counts] and `SAMPLE_WEIGHTS` [6, samples], float64, for the batch's device.
+    """Compute `STEP_NUMBERS` and `SAMPLE_WEIGHTS` [names, samples], float64, in one copy.
 
-    There are at least two columns, of no sample where there are fewer: the compiler makes another program for a size of 1.
+    There are at least two columns, of no sample where there are fewer: the compiler makes another
+    program for a size of 1.
     """
     samples, unit = batch.samples, config.loss_weight_denominator
     unrejected = totals.counted_in(unit)
@@ -209,18 +210,15 @@ def host_weights(
     sample_mean = AGGREGATIONS["sample_mean"]
     mode = counting = AGGREGATIONS[config.loss_aggregation]
     divisor = config.loss_aggregation_divisor
-    if AGGREGATIONS.is_replaced(config):
+    if is_replaced("loss_aggregation", config):
         # By the field's convention the sum of a custom reducer is over rollouts, or over tokens in per-token mode.
         mode, divisor = AGGREGATIONS["token_mean"], None
         counting = mode if config.calculate_per_token_loss else sample_mean
     outer_count = counting.outer_count(counted)
     expected = mode.expected_sums(counted, divisor)
-    checksum_scale, samples_scale, ranks_scale = (1.0 / (total or 1.0) for total in expected)
-    loss_divisors = identified = mode.divisors_of(counted, samples, divisor)
-    if counted.knows_identities:
-        identified = loss_divisors / coefficients_of(samples, counted.hashed_fields)
-        ranks_scale *= coefficient_of_rank(counted.data_parallel_rank)
-    counts = {
+    checksum_scale, numbers_scale = (1.0 / (total or 1.0) for total in expected)
+    loss_divisors = mode.divisors_of(counted, samples, divisor)
+    step_numbers = {
         "outer_count": outer_count,
         "unrejected_count": counting.outer_count(unrejected),
         "regularizer_count": sample_mean.outer_count(unrejected),
@@ -228,16 +226,15 @@ def host_weights(
         "kl_coefficient": config.kl_loss_coef,
         "share": share,
         "checksum_scale": checksum_scale,
-        "samples_scale": samples_scale,
-        "ranks_scale": ranks_scale,
+        "numbers_scale": numbers_scale,
         # A step without an active token has nothing to count and is right.
         "checksum_offset": 0.0 if expected[0] else share,
-        "nothing": 0.0,
     }
     divisors = {
         "loss": loss_divisors,
         "unrejected": mode.divisors_of(unrejected, samples, divisor),
-        "identified": identified,
+        # Infinite, a weight of 0, for a sample of another step.
+        "numbered": loss_divisors / torch.from_numpy(totals.counts.coefficients_of(samples)),
         "regularizer": sample_mean.divisors_of(unrejected, samples),
         "document": sample_mean.divisors_of(totals, samples),
         "sequence": host_float64([max(sample.num_active_tokens, 1) for sample in samples]),
@@ -246,14 +243,7 @@ def host_weights(
     table = torch.zeros(size, dtype=torch.float64, device="cpu")
     for row, name in enumerate(SAMPLE_WEIGHTS):
         table[row, : len(samples)] = 1.0 / divisors[name]
-    head = host_float64([counts[name] for name in COUNTS])
-    numbers = to_device(torch.cat([head, table.flatten()]), batch.loss_mask.device)
-    return numbers[: len(COUNTS)], numbers[len(COUNTS) :].view_as(table)
-
-
-def position_coefficients(
-    config: PolicyLossConfig, batch: PackedBatch, totals: StepTotals
-) -> Tensor:
-    """Return the numbers [window] float64 of the tokens' positions in the checksums; 1 where the totals know no identities."""
-    counted = totals.counted_in(config.loss_weight_denominator)
-    return batch.coefficients if counted.knows_identities else torch.ones_like(batch.coefficients)
+    numbers = host_float64([step_numbers[name] for name in STEP_NUMBERS])
+    moved = to_device(torch.cat([numbers, table.flatten()]), batch.loss_mask.device)
+    first, second = moved.split([numbers.numel(), table.numel()])  # type: ignore[no-untyped-call]
+    return first, second.view_as(table)

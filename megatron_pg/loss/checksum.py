@@ -1,68 +1,45 @@
-"""`aggregation_checksum`: whether each sample of the step was trained on once, on the rank that counted it.
+"""`aggregation_checksum`: whether each sample of the step was trained on once.
 
-Three sums of the weights that were used, on the device, over what the step's totals say they add up to; they travel with
-the metrics.
+Two sums of the weights that were used, on the device, over what the step's totals say they add up
+to. They travel with the metrics.
 
-    sum of w                of weights             samples lost, twice, or wrong totals
-    sum of w c_t            times coefficients     also: one twice and another never, a stale micro-batch, another window
-    sum of w c_t c_rank     times that of a rank   also: samples of another data-parallel rank
+    sum of w      of weights            samples lost, twice, or wrong totals
+    sum of w c    times coefficients    also: one twice and another never, a stale micro-batch
 
-c_t in [0.25, 2.25) is fixed by a hash of the sample and by the token's position (`megatron_pg.step.identity`). The hash is of
-tokens, response length, loss mask, loss weights and kept sets; and of advantages, log-probs, old values and returns, those
-of them that every sample of the rank had when the step was counted. Under a custom reducer, whose weights are its own, w
-is 1 for every active token.
-
+c in [0.5, 1.5) is random and fixed by the sample's place in the step (`StepCounts.coefficients_of`). A
+sample that is not of the step has c = 0. Under a custom reducer, whose weights are its own, w is 1
+for every active token.
 """
 
-import itertools
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
-from megatron_pg.step.counts import StepCounts
-from megatron_pg.step.identity import store_hashes
+from megatron_pg.step.counts import CountedSample
 from megatron_pg.step.sample import Sample
 
 logger = logging.getLogger("megatron_pg")
 
 CHECKSUM = "aggregation_checksum"
-CHECKSUMS = (CHECKSUM, f"{CHECKSUM}_of_samples", f"{CHECKSUM}_of_ranks")
-"""The three sums, as a micro-batch carries them; a step reports the first that is not 1 as `aggregation_checksum`."""
+CHECKSUMS = (CHECKSUM, f"{CHECKSUM}_of_samples")
+"""The two sums of a micro-batch; a step reports the first that is not 1 as `aggregation_checksum`."""
 CHECKSUM_TOLERANCE = 1e-5
 # Sums of a million samples in float64 are off by 2e-14, and an exchange is missed in proportion to it.
-IDENTITY_TOLERANCE = 1e-11
+NUMBERS_TOLERANCE = 1e-11
 NUM_NAMED = 5  # samples that a message names of each kind
 
 MEANINGS = (
     "Above 1, samples were trained on twice or are missing from step_totals(); below 1, samples were dropped; either, "
     "num_microbatches is not the number that the schedule runs, or a micro-batch was packed for another context-parallel "
     "rank than the one that ran it.",
-    "The weights add up to 1, and not those of the samples that the totals count: a sample or micro-batch was trained on "
-    "twice and another never, a micro-batch is of another step, its masks, advantages or log-probs have changed since "
-    "step_totals() or plan_step(), or one was packed for another context-parallel rank than the one that ran it.",
-    "Every sample was trained on once, and not each on the data-parallel rank that passed it to step_totals() or "
-    "plan_step(): samples or micro-batches were exchanged between ranks.",
+    "The weights add up to 1, but not to those of the samples that the totals count: a sample or micro-batch was trained "
+    "on twice and another never, a micro-batch is of another step, or samples were made anew after step_totals() or "
+    "plan_step(): pack the counted samples, or copies of them by dataclasses.replace().",
 )
-"""The reasons for which each of the three sums is not 1, where those before it are."""
-
-
-def _ranks_of(
-    samples_by_rank: Mapping[int, Sequence[Sample]], counts: StepCounts
-) -> dict[int, int]:
-    """Find the data-parallel ranks that counted the trained samples, by identity. Coefficients stand for identities there."""
-    rank_of = dict(
-        zip(counts.rows["active_coefficients"].tolist(), counts.ranks.tolist(), strict=True)
-    )
-    trained: Iterable[Any] = itertools.chain(*samples_by_rank.values())
-    return {
-        sample.identity: rank_of[sample.active_coefficients]
-        for sample in trained
-        if sample.active_coefficients and sample.active_coefficients in rank_of
-    }
+"""The reason why each sum is not 1 if the one before it is."""
 
 
 def check_checksum(
@@ -70,11 +47,11 @@ def check_checksum(
     sums: Mapping[str, float],
     micro_batches: Sequence[Mapping[str, Tensor]] = (),
 ) -> float:
-    """Return the first of the three sums that is not 1; for it, raise under --check-aggregation, or else warn."""
+    """Return the first of the two sums that is not 1; for it, raise under --check-aggregation, or else warn."""
     values = [sums.get(name, 1.0) for name in CHECKSUMS]
-    is_off = [not abs(value - 1.0) <= IDENTITY_TOLERANCE for value in values]
-    # Where the hashes see nothing, so small a difference of the weights is rounding.
-    if not any(is_off[1:]):
+    is_off = [not abs(value - 1.0) <= NUMBERS_TOLERANCE for value in values]
+    # If the second sum is 1, so small a difference of the weights is rounding.
+    if not is_off[1]:
         is_off[0] = not abs(values[0] - 1.0) <= CHECKSUM_TOLERANCE
     if True not in is_off:
         return values[0]
@@ -84,7 +61,7 @@ def check_checksum(
     message = (
         f"{CHECKSUM} is {shown}, expected 1: the weights of the tokens that reached the loss add up to "
         f"{values[0]:.6f} times what the step's totals hold, and to {values[1]:.6f} times with every sample "
-        f"weighed by what it is. {MEANINGS[first]}{_samples_at_fault(micro_batches)}"
+        f"weighed by its number. {MEANINGS[first]}{_samples_at_fault(micro_batches)}"
     )
     if config.check_aggregation:
         raise RuntimeError(message)
@@ -93,33 +70,32 @@ def check_checksum(
 
 
 def _samples_at_fault(micro_batches: Sequence[Mapping[str, Tensor]]) -> str:
-    """Name the samples that this rank trained on twice, wrongly or never; "" where nothing is known of them."""
+    """Name the samples that this rank trained on twice, wrongly or never; "" if samples have no number."""
     # By window: a process that evaluates all parts of a step has each sample in every window.
-    samples_by_rank, totals = defaultdict[int, list[Sample]](list), None
+    samples_by_window, totals = defaultdict[int, list[Sample]](list), None
     for metrics in micro_batches:
         if batch := getattr(metrics, "batch", None):
-            samples_by_rank[batch.window.cp_rank] += batch.samples
+            samples_by_window[batch.window.cp_rank] += batch.samples
         totals = getattr(metrics, "totals", None) or totals
-    if totals is None or not totals.knows_identities:
+    if totals is None or not totals.counts.are_numbered:
         return ""
-    rank, trained = totals.data_parallel_rank, Counter[int | None]()
-    names = dict[int | None, str]()
-    for samples in samples_by_rank.values():
-        store_hashes(samples, totals.hashed_fields)
-        trained |= Counter(sample.identity for sample in samples if sample.num_active_tokens)
-        names |= {sample.identity: sample.name for sample in samples}
-    mine: Sequence[Any] = totals.counts.here.get(rank, ())
-    names |= {count.identity: count.name for count in mine}
-    # A sample without active tokens changes none of the sums.
-    expected = Counter(count.identity for count in mine if count.num_active_tokens)
-    rank_of = _ranks_of(samples_by_rank, totals.counts)
-    strangers = [sample for sample in trained if sample not in expected]
+    counts, rank, trained = totals.counts, totals.data_parallel_rank, Counter[int | None]()
+    mine: Sequence[CountedSample] = counts.here.get(rank, ())
+    names = {sample.number: sample.name for sample in mine}
+    for samples in samples_by_window.values():
+        trained |= Counter(sample.number for sample in samples if sample.num_active_tokens)
+        names |= {sample.number: sample.name for sample in samples}
+    # A sample without active tokens changes neither sum.
+    expected = Counter(sample.number for sample in mine if sample.num_active_tokens)
+    rank_of = dict(zip(counts.rows["number"].tolist(), counts.ranks.tolist(), strict=True))
     samples_by_mistake = {
         "trained on twice": [names[x] for x in trained - expected if x in expected],
         "counted on another rank": [
-            f"{names[x]} (rank {rank_of[x]})" for x in strangers if x in rank_of
+            f"{names[x]} (rank {rank_of[x]})"
+            for x in trained
+            if x not in expected and rank_of.get(x, rank) != rank
         ],
-        "not of this step": [names[x] for x in strangers if x not in rank_of],
+        "not of this step": [names[x] for x in trained if x not in rank_of],
         "never trained on": [names[x] for x in expected - trained],
     }
     listed = [

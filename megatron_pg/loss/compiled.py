@@ -25,7 +25,7 @@ the bit."""
 MAX_PROGRAMS = 8
 """Settings that a process compiles for; further ones, such as a coefficient that every step changes, run operator by operator."""
 TRACED_TOKENS = 8192
-TRACED_SIZES = {"sample_weights": 37, "sums": 41, "samples_of_units": 41, "counts": None}
+TRACED_SIZES = {"sample_weights": 37, "sums": 41, "samples_of_units": 41, "step_numbers": None}
 """Sizes of the micro-batch of zeros that is traced and compiled, by the name of a tensor whose last dimension counts samples, or
 sequences or turns, and not tokens; None for one of a fixed size. Every rank compiles the same, a long reduction, whatever its first micro-batch."""
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_pg.config.custom import check_returned, load_custom_function
 from megatron_pg.config.policy_loss import PolicyLossConfig
-from megatron_pg.config.rows import ANCHOR, Row, Table
+from megatron_pg.config.tables import ANCHOR, TABLES, Row, add_rows, decorator, rows_on
 from megatron_pg.loss.sequence import SequenceSums, sequence_units, sums_of_rank
 from megatron_pg.loss.tokens import Tokens, clamped_log_ratio, masked
 from megatron_pg.step.sample import Sample, number_samples
@@ -55,29 +55,30 @@ class Correction(Row):
         """Totals of what is kept need rejections that the data decide, and one kind of them."""
         if config.rejection_denominator != "accepted" or not self.rejects:
             return []
-        rejecting = [row for row in CORRECTIONS.rows_on(config) if row.rejects_by_data]
+        rejecting = [row for row in rows_on(CORRECTIONS, config) if row.rejects_by_data]
         if not self.rejects_by_data:
-            wrong = f"cannot count what {CORRECTIONS.flag_of_row(self)} rejects, which is unknown before the step:"
+            wrong = f"cannot count what {self.switch} rejects, which is unknown before the step:"
         elif rejecting[0] is self and len(rejecting) > 1:
-            flags = " or ".join(map(CORRECTIONS.flag_of_row, rejecting))
+            flags = " or ".join(row.switch for row in rejecting)
             wrong = f"takes one kind of rejection: drop {flags}, or"
         else:
             return []
         return [f"--rejection-denominator accepted {wrong} use --rejection-denominator original"]
 
 
-CORRECTIONS: Table[Correction] = Table("corrections")
-correction = CORRECTIONS.decorator(Correction)
+CORRECTIONS: dict[str, Correction] = TABLES["corrections"]
+correction = decorator(CORRECTIONS, Correction)
 
 
 def apply_corrections(
     config: PolicyLossConfig, tokens: Tokens, loss: Tensor, sums: SequenceSums
 ) -> Corrected:
     """Weight the per-token loss [window] and shrink the loss mask by every correction that is on."""
-    rows = CORRECTIONS.rows_on(config)
+    rows = rows_on(CORRECTIONS, config)
     if not rows:
         return Corrected(loss, tokens.loss_mask, {})
-    kept, metrics = tokens.loss_mask, dict[str, Tensor]()
+    kept = tokens.loss_mask
+    metrics: dict[str, Tensor] = {}
     for row in rows:
         loss, kept_by_row, row_metrics = row.function(config, tokens, sums, loss)
         kept = kept & kept_by_row
@@ -152,12 +153,12 @@ def counts_accepted(config: PolicyLossConfig) -> bool:
 
 def drops_tokens(config: PolicyLossConfig) -> bool:
     """Tell whether a correction that is on may drop tokens."""
-    return any(row.rejects for row in CORRECTIONS.rows_on(config))
+    return any(row.rejects for row in rows_on(CORRECTIONS, config))
 
 
 def correction_metric_names(config: PolicyLossConfig) -> tuple[str, ...]:
     """List the metrics that `apply_corrections` returns under these settings."""
-    rows = CORRECTIONS.rows_on(config)
+    rows = rows_on(CORRECTIONS, config)
     names = dict.fromkeys(name for row in rows for name in row.metrics)
     return (*names, REJECTED) if rows else ()
 
@@ -281,7 +282,8 @@ def _rejection_row(level: str) -> Correction:
     )
 
 
-CORRECTIONS.add(
+add_rows(
+    CORRECTIONS,
     *(_weight_row(level, mode) for mode in ("truncate", "mask") for level in LEVELS),
     *map(_rejection_row, ("geometric", "sequence")),
 )

@@ -1,42 +1,46 @@
-"""Metrics of a step: sums and maxima of each micro-batch, reduced over the world once a step.
+"""Metrics of a step: sums and extremes of each micro-batch, reduced over the world once per step.
 
-The rows are in `metric_table.py`. An active token weighs 1 / its rollout's active tokens in the whole step, so that a mean over
-documents is one more weighted sum, whatever the packing or the context parallelism.
+A metric is one row of `METRICS`: a name, a help text, a function of the scored tokens, a reduction.
+A document is a rollout, of one sample or several. "Mean" is over the documents with an active
+token: the token mean of each, then the mean of those. Each active token therefore weighs 1 / its
+rollout's active tokens in the whole step: a mean is one more weighted sum, at any packing and any
+context parallelism.
 """
 
 import functools
 import itertools
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
-from megatron_pg.loss.aggregation import COUNTS, Weights
+from megatron_pg.config.tables import rows_on
+from megatron_pg.loss.aggregation import Weights
 from megatron_pg.loss.checksum import CHECKSUM, CHECKSUMS, check_checksum
-from megatron_pg.loss.metric_table import (
-    DERIVED,
-    METRICS,
-    SIGNS,
-    Metric,
-    Scored,
-    metrics_on,
-    promised,
-    ratio_of,
-)
+from megatron_pg.loss.corrections import Corrected, correction_metric_names
+from megatron_pg.loss.objectives import OBJECTIVES, Outcome
 from megatron_pg.loss.policy_loss import Terms
+from megatron_pg.loss.regularizers import KL_ESTIMATES
 from megatron_pg.loss.tokens import Tokens
-from megatron_pg.step.batch import PackedBatch, to_device
+from megatron_pg.step.batch import PackedBatch
 from megatron_pg.step.totals import StepTotals
 
 logger = logging.getLogger("megatron_pg")
 
-KINDS = {
+MAX_REPORTED = 300.0
+"""Bound of differences of log-probs in metrics, +-300: float64 holds e^600 and not e^710."""
+
+Reduction = Literal["mean", "token mean", "sum", "ratio sum", "maximum", "minimum"]
+"""A mean over documents or active tokens, a sum over active tokens, the same over sequences if the
+ratio is one number per sequence, or an extreme over active tokens."""
+WEIGHTS = {
     "mean": ("document", "document"),
     "token mean": ("active", "active"),
     "sum": ("active", "share"),
@@ -44,111 +48,339 @@ KINDS = {
     "sequence sum": ("sequence", "share"),
     "absent": ("", "nothing"),
 }
-"""The weight of a token in the numerator, and the denominator, by the kind of a metric; absent is one of fields that the
-samples lack."""
+"""The weight of a token in the numerator, and the denominator: the sum of a weight, the share of
+the step's report, or 0 for a metric of fields that the samples lack."""
+SIGNS = {"maximum": 1.0, "minimum": -1.0}  # an all-reduce of maxima finds both
+
+
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """One micro-batch on one rank after the loss: the tensors that a metric may read."""
+
+    config: PolicyLossConfig
+    tokens: Tokens
+    outcome: Outcome
+    corrected: Corrected
+
+    @functools.cached_property
+    def log_ratio(self) -> Tensor:
+        """The log-ratio log r, [window] float64, as are the others; NaN stays NaN."""
+        return _held(promised(self.outcome.log_ratio))
+
+    @functools.cached_property
+    def ratio(self) -> Tensor:
+        return self.log_ratio.exp()
+
+    @functools.cached_property
+    def mismatch(self) -> Tensor:
+        """The mismatch d = old_log_prob - rollout_log_prob; 0 where masked."""
+        return _held(self.tokens.mismatch())
+
+    @property
+    def ref_difference(self) -> Tensor:
+        return _held(self.tokens.log_probs.double() - self.tokens.given("ref_log_probs"))
+
+    @property
+    def clipped(self) -> Tensor:
+        return promised(self.outcome.is_effectively_clipped)
+
+
+def _held(difference: Tensor) -> Tensor:
+    return difference.double().clamp(-MAX_REPORTED, MAX_REPORTED)
+
+
+def promised(values: Tensor | None) -> Tensor:
+    """Return what a row of `OBJECTIVES` promises, or refuse an objective that did not return it."""
+    if values is None:
+        raise ValueError(
+            "the objective's row has a `ratio`, and its Outcome lacks log_ratio, is_clipped or "
+            "is_effectively_clipped: return all three (False everywhere where nothing is clipped), "
+            "or leave `ratio` out of the row"
+        )
+    return values
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric, made of a value for every token of the window."""
+
+    name: str
+    help: str
+    value: Callable[[Scored], Tensor | None]
+    """The value of each token, [window], read at active tokens only. None breaks a promise of the
+    objective's row."""
+    reduction: Reduction = "mean"
+    of_ratio: bool = False  # needs a ratio
+    reads: tuple[str, ...] = ()  # fields that samples may lack: where all do, it is not reported
+    is_reported: bool = True  # False if only metrics that are derived from it are
+    when: Callable[[PolicyLossConfig], bool] = lambda config: True
+
+
+@dataclass(frozen=True)
+class Derived:
+    """One metric of a step that is made of others, once they are reduced."""
+
+    name: str
+    help: str
+    of: tuple[str, ...]  # the metrics that `value` takes; without one of them it is not reported
+    value: Callable[..., float]
+
+
+def of_field(
+    name: str, help: str, field: str, reduction: Reduction = "mean", **options: Any
+) -> Metric:
+    """Make the metric that is a field of the samples."""
+    fields: Any = {"reads": (field,), **options}
+    return Metric(name, help, lambda s: s.tokens.given(field), reduction, **fields)
+
+
+of_ratio = functools.partial(Metric, of_ratio=True)
+of_reference = functools.partial(Metric, reads=("ref_log_probs",))
+of_mismatch = functools.partial(Metric, reads=("old_log_probs", "rollout_log_probs"))
+unreported = functools.partial(of_mismatch, is_reported=False)
+
+
+METRICS = [
+    Metric("new_logprobs", "log-prob under the policy in training", lambda s: s.tokens.log_probs),
+    Metric("advantage", "advantage", lambda s: s.tokens.advantages),
+    Metric("num_tokens", "T, the active tokens", lambda s: s.tokens.loss_mask, "sum"),
+    of_field("old_logprobs", "log-prob under the old policy", "old_log_probs", of_ratio=True),
+    of_ratio("ratio_new_old", "r before any clip", lambda s: s.ratio),
+    of_ratio("ppo_kl", "-log r, the estimate k1 of KL(old || new)", lambda s: -s.log_ratio),
+    of_ratio(
+        "kl_new_old",
+        "r - 1 - log r, whose mean over tokens of the old policy estimates KL(old || new), "
+        "not KL(new || old)",
+        lambda s: s.log_ratio.expm1() - s.log_ratio,
+    ),
+    of_ratio("clipped_ratio_fraction", "r outside the clip range", lambda s: s.outcome.is_clipped),
+    of_ratio(
+        "clipped_ratio_effective_fraction",
+        "r outside above for A > 0, below for A < 0",
+        lambda s: s.clipped,
+    ),
+    of_ratio("pg_clipfrac", "the same, by the name that most trainers plot", lambda s: s.clipped),
+    of_ratio(
+        "pg_clipfrac_positive",
+        "its part with A > 0, clipped from above",
+        lambda s: s.clipped & (s.tokens.advantages > 0),
+    ),
+    of_ratio(
+        "pg_clipfrac_negative",
+        "its part with A < 0, clipped from below (cispo, dis: from either side)",
+        lambda s: s.clipped & (s.tokens.advantages < 0),
+    ),
+    of_ratio("ratio_new_old_sum", "r", lambda s: s.ratio, "ratio sum"),
+    of_ratio("ratio_new_old_squared_sum", "r^2", lambda s: (2 * s.log_ratio).exp(), "ratio sum"),
+    of_field("ref_logprobs", "log-prob under the reference policy", "ref_log_probs"),
+    of_reference(
+        "kl_ref",
+        "the estimate of KL(policy || reference) that --kl-loss-type names, without weight",
+        lambda s: KL_ESTIMATES[s.config.kl_loss_type](s.ref_difference),
+    ),
+    of_reference(
+        "ratio_ref_new", "exp(ref_log_prob - log_prob)", lambda s: (-s.ref_difference).exp()
+    ),
+    of_mismatch("rollout_ratio", "w = exp(d) before any bound", lambda s: s.mismatch.exp()),
+    of_mismatch(
+        "rollout_kl",
+        "w - 1 - d, whose mean over the rollout engine's tokens estimates KL(rollout || old)",
+        lambda s: s.mismatch.expm1() - s.mismatch,
+    ),
+    of_mismatch("rollout_abs_difference", "|d|", lambda s: s.mismatch.abs()),
+    of_mismatch("max_rollout_abs_difference", "|d|", lambda s: s.mismatch.abs(), "maximum"),
+    unreported("rollout_abs_difference_squared", "d^2", lambda s: s.mismatch.square()),
+    of_mismatch(
+        "rollout_chi_square",
+        "w^2 - 1, which estimates the chi-square divergence of old from rollout",
+        lambda s: (2 * s.mismatch).expm1(),
+    ),
+    of_mismatch(
+        "rollout_log_ppl_diff",
+        "-d: the log-perplexity of the old policy less that of the rollout engine",
+        lambda s: -s.mismatch,
+    ),
+    unreported("rollout_ratio_of_tokens", "w", lambda s: s.mismatch.exp(), "token mean"),
+    unreported(
+        "rollout_ratio_squared_of_tokens", "w^2", lambda s: (2 * s.mismatch).exp(), "token mean"
+    ),
+    of_field("policy_version", "version of the policy that sampled the token", "policy_version"),
+    of_field("min_policy_version", "the oldest of them", "policy_version", "minimum"),
+    Metric(
+        "entropy",
+        "entropy of the whole vocabulary, or of the kept set, in nats; "
+        "under --pg-metrics with_entropy",
+        lambda s: s.tokens.given("entropy"),
+        when=lambda config: config.pg_metrics == "with_entropy",
+    ),
+    of_field(
+        "kept_set_size",
+        "tokens of the set that the token was sampled from, 0 where all were kept; "
+        "under --replay-sampling-set",
+        "kept_set_size",
+        when=lambda config: config.replay_sampling_set,
+    ),
+    of_field(
+        "kept_set_mass",
+        "probability that the policy in training gives that set, 1 where all were kept; "
+        "under --kept-set-mass",
+        "kept_set_mass",
+        when=lambda config: config.kept_set_mass,
+    ),
+    Metric(
+        "teacher_divergence",
+        "the divergence from the teacher that --distill-divergence names, without weight; "
+        "with distillation",
+        lambda s: s.tokens.given("divergence"),
+        when=lambda config: config.distills,
+    ),
+    Metric("max_advantage", "largest advantage", lambda s: s.tokens.advantages, "maximum"),
+    Metric("min_advantage", "smallest advantage", lambda s: s.tokens.advantages, "minimum"),
+]
+"""What `--pg-metrics` reports, in addition to the terms of the loss, the checksum and the metrics
+of corrections. d is old_log_prob - rollout_log_prob; all differences are held within +-300."""
+
+
+def _kish(total: float, squares: float) -> float:
+    return total * total / squares if squares else math.nan
+
+
+DERIVED = [
+    Derived(
+        "effective_sample_size",
+        "(sum r)^2 / sum r^2, Kish's: the number of tokens where all ratios are equal",
+        ("ratio_new_old_sum", "ratio_new_old_squared_sum"),
+        _kish,
+    ),
+    Derived(
+        "rollout_abs_difference_std",
+        "standard deviation of |d|, under the weights of its mean",
+        ("rollout_abs_difference", "rollout_abs_difference_squared"),
+        lambda mean, mean_square: math.sqrt(max(mean_square - mean * mean, 0.0)),
+    ),
+    Derived(
+        "rollout_ppl_ratio",
+        "perplexity of the old policy over that of the rollout engine: exp(rollout_log_ppl_diff)",
+        ("rollout_log_ppl_diff",),
+        math.exp,
+    ),
+    Derived(
+        "rollout_effective_sample_size",
+        "(sum w)^2 / (T sum w^2), Kish's over the number of tokens: from 1 / T to 1, "
+        "where all w are equal",
+        ("rollout_ratio_of_tokens", "rollout_ratio_squared_of_tokens"),
+        _kish,
+    ),
+    Derived(
+        "staleness",
+        "the version that the step was told less the mean of its samples'",
+        ("current_policy_version", "policy_version"),
+        operator.sub,
+    ),
+    Derived(
+        "max_staleness",
+        "the same for the oldest sample",
+        ("current_policy_version", "min_policy_version"),
+        operator.sub,
+    ),
+]
+
+
+def ratio_of(config: PolicyLossConfig) -> str:
+    """Return the unit that has one ratio: "token", "sequence" or "none" (a user's function)."""
+    return next((row.ratio for row in rows_on(OBJECTIVES, config)), "none")
+
+
+def metrics_on(config: PolicyLossConfig) -> list[Metric]:
+    """List the rows that these settings report; not the data, so that all ranks agree."""
+    if config.pg_metrics == "none":
+        return []
+    has_ratio = ratio_of(config) != "none"
+    rows = [row for row in METRICS if row.when(config) and (has_ratio or not row.of_ratio)]
+    return rows + [
+        Metric(name, "", lambda s, name=name: s.corrected.metrics[name])  # type: ignore[misc]
+        for name in correction_metric_names(config)
+    ]
 
 
 @dataclass(frozen=True)
 class PairTable:
-    """The (numerator, denominator) pairs of a micro-batch; equal for settings of which a coefficient alone differs."""
+    """The metrics of a micro-batch that are pairs, (numerator, denominator), by name."""
 
-    reported: tuple[str, ...]  # numbers of a micro-batch; denominators add up to 1 over the step
-    rows: tuple[tuple[str, str], ...]  # the metrics of tokens, (name, kind)
+    terms: tuple[str, ...]  # numbers of a micro-batch; their denominators add up to 1 over the step
+    rows: tuple[tuple[str, str], ...]  # metrics of tokens: (name, reduction)
 
-    @functools.cached_property
+    @property
     def names(self) -> tuple[str, ...]:
-        return (*self.reported, *CHECKSUMS, *(name for name, _ in self.rows))
+        return (*self.terms, *CHECKSUMS, *(name for name, _ in self.rows))
 
-    def sums(self, values: Mapping[str, Tensor], weights: Weights, loss_mask: Tensor) -> Tensor:
-        """Add up values [window], read at active tokens alone, and their denominators over this rank's window, float64."""
+    def pairs(
+        self,
+        values: Mapping[str, Tensor],
+        terms: Mapping[str, Tensor],
+        weights: Weights,
+        loss_mask: Tensor,
+    ) -> Tensor:
+        """Add up values [window] of active tokens and 0-d terms, by name: [names, 2] float64."""
         active = loss_mask.double()
-        by_name = {"document": weights.document, "sequence": weights.sequence, "active": active}
+        weight = {"document": weights.document, "sequence": weights.sequence, "active": active}
         # `where`, since 0 * NaN is NaN. Row by row, so that a compiler writes no row to memory.
         rows = [
-            torch.where(loss_mask, values[name].double(), 0.0) * by_name[KINDS[kind][0]]
+            torch.zeros_like(active)
+            if kind == "absent"
+            else torch.where(loss_mask, values[name].double(), 0.0) * weight[WEIGHTS[kind][0]]
             for name, kind in self.rows
-            if kind != "absent"
         ]
-        return torch.stack([*rows, weights.document, active]).sum(1)
-
-    def pairs(self, parts: Sequence[Tensor]) -> Tensor:
-        """Put the pairs together, [names, 2] float64, from checksums, result of `sums`, terms by `reported`, and `COUNTS`."""
-        return torch.cat(list(parts))[_layout(self, parts[0].device)]
-
-
-@functools.cache
-def _layout(table: PairTable, device: torch.device) -> Tensor:
-    """Place numerator and denominator of each name in what `PairTable.pairs` lays end to end, [names, 2] int64."""
-    sums = [name for name, kind in table.rows if kind != "absent"]
-    laid = [*CHECKSUMS, *sums, "document", "active", *table.reported, *COUNTS]
-    pairs = [(name, "share") for name in (*table.reported, *CHECKSUMS)]
-    pairs += [(name if name in sums else "nothing", KINDS[kind][1]) for name, kind in table.rows]
-    places = torch.tensor([list(map(laid.index, pair)) for pair in pairs], device="cpu")
-    return to_device(places, device)
+        sums = torch.stack([*rows, weights.document, active]).sum(1)
+        sums, documents, tokens = sums.split([len(rows), 1, 1])  # type: ignore[no-untyped-call]
+        # Stacked: an output that is the loss itself would take its gradient.
+        stacked = torch.stack([terms[name] for name in self.terms]).double()
+        numerators = [stacked, checksums(weights), sums]
+        total = {"document": documents, "active": tokens, "share": weights.share}
+        total["nothing"] = torch.zeros_like(weights.share)
+        kinds = ["share"] * (len(self.terms) + len(CHECKSUMS))
+        runs = itertools.groupby([*kinds, *(WEIGHTS[kind][1] for _, kind in self.rows)])
+        return paired(numerators, [total[kind].expand(len(list(run))) for kind, run in runs])
 
 
-def checksums(weights: Weights, positions: Tensor) -> Tensor:
-    """Add up this rank's part of the three checksums, [3] float64; positions [window] float64 are those of `Tokens`."""
-    identified = weights.identified * positions
-    rows = [
-        weights.loss * weights.checksum_scale,
-        identified * weights.samples_scale,
-        identified * weights.ranks_scale,
-    ]
+def paired(numerators: Sequence[Tensor], denominators: Sequence[Tensor]) -> Tensor:
+    return torch.cat([*numerators, *denominators]).view(2, -1).T
+
+
+def metric_table(config: PolicyLossConfig, lacking: frozenset[str] = frozenset()) -> PairTable:
+    """Make the table of the policy loss under a config, for samples that lack these fields."""
+    kinds: dict[str, str] = {}
+    if ratio_of(config) == "sequence":
+        # A turn's share of the step is not among the weights, which are those of samples.
+        kinds["ratio sum"] = "absent" if config.sequence_unit == "turn" else "sequence sum"
+    rows = [row for row in metrics_on(config) if row.reduction not in SIGNS]
+    # Few runs of equal denominators to lay end to end, in an order that no data decide.
+    rows.sort(key=lambda row: row.reduction)
+    kind_of = {row.name: kinds.get(row.reduction, row.reduction) for row in rows}
+    kind_of |= {row.name: "absent" for row in rows if lacking & {*row.reads}}
+    coefficients = (config.kl_loss_coef, config.entropy_coef, config.distill_coef)
+    terms = itertools.compress(("kl_loss", "entropy_loss", "distill_loss"), coefficients)
+    return PairTable(("loss", "pg_loss", *terms), tuple(kind_of.items()))
+
+
+def metric_names(config: PolicyLossConfig) -> tuple[str, ...]:
+    """List the metrics of a micro-batch under a config."""
+    return metric_table(config).names
+
+
+def checksums(weights: Weights) -> Tensor:
+    """Add up this rank's part of the two checksums, [2] float64."""
+    rows = [weights.loss * weights.checksum_scale, weights.numbered * weights.numbers_scale]
     return torch.stack(rows).sum(1) + weights.checksum_offset
 
 
-class MicroBatchMetrics(dict[str, Tensor]):
-    """Metrics of a micro-batch, name -> [2] float64 (numerator, denominator), detached.
-
-    They are added over micro-batches and over data and context parallel ranks, then divided: what `train_step` of Megatron's
-    `training.py` does with two-element values. What it cannot do is carried beside the dict, for `reduce_metrics`.
-    """
-
-    maxima: Tensor | None = None
-    """[extremes] float64 over active tokens, minima negated; minus infinity for no token. None without metrics."""
-    is_nan: Tensor | None = None
-    """The active tokens whose loss is NaN or infinite, [window] bool; None without metrics."""
-    batch: PackedBatch | None = None
-    """The micro-batch, for errors; without its side channels and experts, which would stay on the device."""
-    totals: StepTotals | None = None
-    table: Tensor  # [names, 2] behind the pairs
-
-    @classmethod
-    def of(
-        cls,
-        names: Sequence[str],
-        table: Tensor,
-        batch: PackedBatch | None = None,
-        totals: StepTotals | None = None,
-    ) -> Self:
-        """Make the metrics of a table [names, 2] float64."""
-        metrics = cls(zip(names, table.unbind(), strict=True))
-        metrics.table, metrics.totals = table, totals
-        metrics.batch = (
-            None if batch is None else replace(batch, side_channels={}, routed_experts=None)
-        )
-        return metrics
-
-    @classmethod
-    def awaited(cls, config: PolicyLossConfig, device: torch.device) -> Self:
-        """Make the metrics of a micro-batch whose loss is computed in backward. They are NaN until `fill`."""
-        names = metric_names(config)
-        nothing = torch.full((len(names), 2), math.nan, dtype=torch.float64, device=device)
-        return cls.of(names, nothing)
-
-    def fill(self, other: Self) -> None:
-        """Copy the values into these tensors, so that references taken earlier see them."""
-        vars(self).update(vars(other), table=self.table.copy_(other.table))
-
-
 @torch.no_grad()
-def metric_parts(
+def measure(
     config: PolicyLossConfig, table: PairTable, tokens: Tokens, weights: Weights, terms: Terms
-) -> tuple[Tensor | None, ...]:
-    """Compute the report of a micro-batch: `maxima` and `is_nan` of its metrics, and the parts of its pairs but the counts.
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Compute `pairs`, `maxima` and `is_nan` of `MicroBatchMetrics`.
 
-    Metrics cover the tokens that are active before any rejection.
+    They cover the tokens that are active before any rejection.
     """
     mask, rows = tokens.loss_mask, metrics_on(config)
     scored = Scored(config, tokens, terms.outcome, terms.corrected)
@@ -157,11 +389,9 @@ def metric_parts(
         for row in rows
         if all(getattr(tokens, name) is not None for name in row.reads)
     }
-    # Stacked, so that no term is the loss itself: an output that is another one loses its gradient.
-    reported = torch.stack([terms.reported[name] for name in table.reported]).double()
-    parts = checksums(weights, tokens.positions), table.sums(values, weights, mask), reported
+    pairs = table.pairs(values, terms.reported, weights, mask)
     if not rows:
-        return None, None, *parts
+        return pairs, None, None
     is_nan = ~terms.corrected.loss.isfinite()
     if config.kl_loss_coef:
         is_nan = is_nan | ~(tokens.log_probs - tokens.given("ref_log_probs")).isfinite()
@@ -169,45 +399,76 @@ def metric_parts(
         is_nan = is_nan | ~tokens.given("divergence").isfinite()
     nothing = torch.full_like(mask, -torch.inf, dtype=torch.float64)
     extremes = [
-        torch.where(mask, SIGNS[row.kind] * values[row.name].double(), -torch.inf)
+        torch.where(mask, SIGNS[row.reduction] * values[row.name].double(), -torch.inf)
         if row.name in values
         else nothing
         for row in rows
-        if row.kind in SIGNS
+        if row.reduction in SIGNS
     ]
-    stacked = torch.stack(extremes)
-    # Not `len`, which would make the size of a trace its only one.
-    maxima = stacked.amax(1) if mask.shape[0] else stacked.new_full((len(extremes),), -torch.inf)
-    return maxima, is_nan, *parts
+    # Not `len(mask)`, which would make the size of a trace its only one.
+    if mask.shape[0] == 0:
+        return pairs, nothing.new_full((len(extremes),), -torch.inf), is_nan
+    return pairs, torch.stack(extremes).amax(1), is_nan
 
 
-def metric_table(config: PolicyLossConfig, lacking: frozenset[str]) -> PairTable:
-    """Return the table of the policy loss under a config, for samples that lack the named fields."""
-    # A turn's share of the step is not among a micro-batch's weights, which are those of samples.
-    of_units = "absent" if config.sequence_unit == "turn" else "sequence sum"
-    replaced = {"ratio sum": of_units} if ratio_of(config) == "sequence" else {}
-    rows = tuple(
-        (row.name, "absent" if lacking & {*row.reads} else replaced.get(row.kind, row.kind))
-        for row in metrics_on(config)
-        if row.kind not in SIGNS
-    )
-    coefficients = (config.kl_loss_coef, config.entropy_coef, config.distill_coef)
-    terms = itertools.compress(("kl_loss", "entropy_loss", "distill_loss"), coefficients)
-    return PairTable(("loss", "pg_loss", *terms), rows)
+@dataclass(eq=False, repr=False)
+class MicroBatchMetrics(Mapping[str, Tensor]):
+    """Metrics of a micro-batch, detached, which Megatron's schedules carry to the end of the step.
 
+    As a mapping, name -> [2] float64 (numerator, denominator): values that `train_step` of
+    Megatron's `training.py` adds over micro-batches and over data and context parallel ranks, then
+    divides. `reduce_metrics` reads the further fields too.
+    """
 
-def metric_names(config: PolicyLossConfig) -> tuple[str, ...]:
-    """List the metrics of a micro-batch under a config."""
-    return metric_table(config, frozenset()).names
+    table: PairTable
+    pairs: Tensor  # [names, 2] float64
+    maxima: Tensor | None = None
+    """[extremes] float64 over active tokens, minima negated; minus infinity for no token. None
+    without metrics."""
+    is_nan: Tensor | None = None
+    """The active tokens whose loss is NaN or infinite, [window] bool; None without metrics."""
+    batch: PackedBatch | None = None  # the micro-batch, for errors
+    totals: StepTotals | None = None
+
+    def __post_init__(self) -> None:
+        if self.batch is not None:
+            # Until the step ends these would stay on the device.
+            self.batch = replace(self.batch, side_channels={}, routed_experts=None)
+
+    @classmethod
+    def awaited(cls, config: PolicyLossConfig, device: torch.device) -> Self:
+        """Make the metrics of a loss that is computed in backward. They are NaN until `fill`."""
+        table = metric_table(config)
+        size = (len(table.names), 2)
+        return cls(table, torch.full(size, math.nan, dtype=torch.float64, device=device))
+
+    def fill(self, other: Self) -> None:
+        """Copy the values into these tensors, so that references taken earlier see them."""
+        self.pairs.copy_(other.pairs)
+        self.maxima, self.is_nan = other.maxima, other.is_nan
+        self.batch, self.totals = other.batch, other.totals
+
+    @functools.cached_property
+    def _by_name(self) -> dict[str, Tensor]:
+        return dict(zip(self.table.names, self.pairs.unbind(), strict=True))
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._by_name[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.table.names)
+
+    def __len__(self) -> int:
+        return len(self.table.names)
 
 
 class SumsReport(NamedTuple):
-    """Sums of a step on this rank that travel beside the policy loss's, as a critic's do."""
+    """Sums of a step on this rank that travel with the policy loss's, such as a critic's."""
 
     sums: Tensor  # pairs [names, 2] float64
     metrics: Callable[[Tensor], dict[str, float]]
-    """Function from the world's pairs to metrics by name. A critic's raises a RuntimeError under `check_aggregation` where the
-    checksum is not 1."""
+    """Function from the world's pairs to metrics by name. A critic's raises a RuntimeError under
+    `check_aggregation` if the checksum is not 1."""
 
 
 def reduce_metrics(
@@ -220,24 +481,28 @@ def reduce_metrics(
     policy_version: int | None = None,
     beside: Sequence[SumsReport] = (),
 ) -> dict[str, float]:
-    """Reduce the metrics of a step's micro-batches. This is the step's only host synchronisation.
+    """Reduce the metrics of a step's micro-batches, the step's only host synchronization.
 
-    Every rank of `group` must call it once a step: one SUM all-reduce, and one MAX all-reduce unless
-    `--pg-metrics none`. A rank that does not contribute brings the identity of each.
+    Every rank of `group` must call it once per step: one SUM all-reduce, and one MAX all-reduce
+    unless `--pg-metrics none`. A rank that does not contribute brings the identity of each.
 
     Args:
         config: the settings that the losses were computed with.
-        micro_batches: what the schedule returned on this rank; empty before the last pipeline stage.
-        contributes: True on tensor-parallel rank 0 of the last pipeline stage, whose peers hold the same numbers.
+        micro_batches: what the schedule returned on this rank; empty before the last stage.
+        contributes: True on tensor-parallel rank 0 of the last pipeline stage, whose peers hold the
+            same numbers.
         device: where the numbers are reduced; the accelerator under NCCL.
-        group: all ranks of the job; None is the default group, or no communication where torch.distributed is not initialised.
-        policy_version: the version of the policy that the step starts from, counted as `Sample.policy_version` is; without it
-            no staleness is reported.
-        beside: the critic's `ValueStep.report` and others, to travel in the same all-reduce; their metrics are returned too.
+        group: all ranks of the job; None is the default group, or no communication if
+            torch.distributed is not initialized.
+        policy_version: the version of the policy that the step starts from, counted as
+            `Sample.policy_version` is; no staleness is reported without it.
+        beside: `ValueStep.report` of the critic and others, which travel in the same all-reduce;
+            their metrics are returned too.
 
     Returns:
-        By name; the same on every rank. Means, maxima and minima are NaN for a step without an active token; those of fields
-        that no sample carries are left out. `effective_sample_size` is in tokens (sequences: gspo).
+        By name; the same on every rank. Means, maxima and minima are NaN for a step without an
+        active token; those of fields that no sample carries are left out.
+        `effective_sample_size` is in tokens (sequences: gspo).
 
     Raises:
         RuntimeError: under `check_aggregation`, the aggregation checksum is not 1.
@@ -246,17 +511,22 @@ def reduce_metrics(
     counted = micro_batches if contributes else ()
     parts = [add_pairs(names, counted, device), *(other.sums.to(device) for other in beside)]
     pairs = torch.cat(parts)
-    num_extremes = sum(row.kind in SIGNS for row in rows)
-    nothing = torch.full((num_extremes,), -torch.inf, dtype=torch.float64, device=device)
+    signs = {row.name: SIGNS[row.reduction] for row in rows if row.reduction in SIGNS}
+    # Zero is not the identity of a maximum.
+    nothing = torch.full((len(signs),), -torch.inf, dtype=torch.float64, device=device)
     batch_maxima = [getattr(metrics, "maxima", None) for metrics in counted]
     maxima = torch.stack([nothing, *(x for x in batch_maxima if x is not None)]).amax(0)
     if dist.is_initialized():
         dist.all_reduce(pairs, group=group)
-        if len(maxima):
+        if signs:
             dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
     pairs, maxima = pairs.cpu(), maxima.cpu()
     pairs, *others = pairs.split(list(map(len, parts)))  # type: ignore[no-untyped-call]
-    reduced = _by_name(rows, names, pairs, maxima)
+    optional = {row.name for row in rows if row.reads}
+    reduced = quotients(names, pairs, optional)
+    for (name, sign), value in zip(signs.items(), maxima.tolist(), strict=True):
+        if value != -math.inf or name not in optional:
+            reduced[name] = math.nan if value == -math.inf else sign * value
     if not math.isfinite(reduced["loss"]):
         report_nan_tokens(counted, "its logits, its log-probs (old, ref, rollout) and its teacher")
     reduced[CHECKSUM] = check_checksum(config, reduced, micro_batches)
@@ -285,36 +555,33 @@ def add_pairs(
     return pairs
 
 
-def _by_name(
-    rows: Sequence[Metric], names: Sequence[str], pairs: Tensor, maxima: Tensor
+def quotients(
+    names: Sequence[str], pairs: Tensor, optional: Collection[str] = ()
 ) -> dict[str, float]:
-    """Return the quotients and the extremes of a step by name, without those of fields that no sample carries."""
-    signs = {row.name: SIGNS[row.kind] for row in rows if row.kind in SIGNS}
-    optional = {row.name for row in rows if row.reads}
-    has_tokens = maxima != -torch.inf
-    values = torch.cat([pairs[:, 0] / pairs[:, 1], maxima.masked_fill(~has_tokens, math.nan)])
-    counts = torch.cat([pairs[:, 1], has_tokens])
-    by_name = zip((*names, *signs), torch.stack([values, counts], 1).tolist(), strict=True)
-    return {
-        name: signs.get(name, 1.0) * value
-        for name, (value, count) in by_name
-        if count or name not in optional
-    }
+    """Divide pairs [names, 2] by name, without optional ones that no sample has: they are 0 / 0."""
+    values = zip(
+        names, (pairs[:, 0] / pairs[:, 1]).tolist(), (pairs[:, 1] != 0).tolist(), strict=True
+    )
+    return {name: value for name, value, is_there in values if is_there or name not in optional}
 
 
 def report_nan_tokens(micro_batches: Sequence[Mapping[str, Tensor]], suspects: str) -> None:
-    """Name the first active token of each micro-batch whose loss is NaN or infinite. Reads the device: the step is lost."""
+    """Name each micro-batch's first active token whose loss is not finite. Reads the device."""
     for index, metrics in enumerate(micro_batches):
-        table, is_nan, batch = (getattr(metrics, x, None) for x in ("table", "is_nan", "batch"))
-        if table is not None and table.isnan().all():
+        if not isinstance(metrics, MicroBatchMetrics):
+            continue
+        is_nan, batch = metrics.is_nan, metrics.batch
+        if metrics.pairs.isnan().all():
             logger.error(
-                f"micro-batch {index}: its loss is computed in backward, and none has come: evaluate under torch.no_grad()"
+                f"micro-batch {index}: its loss is computed in backward, and none has come: "
+                "evaluate under torch.no_grad()"
             )
         elif is_nan is not None and is_nan.any() and batch is not None:
             tokens, window = is_nan.cpu().nonzero().flatten().tolist(), batch.window
             sample = int(window.window_segment_ids[tokens[0]])
             token = int(window.response_indices[tokens[0]]) - sum(window.response_lengths[:sample])
             logger.error(
-                f"micro-batch {index}: {len(tokens)} active tokens of this rank have a loss of NaN or infinity, the first is response token "
-                f"{token} of sample {sample} ({batch.samples[sample].name}): look at {suspects}"
+                f"micro-batch {index}: {len(tokens)} active tokens of this rank have a loss of NaN "
+                f"or infinity, the first is response token {token} of sample {sample} "
+                f"({batch.samples[sample].name}): look at {suspects}"
             )

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from megatron_pg.config.custom import CUSTOM_FUNCTIONS
 from megatron_pg.config.policy_loss import LOG_PROB_FIELDS, PolicyLossConfig, required_inputs
-from megatron_pg.config.rows import Row
+from megatron_pg.config.tables import REPLACED_BY, Row, is_replaced, rows_on
 from megatron_pg.loss import compiled
-from megatron_pg.loss.aggregation import AGGREGATIONS, Weights, host_weights, position_coefficients
+from megatron_pg.loss.aggregation import Weights, host_weights
 from megatron_pg.loss.compiled import Function, Outputs, Tensors
 from megatron_pg.loss.corrections import CORRECTIONS
-from megatron_pg.loss.metrics import MicroBatchMetrics, PairTable, metric_parts, metric_table
+from megatron_pg.loss.metrics import MicroBatchMetrics, PairTable, measure, metric_table
 from megatron_pg.loss.objectives import OBJECTIVES
 from megatron_pg.loss.policy_loss import policy_loss
 from megatron_pg.loss.reducer import add_over_group, get_reduction
@@ -68,12 +68,11 @@ class MicroBatchLoss:
         _require_inputs(config, batch)
         self.config, self.batch, self._totals = config, batch, totals
         self._group = context_parallel_group
-        counts, sample_weights = host_weights(config, batch, totals, step_share)
+        step_numbers, sample_weights = host_weights(config, batch, totals, step_share)
         self._tensors: dict[str, Tensor | None] = {
             **{name: getattr(batch, name) for name in BATCH_FIELDS},
             "sample_ids": batch.window_segment_ids,
-            "positions": position_coefficients(config, batch, totals),
-            "counts": counts,
+            "step_numbers": step_numbers,
             "sample_weights": sample_weights,
         }
         if config.sequence_unit == "turn":
@@ -94,11 +93,10 @@ class MicroBatchLoss:
         the teacher; the mass, of `--kept-set-mass`, is 1 for an empty set.
         """
         tensors = self._inputs(log_probs, entropy, divergence, kept_set_mass)
-        loss, maxima, is_nan, *parts = self._bind(self._loss_and_metrics, tensors)()
-        table = self._table(tensors)
-        pairs = table.pairs([*parts, tensors["counts"]])
-        metrics = MicroBatchMetrics.of(table.names, pairs, self.batch, self._totals)
-        metrics.maxima, metrics.is_nan = maxima, is_nan
+        loss, pairs, maxima, is_nan = self._bind(self._loss_and_metrics, tensors)()
+        metrics = MicroBatchMetrics(
+            self._table(tensors), pairs, maxima, is_nan, self.batch, self._totals
+        )
         return loss, metrics
 
     def loss(self, log_probs: Tensor, *others: Tensor | None) -> Tensor:
@@ -158,7 +156,7 @@ class MicroBatchLoss:
     def _loss_and_metrics(self, tensors: Tensors) -> Outputs:
         tokens, weights, sums = self._arguments(tensors)
         terms = policy_loss(self.config, tokens, weights, sums, self._reduce)
-        return terms.loss, *metric_parts(self.config, self._table(tensors), tokens, weights, terms)
+        return terms.loss, *measure(self.config, self._table(tensors), tokens, weights, terms)
 
     def _loss_alone(self, tensors: Tensors) -> Outputs:
         return (policy_loss(self.config, *self._arguments(tensors), self._reduce).loss,)
@@ -171,7 +169,7 @@ class MicroBatchLoss:
     def _arguments(self, tensors: Tensors) -> tuple[Tokens, Weights, SequenceSums]:
         tokens = Tokens.masked(tensors, self.batch.side_channels)
         window = (tokens.loss_mask, tokens.sample_ids, tokens.loss_weights)
-        weights = Weights.spread(tensors["counts"], tensors["sample_weights"], *window)
+        weights = Weights.spread(tensors["step_numbers"], tensors["sample_weights"], *window)
         sums = SequenceSums.of_table(self.config, tokens.unit_ids, tensors.get("sums"))
         return tokens, weights, sums
 
@@ -263,12 +261,12 @@ class GradientScope(NamedTuple):
 
 def gradient_scope(config: PolicyLossConfig) -> GradientScope:
     """Read the scope off the rows. Of a function of the user's own nothing is known."""
-    objectives = OBJECTIVES.rows_on(config)
+    objectives = rows_on(OBJECTIVES, config)
     has_penalties = config.kl_loss_coef or config.entropy_coef or config.distill_coef
     leaves_out = not has_penalties and any(o.zero_advantage_is_zero_gradient for o in objectives)
-    rows: list[Row] = [*objectives, *CORRECTIONS.rows_on(config)]
-    is_replaced = OBJECTIVES.is_replaced(config) or AGGREGATIONS.is_replaced(config)
-    if is_replaced or not all(row.is_sum_over_tokens for row in rows):
+    rows: list[Row] = [*objectives, *rows_on(CORRECTIONS, config)]
+    has_custom = any(is_replaced(setting, config) for setting in REPLACED_BY)
+    if has_custom or not all(row.is_sum_over_tokens for row in rows):
         return GradientScope("micro_batch", leaves_out)
     return GradientScope("sequence" if reads_sequences(config) else "token", leaves_out)
 

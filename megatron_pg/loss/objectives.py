@@ -8,7 +8,7 @@ the dtype of the log-probs.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_pg.config.custom import check_returned, load_custom_function
 from megatron_pg.config.objective import MAX_LOG_RATIO
 from megatron_pg.config.policy_loss import PolicyLossConfig
-from megatron_pg.config.rows import ANCHOR, Row, Table
+from megatron_pg.config.tables import ANCHOR, TABLES, Row, decorator, is_replaced
 from megatron_pg.loss.sequence import SequenceSums
 from megatron_pg.loss.tokens import (
     Tokens,
@@ -53,6 +53,8 @@ Formula = Callable[[PolicyLossConfig, Tokens, SequenceSums], Outcome]
 class Objective(Row):
     """A policy objective and its properties. A property that is not stated has the careful value."""
 
+    setting: ClassVar[str] = "policy_loss"
+
     function: Formula
     ratio: Literal["none", "token", "sequence"] = "none"  # the unit that has one
     reads_clip: Callable[[Any], tuple[str, ...]] = lambda config: ()
@@ -71,22 +73,8 @@ class Objective(Row):
         return tuple(name for name in CLIP_SETTINGS if name not in self.reads_clip(config))
 
 
-OBJECTIVES: Table[Objective] = Table(
-    "policy_loss",
-    replaced_by="custom_policy_loss_path",
-    also_known_as={
-        "grpo": "ppo",
-        "dr_grpo": "ppo, with --loss-aggregation constant and dr_grpo's advantages",
-        "pg": "reinforce",
-        "policy_gradient": "reinforce",
-        "nll": "sft",
-        "dppo": "dppo_tv",
-        "geo_mean": "gmpo",
-        "rollout_is": "dis",
-        "luspo": "gspo, with --loss-aggregation constant --loss-aggregation-divisor 1",
-    },
-)
-objective = OBJECTIVES.decorator(Objective)
+OBJECTIVES: dict[str, Objective] = TABLES["policy_loss"]
+objective = decorator(OBJECTIVES, Objective)
 
 of_tokens = functools.partial(objective, is_sum_over_tokens=True)
 of_token_ratio = functools.partial(
@@ -263,7 +251,8 @@ def gmpo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcom
 
 def get_objective(config: PolicyLossConfig) -> Formula:
     """Return the formula that the config names, of a row or of the user's own."""
-    return _custom if OBJECTIVES.is_replaced(config) else OBJECTIVES[config.policy_loss].function
+    is_custom = is_replaced("policy_loss", config)
+    return _custom if is_custom else OBJECTIVES[config.policy_loss].function
 
 
 def _custom(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:

@@ -4,20 +4,22 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from megatron_pg.config.fields import FLOAT32
 from megatron_pg.config.policy_loss import PolicyLossConfig
-from megatron_pg.config.rows import Row, Table
+from megatron_pg.config.tables import TABLES, Row, add_rows
+from megatron_pg.config.values import FLOAT32
 from megatron_pg.loss.tokens import Tokens, clamped_log_ratio
 
 
 @dataclass(frozen=True, kw_only=True)
 class KLEstimate(Row):
     """An estimate of KL(policy || reference)."""
+
+    setting: ClassVar[str] = "kl_loss_type"
 
     function: Callable[[Tensor], Tensor]
     """The formula, of d = log_prob - ref_log_prob [window]."""
@@ -35,9 +37,7 @@ class KLEstimate(Row):
         return kl if self.limit is None else clamped_log_ratio(kl, self.limit)
 
 
-KL_ESTIMATES: Table[KLEstimate] = Table(
-    "kl_loss_type", also_known_as={"kl": "k1", "mse": "k2", "low_var": "low_var_kl"}
-)
+KL_ESTIMATES: dict[str, KLEstimate] = TABLES["kl_loss_type"]
 
 
 def _k3(difference: Tensor) -> Tensor:
@@ -46,7 +46,8 @@ def _k3(difference: Tensor) -> Tensor:
     return (-difference).expm1() + difference
 
 
-KL_ESTIMATES.add(
+add_rows(
+    KL_ESTIMATES,
     KLEstimate(
         name="k1",
         formula="d",

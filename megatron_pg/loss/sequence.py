@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
-from megatron_pg.config.rows import TABLES
+from megatron_pg.config.tables import TABLES, rows_on
 from megatron_pg.loss.tokens import Tokens, clip_range_of_logs, clipped_by_sign
 from megatron_pg.step.batch import PackedBatch, to_device
 from megatron_pg.step.sample import Sample
@@ -55,8 +55,8 @@ class SequenceSums:
 
 def sequence_sum_names(config: PolicyLossConfig) -> tuple[str, ...]:
     """List the sums over sequences that the rows read which are on; `ACTIVE` is the first. Empty where none does."""
-    rows_on = [row for table in TABLES.values() for row in table.rows_on(config)]
-    names = sorted({name for row in rows_on for name in row.sequence_sums})
+    rows = [row for table in TABLES.values() for row in rows_on(table, config)]
+    names = sorted({name for row in rows for name in row.sequence_sums})
     return (ACTIVE, *names) if names else ()
 
 

@@ -26,7 +26,6 @@ class Tokens:
     divergence: Tensor | None  # from the teacher in nats, with gradient
     sample_ids: Tensor  # int64
     unit_ids: Tensor  # int64, of the sequence, or of the turn under `--sequence-unit turn`
-    positions: Tensor  # coefficients of positions in the sums that tell samples apart, float64
     kept_set_mass: Tensor | None  # probability of the set that the token was sampled from
     # As in `PackedBatch`:
     loss_mask: Tensor
@@ -45,7 +44,7 @@ class Tokens:
         cls, tensors: Mapping[str, Any], side_channels: Mapping[str, object] | None = None
     ) -> Self:
         """Build the tokens from raw tensors by field name, with the inputs masked before anything is computed from them."""
-        fields: dict[str, Any] = {f.name: tensors.get(f.name) for f in dataclasses.fields(cls)}
+        fields: dict[str, Any] = {name: tensors.get(name) for name in NAMES}
         fields["side_channels"] = side_channels or {}
         if fields["unit_ids"] is None:
             fields["unit_ids"] = fields["sample_ids"]
@@ -70,6 +69,7 @@ class Tokens:
         return self.given("old_log_probs").double() - self.given("rollout_log_probs")
 
 
+NAMES = tuple(field.name for field in dataclasses.fields(Tokens))
 DIFFERENTIATED = ("log_probs", "entropy", "divergence")  # the loss has a gradient to them
 
 

@@ -104,7 +104,8 @@ class FusedHead:
         teacher_weight: Tensor | None = None,
     ) -> None:
         self._loss, self._options, self._scope = loss, options, scope
-        self._teacher_weight, self._metrics = teacher_weight, MicroBatchMetrics()
+        self._teacher_weight = teacher_weight
+        self._metrics: MicroBatchMetrics
         self._rows = OutputRows(
             loss.batch, options, with_sets=loss.config.replay_sampling_set, scope=scope
         )

@@ -20,8 +20,8 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
-from megatron_pg.config.fields import refuse
 from megatron_pg.config.model import output_layer_violations
+from megatron_pg.config.values import refuse
 from megatron_pg.config.versions import derives_multi_token_labels
 from megatron_pg.head import LogitTransform, float32_logits
 from megatron_pg.megatron.groups import chunks_of, unwrapped

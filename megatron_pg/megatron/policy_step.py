@@ -28,7 +28,7 @@ from megatron_pg.megatron.output_layer import (
 )
 from megatron_pg.megatron.routing_replay import RoutingReplay
 from megatron_pg.megatron.scale_contract import ScheduleOutput, scale_contract
-from megatron_pg.megatron.training_loop import refuse_old_gradients, require_training_loop
+from megatron_pg.megatron.training_loop import GradientWatch, require_training_loop
 from megatron_pg.megatron.varying_log_probs import require_steady_log_probs
 from megatron_pg.step.batch import PackedBatch, to_device
 from megatron_pg.step.plan import StepPlan
@@ -144,8 +144,9 @@ class PolicyStep:
         model_config = None if chunk is None else chunk.config
         self.config, self.totals, self.num_microbatches = config, totals, num_microbatches
         self.groups, self.vocab_size, self.teacher_weight = groups, vocab_size, teacher_weight
-        self.model, self.chunk, self._is_loop_checked = model, chunk, False
-        self.accumulates_gradients, self._has_loss = accumulate_gradients, False
+        self.model, self._chunk, self._is_loop_checked = model, chunk, False
+        watched = chunk, groups, num_microbatches, accumulate_gradients
+        self._gradients = GradientWatch(*watched)
         self._table_sizes = _table_sizes(chunk)
         self._masks_padding = model is not None and take_padding_mask(model, groups)
         self._replay = RoutingReplay.of_step(config.replay_routing, model, groups)
@@ -199,8 +200,8 @@ class PolicyStep:
 
     def checked_inputs(self, batch: PackedBatch) -> dict[str, Any]:
         """Check the loop and the micro-batch, and list `model_inputs`; arguments and errors as for `head`."""
-        if self.chunk is not None and torch.is_grad_enabled() and not self._is_loop_checked:
-            require_training_loop(self.chunk, self.groups, self.num_microbatches)
+        if self._chunk is not None and torch.is_grad_enabled() and not self._is_loop_checked:
+            require_training_loop(self._chunk, self.groups, self.num_microbatches)
             self._is_loop_checked = True
         self.check_packing(batch)
         self._check_embedding(batch)
@@ -213,7 +214,7 @@ class PolicyStep:
         self,
         batch: PackedBatch,
         inputs: dict[str, Any],
-        loss_of_output: Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]],
+        loss_of_output: Callable[[Tensor], tuple[Tensor, Mapping[str, Tensor]]],
         **added: Any,
     ) -> MicroBatchHead:
         """Make the head of a function from the model's output to the local loss and its metrics."""
@@ -221,9 +222,7 @@ class PolicyStep:
 
         def scaled_loss(output: Tensor) -> ScheduleOutput:
             loss, metrics = loss_of_output(output)
-            if not self._has_loss:
-                self._has_loss = True
-                refuse_old_gradients(loss, self)
+            self._gradients.watch(loss)
             return self.scale.apply(loss, metrics, *num_tokens)
 
         return MicroBatchHead(scaled_loss, inputs | added, added)
@@ -273,7 +272,7 @@ class PolicyStep:
     @property
     def device(self) -> torch.device:
         """Device of the model's parameters, where numbers are reduced."""
-        return torch.device("cpu") if self.chunk is None else next(self.chunk.parameters()).device
+        return torch.device("cpu") if self._chunk is None else next(self._chunk.parameters()).device
 
     def check_packing(self, batch: PackedBatch) -> None:
         """Refuse a micro-batch that is packed for another context-parallel rank than this one."""

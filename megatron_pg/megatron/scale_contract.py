@@ -16,6 +16,7 @@ The two other forms exist and are never returned: two values in per-token mode a
 values in the other mode carry no factor CP.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,8 @@ from torch import Tensor
 from megatron_pg.config import versions
 from megatron_pg.step.totals import StepTotals
 
-ScheduleOutput = tuple[Tensor, dict[str, Tensor]] | tuple[Tensor, Tensor, dict[str, Tensor]]
+Metrics = Mapping[str, Tensor]
+ScheduleOutput = tuple[Tensor, Metrics] | tuple[Tensor, Tensor, Metrics]
 """The result of a Megatron loss_func: (loss, metrics), or (loss, number of tokens, metrics) in per-token mode."""
 FACTORS = {False: ("DP M", "CP / M", "1 / (DP CP)"), True: ("sum of n", "1", "1 / sum of n")}
 """The three factors of a `ScaleContract` as formulas, by whether per-token mode is on."""
@@ -47,7 +49,7 @@ class ScaleContract:
     """Megatron's factor of the gradients' sum over ranks: 1 / (DP CP), and 1 / sum of n in per-token mode."""
 
     def apply(
-        self, loss: Tensor, metrics: dict[str, Tensor], num_active_tokens: int, num_tokens: int
+        self, loss: Tensor, metrics: Metrics, num_active_tokens: int, num_tokens: int
     ) -> ScheduleOutput:
         """Return the tuple that the schedule expects of one micro-batch on this rank: its 0-d loss, metrics and tokens."""
         scaled = loss * self.factor

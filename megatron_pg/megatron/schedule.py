@@ -1,6 +1,6 @@
 """The micro-batches of a step through Megatron's schedule."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -16,7 +16,7 @@ def run_micro_batches(
     chunks: Sequence[Any],
     *,
     forward_only: bool = False,
-) -> list[dict[str, Tensor]]:
+) -> list[Mapping[str, Tensor]]:
     """Run forward and backward of one step; every rank calls it. Gradients stay in DDP's buffers.
 
     Args:
@@ -32,7 +32,7 @@ def run_micro_batches(
         micro_batch = head(next(iterator))
         return model(**micro_batch.model_inputs), micro_batch.loss_func
 
-    output: list[dict[str, Tensor]] = get_forward_backward_func()(
+    output: list[Mapping[str, Tensor]] = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=[iter(batches) for _ in chunks],
         model=list(chunks),

@@ -4,8 +4,8 @@ Read in distributed/distributed_data_parallel.py, distributed/param_and_grad_buf
 pipeline_parallel/schedules.py of megatron-core 0.16.0 to 0.19.2. `train` of megatron/training/training.py sets all of them.
 """
 
-import functools
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.distributed import finalize_model_grads
@@ -14,8 +14,19 @@ from torch.distributed.tensor import DTensor
 
 from megatron_pg.megatron.groups import ParallelGroups, unwrapped
 
-_last_step: weakref.WeakKeyDictionary[Any, tuple[Any, Any, Any]] = weakref.WeakKeyDictionary()
-"""By chunk the object that `zero_grad_buffer` replaces, the finalization and the totals of the last step."""
+
+@dataclass
+class _Backward:
+    """The backward passes of a chunk since its gradients were zeroed, of one step if all is well."""
+
+    ready_parameters: Any
+    """The object of DDP's buffers that `zero_grad_buffer` replaces."""
+    begun_by: weakref.ref[Any]
+    count: int = 0
+    finalization: Any = None
+
+
+_backward: weakref.WeakKeyDictionary[Any, _Backward] = weakref.WeakKeyDictionary()
 
 
 def require_training_loop(chunk: Any, groups: ParallelGroups, num_microbatches: int) -> None:
@@ -44,17 +55,6 @@ def require_training_loop(chunk: Any, groups: ParallelGroups, num_microbatches: 
     if not getattr(chunk, "bucket_groups", None):  # not Megatron's DDP, or nothing to train
         return
     _require_wrapper(chunk, groups, num_microbatches)
-
-
-def refuse_old_gradients(loss: Tensor, step: Any) -> None:
-    """Have backward from the first loss of a `PolicyStep` refuse gradients of the step before in DDP's buffers.
-
-    Only backward tells a step from an evaluation with gradients on. It raises a ValueError on the
-    last pipeline stage, before any gradient is added. Objects with the same totals are one step, so
-    that a script may make one per micro-batch.
-    """
-    if loss.requires_grad and getattr(step.chunk, "bucket_groups", None):
-        loss.register_hook(functools.partial(_begin_backward, step))  # type: ignore[no-untyped-call]
 
 
 def _unreduced(chunk: Any, groups: ParallelGroups) -> str | None:
@@ -103,30 +103,56 @@ def _require_wrapper(chunk: Any, groups: ParallelGroups, num_microbatches: int) 
         )
 
 
-def _begin_backward(step: Any, _: Tensor) -> None:
-    chunk, groups = step.chunk, step.groups
-    # `zero_grad_buffer` replaces it.
-    ready_parameters = chunk.bucket_groups[0].per_param_grad_ready_counts
-    before, finalization, totals = _last_step.get(chunk, (None, None, None))
-    _last_step[chunk] = ready_parameters, chunk.config.finalize_model_grads_func, step.totals
-    if before is not ready_parameters or totals is step.totals:
-        return
-    if not step.accumulates_gradients:
-        raise ValueError(
-            "zero_grad_buffer() of the model was not called since the step before, whose gradients "
-            "would be added to those of this one: call it on every chunk before each step. If the "
-            "sum is wanted: PolicyStep(accumulate_gradients=True)"
-        )
-    if chunk.config.calculate_per_token_loss:
-        raise ValueError(
-            "accumulate_gradients=True in per-token mode: the gradients of the step before would "
-            "be divided by the tokens of this one. Plan the samples of both as one step"
-        )
-    is_finalized = getattr(finalization, "func", finalization) is finalize_model_grads
-    if is_finalized and (unreduced := _unreduced(chunk, groups)):
-        raise ValueError(
-            "accumulate_gradients=True after finalize_model_grads, which would reduce the "
-            f"gradients of the step before once more: {unreduced}. Set "
-            "config.finalize_model_grads_func to a function that does nothing for all steps "
-            "except the last, or plan the samples of both as one step"
-        )
+@dataclass(eq=False)
+class GradientWatch:
+    """Refuses the gradients of a step before in DDP's buffers, on the last pipeline stage.
+
+    It counts micro-batches in backward, which tells a step from an evaluation with gradients on, and
+    a step before from a step of which each micro-batch has a `PolicyStep` of its own.
+    """
+
+    chunk: Any
+    groups: ParallelGroups
+    num_microbatches: int
+    accumulates: bool
+
+    def watch(self, loss: Tensor) -> None:
+        """Have backward from the loss of a micro-batch raise a ValueError before it adds gradients."""
+        if loss.requires_grad and getattr(self.chunk, "bucket_groups", None):
+            loss.register_hook(self._begin)  # type: ignore[no-untyped-call]
+
+    def _begin(self, _: Tensor) -> None:
+        chunk, passes = self.chunk, _backward.get(self.chunk)
+        ready_parameters = chunk.bucket_groups[0].per_param_grad_ready_counts
+        if passes is not None and passes.ready_parameters is ready_parameters:
+            if passes.count >= self.num_microbatches and passes.begun_by() is not self:
+                self._require_accumulation(passes.finalization)
+                passes = None
+        else:
+            passes = None
+        if passes is None:
+            passes = _backward[chunk] = _Backward(ready_parameters, weakref.ref(self))
+        passes.count += 1
+        passes.finalization = chunk.config.finalize_model_grads_func
+
+    def _require_accumulation(self, finalization: Any) -> None:
+        """Refuse gradients of a step before, unless the sum is asked for and right."""
+        if not self.accumulates:
+            raise ValueError(
+                "zero_grad_buffer() of the model was not called since the step before, whose "
+                "gradients would be added to those of this one: call it on every chunk before each "
+                "step. If the sum is wanted: PolicyStep(accumulate_gradients=True)"
+            )
+        if self.chunk.config.calculate_per_token_loss:
+            raise ValueError(
+                "accumulate_gradients=True in per-token mode: the gradients of the step before "
+                "would be divided by the tokens of this one. Plan the samples of both as one step"
+            )
+        is_finalized = getattr(finalization, "func", finalization) is finalize_model_grads
+        if is_finalized and (unreduced := _unreduced(self.chunk, self.groups)):
+            raise ValueError(
+                "accumulate_gradients=True after finalize_model_grads, which would reduce the "
+                f"gradients of the step before once more: {unreduced}. Set "
+                "config.finalize_model_grads_func to a function that does nothing for all steps "
+                "except the last, or plan the samples of both as one step"
+            )

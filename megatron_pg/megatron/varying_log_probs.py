@@ -16,7 +16,7 @@ from torch.nn import Module
 from torch.nn.modules.dropout import _DropoutNd
 
 from megatron_pg.config import PolicyLossConfig
-from megatron_pg.config.fields import refuse
+from megatron_pg.config.values import refuse
 from megatron_pg.megatron.groups import chunks_of, unwrapped
 
 Settings = Mapping[str, Any]

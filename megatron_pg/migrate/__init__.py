@@ -6,8 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_pg.config.program import ProgramParser
-from megatron_pg.config.settings_file import WRITE, text_of_words
+from megatron_pg.config.command_line import WRITE, ProgramParser, text_of_words
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.migrate.line import Line, read
 from megatron_pg.migrate.report import here, lines, wanted

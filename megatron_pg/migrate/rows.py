@@ -30,8 +30,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_pg.config.fields import flag_of
-from megatron_pg.config.rows import did_you_mean
+from megatron_pg.config.values import did_you_mean, flag_of
 
 Settings = Mapping[str, Any]
 """Settings of a launch line, by the trainer's own keys, with defaults for the rest."""

@@ -25,10 +25,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_pg.step.counts import BareSample, StepCounts
-from megatron_pg.step.identity import hash_of
 from megatron_pg.step.ids import check_ids
 from megatron_pg.step.sample import Sample, checked_integer
-from megatron_pg.step.values import has_integers, host_tensor, refuse_values
+from megatron_pg.step.values import has_integers, hash_of_tokens, host_tensor, refuse_values
 
 EPSILON = 1e-6
 """Added to the standard deviation of a group, or to its mean, as the field does; rewards are of order 1."""
@@ -227,7 +226,7 @@ def _counts(
     """Count samples that are named by the places of their rewards."""
     hashes: list[int | None] = [None] * len(group_indices)
     if prompts is not None:
-        hashes = [hash_of(host_tensor(prompt).to(torch.int64)) for prompt in prompts]
+        hashes = [hash_of_tokens(host_tensor(prompt).to(torch.int64)) for prompt in prompts]
     rollouts = [None] * len(group_indices) if rollout_ids is None else list(rollout_ids)
     for name, column in (("prompts", hashes), ("rollout_ids", rollouts)):
         if len(column) != len(group_indices):

@@ -8,15 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_pg.head.ragged import Ragged, offsets_of
 from megatron_pg.head.ragged import to_device as to_device
-from megatron_pg.step.identity import VALUE_FIELDS, coefficients_of_positions
 from megatron_pg.step.routed_experts import routed_experts_of_tokens
-from megatron_pg.step.sample import Sample, check_samples
+from megatron_pg.step.sample import VALUE_FIELDS, Sample, check_samples
 from megatron_pg.step.token_window import Layout, TokenWindow
 
 _NO_INTEGER = torch.zeros(0, dtype=torch.int64, device="cpu")
@@ -73,8 +71,6 @@ class PackedBatch:
     """The largest token id of the micro-batch, prompts included (a host number)."""
     largest_target: int
     """The largest id among `targets`, kept sets and a teacher's likeliest tokens (a host number)."""
-    coefficients: Tensor
-    """The numbers [window] float64 that tokens count by their position in the response, in the sums that tell samples apart."""
     kept_tokens: Ragged | None = None
     """The ids that each token was sampled from, [window] rows on the host; empty where masked and where all were kept."""
     kept_set_size: Tensor | None = None
@@ -199,7 +195,6 @@ def pack(
         num_active_tokens=int(loss_mask.sum()),
         largest_token=int(tokens.max()) if len(tokens) else 0,
         largest_target=max(int(each.max()) for each in ids if each.numel()),
-        coefficients=coefficients_of_window(window),
         kept_tokens=kept,
         kept_set_size=None if kept is None else kept.sizes.float(),
         routed_experts=routed_experts_of_tokens(experts, window.token_indices)
@@ -207,14 +202,6 @@ def pack(
         else None,
         side_channels=channels,
     )
-
-
-def coefficients_of_window(window: TokenWindow) -> Tensor:
-    """Compute `PackedBatch.coefficients`."""
-    starts = torch.from_numpy(np.cumsum([0, *window.response_lengths]))
-    positions = window.response_indices - starts.index_select(0, window.window_segment_ids)
-    table = coefficients_of_positions(max(window.response_lengths, default=0))
-    return table.index_select(0, positions)
 
 
 def _response_values(field: str, samples: Sequence[Sample]) -> list[Tensor | None]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, overload
 
@@ -23,8 +24,8 @@ Indices = NDArray[np.int64]
 class BareSample(NamedTuple):
     """The counts and ids of a sample by the names of `Sample`, without its tokens.
 
-    Without an identity, as for a row of a matrix, it cannot be told from another: the checksum of such a step is of weights
-    alone.
+    A step with samples that have no number, such as rows of a matrix, has a checksum of weights
+    only.
     """
 
     num_active_tokens: int
@@ -34,9 +35,7 @@ class BareSample(NamedTuple):
     prompt_hash: int | None = None
     id_source: str | None = None
     loss_weight: float | None = None
-    identity: int | None = None
-    hashed_fields: tuple[str, ...] = ()
-    active_coefficients: float | None = None
+    number: int | None = None
     accepted_size: float | None = None
 
 
@@ -50,7 +49,7 @@ OPTIONAL = {
     "group_index": np.int64,
     "rollout_id": np.int64,
     "prompt_hash": np.uint64,
-    "active_coefficients": np.float64,
+    "number": np.int64,
     "loss_weight": np.float64,
     "accepted_size": np.float64,
 }
@@ -134,7 +133,7 @@ class StepCounts(Sequence[CountedSample]):
         return self.place(index % len(self)).ids
 
     def place(self, index: int) -> Place:
-        """Return a sample and where it is; one that is not here has no name and no identity."""
+        """Return a sample and where it is; one that is not here has no name."""
         rank = int(np.searchsorted(self._ends, index, side="right"))
         number = index - int(self._ends[rank]) + self.sizes[rank]
         if rank in self.here:
@@ -157,6 +156,35 @@ class StepCounts(Sequence[CountedSample]):
     def has(self, field: str) -> NDArray[np.bool_]:
         """Tell which samples fill an optional field, [samples]."""
         return (self.rows["filled"] >> list(OPTIONAL).index(field) & 1).astype(bool)
+
+    @functools.cached_property
+    def are_numbered(self) -> bool:
+        """True if every sample has a number."""
+        return bool(self.has("number").all())
+
+    @functools.cached_property
+    def _coefficients(self) -> tuple[Indices, NDArray[np.float64]]:
+        """The numbers of the samples, ascending, and their coefficients; last a 0 for no sample."""
+        numbers, first = np.unique(self.rows["number"], return_index=True)
+        # By place in the step and not by number, which is another on each context-parallel rank.
+        coefficients = 0.5 + np.random.default_rng(0).random(len(self))[first]
+        return np.append(numbers, 2**63 - 1), np.append(coefficients, 0.0)
+
+    def coefficients_of(self, samples: Sequence[CountedSample]) -> NDArray[np.float64]:
+        """Look up the checksum's coefficient of each sample, [len(samples)].
+
+        It is random in [0.5, 1.5), and 0 for a sample that is not of this step. All are 1 unless
+        `are_numbered`.
+        """
+        if not self.are_numbered:
+            return np.ones(len(samples))
+        if samples is self:
+            numbers = self.rows["number"]
+        else:
+            numbers = np.array([s.number or 0 for s in samples], dtype=np.int64)
+        known, coefficients = self._coefficients
+        places = np.searchsorted(known, numbers)
+        return np.where(known[places] == numbers, coefficients[places], 0.0)
 
     @functools.cached_property
     def ranks(self) -> Indices:
@@ -199,18 +227,19 @@ def rows_of(samples: Sequence[CountedSample]) -> NDArray[Any]:
     rows = np.zeros(len(samples), dtype=ROW)
     rows["num_active_tokens"] = [sample.num_active_tokens for sample in samples]
     for bit, name in enumerate(OPTIONAL):
-        values = [getattr(sample, name) for sample in samples]
-        filled = np.array([value is not None for value in values], dtype=bool)
-        if filled.any():
-            if name == "id_source":
-                values = [_hash_of_source(value) for value in values]
-            rows["filled"] |= filled.astype(np.int32) << bit
-            numbers = values if filled.all() else [0 if x is None else x for x in values]
-            rows[name] = np.array(numbers, dtype=OPTIONAL[name])
+        values: list[Any] = list(map(operator.attrgetter(name), samples))
+        filled: Any = 1
+        if name == "id_source":
+            values = [None if source is None else _hash_of_source(source) for source in values]
+        if None in values:
+            filled = np.array([value is not None for value in values])
+            values = [0 if value is None else value for value in values]
+        rows["filled"] |= filled * np.int32(1 << bit)
+        rows[name] = np.array(values, dtype=OPTIONAL[name])
     return rows
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _hash_of_source(source: str | None) -> int:
-    digest = hashlib.blake2b((source or "").encode(), digest_size=4).digest()
+def _hash_of_source(source: str) -> int:
+    digest = hashlib.blake2b(source.encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little")

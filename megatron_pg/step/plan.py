@@ -81,11 +81,12 @@ def plan_step(
     """
     layout = Layout(cp_size=cp_size, multiple=pad_to_multiple)
 
-    def plan_rank() -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...], StepCounts]:
+    def plan_rank() -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...], int, StepCounts]:
         check_samples("plan_step", samples)
         counts = StepCounts.of([sample_counts(samples)])  # first: it numbers them, for errors
         PlanningConfig(max_tokens_per_microbatch, oversized_samples=oversized)  # checks them
-        lengths = [layout.padded_length(sample.total_length) for sample in samples]
+        total_lengths = np.array([sample.tokens.numel() for sample in samples], dtype=np.int64)
+        lengths = layout.padded_length(total_lengths)
         if max_tokens_per_microbatch < layout.least_tokens:
             raise ValueError(
                 f"--max-tokens-per-microbatch is {max_tokens_per_microbatch}: expected at least {layout.least_tokens}, the "
@@ -93,13 +94,14 @@ def plan_step(
             )
         # Room for the padding of the micro-batch itself.
         capacity = max_tokens_per_microbatch // layout.least_tokens * layout.least_tokens
-        for sample, length in zip(samples, lengths, strict=True):
-            if length > capacity and oversized == "error":
-                raise ValueError(
-                    f"{sample.name} takes {length} tokens with padding, more than --max-tokens-per-microbatch leaves it "
-                    f"({capacity}): raise the budget, shorten the sample, or give it a micro-batch of its own with "
-                    "--oversized-samples own_microbatch"
-                )
+        is_oversized = lengths > capacity
+        if is_oversized.any() and oversized == "error":
+            first = int(np.argmax(is_oversized))
+            raise ValueError(
+                f"{samples[first].name} takes {lengths[first]} tokens with padding, more than --max-tokens-per-microbatch "
+                f"leaves it ({capacity}): raise the budget, shorten the sample, or give it a micro-batch of its own with "
+                "--oversized-samples own_microbatch"
+            )
         bins = plan_bins(
             lengths,
             capacity,
@@ -109,13 +111,11 @@ def plan_step(
             cost=cost,
         )
         microbatches = tuple(tuple(members.tolist()) for members in bins)
-        loads = (sum(lengths[index] for index in members) for members in microbatches)
-        return microbatches, tuple(map(layout.packed_length, loads)), counts
+        tokens = tuple(layout.packed_length(int(lengths[members].sum())) for members in bins)
+        return microbatches, tokens, int(total_lengths.sum()), counts
 
-    (microbatches, tokens, counts), everyone = compute_and_gather(
-        plan_rank,
-        lambda plan: (len(plan[0]), sum(s.total_length for s in samples), plan[2].to_bytes()),
-        data_parallel_group,
+    (microbatches, tokens, _, counts), everyone = compute_and_gather(
+        plan_rank, lambda plan: (len(plan[0]), plan[2], plan[3].to_bytes()), data_parallel_group
     )
     numbers, num_tokens, rows = zip(*everyone, strict=True)
     # Of this rank alone: a list for all ranks would take time in the square of their number.

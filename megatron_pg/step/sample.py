@@ -5,18 +5,20 @@ import functools
 import itertools
 import numbers
 import operator
+import os
 import reprlib
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_pg.config.policy_loss import LOG_PROB_FIELDS
 from megatron_pg.head.ragged import Ragged
-from megatron_pg.step.identity import VALUE_FIELDS, store_hashes
 from megatron_pg.step.routed_experts import checked_routed_experts
 from megatron_pg.step.values import (
     check_log_probs,
@@ -24,13 +26,23 @@ from megatron_pg.step.values import (
     checked_kept_tokens,
     checked_side_channels,
     has_integers,
+    hash_of_tokens,
     host_tensor,
     refuse_values,
 )
 
 Values = Tensor | Sequence[float | None] | Sequence[int]
 """A per-token field as a caller gives it: a host tensor or a sequence of numbers, None where masked."""
-_numbers = itertools.count()
+CRITIC_FIELDS = ("old_values", "returns")
+VALUE_FIELDS = ("advantages", *LOG_PROB_FIELDS, *CRITIC_FIELDS)
+"""The fields that hold a float32 per response token and that a trainer may fill later."""
+_count = itertools.count()
+
+
+@functools.cache
+def _first_number(process_id: int) -> int:
+    """Draw where the numbers of a process's samples begin: other processes draw others, forks too."""
+    return secrets.randbits(62)
 
 
 class NumberedName(str):
@@ -102,6 +114,9 @@ class Sample:
     accepted_size: float | None = None
     """What these tokens add to D, G and T: their number or, under `--loss-weight-denominator weights`,
     the sum of their loss weights; `accepted_samples` fills it."""
+    number: int | None = None
+    """The number that the checksum tells samples apart by. A new sample gets its own, and
+    `dataclasses.replace` keeps it."""
 
     if TYPE_CHECKING:
         # A caller may give more types than are stored; the dataclass makes the code.
@@ -128,14 +143,17 @@ class Sample:
             side_channels: Mapping[str, Tensor | Ragged] = MappingProxyType({}),
             accepted_mask: Values | None = None,
             accepted_size: float | None = None,
+            number: int | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
-        stored = vars(self)
+        stored, count = vars(self), next(_count)
+        if self.number is None:
+            stored["number"] = _first_number(os.getpid()) + count
         if not self.name:
-            stored["name"] = self._numbered_name()
+            stored["name"] = self._numbered_name(count)
         stored["tokens"] = self._integers("tokens")
-        for field in ("response_length", "group_index", "rollout_id", "policy_version"):
+        for field in ("response_length", "group_index", "rollout_id", "policy_version", "number"):
             value = getattr(self, field)
             if value is not None or field == "response_length":
                 stored[field] = checked_integer(f"{self.name}: {field}", value)
@@ -170,6 +188,9 @@ class Sample:
         stored["side_channels"] = checked_side_channels(
             self.name, self.side_channels, self.loss_mask, self.total_length
         )
+        # Counted here, where the tokens are in the processor's cache: a step has many samples.
+        for field in ("num_active_tokens", "prompt_hash"):
+            getattr(self, field)
 
     @property
     def total_length(self) -> int:
@@ -184,7 +205,7 @@ class Sample:
     @functools.cached_property
     def num_active_tokens(self) -> int:
         """Response tokens that the loss mask keeps; counted once, as every micro-batch asks for it."""
-        return int(self.loss_mask.sum())
+        return int(np.count_nonzero(self.loss_mask.numpy()))
 
     @functools.cached_property
     def loss_weight(self) -> float | None:
@@ -192,23 +213,16 @@ class Sample:
         return None if self.loss_weights is None else float(self.loss_weights.double().sum())
 
     @functools.cached_property
-    def identity(self) -> int:
-        """A 64-bit hash of what the sample is: tokens, response length, loss mask, loss weights and kept sets; of advantages,
-        log-probs, `old_values` and `returns` those that every sample of the step had when it was counted.
-        """
-        store_hashes([self])
-        return self.identity
+    def prompt_hash(self) -> int | None:
+        """A 64-bit hash of the prompt's tokens; None without `group_index` and `rollout_id`."""
+        if self.group_index is None and self.rollout_id is None:
+            return None
+        return hash_of_tokens(self.tokens[: self.prompt_length])
 
-    @functools.cached_property
-    def prompt_hash(self) -> int:
-        """A 64-bit hash of the prompt's tokens."""
-        store_hashes([self])
-        return self.prompt_hash
-
-    def _numbered_name(self) -> NumberedName:
+    def _numbered_name(self, count: int) -> NumberedName:
         ids = {field: getattr(self, field) for field in ("group_index", "rollout_id")}
         given = ", ".join(f"{field} {value}" for field, value in ids.items() if value is not None)
-        name = f"sample {next(_numbers)} of this process"
+        name = f"sample {count} of this process"
         return NumberedName(f"{name} ({given})" if given else name)
 
     def _vector(self, field: str, length: int | None = None) -> Tensor:
@@ -298,10 +312,18 @@ def check_samples(function: str, samples: object) -> None:
 
 
 def number_samples(samples: Sequence[object]) -> None:
-    """Name the samples that were given no name by their places, among a rank's samples of a step."""
-    for number, sample in enumerate(samples):
-        if isinstance(sample, Sample) and isinstance(sample.name, NumberedName):
-            vars(sample)["name"] = NumberedName(f"sample {number}")
+    """Give the samples of a rank's step distinct numbers, and unnamed ones their places as names.
+
+    A sample keeps its number, except copies of a sample that is earlier in the list.
+    """
+    of_number: dict[int | None, Sample] = {}
+    for place, sample in enumerate(samples):
+        if not isinstance(sample, Sample):
+            continue
+        if isinstance(sample.name, NumberedName):
+            vars(sample)["name"] = NumberedName(f"sample {place}")
+        if of_number.setdefault(sample.number, sample) is not sample:
+            vars(sample)["number"] = _first_number(os.getpid()) + next(_count)
 
 
 def _refuse_change(sample: Sample, field: str, _: object) -> None:

@@ -18,9 +18,8 @@ from torch import Tensor
 from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.counts import BareSample as BareSample
 from megatron_pg.step.counts import CountedSample, Indices, SampleCounts, StepCounts
-from megatron_pg.step.identity import coefficient_of_rank, store_hashes
 from megatron_pg.step.ids import check_ids, odd_group
-from megatron_pg.step.sample import Sample, number_samples
+from megatron_pg.step.sample import number_samples
 from megatron_pg.step.values import host_float64
 
 AnySample = TypeVar("AnySample", bound=CountedSample)
@@ -61,25 +60,17 @@ class StepTotals:
     def expected_sums(
         self, divisors_of: Callable[[Sequence[CountedSample]], Tensor], key: Hashable
     ) -> list[float]:
-        """Compute three sums over the samples of all ranks, each sample's part over its divisor; once for each `key`.
+        """Compute the two sums of the checksum over the samples of all ranks, once per `key`.
 
-        They are of active tokens (loss weights, where samples have them), of `active_coefficients`, and of these times the
-        coefficient of each sample's rank. Where `knows_identities` is False, the first sum three times.
+        They are of each sample's active tokens (loss weights, if it has them) over its divisor,
+        and of these times the sample's coefficient.
         """
         if key not in self._expected_sums:
-            sizes = _sizes(self.counts, loss_weights=True)
-            columns = [sizes, sizes, sizes]
-            if self.knows_identities:
-                identities = self.counts.rows["active_coefficients"]
-                columns[1:] = identities, identities * coefficient_of_rank(self.counts.ranks)
-            sums = (torch.from_numpy(np.stack(columns)) / divisors_of(self.counts)).sum(1)
-            self._expected_sums[key] = sums.tolist()
+            sizes = torch.from_numpy(_sizes(self.counts, loss_weights=True))
+            parts = sizes / divisors_of(self.counts)
+            coefficients = torch.from_numpy(self.counts.coefficients_of(self.counts))
+            self._expected_sums[key] = [float(parts.sum()), float((parts * coefficients).sum())]
         return self._expected_sums[key]
-
-    @functools.cached_property
-    def knows_identities(self) -> bool:
-        """True where every counted sample has its tokens, and so an identity."""
-        return bool(self.counts.has("active_coefficients").all())
 
     def rollout_denominators(self, samples: Sequence[CountedSample]) -> Tensor:
         """Look up D, the active tokens of each sample's rollout over the step, [len(samples)] float64."""
@@ -110,12 +101,6 @@ class StepTotals:
             return sample.accepted_size or 0.0
         weight = sample.loss_weight if self.counts_loss_weights else None
         return sample.num_active_tokens if weight is None else weight
-
-    @property
-    def hashed_fields(self) -> tuple[str, ...]:
-        """The fields of values in the identities of this rank's samples."""
-        mine: Any = self.counts.here.get(self.data_parallel_rank)
-        return mine[0].hashed_fields if mine else ()
 
     def counted_in(self, denominator: str, *, accepted: bool = False) -> StepTotals:
         """Return the totals whose D, G and T count the loss mask ("mask") or loss weights ("weights").
@@ -218,9 +203,8 @@ def step_totals(
 
 
 def sample_counts(samples: Sequence[CountedSample]) -> SampleCounts:
-    """Collect the counts, ids and hashes of one rank's samples."""
+    """Give one rank's samples their numbers, and collect their counts and ids."""
     number_samples(samples)
-    store_hashes([sample for sample in samples if isinstance(sample, Sample)])
     return list(map(BareSample._make, map(operator.attrgetter(*BareSample._fields), samples)))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_pg.head.ragged import Ragged, offsets_of
@@ -45,6 +46,24 @@ def host_tensor(values: Any) -> Tensor:
     if array.dtype == object and array.ndim == 1:
         array = np.asarray([math.nan if value is None else value for value in array])
     return torch.from_numpy(array)
+
+
+@functools.cache
+def _keys(size: int) -> NDArray[np.uint64]:
+    """Draw fixed odd keys [size] of 64 bits."""
+    return np.random.default_rng(0).integers(2**63, size=size, dtype=np.uint64) * 2 + 1
+
+
+def hash_of_tokens(tokens: Tensor) -> int:
+    """Hash token ids [tokens] int64 on the host to 64 bits: the multilinear `sum_i k_i x_i`.
+
+    Carter and Wegman, doi:10.1016/0022-0000(79)90044-8. Lists that differ have the same hash with
+    a probability of about 2^-60.
+    """
+    count = tokens.numel()
+    keys = _keys(max(1 << count.bit_length(), 1024))
+    total = np.dot(tokens.numpy().view(np.uint64), keys[1 : count + 1])
+    return (int(total) + int(keys[0]) * count) % 2**64
 
 
 def refuse_values(where: str, values: Tensor, is_wrong: Tensor, problem: str) -> None:

@@ -4,14 +4,15 @@ The steps run through Megatron's schedule at DP 2 x CP 2; the faults leave most 
 """
 
 import itertools
-from dataclasses import replace
+from collections.abc import Sequence
 from unittest import mock
 
 import torch.distributed as dist
 
-from megatron_pg import PackedBatch, PolicyLossConfig, Sample, pack
+from megatron_pg import PolicyLossConfig, Sample, pack
 from megatron_pg.megatron import ParallelGroups, PolicyStep
 from megatron_pg.megatron.schedule import run_micro_batches
+from megatron_pg.step.agreement import gather
 from tests.random_steps import uneven_totals
 
 from .launch import run_ranks
@@ -26,21 +27,26 @@ WORDS = {
         "",
         "twice: sample 4, sample 5; never trained on: sample 6, sample 7.",
     ),
-    "exchanged": (
-        "exchanged between ranks",
-        "counted on another rank: sample 4 (rank 1), sample 5 (rank 1); never trained on: sample 0",
-        "counted on another rank: sample 0 (rank 0), sample 1 (rank 0); never trained on: sample 4",
+    "one of another rank": (
+        "the weights of the tokens",
+        "",
+        "counted on another rank: sample 0 (rank 0); never trained on: sample 4.",
     ),
     "stale": (
         "of another step",
         "",
         "not of this step: yesterday's 4, yesterday's 5; never trained on: sample 4, sample 5.",
     ),
-    "other window": ("another context-parallel rank than the one that ran it", "", ""),
+    "micro-batch lost": (
+        "trained on twice and another never",
+        "never trained on: sample 2, sample 3.",
+        "",
+    ),
     "dropped": ("is 0.875000, expected 1", "never trained on: sample 3.", ""),
     "duplicated": ("is 1.125000, expected 1", "", "trained on twice: sample 5."),
 }
-FAULTS = ("none", *WORDS)
+RIGHT = ("none", "exchanged")
+FAULTS = (*RIGHT, *WORDS)
 RESPONSE = 15
 AGGREGATIONS_OF_MODE = {False: AGGREGATIONS, True: ("sample_mean", "token_mean")}
 """By whether the mode is per token, where the data of a step is what it is in the other."""
@@ -62,30 +68,23 @@ def samples(first_token: int, name: str) -> list[Sample]:
     ]
 
 
-def fed(fault: str, rank: int) -> list[list[Sample]]:
+def fed(
+    fault: str, rank: int, step: Sequence[Sample], stale: Sequence[Sample]
+) -> list[list[Sample]]:
     """The two micro-batches that a data-parallel rank is fed."""
-    step, stale = samples(1, "sample"), samples(5, "yesterday's")
     indices = {
         "exchanged": [[4, 5], [2, 3], [0, 1], [6, 7]],
         "fed twice": [[0, 1], [2, 3], [4, 5], [4, 5]],
         "dropped": [[0, 1], [2], [4, 5], [6, 7]],
         "duplicated": [[0, 1], [2, 3], [4, 5, 5], [6, 7]],
+        "one of another rank": [[0, 1], [2, 3], [0, 5], [6, 7]],
     }.get(fault, [[0, 1], [2, 3], [4, 5], [6, 7]])
     parts = [[step[index] for index in part] for part in indices]
     if fault == "stale":
         parts[2] = stale[4:6]
+    if fault == "micro-batch lost" and rank == 0:
+        return parts[:1]
     return parts[2 * rank : 2 * rank + 2]
-
-
-def pack_of(fault: str, groups: ParallelGroups, micro_batch: list[Sample]) -> PackedBatch:
-    """Packed for this rank; for the other one, and labelled for this, where that is the fault."""
-    right = {"cp_rank": groups.context_rank, "cp_size": groups.context_size}
-    if fault != "other window" or groups.data_rank != 0:
-        return pack(micro_batch, **right)
-    batch = pack(micro_batch, **right | {"cp_rank": 0})
-    layout = replace(batch.window.layout, cp_rank=groups.context_rank)
-    window = replace(batch.window, layout=layout)
-    return replace(batch, window=window)
 
 
 def messages_of_faults() -> dict[tuple[str, bool, str], tuple[str, int]]:
@@ -94,8 +93,13 @@ def messages_of_faults() -> dict[tuple[str, bool, str], tuple[str, int]]:
     for per_token in (False, True):
         chunks = build(Sharding(context=2), ModelOptions(calculate_per_token_loss=per_token))
         groups = ParallelGroups.from_model(chunks)
-        counted = [each for part in fed("none", groups.data_rank) for each in part]
+        counted, stale = (
+            samples(*of)[4 * groups.data_rank :][:4] for of in ((1, "sample"), (5, "yesterday's"))
+        )
+        uneven_totals(stale, data_parallel_group=groups.data)
         totals = uneven_totals(counted, data_parallel_group=groups.data)
+        # Samples travel between ranks after they were counted.
+        step, yesterday = (sum(gather(each, groups.data), []) for each in (counted, stale))
         for aggregation, fault in itertools.product(AGGREGATIONS_OF_MODE[per_token], FAULTS):
             config = PolicyLossConfig(
                 loss_aggregation=aggregation,
@@ -103,14 +107,15 @@ def messages_of_faults() -> dict[tuple[str, bool, str], tuple[str, int]]:
                 check_aggregation=True,
                 pg_metrics="none",
             )
-            parts = fed(fault, groups.data_rank)
-            batches = [pack_of(fault, groups, part) for part in parts]
-            step = PolicyStep(config, totals=totals, num_microbatches=2, model=chunks)
+            place = {"cp_rank": groups.context_rank, "cp_size": groups.context_size}
+            parts = fed(fault, groups.data_rank, step, yesterday)
+            batches = [pack(part, **place) for part in parts]
+            policy_step = PolicyStep(config, totals=totals, num_microbatches=2, model=chunks)
             chunks[0].zero_grad_buffer()
-            output = run_micro_batches(step.head, batches, chunks)
+            output = run_micro_batches(policy_step.head, batches, chunks)
             with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduction:
                 try:
-                    message = f"{step.metrics(output)['aggregation_checksum']:.12f}"
+                    message = f"{policy_step.metrics(output)['aggregation_checksum']:.12f}"
                 except RuntimeError as error:
                     message = str(error)
             found[aggregation, per_token, fault] = message, reduction.call_count
@@ -123,7 +128,8 @@ def test_wrong_data_is_seen_and_named_under_every_aggregation_in_both_loss_modes
     steps = [(name, mode) for mode, names in AGGREGATIONS_OF_MODE.items() for name in names]
     for aggregation, per_token in steps:
         said = [{f: rank[aggregation, per_token, f] for f in FAULTS} for rank in ranks]
-        assert {rank["none"] for rank in said} == {("1.000000000000", 1)}
+        right = {rank[fault] for rank in said for fault in RIGHT}
+        assert right == {("1.000000000000", 1)}
         for fault, (meaning, *names) in WORDS.items():
             for message, num_reductions in (rank[fault] for rank in said):
                 assert meaning in message and num_reductions == 1, (fault, message)

@@ -32,11 +32,15 @@ def rollout_of(rank: int, ranks: int) -> Rollout:
     return Rollout([*early, *late], steps, [8] * NUM_STEPS)
 
 
-def sums_of(aggregation: str, rollout: Any) -> Any:
-    divisor = 6.0 if aggregation == "constant" else None
+def sums_of(aggregation: str, rollout: Any, divisor: float = 6.0) -> Any:
     group = dist.group.WORLD if dist.get_world_size() > 1 else None
-    row = AGGREGATIONS[aggregation]
-    return rollout_mask_sums(row, divisor, rollout, trainer="slime", data_parallel_group=group)
+    named = {"trainer": "slime", "data_parallel_group": group}
+    is_constant = aggregation == "constant"
+
+    def with_divisor() -> Rollout:
+        return rollout()._replace(divisor=divisor if is_constant else None)
+
+    return rollout_mask_sums(AGGREGATIONS[aggregation], with_divisor, **named)
 
 
 def divisors() -> dict[str, list[list[float]]]:
@@ -57,7 +61,9 @@ def messages() -> list[str]:
     few = [BareSample(int(dist.get_rank() == 0), 5, dist.get_rank()), BareSample(9, 6, 9)]
     few = few[: 1 + dist.get_rank()]
     rollouts = (broken, lambda: Rollout(few, [range(len(few))], [6]))
-    return [refusal(ValueError, sums_of, "prompt_mean", rollout) for rollout in rollouts]
+    found = [refusal(ValueError, sums_of, "prompt_mean", rollout) for rollout in rollouts]
+    own = 6.0 + dist.get_rank()
+    return [*found, refusal(ValueError, sums_of, "constant", lambda: rollout_of(0, 2), own)]
 
 
 def test_two_ranks_divide_as_one() -> None:
@@ -74,6 +80,8 @@ def test_two_ranks_divide_as_one() -> None:
 
 
 def test_an_error_of_one_rank_is_raised_on_both() -> None:
-    (told, clamp), (own, same_clamp) = run_ranks(messages, 2)
+    (told, clamp, divisors), (own, same_clamp, same_divisors) = run_ranks(messages, 2)
+    assert divisors == same_divisors
+    assert divisors == "constant: the ranks have different divisors, [6.0, 7.0]"
     assert (told, own) == ("data-parallel rank 1: sample 3 has no group", "sample 3 has no group")
     assert clamp == same_clamp and clamp.startswith("prompt_mean: prompt group 5 has 1 active tok")

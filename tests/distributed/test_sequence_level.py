@@ -16,8 +16,13 @@ from megatron_pg.config import PolicyLossConfig
 from megatron_pg.head import HeadOptions
 from megatron_pg.loss.corrections import apply_corrections
 from megatron_pg.loss.from_logits import policy_loss_from_log_probs
-from megatron_pg.loss.metric_table import SIGNS, metrics_on
-from megatron_pg.loss.metrics import MicroBatchMetrics, metric_names, reduce_metrics
+from megatron_pg.loss.metrics import (
+    SIGNS,
+    MicroBatchMetrics,
+    metric_table,
+    metrics_on,
+    reduce_metrics,
+)
 from megatron_pg.loss.micro_batch import MicroBatchLoss, gradient_scope
 from megatron_pg.loss.objectives import OBJECTIVES
 from megatron_pg.loss.reducer import get_pg_loss_reducer
@@ -326,10 +331,11 @@ def with_zero_for_an_identity() -> dict[str, float]:
     """The mutant: the first stage brings zeros to both reductions, as a freshly zeroed buffer does."""
     micro_batches = of_this_rank()
     if not micro_batches:
-        pairs = {name: torch.zeros(2, dtype=torch.float64) for name in metric_names(CONFIG)}
-        micro_batches = [MicroBatchMetrics(pairs)]
-        num_extremes = sum(row.kind in SIGNS for row in metrics_on(CONFIG))
-        micro_batches[0].maxima = torch.zeros(num_extremes, dtype=torch.float64)
+        table = metric_table(CONFIG)
+        num_extremes = sum(row.reduction in SIGNS for row in metrics_on(CONFIG))
+        sizes = (len(table.names), 2), (num_extremes,)
+        zeros = (torch.zeros(size, dtype=torch.float64) for size in sizes)
+        micro_batches = [MicroBatchMetrics(table, *zeros)]
     contributes = dist.get_rank() in FIRST_STAGE + LAST_STAGE
     return reduce_metrics(CONFIG, micro_batches, contributes=contributes, device="cpu")
 

@@ -25,7 +25,7 @@ def main():
     if how == f"refused, rank {rank} late":  # it has not imported all of its packages
         time.sleep(600)
     if how.startswith("refused"):
-        from megatron_pg.config.program import exit_refused
+        from megatron_pg.config.command_line import exit_refused
         exit_refused("error: --flag")
     if how == "fault" and rank == "1":
         raise ValueError("a fault")

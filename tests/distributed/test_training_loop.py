@@ -1,6 +1,6 @@
 """A loop of one's own that forgets what Megatron's loop sets: refused before the first backward pass, on every rank."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -8,6 +8,7 @@ import torch
 from megatron.core.distributed import finalize_model_grads
 
 from megatron_pg.megatron.groups import unwrapped
+from tests.step_loss import step_loss
 
 from .compare import compare
 from .launch import RankError, refusal, run_ranks
@@ -169,6 +170,38 @@ def test_gradients_of_the_step_before_are_refused(run: Run) -> None:
     (words,) = run_ranks(words_without_zeroing, 1, loop)
     assert words.startswith("zero_grad_buffer() of the model was not called since the step before")
     assert "PolicyStep(accumulate_gradients=True)" in words
+
+
+def words_of_a_second_epoch(loop: Loop) -> str:
+    """What a second step over the same plan hears, whose totals are the same object."""
+    chunks = build(loop.sharding, loop.options)
+    step, _ = run_schedule(chunks, loop.sharding, loop.run)
+    plan = {"totals": step.totals}
+    return refusal(ValueError, run_schedule, chunks, loop.sharding, loop.run, **plan)
+
+
+def test_gradients_of_the_epoch_before_are_refused() -> None:
+    (words,) = run_ranks(words_of_a_second_epoch, 1, Loop())
+    assert words.startswith("zero_grad_buffer() of the model was not called since the step before")
+
+
+def step_of_many_policy_steps(loop: Loop) -> tuple[Outcome | None, str]:
+    """Of two steps, with a `PolicyStep` for each micro-batch, the second; then a longer one's words."""
+    chunks = build(loop.sharding, loop.options)
+    for _ in range(2):
+        outcome = train_step(chunks, loop.sharding, loop.run, step_loss)
+    longer = replace(loop.run, cut="ragged")
+    return outcome, refusal(ValueError, run_schedule, chunks, loop.sharding, longer)
+
+
+def test_a_policy_step_for_each_micro_batch_is_one_step() -> None:
+    """The second rank's last step has one micro-batch more, which tells it from the step before."""
+    (expected,) = run_ranks(reference_steps, 1, ModelOptions(), [Run()])[0]
+    ranks = run_ranks(step_of_many_policy_steps, 2, Loop(Sharding(data=2)))
+    comparison = compare(ranks[0][0], expected)
+    assert comparison.passed, comparison
+    for _, words in ranks:
+        assert words.startswith("zero_grad_buffer() of the model was not called")
 
 
 SUM = [Run(), Run("token_mean")]

@@ -11,7 +11,7 @@ from megatron_pg.config import PolicyLossConfig, add_policy_loss_args
 from megatron_pg.config.planning import PlanningConfig, add_planning_args
 from megatron_pg.critic.settings import CriticConfig, add_critic_args
 from megatron_pg.loss import AGGREGATIONS, CORRECTIONS, KL_ESTIMATES, METRICS, OBJECTIVES
-from megatron_pg.loss.metric_table import DERIVED
+from megatron_pg.loss.metrics import DERIVED
 from megatron_pg.migrate.line import OTHERS
 from megatron_pg.migrate.rows import TRAINERS, Term
 
@@ -21,9 +21,9 @@ DOCS = Path(__file__).parents[2] / "docs"
 Lines = list[tuple[str, ...]]
 """The cells of a table's lines, its head first."""
 FORMULAS = {
-    AGGREGATIONS.field: "aggregation-loss-aggregation",
-    OBJECTIVES.field: "policy-objectives-policy-loss",
-    KL_ESTIMATES.field: "divergence-and-entropy",
+    "loss_aggregation": "aggregation-loss-aggregation",
+    "policy_loss": "policy-objectives-policy-loss",
+    "kl_loss_type": "divergence-and-entropy",
 }
 """The section of docs/objectives.md that has the formulas of a field's choices."""
 
@@ -123,7 +123,7 @@ def flags(add_args: Any, config: type[Any]) -> Lines:
 
 def rows(table: Any, meaning: str) -> Lines:
     """One line a row: its name, or its flag where it has one of its own, and what it says of itself."""
-    default = getattr(PolicyLossConfig, table.field, None)
+    default = getattr(PolicyLossConfig, next(iter(table.values())).setting, None)
     head = "flag" if default is None else "name"
     lines: Lines = [(head, meaning, "about", "reads")]
     for row in table.values():
@@ -138,7 +138,7 @@ def metrics() -> Lines:
         fields = f"with {', '.join(row.reads)}" if row.reads else "always"
         where = "with a ratio" if row.of_ratio else fields
         name = f"`{row.name}`" + " (of a micro-batch)" * (not row.is_reported)
-        lines.append((name, row.help, row.kind, where))
+        lines.append((name, row.help, row.reduction, where))
     for derived in DERIVED:
         lines.append(
             (f"`{derived.name}`", derived.help, "derived", f"from {', '.join(derived.of)}")

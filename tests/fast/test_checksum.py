@@ -1,4 +1,4 @@
-"""The aggregation checksum of a step that is short, or empty; `test_checksum_identity` has whole and exchanged ones."""
+"""The aggregation checksum of a step that is short, or empty; `test_checksum_numbers` has whole and exchanged ones."""
 
 import logging
 

@@ -22,8 +22,7 @@ import megatron_pg.megatron as megatron_pg_megatron
 from megatron_pg import PolicyLossConfig, rollout_files
 from megatron_pg.cli import main as megatron_pg
 from megatron_pg.config import versions
-from megatron_pg.loss.metric_table import DERIVED, METRICS
-from megatron_pg.loss.metrics import metric_names
+from megatron_pg.loss.metrics import DERIVED, METRICS, metric_names
 from tests.fast.refusals import assert_words
 from tests.fast.tables import typeset
 

@@ -22,10 +22,12 @@ from megatron_pg.megatron import PolicyStep
 from megatron_pg.rollout_files import RolloutFiles, RowError, StepCollector, with_group_advantages
 from megatron_pg.step import ids as ids_module
 from megatron_pg.step import plan_step, with_distinct_ids
+from megatron_pg.step import values as values_module
 from megatron_pg.step.advantages import group_advantages
 from megatron_pg.step.counts import StepCounts
 from megatron_pg.step.ids import check_ids
 from megatron_pg.step.totals import BareSample, StepTotals, sample_counts, totals_of_counts
+from megatron_pg.step.values import hash_of_tokens
 from tests.distributed.launch import run_ranks
 from tests.fast import one_step
 from tests.fast.refusals import assert_refused, assert_words, refusal
@@ -385,6 +387,22 @@ def test_a_weaker_hash_lets_ids_of_two_prompts_pass(monkeypatch, mutant):
     monkeypatch.setattr(Sample, "prompt_hash", property(mutant))
     with pytest.raises(pytest.fail.Exception):
         check_colliding(check_ids, [(0, 0), (2, 1)])
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 1022, 1023, 1024, 5000])
+def test_the_hash_of_a_prompt_is_that_of_plain_integers(count):
+    tokens = [(token * 7919) % 150_000 - 1 for token in range(count)]
+    first, *keys = values_module._keys(8192).tolist()
+    assert len({first, *keys}) == 8192 and all(key % 2 for key in (first, *keys))
+    expected = first * count + sum(key * token for key, token in zip(keys, tokens, strict=False))
+    assert hash_of_tokens(torch.tensor(tokens, dtype=torch.int64)) == expected % 2**64
+
+
+def test_prompts_that_differ_anywhere_have_different_hashes():
+    tokens = list(range(12))
+    prompts = [[*tokens[:i], 99, *tokens[i + 1 :]] for i in range(12)]
+    prompts += [tokens, [*tokens, 0], [0, *tokens], tokens[1:], tokens[:-1], tokens[::-1]]
+    assert len({hash_of_tokens(torch.tensor(prompt)) for prompt in prompts}) == len(prompts)
 
 
 def test_a_check_within_ranks_lets_two_of_them_collide(monkeypatch):

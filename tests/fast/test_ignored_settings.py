@@ -21,7 +21,7 @@ from megatron_pg import (
     step_totals,
     validate_policy_loss_args,
 )
-from megatron_pg.config.fields import Field, fields_of
+from megatron_pg.config.settings import Field, fields_of
 from megatron_pg.loss.corrections import CORRECTIONS
 from megatron_pg.loss.regularizers import KL_ESTIMATES
 
@@ -99,7 +99,7 @@ def is_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bo
 def other_values(field: Field) -> Iterator[Any]:
     if field.type is bool:
         yield True
-    elif field.choices is not None:
+    elif field.choices:
         yield from (word for word in field.choices if word != field.default)
     elif field.interval is not None:
         yield from (n for n in NUMBERS if field.interval.contains(n) and n != field.default)

@@ -16,8 +16,13 @@ from megatron_pg.config import PolicyLossConfig
 from megatron_pg.critic.settings import CriticConfig
 from megatron_pg.critic.value_loss import MicroBatchValueLoss
 from megatron_pg.loss.corrections import accepted_samples
-from megatron_pg.loss.metric_table import METRICS, metrics_on
-from megatron_pg.loss.metrics import metric_names, metric_table
+from megatron_pg.loss.metrics import (
+    METRICS,
+    MicroBatchMetrics,
+    metric_names,
+    metric_table,
+    metrics_on,
+)
 from megatron_pg.megatron import PolicyStep
 from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.sample import Sample
@@ -121,7 +126,7 @@ def test_a_rollout_of_two_samples_counts_once() -> None:
     together = metrics(step)
     mutant = metrics([replace(sample, rollout_id=None) for sample in step])
     assert metrics([replace(sample, rollout_id=7 * i) for i, sample in enumerate(step)]) == mutant
-    means = [row.name for row in METRICS if row.kind == "mean" and row.name in together]
+    means = [row.name for row in METRICS if row.reduction == "mean" and row.name in together]
     assert len(means) > 15
     assert all(together[name] != pytest.approx(mutant[name], rel=1e-6) for name in means)
     for name in ("ratio_new_old_sum", "num_tokens", "max_advantage", "max_rollout_abs_difference"):
@@ -234,7 +239,7 @@ def test_the_config_alone_decides_the_names(name: str, pg_metrics: str) -> None:
         for batch in (package_batch(random_sequences(1)), pack([])):
             log_probs = torch.full(batch.loss_mask.shape, -1.0, requires_grad=True)
             metrics = metrics_of(config, batch, log_probs)
-            assert set(metrics) == set(metric_names(config)) and metrics["loss"].isfinite().all()
+            assert (*metrics,) == metric_names(config) and metrics["loss"].isfinite().all()
             assert all(value.shape == (2,) for value in metrics.values()), "Megatron's train_step"
             assert not any(value.requires_grad for value in metrics.values())
 
@@ -335,13 +340,24 @@ def test_a_rank_that_does_not_contribute_brings_nothing(caplog: pytest.LogCaptur
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
-def test_what_is_carried_beside_the_numbers_survives_an_addition() -> None:
+def test_megatrons_train_step_averages_what_the_schedule_carries() -> None:
+    """By the lines of `megatron/training/training.py` that read a loss function's report."""
     sequences = random_sequences(11)
-    metrics = metrics_of(DEFAULTS, package_batch(sequences), flat_log_probs(sequences))
-    maxima, is_nan = metrics.maxima, metrics.is_nan
-    metrics.update({"more": torch.tensor([1.0, 0.5], dtype=torch.float64)})
-    assert metrics.maxima is maxima is not None and metrics.is_nan is is_nan is not None
-    assert metrics["more"].tolist() == [1.0, 0.5]
+    batches = [package_batch(sequences[:3]), package_batch(sequences[3:])]
+    totals = uneven_totals([sample for batch in batches for sample in batch.samples])
+    losses_reduced = []
+    for batch in batches:
+        log_probs = torch.full((len(batch.window),), -1.0)
+        metrics = loss_of(DEFAULTS, batch, log_probs, totals=totals, step_share=0.5)[1]
+        assert isinstance(metrics, MicroBatchMetrics)
+        losses_reduced.append(metrics)
+    expected = reported(DEFAULTS, *losses_reduced)
+    for key in losses_reduced[0].keys():  # noqa: SIM118
+        val = torch.vstack([x[key].view(-1) for x in losses_reduced]).sum(dim=0)
+        assert val.numel() == 2
+        if key in expected and val[1]:
+            assert (val[0] / val[1]).item() == expected[key]
+    assert "more" not in losses_reduced[0] and losses_reduced[0].get("more") is None
 
 
 def test_shares_of_a_step_add_up_in_float64() -> None:
@@ -381,7 +397,7 @@ def test_none_costs_nothing() -> None:
     sequences = random_sequences(4)
     batch, log_probs = package_batch(sequences), flat_log_probs(sequences)
     config = PolicyLossConfig(pg_metrics="none", use_tis=True)
-    assert not metric_table(config, frozenset()).rows and not metrics_on(config)
+    assert not metric_table(config).rows and not metrics_on(config)
     metrics = metrics_of(config, batch, log_probs)
     assert metrics.maxima is None and metrics.is_nan is None
     counts = []

@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from megatron_pg import add_policy_loss_args, validate_policy_loss_args
-from megatron_pg.config.program import ProgramParser
-from megatron_pg.config.settings_file import add_settings_file_args
+from megatron_pg.config.command_line import ProgramParser
 from megatron_pg.integrations import verl
 from megatron_pg.integrations.miles import MILES as MILES_HOOKS
 from megatron_pg.integrations.reducers import HOOKS
@@ -111,8 +110,9 @@ def test_the_flags_of_a_line_are_written_as_a_settings_file(line, run, tmp_path)
     target = tmp_path / "run.yaml"
     run(line, f"--loss-aggregation-divisor 7 --write-config {target}")
     printed = run(line, "--loss-aggregation-divisor 7").split("script of this package\n")[1]
-    parser = add_policy_loss_args(ProgramParser(allow_abbrev=False))
-    add_settings_file_args(parser)
+    parser = ProgramParser(allow_abbrev=False)
+    parser.add_config_args()
+    add_policy_loss_args(parser)
     parser.add_argument("--advantage")
     of_flags = vars(parser.parse_args(printed.splitlines()[0].split()))
     of_file = vars(parser.parse_args(["--config", str(target)]))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg import PackedBatch, PolicyLossConfig, Sample, pack
-from megatron_pg.config.fields import field_docstrings
+from megatron_pg.config.settings import fields_of
 from megatron_pg.loss import DPPO_DELTAS, objectives
 from megatron_pg.loss.micro_batch import MicroBatchLoss
 from megatron_pg.loss.objectives import OBJECTIVES, Outcome, clipped_log_ratio, get_objective
@@ -208,7 +208,7 @@ def test_divergences_of_all_probabilities(case: str) -> None:
 
 
 def test_deltas_that_are_not_given_are_those_of_the_help_text() -> None:
-    text = field_docstrings(PolicyLossConfig)["dppo_delta"]
+    text = fields_of(PolicyLossConfig)["dppo_delta"].help
     said = re.findall(r"([0-9.]+) (?:nats )?for (\w+)", text)
     assert {name: float(number) for number, name in said} == DPPO_DELTAS
 

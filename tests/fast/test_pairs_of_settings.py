@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
+from megatron_pg.config.tables import rows_on
 from megatron_pg.loss import micro_batch, policy_loss
 from megatron_pg.loss.corrections import CORRECTIONS, accepted_samples
 from megatron_pg.step.batch import pack
@@ -341,7 +342,7 @@ def test_both_settings_of_a_pair_tell(factor: str) -> None:
 def last_rejection_decides(config, tokens, loss, sums):
     """The mask of one correction takes the place of another's."""
     kept, found = tokens.loss_mask, corrections_of(config, tokens, loss, sums)
-    for row in CORRECTIONS.rows_on(config):
+    for row in rows_on(CORRECTIONS, config):
         loss, kept, _ = row.function(config, tokens, sums, loss)
     return found._replace(loss=torch.where(kept, loss, 0.0), loss_mask=kept)
 
@@ -349,7 +350,7 @@ def last_rejection_decides(config, tokens, loss, sums):
 def rejection_forgets_weights(config, tokens, loss, sums):
     """A rejection begins with the loss that no weight has touched."""
     found = corrections_of(config, tokens, loss, sums)
-    if len(CORRECTIONS.rows_on(config)) < 2:
+    if len(rows_on(CORRECTIONS, config)) < 2:
         return found
     return found._replace(loss=torch.where(found.loss_mask, loss, 0.0))
 

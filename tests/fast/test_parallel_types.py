@@ -59,7 +59,7 @@ def types_of_step(mesh: object, **settings: object) -> Seen:
         loss.backward()
         with spmd.local():
             brought = typed_ranks.contributed(found)
-            seen["metrics"] = types_of(brought.table)
+            seen["metrics"] = types_of(brought.pairs)
             assert math.isfinite(head.metrics([brought])["loss"])
     return seen
 

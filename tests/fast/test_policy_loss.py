@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.loss.from_logits import policy_loss_function
-from megatron_pg.loss.metric_table import METRICS
+from megatron_pg.loss.metrics import METRICS
 from megatron_pg.step.batch import PackedBatch, pack
 from tests import oracle
 from tests.cut_policy_loss import (

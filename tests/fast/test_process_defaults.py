@@ -185,7 +185,8 @@ def bits(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: bits(each) for name, each in value.items()}
     if is_dataclass(value):
-        return {f.name: bits(getattr(value, f.name)) for f in fields(value) if f.name != "name"}
+        given = [f.name for f in fields(value) if f.name not in ("name", "number")]
+        return {name: bits(getattr(value, name)) for name in given}
     return [bits(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 

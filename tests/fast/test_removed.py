@@ -6,15 +6,14 @@ import pytest
 
 from megatron_pg.check.options import parse_options
 from megatron_pg.config import PolicyLossConfig, add_policy_loss_args, validate_policy_loss_args
-from megatron_pg.config.program import ProgramParser
+from megatron_pg.config.command_line import ProgramParser
 from megatron_pg.config.removed import REMOVED_FLAGS
-from megatron_pg.config.settings_file import add_settings_file_args
 
 
 def parsers():
     """One of our own, and one of a trainer's."""
     own = ProgramParser(prog="program", allow_abbrev=False)
-    add_settings_file_args(own)
+    own.add_config_args()
     return add_policy_loss_args(own), add_policy_loss_args(argparse.ArgumentParser())
 
 

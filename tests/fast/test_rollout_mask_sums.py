@@ -29,10 +29,10 @@ ROLLOUTS_PER_GROUP, ROLLOUTS_PER_STEP = 4, 8
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No divisor is set, no test before this one has left Megatron's globals behind, and the trainers need no proof."""
+    """No divisor is set, no test before this one has left Megatron's globals behind; trainers are not verified."""
     monkeypatch.delenv("MEGATRON_PG_LOSS_AGGREGATION_DIVISOR", raising=False)
     monkeypatch.delitem(sys.modules, "megatron.core.parallel_state", raising=False)
-    monkeypatch.setattr(trainer.Trainer, "prove", lambda *arguments: None)
+    monkeypatch.setattr(trainer.Trainer, "verify", lambda *arguments: None)
 
 
 def ragged(seed: int, *, num_groups: int = 4) -> list[PlainSample]:
@@ -89,9 +89,9 @@ def bare(step: Sequence[PlainSample]) -> list[BareSample]:
 def sums_of(aggregation: str, *steps: list[BareSample], rollouts: int, **others: Any) -> Tensor:
     ends = [0, *itertools.accumulate(map(len, steps))]
     indices = [range(*pair) for pair in itertools.pairwise(ends)]
-    cut = Rollout([*itertools.chain(*steps)], indices, [rollouts] * len(steps))
-    row, divisor = AGGREGATIONS[aggregation], DIVISOR if aggregation == "constant" else None
-    return rollout_mask_sums(row, divisor, lambda: cut, trainer="slime", **others)
+    divisor = DIVISOR if aggregation == "constant" else None
+    cut = Rollout([*itertools.chain(*steps)], indices, [rollouts] * len(steps), divisor)
+    return rollout_mask_sums(AGGREGATIONS[aggregation], lambda: cut, trainer="slime", **others)
 
 
 @pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
@@ -223,7 +223,7 @@ def test_slimes_older_data() -> None:
 
 
 def test_a_slime_without_data_for_its_hook_is_refused() -> None:
-    assert_refused("hands its hook no rollout data | v0.2.4", slime.prompt_mean, arguments())
+    assert_refused("gives its hook no rollout data | v0.2.4", slime.prompt_mean, arguments())
 
 
 def test_slimes_groups_by_a_field_of_the_rollout() -> None:
@@ -328,5 +328,5 @@ def test_miles_samples_without_a_group_are_refused(conversion: types.SimpleNames
 
 
 def test_miles_multimodal_rollouts_are_refused(conversion: types.SimpleNamespace) -> None:
-    conversion.extra, words = {"multimodal_train_inputs": []}, "multimodal inputs let miles cut"
+    conversion.extra, words = {"multimodal_train_inputs": []}, "multimodal inputs let miles split"
     assert_refused(words, miles.token_mean, arguments(), miles_samples(ragged(3)))

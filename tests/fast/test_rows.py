@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from megatron_pg import PolicyLossConfig, add_policy_loss_args, validate_policy_loss_args
-from megatron_pg.config.program import ProgramParser
+from megatron_pg.config.command_line import ProgramParser
+from megatron_pg.config.tables import add_rows
 from megatron_pg.loss import CORRECTIONS, OBJECTIVES
 from megatron_pg.loss.corrections import Corrected, Correction
 from megatron_pg.loss.metrics import metric_names
@@ -59,8 +60,8 @@ CORRECTION = Correction(
 @pytest.fixture(autouse=True)
 def rows(request: pytest.FixtureRequest) -> Iterator[None]:
     changes: dict[str, Any] = getattr(request, "param", {})
-    OBJECTIVES.add(replace(OBJECTIVE, **changes.get("objective", {})))
-    CORRECTIONS.add(replace(CORRECTION, **changes.get("correction", {})))
+    add_rows(OBJECTIVES, replace(OBJECTIVE, **changes.get("objective", {})))
+    add_rows(CORRECTIONS, replace(CORRECTION, **changes.get("correction", {})))
     yield
     del OBJECTIVES[OBJECTIVE.name]
     del CORRECTIONS[CORRECTION.name]

@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from megatron_pg import PolicyLossConfig, Sample, pack, policy_loss_function
-from megatron_pg.config.rows import TABLES
+from megatron_pg.config.tables import TABLES, rows_on
 from megatron_pg.head.distill.divergence import Divergence, Kind
 from megatron_pg.loss import AGGREGATIONS, CORRECTIONS, KL_ESTIMATES, METRICS, OBJECTIVES
 from megatron_pg.loss.corrections import Corrected
-from megatron_pg.loss.metric_table import DERIVED
-from megatron_pg.loss.metrics import MicroBatchMetrics
+from megatron_pg.loss.metrics import DERIVED, MicroBatchMetrics
 from megatron_pg.loss.micro_batch import MicroBatchLoss
 from megatron_pg.loss.objectives import Outcome
 from megatron_pg.step import advantages
@@ -130,7 +129,7 @@ def corrections_alone() -> dict[str, list[tuple[dict[str, Any], TokenLosses]]]:
     cases = [(case, loops_of(correction_of(case))) for case in CORRECTION_CASES.values()]
     found: dict[str, list[tuple[dict[str, Any], TokenLosses]]] = {}
     for settings, loops in [*cases, (CUSTOM, half_by_loops)]:
-        rows = CORRECTIONS.rows_on(PolicyLossConfig(**settings))
+        rows = rows_on(CORRECTIONS, PolicyLossConfig(**settings))
         if len(rows) == 1:
             found.setdefault(rows[0].name, []).append((settings, loops))
     return found

@@ -3,6 +3,7 @@
 The answers have the form of vLLM's `CompletionOutput` and `/inference/v1/generate`, and of SGLang's `/generate`.
 """
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -91,10 +92,7 @@ def test_from_an_engines_answer_to_value_and_gradient(tmp_path, form: str, kind:
     # A mutant: the sets of the answers moved by one token, which still hold the second's.
     moved = [SETS[0], [[4, 9, 2, 8], [9, 3, 0]]]
     _, other = expected(
-        [
-            oracle.PlainSample(**{**vars(sample), "kept_tokens": sets})
-            for sample, sets in zip(plain, moved, strict=True)
-        ]
+        [replace(sample, kept_tokens=sets) for sample, sets in zip(plain, moved, strict=True)]
     )
     assert (logits.grad.double() - other).abs().max() > 1e-3 * gradient.abs().max()
 

@@ -30,7 +30,7 @@ counted = st.builds(
     prompt_hash=optional,
     id_source=st.none() | st.sampled_from(("a", "b")),
     loss_weight=st.none() | st.sampled_from((0.5, 2.0)),
-    active_coefficients=st.sampled_from((0.25, 1.5)),
+    number=optional,
     accepted_size=st.sampled_from((0.0, 0.75, 3.0)),
 )
 counted_steps = st.lists(st.lists(counted, max_size=4), min_size=1, max_size=3)

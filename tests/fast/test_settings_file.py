@@ -6,15 +6,14 @@ import json
 import pytest
 
 from megatron_pg.config import PolicyLossConfig, add_policy_loss_args
-from megatron_pg.config.program import ProgramParser
-from megatron_pg.config.settings_file import add_settings_file_args, settings_of_words
+from megatron_pg.config.command_line import ProgramParser, text_of_words
 from megatron_pg.explain import main as explain
 from tests.fast.refusals import assert_words
 
 
 def parser():
     made = ProgramParser(prog="program", allow_abbrev=False)
-    add_settings_file_args(made)
+    made.add_config_args()
     made.add_argument("--lengths", type=int, nargs="+")
     made.add_argument("--generator", type=json.loads)
     made.add_argument("--shuffle", action=argparse.BooleanOptionalAction, default=True)
@@ -64,24 +63,38 @@ def test_flags_win_on_both_sides_of_the_file(file):
     assert args == settings(WORDS) | changed
 
 
-@pytest.mark.parametrize("undo", ["--no-use-tis", "--use-tis=false"])
-def test_a_flag_undoes_a_switch_of_the_file(undo, file, tmp_path):
-    """Also where it stands before the file; and the file that is written does not have it."""
+def test_a_flag_undoes_a_switch_of_the_file(file, tmp_path):
+    """Also if it is before the file, and in the file that is written."""
     target = tmp_path / "resolved.yaml"
-    expected = settings(WORDS) | {"use_tis": False, "bias": True, "shuffle": True}
-    undone = [undo, "--no-bias=false", "--no-shuffle=false"]
+    expected = settings(WORDS) | {"use_tis": False, "shuffle": True}
+    undone = ["--no-use-tis", "--shuffle"]
     for words in (["--config", str(file), *undone], [*undone, "--config", str(file)]):
         assert settings([*words, "--write-config", str(target)]) == expected
         assert settings(["--config", str(target)]) == expected
-        assert "use-tis" not in target.read_text()
     assert settings([*undone, "--use-tis", "--config", str(file)])["use_tis"]
 
 
+def test_a_file_takes_back_what_presets_have(file):
+    file.write_text("use-tis: false\nno-bias: false\nshuffle: false\n")
+    made = parser()
+    made.presets = "--use-tis --no-bias --eps-clip 0.4".split()
+    args = made.parse_args(["--config", str(file)])
+    assert (args.use_tis, args.bias, args.shuffle, args.eps_clip) == (False, True, False, 0.4)
+    assert made.words == ["--no-use-tis", "--no-no-bias", "--no-shuffle", "--config", str(file)]
+    assert made.get_default("eps_clip") == 0.2  # what is not given can still be told
+
+
+def test_a_file_gives_a_flag_that_is_required(file):
+    made = parser()
+    made.add_argument("--run-dir", required=True)
+    file.write_text("run-dir: here")
+    assert made.parse_args(["--config", str(file)]).run_dir == "here"
+
+
 def test_a_flag_that_takes_a_value_is_not_undone(file, capsys):
-    for words in ("--no-eps-clip", "--no-use-tis=true"):
-        with pytest.raises(SystemExit):
-            parser().parse_args(["--config", str(file), *words.split()])
-        assert_words(f"unrecognized arguments: {words}", capsys.readouterr().err)
+    with pytest.raises(SystemExit):
+        parser().parse_args(["--config", str(file), "--no-eps-clip"])
+    assert_words("unrecognized arguments: --no-eps-clip", capsys.readouterr().err)
 
 
 def test_what_is_written_means_the_same(file, tmp_path):
@@ -92,10 +105,10 @@ def test_what_is_written_means_the_same(file, tmp_path):
     assert "config" not in target.read_text()
 
 
-def test_numbers_are_written_as_numbers_and_words_as_words():
-    words = "--lr 1e-5 --eps-clip 0.2 --steps 100 --name 007 --tag=true --use-tis".split()
-    expected = {"lr": "1e-5", "eps-clip": 0.2, "steps": 100, "name": "007", "tag": "true"}
-    assert settings_of_words(words) == expected | {"use-tis": True}
+def test_words_are_written_as_they_are():
+    words = "--lr 1e-5 --eps-clip 0.2 --eps-clip=0.3 --name 007 --lengths 1 2 --use-tis".split()
+    expected = "lr: 1e-5\neps-clip: 0.3\nname: 007\nlengths:\n- 1\n- 2\nuse-tis: true\n"
+    assert text_of_words(words) == expected
 
 
 @pytest.mark.parametrize(
@@ -111,8 +124,10 @@ def test_numbers_are_written_as_numbers_and_words_as_words():
         ("policy-loss:", "policy-loss has no value"),
         ("config: other.yaml", "config belongs on the command line"),
         ("eps-clip: wide", "--eps-clip: invalid"),
-        ("loss_aggregation", "holds str | expected lines such as"),
-        ("a: [", "run.yaml cannot be read"),
+        ("eps-clip: [1, 2]", "unrecognized arguments: 2"),
+        ("loss-aggregation: tokn_mean", "did you mean token_mean?"),
+        ("loss_aggregation", "run.yaml: holds str | expected lines such as"),
+        ("a: [", "run.yaml: cannot be read"),
     ],
 )
 def test_a_fault_of_a_file_is_one_line(text, words, file, capsys):

@@ -43,13 +43,6 @@ def test_what_is_legal() -> None:
     assert sample(given).kept_tokens.values.dtype == torch.int64
 
 
-def test_sets_tell_samples_apart() -> None:
-    """A stale copy of a sample with other sets is another sample to the checksum."""
-    several = (None, [[], [], []], [[1], [2], [3]], [[1], [2, 4], [3]])
-    moved = ([[1, 2], [2], [3]], [[1], [2], [3, 2]])
-    assert len({sample(kept).identity for kept in several + moved}) == 6
-
-
 def test_some_with_and_some_without_are_refused() -> None:
     words = "b (number 1 of the micro-batch) has no kept_tokens and a"
     assert_refused(words, pack, [sample([[], [], []], name="a"), sample(None, name="b")])

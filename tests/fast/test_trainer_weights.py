@@ -1,4 +1,4 @@
-"""The weights and refusals of verl's plugin without verl: tests/trainers has the proof on its code."""
+"""The weights and refusals of verl's plugin without verl: tests/trainers runs its code."""
 
 import functools
 import runpy
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_pg.integrations import DIVISOR_VARIABLE, proof, verl, verl_proof
+from megatron_pg.integrations import DIVISOR_VARIABLE, verify, verl
 from megatron_pg.integrations.reducers import HOOKS
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from tests import oracle
@@ -84,7 +84,7 @@ def test_importance_weights_multiply_the_loss_of_their_tokens(monkeypatch):
         return (sums / response_mask.sum(dim=-1).clamp(min=1)).sum() / len(MASKS), {}
 
     install_verl(monkeypatch, get_policy_loss_fn={"vanilla": vanilla}.__getitem__)
-    monkeypatch.setattr(proof, "PROVEN", {("verl", "sample_mean", "vanilla", None)})
+    monkeypatch.setattr(verify, "verified", {("verl", "sample_mean", "vanilla", None)})
     config = types.SimpleNamespace(engine=None, global_batch_info=TOTALS)
     given = (torch.zeros(PADDED.shape), torch.zeros(PADDED.shape), -losses, PADDED.bool())
     for weights in (importance, torch.zeros_like(importance), None):
@@ -100,7 +100,7 @@ CLIPS = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "cli
 
 
 def plain_verl(scale=1.0, honours_weights=True):
-    """As much of verl's two losses as the proof meets, in this test's own words."""
+    """As much of verl's two losses as the verification meets, in this test's own words."""
 
     def loss(
         is_gspo, old_log_prob, log_prob, advantages, response_mask, rollout_is_weights, config, **_
@@ -127,23 +127,22 @@ def plain_verl(scale=1.0, honours_weights=True):
 
 @pytest.mark.parametrize("objective", verl.OBJECTIVES.values())
 @pytest.mark.parametrize("aggregation", HOOKS)
-def test_a_verl_is_proven_or_refused(aggregation, objective, monkeypatch):
+def test_a_verl_is_verified_or_refused(aggregation, objective, monkeypatch):
     config = types.SimpleNamespace(global_batch_info={}, **CLIPS)
     loss = aggregation, objective, 5.0 if aggregation == "constant" else None
-    functions = verl.weighted_loss, verl.group_factors
 
-    def prove(losses):
-        monkeypatch.setattr(proof, "PROVEN", set())
+    def check(losses):
+        monkeypatch.setattr(verify, "verified", set())
         install_verl(monkeypatch, get_policy_loss_fn=losses.__getitem__)
-        verl_proof.prove(loss, config, *functions)
+        verl.verify_loss(*loss, config)
 
-    prove(plain_verl())
-    assert config.global_batch_info == {} and proof.PROVEN == {("verl", *loss)}
-    words = f"{aggregation} by verl's {objective} | 0.9.1 | the gradient of log-prob | expected | migrating.md"
-    assert_refused(words, prove, plain_verl(scale=1.0005))
+    check(plain_verl())
+    assert config.global_batch_info == {} and verify.verified == {("verl", *loss)}
+    words = f"{aggregation} by verl's {objective} | 0.9.1 | a gradient of log-probs is | expected | migrating.md"
+    assert_refused(words, check, plain_verl(scale=1.0005))
     if aggregation in ("token_mean", "constant"):
-        assert_refused(words, prove, plain_verl(honours_weights=False))
-    assert_refused("cannot be run on tiny samples: KeyError", prove, {})
+        assert_refused(words, check, plain_verl(honours_weights=False))
+    assert_refused("cannot be run on tiny samples: KeyError", check, {})
 
 
 def test_verls_padding_samples_are_in_no_prompt_group():

@@ -1,4 +1,4 @@
-"""A trainer of this test's own words, with the seams that slime and miles have: what the proof at startup calls."""
+"""A trainer of this test's own words, with the seams that slime and miles have: what is verified at startup."""
 
 from types import SimpleNamespace
 
@@ -8,11 +8,11 @@ mpu = SimpleNamespace()
 
 
 def load_function(path):
-    raise AssertionError(f"the proof does not import {path}")
+    raise AssertionError(f"the verification does not import {path}")
 
 
 def calculate_log_probs_and_entropy(*arguments, **keywords):
-    raise AssertionError("the proof does not communicate")
+    raise AssertionError("the verification does not communicate")
 
 
 class DataIterator:

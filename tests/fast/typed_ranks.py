@@ -145,9 +145,9 @@ def say_by_hand(patch: pytest.MonkeyPatch, seen: Seen) -> None:
     # Writes through an index, `statistics[part, 0] = ...`, leave the type of what is written to as it was.
     untyped(rows_torch, "_local_statistics", lambda rows: rows.logits)
     # An index of samples is the rank's own, and adding by index is a sum over the window.
-    untyped(micro_batch, "sums_of_rank", lambda config, tokens, samples: tokens.positions, cp=P)
+    untyped(micro_batch, "sums_of_rank", lambda config, tokens, samples: tokens.loss_mask, cp=P)
     # Sums of tokens and a summand of the host lie in one tensor, which has one type.
-    untyped(metrics, "checksums", lambda weights, positions: positions, cp=P)
+    untyped(metrics, "checksums", lambda weights: weights.loss, cp=P)
 
     # Numbers of this rank's samples come from the host, where there are no types.
     build = micro_batch.host_weights
@@ -166,13 +166,13 @@ def say_by_hand(patch: pytest.MonkeyPatch, seen: Seen) -> None:
             units, samples = units_of(*args)
         return of_tokens(units), spmd.assert_type(samples, {"dp": V, "cp": R, "tp": R})
 
-    pairs_of = metrics.PairTable.pairs
+    paired = metrics.paired
 
-    def pairs_typed(self: Any, parts: Any) -> Tensor:
-        if wrong := {types_of(each) for each in parts[:-1]} - {"V P I", "V P R"}:
+    def pairs_typed(numerators: Any, denominators: Any) -> Tensor:
+        if wrong := {types_of(each) for each in numerators} - {"V P I", "V P R"}:
             raise SpmdTypeError(f"a micro-batch reports {wrong}, no parts of pending sums")
         with spmd.no_typecheck():
-            found = pairs_of(self, parts)
+            found = paired(numerators, denominators)
         return spmd.assert_type(found, {"dp": P, "cp": P, "tp": R})
 
     # The rows that score a response token are indices of the rank's own, as those of samples are.
@@ -195,7 +195,7 @@ def say_by_hand(patch: pytest.MonkeyPatch, seen: Seen) -> None:
 
     patch.setattr(micro_batch, "host_weights", build_typed)
     patch.setattr(micro_batch, "units_of_window", units_typed)
-    patch.setattr(metrics.PairTable, "pairs", pairs_typed)
+    patch.setattr(metrics, "paired", pairs_typed)
     patch.setattr(from_logits, "log_probs_of_logits", of_logits_typed)
     patch.setattr(SequenceSums, "of_table", sums_seen)
     patch.setattr(log_probs, "LogProbsAndEntropy", HeadTyped)
@@ -259,7 +259,5 @@ def all_reduce_typed(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = N
 
 def contributed(found: metrics.MicroBatchMetrics) -> metrics.MicroBatchMetrics:
     """What tensor-parallel rank 0 brings to the step's sums, where its peers bring zeros."""
-    table = spmd.convert(found.table, "tp", src=R, dst=P)
-    brought = metrics.MicroBatchMetrics.of(tuple(found), table)
-    brought.maxima = found.maxima
-    return brought
+    pairs = spmd.convert(found.pairs, "tp", src=R, dst=P)
+    return metrics.MicroBatchMetrics(found.table, pairs, found.maxima)

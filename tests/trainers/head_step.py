@@ -215,9 +215,10 @@ def hook_beside_head(name: str) -> tuple[str, bool]:
     trainer = import_trainer(name)
     initialize_groups(Sharding())
     package = importlib.import_module(f"megatron_pg.integrations.{name}")
-    door = getattr(package, name.upper())
+    trainer_hook = getattr(package, name.upper())
     init = f"megatron_pg.integrations.fused_head.{name}"
-    paths = {door.hook: door.path("prompt_mean").split()[-1], "custom_megatron_init_path": init}
+    path = trainer_hook.path("prompt_mean").split()[-1]
+    paths = {trainer_hook.hook: path, "custom_megatron_init_path": init}
     sizes = {
         "global_batch_size": NUM_ROLLOUTS,
         "n_samples_per_prompt": 4,
@@ -227,7 +228,7 @@ def hook_beside_head(name: str) -> tuple[str, bool]:
     if name == "miles":
         miles_groups(args)
     getattr(fused_head, name)(args)
-    door.turn_on("prompt_mean", args)
+    trainer_hook.turn_on("prompt_mean", args)
     is_on = hasattr(trainer.loss.get_log_probs_and_entropy, "has_fused_head")
     return args.custom_pg_loss_reducer_function_path, is_on
 

@@ -117,17 +117,17 @@ def refusals() -> dict[str, str]:
     enable_cpu_runtime()
     initialize_groups(Sharding())
     label, two = torch.zeros(1, 2, dtype=torch.long), torch.tensor([[0.7, 0.9]])
-    output = fused_head.OutputFactors(torch.zeros(1, 2, 4), torch.zeros(3, 4)).stand_in()
+    output = fused_head.OutputFactors(torch.zeros(1, 2, 4), torch.zeros(3, 4)).stub()
 
     def without_temperature(logits: Tensor, label: Tensor, *_: Any, **__: Any) -> dict[str, Tensor]:
         rows = logits.log_softmax(-1)
         log_probs = rows.gather(-1, label[..., None])[..., 0]
         return {"log_probs": log_probs, "entropy": -(rows.exp() * rows).sum(-1)}
 
-    prove, score = verl_head.prove, verl_head.scores_of
+    verify, score = verl_head.verify, verl_head.scores_of
     device, one = torch.device("cpu"), torch.ones(1, 2)
     return {
-        "in the place of the model's output": refusal(
+        "instead of the model's output": refusal(
             RuntimeError, score, torch.zeros(1, 2, 1), label, one, calculate_entropy=True
         ),
         "temperatures 0.7 to 0.9": refusal(
@@ -138,7 +138,7 @@ def refusals() -> dict[str, str]:
             functools.partial(score, calculate_sum_pi_squared=True, calculate_entropy=True),
             *(output, label, one),
         ),
-        "this version of the trainer": refusal(ValueError, prove, without_temperature, device),
+        "this version of the trainer": refusal(ValueError, verify, without_temperature, device),
     }
 
 

@@ -1,4 +1,4 @@
-"""The proof at startup: a trainer that computes the aggregation is accepted, and each mutant is refused with the numbers."""
+"""A trainer that computes the aggregation is verified, and each mutant is refused with numbers."""
 
 import types
 from typing import Any
@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_pg.integrations import divided_lengths, proof, trainer
+from megatron_pg.integrations import divided_lengths, trainer, verify
 from megatron_pg.integrations.divided_lengths import DividedLength, policy_loss_reducer
-from megatron_pg.integrations.proof import Door
 from megatron_pg.integrations.reducers import HOOKS
-from megatron_pg.integrations.slime import stand_ins
+from megatron_pg.integrations.slime import stubs
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from tests.fast import tiny_trainer
 from tests.fast.refusals import assert_refused, refusal
@@ -18,20 +17,20 @@ from tests.fast.refusals import assert_refused, refusal
 TINY = trainer.Trainer(
     "tests",
     "hook",
-    Door(
-        f"{tiny_trainer.__name__}:loss_function", f"{tiny_trainer.__name__}:DataIterator", stand_ins
+    verify.TrainerHooks(
+        f"{tiny_trainer.__name__}:loss_function", f"{tiny_trainer.__name__}:DataIterator", stubs
     ),
 )
 
 
 @pytest.fixture(autouse=True)
 def no_globals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proof, "PROVEN", set())
-    monkeypatch.setattr(divided_lengths, "PROVEN", proof.PROVEN)
+    monkeypatch.setattr(verify, "verified", set())
+    monkeypatch.setattr(divided_lengths, "verified", verify.verified)
     pytest.importorskip("megatron.core")
 
 
-def prove(
+def run(
     aggregation: str,
     regularizers: str = "sample_mean",
     sizes: tuple[int, int] = (1, 1),
@@ -43,7 +42,7 @@ def prove(
         patch.setattr(trainer, "data_parallel_group", lambda: group)
         divisor = 3.0 if aggregation == "constant" else None
         args = types.SimpleNamespace(regularizer_aggregation=regularizers, **settings)
-        TINY.prove(AGGREGATIONS[aggregation], divisor, args)
+        TINY.verify(AGGREGATIONS[aggregation], divisor, args)
 
 
 CORRECTIONS = {
@@ -60,7 +59,7 @@ CORRECTIONS = {
 def test_an_exact_trainer_is_accepted(aggregation, regularizers, sizes, correction):
     state = torch.get_rng_state()
     names = dict(vars(tiny_trainer))
-    prove(aggregation, regularizers, sizes, **CORRECTIONS[correction])
+    run(aggregation, regularizers, sizes, **CORRECTIONS[correction])
     assert torch.equal(torch.get_rng_state(), state)
     assert vars(tiny_trainer) == names and not vars(tiny_trainer.mpu)
 
@@ -98,18 +97,13 @@ def uncorrected(args, batch, values):
     return values, *CORRECTED(args, batch, values)[1:]
 
 
-def unreported(args, batch, values):
-    values, batch, log = CORRECTED(args, batch, values)
-    return values, batch, {"another": log["tis"]}
-
-
 SCALE, OWN_MEAN, REDUCED = tiny_trainer.scale, tiny_trainer.own_mean, tiny_trainer.reduced
 CORRECTED = tiny_trainer.corrected
 MUTANTS = {
-    "a scale off by 0.05 %": ("scale", of_loss(lambda loss: loss * 1.0005), "the gradient of logit"),
+    "a scale off by 0.05 %": ("scale", of_loss(lambda loss: loss * 1.0005), "the gradient of tiny sample"),
     "no context parallelism in the scale": ("scale", lambda loss, m, n: loss * m / n, "expected"),
-    "a reducer that is not called": ("reduced", from_reducer, "the gradient of logit"),
-    "metrics by the reducer": ("own_mean", by_reducer, "the gradient of logit"),
+    "a reducer that is not called": ("reduced", from_reducer, "the gradient of tiny sample"),
+    "metrics by the reducer": ("own_mean", by_reducer, "the gradient of tiny sample"),
     "lengths that are copied": ("reduced", bare, "response length of sample 0 of a micro-batch has no divisor"),
     "a setting that is unknown": ("scale", of_loss(lambda loss: loss.unknown), "cannot be run on tiny samples: AttributeError"),
 }  # fmt: skip
@@ -120,7 +114,7 @@ def test_a_trainer_that_computes_something_else_is_refused(name, monkeypatch):
     target, mutant, words = MUTANTS[name]
     monkeypatch.setattr(tiny_trainer, target, mutant)
     sizes = (2, 2) if "parallelism" in name else (1, 1)
-    message = refusal(prove, "prompt_mean", "sample_mean", sizes)
+    message = refusal(run, "prompt_mean", "sample_mean", sizes)
     assert words in message and "docs/migrating.md" in message
     assert message.startswith(
         "--hook megatron_pg.integrations.tests.prompt_mean: the installed tests"
@@ -135,55 +129,55 @@ def test_a_mean_over_the_tokens_that_a_correction_keeps_is_the_trainers_own(monk
         return OWN_MEAN({**batch, "rollout_mask_sums": sums}, values)
 
     monkeypatch.setattr(tiny_trainer, "own_mean", by_kept)
-    prove("prompt_mean", **CORRECTIONS["custom"])
+    run("prompt_mean", **CORRECTIONS["custom"])
 
 
 @pytest.mark.parametrize(
     ("correction", "mutant", "words"),
     [
-        ("custom", with_all_tokens, "the gradient of logit"),
-        ("custom", uncorrected, "the gradient of logit"),
-        ("own", uncorrected, "the gradient of logit"),
-        ("own", unreported, "the metric tis is not reported, and loss"),
+        ("custom", with_all_tokens, "the gradient of tiny sample"),
+        ("custom", uncorrected, "the gradient of tiny sample"),
+        ("own", uncorrected, "the gradient of tiny sample"),
     ],
 )
 def test_another_correction_is_refused_in_a_run_that_has_one(
     correction, mutant, words, monkeypatch
 ):
     monkeypatch.setattr(tiny_trainer, "corrected", mutant)
-    assert_refused(words, prove, "prompt_mean", **CORRECTIONS[correction])
+    assert_refused(words, run, "prompt_mean", **CORRECTIONS[correction])
 
 
 def test_a_metric_that_is_weighted_is_refused(monkeypatch):
-    """With the gradient right: the report alone differs."""
+    """With the gradient right: only the report of `old - log_probs` differs."""
 
     def own_mean(batch, values):
-        return OWN_MEAN(batch, values) * (1.0 if values.requires_grad else 0.5)
+        is_kl = bool(((values + verify.SHIFT).abs() < 1e-5).all())
+        return OWN_MEAN(batch, values) * (0.5 if is_kl else 1.0)
 
     monkeypatch.setattr(tiny_trainer, "own_mean", own_mean)
-    assert_refused("the metric pg_clipfrac is | expected", prove, "constant")
+    assert_refused("ppo_kl is | expected", run, "constant")
 
 
 def test_once_a_process(monkeypatch):
-    prove("token_mean")
+    run("token_mean")
     monkeypatch.setattr(tiny_trainer, "scale", of_loss(lambda loss: loss * 2))
-    prove("token_mean")  # an edit of the checkout does not stop a run half-way
-    assert_refused("the gradient", prove, "prompt_mean")
+    run("token_mean")  # an edit of the checkout does not stop a run half-way
+    assert_refused("the gradient", run, "prompt_mean")
 
 
 def test_where_the_trainer_is_not_installed(monkeypatch):
-    absent = trainer.Trainer("no_such_trainer", "hook", TINY.door)
+    absent = trainer.Trainer("no_such_trainer", "hook", TINY.hooks)
     args = types.SimpleNamespace()
     words = "no_such_trainer cannot be imported here"
-    assert_refused(words, absent.prove, AGGREGATIONS["token_mean"], None, args)
+    assert_refused(words, absent.verify, AGGREGATIONS["token_mean"], None, args)
 
 
 def test_the_reducer_divides_by_what_the_lengths_carry():
     masks = [torch.tensor([1, 0, 1]), torch.tensor([1, 1])]
     lengths = [DividedLength(3, 0.5), DividedLength(2, 4.0)]
-    words = "nothing has proven in this process | <trainer>.check"
+    words = "was not verified in this process | <trainer>.check"
     assert_refused(words, policy_loss_reducer, [5, 3], lengths, masks)
-    proof.PROVEN.add(("slime",))
+    verify.verified.add(("slime",))
     reduce = policy_loss_reducer([5, 3], lengths, masks)
     assert reduce(torch.tensor([1.0, 9.0, 2.0, 3.0, 5.0])).item() == 3 / 0.5 + 8 / 4
     assert_refused(

@@ -89,7 +89,7 @@ class MicroBatchValueLoss:
         table = value_metric_table(self.config)
         by_name = _metric_values(token_loss.detach(), values.detach(), returns)
         terms = {"value_loss": loss.detach()}
-        pairs = table.pairs(by_name, terms, weights, mask)
+        pairs = table.pairs(table.parts(by_name, terms, weights, mask), self._step_numbers)
         is_nan = token_loss.isnan()
         return loss, MicroBatchMetrics(table, pairs, None, is_nan, batch, self._totals)
 

@@ -150,6 +150,7 @@ class StepNumbers:
     checksum_scale: Tensor  # makes the sum of the weights 1 over the step
     numbers_scale: Tensor  # the same for weights times the coefficients of samples
     checksum_offset: Tensor  # added to both sums: `share` in a step without active tokens, or 0
+    nothing: Tensor  # 0, both numbers of a metric whose field the samples lack
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,6 +230,7 @@ def host_weights(
         "numbers_scale": numbers_scale,
         # A step without an active token has nothing to count and is right.
         "checksum_offset": 0.0 if expected[0] else share,
+        "nothing": 0.0,
     }
     divisors = {
         "loss": loss_divisors,

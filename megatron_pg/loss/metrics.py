@@ -22,14 +22,14 @@ from torch import Tensor
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.tables import rows_on
-from megatron_pg.loss.aggregation import Weights
+from megatron_pg.loss.aggregation import STEP_NUMBERS, Weights
 from megatron_pg.loss.checksum import CHECKSUM, CHECKSUMS, check_checksum
 from megatron_pg.loss.corrections import Corrected, correction_metric_names
 from megatron_pg.loss.objectives import OBJECTIVES, Outcome
 from megatron_pg.loss.policy_loss import Terms
 from megatron_pg.loss.regularizers import KL_ESTIMATES
 from megatron_pg.loss.tokens import Tokens
-from megatron_pg.step.batch import PackedBatch
+from megatron_pg.step.batch import PackedBatch, to_device
 from megatron_pg.step.totals import StepTotals
 
 logger = logging.getLogger("megatron_pg")
@@ -314,37 +314,44 @@ class PairTable:
     def names(self) -> tuple[str, ...]:
         return (*self.terms, *CHECKSUMS, *(name for name, _ in self.rows))
 
-    def pairs(
+    def parts(
         self,
         values: Mapping[str, Tensor],
         terms: Mapping[str, Tensor],
         weights: Weights,
         loss_mask: Tensor,
-    ) -> Tensor:
-        """Add up values [window] of active tokens and 0-d terms, by name: [names, 2] float64."""
+    ) -> tuple[Tensor, ...]:
+        """Add up values [window] of active tokens and take 0-d terms, by name: what `pairs` takes."""
         active = loss_mask.double()
         weight = {"document": weights.document, "sequence": weights.sequence, "active": active}
         # `where`, since 0 * NaN is NaN. Row by row, so that a compiler writes no row to memory.
         rows = [
-            torch.zeros_like(active)
-            if kind == "absent"
-            else torch.where(loss_mask, values[name].double(), 0.0) * weight[WEIGHTS[kind][0]]
+            torch.where(loss_mask, values[name].double(), 0.0) * weight[WEIGHTS[kind][0]]
             for name, kind in self.rows
+            if kind != "absent"
         ]
         sums = torch.stack([*rows, weights.document, active]).sum(1)
-        sums, documents, tokens = sums.split([len(rows), 1, 1])  # type: ignore[no-untyped-call]
         # Stacked: an output that is the loss itself would take its gradient.
         stacked = torch.stack([terms[name] for name in self.terms]).double()
-        numerators = [stacked, checksums(weights), sums]
-        total = {"document": documents, "active": tokens, "share": weights.share}
-        total["nothing"] = torch.zeros_like(weights.share)
-        kinds = ["share"] * (len(self.terms) + len(CHECKSUMS))
-        runs = itertools.groupby([*kinds, *(WEIGHTS[kind][1] for _, kind in self.rows)])
-        return paired(numerators, [total[kind].expand(len(list(run))) for kind, run in runs])
+        return stacked, checksums(weights), sums
+
+    def pairs(self, parts: Sequence[Tensor], step_numbers: Tensor) -> Tensor:
+        """Put numerators and denominators together, [names, 2] float64, in two launches.
+
+        Not in the compiled part, which would write every number in a launch of its own.
+        """
+        return torch.cat([*parts, step_numbers])[_places(self, step_numbers.device)]
 
 
-def paired(numerators: Sequence[Tensor], denominators: Sequence[Tensor]) -> Tensor:
-    return torch.cat([*numerators, *denominators]).view(2, -1).T
+@functools.cache
+def _places(table: PairTable, device: torch.device) -> Tensor:
+    """Find each name's numerator and denominator in what `PairTable.pairs` lays end to end."""
+    added = [name for name, kind in table.rows if kind != "absent"]
+    laid = [*table.terms, *CHECKSUMS, *added, "document", "active", *STEP_NUMBERS]
+    pairs = [(name, "share") for name in (*table.terms, *CHECKSUMS)]
+    pairs += [(name if name in added else "nothing", WEIGHTS[kind][1]) for name, kind in table.rows]
+    places = torch.tensor([list(map(laid.index, pair)) for pair in pairs], device="cpu")
+    return to_device(places, device)
 
 
 def metric_table(config: PolicyLossConfig, lacking: frozenset[str] = frozenset()) -> PairTable:
@@ -354,8 +361,6 @@ def metric_table(config: PolicyLossConfig, lacking: frozenset[str] = frozenset()
         # A turn's share of the step is not among the weights, which are those of samples.
         kinds["ratio sum"] = "absent" if config.sequence_unit == "turn" else "sequence sum"
     rows = [row for row in metrics_on(config) if row.reduction not in SIGNS]
-    # Few runs of equal denominators to lay end to end, in an order that no data decide.
-    rows.sort(key=lambda row: row.reduction)
     kind_of = {row.name: kinds.get(row.reduction, row.reduction) for row in rows}
     kind_of |= {row.name: "absent" for row in rows if lacking & {*row.reads}}
     coefficients = (config.kl_loss_coef, config.entropy_coef, config.distill_coef)
@@ -377,8 +382,8 @@ def checksums(weights: Weights) -> Tensor:
 @torch.no_grad()
 def measure(
     config: PolicyLossConfig, table: PairTable, tokens: Tokens, weights: Weights, terms: Terms
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Compute `pairs`, `maxima` and `is_nan` of `MicroBatchMetrics`.
+) -> tuple[Tensor | None, ...]:
+    """Compute `maxima` and `is_nan` of `MicroBatchMetrics`, and the parts of its `pairs`.
 
     They cover the tokens that are active before any rejection.
     """
@@ -389,9 +394,9 @@ def measure(
         for row in rows
         if all(getattr(tokens, name) is not None for name in row.reads)
     }
-    pairs = table.pairs(values, terms.reported, weights, mask)
+    parts = table.parts(values, terms.reported, weights, mask)
     if not rows:
-        return pairs, None, None
+        return None, None, *parts
     is_nan = ~terms.corrected.loss.isfinite()
     if config.kl_loss_coef:
         is_nan = is_nan | ~(tokens.log_probs - tokens.given("ref_log_probs")).isfinite()
@@ -406,9 +411,9 @@ def measure(
         if row.reduction in SIGNS
     ]
     # Not `len(mask)`, which would make the size of a trace its only one.
-    if mask.shape[0] == 0:
-        return pairs, nothing.new_full((len(extremes),), -torch.inf), is_nan
-    return pairs, torch.stack(extremes).amax(1), is_nan
+    stacked = torch.stack(extremes)
+    maxima = stacked.amax(1) if mask.shape[0] else stacked.new_full((len(extremes),), -torch.inf)
+    return maxima, is_nan, *parts
 
 
 @dataclass(eq=False, repr=False)

@@ -93,10 +93,10 @@ class MicroBatchLoss:
         the teacher; the mass, of `--kept-set-mass`, is 1 for an empty set.
         """
         tensors = self._inputs(log_probs, entropy, divergence, kept_set_mass)
-        loss, pairs, maxima, is_nan = self._bind(self._loss_and_metrics, tensors)()
-        metrics = MicroBatchMetrics(
-            self._table(tensors), pairs, maxima, is_nan, self.batch, self._totals
-        )
+        loss, maxima, is_nan, *parts = self._bind(self._loss_and_metrics, tensors)()
+        table = self._table(tensors)
+        pairs = table.pairs(parts, tensors["step_numbers"])
+        metrics = MicroBatchMetrics(table, pairs, maxima, is_nan, self.batch, self._totals)
         return loss, metrics
 
     def loss(self, log_probs: Tensor, *others: Tensor | None) -> Tensor:

@@ -166,13 +166,13 @@ def say_by_hand(patch: pytest.MonkeyPatch, seen: Seen) -> None:
             units, samples = units_of(*args)
         return of_tokens(units), spmd.assert_type(samples, {"dp": V, "cp": R, "tp": R})
 
-    paired = metrics.paired
+    pairs_of = metrics.PairTable.pairs
 
-    def pairs_typed(numerators: Any, denominators: Any) -> Tensor:
-        if wrong := {types_of(each) for each in numerators} - {"V P I", "V P R"}:
+    def pairs_typed(self: Any, parts: Any, step_numbers: Tensor) -> Tensor:
+        if wrong := {types_of(each) for each in parts} - {"V P I", "V P R"}:
             raise SpmdTypeError(f"a micro-batch reports {wrong}, no parts of pending sums")
         with spmd.no_typecheck():
-            found = paired(numerators, denominators)
+            found = pairs_of(self, parts, step_numbers)
         return spmd.assert_type(found, {"dp": P, "cp": P, "tp": R})
 
     # The rows that score a response token are indices of the rank's own, as those of samples are.
@@ -195,7 +195,7 @@ def say_by_hand(patch: pytest.MonkeyPatch, seen: Seen) -> None:
 
     patch.setattr(micro_batch, "host_weights", build_typed)
     patch.setattr(micro_batch, "units_of_window", units_typed)
-    patch.setattr(metrics, "paired", pairs_typed)
+    patch.setattr(metrics.PairTable, "pairs", pairs_typed)
     patch.setattr(from_logits, "log_probs_of_logits", of_logits_typed)
     patch.setattr(SequenceSums, "of_table", sums_seen)
     patch.setattr(log_probs, "LogProbsAndEntropy", HeadTyped)

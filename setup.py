@@ -1,6 +1,8 @@
-"""Metadata and dependencies. `import megatron_pg` needs torch and NumPy; everything else is an extra.
+"""Metadata and dependencies. `import megatron_pg` needs torch and NumPy; everything else is an
+extra.
 
-Author, repository and version stand in CITATION.cff alone; mkdocs.yml reads the repository there too (ci/site_hooks.py).
+Author, repository and version stand in CITATION.cff alone; mkdocs.yml reads the repository there
+too (ci/site_hooks.py).
 """
 
 import re
@@ -20,7 +22,8 @@ def cited(field: str) -> str:
 REPOSITORY = cited("repository-code")
 
 MEGATRON = ["megatron-core>=0.16,<0.21"]
-# What parts of the package ask for: rollout files, pictures, pages and tables of `explain`, YAML in `migrate`.
+# What parts of the package ask for: rollout files, pictures, pages and tables of `explain`, YAML in
+# `migrate`.
 TOOLS = ["jinja2>=3.1", "matplotlib>=3.8", "pyarrow>=15", "pyyaml>=6", "rich>=13"]
 DOCS = [
     "jupyter-server-mathjax>=0.2.6",  # the files of MathJax: ci/site_hooks.py
@@ -46,7 +49,9 @@ TEST = [
 
 
 def description() -> str:
-    """README.md with links that work on a package index too: pictures are fetched, files are shown."""
+    """README.md with links that work on a package index too: pictures are fetched, files are
+    shown.
+    """
     text = Path(__file__).with_name("README.md").read_text()
     raw = REPOSITORY.replace("github.com", "raw.githubusercontent.com")
     text = re.sub(r"(!\[[^]]*\]\()(?!\w+:)", rf"\g<1>{raw}/main/", text)
@@ -56,7 +61,8 @@ def description() -> str:
 setup(
     name="megatron_pg",
     version=cited("version"),
-    description="The policy-gradient loss for RL on Megatron-Core, normalised right at any parallelism",
+    description="The policy-gradient loss for RL on Megatron-Core, normalised right at any "
+    "parallelism",
     long_description=description(),
     long_description_content_type="text/markdown",
     author=cited("name"),
@@ -67,7 +73,8 @@ setup(
         "Changelog": f"{REPOSITORY}/blob/main/CHANGELOG.md",
         "Issues": f"{REPOSITORY}/issues",
     },
-    keywords="reinforcement-learning policy-gradient GRPO DAPO PPO RLHF LLM Megatron megatron-core context-parallel",
+    keywords="reinforcement-learning policy-gradient GRPO DAPO PPO RLHF LLM Megatron megatron-core "
+    "context-parallel",
     classifiers=[
         "Development Status :: 4 - Beta",
         "Intended Audience :: Developers",

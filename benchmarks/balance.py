@@ -1,12 +1,14 @@
-"""How unevenly a step's time is spread over ranks and micro-batches, by the cost model, ours beside other partitioners.
+"""How unevenly a step's time is spread over ranks and micro-batches, by the cost model, ours beside
+other partitioners.
 
     python -m benchmarks.balance [--slime FOLDER] [--verl]
 
-A step of 1024 samples on 8 data-parallel ranks under a budget of 32,768 tokens, for the shape of a 7-billion-parameter
-model (28 layers of 3584, 28 heads, 4 key-value groups, gated 18,944, vocabulary 152,064). slime's `build_dp_schedule` and
-verl's functions are those of a checkout and of what is installed. Ranks: the slowest rank over the mean one, which is
-what a step takes without pipeline and experts. Lockstep: the same where micro-batch j of all ranks waits for the
-slowest, as with expert parallelism. Pipeline: 1F1B over 4 stages, over the mean rank's work. Budget: the fullest
+A step of 1024 samples on 8 data-parallel ranks under a budget of 32,768 tokens, for the shape of a
+7-billion-parameter model (28 layers of 3584, 28 heads, 4 key-value groups, gated 18,944, vocabulary
+152,064). slime's `build_dp_schedule` and verl's functions are those of a checkout and of what is
+installed. Ranks: the slowest rank over the mean one, which is what a step takes without pipeline
+and experts. Lockstep: the same where micro-batch j of all ranks waits for the slowest, as with
+expert parallelism. Pipeline: 1F1B over 4 stages, over the mean rank's work. Budget: the fullest
 micro-batch.
 """
 
@@ -53,7 +55,9 @@ def distributions(seed: int) -> dict[str, list[int]]:
 
 
 def ours(lengths: list[int], cost: SampleCost) -> Plan:
-    """As `assign_to_data_parallel_ranks` and `plan_step` cut it, the same number of micro-batches on every rank."""
+    """As `assign_to_data_parallel_ranks` and `plan_step` cut it, the same number of micro-batches
+    on every rank.
+    """
     ranks = plan_bins(lengths, sum(lengths), multiple=RANKS, cost=cost)
     plan = []
     for rank in ranks:
@@ -105,7 +109,9 @@ def of_slime(lengths: list[int], by_flops: bool) -> Plan:
 
 
 def of_verl(lengths: list[int]) -> Plan:
-    """`_balance_batch` of its trainer, then `rearrange_micro_batches`, with its count and its order."""
+    """`_balance_batch` of its trainer, then `rearrange_micro_batches`, with its count and its
+    order.
+    """
     import torch
     from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
 
@@ -122,7 +128,9 @@ def of_verl(lengths: list[int]) -> Plan:
 
 
 def pipelined(times: list[float], stages: int = STAGES) -> float:
-    """The end of 1F1B without interleaving: a third of a micro-batch's time is forward, spread over the stages."""
+    """The end of 1F1B without interleaving: a third of a micro-batch's time is forward, spread over
+    the stages.
+    """
     count = len(times)
     forward = [time / 3 / stages for time in times]
     ends: dict[tuple[str, int, int], float] = {}
@@ -152,7 +160,9 @@ def pipelined(times: list[float], stages: int = STAGES) -> float:
 
 
 def measures(plan: Plan, lengths: list[int]) -> tuple[float, float, float, int, float]:
-    """Ranks, lockstep, pipeline, the most micro-batches of a rank, and the fullest over the budget."""
+    """Ranks, lockstep, pipeline, the most micro-batches of a rank, and the fullest over the
+    budget.
+    """
     costs = COST.of_lengths(lengths)
     times = [[float(sum(costs[i] for i in members)) for members in bins] for bins in plan]
     mean = sum(map(sum, times)) / len(times)

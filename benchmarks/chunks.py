@@ -2,11 +2,12 @@
 
     python -m benchmarks.chunks [--entropy | --against-quack] [--minutes 4.5] [--settings 8192,4096,151936 ...]
 
-Without --entropy: plain cross-entropy, beside QuACK's own function. With it: the clipped policy loss with an entropy bonus.
-Ratios are to the three matrix products of the same run; methods take turns.
-Settings that the minutes do not reach are named.
---against-quack: the default chunk and QuACK's own function alone; ours with first products in every width of tile that
-divides the vocabulary too, and QuACK's with its gradient added to `main_grad`, as a trainer does and ours has done.
+Without --entropy: plain cross-entropy, beside QuACK's own function. With it: the clipped policy
+loss with an entropy bonus. Ratios are to the three matrix products of the same run; methods take
+turns. Settings that the minutes do not reach are named.
+--against-quack: the default chunk and QuACK's own function alone; ours with first products in every
+width of tile that divides the vocabulary too, and QuACK's with its gradient added to `main_grad`,
+as a trainer does and ours has done.
 """
 
 import argparse
@@ -71,7 +72,9 @@ def contenders(
 
 
 def in_other_tiles(method: Contender, columns: int, with_entropy: bool) -> list[Contender]:
-    """Return the method with first products in each other width of tile that divides the columns."""
+    """Return the method with first products in each other width of tile that divides the
+    columns.
+    """
     try:
         from megatron_pg.head.hopper import exponentials, quack_products
     except ImportError:

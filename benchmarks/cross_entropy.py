@@ -1,4 +1,6 @@
-"""Plain cross-entropy from hidden states: the sum over tokens of minus the log-probability, without entropy."""
+"""Plain cross-entropy from hidden states: the sum over tokens of minus the log-probability, without
+entropy.
+"""
 
 from collections.abc import Callable
 

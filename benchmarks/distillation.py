@@ -1,10 +1,11 @@
-"""Table: from hidden states of a student and of a teacher to the divergence and the student's gradients.
+"""Table: from hidden states of a student and of a teacher to the divergence and the student's
+gradients.
 
     python -m benchmarks.distillation [--tokens 8192] [--hidden 4096] [--teacher-hidden 4096] [--columns 151936]
 
-Floor: the four matrix products alone (both models' logits, the two gradients), unchunked, and 10 bytes a logit over the copy
-rate, both of the same run: statistics read both models' logits once, the gradient reads both and writes one. The weight's
-gradient ends in a float32 `main_grad`.
+Floor: the four matrix products alone (both models' logits, the two gradients), unchunked, and 10
+bytes a logit over the copy rate, both of the same run: statistics read both models' logits once,
+the gradient reads both and writes one. The weight's gradient ends in a float32 `main_grad`.
 """
 
 import argparse
@@ -30,13 +31,16 @@ GOAL = 1.3
 
 
 class Work:
-    """Both models' leaves; the student's weight has a float32 `main_grad` as under Megatron's DDP."""
+    """Both models' leaves; the student's weight has a float32 `main_grad` as under Megatron's
+    DDP.
+    """
 
     def __init__(self, arguments: argparse.Namespace, divergence: Divergence) -> None:
         tokens, columns = arguments.tokens, arguments.columns
         hidden, weight = hidden_and_weight(tokens, arguments.hidden, columns)
         self.hidden, self.weight = hidden.requires_grad_(), weight.requires_grad_()
-        # A teacher that agrees with the student more or less: its hidden states point at the same rows.
+        # A teacher that agrees with the student more or less: its hidden states point at the same
+        # rows.
         self.teacher_weight = weight.detach()
         self.teacher_hidden = (
             0.8 * hidden.detach().float() + torch.randn_like(hidden).float()

@@ -3,13 +3,14 @@
     python -m benchmarks.fused_head [--tokens 8192] [--hidden 4096] [--columns 151936] [--goal-alone | --sequences 8]
         [--without-entropy]
 
-Floor: the three matrix products alone, unchunked, bfloat16 out and the weight's gradient accumulated in float32, and
-6 bytes a logit over the copy rate, both of the same run. Every method gets the same inputs and loss, with the
-entropy's gradient (--without-entropy: ours without); the weight's gradient ends in a float32 buffer, or for peers where
-they put it. --goal-alone times the products and ours and nothing else: single calls of both vary by more than they differ,
-so that takes many rounds.
---sequences times them and gspo over so many sequences, of ragged lengths, in chunks of whole sequences and with logits that
-are kept or made twice: the package's own loss with its metrics.
+Floor: the three matrix products alone, unchunked, bfloat16 out and the weight's gradient
+accumulated in float32, and 6 bytes a logit over the copy rate, both of the same run. Every method
+gets the same inputs and loss, with the entropy's gradient (--without-entropy: ours without); the
+weight's gradient ends in a float32 buffer, or for peers where they put it. --goal-alone times the
+products and ours and nothing else: single calls of both vary by more than they differ, so that
+takes many rounds. --sequences times them and gspo over so many sequences, of ragged lengths, in
+chunks of whole sequences and with logits that are kept or made twice: the package's own loss with
+its metrics.
 """
 
 import argparse
@@ -29,7 +30,8 @@ from megatron_pg.head.chunks import largest_chunk
 from megatron_pg.loss.micro_batch import MicroBatchLoss
 
 GOAL = 1.3
-"""Times the traffic of the row passes at the copy rate, on top of the three products: what ours may take."""
+"""Times the traffic of the row passes at the copy rate, on top of the three products: what ours may
+take."""
 
 
 class Work:
@@ -62,7 +64,9 @@ class Work:
             )
 
     def known(self, *, defer: bool = True, **options: object) -> None:
-        """Coefficients known in the pass, in backward (`defer`, as under Megatron) or in forward."""
+        """Coefficients known in the pass, in backward (`defer`, as under Megatron) or in
+        forward.
+        """
         loss, _, _ = linear_token_loss(
             self.hidden,
             self.weight,
@@ -222,7 +226,8 @@ class Exact:
             is_alike[rows] = is_clipped(log_probs, part) == is_clipped(rounded, part)
         self.hidden = hidden_gradient[self.rows]
         self.is_alike = is_alike[self.rows]
-        """Which of the rows bfloat16 logits clip where exact ones do: of others they give the whole gradient or none."""
+        """Which of the rows bfloat16 logits clip where exact ones do: of others they give the whole
+        gradient or none."""
 
     def errors(self, work: Work, contender: Contender) -> str:
         contender.prepare()
@@ -267,7 +272,9 @@ def run(setting: dict[str, int], rate: float, options: argparse.Namespace) -> No
 
 
 def settings(options: argparse.Namespace) -> Iterator[dict[str, int]]:
-    """Every combination of the sizes that were asked for, each with the device's memory to itself."""
+    """Every combination of the sizes that were asked for, each with the device's memory to
+    itself.
+    """
     for sizes in itertools.product(options.tokens, options.hidden, options.columns):
         yield dict(zip(("tokens", "hidden_size", "columns"), sizes, strict=True))
         torch.cuda.empty_cache()

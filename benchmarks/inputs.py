@@ -1,4 +1,6 @@
-"""Inputs as in RL training: peaked distributions (0.3 to 1 nat), a clipped loss with an entropy term."""
+"""Inputs as in RL training: peaked distributions (0.3 to 1 nat), a clipped loss with an entropy
+term.
+"""
 
 from __future__ import annotations
 
@@ -49,15 +51,17 @@ def policy_loss(
 
 
 def is_clipped(log_probs: Tensor, tokens: Tokens) -> Tensor:
-    """The tokens [tokens] whose policy loss has no gradient: `policy_loss` is flat where they are."""
+    """The tokens [tokens] whose policy loss has no gradient: `policy_loss` is flat where they
+    are.
+    """
     ratio = (log_probs.double() - tokens.old_log_probs.double()).exp()
     is_above = (ratio > 1 + EPS_CLIP) & (tokens.advantages > 0)
     return is_above | ((ratio < 1 - EPS_CLIP) & (tokens.advantages < 0))
 
 
 compiled_loss = torch.compile(policy_loss, dynamic=False)
-"""`policy_loss` in a few kernels in place of some 25, forward and backward. Every method has it: what is compared is the
-head."""
+"""`policy_loss` in a few kernels in place of some 25, forward and backward. Every method has it:
+what is compared is the head."""
 
 
 def peaked_logits(tokens: int, width: int) -> Tensor:

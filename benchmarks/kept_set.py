@@ -3,10 +3,12 @@
     python -m benchmarks.kept_set [--tokens 8192] [--hidden 4096] [--columns 151936] [--mean 20] [--largest 200]
     python -m benchmarks.kept_set --crossover       # over sizes of the sets: the sparse layer, and the dense one
 
-The sets are the largest logits of each row, as many as a skewed draw says (from 1 on), so that hardly any two rows share an
-id; with --shared ids are drawn as words are (Zipf), so that some are in most sets. Floor: hidden states and the kept columns
-read twice, `main_grad` of those read and written, the hidden states' gradient written, over the copy rate of the same run.
-Every method gets the same inputs and a loss with entropy's gradient; the weight's gradient ends in a float32 `main_grad`.
+The sets are the largest logits of each row, as many as a skewed draw says (from 1 on), so that
+hardly any two rows share an id; with --shared ids are drawn as words are (Zipf), so that some are
+in most sets. Floor: hidden states and the kept columns read twice, `main_grad` of those read and
+written, the hidden states' gradient written, over the copy rate of the same run. Every method gets
+the same inputs and a loss with entropy's gradient; the weight's gradient ends in a float32
+`main_grad`.
 """
 
 import argparse
@@ -34,7 +36,9 @@ CROSSOVER_SIZES = (5, 20, 50, 100, 200, 400, 800, 1600)
 
 
 class Work:
-    """Leaves and their gradients, the sets, and a token of each; the weight has a float32 `main_grad` as under DDP."""
+    """Leaves and their gradients, the sets, and a token of each; the weight has a float32
+    `main_grad` as under DDP.
+    """
 
     def __init__(self, sizes: Tensor, hidden_size: int, columns: int, *, shared: bool) -> None:
         hidden, weight = hidden_and_weight(len(sizes), hidden_size, columns)
@@ -78,7 +82,9 @@ class Work:
         self.hidden.grad = self.weight.grad = None
 
     def sparse(self, *, columns_of_a_pair: float | None = None) -> None:
-        """Over the sets, by the layer that the sizes choose or, at a cost of a pair, by one of the two."""
+        """Over the sets, by the layer that the sizes choose or, at a cost of a pair, by one of the
+        two.
+        """
         measured = sparse_layer._COLUMNS_OF_A_PAIR
         if columns_of_a_pair is not None:
             sparse_layer._COLUMNS_OF_A_PAIR = columns_of_a_pair
@@ -165,7 +171,8 @@ def crossover(arguments: argparse.Namespace) -> None:
     """Milliseconds of both layers over sets of one size."""
     tokens, columns = arguments.tokens, arguments.columns
     print(
-        "| ids in a set | sparse layer, ms | dense layer over the sets, ms | dense layer, whole vocabulary, ms |"
+        "| ids in a set | sparse layer, ms | dense layer over the sets, ms | dense layer, whole "
+        "vocabulary, ms |"
     )
     print("|---|---|---|---|")
     for size in CROSSOVER_SIZES:
@@ -213,7 +220,10 @@ def main() -> None:
         **{"pairs": int(sizes.sum()), "largest": int(sizes.max()), "copy_rate": rate},
         **{"distinct": work.kept.values.unique().numel(), "errors": errors(work)},
     }
-    title = f"T={arguments.tokens} H={arguments.hidden} V={arguments.columns}, {sizes.float().mean():.1f} kept"
+    title = (
+        f"T={arguments.tokens} H={arguments.hidden} V={arguments.columns}, "
+        f"{sizes.float().mean():.1f} kept"
+    )
     print(table(title, timings, work.floor_bytes() / rate * 1e3, {}))
     print(setting)
     append_results(arguments.output, setting, timings)

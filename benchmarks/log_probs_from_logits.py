@@ -1,11 +1,12 @@
-"""Table: log-probabilities and entropy from given bfloat16 logits, forward, and forward with backward.
+"""Table: log-probabilities and entropy from given bfloat16 logits, forward, and forward with
+backward.
 
     python -m benchmarks.log_probs_from_logits [--tokens 4096 8192] [--columns 18992 151936]
 
-Every method gets the same logits and the same loss, a dozen small operations on [tokens] under torch.compile;
-Liger's kernel has its own inside. "op alone" is ours with the two incoming gradients given.
-Floors: 2 bytes a logit for forward, 6 with backward, over the copy rate of the same run. "Error" is
-against float64 on 64 rows.
+Every method gets the same logits and the same loss, a dozen small operations on [tokens] under
+torch.compile; Liger's kernel has its own inside. "op alone" is ours with the two incoming gradients
+given. Floors: 2 bytes a logit for forward, 6 with backward, over the copy rate of the same run.
+"Error" is against float64 on 64 rows.
 """
 
 import argparse
@@ -41,7 +42,9 @@ def op_alone(logits: Tensor, tokens: Tokens) -> Tensor:
 
 
 def losses(*, kernels_alone: bool) -> dict[str, Callable[[Tensor, Tokens], Tensor]]:
-    """Name -> (logits, tokens) -> loss; `kernels_alone`: without torch's own, which take longest to compile and to run."""
+    """Name -> (logits, tokens) -> loss; `kernels_alone`: without torch's own, which take longest to
+    compile and to run.
+    """
     methods: dict[str, Callable[[Tensor, Tokens], Tensor]] = {
         "megatron_pg, op alone": op_alone,
         "megatron_pg": lambda logits, tokens: tokens.loss(

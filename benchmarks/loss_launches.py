@@ -1,12 +1,14 @@
-"""Table: what the loss of a micro-batch costs besides the head: launches, host and device time, with and without compiling.
+"""Table: what the loss of a micro-batch costs besides the head: launches, host and device time,
+with and without compiling.
 
     python -m benchmarks.loss_launches [--device cpu] [--rounds 100]
 
-7,764 response tokens in 8 and in 64 samples. For each setting `policy_loss_from_log_probs`, forward and backward, as it is on
-a GPU (generated kernels) and operator by operator, in turns; then `policy_loss_function` on given logits, packing a
-micro-batch and moving it, and 20 micro-batches of different sizes with the recompilations that they caused. Host time is
-what passes until the call returns, with nothing queued before it; device time is the sum over launches of a profile, of
-which copies are part. Medians. On a CPU launches are operators, and there is no device time.
+7,764 response tokens in 8 and in 64 samples. For each setting `policy_loss_from_log_probs`, forward
+and backward, as it is on a GPU (generated kernels) and operator by operator, in turns; then
+`policy_loss_function` on given logits, packing a micro-batch and moving it, and 20 micro-batches of
+different sizes with the recompilations that they caused. Host time is what passes until the call
+returns, with nothing queued before it; device time is the sum over launches of a profile, of which
+copies are part. Medians. On a CPU launches are operators, and there is no device time.
 """
 
 import argparse
@@ -82,7 +84,8 @@ class Work:
         logits = torch.randn(tokens, columns, device=self.device).bfloat16().requires_grad_()
 
         def call() -> object:
-            # A copy, as the gradient is written over the logits: one more pass over them than in training.
+            # A copy, as the gradient is written over the logits: one more pass over them than in
+            # training.
             loss, metrics = policy_loss_function(
                 self.config, self.batch, logits.clone(), totals=self.totals
             )
@@ -171,7 +174,8 @@ def main() -> None:
                     continue
                 count, on_device, names = launches(work.loss, device)
                 print(
-                    f"| {setting} | {num_samples} | {how} | {count} | {host:.2f} | {on_device:.3f} | {first:.2f} |",
+                    f"| {setting} | {num_samples} | {how} | {count} | {host:.2f} | {on_device:.3f} "
+                    f"| {first:.2f} |",
                     flush=True,
                 )
                 if args.names and devices and num_samples == 8:
@@ -184,14 +188,16 @@ def main() -> None:
         host, whole = milliseconds(call, device, min(args.rounds, 20))
         how = "compiled" if devices else "operators"
         print(
-            f"policy_loss_function on given logits [{TOKENS + 8 * PROMPT}, {args.columns}], {how}, with a copy of them: "
+            f"policy_loss_function on given logits [{TOKENS + 8 * PROMPT}, {args.columns}], {how}, "
+            f"with a copy of them: "
             f"{whole:.2f} ms, host {host:.2f} ms"
         )
     for num_samples in (8, 64):
         work = Work(num_samples, TOKENS, "everything", device)
         host, whole = milliseconds(work.packed, device, args.rounds)
         print(
-            f"packing {num_samples} samples and moving them: host {host:.2f} ms, done after {whole:.2f}"
+            f"packing {num_samples} samples and moving them: host {host:.2f} ms, done after "
+            f"{whole:.2f}"
         )
     compiled.DEVICES = {device}
     for setting in SETTINGS:

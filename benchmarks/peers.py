@@ -1,7 +1,7 @@
 """The peers, each from its own PyPI package; one that is not installed is left out with the reason.
 
-Three of them are imported below their package's `__init__`, which wants libraries that have nothing to
-do with the kernel (Ray; a compiled core).
+Three of them are imported below their package's `__init__`, which wants libraries that have nothing
+to do with the kernel (Ray; a compiled core).
 """
 
 import importlib
@@ -80,7 +80,9 @@ def transformer_engine() -> Callable[..., Tensor]:
 
 
 def transformer_engine_rewritten() -> Callable[..., Tensor]:
-    """The same of a release from 2.20 on, unpacked in PEERS_PATH, its gradient written over the logits."""
+    """The same of a release from 2.20 on, unpacked in PEERS_PATH, its gradient written over the
+    logits.
+    """
     call = _transformer_engine(only_peers=True)
     return lambda logits, targets: call(
         logits.unsqueeze(0), targets.unsqueeze(0), overwrite_input=True
@@ -88,11 +90,14 @@ def transformer_engine_rewritten() -> Callable[..., Tensor]:
 
 
 def _transformer_engine(*, only_peers: bool) -> Callable[..., Tensor]:
-    """Its cross-entropy without the compiled core; whatever was imported of the package stays what it was."""
+    """Its cross-entropy without the compiled core; whatever was imported of the package stays what
+    it was.
+    """
     installed = _taken_out("transformer_engine")
     below = ("", ".common", ".pytorch", ".pytorch.triton")
     packages = tuple(f"transformer_engine{name}" for name in below)
-    # Of the release from 2.20 on: a decorator that keeps torch.compile out, from a module that imports the core.
+    # Of the release from 2.20 on: a decorator that keeps torch.compile out, from a module that
+    # imports the core.
     jit: Any = types.ModuleType("transformer_engine.pytorch.jit")
     jit.no_torch_dynamo = lambda *_, **__: lambda function: function
     sys.modules[jit.__name__] = jit
@@ -168,7 +173,9 @@ def verl() -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def quack() -> Callable[..., tuple[Tensor, Tensor]]:
-    """(hidden, weight, targets) -> gradients of both, of the weight in float32; QuACK's cross-entropy in one go."""
+    """(hidden, weight, targets) -> gradients of both, of the weight in float32; QuACK's
+    cross-entropy in one go.
+    """
     from quack.linear_cross_entropy import scaled_exp_linear_cross_entropy_fwd
 
     def call(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

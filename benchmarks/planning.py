@@ -1,9 +1,11 @@
-"""How long planning a step takes, and how close to the lower bound it packs. One core, no accelerator.
+"""How long planning a step takes, and how close to the lower bound it packs. One core, no
+accelerator.
 
     python -m benchmarks.planning [--samples 100000]
 
-The lower bound on the number of micro-batches is ceil(tokens / budget); efficiency is that over the number planned,
-where 1 cannot be beaten and a bound below 1 may not be reachable (two sequences of 0.6 budgets share no micro-batch).
+The lower bound on the number of micro-batches is ceil(tokens / budget); efficiency is that over the
+number planned, where 1 cannot be beaten and a bound below 1 may not be reachable (two sequences of
+0.6 budgets share no micro-batch).
 """
 
 import argparse
@@ -48,8 +50,9 @@ def seconds(work: Callable[[Any], object], inputs: Iterable[Any]) -> float:
 
 
 def samples_with(lengths: Lengths) -> list[Sample]:
-    """Samples of these lengths in groups of eight, with advantages and two kinds of log-probs; they share one small set of
-    tensors per length."""
+    """Samples of these lengths in groups of eight, with advantages and two kinds of log-probs; they
+    share one small set of tensors per length.
+    """
     of_length = {}
     for length in np.unique(lengths).tolist():
         tokens, values = torch.zeros(length, dtype=torch.int64), torch.full((length - 1,), -1.0)

@@ -1,9 +1,10 @@
-"""Peak memory and speed of streaming rollout files, beside the size of the file. One core, no accelerator.
+"""Peak memory and speed of streaming rollout files, beside the size of the file. One core, no
+accelerator.
 
     python -m benchmarks.rollout_files [--samples 1000000] [--docs-per-step 512] [--ranks 8]
 
-Files of two sizes, the larger ten times the smaller, are written and streamed step by step, each in a process of its
-own. Memory that is that of a window does not grow with the file.
+Files of two sizes, the larger ten times the smaller, are written and streamed step by step, each in
+a process of its own. Memory that is that of a window does not grow with the file.
 """
 
 import argparse

@@ -1,12 +1,14 @@
-"""Table: what routing replay costs a micro-batch: host time to pack and move the experts, device time of every router.
+"""Table: what routing replay costs a micro-batch: host time to pack and move the experts, device
+time of every router.
 
     python -m benchmarks.routing_replay [--device cpu] [--tokens 32768] [--rounds 30]
 
-The shape is that of a Qwen3-30B-A3B: 48 layers, 128 experts, k = 8, hidden size 2048. The samples fill a micro-batch, in one
-piece and in pieces of 1,024 tokens, at context-parallel size 1 and 2. Host time is that of `pack` and `PackedBatch.to`, with
-experts and without, in turns. Device time is that of a router's choice with given experts, without them, and of the matrix
-products of one layer's forward, which a step makes three times (its attention, its optimizer and its communication come on
-top). Medians; the share is (with - without) / (3 products).
+The shape is that of a Qwen3-30B-A3B: 48 layers, 128 experts, k = 8, hidden size 2048. The samples
+fill a micro-batch, in one piece and in pieces of 1,024 tokens, at context-parallel size 1 and 2.
+Host time is that of `pack` and `PackedBatch.to`, with experts and without, in turns. Device time is
+that of a router's choice with given experts, without them, and of the matrix products of one
+layer's forward, which a step makes three times (its attention, its optimizer and its communication
+come on top). Medians; the share is (with - without) / (3 products).
 """
 
 import argparse

@@ -15,8 +15,9 @@ Call = Callable[[], object]
 # timed is the work and not the Python that asked for it. A method that synchronises gains nothing.
 _HEAD_START_CYCLES = 4_000_000
 
-# A GPU's clock depends on what ran before: right after a slow method the same matrix products took 40.8 ms, else 43.4.
-# So a method is called several times in its turn, and what the first call finds is not counted.
+# A GPU's clock depends on what ran before: right after a slow method the same matrix products took
+# 40.8 ms, else 43.4. So a method is called several times in its turn, and what the first call finds
+# is not counted.
 _CALLS_A_TURN = 4
 
 
@@ -25,7 +26,9 @@ OWN = "megatron_pg"
 
 @dataclass
 class Contender:
-    """One way to compute the same thing. `prepare` runs before each call, outside the measurement."""
+    """One way to compute the same thing. `prepare` runs before each call, outside the
+    measurement.
+    """
 
     name: str
     call: Call
@@ -48,7 +51,8 @@ class Timing:
 def measure(contenders: list[Contender], rounds: int, calls: int = _CALLS_A_TURN) -> list[Timing]:
     """Times the contenders in turn, `rounds` times over, after an unmeasured round.
 
-    Each round has an order of its own, and each turn several calls, of which the first is not counted.
+    Each round has an order of its own, and each turn several calls, of which the first is not
+    counted.
     """
     shuffle = random.Random(0)
     samples: dict[str, list[float]] = {contender.name: [] for contender in contenders}
@@ -63,7 +67,9 @@ def measure(contenders: list[Contender], rounds: int, calls: int = _CALLS_A_TURN
 
 
 def _turn(contender: Contender, calls: int) -> tuple[list[float], float]:
-    """Milliseconds of the calls that count, and the peak in GiB above what was allocated before the last."""
+    """Milliseconds of the calls that count, and the peak in GiB above what was allocated before the
+    last.
+    """
     torch.cuda.synchronize()
     events, before = [], 0
     for _ in range(calls):
@@ -106,7 +112,9 @@ def begin() -> float:
 
 
 def table(title: str, timings: list[Timing], floor_ms: float, columns: dict[str, dict]) -> str:
-    """A Markdown table: times, ratios to the floor and to ours, peak memory, further columns by name."""
+    """A Markdown table: times, ratios to the floor and to ours, peak memory, further columns by
+    name.
+    """
     extra = list(columns)
     lines = [f"**{title}** (floor {floor_ms:.3f} ms)", ""]
     own = next(t.median for t in timings if t.name == OWN)

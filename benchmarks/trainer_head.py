@@ -1,13 +1,16 @@
-"""Memory and time of the output layer and the loss in slime, miles and verl: their own ways, and the fused head in their place.
+"""Memory and time of the output layer and the loss in slime, miles and verl: their own ways, and
+the fused head in their place.
 
     TRAINERS=/folder python -m benchmarks.trainer_head            # checkouts named slime, miles and verl; one GPU
     TRAINERS=/folder python -m benchmarks.trainer_head --device cpu --hidden-size 16 --vocab-sizes 64 --tokens 64
 
-A GPTModel of one layer, without attention, under Megatron's DDP, bfloat16 on a GPU. Each number is of the trainer's own code: `score` is
-its forward pass alone (slime and miles `forward_only`, verl `forward_backward_batch(forward_only=True)`), `train` its training
-step up to the gradients (`train_one_step`, `forward_backward_batch`), of one micro-batch of eight sequences. Memory is the
-peak above model and gradients. Only Ray, the data and the optimizer's step are left out. `saving` are the trainer's own settings against that
-memory: --log-probs-chunk-size 1024 --recompute-loss-function; of verl, `use_fused_kernels`.
+A GPTModel of one layer, without attention, under Megatron's DDP, bfloat16 on a GPU. Each number is
+of the trainer's own code: `score` is its forward pass alone (slime and miles `forward_only`, verl
+`forward_backward_batch(forward_only=True)`), `train` its training step up to the gradients
+(`train_one_step`, `forward_backward_batch`), of one micro-batch of eight sequences. Memory is the
+peak above model and gradients. Only Ray, the data and the optimizer's step are left out. `saving`
+are the trainer's own settings against that memory: --log-probs-chunk-size 1024
+--recompute-loss-function; of verl, `use_fused_kernels`.
 """
 
 import argparse
@@ -54,7 +57,8 @@ NO_PACKAGES = (
         "blobfile",
     ),
 )
-"""What the trainers import and this benchmark does not call: empty modules where they are not installed."""
+"""What the trainers import and this benchmark does not call: empty modules where they are not
+installed."""
 
 
 class Way(NamedTuple):
@@ -77,7 +81,8 @@ WAYS = [
     *(Way(name, "megatron_pg", {}) for name in ("slime", "miles", "verl")),
 ]
 Runs = tuple[Callable[[], Any], Callable[[], Any]]
-"""The forward pass alone, and the training step, which returns the loss and the norm of the output layer's gradient."""
+"""The forward pass alone, and the training step, which returns the loss and the norm of the output
+layer's gradient."""
 
 
 def main() -> None:
@@ -94,7 +99,10 @@ def main() -> None:
     join(args.device)
     where = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     print(f"{where}, torch {torch.__version__}, hidden {args.hidden_size}\n", flush=True)
-    head = "trainer | way | vocabulary | tokens | score ms | score GiB | train ms | train GiB | loss | gradient"
+    head = (
+        "trainer | way | vocabulary | tokens | score ms | score GiB | train ms | train GiB | loss "
+        "| gradient"
+    )
     print(f"| {head} |\n|{'---|' * 10}", flush=True)
     for way in (way for name in args.trainers for way in WAYS if way.trainer == name):
         full: list[tuple[int, int]] = []
@@ -162,7 +170,9 @@ def row(way: Way, vocabulary: int, tokens: int, args: argparse.Namespace) -> str
 
 
 def measure(run: Callable[[], Any], device: str, times: int) -> tuple[Any, float, float]:
-    """The result of a run, its milliseconds after a warm-up, and the peak above what was there before, GiB."""
+    """The result of a run, its milliseconds after a warm-up, and the peak above what was there
+    before, GiB.
+    """
     run()
     gc.collect()
     if device == "cuda":
@@ -321,7 +331,8 @@ def verl_runs(
             engine.forward_backward_batch(data.clone(), None, forward_only=True)
 
     def train() -> tuple[float, float]:
-        # Entropy is scored beforehand; in training verl computes it where its coefficient asks for it.
+        # Entropy is scored beforehand; in training verl computes it where its coefficient asks for
+        # it.
         tensordict_utils.assign_non_tensor(data, calculate_entropy=args.entropy_coef != 0)
         model[0].zero_grad_buffer()
         result = engine.forward_backward_batch(

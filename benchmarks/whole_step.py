@@ -5,11 +5,13 @@
     torchrun --nproc-per-node 2 -m benchmarks.whole_step --tensor-model-parallel-size 2 --tokens 32768
     torchrun --nproc-per-node 2 -m benchmarks.whole_step --device cpu --model tiny --context-parallel-size 2 --tokens 64
 
-GPTModel of about 1 billion parameters (2048 wide, 16 layers, vocabulary 151936 tied to the embedding; --model 8b: 8 layers
-of Llama 3's 8 billion, 4096 wide, vocabulary 128256, untied) with random weights, bfloat16, Transformer Engine, DDP with gradients in float32 and the distributed optimizer, Megatron's
-schedule, gradient clipping and Adam (at rate 0, so that every head sees the same weights) included, no recomputation. A step is two micro-batches of `tokens` packed
-tokens over the context-parallel group, each of two synthetic rollouts, an eighth of them prompt. The loss is PPO's
-clipped one without entropy or KL term. Tensor parallelism comes with sequence parallelism.
+GPTModel of about 1 billion parameters (2048 wide, 16 layers, vocabulary 151936 tied to the
+embedding; --model 8b: 8 layers of Llama 3's 8 billion, 4096 wide, vocabulary 128256, untied) with
+random weights, bfloat16, Transformer Engine, DDP with gradients in float32 and the distributed
+optimizer, Megatron's schedule, gradient clipping and Adam (at rate 0, so that every head sees the
+same weights) included, no recomputation. A step is two micro-batches of `tokens` packed tokens over
+the context-parallel group, each of two synthetic rollouts, an eighth of them prompt. The loss is
+PPO's clipped one without entropy or KL term. Tensor parallelism comes with sequence parallelism.
 
 `no head` ends at the hidden states: what is left of the step.
 """
@@ -48,7 +50,9 @@ HeadBuilder = Callable[[PackedBatch, StepTotals, Any], MicroBatchHead]
 
 @dataclass(frozen=True)
 class Measurement:
-    """Seconds of each timed step, the gradient's norm, and the most memory that any rank had allocated."""
+    """Seconds of each timed step, the gradient's norm, and the most memory that any rank had
+    allocated.
+    """
 
     seconds: list[float]
     gradient_norm: float
@@ -126,7 +130,9 @@ def no_head(batch: PackedBatch, totals: StepTotals, model: Any) -> MicroBatchHea
 
 
 def megatron_cross_entropy(batch: PackedBatch, totals: StepTotals, model: Any) -> MicroBatchHead:
-    """Log-probs by Megatron's own vocabulary-parallel cross-entropy, the same loss from there on."""
+    """Log-probs by Megatron's own vocabulary-parallel cross-entropy, the same loss from there
+    on.
+    """
     config = PolicyLossConfig()
     step = step_of(config, totals, model)
 
@@ -162,7 +168,9 @@ def train_step(
 def one_step(
     trainer: Trainer, build: HeadBuilder, batches: list[PackedBatch], totals: StepTotals
 ) -> tuple[float, float, float]:
-    """(wall seconds between barriers, gradient norm, peak memory of this rank in bytes) of a step."""
+    """(wall seconds between barriers, gradient norm, peak memory of this rank in bytes) of a
+    step.
+    """
     is_cuda = trainer.device.type == "cuda"
     if is_cuda:
         torch.cuda.synchronize()
@@ -184,7 +192,8 @@ def measure(
     totals: StepTotals,
     rounds: int,
 ) -> dict[str, Measurement]:
-    """Steps of all heads in turn, in an order that each round draws anew, after unmeasured rounds; every rank calls it.
+    """Steps of all heads in turn, in an order that each round draws anew, after unmeasured rounds;
+    every rank calls it.
 
     What is first to run out of memory is left out from there on.
     """
@@ -216,7 +225,8 @@ def report(found: dict[str, Measurement], tokens: int, sharding: str) -> str:
     lines = [
         f"**{sharding}, {tokens} tokens a micro-batch**",
         "",
-        "| head | ms a step (fastest, slowest) | tokens/s | head's part of the step | peak GiB | gradient norm |",
+        "| head | ms a step (fastest, slowest) | tokens/s | head's part of the step | peak GiB | "
+        "gradient norm |",
         "|---|---|---|---|---|---|",
     ]
     for name, measurement in found.items():
@@ -231,7 +241,9 @@ def report(found: dict[str, Measurement], tokens: int, sharding: str) -> str:
 
 
 def parse_arguments(parser: argparse.ArgumentParser | None = None) -> argparse.Namespace:
-    """Parse the arguments of a whole step, added to those of the parser, and check the number of processes."""
+    """Parse the arguments of a whole step, added to those of the parser, and check the number of
+    processes.
+    """
     parser = parser or argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
     parser.add_argument("--context-parallel-size", type=int, default=1)

@@ -2,9 +2,10 @@
 
     python ci/imports.py
 
-A package is a folder or a file in `megatron_pg/`. An import counts wherever it stands: at the top of a file, inside a
-function, for type checking only, or in `importlib.import_module("megatron_pg...")`. The rules: no cycle of files or
-packages, and every package imports only from layers below its own.
+A package is a folder or a file in `megatron_pg/`. An import counts wherever it stands: at the top
+of a file, inside a function, for type checking only, or in
+`importlib.import_module("megatron_pg...")`. The rules: no cycle of files or packages, and every
+package imports only from layers below its own.
 """
 
 import ast
@@ -33,7 +34,9 @@ def module_of(path: Path) -> str:
 
 
 def imports_of(path: Path, modules: set[str]) -> set[str]:
-    """List the modules of the package that a file imports, `importlib.import_module` of a literal name included."""
+    """List the modules of the package that a file imports, `importlib.import_module` of a literal
+    name included.
+    """
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -73,7 +76,8 @@ def main() -> int:
     paths = sorted(PACKAGE.rglob("*.py"))
     modules = {module_of(path) for path in paths}
     files = {module_of(path): imports_of(path, modules) for path in paths}
-    # A package's own `__init__` re-exports its files, and every file runs it: no arrow of the reader's.
+    # A package's own `__init__` re-exports its files, and every file runs it: no arrow of the
+    # reader's.
     inner = {m: {t for t in targets if not m.startswith(t + ".")} for m, targets in files.items()}
     packages: dict[str, set[str]] = {}
     for module, targets in inner.items():

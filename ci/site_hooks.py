@@ -1,4 +1,6 @@
-"""What mkdocs.yml adds to every build of the site: the files of MathJax, and links to the papers that are named."""
+"""What mkdocs.yml adds to every build of the site: the files of MathJax, and links to the papers
+that are named.
+"""
 
 import re
 import shutil
@@ -16,7 +18,9 @@ def on_config(config: Any) -> Any:
 
 
 def on_post_build(config: Any) -> None:
-    """Puts MathJax, of the package jupyter-server-mathjax, beside the pages: nothing is fetched from elsewhere."""
+    """Puts MathJax, of the package jupyter-server-mathjax, beside the pages: nothing is fetched
+    from elsewhere.
+    """
     source = Path(str(resources.files("jupyter_server_mathjax"))) / "static"
     unused = shutil.ignore_patterns("localization")
     shutil.copytree(source, Path(config["site_dir"]) / "mathjax", ignore=unused, dirs_exist_ok=True)

@@ -1,4 +1,6 @@
-"""One line that shows how far a run is, on a terminal. Where output goes to a file there is none, and all else is printed alike."""
+"""One line that shows how far a run is, on a terminal. Where output goes to a file there is none,
+and all else is printed alike.
+"""
 
 import atexit
 
@@ -7,7 +9,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 
 
 class LiveLine:
-    """The line: phase, step, of how many, numbers, and the time that is left; what is printed goes above it."""
+    """The line: phase, step, of how many, numbers, and the time that is left; what is printed goes
+    above it.
+    """
 
     def __init__(self, console: Console | None = None) -> None:
         console = console or Console()

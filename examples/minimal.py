@@ -1,4 +1,6 @@
-"""A whole loop, on CPU or GPU: torchrun --nproc-per-node 2 examples/minimal.py --context-parallel-size 2"""
+"""A whole loop, on CPU or GPU: torchrun --nproc-per-node 2 examples/minimal.py
+--context-parallel-size 2
+"""
 
 import argparse
 import os
@@ -58,7 +60,8 @@ prompts = [prompt for prompt in range(8) for _ in range(8)]  # eight answers to 
 pairs = [[prompt, answer] for prompt in range(8) for answer in range(8)]
 candidates = [pg.Sample(tokens=pair, response_length=1, loss_mask=[1]) for pair in pairs]
 for number in range(30):
-    # Your engine and your reward: here the model's own probabilities, and whether the answer is right.
+    # Your engine and your reward: here the model's own probabilities, and whether the answer is
+    # right.
     scored = pgm.compute_log_probs(model, candidates, loss, max_tokens_per_microbatch=256)
     log_probs = torch.cat(scored.log_probs).view(8, 8)  # [prompt, answer]
     draw = random.Random(f"{number} {groups.data_rank}")

@@ -21,7 +21,9 @@ SHARED = ("tensor_model_parallel_size", "max_response_len")
 
 
 def check_model_args(args: Namespace, parser: ArgumentParser) -> None:
-    """Raises a ValueError that names the flags, where they contradict each other or would be ignored."""
+    """Raises a ValueError that names the flags, where they contradict each other or would be
+    ignored.
+    """
     names = [*(field.name for field in fields(pg.CriticConfig)), "critic_lr"]
     names.remove("whiten_advantages")  # of any advantages
     pg.CriticConfig.from_args(args)
@@ -32,7 +34,8 @@ def check_model_args(args: Namespace, parser: ArgumentParser) -> None:
         raise ValueError(f"{given}: about the critic of --advantage gae; {found}")
     if args.distill_teacher != (args.teacher and "hidden"):
         raise ValueError(
-            f"--teacher {args.teacher} and --distill-teacher {args.distill_teacher}: a run's model teaches by its hidden "
+            f"--teacher {args.teacher} and --distill-teacher {args.distill_teacher}: a run's model "
+            f"teaches by its hidden "
             "states; give --distill-teacher hidden and --teacher, or neither"
         )
     if not args.teacher:
@@ -41,7 +44,8 @@ def check_model_args(args: Namespace, parser: ArgumentParser) -> None:
         raise ValueError(f"--teacher {args.teacher} is not the folder of a finished run")
     if args.teacher.resolve() == args.run_dir.resolve():
         raise ValueError(
-            f"--teacher and --run-dir are both {args.teacher}, which a new run moves aside: give another --run-dir"
+            f"--teacher and --run-dir are both {args.teacher}, which a new run moves aside: give "
+            f"another --run-dir"
         )
     settings = read_settings(args.teacher)
     for name in SHARED:
@@ -70,7 +74,9 @@ class Teacher:
 
 
 class Critic:
-    """A model with a value head, and what updates it (arXiv:1707.06347, arXiv:1506.02438); every rank makes one."""
+    """A model with a value head, and what updates it (arXiv:1707.06347, arXiv:1506.02438); every
+    rank makes one.
+    """
 
     def __init__(self, args: Namespace, model: Any, groups: ParallelGroups) -> None:
         self.model, self.groups, self.budget = model, groups, args.max_tokens_per_microbatch
@@ -80,7 +86,8 @@ class Critic:
     def with_estimates(
         self, samples: Sequence[pg.Sample], rewards: Sequence[float]
     ) -> list[pg.Sample]:
-        """The samples of a step with GAE's advantages and returns; the reward stands on the last token.
+        """The samples of a step with GAE's advantages and returns; the reward stands on the last
+        token.
 
         An answer cut at the length limit has ended too: the verifier has marked it as it is.
         """

@@ -1,4 +1,6 @@
-"""Draws runs of the quickstart or of trainer/ in one picture: python examples/report.py RUN [RUN ...] --output report.png"""
+"""Draws runs of the quickstart or of trainer/ in one picture: python examples/report.py RUN [RUN
+...] --output report.png
+"""
 
 import argparse
 import json
@@ -19,7 +21,8 @@ CURVES = {
     "kl_new_old": "KL(old || new), nats",
 }
 OF_RATIO = ("clipped_ratio_fraction", "kl_new_old")
-"""Curves that begin anew with every round of rollouts: a line for each step of a round, where a round has several."""
+"""Curves that begin anew with every round of rollouts: a line for each step of a round, where a
+round has several."""
 COLORS = ("#1f5fa8", "#d66e14", "#2f8a57", "#8b4fa0", "#b8323f", "#5c6670")
 IN_TITLE = {"policy_loss": "", "loss_aggregation": "", "advantage": "advantages ", "seed": "seed "}
 NOT_COMPARED = {"run_dir", "save", "load", "tensorboard_dir", "config", "world_size"}
@@ -133,7 +136,9 @@ def color_of(number: int) -> str:
 
 
 def draw_curve(panel: Axes, run: Run, name: str, label: str, color: str) -> None:
-    """Draw one curve of a run; of what the ratio decides a line for each step of its rounds, the last one solid."""
+    """Draw one curve of a run; of what the ratio decides a line for each step of its rounds, the
+    last one solid.
+    """
     passes = run.steps_of_round if name in OF_RATIO else 1
     for number in range(passes):
         steps, values, means = run.smoothed(name, slice(number, None, passes))

@@ -1,4 +1,6 @@
-"""Rollouts of a run: a rollout file a step, and the page of all of them, for train_grpo.py and trainer/."""
+"""Rollouts of a run: a rollout file a step, and the page of all of them, for train_grpo.py and
+trainer/.
+"""
 
 import json
 from collections.abc import Iterable, Mapping

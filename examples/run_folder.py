@@ -1,4 +1,6 @@
-"""Files of a run's folder, for train_grpo.py and trainer/: one writer at a time, and whole or absent."""
+"""Files of a run's folder, for train_grpo.py and trainer/: one writer at a time, and whole or
+absent.
+"""
 
 import json
 import math
@@ -13,7 +15,9 @@ LOCK_PATIENCE = 5.0
 
 
 class DamagedFile(ValueError):
-    """A file of a run that is not as the run wrote it; the message names the file and what to do."""
+    """A file of a run that is not as the run wrote it; the message names the file and what to
+    do.
+    """
 
 
 def lock_folder(folder: Path, lock_file: Path) -> FileLock:
@@ -35,7 +39,9 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read the steps of a run. A last line without its end is none: a killed run leaves it half written."""
+    """Read the steps of a run. A last line without its end is none: a killed run leaves it half
+    written.
+    """
     steps = []
     texts = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     for number, text in enumerate(texts, 1):
@@ -44,7 +50,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
             int(steps[-1]["step"])
         except (ValueError, TypeError, KeyError):
             raise DamagedFile(
-                f"{path} line {number} is no line of a run, found {text[:40]!r}: mend or remove the line"
+                f"{path} line {number} is no line of a run, found {text[:40]!r}: mend or remove "
+                f"the line"
             ) from None
     return steps
 
@@ -58,7 +65,9 @@ def cut_back(path: Path, step: int) -> None:
 def append_step(
     path: Path | None, step: int, metrics: Mapping[str, float | None], **more: Any
 ) -> dict[str, float]:
-    """Write the line of a step where there is a file, and return its finite metrics: JSON has no NaN."""
+    """Write the line of a step where there is a file, and return its finite metrics: JSON has no
+    NaN.
+    """
     known = {name: x for name, x in metrics.items() if x is not None and math.isfinite(x)}
     if path is not None:
         with path.open("a") as file:

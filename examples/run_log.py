@@ -1,4 +1,6 @@
-"""The folder of a run: claimed by one run at a time, with its checkpoints, metrics, summary and picture."""
+"""The folder of a run: claimed by one run at a time, with its checkpoints, metrics, summary and
+picture.
+"""
 
 import itertools
 import json
@@ -32,7 +34,9 @@ LOGS = {"warm_start": "warm_start.jsonl", "step": "metrics.jsonl"}
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
-    """List the whole checkpoints of a run, oldest first: folders named `step_...`, and nothing else."""
+    """List the whole checkpoints of a run, oldest first: folders named `step_...`, and nothing
+    else.
+    """
     named = re.compile(r"step_\d{6,}_\d{6,}")
     paths = run_dir.glob("checkpoints/*")
     whole = [path for path in paths if named.fullmatch(path.name) and path.is_dir()]
@@ -40,7 +44,8 @@ def checkpoints(run_dir: Path) -> list[Path]:
 
 
 def save_checkpoint(run_dir: Path, progress: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-    """Write every rank's state under another name, and rename it when all are done; two checkpoints are kept.
+    """Write every rank's state under another name, and rename it when all are done; two checkpoints
+    are kept.
 
     Every rank calls it. An OSError says that the folder takes no more.
     """
@@ -65,7 +70,9 @@ def save_checkpoint(run_dir: Path, progress: Mapping[str, Any], state: Mapping[s
 
 
 def read_checkpoint(folder: Path, rank: int) -> dict[str, Any]:
-    """Read the state of a rank, and check it: torch.load does not compare the checksums that torch.save writes."""
+    """Read the state of a rank, and check it: torch.load does not compare the checksums that
+    torch.save writes.
+    """
     path = folder / f"rank_{rank}.pt"
     try:
         with zipfile.ZipFile(path) as archive:
@@ -77,7 +84,8 @@ def read_checkpoint(folder: Path, rank: int) -> dict[str, Any]:
         older = kept[: kept.index(folder)]
         other = f"the one before is {older[-1]}" if older else "there is none before it"
         raise DamagedFile(
-            f"{path} cannot be read ({type(error).__name__}: {error}): move {folder} elsewhere; {other}"
+            f"{path} cannot be read ({type(error).__name__}: {error}): move {folder} elsewhere; "
+            f"{other}"
         ) from error
     return state
 
@@ -89,14 +97,17 @@ def read_settings(run_dir: Path) -> dict[str, str]:
         return {name: str(value) for name, value in dict(json.loads(path.read_text())).items()}
     except (ValueError, TypeError) as error:
         raise DamagedFile(
-            f"{path} is damaged ({error}): the flags of the run in {run_dir} are not known; restore it, or give another folder"
+            f"{path} is damaged ({error}): the flags of the run in {run_dir} are not known; "
+            f"restore it, or give another folder"
         ) from error
 
 
 def claim_folder(args: Namespace, world_size: int) -> FileLock:
-    """Lock the run's folder, on rank 0; an earlier run in it is moved aside, or is the one to be resumed.
+    """Lock the run's folder, on rank 0; an earlier run in it is moved aside, or is the one to be
+    resumed.
 
-    A ValueError: another run is writing to it, it holds something else or a run of other settings, or cannot be written.
+    A ValueError: another run is writing to it, it holds something else or a run of other settings,
+    or cannot be written.
     """
     try:
         return _claimed(args, world_size)
@@ -136,13 +147,16 @@ def _refuse_other_settings(folder: Path, mine: dict[str, str]) -> None:
         extends = name == "train_iters" and str(then).isdigit() and int(str(then)) < int(value)
         if then != value and not extends:
             raise ValueError(
-                f"{folder} was made with {name} {then} and this run has {value}: a resumed run repeats what the first would "
-                "have done, so give the same (or a larger --train-iters), or start anew without --resume"
+                f"{folder} was made with {name} {then} and this run has {value}: a resumed run "
+                f"repeats what the first would "
+                "have done, so give the same (or a larger --train-iters), or start anew without "
+                "--resume"
             )
 
 
 class Log:
-    """The folder's logs, on rank 0, cut back to where a resumed run goes on; `progress` is read for every line.
+    """The folder's logs, on rank 0, cut back to where a resumed run goes on; `progress` is read for
+    every line.
 
     `texts` are those of the tokens, by id.
     """
@@ -167,7 +181,9 @@ class Log:
         answers: Iterable[str] = (),
         rollouts: Iterable[Mapping[str, Any]] = (),
     ) -> None:
-        """The line of a step, and rows of its rollouts. A tenth of the lines is shown, with a few of their answers."""
+        """The line of a step, and rows of its rollouts. A tenth of the lines is shown, with a few
+        of their answers.
+        """
         step, total = self._progress[phase], self._totals[phase]
         seconds, self._latest = time.monotonic() - self._latest, time.monotonic()
         path = self._folder / LOGS[phase]

@@ -1,6 +1,8 @@
-"""Answers sampled from the model that is being trained, in its own sharding; train_grpo.py and trainer/ share it.
+"""Answers sampled from the model that is being trained, in its own sharding; train_grpo.py and
+trainer/ share it.
 
-Every core attention is exchanged for one that remembers keys and values, so the same modules train and generate.
+Every core attention is exchanged for one that remembers keys and values, so the same modules train
+and generate.
 """
 
 import contextlib
@@ -17,7 +19,9 @@ from megatron_pg.rollout_files import RewardedSample
 
 
 class Response(NamedTuple):
-    """A sampled answer, the stop token included where it came, and the log-prob of each token, nats."""
+    """A sampled answer, the stop token included where it came, and the log-prob of each token,
+    nats.
+    """
 
     tokens: list[int]
     log_probs: list[float]
@@ -30,7 +34,9 @@ def answer_sample(prompt: Sequence[int], answer: Sequence[int], **fields: Any) -
 
 
 class CachedAttention(nn.Module):
-    """Causal core attention of the new tokens over all tokens so far; a row of the batch is padded on the left."""
+    """Causal core attention of the new tokens over all tokens so far; a row of the batch is padded
+    on the left.
+    """
 
     def __init__(self, padding: Tensor, softmax_scale: float | None) -> None:
         super().__init__()
@@ -60,7 +66,9 @@ class CachedAttention(nn.Module):
 
 @dataclass(frozen=True)
 class Sampler:
-    """Samples answers. The ranks of a tensor-parallel group and of a pipeline call it alike, with the same random state."""
+    """Samples answers. The ranks of a tensor-parallel group and of a pipeline call it alike, with
+    the same random state.
+    """
 
     model: Any
     """The GPTModel, unwrapped; under pipeline parallelism this stage of it."""
@@ -79,7 +87,9 @@ class Sampler:
         temperature: float,
         generator: torch.Generator | None,
     ) -> list[Response]:
-        """Answer each prompt, `copies` times in a row. Without a generator the likeliest tokens are taken."""
+        """Answer each prompt, `copies` times in a row. Without a generator the likeliest tokens are
+        taken.
+        """
         if not prompts:
             return []
         device = next(self.model.parameters()).device
@@ -105,7 +115,9 @@ class Sampler:
         return [self._until_stop(*row) for row in both]
 
     def _logits(self, tokens: Tensor, padding: Tensor, start: int) -> Tensor:
-        """Run the stages on [batch, new] tokens from column `start` on: float32 [batch, vocabulary], zeros before the last."""
+        """Run the stages on [batch, new] tokens from column `start` on: float32 [batch,
+        vocabulary], zeros before the last.
+        """
         model, stage = self.model, dist.get_rank(self.pipeline)
         if (rotary := getattr(model, "rotary_pos_emb", None)) is not None:
             # It goes by differences of positions alone, so those of the padded columns serve.
@@ -130,7 +142,9 @@ class Sampler:
     def _choose(
         self, distribution: Tensor, generator: torch.Generator | None
     ) -> tuple[Tensor, Tensor]:
-        """The next token of each row and its log-prob, both [batch, 1], as the last stage draws them."""
+        """The next token of each row and its log-prob, both [batch, 1], as the last stage draws
+        them.
+        """
         if generator is None:
             tokens = distribution.argmax(-1, keepdim=True)
         else:

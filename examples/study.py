@@ -1,6 +1,8 @@
-"""Ways to train on the quickstart's task, several seeds each: runs them, draws study.png and writes study.md.
+"""Ways to train on the quickstart's task, several seeds each: runs them, draws study.png and writes
+study.md.
 
-Launched by study.sh. A run that is finished is not repeated, and one that was stopped goes on from its checkpoint.
+Launched by study.sh. A run that is finished is not repeated, and one that was stopped goes on from
+its checkpoint.
 """
 
 import argparse
@@ -38,7 +40,8 @@ class Study(NamedTuple):
     """Ways to train; the others are compared with the one that is the baseline."""
 
     modes: dict[str, str]
-    """Flags of each, in the order in which they run with a seed; {out} is the folder and {seed} the seed."""
+    """Flags of each, in the order in which they run with a seed; {out} is the folder and {seed} the
+    seed."""
     baseline: str
     flags: str
     """Of all of them."""
@@ -53,8 +56,9 @@ STUDIES = {
             "constant": "--loss-aggregation constant --loss-aggregation-divisor 8",
         },
         baseline="sample_mean",
-        # Half of the wrong answers that the warm start teaches are too long, and a response may be twice as long as the
-        # longest answer: otherwise right and wrong answers of a prompt would all have the same length.
+        # Half of the wrong answers that the warm start teaches are too long, and a response may be
+        # twice as long as the longest answer: otherwise right and wrong answers of a prompt would
+        # all have the same length.
         flags="--warm-start-corruption 0.25 --warm-start-stutter 0.25 --max-response-len 16",
     ),
     "distillation": Study(
@@ -62,7 +66,8 @@ STUDIES = {
             "teacher": "--num-layers 3 --hidden-size 160 --train-iters 48",
             "rewards": "",
             "rewards_2e-3": "--lr 2e-3",
-            "distilled": "--lr 2e-3 --policy-loss distill --distill-teacher hidden --teacher {out}/teacher-seed-{seed}",
+            "distilled": "--lr 2e-3 --policy-loss distill --distill-teacher hidden --teacher "
+            "{out}/teacher-seed-{seed}",
         },
         baseline="rewards",
         flags="--train-iters 32",
@@ -98,7 +103,8 @@ class StudyRun:
 
 
 def interval(values: ArrayLike) -> tuple[Any, Any]:
-    """Mean over the first axis, the seeds, and half width of its 95 % confidence interval by Student's t.
+    """Mean over the first axis, the seeds, and half width of its 95 % confidence interval by
+    Student's t.
 
     It takes the values as normal. A ValueError says that an interval needs two seeds.
     """
@@ -144,7 +150,9 @@ def draw(runs: dict[str, list[StudyRun]], path: Path) -> None:
 
 
 def tables(study: Study, runs: dict[str, list[StudyRun]]) -> str:
-    """Markdown of every way, its difference from the baseline, the mean reward by step, and how soon each seed learned."""
+    """Markdown of every way, its difference from the baseline, the mean reward by step, and how
+    soon each seed learned.
+    """
     values = {
         mode: np.array([list(run.quantities.values()) for run in group])
         for mode, group in runs.items()

@@ -1,4 +1,5 @@
-"""What the quickstart trains on: reasoning-gym questions, answers to imitate first, and rounds of sampled answers.
+"""What the quickstart trains on: reasoning-gym questions, answers to imitate first, and rounds of
+sampled answers.
 
 One token a character.
 """
@@ -27,7 +28,8 @@ TASK = "spell_backward"
 TITLE = f"{TASK} (reasoning-gym)"
 WORD_LENGTHS = {"min_word_len": 3, "max_word_len": 7}
 PADDING, SEPARATOR, END = range(3)
-"""Tokens that are no text: the second stands between question and answer, the third ends an answer."""
+"""Tokens that are no text: the second stands between question and answer, the third ends an
+answer."""
 Entry = dict[str, Any]
 """A question of reasoning-gym and its answer; the verifier takes it back."""
 Means = dict[str, float | None]
@@ -38,7 +40,8 @@ def check_task_args(args: Namespace) -> None:
     """Raises a ValueError that names the flags, where they cannot be served."""
     if args.warm_start_corruption + args.warm_start_stutter > 1:
         raise ValueError(
-            f"--warm-start-corruption {args.warm_start_corruption} and --warm-start-stutter {args.warm_start_stutter} are "
+            f"--warm-start-corruption {args.warm_start_corruption} and --warm-start-stutter "
+            f"{args.warm_start_stutter} are "
             "shares of the same answers: give numbers whose sum is at most 1"
         )
     for name in ("rollout-batch-size", "warm-start-batch-size"):
@@ -48,7 +51,9 @@ def check_task_args(args: Namespace) -> None:
 
 
 class Tasks:
-    """Distinct questions, the same for a seed: some to train on, and others to score before and after."""
+    """Distinct questions, the same for a seed: some to train on, and others to score before and
+    after.
+    """
 
     def __init__(self, num_training: int, num_held_out: int, seed: int) -> None:
         wanted = num_training + num_held_out
@@ -62,7 +67,8 @@ class Tasks:
                 break
         else:
             raise ValueError(
-                f"{TASK} has {len(distinct)} distinct questions in {size}: --num-training-tasks {num_training} and "
+                f"{TASK} has {len(distinct)} distinct questions in {size}: --num-training-tasks "
+                f"{num_training} and "
                 f"--num-held-out-tasks {num_held_out} ask for more"
             )
         entries = list(distinct.values())
@@ -82,12 +88,16 @@ class Tasks:
         return random.Random(f"{self._seed}-{number}").sample(self._training, len(self._training))
 
     def batch(self, number: int, size: int) -> list[Entry]:
-        """Batch `number` of training tasks, decided by the seed and that number alone; every epoch is shuffled anew."""
+        """Batch `number` of training tasks, decided by the seed and that number alone; every epoch
+        is shuffled anew.
+        """
         epoch, index = divmod(number, len(self._training) // size)
         return self._epoch(epoch)[index * size : (index + 1) * size]
 
     def longest_sequence(self, max_response_length: int) -> int:
-        """Tokens of a prompt and an answer, sampled or imitated, at most: a stutter adds 6, fewer than are kept for it."""
+        """Tokens of a prompt and an answer, sampled or imitated, at most: a stutter adds 6, fewer
+        than are kept for it.
+        """
         return self._longest_prompt + max(max_response_length, self._longest_answer) + 8
 
     def prompt(self, entry: Entry) -> list[int]:
@@ -102,25 +112,32 @@ class Tasks:
 
     @property
     def texts(self) -> dict[int, str]:
-        """The texts of the tokens, for people: the separator is a line's end, the end of an answer a small square."""
+        """The texts of the tokens, for people: the separator is a line's end, the end of an answer
+        a small square.
+        """
         return self._text | {SEPARATOR: "\n", END: "▪"}
 
     def shown(self, sample: Any) -> str:
-        """A question without its opening, the answer to it and the reward, as the log shows them."""
+        """A question without its opening, the answer to it and the reward, as the log shows
+        them.
+        """
         length = sample.response_length
         shown = [self._text.get(token, "") for token in sample.tokens.tolist()[1:]]
         return f"{''.join(shown[:-length])} -> {''.join(shown[-length:])}  reward {sample.reward:g}"
 
     def reward(self, entry: Entry, answer: Sequence[int]) -> float:
-        """1.0 where the task's verifier gives full marks, else 0.0: it gives partial credit, which is no reward here."""
+        """1.0 where the task's verifier gives full marks, else 0.0: it gives partial credit, which
+        is no reward here.
+        """
         return float(self._dataset.score_answer(self.text(answer), entry) == 1.0)
 
     def imitation_batch(self, number: int, args: Namespace) -> list[Sample]:
-        """Answers to imitate, of advantage 1: under `reinforce` the loss is their negative log-likelihood.
+        """Answers to imitate, of advantage 1: under `reinforce` the loss is their negative
+        log-likelihood.
 
-        In a share of them two letters are exchanged: a model that imitates them has the skill and uses it unreliably, which
-        leaves reinforcement learning something to do. In another share a letter is said 1 to 6 times more, so that there
-        are wrong answers of other lengths.
+        In a share of them two letters are exchanged: a model that imitates them has the skill and
+        uses it unreliably, which leaves reinforcement learning something to do. In another share a
+        letter is said 1 to 6 times more, so that there are wrong answers of other lengths.
         """
         corruption, stutter = args.warm_start_corruption, args.warm_start_stutter
         generator = random.Random(f"warm start {self._seed}-{number}")
@@ -141,7 +158,8 @@ class Tasks:
 class RolloutWorker:
     """Asks a GPTModel questions and marks the answers; every rank has one, and calls it alike.
 
-    Tensor-parallel ranks sample alike; the others have other questions and a random state of their own each.
+    Tensor-parallel ranks sample alike; the others have other questions and a random state of their
+    own each.
     """
 
     def __init__(self, args: Namespace, model: torch.nn.Module, tasks: Tasks) -> None:
@@ -153,7 +171,9 @@ class RolloutWorker:
         self.critic: Critic | None = None
 
     def steps(self, number: int) -> Iterator[tuple[list[Sample], Means]]:
-        """The optimizer steps of round `number`, this data-parallel rank's samples and the means over all ranks."""
+        """The optimizer steps of round `number`, this data-parallel rank's samples and the means
+        over all ranks.
+        """
         size = self.args.rollout_batch_size
         questions = self.tasks.batch(number, size)
         samples, rewards = self.collect(questions, self.args.n_samples_per_prompt, number * size)
@@ -167,7 +187,9 @@ class RolloutWorker:
             yield step[0], self.means(*step)
 
     def with_advantages(self, samples: Sequence[Sample], rewards: Sequence[float]) -> list[Sample]:
-        """The samples of a step with the advantages of `--advantage`, of the rewards on all data-parallel ranks."""
+        """The samples of a step with the advantages of `--advantage`, of the rewards on all
+        data-parallel ranks.
+        """
         args, groups = self.args, self.groups
         mine = [
             (sample.group_index, reward) for sample, reward in zip(samples, rewards, strict=True)
@@ -192,7 +214,8 @@ class RolloutWorker:
     ) -> tuple[list[Sample], list[float]]:
         """The answers to this data-parallel rank's share of the questions, and their rewards.
 
-        Its context-parallel ranks ask a part each, and then all hold all of it: they must pack the same micro-batches.
+        Its context-parallel ranks ask a part each, and then all hold all of it: they must pack the
+        same micro-batches.
         """
         groups, tasks = self.groups, self.tasks
         rank = groups.data_rank * groups.context_size + groups.context_rank
@@ -203,7 +226,8 @@ class RolloutWorker:
         answers = self.sampler.sample(prompts, 1, **settings)
         pairs = zip(asked, answers, strict=True)
         rewards = [tasks.reward(questions[index], answer.tokens) for index, answer in pairs]
-        # Numbers, of which every rank makes the samples: a tensor takes a millisecond to pickle and to load.
+        # Numbers, of which every rank makes the samples: a tensor takes a millisecond to pickle and
+        # to load.
         rows = list(zip(asked, prompts, answers, rewards, strict=True))
         rows = list(itertools.chain(*gather(rows, groups.context)))
         samples = [
@@ -221,7 +245,9 @@ class RolloutWorker:
         return samples, [reward for *_, reward in rows]
 
     def means(self, samples: Sequence[Sample], rewards: Sequence[float]) -> Means:
-        """Mean reward, and mean response length of all, right and wrong answers, over all data-parallel ranks."""
+        """Mean reward, and mean response length of all, right and wrong answers, over all
+        data-parallel ranks.
+        """
         counts = torch.zeros(2, 2, dtype=torch.int64)  # [wrong, right] x [answers, their tokens]
         for sample, reward in zip(samples, rewards, strict=True):
             counts[int(reward)] += torch.tensor([1, sample.response_length])

@@ -1,7 +1,8 @@
-"""GRPO on Megatron-Core from the first line to the last: to read from top to bottom, and to start your own from.
+"""GRPO on Megatron-Core from the first line to the last: to read from top to bottom, and to start
+your own from.
 
-A small GPT answers reasoning-gym questions, is rewarded by the task's own verifier, and learns. `quickstart.sh` starts it
-on two CPU processes; by hand, where --help explains each flag:
+A small GPT answers reasoning-gym questions, is rewarded by the task's own verifier, and learns.
+`quickstart.sh` starts it on two CPU processes; by hand, where --help explains each flag:
 
     torchrun --nproc-per-node 2 examples/train_grpo.py --context-parallel-size 2 --run-dir runs/mine
 """
@@ -79,8 +80,10 @@ def parse_arguments() -> Namespace:
     add("--seed", type=int, default=1)
     add("--teacher", type=Path, help="folder of a finished run, to be distilled from its model")
     advantage = (
-        "of rewards against those of the same question, grpo: (reward - mean) / std, dr_grpo: reward - mean, rloo: reward - "
-        "mean of the others, maxrl: (reward - mean) / mean; step_rloo: reward - mean of the step's others; reward: as it is; gae: "
+        "of rewards against those of the same question, grpo: (reward - mean) / std, dr_grpo: "
+        "reward - mean, rloo: reward - "
+        "mean of the others, maxrl: (reward - mean) / mean; step_rloo: reward - mean of the step's "
+        "others; reward: as it is; gae: "
         "against a critic's values (grpo)"
     )
     add("--advantage", choices=[*METHODS, "gae"], default="grpo", help=advantage)
@@ -97,14 +100,16 @@ def parse_arguments() -> Namespace:
     local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
     if args.device == "cuda" and gpus < local:
         raise ValueError(
-            f"--device cuda takes a GPU for each of the {local} processes here and torch sees {gpus}: give --device cpu, or "
+            f"--device cuda takes a GPU for each of the {local} processes here and torch sees "
+            f"{gpus}: give --device cpu, or "
             "fewer processes by --nproc-per-node of torchrun (PROCESSES= of quickstart.sh)"
         )
     model_ranks = args.tensor_model_parallel_size * args.context_parallel_size
     data_size, rest = divmod(int(os.environ.get("WORLD_SIZE", "1")), model_ranks)
     if rest or not data_size:
         raise ValueError(
-            f"--tensor-model-parallel-size x --context-parallel-size is {model_ranks}, which does not divide the processes: "
+            f"--tensor-model-parallel-size x --context-parallel-size is {model_ranks}, which does "
+            f"not divide the processes: "
             "change one of them, or --nproc-per-node of torchrun"
         )
     answers = args.rollout_batch_size * args.n_samples_per_prompt
@@ -112,8 +117,10 @@ def parse_arguments() -> Namespace:
     multiple = args.n_samples_per_prompt * data_size
     if rest or args.global_batch_size % multiple or args.train_iters % args.steps_per_round:
         raise ValueError(
-            f"--global-batch-size {args.global_batch_size}: give a multiple of {multiple}, the answers to one question on "
-            f"each data-parallel rank, that cuts the {answers} answers of a round into steps, and a multiple of these for "
+            f"--global-batch-size {args.global_batch_size}: give a multiple of {multiple}, the "
+            f"answers to one question on "
+            f"each data-parallel rank, that cuts the {answers} answers of a round into steps, and "
+            f"a multiple of these for "
             f"--train-iters {args.train_iters}"
         )
     return args
@@ -131,7 +138,8 @@ class Run:
         budget, least = args.max_tokens_per_microbatch, layout.padded_length(longest)
         if budget < least:
             raise ValueError(
-                f"--max-tokens-per-microbatch is {budget}: give {least} or more, what the longest question and answer take"
+                f"--max-tokens-per-microbatch is {budget}: give {least} or more, what the longest "
+                f"question and answer take"
             )
         self.budget = {"max_tokens_per_microbatch": budget}
         self.groups = pgm.ParallelGroups.from_parallel_state()
@@ -148,7 +156,9 @@ class Run:
     def _build_model(
         self, sizes: Namespace | None = None, critic: bool = False
     ) -> megatron_ddp.DistributedDataParallel:
-        """A GPT with learned positions; a critic is one that begins as the model, with a value head."""
+        """A GPT with learned positions; a critic is one that begins as the model, with a value
+        head.
+        """
         size, sizes = self.groups.tensor_size, sizes or self.args
         config = TransformerConfig(
             num_layers=sizes.num_layers,
@@ -182,7 +192,9 @@ class Run:
     def train_step(
         self, config: pg.PolicyLossConfig, samples: Sequence[pg.Sample], lr: float
     ) -> dict[str, float]:
-        """One optimizer step, of a critic too, on this data-parallel rank's samples: the metrics, equal on every rank."""
+        """One optimizer step, of a critic too, on this data-parallel rank's samples: the metrics,
+        equal on every rank.
+        """
         groups = self.groups
         cut: dict[str, Any] = {"cp_size": groups.context_size}
         samples = pg.accepted_samples(config, samples)
@@ -221,7 +233,9 @@ class Run:
             self.teacher = Teacher(self.args, self._build_model)
 
     def with_other_models(self, samples: list[pg.Sample]) -> list[pg.Sample]:
-        """The samples with what the teacher says, and with the reference's log-probs where the loss has a KL term."""
+        """The samples with what the teacher says, and with the reference's log-probs where the loss
+        has a KL term.
+        """
         if self.teacher is not None:
             samples = self.teacher.taught(samples)
         if self.reference is None:
@@ -231,7 +245,9 @@ class Run:
         return [replace(sample, ref_log_probs=log_probs) for sample, log_probs in pairs]
 
     def rollout_rows(self, samples: Sequence[Any]) -> list[dict[str, Any]]:
-        """Rows of a rollout file: the first prompts of a step on every data-parallel rank, before the step."""
+        """Rows of a rollout file: the first prompts of a step on every data-parallel rank, before
+        the step.
+        """
         shown = samples[: SHOWN_PROMPTS * self.args.n_samples_per_prompt]
         scores = pgm.compute_log_probs(self.model, shown, self.config, **self.budget)
         pairs = zip(shown, scores.log_probs, strict=True)
@@ -260,7 +276,9 @@ class Run:
 def update(
     model: Any, optimizer: Any, head: Callable[..., Any], batches: list[pg.PackedBatch], lr: float
 ) -> tuple[list[dict[str, torch.Tensor]], float]:
-    """Forward, backward and optimizer step over micro-batches: the output of Megatron's schedule, and the norm."""
+    """Forward, backward and optimizer step over micro-batches: the output of Megatron's schedule,
+    and the norm.
+    """
     model.zero_grad_buffer()
     optimizer.zero_grad()
     schedule_output = run_micro_batches(head, batches, [model])
@@ -367,7 +385,8 @@ def main() -> None:
     except OSError as error:
         free = shutil.disk_usage(args.run_dir.parent).free // 2**20
         sys.exit(
-            f"error: {args.run_dir} cannot be written (rank {rank}): {error}; {free} MiB are free there"
+            f"error: {args.run_dir} cannot be written (rank {rank}): {error}; {free} MiB are free "
+            f"there"
         )
     dist.barrier()
     dist.destroy_process_group()

@@ -13,7 +13,9 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Import the exports when the first of them is read: `megatron-pg --help` waits for no torch."""
+    """Import the exports when the first of them is read: `megatron-pg --help` waits for no
+    torch.
+    """
     exports = import_module("megatron_pg.exports")
     if name == "__all__" or name in exports.__all__:
         return getattr(exports, name)

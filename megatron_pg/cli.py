@@ -34,13 +34,16 @@ COMMANDS: dict[str, Callable[[], ModuleType]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command of a command line, of the process's own if None, and return the exit status."""
+    """Run the command of a command line, of the process's own if None, and return the exit
+    status.
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words and words[0] in COMMANDS:
         return int(COMMANDS[words[0]]().main(words[1:]))
     parser = ProgramParser(
         prog="megatron-pg",
-        description="The policy-gradient loss for RL on Megatron-Core, normalised right at any parallelism.",
+        description="The policy-gradient loss for RL on Megatron-Core, normalised right at any "
+        "parallelism.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,4 +1,5 @@
-"""The executable specification of a critic: value loss, its metrics and GAE, in float64 and plain loops.
+"""The executable specification of a critic: value loss, its metrics and GAE, in float64 and plain
+loops.
 
 It shares no code with `megatron_pg`; aggregation and means over documents are `tests.oracle`'s.
 """
@@ -41,7 +42,9 @@ def token_value_loss(
 def value_loss(
     samples: Step, values: PerToken, aggregation: str, divisor: float | None, clip: float
 ) -> tuple[Tensor, dict[str, float]]:
-    """The value loss of a step and its metrics; values [response_length] of each sample, with gradient."""
+    """The value loss of a step and its metrics; values [response_length] of each sample, with
+    gradient.
+    """
     zero = torch.zeros((), dtype=torch.float64)
     losses, clipped = [], []
     active_returns, active_errors = [], []
@@ -87,7 +90,9 @@ def gae(
     lam: float,
     bootstrap: float = 0.0,
 ) -> tuple[list[float], list[float]]:
-    """Advantages and returns of one response, by the sum that defines them: sum_k (gamma lam)^k delta_{t+k}."""
+    """Advantages and returns of one response, by the sum that defines them: sum_k (gamma lam)^k
+    delta_{t+k}.
+    """
     active = [token for token, keep in enumerate(mask) if keep]
     deltas = []
     for place, token in enumerate(active):

@@ -50,7 +50,9 @@ def package_config(objective: Objective, **others: object) -> PolicyLossConfig:
 def local_logits(
     micro_batch: Step, logits: Sequence[Tensor], cp_rank, cp_size, pad_to_multiple=1
 ) -> Tensor:
-    """[local_tokens, vocab]: what the model of this rank gives; NaN at padding. `logits` are of each sample."""
+    """[local_tokens, vocab]: what the model of this rank gives; NaN at padding. `logits` are of
+    each sample.
+    """
     columns = logits[0].shape[1] if logits else VOCAB_SIZE
     padding = torch.full((1, columns), torch.nan, dtype=torch.float64)
     rows = torch.cat([*logits, padding])

@@ -73,7 +73,9 @@ def active_tokens(samples: Step, members: Sequence[int]) -> int:
 
 
 def counted(samples: Step, members: Sequence[int], denominator: str) -> float:
-    """What a denominator counts of these samples: their active tokens, or the sum of the loss weights of those."""
+    """What a denominator counts of these samples: their active tokens, or the sum of the loss
+    weights of those.
+    """
     if denominator == "mask":
         return active_tokens(samples, members)
     total = 0.0
@@ -239,7 +241,9 @@ def ppo_token_loss(ratio: Tensor, advantage: float, objective: Objective) -> Ten
 def kl_token_loss(
     log_prob: Tensor, ref_log_prob: float, kind: str, weight: Tensor | float = 1.0
 ) -> Tensor:
-    """Schulman's estimators (joschu.net/blog/kl-approx.html) of KL(policy || reference), times a weight."""
+    """Schulman's estimators (joschu.net/blog/kl-approx.html) of KL(policy || reference), times a
+    weight.
+    """
     difference = log_prob - ref_log_prob
     if kind == "k1":
         return weight * difference
@@ -320,7 +324,9 @@ def policy_loss(samples: Step, logits: Sequence[Tensor], objective: Objective) -
 
 
 def document_mean(samples: Step, values: PerToken) -> float:
-    """Token mean of each document (rollout) that has an active token, then the mean over those documents."""
+    """Token mean of each document (rollout) that has an active token, then the mean over those
+    documents.
+    """
     means = []
     for members in rollouts(samples):
         count = active_tokens(samples, members)

@@ -1,9 +1,10 @@
 """Wait for processes while they make progress, however slow the machine is.
 
-A thread makes progress while it runs, while it is ready to run and waits for a core, and while it waits for a disk. Linux
-counts the first two in /proc/PID/task/TID/schedstat, whose man page is proc_pid_schedstat. A process that works makes a
-second of progress a second, whatever runs beside it. Processes that wait for each other (in a collective of gloo, for a
-pipe, for a lock, in a sleep) make almost none: torchrun, which looks at its ranks ten times a second, makes a few percent.
+A thread makes progress while it runs, while it is ready to run and waits for a core, and while it
+waits for a disk. Linux counts the first two in /proc/PID/task/TID/schedstat, whose man page is
+proc_pid_schedstat. A process that works makes a second of progress a second, whatever runs beside
+it. Processes that wait for each other (in a collective of gloo, for a pipe, for a lock, in a sleep)
+make almost none: torchrun, which looks at its ranks ten times a second, makes a few percent.
 """
 
 import contextlib
@@ -16,20 +17,22 @@ from pathlib import Path
 from typing import Any
 
 PATIENCE = 60.0
-"""Seconds in which processes that do not hang make `BUSY_SHARE` as many seconds of progress together."""
+"""Seconds in which processes that do not hang make `BUSY_SHARE` as many seconds of progress
+together."""
 BUSY_SHARE = 0.25
 INTERVAL = 0.5
 """Seconds between two looks."""
 POLLERS = {"gloo_tcp_loop"}
-"""Names of threads that do not count: each of gloo's dozens wakes a hundred times a second, whether or not data comes. Data
-that comes wakes another thread too."""
+"""Names of threads that do not count: each of gloo's dozens wakes a hundred times a second, whether
+or not data comes. Data that comes wakes another thread too."""
 
 
 class Watch:
-    """Some processes and all that they start, told apart by their progress: slow ones go on, a hang is raised.
+    """Some processes and all that they start, told apart by their progress: slow ones go on, a hang
+    is raised.
 
-    The seconds of a hang are those in which this process runs too: a machine that stands still ages nobody. `pids` are the
-    processes seen so far, also those whose parents have ended.
+    The seconds of a hang are those in which this process runs too: a machine that stands still ages
+    nobody. `pids` are the processes seen so far, also those whose parents have ended.
     """
 
     def __init__(self, pids: Iterable[int | None], patience: float = PATIENCE) -> None:
@@ -96,14 +99,18 @@ def _text(path: Path) -> str:
 
 
 def _state(thread: Path) -> str:
-    """Return R where a thread runs or could, D where it waits for a disk, and another letter where it waits for others."""
+    """Return R where a thread runs or could, D where it waits for a disk, and another letter where
+    it waits for others.
+    """
     return _text(thread / "stat").rpartition(")")[2][1:2]
 
 
 def wait_until(
     condition: Callable[[], bool], pids: Iterable[int | None], patience: float = PATIENCE
 ) -> None:
-    """Return once `condition()` holds. Raise TimeoutError if the processes that are to bring it about hang."""
+    """Return once `condition()` holds. Raise TimeoutError if the processes that are to bring it
+    about hang.
+    """
     watch = Watch(pids, patience)
     while not condition():
         watch.look()
@@ -111,7 +118,9 @@ def wait_until(
 
 
 def communicate(process: subprocess.Popen[str], patience: float = PATIENCE) -> tuple[str, str]:
-    """Return what a process prints until it ends. If it or one that it started hangs, kill all and raise TimeoutError."""
+    """Return what a process prints until it ends. If it or one that it started hangs, kill all and
+    raise TimeoutError.
+    """
     watch = Watch([process.pid], patience)
     while True:
         try:
@@ -128,7 +137,9 @@ def communicate(process: subprocess.Popen[str], patience: float = PATIENCE) -> t
 def run(
     command: Iterable[str | Path], patience: float = PATIENCE, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command as `subprocess.run` does and capture its output. A hang ends as in `communicate`."""
+    """Run a command as `subprocess.run` does and capture its output. A hang ends as in
+    `communicate`.
+    """
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([*command], **(pipes | options)) as process:
         output, errors = communicate(process, patience)

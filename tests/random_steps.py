@@ -111,13 +111,17 @@ def random_logits(samples: Step, seed: int = 0) -> list[Tensor]:
 
 
 class RandomSample(Sample):
-    """A sample whose prompt is random, within its prompt group too, and whose rollout may lie on several ranks."""
+    """A sample whose prompt is random, within its prompt group too, and whose rollout may lie on
+    several ranks.
+    """
 
     prompt_hash = property(lambda self: None)  # type: ignore[assignment]
 
 
 def package_sample(sample: PlainSample) -> Sample:
-    """Make the package's sample; the same plain sample gives the same one to the checksum each time."""
+    """Make the package's sample; the same plain sample gives the same one to the checksum each
+    time.
+    """
     values = vars(sample).copy()
     for name in ("tokens", "loss_mask"):
         values[name] = torch.tensor(values[name], dtype=torch.int64)

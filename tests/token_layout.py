@@ -1,7 +1,7 @@
 """The token layout of context parallelism, simulated literally: the oracle of `TokenWindow`.
 
-Sequences are padded, shifted by one to find targets, cut and handed to ranks. Like `tests.oracle` it
-shares no code with `megatron_pg`.
+Sequences are padded, shifted by one to find targets, cut and handed to ranks. Like `tests.oracle`
+it shares no code with `megatron_pg`.
 """
 
 from collections.abc import Sequence

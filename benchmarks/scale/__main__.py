@@ -1,7 +1,9 @@
-"""The costs of a step as curves: `python -m benchmarks.scale [planning] [batches]`, both by default.
+"""The costs of a step as curves: `python -m benchmarks.scale [planning] [batches]`, both by
+default.
 
-One core and no accelerator. Ranks that do not exist are played by a driver (`benchmarks/scale/played.py`). Seconds are of the
-processor's clock, so that others may share the machine; their caches are shared all the same.
+One core and no accelerator. Ranks that do not exist are played by a driver
+(`benchmarks/scale/played.py`). Seconds are of the processor's clock, so that others may share the
+machine; their caches are shared all the same.
 """
 
 import argparse

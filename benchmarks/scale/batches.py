@@ -19,7 +19,9 @@ def best(make: Any, call: Any, rounds: int = 3) -> float:
 
 
 def steps() -> Iterator[Row]:
-    """Fresh samples of the benchmark of planning on one rank: 824 tokens in the mean, with two kinds of log-probs."""
+    """Fresh samples of the benchmark of planning on one rank: 824 tokens in the mean, with two
+    kinds of log-probs.
+    """
     for count in (10**3, 10**4, 10**5):
         lengths = length_distributions(count)["log-normal, median 500"]
 
@@ -62,6 +64,7 @@ def main() -> None:
     )
     table(
         "A micro-batch of one sample",
-        "tokens, pack ms, with kept sets of one id ms, with experts of 48 layers (k = 8) ms, experts MiB",
+        "tokens, pack ms, with kept sets of one id ms, with experts of 48 layers (k = 8) ms, "
+        "experts MiB",
         packs(),
     )

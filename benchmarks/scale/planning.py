@@ -54,7 +54,9 @@ def deals() -> Iterator[Row]:
 
 
 def plans() -> Iterator[Row]:
-    """One rank's `plan_step` of fresh samples, hashes of prompts included; the other ranks are played."""
+    """One rank's `plan_step` of fresh samples, hashes of prompts included; the other ranks are
+    played.
+    """
     for num_samples, num_ranks in (*SIZES, GOAL):
         lengths, ranks = dealt(num_samples, num_ranks)
         index = np.arange(num_samples)

@@ -22,7 +22,9 @@ def heavy_tailed(num_samples: int, seed: int = 0) -> NDArray[np.int64]:
 
 
 def measured(call: Callable[[], Any]) -> tuple[Any, float, float]:
-    """Return the result, the seconds of this process on a core, and the peak MiB that the call added."""
+    """Return the result, the seconds of this process on a core, and the peak MiB that the call
+    added.
+    """
     before, start = peak_mebibytes(), time.process_time()
     result = call()
     return result, time.process_time() - start, peak_mebibytes() - before
@@ -33,7 +35,9 @@ def peak_mebibytes() -> float:
 
 
 class Wire:
-    """What a rank received, and in how many collectives; a gather of objects is two, of sizes and of padded bytes."""
+    """What a rank received, and in how many collectives; a gather of objects is two, of sizes and
+    of padded bytes.
+    """
 
     def __init__(self) -> None:
         self.bytes = self.collectives = 0

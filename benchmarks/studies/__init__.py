@@ -1,4 +1,6 @@
-"""Studies of what a loss that is right is worth in training; docs/records/study_plans.md has their plans, written before the runs."""
+"""Studies of what a loss that is right is worth in training; docs/records/study_plans.md has their
+plans, written before the runs.
+"""
 
 import sys
 from pathlib import Path

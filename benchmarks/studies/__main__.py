@@ -1,7 +1,9 @@
-"""Runs studies, and goes on with them: python -m benchmarks.studies sanity --out DIR --cores 24 --seconds 300
+"""Runs studies, and goes on with them: python -m benchmarks.studies sanity --out DIR --cores 24
+--seconds 300
 
-The runs of a study that its table in DIR lacks are started in order of importance, all arms of a seed before those of the
-next, as many at a time as there are cores. A run that the time cuts off leaves no row and is run again the next time.
+The runs of a study that its table in DIR lacks are started in order of importance, all arms of a
+seed before those of the next, as many at a time as there are cores. A run that the time cuts off
+leaves no row and is run again the next time.
 """
 
 import argparse
@@ -10,7 +12,8 @@ import time
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# torch.cuda.is_available then asks the driver's library, after which forked runs may still begin CUDA.
+# torch.cuda.is_available then asks the driver's library, after which forked runs may still begin
+# CUDA.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
@@ -32,7 +35,8 @@ def main() -> None:
         "--longest",
         type=float,
         default=0.0,
-        help="seconds that a run takes of which the table has none like it: later than that before the end none starts",
+        help="seconds that a run takes of which the table has none like it: later than that before "
+        "the end none starts",
     )
     args = parser.parse_args()
     began = time.monotonic()

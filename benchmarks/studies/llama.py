@@ -1,7 +1,8 @@
-"""A rollout engine for Llama's architecture in plain torch, on the trainer's weights or on the same weights rounded.
+"""A rollout engine for Llama's architecture in plain torch, on the trainer's weights or on the same
+weights rounded.
 
-Weights go by Megatron's names (`GPTModel`, plain layers). Rounded are the matrices of attention and MLP, as engines do; the
-embedding, which is the output layer too, and the norms stay.
+Weights go by Megatron's names (`GPTModel`, plain layers). Rounded are the matrices of attention and
+MLP, as engines do; the embedding, which is the output layer too, and the norms stay.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -56,7 +57,9 @@ ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def from_hugging_face(state: Mapping[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
-    """Rename a LlamaForCausalLM's tensors: for each group its query heads, key and value; gate, then up."""
+    """Rename a LlamaForCausalLM's tensors: for each group its query heads, key and value; gate,
+    then up.
+    """
     names = {
         "input_layernorm": "input_layernorm",
         "post_attention_layernorm": "pre_mlp_layernorm",
@@ -82,7 +85,9 @@ def from_hugging_face(state: Mapping[str, Tensor], sizes: Sizes) -> dict[str, Te
 
 
 def rotation(positions: Tensor, size: int, base: float) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines [tokens, 1, size / 2] of the rotary embedding at positions [tokens]."""
+    """Return cosines and sines [tokens, 1, size / 2] of the rotary embedding at positions
+    [tokens].
+    """
     half = size // 2
     rates = base ** (-torch.arange(half, device=positions.device, dtype=torch.float32) / half)
     angles = positions[:, None, None].float() * rates
@@ -116,7 +121,9 @@ class LlamaEngine:
         stop: Sequence[int],
         generator: torch.Generator | None,
     ) -> list[tuple[list[int], list[float]]]:
-        """Answer each prompt `copies` times at temperature 1, or by the likeliest tokens without a generator."""
+        """Answer each prompt `copies` times at temperature 1, or by the likeliest tokens without a
+        generator.
+        """
         device = self.weights["decoder.final_layernorm.weight"].device
         longest = max(map(len, prompts))
         rows = [[0] * (longest - len(prompt)) + [*prompt] for prompt in prompts]

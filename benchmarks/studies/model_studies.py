@@ -1,4 +1,6 @@
-"""Studies 2 and 3 and a pair of study 1 on SmolLM2-135M: their arms, and the row of a finished run."""
+"""Studies 2 and 3 and a pair of study 1 on SmolLM2-135M: their arms, and the row of a finished
+run.
+"""
 
 import functools
 import importlib
@@ -36,7 +38,8 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "dppo_kl": {"policy_loss": "dppo_kl"},
     "gmpo": {"policy_loss": "gmpo", "eps_clip": 0.3297, "eps_clip_high": 0.4918},
 }
-"""At the settings of docs/recipes.md where it has one, else the defaults, which are their sources'."""
+"""At the settings of docs/recipes.md where it has one, else the defaults, which are their
+sources'."""
 SANITY = {
     f"{name}, {'four steps' if steps == 4 else 'on policy'}, {kind}": ModelArm(loss, dtype, steps)
     for kind, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16))

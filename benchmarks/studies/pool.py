@@ -1,4 +1,6 @@
-"""Runs of a study, each in a forked process: as many as there are cores, in the order of importance, until the time is up."""
+"""Runs of a study, each in a forked process: as many as there are cores, in the order of
+importance, until the time is up.
+"""
 
 import contextlib
 import json
@@ -56,9 +58,9 @@ def run(
 ) -> list[Job]:
     """Run jobs in order within `seconds`. Returns those that did not finish.
 
-    A job starts where what such runs took before, or else `longest`, still fits; where it does not, a shorter one behind it
-    starts. What runs take is corrected by the runs that have finished in this call. A job that needs a GPU gets the one
-    with the fewest runs.
+    A job starts where what such runs took before, or else `longest`, still fits; where it does not,
+    a shorter one behind it starts. What runs take is corrected by the runs that have finished in
+    this call. A job that needs a GPU gets the one with the fewest runs.
     """
     waiting, started, end = list(jobs), [], time.monotonic() + seconds
     paces: list[float] = []
@@ -90,7 +92,8 @@ def run(
         print(f"{len(waiting)} runs not begun{about}", flush=True)
     for run in started:
         print(
-            f"{run.job.name}, seed {run.job.seed}: cut off after {time.monotonic() - run.began:.0f} s,"
+            f"{run.job.name}, seed {run.job.seed}: cut off after "
+            f"{time.monotonic() - run.began:.0f} s,"
             f" {run.last_step}",
             flush=True,
         )

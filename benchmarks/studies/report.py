@@ -1,4 +1,6 @@
-"""Tables and figures of the studies from their CSV files: python -m benchmarks.studies.report [--results DIR] [--figures DIR]"""
+"""Tables and figures of the studies from their CSV files: python -m benchmarks.studies.report
+[--results DIR] [--figures DIR]
+"""
 
 import argparse
 import statistics
@@ -54,7 +56,9 @@ def models(rows: Rows, arms: Sequence[str]) -> str:
 
 
 def differences(rows: Rows, pairs: Sequence[tuple[str, str]], column: str) -> str:
-    """Differences of the second arm of each pair from the first, seed by seed, with their intervals."""
+    """Differences of the second arm of each pair from the first, seed by seed, with their
+    intervals.
+    """
     lines = []
     for first, second in pairs:
         seeds = sorted(rows.get(first, {}).keys() & rows.get(second, {}).keys())
@@ -69,7 +73,8 @@ def differences(rows: Rows, pairs: Sequence[tuple[str, str]], column: str) -> st
 def draw_arms(
     rows: Rows, names: Sequence[str], kinds: dict[str, str], column: str, path: Path
 ) -> None:
-    """Draw mean and interval of the arms with two seeds and more: a line for each name, a colour for each kind.
+    """Draw mean and interval of the arms with two seeds and more: a line for each name, a colour
+    for each kind.
 
     Args:
         kinds: for each kind a pattern of its arms' names, where {} stands for a name.

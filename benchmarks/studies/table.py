@@ -33,7 +33,9 @@ def append(path: Path, row: dict[str, Any]) -> None:
 
 
 def seconds(rows: Sequence[Row], arm: str) -> float:
-    """What the finished runs of an arm took on average, or those of all arms; 0 where none has finished."""
+    """What the finished runs of an arm took on average, or those of all arms; 0 where none has
+    finished.
+    """
     finished = [row for row in rows if row["status"] == "done"]
     alike = [row for row in finished if row["arm"] == arm] or finished
     return statistics.mean(float(row["seconds"]) for row in alike) if alike else 0.0

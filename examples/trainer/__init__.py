@@ -1,1 +1,3 @@
-"""Policy gradients with real models, on Megatron's own training loop: `torchrun examples/trainer ...`."""
+"""Policy gradients with real models, on Megatron's own training loop: `torchrun examples/trainer
+...`.
+"""

@@ -1,4 +1,6 @@
-"""The command line: Megatron's flags, those of the policy loss and of planning, and a few of this program."""
+"""The command line: Megatron's flags, those of the policy loss and of planning, and a few of this
+program.
+"""
 
 import argparse
 import contextlib
@@ -34,9 +36,11 @@ FUSIONS = """
 """
 """Kernels of Transformer Engine or Apex, or compiled by torch for a GPU."""
 TEXTS = {
-    "--hf-model FOLDER": "Hugging Face weights to begin with (docs/models.md); they say what the model is too",
+    "--hf-model FOLDER": "Hugging Face weights to begin with (docs/models.md); they say what the "
+    "model is too",
     "--save-hf FOLDER": "write the trained model there, as --hf-model was",
-    "--ref-load FOLDER": "reference policy of the KL term, for rollouts without ref_log_probs, of either format",
+    "--ref-load FOLDER": "reference policy of the KL term, for rollouts without ref_log_probs, of "
+    "either format",
     "--task NAME": "train on this reasoning-gym task, with the model's answers",
     "--task-settings JSON": "of the task's generator",
     "--system-prompt TEXT": "before every question",
@@ -47,7 +51,8 @@ OWN = ("options", "settings in a file", "policy loss", "planning", "trainer")
 
 
 def parse_arguments() -> Namespace:
-    """Parse the command line and validate it; the only place of this program that changes arguments.
+    """Parse the command line and validate it; the only place of this program that changes
+    arguments.
 
     A ValueError or NotImplementedError names the flag and what to do.
     """
@@ -77,7 +82,8 @@ def parse_arguments() -> Namespace:
         fields = TransformerConfig.__dataclass_fields__.keys() & vars(args).keys()
         settings = {name: getattr(args, name) for name in fields}
         refuse(varying_settings({**settings, "num_moe_experts": args.num_experts}))
-    # Packs differ in length from one micro-batch to the next; pipeline stages then tell each other how long they are.
+    # Packs differ in length from one micro-batch to the next; pipeline stages then tell each other
+    # how long they are.
     args.variable_seq_lengths = args.pipeline_model_parallel_size > 1
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
@@ -86,7 +92,9 @@ def parse_arguments() -> Namespace:
 
 
 def _settings_of_run(args: Namespace, parser: Any) -> str:
-    """Write this program's flags and the given ones of Megatron as JSON; report.py titles runs by it."""
+    """Write this program's flags and the given ones of Megatron as JSON; report.py titles runs
+    by it.
+    """
     own = [a for group in parser._action_groups if group.title in OWN for a in group._group_actions]
     given = (parser._option_string_actions.get(word.partition("=")[0]) for word in parser.words)
     names = dict.fromkeys(action.dest for action in (*own, *filter(None, given)))
@@ -101,7 +109,10 @@ def _add_flags(parser: Any) -> Any:
     add_planning_args(parser)
     add = parser.add_argument_group("trainer").add_argument
     add("--device", choices=["cpu", "cuda"], default="cuda", help="cpu: gloo; cuda: NCCL")
-    told = "check the flags for WORLD_SIZE processes, print the plan and a memory estimate, start nothing"
+    told = (
+        "check the flags for WORLD_SIZE processes, print the plan and a memory estimate, start "
+        "nothing"
+    )
     add("--dry-run", action="store_true", help=told)
     for usage, told in TEXTS.items():
         flag, metavar = usage.split()
@@ -109,8 +120,10 @@ def _add_flags(parser: Any) -> Any:
     for name, (_, default, told) in COUNTS.items():
         add(flag_of(name), type=int, default=default, help=told)
     told = (
-        "of rewards in their prompt group, grpo: (reward - mean) / std, dr_grpo: reward - mean, rloo: reward - mean of the others, "
-        "maxrl: (reward - mean) / mean; step_rloo: reward - mean of the step's others; reward: as it is"
+        "of rewards in their prompt group, grpo: (reward - mean) / std, dr_grpo: reward - mean, "
+        "rloo: reward - mean of the others, "
+        "maxrl: (reward - mean) / mean; step_rloo: reward - mean of the step's others; reward: as "
+        "it is"
     )
     add("--advantage", choices=METHODS, default="grpo", help=told)
     told = "bring advantages to mean 0 and standard deviation 1 over the active tokens of the step"
@@ -155,7 +168,9 @@ class _MegatronHelp(argparse.Action):
 
 
 def _settle(args: Namespace) -> None:
-    """Set what is no choice here: one pack a micro-batch, and what the device or absent packages decide."""
+    """Set what is no choice here: one pack a micro-batch, and what the device or absent packages
+    decide.
+    """
     args.micro_batch_size = 1
     args.seq_length = args.seq_length or args.max_position_embeddings
     args.do_train, args.do_valid, args.do_test = True, False, False
@@ -174,7 +189,8 @@ def _settle(args: Namespace) -> None:
     if args.device == "cpu":
         args.distributed_backend = "gloo"
         args.use_cpu_initialization = True
-        # Megatron's random state is that of CUDA. Nothing here is random on a CPU but the initial weights.
+        # Megatron's random state is that of CUDA. Nothing here is random on a CPU but the initial
+        # weights.
         args.no_save_rng = args.no_load_rng = True
     if args.device == "cpu" or not _is_installed("transformer_engine"):
         args.transformer_impl = "local"
@@ -191,7 +207,8 @@ def _is_installed(package: str) -> bool:
 def _validate_as_megatron_does(args: Namespace) -> None:
     architecture = megatron.get_device_arch_version
     if args.device == "cpu" or not torch.cuda.is_available():
-        # Under model parallelism Megatron asks for a GPU's architecture. A dry run without a GPU takes it for Hopper's.
+        # Under model parallelism Megatron asks for a GPU's architecture. A dry run without a GPU
+        # takes it for Hopper's.
         architecture = functools.partial(int, 10 if args.device == "cpu" else 9)
     silent = contextlib.redirect_stdout(io.StringIO())  # it prints every argument, 600 lines
     with silent, mock.patch.object(megatron, "get_device_arch_version", architecture):

@@ -1,7 +1,8 @@
 """The frame of Megatron's checkpoints in which a run loses nothing wherever it is killed.
 
-Megatron writes a checkpoint into a folder of its own and then names it in the tracker file. The place in the rollouts
-travels in the arguments that Megatron stores with every checkpoint, so it is whole or absent with the rest.
+Megatron writes a checkpoint into a folder of its own and then names it in the tracker file. The
+place in the rollouts travels in the arguments that Megatron stores with every checkpoint, so it is
+whole or absent with the rest.
 """
 
 import contextlib
@@ -26,13 +27,15 @@ from .errors import RunError, agreed, alone, mendable
 from .refusals import refuse_other_settings
 
 TRACKER, LAST_WRITTEN = "latest_checkpointed_iteration.txt", "metadata.json"
-"""Megatron's file that names the last checkpoint, and the file of a checkpoint that it writes last."""
+"""Megatron's file that names the last checkpoint, and the file of a checkpoint that it writes
+last."""
 
 
 def claim_save_folder(args: Namespace) -> FileLock | None:
     """Keep other runs out of `--save` while the lock lives; every rank must call it.
 
-    A RunError says that another run is writing there, or has left checkpoints that this one does not go on from.
+    A RunError says that another run is writing there, or has left checkpoints that this one does
+    not go on from.
     """
     with agreed("--save"):
         if not args.save or args.rank > 0:
@@ -44,8 +47,10 @@ def claim_save_folder(args: Namespace) -> FileLock | None:
         goes_on = args.load and Path(args.load).resolve() == folder.resolve() and not args.finetune
         if (folder / TRACKER).exists() and not goes_on:
             raise ValueError(
-                f"{folder} holds the checkpoints of another run: go on with it (--load {folder}, without --finetune; "
-                "--pretrained-checkpoint for the weights that it began with), or give another folder"
+                f"{folder} holds the checkpoints of another run: go on with it (--load {folder}, "
+                f"without --finetune; "
+                "--pretrained-checkpoint for the weights that it began with), or give another "
+                "folder"
             )
         return lock
 
@@ -53,7 +58,8 @@ def claim_save_folder(args: Namespace) -> FileLock | None:
 def _mend_tracker(folder: Path) -> None:
     """Let the tracker file name a whole checkpoint.
 
-    Megatron writes it in place: a run that was killed then leaves it empty, and a power failure may leave it ahead.
+    Megatron writes it in place: a run that was killed then leaves it empty, and a power failure may
+    leave it ahead.
     """
     tracker = folder / TRACKER
     named = tracker.read_text().strip() if tracker.exists() else "release"
@@ -68,9 +74,11 @@ def _mend_tracker(folder: Path) -> None:
 
 
 def restore_rollouts(args: Namespace, rollouts: Any) -> float | None:
-    """Give the rollouts the place of the checkpoint that the run goes on from, if any; every rank must call it.
+    """Give the rollouts the place of the checkpoint that the run goes on from, if any; every rank
+    must call it.
 
-    Returns the coefficient of the KL term that the run had reached, None where there is none. A RunError says that the checkpoint cannot be read, or is of another program or other settings.
+    Returns the coefficient of the KL term that the run had reached, None where there is none. A
+    RunError says that the checkpoint cannot be read, or is of another program or other settings.
     """
     if args.finetune or not checkpointing.checkpoint_exists(args.load):
         return None
@@ -83,7 +91,8 @@ def restore_rollouts(args: Namespace, rollouts: Any) -> float | None:
     with mendable():
         if not hasattr(stored, "rollout_state"):
             raise ValueError(
-                "--load: the checkpoint is of another program or an earlier version and has no place in the rollouts; "
+                "--load: the checkpoint is of another program or an earlier version and has no "
+                "place in the rollouts; "
                 "give --finetune to begin with its weights"
             )
         refuse_other_settings(args, stored)
@@ -93,7 +102,8 @@ def restore_rollouts(args: Namespace, rollouts: Any) -> float | None:
 
 @contextlib.contextmanager
 def saving(args: Namespace, state: Any, log: Any, iteration: int, optimizer: Any) -> Iterator[None]:
-    """Have Megatron's `save_checkpoint` in the body store the place in the rollouts too; every rank must enter it.
+    """Have Megatron's `save_checkpoint` in the body store the place in the rollouts too; every rank
+    must enter it.
 
     A RunError says that a rank cannot write; the checkpoints that are there stay.
     """
@@ -121,7 +131,8 @@ def loading(load: Callable[..., tuple[int, int]]) -> Callable[..., tuple[int, in
                 return load(model, optimizer, *rest, **named)
             except AssertionError as error:  # of a comparison, the same on all ranks
                 raise RunError(
-                    f"--load: {error} (--override-opt-param-scheduler takes the schedules of this run)"
+                    f"--load: {error} (--override-opt-param-scheduler takes the schedules of this "
+                    f"run)"
                 ) from error
 
     return load_all
@@ -134,7 +145,9 @@ def _parts_with_torch_adam(optimizer: Any) -> list[Any]:
 
 
 def _begin_moments(optimizer: Any) -> None:
-    """Give torch's Adam the zeros that its first step would begin with: loading asks for moments."""
+    """Give torch's Adam the zeros that its first step would begin with: loading asks for
+    moments.
+    """
     for part in _parts_with_torch_adam(optimizer):
         if not part.optimizer.state and part.init_state_fn:
             part.init_state_fn(part.optimizer, part.config)
@@ -144,10 +157,11 @@ def _begin_moments(optimizer: Any) -> None:
 
 @contextlib.contextmanager
 def _steps_of_torch_adam(optimizer: Any) -> Iterator[None]:
-    """Let Megatron's distributed optimizer load into torch's Adam, which keeps a step with every parameter.
+    """Let Megatron's distributed optimizer load into torch's Adam, which keeps a step with every
+    parameter.
 
-    It looks for a step among a parameter's tensors, and leaves one step tensor to all parameters, which each of them
-    would count on (optimizer/distrib_optimizer.py of megatron-core 0.19.2).
+    It looks for a step among a parameter's tensors, and leaves one step tensor to all parameters,
+    which each of them would count on (optimizer/distrib_optimizer.py of megatron-core 0.19.2).
     """
     name = "_set_main_param_and_optimizer_states"
     original = getattr(DistributedOptimizer, name)
@@ -167,7 +181,8 @@ def _steps_of_torch_adam(optimizer: Any) -> Iterator[None]:
 
 
 def _results_stay_in_this_process(is_asynchronous: bool) -> contextlib.AbstractContextManager[Any]:
-    """Spare Megatron's writer the process that it starts to hand its results back, where its caller waits.
+    """Spare Megatron's writer the process that it starts to hand its results back, where its caller
+    waits.
 
     It costs the first checkpoint seconds, and outlives a run that is killed.
     """

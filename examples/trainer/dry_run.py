@@ -1,7 +1,9 @@
-"""`--dry-run`: what a launch would do, and the memory of a GPU, from its validated arguments; nothing is started.
+"""`--dry-run`: what a launch would do, and the memory of a GPU, from its validated arguments;
+nothing is started.
 
-Megatron's formulas are in megatron/training/theoretical_memory_usage.py, in the wheel from 0.17 on. They are for bfloat16,
-and for an attention that keeps no scores (flash attention). The output layer's are this package's.
+Megatron's formulas are in megatron/training/theoretical_memory_usage.py, in the wheel from 0.17 on.
+They are for bfloat16, and for an attention that keeps no scores (flash attention). The output
+layer's are this package's.
 """
 
 import itertools
@@ -27,7 +29,9 @@ GIB = 2**30
 
 
 def print_plan(args: Namespace, config: PolicyLossConfig) -> None:
-    """Print processes, objective, step, micro-batches and memory; on rank 0 of a job that was launched nevertheless."""
+    """Print processes, objective, step, micro-batches and memory; on rank 0 of a job that was
+    launched nevertheless.
+    """
     if int(os.environ.get("RANK", "0")) > 0:
         return
     parts = (_processes(args), _objective(config), _step(args, config), _memory(args))
@@ -114,7 +118,9 @@ def _step(args: Namespace, config: PolicyLossConfig) -> Iterator[tuple[str, str]
 
 
 def _refuse_later_steps(args: Namespace, config: PolicyLossConfig) -> None:
-    """Refuse what a later step of the run would refuse: a wrong row, or a prompt group whose rows are scattered."""
+    """Refuse what a later step of the run would refuse: a wrong row, or a prompt group whose rows
+    are scattered.
+    """
     report = validate_rollout_file(*args.rollout_files, max_errors=1, **row_settings(args, config))
     if report.errors and args.on_bad_row == "error":
         raise report.errors[0]
@@ -202,8 +208,9 @@ def estimate_memory(args: Namespace) -> MemoryEstimate:
         states=_states(args),
         activations=activations,
         last_stage_activations=activations / args.pipeline_model_parallel_size,
-        # Float32 logits, whose place the gradient takes, and what is bfloat16 beside them: the logits that Megatron's
-        # Float16Module copies, or with --fp32-lm-head a chunk of the gradient.
+        # Float32 logits, whose place the gradient takes, and what is bfloat16 beside them: the
+        # logits that Megatron's Float16Module copies, or with --fp32-lm-head a chunk of the
+        # gradient.
         logits=2 * narrow + (wide_chunk if args.fp32_lm_head else narrow),
         # Beside the chunk: the hidden states, gathered over tensor parallelism, and their gradient.
         fused_head=widths * 2 * columns * _head_rows(args, columns) + tokens * args.hidden_size * 4,
@@ -237,7 +244,8 @@ def _changed(args: Namespace, **values: Any) -> Namespace:
 
 
 def _states(args: Namespace) -> float:
-    # The distributed optimizer shards over context-parallel ranks too; Megatron's estimate leaves them out.
+    # The distributed optimizer shards over context-parallel ranks too; Megatron's estimate leaves
+    # them out.
     ranks = args.data_parallel_size * args.context_parallel_size
     copied = _changed(args, padded_vocab_size=args.vocab_size, data_parallel_size=ranks)
     return float(megatron.compute_weight_and_optimizer_memory(copied))
@@ -251,7 +259,8 @@ def _activations(args: Namespace) -> float:
         # Every layer's input in bfloat16, and all of the layer that is being recomputed.
         split = args.tensor_model_parallel_size if args.sequence_parallel else 1
         return float(tokens * args.hidden_size * (2 * args.num_layers / split + of_layer))
-    # Megatron's formula has 18 + 4 ffn_hidden_size / hidden_size bytes for each of ours, over tensor parallelism.
+    # Megatron's formula has 18 + 4 ffn_hidden_size / hidden_size bytes for each of ours, over
+    # tensor parallelism.
     width = (of_layer * args.tensor_model_parallel_size - 18) / 4 * args.hidden_size
     copied = _changed(args, seq_length=tokens, padded_vocab_size=0, ffn_hidden_size=width)
     return float(megatron.compute_activation_memory(copied, num_microbatches=None))
@@ -269,8 +278,11 @@ def _ffn_width(args: Namespace) -> float:
 
 
 def _bytes_of_a_layer(args: Namespace) -> float:
-    """What a layer keeps on a rank, in bytes a token and element of the hidden states (arXiv:2205.05198, table 2)."""
-    # Inputs of norms, attention and MLP, and two dropout masks: whole on every rank without sequence parallelism.
+    """What a layer keeps on a rank, in bytes a token and element of the hidden states
+    (arXiv:2205.05198, table 2).
+    """
+    # Inputs of norms, attention and MLP, and two dropout masks: whole on every rank without
+    # sequence parallelism.
     inputs = 8 + (2 if args.hidden_dropout else 0)
     # Queries, keys, values and the attention's output, of 2 bytes each; and the MLP.
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads

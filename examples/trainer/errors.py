@@ -13,7 +13,9 @@ REMEDY = "pip install -r examples/trainer/requirements.txt"
 
 
 class RunError(RuntimeError):
-    """A run cannot begin or go on, for a reason that its user can mend; raised on all ranks, or where others may wait."""
+    """A run cannot begin or go on, for a reason that its user can mend; raised on all ranks, or
+    where others may wait.
+    """
 
 
 @contextlib.contextmanager
@@ -29,7 +31,8 @@ def mendable() -> Iterator[None]:
 
 @contextlib.contextmanager
 def agreed(doing: str) -> Iterator[None]:
-    """Make an error of one rank in the body a `RunError` on all at its end, after `doing`: none waits for the failed one.
+    """Make an error of one rank in the body a `RunError` on all at its end, after `doing`: none
+    waits for the failed one.
 
     Every rank must enter it, and the body must not wait for another rank (see `alone`).
     """
@@ -45,7 +48,8 @@ def agreed(doing: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def alone(doing: str) -> Iterator[None]:
-    """Make an error in the body a `RunError` of this rank: the ranks exchange something in it, so they cannot agree on it.
+    """Make an error in the body a `RunError` of this rank: the ranks exchange something in it, so
+    they cannot agree on it.
 
     Over gloo the others then find their connections closed; elsewhere the launcher ends them.
     """
@@ -58,7 +62,9 @@ def alone(doing: str) -> Iterator[None]:
 
 
 def _in_a_line(error: BaseException) -> str:
-    """Give the last line of an error; of a distributed save, a traceback of many layers, that of the first rank's."""
+    """Give the last line of an error; of a distributed save, a traceback of many layers, that of
+    the first rank's.
+    """
     if isinstance(error, CheckpointException):
         cause, *_ = error.failures.values()
         return _in_a_line(cause[0] if isinstance(cause, tuple) else cause)

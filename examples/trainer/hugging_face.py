@@ -1,7 +1,9 @@
-"""Weights of a Hugging Face folder into Megatron-Core's GPTModel and back, tensor by tensor, by mbridge.
+"""Weights of a Hugging Face folder into Megatron-Core's GPTModel and back, tensor by tensor, by
+mbridge.
 
-mbridge has the names and layouts of each family. This file adds the names of layers without Transformer Engine, the
-comparison of folder and model before anything is changed, and a folder that is whole or absent.
+mbridge has the names and layouts of each family. This file adds the names of layers without
+Transformer Engine, the comparison of folder and model before anything is changed, and a folder that
+is whole or absent.
 """
 
 import itertools
@@ -27,10 +29,12 @@ from .hugging_face_config import WeightsError, carry_over, differences, read_con
 
 
 def load_hugging_face(chunks: Sequence[torch.nn.Module], folder: str | Path) -> None:
-    """Give the model the weights of a folder; every rank of the world calls it, before an optimizer copies them.
+    """Give the model the weights of a folder; every rank of the world calls it, before an optimizer
+    copies them.
 
-    `chunks` are this rank's of a GPTModel, wrapped or not, at any TP, PP, VPP and EP. A WeightsError, on every rank and
-    before anything is changed, names a tensor that is missing, left over, of another shape or unreadable, or a setting.
+    `chunks` are this rank's of a GPTModel, wrapped or not, at any TP, PP, VPP and EP. A
+    WeightsError, on every rank and before anything is changed, names a tensor that is missing, left
+    over, of another shape or unreadable, or a setting.
     """
     bridge, views, needed, problems = _compared(chunks, config := read_config(folder))
     files: dict[str, Any] = {}
@@ -65,9 +69,10 @@ def save_hugging_face(
 ) -> None:
     """Write the model as a folder that `transformers` loads; every rank of the world calls it.
 
-    Weights keep their dtype; config.json and tokenizer are those of `source`. The folder has its name once it is whole
-    (`.partial` follows it until then). A safetensors file is full at `file_bytes`. A WeightsError, on every rank, says
-    that the folder exists, or that the model is not that of `source`.
+    Weights keep their dtype; config.json and tokenizer are those of `source`. The folder has its
+    name once it is whole (`.partial` follows it until then). A safetensors file is full at
+    `file_bytes`. A WeightsError, on every rank, says that the folder exists, or that the model is
+    not that of `source`.
     """
     bridge, views, _, problems = _compared(chunks, read_config(source))
     folder, is_writer = Path(folder), dist.get_rank() == 0
@@ -114,7 +119,9 @@ def _agree(problems: list[str], mine: Any = None) -> list[Any]:
 def _compared(
     chunks: Sequence[torch.nn.Module], config: dict[str, Any]
 ) -> tuple[Any, list[Any], dict[str, tuple[int, ...]], list[str]]:
-    """Give mbridge's converter, the chunks as it takes them, the shapes of the tensors that they need, and problems."""
+    """Give mbridge's converter, the chunks as it takes them, the shapes of the tensors that they
+    need, and problems.
+    """
     models = unwrap_model(list(chunks))
     bridge, views = _bridge(models[0], config), [_view(model) for model in models]
     problems, shapes = differences(models[0], config), {}
@@ -134,7 +141,9 @@ def _compared(
 
 
 def _view(model: Any) -> Any:
-    """Give a chunk as mbridge reads it, its tensors under the names of Transformer Engine's layers."""
+    """Give a chunk as mbridge reads it, its tensors under the names of Transformer Engine's
+    layers.
+    """
 
     def renamed(name: str) -> str:
         if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
@@ -167,12 +176,16 @@ def _bridge(model: Any, config: dict[str, Any]) -> Any:
             return model.config
 
         def _adjust_mapping_for_shared_weights(self) -> None:
-            """Leave a table alone that the bridges of other models share; `_view` names tied weights."""
+            """Leave a table alone that the bridges of other models share; `_view` names tied
+            weights.
+            """
 
         def _weight_merge_across_tp(
             self, name: str, weights: list[Tensor], local: Tensor
         ) -> Tensor:
-            """Merge experts over their own group, where that is not the tensor-parallel group too."""
+            """Merge experts over their own group, where that is not the tensor-parallel group
+            too.
+            """
             if ".mlp.experts." not in name:
                 return super()._weight_merge_across_tp(name, weights, local)  # type: ignore[no-any-return]
             if len(weights) != self.mpu.etp_size:

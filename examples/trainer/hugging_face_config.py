@@ -1,4 +1,6 @@
-"""The config.json of a Hugging Face folder as settings of Megatron's model, and as flags of its parser."""
+"""The config.json of a Hugging Face folder as settings of Megatron's model, and as flags of its
+parser.
+"""
 
 import json
 import shlex
@@ -34,7 +36,8 @@ MUST_BE: dict[str, Any] = {
     "quantization_config": None,
     "rope_interleave": True,
 }
-"""Fields of config.json that no flag can express: another value is refused. An absent field or null is accepted."""
+"""Fields of config.json that no flag can express: another value is refused. An absent field or null
+is accepted."""
 
 ROPE_MUST_BE: dict[str, dict[str, Any]] = {
     "default": {},
@@ -45,7 +48,8 @@ ROPE_MUST_BE: dict[str, dict[str, Any]] = {
     },
     "yarn": {"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096},
 }
-"""Megatron's constants of each scaling of the rotary embedding (embeddings/rotary_pos_embedding.py, MLATransformerConfig)."""
+"""Megatron's constants of each scaling of the rotary embedding (embeddings/rotary_pos_embedding.py,
+MLATransformerConfig)."""
 
 SAME_NAME = ("hidden_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank", "v_head_dim")
 FIELDS = dict(zip(SAME_NAME, SAME_NAME, strict=True)) | {
@@ -74,7 +78,9 @@ NEGATED = ("add_bias_linear", "share_embeddings_and_output_weights")
 
 
 class WeightsError(ValueError):
-    """A folder that cannot be read or does not fit the model; the message names the field or the parameter."""
+    """A folder that cannot be read or does not fit the model; the message names the field or the
+    parameter.
+    """
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
@@ -123,7 +129,9 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 
 
 def carry_over(source: str | Path, folder: Path, dtype: torch.dtype) -> None:
-    """Copy the config, with the weights' new dtype, the tokenizer and other text files into a folder of weights."""
+    """Copy the config, with the weights' new dtype, the tokenizer and other text files into a
+    folder of weights.
+    """
     for file in Path(source).iterdir():
         if file.suffix in (".json", ".jinja", ".model", ".txt") and ".index." not in file.name:
             shutil.copyfile(file, folder / file.name)
@@ -133,7 +141,9 @@ def carry_over(source: str | Path, folder: Path, dtype: torch.dtype) -> None:
 
 
 def settings_of(config: dict[str, Any]) -> dict[str, Any]:
-    """Name the attributes of GPTModel and its TransformerConfig that a config from `read_config` determines."""
+    """Name the attributes of GPTModel and its TransformerConfig that a config from `read_config`
+    determines.
+    """
     rope, family = config["rope_parameters"], config["model_type"]
     heads = config["num_attention_heads"]
     is_latent = family == "deepseek_v3"
@@ -197,7 +207,9 @@ def _experts(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def megatron_arguments_of(config: dict[str, Any]) -> list[str]:
-    """Give the flags of Megatron's parser that build the model of a config from `read_config`, without dropout."""
+    """Give the flags of Megatron's parser that build the model of a config from `read_config`,
+    without dropout.
+    """
     values = settings_of(config)
     values["group_query_attention"] = "num_query_groups" in values
     values |= {name: config[name] for name in ("vocab_size", "max_position_embeddings")}
@@ -216,7 +228,9 @@ def megatron_arguments_of(config: dict[str, Any]) -> list[str]:
 
 
 def differences(model: Any, config: dict[str, Any]) -> list[str]:
-    """Compare the settings of a GPTModel with those of `config`; one line for each that differs, by flag."""
+    """Compare the settings of a GPTModel with those of `config`; one line for each that differs, by
+    flag.
+    """
     problems = []
     for name, meant in settings_of(config).items():
         found = getattr(model, name, getattr(model.config, name, meant))

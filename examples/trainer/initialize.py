@@ -1,4 +1,6 @@
-"""Megatron's processes, its global variables, process groups and random state, and the model, on GPUs or on a CPU."""
+"""Megatron's processes, its global variables, process groups and random state, and the model, on
+GPUs or on a CPU.
+"""
 
 import ctypes
 import functools
@@ -24,7 +26,8 @@ from megatron_pg.config.versions import needs_kept_pipeline_outputs
 from megatron_pg.megatron import enable_cpu_runtime, torch_block_spec
 
 TALKATIVE = ("models.gpt.gpt_model", "rerun_state_machine", "dist_checkpointing.strategies.torch")
-"""Modules of Megatron-Core that warn of what no user has chosen: it deprecates GPTModel, and a way of saving."""
+"""Modules of Megatron-Core that warn of what no user has chosen: it deprecates GPTModel, and a way
+of saving."""
 
 
 class StepMicrobatches(ConstantNumMicroBatchesCalculator):  # type: ignore[misc]
@@ -43,7 +46,9 @@ class StepMicrobatches(ConstantNumMicroBatchesCalculator):  # type: ignore[misc]
         super().__init__(number * size, 1, size, decrease_batch_size_if_needed=False, rank=0)
 
     def update(self, *_: object, **__: object) -> None:
-        """Forget the step: Megatron's loop looks between steps whether the number changes for good."""
+        """Forget the step: Megatron's loop looks between steps whether the number changes for
+        good.
+        """
         self.plan(1)
 
 
@@ -74,9 +79,11 @@ def start_megatron(args: Namespace) -> StepMicrobatches:
 
 
 def _die_with_launcher() -> None:
-    """Ask the system to kill this process when torchrun is killed, which would otherwise leave its workers running.
+    """Ask the system to kill this process when torchrun is killed, which would otherwise leave its
+    workers running.
 
-    On Linux; elsewhere nothing happens, and such processes have to be ended by hand before a run is started again.
+    On Linux; elsewhere nothing happens, and such processes have to be ended by hand before a run is
+    started again.
     """
     if sys.platform == "linux":
         pr_set_pdeathsig, prctl = 1, ctypes.CDLL(None).prctl
@@ -88,7 +95,9 @@ def _die_with_launcher() -> None:
 def provide_model(
     config: TransformerConfig | None = None, vp_stage: int | None = None, **place: Any
 ) -> GPTModel:
-    """One chunk of a pipeline stage; the `model_provider_func` of `megatron.training.training.get_model`."""
+    """One chunk of a pipeline stage; the `model_provider_func` of
+    `megatron.training.training.get_model`.
+    """
     args = get_args()
     if config is None:
         config = core_transformer_config_from_args(args)

@@ -1,4 +1,6 @@
-"""Refusals before anything is started: flags that nothing here would read, and a run that goes on with other settings."""
+"""Refusals before anything is started: flags that nothing here would read, and a run that goes on
+with other settings.
+"""
 
 import argparse
 import importlib.util
@@ -18,7 +20,8 @@ DDP = "the model is wrapped in DDP; use --use-distributed-optimizer"
 ABSENT = "nothing here would start it; drop it"
 
 GROUPS = {
-    "rl": "Megatron's own RL loop is not run; see the groups 'policy loss', 'planning' and 'trainer' of --help",
+    "rl": "Megatron's own RL loop is not run; see the groups 'policy loss', 'planning' and "
+    "'trainer' of --help",
     "sft": "for supervised fine-tuning give --policy-loss sft and --rollout-files",
     "In-process restart": "a run that was ended is started anew, with --load; drop it",
     "one logger": "metrics go to --tensorboard-dir and --wandb-project; drop it",
@@ -37,9 +40,11 @@ KEPT = ("seq_length", "vocab_size", "make_vocab_size_divisible_by")
 """Flags of those groups that are read."""
 
 REASONS = {
-    "a step holds --docs-per-step rollouts, in micro-batches of --max-tokens-per-microbatch tokens; drop it": """
+    "a step holds --docs-per-step rollouts, in micro-batches of --max-tokens-per-microbatch "
+    "tokens; drop it": """
         micro_batch_size global_batch_size rampup_batch_size step_batch_size_schedule decrease_batch_size_if_needed""",
-    "steps are counted here, not samples: give the flag of the same name that counts iterations": """
+    "steps are counted here, not samples: give the flag of the same name that counts "
+    "iterations": """
         train_samples lr_decay_samples lr_warmup_samples lr_wsd_decay_samples""",
     "its buffers have one size and micro-batches differ in length; drop it": """
         cuda_graph_impl enable_cuda_graph external_cuda_graph optimizer_cuda_graph tp_comm_overlap""",
@@ -49,7 +54,8 @@ REASONS = {
     GPT: "mtp_num_layers hybrid_layer_pattern hybrid_override_pattern encoder_num_layers spec",
     DDP: "use_megatron_fsdp use_torch_fsdp2",
     "every sample is split over all context-parallel ranks; drop it": "hybrid_context_parallel",
-    "make the checkpoint first with Megatron's tools; drop it": "moe_use_upcycling ckpt_convert_format",
+    "make the checkpoint first with Megatron's tools; drop it": "moe_use_upcycling "
+    "ckpt_convert_format",
     "settings are flags here; drop it": "yaml_cfg",
 }
 FLAGS = {name: reason for reason, names in REASONS.items() for name in names.split()}
@@ -65,8 +71,10 @@ COUNTS = {
 """Flags of --task that take a number: the smallest, the default and the meaning."""
 ONE_AT_A_TIME = "every tensor-parallel group generates by itself, a token at a time"
 CANNOT_GENERATE = {
-    "num_layers_per_virtual_pipeline_stage": "answers are generated with one chunk of layers a stage",
-    "num_virtual_stages_per_pipeline_rank": "answers are generated with one chunk of layers a stage",
+    "num_layers_per_virtual_pipeline_stage": "answers are generated with one chunk of layers a "
+    "stage",
+    "num_virtual_stages_per_pipeline_rank": "answers are generated with one chunk of layers a "
+    "stage",
     "sequence_parallel": ONE_AT_A_TIME,
     "expert_model_parallel_size": ONE_AT_A_TIME,
     "replay_sampling_set": "answers are sampled from the whole vocabulary",
@@ -90,9 +98,11 @@ TRAINING_KEPT = """
     bf16 fp16 optimizer use_distributed_optimizer clip_grad adam_beta1 adam_beta2 adam_eps seed
     task task_settings system_prompt advantage whiten_advantages
 """
-"""The learning rate and the weight decay Megatron compares itself, with flags of its own about them."""
+"""The learning rate and the weight decay Megatron compares itself, with flags of its own about
+them."""
 FREE = ("max_tokens_per_microbatch", "oversized_samples", "ragged_microbatches", "rollout_files")
-"""Settings of planning that change the order of sums alone; the files are compared by their contents."""
+"""Settings of planning that change the order of sums alone; the files are compared by their
+contents."""
 
 
 def refuse_flags(args: Namespace, parser: argparse.ArgumentParser) -> None:
@@ -139,29 +149,49 @@ def _problems(args: Namespace) -> Iterator[str]:
         needs = "it is written with the config and tokenizer of --hf-model, as a new folder"
         yield f"--save-hf {args.save_hf}: {needs}; give --hf-model, and a name that is free"
     if args.save and (args.save_interval or 0) < 1:
-        yield f"--save {args.save} with --save-interval {args.save_interval}: give the steps between checkpoints"
+        yield (
+            f"--save {args.save} with --save-interval {args.save_interval}: give the steps between "
+            f"checkpoints"
+        )
     if args.wandb_project:
         if not (args.save or args.wandb_save_dir):
             yield "--wandb-project needs a folder for its files: give --save or --wandb-save-dir"
         if importlib.util.find_spec("wandb") is None:
-            yield "--wandb-project: the package wandb is not installed; pip install wandb, or drop the flag"
+            yield (
+                "--wandb-project: the package wandb is not installed; pip install wandb, or drop "
+                "the flag"
+            )
     if args.ckpt_format != "torch_dist":
-        yield f"--ckpt-format {args.ckpt_format}: checkpoints are read at any sharding; give torch_dist"
+        yield (
+            f"--ckpt-format {args.ckpt_format}: checkpoints are read at any sharding; give "
+            f"torch_dist"
+        )
     if args.position_embedding_type not in POSITIONS:
-        yield f"--position-embedding-type {args.position_embedding_type}: give one of {', '.join(POSITIONS)}"
+        yield (
+            f"--position-embedding-type {args.position_embedding_type}: give one of "
+            f"{', '.join(POSITIONS)}"
+        )
     if args.device == "cpu" and (args.attention_dropout or args.hidden_dropout):
-        yield "--attention-dropout and --hidden-dropout need CUDA's random state: give 0 with --device cpu"
+        yield (
+            "--attention-dropout and --hidden-dropout need CUDA's random state: give 0 with "
+            "--device cpu"
+        )
     if 0 < args.train_iters <= (args.lr_warmup_iters or 0):
         found = f"--lr-warmup-iters {args.lr_warmup_iters} is not below --train-iters"
         yield f"{found} {args.train_iters}: the learning rate would not get to --lr; give fewer"
     axes = [f"{axis}_parallel_size" for axis in ("tensor_model", "pipeline_model", "context")]
     if args.world_size % (ranks := math.prod(getattr(args, axis) for axis in axes)):
         flags = ", ".join(["--nproc-per-node of torchrun", *map(flag_of, axes)])
-        yield f"{args.world_size} processes cannot be split in groups of {ranks}: change one of {flags}"
+        yield (
+            f"{args.world_size} processes cannot be split in groups of {ranks}: change one of "
+            f"{flags}"
+        )
 
 
 def _problems_of_task(args: Namespace) -> Iterator[str]:
-    """The sampler has the stages of the model that is trained, each rank one of them, a token at a time."""
+    """The sampler has the stages of the model that is trained, each rank one of them, a token at a
+    time.
+    """
     if not args.hf_model:
         yield "--task needs --hf-model: its tokenizer and chat template make the prompts"
     if args.docs_per_step is not None:
@@ -183,12 +213,16 @@ def refuse_other_settings(args: Namespace, stored: Namespace) -> None:
         then, now = getattr(stored, name, None), getattr(args, name, None)
         if then != now and hasattr(stored, name):
             raise ValueError(
-                f"{args.load} was made with {name} {then!r} and this run has {now!r}: a run that goes on repeats what "
-                "the first would have done, so give the same, or begin anew with its weights (--finetune, and another "
+                f"{args.load} was made with {name} {then!r} and this run has {now!r}: a run that "
+                f"goes on repeats what "
+                "the first would have done, so give the same, or begin anew with its weights "
+                "(--finetune, and another "
                 "--save)"
             )
     if (stored.expert_model_parallel_size > 1) != (args.expert_model_parallel_size > 1):
         raise ValueError(
-            f"--expert-model-parallel-size was {stored.expert_model_parallel_size} in {args.load} and is "
-            f"{args.expert_model_parallel_size}: Megatron keeps one optimizer more where experts are parallel"
+            f"--expert-model-parallel-size was {stored.expert_model_parallel_size} in {args.load} "
+            f"and is "
+            f"{args.expert_model_parallel_size}: Megatron keeps one optimizer more where experts "
+            f"are parallel"
         )

@@ -1,4 +1,6 @@
-"""Steps from rollout files, whose place is in the checkpoint, and the log-probs that rollouts lack."""
+"""Steps from rollout files, whose place is in the checkpoint, and the log-probs that rollouts
+lack.
+"""
 
 import functools
 import itertools
@@ -36,7 +38,9 @@ Step = tuple[list[Sample], dict[str, float | None]]
 
 
 def row_settings(args: Namespace, config: PolicyLossConfig) -> dict[str, Any]:
-    """Settings of the reader. Rows need what the policy loss needs but for log-probs that a model here can say."""
+    """Settings of the reader. Rows need what the policy loss needs but for log-probs that a model
+    here can say.
+    """
     computed = {"old_log_probs"} | ({"ref_log_probs"} if args.ref_load else set())
     return {
         "required_fields": [n for n in config.required_sample_fields if n not in computed],
@@ -57,7 +61,9 @@ def layout_of(args: Namespace) -> dict[str, Any]:
 def plan_of(
     args: Namespace, samples: Sequence[Sample], group: dist.ProcessGroup | None = None
 ) -> StepPlan:
-    """The plan of a step of which a data-parallel rank has these samples; every rank of the group must call it."""
+    """The plan of a step of which a data-parallel rank has these samples; every rank of the group
+    must call it.
+    """
     stages = args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size
     return plan_step(
         samples,
@@ -76,7 +82,8 @@ def plan_of(
 
 
 class FileSteps:
-    """The steps of `--rollout-files`, each of `--docs-per-step` rollouts; every rank makes one and calls it alike.
+    """The steps of `--rollout-files`, each of `--docs-per-step` rollouts; every rank makes one and
+    calls it alike.
 
     Without groups they are those of all data-parallel ranks, in the order of the files.
     """
@@ -100,7 +107,9 @@ class FileSteps:
         )
 
     def collect(self, iteration: int) -> StepSamples[Sample] | None:
-        """The samples of the step after `iteration` others; the end of the files is an error before the first step."""
+        """The samples of the step after `iteration` others; the end of the files is an error before
+        the first step.
+        """
         step = self._collector.collect()
         if step is None and iteration == 0:
             raise no_sample_in(self._args.rollout_files, self._collector.num_skipped)
@@ -158,9 +167,11 @@ def with_advantages(
     samples: Sequence[Sample],
     data_parallel_group: dist.ProcessGroup | None = None,
 ) -> list[Sample]:
-    """Check the samples of a step, and give those that have rewards alone the advantages of `--advantage`.
+    """Check the samples of a step, and give those that have rewards alone the advantages of
+    `--advantage`.
 
-    Every rank of the group must call it. A ValueError names a sample that is too long, or whose prompt group may be cut.
+    Every rank of the group must call it. A ValueError names a sample that is too long, or whose
+    prompt group may be cut.
     """
     has_groups = args.keep_prompt_groups or config.loss_aggregation == "prompt_mean"
     cuts_groups = args.advantage in OF_PROMPT_GROUPS and not has_groups
@@ -169,12 +180,14 @@ def with_advantages(
         for sample in samples:
             if sample.total_length > args.max_position_embeddings:
                 raise ValueError(
-                    f"{sample.name} has {sample.total_length} tokens, more than --max-position-embeddings "
+                    f"{sample.name} has {sample.total_length} tokens, more than "
+                    f"--max-position-embeddings "
                     f"{args.max_position_embeddings}"
                 )
             if cuts_groups and _needs_advantages(sample):
                 raise ValueError(
-                    f"{sample.name} has a reward and no advantages: its prompt group is the baseline, which a step must "
+                    f"{sample.name} has a reward and no advantages: its prompt group is the "
+                    f"baseline, which a step must "
                     "not cut; give --keep-prompt-groups"
                 )
 
@@ -188,7 +201,9 @@ def estimated(
     samples: Sequence[Sample],
     data_parallel_group: dist.ProcessGroup | None,
 ) -> list[Sample]:
-    """Make advantages of the rewards of a step whose prompt groups are whole; every rank of the group must call it."""
+    """Make advantages of the rewards of a step whose prompt groups are whole; every rank of the
+    group must call it.
+    """
     group = {"data_parallel_group": data_parallel_group}
     different = args.allow_different_prompts_in_group
     settings = {"method": args.advantage, "allow_different_prompts": different}
@@ -214,14 +229,18 @@ def _needs_advantages(sample: Any) -> bool:
 
 
 class Scoring:
-    """Fills in what the policy loss needs of samples and a model can say; every rank calls everything alike."""
+    """Fills in what the policy loss needs of samples and a model can say; every rank calls
+    everything alike.
+    """
 
     def __init__(self, args: Namespace, config: PolicyLossConfig, groups: ParallelGroups) -> None:
         self._args, self._config, self._groups = args, config, groups
         self._reference = None if args.ref_load is None else load_reference(args)
 
     def filled(self, samples: Sequence[Sample], policy: list[Any]) -> list[Sample]:
-        """Give this data-parallel rank's samples the log-probs that the loss needs; those that they have stay."""
+        """Give this data-parallel rank's samples the log-probs that the loss needs; those that they
+        have stay.
+        """
         with_old = self._with(list(samples), "old_log_probs", policy)
         return self._with(with_old, "ref_log_probs", self._reference)
 
@@ -253,7 +272,8 @@ def load_reference(args: Namespace) -> list[Any]:
     is_hugging_face = (Path(args.ref_load) / "config.json").exists()
     if not (is_hugging_face or checkpointing.checkpoint_exists(args.ref_load)):
         raise ValueError(
-            f"--ref-load: {args.ref_load} holds neither a checkpoint of Megatron nor Hugging Face weights"
+            f"--ref-load: {args.ref_load} holds neither a checkpoint of Megatron nor Hugging Face "
+            f"weights"
         )
     chunks: list[Any] = training.get_model(provide_model, wrap_with_ddp=False)
     for chunk in chunks:

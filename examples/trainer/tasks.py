@@ -1,4 +1,6 @@
-"""Steps from reasoning-gym tasks: chat prompts, answered by the policy as it is, scored by the task's own verifier."""
+"""Steps from reasoning-gym tasks: chat prompts, answered by the policy as it is, scored by the
+task's own verifier.
+"""
 
 import os
 import random
@@ -23,8 +25,8 @@ MOST_TASKS = 16384
 class TaskSteps:
     """The steps of `--task`: `--prompts-per-step` tasks with `--samples-per-prompt` answers each.
 
-    What a step asks depends on the seed and its number alone, so a run that goes on needs no place. Every rank makes
-    one and calls it alike.
+    What a step asks depends on the seed and its number alone, so a run that goes on needs no place.
+    Every rank makes one and calls it alike.
     """
 
     def __init__(self, args: Namespace, config: PolicyLossConfig, groups: ParallelGroups) -> None:
@@ -46,7 +48,8 @@ class TaskSteps:
         self._held_out, self._training = entries[:held_out], entries[held_out:]
         if len(self._training) < args.prompts_per_step:
             raise ValueError(
-                f"--task {args.task} has {len(entries)} distinct tasks: too few for --held-out-tasks "
+                f"--task {args.task} has {len(entries)} distinct tasks: too few for "
+                f"--held-out-tasks "
                 f"{args.held_out_tasks} and --prompts-per-step {args.prompts_per_step}"
             )
         prompts = [self._prompt(entry) for entry in entries[:256]]
@@ -56,7 +59,8 @@ class TaskSteps:
         self._template = [len(os.path.commonprefix(part)) for part in (prompts, backwards)]
         if longest + args.max_response_tokens > args.max_position_embeddings:
             raise ValueError(
-                f"prompts of {longest} tokens and --max-response-tokens {args.max_response_tokens} need more than "
+                f"prompts of {longest} tokens and --max-response-tokens {args.max_response_tokens} "
+                f"need more than "
                 f"--max-position-embeddings {args.max_position_embeddings}"
             )
 
@@ -93,7 +97,9 @@ class TaskSteps:
         return samples, self._metrics(rollouts)
 
     def held_out(self) -> tuple[float, list[str]]:
-        """Mean score of the held-out tasks, each answered with the likeliest tokens, and a few answers; on all ranks."""
+        """Mean score of the held-out tasks, each answered with the likeliest tokens, and a few
+        answers; on all ranks.
+        """
         rollouts = self._answers(self._held_out, 1, None)
         score = self._metrics(rollouts)["reward"]
         shown = [self._shown(prompt, answer.tokens, r) for prompt, _, r, answer in rollouts[:4]]
@@ -133,10 +139,11 @@ class TaskSteps:
     def _answers(
         self, entries: Sequence[dict[str, Any]], copies: int, iteration: int | None
     ) -> list[tuple[list[int], int, float, Response]]:
-        """Prompt, number of the task, score and response of this data-parallel rank's share of the tasks.
+        """Prompt, number of the task, score and response of this data-parallel rank's share of the
+        tasks.
 
-        The context-parallel ranks divide the share among themselves and then all hold all of it: they must pack the
-        same micro-batches.
+        The context-parallel ranks divide the share among themselves and then all hold all of it:
+        they must pack the same micro-batches.
         """
         groups = self._groups
         share = range(groups.data_rank, len(entries), groups.data_size)
@@ -158,7 +165,8 @@ class TaskSteps:
     def _score(self, entry: dict[str, Any], response: Response) -> float:
         """1.0 where the task's verifier gives full marks, else 0.0.
 
-        Its partial credit is no reward: SmolLM2 came to repeat the question before a wrong sum for it.
+        Its partial credit is no reward: SmolLM2 came to repeat the question before a wrong sum for
+        it.
         """
         answer = self._tokenizer.decode(response.tokens, skip_special_tokens=True).strip()
         return float(self._dataset.score_answer(answer, entry) == 1.0)

@@ -40,11 +40,12 @@ SHOWN = ("reward", "response_length", "loss", "kl_new_old", "grad_norm")
 
 
 class MetricsLog:
-    """The metrics of a run on the terminal, TensorBoard, W&B and in metrics.jsonl; every rank makes one, the last one writes.
+    """The metrics of a run on the terminal, TensorBoard, W&B and in metrics.jsonl; every rank makes
+    one, the last one writes.
 
-    Megatron writes its own line of a step, timers and memory reports; its flags say which writers there are.
-    The lines of metrics.jsonl after `args.iteration` are removed: the checkpoint that the run goes on from knows
-    nothing of them. A ValueError names a damaged line.
+    Megatron writes its own line of a step, timers and memory reports; its flags say which writers
+    there are. The lines of metrics.jsonl after `args.iteration` are removed: the checkpoint that
+    the run goes on from knows nothing of them. A ValueError names a damaged line.
     """
 
     def __init__(self, args: Namespace) -> None:
@@ -66,7 +67,9 @@ class MetricsLog:
         answers: Sequence[str],
         rollouts: Sequence[Mapping[str, Any]],
     ) -> None:
-        """Log step `number`, counted from 1: metrics, None for what is not known, a few of its answers, rows of rollouts."""
+        """Log step `number`, counted from 1: metrics, None for what is not known, a few of its
+        answers, rows of rollouts.
+        """
         if not self._writes:
             return
         known = append_step(self._path, number, metrics)
@@ -143,7 +146,9 @@ class Run:
         self._last_saved, self._is_exhausted = 0, False
 
     def train(self) -> None:
-        """Train until `--train-iters`, the end of the rollouts, or where Megatron's flags end the process."""
+        """Train until `--train-iters`, the end of the rollouts, or where Megatron's flags end the
+        process.
+        """
         args = self._args
         with mock.patch.multiple(
             training,
@@ -191,7 +196,9 @@ class Run:
             self._log.close(self._config)
 
     def _step(self, _: None, __: None, *rest: Any, **named: Any) -> tuple[Any, ...]:
-        """Megatron's `train_step` on the rollouts that come next; see `megatron.training.training.train_step`."""
+        """Megatron's `train_step` on the rollouts that come next; see
+        `megatron.training.training.train_step`.
+        """
         model, optimizer, *_ = rest
         times, done = [time.monotonic()], named["iteration"]
         with mendable():
@@ -222,7 +229,9 @@ class Run:
         return result
 
     def _rollout_rows(self, samples: Sequence[Any]) -> list[dict[str, Any]]:
-        """Rows of the first prompts of a step of `--task`, on all data-parallel ranks; files are there already."""
+        """Rows of the first prompts of a step of `--task`, on all data-parallel ranks; files are
+        there already.
+        """
         if not self._args.task:
             return []
         shown = samples[: SHOWN_PROMPTS * self._args.samples_per_prompt]
@@ -241,7 +250,9 @@ class Run:
         _forward_backward: Any,
         **named: Any,
     ) -> tuple[tuple[Any, ...], dict[str, float]]:
-        """Forward, backward and update by Megatron's `train_step`: its result, and the step's metrics."""
+        """Forward, backward and update by Megatron's `train_step`: its result, and the step's
+        metrics.
+        """
         step = PolicyStep(self._config, plan, model=model, vocab_size=self._args.vocab_size)
         packs = [[samples[index] for index in indices] for indices in plan.microbatches]
         place = {"cp_rank": self._groups.context_rank, **layout_of(self._args)}
@@ -283,7 +294,9 @@ class Run:
 
 
 def main() -> None:
-    """Parse the flags, and train or print the plan; what the user can mend is said in a line, by one rank."""
+    """Parse the flags, and train or print the plan; what the user can mend is said in a line, by
+    one rank.
+    """
     try:
         with mendable():
             args = parse_arguments()

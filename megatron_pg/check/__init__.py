@@ -1,9 +1,11 @@
-"""`megatron-pg check`: proves on the user's own machines that the gradient does not depend on the sharding.
+"""`megatron-pg check`: proves on the user's own machines that the gradient does not depend on the
+sharding.
 
-The files in the order of the work: `options` reads the flags, `places` samples and names the ranks, `job` joins the processes, `model` and
-`sharded_parameters` build the models, `cases` lists the rows, `samples` makes their samples, `step` runs them,
-`reference` computes the expected results, `compare` measures the errors, `diagnosis` names the likely mistake of a
-`finding`, and `report` writes the results.
+The files in the order of the work: `options` reads the flags, `places` samples and names the ranks,
+`job` joins the processes, `model` and `sharded_parameters` build the models, `cases` lists the
+rows, `samples` makes their samples, `step` runs them, `reference` computes the expected results,
+`compare` measures the errors, `diagnosis` names the likely mistake of a `finding`, and `report`
+writes the results.
 """
 
 import contextlib
@@ -19,14 +21,16 @@ from megatron_pg.config.versions import UnsupportedMegatronError
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the check in the job that its launcher has started. Every rank calls it, and exits at once where it fails.
+    """Run the check in the job that its launcher has started. Every rank calls it, and exits at
+    once where it fails.
 
-    Rank 0 prints the report on standard output. The output of libraries goes to standard error. `arguments` is the command
-    line after `megatron-pg check`.
+    Rank 0 prints the report on standard output. The output of libraries goes to standard error.
+    `arguments` is the command line after `megatron-pg check`.
 
     Returns:
-        The exit status, equal on every rank: 0 when every row passes, 1 when one fails, 2 for flags that cannot be
-        served or an unsupported Megatron-Core. A rank outside the sample of `--sample-groups` returns 0 at once.
+        The exit status, equal on every rank: 0 when every row passes, 1 when one fails, 2 for flags
+        that cannot be served or an unsupported Megatron-Core. A rank outside the sample of
+        `--sample-groups` returns 0 at once.
     """
     # Every rank would warn of absent optional packages and of names that will change.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
@@ -45,7 +49,8 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     output = sys.stdout
     with joined(launch, options.device):
-        # `megatron.training`, which the module of a custom function may import, installs such a handler.
+        # `megatron.training`, which the module of a custom function may import, installs such a
+        # handler.
         for handler in logging.getLogger().handlers:
             if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stdout:
                 handler.setStream(sys.stderr)

@@ -1,4 +1,6 @@
-"""The table of a check's rows: their steps and models, and the list of things that the check leaves out."""
+"""The table of a check's rows: their steps and models, and the list of things that the check leaves
+out.
+"""
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,15 +27,18 @@ class Case(NamedTuple):
     loss_scale: float = 1.0
     """The divisor of the gradients before the comparison."""
     is_even: bool = False
-    """A loss beside the policy's, and the samples of `make_even_samples`: no micro-batch is empty."""
+    """A loss beside the policy's, and the samples of `make_even_samples`: no micro-batch is
+    empty."""
     logit_coefficient: float = 0.0
-    """The coefficient of the sum of all squared logits. It includes a sequence's last token, which scores nothing."""
+    """The coefficient of the sum of all squared logits. It includes a sequence's last token, which
+    scores nothing."""
     has_sets: bool = False
     """Samples with the sets that their tokens were drawn from (`with_kept_sets`)."""
     has_experts: bool = False
     """Samples with the experts that their tokens take (`with_routed_experts`)."""
     updates: bool = False
-    """An optimizer step after it. The check compares the parameters' update and the gradient norm."""
+    """An optimizer step after it. The check compares the parameters' update and the gradient
+    norm."""
     lacks: Callable[[CheckOptions], str] = lambda options: ""
     """The reason why the options exclude the case; "" for none."""
 
@@ -56,7 +61,9 @@ class Case(NamedTuple):
         return bool(self.builds.get("moe_router_enable_expert_bias"))
 
     def num_microbatches(self, options: CheckOptions, data_rank: int) -> int:
-        """Return the M of a data-parallel rank, equal on all of them where a loss takes their micro-batches together."""
+        """Return the M of a data-parallel rank, equal on all of them where a loss takes their
+        micro-batches together.
+        """
         return options.num_microbatches(0 if "global_aux_loss" in self.balancing else data_rank)
 
 
@@ -97,7 +104,9 @@ def _router(name: str, kind: str | list[str] = "aux_loss", value: Any = 0.0, **b
 
 
 def _exchange(kind: str, engine: tuple[int, int]) -> Case:
-    """Make the case of a `cp_comm_type`. `engine` is the first Transformer Engine that has it for packed sequences."""
+    """Make the case of a `cp_comm_type`. `engine` is the first Transformer Engine that has it for
+    packed sequences.
+    """
 
     def lacks(options: CheckOptions) -> str:
         if options.context_parallel_size == 1 or options.cp_comm_type is not None:
@@ -151,7 +160,8 @@ CASES: Sequence[Case] = (
         moe_router_bias_update_rate=BIAS_RATE,
         **SIGMOID,
     ),
-    # Older engines refuse packed sequences (attention/dot_product_attention/context_parallel.py); all refuse a2a+p2p.
+    # Older engines refuse packed sequences (attention/dot_product_attention/context_parallel.py);
+    # all refuse a2a+p2p.
     _exchange("a2a", (2, 10)),
     _exchange("all_gather", (2, 18)),
     # This case is last because it changes the parameters.

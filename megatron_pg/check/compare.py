@@ -1,4 +1,6 @@
-"""The comparison of a step with the reference: loss, checksum, every gradient, and each gradient's copies."""
+"""The comparison of a step with the reference: loss, checksum, every gradient, and each gradient's
+copies.
+"""
 
 import itertools
 import math
@@ -37,7 +39,8 @@ class CheckRow:
     reference_loss: float
     reference_norm: float | None = None
     gradient_error: float
-    """The largest max|g - reference| / max|reference| of all parameters and ranks (bf16: the ratio of norms)."""
+    """The largest max|g - reference| / max|reference| of all parameters and ranks (bf16: the ratio
+    of norms)."""
     worst_parameter: str
     worst_rank: int = 0
     worst_place: tuple[int, ...] = (0,) * len(AXES)  # the worst rank's coordinates, as in `AXES`
@@ -106,7 +109,9 @@ class _Slice(NamedTuple):
 def compare(
     parts: Iterable[Part], expected: Expected, options: CheckOptions, **step: Any
 ) -> CheckRow:
-    """Compare the ranks' slices of gradients or updates with the reference. Every rank calls it and gets the same row."""
+    """Compare the ranks' slices of gradients or updates with the reference. Every rank calls it and
+    gets the same row.
+    """
     groups, dtype = ParallelGroups.from_parallel_state(), options.dtype
     ranks = (groups.tensor_rank, groups.context_rank, groups.data_rank, groups.pipeline_rank)
     place = place_of(ranks, options)
@@ -166,7 +171,9 @@ def _measure(shard: Shard, gradient: Tensor, whole: Tensor, place: Place, dtype:
 
 
 def _quotient(error: float, scale: float) -> float:
-    """Divide an error by its scale; infinity for NaN and for an error where nothing was expected."""
+    """Divide an error by its scale; infinity for NaN and for an error where nothing was
+    expected.
+    """
     if error == 0.0:
         return 0.0
     quotient = error / scale if scale else math.inf
@@ -174,7 +181,9 @@ def _quotient(error: float, scale: float) -> float:
 
 
 def _common_ratio(slices: Sequence[_Slice]) -> tuple[float, float]:
-    """Return the factor that brings the reference nearest to the slices, and the error that is left."""
+    """Return the factor that brings the reference nearest to the slices, and the error that is
+    left.
+    """
     common, squared = sum(each.product for each in slices), sum(each.square for each in slices)
     own = sum(each.own_square for each in slices)
     ratio = common / (squared or 1.0)
@@ -185,7 +194,9 @@ def _common_ratio(slices: Sequence[_Slice]) -> tuple[float, float]:
 def _replicas(
     slices: Sequence[_Slice], tolerance: float
 ) -> tuple[float, tuple[str, ...], tuple[str, ...]]:
-    """Return the largest error between copies of a slice, the axes along which they disagree, and their parameters."""
+    """Return the largest error between copies of a slice, the axes along which they disagree, and
+    their parameters.
+    """
 
     def spread(copies: Sequence[_Slice]) -> float:
         prints = zip(*(each.prints for each in copies), strict=True)
@@ -203,7 +214,9 @@ def _replicas(
 
 
 def _grouped(slices: Iterable[_Slice], *ignored: str) -> Iterable[list[_Slice]]:
-    """Group the slices of one part of one parameter on ranks that differ along the ignored axes alone."""
+    """Group the slices of one part of one parameter on ranks that differ along the ignored axes
+    alone.
+    """
     groups: dict[tuple[object, ...], list[_Slice]] = {}
     for each in slices:
         place = zip(AXES, each.place.coordinates, strict=True)

@@ -1,7 +1,7 @@
 """The diagnosis of failed rows: the first rule that fits a row is its diagnosis.
 
-The rules look at all rows of the check: a row that passes clears the parts that it uses. A function has the rules of
-one subject, in order, and returns "" if none fits.
+The rules look at all rows of the check: a row that passes clears the parts that it uses. A function
+has the rules of one subject, in order, and returns "" if none fits.
 """
 
 import math
@@ -24,7 +24,8 @@ def _words(f: Finding) -> str:
     words = next(filter(None, (rule(f) for rule in rules)), "") or _of_the_model(f)
     if not f.row.samples_counted_once:
         words += (
-            f"; the weights that reached the loss are {f.row.checksum:.4g} times those of the step's totals "
+            f"; the weights that reached the loss are {f.row.checksum:.4g} times those of the "
+            f"step's totals "
             "(aggregation_checksum)"
         )
     return words
@@ -37,9 +38,13 @@ def _of_all_rows(f: Finding) -> str:
             f"not finite in {row.worst_parameter} on {row.worst_name or f'rank {row.worst_rank}'}"
         )
     if f.is_left_over:
-        early = ", or a reduction starts before the last micro-batch (run it without --overlap-grad-reduce to tell them apart)"
+        early = (
+            ", or a reduction starts before the last micro-batch (run it without "
+            "--overlap-grad-reduce to tell them apart)"
+        )
         return (
-            "the first step of each model passes and those after it fail: gradients of the step before are left over "
+            "the first step of each model passes and those after it fail: gradients of the step "
+            "before are left over "
             f"(zero_grad_buffer){early if f.options.overlap_grad_reduce else ''}"
         )
     if row.what != "gradient" and gradient is not None and not gradient.passed:
@@ -62,10 +67,12 @@ def _gradient_norm(f: Finding) -> str:
     found, expected = f.row.gradient_norm or 0.0, f.row.reference_norm or 1.0
     norm = f"the gradient norm that the optimizer clips by is {instead(found, expected)}"
     by_norm = max(abs(found / expected - 1.0), abs(expected / (found or expected) - 1.0))
-    # Where no rank sums the norm, each clips by its own: one rank's norm says little of the others' steps.
+    # Where no rank sums the norm, each clips by its own: one rank's norm says little of the others'
+    # steps.
     if by_norm <= 1e-3 and f.row.gradient_error > 2.0 * by_norm + f.row.tolerance:
         return (
-            f"{norm}, and {f.row.worst_parameter} is further off than such a norm makes it: the optimizer steps with a "
+            f"{norm}, and {f.row.worst_parameter} is further off than such a norm makes it: the "
+            f"optimizer steps with a "
             "gradient that is stale, or was changed after the reduction"
         )
     if found > expected:
@@ -95,10 +102,15 @@ def _of_one_setting(f: Finding) -> str:
     row = f.row
     if row.replica_error > row.tolerance:
         where = [REDUCTIONS[axis] for axis in row.replica_axes] or ["some group"]
-        sharded = ", or the reduce-scatter of the distributed optimizer (without --use-distributed-optimizer)"
+        sharded = (
+            ", or the reduce-scatter of the distributed optimizer (without "
+            "--use-distributed-optimizer)"
+        )
         return (
-            f"replicas disagree over {', and over '.join(where)}: {named(row.replica_parameters)}{f.where()}; a reduction "
-            f"over that group is missing{sharded if f.options.use_distributed_optimizer else ''}{f.mode()}"
+            f"replicas disagree over {', and over '.join(where)}: "
+            f"{named(row.replica_parameters)}{f.where()}; a reduction "
+            f"over that group is "
+            f"missing{sharded if f.options.use_distributed_optimizer else ''}{f.mode()}"
         )
     if row.what in ROUTERS and f.fails("every token"):
         return "follows the row `every token`"
@@ -115,7 +127,10 @@ def _of_a_number(f: Finding) -> str:
     model, is_loss = f.same("end to end"), row.model == "loss only"
     is_part_of_model = model is not None and 0 < len(model.wrong) < model.num_parameters
     if f.all_have_factor and is_loss and is_part_of_model:
-        return f"gradient is {ratio:.4g} times the reference, and so is a part of the end-to-end model's: read that row"
+        return (
+            f"gradient is {ratio:.4g} times the reference, and so is a part of the end-to-end "
+            f"model's: read that row"
+        )
     if f.all_have_factor:
         where = "; the loss-only rows pass: it arises in the model, or in what reduces it"
         where = where if not is_loss and f.passes("loss only") else ""
@@ -125,18 +140,24 @@ def _of_a_number(f: Finding) -> str:
         return f"{rounding}, or a mistake that small"
     # DDP rounds the gradients of the loss-only rows too.
     if error <= ROUNDING and row.loss_agrees and _loss_only(f) is not None:
-        return f"{rounding} to bf16, in the reduction or the accumulation of gradients, or a mistake that small{f.mode()}"
+        return (
+            f"{rounding} to bf16, in the reduction or the accumulation of gradients, or a mistake "
+            f"that small{f.mode()}"
+        )
     few, many = f.micro_batches
     if not f.is_part and (few < ratio < many or 1 / many < ratio < 1 / few):
         return (
-            f"gradient is about {ratio:.4g} times the reference: {'M' if ratio > 1 else '1/M'}, the data-parallel ranks "
+            f"gradient is about {ratio:.4g} times the reference: {'M' if ratio > 1 else '1/M'}, "
+            f"the data-parallel ranks "
             f"having {few} and {many} micro-batches{f.mode()}"
         )
     return ""
 
 
 def _loss_only(f: Finding) -> CheckRow | None:
-    """Return the loss-only row of the same step if it fails too. That row does not depend on the model."""
+    """Return the loss-only row of the same step if it fails too. That row does not depend on the
+    model.
+    """
     found = f.same("loss only")
     return None if found is None or found.passed else found
 
@@ -149,7 +170,8 @@ def _of_the_loss(f: Finding) -> str:
     is_between = few < many and few / many <= ratio <= many / few
     if is_between and row.loss_agrees and f.failed_modes == {False}:
         return (
-            f"gradient is about {ratio:.4g} times the reference, the data-parallel ranks having {few} and {many} "
+            f"gradient is about {ratio:.4g} times the reference, the data-parallel ranks having "
+            f"{few} and {many} "
             f"micro-batches: a rank's loss is divided by the M of another rank{f.mode()}"
         )
     if row.loss_agrees and f.is_part and f.wrong_have_factor:
@@ -157,15 +179,20 @@ def _of_the_loss(f: Finding) -> str:
     if loss_only.loss_agrees and loss_only.samples_counted_once:
         return _backward(f)
     weights = (
-        "tokens have wrong weights, as from the totals of a micro-batch, of a rank or of a context-parallel shard, or the "
+        "tokens have wrong weights, as from the totals of a micro-batch, of a rank or of a "
+        "context-parallel shard, or the "
         "window is misplaced"
     )
     if f.sizes["TP"] > 1 and row.samples_counted_once:
         weights = (
-            "log-probs are wrong on the vocabulary shards of the loss (--tensor-model-parallel-size 1), the window is "
+            "log-probs are wrong on the vocabulary shards of the loss "
+            "(--tensor-model-parallel-size 1), the window is "
             "misplaced, or tokens have wrong weights"
         )
-    return f"no common factor, {row.worst_parameter} is {row.worst_ratio:.4g} times the reference: {weights}{f.mode()}"
+    return (
+        f"no common factor, {row.worst_parameter} is {row.worst_ratio:.4g} times the reference: "
+        f"{weights}{f.mode()}"
+    )
 
 
 def _backward(f: Finding) -> str:
@@ -182,17 +209,26 @@ def _backward(f: Finding) -> str:
 def _of_the_model(f: Finding) -> str:
     row, where = f.row, f.where()
     if row.loss_agrees and " stage " in where:
-        cause = "the backward of a micro-batch is missing or done twice there, or what the next stage sends back is wrong"
+        cause = (
+            "the backward of a micro-batch is missing or done twice there, or what the next stage "
+            "sends back is wrong"
+        )
         if f.wrong_have_factor:
             cause = "the gradient that the next stage sends back, or that stage's own scaling"
         if f.wrong_have_factor and f.mode() and row.calculate_per_token_loss:
             cause = "the token count, which the last stage broadcasts over the pipeline"
-        return f"the loss-only rows pass, and gradients {f.times()}{where} ({named(row.wrong)}): {cause}{f.mode()}"
+        return (
+            f"the loss-only rows pass, and gradients {f.times()}{where} ({named(row.wrong)}): "
+            f"{cause}{f.mode()}"
+        )
     if row.loss_agrees and f.is_part and _kind(f):
         return _part(f)
     known = "the loss-only rows pass, so the loss is right"
     if f.same("loss only") is None:
-        known = "there are no loss-only rows to judge the loss by (run it again without --fused-lm-head)"
+        known = (
+            "there are no loss-only rows to judge the loss by (run it again without "
+            "--fused-lm-head)"
+        )
     backward = "backward, or what hardly moves the loss in its forward,"
     wrong = f"the model's {backward if row.loss_agrees else 'forward'} is wrong, {f.worst()}"
     return f"{known}: {wrong}{_at(f)}; look at {', or at '.join(_suspects(f))}{f.mode()}"
@@ -208,7 +244,8 @@ def _suspects(f: Finding) -> Iterator[str]:
         yield "position ids, or the tied weight (the end-to-end model has neither, and passes)"
     if model == "multi-token" and plain_passes:
         yield (
-            "multi-token prediction: the labels and the mask that it shifts, its loss scale (the end-to-end model has none, "
+            "multi-token prediction: the labels and the mask that it shifts, its loss scale (the "
+            "end-to-end model has none, "
             "and passes)"
         )
     if model == "hybrid" and plain_passes:
@@ -221,11 +258,15 @@ def _suspects(f: Finding) -> Iterator[str]:
         yield "attention over several ranks (--context-parallel-size 1)"
     if sizes["TP"] > 1:
         yield (
-            "what tensor-parallel ranks exchange, or their vocabulary shards of the embedding and the output layer "
+            "what tensor-parallel ranks exchange, or their vocabulary shards of the embedding and "
+            "the output layer "
             "(--tensor-model-parallel-size 1)"
         )
     if sizes["PP"] > 1:
-        yield "activations and gradients sent between pipeline stages (--pipeline-model-parallel-size 1)"
+        yield (
+            "activations and gradients sent between pipeline stages "
+            "(--pipeline-model-parallel-size 1)"
+        )
     if options.use_distributed_optimizer:
         yield "DDP's reduction (without --use-distributed-optimizer)"
     if f.row.dtype == "bf16":
@@ -258,61 +299,78 @@ def _at(f: Finding) -> str:
 
 
 ROUNDING = 2.0**-7
-"""A bound above the error of sums of a few bf16 numbers (3.3e-3 measured) and below any micro-batch's weight."""
+"""A bound above the error of sums of a few bf16 numbers (3.3e-3 measured) and below any
+micro-batch's weight."""
 REDUCTIONS = {
-    "TP": "tensor-parallel ranks (finalize_model_grads, of norms and biases under --sequence-parallel)",
+    "TP": "tensor-parallel ranks (finalize_model_grads, of norms and biases under "
+    "--sequence-parallel)",
     "CP": "context-parallel ranks (DDP reduces over them and the data-parallel ones together)",
     "DP": "data-parallel ranks (DDP)",
     "PP": "pipeline stages (finalize_model_grads, of tied embeddings)",
 }
 ROUTERS: Mapping[str, str] = {
     "auxiliary loss": (
-        "so the auxiliary loss of the experts' router is wrong: its coefficient, its scale (1 / M, or tokens), the ranks that "
+        "so the auxiliary loss of the experts' router is wrong: its coefficient, its scale (1 / M, "
+        "or tokens), the ranks that "
         "its counts are summed over, or padding that it counts"
     ),
     "sequence loss": (
-        "so the router's seq_aux_loss is wrong: a pack is one sequence to it, over context- and tensor-parallel ranks"
+        "so the router's seq_aux_loss is wrong: a pack is one sequence to it, over context- and "
+        "tensor-parallel ranks"
     ),
     "global loss": (
-        "so the router's global_aux_loss is wrong: its shares of experts are of all tokens of the step so far, on all "
+        "so the router's global_aux_loss is wrong: its shares of experts are of all tokens of the "
+        "step so far, on all "
         "data-parallel ranks, over which its gradient is a sum"
     ),
     "listed losses": (
-        "so a list of the router's load-balancing losses is wrong: each has its own coefficient, and they are added up; or its "
+        "so a list of the router's load-balancing losses is wrong: each has its own coefficient, "
+        "and they are added up; or its "
         "sigmoid scores, which they share out before they count"
     ),
     "router z loss": (
-        "so the z loss of the router is wrong: its coefficient, its scale (1 / M, CP / M, or tokens), or padding that it counts"
+        "so the z loss of the router is wrong: its coefficient, its scale (1 / M, CP / M, or "
+        "tokens), or padding that it counts"
     ),
     "expert bias": (
-        "so the router's bias of experts is wrong: it chooses without the bias or weighs by it, or the bias counts other tokens "
+        "so the router's bias of experts is wrong: it chooses without the bias or weighs by it, or "
+        "the bias counts other tokens "
         "than those of all ranks (padding, one rank's)"
     ),
 }
 CASES: Mapping[str, str] = {
-    "gspo": "so a sum over a whole sequence is wrong: it takes the tokens of all context-parallel ranks",
-    "dis": "so the weight of dis is wrong: the ratio to the rollout log-probs, without gradient, 0 outside the band",
-    "kept set": "so kept sets are scored wrongly: of another token, or their columns on other tensor-parallel ranks are left out",
-    "loss scale": "so the loss scale of fp16 (config.grad_scale_func) is lost, applied twice, or on some gradients only",
+    "gspo": "so a sum over a whole sequence is wrong: it takes the tokens of all context-parallel "
+    "ranks",
+    "dis": "so the weight of dis is wrong: the ratio to the rollout log-probs, without gradient, 0 "
+    "outside the band",
+    "kept set": "so kept sets are scored wrongly: of another token, or their columns on other "
+    "tensor-parallel ranks are left out",
+    "loss scale": "so the loss scale of fp16 (config.grad_scale_func) is lost, applied twice, or "
+    "on some gradients only",
     "recompute": "so activations are not recomputed as they were",
     "every token": (
-        "so a token that scores nothing is lost or changed, as the last token of a sequence is by an exchange that drops it "
+        "so a token that scores nothing is lost or changed, as the last token of a sequence is by "
+        "an exchange that drops it "
         "(of experts, or between ranks)"
     ),
     **ROUTERS,
     "routing replay": (
-        "so a router does not take the experts that it is given: it takes those of another token or layer, or its own in the "
+        "so a router does not take the experts that it is given: it takes those of another token "
+        "or layer, or its own in the "
         "first forward or in recomputation"
     ),
 }
 """The meaning of a case's failure."""
 KINDS = {
-    ".experts.": "experts have a data-parallel group of their own, and are divided by the size of the whole one",
+    ".experts.": "experts have a data-parallel group of their own, and are divided by the size of "
+    "the whole one",
     "router": "the router: its auxiliary loss, or its sum over tensor-parallel ranks",
     "position_embeddings": "the position ids, or that embedding's reduction",
-    "word_embeddings": "the embedding's vocabulary shards or, where it is tied, the sum with the output layer's",
+    "word_embeddings": "the embedding's vocabulary shards or, where it is tied, the sum with the "
+    "output layer's",
     "output_layer": "the output layer's vocabulary shards",
-    "norm": "norms, which finalize_model_grads sums over tensor-parallel ranks under --sequence-parallel",
+    "norm": "norms, which finalize_model_grads sums over tensor-parallel ranks under "
+    "--sequence-parallel",
     "bias": "biases, which one tensor-parallel rank of several adds",
     "linear_qkv": "attention: what it sends back to queries, keys and values",
 }

@@ -20,7 +20,8 @@ class Finding:
         self.row, self.rows, self.options, self.data_size = row, rows, options, data_size
         self.slack = min(10 * row.tolerance, 0.05)
         """The tolerance of a ratio's match with a number."""
-        # Gradients are the reference's times one number other than 1: all of them, or the wrong ones.
+        # Gradients are the reference's times one number other than 1: all of them, or the wrong
+        # ones.
         self.all_have_factor = row.scaled_error <= self.slack < abs(row.common_ratio - 1.0)
         self.wrong_have_factor = row.wrong_scaled_error <= self.slack < abs(row.wrong_ratio - 1.0)
         self.is_part = 0 < len(row.wrong) < row.num_parameters
@@ -37,7 +38,9 @@ class Finding:
         }
 
     def same(self, model: str) -> CheckRow | None:
-        """Find a model's gradient row in this row's loss mode, with this row's aggregation if there is one."""
+        """Find a model's gradient row in this row's loss mode, with this row's aggregation if there
+        is one.
+        """
         kind = (model, self.row.calculate_per_token_loss, "gradient")
         rows = (r for r in self.rows if (r.model, r.calculate_per_token_loss, r.what) == kind)
         aggregation = self.row.aggregation
@@ -62,7 +65,9 @@ class Finding:
 
     @property
     def failed_modes(self) -> set[bool]:
-        """The values of `calculate_per_token_loss` with failed gradient rows; none if the check has one mode."""
+        """The values of `calculate_per_token_loss` with failed gradient rows; none if the check has
+        one mode.
+        """
         rows = [row for row in self.rows if row.what == "gradient"]
         failed = {row.calculate_per_token_loss for row in rows if not row.passed}
         return failed if len({row.calculate_per_token_loss for row in rows}) > 1 else set()
@@ -70,10 +75,14 @@ class Finding:
     def mode(self) -> str:
         """Name the likely cause where one loss mode fails alone."""
         if self.failed_modes == {False}:
-            return "; rows per micro-batch alone: look at CP / M of the schedule and 1 / (DP CP) of DDP"
+            return (
+                "; rows per micro-batch alone: look at CP / M of the schedule and 1 / (DP CP) of "
+                "DDP"
+            )
         if self.failed_modes == {True}:
             return (
-                "; per-token rows alone: look at the token count (num_tokens) that finalize_model_grads divides by, and at "
+                "; per-token rows alone: look at the token count (num_tokens) that "
+                "finalize_model_grads divides by, and at "
                 "DDP's scaling, 1 in this mode"
             )
         return ""
@@ -99,7 +108,9 @@ class Finding:
         return f"worst in {self.row.worst_parameter}{on}"
 
     def factors(self, ratio: float) -> str:
-        """Name the sizes or counts whose product, or its inverse, is a ratio: ": 2 = CP or 2 = DP"; "" for none."""
+        """Name the sizes or counts whose product, or its inverse, is a ratio: ": 2 = CP or 2 = DP";
+        "" for none.
+        """
         for numbers in self._candidates():
             matches = []
             for name, number in numbers.items():
@@ -112,7 +123,9 @@ class Finding:
         return ""
 
     def _candidates(self) -> Iterator[dict[str, float]]:
-        """Yield the products of one, two and three sizes, then the step's counts and T over its ranks' parts."""
+        """Yield the products of one, two and three sizes, then the step's counts and T over its
+        ranks' parts.
+        """
         sizes = {name: size for name, size in self.sizes.items() if size > 1}
         for count in (1, 2, 3):
             yield {
@@ -134,7 +147,9 @@ class Finding:
         }
 
     def times(self) -> str:
-        """Put the wrong gradients' common factor in words: "are 2 times the reference: 2 = CP", or "differ"."""
+        """Put the wrong gradients' common factor in words: "are 2 times the reference: 2 = CP", or
+        "differ".
+        """
         if not self.wrong_have_factor:
             return "differ"
         ratio = self.row.wrong_ratio

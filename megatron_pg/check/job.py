@@ -23,8 +23,8 @@ from megatron_pg.megatron.cpu.runtime import enable_cpu_runtime
 TIMEOUT_MINUTES = 5
 """The time limit of a collective's wait for a rank that neither joins nor fails."""
 POLL_SECONDS, GRACE_SECONDS = 0.2, 1.0
-"""The interval at which a rank looks for another's failure, and the time that it then leaves that rank to end first. A
-launcher blames the first to end."""
+"""The interval at which a rank looks for another's failure, and the time that it then leaves that
+rank to end first. A launcher blames the first to end."""
 FAILURE = "megatron_pg_check/" + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 """The key of the message that the first rank to fail leaves in the job's store."""
 
@@ -38,13 +38,17 @@ class Launch(NamedTuple):
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Launch:
-        """Read RANK, WORLD_SIZE and LOCAL_RANK; one process without them. A ValueError names the missing ones."""
+        """Read RANK, WORLD_SIZE and LOCAL_RANK; one process without them. A ValueError names the
+        missing ones.
+        """
         tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
         world_size = int(environment.get("WORLD_SIZE", "0"))
         if not world_size and tasks > 1:
             raise ValueError(
-                f"srun has started {tasks} tasks, and none of them knows its rank: WORLD_SIZE is not set. Start one torchrun "
-                "a node (srun --ntasks-per-node 1 torchrun ...), or export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID "
+                f"srun has started {tasks} tasks, and none of them knows its rank: WORLD_SIZE is "
+                f"not set. Start one torchrun "
+                "a node (srun --ntasks-per-node 1 torchrun ...), or export RANK=$SLURM_PROCID "
+                "LOCAL_RANK=$SLURM_LOCALID "
                 "WORLD_SIZE=$SLURM_NTASKS MASTER_ADDR MASTER_PORT in every task"
             )
         if not world_size:
@@ -53,14 +57,17 @@ class Launch(NamedTuple):
         missing = [name for name in needed if name not in environment]
         if world_size > 1 and missing:
             raise ValueError(
-                f"WORLD_SIZE is {world_size} and {', '.join(missing)} not set: start it with torchrun, or export them "
+                f"WORLD_SIZE is {world_size} and {', '.join(missing)} not set: start it with "
+                f"torchrun, or export them "
                 "in every process"
             )
         rank, local_rank = (int(environment.get(name, "0")) for name in needed[:2])
         return cls(rank, world_size, local_rank)
 
     def in_sample(self, ranks: Sequence[int]) -> Launch | None:
-        """Return this process's place among some ranks of the job; None if it is not one of them."""
+        """Return this process's place among some ranks of the job; None if it is not one of
+        them.
+        """
         if self.rank not in ranks:
             return None
         return self._replace(rank=ranks.index(self.rank), world_size=len(ranks))
@@ -81,7 +88,8 @@ def prepare(launch: Launch, device: str) -> None:
     require_supported_version()
     if launch.local_rank >= torch.cuda.device_count():
         raise ValueError(
-            f"LOCAL_RANK is {launch.local_rank} and this process sees {torch.cuda.device_count()} GPUs: start one process "
+            f"LOCAL_RANK is {launch.local_rank} and this process sees {torch.cuda.device_count()} "
+            f"GPUs: start one process "
             "a GPU (LOCAL_RANK=0 where each sees its own only), or use --device cpu"
         )
     torch.cuda.set_device(launch.local_rank)
@@ -90,10 +98,12 @@ def prepare(launch: Launch, device: str) -> None:
 
 @contextlib.contextmanager
 def joined(launch: Launch, device: str) -> Iterator[None]:
-    """Open the default process group, gloo on "cpu" and NCCL on "cuda". Every rank enters it, after `prepare`.
+    """Open the default process group, gloo on "cpu" and NCCL on "cuda". Every rank enters it, after
+    `prepare`.
 
-    The ranks leave together, because the end of one would cut off the others' output. An exception ends this process
-    with status 1 at once. torchrun's agent then ends the others; without an agent they end by themselves.
+    The ranks leave together, because the end of one would cut off the others' output. An exception
+    ends this process with status 1 at once. torchrun's agent then ends the others; without an agent
+    they end by themselves.
     """
     backend = "nccl" if device == "cuda" else "gloo"
     finished = threading.Event()
@@ -131,7 +141,9 @@ def joined(launch: Launch, device: str) -> Iterator[None]:
 
 
 def _watch(launch: Launch, failures: Store, finished: threading.Event) -> None:
-    """End this process with the message of a failed rank, in a thread: NCCL waits without end for a peer that never joined."""
+    """End this process with the message of a failed rank, in a thread: NCCL waits without end for a
+    peer that never joined.
+    """
     # Of thousands of ranks one tells what ended them, beside the one that failed.
     first, heard = None, job_rank()
     while first is None and not finished.wait(POLL_SECONDS):

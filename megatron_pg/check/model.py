@@ -39,7 +39,9 @@ def initialize_groups(options: CheckOptions, *, sharded: bool = True) -> None:
 
 
 def destroy_groups() -> None:
-    """Destroy all process groups but the world's. Megatron forgets its own and leaves their threads and communicators."""
+    """Destroy all process groups but the world's. Megatron forgets its own and leaves their threads
+    and communicators.
+    """
     for group in [*distributed_c10d._world.pg_map]:
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
@@ -47,13 +49,17 @@ def destroy_groups() -> None:
 
 
 def tied_model(**keywords: Any) -> GPTModel:
-    """Make a GPTModel with learned positions and one weight for the output layer and the embedding."""
+    """Make a GPTModel with learned positions and one weight for the output layer and the
+    embedding.
+    """
     keywords["position_embedding_type"] = "learned_absolute"
     return GPTModel(**keywords | {"share_embeddings_and_output_weights": True})
 
 
 def hybrid_model(*, config: TransformerConfig, **keywords: Any) -> Any:
-    """Make a HybridModel of the config's number of layers, attention and MLP or experts by turns, in plain torch."""
+    """Make a HybridModel of the config's number of layers, attention and MLP or experts by turns,
+    in plain torch.
+    """
     # Old versions lack these modules.
     from megatron.core.models.hybrid import hybrid_block
     from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -95,7 +101,8 @@ def multi_token_model(**keywords: Any) -> GPTModel:
 class LogitTable(torch.nn.Module):
     """A model for the loss alone, whose parameters are logits, one row for each token id.
 
-    Its pipeline stages pass on a hidden state that changes no logit, so that every stage has a gradient to send.
+    Its pipeline stages pass on a hidden state that changes no logit, so that every stage has a
+    gradient to send.
     """
 
     def __init__(
@@ -117,7 +124,9 @@ class LogitTable(torch.nn.Module):
         self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
     def forward(self, input_ids: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Map input_ids [1, local_tokens] to logits [1, local_tokens, v/tp], or to an earlier stage's hidden state."""
+        """Map input_ids [1, local_tokens] to logits [1, local_tokens, v/tp], or to an earlier
+        stage's hidden state.
+        """
         hidden = self.untouched.repeat(input_ids.shape[1], 1, 1)
         if self.input_tensor is not None:
             hidden = hidden + self.input_tensor
@@ -151,7 +160,9 @@ MODELS = {
 def model_config(
     options: CheckOptions, *, sharded: bool = True, dtype: torch.dtype | None = None, **changes: Any
 ) -> TransformerConfig:
-    """Make the config of a few thousand parameters, without dropout or fusions but the attention's. `changes` override fields."""
+    """Make the config of a few thousand parameters, without dropout or fusions but the attention's.
+    `changes` override fields.
+    """
     dtype = dtype or (torch.bfloat16 if options.dtype == "bf16" else torch.float32)
     sizes = options.parallel_sizes(sharded)
     # The sharding cannot split fewer heads and layers.
@@ -185,8 +196,9 @@ def model_config(
     if options.cp_comm_type is not None and sharded:
         fields["cp_comm_type"] = options.cp_comm_type
     if options.num_experts is not None:
-        # A token leaves out one of three or more experts: the auxiliary loss would be constant otherwise. In bf16 it
-        # leaves out none: rounding would decide between experts, and gradients would differ much.
+        # A token leaves out one of three or more experts: the auxiliary loss would be constant
+        # otherwise. In bf16 it leaves out none: rounding would decide between experts, and
+        # gradients would differ much.
         leaves_one_out = options.num_experts > 2 and dtype != torch.bfloat16
         fields |= {
             "num_moe_experts": options.num_experts,
@@ -212,7 +224,9 @@ def build_chunks(
     same_parameters: bool = True,
     **changes: Any,
 ) -> list[torch.nn.Module]:
-    """Build this rank's chunks of a model without DDP, with the parameters of `set_parameters` or Megatron's random ones."""
+    """Build this rank's chunks of a model without DDP, with the parameters of `set_parameters` or
+    Megatron's random ones.
+    """
     num_stages = config.virtual_pipeline_model_parallel_size
     longest = 2 * options.context_parallel_size * options.tokens_per_chunk
     chunks = []

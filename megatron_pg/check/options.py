@@ -18,7 +18,8 @@ from megatron_pg.config.versions import derives_multi_token_labels, has_hybrid_m
 from megatron_pg.loss.aggregation import AGGREGATIONS
 
 LEAN_PERIOD = 16
-"""The period of token ids: its first half leans one way, its second the other (`set_parameters`)."""
+"""The period of token ids: its first half leans one way, its second the other
+(`set_parameters`)."""
 ADAM_EPSILON = 0.1
 _TILED_COLUMNS = 256
 DIVISOR = 24.0
@@ -109,9 +110,11 @@ class CheckOptions(Settings):
 
     @property
     def vocab_size(self) -> int:
-        """The tokenizer's size: no multiple of the tensor-parallel size, about sixteen ids for each rank.
+        """The tokenizer's size: no multiple of the tensor-parallel size, about sixteen ids for each
+        rank.
 
-        For QuACK's products 256 for each rank, of which the last lacks three where there are several: it takes other kernels.
+        For QuACK's products 256 for each rank, of which the last lacks three where there are
+        several: it takes other kernels.
         """
         if self.has_whole_tiles:
             return self.padded_vocab_size - (3 if self.tensor_model_parallel_size > 1 else 0)
@@ -119,7 +122,8 @@ class CheckOptions(Settings):
 
     @property
     def padded_vocab_size(self) -> int:
-        """The output layer's columns, one or more beyond the tokenizer's, equally many on every tensor-parallel rank.
+        """The output layer's columns, one or more beyond the tokenizer's, equally many on every
+        tensor-parallel rank.
 
         None beyond it on a single rank with QuACK's products, which take no padding.
         """
@@ -129,14 +133,20 @@ class CheckOptions(Settings):
 
     @property
     def tokens_per_chunk(self) -> int:
-        """The tokens of a long sequence in each of a context-parallel rank's two chunks, which together exceed a tile of attention."""
-        # Tiles have 128 tokens, a CPU's 32. A GEMM loses digits with each token, and an expert's has those of all its ranks.
+        """The tokens of a long sequence in each of a context-parallel rank's two chunks, which
+        together exceed a tile of attention.
+        """
+        # Tiles have 128 tokens, a CPU's 32. A GEMM loses digits with each token, and an expert's
+        # has those of all its ranks.
         is_divided = min(self.context_parallel_size, self.expert_model_parallel_size) > 1
         return 130 if self.device == "cuda" else 17 if is_divided else 33
 
     def num_microbatches(self, data_rank: int) -> int:
-        """Return a data-parallel rank's M: five or six by turns, more if the pipeline needs more."""
-        # Ranks of one expert-parallel group exchange tokens in every micro-batch and so have equal M.
+        """Return a data-parallel rank's M: five or six by turns, more if the pipeline needs
+        more.
+        """
+        # Ranks of one expert-parallel group exchange tokens in every micro-batch and so have equal
+        # M.
         turn = data_rank % 2 if self.expert_model_parallel_size == 1 else 0
         count = max(5, self.pipeline_model_parallel_size + 2) + turn
         # Interleaved pipelines need multiples.
@@ -146,7 +156,9 @@ class CheckOptions(Settings):
 
 
 def config_of(aggregation: str, options: CheckOptions, objective: str = "ppo") -> PolicyLossConfig:
-    """Make a loss with KL and entropy terms, whose outer counts differ from the policy-gradient term's."""
+    """Make a loss with KL and entropy terms, whose outer counts differ from the policy-gradient
+    term's.
+    """
     values: dict[str, Any] = {"loss_aggregation": aggregation}
     if aggregation == CUSTOM:
         values = {field: getattr(options, field) for field in CUSTOM_PATHS} | {"pg_metrics": "none"}
@@ -161,12 +173,16 @@ def config_of(aggregation: str, options: CheckOptions, objective: str = "ppo") -
 
 
 def parse_options(arguments: Sequence[str], *, world_size: int = 0) -> tuple[CheckOptions, bool]:
-    """Return the options and the flag `--json`, or raise one ValueError with all faults. A world size of 0 passes every check."""
+    """Return the options and the flag `--json`, or raise one ValueError with all faults. A world
+    size of 0 passes every check.
+    """
     parser = ProgramParser(
         prog="megatron-pg check",
         allow_abbrev=False,
-        description="Run one training step of a small model on the real process groups for every aggregation and both of "
-        "Megatron's loss modes, and compare every gradient with an unsharded reference computed in the same job. Start it as "
+        description="Run one training step of a small model on the real process groups for every "
+        "aggregation and both of "
+        "Megatron's loss modes, and compare every gradient with an unsharded reference computed in "
+        "the same job. Start it as "
         "the training is started, for example: torchrun --nproc-per-node 8 -m megatron_pg check "
         "--tensor-model-parallel-size 2 --context-parallel-size 2 --pipeline-model-parallel-size 2",
     )
@@ -198,7 +214,8 @@ def has_transformer_engine() -> bool:
 def has_gradient_accumulation_fusion(options: CheckOptions) -> bool:
     """Tell whether a kernel is there that adds up weight gradients inside the product.
 
-    Megatron's output layer takes Apex's alone, beside Transformer Engine's layers too (tensor_parallel/layers.py, 0.19.2).
+    Megatron's output layer takes Apex's alone, beside Transformer Engine's layers too
+    (tensor_parallel/layers.py, 0.19.2).
     """
     has_apex = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
     return options.device == "cuda" and has_apex
@@ -218,23 +235,32 @@ def violations_of_sizes(options: CheckOptions, world_size: int) -> Iterator[str]
     ):
         if world_size % size:
             yield (
-                f"{world_size} processes were started, and --{first}-parallel-size * --pipeline-model-parallel-size * "
-                f"--{last}-parallel-size = {size} must divide them: torchrun --nproc-per-node {math.lcm(dense, sparse)} "
+                f"{world_size} processes were started, and --{first}-parallel-size * "
+                f"--pipeline-model-parallel-size * "
+                f"--{last}-parallel-size = {size} must divide them: torchrun --nproc-per-node "
+                f"{math.lcm(dense, sparse)} "
                 "-m megatron_pg check ..."
             )
     if options.all and options.sample_groups is not None:
         yield "--sample-groups takes copies of the model of one sharding: drop it, or --all"
     if options.num_layers is not None and options.num_layers % chunks:
-        yield f"--num-layers {options.num_layers} with {chunks} pipeline chunks: give a multiple of that number"
+        yield (
+            f"--num-layers {options.num_layers} with {chunks} pipeline chunks: give a multiple of "
+            f"that number"
+        )
     if options.sequence_parallel and tensor_size == 1:
         yield "--sequence-parallel needs --tensor-model-parallel-size above 1"
     if options.fp32_lm_head and not options.fused_lm_head:
         yield "--fp32-lm-head is checked with --fused-lm-head: add it"
     if options.hybrid_model and pipeline_size > 1:
-        yield f"--hybrid-model with --pipeline-model-parallel-size {pipeline_size}: drop one of the two"
+        yield (
+            f"--hybrid-model with --pipeline-model-parallel-size {pipeline_size}: drop one of the "
+            f"two"
+        )
     if stages is not None and 1 in (stages, pipeline_size):
         yield (
-            f"--virtual-pipeline-model-parallel-size {stages} with --pipeline-model-parallel-size {pipeline_size}: both "
+            f"--virtual-pipeline-model-parallel-size {stages} with --pipeline-model-parallel-size "
+            f"{pipeline_size}: both "
             "must be above 1; leave it out for a pipeline that is not interleaved"
         )
     if experts is None:
@@ -244,18 +270,22 @@ def violations_of_sizes(options: CheckOptions, world_size: int) -> Iterator[str]
         return
     if experts < 2 or experts % expert_size:
         yield (
-            f"--num-experts {experts} with --expert-model-parallel-size {expert_size}: give at least 2 experts, and a "
+            f"--num-experts {experts} with --expert-model-parallel-size {expert_size}: give at "
+            f"least 2 experts, and a "
             "multiple of that size"
         )
     if tensor_size > 1 and not options.sequence_parallel:
         yield (
-            f"--num-experts {experts} with --tensor-model-parallel-size {tensor_size} needs --sequence-parallel: Megatron "
+            f"--num-experts {experts} with --tensor-model-parallel-size {tensor_size} needs "
+            f"--sequence-parallel: Megatron "
             "trains no mixture of experts without it there"
         )
 
 
 def shardings(options: CheckOptions, world_size: int) -> Iterator[CheckOptions]:
-    """Yield the options with every sharding of `world_size` processes: TP with and without SP, PP, VPP 1 and 2, CP, EP."""
+    """Yield the options with every sharding of `world_size` processes: TP with and without SP, PP,
+    VPP 1 and 2, CP, EP.
+    """
     sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
     axes = (sizes, sizes, sizes, sizes, (False, True), (None, 2))
     for tensor, pipeline, context, expert, sequence_parallel, chunks in itertools.product(*axes):
@@ -282,18 +312,28 @@ def _violations_of_machine(options: CheckOptions) -> Iterator[str]:
         if options.device == "cpu":
             yield "--transformer-impl transformer_engine runs on --device cuda only; use local"
         elif options.dtype == "fp32":
-            yield "--transformer-impl transformer_engine has no packed float32 attention; use --dtype bf16 or local"
+            yield (
+                "--transformer-impl transformer_engine has no packed float32 attention; use "
+                "--dtype bf16 or local"
+            )
         elif not has_transformer_engine():
             yield "--transformer-impl transformer_engine: it cannot be imported; use local"
     elif options.cp_comm_type is not None:
-        yield f"--cp-comm-type {options.cp_comm_type} is Transformer Engine's: it needs --transformer-impl of that name"
+        yield (
+            f"--cp-comm-type {options.cp_comm_type} is Transformer Engine's: it needs "
+            f"--transformer-impl of that name"
+        )
     if options.gradient_accumulation_fusion and not has_gradient_accumulation_fusion(options):
         yield (
-            "--gradient-accumulation-fusion needs a GPU and Apex's fused_weight_gradient_mlp_cuda, for Megatron's output "
+            "--gradient-accumulation-fusion needs a GPU and Apex's fused_weight_gradient_mlp_cuda, "
+            "for Megatron's output "
             "layer; drop it"
         )
     if options.mtp_num_layers is not None and not derives_multi_token_labels():
-        yield "--mtp-num-layers needs megatron-core 0.19 or later, which trains it without labels; drop it"
+        yield (
+            "--mtp-num-layers needs megatron-core 0.19 or later, which trains it without labels; "
+            "drop it"
+        )
     if options.hybrid_model and not has_hybrid_model():
         yield "--hybrid-model needs megatron-core 0.18 or later; drop it"
     yield from custom_function_violations(options)

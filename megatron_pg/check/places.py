@@ -1,4 +1,6 @@
-"""The places of a job's ranks: their names where a few of many are wrong, and the sample that a check runs on."""
+"""The places of a job's ranks: their names where a few of many are wrong, and the sample that a
+check runs on.
+"""
 
 import math
 import os
@@ -40,7 +42,9 @@ def place_of(coordinates: tuple[int, ...], options: CheckOptions) -> Place:
 
 
 def names_of(ranks: Sequence[Place], everyone: Sequence[Place]) -> str:
-    """Name ranks by host and coordinates, or many of them by what they have in common; "" where they are all."""
+    """Name ranks by host and coordinates, or many of them by what they have in common; "" where
+    they are all.
+    """
     if len(ranks) == len(everyone):
         return ""
     columns = zip(*(place.coordinates for place in everyone), strict=True)
@@ -72,9 +76,11 @@ def names_of(ranks: Sequence[Place], everyone: Sequence[Place]) -> str:
 
 
 def sampled_data_ranks(options: CheckOptions, size: int) -> tuple[int, ...]:
-    """Return the data-parallel ranks that a check of `size` processes runs on, without `--sample-groups` all.
+    """Return the data-parallel ranks that a check of `size` processes runs on, without
+    `--sample-groups` all.
 
-    They are evenly spaced, the first and the last among them. Ranks that share experts are chosen together.
+    They are evenly spaced, the first and the last among them. Ranks that share experts are chosen
+    together.
     """
     dense = options.tensor_model_parallel_size * options.context_parallel_size
     sparse = options.expert_tensor_parallel_size * options.expert_model_parallel_size
@@ -88,8 +94,9 @@ def sampled_data_ranks(options: CheckOptions, size: int) -> tuple[int, ...]:
 def sampled_ranks(options: CheckOptions, size: int) -> list[int]:
     """Return the ranks of the job that `sampled_data_ranks` stand for, in order.
 
-    Megatron counts tensor-, context-, data- and pipeline-parallel ranks, the first the fastest (`order` of
-    `initialize_model_parallel`). So the sample is a job of its own, and its groups but the data-parallel ones are the job's.
+    Megatron counts tensor-, context-, data- and pipeline-parallel ranks, the first the fastest
+    (`order` of `initialize_model_parallel`). So the sample is a job of its own, and its groups but
+    the data-parallel ones are the job's.
     """
     block = options.tensor_model_parallel_size * options.context_parallel_size
     stage = size // options.pipeline_model_parallel_size

@@ -1,4 +1,5 @@
-"""The expected results of a step: the unsharded model on each sample alone, and the loss in float64, sample by sample.
+"""The expected results of a step: the unsharded model on each sample alone, and the loss in
+float64, sample by sample.
 
 The loss shares no code with the reducers, the token window or the scale contract that it judges.
 """
@@ -68,13 +69,14 @@ class Expected(NamedTuple):
     norm: float | None = None
     """The norm of all gradients, if `gradients` has the optimizer's updates instead."""
     tokens_of_experts: Mapping[str, Tensor] = {}
-    """[experts] tokens of the step that take an expert, by the name of the router's bias, whose update is among `gradients`."""
+    """[experts] tokens of the step that take an expert, by the name of the router's bias, whose
+    update is among `gradients`."""
 
     def after_update(self) -> Expected:
         """Replace the gradients by the updates of Adam's first step, as `step.update` makes it.
 
-        The gradients are clipped to half their norm. Adam adds `-g / (|g| + epsilon)`. The decay adds minus the
-        parameter, which is as much again.
+        The gradients are clipped to half their norm. Adam adds `-g / (|g| + epsilon)`. The decay
+        adds minus the parameter, which is as much again.
         """
         norm = math.sqrt(sum(float(each.square().sum()) for each in self.gradients.values()))
         clip = 0.5 * norm / (norm + 1e-6)
@@ -84,7 +86,9 @@ class Expected(NamedTuple):
 
 
 class WholeModel:
-    """The unsharded model of some options, one on every rank. The ranks share out the samples and add up their gradients."""
+    """The unsharded model of some options, one on every rank. The ranks share out the samples and
+    add up their gradients.
+    """
 
     def __init__(self, options: CheckOptions, new_model: NewModel) -> None:
         self._options = options
@@ -95,8 +99,8 @@ class WholeModel:
         self._scale_ahead = float(self.config.mtp_loss_scaling_factor or 0.0)
         self.config.mtp_loss_scaling_factor = 0.0
         self._module = build_chunks(options, self.config, new_model)[0].to(dtype)
-        # Of the call that runs: logits of multi-token prediction by depth, [tokens, experts] float64 of each layer's router,
-        # and [tokens] positions in their sequences.
+        # Of the call that runs: logits of multi-token prediction by depth, [tokens, experts]
+        # float64 of each layer's router, and [tokens] positions in their sequences.
         self._ahead: list[Tensor] = []
         self._router_logits: list[Tensor] = []
         self._taken: list[Tensor] = []
@@ -136,7 +140,9 @@ class WholeModel:
 
     @torch.no_grad()
     def score(self, samples: Sequence[Sample], case: Case = GRADIENT) -> Scored:
-        """Score the samples and set log-probs near the scores. Every rank calls it and gets the same."""
+        """Score the samples and set log-probs near the scores. Every rank calls it and gets the
+        same.
+        """
         self._case = case
         mine: list[Any] = [
             tuple(score.cpu() for score in self._scores(sample, self._logits([sample])[0]))
@@ -147,7 +153,9 @@ class WholeModel:
         return with_log_probs(samples, [log_probs for log_probs, _ in scores]), scores
 
     def expected(self, step: Scored, run: Run, packs: Sequence[Pack]) -> Expected:
-        """Compute the loss and the gradients of a step from a result of `score`. Every rank calls it."""
+        """Compute the loss and the gradients of a step from a result of `score`. Every rank
+        calls it.
+        """
         (samples, scores), case, self._case = step, run.case, run.case
         leaves = [(a.clone().requires_grad_(), b.clone().requires_grad_()) for a, b in scores]
         if run.aggregation == CUSTOM:
@@ -220,7 +228,9 @@ class WholeModel:
         return loss * self._scale_ahead / (depths * active)
 
     def _choices(self, packed_at: dict[int, list[Sample]]) -> list[Choices]:
-        """Count the choices in every pack from this rank's. Every rank calls it and gets the same."""
+        """Count the choices in every pack from this rank's. Every rank calls it and gets the
+        same.
+        """
         mine = []
         for place, packed in packed_at.items():
             outputs = self._outputs(packed)
@@ -230,7 +240,9 @@ class WholeModel:
         return [by_place[place] for place in sorted(by_place)]
 
     def _outputs(self, packed: Sequence[Sample]) -> Outputs:
-        """Run a pack, once for all rows with the same samples where a graph can be gone through several times."""
+        """Run a pack, once for all rows with the same samples where a graph can be gone through
+        several times.
+        """
         key = self._case.has_sigmoid, self._case.has_expert_bias, *packed
         if key in self._kept:
             return self._kept[key]
@@ -242,7 +254,9 @@ class WholeModel:
         return outputs
 
     def _logits(self, samples: Sequence[Sample]) -> list[Tensor]:
-        """Return each sample's [total_length, columns] logits, padding columns included, from an unpadded pack."""
+        """Return each sample's [total_length, columns] logits, padding columns included, from an
+        unpadded pack.
+        """
         lengths, device = [sample.total_length for sample in samples], self._options.device
         ends = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
         longest = {"max_seqlen_q": max(lengths), "max_seqlen_kv": max(lengths)}
@@ -277,7 +291,9 @@ class WholeModel:
 def _reference_loss(
     aggregation: str, policy_loss: str, samples: Sequence[Sample], scores: Sequence[Scores]
 ) -> Tensor:
-    """Return the step's whole loss, differentiable in every sample's log-probs and entropies: 0-d float64."""
+    """Return the step's whole loss, differentiable in every sample's log-probs and entropies: 0-d
+    float64.
+    """
     rollout_tokens: Counter[object] = Counter()
     group_tokens: Counter[object] = Counter()
     for sample in samples:
@@ -320,7 +336,9 @@ def _surrogate(policy_loss: str, sample: Sample, mask: Tensor, log_probs: Tensor
 
 
 def _row_weight(aggregation: str, samples: Sequence[Sample], sample: Sample) -> float:
-    """Take the token weight of an aggregation that this file does not know from its row, whose author answers for it."""
+    """Take the token weight of an aggregation that this file does not know from its row, whose
+    author answers for it.
+    """
     row, totals = AGGREGATIONS[aggregation], step_totals(samples, allow_different_group_sizes=True)
     divisors = row.divisors_of(totals, [sample], DIVISOR if row.needs else None)
     return 1 / (float(divisors[0]) * row.outer_count(totals))

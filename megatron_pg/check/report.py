@@ -19,49 +19,67 @@ from megatron_pg.config.versions import FIRST_UNSUPPORTED, megatron_core_version
 
 KNOWN_MISTAKES: Mapping[tuple[tuple[int, int], tuple[int, int]], Mapping[str, str]] = {
     ((0, 16), (0, 17)): {
-        "multi-token prediction without labels fails in the forward pass": "labels.clone() in models/gpt/gpt_model.py"
+        "multi-token prediction without labels fails in the forward pass": "labels.clone() in "
+        "models/gpt/gpt_model.py"
     },
     ((0, 16), (0, 18)): {
-        "interleaved pipelines free activations that are still being sent, unless deallocate_pipeline_outputs is "
+        "interleaved pipelines free activations that are still being sent, unless "
+        "deallocate_pipeline_outputs is "
         "off": "pull request 4047"
     },
     ((0, 16), (0, 19)): {
-        "in per-token mode the auxiliary and z losses of experts count 1/(TP CP) of their coefficients where tokens are "
+        "in per-token mode the auxiliary and z losses of experts count 1/(TP CP) of their "
+        "coefficients where tokens are "
         "split": "issue 1652, pull request 5047",
-        "with --expert-model-parallel-size 1, experts whose expert-tensor-parallel size is not the tensor-parallel size are "
+        "with --expert-model-parallel-size 1, experts whose expert-tensor-parallel size is not the "
+        "tensor-parallel size are "
         "reduced over the wrong ranks": "pull request 5916",
-        "the gradient norm may leave out grouped experts (--moe-grouped-gemm) under expert and tensor parallelism": "pull "
-        "request 5916",
+        "the gradient norm may leave out grouped experts (--moe-grouped-gemm) under expert and "
+        "tensor parallelism": "pull request 5916",
     },
     ((0, 16), FIRST_UNSUPPORTED): {
-        "the gradient norm counts learned attention sinks on the first tensor-parallel rank alone": "issue 7452, pull request "
-        "7530",
-        "under tensor parallelism the rotary part of multi-latent attention's keys gets the gradient of one rank's heads "
-        "(Transformer Engine's layers: without sequence parallelism)": "issue 1699, pull request 6839",
-        "global_aux_loss divides the experts' tokens of all micro-batches so far by those of the last one": "pull request 7214",
-        "in per-token mode the losses of experts are multiplied by the tokens of all ranks that share a micro-batch, once "
-        "padding is masked (PolicyStep makes them means over tokens)": "issue 7452, pull request 7481",
-        "GPTModel cuts the padding mask over the global tensor-parallel group, and not over its own": "issue 7452",
-        "under tensor parallelism without sequence parallelism, the output norm of GatedDeltaNet gets the gradient of one "
+        "the gradient norm counts learned attention sinks on the first tensor-parallel rank "
+        "alone": "issue 7452, pull request 7530",
+        "under tensor parallelism the rotary part of multi-latent attention's keys gets the "
+        "gradient of one rank's heads "
+        "(Transformer Engine's layers: without sequence parallelism)": "issue 1699, pull request "
+        "6839",
+        "global_aux_loss divides the experts' tokens of all micro-batches so far by those of the "
+        "last one": "pull request 7214",
+        "in per-token mode the losses of experts are multiplied by the tokens of all ranks that "
+        "share a micro-batch, once "
+        "padding is masked (PolicyStep makes them means over tokens)": "issue 7452, pull request "
+        "7481",
+        "GPTModel cuts the padding mask over the global tensor-parallel group, and not over its "
+        "own": "issue 7452",
+        "under tensor parallelism without sequence parallelism, the output norm of GatedDeltaNet "
+        "gets the gradient of one "
         "rank's heads": "issue 7452",
     },
     ((0, 16), (0, 20)): {
-        "the bias of experts fails beside a padding mask (PolicyStep counts their tokens)": "pull request 6114"
+        "the bias of experts fails beside a padding mask (PolicyStep counts their "
+        "tokens)": "pull request 6114"
     },
     ((0, 17), (0, 19)): {
-        "multi-token prediction without labels is not trained, and nothing says so": "pull request 3457"
+        "multi-token prediction without labels is not trained, and nothing says "
+        "so": "pull request 3457"
     },
     ((0, 19), FIRST_UNSUPPORTED): {
-        "multi-token prediction is a mean over the tokens of one context-parallel rank, prompts and padding included, and "
-        "counts 1/CP of them (PolicyStep makes it the mean over the step's active tokens)": "pull requests 3959 and 7498",
-        "in per-token mode multi-token prediction is multiplied by a rank's tokens before the shift over its tokens after it "
+        "multi-token prediction is a mean over the tokens of one context-parallel rank, prompts "
+        "and padding included, and "
+        "counts 1/CP of them (PolicyStep makes it the mean over the step's active "
+        "tokens)": "pull requests 3959 and 7498",
+        "in per-token mode multi-token prediction is multiplied by a rank's tokens before the "
+        "shift over its tokens after it "
         "(refused by PolicyStep)": "issue 2417, issue 7452, pull request 3159",
-        "multi-token prediction of a model that gathers its logits has a wrong loss under tensor parallelism (refused by "
+        "multi-token prediction of a model that gathers its logits has a wrong loss under tensor "
+        "parallelism (refused by "
         "PolicyStep)": "issue 7452",
     },
 }
-"""The mistakes, and an issue, pull request or file of github.com/NVIDIA/Megatron-LM, by the first wrong version and the
-first right one (`FIRST_UNSUPPORTED` if none is known). They were read in 0.16.0 to 0.19.2, and measured where `check` can."""
+"""The mistakes, and an issue, pull request or file of github.com/NVIDIA/Megatron-LM, by the first
+wrong version and the first right one (`FIRST_UNSUPPORTED` if none is known). They were read in
+0.16.0 to 0.19.2, and measured where `check` can."""
 
 
 class Checked(NamedTuple):
@@ -126,7 +144,8 @@ def summary(checked: Checked, world_size: int) -> str:
     worst = max(rows, key=lambda row: row.gradient_error / row.tolerance)
     failed = sum(not row.passed for row in rows)
     line = (
-        f"{f'FAIL {failed}' if failed else 'PASS':<8}{len(rows):>3} rows, worst {worst.gradient_error:.1e} of "
+        f"{f'FAIL {failed}' if failed else 'PASS':<8}{len(rows):>3} rows, worst "
+        f"{worst.gradient_error:.1e} of "
         f"{worst.tolerance:.0e}, {seconds:4.0f} s  {_sharding(options, world_size)}"
     )
     return "\n".join([line, *_lines(rows, options, world_size, only_failed=True)])
@@ -154,7 +173,8 @@ def _lines(
         mode = "per token" if row.calculate_per_token_loss else "per micro-batch"
         yield (
             f"{row.model:<12}{row.dtype:<6}{row.aggregation:<13}{mode:<16}{row.what:<15}{row.loss:>12.6f}"
-            f"{row.gradient_error:>9.1e}{row.replica_error:>10.1e}{row.tolerance:>11.0e}  {'PASS' if row.passed else 'FAIL'}"
+            f"{row.gradient_error:>9.1e}{row.replica_error:>10.1e}{row.tolerance:>11.0e}  "
+            f"{'PASS' if row.passed else 'FAIL'}"
         )
         if not row.passed:
             yield f"{'':<12}{words}"
@@ -183,7 +203,10 @@ def _sample_words(options: CheckOptions) -> str:
     ranks = sampled_data_ranks(options, size)
     named = f"{', '.join(map(str, ranks[:32]))}{' ...' if len(ranks) > 32 else ''}"
     data_size = size // options.model_parallel_size
-    return f"a sample of the job's {size} processes: data-parallel ranks {named} of {data_size}, and their TP, CP and PP groups"
+    return (
+        f"a sample of the job's {size} processes: data-parallel ranks {named} of {data_size}, and "
+        f"their TP, CP and PP groups"
+    )
 
 
 def versions() -> dict[str, str]:

@@ -1,7 +1,9 @@
-"""The reference's mixture of experts: where its tokens go, the losses of its routers, and their bias, in float64.
+"""The reference's mixture of experts: where its tokens go, the losses of its routers, and their
+bias, in float64.
 
-It has no part of Megatron's routers. A load-balancing loss is that of Switch Transformers (arXiv:2101.03961), the z loss is that
-of ST-MoE (arXiv:2202.08906), the bias is that of arXiv:2408.15664.
+It has no part of Megatron's routers. A load-balancing loss is that of Switch Transformers
+(arXiv:2101.03961), the z loss is that of ST-MoE (arXiv:2202.08906), the bias is that of
+arXiv:2408.15664.
 """
 
 import math
@@ -42,13 +44,15 @@ class Choices(NamedTuple):
 def route(
     case: Case, name: str, logits: Tensor, k: int, given: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return each token's weights of the experts and its choice, [tokens, experts] float64 and bool.
+    """Return each token's weights of the experts and its choice, [tokens, experts] float64 and
+    bool.
 
     Args:
         case: says how experts are scored.
         name: the router's bias in the whole model.
         logits: [tokens, experts] float64.
-        given: [tokens, k] experts to take, -1 for a token that chooses by itself; None where all do.
+        given: [tokens, k] experts to take, -1 for a token that chooses by itself; None where all
+            do.
     """
     scores = logits.sigmoid() if case.has_sigmoid else logits
     bias = expert_bias(name, scores[0]) if case.has_expert_bias else 0.0
@@ -74,7 +78,8 @@ def router_losses(
 ) -> Tensor:
     """Return the weighted losses of a pack's routers, 0-d float64.
 
-    `global_aux_loss` takes the packs of one turn for one micro-batch. Its shares of experts are of that turn and those before.
+    `global_aux_loss` takes the packs of one turn for one micro-batch. Its shares of experts are of
+    that turn and those before.
 
     Args:
         logits: [tokens, experts] float64 of each layer.
@@ -102,9 +107,11 @@ def router_losses(
 
 
 def head_start(counts: Tensor) -> Tensor:
-    """Return the tokens [experts] to count before a step that counts `counts`, so that the sums differ by one.
+    """Return the tokens [experts] to count before a step that counts `counts`, so that the sums
+    differ by one.
 
-    The bias of an expert goes up below the mean of the sums and down above it: so close to it every token decides.
+    The bias of an expert goes up below the mean of the sums and down above it: so close to it every
+    token decides.
     """
     return counts.max() - counts + _lead(counts)
 

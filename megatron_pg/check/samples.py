@@ -14,10 +14,12 @@ from megatron_pg.step.sample import Sample
 
 T = TypeVar("T")
 PROMPTS, RESPONSES = (3, 2, 1, 2), (5, 2, 8, 1, 6, 4, 9, 3, 4, 5)
-"""The cycles of the groups' prompt lengths and of the samples' response lengths, in tokens. A rank has twenty short
-samples: float32 loses least if a GEMM sums over few tokens and every gradient is the mean of many."""
+"""The cycles of the groups' prompt lengths and of the samples' response lengths, in tokens. A rank
+has twenty short samples: float32 loses least if a GEMM sums over few tokens and every gradient is
+the mean of many."""
 LONG_RESPONSE, LONG_PROMPT = 1, 2
-"""The places of a rank's samples with the long response and the long prompt: no micro-batch, and so no GEMM, has both."""
+"""The places of a rank's samples with the long response and the long prompt: no micro-batch, and so
+no GEMM, has both."""
 
 
 def samples_of(options: CheckOptions, data_size: int, case: Case) -> list[Sample]:
@@ -32,12 +34,15 @@ def samples_of(options: CheckOptions, data_size: int, case: Case) -> list[Sample
 
 
 def make_samples(options: CheckOptions, data_size: int) -> list[Sample]:
-    """Make all samples of the step, without log-probs. A data-parallel rank has `[rank::data_size]`.
+    """Make all samples of the step, without log-probs. A data-parallel rank has
+    `[rank::data_size]`.
 
-    Masks are partial, and some are empty. Groups span all ranks. One rollout lies in two micro-batches or on two ranks.
+    Masks are partial, and some are empty. Groups span all ranks. One rollout lies in two
+    micro-batches or on two ranks.
     """
     draw = _Draw(options, seed=20)
-    # Two samples of each rank span several tiles of an attention kernel and all chunks of every context-parallel rank.
+    # Two samples of each rank span several tiles of an attention kernel and all chunks of every
+    # context-parallel rank.
     long = 2 * options.context_parallel_size * options.tokens_per_chunk - 1
     prompts = [draw.prompt(length) for length in (*PROMPTS, long - 9)]
     count = data_size * max(
@@ -61,7 +66,9 @@ def make_samples(options: CheckOptions, data_size: int) -> list[Sample]:
 
 
 def make_even_samples(options: CheckOptions, data_size: int, *, is_padded: bool) -> list[Sample]:
-    """Make about two samples for each micro-batch. Routers have to leave out their padding, where they need any."""
+    """Make about two samples for each micro-batch. Routers have to leave out their padding, where
+    they need any.
+    """
     draw = _Draw(options, seed=22)
     multiple = 2 * options.context_parallel_size * options.tensor_model_parallel_size
     samples = []
@@ -86,12 +93,14 @@ class _Draw:
         return self._tokens(self._ids, length)
 
     def sample(self, prompt: Tensor, length: int, group: int, rollout_id: int) -> Sample:
-        """Draw a response of `length` tokens. Seven in ten are active, and so are the first and the last."""
+        """Draw a response of `length` tokens. Seven in ten are active, and so are the first and the
+        last.
+        """
         mask = torch.rand(length, generator=self._generator) < 0.7
         mask[0] = mask[-1] = True
         return Sample(
-            # These ids lean one way, on every tensor-parallel shard. The gradients of all ids would cancel and leave
-            # float32 few digits.
+            # These ids lean one way, on every tensor-parallel shard. The gradients of all ids would
+            # cancel and leave float32 few digits.
             tokens=torch.cat((prompt, self._tokens(self._leaning, length))),
             response_length=length,
             loss_mask=mask,
@@ -105,13 +114,16 @@ class _Draw:
 
 
 def with_kept_sets(options: CheckOptions, samples: Sequence[Sample]) -> list[Sample]:
-    """Add sets that the tokens might have been sampled from: two to nine ids, and for one token in five all ids."""
+    """Add sets that the tokens might have been sampled from: two to nine ids, and for one token in
+    five all ids.
+    """
     generator = torch.Generator().manual_seed(23)
 
     def kept_ids(target: int) -> list[int]:
         size = int(torch.randint(1, 11, (1,), generator=generator))
         order = torch.randperm(options.vocab_size, generator=generator).tolist()
-        # Alone, a token would have the log-prob 0 under every model, and `with_log_probs` would move it.
+        # Alone, a token would have the log-prob 0 under every model, and `with_log_probs` would
+        # move it.
         return [] if size > 8 else [target, *(id for id in order if id != target)][: size + 1]
 
     responses = [sample.tokens[sample.prompt_length :].tolist() for sample in samples]
@@ -120,7 +132,9 @@ def with_kept_sets(options: CheckOptions, samples: Sequence[Sample]) -> list[Sam
 
 
 def with_routed_experts(options: CheckOptions, samples: Sequence[Sample]) -> list[Sample]:
-    """Add random experts of every token and layer. The last token has none, as an engine gives none."""
+    """Add random experts of every token and layer. The last token has none, as an engine gives
+    none.
+    """
     generator = torch.Generator().manual_seed(24)
     config = model_config(options, sharded=False)
 
@@ -134,8 +148,8 @@ def with_routed_experts(options: CheckOptions, samples: Sequence[Sample]) -> lis
 
 
 def with_log_probs(samples: Sequence[Sample], log_probs: Sequence[Tensor]) -> list[Sample]:
-    """Set log-probs near the model's: old and reference ones inside the clip range, half of the rollout's outside; none on
-    its edge.
+    """Set log-probs near the model's: old and reference ones inside the clip range, half of the
+    rollout's outside; none on its edge.
     """
     generator = torch.Generator().manual_seed(21)
 
@@ -160,7 +174,9 @@ def with_log_probs(samples: Sequence[Sample], log_probs: Sequence[Tensor]) -> li
 
 
 def cut(samples: Sequence[Sample], num_microbatches: int) -> list[list[Sample]]:
-    """Cut a data-parallel rank's samples into uneven micro-batches, all with a gradient but the empty one in the middle."""
+    """Cut a data-parallel rank's samples into uneven micro-batches, all with a gradient but the
+    empty one in the middle.
+    """
     micro_batches: list[list[Sample]] = [[] for _ in range(num_microbatches - 1)]
     for place, sample in enumerate(samples):
         # The first takes the empty one's share too.

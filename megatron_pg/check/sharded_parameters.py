@@ -69,12 +69,14 @@ def _whole_name(model: Any, name: str) -> str:
 
 @torch.no_grad()
 def set_parameters(model: Any) -> None:
-    """Give every parameter values that depend on its name in the whole model alone, so that every sharding is one function.
+    """Give every parameter values that depend on its name in the whole model alone, so that every
+    sharding is one function.
 
-    float32 computes its gradients to a few parts in ten million at any depth. Layers add little to the residual stream,
-    so that every parameter's gradient is judged by its own size. All rows of the embedding share a direction. In the
-    embedding and the output layer eight ids lean one way and the next eight the other (`LEAN_PERIOD`): responses of the
-    first eight pull every parameter one way at every token, and every tensor-parallel rank has ids of both kinds.
+    float32 computes its gradients to a few parts in ten million at any depth. Layers add little to
+    the residual stream, so that every parameter's gradient is judged by its own size. All rows of
+    the embedding share a direction. In the embedding and the output layer eight ids lean one way
+    and the next eight the other (`LEAN_PERIOD`): responses of the first eight pull every parameter
+    one way at every token, and every tensor-parallel rank has ids of both kinds.
     """
     for shard, parameter in shards(model):
         generator = torch.Generator().manual_seed(zlib.crc32(shard.name.encode()))
@@ -89,8 +91,8 @@ def set_parameters(model: Any) -> None:
             common, lean = 2.0 * _direction(COMMON, whole.shape[1]), _leaning(whole, LEAN)
             is_learned = getattr(model, "position_embedding_type", "") == "learned_absolute"
             if model.share_embeddings_and_output_weights and is_learned:
-                # A direction that a tied output layer's rows share cancels in the softmax and costs digits.
-                # The positions have it instead.
+                # A direction that a tied output layer's rows share cancels in the softmax and costs
+                # digits. The positions have it instead.
                 whole += common if "position" in shard.name else lean
             else:
                 whole += common + lean
@@ -107,8 +109,9 @@ def set_parameters(model: Any) -> None:
             elif ".local_experts." in shard.name and (
                 model.config.moe_router_topk < model.config.num_moe_experts
             ):
-                # Each expert makes another step along the loss's pull: a router's gradient comes from the difference
-                # between experts. All step one way: steps that cancel would cost the norm before them digits.
+                # Each expert makes another step along the loss's pull: a router's gradient comes
+                # from the difference between experts. All step one way: steps that cancel would
+                # cost the norm before them digits.
                 step = 0.1
                 if "linear_fc2" in shard.name:
                     place = 1 + int(shard.name.split(".local_experts.")[1].split(".")[0])
@@ -116,7 +119,8 @@ def set_parameters(model: Any) -> None:
                     step = size * _direction(PULL, whole.shape[0]).unsqueeze(1)
                 whole += step / math.sqrt(whole.shape[1])
             elif "router" in shard.name:
-                # The router ignores the tokens' common directions, so that every expert gets tokens.
+                # The router ignores the tokens' common directions, so that every expert gets
+                # tokens.
                 for seed in (COMMON, LEAN):
                     direction = _direction(seed, whole.shape[1])
                     whole -= torch.outer(whole @ direction, direction) / direction.square().sum()
@@ -124,7 +128,9 @@ def set_parameters(model: Any) -> None:
 
 
 def _leaning(whole: Tensor, seed: int) -> Tensor:
-    """Return a direction [columns] for the first half of each period's rows, its opposite for the others."""
+    """Return a direction [columns] for the first half of each period's rows, its opposite for the
+    others.
+    """
     is_first = torch.arange(whole.shape[0]).unsqueeze(1) % LEAN_PERIOD < LEAN_PERIOD // 2
     lean = _direction(seed, whole.shape[1])
     return torch.where(is_first, lean, -lean)
@@ -135,14 +141,17 @@ def _direction(seed: int, size: int) -> Tensor:
 
 
 def biased_routers(model: torch.nn.Module) -> Iterator[tuple[Shard, Any]]:
-    """Yield each router of an unwrapped chunk that adds a bias to its experts' scores, with the place of that bias."""
+    """Yield each router of an unwrapped chunk that adds a bias to its experts' scores, with the
+    place of that bias.
+    """
     for name, module in model.named_modules():
         if getattr(module, "expert_bias", None) is not None:
             yield Shard(_whole_name(model, f"{name}.expert_bias"), 0, 0, 1), module
 
 
 def expert_bias(name: str, like: Tensor) -> Tensor:
-    """Return the bias [experts] of a router by its name in the whole model, with the device and dtype of another tensor.
+    """Return the bias [experts] of a router by its name in the whole model, with the device and
+    dtype of another tensor.
 
     The values are as small as the differences between scores, and exact in every dtype.
     """
@@ -156,7 +165,8 @@ def gradient_slices(
 ) -> Iterator[Part]:
     """Yield this rank's gradient slices: DDP's `main_grad` or a bare model's `grad`.
 
-    The distributed optimizer has reduced each rank's part alone. The rest is gathered, or copied from the reference.
+    The distributed optimizer has reduced each rank's part alone. The rest is gathered, or copied
+    from the reference.
     """
     for chunk in chunks:
         slices: list[tuple[Shard, Any]] = list(shards(unwrapped(chunk)))
@@ -174,7 +184,9 @@ def gradient_slices(
 
 
 def _buckets(chunk: Any) -> Iterator[tuple[Tensor, Tensor, dist.ProcessGroup]]:
-    """Yield the buckets that ranks of the distributed optimizer divide: the gradients, this rank's part, the ranks."""
+    """Yield the buckets that ranks of the distributed optimizer divide: the gradients, this rank's
+    part, the ranks.
+    """
     if not (hasattr(chunk, "ddp_config") and chunk.ddp_config.use_distributed_optimizer):
         return
     for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:

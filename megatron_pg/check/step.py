@@ -44,9 +44,11 @@ from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import step_totals
 
 KnownRows = dict[tuple[str, CheckOptions], list[CheckRow]]
-"""The rows of a model by its name and its options: shardings that differ in experts alone have the dense models in common."""
+"""The rows of a model by its name and its options: shardings that differ in experts alone have the
+dense models in common."""
 KnownReferences = dict[tuple[object, ...], dict[tuple[str, str, bool], Expected]]
-"""The expected results of a model by `_reference_key` and `Run.key`, for shardings with the same TP, PP and CP."""
+"""The expected results of a model by `_reference_key` and `Run.key`, for shardings with the same
+TP, PP and CP."""
 
 
 def run_check(
@@ -56,9 +58,11 @@ def run_check(
     *,
     has_every_aggregation: bool = True,
 ) -> list[CheckRow]:
-    """Make all rows. Every rank of the world calls it and gets the same. What is known is used, and added to.
+    """Make all rows. Every rank of the world calls it and gets the same. What is known is used, and
+    added to.
 
-    Without every aggregation the models that are not known have one, whose rows of other shardings are known.
+    Without every aggregation the models that are not known have one, whose rows of other shardings
+    are known.
     """
     known_rows = {} if known_rows is None else known_rows
     references = {} if known_references is None else known_references
@@ -100,7 +104,8 @@ def run_check(
 def check_every_sharding(options: CheckOptions) -> Iterator[Checked]:
     """Check each sharding of the world. Every rank of the world goes through it.
 
-    Aggregations differ in the weights of tokens, before any expert: where experts are divided there is one.
+    Aggregations differ in the weights of tokens, before any expert: where experts are divided there
+    is one.
     """
     known_rows = KnownRows()
     every = shardings(options, dist.get_world_size())
@@ -121,7 +126,9 @@ _SIZES = attrgetter(
 
 
 def _reference_key(name: str, options: CheckOptions, data_size: int) -> tuple[object, ...]:
-    """Name all that expected results depend on beside `_SIZES`: samples are made for their length and the micro-batches."""
+    """Name all that expected results depend on beside `_SIZES`: samples are made for their length
+    and the micro-batches.
+    """
     counts = map(options.num_microbatches, range(min(data_size, 2)))
     return name, options.num_chunks, options.tokens_per_chunk, *counts
 
@@ -192,7 +199,9 @@ def _row(run: Run, chunks: list[Any], options: CheckOptions, expected: Expected)
 
 
 def _start_biases(chunks: Sequence[Any], expected: Expected) -> list[Part]:
-    """Set the bias of each router's experts, and give one rank the `head_start`. Return the biases, which a step updates."""
+    """Set the bias of each router's experts, and give one rank the `head_start`. Return the biases,
+    which a step updates.
+    """
     routers = [part for chunk in chunks for part in biased_routers(unwrapped(chunk))]
     ranks = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     for shard, router in routers:
@@ -205,7 +214,9 @@ def _start_biases(chunks: Sequence[Any], expected: Expected) -> list[Part]:
 def train_step(
     chunks: Sequence[Any], options: CheckOptions, samples: Sequence[Sample], run: Run
 ) -> dict[str, float]:
-    """Run a step through Megatron's schedule and return its metrics. The gradients stay in DDP's buffers."""
+    """Run a step through Megatron's schedule and return its metrics. The gradients stay in DDP's
+    buffers.
+    """
     groups, case = ParallelGroups.from_parallel_state(), run.case
     data_rank, cp_size = groups.data_rank, groups.context_size
     mine = samples[data_rank :: groups.data_size]
@@ -254,9 +265,11 @@ def train_step(
 def update(
     chunks: list[Any], options: CheckOptions, expected: Expected
 ) -> tuple[float, list[Part]]:
-    """Make the optimizer's first step, from minus half the expected updates. Return its gradient norm and its updates.
+    """Make the optimizer's first step, from minus half the expected updates. Return its gradient
+    norm and its updates.
 
-    A weight decay of 1 makes zero of every parameter before Adam's update, so that the sum is right to the last digit.
+    A weight decay of 1 makes zero of every parameter before Adam's update, so that the sum is right
+    to the last digit.
     """
     slices = [part for chunk in chunks for part in shards(unwrapped(chunk))]
     with torch.no_grad():

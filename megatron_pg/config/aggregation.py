@@ -1,4 +1,6 @@
-"""Aggregation of the per-token losses: its settings, and their agreement with Megatron's per-token mode."""
+"""Aggregation of the per-token losses: its settings, and their agreement with Megatron's per-token
+mode.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -58,11 +60,16 @@ class AggregationSettings(Settings):
                 yield f"{ignores} --loss-weight-denominator weights: drop one of the two"
         if self.divide_gradient_twice and self.grad_divisor is not None:
             found = f"grad_divisor is {self.grad_divisor:g}"
-            yield f"--divide-gradient-twice divides by outer count^2, and {found}: drop one of the two"
+            yield (
+                f"--divide-gradient-twice divides by outer count^2, and {found}: drop one of the "
+                f"two"
+            )
 
 
 def settle_divisor(values: dict[str, Any], divisor: Any) -> list[str]:
-    """Write the aggregation that is meant, with `--pg-loss-divisor` or None, into `values`; return the violations."""
+    """Write the aggregation that is meant, with `--pg-loss-divisor` or None, into `values`; return
+    the violations.
+    """
     chosen, other = values.get("loss_aggregation"), values.get("loss_aggregation_divisor")
     if chosen is None:
         values["loss_aggregation"] = AggregationSettings.loss_aggregation
@@ -87,33 +94,40 @@ def settle_divisor(values: dict[str, Any], divisor: Any) -> list[str]:
 def settle_per_token_mode(
     config: AggregationSettings, trainer: Mapping[str, Any]
 ) -> tuple[bool, str, list[str]]:
-    """Return whether per-token mode is on, the aggregation that its row leaves beside it, and violations.
+    """Return whether per-token mode is on, the aggregation that its row leaves beside it, and
+    violations.
 
-    `trainer` has arguments by Megatron's names. A mode forced on the model's config later is not seen here.
+    `trainer` has arguments by Megatron's names. A mode forced on the model's config later is not
+    seen here.
     """
     chosen, table = config.loss_aggregation, "loss_aggregation"
     is_custom, counterpart = is_replaced(table, config), TABLES[table][chosen].under_per_token_flag
     exclusive = ("use_torch_fsdp2", "ddp_average_in_collective")
     obstacle = next((name for name in exclusive if trainer.get(name)), None)
     if not config.calculate_per_token_loss:
-        # Megatron runs a token mean in per-token mode; without it the losses inside the model keep their scale.
+        # Megatron runs a token mean in per-token mode; without it the losses inside the model keep
+        # their scale.
         is_token_mean = counterpart == chosen and not is_custom
         return is_token_mean and not (obstacle or _scales_inner_losses(trainer)), chosen, []
     violations = []
     if counterpart is None:
         violations.append(
-            f"--calculate-per-token-loss is the token mean, --loss-aggregation {chosen} another objective: drop one of the two"
+            f"--calculate-per-token-loss is the token mean, --loss-aggregation {chosen} another "
+            f"objective: drop one of the two"
         )
     if obstacle:
         violations.append(
-            f"--calculate-per-token-loss does not work with {flag_of(obstacle)}: drop it and choose --loss-aggregation "
+            f"--calculate-per-token-loss does not work with {flag_of(obstacle)}: drop it and "
+            f"choose --loss-aggregation "
             "token_mean, whose gradient is the same without it"
         )
     return True, chosen if is_custom else counterpart, violations
 
 
 def _scales_inner_losses(trainer: Mapping[str, Any]) -> bool:
-    """Return whether Megatron adds losses inside the model, which per-token mode scales by token counts."""
+    """Return whether Megatron adds losses inside the model, which per-token mode scales by token
+    counts.
+    """
     kinds, coefficients = (
         value if isinstance(value, (list, tuple)) else [value]
         for value in (

@@ -19,7 +19,8 @@ CUSTOM_FUNCTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("cp_rank", "cp_size"),
     ),
 }
-"""Arguments by position, and by keyword where the signature names them, of the function whose import path a setting has.
+"""Arguments by position, and by keyword where the signature names them, of the function whose
+import path a setting has.
 
 A result that depends on other tokens of the micro-batch makes the objective depend on packing."""
 
@@ -36,11 +37,12 @@ def custom_function_violations(settings: Any) -> Iterator[str]:
 
 @functools.cache
 def load_custom_function(field: str, path: str) -> Callable[..., Any]:
-    """Import the function at the path that a setting of `CUSTOM_FUNCTIONS` has, and check that it takes its arguments.
+    """Import the function at the path that a setting of `CUSTOM_FUNCTIONS` has, and check that it
+    takes its arguments.
 
     Raises:
-        ValueError: the path is malformed, the import fails (its error is the cause), the module has no such function, or
-            its signature does not take these arguments.
+        ValueError: the path is malformed, the import fails (its error is the cause), the module has
+            no such function, or its signature does not take these arguments.
     """
     flag, (positional, keywords) = flag_of(field), CUSTOM_FUNCTIONS[field]
     module_name, _, name = path.rpartition(":" if ":" in path else ".")
@@ -67,11 +69,13 @@ def load_custom_function(field: str, path: str) -> Callable[..., Any]:
         signature.bind(*positional, **dict.fromkeys(named_keywords(function, keywords)))
     except ValueError as error:
         raise ValueError(
-            f"{flag} {path}: its signature cannot be read ({error}); wrap it in a Python function of {expected}"
+            f"{flag} {path}: its signature cannot be read ({error}); wrap it in a Python function "
+            f"of {expected}"
         ) from error
     except TypeError as error:
         raise ValueError(
-            f"{flag} {path}: cannot be called with the positional arguments {expected}: {error}; found the signature {signature}"
+            f"{flag} {path}: cannot be called with the positional arguments {expected}: {error}; "
+            f"found the signature {signature}"
         ) from error
     return function  # type: ignore[no-any-return]
 
@@ -91,10 +95,12 @@ def check_returned(
     *,
     differentiable_in: "torch.Tensor | None" = None,
 ) -> None:
-    """Refuse a user's result that is no tensor of that shape, or has lost its gradient; its values are not read.
+    """Refuse a user's result that is no tensor of that shape, or has lost its gradient; its values
+    are not read.
 
-    `where` names the flag and the path, `meaning` the tensor's contents. The argument `differentiable_in` must get a gradient,
-    where it has one: Megatron's schedules pass over a loss without, so that training would go on and learn nothing.
+    `where` names the flag and the path, `meaning` the tensor's contents. The argument
+    `differentiable_in` must get a gradient, where it has one: Megatron's schedules pass over a loss
+    without, so that training would go on and learn nothing.
     """
     # The settings and their flags need no torch.
     import torch
@@ -106,7 +112,9 @@ def check_returned(
     has_gradient = differentiable_in is not None and differentiable_in.requires_grad
     if has_gradient and torch.is_grad_enabled() and not value.requires_grad:
         raise ValueError(
-            f"{where} returned a tensor without a gradient: nothing would be learned from it. Compute it from its "
-            "argument, without detach(), .data, .item() or torch.no_grad(); where there is no token, return "
+            f"{where} returned a tensor without a gradient: nothing would be learned from it. "
+            f"Compute it from its "
+            "argument, without detach(), .data, .item() or torch.no_grad(); where there is no "
+            "token, return "
             "argument.sum() * 0 and not a new zero"
         )

@@ -1,4 +1,6 @@
-"""The model's side of the loss: settings of the layout of its input, of its output layer, and of what is reported."""
+"""The model's side of the loss: settings of the layout of its input, of its output layer, and of
+what is reported.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -10,7 +12,9 @@ from megatron_pg.config.values import ABOVE_0, flag_of
 
 @dataclass(frozen=True)
 class ModelSettings(Settings):
-    """Settings of the model's input, of how log-probs and entropy come from its output, and of what a step reports."""
+    """Settings of the model's input, of how log-probs and entropy come from its output, and of what
+    a step reports.
+    """
 
     # fmt: off
     qkv_format: Literal["thd", "bshd"] = setting("thd", """
@@ -71,11 +75,20 @@ class ModelSettings(Settings):
             if getattr(self, name) and not self.fused_lm_head:
                 yield f"{flag_of(name)} is about --fused-lm-head: add it, or drop {flag_of(name)}"
         if self.kept_set_mass and not self.replay_sampling_set:
-            yield "--kept-set-mass is about the sets of --replay-sampling-set: add it, or drop --kept-set-mass"
+            yield (
+                "--kept-set-mass is about the sets of --replay-sampling-set: add it, or drop "
+                "--kept-set-mass"
+            )
         if self.kept_set_mass and self.fused_lm_head:
-            yield "--kept-set-mass takes all logits, which --fused-lm-head does not make: drop one of the two"
+            yield (
+                "--kept-set-mass takes all logits, which --fused-lm-head does not make: drop one "
+                "of the two"
+            )
         if self.kept_set_mass and self.pg_metrics == "none":
-            yield "--kept-set-mass is a metric, and --pg-metrics none reports none: drop one of the two"
+            yield (
+                "--kept-set-mass is a metric, and --pg-metrics none reports none: drop one of the "
+                "two"
+            )
 
 
 def layout_violation(qkv_format: str, context_parallel_size: int) -> str | None:
@@ -89,7 +102,9 @@ def layout_violation(qkv_format: str, context_parallel_size: int) -> str | None:
 
 
 def output_layer_violations(flag: str, settings: Mapping[str, Any]) -> list[str]:
-    """Return why the product that `flag` puts in the output layer's place does not serve Megatron's settings, by name."""
+    """Return why the product that `flag` puts in the output layer's place does not serve Megatron's
+    settings, by name.
+    """
     violations = []
     if flag != "--fp32-lm-head" and settings.get("use_mup"):
         violations.append("does not scale logits as --use-mup does")

@@ -1,4 +1,6 @@
-"""The terms of the loss: settings of objective, corrections, KL and entropy terms, and distillation."""
+"""The terms of the loss: settings of objective, corrections, KL and entropy terms, and
+distillation.
+"""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -10,7 +12,8 @@ from megatron_pg.config.tables import ANCHOR, TABLES, rows_on
 from megatron_pg.config.values import ABOVE_0, FROM_0, Interval, flag_of
 
 MAX_LOG_RATIO = 20.0
-"""Bound of a log-ratio's size before it is exponentiated: every ratio is in [e^-20, e^20], and e^20 is 4.9e8."""
+"""Bound of a log-ratio's size before it is exponentiated: every ratio is in [e^-20, e^20], and e^20
+is 4.9e8."""
 # Bounds of a ratio that some ratio meets.
 _LOWER_BOUND = Interval(0, math.exp(MAX_LOG_RATIO), closed=True)
 _UPPER_BOUND = Interval(math.exp(-MAX_LOG_RATIO), closed=True)
@@ -68,15 +71,24 @@ class ObjectiveSettings(Settings):
     def conflicts(self: Any, given: Mapping[str, Any]) -> Iterator[str]:
         rows = [row for table in TABLES.values() for row in rows_on(table, self)]
         if self.sequence_unit == "turn" and not any(r.sequence_sums for r in rows):
-            yield "--sequence-unit turn is about sums over a sequence, and nothing here has one: drop it, or choose gspo"
+            yield (
+                "--sequence-unit turn is about sums over a sequence, and nothing here has one: "
+                "drop it, or choose gspo"
+            )
         if self.ratio_anchor != "rollout":
             return
         if self.use_tis:
-            yield "--ratio-anchor rollout --use-tis would weigh the same mismatch twice: drop one of the two"
+            yield (
+                "--ratio-anchor rollout --use-tis would weigh the same mismatch twice: drop one of "
+                "the two"
+            )
         has_reader = any(ANCHOR in row.inputs for row in rows) or self.custom_policy_loss_path
         if not (has_reader or (self.use_unbiased_kl and self.kl_loss_coef > 0)):
             reader = f"--policy-loss {self.policy_loss}"
-            yield f"--ratio-anchor rollout is not read by {reader}: drop it, or choose another objective"
+            yield (
+                f"--ratio-anchor rollout is not read by {reader}: drop it, or choose another "
+                f"objective"
+            )
 
 
 @dataclass(frozen=True)
@@ -164,20 +176,30 @@ class RegularizerSettings(Settings):
 
     def conflicts(self: Any, given: Mapping[str, Any]) -> Iterator[str]:
         if self.regularizer_aggregation == "loss" and not (self.kl_loss_coef or self.entropy_coef):
-            yield "--regularizer-aggregation loss is about --kl-loss-coef and --entropy-coef: give one, or drop it"
+            yield (
+                "--regularizer-aggregation loss is about --kl-loss-coef and --entropy-coef: give "
+                "one, or drop it"
+            )
         if self.kl_target is None and self.kl_horizon != RegularizerSettings.kl_horizon:
-            yield f"--kl-horizon {self.kl_horizon:g} is about --kl-target: add it, or drop the horizon"
+            yield (
+                f"--kl-horizon {self.kl_horizon:g} is about --kl-target: add it, or drop the "
+                f"horizon"
+            )
         if self.kl_target is not None and self.regularizer_aggregation == "loss":
             if (
                 given["loss_aggregation"] == "constant"
                 or given["custom_pg_loss_reducer_function_path"]
             ):
                 yield (
-                    "--kl-target with --regularizer-aggregation loss, and an aggregation that is no mean over tokens: kl_loss is "
+                    "--kl-target with --regularizer-aggregation loss, and an aggregation that is "
+                    "no mean over tokens: kl_loss is "
                     "then no KL of a token; drop --regularizer-aggregation"
                 )
         if self.kl_loss_gradient == "k2" and self.use_unbiased_kl:
-            yield "--kl-loss-gradient k2 and --use-unbiased-kl are two gradients of the KL term: drop one of the two"
+            yield (
+                "--kl-loss-gradient k2 and --use-unbiased-kl are two gradients of the KL term: "
+                "drop one of the two"
+            )
 
 
 @dataclass(frozen=True)
@@ -208,7 +230,10 @@ class DistillationSettings(Settings):
         owners = "--policy-loss distill and --distill-coef: give one of them, or drop it"
         if self.distills and self.distill_teacher is None:
             flag = "--policy-loss distill" if is_loss else "--distill-coef"
-            yield f"{flag} needs --distill-teacher logits, hidden or top_k, what the samples have of the teacher"
+            yield (
+                f"{flag} needs --distill-teacher logits, hidden or top_k, what the samples have of "
+                f"the teacher"
+            )
         if self.distill_teacher is not None and not self.distills:
             yield f"--distill-teacher is for {owners}"
         if divergence != DistillationSettings.distill_divergence and not self.distills:
@@ -216,8 +241,17 @@ class DistillationSettings(Settings):
         if is_loss and self.distill_coef > 0:
             yield "--distill-coef is for another policy loss: with --policy-loss distill drop it"
         if self.distills and self.replay_sampling_set:
-            yield "--replay-sampling-set gives the student a set that the teacher lacks: drop it, or the distillation"
+            yield (
+                "--replay-sampling-set gives the student a set that the teacher lacks: drop it, or "
+                "the distillation"
+            )
         if beta == 1:
-            yield "--distill-beta 1 leaves nothing of the student in the mixture: give a number below 1"
+            yield (
+                "--distill-beta 1 leaves nothing of the student in the mixture: give a number "
+                "below 1"
+            )
         elif beta != DistillationSettings.distill_beta and divergence != "jsd":
-            yield f"--distill-beta {beta:g} is about --distill-divergence jsd: add what is missing, or drop it"
+            yield (
+                f"--distill-beta {beta:g} is about --distill-divergence jsd: add what is missing, "
+                f"or drop it"
+            )

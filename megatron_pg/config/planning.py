@@ -20,7 +20,8 @@ class PlanningConfig(Settings):
     """Settings of a step's contents and of its micro-batches.
 
     Raises:
-        ValueError: values are out of range or contradict each other. One error has all violations, and names flags.
+        ValueError: values are out of range or contradict each other. One error has all violations,
+            and names flags.
     """
 
     # fmt: off
@@ -71,18 +72,24 @@ class PlanningConfig(Settings):
         if self.on_bad_row != "error" and not self.rollout_files:
             yield "--on-bad-row is about --rollout-files: give files, or drop it"
         if self.distinct_ids == "file" and not self.rollout_files:
-            yield "--distinct-ids file is about --rollout-files: give files, choose rank, or drop it"
+            yield (
+                "--distinct-ids file is about --rollout-files: give files, choose rank, or drop it"
+            )
         if self.distinct_ids == "rank" and self.rollout_files:
             apart = "rows are dealt over the ranks, and groups of a file would fall apart"
             yield f"--distinct-ids rank with --rollout-files: {apart}; choose file, or drop it"
         for name in ("docs_per_step_mode", "keep_prompt_groups"):
             is_given = getattr(self, name) != getattr(PlanningConfig, name)
             if is_given and given.get("docs_per_step") is None:
-                yield f"{flag_of(name)} is about a step of --docs-per-step: give --docs-per-step, or drop it"
+                yield (
+                    f"{flag_of(name)} is about a step of --docs-per-step: give --docs-per-step, or "
+                    f"drop it"
+                )
 
 
 def add_planning_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the flags of planning, in a group of their own; usable as Megatron's `extra_args_provider`.
+    """Add the flags of planning, in a group of their own; usable as Megatron's
+    `extra_args_provider`.
 
     Raises:
         ValueError: the parser has a flag of the same name that stores to another attribute.
@@ -95,19 +102,22 @@ def validate_planning_args(args: argparse.Namespace) -> PlanningConfig:
     """Check the flags of planning against each other and against the trainer's own; change nothing.
 
     Raises:
-        ValueError: a value is out of range, or `--ragged-microbatches` with expert parallelism or a global balancing loss.
+        ValueError: a value is out of range, or `--ragged-microbatches` with expert parallelism or a
+            global balancing loss.
     """
     config = PlanningConfig.from_args(args)
     expert_size = vars(args).get("expert_model_parallel_size") or 1
     if config.ragged_microbatches and expert_size > 1:
         raise ValueError(
-            f"--ragged-microbatches with --expert-model-parallel-size {expert_size}: ranks that exchange tokens of experts "
+            f"--ragged-microbatches with --expert-model-parallel-size {expert_size}: ranks that "
+            f"exchange tokens of experts "
             "run the same number of micro-batches; drop --ragged-microbatches"
         )
     kinds = vars(args).get("moe_router_load_balancing_type") or ()
     if config.ragged_microbatches and "global_aux_loss" in kinds:
         raise ValueError(
-            "--ragged-microbatches with --moe-router-load-balancing-type global_aux_loss: its all-reduce in every micro-batch "
+            "--ragged-microbatches with --moe-router-load-balancing-type global_aux_loss: its "
+            "all-reduce in every micro-batch "
             "takes all data-parallel ranks; drop --ragged-microbatches"
         )
     return config

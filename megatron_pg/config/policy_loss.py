@@ -1,4 +1,5 @@
-"""`PolicyLossConfig`: every setting of the policy loss, in groups by subject, its flags, and their startup validation.
+"""`PolicyLossConfig`: every setting of the policy loss, in groups by subject, its flags, and their
+startup validation.
 
 A setting has its help text beside it. The text of a table's word is that of its row.
 """
@@ -55,13 +56,15 @@ class PolicyLossConfig(
     """Settings of the policy loss.
 
     Raises:
-        ValueError: values are out of range or contradict each other. One error has all violations, and names fields
-            and flags.
+        ValueError: values are out of range or contradict each other. One error has all violations,
+            and names fields and flags.
     """
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> PolicyLossConfig:
-        """Make the config from args that `validate_policy_loss_args` has returned; see `Settings.from_args`."""
+        """Make the config from args that `validate_policy_loss_args` has returned; see
+        `Settings.from_args`.
+        """
         if vars(args).get("loss_aggregation", "") is None:
             raise ValueError(
                 "args.loss_aggregation is None: call validate_policy_loss_args(args) first"
@@ -152,7 +155,8 @@ def _option_violations(
 
 
 def add_policy_loss_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the flags of the policy loss, in a group of their own; usable as Megatron's `extra_args_provider`.
+    """Add the flags of the policy loss, in a group of their own; usable as Megatron's
+    `extra_args_provider`.
 
     A flag that the parser has already is left as it is: its value lands in the same attribute.
 
@@ -181,20 +185,22 @@ def validate_policy_loss_args(
 ) -> argparse.Namespace:
     """Check the flags of the policy loss, settle those that follow from others, and return args.
 
-    Call it once on every rank, after every override of the arguments and before Megatron builds its configs from them
-    (`validate_args` may come before or after). It settles `loss_aggregation`, `loss_aggregation_divisor` and
-    `calculate_per_token_loss`; a second call changes nothing. If it raises, the arguments are as they were.
+    Call it once on every rank, after every override of the arguments and before Megatron builds its
+    configs from them (`validate_args` may come before or after). It settles `loss_aggregation`,
+    `loss_aggregation_divisor` and `calculate_per_token_loss`; a second call changes nothing. If it
+    raises, the arguments are as they were.
 
     Args:
         args: parsed arguments. An argument that no parser defined counts as absent.
-        sample_fields: optional fields of `Sample` that the training script fills (`OPTIONAL_SAMPLE_FIELDS`). None: not
-            known yet, and nothing is checked against them.
+        sample_fields: optional fields of `Sample` that the training script fills
+            (`OPTIONAL_SAMPLE_FIELDS`). None: not known yet, and nothing is checked against them.
 
     Raises:
-        ValueError: settings are out of range, contradict each other or lack their inputs. The message has every
-            violation, with its flag, what was found and what to do.
-        NotImplementedError: the same where nothing else is wrong than a layout without a token window (BSHD under
-            context parallelism), Megatron-FSDP, or a setting of the output layer that `--fused-lm-head` or
+        ValueError: settings are out of range, contradict each other or lack their inputs. The
+            message has every violation, with its flag, what was found and what to do.
+        NotImplementedError: the same where nothing else is wrong than a layout without a token
+            window (BSHD under context parallelism), Megatron-FSDP, or a setting of the output layer
+            that `--fused-lm-head` or
             `--fp32-lm-head` does not serve.
     """
     arguments = vars(args)
@@ -208,7 +214,8 @@ def validate_policy_loss_args(
     not_implemented = [layout] if layout else []
     if arguments.get("use_megatron_fsdp"):
         not_implemented.append(
-            "--use-megatron-fsdp: its gradients are untested against the unsharded model's; use DDP, with "
+            "--use-megatron-fsdp: its gradients are untested against the unsharded model's; use "
+            "DDP, with "
             "--use-distributed-optimizer where optimizer states are to be sharded"
         )
     if config.fp32_lm_head or config.fused_lm_head:
@@ -227,7 +234,9 @@ def validate_policy_loss_args(
 def _sample_field_violations(
     config: PolicyLossConfig, sample_fields: Collection[str] | None
 ) -> Iterator[str]:
-    """Yield the optional fields of a sample that are misspelt, and those that are needed and not filled."""
+    """Yield the optional fields of a sample that are misspelt, and those that are needed and not
+    filled.
+    """
     if sample_fields is None:
         return
     for field in sorted(set(sample_fields).difference(OPTIONAL_SAMPLE_FIELDS)):
@@ -244,7 +253,9 @@ def _sample_field_violations(
 
 
 def require_config(config: Any) -> None:
-    """Raise a TypeError for what is no config, such as the args that `validate_policy_loss_args` returns."""
+    """Raise a TypeError for what is no config, such as the args that `validate_policy_loss_args`
+    returns.
+    """
     if not isinstance(config, PolicyLossConfig):
         found = type(config).__name__
         raise TypeError(
@@ -257,8 +268,10 @@ def _warnings(config: PolicyLossConfig, aggregation: str) -> Iterator[str]:
     fields, chosen = fields_of(PolicyLossConfig), config.loss_aggregation
     if aggregation != chosen:
         yield (
-            f"--calculate-per-token-loss makes the objective the token mean: --loss-aggregation {chosen} is now "
-            f"{aggregation}. Give --loss-aggregation {aggregation} to silence this, or drop the flag."
+            f"--calculate-per-token-loss makes the objective the token mean: --loss-aggregation "
+            f"{chosen} is now "
+            f"{aggregation}. Give --loss-aggregation {aggregation} to silence this, or drop the "
+            f"flag."
         )
     for setting, table in TABLES.items():
         rows, flag = rows_on(table, config), flag_of(setting)
@@ -278,6 +291,7 @@ def _warnings(config: PolicyLossConfig, aggregation: str) -> Iterator[str]:
     is_bare = not config.use_unbiased_kl and config.kl_loss_gradient == "estimate"
     if config.kl_loss_coef > 0 and config.kl_loss_type == "k1" and is_bare:
         yield (
-            "--kl-loss-type k1 as a loss has zero expected gradient on-policy: use k2, k3, --use-unbiased-kl or "
+            "--kl-loss-type k1 as a loss has zero expected gradient on-policy: use k2, k3, "
+            "--use-unbiased-kl or "
             "--kl-loss-gradient k2."
         )

@@ -1,6 +1,8 @@
-"""PPO's critic: its settings, the value loss, advantages by GAE, and the value head and the step in Megatron's schedules.
+"""PPO's critic: its settings, the value loss, advantages by GAE, and the value head and the step in
+Megatron's schedules.
 
-`megatron_pg` exports what needs no Megatron-Core. The names below need it, and are imported when they are first used.
+`megatron_pg` exports what needs no Megatron-Core. The names below need it, and are imported when
+they are first used.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,5 @@
-"""Generalised advantage estimation (Schulman et al., arXiv:1506.02438) over whole responses, on the host, in float64.
+"""Generalised advantage estimation (Schulman et al., arXiv:1506.02438) over whole responses, on the
+host, in float64.
 
 Over the active tokens of a response, in order, with V the critic's values and r the rewards:
 
@@ -6,10 +7,11 @@ Over the active tokens of a response, in order, with V the critic's values and r
     A_t     = delta_t + gamma lam A_{t+1}
     R_t     = A_t + V_t                       the critic's target (the lambda-return)
 
-Decoupled, lambda of the A in R is another one; length-adaptive, that of the advantages is max(0, 1 - 1 / (alpha l)) in a
-response of l active tokens (both VAPO, arXiv:2504.05118).
-A token that the loss mask drops (a tool's) is no step of the policy: the active tokens around it follow each other. After
-the last active token V is 0; where generation was cut off, V is the value of the token that would have come.
+Decoupled, lambda of the A in R is another one; length-adaptive, that of the advantages is max(0, 1
+- 1 / (alpha l)) in a response of l active tokens (both VAPO, arXiv:2504.05118).
+A token that the loss mask drops (a tool's) is no step of the policy: the active tokens around it
+follow each other. After the last active token V is 0; where generation was cut off, V is the value
+of the token that would have come.
 """
 
 import math
@@ -53,19 +55,22 @@ def gae(
     """Estimate advantages and returns of whole responses on the host. Needs no other rank.
 
     Args:
-        rewards: per response `[response_length]`; a reward for the whole response stands on its last active token.
+        rewards: per response `[response_length]`; a reward for the whole response stands on its
+            last active token.
         values: the same, the critic's values before each token (`compute_values`).
         loss_mask: the same, 0 and 1.
         gamma: the discount of a token, in [0, 1].
         lam: lambda, in [0, 1].
         value_lam: lambda of the returns, in [0, 1]; None: `lam`.
-        lam_alpha: alpha of the length-adaptive lambda, above 0, which takes the place of `lam` in the advantages; None: not.
-        bootstrap_values: `[responses]` the value after each response's last token where generation was cut off, 0 where it
-            ended; None: all ended.
+        lam_alpha: alpha of the length-adaptive lambda, above 0, which takes the place of `lam` in
+            the advantages; None: not.
+        bootstrap_values: `[responses]` the value after each response's last token where generation
+            was cut off, 0 where it ended; None: all ended.
 
     Raises:
-        ValueError: gamma, a lambda or alpha is out of its range; lengths differ; a mask has other numbers than 0 and 1; a reward or
-            value at an active token, or a bootstrap value, is not finite; a token that the mask drops has a reward, which
+        ValueError: gamma, a lambda or alpha is out of its range; lengths differ; a mask has other
+            numbers than 0 and 1; a reward or value at an active token, or a bootstrap value, is not
+            finite; a token that the mask drops has a reward, which
             no active token would get. The response and the position are named.
     """
     CriticConfig(gamma=gamma, lam=lam, value_lam=value_lam, lam_alpha=lam_alpha)
@@ -90,7 +95,8 @@ def gae(
         refuse_values("bootstrap_values", bootstrap, ~torch.isfinite(bootstrap), problem)
     if not masks:
         return Estimates([], [])
-    # Active tokens alone, [responses, longest], the last of them first: column by column time runs backwards.
+    # Active tokens alone, [responses, longest], the last of them first: column by column time runs
+    # backwards.
     reward, value = (
         pad_sequence([x[m].flip(0) for x, m in zip(rows, active, strict=True)], batch_first=True)
         for rows in (response_rewards, response_values)
@@ -125,10 +131,12 @@ def whiten(
     *,
     data_parallel_group: dist.ProcessGroup | None = None,
 ) -> list[Tensor]:
-    """Subtract the step's mean from advantages and divide by its standard deviation (n - 1); 0 at tokens that the mask drops.
+    """Subtract the step's mean from advantages and divide by its standard deviation (n - 1); 0 at
+    tokens that the mask drops.
 
-    Every data-parallel rank must call it once a step, with all samples that it trains on in that step: one exchange of
-    three numbers. The statistics are of the whole step, so that the objective does not depend on micro-batches.
+    Every data-parallel rank must call it once a step, with all samples that it trains on in that
+    step: one exchange of three numbers. The statistics are of the whole step, so that the objective
+    does not depend on micro-batches.
 
     Args:
         advantages: per response `[response_length]`.
@@ -136,8 +144,8 @@ def whiten(
         data_parallel_group: the data-parallel group *without* context parallelism; None at size 1.
 
     Raises:
-        ValueError: lengths differ, or an advantage at an active token is not finite; raised on all ranks if one has
-            it.
+        ValueError: lengths differ, or an advantage at an active token is not finite; raised on all
+            ranks if one has it.
     """
 
     def active_advantages() -> tuple[list[Tensor], Tensor]:
@@ -169,13 +177,15 @@ def _vectors(
     vectors = [host_tensor(row).to("cpu", torch.float64) for row in rows]
     if lengths is not None and len(vectors) != len(lengths):
         raise ValueError(
-            f"{name} has {len(vectors)} responses and loss_mask {len(lengths)}: give one of each per response"
+            f"{name} has {len(vectors)} responses and loss_mask {len(lengths)}: give one of each "
+            f"per response"
         )
     for index, vector in enumerate(vectors):
         expected = vector.numel() if lengths is None else lengths[index]
         if vector.shape != (expected,):
             raise ValueError(
-                f"{name}[{index}] has shape {list(vector.shape)}, expected [{expected}], one number per response token"
+                f"{name}[{index}] has shape {list(vector.shape)}, expected [{expected}], one "
+                f"number per response token"
             )
     return vectors
 

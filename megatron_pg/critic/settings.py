@@ -36,7 +36,8 @@ class CriticConfig(Settings):
 
 
 def add_critic_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the flags of a critic in a group of their own; usable as Megatron's `extra_args_provider`.
+    """Add the flags of a critic in a group of their own; usable as Megatron's
+    `extra_args_provider`.
 
     Raises:
         ValueError: the parser has a flag of the same name that stores to another attribute.

@@ -1,6 +1,7 @@
 """The value loss of one micro-batch on one rank, and the critic's metrics of a step.
 
-This file has the formula and its metrics. Aggregation, totals, the checksum and a step's sums are the policy loss's.
+This file has the formula and its metrics. Aggregation, totals, the checksum and a step's sums are
+the policy loss's.
 """
 
 import math
@@ -35,9 +36,11 @@ SUMS = ("token_sum", "return_sum", "return_squared_sum", "error_sum", "error_squ
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, value_clip: float) -> Tensor:
-    """Compute PPO's clipped loss of each token: `1/2 max((v - R)^2, (v_clip - R)^2)`, `v_clip = v_old + clamp(v - v_old, +-c)`.
+    """Compute PPO's clipped loss of each token: `1/2 max((v - R)^2, (v_clip - R)^2)`, `v_clip =
+    v_old + clamp(v - v_old, +-c)`.
 
-    The clip is that of the released code of Schulman et al. (arXiv:1707.06347), whose paper has the plain square.
+    The clip is that of the released code of Schulman et al. (arXiv:1707.06347), whose paper has the
+    plain square.
 
     Args:
         values: v, the critic's, any shape, with gradient.
@@ -51,10 +54,12 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, value_clip: 
 
 
 class MicroBatchValueLoss:
-    """The value loss of one micro-batch on one rank, as a function of the values of its token window.
+    """The value loss of one micro-batch on one rank, as a function of the values of its token
+    window.
 
-    Built on the host before the model has run; summed over ranks and micro-batches it is the value loss of the step.
-    Arguments are those of `policy_loss_function`. Raises a ValueError for samples without `old_values` or `returns`.
+    Built on the host before the model has run; summed over ranks and micro-batches it is the value
+    loss of the step. Arguments are those of `policy_loss_function`. Raises a ValueError for samples
+    without `old_values` or `returns`.
     """
 
     def __init__(
@@ -68,7 +73,8 @@ class MicroBatchValueLoss:
         for field in CRITIC_FIELDS:
             if getattr(batch, field) is None:
                 raise ValueError(
-                    f"{batch.samples[0].name} has no {field}, which the value loss needs: give Sample({field}=...) to every "
+                    f"{batch.samples[0].name} has no {field}, which the value loss needs: give "
+                    f"Sample({field}=...) to every "
                     "sample of the step (compute_values, then gae)"
                 )
         self.config, self.critic, self.batch, self._totals = config, critic, batch, totals
@@ -76,7 +82,9 @@ class MicroBatchValueLoss:
         self._reduce = get_reduction(config, batch)
 
     def __call__(self, values: Tensor) -> tuple[Tensor, MicroBatchMetrics]:
-        """Compute the loss and its detached metrics; values [window] float32 or float64, attached to the graph."""
+        """Compute the loss and its detached metrics; values [window] float32 or float64, attached
+        to the graph.
+        """
         batch, mask = self.batch, self.batch.loss_mask
         window = (mask, batch.window_segment_ids, batch.loss_weights)
         weights = Weights.spread(self._step_numbers, self._sample_weights, *window)
@@ -121,7 +129,9 @@ def value_report(
     micro_batches: Sequence[Mapping[str, Tensor]],
     device: torch.device | str,
 ) -> SumsReport:
-    """Add up the metrics of this rank's micro-batches; none where its peers bring the same numbers."""
+    """Add up the metrics of this rank's micro-batches; none where its peers bring the same
+    numbers.
+    """
     names = value_metric_table(config).names
 
     def metrics(reduced: Tensor) -> dict[str, float]:

@@ -1,4 +1,6 @@
-"""`megatron-pg explain`: the objective that is really optimized, from lengths or rollout files and the launch flags."""
+"""`megatron-pg explain`: the objective that is really optimized, from lengths or rollout files and
+the launch flags.
+"""
 
 import argparse
 import difflib
@@ -41,7 +43,9 @@ BALANCING = "aux_loss seq_aux_loss global_aux_loss sinkhorn quantile_balancing n
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Explain the step that the words after `megatron-pg explain` describe. Return 2 for flags that cannot be, or 0."""
+    """Explain the step that the words after `megatron-pg explain` describe. Return 2 for flags that
+    cannot be, or 0.
+    """
     try:
         options = parse_options(arguments)
         step = explained_step(options)
@@ -75,21 +79,28 @@ def parse_options(arguments: Sequence[str]) -> ExplainOptions:
 
 
 def _misspelled(unused: Sequence[str], parser: argparse.ArgumentParser) -> Iterator[str]:
-    """Yield words that are nearly a flag of this command: unread, they would explain another objective."""
+    """Yield words that are nearly a flag of this command: unread, they would explain another
+    objective.
+    """
     for word in unused:
         flag = word.split("=")[0]
-        # From 0.9 on no flag of Megatron's is taken for one of these (--test-mode and --tis-mode at 0.85).
+        # From 0.9 on no flag of Megatron's is taken for one of these (--test-mode and --tis-mode at
+        # 0.85).
         near = difflib.get_close_matches(flag, parser._option_string_actions, 1, cutoff=0.9)
         if flag.startswith("--") and near:
             yield f"{flag} is no flag; did you mean {near[0]}?"
 
 
 def build_parser() -> ProgramParser:
-    """Build the parser of lengths, parallelism, output, and the flags of a launch line that matter here."""
+    """Build the parser of lengths, parallelism, output, and the flags of a launch line that matter
+    here.
+    """
     parser = ProgramParser(
         prog="megatron-pg explain",
-        usage="megatron-pg explain (--lengths L,L,... | --log-normal MEDIAN,SIGMA | --rollout-files PATH ...) [flags]",
-        description="Which objective am I really optimizing? The weight of a token under each aggregation.",
+        usage="megatron-pg explain (--lengths L,L,... | --log-normal MEDIAN,SIGMA | "
+        "--rollout-files PATH ...) [flags]",
+        description="Which objective am I really optimizing? The weight of a token under each "
+        "aggregation.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -22,7 +22,8 @@ Report = Mapping[str, Any]
 """A report as `--json` prints it; the tables and the picture are drawn from it."""
 NUM_QUANTILES = 4
 FAR = 4.0
-"""A divisor is far from the lengths where the loss is more than this many times sample_mean's, or less than its inverse."""
+"""A divisor is far from the lengths where the loss is more than this many times sample_mean's, or
+less than its inverse."""
 
 
 def explain_step(step: ExplainedStep, options: ExplainOptions) -> Report:
@@ -73,14 +74,17 @@ def explain_step(step: ExplainedStep, options: ExplainOptions) -> Report:
 
 
 def _regularizers(options: ExplainOptions, reports: Mapping[str, Report]) -> Report | None:
-    """Compare KL and entropy terms with the policy loss; None without either term, or under a custom reducer."""
+    """Compare KL and entropy terms with the policy loss; None without either term, or under a
+    custom reducer.
+    """
     config, policy = options.config, options.config.loss_aggregation
     has_term = config.kl_loss_coef or config.entropy_coef
     if not has_term or is_replaced("loss_aggregation", config) or policy not in reports:
         return None
     name = policy if config.regularizer_aggregation == "loss" else "sample_mean"
     both = (reports[each]["token_coefficient"] for each in (name, policy))
-    # For one active token of each sample: its coefficient in the terms over its coefficient in the policy loss.
+    # For one active token of each sample: its coefficient in the terms over its coefficient in the
+    # policy loss.
     relative = [own / policy_weight for own, policy_weight in zip(*both, strict=True)]
     return {"aggregation": name, "relative_coefficient": relative}
 
@@ -96,7 +100,9 @@ def _kept_sets(samples: Sequence[ExplainedSample]) -> dict[str, float] | None:
 def _aggregation_report(
     mode: Aggregation, step: ExplainedStep, totals: StepTotals, divisor: float | None
 ) -> dict[str, Any]:
-    """Report one aggregation over the step with the denominators of `totals`; lists are in the order of the samples."""
+    """Report one aggregation over the step with the denominators of `totals`; lists are in the
+    order of the samples.
+    """
     samples, sample_mean = step.samples, AGGREGATIONS["sample_mean"]
     weights = 1.0 / mode.divisors_of(totals, samples, divisor)
     outer_count, total = mode.outer_count(totals), mode.expected_sums(totals, divisor)[0]
@@ -112,7 +118,8 @@ def _aggregation_report(
         "formula": mode.formula,
         "divisor": divisor,
         "outer_count": outer_count,
-        # For one active token of each sample, at a loss weight of 1: its weight in the inner sum; the factor of its gradient.
+        # For one active token of each sample, at a loss weight of 1: its weight in the inner sum;
+        # the factor of its gradient.
         "token_weight": weights.tolist(),
         "token_coefficient": (weights / outer_count).tolist(),
         "sample_share": shares,
@@ -143,13 +150,17 @@ def _quantile_shares(lengths: Sequence[int], shares: Sequence[float]) -> list[di
 def _warnings_of_lengths(
     step: ExplainedStep, options: ExplainOptions, ratio: float | None
 ) -> Iterator[str]:
-    """Warn of likely mistakes, with reason and remedy; `ratio` is the learning rate ratio of `constant`."""
+    """Warn of likely mistakes, with reason and remedy; `ratio` is the learning rate ratio of
+    `constant`.
+    """
     totals, divisor = step.totals, options.config.loss_aggregation_divisor
     if divisor is not None and ratio is not None and not 1 / FAR <= ratio <= FAR:
         mean = totals.num_active_tokens / totals.num_rollouts
         yield (
-            f"--loss-aggregation-divisor {divisor:g} is far from the lengths seen, {mean:.4g} active tokens a rollout on "
-            f"average: the gradient is about {ratio:.3g} times that of sample_mean. SGD and --clip-grad see that factor, "
+            f"--loss-aggregation-divisor {divisor:g} is far from the lengths seen, {mean:.4g} "
+            f"active tokens a rollout on "
+            f"average: the gradient is about {ratio:.3g} times that of sample_mean. SGD and "
+            f"--clip-grad see that factor, "
             "Adam does not: choose a divisor near the longest response, or scale them."
         )
     for group, (inside, whole) in step.cut_groups.items():
@@ -183,18 +194,23 @@ def _warnings_of_flags(step: ExplainedStep, options: ExplainOptions) -> Iterator
     missing = Counter(field for sample in step.samples for field in sample.missing_fields)
     for field, count in missing.items():
         yield (
-            f"{count} of {len(step.samples)} samples have no {field}, needed by {' and '.join(flags[field])}. They are counted "
-            "here. Training that takes it from the files stops at such a row, or skips it with --on-bad-row skip."
+            f"{count} of {len(step.samples)} samples have no {field}, needed by "
+            f"{' and '.join(flags[field])}. They are counted "
+            "here. Training that takes it from the files stops at such a row, or skips it with "
+            "--on-bad-row skip."
         )
     planning, data_size = options.planning, options.data_parallel_size
     wanted = planning.docs_per_step
     if wanted is None or planning.docs_per_step_mode != "at_least" or data_size == 1:
         return
-    # Such a step keeps all samples of its windows, whose number depends on the ranks that pull them.
+    # Such a step keeps all samples of its windows, whose number depends on the ranks that pull
+    # them.
     keeps_groups = planning.keep_prompt_groups or options.config.loss_aggregation == "prompt_mean"
     has_rollouts = any(sample.rollout_id is not None for sample in step.samples)
     if wanted % data_size or keeps_groups or has_rollouts or step.num_skipped:
         yield (
-            f"The step is that of one data-parallel rank. With --docs-per-step-mode at_least, {data_size} ranks that "
-            "pull rows at once may keep others beyond --docs-per-step; exact steps are the same at every size."
+            f"The step is that of one data-parallel rank. With --docs-per-step-mode at_least, "
+            f"{data_size} ranks that "
+            "pull rows at once may keep others beyond --docs-per-step; exact steps are the same at "
+            "every size."
         )

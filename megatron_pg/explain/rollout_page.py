@@ -1,4 +1,6 @@
-"""A page of rollouts: one HTML file with the answers of rollout files, their rewards, and the numbers of their tokens."""
+"""A page of rollouts: one HTML file with the answers of rollout files, their rewards, and the
+numbers of their tokens.
+"""
 
 import heapq
 import itertools
@@ -113,8 +115,9 @@ def write_rollout_page(
 ) -> None:
     """Write the rows of rollout files as one HTML file, which a browser opens from a disk.
 
-    The page has every prompt group. Of more than `PAGE_BYTES` it has the worst of each kind and others drawn at random, and
-    says which; the numbers by step are of all rows. Memory holds what the page will.
+    The page has every prompt group. Of more than `PAGE_BYTES` it has the worst of each kind and
+    others drawn at random, and says which; the numbers by step are of all rows. Memory holds what
+    the page will.
 
     Args:
         path: the HTML file.
@@ -216,7 +219,9 @@ class _Selection:
 
 
 def _named_samples(files: RolloutFiles) -> Iterator[tuple[tuple[str, object], RewardedSample]]:
-    """Yield the samples with the name of their step and their prompt group: a row without one is a group of its own."""
+    """Yield the samples with the name of their step and their prompt group: a row without one is a
+    group of its own.
+    """
     for number in itertools.count():
         pulled: Any = files.pull(1)
         if not pulled:
@@ -233,7 +238,9 @@ def _named_samples(files: RolloutFiles) -> Iterator[tuple[tuple[str, object], Re
 
 
 def _advantages(samples: Sequence[RewardedSample]) -> tuple[list[Tensor | None], bool]:
-    """Return the advantages of the answers to a prompt, and whether they are grpo's, of rewards alone; None without either."""
+    """Return the advantages of the answers to a prompt, and whether they are grpo's, of rewards
+    alone; None without either.
+    """
     if all(sample.has_advantages for sample in samples):
         return [sample.advantages for sample in samples], False
     if samples[0].group_index is None:
@@ -245,7 +252,9 @@ def _advantages(samples: Sequence[RewardedSample]) -> tuple[list[Tensor | None],
 def _answer(
     sample: RewardedSample, advantages: Tensor | None, clip: tuple[float, float] | None
 ) -> Answer:
-    """Make the JSON of an answer: `r` reward, `t` tokens, `m` mask where not all 1, `a` advantage or advantages, log-ratios."""
+    """Make the JSON of an answer: `r` reward, `t` tokens, `m` mask where not all 1, `a` advantage
+    or advantages, log-ratios.
+    """
     active, has_active = sample.loss_mask, sample.num_active_tokens > 0
     shown: dict[str, Any] = {"n": sample.name, "r": sample.reward}
     shown["t"] = sample.tokens[sample.prompt_length :].tolist()
@@ -300,7 +309,8 @@ def _texts(tokenizer: str | Path, entries: Iterable[str]) -> dict[int, str]:
             }
         except (ValueError, AttributeError) as error:
             raise ValueError(
-                f"--tokenizer {tokenizer}: expected a JSON object of texts by token id, or a Hugging Face folder ({error})"
+                f"--tokenizer {tokenizer}: expected a JSON object of texts by token id, or a "
+                f"Hugging Face folder ({error})"
             ) from error
         return {token: texts[token] for token in sorted(ids & texts.keys())}
     try:

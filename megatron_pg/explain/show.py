@@ -13,7 +13,8 @@ from megatron_pg.megatron.scale_contract import FACTORS
 MAX_ROWS = 12
 """Samples or groups shown one by one; some of more are picked over the range."""
 TextTable = tuple[str, list[tuple[str, ...]]]
-"""A title, and its rows: the first names the columns, of which all but the first are right-aligned."""
+"""A title, and its rows: the first names the columns, of which all but the first are
+right-aligned."""
 
 
 def print_report(step: ExplainedStep, report: Report, options: ExplainOptions) -> None:
@@ -25,14 +26,17 @@ def print_report(step: ExplainedStep, report: Report, options: ExplainOptions) -
         is_read = options.config.replay_sampling_set
         use = "" if is_read else ", which only --replay-sampling-set reads"
         notes.append(
-            f"kept sets: {kept['num_tokens']} of {report['step']['num_active_tokens']} active tokens have one, of "
+            f"kept sets: {kept['num_tokens']} of {report['step']['num_active_tokens']} active "
+            f"tokens have one, of "
             f"{kept['mean_size']:.3g} ids on average and {kept['largest']} at most{use}"
         )
     if terms := report["regularizers"]:
         relative = terms["relative_coefficient"]
         notes.append(
-            f"KL and entropy terms: {terms['aggregation']} (--regularizer-aggregation {options.config.regularizer_aggregation}). "
-            f"On a token they have {min(relative):.3g} to {max(relative):.3g} times their coefficients, relative to the policy loss"
+            f"KL and entropy terms: {terms['aggregation']} (--regularizer-aggregation "
+            f"{options.config.regularizer_aggregation}). "
+            f"On a token they have {min(relative):.3g} to {max(relative):.3g} times their "
+            f"coefficients, relative to the policy loss"
         )
     if options.unused_flags:
         notes.append(f"not used: {' '.join(options.unused_flags)}")
@@ -89,7 +93,9 @@ def _objectives(report: Report, options: ExplainOptions) -> TextTable:
 
 
 def _shares(step: ExplainedStep, report: Report) -> Iterator[TextTable]:
-    """Yield the tables with a column for each aggregation: tokens of samples, samples by length, prompt groups."""
+    """Yield the tables with a column for each aggregation: tokens of samples, samples by length,
+    prompt groups.
+    """
     names, each = tuple(report["aggregations"]), report["aggregations"].values()
     lengths = report["step"]["active_tokens"]
     picked, some = _picked(range(len(lengths)), lengths.__getitem__, " samples, by length")
@@ -100,7 +106,10 @@ def _shares(step: ExplainedStep, report: Report) -> Iterator[TextTable]:
         pairs = [(a["token_weight"][index], a["token_coefficient"][index]) for a in each]
         cells = [f"{weight:.4g} -> {coefficient:.4g}" for weight, coefficient in pairs]
         rows.append((sample.name, group, str(sample.num_active_tokens), *cells))
-    title = f"One token of each sample{some}: weight -> coefficient in the gradient (weight / outer count)"
+    title = (
+        f"One token of each sample{some}: weight -> coefficient in the gradient (weight / outer "
+        f"count)"
+    )
     yield title, rows
     rows = [("tokens", "samples", *names)]
     for parts in zip(*(a["quantile_shares"] for a in each), strict=True):
@@ -122,15 +131,19 @@ def _scale(report: Report) -> TextTable:
     named = zip(FACTORS[per_token], factors, strict=True)
     cells = [name if name == "1" else f"{name} = {factor:.4g}" for name, factor in named]
     title = (
-        f"What happens to the loss of a micro-batch, the same for every aggregation (DP = {data_size}, "
-        f"CP = {context_size}, M = {num_microbatches}, calculate_per_token_loss {'on' if per_token else 'off'})"
+        f"What happens to the loss of a micro-batch, the same for every aggregation (DP = "
+        f"{data_size}, "
+        f"CP = {context_size}, M = {num_microbatches}, calculate_per_token_loss "
+        f"{'on' if per_token else 'off'})"
     )
     columns = ("returned: times", "schedule: times", "sum of gradients: times", "net")
     return title, [columns, (*cells, f"{net:.4g}")]
 
 
 def _picked(items: Sequence[int], key: Any, what: str) -> tuple[Sequence[int], str]:
-    """Pick items evenly over their order, the first and the last among them, and say how many; keep all of a few."""
+    """Pick items evenly over their order, the first and the last among them, and say how many; keep
+    all of a few.
+    """
     if len(items) <= MAX_ROWS:
         return items, ""
     ordered, last = sorted(items, key=key), len(items) - 1
@@ -143,11 +156,14 @@ def _percent(share: float) -> str:
 
 
 def plot(report: Report, path: str) -> None:
-    """Draw the coefficient of a token against the length of its sample, one set of points for each aggregation."""
+    """Draw the coefficient of a token against the length of its sample, one set of points for each
+    aggregation.
+    """
     lengths, num_tokens = report["step"]["active_tokens"], report["step"]["num_active_tokens"]
     if not num_tokens:
         raise ValueError(
-            f"--plot {path}: no sample of the step has an active token, so there is no point to draw; drop --plot, or "
+            f"--plot {path}: no sample of the step has an active token, so there is no point to "
+            f"draw; drop --plot, or "
             "give lengths above 0"
         )
     try:

@@ -1,4 +1,6 @@
-"""The step to explain: the first that training would take with the same flags, by the same `StepCollector`."""
+"""The step to explain: the first that training would take with the same flags, by the same
+`StepCollector`.
+"""
 
 import argparse
 import contextlib
@@ -46,8 +48,10 @@ def median_and_sigma(text: str) -> tuple[float, ...]:
         if 0 < median <= MAX_TOKENS and 0 <= sigma <= MAX_SIGMA:
             return median, sigma
     raise argparse.ArgumentTypeError(
-        f"{text!r}: expected MEDIAN,SIGMA with a median above 0 and up to {MAX_TOKENS} tokens, and a sigma from 0 to "
-        f"{MAX_SIGMA:g}. Sigma is of the logarithm and not in tokens: give 2000,1 for 2000 / e to 2000 e, mostly"
+        f"{text!r}: expected MEDIAN,SIGMA with a median above 0 and up to {MAX_TOKENS} tokens, and "
+        f"a sigma from 0 to "
+        f"{MAX_SIGMA:g}. Sigma is of the logarithm and not in tokens: give 2000,1 for 2000 / e to "
+        f"2000 e, mostly"
     )
 
 
@@ -86,14 +90,19 @@ class ExplainOptions(Settings):
     # fmt: on
 
     def conflicts(self, given: Mapping[str, Any]) -> Iterator[str]:
-        """Yield a number of sources of lengths other than one, and flags of a page without rows or without a page."""
+        """Yield a number of sources of lengths other than one, and flags of a page without rows or
+        without a page.
+        """
         if self.html is not None and not self.planning.rollout_files:
             yield f"--html {self.html} shows rollouts: give --rollout-files"
         if self.tokenizer is not None and self.html is None:
             yield f"--tokenizer {self.tokenizer} is read for --html alone: give --html"
         if [self.lengths, self.log_normal, self.planning.rollout_files].count(()) != 2:
             sources = "--lengths, --log-normal and --rollout-files"
-            yield f"expected one source of lengths: give one of {sources}, such as --lengths 200,4000,12000"
+            yield (
+                f"expected one source of lengths: give one of {sources}, such as --lengths "
+                f"200,4000,12000"
+            )
 
 
 class ExplainedSample(BareSample):
@@ -117,7 +126,9 @@ class ExplainedStep(NamedTuple):
 
 
 def explained_step(options: ExplainOptions) -> ExplainedStep:
-    """Collect the step that the options describe; refuse one that training would refuse, and files without samples."""
+    """Collect the step that the options describe; refuse one that training would refuse, and files
+    without samples.
+    """
     planning = options.planning
     stream = _rows(options) if planning.rollout_files else _generated(options)
     collector = StepCollector(
@@ -155,7 +166,8 @@ def rollout_files_of(options: ExplainOptions) -> RolloutFiles:
 def _rows(options: ExplainOptions) -> Iterator[ExplainedSample | None]:
     """Read the rollout files as training does, without keeping tokens; yield None for a bad row.
 
-    A row without log-probs is no bad row here: weights do not depend on them, and a training script may compute them.
+    A row without log-probs is no bad row here: weights do not depend on them, and a training script
+    may compute them.
     """
     required, files = options.config.required_sample_fields, rollout_files_of(options)
     while pulled := files.pull(1):
@@ -171,7 +183,9 @@ def _rows(options: ExplainOptions) -> Iterator[ExplainedSample | None]:
 
 
 def _generated(options: ExplainOptions) -> Iterator[ExplainedSample]:
-    """Yield samples of given or drawn lengths; endless with --docs-per-step, as training reads on beyond a step."""
+    """Yield samples of given or drawn lengths; endless with --docs-per-step, as training reads on
+    beyond a step.
+    """
     count, size, lengths = options.planning.docs_per_step, options.group_size, options.lengths
     wanted = count or (math.lcm(len(lengths), size) if lengths else DEFAULT_NUM_GROUPS * size)
     if max(wanted, size) > MAX_SAMPLES:
@@ -189,7 +203,8 @@ def _drawn(options: ExplainOptions) -> Iterator[int]:
     while (length := max(round(generator.lognormal(math.log(median), sigma)), 1)) <= MAX_TOKENS:
         yield length
     raise ValueError(
-        f"--log-normal {median:g},{sigma:g} has drawn a length of {length:.3g} tokens, more than {MAX_TOKENS}: sigma is of the "
+        f"--log-normal {median:g},{sigma:g} has drawn a length of {length:.3g} tokens, more than "
+        f"{MAX_TOKENS}: sigma is of the "
         "logarithm and not in tokens; give a smaller one, such as 1"
     )
 
@@ -199,7 +214,9 @@ def _cut_groups(
     carried: Sequence[BareSample],
     following: Iterable[BareSample | None],
 ) -> dict[int, tuple[int, int]]:
-    """Find the groups that go on after the step, in the carried samples and in the following ones."""
+    """Find the groups that go on after the step, in the carried samples and in the following
+    ones.
+    """
     latest, following_rows = (carried or samples)[-1].group_index, list(carried)
     inside = rollouts_of_groups(samples)
     if latest in inside:

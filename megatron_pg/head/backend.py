@@ -21,7 +21,9 @@ def _optional(name: str) -> ModuleType | None:
 
 
 def choose(kernels: str, in_torch: ModuleType, *matrices: Tensor) -> ModuleType:
-    """Return the module `kernels` for matrices that Triton kernels take, else `in_torch`, which has the same functions."""
+    """Return the module `kernels` for matrices that Triton kernels take, else `in_torch`, which has
+    the same functions.
+    """
     is_taken = all(x.is_cuda and x.dtype != torch.float64 and x.stride(1) == 1 for x in matrices)
     return (_optional(kernels) if is_taken else None) or in_torch
 
@@ -32,6 +34,8 @@ def row_passes(logits: Tensor) -> ModuleType:
 
 
 def hopper_products(hidden: Tensor, *settings: Any) -> Any:
-    """Return the products of exponentials, if QuACK is installed and takes these factors; see `find_products`."""
+    """Return the products of exponentials, if QuACK is installed and takes these factors; see
+    `find_products`.
+    """
     module = _optional("hopper.exponentials") if hidden.is_cuda else None
     return module.find_products(hidden, *settings) if module else None

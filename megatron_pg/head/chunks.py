@@ -1,8 +1,9 @@
-"""The rows of logits in memory at once: as many as a budget allows, cut so that the products' last waves are full.
+"""The rows of logits in memory at once: as many as a budget allows, cut so that the products' last
+waves are full.
 
-A product works in tiles, one on a multiprocessor at a time, and takes as long as its waves: the last one may leave
-multiprocessors idle. The second product (chunk x hidden) has the fewest tiles of the three. The third reads and writes the
-float32 sum of the weight's gradient once a chunk.
+A product works in tiles, one on a multiprocessor at a time, and takes as long as its waves: the
+last one may leave multiprocessors idle. The second product (chunk x hidden) has the fewest tiles of
+the three. The third reads and writes the float32 sum of the weight's gradient once a chunk.
 """
 
 import functools
@@ -12,7 +13,8 @@ import torch
 _BUDGET = 5 << 29
 """2.5 GiB of bfloat16 logits."""
 _ENOUGH = 8192
-"""Rows beyond which a longer chunk was not faster, whatever the columns (docs/records/benchmarks.md)."""
+"""Rows beyond which a longer chunk was not faster, whatever the columns
+(docs/records/benchmarks.md)."""
 _LARGE_DEVICE = 80_000_000_000
 """Bytes of memory from which on a device has the whole budget."""
 _PAIR, _TILE = 256, 256
@@ -23,18 +25,23 @@ _OPERATIONS_A_BYTE = 160
 _EXPOSED = 0.6
 """The part of the sum's traffic that no product hides."""
 _LOST = 0.5
-"""The part of an idle multiprocessor's time that is lost: the busy ones run faster, for the power limit is shared."""
+"""The part of an idle multiprocessor's time that is lost: the busy ones run faster, for the power
+limit is shared."""
 
 
 def largest_chunk(columns: int, memory_gib: float | None = None) -> int:
-    """Return the most rows of logits [rows, columns] that a chunk has, the same on every rank whatever its device."""
+    """Return the most rows of logits [rows, columns] that a chunk has, the same on every rank
+    whatever its device.
+    """
     return min(_rows(_budget(memory_gib), columns), _ENOUGH)
 
 
 def rows_in_budget(
     columns: int, device: torch.device, memory_gib: float | None = None, chunks_at_once: int = 1
 ) -> int:
-    """Return the rows of bfloat16 logits [rows, columns] in the budget; of `chunks_at_once`, a student's and a teacher's."""
+    """Return the rows of bfloat16 logits [rows, columns] in the budget; of `chunks_at_once`, a
+    student's and a teacher's.
+    """
     budget = _budget(memory_gib)
     if device.type == "cuda" and memory_gib is None:
         memory = torch.cuda.get_device_properties(device).total_memory
@@ -50,7 +57,9 @@ def chunk_rows(
     memory_gib: float | None = None,
     chunks_at_once: int = 1,
 ) -> int:
-    """Choose the rows of a chunk by sizes and device alone, so that tensor-parallel ranks agree whichever kernels they have."""
+    """Choose the rows of a chunk by sizes and device alone, so that tensor-parallel ranks agree
+    whichever kernels they have.
+    """
     multiprocessors = _MULTIPROCESSORS
     if device.type == "cuda":
         multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -59,7 +68,9 @@ def chunk_rows(
 
 
 def cost(tokens: int, hidden_size: int, columns: int, rows: int, multiprocessors: int) -> float:
-    """Return the cost of the three products in chunks of so many rows, in operations at the full rate."""
+    """Return the cost of the three products in chunks of so many rows, in operations at the full
+    rate.
+    """
     chunks, rest = divmod(tokens, rows)
     sizes = (hidden_size, columns, multiprocessors)
     return chunks * _chunk_cost(rows, *sizes) + (_chunk_cost(rest, *sizes) if rest else 0.0)

@@ -10,7 +10,9 @@ from megatron_pg.head.rows_torch import wide_dtype
 
 
 def multiply(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> None:
-    """Write left @ right into `out`, which may be wider than the operands, or add it there, accumulated in float32."""
+    """Write left @ right into `out`, which may be wider than the operands, or add it there,
+    accumulated in float32.
+    """
     is_widened = left.dtype in (torch.bfloat16, torch.float16) and out.dtype == torch.float32
     widening: dict[str, Any] = {}
     if is_widened and left.is_cuda and hasattr(torch.ops.aten.mm, "dtype_out"):
@@ -24,7 +26,8 @@ def multiply(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> 
 
 
 def main_grad_of(weight: Tensor) -> Tensor | None:
-    """Return the gradient buffer that Megatron's DistributedDataParallel holds for this parameter, if it does.
+    """Return the gradient buffer that Megatron's DistributedDataParallel holds for this parameter,
+    if it does.
 
     Megatron-FSDP makes the buffer late and keeps its own account of it: not touched here.
     """
@@ -34,10 +37,11 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
 
 
 class FactorGradients:
-    """The wanted gradients of the factors, hidden states [tokens, hidden] and weight [v/tp, hidden], chunk by chunk.
+    """The wanted gradients of the factors, hidden states [tokens, hidden] and weight [v/tp,
+    hidden], chunk by chunk.
 
-    `final` products carry the gradient that backward brings, so the weight's may go straight into `main_grad`; otherwise it
-    waits in a float32 buffer of its own.
+    `final` products carry the gradient that backward brings, so the weight's may go straight into
+    `main_grad`; otherwise it waits in a float32 buffer of its own.
     """
 
     def __init__(
@@ -51,14 +55,17 @@ class FactorGradients:
         self._sum = self._main_grad if final else None
 
     def add_products(self, rows: slice, hidden: Tensor, gradient: Tensor) -> None:
-        """Multiply the gradient [rows, v/tp] of the logits of `hidden` [rows, hidden], of one dtype, by both factors."""
+        """Multiply the gradient [rows, v/tp] of the logits of `hidden` [rows, hidden], of one
+        dtype, by both factors.
+        """
         if self.hidden is not None:
             multiply(gradient, self.weight, self.hidden[rows])
         if self.needs_weight:
             self.add_to_weight(lambda out, add: multiply(gradient.t(), hidden, out, add=add))
 
     def add_to_weight(self, product: Callable[[Tensor, bool], None]) -> None:
-        """Call `product(sum, add)` on the sum [v/tp, hidden] of the weight's gradient; with add False it is uninitialised.
+        """Call `product(sum, add)` on the sum [v/tp, hidden] of the weight's gradient; with add
+        False it is uninitialised.
 
         A product that raises leaves no sum that was not there before.
         """
@@ -72,8 +79,9 @@ class FactorGradients:
     def finish(self, scale: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
         """Settle the sum and return both gradients, times `scale`, as autograd gets them.
 
-        With `main_grad` the weight's is a stand-in, of which DistributedDataParallel uses the existence alone: zeros for a
-        weight tied to an embedding on the same stage (`zero_out_wgrad`), else a sparse tensor without elements.
+        With `main_grad` the weight's is a stand-in, of which DistributedDataParallel uses the
+        existence alone: zeros for a weight tied to an embedding on the same stage
+        (`zero_out_wgrad`), else a sparse tensor without elements.
         """
         hidden, weight, total, main_grad = self.hidden, self.weight, self._sum, self._main_grad
         self._sum = None

@@ -1,12 +1,14 @@
 """The output layer together with the log-prob op, without the logits of all tokens in memory.
 
-Three matrix products are needed: logits, gradient of the hidden states, gradient of the weight. Their order depends on
-when the gradient of the loss to the log-probabilities is known:
+Three matrix products are needed: logits, gradient of the hidden states, gradient of the weight.
+Their order depends on when the gradient of the loss to the log-probabilities is known:
 
-* with the log-probabilities of the token, or of its sequence, where the loss is a sum over tokens whose weights were fixed
+* with the log-probabilities of the token, or of its sequence, where the loss is a sum over tokens
+whose weights were fixed
   before the step: `linear_token_loss` does everything in one pass over chunks of logits, in forward or, deferred, in
   backward. Where the loss looks at sequences, a chunk holds whole ones;
-* only in backward, for any other loss: `linear_log_probs` keeps the logits, or multiplies again, a fourth product.
+* only in backward, for any other loss: `linear_log_probs` keeps the logits, or multiplies again, a
+fourth product.
 
 `float32_logits` is the output layer by itself.
 """
@@ -36,8 +38,8 @@ from megatron_pg.head.rows_torch import chunk_slices, wide_dtype
 from megatron_pg.head.vocabulary_shard import RowStatistics, joined
 
 TokenLoss = Callable[..., Tensor]
-"""A function `token_loss(log_probs, entropy, rows)` -> 0-d loss of these rows, both arguments [rows] float32; with a teacher
-`token_loss(log_probs, entropy, divergence, rows)`."""
+"""A function `token_loss(log_probs, entropy, rows)` -> 0-d loss of these rows, both arguments
+[rows] float32; with a teacher `token_loss(log_probs, entropy, divergence, rows)`."""
 
 
 def linear_log_probs(
@@ -67,33 +69,40 @@ def linear_token_loss(
     defer: bool = False,
     teacher: Teacher | None = None,
 ) -> tuple[Tensor, ...]:
-    """Add up `token_loss` over chunks and compute its gradient on the way: three products, one chunk of memory.
+    """Add up `token_loss` over chunks and compute its gradient on the way: three products, one
+    chunk of memory.
 
-    Each chunk's log-probabilities go through `token_loss`, autograd gives its coefficients, and the gradient of the
-    chunk's logits takes their place.
+    Each chunk's log-probabilities go through `token_loss`, autograd gives its coefficients, and the
+    gradient of the chunk's logits takes their place.
 
     Args:
-        hidden, weight, targets, options: as for `linear_log_probs_and_entropy`; float16 with `defer` only: its
-            range would lose a gradient that does not carry a loss scale yet.
+        hidden, weight, targets, options: as for `linear_log_probs_and_entropy`; float16 with
+            `defer` only: its range would lose a gradient that does not carry a loss scale yet.
         token_loss: a sum over tokens of terms that depend on that token's log-probability and
-            entropy alone (with `piece_sizes`: on those of its piece), the same on every tensor-parallel rank. Other
+            entropy alone (with `piece_sizes`: on those of its piece), the same on every
+            tensor-parallel rank. Other
             parameters that it reads get no gradient.
-        gradient_rows: rows from this one on have coefficient 0: they are scored, and left out of the gradient products.
-        piece_sizes: [pieces] rows of each piece, such as whole sequences: `token_loss` is called once for each, even for a
-            piece without rows. Up to two chunks of a piece are one chunk; of a longer piece all chunks but the last are
+        gradient_rows: rows from this one on have coefficient 0: they are scored, and left out of
+            the gradient products.
+        piece_sizes: [pieces] rows of each piece, such as whole sequences: `token_loss` is called
+            once for each, even for a piece without rows. Up to two chunks of a piece are one chunk;
+            of a longer piece all chunks but the last are
             multiplied again, a fourth product. None: the loss takes any rows.
-        defer: leave everything to backward, with the gradient that arrives: the weight's goes to `weight.main_grad` at once,
-            without a buffer of its own. The outputs are NaN until backward has filled them in, in place; where nothing
+        defer: leave everything to backward, with the gradient that arrives: the weight's goes to
+            `weight.main_grad` at once, without a buffer of its own. The outputs are NaN until
+            backward has filled them in, in place; where nothing
             needs a gradient they are computed at once.
-        teacher: a teacher of the same tokens. A chunk of its logits lies beside one of the student's.
+        teacher: a teacher of the same tokens. A chunk of its logits lies beside one of the
+            student's.
 
     Returns:
-        loss 0-d (differentiable), log_probs [tokens] and entropy [tokens] (detached); with a teacher also the divergence
-        [tokens].
+        loss 0-d (differentiable), log_probs [tokens] and entropy [tokens] (detached); with a
+        teacher also the divergence [tokens].
 
     Raises:
         ValueError: arguments that do not fit each other.
-        NotImplementedError: float16 with gradients and no `defer`; a teacher with `options.transform`.
+        NotImplementedError: float16 with gradients and no `defer`; a teacher with
+            `options.transform`.
     """
     factors, tokens = Factors(hidden, weight, targets), len(hidden)
     options = options or HeadOptions()
@@ -103,13 +112,16 @@ def linear_token_loss(
     )
     if teacher is not None and options.transform != LogitTransform():
         raise NotImplementedError(
-            f"distillation takes an output layer that is its product, found {options.transform}: drop "
+            f"distillation takes an output layer that is its product, found {options.transform}: "
+            f"drop "
             "--fused-lm-head"
         )
     if hidden.dtype == torch.float16 and not defer and torch.is_grad_enabled():
         raise NotImplementedError(
-            "linear_token_loss takes float16 hidden states with defer=True alone: gradients that are computed before "
-            "the loss scale arrives would underflow; defer, use linear_log_probs_and_entropy, or bfloat16"
+            "linear_token_loss takes float16 hidden states with defer=True alone: gradients that "
+            "are computed before "
+            "the loss scale arrives would underflow; defer, use linear_log_probs_and_entropy, or "
+            "bfloat16"
         )
     rows = tokens if gradient_rows is None else gradient_rows
     if not 0 <= rows <= tokens:
@@ -173,7 +185,9 @@ class LinearLogProbs(torch.autograd.Function):
 
 
 class LinearTokenLoss(torch.autograd.Function):
-    """A sum over tokens: gradients in forward, scaled in backward, or, deferred, everything in backward."""
+    """A sum over tokens: gradients in forward, scaled in backward, or, deferred, everything in
+    backward.
+    """
 
     @staticmethod
     def forward(
@@ -225,7 +239,8 @@ def _loss_in_pieces(
     gradients: FactorGradients,
     incoming: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Compute the outputs of `linear_token_loss` by `pieces`, the rows that `token_loss` takes together with their chunks.
+    """Compute the outputs of `linear_token_loss` by `pieces`, the rows that `token_loss` takes
+    together with their chunks.
 
     Add the gradients of `incoming` (None: 1) times the loss.
     """
@@ -277,7 +292,9 @@ def _loss_in_pieces(
 def _coefficients(
     token_loss: TokenLoss, vectors: Sequence[Tensor], rows: slice, incoming: Tensor | None
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """Return the loss of a piece, and `incoming` times its gradients to log-probabilities, entropy and divergence."""
+    """Return the loss of a piece, and `incoming` times its gradients to log-probabilities, entropy
+    and divergence.
+    """
     with torch.enable_grad():
         leaves = [vector.detach().requires_grad_() for vector in vectors]
         loss = token_loss(*leaves, rows)
@@ -289,10 +306,11 @@ def _coefficients(
 
 
 def float32_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute float32 logits from operands that are not upcast: accumulated, written and shifted by the bias in float32.
+    """Compute float32 logits from operands that are not upcast: accumulated, written and shifted by
+    the bias in float32.
 
-    Backward rounds the gradient of the logits to the dtype of the hidden states before the two other products. A ValueError
-    names shapes or dtypes that do not fit each other.
+    Backward rounds the gradient of the logits to the dtype of the hidden states before the two
+    other products. A ValueError names shapes or dtypes that do not fit each other.
 
     Args:
         hidden: [..., hidden], otherwise as for `linear_log_probs_and_entropy`, like the weight.

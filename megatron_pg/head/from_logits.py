@@ -1,4 +1,6 @@
-"""Log-probabilities, entropy and divergence of the target tokens as an autograd function of vocabulary-parallel logits."""
+"""Log-probabilities, entropy and divergence of the target tokens as an autograd function of
+vocabulary-parallel logits.
+"""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -12,12 +14,14 @@ from megatron_pg.head.rows_torch import chunk_slices, temperature_tensor
 from megatron_pg.head.vocabulary_shard import Incoming, LogitRows, RowStatistics, VocabularyShard
 
 TeacherGradient = Callable[[Tensor, torch.dtype], Tensor]
-"""A function of a gradient [rows] to the divergence and a dtype: the gradient [rows, v/tp] to the student's logits, which
-must still be there."""
+"""A function of a gradient [rows] to the divergence and a dtype: the gradient [rows, v/tp] to the
+student's logits, which must still be there."""
 SetGradient = Callable[[RowStatistics, Incoming, Tensor], None]
-"""A function that adds the gradient of the logits of kept sets to that of all columns [tokens, v/tp], which is 0 there."""
+"""A function that adds the gradient of the logits of kept sets to that of all columns [tokens,
+v/tp], which is 0 there."""
 _TEACHER_ROWS = 2048
-"""The rows for which a teacher's logits, or a gradient beside the one in place, are made at a time."""
+"""The rows for which a teacher's logits, or a gradient beside the one in place, are made at a
+time."""
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -27,7 +31,9 @@ class Teacher(Protocol):
     def on(
         self, student: LogitRows, statistics: RowStatistics, rows: slice
     ) -> tuple[Tensor, TeacherGradient]:
-        """Return the divergence [rows] from the student's logits of `rows`; every tensor-parallel rank must call."""
+        """Return the divergence [rows] from the student's logits of `rows`; every tensor-parallel
+        rank must call.
+        """
 
 
 def logit_rows(
@@ -38,7 +44,9 @@ def logit_rows(
     row_mask: Tensor | None = None,
     vocab_size: int | None = None,
 ) -> LogitRows:
-    """Check the arguments of `log_probs_and_entropy`, which has the errors, and put them together."""
+    """Check the arguments of `log_probs_and_entropy`, which has the errors, and put them
+    together.
+    """
     if logits.dim() != 2 or logits.dtype not in FLOAT_DTYPES:
         raise ValueError(
             "logits must be [tokens, v/tp] in bfloat16, float16, float32 or float64, found "
@@ -52,7 +60,9 @@ def logit_rows(
 
 
 def check_vector(name: str, vector: Tensor, dtype: torch.dtype, of: str, matrix: Tensor) -> None:
-    """Raise ValueError unless the vector has that dtype and an element for each row of the matrix called `of`."""
+    """Raise ValueError unless the vector has that dtype and an element for each row of the matrix
+    called `of`.
+    """
     shape, found = (matrix.shape[0],), tuple(vector.shape)
     if found != shape or vector.dtype != dtype:
         raise ValueError(
@@ -61,16 +71,21 @@ def check_vector(name: str, vector: Tensor, dtype: torch.dtype, of: str, matrix:
 
 
 def refuse_second_derivative(name: str) -> None:
-    """Raise RuntimeError in a backward with gradients enabled, as autograd has them for `create_graph=True` alone."""
+    """Raise RuntimeError in a backward with gradients enabled, as autograd has them for
+    `create_graph=True` alone.
+    """
     if torch.is_grad_enabled():
         raise RuntimeError(
-            f"{name} cannot be differentiated twice: leave out create_graph=True, or compute what needs it on "
+            f"{name} cannot be differentiated twice: leave out create_graph=True, or compute what "
+            f"needs it on "
             "torch.log_softmax of the logits"
         )
 
 
 class LogProbsAndEntropy(torch.autograd.Function):
-    """The op behind the functions of `log_probs` that take logits; backward overwrites CUDA logits with their gradient."""
+    """The op behind the functions of `log_probs` that take logits; backward overwrites CUDA logits
+    with their gradient.
+    """
 
     @staticmethod
     def forward(

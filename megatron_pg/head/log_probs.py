@@ -26,34 +26,39 @@ def log_probs_and_entropy(
     with_entropy: bool = False,
     kept: Ragged | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the log-probability of each target token, and the entropy, of `softmax(logits / temperature)`.
+    """Compute the log-probability of each target token, and the entropy, of `softmax(logits /
+    temperature)`.
 
-    Tensor-parallel ranks exchange one all-gather of `[tokens, 4]` statistics in forward and nothing in backward. As in
-    Megatron's own cross-entropy, the incoming gradients must be equal on those ranks, and each gets the gradient of its own
-    columns. No float32 copy of the logits is kept.
+    Tensor-parallel ranks exchange one all-gather of `[tokens, 4]` statistics in forward and nothing
+    in backward. As in Megatron's own cross-entropy, the incoming gradients must be equal on those
+    ranks, and each gets the gradient of its own columns. No float32 copy of the logits is kept.
 
-    On CUDA **backward overwrites the logits with their gradient** unless they are a leaf. Autograd raises where their old
-    values would be needed again (a second backward, another loss on the same logits); pass `logits.clone()` then.
+    On CUDA **backward overwrites the logits with their gradient** unless they are a leaf. Autograd
+    raises where their old values would be needed again (a second backward, another loss on the same
+    logits); pass `logits.clone()` then.
 
     Args:
-        logits: [tokens, v/tp] bfloat16, float16 or float32 (or float64, for tests): this rank's columns; rank r holds the
-            global ids from `r * v/tp` on.
+        logits: [tokens, v/tp] bfloat16, float16 or float32 (or float64, for tests): this rank's
+            columns; rank r holds the global ids from `r * v/tp` on.
         targets: [tokens] int64 global token ids. One outside the vocabulary gives NaN.
-        tensor_parallel_group: the group over which the vocabulary is split; every one of its ranks must call, with equal
-            targets. None: not split, torch.distributed is not touched.
-        temperature: a positive number, or a tensor of one element (no gradient, never read on the host).
-        row_mask: [tokens] bool. Rows that are False give 0 and 0, and a gradient of 0, even where logits are NaN or inf.
+        tensor_parallel_group: the group over which the vocabulary is split; every one of its ranks
+            must call, with equal targets. None: not split, torch.distributed is not touched.
+        temperature: a positive number, or a tensor of one element (no gradient, never read on the
+            host).
+        row_mask: [tokens] bool. Rows that are False give 0 and 0, and a gradient of 0, even where
+            logits are NaN or inf.
         vocab_size: true size of the vocabulary; columns from it on are padding and take no part.
-        kept: the global ids that each token was sampled from, [tokens] rows of distinct ids below `vocab_size`, the target
-            among them, to which the distribution is renormalised; other logits are not read. An empty row keeps all.
+        kept: the global ids that each token was sampled from, [tokens] rows of distinct ids below
+            `vocab_size`, the target among them, to which the distribution is renormalised; other
+            logits are not read. An empty row keeps all.
 
     Returns:
-        log_probs [tokens] and entropy [tokens] in nats (None without `with_entropy`), float32 (float64 for float64 logits),
-        both differentiable.
+        log_probs [tokens] and entropy [tokens] in nats (None without `with_entropy`), float32
+        (float64 for float64 logits), both differentiable.
 
     Raises:
-        ValueError: a wrong shape or dtype, a temperature that is not positive and finite, or a `vocab_size` that the
-            logits cannot hold.
+        ValueError: a wrong shape or dtype, a temperature that is not positive and finite, or a
+            `vocab_size` that the logits cannot hold.
     """
     rows = logit_rows(logits, targets, tensor_parallel_group, temperature, row_mask, vocab_size)
     add_set_gradient = None
@@ -71,10 +76,11 @@ def log_probs_and_entropy(
 def log_probs_and_divergence(
     logits: Tensor, targets: Tensor, teacher: Teacher, **vocabulary: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute log-probabilities, entropy and the divergence [tokens] from a teacher, in nats, all differentiable.
+    """Compute log-probabilities, entropy and the divergence [tokens] from a teacher, in nats, all
+    differentiable.
 
-    `teacher` is of the same tokens and gets no gradient. `vocabulary` are `tensor_parallel_group`, `temperature`, `row_mask`
-    and `vocab_size` of `log_probs_and_entropy`, which has the errors too.
+    `teacher` is of the same tokens and gets no gradient. `vocabulary` are `tensor_parallel_group`,
+    `temperature`, `row_mask` and `vocab_size` of `log_probs_and_entropy`, which has the errors too.
     """
     rows = logit_rows(logits, targets, **vocabulary)
     return LogProbsAndEntropy.apply(logits, rows, None, teacher)  # type: ignore
@@ -89,24 +95,28 @@ def linear_log_probs_and_entropy(
     keep_logits: bool | None = None,
     kept: Ragged | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the log-probability of each target and the entropy from hidden states, for any loss downstream.
+    """Compute the log-probability of each target and the entropy from hidden states, for any loss
+    downstream.
 
-    Backward recomputes the logits chunk by chunk unless they were kept. Rows with a set of kept tokens are multiplied by
-    the columns in it alone, or, where the sets are so large that it costs less, by all columns.
+    Backward recomputes the logits chunk by chunk unless they were kept. Rows with a set of kept
+    tokens are multiplied by the columns in it alone, or, where the sets are so large that it costs
+    less, by all columns.
 
     Args:
-        hidden: [tokens, hidden] bfloat16, float16 or float32, the same on every tensor-parallel rank. Its gradient, in its
-            own dtype, is the part of this rank's columns: the caller sums it over the group.
-        weight: [v/tp, hidden], the same dtype. Its gradient is accumulated in float32, into `weight.main_grad` where
-            Megatron's DistributedDataParallel made one.
+        hidden: [tokens, hidden] bfloat16, float16 or float32, the same on every tensor-parallel
+            rank. Its gradient, in its own dtype, is the part of this rank's columns: the caller
+            sums it over the group.
+        weight: [v/tp, hidden], the same dtype. Its gradient is accumulated in float32, into
+            `weight.main_grad` where Megatron's DistributedDataParallel made one.
         targets: [tokens] int64 global token ids.
-        keep_logits: hold the logits of all tokens until backward, which overwrites them: three matrix products instead of
-            four. None: only where they fit the budget.
+        keep_logits: hold the logits of all tokens until backward, which overwrites them: three
+            matrix products instead of four. None: only where they fit the budget.
         kept: as for `log_probs_and_entropy`; values on the device of `hidden` or the host.
 
     Returns:
-        log_probs [tokens] and entropy [tokens] in nats, float32, both differentiable. A ValueError names shapes or dtypes
-        that do not fit each other, a NotImplementedError kept sets under a soft-cap.
+        log_probs [tokens] and entropy [tokens] in nats, float32, both differentiable. A ValueError
+        names shapes or dtypes that do not fit each other, a NotImplementedError kept sets under a
+        soft-cap.
     """
     options, factors = options or HeadOptions(), Factors(hidden, weight, targets)
     if kept is None:

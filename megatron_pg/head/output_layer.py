@@ -19,7 +19,8 @@ from megatron_pg.head.rows_torch import chunk_slices, temperature_tensor, wide_d
 from megatron_pg.head.vocabulary_shard import Incoming, LogitRows, RowStatistics, VocabularyShard
 
 KeepOnly = Callable[[Tensor, slice, VocabularyShard], None]
-"""A function that fills the logits [rows, v/tp] of some rows with minus infinity outside of their kept sets, in place."""
+"""A function that fills the logits [rows, v/tp] of some rows with minus infinity outside of their
+kept sets, in place."""
 _HELD_CHUNKS = 2
 
 
@@ -48,25 +49,28 @@ class HeadOptions:
     vocab_size: int | None = None
     """True size of the vocabulary; columns from it on are padding."""
     fp32_logits: bool = False
-    """Float32 logits out of bfloat16 operands, which are not upcast. The gradient of the logits is rounded once, to the
-    dtype of the hidden states, before the two other products. With exponentials these are rounded, and the hidden states
-    times the factor of their row."""
+    """Float32 logits out of bfloat16 operands, which are not upcast. The gradient of the logits is
+    rounded once, to the dtype of the hidden states, before the two other products. With
+    exponentials these are rounded, and the hidden states times the factor of their row."""
     chunk_tokens: int | None = None
     """Rows of logits in memory at once; None: up to 8192, within `memory_gib`."""
     memory_gib: float | None = None
-    """GiB of bfloat16 logits in memory at once (float32 logits of our own kernels take twice as many). None: 2.5, on a device
-    below 80 GB less in proportion."""
+    """GiB of bfloat16 logits in memory at once (float32 logits of our own kernels take twice as
+    many). None: 2.5, on a device below 80 GB less in proportion."""
     with_entropy: bool = True
     """False: the entropy may be NaN, and its gradient is not used."""
     transform: LogitTransform = LogitTransform()
-    """What the output layer computes from the product. A soft-cap excludes kept sets and teachers."""
+    """What the output layer computes from the product. A soft-cap excludes kept sets and
+    teachers."""
     use_quack: bool = True
-    """Use of QuACK's products (`hopper`) by `linear_token_loss` with float32 logits, where QuACK is installed and takes these
-    sizes."""
+    """Use of QuACK's products (`hopper`) by `linear_token_loss` with float32 logits, where QuACK is
+    installed and takes these sizes."""
 
 
 def check_factors(hidden: Tensor, weight: Tensor) -> None:
-    """Raise ValueError unless hidden states [tokens, hidden] and weight [v/tp, hidden] have one float dtype."""
+    """Raise ValueError unless hidden states [tokens, hidden] and weight [v/tp, hidden] have one
+    float dtype.
+    """
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
             "hidden must be [tokens, hidden] and weight [v/tp, hidden], found "
@@ -79,7 +83,9 @@ def check_factors(hidden: Tensor, weight: Tensor) -> None:
 
 
 class Factors(NamedTuple):
-    """The tensors of a call: hidden states [tokens, hidden], weight [v/tp, hidden] and targets [tokens]."""
+    """The tensors of a call: hidden states [tokens, hidden], weight [v/tp, hidden] and targets
+    [tokens].
+    """
 
     hidden: Tensor
     weight: Tensor
@@ -90,17 +96,23 @@ class Chunk(Protocol):
     """The first product of some rows: their logits, or a stand-in for them."""
 
     def statistics(self) -> RowStatistics:
-        """Compute the statistics over the whole vocabulary; every tensor-parallel rank must call."""
+        """Compute the statistics over the whole vocabulary; every tensor-parallel rank must
+        call.
+        """
 
     def add_gradient(
         self, gradients: FactorGradients, statistics: RowStatistics, incoming: Incoming
     ) -> None:
-        """Overwrite the chunk with the gradient of its logits, and add the two products of that to `gradients`."""
+        """Overwrite the chunk with the gradient of its logits, and add the two products of that to
+        `gradients`.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogitChunk(LogitRows):
-    """Some rows of logits, a `Chunk`, with their hidden states [rows, hidden] and their place among all tokens."""
+    """Some rows of logits, a `Chunk`, with their hidden states [rows, hidden] and their place among
+    all tokens.
+    """
 
     hidden: Tensor
     place: slice
@@ -110,7 +122,9 @@ class LogitChunk(LogitRows):
         return statistics
 
     def write_gradient(self, statistics: RowStatistics, incoming: Incoming) -> Tensor:
-        """Overwrite the logits with their gradient; of logits wider than the hidden states it takes the front of each row."""
+        """Overwrite the logits with their gradient; of logits wider than the hidden states it takes
+        the front of each row.
+        """
         gradient = self.logits
         if gradient.dtype != self.hidden.dtype:
             gradient = gradient.view(self.hidden.dtype)[:, : gradient.shape[1]]
@@ -126,7 +140,9 @@ class LogitChunk(LogitRows):
 
 @dataclass(frozen=True)
 class ExponentialChunk:
-    """Some rows of exponentials, a `Chunk` whose gradient own kernels compute where the products fail."""
+    """Some rows of exponentials, a `Chunk` whose gradient own kernels compute where the products
+    fail.
+    """
 
     exponentials: Any  # `ExponentialRows` of `hopper`
     products: Any
@@ -147,7 +163,9 @@ class ExponentialChunk:
 
 @dataclass(frozen=True)
 class OutputLayer:
-    """The settings of the output layer for one call, without its tensors: backward gets those from autograd."""
+    """The settings of the output layer for one call, without its tensors: backward gets those from
+    autograd.
+    """
 
     shard: VocabularyShard
     temperature: Tensor
@@ -206,14 +224,18 @@ class OutputLayer:
         return weight.new_empty((rows, weight.shape[0]), dtype=dtype)
 
     def chunks(self, begin: int, end: int, *, held: bool = False) -> list[slice]:
-        """Cut [begin, end) into chunks; rows that are `held` together are one chunk, up to twice the budget."""
+        """Cut [begin, end) into chunks; rows that are `held` together are one chunk, up to twice
+        the budget.
+        """
         is_one = held and 0 < end - begin <= _HELD_CHUNKS * self.held_tokens
         return chunk_slices(begin, end, end - begin if is_one else self.chunk_tokens)
 
     def chunk(
         self, factors: Factors, rows: slice, buffer: Tensor, *, is_kept: bool = False
     ) -> Chunk:
-        """Multiply some rows into the front of `buffer`, as logits or as exponentials, unless their logits are kept there."""
+        """Multiply some rows into the front of `buffer`, as logits or as exponentials, unless their
+        logits are kept there.
+        """
         hidden, weight, targets = factors.hidden[rows], factors.weight, factors.targets[rows]
         as_logits = functools.partial(
             LogitChunk,
@@ -236,7 +258,9 @@ class OutputLayer:
     def _chunk_of_exponentials(
         self, weight: Tensor, buffer: Tensor, as_logits: functools.partial[LogitChunk]
     ) -> Chunk:
-        """Multiply into exponentials; where the products fail, into logits, in memory beside the buffer."""
+        """Multiply into exponentials; where the products fail, into logits, in memory beside the
+        buffer.
+        """
         rows = as_logits.keywords
 
         def multiply_again() -> LogitChunk:

@@ -1,4 +1,6 @@
-"""`Ragged`: rows of different lengths laid end to end, such as the ids that each token was sampled from."""
+"""`Ragged`: rows of different lengths laid end to end, such as the ids that each token was sampled
+from.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ class Ragged:
     values: Tensor
     """The elements of all rows, [elements], on any device."""
     offsets: Tensor
-    """The begin of each row, [rows + 1] int64 on the host: sizes and slices are known without asking a device."""
+    """The begin of each row, [rows + 1] int64 on the host: sizes and slices are known without
+    asking a device."""
 
     def __len__(self) -> int:
         return self.offsets.numel() - 1
@@ -70,7 +73,9 @@ def offsets_of(sizes: Tensor) -> Tensor:
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Move the tensor to `device`; from the host to CUDA through pinned memory, so that the host goes on at once."""
+    """Move the tensor to `device`; from the host to CUDA through pinned memory, so that the host
+    goes on at once.
+    """
     if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)

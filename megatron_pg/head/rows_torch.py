@@ -1,4 +1,6 @@
-"""The two row passes in plain torch, a few rows at a time: statistics of the logits, and the gradient to the logits."""
+"""The two row passes in plain torch, a few rows at a time: statistics of the logits, and the
+gradient to the logits.
+"""
 
 import math
 
@@ -11,7 +13,9 @@ _CHUNK_ELEMENTS = 1 << 23
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of statistics, float32 logits and a weight's gradient: float32, or float64 for float64 operands."""
+    """Return the dtype of statistics, float32 logits and a weight's gradient: float32, or float64
+    for float64 operands.
+    """
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -44,7 +48,9 @@ def capped(logits: Tensor, softcap: float | None) -> Tensor:
 
 
 def row_statistics(rows: LogitRows) -> RowStatistics:
-    """Compute the statistics of each row over the whole vocabulary; every tensor-parallel rank must call."""
+    """Compute the statistics of each row over the whole vocabulary; every tensor-parallel rank must
+    call.
+    """
     local = _local_statistics(rows)
     if rows.has_set is not None and rows.set_statistics is not None:
         local = torch.where(rows.has_set[:, None], rows.set_statistics, local)
@@ -52,10 +58,12 @@ def row_statistics(rows: LogitRows) -> RowStatistics:
 
 
 def _local_statistics(rows: LogitRows) -> Tensor:
-    """Compute the statistics [tokens, 4] of this shard's columns; (-inf, 0, 0, -inf) of padding columns alone.
+    """Compute the statistics [tokens, 4] of this shard's columns; (-inf, 0, 0, -inf) of padding
+    columns alone.
 
-    They are the largest logit, the sum of `exp((logit - largest) / temperature)`, the dot product of those exponentials with
-    their exponents, and the logit of the target: -inf where another shard holds it, NaN where the vocabulary lacks it.
+    They are the largest logit, the sum of `exp((logit - largest) / temperature)`, the dot product
+    of those exponentials with their exponents, and the logit of the target: -inf where another
+    shard holds it, NaN where the vocabulary lacks it.
     """
     logits, columns, mask = rows.logits, rows.shard.columns, rows.pass_mask
     dtype = wide_dtype(logits.dtype)
@@ -84,7 +92,9 @@ def _local_statistics(rows: LogitRows) -> Tensor:
 def combine_statistics(
     local: Tensor, shard: VocabularyShard, temperature: Tensor, row_mask: Tensor | None = None
 ) -> RowStatistics:
-    """Combine the `_local_statistics` of all shards, in one all-gather: the only communication of the op."""
+    """Combine the `_local_statistics` of all shards, in one all-gather: the only communication of
+    the op.
+    """
     if shard.group is None:
         maximum, total, dot, target = local.unbind(1)
     else:
@@ -106,12 +116,13 @@ def combine_statistics(
 def write_gradient(
     rows: LogitRows, statistics: RowStatistics, incoming: Incoming, out: Tensor
 ) -> None:
-    """Write the gradient to this shard's logits into `out` [tokens, v/tp], rounded once, which may be the logits themselves.
+    """Write the gradient to this shard's logits into `out` [tokens, v/tp], rounded once, which may
+    be the logits themselves.
 
     With p_j the probability of column j, y the target and H the entropy,
-    `temperature * gradient_j = grad_log_prob * (1[j = y] - p_j) - grad_entropy * p_j * (log p_j + H)`.
-    Under a soft-cap, `1 - (capped / softcap) ** 2` multiplies it. A row whose two incoming gradients are 0 gets exactly 0,
-    and so does one with a kept set.
+    `temperature * gradient_j = grad_log_prob * (1[j = y] - p_j) - grad_entropy * p_j * (log p_j +
+    H)`. Under a soft-cap, `1 - (capped / softcap) ** 2` multiplies it. A row whose two incoming
+    gradients are 0 gets exactly 0, and so does one with a kept set.
     """
     logits, columns, mask = rows.logits, rows.shard.columns, rows.pass_mask
     dtype = wide_dtype(logits.dtype)

@@ -1,8 +1,9 @@
 """The row passes as Triton kernels, with the functions and signatures of `rows_torch`.
 
-A program owns one row, or a segment of one, and walks over it in tiles, so a row's arithmetic does not depend on how many
-rows there are. Full tiles carry no mask: with one, a vocabulary that is not a multiple of the vector width would lose its
-16-byte accesses. Row offsets are int64. A pointer may be None: Triton compiles a kernel for each case.
+A program owns one row, or a segment of one, and walks over it in tiles, so a row's arithmetic does
+not depend on how many rows there are. Full tiles carry no mask: with one, a vocabulary that is not
+a multiple of the vector width would lose its 16-byte accesses. Row offsets are int64. A pointer may
+be None: Triton compiles a kernel for each case.
 """
 
 # Kernels are typed by Triton at their first launch, not by annotations.
@@ -32,13 +33,17 @@ def _rescale(maximum, safe, scale):
 
 @triton.jit
 def _finite(maximum):
-    """Return the maximum to subtract; 0 for a part of -inf alone, so that exponentials are 0, not NaN."""
+    """Return the maximum to subtract; 0 for a part of -inf alone, so that exponentials are 0,
+    not NaN.
+    """
     return tl.where(maximum == -float("inf"), 0.0, maximum)
 
 
 @triton.jit
 def log2(x, SPECIAL: tl.constexpr):
-    """Return the logarithm (base 2); SPECIAL: by the special function unit, within 2 ** -22, in place of 30 instructions."""
+    """Return the logarithm (base 2); SPECIAL: by the special function unit, within 2 ** -22, in
+    place of 30 instructions.
+    """
     if SPECIAL:
         logarithm = tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -66,7 +71,9 @@ def _capped(logits, softcap):
 
 @triton.jit
 def _online_update(logits, maximum, total, dot, scale):
-    """Fold a tile [VECTORS, VECTOR] into running statistics [VECTORS], without communication: a vector lies in one thread."""
+    """Fold a tile [VECTORS, VECTOR] into running statistics [VECTORS], without communication: a
+    vector lies in one thread.
+    """
     largest = tl.maximum(maximum, tl.max(logits, axis=1))
     safe = _finite(largest)
     exponents = (logits - safe[:, None]) * scale
@@ -81,7 +88,9 @@ def _online_update(logits, maximum, total, dot, scale):
 
 @triton.jit
 def _row_statistics(base, columns, scale, softcap, VECTORS: tl.constexpr, VECTOR: tl.constexpr):
-    """Return the largest logit, the sum of exponentials, and their dot product with the (base 2) exponents of a row."""
+    """Return the largest logit, the sum of exponentials, and their dot product with the (base 2)
+    exponents of a row.
+    """
     offsets = tl.arange(0, VECTORS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     maximum = tl.full([VECTORS], -float("inf"), tl.float32)
     total = tl.zeros([VECTORS], tl.float32)
@@ -103,7 +112,9 @@ def _row_statistics(base, columns, scale, softcap, VECTORS: tl.constexpr, VECTOR
 
 @triton.jit
 def _target_logit(base, target, start, columns, vocab_size, softcap):
-    """Return the target's logit: -inf where another shard holds the target, NaN where the vocabulary lacks it."""
+    """Return the target's logit: -inf where another shard holds the target, NaN where the
+    vocabulary lacks it.
+    """
     local = target - start
     here = (local >= 0) & (local < columns)
     known = (target >= 0) & (target < vocab_size)
@@ -124,7 +135,9 @@ def statistics_kernel(
     columns, start, vocab_size,
     VECTORS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Write the final statistics of one row; with `shard_out` [tokens, 4] those of its local columns there instead."""
+    """Write the final statistics of one row; with `shard_out` [tokens, 4] those of its local
+    columns there instead.
+    """
     row = tl.program_id(0).to(tl.int64)
     live = tl.full((), 1, tl.int1)
     if row_mask is not None:
@@ -195,7 +208,8 @@ def _gradient_tile(
     base, out_base, first, columns, end, local, maximum, log2_sum, constant, slope, to_target, scale, softcap,
     ENTROPY: tl.constexpr, PARTIAL: tl.constexpr, ORDERED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of TILE columns from `first` on: p * (constant + slope * log2 p), and `to_target` more at the target.
+    """Write the gradient of TILE columns from `first` on: p * (constant + slope * log2 p), and
+    `to_target` more at the target.
 
     PARTIAL: some of them may lie outside [0, columns), or from `end` on.
     """
@@ -254,10 +268,11 @@ def gradient_kernel(
 ):  # fmt: skip
     """Write the gradient to a segment of one row of logits; `out` may be the logits themselves.
 
-    Programs begin with the last row, which the cache still holds. LINE: where rows do not begin at cache lines, the columns
-    of a line. Tiles then begin at lines, the first one before its row: with tiles that share lines, in-place gradients took
-    a quarter longer on an H200. ORDERED: `out` is a narrower view of the memory of `logits`, and the segment is the whole
-    row. A tile's stores land on columns of this tile or of earlier ones, so a barrier before the stores is enough.
+    Programs begin with the last row, which the cache still holds. LINE: where rows do not begin at
+    cache lines, the columns of a line. Tiles then begin at lines, the first one before its row:
+    with tiles that share lines, in-place gradients took a quarter longer on an H200. ORDERED: `out`
+    is a narrower view of the memory of `logits`, and the segment is the whole row. A tile's stores
+    land on columns of this tile or of earlier ones, so a barrier before the stores is enough.
     """
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     row = (program // segments).to(tl.int64)
@@ -355,7 +370,9 @@ def combine(
 def write_gradient(
     rows: LogitRows, statistics: RowStatistics, incoming: Incoming, out: Tensor
 ) -> None:
-    """Read once and write once, also over the logits or, in a narrower dtype, over the front of each of their rows."""
+    """Read once and write once, also over the logits or, in a narrower dtype, over the front of
+    each of their rows.
+    """
     logits = rows.logits
     tokens, width = logits.shape
     if tokens == 0:
@@ -382,7 +399,9 @@ def packed(vector: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | 
 
 
 def _columns_of_a_line(logits: Tensor, out: Tensor) -> int:
-    """Return the columns of a cache line where rows begin inside lines and can be read and written from a line's start; else 0."""
+    """Return the columns of a cache line where rows begin inside lines and can be read and written
+    from a line's start; else 0.
+    """
     tile, _ = _GRADIENT_TILES[logits.element_size()]
     line = min(_CACHE_LINE // logits.element_size(), tile)
     same = logits.stride(0) == out.stride(0) and logits.dtype == out.dtype

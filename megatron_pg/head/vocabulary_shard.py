@@ -1,4 +1,6 @@
-"""The part of the vocabulary on a tensor-parallel rank, and the input and output of a pass over its logits."""
+"""The part of the vocabulary on a tensor-parallel rank, and the input and output of a pass over its
+logits.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ Incoming = Sequence[Tensor | None]
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """The columns of the output layer on this tensor-parallel rank (Megatron's contiguous split)."""
+    """The columns of the output layer on this tensor-parallel rank (Megatron's contiguous
+    split).
+    """
 
     start: int
     """Global token id of the first local column."""
@@ -31,7 +35,9 @@ class VocabularyShard:
     def build(
         cls, local_columns: int, vocab_size: int | None, group: dist.ProcessGroup | None
     ) -> VocabularyShard:
-        """Work out this rank's shard, and refuse with ValueError a `vocab_size` that the ranks' columns cannot hold."""
+        """Work out this rank's shard, and refuse with ValueError a `vocab_size` that the ranks'
+        columns cannot hold.
+        """
         if group is not None and dist.get_world_size(group) == 1:
             group = None
         size, rank = (1, 0) if group is None else (group.size(), group.rank())
@@ -46,13 +52,17 @@ class VocabularyShard:
         return cls(start, min(max(vocab_size - start, 0), local_columns), vocab_size, group)
 
     def columns_of(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the local columns of global ids, 0 where another shard holds one, and True where this one does."""
+        """Return the local columns of global ids, 0 where another shard holds one, and True where
+        this one does.
+        """
         local = ids - self.start
         is_here = (local >= 0) & (local < self.columns)
         return torch.where(is_here, local, 0), is_here
 
     def gather(self, local: Tensor) -> Tensor:
-        """Gather the statistics [tokens, 4] of each shard into [shards, tokens, 4]; every rank of the group must call."""
+        """Gather the statistics [tokens, 4] of each shard into [shards, tokens, 4]; every rank of
+        the group must call.
+        """
         shards = dist.get_world_size(self.group)
         gathered = local.new_empty((shards * local.shape[0], local.shape[1]))
         if len(local) > 0:
@@ -62,7 +72,9 @@ class VocabularyShard:
 
 @dataclass(frozen=True)
 class LogitRows:
-    """Rows of logits with everything on which their statistics depend: the input of both row passes."""
+    """Rows of logits with everything on which their statistics depend: the input of both row
+    passes.
+    """
 
     logits: Tensor  # [tokens, v/tp] in any float dtype
     targets: Tensor  # global ids [tokens] int64; one outside the vocabulary gives NaN
@@ -95,9 +107,11 @@ class LogitRows:
 
 
 class RowStatistics(NamedTuple):
-    """Statistics of each row over the whole vocabulary, [tokens] each, equal on every tensor-parallel rank.
+    """Statistics of each row over the whole vocabulary, [tokens] each, equal on every
+    tensor-parallel rank.
 
-    Maximum and log_sum stay apart because their sum, rounded to float32, would cost large logits their digits.
+    Maximum and log_sum stay apart because their sum, rounded to float32, would cost large logits
+    their digits.
     """
 
     maximum: Tensor
@@ -119,7 +133,9 @@ class RowStatistics(NamedTuple):
         return (logits - self.maximum[:, None]) / temperature - self.log_sum[:, None]
 
     def kept(self) -> RowStatistics:
-        """Leave out the log-probabilities: the gradient needs none, and the caller may change them."""
+        """Leave out the log-probabilities: the gradient needs none, and the caller may change
+        them.
+        """
         return self._replace(log_probs=self.maximum)
 
     @classmethod

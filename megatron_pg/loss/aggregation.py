@@ -1,8 +1,10 @@
-"""The four aggregations: `1 / outer_count * sum over tokens of mask / divisor * loss`, with a divisor for each sample.
+"""The four aggregations: `1 / outer_count * sum over tokens of mask / divisor * loss`, with a
+divisor for each sample.
 
-All counts are of the whole step, over every data-parallel rank and micro-batch, and known before the step begins.
-That is why the objective and its gradient do not depend on how the step is cut. On the host the weights are a few numbers and
-one weight a sample; these move to the device in one copy and are spread over the sample's tokens there.
+All counts are of the whole step, over every data-parallel rank and micro-batch, and known before
+the step begins. That is why the objective and its gradient do not depend on how the step is cut. On
+the host the weights are a few numbers and one weight a sample; these move to the device in one copy
+and are spread over the sample's tokens there.
 """
 
 import dataclasses
@@ -26,16 +28,19 @@ from megatron_pg.step.values import host_float64
 
 @dataclass(frozen=True, kw_only=True)
 class Aggregation(Row):
-    """One mode: the divisor of a sample's tokens, and the count of the step that the sum is divided by."""
+    """One mode: the divisor of a sample's tokens, and the count of the step that the sum is divided
+    by.
+    """
 
     setting: ClassVar[str] = "loss_aggregation"
 
     denominator: Callable[[StepTotals, Sequence[CountedSample]], Tensor] | None = None
-    """The function (totals, samples) -> [num_samples] float64 divisors, of D or G, 0 standing for 1; None where all samples
-    have the same: 1, or `--loss-aggregation-divisor`."""
+    """The function (totals, samples) -> [num_samples] float64 divisors, of D or G, 0 standing for
+    1; None where all samples have the same: 1, or `--loss-aggregation-divisor`."""
     outer_count: Callable[[StepTotals], float]  # divides the inner sum, above 0
     under_per_token_flag: str | None = None
-    """Mode that the flag `--calculate-per-token-loss` turns it into; None where the flag is refused."""
+    """Mode that the flag `--calculate-per-token-loss` turns it into; None where the flag is
+    refused."""
     defaults_to_own_tokens: bool = False
     """True if a sample's own active tokens are its denominator where none is given."""
 
@@ -51,13 +56,17 @@ class Aggregation(Row):
     def divisors_of(
         self, totals: StepTotals, samples: Sequence[CountedSample], divisor: float | None = None
     ) -> Tensor:
-        """Return the divisor of each sample's tokens under the totals of its step, [num_samples] float64."""
+        """Return the divisor of each sample's tokens under the totals of its step, [num_samples]
+        float64.
+        """
         divisors = self.divisors(self.denominators(totals, samples), divisor)
         divisors = torch.as_tensor(divisors, dtype=torch.float64, device="cpu")
         return divisors.expand(len(samples))
 
     def expected_sums(self, totals: StepTotals, divisor: float | None = None) -> list[float]:
-        """Compute what the weights of all the step's tokens add up to; see `StepTotals.expected_sums`."""
+        """Compute what the weights of all the step's tokens add up to; see
+        `StepTotals.expected_sums`.
+        """
         divisors_of = functools.partial(self.divisors_of, totals, divisor=divisor)
         return totals.expected_sums(divisors_of, (self.name, divisor))
 
@@ -78,9 +87,12 @@ def _num_prompt_groups(totals: StepTotals) -> int:
         )
     if totals.odd_group:
         raise ValueError(
-            f"--loss-aggregation prompt_mean: {totals.odd_group}. The end of a step may have cut it, and the prompt mean has no "
-            "denominator for a part of a group: end the step between groups (--keep-prompt-groups); where groups do differ in "
-            "size, as with dynamic sampling or agentic rollouts, say so with --allow-different-group-sizes "
+            f"--loss-aggregation prompt_mean: {totals.odd_group}. The end of a step may have cut "
+            f"it, and the prompt mean has no "
+            "denominator for a part of a group: end the step between groups "
+            "(--keep-prompt-groups); where groups do differ in "
+            "size, as with dynamic sampling or agentic rollouts, say so with "
+            "--allow-different-group-sizes "
             "(plan_step, step_totals: allow_different_group_sizes=True)"
         )
     return max(totals.num_prompt_groups, 1)
@@ -100,7 +112,8 @@ add_rows(
     Aggregation(
         name="prompt_mean",
         formula="1/P sum_g (sum_{i in g, t} m x / max(G_g, 1))",
-        about="G_g the active tokens of prompt group g, P groups (ScaleRL, arXiv:2510.13786; DAPO's paper, arXiv:2503.14476 "
+        about="G_g the active tokens of prompt group g, P groups (ScaleRL, arXiv:2510.13786; "
+        "DAPO's paper, arXiv:2503.14476 "
         "eq. 8)",
         inputs=("group_index",),
         denominator=StepTotals.group_denominators,
@@ -116,7 +129,8 @@ add_rows(
     Aggregation(
         name="constant",
         formula="1/(N L) sum m x",
-        about="L the divisor, N rollouts (Dr.GRPO, arXiv:2503.20783 eq. 2, with dr_grpo's advantages)",
+        about="L the divisor, N rollouts (Dr.GRPO, arXiv:2503.20783 eq. 2, with dr_grpo's "
+        "advantages)",
         options=("loss_aggregation_divisor",),
         needs=("loss_aggregation_divisor",),
         outer_count=lambda totals: max(totals.num_rollouts, 1),
@@ -125,13 +139,17 @@ add_rows(
 
 
 def checked_aggregation(name: str, divisor: float | None, qkv_format: Any = "thd") -> Aggregation:
-    """Return the row of that name, or refuse name, divisor and layout as `PolicyLossConfig` does."""
+    """Return the row of that name, or refuse name, divisor and layout as `PolicyLossConfig`
+    does.
+    """
     PolicyLossConfig(loss_aggregation=name, loss_aggregation_divisor=divisor, qkv_format=qkv_format)
     return AGGREGATIONS[name]
 
 
 def require_totals(config: PolicyLossConfig, totals: StepTotals) -> None:
-    """Refuse totals that cannot divide the config's policy loss, on every rank and pipeline stage."""
+    """Refuse totals that cannot divide the config's policy loss, on every rank and pipeline
+    stage.
+    """
     if not is_replaced("loss_aggregation", config):
         AGGREGATIONS[config.loss_aggregation].outer_count(totals)
     totals.counted_in(config.loss_weight_denominator, accepted=counts_accepted(config))
@@ -212,7 +230,8 @@ def host_weights(
     mode = counting = AGGREGATIONS[config.loss_aggregation]
     divisor = config.loss_aggregation_divisor
     if is_replaced("loss_aggregation", config):
-        # By the field's convention the sum of a custom reducer is over rollouts, or over tokens in per-token mode.
+        # By the field's convention the sum of a custom reducer is over rollouts, or over tokens in
+        # per-token mode.
         mode, divisor = AGGREGATIONS["token_mean"], None
         counting = mode if config.calculate_per_token_loss else sample_mean
     outer_count = counting.outer_count(counted)

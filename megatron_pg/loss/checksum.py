@@ -6,9 +6,9 @@ to. They travel with the metrics.
     sum of w      of weights            samples lost, twice, or wrong totals
     sum of w c    times coefficients    also: one twice and another never, a stale micro-batch
 
-c in [0.5, 1.5) is random and fixed by the sample's place in the step (`StepCounts.coefficients_of`). A
-sample that is not of the step has c = 0. Under a custom reducer, whose weights are its own, w is 1
-for every active token.
+c in [0.5, 1.5) is random and fixed by the sample's place in the step
+(`StepCounts.coefficients_of`). A sample that is not of the step has c = 0. Under a custom reducer,
+whose weights are its own, w is 1 for every active token.
 """
 
 import logging
@@ -25,18 +25,24 @@ logger = logging.getLogger("megatron_pg")
 
 CHECKSUM = "aggregation_checksum"
 CHECKSUMS = (CHECKSUM, f"{CHECKSUM}_of_samples")
-"""The two sums of a micro-batch; a step reports the first that is not 1 as `aggregation_checksum`."""
+"""The two sums of a micro-batch; a step reports the first that is not 1 as
+`aggregation_checksum`."""
 CHECKSUM_TOLERANCE = 1e-5
-# Sums of a million samples in float64 are off by 2e-14, and an exchange is missed in proportion to it.
+# Sums of a million samples in float64 are off by 2e-14, and an exchange is missed in proportion to
+# it.
 NUMBERS_TOLERANCE = 1e-11
 NUM_NAMED = 5  # samples that a message names of each kind
 
 MEANINGS = (
-    "Above 1, samples were trained on twice or are missing from step_totals(); below 1, samples were dropped; either, "
-    "num_microbatches is not the number that the schedule runs, or a micro-batch was packed for another context-parallel "
+    "Above 1, samples were trained on twice or are missing from step_totals(); below 1, samples "
+    "were dropped; either, "
+    "num_microbatches is not the number that the schedule runs, or a micro-batch was packed for "
+    "another context-parallel "
     "rank than the one that ran it.",
-    "The weights add up to 1, but not to those of the samples that the totals count: a sample or micro-batch was trained "
-    "on twice and another never, a micro-batch is of another step, or samples were made anew after step_totals() or "
+    "The weights add up to 1, but not to those of the samples that the totals count: a sample or "
+    "micro-batch was trained "
+    "on twice and another never, a micro-batch is of another step, or samples were made anew after "
+    "step_totals() or "
     "plan_step(): pack the counted samples, or copies of them by dataclasses.replace().",
 )
 """The reason why each sum is not 1 if the one before it is."""
@@ -47,7 +53,9 @@ def check_checksum(
     sums: Mapping[str, float],
     micro_batches: Sequence[Mapping[str, Tensor]] = (),
 ) -> float:
-    """Return the first of the two sums that is not 1; for it, raise under --check-aggregation, or else warn."""
+    """Return the first of the two sums that is not 1; for it, raise under --check-aggregation, or
+    else warn.
+    """
     values = [sums.get(name, 1.0) for name in CHECKSUMS]
     is_off = [not abs(value - 1.0) <= NUMBERS_TOLERANCE for value in values]
     # If the second sum is 1, so small a difference of the weights is rounding.
@@ -59,8 +67,10 @@ def check_checksum(
     value = values[first]
     shown = f"1 {value - 1.0:+.1e}" if abs(value - 1.0) < 1e-5 else f"{value:.6f}"
     message = (
-        f"{CHECKSUM} is {shown}, expected 1: the weights of the tokens that reached the loss add up to "
-        f"{values[0]:.6f} times what the step's totals hold, and to {values[1]:.6f} times with every sample "
+        f"{CHECKSUM} is {shown}, expected 1: the weights of the tokens that reached the loss add "
+        f"up to "
+        f"{values[0]:.6f} times what the step's totals hold, and to {values[1]:.6f} times with "
+        f"every sample "
         f"weighed by its number. {MEANINGS[first]}{_samples_at_fault(micro_batches)}"
     )
     if config.check_aggregation:
@@ -70,7 +80,9 @@ def check_checksum(
 
 
 def _samples_at_fault(micro_batches: Sequence[Mapping[str, Tensor]]) -> str:
-    """Name the samples that this rank trained on twice, wrongly or never; "" if samples have no number."""
+    """Name the samples that this rank trained on twice, wrongly or never; "" if samples have no
+    number.
+    """
     # By window: a process that evaluates all parts of a step has each sample in every window.
     samples_by_window, totals = defaultdict[int, list[Sample]](list), None
     for metrics in micro_batches:

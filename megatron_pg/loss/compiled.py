@@ -1,9 +1,11 @@
-"""Formulas of a micro-batch in a few generated kernels in place of a hundred launches, with their gradient.
+"""Formulas of a micro-batch in a few generated kernels in place of a hundred launches, with their
+gradient.
 
-There is no second implementation: the functions that CPU runs operator by operator are traced once by `make_fx`, together
-with the gradient that autograd makes of them, and `torch.compile` turns that trace into kernels for any number of tokens and
-samples. The compiled part takes tensors alone, so that a call checks nothing but their types. What cannot be traced or
-compiled runs operator by operator, which is said once.
+There is no second implementation: the functions that CPU runs operator by operator are traced once
+by `make_fx`, together with the gradient that autograd makes of them, and `torch.compile` turns that
+trace into kernels for any number of tokens and samples. The compiled part takes tensors alone, so
+that a call checks nothing but their types. What cannot be traced or compiled runs operator by
+operator, which is said once.
 """
 
 import functools
@@ -20,14 +22,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 logger = logging.getLogger("megatron_pg")
 
 DEVICES = {"cuda"}
-"""The types of device where formulas are compiled: on a CPU launches cost nothing, and results stay those of the formulas to
-the bit."""
+"""The types of device where formulas are compiled: on a CPU launches cost nothing, and results stay
+those of the formulas to the bit."""
 MAX_PROGRAMS = 8
-"""Settings that a process compiles for; further ones, such as a coefficient that every step changes, run operator by operator."""
+"""Settings that a process compiles for; further ones, such as a coefficient that every step
+changes, run operator by operator."""
 TRACED_TOKENS = 8192
 TRACED_SIZES = {"sample_weights": 37, "sums": 41, "samples_of_units": 41, "step_numbers": None}
-"""Sizes of the micro-batch of zeros that is traced and compiled, by the name of a tensor whose last dimension counts samples, or
-sequences or turns, and not tokens; None for one of a fixed size. Every rank compiles the same, a long reduction, whatever its first micro-batch."""
+"""Sizes of the micro-batch of zeros that is traced and compiled, by the name of a tensor whose last
+dimension counts samples, or sequences or turns, and not tokens; None for one of a fixed size. Every
+rank compiles the same, a long reduction, whatever its first micro-batch."""
 
 Tensors = Mapping[str, Any]  # by name; None where there is none
 Outputs = tuple[Any, ...]  # tensors; None where there is none
@@ -38,10 +42,12 @@ _programs: dict[Hashable, Callable[..., Outputs] | None] = {}
 def bind(
     function: Function, settings: Hashable | None, tensors: Tensors, differentiated: Sequence[str]
 ) -> Callable[[], Outputs]:
-    """Bind the tensors to a function: to its compiled program on a GPU, to the function itself elsewhere.
+    """Bind the tensors to a function: to its compiled program on a GPU, to the function itself
+    elsewhere.
 
-    The function reads no value on the host, and depends on nothing but its tensors and the settings; None is a function that
-    is not compiled. Its first result has a gradient to the tensors named in `differentiated`, the others have none.
+    The function reads no value on the host, and depends on nothing but its tensors and the
+    settings; None is a function that is not compiled. Its first result has a gradient to the
+    tensors named in `differentiated`, the others have none.
     """
     is_compiled = settings is not None and tensors["log_probs"].device.type in DEVICES
     by_operators = functools.partial(function, tensors)
@@ -65,7 +71,8 @@ def bind(
 @functools.cache
 def _say_that_no_more_are_compiled() -> None:
     logger.warning(
-        "the policy loss was compiled for %d settings in this process: further ones run operator by operator, with more launches "
+        "the policy loss was compiled for %d settings in this process: further ones run operator "
+        "by operator, with more launches "
         "(said once)",
         MAX_PROGRAMS,
     )
@@ -74,7 +81,9 @@ def _say_that_no_more_are_compiled() -> None:
 def _compiled(
     function: Function, tensors: Mapping[str, Tensor], differentiated: Sequence[str]
 ) -> Callable[..., Outputs] | None:
-    """Compile the function, the gradients of its first result to `differentiated` behind that; None where it fails."""
+    """Compile the function, the gradients of its first result to `differentiated` behind that; None
+    where it fails.
+    """
     start, zeros = time.perf_counter(), {}
     for name, x in tensors.items():
         size = TRACED_SIZES.get(name, TRACED_TOKENS) or x.shape[-1]
@@ -102,7 +111,8 @@ def _compiled(
             compiled(*zeros.values())
     except Exception as error:  # whatever a compiler may raise: the formulas themselves run
         logger.warning(
-            "the policy loss was not compiled (%s: %s): it runs operator by operator, with more launches (said once for these "
+            "the policy loss was not compiled (%s: %s): it runs operator by operator, with more "
+            "launches (said once for these "
             "settings)",
             type(error).__name__,
             str(error).split("\n")[0],
@@ -113,11 +123,15 @@ def _compiled(
 
 
 class Differentiated(torch.autograd.Function):
-    """A loss whose gradients were computed with it: backward multiplies them by the gradient that arrives."""
+    """A loss whose gradients were computed with it: backward multiplies them by the gradient that
+    arrives.
+    """
 
     @staticmethod
     def forward(ctx: Any, call: Callable[[], Outputs], *differentiated: Tensor | None) -> Outputs:
-        """Return the outputs of `call` without its gradients, which stand behind the loss and are kept for backward."""
+        """Return the outputs of `call` without its gradients, which stand behind the loss and are
+        kept for backward.
+        """
         ctx.set_materialize_grads(False)
         loss, *others = call()
         gradients, others = others[: len(differentiated)], others[len(differentiated) :]

@@ -1,8 +1,10 @@
-"""Corrections for tokens that were not sampled from the policy being improved. One row of the table each.
+"""Corrections for tokens that were not sampled from the policy being improved. One row of the table
+each.
 
-With d = old_log_prob - rollout_log_prob, the mismatch of trainer and rollout engine, and w = exp(clamp(d, +-20)), none of
-which has a gradient. Every one looks at the tokens active before any rejection, so their order does not matter, and masks
-only shrink. A NaN compares as false with any bound, hence is kept: it stays visible.
+With d = old_log_prob - rollout_log_prob, the mismatch of trainer and rollout engine, and w =
+exp(clamp(d, +-20)), none of which has a gradient. Every one looks at the tokens active before any
+rejection, so their order does not matter, and masks only shrink. A NaN compares as false with any
+bound, hence is kept: it stays visible.
 """
 
 import dataclasses
@@ -45,10 +47,12 @@ class Correction(Row):
     """A correction and its properties. A property that is not stated has the careful value."""
 
     function: Callable[[PolicyLossConfig, Tokens, SequenceSums, Tensor], Corrected]
-    """The formula, (config, tokens, sums, loss so far [window]) -> Corrected, with its own rejections alone."""
+    """The formula, (config, tokens, sums, loss so far [window]) -> Corrected, with its own
+    rejections alone."""
     rejects: bool = False
     rejects_by_data: bool = False
-    """True if old and rollout log-probs alone decide which tokens it drops, so that they are known before the step."""
+    """True if old and rollout log-probs alone decide which tokens it drops, so that they are known
+    before the step."""
     metrics: tuple[str, ...] = ()  # besides `REJECTED`
 
     def refusals(self, config: Any) -> list[str]:
@@ -73,7 +77,9 @@ correction = decorator(CORRECTIONS, Correction)
 def apply_corrections(
     config: PolicyLossConfig, tokens: Tokens, loss: Tensor, sums: SequenceSums
 ) -> Corrected:
-    """Weight the per-token loss [window] and shrink the loss mask by every correction that is on."""
+    """Weight the per-token loss [window] and shrink the loss mask by every correction that is
+    on.
+    """
     rows = rows_on(CORRECTIONS, config)
     if not rows:
         return Corrected(loss, tokens.loss_mask, {})
@@ -132,7 +138,9 @@ def _accepted_size(config: PolicyLossConfig, sample: Sample, mask: Tensor) -> fl
 
 
 def require_accepted(config: PolicyLossConfig, samples: Sequence[Sample]) -> None:
-    """Refuse, by name, samples of a micro-batch that `accepted_samples` has not marked under a config."""
+    """Refuse, by name, samples of a micro-batch that `accepted_samples` has not marked under a
+    config.
+    """
     for sample in samples if counts_accepted(config) else ():
         mask, where = sample.accepted_mask, f"--rejection-denominator accepted: {sample.name}"
         if mask is None:
@@ -182,7 +190,8 @@ def custom_tis(
     results = function(config, tokens, tokens.log_probs, loss)
     if not isinstance(results, (tuple, list)) or len(results) != 2:
         raise ValueError(
-            f"{where} returned a {type(results).__name__}, expected two tensors, (pg_loss, loss_mask)"
+            f"{where} returned a {type(results).__name__}, expected two tensors, (pg_loss, "
+            f"loss_mask)"
         )
     corrected, kept = results
     shape, meaning = tokens.loss_mask.shape, "one value per token of the window"
@@ -208,7 +217,9 @@ def opsm(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums, loss: Ten
 
 
 def importance_weights(tokens: Tokens, sums: SequenceSums, level: str) -> Tensor:
-    """Compute w of each token or of its sequence, [window] float64 without gradient, 1 at masked tokens."""
+    """Compute w of each token or of its sequence, [window] float64 without gradient, 1 at masked
+    tokens.
+    """
     if level == "token":
         return clamped_log_ratio(tokens.mismatch()).exp()
     over_sequence = sums.total if level == "sequence" else sums.mean

@@ -1,4 +1,6 @@
-"""The way from the model's output to the policy loss: log-probs, entropy and divergence of the window, from logits."""
+"""The way from the model's output to the policy loss: log-probs, entropy and divergence of the
+window, from logits.
+"""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -38,33 +40,38 @@ def policy_loss_function(
     step_share: float = 1.0,
     teacher_weight: Tensor | None = None,
 ) -> tuple[Tensor, MicroBatchMetrics]:
-    """Compute this rank's loss of one micro-batch. Its sum over ranks and micro-batches is the objective of the step.
+    """Compute this rank's loss of one micro-batch. Its sum over ranks and micro-batches is the
+    objective of the step.
 
-    Every rank of the tensor- and context-parallel groups of the last pipeline stage must call it, those whose window
-    is empty included. It does no host synchronisation.
+    Every rank of the tensor- and context-parallel groups of the last pipeline stage must call it,
+    those whose window is empty included. It does no host synchronisation.
 
     Args:
         config: the objective and its aggregation.
         batch: the packed micro-batch, on the logits' device.
-        logits: `[1, local_tokens, v/tp]` or `[local_tokens, v/tp]`, bf16, fp16 or fp32: the model's output.
-            They may be overwritten by their gradient in backward.
+        logits: `[1, local_tokens, v/tp]` or `[local_tokens, v/tp]`, bf16, fp16 or fp32: the model's
+            output. They may be overwritten by their gradient in backward.
         totals: the totals of the whole step.
         tensor_parallel_group: the group over which the vocabulary is split; None where it is not.
         context_parallel_group: the group over which sequences are split; None at size 1.
         vocab_size: the vocabulary without padding; None counts every column.
-        step_share: the part of the step's report that this call carries. Over ranks (data times context parallel)
-            and micro-batches the shares add up to 1: `1 / (ranks * num_microbatches)`.
+        step_share: the part of the step's report that this call carries. Over ranks (data times
+            context parallel) and micro-batches the shares add up to 1: `1 / (ranks *
+            num_microbatches)`.
         teacher_weight: see `PolicyStep`.
 
     Returns:
-        The 0-d loss, to be differentiated, and the detached metrics (see `megatron_pg.loss.metrics`).
+        The 0-d loss, to be differentiated, and the detached metrics (see
+        `megatron_pg.loss.metrics`).
 
     Raises:
-        ValueError: the batch lacks an input of the objective, or does not fit the logits; `--replay-routing`.
+        ValueError: the batch lacks an input of the objective, or does not fit the logits;
+            `--replay-routing`.
     """
     if config.replay_routing:
         raise ValueError(
-            "--replay-routing: policy_loss_function sees logits, which routers have made by their own choices; use PolicyStep, "
+            "--replay-routing: policy_loss_function sees logits, which routers have made by their "
+            "own choices; use PolicyStep, "
             "whose model_inputs give them the engine's"
         )
     loss = MicroBatchLoss(config, batch, totals, context_parallel_group, step_share)
@@ -120,20 +127,25 @@ def log_probs_of_logits(
     options: HeadOptions,
     teacher: WholeTeacher | TopKTeacher | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Compute log-probs, entropy and divergence from a teacher of the window's response tokens, [window] float32 each, in nats.
+    """Compute log-probs, entropy and divergence from a teacher of the window's response tokens,
+    [window] float32 each, in nats.
 
-    They are 0 at masked tokens, at the rollout temperature, and over the kept sets under `--replay-sampling-set`; None is one
-    that is not asked for. Every rank of the tensor-parallel group must call it.
+    They are 0 at masked tokens, at the rollout temperature, and over the kept sets under
+    `--replay-sampling-set`; None is one that is not asked for. Every rank of the tensor-parallel
+    group must call it.
     """
     rows = logits.reshape(-1, logits.shape[-1])
     if len(rows) != batch.window.local_tokens:
         raise ValueError(
-            f"logits have {len(rows)} rows and the micro-batch {batch.window.local_tokens} tokens on this rank: "
-            "feed the model batch.tokens, and pack with the cp_rank and cp_size that the model runs with"
+            f"logits have {len(rows)} rows and the micro-batch {batch.window.local_tokens} tokens "
+            f"on this rank: "
+            "feed the model batch.tokens, and pack with the cp_rank and cp_size that the model "
+            "runs with"
         )
     if config.changes_output_layer and logits.element_size() < 4:
         raise ValueError(
-            f"--fp32-lm-head, and logits are {logits.dtype}: call megatron_pg.megatron.set_fp32_lm_head(model), or drop "
+            f"--fp32-lm-head, and logits are {logits.dtype}: call "
+            f"megatron_pg.megatron.set_fp32_lm_head(model), or drop "
             "the flag"
         )
     check_vocabulary(batch, rows.shape[-1], options)
@@ -165,7 +177,9 @@ def check_vocabulary(batch: PackedBatch, local_columns: int, options: HeadOption
 
 
 def refuse_tokens_outside(samples: Iterable[Sample], vocab_size: int) -> None:
-    """Refuse, by name, the first sample with a response token, or an id of a kept set or of a teacher, outside the vocabulary."""
+    """Refuse, by name, the first sample with a response token, or an id of a kept set or of a
+    teacher, outside the vocabulary.
+    """
     for sample in samples:
         ids_by_name = {"response token": sample.tokens[sample.prompt_length :]}
         if sample.kept_tokens is not None:
@@ -173,7 +187,8 @@ def refuse_tokens_outside(samples: Iterable[Sample], vocab_size: int) -> None:
         for what, ids in ids_by_name.items():
             if ids.numel() and ids.amax() >= vocab_size:
                 raise ValueError(
-                    f"{sample.name}: {what} id {int(ids.amax())} is outside the vocabulary of {vocab_size}: "
+                    f"{sample.name}: {what} id {int(ids.amax())} is outside the vocabulary of "
+                    f"{vocab_size}: "
                     "tokenizer and model do not belong together"
                 )
         if isinstance(teacher_ids := sample.side_channels.get("teacher_ids"), Tensor):
@@ -194,12 +209,14 @@ def policy_loss_from_log_probs(
     context_parallel_group: dist.ProcessGroup | None = None,
     step_share: float = 1.0,
 ) -> tuple[Tensor, MicroBatchMetrics]:
-    """Compute the loss as `policy_loss_function` does, for a model that returns log-probs. Further arguments are the same.
+    """Compute the loss as `policy_loss_function` does, for a model that returns log-probs. Further
+    arguments are the same.
 
     Args:
-        log_probs: `[window]` float32, of the window's response tokens at the rollout temperature, and over their kept sets
-            under `--replay-sampling-set`.
-        entropy: `[window]` float32, nats; None where neither the loss nor a metric needs it (`config.needs_entropy`).
+        log_probs: `[window]` float32, of the window's response tokens at the rollout temperature,
+            and over their kept sets under `--replay-sampling-set`.
+        entropy: `[window]` float32, nats; None where neither the loss nor a metric needs it
+            (`config.needs_entropy`).
 
     Raises:
         ValueError: the batch lacks an input of the objective, or the entropy is needed and None.
@@ -215,9 +232,11 @@ def teacher_of(
     options: HeadOptions,
     weight: Tensor | None,
 ) -> WholeTeacher | TopKTeacher | None:
-    """Collect the teacher on the rows that `place` makes of [window, ...]; None where there is none, or no sample.
+    """Collect the teacher on the rows that `place` makes of [window, ...]; None where there is
+    none, or no sample.
 
-    `local_columns` are those of the student's output layer on this rank, `weight` is [v/tp, teacher's hidden].
+    `local_columns` are those of the student's output layer on this rank, `weight` is [v/tp,
+    teacher's hidden].
     """
     config, batch, group = loss.config, loss.batch, options.tensor_parallel_group
     if not config.distills or not batch.samples:
@@ -240,8 +259,10 @@ def teacher_of(
     width = options.vocab_size or padded_width
     if first.shape[1:] not in {(width,), (padded_width,)}:
         raise ValueError(
-            f"{batch.samples[0].name}: side_channels['teacher_logits'] has rows of {list(first.shape[1:])} logits, expected the "
-            f"student's vocabulary of {width} (with padding {padded_width}): teacher and student need one vocabulary"
+            f"{batch.samples[0].name}: side_channels['teacher_logits'] has rows of "
+            f"{list(first.shape[1:])} logits, expected the "
+            f"student's vocabulary of {width} (with padding {padded_width}): teacher and student "
+            f"need one vocabulary"
         )
     own = first[:, rank * local_columns : (rank + 1) * local_columns]
     return WholeTeacher(divergence, logits=pad(own, (0, local_columns - own.shape[1])))

@@ -321,7 +321,9 @@ class PairTable:
         weights: Weights,
         loss_mask: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Add up values [window] of active tokens and take 0-d terms, by name: what `pairs` takes."""
+        """Add up values [window] of active tokens and take 0-d terms, by name: what `pairs`
+        takes.
+        """
         active = loss_mask.double()
         weight = {"document": weights.document, "sequence": weights.sequence, "active": active}
         # `where`, since 0 * NaN is NaN. Row by row, so that a compiler writes no row to memory.

@@ -1,7 +1,8 @@
-"""The boundary between a packed micro-batch and the page: here samples become tensors, and inputs are checked.
+"""The boundary between a packed micro-batch and the page: here samples become tensors, and inputs
+are checked.
 
-`MicroBatchLoss` is built on the host before the model has run. Called with log-probs, it evaluates `policy_loss` and the
-metrics: in a few generated kernels on a GPU, operator by operator elsewhere.
+`MicroBatchLoss` is built on the host before the model has run. Called with log-probs, it evaluates
+`policy_loss` and the metrics: in a few generated kernels on a GPU, operator by operator elsewhere.
 """
 
 import dataclasses
@@ -47,7 +48,8 @@ TEACHER_CHANNELS = {
     "hidden": ("teacher_hidden",),
     "top_k": ("teacher_ids", "teacher_log_probs"),
 }
-"""The side channels that hold a teacher, by `--distill-teacher`. Each has a row for every response token."""
+"""The side channels that hold a teacher, by `--distill-teacher`. Each has a row for every response
+token."""
 TOLERANCE = 1e-3  # rounding of an engine's log-prob of 0, in nats
 
 
@@ -87,10 +89,11 @@ class MicroBatchLoss:
         divergence: Tensor | None = None,
         kept_set_mass: Tensor | None = None,
     ) -> tuple[Tensor, MicroBatchMetrics]:
-        """Compute the loss, to be differentiated, and its detached metrics. Arguments are [window] float32, in nats.
+        """Compute the loss, to be differentiated, and its detached metrics. Arguments are [window]
+        float32, in nats.
 
-        Every rank of the context-parallel group must call it, those whose window is empty included. The divergence is from
-        the teacher; the mass, of `--kept-set-mass`, is 1 for an empty set.
+        Every rank of the context-parallel group must call it, those whose window is empty included.
+        The divergence is from the teacher; the mass, of `--kept-set-mass`, is 1 for an empty set.
         """
         tensors = self._inputs(log_probs, entropy, divergence, kept_set_mass)
         loss, maxima, is_nan, *parts = self._bind(self._loss_and_metrics, tensors)()
@@ -111,18 +114,22 @@ class MicroBatchLoss:
         divergence: Tensor | None = None,
         kept_set_mass: Tensor | None = None,
     ) -> Tensors:
-        """Collect the tensors that the loss depends on by name, with the sums over sequences of every rank."""
+        """Collect the tensors that the loss depends on by name, with the sums over sequences of
+        every rank.
+        """
         config = self.config
         if divergence is None and config.distills and not self.batch.samples:
             divergence = 0.0 * log_probs
         if config.needs_entropy and entropy is None:
             raise ValueError(
-                "entropy is None, and --entropy-coef or --pg-metrics with_entropy needs it: give the entropy [window] of the "
+                "entropy is None, and --entropy-coef or --pg-metrics with_entropy needs it: give "
+                "the entropy [window] of the "
                 "window's response tokens, in nats"
             )
         if config.distills and divergence is None:
             raise ValueError(
-                "divergence is None, and --policy-loss distill and --distill-coef need the divergence from the teacher, which is "
+                "divergence is None, and --policy-loss distill and --distill-coef need the "
+                "divergence from the teacher, which is "
                 "made of logits or of hidden states: use PolicyStep or policy_loss_function"
             )
         tensors = self._tensors | {
@@ -132,8 +139,9 @@ class MicroBatchLoss:
             "kept_set_mass": kept_set_mass,
         }
         if reads_sequences(config):
-            # The config and the samples alone decide if there is an all-reduce, and of what size: every rank of the group joins
-            # it, those that have no token and those that could not compile included.
+            # The config and the samples alone decide if there is an all-reduce, and of what size:
+            # every rank of the group joins it, those that have no token and those that could not
+            # compile included.
             (sums,) = self._bind(self._sums_of_rank, tensors, differentiated=())()
             tensors |= {"sums": add_over_group(sums, self._group)}
         return tensors
@@ -176,7 +184,9 @@ class MicroBatchLoss:
 
 @functools.lru_cache(maxsize=64)
 def _compiled_settings(config: PolicyLossConfig) -> PolicyLossConfig | None:
-    """Return what kernels depend on: neither divisor nor beta, which are tensors; None, and log it, with the user's functions."""
+    """Return what kernels depend on: neither divisor nor beta, which are tensors; None, and log it,
+    with the user's functions.
+    """
     paths = [path for name in CUSTOM_FUNCTIONS if (path := getattr(config, name)) is not None]
     if paths:
         _say_uncompiled(", ".join(paths))
@@ -189,21 +199,26 @@ def _compiled_settings(config: PolicyLossConfig) -> PolicyLossConfig | None:
 @functools.cache
 def _say_uncompiled(paths: str) -> None:
     logger.info(
-        "%s: a loss with functions of your own is not compiled and runs operator by operator, with more launches (said once)",
+        "%s: a loss with functions of your own is not compiled and runs operator by operator, with "
+        "more launches (said once)",
         paths,
     )
 
 
 _MAKERS = {
-    "old_log_probs": "; megatron_pg.megatron.compute_log_probs makes them with the model that is trained",
-    "ref_log_probs": "; megatron_pg.megatron.compute_log_probs makes them with a reference model, which --ref-load names "
+    "old_log_probs": "; megatron_pg.megatron.compute_log_probs makes them with the model that is "
+    "trained",
+    "ref_log_probs": "; megatron_pg.megatron.compute_log_probs makes them with a reference model, "
+    "which --ref-load names "
     "for examples/trainer",
 }
 """The way to fields that a rollout engine does not return."""
 
 
 def _require_inputs(config: PolicyLossConfig, batch: PackedBatch) -> None:
-    """Refuse a micro-batch that lacks an input of the loss, naming the sample, the field and the flags that ask for it."""
+    """Refuse a micro-batch that lacks an input of the loss, naming the sample, the field and the
+    flags that ask for it.
+    """
     for field, flags in required_inputs(config).items():
         if field != "group_index" and batch.samples and getattr(batch, field) is None:
             raise ValueError(
@@ -218,18 +233,22 @@ def _require_inputs(config: PolicyLossConfig, batch: PackedBatch) -> None:
         if not isinstance(channel, Tensor) or len(channel) != length:
             problem = "none" if channel is None else f"{len(channel)} rows for {length} tokens"
             raise ValueError(
-                f"{batch.samples[0].name}: side_channels[{name!r}] is missing or of the wrong length ({problem}), and "
-                f"--distill-teacher {config.distill_teacher} needs it: give a tensor [response_length, ...] to every sample"
+                f"{batch.samples[0].name}: side_channels[{name!r}] is missing or of the wrong "
+                f"length ({problem}), and "
+                f"--distill-teacher {config.distill_teacher} needs it: give a tensor "
+                f"[response_length, ...] to every sample"
             )
 
 
 def _refuse_other_distributions(
     config: PolicyLossConfig, batch: PackedBatch, is_alone: Tensor
 ) -> None:
-    """Refuse log-probs of another distribution than the one renormalised to the kept set, by sample and position.
+    """Refuse log-probs of another distribution than the one renormalised to the kept set, by sample
+    and position.
 
-    A token that is alone in its set has the log-prob 0. Another number there belongs to the whole vocabulary, or to another
-    set, and so do the numbers at other tokens: a ratio to them would compare two supports.
+    A token that is alone in its set has the log-prob 0. Another number there belongs to the whole
+    vocabulary, or to another set, and so do the numbers at other tokens: a ratio to them would
+    compare two supports.
     """
     window, fields = batch.window, [x for x in LOG_PROB_FIELDS if x in required_inputs(config)]
     for field in fields if is_alone.any() else ():
@@ -241,22 +260,27 @@ def _refuse_other_distributions(
             sample = int(window.window_segment_ids[token])
             position = int(window.response_indices[token]) - sum(window.response_lengths[:sample])
             raise ValueError(
-                f"{batch.samples[sample].name}: {field}[{position}] is {float(values[token]):.4g}, and its token is the only one "
-                "of its kept set, where the log-prob over the set is 0: these are log-probs of another distribution. Under "
-                "--replay-sampling-set give those over the same sets (compute_log_probs under the same flag; of an engine, "
+                f"{batch.samples[sample].name}: {field}[{position}] is {float(values[token]):.4g}, "
+                f"and its token is the only one "
+                "of its kept set, where the log-prob over the set is 0: these are log-probs of "
+                "another distribution. Under "
+                "--replay-sampling-set give those over the same sets (compute_log_probs under the "
+                "same flag; of an engine, "
                 "those that it sampled from), or drop the flag"
             )
 
 
 class GradientScope(NamedTuple):
-    """The log-probs and entropies that decide a token's gradient: its own, its sequence's or the micro-batch's.
+    """The log-probs and entropies that decide a token's gradient: its own, its sequence's or the
+    micro-batch's.
 
     The fused head works chunk by chunk where they are the token's own.
     """
 
     tokens: Literal["token", "sequence", "micro_batch"]
     leaves_out_zero_advantages: bool
-    """A token whose advantage is 0 has no gradient at all: the objective is then the only term of the loss."""
+    """A token whose advantage is 0 has no gradient at all: the objective is then the only term of
+    the loss."""
 
 
 def gradient_scope(config: PolicyLossConfig) -> GradientScope:

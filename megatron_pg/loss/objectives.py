@@ -1,8 +1,8 @@
 """The policy objectives: the loss of each response token. One row of the table each.
 
-r = exp(log_prob - old_log_prob), A the advantage, sg() stops the gradient. `--ratio-anchor` names the log-probs that stand
-in the place of old_log_prob. Tokens are 0 and without gradient where masked, so a formula needs no mask. It is computed in
-the dtype of the log-probs.
+r = exp(log_prob - old_log_prob), A the advantage, sg() stops the gradient. `--ratio-anchor` names
+the log-probs that stand in the place of old_log_prob. Tokens are 0 and without gradient where
+masked, so a formula needs no mask. It is computed in the dtype of the log-probs.
 """
 
 import functools
@@ -37,11 +37,14 @@ DPPO_DELTAS = {"dppo_tv": 0.15, "dppo_kl": 0.05}
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """The per-token loss [window] with gradient, and the rest for the metrics: all of it in a row with a `ratio`."""
+    """The per-token loss [window] with gradient, and the rest for the metrics: all of it in a row
+    with a `ratio`.
+    """
 
     loss: Tensor
     log_ratio: Tensor | None = None
-    """The detached log r [window] before the clamp to +-20; of a sequence ratio that of the token's sequence."""
+    """The detached log r [window] before the clamp to +-20; of a sequence ratio that of the token's
+    sequence."""
     is_clipped: Tensor | None = None  # outside the objective's clip range, [window] bool
     is_effectively_clipped: Tensor | None = None  # on the side that the sign of A makes active
 
@@ -51,22 +54,27 @@ Formula = Callable[[PolicyLossConfig, Tokens, SequenceSums], Outcome]
 
 @dataclass(frozen=True, kw_only=True)
 class Objective(Row):
-    """A policy objective and its properties. A property that is not stated has the careful value."""
+    """A policy objective and its properties. A property that is not stated has the careful
+    value.
+    """
 
     setting: ClassVar[str] = "policy_loss"
 
     function: Formula
     ratio: Literal["none", "token", "sequence"] = "none"  # the unit that has one
     reads_clip: Callable[[Any], tuple[str, ...]] = lambda config: ()
-    """The names of `CLIP_SETTINGS` that it reads under a config. Others are named at startup where they are given."""
+    """The names of `CLIP_SETTINGS` that it reads under a config. Others are named at startup where
+    they are given."""
     zero_advantage_is_zero_gradient: bool = False
-    """True where a token whose advantage is 0 has no gradient. The fused head leaves such tokens out of the products."""
+    """True where a token whose advantage is 0 has no gradient. The fused head leaves such tokens
+    out of the products."""
 
     def refusals(self, config: Any) -> list[str]:
         if not (config.use_tis and "rollout_log_probs" in self.inputs):
             return []
         return [
-            f"--policy-loss {self.name} --use-tis would weigh the same mismatch twice: drop one of the two"
+            f"--policy-loss {self.name} --use-tis would weigh the same mismatch twice: drop one of "
+            f"the two"
         ]
 
     def unread_settings(self, config: Any) -> tuple[str, ...]:
@@ -87,10 +95,11 @@ of_divergence = functools.partial(of_token_ratio, options=("dppo_delta", "dppo_d
 
 
 def clipped_log_ratio(log_probs: Tensor, old_log_probs: Tensor, loss_mask: Tensor) -> Tensor:
-    """Compute log_prob - old_log_prob within +-20, [window], with zero gradient outside; 0 at masked positions.
+    """Compute log_prob - old_log_prob within +-20, [window], with zero gradient outside; 0 at
+    masked positions.
 
-    For objectives of the user's own. All are [window]: `log_probs` with gradient, `old_log_probs` taken as a constant,
-    `loss_mask` bool.
+    For objectives of the user's own. All are [window]: `log_probs` with gradient, `old_log_probs`
+    taken as a constant, `loss_mask` bool.
     """
     old_log_probs = masked(old_log_probs.detach(), loss_mask)
     return clamped_log_ratio(masked(log_probs, loss_mask) - old_log_probs)
@@ -113,13 +122,16 @@ def ppo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome
 
 
 @of_sequence_ratio(
-    "-min(s A, clip(s, 1 - eps_clip, 1 + eps_clip_high) A), log s_t = sg(mean_t log r) + log_prob - sg(log_prob)",
+    "-min(s A, clip(s, 1 - eps_clip, 1 + eps_clip_high) A), log s_t = sg(mean_t log r) + log_prob "
+    "- sg(log_prob)",
     about="one ratio for a sequence; arXiv:2507.18071, GSPO-token",
     options=("eps_clip_c",),
     sequence_sums=("policy",),
 )
 def gspo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
-    """PPO's surrogate of the sequence ratio; each token carries the gradient of its own log-prob."""
+    """PPO's surrogate of the sequence ratio; each token carries the gradient of its own
+    log-prob.
+    """
     log_ratio = masked(sums.mean("policy"), tokens.loss_mask).to(tokens.log_probs.dtype)
     return _clipped_surrogate(config, tokens, log_ratio + straight_through(tokens.log_probs))
 
@@ -131,7 +143,9 @@ def gspo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcom
     reads_clip=_clip_of_cispo,
 )
 def cispo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
-    """REINFORCE weighted by a clipped ratio that has no gradient, so that no token loses its own."""
+    """REINFORCE weighted by a clipped ratio that has no gradient, so that no token loses its
+    own.
+    """
     log_ratio = tokens.log_probs.detach() - tokens.anchor(config)
     ratio, (lowest, highest) = clamped_log_ratio(log_ratio).exp(), clip_range(config)
     lowest = lowest if config.cispo_lower_bound else 0.0
@@ -142,13 +156,16 @@ def cispo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outco
 
 
 @of_token_ratio(
-    "-sg(f) A log_prob, f = q where 1 - eps_clip < q < 1 + eps_clip_high, else 0, q = exp(log_prob - rollout_log_prob)",
+    "-sg(f) A log_prob, f = q where 1 - eps_clip < q < 1 + eps_clip_high, else 0, q = exp(log_prob "
+    "- rollout_log_prob)",
     about="SAO, arXiv:2607.07508 eq. 3; GLM-5, arXiv:2602.15763",
     inputs=("rollout_log_probs",),
     reads_clip=lambda config: CLIP_SETTINGS,
 )
 def dis(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
-    """REINFORCE weighted by the ratio to the policy that sampled, without the tokens at or beyond a bound."""
+    """REINFORCE weighted by the ratio to the policy that sampled, without the tokens at or beyond a
+    bound.
+    """
     log_ratio = tokens.log_probs.detach() - tokens.given("rollout_log_probs")
     ratio, (lowest, highest) = clamped_log_ratio(log_ratio).exp(), clip_range(config)
     is_outside = (ratio <= lowest) | (ratio >= highest)
@@ -157,7 +174,8 @@ def dis(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome
 
 
 @of_sequence_ratio(
-    "-sg(exp(lam (1 - w)) w^k) A log_prob, w = exp(clamp(sum_t log r, +-20)), k and lam by the sign of A",
+    "-sg(exp(lam (1 - w)) w^k) A log_prob, w = exp(clamp(sum_t log r, +-20)), k and lam by the "
+    "sign of A",
     about="a Gamma-shaped weight in place of the clip; arXiv:2602.10693",
     options=("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
     sequence_sums=("policy",),
@@ -165,7 +183,9 @@ def dis(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome
     zero_advantage_is_zero_gradient=True,
 )
 def vespo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
-    """REINFORCE weighted by a function of the whole sequence's ratio, 1 at w = 1 and e^20 at most. Nothing is clipped."""
+    """REINFORCE weighted by a function of the whole sequence's ratio, 1 at w = 1 and e^20 at most.
+    Nothing is clipped.
+    """
     total = masked(sums.total("policy"), tokens.loss_mask)
     log_ratio = clamped_log_ratio(total)
 
@@ -192,25 +212,30 @@ def sft(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome
 
 @of_tokens(
     "D(student, teacher)",
-    about="the divergence of --distill-divergence over the whole vocabulary; advantages are not read",
+    about="the divergence of --distill-divergence over the whole vocabulary; advantages are not "
+    "read",
 )
 def distill(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
     return Outcome(tokens.given("divergence"))
 
 
 @of_token_ratio(
-    "-f(r) A, f(r) = 4 / tau sigmoid(tau (r - 1)), tau = sapo_tau_pos where A > 0, else sapo_tau_neg",
+    "-f(r) A, f(r) = 4 / tau sigmoid(tau (r - 1)), tau = sapo_tau_pos where A > 0, else "
+    "sapo_tau_neg",
     about="a soft gate in place of the clip; arXiv:2511.20347 eq. 5 and 6",
     options=("sapo_tau_pos", "sapo_tau_neg"),
 )
 def sapo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
-    """Soft adaptive policy optimization: the gradient of r A at r = 1, fading as r leaves it. Nothing is clipped."""
+    """Soft adaptive policy optimization: the gradient of r A at r = 1, fading as r leaves it.
+    Nothing is clipped.
+    """
     advantages, log_ratio = tokens.advantages, tokens.log_probs - tokens.anchor(config)
     ratio = clamped_log_ratio(log_ratio).exp()
     positive_tau = torch.full_like(ratio, config.sapo_tau_pos)
     tau = torch.where(advantages > 0, positive_tau, config.sapo_tau_neg)
     distance = tau * (ratio - 1.0)
-    # Where the sigmoid is near 1, float32 keeps too few of its digits to say its gradient: 1 - sigmoid(-x) there.
+    # Where the sigmoid is near 1, float32 keeps too few of its digits to say its gradient: 1 -
+    # sigmoid(-x) there.
     is_above = distance > 0
     nearer_zero = torch.sigmoid(torch.where(is_above, -distance, distance))
     gate = 4.0 / tau * torch.where(is_above, 1.0 - nearer_zero, nearer_zero)
@@ -219,7 +244,8 @@ def sapo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcom
 
 
 @of_divergence(
-    "-M r A, M = 0 where A > 0, r > 1, D > dppo_delta_high and where A < 0, r < 1, D > dppo_delta, else 1; "
+    "-M r A, M = 0 where A > 0, r > 1, D > dppo_delta_high and where A < 0, r < 1, D > dppo_delta, "
+    "else 1; "
     "D = abs(p - p_old)",
     about="divergence PPO by binary total variation, p = exp(log_prob); arXiv:2602.04879 eq. 13",
 )
@@ -236,12 +262,15 @@ def dppo_kl(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Out
 
 
 @of_sequence_ratio(
-    "-s A, log s_t = sg(mean_t log c) + log c - sg(log c), c = min(r A, clip(r, 1 - eps_clip, 1 + eps_clip_high) A) / A",
+    "-s A, log s_t = sg(mean_t log c) + log c - sg(log c), c = min(r A, clip(r, 1 - eps_clip, 1 + "
+    "eps_clip_high) A) / A",
     about="geometric mean of a sequence's clipped ratios; arXiv:2507.20673 eq. 4",
     sequence_sums=("clipped_policy",),
 )
 def gmpo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
-    """Clip token by token. With one advantage a sequence, the sample mean has the gradient of the paper's objective."""
+    """Clip token by token. With one advantage a sequence, the sample mean has the gradient of the
+    paper's objective.
+    """
     advantages, log_ratio = tokens.advantages, tokens.log_probs - tokens.anchor(config)
     held, *is_clipped = clipped_by_sign(log_ratio, clip_range_of_logs(config), advantages)
     mean = masked(sums.mean("clipped_policy"), tokens.loss_mask).to(held.dtype)
@@ -265,7 +294,9 @@ def _custom(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Out
 
 
 def _clipped_surrogate(config: PolicyLossConfig, tokens: Tokens, log_ratio: Tensor) -> Outcome:
-    """Compute -min(r A, clip(r) A), for A < 0 at most -eps_clip_c A (dual clip, arXiv:1912.09729)."""
+    """Compute -min(r A, clip(r) A), for A < 0 at most -eps_clip_c A (dual clip,
+    arXiv:1912.09729).
+    """
     advantages, ratio = tokens.advantages, clamped_log_ratio(log_ratio).exp()
     effective_ratio, *is_clipped = clipped_by_sign(ratio, clip_range(config), advantages)
     if config.eps_clip_c is not None:
@@ -275,7 +306,9 @@ def _clipped_surrogate(config: PolicyLossConfig, tokens: Tokens, log_ratio: Tens
 
 
 def binary_divergence(old: Tensor, new: Tensor) -> Tensor:
-    """Compute KL(old || new) in nats of {this token, any other}; infinite where new alone leaves nothing to others."""
+    """Compute KL(old || new) in nats of {this token, any other}; infinite where new alone leaves
+    nothing to others.
+    """
     others_old, others_new = (-torch.expm1(x.clamp(max=0.0)) for x in (old, new))
     others_divergence = torch.xlogy(others_old, others_old) - torch.xlogy(others_old, others_new)
     p_old = old.exp()

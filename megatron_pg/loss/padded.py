@@ -1,14 +1,16 @@
-"""The four aggregations for trainers whose losses are a padded `[batch, length]` matrix, without Megatron.
+"""The four aggregations for trainers whose losses are a padded `[batch, length]` matrix, without
+Megatron.
 
     totals = padded_totals(mask, group_index=ids, data_parallel_group=group)      # once a step, every row of the rank
     for rows in micro_batches:
         loss = reduce_padded(x[rows], mask[rows], totals=totals, ..., data_parallel_size=group.size())
         loss.backward()
 
-The gradients of a step are the sum of its micro-batches' gradients, averaged over the data-parallel ranks by
-DistributedDataParallel and FSDP2 (`torch.distributed.fsdp.fully_shard`). `data_parallel_size` undoes that average:
-`DP * (1 / DP) * sum over ranks and micro-batches` is the gradient of the step. A trainer that also divides the loss
-by the number of micro-batches needs that factor too (see docs/migrating.md).
+The gradients of a step are the sum of its micro-batches' gradients, averaged over the data-parallel
+ranks by DistributedDataParallel and FSDP2 (`torch.distributed.fsdp.fully_shard`).
+`data_parallel_size` undoes that average: `DP * (1 / DP) * sum over ranks and micro-batches` is the
+gradient of the step. A trainer that also divides the loss by the number of micro-batches needs that
+factor too (see docs/migrating.md).
 """
 
 from collections.abc import Sequence
@@ -38,22 +40,25 @@ def padded_totals(
 ) -> StepTotals:
     """Count one optimizer step whose samples are the rows of a mask.
 
-    Every rank of the data-parallel group must call it, once a step, with all rows that it trains on in that step. It
-    copies the mask's row sums to the host and exchanges them with the ids. Rows have no prompts: two ranks that each number
-    their prompt groups from 0 are not told from one that holds the same groups, and only `rollout_id` is seen to collide.
+    Every rank of the data-parallel group must call it, once a step, with all rows that it trains on
+    in that step. It copies the mask's row sums to the host and exchanges them with the ids. Rows
+    have no prompts: two ranks that each number their prompt groups from 0 are not told from one
+    that holds the same groups, and only `rollout_id` is seen to collide.
 
     Args:
-        mask: `[batch, length]` of 0 and 1, any dtype and device: the tokens that the objective counts.
+        mask: `[batch, length]` of 0 and 1, any dtype and device: the tokens that the objective
+            counts.
         group_index: prompt group of each row, any int64; None where `prompt_mean` is not used.
         rollout_id: rollout of each row, any int64; None makes every row a rollout of its own.
-        id_source: what numbered the ids, the same on all ranks, where the rows of one rollout may lie on several; None
-            is each rank by itself.
-        data_parallel_group: the group that gradients are averaged over; None for a step on one rank.
+        id_source: what numbered the ids, the same on all ranks, where the rows of one rollout may
+            lie on several; None is each rank by itself.
+        data_parallel_group: the group that gradients are averaged over; None for a step on one
+            rank.
         allow_different_group_sizes: see `step_totals`.
 
     Raises:
-        ValueError: on all ranks, where one has it: a mask that is no matrix or has other values, ids that are not one per
-            row, or a rollout in two prompt groups or on two ranks.
+        ValueError: on all ranks, where one has it: a mask that is no matrix or has other values,
+            ids that are not one per row, or a rollout in two prompt groups or on two ranks.
     """
 
     def rows() -> StepCounts:
@@ -80,13 +85,14 @@ def reduce_padded(
 ) -> Tensor:
     """Aggregate this rank's share of the step, times `data_parallel_size`.
 
-    No communication, and with `totals` no host synchronisation. Neither a value nor a gradient of a masked position
-    reaches the result, NaN and infinity included.
+    No communication, and with `totals` no host synchronisation. Neither a value nor a gradient of a
+    masked position reaches the result, NaN and infinity included.
 
     Args:
         loss: `[batch, length]` floating: the per-token losses of one micro-batch.
         mask: `[batch, length]` of 0 and 1, any dtype, on the device of `loss`.
-        totals: of the whole step, by `padded_totals`. None counts these rows, which makes the host wait for a device.
+        totals: of the whole step, by `padded_totals`. None counts these rows, which makes the host
+            wait for a device.
         aggregation: `sample_mean`, `prompt_mean`, `token_mean` or `constant`.
         divisor: L of `constant`, in tokens; refused with any other aggregation.
         group_index: prompt group of each row; `prompt_mean` needs it.
@@ -94,8 +100,8 @@ def reduce_padded(
         data_parallel_size: ranks that the trainer averages gradients over; 1 where it sums them.
 
     Returns:
-        0-d, float32 or, for float64, float64: what to call `backward()` on. Summed over micro-batches and averaged
-        over the data-parallel ranks it is the objective.
+        0-d, float32 or, for float64, float64: what to call `backward()` on. Summed over
+        micro-batches and averaged over the data-parallel ranks it is the objective.
 
     Raises:
         ValueError: shapes, ids or a divisor that do not fit, or ids that are not in the totals.
@@ -104,7 +110,8 @@ def reduce_padded(
     _check_mask(mask)
     if loss.shape != mask.shape:
         raise ValueError(
-            f"loss has shape {list(loss.shape)} and mask {list(mask.shape)}: expected the same [batch, length]"
+            f"loss has shape {list(loss.shape)} and mask {list(mask.shape)}: expected the same "
+            f"[batch, length]"
         )
     if as_integer(data_parallel_size) is None or data_parallel_size < 1:
         raise ValueError(
@@ -116,7 +123,8 @@ def reduce_padded(
         )
     if totals.rollout_active_tokens and len(mask) and rollout_id is None:
         raise ValueError(
-            "the totals were counted with rollout_id and this call has none: pass the rollout_id of each row"
+            "the totals were counted with rollout_id and this call has none: pass the rollout_id "
+            "of each row"
         )
     if mode.defaults_to_own_tokens and rollout_id is None:
         denominators = mask.sum(dim=1, dtype=torch.float64)  # bfloat16 would round the counts

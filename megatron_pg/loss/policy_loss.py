@@ -3,13 +3,13 @@ r"""The policy loss of one micro-batch on one rank.
     loss = aggregate(pg) + beta mean(kl) - c mean(entropy) + d aggregate(divergence)
     aggregate(x) = sum over this rank's tokens of weight * x, divided by a count of the whole step
 
-`aggregate` has the weights of `--loss-aggregation`, `mean` those of the sample mean unless `--regularizer-aggregation` is loss;
-beta is `kl_loss_coef`, c `entropy_coef`, d `distill_coef`. Corrections change only pg: the other terms
-sum and count the tokens that are active before any rejection.
-Summed over ranks and micro-batches this is the objective of the step, since weights and counts are fixed by the whole step
-before it begins (`aggregation.py`). Objectives, corrections and KL estimates are rows of tables, chosen by name. The data come
-as tensors by name: a CPU runs the function operator by operator, the compiler traces it, and the fused head calls it chunk by
-chunk.
+`aggregate` has the weights of `--loss-aggregation`, `mean` those of the sample mean unless
+`--regularizer-aggregation` is loss; beta is `kl_loss_coef`, c `entropy_coef`, d `distill_coef`.
+Corrections change only pg: the other terms sum and count the tokens that are active before any
+rejection. Summed over ranks and micro-batches this is the objective of the step, since weights and
+counts are fixed by the whole step before it begins (`aggregation.py`). Objectives, corrections and
+KL estimates are rows of tables, chosen by name. The data come as tensors by name: a CPU runs the
+function operator by operator, the compiler traces it, and the fused head calls it chunk by chunk.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,9 @@ from megatron_pg.loss.tokens import Tokens
 
 @dataclass(frozen=True)
 class Terms:
-    """The loss of one micro-batch on one rank, its terms, and the per-token loss before and after corrections."""
+    """The loss of one micro-batch on one rank, its terms, and the per-token loss before and after
+    corrections.
+    """
 
     loss: Tensor  # 0-d, to differentiate; `grad_divisor` and `divide_gradient_twice` scale it alone
     reported: dict[str, Tensor]  # the 0-d terms by name, and their total, not so scaled, as `loss`
@@ -43,7 +45,9 @@ def policy_loss(
     sums: SequenceSums,
     reduce: Reduction = weighted_sum,
 ) -> Terms:
-    """Compute the loss of one micro-batch on one rank; `reduce` is the weighted sum, or the user's own, which reads no weights."""
+    """Compute the loss of one micro-batch on one rank; `reduce` is the weighted sum, or the user's
+    own, which reads no weights.
+    """
     outcome = get_objective(config)(config, tokens, sums)
     corrected = apply_corrections(config, tokens, outcome.loss, sums)
     pg_sum = reduce(corrected.loss, weights.loss, corrected.loss_mask)

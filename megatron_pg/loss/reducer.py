@@ -1,4 +1,6 @@
-"""The reducer factory: loss masks and a context-parallel token window become a closure that sums a loss, weighted."""
+"""The reducer factory: loss masks and a context-parallel token window become a closure that sums a
+loss, weighted.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -17,9 +19,11 @@ from megatron_pg.step.token_window import TokenWindow
 from megatron_pg.step.values import check_mask, host_float64, host_tensor, refuse_values
 
 Reducer = Callable[[Tensor], Tensor]
-"""A function reducer(x): x [window], the per-token loss of this rank's window -> 0-d inner sum of this rank."""
+"""A function reducer(x): x [window], the per-token loss of this rank's window -> 0-d inner sum of
+this rank."""
 Reduction = Callable[..., Tensor]
-"""A function (x, weights, loss mask that corrections leave or None), [window] each -> 0-d inner sum of this rank."""
+"""A function (x, weights, loss mask that corrections leave or None), [window] each -> 0-d inner sum
+of this rank."""
 
 
 def get_pg_loss_reducer(
@@ -37,32 +41,38 @@ def get_pg_loss_reducer(
 ) -> Reducer:
     """Build the reducer of one micro-batch on one rank.
 
-    `reducer(x)` is `sum over the window of weight * x` with the weights of `megatron_pg.loss.aggregation`, without
-    communication or host synchronisation. Summed over ranks and micro-batches and divided by the outer count of the step it is
-    the objective. Neither a value nor a gradient of a masked position reaches it, NaN and infinity included.
+    `reducer(x)` is `sum over the window of weight * x` with the weights of
+    `megatron_pg.loss.aggregation`, without communication or host synchronisation. Summed over ranks
+    and micro-batches and divided by the outer count of the step it is the objective. Neither a
+    value nor a gradient of a masked position reaches it, NaN and infinity included.
 
     Args:
-        total_lengths: prompt and response tokens of each sample of the micro-batch, over its context-parallel group.
+        total_lengths: prompt and response tokens of each sample of the micro-batch, over its
+            context-parallel group.
         response_lengths: response tokens of each sample.
-        loss_masks: one `[response_length]` tensor of 0 and 1 per sample, any dtype, all on one device.
+        loss_masks: one `[response_length]` tensor of 0 and 1 per sample, any dtype, all on one
+            device.
         calculate_per_token_loss: the masked token sum instead, whatever the aggregation.
         aggregation: `sample_mean`, `prompt_mean`, `token_mean` or `constant`.
         divisor: L of `constant`; refused with any other aggregation.
-        denominators: `[samples]` active tokens of each sample's rollout (`sample_mean`) or prompt group
-            (`prompt_mean`) over the whole step. None means the sample's own, and is refused for `prompt_mean`.
+        denominators: `[samples]` active tokens of each sample's rollout (`sample_mean`) or prompt
+            group (`prompt_mean`) over the whole step. None means the sample's own, and is refused
+            for `prompt_mean`.
         cp_rank: rank in the context-parallel group; None means 0.
         cp_size: None means 1, never a global.
         qkv_format: `thd`; `bshd` has no window under context parallelism.
 
     Raises:
-        ValueError: lengths and masks that do not fit, an unknown aggregation, a divisor or denominators missing or
-            not wanted. The reducer raises one when its argument is not as long as the window.
+        ValueError: lengths and masks that do not fit, an unknown aggregation, a divisor or
+            denominators missing or not wanted. The reducer raises one when its argument is not as
+            long as the window.
         NotImplementedError: `bshd` with `cp_size` above 1.
     """
     cp_size = 1 if cp_size is None else cp_size
     if cp_rank is None and cp_size > 1:
         raise ValueError(
-            f"cp_size is {cp_size} and cp_rank is not given: every rank would take the window of rank 0"
+            f"cp_size is {cp_size} and cp_rank is not given: every rank would take the window of "
+            f"rank 0"
         )
     mode = checked_aggregation(aggregation, divisor, qkv_format)
     if violation := layout_violation(qkv_format, cp_size):
@@ -83,7 +93,8 @@ def get_pg_loss_reducer(
         denominators = own.index_add_(0, to_device(sample_ids, mask.device), mask)
     elif denominators is None and mode.denominator:
         raise ValueError(
-            f"denominators is None, and --loss-aggregation {aggregation} needs one per sample, counted over the whole step: "
+            f"denominators is None, and --loss-aggregation {aggregation} needs one per sample, "
+            f"counted over the whole step: "
             f"the divisor of its tokens in {mode.formula}"
         )
     divisors = mode.divisors(denominators, divisor)
@@ -94,8 +105,10 @@ def get_pg_loss_reducer(
     def reducer(x: Tensor) -> Tensor:
         if x.shape != weights.shape:
             raise ValueError(
-                f"the reducer got {list(x.shape)} per-token losses, and this rank's token window has "
-                f"{len(weights)}: pass the losses of the window's response tokens, one dimension, in its order"
+                f"the reducer got {list(x.shape)} per-token losses, and this rank's token window "
+                f"has "
+                f"{len(weights)}: pass the losses of the window's response tokens, one dimension, "
+                f"in its order"
             )
         return weighted_sum(x, to_device(weights, x.device))
 
@@ -103,9 +116,11 @@ def get_pg_loss_reducer(
 
 
 def weighted_sum(x: Tensor, weights: Tensor, loss_mask: Tensor | None = None) -> Tensor:
-    """Sum weights * x over the positions of non-zero weight, [window] each -> 0-d, in float32 or, for float64, float64.
+    """Sum weights * x over the positions of non-zero weight, [window] each -> 0-d, in float32 or,
+    for float64, float64.
 
-    The mask is not read: weights are 0 at masked positions, and losses 0 where a correction drops the token.
+    The mask is not read: weights are 0 at masked positions, and losses 0 where a correction drops
+    the token.
     """
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     weights = weights.to(dtype)
@@ -118,11 +133,13 @@ def get_reduction(
     batch: PackedBatch,
     context_parallel_group: dist.ProcessGroup | None = None,
 ) -> Reduction:
-    """Return the reduction of one micro-batch: `weighted_sum`, or that of `--custom-pg-loss-reducer-function-path`.
+    """Return the reduction of one micro-batch: `weighted_sum`, or that of
+    `--custom-pg-loss-reducer-function-path`.
 
-    The user's function gets whole loss masks: those of the samples, or, where corrections may drop tokens, those that the
-    corrections leave, put together by one all-reduce over the context-parallel group. The config and the samples alone
-    decide if there is one. An empty micro-batch has the sum 0 without a call, as a loop over no samples would make an int.
+    The user's function gets whole loss masks: those of the samples, or, where corrections may drop
+    tokens, those that the corrections leave, put together by one all-reduce over the
+    context-parallel group. The config and the samples alone decide if there is one. An empty
+    micro-batch has the sum 0 without a call, as a loop over no samples would make an int.
     """
     window, loss_weights = batch.window, batch.loss_weights
     path = config.custom_pg_loss_reducer_function_path
@@ -142,7 +159,8 @@ def get_reduction(
         reducer: Reducer = function(total_lengths, lengths, loss_masks, per_token, **named)
         if not callable(reducer):
             raise ValueError(
-                f"{where} returned a {type(reducer).__name__}, expected a function: x [window] -> its sum, 0-d"
+                f"{where} returned a {type(reducer).__name__}, expected a function: x [window] -> "
+                f"its sum, 0-d"
             )
         return reducer
 
@@ -165,7 +183,9 @@ def get_reduction(
 
 
 def add_over_group(sums: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Add up the sums of every context-parallel rank, in place. Every rank of the group must call it, empty windows included."""
+    """Add up the sums of every context-parallel rank, in place. Every rank of the group must call
+    it, empty windows included.
+    """
     if group is not None and dist.get_world_size(group) > 1:
         dist.all_reduce(sums, group=group)
     return sums
@@ -174,10 +194,13 @@ def add_over_group(sums: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 def _checked_denominators(
     denominators: Sequence[float] | Tensor, mode: Aggregation, num_samples: int
 ) -> Tensor:
-    """Return the denominators [num_samples] float64. Their values are read only where they lie on the host."""
+    """Return the denominators [num_samples] float64. Their values are read only where they lie on
+    the host.
+    """
     if mode.denominator is None:
         raise ValueError(
-            f"denominators are given and the aggregation is {mode.name}, which divides by none: leave them out, or "
+            f"denominators are given and the aggregation is {mode.name}, which divides by none: "
+            f"leave them out, or "
             "choose sample_mean or prompt_mean"
         )
     values = host_tensor(denominators).to(torch.float64)
@@ -195,14 +218,16 @@ def _flat_mask(response_lengths: Sequence[int], loss_masks: Sequence[Tensor]) ->
     """Lay the masks end to end, float64. Their values are read only where they lie on the host."""
     if len(loss_masks) != len(response_lengths):
         raise ValueError(
-            f"loss_masks has {len(loss_masks)} samples and response_lengths {len(response_lengths)}: give one of each "
+            f"loss_masks has {len(loss_masks)} samples and response_lengths "
+            f"{len(response_lengths)}: give one of each "
             "per sample"
         )
     masks = list(map(host_tensor, loss_masks))
     for sample, (mask, length) in enumerate(zip(masks, response_lengths, strict=True)):
         if mask.shape != (length,):
             raise ValueError(
-                f"loss_masks[{sample}] has shape {list(mask.shape)}, expected [{length}], its response_length"
+                f"loss_masks[{sample}] has shape {list(mask.shape)}, expected [{length}], its "
+                f"response_length"
             )
         if mask.device.type == "cpu":
             check_mask(f"loss_masks[{sample}]", mask)

@@ -1,4 +1,6 @@
-"""Per-token estimates of the divergence from the reference policy (joschu.net/blog/kl-approx.html)."""
+"""Per-token estimates of the divergence from the reference policy
+(joschu.net/blog/kl-approx.html).
+"""
 
 import dataclasses
 import math
@@ -24,7 +26,8 @@ class KLEstimate(Row):
     function: Callable[[Tensor], Tensor]
     """The formula, of d = log_prob - ref_log_prob [window]."""
     limit: float | None = None
-    """Bound of the estimate, or with `--use-unbiased-kl` of its product with r, with zero gradient outside. None is no bound."""
+    """Bound of the estimate, or with `--use-unbiased-kl` of its product with r, with zero gradient
+    outside. None is no bound."""
     inputs: tuple[str, ...] = ("ref_log_probs",)
     options: tuple[str, ...] = ("use_unbiased_kl", "kl_loss_gradient", "kl_target")
     flag: str = "--kl-loss-coef {config.kl_loss_coef:g}"
@@ -69,13 +72,15 @@ add_rows(
 def adapted_kl(
     config: PolicyLossConfig, metrics: Mapping[str, float], num_rollouts: int
 ) -> PolicyLossConfig:
-    """Return the settings of the next step, whose coefficient of the KL term has moved towards `--kl-target`.
+    """Return the settings of the next step, whose coefficient of the KL term has moved towards
+    `--kl-target`.
 
         beta (1 + clip(kl / kl_target - 1, -0.2, 0.2) min(n / kl_horizon, 1))
 
-    Ziegler et al., arXiv:1909.08593 sec. 2.2. kl is the step's `kl_loss`, n its rollouts. Every rank has the same metrics, so
-    that no rank asks another. `kl_loss_coef` is all of the state: keep it in the run's checkpoint. Without a target, or
-    without a finite `kl_loss`, the settings stay.
+    Ziegler et al., arXiv:1909.08593 sec. 2.2. kl is the step's `kl_loss`, n its rollouts. Every
+    rank has the same metrics, so that no rank asks another. `kl_loss_coef` is all of the state:
+    keep it in the run's checkpoint. Without a target, or without a finite `kl_loss`, the settings
+    stay.
 
     Args:
         config: the settings of the step.
@@ -92,11 +97,13 @@ def adapted_kl(
 
 
 def kl_estimate(config: PolicyLossConfig, tokens: Tokens) -> Tensor:
-    """Estimate KL(policy || reference) of each token by `--kl-loss-type`, [window] in nats, 0 where masked.
+    """Estimate KL(policy || reference) of each token by `--kl-loss-type`, [window] in nats, 0 where
+    masked.
 
-    `--use-unbiased-kl` weights the estimate by the ratio r, with gradient through r (DeepSeek-V3.2, arXiv:2512.02556). Its
-    expectation over the policy that sampled the tokens is then the divergence of the policy in training.
-    `--kl-loss-gradient k2` gives it the gradient of k2, whose expectation is the divergence's own (arXiv:2506.09477).
+    `--use-unbiased-kl` weights the estimate by the ratio r, with gradient through r (DeepSeek-V3.2,
+    arXiv:2512.02556). Its expectation over the policy that sampled the tokens is then the
+    divergence of the policy in training. `--kl-loss-gradient k2` gives it the gradient of k2, whose
+    expectation is the divergence's own (arXiv:2506.09477).
     """
     difference, ratio = tokens.log_probs - tokens.given("ref_log_probs"), None
     if config.use_unbiased_kl:

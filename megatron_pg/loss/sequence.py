@@ -1,9 +1,10 @@
 """Sums over whole sequences whose tokens are spread over context-parallel ranks.
 
-A row of a table names the sums that it reads (`Row.sequence_sums`). All sums of a micro-batch are added up over the
-context-parallel group in one all-reduce, in float64, so that they do not depend on how the tokens are spread. They have no
-gradient, and cover the tokens that are active before any rejection. Under `--sequence-unit turn` a turn takes the place of the
-sequence: both are called units here.
+A row of a table names the sums that it reads (`Row.sequence_sums`). All sums of a micro-batch are
+added up over the context-parallel group in one all-reduce, in float64, so that they do not depend
+on how the tokens are spread. They have no gradient, and cover the tokens that are active before any
+rejection. Under `--sequence-unit turn` a turn takes the place of the sequence: both are called
+units here.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +41,9 @@ class SequenceSums:
         return cls(unit_ids, dict(zip(sequence_sum_names(config), rows, strict=True)))
 
     def total(self, name: str) -> Tensor:
-        """Return the sum over each token's unit, [window] float64, or refuse one that no row that is on asks for."""
+        """Return the sum over each token's unit, [window] float64, or refuse one that no row that
+        is on asks for.
+        """
         if name not in self.sums:
             raise ValueError(
                 f"the sum over sequences of {name!r} was not made: a row that reads it names it in "
@@ -54,14 +57,18 @@ class SequenceSums:
 
 
 def sequence_sum_names(config: PolicyLossConfig) -> tuple[str, ...]:
-    """List the sums over sequences that the rows read which are on; `ACTIVE` is the first. Empty where none does."""
+    """List the sums over sequences that the rows read which are on; `ACTIVE` is the first. Empty
+    where none does.
+    """
     rows = [row for table in TABLES.values() for row in rows_on(table, config)]
     names = sorted({name for row in rows for name in row.sequence_sums})
     return (ACTIVE, *names) if names else ()
 
 
 def sequence_units(config: PolicyLossConfig, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
-    """Return the unit of each response token of the samples laid end to end, and the sample of each unit, int64 on the host."""
+    """Return the unit of each response token of the samples laid end to end, and the sample of each
+    unit, int64 on the host.
+    """
     lengths = torch.tensor([s.response_length for s in samples], dtype=torch.int64, device="cpu")
     numbers = torch.arange(len(samples), device="cpu")
     samples_of_tokens = numbers.repeat_interleave(lengths)
@@ -88,7 +95,9 @@ def units_of_window(config: PolicyLossConfig, batch: PackedBatch) -> tuple[Tenso
 
 @torch.no_grad()
 def sums_of_rank(config: PolicyLossConfig, tokens: Tokens, num_units: int) -> Tensor:
-    """Add up this rank's window by unit, [names, num_units] float64, in the order of `sequence_sum_names`."""
+    """Add up this rank's window by unit, [names, num_units] float64, in the order of
+    `sequence_sum_names`.
+    """
     names = sequence_sum_names(config)
     rows = [SUMMANDS[name](config, tokens) for name in names]
     table = tokens.log_probs.new_zeros(len(names), num_units, dtype=torch.float64)

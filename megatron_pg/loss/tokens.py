@@ -1,4 +1,6 @@
-"""The tensors that the policy loss of a micro-batch depends on, one value per response token of this rank's window."""
+"""The tensors that the policy loss of a micro-batch depends on, one value per response token of
+this rank's window.
+"""
 
 import dataclasses
 import math
@@ -17,8 +19,9 @@ from megatron_pg.config.policy_loss import LOG_PROB_FIELDS, PolicyLossConfig, an
 class Tokens:
     """The response tokens of one micro-batch on one rank, [window] each.
 
-    Log-probs, advantages, entropy and divergence are 0 and without gradient at masked positions, whatever the samples hold
-    there. None stands for what no sample of the step carries, or what no setting asks for.
+    Log-probs, advantages, entropy and divergence are 0 and without gradient at masked positions,
+    whatever the samples hold there. None stands for what no sample of the step carries, or what no
+    setting asks for.
     """
 
     log_probs: Tensor  # under the policy in training, float32 or float64, with gradient
@@ -43,7 +46,9 @@ class Tokens:
     def masked(
         cls, tensors: Mapping[str, Any], side_channels: Mapping[str, object] | None = None
     ) -> Self:
-        """Build the tokens from raw tensors by field name, with the inputs masked before anything is computed from them."""
+        """Build the tokens from raw tensors by field name, with the inputs masked before anything
+        is computed from them.
+        """
         fields: dict[str, Any] = {name: tensors.get(name) for name in NAMES}
         fields["side_channels"] = side_channels or {}
         if fields["unit_ids"] is None:
@@ -74,7 +79,8 @@ DIFFERENTIATED = ("log_probs", "entropy", "divergence")  # the loss has a gradie
 
 
 def masked(values: Tensor, loss_mask: Tensor) -> Tensor:
-    """Return the values [window] in float32 (float64 stays), exactly 0 and without gradient where masked.
+    """Return the values [window] in float32 (float64 stays), exactly 0 and without gradient where
+    masked.
 
     A product with the mask would not do: 0 * NaN is NaN, in the value and in the gradient.
     """
@@ -83,18 +89,24 @@ def masked(values: Tensor, loss_mask: Tensor) -> Tensor:
 
 
 def clamped_log_ratio(log_ratio: Tensor, limit: float = MAX_LOG_RATIO) -> Tensor:
-    """Hold a log-ratio within +-20, or within another limit, with zero gradient outside. NaN stays NaN."""
+    """Hold a log-ratio within +-20, or within another limit, with zero gradient outside. NaN stays
+    NaN.
+    """
     return torch.where(log_ratio.abs() > limit, log_ratio.detach().clamp(-limit, limit), log_ratio)
 
 
 def straight_through(log_probs: Tensor) -> Tensor:
-    """Return 0 [window] with the gradient of the log-probs; without one where they are infinite, whose difference is NaN."""
+    """Return 0 [window] with the gradient of the log-probs; without one where they are infinite,
+    whose difference is NaN.
+    """
     finite = torch.where(log_probs.isinf(), 0.0, log_probs)
     return finite - finite.detach()
 
 
 def weighted_log_probs(weights: Tensor, log_probs: Tensor) -> Tensor:
-    """Multiply weight * log_prob, [window]; 0 for a weight of 0 and a log-prob of -inf. NaN stays NaN."""
+    """Multiply weight * log_prob, [window]; 0 for a weight of 0 and a log-prob of -inf. NaN
+    stays NaN.
+    """
     return weights * torch.where((weights == 0) & log_probs.isinf(), 0.0, log_probs)
 
 
@@ -113,10 +125,12 @@ def clip_range_of_logs(config: PolicyLossConfig) -> tuple[float, float]:
 def clipped_by_sign(
     values: Tensor, bounds: tuple[float, float], advantages: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Hold values from above where A > 0 and from below where A < 0: the minimum of value A and clipped value A, over A.
+    """Hold values from above where A > 0 and from below where A < 0: the minimum of value A and
+    clipped value A, over A.
 
-    A value on a bound keeps its gradient, and one beyond it has none. Returns the values; where they are outside the bounds;
-    and where they are outside on the side that the sign of A makes active.
+    A value on a bound keeps its gradient, and one beyond it has none. Returns the values; where
+    they are outside the bounds; and where they are outside on the side that the sign of A makes
+    active.
     """
     # Of two numbers torch.where would make float32, and round the bound of a float64 ratio.
     lowest, highest = (torch.zeros_like(values) + bound for bound in bounds)

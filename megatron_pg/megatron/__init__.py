@@ -1,7 +1,8 @@
-"""Megatron-Core's side: a step's policy loss and its log-probs in the schedules, process groups, running on a CPU.
+"""Megatron-Core's side: a step's policy loss and its log-probs in the schedules, process groups,
+running on a CPU.
 
-The names below are imported when they are first used, so that `megatron_pg.megatron.scale_contract` and the reading of a
-trainer's globals work where Megatron-Core is not installed.
+The names below are imported when they are first used, so that `megatron_pg.megatron.scale_contract`
+and the reading of a trainer's globals work where Megatron-Core is not installed.
 """
 
 from typing import TYPE_CHECKING

@@ -1,19 +1,21 @@
 """Padding beside a mixture of experts: no router counts a token that only aligns a pack.
 
 The `padding_mask=` of blocks of layers of megatron-core 0.16.1 to 0.19.2 keeps tokens out of the
-load-balancing losses, the z loss and the experts' bias (transformer/moe/router.py). Padding still passes through the experts, where no other token sees it, and takes
-part of an expert's capacity. Six things of these versions are made right here:
+load-balancing losses, the z loss and the experts' bias (transformer/moe/router.py). Padding still
+passes through the experts, where no other token sees it, and takes part of an expert's capacity.
+Six things of these versions are made right here:
 
 - GPTModel cuts the mask for sequence parallelism on its first pipeline stage only, HybridModel
   never, and a forward of the user's own may not pass it on: the blocks get it from a hook;
 - `_apply_expert_bias` fails on a mask (mended in 0.20, MLM#6114);
-- multi-token prediction shifts the mask as it shifts tokens, and so counts padding and leaves out tokens: its layers get the
-  mask of the model's tokens;
-- `_apply_global_aux_loss` divides the counts of all micro-batches so far by the tokens of the last (MLM#7213), and outside of
-  per-token mode data parallelism divides its sum over ranks once more (MLM#3672);
-- `apply_z_loss` takes the mean of the ranks' means, which have other numbers of tokens: its coefficient gets a rank's share;
-- in per-token mode `valid_token_count` is the count V of all ranks that share the micro-batch (MLM#7481). With n = V a
-  load-balancing loss is weighted by V over the sum of V, its mean over tokens, up to 0.18.2. 0.19.2 multiplies it by the number
+- multi-token prediction shifts the mask as it shifts tokens, and so counts padding and leaves out
+  tokens: its layers get the mask of the model's tokens;
+- `_apply_global_aux_loss` divides the counts of all micro-batches so far by the tokens of the last
+  (MLM#7213), and outside of per-token mode data parallelism divides its sum over ranks once more (MLM#3672);
+- `apply_z_loss` takes the mean of the ranks' means, which have other numbers of tokens: its
+  coefficient gets a rank's share;
+- in per-token mode `valid_token_count` is the count V of all ranks that share the micro-batch
+  (MLM#7481). With n = V a load-balancing loss is weighted by V over the sum of V, its mean over tokens, up to 0.18.2. 0.19.2 multiplies it by the number
   of those ranks besides, which `moe_grad_scale_func` undoes, and so the z loss gets that factor back.
 """
 
@@ -38,7 +40,8 @@ from megatron_pg.step.values import host_tensor
 
 
 def take_padding_mask(model: Any, groups: ParallelGroups) -> bool:
-    """Let every chunk take the `padding_mask=` of a whole micro-batch. Every rank and stage calls it.
+    """Let every chunk take the `padding_mask=` of a whole micro-batch. Every rank and stage calls
+    it.
 
     Returns:
         False for a model without experts, or one whose layers take no mask.
@@ -58,8 +61,10 @@ def take_padding_mask(model: Any, groups: ParallelGroups) -> bool:
     if not any(blocks):
         if counts_tokens:
             raise NotImplementedError(
-                "--calculate-per-token-loss with a loss of routers, and a model whose layers take no "
-                "padding_mask: Megatron would count padding as tokens. Turn per-token mode off (the "
+                "--calculate-per-token-loss with a loss of routers, and a model whose layers take "
+                "no "
+                "padding_mask: Megatron would count padding as tokens. Turn per-token mode off "
+                "(the "
                 "policy gradient is the same), or use megatron-core 0.16 or later"
             )
         counts = has_router_loss(config) or getattr(config, "moe_router_enable_expert_bias", False)
@@ -73,7 +78,8 @@ def take_padding_mask(model: Any, groups: ParallelGroups) -> bool:
         return False
     if config.moe_router_load_balancing_type == "quantile_balancing":
         raise NotImplementedError(
-            "--moe-router-load-balancing-type quantile_balancing: its quantiles count padding, and Megatron refuses a "
+            "--moe-router-load-balancing-type quantile_balancing: its quantiles count padding, and "
+            "Megatron refuses a "
             "padding_mask there; use another type"
         )
     for chunk, its_blocks in zip(chunks, blocks, strict=True):
@@ -106,10 +112,11 @@ def take_padding_mask(model: Any, groups: ParallelGroups) -> bool:
 
 
 def padding_mask(batch: PackedBatch) -> Tensor:
-    """Make the `padding_mask=` of the model's forward, [1, local_tokens] bool on the batch's device: True at padding.
+    """Make the `padding_mask=` of the model's forward, [1, local_tokens] bool on the batch's
+    device: True at padding.
 
-    `PolicyStep.head` has it among its `model_inputs`. One token of an empty micro-batch is left: Megatron's mean over no token
-    would be no number.
+    `PolicyStep.head` has it among its `model_inputs`. One token of an empty micro-batch is left:
+    Megatron's mean over no token would be no number.
     """
     is_padding = batch.window.token_indices < 0
     if not batch.samples and batch.window.cp_rank == 0:
@@ -145,8 +152,10 @@ def _take_mask(
     if mask is None and config.calculate_per_token_loss and has_router_loss(config):
         if torch.is_grad_enabled():
             raise ValueError(
-                "per-token mode with a loss of routers, and a call of the model without padding_mask: Megatron would scale that "
-                "loss by other tokens than the policy loss counts. Call it with **head.model_inputs, or add "
+                "per-token mode with a loss of routers, and a call of the model without "
+                "padding_mask: Megatron would scale that "
+                "loss by other tokens than the policy loss counts. Call it with "
+                "**head.model_inputs, or add "
                 "padding_mask=megatron_pg.megatron.padding_mask(batch)"
             )
     if mask is not None and config.sequence_parallel:
@@ -187,7 +196,9 @@ def _shifts_padding_mask(layer: Any) -> bool:
 
 
 def _keep_padding_mask(layer: Any, *, padding_mask: Tensor | None = None, **inputs: Any) -> Any:
-    """Prepare the inputs of a layer of multi-token prediction, in the place of `_get_embeddings`, with the mask as it is."""
+    """Prepare the inputs of a layer of multi-token prediction, in the place of `_get_embeddings`,
+    with the mask as it is.
+    """
     tokens, positions, _, *hidden = type(layer)._get_embeddings(layer, **inputs)
     return tokens, positions, padding_mask, *hidden
 
@@ -195,8 +206,8 @@ def _keep_padding_mask(layer: Any, *, padding_mask: Tensor | None = None, **inpu
 def _global_loss(router: Any, probs: Tensor, scores: Tensor, choices: Tensor, **masked: Any) -> Any:
     """Attach the global load-balancing loss, in the place of `_apply_global_aux_loss`.
 
-    Its shares of experts are of all tokens of the step so far, on all data-parallel ranks; its probabilities are of the
-    micro-batch's, on these ranks.
+    Its shares of experts are of all tokens of the step so far, on all data-parallel ranks; its
+    probabilities are of the micro-batch's, on these ranks.
     """
     count = choices.sum()
     dist.all_reduce(count, group=router.tp_dp_cp_group)
@@ -206,7 +217,9 @@ def _global_loss(router: Any, probs: Tensor, scores: Tensor, choices: Tensor, **
 
 
 def _coefficient(router: Any, kind: str) -> float:
-    """Return a load-balancing loss's coefficient, for the global one times the ranks over which its sum is averaged."""
+    """Return a load-balancing loss's coefficient, for the global one times the ranks over which its
+    sum is averaged.
+    """
     size = 1
     if kind == "global_aux_loss" and not router.config.calculate_per_token_loss:
         size = router.tp_dp_cp_group.size() // router.tp_cp_group.size()
@@ -215,7 +228,9 @@ def _coefficient(router: Any, kind: str) -> float:
 
 
 def _weighted_z_loss(router: Any, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-    """Attach the z loss of all ranks' tokens, in the place of `apply_z_loss`, which takes the mean of the ranks' means."""
+    """Attach the z loss of all ranks' tokens, in the place of `apply_z_loss`, which takes the mean
+    of the ranks' means.
+    """
     config, group, weight = router.config, router.tp_cp_group, 1.0
     coefficient = config.moe_z_loss_coeff
     is_attached = coefficient is not None and router.training and torch.is_grad_enabled()
@@ -234,7 +249,9 @@ def _weighted_z_loss(router: Any, logits: Tensor, padding_mask: Tensor | None = 
 
 
 def _scale_of_a_rank(config: Any, size: int, before: Any = None) -> Tensor:
-    """Return the scale of the routers' losses, in the place of the schedule's, which 0.19.2 makes `size` times too large."""
+    """Return the scale of the routers' losses, in the place of the schedule's, which 0.19.2 makes
+    `size` times too large.
+    """
     if before is not None:  # the trainer's own `moe_grad_scale_func`
         return host_tensor(before()) / size
     one = torch.ones(1, dtype=torch.float32, device=torch.cuda.current_device())
@@ -243,7 +260,9 @@ def _scale_of_a_rank(config: Any, size: int, before: Any = None) -> Tensor:
 
 
 def _require_count_of_group(chunk: Any) -> None:
-    """Refuse a Megatron that multiplies by the tokens of one rank where `_scale_of_a_rank` expects the group's (MLM#7481)."""
+    """Refuse a Megatron that multiplies by the tokens of one rank where `_scale_of_a_rank` expects
+    the group's (MLM#7481).
+    """
     for router in itertools.islice(_routers(chunk), 1):
         is_global = router.get_aux_loss_coeff("global_aux_loss")
         group = router.tp_dp_cp_group if is_global else router.tp_cp_group
@@ -251,7 +270,9 @@ def _require_count_of_group(chunk: Any) -> None:
         keywords = {"topk": 1, "with_padding_mask": True}
         if int(get_tokens_per_expert_and_token_count(mask, group, **keywords)[1]) != group.size():
             raise NotImplementedError(
-                "--calculate-per-token-loss with a loss of routers over several ranks: this megatron-core multiplies the loss "
-                "by each rank's own tokens, and padding makes these differ. Turn per-token mode off (the policy gradient is the "
+                "--calculate-per-token-loss with a loss of routers over several ranks: this "
+                "megatron-core multiplies the loss "
+                "by each rank's own tokens, and padding makes these differ. Turn per-token mode "
+                "off (the policy gradient is the "
                 "same)"
             )

@@ -1,4 +1,6 @@
-"""The fused head in Megatron's models: the loss from what enters the output layer and its weight, without the logits."""
+"""The fused head in Megatron's models: the loss from what enters the output layer and its weight,
+without the logits.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -24,7 +26,9 @@ PRODUCT = LogitTransform()
 
 
 class OutputRows:
-    """The rows of one micro-batch that enter the output layer, on one rank: those that score an active token."""
+    """The rows of one micro-batch that enter the output layer, on one rank: those that score an
+    active token.
+    """
 
     def __init__(
         self,
@@ -37,7 +41,8 @@ class OutputRows:
         self._batch, self._options = batch, options
         active, self.gradient_rows = active_rows(batch, scope)
         self.kept: Ragged | None = None  # their kept sets, on the host
-        # By the samples, which all context-parallel ranks share: if they chose differently, the all-reduces would deadlock.
+        # By the samples, which all context-parallel ranks share: if they chose differently, the
+        # all-reduces would deadlock.
         sets = [sample.kept_tokens for sample in batch.samples if with_sets]
         if batch.kept_tokens is not None and any(each and each.values.numel() for each in sets):
             self.kept = batch.kept_tokens.select(active)
@@ -48,12 +53,15 @@ class OutputRows:
         return len(self.active)
 
     def factors(self, hidden_states: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the hidden states [rows, hidden], the weight [v/tp, hidden] and the targets [rows] int64."""
+        """Return the hidden states [rows, hidden], the weight [v/tp, hidden] and the targets [rows]
+        int64.
+        """
         batch, tokens = self._batch, self._batch.window.local_tokens
         check_vocabulary(batch, len(weight), self._options)
         if tuple(hidden_states.shape[:2]) != (tokens, 1):
             raise ValueError(
-                f"hidden states are {tuple(hidden_states.shape)} and the micro-batch has {tokens} tokens on this rank: "
+                f"hidden states are {tuple(hidden_states.shape)} and the micro-batch has {tokens} "
+                f"tokens on this rank: "
                 "feed the model batch.tokens[None]"
             )
         rows = batch.logit_rows[self.active]
@@ -74,10 +82,11 @@ class OutputRows:
         return window.index_copy(0, self.active[rows], values)
 
     def of_whole_samples(self, size: int) -> list[int]:
-        """Count the rows of parts that end on borders of samples, `size` or fewer unless one sample has more.
+        """Count the rows of parts that end on borders of samples, `size` or fewer unless one sample
+        has more.
 
-        The parts are of the same samples on every rank of the context-parallel group, and may be empty on one. Rows have to
-        be in the window's order.
+        The parts are of the same samples on every rank of the context-parallel group, and may be
+        empty on one. Rows have to be in the window's order.
         """
         masks = of_all_responses("loss_mask", self._batch)
         borders = torch.tensor(self._batch.window.sample_borders(masks, size), device="cpu")
@@ -88,12 +97,13 @@ class OutputRows:
 class FusedHead:
     """The output end of the model for one micro-batch: `output_processor` and `loss`.
 
-    Only rows that score an active token enter the output layer, and only those with a gradient the products of backward.
-    Backward computes the loss, its metrics and all gradients in one pass over chunks of logits; value and metrics are NaN
-    until then, unless gradients are off. A chunk holds whole sequences where the loss looks at those, and all rows where a
-    function of the user's own may look at any: up to twice the usual chunk in three matrix products, above that in up
-    to four (see `megatron_pg.head.from_hidden`). Under `--replay-sampling-set` the kept columns alone are multiplied, of rows
-    that have a set, and the values are there at once.
+    Only rows that score an active token enter the output layer, and only those with a gradient the
+    products of backward. Backward computes the loss, its metrics and all gradients in one pass over
+    chunks of logits; value and metrics are NaN until then, unless gradients are off. A chunk holds
+    whole sequences where the loss looks at those, and all rows where a function of the user's own
+    may look at any: up to twice the usual chunk in three matrix products, above that in up to four
+    (see `megatron_pg.head.from_hidden`). Under `--replay-sampling-set` the kept columns alone are
+    multiplied, of rows that have a set, and the values are there at once.
     """
 
     def __init__(
@@ -116,8 +126,8 @@ class FusedHead:
         """Compute the 0-d loss in the place of the output layer's product; an `OutputProcessor`.
 
         Raises:
-            ValueError: the hidden states are not those of the micro-batch, or a response token is outside the
-                vocabulary.
+            ValueError: the hidden states are not those of the micro-batch, or a response token is
+                outside the vocabulary.
         """
         if self._rows.kept is None:
             factors = self._rows.factors(hidden_states, weight)
@@ -135,8 +145,9 @@ class FusedHead:
     ) -> Tensor:
         """Compute gradients chunk by chunk, and value and metrics from all log-probs together.
 
-        The other tokens of a chunk's window hold zeros. They change the value of the loss and not the chunk's coefficients.
-        Sums over sequences are all-reduced once for each piece, of which context-parallel ranks have equally many.
+        The other tokens of a chunk's window hold zeros. They change the value of the loss and not
+        the chunk's coefficients. Sums over sequences are all-reduced once for each piece, of which
+        context-parallel ranks have equally many.
         """
         metrics = self._metrics = MicroBatchMetrics.awaited(self._loss.config, hidden.device)
         sizes = self._piece_sizes(len(weight))
@@ -185,7 +196,8 @@ class FusedHead:
         """Count the rows whose gradients wait for one another, [pieces]; None where none waits."""
         if self._scope.tokens != "sequence":
             return None if self._scope.tokens == "token" else [len(self._rows)]
-        # Never a size that the rank's own device decides: a rank that calls the all-reduce more often waits forever.
+        # Never a size that the rank's own device decides: a rank that calls the all-reduce more
+        # often waits forever.
         options = self._options
         size = options.chunk_tokens or largest_chunk(columns, options.memory_gib)
         return self._rows.of_whole_samples(size)
@@ -197,10 +209,12 @@ def of_all_responses(field: str, batch: PackedBatch) -> Tensor:
 
 
 def active_rows(batch: PackedBatch, scope: GradientScope | None) -> tuple[Tensor, int]:
-    """List the scored tokens of the window, [active tokens] int64 on the host; count those with a gradient, which come first.
+    """List the scored tokens of the window, [active tokens] int64 on the host; count those with a
+    gradient, which come first.
 
-    Where the policy objective is the only term of the loss, a token whose advantage is 0 has none: its log-prob is
-    wanted for the metrics alone. Where other tokens wait for it, tokens stay in the window's order.
+    Where the policy objective is the only term of the loss, a token whose advantage is 0 has none:
+    its log-prob is wanted for the metrics alone. Where other tokens wait for it, tokens stay in the
+    window's order.
     """
     in_window = batch.window.response_indices
     with_gradient = active = of_all_responses("loss_mask", batch)[in_window]

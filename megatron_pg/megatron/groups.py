@@ -29,22 +29,28 @@ class ParallelGroups:
 
     @classmethod
     def from_parallel_state(cls) -> ParallelGroups:
-        """Take the groups of `parallel_state.initialize_model_parallel`, or raise RuntimeError; needs no communication."""
+        """Take the groups of `parallel_state.initialize_model_parallel`, or raise RuntimeError;
+        needs no communication.
+        """
         return cls.from_model(None)
 
     @classmethod
     def from_model(cls, model: Any) -> ParallelGroups:
-        """Take the groups that `model` was built with, and those of `parallel_state` where it names none.
+        """Take the groups that `model` was built with, and those of `parallel_state` where it names
+        none.
 
         Args:
-            model: a Megatron model, wrapped or not, or the list of chunks of a virtual pipeline; None names no group.
+            model: a Megatron model, wrapped or not, or the list of chunks of a virtual pipeline;
+                None names no group.
 
         Raises:
-            RuntimeError: a group is missing from the model and model parallelism is not initialized.
+            RuntimeError: a group is missing from the model and model parallelism is not
+                initialized.
         """
         own, module = None, chunks_of(model)[0]
         while module is not None:
-            # The innermost: DDP keeps a collection of its own in 0.19.2; attention and rotary embeddings follow the model's.
+            # The innermost: DDP keeps a collection of its own in 0.19.2; attention and rotary
+            # embeddings follow the model's.
             own = getattr(module, "pg_collection", None) or own
             module = getattr(module, "module", None)
         groups: Any = {axis: getattr(own, name, None) for axis, (name, _) in _SOURCES.items()}
@@ -91,7 +97,9 @@ class ParallelGroups:
 
     @property
     def contributes(self) -> bool:
-        """Tell whether this rank's metrics count: the other tensor-parallel ranks of the last stage have the same."""
+        """Tell whether this rank's metrics count: the other tensor-parallel ranks of the last stage
+        have the same.
+        """
         return self.is_last_pipeline_stage and self.tensor_rank == 0
 
 
@@ -102,7 +110,8 @@ _SOURCES: dict[str, tuple[str, Callable[[], Any]]] = {
     "data_with_context": ("dp_cp", partial(parallel_state.get_data_parallel_group, True)),
     "pipeline": ("pp", parallel_state.get_pipeline_model_parallel_group),
 }
-"""Per axis the name of its group in a model's `pg_collection`, and the group of `parallel_state`."""
+"""Per axis the name of its group in a model's `pg_collection`, and the group of
+`parallel_state`."""
 
 
 def chunks_of(model: Any) -> list[Any]:

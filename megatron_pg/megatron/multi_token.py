@@ -1,14 +1,16 @@
 """Multi-token prediction beside the policy loss, as a mean over the step's active tokens.
 
-Megatron computes its loss inside the model, from labels made of the input: a mean over the tokens of one micro-batch on one
-context-parallel rank, prompts and padding included (`process_mtp_loss` in transformer/multi_token_prediction.py of 0.19.2).
-The average of these means is another loss at every cut. Megatron multiplies the tokens by a loss mask, and divides by the
-mask's sum if that is above 1. A mask of m / T, with T the step's active tokens, has a sum of 1 at most: no division.
-The schedule divides by the M micro-batches and data parallelism by its DP * CP ranks; `mtp_grad_scale_func` multiplies by
-both. The result is `scaling factor / layers * 1/T sum m x`, x the cross-entropy of a token two or more positions ahead.
+Megatron computes its loss inside the model, from labels made of the input: a mean over the tokens
+of one micro-batch on one context-parallel rank, prompts and padding included (`process_mtp_loss` in
+transformer/multi_token_prediction.py of 0.19.2). The average of these means is another loss at
+every cut. Megatron multiplies the tokens by a loss mask, and divides by the mask's sum if that is
+above 1. A mask of m / T, with T the step's active tokens, has a sum of 1 at most: no division. The
+schedule divides by the M micro-batches and data parallelism by its DP * CP ranks;
+`mtp_grad_scale_func` multiplies by both. The result is `scaling factor / layers * 1/T sum m x`, x
+the cross-entropy of a token two or more positions ahead.
 
-Up to 0.19.2 Megatron has no factor CP here. Pull request 7498 of NVIDIA/Megatron-LM, open in September 2026, adds one, so
-`context_parallel_factor` measures the installed Megatron.
+Up to 0.19.2 Megatron has no factor CP here. Pull request 7498 of NVIDIA/Megatron-LM, open in
+September 2026, adds one, so `context_parallel_factor` measures the installed Megatron.
 """
 
 import copy
@@ -27,7 +29,9 @@ from megatron_pg.step.values import host_tensor
 
 @dataclass
 class MultiTokenScale:
-    """The `mtp_grad_scale_func` of a model's config: multiplies by what the schedule and data parallelism divide by."""
+    """The `mtp_grad_scale_func` of a model's config: multiplies by what the schedule and data
+    parallelism divide by.
+    """
 
     config: Any
     factor: float  # DP * CP * M of the step that runs
@@ -45,7 +49,8 @@ class MultiTokenScale:
 def scale_multi_token_loss(
     chunk: Any, factor: float, context_group: ProcessGroup | None = None
 ) -> bool:
-    """Set the scale, DP * CP * M, of a step's multi-token prediction on a chunk's config; False if it has none that is trained.
+    """Set the scale, DP * CP * M, of a step's multi-token prediction on a chunk's config; False if
+    it has none that is trained.
 
     All ranks of the context-parallel group must call; None is a group of one.
     """
@@ -68,10 +73,12 @@ _measured: dict[int, float] = {}
 def context_parallel_factor(
     model_config: Any, context_group: ProcessGroup | None, device: torch.device
 ) -> float:
-    """Measure the factor by which Megatron multiplies multi-token prediction under context parallelism: 1 or CP.
+    """Measure the factor by which Megatron multiplies multi-token prediction under context
+    parallelism: 1 or CP.
 
-    Megatron's own functions run over four tokens a rank, once for each context-parallel size in a process. All ranks of the
-    group must call. A NotImplementedError says that the factor is neither, or that those functions take other arguments.
+    Megatron's own functions run over four tokens a rank, once for each context-parallel size in a
+    process. All ranks of the group must call. A NotImplementedError says that the factor is
+    neither, or that those functions take other arguments.
     """
     if context_group is None or (size := context_group.size()) == 1:
         return 1.0
@@ -82,15 +89,19 @@ def context_parallel_factor(
             raise TypeError(f"it multiplies by {_measured[size]}, and not by 1 or {size}")
     except (AttributeError, TypeError) as error:
         raise NotImplementedError(
-            f"--mtp-num-layers with --context-parallel-size {size}: how this megatron-core scales the loss of multi-token "
-            f"prediction is not known here ({error}); use megatron-core 0.19, or leave out multi-token prediction or context "
+            f"--mtp-num-layers with --context-parallel-size {size}: how this megatron-core scales "
+            f"the loss of multi-token "
+            f"prediction is not known here ({error}); use megatron-core 0.19, or leave out "
+            f"multi-token prediction or context "
             "parallelism"
         ) from error
     return _measured[size]
 
 
 def _measure(model_config: Any, context_group: Any, device: torch.device) -> float:
-    """Take the gradient of a loss of equal weights; return it over the weight, rounded to five digits."""
+    """Take the gradient of a loss of equal weights; return it over the weight, rounded to five
+    digits.
+    """
     from megatron.core.transformer import multi_token_prediction
 
     config, size, tokens = copy.copy(model_config), context_group.size(), 4

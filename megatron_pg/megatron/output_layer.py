@@ -1,8 +1,10 @@
-"""Megatron's output layer with another product: the fused head's, float32 logits (`--fp32-lm-head`), or none at all.
+"""Megatron's output layer with another product: the fused head's, float32 logits
+(`--fp32-lm-head`), or none at all.
 
-`ColumnParallelLinear.forward` (core/tensor_parallel/layers.py of megatron-core 0.16.0 to 0.19.2) leaves the product alone to
-`self._forward_impl`, with the weight, the bias and the reductions of gradients as arguments. That method is exchanged. What
-a layer does with its product is found by `output_transform.read_transform` in its first forward.
+`ColumnParallelLinear.forward` (core/tensor_parallel/layers.py of megatron-core 0.16.0 to 0.19.2)
+leaves the product alone to `self._forward_impl`, with the weight, the bias and the reductions of
+gradients as arguments. That method is exchanged. What a layer does with its product is found by
+`output_transform.read_transform` in its first forward.
 """
 
 import inspect
@@ -28,8 +30,8 @@ from megatron_pg.megatron.groups import chunks_of, unwrapped
 from megatron_pg.megatron.output_transform import NUM_ROWS, exchanged, read_transform
 
 OutputProcessor = Callable[[Tensor, Tensor, LogitTransform], Tensor]
-"""(hidden states [tokens, 1, hidden], weight [v/tp, hidden], what the layer computes from their product) -> any tensor; on
-every tensor-parallel rank all tokens."""
+"""(hidden states [tokens, 1, hidden], weight [v/tp, hidden], what the layer computes from their
+product) -> any tensor; on every tensor-parallel rank all tokens."""
 _users: WeakKeyDictionary[Any, tuple[str, str]] = WeakKeyDictionary()
 """By module with an output processor: who takes it, and the way out, for errors."""
 _transforms: WeakKeyDictionary[Any, LogitTransform] = WeakKeyDictionary()
@@ -41,27 +43,31 @@ _compared: WeakSet[Any] = WeakSet()
 def take_output_processor(
     model: Any, user: str = "--fused-lm-head", remedy: str = "drop the flag"
 ) -> None:
-    """Let the model's forward take `output_processor=`, an `OutputProcessor` of one call; every rank calls this.
+    """Let the model's forward take `output_processor=`, an `OutputProcessor` of one call; every
+    rank calls this.
 
-    The processor runs in the place of the output layer's product, and the model returns its result as [1, 1, elements]. A
-    call without one gives logits as before. (GPTModel has an argument of that name from megatron-core 0.18 on and HybridModel
-    none: neither sees ours.)
+    The processor runs in the place of the output layer's product, and the model returns its result
+    as [1, 1, elements]. A call without one gives logits as before. (GPTModel has an argument of
+    that name from megatron-core 0.18 on and HybridModel none: neither sees ours.)
 
     Args:
         model: wrapped or not, or the list of chunks of a virtual pipeline.
         user, remedy: the flag or function that needs it, and the user's way out, for errors.
 
     Raises:
-        NotImplementedError: the output layer is not Megatron's `ColumnParallelLinear`, has a bias, gathers its logits, or a
-            setting of the model gives its weight's gradient to others than its backward. The first forward raises it for
-            a layer that computes more than a scale and a soft-cap of its product (`read_transform`).
+        NotImplementedError: the output layer is not Megatron's `ColumnParallelLinear`, has a bias,
+            gathers its logits, or a setting of the model gives its weight's gradient to others than
+            its backward. The first forward raises it for
+            a layer that computes more than a scale and a soft-cap of its product
+            (`read_transform`).
     """
     for layer in _layers_for(model, user):
         if layer.bias is not None:
             raise NotImplementedError(f"{user} takes an output layer without bias: {remedy}")
         if _gathers(layer):
             raise NotImplementedError(
-                f"{user} of a model that gathers its logits: build it with parallel_output=True, or {remedy}"
+                f"{user} of a model that gathers its logits: build it with parallel_output=True, "
+                f"or {remedy}"
             )
     for module in map(unwrapped, chunks_of(model)):
         _users[module] = user, remedy
@@ -71,19 +77,23 @@ def take_output_processor(
 
 
 def require_sharded_logits(model: Any) -> None:
-    """Refuse a model that gathers the logits of its tensor-parallel ranks: the loss takes a rank's shard."""
+    """Refuse a model that gathers the logits of its tensor-parallel ranks: the loss takes a rank's
+    shard.
+    """
     if any(map(_gathers, _layers_for(model, None))):
         raise NotImplementedError(
-            "the model gathers the logits of its tensor-parallel ranks, and the loss takes each rank's own: build it with "
+            "the model gathers the logits of its tensor-parallel ranks, and the loss takes each "
+            "rank's own: build it with "
             "parallel_output=True"
         )
 
 
 def set_fp32_lm_head(model: Any, is_on: bool = True) -> bool:
-    """Let the model's own output layer compute float32 logits, or Megatron's again; every rank calls this.
+    """Let the model's own output layer compute float32 logits, or Megatron's again; every rank
+    calls this.
 
-    `PolicyStep` and `compute_log_probs` call it as their config says. Call it yourself where logits reach
-    `policy_loss_function` without them.
+    `PolicyStep` and `compute_log_probs` call it as their config says. Call it yourself where logits
+    reach `policy_loss_function` without them.
 
     Args:
         model: wrapped or not, or the list of chunks of a virtual pipeline.
@@ -92,8 +102,9 @@ def set_fp32_lm_head(model: Any, is_on: bool = True) -> bool:
         True if the logits were float32 before.
 
     Raises:
-        NotImplementedError: the model's output layer is not Megatron's `ColumnParallelLinear`, or a setting of the model
-            gives its weight's gradient to others than its backward. Nothing has changed then. The first forward raises it
+        NotImplementedError: the model's output layer is not Megatron's `ColumnParallelLinear`, or a
+            setting of the model gives its weight's gradient to others than its backward. Nothing
+            has changed then. The first forward raises it
             for a layer whose own product is another than that of hidden states and weight.
     """
     layers = _layers_for(model, "--fp32-lm-head" if is_on else None)
@@ -116,7 +127,9 @@ def set_fp32_lm_head(model: Any, is_on: bool = True) -> bool:
 def _whole_hidden(
     *, input: Tensor, sequence_parallel: bool, allreduce_dgrad: bool, tp_group: Any, **_: Any
 ) -> Tensor:
-    """Return all of `_forward_impl`'s input [sequence, batch, hidden]; backward sums the gradient over tensor parallelism."""
+    """Return all of `_forward_impl`'s input [sequence, batch, hidden]; backward sums the gradient
+    over tensor parallelism.
+    """
     if sequence_parallel:
         input = gather_from_sequence_parallel_region(input, group=tp_group)
     elif allreduce_dgrad:
@@ -126,7 +139,9 @@ def _whole_hidden(
 
 @dataclass
 class _Float32Product:
-    """Float32 logits [sequence, batch, v/tp] in the place of `_forward_impl`; a frozen weight gets no gradient."""
+    """Float32 logits [sequence, batch, v/tp] in the place of `_forward_impl`; a frozen weight gets
+    no gradient.
+    """
 
     layer: Any
     own_product: Callable[..., Tensor]
@@ -150,9 +165,11 @@ class _Float32Product:
 
 
 def _share_main_grad(module: Any) -> None:
-    """Let DDP add the gradient that multi-token prediction's lookup gives a tied weight to that weight's `main_grad`.
+    """Let DDP add the gradient that multi-token prediction's lookup gives a tied weight to that
+    weight's `main_grad`.
 
-    Megatron does so for models on one pipeline stage only (models/common/language_module/language_module.py of 0.19.2).
+    Megatron does so for models on one pipeline stage only
+    (models/common/language_module/language_module.py of 0.19.2).
     """
     is_tied = getattr(module, "share_embeddings_and_output_weights", False)
     if is_tied and getattr(module, "mtp_process", False):
@@ -192,8 +209,9 @@ class _Processed:
         if transform is None:
             transform = _transforms[self.layer] = self.read_transform(arguments)
         if self.num_others and torch.is_grad_enabled():
-            # Multi-token prediction multiplies by this weight too. Where Megatron does not fuse the addition to main_grad,
-            # that gradient comes through autograd: DDP has to add it, and ours has to be zeros there.
+            # Multi-token prediction multiplies by this weight too. Where Megatron does not fuse the
+            # addition to main_grad, that gradient comes through autograd: DDP has to add it, and
+            # ours has to be zeros there.
             weight.zero_out_wgrad = True
         result = self.processor(_whole_hidden(**arguments), weight, transform)
         result = result.reshape(1, 1, -1).contiguous()  # as which GPTModel returns it
@@ -201,7 +219,9 @@ class _Processed:
         return result
 
     def is_returned_as(self, output: Tensor) -> bool:
-        """Tell whether a model's output is the processor's result. No host synchronisation unless the dtype changed."""
+        """Tell whether a model's output is the processor's result. No host synchronisation unless
+        the dtype changed.
+        """
         if self.result is None:
             return False
         if output.dtype != self.result.dtype:
@@ -229,9 +249,12 @@ class _Processed:
 
 
 def _exchange_product(module: Any, args: Any, keywords: dict[str, Any]) -> tuple[Any, Any]:
-    """Before a forward of a chunk, put the `output_processor=` of the call into the output layer."""
+    """Before a forward of a chunk, put the `output_processor=` of the call into the output
+    layer.
+    """
     processor = keywords.pop("output_processor", None)
-    # A stage of multi-token prediction that is not the last has an output layer, and no loss of the policy's.
+    # A stage of multi-token prediction that is not the last has an output layer, and no loss of the
+    # policy's.
     if processor is not None and getattr(module, "post_process", True):
         others = _multi_token_calls(module, keywords)
         for layer in _output_layers(module, None):
@@ -240,7 +263,9 @@ def _exchange_product(module: Any, args: Any, keywords: dict[str, Any]) -> tuple
 
 
 def _multi_token_calls(module: Any, keywords: dict[str, Any]) -> int:
-    """Count the calls of the output layer by multi-token prediction in a forward with these arguments."""
+    """Count the calls of the output layer by multi-token prediction in a forward with these
+    arguments.
+    """
     depths: int = getattr(module.config, "mtp_num_layers", None) or 0
     if "mtp_kwargs" in inspect.signature(module.forward).parameters:
         # In the Megatron of slime and miles (docker/patch/latest/megatron.patch of slime 624b824).
@@ -253,7 +278,9 @@ def _multi_token_calls(module: Any, keywords: dict[str, Any]) -> int:
 
 
 def _give_product_back(module: Any, args: Any, output: Any) -> None:
-    """After the forward, or after the error that ended it (`output` is None), restore the output layer."""
+    """After the forward, or after the error that ended it (`output` is None), restore the output
+    layer.
+    """
     for layer in _output_layers(module, None):
         processed = vars(layer).get("forward")
         if not isinstance(processed, _Processed):
@@ -263,12 +290,14 @@ def _give_product_back(module: Any, args: Any, output: Any) -> None:
         expected = processed.num_others + 1
         if output is not None and processed.num_calls != expected:
             raise RuntimeError(
-                f"the output layer of {kind} was called {processed.num_calls} times in a forward and "
+                f"the output layer of {kind} was called {processed.num_calls} times in a forward "
+                f"and "
                 f"{expected} were expected, of which an output processor takes the last: {remedy}"
             )
         if isinstance(output, Tensor) and not processed.is_returned_as(output):
             raise NotImplementedError(
-                f"{processed.user[0]} takes a model that returns the logits of its output layer, and {kind} or a hook changes "
+                f"{processed.user[0]} takes a model that returns the logits of its output layer, "
+                f"and {kind} or a hook changes "
                 f"them: {remedy}"
             )
 
@@ -278,7 +307,9 @@ def _gathers(layer: Any) -> bool:
 
 
 def _layers_for(model: Any, user: str | None) -> list[Any]:
-    """List the output layers of a model for a flag or function that exchanges their product; None takes any model."""
+    """List the output layers of a model for a flag or function that exchanges their product; None
+    takes any model.
+    """
     chunks = chunks_of(model)
     if user is not None and ("--" in user or "=" in user):
         violations = output_layer_violations(user, vars(chunks[0].config))
@@ -287,7 +318,9 @@ def _layers_for(model: Any, user: str | None) -> list[Any]:
 
 
 def _output_layers(module: Any, user: str | None) -> Iterator[Any]:
-    """Find the output layer of an unwrapped chunk: none on an earlier pipeline stage, nor of another kind without a user."""
+    """Find the output layer of an unwrapped chunk: none on an earlier pipeline stage, nor of
+    another kind without a user.
+    """
     whole = module
     while not hasattr(module, "output_layer") and hasattr(module, "language_model"):
         module = module.language_model  # of a model of several modalities

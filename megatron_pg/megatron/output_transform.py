@@ -1,8 +1,9 @@
 """Comparison of an output layer with the product of hidden states and weight that replaces it.
 
-Subclasses, hooks and adapters change what a layer computes and keep its type. So a layer is judged by its numbers, once,
-in the first forward that uses its replacement: on a ramp of products, which shows a scale and a soft-cap over their whole
-range, and on some rows of the micro-batch, which show everything else.
+Subclasses, hooks and adapters change what a layer computes and keep its type. So a layer is judged
+by its numbers, once, in the first forward that uses its replacement: on a ramp of products, which
+shows a scale and a soft-cap over their whole range, and on some rows of the micro-batch, which show
+everything else.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,8 @@ from megatron_pg.head import LogitTransform
 NUM_ROWS = 8
 """The largest number of rows that are compared."""
 _LEAST, _LARGEST = -40.0, 20.0
-"""The logarithms (base 2) of the ends of the ramp: a soft-cap of 1 changes the least by less than float64 shows."""
+"""The logarithms (base 2) of the ends of the ramp: a soft-cap of 1 changes the least by less than
+float64 shows."""
 
 
 @contextmanager
@@ -46,8 +48,8 @@ def read_transform(
         user: the flag or function that replaces the product, for errors.
         layer: Megatron's `ColumnParallelLinear` or a subclass.
         product: [rows, 1, v/tp], float32 or wider, of the rows that `call` takes.
-        call: runs the layer on those rows, with its hooks after forward. Its argument replaces the layer's `_forward_impl`;
-            None keeps that. It returns the logits [rows, 1, v/tp].
+        call: runs the layer on those rows, with its hooks after forward. Its argument replaces the
+            layer's `_forward_impl`; None keeps that. It returns the logits [rows, 1, v/tp].
         trained: the parameters that the replacement trains.
 
     Raises:
@@ -58,7 +60,8 @@ def read_transform(
         transform = _fit(ramp, curve := _curve(user, kind, ramp, call))
     if transform.scale <= 0:
         raise NotImplementedError(
-            f"{user} takes an output layer with a positive scale, and {kind} multiplies by {transform.scale:g}"
+            f"{user} takes an output layer with a positive scale, and {kind} multiplies by "
+            f"{transform.scale:g}"
         )
     expected = _transformed(ramp, transform)
     what = f"{user} takes an output layer that scales or soft-caps its product; {kind}"
@@ -77,7 +80,8 @@ def read_transform(
     ]
     if names:
         raise NotImplementedError(
-            f"{user} trains the output weight only, and the logits of {kind} also depend on {', '.join(names)}"
+            f"{user} trains the output weight only, and the logits of {kind} also depend on "
+            f"{', '.join(names)}"
         )
     return transform
 
@@ -102,11 +106,13 @@ def _curve(user: str, kind: str, ramp: Tensor, call: Callable[[Any], Tensor]) ->
         curve = call(of_ramp)
     except (RuntimeError, TypeError, ValueError) as error:
         raise NotImplementedError(
-            f"{user} takes an output layer that is a function of its product; {kind} fails on another product: {error}"
+            f"{user} takes an output layer that is a function of its product; {kind} fails on "
+            f"another product: {error}"
         ) from error
     if not calls:
         raise NotImplementedError(
-            f"{user} replaces the product of ColumnParallelLinear, and the forward of {kind} does not call it"
+            f"{user} replaces the product of ColumnParallelLinear, and the forward of {kind} does "
+            f"not call it"
         )
     return curve
 
@@ -137,7 +143,9 @@ def _refuse_difference(
     expected: Tensor,
     size: Tensor,
 ) -> None:
-    """Raise NotImplementedError with both numbers for logits that differ from the expected ones, relative to `size`."""
+    """Raise NotImplementedError with both numbers for logits that differ from the expected ones,
+    relative to `size`.
+    """
     # A layer rounds its product and each of its own results to its dtype.
     tolerance = max(2 * torch.finfo(logits.dtype).eps, 1e-6)
     difference = (logits.double() - expected).abs()
@@ -150,7 +158,8 @@ def _refuse_difference(
     of, found, wanted = (float(x.flatten()[place]) for x in (product, logits, expected))
     cap = "" if transform.softcap is None else f" and a soft-cap of {transform.softcap:g}"
     raise NotImplementedError(
-        f"{what} gives {found:g} for a product of {of:g}, and a scale of {transform.scale:g}{cap} gives {wanted:g}"
+        f"{what} gives {found:g} for a product of {of:g}, and a scale of {transform.scale:g}{cap} "
+        f"gives {wanted:g}"
     )
 
 

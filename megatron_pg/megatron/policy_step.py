@@ -40,17 +40,18 @@ class MicroBatchHead:
     """Inputs of the model for one micro-batch, and the function from its output to the loss."""
 
     loss_func: Callable[[Tensor], ScheduleOutput]
-    """Function that `forward_step` returns beside the model's output, for the schedule to call on the last pipeline stage:
-    `(loss, metrics)` or `(loss, n, metrics)`; see `scale_contract.py`."""
+    """Function that `forward_step` returns beside the model's output, for the schedule to call on
+    the last pipeline stage: `(loss, metrics)` or `(loss, n, metrics)`; see `scale_contract.py`."""
     model_inputs: dict[str, Any]
     """Keyword arguments of the model's forward: the micro-batch, and `model_arguments`."""
     model_arguments: dict[str, Any]
-    """The keyword arguments that the head adds, for a call of your own; none without `--fused-lm-head` and
-    `--replay-routing`."""
+    """The keyword arguments that the head adds, for a call of your own; none without
+    `--fused-lm-head` and `--replay-routing`."""
 
 
 class PolicyStep:
-    """The policy loss of one optimizer step on this rank: built once before the step, on every rank and stage.
+    """The policy loss of one optimizer step on this rank: built once before the step, on every rank
+    and stage.
 
         step = PolicyStep(config, plan, model=model)
         def forward_step(data_iterator, model):
@@ -59,33 +60,43 @@ class PolicyStep:
             return output, head.loss_func
         metrics = step.metrics(schedule_output)
 
-    The lines are the same with and without `--fused-lm-head`, in both of Megatron's loss modes and at any sharding.
+    The lines are the same with and without `--fused-lm-head`, in both of Megatron's loss modes and
+    at any sharding.
 
     Args:
         config: the policy loss.
-        plan: what `plan_step` returned: the step's totals and this data-parallel rank's number of micro-batches.
-        model: the model that the schedule runs, wrapped or a list of virtual-pipeline chunks. Its config says in which loss
-            mode it runs and whether an auxiliary loss is scaled by tokens, its `pg_collection` which groups it runs on.
-            Without it the mode is `config.calculate_per_token_loss`, which the validated flags set, and the groups are
+        plan: what `plan_step` returned: the step's totals and this data-parallel rank's number of
+            micro-batches.
+        model: the model that the schedule runs, wrapped or a list of virtual-pipeline chunks. Its
+            config says in which loss mode it runs and whether an auxiliary loss is scaled by
+            tokens, its `pg_collection` which groups it runs on.
+            Without it the mode is `config.calculate_per_token_loss`, which the validated flags set,
+            and the groups are
             those of `parallel_state`: right unless the trainer overrides either on the model.
         totals: the step's totals, where there is no plan.
-        num_microbatches: how many micro-batches this data-parallel rank runs in the step, where there is no plan.
+        num_microbatches: how many micro-batches this data-parallel rank runs in the step, where
+            there is no plan.
         groups: the process groups; None takes the model's.
         vocab_size: the vocabulary without padding; None counts every column of the logits.
-        grad_divisor: `config.grad_divisor` of this step, such as the square of its number of rollouts.
-        teacher_weight: of `--distill-teacher hidden` the teacher's output weight, this tensor-parallel rank's rows of it [v/tp,
-            teacher's hidden], padded as the student's; read on the last pipeline stage.
+        grad_divisor: `config.grad_divisor` of this step, such as the square of its number of
+            rollouts.
+        teacher_weight: of `--distill-teacher hidden` the teacher's output weight, this
+            tensor-parallel rank's rows of it [v/tp, teacher's hidden], padded as the student's;
+            read on the last pipeline stage.
         accumulate_gradients: add to the gradients of a step before that were not zeroed, instead of
             refusing them in backward. That step leaves its gradients unreduced.
 
     Raises:
         TypeError: the config is no `PolicyLossConfig`.
-        ValueError: a `grad_divisor` out of range or with `--divide-gradient-twice`, neither a plan nor totals with a number
-            of micro-batches, the scale contract cannot be kept, a teacher by hidden states has no weight,
-            `--replay-routing` with a model without experts, or a model whose log-probs vary at the same weights (dropout),
+        ValueError: a `grad_divisor` out of range or with `--divide-gradient-twice`, neither a plan
+            nor totals with a number of micro-batches, the scale contract cannot be kept, a teacher
+            by hidden states has no weight,
+            `--replay-routing` with a model without experts, or a model whose log-probs vary at the
+            same weights (dropout),
             unless `--allow-varying-log-probs`.
-        NotImplementedError: `--fused-lm-head` or `--fp32-lm-head` with an output layer that they do not take, a model that
-            gathers its logits, or another cut over context-parallel ranks than the zigzag.
+        NotImplementedError: `--fused-lm-head` or `--fp32-lm-head` with an output layer that they do
+            not take, a model that gathers its logits, or another cut over context-parallel ranks
+            than the zigzag.
     """
 
     def __init__(
@@ -110,7 +121,8 @@ class PolicyStep:
             num_microbatches = num_microbatches or plan.num_microbatches
         if totals is None or num_microbatches is None:
             raise ValueError(
-                "PolicyStep needs the totals of the step and its number of micro-batches: pass the plan that plan_step() "
+                "PolicyStep needs the totals of the step and its number of micro-batches: pass the "
+                "plan that plan_step() "
                 "returned, or both totals= and num_microbatches="
             )
         # Not only in the loss of the last stage: every rank and stage refuses the same totals.
@@ -134,7 +146,8 @@ class PolicyStep:
         needs_weight = config.distills and config.distill_teacher == "hidden"
         if needs_weight and teacher_weight is None and groups.is_last_pipeline_stage:
             raise ValueError(
-                "--distill-teacher hidden needs the teacher's output weight: give PolicyStep(teacher_weight=...), this "
+                "--distill-teacher hidden needs the teacher's output weight: give "
+                "PolicyStep(teacher_weight=...), this "
                 "tensor-parallel rank's rows of it"
             )
         if model is not None and groups.context_size > 1:
@@ -169,16 +182,18 @@ class PolicyStep:
         """The weight of one micro-batch on this rank, as a part of the step's report."""
 
     def head(self, batch: PackedBatch, *, chunk_tokens: int | None = None) -> MicroBatchHead:
-        """Make the head of one micro-batch. Call it in `forward_step`, before the model, on every rank and stage.
+        """Make the head of one micro-batch. Call it in `forward_step`, before the model, on every
+        rank and stage.
 
         Args:
             batch: the micro-batch, packed for this context-parallel rank, on the model's device.
-            chunk_tokens: rows of logits that the fused head has in memory at once; None: chosen within
-                `--fused-lm-head-memory-gib`.
+            chunk_tokens: rows of logits that the fused head has in memory at once; None: chosen
+                within `--fused-lm-head-memory-gib`.
 
         Raises:
-            ValueError: the batch was packed for another context-parallel size or rank than this one's,
-                or lacks an input of the objective; a sample has a token id or a learned position
+            ValueError: the batch was packed for another context-parallel size or rank than this
+                one's, or lacks an input of the objective; a sample has a token id or a learned
+                position
                 that the model's embedding has no row for, or experts that the model does not have;
                 the loop would leave gradients unreduced.
         """
@@ -199,7 +214,9 @@ class PolicyStep:
         return self.scaled_head(batch, inputs, read, **added)
 
     def checked_inputs(self, batch: PackedBatch) -> dict[str, Any]:
-        """Check the loop and the micro-batch, and list `model_inputs`; arguments and errors as for `head`."""
+        """Check the loop and the micro-batch, and list `model_inputs`; arguments and errors as for
+        `head`.
+        """
         if self._chunk is not None and torch.is_grad_enabled() and not self._is_loop_checked:
             require_training_loop(self._chunk, self.groups, self.num_microbatches)
             self._is_loop_checked = True
@@ -228,7 +245,9 @@ class PolicyStep:
         return MicroBatchHead(scaled_loss, inputs | added, added)
 
     def _check_embedding(self, batch: PackedBatch) -> None:
-        """Refuse ids and lengths beyond the model's tables: a GPU would only say that an index is out of bounds."""
+        """Refuse ids and lengths beyond the model's tables: a GPU would only say that an index is
+        out of bounds.
+        """
         (tokens, positions), longest = self._table_sizes, max(batch.window.total_lengths, default=0)
         for kind, largest, index_of, size in (
             ("token id", batch.largest_token, lambda sample: int(sample.tokens.max()), tokens),
@@ -236,8 +255,10 @@ class PolicyStep:
         ):
             if size is not None and largest >= size:
                 raise ValueError(
-                    f"{max(batch.samples, key=index_of).name} has {kind} {largest} and the model's embedding {size} rows: take "
-                    "the tokenizer of the model, or shorten the sample (max_sequence_length, with learned positions)"
+                    f"{max(batch.samples, key=index_of).name} has {kind} {largest} and the model's "
+                    f"embedding {size} rows: take "
+                    "the tokenizer of the model, or shorten the sample (max_sequence_length, with "
+                    "learned positions)"
                 )
 
     def metrics(
@@ -248,13 +269,15 @@ class PolicyStep:
         policy_version: int | None = None,
         critic: SumsReport | None = None,
     ) -> dict[str, float]:
-        """Reduce the step's metrics, by name and the same on every rank. Every rank of the job calls it, once a step.
+        """Reduce the step's metrics, by name and the same on every rank. Every rank of the job
+        calls it, once a step.
 
         Args:
             schedule_output: what the schedule returned on this rank.
             device: where numbers are reduced; None is that of the model's parameters.
             policy_version: see `reduce_metrics`.
-            critic: the report of a critic's step (`ValueStep.report`), whose metrics are reduced and returned with these.
+            critic: the report of a critic's step (`ValueStep.report`), whose metrics are reduced
+                and returned with these.
 
         Raises:
             RuntimeError: under `--check-aggregation`, the aggregation checksum is not 1.
@@ -280,13 +303,17 @@ class PolicyStep:
         rank, size = groups.context_rank, groups.context_size
         if (window.cp_rank, window.cp_size) != (rank, size):
             raise ValueError(
-                f"the micro-batch is packed for context-parallel rank {window.cp_rank} of {window.cp_size} and this is "
-                f"rank {rank} of {size}: call pack(samples, cp_rank=..., cp_size=...) with the rank's own"
+                f"the micro-batch is packed for context-parallel rank {window.cp_rank} of "
+                f"{window.cp_size} and this is "
+                f"rank {rank} of {size}: call pack(samples, cp_rank=..., cp_size=...) with the "
+                f"rank's own"
             )
 
 
 def _table_sizes(chunk: Any | None) -> tuple[int | None, int | None]:
-    """Return the rows of the embeddings of token ids and of learned positions; None for one not on this stage, or unknown."""
+    """Return the rows of the embeddings of token ids and of learned positions; None for one not on
+    this stage, or unknown.
+    """
     embedding = getattr(unwrapped(chunk), "embedding", None)
     tables = (getattr(embedding, f"{name}_embeddings", None) for name in ("word", "position"))
     tokens, positions = (getattr(table, "num_embeddings", None) for table in tables)
@@ -299,14 +326,18 @@ def _require_one_length(plan: StepPlan, model_config: Any | None) -> None:
     lengths = sorted(set(plan.microbatch_tokens))
     if stages > 1 and len(lengths) > 1 and not model_config.variable_seq_lengths:  # type: ignore[union-attr]
         raise ValueError(
-            f"the model's config has pipeline_model_parallel_size={stages} and variable_seq_lengths=False, and the plan's "
-            f"micro-batches are of {len(lengths)} lengths ({lengths[0]} to {lengths[-1]} tokens): set variable_seq_lengths=True, "
+            f"the model's config has pipeline_model_parallel_size={stages} and "
+            f"variable_seq_lengths=False, and the plan's "
+            f"micro-batches are of {len(lengths)} lengths ({lengths[0]} to {lengths[-1]} tokens): "
+            f"set variable_seq_lengths=True, "
             'which needs moe_token_dispatcher_type="alltoall" in a dense model too'
         )
 
 
 def model_inputs(batch: PackedBatch) -> dict[str, Any]:
-    """List the keyword arguments of `GPTModel.forward` for a micro-batch on the model's device, without those of a head."""
+    """List the keyword arguments of `GPTModel.forward` for a micro-batch on the model's device,
+    without those of a head.
+    """
     return {
         "input_ids": batch.tokens[None],
         "position_ids": batch.position_ids[None],
@@ -316,10 +347,11 @@ def model_inputs(batch: PackedBatch) -> dict[str, Any]:
 
 
 def packed_seq_params(batch: PackedBatch) -> PackedSeqParams:
-    """Make the `packed_seq_params=` of `GPTModel.forward` for a micro-batch on the model's device, in THD format.
+    """Make the `packed_seq_params=` of `GPTModel.forward` for a micro-batch on the model's device,
+    in THD format.
 
-    The lengths are the padded ones, so that they describe where each sequence lies in the pack. The padding at a
-    sequence's end is harmless: attention is causal and padding is scored by no loss.
+    The lengths are the padded ones, so that they describe where each sequence lies in the pack. The
+    padding at a sequence's end is harmless: attention is causal and padding is scored by no loss.
     """
     window = batch.window
     return PackedSeqParams(
@@ -332,7 +364,9 @@ def packed_seq_params(batch: PackedBatch) -> PackedSeqParams:
 
 
 def multi_token_mask(batch: PackedBatch, num_active_tokens: float) -> Tensor:
-    """Make the `loss_mask=` [1, local_tokens] float32 of multi-token prediction: 1 / T at the input's active tokens, else 0."""
+    """Make the `loss_mask=` [1, local_tokens] float32 of multi-token prediction: 1 / T at the
+    input's active tokens, else 0.
+    """
     masks = []
     for sample in batch.samples:
         masks += [sample.loss_mask.new_zeros(sample.prompt_length), sample.loss_mask]

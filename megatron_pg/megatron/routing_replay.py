@@ -1,8 +1,10 @@
-"""Routing replay (R3, arXiv:2510.11370): a router takes the experts that the rollout engine chose for each token.
+"""Routing replay (R3, arXiv:2510.11370): a router takes the experts that the rollout engine chose
+for each token.
 
-The probabilities of these experts are the router's own, with their gradient. megatron-core 0.16.1 to 0.19.2 have a seam for it,
-`TopKRouter.router_replay` (transformer/moe/router_replay.py), which its user tells when a forward is a recomputation. `Replay`
-sees that by itself: a recomputation runs inside of autograd.
+The probabilities of these experts are the router's own, with their gradient. megatron-core 0.16.1
+to 0.19.2 have a seam for it, `TopKRouter.router_replay` (transformer/moe/router_replay.py), which
+its user tells when a forward is a recomputation. `Replay` sees that by itself: a recomputation runs
+inside of autograd.
 """
 
 import functools
@@ -21,16 +23,20 @@ from megatron_pg.step.routed_experts import largest_expert, no_choice
 
 
 class Replay:
-    """The experts of one router, micro-batch after micro-batch, in the place of Megatron's `RouterReplay`."""
+    """The experts of one router, micro-batch after micro-batch, in the place of Megatron's
+    `RouterReplay`.
+    """
 
     def __init__(self, router: Any) -> None:
         self._config, self.layer = router.config, router.layer_number - 1
         self._experts: Tensor | None = None
         self._waiting: deque[Tensor | None] = deque()
-        """The experts of micro-batches whose recomputation is to come, in the order of their backward passes."""
+        """The experts of micro-batches whose recomputation is to come, in the order of their
+        backward passes."""
         self._is_asked = self._is_counted = self._recomputes = False
         self.agreement: Tensor | None = None
-        """[2] float64 since the step began: choices that the router would have made too, and choices."""
+        """[2] float64 since the step began: choices that the router would have made too, and
+        choices."""
 
     def begin_step(self) -> None:
         """Forget the last step, and read whether layers run forward again in backward."""
@@ -41,7 +47,9 @@ class Replay:
         self.clear()
 
     def clear(self) -> None:
-        """Let go of experts on the device: a router that is not recomputed, as under `block`, leaves all that it waits for."""
+        """Let go of experts on the device: a router that is not recomputed, as under `block`,
+        leaves all that it waits for.
+        """
         self._waiting.clear()
         self._experts = None
 
@@ -56,13 +64,16 @@ class Replay:
         """Refuse a router that ran without asking for the experts that it was given."""
         if not self._is_asked:
             raise NotImplementedError(
-                f"--replay-routing: the router of layer {self.layer} did not take the experts that it "
+                f"--replay-routing: the router of layer {self.layer} did not take the experts that "
+                f"it "
                 "was given: it, or a module around it, has a routing of its own. Drop the flag, or "
                 "let it choose by Megatron's topk_routing_with_score_function(router_replay=...)"
             )
 
     def _next(self, in_backward: bool) -> Tensor | None:
-        """Return the experts of the micro-batch that runs forward, in backward for the second time."""
+        """Return the experts of the micro-batch that runs forward, in backward for the second
+        time.
+        """
         return self._waiting.popleft() if in_backward else self._experts
 
     def get_replay_topk(
@@ -73,7 +84,9 @@ class Replay:
         group_topk: int | None = None,
         default_compute_topk: Any = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the scores [tokens, k] of the experts to take, and the experts. Megatron's router calls it."""
+        """Return the scores [tokens, k] of the experts to take, and the experts. Megatron's router
+        calls it.
+        """
         values, own = default_compute_topk(
             scores, topk, num_groups=num_groups, group_topk=group_topk
         )
@@ -95,13 +108,16 @@ class RoutingReplay:
     """Replay of the routers of this rank's chunks."""
 
     def __init__(self, model: Any, groups: ParallelGroups) -> None:
-        """Let every chunk take `routed_experts=` [local_tokens, layers, k]. Every rank and stage calls it.
+        """Let every chunk take `routed_experts=` [local_tokens, layers, k]. Every rank and stage
+        calls it.
 
         Raises:
             ValueError: a model without experts.
-            NotImplementedError: a model that is neither GPTModel nor HybridModel, a router that chooses in a fused kernel, in a
-                CUDA graph or by no top-k, experts that drop tokens, a schedule that runs layers by themselves, a megatron-core
-                before 0.16, or layers of experts without Megatron's router. The model's forward raises it
+            NotImplementedError: a model that is neither GPTModel nor HybridModel, a router that
+                chooses in a fused kernel, in a CUDA graph or by no top-k, experts that drop tokens,
+                a schedule that runs layers by themselves, a megatron-core
+                before 0.16, or layers of experts without Megatron's router. The model's forward
+                raises it
                 for a router that does not take the experts.
         """
         chunks = [unwrapped(chunk) for chunk in chunks_of(model)]
@@ -117,17 +133,16 @@ class RoutingReplay:
             "--moe-router-fusion: the fused router chooses by itself": (
                 getattr(config, "moe_router_fusion", False)
             ),
-            f"--cuda-graph-impl {graph}: a router in a graph would take the experts of the micro-batch that was captured": (
-                graph not in (None, "none")
-            ),
-            "--overlap-moe-expert-parallel-comm: its schedule runs layers without the model's forward, which hands out the "
+            f"--cuda-graph-impl {graph}: a router in a graph would take the experts of the "
+            f"micro-batch that was captured": (graph not in (None, "none")),
+            "--overlap-moe-expert-parallel-comm: its schedule runs layers without the model's "
+            "forward, which hands out the "
             "experts": getattr(config, "overlap_moe_expert_parallel_comm", False),
             f"--moe-router-load-balancing-type {kind}: that router chooses by no top-k": (
                 kind in ("sinkhorn", "quantile_balancing")
             ),
-            f"--moe-expert-capacity-factor {capacity}: experts would drop tokens that the engine gave them": (
-                drops_tokens(vars(config))
-            ),
+            f"--moe-expert-capacity-factor {capacity}: experts would drop tokens that the engine "
+            f"gave them": (drops_tokens(vars(config))),
         }
         for obstacle, is_present in obstacles.items():
             if is_present:
@@ -136,7 +151,8 @@ class RoutingReplay:
         for chunk in chunks:
             if not isinstance(chunk, GPTModel) and not hasattr(chunk, "hybrid_layer_pattern"):
                 raise NotImplementedError(
-                    f"--replay-routing with a {type(chunk).__name__}: the layers of another model than GPTModel and HybridModel "
+                    f"--replay-routing with a {type(chunk).__name__}: the layers of another model "
+                    f"than GPTModel and HybridModel "
                     "are not known"
                 )
             # The engine has no choice for the routers of multi-token prediction.
@@ -146,7 +162,8 @@ class RoutingReplay:
             layers = {layer.layer_number - 1 for layer in chunk.decoder.layers}
             if (found := {replay.layer for replay in replays}) != layers & {*places}:
                 raise NotImplementedError(
-                    f"--replay-routing: by the model's config, layers {sorted(layers & {*places})} of "
+                    f"--replay-routing: by the model's config, layers {sorted(layers & {*places})} "
+                    f"of "
                     f"this stage have experts, and Megatron's router is in layers {sorted(found)}; "
                     "drop the flag"
                 )
@@ -183,11 +200,12 @@ class RoutingReplay:
         return replay
 
     def model_inputs(self, batch: PackedBatch) -> dict[str, Tensor | None]:
-        """Return the keyword argument of the model's forward for a micro-batch; None for an empty one.
+        """Return the keyword argument of the model's forward for a micro-batch; None for an empty
+        one.
 
         Raises:
-            ValueError: the experts of a sample are of other layers, of another number a token or of larger ids than the
-                model's, by its name.
+            ValueError: the experts of a sample are of other layers, of another number a token or of
+                larger ids than the model's, by its name.
         """
         experts, config = batch.routed_experts, self._config
         if experts is None:
@@ -196,8 +214,10 @@ class RoutingReplay:
         places = layers_of_experts(self._chunk)
         if layers not in (config.num_layers, len(places)) or topk != config.moe_router_topk:
             raise ValueError(
-                f"{batch.samples[0].name}: routed_experts is of {layers} layers and {topk} experts a token, expected "
-                f"{config.num_layers} layers (or the {len(places)} with experts) and {config.moe_router_topk} experts, as the "
+                f"{batch.samples[0].name}: routed_experts is of {layers} layers and {topk} experts "
+                f"a token, expected "
+                f"{config.num_layers} layers (or the {len(places)} with experts) and "
+                f"{config.moe_router_topk} experts, as the "
                 "model has them"
             )
         samples: Any = batch.samples
@@ -205,13 +225,16 @@ class RoutingReplay:
             if (largest := largest_expert(sample.routed_experts)) >= config.num_moe_experts:
                 layer, position, _ = (sample.routed_experts == largest).nonzero()[0].tolist()
                 raise ValueError(
-                    f"{sample.name}: routed_experts has expert {largest} at layer {layer}, position {position}, and the model "
+                    f"{sample.name}: routed_experts has expert {largest} at layer {layer}, "
+                    f"position {position}, and the model "
                     f"has {config.num_moe_experts} experts"
                 )
         return {"routed_experts": experts}
 
     def report(self) -> SumsReport:
-        """Report `router_agreement`, and end the step: choices of this rank's routers that are the engine's, and choices."""
+        """Report `router_agreement`, and end the step: choices of this rank's routers that are the
+        engine's, and choices.
+        """
         counts = [r.agreement for r in self._replays if r.agreement is not None]
         for replay in self._replays:
             replay.begin_step()
@@ -230,7 +253,8 @@ def layers_of_experts(chunk: Any) -> list[int]:
     config = chunk.config
     frequency = config.moe_layer_freq
     if (pattern := getattr(chunk, "hybrid_layer_pattern", None)) is not None:
-        # Of HybridModel: E stands for experts, | between stages, and / before multi-token prediction.
+        # Of HybridModel: E stands for experts, | between stages, and / before multi-token
+        # prediction.
         layers = pattern.split("/")[0].replace("|", "")
         frequency = [kind == "E" for kind in layers]
     elif isinstance(frequency, int):
@@ -244,8 +268,10 @@ def _give_experts(
     is_trained = torch.is_grad_enabled() and chunk.training
     if "routed_experts" not in keywords and is_trained and chunk._needs_routed_experts:
         raise ValueError(
-            "--replay-routing, and a call of the model without routed_experts: its routers would choose by themselves. Call it "
-            "with **head.model_inputs, or add **head.model_arguments; routed_experts=None leaves the choice to them"
+            "--replay-routing, and a call of the model without routed_experts: its routers would "
+            "choose by themselves. Call it "
+            "with **head.model_inputs, or add **head.model_arguments; routed_experts=None leaves "
+            "the choice to them"
         )
     experts, config = keywords.pop("routed_experts", None), chunk.config
     if experts is not None and config.sequence_parallel:

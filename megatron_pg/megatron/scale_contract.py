@@ -1,9 +1,10 @@
 """Megatron's scaling of a returned loss, and the factor that undoes it. No other file knows either.
 
-Let s be the local loss of one micro-batch on one rank. Wanted: the final gradient is that of the sum of s over all
-ranks and micro-batches. DP is the data-parallel size without context parallelism, CP the context-parallel size, M the
-number of micro-batches of this data-parallel rank. Read in pipeline_parallel/schedules.py (forward_step_calc_loss),
-distributed/distributed_data_parallel.py and distributed/finalize_model_grads.py of megatron-core 0.16.1 and 0.19.2:
+Let s be the local loss of one micro-batch on one rank. Wanted: the final gradient is that of the
+sum of s over all ranks and micro-batches. DP is the data-parallel size without context parallelism,
+CP the context-parallel size, M the number of micro-batches of this data-parallel rank. Read in
+pipeline_parallel/schedules.py (forward_step_calc_loss), distributed/distributed_data_parallel.py
+and distributed/finalize_model_grads.py of megatron-core 0.16.1 and 0.19.2:
 
 1. calculate_per_token_loss off, loss_func returns (loss, metrics):
    the schedule multiplies by CP and divides by M; data parallelism averages over DP * CP ranks. Together they multiply
@@ -12,8 +13,8 @@ distributed/distributed_data_parallel.py and distributed/finalize_model_grads.py
    the schedule leaves the loss alone; data parallelism sums; finalize_model_grads divides by the sum of n over ranks
    and micro-batches. So s * sum_n is returned.
 
-The two other forms exist and are never returned: two values in per-token mode are an unnormalised sum, and three
-values in the other mode carry no factor CP.
+The two other forms exist and are never returned: two values in per-token mode are an unnormalised
+sum, and three values in the other mode carry no factor CP.
 """
 
 from collections.abc import Mapping
@@ -28,7 +29,8 @@ from megatron_pg.step.totals import StepTotals
 
 Metrics = Mapping[str, Tensor]
 ScheduleOutput = tuple[Tensor, Metrics] | tuple[Tensor, Tensor, Metrics]
-"""The result of a Megatron loss_func: (loss, metrics), or (loss, number of tokens, metrics) in per-token mode."""
+"""The result of a Megatron loss_func: (loss, metrics), or (loss, number of tokens, metrics) in
+per-token mode."""
 FACTORS = {False: ("DP M", "CP / M", "1 / (DP CP)"), True: ("sum of n", "1", "1 / sum of n")}
 """The three factors of a `ScaleContract` as formulas, by whether per-token mode is on."""
 
@@ -42,16 +44,20 @@ class ScaleContract:
     factor: float
     """The factor of the local loss."""
     counts_all_tokens: bool
-    """True if n of per-token mode is all local tokens of a micro-batch but padding; False if its active tokens."""
+    """True if n of per-token mode is all local tokens of a micro-batch but padding; False if its
+    active tokens."""
     schedule_factor: float
     """The schedule's factor of the returned loss: CP / M, and 1 in per-token mode."""
     gradient_factor: float
-    """Megatron's factor of the gradients' sum over ranks: 1 / (DP CP), and 1 / sum of n in per-token mode."""
+    """Megatron's factor of the gradients' sum over ranks: 1 / (DP CP), and 1 / sum of n in
+    per-token mode."""
 
     def apply(
         self, loss: Tensor, metrics: Metrics, num_active_tokens: int, num_tokens: int
     ) -> ScheduleOutput:
-        """Return the tuple that the schedule expects of one micro-batch on this rank: its 0-d loss, metrics and tokens."""
+        """Return the tuple that the schedule expects of one micro-batch on this rank: its 0-d loss,
+        metrics and tokens.
+        """
         scaled = loss * self.factor
         if not self.calculate_per_token_loss:
             return scaled, metrics
@@ -81,7 +87,8 @@ def scale_contract(
         num_microbatches: M of this data-parallel rank.
 
     Raises:
-        ValueError: M below 1, or per-token mode with a mixture-of-experts auxiliary loss and no `totals.num_tokens`.
+        ValueError: M below 1, or per-token mode with a mixture-of-experts auxiliary loss and no
+            `totals.num_tokens`.
         NotImplementedError: per-token mode with multi-token prediction.
     """
     if num_microbatches < 1:
@@ -96,9 +103,12 @@ def scale_contract(
         )
     if getattr(model_config, "mtp_num_layers", None) and versions.derives_multi_token_labels():
         raise NotImplementedError(
-            "--calculate-per-token-loss with --mtp-num-layers: megatron-core multiplies the loss of multi-token prediction "
-            "by a rank's tokens before the shift over its tokens after it (14/12 with two sequences of 8), and no return "
-            "value of a loss function undoes it; turn per-token mode off (the policy gradient is the same)"
+            "--calculate-per-token-loss with --mtp-num-layers: megatron-core multiplies the loss "
+            "of multi-token prediction "
+            "by a rank's tokens before the shift over its tokens after it (14/12 with two "
+            "sequences of 8), and no return "
+            "value of a loss function undoes it; turn per-token mode off (the policy gradient is "
+            "the same)"
         )
     if not has_router_loss(model_config):
         sum_of_n = float(max(totals.num_active_tokens, 1))
@@ -106,8 +116,10 @@ def scale_contract(
     if totals.num_tokens is None:
         raise ValueError(
             "--calculate-per-token-loss with a mixture-of-experts auxiliary loss needs "
-            "StepTotals.num_tokens, all tokens of the whole step: Megatron weights that loss of a micro-batch by its "
-            "tokens. Plan the step with plan_step(), which counts them, or turn per-token mode off (the policy gradient is "
+            "StepTotals.num_tokens, all tokens of the whole step: Megatron weights that loss of a "
+            "micro-batch by its "
+            "tokens. Plan the step with plan_step(), which counts them, or turn per-token mode off "
+            "(the policy gradient is "
             "the same)"
         )
     sum_of_n = float(max(totals.num_tokens, 1))
@@ -115,7 +127,9 @@ def scale_contract(
 
 
 def has_router_loss(model_config: Any) -> bool:
-    """Tell whether per-token mode scales an auxiliary loss of this model's experts by its local tokens."""
+    """Tell whether per-token mode scales an auxiliary loss of this model's experts by its local
+    tokens.
+    """
     if not getattr(model_config, "num_moe_experts", None):
         return False
     coefficient = getattr(model_config, "moe_aux_loss_coeff", 0.0)

@@ -25,7 +25,8 @@ def run_micro_batches(
         chunks: the model under DDP, more than one chunk in a virtual pipeline.
 
     Returns:
-        The argument of `PolicyStep.metrics`: each micro-batch's numbers on the last pipeline stage, nothing on others.
+        The argument of `PolicyStep.metrics`: each micro-batch's numbers on the last pipeline stage,
+        nothing on others.
     """
 
     def forward_step(iterator: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Any]:
@@ -37,7 +38,8 @@ def run_micro_batches(
         data_iterator=[iter(batches) for _ in chunks],
         model=list(chunks),
         num_microbatches=len(batches),
-        # With variable_seq_lengths the stages of a pipeline tell each other the lengths; without it all are equal.
+        # With variable_seq_lengths the stages of a pipeline tell each other the lengths; without it
+        # all are equal.
         seq_length=max(batch.window.num_tokens for batch in batches),
         micro_batch_size=1,
         forward_only=forward_only,

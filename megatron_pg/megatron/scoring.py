@@ -1,4 +1,6 @@
-"""Scores of samples' response tokens under a model, forward only, at any sharding: log-probs, hidden states, critic's values."""
+"""Scores of samples' response tokens under a model, forward only, at any sharding: log-probs,
+hidden states, critic's values.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -33,9 +35,11 @@ from megatron_pg.step.plan import StepPlan, plan_step
 from megatron_pg.step.sample import Sample, number_samples
 
 NEEDED = {
-    "kept_tokens": "which --replay-sampling-set needs: give Sample(kept_tokens=...), with an empty set for each token where all "
+    "kept_tokens": "which --replay-sampling-set needs: give Sample(kept_tokens=...), with an empty "
+    "set for each token where all "
     "were kept",
-    "routed_experts": "which --replay-routing needs: give Sample(routed_experts=...), or score under "
+    "routed_experts": "which --replay-routing needs: give Sample(routed_experts=...), or score "
+    "under "
     "dataclasses.replace(config, replay_routing=False), as a reference model that routes by itself",
 }
 """The reason and the remedy for a field of a sample that scoring reads."""
@@ -46,7 +50,8 @@ class ScoredSamples:
     """Log-probs and entropy of samples under a model, in the samples' order."""
 
     log_probs: list[Tensor]
-    """Per sample the log-probs of its response tokens, [response_length] float32 on the host, in nats; 0 at masked tokens."""
+    """Per sample the log-probs of its response tokens, [response_length] float32 on the host, in
+    nats; 0 at masked tokens."""
     entropy: list[Tensor]
     """Per sample the entropy of the distributions of its response tokens, likewise."""
 
@@ -61,36 +66,45 @@ def compute_log_probs(
     groups: ParallelGroups | None = None,
     vocab_size: int | None = None,
 ) -> ScoredSamples:
-    """Compute log-probs and entropy of samples under a model, such as the old policy or the reference.
+    """Compute log-probs and entropy of samples under a model, such as the old policy or the
+    reference.
 
         old = compute_log_probs(model, samples, config, max_tokens_per_microbatch=16384).log_probs
         samples = [replace(sample, old_log_probs=values) for sample, values in zip(samples, old, strict=True)]
 
-    Every rank of the model calls it with all samples of its data-parallel rank, outside of a step: after the optimizer's
-    step and before the next forward and backward. Samples are packed and scored as `plan_step` and `PolicyStep` do it under
-    the same config: with the same budget and the same parameters the ratio of the next step is 1.
+    Every rank of the model calls it with all samples of its data-parallel rank, outside of a step:
+    after the optimizer's step and before the next forward and backward. Samples are packed and
+    scored as `plan_step` and `PolicyStep` do it under the same config: with the same budget and the
+    same parameters the ratio of the next step is 1.
 
-    The model runs under `torch.no_grad()` in eval mode; every module gets its own mode back. No gradient, buffer of DDP or
-    state of a random generator changes.
+    The model runs under `torch.no_grad()` in eval mode; every module gets its own mode back. No
+    gradient, buffer of DDP or state of a random generator changes.
 
     Args:
-        model: on this rank's device, wrapped (DDP, Float16Module) or not, or the list of chunks of a virtual pipeline.
-        samples: this data-parallel rank's, in any order; none at all is legal. Their tokens, response lengths, loss masks,
-            kept sets and routed experts are read; log-probs are not, and may be missing from some samples.
-        config: the policy loss, for temperature, head, precision of the logits, kept sets and routing replay.
-        max_tokens_per_microbatch: see `plan_step`. Without a backward pass it may be several times that of training.
+        model: on this rank's device, wrapped (DDP, Float16Module) or not, or the list of chunks of
+            a virtual pipeline.
+        samples: this data-parallel rank's, in any order; none at all is legal. Their tokens,
+            response lengths, loss masks, kept sets and routed experts are read; log-probs are not,
+            and may be missing from some samples.
+        config: the policy loss, for temperature, head, precision of the logits, kept sets and
+            routing replay.
+        max_tokens_per_microbatch: see `plan_step`. Without a backward pass it may be several times
+            that of training.
         oversized: see `plan_step`.
         groups: the process groups; None takes the model's.
         vocab_size: the vocabulary without padding; None counts every column of the logits.
 
     Returns:
-        The same on every tensor-, context- and pipeline-parallel rank of a data-parallel rank: two all-reduces of two
-        numbers a response token, over context parallelism and over the pipeline, and one copy to the host.
+        The same on every tensor-, context- and pipeline-parallel rank of a data-parallel rank: two
+        all-reduces of two numbers a response token, over context parallelism and over the pipeline,
+        and one copy to the host.
 
     Raises:
-        ValueError: the model's log-probs vary at the same weights, unless `--allow-varying-log-probs`.
-            On all data-parallel ranks, where one has it: the model is not on the rank's device; a sample, which
-            is named, is longer than the budget, has a response token outside the vocabulary, or lacks the kept sets that
+        ValueError: the model's log-probs vary at the same weights, unless
+            `--allow-varying-log-probs`. On all data-parallel ranks, where one has it: the model is
+            not on the rank's device; a sample, which
+            is named, is longer than the budget, has a response token outside the vocabulary, or
+            lacks the kept sets that
             `--replay-sampling-set` needs or the experts of `--replay-routing`.
         NotImplementedError, TypeError: as for `PolicyStep`.
     """
@@ -140,7 +154,8 @@ def compute_hidden_states(
     oversized: OversizedSamples = "error",
     groups: ParallelGroups | None = None,
 ) -> list[Tensor]:
-    """Compute the hidden states that predict response tokens: `teacher_hidden` of `--distill-teacher hidden`.
+    """Compute the hidden states that predict response tokens: `teacher_hidden` of
+    `--distill-teacher hidden`.
 
         states = compute_hidden_states(teacher, samples, max_tokens_per_microbatch=16384)
         samples = [
@@ -148,20 +163,24 @@ def compute_hidden_states(
             for sample, hidden in zip(samples, states, strict=True)
         ]
 
-    The same ranks call it as `compute_log_probs`, which has the other arguments, and it leaves the model as that function
-    does. It makes no logits: they are the product of these states and the model's output weight.
+    The same ranks call it as `compute_log_probs`, which has the other arguments, and it leaves the
+    model as that function does. It makes no logits: they are the product of these states and the
+    model's output weight.
 
     Args:
-        model: the teacher, of any size, in the groups of the student or others with the same data-parallel ranks.
+        model: the teacher, of any size, in the groups of the student or others with the same
+            data-parallel ranks.
 
     Returns:
-        Per sample `[response_length, hidden]` on the host, in the dtype of the model's parameters; the same on every
-        tensor-, context- and pipeline-parallel rank. Until the last sample is through, the device holds the states of all.
+        Per sample `[response_length, hidden]` on the host, in the dtype of the model's parameters;
+        the same on every tensor-, context- and pipeline-parallel rank. Until the last sample is
+        through, the device holds the states of all.
 
     Raises:
         ValueError: as for `compute_log_probs`.
-        NotImplementedError: the output layer is not Megatron's `ColumnParallelLinear`, has a bias, gathers its logits over
-            tensor parallelism, or computes more than the product of hidden states and weight.
+        NotImplementedError: the output layer is not Megatron's `ColumnParallelLinear`, has a bias,
+            gathers its logits over tensor parallelism, or computes more than the product of hidden
+            states and weight.
     """
     config = chunks_of(model)[0].config
     remedy = "give the teacher by --distill-teacher logits or top_k"
@@ -170,7 +189,8 @@ def compute_hidden_states(
         def processor(hidden: Tensor, weight: Tensor, transform: LogitTransform) -> Tensor:
             if transform != PRODUCT:
                 raise NotImplementedError(
-                    "compute_hidden_states takes a teacher whose logits are the product of hidden states and output "
+                    "compute_hidden_states takes a teacher whose logits are the product of hidden "
+                    "states and output "
                     f"weight, found {transform}: {remedy}"
                 )
             return hidden[batch.logit_rows, 0].T
@@ -205,13 +225,16 @@ def score_samples(
     vocab_size: int | None = None,
     reads: Sequence[str] = (),
 ) -> list[Tensor]:
-    """Score every response token, forward only: per sample [numbers, response_length] on the host; see `compute_log_probs`.
+    """Score every response token, forward only: per sample [numbers, response_length] on the host;
+    see `compute_log_probs`.
 
     Args:
         read_scores: (micro-batch, the model's output) -> scores [numbers, window].
-        output_processor: makes a micro-batch's `output_processor=` of the model's forward; None: the model returns logits.
+        output_processor: makes a micro-batch's `output_processor=` of the model's forward; None:
+            the model returns logits.
         empty_scores: [numbers, 0] in the dtype of the scores that are returned.
-        reads: of `NEEDED`, the fields that every sample needs; routers take the `routed_experts` among them.
+        reads: of `NEEDED`, the fields that every sample needs; routers take the `routed_experts`
+            among them.
     """
     chunks = chunks_of(model)
     groups = ParallelGroups.from_model(model) if groups is None else groups
@@ -270,7 +293,9 @@ def score_samples(
 
 
 def _device_of(chunks: Sequence[Any], groups: ParallelGroups) -> torch.device:
-    """Return the device of all parameters; refuse another one than this rank's process groups work on."""
+    """Return the device of all parameters; refuse another one than this rank's process groups
+    work on.
+    """
     devices = {parameter.device for chunk in chunks for parameter in chunk.parameters()}
     possible = []
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -280,8 +305,10 @@ def _device_of(chunks: Sequence[Any], groups: ParallelGroups) -> torch.device:
     if len(devices) == 1 and devices <= set(possible):
         return torch.device(devices.pop())
     raise ValueError(
-        f"the model's parameters are on {' and '.join(sorted(map(str, devices))) or 'no device'} and this rank works on "
-        f"{' or '.join(map(str, possible)) or 'a GPU'}: move the whole model there before it is scored (a reference model "
+        f"the model's parameters are on {' and '.join(sorted(map(str, devices))) or 'no device'} "
+        f"and this rank works on "
+        f"{' or '.join(map(str, possible)) or 'a GPU'}: move the whole model there before it is "
+        f"scored (a reference model "
         "that was offloaded has to come back first)"
     )
 
@@ -310,7 +337,9 @@ def _exchange(
     groups: ParallelGroups,
     empty_scores: Tensor,
 ) -> Tensor:
-    """Bring the scores [numbers, response tokens of all micro-batches] to the host of every rank of the model."""
+    """Bring the scores [numbers, response tokens of all micro-batches] to the host of every rank of
+    the model.
+    """
     if groups.is_last_pipeline_stage:
         parts = [
             batch.window.in_responses(score.to(empty_scores.dtype))
@@ -320,7 +349,8 @@ def _exchange(
         lengths = [sum(batch.window.response_lengths) for batch in batches]
         parts = [empty_scores.new_zeros(len(empty_scores), length) for length in lengths]
     values = torch.cat(parts, dim=1)
-    # One context-parallel rank of the last stage has each score and the other ranks have 0, so the sums are exact.
+    # One context-parallel rank of the last stage has each score and the other ranks have 0, so the
+    # sums are exact.
     for group in (groups.context, groups.pipeline):
         if dist.get_world_size(group) > 1:
             dist.all_reduce(values, group=group)
@@ -328,7 +358,9 @@ def _exchange(
 
 
 def _in_order(plan: StepPlan, samples: Sequence[Sample], values: Tensor) -> list[Tensor]:
-    """Cut the values, which are in the order of the plan, into the samples' own, in the order of the samples."""
+    """Cut the values, which are in the order of the plan, into the samples' own, in the order of
+    the samples.
+    """
     planned = [index for indices in plan.microbatches for index in indices]
     lengths = [samples[index].response_length for index in planned]
     parts = dict(zip(planned, torch.split(values, lengths, dim=1), strict=True))

@@ -1,4 +1,6 @@
-"""Megatron's globals as a running trainer has set them, read without importing Megatron: none where nobody has."""
+"""Megatron's globals as a running trainer has set them, read without importing Megatron: none where
+nobody has.
+"""
 
 import argparse
 import sys
@@ -8,7 +10,9 @@ import torch.distributed as dist
 
 
 def context_parallel_place() -> tuple[int, int]:
-    """Return this process's (rank, size) in Megatron's context-parallel group; (0, 1) where there are no groups."""
+    """Return this process's (rank, size) in Megatron's context-parallel group; (0, 1) where there
+    are no groups.
+    """
     state = _parallel_state()
     if state is None:
         return 0, 1
@@ -16,7 +20,9 @@ def context_parallel_place() -> tuple[int, int]:
 
 
 def data_parallel_group() -> dist.ProcessGroup | None:
-    """Return Megatron's data-parallel group without context parallelism; None where there are no groups."""
+    """Return Megatron's data-parallel group without context parallelism; None where there are no
+    groups.
+    """
     state = _parallel_state()
     return None if state is None else state.get_data_parallel_group(with_context_parallel=False)
 
@@ -27,7 +33,9 @@ def _parallel_state() -> Any | None:
 
 
 def global_args() -> argparse.Namespace | None:
-    """Return the arguments that the trainer gave `megatron.training.global_vars.set_args`, or None."""
+    """Return the arguments that the trainer gave `megatron.training.global_vars.set_args`, or
+    None.
+    """
     global_vars = sys.modules.get("megatron.training.global_vars")
     if global_vars is None:
         return None

@@ -1,7 +1,9 @@
-"""The settings that Megatron needs from a training loop beside the loss: without them the gradients are silently others.
+"""The settings that Megatron needs from a training loop beside the loss: without them the gradients
+are silently others.
 
-Read in distributed/distributed_data_parallel.py, distributed/param_and_grad_buffer.py, distributed/finalize_model_grads.py and
-pipeline_parallel/schedules.py of megatron-core 0.16.0 to 0.19.2. `train` of megatron/training/training.py sets all of them.
+Read in distributed/distributed_data_parallel.py, distributed/param_and_grad_buffer.py,
+distributed/finalize_model_grads.py and pipeline_parallel/schedules.py of megatron-core 0.16.0 to
+0.19.2. `train` of megatron/training/training.py sets all of them.
 """
 
 import weakref
@@ -17,7 +19,9 @@ from megatron_pg.megatron.groups import ParallelGroups, unwrapped
 
 @dataclass
 class _Backward:
-    """The backward passes of a chunk since its gradients were zeroed, of one step if all is well."""
+    """The backward passes of a chunk since its gradients were zeroed, of one step if all is
+    well.
+    """
 
     ready_parameters: Any
     """The object of DDP's buffers that `zero_grad_buffer` replaces."""
@@ -32,9 +36,10 @@ _backward: weakref.WeakKeyDictionary[Any, _Backward] = weakref.WeakKeyDictionary
 def require_training_loop(chunk: Any, groups: ParallelGroups, num_microbatches: int) -> None:
     """Refuse a loop that leaves gradients unreduced or wrongly scaled.
 
-    Called with gradients enabled, once a step, when the schedule asks for its first micro-batch: a trainer has set the
-    config by then. Reads the host alone. A ValueError says that the config of the (first) chunk lacks
-    `finalize_model_grads_func`, `grad_scale_func` or `no_sync_func` where they are needed, or has another loss mode than DDP.
+    Called with gradients enabled, once a step, when the schedule asks for its first micro-batch: a
+    trainer has set the config by then. Reads the host alone. A ValueError says that the config of
+    the (first) chunk lacks `finalize_model_grads_func`, `grad_scale_func` or `no_sync_func` where
+    they are needed, or has another loss mode than DDP.
     """
     config = chunk.config
     unreduced = _unreduced(chunk, groups)
@@ -43,14 +48,18 @@ def require_training_loop(chunk: Any, groups: ParallelGroups, num_microbatches: 
             "" if hasattr(chunk, "finish_grad_sync") else ", and wrap the model in Megatron's DDP"
         )
         raise ValueError(
-            f"the model's config has no finalize_model_grads_func, and {unreduced}: set config.finalize_model_grads_func = "
-            f"megatron.core.distributed.finalize_model_grads{wrap}. A loop that reduces gradients by itself sets a function of "
+            f"the model's config has no finalize_model_grads_func, and {unreduced}: set "
+            f"config.finalize_model_grads_func = "
+            f"megatron.core.distributed.finalize_model_grads{wrap}. A loop that reduces gradients "
+            f"by itself sets a function of "
             "its own there, which the schedule calls after the last backward pass"
         )
     if getattr(config, "fp16", False) and getattr(config, "grad_scale_func", None) is None:
         raise ValueError(
-            "the model's config has fp16=True and no grad_scale_func, and Megatron's optimizer divides the gradients by its "
-            "loss scale: set config.grad_scale_func = optimizer.scale_loss (lambda loss: loss, where nothing divides)"
+            "the model's config has fp16=True and no grad_scale_func, and Megatron's optimizer "
+            "divides the gradients by its "
+            "loss scale: set config.grad_scale_func = optimizer.scale_loss (lambda loss: loss, "
+            "where nothing divides)"
         )
     if not getattr(chunk, "bucket_groups", None):  # not Megatron's DDP, or nothing to train
         return
@@ -58,7 +67,9 @@ def require_training_loop(chunk: Any, groups: ParallelGroups, num_microbatches: 
 
 
 def _unreduced(chunk: Any, groups: ParallelGroups) -> str | None:
-    """Say which gradients `finalize_model_grads` has to reduce for this model and its sizes; None where it does nothing."""
+    """Say which gradients `finalize_model_grads` has to reduce for this model and its sizes; None
+    where it does nothing.
+    """
     config = chunk.config
     ranks = groups.data_size * groups.context_size
     if config.calculate_per_token_loss:
@@ -89,8 +100,10 @@ def _require_wrapper(chunk: Any, groups: ParallelGroups, num_microbatches: int) 
     config, settings = chunk.config, chunk.ddp_config
     if settings.overlap_grad_reduce and num_microbatches > 1 and config.no_sync_func is None:
         raise ValueError(
-            "DDP has overlap_grad_reduce=True and the model's config has no no_sync_func: gradients are reduced after as many "
-            "micro-batches as the first step had, and later ones are left out. Set config.no_sync_func = model.no_sync (with "
+            "DDP has overlap_grad_reduce=True and the model's config has no no_sync_func: "
+            "gradients are reduced after as many "
+            "micro-batches as the first step had, and later ones are left out. Set "
+            "config.no_sync_func = model.no_sync (with "
             "several chunks: the list of their no_sync)"
         )
     factor = chunk.bucket_groups[0].buckets[0].gradient_scaling_factor
@@ -98,8 +111,10 @@ def _require_wrapper(chunk: Any, groups: ParallelGroups, num_microbatches: int) 
     ranks = groups.data_size * groups.context_size
     if ranks > 1 and sums != bool(config.calculate_per_token_loss):
         raise ValueError(
-            f"the model's config has calculate_per_token_loss={config.calculate_per_token_loss} and DDP was built with the "
-            f"other: gradients would be {ranks} times too {'large' if sums else 'small'}. Set it before the model is wrapped"
+            f"the model's config has calculate_per_token_loss={config.calculate_per_token_loss} "
+            f"and DDP was built with the "
+            f"other: gradients would be {ranks} times too {'large' if sums else 'small'}. Set it "
+            f"before the model is wrapped"
         )
 
 
@@ -107,8 +122,8 @@ def _require_wrapper(chunk: Any, groups: ParallelGroups, num_microbatches: int) 
 class GradientWatch:
     """Refuses the gradients of a step before in DDP's buffers, on the last pipeline stage.
 
-    It counts micro-batches in backward, which tells a step from an evaluation with gradients on, and
-    a step before from a step of which each micro-batch has a `PolicyStep` of its own.
+    It counts micro-batches in backward, which tells a step from an evaluation with gradients on,
+    and a step before from a step of which each micro-batch has a `PolicyStep` of its own.
     """
 
     chunk: Any
@@ -117,7 +132,9 @@ class GradientWatch:
     accumulates: bool
 
     def watch(self, loss: Tensor) -> None:
-        """Have backward from the loss of a micro-batch raise a ValueError before it adds gradients."""
+        """Have backward from the loss of a micro-batch raise a ValueError before it adds
+        gradients.
+        """
         if loss.requires_grad and getattr(self.chunk, "bucket_groups", None):
             loss.register_hook(self._begin)  # type: ignore[no-untyped-call]
 

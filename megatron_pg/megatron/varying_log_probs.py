@@ -129,7 +129,9 @@ VARIATIONS = (
 
 
 def varying_settings(settings: Settings) -> list[str]:
-    """List what fields of a `TransformerConfig`, by name, would do to log-probs, before any model."""
+    """List what fields of a `TransformerConfig`, by name, would do to log-probs, before any
+    model.
+    """
     rows = [row for row in VARIATIONS if row.owner != "router" or settings.get("num_moe_experts")]
     found = [(row, row.find(settings)) for row in rows]
     return [row.violation(settings, "the model") for row, settings in found if settings]

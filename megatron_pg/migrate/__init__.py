@@ -1,4 +1,6 @@
-"""`megatron-pg migrate`: the objective of another trainer's launch line, its errors, and the lines that make it exact."""
+"""`megatron-pg migrate`: the objective of another trainer's launch line, its errors, and the lines
+that make it exact.
+"""
 
 import argparse
 import math
@@ -22,7 +24,9 @@ examples:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the objective of a launch line, of the words after `megatron-pg migrate`. Return 2 for what is not known, or 0."""
+    """Print the objective of a launch line, of the words after `megatron-pg migrate`. Return 2 for
+    what is not known, or 0.
+    """
     given, words = list(arguments), []
     if "--" in given:
         given, words = given[: given.index("--")], given[given.index("--") + 1 :]
@@ -50,7 +54,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _write(line: Line, options: argparse.Namespace) -> str:
-    """Write the flags of this package for a launch line as the YAML that `--config` reads, and say so."""
+    """Write the flags of this package for a launch line as the YAML that `--config` reads, and
+    say so.
+    """
     flags = here(line.trainer, line.settings, *wanted(line, options)).flags
     if "<L>" in flags:
         raise ValueError(f"{WRITE}: give --loss-aggregation-divisor, which the line does not say")
@@ -63,7 +69,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = ProgramParser(
         prog="megatron-pg migrate",
         usage="megatron-pg migrate [flags] (FILE | -- LAUNCH LINE)",
-        description="The objective that a launch line of slime, miles, verl or NeMo-RL computes, its errors and their size, and "
+        description="The objective that a launch line of slime, miles, verl or NeMo-RL computes, "
+        "its errors and their size, and "
         "the lines that make it exact. Nothing is run.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

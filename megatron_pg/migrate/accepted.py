@@ -15,7 +15,8 @@ WITH_HOOKS = ("slime", "miles")
 
 
 def refused_flag(flags: Sequence[str]) -> int | None:
-    """Return the index of flags that the package refuses beside the others, the last named; or None.
+    """Return the index of flags that the package refuses beside the others, the last named; or
+    None.
 
     The training scripts' own flags, such as --advantage, are passed over.
     """
@@ -38,8 +39,8 @@ def _parser() -> argparse.ArgumentParser:
 def refusal_of_hook(line: Line, mode: str, settings: Mapping[str, str]) -> str:
     """Return what an aggregation's hook refuses of a launch line of slime or miles; "" for nothing.
 
-    `settings` are the lines of the file that `--custom-config-path` names. Flags that the printed lines
-    replace are left out.
+    `settings` are the lines of the file that `--custom-config-path` names. Flags that the printed
+    lines replace are left out.
     """
     name = line.trainer.name
     if name not in WITH_HOOKS or mode == "sample_mean":

@@ -11,7 +11,8 @@ from megatron_pg.migrate.read import YAML, Launch, read_line, read_yaml
 from megatron_pg.migrate.rows import TRAINERS, VARIABLE, Settings, TrainerTable, unknown
 
 OTHERS: Mapping[str, Any] = tomllib.loads(Path(__file__).with_name("others.toml").read_text())
-"""Trainers whose settings are not read, by name: a sentence that says so, and their words for the loss."""
+"""Trainers whose settings are not read, by name: a sentence that says so, and their words for the
+loss."""
 SHOWN = 8
 """Keys that an error lists."""
 PASTE = {
@@ -35,7 +36,9 @@ class Line:
 
 
 def read(path: Path | None, words: Sequence[str], name: str | None = None) -> Line:
-    """Read the line of a YAML, or of words, as that of a trainer by name; raise ValueError for what is not known."""
+    """Read the line of a YAML, or of words, as that of a trainer by name; raise ValueError for what
+    is not known.
+    """
     if path is None:
         return _line(read_line(words), None, name)
     if not path.is_file():
@@ -62,8 +65,8 @@ def trainer_of(launch: Launch, path: Path | None = None) -> TrainerTable:
     among = ", ".join([*keys[:SHOWN], "..."] if keys[SHOWN:] else keys or ["nothing"])
     unset = [f"\n  {unknown(word)}" for word in [*launch.open, *launch.unread]]
     raise ValueError(
-        f"no key tells which trainer this is for (found: {among}): give --trainer with one of {names}"
-        + "".join(dict.fromkeys(unset))
+        f"no key tells which trainer this is for (found: {among}): give --trainer with one of "
+        f"{names}" + "".join(dict.fromkeys(unset))
     )
 
 
@@ -101,7 +104,9 @@ def _line(launch: Launch, path: Path | None, name: str | None) -> Line:
 
 
 def _settings(trainer: TrainerTable, launch: Launch) -> Settings:
-    """Read the settings of a launch line; raise ValueError where a file or a command holds some of them."""
+    """Read the settings of a launch line; raise ValueError where a file or a command holds some of
+    them.
+    """
     unread = [file for file in launch.unread if Path(file).stem not in trainer.configs]
     computed = [word for word in launch.open if not VARIABLE.fullmatch(word)]
     if unread or computed:

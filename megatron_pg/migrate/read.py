@@ -50,7 +50,9 @@ def read_yaml(path: Path) -> Launch:
 
 
 def read_line(words: Sequence[str]) -> Launch:
-    """Read the keys of a line: `--flag value`, `--flag=value`, `--flag` (true), and `section.key=value`; the last wins."""
+    """Read the keys of a line: `--flag value`, `--flag=value`, `--flag` (true), and
+    `section.key=value`; the last wins.
+    """
     keys: dict[str, Any] = {}
     launch, flag = Launch(words, keys), None
     for word in words:

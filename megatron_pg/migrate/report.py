@@ -24,7 +24,9 @@ def formula_of(aggregation: str) -> str:
 
 
 def divisor_per_rollout(aggregation: str) -> str:
-    """Read N times the divisor of a token off the formula of its aggregation, such as D_i or (P G_g / N)."""
+    """Read N times the divisor of a token off the formula of its aggregation, such as D_i or (P G_g
+    / N).
+    """
     formula = re.sub(r"max\((\w+), 1\)", r"\1", formula_of(aggregation))
     read = re.fullmatch(r"(?:1/\(?([\w ]+?)\)? )?sum(?: |.* )m x(?: / (.+)\))?", formula)
     if read is None:  # a formula of another form
@@ -38,7 +40,8 @@ def divisor_per_rollout(aggregation: str) -> str:
 def weights(term: Term, lengths: Sequence[int], group_size: int) -> list[float]:
     """Return the weight of a token of each rollout in a term, without the coefficient.
 
-    `lengths` has the active tokens of each rollout of the step. Each `group_size` rollouts in order are of a prompt.
+    `lengths` has the active tokens of each rollout of the step. Each `group_size` rollouts in order
+    are of a prompt.
     """
     if term.aggregation == "token_sum":
         return [1.0] * len(lengths)
@@ -69,7 +72,9 @@ def effective(term: Term, policy: Term, lengths: Sequence[int], group_size: int)
 
 
 def wanted(line: Line, options: Any) -> tuple[list[Term], str, float | None]:
-    """Return the terms of a launch line, and the aggregation and divisor that are wanted, the line's own by default."""
+    """Return the terms of a launch line, and the aggregation and divisor that are wanted, the
+    line's own by default.
+    """
     terms = line.trainer.terms(line.settings)
     mode = options.loss_aggregation or terms[0].aggregation
     mode = mode if mode in AGGREGATIONS else "sample_mean"
@@ -117,7 +122,9 @@ def lines(line: Line, options: Any) -> list[str]:
 
 
 def recipe(line: Line, terms: Sequence[Term], mode: str, divisor: float | None) -> str:
-    """Return the lines that make an aggregation exact in the trainer, and what refuses them there."""
+    """Return the lines that make an aggregation exact in the trainer, and what refuses them
+    there.
+    """
     policy, active = terms[0], [term for term in terms[1:] if term.coefficient]
     settings = {"loss_aggregation_divisor": _number(divisor)} if mode == "constant" else {}
     if active:
@@ -175,7 +182,9 @@ def here(
 
 
 def _words(row: Mapping[str, Any], value: Any, known: Settings) -> str | None:
-    """Return this package's words for a setting's value, "" where none are needed, None where there are none."""
+    """Return this package's words for a setting's value, "" where none are needed, None where there
+    are none.
+    """
     own = row.get("here")
     if isinstance(own, list):
         own = next((words for condition, words in own if holds(condition, known)), None)

@@ -1,4 +1,5 @@
-"""The tables of trainers, `*.toml` beside this file: one row for each setting that bears on the loss.
+"""The tables of trainers, `*.toml` beside this file: one row for each setting that bears on the
+loss.
 
     settings     the trainer's own keys: kind (flag, number, text; bound: a number or words; count: a
                  number, or None if the line does not say), default (`${key}`: that key's value),
@@ -17,7 +18,8 @@
     programs     what is launched: another program's loss may be another
     configs      its own files of defaults, which the table has
 
-Conditions are settings, or names of terms, joined by `&`: `key`, `!key`, `key=a|b`, `key!=a`, `key>1`.
+Conditions are settings, or names of terms, joined by `&`: `key`, `!key`, `key=a|b`, `key!=a`,
+`key>1`.
 """
 
 import difflib
@@ -56,7 +58,9 @@ class Term(NamedTuple):
 
     @property
     def weighing(self) -> tuple[str, float | None]:
-        """Data that decide a token's weight: two terms with the same are in the ratio of their coefficients."""
+        """Data that decide a token's weight: two terms with the same are in the ratio of their
+        coefficients.
+        """
         return self.aggregation, self.divisor
 
 
@@ -91,7 +95,9 @@ class TrainerTable:
         }
 
     def read(self, given: Mapping[str, Any]) -> Settings:
-        """Read the value of every setting; raise ValueError with all unknown keys and bad values by name."""
+        """Read the value of every setting; raise ValueError with all unknown keys and bad values by
+        name.
+        """
         named, settings = self.named(given), dict[str, Any]()
         wrong = [error for key in named if (error := self.unknown(key))]
         for key, row in self.settings.items():
@@ -121,7 +127,9 @@ class TrainerTable:
 
     @functools.cache  # noqa: B019
     def unknown(self, key: str) -> str | None:
-        """Describe an unknown key, with the nearest right one; None for a key that is known or not about the loss."""
+        """Describe an unknown key, with the nearest right one; None for a key that is known or not
+        about the loss.
+        """
         if key in self.settings or self.is_elsewhere(key):
             return None
         same = [own for own in self.settings if own.split(".")[-1] == key.split(".")[-1]]
@@ -132,7 +140,9 @@ class TrainerTable:
         return None
 
     def terms(self, given: Settings) -> list[Term]:
-        """List the terms of the loss, the policy loss first; a term that is off has coefficient 0."""
+        """List the terms of the loss, the policy loss first; a term that is off has coefficient
+        0.
+        """
 
         def first(what: str, row: Mapping[str, Any]) -> Any:
             cases = [*row.get(what, ()), *self._table[what]]
@@ -150,7 +160,9 @@ class TrainerTable:
         return terms
 
     def recipe(self, mode: str, given: Settings) -> str:
-        """Return the lines that make an aggregation exact and leave the objective of each token alone."""
+        """Return the lines that make an aggregation exact and leave the objective of each token
+        alone.
+        """
         cases = self.exact.get(mode, "no lines are known")
         if not isinstance(cases, str):
             cases = next(lines for condition, lines in cases if holds(condition, given))
@@ -218,7 +230,10 @@ def unknown(text: str) -> str:
         return f"{text} is known to the shell alone: write its value in its place"
     if names:
         return f"{', '.join(names)} is not set: write its value in its place"
-    return f"{text} is not here, and its settings decide the loss: run migrate in the folder of the launch, or leave it out"
+    return (
+        f"{text} is not here, and its settings decide the loss: run migrate in the folder of the "
+        f"launch, or leave it out"
+    )
 
 
 def _is_null(given: Any) -> bool:

@@ -1,4 +1,6 @@
-"""From files to the samples of a step: Parquet and JSON Lines that any rollout engine can write, one row a sample."""
+"""From files to the samples of a step: Parquet and JSON Lines that any rollout engine can write,
+one row a sample.
+"""
 
 from megatron_pg.rollout_files.collector import (
     CollectorState,

@@ -1,8 +1,10 @@
-"""`--docs-per-step`: pulls samples until a step holds enough documents, decided alike on every data-parallel rank.
+"""`--docs-per-step`: pulls samples until a step holds enough documents, decided alike on every
+data-parallel rank.
 
-N counts documents: a document is a rollout, of one sample or of several with the same `rollout_id`. The end of a step
-never cuts a rollout, and a prompt group only where that is harmless. The order of the stream tells which of them are
-whole: the samples of one follow each other in every rank's share, so one that a rank has moved on from is complete there.
+N counts documents: a document is a rollout, of one sample or of several with the same `rollout_id`.
+The end of a step never cuts a rollout, and a prompt group only where that is harmless. The order of
+the stream tells which of them are whole: the samples of one follow each other in every rank's
+share, so one that a rank has moved on from is complete there.
 """
 
 import itertools
@@ -17,11 +19,14 @@ from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.totals import AnySample
 
 Key = tuple[str, int]
-"""A thing that stays in one piece: ("prompt group", group_index), ("rollout_id", rollout_id) or ("sample", sequence)."""
+"""A thing that stays in one piece: ("prompt group", group_index), ("rollout_id", rollout_id) or
+("sample", sequence)."""
 
 
 def no_sample_in(paths: Sequence[str], num_skipped: int) -> ValueError:
-    """Make the error of `--rollout-files` without a good row: a run without a step would look like one that went well."""
+    """Make the error of `--rollout-files` without a good row: a run without a step would look like
+    one that went well.
+    """
     skipped = f"{num_skipped} bad rows skipped; --on-bad-row error names the first"
     reason = skipped if num_skipped else "no rows"
     return ValueError(f"--rollout-files {' '.join(paths)}: no sample in them ({reason})")
@@ -30,19 +35,23 @@ def no_sample_in(paths: Sequence[str], num_skipped: int) -> ValueError:
 class SampleSource(Protocol[AnySample]):
     """One data-parallel rank's share of a stream of samples, dealt out in slots.
 
-    All ranks are asked for the same number of slots at a time. Slot i of rank r comes, in the order of the whole
-    stream, after slot i of rank r - 1 and before slot i + 1 of rank 0.
+    All ranks are asked for the same number of slots at a time. Slot i of rank r comes, in the order
+    of the whole stream, after slot i of rank r - 1 and before slot i + 1 of rank 0.
     """
 
     @property
     def is_shared(self) -> bool:
-        """True if all ranks read one stream and take slots by rank, False if each rank has its own stream."""
+        """True if all ranks read one stream and take slots by rank, False if each rank has its own
+        stream.
+        """
 
     def seek(self, num_slots: int) -> None:
         """Continue after that many slots: of all ranks if `is_shared`, otherwise of this rank."""
 
     def pull(self, count: int) -> list[AnySample | None]:
-        """Pull the next `count` slots, fewer only at the end of this rank's share; None is a slot without a sample."""
+        """Pull the next `count` slots, fewer only at the end of this rank's share; None is a slot
+        without a sample.
+        """
 
 
 class _Record(NamedTuple):
@@ -52,7 +61,8 @@ class _Record(NamedTuple):
     rank: int
     document: Key  # its rollout, or the sample itself
     unit: Key  # what a step takes whole: its prompt group where groups are kept, or its document
-    boundary: Key  # what no end of a step may cut: its prompt group where that is asked for, or its document
+    # what no end of a step may cut: its prompt group where that is asked for, or its document
+    boundary: Key
     sample: Any  # on its own rank, None on others
 
 
@@ -69,7 +79,8 @@ class StepSamples(Generic[AnySample]):
 
 
 class CollectorState(NamedTuple):
-    """The place of a `StepCollector` in the stream, for a checkpoint: plain values, the same on every rank.
+    """The place of a `StepCollector` in the stream, for a checkpoint: plain values, the same on
+    every rank.
 
     Samples are not in it: a resumed run reads them again.
     """
@@ -86,23 +97,25 @@ class CollectorState(NamedTuple):
 
 
 class StepCollector(Generic[AnySample]):
-    """Collects the samples of one step after the other from a stream that is shared out over data-parallel ranks.
+    """Collects the samples of one step after the other from a stream that is shared out over
+    data-parallel ranks.
 
-    Every data-parallel rank builds one with the same settings and calls `collect` for every step. Ranks agree by one
-    exchange for every window of samples that they pull, most often one or two a step. In `exact` mode the steps of a
-    shared source are the same at every data-parallel size.
+    Every data-parallel rank builds one with the same settings and calls `collect` for every step.
+    Ranks agree by one exchange for every window of samples that they pull, most often one or two a
+    step. In `exact` mode the steps of a shared source are the same at every data-parallel size.
 
     Args:
-        source: this rank's share of the stream. Samples of one rollout follow each other in it, and those of one prompt
-            group where groups are kept whole or must not be cut.
+        source: this rank's share of the stream. Samples of one rollout follow each other in it, and
+            those of one prompt group where groups are kept whole or must not be cut.
         docs_per_step: n, over all data-parallel ranks.
-        mode: `at_least` trains on all samples of the last window; `exact` carries those beyond n into the next step, so
-            that every step but the last holds n.
-        keep_prompt_groups: end steps between prompt groups. A step then holds at least n, and less than one group
-            beyond n in `exact` mode.
-        refuse_cut_groups: refuse a step that would end inside a prompt group: `prompt_mean` has no denominator for a
-            part of a group.
-        data_parallel_group: the data-parallel group *without* context parallelism; None is this rank alone.
+        mode: `at_least` trains on all samples of the last window; `exact` carries those beyond n
+            into the next step, so that every step but the last holds n.
+        keep_prompt_groups: end steps between prompt groups. A step then holds at least n, and less
+            than one group beyond n in `exact` mode.
+        refuse_cut_groups: refuse a step that would end inside a prompt group: `prompt_mean` has no
+            denominator for a part of a group.
+        data_parallel_group: the data-parallel group *without* context parallelism; None is this
+            rank alone.
 
     Raises:
         ValueError: `docs_per_step` below 1 or an unknown mode.
@@ -138,13 +151,15 @@ class StepCollector(Generic[AnySample]):
         self._is_exhausted = False
 
     def collect(self) -> StepSamples[AnySample] | None:
-        """Collect the samples of the next step, None where none are left. Every data-parallel rank must call it.
+        """Collect the samples of the next step, None where none are left. Every data-parallel rank
+        must call it.
 
         The last step may hold fewer documents.
 
         Raises:
-            ValueError: the end of the step cuts a prompt group or rollout, a sample lacks the `group_index` that the
-                settings need, or a source raised a ValueError; on all ranks alike.
+            ValueError: the end of the step cuts a prompt group or rollout, a sample lacks the
+                `group_index` that the settings need, or a source raised a ValueError; on all ranks
+                alike.
             RuntimeError: the source of another rank raised another error; that rank raises its own.
         """
         while (chosen := self._choose()) is None:
@@ -184,8 +199,8 @@ class StepCollector(Generic[AnySample]):
         """Continue where a run stopped. Every data-parallel rank must call it.
 
         Raises:
-            ValueError: another number of ranks, whose streams are their own; or a source that cannot go on, on this
-                rank or another.
+            ValueError: another number of ranks, whose streams are their own; or a source that
+                cannot go on, on this rank or another.
         """
         is_shared = self._source.is_shared
         if not is_shared and state.num_ranks != self._size:
@@ -209,7 +224,9 @@ class StepCollector(Generic[AnySample]):
         return _Record(sequence, rank, document, unit, boundary, sample)
 
     def _choose(self) -> list[_Record] | None:
-        """Choose the samples of the next step: none at the end of the stream, None while more have to be pulled."""
+        """Choose the samples of the next step: none at the end of the stream, None while more have
+        to be pulled.
+        """
         units: dict[Key, list[_Record]] = {}
         for record in self._pending:
             units.setdefault(record.unit, []).append(record)
@@ -233,15 +250,22 @@ class StepCollector(Generic[AnySample]):
             is_group = kind == "prompt group"
             column, rule = " (group_index)" if is_group else "", ""
             if is_group and not self._keeps_groups:
-                rule = "; end steps between groups with --keep-prompt-groups: the prompt mean has no denominator for a part"
+                rule = (
+                    "; end steps between groups with --keep-prompt-groups: the prompt mean has no "
+                    "denominator for a part"
+                )
             raise ValueError(
-                f"{kind} {identifier}{column} is cut by the end of a step at --docs-per-step {self._docs_per_step}: let "
-                "its samples follow each other in the stream, give every rollout a rollout_id and every prompt group a "
+                f"{kind} {identifier}{column} is cut by the end of a step at --docs-per-step "
+                f"{self._docs_per_step}: let "
+                "its samples follow each other in the stream, give every rollout a rollout_id and "
+                "every prompt group a "
                 f"group_index of its own{rule}"
             )
 
     def _pull_window(self) -> None:
-        """Pull the same number of slots on every rank, and tell every rank the ids in them. One exchange."""
+        """Pull the same number of slots on every rank, and tell every rank the ids in them. One
+        exchange.
+        """
         count = self._window_size()
         slots, everyone = compute_and_gather(
             lambda: self._source.pull(count), self._ids, self._group
@@ -271,7 +295,9 @@ class StepCollector(Generic[AnySample]):
         self._latest = {rank: key for rank, key in latest.items() if rank not in ended}
 
     def _window_size(self) -> int:
-        """Estimate the slots to pull on every rank, from the missing documents and the samples per document so far."""
+        """Estimate the slots to pull on every rank, from the missing documents and the samples per
+        document so far.
+        """
         if self._num_slots < self._num_known:
             return -(-(self._num_known - self._num_slots) // self._size)
         num_documents = len({record.document for record in self._pending})
@@ -287,7 +313,8 @@ class StepCollector(Generic[AnySample]):
         for sample in slots:
             if self._minds_groups and sample is not None and sample.group_index is None:
                 raise ValueError(
-                    f"{sample.name} has no group_index: --loss-aggregation prompt_mean and --keep-prompt-groups need "
+                    f"{sample.name} has no group_index: --loss-aggregation prompt_mean and "
+                    f"--keep-prompt-groups need "
                     "one on every sample"
                 )
         return [None if s is None else (s.group_index, s.rollout_id) for s in slots]

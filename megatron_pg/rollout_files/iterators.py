@@ -8,7 +8,9 @@ from megatron_pg.step.totals import AnySample
 
 
 class IteratorSource(Generic[AnySample]):
-    """Samples of an iterator, None for a slot without one: every rank iterates over its own share."""
+    """Samples of an iterator, None for a slot without one: every rank iterates over its own
+    share.
+    """
 
     is_shared = False
 

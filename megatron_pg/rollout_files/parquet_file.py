@@ -1,6 +1,7 @@
 """Rows of a Parquet file, decoded by pyarrow a few at a time.
 
-A dataset scanner would hold a whole row group in memory, and a writer's default row group has a million rows.
+A dataset scanner would hold a whole row group in memory, and a writer's default row group has a
+million rows.
 """
 
 import functools
@@ -46,10 +47,12 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def _has_page_checksums(path: Path, file: Any) -> bool:
-    """Look for a checksum in the header of the file's first page: pyarrow verifies those that it finds, and tells nobody.
+    """Look for a checksum in the header of the file's first page: pyarrow verifies those that it
+    finds, and tells nobody.
 
-    The header begins with three integers in Thrift's compact protocol, each a byte 0x15 and a number of 7 bits a byte.
-    A fourth is the checksum (PageHeader in Apache Parquet's parquet.thrift).
+    The header begins with three integers in Thrift's compact protocol, each a byte 0x15 and a
+    number of 7 bits a byte. A fourth is the checksum (PageHeader in Apache Parquet's
+    parquet.thrift).
     """
     if not file.metadata.num_rows or not file.metadata.num_columns:
         return True
@@ -72,7 +75,8 @@ def open_parquet(path: Path, start: int) -> tuple[int, Iterator[ParseRow]]:
 def _open(path: Path) -> tuple[Any, list[str]]:
     """Open a file, and list its columns that are read."""
     with _naming(path):
-        # Columns are read as they are decoded; otherwise those of a whole row group are held in memory first.
+        # Columns are read as they are decoded; otherwise those of a whole row group are held in
+        # memory first.
         file = pa.parquet.ParquetFile(
             path, pre_buffer=False, buffer_size=BUFFER_BYTES, page_checksum_verification=True
         )
@@ -80,13 +84,15 @@ def _open(path: Path) -> tuple[Any, list[str]]:
     for name in names:
         if names.count(name) > 1:
             raise ValueError(
-                f"{path} has {names.count(name)} columns {name}, expected one: write the file anew with one of them"
+                f"{path} has {names.count(name)} columns {name}, expected one: write the file anew "
+                f"with one of them"
             )
     if not (_unchecked or _has_page_checksums(path, file)):
         _unchecked.append(path)
         if os.environ.get("LOCAL_RANK", "0") == "0":
             logger.warning(
-                "%s has no page checksums: a bit that flips on a disk can become another number, unseen; write Parquet with "
+                "%s has no page checksums: a bit that flips on a disk can become another number, "
+                "unseen; write Parquet with "
                 "pyarrow.parquet.write_table(..., write_page_checksum=True) (said once)",
                 path,
             )
@@ -112,7 +118,9 @@ class _BatchRow:
 
 
 def _value(value: Any) -> Any:
-    """Convert a list of numbers to an array, where null is NaN; lists of integers to a `Ragged`, and lists of these to an array."""
+    """Convert a list of numbers to an array, where null is NaN; lists of integers to a `Ragged`,
+    and lists of these to an array.
+    """
     if not (isinstance(value, pa.ListScalar) and value.is_valid):
         return value.as_py()
     elements, types = value.values, pa.types

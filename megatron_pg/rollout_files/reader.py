@@ -16,7 +16,9 @@ COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".br", ".zip")
 
 
 def is_json(path: Path) -> bool:
-    """Return whether the name of a rollout file is that of JSON Lines and not of Parquet, in capitals or not."""
+    """Return whether the name of a rollout file is that of JSON Lines and not of Parquet, in
+    capitals or not.
+    """
     return path.suffix.lower() in JSON_SUFFIXES
 
 
@@ -30,7 +32,8 @@ def files_of(paths: Sequence[str | Path]) -> list[Path]:
         found = [file for file in listed if _is_rollout_file(file)]
         if path.is_dir() and (hidden := [file for file in found if file.name.startswith(".")]):
             raise ValueError(
-                f"--rollout-files: {hidden[0]} is hidden, as files are that are not yet written or not meant to be read: "
+                f"--rollout-files: {hidden[0]} is hidden, as files are that are not yet written or "
+                f"not meant to be read: "
                 "give it by its own name, or move it elsewhere"
             )
         if not found:
@@ -46,7 +49,9 @@ def files_of(paths: Sequence[str | Path]) -> list[Path]:
 
 
 def _is_rollout_file(path: Path) -> bool:
-    """Return whether the name is that of a rollout file; refuse such a name for anything but a plain file."""
+    """Return whether the name is that of a rollout file; refuse such a name for anything but a
+    plain file.
+    """
     name = path
     while name.suffix.lower() in COMPRESSED_SUFFIXES:
         name = name.with_suffix("")
@@ -54,24 +59,28 @@ def _is_rollout_file(path: Path) -> bool:
         return False
     if name != path:
         raise ValueError(
-            f"{path} is compressed ({path.suffix}), expected a plain file: decompress it (Parquet is compressed within "
+            f"{path} is compressed ({path.suffix}), expected a plain file: decompress it (Parquet "
+            f"is compressed within "
             "the file), or move it elsewhere"
         )
     if path.is_dir():
         raise ValueError(
-            f"--rollout-files: {path} is a folder, expected a file by its name: give the folder itself for the files "
+            f"--rollout-files: {path} is a folder, expected a file by its name: give the folder "
+            f"itself for the files "
             "in it, or move it elsewhere"
         )
     if not path.is_file():
         raise ValueError(
-            f"--rollout-files: {path} is a pipe, a socket, a device or a link to nothing, expected a file: a resumed run "
+            f"--rollout-files: {path} is a pipe, a socket, a device or a link to nothing, expected "
+            f"a file: a resumed run "
             "reads it again; write the rows to a file"
         )
     return True
 
 
 def open_rows(path: Path, start: int) -> tuple[int, Iterator[ParseRow]]:
-    """Skip up to `start` rows of a file. Return their number, smaller in a shorter file, and the rows after them.
+    """Skip up to `start` rows of a file. Return their number, smaller in a shorter file, and the
+    rows after them.
 
     Raises:
         ValueError: the file is not what its name says.

@@ -1,4 +1,6 @@
-"""The schema of a rollout file: the columns of a row, the sample that it becomes, and advantages from its reward."""
+"""The schema of a rollout file: the columns of a row, the sample that it becomes, and advantages
+from its reward.
+"""
 
 import contextlib
 import dataclasses
@@ -60,7 +62,8 @@ ENGINE_COLUMNS: Mapping[str, str] = {
     "response_ids": "token_ids",
     "rollout_log_probs": "logprobs",
 }
-"""vLLM's names of three columns; read from a row that has the first two, and neither `prompt_ids` nor `response_ids`."""
+"""vLLM's names of three columns; read from a row that has the first two, and neither `prompt_ids`
+nor `response_ids`."""
 
 READ = (*COLUMNS, *ENGINE_COLUMNS.values())
 
@@ -73,13 +76,16 @@ OPTIONAL_FIELDS: Mapping[str, str] = {
 """Optional fields of `Sample`, and the column that fills each of them."""
 
 Row = Mapping[str, Any]
-"""One row by column: an array of integers or numbers, a `Ragged` of integers, any Python value, or None without a value."""
+"""One row by column: an array of integers or numbers, a `Ragged` of integers, any Python value, or
+None without a value."""
 ParseRow = Callable[[], Row]
 """Parser of one row, which raises a ValueError: a rank calls it for its own rows alone."""
 
 
 class RowError(ValueError):
-    """A row of a rollout file that is no sample: `file`, `row` (counted from 0) and the `problem` in words."""
+    """A row of a rollout file that is no sample: `file`, `row` (counted from 0) and the `problem`
+    in words.
+    """
 
     def __init__(self, file: str, row: int, problem: str) -> None:
         self.file, self.row, self.problem = file, row, problem
@@ -99,7 +105,8 @@ class RewardedSample(Sample):
     has_advantages: bool = False
     """True if the file gives `advantages`, which `with_group_advantages` then keeps."""
     new_log_probs: Tensor | None = None
-    """Log-probs [response_length] float32 under the policy that the step began with, for the page of rollouts alone."""
+    """Log-probs [response_length] float32 under the policy that the step began with, for the page
+    of rollouts alone."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -115,7 +122,8 @@ def sample_of_row(
     """Make the sample of a row; `names` are its `name` and `id_source`.
 
     Raises:
-        ValueError: a value is missing, of the wrong type or length, or out of range; the values of a sample as `Sample` says.
+        ValueError: a value is missing, of the wrong type or length, or out of range; the values of
+            a sample as `Sample` says.
     """
     row = {name: value for name, value in row.items() if value is not None}
     is_ours = "prompt_ids" in row or "response_ids" in row
@@ -150,7 +158,8 @@ def sample_of_row(
     if (kept := sample.kept_tokens) is not None and (kept.values >= limit).any():
         at = int((kept.values >= limit).nonzero()[0])
         raise ValueError(
-            f"kept_tokens[{int(kept.row_of_element()[at])}] is a set with id {int(kept.values[at])}, expected ids of the "
+            f"kept_tokens[{int(kept.row_of_element()[at])}] is a set with id "
+            f"{int(kept.values[at])}, expected ids of the "
             f"vocabulary, 0 or more{below}"
         )
     return sample
@@ -189,7 +198,9 @@ def _finite_number(where: str, value: Any, kind: str) -> float:
 
 
 def _vector(field: str, value: Any, kind: str) -> NDArray[Any]:
-    """Convert a list or an array to an array of its own, int64 for integers and float64 for numbers."""
+    """Convert a list or an array to an array of its own, int64 for integers and float64 for
+    numbers.
+    """
     is_integers = kind == INTEGERS
     dtype = np.int64 if is_integers else np.float64
     if isinstance(value, np.ndarray):
@@ -232,8 +243,10 @@ def with_group_advantages(
 
     Args:
         samples: this rank's samples of the step, from rollout files.
-        method: see `megatron_pg.step.advantages.group_advantages`; for `allow_different_prompts` see `step_totals`.
-        data_parallel_group: the data-parallel group *without* context parallelism; None is this rank alone.
+        method: see `megatron_pg.step.advantages.group_advantages`; for `allow_different_prompts`
+            see `step_totals`.
+        data_parallel_group: the data-parallel group *without* context parallelism; None is this
+            rank alone.
 
     Returns:
         The samples, and the computed advantages of the whole step in rank order, for its report.

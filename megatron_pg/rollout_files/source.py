@@ -24,20 +24,24 @@ NUM_LOGGED = 10
 class RolloutFiles:
     """One data-parallel rank's share of the samples of rollout files; a `SampleSource`.
 
-    Row i of the stream, counted from where this run began, belongs to rank i modulo the number of ranks, which parses it.
-    Every rank reads all files, and holds in memory only the rows that were pulled.
+    Row i of the stream, counted from where this run began, belongs to rank i modulo the number of
+    ranks, which parses it. Every rank reads all files, and holds in memory only the rows that were
+    pulled.
 
     Args:
         paths: Parquet and JSON Lines files, read in this order; of a directory, all in it by name.
-        data_parallel_rank: this rank among the `data_parallel_size` ranks of the group without context parallelism.
+        data_parallel_rank: this rank among the `data_parallel_size` ranks of the group without
+            context parallelism.
         on_bad_row: `error` stops at a row that is no sample; `skip` passes and counts it.
         required_fields: optional fields of `Sample` that every row must fill, such as
             `PolicyLossConfig.required_sample_fields`.
         vocab_size: token ids must be below it; None leaves them unchecked.
-        distinct_ids: each file numbers its groups and rollouts from 0: those of two files are two (`--distinct-ids file`).
+        distinct_ids: each file numbers its groups and rollouts from 0: those of two files are two
+            (`--distinct-ids file`).
 
     Raises:
-        ValueError: no files, a file of another kind or compressed, a folder named as a file, or settings out of range.
+        ValueError: no files, a file of another kind or compressed, a folder named as a file, or
+            settings out of range.
         FileNotFoundError: a path that does not exist.
     """
 
@@ -57,7 +61,10 @@ class RolloutFiles:
         # Checks the flags; files have no budget.
         PlanningConfig(1, rollout_files=tuple(map(str, paths)), on_bad_row=on_bad_row)
         if not 0 <= data_parallel_rank < data_parallel_size:
-            given = f"data_parallel_rank {data_parallel_rank} and data_parallel_size {data_parallel_size}"
+            given = (
+                f"data_parallel_rank {data_parallel_rank} and data_parallel_size "
+                f"{data_parallel_size}"
+            )
             raise ValueError(f"{given}: expected 0 <= rank < size")
         for name in required_fields:
             if name not in OPTIONAL_FIELDS:
@@ -76,19 +83,22 @@ class RolloutFiles:
         self._rows = self._read()
 
     def seek(self, num_slots: int) -> None:
-        """Continue after that many rows of the stream, bad ones included, which data-parallel ranks of any number have read.
+        """Continue after that many rows of the stream, bad ones included, which data-parallel ranks
+        of any number have read.
 
-        Give the same files in the same order. Further rows may follow in the last file, and further files after it. The
-        first pull refuses files with fewer rows (a ValueError).
+        Give the same files in the same order. Further rows may follow in the last file, and further
+        files after it. The first pull refuses files with fewer rows (a ValueError).
         """
         self._rows = self._read(num_slots)
 
     def pull(self, count: int) -> list[Sample | None]:
-        """Pull the next `count` of this rank's rows, fewer only at the end of the files; None for a bad row.
+        """Pull the next `count` of this rank's rows, fewer only at the end of the files; None for a
+        bad row.
 
         Raises:
             RowError: a bad row (a ValueError); the next pull begins after that row.
-            ValueError: a file cannot be read as the kind that its name says, or is shorter than a run has read.
+            ValueError: a file cannot be read as the kind that its name says, or is shorter than a
+                run has read.
         """
         samples: list[Sample | None] = []
         rows = itertools.islice(self._rows, count * self._size)
@@ -116,7 +126,8 @@ class RolloutFiles:
                     row, passed, start = row + 1, passed + 1, start + 1
             if passed < start:
                 raise ValueError(
-                    f"--rollout-files: the files have {passed} rows and the checkpoint stopped after {start}: give "
+                    f"--rollout-files: the files have {passed} rows and the checkpoint stopped "
+                    f"after {start}: give "
                     "the same files in the same order, or start anew"
                 )
         except Exception:
@@ -155,7 +166,8 @@ class RolloutFileReport:
     errors: list[RowError] = field(default_factory=list)
     """The errors of the first bad rows."""
     scattered: list[str] = field(default_factory=list)
-    """The first scattered rows, in words. A run that keeps prompt groups whole, or needs them whole, stops at one."""
+    """The first scattered rows, in words. A run that keeps prompt groups whole, or needs them
+    whole, stops at one."""
 
 
 def validate_rollout_file(
@@ -165,9 +177,11 @@ def validate_rollout_file(
     distinct_ids: bool = False,
     max_errors: int = 20,
 ) -> RolloutFileReport:
-    """Check every row of rollout files, and that the rows of each prompt group and rollout follow each other.
+    """Check every row of rollout files, and that the rows of each prompt group and rollout follow
+    each other.
 
-    Memory holds the ids of all prompt groups and rollouts, and one row. Arguments and errors are those of `RolloutFiles`.
+    Memory holds the ids of all prompt groups and rollouts, and one row. Arguments and errors are
+    those of `RolloutFiles`.
 
     Args:
         paths: the files; groups and rollouts are checked over all of them.
@@ -197,7 +211,8 @@ def validate_rollout_file(
                 report.num_scattered += 1
                 if len(report.scattered) < max_errors:
                     report.scattered.append(
-                        f"{sample.name}: {name} {identifier} comes back after rows of another; expected its rows to follow "
+                        f"{sample.name}: {name} {identifier} comes back after rows of another; "
+                        f"expected its rows to follow "
                         "each other: sort the file by it, or give what comes back an id of its own"
                     )
             latest[name] = identifier

@@ -30,7 +30,8 @@ from megatron_pg.step.sample import Sample, checked_integer
 from megatron_pg.step.values import has_integers, hash_of_tokens, host_tensor, refuse_values
 
 EPSILON = 1e-6
-"""Added to the standard deviation of a group, or to its mean, as the field does; rewards are of order 1."""
+"""Added to the standard deviation of a group, or to its mean, as the field does; rewards are of
+order 1."""
 
 OF_PROMPT_GROUPS = ("grpo", "dr_grpo", "rloo", "maxrl")
 """The methods whose baseline is the prompt group, which a step must hold whole."""
@@ -38,15 +39,19 @@ METHODS = (*OF_PROMPT_GROUPS, "step_rloo", "reward")
 
 
 def half_of_dr_grpo(method: str, loss_aggregation: str) -> str:
-    """Remark on settings with one half of Dr.GRPO (advantages `dr_grpo`, aggregation `constant`); "" with both or none."""
+    """Remark on settings with one half of Dr.GRPO (advantages `dr_grpo`, aggregation `constant`);
+    "" with both or none.
+    """
     if method == "grpo" and loss_aggregation == "constant":
         return (
-            "--loss-aggregation constant is one half of Dr.GRPO, arXiv:2503.20783: the advantages of these rewards are grpo's, "
+            "--loss-aggregation constant is one half of Dr.GRPO, arXiv:2503.20783: the advantages "
+            "of these rewards are grpo's, "
             "divided by the standard deviation; --advantage dr_grpo is the other half"
         )
     if method == "dr_grpo" and loss_aggregation != "constant":
         return (
-            f"--advantage dr_grpo is one half of Dr.GRPO, arXiv:2503.20783: the loss is {loss_aggregation}; the other half is "
+            f"--advantage dr_grpo is one half of Dr.GRPO, arXiv:2503.20783: the loss is "
+            f"{loss_aggregation}; the other half is "
             "--loss-aggregation constant with --loss-aggregation-divisor"
         )
     return ""
@@ -86,8 +91,9 @@ def group_advantages(
         rewards: [samples] finite numbers.
         group_indices: [samples], any int64: samples of one prompt share it.
         method: one of `METHODS`.
-        prompts: [samples] token ids of each prompt. A group of different prompts is refused. Pass None where the
-            environment varies the prompt within a group, or where the ids are known to be unique.
+        prompts: [samples] token ids of each prompt. A group of different prompts is refused. Pass
+            None where the environment varies the prompt within a group, or where the ids are known
+            to be unique.
         rollout_ids: [samples], any int64: samples of one rollout share it and have the same reward.
             A sample without an id is a rollout; so is each sample if `rollout_ids` is None.
 
@@ -164,7 +170,8 @@ def advantages_of_rollouts(
     if beyond_range.numel():
         at = int(beyond_range[0])
         raise ValueError(
-            f"rewards[{at}] is {float(reward[at])}, too far from the others of prompt group {int(group_index[at])} for "
+            f"rewards[{at}] is {float(reward[at])}, too far from the others of prompt group "
+            f"{int(group_index[at])} for "
             "an advantage in float32: give rewards of order 1"
         )
     groups, prompt = torch.unique(group_index, return_inverse=True)
@@ -179,8 +186,9 @@ def advantages_of_rollouts(
 def filter_overlong(samples: Sequence[Sample], is_overlong: Sequence[bool]) -> list[Sample]:
     """Mask every token of the samples that were cut at the length limit (DAPO, arXiv:2503.14476).
 
-    Filter after the advantages: the rewards stay in the baseline of their group. A masked sample adds nothing to the sum and
-    leaves T. It still counts in N and P, so that the scale does not depend on the number of masked samples.
+    Filter after the advantages: the rewards stay in the baseline of their group. A masked sample
+    adds nothing to the sum and leaves T. It still counts in N and P, so that the scale does not
+    depend on the number of masked samples.
 
     Raises:
         ValueError: not one flag per sample.
@@ -248,12 +256,14 @@ def _checked(
     # An absent float id is NaN, and all absent ones would be one group.
     if ids.numel() and not has_integers(ids):
         raise ValueError(
-            f"group_indices has dtype {ids.dtype}, expected integers: give the id of each sample's prompt group (a "
+            f"group_indices has dtype {ids.dtype}, expected integers: give the id of each sample's "
+            f"prompt group (a "
             "column with gaps is read as float; leave those rows out)"
         )
     if reward.dim() != 1 or reward.shape != ids.shape:
         raise ValueError(
-            f"rewards has shape {list(reward.shape)} and group_indices {list(ids.shape)}: expected one number each per "
+            f"rewards has shape {list(reward.shape)} and group_indices {list(ids.shape)}: expected "
+            f"one number each per "
             "sample"
         )
     return reward, ids.to(torch.int64)

@@ -22,16 +22,20 @@ def gather(value: Value, group: dist.ProcessGroup | None) -> list[Value]:
 
 
 class OtherRankError(RuntimeError):
-    """Another rank raised an error that is no ValueError: the message names the rank, the kind and what it said."""
+    """Another rank raised an error that is no ValueError: the message names the rank, the kind and
+    what it said.
+    """
 
 
 def compute_and_gather(
     compute: Callable[[], Value], share: Callable[[Value], Shared], group: dist.ProcessGroup | None
 ) -> tuple[Value, list[Shared]]:
-    """Compute a value on this rank, and gather the picklable part of it that `share` returns from every rank, in rank order.
+    """Compute a value on this rank, and gather the picklable part of it that `share` returns from
+    every rank, in rank order.
 
-    Every rank of the group must call it. An error of `compute` or `share` travels in place of the value, so that no rank is
-    left waiting in the collective: a file may be unreadable on one node alone.
+    Every rank of the group must call it. An error of `compute` or `share` travels in place of the
+    value, so that no rank is left waiting in the collective: a file may be unreadable on one node
+    alone.
 
     Raises:
         ValueError: another rank raised one, which the message names.

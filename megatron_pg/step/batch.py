@@ -23,7 +23,8 @@ RESPONSE_FIELDS = {
     **dict.fromkeys((*VALUE_FIELDS, "loss_weights"), _NO_INTEGER.float()),
     **dict.fromkeys(("policy_version", "turn_ids"), _NO_INTEGER),
 }
-"""The fields of a sample that have one value per response token, or one for all of them, and their values for no token."""
+"""The fields of a sample that have one value per response token, or one for all of them, and their
+values for no token."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +51,8 @@ class PackedBatch:
     window_segment_ids: Tensor
     """The sample of each response token, [window] int64."""
     loss_mask: Tensor
-    """The active tokens, [window] bool. The fields of `Sample` below are [window] float32, and None where samples carry none."""
+    """The active tokens, [window] bool. The fields of `Sample` below are [window] float32, and None
+    where samples carry none."""
     advantages: Tensor
     old_log_probs: Tensor | None
     ref_log_probs: Tensor | None
@@ -70,15 +72,19 @@ class PackedBatch:
     largest_token: int
     """The largest token id of the micro-batch, prompts included (a host number)."""
     largest_target: int
-    """The largest id among `targets`, kept sets and a teacher's likeliest tokens (a host number)."""
+    """The largest id among `targets`, kept sets and a teacher's likeliest tokens (a host
+    number)."""
     kept_tokens: Ragged | None = None
-    """The ids that each token was sampled from, [window] rows on the host; empty where masked and where all were kept."""
+    """The ids that each token was sampled from, [window] rows on the host; empty where masked and
+    where all were kept."""
     kept_set_size: Tensor | None = None
     """Sizes of the kept sets, [window] float32; 0 for an empty row."""
     routed_experts: Tensor | None = None
-    """The experts that the engine chose, [local_tokens, layers, k] uint8 or int16; for no choice, see `no_choice`."""
+    """The experts that the engine chose, [local_tokens, layers, k] uint8 or int16; for no choice,
+    see `no_choice`."""
     side_channels: Mapping[str, Tensor | Ragged] = field(default_factory=dict)
-    """The side channels by name: [window, ...] of response tokens, [local_tokens, ...] of all tokens."""
+    """The side channels by name: [window, ...] of response tokens, [local_tokens, ...] of all
+    tokens."""
 
     @property
     def kept_tokens_of_rows(self) -> Ragged | None:
@@ -106,7 +112,9 @@ class PackedBatch:
 
 
 def _moved(tensors: Sequence[Tensor], device: torch.device | str) -> list[Tensor]:
-    """Move tensors; from the host to CUDA in one copy through pinned memory, each tensor at a multiple of 16 bytes."""
+    """Move tensors; from the host to CUDA in one copy through pinned memory, each tensor at a
+    multiple of 16 bytes.
+    """
     is_upload = torch.device(device).type == "cuda"
     if not is_upload or any(tensor.device.type != "cpu" for tensor in tensors):
         return [to_device(tensor, device) for tensor in tensors]
@@ -121,7 +129,8 @@ def _moved(tensors: Sequence[Tensor], device: torch.device | str) -> list[Tensor
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    # One element counts as contiguous whatever its stride, and a view in another dtype asks for a stride of 1.
+    # One element counts as contiguous whatever its stride, and a view in another dtype asks for a
+    # stride of 1.
     if not tensor.is_contiguous() or tensor.stride(-1) != 1:
         tensor = tensor.clone(memory_format=torch.contiguous_format)
     return tensor.flatten().view(torch.uint8)
@@ -133,23 +142,26 @@ _PADDING = torch.zeros(15, dtype=torch.uint8, device="cpu")
 def pack(
     samples: Sequence[Sample], *, cp_rank: int = 0, cp_size: int = 1, pad_to_multiple: int = 1
 ) -> PackedBatch:
-    """Pack samples into one THD micro-batch and take the part of this context-parallel rank, on the host.
+    """Pack samples into one THD micro-batch and take the part of this context-parallel rank, on the
+    host.
 
     Args:
-        samples: the samples of the micro-batch, the same on every rank of the context-parallel, tensor-parallel and
-            pipeline-parallel groups. Empty gives one dummy segment that no objective counts.
+        samples: the samples of the micro-batch, the same on every rank of the context-parallel,
+            tensor-parallel and pipeline-parallel groups. Empty gives one dummy segment that no
+            objective counts.
         cp_rank: see `TokenWindow.build`, for all that follow.
         cp_size: of the context-parallel group.
         pad_to_multiple: `cp_size * tp_size` under sequence parallelism.
 
     Raises:
-        ValueError: an argument that is no list of samples; a field that some samples have and others lack, naming one of
-            each; sizes that are no integers or out of range.
+        ValueError: an argument that is no list of samples; a field that some samples have and
+            others lack, naming one of each; sizes that are no integers or out of range.
         RuntimeError: under `torch.inference_mode`.
     """
     if torch.is_inference_mode_enabled():
         raise RuntimeError(
-            "pack() under torch.inference_mode() makes tensors that no later backward may use: pack before it, or score "
+            "pack() under torch.inference_mode() makes tensors that no later backward may use: "
+            "pack before it, or score "
             "under torch.no_grad()"
         )
     check_samples("pack", samples)
@@ -224,10 +236,11 @@ def _field_in_window(
     window: TokenWindow,
     empty: Tensor | Ragged | None = None,
 ) -> Any:
-    """Take the rows of this rank, [window, ...] or [local_tokens, ...], from a field of all samples; None where all lack it.
+    """Take the rows of this rank, [window, ...] or [local_tokens, ...], from a field of all
+    samples; None where all lack it.
 
-    `parts` are each sample's rows, of its response tokens or of all its tokens; `empty` is the field of no samples. Padding
-    gets zeros or an empty row.
+    `parts` are each sample's rows, of its response tokens or of all its tokens; `empty` is the
+    field of no samples. Padding gets zeros or an empty row.
     """
     if not _all_have(field, parts, samples):
         return None if samples else empty
@@ -256,7 +269,9 @@ def _field_in_window(
 
 
 def _unlike(field: str, parts: Sequence[Any], samples: Sequence[Sample]) -> ValueError:
-    """Make the error for parts that differ in more than their numbers of rows, naming two samples."""
+    """Make the error for parts that differ in more than their numbers of rows, naming two
+    samples.
+    """
     kinds = []
     for part, sample in zip(parts, samples, strict=True):
         values = part.values if isinstance(part, Ragged) else part
@@ -271,13 +286,16 @@ def _unlike(field: str, parts: Sequence[Any], samples: Sequence[Sample]) -> Valu
 
 
 def _all_have(field: str, parts: Sequence[object], samples: Sequence[Sample]) -> bool:
-    """Return whether all samples have a field, False where none has; refuse a field of some, naming one of each."""
+    """Return whether all samples have a field, False where none has; refuse a field of some, naming
+    one of each.
+    """
     lacks = [part is None for part in parts]
     if any(lacks) and not all(lacks):
         without, with_them = lacks.index(True), lacks.index(False)
         raise ValueError(
             f"{samples[without].name} (number {without} of the micro-batch) has no {field} and "
-            f"{samples[with_them].name} (number {with_them}) has: give them for every sample or for none"
+            f"{samples[with_them].name} (number {with_them}) has: give them for every sample or "
+            f"for none"
         )
     return bool(parts) and not any(lacks)
 

@@ -1,8 +1,9 @@
 """Dealing sequences to bins of limited capacity: lengths in, bins out. NumPy and the host alone.
 
-As few bins as first-fit decreasing needs (at most 11/9 of the fewest possible plus 6/9, Dosa 2007; in practice the
-lower bound `ceil(sum / capacity)` where sequences are short beside the capacity), and their costs evened out by
-longest-processing-time-first (Graham 1969) wherever that keeps within the capacity.
+As few bins as first-fit decreasing needs (at most 11/9 of the fewest possible plus 6/9, Dosa 2007;
+in practice the lower bound `ceil(sum / capacity)` where sequences are short beside the capacity),
+and their costs evened out by longest-processing-time-first (Graham 1969) wherever that keeps within
+the capacity.
 """
 
 import heapq
@@ -28,16 +29,18 @@ def plan_bins(
 ) -> list[Indices]:
     """Deal every sequence to one bin, no bin above the capacity.
 
-    The same arguments give the same bins. The lengths in each bin do not depend on the order of the sequences; which
-    of several equally long ones goes where does.
+    The same arguments give the same bins. The lengths in each bin do not depend on the order of the
+    sequences; which of several equally long ones goes where does.
 
     Args:
         lengths: [sequences] positive integers, in tokens with whatever padding a sequence brings.
         capacity: the most tokens of one bin.
-        multiple: the number of bins is rounded up to a multiple of it, and the cost spread over all of them; there is
-            at least one multiple, so that no sequences are that many empty bins.
-        oversized_alone: a sequence longer than the capacity gets a bin of its own; otherwise it is an error.
-        seed: equally long sequences are dealt in an order drawn from it; None deals them in the order they come.
+        multiple: the number of bins is rounded up to a multiple of it, and the cost spread over all
+            of them; there is at least one multiple, so that no sequences are that many empty bins.
+        oversized_alone: a sequence longer than the capacity gets a bin of its own; otherwise it is
+            an error.
+        seed: equally long sequences are dealt in an order drawn from it; None deals them in the
+            order they come.
         cost: what is evened out between the bins; the capacity counts tokens whatever it is.
 
     Returns:
@@ -49,14 +52,16 @@ def plan_bins(
     sizes = np.asarray(lengths, dtype=np.int64).reshape(-1)
     if not all(isinstance(size, Integral) and size >= 1 for size in (capacity, multiple)):
         raise ValueError(
-            f"capacity {capacity} and number of bins {multiple}: expected an integer of at least 1 for both"
+            f"capacity {capacity} and number of bins {multiple}: expected an integer of at least 1 "
+            f"for both"
         )
     is_oversized = sizes > capacity
     is_wrong = (sizes < 1) | (is_oversized & (not oversized_alone))
     if is_wrong.any():
         index = int(np.argmax(is_wrong))
         raise ValueError(
-            f"lengths[{index}] is {sizes[index]}: expected 1 or more, and no more than the capacity of a bin ({capacity})"
+            f"lengths[{index}] is {sizes[index]}: expected 1 or more, and no more than the "
+            f"capacity of a bin ({capacity})"
         )
     order = np.arange(sizes.size)
     if seed is not None:
@@ -81,8 +86,9 @@ def plan_bins(
 def _first_fit(sizes: Sequence[int], capacity: int) -> list[int]:
     """Deal each sequence, in the given order, to the first bin with room.
 
-    `room` is a binary tree over the bins whose inner nodes hold the largest room below them, so that a sequence
-    takes time logarithmic in the number of bins. All bins but one are more than half full, which bounds their number.
+    `room` is a binary tree over the bins whose inner nodes hold the largest room below them, so
+    that a sequence takes time logarithmic in the number of bins. All bins but one are more than
+    half full, which bounds their number.
     """
     most_bins = 2 * sum(sizes) // capacity + 1
     num_leaves = 1 << (most_bins - 1).bit_length()
@@ -111,8 +117,8 @@ def _longest_to_cheapest(
 ) -> list[int] | None:
     """Deal each sequence to the bin of least cost that has room; None where a sequence fits no bin.
 
-    The sizes fall, so that a bin without room waits until a sequence fits again. A sequence takes time logarithmic in the
-    number of bins.
+    The sizes fall, so that a bin without room waits until a sequence fits again. A sequence takes
+    time logarithmic in the number of bins.
     """
     room = [capacity] * num_bins
     open_bins = [(0.0, number) for number in range(num_bins)]

@@ -13,10 +13,11 @@ from megatron_pg.config.planning import Balance
 
 @dataclass(frozen=True)
 class SampleCost:
-    """Operations of a forward pass over one sequence of l tokens, `per_token * l + per_square * l**2`.
+    """Operations of a forward pass over one sequence of l tokens, `per_token * l + per_square *
+    l**2`.
 
-    Backward, recomputation and context parallelism multiply both alike, so that they do not change which of two
-    micro-batches takes longer.
+    Backward, recomputation and context parallelism multiply both alike, so that they do not change
+    which of two micro-batches takes longer.
     """
 
     per_token: float
@@ -24,11 +25,13 @@ class SampleCost:
 
     @classmethod
     def of_model(cls, config: Any, vocab_size: int) -> SampleCost:
-        """Derive the cost from the shape of a transformer: Megatron's `TransformerConfig`, or its parsed arguments.
+        """Derive the cost from the shape of a transformer: Megatron's `TransformerConfig`, or its
+        parsed arguments.
 
-        A token takes 2 operations for each weight that it meets, in its experts and in the output layer too (`vocab_size` 0
-        leaves it out). Attention over d = heads * head size channels takes 2 d operations for each earlier token, for scores
-        and again for values. A token has l / 2 earlier tokens on average.
+        A token takes 2 operations for each weight that it meets, in its experts and in the output
+        layer too (`vocab_size` 0 leaves it out). Attention over d = heads * head size channels
+        takes 2 d operations for each earlier token, for scores and again for values. A token has l
+        / 2 earlier tokens on average.
         """
 
         def setting(name: str) -> Any:
@@ -36,7 +39,8 @@ class SampleCost:
 
         hidden, heads = config.hidden_size, config.num_attention_heads
         head_size = setting("kv_channels") or hidden // heads
-        # Without --group-query-attention the parsed arguments have 1 group, and the config made of them one for each head.
+        # Without --group-query-attention the parsed arguments have 1 group, and the config made of
+        # them one for each head.
         is_grouped = setting("group_query_attention") is not False
         groups = (setting("num_query_groups") if is_grouped else None) or heads
         channels = heads * head_size

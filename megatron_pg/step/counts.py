@@ -1,6 +1,8 @@
-"""The counted samples of a step over all data-parallel ranks, as columns: `ROW` is what a rank tells the others of each.
+"""The counted samples of a step over all data-parallel ranks, as columns: `ROW` is what a rank
+tells the others of each.
 
-Names of samples do not travel: an error that names samples of other ranks fetches them, as all ranks find the same error.
+Names of samples do not travel: an error that names samples of other ranks fetches them, as all
+ranks find the same error.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ OPTIONAL = {
 }
 """The fields of a row that may be None; of an `id_source` its hash."""
 ROW = np.dtype([("num_active_tokens", np.int64), ("filled", np.int32), *OPTIONAL.items()])
-"""One sample on the wire, 64 bytes; bit i of `filled` is 0 where the i-th optional field is None."""
+"""One sample on the wire, 64 bytes; bit i of `filled` is 0 where the i-th optional field is
+None."""
 
 
 class Place(NamedTuple):
@@ -78,7 +81,8 @@ class Place(NamedTuple):
 
 
 class StepCounts(Sequence[CountedSample]):
-    """The counted samples of a step, in the order of data-parallel ranks, and equal on every rank but for `here`.
+    """The counted samples of a step, in the order of data-parallel ranks, and equal on every rank
+    but for `here`.
 
     Args:
         rows: [samples] of dtype `ROW`.
@@ -105,7 +109,9 @@ class StepCounts(Sequence[CountedSample]):
         return cls(np.concatenate([_NO_ROW, *rows]), list(map(len, rows)), here)
 
     def to_bytes(self) -> bytes:
-        """Return what the other ranks are told: numpy takes longer to pickle a table of few rows."""
+        """Return what the other ranks are told: numpy takes longer to pickle a table of few
+        rows.
+        """
         return self.rows.tobytes()
 
     def over_ranks(self, everyone: Sequence[bytes], group: dist.ProcessGroup | None) -> StepCounts:
@@ -146,7 +152,9 @@ class StepCounts(Sequence[CountedSample]):
         return Place(rank, number, BareSample(**fields))
 
     def places(self, indices: Sequence[int]) -> list[Place]:
-        """Return samples with their names. Every rank of the group must call it with the same indices: one exchange."""
+        """Return samples with their names. Every rank of the group must call it with the same
+        indices: one exchange.
+        """
         places = [self.place(index) for index in indices]
         known = [place if place.rank in self.here else None for place in places]
         for others in gather(known, self._group):
@@ -193,7 +201,9 @@ class StepCounts(Sequence[CountedSample]):
 
     @functools.cached_property
     def first_of_rollout(self) -> Indices:
-        """The first sample of each sample's rollout, [samples]; a sample without a `rollout_id` is one."""
+        """The first sample of each sample's rollout, [samples]; a sample without a `rollout_id` is
+        one.
+        """
         return self._first_of("rollout_id")
 
     @property

@@ -1,8 +1,9 @@
 """The rule of `group_index` and `rollout_id` in a step, and ids that are made distinct on purpose.
 
-Ids are unique over all data-parallel ranks and files of the step. Ranks or files that each number from 0 would merge prompts
-and rollouts that have nothing to do with each other. Two facts reveal such ids: rollouts of one prompt group share a prompt,
-and the samples of one rollout come from one rank or one file.
+Ids are unique over all data-parallel ranks and files of the step. Ranks or files that each number
+from 0 would merge prompts and rollouts that have nothing to do with each other. Two facts reveal
+such ids: rollouts of one prompt group share a prompt, and the samples of one rollout come from one
+rank or one file.
 """
 
 import copy
@@ -40,11 +41,13 @@ def check_ids(
 ) -> Groups:
     """Refuse ids that stand for two things in a step, and return its prompt groups.
 
-    All ranks that the counts were gathered from must call it: an error that names samples of other ranks fetches them.
+    All ranks that the counts were gathered from must call it: an error that names samples of other
+    ranks fetches them.
 
     Raises:
-        ValueError: a rollout of several prompt groups, or of several ranks or files, or of several prompts with neither a
-            group nor a source; a prompt group of which two rollouts have no prompt in common. Both samples are named. A prompt
+        ValueError: a rollout of several prompt groups, or of several ranks or files, or of several
+            prompts with neither a group nor a source; a prompt group of which two rollouts have no
+            prompt in common. Both samples are named. A prompt
             group of another size, or a sample of none.
     """
     counts = everyone if isinstance(everyone, StepCounts) else StepCounts.of(everyone)
@@ -61,7 +64,9 @@ def check_ids(
 
 
 def odd_group(counts: StepCounts, groups: Groups) -> str:
-    """Name a prompt group with another number of rollouts than most; "" where all have as many. All ranks call it."""
+    """Name a prompt group with another number of rollouts than most; "" where all have as many. All
+    ranks call it.
+    """
     if not groups.sizes.size or (groups.sizes == groups.sizes[0]).all():
         return ""
     numbers = np.bincount(groups.sizes)
@@ -94,15 +99,21 @@ def _check_rollouts(counts: StepCounts, allow_different_prompts: bool) -> None:
     one, other = counts.places([int(first[index]), index])
     if of_other_group[index]:
         raise ValueError(
-            f"rollout_id {one.ids.rollout_id} has samples of group_index {one.ids.group_index} and {other.ids.group_index}: a "
+            f"rollout_id {one.ids.rollout_id} has samples of group_index {one.ids.group_index} and "
+            f"{other.ids.group_index}: a "
             f"rollout answers one prompt; they are {one} and {other}"
         )
     if of_other_source[index]:
-        exception = "where one rollout does lie on both, say so with the same Sample(id_source=...) on its samples"
+        exception = (
+            "where one rollout does lie on both, say so with the same Sample(id_source=...) on its "
+            "samples"
+        )
         _refuse("rollout_id", one, other, "where each numbers its own", exception)
     raise ValueError(
-        f"rollout_id {one.ids.rollout_id} is given to {one} and to {other}, whose prompts have different tokens, "
-        "and no group_index or id_source says that they are of one rollout: give every rollout an id of its own; "
+        f"rollout_id {one.ids.rollout_id} is given to {one} and to {other}, whose prompts have "
+        f"different tokens, "
+        "and no group_index or id_source says that they are of one rollout: give every rollout an "
+        "id of its own; "
         "where it is one, give its samples their group_index, or the same Sample(id_source=...)"
     )
 
@@ -122,7 +133,8 @@ def _check_sizes(
     if without_group.size:
         (place,) = counts.places([int(without_group[0])])
         raise ValueError(
-            f"{place} has no group_index and {expected}: give every sample the id of its prompt group"
+            f"{place} has no group_index and {expected}: give every sample the id of its prompt "
+            f"group"
         )
     wrong = np.flatnonzero(groups.sizes != samples_per_group)
     if wrong.size:
@@ -138,7 +150,9 @@ def _check_sizes(
 
 
 def _check_prompts(counts: StepCounts) -> None:
-    """Refuse a prompt group whose rollouts have no prompt in common. Rollouts of which a prompt is unknown have any."""
+    """Refuse a prompt group whose rollouts have no prompt in common. Rollouts of which a prompt is
+    unknown have any.
+    """
     is_counted = counts.has("prompt_hash") & counts.has("group_index")
     is_counted &= ~np.bincount(
         counts.first_of_rollout, ~counts.has("prompt_hash"), len(counts)
@@ -186,7 +200,10 @@ def _refuse_prompts(counts: StepCounts, samples: Sequence[int]) -> None:
     )
     common = itertools.accumulate(prompts_of_rollouts, operator.and_)
     other = next(first for first, prompts in zip(rollouts, common, strict=True) if not prompts)
-    exception = "where the environment varies the prompt within a group, say so with --allow-different-prompts-in-group"
+    exception = (
+        "where the environment varies the prompt within a group, say so with "
+        "--allow-different-prompts-in-group"
+    )
     problem = "whose prompts have different tokens"
     first, second = counts.places([samples[0], other])
     _refuse("group_index", first, second, problem, exception)
@@ -199,16 +216,19 @@ def _refuse(field: str, first: Place, other: Place, problem: str, exception: str
         by_file = isinstance(first.source, str) and isinstance(other.source, str)
         flag = f"--distinct-ids {'file' if by_file else 'rank'}"
     raise ValueError(
-        f"{field} {getattr(first.ids, field)} is given to {first} and to {other}, {problem}: an id is its own over all "
-        f"data-parallel ranks and files of the step. Number them over all of these, or give {flag}; {exception}"
+        f"{field} {getattr(first.ids, field)} is given to {first} and to {other}, {problem}: an id "
+        f"is its own over all "
+        f"data-parallel ranks and files of the step. Number them over all of these, or give "
+        f"{flag}; {exception}"
     )
 
 
 def with_distinct_ids(sample: AnyWholeSample, number: int) -> AnyWholeSample:
-    """Give the sample ids that no rank (or file) of another number has, where each numbers its groups and rollouts from 0.
+    """Give the sample ids that no rank (or file) of another number has, where each numbers its
+    groups and rollouts from 0.
 
-    Call it for every sample with its data-parallel rank, before samples are collected or counted, as `--distinct-ids rank`
-    does. No communication.
+    Call it for every sample with its data-parallel rank, before samples are collected or counted,
+    as `--distinct-ids rank` does. No communication.
 
     Raises:
         ValueError: an id below 0 or from 2^40 on, or a number from 2^23 on, naming the sample.
@@ -219,8 +239,10 @@ def with_distinct_ids(sample: AnyWholeSample, number: int) -> AnyWholeSample:
             continue
         if not 0 <= identifier < NUM_IDS or not 0 <= number < 2**63 // NUM_IDS:
             raise ValueError(
-                f"{sample.name}: {field} is {identifier}, expected 0 or more and below 2^40: --distinct-ids rank and "
-                "--distinct-ids file make ids distinct that count up from 0; drop the flag where they are already"
+                f"{sample.name}: {field} is {identifier}, expected 0 or more and below 2^40: "
+                f"--distinct-ids rank and "
+                "--distinct-ids file make ids distinct that count up from 0; drop the flag where "
+                "they are already"
             )
         vars(distinct)[field] = number * NUM_IDS + identifier
     return distinct

@@ -24,8 +24,8 @@ class StepPlan:
     """The step of one data-parallel rank. Built by `plan_step`."""
 
     microbatches: tuple[tuple[int, ...], ...]
-    """Per micro-batch the indices of its samples, ascending, in the order in which micro-batches are run. Of an empty one pack()
-    makes a dummy that no objective counts."""
+    """Per micro-batch the indices of its samples, ascending, in the order in which micro-batches
+    are run. Of an empty one pack() makes a dummy that no objective counts."""
     microbatch_tokens: tuple[int, ...]
     """Per micro-batch its packed tokens over the context-parallel group, padding included."""
     totals: StepTotals
@@ -55,29 +55,33 @@ def plan_step(
 ) -> StepPlan:
     """Pack the samples of one optimizer step into micro-batches and count the step.
 
-    Every data-parallel rank must call it, once a step, with all samples that it trains on in that step, in place of
-    `step_totals`; ranks that differ only in their context-, tensor- or pipeline-parallel place pass the same samples
-    and get the same plan. The exchanges over the data-parallel group are those of `step_totals`. Samples whose masks a correction shrinks
+    Every data-parallel rank must call it, once a step, with all samples that it trains on in that
+    step, in place of `step_totals`; ranks that differ only in their context-, tensor- or
+    pipeline-parallel place pass the same samples and get the same plan. The exchanges over the
+    data-parallel group are those of `step_totals`. Samples whose masks a correction shrinks
     (`accepted_samples`) must have been shrunk before.
 
     Args:
         samples: this data-parallel rank's samples of the step. None at all is legal.
-        max_tokens_per_microbatch: the most packed tokens of a micro-batch over the context-parallel group, padding
-            included; a rank holds `1 / cp_size` of them.
-        data_parallel_group: the data-parallel group *without* context parallelism; None is this rank alone.
+        max_tokens_per_microbatch: the most packed tokens of a micro-batch over the context-parallel
+            group, padding included; a rank holds `1 / cp_size` of them.
+        data_parallel_group: the data-parallel group *without* context parallelism; None is this
+            rank alone.
         cp_size: see `pack`, for `pad_to_multiple` too.
-        microbatch_group_size: the number of micro-batches becomes a multiple of it. Interleaved pipeline parallelism
-            needs `config.microbatch_group_size_per_vp_stage`.
-        ragged: data-parallel ranks may run different numbers of micro-batches. Otherwise those with fewer run empty
-            ones, as expert parallelism needs.
+        microbatch_group_size: the number of micro-batches becomes a multiple of it. Interleaved
+            pipeline parallelism needs `config.microbatch_group_size_per_vp_stage`.
+        ragged: data-parallel ranks may run different numbers of micro-batches. Otherwise those with
+            fewer run empty ones, as expert parallelism needs.
         oversized: `error`, or `own_microbatch` for a micro-batch of its own, above the budget.
         cost: what is evened out between micro-batches and orders them; by default tokens.
         seed: see `plan_bins`.
-        samples_per_group: see `step_totals`, for `allow_different_prompts` and `allow_different_group_sizes` too.
+        samples_per_group: see `step_totals`, for `allow_different_prompts` and
+            `allow_different_group_sizes` too.
 
     Raises:
-        ValueError: an argument that is no list of samples, a sample longer than the budget or sizes out of range, on all
-            ranks where one has it; ids that stand for two things or a prompt group of another size (see `step_totals`).
+        ValueError: an argument that is no list of samples, a sample longer than the budget or sizes
+            out of range, on all ranks where one has it; ids that stand for two things or a prompt
+            group of another size (see `step_totals`).
     """
     layout = Layout(cp_size=cp_size, multiple=pad_to_multiple)
 
@@ -89,7 +93,8 @@ def plan_step(
         lengths = layout.padded_length(total_lengths)
         if max_tokens_per_microbatch < layout.least_tokens:
             raise ValueError(
-                f"--max-tokens-per-microbatch is {max_tokens_per_microbatch}: expected at least {layout.least_tokens}, the "
+                f"--max-tokens-per-microbatch is {max_tokens_per_microbatch}: expected at least "
+                f"{layout.least_tokens}, the "
                 "multiple that context and sequence parallelism pad a micro-batch to"
             )
         # Room for the padding of the micro-batch itself.
@@ -98,8 +103,10 @@ def plan_step(
         if is_oversized.any() and oversized == "error":
             first = int(np.argmax(is_oversized))
             raise ValueError(
-                f"{samples[first].name} takes {lengths[first]} tokens with padding, more than --max-tokens-per-microbatch "
-                f"leaves it ({capacity}): raise the budget, shorten the sample, or give it a micro-batch of its own with "
+                f"{samples[first].name} takes {lengths[first]} tokens with padding, more than "
+                f"--max-tokens-per-microbatch "
+                f"leaves it ({capacity}): raise the budget, shorten the sample, or give it a "
+                f"micro-batch of its own with "
                 "--oversized-samples own_microbatch"
             )
         bins = plan_bins(
@@ -136,7 +143,8 @@ def plan_step(
 
 
 def pipeline_order(dearest_first: tuple[Ordered, ...]) -> tuple[Ordered, ...]:
-    """Order micro-batches so that the cheap ones stand at both ends, which a pipeline's stages wait for.
+    """Order micro-batches so that the cheap ones stand at both ends, which a pipeline's stages wait
+    for.
 
     All ranks run their dearest at the same place, as experts need it.
     """
@@ -150,13 +158,16 @@ def assign_to_data_parallel_ranks(
     cp_size: int = 1,
     cost: SampleCost = TOKENS,
 ) -> list[list[int]]:
-    """Split samples that every rank holds over the data-parallel ranks, evenly by the cost of their padded tokens.
+    """Split samples that every rank holds over the data-parallel ranks, evenly by the cost of their
+    padded tokens.
 
-    No communication: every rank computes the same split of the same samples. Prompt groups and rollouts may end up on
-    several ranks; the totals of the step span them. Rollouts of several samples need an `id_source` for that.
+    No communication: every rank computes the same split of the same samples. Prompt groups and
+    rollouts may end up on several ranks; the totals of the step span them. Rollouts of several
+    samples need an `id_source` for that.
 
     Args:
-        samples: all samples of the step, or their total lengths [samples] int64 where no process holds them.
+        samples: all samples of the step, or their total lengths [samples] int64 where no process
+            holds them.
         data_parallel_size: the number of ranks to split over, without context parallelism.
         cp_size: see `pack`.
         cost: what is evened out; by default tokens.

@@ -1,7 +1,8 @@
-"""The experts that a rollout engine chose for the tokens of a sample, layer by layer: `Sample.routed_experts`.
+"""The experts that a rollout engine chose for the tokens of a sample, layer by layer:
+`Sample.routed_experts`.
 
-They are held token by token, so that a pack is one copy, in the smallest of two integer types. A row without a choice is
-255 in uint8 and -1 in int16.
+They are held token by token, so that a pack is one copy, in the smallest of two integer types. A
+row without a choice is 255 in uint8 and -1 in int16.
 """
 
 import bisect
@@ -19,7 +20,8 @@ from megatron_pg.step.values import has_integers, host_tensor
 LARGEST_ID = 2**15 - 1
 
 _largest: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
-"""The largest id of each tensor that a sample holds: `dataclasses.replace` hands one on, and it is checked once."""
+"""The largest id of each tensor that a sample holds: `dataclasses.replace` hands one on, and it is
+checked once."""
 
 
 def no_choice(experts: Tensor) -> int:
@@ -28,7 +30,9 @@ def no_choice(experts: Tensor) -> int:
 
 
 def checked_routed_experts(where: str, routed: Any, total_length: int) -> Tensor:
-    """Convert the ids [layers, total_length, k] to uint8 or int16, and refuse what no router could have chosen."""
+    """Convert the ids [layers, total_length, k] to uint8 or int16, and refuse what no router could
+    have chosen.
+    """
     if isinstance(routed, Tensor) and routed in _largest and routed.shape[1] == total_length:
         return routed
     try:
@@ -38,7 +42,8 @@ def checked_routed_experts(where: str, routed: Any, total_length: int) -> Tensor
     shape = list(experts.shape)
     if len(shape) != 3 or shape[1] != total_length or not shape[0] * shape[2]:
         raise ValueError(
-            f"{where} has shape {shape}, expected [layers, total_length, k], here [layers, {total_length}, k]: an engine that "
+            f"{where} has shape {shape}, expected [layers, total_length, k], here [layers, "
+            f"{total_length}, k]: an engine that "
             "gives none for the last token is read by routed_experts_of_engine"
         )
     if not has_integers(experts) or experts.device.type != "cpu":
@@ -92,7 +97,8 @@ def _refuse(where: str, experts: Tensor, is_wrong: Tensor, problem: str) -> None
 
 
 def routed_experts_of_tokens(parts: Sequence[Tensor], token_indices: Tensor) -> Tensor:
-    """Lay out the ids [local_tokens, layers, k] of this rank's tokens in one copy; padding has no choice.
+    """Lay out the ids [local_tokens, layers, k] of this rank's tokens in one copy; padding has no
+    choice.
 
     They are in pinned memory in a process that has begun to use CUDA: no further copy on the host.
 
@@ -142,16 +148,19 @@ def _as_type(experts: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def routed_experts_of_engine(experts: Any, total_length: int, *, most_missing: int = 1) -> Tensor:
-    """Read the experts that vLLM or SGLang returns for a sequence: `[tokens, layers, k]` integers -> `[layers, total_length, k]`.
+    """Read the experts that vLLM or SGLang returns for a sequence: `[tokens, layers, k]` integers
+    -> `[layers, total_length, k]`.
 
-    An engine never runs the last token that it samples, so it has no entry. A token without one is left to the trainer's own
-    router: no response token is predicted from the last one. A layer of zeros alone is one without experts, of which the
-    engine's buffer was never written.
+    An engine never runs the last token that it samples, so it has no entry. A token without one is
+    left to the trainer's own router: no response token is predicted from the last one. A layer of
+    zeros alone is one without experts, of which the engine's buffer was never written.
 
     Args:
-        experts: what the engine returned of prompt and response, as a NumPy array, a tensor or lists.
+        experts: what the engine returned of prompt and response, as a NumPy array, a tensor or
+            lists.
         total_length: the tokens of prompt and response.
-        most_missing: the tokens at the end that may lack an entry; more of them where text of a tool ends a sample.
+        most_missing: the tokens at the end that may lack an entry; more of them where text of a
+            tool ends a sample.
 
     Raises:
         ValueError: no integers, another number of dimensions, more entries than tokens, or too few.
@@ -162,8 +171,10 @@ def routed_experts_of_engine(experts: Any, total_length: int, *, most_missing: i
     missing = total_length - len(given)
     if given.dim() != 3 or not 0 <= missing <= most_missing:
         raise ValueError(
-            f"the engine's routed experts have shape {list(given.shape)}, expected [tokens, layers, k] of {total_length} tokens, "
-            f"prompt and response, or up to {most_missing} fewer at the end: put those of the prompt before them where the engine "
+            f"the engine's routed experts have shape {list(given.shape)}, expected [tokens, "
+            f"layers, k] of {total_length} tokens, "
+            f"prompt and response, or up to {most_missing} fewer at the end: put those of the "
+            f"prompt before them where the engine "
             "gives them apart, or raise most_missing"
         )
     by_layer = torch.nn.functional.pad(given.to(torch.int64), (0, 0, 0, 0, 0, missing), value=-1)

@@ -32,7 +32,8 @@ from megatron_pg.step.values import (
 )
 
 Values = Tensor | Sequence[float | None] | Sequence[int]
-"""A per-token field as a caller gives it: a host tensor or a sequence of numbers, None where masked."""
+"""A per-token field as a caller gives it: a host tensor or a sequence of numbers, None where
+masked."""
 CRITIC_FIELDS = ("old_values", "returns")
 VALUE_FIELDS = ("advantages", *LOG_PROB_FIELDS, *CRITIC_FIELDS)
 """The fields that hold a float32 per response token and that a trainer may fill later."""
@@ -41,7 +42,9 @@ _count = itertools.count()
 
 @functools.cache
 def _first_number(process_id: int) -> int:
-    """Draw where the numbers of a process's samples begin: other processes draw others, forks too."""
+    """Draw where the numbers of a process's samples begin: other processes draw others, forks
+    too.
+    """
     return secrets.randbits(62)
 
 
@@ -55,9 +58,9 @@ class NumberedName(str):
 class Sample:
     """One sequence of the step: `total_length = prompt_length + response_length` tokens.
 
-    The constructor converts and checks every field on the host, so that a step checks nothing. It takes per-token fields as
-    tensors or as sequences of numbers, and `advantages` also as one number for all response tokens. Fields are stored with
-    the types below.
+    The constructor converts and checks every field on the host, so that a step checks nothing. It
+    takes per-token fields as tensors or as sequences of numbers, and `advantages` also as one
+    number for all response tokens. Fields are stored with the types below.
 
     Raises:
         ValueError: naming the sample (`name`), the field, what was found and what was expected.
@@ -66,9 +69,11 @@ class Sample:
     tokens: Tensor
     """The token ids [total_length] int64: the prompt's tokens, then the response's."""
     response_length: int
-    """Response tokens; 0 is legal and contributes nothing, `total_length` is not (the prompt has a token)."""
+    """Response tokens; 0 is legal and contributes nothing, `total_length` is not (the prompt has a
+    token)."""
     loss_mask: Tensor
-    """The loss mask [response_length] bool, given as 0 and 1: which response tokens the objective counts."""
+    """The loss mask [response_length] bool, given as 0 and 1: which response tokens the objective
+    counts."""
     advantages: Tensor = torch.zeros((), dtype=torch.float32, device="cpu")
     """The advantages [response_length] float32."""
     old_log_probs: Tensor | None = None
@@ -80,40 +85,45 @@ class Sample:
     group_index: int | None = None
     """The prompt group, any int64: all samples of one prompt in the step share it."""
     rollout_id: int | None = None
-    """Samples with the same id, any int64, are one rollout; None makes this sample a rollout of its own."""
+    """Samples with the same id, any int64, are one rollout; None makes this sample a rollout of its
+    own."""
     name: str = ""
-    """Name of this sample in messages. An empty name becomes a number: among the samples of this process, with the ids,
-    and later the place in the list that `step_totals` or `plan_step` gets."""
+    """Name of this sample in messages. An empty name becomes a number: among the samples of this
+    process, with the ids, and later the place in the list that `step_totals` or `plan_step`
+    gets."""
     id_source: str | None = None
-    """The source that numbered the ids, such as a file; None is the data-parallel rank that trains on the sample. The samples
-    of a rollout that lies on several ranks have the same name here."""
+    """The source that numbered the ids, such as a file; None is the data-parallel rank that trains
+    on the sample. The samples of a rollout that lies on several ranks have the same name here."""
     loss_weights: Tensor | None = None
-    """Factors of the tokens' losses, [response_length] float32, 0 or more, beside the loss mask; stored as 0 where the mask is
+    """Factors of the tokens' losses, [response_length] float32, 0 or more, beside the loss mask;
+    stored as 0 where the mask is
     0. None is 1 for every token."""
     policy_version: int | None = None
     """Updates of the policy that generated the response, for the metrics of staleness."""
     old_values: Tensor | None = None
-    """The critic's values [response_length] float32 that the advantages were made of, for the value loss."""
+    """The critic's values [response_length] float32 that the advantages were made of, for the value
+    loss."""
     returns: Tensor | None = None
     """The returns [response_length] float32 that the critic is trained to, for the value loss."""
     kept_tokens: Ragged | None = None
-    """The ids that each response token was sampled from (top-p, top-k), itself among them, for `--replay-sampling-set`; an
-    empty set where all were kept."""
+    """The ids that each response token was sampled from (top-p, top-k), itself among them, for
+    `--replay-sampling-set`; an empty set where all were kept."""
     routed_experts: Tensor | None = None
-    """The experts that the engine chose, [layers, total_length, k] integers, for `--replay-routing`; stored as uint8 or int16.
-    -1 in all of a row (255 in uint8): the model's router chooses, as for the last token, which an engine never runs."""
+    """The experts that the engine chose, [layers, total_length, k] integers, for
+    `--replay-routing`; stored as uint8 or int16. -1 in all of a row (255 in uint8): the model's
+    router chooses, as for the last token, which an engine never runs."""
     turn_ids: Tensor | None = None
-    """The turn of each response token, masked ones included, [response_length] int64, for `--sequence-unit turn`. The tokens of
-    a turn lie side by side: ids never fall."""
+    """The turn of each response token, masked ones included, [response_length] int64, for
+    `--sequence-unit turn`. The tokens of a turn lie side by side: ids never fall."""
     side_channels: Mapping[str, Tensor | Ragged] = dataclasses.field(default_factory=dict)
-    """Other values that travel with the tokens through `pack`, by a name of your own: [response_length, ...] or
-    [total_length, ...] of any dtype, or a `Ragged` of as many rows."""
+    """Other values that travel with the tokens through `pack`, by a name of your own:
+    [response_length, ...] or [total_length, ...] of any dtype, or a `Ragged` of as many rows."""
     accepted_mask: Tensor | None = None
-    """The active tokens that no rejection drops, [response_length] bool; `accepted_samples` fills it for
-    `--rejection-denominator accepted`."""
+    """The active tokens that no rejection drops, [response_length] bool; `accepted_samples` fills
+    it for `--rejection-denominator accepted`."""
     accepted_size: float | None = None
-    """What these tokens add to D, G and T: their number or, under `--loss-weight-denominator weights`,
-    the sum of their loss weights; `accepted_samples` fills it."""
+    """What these tokens add to D, G and T: their number or, under `--loss-weight-denominator
+    weights`, the sum of their loss weights; `accepted_samples` fills it."""
     number: int | None = None
     """The number that the checksum tells samples apart by. A new sample gets its own, and
     `dataclasses.replace` keeps it."""
@@ -204,7 +214,9 @@ class Sample:
 
     @functools.cached_property
     def num_active_tokens(self) -> int:
-        """Response tokens that the loss mask keeps; counted once, as every micro-batch asks for it."""
+        """Response tokens that the loss mask keeps; counted once, as every micro-batch asks for
+        it.
+        """
         return int(np.count_nonzero(self.loss_mask.numpy()))
 
     @functools.cached_property
@@ -226,7 +238,9 @@ class Sample:
         return NumberedName(f"{name} ({given})" if given else name)
 
     def _vector(self, field: str, length: int | None = None) -> Tensor:
-        """Convert a field to a one-dimensional host tensor of real numbers, or raise an error that names the field."""
+        """Convert a field to a one-dimensional host tensor of real numbers, or raise an error that
+        names the field.
+        """
         where = f"{self.name}: {field}"
         try:
             vector = host_tensor(getattr(self, field))
@@ -236,7 +250,8 @@ class Sample:
             raise ValueError(f"{where} has shape {list(vector.shape)}, expected one dimension")
         if vector.device.type != "cpu":
             raise ValueError(
-                f"{where} is on {vector.device}, expected a host tensor: samples are checked and packed on the host, "
+                f"{where} is on {vector.device}, expected a host tensor: samples are checked and "
+                f"packed on the host, "
                 "and the packed micro-batch is moved with PackedBatch.to(device)"
             )
         if vector.is_complex():
@@ -271,7 +286,9 @@ class Sample:
         return accepted.bool()
 
     def _checked_values(self, field: str) -> Tensor:
-        """Convert a field of response tokens to float32, and refuse values at active tokens that are none of the field's."""
+        """Convert a field of response tokens to float32, and refuse values at active tokens that
+        are none of the field's.
+        """
         where, number = f"{self.name}: {field}", getattr(self, field)
         if field == "advantages" and (
             isinstance(number, numbers.Real) or getattr(number, "ndim", None) == 0
@@ -306,7 +323,8 @@ def check_samples(function: str, samples: object) -> None:
     for number, sample in enumerate(samples):
         if not isinstance(sample, Sample):
             raise ValueError(
-                f"{expected}, and number {number} is a {type(sample).__name__}: build it with Sample(tokens=..., "
+                f"{expected}, and number {number} is a {type(sample).__name__}: build it with "
+                f"Sample(tokens=..., "
                 "response_length=..., loss_mask=...)"
             )
 
@@ -328,7 +346,8 @@ def number_samples(samples: Sequence[object]) -> None:
 
 def _refuse_change(sample: Sample, field: str, _: object) -> None:
     raise dataclasses.FrozenInstanceError(
-        f"{sample.name}: {field} cannot be set, as a sample is checked when it is made; make another: "
+        f"{sample.name}: {field} cannot be set, as a sample is checked when it is made; make "
+        f"another: "
         f"sample = dataclasses.replace(sample, {field}=...)"
     )
 
@@ -337,7 +356,9 @@ Sample.__setattr__ = _refuse_change  # type: ignore[assignment, method-assign]
 
 
 def as_integer(value: object) -> int | None:
-    """Convert a Python, NumPy or 0-d tensor integer of 64 bits; None for anything else, 3.0 and True included."""
+    """Convert a Python, NumPy or 0-d tensor integer of 64 bits; None for anything else, 3.0 and
+    True included.
+    """
     if isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool):
         return None
     try:
@@ -361,6 +382,8 @@ def check_lengths(response_name: str, response: int, total_name: str, total: int
         raise ValueError(f"{response_name} is {response}, expected 0 or more")
     if total <= response:
         raise ValueError(
-            f"{response_name} is {response} and {total_name} {total}, expected at least 1 more: the prompt needs at least one "
-            "token (a beginning-of-sequence token will do), whose logit predicts the response's first"
+            f"{response_name} is {response} and {total_name} {total}, expected at least 1 more: "
+            f"the prompt needs at least one "
+            "token (a beginning-of-sequence token will do), whose logit predicts the response's "
+            "first"
         )

@@ -6,8 +6,8 @@ tokens, `k = ceil(total / (2 c))`, and rank `r` owns its chunks `r` and `2 c - 1
 each, so that it holds `[sequence 0 chunk r, sequence 0 chunk 2c-1-r, sequence 1 chunk r, ...]`. At
 `c = 1` nothing is padded.
 
-The logit at position `p` predicts token `p + 1`, so response token `t` (`prompt_length <= t < total`) is scored
-on the rank that owns position `t - 1`.
+The logit at position `p` predicts token `p + 1`, so response token `t` (`prompt_length <= t <
+total`) is scored on the rank that owns position `t - 1`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class Layout:
                 raise ValueError(f"{name} is {size}: expected 1 or more")
         if not 0 <= checked_integer("cp_rank", self.cp_rank) < self.cp_size:
             raise ValueError(
-                f"cp_rank {self.cp_rank} and cp_size {self.cp_size}: expected 0 <= cp_rank < cp_size"
+                f"cp_rank {self.cp_rank} and cp_size {self.cp_size}: expected 0 <= cp_rank < "
+                f"cp_size"
             )
 
     @property
@@ -64,11 +65,15 @@ class Layout:
         return -(-total_length // self.num_chunks) * self.num_chunks
 
     def packed_length(self, padded_tokens: int) -> int:
-        """Compute the tokens of a pack whose padded samples have that many; an empty pack is a dummy segment."""
+        """Compute the tokens of a pack whose padded samples have that many; an empty pack is a
+        dummy segment.
+        """
         return max(-(-padded_tokens // self.least_tokens), 1) * self.least_tokens
 
     def local_positions(self, padded: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the segment and the position in it [local_tokens] of the rank's tokens, from padded lengths [segments]."""
+        """Compute the segment and the position in it [local_tokens] of the rank's tokens, from
+        padded lengths [segments].
+        """
         segment_ids, positions = map(torch.from_numpy, _positions(self, padded.cpu().numpy()))
         return segment_ids.to(padded.device), positions.to(padded.device)
 
@@ -77,8 +82,8 @@ class Layout:
 class TokenWindow:
     """The tokens of one packed micro-batch on one context-parallel rank. Built by `build`.
 
-    "Window" is the response tokens that this rank scores, in the order of its local rows. Over the ranks of a
-    context-parallel group the windows are disjoint and cover every response token once.
+    "Window" is the response tokens that this rank scores, in the order of its local rows. Over the
+    ranks of a context-parallel group the windows are disjoint and cover every response token once.
     """
 
     total_lengths: tuple[int, ...]
@@ -87,7 +92,8 @@ class TokenWindow:
     """Response tokens of each sample."""
     layout: Layout
     cu_seqlens: Tensor
-    """The padded cumulative lengths [segments + 1] int32 over the whole group, padding segment included."""
+    """The padded cumulative lengths [segments + 1] int32 over the whole group, padding segment
+    included."""
     max_seqlen: int
     """The longest padded segment, in tokens over the whole group."""
     segment_ids: Tensor
@@ -95,9 +101,11 @@ class TokenWindow:
     position_ids: Tensor
     """The position of each local token within its own sequence, [local_tokens] int64."""
     token_indices: Tensor
-    """The index [local_tokens] int64 into the samples' unpadded tokens laid end to end; -1 for padding."""
+    """The index [local_tokens] int64 into the samples' unpadded tokens laid end to end; -1 for
+    padding."""
     target_indices: Tensor
-    """The same index [local_tokens] int64 for the response token that the row scores; -1 for none."""
+    """The same index [local_tokens] int64 for the response token that the row scores; -1 for
+    none."""
     logit_rows: Tensor
     """The local rows that score a response token, [window] int64."""
     response_indices: Tensor
@@ -134,7 +142,8 @@ class TokenWindow:
         return self.logit_rows.numel()
 
     def in_responses(self, values: Tensor) -> Tensor:
-        """Put values [..., window] of this rank at their places among all response tokens [..., sum of the response lengths].
+        """Put values [..., window] of this rank at their places among all response tokens [..., sum
+        of the response lengths].
 
         Summed over the context-parallel group they are every rank's values.
         """
@@ -142,10 +151,12 @@ class TokenWindow:
         return whole.index_copy_(-1, self.response_indices.to(values.device), values)
 
     def sample_borders(self, loss_mask: Tensor, size: int) -> list[int]:
-        """Cut the samples so that no rank of the context-parallel group scores more than `size` active tokens of a part.
+        """Cut the samples so that no rank of the context-parallel group scores more than `size`
+        active tokens of a part.
 
-        A longer sample is a part of its own. Lengths of whole samples decide, so that every rank of the group cuts alike.
-        `loss_mask` is [sum of the response lengths] bool on the host; the borders are [parts + 1], from 0 to `num_samples`.
+        A longer sample is a part of its own. Lengths of whole samples decide, so that every rank of
+        the group cuts alike. `loss_mask` is [sum of the response lengths] bool on the host; the
+        borders are [parts + 1], from 0 to `num_samples`.
         """
         lengths = np.array([self.total_lengths, self.response_lengths], np.int64)
         totals, responses = torch.from_numpy(lengths)
@@ -173,16 +184,18 @@ class TokenWindow:
         """Compute the window of one rank, on the host and without communication.
 
         Args:
-            total_lengths: prompt and response tokens of each sample; empty for an empty micro-batch.
+            total_lengths: prompt and response tokens of each sample; empty for an empty
+                micro-batch.
             response_lengths: response tokens of each sample; 0 is legal and contributes nothing.
             cp_rank: rank in the context-parallel group, of size `cp_size`.
             cp_size: 1 without context parallelism.
-            pad_to_multiple: divides the packed length over the whole group, by a padding segment that belongs to no sample
-                (`cp_size * tp_size` under sequence parallelism).
+            pad_to_multiple: divides the packed length over the whole group, by a padding segment
+                that belongs to no sample (`cp_size * tp_size` under sequence parallelism).
 
         Raises:
-            ValueError: lengths that do not fit each other, a response with no prompt token before it (the first
-                response token would have no logit), or sizes that are no integers or out of range.
+            ValueError: lengths that do not fit each other, a response with no prompt token before
+                it (the first response token would have no logit), or sizes that are no integers or
+                out of range.
         """
         layout = Layout(cp_rank, cp_size, pad_to_multiple)
         return cls.cut(total_lengths, response_lengths, layout)
@@ -232,7 +245,8 @@ class TokenWindow:
 
 def _positions(layout: Layout, padded: Indices) -> tuple[Indices, Indices]:
     cp_rank, cp_size = layout.cp_rank, layout.cp_size
-    # NumPy: on the host its operations begin sooner than torch's, and `repeat` is ten times as fast.
+    # NumPy: on the host its operations begin sooner than torch's, and `repeat` is ten times as
+    # fast.
     segments = np.arange(len(padded))
     local_lengths = padded // cp_size
     segment_ids = np.repeat(segments, local_lengths)
@@ -241,7 +255,8 @@ def _positions(layout: Layout, padded: Indices) -> tuple[Indices, Indices]:
     if cp_size == 1:
         return segment_ids, offset
     chunk = local_lengths[segment_ids] // 2
-    # The first half of a rank's tokens is chunk r; the second half, already k along, is chunk 2c - 1 - r.
+    # The first half of a rank's tokens is chunk r; the second half, already k along, is chunk 2c -
+    # 1 - r.
     shift = np.where(offset < chunk, cp_rank * chunk, (2 * cp_size - 2 - cp_rank) * chunk)
     return segment_ids, offset + shift
 
@@ -251,7 +266,8 @@ def _checked_lengths(
 ) -> tuple[tuple[int, ...], ...]:
     if len(total_lengths) != len(response_lengths):
         raise ValueError(
-            f"total_lengths has {len(total_lengths)} samples and response_lengths {len(response_lengths)}: "
+            f"total_lengths has {len(total_lengths)} samples and response_lengths "
+            f"{len(response_lengths)}: "
             "give one of each per sample"
         )
     names = {"total_lengths": total_lengths, "response_lengths": response_lengths}

@@ -1,4 +1,6 @@
-"""The totals of a step: counts over every data-parallel rank and micro-batch, known before the step begins."""
+"""The totals of a step: counts over every data-parallel rank and micro-batch, known before the step
+begins.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,15 @@ AnySample = TypeVar("AnySample", bound=CountedSample)
 
 @dataclass(frozen=True)
 class StepTotals:
-    """Counts of one optimizer step over all data-parallel ranks, equal on every rank. Built by `step_totals`."""
+    """Counts of one optimizer step over all data-parallel ranks, equal on every rank. Built by
+    `step_totals`.
+    """
 
     num_rollouts: int
     """N: rollouts, those without an active token included."""
     num_prompt_groups: int | None
-    """P: prompt groups, those without an active token included; None where samples lack a `group_index`."""
+    """P: prompt groups, those without an active token included; None where samples lack a
+    `group_index`."""
     num_active_tokens: float
     """T: active tokens, a whole number."""
     rollout_active_tokens: Mapping[int, float]
@@ -40,13 +45,15 @@ class StepTotals:
     group_active_tokens: Mapping[int, float]
     """G by `group_index`."""
     num_tokens: int | None = None
-    """All tokens of the step's samples over every rank, by a plan of the step. Per-token mode with a loss of routers needs it."""
+    """All tokens of the step's samples over every rank, by a plan of the step. Per-token mode with
+    a loss of routers needs it."""
     counts_loss_weights: bool = False
     """True where D, G and T are sums of loss weights."""
     counts_accepted: bool = False
     """True where D, G and T count only tokens that no rejection drops."""
     odd_group: str = field(default="", compare=False)
-    """A prompt group with another number of rollouts than most, in words; "" where all have as many or may differ."""
+    """A prompt group with another number of rollouts than most, in words; "" where all have as many
+    or may differ."""
     data_parallel_rank: int = field(default=0, compare=False)
     """The rank that counted these totals."""
     counts: StepCounts = field(
@@ -73,7 +80,9 @@ class StepTotals:
         return self._expected_sums[key]
 
     def rollout_denominators(self, samples: Sequence[CountedSample]) -> Tensor:
-        """Look up D, the active tokens of each sample's rollout over the step, [len(samples)] float64."""
+        """Look up D, the active tokens of each sample's rollout over the step, [len(samples)]
+        float64.
+        """
         if samples is self.counts:
             return self._denominators(self.counts.first_of_rollout)
         own, rollouts = self._size, self.rollout_active_tokens
@@ -85,7 +94,9 @@ class StepTotals:
         )
 
     def group_denominators(self, samples: Sequence[CountedSample]) -> Tensor:
-        """Look up G, the active tokens of each sample's prompt group over the step, [len(samples)] float64."""
+        """Look up G, the active tokens of each sample's prompt group over the step, [len(samples)]
+        float64.
+        """
         if samples is self.counts and self.counts.has("group_index").all():
             return self._denominators(self.counts.first_of_group)
         groups = self.group_active_tokens
@@ -103,7 +114,8 @@ class StepTotals:
         return sample.num_active_tokens if weight is None else weight
 
     def counted_in(self, denominator: str, *, accepted: bool = False) -> StepTotals:
-        """Return the totals whose D, G and T count the loss mask ("mask") or loss weights ("weights").
+        """Return the totals whose D, G and T count the loss mask ("mask") or loss weights
+        ("weights").
 
         Args:
             denominator: what D, G and T are sums of.
@@ -119,7 +131,8 @@ class StepTotals:
             return self
         if not self.counts.has("loss_weight").any():
             raise ValueError(
-                "--loss-weight-denominator weights, and no sample of the step has loss_weights: give Sample(loss_weights=...), or "
+                "--loss-weight-denominator weights, and no sample of the step has loss_weights: "
+                "give Sample(loss_weights=...), or "
                 "drop the flag"
             )
         return self._in_loss_weights
@@ -155,7 +168,8 @@ def _known(totals: Mapping[int, float], field: str, number: int, sample: Counted
     if identifier not in totals:
         raise ValueError(
             f"{name}: {field} {identifier} is not in the step's totals: they must be counted with "
-            "it, before the step, over all samples that this data-parallel rank trains on in the step (step_totals; for "
+            "it, before the step, over all samples that this data-parallel rank trains on in the "
+            "step (step_totals; for "
             f"padded rows, padded_totals with {field})"
         )
     return totals[identifier]
@@ -171,24 +185,28 @@ def step_totals(
 ) -> StepTotals:
     """Count the samples of one optimizer step over the data-parallel group.
 
-    Every data-parallel rank must call it, once a step, with all samples that it trains on in that step; ranks that
-    differ only in their context-, tensor- or pipeline-parallel place pass the same samples. One exchange over the group, of
-    64 bytes a sample, and one more if prompt groups differ in size, for the name of one.
+    Every data-parallel rank must call it, once a step, with all samples that it trains on in that
+    step; ranks that differ only in their context-, tensor- or pipeline-parallel place pass the same
+    samples. One exchange over the group, of 64 bytes a sample, and one more if prompt groups differ
+    in size, for the name of one.
 
     Args:
         samples: the samples of this data-parallel rank, over all its micro-batches of the step.
-        data_parallel_group: the data-parallel group *without* context parallelism; None is this rank alone.
+        data_parallel_group: the data-parallel group *without* context parallelism; None is this
+            rank alone.
         allow_different_prompts: the samples of a prompt group may have different prompts
             (`--allow-different-prompts-in-group`).
-        samples_per_group: the rollouts (samples, where each is one) that every prompt group of the step has; a group of
-            another size, which the step's border may have cut, is refused. None takes groups of any size; the prompt mean
+        samples_per_group: the rollouts (samples, where each is one) that every prompt group of the
+            step has; a group of another size, which the step's border may have cut, is refused.
+            None takes groups of any size; the prompt mean
             then refuses a step whose groups differ in size, on every rank.
-        allow_different_group_sizes: prompt groups may differ in size under the prompt mean, as dynamic sampling and agentic
-            rollouts make them (`--allow-different-group-sizes`).
+        allow_different_group_sizes: prompt groups may differ in size under the prompt mean, as
+            dynamic sampling and agentic rollouts make them (`--allow-different-group-sizes`).
 
     Raises:
-        ValueError: a prompt group of another size than `samples_per_group`; ids that stand for two things: a rollout of
-            several prompt groups, ranks or files; a prompt group of different prompts.
+        ValueError: a prompt group of another size than `samples_per_group`; ids that stand for two
+            things: a rollout of several prompt groups, ranks or files; a prompt group of different
+            prompts.
     """
     mine, everyone = compute_and_gather(
         lambda: StepCounts.of([sample_counts(samples)]), StepCounts.to_bytes, data_parallel_group
@@ -217,7 +235,9 @@ def totals_of_counts(
     samples_per_group: int | None = None,
     allow_different_group_sizes: bool = False,
 ) -> StepTotals:
-    """Compute the totals of a step from the counts of every data-parallel rank, as `step_totals` does. All ranks call it."""
+    """Compute the totals of a step from the counts of every data-parallel rank, as `step_totals`
+    does. All ranks call it.
+    """
     counts = everyone if isinstance(everyone, StepCounts) else StepCounts.of(everyone)
     groups = check_ids(
         counts, allow_different_prompts=allow_different_prompts, samples_per_group=samples_per_group

@@ -16,7 +16,8 @@ from megatron_pg.head.ragged import Ragged, offsets_of
 LARGEST_LOG_PROB = 2.0**-10
 """The largest log-prob that rounding explains.
 
-In float32 a log-prob is z - logsumexp(z). The logsumexp is off by its spacing at most, 2^-23 of it: 2^-10 for logits up to 8192.
+In float32 a log-prob is z - logsumexp(z). The logsumexp is off by its spacing at most, 2^-23 of it:
+2^-10 for logits up to 8192.
 """
 HALF_SPACING_OF_BFLOAT16 = 2.0**-8
 """The largest relative error of a number that was rounded to bfloat16."""
@@ -93,25 +94,30 @@ def check_log_probs(where: str, log_probs: Tensor, is_active: Tensor) -> None:
 
 
 def checked_kept_tokens(where: str, kept: Any, targets: Tensor, loss_mask: Tensor) -> Ragged:
-    """Convert the kept sets of a sample to a row of int64 ids for each response token, and check that it has the token."""
+    """Convert the kept sets of a sample to a row of int64 ids for each response token, and check
+    that it has the token.
+    """
     if not isinstance(kept, Ragged):
         try:
             rows = list(map(list, kept))
             values = host_tensor(list(itertools.chain.from_iterable(rows)))
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise ValueError(
-                f"{where} is no such thing ({error}), expected a sequence of integer ids for each response token"
+                f"{where} is no such thing ({error}), expected a sequence of integer ids for each "
+                f"response token"
             ) from error
         kept = Ragged(values, offsets_of(host_tensor([*map(len, rows)]).to(torch.int64)))
     ids = kept.values
     if ids.device.type != "cpu" or ids.dim() != 1 or (ids.numel() and not has_integers(ids)):
         raise ValueError(
-            f"{where} is {ids.dtype} of shape {list(ids.shape)} on {ids.device}, expected integer ids on the host, for each "
+            f"{where} is {ids.dtype} of shape {list(ids.shape)} on {ids.device}, expected integer "
+            f"ids on the host, for each "
             "response token its own"
         )
     if len(kept) != len(targets):
         raise ValueError(
-            f"{where} is of {len(kept)} sets, expected one for each response token ({len(targets)}), empty where all tokens "
+            f"{where} is of {len(kept)} sets, expected one for each response token "
+            f"({len(targets)}), empty where all tokens "
             "were kept"
         )
     sets = Ragged(ids.detach().to(torch.int64), kept.offsets)
@@ -122,8 +128,10 @@ def checked_kept_tokens(where: str, kept: Any, targets: Tensor, loss_mask: Tenso
     missing = (loss_mask & ~has_target).nonzero()[:, 0].tolist()
     if missing:
         raise ValueError(
-            f"{where}[{missing[0]}] is a set of {sets.row(missing[0]).numel()} ids without {int(targets[missing[0]])}, expected "
-            "the token that was sampled there among them, or an empty set where all tokens were kept"
+            f"{where}[{missing[0]}] is a set of {sets.row(missing[0]).numel()} ids without "
+            f"{int(targets[missing[0]])}, expected "
+            "the token that was sampled there among them, or an empty set where all tokens were "
+            "kept"
         )
     return sets
 
@@ -156,7 +164,8 @@ def checked_side_channels(
             raise ValueError(f"{where} is on {content.device}, expected it on the host")
         if len(values) not in (len(loss_mask), total_length):
             raise ValueError(
-                f"{where} has {len(values)} rows, expected one per response token ({len(loss_mask)}) or per token of the "
+                f"{where} has {len(values)} rows, expected one per response token "
+                f"({len(loss_mask)}) or per token of the "
                 f"sequence ({total_length})"
             )
         if channel in TEACHER_CHANNELS:
@@ -169,18 +178,22 @@ def checked_side_channels(
     shapes = [list(side_channels[key].shape) for key in TEACHER_CHANNELS if key in side_channels]
     if shapes[1:] and shapes[0] != shapes[1]:
         raise ValueError(
-            f"{name}: side_channels['teacher_ids'] has shape {shapes[0]} and side_channels['teacher_log_probs'] has shape "
+            f"{name}: side_channels['teacher_ids'] has shape {shapes[0]} and "
+            f"side_channels['teacher_log_probs'] has shape "
             f"{shapes[1]}: give the log-prob of each id"
         )
     return dict(side_channels)
 
 
 def _check_teacher(where: str, channel: str, values: Any, loss_mask: Tensor) -> None:
-    """Refuse a teacher's k likeliest tokens, or their log-probs, that are of no distribution at an active token."""
+    """Refuse a teacher's k likeliest tokens, or their log-probs, that are of no distribution at an
+    active token.
+    """
     if not isinstance(values, Tensor) or values.dim() != 2 or len(values) != len(loss_mask):
         shape = list(values.shape) if isinstance(values, Tensor) else "a Ragged"
         raise ValueError(
-            f"{where} is of shape {shape}, expected a tensor [response_length, k], here [{len(loss_mask)}, k]"
+            f"{where} is of shape {shape}, expected a tensor [response_length, k], here "
+            f"[{len(loss_mask)}, k]"
         )
     k = values.shape[1]
     if channel == "teacher_ids":
@@ -191,7 +204,8 @@ def _check_teacher(where: str, channel: str, values: Any, loss_mask: Tensor) -> 
         _check_sets(where, sets.only(loss_mask))
         return
     check_log_probs(where, values, loss_mask[:, None])
-    # Rounding each to bfloat16 makes q at most q^(1 - 2^-8), so that a sum of 1 becomes k^(2^-8) at most.
+    # Rounding each to bfloat16 makes q at most q^(1 - 2^-8), so that a sum of 1 becomes k^(2^-8) at
+    # most.
     log_sum = values.double().logsumexp(1)
     is_more = log_sum > LARGEST_LOG_PROB + HALF_SPACING_OF_BFLOAT16 * math.log(max(k, 1))
     total = f"{where}: the sum of the probabilities of token "

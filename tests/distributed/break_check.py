@@ -1,7 +1,8 @@
 """Runs `megatron-pg check` under each breakage of Megatron, and says which are missed or misnamed.
 
-test_breakages.py runs one aggregation of each row, in one loss mode if both are alike, of models with one layer per chunk.
-All rows, of all groups or of one, with the diagnosis of those that failed:
+test_breakages.py runs one aggregation of each row, in one loss mode if both are alike, of models
+with one layer per chunk. All rows, of all groups or of one, with the diagnosis of those that
+failed:
 
     python -m tests.distributed.break_check [--group "TP2 SP"] [--breakage "part of its name"] [--words]
 
@@ -41,7 +42,8 @@ class Found:
 def rows_of_breakages(
     flags: Sequence[str], group: str, part: str = "", *, everything: bool = False
 ) -> dict[str, list[Found]]:
-    """The rows of a check without a breakage, and under each of a group's; every rank of its processes calls it.
+    """The rows of a check without a breakage, and under each of a group's; every rank of its
+    processes calls it.
 
     Args:
         flags: of `megatron-pg check`.
@@ -99,7 +101,9 @@ def family() -> list[Breakage]:
 
 
 def remembered_groups(initialize: Callable[..., None]) -> Callable[..., None]:
-    """Megatron's process groups, made once for the same arguments: gloo never gives a group's threads back."""
+    """Megatron's process groups, made once for the same arguments: gloo never gives a group's
+    threads back.
+    """
     from megatron.core import parallel_state
 
     known: dict[str, dict[str, Any]] = {}
@@ -173,7 +177,9 @@ def problems_of_group(
     everything: bool = False,
     prints_words: bool = False,
 ) -> tuple[int, list[str]]:
-    """How many breakages were run, and their problems; every rank of the group's processes calls it."""
+    """How many breakages were run, and their problems; every rank of the group's processes calls
+    it.
+    """
     found = rows_of_breakages(flags, group, part, everything=everything)
     if prints_words and dist.get_rank() == 0:
         for name, rows in found.items():

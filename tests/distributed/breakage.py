@@ -1,4 +1,6 @@
-"""What a way of breaking Megatron is: its patches, the flags it is run under, what must fail and what must be said."""
+"""What a way of breaking Megatron is: its patches, the flags it is run under, what must fail and
+what must be said.
+"""
 
 import functools
 import inspect
@@ -34,7 +36,9 @@ GROUPS: dict[str, tuple[int, str]] = {
 
 @dataclass(frozen=True)
 class Breakage:
-    """One row of the family. Labels are `model what aggregation per token`, or `... per micro-batch`."""
+    """One row of the family. Labels are `model what aggregation per token`, or `... per
+    micro-batch`.
+    """
 
     name: str
     """The mistake in words."""
@@ -56,8 +60,9 @@ class Breakage:
     """
 
     def concerns(self, model: str, case: str, per_token: bool = False) -> bool:
-        """Whether CI runs the rows of a case of a model: the plain ones, and what is to fail or to pass beside it; those
-        of the per-token mode where the modes are told apart."""
+        """Whether CI runs the rows of a case of a model: the plain ones, and what is to fail or to
+        pass beside it; those of the per-token mode where the modes are told apart.
+        """
         named = {*self.fails.split("|"), *self.passes.split("|")}
         is_mode = not per_token or not named.isdisjoint({PER_TOKEN, PER_MICRO_BATCH})
         return is_mode and {model, case} <= {"end to end", "loss only", "gradient", *named}

@@ -1,7 +1,8 @@
 """Megatron broken where tokens meet: positions, attention, sums over sequences.
 
-The reference of `megatron-pg check` runs the same classes, one sequence at a time and without sharding: a breakage of a
-model says by the size of a group, or by there being several sequences, that it leaves that alone.
+The reference of `megatron-pg check` runs the same classes, one sequence at a time and without
+sharding: a breakage of a model says by the size of a group, or by there being several sequences,
+that it leaves that alone.
 """
 
 import functools
@@ -26,7 +27,8 @@ from .breakage import Break, Patch, around, breakage, wrap
 LEARNED_POSITIONS = 128
 """No more than those of the check's model."""
 TILE = 32
-"""Keys that one tile of an attention kernel holds, and no more than one of the CPU's long sequences."""
+"""Keys that one tile of an attention kernel holds, and no more than one of the CPU's long
+sequences."""
 
 
 def places(packed: PackedSeqParams) -> tuple[Tensor, Tensor]:
@@ -45,7 +47,9 @@ def is_packed(packed: PackedSeqParams | None) -> bool:
 
 
 def rotary_slice(wrong: Callable[[Tensor, Tensor], Tensor]) -> Break:
-    """Has `wrong(right, frequencies)` give the frequencies of one sequence's tokens on a rank of several."""
+    """Has `wrong(right, frequencies)` give the frequencies of one sequence's tokens on a rank of
+    several.
+    """
 
     @around(rope_utils, "_get_thd_freqs_on_this_cp_rank")
     @functools.wraps(wrong)
@@ -73,7 +77,9 @@ def position_ids(
     wrong: Callable[[Tensor, PackedSeqParams], Tensor],
     is_spoilt: Callable[[PackedSeqParams | None], bool] = is_packed,
 ) -> Break:
-    """Has the model called with other position ids, where they are not those of one whole sequence."""
+    """Has the model called with other position ids, where they are not those of one whole
+    sequence.
+    """
 
     @around(GPTModel, "forward")
     @functools.wraps(wrong)
@@ -142,7 +148,9 @@ def each_attention(wrong: Callable[..., Tensor]) -> Break:
 
 
 def spoil_values(is_spoilt: Callable[[Tensor, Tensor], Tensor]) -> Break:
-    """Has attention find nothing at tokens by (position, length of their sequence) on every rank of several."""
+    """Has attention find nothing at tokens by (position, length of their sequence) on every rank of
+    several.
+    """
 
     @each_attention
     @functools.wraps(is_spoilt)

@@ -31,7 +31,9 @@ breakage = functools.partial(any_breakage, is_around_the_model=True)
 
 
 def each_bucket_reduction(spoil: Callable[[Tensor, Tensor], Any]) -> Break:
-    """Has `spoil(reduced, own)` change each bucket after its reduction; own is this rank's share."""
+    """Has `spoil(reduced, own)` change each bucket after its reduction; own is this rank's
+    share.
+    """
 
     @around(BucketGroup, "start_grad_sync")
     @functools.wraps(spoil)
@@ -245,7 +247,9 @@ def gradient_norm_counts_replicas_twice(*args, **keywords):
 
 
 def each_optimizer_step(wrong: Callable[..., Any]) -> Break:
-    """Has `wrong(step, groups)` run in the place of each update; groups are torch's parameter groups."""
+    """Has `wrong(step, groups)` run in the place of each update; groups are torch's parameter
+    groups.
+    """
 
     @functools.wraps(wrong)
     def apply(patch: Patch) -> None:

@@ -1,4 +1,6 @@
-"""Megatron broken around the model: schedules, what pipeline stages send, the loss scale, the token count."""
+"""Megatron broken around the model: schedules, what pipeline stages send, the loss scale, the token
+count.
+"""
 
 import functools
 from collections.abc import Callable
@@ -28,7 +30,9 @@ breakage = functools.partial(any_breakage, is_around_the_model=True)
 
 
 def skip_backward(place: int, stage: int | None = None) -> Break:
-    """Leaves out the backward of the micro-batch at a place, on one stage or all; the stage before gets zeros."""
+    """Leaves out the backward of the micro-batch at a place, on one stage or all; the stage before
+    gets zeros.
+    """
 
     def apply(patch: Patch) -> None:
         seen = {"number": 0, "count": 0}

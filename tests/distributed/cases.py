@@ -73,7 +73,9 @@ class Case:
         return f"{self.model}{self.sharding}"
 
     def reference(self, run: Run) -> tuple[Any, ...]:
-        """What a step's reference depends on: not on the cut, where routers have no loss of their own."""
+        """What a step's reference depends on: not on the cut, where routers have no loss of
+        their own.
+        """
         options, sharding = self.options, self.sharding
         if not options.moe_aux_loss_coeff:
             return options.unsharded, replace(run, cut="")
@@ -130,9 +132,11 @@ TERMS_BY = {"ragged": "sample_mean", "short": "loss"}
 
 
 def runs(sharding: Sharding, *, place: int) -> tuple[Run, ...]:
-    """Every aggregation with every step shape, cut in every legal way; every second one with a KL and an entropy term.
+    """Every aggregation with every step shape, cut in every legal way; every second one with a KL
+    and an entropy term.
 
-    Those that have the terms at an even `place` lack them at an odd one. With short samples the terms follow the loss.
+    Those that have the terms at an even `place` lack them at an odd one. With short samples the
+    terms follow the loss.
     """
     every = itertools.product(*map(enumerate, (AGGREGATIONS, MATRIX_SHAPES, legal_cuts(sharding))))
     return tuple(

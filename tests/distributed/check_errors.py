@@ -16,7 +16,8 @@ from .launch import run_ranks
 from .models import ModelOptions, Sharding, check_options
 
 SHARDINGS = (
-    "one process, TP2, TP2+SP, PP2, PP2 VPP2, CP2, DP2, DP3, CP4, TP2+SP CP2, PP2 VPP2 CP2, CP2 DP3, "
+    "one process, TP2, TP2+SP, PP2, PP2 VPP2, CP2, DP2, DP3, CP4, TP2+SP CP2, PP2 VPP2 CP2, CP2 "
+    "DP3, "
     "TP8, TP2+SP PP2 CP2, PP8, CP2 DP4, MoE one process, MoE EP2 DP2, MoE CP2 EP2, MoE TP2+SP EP2, "
     "MoE PP2 VPP2 EP2 DP2, MoE TP2+SP CP2 EP4 DP2"
 ).split(", ")
@@ -26,7 +27,9 @@ LIMITS = {"fp32": 5e-7, "bf16": 2e-2 / 1.5}
 
 
 def sum_in_order() -> None:
-    """Have every weight's gradient be a plain float32 sum in the order of the tokens, as the GEMMs of some machines are."""
+    """Have every weight's gradient be a plain float32 sum in the order of the tokens, as the GEMMs
+    of some machines are.
+    """
     product = torch.Tensor.matmul
 
     def matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

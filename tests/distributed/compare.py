@@ -16,9 +16,9 @@ METRIC_TOLERANCE = 2e-6
 def gradient_tolerance(options: ModelOptions) -> float:
     """On max|g - reference| / max|reference| of every parameter, through Megatron.
 
-    In float64 it holds in per-token mode because the steps' token counts are powers of two: Megatron
-    divides all gradients by the count in float32 (distributed/finalize_model_grads.py). It computes the losses of
-    routers in float32.
+    In float64 it holds in per-token mode because the steps' token counts are powers of two:
+    Megatron divides all gradients by the count in float32 (distributed/finalize_model_grads.py). It
+    computes the losses of routers in float32.
     """
     is_rounded = options.dtype == torch.float32 or options.moe_aux_loss_coeff
     return 1e-6 if is_rounded else 1e-12
@@ -54,7 +54,9 @@ def assert_equal(
     names: Sequence[object] = (),
     tolerance: float = 1e-6,
 ) -> None:
-    """Each step has the gradients and metrics that are expected of it; `names` are for the message."""
+    """Each step has the gradients and metrics that are expected of it; `names` are for the
+    message.
+    """
     for number, (outcome, reference) in enumerate(zip(found, expected, strict=True)):
         comparison = compare(outcome, reference, tolerance)
         assert comparison.passed, f"{names[number] if names else number}: {comparison}"
@@ -68,7 +70,9 @@ def assert_case(
     references: dict[ModelOptions, list[Outcome]],
     *args: Any,
 ) -> list[Outcome]:
-    """Check and return the steps of `worker(sharding, options, *args)`: the runs, once or several times in turn."""
+    """Check and return the steps of `worker(sharding, options, *args)`: the runs, once or several
+    times in turn.
+    """
     sharding = Sharding.named(name)
     found: list[Outcome] = run_ranks(worker, sharding.world_size, sharding, options, *args)[0]
     repeats = len(found) // len(runs)

@@ -1,4 +1,6 @@
-"""The trainer is built on `megatron.training` (0.17 and later) and reads rollouts with pyarrow: else its files are left out."""
+"""The trainer is built on `megatron.training` (0.17 and later) and reads rollouts with pyarrow:
+else its files are left out.
+"""
 
 from importlib.util import find_spec
 
@@ -18,11 +20,13 @@ LONGEST = "quickstart check breakages trainer_sampler trainer matrix hugging_fac
 OLDEST = (
     "test_auxiliary_loss.py::test_the_bias_of_experts_counts_no_padding",
     "test_data_parallel.py::test_the_gradient_of_the_step",
-    "test_fused_output.py::test_gradients_and_metrics_equal_the_unsharded_reference[TP2+SP CP2-one pass]",
+    "test_fused_output.py::test_gradients_and_metrics_equal_the_unsharded_reference[TP2+SP CP2-one "
+    "pass]",
     "test_fused_output.py::test_gradients_and_metrics_equal_the_unsharded_reference[PP2 VPP2 tied",
     "test_value_step.py::test_the_right_step_passes",
 )
-"""The beginnings of the names of tests that ci/test.sh runs with the oldest supported megatron-core too."""
+"""The beginnings of the names of tests that ci/test.sh runs with the oldest supported megatron-core
+too."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,4 +1,6 @@
-"""Few steps of the matrix that contain every pair of values of any two factors: a covering array."""
+"""Few steps of the matrix that contain every pair of values of any two factors: a covering
+array.
+"""
 
 import itertools
 from collections import defaultdict
@@ -41,7 +43,8 @@ def pairs(case: Case, run: Run) -> list[Any]:
 
 
 def covering_cases() -> list[Case]:
-    """The first of the steps with the most pairs that no step chosen before has, until all pairs are there.
+    """The first of the steps with the most pairs that no step chosen before has, until all pairs
+    are there.
 
     Of a case come the chosen steps, with as few layers as its sharding takes.
     """

@@ -1,4 +1,6 @@
-"""What ranks do with a Hugging Face folder: build the model its config means, load, score, train a step, write it back."""
+"""What ranks do with a Hugging Face folder: build the model its config means, load, score, train a
+step, write it back.
+"""
 
 import contextlib
 import io
@@ -42,7 +44,9 @@ FLAGS = """
 
 @dataclass(frozen=True)
 class Job:
-    """Load `source` at a sharding, write it to `copy`; with `trained`, take a step and write that there."""
+    """Load `source` at a sharding, write it to `copy`; with `trained`, take a step and write that
+    there.
+    """
 
     source: Path
     samples: list[PlainSample]
@@ -54,7 +58,9 @@ class Job:
 
 
 class Logits(NamedTuple):
-    """A rank's part [tokens of its context-parallel rank, columns] of all samples in one pack, at the last stage."""
+    """A rank's part [tokens of its context-parallel rank, columns] of all samples in one pack, at
+    the last stage.
+    """
 
     tensor_rank: int
     context_rank: int
@@ -84,8 +90,10 @@ def parse(sharding: Sharding, job: Job) -> Any:
     """Megatron's arguments, by its own parser and checks, of the flags that the config means."""
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # validate_args wants it under TP and CP
     flags = (
-        f"{FLAGS} --tensor-model-parallel-size {sharding.tensor} --context-parallel-size {sharding.context} "
-        f"--pipeline-model-parallel-size {sharding.pipeline} --expert-model-parallel-size {sharding.expert}"
+        f"{FLAGS} --tensor-model-parallel-size {sharding.tensor} --context-parallel-size "
+        f"{sharding.context} "
+        f"--pipeline-model-parallel-size {sharding.pipeline} --expert-model-parallel-size "
+        f"{sharding.expert}"
     )
     if sharding.virtual_pipeline is not None:
         flags += f" --num-virtual-stages-per-pipeline-rank {sharding.virtual_pipeline}"
@@ -210,7 +218,9 @@ def mutants(job: Job) -> dict[str, Logits | None]:
 
 
 def load_by_transformer_engines_names(job: Job) -> Logits | None:
-    """The logits of a model whose parameters are named as those of Transformer Engine's layers, which need a GPU."""
+    """The logits of a model whose parameters are named as those of Transformer Engine's layers,
+    which need a GPU.
+    """
     chunks = build(Sharding(), job)
     model = chunks[0].module
     tensors = model.state_dict(keep_vars=True)
@@ -221,7 +231,9 @@ def load_by_transformer_engines_names(job: Job) -> Logits | None:
 
 
 def _transformer_engines_name(name: str) -> str:
-    """What megatron-core 0.19.2 calls it with `get_gpt_decoder_block_spec(..., use_transformer_engine=True)`."""
+    """What megatron-core 0.19.2 calls it with `get_gpt_decoder_block_spec(...,
+    use_transformer_engine=True)`.
+    """
     name = name.replace("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight")
     if name.startswith("decoder.layers.1."):  # the dense one: with experts the norm stays by itself
         name = name.replace("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")

@@ -1,4 +1,5 @@
-"""Kills a program at random moments, starts it again, and compares its metrics with an uninterrupted run's.
+"""Kills a program at random moments, starts it again, and compares its metrics with an
+uninterrupted run's.
 
     python -m tests.distributed.kill_runs --program trainer --moments 10 --seed 0
 
@@ -40,15 +41,19 @@ class Moment:
     kind: str
     """One of KINDS."""
     step: int
-    """It comes after this step is logged, or at the first checkpoint from this step on where the disk is full."""
+    """It comes after this step is logged, or at the first checkpoint from this step on where the
+    disk is full."""
     delay: float
-    """Seconds after that, up to LONGEST_DELAY; of a full disk it is to these as what it still takes to the largest file."""
+    """Seconds after that, up to LONGEST_DELAY; of a full disk it is to these as what it still takes
+    to the largest file."""
     rank: int
     """The rank that is killed, or whose disk is full."""
 
 
 def random_moments(number: int, seed: int) -> list[Moment]:
-    """`number` moments, later and later in the run, every kind among any four that follow each other."""
+    """`number` moments, later and later in the run, every kind among any four that follow each
+    other.
+    """
     generator = random.Random(seed)
     kinds = generator.sample(KINDS, len(KINDS))
     latest = NUM_STEPS - 4
@@ -77,9 +82,11 @@ class Program(NamedTuple):
 
 
 def take_no_more(moment: Moment, files: Iterable[Path]) -> None:
-    """Have the system refuse this rank to write beyond a size, in the middle of a checkpoint like these files.
+    """Have the system refuse this rank to write beyond a size, in the middle of a checkpoint like
+    these files.
 
-    RLIMIT_FSIZE is what can be had without a disk to fill: a write ends short, the next fails with EFBIG.
+    RLIMIT_FSIZE is what can be had without a disk to fill: a write ends short, the next fails with
+    EFBIG.
     """
     largest = max((file.stat().st_size for file in files), default=4096)
     limit = int(largest * moment.delay / LONGEST_DELAY)
@@ -108,7 +115,9 @@ def interrupt(program: Program, run_dir: Path, moment: Moment) -> None:
 
 
 def send_signal(ranks: Ranks, moment: Moment, sent: Path) -> None:
-    """The signal of the moment, after its delay, to the ranks that get it; the file `sent` tells those that wait."""
+    """The signal of the moment, after its delay, to the ranks that get it; the file `sent` tells
+    those that wait.
+    """
     time.sleep(moment.delay)
     number = signal.SIGTERM if moment.kind == "SIGTERM" else signal.SIGKILL
     for rank in [ranks[moment.rank]] if moment.kind == "kill one rank" else ranks:
@@ -118,7 +127,9 @@ def send_signal(ranks: Ranks, moment: Moment, sent: Path) -> None:
 
 
 def compare(program: Program, folder: Path, moments: list[Moment]) -> None:
-    """Raise unless a run that every moment interrupts has, bit for bit, the metrics of one that is left alone."""
+    """Raise unless a run that every moment interrupts has, bit for bit, the metrics of one that is
+    left alone.
+    """
     program.run(folder / "uninterrupted")
     for moment in moments:
         interrupt(program, folder / "interrupted", moment)

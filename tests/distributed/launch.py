@@ -1,7 +1,7 @@
 """Run a function in several gloo processes: all results, or the first error, and never a hang.
 
-The processes are forked from a server that has imported torch, Megatron, transformers and the training script once,
-so that a launch costs a fraction of a second and not an import for each rank.
+The processes are forked from a server that has imported torch, Megatron, transformers and the
+training script once, so that a launch costs a fraction of a second and not an import for each rank.
 """
 
 import contextlib
@@ -28,7 +28,8 @@ GRACE_SECONDS = 1.0
 
 
 class Pickler(pickle.Pickler):
-    """Plain but for tensors, which are arrays meanwhile: torch takes a millisecond to pickle and to load each.
+    """Plain but for tensors, which are arrays meanwhile: torch takes a millisecond to pickle and to
+    load each.
 
     The pickler of multiprocessing would share their memory.
     """
@@ -60,7 +61,8 @@ def refusal(kind: Any, function: Callable[..., Any], *args: Any, **keywords: Any
 def fork_server() -> Any:
     """The multiprocessing context whose processes are forked from what `preload` has imported.
 
-    A server is started by the first process that is asked of it and knows what that one preloads: one list for all.
+    A server is started by the first process that is asked of it and knows what that one preloads:
+    one list for all.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     context = multiprocessing.get_context("forkserver")
@@ -69,7 +71,9 @@ def fork_server() -> Any:
 
 
 def free_port() -> int:
-    """Below the ports that the kernel hands out: gloo's listeners, of the other worker too, cannot take it meanwhile."""
+    """Below the ports that the kernel hands out: gloo's listeners, of the other worker too, cannot
+    take it meanwhile.
+    """
     for port in random.sample(range(20000, 30000), 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
@@ -86,7 +90,8 @@ def run_ranks(
         worker: a module-level function; its result is pickled.
         world_size: number of processes.
         args: pickled for every rank.
-        patience: seconds without progress after which the ranks are said to hang, and killed (`tests.progress`).
+        patience: seconds without progress after which the ranks are said to hang, and killed
+            (`tests.progress`).
 
     Raises:
         RankError: a rank raised, or died.
@@ -96,8 +101,9 @@ def run_ranks(
     try:
         return _run(task, world_size, patience)
     except RankError as error:
-        # A port that gloo listens on may be called by a process of another test, which had it before. Only where no rank
-        # had come to the worker: its own groups have to be made the first time.
+        # A port that gloo listens on may be called by a process of another test, which had it
+        # before. Only where no rank had come to the worker: its own groups have to be made the
+        # first time.
         if "Gloo connectFullMesh failed" not in str(error) or "worker(*args)" in str(error):
             raise
     return _run(task, world_size, patience)
@@ -124,7 +130,9 @@ def _run(task: bytes, world_size: int, patience: float) -> list[Any]:
 
 
 def _collect(pipes: list[Any], pids: list[int | None], patience: float) -> list[Any]:
-    """Every rank's result; an error ends the wait, once the others have been at rest for a moment."""
+    """Every rank's result; an error ends the wait, once the others have been at rest for a
+    moment.
+    """
     watch = Watch(pids, patience)
     waiting = dict(zip(pipes, range(len(pipes)), strict=True))
     results: list[Any] = [None] * len(pipes)

@@ -159,7 +159,8 @@ def summary(results: list[Result], seconds: float) -> str:
         worst[key] = max(worst[key], result.worst[1].gradient_error)
     errors = ", ".join(f"{key} {error:.1e}" for key, error in sorted(worst.items()))
     return (
-        f"{passed} of {len(results)} cases passed ({steps} steps, {seconds:.0f} s on {os.cpu_count()} cores); "
+        f"{passed} of {len(results)} cases passed ({steps} steps, {seconds:.0f} s on "
+        f"{os.cpu_count()} cores); "
         f"largest gradient errors: {errors}. {versions()}."
     )
 

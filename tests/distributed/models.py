@@ -79,7 +79,8 @@ class ModelOptions:
     overlap_grad_reduce: bool = False
     dtype: torch.dtype = torch.float32
     output_bias: bool = False
-    """Of the output layer, as `ColumnParallelLinear(bias=True)` makes one; the models themselves never ask for it."""
+    """Of the output layer, as `ColumnParallelLinear(bias=True)` makes one; the models themselves
+    never ask for it."""
     hybrid: bool = False
     """HybridModel, the successor that 0.19 names for GPTModel, of attention and MLP layers."""
     value_head: bool = False

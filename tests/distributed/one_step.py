@@ -62,7 +62,8 @@ def train_step(
 ) -> Outcome | None:
     """Forward, backward and reduction of one step; the outcome is on rank 0, None elsewhere.
 
-    Every rank of the world calls it. `loss` is the package's where None. `keywords` are those of `run_schedule`.
+    Every rank of the world calls it. `loss` is the package's where None. `keywords` are those of
+    `run_schedule`.
     """
     for chunk in chunks:
         chunk.zero_grad_buffer()
@@ -102,8 +103,10 @@ def run_schedule(
     forward_only: bool = False,
     **of_step: Any,
 ) -> tuple[Any, list[Any]]:
-    """Megatron's schedule over the micro-batches of a step; returns the step, a `PolicyStep` or `ValueStep`, and their
-    metrics. `samples` are the run's where None. `head` takes the place of the step's own, which is given `of_step`."""
+    """Megatron's schedule over the micro-batches of a step; returns the step, a `PolicyStep` or
+    `ValueStep`, and their metrics. `samples` are the run's where None. `head` takes the place of
+    the step's own, which is given `of_step`.
+    """
     groups = ParallelGroups.from_model(chunks)
     layout = {
         "cp_rank": groups.context_rank,

@@ -36,7 +36,8 @@ GLOO = distributed_c10d.ProcessGroupGloo
 
 
 class OneDevice(type):
-    """Make a rank's groups on one gloo device, whose thread wakes up a hundred times a second; torch makes one a group.
+    """Make a rank's groups on one gloo device, whose thread wakes up a hundred times a second;
+    torch makes one a group.
 
     24 groups on each of 4 idle ranks take 0.13 of a core, on one device none that shows.
     """

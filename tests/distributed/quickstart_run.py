@@ -24,9 +24,12 @@ Ranks = list[BaseProcess]
 Prepare = Callable[[int], None] | None
 """Called with the rank, in its process, before the program."""
 SHORT = (
-    "--warm-start-iters 4 --warm-start-batch-size 16 --num-training-tasks 256 --num-held-out-tasks 16 "
-    "--rollout-batch-size 8 --n-samples-per-prompt 4 --global-batch-size 16 --train-iters 12 --save-interval 4 "
-    # A model this little trained answers nothing rightly; the entropy term gives its steps a gradient.
+    "--warm-start-iters 4 --warm-start-batch-size 16 --num-training-tasks 256 --num-held-out-tasks "
+    "16 "
+    "--rollout-batch-size 8 --n-samples-per-prompt 4 --global-batch-size 16 --train-iters 12 "
+    "--save-interval 4 "
+    # A model this little trained answers nothing rightly; the entropy term gives its steps a
+    # gradient.
     "--max-tokens-per-microbatch 128 --entropy-coef 0.01 "
 )
 TINY = SHORT + (
@@ -36,7 +39,9 @@ TINY = SHORT + (
 
 
 def start(run_dir: Path, flags: str, world_size: int = 2, prepare: Prepare = None) -> Ranks:
-    """The ranks of a short run of the quickstart, as `start_script` starts them; of its flags a later one wins."""
+    """The ranks of a short run of the quickstart, as `start_script` starts them; of its flags a
+    later one wins.
+    """
     arguments = [*TINY.split(), "--run-dir", str(run_dir), *flags.split()]
     return start_script(arguments, run_dir, world_size, prepare)
 
@@ -91,7 +96,9 @@ def wait_until_ended(ranks: Ranks) -> None:
 
 
 def wait(ranks: Ranks) -> list[int]:
-    """Return the exit codes. Once a rank fails the others get what a launcher gives: SIGTERM, and an end if they hang."""
+    """Return the exit codes. Once a rank fails the others get what a launcher gives: SIGTERM, and
+    an end if they hang.
+    """
 
     def has_one_failed() -> bool:
         return any(rank.exitcode for rank in ranks)
@@ -109,7 +116,9 @@ def wait(ranks: Ranks) -> list[int]:
 
 
 def wait_for_steps(ranks: Ranks, run_dir: Path, number: int) -> None:
-    """Return once that many steps are logged; a RuntimeError, with what the run said, if a rank ends before."""
+    """Return once that many steps are logged; a RuntimeError, with what the run said, if a rank
+    ends before.
+    """
     metrics = run_dir / "metrics.jsonl"
 
     def are_logged() -> bool:
@@ -124,7 +133,9 @@ def wait_for_steps(ranks: Ranks, run_dir: Path, number: int) -> None:
 
 
 def hold(run_dir: Path, steps: int, sent: Path) -> None:
-    """Let a rank wait, once that many steps are logged, until the file `sent` says that a signal was sent."""
+    """Let a rank wait, once that many steps are logged, until the file `sent` says that a signal
+    was sent.
+    """
     metrics = run_dir / "metrics.jsonl"
     while metrics.exists() and metrics.read_bytes().count(b"\n") >= steps and not sent.exists():
         time.sleep(0.1)

@@ -27,13 +27,16 @@ from .steps import TOPK, VALUE_CLIP, VOCAB_SIZE, Run, ValueRun
 MTP_SCALING_FACTOR = 0.1
 """Megatron's default."""
 Outputs = tuple[list[Tensor], list[list[Tensor]], dict[str, float]]
-"""By sample the logits, and those of multi-token prediction by depth; `router_agreement` where experts are given."""
+"""By sample the logits, and those of multi-token prediction by depth; `router_agreement` where
+experts are given."""
 
 
 def references_of(
     models: Iterable[ModelOptions], runs: list[Run]
 ) -> dict[ModelOptions, list[Outcome]]:
-    """The outcome of each run, whatever its cut, for each model by its `unsharded` options; in a launch of its own."""
+    """The outcome of each run, whatever its cut, for each model by its `unsharded` options; in a
+    launch of its own.
+    """
     unsharded = {options.unsharded for options in models}
     return {options: run_ranks(reference_steps, 1, options, runs)[0] for options in unsharded}
 
@@ -49,8 +52,8 @@ def reference_steps(options: ModelOptions, runs: list[Run]) -> list[Outcome]:
         if isinstance(run, ValueRun):
             loss, metrics = value_loss_alone(model, run)
         else:
-            # One forward serves every loss of the same tokens, but where it has Megatron's loss of tokens ahead, whose
-            # backward overwrites what it has saved.
+            # One forward serves every loss of the same tokens, but where it has Megatron's loss of
+            # tokens ahead, whose backward overwrites what it has saved.
             tokens = (run.replay_layers, *(tuple(sample.tokens) for sample in run.samples))
             if tokens not in outputs or options.mtp_num_layers is not None:
                 outputs[tokens] = outputs_alone(model, options, run.samples)
@@ -65,9 +68,11 @@ def reference_steps(options: ModelOptions, runs: list[Run]) -> list[Outcome]:
 
 
 def outputs_alone(model: Any, options: ModelOptions, samples: list[PlainSample]) -> Outputs:
-    """Run each sample by itself. The routers of the layers that a sample gives experts for are replaced by plain loops.
+    """Run each sample by itself. The routers of the layers that a sample gives experts for are
+    replaced by plain loops.
 
-    A token's experts are the given ones, any other's the largest logits; probabilities are the softmax of their logits.
+    A token's experts are the given ones, any other's the largest logits; probabilities are the
+    softmax of their logits.
     """
     logits, counts = [], [0, 0]
     rows: list[list[list[int]]] = []  # by layer those of the sample that runs
@@ -102,7 +107,8 @@ def outputs_alone(model: Any, options: ModelOptions, samples: list[PlainSample])
 
 @contextlib.contextmanager
 def outputs_ahead(model: Any, depths: int | None) -> Iterator[list[list[Tensor]]]:
-    """What the output layer makes of multi-token prediction: of each call of the model [total_length, vocab] by depth.
+    """What the output layer makes of multi-token prediction: of each call of the model
+    [total_length, vocab] by depth.
 
     Megatron's own loss of them is taken out of the graph.
     """
@@ -125,7 +131,9 @@ def outputs_ahead(model: Any, depths: int | None) -> Iterator[list[list[Tensor]]
 
 
 def loss_ahead(samples: list[PlainSample], ahead: list[list[Tensor]]) -> Tensor:
-    """0-d: the mean over the step's active tokens, and over depths, of the cross-entropy of a token so far ahead."""
+    """0-d: the mean over the step's active tokens, and over depths, of the cross-entropy of a token
+    so far ahead.
+    """
     total = torch.zeros((), dtype=torch.float64)
     for sample, depths in zip(samples, ahead, strict=False):
         for depth, logits in enumerate(depths, start=1):
@@ -147,7 +155,9 @@ def value_loss_alone(model: torch.nn.Module, run: ValueRun) -> tuple[Tensor, dic
 
 
 def reference_log_probs(run: Run) -> list[list[float]]:
-    """Of every response token of every sample, as a rollout engine without any parallelism scores it."""
+    """Of every response token of every sample, as a rollout engine without any parallelism
+    scores it.
+    """
     initialize_groups(Sharding())
     (model,) = build_model(Sharding(), ModelOptions(dtype=torch.float64))
     active = [replace(sample, loss_mask=[1] * sample.response_length) for sample in run.samples]
@@ -172,7 +182,9 @@ def logits_alone(model: torch.nn.Module, sample: PlainSample) -> Tensor:
 
 
 def logits_of_pack(model: torch.nn.Module, samples: list[PlainSample]) -> list[Tensor]:
-    """The same of samples in one pack without padding; of no samples a pack of one token runs, as a micro-batch may be empty."""
+    """The same of samples in one pack without padding; of no samples a pack of one token runs, as a
+    micro-batch may be empty.
+    """
     lengths = [len(sample.tokens) for sample in samples] or [1]
     tokens = torch.tensor([[token for sample in samples for token in sample.tokens] or [0]])
     positions = torch.cat([torch.arange(length) for length in lengths])[None]

@@ -1,4 +1,6 @@
-"""The oracle of routers' losses: plain loops in one process over micro-batches that need no padding."""
+"""The oracle of routers' losses: plain loops in one process over micro-batches that need no
+padding.
+"""
 
 from dataclasses import replace
 
@@ -17,7 +19,9 @@ Rows = list[Tensor]
 
 
 def balance(rows: Tensor, seen: Tensor) -> Tensor:
-    """Switch Transformers' loss in plain loops: the mean probabilities of rows, and the shares of experts in those seen."""
+    """Switch Transformers' loss in plain loops: the mean probabilities of rows, and the shares of
+    experts in those seen.
+    """
     chosen, probs = [0.0] * NUM_EXPERTS, [torch.zeros(())] * NUM_EXPERTS
     for row in seen:
         for expert in row.topk(TOPK).indices.tolist():
@@ -34,7 +38,8 @@ def z_loss(rows: Tensor) -> Tensor:
 
 
 def of_ranks(kind: str, ranks: list[list[Rows]], all_tokens: int | None = None) -> Tensor:
-    """A loss of routers over a step, from every rank's micro-batches: its mean over them, or weighted by tokens.
+    """A loss of routers over a step, from every rank's micro-batches: its mean over them, or
+    weighted by tokens.
 
     The global loss has a micro-batch of all ranks, and the shares of all tokens until then.
     """
@@ -67,7 +72,9 @@ def coefficients(options: ModelOptions) -> dict[str, float]:
 def step_with_losses_of_routers(
     options: ModelOptions, run: Run, data_size: int, multiple: int
 ) -> tuple[Outcome, dict[str, float]]:
-    """One process: every micro-batch packed by itself without padding; the step, and each loss by layer, without coefficient."""
+    """One process: every micro-batch packed by itself without padding; the step, and each loss by
+    layer, without coefficient.
+    """
     initialize_groups(Sharding())
     (model,) = build_model(Sharding(), replace(options.unsharded, dtype=torch.float64))
     router_logits: Rows = []

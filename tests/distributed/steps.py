@@ -24,10 +24,12 @@ MICRO_BATCHES = 3
 def _told_apart_by_float32(samples: list[PlainSample]) -> list[PlainSample]:
     """The same lengths and groups; tokens, numbers and masks that cost float32 few digits.
 
-    Three tokens of four have a positive advantage, the KL term pulls the same way, and responses have
-    ids of the half of the vocabulary that leans one way (`megatron_pg.check.sharded_parameters`):
-    gradients add up where they would cancel. About every fourth token is clipped. The number of active tokens is a power of two: in per-token mode Megatron divides by it in float32,
-    and then without error, so that float64 is held to 1e-12 there too.
+    Three tokens of four have a positive advantage, the KL term pulls the same way, and responses
+    have ids of the half of the vocabulary that leans one way
+    (`megatron_pg.check.sharded_parameters`): gradients add up where they would cancel. About every
+    fourth token is clipped. The number of active tokens is a power of two: in per-token mode
+    Megatron divides by it in float32, and then without error, so that float64 is held to 1e-12
+    there too.
     """
     changed = []
     for sample in samples:
@@ -62,9 +64,11 @@ KEPT_SIZES = (1, 2, 3, 5, 8, 12, 0)
 
 
 def with_kept_sets(samples: Sequence[PlainSample]) -> list[PlainSample]:
-    """Every response token with the ids that it was sampled from, seven in all sizes; one in seven from the whole vocabulary.
+    """Every response token with the ids that it was sampled from, seven in all sizes; one in seven
+    from the whole vocabulary.
 
-    Old and reference log-probs move with the sets, of which a model without a preference gives each id 1 / size.
+    Old and reference log-probs move with the sets, of which a model without a preference gives each
+    id 1 / size.
     """
     rng, changed = random.Random(11), []
     for sample in samples:
@@ -115,12 +119,16 @@ SHAPES: dict[str, list[PlainSample]] = {
 
 @functools.cache
 def changed(shape: str, change: Callable[..., list[PlainSample]], *args: int) -> list[PlainSample]:
-    """The samples of a shape after a change; one list for all who ask, as a cut does for every sample."""
+    """The samples of a shape after a change; one list for all who ask, as a cut does for every
+    sample.
+    """
     return change(SHAPES[shape], *args)
 
 
 def with_active_tokens(count: int) -> list[PlainSample]:
-    """The ragged step with all response tokens masked, but that many in the middle of its longest response."""
+    """The ragged step with all response tokens masked, but that many in the middle of its longest
+    response.
+    """
     samples = [
         replace(sample, loss_mask=[0] * sample.response_length) for sample in SHAPES["ragged"]
     ]
@@ -201,15 +209,15 @@ class Run:
     def micro_batches(self, data_size: int, data_rank: int, multiple: int) -> list[list[int]]:
         """Sample indices of each micro-batch of one data-parallel rank.
 
-        `uniform`: three on every rank. `ragged`: one more on each next rank. `empty`: as uniform, and
-        the last rank's last micro-batch is empty. All counts are rounded up to `multiple`, which
-        interleaved pipelines ask for, with empty micro-batches.
+        `uniform`: three on every rank. `ragged`: one more on each next rank. `empty`: as uniform,
+        and the last rank's last micro-batch is empty. All counts are rounded up to `multiple`,
+        which interleaved pipelines ask for, with empty micro-batches.
         """
         mine = list(range(data_rank, len(self.samples), data_size))
         count = MICRO_BATCHES + (data_rank if self.cut == "ragged" else 0)
         filled = count - 1 if self.cut == "empty" and data_rank == data_size - 1 else count
-        # The last bin holds one sample of few response tokens: under context parallelism some ranks have
-        # none of them. The first has two shares of the others.
+        # The last bin holds one sample of few response tokens: under context parallelism some ranks
+        # have none of them. The first has two shares of the others.
         last = min(mine, key=lambda index: self.samples[index].response_length or len(mine))
         others = [index for index in mine if index != last]
         bins: list[list[int]] = [[] for _ in range(filled - 1)]

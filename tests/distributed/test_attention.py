@@ -1,4 +1,6 @@
-"""The torch-only attention: packed and context parallel equals each sequence alone in one process."""
+"""The torch-only attention: packed and context parallel equals each sequence alone in one
+process.
+"""
 
 import itertools
 import random
@@ -31,7 +33,8 @@ from .steps import VOCAB_SIZE, Run
 
 DENSE = ModelOptions(dtype=torch.float64)
 EVEN, ONE_LONG = [9, 2, 14, 1, 16], [40, 2, 3, 1, 4, 2, 5, 3]
-"""Lengths of sequences that lie in a row each, and of a long one among short ones, which lie in one row together."""
+"""Lengths of sequences that lie in a row each, and of a long one among short ones, which lie in one
+row together."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,9 @@ def test_packed_context_parallel_model_equals_each_sequence_alone(name, referenc
 
 
 def logits_of_a_rank_alone() -> tuple[Tensor, Tensor]:
-    """A model of two context-parallel ranks whose group is exchanged for one of this rank alone, and one without any."""
+    """A model of two context-parallel ranks whose group is exchanged for one of this rank alone,
+    and one without any.
+    """
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     tokens = torch.arange(sum(EVEN))[None] % VOCAB_SIZE
     positions = torch.cat([torch.arange(length) for length in EVEN])[None]

@@ -1,7 +1,8 @@
-"""The losses that Megatron adds to the policy's for the routers of a mixture of experts keep their intended gradient.
+"""The losses that Megatron adds to the policy's for the routers of a mixture of experts keep their
+intended gradient.
 
-In both loss modes and beside padding: the gradient of their mean over the micro-batches of all data-parallel ranks, in per-token
-mode weighted by tokens, whatever the policy loss is divided by.
+In both loss modes and beside padding: the gradient of their mean over the micro-batches of all
+data-parallel ranks, in per-token mode weighted by tokens, whatever the policy loss is divided by.
 """
 
 import functools
@@ -74,7 +75,8 @@ def test_losses_of_routers_are_means_over_tokens_without_padding(name, per_token
     sharding = Sharding.named(name)
     if sharding.tensor > sharding.expert_tensor and BEFORE_0_19:
         pytest.skip(
-            "gradients of experts differ between tensor-parallel ranks here, without such a loss too"
+            "gradients of experts differ between tensor-parallel ranks here, without such a loss "
+            "too"
         )
     outcome = run_ranks(sharded_step, sharding.world_size, name, per_token)[0]
     # Megatron's routers round to float32.
@@ -155,7 +157,9 @@ class BiasOfOnesOwn(TopKRouter):  # type: ignore[misc]
 
 
 def refusals_of_models() -> list[str]:
-    """Of layers that take no mask, and of routers built in the other mode; a bias of one's own is left alone."""
+    """Of layers that take no mask, and of routers built in the other mode; a bias of one's own is
+    left alone.
+    """
     layers = build(Sharding(context=2), OPTIONS)
     unwrapped(layers[0]).decoder.__class__ = LayersOfOnesOwn
     groups = ParallelGroups.from_model(layers)
@@ -267,7 +271,9 @@ def reported_losses(name: str, per_token: bool) -> dict[str, float]:
 
 @both_modes
 def test_the_report_of_megatron_has_the_means_over_micro_batches(per_token) -> None:
-    """Not weighted by tokens, in per-token mode neither. The z loss is left out: it is reported by rank."""
+    """Not weighted by tokens, in per-token mode neither. The z loss is left out: it is reported by
+    rank.
+    """
     found = run_ranks(reported_losses, 4, "CP2 DP2", per_token)[0]
     for kind, expected in reference(2, per_token, LIST)[1].items():
         if kind in NAMES:
@@ -275,7 +281,9 @@ def test_the_report_of_megatron_has_the_means_over_micro_batches(per_token) -> N
 
 
 def bias_of_experts(name: str) -> list[tuple[list[float], list[float]]]:
-    """By router the tokens of each expert that this rank has counted in a step, and the bias after it."""
+    """By router the tokens of each expert that this rank has counted in a step, and the bias
+    after it.
+    """
     options = replace(OPTIONS, expert_bias=True, moe_aux_loss_coeff=0.0, moe_z_loss_coeff=None)
     chunks = build(Sharding.named(name), options)
     routers = [module for module in chunks[0].modules() if hasattr(module, "apply_z_loss")]

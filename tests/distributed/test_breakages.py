@@ -16,11 +16,14 @@ FLAGS = "--device cpu --num-layers 1 --num-experts 4 --mtp-num-layers 1"
 
 
 ONE_OF_EACH_CLASS = {
-    "CP2": "rotary positions are not those of the context|reduced without context|token count is not reduced over context",
-    "TP2 SP": "targets are one id off|input gradients of columns|sequence parallel gradients are not",
+    "CP2": "rotary positions are not those of the context|reduced without context|token count is "
+    "not reduced over context",
+    "TP2 SP": "targets are one id off|input gradients of columns|sequence parallel gradients are "
+    "not",
     "DP2": "ignores the loss scale|learning rate is doubled",
 }
-"""Breakages of attention, vocabulary, layers, replicas, reductions, counts, schedule and optimizer, by group."""
+"""Breakages of attention, vocabulary, layers, replicas, reductions, counts, schedule and optimizer,
+by group."""
 
 
 @pytest.mark.parametrize("group", ONE_OF_EACH_CLASS)

@@ -1,4 +1,6 @@
-"""``megatron-pg check``: it passes where the package is right, names what is wrong, and never hangs."""
+"""``megatron-pg check``: it passes where the package is right, names what is wrong, and never
+hangs.
+"""
 
 import json
 import os
@@ -164,7 +166,9 @@ SHARDINGS = {
 @pytest.mark.full
 @pytest.mark.parametrize("name", SHARDINGS)
 def test_other_shardings_pass(name) -> None:
-    """Of the aggregations one, as all are above: they differ in the weights of tokens, before the model. A layer a chunk."""
+    """Of the aggregations one, as all are above: they differ in the weights of tokens, before the
+    model. A layer a chunk.
+    """
     flags, processes = SHARDINGS[name], 4 if name == "PP2 DP2" else 2
     found = report_of(processes, f"{flags} --num-layers {4 if PP2 in flags else 1}", True)
     assert found["passed"] is True, found
@@ -424,7 +428,9 @@ def test_a_wrong_weight_of_dis_is_seen() -> None:
 
 
 def custom_rows(reducers: list[str]) -> list[list[tuple[CheckRow, str]]]:
-    """The rows of custom functions alone, which the check itself adds, under each reducer; every rank runs it."""
+    """The rows of custom functions alone, which the check itself adds, under each reducer; every
+    rank runs it.
+    """
     check.AGGREGATIONS = {}
     check.MODELS = {name: check.MODELS[name] for name in ("end to end", "loss only")}
     check.cases_of = lambda model, options, names, per_token: [
@@ -498,7 +504,9 @@ def test_nan_on_one_rank_is_reported_by_all() -> None:
 
 
 def check_with_stand_in(port: int, accumulates: bool) -> tuple[int, str, str, int]:
-    """The command with a torch product in the place of Apex's extension, and how often Megatron called it."""
+    """The command with a torch product in the place of Apex's extension, and how often Megatron
+    called it.
+    """
     shapes = []
 
     def add_product(inputs: torch.Tensor, gradient: torch.Tensor, main_grad: torch.Tensor) -> None:
@@ -517,7 +525,9 @@ def check_with_stand_in(port: int, accumulates: bool) -> tuple[int, str, str, in
 @pytest.mark.full
 @pytest.mark.parametrize("accumulates", [True, False])
 def test_a_stand_in_for_the_extension_of_apex_is_called_and_checked(accumulates: bool) -> None:
-    """Apex itself is not on PyPI and was never here; one that forgets the micro-batches before is seen."""
+    """Apex itself is not on PyPI and was never here; one that forgets the micro-batches before is
+    seen.
+    """
     ((status, output, errors, calls),) = run_ranks(check_with_stand_in, 1, free_port(), accumulates)
     found = json.loads(output)
     assert calls and "--gradient-accumulation-fusion" not in found["not_checked"], errors

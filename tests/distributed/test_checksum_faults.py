@@ -1,4 +1,5 @@
-"""The aggregation checksum of a real step sees data that is wrong, and every rank names what it knows of it.
+"""The aggregation checksum of a real step sees data that is wrong, and every rank names what it
+knows of it.
 
 The steps run through Megatron's schedule at DP 2 x CP 2; the faults leave most weights as they are.
 """
@@ -88,7 +89,9 @@ def fed(
 
 
 def messages_of_faults() -> dict[tuple[str, bool, str], tuple[str, int]]:
-    """By aggregation, loss mode and fault what this rank says, and how many all-reduces its report took."""
+    """By aggregation, loss mode and fault what this rank says, and how many all-reduces its report
+    took.
+    """
     found = {}
     for per_token in (False, True):
         chunks = build(Sharding(context=2), ModelOptions(calculate_per_token_loss=per_token))

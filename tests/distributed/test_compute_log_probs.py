@@ -1,4 +1,6 @@
-"""Log-probs, entropy and hidden states of samples at every kind of sharding, against one process and the oracle's loops."""
+"""Log-probs, entropy and hidden states of samples at every kind of sharding, against one process
+and the oracle's loops.
+"""
 
 import random
 from collections.abc import Sequence
@@ -48,7 +50,9 @@ CASES = {
 
 
 def samples_to_score() -> list[PlainSample]:
-    """Ragged, tiny, masked and empty ones, and one as long as several others together, in no order of length."""
+    """Ragged, tiny, masked and empty ones, and one as long as several others together, in no order
+    of length.
+    """
     rng = random.Random(14)
     longest = random_sample(rng, prompt_length=7, response_length=53)
     samples = [*SHAPES["ragged"], *SHAPES["short"][:8], longest]
@@ -92,7 +96,8 @@ SETTINGS = [
     Setting(1.0, budget=64, fused=True, share=0.0),
 ]
 Found = dict[tuple[str, int], list[Tensor]]
-"""Log-probs and entropies by setting, and hidden states [response_length, hidden] under the first, of each sample."""
+"""Log-probs and entropies by setting, and hidden states [response_length, hidden] under the first,
+of each sample."""
 
 
 def oracle_scores(options: ModelOptions) -> Found:
@@ -156,7 +161,9 @@ def references() -> dict[ModelOptions, Found]:
 def errors(
     ranks: list[tuple[int, Found]], sharding: Sharding, references: Found
 ) -> dict[tuple[str, int], float]:
-    """The largest error over all ranks: relative, but of hidden states, which are numbers around 1."""
+    """The largest error over all ranks: relative, but of hidden states, which are numbers around
+    1.
+    """
     worst = dict.fromkeys(references, 0.0)
     for data_rank, found in ranks:
         assert found.keys() == references.keys()
@@ -249,7 +256,9 @@ def assert_equal(before: Any, after: Any) -> None:
 
 
 def step_around_scoring(sharding: Sharding, options: ModelOptions, fused: bool) -> float:
-    """A training step before and after; every rank asserts. Returns the KL of the step that starts from the scores."""
+    """A training step before and after; every rank asserts. Returns the KL of the step that starts
+    from the scores.
+    """
     chunks = build(sharding, options)
     setting = Setting(0.7, budget=64, fused=fused)
     samples = package_samples(SAMPLES)
@@ -359,7 +368,9 @@ def test_a_default_dtype_rounds_no_log_prob() -> None:
 
 
 def refusals(sharding: Sharding) -> list[str]:
-    """What each mistake of data-parallel rank 1 is told on this rank; no samples at all are none."""
+    """What each mistake of data-parallel rank 1 is told on this rank; no samples at all are
+    none.
+    """
     chunks = build(sharding, ModelOptions())
     rank = ParallelGroups.from_model(chunks).data_rank
     fine, budget = Sample([1, 2, 3], 2, [1, 1]), {"max_tokens_per_microbatch": 8}
@@ -379,7 +390,8 @@ def refusals(sharding: Sharding) -> list[str]:
 def test_mistakes_are_told_on_every_rank_before_anything_runs() -> None:
     first, second = run_ranks(refusals, 2, Sharding(data=2))
     parts = [
-        "the long one takes 9 tokens with padding, more than --max-tokens-per-microbatch leaves it (8)",
+        "the long one takes 9 tokens with padding, more than --max-tokens-per-microbatch leaves it "
+        "(8)",
         "the foreign one: response token id 99 is outside the vocabulary of 16",
         "'dict' object has no attribute 'tokens'",
     ]

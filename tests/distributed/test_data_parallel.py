@@ -1,6 +1,7 @@
 """The loss on plain PyTorch data parallelism, which averages gradients: DDP and FSDP2 on gloo.
 
-A small scorer takes the place of a language model, so that the reference is one dense float64 loop over samples.
+A small scorer takes the place of a language model, so that the reference is one dense float64 loop
+over samples.
 """
 
 from collections.abc import Callable
@@ -65,7 +66,9 @@ def packed_loss(model: nn.Module, rows: list[int], aggregation: str, factor: int
 
 
 def padded_loss(model: nn.Module, rows: list[int], aggregation: str, factor: int) -> Tensor:
-    """The same from a [batch, length] matrix: -min(r A, clip(r) A) by hand, then `reduce_padded`."""
+    """The same from a [batch, length] matrix: -min(r A, clip(r) A) by hand, then
+    `reduce_padded`.
+    """
     mine = [STEP[row] for part in MICRO_BATCHES[dist.get_rank()] for row in part]
     totals = padded_totals(
         padded(mine, "loss_mask"),

@@ -1,4 +1,6 @@
-"""A step of distillation: GPTModel, DDP and schedule, from logits and through the fused head, against the unsharded model."""
+"""A step of distillation: GPTModel, DDP and schedule, from logits and through the fused head,
+against the unsharded model.
+"""
 
 import itertools
 from collections.abc import Sequence

@@ -1,5 +1,7 @@
-"""Steps of n documents over real data-parallel ranks: the same steps at every size, and after resuming at another; and from a
-rollout file rows, rewards, plan and totals as one process has them."""
+"""Steps of n documents over real data-parallel ranks: the same steps at every size, and after
+resuming at another; and from a rollout file rows, rewards, plan and totals as one process has
+them.
+"""
 
 import functools
 import json
@@ -33,8 +35,9 @@ GOOD_ROWS = [row for row, group in enumerate(GROUPS) if group is not None]
 
 
 class RowSource:
-    """A sample of each group, None being a bad row. Row i belongs to rank i % size, counted from where this run began,
-    as for rollout files."""
+    """A sample of each group, None being a bad row. Row i belongs to rank i % size, counted from
+    where this run began, as for rollout files.
+    """
 
     is_shared = True
 
@@ -74,7 +77,9 @@ def collect(**keywords: Any) -> tuple[Steps, int]:
 
 
 def over_ranks(ranks: Sequence[Steps]) -> list[list[int]]:
-    """The rows of each step over all ranks; every rank must name the same count, and every row be held once."""
+    """The rows of each step over all ranks; every rank must name the same count, and every row be
+    held once.
+    """
     merged = []
     for parts in zip(*ranks, strict=True):
         rows = sorted(row for part, _, _ in parts for row in part)
@@ -188,7 +193,9 @@ def test_resuming_at_other_sizes_among_bad_rows_goes_on_with_the_same_steps() ->
 
 
 def resume_at_the_same_size(is_forgetful: bool) -> int:
-    """Count runs that stop, are saved again before a step, and go on with other steps than without the stops."""
+    """Count runs that stop, are saved again before a step, and go on with other steps than without
+    the stops.
+    """
     num_wrong = 0
     for seed in range(NUM_RANDOM_STREAMS):
         generator = random.Random(seed)

@@ -1,4 +1,6 @@
-"""examples/minimal.py is short and learns, the same at every sharding; the cells of examples/tour.ipynb print what it shows."""
+"""examples/minimal.py is short and learns, the same at every sharding; the cells of
+examples/tour.ipynb print what it shows.
+"""
 
 import contextlib
 import io

@@ -1,4 +1,6 @@
-"""A rank of four has no samples or raises: all ranks get the same totals, or the same error at once."""
+"""A rank of four has no samples or raises: all ranks get the same totals, or the same error at
+once.
+"""
 
 from typing import Any
 

@@ -53,14 +53,18 @@ def steps(sharding: Sharding, options: ModelOptions) -> list[Outcome | None]:
     "case", [pytest.param(case, marks=[needs_hybrid] * ("hybrid" in case)) for case in CASES]
 )
 def test_gradients_and_metrics_equal_the_unsharded_reference(case) -> None:
-    """In float64, where the layer multiplies in float64: what is sent, summed and added up, not its precision."""
+    """In float64, where the layer multiplies in float64: what is sent, summed and added up, not its
+    precision.
+    """
     plain = replace(CASES[case], distributed_optimizer=False, overlap_grad_reduce=False)
     references = {plain.unsharded: run_ranks(reference_steps, 1, plain, RUNS)[0]}
     assert_case(case, CASES[case], steps, RUNS, references)
 
 
 def gradients_beside_prediction() -> list[dict[str, Tensor]]:
-    """A rank's by Megatron's output layer, by ours, and by ours of a weight that nothing says is looked up too (a mutant)."""
+    """A rank's by Megatron's output layer, by ours, and by ours of a weight that nothing says is
+    looked up too (a mutant).
+    """
     sharding, found = Sharding(pipeline=2), []
     for head in ("Megatron's", "ours", "mutant"):
         if head == "mutant":
@@ -77,7 +81,9 @@ def gradients_beside_prediction() -> list[dict[str, Tensor]]:
     not derives_multi_token_labels(), reason="needs multi-token prediction without labels, of 0.19"
 )
 def test_a_tied_weight_in_which_prediction_looks_tokens_up() -> None:
-    """On the last of two stages, where both are; the all-reduce with the first brings the sum to both."""
+    """On the last of two stages, where both are; the all-reduce with the first brings the sum to
+    both.
+    """
     name = "embedding.word_embeddings.weight"
     for expected, found, mutant in run_ranks(gradients_beside_prediction, 2):
         for each in expected:
@@ -95,9 +101,9 @@ def seen_steps(
 ) -> list[SimpleNamespace]:
     """What one rank's output layer in bfloat16 took and gave in each step, in float64.
 
-    `hidden`, `logits` and what came in backward, `to_hidden` and `to_logits`, are lists of [sequence, columns] by
-    micro-batch; `weight`, `bias` and `main_grads` of both are of this rank's columns; `dtypes` are of what left the layer,
-    and Float16Module.
+    `hidden`, `logits` and what came in backward, `to_hidden` and `to_logits`, are lists of
+    [sequence, columns] by micro-batch; `weight`, `bias` and `main_grads` of both are of this rank's
+    columns; `dtypes` are of what left the layer, and Float16Module.
     """
     if mutant:
         module = from_hidden if mutant == "logits" else factor_gradients
@@ -130,7 +136,8 @@ def seen_steps(
 
 
 FLOAT32, BFLOAT16 = 2.0**-18, 2.0**-7
-"""Of the sum of the magnitudes of the terms: the second where sums are rounded to it, by each rank and over both."""
+"""Of the sum of the magnitudes of the terms: the second where sums are rounded to it, by each rank
+and over both."""
 
 
 def products(

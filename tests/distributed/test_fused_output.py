@@ -41,7 +41,8 @@ DENSE = ModelOptions(dtype=torch.float64)
 TIED = replace(DENSE, tied_embeddings=True)
 PER_TOKEN = replace(DENSE, calculate_per_token_loss=True)
 MODES = {"one pass": 5, "recomputed": 1, "kept": 1000}
-"""Rows of a chunk, by what the logits of all rows together are where the loss may look at any: more than four, or one."""
+"""Rows of a chunk, by what the logits of all rows together are where the loss may look at any: more
+than four, or one."""
 CASES = {
     "CP2, per token": PER_TOKEN,
     "TP2": DENSE,
@@ -89,8 +90,8 @@ SEQUENCE_CASES = {
     "CP4, per token": (PER_TOKEN, (5,)),
     "TP2": (DENSE, (1, 5)),
 }
-"""And the rows of a chunk: at 1 four rows at most are held, and of longer sequences the logits are made twice; at 1000 all
-sequences of a micro-batch are one chunk."""
+"""And the rows of a chunk: at 1 four rows at most are held, and of longer sequences the logits are
+made twice; at 1000 all sequences of a micro-batch are one chunk."""
 
 
 @pytest.fixture(scope="module")
@@ -131,9 +132,11 @@ def test_a_border_inside_a_sequence_would_be_seen(on_sequences) -> None:
 
 
 def steps_after_the_optimizer(sharding: Sharding, has_hooks: bool) -> list[Outcome | None]:
-    """A rank has the optimizer's part of each parameter, and `--overlap-param-gather` the rest when its module is called.
+    """A rank has the optimizer's part of each parameter, and `--overlap-param-gather` the rest when
+    its module is called.
 
-    Bucket by bucket, and at once: in a small model the output layer shares a bucket with layers that are called.
+    Bucket by bucket, and at once: in a small model the output layer shares a bucket with layers
+    that are called.
     """
     builder.distributed.DistributedDataParallelConfig = functools.partial(
         builder.distributed.DistributedDataParallelConfig,
@@ -163,7 +166,9 @@ def test_the_weight_is_waited_for_where_its_gather_overlaps(has_hooks, reference
 
 
 def scaled_steps(sharding: Sharding, options: ModelOptions) -> list[Outcome | None]:
-    """Under an optimizer's loss scale, with a buffer of the package's own for no micro-batch; in chunks of two sizes."""
+    """Under an optimizer's loss scale, with a buffer of the package's own for no micro-batch; in
+    chunks of two sizes.
+    """
     has_own_buffer: list[bool] = []
     plain = from_hidden.FactorGradients
 
@@ -193,7 +198,9 @@ def test_with_a_loss_scale_straight_to_main_grad(case, references) -> None:
 
 
 def steps_with_a_lost_scale(sharding: Sharding) -> list[Outcome | None]:
-    """Mutant: backward makes the gradient of the local loss, whatever gradient the schedule brings."""
+    """Mutant: backward makes the gradient of the local loss, whatever gradient the schedule
+    brings.
+    """
     whole = from_hidden._coefficients
     from_hidden._coefficients = lambda *given: whole(*given[:3], None)
     return steps(sharding, DENSE, "one pass")
@@ -287,8 +294,10 @@ def test_coefficients_of_another_loss_would_be_seen(references) -> None:
 
 
 def refusals() -> tuple[str, str]:
-    """A model that calls its output layer twice, which is to take the loss of one micro-batch; and a response token that
-    the model's table has and its vocabulary has not, on which REINFORCE would train."""
+    """A model that calls its output layer twice, which is to take the loss of one micro-batch; and
+    a response token that the model's table has and its vocabulary has not, on which REINFORCE would
+    train.
+    """
     (chunk,) = build(Sharding(), DENSE)
     layer, once = chunk.module.output_layer, chunk.module.forward
     chunk.module.forward = lambda **inputs: (once(**inputs), once(**inputs))[1]
@@ -361,7 +370,9 @@ def test_tokens_without_advantage_come_last() -> None:
 
 
 def scores_beside_multi_token_prediction() -> float:
-    """The largest difference between log-probs of logits and of the fused head, on a pipeline rank."""
+    """The largest difference between log-probs of logits and of the fused head, on a pipeline
+    rank.
+    """
     chunks = build(Sharding(pipeline=2), replace(DENSE, mtp_num_layers=2))
     samples = package_samples(RUNS[0].samples)
     of_logits, fused = (

@@ -1,4 +1,6 @@
-"""Hugging Face's weights in Megatron's model: held to `transformers`, which shares no code with the converter."""
+"""Hugging Face's weights in Megatron's model: held to `transformers`, which shares no code with the
+converter.
+"""
 
 import functools
 import json
@@ -245,7 +247,9 @@ def test_wrong_converters_are_caught(folder_of: Callable[[str], Path]) -> None:
 
 
 def test_the_names_of_transformer_engine_mean_the_same(folder_of: Callable[[str], Path]) -> None:
-    """A mixture of experts with a dense layer, under the names that its fused and grouped layers have."""
+    """A mixture of experts with a dense layer, under the names that its fused and grouped layers
+    have.
+    """
     folder = folder_of("qwen3 moe")
     found = run_ranks(hugging_face_job.load_by_transformer_engines_names, 1, Job(folder, SAMPLES))
     assert largest_error(assembled(found, Sharding()), expected_logits(folder)) <= 1e-5
@@ -281,7 +285,8 @@ def test_what_does_not_fit_is_named_on_every_rank_and_changes_nothing(folder_of,
     expected = {
         "missing": f"{last} in {jobs['missing'].source} is missing, and the model needs (32, 32)",
         "shape": f"{last} in {jobs['shape'].source} is (16, 32), and the model needs (32, 32)",
-        "left": f"{last.replace('weight', 'bias')} in {jobs['left'].source} has no place in the model",
+        "left": f"{last.replace('weight', 'bias')} in {jobs['left'].source} has no place in the "
+        f"model",
         "layers": "--num-layers is 2 in the model, and config.json means 4",
         "base": "--rotary-base is 10000 in the model, and config.json means 500000",
         "cut off": f"{file} cannot be read",
@@ -314,7 +319,9 @@ def test_a_config_that_no_flags_mean_is_refused(changes, words, folder_of, tmp_p
 
 
 def test_the_flags_of_an_older_config(tmp_path: Path) -> None:
-    """Of Qwen3-30B-A3B, as the model was published: without `rope_parameters`, and with `num_experts`."""
+    """Of Qwen3-30B-A3B, as the model was published: without `rope_parameters`, and with
+    `num_experts`.
+    """
     config = {
         **{"architectures": ["Qwen3MoeForCausalLM"], "hidden_act": "silu", "hidden_size": 2048},
         **{"intermediate_size": 6144, "max_position_embeddings": 40960, "vocab_size": 151936},

@@ -1,4 +1,6 @@
-"""A step over the kept sets: GPTModel, DDP and schedule, from logits and through the fused head, against the unsharded model."""
+"""A step over the kept sets: GPTModel, DDP and schedule, from logits and through the fused head,
+against the unsharded model.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -68,7 +70,9 @@ def test_gradients_and_metrics_equal_the_unsharded_reference(case, head, referen
 
 
 def shifted_steps(sharding: Sharding) -> list[Outcome | None]:
-    """Mutant: the window of the kept sets begins one token late, and nobody looks at sets of one."""
+    """Mutant: the window of the kept sets begins one token late, and nobody looks at sets of
+    one.
+    """
     micro_batch._refuse_other_distributions = lambda *_: None
 
     whole = batch._field_in_window
@@ -91,7 +95,9 @@ def test_a_late_window_would_be_seen(references) -> None:
 
 @dataclass(frozen=True)
 class FirstTokenRun(Run):
-    """Sets of the first response tokens alone, which few ranks have, under an objective with sums over sequences."""
+    """Sets of the first response tokens alone, which few ranks have, under an objective with sums
+    over sequences.
+    """
 
     @property
     def samples(self) -> list[PlainSample]:

@@ -1,4 +1,6 @@
-"""Killed at a few moments and started again, a run leaves what an uninterrupted one does (ten moments: kill_runs.py)."""
+"""Killed at a few moments and started again, a run leaves what an uninterrupted one does (ten
+moments: kill_runs.py).
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,6 @@
-"""The launch scripts dry-run: flags that Megatron and this package accept for that many processes, and a plan."""
+"""The launch scripts dry-run: flags that Megatron and this package accept for that many processes,
+and a plan.
+"""
 
 import contextlib
 import io
@@ -60,7 +62,9 @@ def printed_by(script: Path, folder: Path, *flags: str, **environment: str) -> l
 
 
 def dry_runs(processes: list[tuple[int, list[str]]]) -> list[str]:
-    """What processes as `started_by` describes them print, or why they end; on a forked rank, one after the other."""
+    """What processes as `started_by` describes them print, or why they end; on a forked rank, one
+    after the other.
+    """
     from trainer.train import main
 
     os.environ |= {"RANK": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
@@ -79,7 +83,9 @@ def dry_runs(processes: list[tuple[int, list[str]]]) -> list[str]:
 
 
 def write_rollouts(folder: Path, last_group: int = 127) -> None:
-    """1024 responses in groups of 8, of 100 to 1600 tokens, to prompts of 50; the last row may be of another group."""
+    """1024 responses in groups of 8, of 100 to 1600 tokens, to prompts of 50; the last row may be
+    of another group.
+    """
     (folder / "rollouts").mkdir()
     with (folder / "rollouts/step.jsonl").open("w") as file:
         for index in range(1024):
@@ -107,15 +113,19 @@ def test_the_page_shows_what_is_printed(plans: dict[str, str]) -> None:
 
 
 CONTRADICTIONS = {
-    "--tensor-model-parallel-size 3": "64 processes cannot be split .* --tensor-model-parallel-size",
+    "--tensor-model-parallel-size 3": "64 processes cannot be split .* "
+    "--tensor-model-parallel-size",
     "--max-tokens-per-microbatch 4": "--max-tokens-per-microbatch",
     "--context-parallel-size 2 --qkv-format bshd": "--qkv-format thd",
 }
 OF_THE_FIRST_STEP = {
-    "--loss-aggregation sample_mean": "error: step.jsonl row 0 has a reward and no advantages: .* --keep-prompt-groups",
-    "--seq-length 1024 --max-position-embeddings 1024": "error: step.jsonl row 9 has 1050 tokens, more than",
+    "--loss-aggregation sample_mean": "error: step.jsonl row 0 has a reward and no advantages: .* "
+    "--keep-prompt-groups",
+    "--seq-length 1024 --max-position-embeddings 1024": "error: step.jsonl row 9 has 1050 tokens, "
+    "more than",
     "--docs-per-step 2048": "remark +the files end before a step is full: one of 1024 rollouts",
-    "--loss-aggregation constant --loss-aggregation-divisor 1": "remark: .*--advantage dr_grpo is the other half",
+    "--loss-aggregation constant --loss-aggregation-divisor 1": "remark: .*--advantage dr_grpo is "
+    "the other half",
     "--advantage dr_grpo": "remark: --advantage dr_grpo is one half of Dr.GRPO",
 }
 """What a dry run says of the rollouts of the first step, by flags."""
@@ -124,7 +134,9 @@ FILES, SCATTERED = "with rollout files", "files whose last row is of the first g
 
 @pytest.fixture(scope="module")
 def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What the dry runs print: of every script by its name, with rollout files, with contradictory flags by those."""
+    """What the dry runs print: of every script by its name, with rollout files, with contradictory
+    flags by those.
+    """
     if not has_megatron_training():
         pytest.skip("the scripts take Megatron's own flags: megatron-core 0.17 and later")
     folder = tmp_path_factory.mktemp("without_files")
@@ -182,7 +194,8 @@ def test_with_rollout_files_the_plan_counts_the_first_step(plans: dict[str, str]
     # 512 rows are 64 groups; each run of 16 rows has 100 + 200 + ... + 1600 = 13600 active tokens.
     plan = plans[FILES]
     assert "N = 512 rollouts, P = 64 prompt groups, T = 435200 active tokens" in plan
-    # Over both ranks 435200 + 512 x 50 tokens, which padding to multiples of 4 makes 512 x 2 longer at half of the lengths.
+    # Over both ranks 435200 + 512 x 50 tokens, which padding to multiples of 4 makes 512 x 2 longer
+    # at half of the lengths.
     found = re.search(r"the first step: (\d+) on each data-parallel rank, (\d+)% full", plan)
     assert found is not None, plan
     assert 15 <= int(found[1]) <= 17

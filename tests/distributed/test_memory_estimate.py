@@ -1,4 +1,6 @@
-"""The memory estimate of a dry run against the peaks of whole steps in docs/records/benchmarks.md."""
+"""The memory estimate of a dry run against the peaks of whole steps in
+docs/records/benchmarks.md.
+"""
 
 import re
 import sys
@@ -15,9 +17,12 @@ ROOT = Path(__file__).parents[2]
 
 MODEL = (
     "train.py --device cuda --bf16 --use-distributed-optimizer --num-layers 16 --hidden-size 2048 "
-    "--ffn-hidden-size 5632 --num-attention-heads 16 --group-query-attention --num-query-groups 8 --swiglu "
-    "--normalization RMSNorm --disable-bias-linear --position-embedding-type rope --vocab-size 151936 "
-    "--seq-length 65536 --max-position-embeddings 65536 --attention-dropout 0 --hidden-dropout 0 --lr 1e-6 "
+    "--ffn-hidden-size 5632 --num-attention-heads 16 --group-query-attention --num-query-groups 8 "
+    "--swiglu "
+    "--normalization RMSNorm --disable-bias-linear --position-embedding-type rope --vocab-size "
+    "151936 "
+    "--seq-length 65536 --max-position-embeddings 65536 --attention-dropout 0 --hidden-dropout 0 "
+    "--lr 1e-6 "
     "--train-iters 1 --rollout-files rollouts --docs-per-step 4"
 )
 MEASURED = {  # (TP, CP, tokens of a micro-batch): GiB with float32 logits, with the fused head
@@ -93,7 +98,8 @@ def test_float32_logits_of_the_plain_layer_are_no_copy() -> None:
         # Twice 2.5 GiB hold 17666 rows of 151936 columns.
         (1, "--use-opsm", 17666),
         (1, "--fused-lm-head --fused-lm-head-memory-gib 1.25", 4096),
-        # Of a shard of 18992 columns the budget holds more rows than a chunk has; a sequence may have all.
+        # Of a shard of 18992 columns the budget holds more rows than a chunk has; a sequence may
+        # have all.
         (8, "", 8192),
         (8, "--use-opsm", 32768),
         # Half of the rows, twice.

@@ -1,6 +1,8 @@
-"""The loss that Megatron adds to the policy's for multi-token prediction keeps its intended gradient.
+"""The loss that Megatron adds to the policy's for multi-token prediction keeps its intended
+gradient.
 
-On a Megatron-Core that scales it otherwise: the same gradient, or a refusal in words. The losses of its routers leave out padding.
+On a Megatron-Core that scales it otherwise: the same gradient, or a refusal in words. The losses of
+its routers leave out padding.
 """
 
 from dataclasses import replace
@@ -30,7 +32,9 @@ AHEAD_RUN = Run(regularized=True)
 
 
 def scaled_in_the_schedule(factor: float) -> None:
-    """As pull request 3959 of NVIDIA/Megatron-LM has it: the schedule's scale carries the factor."""
+    """As pull request 3959 of NVIDIA/Megatron-LM has it: the schedule's scale carries the
+    factor.
+    """
     right, scaler = schedules.forward_step_calc_loss, multi_token_prediction.MTPLossAutoScaler
 
     def wrong(*args: Any, **keywords: Any) -> Any:

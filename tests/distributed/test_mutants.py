@@ -1,4 +1,6 @@
-"""Wrong losses, each a mistake made in the field, are told from the reference by a step through Megatron."""
+"""Wrong losses, each a mistake made in the field, are told from the reference by a step through
+Megatron.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -39,7 +41,9 @@ def scaled(
     factor: Callable[[ParallelGroups, int], float],
     totals_of: Callable[[StepTotals, PackedBatch], StepTotals] = lambda totals, batch: totals,
 ) -> LossFactory:
-    """The package's loss of some totals, times a factor of the process groups and the number of micro-batches."""
+    """The package's loss of some totals, times a factor of the process groups and the number of
+    micro-batches.
+    """
 
     def factory(config, batch, totals, *, num_microbatches, model):
         step = {"num_microbatches": num_microbatches, "model": model}
@@ -104,7 +108,9 @@ def two_values(result: tuple[Any, ...], batch: PackedBatch) -> tuple[Any, ...]:
 
 
 def metric_without_clone(config, batch, totals, *, num_microbatches, model):
-    """The reported loss shares memory with the returned one, which the schedule rescales in place."""
+    """The reported loss shares memory with the returned one, which the schedule rescales in
+    place.
+    """
     right = step_loss(config, batch, totals, num_microbatches=num_microbatches, model=model)
     factor = ParallelGroups.from_model(model).data_size * num_microbatches
 
@@ -227,8 +233,8 @@ def test_the_steps_that_reveal_mutants_are_right_without_them(options, reference
 
 
 def test_a_loss_cut_off_from_the_model_on_an_empty_rank_hangs() -> None:
-    """Its context-parallel peers wait in the attention's backward for a partner that never comes. The same step with the
-    package's loss ends.
+    """Its context-parallel peers wait in the attention's backward for a partner that never comes.
+    The same step with the package's loss ends.
     """
     run_ranks(run_short_step, SHARDING.world_size, False, patience=10)
     with pytest.raises(TimeoutError, match="hang"):

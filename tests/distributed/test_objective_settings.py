@@ -213,7 +213,8 @@ def test_two_steps_equal_those_of_one_process(name, outcomes: Outcomes) -> None:
     assert_equal(*outcomes[name])
     config = SettingsRun(name=name).config
     for found in outcomes[name][0]:
-        # A step reports one of the two sums of the checksum, and nothing of versions that no sample carries.
+        # A step reports one of the two sums of the checksum, and nothing of versions that no sample
+        # carries.
         names = set(metric_names(config)) - set(CHECKSUMS[1:]) - NOT_REPORTED
         assert names <= set(found.metrics)
         assert any(gradient.abs().max() > 0 for gradient in found.gradients.values())

@@ -1,4 +1,6 @@
-"""Output layers that compute more than their product, in place of which the fused and the float32 head compute."""
+"""Output layers that compute more than their product, in place of which the fused and the float32
+head compute.
+"""
 
 import functools
 from collections.abc import Callable
@@ -118,7 +120,8 @@ REFUSED: dict[str, tuple[Callable[[Any], None], str]] = {
         functools.partial(become, Shifted),
         "Shifted gives 0.125 for a product of",
     ),
-    "a negative scale": (functools.partial(become, Negative), "with a positive scale, and Negative multiplies by -1"),
+    "a negative scale": (functools.partial(become, Negative), "with a positive scale, and Negative "
+                                                              "multiplies by -1"),
     "a new adapter": (
         functools.partial(become, Adapted),
         "the logits of Adapted also depend on up",
@@ -208,7 +211,9 @@ def test_what_is_more_than_a_scale_and_a_cap_is_refused(dtype) -> None:
 
 
 def noted_scores() -> list[tuple[str, float]]:
-    """The hook of slime, miles and verl: log-probs by the factors, against those of the layer's own logits."""
+    """The hook of slime, miles and verl: log-probs by the factors, against those of the layer's own
+    logits.
+    """
     found = []
     for name, change in SUPPORTED.items():
         chunks = build(Sharding(), DENSE)

@@ -1,4 +1,6 @@
-"""The main job, shortened: what it writes, and that a stopped run goes on as if it had not been stopped."""
+"""The main job, shortened: what it writes, and that a stopped run goes on as if it had not been
+stopped.
+"""
 
 import json
 import math
@@ -25,12 +27,17 @@ DISTILL = "--policy-loss distill --distill-teacher hidden"
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A project whose quickstart.sh is the real one, and whose environment is the one that runs the tests."""
+    """A project whose quickstart.sh is the real one, and whose environment is the one that runs the
+    tests.
+    """
     folder = tmp_path_factory.mktemp("project")
     (folder / "examples").mkdir()
     shutil.copy(ROOT / "examples/quickstart.sh", folder / "examples")
     (folder / "examples/launch").mkdir()
-    scripts = "train_grpo other_models tasks sampler run_folder run_log live_line report rollout_log launch/torchrun"
+    scripts = (
+        "train_grpo other_models tasks sampler run_folder run_log live_line report rollout_log "
+        "launch/torchrun"
+    )
     for name in (f"{script}.py" for script in scripts.split()):
         (folder / "examples" / name).symlink_to(ROOT / "examples" / name)
     (folder / "ci").mkdir()
@@ -56,7 +63,9 @@ def start(
 def run_without_launcher(
     project: Path, run_dir: Path, *flags: str, short: bool = True
 ) -> tuple[list[int], str]:
-    """Exit codes and output of the ranks that the launcher would start, forked from what has imported everything."""
+    """Exit codes and output of the ranks that the launcher would start, forked from what has
+    imported everything.
+    """
     line, _ = start(project, run_dir, *flags, short=short, STARTED="echo").communicate()
     launcher, _, arguments = line.partition(" examples/train_grpo.py ")
     assert launcher.endswith("--nproc-per-node 2")
@@ -72,7 +81,9 @@ def finish(project: Path, run_dir: Path, *flags: str, short: bool = True) -> str
 
 
 def test_the_main_job_learns(project: Path, tmp_path: Path) -> None:
-    """The documented job, ended after 24 of its 80 steps. Rewards of six steps: five seeds reach 0.74 to 0.82."""
+    """The documented job, ended after 24 of its 80 steps. Rewards of six steps: five seeds reach
+    0.74 to 0.82.
+    """
     finish(project, tmp_path / "run", "--train-iters", "24", short=False)
     rewards = [step["reward"] for step in steps_of(tmp_path / "run")]
     assert rewards[0] < 0.5 and sum(rewards[-6:]) / 6 > 0.7
@@ -125,7 +136,9 @@ def test_a_run_leaves_everything_that_the_docs_promise(uninterrupted: Path) -> N
 
 
 def test_the_rollouts_of_a_run_say_what_its_metrics_say(uninterrupted: Path) -> None:
-    """Every answer of these small steps is in the files, with the log-probs of the policy that the step began with."""
+    """Every answer of these small steps is in the files, with the log-probs of the policy that the
+    step began with.
+    """
     for step in steps_of(uninterrupted):
         path = uninterrupted / f"rollouts/step_{step['step']:06d}.jsonl"
         rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -149,8 +162,9 @@ def test_every_sample_counts_once_and_the_first_step_is_on_policy(uninterrupted:
     for step in steps:
         assert step["aggregation_checksum"] == pytest.approx(1.0, abs=1e-6)
         assert step["grad_norm"] > 0.0
-    # Odd steps train on answers of the policy as it is: sampling without context parallelism and training with it
-    # must agree on the log-probs. Even steps train on the other half of the round, one update later.
+    # Odd steps train on answers of the policy as it is: sampling without context parallelism and
+    # training with it must agree on the log-probs. Even steps train on the other half of the round,
+    # one update later.
     for step in steps[::2]:
         assert step["ratio_new_old"] == pytest.approx(1.0, abs=1e-4)
         assert step["clipped_ratio_fraction"] == 0.0
@@ -160,7 +174,9 @@ def test_every_sample_counts_once_and_the_first_step_is_on_policy(uninterrupted:
 
 @pytest.mark.full
 def test_a_resumed_run_equals_an_uninterrupted_one(project, uninterrupted, tmp_path):
-    """SIGTERM to the launcher, then kill -9 of one worker's launcher: twice stopped, twice resumed."""
+    """SIGTERM to the launcher, then kill -9 of one worker's launcher: twice stopped, twice
+    resumed.
+    """
     run_dir = tmp_path / "run"
     process = start(project, run_dir)
     output = interrupt(process, run_dir, at_step=2, send=process.terminate)
@@ -198,7 +214,9 @@ def test_the_reference_is_the_model_after_the_warm_start(project: Path, tmp_path
 
 @pytest.mark.full
 def test_a_finished_run_teaches_another_model(project, uninterrupted, tmp_path):
-    """Rewards and advantages are not read: what moves the student is the divergence alone, and that falls."""
+    """Rewards and advantages are not read: what moves the student is the divergence alone, and that
+    falls.
+    """
     flags = f"{DISTILL} --teacher {uninterrupted} --entropy-coef 0 --train-iters 2"
     sizes = "--num-layers 1 --hidden-size 32 --lr 1e-2"
     finish(project, tmp_path / "run", *flags.split(), *sizes.split())

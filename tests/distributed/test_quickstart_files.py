@@ -1,4 +1,6 @@
-"""The flags, folder, logs, checkpoints and picture of the quickstart: what is refused, damaged or half written."""
+"""The flags, folder, logs, checkpoints and picture of the quickstart: what is refused, damaged or
+half written.
+"""
 
 import contextlib
 import io
@@ -98,7 +100,9 @@ def claim(folder: Path, *flags: str) -> FileLock:
 
 
 def test_a_run_is_one_file_of_settings(tmp_path: Path) -> None:
-    """Which gives the flags of the run again; a flag beside it wins, and a key that is none is refused."""
+    """Which gives the flags of the run again; a flag beside it wins, and a key that is none is
+    refused.
+    """
     claim(tmp_path / "run", "--lr 0.25", "--loss-aggregation token_mean").release()
     file = tmp_path / "run/settings.yaml"
     again = parse_for_two_ranks(f"--config {file} --lr 0.125")
@@ -197,7 +201,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before(tmp_path, contents):
 
 
 def test_no_flipped_bit_of_a_checkpoint_goes_unseen(tmp_path: Path) -> None:
-    """Every seventh byte: the state is as it was, or the file is refused. torch.load alone loads other weights."""
+    """Every seventh byte: the state is as it was, or the file is refused. torch.load alone loads
+    other weights.
+    """
     folder = checkpoint_of(tmp_path, 4)
     path = folder / "rank_0.pt"
     contents, known = path.read_bytes(), torch.arange(256.0)
@@ -310,7 +316,9 @@ def curve_run(length: int, **settings: str) -> Run:
 
 @pytest.mark.parametrize("length", [0, 3, 80, 10_000])
 def test_the_report_shows_every_curve_whole_and_smoothed(length: int) -> None:
-    """Whatever the rewards are; of what the ratio decides there is a curve for each step of a round."""
+    """Whatever the rewards are; of what the ratio decides there is a curve for each step of a
+    round.
+    """
     run = curve_run(length)
     figure = report([run])
     assert [text.get_text() for text in figure.texts] == [

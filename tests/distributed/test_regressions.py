@@ -32,7 +32,8 @@ RUNS = {
     "CP2, one active token": [Run(name, "one active token") for name in AGGREGATIONS],
     # A mean of micro-batch means weighs a token by how many others its micro-batch has.
     "DP2, any number of micro-batches": [Run("token_mean", cut=cut) for cut in CUTS],
-    # In per-token mode it is some thousand times too large where the loss function leaves the token count out.
+    # In per-token mode it is some thousand times too large where the loss function leaves the token
+    # count out.
     "CP2, the norm in per-token mode": [Run("token_mean")],
 }
 

@@ -1,4 +1,6 @@
-"""The one exchange behind a trainer's divisors: over two data-parallel ranks as on one, and errors on both."""
+"""The one exchange behind a trainer's divisors: over two data-parallel ranks as on one, and errors
+on both.
+"""
 
 from typing import Any
 
@@ -14,7 +16,9 @@ NUM_STEPS = 2
 
 
 def samples_of(step: int) -> list[BareSample]:
-    """Two groups of four rollouts, of which one is three samples; the ranks hold every other sample."""
+    """Two groups of four rollouts, of which one is three samples; the ranks hold every other
+    sample.
+    """
     rollouts = [0, 1, 1, 1, 2, 3, 4, 5, 6, 7]
     return [
         BareSample(
@@ -51,7 +55,9 @@ def divisors() -> dict[str, list[list[float]]]:
 
 
 def messages() -> list[str]:
-    """Of an error that one rank alone meets, and of a group whose samples lie on both ranks and meet the clamp."""
+    """Of an error that one rank alone meets, and of a group whose samples lie on both ranks and
+    meet the clamp.
+    """
 
     def broken() -> Rollout:
         if dist.get_rank() == 1:

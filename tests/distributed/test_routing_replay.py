@@ -1,6 +1,8 @@
-"""Routing replay: the gradient of a model whose routers take given experts, at every sharding, and mutants of it.
+"""Routing replay: the gradient of a model whose routers take given experts, at every sharding, and
+mutants of it.
 
-The oracle (`reference.outputs_alone`) runs each sample alone in one process and routes in plain loops.
+The oracle (`reference.outputs_alone`) runs each sample alone in one process and routes in plain
+loops.
 """
 
 import functools
@@ -67,7 +69,9 @@ SHARDINGS = [
 
 
 def skip_if_experts_are_reduced_over_wrong_ranks(name: str) -> None:
-    """Up to 0.18 gradients of experts differ between tensor-parallel ranks, without replay too (pull request 5916)."""
+    """Up to 0.18 gradients of experts differ between tensor-parallel ranks, without replay too
+    (pull request 5916).
+    """
     if "TP2" in name and not versions.multiplies_by_ranks():
         pytest.skip(
             "experts are reduced over the wrong ranks under tensor parallelism: before 0.19"
@@ -206,7 +210,9 @@ def test_a_call_without_the_experts_is_refused() -> None:
 
 
 def critic_steps() -> list[float]:
-    """The loss of a critic that is a mixture itself, under the policy's config without replay and with it."""
+    """The loss of a critic that is a mixture itself, under the policy's config without replay and
+    with it.
+    """
     chunks = build(Sharding(), replace(OPTIONS, value_head=True))
     outcomes = [train_step(chunks, Sharding(), ValueRun(replay_layers=layers)) for layers in (0, 4)]
     return [outcome.metrics["value_loss"] for outcome in outcomes if outcome is not None]
@@ -218,7 +224,9 @@ def test_a_critic_routes_by_itself() -> None:
 
 
 def agreements() -> list[float]:
-    """The metric of two steps with log-probs between them, and the experts that routers hold at the end."""
+    """The metric of two steps with log-probs between them, and the experts that routers hold at the
+    end.
+    """
     chunks = build(Sharding(), replace(OPTIONS, recompute="full"))
     run, found = replace(RUN, replay_layers=4), []
     samples = package_samples(run.samples)
@@ -315,7 +323,9 @@ def test_routers_that_do_not_take_the_experts_are_refused() -> None:
 
 
 def scores(name: str) -> list[Tensor]:
-    """The log-probs of the samples under a model of four layers, of a step that is not trained on."""
+    """The log-probs of the samples under a model of four layers, of a step that is not trained
+    on.
+    """
     chunks = build(Sharding.named(name), OPTIONS)
     run = replace(RUN, replay_layers=4)
     samples = package_samples(run.samples)

@@ -1,5 +1,6 @@
-"""Objectives and sequence-level corrections with the tokens of a sequence spread over ranks, some of them empty; and metrics
-reduced over a world in which not every rank has something to say."""
+"""Objectives and sequence-level corrections with the tokens of a sequence spread over ranks, some
+of them empty; and metrics reduced over a world in which not every rank has something to say.
+"""
 
 import dataclasses
 import itertools
@@ -98,7 +99,9 @@ def shapes_of(reductions: mock.Mock) -> list[tuple[int, ...]]:
 
 
 def corrections_worker() -> dict:
-    """Every case: the rank's losses, those of local sums, and the shapes of the tensors that were all-reduced."""
+    """Every case: the rank's losses, those of local sums, and the shapes of the tensors that were
+    all-reduced.
+    """
     results = {}
     for (case, (_, settings)), name in itertools.product(CASES.items(), MICRO_BATCHES):
         task = settings, MICRO_BATCHES[name]
@@ -150,7 +153,9 @@ HIDDEN, VOCABULARY = 4, 9
 
 
 def hidden_and_weight(sequences: list[Sequence1]) -> tuple[Tensor, Tensor]:
-    """Leaves [tokens of the samples laid end to end, hidden] and [vocabulary, hidden]; prompts have two tokens."""
+    """Leaves [tokens of the samples laid end to end, hidden] and [vocabulary, hidden]; prompts have
+    two tokens.
+    """
     generator = torch.Generator().manual_seed(7)
     rows = sum(2 + len(s.loss_mask) for s in sequences)
     shapes = (rows, HIDDEN), (VOCABULARY, HIDDEN)
@@ -245,7 +250,9 @@ def reducer_worker() -> dict[tuple[str, str], Any]:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_users_reducer_gets_whole_masks_after_rejection(size: int) -> None:
-    """On every rank, those whose window is empty included; KL follows it with the masks from before."""
+    """On every rank, those whose window is empty included; KL follows it with the masks from
+    before.
+    """
     ranks = run_ranks(reducer_worker, size)
     for case, name in ranks[0]:
         (num_sums, settings), sequences = CASES[case], MICRO_BATCHES[name]
@@ -275,8 +282,8 @@ def test_a_users_reducer_gets_whole_masks_after_rejection(size: int) -> None:
 
 WORLD_SIZE = 5
 FIRST_STAGE, LAST_STAGE = (0,), (1, 3)
-"""A rank of the first pipeline stage, and two data-parallel ranks of the last one. Ranks 2 and 4 are
-their tensor-parallel peers: they hold the same metrics and must not add them again."""
+"""A rank of the first pipeline stage, and two data-parallel ranks of the last one. Ranks 2 and 4
+are their tensor-parallel peers: they hold the same metrics and must not add them again."""
 
 CONFIG = PolicyLossConfig(pg_metrics="with_entropy", use_tis=True)
 STEP = [
@@ -328,7 +335,9 @@ def test_the_world_agrees_with_one_process_by_two_all_reduces() -> None:
 
 
 def with_zero_for_an_identity() -> dict[str, float]:
-    """The mutant: the first stage brings zeros to both reductions, as a freshly zeroed buffer does."""
+    """The mutant: the first stage brings zeros to both reductions, as a freshly zeroed buffer
+    does.
+    """
     micro_batches = of_this_rank()
     if not micro_batches:
         table = metric_table(CONFIG)

@@ -1,4 +1,6 @@
-"""The two lines, added to an unchanged megatron.training train step, give the reference's gradients."""
+"""The two lines, added to an unchanged megatron.training train step, give the reference's
+gradients.
+"""
 
 import os
 import sys
@@ -42,7 +44,8 @@ COMMAND_LINE = """
     --vocab-size 16 --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm
     --attention-backend unfused --eval-iters 0
 """
-"""A Megatron launch line as its users write it; --global-batch-size 2 makes two micro-batches a step."""
+"""A Megatron launch line as its users write it; --global-batch-size 2 makes two micro-batches a
+step."""
 
 
 def stock_step(
@@ -116,7 +119,9 @@ def run_stock(aggregation: str, cut: object, *flags: str) -> tuple[object, dict[
 @pytest.mark.parametrize("flags", [[], ["--fused-lm-head"]], ids=["logits", "fused"])
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_stock_train_step_has_the_reference_gradients(aggregation: str, flags: list[str]) -> None:
-    """Its check of losses for NaN and its rerun state machine are on: they see no loss that backward fills in."""
+    """Its check of losses for NaN and its rerun state machine are on: they see no loss that
+    backward fills in.
+    """
     outcome, logged = run_stock(aggregation, (5, 5), *flags)
     (reference,) = run_ranks(reference_steps, 1, ModelOptions(), [Run(aggregation)])[0]
     tolerance = gradient_tolerance(ModelOptions())

@@ -1,4 +1,6 @@
-"""examples/launch/torchrun.py, on ranks that end in each way: what is said, and with which status."""
+"""examples/launch/torchrun.py, on ranks that end in each way: what is said, and with which
+status.
+"""
 
 import os
 import runpy
@@ -73,7 +75,9 @@ def end(launcher: Ranks, folder: Path) -> tuple[int, str]:
 
 @pytest.mark.parametrize("late", [None, 0, 1])
 def test_a_refusal_is_said_whichever_rank_is_late(tmp_path, late) -> None:
-    """One line from the rank that is in time; two where ranks come seconds apart and both are in time."""
+    """One line from the rank that is in time; two where ranks come seconds apart and both are in
+    time.
+    """
     how = "refused" if late is None else f"refused, rank {late} late"
     status, said = end(start(tmp_path, how), tmp_path)
     lines = [line for line in said.splitlines() if "cpp_extension" not in line]
@@ -95,9 +99,11 @@ def test_a_rank_that_is_killed_is_named(tmp_path) -> None:
 
 @pytest.mark.parametrize("seconds", [None, "1"])
 def test_a_round_that_is_longer_than_torchrun_waits(tmp_path, seconds) -> None:
-    """SIGTERM to the launcher: a round that is longer than the time that ranks have is lost; they have ten minutes.
+    """SIGTERM to the launcher: a round that is longer than the time that ranks have is lost; they
+    have ten minutes.
 
-    torch forgets ranks of which it is told before it has noted them: a signal at once would leave them behind.
+    torch forgets ranks of which it is told before it has noted them: a signal at once would leave
+    them behind.
     """
     environment = {} if seconds is None else {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": seconds}
     launcher = start(tmp_path, "stopped for long" if seconds else "stopped", **environment)

@@ -1,4 +1,6 @@
-"""examples/trainer from rollout files: its steps, and that a run that goes on equals one that was never stopped."""
+"""examples/trainer from rollout files: its steps, and that a run that goes on equals one that was
+never stopped.
+"""
 
 import argparse
 import errno

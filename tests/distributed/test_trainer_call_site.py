@@ -1,4 +1,6 @@
-"""The reducers of `megatron_pg.integrations` through real Megatron, scaled as such a trainer scales them."""
+"""The reducers of `megatron_pg.integrations` through real Megatron, scaled as such a trainer scales
+them.
+"""
 
 import os
 from collections.abc import Callable
@@ -36,7 +38,9 @@ MODES = {"sample_mean": False, "constant": False, "token_mean": True}
 
 @dataclass(frozen=True)
 class TrainerRun(Run):
-    """Rollouts of one sample each and, in per-token mode, a token in each: what the call site can count."""
+    """Rollouts of one sample each and, in per-token mode, a token in each: what the call site can
+    count.
+    """
 
     @property
     def samples(self) -> list[PlainSample]:
@@ -49,7 +53,9 @@ class TrainerRun(Run):
 def trainer_loss(
     config: PolicyLossConfig, batch: PackedBatch, totals: StepTotals, *, num_microbatches, model
 ) -> Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]:
-    """A loss_func as slime and miles build theirs: reducer by path, their own scale, three values in both modes."""
+    """A loss_func as slime and miles build theirs: reducer by path, their own scale, three values
+    in both modes.
+    """
     path = f"megatron_pg.integrations.{config.loss_aggregation}"
     per_token = model[0].config.calculate_per_token_loss
     context_size = parallel_state.get_context_parallel_world_size()

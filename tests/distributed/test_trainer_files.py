@@ -1,4 +1,6 @@
-"""examples/trainer and its rollout files: their formats, what they lack, and what may change when a run goes on."""
+"""examples/trainer and its rollout files: their formats, what they lack, and what may change when a
+run goes on.
+"""
 
 import argparse
 import json

@@ -39,8 +39,10 @@ REFUSED = {
     "--ckpt-format torch": "--ckpt-format torch: checkpoints are read at any sharding",
     "--hidden-dropout 0.1": "give 0 with --device cpu",
     "--device cuda --hidden-dropout 0.1": "hidden_dropout=0.1: training draws random numbers",
-    "--num-experts 4 --moe-router-topk 2 --moe-input-jitter-eps 0.1": "moe_input_jitter_eps=0.1: rou",
-    "--num-experts 4 --moe-router-topk 2 --moe-expert-capacity-factor 1": "expert_capacity_factor=1.0",
+    "--num-experts 4 --moe-router-topk 2 --moe-input-jitter-eps 0.1": "moe_input_jitter_eps=0.1: "
+    "rou",
+    "--num-experts 4 --moe-router-topk 2 "
+    "--moe-expert-capacity-factor 1": "expert_capacity_factor=1.0",
     "--position-embedding-type yarn": "give one of learned_absolute, rope, none",
     "--clip-grad nan": "--clip-grad is nan: give a finite number",
     "--eps-clip inf": "--eps-clip",
@@ -52,7 +54,8 @@ REFUSED = {
     "--num-layers 5 --pipeline-model-parallel-size 2": "Megatron refuses these flags",
     "--loss-aggregation constant": "--loss-aggregation-divisor",
     "--save x": "--save x with --save-interval None: give the steps",
-    "--save x --save-interval 4 --save-retain-interval 6": "Megatron refuses these flags: assert args.save_retain_interval %",
+    "--save x --save-interval 4 --save-retain-interval 6": "Megatron refuses these flags: assert "
+    "args.save_retain_interval %",
     "--wandb-project p": "--wandb-project needs a folder for its files: give --save",
     "--wandb-project p --save x --save-interval 4": "the package wandb is not installed",
     "--wandb-project p --wandb-save-dir x": "the package wandb is not installed",
@@ -126,7 +129,9 @@ def groups_of_flags() -> tuple[set[str], set[str], set[str]]:
 
 @pytest.fixture(scope="module")
 def helps() -> dict[str, str]:
-    """What is printed for each of the flags that explain flags, on the first rank of a node and on its second."""
+    """What is printed for each of the flags that explain flags, on the first rank of a node and on
+    its second.
+    """
     (found,) = run_ranks(printed_help, 1, ["--help", "--help-megatron"])
     return dict(found)
 

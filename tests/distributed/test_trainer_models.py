@@ -1,4 +1,6 @@
-"""examples/trainer with log-probs that rollouts lack, a reference policy, and Hugging Face weights."""
+"""examples/trainer with log-probs that rollouts lack, a reference policy, and Hugging Face
+weights.
+"""
 
 import json
 from collections.abc import Sequence
@@ -101,7 +103,8 @@ def test_hugging_face_weights_are_trained_and_written_back(tmp_path: Path) -> No
     run(good, tmp_path / "run", flags, model="")
     first = steps_of(tmp_path / "run")[0]
     assert first["kl_loss"] == pytest.approx(0.0, abs=1e-6)
-    # The mean over rollouts of the mean log-prob of transformers' own model, of what the first step held.
+    # The mean over rollouts of the mean log-prob of transformers' own model, of what the first step
+    # held.
     means = []
     for row in kept[: int(first["docs"])]:
         tokens = torch.tensor([row["prompt_ids"] + row["response_ids"]])

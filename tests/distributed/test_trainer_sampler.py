@@ -1,4 +1,6 @@
-"""The sampler of examples/trainer, held to `transformers`, which shares no code with it, and on-line steps."""
+"""The sampler of examples/trainer, held to `transformers`, which shares no code with it, and
+on-line steps.
+"""
 
 import argparse
 import json
@@ -111,15 +113,20 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_on_line_steps_and_going_on(models: Path, tmp_path: Path) -> None:
-    """A byte tokenizer and a random model: its answers are wrong, and a run that goes on asks and hears the same."""
+    """A byte tokenizer and a random model: its answers are wrong, and a run that goes on asks and
+    hears the same.
+    """
     settings = json.dumps({"size": 64, "min_terms": 2, "max_terms": 2}, separators=(",", ":"))
     flags = (
-        f"--hf-model {models} --task chain_sum --task-settings {settings} --prompts-per-step 4 --samples-per-prompt 3 "
-        "--max-response-tokens 6 --held-out-tasks 4 --train-iters 4 --save-interval 2 --max-tokens-per-microbatch 512 "
+        f"--hf-model {models} --task chain_sum --task-settings {settings} --prompts-per-step 4 "
+        f"--samples-per-prompt 3 "
+        "--max-response-tokens 6 --held-out-tasks 4 --train-iters 4 --save-interval 2 "
+        "--max-tokens-per-microbatch 512 "
         "--context-parallel-size 2 --entropy-coef 0.01 "
     )
     said = run_task(tmp_path / "whole", flags)
-    # Six numbers, then a question without what all questions have in common, the answer and the reward.
+    # Six numbers, then a question without what all questions have in common, the answer and the
+    # reward.
     shown = re.findall(
         r"^ step \d: (.*)\n((?:    ['\"]\W*\d.* -> .*reward 0['\"]\n){2})", said, re.MULTILINE
     )
@@ -171,7 +178,10 @@ INTERLEAVED = (
     ],
 )
 def test_what_the_sampler_cannot_do_is_refused(models, tmp_path, flags, message):
-    given = f"--hf-model {models} --task chain_sum --train-iters 2 --save-interval 2 --max-tokens-per-microbatch 512 "
+    given = (
+        f"--hf-model {models} --task chain_sum --train-iters 2 --save-interval 2 "
+        f"--max-tokens-per-microbatch 512 "
+    )
     assert message in end_of(None, tmp_path / "run", given + flags, model="", base=TASK_FLAGS)
 
 

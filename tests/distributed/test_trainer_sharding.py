@@ -1,7 +1,7 @@
 """From rollout files examples/trainer takes the same steps however Megatron shards the model.
 
-A run in one process takes three steps. Each sharding goes on from its checkpoint after the first, with parameters and
-moments cut anew, and takes the other two.
+A run in one process takes three steps. Each sharding goes on from its checkpoint after the first,
+with parameters and moments cut anew, and takes the other two.
 """
 
 from pathlib import Path
@@ -15,11 +15,13 @@ from .trainer_run import WHOLE_GROUPS, copy_after_step, run, without_log_probs
 pytestmark = pytest.mark.full
 
 STEPS = WHOLE_GROUPS + (
-    "--num-layers 4 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --swiglu --ffn-hidden-size 32 "
-    "--qk-layernorm --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights "
+    "--num-layers 4 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --swiglu "
+    "--ffn-hidden-size 32 "
+    "--qk-layernorm --normalization RMSNorm --disable-bias-linear "
+    "--untie-embeddings-and-output-weights "
     "--position-embedding-type rope --lr-decay-style constant --train-iters 3 --save-interval 1 "
-    # Adam's first steps go by the signs of the gradients: one that is rounding alone would move its parameter. Not
-    # with a large epsilon.
+    # Adam's first steps go by the signs of the gradients: one that is rounding alone would move its
+    # parameter. Not with a large epsilon.
     "--lr 0.1 --adam-eps 0.1 "
 )
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none "
@@ -28,7 +30,8 @@ SHARDINGS = {
     "TP2 SP": "--tensor-model-parallel-size 2 --sequence-parallel",
     "PP2": "--pipeline-model-parallel-size 2",
     "PP2 VPP2": "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
-    "CP2 recompute": "--context-parallel-size 2 --recompute-granularity full --recompute-method uniform "
+    "CP2 recompute": "--context-parallel-size 2 --recompute-granularity full --recompute-method "
+    "uniform "
     "--recompute-num-layers 1",
 }
 UNLIKE = {"seconds_rollouts", "seconds_scoring", "seconds_training", "skipped_rows"}

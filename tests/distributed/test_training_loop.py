@@ -1,4 +1,6 @@
-"""A loop of one's own that forgets what Megatron's loop sets: refused before the first backward pass, on every rank."""
+"""A loop of one's own that forgets what Megatron's loop sets: refused before the first backward
+pass, on every rank.
+"""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -68,7 +70,9 @@ NEEDS = {
 
 @pytest.mark.parametrize("name", NEEDS)
 def test_gradients_that_nobody_finalizes_are_refused_on_every_rank(name: str) -> None:
-    """At CP 2 ranks parted and the norm was another, 64 times too large in per-token mode, and the checksum was 1."""
+    """At CP 2 ranks parted and the norm was another, 64 times too large in per-token mode, and the
+    checksum was 1.
+    """
     loop, words = NEEDS[name]
     for found in run_ranks(outcome_or_refusal, loop.sharding.world_size, loop):
         assert words in found and FINALIZE in found
@@ -186,7 +190,9 @@ def test_gradients_of_the_epoch_before_are_refused() -> None:
 
 
 def step_of_many_policy_steps(loop: Loop) -> tuple[Outcome | None, str]:
-    """Of two steps, with a `PolicyStep` for each micro-batch, the second; then a longer one's words."""
+    """Of two steps, with a `PolicyStep` for each micro-batch, the second; then a longer one's
+    words.
+    """
     chunks = build(loop.sharding, loop.options)
     for _ in range(2):
         outcome = train_step(chunks, loop.sharding, loop.run, step_loss)

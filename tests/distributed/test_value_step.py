@@ -1,4 +1,6 @@
-"""A critic on real Megatron: what a wrong head or step would show, its values at a sharding, its metrics, whitening."""
+"""A critic on real Megatron: what a wrong head or step would show, its values at a sharding, its
+metrics, whitening.
+"""
 
 import dataclasses
 import functools
@@ -118,7 +120,8 @@ def test_values_at_a_sharding_are_those_of_one_process(found, expected) -> None:
     for rank in found:
         scored = rank["values"]
         for sample, values, alone in zip(RUN.samples, scored.values, expected[1], strict=True):
-            # The value before a token is read where its logits are; the last one is behind the response.
+            # The value before a token is read where its logits are; the last one is behind the
+            # response.
             before = alone[sample.prompt_length - 1 : -1]
             assert values.tolist() == pytest.approx(before, rel=1e-6, abs=1e-6)
         bootstrap = [alone[-1] * cut for alone, cut in zip(expected[1], TRUNCATED, strict=True)]

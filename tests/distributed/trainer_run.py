@@ -10,20 +10,25 @@ from .quickstart_run import Prepare, Ranks, hold, output_of, start_script, succe
 
 VOCABULARY = 32
 MODEL = (
-    "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 "
+    "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 32 "
+    "--max-position-embeddings 32 "
     "--position-embedding-type learned_absolute --attention-dropout 0 --hidden-dropout 0 "
     f"--vocab-size {VOCABULARY} "
 )
 FLAGS = (
-    "--device cpu --seed 1 --lr 1e-2 --make-vocab-size-divisible-by 16 --max-tokens-per-microbatch 64 "
-    "--loss-aggregation prompt_mean --docs-per-step 10 --docs-per-step-mode exact --on-bad-row skip "
+    "--device cpu --seed 1 --lr 1e-2 --make-vocab-size-divisible-by 16 --max-tokens-per-microbatch "
+    "64 "
+    "--loss-aggregation prompt_mean --docs-per-step 10 --docs-per-step-mode exact --on-bad-row "
+    "skip "
 )
 WHOLE_GROUPS = "--keep-prompt-groups "
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def write_rollouts(path: Path, num_groups: int) -> Path:
-    """Prompt groups of two to four answers of different lengths, one row in twenty bad, a reward each."""
+    """Prompt groups of two to four answers of different lengths, one row in twenty bad, a reward
+    each.
+    """
     generator = random.Random(1)
     with path.open("w") as file:
         for group in range(num_groups):
@@ -46,7 +51,9 @@ def _row(generator: random.Random, group: int, prompt: list[int]) -> dict[str, A
 
 
 def without_log_probs(path: Path, every: int) -> Path:
-    """A file of rollouts in which every so manieth row lacks them, as of an engine that does not give them."""
+    """A file of rollouts in which every so manieth row lacks them, as of an engine that does not
+    give them.
+    """
     write_rollouts(path, 24)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     for row in rows[::every]:
@@ -64,7 +71,8 @@ def start(
     model: str = MODEL,
     base: str = FLAGS,
 ) -> Ranks:
-    """The ranks of a run that writes to `folder` and goes on from what is there; of flags a later one wins.
+    """The ranks of a run that writes to `folder` and goes on from what is there; of flags a later
+    one wins.
 
     `rollouts` are None where `flags` say what to train on.
     """
@@ -80,7 +88,9 @@ def run(rollouts: Path | None, folder: Path, flags: str, **options: Any) -> str:
 
 
 def end_of(rollouts: Path | None, folder: Path, flags: str, **options: Any) -> str:
-    """What a run said of which every rank must end by itself, with a message: nobody ends the others."""
+    """What a run said of which every rank must end by itself, with a message: nobody ends the
+    others.
+    """
     ranks = start(rollouts, folder, flags, **options)
     wait_until_ended(ranks)
     assert [rank.exitcode for rank in ranks] == [1, 1]

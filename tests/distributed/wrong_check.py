@@ -1,4 +1,6 @@
-"""``megatron-pg check`` of a wrong package: ``torchrun -m tests.distributed.wrong_check MISTAKE [flags]``."""
+"""``megatron-pg check`` of a wrong package: ``torchrun -m tests.distributed.wrong_check MISTAKE
+[flags]``.
+"""
 
 import os
 import sys
@@ -31,7 +33,9 @@ def reducer_that_raises(total_lengths, response_lengths, loss_masks, calculate_p
 def right_reducer(
     total_lengths, response_lengths, loss_masks, calculate_per_token_loss, cp_rank=0, cp_size=1
 ):
-    """Whole responses' denominators, the window from the factory: every response divided by at most 3."""
+    """Whole responses' denominators, the window from the factory: every response divided by at
+    most 3.
+    """
     lengths = (total_lengths, response_lengths, loss_masks)
     denominators = torch.tensor([float(mask.sum().clamp(1, 3)) for mask in loss_masks])
     place = {"cp_rank": cp_rank, "cp_size": cp_size}
@@ -129,7 +133,9 @@ def extra_context_parallel_factor(run: Any) -> None:
 
 
 def check(mistake: str, flags: Sequence[str]) -> int:
-    """The exit status of the loss-only rows of a check under one of the mistakes above; every rank calls it."""
+    """The exit status of the loss-only rows of a check under one of the mistakes above; every rank
+    calls it.
+    """
     enable_cpu_runtime()
     from megatron_pg.check import main
     from megatron_pg.check import step as run

@@ -1,4 +1,6 @@
-"""The reference of the distillation tests: float64, one row and one token of the vocabulary at a time."""
+"""The reference of the distillation tests: float64, one row and one token of the vocabulary at a
+time.
+"""
 
 from collections.abc import Sequence
 

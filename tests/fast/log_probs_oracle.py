@@ -22,7 +22,8 @@ def reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """log_probs [tokens], entropy [tokens], gradient [tokens, vocabulary], all float64.
 
-    `logits` holds the whole padded vocabulary. A row is normalised over its kept ids, where it has some.
+    `logits` holds the whole padded vocabulary. A row is normalised over its kept ids, where it has
+    some.
     """
     tokens, width = logits.shape
     real = width if vocab_size is None else vocab_size
@@ -50,7 +51,9 @@ def close(found: Tensor, wanted: Tensor, rounding: float) -> None:
 def peaked_logits(
     tokens: int, width: int, *, seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """Logits of a trained policy (a few likely tokens, entropy under a nat or so) and sampled targets."""
+    """Logits of a trained policy (a few likely tokens, entropy under a nat or so) and sampled
+    targets.
+    """
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(tokens, width, generator=generator) * 1.5
     for t in range(tokens):

@@ -80,7 +80,9 @@ OF_LOG_PROB = ("reinforce", "cispo", "dis", "vespo")
 
 
 def gamma_weight(sample: Sequence1, anchor: str, k: float, lam: float) -> float:
-    """VESPO's weight of a sequence: w^k e^(lambda (1 - w)), at most e^20, w the product of all its ratios."""
+    """VESPO's weight of a sequence: w^k e^(lambda (1 - w)), at most e^20, w the product of all its
+    ratios.
+    """
     against, total = getattr(sample, f"{anchor}_log_probs"), 0.0
     for t in sample.active():
         total += sample.log_probs[t].item() - against[t]
@@ -114,7 +116,9 @@ def kept_by_divergence(
 def geometric_mean_losses(
     sample: Sequence1, low: float, high: float, anchor: str, by_turn: bool
 ) -> list[Tensor]:
-    """GMPO: -A times the geometric mean of the clipped ratios; each token has the gradient of its own factor."""
+    """GMPO: -A times the geometric mean of the clipped ratios; each token has the gradient of its
+    own factor.
+    """
     against, tokens = getattr(sample, f"{anchor}_log_probs"), sample.active()
     logs: dict[int, Tensor] = {}
     for t in tokens:
@@ -148,8 +152,8 @@ def objective(
     """The loss of every response token; 0 where masked.
 
     `taus` are SAPO's of A > 0 and of the others, `deltas` DPPO's of
-    A < 0 and of A > 0, `gammas` VESPO's k and lambda of A >= 0, then those of A < 0; `anchor` is whose log-probs the ratio
-    is against.
+    A < 0 and of A > 0, `gammas` VESPO's k and lambda of A >= 0, then those of A < 0; `anchor` is
+    whose log-probs the ratio is against.
     """
     if name == "gmpo":
         return geometric_mean_losses(sample, low, high, anchor, by_turn)

@@ -89,8 +89,9 @@ def grid_sequence(log_ratios: Sequence[float], advantages: Sequence[float]) -> S
 
 
 def package_sample(sequence: Sequence1, **fields: object) -> Sample:
-    """The same response after a prompt of two tokens. A sample refuses log-probs above 0: those of a grid's token are
-    shifted together, which leaves their differences."""
+    """The same response after a prompt of two tokens. A sample refuses log-probs above 0: those of
+    a grid's token are shifted together, which leaves their differences.
+    """
     length = len(sequence.loss_mask)
     log_probs = torch.tensor([getattr(sequence, name) for name in GIVEN])
     log_probs = log_probs - log_probs.amax(0).clamp(min=0.0)
@@ -106,7 +107,9 @@ def package_sample(sequence: Sequence1, **fields: object) -> Sample:
 def package_batch(
     sequences: Sequence[Sequence1], cp_rank: int = 0, cp_size: int = 1
 ) -> PackedBatch:
-    """The micro-batch with the log-probs that the sequences have, whatever a sample would say of them."""
+    """The micro-batch with the log-probs that the sequences have, whatever a sample would say of
+    them.
+    """
     batch = pack([package_sample(s) for s in sequences], cp_rank=cp_rank, cp_size=cp_size)
     flat = {name: [value for s in sequences for value in getattr(s, name)] for name in GIVEN}
     here = batch.window.response_indices

@@ -1,4 +1,6 @@
-"""The docs' tables that are read off parsers and rows. `python -m tests.fast.tables` rewrites them."""
+"""The docs' tables that are read off parsers and rows. `python -m tests.fast.tables` rewrites
+them.
+"""
 
 import argparse
 import re
@@ -62,7 +64,9 @@ WORD = re.compile(r"1/max\(T, 1\)|1/\w|1/\(|\^\(|(?:sqrt|abs)\(|[A-Za-z]\w*|[\d.
 
 
 def typeset(formula: str) -> str:
-    """A row's formula as TeX between dollars, its words as text; what is called by Python stays code."""
+    """A row's formula as TeX between dollars, its words as text; what is called by Python stays
+    code.
+    """
     if "->" in formula:
         return f"`{formula}`"
     found = ""
@@ -73,7 +77,9 @@ def typeset(formula: str) -> str:
 
 
 def _typeset(words: Iterator[str], end: str, is_index: bool = False) -> str:
-    """The words up to a closing bracket; outside of all brackets, what is no mathematics between \\0."""
+    """The words up to a closing bracket; outside of all brackets, what is no mathematics between
+    \\0.
+    """
     found = ""
     for word in words:
         if word == end:
@@ -104,14 +110,17 @@ def _symbol(word: str) -> str:
 
 
 def flags(add_args: Any, config: type[Any]) -> Lines:
-    """One line a flag: its words or type, its default, and the text of `--help`, with a link in place of formulas."""
+    """One line a flag: its words or type, its default, and the text of `--help`, with a link in
+    place of formulas.
+    """
     lines: Lines = [("flag", "default", "meaning")]
     for action in add_args(argparse.ArgumentParser(add_help=False))._actions:
         if action.help == argparse.SUPPRESS:  # a removed flag
             continue
         default = getattr(config, action.dest, None)
         is_switch = action.nargs == 0
-        # As argparse shows choices: a bar would end the cell, and be seen with its backslash on the site.
+        # As argparse shows choices: a bar would end the cell, and be seen with its backslash on the
+        # site.
         words = "" if is_switch else " " + (action.metavar or f"{{{', '.join(action.choices)}}}")
         shown = "off" if is_switch else f"`{default}`" if default not in (None, ()) else "none"
         text = (action.help or "").replace("%%", "%").split(" (default: ")[0]
@@ -122,7 +131,9 @@ def flags(add_args: Any, config: type[Any]) -> Lines:
 
 
 def rows(table: Any, meaning: str) -> Lines:
-    """One line a row: its name, or its flag where it has one of its own, and what it says of itself."""
+    """One line a row: its name, or its flag where it has one of its own, and what it says of
+    itself.
+    """
     default = getattr(PolicyLossConfig, next(iter(table.values())).setting, None)
     head = "flag" if default is None else "name"
     lines: Lines = [(head, meaning, "about", "reads")]
@@ -147,7 +158,9 @@ def metrics() -> Lines:
 
 
 def words_of(name: str) -> Lines:
-    """One line a setting of a trainer that `migrate` reads; then those of the same name, and those without a flag here."""
+    """One line a setting of a trainer that `migrate` reads; then those of the same name, and those
+    without a flag here.
+    """
     trainer, same, none = TRAINERS[name], [], []
     lines: Lines = [("its setting", "here")]
     for key, row in trainer.settings.items():
@@ -178,7 +191,9 @@ def words_of(name: str) -> Lines:
 
 
 def words_here(key: str, own: Any) -> Iterator[tuple[str, str | None]]:
-    """The words for a setting's values by `here` of its row: as they are by default, else under the last condition."""
+    """The words for a setting's values by `here` of its row: as they are by default, else under the
+    last condition.
+    """
     if own is False:
         yield key, None
     elif isinstance(own, str):
@@ -218,7 +233,9 @@ def short(condition: str) -> str:
 
 
 def other_words(*names: str) -> Lines:
-    """One line a setting of trainers that `migrate` knows by their words alone; all but `names` if none is given."""
+    """One line a setting of trainers that `migrate` knows by their words alone; all but `names` if
+    none is given.
+    """
     lines: Lines = [("trainer", "its setting", "here")]
     for name, other in OTHERS.items():
         if name in names if names else name not in ("TRL", "Fast-LLM"):
@@ -249,7 +266,9 @@ TABLES = {
 
 
 def page_with(name: str) -> tuple[Path, str]:
-    """The page of a table, and its text with the table as it should be; a column without an entry is left out."""
+    """The page of a table, and its text with the table as it should be; a column without an entry
+    is left out.
+    """
     page, lines = DOCS / TABLES[name][0], TABLES[name][1]()
     columns = [(head, "---", *cells) for head, *cells in zip(*lines, strict=True) if any(cells)]
     escaped = ([cell.replace("|", "\\|") for cell in line] for line in zip(*columns, strict=True))

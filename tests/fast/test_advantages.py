@@ -1,4 +1,6 @@
-"""Group-relative and generalised advantages, and whitening, against plain loops; what is refused."""
+"""Group-relative and generalised advantages, and whitening, against plain loops; what is
+refused.
+"""
 
 import itertools
 import math
@@ -228,16 +230,21 @@ def test_rewards_too_far_apart_are_named(method, reward):
 
 
 NO_IDS = [math.nan, 0.5, True, 1 + 2j]
-"""Such as rows without a group, from a table whose column is float for their sake: not one group."""
+"""Such as rows without a group, from a table whose column is float for their sake: not one
+group."""
 
 
 @pytest.mark.parametrize(("rewards", "groups", "settings", "words"), [
     ([0.0, 1.0], [0, 0, 0], {}, "rewards has shape [2] and group_indices [3]"),
-    (torch.zeros(1, 2), torch.zeros(1, 2).long(), {}, "rewards has shape [1, 2] and group_indices [1, 2]"),
+    (torch.zeros(1, 2), torch.zeros(1, 2).long(), {}, "rewards has shape [1, 2] and group_indices "
+                                                      "[1, 2]"),
     ([0.0, 1.0], [0, 0], {"method": "gae"}, "method is 'gae': expected one of grpo, dr_grpo, rloo"),
-    ([0.0, -0.5], [0, 0], {"method": "maxrl"}, "rewards[1] is -0.5, expected 0 or more: maxrl divides"),
-    *(([0.0, value], [0, 0], {}, "rewards[1] is  | expected a finite number") for value in (math.nan, math.inf, -math.inf)),
-    *(([0.0, 1.0], ids([value] * 2), {}, "group_indices has dtype") for value in NO_IDS for ids in (list, torch.tensor)),
+    ([0.0, -0.5], [0, 0], {"method": "maxrl"}, "rewards[1] is -0.5, expected 0 or more: maxrl "
+                                               "divides"),
+    *(([0.0, value], [0, 0], {}, "rewards[1] is  | expected a finite "
+                                 "number") for value in (math.nan, math.inf, -math.inf)),
+    *(([0.0, 1.0], ids([value] * 2), {}, "group_indices has "
+                                         "dtype") for value in NO_IDS for ids in (list, torch.tensor)),
 ])  # fmt: skip
 def test_bad_calls_are_refused(rewards, groups, settings, words):
     assert_refused(words, group_advantages, rewards, groups, **settings)
@@ -381,14 +388,16 @@ GIVEN = {"rewards": [[0.0, 1.0]], "values": [[0.0, 0.0]], "loss_mask": [[1, 1]]}
 @pytest.mark.parametrize(("changes", "message"), [
     ({"gamma": 1.01}, "--gamma must be a finite number >= 0 and <= 1; found 1.01"),
     ({"lam": NAN}, "--lam must be"),
-    ({"value_lam": -0.1, "lam_alpha": 0.0}, r"(?s)--value-lam must be.*--lam-alpha must be a finite number > 0; found 0"),
+    ({"value_lam": -0.1, "lam_alpha": 0.0}, r"(?s)--value-lam must be.*--lam-alpha must be a "
+                                            r"finite number > 0; found 0"),
     ({"values": [[0.0, NAN]]}, r"values\[0\]\[1\] is nan at an active token"),
     ({"rewards": [[NAN, 0.0]]}, r"rewards\[0\]\[0\] is nan at an active token"),
     ({"values": [[0.0]]}, r"values\[0\] has shape \[1\], expected \[2\]"),
     ({"rewards": [[0.0, 0.0]] * 2}, "rewards has 2 responses and loss_mask 1"),
     ({"loss_mask": [[1, 2]]}, r"loss_mask\[0\]\[1\] is 2.0, expected 0 or 1"),
     ({"loss_mask": [[1, 0]]}, r"rewards\[0\]\[1\] is 1.0 at a token that the loss mask drops"),
-    ({"loss_mask": [[1, 0]], "rewards": [[0.0, -0.5]]}, r"rewards\[0\]\[1\] is -0.5 at a token that"),
+    ({"loss_mask": [[1, 0]], "rewards": [[0.0, -0.5]]}, r"rewards\[0\]\[1\] is -0.5 at a token "
+                                                        r"that"),
     ({"bootstrap_values": [NAN]}, r"bootstrap_values\[0\] is nan"),
     ({"bootstrap_values": [0.0, 0.0]}, r"bootstrap_values\[0\] has shape \[2\], expected \[1\]"),
 ])  # fmt: skip

@@ -133,11 +133,14 @@ ORIGINAL = "--rejection-denominator original"
 REFUSED = {
     "--loss-aggregation constant": "--loss-aggregation-divisor",
     **{f"{CONSTANT} {value}": f"{DIVISOR} | {FINITE} | {value}" for value in BAD_DIVISORS},
-    **{f"--pg-loss-divisor {value}": f"--pg-loss-divisor | {FINITE} | {value}" for value in BAD_DIVISORS},
-    **{f"--loss-aggregation {mode} {DIVISOR} 4": f"{DIVISOR} 4 | {mode} | --loss-aggregation constant" for mode in MODES},
+    **{f"--pg-loss-divisor {value}": f"--pg-loss-divisor | {FINITE} | "
+                                     f"{value}" for value in BAD_DIVISORS},
+    **{f"--loss-aggregation {mode} {DIVISOR} 4": f"{DIVISOR} 4 | {mode} | --loss-aggregation "
+                                                 f"constant" for mode in MODES},
     "--loss-aggregation-divisor 4": "--loss-aggregation-divisor 4 | --loss-aggregation constant",
     **{f"--pg-loss-divisor 4 {mode}": f"--pg-loss-divisor 4 | {mode}" for mode in MODE_FLAGS},
-    "--pg-loss-divisor 4 --loss-aggregation-divisor 5": "--pg-loss-divisor 4 | --loss-aggregation-divisor 5",
+    "--pg-loss-divisor 4 --loss-aggregation-divisor 5": "--pg-loss-divisor 4 | "
+                                                        "--loss-aggregation-divisor 5",
     f"{REDUCER} --pg-loss-divisor 4": f"{CUSTOM} | --pg-loss-divisor 4",
     f"{REDUCER} {CONSTANT} 4": f"{CUSTOM} | --loss-aggregation-divisor",
     f"{REDUCER} --loss-aggregation-divisor 4": f"{CUSTOM} | --loss-aggregation-divisor",
@@ -152,62 +155,81 @@ REFUSED = {
     "--policy-loss distill": "--policy-loss distill needs --distill-teacher logits, hidden",
     "--distill-coef 0.1": "--distill-coef needs --distill-teacher",
     "--distill-teacher top_k": "--distill-teacher is for --policy-loss distill and --distill-coef",
-    "--policy-loss distill --distill-coef 1 --distill-teacher logits --distill-beta 1 --replay-sampling-set": "3 settings"
+    "--policy-loss distill --distill-coef 1 --distill-teacher logits --distill-beta 1 "
+    "--replay-sampling-set": "3 settings"
     " | with --policy-loss distill drop it | --replay-sampling-set | a number below 1",
     "--kept-set-mass": "--kept-set-mass | add it | --replay-sampling-set",
-    "--kept-set-mass --replay-sampling-set --fused-lm-head --pg-metrics none": "settings cannot stand"
+    "--kept-set-mass --replay-sampling-set --fused-lm-head --pg-metrics none": "settings cannot "
+                                                                               "stand"
     " | drop one of the two | --fused-lm-head | --pg-metrics none",
-    "--policy-loss dis --use-tis": "--policy-loss dis --use-tis would weigh the same mismatch twice",
-    "--policy-loss dis --ratio-anchor rollout": "--ratio-anchor rollout is not read by --policy-loss dis",
+    "--policy-loss dis --use-tis": "--policy-loss dis --use-tis would weigh the same mismatch "
+                                   "twice",
+    "--policy-loss dis --ratio-anchor rollout": "--ratio-anchor rollout is not read by "
+                                                "--policy-loss dis",
     "--kl-target 0.1": "--kl-target 0.1 is about --kl-loss-coef",
     "--kl-loss-coef 1 --kl-horizon 9": "--kl-horizon 9 is about --kl-target: add it",
-    "--kl-loss-coef 1 --kl-target 1 --regularizer-aggregation loss --pg-loss-divisor 9": "--kl-target with",
+    "--kl-loss-coef 1 --kl-target 1 --regularizer-aggregation loss "
+    "--pg-loss-divisor 9": "--kl-target with",
     "--cispo-lower-bound": "--cispo-lower-bound | --policy-loss cispo",
     "--sapo-tau-pos 2": "--sapo-tau-pos 2.0 belongs to --policy-loss sapo | ppo",
     "--policy-loss sapo --dppo-delta 0.1 --dppo-delta-high 0.2 --eps-clip-c 3": "3 settings"
-    " | --dppo-delta 0.1 belongs to --policy-loss dppo_tv and dppo_kl | --dppo-delta-high 0.2 belongs"
+    " | --dppo-delta 0.1 belongs to --policy-loss dppo_tv and dppo_kl | --dppo-delta-high 0.2 "
+    "belongs"
     " | --eps-clip-c 3.0 belongs to --policy-loss ppo and gspo",
-    "--ratio-anchor rollout --policy-loss reinforce": "--ratio-anchor rollout is not read by --policy-loss reinforce",
-    "--ratio-anchor rollout --policy-loss sft": "--ratio-anchor rollout is not read by --policy-loss sft",
+    "--ratio-anchor rollout --policy-loss reinforce": "--ratio-anchor rollout is not read by "
+                                                      "--policy-loss reinforce",
+    "--ratio-anchor rollout --policy-loss sft": "--ratio-anchor rollout is not read by "
+                                                "--policy-loss sft",
     "--ratio-anchor rollout --use-tis --policy-loss sft --use-unbiased-kl": "3 settings"
-    " | --use-tis would weigh the same | not read by --policy-loss sft | --use-unbiased-kl is about --kl-loss-coef",
+    " | --use-tis would weigh the same | not read by --policy-loss sft | --use-unbiased-kl is "
+    "about --kl-loss-coef",
     "--ratio-anchor rollout --use-tis --tis-mode mask": "--use-tis | drop one of the two",
     "--tis-clip 5": "--tis-clip 5.0 is about --use-tis: add what is missing, or drop it",
     "--use-unbiased-kl": "--use-unbiased-kl is about --kl-loss-coef: add",
-    "--use-tis --rejection-denominator accepted": "is about --use-tis --custom-tis-function-path or --use-opsm or"
+    "--use-tis --rejection-denominator accepted": "is about --use-tis --custom-tis-function-path "
+                                                  "or --use-opsm or"
     " --use-tis --tis-mode mask or",
     "--distill-beta 0.3": "--distill-beta 0.3 is about --distill-divergence jsd: add",
     "--distill-divergence jsd": "--distill-divergence jsd is about --policy-loss distill",
     "--tis-clip 2 --tis-clip-low 3": "--tis-clip-low 3 | --tis-clip 2",
     **{
-        f"--use-{level} --{level}-low 1.2 --{level}-high 1.1": f"--{level}-low 1.2 | --{level}-high 1.1"
+        f"--use-{level} --{level}-low 1.2 --{level}-high 1.1": f"--{level}-low 1.2 | "
+                                                               f"--{level}-high 1.1"
         for level in ("geometric-rejection", "sequence-rejection")
     },
     "--rejection-denominator accepted --use-geometric-rejection --use-sequence-rejection": "drop"
     " --use-geometric-rejection or --use-sequence-rejection",
-    "--kl-loss-coef 0.1 --kl-loss-gradient k2 --use-unbiased-kl": "--kl-loss-gradient k2 | --use-unbiased-kl",
+    "--kl-loss-coef 0.1 --kl-loss-gradient k2 --use-unbiased-kl": "--kl-loss-gradient k2 | "
+                                                                  "--use-unbiased-kl",
     "--kl-loss-gradient k2": "--kl-loss-gradient k2 | --kl-loss-coef",
-    "--regularizer-aggregation loss": "--regularizer-aggregation loss | --kl-loss-coef | --entropy-coef",
+    "--regularizer-aggregation loss": "--regularizer-aggregation loss | --kl-loss-coef | "
+                                      "--entropy-coef",
     f"--custom-tis-function-path {HERE}.custom_tis": "--custom-tis-function-path | --use-tis",
     "--rejection-denominator accepted --use-opsm": f"{ORIGINAL} | --use-opsm",
-    f"--rejection-denominator accepted --use-tis --custom-tis-function-path {HERE}.custom_tis": f"{ORIGINAL}"
+    f"--rejection-denominator accepted --use-tis --custom-tis-function-path "
+    f"{HERE}.custom_tis": f"{ORIGINAL}"
     " | --custom-tis-function-path",
-    "--rejection-denominator accepted --use-geometric-rejection --use-tis --tis-mode mask": f"{ORIGINAL}"
+    "--rejection-denominator accepted --use-geometric-rejection --use-tis --tis-mode "
+    "mask": f"{ORIGINAL}"
     " | --use-geometric-rejection | --tis-mode mask",
     "--custom-policy-loss-path no_such.fn": "--custom-policy-loss-path | no_such",
-    f"--custom-policy-loss-path {HERE}.custom_tis": "--custom-policy-loss-path | (config, tokens, log_probs) | pg_loss",
-    f"--use-tis --custom-tis-function-path {HERE}:custom_policy_loss": "--custom-tis-function-path | pg_loss",
+    f"--custom-policy-loss-path {HERE}.custom_tis": "--custom-policy-loss-path | (config, tokens, "
+                                                    "log_probs) | pg_loss",
+    f"--use-tis --custom-tis-function-path {HERE}:custom_policy_loss": "--custom-tis-function-path "
+                                                                       "| pg_loss",
     f"{CUSTOM} {HERE}:custom_policy_loss": f"{CUSTOM} | calculate_per_token_loss",
 }  # fmt: skip
 REFUSED_BESIDE_THE_TRAINERS = [
     *(
-        (f"{PER_TOKEN} {rest}", {feature: True}, f"{PER_TOKEN} | {flag} | --loss-aggregation token_mean")
+        (f"{PER_TOKEN} {rest}", {feature: True}, f"{PER_TOKEN} | {flag} | --loss-aggregation "
+                                                 f"token_mean")
         for rest in ("", TOKENS)
         for feature, flag in (
             ("use_torch_fsdp2", "--use-torch-fsdp2"), ("ddp_average_in_collective", "--ddp-average-in-collective")
         )
     ),
-    ("--divide-gradient-twice", {"grad_divisor": 4.0}, "--divide-gradient-twice | grad_divisor is 4"),
+    ("--divide-gradient-twice", {"grad_divisor": 4.0}, "--divide-gradient-twice | grad_divisor "
+                                                       "is 4"),
 ]  # fmt: skip
 
 
@@ -279,23 +301,32 @@ def out_of_range(name: str) -> list[Any]:
 
 
 @pytest.mark.parametrize(("line", "message"), [
-    ("--kl-loss-coef 1e300", "--kl-loss-coef must be a finite number >= 0 that float32 holds; found 1e+300"),
-    ("--kl-loss-coef 1e-300", "--kl-loss-coef must be a finite number >= 0 that float32 holds; found 1e-300"),
-    ("--rollout-temperature 1e-50", "--rollout-temperature must be a finite number > 0 that float32 holds"),
+    ("--kl-loss-coef 1e300", "--kl-loss-coef must be a finite number >= 0 that float32 holds; "
+                             "found 1e+300"),
+    ("--kl-loss-coef 1e-300", "--kl-loss-coef must be a finite number >= 0 that float32 holds; "
+                              "found 1e-300"),
+    ("--rollout-temperature 1e-50", "--rollout-temperature must be a finite number > 0 that "
+                                    "float32 holds"),
     (
         "--use-geometric-rejection --geometric-rejection-low 0 --geometric-rejection-high 0",
         "--geometric-rejection-high must be a number or inf >= 2.06115e-09; found 0.0",
     ),
-    ("--use-sequence-rejection --sequence-rejection-high 1e-9", "--sequence-rejection-high must be"),
+    ("--use-sequence-rejection --sequence-rejection-high 1e-9", "--sequence-rejection-high must "
+                                                                "be"),
     (
         "--use-sequence-rejection --sequence-rejection-low 1e9 --sequence-rejection-high inf",
-        "--sequence-rejection-low must be a finite number >= 0 and <= 4.85165e+08; found 1000000000.0",
+        "--sequence-rejection-low must be a finite number >= 0 and <= 4.85165e+08; found "
+        "1000000000.0",
     ),
-    ("--use-tis --tis-mode mask --tis-clip 1e-10", "--tis-clip must be a finite number >= 2.06115e-09"),
-    ("--use-tis --tis-clip 1e39", "--tis-clip must be a finite number >= 2.06115e-09 that float32 holds"),
+    ("--use-tis --tis-mode mask --tis-clip 1e-10", "--tis-clip must be a finite number >= "
+                                                   "2.06115e-09"),
+    ("--use-tis --tis-clip 1e39", "--tis-clip must be a finite number >= 2.06115e-09 that float32 "
+                                  "holds"),
 ])  # fmt: skip
 def test_numbers_that_leave_nothing_of_the_loss_are_refused(line, message):
-    """Beyond float32, in which the loss is computed; bounds that no ratio meets, which lie in [e^-20, e^20]."""
+    """Beyond float32, in which the loss is computed; bounds that no ratio meets, which lie in
+    [e^-20, e^20].
+    """
     assert_refused(message, validate_policy_loss_args, parse(line))
 
 
@@ -359,8 +390,10 @@ REQUIRED = [
     ("--policy-loss vespo", "old_log_probs"),
     ("--policy-loss dppo_tv --ratio-anchor rollout", "rollout_log_probs"),
     ("--policy-loss gmpo --ratio-anchor rollout --use-opsm", "rollout_log_probs"),
-    ("--policy-loss gspo --ratio-anchor rollout --use-sequence-rejection", "old_log_probs rollout_log_probs"),
-    ("--policy-loss sft --ratio-anchor rollout --kl-loss-coef 1 --use-unbiased-kl", "ref_log_probs rollout_log_probs"),
+    ("--policy-loss gspo --ratio-anchor rollout "
+     "--use-sequence-rejection", "old_log_probs rollout_log_probs"),
+    ("--policy-loss sft --ratio-anchor rollout --kl-loss-coef 1 "
+     "--use-unbiased-kl", "ref_log_probs rollout_log_probs"),
     (LOSS, ""),
     ("--policy-loss reinforce --kl-loss-coef 0.1", "ref_log_probs"),
     ("--policy-loss reinforce --kl-loss-coef 0.1 --use-unbiased-kl", "old_log_probs ref_log_probs"),

@@ -191,32 +191,44 @@ def test_a_group_id_that_is_missing_is_never_read_as_one_group():
 
 # case: (changed arguments, words of the refusal)
 FACTORY = {
-    "mask too short": ({"loss_masks": [torch.ones(3), torch.ones(1)]}, "loss_masks[1] | [1] | [2] | response_length"),
+    "mask too short": ({"loss_masks": [torch.ones(3), torch.ones(1)]}, "loss_masks[1] | [1] | [2] "
+                                                                       "| response_length"),
     "mask too long": ({"loss_masks": [torch.ones(4), torch.ones(2)]}, "loss_masks[0] | [4] | [3]"),
-    "mask of two dimensions": ({"loss_masks": [torch.ones(1, 3), torch.ones(2)]}, "loss_masks[0] | [1, 3] | [3]"),
+    "mask of two dimensions": ({"loss_masks": [torch.ones(1, 3), torch.ones(2)]}, "loss_masks[0] | "
+                                                                                  "[1, 3] | [3]"),
     "one mask too many": ({"loss_masks": [torch.ones(3)] * 3}, "loss_masks | 3 | 2"),
-    "mask of twos": ({"loss_masks": [torch.ones(3), torch.full((2,), 2.0)]}, "loss_masks[1] | 0 or 1 | 2.0"),
-    "mask with NaN": ({"loss_masks": [[math.nan, 1.0, 1.0], torch.ones(2)]}, "loss_masks[0] | 0 or 1 | nan"),
+    "mask of twos": ({"loss_masks": [torch.ones(3), torch.full((2,), 2.0)]}, "loss_masks[1] | 0 or "
+                                                                             "1 | 2.0"),
+    "mask with NaN": ({"loss_masks": [[math.nan, 1.0, 1.0], torch.ones(2)]}, "loss_masks[0] | 0 or "
+                                                                             "1 | nan"),
     "half a mask": ({"loss_masks": [torch.ones(3), torch.full((2,), 0.5)]}, "loss_masks[1]"),
     "a length missing": ({"response_lengths": [3]}, "response_lengths | total_lengths"),
     "a negative response": ({"response_lengths": [3, -1]}, "response_lengths[1] | -1"),
-    "a sequence of no token": ({"total_lengths": [5, 0], "response_lengths": [3, 0]}, "total_lengths[1] | 0 | at least 1"),
+    "a sequence of no "
+    "token": ({"total_lengths": [5, 0], "response_lengths": [3, 0]}, "total_lengths[1] | 0 | at "
+                                                                     "least 1"),
     "no prompt": ({"total_lengths": [3, 4]}, "sample 0 | prompt"),
-    "response longer than all": ({"total_lengths": [2, 4]}, "response_lengths[0] | 3 | total_lengths[0] | 2"),
-    **{f"length {length}": ({"total_lengths": [length, 4]}, "total_lengths[0] | integer") for length in (5.5, True, "5")},
+    "response longer than all": ({"total_lengths": [2, 4]}, "response_lengths[0] | 3 | "
+                                                            "total_lengths[0] | 2"),
+    **{f"length {length}": ({"total_lengths": [length, 4]}, "total_lengths[0] | "
+                                                            "integer") for length in (5.5, True, "5")},
     "unknown mode": ({"aggregation": "seq_mean"}, " | ".join(["'seq_mean'", *AGGREGATIONS])),
     "prompt mean of unknown groups": ({"aggregation": "prompt_mean"}, "denominators"),
     "a denominator missing": ({"denominators": [3.0]}, "denominators | [1] | (2)"),
     **{
-        f"denominator {value}": ({"denominators": [value, 1.0]}, "denominators[0] | count of active tokens")
+        f"denominator {value}": ({"denominators": [value, 1.0]}, "denominators[0] | count of "
+                                                                 "active tokens")
         for value in (math.nan, math.inf, -1.0)
     },
-    "denominators of a token mean": ({"aggregation": "token_mean", "denominators": [3, 2]}, "token_mean"),
-    "denominators of a constant": ({"aggregation": "constant", "denominators": [3, 2], "divisor": 4.0}, "constant"),
+    "denominators of a token "
+    "mean": ({"aggregation": "token_mean", "denominators": [3, 2]}, "token_mean"),
+    "denominators of a "
+    "constant": ({"aggregation": "constant", "denominators": [3, 2], "divisor": 4.0}, "constant"),
     "divisor of another mode": ({"divisor": 4.0}, "divisor 4.0 | sample_mean | constant"),
     **{
         f"divisor {divisor}": (
-            {"aggregation": "constant", "divisor": divisor}, f"--loss-aggregation-divisor | {divisor} | finite"
+            {"aggregation": "constant", "divisor": divisor}, f"--loss-aggregation-divisor | "
+                                                             f"{divisor} | finite"
         )
         for divisor in (None, 0, -1, math.nan, math.inf)
     },
@@ -290,7 +302,9 @@ def test_a_log_prob_that_is_none(field, value):
 
 
 def test_log_probs_that_rounding_leaves_above_0_are_log_probs():
-    """z - logsumexp(z) in float32, one token with nearly all of the probability, logits up to 8192."""
+    """z - logsumexp(z) in float32, one token with nearly all of the probability, logits up to
+    8192.
+    """
     generator = torch.Generator().manual_seed(0)
     logits = torch.rand(512, 64, generator=generator) * 16
     logits[:, 0] = torch.rand(512, generator=generator) * 8191

@@ -61,11 +61,13 @@ NOT_FINITE = replace(RIGHT, gradient_error=math.inf, common_ratio=math.nan, wors
     (replace(RIGHT, loss=-3.0), "gradients agree; the reported loss is -3 and not -1.5 (2 times)"),
     (
         replace(RIGHT, checksum=2.0),
-        "gradients agree; the weights that reached the loss are 2 times those of the step's totals (aggregation_checksum)",
+        "gradients agree; the weights that reached the loss are 2 times those of the step's totals "
+        "(aggregation_checksum)",
     ),
     (
         replace(RIGHT, gradient_error=3e-6, wrong=ALL),
-        "off by 3e-06 and by no factor, worst in table on tensor-parallel rank 0: rounding, or a mistake that small",
+        "off by 3e-06 and by no factor, worst in table on tensor-parallel rank 0: rounding, or a "
+        "mistake that small",
     ),
 ])  # fmt: skip
 def test_diagnosis_of_a_row(row, expected):
@@ -132,9 +134,11 @@ HARDLY = "backward, or what hardly moves the loss"
 LEFT_OVER = "step before are left over"
 
 CASES: dict[str, tuple[Any, ...]] = {
-    # name: (rows, options and processes if others, words of the diagnosis of a row, "!" before those that it lacks and "^" before its first)
+    # name: (rows, options and processes if others, words of the diagnosis of a row, "!" before
+    # those that it lacks and "^" before its first)
     "almost right": ([ALMOST], {0: "!times the reference"}),
-    "almost right in bf16": ([replace(ALMOST, dtype="bf16", gradient_error=0.03)], {0: "!times the reference"}),
+    "almost right in "
+    "bf16": ([replace(ALMOST, dtype="bf16", gradient_error=0.03)], {0: "!times the reference"}),
     "sizes that are equal": (
         [scaled(2.0)], (CheckOptions(context_parallel_size=2, pipeline_model_parallel_size=2), 8),
         {0: "gradient is 2 times the reference: 2 = CP or 2 = DP or 2 = PP"},
@@ -148,40 +152,51 @@ CASES: dict[str, tuple[Any, ...]] = {
         [off(RIGHT)], changed(use_distributed_optimizer=True, overlap_grad_reduce=True),
         {0: "(without --overlap-grad-reduce or --use-distributed-optimizer)"},
     ),
-    "replicas of TP": (replicas("TP"), {0: "replicas disagree over tensor-parallel ranks | : a.norm; a reduction over that group"}),
+    "replicas of TP": (replicas("TP"), {0: "replicas disagree over tensor-parallel ranks | : "
+                                           "a.norm; a reduction over that group"}),
     "replicas of CP and DP": (
         replicas("CP", "DP"),
-        {0: "replicas disagree over context-parallel ranks | , and over data-parallel ranks | : a.norm; a reduction over that group"},
+        {0: "replicas disagree over context-parallel ranks | , and over data-parallel ranks | : "
+            "a.norm; a reduction over that group"},
     ),
     "replicas of PP": (
         replicas("PP"),
-        {0: "replicas disagree over pipeline stages | tied embeddings | : a.norm; a reduction over that group"},
+        {0: "replicas disagree over pipeline stages | tied embeddings | : a.norm; a reduction over "
+            "that group"},
     ),
     "per-token mode alone": (
         [MODEL, per_token(scaled(2.0, MODEL)), RIGHT, per_token(scaled(2.0))],
         {0: "", 1: "per-token rows alone: look at the token count", 2: ""},
     ),
-    "the other mode alone": ([scaled(2.0), per_token(RIGHT)], {0: "rows per micro-batch alone: look at CP / M"}),
-    "a factor of the model": ([scaled(2.0, MODEL), RIGHT], {0: "the loss-only rows pass: it arises in the model"}),
+    "the other mode alone": ([scaled(2.0), per_token(RIGHT)], {0: "rows per micro-batch alone: "
+                                                                  "look at CP / M"}),
+    "a factor of the model": ([scaled(2.0, MODEL), RIGHT], {0: "the loss-only rows pass: it arises "
+                                                               "in the model"}),
     "gspo": (alone("gspo"), {1: "^this row alone | a sum over a whole sequence"}),
     "kept set": (alone("kept set"), {1: "^this row alone | kept sets are scored wrongly"}),
     "loss scale": (alone("loss scale"), {1: "^this row alone | the loss scale of fp16"}),
     "recompute": (alone("recompute"), {1: "^this row alone | activations are not recomputed"}),
-    "auxiliary loss": (alone("auxiliary loss"), {1: "^this row alone | the auxiliary loss of the experts"}),
+    "auxiliary loss": (alone("auxiliary loss"), {1: "^this row alone | the auxiliary loss of the "
+                                                    "experts"}),
     "two losses of routers": (
         [*alone("sequence loss"), off(MODEL, what="global loss")],
-        {1: "^the rows sequence loss, global loss alone | seq_aux_loss", 3: "global_aux_loss | !this row alone"},
+        {1: "^the rows sequence loss, global loss alone | seq_aux_loss", 3: "global_aux_loss | "
+                                                                            "!this row alone"},
     ),
     "gspo beside a wrong gradient": (
         [off(MODEL), off(MODEL, what="gspo"), RIGHT],
         {1: "follows the gradient rows of this model and loss mode"},
     ),
-    "a norm counted twice": (step(replace(UPDATE, gradient_norm=2.0)), {1: "is 2 and not 1 (2 times):  | twice"}),
-    "a norm of one shard": (step(replace(UPDATE, gradient_norm=0.5)), {1: "not summed over the tensor-parallel ranks"}),
+    "a norm counted twice": (step(replace(UPDATE, gradient_norm=2.0)), {1: "is 2 and not 1 (2 "
+                                                                           "times):  | twice"}),
+    "a norm of one shard": (step(replace(UPDATE, gradient_norm=0.5)), {1: "not summed over the "
+                                                                          "tensor-parallel ranks"}),
     "no update": (step(off(UPDATE, "a", ratio=0.0)), {1: "were not updated"}),
-    "updates of a factor": (step(scaled(2.0, UPDATE)), {1: "are 2 times the reference: the learning rate"}),
+    "updates of a factor": (step(scaled(2.0, UPDATE)), {1: "are 2 times the reference: the "
+                                                           "learning rate"}),
     "half updates": (step(scaled(0.5, UPDATE)), {1: "the learning rate, the weight decay"}),
-    "updates of a distributed optimizer": (step(off(UPDATE)), changed(use_distributed_optimizer=True), {1: "all-gather"}),
+    "updates of a distributed "
+    "optimizer": (step(off(UPDATE)), changed(use_distributed_optimizer=True), {1: "all-gather"}),
     "a stale gradient": (step(STALE), {1: "3.42691 and not 3.42682 | stale | !twice"}),
     "gradients reduced in bf16 over two ranks": (
         TO_BF16, dict.fromkeys((0, 1), "rounding to bf16, in the reduction or the accumulation")
@@ -197,39 +212,51 @@ CASES: dict[str, tuple[Any, ...]] = {
     "a chunk of its own scale": (
         [off(MODEL, "a", "b", ratio=2.0), scaled(2.0)],
         on_two_ranks(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2),
-        {0: "or in another chunk of the virtual pipeline", 1: "so is a part of the end-to-end model's | != PP"},
+        {0: "or in another chunk of the virtual pipeline", 1: "so is a part of the end-to-end "
+                                                              "model's | != PP"},
     ),
     "weights and checksum": ([replace(WRONG, checksum=0.5)], {0: f"!vocabulary | {WEIGHTS}"}),
-    "weights without shards": ([WRONG], (CheckOptions(context_parallel_size=2), 8), {0: f"!vocabulary | {WEIGHTS}"}),
+    "weights without "
+    "shards": ([WRONG], (CheckOptions(context_parallel_size=2), 8), {0: f"!vocabulary | {WEIGHTS}"}),
     "multi-token": ([MODEL, off(replace(MODEL, model="multi-token")), RIGHT], {1: "multi-token prediction: | !attention"}),
     "hybrid": ([MODEL, off(replace(MODEL, model="hybrid")), RIGHT], {1: "HybridModel | !attention"}),
-    "dropout": ([off(MODEL, loss=-1.4), RIGHT], on_two_ranks(), {0: "dropout | a data-parallel rank with other parameters"}),
+    "dropout": ([off(MODEL, loss=-1.4), RIGHT], on_two_ranks(), {0: "dropout | a data-parallel "
+                                                                    "rank with other parameters"}),
     "a token that is lost": (
-        [MODEL, AUXILIARY, LOST, RIGHT], {1: "follows the row `every token`", 2: "the last token of a sequence"}
+        [MODEL, AUXILIARY, LOST, RIGHT], {1: "follows the row `every "
+                                             "token`", 2: "the last token of a sequence"}
     ),
     "gradients left over": (
         [MODEL, *(off(replace(MODEL, aggregation=name)) for name in "ab"), RIGHT, off(replace(RIGHT, aggregation="a"))],
         {0: "", 1: LEFT_OVER, 2: LEFT_OVER, 3: "", 4: LEFT_OVER},
     ),
-    "rotary positions": ([off(MODEL, loss=-1.4), TIED, RIGHT], {0: "forward is wrong | look at rotary positions"}),
-    "position ids of one model": ([off(TIED, loss=-1.4), MODEL, RIGHT], {0: "forward is wrong | look at position ids"}),
+    "rotary positions": ([off(MODEL, loss=-1.4), TIED, RIGHT], {0: "forward is wrong | look at "
+                                                                   "rotary positions"}),
+    "position ids of one model": ([off(TIED, loss=-1.4), MODEL, RIGHT], {0: "forward is wrong | "
+                                                                            "look at position "
+                                                                            "ids"}),
     "attention": (
         [off(MODEL, loss=-1.4), RIGHT],
-        {0: f"attention over several ranks (--context-parallel-size 1 | !{WEIGHTS}", 1: f"!{WEIGHTS}"},
+        {0: f"attention over several ranks (--context-parallel-size 1 | "
+            f"!{WEIGHTS}", 1: f"!{WEIGHTS}"},
     ),
     "backward of the model": (
         [off(MODEL), RIGHT],
-        {0: f"{HARDLY} | tensor-parallel ranks exchange,  | --tensor-model-parallel-size 1 | !{WEIGHTS}", 1: f"!{WEIGHTS}"},
+        {0: f"{HARDLY} | tensor-parallel ranks exchange,  | --tensor-model-parallel-size 1 | "
+            f"!{WEIGHTS}", 1: f"!{WEIGHTS}"},
     ),
-    "a norm": ([off(MODEL, "layers.0.norm"), RIGHT], {0: "1 of 4 gradients differ | norms, which finalize"}),
+    "a norm": ([off(MODEL, "layers.0.norm"), RIGHT], {0: "1 of 4 gradients differ | norms, which "
+                                                         "finalize"}),
     "experts": (
         [off(MODEL, "mlp.experts.1", "mlp.experts.2", ratio=2.0), RIGHT],
-        {0: "2 of 4 gradients are 2 times the reference: 2 = CP | experts have a data-parallel group"},
+        {0: "2 of 4 gradients are 2 times the reference: 2 = CP | experts have a data-parallel "
+            "group"},
     ),
     "no loss-only rows": ([off(MODEL)], {0: "no loss-only rows | without --fused-lm-head"}),
     "a stage": (
         [STAGE, RIGHT], PIPELINE,
-        {0: "are 2 times the reference: 2 = PP on pipeline stage 0 alone | sends back | !micro-batch"},
+        {0: "are 2 times the reference: 2 = PP on pipeline stage 0 alone | sends back | "
+            "!micro-batch"},
     ),
     "three ranks of many": (
         [replace(off(MODEL, "a", ratio=2.0), wrong_places="rank 17 (host node2, DP 2)"), RIGHT],

@@ -24,7 +24,8 @@ EVERYONE = [
 def test_three_wrong_ranks_of_4096_are_named_one_by_one() -> None:
     assert len(EVERYONE) == 4096
     assert names_of([EVERYONE[rank] for rank in (17, 1030, 4095)], EVERYONE) == (
-        "rank 17 (host node2, TP 1, CP 0, DP 2, PP 0), rank 1030 (host node128, TP 2, CP 1, DP 0, PP 1), "
+        "rank 17 (host node2, TP 1, CP 0, DP 2, PP 0), rank 1030 (host node128, TP 2, CP 1, DP 0, "
+        "PP 1), "
         "rank 4095 (host node511, TP 3, CP 1, DP 127, PP 3)"
     )
 
@@ -39,9 +40,11 @@ Rule = Callable[[Place], bool]
     (lambda place: place.host == "node7", "8 of 4096 ranks, all those of host node7"),
     (
         lambda place: place.coordinates[0] == 3 and place.rank % 24 == 7,
-        "171 of 4096 ranks, all in TP 3, CP 1, the first being rank 7 (host node0, TP 3, CP 1, DP 0, PP 0), rank 31",
+        "171 of 4096 ranks, all in TP 3, CP 1, the first being rank 7 (host node0, TP 3, CP 1, DP "
+        "0, PP 0), rank 31",
     ),
-    (lambda place: place.rank % 7 == 0, "586 of 4096 ranks, the first being rank 0 (host node0, TP 0, "),
+    (lambda place: place.rank % 7 == 0, "586 of 4096 ranks, the first being rank 0 (host node0, TP "
+                                        "0, "),
 ])  # fmt: skip
 def test_many_wrong_ranks_are_named_by_what_they_share(is_wrong: Rule, words: str) -> None:
     found = names_of([place for place in EVERYONE if is_wrong(place)], EVERYONE)
@@ -80,7 +83,9 @@ def groups_of(options: CheckOptions, size: int, kind: str) -> set[tuple[int, ...
     ((2, 2, 1, 4, 2), 64, 2, [0, 1, 14, 15]),
 ])  # fmt: skip
 def test_a_sample_is_a_job_whose_groups_are_the_jobs(sizes, size, number, data_ranks) -> None:
-    """But for the data-parallel ones, of which the sample has a part. Megatron's own rank generator says which they are."""
+    """But for the data-parallel ones, of which the sample has a part. Megatron's own rank generator
+    says which they are.
+    """
     tensor, context, pipeline, expert, expert_tensor = sizes
     options = CheckOptions(
         tensor_model_parallel_size=tensor,

@@ -1,4 +1,6 @@
-"""``megatron-pg check``: flags that are refused, the samples of its step, rows and the two reports. Nothing is trained here."""
+"""``megatron-pg check``: flags that are refused, the samples of its step, rows and the two reports.
+Nothing is trained here.
+"""
 
 import json
 import math
@@ -44,12 +46,14 @@ OPTIONS_OF_ONE = CheckOptions()
     ("--expert-tensor-parallel-size 2", "--expert-tensor-parallel-size 2 needs"),
     ("--gradient-accumulation-fusion", "--gradient-accumulation-fusion needs a GPU"),
     ("--cp-comm-type a2a", "--cp-comm-type a2a is Transformer Engine's"),
-    ("--hybrid-model --pipeline-model-parallel-size 2", "--hybrid-model with --pipeline-model-parallel-size 2"),
+    ("--hybrid-model --pipeline-model-parallel-size 2", "--hybrid-model with "
+                                                        "--pipeline-model-parallel-size 2"),
     ("--num-experts 3 --expert-model-parallel-size 2", "--num-experts 3 with"),
     ("--num-experts 1", "--num-experts 1 with"),
     ("--num-experts 2 --expert-model-parallel-size 2", "--expert-model-parallel-size"),
     ("--num-experts 2 --tensor-model-parallel-size 2", "needs --sequence-parallel"),
-    ("--transformer-impl transformer_engine", "--transformer-impl transformer_engine runs on --device cuda"),
+    ("--transformer-impl transformer_engine", "--transformer-impl transformer_engine runs on "
+                                              "--device cuda"),
 ])  # fmt: skip
 def test_flags_that_cannot_be_served(flags, named, capsys):
     assert main(["--device", "cpu", *flags.split()]) == 2

@@ -1,4 +1,6 @@
-"""The aggregation checksum of a step that is short, or empty; `test_checksum_numbers` has whole and exchanged ones."""
+"""The aggregation checksum of a step that is short, or empty; `test_checksum_numbers` has whole and
+exchanged ones.
+"""
 
 import logging
 

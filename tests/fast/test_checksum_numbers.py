@@ -1,4 +1,6 @@
-"""The checksum sees what the weights alone do not: a step of equal weights whose samples are not those that were counted."""
+"""The checksum sees what the weights alone do not: a step of equal weights whose samples are not
+those that were counted.
+"""
 
 import itertools
 import math
@@ -31,7 +33,8 @@ EVERY_SIZE = pytest.mark.parametrize("cp_size", [1, 2])
 
 
 def samples(first_token: int, name: str) -> list[Sample]:
-    """Eight of equal weight under every aggregation: 14 active tokens, six to eight per window at size 2.
+    """Eight of equal weight under every aggregation: 14 active tokens, six to eight per window at
+    size 2.
 
     Each prompt group is on both data-parallel ranks.
     """
@@ -59,7 +62,8 @@ WHOLE: Fed = {
     for rank in range(2)
     for number in range(2)
 }
-"""What is fed: the samples of each micro-batch of each data-parallel rank; from 8 on, stale ones."""
+"""What is fed: the samples of each micro-batch of each data-parallel rank; from 8 on, stale
+ones."""
 FAULTS: dict[str, Fed] = {
     "fed twice": {(1, 1): [4, 5]},
     "one for another": {(0, 1): [0, 3]},
@@ -78,11 +82,14 @@ RIGHT = ("none", "exchanged")
 UNSEEN_BY_WEIGHTS = {
     "fed twice": "twice and another never | twice: sample 4, sample 5; never | sample 6, sample 7",
     "one for another": "twice and another never | twice: sample 0; never trained on: sample 2.",
-    "one of another rank": "rank 1, counted on another rank: sample 0 (rank 0); never trained on: sample 4.",
-    "stale": "of another step | not of this step: yesterday's 4, yesterday's 5 | never trained on: sample 4, sample 5",
+    "one of another rank": "rank 1, counted on another rank: sample 0 (rank 0); never trained on: "
+    "sample 4.",
+    "stale": "of another step | not of this step: yesterday's 4, yesterday's 5 | never trained on: "
+    "sample 4, sample 5",
     "micro-batch lost": "never trained on: sample 2, sample 3.",
 }
-"""The faults that leave the sum of the weights at 1, and words that stand in the message of some rank."""
+"""The faults that leave the sum of the weights at 1, and words that stand in the message of some
+rank."""
 
 
 def totals_of_rank(rank: int, cp_rank: int = 0) -> StepTotals:
@@ -258,7 +265,9 @@ def test_of_equal_answers_one_lost_and_another_twice_is_seen(aggregation):
 
 
 def test_a_sample_keeps_its_number_on_its_way():
-    """Through values that are filled later, before or after the step was counted, and through another process."""
+    """Through values that are filled later, before or after the step was counted, and through
+    another process.
+    """
     step = answers()
     for made in (
         [replace(sample, advantages=2.0, old_log_probs=[-3.0] * 3) for sample in step],

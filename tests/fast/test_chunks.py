@@ -1,4 +1,6 @@
-"""The rows of a chunk: within the budget, and never worse than another size by tiles that are counted one by one."""
+"""The rows of a chunk: within the budget, and never worse than another size by tiles that are
+counted one by one.
+"""
 
 import itertools
 from types import SimpleNamespace
@@ -43,7 +45,9 @@ def test_chunks_are_within_the_budget(device, memory_gib, columns, tokens):
 
 
 def seconds_of_work(tokens: int, hidden: int, columns: int, rows: int) -> float:
-    """Tiles of 128 x 256, handed out one by one to 132 workers, of which an idle one costs half; the sum's traffic beside."""
+    """Tiles of 128 x 256, handed out one by one to 132 workers, of which an idle one costs half;
+    the sum's traffic beside.
+    """
     total = 0.0
     for first in range(0, tokens, rows):
         height = min(rows, tokens - first)

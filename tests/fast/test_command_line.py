@@ -1,4 +1,6 @@
-"""The command `megatron-pg` as a person types it: its help needs no torch, and a slip names the nearest command."""
+"""The command `megatron-pg` as a person types it: its help needs no torch, and a slip names the
+nearest command.
+"""
 
 import subprocess
 import sys

@@ -1,6 +1,8 @@
-"""The loss traced and compiled, as a GPU runs it: the numbers of the formulas, for any size, without compiling again.
+"""The loss traced and compiled, as a GPU runs it: the numbers of the formulas, for any size,
+without compiling again.
 
-On a CPU here, by the trace itself, or with a compiler that generates no code; tests/gpu has the kernels.
+On a CPU here, by the trace itself, or with a compiler that generates no code; tests/gpu has the
+kernels.
 """
 
 import logging
@@ -63,7 +65,8 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch, traced: None) -> Iterator[Callable[[], int]]:
     """How many graphs torch.compile has built; it runs their operators and generates no code."""
-    # Megatron on a CPU, in an earlier test of the process, replaces torch.compile and turns compiling off.
+    # Megatron on a CPU, in an earlier test of the process, replaces torch.compile and turns
+    # compiling off.
     monkeypatch.setattr(torch, "compile", torch._dynamo.optimize("aot_eager"))
     with torch.compiler.set_stance("default"):
         yield lambda: int(counters["stats"]["unique_graphs"])
@@ -189,7 +192,9 @@ def test_no_size_no_divisor_and_no_beta_compiles_again(settings, counted, monkey
 
 
 def test_a_divisor_of_the_first_step_would_be_seen(monkeypatch):
-    """The mutant reads the divisor off the config, where a trace keeps that of the step it was made in."""
+    """The mutant reads the divisor off the config, where a trace keeps that of the step it was made
+    in.
+    """
     right = micro_batch.policy_loss
 
     def baked(config: PolicyLossConfig, tokens: Any, weights: Any, *others: Any) -> Any:
@@ -210,7 +215,9 @@ def test_a_divisor_of_the_first_step_would_be_seen(monkeypatch):
 
 
 def test_sums_over_sequences_are_those_of_the_context_parallel_group(monkeypatch):
-    """Every rank's part is added up between the two traces; without that a rank's own sums are others."""
+    """Every rank's part is added up between the two traces; without that a rank's own sums are
+    others.
+    """
     config = PolicyLossConfig(policy_loss="gspo")
     sequences = random_sequences(1, spread=0.5)
     whole = package_batch(sequences)
@@ -233,7 +240,9 @@ def test_sums_over_sequences_are_those_of_the_context_parallel_group(monkeypatch
 
 
 def all_reduces(monkeypatch: pytest.MonkeyPatch, *, programs: int) -> list[list[torch.Size]]:
-    """The sizes of what each of two context-parallel ranks adds up, of a sample of which one of them has no response token."""
+    """The sizes of what each of two context-parallel ranks adds up, of a sample of which one of
+    them has no response token.
+    """
     monkeypatch.setattr(compiled, "_programs", {})
     monkeypatch.setattr(compiled, "MAX_PROGRAMS", programs)
     sample = Sample([1] * 12, 2, [1, 1], advantages=[1.0] * 2, old_log_probs=[-1.0] * 2)
@@ -253,7 +262,9 @@ def all_reduces(monkeypatch: pytest.MonkeyPatch, *, programs: int) -> list[list[
 
 
 def test_every_rank_joins_one_all_reduce_of_one_size(monkeypatch):
-    """One that has no token runs by operators, as one that may not compile any more; another size would hang them all."""
+    """One that has no token runs by operators, as one that may not compile any more; another size
+    would hang them all.
+    """
     for programs in range(3):
         ((of_first,), (of_second,)) = all_reduces(monkeypatch, programs=programs)
         assert of_first == of_second
@@ -322,7 +333,9 @@ def test_a_window_of_one_token_or_none_is_connected(tokens):
 
 @pytest.mark.parametrize("settings", [{}, {"pg_metrics": "none"}], ids=str)
 def test_no_output_is_the_loss_itself(settings):
-    """A compiler returns equal outputs as one tensor, and an output beside the loss has no gradient."""
+    """A compiler returns equal outputs as one tensor, and an output beside the loss has no
+    gradient.
+    """
     batch = package_batch(random_sequences(1))
     loss = MicroBatchLoss(PolicyLossConfig(**settings), batch, step_totals(batch.samples))
     log_probs = torch.full(batch.loss_mask.shape, -1.0).requires_grad_()

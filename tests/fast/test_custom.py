@@ -100,7 +100,8 @@ REFUSED = [
     (".losses.loss", SPELLINGS, None),
     ("custom_pkg/losses.py:loss", SPELLINGS, None),
     ("custom_pkg:losses:loss", SPELLINGS, None),
-    ("no_such_package.loss", "no_such_package | ModuleNotFoundError | PYTHONPATH", ModuleNotFoundError),
+    ("no_such_package.loss", "no_such_package | ModuleNotFoundError | "
+                             "PYTHONPATH", ModuleNotFoundError),
     ("custom_pkg.no_such.loss", "custom_pkg.no_such | ModuleNotFoundError", ImportError),
     ("custom_pkg.lacks_import.loss", "no_such_dependency", ModuleNotFoundError),
     ("custom_pkg.wrong_syntax.loss", "SyntaxError", SyntaxError),

@@ -1,4 +1,6 @@
-"""Rollout files that are damaged, changed or none: refused by name, whatever becomes of bad rows."""
+"""Rollout files that are damaged, changed or none: refused by name, whatever becomes of bad
+rows.
+"""
 
 import os
 import re

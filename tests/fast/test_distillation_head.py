@@ -1,4 +1,6 @@
-"""The divergence from a teacher, from logits and from hidden states, against plain float64 loops."""
+"""The divergence from a teacher, from logits and from hidden states, against plain float64
+loops.
+"""
 
 import functools
 import weakref
@@ -191,7 +193,9 @@ def test_one_chunk_of_the_teachers_logits_is_alive(piece_sizes, monkeypatch):
 
 @pytest.mark.parametrize("teacher", TEACHERS)
 def test_float32_logits(teacher):
-    """Of both models: what is left is the rounding of the logits' gradient, and of the hidden states'."""
+    """Of both models: what is left is the rounding of the logits' gradient, and of the hidden
+    states'.
+    """
     problem = Problem(DIVERGENCES[3], teacher, torch.bfloat16)
     values, gradients = problem.one_pass(fp32_logits=True)
     check(problem, "one pass", [(values, gradients)], 0.012)
@@ -263,7 +267,9 @@ def test_a_teacher_of_another_vocabulary_is_refused():
 
 @pytest.mark.parametrize("divergence", DIVERGENCES, ids=str)
 def test_a_token_that_neither_side_gives_any_probability_adds_nothing(divergence):
-    """Its logits are -inf on both sides, as a sampling filter leaves them: 0 log 0/0 is 0, in value and gradient."""
+    """Its logits are -inf on both sides, as a sampling filter leaves them: 0 log 0/0 is 0, in value
+    and gradient.
+    """
     generator = torch.Generator().manual_seed(5)
     student, teacher = torch.randn(2, 3, 6, generator=generator, dtype=torch.float64)
     incoming = torch.tensor([1.0, 0.5, -2.0], dtype=torch.float64)

@@ -37,7 +37,8 @@ def loss(
 
 MISSING = {
     "ids": ({}, DISTILL, "['teacher_ids'] is missing or of the wrong length (none)"),
-    "log-probs": ({"teacher_ids": torch.zeros(2, 1).long()}, DISTILL, "['teacher_log_probs'] is missing"),
+    "log-probs": ({"teacher_ids": torch.zeros(2, 1).long()}, DISTILL, "['teacher_log_probs'] is "
+                                                                      "missing"),
     "logits of the prompt too": (
         {"teacher_logits": torch.zeros(4, 8)}, {"distill_coef": 0.1, "distill_teacher": "logits"},
         "['teacher_logits'] is missing or of the wrong length (4 rows for 2",
@@ -62,19 +63,29 @@ def top_k(ids: Any, probabilities: Any) -> dict[str, torch.Tensor]:
 
 
 WRONG_TEACHERS: dict[str, tuple[dict[str, torch.Tensor], str]] = {
-    "outside": (top_k([[1, 2], [3, 8]], [[0.5, 0.2]] * 2), "['teacher_ids'][1, 1] is 8, outside the vocabulary of 8"),
-    "negative": (top_k([[1, 2], [-1, 3]], [[0.5, 0.2]] * 2), "['teacher_ids'][1] is a set with id -1, expected ids"),
-    "twice": (top_k([[1, 2, 3], [5, 2, 5]], [[0.5, 0.2, 0.1]] * 2), "['teacher_ids'][1] is a set with id 5 twice"),
+    "outside": (top_k([[1, 2], [3, 8]], [[0.5, 0.2]] * 2), "['teacher_ids'][1, 1] is 8, outside "
+                                                           "the vocabulary of 8"),
+    "negative": (top_k([[1, 2], [-1, 3]], [[0.5, 0.2]] * 2), "['teacher_ids'][1] is a set with id "
+                                                             "-1, expected ids"),
+    "twice": (top_k([[1, 2, 3], [5, 2, 5]], [[0.5, 0.2, 0.1]] * 2), "['teacher_ids'][1] is a set "
+                                                                    "with id 5 twice"),
     "more_than_1": (
         top_k([[1, 2], [3, 4]], [[0.5, 0.2], [0.9, 0.9]]),
         "['teacher_log_probs']: the sum of the probabilities of token [1] is 1.8",
     ),
     "positive": (top_k([[1], [2]], [[0.5], [1.5]]), "['teacher_log_probs'][1, 0] is 0.405465"),
-    "nothing": (top_k([[1, 2], [3, 4]], [[1.0, 0.0], [0.5, 0.5]]), "['teacher_log_probs'][0, 1] is -inf"),
-    "shapes": (top_k([[1, 2], [3, 4]], [[0.5], [0.5]]), "['teacher_ids'] has shape [2, 2] and side_channels['teacher_log_probs'] has shape [2, 1]"),
-    "vector": (top_k([1, 2], [0.5, 0.5]), "['teacher_ids'] is of shape [2], expected a tensor [response_length, k]"),
-    "floats": (top_k([[1.0], [2.0]], [[0.5], [0.5]]), "['teacher_ids'] has dtype torch.float32, expected integers"),
-    "narrower": ({"teacher_logits": torch.zeros(2, 7)}, "['teacher_logits'] has rows of [7] logits, expected the student's vocabulary of 8"),
+    "nothing": (top_k([[1, 2], [3, 4]], [[1.0, 0.0], [0.5, 0.5]]), "['teacher_log_probs'][0, 1] is "
+                                                                   "-inf"),
+    "shapes": (top_k([[1, 2], [3, 4]], [[0.5], [0.5]]), "['teacher_ids'] has shape [2, 2] and "
+                                                        "side_channels['teacher_log_probs'] has "
+                                                        "shape [2, 1]"),
+    "vector": (top_k([1, 2], [0.5, 0.5]), "['teacher_ids'] is of shape [2], expected a tensor "
+                                          "[response_length, k]"),
+    "floats": (top_k([[1.0], [2.0]], [[0.5], [0.5]]), "['teacher_ids'] has dtype torch.float32, "
+                                                      "expected integers"),
+    "narrower": ({"teacher_logits": torch.zeros(2, 7)}, "['teacher_logits'] has rows of [7] "
+                                                        "logits, expected the student's vocabulary "
+                                                        "of 8"),
     "wider": ({"teacher_logits": torch.zeros(2, 9)}, "['teacher_logits'] has rows of [9] logits"),
 }  # fmt: skip
 
@@ -107,7 +118,9 @@ def test_a_teachers_padding_is_not_read():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("k", [1, 8, 1024])
 def test_probabilities_that_rounding_leaves_above_1_are_a_teachers(dtype, k):
-    """Rounded log-probs of a whole distribution, k tokens of equal probability the worst: a sum of k^(2^-8)."""
+    """Rounded log-probs of a whole distribution, k tokens of equal probability the worst: a sum of
+    k^(2^-8).
+    """
     scales = torch.tensor([0.0, 0.01, 1.0, 3.0])[:, None]
     logits = torch.randn(4, k, generator=torch.Generator().manual_seed(2)) * scales
     log_probs = logits.log_softmax(1).to(dtype)

@@ -82,7 +82,9 @@ def test_extreme_differences_equal_the_formula(kind, settings):
 
 @pytest.mark.parametrize(("log_ratio", "product"), [(0.1, 10.0), (-6.0, 0.3530)])
 def test_the_unbiased_low_var_kl_clamps_the_product(log_ratio, product):
-    """k3 = 9.1 and 142: r k3 is held within +-10, above and below what a clamp of k3 alone would give."""
+    """k3 = 9.1 and 142: r k3 is held within +-10, above and below what a clamp of k3 alone would
+    give.
+    """
     difference = {0.1: 10.0 + 0.1, -6.0: -5.0}[log_ratio]
     sequence = grid_sequence([log_ratio], [1.0])
     sequence = dataclasses.replace(sequence, ref_log_probs=[log_ratio - difference])
@@ -104,7 +106,9 @@ def test_the_gradient_of_k2_beside_the_value_of_any_estimate(kind):
 @pytest.mark.parametrize("settings", [{}, {"unbiased": True}, {"gradient_of_k2": True}])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_token_that_the_policy_cannot_sample(kind, settings):
-    """k3 and low_var_kl hold d within +-20; k1 and k2 are infinite; the gradient of k2 leaves the token out."""
+    """k3 and low_var_kl hold d within +-20; k1 and k2 are infinite; the gradient of k2 leaves the
+    token out.
+    """
     (sequence,) = random_sequences(1)[:1]
     values = sequence.log_probs.detach().index_fill(0, torch.tensor([0, 3]), -math.inf)
     sequence = dataclasses.replace(sequence, log_probs=values.requires_grad_(), loss_mask=[1] * 7)
@@ -115,7 +119,9 @@ def test_a_token_that_the_policy_cannot_sample(kind, settings):
 
 
 def test_k3_keeps_its_digits_near_zero_in_float32():
-    """exp(-d) - 1 + d would round to 0 or to an epsilon of float32 here; the estimate is d^2 / 2."""
+    """exp(-d) - 1 + d would round to 0 or to an epsilon of float32 here; the estimate is d^2 /
+    2.
+    """
     difference = torch.tensor([1e-4, -1e-4, 3e-4])
     found = KL_ESTIMATES["k3"].function(difference)
     torch.testing.assert_close(found, difference.square() / 2, rtol=2e-3, atol=0)

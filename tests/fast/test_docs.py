@@ -1,9 +1,11 @@
-"""The documentation is true: its Python runs, its outputs are what its commands print, its links lead somewhere.
+"""The documentation is true: its Python runs, its outputs are what its commands print, its links
+lead somewhere.
 
-On each page the fenced `python` blocks run in order in one namespace. A block whose first line is `# name.py` is
-that file: it is written where the page's other blocks can import it. An HTML comment that begins with `<!-- python` is a
-block that only the test sees, for what a snippet takes as given. Blocks of other languages are not run, but for a
-`bash` block of one `megatron-pg explain` or `migrate` command whose output follows as a `text` block.
+On each page the fenced `python` blocks run in order in one namespace. A block whose first line is
+`# name.py` is that file: it is written where the page's other blocks can import it. An HTML comment
+that begins with `<!-- python` is a block that only the test sees, for what a snippet takes as
+given. Blocks of other languages are not run, but for a `bash` block of one `megatron-pg explain` or
+`migrate` command whose output follows as a `text` block.
 """
 
 import re
@@ -59,7 +61,9 @@ def name_of(page: Path) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty working directory that modules can be imported from; what was imported there is forgotten."""
+    """An empty working directory that modules can be imported from; what was imported there is
+    forgotten.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "argv", LAUNCH_LINE.split())
@@ -165,7 +169,9 @@ def test_the_site_links_papers_and_shows_no_backslash_in_flags(site):
 
 @pytest.mark.full
 def test_the_reference_has_all_that_is_exported(site):
-    """By its docstrings: no name is without one, and the sections of an argument list are tables."""
+    """By its docstrings: no name is without one, and the sections of an argument list are
+    tables.
+    """
     html = "".join(page.read_text() for page in site.glob("api/*/index.html"))
     for module in (megatron_pg_package, megatron_pg_megatron, megatron_pg_critic, rollout_files):
         for name in module.__all__:

@@ -1,4 +1,6 @@
-"""Steps of n documents on one rank: which samples they hold, where they end, what is carried over."""
+"""Steps of n documents on one rank: which samples they hold, where they end, what is carried
+over.
+"""
 
 import pickle
 
@@ -46,7 +48,9 @@ def test_single_samples_make_steps_of_n(mode):
 
 
 def test_at_least_keeps_the_overshoot_and_exact_carries_it():
-    """A rollout of four samples, which lets the next window ask for more than single samples need."""
+    """A rollout of four samples, which lets the next window ask for more than single samples
+    need.
+    """
     samples = stream([0] * 20, [7, 7, 7, 7, *[None] * 16])
     exact = collected(samples, 3, mode="exact")
     assert exact == [[0, 1, 2, 3, 4, 5], *[list(range(i, min(i + 3, 20))) for i in range(6, 20, 3)]]

@@ -1,4 +1,6 @@
-"""The loss protocol of engines: shares of calls against plain loops, and what is refused before a step."""
+"""The loss protocol of engines: shares of calls against plain loops, and what is refused before a
+step.
+"""
 
 from itertools import starmap
 from types import SimpleNamespace

@@ -1,4 +1,6 @@
-"""`megatron-pg explain`: its numbers against the oracle's gradients, its warnings, its outputs; the command line."""
+"""`megatron-pg explain`: its numbers against the oracle's gradients, its warnings, its outputs; the
+command line.
+"""
 
 import argparse
 import json
@@ -78,7 +80,9 @@ def test_coefficients_are_the_oracles_gradients(explained):
 
 
 def test_the_aggregation_of_kl_and_entropy(explained, printed):
-    """Beside a token mean of 10 tokens a sample mean of 2 has 10 / (N D_i) times the coefficient."""
+    """Beside a token mean of 10 tokens a sample mean of 2 has 10 / (N D_i) times the
+    coefficient.
+    """
     line = "--lengths 2,8 --loss-aggregation token_mean --kl-loss-coef 0.1"
     terms = explained(line)["regularizers"]
     assert terms["aggregation"] == "sample_mean"
@@ -130,7 +134,9 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def write_rollouts(path: Path) -> Path:
-    """Two prompt groups of three rollouts; the second rollout of each has two samples, one token is masked."""
+    """Two prompt groups of three rollouts; the second rollout of each has two samples, one token is
+    masked.
+    """
     rows = [
         {"prompt_ids": [1, 2], "response_ids": [3] * length, "log_probs": [-1.0] * length}
         | {"group_index": group, "rollout_id": 10 * group + rollout, "advantages": 1.0}
@@ -194,7 +200,9 @@ def test_files_without_a_sample(tmp_path, printed, rows, words):
 
 
 def write_groups(path: Path, *, spoiled: dict[int, dict[str, Any]] | None = None) -> Path:
-    """Four prompt groups of four rollouts of 1 to 16 tokens; the fields of some rows are replaced."""
+    """Four prompt groups of four rollouts of 1 to 16 tokens; the fields of some rows are
+    replaced.
+    """
     rows: list[dict[str, Any]] = [
         {"prompt_ids": [1], "response_ids": [1] * length, "log_probs": [-1.0] * length}
         | {"reward": 1.0, "group_index": (length - 1) // 4}
@@ -451,7 +459,8 @@ FSDP2 = "--calculate-per-token-loss does not work with --use-torch-fsdp2"
     (f"--lengths 1 {PROMPT_MEAN} --calculate-per-token-loss", "--calculate-per-token-loss"),
     ("--lengths 1 --qkv-format bshd --context-parallel-size 2", "--qkv-format thd"),
     ("--lengths 1 --calculate-per-token-loss --use-torch-fsdp2", FSDP2),
-    ("--lengths 1 --ragged-microbatches --expert-model-parallel-size 2", "drop --ragged-microbatches"),
+    ("--lengths 1 --ragged-microbatches "
+     "--expert-model-parallel-size 2", "drop --ragged-microbatches"),
     ("--lengths 1 --keep-prompt-groups", "give --docs-per-step"),
     ("--log-normal 1e12,1", "--log-normal 1e+12,1 has drawn a length of"),
     ("--lengths 1,2,3 --group-size 1000000", "give a smaller --group-size"),

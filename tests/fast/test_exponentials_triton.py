@@ -30,7 +30,8 @@ if INTERPRETED:
     from megatron_pg.head.hopper import exponentials
 
 HIDDEN, STRIP = 24, 64
-# The interpreter cuts off what a GPU rounds to bfloat16: 3.4e-3 of a random vector, where rounding leaves 1.7e-3.
+# The interpreter cuts off what a GPU rounds to bfloat16: 3.4e-3 of a random vector, where rounding
+# leaves 1.7e-3.
 ROUNDING = 8e-3
 
 
@@ -192,7 +193,9 @@ def test_without_entropy():
 
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
 def test_targets_that_are_next_to_impossible(entropy_coef):
-    """Tiles a hundred exponents of two and more below the largest: factors are bounded and products stay finite."""
+    """Tiles a hundred exponents of two and more below the largest: factors are bounded and products
+    stay finite.
+    """
     problem = Problem(256, gap=60.0)
     wanted = problem.wanted(entropy_coef)
     assert wanted[1].min() < -150 and ((wanted[1] < -60) & (wanted[1] > -150)).any()
@@ -233,7 +236,9 @@ def test_one_factor_alone(frozen):
 
 
 def on_ranks(quack: tuple[bool, bool], entropy_coef: float, columns: int) -> tuple[Tensor, ...]:
-    """On two tensor-parallel ranks, of which `quack` names those with QuACK's products; the others have logits."""
+    """On two tensor-parallel ranks, of which `quack` names those with QuACK's products; the others
+    have logits.
+    """
     rank, problem = dist.get_rank(), Problem(columns)
     if quack[rank]:
         output_layer.hopper_products = hopper_products(128)
@@ -275,7 +280,9 @@ PRODUCTS = {
 
 
 def failing(name: str, call: int, error: type[Exception] = RuntimeError) -> dict[str, Any]:
-    """The product of that name, which fails in that call and, like a compiler, in all later ones, before it has written a sum."""
+    """The product of that name, which fails in that call and, like a compiler, in all later ones,
+    before it has written a sum.
+    """
     calls = itertools.count(1)
 
     def product(*args: Any, **settings: Any) -> None:
@@ -308,7 +315,9 @@ WAYS = list(itertools.product(PRODUCTS, [True, False], [None, [0, 5, 8, 7]]))
     ("call", "way"), [(1 + (i + i // 4) % 3, way) for i, way in enumerate(WAYS)]
 )
 def test_a_compiler_that_fails_costs_no_gradient(call, way, monkeypatch):
-    """In the first chunk or a later one, every pair of settings: what was added stays, the chunk is done again, and it is said once."""
+    """In the first chunk or a later one, every pair of settings: what was added stays, the chunk is
+    done again, and it is said once.
+    """
     name, main_grad, pieces = way
     problem = Problem(256)
     settings = {

@@ -1,4 +1,6 @@
-"""A fifth aggregation is one row: the divisor sqrt(D_i), against plain loops, wherever aggregations are read."""
+"""A fifth aggregation is one row: the divisor sqrt(D_i), against plain loops, wherever aggregations
+are read.
+"""
 
 import dataclasses
 import json

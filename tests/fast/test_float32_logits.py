@@ -1,4 +1,6 @@
-"""The plain output layer with float32 logits, against dense float64 products: value, and all gradients."""
+"""The plain output layer with float32 logits, against dense float64 products: value, and all
+gradients.
+"""
 
 from dataclasses import dataclass
 
@@ -55,7 +57,9 @@ def dense(case: Case) -> Sums:
 
 
 def found(case: Case) -> dict[str, Tensor]:
-    """Logits and gradients; the weight's is what two calls add to a `main_grad` of 1, halved, where there is one."""
+    """Logits and gradients; the weight's is what two calls add to a `main_grad` of 1, halved, where
+    there is one.
+    """
     hidden, weight, bias, gradient = case.tensors()
     leaves = [each.requires_grad_() for each in (hidden, weight, bias) if each is not None]
     calls = 1

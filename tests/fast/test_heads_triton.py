@@ -44,7 +44,9 @@ def test_sparse_layer(tile, dtype, sizes, monkeypatch):
 
 
 def test_columns_of_another_rank_are_left_alone(monkeypatch):
-    """The middle shard of three: pairs on either side of it are not read, and their columns get no gradient."""
+    """The middle shard of three: pairs on either side of it are not read, and their columns get no
+    gradient.
+    """
     monkeypatch.setattr(pairs_triton, "_WEIGHT_PROGRAMS", 3)
     problem = kept_set.Problem("sets")
     shard = VocabularyShard(start=7, columns=7, vocab_size=21, group=None)

@@ -1,4 +1,6 @@
-"""Ids that two ranks or two files number alike are refused, with both samples named, and may be made distinct."""
+"""Ids that two ranks or two files number alike are refused, with both samples named, and may be
+made distinct.
+"""
 
 import dataclasses
 import functools
@@ -88,7 +90,9 @@ def test_two_ranks_that_number_their_rollouts_from_0_are_refused_by_name():
 
 
 def test_a_prompt_group_of_another_size_is_refused_by_name():
-    """Without a collector too: step_totals and plan_step know what a whole group is, where they are told."""
+    """Without a collector too: step_totals and plan_step know what a whole group is, where they are
+    told.
+    """
     groups = {3: 8, -7: 8, 9: 5}
     step = [
         sample([abs(group)], group, name=f"answer {number} to {group}")
@@ -116,7 +120,9 @@ def test_a_prompt_group_of_another_size_is_refused_by_name():
 
 
 def test_rollouts_that_collide_on_one_rank_are_refused_by_name():
-    """Two workers of a rank that each number from 0: nothing says that different prompts are of one rollout."""
+    """Two workers of a rank that each number from 0: nothing says that different prompts are of one
+    rollout.
+    """
     collided = [sample([5], None, 0, name="a"), sample([6], None, 0, name="b")]
     words = "rollout_id 0 is given to a (number 0 of data-parallel rank 0) and to b ("
     assert_refused(f"{words} | group_index | id_source", totals, [collided])
@@ -145,7 +151,10 @@ def test_the_prompt_mean_refuses_a_step_whose_groups_differ_in_size():
     """Without a size given too: of groups of 4, the second is cut after two."""
     step = step_of_groups(a=4, b=4)
     cut = plan(step[:6]).totals
-    words = "prompt group 98 has 2 rollouts in the step (the first is b0 (number  | and most groups have 4"
+    words = (
+        "prompt group 98 has 2 rollouts in the step (the first is b0 (number  | and most groups "
+        "have 4"
+    )
     words += " | --allow-different-group-sizes | --keep-prompt-groups"
     assert_refused(words, loss_of, cut, step[:6])
     config = PolicyLossConfig(loss_aggregation="prompt_mean")
@@ -161,7 +170,9 @@ def test_the_prompt_mean_refuses_a_step_whose_groups_differ_in_size():
 
 
 def test_every_rank_refuses_the_same_odd_group():
-    """Each from the counts of all: groups that are whole over ranks are whole, and one is named where several differ."""
+    """Each from the counts of all: groups that are whole over ranks are whole, and one is named
+    where several differ.
+    """
     step = step_of_groups(a=4, b=4, c=3, d=5)
     ranks = [step[:2] + step[4:8], step[2:4]]
     for rank in range(2):
@@ -209,7 +220,9 @@ def test_rows_of_a_matrix_have_rollouts_and_no_prompts():
 
 
 def test_rollouts_of_several_samples_share_a_prompt():
-    """Of a conversation that is trained on in pieces, each piece has a prompt of its own, and one of them the first."""
+    """Of a conversation that is trained on in pieces, each piece has a prompt of its own, and one
+    of them the first.
+    """
     pieces = [sample([5], 0, 0, name="a"), sample([5, 1, 2], 0, 0, name="a, turn 2")]
     others = [sample([5, 2, 2], 0, 1, name="b, turn 2"), sample([5], 0, 1, name="b")]
     assert totals([[*pieces, *others]]).num_rollouts == 2

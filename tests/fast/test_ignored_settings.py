@@ -1,6 +1,8 @@
-"""No setting is passed over in silence: given by itself it changes the loss, or it is refused, or it is said.
+"""No setting is passed over in silence: given by itself it changes the loss, or it is refused, or
+it is said.
 
-Every field of the config, beside every base, on a step whose samples bring all that a loss may read.
+Every field of the config, beside every base, on a step whose samples bring all that a loss may
+read.
 """
 
 import argparse
@@ -106,7 +108,9 @@ def other_values(field: Field) -> Iterator[Any]:
 
 
 def silent_settings(base: Mapping[str, Any], caplog: pytest.LogCaptureFixture) -> list[str]:
-    """The fields of which some value is neither refused nor said, and of which none changes anything."""
+    """The fields of which some value is neither refused nor said, and of which none changes
+    anything.
+    """
     expected, found = outcome(base), []
     for field in fields_of(PolicyLossConfig).values():
         if field.name in HOW or field.name in base:

@@ -1,4 +1,6 @@
-"""What slime's and miles' init hook refuses before the model is loaded, and the line that it prints."""
+"""What slime's and miles' init hook refuses before the model is loaded, and the line that it
+prints.
+"""
 
 import sys
 import types
@@ -74,21 +76,30 @@ def refused(trainer: str, message: str, *name: str | None, **others: Any) -> Non
 CONSTANT, TOKEN_MEAN = ({REDUCER_FIELD: f"{PATH}{name}"} for name in ("constant", "token_mean"))
 COMMON: dict[str, tuple[str | None, dict[str, Any], str]] = {
     # name: (the hook's function, settings, the error)
-    "per token": ("prompt_mean", {"calculate_per_token_loss": True}, "--calculate-per-token-loss divides"),
+    "per token": ("prompt_mean", {"calculate_per_token_loss": True}, "--calculate-per-token-loss "
+                                                                     "divides"),
     "a reducer as well": (
-        "prompt_mean", CONSTANT, f"--custom-pg-loss-reducer-function-path {PATH}constant divides a second time"
+        "prompt_mean", CONSTANT, f"--custom-pg-loss-reducer-function-path {PATH}constant divides a "
+                                 f"second time"
     ),
-    "a divisor for a mean": ("prompt_mean", {"loss_aggregation_divisor": 4096}, "loss_aggregation_divisor 4096 is of constant"),
+    "a divisor for a "
+    "mean": ("prompt_mean", {"loss_aggregation_divisor": 4096}, "loss_aggregation_divisor 4096 is "
+                                                                "of constant"),
     "a divisor below one": (
         "constant", {"loss_aggregation_divisor": 0.5, "regularizer_aggregation": "loss"},
         "the divisor is 0.5.*divides by 1 at least",
     ),
     "a KL term": ("constant", {"loss_aggregation_divisor": 4, "use_kl_loss": True, "kl_loss_coef": 0.1}, "regularizer_aggregation: sample_mean"),
     "an entropy term": ("token_mean", {"entropy_coef": 0.1}, "regularizer_aggregation: loss"),
-    "no such choice": ("token_mean", {"regularizer_aggregation": "own"}, "regularizer_aggregation is 'own'"),
-    "another aggregation": ("prompt_mean", {"loss_aggregation": "token_mean"}, "loss_aggregation token_mean in the settings"),
-    "half a group a step": ("prompt_mean", {"global_batch_size": 60}, "60 is no multiple of --n-samples-per-prompt 8"),
-    "another layout": ("prompt_mean", {"qkv_format": "bshd"}, "--qkv-format bshd with --context-parallel-size"),
+    "no such choice": ("token_mean", {"regularizer_aggregation": "own"}, "regularizer_aggregation "
+                                                                         "is 'own'"),
+    "another aggregation": ("prompt_mean", {"loss_aggregation": "token_mean"}, "loss_aggregation "
+                                                                               "token_mean in the "
+                                                                               "settings"),
+    "half a group a step": ("prompt_mean", {"global_batch_size": 60}, "60 is no multiple of "
+                                                                      "--n-samples-per-prompt 8"),
+    "another layout": ("prompt_mean", {"qkv_format": "bshd"}, "--qkv-format bshd with "
+                                                              "--context-parallel-size"),
     "another order": ("prompt_mean", {"allgather_cp": True}, "--allgather-cp has another order"),
     "nothing": (None, {}, "nothing of megatron_pg is on.*integrations.(slime|miles).prompt_mean"),
     "no such function": ("promt_mean", {}, "promt_mean: no such function; there are sample_mean"),
@@ -96,13 +107,15 @@ COMMON: dict[str, tuple[str | None, dict[str, Any], str]] = {
     "a reducer of tokens": (None, TOKEN_MEAN, "token_mean without --calculate-per-token-loss"),
 }  # fmt: skip
 OF_MILES: dict[str, tuple[str, dict[str, Any], str]] = {
-    "fsdp": ("prompt_mean", {"train_backend": "fsdp"}, "--train-backend fsdp does not read rollout_mask_sums"),
+    "fsdp": ("prompt_mean", {"train_backend": "fsdp"}, "--train-backend fsdp does not read "
+                                                       "rollout_mask_sums"),
     "a dynamic batch": ("prompt_mean", {"use_dynamic_global_batch_size": True}, "--use-dynamic-global-batch-size"),
     "adapters": ("prompt_mean", {"multi_lora": True}, "multi-LoRA"),
     "replicas": ("prompt_mean", {"indep_dp": True}, "--indep-dp"),
     "images": ("prompt_mean", {"multimodal_keys": {"image": "images"}}, "multimodal inputs"),
     "another scale": ("prompt_mean", {"true_on_policy_mode": True}, "--true-on-policy-mode"),
-    "whole numbers": ("prompt_mean", {"object_store_backend": "mooncake"}, "--object-store-backend mooncake"),
+    "whole numbers": ("prompt_mean", {"object_store_backend": "mooncake"}, "--object-store-backend "
+                                                                           "mooncake"),
     "a divisor that is no whole number": (
         "constant",
         {"object_store_backend": "mooncake", "loss_aggregation_divisor": 8192.5, "regularizer_aggregation": "loss"},
@@ -112,10 +125,12 @@ OF_MILES: dict[str, tuple[str, dict[str, Any], str]] = {
         "token_mean", {"use_critic": True, "regularizer_aggregation": "loss"}, "a critic: its value loss reads the same"
     ),
     "nobody reads the divisors": (
-        "token_mean", {"custom_megatron_init_path": "my.init"}, "let.* the training processes read.*miles.check"
+        "token_mean", {"custom_megatron_init_path": "my.init"}, "let.* the training processes "
+                                                                "read.*miles.check"
     ),
     "a divisor of letters": (
-        "constant", {"loss_aggregation_divisor": "many"}, "loss-aggregation-divisor is 'many': expected a finite"
+        "constant", {"loss_aggregation_divisor": "many"}, "loss-aggregation-divisor is 'many': "
+                                                          "expected a finite"
     ),
     "a divisor of nan": ("constant", {"loss_aggregation_divisor": "nan"}, "finite"),
     "all that is wrong": (

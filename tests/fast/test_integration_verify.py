@@ -100,12 +100,15 @@ def uncorrected(args, batch, values):
 SCALE, OWN_MEAN, REDUCED = tiny_trainer.scale, tiny_trainer.own_mean, tiny_trainer.reduced
 CORRECTED = tiny_trainer.corrected
 MUTANTS = {
-    "a scale off by 0.05 %": ("scale", of_loss(lambda loss: loss * 1.0005), "the gradient of tiny sample"),
+    "a scale off by 0.05 %": ("scale", of_loss(lambda loss: loss * 1.0005), "the gradient of tiny "
+                                                                            "sample"),
     "no context parallelism in the scale": ("scale", lambda loss, m, n: loss * m / n, "expected"),
     "a reducer that is not called": ("reduced", from_reducer, "the gradient of tiny sample"),
     "metrics by the reducer": ("own_mean", by_reducer, "the gradient of tiny sample"),
-    "lengths that are copied": ("reduced", bare, "response length of sample 0 of a micro-batch has no divisor"),
-    "a setting that is unknown": ("scale", of_loss(lambda loss: loss.unknown), "cannot be run on tiny samples: AttributeError"),
+    "lengths that are copied": ("reduced", bare, "response length of sample 0 of a micro-batch has "
+                                                 "no divisor"),
+    "a setting that is unknown": ("scale", of_loss(lambda loss: loss.unknown), "cannot be run on "
+                                                                               "tiny samples: AttributeError"),
 }  # fmt: skip
 
 

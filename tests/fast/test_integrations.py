@@ -1,4 +1,6 @@
-"""The import paths for other trainers: what is exact at their call site is, and the rest is refused."""
+"""The import paths for other trainers: what is exact at their call site is, and the rest is
+refused.
+"""
 
 import argparse
 import functools
@@ -34,7 +36,8 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Trainer:
-    """The call site: a micro-batch's reducer by path, the trainer's scale, and what Megatron does to it.
+    """The call site: a micro-batch's reducer by path, the trainer's scale, and what Megatron does
+    to it.
 
     Its own words for the sizes, its own arithmetic; mutants override a method.
     """
@@ -87,8 +90,9 @@ class Trainer:
                     loss = self.rank_loss(samples, [losses[i] for i in indices], rank, cp)
                     loss = self.scaled(loss, len(micro_batches), rollouts, dp, cp)
                     n = self.num_tokens(samples)
-                    # Megatron: per-token mode sums, and divides by all n at the end; the other divides by n and by
-                    # the micro-batches, and averages over data- and context-parallel ranks.
+                    # Megatron: per-token mode sums, and divides by all n at the end; the other
+                    # divides by n and by the micro-batches, and averages over data- and
+                    # context-parallel ranks.
                     tokens += n
                     share = 1 if self.per_token else n * len(micro_batches) * dp * cp
                     total = total + loss / share
@@ -177,7 +181,8 @@ BAD_DIVISORS = ("0", "-1", "nan", "inf", "many", "")
     ("prompt_mean", False, "4", {}, "prompt group"),
     ("prompt_mean", True, "4", {}, "prompt group"),
     ("constant", False, None, {}, integrations.DIVISOR_VARIABLE),
-    *(("constant", False, text, {}, f"DIVISOR is {text!r}: expected a finite number") for text in BAD_DIVISORS),
+    *(("constant", False, text, {}, f"DIVISOR is {text!r}: expected a finite "
+                                    f"number") for text in BAD_DIVISORS),
     ("constant", False, "4", {"loss_aggregation_divisor": 8.0}, "two divisors"),
 ])  # fmt: skip
 def test_refusals_say_why(monkeypatch, name, per_token, divisor, args, message):

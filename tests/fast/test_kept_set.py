@@ -1,4 +1,6 @@
-"""Log-probs and entropy over the kept set, from logits and by the sparse head, against plain float64 loops."""
+"""Log-probs and entropy over the kept set, from logits and by the sparse head, against plain
+float64 loops.
+"""
 
 import dataclasses
 import random
@@ -32,7 +34,9 @@ def ragged(rows: list[list[int]]) -> Ragged:
 def random_sets(
     seed: int, tokens: int, vocab_size: int, sizes: Sequence[int]
 ) -> tuple[list[list[int]], list[int]]:
-    """Distinct ids in no order, of sizes that go round, and a target of each set (0: no set, any target)."""
+    """Distinct ids in no order, of sizes that go round, and a target of each set (0: no set, any
+    target).
+    """
     rng = random.Random(seed)
     kept = [rng.sample(range(vocab_size), sizes[t % len(sizes)]) for t in range(tokens)]
     return kept, [rng.choice(ids) if ids else rng.randrange(vocab_size) for ids in kept]
@@ -139,7 +143,9 @@ def test_from_logits(sizes, dtype):
     ([], []),
 ])  # fmt: skip
 def test_which_rows_take_which_layer(sizes, dense):
-    """At a vocabulary of 152,000: a dense row costs as much as a set of 507 ids, and 256 rows at least."""
+    """At a vocabulary of 152,000: a dense row costs as much as a set of 507 ids, and 256 rows at
+    least.
+    """
     kept = ragged([[0] * size for size in sizes])
     sparse_rows, dense_rows = sparse_layer.split_rows(kept, 152000, None)
     assert dense_rows.tolist() == dense
@@ -171,7 +177,9 @@ def on_rank(kind: str, sizes: str) -> tuple[list[Tensor], list[tuple[int, ...]]]
     ("logits", "one", 2),
 ])  # fmt: skip
 def test_shards_equal_the_whole_vocabulary(kind, sizes, size):
-    """Sets of one id leave all ranks but one without a pair in every row; the last of four holds padding but for 3 ids."""
+    """Sets of one id leave all ranks but one without a pair in every row; the last of four holds
+    padding but for 3 ids.
+    """
     problem = Problem(sizes, torch.float64)
     ranks, gathers = zip(*run_ranks(on_rank, size, kind, sizes), strict=True)
     for found in ranks:

@@ -1,4 +1,6 @@
-"""log_probs_and_entropy against the float64 plain-loop oracle, whole and with the vocabulary over gloo ranks."""
+"""log_probs_and_entropy against the float64 plain-loop oracle, whole and with the vocabulary over
+gloo ranks.
+"""
 
 import functools
 import math

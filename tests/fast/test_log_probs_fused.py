@@ -1,4 +1,6 @@
-"""The output layer fused with the log-prob op, against dense float64 products and the row oracle."""
+"""The output layer fused with the log-prob op, against dense float64 products and the row
+oracle.
+"""
 
 from __future__ import annotations
 
@@ -184,7 +186,9 @@ def test_chunks_of_a_bfloat16_weight_add_up_in_float32():
 @pytest.mark.parametrize("of", [torch.bfloat16, torch.float32, torch.float16])
 @pytest.mark.parametrize("into", [torch.bfloat16, torch.float32])
 def test_a_device_multiplies_into_every_dtype(of, into, add):
-    """As a teacher's float32 weight beside a bfloat16 student: of CUDA's own product with another dtype out there is one."""
+    """As a teacher's float32 weight beside a bfloat16 student: of CUDA's own product with another
+    dtype out there is one.
+    """
     with FakeTensorMode():
         left, right = (torch.empty(shape, dtype=of, device="cuda") for shape in ((4, 8), (8, 3)))
         out = torch.empty(4, 3, dtype=into, device="cuda")
@@ -359,7 +363,9 @@ def test_main_grad_that_is_zeroed_before_backward_gets_the_whole_gradient(retrie
 @every_mode
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_the_head(mode, reentrant):
-    """Its second forward adds nothing of its own; backward of the first fills in what the first returned."""
+    """Its second forward adds nothing of its own; backward of the first fills in what the first
+    returned.
+    """
     problem = Problem(scale=6.0).with_main_grad()
     leaf, one = problem.hidden, torch.tensor(6.0, requires_grad=True)
 

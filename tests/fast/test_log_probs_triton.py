@@ -87,7 +87,9 @@ class TestKernels:
     @pytest.mark.parametrize("width", [80, 112, 208])
     @pytest.mark.parametrize("dead_rows", [False, True])
     def test_rows_that_begin_inside_cache_lines(self, width, dead_rows, monkeypatch):
-        """The gradient's tiles begin before such rows: nothing of the row before them may change."""
+        """The gradient's tiles begin before such rows: nothing of the row before them may
+        change.
+        """
         monkeypatch.setattr(rows_triton, "_GRADIENT_TILES", {2: (64, 2)})
         logits, targets = peaked_logits(9, width, dtype=torch.bfloat16)
         assert rows_triton._columns_of_a_line(logits, logits) == 64

@@ -114,7 +114,9 @@ def test_without_its_derivative_it_would_be_seen(monkeypatch):
 
 
 def shard_on_rank(name: str) -> tuple[Tensor, ...]:
-    """Log-probs, entropy, this rank's part of the gradient of the hidden states, the gradient of its rows."""
+    """Log-probs, entropy, this rank's part of the gradient of the hidden states, the gradient of
+    its rows.
+    """
     hidden, weight, targets, incoming = problem()
     group = torch.distributed.group.WORLD
     own = weight.chunk(2)[group.rank()].clone().requires_grad_()

@@ -1,4 +1,6 @@
-"""The row kernels under a soft-cap, through Triton's interpreter, against the passes in torch in float64."""
+"""The row kernels under a soft-cap, through Triton's interpreter, against the passes in torch in
+float64.
+"""
 
 import dataclasses
 

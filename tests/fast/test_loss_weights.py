@@ -1,4 +1,6 @@
-"""Weights of tokens beside the loss mask, against plain loops: every term of the loss, every cut, both denominators."""
+"""Weights of tokens beside the loss mask, against plain loops: every term of the loss, every cut,
+both denominators.
+"""
 
 import argparse
 import json
@@ -163,7 +165,9 @@ ICEPOP = {"use_tis": True, "tis_mode": "mask", "tis_clip_low": 0.8, "tis_clip": 
 @pytest.mark.parametrize("cut", ("whole", "dp_2_two_micro_batches_cp_2"))
 @pytest.mark.parametrize("name", ("everything", "everything_by_the_loss"))
 def test_accepted_counts_divide_only_the_policy_loss(name, cut, aggregation, denominator) -> None:
-    """KL and entropy sum and count the tokens that IcePop drops, whatever divides the policy loss."""
+    """KL and entropy sum and count the tokens that IcePop drops, whatever divides the policy
+    loss.
+    """
     rng, step, kept = random.Random(8), [], []
     for sample in weighted_step():
         rollout = [float32(value + rng.uniform(-0.5, 0.5)) for value in sample.old_log_probs]

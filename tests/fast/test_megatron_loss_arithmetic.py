@@ -50,7 +50,9 @@ class Job:
 def megatron_gradients(
     job: Job, outputs: Sequence[tuple[LossOutput, int]], leaves: Sequence[Tensor]
 ) -> list[Tensor]:
-    """The gradients that the optimizer sees, of what loss_func returned on every rank, with its number of micro-batches."""
+    """The gradients that the optimizer sees, of what loss_func returned on every rank, with its
+    number of micro-batches.
+    """
     total = [torch.zeros_like(leaf) for leaf in leaves]
     total_num_tokens = torch.zeros((), dtype=torch.int32)
     for output, num_microbatches in outputs:
@@ -259,7 +261,9 @@ def test_multi_token_prediction_is_refused_in_per_token_mode(monkeypatch) -> Non
 @pytest.mark.parametrize("device", ("cpu", "meta"))
 @pytest.mark.parametrize("scaled_by", ("nothing", "optimizer", "trainer"))
 def test_multi_token_scale_stays_on_the_models_device(device, scaled_by, monkeypatch) -> None:
-    """An optimizer's loss scale is a tensor of one element there (`_scale_one`, optimizer.py of 0.19.2)."""
+    """An optimizer's loss scale is a tensor of one element there (`_scale_one`, optimizer.py of
+    0.19.2).
+    """
     monkeypatch.setattr(multi_token, "derives_multi_token_labels", lambda: True)
     loss_scale = torch.full((1,), 8.0, device=device)
     config = SimpleNamespace(mtp_num_layers=1, mtp_grad_scale_func=None, grad_scale_func=None)
@@ -368,7 +372,9 @@ def test_a_micro_batch_of_another_context_parallel_rank_is_refused(packed_for) -
 
 @pytest.mark.parametrize("per_token", (False, True))
 def test_a_step_takes_a_divisor_of_its_own(per_token: bool) -> None:
-    """One config, two steps, each differentiated over the square of its own number of rollouts; also beside padding columns."""
+    """One config, two steps, each differentiated over the square of its own number of rollouts;
+    also beside padding columns.
+    """
     config = package_config(objective_of("sample_mean"), calculate_per_token_loss=per_token)
     for seed, num_samples in ((46, 9), (47, 5)):
         step = random_step(seed=seed, num_samples=num_samples)

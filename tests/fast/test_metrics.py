@@ -114,7 +114,9 @@ def test_every_cut_has_the_metrics_of_the_step(cut, aggregation, carries_rollout
 
 
 def test_a_rollout_of_two_samples_counts_once() -> None:
-    """The mutant, in which a sample is a document, has other means; one sample a rollout has the same, to the bit."""
+    """The mutant, in which a sample is a document, has other means; one sample a rollout has the
+    same, to the bit.
+    """
     config = package_config(Objective())
     step = step_with_rollout_log_probs(3)
     logits = random_logits(step, seed=3)
@@ -134,7 +136,9 @@ def test_a_rollout_of_two_samples_counts_once() -> None:
 
 
 def test_means_of_single_samples_are_the_frozen_formula_to_the_bit() -> None:
-    """What a mean was when a document was a sample: mask / own active tokens, one product, one division."""
+    """What a mean was when a document was a sample: mask / own active tokens, one product, one
+    division.
+    """
     sequences = random_sequences(4)
     batch = package_batch(sequences)
     found = metrics_of(DEFAULTS, batch, flat_log_probs(sequences, torch.float32))
@@ -149,7 +153,9 @@ def test_means_of_single_samples_are_the_frozen_formula_to_the_bit() -> None:
 
 
 def test_what_no_sample_carries_is_left_out_and_what_some_carry_is_theirs() -> None:
-    """Also where a micro-batch is empty, and where only some micro-batches have the rollout engine's log-probs."""
+    """Also where a micro-batch is empty, and where only some micro-batches have the rollout
+    engine's log-probs.
+    """
     sequences = [random_sequence(seed, 6, active_rate=1.0) for seed in range(3)]
     samples = [package_sample(s, rollout_id=i) for i, s in enumerate(sequences)]
     without = [replace(s, rollout_log_probs=None, ref_log_probs=None) for s in samples]
@@ -393,7 +399,9 @@ def test_ratios_beyond_float32_are_numbers(log_ratio: float) -> None:
 
 
 def test_none_costs_nothing() -> None:
-    """No value of a token is computed: the sums are those of the checksum and of the denominators."""
+    """No value of a token is computed: the sums are those of the checksum and of the
+    denominators.
+    """
     sequences = random_sequences(4)
     batch, log_probs = package_batch(sequences), flat_log_probs(sequences)
     config = PolicyLossConfig(pg_metrics="none", use_tis=True)
@@ -423,7 +431,8 @@ def test_no_host_synchronisation_before_the_end_of_the_step(name: str) -> None:
 
 NAN = math.nan
 BROKEN: dict[str, tuple[dict[str, Any], dict[str, Any], float, int]] = {
-    # of three tokens: settings, the micro-batch's fields, the second log-prob, the first token named
+    # of three tokens: settings, the micro-batch's fields, the second log-prob, the first token
+    # named
     "policy": ({}, {}, NAN, 1),
     "infinite": ({"policy_loss": "reinforce"}, {}, -math.inf, 1),
     "correction": ({"use_tis": True}, {"rollout_log_probs": [-1.0, -1.0, NAN]}, -1.0, 2),
@@ -475,7 +484,9 @@ def test_a_ratio_beyond_any_number_is_held_where_its_square_is_one(log_prob: flo
 
 
 def test_sums_of_a_turns_ratio_are_not_a_number() -> None:
-    """A token's weight in them would be its share of the turn, and those of a micro-batch are of samples."""
+    """A token's weight in them would be its share of the turn, and those of a micro-batch are of
+    samples.
+    """
     names = {"ratio_new_old_sum", "ratio_new_old_squared_sum", "effective_sample_size"}
     batch = pack([three_tokens(old_log_probs=[-1.0] * 3, turn_ids=[0, 1, 1])])
     for unit in ("sequence", "turn"):
@@ -516,7 +527,9 @@ EDGES = [
 @pytest.mark.parametrize(("field", "value"), EDGES)
 @pytest.mark.parametrize("name", OF_LOG_PROBS)
 def test_no_log_prob_spoils_gradient_or_report(name: str, field: str, value: float) -> None:
-    """Every third token, also at A = 0, under every correction. A sample refuses -inf of another policy than the current."""
+    """Every third token, also at A = 0, under every correction. A sample refuses -inf of another
+    policy than the current.
+    """
     drawn = random_sequences(5, active_rate=1.0)
     batch, log_probs = package_batch(drawn), flat_log_probs(drawn, torch.float32).detach()
     changed = (log_probs if field == "log_probs" else getattr(batch, field)).clone()
@@ -543,12 +556,15 @@ def test_no_log_prob_spoils_gradient_or_report(name: str, field: str, value: flo
 
 
 OF_FACTOR_LOG_PROB = ("reinforce", "cispo", "vespo", "sft")
-"""The log-prob is a factor of their loss, infinite at probability 0; `PolicyStep.metrics` names the token."""
+"""The log-prob is a factor of their loss, infinite at probability 0; `PolicyStep.metrics` names the
+token."""
 
 
 @pytest.mark.parametrize("kind", ("policy", "value"))
 def test_metrics_keep_no_side_channel_alive(kind: str) -> None:
-    """They lie in the schedule's list until the step ends, and what a micro-batch brings of a teacher is larger than all else."""
+    """They lie in the schedule's list until the step ends, and what a micro-batch brings of a
+    teacher is larger than all else.
+    """
     channels, zeros = {"teacher_logits": torch.zeros(3, 8)}, [0.0] * 3
     batch = pack([three_tokens(old_values=zeros, returns=zeros, side_channels=channels)])
     samples, channel = batch.samples, weakref.ref(batch.side_channels["teacher_logits"])
@@ -611,7 +627,9 @@ def test_an_entropy_that_is_needed_and_absent_is_refused(setting: dict[str, Any]
 
 
 def test_metrics_do_not_depend_on_the_denominator_of_rejection() -> None:
-    """They are of the tokens that were active before it; the terms of the loss are not among them."""
+    """They are of the tokens that were active before it; the terms of the loss are not among
+    them.
+    """
     sequences = random_sequences(9, spread=0.5)
     samples, log_probs = list(map(package_sample, sequences)), flat_log_probs(sequences)
     original = PolicyLossConfig(use_tis=True, tis_mode="mask", tis_clip=1.1, kl_loss_coef=0.1)

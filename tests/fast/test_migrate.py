@@ -1,7 +1,8 @@
-"""`megatron-pg migrate`: launch lines as their trainers take them, what they compute, and what is refused by name.
+"""`megatron-pg migrate`: launch lines as their trainers take them, what they compute, and what is
+refused by name.
 
-The numbers are compared with plain float64 loops (`tests.oracle`); `tests/trainers/test_configurations.py`
-reads the trainers' own configurations.
+The numbers are compared with plain float64 loops (`tests.oracle`);
+`tests/trainers/test_configurations.py` reads the trainers' own configurations.
 """
 
 import argparse
@@ -28,9 +29,15 @@ from megatron_pg.step.advantages import METHODS, group_advantages
 from tests import oracle
 from tests.random_steps import plain_sample
 
-SLIME = "ray job submit -- python3 train.py --advantage-estimator grpo --eps-clip 0.2 --eps-clip-high 0.28 --num-layers 36"
+SLIME = (
+    "ray job submit -- python3 train.py --advantage-estimator grpo --eps-clip 0.2 --eps-clip-high "
+    "0.28 --num-layers 36"
+)
 MILES = "python /root/miles/train.py --rollout-batch-size 32 --advantage-estimator gspo"
-VERL = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.actor.optim.lr=1e-6 trainer.nnodes=2"
+VERL = (
+    "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo "
+    "actor_rollout_ref.actor.optim.lr=1e-6 trainer.nnodes=2"
+)
 NEMO_RL = (
     "uv run examples/run_grpo.py policy.train_global_batch_size=512 grpo.num_prompts_per_step=32"
 )
@@ -62,7 +69,9 @@ def of_words(line: str) -> Line:
 
 
 def terms(line: str) -> str:
-    """The aggregation, the coefficient and any divisor of the policy loss, the KL and the entropy."""
+    """The aggregation, the coefficient and any divisor of the policy loss, the KL and the
+    entropy.
+    """
     found = []
     read_line = of_words(line)
     for term in read_line.trainer.terms(read_line.settings):
@@ -75,23 +84,31 @@ MEANS = "sample_mean 1, sample_mean 0, sample_mean 0"
 UNKNOWN = "unknown 1, sample_mean 0, sample_mean 0"
 LINES = {
     SLIME: MEANS,
-    f"{SLIME} {PER_TOKEN} --use-kl-loss --kl-loss-coef 1e-3 --entropy-coef 0.01": "token_mean 1, token_mean 0.001, token_mean -0.01",
+    f"{SLIME} {PER_TOKEN} --use-kl-loss --kl-loss-coef 1e-3 --entropy-coef "
+    f"0.01": "token_mean 1, token_mean 0.001, token_mean -0.01",
     f"{SLIME} {HOOK} {OURS}.slime.prompt_mean": "prompt_mean 1, sample_mean 0, sample_mean 0",
     f"{SLIME} --kl-loss-coef=0.1 {REDUCER}=mine.reducer": UNKNOWN,  # no --use-kl-loss
     f"{SLIME} --loss-type sft_loss --use-kl-loss --kl-loss-coef 1": UNKNOWN,
-    f"{MILES} --train-backend fsdp --use-kl-loss --kl-loss-coef 0.5": "sample_mean 1, sample_mean 0.5, sample_mean 0",
+    f"{MILES} --train-backend fsdp --use-kl-loss --kl-loss-coef 0.5": "sample_mean 1, sample_mean "
+    "0.5, sample_mean 0",
     VERL: "token_mean 1, token_mean 0, token_mean 0",
-    f"{VERL} {NORM} data.max_response_length=2048 {ACTOR}use_kl_loss=True {ACTOR}entropy_coeff=0.1": "constant 1 2048, constant 0.001 2048, constant -0.1 2048",
+    f"{VERL} {NORM} data.max_response_length=2048 {ACTOR}use_kl_loss=True "
+    f"{ACTOR}entropy_coeff=0.1": "constant 1 2048, constant 0.001 2048, constant -0.1 2048",
     f"{VERL} {ACTOR}loss_agg_mode='seq-mean-token-sum'": "constant 1 1, constant 0 1, constant 0 1",
     f"{VERL} {MODE}=sapo {ACTOR}use_kl_loss=true": "sample_mean 1, token_mean 0.001, token_mean 0",
-    f"{VERL} ++{MODE}=megatron_pg_constant {ACTOR}loss_scale_factor=4096 {ACTOR}loss_agg_mode=seq-mean-token-mean": "constant 1 4096, sample_mean 0, sample_mean 0",
+    f"{VERL} ++{MODE}=megatron_pg_constant {ACTOR}loss_scale_factor=4096 "
+    f"{ACTOR}loss_agg_mode=seq-mean-token-mean": "constant 1 4096, sample_mean 0, sample_mean 0",
     # The plugin knows no padded length; KL and entropy of verl do.
-    f"{VERL} {MODE}=megatron_pg_constant {NORM} {ACTOR}use_kl_loss=true": "constant 1, constant 0.001 512, constant 0 512",
-    f"{VERL} {MODE}=megatron_pg_constant {ACTOR}loss_agg_mode=seq-mean-token-sum": "constant 1, constant 0 1, constant 0 1",
+    f"{VERL} {MODE}=megatron_pg_constant {NORM} {ACTOR}use_kl_loss=true": "constant 1, constant "
+    "0.001 512, constant 0 "
+    "512",
+    f"{VERL} {MODE}=megatron_pg_constant "
+    f"{ACTOR}loss_agg_mode=seq-mean-token-sum": "constant 1, constant 0 1, constant 0 1",
     # A colon is no path of slime's load_function.
     f"{SLIME} {REDUCER} {OURS}:constant": UNKNOWN,
     NEMO_RL: "token_mean 1, token_mean 0.01",
-    f"{NEMO_RL} loss_fn.token_level_loss=false loss_fn.use_kl_in_reward=true": "sample_mean 1, sample_mean 0",
+    f"{NEMO_RL} loss_fn.token_level_loss=false "
+    f"loss_fn.use_kl_in_reward=true": "sample_mean 1, sample_mean 0",
 }
 
 
@@ -100,7 +117,10 @@ def test_what_a_line_computes(line: str) -> None:
     assert terms(line) == LINES[line]
 
 
-ADAPTIVE = "algorithm.use_kl_in_reward=true algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.target_kl=0.05"
+ADAPTIVE = (
+    "algorithm.use_kl_in_reward=true algorithm.kl_ctrl.type=adaptive "
+    "algorithm.kl_ctrl.target_kl=0.05"
+)
 NO_STD = "algorithm.norm_adv_by_std_in_grpo=False"
 
 
@@ -128,7 +148,9 @@ def test_a_settings_file_needs_the_divisor(run, tmp_path) -> None:
 OFF = {
     SLIME: "Where it is off\n  - nowhere that is known",
     f"{SLIME} {PER_TOKEN}": "T / (T + Z)",
-    f"{SLIME} {PER_TOKEN} {HOOK} {OURS}.slime.constant": "slime.constant, --calculate-per-token-loss is refused at start",
+    f"{SLIME} {PER_TOKEN} {HOOK} {OURS}.slime.constant": "slime.constant, "
+    "--calculate-per-token-loss is refused at "
+    "start",
     f"{SLIME} --kl-loss-coef 0.001": "--kl-loss-coef 0.001 has no effect without --use-kl-loss",
     f"{SLIME} --use-kl-loss --kl-loss-coef 0.001": "k1, the default, has zero expected gradient",
     f"{MILES} --train-backend fsdp {PER_TOKEN}": ("T / DP times", "N D_i / T"),
@@ -143,7 +165,8 @@ OFF = {
         "loss_aggregation_divisor: 64",
         "no version has both",
     ),
-    f"{SLIME} --loss-aggregation constant --loss-aggregation-divisor 8 {PER_TOKEN}": "refuse --calculate",
+    f"{SLIME} --loss-aggregation constant --loss-aggregation-divisor 8 "
+    f"{PER_TOKEN}": "refuse --calculate",
     f"{SLIME} --loss-aggregation-divisor 8": "has no effect without --loss-aggregation constant",
     f"{SLIME} {PER_TOKEN} --pg-loss-divisor 64": ("not known here", "1/(T L) sum m x"),
     f"{SLIME} --pg-loss-divisor 64": "--loss-aggregation constant --loss-aggregation-divisor 64",
@@ -162,7 +185,8 @@ OFF = {
     f"{VERL} {NORM}": "the longest response of each micro-batch",
     f"{VERL} {MODE}=kl_cov": "ranked within a micro-batch: the loss depends on packing",
     f"{VERL} {ADAPTIVE}": "by --kl-target 0.05 --kl-horizon 10000",
-    # Of verl's per-token losses geo_mean alone passes over loss_agg_mode and the totals of the step.
+    # Of verl's per-token losses geo_mean alone passes over loss_agg_mode and the totals of the
+    # step.
     f"{VERL} {ACTOR}use_kl_loss=true {MODE}=geo_mean": "M times the mean over rollouts",
     f"{NEMO_RL} loss_fn.token_level_loss=false grpo.overlong_filtering=true": "N / N_kept",
     f"{NEMO_RL} loss_fn.positive_example_nll_weight=0.1": "0.1 is multiplied by the right answers",
@@ -178,16 +202,22 @@ def test_where_a_line_is_off(line: str, run) -> None:
 KL = "--use-kl-loss --kl-loss-coef 0.1"
 TERMS_HERE = {
     f"{SLIME} {KL}": "--loss-aggregation sample_mean --eps-clip-high",
-    f"{SLIME} --loss-aggregation token_mean --entropy-coef 0.1": "token_mean --regularizer-aggregation loss --eps-clip-high",
-    f"{SLIME} {PER_TOKEN} --entropy-coef 0.1": "--loss-aggregation token_mean --regularizer-aggregation loss ",
+    f"{SLIME} --loss-aggregation token_mean --entropy-coef "
+    f"0.1": "token_mean --regularizer-aggregation loss --eps-clip-high",
+    f"{SLIME} {PER_TOKEN} --entropy-coef 0.1": "--loss-aggregation token_mean "
+    "--regularizer-aggregation loss ",
     f"{SLIME} {PER_TOKEN}": "--loss-aggregation token_mean --eps-clip-high",
-    f"{VERL} {ACTOR}use_kl_loss=true": "--loss-aggregation token_mean --regularizer-aggregation loss ",
-    f"{VERL} {NORM} {ACTOR}entropy_coeff=0.1": "--loss-aggregation-divisor 512 --regularizer-aggregation loss ",
+    f"{VERL} {ACTOR}use_kl_loss=true": "--loss-aggregation token_mean --regularizer-aggregation "
+    "loss ",
+    f"{VERL} {NORM} {ACTOR}entropy_coeff=0.1": "--loss-aggregation-divisor 512 "
+    "--regularizer-aggregation loss ",
     NEMO_RL: "--loss-aggregation token_mean --regularizer-aggregation loss ",
     f"{NEMO_RL} loss_fn.token_level_loss=false": "--loss-aggregation sample_mean --kl-loss-coef",
     # Terms that are sample means beside another policy loss, and those that are neither.
-    f"{SLIME} {REDUCER} {OURS}.token_mean --entropy-coef 0.1": "--loss-aggregation token_mean --eps-clip-high",
-    f"{VERL} {MODE}=sapo {ACTOR}use_kl_loss=true": "no counterpart here: aggregation of the KL=token_mean",
+    f"{SLIME} {REDUCER} {OURS}.token_mean --entropy-coef 0.1": "--loss-aggregation token_mean "
+    "--eps-clip-high",
+    f"{VERL} {MODE}=sapo {ACTOR}use_kl_loss=true": "no counterpart here: aggregation of the "
+    "KL=token_mean",
 }
 
 
@@ -202,7 +232,8 @@ def test_the_terms_go_with_an_aggregation_that_is_asked_for(run) -> None:
 
 
 BAD = {
-    f"{SLIME} --kl-loss-coeff 0.1": "--kl-loss-coeff: no key of slime that is known here; the nearest is --kl-loss-coef",
+    f"{SLIME} --kl-loss-coeff 0.1": "--kl-loss-coeff: no key of slime that is known here; the "
+    "nearest is --kl-loss-coef",
     f"{SLIME} --loss-agg-mode token-mean": "--loss-agg-mode: no key of slime",
     f"{SLIME} --calculate-per-tokens-loss": "the nearest is --calculate-per-token-loss",
     f"{SLIME} --advantage-estimator grp": "--advantage-estimator is 'grp': expected grpo gspo",
@@ -218,7 +249,8 @@ BAD = {
     f"{VERL} {ACTOR}loss_agg_mod=token-mean": f"the nearest is {ACTOR}loss_agg_mode",
     f"{VERL} {ACTOR}loss_agg_mode=token_mean": "expected token-mean token-sum",
     f"{VERL} {ACTOR}use_kl_loss=maybe": "expected true or false",
-    f"{VERL} actor_rollout.actor.entropy_coeff=1": "actor_rollout.actor.entropy_coeff: no key of verl",
+    f"{VERL} actor_rollout.actor.entropy_coeff=1": "actor_rollout.actor.entropy_coeff: no key of "
+    "verl",
     f"{NEMO_RL} loss_fn.ratio_clip_mx=0.3": "the nearest is loss_fn.ratio_clip_max",
     f"{VERL} +{ACTOR}policy_loss.tau_pos=2": f"the nearest is {ACTOR}tau_pos",
     f"{NEMO_RL} dpo.sft_loss_weight=1": "dpo.sft_loss_weight: no key of nemo-rl",
@@ -366,7 +398,9 @@ def with_advantages() -> argparse.ArgumentParser:
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_tables_are_whole(name: str) -> None:
-    """Every condition names settings that exist, every aggregation with a hook has its lines, every flag of this package is one."""
+    """Every condition names settings that exist, every aggregation with a hook has its lines, every
+    flag of this package is one.
+    """
     trainer = TRAINERS[name]
     given = trainer.read({})
     assert set(trainer.exact) == set(HOOKS)
@@ -396,7 +430,9 @@ HERE = re.compile("The (same|nearest) per-token loss in a training script of thi
 
 
 def here(run, line: str, options: str = "") -> tuple[str, str, list[str]]:
-    """Whether the loss is the same or the nearest, the flags of this package, and what has no counterpart."""
+    """Whether the loss is the same or the nearest, the flags of this package, and what has no
+    counterpart.
+    """
     _, which, rest = HERE.split(run(line, options))
     flags, *others = rest.splitlines()
     lost = [each.split("no counterpart here: ")[1] for each in others if "no counterpart" in each]
@@ -426,7 +462,10 @@ def test_the_line_of_this_package_is_taken_by_its_parser(line: str, run) -> None
 
 NO_KL = f"{NEMO_RL} loss_fn.reference_policy_kl_penalty=0"
 TIS = f"{NO_KL} loss_fn.truncated_importance_sampling_type="
-BOUNDS = "loss_fn.truncated_importance_sampling_ratio=5 loss_fn.truncated_importance_sampling_ratio_min=0.5"
+BOUNDS = (
+    "loss_fn.truncated_importance_sampling_ratio=5 "
+    "loss_fn.truncated_importance_sampling_ratio_min=0.5"
+)
 ON = "loss_fn.use_importance_sampling_correction=true"
 VERL_KL = f"{VERL} {ACTOR}use_kl_loss=true {ACTOR}kl_loss_type="
 ROLLOUT = "algorithm.rollout_correction"
@@ -454,11 +493,13 @@ SAME = {
     f"{VERL} {ROLLOUT}.bypass_mode=true": "--ratio-anchor rollout",
     f"{SLIME} --use-rollout-logprobs": "--ratio-anchor rollout",
     f"{VERL} {MODE}=megatron_pg_token_mean": "",
-    f"{VERL} {ROLLOUT}.rollout_is=sequence {ROLLOUT}.rollout_is_threshold=4": "--use-tis --tis-level sequence --tis-clip 4",
+    f"{VERL} {ROLLOUT}.rollout_is=sequence "
+    f"{ROLLOUT}.rollout_is_threshold=4": "--use-tis --tis-level sequence --tis-clip 4",
     f"{SLIME} --use-tis --tis-clip 3": "--use-tis --tis-clip 3",
     f"{SLIME} --tis-clip 3 --opsm-delta 1 --kl-loss-type k2 --use-unbiased-kl": "",  # none is read
     f"{SLIME} --advantage-estimator reinforce_plus_plus": WHITENED,
-    f"{MILES} --advantage-estimator reinforce_plus_plus_baseline --eps-clip-high 0.3": "--advantage dr_grpo --whiten-advantages",
+    f"{MILES} --advantage-estimator reinforce_plus_plus_baseline --eps-clip-high "
+    f"0.3": "--advantage dr_grpo --whiten-advantages",
     f"{VERL} algorithm.adv_estimator=reinforce_plus_plus": WHITENED,
     f"{VERL} algorithm.adv_estimator=rloo algorithm.kl_ctrl.type=adaptive": "--advantage rloo",
 }
@@ -470,7 +511,10 @@ def test_the_same_loss(line: str, run) -> None:
     which, flags, lost = here(run, line)
     assert (which, lost) == ("same", [])
     taken(flags)
-    clip = r"--(loss|regularizer)-aggregation \w+|--eps-clip-high [\d.]+|--eps-clip-c 3|--kl-loss-coef [\d.]+"
+    clip = (
+        r"--(loss|regularizer)-aggregation \w+|--eps-clip-high [\d.]+|--eps-clip-c "
+        r"3|--kl-loss-coef [\d.]+"
+    )
     assert " ".join(re.sub(clip, "", flags).split()) == SAME[line]
 
 
@@ -488,7 +532,8 @@ ADVANTAGES: dict[str, list[float]] = {
     VERL: BY_GRPO,
     f"{VERL} {NO_STD} {NORM}": CENTERED,
     f"{VERL} {PREFIXED}grpo {NO_STD} {MODE}=megatron_pg_prompt_mean": CENTERED,
-    f"{VERL} algorithm.adv_estimator=grpo_vectorized {NO_STD}": BY_GRPO,  # verl passes it no such setting
+    f"{VERL} algorithm.adv_estimator=grpo_vectorized "
+    f"{NO_STD}": BY_GRPO,  # verl passes it no such setting
     f"{VERL} algorithm.adv_estimator=rloo_vectorized": BY_OTHERS,
     SLIME: BY_GRPO,
     f"{SLIME} {NO_STD_SLIME}": CENTERED,
@@ -525,13 +570,17 @@ def test_whitened_advantages(run) -> None:
 
 R_PLUS_PLUS = "--advantage-estimator reinforce_plus_plus --normalize-advantages"
 NOT_CARRIED_OVER = {
-    "python -m verl.trainer.main_ppo actor_rollout_ref.actor.use_kl_loss=true": "algorithm.adv_estimator=gae",
+    "python -m verl.trainer.main_ppo "
+    "actor_rollout_ref.actor.use_kl_loss=true": "algorithm.adv_estimator=gae",
     f"{VERL} algorithm.adv_estimator=opo": "algorithm.adv_estimator=opo",
     f"{VERL} algorithm.use_kl_in_reward=true": "algorithm.use_kl_in_reward=True: subtract the KL",
-    f"{VERL} algorithm.adv_estimator=reinforce_plus_plus algorithm.gamma=0.9": "algorithm.gamma=0.9",
+    f"{VERL} algorithm.adv_estimator=reinforce_plus_plus "
+    f"algorithm.gamma=0.9": "algorithm.gamma=0.9",
     f"{VERL} algorithm.use_pf_ppo=true": "algorithm.use_pf_ppo=True",
-    f"{VERL} data.train_batch_size=512 {ACTOR}ppo_mini_batch_size=128": "4 optimizer steps per batch",
-    f"{VERL} data.train_batch_size=64 {ACTOR}ppo_mini_batch_size=64 {ACTOR}ppo_epochs=2": "2 optimizer",
+    f"{VERL} data.train_batch_size=512 {ACTOR}ppo_mini_batch_size=128": "4 optimizer steps per "
+    "batch",
+    f"{VERL} data.train_batch_size=64 {ACTOR}ppo_mini_batch_size=64 "
+    f"{ACTOR}ppo_epochs=2": "2 optimizer",
     f"{SLIME} --advantage-estimator ppo": "--advantage-estimator=ppo: advantages of a critic",
     f"{SLIME} --advantage-estimator ppo --lambd 0.95": "--lambd=0.95",
     f"{SLIME} {R_PLUS_PLUS} --kl-coef 0.1": "--kl-coef=0.1: a KL in the reward",
@@ -542,14 +591,17 @@ NOT_CARRIED_OVER = {
     f"{SLIME} --use-kl-loss --kl-loss-coef 0.1 --ref-update-interval 5": "--ref-update-interval=5",
     f"{SLIME} --keep-old-actor": "--keep-old-actor=True",
     f"{SLIME} --num-steps-per-rollout 2": "2 optimizer steps per batch",
-    f"{SLIME} --rollout-batch-size 32 --n-samples-per-prompt 8 --global-batch-size 64": "4 optimizer",
-    f"{MILES} --rollout-batch-size 32 --n-samples-per-prompt 8 --global-batch-size 128": "2 optimizer",
+    f"{SLIME} --rollout-batch-size 32 --n-samples-per-prompt 8 --global-batch-size "
+    f"64": "4 optimizer",
+    f"{MILES} --rollout-batch-size 32 --n-samples-per-prompt 8 --global-batch-size "
+    f"128": "2 optimizer",
     NEMO_RL: "grpo.adv_estimator.use_leave_one_out_baseline=True: mean and deviation of the other",
     f"{NEMO_RL} grpo.adv_estimator.name=gdpo": "grpo.adv_estimator.name=gdpo",
     f"{NEMO_RL} grpo.advantage_clip_low=-1": "grpo.advantage_clip_low=-1",
     f"{NEMO_RL} grpo.num_prompts_per_step=64": "2 optimizer steps per batch",
     f"{NEMO_RL} grpo.overlong_filtering=true": "call filter_overlong",
-    f"{NEMO_RL} grpo.adv_estimator.name=reinforce_plus_plus loss_fn.use_kl_in_reward=true": "loss_fn.use_kl_in_reward",
+    f"{NEMO_RL} grpo.adv_estimator.name=reinforce_plus_plus "
+    f"loss_fn.use_kl_in_reward=true": "loss_fn.use_kl_in_reward",
 }
 
 
@@ -662,7 +714,8 @@ def test_the_hooks_take_their_lines_or_their_refusal_is_printed(line, mode, run)
     divisor = "--loss-aggregation-divisor 64" * (mode == "constant")
     printed = run(line, f"--loss-aggregation {mode} {divisor}")
     lines = printed.split(f"{mode} exactly, in {name}\n")[1].split("\n\n")[0]
-    # The attributes that argparse makes of the launch line and of the lines, and slime of its file of settings.
+    # The attributes that argparse makes of the launch line and of the lines, and slime of its file
+    # of settings.
     own = lines.partition("\n  (")[0]
     words = re.findall(r"--([\w-]+)(?:[ =](?!--)(\S+))?", f"{line}\n{own}")
     args = {key.replace("-", "_"): int(x) if x.isdigit() else x or True for key, x in words}
@@ -687,12 +740,14 @@ NO_COUNTERPART = [
 LOST = {
     **{f"{VERL} {mode}": mode for mode in NO_COUNTERPART},
     f"{VERL} {MODE}=dppo_kl": f"{ACTOR}clip_ratio_c=3",
-    f"{VERL} {ROLLOUT}.bypass_mode=true {ROLLOUT}.loss_type=reinforce": f"{ROLLOUT}.loss_type=reinforce",
+    f"{VERL} {ROLLOUT}.bypass_mode=true "
+    f"{ROLLOUT}.loss_type=reinforce": f"{ROLLOUT}.loss_type=reinforce",
     f"{SLIME} --use-rollout-logprobs --use-tis": "--use-rollout-logprobs=True",
     f"{VERL} {ADAPTIVE}": "algorithm.kl_ctrl.type=adaptive",
     f"{VERL_KL}abs": f"{ACTOR}kl_loss_type=abs",
     f"{VERL_KL}full": f"{ACTOR}kl_loss_type=full",
-    f"{VERL} {ROLLOUT}.rollout_is=token {ROLLOUT}.rollout_is_threshold=0.5_5.0": f"{ROLLOUT}.rollout_is_threshold=0.5_5.0",
+    f"{VERL} {ROLLOUT}.rollout_is=token "
+    f"{ROLLOUT}.rollout_is_threshold=0.5_5.0": f"{ROLLOUT}.rollout_is_threshold=0.5_5.0",
     f"{VERL} {ROLLOUT}.rollout_rs=token_k1": f"{ROLLOUT}.rollout_rs=token_k1",
     f"{VERL} {ACTOR}loss_agg_mode=token-sum": "aggregation=token_sum",
     f"{NEMO_RL} loss_fn.force_on_policy_ratio=true": "loss_fn.force_on_policy_ratio=True",
@@ -737,7 +792,9 @@ def test_thresholds_of_a_divergence(run) -> None:
 
 
 def test_every_value_is_printed_or_said(run) -> None:
-    """A value that is not the default changes the flags, is named, or is of a row that is no setting of this loss."""
+    """A value that is not the default changes the flags, is named, or is of a row that is no
+    setting of this loss.
+    """
     bases = {"verl": f"{VERL} {ACTOR}use_kl_loss=true", "nemo-rl": f"{NEMO_RL} {ON}"}
     slime = f"train.py {KL} --use-tis --use-opsm"
     silent = []

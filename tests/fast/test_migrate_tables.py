@@ -51,17 +51,22 @@ FILES_BY_NAME = {
     ): "run.sh is not read: paste the expanded command line (`bash -x` or `set -x` prints it)",
 }
 LINES_BY_NAME = {
-    "python open_instruct/grpo_fast.py --loss_denominator token": "loss_denominator=token: --loss-aggregation token_mean",
-    "python open_instruct/grpo_fast.py --masked_mean_denominator 8": "masked_mean_denominator=8: as loss_denominator",
+    "python open_instruct/grpo_fast.py --loss_denominator token": "loss_denominator=token: "
+    "--loss-aggregation token_mean",
+    "python open_instruct/grpo_fast.py --masked_mean_denominator 8": "masked_mean_denominator=8: "
+    "as loss_denominator",
     "trl grpo --loss_type luspo": "loss_type=luspo: --policy-loss gspo --loss-agg",
     "trl grpo --loss_type vespo": "loss_type=vespo: --policy-loss vespo",
     "megatron rlhf --loss_type fipo": "loss_type=fipo: no flag: an objective of your own",
-    "uv run examples/run_ppo.py ppo.adv_estimator.gae_lambda_value=1.0": "gae_lambda_value=1.0: --value-lam",
-    "uv run -m skyrl.main trainer.algorithm.policy_loss_type=rollout_is": "rollout_is: --policy-loss dis",
+    "uv run examples/run_ppo.py ppo.adv_estimator.gae_lambda_value=1.0": "gae_lambda_value=1.0: "
+    "--value-lam",
+    "uv run -m skyrl.main "
+    "trainer.algorithm.policy_loss_type=rollout_is": "rollout_is: --policy-loss dis",
     "uv run -m skyrl.main trainer.algorithm.policy_loss_type=kl_cov": "none: depends on packing",
     "python3 -m openrlhf.cli.train_ppo_ray --actor.x 1": "OpenRLHF is not read",
     "uv run -m skyrl.train.entrypoints.main_base trainer.algorithm.x=1": "SkyRL is not read",
-    "torchrun -m verl.trainer.sft_trainer data.x=1": "verl's SFT, evaluation or generation is not read",
+    "torchrun -m verl.trainer.sft_trainer data.x=1": "verl's SFT, evaluation or generation is not "
+    "read",
     "echo hello": "(found: nothing): give --trainer with one of miles",
 }
 
@@ -122,7 +127,8 @@ def test_no_recipe_changes_the_objective_of_a_token(mode, aggregation, bypass) -
 
 
 ACCEPTED = {
-    "verl": f"{ACTOR}pad_to_length=True {ACTOR}engine.a.b=1 async_training.x_ratio=2 new_section.y=1",
+    "verl": f"{ACTOR}pad_to_length=True {ACTOR}engine.a.b=1 async_training.x_ratio=2 "
+    f"new_section.y=1",
     "nemo-rl": "grpo.penalize_empty_final_answer=true loss_fn.ratio_clip_max=0.2",
 }
 

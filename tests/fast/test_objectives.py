@@ -90,7 +90,8 @@ ANCHORS = dict.fromkeys(OBJECTIVES, "old_log_probs") | {"dis": "rollout_log_prob
 TOLERANCES = {
     torch.float64: {"rtol": 1e-12, "atol": 1e-12},
     torch.float32: {"rtol": 3e-6, "atol": 3e-6},
-    # The inputs fit into bfloat16 and the loss is computed in float32; the gradient is rounded back.
+    # The inputs fit into bfloat16 and the loss is computed in float32; the gradient is rounded
+    # back.
     torch.bfloat16: {"rtol": 3e-6, "atol": 3e-6},
 }
 BFLOAT16_GRADIENT = {"rtol": 2**-8, "atol": 1e-6}
@@ -110,7 +111,9 @@ def objective_of(case: str, sequences: list[Sequence1]) -> tuple[Outcome, Tensor
 
 
 def check(case: str, sequences: list[Sequence1], dtype: torch.dtype, batch=None) -> None:
-    """Value and every element of the gradient, the tokens weighted unequally; `batch` is that of the sequences."""
+    """Value and every element of the gradient, the tokens weighted unequally; `batch` is that of
+    the sequences.
+    """
     name, settings, oracle_settings = SETTINGS[case]
     expected = stacked([oracle.objective(name, s, **oracle_settings) for s in sequences])
     weights = torch.linspace(0.5, 1.5, expected.numel(), dtype=torch.float64)
@@ -215,7 +218,9 @@ def test_deltas_that_are_not_given_are_those_of_the_help_text() -> None:
 
 @pytest.mark.parametrize("anchor", ["old", "rollout"])
 def test_gmpo_under_the_sample_mean_is_the_objective_of_its_paper(anchor: str) -> None:
-    """arXiv:2507.20673 eq. 4, a product over the tokens of a sequence, with one advantage a sequence."""
+    """arXiv:2507.20673 eq. 4, a product over the tokens of a sequence, with one advantage a
+    sequence.
+    """
     pairs = zip(random_sequences(11), (1.0, -2.0, 3.0, -4.0, 5.0, -6.0, 7.0), strict=True)
     sequences = [replace(s, advantages=[value] * len(s.advantages)) for s, value in pairs]
     low, high = math.exp(-0.2), math.exp(0.1)
@@ -355,7 +360,9 @@ def test_nan_at_an_active_position_reaches_loss_and_gradient(name: str, field: s
 
 
 def with_impossible_tokens(sequences: list[Sequence1], field: str) -> list[Sequence1]:
-    """Every third log-prob of a field is -inf, under a positive, no or a negative advantage; one sequence has none."""
+    """Every third log-prob of a field is -inf, under a positive, no or a negative advantage; one
+    sequence has none.
+    """
     found = []
     for number, sequence in enumerate(sequences):
         values = torch.as_tensor(getattr(sequence, field)).detach().double()
@@ -370,7 +377,9 @@ def with_impossible_tokens(sequences: list[Sequence1], field: str) -> list[Seque
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("case", SETTINGS)
 def test_a_token_that_the_policy_cannot_sample(case: str, dtype: torch.dtype) -> None:
-    """A ratio is e^-20 without gradient; a log-prob is a loss of infinity, but at an advantage of 0."""
+    """A ratio is e^-20 without gradient; a log-prob is a loss of infinity, but at an advantage
+    of 0.
+    """
     sequences = with_impossible_tokens(random_sequences(11), "log_probs")
     check(case, sequences, dtype)
     found, gradient = objective_of(case, sequences)

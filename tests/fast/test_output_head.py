@@ -82,7 +82,9 @@ def test_what_the_fused_head_cannot_do_is_refused() -> None:
 
 @pytest.mark.parametrize("mtp_num_layers", [0, 2])
 def test_the_gradient_of_multi_token_prediction_is_not_lost(mtp_num_layers: int) -> None:
-    """It uses the same weight, and without fused addition DDP's hook has to add it to what the head has added."""
+    """It uses the same weight, and without fused addition DDP's hook has to add it to what the head
+    has added.
+    """
     weight = torch.ones(8, 4, requires_grad=True)
     weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(8, 4), False
     targets = torch.tensor([1, 5])
@@ -133,7 +135,9 @@ def fused_head(config: PolicyLossConfig, batch: PackedBatch, chunk_tokens: int |
 @pytest.mark.parametrize("pg_metrics", ["none", "basic", "with_entropy"])
 @pytest.mark.parametrize("policy_loss", ["ppo", "gspo"])
 def test_metrics_are_filled_in_by_backward(chunk_tokens, pg_metrics, policy_loss) -> None:
-    """In place, the extremes and the tokens of a NaN loss with them; under no_grad they are there at once."""
+    """In place, the extremes and the tokens of a NaN loss with them; under no_grad they are there
+    at once.
+    """
     samples = [
         Sample([1, 2, 3, 4], 3, [1, 0, 1], [1.0, 2.0, -1.0], old_log_probs=[-1.0, -2.0, -3.0]),
         Sample([5, 6, 7], 2, [1, 1], [0.5, 0.0], old_log_probs=[-2.0, -2.0]),
@@ -198,7 +202,9 @@ FUSED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("chunk_tokens", [1, 2, None])
 @pytest.mark.parametrize("name", FUSED)
 def test_settings_through_the_fused_head_equal_plain_logits(name, chunk_tokens) -> None:
-    """Value and gradients, in one pass where the rows allow it; the loss of plain logits is that of the loops elsewhere."""
+    """Value and gradients, in one pass where the rows allow it; the loss of plain logits is that of
+    the loops elsewhere.
+    """
 
     def sample(tokens: list[int], old: list[float], shift: float, weights: list[float]) -> Sample:
         rollout, count = [value - shift for value in old], len(old)

@@ -1,4 +1,6 @@
-"""`reduce_padded` against the oracle: the same numbers as the packed reducers, however a step is cut."""
+"""`reduce_padded` against the oracle: the same numbers as the packed reducers, however a step is
+cut.
+"""
 
 import math
 from collections.abc import Sequence
@@ -40,7 +42,9 @@ def divisor_of(aggregation: str, divisor: float = DIVISOR) -> dict[str, Any]:
 
 
 def objective(step, losses: list[Tensor], cut: Cut, aggregation: str, mutant: str = "") -> Tensor:
-    """Of a trainer that averages gradients over data-parallel ranks and sums them over micro-batches."""
+    """Of a trainer that averages gradients over data-parallel ranks and sums them over
+    micro-batches.
+    """
 
     def rows_of(values: list[Any], rows: list[int]) -> list[Any]:
         return [values[row] for row in rows]
@@ -101,7 +105,9 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.bool]
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_mask_of_any_dtype_is_counted_exactly(dtype: torch.dtype) -> None:
-    """Counted in its own dtype, a bfloat16 mask of 301 tokens has 302; a float16 one of 70,000 has infinity."""
+    """Counted in its own dtype, a bfloat16 mask of 301 tokens has 302; a float16 one of 70,000 has
+    infinity.
+    """
     lengths = [301, 1000, 5001, 70_000]
     mask = (torch.arange(70_000) < torch.tensor(lengths)[:, None]).to(dtype)
     assert padded_totals(mask, allow_different_group_sizes=True).num_active_tokens == sum(lengths)
@@ -113,7 +119,9 @@ def test_a_mask_of_any_dtype_is_counted_exactly(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.int64, *DTYPES])
 @pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
 def test_rows_that_are_the_whole_step_need_no_totals(aggregation: str, dtype: torch.dtype) -> None:
-    """Rollouts of two rows included. 1 / 3 in the dtype of the mask, or in float32, is another number."""
+    """Rollouts of two rows included. 1 / 3 in the dtype of the mask, or in float32, is another
+    number.
+    """
     step = random_step(7)
     losses = random_losses(step)
     loss, mask = padded(step, losses)

@@ -1,7 +1,9 @@
-"""Every two settings of the loss on together, against the float64 formulas: value, terms, gradients.
+"""Every two settings of the loss on together, against the float64 formulas: value, terms,
+gradients.
 
-The rows are generated so that each pair of choices stands in one of them. All constants differ from each other and
-from the counts of the step: where two are equal, one taken for the other is not seen.
+The rows are generated so that each pair of choices stands in one of them. All constants differ from
+each other and from the counts of the step: where two are equal, one taken for the other is not
+seen.
 """
 
 from __future__ import annotations
@@ -97,7 +99,8 @@ FACTORS: dict[str, dict[str, Settings]] = {
     "grad_divisor": {"off": {}, "on": {"grad_divisor": GRAD_DIVISOR}},
     "metrics": {"basic": {}, "none": {"pg_metrics": "none"}},
 }
-"""The settings by factor and choice; the first choice of each is what the config has by itself, or as good as it."""
+"""The settings by factor and choice; the first choice of each is what the config has by itself, or
+as good as it."""
 
 WITHOUT_CLIP = ("reinforce", "sft", "sapo", "dppo_tv", "dppo_kl", "vespo")
 CORRECTING = ("clip", "tis", "geometric", "opsm", "kl", "entropy", "grad_divisor")
@@ -118,7 +121,9 @@ def config_of(row: Row) -> PolicyLossConfig:
 
 
 def is_legal(row: Row) -> bool:
-    """Whether the config takes the choices together; factors without a choice stay at their defaults."""
+    """Whether the config takes the choices together; factors without a choice stay at their
+    defaults.
+    """
     if row.get("clip", "off") != "off" and row.get("objective") in WITHOUT_CLIP:
         return False  # --eps-clip has a default and is passed over there
     try:
@@ -146,7 +151,9 @@ def pairs_of(row: Row) -> set[frozenset[Choice]]:
 
 @functools.cache
 def rows() -> tuple[Row, ...]:
-    """Rows that hold every legal pair: each begins with a pair not held yet, and takes what holds most others."""
+    """Rows that hold every legal pair: each begins with a pair not held yet, and takes what holds
+    most others.
+    """
     missing, found = set(legal_pairs()), []
     while missing:
         row: Row = dict(sorted(min(missing, key=sorted)))
@@ -164,7 +171,9 @@ def rows() -> tuple[Row, ...]:
 
 
 def sequences() -> list[Sequence1]:
-    """Nine responses: kept or rejected by geometric rejection, by OPSM, by both; one masked, one of no token."""
+    """Nine responses: kept or rejected by geometric rejection, by OPSM, by both; one masked, one of
+    no token.
+    """
     made = [random_sequence(40 + n, n, spread=SPREAD) for n in LENGTHS]
     return [*made, random_sequence(3, 3, active_rate=0.0)]
 
@@ -176,7 +185,9 @@ ROLLOUTS = (None, None, 5, 5, None, None, None, None, None)
 
 @dataclass
 class Outcome:
-    """A loss, the terms that it reports, and its gradient for log-probs and entropy, [tokens] each."""
+    """A loss, the terms that it reports, and its gradient for log-probs and entropy, [tokens]
+    each.
+    """
 
     loss: Tensor
     reported: dict[str, float]
@@ -227,7 +238,8 @@ def expected(config: PolicyLossConfig) -> Outcome:
         ids = zip(masks, GROUPS, ROLLOUTS, strict=True)
         return [plain_sample(mask, group=group, rollout=rollout) for mask, group, rollout in ids]
 
-    # KL and entropy are of the tokens that were active before any rejection, whatever the policy loss is divided by.
+    # KL and entropy are of the tokens that were active before any rejection, whatever the policy
+    # loss is divided by.
     plain = accepted = of_masks([s.loss_mask for s in step])
     if config.rejection_denominator == "accepted":
         accepted = of_masks([mask for _, mask in corrected])
@@ -321,7 +333,9 @@ def both_tell(row: Row, pair: frozenset[Choice]) -> bool:
 
 @pytest.mark.parametrize("factor", CORRECTING)
 def test_both_settings_of_a_pair_tell(factor: str) -> None:
-    """A row in which one of them changes nothing says nothing of the two together; then they are tried by themselves."""
+    """A row in which one of them changes nothing says nothing of the two together; then they are
+    tried by themselves.
+    """
     pairs = {
         frozenset([(factor, choice), (other, second)])
         for choice in FACTORS[factor]

@@ -1,7 +1,9 @@
-"""What each tensor of the loss path is over data-, context- and tensor-parallel ranks: sharded, the same, or a part of a sum.
+"""What each tensor of the loss path is over data-, context- and tensor-parallel ranks: sharded, the
+same, or a part of a sum.
 
-`typed_ranks` has the meaning of the letters, and says where the proof ends. A rank's loss has to be "P P I": Megatron adds
-gradients up over data- and context-parallel ranks, and tensor-parallel ranks compute the same loss.
+`typed_ranks` has the meaning of the letters, and says where the proof ends. A rank's loss has to be
+"P P I": Megatron adds gradients up over data- and context-parallel ranks, and tensor-parallel ranks
+compute the same loss.
 """
 
 import math
@@ -43,7 +45,9 @@ def mesh() -> Iterator[object]:
 
 
 def types_of_step(mesh: object, **settings: object) -> Seen:
-    """The types of a step of one micro-batch, from the logits to the metrics that the host reads."""
+    """The types of a step of one micro-batch, from the logits to the metrics that the host
+    reads.
+    """
     config = PolicyLossConfig(**{**EVERYTHING, **settings})
     batch = pack(SAMPLES, cp_rank=0, cp_size=2)
     totals, (device_mesh, groups) = step_totals(SAMPLES), mesh

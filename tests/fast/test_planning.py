@@ -1,4 +1,6 @@
-"""Bins and plans of a step: every sample once, no bin above its capacity, nothing left to chance."""
+"""Bins and plans of a step: every sample once, no bin above its capacity, nothing left to
+chance.
+"""
 
 import argparse
 import dataclasses
@@ -53,9 +55,11 @@ def check_bins(bins: Bins, lengths: list[int], capacity: int, cost=lambda length
         ([5, 5, 5], 10, 3, [[0], [1], [2]]),
         ([1, 1], 10, 4, [[0], [1], [], []]),
         ([], 10, 2, [[], []]),
-        # Loads are even where a bin is full: first fit, not needed here, would leave the third empty.
+        # Loads are even where a bin is full: first fit, not needed here, would leave the third
+        # empty.
         ([5, 1, 1, 1], 5, 3, [[0], [1, 3], [2]]),
-        # First fit takes over where even loads do not fit: longest-to-lightest makes 5 + 4, 5 + 3 + 3.
+        # First fit takes over where even loads do not fit: longest-to-lightest makes 5 + 4, 5 + 3 +
+        # 3.
         ([5, 5, 4, 3, 3], 10, 1, [[0, 1], [2, 3, 4]]),
     ],
 )

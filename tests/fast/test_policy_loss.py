@@ -1,6 +1,8 @@
-"""policy_loss_function from logits, on every rank of a cut step, against the oracle; and masked positions.
+"""policy_loss_function from logits, on every rank of a cut step, against the oracle; and masked
+positions.
 
-A masked position may hold anything, which reaches neither loss nor gradient; an active one hides nothing.
+A masked position may hold anything, which reaches neither loss nor gradient; an active one hides
+nothing.
 """
 
 import math
@@ -99,7 +101,9 @@ def test_random_steps_and_cuts(seed, num_samples, aggregation, name, **sizes) ->
 
 @pytest.mark.parametrize("cp_size", (1, 2, 4))
 def test_padding_takes_no_part(cp_size: int) -> None:
-    """The extra segment that sequence parallelism asks for, its logits NaN here; and columns beyond the vocabulary."""
+    """The extra segment that sequence parallelism asks for, its logits NaN here; and columns beyond
+    the vocabulary.
+    """
     step = random_step(seed=33)
     logits = random_logits(step)
     wide = [torch.nn.functional.pad(part, (0, 5), value=30.0) for part in logits]
@@ -144,7 +148,9 @@ def test_ratio_is_one_at_the_first_step_whatever_the_temperature() -> None:
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
 @AGGREGATIONS
 def test_a_gradient_that_is_divided_twice(aggregation: str, cp_size: int) -> None:
-    """By the outer count of this step, whatever it is: two steps of one config have two divisors."""
+    """By the outer count of this step, whatever it is: two steps of one config have two
+    divisors.
+    """
     objective = aggregated(OBJECTIVES["everything"], aggregation)
     config = package_config(objective, divide_gradient_twice=True)
     counts = []
@@ -162,7 +168,9 @@ def test_a_gradient_that_is_divided_twice(aggregation: str, cp_size: int) -> Non
 
 
 def frozen_sample_mean(log_probs: Tensor, batch: PackedBatch, lengths: list[int]) -> Tensor:
-    """GRPO's loss of N samples as it stands in the papers, float32 throughout; never to be changed."""
+    """GRPO's loss of N samples as it stands in the papers, float32 throughout; never to be
+    changed.
+    """
     ratio, advantages = (log_probs - batch.old_log_probs).exp(), batch.advantages
     surrogate = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
     sample = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))

@@ -1,4 +1,6 @@
-"""No number depends on the default dtype and the default device that a process has set for its model."""
+"""No number depends on the default dtype and the default device that a process has set for its
+model.
+"""
 
 import hashlib
 import math
@@ -45,7 +47,9 @@ LENGTHS = (7, 1, 12, 5, 9, 3)
 
 
 class Draw:
-    """Numbers from NumPy, which has no defaults; None at masked positions, as an engine has none there."""
+    """Numbers from NumPy, which has no defaults; None at masked positions, as an engine has none
+    there.
+    """
 
     def __init__(self) -> None:
         self.rng = np.random.default_rng(5)

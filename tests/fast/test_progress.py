@@ -24,7 +24,9 @@ HANGS = {
 
 
 def test_work_on_a_crowded_machine_is_no_hang() -> None:
-    """The work has less than a fourth of a core where nine processes share two, and takes longer than the patience."""
+    """The work has less than a fourth of a core where nine processes share two, and takes longer
+    than the patience.
+    """
     busy = [sys.executable, "-c", "while True: pass"]
     with contextlib.ExitStack() as stack:
         for _ in range(4 * (os.cpu_count() or 1)):

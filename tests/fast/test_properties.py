@@ -59,7 +59,9 @@ def cut_steps(draw: st.DrawFn) -> tuple[list[PlainSample], list[Tensor], Cut, st
 @settings(max_examples=150)
 @given(case=cut_steps())
 def test_no_cut_changes_value_or_gradient(case: tuple) -> None:
-    """Nor any order of the samples, in which a cut deals them, or context parallelism: the oracle knows neither."""
+    """Nor any order of the samples, in which a cut deals them, or context parallelism: the oracle
+    knows neither.
+    """
     check_cut(Package(), *case)
 
 

@@ -111,7 +111,9 @@ def test_per_token_mode_leaves_the_denominators_out(aggregation: str) -> None:
 
 
 def test_reducer_can_be_called_again() -> None:
-    """Once a loss, once a KL term, once under inference mode: nothing is used up, each precision has its own result."""
+    """Once a loss, once a KL term, once under inference mode: nothing is used up, each precision
+    has its own result.
+    """
     reducer = get_pg_loss_reducer([4], [3], [torch.tensor([1, 0, 1])])
     x = torch.tensor([2.0, 9.0, 4.0], requires_grad=True)
     with torch.inference_mode():

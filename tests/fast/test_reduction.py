@@ -1,4 +1,6 @@
-"""The count of the step that an inner sum is divided by: a user's reducer, and a step without samples."""
+"""The count of the step that an inner sum is divided by: a user's reducer, and a step without
+samples.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -27,7 +29,9 @@ from tests.random_steps import package_samples, random_losses, random_step, unev
 
 
 def mean_of_each_sample(total, response, masks, per_token, *, cp_rank, cp_size):
-    """As reducers of the field do: the token mean of every sample, or the token sum in per-token mode."""
+    """As reducers of the field do: the token mean of every sample, or the token sum in per-token
+    mode.
+    """
     place = {"cp_rank": cp_rank, "cp_size": cp_size}
     return get_pg_loss_reducer(total, response, masks, per_token, **place)
 
@@ -86,7 +90,9 @@ def test_a_users_reducer_that_loses_the_gradient_is_refused() -> None:
 
 
 def sum_over_samples(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
-    """As trainers write it that have no empty micro-batch: Python's sum over samples, of none the int 0."""
+    """As trainers write it that have no empty micro-batch: Python's sum over samples, of none the
+    int 0.
+    """
     torch.stack([mask.sum() for mask in loss_masks])
 
     def reduce(x: Tensor) -> Any:

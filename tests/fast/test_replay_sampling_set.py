@@ -1,4 +1,6 @@
-"""What `--replay-sampling-set` asks of samples, by name and position, before a model has run; and what it reports."""
+"""What `--replay-sampling-set` asks of samples, by name and position, before a model has run; and
+what it reports.
+"""
 
 from typing import Any
 

@@ -1,4 +1,6 @@
-"""Rollout files: what a row becomes, what a bad row says, windows, shares of ranks, and going on in the middle."""
+"""Rollout files: what a row becomes, what a bad row says, windows, shares of ranks, and going on in
+the middle.
+"""
 
 import itertools
 import json
@@ -93,7 +95,9 @@ def test_a_row_becomes_a_sample(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_kept_sets(tmp_path: Path, kind: str) -> None:
-    """Ragged lists of lists, an empty or missing set where all tokens were kept, in the middle of a file too."""
+    """Ragged lists of lists, an empty or missing set where all tokens were kept, in the middle of a
+    file too.
+    """
     sets = [[[5]], [[], [5, 9]], [[5, 1, 2], [7, 5], []], [], [[3, 5], [5]], [[], [], [5]], [[5]]]
     rows = [
         {"prompt_ids": [n], "response_ids": [5] * len(each), "reward": 1.0, "kept_tokens": each}
@@ -215,7 +219,9 @@ def test_a_broken_line_spoils_only_itself(tmp_path: Path, case: str) -> None:
 
 
 def test_a_line_of_many_brackets_is_read(tmp_path: Path) -> None:
-    """Their number is no matter: what nests too deeply is refused. The last line may lack its newline."""
+    """Their number is no matter: what nests too deeply is refused. The last line may lack its
+    newline.
+    """
     path = write(tmp_path, [row(0), row(1, text=[[]] * 5000), row(2, text="{[" * 5000)], "jsonl")
     assert read(path) == [0, 1, 2]
     path.write_text(json.dumps(row(3)))
@@ -370,7 +376,9 @@ def test_bad_files_and_settings_are_refused(tmp_path: Path) -> None:
 
 
 def test_samples_share_no_memory_with_their_window(tmp_path: Path) -> None:
-    """One that is carried over would keep the whole window alive, and a checkpoint would hold it."""
+    """One that is carried over would keep the whole window alive, and a checkpoint would hold
+    it.
+    """
     path = write(tmp_path, rows_from(0, 200), "parquet")
     sample = RolloutFiles([path]).pull(200)[7]
     for value in vars(sample).values():
@@ -453,7 +461,9 @@ def test_the_columns_of_vllm_are_read(tmp_path: Path, kind: str) -> None:
 
 
 def test_validate_names_groups_and_rollouts_whose_rows_are_scattered(tmp_path: Path) -> None:
-    """As the run says at the step after; rows of one that follow each other are not, over two files neither."""
+    """As the run says at the step after; rows of one that follow each other are not, over two files
+    neither.
+    """
 
     def grouped(name: str, groups: Sequence[int], rollouts: Sequence[int | None] = ()) -> Path:
         ids = itertools.zip_longest(groups, rollouts)

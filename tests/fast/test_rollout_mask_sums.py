@@ -1,4 +1,6 @@
-"""The divisors that make a trainer's sample mean every aggregation: arithmetic, groups, and both hooks."""
+"""The divisors that make a trainer's sample mean every aggregation: arithmetic, groups, and both
+hooks.
+"""
 
 import itertools
 import pickle
@@ -29,14 +31,18 @@ ROLLOUTS_PER_GROUP, ROLLOUTS_PER_STEP = 4, 8
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No divisor is set, no test before this one has left Megatron's globals behind; trainers are not verified."""
+    """No divisor is set, no test before this one has left Megatron's globals behind; trainers are
+    not verified.
+    """
     monkeypatch.delenv("MEGATRON_PG_LOSS_AGGREGATION_DIVISOR", raising=False)
     monkeypatch.delitem(sys.modules, "megatron.core.parallel_state", raising=False)
     monkeypatch.setattr(trainer.Trainer, "verify", lambda *arguments: None)
 
 
 def ragged(seed: int, *, num_groups: int = 4) -> list[PlainSample]:
-    """Rollouts in groups; one group has none but masked samples, one rollout is three samples, one has no token."""
+    """Rollouts in groups; one group has none but masked samples, one rollout is three samples, one
+    has no token.
+    """
     rng = random.Random(seed)
     step = []
     for rollout in range(num_groups * ROLLOUTS_PER_GROUP):
@@ -159,7 +165,9 @@ def carried(lengths: list[Any]) -> Tensor:
 
 
 def slime_data(step: list[PlainSample]) -> dict[str, Any]:
-    """What slime hands its hook on one rank: two optimizer steps of micro-batches in an order of their own."""
+    """What slime hands its hook on one rank: two optimizer steps of micro-batches in an order of
+    their own.
+    """
     order = sorted(range(len(step)), key=lambda number: (half_of(step[number]), -number))
     step = [step[number] for number in order]
     cut = sum(half_of(sample) == 0 for sample in step)
@@ -202,7 +210,9 @@ def test_slimes_hook_for_all_terms(aggregation: str) -> None:
 
 
 def test_slimes_older_data() -> None:
-    """v0.3.0 calls rollouts groups; before it the samples of a rank are cut in their order, and each is a rollout."""
+    """v0.3.0 calls rollouts groups; before it the samples of a rank are cut in their order, and
+    each is a rollout.
+    """
     step = ragged(2)
     data, named = slime_data(step), slime_data(step)
     named["group_ids"] = named.pop("rollout_ids")
@@ -241,7 +251,9 @@ def test_slimes_groups_by_a_field_of_the_rollout() -> None:
 
 
 def test_slimes_indices_that_tell_no_groups_are_refused() -> None:
-    """As after a resumption with another --n-samples-per-prompt: a group would be two halves of two prompts."""
+    """As after a resumption with another --n-samples-per-prompt: a group would be two halves of two
+    prompts.
+    """
     data = slime_data(ragged(2))
     data["sample_indices"] = [index + 2 for index in data["sample_indices"]]
     assert_refused("prompt group", slime.prompt_mean, arguments(), 0, data)

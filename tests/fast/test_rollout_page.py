@@ -1,4 +1,6 @@
-"""`explain --html`: the data of the page against plain loops over the rows, what it keeps of many, and what it refuses."""
+"""`explain --html`: the data of the page against plain loops over the rows, what it keeps of many,
+and what it refuses.
+"""
 
 import json
 import math

@@ -1,4 +1,5 @@
-"""The page of rollouts in Chromium without a window: what a person sees, clicks and reads there, opened from a disk.
+"""The page of rollouts in Chromium without a window: what a person sees, clicks and reads there,
+opened from a disk.
 
 It needs Debian's `chromium`, which .ci/run installs, and is skipped without.
 """
@@ -46,7 +47,9 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def opened(browser: Any, rows: list[Row], folder: Path) -> Iterator[Any]:
-    """The page as it opens, 1440 pixels wide; no error, and nothing from elsewhere, by the end of a test."""
+    """The page as it opens, 1440 pixels wide; no error, and nothing from elsewhere, by the end of a
+    test.
+    """
     page, errors, urls = browser.new_page(viewport={"width": 1440, "height": 900}), [], []
     page.on("pageerror", lambda error: errors.append(error))
     page.on("request", lambda request: urls.append(request.url))

@@ -1,4 +1,6 @@
-"""The experts that an engine chose: what a sample refuses, their way through a pack and a file, and the engines' forms."""
+"""The experts that an engine chose: what a sample refuses, their way through a pack and a file, and
+the engines' forms.
+"""
 
 import base64
 import dataclasses

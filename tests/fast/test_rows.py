@@ -1,4 +1,6 @@
-"""One row of a table is all there is to an objective or a correction: whatever depends on a property reads the row."""
+"""One row of a table is all there is to an objective or a correction: whatever depends on a
+property reads the row.
+"""
 
 import argparse
 from collections.abc import Iterator

@@ -1,7 +1,9 @@
-"""The door of every table: each row against plain float64 loops of its own, value and gradient; a row without loops is refused.
+"""The door of every table: each row against plain float64 loops of its own, value and gradient; a
+row without loops is refused.
 
-A row is checked through the public loss of a step, on ragged samples of which two share a rollout. The loops are those of
-`tests.oracle`, `objectives_oracle` and `distillation_oracle`, and here those of the metrics.
+A row is checked through the public loss of a step, on ragged samples of which two share a rollout.
+The loops are those of `tests.oracle`, `objectives_oracle` and `distillation_oracle`, and here those
+of the metrics.
 """
 
 import dataclasses
@@ -347,7 +349,9 @@ def check_metric(name: str) -> None:
 
 
 class Door(NamedTuple):
-    """The names of a table's rows, at the time of the call, those that there are loops for, and the comparison of a row with them."""
+    """The names of a table's rows, at the time of the call, those that there are loops for, and the
+    comparison of a row with them.
+    """
 
     rows: Callable[[], Iterable[str]]
     has_oracle: Callable[[], Collection[str]]

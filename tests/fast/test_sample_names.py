@@ -1,4 +1,6 @@
-"""An error about a sample without a name says which it is: by its ids when it is made, by its place in the step later."""
+"""An error about a sample without a name says which it is: by its ids when it is made, by its place
+in the step later.
+"""
 
 import dataclasses
 import re

@@ -1,6 +1,8 @@
-"""Sampling masks in the engines' own forms: read, written to a file, packed, and scored against plain loops.
+"""Sampling masks in the engines' own forms: read, written to a file, packed, and scored against
+plain loops.
 
-The answers have the form of vLLM's `CompletionOutput` and `/inference/v1/generate`, and of SGLang's `/generate`.
+The answers have the form of vLLM's `CompletionOutput` and `/inference/v1/generate`, and of SGLang's
+`/generate`.
 """
 
 from dataclasses import replace

@@ -38,7 +38,9 @@ counted_steps = st.lists(st.lists(counted, max_size=4), min_size=1, max_size=3)
 
 
 def may_stand_together(step: Sequence[Sequence[BareSample]]) -> bool:
-    """The rule of ids by plain loops: each rollout is of one group, source and prompt, each group has a prompt in common."""
+    """The rule of ids by plain loops: each rollout is of one group, source and prompt, each group
+    has a prompt in common.
+    """
     rollouts: dict[Any, list[tuple[Any, BareSample]]] = defaultdict(list)
     for rank, samples in enumerate(step):
         for number, sample in enumerate(samples):
@@ -126,7 +128,9 @@ def test_a_sample_travels_in_at_most_64_bytes():
 
 
 class Threads:
-    """Ranks that are threads: every collective waits for all, whatever the order in which they come."""
+    """Ranks that are threads: every collective waits for all, whatever the order in which they
+    come.
+    """
 
     def __init__(self, size: int) -> None:
         self.size, self.local, self.slots = size, threading.local(), [None] * size
@@ -193,7 +197,9 @@ def test_64_ranks_have_one_plan_whatever_order_they_answer_in():
 
 @pytest.mark.parametrize("count", ["plan", "totals"])
 def test_an_error_of_one_rank_in_counting_ends_all(count):
-    """An id that the wire cannot carry is found before the exchange in which the others would wait."""
+    """An id that the wire cannot carry is found before the exchange in which the others would
+    wait.
+    """
 
     def on_rank(rank: int) -> str:
         group: Any = object()

@@ -1,4 +1,6 @@
-"""Flags in a YAML file: the same namespace as on the command line, and a file again that means the same."""
+"""Flags in a YAML file: the same namespace as on the command line, and a file again that means the
+same.
+"""
 
 import argparse
 import json
@@ -22,7 +24,8 @@ def parser():
 
 
 WORDS = (
-    "--loss-aggregation constant --loss-aggregation-divisor 4096 --eps-clip 0.20 --kl-loss-coef 1e-3 --use-tis "
+    "--loss-aggregation constant --loss-aggregation-divisor 4096 --eps-clip 0.20 --kl-loss-coef "
+    "1e-3 --use-tis "
     '--lengths 3 5 --generator {"words":{"least":3}} --no-shuffle --no-bias --lengths 7 8 9'
 ).split()
 TEXT = """

@@ -1,4 +1,5 @@
-"""How far a reader walks: the way of a micro-batch, from the logits to the page, and the files behind a gradient.
+"""How far a reader walks: the way of a micro-batch, from the logits to the page, and the files
+behind a gradient.
 
 `python -m pytest -s tests/fast/test_short_ways.py` prints the ways.
 """
@@ -24,7 +25,8 @@ OF_A_GRADIENT = (
     *("policy_loss", "regularizers", "aggregation", "tokens"),
     *("../step/totals", "../step/token_window", "../megatron/scale_contract"),
 )
-"""The files, from loss/, that say which gradient `prompt_mean` with KL has under context parallelism."""
+"""The files, from loss/, that say which gradient `prompt_mean` with KL has under context
+parallelism."""
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +60,9 @@ def frames_of_calls(function):
 
 
 def test_the_way_of_a_micro_batch_is_short(step, batch):
-    """At most 14 calls get the batch or its window, in at most 8 files, with at most 4 returns to a file that was left."""
+    """At most 14 calls get the batch or its window, in at most 8 files, with at most 4 returns to a
+    file that was left.
+    """
     calls = []
     for frame in frames_of_calls(lambda: step.head(batch)):
         code = frame.f_code

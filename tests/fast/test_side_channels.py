@@ -1,4 +1,6 @@
-"""Kept sets and side channels: refusals by sample and position, and their way through pack and the token window."""
+"""Kept sets and side channels: refusals by sample and position, and their way through pack and the
+token window.
+"""
 
 import random
 from typing import Any
@@ -68,7 +70,9 @@ def test_wrong_channels_are_named(value: Any, words: str) -> None:
     "other", (torch.ones(3).long(), torch.ones(3, 1), Ragged(torch.ones(3), torch.arange(4)))
 )
 def test_channels_that_differ_are_refused(other: Any, cp_rank: int) -> None:
-    """Whoever is packed together: other rows, or a dtype that depends on the packing, would come of it."""
+    """Whoever is packed together: other rows, or a dtype that depends on the packing, would come of
+    it.
+    """
     channels = {"first": other, "again": other, "odd": torch.ones(3)}
     samples = [
         sample(None, name=name, side_channels={"x": each}) for name, each in channels.items()

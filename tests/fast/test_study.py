@@ -1,4 +1,6 @@
-"""The studies of the quickstart: their statistics against plain integration, their tables and figures, what they run again."""
+"""The studies of the quickstart: their statistics against plain integration, their tables and
+figures, what they run again.
+"""
 
 import json
 import math
@@ -24,7 +26,9 @@ def test_an_interval_by_hand() -> None:
 
 
 def write_run(folder: Path, offset: float, learns_at: int | None = None) -> None:
-    """20 steps; the reward is 1 from one of them on where that is given, else the offset. Wrong answers are missing in every third, as where all answers are right."""
+    """20 steps; the reward is 1 from one of them on where that is given, else the offset. Wrong
+    answers are missing in every third, as where all answers are right.
+    """
     folder.mkdir(parents=True)
     lines = []
     for step in range(1, 21):
@@ -80,7 +84,8 @@ def test_a_student_is_run_after_its_teacher(tmp_path, monkeypatch, capsys) -> No
     teacher, *_, distilled = (Path(each[each.index("--run-dir") + 1]) for each in of_seed)
     assert of_seed[-1][of_seed[-1].index("--teacher") + 1] == str(teacher)
     assert distilled.name == "distilled-seed-2"
-    # The mean of the 4 steps before, the step and 3 after is 0.8 when 7 of 8 have it; never is one more than there are.
+    # The mean of the 4 steps before, the step and 3 after is 0.8 when 7 of 8 have it; never is one
+    # more than there are.
     shown = capsys.readouterr().out
     for row in ("`teacher` | 12 | 12", "`rewards` | 21 | 21", "`distilled` | 15 | 15"):
         assert f"| {row} |\n" in shown

@@ -75,7 +75,9 @@ def check_window(totals, responses, cp_size: int, pad_to_multiple: int) -> None:
 @pytest.mark.parametrize("cp_size", CP_SIZES)
 @pytest.mark.parametrize("name", MICRO_BATCHES)
 def test_parts_of_whole_samples_fit_every_rank(name, cp_size, size) -> None:
-    """By counting rows: no rank has more than `size` of a part unless it is one sample; one sample more may not fit."""
+    """By counting rows: no rank has more than `size` of a part unless it is one sample; one sample
+    more may not fit.
+    """
     totals, responses = MICRO_BATCHES[name]
     rng = random.Random(size)
     mask = [[rng.random() < 0.7 for _ in range(length)] for length in responses]

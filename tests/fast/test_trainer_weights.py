@@ -74,7 +74,9 @@ def test_the_plugin_registers_the_hooks_alone(monkeypatch):
 
 
 def test_importance_weights_multiply_the_loss_of_their_tokens(monkeypatch):
-    """In the place of verl's `vanilla` its token sum alone: the weights come with the response's shape."""
+    """In the place of verl's `vanilla` its token sum alone: the weights come with the response's
+    shape.
+    """
     generator = torch.Generator().manual_seed(0)
     losses, importance = (torch.rand(PADDED.shape, generator=generator) for _ in range(2))
 
@@ -138,7 +140,10 @@ def test_a_verl_is_verified_or_refused(aggregation, objective, monkeypatch):
 
     check(plain_verl())
     assert config.global_batch_info == {} and verify.verified == {("verl", *loss)}
-    words = f"{aggregation} by verl's {objective} | 0.9.1 | a gradient of log-probs is | expected | migrating.md"
+    words = (
+        f"{aggregation} by verl's {objective} | 0.9.1 | a gradient of log-probs is | expected | "
+        f"migrating.md"
+    )
     assert_refused(words, check, plain_verl(scale=1.0005))
     if aggregation in ("token_mean", "constant"):
         assert_refused(words, check, plain_verl(honours_weights=False))

@@ -1,4 +1,6 @@
-"""The value loss on every rank of a cut step, against plain float64 loops; its metrics; what is refused."""
+"""The value loss on every rank of a cut step, against plain float64 loops; its metrics; what is
+refused.
+"""
 
 import functools
 import math
@@ -36,7 +38,9 @@ def config_of(aggregation: str, **settings: object) -> PolicyLossConfig:
 
 
 def reported(config: PolicyLossConfig, samples: list[Sample], values: Tensor, seen=None) -> tuple:
-    """The loss and the metrics of a step of one micro-batch, which may hold others than were counted."""
+    """The loss and the metrics of a step of one micro-batch, which may hold others than were
+    counted.
+    """
     batch = pack(samples if seen is None else seen)
     of_batch = MicroBatchValueLoss(config, CriticConfig(), batch, uneven_totals(samples))
     loss, metrics = of_batch(values)
@@ -171,7 +175,9 @@ def test_a_step_of_no_active_token(pg_metrics: str) -> None:
     ("tokens", "value", "rounding"), [(2, 0.1, 0), (1000, 2.8, -1), (333, 2.8, 1)]
 )
 def test_equal_returns_explain_nothing(tokens: int, value: float, rounding: int) -> None:
-    """Of many equal returns rounding makes a variance, -9e-16 of a thousand times 2.8: it is none either."""
+    """Of many equal returns rounding makes a variance, -9e-16 of a thousand times 2.8: it is none
+    either.
+    """
     config, batch = config_of("sample_mean"), pack([answer(tokens, returns=[value] * tokens)])
     loss = MicroBatchValueLoss(config, CriticConfig(), batch, uneven_totals(batch.samples))
     _, metrics = loss(torch.linspace(0.0, 1.0, tokens))

@@ -38,7 +38,9 @@ def test_other_versions_are_refused_with_the_range(version, monkeypatch) -> None
 
 
 def test_without_megatron_an_import_says_what_to_install() -> None:
-    """In a process of its own, where `megatron` cannot be imported; what needs no Megatron works there."""
+    """In a process of its own, where `megatron` cannot be imported; what needs no Megatron works
+    there.
+    """
     code = (
         "import sys; sys.modules['megatron'] = None\n"
         "import megatron_pg.critic, megatron_pg.megatron\n"

@@ -1,4 +1,6 @@
-"""A trainer of this test's own words, with the seams that slime and miles have: what is verified at startup."""
+"""A trainer of this test's own words, with the seams that slime and miles have: what is verified at
+startup.
+"""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,6 @@
-"""Triton's interpreter, in which the kernels run on a CPU: `test_log_probs_triton` starts a process that has it."""
+"""Triton's interpreter, in which the kernels run on a CPU: `test_log_probs_triton` starts a process
+that has it.
+"""
 
 import os
 

@@ -1,14 +1,18 @@
-"""The loss path run once, with what each of its tensors is on every axis of parallelism carried along by `spmd_types`.
+"""The loss path run once, with what each of its tensors is on every axis of parallelism carried
+along by `spmd_types`.
 
-One rank of a mesh of 2 x 2 x 2 (data, context, tensor parallel) whose collectives do nothing: values mean nothing here, and
-types everything. On each axis a tensor is different on each rank (V; sharded, where the dimension is known), the same on
-each (R where ranks have each a part of its gradient, I where that is the same as well), or a part of a pending sum (P). The
-library works out the type of every operator's result, refuses operands for which none is right, and finds by itself that a
-sum over a dimension sharded over context- or tensor-parallel ranks is a part of a pending one. The package does not import it.
+One rank of a mesh of 2 x 2 x 2 (data, context, tensor parallel) whose collectives do nothing:
+values mean nothing here, and types everything. On each axis a tensor is different on each rank (V;
+sharded, where the dimension is known), the same on each (R where ranks have each a part of its
+gradient, I where that is the same as well), or a part of a pending sum (P). The library works out
+the type of every operator's result, refuses operands for which none is right, and finds by itself
+that a sum over a dimension sharded over context- or tensor-parallel ranks is a part of a pending
+one. The package does not import it.
 
-Where it ends, version 0.3.1: data-parallel ranks hold samples of their own under indices of their own, so that on that axis
-it knows no dimension, and V becomes P by our word where a loss leaves the rank; what `say_by_hand` and `Supplement` list; numbers
-of the host (the counts of a step, the factors of the scale contract); and the backward of an op of our own.
+Where it ends, version 0.3.1: data-parallel ranks hold samples of their own under indices of their
+own, so that on that axis it knows no dimension, and V becomes P by our word where a loss leaves the
+rank; what `say_by_hand` and `Supplement` list; numbers of the host (the counts of a step, the
+factors of the scale contract); and the backward of an op of our own.
 """
 
 import dataclasses
@@ -47,7 +51,9 @@ Seen = dict[str, str]
 
 @contextmanager
 def torch_itself() -> Iterator[None]:
-    """Without what the CPU runtime puts in the place of torch's functions: the library knows functions by identity."""
+    """Without what the CPU runtime puts in the place of torch's functions: the library knows
+    functions by identity.
+    """
     with pytest.MonkeyPatch.context() as patch:
         for owner in (torch, Tensor):
             for name, function in list(vars(owner).items()):
@@ -92,8 +98,9 @@ def typed(mesh: DeviceMesh) -> Iterator[Seen]:
 class Supplement(TorchFunctionMode):
     """Three rules beside those of the library.
 
-    What the host reads is the same on every rank, or ranks would go different ways. A change of dtype or device changes
-    no type, that of a pending sum neither. And a maximum over a sharded dimension is V: there is no type for a pending one.
+    What the host reads is the same on every rank, or ranks would go different ways. A change of
+    dtype or device changes no type, that of a pending sum neither. And a maximum over a sharded
+    dimension is V: there is no type for a pending one.
     """
 
     def __init__(self, seen: Seen) -> None:
@@ -116,7 +123,9 @@ class Supplement(TorchFunctionMode):
 
 
 def of_tokens(tensor: Tensor, tensor_parallel: Any = R) -> Tensor:
-    """A tensor [..., tokens], sharded by tokens over context-parallel ranks, and typed so over tensor-parallel ones."""
+    """A tensor [..., tokens], sharded by tokens over context-parallel ranks, and typed so over
+    tensor-parallel ones.
+    """
     return spmd.assert_type(tensor, {"dp": V, "cp": S(-1), "tp": tensor_parallel})
 
 
@@ -142,7 +151,8 @@ def say_by_hand(patch: pytest.MonkeyPatch, seen: Seen) -> None:
 
         patch.setattr(of, name, stated)
 
-    # Writes through an index, `statistics[part, 0] = ...`, leave the type of what is written to as it was.
+    # Writes through an index, `statistics[part, 0] = ...`, leave the type of what is written to as
+    # it was.
     untyped(rows_torch, "_local_statistics", lambda rows: rows.logits)
     # An index of samples is the rank's own, and adding by index is a sum over the window.
     untyped(micro_batch, "sums_of_rank", lambda config, tokens, samples: tokens.loss_mask, cp=P)
@@ -205,10 +215,11 @@ def say_by_hand(patch: pytest.MonkeyPatch, seen: Seen) -> None:
 
 
 class HeadTyped:
-    """The op of log-probs and entropy, its forward typed operator by operator, its collective included.
+    """The op of log-probs and entropy, its forward typed operator by operator, its collective
+    included.
 
-    What is the same on tensor-parallel ranks becomes I, and not R, by its backward: each rank takes the gradient that
-    arrives as the whole, for its own columns, and nothing is added up.
+    What is the same on tensor-parallel ranks becomes I, and not R, by its backward: each rank takes
+    the gradient that arrives as the whole, for its own columns, and nothing is added up.
     """
 
     @staticmethod
@@ -224,7 +235,9 @@ class HeadTyped:
 
 
 class TorchOfSums:
-    """`torch` as `reduce_metrics` sees it, whose zeros are empty sums: parts of pending ones too."""
+    """`torch` as `reduce_metrics` sees it, whose zeros are empty sums: parts of pending ones
+    too.
+    """
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -234,7 +247,8 @@ class TorchOfSums:
 
 
 def all_gather_typed(output: Tensor, local: Tensor, group: dist.ProcessGroup) -> None:
-    """Types what is written to, which the library's rule for the call then compares with what is sent.
+    """Types what is written to, which the library's rule for the call then compares with what is
+    sent.
 
     Every rank sends the same numbers: a loss that is NaN would be looked for on the host.
     """

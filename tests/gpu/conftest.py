@@ -1,6 +1,7 @@
 """What is compiled on a GPU is compiled in its tests too.
 
-`tests.distributed`, of which some of them take a helper, has `torch.compile` leave functions as they are, for Megatron on a CPU.
+`tests.distributed`, of which some of them take a helper, has `torch.compile` leave functions as
+they are, for Megatron on a CPU.
 """
 
 from collections.abc import Iterator

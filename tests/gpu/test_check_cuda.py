@@ -1,4 +1,6 @@
-"""A whole step through Transformer Engine's layers: every gradient against the unsharded reference, on one GPU."""
+"""A whole step through Transformer Engine's layers: every gradient against the unsharded reference,
+on one GPU.
+"""
 
 import importlib.util
 import json

@@ -1,4 +1,6 @@
-"""The fused head's products of exponentials with QuACK, against dense float64 and against our own kernels."""
+"""The fused head's products of exponentials with QuACK, against dense float64 and against our own
+kernels.
+"""
 
 import math
 import warnings
@@ -99,7 +101,8 @@ def test_chunks_and_rows_without_gradient(entropy_coef, defer, used):
     found = problem.found(defer=defer, rows=rows, chunk_tokens=256)
     assert used == sizes
     wanted = problem.wanted()
-    # Rounded to bfloat16 again where the loss is not deferred, after the gradient that arrives: 1.7e-3 of a random vector.
+    # Rounded to bfloat16 again where the loss is not deferred, after the gradient that arrives:
+    # 1.7e-3 of a random vector.
     bound = EXACT if defer else math.hypot(EXACT, 1.7e-3)
     assert max(errors(found[3:], wanted[3:])) <= bound, errors(found[3:], wanted[3:])
 

@@ -1,4 +1,6 @@
-"""The kept set on a GPU: the sparse layer's kernels and the gathers from logits, against float64."""
+"""The kept set on a GPU: the sparse layer's kernels and the gathers from logits, against
+float64.
+"""
 
 import pytest
 import torch
@@ -56,7 +58,9 @@ def gradients(dtype: torch.dtype, kept: Ragged, targets: Tensor, *factors: Tenso
 
 
 def test_long_sets_and_an_id_that_all_rows_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Odd sizes, rows beyond a tile, and one column of the weight with a pair of every row; the same bits each time."""
+    """Odd sizes, rows beyond a tile, and one column of the weight with a pair of every row; the
+    same bits each time.
+    """
     monkeypatch.setattr(sparse_layer, "_COLUMNS_OF_A_PAIR", 1e-9)
     torch.manual_seed(0)
     tokens, size, columns = 300, 1000, 5003

@@ -43,7 +43,9 @@ def dense(
 def summands(
     logits: Tensor, to_log_probs: Tensor, to_entropy: Tensor, temperature: float
 ) -> Tensor:
-    """What the terms of each gradient add up to in magnitude: where they cancel, digits are lost."""
+    """What the terms of each gradient add up to in magnitude: where they cancel, digits are
+    lost.
+    """
     log_p = (logits.double() / temperature).log_softmax(1)
     p = log_p.exp()
     entropy = -(p * log_p).sum(1, keepdim=True)
@@ -181,7 +183,8 @@ def test_fused_head(mode: str, fp32_logits: bool) -> None:
     scale = torch.tensor(3.3, device="cuda")
     found = run_head(mode, scale, fp32_logits=fp32_logits)
     loss, _, _, *gradients = exact_head(head_inputs(), scale)
-    # bfloat16 logits of 10 are off by 0.03 at most; float32 ones leave the rounding of the gradient.
+    # bfloat16 logits of 10 are off by 0.03 at most; float32 ones leave the rounding of the
+    # gradient.
     bound = 4e-3 if fp32_logits else 2e-2
     assert max(errors(found, (loss, *gradients))) <= bound
 
@@ -274,7 +277,9 @@ def test_shards_one_after_the_other(size: int, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_float32_logits_of_operands_that_are_not_upcast(dtype: torch.dtype) -> None:
-    """Value and gradients through the op that overwrites the logits, and no float32 copy of the weight."""
+    """Value and gradients through the op that overwrites the logits, and no float32 copy of the
+    weight.
+    """
     tokens, width, columns = 64, 256, 1 << 16
     torch.manual_seed(0)
     hidden = torch.randn((tokens, width), device="cuda").to(dtype).requires_grad_()

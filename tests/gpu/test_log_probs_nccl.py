@@ -1,4 +1,6 @@
-"""The log-prob op and the fused head with the vocabulary over two GPUs, by NCCL, against dense float64."""
+"""The log-prob op and the fused head with the vocabulary over two GPUs, by NCCL, against dense
+float64.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -87,7 +89,9 @@ def from_hidden_states(rank: int, mode: str) -> None:
 
 
 def twice_without_a_wait(call: Any) -> tuple[Tensor, ...]:
-    """The second time with CUDA's synchronisation check set to error; the first compiles, and makes NCCL's communicator."""
+    """The second time with CUDA's synchronisation check set to error; the first compiles, and makes
+    NCCL's communicator.
+    """
     call()
     torch.cuda.synchronize()
     with waits_refused():

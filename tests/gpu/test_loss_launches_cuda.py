@@ -1,4 +1,6 @@
-"""The compiled loss on a GPU: few launches whatever the samples, kernels for any size, and a micro-batch moved in one copy."""
+"""The compiled loss on a GPU: few launches whatever the samples, kernels for any size, and a
+micro-batch moved in one copy.
+"""
 
 import dataclasses
 

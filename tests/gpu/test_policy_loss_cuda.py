@@ -1,4 +1,6 @@
-"""The policy loss on a GPU, compiled: the CPU's numbers, and no wait for the device before the step's end."""
+"""The policy loss on a GPU, compiled: the CPU's numbers, and no wait for the device before the
+step's end.
+"""
 
 import contextlib
 from typing import Any

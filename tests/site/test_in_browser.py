@@ -1,4 +1,5 @@
-"""The site in Chromium without a window, served as it will be: what a search finds, what a phone shows, what is typeset.
+"""The site in Chromium without a window, served as it will be: what a search finds, what a phone
+shows, what is typeset.
 
     python -m pytest tests/site
 
@@ -120,7 +121,10 @@ def test_no_page_of_the_reference_is_endless(page: Any, site: Path) -> None:  # 
 
 
 def test_no_line_ends_within_a_flag(page: Any) -> None:
-    broken = "() => [...document.querySelectorAll('.flag')].filter(e => e.getClientRects().length > 1).length"
+    broken = (
+        "() => [...document.querySelectorAll('.flag')].filter(e => e.getClientRects().length > "
+        "1).length"
+    )
     page.goto("recipes/")
     assert page.locator("pre .flag").count() > 100 and page.evaluate(broken) == 0
     page.add_style_tag(content=".md-typeset .flag { white-space: inherit }")  # the mutant

@@ -1,6 +1,8 @@
-"""A step of slime and miles on a small GPTModel: their `forward_only` and `train_one_step`, before and after the fused head.
+"""A step of slime and miles on a small GPTModel: their `forward_only` and `train_one_step`, before
+and after the fused head.
 
-Of the trainer only Ray, the data source and the optimizer are left out. The optimizer is one that keeps the gradients.
+Of the trainer only Ray, the data source and the optimizer are left out. The optimizer is one that
+keeps the gradients.
 """
 
 import importlib
@@ -121,7 +123,9 @@ def rollout_data(cut: Any) -> dict[str, Any]:
 
 
 class Recorder(SimpleNamespace):
-    """An optimizer that takes no step, and keeps what `keep` reads of the gradients that it would take it with."""
+    """An optimizer that takes no step, and keeps what `keep` reads of the gradients that it would
+    take it with.
+    """
 
     def zero_grad(self) -> None: ...
 
@@ -148,7 +152,9 @@ class Step(NamedTuple):
         return self.trainer.data.DataIterator(self.data, micro_batch_indices=self.micro_batches)
 
     def score(self, function: Any = None) -> dict[str, list[Tensor]]:
-        """The forward pass alone, as for old and reference log-probs, or by another function of the actor's."""
+        """The forward pass alone, as for old and reference log-probs, or by another function of the
+        actor's.
+        """
         place = () if self.name == "slime" else (0,)
         inputs = self.args, self.model, [self._iterator()], [len(self.micro_batches)]
         function = function or self.trainer.actor.get_log_probs_and_entropy
@@ -175,7 +181,9 @@ def run(name: str, trainer: Trainer, model: Any, args: Args) -> Outcome:
 
 
 class PatchedModel(GPTModel):
-    """As slime and miles patch Megatron's: multi-token prediction runs where `mtp_kwargs` has labels, and else not."""
+    """As slime and miles patch Megatron's: multi-token prediction runs where `mtp_kwargs` has
+    labels, and else not.
+    """
 
     def forward(self, *args: Any, mtp_kwargs: dict[str, Any] | None = None, **named: Any) -> Any:
         if mtp_kwargs:
@@ -211,7 +219,9 @@ def theirs_and_ours(
 
 
 def hook_beside_head(name: str) -> tuple[str, bool]:
-    """Turn on an aggregation's hook and the head together; the reducer that the hook gives, and whether the head is on."""
+    """Turn on an aggregation's hook and the head together; the reducer that the hook gives, and
+    whether the head is on.
+    """
     trainer = import_trainer(name)
     initialize_groups(Sharding())
     package = importlib.import_module(f"megatron_pg.integrations.{name}")
@@ -234,7 +244,9 @@ def hook_beside_head(name: str) -> tuple[str, bool]:
 
 
 def right_and_mutants() -> Iterator[str]:
-    """Exchange what the head computes: nothing first, then mistakes that the comparison must see."""
+    """Exchange what the head computes: nothing first, then mistakes that the comparison must
+    see.
+    """
     right = fused_head.OutputFactors.scores
 
     def without_temperature(self: Any, rows: Any, targets: Tensor, temperature: float) -> Any:
@@ -261,7 +273,9 @@ def miles_groups(args: Args) -> None:
 
 
 def critic_before_and_after(name: str) -> list[list[Any]]:
-    """Of the trainer's critic, with its own value head: values, the value loss and every gradient, without the head and with it."""
+    """Of the trainer's critic, with its own value head: values, the value loss and every gradient,
+    without the head and with it.
+    """
     trainer = import_trainer(name)
     model = build(Sharding(), ModelOptions())
     args = arguments(loss_type="value_loss", value_clip=0.2)

@@ -1,4 +1,6 @@
-"""A step of verl's Megatron engine on a small GPTModel: its forward pass alone and its training step, with and without the head."""
+"""A step of verl's Megatron engine on a small GPTModel: its forward pass alone and its training
+step, with and without the head.
+"""
 
 import functools
 import importlib

@@ -1,7 +1,8 @@
-"""A step of samples and a model that is a table of their logits, for the tests on trainers' own code.
+"""A step of samples and a model that is a table of their logits, for the tests on trainers' own
+code.
 
-Every token of the step has an id of its own, and the model a row of logits for each id: the gradient of the table is the
-gradient of every logit.
+Every token of the step has an id of its own, and the model a row of logits for each id: the
+gradient of the table is the gradient of every logit.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,8 @@ LENGTHS = [
     *((4, [1, 1, 0, 1, 1, 1, 1, 1]), (2, [1, 0, 1, 1]), (3, [1] * 7), (1, [1, 1, 1])),
     *((2, [0, 1, 1, 1]), (2, [1, 1]), (3, [1, 0, 1, 1]), (2, [1])),
 ]
-"""Tool tokens inside, a sample without active tokens, micro-batches of an even number of tokens: see `test_the_floor`."""
+"""Tool tokens inside, a sample without active tokens, micro-batches of an even number of tokens:
+see `test_the_floor`."""
 KL_COEF, ENTROPY_COEF, CLIP, CLIP_HIGH = 0.02, 0.02, 0.2, 0.28
 TOLERANCE = 1e-6
 
@@ -32,7 +34,9 @@ def difference(found: Tensor | str, reference: Tensor) -> float:
 
 
 def step_of(lengths: list[tuple[int, list[int]]]) -> list[PlainSample]:
-    """Samples by prompt length and mask, three to a prompt group, with a token id for each position of the step."""
+    """Samples by prompt length and mask, three to a prompt group, with a token id for each position
+    of the step.
+    """
     generator = torch.Generator().manual_seed(7)
     samples, next_id = [], 1
     for number, (prompt, mask) in enumerate(lengths):
@@ -109,7 +113,8 @@ def share_of(samples: list[PlainSample], context: int) -> slice:
 
 
 def initialize(context: int) -> None:
-    """Megatron's process groups, data parallel beside context parallel; those that are there are kept.
+    """Megatron's process groups, data parallel beside context parallel; those that are there are
+    kept.
 
     gloo never gives a group's threads back, and each of them wakes a hundred times a second.
     """

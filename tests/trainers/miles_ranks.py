@@ -1,4 +1,6 @@
-"""miles' own way from a rollout's samples to a gradient: hook around its conversion, schedule, store, batch, loss."""
+"""miles' own way from a rollout's samples to a gradient: hook around its conversion, schedule,
+store, batch, loss.
+"""
 
 from collections.abc import Iterator
 from functools import partial

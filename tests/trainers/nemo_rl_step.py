@@ -30,8 +30,10 @@ NEMO_RL_PACKAGES = "ray requests decord torchvision PIL pynvml uvicorn fastapi z
 NEMO_RL_MODULES = "models algorithms.x_token environments utils experience distributed.model_utils data.multimodal_utils".split()
 
 LOG_PROBS = (
-    "get_next_token_logprobs_from_logits from_parallel_logits_to_logprobs _get_tokens_on_this_cp_rank "
-    "allgather_cp_sharded_tensor AllGatherCPTensor DistributedLogprob _compute_distributed_log_softmax "
+    "get_next_token_logprobs_from_logits from_parallel_logits_to_logprobs "
+    "_get_tokens_on_this_cp_rank "
+    "allgather_cp_sharded_tensor AllGatherCPTensor DistributedLogprob "
+    "_compute_distributed_log_softmax "
     "_compute_distributed_log_softmax_with_grad"
 )
 
@@ -60,7 +62,8 @@ class Case:
     packed: bool = True
     context: int = 1
     mutant: str = ""
-    """`scale`: what NeMo-RL multiplies by is left out. `windows`: log-probs are those of the next token."""
+    """`scale`: what NeMo-RL multiplies by is left out. `windows`: log-probs are those of the next
+    token."""
 
 
 def a_step() -> list[PlainSample]:
@@ -134,7 +137,9 @@ def scheduled(model: Any, forward_step: Callable[..., Any], count: int) -> Tenso
 
 
 def gradient(samples: list[PlainSample], case: Case) -> Tensor:
-    """Their BatchedDataDict deals rows to ranks and micro-batches; LossPostProcessor and its wrappers call the loss."""
+    """Their BatchedDataDict deals rows to ranks and micro-batches; LossPostProcessor and its
+    wrappers call the loss.
+    """
     from megatron.core import parallel_state
     from megatron.core.packed_seq_params import PackedSeqParams
     from torch.distributed.tensor import DTensor

@@ -1,4 +1,6 @@
-"""What one rank does around a trainer's own functions: the place of its logits, Megatron's loss arithmetic, the sums."""
+"""What one rank does around a trainer's own functions: the place of its logits, Megatron's loss
+arithmetic, the sums.
+"""
 
 import contextlib
 import inspect
@@ -24,7 +26,8 @@ from . import rollout
 from .rollout import DIVISOR, VALUE_CLIP, Case, Steps, is_kept, samples
 
 Outcome = tuple[Steps, dict[str, Any]]
-"""What training gives on a rank, and what the trainer logs of the rollout: sums and counts by name."""
+"""What training gives on a rank, and what the trainer logs of the rollout: sums and counts by
+name."""
 MicroBatch = tuple[dict[str, Any], Callable[..., Any]]
 """A batch of the trainer's data iterator, and its own partial of the loss."""
 Cut = Callable[..., Tensor]
@@ -34,7 +37,8 @@ KEYS = (
     *("advantages", "rollout_log_probs", "rollout_mask_sums", "rewards", "values", "returns"),
     "group_mask_sums",
 )
-"""What train_one_step fetches of this test's data, and the rewards, which are the samples' numbers here."""
+"""What train_one_step fetches of this test's data, and the rewards, which are the samples' numbers
+here."""
 
 
 class Args(SimpleNamespace):
@@ -71,14 +75,18 @@ def arguments(case: Case, trainer: Trainer, **others: Any) -> Args:
 def tis_with_rejection(
     args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, **others
 ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
-    """For the trainers' --custom-tis-function-path: clamped weights, and every fourth token rejected."""
+    """For the trainers' --custom-tis-function-path: clamped weights, and every fourth token
+    rejected.
+    """
     weights = (torch.cat(list(train_log_probs)) - torch.cat(list(rollout_log_probs))).exp()
     kept = [mask * torch.tensor([is_kept(t) for t in range(len(mask))]) for mask in loss_masks]
     return pg_loss * weights.clamp(0.0, 2.0), kept, {"tis": weights}
 
 
 def round_no_gradients() -> None:
-    """Megatron's fused cross-entropy, which trainers import when called, rounds its gradient to bfloat16 (0.19.2)."""
+    """Megatron's fused cross-entropy, which trainers import when called, rounds its gradient to
+    bfloat16 (0.19.2).
+    """
     from megatron.core.fusions import fused_cross_entropy
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
@@ -90,7 +98,9 @@ def round_no_gradients() -> None:
 def start(
     case: Case, args: Args, trainer: Trainer, load_function: Callable[[str], Any]
 ) -> Callable[..., Any]:
-    """What a user's two flags do at start, through the trainer's own load_function: the check, and the hook."""
+    """What a user's two flags do at start, through the trainer's own load_function: the check, and
+    the hook.
+    """
     path = f"megatron_pg.integrations.{trainer.name}"
     setattr(args, trainer.hook, f"{path}.{case.aggregation}")
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -111,7 +121,9 @@ def sample_fields(number: int, sample: PlainSample) -> dict[str, Any]:
 
 
 def fill_in(rollout_data: dict[str, Any], cut: Cut) -> None:
-    """Gives the data what the policies say and the advantages, as the trainer holds them on this rank."""
+    """Gives the data what the policies say and the advantages, as the trainer holds them on this
+    rank.
+    """
     chosen = [samples()[int(reward)] for reward in rollout_data["rewards"]]
     for field in ("old_log_probs", "ref_log_probs", "advantages", "old_values", "returns"):
         rollout_data[field.removeprefix("old_")] = [
@@ -126,10 +138,11 @@ def break_sums(case: Case, rollout_data: dict[str, Any]) -> None:
 
 
 def run_steps(case: Case, steps: Iterator[list[MicroBatch]], slice_with_cp: Cut) -> Steps:
-    """Every micro-batch of this rank through the trainer's loss and Megatron's; sums over ranks are the caller's.
+    """Every micro-batch of this rank through the trainer's loss and Megatron's; sums over ranks are
+    the caller's.
 
-    Each rank's share of the gradients that Megatron's DDP averages over data and context parallelism is returned with that
-    average taken: the shares add up to the gradient.
+    Each rank's share of the gradients that Megatron's DDP averages over data and context
+    parallelism is returned with that average taken: the shares add up to the gradient.
     """
     leaves = rollout.logits(samples())
     found = []
@@ -165,7 +178,9 @@ def _critics(output: Tensor, loss_func: Callable[..., Any]) -> dict[str, float]:
 def logged(
     log_rollout_data: Callable[..., None], args: Args, rollout_data: dict[str, Any]
 ) -> dict[str, Any]:
-    """What the trainer's own function logs of the rollout on this rank, a sum and a count by name."""
+    """What the trainer's own function logs of the rollout on this rank, a sum and a count by
+    name.
+    """
     caught: dict[str, Any] = {}
     names = log_rollout_data.__globals__
     with mock.patch.dict(
@@ -195,7 +210,9 @@ def _backward(
 
 
 def _rows(case: Case, leaf: Tensor, slice_with_cp: Cut) -> Tensor:
-    """The logits of one sample that this rank computes, by the trainer's own cut, or in a mutant's order."""
+    """The logits of one sample that this rank computes, by the trainer's own cut, or in a mutant's
+    order.
+    """
     if case.mutant != "window in another order":
         return slice_with_cp(leaf, 0)
     half = math.ceil(len(leaf) / (2 * case.context)) * 2

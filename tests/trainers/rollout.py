@@ -88,7 +88,9 @@ def logits(of: Sequence[PlainSample]) -> list[Tensor]:
 
 
 def token_terms(sample: PlainSample, token: int, row: Tensor) -> dict[str, Tensor]:
-    """What a trainer computes of a token, under the names of its reports; `pg_loss` with truncated importance sampling."""
+    """What a trainer computes of a token, under the names of its reports; `pg_loss` with truncated
+    importance sampling.
+    """
     position = sample.prompt_length + token
     log_prob, entropy = oracle.log_prob_and_entropy(row, sample.tokens[position])
     old, near = sample.old_log_probs[token], sample.rollout_log_probs[token]
@@ -118,11 +120,14 @@ def token_terms(sample: PlainSample, token: int, row: Tensor) -> dict[str, Tenso
 UNREJECTED = ("ois", "tis", "value_loss", "value_clipfrac")
 """Terms that the rejection of this test leaves as they are."""
 Steps = list[tuple[dict[str, float], dict[int, Tensor]]]
-"""Of each optimizer step the reported numbers, and the gradient of the logits of each sample by its number."""
+"""Of each optimizer step the reported numbers, and the gradient of the logits of each sample by its
+number."""
 
 
 def own_mean(step: Sequence[PlainSample], losses: list[Tensor], rejected: bool) -> Tensor:
-    """The trainer's mean over rollouts; before v0.3.0 slime divides by the tokens that a rejection leaves."""
+    """The trainer's mean over rollouts; before v0.3.0 slime divides by the tokens that a rejection
+    leaves.
+    """
     if rejected and not has_rollouts():
         masks = [[m * is_kept(t) for t, m in enumerate(sample.loss_mask)] for sample in step]
         step = [replace(sample, loss_mask=mask) for sample, mask in zip(step, masks, strict=True)]
@@ -132,7 +137,9 @@ def own_mean(step: Sequence[PlainSample], losses: list[Tensor], rejected: bool) 
 def reported(
     step: Sequence[PlainSample], leaves: Sequence[Tensor], case: Case
 ) -> dict[str, Tensor]:
-    """Every number that a trainer reports of an optimizer step, in plain loops; `loss` is the objective."""
+    """Every number that a trainer reports of an optimizer step, in plain loops; `loss` is the
+    objective.
+    """
     tokens = [
         [
             token_terms(sample, t, leaf[sample.prompt_length - 1 + t])
@@ -162,7 +169,9 @@ def reported(
 
 
 def ess_ratio(step: Sequence[PlainSample], tokens: list[list[dict[str, Tensor]]]) -> Tensor:
-    """miles' effective sample size, over the active tokens of each sample, added up and divided by the rollouts."""
+    """miles' effective sample size, over the active tokens of each sample, added up and divided by
+    the rollouts.
+    """
     total = 0.0
     for sample, of_sample in zip(step, tokens, strict=True):
         ratios = [float(t["ois"]) for t, m in zip(of_sample, sample.loss_mask, strict=True) if m]
@@ -172,7 +181,9 @@ def ess_ratio(step: Sequence[PlainSample], tokens: list[list[dict[str, Tensor]]]
 
 
 def rollout_report() -> dict[str, float]:
-    """The numbers of the whole rollout that a trainer reports before training: means over its rollouts."""
+    """The numbers of the whole rollout that a trainer reports before training: means over its
+    rollouts.
+    """
     everything, fields = (
         samples(),
         dict.fromkeys(("rollout_log_probs", "ref_log_probs", "advantages", "returns")),
@@ -189,7 +200,9 @@ def rollout_report() -> dict[str, float]:
 
 
 def reference(case: Case) -> Steps:
-    """Of each optimizer step the reported numbers, and the gradient of the logits of each sample by its number."""
+    """Of each optimizer step the reported numbers, and the gradient of the logits of each sample by
+    its number.
+    """
     everything = samples()
     leaves = [leaf.detach().double().requires_grad_() for leaf in logits(everything)]
     steps = []
@@ -207,7 +220,9 @@ def reference(case: Case) -> Steps:
 
 
 def largest_error(found: Steps, report: dict[str, float], case: Case) -> float:
-    """max |found - reference| / max |reference| over the logits of every step, and of each reported number."""
+    """max |found - reference| / max |reference| over the logits of every step, and of each reported
+    number.
+    """
     worst = 0.0
     for (values, gradients), (expected_values, expected) in zip(
         found, reference(case), strict=True

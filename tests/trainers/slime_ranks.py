@@ -1,4 +1,6 @@
-"""slime's own way from a rollout's samples to a gradient: conversion, schedule, iterator, hook, batch, loss."""
+"""slime's own way from a rollout's samples to a gradient: conversion, schedule, iterator, hook,
+batch, loss.
+"""
 
 import dataclasses
 from collections.abc import Iterator

@@ -1,4 +1,5 @@
-"""Where a trainer's source comes from: the folder of checkouts that TRAINERS names, or an installed verl. None is stored here.
+"""Where a trainer's source comes from: the folder of checkouts that TRAINERS names, or an installed
+verl. None is stored here.
 
 Packages that a trainer imports, and whose functions the tests never call, are empty modules.
 """
@@ -25,7 +26,8 @@ ROOT = Path(__file__).parents[2]
 TRAINERS = Path(os.environ.get("TRAINERS", "/nonexistent"))
 STAND_INS = {
     "slime": "ray httpx wandb sglang sglang_router torch_memory_saver pandas".split(),
-    "verl": "ray torchdata cachetools fastapi uvicorn aiohttp pandas zmq codetiming datasets accelerate peft dill "
+    "verl": "ray torchdata cachetools fastapi uvicorn aiohttp pandas zmq codetiming datasets "
+    "accelerate peft dill "
     "pylatexenc".split(),
 }
 STAND_INS["miles"] = STAND_INS["slime"]
@@ -86,12 +88,17 @@ def stand_in_for(names: Sequence[str], even_if_installed: bool = False) -> None:
 
 
 def lacks(name: str, *packages: str) -> str | None:
-    """Say why a trainer cannot be imported here; None where it can. Its checkout goes on the path of this process."""
+    """Say why a trainer cannot be imported here; None where it can. Its checkout goes on the path
+    of this process.
+    """
     if (TRAINERS / name).is_dir() and str(TRAINERS / name) not in sys.path:
         sys.path.append(str(TRAINERS / name))
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
-        return f"no {', '.join(missing)} here: bash ci/trainers.sh --clone FOLDER all, or, with checkouts in TRAINERS, pip install --no-deps -r tests/trainers/requirements.txt"
+        return (
+            f"no {', '.join(missing)} here: bash ci/trainers.sh --clone FOLDER all, or, with "
+            f"checkouts in TRAINERS, pip install --no-deps -r tests/trainers/requirements.txt"
+        )
     stand_in_for(STAND_INS[name])
     return None
 
@@ -101,7 +108,9 @@ def find_verl() -> str | None:
 
 
 def functions(path: str, *names: str, **others: Any) -> dict[str, Any]:
-    """Top-level functions of a checkout's file, unmodified, by name; `others` are names that they use."""
+    """Top-level functions of a checkout's file, unmodified, by name; `others` are names that
+    they use.
+    """
     file = TRAINERS / path
     if not file.is_file():
         pytest.skip(f"needs {path}: TRAINERS=<folder of checkouts>")
@@ -123,14 +132,18 @@ def code_of_the_docs(*words: str) -> dict[str, Any]:
 
 
 def needs_tree(name: str) -> pytest.MarkDecorator:
-    """Skip a module's tests, and say so, where there is no checkout, or a Megatron-Core without megatron.training."""
+    """Skip a module's tests, and say so, where there is no checkout, or a Megatron-Core without
+    megatron.training.
+    """
     is_here = (TRAINERS / name).is_dir() and has_megatron_training()
     source = f"{name}'s source (TRAINERS=<folder with a checkout named {name}>)"
     return pytest.mark.skipif(not is_here, reason=f"needs {source} and megatron.training")
 
 
 def use(name: str) -> None:
-    """Let slime or miles be imported from the checkout; to be called once in a process of its own."""
+    """Let slime or miles be imported from the checkout; to be called once in a process of its
+    own.
+    """
     import torch._dynamo
 
     # Some of their functions are compiled: here they run as they are written.

@@ -1,7 +1,8 @@
 """`megatron-pg migrate` on the trainers' own configurations, by reference: configurations.tsv.
 
-They are read from the checkouts in the folder that TRAINERS names, if a checkout is at the commit of the table. The
-settings are OmegaConf's, merged along `defaults`. A row without settings is of a trainer that is answered by name.
+They are read from the checkouts in the folder that TRAINERS names, if a checkout is at the commit
+of the table. The settings are OmegaConf's, merged along `defaults`. A row without settings is of a
+trainer that is answered by name.
 """
 
 import subprocess

@@ -1,4 +1,5 @@
-"""Our divergences beside those of TRL, Liger and verl, each from its own package: values, gradients, what a token weighs.
+"""Our divergences beside those of TRL, Liger and verl, each from its own package: values,
+gradients, what a token weighs.
 
 pip install trl==1.16.0 liger-kernel==0.8.5 verl==0.9.1
 python -m pytest -s tests/trainers/test_distillation_peers.py
@@ -118,8 +119,8 @@ PEERS: dict[str, tuple[Callable[..., Tensor], float]] = {
     "TRL, from hidden states": (trl_chunked, 1e-5),
     "Liger": (liger, 1e-5),
 }
-"""The mean over the tokens of some rows, or their sum over a number of tokens; and the tolerance: statistics of the second,
-and values of the third, are float32."""
+"""The mean over the tokens of some rows, or their sum over a number of tokens; and the tolerance:
+statistics of the second, and values of the third, are float32."""
 
 
 @pytest.mark.parametrize("beta", DIVERGENCES)
@@ -136,7 +137,9 @@ def test_values_and_gradients_are_the_same(name: str, beta: float) -> None:
 
 @pytest.mark.parametrize("name", PEERS)
 def test_what_a_token_of_each_micro_batch_weighs(name: str) -> None:
-    """Means of micro-batches, averaged over them as gradient accumulation does, weigh a token by its micro-batch."""
+    """Means of micro-batches, averaged over them as gradient accumulation does, weigh a token by
+    its micro-batch.
+    """
     (mean, tolerance), models = PEERS[name], Models()
     _, wanted, _ = models.ours(DIVERGENCES[1.0])
     rows = [slice(0, MICRO_BATCHES[0]), slice(MICRO_BATCHES[0], TOKENS)]
@@ -152,7 +155,9 @@ def test_what_a_token_of_each_micro_batch_weighs(name: str) -> None:
 
 @pytest.mark.parametrize("k", [VOCABULARY, 5])
 def test_verl_leaves_out_the_rest(k: int) -> None:
-    """Ours counts what is left beside the teacher's k tokens as one token of both; with none left the two agree."""
+    """Ours counts what is left beside the teacher's k tokens as one token of both; with none left
+    the two agree.
+    """
     models = Models()
     values = verl_values(models, k)
     of_theirs = (values.detach(), *models.gradients(values.sum() / TOKENS))

@@ -1,4 +1,6 @@
-"""The fused head inside slime, miles and verl: scores, metrics and every parameter's gradient equal to their own path's."""
+"""The fused head inside slime, miles and verl: scores, metrics and every parameter's gradient equal
+to their own path's.
+"""
 
 import functools
 from dataclasses import replace
@@ -113,7 +115,9 @@ def test_settings_that_read_logits_are_refused(flag: str) -> None:
 
 
 def refusals() -> dict[str, str]:
-    """What is refused where something else reaches the head, or the trainer's function is another."""
+    """What is refused where something else reaches the head, or the trainer's function is
+    another.
+    """
     enable_cpu_runtime()
     initialize_groups(Sharding())
     label, two = torch.zeros(1, 2, dtype=torch.long), torch.tensor([[0.7, 0.9]])

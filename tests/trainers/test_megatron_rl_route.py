@@ -1,7 +1,8 @@
-"""Megatron's RL script under Megatron's own schedule: what its `loss_func` computes, and the wrapper of the docs.
+"""Megatron's RL script under Megatron's own schedule: what its `loss_func` computes, and the
+wrapper of the docs.
 
-`loss_func` is taken from `train_rl.py`, unmodified, where TRAINERS names a folder with a checkout called Megatron-LM; the
-rest of the script is not run.
+`loss_func` is taken from `train_rl.py`, unmodified, where TRAINERS names a folder with a checkout
+called Megatron-LM; the rest of the script is not run.
 """
 
 from collections.abc import Callable, Sequence

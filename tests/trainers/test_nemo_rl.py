@@ -1,4 +1,6 @@
-"""The loss protocol inside NeMo-RL's own unmodified code: every logit's gradient against float64 loops."""
+"""The loss protocol inside NeMo-RL's own unmodified code: every logit's gradient against float64
+loops.
+"""
 
 import pytest
 

@@ -31,7 +31,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def sequences() -> list[Sequence1]:
-    """One advantage a sequence, as TRL has it; responses with active tokens alone count in TRL's mean over sequences."""
+    """One advantage a sequence, as TRL has it; responses with active tokens alone count in TRL's
+    mean over sequences.
+    """
     drawn = [s for s in random_sequences(3, active_rate=1.0) if s.active()]
     values = (1.5, -0.5, 0.75, -2.0, 0.25)
     pairs = zip(drawn, values, strict=True)

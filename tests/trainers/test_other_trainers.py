@@ -1,4 +1,5 @@
-"""The numbers of docs/where_this_fits.md, by the trainers' own aggregation functions on its example.
+"""The numbers of docs/where_this_fits.md, by the trainers' own aggregation functions on its
+example.
 
 SkyRL and verl may be unpacked wheels.
 """
@@ -20,7 +21,8 @@ PROMPT_MEAN, SAMPLE_MEAN, TOKEN_MEAN, CONSTANT = 7.625, 8.75, 6.8, 4.25
 
 SKYRL = {
     **{"token_mean": TOKEN_MEAN, "sequence_mean": SAMPLE_MEAN, "prompt_mean": PROMPT_MEAN},
-    # Micro-batches of two rows with 6 and 4 tokens: (21 / 6 + 47 / 4) / 2, no token mean of the step.
+    # Micro-batches of two rows with 6 and 4 tokens: (21 / 6 + 47 / 4) / 2, no token mean of the
+    # step.
     **{"seq_mean_token_sum_norm": CONSTANT, "token_mean_legacy": 7.625},
 }
 

@@ -24,7 +24,9 @@ from .sources import TRAINERS
 
 
 def function_of(path: str, name: str, **names: Any) -> Callable[..., Any]:
-    """The function of that name in a file, without the rest of the file; its annotations are not read."""
+    """The function of that name in a file, without the rest of the file; its annotations are not
+    read.
+    """
     if not (TRAINERS / path).exists():
         pytest.skip(f"needs {TRAINERS / path}")
     tree = ast.parse((TRAINERS / path).read_text())
@@ -98,7 +100,9 @@ def test_vespo_is_that_of_its_authors() -> None:
 
 
 def test_the_turns_of_gspo_are_the_segments_of_roll() -> None:
-    """Value alone: ROLL's mean carries gradient to all tokens of the segment, the sum of which is ours under one advantage."""
+    """Value alone: ROLL's mean carries gradient to all tokens of the segment, the sum of which is
+    ours under one advantage.
+    """
     mean = function_of("ROLL/roll/pipeline/agentic/utils.py", "compute_segment_masked_mean")
     inputs = Inputs()
     inputs.advantages = torch.ones_like(inputs.advantages)

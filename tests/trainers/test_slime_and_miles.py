@@ -1,4 +1,6 @@
-"""The real losses and reports of slime and miles under each aggregation, against float64 loops, at CP 2 and DP 2 as at one rank."""
+"""The real losses and reports of slime and miles under each aggregation, against float64 loops, at
+CP 2 and DP 2 as at one rank.
+"""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""The four aggregations inside verl's own unmodified code: every logit's gradient against float64 loops."""
+"""The four aggregations inside verl's own unmodified code: every logit's gradient against float64
+loops.
+"""
 
 import dataclasses
 import functools
@@ -34,10 +36,12 @@ THEIRS = {
 
 
 def cases(context: int) -> list[Case]:
-    """Ours in both of Megatron's modes, with KL and entropy, and of GSPO; verl's own, without; then the mutants.
+    """Ours in both of Megatron's modes, with KL and entropy, and of GSPO; verl's own, without; then
+    the mutants.
 
-    verl before 0.9 returns no token counts: the plugin refuses context parallelism there, and per-token mode is left out. In
-    that mode 0.9.0 and main refuse `seq-mean-token-mean`, so KL and entropy are token means there.
+    verl before 0.9 returns no token counts: the plugin refuses context parallelism there, and
+    per-token mode is left out. In that mode 0.9.0 and main refuse `seq-mean-token-mean`, so KL and
+    entropy are token means there.
     """
     if not counts_tokens() and context > 1:
         return [Case(mode, context=context, loss_scale_factor=DIVISOR) for mode in OURS]
@@ -149,7 +153,9 @@ def test_modes_differ():
 
 
 def test_the_floor():
-    """verl counts `tokens // CP` of a micro-batch: the factor that the docs give, for every term."""
+    """verl counts `tokens // CP` of a micro-batch: the factor that the docs give, for every
+    term.
+    """
     if not counts_tokens():
         pytest.skip("this verl returns no token counts")
     step = step_of([(2, [1, 1, 1]), (2, [1, 1, 0, 1]), (1, [1, 1, 1, 1, 1, 1])])
@@ -199,7 +205,9 @@ def test_every_estimator_runs_on_what_verl_hands_to_it():
 
 
 def command(tmp_path: Path, before: str = "") -> subprocess.CompletedProcess[str]:
-    """`python -m megatron_pg integrations verl` of an installation with the entry points that setup.py has."""
+    """`python -m megatron_pg integrations verl` of an installation with the entry points that
+    setup.py has.
+    """
     build = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path)]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
     script = (

@@ -1,10 +1,11 @@
 """One optimizer step of verl on its own unmodified functions, and the gradient of every logit.
 
-verl's `MegatronEngineWithLMHead.forward_backward_batch` cuts the batch into micro-batches, packs and slices them over
-context parallelism, computes log-probs and entropy from logits, gathers, calls `ppo_loss`, scales, and hands all to
-Megatron's schedule, DDP and finalize_model_grads. Of the engine only `__init__` and the model are not verl's: the model
-is a table with a row of logits for each token of the step, every token having an id of its own, so that the gradient
-of the table is the gradient of every logit.
+verl's `MegatronEngineWithLMHead.forward_backward_batch` cuts the batch into micro-batches, packs
+and slices them over context parallelism, computes log-probs and entropy from logits, gathers, calls
+`ppo_loss`, scales, and hands all to Megatron's schedule, DDP and finalize_model_grads. Of the
+engine only `__init__` and the model are not verl's: the model is a table with a row of logits for
+each token of the step, every token having an id of its own, so that the gradient of the table is
+the gradient of every logit.
 """
 
 import contextlib
@@ -126,7 +127,8 @@ def engine_of(chunks: list[Any], context: int, with_mtp: bool = False) -> Any:
 
     class Engine(MegatronEngineWithLMHead):
         def _routed_num_tokens(self, data: Any) -> Tensor:
-            # A view of the batch's offsets, which verl copies to the GPU before it is reduced in place.
+            # A view of the batch's offsets, which verl copies to the GPU before it is reduced in
+            # place.
             return super()._routed_num_tokens(data).clone()
 
     engine = Engine.__new__(Engine)
@@ -143,7 +145,9 @@ def engine_of(chunks: list[Any], context: int, with_mtp: bool = False) -> Any:
 
 
 def verl_gradient(samples: list[PlainSample], case: Case) -> Tensor:
-    """The gradient of the table [token id, vocabulary]; every rank of the world calls it, in one case after another."""
+    """The gradient of the table [token id, vocabulary]; every rank of the world calls it, in one
+    case after another.
+    """
     from verl.workers.utils.losses import ppo_loss
 
     initialize(case.context)

@@ -1,1 +1,3 @@
-"""The divergence of each row from a teacher, over the whole vocabulary or over the teacher's top k."""
+"""The divergence of each row from a teacher, over the whole vocabulary or over the teacher's top
+k.
+"""

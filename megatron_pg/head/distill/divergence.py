@@ -1,4 +1,5 @@
-"""The divergence of each row's distribution from a teacher's, over the whole vocabulary: its formulas, and passes in torch.
+"""The divergence of each row's distribution from a teacher's, over the whole vocabulary: its
+formulas, and passes in torch.
 
 With p of the student, q of the teacher, both of `softmax(logits / temperature)`:
 
@@ -6,8 +7,8 @@ With p of the student, q of the teacher, both of `softmax(logits / temperature)`
     reverse_kl    sum_v p log(p / q)
     jsd           beta sum_v q log(q / m) + (1 - beta) sum_v p log(p / m), m = beta q + (1 - beta) p (arXiv:2306.13649)
 
-The gradient to the student's logits is `(g_v - p_v sum_u g_u) / temperature` with `g_v = p_v dD/dp_v` up to a multiple of
-p_v. The passes work on a few rows at a time.
+The gradient to the student's logits is `(g_v - p_v sum_u g_u) / temperature` with `g_v = p_v
+dD/dp_v` up to a multiple of p_v. The passes work on a few rows at a time.
 """
 
 import math
@@ -32,7 +33,9 @@ class Divergence:
     """Weight of the teacher in the mixture of `jsd`, inside (0, 1)."""
 
     def terms(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each column's part of the divergence, and g; both are 0 where the weighing probability is 0."""
+        """Return each column's part of the divergence, and g; both are 0 where the weighing
+        probability is 0.
+        """
         p, q = log_p.exp(), log_q.exp()
         if self.kind == "forward_kl":
             return torch.where(q == 0, 0.0, q * (log_q - log_p)), -q
@@ -46,7 +49,9 @@ class Divergence:
 
 @dataclass(frozen=True)
 class LogitPair:
-    """The logits [tokens, v/tp] of student and teacher in the same columns, with their statistics."""
+    """The logits [tokens, v/tp] of student and teacher in the same columns, with their
+    statistics.
+    """
 
     divergence: Divergence
     student: LogitRows
@@ -63,9 +68,11 @@ def local_sums(pair: LogitPair) -> Tensor:
 
 
 def write_gradient(pair: LogitPair, moment: Tensor, incoming: Tensor, out: Tensor) -> None:
-    """Write `incoming` [tokens] times the gradient to the student's logits into `out`, which may be the teacher's logits.
+    """Write `incoming` [tokens] times the gradient to the student's logits into `out`, which may be
+    the teacher's logits.
 
-    A row whose incoming gradient is 0 gets exactly 0. `moment` [tokens] is the sum of g over all shards.
+    A row whose incoming gradient is 0 gets exactly 0. `moment` [tokens] is the sum of g over all
+    shards.
     """
     columns, live = pair.student.shard.columns, incoming != 0
     scale = incoming.to(moment.dtype) / pair.student.temperature

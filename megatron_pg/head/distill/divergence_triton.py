@@ -1,4 +1,6 @@
-"""The divergence's passes as Triton kernels of one row a program, with the functions and signatures of `divergence`."""
+"""The divergence's passes as Triton kernels of one row a program, with the functions and signatures
+of `divergence`.
+"""
 
 # Kernels are typed by Triton at their first launch, not by annotations.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
@@ -16,7 +18,9 @@ _TILE, _WARPS = 4096, 8
 
 @triton.jit
 def _log_softmax(base, lanes, mask, maximum, log_sum, inverse_temperature):
-    """Return the log-probabilities of a tile, held above a finite number; SMALLEST outside of the row."""
+    """Return the log-probabilities of a tile, held above a finite number; SMALLEST outside of
+    the row.
+    """
     logits = tl.load(base + lanes, mask=mask, other=-float("inf")).to(tl.float32)
     log_p = (logits - maximum) * inverse_temperature - log_sum
     # 0 * -inf is NaN. A NaN logit still shows, through the exponential.
@@ -78,7 +82,9 @@ def gradient_kernel(
     moment, incoming, temperature, out, out_stride, columns, width, beta,
     KIND: tl.constexpr, SPECIAL: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of one row; padding columns, and rows without a gradient, get 0. `out` may be the teacher's logits."""
+    """Write the gradient of one row; padding columns, and rows without a gradient, get 0. `out` may
+    be the teacher's logits.
+    """
     row = tl.program_id(0).to(tl.int64)
     coefficient = tl.load(incoming + row).to(tl.float32)
     out_row = out + row * out_stride

@@ -1,4 +1,6 @@
-"""The teachers of the divergence, by logits, by hidden states with output weight, or by the k likeliest tokens."""
+"""The teachers of the divergence, by logits, by hidden states with output weight, or by the k
+likeliest tokens.
+"""
 
 import math
 from dataclasses import dataclass
@@ -15,12 +17,15 @@ from megatron_pg.head.from_logits import TeacherGradient
 from megatron_pg.head.vocabulary_shard import LogitRows, RowStatistics
 
 _LEAST_REST = 1e-7
-"""The least probability of all tokens beside the k; the student's float32 sum of exponentials resolves no less."""
+"""The least probability of all tokens beside the k; the student's float32 sum of exponentials
+resolves no less."""
 
 
 @dataclass(frozen=True)
 class WholeTeacher:
-    """A teacher by its distribution over the whole vocabulary: give `logits`, or `hidden` and `weight`."""
+    """A teacher by its distribution over the whole vocabulary: give `logits`, or `hidden` and
+    `weight`.
+    """
 
     divergence: Divergence
     logits: Tensor | None = None
@@ -65,7 +70,8 @@ class WholeTeacher:
             raise ValueError("a teacher is its logits, or its hidden states and its output weight")
         if logits.shape != student.logits.shape:
             raise ValueError(
-                f"the teacher's logits are {list(logits.shape)} and the student's {list(student.logits.shape)}: they are "
+                f"the teacher's logits are {list(logits.shape)} and the student's "
+                f"{list(student.logits.shape)}: they are "
                 "of the same tokens and the same columns of one vocabulary"
             )
         return logits
@@ -73,7 +79,9 @@ class WholeTeacher:
 
 @dataclass(frozen=True)
 class TopKTeacher:
-    """A teacher by its k likeliest tokens; the rest of the vocabulary is one bucket on both sides."""
+    """A teacher by its k likeliest tokens; the rest of the vocabulary is one bucket on both
+    sides.
+    """
 
     divergence: Divergence
     ids: Tensor
@@ -92,7 +100,8 @@ class TopKTeacher:
         own_log_q = log_q.to(log_p.dtype).where(is_here, -math.inf)
         terms = self.divergence.terms(log_p, own_log_q)
         value, weighted = (term.where(is_here, 0.0) for term in terms)
-        # In float64, of the given log-probs: of a rest of 1e-5, 1 minus a float32 sum leaves two digits.
+        # In float64, of the given log-probs: of a rest of 1e-5, 1 minus a float32 sum leaves two
+        # digits.
         parts = log_p.double().exp(), value, weighted
         sums = torch.stack([part.double().sum(1) for part in parts], 1)
         if shard.group is not None and len(sums):

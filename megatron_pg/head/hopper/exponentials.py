@@ -1,7 +1,9 @@
-"""Rows of float32 logits as exponentials: no pass reads or writes the logits of a loss without an entropy term.
+"""Rows of float32 logits as exponentials: no pass reads or writes the logits of a loss without an
+entropy term.
 
-The first product leaves `E = 2 ** (log2(e) z / temperature - k)` of each tile of a row, with a whole number k, and sums.
-Then, with L the logarithm (base 2) of the row's sum and r a whole number near it, the probability of column j is
+The first product leaves `E = 2 ** (log2(e) z / temperature - k)` of each tile of a row, with a
+whole number k, and sums. Then, with L the logarithm (base 2) of the row's sum and r a whole number
+near it, the probability of column j is
 
     p_j = E_j * 2 ** (k - r) * 2 ** (r - L)
 
@@ -9,9 +11,9 @@ and the gradient of its logit, of a loss with gradient g to the log-probability 
 
     g (1[j = y] - p_j) / temperature = E_j * 2 ** (k - r) * (-g / temperature * 2 ** (r - L))
 
-with `(p_y - 1) / (2 ** (k - r) * 2 ** (r - L))` in the place of E_y. The factor of the tile, a power of two, goes into the
-other two products as they read E; that of the row into what they multiply or return. With a gradient to the entropy E is
-overwritten with the gradient in one pass.
+with `(p_y - 1) / (2 ** (k - r) * 2 ** (r - L))` in the place of E_y. The factor of the tile, a
+power of two, goes into the other two products as they read E; that of the row into what they
+multiply or return. With a gradient to the entropy E is overwritten with the gradient in one pass.
 """
 
 # Kernels are typed by Triton at their first launch, not by annotations.
@@ -42,14 +44,16 @@ from megatron_pg.head.rows_triton import LN_2, LOG2_E, SMALLEST, arriving, log2,
 from megatron_pg.head.vocabulary_shard import Incoming, RowStatistics, VocabularyShard
 
 _FIRST_VERSION, _END_OF_VERSIONS = "0.6.5", "0.7"
-"""The versions of quack-kernels that are taken, without the second: its pieces have no promise of staying."""
+"""The versions of quack-kernels that are taken, without the second: its pieces have no promise of
+staying."""
 _MAX_TEMPERATURES = 4
 _temperatures: set[float] = set()
 """The temperatures of this process: each is a kernel to be compiled and kept."""
 _failures: list[str] = []
 """The failure after which this process leaves QuACK alone."""
 T = TypeVar("T")
-# Exponents of two between which factors stay, so that the gradient at a target divided by its factors fits bfloat16.
+# Exponents of two between which factors stay, so that the gradient at a target divided by its
+# factors fits bfloat16.
 LEAST_STRIP = tl.constexpr(-60.0)
 LEAST_ROW = tl.constexpr(-40.0)
 # Below the logarithm of every bfloat16 number but 0.
@@ -69,7 +73,9 @@ def tile_statistics_kernel(
     tiles, vocab_size,
     TILES: tl.constexpr,
 ):  # fmt: skip
-    """Write the statistics of one row's local columns to `shard_out` [rows, 4]; without `dots` their place is NaN."""
+    """Write the statistics of one row's local columns to `shard_out` [rows, 4]; without `dots`
+    their place is NaN.
+    """
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, TILES)
     inside = lanes < tiles
@@ -103,9 +109,11 @@ def row_factors_kernel(
     rows, tiles, columns, hidden_size, hidden_stride, start,
     TILE: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the factor of one row (0 from `rows` on), the exponent to which its strips refer, and factor times hidden states.
+    """Write the factor of one row (0 from `rows` on), the exponent to which its strips refer, and
+    factor times hidden states.
 
-    The target's exponential becomes the number that, times both factors, is the gradient of the target's logit.
+    The target's exponential becomes the number that, times both factors, is the gradient of the
+    target's logit.
     """
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, TILES)
@@ -146,7 +154,9 @@ def strip_factors_kernel(
     offsets, references, strips_out, rows, tiles,
     REPEAT: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Write 2 ** (offset - reference) of TILES tiles and ROWS rows to `strips_out` [tiles * REPEAT, rows]."""
+    """Write 2 ** (offset - reference) of TILES tiles and ROWS rows to `strips_out` [tiles * REPEAT,
+    rows].
+    """
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     inside = (row < rows)[:, None] & (tile < tiles)[None, :]
@@ -169,9 +179,11 @@ def exponential_gradient_kernel(
     columns, tiles, start, segments, segment,
     OFFSET_TILE: tl.constexpr, STRIPS: tl.constexpr, STRIP: tl.constexpr, SPECIAL: tl.constexpr,
 ):  # fmt: skip
-    """Overwrite a segment of one row of exponentials with the gradient of its logits; see `rows_triton.gradient_kernel`.
+    """Overwrite a segment of one row of exponentials with the gradient of its logits; see
+    `rows_triton.gradient_kernel`.
 
-    STRIPS strips at a time; STRIP divides OFFSET_TILE, so that a strip has one offset, loaded and raised once.
+    STRIPS strips at a time; STRIP divides OFFSET_TILE, so that a strip has one offset, loaded and
+    raised once.
     """
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     row = (program // segments).to(tl.int64)
@@ -200,7 +212,8 @@ def exponential_gradient_kernel(
             lanes = strip[:, None] + tl.arange(0, STRIP)[None, :]
             inside = lanes < end
             exponential = tl.load(base + lanes, mask=inside, other=0.0).to(tl.float32)
-            # 0 * -inf is NaN: bound the logarithm. A NaN still shows, through the exponential or its power.
+            # 0 * -inf is NaN: bound the logarithm. A NaN still shows, through the exponential or
+            # its power.
             logarithm = tl.maximum(log2(exponential, SPECIAL), LEAST_LOG2)
             gradient = exponential * power[:, None] * (level[:, None] + slope * logarithm)
             gradient = tl.where(lanes == local, at_target, gradient)
@@ -222,10 +235,12 @@ class ExponentialProducts:
     with_entropy: bool
 
     def attempt(self, work: Callable[[], T]) -> T | None:
-        """Run `work` and return what it returns; None, said once, where QuACK or its compiler fails in it or did before.
+        """Run `work` and return what it returns; None, said once, where QuACK or its compiler fails
+        in it or did before.
 
-        A kernel that cannot be compiled was not launched, so a sum is as it was and the work can be done by other kernels.
-        What the device itself raises comes again there, and so does a lack of memory.
+        A kernel that cannot be compiled was not launched, so a sum is as it was and the work can be
+        done by other kernels. What the device itself raises comes again there, and so does a lack
+        of memory.
         """
         if _failures:
             return None
@@ -245,7 +260,9 @@ class ExponentialProducts:
     def first_product(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, place: slice, buffer: Tensor
     ) -> ExponentialRows:
-        """Multiply hidden states [rows, hidden], at `place` among all tokens, into the front of `buffer` [padded rows, v/tp]."""
+        """Multiply hidden states [rows, hidden], at `place` among all tokens, into the front of
+        `buffer` [padded rows, v/tp].
+        """
         rows, columns, weight = len(hidden), len(weight), weight.detach()
         whole, local = self.padded(rows), targets - self.shard.start
         if whole > rows:
@@ -278,7 +295,8 @@ class ExponentialProducts:
 class ExponentialRows:
     """Some rows after the first product, a `Chunk`; rows from `len(targets)` on fill up a tile.
 
-    Hidden states and exponentials are [padded rows, ...] bfloat16, offsets [padded rows, tiles] whole numbers in float32.
+    Hidden states and exponentials are [padded rows, ...] bfloat16, offsets [padded rows, tiles]
+    whole numbers in float32.
     """
 
     layer: ExponentialProducts
@@ -297,7 +315,9 @@ class ExponentialRows:
     def add_gradient(
         self, gradients: FactorGradients, statistics: RowStatistics, incoming: Incoming
     ) -> None:
-        """Add the products; with a gradient to the entropy the exponentials become the gradient of the logits first."""
+        """Add the products; with a gradient to the entropy the exponentials become the gradient of
+        the logits first.
+        """
         to_log_probs, to_entropy = incoming
         if to_log_probs is None or to_entropy is not None:
             gradient = self._write_gradient(statistics, incoming)
@@ -357,7 +377,9 @@ def find_products(
     temperature: float | Tensor,
     with_entropy: bool,
 ) -> ExponentialProducts | None:
-    """Return the products of exponentials for these factors, or None; say why once where QuACK is installed."""
+    """Return the products of exponentials for these factors, or None; say why once where QuACK is
+    installed.
+    """
     version = None if _failures else _installed()
     if version is None:
         return None
@@ -407,7 +429,10 @@ def _refusal(
     if hidden.dtype != torch.bfloat16:
         return f"it takes bfloat16 hidden states, found {hidden.dtype}"
     if columns % MULTIPLE or size % 8:
-        return f"it takes weights of a multiple of {MULTIPLE} columns and 8 hidden, found {columns} and {size}"
+        return (
+            f"it takes weights of a multiple of {MULTIPLE} columns and 8 hidden, found {columns} "
+            f"and {size}"
+        )
     if isinstance(temperature, Tensor):
         return "its kernels hold the temperature, which is a tensor here"
     if shard.columns != columns:
@@ -418,7 +443,10 @@ def _refusal(
         return "weight or gradient are not contiguous from 16 bytes on"
     _temperatures.update([temperature] if len(_temperatures) < _MAX_TEMPERATURES else [])
     if temperature not in _temperatures:
-        return f"its kernels hold the temperature, of which this process has {_MAX_TEMPERATURES} others"
+        return (
+            f"its kernels hold the temperature, of which this process has {_MAX_TEMPERATURES} "
+            f"others"
+        )
     return ""
 
 

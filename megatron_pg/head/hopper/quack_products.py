@@ -1,7 +1,9 @@
-"""The three matrix products of the output layer around scaled exponentials, on the pieces of QuACK (`quack-kernels`, PyPI).
+"""The three matrix products of the output layer around scaled exponentials, on the pieces of QuACK
+(`quack-kernels`, PyPI).
 
-`exponentials` has the formulas. The order of work and the tiles were read in quack-kernels 0.6.5, `linear_cross_entropy.scaled_exp_linear_cross_entropy_fwd`.
-The first call of a kernel compiles it (seconds; QuACK keeps it on disk).
+`exponentials` has the formulas. The order of work and the tiles were read in quack-kernels 0.6.5,
+`linear_cross_entropy.scaled_exp_linear_cross_entropy_fwd`. The first call of a kernel compiles it
+(seconds; QuACK keeps it on disk).
 """
 
 # QuACK and CUTLASS carry no types.
@@ -31,7 +33,9 @@ _K = 64
 
 
 def tile_of(columns: int, with_dots: bool) -> int:
-    """Return the columns that share one offset, a tile of the first product: the fastest that divides (docs/records/benchmarks.md)."""
+    """Return the columns that share one offset, a tile of the first product: the fastest that
+    divides (docs/records/benchmarks.md).
+    """
     return next(w for w in (256 if with_dots else 192, 256, 192, MULTIPLE) if columns % w == 0)
 
 
@@ -56,7 +60,9 @@ def _prepass(acc: Any) -> dict[str, Any]:
 
 @functools.cache
 def _epilogue(temperature: float, with_dots: bool) -> Any:
-    """Build the epilogue of the first product; the temperature is part of the kernel, as an argument it would cost registers."""
+    """Build the epilogue of the first product; the temperature is part of the kernel, as an
+    argument it would cost registers.
+    """
     scale = LOG2E / temperature
     offset, target = _Offset("offset", scale), ColVecLoad("targets")
     sinks = {"sums": ColVecReduce("sums")}
@@ -114,11 +120,13 @@ def write_exponentials(
     dots: Tensor | None,
     target_logits: Tensor,
 ) -> None:
-    """Write the first product of hidden states [rows, hidden] and weight [columns, hidden], bfloat16.
+    """Write the first product of hidden states [rows, hidden] and weight [columns, hidden],
+    bfloat16.
 
-    `out` [rows, columns] bfloat16 is 2 ** (log2(e) z / temperature - offset of the tile), at most sqrt(2). `offsets`, whole
-    numbers, `sums` of a tile's exponentials and `dots` of them and their exponents are [rows, tiles] float32. For a column of
-    `targets` [rows] int64 outside [0, columns) nothing is written to `target_logits` [rows] float32.
+    `out` [rows, columns] bfloat16 is 2 ** (log2(e) z / temperature - offset of the tile), at most
+    sqrt(2). `offsets`, whole numbers, `sums` of a tile's exponentials and `dots` of them and their
+    exponents are [rows, tiles] float32. For a column of `targets` [rows] int64 outside [0, columns)
+    nothing is written to `target_logits` [rows] float32.
     """
     tile = len(weight) // offsets.shape[1]
     arguments = {
@@ -134,7 +142,9 @@ def write_exponentials(
 def write_hidden_gradient(
     exponentials: Tensor, strips: Tensor, factors: Tensor, weight: Tensor, out: Tensor
 ) -> None:
-    """Write (exponentials times `factors` [rows] and `strips` [columns / STRIP, rows]) @ weight into `out` [rows, hidden]."""
+    """Write (exponentials times `factors` [rows] and `strips` [columns / STRIP, rows]) @ weight
+    into `out` [rows, hidden].
+    """
     left = transform_a_operand(_times_strip_of_row, exponentials, {"strips": strips}, MULTIPLE, _K)
     _times_row.gemm(
         left, weight.mT, out, epi_args={"factors": factors[None]}, transform_a=_times_strip_of_row,
@@ -145,7 +155,9 @@ def write_hidden_gradient(
 def add_weight_gradient(
     exponentials: Tensor, strips: Tensor, scaled_hidden: Tensor, out: Tensor, *, add: bool
 ) -> None:
-    """Write, or add, (exponentials times the strips' factors).T @ scaled hidden states to `out` [columns, hidden] float32."""
+    """Write, or add, (exponentials times the strips' factors).T @ scaled hidden states to `out`
+    [columns, hidden] float32.
+    """
     left = transform_a_operand(
         _times_strip_of_column, exponentials.t(), {"strips": strips}, MULTIPLE, _K
     )

@@ -1,6 +1,7 @@
 """The products of the sparse layer as Triton kernels, with the functions and signatures of `sets`.
 
-A program sums in an order that depends neither on the other rows nor on timing: gradients can be repeated bit for bit.
+A program sums in an order that depends neither on the other rows nor on timing: gradients can be
+repeated bit for bit.
 """
 
 # Kernels are typed by Triton at their first launch, not by annotations.
@@ -19,7 +20,9 @@ def logits_kernel(
     hidden, hidden_stride, weight, weight_stride, rows, columns, is_here, out, pairs, size,
     PAIRS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Write the logits of PAIRS pairs; minus infinity for a column of another rank, which is not read."""
+    """Write the logits of PAIRS pairs; minus infinity for a column of another rank, which is not
+    read.
+    """
     places = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
     inside = places < pairs
     here = tl.load(is_here + places, mask=inside, other=0) != 0
@@ -42,7 +45,9 @@ def _product(
     coefficients, order, begin, end, source, stride, index, lanes, lanes_inside,
     PAIRS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Sum coefficient (0: not read) times a tile of a row of `source` over the pairs, in `order`, of the places [begin, end)."""
+    """Sum coefficient (0: not read) times a tile of a row of `source` over the pairs, in `order`,
+    of the places [begin, end).
+    """
     total = tl.zeros([PAIRS, TILE], tl.float32)
     for first in range(begin, end, PAIRS):
         places = first + tl.arange(0, PAIRS)
@@ -80,10 +85,11 @@ def weight_gradient_kernel(
     coefficients, order, keys, ends, rows, hidden, hidden_stride, out, out_stride, pairs, columns, size,
     PAIRS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Add TILE elements of the gradient of every column of the weight to `out`, each column in one program.
+    """Add TILE elements of the gradient of every column of the weight to `out`, each column in one
+    program.
 
-    The places are the pairs sorted by column, `order`; `keys` are their columns (from `columns` on: another rank's), and
-    `ends` has the end of each column's places.
+    The places are the pairs sorted by column, `order`; `keys` are their columns (from `columns` on:
+    another rank's), and `ends` has the end of each column's places.
     """
     lanes = tl.program_id(1) * TILE + tl.arange(0, TILE)
     lanes_inside = lanes < size
@@ -129,7 +135,9 @@ def write_hidden_gradient(gradient: Tensor, weight: Tensor, pairs: KeptPairs, ou
 
 
 def add_weight_gradient(gradient: Tensor, hidden: Tensor, pairs: KeptPairs, out: Tensor) -> None:
-    """Sort the pairs by column and sum each column in one program; see `sets.add_weight_gradient`."""
+    """Sort the pairs by column and sum each column in one program; see
+    `sets.add_weight_gradient`.
+    """
     count, size, columns = len(pairs.rows), hidden.shape[1], pairs.shard.columns
     per_step, tile, warps = _WEIGHT_TILE
     if count == 0:

@@ -1,9 +1,10 @@
 """Log-probabilities and entropy over the set of tokens that each token was sampled from.
 
-With K the kept ids of a row, the target among them, and t the temperature: `log p_K(y) = z_y / t - logsumexp_{k in K}
-z_k / t`, the entropy is over K, and the gradient is 0 outside of K. All functions work on pairs of a row and a kept id, in
-the order of the rows; a tensor-parallel rank counts those of its own columns. The last three functions are the products of a
-sparse output layer in plain torch.
+With K the kept ids of a row, the target among them, and t the temperature: `log p_K(y) = z_y / t -
+logsumexp_{k in K} z_k / t`, the entropy is over K, and the gradient is 0 outside of K. All
+functions work on pairs of a row and a kept id, in the order of the rows; a tensor-parallel rank
+counts those of its own columns. The last three functions are the products of a sparse output layer
+in plain torch.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ def check_rows(kept: Ragged, matrix: Tensor) -> None:
     """Raise ValueError unless there is a set of int64 for each row of a matrix."""
     if len(kept) != len(matrix) or kept.values.dtype != torch.int64:
         raise ValueError(
-            f"kept must be {len(matrix)} sets of int64 ids, one for each token, found {len(kept)} of {kept.values.dtype}"
+            f"kept must be {len(matrix)} sets of int64 ids, one for each token, found {len(kept)} "
+            f"of {kept.values.dtype}"
         )
 
 
@@ -43,18 +45,24 @@ class KeptPairs:
     def build(
         cls, kept: Ragged, targets: Tensor, shard: VocabularyShard, temperature: Tensor
     ) -> KeptPairs:
-        """Pair the rows [tokens] with their global ids; a row without pairs has no set. No host synchronisation."""
+        """Pair the rows [tokens] with their global ids; a row without pairs has no set. No host
+        synchronisation.
+        """
         rows, (columns, is_here) = kept.row_of_element(), shard.columns_of(kept.values)
         is_target, offsets = kept.values == targets[rows], to_device(kept.offsets, targets.device)
         return cls(rows, columns, is_here, is_target, offsets, temperature, shard)
 
     def logits_in(self, logits: Tensor) -> Tensor:
-        """Return the logits [pairs], in the dtype of the statistics, out of those of all columns [tokens, v/tp]."""
+        """Return the logits [pairs], in the dtype of the statistics, out of those of all columns
+        [tokens, v/tp].
+        """
         values = logits[self.rows, self.columns].to(self.temperature.dtype)
         return torch.where(self.is_here, values, -math.inf)
 
     def local_statistics(self, logits: Tensor) -> Tensor:
-        """Compute `rows_torch`'s statistics [tokens, 4] of this shard's part of each row's set, from `logits_in` [pairs]."""
+        """Compute `rows_torch`'s statistics [tokens, 4] of this shard's part of each row's set,
+        from `logits_in` [pairs].
+        """
         maximum = self._reduce("max", logits)
         largest = torch.where(maximum == -math.inf, 0.0, maximum)[self.rows]
         exponents = (logits - largest) / self.temperature
@@ -67,19 +75,25 @@ class KeptPairs:
     def add_gradient(
         self, logits: Tensor, statistics: RowStatistics, incoming: Incoming, out: Tensor
     ) -> None:
-        """Add the gradient of the logits [pairs] to that of all columns, `out` [tokens, v/tp], which is 0 there."""
+        """Add the gradient of the logits [pairs] to that of all columns, `out` [tokens, v/tp],
+        which is 0 there.
+        """
         gradient = kept_gradient(logits, self, statistics, incoming).to(out.dtype)
         out.index_put_((self.rows, self.columns), gradient, accumulate=True)
 
     def _reduce(self, reduction: str, values: Tensor) -> Tensor:
-        """Return the sum or the maximum [tokens] of each row's values [pairs]; without pairs 0 and minus infinity."""
+        """Return the sum or the maximum [tokens] of each row's values [pairs]; without pairs 0 and
+        minus infinity.
+        """
         return torch.segment_reduce(values, reduction, offsets=self.offsets, unsafe=True)
 
 
 def kept_gradient(
     logits: Tensor, pairs: KeptPairs, statistics: RowStatistics, incoming: Incoming
 ) -> Tensor:
-    """Compute the gradient [pairs] of the pairs' logits, by the formula of `rows_torch.write_gradient` over the set."""
+    """Compute the gradient [pairs] of the pairs' logits, by the formula of
+    `rows_torch.write_gradient` over the set.
+    """
     exponents = (logits - statistics.maximum[pairs.rows]) / pairs.temperature
     log_p = exponents - statistics.log_sum[pairs.rows]
     p = log_p.exp()
@@ -96,7 +110,9 @@ def kept_gradient(
 
 
 def keep_only(sets: Ragged, logits: Tensor, rows: slice, shard: VocabularyShard) -> None:
-    """Fill the logits [rows, v/tp] of rows with a set with minus infinity outside of it, in place."""
+    """Fill the logits [rows, v/tp] of rows with a set with minus infinity outside of it, in
+    place.
+    """
     kept = sets.slice(rows)
     if not kept.values.numel():
         return
@@ -104,7 +120,8 @@ def keep_only(sets: Ragged, logits: Tensor, rows: slice, shard: VocabularyShard)
     offsets = to_device(kept.offsets, logits.device)
     places = torch.where(is_here, local, -1).double()
     last = torch.segment_reduce(places, "max", offsets=offsets, initial=-1.0, unsafe=True).long()
-    # A pair of another rank writes the row's last pair of this rank once more, or minus infinity at column 0.
+    # A pair of another rank writes the row's last pair of this rank once more, or minus infinity at
+    # column 0.
     columns = torch.where(is_here, local, last[row])
     values = torch.where(columns < 0, -math.inf, logits[row, columns.clamp(min=0)])
     logits.masked_fill_(to_device(kept.sizes > 0, logits.device)[:, None], -math.inf)
@@ -112,7 +129,9 @@ def keep_only(sets: Ragged, logits: Tensor, rows: slice, shard: VocabularyShard)
 
 
 def pair_logits(hidden: Tensor, weight: Tensor, pairs: KeptPairs) -> Tensor:
-    """Compute the logits [pairs], in the dtype of the statistics; minus infinity where another rank holds the column."""
+    """Compute the logits [pairs], in the dtype of the statistics; minus infinity where another rank
+    holds the column.
+    """
     dtype = pairs.temperature.dtype
     logits = torch.full(pairs.rows.shape, -math.inf, dtype=dtype, device=hidden.device)
     for part in row_chunks(len(pairs.rows), hidden.shape[1]):
@@ -122,7 +141,9 @@ def pair_logits(hidden: Tensor, weight: Tensor, pairs: KeptPairs) -> Tensor:
 
 
 def write_hidden_gradient(gradient: Tensor, weight: Tensor, pairs: KeptPairs, out: Tensor) -> None:
-    """Write the gradient of the hidden states into `out` [tokens, hidden], rounded once; rows without a pair get 0."""
+    """Write the gradient of the hidden states into `out` [tokens, hidden], rounded once; rows
+    without a pair get 0.
+    """
     total = torch.zeros_like(out, dtype=gradient.dtype)
     for part in row_chunks(len(pairs.rows), out.shape[1]):
         columns = weight[pairs.columns[part]].to(gradient.dtype)
@@ -131,7 +152,9 @@ def write_hidden_gradient(gradient: Tensor, weight: Tensor, pairs: KeptPairs, ou
 
 
 def add_weight_gradient(gradient: Tensor, hidden: Tensor, pairs: KeptPairs, out: Tensor) -> None:
-    """Add the gradient of the weight to `out` [v/tp, hidden], float32 or wider, always in the same order."""
+    """Add the gradient of the weight to `out` [v/tp, hidden], float32 or wider, always in the same
+    order.
+    """
     for part in row_chunks(len(pairs.rows), out.shape[1]):
         rows = hidden[pairs.rows[part]].to(gradient.dtype)
         product = (gradient[part, None] * rows).to(out.dtype)

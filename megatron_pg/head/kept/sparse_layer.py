@@ -1,4 +1,6 @@
-"""The output layer over the kept tokens of each row alone: as many products of two vectors as there are pairs."""
+"""The output layer over the kept tokens of each row alone: as many products of two vectors as there
+are pairs.
+"""
 
 import functools
 from typing import Any
@@ -19,7 +21,8 @@ from megatron_pg.head.rows_torch import combine_statistics, wide_dtype
 from megatron_pg.head.vocabulary_shard import RowStatistics
 
 _COLUMNS_OF_A_PAIR = 300
-"""The columns that cost as much as a pair: on an H200 sets of 508 ids cost what 151936 columns cost (docs/kept_set.md)."""
+"""The columns that cost as much as a pair: on an H200 sets of 508 ids cost what 151936 columns cost
+(docs/kept_set.md)."""
 _LEAST_DENSE_ROWS = 256
 """A dense product of fewer rows costs as much: the weight is read as a whole."""
 
@@ -27,7 +30,9 @@ _LEAST_DENSE_ROWS = 256
 def split_rows(
     kept: Ragged, local_columns: int, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the rows [sparse] and [dense], int64 on the host; rows without a set, or with sets that cost more, are dense."""
+    """Return the rows [sparse] and [dense], int64 on the host; rows without a set, or with sets
+    that cost more, are dense.
+    """
     columns = local_columns * (1 if group is None else dist.get_world_size(group))
     sizes, limit = kept.sizes, columns / _COLUMNS_OF_A_PAIR
     is_dense = sizes > limit
@@ -40,7 +45,9 @@ def split_rows(
 def kept_log_probs(
     factors: Factors, options: HeadOptions, keep_logits: bool | None, kept: Ragged
 ) -> tuple[Tensor, Tensor]:
-    """Do the work of `linear_log_probs_and_entropy` with kept sets, each row by the layer that costs less."""
+    """Do the work of `linear_log_probs_and_entropy` with kept sets, each row by the layer that
+    costs less.
+    """
     hidden, weight, targets = factors
     check_rows(kept, hidden)
     sparse, dense = split_rows(kept, weight.shape[0], options.tensor_parallel_group)
@@ -63,14 +70,18 @@ def kept_log_probs(
 
 
 def sparse_log_probs(factors: Factors, options: HeadOptions, kept: Ragged) -> tuple[Tensor, Tensor]:
-    """Compute log-probs and entropy [tokens] over the kept columns alone; arguments as for `linear_log_probs_and_entropy`."""
+    """Compute log-probs and entropy [tokens] over the kept columns alone; arguments as for
+    `linear_log_probs_and_entropy`.
+    """
     layer = OutputLayer.build(factors, options)
     pairs = KeptPairs.build(kept, factors.targets, layer.shard, layer.temperature)
     return SparseLogProbs.apply(factors.hidden, factors.weight, pairs)  # type: ignore
 
 
 class SparseLogProbs(torch.autograd.Function):
-    """Log-probabilities and entropy of the kept columns; the gradients of both factors wait for backward."""
+    """Log-probabilities and entropy of the kept columns; the gradients of both factors wait for
+    backward.
+    """
 
     @staticmethod
     def forward(

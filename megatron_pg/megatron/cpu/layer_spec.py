@@ -1,8 +1,9 @@
-"""GPT layers in plain torch: packed sequences (THD), context and sequence parallelism, on any device.
+"""GPT layers in plain torch: packed sequences (THD), context and sequence parallelism, on any
+device.
 
-Megatron's own `DotProductAttention` refuses packed sequences and context parallelism, and Transformer Engine needs CUDA.
-Here keys and values are all-gathered over the context-parallel group, and each query attends to the earlier tokens of its
-own sequence: for checks, not speed.
+Megatron's own `DotProductAttention` refuses packed sequences and context parallelism, and
+Transformer Engine needs CUDA. Here keys and values are all-gathered over the context-parallel
+group, and each query attends to the earlier tokens of its own sequence: for checks, not speed.
 """
 
 import copy
@@ -25,7 +26,8 @@ from megatron_pg.step.token_window import Layout
 
 
 class _Layout:
-    """The places of a THD pack's tokens in a dense [rows, width] grid, and the mask of attention there.
+    """The places of a THD pack's tokens in a dense [rows, width] grid, and the mask of attention
+    there.
 
     The grid has one row a sequence, or one row for the whole pack where that is smaller.
     """
@@ -50,7 +52,8 @@ class _Layout:
         if row_per_segment:  # a rank holds the tokens of a sequence one after the other
             self.query_slots += (row * self.query_width - held.cumsum(0) + held)[segment]
 
-        # Slots without a query see everything, so that no softmax is empty; their output is dropped.
+        # Slots without a query see everything, so that no softmax is empty; their output is
+        # dropped.
         grid = self.rows * self.query_width
         begin = start[segment]
         first = place.new_zeros(grid).index_copy(0, self.query_slots, begin)
@@ -61,7 +64,9 @@ class _Layout:
         self.mask = mask.view(self.rows, 1, self.query_width, self.width)
 
     def scatter(self, tokens: Tensor, slots: Tensor, width: int) -> Tensor:
-        """Put tokens [tokens, heads, dim] into the grid [rows, heads, width, dim], zero where no token goes."""
+        """Put tokens [tokens, heads, dim] into the grid [rows, heads, width, dim], zero where no
+        token goes.
+        """
         grid = tokens.new_zeros(self.rows * width, *tokens.shape[1:]).index_copy(0, slots, tokens)
         return grid.view(self.rows, width, *tokens.shape[1:]).transpose(1, 2)
 
@@ -76,10 +81,12 @@ def _layout_of(packed: PackedSeqParams, local_tokens: int, rank: int, size: int)
 
 
 class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
-    """Causal attention inside each packed sequence, exact at any context-parallel size; grouped queries too.
+    """Causal attention inside each packed sequence, exact at any context-parallel size; grouped
+    queries too.
 
-    The constructor has the arguments that Megatron gives every core attention (transformer/attention.py, 0.16.0 to
-    0.19.2). It refuses dropout, a sliding window, another softmax type or kind of attention with NotImplementedError.
+    The constructor has the arguments that Megatron gives every core attention
+    (transformer/attention.py, 0.16.0 to 0.19.2). It refuses dropout, a sliding window, another
+    softmax type or kind of attention with NotImplementedError.
     """
 
     def __init__(
@@ -90,7 +97,8 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
         pg_collection: ProcessGroupCollection | None = None,
-        **_: Any,  # the layer, the exchange over context parallelism, and what `forward` or the tensors tell
+        # the layer, the exchange over context parallelism, and what `forward` or the tensors tell
+        **_: Any,
     ) -> None:
         super().__init__(config=config)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
@@ -102,7 +110,8 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
         ):
             if value != supported:
                 raise NotImplementedError(
-                    f"{setting} is {value!r}: PackedCoreAttention has {supported!r} only, set it to that"
+                    f"{setting} is {value!r}: PackedCoreAttention has {supported!r} only, set it "
+                    f"to that"
                 )
         self.pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups(
             required_pgs=["tp", "cp"]
@@ -130,7 +139,8 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
             query: [local_tokens, heads, dim].
             key, value: [local_tokens, query_groups, dim]; heads is a multiple of query_groups.
             attention_mask: ignored; `packed_seq_params` defines the sequences.
-            packed_seq_params: THD, with `cu_seqlens_q` and `max_seqlen_q` of the padded sequences over all ranks.
+            packed_seq_params: THD, with `cu_seqlens_q` and `max_seqlen_q` of the padded sequences
+                over all ranks.
 
         Returns:
             [local_tokens, heads * dim].
@@ -142,7 +152,8 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
         is_causal = attn_mask_type in (None, AttnMaskType.causal, AttnMaskType.padding_causal)
         if attention_bias is not None or not is_causal:
             raise NotImplementedError(
-                f"attn_mask_type is {attn_mask_type}: PackedCoreAttention is causal only, without attention_bias"
+                f"attn_mask_type is {attn_mask_type}: PackedCoreAttention is causal only, without "
+                f"attention_bias"
             )
         group = self.pg_collection.cp
         layout = _layout_of(packed_seq_params, query.size(0), group.rank(), group.size())
@@ -163,8 +174,9 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
 class TorchNorm:
     """A constructor of torch's LayerNorm or RMSNorm, marked for sequence parallelism.
 
-    `finalize_model_grads` sums the gradients of marked parameters over the tensor-parallel ranks. Megatron's
-    `WrappedTorchNorm` (transformer/torch_norm.py) does not mark its parameters, and refuses sequence parallelism.
+    `finalize_model_grads` sums the gradients of marked parameters over the tensor-parallel ranks.
+    Megatron's `WrappedTorchNorm` (transformer/torch_norm.py) does not mark its parameters, and
+    refuses sequence parallelism.
     """
 
     def __new__(  # type: ignore[misc]
@@ -173,7 +185,8 @@ class TorchNorm:
         kind = config.normalization
         if kind not in ("LayerNorm", "RMSNorm") or config.layernorm_zero_centered_gamma:
             raise NotImplementedError(
-                f"--normalization is {kind!r}, zero-centered gamma {config.layernorm_zero_centered_gamma}: TorchNorm builds "
+                f"--normalization is {kind!r}, zero-centered gamma "
+                f"{config.layernorm_zero_centered_gamma}: TorchNorm builds "
                 "plain LayerNorm and RMSNorm"
             )
         build = getattr(torch.nn, kind)
@@ -186,7 +199,8 @@ class TorchNorm:
 def torch_block_spec(
     config: TransformerConfig, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
-    """Build the `transformer_layer_spec=` of a GPTModel that needs neither Transformer Engine nor Apex.
+    """Build the `transformer_layer_spec=` of a GPTModel that needs neither Transformer Engine nor
+    Apex.
 
     Args:
         config: the model's; its pipeline layout decides which layers this stage gets.

@@ -1,8 +1,8 @@
 """Run unmodified Megatron-Core on CPU with gloo, by redirecting its CUDA calls from outside.
 
-Megatron-Core asks for CUDA devices, streams and NVTX ranges without a check that they exist. `enable_cpu_runtime`
-replaces these entry points of torch for this process. It edits nothing of Megatron's. The lists were read off
-megatron-core 0.16.0 to 0.19.2.
+Megatron-Core asks for CUDA devices, streams and NVTX ranges without a check that they exist.
+`enable_cpu_runtime` replaces these entry points of torch for this process. It edits nothing of
+Megatron's. The lists were read off megatron-core 0.16.0 to 0.19.2.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ NO_STATE = torch.zeros(16, dtype=torch.uint8, device="cpu")
 
 
 class NullStream(contextlib.ContextDecorator):
-    """A stand-in for a CUDA stream, event or range where all work is done in order: waiting and recording do nothing."""
+    """A stand-in for a CUDA stream, event or range where all work is done in order: waiting and
+    recording do nothing.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -48,9 +50,10 @@ class NullStream(contextlib.ContextDecorator):
 def enable_cpu_runtime() -> None:
     """Let Megatron-Core run on CPU in this process. Another call changes nothing.
 
-    Every rank calls it before it builds models, where no GPU is used. It holds for the process and cannot be undone. The
-    caller chooses the gloo backend, `use_cpu_initialization=True`, dropout 0 (Megatron's random-number tracker is
-    replaced by one without states), and for a virtual pipeline `overlap_p2p_comm=True, batch_p2p_comm=False`.
+    Every rank calls it before it builds models, where no GPU is used. It holds for the process and
+    cannot be undone. The caller chooses the gloo backend, `use_cpu_initialization=True`, dropout 0
+    (Megatron's random-number tracker is replaced by one without states), and for a virtual pipeline
+    `overlap_p2p_comm=True, batch_p2p_comm=False`.
 
     Raises:
         UnsupportedMegatronError: Megatron-Core is missing or of an unsupported version.
@@ -68,7 +71,8 @@ def enable_cpu_runtime() -> None:
 def compile_nothing() -> None:
     """Let `torch.compile` return functions uncompiled. It is called before Megatron is imported.
 
-    On CPU each function takes a C++ build, and the compiler takes as long to import as Megatron does.
+    On CPU each function takes a C++ build, and the compiler takes as long to import as Megatron
+    does.
     """
 
     def as_written(model: Any = None, **kwargs: Any) -> Any:
@@ -80,7 +84,9 @@ def compile_nothing() -> None:
 
 
 def _constant(answer: Any = None) -> Callable[..., Any]:
-    """Make a function of any arguments; a new one for each call, because torch.compile tells them apart."""
+    """Make a function of any arguments; a new one for each call, because torch.compile tells them
+    apart.
+    """
     return lambda *args, **kwargs: answer
 
 
@@ -127,8 +133,8 @@ def _redirect_tensors() -> None:
         # The name may be CUDA's already: under an active mode torch calls this method twice.
         return "torch.cuda." + name.removeprefix("torch.").removeprefix("cuda.")
 
-    # Megatron's optimizers take parameters, and its clipping gradients, of types with these names alone
-    # (optimizer/optimizer.py, distrib_optimizer.py, clip_grads.py).
+    # Megatron's optimizers take parameters, and its clipping gradients, of types with these names
+    # alone (optimizer/optimizer.py, distrib_optimizer.py, clip_grads.py).
     tensor.type = type_on_cuda
 
 
@@ -150,7 +156,9 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _patch_megatron() -> None:
-    """Replace Megatron's tracker of CUDA random states by one without, fetch split sizes, and name an absent GEMM."""
+    """Replace Megatron's tracker of CUDA random states by one without, fetch split sizes, and name
+    an absent GEMM.
+    """
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
@@ -158,11 +166,12 @@ def _patch_megatron() -> None:
     # Recomputation of activations gets and sets the state of the device.
     random._get_cuda_rng_state = _constant(NO_STATE)
     random._set_cuda_rng_state = _constant()
-    # The all-to-all needs split sizes as numbers. Megatron makes them when it fetches a tensor from the GPU.
+    # The all-to-all needs split sizes as numbers. Megatron makes them when it fetches a tensor from
+    # the GPU.
     token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, **_: (
         tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
     )
-    # moe_utils.py of 0.16.0 to 0.17.1 compares Transformer Engine's GEMM with None in every router, and binds it only
-    # where that is installed.
+    # moe_utils.py of 0.16.0 to 0.17.1 compares Transformer Engine's GEMM with None in every router,
+    # and binds it only where that is installed.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None

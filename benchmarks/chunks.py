@@ -1,6 +1,7 @@
 """Table: the chunk that is chosen, and what other chunks and QuACK's own function take.
 
-    python -m benchmarks.chunks [--entropy | --against-quack] [--minutes 4.5] [--settings 8192,4096,151936 ...]
+    python -m benchmarks.chunks [--entropy | --against-quack] [--minutes 4.5]
+        [--settings 8192,4096,151936 ...]
 
 Without --entropy: plain cross-entropy, beside QuACK's own function. With it: the clipped policy
 loss with an entropy bonus. Ratios are to the three matrix products of the same run; methods take

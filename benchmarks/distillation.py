@@ -1,7 +1,8 @@
 """Table: from hidden states of a student and of a teacher to the divergence and the student's
 gradients.
 
-    python -m benchmarks.distillation [--tokens 8192] [--hidden 4096] [--teacher-hidden 4096] [--columns 151936]
+    python -m benchmarks.distillation [--tokens 8192] [--hidden 4096] [--teacher-hidden 4096]
+        [--columns 151936]
 
 Floor: the four matrix products alone (both models' logits, the two gradients), unchunked, and 10
 bytes a logit over the copy rate, both of the same run: statistics read both models' logits once,

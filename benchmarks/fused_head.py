@@ -1,7 +1,7 @@
 """Table: from hidden states and output weight to the loss and all gradients.
 
-    python -m benchmarks.fused_head [--tokens 8192] [--hidden 4096] [--columns 151936] [--goal-alone | --sequences 8]
-        [--without-entropy]
+    python -m benchmarks.fused_head [--tokens 8192] [--hidden 4096] [--columns 151936]
+        [--goal-alone | --sequences 8] [--without-entropy]
 
 Floor: the three matrix products alone, unchunked, bfloat16 out and the weight's gradient
 accumulated in float32, and 6 bytes a logit over the copy rate, both of the same run. Every method
@@ -129,7 +129,8 @@ class Sequences:
     def in_pieces(self) -> None:
         work = self.work
         loss, *outputs = linear_token_loss(
-            work.hidden, work.weight, work.tokens.targets, self.part, piece_sizes=self.sizes, defer=True
+            work.hidden, work.weight, work.tokens.targets, self.part,
+            piece_sizes=self.sizes, defer=True,
         )  # fmt: skip
         loss.backward()
         self.loss(*outputs)

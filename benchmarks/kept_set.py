@@ -1,7 +1,9 @@
 """Table: from hidden states and output weight to the loss over kept sets and all gradients.
 
-    python -m benchmarks.kept_set [--tokens 8192] [--hidden 4096] [--columns 151936] [--mean 20] [--largest 200]
-    python -m benchmarks.kept_set --crossover       # over sizes of the sets: the sparse layer, and the dense one
+    python -m benchmarks.kept_set [--tokens 8192] [--hidden 4096] [--columns 151936]
+        [--mean 20] [--largest 200]
+    python -m benchmarks.kept_set --crossover
+        # over sizes of the sets: the sparse layer, and the dense one
 
 The sets are the largest logits of each row, as many as a skewed draw says (from 1 on), so that
 hardly any two rows share an id; with --shared ids are drawn as words are (Zipf), so that some are

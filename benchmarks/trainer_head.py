@@ -1,8 +1,10 @@
-"""Memory and time of the output layer and the loss in slime, miles and verl: their own ways, and
+r"""Memory and time of the output layer and the loss in slime, miles and verl: their own ways, and
 the fused head in their place.
 
-    TRAINERS=/folder python -m benchmarks.trainer_head            # checkouts named slime, miles and verl; one GPU
-    TRAINERS=/folder python -m benchmarks.trainer_head --device cpu --hidden-size 16 --vocab-sizes 64 --tokens 64
+    # checkouts named slime, miles and verl; one GPU
+    TRAINERS=/folder python -m benchmarks.trainer_head
+    TRAINERS=/folder python -m benchmarks.trainer_head --device cpu --hidden-size 16 \
+        --vocab-sizes 64 --tokens 64
 
 A GPTModel of one layer, without attention, under Megatron's DDP, bfloat16 on a GPU. Each number is
 of the trainer's own code: `score` is its forward pass alone (slime and miles `forward_only`, verl

@@ -1,9 +1,11 @@
-"""Table: a whole training step, tokens per second and peak memory, by head.
+r"""Table: a whole training step, tokens per second and peak memory, by head.
 
     torchrun --nproc-per-node 1 -m benchmarks.whole_step --tokens 8192 32768
     torchrun --nproc-per-node 2 -m benchmarks.whole_step --context-parallel-size 2 --tokens 32768
-    torchrun --nproc-per-node 2 -m benchmarks.whole_step --tensor-model-parallel-size 2 --tokens 32768
-    torchrun --nproc-per-node 2 -m benchmarks.whole_step --device cpu --model tiny --context-parallel-size 2 --tokens 64
+    torchrun --nproc-per-node 2 -m benchmarks.whole_step --tensor-model-parallel-size 2 \
+        --tokens 32768
+    torchrun --nproc-per-node 2 -m benchmarks.whole_step --device cpu --model tiny \
+        --context-parallel-size 2 --tokens 64
 
 GPTModel of about 1 billion parameters (2048 wide, 16 layers, vocabulary 151936 tied to the
 embedding; --model 8b: 8 layers of Llama 3's 8 billion, 4096 wide, vocabulary 128256, untied) with

@@ -14,14 +14,16 @@ EPILOG = """\
 commands:
   explain   which objective am I really optimizing? (weights of a token under each aggregation)
   check     is the gradient the same however the step is sharded? (run it under your own launcher)
-  migrate   what does my launch line of slime, miles, verl or NeMo-RL compute, and where is that off?
+  migrate   what does my launch line of slime, miles, verl or NeMo-RL compute,
+            and where is that off?
   integrations verl   does the installed verl see this package, and what has it registered?
 
 examples:
   megatron-pg explain --lengths 200,4000,12000 --group-size 8 --pg-loss-divisor 8192
-  megatron-pg explain --log-normal 2000,1 --group-size 16 --loss-aggregation prompt_mean --plot weights.png
-  torchrun --nproc-per-node 8 -m megatron_pg check --tensor-model-parallel-size 2 --context-parallel-size 2 \\
-      --pipeline-model-parallel-size 2
+  megatron-pg explain --log-normal 2000,1 --group-size 16 --loss-aggregation prompt_mean \\
+      --plot weights.png
+  torchrun --nproc-per-node 8 -m megatron_pg check --tensor-model-parallel-size 2 \\
+      --context-parallel-size 2 --pipeline-model-parallel-size 2
   megatron-pg explain --help
 """
 # Imported when it is called: torch alone takes seconds.

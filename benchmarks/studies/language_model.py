@@ -191,7 +191,9 @@ class ModelRun:
                 [*prompts[index], *tokens], len(tokens), [1] * len(tokens), advantage,
                 rollout_log_probs=log_probs, group_index=number * len(questions) + index,
             )
-            for index, (tokens, log_probs), advantage in zip(asked, answers, advantages, strict=True)
+            for index, (tokens, log_probs), advantage in zip(
+                asked, answers, advantages, strict=True
+            )
         ]  # fmt: skip
         scored = zip(samples, self.score(samples), strict=True)
         samples = [replace(sample, old_log_probs=values) for sample, values in scored]

@@ -49,8 +49,8 @@ def models(rows: Rows, arms: Sequence[str]) -> str:
             table.shown([mean_of(row, "rollout_ess") for row in found]),
         ])  # fmt: skip
     header = [
-        "arm", "seeds", "reward, all steps", "last 8", "likeliest tokens", "collapsed", "gradient norm",
-        "mean abs(log p - log p engine)", "effective sample size",
+        "arm", "seeds", "reward, all steps", "last 8", "likeliest tokens", "collapsed",
+        "gradient norm", "mean abs(log p - log p engine)", "effective sample size",
     ]  # fmt: skip
     return table.markdown(header, lines)
 

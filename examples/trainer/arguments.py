@@ -32,7 +32,8 @@ from .hugging_face_config import megatron_arguments_of, read_config
 from .refusals import COUNTS, FLAGS, GROUPS, refuse_combinations, refuse_flags
 
 FUSIONS = """
-    masked_softmax_fusion bias_gelu_fusion bias_swiglu_fusion bias_dropout_fusion apply_rope_fusion moe_permute_fusion
+    masked_softmax_fusion bias_gelu_fusion bias_swiglu_fusion bias_dropout_fusion apply_rope_fusion
+    moe_permute_fusion
 """
 """Kernels of Transformer Engine or Apex, or compiled by torch for a GPU."""
 TEXTS = {

@@ -42,12 +42,14 @@ KEPT = ("seq_length", "vocab_size", "make_vocab_size_divisible_by")
 REASONS = {
     "a step holds --docs-per-step rollouts, in micro-batches of --max-tokens-per-microbatch "
     "tokens; drop it": """
-        micro_batch_size global_batch_size rampup_batch_size step_batch_size_schedule decrease_batch_size_if_needed""",
+        micro_batch_size global_batch_size rampup_batch_size step_batch_size_schedule
+        decrease_batch_size_if_needed""",
     "steps are counted here, not samples: give the flag of the same name that counts "
     "iterations": """
         train_samples lr_decay_samples lr_warmup_samples lr_wsd_decay_samples""",
     "its buffers have one size and micro-batches differ in length; drop it": """
-        cuda_graph_impl enable_cuda_graph external_cuda_graph optimizer_cuda_graph tp_comm_overlap""",
+        cuda_graph_impl enable_cuda_graph external_cuda_graph optimizer_cuda_graph
+        tp_comm_overlap""",
     "a checkpoint that holds no place in the rollouts cannot be gone on from; drop it": """
         non_persistent_save_interval no_save_optim override_ckpt_iteration""",
     FILES: "dataloader_type iterations_to_skip exit_signal_handler_for_dataloader",
@@ -85,14 +87,15 @@ CANNOT_GENERATE = {
 POSITIONS = ("learned_absolute", "rope", "none")
 
 MODEL_KEPT = """
-    num_layers hidden_size ffn_hidden_size num_attention_heads group_query_attention num_query_groups kv_channels swiglu
-    squared_relu openai_gelu quick_geglu normalization layernorm_epsilon apply_residual_connection_post_layernorm
-    add_bias_linear add_qkv_bias qk_layernorm untie_embeddings_and_output_weights vocab_size position_embedding_type
-    max_position_embeddings rotary_base rotary_percent rotary_seq_len_interpolation_factor use_rope_scaling
-    rope_scaling_factor multi_latent_attention attention_dropout hidden_dropout num_experts moe_ffn_hidden_size
-    moe_layer_freq moe_router_topk moe_router_topk_scaling_factor moe_router_score_function moe_router_pre_softmax
-    moe_router_num_groups moe_router_group_topk moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff
-    moe_expert_capacity_factor
+    num_layers hidden_size ffn_hidden_size num_attention_heads group_query_attention
+    num_query_groups kv_channels swiglu squared_relu openai_gelu quick_geglu normalization
+    layernorm_epsilon apply_residual_connection_post_layernorm add_bias_linear add_qkv_bias
+    qk_layernorm untie_embeddings_and_output_weights vocab_size position_embedding_type
+    max_position_embeddings rotary_base rotary_percent rotary_seq_len_interpolation_factor
+    use_rope_scaling rope_scaling_factor multi_latent_attention attention_dropout hidden_dropout
+    num_experts moe_ffn_hidden_size moe_layer_freq moe_router_topk moe_router_topk_scaling_factor
+    moe_router_score_function moe_router_pre_softmax moe_router_num_groups moe_router_group_topk
+    moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff moe_expert_capacity_factor
 """
 TRAINING_KEPT = """
     bf16 fp16 optimizer use_distributed_optimizer clip_grad adam_beta1 adam_beta2 adam_eps seed

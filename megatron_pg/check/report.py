@@ -182,8 +182,9 @@ def _lines(
 
 def _sharding(options: CheckOptions, world_size: int) -> str:
     stages = options.virtual_pipeline_model_parallel_size
+    sequence = " + SP" if options.sequence_parallel else ""
     parts = {
-        f"TP {options.tensor_model_parallel_size}{' + SP' if options.sequence_parallel else ''}": True,
+        f"TP {options.tensor_model_parallel_size}{sequence}": True,
         f"PP {options.pipeline_model_parallel_size}": True,
         f"VPP {stages}": stages,
         f"CP {options.context_parallel_size}": True,

@@ -130,8 +130,12 @@ def compute_values(
     """Compute values of samples under a critic, forward only. Callers and further arguments are
     those of `compute_log_probs`.
 
-        scored = compute_values(critic, samples, max_tokens_per_microbatch=16384, is_truncated=is_truncated)
-        estimates = gae(rewards, scored.values, masks, gamma, lam, bootstrap_values=scored.bootstrap_values)
+        scored = compute_values(
+            critic, samples, max_tokens_per_microbatch=16384, is_truncated=is_truncated
+        )
+        estimates = gae(
+            rewards, scored.values, masks, gamma, lam, bootstrap_values=scored.bootstrap_values
+        )
 
     Args:
         model: a model with a value head (`add_value_head`), wrapped or not, or the list of chunks

@@ -32,11 +32,14 @@ from megatron_pg.explain.step import (
 EPILOG = """\
 examples:
   megatron-pg explain --lengths 200,4000,12000 --group-size 8 --pg-loss-divisor 8192
-  megatron-pg explain --log-normal 2000,1 --group-size 16 --docs-per-step 512 --data-parallel-size 8 \\
-      --context-parallel-size 2 --num-microbatches 4 --loss-aggregation prompt_mean --plot weights.png
-  megatron-pg explain --rollout-files rollouts.parquet --docs-per-step 512 --keep-prompt-groups --html rollouts.html
+  megatron-pg explain --log-normal 2000,1 --group-size 16 --docs-per-step 512 \\
+      --data-parallel-size 8 --context-parallel-size 2 --num-microbatches 4 \\
+      --loss-aggregation prompt_mean --plot weights.png
+  megatron-pg explain --rollout-files rollouts.parquet --docs-per-step 512 \\
+      --keep-prompt-groups --html rollouts.html
 
-The rest of a launch line may be left in: what is no flag of this command, and not nearly one, is listed as not used.
+The rest of a launch line may be left in: what is no flag of this command, and not nearly one, is
+listed as not used.
 """
 BALANCING = "aux_loss seq_aux_loss global_aux_loss sinkhorn quantile_balancing none".split()
 """The choices of Megatron 0.19; earlier versions have some of them."""

@@ -4,9 +4,9 @@ Three matrix products are needed: logits, gradient of the hidden states, gradien
 Their order depends on when the gradient of the loss to the log-probabilities is known:
 
 * with the log-probabilities of the token, or of its sequence, where the loss is a sum over tokens
-whose weights were fixed
-  before the step: `linear_token_loss` does everything in one pass over chunks of logits, in forward or, deferred, in
-  backward. Where the loss looks at sequences, a chunk holds whole ones;
+  whose weights were fixed before the step: `linear_token_loss` does everything in one pass over
+  chunks of logits, in forward or, deferred, in backward. Where the loss looks at sequences, a chunk
+  holds whole ones;
 * only in backward, for any other loss: `linear_log_probs` keeps the logits, or multiplies again, a
 fourth product.
 

@@ -205,7 +205,8 @@ def combine_kernel(
 
 @triton.jit
 def _gradient_tile(
-    base, out_base, first, columns, end, local, maximum, log2_sum, constant, slope, to_target, scale, softcap,
+    base, out_base, first, columns, end, local, maximum, log2_sum, constant, slope,
+    to_target, scale, softcap,
     ENTROPY: tl.constexpr, PARTIAL: tl.constexpr, ORDERED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of TILE columns from `first` on: p * (constant + slope * log2 p), and
@@ -304,8 +305,8 @@ def gradient_kernel(
         if LINE > 0:
             if begin < 0:
                 _gradient_tile(
-                    base, out_base, begin, columns, end, local, row_maximum, log2_sum, constant, slope,
-                    to_target, scale, softcap, ENTROPY, True, ORDERED, TILE,
+                    base, out_base, begin, columns, end, local, row_maximum, log2_sum, constant,
+                    slope, to_target, scale, softcap, ENTROPY, True, ORDERED, TILE,
                 )  # fmt: skip
                 begin += TILE
         full = begin + tl.maximum(tl.minimum(end, columns) - begin, 0) // TILE * TILE
@@ -340,8 +341,8 @@ def row_statistics(rows: LogitRows) -> RowStatistics:
     is_whole = shard.group is None and rows.set_statistics is None
     own = None if is_whole else temperature.new_empty((tokens, 4))
     statistics_kernel[(tokens,)](
-        rows.logits, rows.logits.stride(0), rows.targets.contiguous(), packed(rows.pass_mask), temperature, rows.softcap,
-        own, *outputs, shard.columns, shard.start, shard.vocab_size,
+        rows.logits, rows.logits.stride(0), rows.targets.contiguous(), packed(rows.pass_mask),
+        temperature, rows.softcap, own, *outputs, shard.columns, shard.start, shard.vocab_size,
         VECTORS=_VECTORS, VECTOR=_VECTOR, num_warps=_STATISTICS_WARPS,
     )  # fmt: skip
     if own is None:
@@ -385,8 +386,9 @@ def write_gradient(
     segment = tile * (triton.cdiv(reach, tile) if overlaps else tiles)
     segments = triton.cdiv(reach, segment)
     gradient_kernel[(tokens * segments,)](
-        logits, logits.stride(0), out, out.stride(0), rows.targets.contiguous(), packed(rows.pass_mask),
-        rows.temperature, rows.softcap, statistics.maximum, statistics.log_sum, statistics.entropy,
+        logits, logits.stride(0), out, out.stride(0), rows.targets.contiguous(),
+        packed(rows.pass_mask), rows.temperature, rows.softcap,
+        statistics.maximum, statistics.log_sum, statistics.entropy,
         *(packed(vector, torch.float32) for vector in incoming),
         rows.shard.columns, width, rows.shard.start, segments, segment,
         ORDERED=overlaps, LINE=line, TILE=tile, num_warps=_GRADIENT_WARPS,

@@ -1,9 +1,12 @@
 """The four aggregations for trainers whose losses are a padded `[batch, length]` matrix, without
 Megatron.
 
-    totals = padded_totals(mask, group_index=ids, data_parallel_group=group)      # once a step, every row of the rank
+    # once a step, every row of the rank
+    totals = padded_totals(mask, group_index=ids, data_parallel_group=group)
     for rows in micro_batches:
-        loss = reduce_padded(x[rows], mask[rows], totals=totals, ..., data_parallel_size=group.size())
+        loss = reduce_padded(
+            x[rows], mask[rows], totals=totals, ..., data_parallel_size=group.size()
+        )
         loss.backward()
 
 The gradients of a step are the sum of its micro-batches' gradients, averaged over the data-parallel

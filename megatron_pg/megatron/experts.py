@@ -11,12 +11,14 @@ Six things of these versions are made right here:
 - multi-token prediction shifts the mask as it shifts tokens, and so counts padding and leaves out
   tokens: its layers get the mask of the model's tokens;
 - `_apply_global_aux_loss` divides the counts of all micro-batches so far by the tokens of the last
-  (MLM#7213), and outside of per-token mode data parallelism divides its sum over ranks once more (MLM#3672);
+  (MLM#7213), and outside of per-token mode data parallelism divides its sum over ranks once
+  more (MLM#3672);
 - `apply_z_loss` takes the mean of the ranks' means, which have other numbers of tokens: its
   coefficient gets a rank's share;
 - in per-token mode `valid_token_count` is the count V of all ranks that share the micro-batch
-  (MLM#7481). With n = V a load-balancing loss is weighted by V over the sum of V, its mean over tokens, up to 0.18.2. 0.19.2 multiplies it by the number
-  of those ranks besides, which `moe_grad_scale_func` undoes, and so the z loss gets that factor back.
+  (MLM#7481). With n = V a load-balancing loss is weighted by V over the sum of V, its mean over
+  tokens, up to 0.18.2. 0.19.2 multiplies it by the number of those ranks besides, which
+  `moe_grad_scale_func` undoes, and so the z loss gets that factor back.
 """
 
 import functools

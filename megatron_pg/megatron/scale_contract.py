@@ -7,11 +7,11 @@ pipeline_parallel/schedules.py (forward_step_calc_loss), distributed/distributed
 and distributed/finalize_model_grads.py of megatron-core 0.16.1 and 0.19.2:
 
 1. calculate_per_token_loss off, loss_func returns (loss, metrics):
-   the schedule multiplies by CP and divides by M; data parallelism averages over DP * CP ranks. Together they multiply
-   by `CP / (M * DP * CP) = 1 / (DP * M)`, so DP * M * s is returned.
+   the schedule multiplies by CP and divides by M; data parallelism averages over DP * CP ranks.
+   Together they multiply by `CP / (M * DP * CP) = 1 / (DP * M)`, so DP * M * s is returned.
 2. calculate_per_token_loss on, loss_func returns (loss, n, metrics):
-   the schedule leaves the loss alone; data parallelism sums; finalize_model_grads divides by the sum of n over ranks
-   and micro-batches. So s * sum_n is returned.
+   the schedule leaves the loss alone; data parallelism sums; finalize_model_grads divides by the
+   sum of n over ranks and micro-batches. So s * sum_n is returned.
 
 The two other forms exist and are never returned: two values in per-token mode are an unnormalised
 sum, and three values in the other mode carry no factor CP.

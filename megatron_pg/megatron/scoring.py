@@ -70,7 +70,10 @@ def compute_log_probs(
     reference.
 
         old = compute_log_probs(model, samples, config, max_tokens_per_microbatch=16384).log_probs
-        samples = [replace(sample, old_log_probs=values) for sample, values in zip(samples, old, strict=True)]
+        samples = [
+            replace(sample, old_log_probs=values)
+            for sample, values in zip(samples, old, strict=True)
+        ]
 
     Every rank of the model calls it with all samples of its data-parallel rank, outside of a step:
     after the optimizer's step and before the next forward and backward. Samples are packed and

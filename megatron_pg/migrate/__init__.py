@@ -16,9 +16,11 @@ from megatron_pg.migrate.rows import TRAINERS
 
 EPILOG = """\
 examples:
-  megatron-pg migrate --lengths 200,4000,12000 -- python train.py --advantage-estimator grpo --use-kl-loss \\
-      --kl-loss-coef 0.001 --custom-pg-loss-reducer-function-path megatron_pg.integrations.constant
-  megatron-pg migrate -- python -m verl.trainer.main_ppo actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm
+  megatron-pg migrate --lengths 200,4000,12000 -- python train.py --advantage-estimator grpo \\
+      --use-kl-loss --kl-loss-coef 0.001 \\
+      --custom-pg-loss-reducer-function-path megatron_pg.integrations.constant
+  megatron-pg migrate -- python -m verl.trainer.main_ppo \\
+      actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm
   megatron-pg migrate --loss-aggregation prompt_mean grpo_math_1B.yaml
 """
 

@@ -1,20 +1,22 @@
 """The tables of trainers, `*.toml` beside this file: one row for each setting that bears on the
 loss.
 
-    settings     the trainer's own keys: kind (flag, number, text; bound: a number or words; count: a
-                 number, or None if the line does not say), default (`${key}`: that key's value),
-                 choices, meaning, and `here`: the flag of this package that means the same, its words
-                 by the trainer's word ("*": any other), or cases [condition, one of these two]; "" for
-                 a setting that is not read or is data. Without it a value that is not the default has
-                 no counterpart here; with `false` no value has.
+    settings     the trainer's own keys: kind (flag, number, text; bound: a number or words; count:
+                 a number, or None if the line does not say), default (`${key}`: that key's value),
+                 choices, meaning, and `here`: the flag of this package that means the same, its
+                 words by the trainer's word ("*": any other), or cases [condition, one of these
+                 two]; "" for a setting that is not read or is data. Without it a value that is not
+                 the default has no counterpart here; with `false` no value has.
                  `note`: a limit for any value that is not the default. `null`: the key whose value
                  stands for null. `prefix`: what is taken off a word. `beside`: what to do without a
                  flag here, of a setting outside the per-token loss, such as advantages
-    steps        how a batch of rollouts is cut into optimizer steps: `of`, keys to multiply, `by`, the
-                 key of a step, `times`, of repetitions, `given`, a key that says the steps
-    terms        of the loss: coefficient, the condition for it to be on, aggregation, and divisor, a key or a number
+    steps        how a batch of rollouts is cut into optimizer steps: `of`, keys to multiply, `by`,
+                 the key of a step, `times`, of repetitions, `given`, a key that says the steps
+    terms        of the loss: coefficient, the condition for it to be on, aggregation, and divisor,
+                 a key or a number
     limits       the cases where a setting does not do what its name says, and the factor
-    exact        the lines that make an aggregation exact in this trainer, or cases [condition, lines]; <L> is the divisor
+    exact        the lines that make an aggregation exact in this trainer, or cases [condition,
+                 lines]; <L> is the divisor
     programs     what is launched: another program's loss may be another
     configs      its own files of defaults, which the table has
 

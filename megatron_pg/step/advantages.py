@@ -6,7 +6,8 @@ Per prompt group of n rollouts, each with one reward, in float64, on the host:
     dr_grpo    reward - mean                                           arXiv:2503.20783
     rloo       reward - mean of the other n - 1                        arXiv:2402.14740
     maxrl      (reward - mean) / (mean + 1e-6), rewards from 0 on      arXiv:2602.02710
-    step_rloo  reward - mean of all others of the step                 arXiv:2402.14740, the step as one group
+    step_rloo  reward - mean of all others of the step                 arXiv:2402.14740,
+                                                                       the step as one group
     reward     reward, to be whitened over the step (REINFORCE++)      arXiv:2501.03262
 
 A rollout of several samples counts once, and all of its samples get its advantage. A group of one

@@ -35,9 +35,10 @@ from .models import Sharding, initialize_groups
 LEARNING_RATE = 0.5
 FLAGS = """
     --seq-length 64 --micro-batch-size 1 --global-batch-size 8 --train-iters 1 --lr 1 --eval-iters 0
-    --distributed-backend gloo --transformer-impl local --use-cpu-initialization --tokenizer-type NullTokenizer
-    --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm --no-rope-fusion
-    --no-bias-swiglu-fusion --no-bias-dropout-fusion --attention-backend unfused --moe-token-dispatcher-type alltoall
+    --distributed-backend gloo --transformer-impl local --use-cpu-initialization
+    --tokenizer-type NullTokenizer --no-gradient-accumulation-fusion --no-masked-softmax-fusion
+    --no-persist-layer-norm --no-rope-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion
+    --attention-backend unfused --moe-token-dispatcher-type alltoall
     --make-vocab-size-divisible-by 8 --expert-tensor-parallel-size 1
 """
 

@@ -132,7 +132,9 @@ REFUSED: dict[str, tuple[Callable[[Any], None], str]] = {
         "the forward of OwnProduct does not call it",
     ),
     "a hook that scales": (
-        lambda layer: layer.register_forward_hook(lambda _, __, out: (out[0] * 0.3, out[1])) and None,
+        lambda layer: layer.register_forward_hook(
+            lambda _, __, out: (out[0] * 0.3, out[1])
+        ) and None,
         "GPTModel or a hook changes them",
     ),
 }  # fmt: skip

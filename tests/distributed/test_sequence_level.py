@@ -240,7 +240,8 @@ def reducer_worker() -> dict[tuple[str, str], Any]:
         received.clear()
         with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reductions:
             loss, _ = policy_loss_from_log_probs(
-                config, batch, log_probs, None, totals=totals, context_parallel_group=dist.group.WORLD
+                config, batch, log_probs, None, totals=totals,
+                context_parallel_group=dist.group.WORLD,
             )  # fmt: skip
         loss.backward()
         masks, shapes = list(received), shapes_of(reductions)

@@ -38,10 +38,11 @@ from .steps import AGGREGATIONS, DIVISOR, Run
 pytestmark = pytest.mark.full
 
 COMMAND_LINE = """
-    train --num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64
-    --micro-batch-size 1 --global-batch-size 2 --train-iters 1 --lr 1e-3 --lr-decay-style constant
-    --context-parallel-size 2 --distributed-backend gloo --transformer-impl local --tokenizer-type NullTokenizer
-    --vocab-size 16 --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm
+    train --num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 64
+    --max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 2 --train-iters 1
+    --lr 1e-3 --lr-decay-style constant --context-parallel-size 2 --distributed-backend gloo
+    --transformer-impl local --tokenizer-type NullTokenizer --vocab-size 16
+    --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm
     --attention-backend unfused --eval-iters 0
 """
 """A Megatron launch line as its users write it; --global-batch-size 2 makes two micro-batches a

@@ -244,7 +244,8 @@ group."""
     *(([0.0, value], [0, 0], {}, "rewards[1] is  | expected a finite "
                                  "number") for value in (math.nan, math.inf, -math.inf)),
     *(([0.0, 1.0], ids([value] * 2), {}, "group_indices has "
-                                         "dtype") for value in NO_IDS for ids in (list, torch.tensor)),
+                                         "dtype") for value in NO_IDS
+      for ids in (list, torch.tensor)),
 ])  # fmt: skip
 def test_bad_calls_are_refused(rewards, groups, settings, words):
     assert_refused(words, group_advantages, rewards, groups, **settings)
@@ -311,7 +312,8 @@ def test_advantages_and_returns_equal_the_sums_that_define_them(gamma, lam):
 
 
 @pytest.mark.parametrize("decoupled", [
-    {"value_lam": 1.0}, {"lam_alpha": 0.3}, {"value_lam": 0.0, "lam_alpha": 0.3}, {"lam_alpha": 0.05}, {"lam_alpha": 50.0},
+    {"value_lam": 1.0}, {"lam_alpha": 0.3}, {"value_lam": 0.0, "lam_alpha": 0.3},
+    {"lam_alpha": 0.05}, {"lam_alpha": 50.0},
 ])  # fmt: skip
 def test_decoupled_and_length_adaptive_lambdas(decoupled):
     """Of VAPO. At 0.05 every response here is shorter than 1 / alpha, and lambda is 0."""

@@ -225,7 +225,8 @@ REFUSED_BESIDE_THE_TRAINERS = [
                                                  f"token_mean")
         for rest in ("", TOKENS)
         for feature, flag in (
-            ("use_torch_fsdp2", "--use-torch-fsdp2"), ("ddp_average_in_collective", "--ddp-average-in-collective")
+            ("use_torch_fsdp2", "--use-torch-fsdp2"),
+            ("ddp_average_in_collective", "--ddp-average-in-collective"),
         )
     ),
     ("--divide-gradient-twice", {"grad_divisor": 4.0}, "--divide-gradient-twice | grad_divisor "

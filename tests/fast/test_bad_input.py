@@ -27,7 +27,13 @@ from tests.fast.refusals import assert_refused
 from tests.random_steps import uneven_totals
 
 NAME = "task-7/answer-2"
-PER_TOKEN_FIELDS = ("loss_mask", "advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs")  # fmt: skip
+PER_TOKEN_FIELDS = (
+    "loss_mask",
+    "advantages",
+    "old_log_probs",
+    "ref_log_probs",
+    "rollout_log_probs",
+)
 VOCABULARY = 8
 
 
@@ -107,18 +113,23 @@ IDS = [1.0, "1", math.nan, True, 2**63, -(2**63) - 1, *NO_INTEGERS]
 SAMPLES = [
     *((field, value, field) for field in PER_TOKEN_FIELDS
       for value in (torch.ones(1, 3), [[1.0, 1.0, 1.0]], [[1.0], [1.0, 2.0]], "101")),
-    *((field, [first, 10**400, 10**400], field) for field in ("tokens", *PER_TOKEN_FIELDS) for first in (0.5, 1)),
+    *((field, [first, 10**400, 10**400], field) for field in ("tokens", *PER_TOKEN_FIELDS)
+      for first in (0.5, 1)),
     *(("advantages", value, "advantages is  | float32")
-      for value in (HUGE, -HUGE, 10**400, np.float64(HUGE), torch.tensor(HUGE, dtype=torch.float64))),
+      for value in (HUGE, -HUGE, 10**400, np.float64(HUGE),
+                    torch.tensor(HUGE, dtype=torch.float64))),
     ("advantages", np.array("much"), "advantages"),
     ("response_length", -1, "-1 | expected 0 or more"),
     ("response_length", 5, "5 | prompt needs at least one token"),
     ("response_length", 6, "6 | prompt needs at least one token"),
-    *(("response_length", value, str(value) + " | expected an integer") for value in (2.5, None, True, torch.tensor(3.0))),
+    *(("response_length", value, str(value) + " | expected an integer")
+      for value in (2.5, None, True, torch.tensor(3.0))),
     *(("tokens", value, "tokens")
-      for value in ([1.0, 2.0, 3.0, 4.0, 5.0], torch.ones(1, 5).long(), "12345", None, [1, 2, None])),
+      for value in ([1.0, 2.0, 3.0, 4.0, 5.0], torch.ones(1, 5).long(), "12345", None,
+                    [1, 2, None])),
     ("tokens", [1, 2, 3, -100, 5], "tokens[3] | -100"),
-    *((field, value, f"{value!r} | integer") for field in ("group_index", "rollout_id") for value in IDS),
+    *((field, value, f"{value!r} | integer") for field in ("group_index", "rollout_id")
+      for value in IDS),
 ]  # fmt: skip
 
 
@@ -211,7 +222,8 @@ FACTORY = {
     "response longer than all": ({"total_lengths": [2, 4]}, "response_lengths[0] | 3 | "
                                                             "total_lengths[0] | 2"),
     **{f"length {length}": ({"total_lengths": [length, 4]}, "total_lengths[0] | "
-                                                            "integer") for length in (5.5, True, "5")},
+                                                            "integer")
+       for length in (5.5, True, "5")},
     "unknown mode": ({"aggregation": "seq_mean"}, " | ".join(["'seq_mean'", *AGGREGATIONS])),
     "prompt mean of unknown groups": ({"aggregation": "prompt_mean"}, "denominators"),
     "a denominator missing": ({"denominators": [3.0]}, "denominators | [1] | (2)"),

@@ -147,7 +147,9 @@ CASES: dict[str, tuple[Any, ...]] = {
     "wrong weights in both models": ([off(MODEL, loss=-1.4), WRONG], {0: WEIGHTS, 1: WEIGHTS}),
     "a wrong backward": ([off(RIGHT)], {0: f"!{WEIGHTS}"}),
     "a factor": ([scaled(2.0)], {0: f"!{WEIGHTS}"}),
-    "a micro-batch lost": ([off(MODEL), off(RIGHT)], {0: f"{BACKWARD} | !rounding", 1: f"{BACKWARD} | !rounding"}),
+    "a micro-batch lost": (
+        [off(MODEL), off(RIGHT)], {0: f"{BACKWARD} | !rounding", 1: f"{BACKWARD} | !rounding"}
+    ),
     "a micro-batch lost beside an overlap": (
         [off(RIGHT)], changed(use_distributed_optimizer=True, overlap_grad_reduce=True),
         {0: "(without --overlap-grad-reduce or --use-distributed-optimizer)"},
@@ -216,10 +218,16 @@ CASES: dict[str, tuple[Any, ...]] = {
                                                               "model's | != PP"},
     ),
     "weights and checksum": ([replace(WRONG, checksum=0.5)], {0: f"!vocabulary | {WEIGHTS}"}),
-    "weights without "
-    "shards": ([WRONG], (CheckOptions(context_parallel_size=2), 8), {0: f"!vocabulary | {WEIGHTS}"}),
-    "multi-token": ([MODEL, off(replace(MODEL, model="multi-token")), RIGHT], {1: "multi-token prediction: | !attention"}),
-    "hybrid": ([MODEL, off(replace(MODEL, model="hybrid")), RIGHT], {1: "HybridModel | !attention"}),
+    "weights without shards": (
+        [WRONG], (CheckOptions(context_parallel_size=2), 8), {0: f"!vocabulary | {WEIGHTS}"}
+    ),
+    "multi-token": (
+        [MODEL, off(replace(MODEL, model="multi-token")), RIGHT],
+        {1: "multi-token prediction: | !attention"},
+    ),
+    "hybrid": (
+        [MODEL, off(replace(MODEL, model="hybrid")), RIGHT], {1: "HybridModel | !attention"}
+    ),
     "dropout": ([off(MODEL, loss=-1.4), RIGHT], on_two_ranks(), {0: "dropout | a data-parallel "
                                                                     "rank with other parameters"}),
     "a token that is lost": (
@@ -227,7 +235,8 @@ CASES: dict[str, tuple[Any, ...]] = {
                                              "token`", 2: "the last token of a sequence"}
     ),
     "gradients left over": (
-        [MODEL, *(off(replace(MODEL, aggregation=name)) for name in "ab"), RIGHT, off(replace(RIGHT, aggregation="a"))],
+        [MODEL, *(off(replace(MODEL, aggregation=name)) for name in "ab"), RIGHT,
+         off(replace(RIGHT, aggregation="a"))],
         {0: "", 1: LEFT_OVER, 2: LEFT_OVER, 3: "", 4: LEFT_OVER},
     ),
     "rotary positions": ([off(MODEL, loss=-1.4), TIED, RIGHT], {0: "forward is wrong | look at "
@@ -262,8 +271,12 @@ CASES: dict[str, tuple[Any, ...]] = {
         [replace(off(MODEL, "a", ratio=2.0), wrong_places="rank 17 (host node2, DP 2)"), RIGHT],
         {0: "on rank 17 (host node2, DP 2) alone"},
     ),
-    "a stage by no factor": ([replace(STAGE, wrong_scaled_error=0.3), RIGHT], PIPELINE, {0: "backward of a micro-batch"}),
-    "tokens of a stage": ([MODEL, TOKENS_OF_STAGE, per_token(RIGHT)], PIPELINE, {1: "the token count | !micro-batch"}),
+    "a stage by no factor": (
+        [replace(STAGE, wrong_scaled_error=0.3), RIGHT], PIPELINE, {0: "backward of a micro-batch"}
+    ),
+    "tokens of a stage": (
+        [MODEL, TOKENS_OF_STAGE, per_token(RIGHT)], PIPELINE, {1: "the token count | !micro-batch"}
+    ),
 }  # fmt: skip
 
 

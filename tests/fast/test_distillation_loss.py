@@ -190,10 +190,14 @@ def test_logits_are_those_of_the_rollout_temperature_and_of_the_vocabulary(teach
     log_q = oracle.log_softmax_of(list(of_teacher.double()), 0.7)
     nothing = torch.full((2, 2), torch.nan)
     channels = {
-        "teacher_logits": torch.stack([torch.cat([of_teacher, nothing[0]]), torch.full((8,), torch.nan)]),
+        "teacher_logits": torch.stack(
+            [torch.cat([of_teacher, nothing[0]]), torch.full((8,), torch.nan)]
+        ),
         "teacher_ids": torch.tensor([[4, 1], [0, 0]]),
-        "teacher_log_probs": nothing.index_copy(0, torch.tensor([0]), torch.stack([log_q[4], log_q[1]])[None].float()),
-    }  # fmt: skip
+        "teacher_log_probs": nothing.index_copy(
+            0, torch.tensor([0]), torch.stack([log_q[4], log_q[1]])[None].float()
+        ),
+    }
     given = Sample([1, 2, 3, 4], 2, [1, 0], name="a", side_channels=channels)
     settings = {**DISTILL, "distill_teacher": teacher, "rollout_temperature": 0.7}
     of_loss = logits.clone().requires_grad_()

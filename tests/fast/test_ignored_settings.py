@@ -30,11 +30,16 @@ from megatron_pg.loss.regularizers import KL_ESTIMATES
 HOW = {
     "calculate_per_token_loss", "qkv_format",
     "fused_lm_head", "fp32_lm_head", "check_aggregation", "replay_routing",
-    "fused_lm_head_memory_gib", "fused_lm_head_without_quack", "kl_target", "allow_varying_log_probs",
+    "fused_lm_head_memory_gib", "fused_lm_head_without_quack",
+    "kl_target", "allow_varying_log_probs",
 }  # fmt: skip
 """What says how the loss is computed and checked, and not what; or what the next step's is."""
 NUMBERS = (0.05, 0.3, 0.9, 1.5, 4.0)
-REJECTION = {"use_sequence_rejection": True, "sequence_rejection_low": 0.3, "sequence_rejection_high": 1e3}  # fmt: skip
+REJECTION = {
+    "use_sequence_rejection": True,
+    "sequence_rejection_low": 0.3,
+    "sequence_rejection_high": 1e3,
+}
 TOKEN_MEAN = {"loss_aggregation": "token_mean"}
 CONSTANT = {"loss_aggregation": "constant", "loss_aggregation_divisor": 3.0}
 BASES: dict[str, dict[str, Any]] = {

@@ -89,7 +89,10 @@ COMMON: dict[str, tuple[str | None, dict[str, Any], str]] = {
         "constant", {"loss_aggregation_divisor": 0.5, "regularizer_aggregation": "loss"},
         "the divisor is 0.5.*divides by 1 at least",
     ),
-    "a KL term": ("constant", {"loss_aggregation_divisor": 4, "use_kl_loss": True, "kl_loss_coef": 0.1}, "regularizer_aggregation: sample_mean"),
+    "a KL term": (
+        "constant", {"loss_aggregation_divisor": 4, "use_kl_loss": True, "kl_loss_coef": 0.1},
+        "regularizer_aggregation: sample_mean",
+    ),
     "an entropy term": ("token_mean", {"entropy_coef": 0.1}, "regularizer_aggregation: loss"),
     "no such choice": ("token_mean", {"regularizer_aggregation": "own"}, "regularizer_aggregation "
                                                                          "is 'own'"),
@@ -109,7 +112,9 @@ COMMON: dict[str, tuple[str | None, dict[str, Any], str]] = {
 OF_MILES: dict[str, tuple[str, dict[str, Any], str]] = {
     "fsdp": ("prompt_mean", {"train_backend": "fsdp"}, "--train-backend fsdp does not read "
                                                        "rollout_mask_sums"),
-    "a dynamic batch": ("prompt_mean", {"use_dynamic_global_batch_size": True}, "--use-dynamic-global-batch-size"),
+    "a dynamic batch": (
+        "prompt_mean", {"use_dynamic_global_batch_size": True}, "--use-dynamic-global-batch-size"
+    ),
     "adapters": ("prompt_mean", {"multi_lora": True}, "multi-LoRA"),
     "replicas": ("prompt_mean", {"indep_dp": True}, "--indep-dp"),
     "images": ("prompt_mean", {"multimodal_keys": {"image": "images"}}, "multimodal inputs"),
@@ -118,11 +123,13 @@ OF_MILES: dict[str, tuple[str, dict[str, Any], str]] = {
                                                                            "mooncake"),
     "a divisor that is no whole number": (
         "constant",
-        {"object_store_backend": "mooncake", "loss_aggregation_divisor": 8192.5, "regularizer_aggregation": "loss"},
+        {"object_store_backend": "mooncake", "loss_aggregation_divisor": 8192.5,
+         "regularizer_aggregation": "loss"},
         "mooncake",
     ),
     "a critic on the same divisors": (
-        "token_mean", {"use_critic": True, "regularizer_aggregation": "loss"}, "a critic: its value loss reads the same"
+        "token_mean", {"use_critic": True, "regularizer_aggregation": "loss"},
+        "a critic: its value loss reads the same",
     ),
     "nobody reads the divisors": (
         "token_mean", {"custom_megatron_init_path": "my.init"}, "let.* the training processes "

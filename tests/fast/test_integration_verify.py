@@ -107,8 +107,10 @@ MUTANTS = {
     "metrics by the reducer": ("own_mean", by_reducer, "the gradient of tiny sample"),
     "lengths that are copied": ("reduced", bare, "response length of sample 0 of a micro-batch has "
                                                  "no divisor"),
-    "a setting that is unknown": ("scale", of_loss(lambda loss: loss.unknown), "cannot be run on "
-                                                                               "tiny samples: AttributeError"),
+    "a setting that is unknown": (
+        "scale", of_loss(lambda loss: loss.unknown),
+        "cannot be run on tiny samples: AttributeError",
+    ),
 }  # fmt: skip
 
 

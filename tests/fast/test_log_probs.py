@@ -18,7 +18,12 @@ from tests.fast.log_probs_oracle import peaked_logits, reference
 from tests.fast.refusals import assert_refused
 
 # Half a unit in the last place of the stored gradient, plus float32 arithmetic.
-ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10, torch.float32: 4e-6, torch.float64: 1e-12}  # fmt: skip
+ROUNDING = {
+    torch.bfloat16: 2.0**-8,
+    torch.float16: 2.0**-10,
+    torch.float32: 4e-6,
+    torch.float64: 1e-12,
+}
 SMALLEST = {torch.bfloat16: 1e-9, torch.float16: 6e-8, torch.float32: 1e-9, torch.float64: 1e-15}
 
 

@@ -26,8 +26,13 @@ from . import logit_table
 from .logit_table import initialize, logits_of, table_under_ddp
 from .sources import TRAINERS, functions, stand_in_for
 
-NEMO_RL_PACKAGES = "ray requests decord torchvision PIL pynvml uvicorn fastapi zmq wandb omegaconf transformers".split()
-NEMO_RL_MODULES = "models algorithms.x_token environments utils experience distributed.model_utils data.multimodal_utils".split()
+NEMO_RL_PACKAGES = (
+    "ray requests decord torchvision PIL pynvml uvicorn fastapi zmq wandb omegaconf transformers"
+).split()
+NEMO_RL_MODULES = (
+    "models algorithms.x_token environments utils experience distributed.model_utils "
+    "data.multimodal_utils"
+).split()
 
 LOG_PROBS = (
     "get_next_token_logprobs_from_logits from_parallel_logits_to_logprobs "

@@ -5,7 +5,8 @@ With p of the student, q of the teacher, both of `softmax(logits / temperature)`
 
     forward_kl    sum_v q log(q / p)
     reverse_kl    sum_v p log(p / q)
-    jsd           beta sum_v q log(q / m) + (1 - beta) sum_v p log(p / m), m = beta q + (1 - beta) p (arXiv:2306.13649)
+    jsd           beta sum_v q log(q / m) + (1 - beta) sum_v p log(p / m),
+                  m = beta q + (1 - beta) p (arXiv:2306.13649)
 
 The gradient to the student's logits is `(g_v - p_v sum_u g_u) / temperature` with `g_v = p_v
 dD/dp_v` up to a multiple of p_v. The passes work on a few rows at a time.

@@ -115,7 +115,8 @@ def local_sums(pair: LogitPair) -> Tensor:
         sums_kernel[(len(sums),)](
             *_inputs(pair), packed(student.row_mask), student.temperature, sums,
             student.shard.columns, pair.divergence.beta,
-            KIND=pair.divergence.kind, SPECIAL=pair.student.logits.is_cuda, TILE=_TILE, num_warps=_WARPS,
+            KIND=pair.divergence.kind, SPECIAL=pair.student.logits.is_cuda,
+            TILE=_TILE, num_warps=_WARPS,
         )  # fmt: skip
     return sums
 
@@ -124,9 +125,11 @@ def write_gradient(pair: LogitPair, moment: Tensor, incoming: Tensor, out: Tenso
     """Read both once and write once; see `divergence.write_gradient`."""
     if len(out):
         gradient_kernel[(len(out),)](
-            *_inputs(pair), packed(moment), packed(incoming, torch.float32), pair.student.temperature,
+            *_inputs(pair), packed(moment), packed(incoming, torch.float32),
+            pair.student.temperature,
             out, out.stride(0), pair.student.shard.columns, out.shape[1], pair.divergence.beta,
-            KIND=pair.divergence.kind, SPECIAL=pair.student.logits.is_cuda, TILE=_TILE, num_warps=_WARPS,
+            KIND=pair.divergence.kind, SPECIAL=pair.student.logits.is_cuda,
+            TILE=_TILE, num_warps=_WARPS,
         )  # fmt: skip
 
 

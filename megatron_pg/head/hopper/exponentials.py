@@ -104,8 +104,8 @@ def tile_statistics_kernel(
 
 @triton.jit
 def row_factors_kernel(
-    exponentials, offsets, hidden, targets, temperature, maximum, log_sum, log_probs, grad_log_probs,
-    factors_out, references_out, scaled_hidden_out,
+    exponentials, offsets, hidden, targets, temperature, maximum, log_sum, log_probs,
+    grad_log_probs, factors_out, references_out, scaled_hidden_out,
     rows, tiles, columns, hidden_size, hidden_stride, start,
     TILE: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -330,8 +330,8 @@ class ExponentialRows:
         scaled_hidden = torch.empty_like(self.hidden, memory_format=torch.contiguous_format)
         row_factors_kernel[(whole,)](
             left, self.offsets, self.hidden, self.targets.contiguous(), self.temperature,
-            statistics.maximum, statistics.log_sum, statistics.log_probs, packed(to_log_probs, torch.float32),
-            factors, references, scaled_hidden,
+            statistics.maximum, statistics.log_sum, statistics.log_probs,
+            packed(to_log_probs, torch.float32), factors, references, scaled_hidden,
             len(self.targets), tiles, columns, self.hidden.shape[1], self.hidden.stride(0),
             self.layer.shard.start,
             TILE=tile, TILES=triton.next_power_of_2(tiles), BLOCK=1024, num_warps=_WARPS,

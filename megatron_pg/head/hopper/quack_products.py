@@ -162,7 +162,8 @@ def add_weight_gradient(
         _times_strip_of_column, exponentials.t(), {"strips": strips}, MULTIPLE, _K
     )
     identity_epi.gemm(
-        left, scaled_hidden.mT, out, epi_args={}, transform_a=_times_strip_of_column, add_to_output=add,
+        left, scaled_hidden.mT, out, epi_args={},
+        transform_a=_times_strip_of_column, add_to_output=add,
         tile_M=MULTIPLE, tile_N=_tile_of_hidden(out), tile_K=_K, cluster_M=1, cluster_N=2,
     )  # fmt: skip
 

@@ -75,14 +75,16 @@ def hidden_gradient_kernel(
     lanes_inside = lanes < size
     begin, end = tl.load(offsets + row), tl.load(offsets + row + 1)
     total = _product(
-        coefficients, None, begin, end, weight, weight_stride, columns, lanes, lanes_inside, PAIRS, TILE
+        coefficients, None, begin, end, weight, weight_stride, columns, lanes,
+        lanes_inside, PAIRS, TILE,
     )  # fmt: skip
     tl.store(out + row * out_stride + lanes, total.to(out.dtype.element_ty), mask=lanes_inside)
 
 
 @triton.jit
 def weight_gradient_kernel(
-    coefficients, order, keys, ends, rows, hidden, hidden_stride, out, out_stride, pairs, columns, size,
+    coefficients, order, keys, ends, rows, hidden, hidden_stride, out, out_stride,
+    pairs, columns, size,
     PAIRS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Add TILE elements of the gradient of every column of the weight to `out`, each column in one
@@ -98,8 +100,8 @@ def weight_gradient_kernel(
         before = tl.load(keys + place - 1, mask=place > 0, other=-1)
         if (key != before) & (key < columns):
             total = _product(
-                coefficients, order, place, tl.load(ends + place), hidden, hidden_stride, rows, lanes,
-                lanes_inside, PAIRS, TILE,
+                coefficients, order, place, tl.load(ends + place), hidden, hidden_stride, rows,
+                lanes, lanes_inside, PAIRS, TILE,
             )  # fmt: skip
             at = out + key.to(tl.int64) * out_stride + lanes
             total += tl.load(at, mask=lanes_inside, other=0.0).to(tl.float32)
@@ -118,8 +120,8 @@ def pair_logits(hidden: Tensor, weight: Tensor, pairs: KeptPairs) -> Tensor:
     logits = pairs.temperature.new_empty(count)
     if count:
         logits_kernel[(triton.cdiv(count, per_program),)](
-            hidden, hidden.stride(0), weight, weight.stride(0), pairs.rows, pairs.columns, pairs.is_here,
-            logits, count, size, PAIRS=per_program, TILE=tile, num_warps=warps,
+            hidden, hidden.stride(0), weight, weight.stride(0), pairs.rows, pairs.columns,
+            pairs.is_here, logits, count, size, PAIRS=per_program, TILE=tile, num_warps=warps,
         )  # fmt: skip
     return logits
 
@@ -129,8 +131,8 @@ def write_hidden_gradient(gradient: Tensor, weight: Tensor, pairs: KeptPairs, ou
     (per_step, tile, warps), (tokens, size) = _HIDDEN_TILE, out.shape
     if tokens:
         hidden_gradient_kernel[(tokens, triton.cdiv(size, tile))](
-            gradient, pairs.offsets, pairs.columns, weight, weight.stride(0), out, out.stride(0), size,
-            PAIRS=per_step, TILE=tile, num_warps=warps,
+            gradient, pairs.offsets, pairs.columns, weight, weight.stride(0),
+            out, out.stride(0), size, PAIRS=per_step, TILE=tile, num_warps=warps,
         )  # fmt: skip
 
 

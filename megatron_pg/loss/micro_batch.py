@@ -16,8 +16,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.config.custom import CUSTOM_FUNCTIONS
-from megatron_pg.config.policy_loss import LOG_PROB_FIELDS, PolicyLossConfig, required_inputs
-from megatron_pg.config.tables import REPLACED_BY, Row, is_replaced, rows_on
+from megatron_pg.config.policy_loss import PolicyLossConfig
+from megatron_pg.config.tables import (
+    LOG_PROB_FIELDS,
+    REPLACED_BY,
+    Row,
+    is_replaced,
+    required_inputs,
+    rows_on,
+)
 from megatron_pg.loss import compiled
 from megatron_pg.loss.aggregation import Weights, host_weights
 from megatron_pg.loss.compiled import Function, Outputs, Tensors

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from megatron_pg.config.objective import MAX_LOG_RATIO
-from megatron_pg.config.policy_loss import LOG_PROB_FIELDS, PolicyLossConfig, anchor_of
+from megatron_pg.config.policy_loss import PolicyLossConfig
+from megatron_pg.config.tables import LOG_PROB_FIELDS, anchor_of
 
 
 @dataclass(frozen=True, eq=False)

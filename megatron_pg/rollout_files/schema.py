@@ -17,7 +17,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_pg.config.policy_loss import LOG_PROB_FIELDS
+from megatron_pg.config.tables import LOG_PROB_FIELDS
 from megatron_pg.head.ragged import Ragged
 from megatron_pg.step.advantages import (
     OF_PROMPT_GROUPS,

@@ -17,8 +17,8 @@ from megatron_pg.config import (
     add_policy_loss_args,
     validate_policy_loss_args,
 )
-from megatron_pg.config.policy_loss import OPTIONAL_SAMPLE_FIELDS
 from megatron_pg.config.settings import fields_of
+from megatron_pg.config.tables import OPTIONAL_SAMPLE_FIELDS
 from megatron_pg.step.sample import Sample
 from tests.fast import tables
 from tests.fast.refusals import assert_refused

@@ -127,11 +127,6 @@ def is_replaced(setting: str, config: Any) -> bool:
     return setting in REPLACED_BY and getattr(config, REPLACED_BY[setting]) is not None
 
 
-def anchor_of(config: Any) -> str:
-    """Return the field of `Sample` that the ratio is taken against."""
-    return f"{config.ratio_anchor}_log_probs"
-
-
 def required_inputs(config: Any) -> dict[str, tuple[str, ...]]:
     """Return the optional `Sample` fields that `config` needs, each with the flags that need it.
 
@@ -153,7 +148,7 @@ def required_inputs(config: Any) -> dict[str, tuple[str, ...]]:
         if ANCHOR in inputs and config.ratio_anchor == "rollout":
             flag += " --ratio-anchor rollout"
         for name in inputs:
-            flags[anchor_of(config) if name == ANCHOR else name][flag] = None
+            flags[config.anchor if name == ANCHOR else name][flag] = None
     return {field: tuple(names) for field, names in flags.items() if names}
 
 

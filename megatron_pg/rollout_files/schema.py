@@ -27,7 +27,7 @@ from megatron_pg.step.advantages import (
 )
 from megatron_pg.step.counts import SampleCounts, StepCounts
 from megatron_pg.step.ids import check_ids
-from megatron_pg.step.sample import Sample, as_integer
+from megatron_pg.step.sample import Sample, as_integer, check_numbers
 from megatron_pg.step.totals import sample_counts
 from megatron_pg.step.values import refuse_values
 
@@ -112,7 +112,7 @@ class RewardedSample(Sample):
         if self.reward is not None:
             vars(self)["reward"] = _finite_number(f"{self.name}: reward", self.reward, NUMBER)
         if self.new_log_probs is not None:
-            vars(self)["new_log_probs"] = self._checked_values("new_log_probs")
+            self._store("new_log_probs", torch.float32, check_numbers)
 
 
 def sample_of_row(

@@ -15,7 +15,7 @@ from megatron_pg.head.ragged import Ragged, offsets_of
 from megatron_pg.head.ragged import to_device as to_device
 from megatron_pg.step.routed_experts import routed_experts_of_tokens
 from megatron_pg.step.sample import VALUE_FIELDS, Sample, check_samples
-from megatron_pg.step.token_window import Layout, TokenWindow
+from megatron_pg.step.token_window import TokenWindow
 
 _NO_INTEGER = torch.zeros(0, dtype=torch.int64, device="cpu")
 RESPONSE_FIELDS = {
@@ -165,10 +165,10 @@ def pack(
             "under torch.no_grad()"
         )
     check_samples("pack", samples)
-    window = TokenWindow.cut(
+    window = TokenWindow.build(
         [sample.total_length for sample in samples],
         [sample.response_length for sample in samples],
-        Layout(cp_rank, cp_size, pad_to_multiple),
+        **{"cp_rank": cp_rank, "cp_size": cp_size, "pad_to_multiple": pad_to_multiple},
     )
     tokens = torch.cat([_NO_INTEGER, *(s.tokens for s in samples)])
     response_fields: dict[str, Any] = {

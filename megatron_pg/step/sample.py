@@ -3,12 +3,13 @@
 import dataclasses
 import functools
 import itertools
+import math
 import numbers
 import operator
 import os
 import reprlib
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_pg.config.policy_loss import LOG_PROB_FIELDS
+from megatron_pg.config.tables import LOG_PROB_FIELDS
 from megatron_pg.head.ragged import Ragged
 from megatron_pg.step.routed_experts import checked_routed_experts
 from megatron_pg.step.values import (
@@ -162,29 +163,15 @@ class Sample:
             stored["number"] = _first_number(os.getpid()) + count
         if not self.name:
             stored["name"] = self._numbered_name(count)
-        stored["tokens"] = self._integers("tokens")
         for field in ("response_length", "group_index", "rollout_id", "policy_version", "number"):
             value = getattr(self, field)
             if value is not None or field == "response_length":
                 stored[field] = checked_integer(f"{self.name}: {field}", value)
-        check_lengths(
-            f"{self.name}: response_length", self.response_length, "total_length", self.total_length
-        )
-        # A prompt may hold placeholders below 0; a response token is looked up in the vocabulary.
-        is_wrong = self.tokens < 0
-        is_wrong[: self.prompt_length] = False
-        problem = ", a response token: expected an id of the vocabulary, 0 or more"
-        refuse_values(f"{self.name}: tokens", self.tokens, is_wrong, problem)
-        loss_mask = self._vector("loss_mask", self.response_length).double()
-        check_mask(f"{self.name}: loss_mask", loss_mask)
-        stored["loss_mask"] = loss_mask.bool()
-        for field in ("loss_weights", *VALUE_FIELDS):
-            if getattr(self, field) is not None:
-                stored[field] = self._checked_values(field)
-        if self.turn_ids is not None:
-            stored["turn_ids"] = self._checked_turns()
-        if self.accepted_mask is not None:
-            stored["accepted_mask"] = self._checked_acceptance()
+        for field, column in COLUMNS.items():
+            if field in ("tokens", "loss_mask") or getattr(self, field) is not None:
+                self._store(field, *column)
+        if self.loss_weights is not None:
+            stored["loss_weights"] = self.loss_weights.masked_fill(~self.loss_mask, 0)
         if self.kept_tokens is not None:
             where, targets = f"{self.name}: kept_tokens", self.tokens[self.prompt_length :]
             stored["kept_tokens"] = checked_kept_tokens(
@@ -237,13 +224,28 @@ class Sample:
         name = f"sample {count} of this process"
         return NumberedName(f"{name} ({given})" if given else name)
 
-    def _vector(self, field: str, length: int | None = None) -> Tensor:
-        """Convert a field to a one-dimensional host tensor of real numbers, or raise an error that
-        names the field.
+    def _store(self, field: str, dtype: torch.dtype, check: "Check") -> None:
+        """Convert and check a per-token field."""
+        given = self._given(field, dtype)
+        values = given.to(dtype, copy=True)  # the caller may fill its buffer again
+        vars(self)[field] = values
+        check(f"{self.name}: {field}", self, given, values)
+
+    def _given(self, field: str, dtype: torch.dtype) -> Tensor:
+        """Convert a per-token field to a one-dimensional host tensor of real numbers, or raise an
+        error that names the field.
         """
-        where = f"{self.name}: {field}"
+        where, length, value = f"{self.name}: {field}", self.response_length, getattr(self, field)
+        is_number = isinstance(value, numbers.Real) or getattr(value, "ndim", None) == 0
+        if field == "advantages" and is_number:
+            try:
+                return torch.full((length,), float(value), dtype=dtype, device="cpu")
+            except (RuntimeError, OverflowError, TypeError, ValueError) as error:
+                raise ValueError(
+                    f"{where} is {reprlib.repr(value)}, expected a number that float32 holds"
+                ) from error
         try:
-            vector = host_tensor(getattr(self, field))
+            vector = host_tensor(value)
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise ValueError(f"{where} is no sequence of numbers ({error})") from error
         if vector.dim() != 1:
@@ -256,63 +258,63 @@ class Sample:
             )
         if vector.is_complex():
             raise ValueError(f"{where} has dtype {vector.dtype}, expected real numbers")
-        if length not in (None, vector.numel()):
+        if field != "tokens" and length != vector.numel():
             raise ValueError(
                 f"{where} is of {vector.numel()} values, expected one per response token ({length})"
             )
+        if dtype == torch.int64 and vector.numel() and not has_integers(vector):
+            raise ValueError(f"{where} has dtype {vector.dtype}, expected integers")
         return vector.detach()
 
-    def _integers(self, field: str, length: int | None = None) -> Tensor:
-        """Convert a field as `_vector` does, to int64 of its own."""
-        vector = self._vector(field, length)
-        if vector.numel() and not has_integers(vector):
-            raise ValueError(f"{self.name}: {field} has dtype {vector.dtype}, expected integers")
-        return vector.to(torch.int64, copy=True)
 
-    def _checked_turns(self) -> Tensor:
-        turns = self._integers("turn_ids", self.response_length)
-        is_wrong = torch.cat([turns[:1] != turns[:1], turns[1:] < turns[:-1]])
-        problem = ", less than before it: expected turns in their order"
-        refuse_values(f"{self.name}: turn_ids", turns, is_wrong, problem)
-        return turns
+def _check_tokens(where: str, sample: Sample, given: Tensor, tokens: Tensor) -> None:
+    lengths = sample.response_length, "total_length", sample.total_length
+    check_lengths(f"{sample.name}: response_length", *lengths)
+    # A prompt may hold placeholders below 0; a response token is looked up in the vocabulary.
+    is_wrong = tokens < 0
+    is_wrong[: sample.prompt_length] = False
+    problem = ", a response token: expected an id of the vocabulary, 0 or more"
+    refuse_values(where, tokens, is_wrong, problem)
 
-    def _checked_acceptance(self) -> Tensor:
-        where = f"{self.name}: accepted_mask"
-        accepted = self._vector("accepted_mask", self.response_length).double()
-        check_mask(where, accepted)
-        is_wrong = (accepted != 0) & ~self.loss_mask
-        problem = ", and the loss mask is 0 there: call accepted_samples after the mask has changed"
-        refuse_values(where, accepted, is_wrong, problem)
-        return accepted.bool()
 
-    def _checked_values(self, field: str) -> Tensor:
-        """Convert a field of response tokens to float32, and refuse values at active tokens that
-        are none of the field's.
-        """
-        where, number = f"{self.name}: {field}", getattr(self, field)
-        if field == "advantages" and (
-            isinstance(number, numbers.Real) or getattr(number, "ndim", None) == 0
-        ):
-            try:
-                given = torch.full(
-                    (self.response_length,), float(number), dtype=torch.float32, device="cpu"
-                )
-            except (RuntimeError, OverflowError, TypeError, ValueError) as error:
-                raise ValueError(
-                    f"{where} is {reprlib.repr(number)}, expected a number that float32 holds"
-                ) from error
-        else:
-            given = self._vector(field, self.response_length)
-        values = given.to(torch.float32, copy=True)  # the caller may fill its buffer again
-        if field in LOG_PROB_FIELDS:
-            check_log_probs(where, values, self.loss_mask)
-            return values
-        is_right, expected = torch.isfinite(values), "a finite number in float32"
-        if field == "loss_weights":
-            is_right, expected = is_right & (values >= 0), f"{expected}, 0 or more"
-        is_wrong = self.loss_mask & ~is_right
-        refuse_values(where, given, is_wrong, f" at an active token, expected {expected}")
-        return values.masked_fill(~self.loss_mask, 0) if field == "loss_weights" else values
+def _check_mask(where: str, sample: Sample, given: Tensor, mask: Tensor) -> None:
+    given = given.double()
+    check_mask(where, given)
+    problem = ", and the loss mask is 0 there: call accepted_samples after the mask has changed"
+    refuse_values(where, given, mask & ~sample.loss_mask, problem)
+
+
+def _check_turns(where: str, sample: Sample, given: Tensor, turns: Tensor) -> None:
+    is_wrong = torch.cat([turns[:1] != turns[:1], turns[1:] < turns[:-1]])
+    problem = ", less than before it: expected turns in their order"
+    refuse_values(where, turns, is_wrong, problem)
+
+
+def check_numbers(
+    where: str, sample: Sample, given: Tensor, values: Tensor, least: float = -math.inf
+) -> None:
+    """Refuse values that are not finite, or less than the least, at an active token."""
+    is_wrong = sample.loss_mask & ~(torch.isfinite(values) & (values >= least))
+    expected = "a finite number in float32" + ", 0 or more" * (least == 0)
+    refuse_values(where, given, is_wrong, f" at an active token, expected {expected}")
+
+
+def _check_log_probs(where: str, sample: Sample, given: Tensor, values: Tensor) -> None:
+    check_log_probs(where, values, sample.loss_mask)
+
+
+Check = Callable[[str, Sample, Tensor, Tensor], None]
+"""A check of where a field is, its sample, the values as given, and the values as stored."""
+COLUMNS: dict[str, tuple[torch.dtype, Check]] = {
+    "tokens": (torch.int64, _check_tokens),
+    "loss_mask": (torch.bool, _check_mask),
+    "accepted_mask": (torch.bool, _check_mask),
+    "loss_weights": (torch.float32, functools.partial(check_numbers, least=0.0)),
+    **dict.fromkeys(VALUE_FIELDS, (torch.float32, check_numbers)),
+    **dict.fromkeys(LOG_PROB_FIELDS, (torch.float32, _check_log_probs)),
+    "turn_ids": (torch.int64, _check_turns),
+}
+"""The fields with a number for each token, by the type that is stored and the check."""
 
 
 def check_samples(function: str, samples: object) -> None:

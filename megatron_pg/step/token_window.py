@@ -198,13 +198,6 @@ class TokenWindow:
                 out of range.
         """
         layout = Layout(cp_rank, cp_size, pad_to_multiple)
-        return cls.cut(total_lengths, response_lengths, layout)
-
-    @classmethod
-    def cut(
-        cls, total_lengths: Sequence[int], response_lengths: Sequence[int], layout: Layout
-    ) -> TokenWindow:
-        """Compute the window of one rank; see `build`."""
         total_lengths, response_lengths = _checked_lengths(total_lengths, response_lengths)
         segments = [
             (total, response, layout.padded_length(total))

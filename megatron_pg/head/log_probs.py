@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.head.from_hidden import linear_log_probs
-from megatron_pg.head.from_logits import LogProbsAndEntropy, Teacher, logit_rows
+from megatron_pg.head.from_logits import LogProbsAndEntropy, Scorer, logit_rows
 from megatron_pg.head.kept.sets import KeptPairs, check_rows
 from megatron_pg.head.kept.sparse_layer import kept_log_probs
 from megatron_pg.head.output_layer import Factors, HeadOptions
@@ -73,17 +73,17 @@ def log_probs_and_entropy(
     return log_probs, entropy if with_entropy else None
 
 
-def log_probs_and_divergence(
-    logits: Tensor, targets: Tensor, teacher: Teacher, **vocabulary: Any
+def log_probs_and_score(
+    logits: Tensor, targets: Tensor, scorer: Scorer, **vocabulary: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute log-probabilities, entropy and the divergence [tokens] from a teacher, in nats, all
-    differentiable.
+    """Compute log-probabilities and entropy [tokens] and a score [..., tokens], all differentiable.
 
-    `teacher` is of the same tokens and gets no gradient. `vocabulary` are `tensor_parallel_group`,
-    `temperature`, `row_mask` and `vocab_size` of `log_probs_and_entropy`, which has the errors too.
+    `scorer` is a teacher, whose score is the divergence from it in nats, or a `Centering`. It is of
+    the same tokens and gets no gradient. `vocabulary` are `tensor_parallel_group`, `temperature`,
+    `row_mask` and `vocab_size` of `log_probs_and_entropy`, which has the errors too.
     """
     rows = logit_rows(logits, targets, **vocabulary)
-    return LogProbsAndEntropy.apply(logits, rows, None, teacher)  # type: ignore
+    return LogProbsAndEntropy.apply(logits, rows, None, scorer)  # type: ignore
 
 
 def linear_log_probs_and_entropy(

@@ -17,8 +17,8 @@ from megatron_pg.head import (
     HeadOptions,
     TopKTeacher,
     WholeTeacher,
-    log_probs_and_divergence,
     log_probs_and_entropy,
+    log_probs_and_score,
 )
 from megatron_pg.loss.metrics import MicroBatchMetrics
 from megatron_pg.loss.micro_batch import TEACHER_CHANNELS, MicroBatchLoss
@@ -157,7 +157,7 @@ def log_probs_of_logits(
     }
     scores: Any
     if teacher is not None:
-        scores = log_probs_and_divergence(rows, batch.targets, teacher, **settings)
+        scores = log_probs_and_score(rows, batch.targets, teacher, **settings)
     else:
         settings["kept"] = batch.kept_tokens_of_rows if config.replay_sampling_set else None
         settings["with_entropy"] = options.with_entropy

@@ -175,7 +175,7 @@ class FusedHead:
             gradient_rows=self._rows.gradient_rows,
             piece_sizes=sizes,
             defer=True,
-            teacher=teacher,
+            scorer=teacher,
         )
         value = total.detach()  # `total` would hold its node, which holds what is called after it
 

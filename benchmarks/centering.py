@@ -105,7 +105,7 @@ def main() -> None:
     methods: dict[str, Callable[[], object]] = {}
     for name, options in variants.items():
         for is_centered in (False, True):
-            label = f"{OWN}, {name}{', centered' if is_centered else ''}"
+            label = OWN if not methods else f"{name}{', centered' if is_centered else ''}"
             methods[label] = lambda c=is_centered, o=options: work.own(is_centered=c, **o)  # type: ignore[misc]
     timings = measure([Contender(n, c, work.clear) for n, c in methods.items()], arguments.rounds)
     for name, (without, centered) in zip(

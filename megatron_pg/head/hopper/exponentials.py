@@ -40,6 +40,8 @@ from torch import Tensor
 from megatron_pg.head import rows_triton
 from megatron_pg.head.factor_gradients import FactorGradients, main_grad_of
 from megatron_pg.head.hopper import MULTIPLE
+from megatron_pg.head.kept import pairs_triton
+from megatron_pg.head.kept.sets import KeptPairs
 from megatron_pg.head.rows_triton import LN_2, LOG2_E, SMALLEST, arriving, log2, packed, write_zeros
 from megatron_pg.head.vocabulary_shard import (
     ColumnGradients,
@@ -62,7 +64,7 @@ T = TypeVar("T")
 LEAST_STRIP = tl.constexpr(_LEAST_STRIP := -60.0)
 LEAST_ROW = tl.constexpr(-40.0)
 # Below the logarithm of every bfloat16 number but 0.
-LEAST_LOG2 = tl.constexpr(_LEAST_LOG2 := -134.0)
+LEAST_LOG2 = tl.constexpr(-134.0)
 _LEAST_SHARE = 2.0**-16
 """The least gradient to a row's log-probability over the largest of its single columns."""
 
@@ -320,16 +322,17 @@ class ExponentialRows:
         return rows_triton.combine(self.shard_statistics, self.layer.shard, self.temperature)
 
     def logits_of(self, columns: Tensor) -> Tensor:
-        """Return the logits [rows, n] of local columns, the target's last: it alone is exact, the
-        others are as precise as bfloat16 exponentials.
+        """Multiply the logits [rows, n] of local columns once more: exponentials are bfloat16, and
+        1 minus the probability of a likely token needs more digits.
         """
-        rows, tile = len(self.targets), self.exponentials.shape[1] // self.offsets.shape[1]
-        logarithms = self.exponentials[:rows].gather(1, columns).float().log2()
-        logarithms = logarithms.clamp(min=_LEAST_LOG2)
-        logarithms += self.offsets[:rows].gather(1, columns // tile)
-        logits = logarithms * (math.log(2) * self.temperature)
-        logits[:, -1] = self.shard_statistics[:, 3]
-        return logits
+        rows = torch.arange(len(self.targets), device=columns.device)
+        rows, places = rows.repeat_interleave(columns.shape[1]), columns.flatten()
+        is_here, nothing = torch.ones_like(places, dtype=torch.bool), places.new_empty(0)
+        pairs = KeptPairs(
+            rows, places, is_here, nothing, nothing, self.temperature, self.layer.shard
+        )
+        hidden = self.hidden[: len(self.targets)]
+        return pairs_triton.pair_logits(hidden, self.weight, pairs).view(columns.shape)
 
     def add_gradient(
         self,

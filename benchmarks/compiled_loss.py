@@ -40,6 +40,7 @@ from megatron_pg.loss import compiled
 from megatron_pg.loss.compiled import Function, Outputs, Tensors
 from megatron_pg.loss.micro_batch import MicroBatchLoss
 from megatron_pg.loss.reducer import weighted_sum
+from megatron_pg.loss.resolved import resolve
 
 NUM_SAMPLES = 8
 OURS = compiled.bind
@@ -81,7 +82,7 @@ class Plain:
 def page_of(function: Any, settings: Any) -> Function:
     """Bind a function of `MicroBatchLoss` to nothing but settings."""
     loss = MicroBatchLoss.__new__(MicroBatchLoss)
-    loss.config, loss._reduce = settings, weighted_sum
+    loss.resolved, loss._reduce = resolve(settings), weighted_sum
     loss.batch = NoBatch()  # type: ignore[assignment]
     page: Function = function.__get__(loss)
     return page

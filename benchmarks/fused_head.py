@@ -28,6 +28,7 @@ from megatron_pg import PolicyLossConfig, Sample, pack, step_totals
 from megatron_pg.head import HeadOptions, linear_log_probs_and_entropy, linear_token_loss
 from megatron_pg.head.chunks import largest_chunk
 from megatron_pg.loss.micro_batch import MicroBatchLoss
+from megatron_pg.loss.resolved import resolve
 
 GOAL = 1.3
 """Times the traffic of the row passes at the copy rate, on top of the three products: what ours may
@@ -118,7 +119,7 @@ class Sequences:
         borders = torch.tensor(batch.window.sample_borders(everything, size))
         self.sizes = torch.nn.functional.pad(ends, (1, 0))[borders].diff().tolist()
         config = PolicyLossConfig(policy_loss="gspo")
-        self.loss = MicroBatchLoss(config, batch.to(DEVICE), step_totals(samples))
+        self.loss = MicroBatchLoss(resolve(config), batch.to(DEVICE), step_totals(samples))
 
     def part(self, log_probs: Tensor, entropy: Tensor, rows: slice) -> Tensor:
         """As `FusedHead` has it: zeros in place of the others."""

@@ -1,7 +1,12 @@
 """Settings that all tests share."""
 
+from collections.abc import Iterator
+
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from megatron_pg.loss.resolved import resolve
 
 # Small tensors: threads only get in each other's way.
 torch.set_num_threads(1)
@@ -16,3 +21,11 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("project")
+
+
+@pytest.fixture(autouse=True)
+def fresh_settings() -> Iterator[None]:
+    """Resolve settings anew in every test, as some exchange rows of the tables."""
+    resolve.cache_clear()
+    yield
+    resolve.cache_clear()

@@ -23,7 +23,7 @@ from megatron.training.checkpointing import load_args_from_checkpoint
 from megatron_pg.config import add_policy_loss_args, validate_policy_loss_args
 from megatron_pg.config.command_line import ProgramParser, text_of_words
 from megatron_pg.config.planning import add_planning_args, validate_planning_args
-from megatron_pg.config.policy_loss import OPTIONAL_SAMPLE_FIELDS
+from megatron_pg.config.tables import OPTIONAL_SAMPLE_FIELDS
 from megatron_pg.config.values import flag_of, refuse
 from megatron_pg.megatron.varying_log_probs import varying_settings
 from megatron_pg.step.advantages import METHODS

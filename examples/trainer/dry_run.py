@@ -19,7 +19,7 @@ from megatron.training import theoretical_memory_usage as megatron
 from megatron_pg import PolicyLossConfig
 from megatron_pg.head.chunks import chunk_rows, rows_in_budget
 from megatron_pg.loss.aggregation import AGGREGATIONS
-from megatron_pg.loss.micro_batch import gradient_scope
+from megatron_pg.loss.resolved import resolve
 from megatron_pg.rollout_files import validate_rollout_file
 
 from .rollouts import FileSteps, plan_of, row_settings, with_advantages
@@ -222,7 +222,7 @@ def _head_rows(args: Namespace, columns: int) -> int:
     config, budget = PolicyLossConfig.from_args(args), args.fused_lm_head_memory_gib
     models = 2 if config.distills else 1
     rows = _chunk_rows(args, columns, budget, models)
-    if gradient_scope(config).tokens != "token":
+    if resolve(config).scope.tokens != "token":
         # A sequence may take twice the budget.
         held = 2 * rows_in_budget(columns, torch.device("cpu"), budget, models)
         rows = max(rows, min(_local_tokens(args), held))

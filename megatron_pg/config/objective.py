@@ -68,6 +68,11 @@ class ObjectiveSettings(Settings):
         sample's turn_ids.""")
     # fmt: on
 
+    @property
+    def anchor(self) -> str:
+        """The field of `Sample` that the ratio is taken against."""
+        return f"{self.ratio_anchor}_log_probs"
+
     def conflicts(self: Any, given: Mapping[str, Any]) -> Iterator[str]:
         rows = [row for table in TABLES.values() for row in rows_on(table, self)]
         if self.sequence_unit == "turn" and not any(r.sequence_sums for r in rows):

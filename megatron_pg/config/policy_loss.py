@@ -27,19 +27,16 @@ from megatron_pg.config.objective import (
     RegularizerSettings,
 )
 from megatron_pg.config.settings import add_args, fields_of, is_defined
-from megatron_pg.config.tables import ANCHOR, REPLACED_BY, TABLES, is_replaced, rows_on
+from megatron_pg.config.tables import (
+    OPTIONAL_SAMPLE_FIELDS,
+    REPLACED_BY,
+    TABLES,
+    is_replaced,
+    required_inputs,
+    rows_on,
+)
 from megatron_pg.config.values import did_you_mean, flag_of, refuse
 
-LOG_PROB_FIELDS = ("old_log_probs", "ref_log_probs", "rollout_log_probs")
-OPTIONAL_SAMPLE_FIELDS = (
-    *LOG_PROB_FIELDS,
-    "group_index",
-    "kept_tokens",
-    "loss_weights",
-    "routed_experts",
-    "turn_ids",
-)
-"""Fields of `Sample` that some settings need and others do not."""
 logger = logging.getLogger("megatron_pg")
 
 
@@ -94,36 +91,6 @@ class PolicyLossConfig(
     def needs_entropy(self) -> bool:
         """The loss or a metric reads the entropy."""
         return self.entropy_coef > 0 or self.pg_metrics == "with_entropy"
-
-
-def anchor_of(config: Any) -> str:
-    """Return the field of `Sample` that the ratio is taken against."""
-    return f"{config.ratio_anchor}_log_probs"
-
-
-def required_inputs(config: PolicyLossConfig) -> dict[str, tuple[str, ...]]:
-    """Return the optional `Sample` fields that `config` needs, each with the flags that need it.
-
-    A custom policy loss may read what it likes of the batch: nothing is required on its behalf.
-    """
-    readers: list[tuple[str, tuple[str, ...]]] = []
-    if config.use_unbiased_kl and config.kl_loss_coef > 0:
-        readers.append(("--use-unbiased-kl", (ANCHOR,)))
-    if config.replay_sampling_set:
-        readers.append(("--replay-sampling-set", ("kept_tokens",)))
-    if config.replay_routing:
-        readers.append(("--replay-routing", ("routed_experts",)))
-    if config.sequence_unit == "turn":
-        readers.append(("--sequence-unit turn", ("turn_ids",)))
-    for table in TABLES.values():
-        readers += [(row.flag_in(config), row.inputs) for row in rows_on(table, config)]
-    flags: dict[str, dict[str, None]] = {field: {} for field in OPTIONAL_SAMPLE_FIELDS}
-    for flag, inputs in readers:
-        if ANCHOR in inputs and config.ratio_anchor == "rollout":
-            flag += " --ratio-anchor rollout"
-        for name in inputs:
-            flags[anchor_of(config) if name == ANCHOR else name][flag] = None
-    return {field: tuple(names) for field, names in flags.items() if names}
 
 
 def _option_violations(

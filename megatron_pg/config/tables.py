@@ -10,6 +10,16 @@ from typing import Any, ClassVar
 
 ANCHOR = "anchor_log_probs"
 """Name in `Row.inputs` of the log-probs that `--ratio-anchor` chooses."""
+LOG_PROB_FIELDS = ("old_log_probs", "ref_log_probs", "rollout_log_probs")
+OPTIONAL_SAMPLE_FIELDS = (
+    *LOG_PROB_FIELDS,
+    "group_index",
+    "kept_tokens",
+    "loss_weights",
+    "routed_experts",
+    "turn_ids",
+)
+"""Fields of `Sample` that some settings need and others do not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +125,31 @@ def rows_on[RowType: Row](table: Mapping[str, RowType], config: Any) -> list[Row
 def is_replaced(setting: str, config: Any) -> bool:
     """Return whether a function of the user's own takes the place of a table's rows."""
     return setting in REPLACED_BY and getattr(config, REPLACED_BY[setting]) is not None
+
+
+def required_inputs(config: Any) -> dict[str, tuple[str, ...]]:
+    """Return the optional `Sample` fields that `config` needs, each with the flags that need it.
+
+    A custom policy loss may read what it likes of the batch: nothing is required on its behalf.
+    """
+    readers: list[tuple[str, tuple[str, ...]]] = []
+    if config.use_unbiased_kl and config.kl_loss_coef > 0:
+        readers.append(("--use-unbiased-kl", (ANCHOR,)))
+    if config.replay_sampling_set:
+        readers.append(("--replay-sampling-set", ("kept_tokens",)))
+    if config.replay_routing:
+        readers.append(("--replay-routing", ("routed_experts",)))
+    if config.sequence_unit == "turn":
+        readers.append(("--sequence-unit turn", ("turn_ids",)))
+    for table in TABLES.values():
+        readers += [(row.flag_in(config), row.inputs) for row in rows_on(table, config)]
+    flags: dict[str, dict[str, None]] = {field: {} for field in OPTIONAL_SAMPLE_FIELDS}
+    for flag, inputs in readers:
+        if ANCHOR in inputs and config.ratio_anchor == "rollout":
+            flag += " --ratio-anchor rollout"
+        for name in inputs:
+            flags[config.anchor if name == ANCHOR else name][flag] = None
+    return {field: tuple(names) for field, names in flags.items() if names}
 
 
 def add_rows[RowType: Row](table: dict[str, RowType], *rows: RowType) -> None:

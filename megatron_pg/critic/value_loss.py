@@ -23,7 +23,8 @@ from megatron_pg.loss.metrics import (
     report_nan_tokens,
 )
 from megatron_pg.loss.policy_loss import quotient
-from megatron_pg.loss.reducer import get_reduction
+from megatron_pg.loss.reducer import weighted_sum
+from megatron_pg.loss.resolved import resolve
 from megatron_pg.loss.tokens import masked
 from megatron_pg.step.batch import PackedBatch
 from megatron_pg.step.sample import CRITIC_FIELDS
@@ -78,8 +79,10 @@ class MicroBatchValueLoss:
                     "sample of the step (compute_values, then gae)"
                 )
         self.config, self.critic, self.batch, self._totals = config, critic, batch, totals
-        self._step_numbers, self._sample_weights = host_weights(config, batch, totals, step_share)
-        self._reduce = get_reduction(config, batch)
+        resolved = resolve(config)
+        own_reducer, of_step = resolved.own_reducer, (batch, totals, step_share)
+        self._step_numbers, self._sample_weights = host_weights(resolved.normalization, *of_step)
+        self._reduce = own_reducer.reduction(batch) if own_reducer else weighted_sum
 
     def __call__(self, values: Tensor) -> tuple[Tensor, MicroBatchMetrics]:
         """Compute the loss and its detached metrics; values [window] float32 or float64, attached

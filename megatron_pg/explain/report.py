@@ -6,8 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_pg.config.policy_loss import required_inputs
-from megatron_pg.config.tables import is_replaced
+from megatron_pg.config.tables import is_replaced, required_inputs
 from megatron_pg.explain.step import (
     ExplainedSample,
     ExplainedStep,

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.loss.micro_batch import MicroBatchLoss
+from megatron_pg.loss.resolved import resolve
 from megatron_pg.step.batch import pack
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import StepTotals
@@ -62,4 +63,4 @@ class StepLoss:
         flat = torch.cat(list(log_probs))
         batch = pack(samples).to(flat.device)
         of_tokens = None if entropy is None else torch.cat(list(entropy))
-        return MicroBatchLoss(self.config, batch, self.totals).loss(flat, of_tokens)
+        return MicroBatchLoss(resolve(self.config), batch, self.totals).loss(flat, of_tokens)

@@ -146,13 +146,36 @@ def checked_aggregation(name: str, divisor: float | None, qkv_format: Any = "thd
     return AGGREGATIONS[name]
 
 
-def require_totals(config: PolicyLossConfig, totals: StepTotals) -> None:
-    """Refuse totals that cannot divide the config's policy loss, on every rank and pipeline
-    stage.
-    """
-    if not is_replaced("loss_aggregation", config):
-        AGGREGATIONS[config.loss_aggregation].outer_count(totals)
-    totals.counted_in(config.loss_weight_denominator, accepted=counts_accepted(config))
+@dataclass(frozen=True)
+class Normalization:
+    """The counts that divide the sums of a step, as settings choose them."""
+
+    mode: Aggregation  # divides the tokens of a sample
+    counting: Aggregation  # divides the sum of a step
+    divisor: float | None  # of `constant`
+    unit: str  # `--loss-weight-denominator`
+    accepted: bool  # counts what rejections leave
+    gradient_divisor: float | None
+    kl_coefficient: float
+
+    @classmethod
+    def of(cls, config: PolicyLossConfig) -> Self:
+        mode = counting = AGGREGATIONS[config.loss_aggregation]
+        divisor = config.loss_aggregation_divisor
+        if is_replaced("loss_aggregation", config):
+            # By the field's convention the sum of a custom reducer is over rollouts, or over tokens
+            # in per-token mode.
+            mode, divisor = AGGREGATIONS["token_mean"], None
+            counting = mode if config.calculate_per_token_loss else AGGREGATIONS["sample_mean"]
+        return cls(
+            *(mode, counting, divisor, config.loss_weight_denominator, counts_accepted(config)),
+            *(config.grad_divisor, config.kl_loss_coef),
+        )
+
+    def require(self, totals: StepTotals) -> None:
+        """Refuse totals that cannot divide the policy loss, on every rank and pipeline stage."""
+        self.counting.outer_count(totals)
+        totals.counted_in(self.unit, accepted=self.accepted)
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,25 +238,20 @@ class Weights(StepNumbers, TokenWeights):
 
 
 def host_weights(
-    config: PolicyLossConfig, batch: PackedBatch, totals: StepTotals, share: float
+    normalization: Normalization, batch: PackedBatch, totals: StepTotals, share: float
 ) -> tuple[Tensor, Tensor]:
     """Compute `STEP_NUMBERS` and `SAMPLE_WEIGHTS` [names, samples], float64, in one copy.
 
     There are at least two columns, of no sample where there are fewer: the compiler makes another
     program for a size of 1.
     """
-    samples, unit = batch.samples, config.loss_weight_denominator
+    samples, unit = batch.samples, normalization.unit
     unrejected = totals.counted_in(unit)
-    counted = totals.counted_in(unit, accepted=counts_accepted(config))
-    require_accepted(config, samples)
+    counted = totals.counted_in(unit, accepted=normalization.accepted)
+    if normalization.accepted:
+        require_accepted(unit, samples)
     sample_mean = AGGREGATIONS["sample_mean"]
-    mode = counting = AGGREGATIONS[config.loss_aggregation]
-    divisor = config.loss_aggregation_divisor
-    if is_replaced("loss_aggregation", config):
-        # By the field's convention the sum of a custom reducer is over rollouts, or over tokens in
-        # per-token mode.
-        mode, divisor = AGGREGATIONS["token_mean"], None
-        counting = mode if config.calculate_per_token_loss else sample_mean
+    mode, counting, divisor = normalization.mode, normalization.counting, normalization.divisor
     outer_count = counting.outer_count(counted)
     expected = mode.expected_sums(counted, divisor)
     checksum_scale, numbers_scale = (1.0 / (total or 1.0) for total in expected)
@@ -242,8 +260,8 @@ def host_weights(
         "outer_count": outer_count,
         "unrejected_count": counting.outer_count(unrejected),
         "regularizer_count": sample_mean.outer_count(unrejected),
-        "gradient_divisor": config.grad_divisor or outer_count,
-        "kl_coefficient": config.kl_loss_coef,
+        "gradient_divisor": normalization.gradient_divisor or outer_count,
+        "kl_coefficient": normalization.kl_coefficient,
         "share": share,
         "checksum_scale": checksum_scale,
         "numbers_scale": numbers_scale,

@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_pg.config.custom import check_returned, load_custom_function
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.tables import ANCHOR, TABLES, Row, add_rows, decorator, rows_on
-from megatron_pg.loss.sequence import SequenceSums, sequence_units, sums_of_rank
+from megatron_pg.loss.sequence import SequenceSums, sequence_sum_names, sequence_units, sums_of_rank
 from megatron_pg.loss.tokens import Tokens, clamped_log_ratio, masked
 from megatron_pg.step.sample import Sample, number_samples
 
@@ -75,12 +75,13 @@ correction = decorator(CORRECTIONS, Correction)
 
 
 def apply_corrections(
-    config: PolicyLossConfig, tokens: Tokens, loss: Tensor, sums: SequenceSums
+    config: PolicyLossConfig,
+    tokens: Tokens,
+    loss: Tensor,
+    sums: SequenceSums,
+    rows: Sequence[Correction],
 ) -> Corrected:
-    """Weight the per-token loss [window] and shrink the loss mask by every correction that is
-    on.
-    """
-    rows = rows_on(CORRECTIONS, config)
+    """Weight the per-token loss [window] and shrink the loss mask by the corrections `rows`."""
     if not rows:
         return Corrected(loss, tokens.loss_mask, {})
     kept = tokens.loss_mask
@@ -122,32 +123,34 @@ def accepted_samples(config: PolicyLossConfig, samples: Sequence[Sample]) -> lis
     unread = torch.zeros_like(ids, dtype=torch.float32)
     tensors |= {"sample_ids": ids, "log_probs": unread, "advantages": unread}
     tokens = Tokens.masked(tensors)
-    sums = SequenceSums.of_table(config, ids, sums_of_rank(config, tokens, len(sample_of_unit)))
-    masks = torch.split(apply_corrections(config, tokens, unread, sums).loss_mask, lengths)
+    names, rows = sequence_sum_names(config), rows_on(CORRECTIONS, config)
+    table = sums_of_rank(config, names, tokens, len(sample_of_unit))
+    sums = SequenceSums.of_table(names, ids, table)
+    masks = torch.split(apply_corrections(config, tokens, unread, sums, rows).loss_mask, lengths)
     marked = []
     for sample, mask in zip(samples, masks, strict=True):
-        size = _accepted_size(config, sample, mask)
+        size = _accepted_size(config.loss_weight_denominator, sample, mask)
         marked.append(dataclasses.replace(sample, accepted_mask=mask, accepted_size=size))
     return marked
 
 
-def _accepted_size(config: PolicyLossConfig, sample: Sample, mask: Tensor) -> float:
-    if config.loss_weight_denominator == "mask" or sample.loss_weights is None:
+def _accepted_size(unit: str, sample: Sample, mask: Tensor) -> float:
+    if unit == "mask" or sample.loss_weights is None:
         return float(mask.sum())
     return float(sample.loss_weights[mask].double().sum())
 
 
-def require_accepted(config: PolicyLossConfig, samples: Sequence[Sample]) -> None:
-    """Refuse, by name, samples of a micro-batch that `accepted_samples` has not marked under a
-    config.
+def require_accepted(unit: str, samples: Sequence[Sample]) -> None:
+    """Refuse, by name, samples of a micro-batch that `accepted_samples` has not marked in that
+    `--loss-weight-denominator`.
     """
-    for sample in samples if counts_accepted(config) else ():
+    for sample in samples:
         mask, where = sample.accepted_mask, f"--rejection-denominator accepted: {sample.name}"
         if mask is None:
             raise ValueError(
                 f"{where} did not go through accepted_samples: pack the samples that it returns"
             )
-        if sample.accepted_size != _accepted_size(config, sample, mask):
+        if sample.accepted_size != _accepted_size(unit, sample, mask):
             raise ValueError(
                 f"{where} has an accepted_size of another --loss-weight-denominator: call "
                 "accepted_samples with the config of the loss"

@@ -2,26 +2,26 @@
 window, from logits.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import pad
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.head import (
-    Divergence,
     HeadOptions,
+    Ragged,
     TopKTeacher,
     WholeTeacher,
     log_probs_and_entropy,
     log_probs_and_score,
 )
 from megatron_pg.loss.metrics import MicroBatchMetrics
-from megatron_pg.loss.micro_batch import TEACHER_CHANNELS, MicroBatchLoss
+from megatron_pg.loss.micro_batch import MicroBatchLoss
+from megatron_pg.loss.resolved import resolve
 from megatron_pg.step.batch import PackedBatch
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import StepTotals
@@ -74,65 +74,63 @@ def policy_loss_function(
             "own choices; use PolicyStep, "
             "whose model_inputs give them the engine's"
         )
-    loss = MicroBatchLoss(config, batch, totals, context_parallel_group, step_share)
-    options = head_options(config, tensor_parallel_group, vocab_size)
-    return loss_of_logits(loss, logits, options, teacher_weight)
-
-
-def head_options(
-    config: PolicyLossConfig,
-    tensor_parallel_group: dist.ProcessGroup | None,
-    vocab_size: int | None,
-    chunk_tokens: int | None = None,
-) -> HeadOptions:
-    """Make the options of the head under a config."""
-    return HeadOptions(
-        tensor_parallel_group=tensor_parallel_group,
-        temperature=config.rollout_temperature,
-        vocab_size=vocab_size,
-        fp32_logits=config.fp32_lm_head,
-        chunk_tokens=chunk_tokens,
-        memory_gib=config.fused_lm_head_memory_gib,
-        with_entropy=config.needs_entropy,
-        use_quack=not config.fused_lm_head_without_quack,
+    resolved = resolve(config)
+    options = replace(
+        resolved.head, tensor_parallel_group=tensor_parallel_group, vocab_size=vocab_size
     )
+    loss = MicroBatchLoss(resolved, batch, totals, context_parallel_group, step_share)
+    return loss_of_logits(loss, logits, options, teacher_weight)
 
 
 def loss_of_logits(
     loss: MicroBatchLoss, logits: Tensor, options: HeadOptions, teacher_weight: Tensor | None
 ) -> tuple[Tensor, MicroBatchMetrics]:
     """Compute the loss of a micro-batch and its metrics; see `policy_loss_function`."""
-    config, batch = loss.config, loss.batch
+    resolved, batch = loss.resolved, loss.batch
+    if resolved.has_float32_logits:
+        require_float32(logits)
 
     def in_rows(channel: Tensor) -> Tensor:
         rows = channel.new_zeros(batch.window.local_tokens, *channel.shape[1:])
         return rows.index_copy(0, batch.logit_rows, channel)
 
-    teacher = teacher_of(loss, logits.shape[-1], in_rows, options, teacher_weight)
-    log_probs, entropy, divergence = log_probs_of_logits(config, batch, logits, options, teacher)
-    mass = None
-    if config.kept_set_mass:
-        whole_vocabulary = replace(config, replay_sampling_set=False, kept_set_mass=False)
+    teacher = mass = None
+    if resolved.teacher:
+        others = logits.shape[-1], options, teacher_weight
+        teacher = resolved.teacher.on_rows(batch, in_rows, *others)
+    kept = batch.kept_tokens_of_rows if resolved.is_over_kept_sets else None
+    scores = log_probs_of_logits(batch, logits, options, kept, teacher)
+    if resolved.has_kept_set_mass:
         alone = replace(options, with_entropy=False)
         with torch.no_grad():  # log p - log p_K of any token of K is the log of the mass of K
-            whole, *_ = log_probs_of_logits(whole_vocabulary, batch, logits, alone)
-            mass = (whole - log_probs).exp()
-    return loss(log_probs, entropy, divergence, mass)
+            whole, *_ = log_probs_of_logits(batch, logits, alone)
+            mass = (whole - scores[0]).exp()
+    return loss(*scores, mass)
+
+
+def require_float32(logits: Tensor) -> None:
+    """Refuse logits that `--fp32-lm-head` did not make."""
+    if logits.element_size() < 4:
+        raise ValueError(
+            f"--fp32-lm-head, and logits are {logits.dtype}: call "
+            f"megatron_pg.megatron.set_fp32_lm_head(model), or drop "
+            "the flag"
+        )
 
 
 def log_probs_of_logits(
-    config: PolicyLossConfig,
     batch: PackedBatch,
     logits: Tensor,
     options: HeadOptions,
+    kept: Ragged | None = None,
     teacher: WholeTeacher | TopKTeacher | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Compute log-probs, entropy and divergence from a teacher of the window's response tokens,
     [window] float32 each, in nats.
 
-    They are 0 at masked tokens, at the rollout temperature, and over the kept sets under
-    `--replay-sampling-set`; None is one that is not asked for. Every rank of the tensor-parallel
-    group must call it.
+    They are 0 at masked tokens, at the rollout temperature, and over the kept sets of rows where
+    `kept` has them; None is one that is not asked for. Every rank of the tensor-parallel group must
+    call it.
     """
     rows = logits.reshape(-1, logits.shape[-1])
     if len(rows) != batch.window.local_tokens:
@@ -141,12 +139,6 @@ def log_probs_of_logits(
             f"on this rank: "
             "feed the model batch.tokens, and pack with the cp_rank and cp_size that the model "
             "runs with"
-        )
-    if config.changes_output_layer and logits.element_size() < 4:
-        raise ValueError(
-            f"--fp32-lm-head, and logits are {logits.dtype}: call "
-            f"megatron_pg.megatron.set_fp32_lm_head(model), or drop "
-            "the flag"
         )
     check_vocabulary(batch, rows.shape[-1], options)
     settings: dict[str, Any] = {
@@ -159,8 +151,7 @@ def log_probs_of_logits(
     if teacher is not None:
         scores = log_probs_and_score(rows, batch.targets, teacher, **settings)
     else:
-        settings["kept"] = batch.kept_tokens_of_rows if config.replay_sampling_set else None
-        settings["with_entropy"] = options.with_entropy
+        settings |= {"kept": kept, "with_entropy": options.with_entropy}
         scores = *log_probs_and_entropy(rows, batch.targets, **settings), None
     log_probs, *others = scores
     entropy, divergence = (None if x is None else x[batch.logit_rows] for x in others)
@@ -221,48 +212,5 @@ def policy_loss_from_log_probs(
     Raises:
         ValueError: the batch lacks an input of the objective, or the entropy is needed and None.
     """
-    loss = MicroBatchLoss(config, batch, totals, context_parallel_group, step_share)
+    loss = MicroBatchLoss(resolve(config), batch, totals, context_parallel_group, step_share)
     return loss(log_probs, entropy)
-
-
-def teacher_of(
-    loss: MicroBatchLoss,
-    local_columns: int,
-    place: Callable[[Any], Tensor],
-    options: HeadOptions,
-    weight: Tensor | None,
-) -> WholeTeacher | TopKTeacher | None:
-    """Collect the teacher on the rows that `place` makes of [window, ...]; None where there is
-    none, or no sample.
-
-    `local_columns` are those of the student's output layer on this rank, `weight` is [v/tp,
-    teacher's hidden].
-    """
-    config, batch, group = loss.config, loss.batch, options.tensor_parallel_group
-    if not config.distills or not batch.samples:
-        return None
-    divergence = Divergence(config.distill_divergence, config.distill_beta)
-    names = TEACHER_CHANNELS[str(config.distill_teacher)]
-    first, *others = (place(batch.side_channels[name]) for name in names)
-    if config.distill_teacher == "top_k":
-        (log_probs,) = others
-        is_double = log_probs.dtype == torch.float64
-        return TopKTeacher(divergence, first.long(), log_probs if is_double else log_probs.float())
-    if config.distill_teacher == "hidden":
-        if weight is None:
-            raise ValueError(
-                "--distill-teacher hidden needs teacher_weight=, the teacher's output weight"
-            )
-        return WholeTeacher(divergence, hidden=first.to(weight.dtype), weight=weight.detach())
-    rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-    padded_width = size * local_columns
-    width = options.vocab_size or padded_width
-    if first.shape[1:] not in {(width,), (padded_width,)}:
-        raise ValueError(
-            f"{batch.samples[0].name}: side_channels['teacher_logits'] has rows of "
-            f"{list(first.shape[1:])} logits, expected the "
-            f"student's vocabulary of {width} (with padding {padded_width}): teacher and student "
-            f"need one vocabulary"
-        )
-    own = first[:, rank * local_columns : (rank + 1) * local_columns]
-    return WholeTeacher(divergence, logits=pad(own, (0, local_columns - own.shape[1])))

@@ -26,7 +26,6 @@ from megatron_pg.loss.aggregation import STEP_NUMBERS, Weights
 from megatron_pg.loss.checksum import CHECKSUM, CHECKSUMS, check_checksum
 from megatron_pg.loss.corrections import Corrected, correction_metric_names
 from megatron_pg.loss.objectives import OBJECTIVES, Outcome
-from megatron_pg.loss.policy_loss import Terms
 from megatron_pg.loss.regularizers import KL_ESTIMATES
 from megatron_pg.loss.tokens import Tokens
 from megatron_pg.step.batch import PackedBatch, to_device
@@ -383,33 +382,36 @@ def checksums(weights: Weights) -> Tensor:
 
 @torch.no_grad()
 def measure(
-    config: PolicyLossConfig, table: PairTable, tokens: Tokens, weights: Weights, terms: Terms
+    scored: Scored,
+    metrics: Sequence[Metric],
+    table: PairTable,
+    weights: Weights,
+    terms: Mapping[str, Tensor],
 ) -> tuple[Tensor | None, ...]:
     """Compute `maxima` and `is_nan` of `MicroBatchMetrics`, and the parts of its `pairs`.
 
     They cover the tokens that are active before any rejection.
     """
-    mask, rows = tokens.loss_mask, metrics_on(config)
-    scored = Scored(config, tokens, terms.outcome, terms.corrected)
+    tokens, mask = scored.tokens, scored.tokens.loss_mask
     values = {
         row.name: promised(row.value(scored))
-        for row in rows
+        for row in metrics
         if all(getattr(tokens, name) is not None for name in row.reads)
     }
-    parts = table.parts(values, terms.reported, weights, mask)
-    if not rows:
+    parts = table.parts(values, terms, weights, mask)
+    if not metrics:
         return None, None, *parts
-    is_nan = ~terms.corrected.loss.isfinite()
-    if config.kl_loss_coef:
+    is_nan = ~scored.corrected.loss.isfinite()
+    if "kl_loss" in terms:
         is_nan = is_nan | ~(tokens.log_probs - tokens.given("ref_log_probs")).isfinite()
-    if config.distill_coef:
+    if "distill_loss" in terms:
         is_nan = is_nan | ~tokens.given("divergence").isfinite()
     nothing = torch.full_like(mask, -torch.inf, dtype=torch.float64)
     extremes = [
         torch.where(mask, SIGNS[row.reduction] * values[row.name].double(), -torch.inf)
         if row.name in values
         else nothing
-        for row in rows
+        for row in metrics
         if row.reduction in SIGNS
     ]
     # Not `len(mask)`, which would make the size of a trace its only one.
@@ -443,9 +445,8 @@ class MicroBatchMetrics(Mapping[str, Tensor]):
             self.batch = replace(self.batch, side_channels={}, routed_experts=None)
 
     @classmethod
-    def awaited(cls, config: PolicyLossConfig, device: torch.device) -> Self:
+    def awaited(cls, table: PairTable, device: torch.device) -> Self:
         """Make the metrics of a loss that is computed in backward. They are NaN until `fill`."""
-        table = metric_table(config)
         size = (len(table.names), 2)
         return cls(table, torch.full(size, math.nan, dtype=torch.float64, device=device))
 

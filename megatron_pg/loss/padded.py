@@ -24,7 +24,6 @@ from torch import Tensor
 
 from megatron_pg.loss.aggregation import checked_aggregation
 from megatron_pg.loss.reducer import weighted_sum
-from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.batch import to_device
 from megatron_pg.step.counts import BareSample, StepCounts
 from megatron_pg.step.sample import as_integer, checked_integer
@@ -64,15 +63,15 @@ def padded_totals(
             ids that are not one per row, or a rollout in two prompt groups or on two ranks.
     """
 
-    def rows() -> StepCounts:
+    def rows() -> tuple[list[BareSample], None, None]:
         _check_mask(mask)
         counts = mask.sum(dim=1, dtype=torch.int64).tolist()
-        return StepCounts.of([_counted_rows(counts, group_index, rollout_id, id_source)])
+        return _counted_rows(counts, group_index, rollout_id, id_source), None, None
 
-    mine, everyone = compute_and_gather(rows, StepCounts.to_bytes, data_parallel_group)
-    rank = 0 if data_parallel_group is None else dist.get_rank(data_parallel_group)
-    counts = mine.over_ranks(everyone, data_parallel_group)
-    return totals_of_counts(counts, rank, allow_different_group_sizes=allow_different_group_sizes)
+    counts, _, _ = StepCounts.over_ranks(rows, data_parallel_group)
+    return totals_of_counts(
+        counts, counts.rank, allow_different_group_sizes=allow_different_group_sizes
+    )
 
 
 def reduce_padded(

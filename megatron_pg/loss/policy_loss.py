@@ -16,12 +16,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.loss.aggregation import Weights
 from megatron_pg.loss.corrections import Corrected, apply_corrections
-from megatron_pg.loss.objectives import Outcome, get_objective
+from megatron_pg.loss.objectives import Outcome
 from megatron_pg.loss.reducer import Reduction, weighted_sum
 from megatron_pg.loss.regularizers import kl_estimate
+from megatron_pg.loss.resolved import ResolvedLoss
 from megatron_pg.loss.sequence import SequenceSums
 from megatron_pg.loss.tokens import Tokens
 
@@ -39,7 +39,7 @@ class Terms:
 
 
 def policy_loss(
-    config: PolicyLossConfig,
+    resolved: ResolvedLoss,
     tokens: Tokens,
     weights: Weights,
     sums: SequenceSums,
@@ -48,8 +48,9 @@ def policy_loss(
     """Compute the loss of one micro-batch on one rank; `reduce` is the weighted sum, or the user's
     own, which reads no weights.
     """
-    outcome = get_objective(config)(config, tokens, sums)
-    corrected = apply_corrections(config, tokens, outcome.loss, sums)
+    config = resolved.config
+    outcome = resolved.objective(config, tokens, sums)
+    corrected = apply_corrections(config, tokens, outcome.loss, sums, resolved.corrections)
     pg_sum = reduce(corrected.loss, weights.loss, corrected.loss_mask)
     pg_loss = quotient(pg_sum, weights.outer_count)
 

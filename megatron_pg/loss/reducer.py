@@ -4,6 +4,8 @@ loss, weighted.
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -128,58 +130,67 @@ def weighted_sum(x: Tensor, weights: Tensor, loss_mask: Tensor | None = None) ->
     return (x.to(dtype).masked_fill(weights == 0, 0.0) * weights).sum()
 
 
-def get_reduction(
-    config: PolicyLossConfig,
-    batch: PackedBatch,
-    context_parallel_group: dist.ProcessGroup | None = None,
-) -> Reduction:
-    """Return the reduction of one micro-batch: `weighted_sum`, or that of
-    `--custom-pg-loss-reducer-function-path`.
+@dataclass(frozen=True)
+class OwnReducer:
+    """The function of `--custom-pg-loss-reducer-function-path`."""
 
-    The user's function gets whole loss masks: those of the samples, or, where corrections may drop
-    tokens, those that the corrections leave, put together by one all-reduce over the
-    context-parallel group. The config and the samples alone decide if there is one. An empty
-    micro-batch has the sum 0 without a call, as a loop over no samples would make an int.
-    """
-    window, loss_weights = batch.window, batch.loss_weights
-    path = config.custom_pg_loss_reducer_function_path
-    if path is None:
-        return weighted_sum
-    where = f"--custom-pg-loss-reducer-function-path {path}"
-    function = load_custom_function("custom_pg_loss_reducer_function_path", path)
-    if not batch.samples:
-        return lambda x, weights, loss_mask=None: x.sum()
-    total_lengths, lengths = list(window.total_lengths), list(window.response_lengths)
-    place = {"cp_rank": window.cp_rank, "cp_size": window.cp_size}
-    named = {name: place[name] for name in named_keywords(function, tuple(place))}
+    path: str
+    per_token: bool
+    drops_tokens: bool  # corrections may drop tokens
 
-    def reducer_of(masks: Tensor) -> Reducer:
-        loss_masks = list(torch.split(to_device(masks, batch.loss_mask.device), lengths))
-        per_token = config.calculate_per_token_loss
-        reducer: Reducer = function(total_lengths, lengths, loss_masks, per_token, **named)
-        if not callable(reducer):
-            raise ValueError(
-                f"{where} returned a {type(reducer).__name__}, expected a function: x [window] -> "
-                f"its sum, 0-d"
-            )
-        return reducer
+    @classmethod
+    def of(cls, config: PolicyLossConfig) -> Self | None:
+        """Return None for a loss without one."""
+        path = config.custom_pg_loss_reducer_function_path
+        if path is None:
+            return None
+        return cls(path, config.calculate_per_token_loss, drops_tokens(config))
 
-    @functools.cache
-    def own_reducer() -> Reducer:
-        return reducer_of(torch.cat([sample.loss_mask.float() for sample in batch.samples]))
+    def reduction(
+        self, batch: PackedBatch, context_parallel_group: dist.ProcessGroup | None = None
+    ) -> Reduction:
+        """Return the reduction of one micro-batch.
 
-    def inner_sum(x: Tensor, weights: Tensor, loss_mask: Tensor | None = None) -> Tensor:
-        if loss_mask is None or not drops_tokens(config):
-            reducer = own_reducer()
-        else:
-            masks = window.in_responses(loss_mask.float())
-            reducer = reducer_of(add_over_group(masks, context_parallel_group))
-        result: Tensor = reducer(x if loss_weights is None else x * loss_weights.to(x.dtype))
-        meaning = "the weighted sum of x over this rank's window"
-        check_returned(result, (), f"{where}: the reducer", meaning, differentiable_in=x)
-        return result
+        The function gets whole loss masks: those of the samples, or, where corrections may drop
+        tokens, those that the corrections leave, put together by one all-reduce over the
+        context-parallel group. The settings and the samples alone decide if there is one. An empty
+        micro-batch has the sum 0 without a call, as a loop over no samples would make an int.
+        """
+        window, loss_weights = batch.window, batch.loss_weights
+        where = f"--custom-pg-loss-reducer-function-path {self.path}"
+        function = load_custom_function("custom_pg_loss_reducer_function_path", self.path)
+        if not batch.samples:
+            return lambda x, weights, loss_mask=None: x.sum()
+        total_lengths, lengths = list(window.total_lengths), list(window.response_lengths)
+        place = {"cp_rank": window.cp_rank, "cp_size": window.cp_size}
+        named = {name: place[name] for name in named_keywords(function, tuple(place))}
 
-    return inner_sum
+        def reducer_of(masks: Tensor) -> Reducer:
+            loss_masks = list(torch.split(to_device(masks, batch.loss_mask.device), lengths))
+            reducer: Reducer = function(total_lengths, lengths, loss_masks, self.per_token, **named)
+            if not callable(reducer):
+                raise ValueError(
+                    f"{where} returned a {type(reducer).__name__}, expected a function: x [window] "
+                    f"-> its sum, 0-d"
+                )
+            return reducer
+
+        @functools.cache
+        def own_reducer() -> Reducer:
+            return reducer_of(torch.cat([sample.loss_mask.float() for sample in batch.samples]))
+
+        def inner_sum(x: Tensor, weights: Tensor, loss_mask: Tensor | None = None) -> Tensor:
+            if loss_mask is None or not self.drops_tokens:
+                reducer = own_reducer()
+            else:
+                masks = window.in_responses(loss_mask.float())
+                reducer = reducer_of(add_over_group(masks, context_parallel_group))
+            result: Tensor = reducer(x if loss_weights is None else x * loss_weights.to(x.dtype))
+            meaning = "the weighted sum of x over this rank's window"
+            check_returned(result, (), f"{where}: the reducer", meaning, differentiable_in=x)
+            return result
+
+        return inner_sum
 
 
 def add_over_group(sums: Tensor, group: dist.ProcessGroup | None) -> Tensor:

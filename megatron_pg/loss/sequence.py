@@ -32,13 +32,13 @@ class SequenceSums:
     sums: Mapping[str, Tensor]  # by name, [units] float64; empty where no row reads any
 
     @classmethod
-    def of_table(cls, config: PolicyLossConfig, unit_ids: Tensor, table: Tensor | None) -> Self:
-        """Name the rows of a table [names, units], which are in the order of `sequence_sum_names`.
+    def of_table(cls, names: Sequence[str], unit_ids: Tensor, table: Tensor | None) -> Self:
+        """Name the rows of a table [names, units], which are in the order of the names.
 
         The table is None if no row reads a sum.
         """
         rows = () if table is None else table.unbind()
-        return cls(unit_ids, dict(zip(sequence_sum_names(config), rows, strict=True)))
+        return cls(unit_ids, dict(zip(names, rows, strict=True)))
 
     def total(self, name: str) -> Tensor:
         """Return the sum over each token's unit, [window] float64, or refuse one that no row that
@@ -94,11 +94,10 @@ def units_of_window(config: PolicyLossConfig, batch: PackedBatch) -> tuple[Tenso
 
 
 @torch.no_grad()
-def sums_of_rank(config: PolicyLossConfig, tokens: Tokens, num_units: int) -> Tensor:
-    """Add up this rank's window by unit, [names, num_units] float64, in the order of
-    `sequence_sum_names`.
-    """
-    names = sequence_sum_names(config)
+def sums_of_rank(
+    config: PolicyLossConfig, names: Sequence[str], tokens: Tokens, num_units: int
+) -> Tensor:
+    """Add up this rank's window by unit, [names, num_units] float64, of `sequence_sum_names`."""
     rows = [SUMMANDS[name](config, tokens) for name in names]
     table = tokens.log_probs.new_zeros(len(names), num_units, dtype=torch.float64)
     return table.index_add_(1, tokens.unit_ids, torch.stack(rows)) if rows else table

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from megatron_pg.config.objective import MAX_LOG_RATIO
-from megatron_pg.config.policy_loss import LOG_PROB_FIELDS, PolicyLossConfig, anchor_of
+from megatron_pg.config.policy_loss import PolicyLossConfig
+from megatron_pg.config.tables import LOG_PROB_FIELDS
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +68,7 @@ class Tokens:
         return values
 
     def anchor(self, config: PolicyLossConfig) -> Tensor:
-        return self.given(anchor_of(config))
+        return self.given(config.anchor)
 
     def mismatch(self) -> Tensor:
         """Subtract the rollout engine's log-probs from the old ones, [window] float64."""

@@ -16,9 +16,10 @@ from megatron_pg.head import (
     linear_token_loss,
 )
 from megatron_pg.head.chunks import largest_chunk
-from megatron_pg.loss.from_logits import check_vocabulary, teacher_of
+from megatron_pg.loss.from_logits import check_vocabulary
 from megatron_pg.loss.metrics import MicroBatchMetrics
-from megatron_pg.loss.micro_batch import GradientScope, MicroBatchLoss
+from megatron_pg.loss.micro_batch import MicroBatchLoss
+from megatron_pg.loss.resolved import GradientScope
 from megatron_pg.step.batch import RESPONSE_FIELDS, PackedBatch, to_device
 
 PRODUCT = LogitTransform()
@@ -107,17 +108,13 @@ class FusedHead:
     """
 
     def __init__(
-        self,
-        loss: MicroBatchLoss,
-        options: HeadOptions,
-        scope: GradientScope,
-        teacher_weight: Tensor | None = None,
+        self, loss: MicroBatchLoss, options: HeadOptions, teacher_weight: Tensor | None = None
     ) -> None:
-        self._loss, self._options, self._scope = loss, options, scope
-        self._teacher_weight = teacher_weight
+        self._loss, self._options, self._teacher_weight = loss, options, teacher_weight
+        self._resolved = resolved = loss.resolved
         self._metrics: MicroBatchMetrics
         self._rows = OutputRows(
-            loss.batch, options, with_sets=loss.config.replay_sampling_set, scope=scope
+            loss.batch, options, with_sets=resolved.is_over_kept_sets, scope=resolved.scope
         )
 
     def output_processor(
@@ -149,7 +146,9 @@ class FusedHead:
         the chunk's coefficients. Sums over sequences are all-reduced once for each piece, of which
         context-parallel ranks have equally many.
         """
-        metrics = self._metrics = MicroBatchMetrics.awaited(self._loss.config, hidden.device)
+        metrics = self._metrics = MicroBatchMetrics.awaited(
+            self._resolved.metric_table(frozenset()), hidden.device
+        )
         sizes = self._piece_sizes(len(weight))
         everything = slice(0, len(self._rows)) if sizes is None or len(sizes) == 1 else None
         whole: list[tuple[Tensor, MicroBatchMetrics]] = []
@@ -162,10 +161,10 @@ class FusedHead:
             whole[:] = [self._loss(*window_vectors)]
             return whole[0][0]
 
-        active = self._rows.active
-        teacher = teacher_of(
-            self._loss, len(weight), lambda channel: channel[active], options, self._teacher_weight
-        )
+        teacher = None
+        if self._resolved.teacher:
+            active, others = self._rows.active, (len(weight), options, self._teacher_weight)
+            teacher = self._resolved.teacher.on_rows(self._loss.batch, lambda x: x[active], *others)
         total, *vectors = linear_token_loss(
             hidden,
             weight,
@@ -194,8 +193,9 @@ class FusedHead:
 
     def _piece_sizes(self, columns: int) -> list[int] | None:
         """Count the rows whose gradients wait for one another, [pieces]; None where none waits."""
-        if self._scope.tokens != "sequence":
-            return None if self._scope.tokens == "token" else [len(self._rows)]
+        tokens = self._resolved.scope.tokens
+        if tokens != "sequence":
+            return None if tokens == "token" else [len(self._rows)]
         # Never a size that the rank's own device decides: a rank that calls the all-reduce more
         # often waits forever.
         options = self._options

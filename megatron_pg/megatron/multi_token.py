@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_pg.config.versions import derives_multi_token_labels
+from megatron_pg.step.batch import PackedBatch, to_device
 from megatron_pg.step.values import host_tensor
 
 
@@ -64,6 +65,18 @@ def scale_multi_token_loss(
         before = before.before
     model_config.mtp_grad_scale_func = MultiTokenScale(model_config, factor, before, device)
     return True
+
+
+def multi_token_mask(batch: PackedBatch, num_active_tokens: float) -> Tensor:
+    """Make the `loss_mask=` [1, local_tokens] float32 of multi-token prediction: 1 / T at the
+    input's active tokens, else 0.
+    """
+    masks = []
+    for sample in batch.samples:
+        masks += [sample.loss_mask.new_zeros(sample.prompt_length), sample.loss_mask]
+    padding = torch.zeros(1, dtype=torch.bool, device="cpu")
+    weights = torch.cat([*masks, padding]).float() / max(num_active_tokens, 1)
+    return to_device(weights[batch.window.token_indices], batch.tokens.device)[None]
 
 
 _measured: dict[int, float] = {}

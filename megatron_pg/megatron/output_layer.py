@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
+from megatron_pg.config import PolicyLossConfig
 from megatron_pg.config.model import output_layer_violations
 from megatron_pg.config.values import refuse
 from megatron_pg.config.versions import derives_multi_token_labels
@@ -122,6 +123,22 @@ def set_fp32_lm_head(model: Any, is_on: bool = True) -> bool:
             if product.instance_method is not None:
                 layer._forward_impl = product.instance_method
     return was_on
+
+
+def prepare_output_layer(model: Any | None, config: PolicyLossConfig) -> None:
+    """Let the model's output layer compute as the settings of a policy loss say, or refuse it;
+    every rank calls this.
+    """
+    if model is None:
+        if config.changes_output_layer or config.fused_lm_head:
+            flag = "--fused-lm-head" if config.fused_lm_head else "--fp32-lm-head"
+            raise ValueError(f"{flag} changes the model's output layer: give PolicyStep the model=")
+        return
+    set_fp32_lm_head(model, config.changes_output_layer)
+    if config.fused_lm_head:
+        take_output_processor(model)
+    else:
+        require_sharded_logits(model)
 
 
 def _whole_hidden(

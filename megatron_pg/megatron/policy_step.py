@@ -12,25 +12,21 @@ from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.config.policy_loss import require_config
-from megatron_pg.loss.aggregation import require_totals
-from megatron_pg.loss.from_logits import head_options, loss_of_logits
+from megatron_pg.loss.from_logits import loss_of_logits
 from megatron_pg.loss.metrics import SumsReport, reduce_metrics
-from megatron_pg.loss.micro_batch import MicroBatchLoss, gradient_scope
+from megatron_pg.loss.micro_batch import MicroBatchLoss
+from megatron_pg.loss.resolved import resolve
 from megatron_pg.megatron.context_layout import require_zigzag
 from megatron_pg.megatron.experts import padding_mask, take_padding_mask
 from megatron_pg.megatron.fused_head import FusedHead
 from megatron_pg.megatron.groups import ParallelGroups, chunks_of, unwrapped
-from megatron_pg.megatron.multi_token import scale_multi_token_loss
-from megatron_pg.megatron.output_layer import (
-    require_sharded_logits,
-    set_fp32_lm_head,
-    take_output_processor,
-)
+from megatron_pg.megatron.multi_token import multi_token_mask, scale_multi_token_loss
+from megatron_pg.megatron.output_layer import prepare_output_layer
 from megatron_pg.megatron.routing_replay import RoutingReplay
 from megatron_pg.megatron.scale_contract import ScheduleOutput, scale_contract
 from megatron_pg.megatron.training_loop import GradientWatch, require_training_loop
 from megatron_pg.megatron.varying_log_probs import require_steady_log_probs
-from megatron_pg.step.batch import PackedBatch, to_device
+from megatron_pg.step.batch import PackedBatch
 from megatron_pg.step.plan import StepPlan
 from megatron_pg.step.totals import StepTotals
 
@@ -116,6 +112,7 @@ class PolicyStep:
         require_config(config)
         if grad_divisor is not None:
             config = dataclasses.replace(config, grad_divisor=grad_divisor)
+        self.config, self._resolved = config, (resolved := resolve(config))
         if plan is not None:
             totals = plan.totals if totals is None else totals
             num_microbatches = num_microbatches or plan.num_microbatches
@@ -126,37 +123,23 @@ class PolicyStep:
                 "returned, or both totals= and num_microbatches="
             )
         # Not only in the loss of the last stage: every rank and stage refuses the same totals.
-        require_totals(config, totals)
+        resolved.normalization.require(totals)
         if model is not None:
             require_steady_log_probs(model, config)
-            set_fp32_lm_head(model, config.changes_output_layer)
-            if config.fused_lm_head:
-                take_output_processor(model)
-            else:
-                require_sharded_logits(model)
-        elif config.changes_output_layer or config.fused_lm_head:
-            flag = "--fused-lm-head" if config.fused_lm_head else "--fp32-lm-head"
-            raise ValueError(f"{flag} changes the model's output layer: give PolicyStep the model=")
-        elif config.replay_routing:
-            raise ValueError(
-                "--replay-routing changes the model's routers: give PolicyStep the model="
-            )
-        if groups is None:
-            groups = ParallelGroups.from_model(model)
-        needs_weight = config.distills and config.distill_teacher == "hidden"
-        if needs_weight and teacher_weight is None and groups.is_last_pipeline_stage:
-            raise ValueError(
-                "--distill-teacher hidden needs the teacher's output weight: give "
-                "PolicyStep(teacher_weight=...), this "
-                "tensor-parallel rank's rows of it"
-            )
+        prepare_output_layer(model, config)
+        groups = ParallelGroups.from_model(model) if groups is None else groups
+        if resolved.teacher and groups.is_last_pipeline_stage:
+            resolved.teacher.require_weight(teacher_weight)
         if model is not None and groups.context_size > 1:
             require_zigzag(model)
         chunk = chunks_of(model)[0]
         # DDP and Float16Module carry the config of what they wrap.
         model_config = None if chunk is None else chunk.config
-        self.config, self.totals, self.num_microbatches = config, totals, num_microbatches
+        self.totals, self.num_microbatches = totals, num_microbatches
         self.groups, self.vocab_size, self.teacher_weight = groups, vocab_size, teacher_weight
+        self._head = dataclasses.replace(
+            resolved.head, tensor_parallel_group=groups.tensor, vocab_size=vocab_size
+        )
         self.model, self._chunk, self._is_loop_checked = model, chunk, False
         watched = chunk, groups, num_microbatches, accumulate_gradients
         self._gradients = GradientWatch(*watched)
@@ -197,21 +180,19 @@ class PolicyStep:
                 that the model's embedding has no row for, or experts that the model does not have;
                 the loop would leave gradients unreduced.
         """
-        config, groups = self.config, self.groups
         inputs = self.checked_inputs(batch)
         if self._predicts_more:
             inputs["loss_mask"] = multi_token_mask(batch, self.totals.num_active_tokens)
-        loss = MicroBatchLoss(config, batch, self.totals, groups.context, self.share)
-        options = head_options(config, groups.tensor, self.vocab_size, chunk_tokens)
+        loss = MicroBatchLoss(self._resolved, batch, self.totals, self.groups.context, self.share)
+        options = dataclasses.replace(self._head, chunk_tokens=chunk_tokens)
+        of_head: Any = {"options": options, "teacher_weight": self.teacher_weight}
         added: dict[str, Any] = {} if self._replay is None else self._replay.model_inputs(batch)
-        if config.fused_lm_head:
-            fused = FusedHead(loss, options, gradient_scope(config), self.teacher_weight)
-            added["output_processor"] = fused.output_processor
-            return self.scaled_head(batch, inputs, fused.loss, **added)
-        read = functools.partial(
-            loss_of_logits, loss, options=options, teacher_weight=self.teacher_weight
-        )
-        return self.scaled_head(batch, inputs, read, **added)
+        if not self.config.fused_lm_head:
+            read = functools.partial(loss_of_logits, loss, **of_head)
+            return self.scaled_head(batch, inputs, read, **added)
+        fused = FusedHead(loss, **of_head)
+        added["output_processor"] = fused.output_processor
+        return self.scaled_head(batch, inputs, fused.loss, **added)
 
     def checked_inputs(self, batch: PackedBatch) -> dict[str, Any]:
         """Check the loop and the micro-batch, and list `model_inputs`; arguments and errors as for
@@ -361,15 +342,3 @@ def packed_seq_params(batch: PackedBatch) -> PackedSeqParams:
         max_seqlen_q=window.max_seqlen,
         max_seqlen_kv=window.max_seqlen,
     )
-
-
-def multi_token_mask(batch: PackedBatch, num_active_tokens: float) -> Tensor:
-    """Make the `loss_mask=` [1, local_tokens] float32 of multi-token prediction: 1 / T at the
-    input's active tokens, else 0.
-    """
-    masks = []
-    for sample in batch.samples:
-        masks += [sample.loss_mask.new_zeros(sample.prompt_length), sample.loss_mask]
-    padding = torch.zeros(1, dtype=torch.bool, device="cpu")
-    weights = torch.cat([*masks, padding]).float() / max(num_active_tokens, 1)
-    return to_device(weights[batch.window.token_indices], batch.tokens.device)[None]

@@ -178,6 +178,10 @@ class RoutingReplay:
     @classmethod
     def of_step(cls, is_on: bool, model: Any, groups: ParallelGroups) -> Self | None:
         """Begin the replay of a step; None where it is off, and the model needs no experts then."""
+        if is_on and model is None:
+            raise ValueError(
+                "--replay-routing changes the model's routers: give PolicyStep the model="
+            )
         for chunk in filter(None, map(unwrapped, chunks_of(model))):
             chunk._needs_routed_experts = is_on
         if not is_on:

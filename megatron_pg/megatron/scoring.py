@@ -14,7 +14,8 @@ from megatron_pg.config import PolicyLossConfig
 from megatron_pg.config.planning import OversizedSamples
 from megatron_pg.config.policy_loss import require_config
 from megatron_pg.head import LogitTransform
-from megatron_pg.loss.from_logits import head_options, log_probs_of_logits, refuse_tokens_outside
+from megatron_pg.loss.from_logits import log_probs_of_logits, refuse_tokens_outside, require_float32
+from megatron_pg.loss.resolved import resolve
 from megatron_pg.megatron.context_layout import require_zigzag
 from megatron_pg.megatron.fused_head import PRODUCT, OutputRows
 from megatron_pg.megatron.groups import ParallelGroups, chunks_of, unwrapped
@@ -114,10 +115,16 @@ def compute_log_probs(
     require_config(config)
     require_steady_log_probs(model, config)
     groups = ParallelGroups.from_model(model) if groups is None else groups
-    options = replace(head_options(config, groups.tensor, vocab_size), with_entropy=True)
+    resolved = resolve(config)
+    options = replace(
+        resolved.head, tensor_parallel_group=groups.tensor, vocab_size=vocab_size, with_entropy=True
+    )
 
     def read_logits(batch: PackedBatch, logits: Tensor) -> Tensor:
-        log_probs, entropy, _ = log_probs_of_logits(config, batch, logits, options)
+        if resolved.has_float32_logits:
+            require_float32(logits)
+        kept = batch.kept_tokens_of_rows if resolved.is_over_kept_sets else None
+        log_probs, entropy, _ = log_probs_of_logits(batch, logits, options, kept)
         return torch.stack([log_probs, entropy])  # type: ignore[list-item]
 
     def fused_scores(batch: PackedBatch) -> OutputProcessor:

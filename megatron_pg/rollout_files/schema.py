@@ -17,7 +17,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_pg.config.policy_loss import LOG_PROB_FIELDS
+from megatron_pg.config.tables import LOG_PROB_FIELDS
 from megatron_pg.head.ragged import Ragged
 from megatron_pg.step.advantages import (
     OF_PROMPT_GROUPS,
@@ -25,10 +25,9 @@ from megatron_pg.step.advantages import (
     advantages_of_rollouts,
     check_rewards,
 )
-from megatron_pg.step.agreement import compute_and_gather
-from megatron_pg.step.counts import StepCounts
+from megatron_pg.step.counts import SampleCounts, StepCounts
 from megatron_pg.step.ids import check_ids
-from megatron_pg.step.sample import Sample, as_integer, number_samples
+from megatron_pg.step.sample import Sample, as_integer
 from megatron_pg.step.totals import sample_counts
 from megatron_pg.step.values import refuse_values
 
@@ -260,16 +259,12 @@ def with_group_advantages(
     """
     needed = ("reward", "group_index") if method in OF_PROMPT_GROUPS else ("reward",)
 
-    def of_rank() -> tuple[NDArray[Any], StepCounts]:
-        number_samples(samples)
-        rewards = [_reward(sample, method, needed) for sample in samples]
-        return np.array(rewards, dtype=_REWARD), StepCounts.of([sample_counts(samples)])
+    def of_rank() -> tuple[SampleCounts, NDArray[Any], NDArray[Any]]:
+        counts = sample_counts(samples)  # first: it numbers them, for errors
+        mine = np.array([_reward(each, method, needed) for each in samples], dtype=_REWARD)
+        return counts, mine, mine
 
-    (mine, counts_of_rank), shared = compute_and_gather(
-        of_rank, lambda own: (own[0], own[1].to_bytes()), data_parallel_group
-    )
-    rewards_of_ranks, rows = zip(*shared, strict=True)
-    counts = counts_of_rank.over_ranks(rows, data_parallel_group)
+    counts, mine, rewards_of_ranks = StepCounts.over_ranks(of_rank, data_parallel_group)
     check_ids(counts, allow_different_prompts=allow_different_prompts)
     everyone = np.concatenate(rewards_of_ranks)
     _check_given(counts, everyone["is_given"], method)
@@ -286,8 +281,7 @@ def with_group_advantages(
     values = torch.zeros(len(counts), dtype=torch.float32, device="cpu").index_put_(
         (torch.from_numpy(computed),), step.advantages
     )
-    rank = 0 if data_parallel_group is None else dist.get_rank(data_parallel_group)
-    values_of_rank = values.split(list(counts.sizes))[rank].tolist()  # type: ignore[no-untyped-call]
+    values_of_rank = values.split(list(counts.sizes))[counts.rank].tolist()  # type: ignore[no-untyped-call]
     replaced = [
         sample if is_given else dataclasses.replace(sample, advantages=value)
         for sample, value, is_given in zip(samples, values_of_rank, mine["is_given"], strict=True)

@@ -10,17 +10,19 @@ from __future__ import annotations
 import functools
 import hashlib
 import operator
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, overload
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar, overload
 
 import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from megatron_pg.step.agreement import gather
+from megatron_pg.step.agreement import compute_and_gather, gather
 from megatron_pg.step.sample import Sample
 
 Indices = NDArray[np.int64]
+Own = TypeVar("Own")
+Told = TypeVar("Told")
 
 
 class BareSample(NamedTuple):
@@ -108,18 +110,31 @@ class StepCounts(Sequence[CountedSample]):
         rows = [rows_of(samples) for samples in here.values()]
         return cls(np.concatenate([_NO_ROW, *rows]), list(map(len, rows)), here)
 
-    def to_bytes(self) -> bytes:
-        """Return what the other ranks are told: numpy takes longer to pickle a table of few
-        rows.
-        """
-        return self.rows.tobytes()
+    @classmethod
+    def over_ranks(
+        cls,
+        count: Callable[[], tuple[Sequence[CountedSample], Own, Told]],
+        group: dist.ProcessGroup | None,
+    ) -> tuple[StepCounts, Own, list[Told]]:
+        """Count the samples of every rank; every rank of the group must call it: one exchange.
 
-    def over_ranks(self, everyone: Sequence[bytes], group: dist.ProcessGroup | None) -> StepCounts:
-        """Return the counts of all ranks from their bytes; these counts are of this rank only."""
+        `count` returns the samples of this rank, anything that it keeps, and anything picklable
+        that it tells the other ranks. Returns the counts of the step, what this rank keeps, and
+        what each rank told. An error is raised on all ranks; see `compute_and_gather`.
+        """
+        (samples, own, _), everyone = compute_and_gather(
+            count, lambda found: (rows_of(found[0]).tobytes(), found[2]), group
+        )
+        parts, told = zip(*everyone, strict=True)
         rank = 0 if group is None else dist.get_rank(group)
-        rows = np.frombuffer(b"".join(everyone), dtype=ROW)
-        sizes = [len(part) // ROW.itemsize for part in everyone]
-        return StepCounts(rows, sizes, {rank: self.here[0]}, group)
+        sizes = [len(part) // ROW.itemsize for part in parts]
+        rows = np.frombuffer(b"".join(parts), dtype=ROW)
+        return cls(rows, sizes, {rank: samples}, group), own, list(told)
+
+    @property
+    def rank(self) -> int:
+        """The data-parallel rank of this process, or the first that it knows."""
+        return min(self.here, default=0)
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_group": None}

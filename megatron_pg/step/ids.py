@@ -153,60 +153,27 @@ def _check_prompts(counts: StepCounts) -> None:
     """Refuse a prompt group whose rollouts have no prompt in common. Rollouts of which a prompt is
     unknown have any.
     """
-    is_counted = counts.has("prompt_hash") & counts.has("group_index")
-    is_counted &= ~np.bincount(
-        counts.first_of_rollout, ~counts.has("prompt_hash"), len(counts)
-    ).astype(bool)[counts.first_of_rollout]
-    samples = np.flatnonzero(is_counted)
-    groups, prompts = counts.first_of_group[samples], counts.rows["prompt_hash"][samples]
-    some_prompt = np.zeros(len(counts), dtype=np.uint64)
-    some_prompt[groups] = prompts
-    has_several = np.zeros(len(counts), dtype=bool)
-    has_several[groups[prompts != some_prompt[groups]]] = True
-    samples = samples[has_several[groups]]
-    if not samples.size:
-        return
-    groups, prompts = counts.first_of_group[samples], counts.rows["prompt_hash"][samples]
-    rollouts = counts.first_of_rollout[samples]
-    distinct, _ = _distinct_rows(groups, rollouts)
-    num_rollouts = np.bincount(groups[distinct], minlength=len(counts))
-    # Common to a group is a prompt that as many of its rollouts have as there are.
-    distinct, _ = _distinct_rows(rollouts, prompts)
-    groups_of_prompts, prompts = groups[distinct], prompts[distinct]
-    distinct, num_having = _distinct_rows(groups_of_prompts, prompts)
-    most = np.zeros(len(counts), dtype=np.int64)
-    np.maximum.at(most, groups_of_prompts[distinct], num_having)
-    wrong = np.flatnonzero(most < num_rollouts)
-    if wrong.size:
-        _refuse_prompts(counts, samples[groups == wrong[0]].tolist())
-
-
-def _distinct_rows(*columns: NDArray[Any]) -> tuple[Indices, Indices]:
-    """Return a place of each distinct row of the columns, and how often the row is there."""
-    order = np.lexsort(columns)
-    is_new = np.ones(len(order), dtype=bool)
-    is_new[1:] = np.any([np.diff(column[order]) != 0 for column in columns], axis=0)
-    starts = np.flatnonzero(is_new)
-    return order[starts], np.diff(starts, append=len(order))
-
-
-def _refuse_prompts(counts: StepCounts, samples: Sequence[int]) -> None:
-    """Name two samples of a prompt group whose rollouts have no prompt in common."""
-    rollouts: dict[int, list[int]] = {}
-    for index in samples:
-        rollouts.setdefault(int(counts.first_of_rollout[index]), []).append(index)
-    prompts_of_rollouts = (
-        set(counts.rows["prompt_hash"][members].tolist()) for members in rollouts.values()
-    )
-    common = itertools.accumulate(prompts_of_rollouts, operator.and_)
-    other = next(first for first, prompts in zip(rollouts, common, strict=True) if not prompts)
-    exception = (
-        "where the environment varies the prompt within a group, say so with "
-        "--allow-different-prompts-in-group"
-    )
-    problem = "whose prompts have different tokens"
-    first, second = counts.places([samples[0], other])
-    _refuse("group_index", first, second, problem, exception)
+    columns = counts.first_of_group, counts.first_of_rollout, counts.rows["prompt_hash"]
+    first, rollouts, prompts = columns
+    is_known = counts.has("group_index") & ~np.isin(rollouts, rollouts[~counts.has("prompt_hash")])
+    has_first_prompt = np.bincount(rollouts, prompts == prompts[first], len(counts)) > 0
+    # Left are collisions, and groups whose common prompt is not that of their first sample.
+    groups = first[is_known & ~has_first_prompt[rollouts]]
+    suspects = np.flatnonzero(is_known & np.isin(first, groups))
+    prompts_of: dict[int, dict[int, set[int]]] = {}
+    for group, rollout, prompt in zip(*(x[suspects].tolist() for x in columns), strict=True):
+        prompts_of.setdefault(group, {}).setdefault(rollout, set()).add(prompt)
+    for _, members in sorted(prompts_of.items()):
+        common = itertools.accumulate(members.values(), operator.and_)
+        without = [rollout for rollout, shared in zip(members, common, strict=True) if not shared]
+        if without:
+            exception = (
+                "where the environment varies the prompt within a group, say so with "
+                "--allow-different-prompts-in-group"
+            )
+            one, other = counts.places([next(iter(members)), without[0]])
+            problem = "whose prompts have different tokens"
+            _refuse("group_index", one, other, problem, exception)
 
 
 def _refuse(field: str, first: Place, other: Place, problem: str, exception: str) -> NoReturn:

@@ -2,16 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch.distributed as dist
 
 from megatron_pg.config.planning import OversizedSamples, PlanningConfig
-from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.bins import Indices, plan_bins
 from megatron_pg.step.cost import TOKENS, SampleCost
-from megatron_pg.step.counts import StepCounts
+from megatron_pg.step.counts import SampleCounts, StepCounts
 from megatron_pg.step.sample import Sample, check_samples
 from megatron_pg.step.token_window import Layout
 from megatron_pg.step.totals import StepTotals, sample_counts, totals_of_counts
@@ -85,9 +84,9 @@ def plan_step(
     """
     layout = Layout(cp_size=cp_size, multiple=pad_to_multiple)
 
-    def plan_rank() -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...], int, StepCounts]:
+    def plan_rank() -> tuple[SampleCounts, Any, tuple[int, int]]:
         check_samples("plan_step", samples)
-        counts = StepCounts.of([sample_counts(samples)])  # first: it numbers them, for errors
+        counts = sample_counts(samples)  # first: it numbers them, for errors
         PlanningConfig(max_tokens_per_microbatch, oversized_samples=oversized)  # checks them
         total_lengths = np.array([sample.tokens.numel() for sample in samples], dtype=np.int64)
         lengths = layout.padded_length(total_lengths)
@@ -119,21 +118,18 @@ def plan_step(
         )
         microbatches = tuple(tuple(members.tolist()) for members in bins)
         tokens = tuple(layout.packed_length(int(lengths[members].sum())) for members in bins)
-        return microbatches, tokens, int(total_lengths.sum()), counts
+        return counts, (microbatches, tokens), (len(microbatches), int(total_lengths.sum()))
 
-    (microbatches, tokens, _, counts), everyone = compute_and_gather(
-        plan_rank, lambda plan: (len(plan[0]), plan[2], plan[3].to_bytes()), data_parallel_group
-    )
-    numbers, num_tokens, rows = zip(*everyone, strict=True)
+    counts, (microbatches, tokens), told = StepCounts.over_ranks(plan_rank, data_parallel_group)
+    numbers, num_tokens = zip(*told, strict=True)
     # Of this rank alone: a list for all ranks would take time in the square of their number.
     added = 0 if ragged else max(numbers) - len(microbatches)
-    rank = 0 if data_parallel_group is None else dist.get_rank(data_parallel_group)
     return StepPlan(
         microbatches=pipeline_order(microbatches + ((),) * added),
         microbatch_tokens=pipeline_order(tokens + (layout.least_tokens,) * added),
         totals=totals_of_counts(
-            counts.over_ranks(rows, data_parallel_group),
-            rank,
+            counts,
+            counts.rank,
             sum(num_tokens),
             allow_different_prompts=allow_different_prompts,
             samples_per_group=samples_per_group,

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_pg.config.policy_loss import LOG_PROB_FIELDS
+from megatron_pg.config.tables import LOG_PROB_FIELDS
 from megatron_pg.head.ragged import Ragged
 from megatron_pg.step.routed_experts import checked_routed_experts
 from megatron_pg.step.values import (

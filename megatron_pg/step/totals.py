@@ -17,7 +17,6 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.counts import BareSample as BareSample
 from megatron_pg.step.counts import CountedSample, Indices, SampleCounts, StepCounts
 from megatron_pg.step.ids import check_ids, odd_group
@@ -208,12 +207,12 @@ def step_totals(
             things: a rollout of several prompt groups, ranks or files; a prompt group of different
             prompts.
     """
-    mine, everyone = compute_and_gather(
-        lambda: StepCounts.of([sample_counts(samples)]), StepCounts.to_bytes, data_parallel_group
+    counts, _, _ = StepCounts.over_ranks(
+        lambda: (sample_counts(samples), None, None), data_parallel_group
     )
     return totals_of_counts(
-        mine.over_ranks(everyone, data_parallel_group),
-        0 if data_parallel_group is None else dist.get_rank(data_parallel_group),
+        counts,
+        counts.rank,
         allow_different_prompts=allow_different_prompts,
         samples_per_group=samples_per_group,
         allow_different_group_sizes=allow_different_group_sizes,

@@ -28,6 +28,7 @@ from megatron_pg.check.model import model_config
 from megatron_pg.check.samples import samples_of
 from megatron_pg.config.versions import derives_multi_token_labels
 from megatron_pg.loss.objectives import OBJECTIVES, Outcome
+from megatron_pg.loss.resolved import resolve
 from megatron_pg.megatron import policy_step
 from tests import progress
 
@@ -414,6 +415,7 @@ def rows_of_dis(mistakes: list[str]) -> list[list[tuple[CheckRow, str]]]:
         with pytest.MonkeyPatch.context() as patch:
             row = replace(OBJECTIVES["dis"], ratio="none", function=WRONG_DIS[mistake])
             patch.setitem(OBJECTIVES, "dis", row)
+            resolve.cache_clear()
             found.append(checked("--num-layers 1"))
     return found
 

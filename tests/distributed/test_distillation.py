@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg import PackedBatch, PolicyLossConfig, Sample, pack
-from megatron_pg.loss.micro_batch import GradientScope
+from megatron_pg.loss.resolved import GradientScope, resolve
 from megatron_pg.megatron import ParallelGroups, policy_step
 from tests import oracle
 from tests.fast import distillation_oracle
@@ -127,7 +127,8 @@ def steps(
 ) -> list[Outcome | None]:
     if head == "one piece":
         # The losses of this file are sums over tokens: have them treated as if they were not.
-        policy_step.gradient_scope = lambda config: GradientScope("micro_batch", False)
+        scope = GradientScope("micro_batch", False)
+        policy_step.resolve = lambda config: replace(resolve(config), scope=scope)
     chunks = build(sharding, options)
     rank = ParallelGroups.from_model(chunks).tensor.rank()
     columns = VOCAB_SIZE // sharding.tensor

@@ -12,7 +12,7 @@ from megatron_pg.check import model as builder
 from megatron_pg.config.versions import derives_multi_token_labels, has_hybrid_model
 from megatron_pg.head import from_hidden
 from megatron_pg.loss import micro_batch
-from megatron_pg.loss.micro_batch import GradientScope, gradient_scope
+from megatron_pg.loss.resolved import GradientScope, ResolvedLoss, resolve
 from megatron_pg.megatron import (
     ParallelGroups,
     PolicyStep,
@@ -65,7 +65,8 @@ References = dict[ModelOptions, list[Outcome]]
 def steps(sharding: Sharding, options: ModelOptions, mode: str) -> list[Outcome | None]:
     if mode != "one pass":
         # The losses of this file are sums over tokens: have them treated as if they were not.
-        policy_step.gradient_scope = lambda config: GradientScope("micro_batch", False)
+        scope = GradientScope("micro_batch", False)
+        policy_step.resolve = lambda config: replace(resolve(config), scope=scope)
     return run_steps(sharding, options, RUNS, fused_heads(MODES[mode]))
 
 
@@ -273,8 +274,9 @@ def unscaled(sharding: Sharding) -> list[Outcome | None]:
     """Mutant: coefficients are those of the loss before its entropy and KL terms."""
     whole, called = micro_batch.policy_loss, micro_batch.MicroBatchLoss.__call__
 
-    def without_regularizers(config: PolicyLossConfig, *arguments: Any) -> Any:
-        return whole(replace(config, kl_loss_coef=0.0, entropy_coef=0.0), *arguments)
+    def without_regularizers(resolved: ResolvedLoss, *arguments: Any) -> Any:
+        config = replace(resolved.config, kl_loss_coef=0.0, entropy_coef=0.0)
+        return whole(resolve(config), *arguments)
 
     def right_value(loss: Any, *arguments: Any) -> Any:
         micro_batch.policy_loss = whole
@@ -347,7 +349,7 @@ SCOPES: dict[str, list[dict[str, Any]]] = {
 @pytest.mark.parametrize("expected", SCOPES)
 def test_what_a_gradient_waits_for(expected) -> None:
     for setting in SCOPES[expected]:
-        assert gradient_scope(PolicyLossConfig(**setting)).tokens == expected, setting
+        assert resolve(PolicyLossConfig(**setting)).scope.tokens == expected, setting
 
 
 def test_tokens_without_advantage_come_last() -> None:
@@ -365,7 +367,7 @@ def test_tokens_without_advantage_come_last() -> None:
         (pack([]), ([], 0), {}),
     ):
         for setting in settings:
-            rows, count = active_rows(packed, gradient_scope(PolicyLossConfig(**setting)))
+            rows, count = active_rows(packed, resolve(PolicyLossConfig(**setting)).scope)
             assert (rows.tolist(), count) == expected, setting
 
 

@@ -10,7 +10,7 @@ import torch
 
 from megatron_pg import PolicyLossConfig, Ragged
 from megatron_pg.head.kept import sparse_layer
-from megatron_pg.loss import micro_batch
+from megatron_pg.loss import resolved
 from megatron_pg.megatron import ParallelGroups, compute_log_probs
 from megatron_pg.step import batch
 from tests.oracle import PlainSample
@@ -73,7 +73,7 @@ def shifted_steps(sharding: Sharding) -> list[Outcome | None]:
     """Mutant: the window of the kept sets begins one token late, and nobody looks at sets of
     one.
     """
-    micro_batch._refuse_other_distributions = lambda *_: None
+    resolved.require_kept_set_log_probs = lambda *_: None
 
     whole = batch._field_in_window
 

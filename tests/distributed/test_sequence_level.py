@@ -24,9 +24,10 @@ from megatron_pg.loss.metrics import (
     metrics_on,
     reduce_metrics,
 )
-from megatron_pg.loss.micro_batch import MicroBatchLoss, gradient_scope
+from megatron_pg.loss.micro_batch import MicroBatchLoss
 from megatron_pg.loss.objectives import OBJECTIVES
 from megatron_pg.loss.reducer import get_pg_loss_reducer
+from megatron_pg.loss.resolved import resolve
 from megatron_pg.megatron.fused_head import FusedHead
 from megatron_pg.step.batch import pack
 from megatron_pg.step.totals import step_totals
@@ -89,7 +90,7 @@ def corrected_on_this_rank(
     log_probs = everything[batch.window.response_indices]
     tokens, sums = tokens_and_sums(config, batch, log_probs, group)
     loss = OBJECTIVES[config.policy_loss].function(config, tokens, sums).loss
-    corrected = apply_corrections(config, tokens, loss, sums)
+    corrected = apply_corrections(config, tokens, loss, sums, resolve(config).corrections)
     corrected.loss.sum().backward()
     return batch.window.response_indices, corrected.loss.detach(), everything.grad
 
@@ -171,8 +172,8 @@ def fused_worker() -> dict:
         samples = samples_of(sequences)
         batch = pack(samples, cp_rank=place[0], cp_size=place[1])
         hidden, weight = hidden_and_weight(sequences)
-        loss = MicroBatchLoss(config, batch, step_totals(samples), dist.group.WORLD)
-        head = FusedHead(loss, HeadOptions(chunk_tokens=1), gradient_scope(config))
+        loss = MicroBatchLoss(resolve(config), batch, step_totals(samples), dist.group.WORLD)
+        head = FusedHead(loss, HeadOptions(chunk_tokens=1))
         value = head.output_processor(hidden[batch.window.token_indices][:, None], weight)
         value.backward()
         results[case, name] = value.detach(), hidden.grad, weight.grad

@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_pg import PackedBatch, PolicyLossConfig, Sample, pack
 from megatron_pg.loss import OBJECTIVES
 from megatron_pg.loss.micro_batch import MicroBatchLoss
+from megatron_pg.loss.resolved import resolve
 from megatron_pg.loss.sequence import SequenceSums
 from megatron_pg.loss.tokens import Tokens
 from tests.fast.objectives_oracle import Sequence1
@@ -124,7 +125,7 @@ def tokens_and_sums(
     group: dist.ProcessGroup | None = None,
 ) -> tuple[Tokens, SequenceSums]:
     """The tensors that the loss of a micro-batch is a function of."""
-    loss = MicroBatchLoss(config, batch, uneven_totals(batch.samples), group)
+    loss = MicroBatchLoss(resolve(config), batch, uneven_totals(batch.samples), group)
     tokens, _, sums = loss._arguments(loss._inputs(log_probs, log_probs))
     return tokens, sums
 

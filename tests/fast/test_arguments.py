@@ -17,8 +17,9 @@ from megatron_pg.config import (
     add_policy_loss_args,
     validate_policy_loss_args,
 )
-from megatron_pg.config.policy_loss import OPTIONAL_SAMPLE_FIELDS
+from megatron_pg.config.policy_loss import require_config
 from megatron_pg.config.settings import fields_of
+from megatron_pg.config.tables import OPTIONAL_SAMPLE_FIELDS
 from megatron_pg.step.sample import Sample
 from tests.fast import tables
 from tests.fast.refusals import assert_refused
@@ -607,3 +608,9 @@ def test_our_help_renders_on_the_parser_of_megatron():
         action = parser._option_string_actions[flag]
         assert action.dest == flag[2:].replace("-", "_")
         assert formatter._expand_help(action)
+
+
+def test_args_in_the_place_of_a_config_are_refused():
+    args = argparse.Namespace(**vars(PolicyLossConfig()))
+    with pytest.raises(TypeError, match=r"a Namespace, .*PolicyLossConfig.from_args\(args\)"):
+        require_config(args)

@@ -19,7 +19,8 @@ from megatron_pg.config import PolicyLossConfig
 from megatron_pg.loss import compiled, micro_batch
 from megatron_pg.loss.metrics import MicroBatchMetrics
 from megatron_pg.loss.micro_batch import MicroBatchLoss
-from megatron_pg.loss.sequence import sums_of_rank
+from megatron_pg.loss.resolved import ResolvedLoss, resolve
+from megatron_pg.loss.sequence import sequence_sum_names, sums_of_rank
 from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import step_totals
@@ -148,7 +149,7 @@ def test_a_divergence_has_its_gradient(settings):
         batch = replace(batch, side_channels=channels)
         log_probs = flat_log_probs(sequences).detach()[batch.window.response_indices]
         inputs = [f(log_probs).requires_grad_() for f in (torch.clone, torch.square, torch.exp)]
-        loss, metrics = MicroBatchLoss(config, batch, step_totals(batch.samples))(*inputs)
+        loss, metrics = MicroBatchLoss(resolve(config), batch, step_totals(batch.samples))(*inputs)
         gradients = torch.autograd.grad(loss, inputs, allow_unused=True)
         found.append((loss, *gradients, metrics.pairs))
     assert found[0][3] is not None and found[0][3].abs().sum() > 0
@@ -197,10 +198,10 @@ def test_a_divisor_of_the_first_step_would_be_seen(monkeypatch):
     """
     right = micro_batch.policy_loss
 
-    def baked(config: PolicyLossConfig, tokens: Any, weights: Any, *others: Any) -> Any:
-        terms = right(config, tokens, weights, *others)
-        assert config.grad_divisor is not None
-        return replace(terms, loss=terms.loss * weights.gradient_divisor / config.grad_divisor)
+    def baked(resolved: ResolvedLoss, tokens: Any, weights: Any, *others: Any) -> Any:
+        terms, divisor = right(resolved, tokens, weights, *others), resolved.config.grad_divisor
+        assert divisor is not None
+        return replace(terms, loss=terms.loss * weights.gradient_divisor / divisor)
 
     gradients = []
     for mutant in (right, baked):
@@ -223,7 +224,7 @@ def test_sums_over_sequences_are_those_of_the_context_parallel_group(monkeypatch
     whole = package_batch(sequences)
     expected = by_operators(config, batch=whole)[0]
     tokens, _ = tokens_and_sums(config, whole, flat_log_probs(sequences, torch.float32))
-    of_group = sums_of_rank(config, tokens, len(sequences))
+    of_group = sums_of_rank(config, sequence_sum_names(config), tokens, len(sequences))
 
     def over_group(sums: Tensor, group: object) -> Tensor:
         sums[:, : of_group.shape[1]] = of_group
@@ -269,8 +270,8 @@ def test_every_rank_joins_one_all_reduce_of_one_size(monkeypatch):
         ((of_first,), (of_second,)) = all_reduces(monkeypatch, programs=programs)
         assert of_first == of_second
 
-    def of_own_size(config: PolicyLossConfig, tokens: Any, num_samples: int) -> Tensor:
-        whole = sums_of_rank(config, tokens, num_samples)
+    def of_own_size(config: PolicyLossConfig, names: Any, tokens: Any, size: int) -> Tensor:
+        whole = sums_of_rank(config, names, tokens, size)
         return whole if len(tokens.log_probs) else whole[:, :1]
 
     monkeypatch.setattr(micro_batch, "sums_of_rank", of_own_size)
@@ -337,7 +338,8 @@ def test_no_output_is_the_loss_itself(settings):
     gradient.
     """
     batch = package_batch(random_sequences(1))
-    loss = MicroBatchLoss(PolicyLossConfig(**settings), batch, step_totals(batch.samples))
+    resolved = resolve(PolicyLossConfig(**settings))
+    loss = MicroBatchLoss(resolved, batch, step_totals(batch.samples))
     log_probs = torch.full(batch.loss_mask.shape, -1.0).requires_grad_()
     tensors = loss._inputs(log_probs, None, None)
     first, *others = loss._loss_and_metrics(tensors)

@@ -16,7 +16,13 @@ from megatron_pg import (
     filter_overlong,
     pack,
 )
-from megatron_pg.loss.corrections import Corrected, apply_corrections, correction_metric_names
+from megatron_pg.config.tables import rows_on
+from megatron_pg.loss.corrections import (
+    CORRECTIONS,
+    Corrected,
+    apply_corrections,
+    correction_metric_names,
+)
 from megatron_pg.loss.objectives import OBJECTIVES
 from megatron_pg.loss.sequence import SequenceSums, sequence_sum_names
 from tests.fast import objectives_oracle as oracle
@@ -121,7 +127,7 @@ def corrected(
 ) -> tuple[Corrected, Tensor]:
     tokens, sums = tokens_and_sums(config, batch, log_probs)
     loss = OBJECTIVES[config.policy_loss].function(config, tokens, sums).loss
-    return apply_corrections(config, tokens, loss, sums), loss
+    return apply_corrections(config, tokens, loss, sums, rows_on(CORRECTIONS, config)), loss
 
 
 def corrected_sequences(
@@ -284,7 +290,8 @@ def test_a_sum_over_sequences_that_was_not_made_is_named():
         tokens, _ = tokens_and_sums(config, batch, log_probs)
         sums = SequenceSums(tokens.unit_ids, {})
         words = "the sum over sequences of  |  was not made"
-        assert_refused(words, apply_corrections, config, tokens, log_probs, sums)
+        rows = rows_on(CORRECTIONS, config)
+        assert_refused(words, apply_corrections, config, tokens, log_probs, sums, rows)
 
 
 def test_an_empty_micro_batch_is_legal():

@@ -14,7 +14,7 @@ from megatron_pg import (
     policy_loss_function,
     step_totals,
 )
-from megatron_pg.loss.micro_batch import gradient_scope
+from megatron_pg.loss.resolved import resolve
 from tests.fast import distillation_oracle as oracle
 from tests.fast.refusals import assert_refused, refusal
 
@@ -217,10 +217,10 @@ def test_logits_are_those_of_the_rollout_temperature_and_of_the_vocabulary(teach
 
 
 def test_what_follows_from_the_settings():
-    assert gradient_scope(PolicyLossConfig(**DISTILL)).tokens == "token"
+    assert resolve(PolicyLossConfig(**DISTILL)).scope.tokens == "token"
     term = PolicyLossConfig(distill_coef=0.1, distill_teacher="logits")
-    assert gradient_scope(term) == ("token", False)
-    assert gradient_scope(PolicyLossConfig()) == ("token", True)
+    assert resolve(term).scope == ("token", False)
+    assert resolve(PolicyLossConfig()).scope == ("token", True)
 
 
 def test_the_token_whose_teacher_is_nan_is_told():

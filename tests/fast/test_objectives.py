@@ -14,6 +14,7 @@ from megatron_pg.config.settings import fields_of
 from megatron_pg.loss import DPPO_DELTAS, objectives
 from megatron_pg.loss.micro_batch import MicroBatchLoss
 from megatron_pg.loss.objectives import OBJECTIVES, Outcome, clipped_log_ratio, get_objective
+from megatron_pg.loss.resolved import resolve
 from megatron_pg.loss.sequence import SequenceSums, sequence_units
 from tests.fast import objectives_oracle as oracle
 from tests.fast.objectives_oracle import Sequence1
@@ -531,7 +532,7 @@ def test_turns_are_numbered_over_samples_and_refused_out_of_order() -> None:
     assert_refused(
         "a has no turn_ids, which --sequence-unit turn needs",
         MicroBatchLoss,
-        config,
+        resolve(config),
         pack([replace(sample(None), old_log_probs=[-1.0] * 4)]),
         None,
     )

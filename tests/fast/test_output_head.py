@@ -12,7 +12,8 @@ from megatron_pg.config import PolicyLossConfig, add_policy_loss_args, validate_
 from megatron_pg.head import HeadOptions, LogitTransform, linear_token_loss
 from megatron_pg.loss.from_logits import policy_loss_function
 from megatron_pg.loss.metrics import MicroBatchMetrics, reduce_metrics
-from megatron_pg.loss.micro_batch import MicroBatchLoss, gradient_scope
+from megatron_pg.loss.micro_batch import MicroBatchLoss
+from megatron_pg.loss.resolved import resolve
 from megatron_pg.megatron import output_layer
 from megatron_pg.megatron.fused_head import FusedHead
 from megatron_pg.megatron.policy_step import PolicyStep
@@ -126,9 +127,9 @@ def micro_batch(samples: list[Sample]) -> tuple[PackedBatch, torch.Tensor, torch
 
 
 def fused_head(config: PolicyLossConfig, batch: PackedBatch, chunk_tokens: int | None) -> FusedHead:
-    loss = MicroBatchLoss(config, batch, step_totals(batch.samples))
+    loss = MicroBatchLoss(resolve(config), batch, step_totals(batch.samples))
     options = HeadOptions(chunk_tokens=chunk_tokens, with_entropy=config.needs_entropy)
-    return FusedHead(loss, options, gradient_scope(config))
+    return FusedHead(loss, options)
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 3, None])

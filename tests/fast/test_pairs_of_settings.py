@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
-from megatron_pg.config.tables import rows_on
 from megatron_pg.loss import micro_batch, policy_loss
-from megatron_pg.loss.corrections import CORRECTIONS, accepted_samples
+from megatron_pg.loss.corrections import accepted_samples
 from megatron_pg.step.batch import pack
 from tests import oracle as step_oracle
 from tests.fast import objectives_oracle as oracle
@@ -353,35 +352,35 @@ def test_both_settings_of_a_pair_tell(factor: str) -> None:
 # Mistakes that no setting alone shows.
 
 
-def last_rejection_decides(config, tokens, loss, sums):
+def last_rejection_decides(config, tokens, loss, sums, rows):
     """The mask of one correction takes the place of another's."""
-    kept, found = tokens.loss_mask, corrections_of(config, tokens, loss, sums)
-    for row in rows_on(CORRECTIONS, config):
+    kept, found = tokens.loss_mask, corrections_of(config, tokens, loss, sums, rows)
+    for row in rows:
         loss, kept, _ = row.function(config, tokens, sums, loss)
     return found._replace(loss=torch.where(kept, loss, 0.0), loss_mask=kept)
 
 
-def rejection_forgets_weights(config, tokens, loss, sums):
+def rejection_forgets_weights(config, tokens, loss, sums, rows):
     """A rejection begins with the loss that no weight has touched."""
-    found = corrections_of(config, tokens, loss, sums)
-    if len(rows_on(CORRECTIONS, config)) < 2:
+    found = corrections_of(config, tokens, loss, sums, rows)
+    if len(rows) < 2:
         return found
     return found._replace(loss=torch.where(found.loss_mask, loss, 0.0))
 
 
-def divisor_of_all_terms(config, tokens, weights, *others):
+def divisor_of_all_terms(resolved, tokens, weights, *others):
     """`grad_divisor` divides the KL and entropy terms too."""
-    terms = terms_of(config, tokens, weights, *others)
-    if config.grad_divisor is None:
+    terms, divisor = terms_of(resolved, tokens, weights, *others), resolved.config.grad_divisor
+    if divisor is None:
         return terms
-    loss = terms.reported["loss"] * float(weights.outer_count) / config.grad_divisor
+    loss = terms.reported["loss"] * float(weights.outer_count) / divisor
     return replace(terms, loss=loss)
 
 
-def divisor_of_none(config, *others):
+def divisor_of_none(resolved, *others):
     """`grad_divisor` takes the KL and entropy terms away."""
-    terms = terms_of(config, *others)
-    if config.grad_divisor is None:
+    terms = terms_of(resolved, *others)
+    if resolved.config.grad_divisor is None:
         return terms
     penalty = terms.reported["loss"] - terms.reported["pg_loss"]
     return replace(terms, loss=terms.loss - penalty)

@@ -25,7 +25,7 @@ from torch import Tensor
 from megatron_pg import PolicyLossConfig, pack, step_totals
 from megatron_pg.head import rows_torch
 from megatron_pg.head.vocabulary_shard import RowStatistics, VocabularyShard
-from megatron_pg.loss import micro_batch, reducer
+from megatron_pg.loss import micro_batch
 from megatron_pg.megatron import ParallelGroups, PolicyStep, policy_step
 from megatron_pg.megatron.scale_contract import ScaleContract
 from tests.fast import typed_ranks
@@ -110,7 +110,7 @@ def sum_over_sequences(patch: pytest.MonkeyPatch, groups: ParallelGroups) -> Non
 def totals_of_the_step(patch: pytest.MonkeyPatch, groups: ParallelGroups) -> None:
     """A mean over the tokens that this context-parallel rank has."""
     patch.setattr(
-        reducer, "weighted_sum", lambda x, weights, mask: (x * weights).sum() / weights.sum()
+        micro_batch, "weighted_sum", lambda x, weights, mask: (x * weights).sum() / weights.sum()
     )
 
 

@@ -34,7 +34,7 @@ from megatron_pg.head import HeadOptions, linear_log_probs_and_entropy
 from megatron_pg.loss import AGGREGATIONS
 from megatron_pg.loss.corrections import accepted_samples
 from megatron_pg.megatron.fused_head import active_rows, of_all_responses
-from megatron_pg.megatron.policy_step import multi_token_mask
+from megatron_pg.megatron.multi_token import multi_token_mask
 from megatron_pg.rollout_files import routed_experts_of_engine, with_group_advantages
 from megatron_pg.rollout_files.schema import sample_of_row
 from megatron_pg.step import plan_step

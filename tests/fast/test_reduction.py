@@ -12,7 +12,8 @@ from torch import Tensor
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.loss.aggregation import AGGREGATIONS, Weights, host_weights
 from megatron_pg.loss.policy_loss import quotient
-from megatron_pg.loss.reducer import get_pg_loss_reducer, get_reduction
+from megatron_pg.loss.reducer import get_pg_loss_reducer, weighted_sum
+from megatron_pg.loss.resolved import resolve
 from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import StepTotals
@@ -43,13 +44,15 @@ def custom_config(reducer: str, per_token: bool = False, **settings: Any) -> Pol
 
 def reduced(config: PolicyLossConfig, batch: PackedBatch, totals: StepTotals, x: Tensor) -> Tensor:
     """This rank's share of the aggregate of x [window] over the step."""
+    resolved = resolve(config)
     weights = Weights.spread(
-        *host_weights(config, batch, totals, 1.0),
+        *host_weights(resolved.normalization, batch, totals, 1.0),
         loss_mask=batch.loss_mask,
         sample_ids=batch.window_segment_ids,
         loss_weights=batch.loss_weights,
     )
-    return quotient(get_reduction(config, batch)(x, weights.loss), weights.outer_count)
+    reduce = resolved.own_reducer.reduction(batch) if resolved.own_reducer else weighted_sum
+    return quotient(reduce(x, weights.loss), weights.outer_count)
 
 
 @pytest.mark.parametrize("per_token", (False, True))

@@ -9,6 +9,7 @@ import torch
 
 from megatron_pg import PolicyLossConfig, Sample, pack, policy_loss_function, step_totals
 from megatron_pg.loss.micro_batch import MicroBatchLoss
+from megatron_pg.loss.resolved import resolve
 from tests.fast.one_step import reported
 from tests.fast.refusals import assert_refused, refusal
 
@@ -23,7 +24,7 @@ def sample(name: str = "a", **changes: Any) -> Sample:
 def loss_of(*samples: Sample, cp: tuple[int, int] = (0, 1), **settings: Any) -> MicroBatchLoss:
     config = PolicyLossConfig(replay_sampling_set=True, **settings)
     batch = pack(samples, cp_rank=cp[0], cp_size=cp[1])
-    return MicroBatchLoss(config, batch, step_totals(samples))
+    return MicroBatchLoss(resolve(config), batch, step_totals(samples))
 
 
 def test_without_sets() -> None:

@@ -15,8 +15,8 @@ from megatron_pg.config.tables import add_rows
 from megatron_pg.loss import CORRECTIONS, OBJECTIVES
 from megatron_pg.loss.corrections import Corrected, Correction
 from megatron_pg.loss.metrics import metric_names
-from megatron_pg.loss.micro_batch import gradient_scope
 from megatron_pg.loss.objectives import Objective, Outcome
+from megatron_pg.loss.resolved import resolve
 from tests.fast.one_step import loss_of
 from tests.fast.sequences import flat_log_probs, package_batch, random_sequences
 
@@ -92,8 +92,8 @@ def everything_follows() -> None:
     accepted = refusal(line + " --rejection-denominator accepted")
     assert "cannot count what --opsm-delta 7 rejects" in accepted
     assert "ppo and gspo and sequence_score" in refusal("--policy-loss sft --eps-clip-c 3")
-    assert gradient_scope(config) == ("micro_batch", True)
-    assert gradient_scope(PolicyLossConfig()).tokens == "token"
+    assert resolve(config).scope == ("micro_batch", True)
+    assert resolve(PolicyLossConfig()).scope.tokens == "token"
 
     names = {"ratio_new_old", "clipped_ratio_fraction", "mismatch_sum", "rejected_fraction"}
     assert names <= set(metric_names(config))

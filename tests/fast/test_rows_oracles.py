@@ -26,6 +26,7 @@ from megatron_pg.loss.corrections import Corrected
 from megatron_pg.loss.metrics import DERIVED, MicroBatchMetrics
 from megatron_pg.loss.micro_batch import MicroBatchLoss
 from megatron_pg.loss.objectives import Outcome
+from megatron_pg.loss.resolved import resolve
 from megatron_pg.step import advantages
 from tests import oracle
 from tests.fast import distillation_oracle, objectives_oracle
@@ -330,7 +331,7 @@ def metrics_of_step(settings: dict[str, Any]) -> tuple[MicroBatchMetrics, dict[s
         fields["side_channels"] = [{"teacher_logits": teacher} for teacher in teachers]
     batch = pack(samples_of_step(**fields))
     batch = dataclasses.replace(batch, kept_set_size=SET_SIZE)
-    loss = MicroBatchLoss(config, batch, uneven_totals(batch.samples))
+    loss = MicroBatchLoss(resolve(config), batch, uneven_totals(batch.samples))
     _, pairs = loss(flat_log_probs(SEQUENCES), ENTROPY, DIVERGENCE, SET_MASS)
     return pairs, reported(config, pairs, policy_version=TOLD_VERSION)
 

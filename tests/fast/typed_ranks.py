@@ -155,7 +155,9 @@ def say_by_hand(patch: pytest.MonkeyPatch, seen: Seen) -> None:
     # it was.
     untyped(rows_torch, "_local_statistics", lambda rows: rows.logits)
     # An index of samples is the rank's own, and adding by index is a sum over the window.
-    untyped(micro_batch, "sums_of_rank", lambda config, tokens, samples: tokens.loss_mask, cp=P)
+    untyped(
+        micro_batch, "sums_of_rank", lambda config, names, tokens, samples: tokens.loss_mask, cp=P
+    )
     # Sums of tokens and a summand of the host lie in one tensor, which has one type.
     untyped(metrics, "checksums", lambda weights: weights.loss, cp=P)
 
@@ -198,10 +200,10 @@ def say_by_hand(patch: pytest.MonkeyPatch, seen: Seen) -> None:
 
     sums_of = SequenceSums.of_table
 
-    def sums_seen(config: Any, unit_ids: Tensor, table: Tensor | None) -> SequenceSums:
+    def sums_seen(names: Any, unit_ids: Tensor, table: Tensor | None) -> SequenceSums:
         if table is not None:
             seen["sums over sequences"] = types_of(table)
-        return sums_of(config, unit_ids, table)
+        return sums_of(names, unit_ids, table)
 
     patch.setattr(micro_batch, "host_weights", build_typed)
     patch.setattr(micro_batch, "units_of_window", units_typed)

@@ -118,6 +118,11 @@ class MismatchSettings(Settings):
         Upper bound of the importance weight. At least e^-20.""")
     tis_clip_low: float = setting(0.0, _LOWER_BOUND, """
         Lower bound of the importance weight. At least 0, at most e^20 and tis_clip.""")
+    score_centering: bool = setting(False, """
+        Score centering (arXiv:2609.20807): subtract the rollout engine's mean of the weighted
+        gradient of log p from each token's, so that a constant advantage has no gradient on
+        average. Needs sampler_top_k, the engine's likeliest tokens. With use_tis the weights are
+        those of tis_mode, by token.""")
     use_geometric_rejection: bool = setting(False, """
         Keep a sequence only if exp(mean_t d), d as in tis_level, lies between
         geometric_rejection_low and geometric_rejection_high. Needs rollout_log_probs.""")
@@ -142,12 +147,44 @@ class MismatchSettings(Settings):
         those of what was kept.""")
     # fmt: on
 
-    def conflicts(self, given: Mapping[str, Any]) -> Iterator[str]:
+    def conflicts(self: Any, given: Mapping[str, Any]) -> Iterator[str]:
+        if self.score_centering:
+            yield from self._conflicts_of_centering()
         for low, high in BOUNDS.items():
             lowest, highest = getattr(self, low), getattr(self, high)
             if lowest > highest:
                 found = f"{flag_of(low)} {lowest:g} exceeds {flag_of(high)} {highest:g}"
                 yield f"{found}: the lower bound must not be above the upper one"
+
+    def _conflicts_of_centering(self: Any) -> Iterator[str]:
+        objective = TABLES["policy_loss"].get(self.policy_loss)
+        is_own = self.custom_policy_loss_path is not None
+        if is_own or (objective is not None and not objective.can_be_centered):
+            names = [row.name for row in TABLES["policy_loss"].values() if row.can_be_centered]
+            found = "--custom-policy-loss-path" if is_own else f"--policy-loss {self.policy_loss}"
+            yield f"--score-centering does not apply to {found}: use one of {', '.join(names)}"
+        if self.use_tis and (self.tis_level != "token" or self.custom_tis_function_path):
+            yield (
+                "--score-centering requires weights of single tokens: use --tis-level token "
+                "without --custom-tis-function-path, or remove --use-tis"
+            )
+        whole = ("use_geometric_rejection", "use_sequence_rejection", "use_opsm")
+        for flag in [flag_of(name) for name in whole if getattr(self, name)]:
+            yield (
+                f"--score-centering and {flag} are mutually exclusive: the mean over the engine's "
+                "tokens does not know which sequences are dropped"
+            )
+        if self.rejection_denominator == "accepted":
+            yield (
+                "--score-centering requires --rejection-denominator original: a dropped token "
+                "keeps its centering term"
+            )
+        if self.distills:
+            yield "--score-centering and a distillation are mutually exclusive"
+        if self.replay_sampling_set and self.fused_lm_head:
+            yield (
+                "--score-centering over --replay-sampling-set takes logits: remove --fused-lm-head"
+            )
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ OPTIONAL_SAMPLE_FIELDS = (
     "kept_tokens",
     "loss_weights",
     "routed_experts",
+    "sampler_top_k",
     "turn_ids",
 )
 """Fields of `Sample` that some settings need and others do not."""

@@ -41,12 +41,16 @@ LEAST_TAIL = 1e-6
 """The least probability of all tokens outside of the head under the policy in training."""
 
 
+CENTERING_VALUES = ("value", "policy_mass", "sampler_mass", "drift", "norm")
+"""The values of a row: C, the probability of H under both, the sum of c, and the norm of C's
+gradient to the logits of H at temperature 1."""
+
+
 @dataclass(frozen=True)
 class Centering:
     """The head of the sampler's distribution for all tokens of a call, a `Scorer`.
 
-    The values of a row are C, the probability of H under the policy in training, the sum of c, and
-    the norm of C's gradient to the logits of H, at temperature 1.
+    The values of a row are those of `CENTERING_VALUES`.
     """
 
     ids: Tensor
@@ -57,13 +61,13 @@ class Centering:
     low: float = 0.0
     high: float = math.inf
 
-    shape: ClassVar[tuple[int, ...]] = (4,)
+    shape: ClassVar[tuple[int, ...]] = (5,)
     is_sparse: ClassVar[bool] = True
 
     def on(
         self, chunk: Any, statistics: RowStatistics, rows: slice
     ) -> tuple[Tensor, "CenteredRows"]:
-        """Compute the values [4, rows] of some rows, and their gradient. Every tensor-parallel rank
+        """Compute the values [5, rows] of some rows, and their gradient. Every tensor-parallel rank
         must call.
 
         `chunk` is a `LogitRows`, or another `Chunk` with its targets, shard and temperature.
@@ -86,7 +90,7 @@ class Centering:
         is_here = torch.cat([is_here[:, :-1], is_here[:, -1:] & ~is_target_in_head[:, None]], 1)
         value = torch.where(centers == 0, 0.0, centers * log_p).sum(1)
         norm = torch.where(is_head, centers - drift[:, None] * p, 0.0).norm(dim=1)
-        values = torch.stack([value, mass, drift, norm])
+        values = torch.stack([value, mass, q.double().sum(1), drift, norm])
         if chunk.row_mask is not None:
             values = torch.where(chunk.row_mask, values, 0.0)
         sizes = (logits, log_p, centers.to(log_p.dtype), drift.to(log_p.dtype))

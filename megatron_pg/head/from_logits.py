@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_pg.head.backend import row_passes
 from megatron_pg.head.rows_torch import chunk_slices, temperature_tensor
 from megatron_pg.head.vocabulary_shard import (
+    ColumnGradients,
     Incoming,
     LogitRows,
     RowStatistics,
@@ -97,6 +98,11 @@ def refuse_second_derivative(name: str) -> None:
         )
 
 
+def _parts(scorer: Scorer, rows: int) -> list[slice]:
+    """Cut the rows into parts that are scored at a time: all of them by a sparse scorer."""
+    return chunk_slices(0, rows, max(rows, 1) if scorer.is_sparse else _SCORED_ROWS)
+
+
 class LogProbsAndEntropy(torch.autograd.Function):
     """The op behind the functions of `log_probs` that take logits; backward overwrites CUDA logits
     with their gradient.
@@ -115,7 +121,7 @@ class LogProbsAndEntropy(torch.autograd.Function):
         ctx.shard, ctx.has_set, ctx.scorer = rows.shard, rows.has_set, scorer
         ctx.add_set_gradient = add_set_gradient
         if scorer is not None:
-            parts = chunk_slices(0, len(logits), _SCORED_ROWS)
+            parts = _parts(scorer, len(logits))
             values = [scorer.on(rows.part(p), statistics.rows(p), p)[0] for p in parts]
             score = joined(values, like=rows.temperature.new_empty((*scorer.shape, 0)))
         # On a GPU, where memory is short, unless the caller owns the values or rows share memory.
@@ -135,10 +141,11 @@ class LogProbsAndEntropy(torch.autograd.Function):
         logits = logits.detach()
         out = logits if ctx.in_place else torch.empty_like(logits)
         rows = LogitRows(logits, targets, ctx.shard, temperature, row_mask, ctx.has_set)
+        columns: ColumnGradients | None = None
         if to_score is None:
             row_passes(logits).write_gradient(rows, statistics, to_rows, out)
         else:
-            for part in chunk_slices(0, len(out), _SCORED_ROWS):
+            for part in _parts(ctx.scorer, len(out)):
                 chunk, own = rows.part(part), statistics.rows(part)
                 to_part = [None if vector is None else vector[..., part] for vector in incoming]
                 found = ctx.scorer.on(chunk, own, part)[1](to_part, out.dtype)
@@ -146,11 +153,13 @@ class LogProbsAndEntropy(torch.autograd.Function):
                 if found.dense is not None:
                     out[part] += found.dense
                 if found.columns is not None:
-                    found.columns.write(out[part])
+                    to_rows, columns = list(found.incoming), found.columns
         if ctx.add_set_gradient is not None:
             if row_mask is not None:
                 to_rows = [x if x is None else torch.where(row_mask, x, 0.0) for x in to_rows]
             ctx.add_set_gradient(statistics, to_rows, out)
+        if columns is not None:
+            columns.write(out)
         if ctx.in_place:  # so that autograd refuses a second use of the old values
             torch.autograd.graph.increment_version(logits)
         return out, None, None, None

@@ -92,14 +92,15 @@ class LogitRows:
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     def part(self, rows: slice) -> LogitRows:
-        """Take some rows, as views; kept sets are left out."""
-        mask = None if self.row_mask is None else self.row_mask[rows]
+        """Take some rows, as views, without the statistics of kept sets."""
+        mask, has_set = (None if x is None else x[rows] for x in (self.row_mask, self.has_set))
         return LogitRows(
             self.logits[rows],
             self.targets[rows],
             self.shard,
             self.temperature,
             mask,
+            has_set,
             softcap=self.softcap,
         )
 

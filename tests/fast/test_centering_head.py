@@ -139,7 +139,7 @@ def test_nothing_is_taken_off_if_both_distributions_agree(
     logits = torch.randn(9, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     log_q, ids = logits.log_softmax(0).topk(4)
     logits.requires_grad_()
-    value, mass, drift, norm = of_logits(logits, Centering(ids[None], log_q[None], *weights))
+    value, mass, _, drift, norm = of_logits(logits, Centering(ids[None], log_q[None], *weights))
     (gradient,) = torch.autograd.grad(value, logits)
     assert value.abs() < 1e-12 and drift.abs() < 1e-12 and norm < 1e-12
     assert gradient.abs().max() < 1e-12

@@ -230,8 +230,8 @@ def opsm(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums, loss: Ten
 
 
 @correction(
-    "loss + A C, C = sum_v sg(m - alpha p) log p over sampler_top_k, also of dropped tokens",
-    about="score centering, arXiv:2609.20807 eq. 14",
+    "loss + A C",
+    about="score centering, also of tokens that --tis-mode mask drops; arXiv:2609.20807 eq. 14",
     flag="--score-centering",
     when=lambda config: config.score_centering,
     inputs=("sampler_top_k",),

@@ -39,6 +39,10 @@ class ObjectiveSettings(Settings):
         Log-probs in the denominator of the ratio r, wherever r stands. old: old_log_probs, of the
         policy that the step starts from. rollout: rollout_log_probs, of the engine that sampled;
         old_log_probs are then not read. Not with use_tis.""")
+    old_log_probs: Literal["given", "current"] = setting("given", """
+        Log-probs of the old policy. given: those of the samples. current: those of the forward
+        pass that is trained, without gradient, so that no pass is needed for them. The ratio is
+        then 1 and keeps its gradient. Exact if each sample is used for one optimizer step.""")
     eps_clip: float = setting(0.2, Interval(0, 1), """
         The ratio is clipped from below at 1 - eps_clip. Above 0, at most 1.""")
     eps_clip_high: float | None = setting(None, ABOVE_0, """
@@ -80,6 +84,8 @@ class ObjectiveSettings(Settings):
                 "--sequence-unit turn is about sums over a sequence, and nothing here has one: "
                 "drop it, or choose gspo"
             )
+        if self.old_log_probs == "current":
+            yield from self._conflicts_of_current_policy()
         if self.ratio_anchor != "rollout":
             return
         if self.use_tis:
@@ -93,6 +99,21 @@ class ObjectiveSettings(Settings):
             yield (
                 f"--ratio-anchor rollout is not read by {reader}: drop it, or choose another "
                 f"objective"
+            )
+
+    def _conflicts_of_current_policy(self: Any) -> Iterator[str]:
+        flag = "--old-log-probs current"
+        if self.ratio_anchor == "rollout":
+            yield f"{flag} has no effect with --ratio-anchor rollout. Remove one of them."
+        if self.use_opsm:
+            yield (
+                f"{flag} and --use-opsm are mutually exclusive: the old policy is the current one, "
+                "so no sequence is off-policy"
+            )
+        if self.rejection_denominator == "accepted":
+            yield (
+                f"{flag} requires --rejection-denominator original: what is accepted is known only "
+                "after the last micro-batch"
             )
 
 

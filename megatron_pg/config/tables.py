@@ -150,6 +150,8 @@ def required_inputs(config: Any) -> dict[str, tuple[str, ...]]:
             flag += " --ratio-anchor rollout"
         for name in inputs:
             flags[config.anchor if name == ANCHOR else name][flag] = None
+    if config.old_log_probs == "current":
+        del flags["old_log_probs"]
     return {field: tuple(names) for field, names in flags.items() if names}
 
 

@@ -7,6 +7,7 @@ are checked.
 
 from collections.abc import Callable, Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -22,6 +23,20 @@ from megatron_pg.loss.sequence import SequenceSums, sums_of_rank, units_of_windo
 from megatron_pg.loss.tokens import DIFFERENTIATED, Tokens
 from megatron_pg.step.batch import PackedBatch
 from megatron_pg.step.totals import StepTotals
+
+
+def refuse_second_step(batch: PackedBatch, totals: StepTotals) -> None:
+    """Refuse a sample that an earlier step was trained on: its old policy is not the current
+    one.
+    """
+    for sample in batch.samples:
+        if vars(sample).setdefault("trained_in", totals) is not totals:
+            raise ValueError(
+                f"--old-log-probs current: {sample.name} is in a second optimizer step, and the "
+                "policy that it was sampled from is the one before the first. Use --old-log-probs "
+                "given, with old_log_probs from megatron_pg.megatron.compute_log_probs"
+            )
+
 
 BATCH_FIELDS = (
     *("loss_mask", "advantages", "loss_weights", "policy_version", "kept_set_size"),
@@ -47,6 +62,8 @@ class MicroBatchLoss:
         for require in resolved.requirements:
             require(batch)
         self.resolved, self.batch, self._totals = resolved, batch, totals
+        if resolved.takes_current_policy and torch.is_grad_enabled():
+            refuse_second_step(batch, totals)
         self._group, own_reducer = context_parallel_group, resolved.own_reducer
         of_step = resolved.normalization, batch, totals, step_share
         step_numbers, sample_weights = host_weights(*of_step)
@@ -119,6 +136,8 @@ class MicroBatchLoss:
             **({scorer.output: score} if scorer else {}),
             "kept_set_mass": kept_set_mass,
         }
+        if resolved.takes_current_policy:
+            tensors["old_log_probs"] = log_probs.detach()
         if resolved.sequence_sums:
             # The settings and the samples alone decide if there is an all-reduce, and of what size:
             # every rank of the group joins it, those that have no token and those that could not

@@ -85,7 +85,7 @@ class Work:
             token_loss,
             HeadOptions(fp32_logits=fp32_logits),
             defer=True,
-            teacher=teacher,
+            scorer=teacher,
         )
         loss.backward()
         return found[2]

@@ -39,6 +39,10 @@ class ObjectiveSettings(Settings):
         Log-probs in the denominator of the ratio r, wherever r stands. old: old_log_probs, of the
         policy that the step starts from. rollout: rollout_log_probs, of the engine that sampled;
         old_log_probs are then not read. Not with use_tis.""")
+    old_log_probs: Literal["given", "current"] = setting("given", """
+        Log-probs of the old policy. given: those of the samples. current: those of the forward
+        pass that is trained, without gradient, so that no pass is needed for them. The ratio is
+        then 1 and keeps its gradient. Exact if each sample is used for one optimizer step.""")
     eps_clip: float = setting(0.2, Interval(0, 1), """
         The ratio is clipped from below at 1 - eps_clip. Above 0, at most 1.""")
     eps_clip_high: float | None = setting(None, ABOVE_0, """
@@ -80,6 +84,8 @@ class ObjectiveSettings(Settings):
                 "--sequence-unit turn is about sums over a sequence, and nothing here has one: "
                 "drop it, or choose gspo"
             )
+        if self.old_log_probs == "current":
+            yield from self._conflicts_of_current_policy()
         if self.ratio_anchor != "rollout":
             return
         if self.use_tis:
@@ -93,6 +99,21 @@ class ObjectiveSettings(Settings):
             yield (
                 f"--ratio-anchor rollout is not read by {reader}: drop it, or choose another "
                 f"objective"
+            )
+
+    def _conflicts_of_current_policy(self: Any) -> Iterator[str]:
+        flag = "--old-log-probs current"
+        if self.ratio_anchor == "rollout":
+            yield f"{flag} has no effect with --ratio-anchor rollout. Remove one of them."
+        if self.use_opsm:
+            yield (
+                f"{flag} and --use-opsm are mutually exclusive: the old policy is the current one, "
+                "so no sequence is off-policy"
+            )
+        if self.rejection_denominator == "accepted":
+            yield (
+                f"{flag} requires --rejection-denominator original: what is accepted is known only "
+                "after the last micro-batch"
             )
 
 
@@ -118,6 +139,11 @@ class MismatchSettings(Settings):
         Upper bound of the importance weight. At least e^-20.""")
     tis_clip_low: float = setting(0.0, _LOWER_BOUND, """
         Lower bound of the importance weight. At least 0, at most e^20 and tis_clip.""")
+    score_centering: bool = setting(False, """
+        Score centering (arXiv:2609.20807): subtract the rollout engine's mean of the weighted
+        gradient of log p from each token's, so that a constant advantage has no gradient on
+        average. Needs sampler_top_k, the engine's likeliest tokens. With use_tis the weights are
+        those of tis_mode, by token.""")
     use_geometric_rejection: bool = setting(False, """
         Keep a sequence only if exp(mean_t d), d as in tis_level, lies between
         geometric_rejection_low and geometric_rejection_high. Needs rollout_log_probs.""")
@@ -142,12 +168,44 @@ class MismatchSettings(Settings):
         those of what was kept.""")
     # fmt: on
 
-    def conflicts(self, given: Mapping[str, Any]) -> Iterator[str]:
+    def conflicts(self: Any, given: Mapping[str, Any]) -> Iterator[str]:
+        if self.score_centering:
+            yield from self._conflicts_of_centering()
         for low, high in BOUNDS.items():
             lowest, highest = getattr(self, low), getattr(self, high)
             if lowest > highest:
                 found = f"{flag_of(low)} {lowest:g} exceeds {flag_of(high)} {highest:g}"
                 yield f"{found}: the lower bound must not be above the upper one"
+
+    def _conflicts_of_centering(self: Any) -> Iterator[str]:
+        objective = TABLES["policy_loss"].get(self.policy_loss)
+        is_own = self.custom_policy_loss_path is not None
+        if is_own or (objective is not None and not objective.can_be_centered):
+            names = [row.name for row in TABLES["policy_loss"].values() if row.can_be_centered]
+            found = "--custom-policy-loss-path" if is_own else f"--policy-loss {self.policy_loss}"
+            yield f"--score-centering does not apply to {found}: use one of {', '.join(names)}"
+        if self.use_tis and (self.tis_level != "token" or self.custom_tis_function_path):
+            yield (
+                "--score-centering requires weights of single tokens: use --tis-level token "
+                "without --custom-tis-function-path, or remove --use-tis"
+            )
+        whole = ("use_geometric_rejection", "use_sequence_rejection", "use_opsm")
+        for flag in [flag_of(name) for name in whole if getattr(self, name)]:
+            yield (
+                f"--score-centering and {flag} are mutually exclusive: the mean over the engine's "
+                "tokens does not know which sequences are dropped"
+            )
+        if self.rejection_denominator == "accepted":
+            yield (
+                "--score-centering requires --rejection-denominator original: a dropped token "
+                "keeps its centering term"
+            )
+        if self.distills:
+            yield "--score-centering and a distillation are mutually exclusive"
+        if self.replay_sampling_set and self.fused_lm_head:
+            yield (
+                "--score-centering over --replay-sampling-set takes logits: remove --fused-lm-head"
+            )
 
 
 @dataclass(frozen=True)

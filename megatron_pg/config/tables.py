@@ -17,6 +17,7 @@ OPTIONAL_SAMPLE_FIELDS = (
     "kept_tokens",
     "loss_weights",
     "routed_experts",
+    "sampler_top_k",
     "turn_ids",
 )
 """Fields of `Sample` that some settings need and others do not."""
@@ -149,6 +150,8 @@ def required_inputs(config: Any) -> dict[str, tuple[str, ...]]:
             flag += " --ratio-anchor rollout"
         for name in inputs:
             flags[config.anchor if name == ANCHOR else name][flag] = None
+    if config.old_log_probs == "current":
+        del flags["old_log_probs"]
     return {field: tuple(names) for field, names in flags.items() if names}
 
 

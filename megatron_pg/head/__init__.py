@@ -7,23 +7,25 @@ or Triton (`rows_triton`). `from_hidden` puts the output layer in front of them,
 `backend` chooses who computes.
 
 The wings, which the plain head does not import: `kept` restricts each row to the tokens that it was
-sampled from, `distill` compares it with a `Teacher`, `hopper` leaves exponentials in the place of
-logits. `log_probs` puts them together.
+sampled from, `distill` compares it with a teacher, `centering` with the sampler, `hopper` leaves
+exponentials in the place of logits. `log_probs` puts them together.
 """
 
+from megatron_pg.head.centering import Centering
 from megatron_pg.head.distill.divergence import Divergence
 from megatron_pg.head.distill.teacher import TopKTeacher, WholeTeacher
 from megatron_pg.head.from_hidden import float32_logits, linear_token_loss
 from megatron_pg.head.log_probs import (
     linear_log_probs_and_entropy,
-    log_probs_and_divergence,
     log_probs_and_entropy,
+    log_probs_and_score,
 )
 from megatron_pg.head.output_layer import HeadOptions, LogitTransform
 from megatron_pg.head.ragged import Ragged
 from megatron_pg.head.vocabulary_shard import VocabularyShard
 
 __all__ = [
+    "Centering",
     "Divergence",
     "HeadOptions",
     "LogitTransform",
@@ -34,6 +36,6 @@ __all__ = [
     "float32_logits",
     "linear_log_probs_and_entropy",
     "linear_token_loss",
-    "log_probs_and_divergence",
+    "log_probs_and_score",
     "log_probs_and_entropy",
 ]

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megatron_pg.head.chunks import chunk_rows
 from megatron_pg.head.factor_gradients import FactorGradients, multiply
-from megatron_pg.head.from_logits import Teacher, refuse_second_derivative
+from megatron_pg.head.from_logits import Scorer, refuse_second_derivative
 from megatron_pg.head.output_layer import (
     Factors,
     HeadOptions,
@@ -39,7 +39,7 @@ from megatron_pg.head.vocabulary_shard import RowStatistics, joined
 
 TokenLoss = Callable[..., Tensor]
 """A function `token_loss(log_probs, entropy, rows)` -> 0-d loss of these rows, both arguments
-[rows] float32; with a teacher `token_loss(log_probs, entropy, divergence, rows)`."""
+[rows] float32. With a scorer `token_loss(log_probs, entropy, score, rows)`, score [..., rows]."""
 
 
 def linear_log_probs(
@@ -67,7 +67,7 @@ def linear_token_loss(
     gradient_rows: int | None = None,
     piece_sizes: Sequence[int] | None = None,
     defer: bool = False,
-    teacher: Teacher | None = None,
+    scorer: Scorer | None = None,
 ) -> tuple[Tensor, ...]:
     """Add up `token_loss` over chunks and compute its gradient on the way: three products, one
     chunk of memory.
@@ -92,12 +92,12 @@ def linear_token_loss(
             `weight.main_grad` at once, without a buffer of its own. The outputs are NaN until
             backward has filled them in, in place; where nothing
             needs a gradient they are computed at once.
-        teacher: a teacher of the same tokens. A chunk of its logits lies beside one of the
-            student's.
+        scorer: a teacher of the same tokens, a chunk of whose logits is in memory with one of the
+            student's, or a `Centering`, which needs no more products.
 
     Returns:
         loss 0-d (differentiable), log_probs [tokens] and entropy [tokens] (detached); with a
-        teacher also the divergence [tokens].
+        scorer also the score [..., tokens].
 
     Raises:
         ValueError: arguments that do not fit each other.
@@ -106,11 +106,11 @@ def linear_token_loss(
     """
     factors, tokens = Factors(hidden, weight, targets), len(hidden)
     options = options or HeadOptions()
-    alone = teacher is None
+    is_light = scorer is None or scorer.is_sparse
     layer = OutputLayer.build(
-        factors, options, may_be_exponentials=alone, chunks_at_once=1 if alone else 2
+        factors, options, may_be_exponentials=is_light, chunks_at_once=1 if is_light else 2
     )
-    if teacher is not None and options.transform != LogitTransform():
+    if not is_light and options.transform != LogitTransform():
         raise NotImplementedError(
             f"distillation takes an output layer that is its product, found {options.transform}: "
             f"drop "
@@ -136,11 +136,12 @@ def linear_token_loss(
         ends = itertools.pairwise(itertools.accumulate(piece_sizes, initial=0))
         pieces = [(slice(*piece), layer.chunks(*piece, held=True)) for piece in ends]
     work = functools.partial(
-        _loss_in_pieces, token_loss, teacher, layer, pieces, rows if has_backward else 0
+        _loss_in_pieces, token_loss, scorer, layer, pieces, rows if has_backward else 0
     )
     awaited = None
     if defer and has_backward:
-        sizes = [(), *[(tokens,)] * (2 if teacher is None else 3)]
+        sizes = [(), (tokens,), (tokens,)]
+        sizes += [] if scorer is None else [(*scorer.shape, tokens)]
         awaited = [layer.temperature.new_full(size, math.nan) for size in sizes]
     return LinearTokenLoss.apply(*factors, work, awaited)  # type: ignore
 
@@ -231,7 +232,7 @@ class LinearTokenLoss(torch.autograd.Function):
 
 def _loss_in_pieces(
     token_loss: TokenLoss,
-    teacher: Teacher | None,
+    scorer: Scorer | None,
     layer: OutputLayer,
     pieces: list[tuple[slice, list[slice]]],
     gradient_rows: int,
@@ -246,20 +247,21 @@ def _loss_in_pieces(
     """
     logits = layer.new_logits(factors.weight, [rows for _, chunks in pieces for rows in chunks])
     zero = torch.zeros_like(layer.temperature)
+    likes = [zero, zero, *([] if scorer is None else [zero.new_empty((*scorer.shape, 0))])]
     losses: list[Tensor] = []
-    columns: list[list[Tensor]] = [[] for _ in range(2 if teacher is None else 3)]
-    to_logits: Any  # it holds a chunk of the teacher's logits, and goes before the next is made
+    columns: list[list[Tensor]] = [[] for _ in likes]
+    to_logits: Any  # it may hold a chunk of a teacher's logits, and goes before the next is made
     for piece, chunks in pieces:
-        parts, divergences = [], []
+        parts, scores = [], []
         for rows in chunks:
-            chunk: Any = layer.chunk(factors, rows, logits)  # with a teacher `LogitChunk`
+            chunk: Any = layer.chunk(factors, rows, logits)
             parts.append(chunk.statistics())
-            if teacher is not None:
+            if scorer is not None:
                 to_logits = None
-                divergence, to_logits = teacher.on(chunk, parts[-1], rows)
-                divergences.append(divergence)
+                score, to_logits = scorer.on(chunk, parts[-1], rows)
+                scores.append(score)
         statistics = RowStatistics.concatenate(parts, like=zero)
-        outputs = statistics.log_probs, statistics.entropy, joined(divergences, like=zero)
+        outputs = [statistics.log_probs, statistics.entropy, joined(scores, like=likes[-1])]
         for column, vector in zip(columns, outputs, strict=False):
             column.append(vector)
         loss, coefficients = _coefficients(token_loss, outputs[: len(columns)], piece, incoming)
@@ -269,24 +271,27 @@ def _loss_in_pieces(
                 continue
             place = slice(rows.start - piece.start, rows.stop - piece.start)
             own = statistics.rows(place)
-            *to_rows, to_divergence = (
-                None if vector is None else vector[place] for vector in (*coefficients, None)[:3]
-            )
+            to_rows = [None if vector is None else vector[..., place] for vector in coefficients]
             if rows is not chunks[-1]:
                 chunk = layer.chunk(factors, rows, logits)
-            if to_divergence is None:
-                chunk.add_gradient(gradients, own, to_rows)
+            if scorer is None or to_rows[2] is None:
+                chunk.add_gradient(gradients, own, to_rows[:2])
                 continue
             if rows is not chunks[-1]:
                 to_logits = None
-                _, to_logits = teacher.on(chunk, own, rows)  # type: ignore[union-attr]
-            gradient = to_logits(to_divergence, factors.hidden.dtype)
-            if any(vector is not None for vector in to_rows):
-                gradient = chunk.write_gradient(own, to_rows).add_(gradient)
+                _, to_logits = scorer.on(chunk, own, rows)
+            found = to_logits(to_rows, factors.hidden.dtype)
+            if found.dense is None:
+                chunk.add_gradient(gradients, own, found.incoming, found.columns)
+                continue
+            gradient = found.dense
+            if any(vector is not None for vector in found.incoming):
+                gradient = chunk.write_gradient(own, found.incoming).add_(gradient)
             gradients.add_products(rows, chunk.hidden, gradient)
-            del gradient  # it may be the teacher's logits
+            del gradient, found  # it may be the teacher's logits
     total = losses[0] if len(losses) == 1 else sum(losses, zero)
-    return (total, *(joined(column, like=zero) for column in columns))
+    found_columns = zip(columns, likes, strict=True)
+    return (total, *(joined(column, like=like) for column, like in found_columns))
 
 
 def _coefficients(

@@ -11,28 +11,44 @@ from torch import Tensor
 
 from megatron_pg.head.backend import row_passes
 from megatron_pg.head.rows_torch import chunk_slices, temperature_tensor
-from megatron_pg.head.vocabulary_shard import Incoming, LogitRows, RowStatistics, VocabularyShard
+from megatron_pg.head.vocabulary_shard import (
+    ColumnGradients,
+    Incoming,
+    LogitRows,
+    RowStatistics,
+    ScoreGradient,
+    VocabularyShard,
+    joined,
+)
 
-TeacherGradient = Callable[[Tensor, torch.dtype], Tensor]
-"""A function of a gradient [rows] to the divergence and a dtype: the gradient [rows, v/tp] to the
-student's logits, which must still be there."""
+ScoreGradients = Callable[[Incoming, torch.dtype], ScoreGradient]
+"""A function of the gradients to log-probs, entropy and score [rows], and of the dtype of the
+gradient to the logits, which must still be there."""
 SetGradient = Callable[[RowStatistics, Incoming, Tensor], None]
 """A function that adds the gradient of the logits of kept sets to that of all columns [tokens,
 v/tp], which is 0 there."""
-_TEACHER_ROWS = 2048
-"""The rows for which a teacher's logits, or a gradient beside the one in place, are made at a
-time."""
+_SCORED_ROWS = 2048
+"""The rows for which a teacher's logits, or a gradient in addition to the one in place, are made at
+a time."""
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-class Teacher(Protocol):
-    """A teacher of all tokens of a call."""
+class Scorer(Protocol):
+    """A further score of all tokens of a call: a teacher's divergence, or a `Centering`."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The numbers of a row's score: `()` for one."""
+
+    @property
+    def is_sparse(self) -> bool:
+        """True if it reads and changes a few columns of each row."""
 
     def on(
-        self, student: LogitRows, statistics: RowStatistics, rows: slice
-    ) -> tuple[Tensor, TeacherGradient]:
-        """Return the divergence [rows] from the student's logits of `rows`; every tensor-parallel
-        rank must call.
+        self, chunk: Any, statistics: RowStatistics, rows: slice
+    ) -> tuple[Tensor, ScoreGradients]:
+        """Return the scores [*shape, rows] of a chunk, the `rows` of all tokens. Every
+        tensor-parallel rank must call.
         """
 
 
@@ -82,6 +98,11 @@ def refuse_second_derivative(name: str) -> None:
         )
 
 
+def _parts(scorer: Scorer, rows: int) -> list[slice]:
+    """Cut the rows into parts that are scored at a time: all of them by a sparse scorer."""
+    return chunk_slices(0, rows, max(rows, 1) if scorer.is_sparse else _SCORED_ROWS)
+
+
 class LogProbsAndEntropy(torch.autograd.Function):
     """The op behind the functions of `log_probs` that take logits; backward overwrites CUDA logits
     with their gradient.
@@ -93,22 +114,22 @@ class LogProbsAndEntropy(torch.autograd.Function):
         logits: Tensor,
         rows: LogitRows,
         add_set_gradient: SetGradient | None,
-        teacher: Teacher | None,
+        scorer: Scorer | None,
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
-        statistics, divergence = row_passes(logits).row_statistics(rows), None
-        ctx.shard, ctx.has_set, ctx.teacher = rows.shard, rows.has_set, teacher
+        statistics, score = row_passes(logits).row_statistics(rows), None
+        ctx.shard, ctx.has_set, ctx.scorer = rows.shard, rows.has_set, scorer
         ctx.add_set_gradient = add_set_gradient
-        if teacher is not None:
-            parts = chunk_slices(0, len(logits), _TEACHER_ROWS)
-            values = [teacher.on(rows.part(p), statistics.rows(p), p)[0] for p in parts]
-            divergence = torch.cat([rows.temperature.new_empty(0), *values])
+        if scorer is not None:
+            parts = _parts(scorer, len(logits))
+            values = [scorer.on(rows.part(p), statistics.rows(p), p)[0] for p in parts]
+            score = joined(values, like=rows.temperature.new_empty((*scorer.shape, 0)))
         # On a GPU, where memory is short, unless the caller owns the values or rows share memory.
         ctx.in_place = logits.is_cuda and not logits.is_leaf and logits.stride(0) >= logits.shape[1]
         ctx.save_for_backward(
             logits, rows.targets, rows.row_mask, rows.temperature, *statistics.kept()
         )
-        return statistics.log_probs, statistics.entropy, divergence
+        return statistics.log_probs, statistics.entropy, score
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -116,23 +137,29 @@ class LogProbsAndEntropy(torch.autograd.Function):
         if all(gradient is None for gradient in incoming):
             return (None,) * 4
         logits, targets, row_mask, temperature, *saved = ctx.saved_tensors
-        statistics, (*to_rows, to_divergence) = RowStatistics(*saved), incoming
+        statistics, (*to_rows, to_score) = RowStatistics(*saved), incoming
         logits = logits.detach()
         out = logits if ctx.in_place else torch.empty_like(logits)
         rows = LogitRows(logits, targets, ctx.shard, temperature, row_mask, ctx.has_set)
-        if to_divergence is None:
+        columns: ColumnGradients | None = None
+        if to_score is None:
             row_passes(logits).write_gradient(rows, statistics, to_rows, out)
         else:
-            for part in chunk_slices(0, len(out), _TEACHER_ROWS):
-                student, own = rows.part(part), statistics.rows(part)
-                more = ctx.teacher.on(student, own, part)[1](to_divergence[part], out.dtype)
-                to_part = [None if vector is None else vector[part] for vector in to_rows]
-                row_passes(logits).write_gradient(student, own, to_part, out[part])
-                out[part] += more
+            for part in _parts(ctx.scorer, len(out)):
+                chunk, own = rows.part(part), statistics.rows(part)
+                to_part = [None if vector is None else vector[..., part] for vector in incoming]
+                found = ctx.scorer.on(chunk, own, part)[1](to_part, out.dtype)
+                row_passes(logits).write_gradient(chunk, own, found.incoming, out[part])
+                if found.dense is not None:
+                    out[part] += found.dense
+                if found.columns is not None:
+                    to_rows, columns = list(found.incoming), found.columns
         if ctx.add_set_gradient is not None:
             if row_mask is not None:
                 to_rows = [x if x is None else torch.where(row_mask, x, 0.0) for x in to_rows]
             ctx.add_set_gradient(statistics, to_rows, out)
+        if columns is not None:
+            columns.write(out)
         if ctx.in_place:  # so that autograd refuses a second use of the old values
             torch.autograd.graph.increment_version(logits)
         return out, None, None, None

@@ -8,11 +8,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.head.from_hidden import linear_log_probs
-from megatron_pg.head.from_logits import LogProbsAndEntropy, Teacher, logit_rows
+from megatron_pg.head.from_logits import LogProbsAndEntropy, Scorer, SetGradient, logit_rows
 from megatron_pg.head.kept.sets import KeptPairs, check_rows
 from megatron_pg.head.kept.sparse_layer import kept_log_probs
 from megatron_pg.head.output_layer import Factors, HeadOptions
 from megatron_pg.head.ragged import Ragged, to_device
+from megatron_pg.head.vocabulary_shard import LogitRows
 
 
 def log_probs_and_entropy(
@@ -61,29 +62,35 @@ def log_probs_and_entropy(
             `vocab_size` that the logits cannot hold.
     """
     rows = logit_rows(logits, targets, tensor_parallel_group, temperature, row_mask, vocab_size)
-    add_set_gradient = None
-    if kept is not None:
-        check_rows(kept, logits)
-        pairs = KeptPairs.build(kept.to(logits.device), targets, rows.shard, rows.temperature)
-        set_logits = pairs.logits_in(logits.detach())
-        has_set = to_device(kept.sizes > 0, logits.device)
-        rows = replace(rows, has_set=has_set, set_statistics=pairs.local_statistics(set_logits))
-        add_set_gradient = functools.partial(pairs.add_gradient, set_logits)
-    log_probs, entropy, _ = LogProbsAndEntropy.apply(logits, rows, add_set_gradient, None)  # type: ignore
+    log_probs, entropy, _ = LogProbsAndEntropy.apply(logits, *_with_sets(rows, kept), None)  # type: ignore
     return log_probs, entropy if with_entropy else None
 
 
-def log_probs_and_divergence(
-    logits: Tensor, targets: Tensor, teacher: Teacher, **vocabulary: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute log-probabilities, entropy and the divergence [tokens] from a teacher, in nats, all
-    differentiable.
+def _with_sets(rows: LogitRows, kept: Ragged | None) -> tuple[LogitRows, SetGradient | None]:
+    """Restrict the rows that have a set to it."""
+    if kept is None:
+        return rows, None
+    logits = rows.logits
+    check_rows(kept, logits)
+    pairs = KeptPairs.build(kept.to(logits.device), rows.targets, rows.shard, rows.temperature)
+    set_logits = pairs.logits_in(logits.detach())
+    has_set = to_device(kept.sizes > 0, logits.device)
+    rows = replace(rows, has_set=has_set, set_statistics=pairs.local_statistics(set_logits))
+    return rows, functools.partial(pairs.add_gradient, set_logits)
 
-    `teacher` is of the same tokens and gets no gradient. `vocabulary` are `tensor_parallel_group`,
-    `temperature`, `row_mask` and `vocab_size` of `log_probs_and_entropy`, which has the errors too.
+
+def log_probs_and_score(
+    logits: Tensor, targets: Tensor, scorer: Scorer, kept: Ragged | None = None, **vocabulary: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute log-probabilities and entropy [tokens] and a score [..., tokens], all differentiable.
+
+    `scorer` is a teacher, whose score is the divergence from it in nats, or a `Centering`, which
+    also goes with `kept`: its head is then within the sets. It is of the same tokens and gets no
+    gradient. `vocabulary` are `tensor_parallel_group`, `temperature`,
+    `row_mask` and `vocab_size` of `log_probs_and_entropy`, which has the errors too.
     """
     rows = logit_rows(logits, targets, **vocabulary)
-    return LogProbsAndEntropy.apply(logits, rows, None, teacher)  # type: ignore
+    return LogProbsAndEntropy.apply(logits, *_with_sets(rows, kept), scorer)  # type: ignore
 
 
 def linear_log_probs_and_entropy(

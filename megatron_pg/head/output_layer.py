@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,13 @@ from megatron_pg.head.chunks import chunk_rows, rows_in_budget
 from megatron_pg.head.factor_gradients import FactorGradients, multiply
 from megatron_pg.head.from_logits import FLOAT_DTYPES, check_vector
 from megatron_pg.head.rows_torch import chunk_slices, temperature_tensor, wide_dtype
-from megatron_pg.head.vocabulary_shard import Incoming, LogitRows, RowStatistics, VocabularyShard
+from megatron_pg.head.vocabulary_shard import (
+    ColumnGradients,
+    Incoming,
+    LogitRows,
+    RowStatistics,
+    VocabularyShard,
+)
 
 KeepOnly = Callable[[Tensor, slice, VocabularyShard], None]
 """A function that fills the logits [rows, v/tp] of some rows with minus infinity outside of their
@@ -100,11 +106,18 @@ class Chunk(Protocol):
         call.
         """
 
+    def logits_of(self, columns: Tensor) -> Tensor:
+        """Return the logits [rows, n] of local columns, the target's last."""
+
     def add_gradient(
-        self, gradients: FactorGradients, statistics: RowStatistics, incoming: Incoming
+        self,
+        gradients: FactorGradients,
+        statistics: RowStatistics,
+        incoming: Incoming,
+        columns: ColumnGradients | None = None,
     ) -> None:
-        """Overwrite the chunk with the gradient of its logits, and add the two products of that to
-        `gradients`.
+        """Overwrite the chunk with the gradient of its logits, that of some columns as given, and
+        add the two products of it to `gradients`.
         """
 
 
@@ -132,9 +145,15 @@ class LogitChunk(LogitRows):
         return gradient
 
     def add_gradient(
-        self, gradients: FactorGradients, statistics: RowStatistics, incoming: Incoming
+        self,
+        gradients: FactorGradients,
+        statistics: RowStatistics,
+        incoming: Incoming,
+        columns: ColumnGradients | None = None,
     ) -> None:
         gradient = self.write_gradient(statistics, incoming)
+        if columns is not None:
+            columns.write(gradient)
         gradients.add_products(self.place, self.hidden, gradient)
 
 
@@ -147,18 +166,42 @@ class ExponentialChunk:
     exponentials: Any  # `ExponentialRows` of `hopper`
     products: Any
     multiply_again: Callable[[], LogitChunk]
+    row_mask: ClassVar[None] = None
+    softcap: ClassVar[None] = None
+
+    @property
+    def targets(self) -> Tensor:
+        targets: Tensor = self.exponentials.targets
+        return targets
+
+    @property
+    def shard(self) -> VocabularyShard:
+        shard: VocabularyShard = self.products.shard
+        return shard
+
+    @property
+    def temperature(self) -> Tensor:
+        temperature: Tensor = self.exponentials.temperature
+        return temperature
 
     def statistics(self) -> RowStatistics:
         statistics: RowStatistics = self.exponentials.statistics()
         return statistics
 
+    def logits_of(self, columns: Tensor) -> Tensor:
+        logits: Tensor = self.exponentials.logits_of(columns)
+        return logits
+
     def add_gradient(
-        self, gradients: FactorGradients, statistics: RowStatistics, incoming: Incoming
+        self,
+        gradients: FactorGradients,
+        statistics: RowStatistics,
+        incoming: Incoming,
+        columns: ColumnGradients | None = None,
     ) -> None:
-        if not self.products.attempt(
-            lambda: self.exponentials.add_gradient(gradients, statistics, incoming) or True
-        ):
-            self.multiply_again().add_gradient(gradients, statistics, incoming)
+        arguments = gradients, statistics, incoming, columns
+        if not self.products.attempt(lambda: self.exponentials.add_gradient(*arguments) or True):
+            self.multiply_again().add_gradient(*arguments)
 
 
 @dataclass(frozen=True)

@@ -86,15 +86,21 @@ class LogitRows:
     softcap: float | None = None
     """The passes take `softcap * tanh(logits / softcap)` for the logits; None: the logits."""
 
+    def logits_of(self, columns: Tensor) -> Tensor:
+        """Return the logits [tokens, n] of local columns, under the soft-cap."""
+        logits = self.logits.gather(1, columns).to(self.temperature.dtype)
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
     def part(self, rows: slice) -> LogitRows:
-        """Take some rows, as views; kept sets are left out."""
-        mask = None if self.row_mask is None else self.row_mask[rows]
+        """Take some rows, as views, without the statistics of kept sets."""
+        mask, has_set = (None if x is None else x[rows] for x in (self.row_mask, self.has_set))
         return LogitRows(
             self.logits[rows],
             self.targets[rows],
             self.shard,
             self.temperature,
             mask,
+            has_set,
             softcap=self.softcap,
         )
 
@@ -104,6 +110,41 @@ class LogitRows:
         if self.has_set is None:
             return self.row_mask
         return ~self.has_set if self.row_mask is None else self.row_mask & ~self.has_set
+
+
+@dataclass(frozen=True)
+class ColumnGradients:
+    """The gradient of single columns of rows of logits, which the formula for all columns does not
+    have.
+    """
+
+    columns: Tensor  # local columns [rows, n] int64
+    is_here: Tensor  # [rows, n] bool: True for a column of this rank, once in a row
+    values: Tensor  # [rows, n] in the dtype of the statistics
+
+    def write(self, out: Tensor, values: Tensor | None = None) -> None:
+        """Write the values, or others in their place, over those of `out` [rows, v/tp]."""
+        values = self.values if values is None else values
+        # Where a column is not here, the row's first one that is gets its value once more. A row
+        # without one keeps its first column.
+        first = self.is_here.int().argmax(1, keepdim=True)
+        columns = torch.where(self.is_here, self.columns, self.columns.gather(1, first))
+        values = torch.where(self.is_here, values, values.gather(1, first)).to(out.dtype)
+        has_one = self.is_here.any(1, keepdim=True)
+        columns = torch.where(has_one, columns, 0)
+        out.scatter_(1, columns, torch.where(has_one, values, out[:, :1]))
+
+
+class ScoreGradient(NamedTuple):
+    """The gradient of rows of logits with that of a further score of each row."""
+
+    incoming: Incoming
+    """The gradients [rows] to log-probabilities and entropy, as the pass over all columns takes
+    them."""
+    dense: Tensor | None
+    """The further gradient [rows, v/tp]."""
+    columns: ColumnGradients | None
+    """The columns that are written after the pass."""
 
 
 class RowStatistics(NamedTuple):
@@ -145,5 +186,9 @@ class RowStatistics(NamedTuple):
 
 
 def joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Join the vectors of consecutive rows; without any `like` gives dtype and device."""
-    return parts[0] if len(parts) == 1 else torch.cat([like.new_empty(0), *parts])
+    """Join the vectors of consecutive rows; without any `like` gives dtype, device and shape."""
+    return (
+        parts[0]
+        if len(parts) == 1
+        else torch.cat([like.new_empty((*like.shape[:-1], 0)), *parts], -1)
+    )

@@ -20,6 +20,7 @@ from torch import Tensor
 from megatron_pg.config.custom import check_returned, load_custom_function
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.tables import ANCHOR, TABLES, Row, add_rows, decorator, rows_on
+from megatron_pg.head.centering import CENTERING_VALUES
 from megatron_pg.loss.sequence import SequenceSums, sequence_sum_names, sequence_units, sums_of_rank
 from megatron_pg.loss.tokens import Tokens, clamped_log_ratio, masked
 from megatron_pg.step.sample import Sample, number_samples
@@ -54,6 +55,8 @@ class Correction(Row):
     """True if old and rollout log-probs alone decide which tokens it drops, so that they are known
     before the step."""
     metrics: tuple[str, ...] = ()  # besides `REJECTED`
+    follows_rejections: bool = False
+    """True if its term is added to the loss of tokens that others drop, too."""
 
     def refusals(self, config: Any) -> list[str]:
         """Totals of what is kept need rejections that the data decide, and one kind of them."""
@@ -87,11 +90,18 @@ def apply_corrections(
     kept = tokens.loss_mask
     metrics: dict[str, Tensor] = {}
     for row in rows:
+        if row.follows_rejections:
+            continue
         loss, kept_by_row, row_metrics = row.function(config, tokens, sums, loss)
         kept = kept & kept_by_row
         metrics |= row_metrics
+    loss = torch.where(kept, loss, 0.0)
+    for row in rows:
+        if row.follows_rejections:
+            loss, _, row_metrics = row.function(config, tokens, sums, loss)
+            metrics |= row_metrics
     metrics[REJECTED] = (tokens.loss_mask & ~kept).float()
-    return Corrected(torch.where(kept, loss, 0.0), kept, metrics)
+    return Corrected(loss, kept, metrics)
 
 
 def accepted_samples(config: PolicyLossConfig, samples: Sequence[Sample]) -> list[Sample]:
@@ -217,6 +227,26 @@ def custom_tis(
 def opsm(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums, loss: Tensor) -> Corrected:
     is_off_policy = -sums.mean("policy") > config.opsm_delta
     return Corrected(loss, tokens.loss_mask & ~(is_off_policy & (tokens.advantages < 0)), {})
+
+
+@correction(
+    "loss + A C",
+    about="score centering, also of tokens that --tis-mode mask drops; arXiv:2609.20807 eq. 14",
+    flag="--score-centering",
+    when=lambda config: config.score_centering,
+    inputs=("sampler_top_k",),
+    is_sum_over_tokens=True,
+    metrics=tuple(f"centering_{name}" for name in CENTERING_VALUES[1:]),
+    follows_rejections=True,
+)
+def score_centering(
+    config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums, loss: Tensor
+) -> Corrected:
+    """Add the engine's mean of weight times log p, whose gradient the mean of the loss has."""
+    value, *others = tokens.given("centering")
+    names = (f"centering_{name}" for name in CENTERING_VALUES[1:])
+    metrics = {name: x.detach() for name, x in zip(names, others, strict=True)}
+    return Corrected(loss + tokens.advantages * value.to(loss.dtype), tokens.loss_mask, metrics)
 
 
 def importance_weights(tokens: Tokens, sums: SequenceSums, level: str) -> Tensor:

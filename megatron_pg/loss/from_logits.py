@@ -11,14 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
-from megatron_pg.head import (
-    HeadOptions,
-    Ragged,
-    TopKTeacher,
-    WholeTeacher,
-    log_probs_and_divergence,
-    log_probs_and_entropy,
-)
+from megatron_pg.head import HeadOptions, Ragged, log_probs_and_entropy, log_probs_and_score
+from megatron_pg.head.from_logits import Scorer
 from megatron_pg.loss.metrics import MicroBatchMetrics
 from megatron_pg.loss.micro_batch import MicroBatchLoss
 from megatron_pg.loss.resolved import resolve
@@ -94,12 +88,12 @@ def loss_of_logits(
         rows = channel.new_zeros(batch.window.local_tokens, *channel.shape[1:])
         return rows.index_copy(0, batch.logit_rows, channel)
 
-    teacher = mass = None
-    if resolved.teacher:
+    scorer = mass = None
+    if resolved.scorer:
         others = logits.shape[-1], options, teacher_weight
-        teacher = resolved.teacher.on_rows(batch, in_rows, *others)
+        scorer = resolved.scorer.on_rows(batch, in_rows, *others)
     kept = batch.kept_tokens_of_rows if resolved.is_over_kept_sets else None
-    scores = log_probs_of_logits(batch, logits, options, kept, teacher)
+    scores = log_probs_of_logits(batch, logits, options, kept, scorer)
     if resolved.has_kept_set_mass:
         alone = replace(options, with_entropy=False)
         with torch.no_grad():  # log p - log p_K of any token of K is the log of the mass of K
@@ -123,10 +117,10 @@ def log_probs_of_logits(
     logits: Tensor,
     options: HeadOptions,
     kept: Ragged | None = None,
-    teacher: WholeTeacher | TopKTeacher | None = None,
+    scorer: Scorer | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Compute log-probs, entropy and divergence from a teacher of the window's response tokens,
-    [window] float32 each, in nats.
+    """Compute log-probs and entropy of the window's response tokens, [window] float32 in nats, and
+    the score of a `Scorer`.
 
     They are 0 at masked tokens, at the rollout temperature, and over the kept sets of rows where
     `kept` has them; None is one that is not asked for. Every rank of the tensor-parallel group must
@@ -148,14 +142,15 @@ def log_probs_of_logits(
         "vocab_size": options.vocab_size,
     }
     scores: Any
-    if teacher is not None:
-        scores = log_probs_and_divergence(rows, batch.targets, teacher, **settings)
+    settings["kept"] = kept
+    if scorer is not None:
+        scores = log_probs_and_score(rows, batch.targets, scorer, **settings)
     else:
-        settings |= {"kept": kept, "with_entropy": options.with_entropy}
+        settings["with_entropy"] = options.with_entropy
         scores = *log_probs_and_entropy(rows, batch.targets, **settings), None
     log_probs, *others = scores
-    entropy, divergence = (None if x is None else x[batch.logit_rows] for x in others)
-    return log_probs[batch.logit_rows], entropy, divergence
+    entropy, score = (None if x is None else x[..., batch.logit_rows] for x in others)
+    return log_probs[batch.logit_rows], entropy, score
 
 
 def check_vocabulary(batch: PackedBatch, local_columns: int, options: HeadOptions) -> None:
@@ -175,6 +170,8 @@ def refuse_tokens_outside(samples: Iterable[Sample], vocab_size: int) -> None:
         ids_by_name = {"response token": sample.tokens[sample.prompt_length :]}
         if sample.kept_tokens is not None:
             ids_by_name["kept_tokens: token"] = sample.kept_tokens.values
+        if sample.sampler_top_k is not None:
+            ids_by_name["sampler_top_k: token"] = sample.sampler_top_k.ids.values
         for what, ids in ids_by_name.items():
             if ids.numel() and ids.amax() >= vocab_size:
                 raise ValueError(

@@ -7,6 +7,7 @@ are checked.
 
 from collections.abc import Callable, Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -22,6 +23,20 @@ from megatron_pg.loss.sequence import SequenceSums, sums_of_rank, units_of_windo
 from megatron_pg.loss.tokens import DIFFERENTIATED, Tokens
 from megatron_pg.step.batch import PackedBatch
 from megatron_pg.step.totals import StepTotals
+
+
+def refuse_second_step(batch: PackedBatch, totals: StepTotals) -> None:
+    """Refuse a sample that an earlier step was trained on: its old policy is not the current
+    one.
+    """
+    for sample in batch.samples:
+        if vars(sample).setdefault("trained_in", totals) is not totals:
+            raise ValueError(
+                f"--old-log-probs current: {sample.name} is in a second optimizer step, and the "
+                "policy that it was sampled from is the one before the first. Use --old-log-probs "
+                "given, with old_log_probs from megatron_pg.megatron.compute_log_probs"
+            )
+
 
 BATCH_FIELDS = (
     *("loss_mask", "advantages", "loss_weights", "policy_version", "kept_set_size"),
@@ -47,6 +62,8 @@ class MicroBatchLoss:
         for require in resolved.requirements:
             require(batch)
         self.resolved, self.batch, self._totals = resolved, batch, totals
+        if resolved.takes_current_policy and torch.is_grad_enabled():
+            refuse_second_step(batch, totals)
         self._group, own_reducer = context_parallel_group, resolved.own_reducer
         of_step = resolved.normalization, batch, totals, step_share
         step_numbers, sample_weights = host_weights(*of_step)
@@ -67,16 +84,17 @@ class MicroBatchLoss:
         self,
         log_probs: Tensor,
         entropy: Tensor | None,
-        divergence: Tensor | None = None,
+        score: Tensor | None = None,
         kept_set_mass: Tensor | None = None,
     ) -> tuple[Tensor, MicroBatchMetrics]:
         """Compute the loss, to be differentiated, and its detached metrics. Arguments are [window]
         float32, in nats.
 
         Every rank of the context-parallel group must call it, those whose window is empty included.
-        The divergence is from the teacher; the mass, of `--kept-set-mass`, is 1 for an empty set.
+        The score is the divergence from the teacher, or the [5, window] values of `head.Centering`;
+        the mass, of `--kept-set-mass`, is 1 for an empty set.
         """
-        tensors = self._inputs(log_probs, entropy, divergence, kept_set_mass)
+        tensors = self._inputs(log_probs, entropy, score, kept_set_mass)
         loss, maxima, is_nan, *parts = self._bind(self._loss_and_metrics, tensors)()
         table = self._table(tensors)
         pairs = table.pairs(parts, tensors["step_numbers"])
@@ -92,33 +110,34 @@ class MicroBatchLoss:
         self,
         log_probs: Tensor,
         entropy: Tensor | None,
-        divergence: Tensor | None = None,
+        score: Tensor | None = None,
         kept_set_mass: Tensor | None = None,
     ) -> Tensors:
         """Collect the tensors that the loss depends on by name, with the sums over sequences of
         every rank.
         """
-        resolved = self.resolved
-        if divergence is None and resolved.teacher and not self.batch.samples:
-            divergence = 0.0 * log_probs
+        resolved, scorer = self.resolved, self.resolved.scorer
+        if score is None and scorer and not self.batch.samples:
+            score = 0.0 * log_probs.expand(*scorer.shape, -1)
         if resolved.head.with_entropy and entropy is None:
             raise ValueError(
                 "entropy is None, and --entropy-coef or --pg-metrics with_entropy needs it: give "
                 "the entropy [window] of the "
                 "window's response tokens, in nats"
             )
-        if resolved.teacher and divergence is None:
+        if scorer and score is None:
             raise ValueError(
-                "divergence is None, and --policy-loss distill and --distill-coef need the "
-                "divergence from the teacher, which is "
-                "made of logits or of hidden states: use PolicyStep or policy_loss_function"
+                f"{scorer.flags} needs the {scorer.output} of each token, which is made of logits "
+                "or of hidden states: use PolicyStep or policy_loss_function"
             )
         tensors = self._tensors | {
             "log_probs": log_probs,
             "entropy": entropy if resolved.head.with_entropy else None,
-            "divergence": divergence,
+            **({scorer.output: score} if scorer else {}),
             "kept_set_mass": kept_set_mass,
         }
+        if resolved.takes_current_policy:
+            tensors["old_log_probs"] = log_probs.detach()
         if resolved.sequence_sums:
             # The settings and the samples alone decide if there is an all-reduce, and of what size:
             # every rank of the group joins it, those that have no token and those that could not

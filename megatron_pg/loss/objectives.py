@@ -65,6 +65,8 @@ class Objective(Row):
     reads_clip: Callable[[Any], tuple[str, ...]] = lambda config: ()
     """The names of `CLIP_SETTINGS` that it reads under a config. Others are named at startup where
     they are given."""
+    can_be_centered: bool = False
+    """True if `--score-centering` applies: the loss is -A log p times a weight of the token."""
     zero_advantage_is_zero_gradient: bool = False
     """True where a token whose advantage is 0 has no gradient. The fused head leaves such tokens
     out of the products."""
@@ -115,6 +117,7 @@ def _clip_of_cispo(config: Any) -> tuple[str, ...]:
     "-min(r A, clip(r, 1 - eps_clip, 1 + eps_clip_high) A)",
     about="PPO's clipped surrogate, arXiv:1707.06347 eq. 7",
     options=("eps_clip_c",),
+    can_be_centered=True,
     reads_clip=lambda config: CLIP_SETTINGS,
 )
 def ppo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
@@ -140,6 +143,7 @@ def gspo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcom
     "-sg(min(r, 1 + eps_clip_high)) A log_prob",
     about="MiniMax-M1, arXiv:2506.13585",
     options=("cispo_lower_bound",),
+    can_be_centered=True,
     reads_clip=_clip_of_cispo,
 )
 def cispo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
@@ -200,7 +204,12 @@ def vespo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outco
     return Outcome(-weighted_log_probs(weight, tokens.log_probs), total, nowhere, nowhere)
 
 
-@of_tokens("-A log_prob", about="Williams, 1992", zero_advantage_is_zero_gradient=True)
+@of_tokens(
+    "-A log_prob",
+    about="Williams, 1992",
+    can_be_centered=True,
+    zero_advantage_is_zero_gradient=True,
+)
 def reinforce(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
     return Outcome(-weighted_log_probs(tokens.advantages, tokens.log_probs))
 

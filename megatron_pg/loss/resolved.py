@@ -21,6 +21,7 @@ from megatron_pg.loss.kept_sets import require_kept_set_log_probs
 from megatron_pg.loss.metrics import Metric, PairTable, metric_table, metrics_on
 from megatron_pg.loss.objectives import OBJECTIVES, Formula, Objective, get_objective
 from megatron_pg.loss.reducer import OwnReducer
+from megatron_pg.loss.sampler_head import SamplerHead
 from megatron_pg.loss.sequence import sequence_sum_names
 from megatron_pg.loss.teacher import TeacherChannels
 from megatron_pg.step.batch import PackedBatch
@@ -65,12 +66,15 @@ class ResolvedLoss:
     """The functions that refuse a micro-batch which lacks an input of the loss."""
     head: HeadOptions
     """The options of the head, without process group and vocabulary."""
+    takes_current_policy: bool
+    """The old log-probs are those of the forward pass that is trained."""
     has_float32_logits: bool
     """The model's own output layer gives float32 logits."""
     is_over_kept_sets: bool
     """Log-probs and entropy are those over the sets that tokens were sampled from."""
     has_kept_set_mass: bool
-    teacher: TeacherChannels | None
+    scorer: TeacherChannels | SamplerHead | None
+    """The source of a further score of each token."""
     compiled_settings: PolicyLossConfig | None
     """The settings that generated kernels depend on; None for a loss that is not compiled."""
 
@@ -82,15 +86,15 @@ def resolve(config: PolicyLossConfig) -> ResolvedLoss:
     If a row of a table is exchanged for another of its name, `resolve.cache_clear()` forgets it.
     """
     objectives, corrections = rows_on(OBJECTIVES, config), rows_on(CORRECTIONS, config)
-    sums, teacher = sequence_sum_names(config), TeacherChannels.of(config)
+    sums, scorer = sequence_sum_names(config), SamplerHead.of(config) or TeacherChannels.of(config)
     required = required_inputs(config)
     requirements: list[Callable[[PackedBatch], None]] = [
         functools.partial(require_fields, required)
     ]
     if config.replay_sampling_set:
         requirements.append(functools.partial(require_kept_set_log_probs, tuple(required)))
-    if teacher is not None:
-        requirements.append(teacher.require)
+    if scorer is not None:
+        requirements.append(scorer.require)
     return ResolvedLoss(
         config=config,
         objective=get_objective(config),
@@ -110,10 +114,11 @@ def resolve(config: PolicyLossConfig) -> ResolvedLoss:
             with_entropy=config.needs_entropy,
             use_quack=not config.fused_lm_head_without_quack,
         ),
+        takes_current_policy=config.old_log_probs == "current",
         has_float32_logits=config.changes_output_layer,
         is_over_kept_sets=config.replay_sampling_set,
         has_kept_set_mass=config.kept_set_mass,
-        teacher=teacher,
+        scorer=scorer,
         compiled_settings=_compiled_settings(config),
     )
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,9 @@ class TeacherChannels:
 
     divergence: Divergence
     kind: str
+    output: ClassVar[str] = "divergence"
+    shape: ClassVar[tuple[int, ...]] = WholeTeacher.shape
+    flags: ClassVar[str] = "--policy-loss distill or --distill-coef"
 
     @classmethod
     def of(cls, config: PolicyLossConfig) -> Self | None:

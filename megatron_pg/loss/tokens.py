@@ -20,14 +20,15 @@ from megatron_pg.config.tables import LOG_PROB_FIELDS
 class Tokens:
     """The response tokens of one micro-batch on one rank, [window] each.
 
-    Log-probs, advantages, entropy and divergence are 0 and without gradient at masked positions,
-    whatever the samples hold there. None stands for what no sample of the step carries, or what no
-    setting asks for.
+    Log-probs, advantages, entropy, divergence and centering are 0 and without gradient at masked
+    positions, whatever the samples hold there. None stands for what no sample of the step carries,
+    or what no setting asks for.
     """
 
     log_probs: Tensor  # under the policy in training, float32 or float64, with gradient
     entropy: Tensor | None  # in nats, with gradient
     divergence: Tensor | None  # from the teacher in nats, with gradient
+    centering: Tensor | None  # [5, window], the values of `head.Centering`, the first with gradient
     sample_ids: Tensor  # int64
     unit_ids: Tensor  # int64, of the sequence, or of the turn under `--sequence-unit turn`
     kept_set_mass: Tensor | None  # probability of the set that the token was sampled from
@@ -76,7 +77,12 @@ class Tokens:
 
 
 NAMES = tuple(field.name for field in dataclasses.fields(Tokens))
-DIFFERENTIATED = ("log_probs", "entropy", "divergence")  # the loss has a gradient to them
+DIFFERENTIATED = (
+    "log_probs",
+    "entropy",
+    "divergence",
+    "centering",
+)  # the loss has a gradient to them
 
 
 def masked(values: Tensor, loss_mask: Tensor) -> Tensor:

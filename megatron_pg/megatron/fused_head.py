@@ -78,9 +78,9 @@ class OutputRows:
         return [self.in_window(score) for score in scores]
 
     def in_window(self, values: Tensor, rows: slice = slice(None)) -> Tensor:
-        """Spread values [rows] over the [window], 0 elsewhere: the loss masks those positions."""
-        window = values.new_zeros(len(self._batch.window))
-        return window.index_copy(0, self.active[rows], values)
+        """Spread values [..., rows] over the window, 0 elsewhere, where the loss is masked."""
+        window = values.new_zeros(*values.shape[:-1], len(self._batch.window))
+        return window.index_copy(-1, self.active[rows], values)
 
     def of_whole_samples(self, size: int) -> list[int]:
         """Count the rows of parts that end on borders of samples, `size` or fewer unless one sample
@@ -161,10 +161,10 @@ class FusedHead:
             whole[:] = [self._loss(*window_vectors)]
             return whole[0][0]
 
-        teacher = None
-        if self._resolved.teacher:
+        scorer = None
+        if self._resolved.scorer:
             active, others = self._rows.active, (len(weight), options, self._teacher_weight)
-            teacher = self._resolved.teacher.on_rows(self._loss.batch, lambda x: x[active], *others)
+            scorer = self._resolved.scorer.on_rows(self._loss.batch, lambda x: x[active], *others)
         total, *vectors = linear_token_loss(
             hidden,
             weight,
@@ -174,7 +174,7 @@ class FusedHead:
             gradient_rows=self._rows.gradient_rows,
             piece_sizes=sizes,
             defer=True,
-            teacher=teacher,
+            scorer=scorer,
         )
         value = total.detach()  # `total` would hold its node, which holds what is called after it
 

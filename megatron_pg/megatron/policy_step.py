@@ -128,8 +128,8 @@ class PolicyStep:
             require_steady_log_probs(model, config)
         prepare_output_layer(model, config)
         groups = ParallelGroups.from_model(model) if groups is None else groups
-        if resolved.teacher and groups.is_last_pipeline_stage:
-            resolved.teacher.require_weight(teacher_weight)
+        if resolved.scorer and groups.is_last_pipeline_stage:
+            resolved.scorer.require_weight(teacher_weight)
         if model is not None and groups.context_size > 1:
             require_zigzag(model)
         chunk = chunks_of(model)[0]

@@ -18,6 +18,7 @@ from megatron_pg.rollout_files.schema import (
 )
 from megatron_pg.rollout_files.source import RolloutFileReport, RolloutFiles, validate_rollout_file
 from megatron_pg.step.routed_experts import routed_experts_of_engine
+from megatron_pg.step.sampler_top_k import top_k_of_sglang, top_k_of_vllm
 
 __all__ = [
     "COLUMNS",
@@ -32,6 +33,8 @@ __all__ = [
     "StepSamples",
     "kept_tokens_of_engine",
     "routed_experts_of_engine",
+    "top_k_of_sglang",
+    "top_k_of_vllm",
     "validate_rollout_file",
     "with_group_advantages",
 ]

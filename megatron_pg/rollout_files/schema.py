@@ -33,6 +33,7 @@ from megatron_pg.step.values import refuse_values
 
 INTEGERS, NUMBERS = "a list of integers", "a list of numbers"
 INTEGER_LISTS = "a list of lists of integers"
+NUMBER_LISTS = "a list of lists of numbers"
 INTEGER_ARRAY = "lists [layers][total_length][k] of integers"
 INTEGER, NUMBER, NUMBER_OR_NUMBERS = "an integer", "a number", "a number or a list of numbers"
 
@@ -51,6 +52,8 @@ COLUMNS: Mapping[str, str] = {
     "rollout_id": INTEGER,
     "policy_version": INTEGER,
     "kept_tokens": INTEGER_LISTS,
+    "sampler_top_k_ids": INTEGER_LISTS,
+    "sampler_top_k_log_probs": NUMBER_LISTS,
     "routed_experts": INTEGER_ARRAY,
     "turn_ids": INTEGERS,
 }
@@ -71,7 +74,7 @@ NUMBERS_OF_TOKENS = ("loss_weights", "kept_tokens", "routed_experts", "turn_ids"
 OPTIONAL_FIELDS: Mapping[str, str] = {
     field: field.removeprefix("old_")
     for field in (*LOG_PROB_FIELDS, *NUMBERS_OF_SAMPLE, *NUMBERS_OF_TOKENS)
-}
+} | {"sampler_top_k": "sampler_top_k_ids"}
 """Optional fields of `Sample`, and the column that fills each of them."""
 
 Row = Mapping[str, Any]
@@ -134,6 +137,11 @@ def sample_of_row(
     if not {"reward", "advantages"} & row.keys():
         raise ValueError("reward is missing, expected a number (or advantages)")
     values = {column: _value(column, row[column]) for column in COLUMNS if column in row}
+    if "sampler_top_k_ids" in values:
+        names["sampler_top_k"] = (
+            values.pop("sampler_top_k_ids"),
+            values.pop("sampler_top_k_log_probs", []),
+        )
     limit = math.inf if vocab_size is None else vocab_size
     below = "" if vocab_size is None else f" and below {vocab_size}"
     tokens = []
@@ -167,19 +175,19 @@ def sample_of_row(
 def _value(column: str, value: Any) -> Any:
     """Check the type of a value, and convert a number or a list of numbers; null becomes NaN."""
     kind = COLUMNS[column]
-    if kind == INTEGER_LISTS and not isinstance(value, Ragged):
+    if kind in (INTEGER_LISTS, NUMBER_LISTS) and not isinstance(value, Ragged):
         if not isinstance(value, list):
             raise ValueError(f"{column} is {shown(value)}, expected {kind}")
         value = [[] if ids is None else ids for ids in value]
         for at, ids in enumerate(value):
-            _vector(f"{column}[{at}]", ids, INTEGERS)
+            _vector(f"{column}[{at}]", ids, INTEGERS if kind == INTEGER_LISTS else NUMBERS)
     if kind == INTEGER_ARRAY:
         with contextlib.suppress(ValueError, OverflowError):  # lists of different lengths
             array = np.asarray(value)
             if array.dtype.kind in "iu":
                 return array.astype(np.int64)
         raise ValueError(f"{column} is {shown(value)}, expected {kind}, all of the same lengths")
-    if kind in (INTEGER, INTEGER_LISTS):
+    if kind in (INTEGER, INTEGER_LISTS, NUMBER_LISTS):
         return value
     if kind in (INTEGERS, NUMBERS) or isinstance(value, (list, np.ndarray)):
         return _vector(column, value, kind)

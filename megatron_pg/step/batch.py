@@ -15,6 +15,7 @@ from megatron_pg.head.ragged import Ragged, offsets_of
 from megatron_pg.head.ragged import to_device as to_device
 from megatron_pg.step.routed_experts import routed_experts_of_tokens
 from megatron_pg.step.sample import VALUE_FIELDS, Sample, check_samples
+from megatron_pg.step.sampler_top_k import TopK
 from megatron_pg.step.token_window import TokenWindow
 
 _NO_INTEGER = torch.zeros(0, dtype=torch.int64, device="cpu")
@@ -77,6 +78,10 @@ class PackedBatch:
     kept_tokens: Ragged | None = None
     """The ids that each token was sampled from, [window] rows on the host; empty where masked and
     where all were kept."""
+    sampler_top_k_ids: Tensor | None = None
+    """The engine's likeliest tokens, [window, k] int32; -1 beyond the end of a row."""
+    sampler_top_k_log_probs: Tensor | None = None
+    """Their log-probs, [window, k] float32."""
     kept_set_size: Tensor | None = None
     """Sizes of the kept sets, [window] float32; 0 for an empty row."""
     routed_experts: Tensor | None = None
@@ -94,6 +99,13 @@ class PackedBatch:
         sizes = torch.zeros(self.window.local_tokens, dtype=torch.int64, device="cpu")
         sizes[self.window.logit_rows] = self.kept_tokens.sizes
         return Ragged(self.kept_tokens.values, offsets_of(sizes))
+
+    @property
+    def sampler_top_k(self) -> tuple[Tensor, Tensor] | None:
+        """The engine's likeliest tokens and their log-probs, [window, k] each."""
+        if self.sampler_top_k_ids is None or self.sampler_top_k_log_probs is None:
+            return None
+        return self.sampler_top_k_ids, self.sampler_top_k_log_probs
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """Move the tensors to `device` as `to_device` does."""
@@ -184,10 +196,21 @@ def pack(
     kept = _field_in_window("kept_tokens", sets, samples, window, _NO_ROW.slice(slice(0, 0)))
     if kept is not None:
         kept = kept.only(loss_mask)
+    top_k = [sample.sampler_top_k for sample in samples]
+    top_k_ids = _field_in_window(
+        "sampler_top_k", [None if x is None else x.ids for x in top_k], samples, window
+    )
+    top_k_tensors: tuple[Tensor | None, Tensor | None] = None, None
+    if top_k_ids is not None:
+        log_probs = [None if x is None else x.log_probs for x in top_k]
+        top_k_log_probs = _field_in_window("sampler_top_k", log_probs, samples, window)
+        top_k_tensors = TopK(top_k_ids, top_k_log_probs).padded()
     experts: list[Any] = [sample.routed_experts for sample in samples]
     has_experts = _all_have("routed_experts", experts, samples)
     targets = _gather_or_zero(tokens, window.target_indices)
     ids = [targets] if kept is None else [targets, kept.values]
+    if top_k_ids is not None:
+        ids.append(top_k_ids.values)
     if "teacher_ids" in channels:
         ids.append(channels["teacher_ids"][loss_mask])
     row_mask = loss_mask.new_zeros(window.local_tokens)
@@ -208,6 +231,8 @@ def pack(
         largest_token=int(tokens.max()) if len(tokens) else 0,
         largest_target=max(int(each.max()) for each in ids if each.numel()),
         kept_tokens=kept,
+        sampler_top_k_ids=top_k_tensors[0],
+        sampler_top_k_log_probs=top_k_tensors[1],
         kept_set_size=None if kept is None else kept.sizes.float(),
         routed_experts=routed_experts_of_tokens(experts, window.token_indices)
         if has_experts

@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 from megatron_pg.config.tables import LOG_PROB_FIELDS
 from megatron_pg.head.ragged import Ragged
 from megatron_pg.step.routed_experts import checked_routed_experts
+from megatron_pg.step.sampler_top_k import TopK, checked_top_k
 from megatron_pg.step.values import (
     check_log_probs,
     check_mask,
@@ -109,6 +110,9 @@ class Sample:
     kept_tokens: Ragged | None = None
     """The ids that each response token was sampled from (top-p, top-k), itself among them, for
     `--replay-sampling-set`; an empty set where all were kept."""
+    sampler_top_k: TopK | None = None
+    """The engine's likeliest tokens for each response token, with their log-probs, for
+    `--score-centering`; given as a pair (ids, log_probs) of rows, which may differ in length."""
     routed_experts: Tensor | None = None
     """The experts that the engine chose, [layers, total_length, k] integers, for
     `--replay-routing`; stored as uint8 or int16. -1 in all of a row (255 in uint8): the model's
@@ -149,6 +153,7 @@ class Sample:
             old_values: Values | None = None,
             returns: Values | None = None,
             kept_tokens: Ragged | Sequence[Sequence[int]] | None = None,
+            sampler_top_k: TopK | tuple[Any, Any] | None = None,
             routed_experts: Tensor | Sequence[Sequence[Sequence[int]]] | None = None,
             turn_ids: Values | None = None,
             side_channels: Mapping[str, Tensor | Ragged] = MappingProxyType({}),
@@ -176,6 +181,10 @@ class Sample:
             where, targets = f"{self.name}: kept_tokens", self.tokens[self.prompt_length :]
             stored["kept_tokens"] = checked_kept_tokens(
                 where, self.kept_tokens, targets, self.loss_mask
+            )
+        if self.sampler_top_k is not None:
+            stored["sampler_top_k"] = checked_top_k(
+                f"{self.name}: sampler_top_k", self.sampler_top_k, self.loss_mask
             )
         if self.routed_experts is not None:
             where = f"{self.name}: routed_experts"

@@ -121,7 +121,7 @@ def checked_kept_tokens(where: str, kept: Any, targets: Tensor, loss_mask: Tenso
             "were kept"
         )
     sets = Ragged(ids.detach().to(torch.int64), kept.offsets)
-    _check_sets(where, sets)
+    check_sets(where, sets)
     rows_of_ids = sets.row_of_element()
     has_target = sets.sizes == 0
     has_target[rows_of_ids[sets.values == targets[rows_of_ids]]] = True
@@ -136,7 +136,7 @@ def checked_kept_tokens(where: str, kept: Any, targets: Tensor, loss_mask: Tenso
     return sets
 
 
-def _check_sets(where: str, sets: Ragged) -> None:
+def check_sets(where: str, sets: Ragged) -> None:
     """Refuse sets with an id that no vocabulary has, or with an id twice."""
     rows, ids = sets.row_of_element(), sets.values
     order = torch.sort(rows * LARGEST_VOCABULARY + ids, stable=True).indices
@@ -201,7 +201,7 @@ def _check_teacher(where: str, channel: str, values: Any, loss_mask: Tensor) -> 
             raise ValueError(f"{where} has dtype {values.dtype}, expected integers")
         offsets = torch.arange(len(values) + 1, dtype=torch.int64, device="cpu") * k
         sets = Ragged(values.long().flatten(), offsets)
-        _check_sets(where, sets.only(loss_mask))
+        check_sets(where, sets.only(loss_mask))
         return
     check_log_probs(where, values, loss_mask[:, None])
     # Rounding each to bfloat16 makes q at most q^(1 - 2^-8), so that a sum of 1 becomes k^(2^-8) at

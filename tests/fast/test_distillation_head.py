@@ -16,7 +16,7 @@ from megatron_pg.head import (
     TopKTeacher,
     WholeTeacher,
     linear_token_loss,
-    log_probs_and_divergence,
+    log_probs_and_score,
 )
 from megatron_pg.head.distill import divergence as passes
 from megatron_pg.head.distill import teacher as teachers
@@ -35,6 +35,8 @@ TEACHERS = ("logits", "hidden", "top k")
 class Problem:
     """Student and teacher, a loss of all three outputs, and what it must give."""
 
+    scale = 2.0  # of the hidden states
+
     def __init__(
         self,
         divergence: Divergence,
@@ -48,7 +50,10 @@ class Problem:
             return torch.randn(*shape, generator=generator)
 
         self.divergence, self.kind = divergence, teacher
-        self.hidden, self.weight = (2 * normal(TOKENS, HIDDEN)).to(dtype), normal(WIDTH, HIDDEN)
+        self.hidden, self.weight = (
+            (self.scale * normal(TOKENS, HIDDEN)).to(dtype),
+            normal(WIDTH, HIDDEN),
+        )
         self.weight = self.weight.to(dtype)
         self.teacher_hidden = (2 * normal(TOKENS, TEACHER_HIDDEN)).to(dtype)
         self.teacher_weight = normal(WIDTH, TEACHER_HIDDEN).to(dtype)
@@ -107,7 +112,7 @@ class Problem:
         logits[2] = float("nan")  # masked
         logits.requires_grad_()
         settings = {"row_mask": self.mask, **vocabulary(size)}
-        found = log_probs_and_divergence(logits, self.targets, self.teacher(rank, size), **settings)
+        found = log_probs_and_score(logits, self.targets, self.teacher(rank, size), **settings)
         self.loss(*found, slice(None)).backward()
         return [each.detach() for each in found], [logits.grad]
 
@@ -117,7 +122,7 @@ class Problem:
         weight = self.weight.chunk(size)[rank].clone().requires_grad_()
         factors = self.hidden.clone().requires_grad_(), weight
         options = HeadOptions(**vocabulary(size), **{"chunk_tokens": 4, **changes})
-        settings = {"piece_sizes": piece_sizes, "teacher": self.teacher(rank, size), "defer": True}
+        settings = {"piece_sizes": piece_sizes, "scorer": self.teacher(rank, size), "defer": True}
         loss, *found = linear_token_loss(*factors, self.targets, self.loss, options, **settings)
         loss.backward()
         return found, [each.grad for each in factors]
@@ -277,7 +282,7 @@ def test_a_token_that_neither_side_gives_any_probability_adds_nothing(divergence
     for impossible in (0, 2):
         pad = functools.partial(torch.nn.functional.pad, pad=(0, impossible), value=-torch.inf)
         logits, whole = pad(student).requires_grad_(), WholeTeacher(divergence, logits=pad(teacher))
-        *_, value = log_probs_and_divergence(logits, torch.tensor([0, 1, 2]), whole)
+        *_, value = log_probs_and_score(logits, torch.tensor([0, 1, 2]), whole)
         (value * incoming).sum().backward()
         found.append((value.detach(), logits.grad))
     (value, gradient), (wider, wider_gradient) = found
@@ -296,7 +301,7 @@ def test_a_masked_row_has_no_divergence_and_no_gradient(teacher):
     if teacher == "top k":
         given = TopKTeacher(DIVERGENCES[1], torch.tensor([[1], [1]]), torch.full((2, 1), -1.0))
     rows = {"targets": torch.tensor([0, 0]), "row_mask": torch.tensor([True, False])}
-    *_, value = log_probs_and_divergence(logits, teacher=given, **rows)
+    *_, value = log_probs_and_score(logits, scorer=given, **rows)
     value.sum().backward()
     assert value[0] > 0 and value[1] == 0
     assert logits.grad[0].any() and logits.grad[1].tolist() == [0.0] * 6

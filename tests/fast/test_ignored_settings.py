@@ -74,6 +74,9 @@ def whole_step() -> list[Sample]:
         others["loss_weights"] = torch.rand(length, generator=generator) + 0.5
         others["turn_ids"] = torch.arange(length) // 2
         others["kept_tokens"] = [sorted({int(token), 0, 3}) for token in tokens[2:]]
+        ids = others["kept_tokens"]
+        of_head = [[-float(n + 1) for n in range(len(row))] for row in ids]
+        others["sampler_top_k"] = (ids, of_head)
         mask = torch.ones(length)
         return Sample(tokens, length, mask, advantages, group_index=number // 2, **others)
 

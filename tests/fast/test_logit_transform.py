@@ -144,4 +144,4 @@ def test_what_takes_no_transform_says_so():
         linear_log_probs_and_entropy(*factors, options, kept=kept)
     teacher = WholeTeacher(Divergence(), logits=hidden @ weight.T)
     with pytest.raises(NotImplementedError, match="distillation takes an output layer that is its"):
-        linear_token_loss(*factors, lambda p, *_: p.sum(), options, teacher=teacher)
+        linear_token_loss(*factors, lambda p, *_: p.sum(), options, scorer=teacher)

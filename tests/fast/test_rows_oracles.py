@@ -29,7 +29,7 @@ from megatron_pg.loss.objectives import Outcome
 from megatron_pg.loss.resolved import resolve
 from megatron_pg.step import advantages
 from tests import oracle
-from tests.fast import distillation_oracle, objectives_oracle
+from tests.fast import centering_oracle, distillation_oracle, objectives_oracle
 from tests.fast.objectives_oracle import Correction, Sequence1
 from tests.fast.one_step import loss_of, reported
 from tests.fast.sequences import flat_gradient, flat_log_probs, package_sample, random_sequences
@@ -139,39 +139,76 @@ def corrections_alone() -> dict[str, list[tuple[dict[str, Any], TokenLosses]]]:
 
 
 def check_correction(name: str) -> None:
+    if name == "score_centering":
+        check_centering()
+        return
     for settings, loops in corrections_alone()[name]:
         check_loss({"policy_loss": "reinforce", **settings}, aggregated(loops))
 
 
 def check_divergence(kind: str) -> None:
-    """Loss and gradient of every logit, of two samples with a teacher's logits."""
+    beta = 0.3
+    settings: dict[str, Any] = {"policy_loss": "distill", "distill_teacher": "logits"}
+    settings |= {"distill_divergence": kind, "distill_beta": beta if kind == "jsd" else 0.5}
+
+    def loss_of(log_p: list[Tensor], target: int, drawn: Tensor) -> Tensor:
+        log_q = distillation_oracle.log_softmax_of(list(drawn), TEMPERATURE)
+        return distillation_oracle.divergence(kind, beta, log_p, log_q)
+
+    check_logits(settings, lambda drawn: {"side_channels": {"teacher_logits": drawn}}, loss_of)
+
+
+def check_centering() -> None:
+    def head(drawn: Tensor) -> tuple[Tensor, Tensor]:
+        log_q, ids = drawn.float().log_softmax(1).topk(3, dim=1)
+        return ids, log_q
+
+    def loss_of(log_p: list[Tensor], target: int, drawn: Tensor) -> Tensor:
+        ids, log_q = (each[0].tolist() for each in head(drawn[None]))
+        center = centering_oracle.centering(log_p, dict(zip(ids, log_q, strict=True)))
+        return ADVANTAGE * (center - log_p[target])
+
+    settings = {"policy_loss": "reinforce", "score_centering": True}
+    check_logits(settings, lambda drawn: {"sampler_top_k": head(drawn)}, loss_of)
+
+
+ADVANTAGE, TEMPERATURE = 0.7, 0.8
+
+
+def check_logits(
+    settings: dict[str, Any],
+    fields_of: Callable[[Tensor], dict[str, Any]],
+    loss_of: Callable[[list[Tensor], int, Tensor], Tensor],
+) -> None:
+    """Loss and gradient of every logit, of two samples with fields that are made of numbers drawn
+    for each response token and id of the vocabulary.
+    """
     generator = torch.Generator().manual_seed(2)
-    vocab_size, lengths, beta, temperature = 6, [(2, [1, 0, 1, 1]), (3, [1, 1])], 0.3, 0.8
+    vocab_size, lengths = 6, [(2, [1, 0, 1, 1]), (3, [1, 1])]
     samples, losses, row = [], [], 0
     logits = torch.randn(11, vocab_size, generator=generator, dtype=torch.float64)
     logits.requires_grad_()
     for prompt, mask in lengths:
         tokens = torch.randint(vocab_size, (prompt + len(mask),), generator=generator)
-        teacher = torch.randn(len(mask), vocab_size, generator=generator, dtype=torch.float64)
-        channels = {"teacher_logits": teacher}
-        samples.append(Sample(tokens, len(mask), mask, side_channels=channels))
+        drawn = torch.randn(len(mask), vocab_size, generator=generator, dtype=torch.float64)
+        samples.append(Sample(tokens, len(mask), mask, ADVANTAGE, **fields_of(drawn)))
         for token in range(len(mask)):
             if not mask[token]:
                 continue
-            pair = (logits[row + prompt + token - 1], teacher[token])
-            log_probs = [distillation_oracle.log_softmax_of(list(p), temperature) for p in pair]
-            loss = distillation_oracle.divergence(kind, beta, *log_probs)
+            of_token = list(logits[row + prompt + token - 1])
+            log_p = distillation_oracle.log_softmax_of(of_token, TEMPERATURE)
+            loss = loss_of(log_p, int(tokens[prompt + token]), drawn[token])
             losses.append(loss / (sum(mask) * len(lengths)))
         row += prompt + len(mask)
     expected = sum(losses, start=torch.zeros((), dtype=torch.float64))
     (gradient,) = torch.autograd.grad(expected, logits)
-    settings: dict[str, Any] = {"policy_loss": "distill", "distill_teacher": "logits"}
-    settings |= {"distill_divergence": kind, "distill_beta": beta if kind == "jsd" else 0.5}
-    config = PolicyLossConfig(**settings, rollout_temperature=temperature)
+    config = PolicyLossConfig(**settings, rollout_temperature=TEMPERATURE)
     found, _ = policy_loss_function(config, pack(samples), logits, totals=uneven_totals(samples))
     found.backward()
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(logits.grad, gradient, rtol=1e-12, atol=1e-12)
+    # Advantages are float32.
+    tolerance = 1e-12 if config.distills else 1e-7
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(logits.grad, gradient, rtol=tolerance, atol=tolerance)
 
 
 def check_advantages(name: str) -> None:
@@ -365,7 +402,9 @@ ADVANTAGES = ("grpo", "dr_grpo", "rloo", "maxrl", "step_rloo", "reward")
 KINDS, DIVERGENCES = typing.get_args(Kind), distillation_oracle.KINDS
 DOORS = {
     "policy_loss": Door(lambda: OBJECTIVES, lambda: OBJECTIVE_ORACLES, check_objective),
-    "corrections": Door(lambda: CORRECTIONS, corrections_alone, check_correction),
+    "corrections": Door(
+        lambda: CORRECTIONS, lambda: {*corrections_alone(), "score_centering"}, check_correction
+    ),
     "loss_aggregation": Door(lambda: AGGREGATIONS, lambda: oracle.AGGREGATIONS, check_aggregation),
     "kl_loss_type": Door(lambda: KL_ESTIMATES, lambda: KL_ORACLES, check_kl_estimate),
     "divergences": Door(lambda: KINDS, lambda: DIVERGENCES, check_divergence),

@@ -65,7 +65,7 @@ class Models:
         def loss(log_probs: Tensor, entropy: Tensor, found: Tensor, rows: slice) -> Tensor:
             return found.sum() / TOKENS
 
-        total, _, _, values = linear_token_loss(*self.leaves, self.targets, loss, teacher=teacher)
+        total, _, _, values = linear_token_loss(*self.leaves, self.targets, loss, scorer=teacher)
         return values, *self.gradients(total)
 
 

@@ -3,7 +3,9 @@ likeliest tokens.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -13,12 +15,23 @@ from megatron_pg.head.backend import choose, row_passes
 from megatron_pg.head.distill import divergence as passes_torch
 from megatron_pg.head.distill.divergence import Divergence, LogitPair
 from megatron_pg.head.factor_gradients import multiply
-from megatron_pg.head.from_logits import TeacherGradient
-from megatron_pg.head.vocabulary_shard import LogitRows, RowStatistics
+from megatron_pg.head.from_logits import ScoreGradients
+from megatron_pg.head.vocabulary_shard import Incoming, LogitRows, RowStatistics, ScoreGradient
 
 _LEAST_REST = 1e-7
 """The least probability of all tokens beside the k; the student's float32 sum of exponentials
 resolves no less."""
+
+
+def _in_addition(gradient: Callable[[Tensor, torch.dtype], Tensor]) -> ScoreGradients:
+    """Add a gradient [rows, v/tp] of the divergence to that of the other outputs."""
+
+    def of_all(incoming: Incoming, dtype: torch.dtype) -> ScoreGradient:
+        *to_rows, to_divergence = incoming
+        dense = None if to_divergence is None else gradient(to_divergence, dtype)
+        return ScoreGradient(to_rows, dense, None)
+
+    return of_all
 
 
 @dataclass(frozen=True)
@@ -26,6 +39,9 @@ class WholeTeacher:
     """A teacher by its distribution over the whole vocabulary: give `logits`, or `hidden` and
     `weight`.
     """
+
+    shape: ClassVar[tuple[int, ...]] = ()
+    is_sparse: ClassVar[bool] = False
 
     divergence: Divergence
     logits: Tensor | None = None
@@ -37,7 +53,7 @@ class WholeTeacher:
 
     def on(
         self, student: LogitRows, statistics: RowStatistics, rows: slice
-    ) -> tuple[Tensor, TeacherGradient]:
+    ) -> tuple[Tensor, ScoreGradients]:
         logits, mask = self._logits_of(student, rows), student.row_mask
         teacher = LogitRows(logits, student.targets, student.shard, student.temperature, mask)
         models = (student.logits, statistics), (logits, row_passes(logits).row_statistics(teacher))
@@ -57,7 +73,7 @@ class WholeTeacher:
             passes.write_gradient(pair, sums[:, 1], incoming, out)
             return out
 
-        return sums[:, 0], gradient
+        return sums[:, 0], _in_addition(gradient)
 
     def _logits_of(self, student: LogitRows, rows: slice) -> Tensor:
         if self.logits is not None:
@@ -83,6 +99,9 @@ class TopKTeacher:
     sides.
     """
 
+    shape: ClassVar[tuple[int, ...]] = ()
+    is_sparse: ClassVar[bool] = False
+
     divergence: Divergence
     ids: Tensor
     """The global ids [tokens, k] int64, distinct in a row."""
@@ -91,7 +110,7 @@ class TopKTeacher:
 
     def on(
         self, student: LogitRows, statistics: RowStatistics, rows: slice
-    ) -> tuple[Tensor, TeacherGradient]:
+    ) -> tuple[Tensor, ScoreGradients]:
         shard, temperature, mask = student.shard, student.temperature, student.row_mask
         columns, is_here = shard.columns_of(self.ids[rows])
         logits = student.logits.gather(1, columns).to(statistics.maximum.dtype)
@@ -127,4 +146,4 @@ class TopKTeacher:
             out[:, : shard.columns] = whole.to(dtype)
             return out
 
-        return value if mask is None else value.where(mask, 0.0), gradient
+        return value if mask is None else value.where(mask, 0.0), _in_addition(gradient)

@@ -40,8 +40,15 @@ from torch import Tensor
 from megatron_pg.head import rows_triton
 from megatron_pg.head.factor_gradients import FactorGradients, main_grad_of
 from megatron_pg.head.hopper import MULTIPLE
+from megatron_pg.head.kept import pairs_triton
+from megatron_pg.head.kept.sets import KeptPairs
 from megatron_pg.head.rows_triton import LN_2, LOG2_E, SMALLEST, arriving, log2, packed, write_zeros
-from megatron_pg.head.vocabulary_shard import Incoming, RowStatistics, VocabularyShard
+from megatron_pg.head.vocabulary_shard import (
+    ColumnGradients,
+    Incoming,
+    RowStatistics,
+    VocabularyShard,
+)
 
 _FIRST_VERSION, _END_OF_VERSIONS = "0.6.5", "0.7"
 """The versions of quack-kernels that are taken, without the second: its pieces have no promise of
@@ -54,10 +61,12 @@ _failures: list[str] = []
 T = TypeVar("T")
 # Exponents of two between which factors stay, so that the gradient at a target divided by its
 # factors fits bfloat16.
-LEAST_STRIP = tl.constexpr(-60.0)
+LEAST_STRIP = tl.constexpr(_LEAST_STRIP := -60.0)
 LEAST_ROW = tl.constexpr(-40.0)
 # Below the logarithm of every bfloat16 number but 0.
 LEAST_LOG2 = tl.constexpr(-134.0)
+_LEAST_SHARE = 2.0**-16
+"""The least gradient to a row's log-probability over the largest of its single columns."""
 
 
 @triton.jit
@@ -312,8 +321,25 @@ class ExponentialRows:
     def statistics(self) -> RowStatistics:
         return rows_triton.combine(self.shard_statistics, self.layer.shard, self.temperature)
 
+    def logits_of(self, columns: Tensor) -> Tensor:
+        """Multiply the logits [rows, n] of local columns once more: exponentials are bfloat16, and
+        1 minus the probability of a likely token needs more digits.
+        """
+        rows = torch.arange(len(self.targets), device=columns.device)
+        rows, places = rows.repeat_interleave(columns.shape[1]), columns.flatten()
+        is_here, nothing = torch.ones_like(places, dtype=torch.bool), places.new_empty(0)
+        pairs = KeptPairs(
+            rows, places, is_here, nothing, nothing, self.temperature, self.layer.shard
+        )
+        hidden = self.hidden[: len(self.targets)]
+        return pairs_triton.pair_logits(hidden, self.weight, pairs).view(columns.shape)
+
     def add_gradient(
-        self, gradients: FactorGradients, statistics: RowStatistics, incoming: Incoming
+        self,
+        gradients: FactorGradients,
+        statistics: RowStatistics,
+        incoming: Incoming,
+        columns: ColumnGradients | None = None,
     ) -> None:
         """Add the products; with a gradient to the entropy the exponentials become the gradient of
         the logits first.
@@ -321,22 +347,30 @@ class ExponentialRows:
         to_log_probs, to_entropy = incoming
         if to_log_probs is None or to_entropy is not None:
             gradient = self._write_gradient(statistics, incoming)
+            if columns is not None:
+                columns.write(gradient)
             gradients.add_products(self.place, self.hidden[: len(gradient)], gradient)
             return
-        (whole, tiles), columns = self.offsets.shape, self.exponentials.shape[1]
+        if columns is not None:
+            # A row is scaled by this, and its columns with it: it may not be 0.
+            least = _LEAST_SHARE * columns.values.abs().amax(1) * self.temperature
+            to_log_probs = torch.where(to_log_probs == 0, least, to_log_probs)
+        (whole, tiles), width = self.offsets.shape, self.exponentials.shape[1]
         products, left, strip = self.layer.products, self.exponentials, self.layer.products.STRIP
-        tile = columns // tiles
+        tile = width // tiles
         factors, references = self.temperature.new_empty((2, whole))
         scaled_hidden = torch.empty_like(self.hidden, memory_format=torch.contiguous_format)
         row_factors_kernel[(whole,)](
             left, self.offsets, self.hidden, self.targets.contiguous(), self.temperature,
             statistics.maximum, statistics.log_sum, statistics.log_probs,
             packed(to_log_probs, torch.float32), factors, references, scaled_hidden,
-            len(self.targets), tiles, columns, self.hidden.shape[1], self.hidden.stride(0),
+            len(self.targets), tiles, width, self.hidden.shape[1], self.hidden.stride(0),
             self.layer.shard.start,
             TILE=tile, TILES=triton.next_power_of_2(tiles), BLOCK=1024, num_warps=_WARPS,
         )  # fmt: skip
-        strips = self.hidden.new_empty((columns // strip, whole))
+        if columns is not None:
+            self._write_columns(columns, factors, references)
+        strips = self.hidden.new_empty((width // strip, whole))
         strip_factors_kernel[(-(-tiles // 64), -(-whole // 64))](
             self.offsets, references, strips, whole, tiles,
             REPEAT=tile // strip, ROWS=64, TILES=64, num_warps=_WARPS,
@@ -353,6 +387,15 @@ class ExponentialRows:
                     left, strips, scaled_hidden, out, add=add
                 )
             )
+
+    def _write_columns(self, columns: ColumnGradients, factors: Tensor, references: Tensor) -> None:
+        """Write the numbers that, times both factors, are the gradient of these columns."""
+        rows, tile = len(self.targets), self.exponentials.shape[1] // self.offsets.shape[1]
+        offsets = self.offsets[:rows].gather(1, columns.columns // tile)
+        strips = (offsets - references[:rows, None]).clamp(min=_LEAST_STRIP).exp2()
+        scale = factors[:rows, None] * strips
+        values = torch.where(scale == 0, 0.0, columns.values / scale)
+        columns.write(self.exponentials[:rows], values)
 
     def _write_gradient(self, statistics: RowStatistics, incoming: Incoming) -> Tensor:
         """Overwrite the exponentials with the gradient [rows, v/tp] of their logits."""

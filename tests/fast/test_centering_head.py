@@ -1,0 +1,146 @@
+"""Score centering from logits and from hidden states, against plain float64 loops."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_pg.head import Centering
+from tests.distributed.launch import run_ranks
+from tests.fast import centering_oracle as oracle
+from tests.fast.test_distillation_head import DIVERGENCES, TOKENS, WAYS, K, Problem, check
+from tests.fast.test_kept_set import TEMPERATURE, VOCAB_SIZE
+
+WEIGHTS = [("none", 0.0, math.inf), ("clip", 0.5, 1.6), ("clip", 0.0, 1.2), ("mask", 0.6, 1.5)]
+
+
+class Centered(Problem):
+    """Rows with heads of an engine: one without, one of all tokens but one, others of about K
+    tokens with and without the sampled one.
+    """
+
+    scale = 0.5  # 1 minus the probability of a head keeps its digits
+
+    def __init__(self, weights: tuple[str, float, float], *arguments: object) -> None:
+        self.weights = weights
+        super().__init__(DIVERGENCES[0], "logits", *arguments)
+
+    def _divergence(self, t: int, log_p: list[Tensor]) -> Tensor:
+        return oracle.centering(log_p, self.head(t, log_p), *self.weights)
+
+    def head(self, t: int, log_p: list[Tensor]) -> dict[int, float]:
+        """The engine's log-probs: the policy's, off by up to a factor of two, largest first."""
+        if t == 0:
+            return {}
+        noise = torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(t)).double()
+        log_q = (torch.stack(log_p).detach() + 0.5 * noise).log_softmax(0)
+        size = VOCAB_SIZE - 1 if t == 1 else K - t % 2
+        values, ids = log_q.topk(size)
+        return dict(zip(ids.tolist(), values.tolist(), strict=True))
+
+    def teacher(self, rank: int = 0, size: int = 1) -> Centering:
+        logits = (self.hidden.double() @ self.weight.double().T).cpu()[:, :VOCAB_SIZE]
+        log_p = (logits / TEMPERATURE).log_softmax(1)
+        heads = [self.head(t, list(log_p[t].unbind())) for t in range(TOKENS)]
+        ids = torch.full((TOKENS, VOCAB_SIZE), -1)
+        log_probs = torch.full((TOKENS, VOCAB_SIZE), math.nan, dtype=torch.float64)
+        for t, head in enumerate(heads):
+            ids[t, : len(head)] = torch.tensor(list(head), dtype=torch.int64)
+            log_probs[t, : len(head)] = torch.tensor(list(head.values()), dtype=torch.float64)
+        device = self.hidden.device
+        return Centering(ids.to(device), log_probs.to(device), *self.weights)
+
+    def loss(self, log_probs: Tensor, entropy: Tensor, score: Tensor, rows: slice) -> Tensor:
+        return super().loss(log_probs, entropy, score[0], rows)
+
+
+def first_scores(ranks: list) -> list:
+    return [([*values[:2], values[2][0]], gradients) for values, gradients in ranks]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("weights", WEIGHTS, ids=str)
+def test_values_and_gradients(way: str, weights: tuple[str, float, float]) -> None:
+    problem = Centered(weights)
+    check(problem, way, first_scores([WAYS[way](problem)]), 1e-12)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_mutant_without_the_tail(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant takes rho for 0, as if the head were all."""
+    honest = Centering._centers
+
+    def without_tail(self: Centering, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+        return q.double() if self.weights == "none" else honest(self, p, q)[0], p.double().sum(1)
+
+    monkeypatch.setattr(Centering, "_centers", without_tail)
+    with pytest.raises(AssertionError):
+        problem = Centered(WEIGHTS[0])
+        check(problem, way, first_scores([WAYS[way](problem)]), 1e-12)
+
+
+def on_rank(kinds: list[tuple[str, tuple[str, float, float]]]) -> list:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return [WAYS[way](Centered(weights), rank, size) for way, weights in kinds]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_shards_equal_the_whole_vocabulary(size: int) -> None:
+    """The last of four has columns of padding alone."""
+    kinds = [(way, WEIGHTS[number % len(WEIGHTS)]) for number, way in enumerate(WAYS)]
+    ranks = run_ranks(on_rank, size, kinds)
+    for (way, weights), *found in zip(kinds, *ranks, strict=True):
+        check(Centered(weights), way, first_scores(found), 1e-12)
+
+
+def test_no_mean_gradient_under_the_sampler() -> None:
+    """By enumeration of a vocabulary of six: for an A that is constant, the mean over q of the
+    gradient of `-weight A log p(y) + A C` is 0, for a q whose tail is a multiple of p's. Without C
+    it is not.
+    """
+    logits = torch.tensor([0.3, -0.2, 1.1, 0.0, -1.0, 0.5], dtype=torch.float64, requires_grad=True)
+    log_p = logits.log_softmax(0)
+    p = log_p.detach().exp()
+    q = torch.tensor([0.25, 0.05, 0.30, 0.0, 0.0, 0.0], dtype=torch.float64)
+    q[3:] = p[3:] * (1 - q.sum()) / p[3:].sum()
+    head = {v: math.log(q[v]) for v in range(3)}
+    for kind, low, high in WEIGHTS:
+        mean = torch.zeros((), dtype=torch.float64)
+        for v in range(6):
+            ratio = float(p[v] / q[v])
+            weight = {"none": 1.0, "clip": min(max(ratio, low), high)}.get(
+                kind, ratio if low <= ratio <= high else 0.0
+            )
+            mean = mean - q[v] * weight * log_p[v]
+        (without,) = torch.autograd.grad(mean, logits, retain_graph=True)
+        ids, values = (
+            torch.tensor([list(head)]),
+            torch.tensor([list(head.values())], dtype=torch.float64),
+        )
+        scorer = Centering(ids, values, kind, low, high)
+        (gradient,) = torch.autograd.grad(of_logits(logits, scorer)[0], logits)
+        assert without.abs().max() > 1e-3, kind
+        torch.testing.assert_close(gradient, -without, rtol=0, atol=1e-12)
+
+
+def of_logits(logits: Tensor, scorer: Centering) -> Tensor:
+    from megatron_pg.head import log_probs_and_score
+
+    _, _, score = log_probs_and_score(logits[None], torch.tensor([0]), scorer)
+    return score[:, 0]
+
+
+@pytest.mark.parametrize("weights", WEIGHTS, ids=str)
+def test_nothing_is_taken_off_if_both_distributions_agree(
+    weights: tuple[str, float, float],
+) -> None:
+    logits = torch.randn(9, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    log_q, ids = logits.log_softmax(0).topk(4)
+    logits.requires_grad_()
+    value, mass, _, drift, norm = of_logits(logits, Centering(ids[None], log_q[None], *weights))
+    (gradient,) = torch.autograd.grad(value, logits)
+    assert value.abs() < 1e-12 and drift.abs() < 1e-12 and norm < 1e-12
+    assert gradient.abs().max() < 1e-12
+    torch.testing.assert_close(mass, log_q.exp().sum())

@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import logging
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -89,7 +90,7 @@ STEP = whole_step()
 def outcome(settings: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The loss, its gradient and the metrics of the step."""
     config = PolicyLossConfig(**settings)
-    samples = accepted_samples(config, STEP)
+    samples = accepted_samples(config, [replace(sample) for sample in STEP])
     batch = pack(samples)
     generator = torch.Generator().manual_seed(6)
     logits = torch.randn(len(batch.tokens), VOCABULARY, generator=generator, dtype=torch.float64)

@@ -167,9 +167,7 @@ def train_step(
     return float(norm)
 
 
-def one_step(
-    trainer: Trainer, build: HeadBuilder, batches: list[PackedBatch], totals: StepTotals
-) -> tuple[float, float, float]:
+def one_step(trainer: Trainer, method: Callable[[Trainer], float]) -> tuple[float, float, float]:
     """(wall seconds between barriers, gradient norm, peak memory of this rank in bytes) of a
     step.
     """
@@ -179,7 +177,7 @@ def one_step(
         torch.cuda.reset_peak_memory_stats()
     dist.barrier()
     start = time.perf_counter()
-    norm = train_step(trainer, build, batches, totals)
+    norm = method(trainer)
     if is_cuda:
         torch.cuda.synchronize()
     dist.barrier()
@@ -194,8 +192,20 @@ def measure(
     totals: StepTotals,
     rounds: int,
 ) -> dict[str, Measurement]:
-    """Steps of all heads in turn, in an order that each round draws anew, after unmeasured rounds;
-    every rank calls it.
+    """Steps of all heads; see `measure_steps`."""
+
+    def step(build: HeadBuilder) -> Callable[[Trainer], float]:
+        return lambda trainer: train_step(trainer, build, batches, totals)
+
+    steps = {name: step(build) for name, build in methods.items()}
+    return measure_steps(trainer, steps, rounds)
+
+
+def measure_steps(
+    trainer: Trainer, methods: dict[str, Callable[[Trainer], float]], rounds: int
+) -> dict[str, Measurement]:
+    """Steps of all methods in turn, in an order that each round draws anew, after unmeasured
+    rounds; every rank calls it.
 
     What is first to run out of memory is left out from there on.
     """
@@ -205,7 +215,7 @@ def measure(
     for index in range(WARM_UP_ROUNDS + rounds):
         for name in shuffle.sample(names, len(names)):
             try:
-                step = one_step(trainer, methods[name], batches, totals)
+                step = one_step(trainer, methods[name])
             except torch.OutOfMemoryError:
                 print(f"{name} runs out of memory", file=sys.stderr)
                 names.remove(name)
@@ -221,13 +231,15 @@ def measure(
     return found
 
 
-def report(found: dict[str, Measurement], tokens: int, sharding: str) -> str:
-    """A Markdown table; the head's part of the step is what the step takes above `no head`."""
-    rest = statistics.median(found["no head"].seconds)
+def report(
+    found: dict[str, Measurement], tokens: int, sharding: str, first: str = "no head"
+) -> str:
+    """A Markdown table; the last but one part of a step is what it takes above the `first`."""
+    rest = statistics.median(found[first].seconds)
     lines = [
         f"**{sharding}, {tokens} tokens a micro-batch**",
         "",
-        "| head | ms a step (fastest, slowest) | tokens/s | head's part of the step | peak GiB | "
+        f"| head | ms a step (fastest, slowest) | tokens/s | above {first} | peak GiB | "
         "gradient norm |",
         "|---|---|---|---|---|---|",
     ]

@@ -1,17 +1,13 @@
-"""Draws runs of the quickstart or of trainer/ in one picture: python examples/report.py RUN [RUN
-...] --output report.png
+"""Draws runs of train.py in one picture: python examples/report.py RUN [RUN ...] --output
+report.png
 """
 
 import argparse
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
-
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
-from run_folder import read_lines
 
 CURVES = {
     "reward": "Mean reward of a step, and held-out score (points)",
@@ -43,11 +39,7 @@ class Run(NamedTuple):
     @property
     def steps_of_round(self) -> int:
         """Optimizer steps that are taken with the rollouts of one policy."""
-        sizes = ("rollout_batch_size", "n_samples_per_prompt", "global_batch_size")
-        if not all(name in self.settings for name in sizes):
-            return 1
-        prompts, answers, batch = (int(self.settings[name]) for name in sizes)
-        return prompts * answers // batch
+        return int(self.settings.get("steps_per_round", 1))
 
     def smoothed(
         self, name: str, part: slice = slice(None)
@@ -62,19 +54,45 @@ class Run(NamedTuple):
         return numbers, values, [sum(part) / len(part) for part in parts]
 
 
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Read the steps of a run. A last line without its end is none: a killed run leaves it half
+    written.
+    """
+    steps = []
+    texts = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    for number, text in enumerate(texts, 1):
+        try:
+            steps.append({**json.loads(text)})
+            int(steps[-1]["step"])
+        except (ValueError, TypeError, KeyError):
+            found = f"{path} line {number} is no line of a run, found {text[:40]!r}"
+            raise ValueError(f"{found}: mend or remove the line") from None
+    return steps
+
+
 def read_run(folder: Path) -> Run:
     """Read the folder of a run; a ValueError says that there is none."""
     if not (steps := read_lines(folder / "metrics.jsonl")):
-        raise ValueError(
-            f"{folder} has no step in metrics.jsonl: give the --run-dir, or the --save of trainer/"
-        )
-    paths = [folder / name for name in ("settings.json", "summary.json")]
-    settings, summary = (json.loads(path.read_text()) if path.exists() else {} for path in paths)
+        raise ValueError(f"{folder} has no step in metrics.jsonl: give the --save of a run")
+    path = folder / "settings.json"
+    settings = json.loads(path.read_text()) if path.exists() else {}
     held_out = [(line["step"], line["score"]) for line in read_lines(folder / "held_out.jsonl")]
-    if summary:
-        ends = zip((0, len(steps)), ("held_out_before", "held_out_after"), strict=True)
-        held_out = [(step, summary[name]) for step, name in ends]
-    return Run(summary.get("task", folder.name), settings, steps, held_out, str(folder))
+    name = settings.get("task", "None")
+    return Run(folder.name if name == "None" else name, settings, steps, held_out, str(folder))
+
+
+def summary(folder: Path) -> str:
+    """Say how the mean reward and the held-out score of a run have changed."""
+    run = read_run(folder)
+    rewards = [step["reward"] for step in run.steps if step.get("reward") is not None]
+    tenth, parts = max(len(rewards) // 10, 1), [f"{len(run.steps)} steps"]
+    if rewards:
+        ends = f"{fmean(rewards[:tenth]):.2f} -> {fmean(rewards[-tenth:]):.2f}"
+        parts.append(f"reward {ends} (first, last tenth)")
+    if run.held_out:
+        ends = f"{run.held_out[0][1]:.2f} -> {run.held_out[-1][1]:.2f}"
+        parts.append(f"held-out {ends} (before, after)")
+    return ", ".join(parts)
 
 
 def names_of(runs: Sequence[Run]) -> tuple[str, list[str]]:
@@ -96,8 +114,11 @@ def names_of(runs: Sequence[Run]) -> tuple[str, list[str]]:
     ), labels
 
 
-def report(runs: Sequence[Run], title: str | None = None) -> Figure:
-    """The curves of runs: faint as they are, and smoothed."""
+def report(runs: Sequence[Run], title: str | None = None) -> Any:
+    """The curves of runs, as a figure: faint as they are, and smoothed."""
+    from matplotlib.figure import Figure  # a run that draws nothing needs none
+    from matplotlib.ticker import MaxNLocator
+
     figure = Figure(figsize=(13.3, 7.5), layout="constrained")
     shared, labels = names_of(runs)
     figure.get_layout_engine().set(rect=(0.01, 0.0, 0.98, 0.89), wspace=0.05, hspace=0.06)
@@ -135,7 +156,7 @@ def color_of(number: int) -> str:
     return COLORS[number % len(COLORS)]
 
 
-def draw_curve(panel: Axes, run: Run, name: str, label: str, color: str) -> None:
+def draw_curve(panel: Any, run: Run, name: str, label: str, color: str) -> None:
     """Draw one curve of a run; of what the ratio decides a line for each step of its rounds, the
     last one solid.
     """
@@ -150,7 +171,7 @@ def draw_curve(panel: Axes, run: Run, name: str, label: str, color: str) -> None
         panel.plot(steps, means, color=color, linewidth=2, linestyle=style, label=label or "_")
 
 
-def draw_scores(panel: Axes, run: Run, color: str) -> None:
+def draw_scores(panel: Any, run: Run, color: str) -> None:
     """Draw the held-out scores, with the numbers of the first and the last."""
     for step, score in run.held_out:
         panel.plot(step, score, "o", color=color, markersize=9, markeredgecolor="white", zorder=4)
@@ -160,6 +181,11 @@ def draw_scores(panel: Axes, run: Run, color: str) -> None:
         panel.annotate(
             text, run.held_out[place], color=color, fontsize=11.5, fontweight="bold", **at
         )
+
+
+def draw_run(folder: Path) -> None:
+    """Draw one run into its folder."""
+    report([read_run(folder)]).savefig(folder / "report.png", dpi=110)
 
 
 def main() -> None:

@@ -1,128 +1,39 @@
-"""Megatron's own training loop, with steps of rollouts in place of its batches."""
+"""Policy gradients on Megatron's own training loop, with steps of rollouts in place of its batches.
+
+    torchrun --nproc-per-node 8 examples/train.py FLAGS
+
+Rollouts are read from files or sampled from the model that is trained. quickstart.sh and the
+scripts of launch/ start it; docs/trainer.md explains it.
+"""
 
 import itertools
-import os
 import time
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
-from live_line import LiveLine, shown_numbers
 from megatron.core.enums import ModelType
 from megatron.core.utils import get_model_config
 from megatron.training import checkpointing, training
-from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
-from rollout_log import SHOWN_PROMPTS, RolloutLog, rollout_row
-from run_folder import append_step, cut_back, replace_text
+from torch.distributed.elastic.multiprocessing.errors import record
+from trainer.arguments import parse_arguments
+from trainer.checkpoint import claim_save_folder, loading, restore_rollouts, saving
+from trainer.dry_run import print_plan
+from trainer.errors import RunError, agreed, mendable
+from trainer.log import SHOWN_PROMPTS, RunLog, rollout_row
+from trainer.model import provide_model, start_megatron
+from trainer.rollouts import FileSteps, Scoring, layout_of, plan_of
 
 from megatron_pg import PolicyLossConfig, Sample, StepPlan, accepted_samples, adapted_kl, pack
 from megatron_pg.config.command_line import exit_refused
-from megatron_pg.megatron import PolicyStep
+from megatron_pg.megatron import PolicyStep, compute_log_probs
 from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.megatron.schedule import run_micro_batches
 from megatron_pg.step.agreement import gather
-
-from .arguments import parse_arguments
-from .checkpoint import claim_save_folder, loading, restore_rollouts, saving
-from .dry_run import print_plan
-from .errors import RunError, agreed, mendable
-from .initialize import provide_model, start_megatron
-from .rollouts import FileSteps, Scoring, layout_of, plan_of
-
-METRICS, HELD_OUT = "metrics.jsonl", "held_out.jsonl"
-SHOWN = ("reward", "response_length", "loss", "kl_new_old", "grad_norm")
-"""Metrics in the line of a step, with its seconds; metrics.jsonl has all."""
-
-
-class MetricsLog:
-    """The metrics of a run on the terminal, TensorBoard, W&B and in metrics.jsonl; every rank makes
-    one, the last one writes.
-
-    Megatron writes its own line of a step, timers and memory reports; its flags say which writers
-    there are. The lines of metrics.jsonl after `args.iteration` are removed: the checkpoint that
-    the run goes on from knows nothing of them. A ValueError names a damaged line.
-    """
-
-    def __init__(self, args: Namespace) -> None:
-        self._args = args
-        self._writes = args.rank == args.world_size - 1
-        self._path = Path(args.save) / METRICS if args.save else None
-        self._line = LiveLine()
-        self._rollouts: RolloutLog | None = None
-        if self._writes and self._path:
-            cut_back(self._path, args.iteration)
-            replace_text(self._path.with_name("settings.yaml"), args.settings_file)
-            replace_text(self._path.with_name("settings.json"), args.settings_of_run)
-            self._rollouts = RolloutLog(self._path.parent, args.iteration)
-
-    def step(
-        self,
-        number: int,
-        metrics: Mapping[str, float | None],
-        answers: Sequence[str],
-        rollouts: Sequence[Mapping[str, Any]],
-    ) -> None:
-        """Log step `number`, counted from 1: metrics, None for what is not known, a few of its
-        answers, rows of rollouts.
-        """
-        if not self._writes:
-            return
-        known = append_step(self._path, number, metrics)
-        if number % self._args.tensorboard_log_interval == 0:
-            self._draw(number, known)
-        if self._rollouts:
-            self._rollouts.write(number, rollouts)
-        seconds = sum(value for name, value in known.items() if name.startswith("seconds"))
-        shown = shown_numbers(known, seconds)
-        self._line.show("step", number, self._args.train_iters, shown)
-        if number % self._args.log_interval == 0:
-            texts = [f"{name} {known[name]:z.4g}" for name in SHOWN if name in known]
-            print(f" step {number}: {' | '.join([*texts, f'{seconds:.1f} s'])}", flush=True)
-            print(*(f"    {answer!r}\n" for answer in answers), sep="", end="", flush=True)
-
-    def held_out(self, number: int, score: float, answers: Sequence[str]) -> None:
-        """Log the score of the held-out tasks after step `number`, and a few answers to them."""
-        if not self._writes:
-            return
-        print(f" held-out tasks after step {number}: {score:.3f}", *map(repr, answers), sep="\n   ")
-        path = self._path.with_name(HELD_OUT) if self._path else None
-        append_step(path, number, {"score": score}, answers=answers)
-        self._draw(number, {"held_out": score})
-
-    def _draw(self, number: int, values: Mapping[str, float]) -> None:
-        if writer := get_tensorboard_writer():
-            for name, value in values.items():
-                writer.add_scalar(name, value, number)
-        if wandb := get_wandb_writer():
-            wandb.log(dict(values), number)
-
-    def flush(self) -> None:
-        """Bring everything to the disk."""
-        if not self._writes:
-            return
-        if self._path:
-            with self._path.open("a") as file:
-                os.fsync(file.fileno())
-        if writer := get_tensorboard_writer():
-            writer.flush()
-
-    def close(self, config: PolicyLossConfig) -> None:
-        """The last thing of a run that ended by itself."""
-        self.flush()
-        if not self._writes:
-            return
-        self._line.close()
-        args = self._args
-        if self._rollouts:
-            title = (args.task, config.policy_loss, config.loss_aggregation, f"seed {args.seed}")
-            self._rollouts.write_page(config, " · ".join(map(str, title)), args.hf_model)
-        if wandb := get_wandb_writer():
-            wandb.finish()
 
 
 class Run:
@@ -137,7 +48,7 @@ class Run:
             if args.rollout_files:
                 self._rollouts: Any = FileSteps(args, config, self._groups)
             else:
-                from .tasks import TaskSteps  # needs reasoning-gym and transformers
+                from trainer.tasks import TaskSteps  # needs reasoning-gym
 
                 self._rollouts = TaskSteps(args, config, self._groups)
         beta = restore_rollouts(args, self._rollouts)
@@ -150,28 +61,28 @@ class Run:
         process.
         """
         args = self._args
-        with mock.patch.multiple(
-            training,
-            train_step=self._step,
-            save_checkpoint=self._save,
-            load_checkpoint=loading(training.load_checkpoint),
-        ):
+        own: dict[str, Any] = {"train_step": self._step, "save_checkpoint": self._save}
+        own["load_checkpoint"] = loading(training.load_checkpoint)
+        # Megatron has no formula for a HybridModel, and says so; a CPU has no memory of a GPU.
+        silent = ["report_theoretical_memory"] + ["report_memory"] * (args.device == "cpu")
+        own |= dict.fromkeys(silent, lambda *_, **__: None)
+        with mock.patch.multiple(training, **own):
             model, *updates = training.setup_model_and_optimizer(
                 model_provider_func=provide_model, model_type=ModelType.encoder_or_decoder
             )
             with mendable():
                 begun = args.load and checkpointing.checkpoint_exists(args.load)
                 if args.hf_model and not (begun or args.pretrained_checkpoint):
-                    from .hugging_face import load_hugging_face  # needs safetensors
+                    from trainer.hugging_face import load_hugging_face  # needs safetensors
 
                     load_hugging_face(model, args.hf_model)
                     updates[0].reload_model_params()
                 self._scoring = Scoring(args, self._config, self._groups)
+                self._rollouts.attach(model, lambda samples: self._scoring.filled(samples, model))
             self._last_saved = iteration = args.iteration
             with agreed("the run cannot begin"):
-                self._log = MetricsLog(args)
-            if args.task:
-                self._rollouts.attach(model)
+                text = self._rollouts.questions.text if args.task else None
+                self._log = RunLog(args, getattr(text, "texts", None))
             if iteration == 0:
                 self._score_held_out(0)
             config = get_model_config(model[0])
@@ -190,7 +101,7 @@ class Run:
             self._score_held_out(iteration)
         with mendable():
             if args.save_hf:
-                from .hugging_face import save_hugging_face
+                from trainer.hugging_face import save_hugging_face
 
                 save_hugging_face(model, args.save_hf, args.hf_model)
             self._log.close(self._config)
@@ -210,7 +121,7 @@ class Run:
             times.append(time.monotonic())
             samples = self._scoring.filled(collected[0], model)
             times.append(time.monotonic())
-            rows = self._rollout_rows(samples)
+            rows = self._rollout_rows(samples, model)
             samples = list(accepted_samples(self._config, samples))
             plan = plan_of(self._args, samples, self._groups.data)
         # Where no token is active, nothing is updated.
@@ -228,16 +139,23 @@ class Run:
             self._log.step(done + 1, metrics, self._rollouts.shown(samples[:2]), rows)
         return result
 
-    def _rollout_rows(self, samples: Sequence[Any]) -> list[dict[str, Any]]:
-        """Rows of the first prompts of a step of `--task`, on all data-parallel ranks; files are
-        there already.
+    def _rollout_rows(self, samples: Sequence[Any], model: list[Any]) -> list[dict[str, Any]]:
+        """Rows of the first prompts of a step of `--task`, on all data-parallel ranks, with the
+        log-probs of the policy that the step begins with; files are there already.
         """
-        if not self._args.task:
+        args = self._args
+        if not args.task:
             return []
-        shown = samples[: SHOWN_PROMPTS * self._args.samples_per_prompt]
-        return [
-            r for part in gather(list(map(rollout_row, shown)), self._groups.data) for r in part
-        ]
+        shown = samples[: SHOWN_PROMPTS * args.samples_per_prompt]
+        if args.steps_per_round > 1:
+            budget = {"max_tokens_per_microbatch": args.max_tokens_per_microbatch}
+            found = compute_log_probs(
+                model, shown, self._config, vocab_size=args.vocab_size, **budget
+            )
+            pairs = zip(shown, found.log_probs, strict=True)
+            shown = [replace(sample, new_log_probs=values) for sample, values in pairs]
+        rows = [rollout_row(sample) for sample in shown]
+        return [row for part in gather(rows, self._groups.data) for row in part]
 
     def _update(
         self,
@@ -307,3 +225,7 @@ def main() -> None:
         Run(args, config).train()
     except RunError as error:
         exit_refused(f"error: {error}")
+
+
+if __name__ == "__main__":
+    record(main)()

@@ -1,6 +1,6 @@
 # Sourced by the launch scripts. What they share: settings of the environment, and the dry run.
 #
-#   start GPUS LAUNCHER... -- FLAGS...     starts examples/trainer on GPUS processes in all, by torchrun with LAUNCHER...
+#   start GPUS LAUNCHER... -- FLAGS...     starts examples/train.py on GPUS processes in all, by torchrun with LAUNCHER...
 #
 # With --dry-run among the flags nothing is launched: one process on this machine, without a GPU, checks the flags for
 # that many processes, prints the plan and ends.
@@ -27,10 +27,10 @@ start() {
     shift
     for flag in "$@"; do
         if [ "$flag" = --dry-run ]; then
-            WORLD_SIZE="$gpus" exec "$PYTHON" examples/trainer "$@"
+            WORLD_SIZE="$gpus" exec "$PYTHON" examples/train.py "$@"
         fi
     done
-    exec "$PYTHON" examples/launch/torchrun.py "${launcher[@]}" examples/trainer "$@"
+    exec "$PYTHON" examples/launch/torchrun.py "${launcher[@]}" examples/train.py "$@"
 }
 
 # What every launch has.

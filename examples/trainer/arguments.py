@@ -1,5 +1,5 @@
 """The command line: Megatron's flags, those of the policy loss and of planning, and a few of this
-program.
+program; and what is refused before anything starts.
 """
 
 import argparse
@@ -10,7 +10,7 @@ import io
 import json
 import traceback
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,17 +22,19 @@ from megatron.training.checkpointing import load_args_from_checkpoint
 
 from megatron_pg.config import add_policy_loss_args, validate_policy_loss_args
 from megatron_pg.config.command_line import ProgramParser, text_of_words
-from megatron_pg.config.planning import add_planning_args, validate_planning_args
-from megatron_pg.config.policy_loss import OPTIONAL_SAMPLE_FIELDS
+from megatron_pg.config.planning import PlanningConfig, add_planning_args, validate_planning_args
+from megatron_pg.config.policy_loss import OPTIONAL_SAMPLE_FIELDS, PolicyLossConfig
+from megatron_pg.config.settings import fields_of
 from megatron_pg.config.values import flag_of, refuse
+from megatron_pg.config.versions import has_hybrid_model
 from megatron_pg.megatron.varying_log_probs import varying_settings
 from megatron_pg.step.advantages import METHODS
 
 from .hugging_face_config import megatron_arguments_of, read_config
-from .refusals import COUNTS, FLAGS, GROUPS, refuse_combinations, refuse_flags
 
 FUSIONS = """
-    masked_softmax_fusion bias_gelu_fusion bias_swiglu_fusion bias_dropout_fusion apply_rope_fusion moe_permute_fusion
+    masked_softmax_fusion bias_gelu_fusion bias_swiglu_fusion bias_dropout_fusion apply_rope_fusion
+    moe_permute_fusion
 """
 """Kernels of Transformer Engine or Apex, or compiled by torch for a GPU."""
 TEXTS = {
@@ -46,8 +48,58 @@ TEXTS = {
     "--system-prompt TEXT": "before every question",
 }
 """Flags of this program that take words, and their meaning."""
+COUNTS = {
+    "prompt_examples": (0, 0, "tasks with their answers before every question"),
+    "prompts_per_step": (1, 16, "questions of a step of --task"),
+    "samples_per_prompt": (1, 8, "answers to each"),
+    "steps_per_round": (1, 1, "steps whose answers one policy gives; all but the first train on "
+    "answers of an older one"),
+    "max_response_tokens": (1, 128, "of an answer, at most"),
+    "held_out_tasks": (0, 64, "scored before and after, never trained on"),
+}  # fmt: skip
+"""Flags of --task that take a number: the smallest, the default and the meaning."""
 OWN = ("options", "settings in a file", "policy loss", "planning", "trainer")
 """Groups of flags that --help shows."""
+
+NOT_THIS_MODEL = "the model would be another one than is trained; drop it"
+GROUPS = {
+    "rl": "Megatron's own RL loop is not run; see the groups 'policy loss', 'planning' and "
+    "'trainer' of --help",
+    "Logits Distillation": "give --policy-loss distill",
+    "sft": "for supervised fine-tuning give --policy-loss sft and --rollout-files",
+    **dict.fromkeys(("heterogeneous architecture", "kitchen", "vision"), NOT_THIS_MODEL),
+    "experimental_attention_variant": NOT_THIS_MODEL,
+}
+"""Megatron's groups whose flags would train something else without a word, by title."""
+REASONS = {
+    "a step holds --docs-per-step rollouts, in micro-batches of --max-tokens-per-microbatch "
+    "tokens; drop it": """
+        micro_batch_size global_batch_size rampup_batch_size step_batch_size_schedule
+        decrease_batch_size_if_needed""",
+    "steps are counted here, not samples: give the flag of the same name that counts "
+    "iterations": "train_samples lr_decay_samples lr_warmup_samples lr_wsd_decay_samples",
+    "its buffers have one size and micro-batches differ in length; drop it": """
+        cuda_graph_impl enable_cuda_graph external_cuda_graph optimizer_cuda_graph
+        tp_comm_overlap""",
+    "samples come from --rollout-files or --task; drop it": "data_path train_data_path",
+    "the layers come from --num-layers; drop it": """
+        hybrid_layer_pattern hybrid_override_pattern spec mtp_num_layers""",
+    "the model is wrapped in DDP; use --use-distributed-optimizer": """
+        use_megatron_fsdp use_torch_fsdp2""",
+    "every sample is split over all context-parallel ranks; drop it": "hybrid_context_parallel",
+    "settings are flags here; use --config": "yaml_cfg",
+}
+"""Further such flags, by the attribute that they store to."""
+CANNOT_GENERATE = """
+    num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank sequence_parallel
+    replay_sampling_set replay_routing distinct_ids
+"""
+"""Settings that --task cannot be given: every rank generates with one chunk of layers, a token at
+a time, from the whole vocabulary."""
+KEPT = "task task_settings system_prompt hf_model advantage whiten_advantages seed"
+FREE = ("max_tokens_per_microbatch", "oversized_samples", "ragged_microbatches", "rollout_files")
+"""What a run that goes on must share beside the policy loss and the numbers of `COUNTS`, and
+settings of planning that it may change: the order of sums. Files are compared by contents."""
 
 
 def parse_arguments() -> Namespace:
@@ -70,13 +122,15 @@ def parse_arguments() -> Namespace:
 
     args: Namespace = megatron.parse_args(extra_args_provider=add_trainer_args)
     args.settings_file = text_of_words(parsers[0].words)
-    refuse_flags(args, parsers[0])
+    _refuse_flags(args, parsers[0])
     if args.use_checkpoint_args:
         load_args_from_checkpoint(args)
     _settle(args)
-    refuse_combinations(args)
+    if message := next(_problems(args), ""):
+        raise ValueError(message)
     validate_planning_args(args)
     validate_policy_loss_args(args, sample_fields=OPTIONAL_SAMPLE_FIELDS)
+    _make_hybrid(args)
     _validate_as_megatron_does(args)
     if not args.allow_varying_log_probs:
         fields = TransformerConfig.__dataclass_fields__.keys() & vars(args).keys()
@@ -109,16 +163,15 @@ def _add_flags(parser: Any) -> Any:
     add_planning_args(parser)
     add = parser.add_argument_group("trainer").add_argument
     add("--device", choices=["cpu", "cuda"], default="cuda", help="cpu: gloo; cuda: NCCL")
-    told = (
-        "check the flags for WORLD_SIZE processes, print the plan and a memory estimate, start "
-        "nothing"
-    )
+    told = "check the flags for WORLD_SIZE processes, print the plan, start nothing"
     add("--dry-run", action="store_true", help=told)
     for usage, told in TEXTS.items():
         flag, metavar = usage.split()
         add(flag, metavar=metavar, type=json.loads if metavar == "JSON" else str, help=told)
     for name, (_, default, told) in COUNTS.items():
         add(flag_of(name), type=int, default=default, help=told)
+    told = "of the answers to held-out tasks; 0 takes the likeliest tokens"
+    add("--held-out-temperature", type=float, default=0.0, help=told)
     told = (
         "of rewards in their prompt group, grpo: (reward - mean) / std, dr_grpo: reward - mean, "
         "rloo: reward - mean of the others, "
@@ -139,8 +192,6 @@ def _add_flags(parser: Any) -> Any:
         except (ValueError, TypeError, KeyError):
             # A bare % of Megatron-Core 0.19.2, with which --help ends in an error.
             action.help = str(action.help).replace("%", "%%")
-        if action.dest in FLAGS:
-            action.help = argparse.SUPPRESS
     return parser
 
 
@@ -151,7 +202,7 @@ class _TrainerParser(ProgramParser):
 
     def format_help(self) -> str:
         self.usage = argparse.SUPPRESS
-        self.description = "torchrun --nproc-per-node N examples/trainer FLAGS (docs/trainer.md)"
+        self.description = "torchrun --nproc-per-node N examples/train.py FLAGS (docs/trainer.md)"
         groups = [group for group in self._action_groups if group.title in self.shown]
         with mock.patch.object(self, "_action_groups", groups):
             return super().format_help()
@@ -204,6 +255,45 @@ def _is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
+def _make_hybrid(args: Namespace) -> None:
+    """Make the flags those of a HybridModel, which has attention and MLP as layers of their own,
+    where Megatron has one.
+
+    mbridge knows GPTModel alone, and a HybridModel has no scaled rotary positions, latent attention
+    or uneven pipeline stages.
+    """
+    layers, stages = args.num_layers, args.pipeline_model_parallel_size
+    uneven = (
+        args.pipeline_model_parallel_layout,
+        args.decoder_first_pipeline_num_layers,
+        args.decoder_last_pipeline_num_layers,
+        args.account_for_embedding_in_pipeline_split or args.account_for_loss_in_pipeline_split,
+    )
+    unknown = (args.use_rope_scaling, args.multi_latent_attention, getattr(args, "qk_l2_norm", False))
+    is_gpt = bool(args.hf_model) or any((*unknown, *uneven))
+    if is_gpt or not layers or not has_hybrid_model() or "hybrid_layer_pattern" not in vars(args):
+        return
+    if size := args.num_layers_per_virtual_pipeline_stage:
+        chunks = layers // size
+    else:
+        chunks = stages * (args.num_virtual_stages_per_pipeline_rank or 1)
+        size = max(layers // chunks, 1)
+    if size * chunks != layers or chunks % stages:
+        raise ValueError(f"--num-layers {layers} cannot be split evenly over the pipeline's stages")
+    frequency = args.moe_layer_freq
+    kinds = [
+        "*E"
+        if args.num_experts
+        and (frequency[layer] if isinstance(frequency, list) else layer % frequency == 0)
+        else "*-"
+        for layer in range(layers)
+    ]
+    parts = ("".join(kinds[first : first + size]) for first in range(0, layers, size))
+    args.hybrid_layer_pattern = "|".join(parts)
+    args.num_layers = args.num_layers_per_virtual_pipeline_stage = None
+    args.num_virtual_stages_per_pipeline_rank = None
+
+
 def _validate_as_megatron_does(args: Namespace) -> None:
     architecture = megatron.get_device_arch_version
     if args.device == "cpu" or not torch.cuda.is_available():
@@ -217,3 +307,76 @@ def _validate_as_megatron_does(args: Namespace) -> None:
         except AssertionError as error:
             condition = traceback.extract_tb(error.__traceback__)[-1].line
             raise ValueError(f"Megatron refuses these flags: {str(error) or condition}") from error
+
+
+def _refuse_flags(args: Namespace, parser: argparse.ArgumentParser) -> None:
+    """Raise a NotImplementedError where a flag was given that would train something else without
+    a word.
+
+    `args` are as parsed, before anything has changed them.
+    """
+    reasons = {name: reason for reason, names in REASONS.items() for name in names.split()}
+    for group in parser._action_groups:
+        if reason := GROUPS.get(str(group.title)):
+            reasons |= {action.dest: reason for action in group._group_actions}
+    flags = {action.dest: action.option_strings for action in parser._actions}
+    for name, reason in reasons.items():
+        if getattr(args, name, None) != parser.get_default(name):
+            raise NotImplementedError(f"{max(flags.get(name) or [name], key=len)}: {reason}")
+
+
+def _problems(args: Namespace) -> Iterator[str]:
+    if bool(args.rollout_files) == bool(args.task):
+        yield "what to train on: give one of --rollout-files and --task"
+    if args.task:
+        yield from _problems_of_task(args)
+    elif not args.docs_per_step:
+        yield "--docs-per-step is missing: the documents (rollouts) of a step"
+    for name, meaning in (("vocab_size", "token ids are below it"), ("train_iters", "steps")):
+        if not getattr(args, name):
+            yield f"{flag_of(name)} is missing: {meaning}"
+    if args.save_hf and (not args.hf_model or Path(args.save_hf).exists()):
+        needs = "it is written with the config and tokenizer of --hf-model, as a new folder"
+        yield f"--save-hf {args.save_hf}: {needs}; give --hf-model, and a name that is free"
+    if args.save and (args.save_interval or 0) < 1:
+        found = f"--save {args.save} with --save-interval {args.save_interval}"
+        yield f"{found}: give the steps between checkpoints"
+    if args.ckpt_format != "torch_dist":
+        yield f"--ckpt-format {args.ckpt_format}: give torch_dist, which any sharding reads"
+    if args.position_embedding_type not in ("learned_absolute", "rope", "none"):
+        yield f"--position-embedding-type {args.position_embedding_type} is not built here"
+    if args.device == "cpu" and (args.attention_dropout or args.hidden_dropout):
+        yield (
+            "--attention-dropout and --hidden-dropout need CUDA's random state: give 0 with "
+            "--device cpu"
+        )
+
+
+def _problems_of_task(args: Namespace) -> Iterator[str]:
+    if args.docs_per_step is not None:
+        yield "--docs-per-step with --task: give --prompts-per-step"
+    for name, (least, _, _) in COUNTS.items():
+        if (value := getattr(args, name)) < least:
+            yield f"{flag_of(name)} is {value}: give {least} or more"
+    names = CANNOT_GENERATE.split()
+    names += ["expert_model_parallel_size"] * (args.expert_model_parallel_size > 1)
+    for name in names:
+        if getattr(args, name, None) not in (None, False):
+            yield f"{flag_of(name)} with --task: the model itself generates; drop it"
+
+
+def refuse_other_settings(args: Namespace, stored: Namespace) -> None:
+    """Raise a ValueError unless the settings are those that are stored in the checkpoint.
+
+    Megatron compares the model's and the schedule's.
+    """
+    kept = [*KEPT.split(), *COUNTS, *fields_of(PolicyLossConfig)]
+    kept += [name for name in fields_of(PlanningConfig) if name not in FREE]
+    for name in kept:
+        then, now = getattr(stored, name, None), getattr(args, name, None)
+        if then != now and hasattr(stored, name):
+            raise ValueError(
+                f"{args.load} was made with {name} {then!r} and this run has {now!r}: a run that "
+                f"goes on repeats what the first would have done, so give the same, or begin anew "
+                f"with its weights (--finetune, and another --save)"
+            )

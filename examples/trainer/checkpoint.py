@@ -21,10 +21,10 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.training import checkpointing
-from run_folder import lock_folder, replace_text
 
+from .arguments import refuse_other_settings
 from .errors import RunError, agreed, alone, mendable
-from .refusals import refuse_other_settings
+from .log import lock_folder, replace_text
 
 TRACKER, LAST_WRITTEN = "latest_checkpointed_iteration.txt", "metadata.json"
 """Megatron's file that names the last checkpoint, and the file of a checkpoint that it writes
@@ -42,7 +42,7 @@ def claim_save_folder(args: Namespace) -> FileLock | None:
             return None
         folder = Path(args.save)
         folder.mkdir(parents=True, exist_ok=True)
-        lock = lock_folder(folder, folder / "lock")
+        lock = lock_folder(folder)
         _mend_tracker(folder)
         goes_on = args.load and Path(args.load).resolve() == folder.resolve() and not args.finetune
         if (folder / TRACKER).exists() and not goes_on:

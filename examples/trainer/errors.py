@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_pg.step.agreement import OtherRankError, gather
 
-REMEDY = "pip install -r examples/trainer/requirements.txt"
+REMEDY = "pip install -r examples/requirements.txt"
 
 
 class RunError(RuntimeError):

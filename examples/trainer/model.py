@@ -23,11 +23,10 @@ from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.global_vars import set_global_variables
 
 from megatron_pg.config.versions import needs_kept_pipeline_outputs
-from megatron_pg.megatron import enable_cpu_runtime, torch_block_spec
+from megatron_pg.megatron import enable_cpu_runtime, hybrid_stack_spec, torch_block_spec
 
-TALKATIVE = ("models.gpt.gpt_model", "rerun_state_machine", "dist_checkpointing.strategies.torch")
-"""Modules of Megatron-Core that warn of what no user has chosen: it deprecates GPTModel, and a way
-of saving."""
+TALKATIVE = ("rerun_state_machine", "dist_checkpointing.strategies.torch")
+"""Modules of Megatron-Core that warn of what no user has chosen."""
 
 
 class StepMicrobatches(ConstantNumMicroBatchesCalculator):  # type: ignore[misc]
@@ -94,32 +93,42 @@ def _die_with_launcher() -> None:
 
 def provide_model(
     config: TransformerConfig | None = None, vp_stage: int | None = None, **place: Any
-) -> GPTModel:
+) -> Any:
     """One chunk of a pipeline stage; the `model_provider_func` of
     `megatron.training.training.get_model`.
+
+    A HybridModel where the arguments have a pattern of layers, else a GPTModel.
     """
     args = get_args()
     if config is None:
         config = core_transformer_config_from_args(args)
     if config.virtual_pipeline_model_parallel_size is not None and needs_kept_pipeline_outputs():
         config.deallocate_pipeline_outputs = False
-    if args.transformer_impl == "transformer_engine":
+    same_name = "fp16_lm_cross_entropy position_embedding_type rotary_percent rotary_base".split()
+    settings = {name: getattr(args, name) for name in same_name} | {
+        "config": config,
+        "vocab_size": args.padded_vocab_size,
+        "max_sequence_length": args.max_position_embeddings,
+        "share_embeddings_and_output_weights": not args.untie_embeddings_and_output_weights,
+        "seq_len_interpolation_factor": args.rotary_seq_len_interpolation_factor,
+        "vp_stage": vp_stage,
+        **place,
+    }
+    has_engine = args.transformer_impl == "transformer_engine"
+    if pattern := getattr(args, "hybrid_layer_pattern", None):
+        from megatron.core.models.hybrid.hybrid_model import HybridModel  # old versions lack it
+
+        layers = hybrid_stack_spec(config, use_transformer_engine=has_engine)
+        return HybridModel(hybrid_stack_spec=layers, hybrid_layer_pattern=pattern, **settings)
+    if has_engine:
         spec = get_gpt_decoder_block_spec(
             config, use_transformer_engine=True, qk_l2_norm=args.qk_l2_norm, vp_stage=vp_stage
         )
     else:
         spec = torch_block_spec(config, vp_stage)
-    same_name = "fp16_lm_cross_entropy position_embedding_type rotary_percent rotary_base".split()
     return GPTModel(
-        config=config,
         transformer_layer_spec=spec,
-        vocab_size=args.padded_vocab_size,
-        max_sequence_length=args.max_position_embeddings,
-        **{name: getattr(args, name) for name in same_name},
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         rope_scaling=args.use_rope_scaling,
         rope_scaling_factor=args.rope_scaling_factor,
-        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
-        vp_stage=vp_stage,
-        **place,
+        **settings,
     )

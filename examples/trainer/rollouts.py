@@ -31,7 +31,7 @@ from megatron_pg.step import SampleCost
 from megatron_pg.step.advantages import OF_PROMPT_GROUPS, half_of_dr_grpo
 from megatron_pg.step.agreement import compute_and_gather, gather
 
-from .initialize import provide_model
+from .model import provide_model
 
 Step = tuple[list[Sample], dict[str, float | None]]
 """This data-parallel rank's samples, and what is known of them before the step, over all ranks."""
@@ -126,6 +126,9 @@ class FileSteps:
         ]
         counts = {"docs": step.num_documents, "skipped_rows": step.num_skipped}
         return samples, counts | means_of(rows, self._group)
+
+    def attach(self, *_: Any) -> None:
+        """Nothing: the answers are there."""
 
     def shown(self, samples: Sequence[Sample]) -> list[str]:
         """Nothing: no tokenizer is known here."""

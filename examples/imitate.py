@@ -10,7 +10,7 @@ import json
 import random
 from pathlib import Path
 
-from trainer.tasks import Letters, Questions
+from trainer.tasks import Questions
 
 CORRUPTED = 0.5
 
@@ -26,7 +26,6 @@ def main() -> None:
     parser.set_defaults(prompt_examples=0, hf_model=None, system_prompt=None)
     args = parser.parse_args()
     questions, draw = Questions(args), random.Random(args.seed)
-    assert isinstance(questions.text, Letters)
     args.file.parent.mkdir(parents=True, exist_ok=True)
     partial = args.file.with_suffix(".partial")
     with partial.open("w") as file:

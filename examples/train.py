@@ -7,6 +7,7 @@ scripts of launch/ start it; docs/trainer.md explains it.
 """
 
 import itertools
+import os
 import time
 from argparse import Namespace
 from collections.abc import Sequence
@@ -30,9 +31,9 @@ from trainer.rollouts import FileSteps, Scoring, layout_of, plan_of
 
 from megatron_pg import PolicyLossConfig, Sample, StepPlan, accepted_samples, adapted_kl, pack
 from megatron_pg.config.command_line import exit_refused
-from megatron_pg.megatron import PolicyStep, compute_log_probs
-from megatron_pg.megatron.groups import ParallelGroups
+from megatron_pg.megatron import ParallelGroups, PolicyStep
 from megatron_pg.megatron.schedule import run_micro_batches
+from megatron_pg.step.advantages import half_of_dr_grpo
 from megatron_pg.step.agreement import gather
 
 
@@ -81,8 +82,8 @@ class Run:
                 self._rollouts.attach(model, lambda samples: self._scoring.filled(samples, model))
             self._last_saved = iteration = args.iteration
             with agreed("the run cannot begin"):
-                text = self._rollouts.questions.text if args.task else None
-                self._log = RunLog(args, getattr(text, "texts", None))
+                text = self._rollouts.questions.text.texts if args.task else None
+                self._log = RunLog(args, text)
             if iteration == 0:
                 self._score_held_out(0)
             config = get_model_config(model[0])
@@ -148,11 +149,7 @@ class Run:
             return []
         shown = samples[: SHOWN_PROMPTS * args.samples_per_prompt]
         if args.steps_per_round > 1:
-            budget = {"max_tokens_per_microbatch": args.max_tokens_per_microbatch}
-            found = compute_log_probs(
-                model, shown, self._config, vocab_size=args.vocab_size, **budget
-            )
-            pairs = zip(shown, found.log_probs, strict=True)
+            pairs = zip(shown, self._scoring.scored(shown, model), strict=True)
             shown = [replace(sample, new_log_probs=values) for sample, values in pairs]
         rows = [rollout_row(sample) for sample in shown]
         return [row for part in gather(rows, self._groups.data) for row in part]
@@ -219,6 +216,9 @@ def main() -> None:
         with mendable():
             args = parse_arguments()
             config = PolicyLossConfig.from_args(args)
+            remark = half_of_dr_grpo(args.advantage, args.loss_aggregation)
+            if remark and os.environ.get("RANK", "0") == "0":
+                print(f"remark: {remark}", flush=True)
             if args.dry_run:
                 print_plan(args, config)
                 return

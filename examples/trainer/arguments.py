@@ -30,24 +30,8 @@ from megatron_pg.config.versions import has_hybrid_model
 from megatron_pg.megatron.varying_log_probs import varying_settings
 from megatron_pg.step.advantages import METHODS
 
-from .hugging_face_config import megatron_arguments_of, read_config
-
-FUSIONS = """
-    masked_softmax_fusion bias_gelu_fusion bias_swiglu_fusion bias_dropout_fusion apply_rope_fusion
-    moe_permute_fusion
-"""
+FUSIONS = "masked_softmax bias_gelu bias_swiglu bias_dropout apply_rope moe_permute"
 """Kernels of Transformer Engine or Apex, or compiled by torch for a GPU."""
-TEXTS = {
-    "--hf-model FOLDER": "Hugging Face weights to begin with (docs/models.md); they say what the "
-    "model is too",
-    "--save-hf FOLDER": "write the trained model there, as --hf-model was",
-    "--ref-load FOLDER": "reference policy of the KL term, for rollouts without ref_log_probs, of "
-    "either format",
-    "--task NAME": "train on this reasoning-gym task, with the model's answers",
-    "--task-settings JSON": "of the task's generator",
-    "--system-prompt TEXT": "before every question",
-}
-"""Flags of this program that take words, and their meaning."""
 COUNTS = {
     "prompt_examples": (0, 0, "tasks with their answers before every question"),
     "prompts_per_step": (1, 16, "questions of a step of --task"),
@@ -60,41 +44,35 @@ COUNTS = {
 """Flags of --task that take a number: the smallest, the default and the meaning."""
 OWN = ("options", "settings in a file", "policy loss", "planning", "trainer")
 """Groups of flags that --help shows."""
-
-NOT_THIS_MODEL = "the model would be another one than is trained; drop it"
-GROUPS = {
-    "rl": "Megatron's own RL loop is not run; see the groups 'policy loss', 'planning' and "
-    "'trainer' of --help",
-    "Logits Distillation": "give --policy-loss distill",
-    "sft": "for supervised fine-tuning give --policy-loss sft and --rollout-files",
-    **dict.fromkeys(("heterogeneous architecture", "kitchen", "vision"), NOT_THIS_MODEL),
-    "experimental_attention_variant": NOT_THIS_MODEL,
-}
-"""Megatron's groups whose flags would train something else without a word, by title."""
 REASONS = {
     "a step holds --docs-per-step rollouts, in micro-batches of --max-tokens-per-microbatch "
-    "tokens; drop it": """
-        micro_batch_size global_batch_size rampup_batch_size step_batch_size_schedule
-        decrease_batch_size_if_needed""",
+    "tokens; drop it": "micro_batch_size global_batch_size rampup_batch_size",
     "steps are counted here, not samples: give the flag of the same name that counts "
     "iterations": "train_samples lr_decay_samples lr_warmup_samples lr_wsd_decay_samples",
-    "its buffers have one size and micro-batches differ in length; drop it": """
-        cuda_graph_impl enable_cuda_graph external_cuda_graph optimizer_cuda_graph
-        tp_comm_overlap""",
+    "its buffers have one size and micro-batches differ in length; drop it": "cuda_graph_impl "
+    "enable_cuda_graph external_cuda_graph optimizer_cuda_graph tp_comm_overlap",
     "samples come from --rollout-files or --task; drop it": "data_path train_data_path",
-    "the layers come from --num-layers; drop it": """
-        hybrid_layer_pattern hybrid_override_pattern spec mtp_num_layers""",
-    "the model is wrapped in DDP; use --use-distributed-optimizer": """
-        use_megatron_fsdp use_torch_fsdp2""",
+    "the layers come from --num-layers; drop it": "hybrid_layer_pattern hybrid_override_pattern "
+    "spec mtp_num_layers heterogeneous_layers_config_path experimental_attention_variant",
+    "the model is wrapped in DDP; use --use-distributed-optimizer": "use_megatron_fsdp "
+    "use_torch_fsdp2",
     "every sample is split over all context-parallel ranks; drop it": "hybrid_context_parallel",
     "settings are flags here; use --config": "yaml_cfg",
 }
-"""Further such flags, by the attribute that they store to."""
-CANNOT_GENERATE = """
-    num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank sequence_parallel
-    replay_sampling_set replay_routing distinct_ids
+"""Flags of Megatron that would train something else without a word, by the attribute that they
+store to; and those of the group below."""
+OTHER_LOOPS = ("rl", "sft", "Logits Distillation")
+OF_GPT = """
+    hf_model use_rope_scaling multi_latent_attention qk_l2_norm pipeline_model_parallel_layout
+    decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
+    account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
 """
-"""Settings that --task cannot be given: every rank generates with one chunk of layers, a token at
+"""Settings that a HybridModel does not have; mbridge knows GPTModel alone."""
+CANNOT_GENERATE = """
+    pipeline_model_parallel_size expert_model_parallel_size sequence_parallel replay_sampling_set
+    replay_routing distinct_ids
+"""
+"""Settings that --task cannot be given: every tensor-parallel group generates by itself, a token at
 a time, from the whole vocabulary."""
 KEPT = "task task_settings system_prompt hf_model advantage whiten_advantages seed"
 FREE = ("max_tokens_per_microbatch", "oversized_samples", "ragged_microbatches", "rollout_files")
@@ -117,6 +95,8 @@ def parse_arguments() -> Namespace:
     def add_trainer_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parsers.append(_add_flags(parser))
         if folder is not None:
+            from .hugging_face import megatron_arguments_of, read_config  # needs transformers
+
             parsers[0].presets = megatron_arguments_of(read_config(folder))
         return parser
 
@@ -141,19 +121,11 @@ def parse_arguments() -> Namespace:
     args.variable_seq_lengths = args.pipeline_model_parallel_size > 1
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
-    args.settings_of_run = _settings_of_run(args, parsers[0])
+    groups = [group for group in parsers[0]._action_groups if group.title in OWN]
+    names = [action.dest for group in groups for action in group._group_actions]
+    kept = {name: str(getattr(args, name, None)) for name in (*names, "seed", "lr", "save")}
+    args.settings_of_run = json.dumps(kept, indent=2)  # report.py titles runs by it
     return args
-
-
-def _settings_of_run(args: Namespace, parser: Any) -> str:
-    """Write this program's flags and the given ones of Megatron as JSON; report.py titles runs
-    by it.
-    """
-    own = [a for group in parser._action_groups if group.title in OWN for a in group._group_actions]
-    given = (parser._option_string_actions.get(word.partition("=")[0]) for word in parser.words)
-    names = dict.fromkeys(action.dest for action in (*own, *filter(None, given)))
-    values = {name: str(value) for name, value in vars(args).items() if name in names}
-    return json.dumps(values | {"seed": str(args.seed)}, indent=2)
 
 
 def _add_flags(parser: Any) -> Any:
@@ -165,24 +137,24 @@ def _add_flags(parser: Any) -> Any:
     add("--device", choices=["cpu", "cuda"], default="cuda", help="cpu: gloo; cuda: NCCL")
     told = "check the flags for WORLD_SIZE processes, print the plan, start nothing"
     add("--dry-run", action="store_true", help=told)
-    for usage, told in TEXTS.items():
-        flag, metavar = usage.split()
-        add(flag, metavar=metavar, type=json.loads if metavar == "JSON" else str, help=told)
+    told = "Hugging Face weights to begin with (docs/models.md); they say what the model is too"
+    add("--hf-model", metavar="FOLDER", help=told)
+    add("--save-hf", metavar="FOLDER", help="write the trained model there, as --hf-model was")
+    told = "reference policy of the KL term, for rollouts without ref_log_probs, of either format"
+    add("--ref-load", metavar="FOLDER", help=told)
+    told = "train on this reasoning-gym task, with the model's answers"
+    add("--task", metavar="NAME", help=told)
+    add("--task-settings", metavar="JSON", type=json.loads, help="of the task's generator")
+    add("--system-prompt", metavar="TEXT", help="before every question")
     for name, (_, default, told) in COUNTS.items():
         add(flag_of(name), type=int, default=default, help=told)
     told = "of the answers to held-out tasks; 0 takes the likeliest tokens"
     add("--held-out-temperature", type=float, default=0.0, help=told)
-    told = (
-        "of rewards in their prompt group, grpo: (reward - mean) / std, dr_grpo: reward - mean, "
-        "rloo: reward - mean of the others, "
-        "maxrl: (reward - mean) / mean; step_rloo: reward - mean of the step's others; reward: as "
-        "it is"
-    )
+    told = "of rewards in their prompt group: docs/objectives.md#advantages"
     add("--advantage", choices=METHODS, default="grpo", help=told)
     told = "bring advantages to mean 0 and standard deviation 1 over the active tokens of the step"
     add("--whiten-advantages", action="store_true", help=told)
-    told = "Megatron's flags: the model, parallelism, optimizer, checkpoints, logs"
-    add("--help-megatron", action=_MegatronHelp, nargs=0, help=told)
+    add("--help-megatron", action=_MegatronHelp, nargs=0, help="Megatron's flags")
     # Checkpoints are read at any sharding, the distributed optimizer's part too.
     parser.set_defaults(dist_ckpt_optim_fully_reshardable=True)
     parser.set_defaults(log_interval=1, enable_one_logger=False)  # a step takes long
@@ -212,8 +184,7 @@ class _MegatronHelp(argparse.Action):
     """Prints what --help leaves out, and ends."""
 
     def __call__(self, parser: Any, *_: Any) -> None:
-        titles = [group.title for group in parser._action_groups]
-        parser.shown = [title for title in titles if title not in (*OWN, *GROUPS)]
+        parser.shown = [g.title for g in parser._action_groups if g.title not in OWN]
         parser.print_help()
         parser.exit()
 
@@ -226,10 +197,7 @@ def _settle(args: Namespace) -> None:
     args.seq_length = args.seq_length or args.max_position_embeddings
     args.do_train, args.do_valid, args.do_test = True, False, False
     args.rerun_mode = "disabled"
-    # Megatron asks for a name.
-    args.wandb_exp_name = (
-        args.wandb_exp_name or Path(args.save or args.wandb_save_dir or "run").name
-    )
+    args.wandb_exp_name = args.wandb_exp_name or Path(args.save or "run").name  # it needs one
     if not args.group_query_attention:  # Megatron sets it so when it makes the model's config
         args.num_query_groups = args.num_attention_heads
     # Of Apex, or of a Transformer Engine that is new enough.
@@ -248,7 +216,7 @@ def _settle(args: Namespace) -> None:
         args.no_persist_layer_norm = True
         args.moe_grouped_gemm = False
         for fusion in FUSIONS.split():
-            setattr(args, fusion, False)
+            setattr(args, f"{fusion}_fusion", False)
 
 
 def _is_installed(package: str) -> bool:
@@ -258,38 +226,22 @@ def _is_installed(package: str) -> bool:
 def _make_hybrid(args: Namespace) -> None:
     """Make the flags those of a HybridModel, which has attention and MLP as layers of their own,
     where Megatron has one.
-
-    mbridge knows GPTModel alone, and a HybridModel has no scaled rotary positions, latent attention
-    or uneven pipeline stages.
     """
-    layers, stages = args.num_layers, args.pipeline_model_parallel_size
-    uneven = (
-        args.pipeline_model_parallel_layout,
-        args.decoder_first_pipeline_num_layers,
-        args.decoder_last_pipeline_num_layers,
-        args.account_for_embedding_in_pipeline_split or args.account_for_loss_in_pipeline_split,
-    )
-    unknown = (args.use_rope_scaling, args.multi_latent_attention, getattr(args, "qk_l2_norm", False))
-    is_gpt = bool(args.hf_model) or any((*unknown, *uneven))
-    if is_gpt or not layers or not has_hybrid_model() or "hybrid_layer_pattern" not in vars(args):
+    # Of attention and MLP together.
+    args.transformer_layers = layers = args.num_layers
+    stages = args.pipeline_model_parallel_size
+    is_known = has_hybrid_model() and "hybrid_layer_pattern" in vars(args)
+    if not (layers and is_known) or any(getattr(args, name, None) for name in OF_GPT.split()):
         return
-    if size := args.num_layers_per_virtual_pipeline_stage:
-        chunks = layers // size
-    else:
-        chunks = stages * (args.num_virtual_stages_per_pipeline_rank or 1)
-        size = max(layers // chunks, 1)
-    if size * chunks != layers or chunks % stages:
+    chunks = stages * (args.num_virtual_stages_per_pipeline_rank or 1)
+    size = args.num_layers_per_virtual_pipeline_stage or layers // chunks
+    if not size or layers % (size * stages):
         raise ValueError(f"--num-layers {layers} cannot be split evenly over the pipeline's stages")
-    frequency = args.moe_layer_freq
-    kinds = [
-        "*E"
-        if args.num_experts
-        and (frequency[layer] if isinstance(frequency, list) else layer % frequency == 0)
-        else "*-"
-        for layer in range(layers)
-    ]
+    if not isinstance(frequency := args.moe_layer_freq, list):
+        frequency = [layer % frequency == 0 for layer in range(layers)]
+    kinds = ["*E" if args.num_experts and has_experts else "*-" for has_experts in frequency]
     parts = ("".join(kinds[first : first + size]) for first in range(0, layers, size))
-    args.hybrid_layer_pattern = "|".join(parts)
+    args.hybrid_layer_pattern, args.moe_layer_freq = "|".join(parts), 1
     args.num_layers = args.num_layers_per_virtual_pipeline_stage = None
     args.num_virtual_stages_per_pipeline_rank = None
 
@@ -309,7 +261,7 @@ def _validate_as_megatron_does(args: Namespace) -> None:
             raise ValueError(f"Megatron refuses these flags: {str(error) or condition}") from error
 
 
-def _refuse_flags(args: Namespace, parser: argparse.ArgumentParser) -> None:
+def _refuse_flags(args: Namespace, parser: Any) -> None:
     """Raise a NotImplementedError where a flag was given that would train something else without
     a word.
 
@@ -317,12 +269,16 @@ def _refuse_flags(args: Namespace, parser: argparse.ArgumentParser) -> None:
     """
     reasons = {name: reason for reason, names in REASONS.items() for name in names.split()}
     for group in parser._action_groups:
-        if reason := GROUPS.get(str(group.title)):
-            reasons |= {action.dest: reason for action in group._group_actions}
+        if group.title in OTHER_LOOPS:
+            told = "it is not read; see 'policy loss', 'planning' and 'trainer' of --help"
+            reasons |= {action.dest: told for action in group._group_actions}
     flags = {action.dest: action.option_strings for action in parser._actions}
     for name, reason in reasons.items():
         if getattr(args, name, None) != parser.get_default(name):
             raise NotImplementedError(f"{max(flags.get(name) or [name], key=len)}: {reason}")
+    given = {word.partition("=")[0] for word in parser.words}
+    if twice := given & {word for word in parser.presets if word.startswith("--")}:
+        raise ValueError(f"{min(twice)} beside --hf-model: its config.json says it; drop the flag")
 
 
 def _problems(args: Namespace) -> Iterator[str]:
@@ -358,10 +314,8 @@ def _problems_of_task(args: Namespace) -> Iterator[str]:
     for name, (least, _, _) in COUNTS.items():
         if (value := getattr(args, name)) < least:
             yield f"{flag_of(name)} is {value}: give {least} or more"
-    names = CANNOT_GENERATE.split()
-    names += ["expert_model_parallel_size"] * (args.expert_model_parallel_size > 1)
-    for name in names:
-        if getattr(args, name, None) not in (None, False):
+    for name in CANNOT_GENERATE.split():
+        if getattr(args, name, None) not in (None, False, 1):
             yield f"{flag_of(name)} with --task: the model itself generates; drop it"
 
 

@@ -11,6 +11,7 @@ import queue
 import shutil
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,13 +20,14 @@ import torch
 from filelock import FileLock
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.training import checkpointing
 
 from .arguments import refuse_other_settings
 from .errors import RunError, agreed, alone, mendable
 from .log import lock_folder, replace_text
 
+HAVE_ADAM = any(map(find_spec, ("transformer_engine", "apex")))
+"""There is another Adam than torch's."""
 TRACKER, LAST_WRITTEN = "latest_checkpointed_iteration.txt", "metadata.json"
 """Megatron's file that names the last checkpoint, and the file of a checkpoint that it writes
 last."""
@@ -95,6 +97,11 @@ def restore_rollouts(args: Namespace, rollouts: Any) -> float | None:
                 "place in the rollouts; "
                 "give --finetune to begin with its weights"
             )
+        if args.use_distributed_optimizer and not HAVE_ADAM:
+            raise ValueError(
+                "--use-distributed-optimizer: Megatron (0.19.2) cannot load the moments of torch's "
+                "Adam; install Transformer Engine, or make runs without the flag"
+            )
         refuse_other_settings(args, stored)
         rollouts.restore(stored.rollout_state)
     return getattr(stored, "current_kl_loss_coef", None)
@@ -114,7 +121,13 @@ def saving(args: Namespace, state: Any, log: Any, iteration: int, optimizer: Any
             shutil.rmtree(path)  # what a killed run has left half-written
     args.rollout_state = state
     _begin_moments(optimizer)
-    with alone(f"{path} cannot be written"), _results_stay_in_this_process(args.async_save):
+    # Megatron's writer starts a process to hand its results back where its caller waits, which takes
+    # seconds.
+    names = ("get_write_results_queue", "_get_write_results_queue")  # of 0.19.2, of 0.17.1
+    queues = {name: queue.Queue for name in names if hasattr(filesystem_async, name)}
+    queues = {} if args.async_save else queues
+    stay = mock.patch.multiple(filesystem_async, **queues) if queues else contextlib.nullcontext()
+    with alone(f"{path} cannot be written"), stay:
         yield
 
 
@@ -126,7 +139,7 @@ def loading(load: Callable[..., tuple[int, int]]) -> Callable[..., tuple[int, in
         if optimizer is None:
             return load(model, optimizer, *rest, **named)
         _begin_moments(optimizer)
-        with alone("--load cannot be read"), _steps_of_torch_adam(optimizer):
+        with alone("--load cannot be read"):
             try:
                 return load(model, optimizer, *rest, **named)
             except AssertionError as error:  # of a comparison, the same on all ranks
@@ -138,56 +151,13 @@ def loading(load: Callable[..., tuple[int, int]]) -> Callable[..., tuple[int, in
     return load_all
 
 
-def _parts_with_torch_adam(optimizer: Any) -> list[Any]:
-    """Megatron takes torch's Adam where neither Transformer Engine nor Apex is there."""
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [part for part in parts if isinstance(part.optimizer, torch.optim.Adam)]
-
-
 def _begin_moments(optimizer: Any) -> None:
-    """Give torch's Adam the zeros that its first step would begin with: loading asks for
-    moments.
+    """Give torch's Adam, which Megatron takes where neither Transformer Engine nor Apex is there,
+    the zeros that its first step would begin with: loading asks for moments.
     """
-    for part in _parts_with_torch_adam(optimizer):
-        if not part.optimizer.state and part.init_state_fn:
-            part.init_state_fn(part.optimizer, part.config)
-        for state in part.optimizer.state.values():
-            state.setdefault("step", torch.zeros(()))
-
-
-@contextlib.contextmanager
-def _steps_of_torch_adam(optimizer: Any) -> Iterator[None]:
-    """Let Megatron's distributed optimizer load into torch's Adam, which keeps a step with every
-    parameter.
-
-    It looks for a step among a parameter's tensors, and leaves one step tensor to all parameters,
-    which each of them would count on (optimizer/distrib_optimizer.py of megatron-core 0.19.2).
-    """
-    name = "_set_main_param_and_optimizer_states"
-    original = getattr(DistributedOptimizer, name)
-    parts = _parts_with_torch_adam(optimizer)
-
-    def put(part: Any, parameter: Any, tensors: dict[str, Any]) -> None:
-        if part in parts:  # its step is loaded before, and put onto itself
-            step = next(iter(part.optimizer.state.values()))["step"]
-            tensors = {**tensors, "step": step}
-        original(part, parameter, tensors)
-
-    with mock.patch.object(DistributedOptimizer, name, put):
-        yield
-    for part in parts:
-        for state in part.optimizer.state.values():
-            state["step"] = state["step"].clone()
-
-
-def _results_stay_in_this_process(is_asynchronous: bool) -> contextlib.AbstractContextManager[Any]:
-    """Spare Megatron's writer the process that it starts to hand its results back, where its caller
-    waits.
-
-    It costs the first checkpoint seconds, and outlives a run that is killed.
-    """
-    names = ("get_write_results_queue", "_get_write_results_queue")  # of 0.19.2, of 0.17.1
-    queues = {name: queue.Queue for name in names if hasattr(filesystem_async, name)}
-    if is_asynchronous or not queues:
-        return contextlib.nullcontext()
-    return mock.patch.multiple(filesystem_async, **queues)
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(part.optimizer, torch.optim.Adam):
+            if not part.optimizer.state and part.init_state_fn:
+                part.init_state_fn(part.optimizer, part.config)
+            for state in part.optimizer.state.values():
+                state.setdefault("step", torch.zeros(()))

@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_pg.step.agreement import OtherRankError, gather
 
-REMEDY = "pip install -r examples/requirements.txt"
+KINDS = (ValueError, NotImplementedError, OSError, ImportError, OtherRankError)
 
 
 class RunError(RuntimeError):
@@ -23,10 +23,10 @@ def mendable() -> Iterator[None]:
     """Make a refusal in the body a `RunError`."""
     try:
         yield
-    except (ValueError, NotImplementedError, OSError, OtherRankError) as error:
-        raise RunError(str(error)) from error
-    except ImportError as error:
-        raise RunError(_in_a_line(error)) from error
+    except KINDS as error:
+        missing = isinstance(error, ImportError)
+        remedy = ": pip install -r examples/requirements.txt" if missing else ""
+        raise RunError(f"{error}{remedy}") from error
 
 
 @contextlib.contextmanager
@@ -39,8 +39,8 @@ def agreed(doing: str) -> Iterator[None]:
     mine = None
     try:
         yield
-    except (OSError, RuntimeError, ValueError, ImportError) as error:
-        mine = _in_a_line(error)
+    except (RuntimeError, *KINDS) as error:
+        mine = _last_line(error)
     for rank, message in enumerate(gather(mine, dist.group.WORLD)):
         if message is not None:
             raise RunError(f"{doing} (rank {rank}): {message}")
@@ -58,16 +58,12 @@ def alone(doing: str) -> Iterator[None]:
     except RunError:
         raise
     except (OSError, RuntimeError, CheckpointException, CheckpointingException) as error:
-        raise RunError(f"{doing} (rank {dist.get_rank()}): {_in_a_line(error)}") from error
+        raise RunError(f"{doing} (rank {dist.get_rank()}): {_last_line(error)}") from error
 
 
-def _in_a_line(error: BaseException) -> str:
-    """Give the last line of an error; of a distributed save, a traceback of many layers, that of
-    the first rank's.
-    """
+def _last_line(error: BaseException) -> str:
+    """Give the last line of an error; of a distributed save, that of the first rank's."""
     if isinstance(error, CheckpointException):
         cause, *_ = error.failures.values()
-        return _in_a_line(cause[0] if isinstance(cause, tuple) else cause)
-    if isinstance(error, ImportError):
-        return f"{error}: {REMEDY}"
+        return _last_line(cause[0] if isinstance(cause, tuple) else cause)
     return (str(error).strip().splitlines() or [type(error).__name__])[-1]

@@ -13,7 +13,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
-from report import draw_run, read_lines, summary
+from report import read_lines, read_run, report, summary
 
 from megatron_pg import PolicyLossConfig
 from megatron_pg.explain.rollout_page import write_rollout_page
@@ -170,6 +170,6 @@ class RunLog:
         if folder and read_lines(folder / METRICS):
             print(f" {summary(folder)}; see {folder}", flush=True)
             if find_spec("matplotlib"):
-                draw_run(folder)
+                report([read_run(folder)], folder / "report.png")
         if wandb := get_wandb_writer():
             wandb.finish()

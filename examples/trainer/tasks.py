@@ -19,10 +19,15 @@ from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.rollout_files import RewardedSample
 from megatron_pg.step.agreement import gather
 
-from .rollouts import Step, estimated, means_of
+from .rollouts import Step, means_of, with_advantages
 from .sampler import Response, Sampler
 
 MOST_TASKS = 16384
+STORED = """
+    tokens response_length loss_mask group_index name reward rollout_log_probs old_log_probs
+    ref_log_probs
+""".split()
+"""Fields of the samples in a checkpoint."""
 Entry = dict[str, Any]
 """A question of reasoning-gym and its answer; the verifier takes it back."""
 
@@ -67,6 +72,9 @@ class Letters:
 class Chat:
     """The tokenizer and chat template of a Hugging Face folder."""
 
+    size = 0  # its config says it
+    texts = None
+
     def __init__(self, folder: str, system_prompt: str | None, examples: Sequence[Entry]) -> None:
         from transformers import AutoTokenizer
 
@@ -107,15 +115,13 @@ class Questions:
         # A verifier may ignore case: questions that differ by case alone are the same task.
         entries = list({entry["question"].lower(): entry for entry in self._dataset}.values())
         examples, entries = entries[: args.prompt_examples], entries[args.prompt_examples :]
-        self.held_out, self.training = (
-            entries[: args.held_out_tasks],
-            entries[args.held_out_tasks :],
+        number = args.held_out_tasks
+        self.held_out, self.training = entries[:number], entries[number:]
+        self.text: Any = (
+            Chat(args.hf_model, args.system_prompt, examples)
+            if args.hf_model
+            else Letters([entry["question"] for entry in entries])
         )
-        self.text: Letters | Chat
-        if args.hf_model:
-            self.text = Chat(args.hf_model, args.system_prompt, examples)
-        else:
-            self.text = Letters([entry["question"] for entry in entries])
         prompts = [self.text.prompt(entry["question"]) for entry in entries[:256]]
         self.longest = max(map(len, prompts), default=0)
         # What every prompt begins and ends with is not shown again and again.
@@ -149,14 +155,14 @@ class TaskSteps:
         self._args, self._config, self._groups = args, config, groups
         self.questions = questions = Questions(args)
         self._pending: list[list[Sample]] = []
-        self._wanted = wanted = args.prompts_per_step * args.steps_per_round
-        if len(questions.training) < wanted:
+        self._wanted = args.prompts_per_step * args.steps_per_round
+        if len(questions.training) < self._wanted:
             raise ValueError(
-                f"--task {args.task} has {len(questions.training)} distinct tasks beside those of "
-                f"--held-out-tasks: too few for --prompts-per-step x --steps-per-round, {wanted}"
+                f"--task {args.task} has {len(questions.training)} distinct tasks to train on: too "
+                f"few for --prompts-per-step x --steps-per-round, {self._wanted}"
             )
-        if isinstance(questions.text, Letters) and args.vocab_size < Letters.size:
-            raise ValueError(f"--vocab-size is {args.vocab_size}: give {Letters.size}, or more")
+        if args.vocab_size < questions.text.size:
+            raise ValueError(f"--vocab-size is {args.vocab_size}: give {questions.text.size}")
         if questions.longest + args.max_response_tokens > args.max_position_embeddings:
             raise ValueError(
                 f"prompts of {questions.longest} tokens and --max-response-tokens "
@@ -169,7 +175,6 @@ class TaskSteps:
         self._score = score
         self._sampler = Sampler(
             unwrap_model(list(model))[0],
-            self._groups.pipeline,
             vocab_size=self._args.vocab_size,
             stop_tokens=self.questions.text.stops,
             max_new_tokens=self._args.max_response_tokens,
@@ -179,62 +184,58 @@ class TaskSteps:
         """Give the step after `iteration` others."""
         if not self._pending:
             self._pending = self._round(iteration // self._args.steps_per_round)
-        samples = self._pending.pop(0)
-        rows = [(None, sample.reward, sample.response_length) for sample in samples]
-        estimates = estimated(self._args, self._config, samples, self._groups.data)
-        return estimates, means_of(rows, self._groups.data)
+        samples, group = self._pending.pop(0), self._groups.data
+        return with_advantages(self._args, self._config, samples, group), means_of(samples, group)
 
     def _round(self, number: int) -> list[list[Sample]]:
-        args, wanted = self._args, self._wanted
-        entries = random.Random(f"{args.seed}-{number}").sample(self.questions.training, wanted)
-        steps: list[list[Sample]] = [[] for _ in range(args.steps_per_round)]
+        args, draw = self._args, random.Random(f"{self._args.seed}-{number}")
+        entries = draw.sample(self.questions.training, self._wanted)
         temperature = self._config.rollout_temperature
-        answers = self._answers(entries, args.samples_per_prompt, temperature, str(number))
-        for index, prompt, reward, response in answers:
-            group = number * wanted + index
-            part = steps[index // args.prompts_per_step]
-            sample = RewardedSample(
-                [*prompt, *response.tokens],
-                len(response.tokens),
-                [1] * len(response.tokens),
-                rollout_log_probs=response.log_probs,
-                group_index=group,
-                name=f"answer {len(part)} (prompt group {group})",
-                reward=reward,
-            )
-            part.append(sample)
+        steps: list[list[Sample]] = [[] for _ in range(args.steps_per_round)]
+        for index, prompt, reward, response in self._answers(
+            entries, args.samples_per_prompt, temperature, str(number)
+        ):
+            group = number * self._wanted + index
+            part, length = steps[index // args.prompts_per_step], len(response.tokens)
+            fields: dict[str, Any] = {"group_index": group, "reward": reward}
+            fields["name"] = f"answer {len(part)} (prompt group {group})"
+            fields["rollout_log_probs"] = response.log_probs
+            tokens = [*prompt, *response.tokens]
+            part.append(RewardedSample(tokens, length, [1] * length, **fields))
         # The policy of the round gives all of its steps their old log-probs.
         return [self._score(part) for part in steps]
 
     def held_out(self) -> tuple[float, list[str]]:
         """Give the mean score of the held-out tasks and a few answers, on all ranks."""
-        temperature = self._args.held_out_temperature
-        answers = self._answers(self.questions.held_out, 1, temperature, "held out")
-        rows = [(None, reward, len(response.tokens)) for _, _, reward, response in answers]
-        score = means_of(rows, self._groups.data)["reward"]
+        temperature, entries = self._args.held_out_temperature, self.questions.held_out
+        answers = self._answers(entries, 1, temperature, "held out")
         shown = [self.questions.shown(p, answer.tokens, r) for _, p, r, answer in answers[:4]]
-        return float(score or 0.0), shown
+        rewards = sum(gather([reward for _, _, reward, _ in answers], self._groups.data), [])
+        return sum(rewards) / len(entries), shown
 
     def shown(self, samples: Sequence[Any]) -> list[str]:
         """Give prompts, answers and rewards as the log shows them."""
         return [
-            self.questions.shown(
-                sample.tokens[: sample.prompt_length].tolist(),
-                sample.tokens[sample.prompt_length :].tolist(),
-                sample.reward,
-            )
-            for sample in samples
+            self.questions.shown(tokens[: s.prompt_length], tokens[s.prompt_length :], s.reward)
+            for s in samples
+            for tokens in [s.tokens.tolist()]
         ]
 
-    def state(self) -> list[list[Sample]]:
-        """Give the steps of the round that are to come, over all data-parallel ranks."""
+    def state(self) -> list[list[dict[str, Any]]]:
+        """Give the steps of the round that are to come over all data-parallel ranks, in plain
+        values.
+        """
         ranks = gather(self._pending, self._groups.data)
-        return [[sample for part in parts for sample in part] for parts in zip(*ranks, strict=True)]
+        steps = (
+            [sample for part in parts for sample in part] for parts in zip(*ranks, strict=True)
+        )
+        return [[{name: _plain(sample, name) for name in STORED} for sample in s] for s in steps]
 
-    def restore(self, state: list[list[Sample]]) -> None:
+    def restore(self, state: list[list[dict[str, Any]]]) -> None:
         """Go on with this rank's share of such steps."""
         self._pending = [
-            [s for s in part if self._is_mine((s.group_index or 0) % self._wanted)] for part in state
+            [RewardedSample(**s) for s in part if self._is_mine(s["group_index"] % self._wanted)]
+            for part in state
         ]
 
     def _is_mine(self, index: int) -> bool:
@@ -264,3 +265,8 @@ class TaskSteps:
             reward = questions.reward(entries[index], response.tokens)
             answers.append((index, prompt, reward, response))
         return [answer for part in gather(answers, groups.context) for answer in part]
+
+
+def _plain(sample: Any, name: str) -> Any:
+    value = getattr(sample, name)
+    return value.tolist() if isinstance(value, torch.Tensor) else value

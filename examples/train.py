@@ -122,7 +122,7 @@ class Run:
             times.append(time.monotonic())
             samples = self._scoring.filled(collected[0], model)
             times.append(time.monotonic())
-            rows = self._rollout_rows(samples, model)
+            rows = self._rollout_rows(samples, model) if self._args.task else []
             samples = list(accepted_samples(self._config, samples))
             plan = plan_of(self._args, samples, self._groups.data)
         # Where no token is active, nothing is updated.
@@ -142,13 +142,10 @@ class Run:
 
     def _rollout_rows(self, samples: Sequence[Any], model: list[Any]) -> list[dict[str, Any]]:
         """Rows of the first prompts of a step of `--task`, on all data-parallel ranks, with the
-        log-probs of the policy that the step begins with; files are there already.
+        log-probs of the policy that the step begins with.
         """
-        args = self._args
-        if not args.task:
-            return []
-        shown = samples[: SHOWN_PROMPTS * args.samples_per_prompt]
-        if args.steps_per_round > 1:
+        shown = samples[: SHOWN_PROMPTS * self._args.samples_per_prompt]
+        if self._args.steps_per_round > 1:
             pairs = zip(shown, self._scoring.scored(shown, model), strict=True)
             shown = [replace(sample, new_log_probs=values) for sample, values in pairs]
         rows = [rollout_row(sample) for sample in shown]
@@ -192,11 +189,9 @@ class Run:
         return result, metrics
 
     def _score_held_out(self, iteration: int) -> None:
-        if isinstance(self._rollouts, FileSteps) or not self._args.held_out_tasks:
-            return
-        score, answers = self._rollouts.held_out()
-        with mendable():
-            self._log.held_out(iteration, score, answers)
+        if self._args.task:
+            with mendable():
+                self._log.held_out(iteration, *self._rollouts.held_out())
 
     def _save(
         self, iteration: int, model: list[Any], optimizer: Any, *rest: Any, **named: Any
@@ -209,9 +204,7 @@ class Run:
 
 
 def main() -> None:
-    """Parse the flags, and train or print the plan; what the user can mend is said in a line, by
-    one rank.
-    """
+    """Train or print the plan; what the user can mend is said in a line, by one rank."""
     try:
         with mendable():
             args = parse_arguments()

@@ -5,12 +5,12 @@ program; and what is refused before anything starts.
 import argparse
 import contextlib
 import functools
-import importlib.util
 import io
 import json
 import traceback
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,37 +30,41 @@ from megatron_pg.config.versions import has_hybrid_model
 from megatron_pg.megatron.varying_log_probs import varying_settings
 from megatron_pg.step.advantages import METHODS
 
+HAVE_ENGINE = find_spec("transformer_engine") is not None
 FUSIONS = "masked_softmax bias_gelu bias_swiglu bias_dropout apply_rope moe_permute"
 """Kernels of Transformer Engine or Apex, or compiled by torch for a GPU."""
+WORDS = {
+    "hf_model": "folder of Hugging Face weights to begin with, which say what the model is too",
+    "save_hf": "folder to write the trained model to, as --hf-model was",
+    "ref_load": "reference policy of the KL term, of either format",
+    "task": "train on this reasoning-gym task, with the model's answers",
+    "system_prompt": "before every question",
+}
 COUNTS = {
     "prompt_examples": (0, 0, "tasks with their answers before every question"),
     "prompts_per_step": (1, 16, "questions of a step of --task"),
     "samples_per_prompt": (1, 8, "answers to each"),
-    "steps_per_round": (1, 1, "steps whose answers one policy gives; all but the first train on "
-    "answers of an older one"),
+    "steps_per_round": (1, 1, "steps whose answers one policy gives before the first of them"),
     "max_response_tokens": (1, 128, "of an answer, at most"),
-    "held_out_tasks": (0, 64, "scored before and after, never trained on"),
-}  # fmt: skip
-"""Flags of --task that take a number: the smallest, the default and the meaning."""
-OWN = ("options", "settings in a file", "policy loss", "planning", "trainer")
-"""Groups of flags that --help shows."""
-REASONS = {
+    "held_out_tasks": (1, 64, "scored before and after, never trained on"),
+}
+"""Flags of this program that take a word, and those that take a number: the smallest, the default
+and the meaning."""
+IN_SETTINGS = ("options", "policy loss", "planning", "trainer")
+IGNORED = {
     "a step holds --docs-per-step rollouts, in micro-batches of --max-tokens-per-microbatch "
-    "tokens; drop it": "micro_batch_size global_batch_size rampup_batch_size",
-    "steps are counted here, not samples: give the flag of the same name that counts "
-    "iterations": "train_samples lr_decay_samples lr_warmup_samples lr_wsd_decay_samples",
-    "its buffers have one size and micro-batches differ in length; drop it": "cuda_graph_impl "
-    "enable_cuda_graph external_cuda_graph optimizer_cuda_graph tp_comm_overlap",
-    "samples come from --rollout-files or --task; drop it": "data_path train_data_path",
-    "the layers come from --num-layers; drop it": "hybrid_layer_pattern hybrid_override_pattern "
-    "spec mtp_num_layers heterogeneous_layers_config_path experimental_attention_variant",
-    "the model is wrapped in DDP; use --use-distributed-optimizer": "use_megatron_fsdp "
-    "use_torch_fsdp2",
-    "every sample is split over all context-parallel ranks; drop it": "hybrid_context_parallel",
-    "settings are flags here; use --config": "yaml_cfg",
+    "tokens": "micro_batch_size global_batch_size rampup_batch_size",
+    "steps are counted here, not samples": "train_samples lr_decay_samples lr_warmup_samples",
+    "micro-batches differ in length": "cuda_graph_impl enable_cuda_graph tp_comm_overlap",
+    "samples come from --rollout-files or --task": "data_path train_data_path",
+    "layers come from --num-layers": "hybrid_layer_pattern hybrid_override_pattern spec "
+    "mtp_num_layers heterogeneous_layers_config_path experimental_attention_variant",
+    "the model is wrapped in DDP": "use_megatron_fsdp use_torch_fsdp2",
+    "every sample is split over all context-parallel ranks": "hybrid_context_parallel",
+    "settings are flags here": "yaml_cfg",
 }
 """Flags of Megatron that would train something else without a word, by the attribute that they
-store to; and those of the group below."""
+store to; and those of the groups below."""
 OTHER_LOOPS = ("rl", "sft", "Logits Distillation")
 OF_GPT = """
     hf_model use_rope_scaling multi_latent_attention qk_l2_norm pipeline_model_parallel_layout
@@ -70,7 +74,7 @@ OF_GPT = """
 """Settings that a HybridModel does not have; mbridge knows GPTModel alone."""
 CANNOT_GENERATE = """
     pipeline_model_parallel_size expert_model_parallel_size sequence_parallel replay_sampling_set
-    replay_routing distinct_ids
+    replay_routing distinct_ids docs_per_step
 """
 """Settings that --task cannot be given: every tensor-parallel group generates by itself, a token at
 a time, from the whole vocabulary."""
@@ -86,23 +90,23 @@ def parse_arguments() -> Namespace:
 
     A ValueError or NotImplementedError names the flag and what to do.
     """
-    parsers: list[_TrainerParser] = []
+    parsers: list[Any] = []
     before = ProgramParser(add_help=False, allow_abbrev=False)
     before.add_argument("--hf-model")
     before.add_config_args()
     folder = before.parse_known_args()[0].hf_model
 
-    def add_trainer_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    def add_trainer_args(parser: Any) -> Any:
         parsers.append(_add_flags(parser))
         if folder is not None:
             from .hugging_face import megatron_arguments_of, read_config  # needs transformers
 
-            parsers[0].presets = megatron_arguments_of(read_config(folder))
+            parser.presets = megatron_arguments_of(read_config(folder))
         return parser
 
     args: Namespace = megatron.parse_args(extra_args_provider=add_trainer_args)
-    args.settings_file = text_of_words(parsers[0].words)
-    _refuse_flags(args, parsers[0])
+    (parser,) = parsers
+    _refuse_flags(args, parser)
     if args.use_checkpoint_args:
         load_args_from_checkpoint(args)
     _settle(args)
@@ -121,15 +125,18 @@ def parse_arguments() -> Namespace:
     args.variable_seq_lengths = args.pipeline_model_parallel_size > 1
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
-    groups = [group for group in parsers[0]._action_groups if group.title in OWN]
+    args.settings_file = text_of_words(parser.words)
+    groups = [group for group in parser._action_groups if group.title in IN_SETTINGS]
     names = [action.dest for group in groups for action in group._group_actions]
-    kept = {name: str(getattr(args, name, None)) for name in (*names, "seed", "lr", "save")}
+    kept = {name: str(getattr(args, name, None)) for name in (*names, "seed")}
     args.settings_of_run = json.dumps(kept, indent=2)  # report.py titles runs by it
     return args
 
 
 def _add_flags(parser: Any) -> Any:
-    parser.__class__ = _TrainerParser  # Megatron makes it, for this program alone
+    """Add this program's flags after Megatron's, where --help ends."""
+    parser.__class__ = ProgramParser  # Megatron makes it, for this program alone
+    parser.usage = argparse.SUPPRESS  # Megatron's flags make it 700 lines long
     parser.add_config_args()
     add_policy_loss_args(parser)
     add_planning_args(parser)
@@ -137,24 +144,17 @@ def _add_flags(parser: Any) -> Any:
     add("--device", choices=["cpu", "cuda"], default="cuda", help="cpu: gloo; cuda: NCCL")
     told = "check the flags for WORLD_SIZE processes, print the plan, start nothing"
     add("--dry-run", action="store_true", help=told)
-    told = "Hugging Face weights to begin with (docs/models.md); they say what the model is too"
-    add("--hf-model", metavar="FOLDER", help=told)
-    add("--save-hf", metavar="FOLDER", help="write the trained model there, as --hf-model was")
-    told = "reference policy of the KL term, for rollouts without ref_log_probs, of either format"
-    add("--ref-load", metavar="FOLDER", help=told)
-    told = "train on this reasoning-gym task, with the model's answers"
-    add("--task", metavar="NAME", help=told)
-    add("--task-settings", metavar="JSON", type=json.loads, help="of the task's generator")
-    add("--system-prompt", metavar="TEXT", help="before every question")
+    for name, told in WORDS.items():
+        add(flag_of(name), help=told)
     for name, (_, default, told) in COUNTS.items():
         add(flag_of(name), type=int, default=default, help=told)
+    add("--task-settings", metavar="JSON", type=json.loads, help="of the task's generator")
     told = "of the answers to held-out tasks; 0 takes the likeliest tokens"
     add("--held-out-temperature", type=float, default=0.0, help=told)
     told = "of rewards in their prompt group: docs/objectives.md#advantages"
     add("--advantage", choices=METHODS, default="grpo", help=told)
     told = "bring advantages to mean 0 and standard deviation 1 over the active tokens of the step"
     add("--whiten-advantages", action="store_true", help=told)
-    add("--help-megatron", action=_MegatronHelp, nargs=0, help="Megatron's flags")
     # Checkpoints are read at any sharding, the distributed optimizer's part too.
     parser.set_defaults(dist_ckpt_optim_fully_reshardable=True)
     parser.set_defaults(log_interval=1, enable_one_logger=False)  # a step takes long
@@ -167,26 +167,24 @@ def _add_flags(parser: Any) -> Any:
     return parser
 
 
-class _TrainerParser(ProgramParser):
-    """Prints the flags of some groups and no usage, which Megatron's flags make 700 lines long."""
+def _refuse_flags(args: Namespace, parser: Any) -> None:
+    """Raise an error where a flag was given that would train something else without a word.
 
-    shown: Sequence[str] = OWN
-
-    def format_help(self) -> str:
-        self.usage = argparse.SUPPRESS
-        self.description = "torchrun --nproc-per-node N examples/train.py FLAGS (docs/trainer.md)"
-        groups = [group for group in self._action_groups if group.title in self.shown]
-        with mock.patch.object(self, "_action_groups", groups):
-            return super().format_help()
-
-
-class _MegatronHelp(argparse.Action):
-    """Prints what --help leaves out, and ends."""
-
-    def __call__(self, parser: Any, *_: Any) -> None:
-        parser.shown = [g.title for g in parser._action_groups if g.title not in OWN]
-        parser.print_help()
-        parser.exit()
+    `args` are as parsed, before anything has changed them.
+    """
+    reasons = {name: reason for reason, names in IGNORED.items() for name in names.split()}
+    for group in parser._action_groups:
+        if group.title in OTHER_LOOPS:
+            reasons |= {action.dest: "another loop reads it" for action in group._group_actions}
+    flags = {action.dest: action.option_strings for action in parser._actions}
+    for name, reason in reasons.items():
+        if getattr(args, name, None) != parser.get_default(name):
+            raise NotImplementedError(
+                f"{max(flags.get(name) or [name], key=len)}: {reason}; drop it"
+            )
+    given = {word.partition("=")[0] for word in parser.words}
+    if twice := given & {word for word in parser.presets if word.startswith("--")}:
+        raise ValueError(f"{min(twice)} beside --hf-model: its config.json says it; drop the flag")
 
 
 def _settle(args: Namespace) -> None:
@@ -201,7 +199,7 @@ def _settle(args: Namespace) -> None:
     if not args.group_query_attention:  # Megatron sets it so when it makes the model's config
         args.num_query_groups = args.num_attention_heads
     # Of Apex, or of a Transformer Engine that is new enough.
-    args.gradient_accumulation_fusion = _is_installed("fused_weight_gradient_mlp_cuda")
+    args.gradient_accumulation_fusion = find_spec("fused_weight_gradient_mlp_cuda") is not None
     if args.moe_token_dispatcher_type == "allgather":
         # Packs differ in length from rank to rank and from one micro-batch to the next.
         args.moe_token_dispatcher_type = "alltoall"
@@ -211,7 +209,7 @@ def _settle(args: Namespace) -> None:
         # Megatron's random state is that of CUDA. Nothing here is random on a CPU but the initial
         # weights.
         args.no_save_rng = args.no_load_rng = True
-    if args.device == "cpu" or not _is_installed("transformer_engine"):
+    if args.device == "cpu" or not HAVE_ENGINE:
         args.transformer_impl = "local"
         args.no_persist_layer_norm = True
         args.moe_grouped_gemm = False
@@ -219,15 +217,37 @@ def _settle(args: Namespace) -> None:
             setattr(args, f"{fusion}_fusion", False)
 
 
-def _is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
+def _problems(args: Namespace) -> Iterator[str]:
+    if bool(args.rollout_files) == bool(args.task):
+        yield "what to train on: give one of --rollout-files and --task"
+    needed = {"vocab_size": "token ids are below it", "train_iters": "steps, at most"}
+    if not args.task:
+        needed["docs_per_step"] = "rollouts of a step"
+    for name, meaning in needed.items():
+        if not getattr(args, name):
+            yield f"{flag_of(name)} is missing: {meaning}"
+    for name, (least, _, _) in COUNTS.items():
+        if (value := getattr(args, name)) < least:
+            yield f"{flag_of(name)} is {value}: give {least} or more"
+    for name in CANNOT_GENERATE.split() if args.task else ():
+        if getattr(args, name, None) not in (None, False, 1):
+            yield f"{flag_of(name)} with --task: the model itself generates; drop it"
+    if args.save_hf and (not args.hf_model or Path(args.save_hf).exists()):
+        yield f"--save-hf {args.save_hf}: give --hf-model, and a name that is free"
+    if args.save and (args.save_interval or 0) < 1:
+        yield f"--save {args.save}: give the steps between checkpoints, --save-interval"
+    if args.ckpt_format != "torch_dist":
+        yield f"--ckpt-format {args.ckpt_format}: give torch_dist, which any sharding reads"
+    if args.position_embedding_type not in ("learned_absolute", "rope", "none"):
+        yield f"--position-embedding-type {args.position_embedding_type} is not built here"
+    if args.device == "cpu" and (args.attention_dropout or args.hidden_dropout):
+        yield "--attention-dropout and --hidden-dropout: give 0 with --device cpu"
 
 
 def _make_hybrid(args: Namespace) -> None:
     """Make the flags those of a HybridModel, which has attention and MLP as layers of their own,
     where Megatron has one.
     """
-    # Of attention and MLP together.
     args.transformer_layers = layers = args.num_layers
     stages = args.pipeline_model_parallel_size
     is_known = has_hybrid_model() and "hybrid_layer_pattern" in vars(args)
@@ -259,64 +279,6 @@ def _validate_as_megatron_does(args: Namespace) -> None:
         except AssertionError as error:
             condition = traceback.extract_tb(error.__traceback__)[-1].line
             raise ValueError(f"Megatron refuses these flags: {str(error) or condition}") from error
-
-
-def _refuse_flags(args: Namespace, parser: Any) -> None:
-    """Raise a NotImplementedError where a flag was given that would train something else without
-    a word.
-
-    `args` are as parsed, before anything has changed them.
-    """
-    reasons = {name: reason for reason, names in REASONS.items() for name in names.split()}
-    for group in parser._action_groups:
-        if group.title in OTHER_LOOPS:
-            told = "it is not read; see 'policy loss', 'planning' and 'trainer' of --help"
-            reasons |= {action.dest: told for action in group._group_actions}
-    flags = {action.dest: action.option_strings for action in parser._actions}
-    for name, reason in reasons.items():
-        if getattr(args, name, None) != parser.get_default(name):
-            raise NotImplementedError(f"{max(flags.get(name) or [name], key=len)}: {reason}")
-    given = {word.partition("=")[0] for word in parser.words}
-    if twice := given & {word for word in parser.presets if word.startswith("--")}:
-        raise ValueError(f"{min(twice)} beside --hf-model: its config.json says it; drop the flag")
-
-
-def _problems(args: Namespace) -> Iterator[str]:
-    if bool(args.rollout_files) == bool(args.task):
-        yield "what to train on: give one of --rollout-files and --task"
-    if args.task:
-        yield from _problems_of_task(args)
-    elif not args.docs_per_step:
-        yield "--docs-per-step is missing: the documents (rollouts) of a step"
-    for name, meaning in (("vocab_size", "token ids are below it"), ("train_iters", "steps")):
-        if not getattr(args, name):
-            yield f"{flag_of(name)} is missing: {meaning}"
-    if args.save_hf and (not args.hf_model or Path(args.save_hf).exists()):
-        needs = "it is written with the config and tokenizer of --hf-model, as a new folder"
-        yield f"--save-hf {args.save_hf}: {needs}; give --hf-model, and a name that is free"
-    if args.save and (args.save_interval or 0) < 1:
-        found = f"--save {args.save} with --save-interval {args.save_interval}"
-        yield f"{found}: give the steps between checkpoints"
-    if args.ckpt_format != "torch_dist":
-        yield f"--ckpt-format {args.ckpt_format}: give torch_dist, which any sharding reads"
-    if args.position_embedding_type not in ("learned_absolute", "rope", "none"):
-        yield f"--position-embedding-type {args.position_embedding_type} is not built here"
-    if args.device == "cpu" and (args.attention_dropout or args.hidden_dropout):
-        yield (
-            "--attention-dropout and --hidden-dropout need CUDA's random state: give 0 with "
-            "--device cpu"
-        )
-
-
-def _problems_of_task(args: Namespace) -> Iterator[str]:
-    if args.docs_per_step is not None:
-        yield "--docs-per-step with --task: give --prompts-per-step"
-    for name, (least, _, _) in COUNTS.items():
-        if (value := getattr(args, name)) < least:
-            yield f"{flag_of(name)} is {value}: give {least} or more"
-    for name in CANNOT_GENERATE.split():
-        if getattr(args, name, None) not in (None, False, 1):
-            yield f"{flag_of(name)} with --task: the model itself generates; drop it"
 
 
 def refuse_other_settings(args: Namespace, stored: Namespace) -> None:

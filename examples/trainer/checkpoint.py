@@ -6,7 +6,6 @@ whole or absent with the rest.
 """
 
 import contextlib
-import functools
 import queue
 import shutil
 from argparse import Namespace
@@ -17,20 +16,20 @@ from typing import Any
 from unittest import mock
 
 import torch
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.training import checkpointing
 
 from .arguments import refuse_other_settings
 from .errors import RunError, agreed, alone, mendable
-from .log import lock_folder, replace_text
+from .log import replace_text
 
+LOCK_PATIENCE = 5.0
 HAVE_ADAM = any(map(find_spec, ("transformer_engine", "apex")))
 """There is another Adam than torch's."""
-TRACKER, LAST_WRITTEN = "latest_checkpointed_iteration.txt", "metadata.json"
-"""Megatron's file that names the last checkpoint, and the file of a checkpoint that it writes
-last."""
+TRACKER = "latest_checkpointed_iteration.txt"
+"""Megatron's file that names the last checkpoint."""
 
 
 def claim_save_folder(args: Namespace) -> FileLock | None:
@@ -44,16 +43,17 @@ def claim_save_folder(args: Namespace) -> FileLock | None:
             return None
         folder = Path(args.save)
         folder.mkdir(parents=True, exist_ok=True)
-        lock = lock_folder(folder)
+        # The processes of a killed run may still be ending, and hold its lock.
+        lock = FileLock(folder / "lock", timeout=LOCK_PATIENCE)
+        try:
+            lock.acquire()
+        except Timeout:
+            raise ValueError(f"another run is writing to {folder}: give another folder") from None
         _mend_tracker(folder)
         goes_on = args.load and Path(args.load).resolve() == folder.resolve() and not args.finetune
         if (folder / TRACKER).exists() and not goes_on:
-            raise ValueError(
-                f"{folder} holds the checkpoints of another run: go on with it (--load {folder}, "
-                f"without --finetune; "
-                "--pretrained-checkpoint for the weights that it began with), or give another "
-                "folder"
-            )
+            found = f"{folder} holds the checkpoints of another run"
+            raise ValueError(f"{found}: go on with it (--load {folder}), or give another folder")
         return lock
 
 
@@ -65,7 +65,7 @@ def _mend_tracker(folder: Path) -> None:
     """
     tracker = folder / TRACKER
     named = tracker.read_text().strip() if tracker.exists() else "release"
-    paths = folder.glob(f"iter_*/{LAST_WRITTEN}")
+    paths = folder.glob("iter_*/metadata.json")  # of a checkpoint, Megatron writes it last
     whole = sorted(int(path.parent.name.removeprefix("iter_")) for path in paths)
     if named and (not named.isdigit() or int(named) in whole):
         return
@@ -93,14 +93,13 @@ def restore_rollouts(args: Namespace, rollouts: Any) -> float | None:
     with mendable():
         if not hasattr(stored, "rollout_state"):
             raise ValueError(
-                "--load: the checkpoint is of another program or an earlier version and has no "
-                "place in the rollouts; "
+                "--load: the checkpoint is of another program and has no place in the rollouts; "
                 "give --finetune to begin with its weights"
             )
         if args.use_distributed_optimizer and not HAVE_ADAM:
             raise ValueError(
                 "--use-distributed-optimizer: Megatron (0.19.2) cannot load the moments of torch's "
-                "Adam; install Transformer Engine, or make runs without the flag"
+                "Adam; install Transformer Engine, or drop the flag"
             )
         refuse_other_settings(args, stored)
         rollouts.restore(stored.rollout_state)
@@ -121,32 +120,24 @@ def saving(args: Namespace, state: Any, log: Any, iteration: int, optimizer: Any
             shutil.rmtree(path)  # what a killed run has left half-written
     args.rollout_state = state
     _begin_moments(optimizer)
-    # Megatron's writer starts a process to hand its results back where its caller waits, which takes
-    # seconds.
-    names = ("get_write_results_queue", "_get_write_results_queue")  # of 0.19.2, of 0.17.1
-    queues = {name: queue.Queue for name in names if hasattr(filesystem_async, name)}
-    queues = {} if args.async_save else queues
-    stay = mock.patch.multiple(filesystem_async, **queues) if queues else contextlib.nullcontext()
-    with alone(f"{path} cannot be written"), stay:
+    # Megatron's writer starts a process, in seconds, to hand its results back to a waiting caller.
+    name = "get_write_results_queue"
+    make_queue = getattr(filesystem_async, name) if args.async_save else queue.Queue
+    with alone(f"{path} cannot be written"), mock.patch.object(filesystem_async, name, make_queue):
         yield
 
 
 def loading(load: Callable[..., tuple[int, int]]) -> Callable[..., tuple[int, int]]:
     """Megatron's `load_checkpoint`, for the optimizers of torch too; every rank must call it."""
 
-    @functools.wraps(load)
     def load_all(model: Any, optimizer: Any, *rest: Any, **named: Any) -> tuple[int, int]:
-        if optimizer is None:
-            return load(model, optimizer, *rest, **named)
         _begin_moments(optimizer)
         with alone("--load cannot be read"):
             try:
                 return load(model, optimizer, *rest, **named)
             except AssertionError as error:  # of a comparison, the same on all ranks
-                raise RunError(
-                    f"--load: {error} (--override-opt-param-scheduler takes the schedules of this "
-                    f"run)"
-                ) from error
+                told = "--override-opt-param-scheduler takes the schedules of this run"
+                raise RunError(f"--load: {error} ({told})") from error
 
     return load_all
 

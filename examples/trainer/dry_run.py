@@ -14,7 +14,7 @@ from megatron_pg.rollout_files import validate_rollout_file
 
 from .rollouts import FileSteps, plan_of, row_settings, with_advantages
 
-GIB = 2**30
+Lines = Iterator[tuple[str, str]]
 
 
 def print_plan(args: Namespace, config: PolicyLossConfig) -> None:
@@ -23,25 +23,43 @@ def print_plan(args: Namespace, config: PolicyLossConfig) -> None:
     """
     if int(os.environ.get("RANK", "0")) > 0:
         return
-    parts = (_processes(args), _objective(config), _step(args, config), _memory(args))
-    for name, text in itertools.chain(*parts):
+    for name, text in itertools.chain(_processes(args), _objective(config), _step(args, config)):
         print(f"{name:<17}{text}")
 
 
-def _processes(args: Namespace) -> Iterator[tuple[str, str]]:
+def _processes(args: Namespace) -> Lines:
+    """With Megatron's formula of memory, which is for bfloat16, and the logits."""
     tensor, stages = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     context, data = args.context_parallel_size, args.data_parallel_size
     yield "processes", f"{args.world_size} = TP {tensor} x PP {stages} x CP {context} x DP {data}"
     if chunks := args.virtual_pipeline_model_parallel_size:
         yield "", f"{chunks} chunks of layers on each pipeline rank"
     if args.num_experts:
-        experts = args.expert_model_parallel_size
-        tensor = args.expert_tensor_parallel_size or tensor
-        sizes = f"EP {experts} x ETP {tensor} x DP {args.world_size // (experts * tensor * stages)}"
-        yield "", f"{args.num_experts} experts: {sizes} of each stage"
+        experts, split = args.expert_model_parallel_size, args.expert_tensor_parallel_size or tensor
+        copies = args.world_size // (experts * split * stages)
+        sizes = f"EP {experts} x ETP {split} x DP {copies} of each stage"
+        yield "", f"{args.num_experts} experts: {sizes}"
+    sizes = "tensor_model pipeline_model context expert_model expert_tensor".split()
+    one = dict.fromkeys([f"{axis}_parallel_size" for axis in sizes], 1)
+    one |= {"data_parallel_size": 1, "world_size": 1, "use_distributed_optimizer": False}
+    yield "model", f"{_states(args, **one) / 18e9:.2f} billion parameters"
+    # The distributed optimizer shards over context-parallel ranks too; Megatron leaves them out.
+    states = _states(args, data_parallel_size=data * context) / 2**30
+    tokens = args.max_tokens_per_microbatch // context
+    logits = 6 * tokens * args.vocab_size / tensor / 2**30
+    chunk = "a chunk of " if args.fused_lm_head else ""
+    yield "memory of a GPU", f"{states:.1f} GiB  weights, gradients, optimizer"
+    yield "", f"{logits:.1f} GiB  {chunk}logits and their gradient; and activations"
 
 
-def _objective(config: PolicyLossConfig) -> Iterator[tuple[str, str]]:
+def _states(args: Namespace, **changes: Any) -> float:
+    """Bytes of the fullest rank, at 18 a parameter where nothing is sharded."""
+    changes |= {"num_layers": args.transformer_layers, "padded_vocab_size": args.vocab_size}
+    copied = Namespace(**vars(args) | changes)
+    return float(megatron.compute_weight_and_optimizer_memory(copied))
+
+
+def _objective(config: PolicyLossConfig) -> Lines:
     name = config.loss_aggregation
     if name in AGGREGATIONS:
         yield "objective", f"{name}: {AGGREGATIONS[name].formula}"
@@ -52,13 +70,15 @@ def _objective(config: PolicyLossConfig) -> Iterator[tuple[str, str]]:
     yield "", f"x = {loss}; m the loss mask; counts are of the whole step"
 
 
-def _step(args: Namespace, config: PolicyLossConfig) -> Iterator[tuple[str, str]]:
+def _step(args: Namespace, config: PolicyLossConfig) -> Lines:
     limit = args.max_tokens_per_microbatch
-    budget = f"at most {limit} tokens, {limit // args.context_parallel_size} on a rank"
-    if not args.rollout_files:
+    yield (
+        "micro-batches",
+        f"at most {limit} tokens, {limit // args.context_parallel_size} on a rank",
+    )
+    if args.task:
         answers = f"{args.prompts_per_step} prompts x {args.samples_per_prompt} answers"
         yield "step", f"{answers} to {args.task}; {args.train_iters} steps"
-        yield "micro-batches", budget
         return
     plan_of(args, [])  # refuses a budget that not even the smallest segment fits
     mode = args.docs_per_step_mode.replace("_", " ")
@@ -66,7 +86,7 @@ def _step(args: Namespace, config: PolicyLossConfig) -> Iterator[tuple[str, str]
     try:
         step = FileSteps(args, config).collect(0)
     except FileNotFoundError as error:
-        yield "micro-batches", f"{budget}; no more is known: {error}"
+        yield "", f"no more is known: {error}"
         return
     _refuse_later_steps(args, config)
     samples, size = with_advantages(args, config, step.samples), args.data_parallel_size
@@ -77,15 +97,14 @@ def _step(args: Namespace, config: PolicyLossConfig) -> Iterator[tuple[str, str]
         AGGREGATIONS[config.loss_aggregation].outer_count(totals)  # refuses what the run refuses
     groups = f"P = {totals.num_prompt_groups or '?'} prompt groups"
     counts = f"N = {totals.num_rollouts} rollouts, {groups}, T = {totals.num_active_tokens}"
-    yield "", f"the first: {counts} active tokens"
+    yield "the first", f"{counts} active tokens"
     if step.num_documents < args.docs_per_step:
         only = f"one of {step.num_documents} rollouts is all that is trained on"
         yield "remark", f"the files end before a step is full: {only}"
-    yield "micro-batches", budget
     most = max(rank.num_microbatches for rank in ranks)
     filled = [tokens for rank in ranks for tokens in rank.microbatch_tokens]
     share = f"{sum(filled) / (most * size * limit):.0%} full, the fullest {max(filled)} tokens"
-    yield "", f"the first step: {most} on each data-parallel rank, {share}"
+    yield "", f"{most} micro-batches on each data-parallel rank, {share}"
 
 
 def _refuse_later_steps(args: Namespace, config: PolicyLossConfig) -> None:
@@ -98,28 +117,3 @@ def _refuse_later_steps(args: Namespace, config: PolicyLossConfig) -> None:
     flag = "--keep-prompt-groups" if args.keep_prompt_groups else "prompt_mean"
     if report.scattered and (args.keep_prompt_groups or config.loss_aggregation == flag):
         raise ValueError(f"{flag}: {report.scattered[0]}")
-
-
-def _memory(args: Namespace) -> Iterator[tuple[str, str]]:
-    """Megatron's formula, which is for bfloat16, and the logits; activations are left out."""
-    sizes = "tensor_model pipeline_model context expert_model expert_tensor".split()
-    whole = dict.fromkeys([f"{axis}_parallel_size" for axis in sizes], 1)
-    whole |= {"data_parallel_size": 1, "world_size": 1, "use_distributed_optimizer": False}
-    yield "model", f"{_states(args, **whole) / 18e9:.2f} billion parameters"
-    # The distributed optimizer shards over context-parallel ranks too; Megatron leaves them out.
-    ranks = args.data_parallel_size * args.context_parallel_size
-    states = _states(args, data_parallel_size=ranks) / GIB
-    sharded = ", sharded" if args.use_distributed_optimizer else ""
-    yield "memory of a GPU", f"{states:.1f} GiB  weights, gradients, optimizer{sharded}"
-    tokens = args.max_tokens_per_microbatch // args.context_parallel_size
-    logits = 6 * tokens * args.vocab_size / args.tensor_model_parallel_size / GIB
-    chunk = "a chunk of these " if args.fused_lm_head else ""
-    yield "", f"{logits:.1f} GiB  {chunk}logits of a micro-batch, and their gradient"
-    yield "", "and activations"
-
-
-def _states(args: Namespace, **changes: Any) -> float:
-    """Bytes of the fullest rank, at 18 a parameter where nothing is sharded."""
-    changes |= {"num_layers": args.transformer_layers, "padded_vocab_size": args.vocab_size}
-    copied = Namespace(**vars(args) | changes)
-    return float(megatron.compute_weight_and_optimizer_memory(copied))

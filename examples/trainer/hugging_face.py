@@ -16,9 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from mbridge.core.bridge import _MODEL_REGISTRY, Bridge
+from mbridge.core.safetensor_io import SafeTensorIO
 from megatron.core.utils import unwrap_model
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -37,6 +36,20 @@ MUST_BE = {"hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False}
 MUST_BE |= {"sliding_window": None, "pretraining_tp": 1, "quantization_config": None}
 """Fields of config.json that no flag can express: another value is refused. An absent field or null
 is accepted."""
+ALWAYS = """
+    --position-embedding-type rope --normalization RMSNorm --attention-dropout 0 --hidden-dropout 0
+    --group-query-attention --swiglu --disable-bias-linear
+"""
+FIELDS = {
+    "num-layers": "num_hidden_layers",
+    "hidden-size": "hidden_size",
+    "ffn-hidden-size": "intermediate_size",
+    "num-attention-heads": "num_attention_heads",
+    "vocab-size": "vocab_size",
+    "max-position-embeddings": "max_position_embeddings",
+    "norm-epsilon": "rms_norm_eps",
+}
+"""Flags of every family, and those with the fields that hold their values."""
 LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA_3 |= {"original_max_position_embeddings": 8192}
 """Megatron's constants of the scaling of rotary positions (embeddings/rotary_pos_embedding.py)."""
@@ -85,27 +98,13 @@ def megatron_arguments_of(config: dict[str, Any]) -> list[str]:
     """
     rope, family = config["rope_parameters"], config["model_type"]
     heads = config["num_attention_heads"]
-    values: dict[str, Any] = {
-        "num-layers": config["num_hidden_layers"],
-        "hidden-size": config["hidden_size"],
-        "ffn-hidden-size": config["intermediate_size"],
-        "num-attention-heads": heads,
+    values: dict[str, Any] = {flag: config[field] for flag, field in FIELDS.items()} | {
         "num-query-groups": config.get("num_key_value_heads") or heads,
         "kv-channels": config.get("head_dim") or config["hidden_size"] // heads,
-        "vocab-size": config["vocab_size"],
-        "max-position-embeddings": config["max_position_embeddings"],
-        "position-embedding-type": "rope",
         "rotary-base": int(rope["rope_theta"]),
         "rotary-percent": rope.get("partial_rotary_factor") or 1.0,
-        "normalization": "RMSNorm",
-        "norm-epsilon": config["rms_norm_eps"],
-        "attention-dropout": 0.0,
-        "hidden-dropout": 0.0,
     }
     switches = {
-        "group-query-attention": True,
-        "swiglu": True,
-        "disable-bias-linear": True,
         "untie-embeddings-and-output-weights": not config.get("tie_word_embeddings"),
         "add-qkv-bias": family.startswith("qwen2"),
         "qk-layernorm": family.startswith("qwen3"),
@@ -115,15 +114,13 @@ def megatron_arguments_of(config: dict[str, Any]) -> list[str]:
         values["rope-scaling-factor"] = rope["factor"]
     if experts := config.get("num_experts") or config.get("num_local_experts"):
         step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
-        layers = range(config["num_hidden_layers"])
+        layers, width = range(config["num_hidden_layers"]), config.get("moe_intermediate_size")
         sparse = [int((layer + 1) % step == 0 and layer not in dense) for layer in layers]
         values |= {
             "num-experts": experts,
-            "moe-ffn-hidden-size": config.get("moe_intermediate_size")
-            or config["intermediate_size"],
+            "moe-ffn-hidden-size": width or config["intermediate_size"],
             "moe-layer-freq": str(sparse).replace(" ", ""),
             "moe-router-topk": config["num_experts_per_tok"],
-            "moe-router-score-function": "softmax",
         }
         # Else the weights of the chosen do not add up to 1.
         is_normalised = family == "mixtral" or config.get("norm_topk_prob")
@@ -131,7 +128,7 @@ def megatron_arguments_of(config: dict[str, Any]) -> list[str]:
         if shared := config.get("shared_expert_intermediate_size"):
             values["moe-shared-expert-intermediate-size"] = shared
             switches["moe-shared-expert-gate"] = True
-    words = [f"--{name}" for name, is_on in switches.items() if is_on]
+    words = [*ALWAYS.split(), *(f"--{name}" for name, is_on in switches.items() if is_on)]
     return words + [word for name, value in values.items() for word in (f"--{name}", str(value))]
 
 
@@ -145,67 +142,41 @@ def load_hugging_face(chunks: Sequence[torch.nn.Module], folder: str | Path) -> 
     """
     models = unwrap_model(list(chunks))
     bridge, views = _bridge(models[0], read_config(folder)), [_view(model) for model in models]
-    files: dict[str, Any] = {}
-    for path in sorted(Path(folder).glob("model*.safetensors")):
-        file = safe_open(path, "pt")
-        files |= dict.fromkeys(file.keys(), file)
     mine = set()
     for view in views:
         for name in bridge._weight_name_mapping_mcore_local_to_global(view).values():
             mine.update(bridge._weight_name_mapping_mcore_to_hf(name))
     needed = set().union(*gather(mine, dist.group.WORLD))
+    there = set(SafeTensorIO(str(folder)).load_hf_weight_names())
+    missing = sorted(needed - there)
     # A tied output layer is the embedding; old checkpoints have a constant of the rotary embedding.
     known = needed | {"lm_head.weight"} if models[0].share_embeddings_and_output_weights else needed
-    missing = sorted(needed - files.keys())
-    left = [name for name in sorted(files.keys() - known) if "rotary_emb.inv_freq" not in name]
+    left = [name for name in sorted(there - known) if "rotary_emb.inv_freq" not in name]
     if missing or left:
         found = f"{', '.join(missing[:9])} missing, and {', '.join(left[:9])} without a place"
         raise WeightsError(f"{folder} does not fit the model: {found}")
-    reader = SimpleNamespace(load_one_hf_weight=lambda name: files[name].get_tensor(name))
-    bridge._get_safetensor_io = lambda _: reader
     with torch.no_grad():
         bridge.load_weights(views, str(folder), memory_efficient=True)
 
 
 def save_hugging_face(
-    chunks: Sequence[torch.nn.Module],
-    folder: str | Path,
-    source: str | Path,
-    file_bytes: float = 5e9,
+    chunks: Sequence[torch.nn.Module], folder: str | Path, source: str | Path
 ) -> None:
     """Write the model as a folder that `transformers` loads; every rank of the world calls it.
 
-    Weights keep their dtype; config.json and tokenizer are those of `source`. The folder has its
-    name once it is whole (`.partial` follows it until then). A safetensors file is full at
-    `file_bytes`.
+    Weights keep their dtype; config.json, tokenizer and the names of the files are those of
+    `source`. The folder has its name once it is whole (`.partial` follows it until then).
     """
     models, folder = unwrap_model(list(chunks)), Path(folder)
     bridge, is_writer = _bridge(models[0], read_config(source)), dist.get_rank() == 0
     partial = folder.with_name(f"{folder.name}.partial")
     if is_writer:
         shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
-        partial.mkdir(parents=True)
-    tensors: dict[str, Tensor] = {}
-    places: dict[str, str] = {}
-
-    def write() -> None:
-        name = f"model-{len(set(places.values())) + 1:05}.safetensors"
-        save_file(tensors, partial / name, {"format": "pt"})
-        places.update(dict.fromkeys(tensors, name))
-        tensors.clear()
-
+    dist.barrier()
+    bridge.safetensor_io = SafeTensorIO(str(source))
     with torch.no_grad():
-        for name, tensor in bridge.export_weights([_view(model) for model in models]):
-            if not is_writer or name in places:  # a tied output layer is the embedding
-                continue
-            tensors[name] = tensor.detach().cpu().contiguous()
-            if sum(tensor.nbytes for tensor in tensors.values()) >= file_bytes:
-                write()
+        bridge.save_weights([_view(model) for model in models], str(partial))
     if is_writer:
-        if tensors:
-            write()
-        index = {"metadata": {}, "weight_map": places}
-        (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
         for file in Path(source).iterdir():
             if file.suffix in (".json", ".jinja", ".model", ".txt") and ".index." not in file.name:
                 shutil.copyfile(file, partial / file.name)
@@ -270,6 +241,7 @@ def _bridge(model: Any, config: dict[str, Any]) -> Any:
             return torch.cat([*gates, *ups])
 
     fields = config | {"head_dim": config.get("head_dim") or model.config.kv_channels}
+    fields["save_pretrained"] = lambda _: None  # config.json is copied
     bridge = FamilyBridge(SimpleNamespace(**fields), dtype=next(model.parameters()).dtype)
     bridge.make_vocab_size_divisible_by = 1  # where it is set, mbridge pads to the next number
     bridge.vocab_size, bridge.padded_vocab_size = config["vocab_size"], model.vocab_size

@@ -30,10 +30,7 @@ TALKATIVE = ("rerun_state_machine", "dist_checkpointing.strategies.torch")
 
 
 class StepMicrobatches(ConstantNumMicroBatchesCalculator):  # type: ignore[misc]
-    """As many micro-batches as the plan of a step has, in place of one number for the whole run.
-
-    What Megatron's own lines call a sample is one micro-batch of one data-parallel rank.
-    """
+    """As many micro-batches as the plan of a step has, in place of one number for the whole run."""
 
     def __init__(self, data_parallel_size: int) -> None:
         self._data_parallel_size = data_parallel_size
@@ -45,9 +42,7 @@ class StepMicrobatches(ConstantNumMicroBatchesCalculator):  # type: ignore[misc]
         super().__init__(number * size, 1, size, decrease_batch_size_if_needed=False, rank=0)
 
     def update(self, *_: object, **__: object) -> None:
-        """Forget the step: Megatron's loop looks between steps whether the number changes for
-        good.
-        """
+        """Forget the step: Megatron's loop looks between steps whether the number has changed."""
         self.plan(1)
 
 
@@ -78,11 +73,8 @@ def start_megatron(args: Namespace) -> StepMicrobatches:
 
 
 def _die_with_launcher() -> None:
-    """Ask the system to kill this process when torchrun is killed, which would otherwise leave its
+    """Ask Linux to kill this process when torchrun is killed, which would otherwise leave its
     workers running.
-
-    On Linux; elsewhere nothing happens, and such processes have to be ended by hand before a run is
-    started again.
     """
     if sys.platform == "linux":
         pr_set_pdeathsig, prctl = 1, ctypes.CDLL(None).prctl

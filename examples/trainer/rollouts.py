@@ -79,8 +79,7 @@ def plan_of(
 
 
 class FileSteps:
-    """The steps of `--rollout-files`, each of `--docs-per-step` rollouts; every rank makes one and
-    calls it alike.
+    """The steps of `--rollout-files`; every rank makes one and calls it alike.
 
     Without groups they are those of all data-parallel ranks, in the order of the files.
     """
@@ -104,9 +103,7 @@ class FileSteps:
         )
 
     def collect(self, iteration: int) -> StepSamples[Sample] | None:
-        """The samples of the step after `iteration` others; the end of the files is an error before
-        the first step.
-        """
+        """The samples of the step after `iteration` others, None at the end of the files."""
         step = self._collector.collect()
         if step is None and iteration == 0:
             raise no_sample_in(self._args.rollout_files, self._collector.num_skipped)
@@ -172,15 +169,13 @@ def with_advantages(
     def check() -> None:
         for sample in samples:
             if sample.total_length > args.max_position_embeddings:
+                found = f"{sample.name} has {sample.total_length} tokens, more than"
                 raise ValueError(
-                    f"{sample.name} has {sample.total_length} tokens, more than "
-                    f"--max-position-embeddings {args.max_position_embeddings}"
+                    f"{found} --max-position-embeddings {args.max_position_embeddings}"
                 )
             if cuts_groups and isinstance(sample, RewardedSample) and not sample.has_advantages:
-                raise ValueError(
-                    f"{sample.name} has a reward and no advantages: its prompt group is the "
-                    f"baseline, which a step must not cut; give --keep-prompt-groups"
-                )
+                found = f"{sample.name} has a reward and no advantages: its prompt group is the"
+                raise ValueError(f"{found} baseline, not to be cut; give --keep-prompt-groups")
 
     compute_and_gather(check, id, group)
     different = {"allow_different_prompts": args.allow_different_prompts_in_group}
@@ -225,16 +220,10 @@ class Scoring:
         config = self._config
         if model is self._reference:  # it routes by itself: the engine's choices are the policy's
             config = replace(config, replay_routing=False)
-        budget = {"max_tokens_per_microbatch": self._args.max_tokens_per_microbatch}
-        found = compute_log_probs(
-            model,
-            samples,
-            config,
-            oversized=self._args.oversized_samples,
-            groups=self._groups,
-            vocab_size=self._args.vocab_size,
-            **budget,
-        )
+        names = {"max_tokens_per_microbatch": "max_tokens_per_microbatch"}
+        names |= {"oversized": "oversized_samples", "vocab_size": "vocab_size"}
+        settings = {name: getattr(self._args, own) for name, own in names.items()}
+        found = compute_log_probs(model, samples, config, groups=self._groups, **settings)
         return list(found.log_probs)
 
 
@@ -242,10 +231,7 @@ def load_reference(args: Namespace) -> list[Any]:
     """The chunks of the reference policy, frozen; every rank must call it."""
     is_hugging_face = (Path(args.ref_load) / "config.json").exists()
     if not (is_hugging_face or checkpointing.checkpoint_exists(args.ref_load)):
-        raise ValueError(
-            f"--ref-load: {args.ref_load} holds neither a checkpoint of Megatron nor Hugging Face "
-            f"weights"
-        )
+        raise ValueError(f"--ref-load {args.ref_load}: neither Megatron's nor Hugging Face weights")
     chunks: list[Any] = training.get_model(provide_model, wrap_with_ddp=False)
     for chunk in chunks:
         chunk.requires_grad_(False)

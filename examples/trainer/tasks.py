@@ -79,6 +79,7 @@ class Chat:
         from transformers import AutoTokenizer
 
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.decode = self._tokenizer.decode
         self._before = [{"role": "system", "content": system_prompt}] if system_prompt else []
         for example in examples:
             self._before.append({"role": "user", "content": example["question"]})
@@ -90,16 +91,11 @@ class Chat:
         """Give the tokens of a chat that ends with the question."""
         messages = [*self._before, {"role": "user", "content": question}]
         settings = {"add_generation_prompt": True, "return_dict": False}
-        tokens: list[int] = self._tokenizer.apply_chat_template(messages, **settings)
-        return tokens
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Give the text of tokens."""
-        return str(self._tokenizer.decode(tokens))
+        return list(self._tokenizer.apply_chat_template(messages, **settings))
 
     def answer(self, response: Sequence[int]) -> str:
         """Give the text of a response."""
-        return str(self._tokenizer.decode(response, skip_special_tokens=True).strip())
+        return str(self.decode(response, skip_special_tokens=True)).strip()
 
 
 class Questions:
@@ -117,11 +113,9 @@ class Questions:
         examples, entries = entries[: args.prompt_examples], entries[args.prompt_examples :]
         number = args.held_out_tasks
         self.held_out, self.training = entries[:number], entries[number:]
-        self.text: Any = (
-            Chat(args.hf_model, args.system_prompt, examples)
-            if args.hf_model
-            else Letters([entry["question"] for entry in entries])
-        )
+        self.text: Any = Letters([entry["question"] for entry in entries])
+        if args.hf_model:
+            self.text = Chat(args.hf_model, args.system_prompt, examples)
         prompts = [self.text.prompt(entry["question"]) for entry in entries[:256]]
         self.longest = max(map(len, prompts), default=0)
         # What every prompt begins and ends with is not shown again and again.
@@ -129,10 +123,8 @@ class Questions:
         self._template = [len(os.path.commonprefix(part)) for part in (prompts, backwards)]
 
     def reward(self, entry: Entry, response: Sequence[int]) -> float:
-        """Give 1.0 where the task's verifier gives full marks, else 0.0.
-
-        Its partial credit is no reward: SmolLM2 came to repeat the question before a wrong sum for
-        it.
+        """Give 1.0 where the task's verifier gives full marks, else 0.0: partial credit rewarded
+        SmolLM2 for repeating the question before a wrong sum.
         """
         return float(self._dataset.score_answer(self.text.answer(response), entry) == 1.0)
 
@@ -144,11 +136,9 @@ class Questions:
 
 
 class TaskSteps:
-    """The steps of `--task`: `--prompts-per-step` questions with `--samples-per-prompt` answers
-    each, which the policy gives for `--steps-per-round` steps at a time.
+    """The steps of `--task`; every rank makes one and calls it alike.
 
-    What a round asks depends on the seed and its number alone. Every rank makes one and calls it
-    alike.
+    What a round asks depends on the seed and its number alone.
     """
 
     def __init__(self, args: Namespace, config: PolicyLossConfig, groups: ParallelGroups) -> None:
@@ -157,18 +147,13 @@ class TaskSteps:
         self._pending: list[list[Sample]] = []
         self._wanted = args.prompts_per_step * args.steps_per_round
         if len(questions.training) < self._wanted:
-            raise ValueError(
-                f"--task {args.task} has {len(questions.training)} distinct tasks to train on: too "
-                f"few for --prompts-per-step x --steps-per-round, {self._wanted}"
-            )
+            found = f"--task {args.task} has {len(questions.training)} distinct tasks to train on"
+            raise ValueError(f"{found}: a round asks {self._wanted}; give --prompts-per-step")
         if args.vocab_size < questions.text.size:
             raise ValueError(f"--vocab-size is {args.vocab_size}: give {questions.text.size}")
-        if questions.longest + args.max_response_tokens > args.max_position_embeddings:
-            raise ValueError(
-                f"prompts of {questions.longest} tokens and --max-response-tokens "
-                f"{args.max_response_tokens} need more than "
-                f"--max-position-embeddings {args.max_position_embeddings}"
-            )
+        if questions.longest + args.max_response_tokens > (limit := args.max_position_embeddings):
+            found = f"--max-position-embeddings {limit}: prompts have {questions.longest} tokens"
+            raise ValueError(f"{found}, answers --max-response-tokens {args.max_response_tokens}")
 
     def attach(self, model: Sequence[Any], score: Callable[[Sequence[Sample]], Any]) -> None:
         """Generate with this model; `score` adds the log-probs that the loss needs to samples."""

@@ -12,8 +12,6 @@ from pathlib import Path
 
 from trainer.tasks import Questions
 
-CORRUPTED = 0.5
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
@@ -27,18 +25,16 @@ def main() -> None:
     args = parser.parse_args()
     questions, draw = Questions(args), random.Random(args.seed)
     args.file.parent.mkdir(parents=True, exist_ok=True)
-    partial = args.file.with_suffix(".partial")
-    with partial.open("w") as file:
+    with args.file.open("w") as file:
         for _ in range(args.rows):
             entry = draw.choice(questions.training)
             answer = list(entry["answer"])
-            if draw.random() < CORRUPTED:
+            if draw.random() < 0.5:
                 first, second = draw.sample(range(len(answer)), 2)
                 answer[first], answer[second] = answer[second], answer[first]
             response = questions.text.response("".join(answer))
             row = {"prompt_ids": questions.text.prompt(entry["question"]), "advantages": 1.0}
             file.write(json.dumps(row | {"response_ids": response}) + "\n")
-    partial.rename(args.file)
 
 
 if __name__ == "__main__":

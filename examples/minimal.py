@@ -8,7 +8,7 @@ import random
 
 import torch
 from megatron.core import distributed, parallel_state, tensor_parallel
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models.hybrid.hybrid_model import HybridModel  # megatron-core 0.18 and later
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
@@ -38,7 +38,7 @@ groups = pgm.ParallelGroups.from_parallel_state()
 cp_rank, cp_size = groups.context_rank, groups.context_size
 
 config = TransformerConfig(
-    num_layers=2,
+    num_layers=4,  # attention and MLP by turns
     hidden_size=32,
     num_attention_heads=4,
     attention_dropout=0.0,
@@ -49,7 +49,9 @@ config = TransformerConfig(
     calculate_per_token_loss=args.calculate_per_token_loss,  # one of Megatron's two loss modes
     finalize_model_grads_func=distributed.finalize_model_grads,
 )
-gpt = GPTModel(config, pgm.torch_block_spec(config), vocab_size=8, max_sequence_length=8)
+layers = {"hybrid_stack_spec": pgm.hybrid_stack_spec(config), "hybrid_layer_pattern": "*-*-"}
+sizes = {"vocab_size": 8, "max_sequence_length": 8, "position_embedding_type": "learned_absolute"}
+gpt = HybridModel(config, **layers, **sizes)
 ddp_config = distributed.DistributedDataParallelConfig()
 model = distributed.DistributedDataParallel(config, ddp_config, gpt.to(device))
 optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.01), [model])

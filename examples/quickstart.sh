@@ -1,11 +1,9 @@
 #!/usr/bin/env bash
 # The main job: makes a virtual environment, installs, and trains a small model by GRPO on two CPU processes.
 #
-#   bash examples/quickstart.sh                                 # some two minutes after installation
-#   bash examples/quickstart.sh --seed 2                        # any flag of train.py; a later one wins
-#   RUN_DIR=runs/mine bash examples/quickstart.sh --loss-aggregation token_mean   # another folder
-#   PROCESSES=1 bash examples/quickstart.sh                     # on one core
-#   PYTHON=python3.13 bash examples/quickstart.sh               # another interpreter
+#   bash examples/quickstart.sh                                     # two to four minutes after installation
+#   RUN_DIR=runs/mine bash examples/quickstart.sh --loss-aggregation token_mean   # any flag of train.py; a later one wins
+#   PROCESSES=1 SEED=2 DEVICE=cuda bash examples/quickstart.sh      # on one GPU; PYTHON=python3.13: another interpreter
 #
 # Started again, it goes on where it was stopped.
 set -euo pipefail
@@ -18,25 +16,29 @@ source examples/launch/common.sh
 
 WORDS='{"min_word_len":3,"max_word_len":7}'
 BOTH=(
-    --device cpu --context-parallel-size "${PROCESSES:-2}"   # every sequence over all processes
+    --device "${DEVICE:-cpu}" --seed "${SEED:-1}"
+    --context-parallel-size "${PROCESSES:-2}"   # every sequence over all processes
     --num-layers 2 --hidden-size 128 --num-attention-heads 4   # 0.4 million parameters
-    --vocab-size 100 --make-vocab-size-divisible-by 4 --seq-length 64 --max-position-embeddings 64
+    --vocab-size 100 --make-vocab-size-divisible-by 4 --untie-embeddings-and-output-weights
+    --seq-length 64 --max-position-embeddings 64   # of a sequence, at most
     --position-embedding-type learned_absolute --attention-dropout 0 --hidden-dropout 0
     --weight-decay 0 --max-tokens-per-microbatch 4096
-    --exit-signal-handler --log-interval 10 --timing-log-level 0
+    --exit-signal-handler --log-interval 10
 )
 # What it begins with: a model that imitates answers of which half are wrong.
-WARM_START="$RUN_DIR/warm_start"
-[ -f "$WARM_START/rollouts.jsonl" ] || "$PYTHON" examples/imitate.py \
-    --task spell_backward --task-settings "$WORDS" --held-out-tasks 256 "$WARM_START/rollouts.jsonl"
+WARM_START="${WARM_START:-$RUN_DIR/warm_start}"
 IMITATION=(
     --rollout-files "$WARM_START/rollouts.jsonl" --docs-per-step 128 --docs-per-step-mode exact
     --policy-loss sft --loss-aggregation token_mean
     --lr 2e-3 --lr-warmup-iters 50 --lr-decay-style constant --train-iters 250
     --save "$WARM_START" --load "$WARM_START" --save-interval 250
 )
-[ -f "$WARM_START/iter_0000250/metadata.json" ] || (start "${PROCESSES:-2}" --standalone \
-    --nproc-per-node "${PROCESSES:-2}" -- "${BOTH[@]}" "${IMITATION[@]}")
+LAUNCHER=("${PROCESSES:-2}" --standalone --nproc-per-node "${PROCESSES:-2}" --)
+if [[ " $* " != *" --dry-run "* && ! -f "$WARM_START/iter_0000250/metadata.json" ]]; then
+    "$PYTHON" examples/imitate.py --task spell_backward --task-settings "$WORDS" --held-out-tasks 256 \
+        --seed "${SEED:-1}" "$WARM_START/rollouts.jsonl"
+    (start "${LAUNCHER[@]}" "${BOTH[@]}" "${IMITATION[@]}")
+fi
 LEARNING=(
     --pretrained-checkpoint "$WARM_START"
     --task spell_backward --task-settings "$WORDS" --held-out-tasks 256 --held-out-temperature 1
@@ -45,5 +47,4 @@ LEARNING=(
     --lr 5e-4 --lr-warmup-iters 8 --train-iters 80
     --save "$RUN_DIR" --load "$RUN_DIR" --save-interval 20 --tensorboard-dir "$RUN_DIR/tensorboard"
 )
-start "${PROCESSES:-2}" --standalone --nproc-per-node "${PROCESSES:-2}" -- \
-    "${BOTH[@]}" "${LEARNING[@]}" "$@"
+start "${LAUNCHER[@]}" "${BOTH[@]}" "${LEARNING[@]}" "$@"

@@ -21,13 +21,12 @@ COLORS = ("#1f5fa8", "#d66e14", "#2f8a57", "#8b4fa0", "#b8323f", "#5c6670")
 
 
 class Run(NamedTuple):
-    """What a run has left in its folder."""
+    """What a run has left in its folder; the scores of held-out tasks are after a step."""
 
     name: str
     settings: Mapping[str, str]
     steps: Sequence[Mapping[str, Any]]
     held_out: Sequence[tuple[int, float]]
-    """Step, and score of the held-out tasks after it."""
 
     def smoothed(self, name: str) -> tuple[list[int], list[float], list[float]]:
         """Steps with a value, the values, and their mean over the last sixteenth of the run."""

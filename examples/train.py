@@ -58,9 +58,7 @@ class Run:
         self._last_saved, self._is_exhausted = 0, False
 
     def train(self) -> None:
-        """Train until `--train-iters`, the end of the rollouts, or where Megatron's flags end the
-        process.
-        """
+        """Train until `--train-iters`, the end of the rollouts, or an exit by Megatron's flags."""
         args = self._args
         own: dict[str, Any] = {"train_step": self._step, "save_checkpoint": self._save}
         own["load_checkpoint"] = loading(training.load_checkpoint)
@@ -108,9 +106,7 @@ class Run:
             self._log.close(self._config)
 
     def _step(self, _: None, __: None, *rest: Any, **named: Any) -> tuple[Any, ...]:
-        """Megatron's `train_step` on the rollouts that come next; see
-        `megatron.training.training.train_step`.
-        """
+        """Megatron's `train_step` (megatron.training.training) on the rollouts that come next."""
         model, optimizer, *_ = rest
         times, done = [time.monotonic()], named["iteration"]
         with mendable():
@@ -162,9 +158,7 @@ class Run:
         _forward_backward: Any,
         **named: Any,
     ) -> tuple[tuple[Any, ...], dict[str, float]]:
-        """Forward, backward and update by Megatron's `train_step`: its result, and the step's
-        metrics.
-        """
+        """Update by Megatron's `train_step`: its result, and the step's metrics."""
         step = PolicyStep(self._config, plan, model=model, vocab_size=self._args.vocab_size)
         packs = [[samples[index] for index in indices] for indices in plan.microbatches]
         place = {"cp_rank": self._groups.context_rank, **layout_of(self._args)}

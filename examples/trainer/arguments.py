@@ -18,7 +18,6 @@ from unittest import mock
 import torch
 from megatron.core.transformer import TransformerConfig
 from megatron.training import arguments as megatron
-from megatron.training.checkpointing import load_args_from_checkpoint
 
 from megatron_pg.config import add_policy_loss_args, validate_policy_loss_args
 from megatron_pg.config.command_line import ProgramParser, text_of_words
@@ -50,7 +49,6 @@ COUNTS = {
 }
 """Flags of this program that take a word, and those that take a number: the smallest, the default
 and the meaning."""
-IN_SETTINGS = ("options", "policy loss", "planning", "trainer")
 IGNORED = {
     "a step holds --docs-per-step rollouts, in micro-batches of --max-tokens-per-microbatch "
     "tokens": "micro_batch_size global_batch_size rampup_batch_size",
@@ -61,7 +59,7 @@ IGNORED = {
     "mtp_num_layers heterogeneous_layers_config_path experimental_attention_variant",
     "the model is wrapped in DDP": "use_megatron_fsdp use_torch_fsdp2",
     "every sample is split over all context-parallel ranks": "hybrid_context_parallel",
-    "settings are flags here": "yaml_cfg",
+    "settings are flags here": "yaml_cfg use_checkpoint_args",
 }
 """Flags of Megatron that would train something else without a word, by the attribute that they
 store to; and those of the groups below."""
@@ -107,8 +105,6 @@ def parse_arguments() -> Namespace:
     args: Namespace = megatron.parse_args(extra_args_provider=add_trainer_args)
     (parser,) = parsers
     _refuse_flags(args, parser)
-    if args.use_checkpoint_args:
-        load_args_from_checkpoint(args)
     _settle(args)
     if message := next(_problems(args), ""):
         raise ValueError(message)
@@ -126,10 +122,6 @@ def parse_arguments() -> Namespace:
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
     args.settings_file = text_of_words(parser.words)
-    groups = [group for group in parser._action_groups if group.title in IN_SETTINGS]
-    names = [action.dest for group in groups for action in group._group_actions]
-    kept = {name: str(getattr(args, name, None)) for name in (*names, "seed")}
-    args.settings_of_run = json.dumps(kept, indent=2)  # report.py titles runs by it
     return args
 
 
@@ -291,8 +283,5 @@ def refuse_other_settings(args: Namespace, stored: Namespace) -> None:
     for name in kept:
         then, now = getattr(stored, name, None), getattr(args, name, None)
         if then != now and hasattr(stored, name):
-            raise ValueError(
-                f"{args.load} was made with {name} {then!r} and this run has {now!r}: a run that "
-                f"goes on repeats what the first would have done, so give the same, or begin anew "
-                f"with its weights (--finetune, and another --save)"
-            )
+            found = f"{args.load} was made with {name} {then!r} and this run has {now!r}"
+            raise ValueError(f"{found}: give the same, or begin anew (--finetune, another --save)")

@@ -33,11 +33,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def claim_save_folder(args: Namespace) -> FileLock | None:
-    """Keep other runs out of `--save` while the lock lives; every rank must call it.
-
-    A RunError says that another run is writing there, or has left checkpoints that this one does
-    not go on from.
-    """
+    """Keep other runs out of `--save` while the lock lives; every rank must call it."""
     with agreed("--save"):
         if not args.save or args.rank > 0:
             return None
@@ -58,10 +54,8 @@ def claim_save_folder(args: Namespace) -> FileLock | None:
 
 
 def _mend_tracker(folder: Path) -> None:
-    """Let the tracker file name a whole checkpoint.
-
-    Megatron writes it in place: a run that was killed then leaves it empty, and a power failure may
-    leave it ahead.
+    """Let the tracker file name a whole checkpoint: Megatron writes it in place, and a run that is
+    killed leaves it empty.
     """
     tracker = folder / TRACKER
     named = tracker.read_text().strip() if tracker.exists() else "release"
@@ -84,9 +78,6 @@ def restore_rollouts(args: Namespace, rollouts: Any) -> float | None:
     """
     if args.finetune or not checkpointing.checkpoint_exists(args.load):
         return None
-    tracker = checkpointing.get_checkpoint_tracker_filename(args.load)
-    if checkpointing.read_metadata(tracker)[1]:  # a release, of weights alone
-        return None
     path = checkpointing.get_load_checkpoint_path_by_args(args)
     with alone(f"{path} cannot be read"):
         stored = dist_checkpointing.load_common_state_dict(path).get("args")
@@ -108,10 +99,8 @@ def restore_rollouts(args: Namespace, rollouts: Any) -> float | None:
 
 @contextlib.contextmanager
 def saving(args: Namespace, state: Any, log: Any, iteration: int, optimizer: Any) -> Iterator[None]:
-    """Have Megatron's `save_checkpoint` in the body store the place in the rollouts too; every rank
-    must enter it.
-
-    A RunError says that a rank cannot write; the checkpoints that are there stay.
+    """Have Megatron's `save_checkpoint` in the body store the place in the rollouts too, on every
+    rank.
     """
     path = Path(args.save, f"iter_{iteration:07d}")
     with agreed(f"{path} cannot be written"):

@@ -18,9 +18,7 @@ Lines = Iterator[tuple[str, str]]
 
 
 def print_plan(args: Namespace, config: PolicyLossConfig) -> None:
-    """Print processes, objective, step, micro-batches and memory; on rank 0 of a job that was
-    launched nevertheless.
-    """
+    """Print the plan; on rank 0 of a job that was launched nevertheless."""
     if int(os.environ.get("RANK", "0")) > 0:
         return
     for name, text in itertools.chain(_processes(args), _objective(config), _step(args, config)):
@@ -60,12 +58,10 @@ def _states(args: Namespace, **changes: Any) -> float:
 
 
 def _objective(config: PolicyLossConfig) -> Lines:
-    name = config.loss_aggregation
-    if name in AGGREGATIONS:
-        yield "objective", f"{name}: {AGGREGATIONS[name].formula}"
-        yield "", AGGREGATIONS[name].about
-    else:
-        yield "objective", f"{name}: a reducer of your own"
+    row = AGGREGATIONS.get(name := config.loss_aggregation)
+    yield "objective", f"{name}: {row.formula if row else 'a reducer of your own'}"
+    if row:
+        yield "", row.about
     loss = config.custom_policy_loss_path or config.policy_loss
     yield "", f"x = {loss}; m the loss mask; counts are of the whole step"
 
@@ -99,8 +95,7 @@ def _step(args: Namespace, config: PolicyLossConfig) -> Lines:
     counts = f"N = {totals.num_rollouts} rollouts, {groups}, T = {totals.num_active_tokens}"
     yield "the first", f"{counts} active tokens"
     if step.num_documents < args.docs_per_step:
-        only = f"one of {step.num_documents} rollouts is all that is trained on"
-        yield "remark", f"the files end before a step is full: {only}"
+        yield "remark", f"the files end before a step is full, after {step.num_documents} rollouts"
     most = max(rank.num_microbatches for rank in ranks)
     filled = [tokens for rank in ranks for tokens in rank.microbatch_tokens]
     share = f"{sum(filled) / (most * size * limit):.0%} full, the fullest {max(filled)} tokens"
@@ -108,9 +103,7 @@ def _step(args: Namespace, config: PolicyLossConfig) -> Lines:
 
 
 def _refuse_later_steps(args: Namespace, config: PolicyLossConfig) -> None:
-    """Refuse what a later step of the run would refuse: a wrong row, or a prompt group whose rows
-    are scattered.
-    """
+    """Refuse what a later step would refuse: a wrong row, or a prompt group that is scattered."""
     report = validate_rollout_file(*args.rollout_files, max_errors=1, **row_settings(args, config))
     if report.errors and args.on_bad_row == "error":
         raise report.errors[0]

@@ -13,9 +13,7 @@ KINDS = (ValueError, NotImplementedError, OSError, ImportError, OtherRankError)
 
 
 class RunError(RuntimeError):
-    """A run cannot begin or go on, for a reason that its user can mend; raised on all ranks, or
-    where others may wait.
-    """
+    """A run cannot begin or go on, for a reason that its user can mend."""
 
 
 @contextlib.contextmanager
@@ -31,8 +29,7 @@ def mendable() -> Iterator[None]:
 
 @contextlib.contextmanager
 def agreed(doing: str) -> Iterator[None]:
-    """Make an error of one rank in the body a `RunError` on all at its end, after `doing`: none
-    waits for the failed one.
+    """Make an error of one rank in the body a `RunError` on all at its end: none waits for it.
 
     Every rank must enter it, and the body must not wait for another rank (see `alone`).
     """
@@ -48,8 +45,7 @@ def agreed(doing: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def alone(doing: str) -> Iterator[None]:
-    """Make an error in the body a `RunError` of this rank: the ranks exchange something in it, so
-    they cannot agree on it.
+    """Make an error in the body, where ranks wait for each other, a `RunError` of this rank.
 
     Over gloo the others then find their connections closed; elsewhere the launcher ends them.
     """

@@ -56,9 +56,7 @@ LLAMA_3 |= {"original_max_position_embeddings": 8192}
 
 
 class WeightsError(ValueError):
-    """A folder that cannot be read or does not fit the model; the message names the field or the
-    parameter.
-    """
+    """A folder that does not fit the model; the message names the field or the parameter."""
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
@@ -93,9 +91,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 
 
 def megatron_arguments_of(config: dict[str, Any]) -> list[str]:
-    """Give the flags of Megatron's parser that build the model of a config from `read_config`,
-    without dropout.
-    """
+    """Give Megatron's flags for the model of a config from `read_config`, without dropout."""
     rope, family = config["rope_parameters"], config["model_type"]
     heads = config["num_attention_heads"]
     values: dict[str, Any] = {flag: config[field] for flag, field in FIELDS.items()} | {
@@ -188,9 +184,7 @@ def save_hugging_face(
 
 
 def _view(model: Any) -> Any:
-    """Give a chunk as mbridge reads it, its tensors under the names of Transformer Engine's
-    layers.
-    """
+    """Give a chunk as mbridge reads it, its tensors named as in Transformer Engine's layers."""
 
     def renamed(name: str) -> str:
         if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
@@ -220,16 +214,12 @@ def _bridge(model: Any, config: dict[str, Any]) -> Any:
             return model.config
 
         def _adjust_mapping_for_shared_weights(self) -> None:
-            """Leave a table alone that the bridges of other models share; `_view` names tied
-            weights.
-            """
+            """Leave a table alone that other bridges share; `_view` names tied weights."""
 
         def _weight_merge_across_tp(
             self, name: str, weights: list[Tensor], local: Tensor
         ) -> Tensor:
-            """Merge experts over their own group, where that is not the tensor-parallel group
-            too.
-            """
+            """Merge experts over their own group, where that is another one."""
             if ".mlp.experts." not in name:
                 return super()._weight_merge_across_tp(name, weights, local)  # type: ignore[no-any-return]
             if len(weights) != self.mpu.etp_size:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
-from report import read_lines, read_run, report, summary
+from report import IN_TITLE, read_lines, read_run, report, summary
 
 from megatron_pg import PolicyLossConfig
 from megatron_pg.explain.rollout_page import write_rollout_page
@@ -66,7 +66,8 @@ class RunLog:
             kept = [line for line in read_lines(self._folder / name) if line["step"] <= last]
             replace_text(self._folder / name, "".join(json.dumps(line) + "\n" for line in kept))
         replace_text(self._folder / "settings.yaml", args.settings_file)
-        replace_text(self._folder / "settings.json", args.settings_of_run)
+        shown = {name: str(getattr(args, name)) for name in ("task", *IN_TITLE)}
+        replace_text(self._folder / "settings.json", json.dumps(shown))
         replace_text(self._folder / "tokens.json", json.dumps(texts or {}))
         for path in self._folder.glob("rollouts/step_*.jsonl"):
             if int(path.stem.removeprefix("step_")) > args.iteration:
@@ -79,9 +80,7 @@ class RunLog:
         answers: Sequence[str],
         rollouts: Sequence[Mapping[str, Any]],
     ) -> None:
-        """Log step `number`, counted from 1: metrics, None for what is not known, a few of its
-        answers, rows of rollouts.
-        """
+        """Log step `number`, counted from 1: metrics, a few of its answers, rows of rollouts."""
         if not self._writes:
             return
         known = self._append(METRICS, number, metrics)

@@ -86,11 +86,7 @@ def _die_with_launcher() -> None:
 def provide_model(
     config: TransformerConfig | None = None, vp_stage: int | None = None, **place: Any
 ) -> Any:
-    """One chunk of a pipeline stage; the `model_provider_func` of
-    `megatron.training.training.get_model`.
-
-    A HybridModel where the arguments have a pattern of layers, else a GPTModel.
-    """
+    """One chunk of a pipeline stage: a HybridModel where there is a pattern, else a GPTModel."""
     args = get_args()
     if config is None:
         config = core_transformer_config_from_args(args)

@@ -36,9 +36,7 @@ Step = tuple[list[Sample], dict[str, float | None]]
 
 
 def row_settings(args: Namespace, config: PolicyLossConfig) -> dict[str, Any]:
-    """Settings of the reader. Rows need what the policy loss needs but for log-probs that a model
-    here can say.
-    """
+    """Settings of the reader: rows need what the loss needs but for what a model here can say."""
     computed = {"old_log_probs"} | ({"ref_log_probs"} if args.ref_load else set())
     return {
         "required_fields": [n for n in config.required_sample_fields if n not in computed],
@@ -57,9 +55,7 @@ def layout_of(args: Namespace) -> dict[str, Any]:
 def plan_of(
     args: Namespace, samples: Sequence[Sample], group: dist.ProcessGroup | None = None
 ) -> StepPlan:
-    """The plan of a step of which a data-parallel rank has these samples; every rank of the group
-    must call it.
-    """
+    """The plan of a step of which this rank has these samples; every rank of the group calls it."""
     stages = args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size
     shape = Namespace(**vars(args) | {"num_layers": args.transformer_layers})
     return plan_step(
@@ -104,8 +100,7 @@ class FileSteps:
 
     def collect(self, iteration: int) -> StepSamples[Sample] | None:
         """The samples of the step after `iteration` others, None at the end of the files."""
-        step = self._collector.collect()
-        if step is None and iteration == 0:
+        if (step := self._collector.collect()) is None and iteration == 0:
             raise no_sample_in(self._args.rollout_files, self._collector.num_skipped)
         return step
 
@@ -199,9 +194,7 @@ class Scoring:
         self._reference = None if args.ref_load is None else load_reference(args)
 
     def filled(self, samples: Sequence[Sample], policy: list[Any]) -> list[Sample]:
-        """Give this data-parallel rank's samples the log-probs that the loss needs; those that they
-        have stay.
-        """
+        """Give this rank's samples the log-probs that the loss needs; those that they have stay."""
         with_old = self._with(list(samples), "old_log_probs", policy)
         return self._with(with_old, "ref_log_probs", self._reference)
 

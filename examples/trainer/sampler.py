@@ -15,18 +15,14 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 class Response(NamedTuple):
-    """A sampled answer, the stop token included where it came, and the log-prob of each token,
-    nats.
-    """
+    """A sampled answer, the stop token included where it came, and log-probs of its tokens."""
 
     tokens: list[int]
     log_probs: list[float]
 
 
 class CachedAttention(nn.Module):
-    """Causal core attention of the new tokens over all tokens so far; a row of the batch is padded
-    on the left.
-    """
+    """Causal attention of new tokens over all tokens so far; rows are padded on the left."""
 
     def __init__(self, padding: Tensor, softmax_scale: float | None) -> None:
         super().__init__()
@@ -56,14 +52,13 @@ class CachedAttention(nn.Module):
 
 @dataclass(frozen=True)
 class Sampler:
-    """Samples answers. The ranks of a tensor-parallel group call it alike, with the same random
-    state.
+    """Samples answers from an unwrapped model, never those columns that pad its vocabulary.
+
+    The ranks of a tensor-parallel group call it alike, with the same random state.
     """
 
     model: Any
-    """The model, unwrapped."""
     vocab_size: int
-    """True size: the padded columns of the logits are never sampled."""
     stop_tokens: Sequence[int]
     max_new_tokens: int
 
@@ -76,9 +71,7 @@ class Sampler:
         temperature: float,
         generator: torch.Generator | None,
     ) -> list[Response]:
-        """Answer each prompt, `copies` times in a row. Without a generator the likeliest tokens are
-        taken.
-        """
+        """Answer each prompt `copies` times; without a generator by the likeliest tokens."""
         if not prompts:
             return []
         device = next(self.model.parameters()).device
@@ -114,9 +107,7 @@ class Sampler:
         return answers
 
     def _logits(self, tokens: Tensor, padding: Tensor, start: int) -> Tensor:
-        """Run the model on [batch, new] tokens from column `start` on: float32 [batch,
-        vocabulary].
-        """
+        """Run [batch, new] tokens from column `start` on: float32 [batch, vocabulary]."""
         if (rotary := getattr(self.model, "rotary_pos_emb", None)) is not None:
             # It goes by differences of positions alone, so those of the padded columns serve.
             rotary.forward = lambda *_, **__: rotary.get_emb(tokens.size(1), offset=start)

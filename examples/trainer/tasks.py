@@ -33,21 +33,17 @@ Entry = dict[str, Any]
 
 
 class Letters:
-    """One token a character, and one for the text that opens every question, which makes a CPU run
-    short.
-    """
+    """One token a character, and one for the text that opens every question: runs are short."""
 
     size = 100
-    """Of the vocabulary."""
     separator, end = 1, 2
-    """Tokens that are no text: between question and answer, and after the answer."""
+    """Of the vocabulary; and tokens between question and answer, and after the answer."""
 
     def __init__(self, questions: Sequence[str]) -> None:
         self._opening = os.path.commonprefix(questions)
         characters = string.digits + string.ascii_letters + string.punctuation + " \n"
         texts = [self._opening, *characters]
         self.texts = dict(enumerate(texts, self.end + 1)) | {self.separator: "\n", self.end: "▪"}
-        """Of the tokens, for people."""
         self._tokens = {text: token for token, text in self.texts.items() if token > self.end}
         self.stops = [self.end]
 

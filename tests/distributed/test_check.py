@@ -33,7 +33,7 @@ from tests import progress
 
 from . import wrong_check
 from .launch import free_port, run_ranks
-from .quickstart_run import output_of, start_script, wait_until_ended
+from .trainer_run import output_of, start_script, wait_until_ended
 from .test_mutants import MUTANTS
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 from report import names_of, read_run
 
-from .quickstart_run import output_of, steps_of, wait, wait_for_steps
+from .trainer_run import output_of, steps_of, wait, wait_for_steps
 from .trainer_run import (
     TRACKER,
     WHOLE_GROUPS,

@@ -12,7 +12,7 @@ import pytest
 from megatron_pg import PolicyLossConfig
 from megatron_pg.rollout_files import RewardedSample
 
-from .quickstart_run import steps_of
+from .trainer_run import steps_of
 from .test_quickstart_training import ONE_RIGHT
 from .trainer_run import WHOLE_GROUPS, copy_after_step, end_of, run, write_rollouts
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from .quickstart_run import steps_of
+from .trainer_run import steps_of
 from .trainer_run import VOCABULARY, WHOLE_GROUPS, end_of, run, without_log_probs
 
 pytestmark = pytest.mark.full

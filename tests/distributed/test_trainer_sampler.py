@@ -13,7 +13,7 @@ import torch
 
 from .launch import run_ranks
 from .models import Sharding
-from .quickstart_run import steps_of
+from .trainer_run import steps_of
 from .trainer_run import end_of, run
 
 pytestmark = pytest.mark.full

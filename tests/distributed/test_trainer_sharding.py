@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from .quickstart_run import steps_of
+from .trainer_run import steps_of
 from .trainer_run import WHOLE_GROUPS, copy_after_step, run, without_log_probs
 
 pytestmark = pytest.mark.full

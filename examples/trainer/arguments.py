@@ -222,7 +222,7 @@ def _problems(args: Namespace) -> Iterator[str]:
         if (value := getattr(args, name)) < least:
             yield f"{flag_of(name)} is {value}: give {least} or more"
     for name in CANNOT_GENERATE.split() if args.task else ():
-        if getattr(args, name, None) not in (None, False, 1):
+        if (value := getattr(args, name, None)) is True or value not in (None, False, 1):
             yield f"{flag_of(name)} with --task: the model itself generates; drop it"
     if args.save_hf and (not args.hf_model or Path(args.save_hf).exists()):
         yield f"--save-hf {args.save_hf}: give --hf-model, and a name that is free"

@@ -15,7 +15,9 @@ if not (has_megatron_training() and find_spec("pyarrow")):
         *(f"test_trainer_{part}.py" for part in "files flags models sampler sharding".split()),
     ]
 
-LONGEST = "quickstart check breakages trainer_sampler trainer matrix hugging_face routing_replay".split()
+LONGEST = (
+    "quickstart check breakages trainer_sampler trainer matrix hugging_face routing_replay".split()
+)
 """Files of minutes. They begin first: one that begins last runs beside nothing."""
 OLDEST = (
     "test_auxiliary_loss.py::test_the_bias_of_experts_counts_no_padding",

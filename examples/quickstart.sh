@@ -30,7 +30,7 @@ WARM_START="${WARM_START:-$RUN_DIR/warm_start}"
 IMITATION=(
     --rollout-files "$WARM_START/rollouts.jsonl" --docs-per-step 128 --docs-per-step-mode exact
     --policy-loss sft --loss-aggregation token_mean
-    --lr 2e-3 --lr-warmup-iters 50 --lr-decay-style constant --train-iters 250
+    --lr 2e-3 --lr-warmup-iters 50 --train-iters 250   # a rate that rises and falls
     --save "$WARM_START" --load "$WARM_START" --save-interval 250
 )
 LAUNCHER=("${PROCESSES:-2}" --standalone --nproc-per-node "${PROCESSES:-2}" --)

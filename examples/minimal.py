@@ -1,6 +1,4 @@
-"""A whole loop, on CPU or GPU: torchrun --nproc-per-node 2 examples/minimal.py
---context-parallel-size 2
-"""
+"""A whole loop: torchrun --nproc-per-node 2 examples/minimal.py --context-parallel-size 2"""
 
 import argparse
 import os
@@ -49,9 +47,8 @@ config = TransformerConfig(
     calculate_per_token_loss=args.calculate_per_token_loss,  # one of Megatron's two loss modes
     finalize_model_grads_func=distributed.finalize_model_grads,
 )
-layers = {"hybrid_stack_spec": pgm.hybrid_stack_spec(config), "hybrid_layer_pattern": "*-*-"}
-sizes = {"vocab_size": 8, "max_sequence_length": 8, "position_embedding_type": "learned_absolute"}
-gpt = HybridModel(config, **layers, **sizes)
+layers, position = pgm.hybrid_stack_spec(config), {"position_embedding_type": "learned_absolute"}
+gpt = HybridModel(config, layers, 8, 8, hybrid_layer_pattern="*-*-", **position)
 ddp_config = distributed.DistributedDataParallelConfig()
 model = distributed.DistributedDataParallel(config, ddp_config, gpt.to(device))
 optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.01), [model])
@@ -62,8 +59,7 @@ prompts = [prompt for prompt in range(8) for _ in range(8)]  # eight answers to 
 pairs = [[prompt, answer] for prompt in range(8) for answer in range(8)]
 candidates = [pg.Sample(tokens=pair, response_length=1, loss_mask=[1]) for pair in pairs]
 for number in range(30):
-    # Your engine and your reward: here the model's own probabilities, and whether the answer is
-    # right.
+    # Your engine and your reward: the model's own probabilities, and whether the answer is right.
     scored = pgm.compute_log_probs(model, candidates, loss, max_tokens_per_microbatch=256)
     log_probs = torch.cat(scored.log_probs).view(8, 8)  # [prompt, answer]
     draw = random.Random(f"{number} {groups.data_rank}")

@@ -45,9 +45,9 @@ def _processes(args: Namespace) -> Lines:
     states = _states(args, data_parallel_size=data * context) / 2**30
     tokens = args.max_tokens_per_microbatch // context
     logits = 6 * tokens * args.vocab_size / tensor / 2**30
-    chunk = "a chunk of " if args.fused_lm_head else ""
+    held = ", of which --fused-lm-head holds a chunk" if args.fused_lm_head else ""
     yield "memory of a GPU", f"{states:.1f} GiB  weights, gradients, optimizer"
-    yield "", f"{logits:.1f} GiB  {chunk}logits and their gradient; and activations"
+    yield "", f"{logits:.1f} GiB  logits and their gradient{held}; and activations"
 
 
 def _states(args: Namespace, **changes: Any) -> float:

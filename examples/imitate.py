@@ -19,7 +19,7 @@ def main() -> None:
     parser.add_argument("--task-settings", type=json.loads, default={})
     parser.add_argument("--held-out-tasks", type=int, default=64)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--rows", type=int, default=32_000)
+    parser.add_argument("--rows", type=int, default=51_200)
     parser.add_argument("file", type=Path)
     parser.set_defaults(prompt_examples=0, hf_model=None, system_prompt=None)
     args = parser.parse_args()

@@ -106,6 +106,6 @@ for number in range(30):
         forward_only=False,
     )
     optimizer.step()
-    metrics = step.metrics(output)
+    ratio = step.metrics(output)["ratio_new_old"]
     if torch.distributed.get_rank() == 0:
-        print(f"reward {sum(rewards) / 64:.2f}, ratio {metrics['ratio_new_old']:.4f}", flush=True)
+        print(f"reward {sum(rewards) / 64:.2f}, ratio {ratio:.4f}", flush=True)

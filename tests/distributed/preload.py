@@ -25,7 +25,7 @@ import tests.distributed.reference  # noqa: E402, F401
 from megatron_pg.config.versions import has_megatron_training  # noqa: E402
 
 if has_megatron_training():
-    import train
+    import train  # noqa: F401
     import trainer.hugging_face
     import trainer.tasks  # noqa: F401
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from .trainer_run import start_script, succeed
-
 from megatron_pg.config.versions import has_hybrid_model
+
+from .trainer_run import start_script, succeed
 
 pytestmark = [
     pytest.mark.full,

@@ -28,12 +28,11 @@ else:
     device = "cpu"
     pgm.enable_cpu_runtime()
     torch.distributed.init_process_group("gloo")
-parallel_state.initialize_model_parallel(
-    args.tensor_model_parallel_size, context_parallel_size=args.context_parallel_size
-)
+tp_size, cp_size = args.tensor_model_parallel_size, args.context_parallel_size
+parallel_state.initialize_model_parallel(tp_size, context_parallel_size=cp_size)
 tensor_parallel.model_parallel_cuda_manual_seed(1)
 groups = pgm.ParallelGroups.from_parallel_state()
-cp_rank, cp_size = groups.context_rank, groups.context_size
+cp_rank = groups.context_rank
 
 config = TransformerConfig(
     num_layers=4,  # attention and MLP by turns
@@ -41,8 +40,8 @@ config = TransformerConfig(
     num_attention_heads=4,
     attention_dropout=0.0,
     hidden_dropout=0.0,
-    tensor_model_parallel_size=args.tensor_model_parallel_size,
-    context_parallel_size=args.context_parallel_size,
+    tensor_model_parallel_size=tp_size,
+    context_parallel_size=cp_size,
     use_cpu_initialization=device == "cpu",
     calculate_per_token_loss=args.calculate_per_token_loss,  # one of Megatron's two loss modes
     finalize_model_grads_func=distributed.finalize_model_grads,
@@ -106,6 +105,6 @@ for number in range(30):
         forward_only=False,
     )
     optimizer.step()
-    ratio = step.metrics(output)["ratio_new_old"]
+    metrics = step.metrics(output)
     if torch.distributed.get_rank() == 0:
-        print(f"reward {sum(rewards) / 64:.2f}, ratio {ratio:.4f}", flush=True)
+        print(f"reward {sum(rewards) / 64:.2f}, ratio {metrics['ratio_new_old']:.4f}", flush=True)

@@ -10,7 +10,7 @@ FROM ${BASE}
 WORKDIR /workspace/megatron_pg
 COPY . .
 # The image's own constraints (PIP_CONSTRAINT) keep its torch; the versions of the tests' other packages are setup.py's.
-RUN python -m pip install --no-cache-dir -e '.[megatron,tools,docs,test]' -r examples/trainer/requirements.txt
+RUN python -m pip install --no-cache-dir -e '.[megatron,tools,docs,test]' -r examples/requirements.txt
 # The scripts run with this Python, and make no virtual environment of their own.
 ENV VENV_PYTHON=python
 CMD ["bash", "examples/quickstart.sh"]

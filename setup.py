@@ -33,7 +33,7 @@ DOCS = [
     "mkdocs-material>=9.5,<10",
     "mkdocstrings-python>=2.0",
 ]
-# With examples/trainer/requirements.txt.
+# With examples/requirements.txt.
 TEST = [
     "build>=1.2",
     "hypothesis>=6.100",

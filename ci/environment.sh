@@ -62,13 +62,13 @@ make_environment() {
     case "$for" in
         docs) what=(--editable "$ROOT[docs]") ;;
         examples) what=(--editable "$ROOT[megatron,tools]" --requirement "$ROOT/examples/requirements.txt") ;;
-        test) what=(--editable "$ROOT[megatron,tools,docs,test]" --requirement "$ROOT/examples/trainer/requirements.txt") ;;
+        test) what=(--editable "$ROOT[megatron,tools,docs,test]" --requirement "$ROOT/examples/requirements.txt") ;;
     esac
     python="$(find_python)" || return 1
     version="$(version_of "$python")"
     venv="$ROOT/.venv-$version${TORCH:+-torch-$TORCH}${MEGATRON:+-megatron-$MEGATRON}"
     VENV_PYTHON="$venv/bin/python"
-    wanted="$(cd "$ROOT" && cat setup.py pyproject.toml ci/environment.sh examples/requirements.txt examples/trainer/requirements.txt | cksum)"
+    wanted="$(cd "$ROOT" && cat setup.py pyproject.toml ci/environment.sh examples/requirements.txt | cksum)"
     if [ "$(cat "$venv/installed-$for" 2>/dev/null)" = "$wanted" ] && version_of "$VENV_PYTHON" >/dev/null; then
         return 0
     fi

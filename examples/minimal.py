@@ -1,6 +1,4 @@
-"""A whole loop, on CPU or GPU: torchrun --nproc-per-node 2 examples/minimal.py
---context-parallel-size 2
-"""
+"""A whole loop: torchrun --nproc-per-node 2 examples/minimal.py --context-parallel-size 2"""
 
 import argparse
 import os
@@ -8,7 +6,7 @@ import random
 
 import torch
 from megatron.core import distributed, parallel_state, tensor_parallel
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models.hybrid.hybrid_model import HybridModel  # megatron-core 0.18 and later
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
@@ -30,26 +28,26 @@ else:
     device = "cpu"
     pgm.enable_cpu_runtime()
     torch.distributed.init_process_group("gloo")
-parallel_state.initialize_model_parallel(
-    args.tensor_model_parallel_size, context_parallel_size=args.context_parallel_size
-)
+tp_size, cp_size = args.tensor_model_parallel_size, args.context_parallel_size
+parallel_state.initialize_model_parallel(tp_size, context_parallel_size=cp_size)
 tensor_parallel.model_parallel_cuda_manual_seed(1)
 groups = pgm.ParallelGroups.from_parallel_state()
-cp_rank, cp_size = groups.context_rank, groups.context_size
+cp_rank = groups.context_rank
 
 config = TransformerConfig(
-    num_layers=2,
+    num_layers=4,  # attention and MLP by turns
     hidden_size=32,
     num_attention_heads=4,
     attention_dropout=0.0,
     hidden_dropout=0.0,
-    tensor_model_parallel_size=args.tensor_model_parallel_size,
-    context_parallel_size=args.context_parallel_size,
+    tensor_model_parallel_size=tp_size,
+    context_parallel_size=cp_size,
     use_cpu_initialization=device == "cpu",
     calculate_per_token_loss=args.calculate_per_token_loss,  # one of Megatron's two loss modes
     finalize_model_grads_func=distributed.finalize_model_grads,
 )
-gpt = GPTModel(config, pgm.torch_block_spec(config), vocab_size=8, max_sequence_length=8)
+layers, position = pgm.hybrid_stack_spec(config), {"position_embedding_type": "learned_absolute"}
+gpt = HybridModel(config, layers, 8, 8, hybrid_layer_pattern="*-*-", **position)
 ddp_config = distributed.DistributedDataParallelConfig()
 model = distributed.DistributedDataParallel(config, ddp_config, gpt.to(device))
 optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.01), [model])
@@ -60,8 +58,7 @@ prompts = [prompt for prompt in range(8) for _ in range(8)]  # eight answers to 
 pairs = [[prompt, answer] for prompt in range(8) for answer in range(8)]
 candidates = [pg.Sample(tokens=pair, response_length=1, loss_mask=[1]) for pair in pairs]
 for number in range(30):
-    # Your engine and your reward: here the model's own probabilities, and whether the answer is
-    # right.
+    # Your engine and your reward: the model's own probabilities, and whether the answer is right.
     scored = pgm.compute_log_probs(model, candidates, loss, max_tokens_per_microbatch=256)
     log_probs = torch.cat(scored.log_probs).view(8, 8)  # [prompt, answer]
     draw = random.Random(f"{number} {groups.data_rank}")

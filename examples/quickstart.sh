@@ -1,23 +1,50 @@
 #!/usr/bin/env bash
 # The main job: makes a virtual environment, installs, and trains a small model by GRPO on two CPU processes.
 #
-#   bash examples/quickstart.sh                                     # under two minutes after installation
-#   bash examples/quickstart.sh --loss-aggregation token_mean       # any flag of train_grpo.py; a later one wins
-#   bash examples/quickstart.sh --resume                            # go on where a stopped run was
-#   bash examples/quickstart.sh --config runs/quickstart/settings.yaml  # a run's flags again
-#   PROCESSES=1 bash examples/quickstart.sh                         # on one core
-#   PYTHON=python3.13 bash examples/quickstart.sh                   # another interpreter
+#   bash examples/quickstart.sh                                     # two to four minutes after installation
+#   RUN_DIR=runs/mine bash examples/quickstart.sh --loss-aggregation token_mean   # any flag of train.py; a later one wins
+#   PROCESSES=1 SEED=2 DEVICE=cuda bash examples/quickstart.sh      # on one GPU; PYTHON=python3.13: another interpreter
+#
+# Started again, it goes on where it was stopped.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source ci/environment.sh
 make_environment examples
+PYTHON="$VENV_PYTHON"
+RUN_DIR="${RUN_DIR:-runs/quickstart}"
+source examples/launch/common.sh
 
-export OMP_NUM_THREADS=1              # two processes on a small machine: more threads get in each other's way
-export CUDA_DEVICE_MAX_CONNECTIONS=1  # Megatron wants it set wherever it splits a model
-# Megatron warns at length that Transformer Engine and Apex are absent, and uses names that torch is renaming.
-export PYTHONWARNINGS=ignore::UserWarning,ignore::FutureWarning,ignore::SyntaxWarning
-
-own=(--context-parallel-size "${PROCESSES:-2}" --loss-aggregation prompt_mean --run-dir runs/quickstart)
-[[ " $*" == *" --config"* ]] && own=()  # the file has all flags: these would win over it
-exec "$VENV_PYTHON" examples/launch/torchrun.py --standalone --nproc-per-node "${PROCESSES:-2}" examples/train_grpo.py \
-    "${own[@]}" "$@"
+WORDS='{"min_word_len":3,"max_word_len":7}'
+BOTH=(
+    --device "${DEVICE:-cpu}" --seed "${SEED:-1}"
+    --context-parallel-size "${PROCESSES:-2}"   # every sequence over all processes
+    --num-layers 2 --hidden-size 128 --num-attention-heads 4   # 0.4 million parameters
+    --vocab-size 100 --make-vocab-size-divisible-by 4 --untie-embeddings-and-output-weights
+    --seq-length 64 --max-position-embeddings 64   # of a sequence, at most
+    --position-embedding-type learned_absolute --attention-dropout 0 --hidden-dropout 0
+    --weight-decay 0 --max-tokens-per-microbatch 4096
+    --exit-signal-handler --log-interval 10
+)
+# What it begins with: a model that imitates answers of which half are wrong.
+WARM_START="${WARM_START:-$RUN_DIR/warm_start}"
+IMITATION=(
+    --rollout-files "$WARM_START/rollouts.jsonl" --docs-per-step 128 --docs-per-step-mode exact
+    --policy-loss sft --loss-aggregation token_mean
+    --lr 2e-3 --lr-warmup-iters 50 --lr-decay-style constant --train-iters 400
+    --save "$WARM_START" --load "$WARM_START" --save-interval 400
+)
+LAUNCHER=("${PROCESSES:-2}" --standalone --nproc-per-node "${PROCESSES:-2}" --)
+if [[ " $* " != *" --dry-run "* && ! -f "$WARM_START/iter_0000400/metadata.json" ]]; then
+    "$PYTHON" examples/imitate.py --task spell_backward --task-settings "$WORDS" --held-out-tasks 256 \
+        --seed "${SEED:-1}" "$WARM_START/rollouts.jsonl"
+    (start "${LAUNCHER[@]}" "${BOTH[@]}" "${IMITATION[@]}")
+fi
+LEARNING=(
+    --pretrained-checkpoint "$WARM_START"
+    --task spell_backward --task-settings "$WORDS" --held-out-tasks 256 --held-out-temperature 1
+    --prompts-per-step 32 --samples-per-prompt 8 --steps-per-round 2   # 256 answers a step
+    --max-response-tokens 8 --loss-aggregation prompt_mean
+    --lr 5e-4 --lr-warmup-iters 8 --train-iters 80
+    --save "$RUN_DIR" --load "$RUN_DIR" --save-interval 20 --tensorboard-dir "$RUN_DIR/tensorboard"
+)
+start "${LAUNCHER[@]}" "${BOTH[@]}" "${LEARNING[@]}" "$@"

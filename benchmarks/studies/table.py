@@ -6,9 +6,23 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from study import interval
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy.stats import sem
+from scipy.stats import t as student_t
 
 Row = dict[str, str]
+
+
+def interval(values: ArrayLike) -> tuple[Any, Any]:
+    """Mean over the first axis, the seeds, and half width of its 95 % confidence interval by
+    Student's t.
+
+    It takes the values as normal. A ValueError says that an interval needs two seeds.
+    """
+    if (count := len(np.asarray(values))) < 2:
+        raise ValueError(f"{count} seeds: an interval needs 2 or more; change --seeds")
+    return np.mean(values, 0), student_t.ppf(0.975, count - 1) * sem(values)
 
 
 def read(path: Path) -> list[Row]:

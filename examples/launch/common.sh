@@ -1,9 +1,8 @@
-# Sourced by the launch scripts. What they share: settings of the environment, and the dry run.
+# Sourced by the scripts that start examples/train.py: the environment, and flags that launches share.
 #
-#   start GPUS LAUNCHER... -- FLAGS...     starts examples/trainer on GPUS processes in all, by torchrun with LAUNCHER...
+#   start GPUS LAUNCHER... -- FLAGS...     starts it on GPUS processes in all, by torchrun with LAUNCHER...
 #
-# With --dry-run among the flags nothing is launched: one process on this machine, without a GPU, checks the flags for
-# that many processes, prints the plan and ends.
+# With --dry-run among the flags one process, without a GPU, checks the flags for that many and prints the plan.
 
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 PYTHON="${PYTHON:-python}"            # the one of your container or environment
@@ -12,36 +11,32 @@ RUN_DIR="${RUN_DIR:-runs/$(basename "$0" | cut -d. -f1)}"
 
 export CUDA_DEVICE_MAX_CONNECTIONS=1  # Megatron wants it where it splits a model: communication before computation
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+# After SIGTERM the ranks have ten minutes, and not 30 seconds, to end their step and write a checkpoint.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}"
 # Megatron warns at length of optional packages that are not there.
 export PYTHONWARNINGS="${PYTHONWARNINGS:-ignore::UserWarning,ignore::FutureWarning,ignore::SyntaxWarning}"
 # Packs differ in length from one micro-batch to the next; without this the allocator keeps a block for each size.
 export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"
 
 start() {
-    local gpus="$1" launcher=() flag
+    local gpus="$1" launcher=()
+    while shift && [ "$1" != -- ]; do launcher+=("$1"); done
     shift
-    while [ "$1" != -- ]; do
-        launcher+=("$1")
-        shift
-    done
-    shift
-    for flag in "$@"; do
-        if [ "$flag" = --dry-run ]; then
-            WORLD_SIZE="$gpus" exec "$PYTHON" examples/trainer "$@"
-        fi
-    done
-    exec "$PYTHON" examples/launch/torchrun.py "${launcher[@]}" examples/trainer "$@"
+    case " $* " in
+        *" --dry-run "*) WORLD_SIZE="$gpus" exec "$PYTHON" examples/train.py "$@" ;;
+        *) exec "$PYTHON" -m torch.distributed.run "${launcher[@]}" examples/train.py "$@" ;;
+    esac
 }
 
-# What every launch has.
+# What every launch from rollout files has.
 COMMON=(
     --device cuda --bf16                          # NCCL; weights in bfloat16, gradients and optimizer in float32
-    --use-distributed-optimizer                   # optimizer states are sharded over the DP x CP ranks
+    --use-distributed-optimizer --overlap-grad-reduce   # states sharded over DP x CP; reduced while backward computes
     --attention-dropout 0 --hidden-dropout 0      # the ratio of new to old log-probs must be of the weights alone
     --position-embedding-type rope --swiglu       # rotary positions, gated MLP: Llama's and Qwen's architecture
     --normalization RMSNorm --norm-epsilon 1e-6 --disable-bias-linear   # as there
+    --recompute-granularity full --recompute-method uniform --recompute-num-layers 1   # keep the inputs of layers only
     --adam-beta2 0.98 --weight-decay 0.1          # Adam averages squares over 50 steps, by default over 1000
-    --clip-grad 1.0                               # the norm of a step's gradient, at most
     --lr 1e-6 --lr-decay-style constant --lr-warmup-iters 10   # ten steps of warm-up, then the same rate
     --train-iters 1000                            # or until the files end
     --rollout-files "$ROLLOUTS" --on-bad-row skip # bad rows are counted in metrics.jsonl
@@ -49,6 +44,6 @@ COMMON=(
     --fused-lm-head --fp32-lm-head                # no logits of all tokens in memory; float32 logits of a chunk
     --check-aggregation                           # stop where a sample is counted twice, dropped or mis-sliced
     --save "$RUN_DIR" --load "$RUN_DIR" --save-interval 50   # started again, it goes on from the last whole checkpoint
-    --exit-signal-handler                         # at SIGTERM a checkpoint is written first, for which torchrun.py waits
+    --exit-signal-handler                         # at SIGTERM a checkpoint is written first
     --tensorboard-dir "$RUN_DIR/tensorboard"      # metrics.jsonl is beside the checkpoints
 )

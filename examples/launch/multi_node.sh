@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # 8 nodes of 8 GPUs of 80 GB: a model of the size of Llama-3.1-70B, ScaleRL's objective, TP 8 x PP 4 x DP 2.
-# Started once on every node, by hand or by multi_node.sbatch:
+# Started once on every node:
 #
 #   NODE_RANK=0 MASTER_ADDR=first-node ROLLOUTS=path/to/rollouts bash examples/launch/multi_node.sh
 #   bash examples/launch/multi_node.sh --dry-run
@@ -21,13 +21,9 @@ PARALLEL=(
     --tensor-model-parallel-size 8 --sequence-parallel      # inside a node
     --pipeline-model-parallel-size 4                        # 20 layers a stage, over nodes
     --num-layers-per-virtual-pipeline-stage 5               # in 4 chunks: less waiting at the ends of a step
-    --overlap-grad-reduce   # gradients travel while backward still computes
-)
-MEMORY=(
-    --max-tokens-per-microbatch 32768   # packed tokens over the context-parallel group; the longest sample must fit
-    --recompute-granularity full --recompute-method uniform --recompute-num-layers 1   # keep the inputs of layers only
 )
 LOSS=(
+    --max-tokens-per-microbatch 32768   # packed tokens over the context-parallel group; the longest sample must fit
     --loss-aggregation prompt_mean                  # ScaleRL's prompt average
     --policy-loss cispo --eps-clip-high 4           # gradient of every token; the ratio, without gradient, at most 5
     --docs-per-step 1024   # responses of an optimizer step
@@ -35,4 +31,4 @@ LOSS=(
 
 start $((8 * NODES)) --nnodes "$NODES" --nproc-per-node 8 \
     --node-rank "${NODE_RANK:-0}" --master-addr "${MASTER_ADDR:-localhost}" --master-port "${MASTER_PORT:-29500}" -- \
-    "${COMMON[@]}" "${MODEL[@]}" "${PARALLEL[@]}" "${MEMORY[@]}" "${LOSS[@]}" "$@"
+    "${COMMON[@]}" "${MODEL[@]}" "${PARALLEL[@]}" "${LOSS[@]}" "$@"

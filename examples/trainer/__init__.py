@@ -1,3 +1,1 @@
-"""Policy gradients with real models, on Megatron's own training loop: `torchrun examples/trainer
-...`.
-"""
+"""The parts of `examples/train.py`."""

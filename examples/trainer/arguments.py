@@ -1,16 +1,16 @@
 """The command line: Megatron's flags, those of the policy loss and of planning, and a few of this
-program.
+program; and what is refused before anything starts.
 """
 
 import argparse
 import contextlib
 import functools
-import importlib.util
 import io
 import json
 import traceback
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,37 +18,69 @@ from unittest import mock
 import torch
 from megatron.core.transformer import TransformerConfig
 from megatron.training import arguments as megatron
-from megatron.training.checkpointing import load_args_from_checkpoint
 
 from megatron_pg.config import add_policy_loss_args, validate_policy_loss_args
 from megatron_pg.config.command_line import ProgramParser, text_of_words
-from megatron_pg.config.planning import add_planning_args, validate_planning_args
+from megatron_pg.config.planning import PlanningConfig, add_planning_args, validate_planning_args
+from megatron_pg.config.policy_loss import PolicyLossConfig
+from megatron_pg.config.settings import fields_of
 from megatron_pg.config.tables import OPTIONAL_SAMPLE_FIELDS
 from megatron_pg.config.values import flag_of, refuse
+from megatron_pg.config.versions import has_hybrid_model
 from megatron_pg.megatron.varying_log_probs import varying_settings
 from megatron_pg.step.advantages import METHODS
 
-from .hugging_face_config import megatron_arguments_of, read_config
-from .refusals import COUNTS, FLAGS, GROUPS, refuse_combinations, refuse_flags
-
-FUSIONS = """
-    masked_softmax_fusion bias_gelu_fusion bias_swiglu_fusion bias_dropout_fusion apply_rope_fusion
-    moe_permute_fusion
-"""
+HAVE_ENGINE = find_spec("transformer_engine") is not None
+FUSIONS = "masked_softmax bias_gelu bias_swiglu bias_dropout apply_rope moe_permute"
 """Kernels of Transformer Engine or Apex, or compiled by torch for a GPU."""
-TEXTS = {
-    "--hf-model FOLDER": "Hugging Face weights to begin with (docs/models.md); they say what the "
-    "model is too",
-    "--save-hf FOLDER": "write the trained model there, as --hf-model was",
-    "--ref-load FOLDER": "reference policy of the KL term, for rollouts without ref_log_probs, of "
-    "either format",
-    "--task NAME": "train on this reasoning-gym task, with the model's answers",
-    "--task-settings JSON": "of the task's generator",
-    "--system-prompt TEXT": "before every question",
+WORDS = {
+    "hf_model": "folder of Hugging Face weights to begin with, which say what the model is too",
+    "save_hf": "folder to write the trained model to, as --hf-model was",
+    "ref_load": "reference policy of the KL term, of either format",
+    "task": "train on this reasoning-gym task, with the model's answers",
+    "system_prompt": "before every question",
 }
-"""Flags of this program that take words, and their meaning."""
-OWN = ("options", "settings in a file", "policy loss", "planning", "trainer")
-"""Groups of flags that --help shows."""
+COUNTS = {
+    "prompt_examples": (0, 0, "tasks with their answers before every question"),
+    "prompts_per_step": (1, 16, "questions of a step of --task"),
+    "samples_per_prompt": (1, 8, "answers to each"),
+    "steps_per_round": (1, 1, "steps whose answers one policy gives before the first of them"),
+    "max_response_tokens": (1, 128, "of an answer, at most"),
+    "held_out_tasks": (1, 64, "scored before and after, never trained on"),
+}
+"""Flags of this program that take a word, and those that take a number: the smallest, the default
+and the meaning."""
+IGNORED = {
+    "a step holds --docs-per-step rollouts, in micro-batches of --max-tokens-per-microbatch "
+    "tokens": "micro_batch_size global_batch_size rampup_batch_size",
+    "steps are counted here, not samples": "train_samples lr_decay_samples lr_warmup_samples",
+    "micro-batches differ in length": "cuda_graph_impl enable_cuda_graph tp_comm_overlap",
+    "samples come from --rollout-files or --task": "data_path train_data_path",
+    "layers come from --num-layers": "hybrid_layer_pattern hybrid_override_pattern spec "
+    "mtp_num_layers heterogeneous_layers_config_path experimental_attention_variant",
+    "the model is wrapped in DDP": "use_megatron_fsdp use_torch_fsdp2",
+    "every sample is split over all context-parallel ranks": "hybrid_context_parallel",
+    "settings are flags here": "yaml_cfg use_checkpoint_args",
+}
+"""Flags of Megatron that would train something else without a word, by the attribute that they
+store to; and those of the groups below."""
+OTHER_LOOPS = ("rl", "sft", "Logits Distillation")
+OF_GPT = """
+    hf_model use_rope_scaling multi_latent_attention qk_l2_norm pipeline_model_parallel_layout
+    decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
+    account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
+"""
+"""Settings that a HybridModel does not have; mbridge knows GPTModel alone."""
+CANNOT_GENERATE = """
+    pipeline_model_parallel_size expert_model_parallel_size sequence_parallel replay_sampling_set
+    replay_routing distinct_ids docs_per_step
+"""
+"""Settings that --task cannot be given: every tensor-parallel group generates by itself, a token at
+a time, from the whole vocabulary."""
+KEPT = "task task_settings system_prompt hf_model advantage whiten_advantages seed"
+FREE = ("max_tokens_per_microbatch", "oversized_samples", "ragged_microbatches", "rollout_files")
+"""What a run that goes on must share beside the policy loss and the numbers of `COUNTS`, and
+settings of planning that it may change: the order of sums. Files are compared by contents."""
 
 
 def parse_arguments() -> Namespace:
@@ -57,27 +89,29 @@ def parse_arguments() -> Namespace:
 
     A ValueError or NotImplementedError names the flag and what to do.
     """
-    parsers: list[_TrainerParser] = []
+    parsers: list[Any] = []
     before = ProgramParser(add_help=False, allow_abbrev=False)
     before.add_argument("--hf-model")
     before.add_config_args()
     folder = before.parse_known_args()[0].hf_model
 
-    def add_trainer_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    def add_trainer_args(parser: Any) -> Any:
         parsers.append(_add_flags(parser))
         if folder is not None:
-            parsers[0].presets = megatron_arguments_of(read_config(folder))
+            from .hugging_face import megatron_arguments_of, read_config  # needs transformers
+
+            parser.presets = megatron_arguments_of(read_config(folder))
         return parser
 
     args: Namespace = megatron.parse_args(extra_args_provider=add_trainer_args)
-    args.settings_file = text_of_words(parsers[0].words)
-    refuse_flags(args, parsers[0])
-    if args.use_checkpoint_args:
-        load_args_from_checkpoint(args)
+    (parser,) = parsers
+    _refuse_flags(args, parser)
     _settle(args)
-    refuse_combinations(args)
+    if message := next(_problems(args), ""):
+        raise ValueError(message)
     validate_planning_args(args)
     validate_policy_loss_args(args, sample_fields=OPTIONAL_SAMPLE_FIELDS)
+    _make_hybrid(args)
     _validate_as_megatron_does(args)
     if not args.allow_varying_log_probs:
         fields = TransformerConfig.__dataclass_fields__.keys() & vars(args).keys()
@@ -88,49 +122,32 @@ def parse_arguments() -> Namespace:
     args.variable_seq_lengths = args.pipeline_model_parallel_size > 1
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
-    args.settings_of_run = _settings_of_run(args, parsers[0])
+    args.settings_file = text_of_words(parser.words)
     return args
 
 
-def _settings_of_run(args: Namespace, parser: Any) -> str:
-    """Write this program's flags and the given ones of Megatron as JSON; report.py titles runs
-    by it.
-    """
-    own = [a for group in parser._action_groups if group.title in OWN for a in group._group_actions]
-    given = (parser._option_string_actions.get(word.partition("=")[0]) for word in parser.words)
-    names = dict.fromkeys(action.dest for action in (*own, *filter(None, given)))
-    values = {name: str(value) for name, value in vars(args).items() if name in names}
-    return json.dumps(values | {"seed": str(args.seed)}, indent=2)
-
-
 def _add_flags(parser: Any) -> Any:
-    parser.__class__ = _TrainerParser  # Megatron makes it, for this program alone
+    """Add this program's flags after Megatron's, where --help ends."""
+    parser.__class__ = ProgramParser  # Megatron makes it, for this program alone
+    parser.usage = argparse.SUPPRESS  # Megatron's flags make it 700 lines long
     parser.add_config_args()
     add_policy_loss_args(parser)
     add_planning_args(parser)
     add = parser.add_argument_group("trainer").add_argument
     add("--device", choices=["cpu", "cuda"], default="cuda", help="cpu: gloo; cuda: NCCL")
-    told = (
-        "check the flags for WORLD_SIZE processes, print the plan and a memory estimate, start "
-        "nothing"
-    )
+    told = "check the flags for WORLD_SIZE processes, print the plan, start nothing"
     add("--dry-run", action="store_true", help=told)
-    for usage, told in TEXTS.items():
-        flag, metavar = usage.split()
-        add(flag, metavar=metavar, type=json.loads if metavar == "JSON" else str, help=told)
+    for name, told in WORDS.items():
+        add(flag_of(name), help=told)
     for name, (_, default, told) in COUNTS.items():
         add(flag_of(name), type=int, default=default, help=told)
-    told = (
-        "of rewards in their prompt group, grpo: (reward - mean) / std, dr_grpo: reward - mean, "
-        "rloo: reward - mean of the others, "
-        "maxrl: (reward - mean) / mean; step_rloo: reward - mean of the step's others; reward: as "
-        "it is"
-    )
+    add("--task-settings", metavar="JSON", type=json.loads, help="of the task's generator")
+    told = "of the answers to held-out tasks; 0 takes the likeliest tokens"
+    add("--held-out-temperature", type=float, default=0.0, help=told)
+    told = "of rewards in their prompt group: docs/objectives.md#advantages"
     add("--advantage", choices=METHODS, default="grpo", help=told)
     told = "bring advantages to mean 0 and standard deviation 1 over the active tokens of the step"
     add("--whiten-advantages", action="store_true", help=told)
-    told = "Megatron's flags: the model, parallelism, optimizer, checkpoints, logs"
-    add("--help-megatron", action=_MegatronHelp, nargs=0, help=told)
     # Checkpoints are read at any sharding, the distributed optimizer's part too.
     parser.set_defaults(dist_ckpt_optim_fully_reshardable=True)
     parser.set_defaults(log_interval=1, enable_one_logger=False)  # a step takes long
@@ -140,32 +157,27 @@ def _add_flags(parser: Any) -> Any:
         except (ValueError, TypeError, KeyError):
             # A bare % of Megatron-Core 0.19.2, with which --help ends in an error.
             action.help = str(action.help).replace("%", "%%")
-        if action.dest in FLAGS:
-            action.help = argparse.SUPPRESS
     return parser
 
 
-class _TrainerParser(ProgramParser):
-    """Prints the flags of some groups and no usage, which Megatron's flags make 700 lines long."""
+def _refuse_flags(args: Namespace, parser: Any) -> None:
+    """Raise an error where a flag was given that would train something else without a word.
 
-    shown: Sequence[str] = OWN
-
-    def format_help(self) -> str:
-        self.usage = argparse.SUPPRESS
-        self.description = "torchrun --nproc-per-node N examples/trainer FLAGS (docs/trainer.md)"
-        groups = [group for group in self._action_groups if group.title in self.shown]
-        with mock.patch.object(self, "_action_groups", groups):
-            return super().format_help()
-
-
-class _MegatronHelp(argparse.Action):
-    """Prints what --help leaves out, and ends."""
-
-    def __call__(self, parser: Any, *_: Any) -> None:
-        titles = [group.title for group in parser._action_groups]
-        parser.shown = [title for title in titles if title not in (*OWN, *GROUPS)]
-        parser.print_help()
-        parser.exit()
+    `args` are as parsed, before anything has changed them.
+    """
+    reasons = {name: reason for reason, names in IGNORED.items() for name in names.split()}
+    for group in parser._action_groups:
+        if group.title in OTHER_LOOPS:
+            reasons |= {action.dest: "another loop reads it" for action in group._group_actions}
+    flags = {action.dest: action.option_strings for action in parser._actions}
+    for name, reason in reasons.items():
+        if getattr(args, name, None) != parser.get_default(name):
+            raise NotImplementedError(
+                f"{max(flags.get(name) or [name], key=len)}: {reason}; drop it"
+            )
+    given = {word.partition("=")[0] for word in parser.words}
+    if twice := given & {word for word in parser.presets if word.startswith("--")}:
+        raise ValueError(f"{min(twice)} beside --hf-model: its config.json says it; drop the flag")
 
 
 def _settle(args: Namespace) -> None:
@@ -176,14 +188,11 @@ def _settle(args: Namespace) -> None:
     args.seq_length = args.seq_length or args.max_position_embeddings
     args.do_train, args.do_valid, args.do_test = True, False, False
     args.rerun_mode = "disabled"
-    # Megatron asks for a name.
-    args.wandb_exp_name = (
-        args.wandb_exp_name or Path(args.save or args.wandb_save_dir or "run").name
-    )
+    args.wandb_exp_name = args.wandb_exp_name or Path(args.save or "run").name  # it needs one
     if not args.group_query_attention:  # Megatron sets it so when it makes the model's config
         args.num_query_groups = args.num_attention_heads
     # Of Apex, or of a Transformer Engine that is new enough.
-    args.gradient_accumulation_fusion = _is_installed("fused_weight_gradient_mlp_cuda")
+    args.gradient_accumulation_fusion = find_spec("fused_weight_gradient_mlp_cuda") is not None
     if args.moe_token_dispatcher_type == "allgather":
         # Packs differ in length from rank to rank and from one micro-batch to the next.
         args.moe_token_dispatcher_type = "alltoall"
@@ -193,16 +202,61 @@ def _settle(args: Namespace) -> None:
         # Megatron's random state is that of CUDA. Nothing here is random on a CPU but the initial
         # weights.
         args.no_save_rng = args.no_load_rng = True
-    if args.device == "cpu" or not _is_installed("transformer_engine"):
+    if args.device == "cpu" or not HAVE_ENGINE:
         args.transformer_impl = "local"
         args.no_persist_layer_norm = True
         args.moe_grouped_gemm = False
         for fusion in FUSIONS.split():
-            setattr(args, fusion, False)
+            setattr(args, f"{fusion}_fusion", False)
 
 
-def _is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
+def _problems(args: Namespace) -> Iterator[str]:
+    if bool(args.rollout_files) == bool(args.task):
+        yield "what to train on: give one of --rollout-files and --task"
+    needed = {"vocab_size": "token ids are below it", "train_iters": "steps, at most"}
+    if not args.task:
+        needed["docs_per_step"] = "rollouts of a step"
+    for name, meaning in needed.items():
+        if not getattr(args, name):
+            yield f"{flag_of(name)} is missing: {meaning}"
+    for name, (least, _, _) in COUNTS.items():
+        if (value := getattr(args, name)) < least:
+            yield f"{flag_of(name)} is {value}: give {least} or more"
+    for name in CANNOT_GENERATE.split() if args.task else ():
+        if (value := getattr(args, name, None)) is True or value not in (None, False, 1):
+            yield f"{flag_of(name)} with --task: the model itself generates; drop it"
+    if args.save_hf and (not args.hf_model or Path(args.save_hf).exists()):
+        yield f"--save-hf {args.save_hf}: give --hf-model, and a name that is free"
+    if args.save and (args.save_interval or 0) < 1:
+        yield f"--save {args.save}: give the steps between checkpoints, --save-interval"
+    if args.ckpt_format != "torch_dist":
+        yield f"--ckpt-format {args.ckpt_format}: give torch_dist, which any sharding reads"
+    if args.position_embedding_type not in ("learned_absolute", "rope", "none"):
+        yield f"--position-embedding-type {args.position_embedding_type} is not built here"
+    if args.device == "cpu" and (args.attention_dropout or args.hidden_dropout):
+        yield "--attention-dropout and --hidden-dropout: give 0 with --device cpu"
+
+
+def _make_hybrid(args: Namespace) -> None:
+    """Make the flags those of a HybridModel, which has attention and MLP as layers of their own,
+    where Megatron has one.
+    """
+    args.transformer_layers = layers = args.num_layers
+    stages = args.pipeline_model_parallel_size
+    is_known = has_hybrid_model() and "hybrid_layer_pattern" in vars(args)
+    if not (layers and is_known) or any(getattr(args, name, None) for name in OF_GPT.split()):
+        return
+    chunks = stages * (args.num_virtual_stages_per_pipeline_rank or 1)
+    size = args.num_layers_per_virtual_pipeline_stage or layers // chunks
+    if not size or layers % (size * stages):
+        raise ValueError(f"--num-layers {layers} cannot be split evenly over the pipeline's stages")
+    if not isinstance(frequency := args.moe_layer_freq, list):
+        frequency = [layer % frequency == 0 for layer in range(layers)]
+    kinds = ["*E" if args.num_experts and has_experts else "*-" for has_experts in frequency]
+    parts = ("".join(kinds[first : first + size]) for first in range(0, layers, size))
+    args.hybrid_layer_pattern, args.moe_layer_freq = "|".join(parts), 1
+    args.num_layers = args.num_layers_per_virtual_pipeline_stage = None
+    args.num_virtual_stages_per_pipeline_rank = None
 
 
 def _validate_as_megatron_does(args: Namespace) -> None:
@@ -218,3 +272,17 @@ def _validate_as_megatron_does(args: Namespace) -> None:
         except AssertionError as error:
             condition = traceback.extract_tb(error.__traceback__)[-1].line
             raise ValueError(f"Megatron refuses these flags: {str(error) or condition}") from error
+
+
+def refuse_other_settings(args: Namespace, stored: Namespace) -> None:
+    """Raise a ValueError unless the settings are those that are stored in the checkpoint.
+
+    Megatron compares the model's and the schedule's.
+    """
+    kept = [*KEPT.split(), *COUNTS, *fields_of(PolicyLossConfig)]
+    kept += [name for name in fields_of(PlanningConfig) if name not in FREE]
+    for name in kept:
+        then, now = getattr(stored, name, None), getattr(args, name, None)
+        if then != now and hasattr(stored, name):
+            found = f"{args.load} was made with {name} {then!r} and this run has {now!r}"
+            raise ValueError(f"{found}: give the same, or begin anew (--finetune, another --save)")

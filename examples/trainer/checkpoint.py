@@ -6,64 +6,60 @@ whole or absent with the rest.
 """
 
 import contextlib
-import functools
 import queue
 import shutil
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.training import checkpointing
-from run_folder import lock_folder, replace_text
 
+from .arguments import refuse_other_settings
 from .errors import RunError, agreed, alone, mendable
-from .refusals import refuse_other_settings
+from .log import replace_text
 
-TRACKER, LAST_WRITTEN = "latest_checkpointed_iteration.txt", "metadata.json"
-"""Megatron's file that names the last checkpoint, and the file of a checkpoint that it writes
-last."""
+LOCK_PATIENCE = 5.0
+HAVE_ADAM = any(map(find_spec, ("transformer_engine", "apex")))
+"""There is another Adam than torch's."""
+TRACKER = "latest_checkpointed_iteration.txt"
+"""Megatron's file that names the last checkpoint."""
 
 
 def claim_save_folder(args: Namespace) -> FileLock | None:
-    """Keep other runs out of `--save` while the lock lives; every rank must call it.
-
-    A RunError says that another run is writing there, or has left checkpoints that this one does
-    not go on from.
-    """
+    """Keep other runs out of `--save` while the lock lives; every rank must call it."""
     with agreed("--save"):
         if not args.save or args.rank > 0:
             return None
         folder = Path(args.save)
         folder.mkdir(parents=True, exist_ok=True)
-        lock = lock_folder(folder, folder / "lock")
+        # The processes of a killed run may still be ending, and hold its lock.
+        lock = FileLock(folder / "lock", timeout=LOCK_PATIENCE)
+        try:
+            lock.acquire()
+        except Timeout:
+            raise ValueError(f"another run is writing to {folder}: give another folder") from None
         _mend_tracker(folder)
         goes_on = args.load and Path(args.load).resolve() == folder.resolve() and not args.finetune
         if (folder / TRACKER).exists() and not goes_on:
-            raise ValueError(
-                f"{folder} holds the checkpoints of another run: go on with it (--load {folder}, "
-                f"without --finetune; "
-                "--pretrained-checkpoint for the weights that it began with), or give another "
-                "folder"
-            )
+            found = f"{folder} holds the checkpoints of another run"
+            raise ValueError(f"{found}: go on with it (--load {folder}), or give another folder")
         return lock
 
 
 def _mend_tracker(folder: Path) -> None:
-    """Let the tracker file name a whole checkpoint.
-
-    Megatron writes it in place: a run that was killed then leaves it empty, and a power failure may
-    leave it ahead.
+    """Let the tracker file name a whole checkpoint: Megatron writes it in place, and a run that is
+    killed leaves it empty.
     """
     tracker = folder / TRACKER
     named = tracker.read_text().strip() if tracker.exists() else "release"
-    paths = folder.glob(f"iter_*/{LAST_WRITTEN}")
+    paths = folder.glob("iter_*/metadata.json")  # of a checkpoint, Megatron writes it last
     whole = sorted(int(path.parent.name.removeprefix("iter_")) for path in paths)
     if named and (not named.isdigit() or int(named) in whole):
         return
@@ -82,18 +78,19 @@ def restore_rollouts(args: Namespace, rollouts: Any) -> float | None:
     """
     if args.finetune or not checkpointing.checkpoint_exists(args.load):
         return None
-    tracker = checkpointing.get_checkpoint_tracker_filename(args.load)
-    if checkpointing.read_metadata(tracker)[1]:  # a release, of weights alone
-        return None
     path = checkpointing.get_load_checkpoint_path_by_args(args)
     with alone(f"{path} cannot be read"):
         stored = dist_checkpointing.load_common_state_dict(path).get("args")
     with mendable():
         if not hasattr(stored, "rollout_state"):
             raise ValueError(
-                "--load: the checkpoint is of another program or an earlier version and has no "
-                "place in the rollouts; "
+                "--load: the checkpoint is of another program and has no place in the rollouts; "
                 "give --finetune to begin with its weights"
+            )
+        if args.use_distributed_optimizer and not HAVE_ADAM:
+            raise ValueError(
+                "--use-distributed-optimizer: Megatron (0.19.2) cannot load the moments of torch's "
+                "Adam; install Transformer Engine, or drop the flag"
             )
         refuse_other_settings(args, stored)
         rollouts.restore(stored.rollout_state)
@@ -102,10 +99,8 @@ def restore_rollouts(args: Namespace, rollouts: Any) -> float | None:
 
 @contextlib.contextmanager
 def saving(args: Namespace, state: Any, log: Any, iteration: int, optimizer: Any) -> Iterator[None]:
-    """Have Megatron's `save_checkpoint` in the body store the place in the rollouts too; every rank
-    must enter it.
-
-    A RunError says that a rank cannot write; the checkpoints that are there stay.
+    """Have Megatron's `save_checkpoint` in the body store the place in the rollouts too, on every
+    rank.
     """
     path = Path(args.save, f"iter_{iteration:07d}")
     with agreed(f"{path} cannot be written"):
@@ -114,80 +109,35 @@ def saving(args: Namespace, state: Any, log: Any, iteration: int, optimizer: Any
             shutil.rmtree(path)  # what a killed run has left half-written
     args.rollout_state = state
     _begin_moments(optimizer)
-    with alone(f"{path} cannot be written"), _results_stay_in_this_process(args.async_save):
+    # Megatron's writer starts a process, in seconds, to hand its results back to a waiting caller.
+    name = "get_write_results_queue"
+    make_queue = getattr(filesystem_async, name) if args.async_save else queue.Queue
+    with alone(f"{path} cannot be written"), mock.patch.object(filesystem_async, name, make_queue):
         yield
 
 
 def loading(load: Callable[..., tuple[int, int]]) -> Callable[..., tuple[int, int]]:
     """Megatron's `load_checkpoint`, for the optimizers of torch too; every rank must call it."""
 
-    @functools.wraps(load)
     def load_all(model: Any, optimizer: Any, *rest: Any, **named: Any) -> tuple[int, int]:
-        if optimizer is None:
-            return load(model, optimizer, *rest, **named)
         _begin_moments(optimizer)
-        with alone("--load cannot be read"), _steps_of_torch_adam(optimizer):
+        with alone("--load cannot be read"):
             try:
                 return load(model, optimizer, *rest, **named)
             except AssertionError as error:  # of a comparison, the same on all ranks
-                raise RunError(
-                    f"--load: {error} (--override-opt-param-scheduler takes the schedules of this "
-                    f"run)"
-                ) from error
+                told = "--override-opt-param-scheduler takes the schedules of this run"
+                raise RunError(f"--load: {error} ({told})") from error
 
     return load_all
 
 
-def _parts_with_torch_adam(optimizer: Any) -> list[Any]:
-    """Megatron takes torch's Adam where neither Transformer Engine nor Apex is there."""
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [part for part in parts if isinstance(part.optimizer, torch.optim.Adam)]
-
-
 def _begin_moments(optimizer: Any) -> None:
-    """Give torch's Adam the zeros that its first step would begin with: loading asks for
-    moments.
+    """Give torch's Adam, which Megatron takes where neither Transformer Engine nor Apex is there,
+    the zeros that its first step would begin with: loading asks for moments.
     """
-    for part in _parts_with_torch_adam(optimizer):
-        if not part.optimizer.state and part.init_state_fn:
-            part.init_state_fn(part.optimizer, part.config)
-        for state in part.optimizer.state.values():
-            state.setdefault("step", torch.zeros(()))
-
-
-@contextlib.contextmanager
-def _steps_of_torch_adam(optimizer: Any) -> Iterator[None]:
-    """Let Megatron's distributed optimizer load into torch's Adam, which keeps a step with every
-    parameter.
-
-    It looks for a step among a parameter's tensors, and leaves one step tensor to all parameters,
-    which each of them would count on (optimizer/distrib_optimizer.py of megatron-core 0.19.2).
-    """
-    name = "_set_main_param_and_optimizer_states"
-    original = getattr(DistributedOptimizer, name)
-    parts = _parts_with_torch_adam(optimizer)
-
-    def put(part: Any, parameter: Any, tensors: dict[str, Any]) -> None:
-        if part in parts:  # its step is loaded before, and put onto itself
-            step = next(iter(part.optimizer.state.values()))["step"]
-            tensors = {**tensors, "step": step}
-        original(part, parameter, tensors)
-
-    with mock.patch.object(DistributedOptimizer, name, put):
-        yield
-    for part in parts:
-        for state in part.optimizer.state.values():
-            state["step"] = state["step"].clone()
-
-
-def _results_stay_in_this_process(is_asynchronous: bool) -> contextlib.AbstractContextManager[Any]:
-    """Spare Megatron's writer the process that it starts to hand its results back, where its caller
-    waits.
-
-    It costs the first checkpoint seconds, and outlives a run that is killed.
-    """
-    names = ("get_write_results_queue", "_get_write_results_queue")  # of 0.19.2, of 0.17.1
-    queues = {name: queue.Queue for name in names if hasattr(filesystem_async, name)}
-    if is_asynchronous or not queues:
-        return contextlib.nullcontext()
-    return mock.patch.multiple(filesystem_async, **queues)
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(part.optimizer, torch.optim.Adam):
+            if not part.optimizer.state and part.init_state_fn:
+                part.init_state_fn(part.optimizer, part.config)
+            for state in part.optimizer.state.values():
+                state.setdefault("step", torch.zeros(()))

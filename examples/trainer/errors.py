@@ -9,13 +9,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_pg.step.agreement import OtherRankError, gather
 
-REMEDY = "pip install -r examples/trainer/requirements.txt"
+KINDS = (ValueError, NotImplementedError, OSError, ImportError, OtherRankError)
 
 
 class RunError(RuntimeError):
-    """A run cannot begin or go on, for a reason that its user can mend; raised on all ranks, or
-    where others may wait.
-    """
+    """A run cannot begin or go on, for a reason that its user can mend."""
 
 
 @contextlib.contextmanager
@@ -23,24 +21,23 @@ def mendable() -> Iterator[None]:
     """Make a refusal in the body a `RunError`."""
     try:
         yield
-    except (ValueError, NotImplementedError, OSError, OtherRankError) as error:
-        raise RunError(str(error)) from error
-    except ImportError as error:
-        raise RunError(_in_a_line(error)) from error
+    except KINDS as error:
+        missing = isinstance(error, ImportError)
+        remedy = ": pip install -r examples/requirements.txt" if missing else ""
+        raise RunError(f"{error}{remedy}") from error
 
 
 @contextlib.contextmanager
 def agreed(doing: str) -> Iterator[None]:
-    """Make an error of one rank in the body a `RunError` on all at its end, after `doing`: none
-    waits for the failed one.
+    """Make an error of one rank in the body a `RunError` on all at its end: none waits for it.
 
     Every rank must enter it, and the body must not wait for another rank (see `alone`).
     """
     mine = None
     try:
         yield
-    except (OSError, RuntimeError, ValueError, ImportError) as error:
-        mine = _in_a_line(error)
+    except (RuntimeError, *KINDS) as error:
+        mine = _last_line(error)
     for rank, message in enumerate(gather(mine, dist.group.WORLD)):
         if message is not None:
             raise RunError(f"{doing} (rank {rank}): {message}")
@@ -48,8 +45,7 @@ def agreed(doing: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def alone(doing: str) -> Iterator[None]:
-    """Make an error in the body a `RunError` of this rank: the ranks exchange something in it, so
-    they cannot agree on it.
+    """Make an error in the body, where ranks wait for each other, a `RunError` of this rank.
 
     Over gloo the others then find their connections closed; elsewhere the launcher ends them.
     """
@@ -58,16 +54,12 @@ def alone(doing: str) -> Iterator[None]:
     except RunError:
         raise
     except (OSError, RuntimeError, CheckpointException, CheckpointingException) as error:
-        raise RunError(f"{doing} (rank {dist.get_rank()}): {_in_a_line(error)}") from error
+        raise RunError(f"{doing} (rank {dist.get_rank()}): {_last_line(error)}") from error
 
 
-def _in_a_line(error: BaseException) -> str:
-    """Give the last line of an error; of a distributed save, a traceback of many layers, that of
-    the first rank's.
-    """
+def _last_line(error: BaseException) -> str:
+    """Give the last line of an error; of a distributed save, that of the first rank's."""
     if isinstance(error, CheckpointException):
         cause, *_ = error.failures.values()
-        return _in_a_line(cause[0] if isinstance(cause, tuple) else cause)
-    if isinstance(error, ImportError):
-        return f"{error}: {REMEDY}"
+        return _last_line(cause[0] if isinstance(cause, tuple) else cause)
     return (str(error).strip().splitlines() or [type(error).__name__])[-1]

@@ -1,12 +1,10 @@
-"""Weights of a Hugging Face folder into Megatron-Core's GPTModel and back, tensor by tensor, by
+"""A Hugging Face folder as flags of Megatron's parser, and its weights into GPTModel and back by
 mbridge.
 
 mbridge has the names and layouts of each family. This file adds the names of layers without
-Transformer Engine, the comparison of folder and model before anything is changed, and a folder that
-is whole or absent.
+Transformer Engine, experts over a group of their own, and a folder that is whole or absent.
 """
 
-import itertools
 import json
 import re
 import shutil
@@ -18,132 +16,175 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from mbridge.core.bridge import _MODEL_REGISTRY, Bridge
+from mbridge.core.safetensor_io import SafeTensorIO
 from megatron.core.utils import unwrap_model
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
+from transformers import AutoConfig
 
 from megatron_pg.step.agreement import gather
 
-from .hugging_face_config import WeightsError, carry_over, differences, read_config
+FAMILIES = {
+    "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "MixtralForCausalLM": "mixtral",
+}
+"""The `model_type` whose config class and whose bridge read the architecture."""
+MUST_BE = {"hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False}
+MUST_BE |= {"sliding_window": None, "pretraining_tp": 1, "quantization_config": None}
+"""Fields of config.json that no flag can express: another value is refused. An absent field or null
+is accepted."""
+ALWAYS = """
+    --position-embedding-type rope --normalization RMSNorm --attention-dropout 0 --hidden-dropout 0
+    --group-query-attention --swiglu --disable-bias-linear
+"""
+FIELDS = {
+    "num-layers": "num_hidden_layers",
+    "hidden-size": "hidden_size",
+    "ffn-hidden-size": "intermediate_size",
+    "num-attention-heads": "num_attention_heads",
+    "vocab-size": "vocab_size",
+    "max-position-embeddings": "max_position_embeddings",
+    "norm-epsilon": "rms_norm_eps",
+}
+"""Flags of every family, and those with the fields that hold their values."""
+LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA_3 |= {"original_max_position_embeddings": 8192}
+"""Megatron's constants of the scaling of rotary positions (embeddings/rotary_pos_embedding.py)."""
+
+
+class WeightsError(ValueError):
+    """A folder that does not fit the model; the message names the field or the parameter."""
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """Read the config.json of a Hugging Face folder, with the defaults of its family.
+
+    A WeightsError says that there is none, or names what Megatron's model cannot do.
+    """
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise WeightsError(f"there is no {path}: name a folder that save_pretrained wrote")
+    written: dict[str, Any] = json.loads(path.read_text())
+    architecture = (written.get("architectures") or ["(none)"])[0]
+    if architecture not in FAMILIES:
+        raise WeightsError(
+            f"{path} is of the architecture {architecture}; known are {', '.join(FAMILIES)}. "
+            "Convert others with Megatron-Bridge, and start from its checkpoint with --load"
+        )
+    written["model_type"] = family = FAMILIES[architecture]
+    config: dict[str, Any] = AutoConfig.for_model(**written).to_dict()
+    must_be = dict(MUST_BE) if family.startswith("qwen2") else MUST_BE | {"attention_bias": False}
+    if config.get("use_sliding_window") is False:
+        del must_be["sliding_window"]  # a window that is not used
+    wrong = {n: config[n] for n, v in must_be.items() if config.get(n) not in (None, v)}
+    rope = config["rope_parameters"]
+    fixed = {"default": {}, "llama3": LLAMA_3}.get(rope["rope_type"])
+    if fixed is None or fixed.items() - rope.items() or rope["rope_theta"] % 1:
+        wrong["rope_parameters"] = rope
+    if wrong:
+        found = ", ".join(f"{name} {value!r}" for name, value in wrong.items())
+        raise WeightsError(f"{path} has {found}, for which there is no flag of Megatron's here")
+    return config
+
+
+def megatron_arguments_of(config: dict[str, Any]) -> list[str]:
+    """Give Megatron's flags for the model of a config from `read_config`, without dropout."""
+    rope, family = config["rope_parameters"], config["model_type"]
+    heads = config["num_attention_heads"]
+    values: dict[str, Any] = {flag: config[field] for flag, field in FIELDS.items()} | {
+        "num-query-groups": config.get("num_key_value_heads") or heads,
+        "kv-channels": config.get("head_dim") or config["hidden_size"] // heads,
+        "rotary-base": int(rope["rope_theta"]),
+        "rotary-percent": rope.get("partial_rotary_factor") or 1.0,
+    }
+    switches = {
+        "untie-embeddings-and-output-weights": not config.get("tie_word_embeddings"),
+        "add-qkv-bias": family.startswith("qwen2"),
+        "qk-layernorm": family.startswith("qwen3"),
+        "use-rope-scaling": (is_scaled := rope["rope_type"] == "llama3"),
+    }
+    if is_scaled:
+        values["rope-scaling-factor"] = rope["factor"]
+    if experts := config.get("num_experts") or config.get("num_local_experts"):
+        step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
+        layers, width = range(config["num_hidden_layers"]), config.get("moe_intermediate_size")
+        sparse = [int((layer + 1) % step == 0 and layer not in dense) for layer in layers]
+        values |= {
+            "num-experts": experts,
+            "moe-ffn-hidden-size": width or config["intermediate_size"],
+            "moe-layer-freq": str(sparse).replace(" ", ""),
+            "moe-router-topk": config["num_experts_per_tok"],
+        }
+        # Else the weights of the chosen do not add up to 1.
+        is_normalised = family == "mixtral" or config.get("norm_topk_prob")
+        switches["moe-router-pre-softmax"] = not is_normalised
+        if shared := config.get("shared_expert_intermediate_size"):
+            values["moe-shared-expert-intermediate-size"] = shared
+            switches["moe-shared-expert-gate"] = True
+    words = [*ALWAYS.split(), *(f"--{name}" for name, is_on in switches.items() if is_on)]
+    return words + [word for name, value in values.items() for word in (f"--{name}", str(value))]
 
 
 def load_hugging_face(chunks: Sequence[torch.nn.Module], folder: str | Path) -> None:
     """Give the model the weights of a folder; every rank of the world calls it, before an optimizer
     copies them.
 
-    `chunks` are this rank's of a GPTModel, wrapped or not, at any TP, PP, VPP and EP. A
-    WeightsError, on every rank and before anything is changed, names a tensor that is missing, left
-    over, of another shape or unreadable, or a setting.
+    `chunks` are this rank's of a GPTModel, wrapped or not, at any TP, PP, VPP and EP, built with
+    the folder's flags. A WeightsError, on every rank and before anything is changed, names tensors
+    that are missing or left over.
     """
-    bridge, views, needed, problems = _compared(chunks, config := read_config(folder))
-    files: dict[str, Any] = {}
-    for path in sorted(Path(folder).glob("model*.safetensors")):
-        try:
-            file = safe_open(path, "pt")
-            files |= dict.fromkeys(file.keys(), file)
-        except (SafetensorError, OSError) as error:
-            problems.append(f"{path} cannot be read ({error}): copy it anew")
-    for name, shape in needed.items():
-        has = tuple(files[name].get_slice(name).get_shape()) if name in files else "missing"
-        if has != shape:
-            problems.append(f"{name} in {folder} is {has}, and the model needs {shape}")
-    known = set().union(*_agree(problems, set(needed)))
+    models = unwrap_model(list(chunks))
+    bridge, views = _bridge(models[0], read_config(folder)), [_view(model) for model in models]
+    mine = set()
+    for view in views:
+        for name in bridge._weight_name_mapping_mcore_local_to_global(view).values():
+            mine.update(bridge._weight_name_mapping_mcore_to_hf(name))
+    needed = set().union(*gather(mine, dist.group.WORLD))
+    there = set(SafeTensorIO(str(folder)).load_hf_weight_names())
+    missing = sorted(needed - there)
     # A tied output layer is the embedding; old checkpoints have a constant of the rotary embedding.
-    known |= {"lm_head.weight"} if config.get("tie_word_embeddings") else set()
-    # Layers after the last one, and MiMo's `mtp_layers`, are for multi-token prediction.
-    ignored = rf"rotary_emb\.inv_freq$|^model\.(mtp_layers|layers\.{config['num_hidden_layers']})\."
-    left = [name for name in files if name not in known and not re.search(ignored, name)]
-    _agree([f"{name} in {folder} has no place in the model" for name in left])
-    reader = SimpleNamespace(load_one_hf_weight=lambda name: files[name].get_tensor(name))
-    bridge._get_safetensor_io = lambda _: reader
+    known = needed | {"lm_head.weight"} if models[0].share_embeddings_and_output_weights else needed
+    left = [name for name in sorted(there - known) if "rotary_emb.inv_freq" not in name]
+    if missing or left:
+        found = f"{', '.join(missing[:9])} missing, and {', '.join(left[:9])} without a place"
+        raise WeightsError(f"{folder} does not fit the model: {found}")
     with torch.no_grad():
         bridge.load_weights(views, str(folder), memory_efficient=True)
 
 
 def save_hugging_face(
-    chunks: Sequence[torch.nn.Module],
-    folder: str | Path,
-    source: str | Path,
-    file_bytes: int = 5 * 10**9,
+    chunks: Sequence[torch.nn.Module], folder: str | Path, source: str | Path
 ) -> None:
     """Write the model as a folder that `transformers` loads; every rank of the world calls it.
 
-    Weights keep their dtype; config.json and tokenizer are those of `source`. The folder has its
-    name once it is whole (`.partial` follows it until then). A safetensors file is full at
-    `file_bytes`. A WeightsError, on every rank, says that the folder exists, or that the model is
-    not that of `source`.
+    Weights keep their dtype; config.json, tokenizer and the names of the files are those of
+    `source`. The folder has its name once it is whole (`.partial` follows it until then).
     """
-    bridge, views, _, problems = _compared(chunks, read_config(source))
-    folder, is_writer = Path(folder), dist.get_rank() == 0
-    if is_writer and folder.exists():
-        problems.append(f"{folder} exists: remove it or name another")
-    _agree(problems)
+    models, folder = unwrap_model(list(chunks)), Path(folder)
+    bridge, is_writer = _bridge(models[0], read_config(source)), dist.get_rank() == 0
     partial = folder.with_name(f"{folder.name}.partial")
     if is_writer:
         shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
-        partial.mkdir(parents=True)
-    tensors: dict[str, Tensor] = {}
-    places: dict[str, str] = {}
-    number = 1
+    dist.barrier()
+    bridge.safetensor_io = SafeTensorIO(str(source))
     with torch.no_grad():
-        for name, tensor in bridge.export_weights(views):
-            if not is_writer or name in places:  # a tied output layer is the embedding
-                continue
-            tensors[name] = tensor.detach().cpu().contiguous()
-            places[name] = f"model-{number:05}.safetensors"
-            if sum(tensor.nbytes for tensor in tensors.values()) >= file_bytes:
-                save_file(tensors, partial / places[name], {"format": "pt"})
-                tensors, number = {}, number + 1
+        bridge.save_weights([_view(model) for model in models], str(partial))
     if is_writer:
-        if tensors:
-            save_file(tensors, partial / f"model-{number:05}.safetensors", {"format": "pt"})
-        if len(set(places.values())) == 1:
-            (partial / "model-00001.safetensors").rename(partial / "model.safetensors")
-        else:
-            index = {"metadata": {}, "weight_map": places}
-            (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-        carry_over(source, partial, bridge.dtype)
+        for file in Path(source).iterdir():
+            if file.suffix in (".json", ".jinja", ".model", ".txt") and ".index." not in file.name:
+                shutil.copyfile(file, partial / file.name)
+        config = json.loads((partial / "config.json").read_text())
+        config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(bridge.dtype)[6:]
+        (partial / "config.json").write_text(json.dumps(config, indent=2))
         partial.rename(folder)
     dist.barrier()
 
 
-def _agree(problems: list[str], mine: Any = None) -> list[Any]:
-    """Give what every rank has, by rank; the problems of any are raised on all."""
-    problems_of_ranks, values = zip(*gather((problems, mine), dist.group.WORLD), strict=True)
-    if different := dict.fromkeys(itertools.chain(*problems_of_ranks)):
-        raise WeightsError("\n".join([*different][:12]))
-    return list(values)
-
-
-def _compared(
-    chunks: Sequence[torch.nn.Module], config: dict[str, Any]
-) -> tuple[Any, list[Any], dict[str, tuple[int, ...]], list[str]]:
-    """Give mbridge's converter, the chunks as it takes them, the shapes of the tensors that they
-    need, and problems.
-    """
-    models = unwrap_model(list(chunks))
-    bridge, views = _bridge(models[0], config), [_view(model) for model in models]
-    problems, shapes = differences(models[0], config), {}
-    for view in views:
-        for name, whole_name in bridge._weight_name_mapping_mcore_local_to_global(view).items():
-            parameter = view.tensors[name]
-            tensor = torch.empty_like(parameter, device="meta")
-            if getattr(parameter, "tensor_model_parallel", False):
-                size = bridge.mpu.etp_size if ".mlp.experts." in name else bridge.mpu.tp_size
-                tensor = bridge._weight_merge_across_tp(whole_name, [tensor] * size, parameter)
-            try:
-                names, tensors = bridge._weight_to_hf_format(whole_name, tensor)
-                shapes |= {n: tuple(t.shape) for n, t in zip(names, tensors, strict=True)}
-            except NotImplementedError:
-                problems.append(f"{whole_name} of the model has no place in a Hugging Face folder")
-    return bridge, views, shapes, problems
-
-
 def _view(model: Any) -> Any:
-    """Give a chunk as mbridge reads it, its tensors under the names of Transformer Engine's
-    layers.
-    """
+    """Give a chunk as mbridge reads it, its tensors named as in Transformer Engine's layers."""
 
     def renamed(name: str) -> str:
         if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
@@ -152,16 +193,13 @@ def _view(model: Any) -> Any:
             return name
         if not hasattr(model.decoder.layers[int(layer[1])].mlp, "router"):
             name = name.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
-        if model.config.multi_latent_attention:
-            name = re.sub(r"\.(q|kv)_layernorm\.", r".linear_\1_up_proj.layer_norm_", name)
-        else:
-            name = name.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_")
+        name = name.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_")
         return re.sub(r"local_experts\.(\d+)\.(linear_fc\d\.weight)", r"\2\1", name)
 
     whole = model.state_dict(keep_vars=True)
     tensors = {renamed(name): tensor for name, tensor in whole.items() if "_extra" not in name}
     methods = {"state_dict": lambda: tensors, "named_parameters": tensors.items}
-    return SimpleNamespace(decoder=model.decoder, tensors=tensors, **methods)
+    return SimpleNamespace(decoder=model.decoder, **methods)
 
 
 def _bridge(model: Any, config: dict[str, Any]) -> Any:
@@ -176,16 +214,12 @@ def _bridge(model: Any, config: dict[str, Any]) -> Any:
             return model.config
 
         def _adjust_mapping_for_shared_weights(self) -> None:
-            """Leave a table alone that the bridges of other models share; `_view` names tied
-            weights.
-            """
+            """Leave a table alone that other bridges share; `_view` names tied weights."""
 
         def _weight_merge_across_tp(
             self, name: str, weights: list[Tensor], local: Tensor
         ) -> Tensor:
-            """Merge experts over their own group, where that is not the tensor-parallel group
-            too.
-            """
+            """Merge experts over their own group, where that is another one."""
             if ".mlp.experts." not in name:
                 return super()._weight_merge_across_tp(name, weights, local)  # type: ignore[no-any-return]
             if len(weights) != self.mpu.etp_size:
@@ -196,8 +230,8 @@ def _bridge(model: Any, config: dict[str, Any]) -> Any:
             gates, ups = zip(*(weight.chunk(2) for weight in weights), strict=True)
             return torch.cat([*gates, *ups])
 
-    fields = config | {"num_nextn_predict_layers": 0}
-    fields["head_dim"] = config.get("head_dim") or model.config.kv_channels
+    fields = config | {"head_dim": config.get("head_dim") or model.config.kv_channels}
+    fields["save_pretrained"] = lambda _: None  # config.json is copied
     bridge = FamilyBridge(SimpleNamespace(**fields), dtype=next(model.parameters()).dtype)
     bridge.make_vocab_size_divisible_by = 1  # where it is set, mbridge pads to the next number
     bridge.vocab_size, bridge.padded_vocab_size = config["vocab_size"], model.vocab_size

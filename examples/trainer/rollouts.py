@@ -2,7 +2,6 @@
 lack.
 """
 
-import functools
 import itertools
 from argparse import Namespace
 from collections import defaultdict
@@ -17,8 +16,7 @@ import torch.distributed as dist
 from megatron.training import checkpointing, training
 
 from megatron_pg import PolicyLossConfig, Sample, StepCollector, StepPlan, plan_step, whiten
-from megatron_pg.megatron import compute_log_probs
-from megatron_pg.megatron.groups import ParallelGroups
+from megatron_pg.megatron import ParallelGroups, compute_log_probs
 from megatron_pg.rollout_files import (
     CollectorState,
     RewardedSample,
@@ -28,19 +26,17 @@ from megatron_pg.rollout_files import (
 )
 from megatron_pg.rollout_files.collector import no_sample_in
 from megatron_pg.step import SampleCost
-from megatron_pg.step.advantages import OF_PROMPT_GROUPS, half_of_dr_grpo
+from megatron_pg.step.advantages import OF_PROMPT_GROUPS
 from megatron_pg.step.agreement import compute_and_gather, gather
 
-from .initialize import provide_model
+from .model import provide_model
 
 Step = tuple[list[Sample], dict[str, float | None]]
 """This data-parallel rank's samples, and what is known of them before the step, over all ranks."""
 
 
 def row_settings(args: Namespace, config: PolicyLossConfig) -> dict[str, Any]:
-    """Settings of the reader. Rows need what the policy loss needs but for log-probs that a model
-    here can say.
-    """
+    """Settings of the reader: rows need what the loss needs but for what a model here can say."""
     computed = {"old_log_probs"} | ({"ref_log_probs"} if args.ref_load else set())
     return {
         "required_fields": [n for n in config.required_sample_fields if n not in computed],
@@ -52,25 +48,22 @@ def row_settings(args: Namespace, config: PolicyLossConfig) -> dict[str, Any]:
 def layout_of(args: Namespace) -> dict[str, Any]:
     """Place of a micro-batch on the ranks, as `plan_step` and `pack` take it."""
     split = args.tensor_model_parallel_size * args.context_parallel_size
-    return {
-        "cp_size": args.context_parallel_size,
-        "pad_to_multiple": split if args.sequence_parallel else 1,
-    }
+    multiple = split if args.sequence_parallel else 1
+    return {"cp_size": args.context_parallel_size, "pad_to_multiple": multiple}
 
 
 def plan_of(
     args: Namespace, samples: Sequence[Sample], group: dist.ProcessGroup | None = None
 ) -> StepPlan:
-    """The plan of a step of which a data-parallel rank has these samples; every rank of the group
-    must call it.
-    """
+    """The plan of a step of which this rank has these samples; every rank of the group calls it."""
     stages = args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size
+    shape = Namespace(**vars(args) | {"num_layers": args.transformer_layers})
     return plan_step(
         samples,
         max_tokens_per_microbatch=args.max_tokens_per_microbatch,
         data_parallel_group=group,
         **layout_of(args),
-        cost=SampleCost.balancing(args.balance, args, args.vocab_size),
+        cost=SampleCost.balancing(args.balance, shape, args.vocab_size),
         microbatch_group_size=stages if args.virtual_pipeline_model_parallel_size else 1,
         ragged=args.ragged_microbatches,
         oversized=args.oversized_samples,
@@ -82,8 +75,7 @@ def plan_of(
 
 
 class FileSteps:
-    """The steps of `--rollout-files`, each of `--docs-per-step` rollouts; every rank makes one and
-    calls it alike.
+    """The steps of `--rollout-files`; every rank makes one and calls it alike.
 
     Without groups they are those of all data-parallel ranks, in the order of the files.
     """
@@ -107,11 +99,8 @@ class FileSteps:
         )
 
     def collect(self, iteration: int) -> StepSamples[Sample] | None:
-        """The samples of the step after `iteration` others; the end of the files is an error before
-        the first step.
-        """
-        step = self._collector.collect()
-        if step is None and iteration == 0:
+        """The samples of the step after `iteration` others, None at the end of the files."""
+        if (step := self._collector.collect()) is None and iteration == 0:
             raise no_sample_in(self._args.rollout_files, self._collector.num_skipped)
         return step
 
@@ -120,12 +109,11 @@ class FileSteps:
         if (step := self.collect(iteration)) is None:
             return None
         samples = with_advantages(self._args, self._config, step.samples, self._group)
-        rows = [
-            (sample.rollout_id, getattr(sample, "reward", None), sample.response_length)
-            for sample in step.samples
-        ]
         counts = {"docs": step.num_documents, "skipped_rows": step.num_skipped}
-        return samples, counts | means_of(rows, self._group)
+        return samples, counts | means_of(step.samples, self._group)
+
+    def attach(self, *_: Any) -> None:
+        """Nothing: the answers are there."""
 
     def shown(self, samples: Sequence[Sample]) -> list[str]:
         """Nothing: no tokenizer is known here."""
@@ -140,24 +128,22 @@ class FileSteps:
         self._collector.load_state(CollectorState(*state))
 
 
-def means_of(
-    rows: Sequence[tuple[int | None, float | None, int]], group: dist.ProcessGroup | None
-) -> dict[str, float | None]:
+def means_of(samples: Sequence[Any], group: dist.ProcessGroup | None) -> dict[str, float | None]:
     """Mean reward and response length of the rollouts on all data-parallel ranks.
 
-    `rows` has the rollout id, reward and response length of each sample of this rank. A rollout's
-    reward is the mean over its samples, and its length the sum. The mean is None without a reward.
+    A rollout's reward is the mean over its samples, and its length the sum. The mean is None
+    without a reward.
     """
+    rows = [(s.rollout_id, getattr(s, "reward", None), s.response_length) for s in samples]
     rewards: dict[Any, list[Any]] = defaultdict(list)
-    num_tokens = 0
-    for number, row in enumerate(itertools.chain(*gather(list(rows), group))):
-        rollout_id, reward, length = row
-        rewards[("sample", number) if rollout_id is None else rollout_id].append(reward)
-        num_tokens += length
+    lengths = []
+    for number, (rollout, reward, length) in enumerate(itertools.chain(*gather(rows, group))):
+        rewards[("sample", number) if rollout is None else rollout].append(reward)
+        lengths.append(length)
     is_known = rewards and all(None not in of_rollout for of_rollout in rewards.values())
     return {
         "reward": fmean(map(fmean, rewards.values())) if is_known else None,
-        "response_length": num_tokens / len(rewards) if rewards else None,
+        "response_length": sum(lengths) / len(rewards) if rewards else None,
     }
 
 
@@ -165,67 +151,37 @@ def with_advantages(
     args: Namespace,
     config: PolicyLossConfig,
     samples: Sequence[Sample],
-    data_parallel_group: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> list[Sample]:
     """Check the samples of a step, and give those that have rewards alone the advantages of
-    `--advantage`.
+    `--advantage`; every data-parallel rank must call it.
 
-    Every rank of the group must call it. A ValueError names a sample that is too long, or whose
-    prompt group may be cut.
+    A ValueError names a sample that is too long, or whose prompt group may be cut.
     """
-    has_groups = args.keep_prompt_groups or config.loss_aggregation == "prompt_mean"
+    has_groups = args.task or args.keep_prompt_groups or config.loss_aggregation == "prompt_mean"
     cuts_groups = args.advantage in OF_PROMPT_GROUPS and not has_groups
 
     def check() -> None:
         for sample in samples:
             if sample.total_length > args.max_position_embeddings:
+                found = f"{sample.name} has {sample.total_length} tokens, more than"
                 raise ValueError(
-                    f"{sample.name} has {sample.total_length} tokens, more than "
-                    f"--max-position-embeddings "
-                    f"{args.max_position_embeddings}"
+                    f"{found} --max-position-embeddings {args.max_position_embeddings}"
                 )
-            if cuts_groups and _needs_advantages(sample):
-                raise ValueError(
-                    f"{sample.name} has a reward and no advantages: its prompt group is the "
-                    f"baseline, which a step must "
-                    "not cut; give --keep-prompt-groups"
-                )
+            if cuts_groups and isinstance(sample, RewardedSample) and not sample.has_advantages:
+                found = f"{sample.name} has a reward and no advantages: its prompt group is the"
+                raise ValueError(f"{found} baseline, not to be cut; give --keep-prompt-groups")
 
-    compute_and_gather(check, id, data_parallel_group)
-    return estimated(args, config, samples, data_parallel_group)
-
-
-def estimated(
-    args: Namespace,
-    config: PolicyLossConfig,
-    samples: Sequence[Sample],
-    data_parallel_group: dist.ProcessGroup | None,
-) -> list[Sample]:
-    """Make advantages of the rewards of a step whose prompt groups are whole; every rank of the
-    group must call it.
-    """
-    group = {"data_parallel_group": data_parallel_group}
-    different = args.allow_different_prompts_in_group
-    settings = {"method": args.advantage, "allow_different_prompts": different}
-    whole, _ = with_group_advantages(samples, **settings, **group)
-    if args.rank == 0 and any(map(_needs_advantages, samples)):
-        say_half_of_dr_grpo(args.advantage, config.loss_aggregation)
+    compute_and_gather(check, id, group)
+    different = {"allow_different_prompts": args.allow_different_prompts_in_group}
+    whole, _ = with_group_advantages(
+        samples, method=args.advantage, data_parallel_group=group, **different
+    )
     if not args.whiten_advantages:
         return whole
     rows, masks = ([getattr(s, name) for s in whole] for name in ("advantages", "loss_mask"))
-    pairs = zip(whole, whiten(rows, masks, **group), strict=True)
+    pairs = zip(whole, whiten(rows, masks, data_parallel_group=group), strict=True)
     return [replace(sample, advantages=advantages) for sample, advantages in pairs]
-
-
-@functools.cache  # said once
-def say_half_of_dr_grpo(method: str, loss_aggregation: str) -> None:
-    """Print which half of Dr.GRPO a run lacks that has the other one."""
-    if remark := half_of_dr_grpo(method, loss_aggregation):
-        print(f"remark: {remark}", flush=True)
-
-
-def _needs_advantages(sample: Any) -> bool:
-    return isinstance(sample, RewardedSample) and not sample.has_advantages
 
 
 class Scoring:
@@ -238,9 +194,7 @@ class Scoring:
         self._reference = None if args.ref_load is None else load_reference(args)
 
     def filled(self, samples: Sequence[Sample], policy: list[Any]) -> list[Sample]:
-        """Give this data-parallel rank's samples the log-probs that the loss needs; those that they
-        have stay.
-        """
+        """Give this rank's samples the log-probs that the loss needs; those that they have stay."""
         with_old = self._with(list(samples), "old_log_probs", policy)
         return self._with(with_old, "ref_log_probs", self._reference)
 
@@ -248,33 +202,29 @@ class Scoring:
         if name not in self._config.required_sample_fields or model is None:
             return samples
         missing = [i for i, sample in enumerate(samples) if getattr(sample, name) is None]
-        if not any(gather(len(missing), self._groups.data)):
-            return samples
-        config = self._config
-        if name == "ref_log_probs":  # it routes by itself: the engine's choices are the policy's
-            config = replace(config, replay_routing=False)
-        scored = compute_log_probs(
-            model,
-            [samples[index] for index in missing],
-            config,
-            max_tokens_per_microbatch=self._args.max_tokens_per_microbatch,
-            oversized=self._args.oversized_samples,
-            groups=self._groups,
-            vocab_size=self._args.vocab_size,
-        )
-        for index, log_probs in zip(missing, scored.log_probs, strict=True):
-            samples[index] = replace(samples[index], **{name: log_probs})
+        if any(gather(len(missing), self._groups.data)):
+            chosen = [samples[index] for index in missing]
+            for index, values in zip(missing, self.scored(chosen, model), strict=True):
+                samples[index] = replace(samples[index], **{name: values})
         return samples
+
+    def scored(self, samples: Sequence[Sample], model: list[Any]) -> list[Any]:
+        """The log-probs of samples under a model."""
+        config = self._config
+        if model is self._reference:  # it routes by itself: the engine's choices are the policy's
+            config = replace(config, replay_routing=False)
+        names = {"max_tokens_per_microbatch": "max_tokens_per_microbatch"}
+        names |= {"oversized": "oversized_samples", "vocab_size": "vocab_size"}
+        settings = {name: getattr(self._args, own) for name, own in names.items()}
+        found = compute_log_probs(model, samples, config, groups=self._groups, **settings)
+        return list(found.log_probs)
 
 
 def load_reference(args: Namespace) -> list[Any]:
     """The chunks of the reference policy, frozen; every rank must call it."""
     is_hugging_face = (Path(args.ref_load) / "config.json").exists()
     if not (is_hugging_face or checkpointing.checkpoint_exists(args.ref_load)):
-        raise ValueError(
-            f"--ref-load: {args.ref_load} holds neither a checkpoint of Megatron nor Hugging Face "
-            f"weights"
-        )
+        raise ValueError(f"--ref-load {args.ref_load}: neither Megatron's nor Hugging Face weights")
     chunks: list[Any] = training.get_model(provide_model, wrap_with_ddp=False)
     for chunk in chunks:
         chunk.requires_grad_(False)

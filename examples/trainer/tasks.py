@@ -1,176 +1,253 @@
-"""Steps from reasoning-gym tasks: chat prompts, answered by the policy as it is, scored by the
-task's own verifier.
+"""Steps from reasoning-gym tasks: questions, answered by the policy as it is, scored by the task's
+own verifier.
 """
 
 import os
 import random
+import string
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import reasoning_gym
 import torch
 import torch.distributed as dist
 from megatron.core.utils import unwrap_model
-from sampler import Response, Sampler, answer_sample
 
 from megatron_pg import PolicyLossConfig, Sample
 from megatron_pg.megatron.groups import ParallelGroups
+from megatron_pg.rollout_files import RewardedSample
 from megatron_pg.step.agreement import gather
 
-from .rollouts import Step, estimated, means_of
+from .rollouts import Step, means_of, with_advantages
+from .sampler import Response, Sampler
 
 MOST_TASKS = 16384
+STORED = """
+    tokens response_length loss_mask group_index name reward rollout_log_probs old_log_probs
+    ref_log_probs
+""".split()
+"""Fields of the samples in a checkpoint."""
+Entry = dict[str, Any]
+"""A question of reasoning-gym and its answer; the verifier takes it back."""
 
 
-class TaskSteps:
-    """The steps of `--task`: `--prompts-per-step` tasks with `--samples-per-prompt` answers each.
+class Letters:
+    """One token a character, and one for the text that opens every question: runs are short."""
 
-    What a step asks depends on the seed and its number alone, so a run that goes on needs no place.
-    Every rank makes one and calls it alike.
-    """
+    size = 100
+    separator, end = 1, 2
+    """Of the vocabulary; and tokens between question and answer, and after the answer."""
 
-    def __init__(self, args: Namespace, config: PolicyLossConfig, groups: ParallelGroups) -> None:
-        import reasoning_gym
+    def __init__(self, questions: Sequence[str]) -> None:
+        self._opening = os.path.commonprefix(questions)
+        characters = string.digits + string.ascii_letters + string.punctuation + " \n"
+        texts = [self._opening, *characters]
+        self.texts = dict(enumerate(texts, self.end + 1)) | {self.separator: "\n", self.end: "▪"}
+        self._tokens = {text: token for token, text in self.texts.items() if token > self.end}
+        self.stops = [self.end]
+
+    def prompt(self, question: str) -> list[int]:
+        """Give the tokens of a question, and the separator."""
+        rest = question.removeprefix(self._opening)
+        return [self._tokens[self._opening], *map(self._tokens.__getitem__, rest), self.separator]
+
+    def response(self, answer: str) -> list[int]:
+        """Give the tokens of an answer, and its end."""
+        return [*map(self._tokens.__getitem__, answer), self.end]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Give the text of tokens."""
+        return "".join(self.texts.get(token, "") for token in tokens)
+
+    def answer(self, response: Sequence[int]) -> str | None:
+        """Give the text of a response that was ended, else None."""
+        return self.decode(response[:-1]) if response[-1] == self.end else None
+
+
+class Chat:
+    """The tokenizer and chat template of a Hugging Face folder."""
+
+    size = 0  # its config says it
+    texts = None
+
+    def __init__(self, folder: str, system_prompt: str | None, examples: Sequence[Entry]) -> None:
         from transformers import AutoTokenizer
 
-        self._args, self._config, self._groups = args, config, groups
-        self._tokenizer = AutoTokenizer.from_pretrained(args.hf_model)
+        self._tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.decode = self._tokenizer.decode
+        self._before = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        for example in examples:
+            self._before.append({"role": "user", "content": example["question"]})
+            self._before.append({"role": "assistant", "content": example["answer"]})
+        found = {self._tokenizer.eos_token_id, self._tokenizer.convert_tokens_to_ids("<|im_end|>")}
+        self.stops = sorted(token for token in found if token is not None)
+
+    def prompt(self, question: str) -> list[int]:
+        """Give the tokens of a chat that ends with the question."""
+        messages = [*self._before, {"role": "user", "content": question}]
+        settings = {"add_generation_prompt": True, "return_dict": False}
+        return list(self._tokenizer.apply_chat_template(messages, **settings))
+
+    def answer(self, response: Sequence[int]) -> str:
+        """Give the text of a response."""
+        return str(self.decode(response, skip_special_tokens=True)).strip()
+
+
+class Questions:
+    """Distinct questions of `--task`, some of them held out, and their tokens."""
+
+    def __init__(self, args: Namespace) -> None:
         given = args.task_settings or {}
         try:
             settings = {"size": MOST_TASKS, "seed": args.seed} | given
             self._dataset = reasoning_gym.create_dataset(args.task, **settings)
         except (TypeError, AssertionError) as error:  # what its generators refuse with
             raise ValueError(f"--task-settings {given} of --task {args.task}: {error}") from error
-        distinct = {entry["question"]: entry for entry in self._dataset}
-        entries = list(distinct.values())
-        self._examples, entries = entries[: args.prompt_examples], entries[args.prompt_examples :]
-        held_out = args.held_out_tasks
-        self._held_out, self._training = entries[:held_out], entries[held_out:]
-        if len(self._training) < args.prompts_per_step:
-            raise ValueError(
-                f"--task {args.task} has {len(entries)} distinct tasks: too few for "
-                f"--held-out-tasks "
-                f"{args.held_out_tasks} and --prompts-per-step {args.prompts_per_step}"
-            )
-        prompts = [self._prompt(entry) for entry in entries[:256]]
-        longest = max(map(len, prompts))
+        # A verifier may ignore case: questions that differ by case alone are the same task.
+        entries = list({entry["question"].lower(): entry for entry in self._dataset}.values())
+        examples, entries = entries[: args.prompt_examples], entries[args.prompt_examples :]
+        number = args.held_out_tasks
+        self.held_out, self.training = entries[:number], entries[number:]
+        self.text: Any = Letters([entry["question"] for entry in entries])
+        if args.hf_model:
+            self.text = Chat(args.hf_model, args.system_prompt, examples)
+        prompts = [self.text.prompt(entry["question"]) for entry in entries[:256]]
+        self.longest = max(map(len, prompts), default=0)
         # What every prompt begins and ends with is not shown again and again.
         backwards = [prompt[::-1] for prompt in prompts]
         self._template = [len(os.path.commonprefix(part)) for part in (prompts, backwards)]
-        if longest + args.max_response_tokens > args.max_position_embeddings:
-            raise ValueError(
-                f"prompts of {longest} tokens and --max-response-tokens {args.max_response_tokens} "
-                f"need more than "
-                f"--max-position-embeddings {args.max_position_embeddings}"
-            )
 
-    def attach(self, model: Sequence[Any]) -> None:
-        """Generate with this model."""
-        stop = {self._tokenizer.eos_token_id, self._tokenizer.convert_tokens_to_ids("<|im_end|>")}
+    def reward(self, entry: Entry, response: Sequence[int]) -> float:
+        """Give 1.0 where the task's verifier gives full marks, else 0.0: partial credit rewarded
+        SmolLM2 for repeating the question before a wrong sum.
+        """
+        return float(self._dataset.score_answer(self.text.answer(response), entry) == 1.0)
+
+    def shown(self, prompt: Sequence[int], response: Sequence[int], reward: float | None) -> str:
+        """Give a prompt without what all have in common, 200 tokens of the answer, the reward."""
+        head, tail = self._template
+        question = self.text.decode(prompt[head : len(prompt) - tail]).strip()
+        return f"{question} -> {self.text.decode(response[:200])}  reward {reward:g}"
+
+
+class TaskSteps:
+    """The steps of `--task`; every rank makes one and calls it alike.
+
+    What a round asks depends on the seed and its number alone.
+    """
+
+    def __init__(self, args: Namespace, config: PolicyLossConfig, groups: ParallelGroups) -> None:
+        self._args, self._config, self._groups = args, config, groups
+        self.questions = questions = Questions(args)
+        self._pending: list[list[Sample]] = []
+        self._wanted = args.prompts_per_step * args.steps_per_round
+        if len(questions.training) < self._wanted:
+            found = f"--task {args.task} has {len(questions.training)} distinct tasks to train on"
+            raise ValueError(f"{found}: a round asks {self._wanted}; give --prompts-per-step")
+        if args.vocab_size < questions.text.size:
+            raise ValueError(f"--vocab-size is {args.vocab_size}: give {questions.text.size}")
+        if questions.longest + args.max_response_tokens > (limit := args.max_position_embeddings):
+            found = f"--max-position-embeddings {limit}: prompts have {questions.longest} tokens"
+            raise ValueError(f"{found}, answers --max-response-tokens {args.max_response_tokens}")
+
+    def attach(self, model: Sequence[Any], score: Callable[[Sequence[Sample]], Any]) -> None:
+        """Generate with this model; `score` adds the log-probs that the loss needs to samples."""
+        self._score = score
         self._sampler = Sampler(
             unwrap_model(list(model))[0],
-            self._groups.pipeline,
             vocab_size=self._args.vocab_size,
-            stop_tokens=sorted(token for token in stop if token is not None),
+            stop_tokens=self.questions.text.stops,
             max_new_tokens=self._args.max_response_tokens,
         )
 
     def step(self, iteration: int) -> Step:
-        """The step after `iteration` others."""
-        args = self._args
-        draw = random.Random(f"{args.seed}-{iteration}")
-        entries = draw.sample(self._training, args.prompts_per_step)
-        rollouts = self._answers(entries, args.samples_per_prompt, iteration)
-        samples: list[Sample] = []
-        for prompt, task, reward, response in rollouts:
-            group = iteration * args.prompts_per_step + task
-            sample = answer_sample(
-                prompt,
-                response.tokens,
-                rollout_log_probs=response.log_probs,
-                group_index=group,
-                name=f"answer {len(samples)} (prompt group {group})",
-                reward=reward,
-            )
-            samples.append(sample)
-        samples = estimated(args, self._config, samples, self._groups.data)
-        return samples, self._metrics(rollouts)
+        """Give the step after `iteration` others."""
+        if not self._pending:
+            self._pending = self._round(iteration // self._args.steps_per_round)
+        samples, group = self._pending.pop(0), self._groups.data
+        return with_advantages(self._args, self._config, samples, group), means_of(samples, group)
+
+    def _round(self, number: int) -> list[list[Sample]]:
+        args, draw = self._args, random.Random(f"{self._args.seed}-{number}")
+        entries = draw.sample(self.questions.training, self._wanted)
+        temperature = self._config.rollout_temperature
+        steps: list[list[Sample]] = [[] for _ in range(args.steps_per_round)]
+        for index, prompt, reward, response in self._answers(
+            entries, args.samples_per_prompt, temperature, str(number)
+        ):
+            group = number * self._wanted + index
+            part, length = steps[index // args.prompts_per_step], len(response.tokens)
+            fields: dict[str, Any] = {"group_index": group, "reward": reward}
+            fields["name"] = f"answer {len(part)} (prompt group {group})"
+            fields["rollout_log_probs"] = response.log_probs
+            tokens = [*prompt, *response.tokens]
+            part.append(RewardedSample(tokens, length, [1] * length, **fields))
+        # The policy of the round gives all of its steps their old log-probs.
+        return [self._score(part) for part in steps]
 
     def held_out(self) -> tuple[float, list[str]]:
-        """Mean score of the held-out tasks, each answered with the likeliest tokens, and a few
-        answers; on all ranks.
-        """
-        rollouts = self._answers(self._held_out, 1, None)
-        score = self._metrics(rollouts)["reward"]
-        shown = [self._shown(prompt, answer.tokens, r) for prompt, _, r, answer in rollouts[:4]]
-        return float(score or 0.0), shown
+        """Give the mean score of the held-out tasks and a few answers, on all ranks."""
+        temperature, entries = self._args.held_out_temperature, self.questions.held_out
+        answers = self._answers(entries, 1, temperature, "held out")
+        shown = [self.questions.shown(p, answer.tokens, r) for _, p, r, answer in answers[:4]]
+        rewards = sum(gather([reward for _, _, reward, _ in answers], self._groups.data), [])
+        return sum(rewards) / len(entries), shown
 
     def shown(self, samples: Sequence[Any]) -> list[str]:
-        """Prompts without what all have in common, answers of 200 tokens at most, and rewards."""
-        parts = [
-            sample.tokens.split([sample.prompt_length, sample.response_length])
-            for sample in samples
+        """Give prompts, answers and rewards as the log shows them."""
+        return [
+            self.questions.shown(tokens[: s.prompt_length], tokens[s.prompt_length :], s.reward)
+            for s in samples
+            for tokens in [s.tokens.tolist()]
         ]
-        pairs = zip(samples, parts, strict=True)
-        return [self._shown(p.tolist(), a.tolist(), sample.reward) for sample, (p, a) in pairs]
 
-    def _shown(self, prompt: list[int], answer: list[int], reward: float) -> str:
-        head, tail = self._template
-        question = self._tokenizer.decode(prompt[head : len(prompt) - tail]).strip()
-        return f"{question} -> {self._tokenizer.decode(answer[:200])}  reward {reward:g}"
+    def state(self) -> list[list[dict[str, Any]]]:
+        """Give the steps of the round that are to come over all data-parallel ranks, in plain
+        values.
+        """
+        ranks = gather(self._pending, self._groups.data)
+        steps = (
+            [sample for part in parts for sample in part] for parts in zip(*ranks, strict=True)
+        )
+        return [[{name: _plain(sample, name) for name in STORED} for sample in s] for s in steps]
 
-    def state(self) -> None:
-        """None: there is no place to go on from."""
+    def restore(self, state: list[list[dict[str, Any]]]) -> None:
+        """Go on with this rank's share of such steps."""
+        self._pending = [
+            [RewardedSample(**s) for s in part if self._is_mine(s["group_index"] % self._wanted)]
+            for part in state
+        ]
 
-    def restore(self, state: None) -> None:
-        """Nothing, likewise."""
-
-    def _prompt(self, entry: dict[str, Any]) -> list[int]:
-        messages = []
-        if self._args.system_prompt:
-            messages.append({"role": "system", "content": self._args.system_prompt})
-        for example in self._examples:
-            messages.append({"role": "user", "content": example["question"]})
-            messages.append({"role": "assistant", "content": example["answer"]})
-        messages.append({"role": "user", "content": entry["question"]})
-        settings = {"add_generation_prompt": True, "return_dict": False}
-        return self._tokenizer.apply_chat_template(messages, **settings)
+    def _is_mine(self, index: int) -> bool:
+        return index % self._groups.data_size == self._groups.data_rank
 
     def _answers(
-        self, entries: Sequence[dict[str, Any]], copies: int, iteration: int | None
-    ) -> list[tuple[list[int], int, float, Response]]:
-        """Prompt, number of the task, score and response of this data-parallel rank's share of the
-        tasks.
+        self, entries: Sequence[Entry], copies: int, temperature: float, name: str
+    ) -> list[tuple[int, list[int], float, Response]]:
+        """Place, prompt, score and response of this data-parallel rank's share of the entries.
 
         The context-parallel ranks divide the share among themselves and then all hold all of it:
-        they must pack the same micro-batches.
+        they must pack the same micro-batches. At temperature 0 the likeliest tokens are taken.
         """
-        groups = self._groups
-        share = range(groups.data_rank, len(entries), groups.data_size)
-        mine = share[groups.context_rank :: groups.context_size]
-        prompts = [self._prompt(entries[index]) for index in mine]
+        groups, questions = self._groups, self.questions
+        mine = [*filter(self._is_mine, range(len(entries)))]
+        mine = mine[groups.context_rank :: groups.context_size]
+        prompts = [questions.text.prompt(entries[index]["question"]) for index in mine]
         generator = None
-        if iteration is not None:
+        if temperature > 0:
             rank = dist.get_rank(groups.data_with_context)
-            seed = random.Random(f"{self._args.seed}-{iteration}-{rank}").getrandbits(48)
+            seed = random.Random(f"{self._args.seed}-{name}-{rank}").getrandbits(48)
             generator = torch.Generator(torch.device(torch.cuda.current_device())).manual_seed(seed)
-        settings = {"temperature": self._config.rollout_temperature, "generator": generator}
-        responses = self._sampler.sample(prompts, copies, **settings)
-        rollouts = []
-        for number, response in enumerate(responses):
+        settings = {"temperature": temperature or 1.0, "generator": generator}
+        answers = []
+        for number, response in enumerate(self._sampler.sample(prompts, copies, **settings)):
             index, prompt = mine[number // copies], prompts[number // copies]
-            rollouts.append((prompt, index, self._score(entries[index], response), response))
-        return [rollout for part in gather(rollouts, groups.context) for rollout in part]
+            reward = questions.reward(entries[index], response.tokens)
+            answers.append((index, prompt, reward, response))
+        return [answer for part in gather(answers, groups.context) for answer in part]
 
-    def _score(self, entry: dict[str, Any], response: Response) -> float:
-        """1.0 where the task's verifier gives full marks, else 0.0.
 
-        Its partial credit is no reward: SmolLM2 came to repeat the question before a wrong sum for
-        it.
-        """
-        answer = self._tokenizer.decode(response.tokens, skip_special_tokens=True).strip()
-        return float(self._dataset.score_answer(answer, entry) == 1.0)
-
-    def _metrics(self, rollouts: Sequence[tuple[Any, ...]]) -> dict[str, float | None]:
-        rows = [(None, reward, len(response.tokens)) for _, _, reward, response in rollouts]
-        return means_of(rows, self._groups.data)
+def _plain(sample: Any, name: str) -> Any:
+    value = getattr(sample, name)
+    return value.tolist() if isinstance(value, torch.Tensor) else value

@@ -165,7 +165,7 @@ _MAKERS = {
     "trained",
     "ref_log_probs": "; megatron_pg.megatron.compute_log_probs makes them with a reference model, "
     "which --ref-load names "
-    "for examples/trainer",
+    "for examples/train.py",
 }
 """The way to fields that a rollout engine does not return."""
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from megatron_pg.config.versions import exports_of_megatron
 
 if TYPE_CHECKING:
-    from megatron_pg.megatron.cpu.layer_spec import torch_block_spec
+    from megatron_pg.megatron.cpu.layer_spec import hybrid_stack_spec, torch_block_spec
     from megatron_pg.megatron.cpu.runtime import enable_cpu_runtime
     from megatron_pg.megatron.experts import padding_mask
     from megatron_pg.megatron.groups import ParallelGroups
@@ -25,6 +25,7 @@ __all__ = [
     "compute_hidden_states",
     "compute_log_probs",
     "enable_cpu_runtime",
+    "hybrid_stack_spec",
     "packed_seq_params",
     "padding_mask",
     "set_fp32_lm_head",
@@ -34,7 +35,7 @@ __all__ = [
 __getattr__, __dir__ = exports_of_megatron(
     __name__,
     {
-        "megatron_pg.megatron.cpu.layer_spec": ("torch_block_spec",),
+        "megatron_pg.megatron.cpu.layer_spec": ("hybrid_stack_spec", "torch_block_spec"),
         "megatron_pg.megatron.cpu.runtime": ("enable_cpu_runtime",),
         "megatron_pg.megatron.experts": ("padding_mask",),
         "megatron_pg.megatron.groups": ("ParallelGroups",),

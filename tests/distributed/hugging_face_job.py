@@ -19,9 +19,14 @@ from megatron.core import distributed, parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.training import arguments
 from torch import Tensor
-from trainer import initialize
-from trainer.hugging_face import load_hugging_face, save_hugging_face
-from trainer.hugging_face_config import WeightsError, megatron_arguments_of, read_config
+from trainer import model as trainer_model
+from trainer.hugging_face import (
+    WeightsError,
+    load_hugging_face,
+    megatron_arguments_of,
+    read_config,
+    save_hugging_face,
+)
 
 from megatron_pg import PackedBatch, PolicyLossConfig, pack, plan_step
 from megatron_pg.megatron import ParallelGroups, PolicyStep, packed_seq_params
@@ -55,7 +60,6 @@ class Job:
     trained: Path | None = None
     dtype: torch.dtype = torch.float32
     flags: tuple[str, ...] = ()
-    file_bytes: int = 5 * 10**9
 
 
 class Logits(NamedTuple):
@@ -73,7 +77,7 @@ def load_and_save(sharding: Sharding, job: Job) -> list[Logits | None]:
     load_hugging_face(chunks, job.source)
     logits = [forward(chunks, sharding, job.samples)]
     if job.copy is not None:
-        save_hugging_face(chunks, job.copy, job.source, job.file_bytes)
+        save_hugging_face(chunks, job.copy, job.source)
     if job.trained is not None:
         train_step(chunks, job.samples, vocab_size=read_config(job.source)["vocab_size"])
         logits.append(forward(chunks, sharding, job.samples))
@@ -120,8 +124,8 @@ def build(sharding: Sharding, job: Job) -> list[DistributedDataParallel]:
     for stage in range(sharding.virtual_pipeline) if sharding.virtual_pipeline else [None]:
         is_first = parallel_state.is_pipeline_first_stage(False, vp_stage=stage)
         is_last = parallel_state.is_pipeline_last_stage(False, vp_stage=stage)
-        with mock.patch.object(initialize, "get_args", lambda: args):
-            model = initialize.provide_model(
+        with mock.patch.object(trainer_model, "get_args", lambda: args):
+            model = trainer_model.provide_model(
                 config, stage, pre_process=is_first, post_process=is_last
             )
         options = {"disable_bucketing": bool(stage)}
@@ -187,11 +191,6 @@ def load_errors(sharding: Sharding, jobs: dict[str, Job]) -> dict[str, str]:
         after = [parameter for chunk in chunks for parameter in chunk.parameters()]
         assert all(torch.equal(*pair) for pair in zip(before, after, strict=True)), name
     return said
-
-
-def save_errors(job: Job, existing: Path) -> str:
-    chunks = build(Sharding(pipeline=2), job)
-    return refusal(WeightsError, save_hugging_face, chunks, existing, job.source)
 
 
 def mutants(job: Job) -> dict[str, Logits | None]:

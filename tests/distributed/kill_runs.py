@@ -1,9 +1,9 @@
-"""Kills a program at random moments, starts it again, and compares its metrics with an
+"""Kills examples/train.py at random moments, starts it again, and compares its metrics with an
 uninterrupted run's.
 
-    python -m tests.distributed.kill_runs --program trainer --moments 10 --seed 0
+    python -m tests.distributed.kill_runs --program files --moments 10 --seed 0
 
-What a launcher does when a rank dies (end the others) is done by `quickstart_run.wait`.
+What a launcher does when a rank dies (end the others) is done by `trainer_run.wait`.
 """
 
 import argparse
@@ -20,15 +20,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import trainer_run
-from .quickstart_run import Ranks, hold, output_of, run, start, steps_of, wait, wait_for_steps
+from .trainer_run import Ranks, hold_at, output_of, steps_of, wait, wait_for_steps
 
 KINDS = ("kill one rank", "kill all ranks", "SIGTERM", "full disk")
 WORLD_SIZE = 2
 NUM_STEPS = 30
-FLAGS = f"--train-iters {NUM_STEPS} --save-interval 3 --resume"
-TRAINER_FLAGS = (
-    f"{trainer_run.WHOLE_GROUPS}--train-iters {NUM_STEPS} --save-interval 3 --exit-signal-handler "
-)
+FLAGS = f"--train-iters {NUM_STEPS} --save-interval 3 --exit-signal-handler "
 LONGEST_DELAY = 0.3
 LAST_STEP = NUM_STEPS - 3
 """A run that is not interrupted until then waits for it."""
@@ -69,16 +66,19 @@ def random_moments(number: int, seed: int) -> list[Moment]:
 
 
 class Program(NamedTuple):
-    """A program that is killed; its functions `hold` and `fill_disk` are sent to ranks."""
+    """What is trained on, and by which flags."""
 
-    start: Callable[[Path, Callable[[int], None]], Ranks]
-    """Starts the run in a folder or goes on with it; a function is called first in every rank."""
-    hold: Callable[[Path, Path, int], None]
-    """Keeps a rank of the run in a folder from its end until a file is there."""
-    fill_disk: Callable[[Moment, int], None]
-    """Lets a rank write no more from a moment on."""
-    run: Callable[[Path], str]
-    """A run that must succeed."""
+    rollouts: Path | None
+    options: dict[str, str]
+
+    def start(self, run_dir: Path, prepare: Callable[[int], None] | None = None) -> Ranks:
+        """Start the run in a folder or go on with it; a function is called first in every rank."""
+        options = {"world_size": WORLD_SIZE, "prepare": prepare, **self.options}
+        return trainer_run.start(self.rollouts, run_dir, FLAGS, **options)  # type: ignore[arg-type]
+
+    def run(self, run_dir: Path) -> str:
+        """A run that must succeed."""
+        return trainer_run.succeed(self.start(run_dir), run_dir)
 
 
 def take_no_more(moment: Moment, files: Iterable[Path]) -> None:
@@ -96,11 +96,11 @@ def take_no_more(moment: Moment, files: Iterable[Path]) -> None:
 def interrupt(program: Program, run_dir: Path, moment: Moment) -> None:
     """Start the run or go on with it, and interrupt it at the moment."""
     if moment.kind == "full disk":
-        codes = wait(program.start(run_dir, functools.partial(program.fill_disk, moment)))
+        codes = wait(program.start(run_dir, functools.partial(fill_disk, moment)))
     else:
         sent = run_dir.with_suffix(".sent")
         sent.unlink(missing_ok=True)
-        ranks = program.start(run_dir, functools.partial(program.hold, run_dir, sent))
+        ranks = program.start(run_dir, functools.partial(hold_at, LAST_STEP, run_dir, sent))
         try:
             wait_for_steps(ranks, run_dir, moment.step)
             send_signal(ranks, moment, sent)
@@ -108,7 +108,7 @@ def interrupt(program: Program, run_dir: Path, moment: Moment) -> None:
             codes = wait(ranks)
     said, done = output_of(run_dir).read_text(), len(steps_of(run_dir))
     print(f"{moment}: {done} steps, {codes}")
-    if done >= NUM_STEPS or (run_dir / "summary.json").exists():
+    if done >= NUM_STEPS or (run_dir / "report.png").exists():
         raise RuntimeError(f"{moment} did not interrupt the run; it said:\n{said}")
     if moment.kind == "full disk" and "cannot be written" not in said:
         raise RuntimeError(f"{moment}: the run did not say that it cannot write; it said:\n{said}")
@@ -139,42 +139,8 @@ def compare(program: Program, folder: Path, moments: list[Moment]) -> None:
         raise RuntimeError(f"metrics differ: {found} and uninterrupted {expected}")
 
 
-def hold_quickstart(run_dir: Path, sent: Path, rank: int) -> None:
-    import run_log
-
-    write = run_log.Log.write
-
-    def write_and_hold(log: Any, *line: Any) -> None:
-        write(log, *line)
-        hold(run_dir, LAST_STEP, sent)
-
-    run_log.Log.write = write_and_hold
-
-
-def fill_disk_of_quickstart(moment: Moment, rank: int) -> None:
-    import run_log
-    import train_grpo
-
-    save = train_grpo.save_checkpoint
-
-    def save_on_full_disk(run_dir: Path, progress: dict[str, Any], state: Any) -> None:
-        if rank == moment.rank and progress["step"] >= moment.step:
-            latest = run_log.checkpoints(run_dir)[-1:]
-            take_no_more(moment, [file for folder in latest for file in folder.iterdir()])
-        save(run_dir, progress, state)
-
-    train_grpo.save_checkpoint = save_on_full_disk
-
-
-QUICKSTART = Program(
-    start=lambda run_dir, prepare: start(run_dir, FLAGS, WORLD_SIZE, prepare),
-    hold=hold_quickstart,
-    fill_disk=fill_disk_of_quickstart,
-    run=lambda run_dir: run(run_dir, FLAGS),
-)
-
-
-def fill_disk_of_trainer(moment: Moment, rank: int) -> None:
+def fill_disk(moment: Moment, rank: int) -> None:
+    """Let a rank write no more from a moment on."""
     from megatron.training import get_args, training
 
     save = training.save_checkpoint
@@ -187,25 +153,19 @@ def fill_disk_of_trainer(moment: Moment, rank: int) -> None:
     training.save_checkpoint = save_on_full_disk
 
 
-def trainer_in(folder: Path) -> Program:
+def files_in(folder: Path) -> Program:
     rollouts = trainer_run.write_rollouts(folder / "rollouts.jsonl", 5 * NUM_STEPS)
-    return Program(
-        start=lambda run_dir, prepare: trainer_run.start(
-            rollouts, run_dir, TRAINER_FLAGS, WORLD_SIZE, prepare
-        ),
-        hold=functools.partial(trainer_run.hold_at, LAST_STEP),
-        fill_disk=fill_disk_of_trainer,
-        run=lambda run_dir: trainer_run.run(rollouts, run_dir, TRAINER_FLAGS),
-    )
+    return Program(rollouts, {"base": trainer_run.FLAGS + trainer_run.WHOLE_GROUPS})
 
 
-PROGRAMS = {"quickstart": lambda folder: QUICKSTART, "trainer": trainer_in}
+TASK = Program(None, {"base": trainer_run.TASK, "model": trainer_run.TASK_MODEL})
+PROGRAMS = {"task": lambda folder: TASK, "files": files_in}
 """By name; a program may need files in a folder."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--program", choices=PROGRAMS, default="quickstart")
+    parser.add_argument("--program", choices=PROGRAMS, default="task")
     parser.add_argument("--moments", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

@@ -19,15 +19,15 @@ enable_cpu_runtime()
 
 import pytest  # noqa: E402, F401
 import torch._dynamo  # noqa: E402, F401  (of a rank's first optimizer)
-import train_grpo  # noqa: E402, F401
 
 import megatron_pg.check.step  # noqa: E402, F401
 import tests.distributed.reference  # noqa: E402, F401
 from megatron_pg.config.versions import has_megatron_training  # noqa: E402
 
 if has_megatron_training():
+    import train  # noqa: F401
     import trainer.hugging_face
-    import trainer.train  # noqa: F401
+    import trainer.tasks  # noqa: F401
 
     if find_spec("transformers"):  # 5 seconds of each rank that loads a model or a tokenizer
         from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: F401

@@ -34,8 +34,8 @@ from tests import progress
 
 from . import wrong_check
 from .launch import free_port, run_ranks
-from .quickstart_run import output_of, start_script, wait_until_ended
 from .test_mutants import MUTANTS
+from .trainer_run import output_of, start_script, wait_until_ended
 
 ROOT = Path(__file__).parents[2]
 CP2 = "--context-parallel-size 2"

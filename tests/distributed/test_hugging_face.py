@@ -25,7 +25,7 @@ pytestmark = pytest.mark.full
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("mbridge")
-from trainer import hugging_face_config  # noqa: E402
+from trainer import hugging_face  # noqa: E402
 
 from . import hugging_face_job  # noqa: E402
 from .hugging_face_job import LEARNING_RATE, Job  # noqa: E402
@@ -47,22 +47,7 @@ LLAMA_3 = {
     "original_max_position_embeddings": 8192,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-BIASED_EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-BIASED_EXPERTS |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 NORMALISED = {"norm_topk_prob": True}
-BIASED_EXPERTS |= NORMALISED | {"routed_scaling_factor": 2.5}
-LATENT = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4}
-LATENT |= {"v_head_dim": 12, "num_key_value_heads": 4}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 40.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "beta_fast": 32,
-    "beta_slow": 1,
-    "original_max_position_embeddings": 4096,
-}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"rope_parameters": LLAMA_3, "rms_norm_eps": 1e-5, "head_dim": 16}),
     "llama, one query group": ("Llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
@@ -73,9 +58,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 moe": ("Qwen3Moe", EXPERTS | NORMALISED | {"head_dim": 16, "mlp_only_layers": [1]}),
     "qwen3 moe, weights as they are": ("Qwen3Moe", EXPERTS),
     "mixtral": ("Mixtral", {"num_local_experts": 4}),
-    "glm4 moe": ("Glm4Moe", BIASED_EXPERTS | {"use_qk_norm": True, "attention_bias": True}),
-    "deepseek v3": ("DeepseekV3", BIASED_EXPERTS | LATENT),
-    "deepseek v3, yarn": ("DeepseekV3", BIASED_EXPERTS | LATENT | {"rope_parameters": YARN}),
 }
 
 
@@ -106,10 +88,7 @@ def _write(name: str, folder: Path) -> None:
                 parameter.copy_(0.3 * values)
             else:
                 parameter.copy_(values / parameter.shape[-1] ** 0.5)
-        for buffer_name, buffer in model.named_buffers():
-            if "score_correction_bias" in buffer_name:
-                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, max_shard_size="20KB")
     (folder / "tokenizer.json").write_text("{}")
 
 
@@ -180,9 +159,6 @@ def assert_same_weights(found: Path, expected: Path) -> None:
         ("qwen3 moe", Sharding(tensor=2, sequence_parallel=True)),
         ("qwen3 moe, weights as they are", Sharding()),
         ("mixtral", WIDE_EXPERTS),
-        ("glm4 moe", WIDE_EXPERTS),
-        ("deepseek v3", WIDE_EXPERTS),
-        ("deepseek v3, yarn", Sharding()),
     ],
     ids=str,
 )
@@ -190,14 +166,13 @@ def test_a_loaded_model_has_the_logits_of_transformers_and_goes_back_bit_for_bit
     name: str, sharding: Sharding, folder_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
     folder, copy = folder_of(name), tmp_path / "copy"
-    job = Job(folder, SAMPLES, copy, file_bytes=20000)
+    job = Job(folder, SAMPLES, copy)
     results = run_ranks(hugging_face_job.load_and_save, sharding.world_size, sharding, job)
     expected, again = expected_logits(folder), expected_logits(copy)
     found = assembled([parts[0] for parts in results], sharding)
     assert largest_error(found, expected) <= 1e-5
     assert largest_error(again, expected) < 1e-6
     assert_same_weights(copy, folder)
-    assert len(list(copy.glob("*.safetensors"))) > 1
     ours, theirs = (json.loads((each / "config.json").read_text()) for each in (copy, folder))
     assert ours == theirs
     assert (copy / "tokenizer.json").read_text() == "{}"
@@ -224,16 +199,13 @@ def test_a_step_at_tp_2_and_cp_2_is_that_of_transformers(name, folder_of, tmp_pa
 
 
 def test_weights_are_cast_to_the_dtype_of_the_model(folder_of, tmp_path):
-    """The bias of the router alone stays in float32, as Megatron keeps it."""
-    source, copy = folder_of("glm4 moe"), tmp_path / "copy"
+    source, copy = folder_of("qwen3 moe"), tmp_path / "copy"
     job = Job(source, SAMPLES, copy, dtype=torch.bfloat16)
     run_ranks(hugging_face_job.convert, 2, Sharding(tensor=2), job)
     found, expected = tensors_of(copy), tensors_of(source)
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
-        is_bias_of_router = name.endswith("e_score_correction_bias")
-        assert found[name].dtype == (torch.float32 if is_bias_of_router else torch.bfloat16)
-        assert torch.equal(found[name], tensor.to(found[name].dtype)), name
+        assert torch.equal(found[name], tensor.bfloat16()), name
     assert json.loads((copy / "config.json").read_text())["dtype"] == "bfloat16"
 
 
@@ -255,48 +227,31 @@ def test_the_names_of_transformer_engine_mean_the_same(folder_of: Callable[[str]
     assert largest_error(assembled(found, Sharding()), expected_logits(folder)) <= 1e-5
 
 
-def changed(source: Path, folder: Path, change: Callable[[dict[str, Tensor]], None]) -> Path:
+def changed(source: Path, folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> Job:
+    """A folder with other tensors, all in one file."""
     from safetensors.torch import save_file
 
-    shutil.copytree(source, folder)
-    tensors = tensors_of(source)
-    change(tensors)
+    ignored = shutil.ignore_patterns("*.safetensors", "*.index.json")
+    shutil.copytree(source, folder, ignore=ignored)
+    change(tensors := tensors_of(source))
     save_file(tensors, folder / "model.safetensors")
-    return folder
+    return Job(folder, SAMPLES)
 
 
 def test_what_does_not_fit_is_named_on_every_rank_and_changes_nothing(folder_of, tmp_path):
     """By both stages of a pipeline, the first of which has none of the last layer."""
     source, last = folder_of("llama"), "model.layers.3.self_attn.k_proj.weight"
-
-    def make(name: str, change: Callable[[dict[str, Tensor]], Any], *flags: str) -> Job:
-        return Job(changed(source, tmp_path / name, change), SAMPLES, flags=flags)
-
+    bias = last.replace("weight", "bias")
     jobs = {
-        "missing": make("missing", lambda tensors: tensors.pop(last)),
-        "shape": make("shape", lambda tensors: tensors.update({last: torch.zeros(16, 32)})),
-        "left": make("left", lambda t: t.update({last.replace("weight", "bias"): torch.zeros(32)})),
-        "layers": Job(source, SAMPLES, flags=("--num-layers", "2")),
-        "base": Job(source, SAMPLES, flags=("--rotary-base", "10000")),
-        "cut off": make("cut_off", lambda tensors: None),
+        "missing": changed(source, tmp_path / "missing", lambda tensors: tensors.pop(last)),
+        "left": changed(source, tmp_path / "left", lambda t: t.update({bias: torch.zeros(32)})),
     }
-    file = jobs["cut off"].source / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-8])
-    expected = {
-        "missing": f"{last} in {jobs['missing'].source} is missing, and the model needs (32, 32)",
-        "shape": f"{last} in {jobs['shape'].source} is (16, 32), and the model needs (32, 32)",
-        "left": f"{last.replace('weight', 'bias')} in {jobs['left'].source} has no place in the "
-        f"model",
-        "layers": "--num-layers is 2 in the model, and config.json means 4",
-        "base": "--rotary-base is 10000 in the model, and config.json means 500000",
-        "cut off": f"{file} cannot be read",
-    }
+    expected = {"missing": f"{last} missing", "left": f"and {bias} without a place"}
     for said in run_ranks(hugging_face_job.load_errors, 2, Sharding(pipeline=2), jobs):
         assert said.keys() == jobs.keys()
         for name, words in expected.items():
+            assert f"{jobs[name].source} does not fit the model: " in said[name]
             assert words in said[name], said[name]
-    for said in run_ranks(hugging_face_job.save_errors, 2, Job(source, SAMPLES), tmp_path):
-        assert f"{tmp_path} exists: remove it or name another" in said
 
 
 @pytest.mark.parametrize(
@@ -305,7 +260,6 @@ def test_what_does_not_fit_is_named_on_every_rank_and_changes_nothing(folder_of,
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM; known are LlamaForCausalLM"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters"),
-        ({"rope_parameters": YARN}, "rope_parameters {'rope_type': 'yarn'"),
         ({"rope_parameters": {**LLAMA_3, "high_freq_factor": 2.0}}, "rope_parameters"),
         ({"attention_bias": True}, "attention_bias True"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
@@ -314,8 +268,8 @@ def test_what_does_not_fit_is_named_on_every_rank_and_changes_nothing(folder_of,
 def test_a_config_that_no_flags_mean_is_refused(changes, words, folder_of, tmp_path):
     config = json.loads((folder_of("llama") / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | changes))
-    with pytest.raises(hugging_face_config.WeightsError, match=re.escape(words)):
-        hugging_face_config.read_config(tmp_path)
+    with pytest.raises(hugging_face.WeightsError, match=re.escape(words)):
+        hugging_face.read_config(tmp_path)
 
 
 def test_the_flags_of_an_older_config(tmp_path: Path) -> None:
@@ -333,36 +287,18 @@ def test_the_flags_of_an_older_config(tmp_path: Path) -> None:
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     expected = """
-        --num-layers 3 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32
-        --group-query-attention --num-query-groups 4 --kv-channels 128 --vocab-size 151936
-        --max-position-embeddings 40960 --position-embedding-type rope --rotary-base 1000000
-        --rotary-percent 1.0 --normalization RMSNorm --norm-epsilon 1e-06 --attention-dropout 0.0
-        --hidden-dropout 0.0 --swiglu --disable-bias-linear --qk-layernorm
-        --untie-embeddings-and-output-weights --num-experts 128 --moe-ffn-hidden-size 768
-        --moe-router-topk 8 --moe-layer-freq [1,1,1] --moe-router-score-function softmax
+        --num-layers 3 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32 --group-query-attention
+        --num-query-groups 4 --kv-channels 128 --vocab-size 151936 --max-position-embeddings 40960
+        --position-embedding-type rope --rotary-base 1000000 --rotary-percent 1.0 --normalization RMSNorm
+        --norm-epsilon 1e-06 --attention-dropout 0 --hidden-dropout 0 --swiglu --disable-bias-linear --qk-layernorm
+        --untie-embeddings-and-output-weights --num-experts 128 --moe-ffn-hidden-size 768 --moe-router-topk 8
+        --moe-layer-freq [1,1,1]
     """
-    flags = hugging_face_config.megatron_arguments_of(hugging_face_config.read_config(tmp_path))
+    flags = hugging_face.megatron_arguments_of(hugging_face.read_config(tmp_path))
     assert sorted(flags) == sorted(expected.split())
 
 
-def test_a_model_of_mimo_is_read_without_its_multi_token_prediction(folder_of, tmp_path):
-    """As published: a Qwen2 under names of its own, with one more layer."""
-    source = folder_of("qwen2")
-    extra = {"model.mtp_layers.0.input_proj.weight": torch.zeros(32, 64)}
-    folder = changed(source, tmp_path / "mimo", lambda tensors: tensors.update(extra))
-    config = json.loads((source / "config.json").read_text())
-    config |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
-    (folder / "config.json").write_text(json.dumps(config))
-    found = run_ranks(hugging_face_job.load_and_save, 1, Sharding(), Job(folder, SAMPLES))
-    expected = expected_logits(source)
-    assert largest_error(assembled([parts[0] for parts in found], Sharding()), expected) <= 1e-5
-
-
 def test_the_page_has_every_family() -> None:
-    from mbridge import AutoBridge
-
     page = (Path(__file__).parents[2] / "docs/models.md").read_text()
-    for name in hugging_face_config.FAMILIES:
+    for name in hugging_face.FAMILIES:
         assert f"`{name}`" in page, name
-    for name in AutoBridge.list_supported_models():
-        assert f"`{name}`" in page or name in hugging_face_config.FAMILIES.values(), name

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pg.config.versions import has_megatron_training
-
-from .kill_runs import KINDS, QUICKSTART, compare, random_moments, trainer_in
+from .kill_runs import KINDS, TASK, compare, files_in, random_moments
 
 
 def test_moments_are_seeded_and_of_every_kind() -> None:
@@ -18,14 +16,13 @@ def test_moments_are_seeded_and_of_every_kind() -> None:
     assert [moment.step for moment in moments] == sorted(moment.step for moment in moments)
 
 
-def test_a_killed_quickstart_loses_nothing(tmp_path: Path) -> None:
-    compare(QUICKSTART, tmp_path, random_moments(3, seed=0))
+def test_a_killed_run_on_a_task_loses_nothing(tmp_path: Path) -> None:
+    """The middle of a round is in its checkpoints: they come every three steps of rounds of two."""
+    compare(TASK, tmp_path, random_moments(3, seed=0))
 
 
 @pytest.mark.full
-@pytest.mark.skipif(not has_megatron_training(), reason="built on megatron.training")
-def test_a_killed_trainer_loses_nothing(tmp_path: Path) -> None:
-    pytest.importorskip("pyarrow")
+def test_a_killed_run_from_files_loses_nothing(tmp_path: Path) -> None:
     moments = random_moments(len(KINDS), seed=0)
     assert {moment.kind for moment in moments} == set(KINDS)
-    compare(trainer_in(tmp_path), tmp_path, moments)
+    compare(files_in(tmp_path), tmp_path, moments)

@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -22,25 +21,12 @@ pytestmark = pytest.mark.full
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "examples/launch"
-WORLD_SIZES = {
-    "single_gpu.sh": 1,
-    "one_node.sh": 8,
-    "multi_node.sh": 64,
-    "multi_node.sbatch": 64,
-    "moe.sh": 16,
-    "long_context.sh": 16,
-}
+WORLD_SIZES = {"one_node.sh": 8, "multi_node.sh": 64}
 SCRIPTS = sorted(LAUNCH / name for name in WORLD_SIZES)
 FROM_WEIGHTS = [LAUNCH / "smollm2.sh"]
 """What its model is, a folder of weights says, and its dry run needs that."""
-PARAMETERS = {  # billions; those of the published models
-    "single_gpu.sh": 1.72,  # Qwen3-1.7B
-    "one_node.sh": 8.19,  # Qwen3-8B
-    "multi_node.sh": 70.55,  # Llama-3.1-70B
-    "multi_node.sbatch": 70.55,
-    "moe.sh": 30.53,  # Qwen3-30B-A3B
-    "long_context.sh": 8.03,  # Llama-3.1-8B
-}
+PARAMETERS = {"one_node.sh": 8.19, "multi_node.sh": 70.55}
+"""Billions; those of the published models Qwen3-8B and Llama-3.1-70B."""
 
 
 def started_by(script: Path, folder: Path, *flags: str) -> tuple[int, list[str]]:
@@ -65,7 +51,7 @@ def dry_runs(processes: list[tuple[int, list[str]]]) -> list[str]:
     """What processes as `started_by` describes them print, or why they end; on a forked rank, one
     after the other.
     """
-    from trainer.train import main
+    from train import main
 
     os.environ |= {"RANK": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     texts = []
@@ -113,8 +99,7 @@ def test_the_page_shows_what_is_printed(plans: dict[str, str]) -> None:
 
 
 CONTRADICTIONS = {
-    "--tensor-model-parallel-size 3": "64 processes cannot be split .* "
-    "--tensor-model-parallel-size",
+    "--tensor-model-parallel-size 3": "Megatron refuses these flags: world size",
     "--max-tokens-per-microbatch 4": "--max-tokens-per-microbatch",
     "--context-parallel-size 2 --qkv-format bshd": "--qkv-format thd",
 }
@@ -123,7 +108,7 @@ OF_THE_FIRST_STEP = {
     "--keep-prompt-groups",
     "--seq-length 1024 --max-position-embeddings 1024": "error: step.jsonl row 9 has 1050 tokens, "
     "more than",
-    "--docs-per-step 2048": "remark +the files end before a step is full: one of 1024 rollouts",
+    "--docs-per-step 2048": "remark +the files end before a step is full, after 1024 rollouts",
     "--loss-aggregation constant --loss-aggregation-divisor 1": "remark: .*--advantage dr_grpo is "
     "the other half",
     "--advantage dr_grpo": "remark: --advantage dr_grpo is one half of Dr.GRPO",
@@ -167,27 +152,8 @@ def test_the_plan_of_every_script(script: Path, plans: dict[str, str]) -> None:
     world_size, *axes = map(int, sizes.groups())
     assert world_size == WORLD_SIZES[script.name] == axes[0] * axes[1] * axes[2] * axes[3]
     assert f"{PARAMETERS[script.name]:.2f} billion parameters" in plan
-    totals = [float(found) for found in re.findall(r"([\d.]+) GiB  in all", plan)]
-    assert len(totals) == 2 and totals[1] < 72, "fits 80 GB, with --fused-lm-head and room for NCCL"
+    assert re.search(r"^memory of a GPU +\d+\.\d GiB  weights, gradients, optimizer$", plan, re.M)
     assert "rollouts does not exist" in plan
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_the_printed_parts_of_memory_add_up_to_their_totals(
-    script: Path, plans: dict[str, str]
-) -> None:
-    """On each pipeline stage, and the fuller one is printed."""
-    parts = {name: Decimal(n) for n, name in re.findall(r"([\d.]+) GiB  (.*)", plans[script.name])}
-    totals = {name: parts.pop(name) for name in list(parts) if name.startswith("in all")}
-    states = next(size for name, size in parts.items() if name.startswith("weights"))
-    heads = {name: size for name, size in parts.items() if name.startswith("output layer")}
-    activations = {name: size for name, size in parts.items() if name.startswith("activations")}
-    assert len(parts) == 1 + len(heads) + len(activations) and len(totals) == len(heads) == 2
-    first, last = next(iter(activations.values())), next(reversed(activations.values()))
-    for (name, total), head in zip(totals.items(), heads.values(), strict=True):
-        assert total == states + max(first, last + head)
-        stage = "first" if first > last + head else "last"
-        assert (f"of the {stage} pipeline stage" in name) == (len(activations) == 2)
 
 
 def test_with_rollout_files_the_plan_counts_the_first_step(plans: dict[str, str]) -> None:
@@ -196,7 +162,7 @@ def test_with_rollout_files_the_plan_counts_the_first_step(plans: dict[str, str]
     assert "N = 512 rollouts, P = 64 prompt groups, T = 435200 active tokens" in plan
     # Over both ranks 435200 + 512 x 50 tokens, which padding to multiples of 4 makes 512 x 2 longer
     # at half of the lengths.
-    found = re.search(r"the first step: (\d+) on each data-parallel rank, (\d+)% full", plan)
+    found = re.search(r" (\d+) micro-batches on each data-parallel rank, (\d+)% full", plan)
     assert found is not None, plan
     assert 15 <= int(found[1]) <= 17
     assert int(found[2]) == pytest.approx(100 * 461824 / (2 * int(found[1]) * 16384), abs=1)
@@ -221,32 +187,21 @@ def test_contradictions_are_named(flags: str, plans: dict[str, str]) -> None:
 def test_a_contradiction_ends_with_the_reason_and_status_1(tmp_path: Path) -> None:
     """One real process, as a user would start it."""
     done = progress.run(
-        ["bash", LAUNCH / "moe.sh", "--dry-run", "--num-experts", "100"],
+        ["bash", LAUNCH / "one_node.sh", "--dry-run", "--num-attention-heads", "5"],
         env={**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT)},
         cwd=tmp_path,
     )
     assert done.returncode == 1
-    assert re.search("^error: .*experts should be a multiple of expert", done.stderr, re.M), done
+    assert re.search("^error: Megatron refuses these flags", done.stderr, re.M), done
     assert "Traceback" not in done.stderr
     assert not list(tmp_path.iterdir()), "nothing is written"
-
-
-def test_slurm_and_the_script_agree_on_nodes() -> None:
-    sbatch = (LAUNCH / "multi_node.sbatch").read_text()
-    options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", sbatch, re.M))
-    assert options["nodes"] == "8" and options["gpus-per-node"] == "8"
-    name, seconds = options["signal"].split("@")  # "B:" would signal the script alone
-    assert name == "TERM" and int(seconds) >= 600
-    assert 'NODES="${NODES:-8}"' in (LAUNCH / "multi_node.sh").read_text()
-    before_the_first_command = sbatch.split("set -euo")[0]
-    assert before_the_first_command.count("#SBATCH") == sbatch.count("#SBATCH")
 
 
 @pytest.mark.parametrize("script", [LAUNCH / "one_node.sh", LAUNCH / "multi_node.sh"])
 def test_without_dry_run_the_launcher_is_started(script: Path, tmp_path: Path) -> None:
     _, *printed = printed_by(script, tmp_path, NODE_RANK="3", MASTER_ADDR="first")
-    launcher = printed[: printed.index("examples/trainer")]
-    assert launcher[0] == "examples/launch/torchrun.py"
+    launcher = printed[: printed.index("examples/train.py")]
+    assert launcher[:2] == ["-m", "torch.distributed.run"]
     assert launcher[launcher.index("--nproc-per-node") + 1] == "8"
     if script.name == "multi_node.sh":
         assert launcher[launcher.index("--node-rank") + 1] == "3"

@@ -1,4 +1,4 @@
-"""examples/trainer from rollout files: its steps, and that a run that goes on equals one that was
+"""examples/train.py from rollout files: its steps, and that a run that goes on equals one that was
 never stopped.
 """
 
@@ -12,17 +12,19 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from report import names_of, read_run
 
-from .quickstart_run import output_of, steps_of, wait, wait_for_steps
 from .trainer_run import (
     TRACKER,
     WHOLE_GROUPS,
     copy_after_step,
     end_of,
     hold_at,
+    output_of,
     run,
     start,
+    steps_of,
+    wait,
+    wait_for_steps,
     write_rollouts,
 )
 
@@ -111,10 +113,6 @@ def test_exit_interval_ends_a_run_after_a_checkpoint(rollouts, uninterrupted, tm
     """And the run goes on with its own file of settings."""
     run(rollouts, tmp_path / "run", f"{STEPS}--save-interval 100 --exit-interval 2")
     assert len(steps_of(tmp_path / "run")) == 2
-    # The picture's title has flags that were not given, too.
-    assert names_of([read_run(tmp_path / "run")])[0].startswith(
-        "ppo · prompt_mean · advantages grpo"
-    )
     flags = f"--config {tmp_path}/run/settings.yaml --exit-interval 100"
     run(None, tmp_path / "run", flags, base="", model="")
     assert checkpoints_of(tmp_path / "run") == ["iter_0000002", "iter_0000006"]
@@ -206,11 +204,8 @@ def test_a_second_run_in_the_same_folder_is_refused(rollouts: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--use-distributed-optimizer", "use_distributed_optimizer False and this run has True"),
-        ("--adam-beta2 0.5", "adam_beta2 0.999 and this run has 0.5"),
+        ("--use-distributed-optimizer", "cannot load the moments of torch's Adam"),
         ("--weight-decay 0.5", "start weight decay"),
-        ("--num-query-groups 2 --group-query-attention", "group_query_attention"),
-        ("--norm-epsilon 0.5", "layernorm_epsilon 1e-05 and this run has 0.5"),
         ("--eps-clip 0.1", "eps_clip 0.2 and this run has 0.1"),
         ("--docs-per-step 12", "docs_per_step 10 and this run has 12"),
         # Those after it are trained on.
@@ -241,7 +236,7 @@ def hide_place(rank: int) -> None:
 
 def test_a_checkpoint_of_another_program_is_named(rollouts: Path, stopped: Path) -> None:
     said = end_of(rollouts, stopped, STEPS + "--train-iters 9", prepare=hide_place)
-    assert "another program or an earlier version and has no place in the rollouts" in said
+    assert "another program and has no place in the rollouts" in said
 
 
 def test_a_damaged_checkpoint_is_named(rollouts: Path, stopped: Path) -> None:

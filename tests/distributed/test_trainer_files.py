@@ -1,23 +1,28 @@
-"""examples/trainer and its rollout files: their formats, what they lack, and what may change when a
+"""examples/train.py and its rollout files: their formats, what they lack, and what may change when a
 run goes on.
 """
 
 import argparse
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from megatron_pg import PolicyLossConfig
 from megatron_pg.rollout_files import RewardedSample
 
-from .quickstart_run import steps_of
-from .test_quickstart_training import ONE_RIGHT
-from .trainer_run import WHOLE_GROUPS, copy_after_step, end_of, run, write_rollouts
+from .trainer_run import WHOLE_GROUPS, copy_after_step, end_of, run, steps_of, write_rollouts
 
 pytestmark = pytest.mark.full
 
+ONE_RIGHT = {  # advantages of the rewards 1, 0, 0, 0
+    "grpo": [1.5, -0.5, -0.5, -0.5],
+    "dr_grpo": [0.75, -0.25, -0.25, -0.25],
+    "rloo": [1.0, -1 / 3, -1 / 3, -1 / 3],
+    "maxrl": [3.0, -1.0, -1.0, -1.0],
+    "step_rloo": [1.0, -1 / 3, -1 / 3, -1 / 3],
+    "reward": [1.0, 0.0, 0.0, 0.0],
+}
 STEPS = WHOLE_GROUPS + "--train-iters 4 --save-interval 2 "
 STEPS += "--kl-loss-coef 0.1 --kl-target 0.001 --kl-horizon 20 "
 
@@ -62,29 +67,19 @@ def test_parquet_gives_the_steps_of_json_lines(rollouts, uninterrupted, tmp_path
 
 @pytest.mark.parametrize("method", ONE_RIGHT)
 def test_advantages_are_those_that_the_flag_names(method: str) -> None:
-    """Of rollout files and of tasks."""
-    from sampler import Response
     from trainer.rollouts import with_advantages
-    from trainer.tasks import TaskSteps
 
     args = argparse.Namespace(
-        **{"advantage": method, "rank": 1, "keep_prompt_groups": True, "seed": 1},
+        **{"advantage": method, "rank": 1, "keep_prompt_groups": True, "task": None},
         **{"allow_different_prompts_in_group": False, "max_position_embeddings": 8},
-        **{"prompts_per_step": 1, "samples_per_prompt": 4, "whiten_advantages": False},
+        **{"whiten_advantages": False},
     )
-    rewards = [1.0, 0.0, 0.0, 0.0]
     fields = {"has_advantages": False, "group_index": 7}
-    of_file = [RewardedSample([1, 2], 1, [1], reward=reward, **fields) for reward in rewards]
-    of_task = object.__new__(TaskSteps)
-    of_task._args, of_task._training, of_task._config = args, [{}], PolicyLossConfig()
-    of_task._groups = SimpleNamespace(data=None)
-    of_task._answers = lambda *_: [([1], 0, reward, Response([2], [-1.0])) for reward in rewards]
-    of_task._metrics = lambda rollouts: {}
-    for samples in (with_advantages(args, PolicyLossConfig(), of_file), of_task.step(0)[0]):
-        found = [float(sample.advantages) for sample in samples]
-        assert found == pytest.approx(ONE_RIGHT[method], rel=1e-5)
+    samples = [RewardedSample([1, 2], 1, [1], reward=r, **fields) for r in (1.0, 0.0, 0.0, 0.0)]
+    found = [float(s.advantages) for s in with_advantages(args, PolicyLossConfig(), samples)]
+    assert found == pytest.approx(ONE_RIGHT[method], rel=1e-5)
     args.whiten_advantages = True
-    found = [float(s.advantages) for s in with_advantages(args, PolicyLossConfig(), of_file)]
+    found = [float(s.advantages) for s in with_advantages(args, PolicyLossConfig(), samples)]
     assert found == pytest.approx([1.5, -0.5, -0.5, -0.5], rel=1e-5)
 
 
@@ -94,7 +89,7 @@ def test_advantages_and_means_are_of_rollouts(tmp_path: Path) -> None:
 
     args = argparse.Namespace(
         **{"advantage": "grpo", "rank": 1, "keep_prompt_groups": True, "whiten_advantages": False},
-        **{"allow_different_prompts_in_group": False, "max_position_embeddings": 8},
+        **{"task": None, "allow_different_prompts_in_group": False, "max_position_embeddings": 8},
         **{"rollout_files": [tmp_path / "rows.jsonl"], "on_bad_row": "error", "ref_load": None},
         **{
             "vocab_size": 8,

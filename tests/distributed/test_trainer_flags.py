@@ -1,9 +1,7 @@
-"""The command line of examples/trainer: every flag of Megatron is read, or refused by name."""
+"""The command line of examples/train.py: what would train something else is refused by name."""
 
-import argparse
 import contextlib
 import io
-import itertools
 import os
 import re
 import subprocess
@@ -18,63 +16,37 @@ from megatron_pg import PolicyLossConfig
 from .launch import run_ranks
 from .trainer_run import FLAGS, MODEL
 
+pytestmark = pytest.mark.full
+
 GIVEN = f"{FLAGS}{MODEL}--train-iters 6 --rollout-files x.jsonl "
 
 REFUSED = {
     "--train-data-path x": "--train-data-path: samples come from --rollout-files",
-    "--mock-data": "--mock-data: samples come from",
-    "--tokenizer-type NullTokenizer": "--tokenizer-type: samples come from --rollout-files",
-    "--grpo-group-size 4": "--grpo-group-size: Megatron's own RL loop is not run",
-    "--perform-rl-step": "--perform-rl-step: Megatron's own RL loop is not run",
-    "--eval-interval 4": "--eval-interval: there is no validation set",
-    "--skip-train": "--skip-train: there is no validation set",
+    "--grpo-group-size 4": "--grpo-group-size: another loop reads it; drop it",
+    "--perform-rl-step": "--perform-rl-step: another loop reads it",
     "--global-batch-size 8": "--global-batch-size: a step holds --docs-per-step rollouts",
     "--micro-batch-size 4": "--micro-batch-size: a step holds --docs-per-step rollouts",
     "--train-samples 8": "--train-samples: steps are counted here, not samples",
-    "--mtp-num-layers 1": "--mtp-num-layers: the model is a GPTModel",
+    "--mtp-num-layers 1": "--mtp-num-layers: layers come from --num-layers",
+    "--hybrid-layer-pattern M": "--hybrid-layer-pattern: layers come from --num-layers",
     "--use-megatron-fsdp": "--use-megatron-fsdp: the model is wrapped in DDP",
-    "--non-persistent-save-interval 3": "cannot be gone on from",
-    "--no-save-optim": "cannot be gone on from",
-    "--cuda-graph-impl local": "--cuda-graph-impl: its buffers have one size",
-    "--ckpt-format torch": "--ckpt-format torch: checkpoints are read at any sharding",
+    "--cuda-graph-impl local": "--cuda-graph-impl: micro-batches differ in length",
+    "--ckpt-format torch": "--ckpt-format torch: give torch_dist, which any sharding reads",
     "--hidden-dropout 0.1": "give 0 with --device cpu",
     "--device cuda --hidden-dropout 0.1": "hidden_dropout=0.1: training draws random numbers",
     "--num-experts 4 --moe-router-topk 2 --moe-input-jitter-eps 0.1": "moe_input_jitter_eps=0.1: "
     "rou",
     "--num-experts 4 --moe-router-topk 2 "
     "--moe-expert-capacity-factor 1": "expert_capacity_factor=1.0",
-    "--position-embedding-type yarn": "give one of learned_absolute, rope, none",
-    "--clip-grad nan": "--clip-grad is nan: give a finite number",
+    "--position-embedding-type yarn": "--position-embedding-type yarn is not built here",
     "--eps-clip inf": "--eps-clip",
     "--task spell_backward": "give one of --rollout-files and --task",
-    "--save-hf x": "--save-hf x: it is written with the config and tokenizer of --hf-model",
+    "--save-hf x": "--save-hf x: give --hf-model, and a name that is free",
     "--hf-model nowhere": "there is no nowhere/config.json",
-    "--lr-warmup-iters 6": "--lr-warmup-iters 6 is not below --train-iters 6",
-    "--tensor-model-parallel-size 3": "4 processes cannot be split",
-    "--num-layers 5 --pipeline-model-parallel-size 2": "Megatron refuses these flags",
+    "--tensor-model-parallel-size 3": "Megatron refuses these flags: world size",
+    "--num-layers 5 --pipeline-model-parallel-size 2": "--num-layers 5 cannot be split evenly",
     "--loss-aggregation constant": "--loss-aggregation-divisor",
-    "--save x": "--save x with --save-interval None: give the steps",
-    "--save x --save-interval 4 --save-retain-interval 6": "Megatron refuses these flags: assert "
-    "args.save_retain_interval %",
-    "--wandb-project p": "--wandb-project needs a folder for its files: give --save",
-    "--wandb-project p --save x --save-interval 4": "the package wandb is not installed",
-    "--wandb-project p --wandb-save-dir x": "the package wandb is not installed",
-}
-
-READ_GROUPS = {
-    # The model, its sharding, initialisation and update, and Megatron's loop, which runs unchanged.
-    *(
-        "transformer configuration",
-        "network size",
-        "Transformer-Engine",
-        "moe",
-        "mla",
-        "regularization",
-    ),
-    *("mixed precision", "training", "profiling", "logging", "learning rate and weight decay"),
-    *("RNG and initialization", "distributed init", "checkpointing", "experimental"),
-    *("policy loss", "planning", "trainer", "settings in a file"),  # this package's
-    *("options", "positional arguments"),  # argparse's own
+    "--save x": "--save x: give the steps between checkpoints",
 }
 
 
@@ -108,68 +80,24 @@ def test_what_is_not_done_is_refused(flags: str, messages: dict[str, str]) -> No
     assert REFUSED[flags] in messages[flags]
 
 
-def test_every_group_of_flags_is_read_or_refused() -> None:
-    """Fails where a release of Megatron brings a group that nobody has decided about."""
-    ((refused, titles, missing),) = run_ranks(groups_of_flags, 1)
-    assert titles == READ_GROUPS & titles | refused and not READ_GROUPS & refused
-    assert not missing, "misspelt names would refuse nothing"
+def test_help_ends_with_the_flags_of_this_program() -> None:
+    """On the first rank of a node alone."""
+    ((first, second),) = run_ranks(printed_help, 1)
+    assert second == "" and "\nusage: " not in first
+    flags = re.findall(r"^  (--[\w-]+)", first, re.MULTILINE)
+    order = [flags.index(name) for name in ("--num-layers", "--loss-aggregation", "--device")]
+    assert order == sorted(order) and flags[-1] == "--whiten-advantages"
 
 
-def groups_of_flags() -> tuple[set[str], set[str], set[str]]:
-    from megatron.training.arguments import add_megatron_arguments
-    from trainer import refusals
-    from trainer.arguments import _add_flags
-
-    parser = _add_flags(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
-    titles = {str(group.title) for group in parser._action_groups if group._group_actions}
-    names = {action.dest for action in parser._actions}
-    assert refusals.KEPT
-    return titles & {*refusals.GROUPS}, titles, {*refusals.FLAGS, *refusals.KEPT} - names
-
-
-@pytest.fixture(scope="module")
-def helps() -> dict[str, str]:
-    """What is printed for each of the flags that explain flags, on the first rank of a node and on
-    its second.
-    """
-    (found,) = run_ranks(printed_help, 1, ["--help", "--help-megatron"])
-    return dict(found)
-
-
-def printed_help(flags: list[str]) -> list[tuple[str, str]]:
+def printed_help() -> list[str]:
     found = []
-    for flag, rank in itertools.product(flags, "01"):
+    for rank in "01":
         os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}
-        sys.argv = ["trainer", flag]
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed), pytest.raises(SystemExit) as end:
+        sys.argv = ["train.py", "--help"]
+        with contextlib.redirect_stdout(io.StringIO()) as printed, pytest.raises(SystemExit):
             parse_arguments()
-        assert end.value.code in (0, None)
-        found.append((f"{flag} {rank}", printed.getvalue()))
+        found.append(printed.getvalue())
     return found
-
-
-def test_help_is_of_the_flags_of_this_program(helps: dict[str, str]) -> None:
-    text = helps["--help 0"]
-    assert re.search(r"--ref-load FOLDER\s+reference policy", text)
-    for flag in ("--loss-aggregation", "--docs-per-step", "--device", "--pg-loss-divisor"):
-        assert f"  {flag} " in text
-    assert not re.search(r"^  --(num-layers|lr|save|train-iters) ", text, re.MULTILINE)
-    assert len(text.splitlines()) < 400 and "usage" not in text
-
-
-def test_megatrons_flags_have_a_help_of_their_own(helps: dict[str, str]) -> None:
-    """Without those that this program refuses."""
-    text = helps["--help-megatron 0"]
-    for flag in ("--num-layers", "--lr", "--save", "--train-iters"):
-        assert re.search(f"^  {flag} ", text, re.MULTILINE)
-    given = set(re.findall(r"^  (--[\w-]+)", text, re.MULTILINE))
-    refused = {flags.split()[0] for flags in REFUSED if "no validation set" in REFUSED[flags]}
-    assert not given & (refused | {"--loss-aggregation", "--micro-batch-size", "--grpo-group-size"})
-
-
-def test_help_is_printed_once_on_a_node(helps: dict[str, str]) -> None:
-    assert helps["--help 1"] == helps["--help-megatron 1"] == ""
 
 
 def command_lines() -> list[list[str]]:
@@ -190,7 +118,7 @@ RECIPES = command_lines()
     "line", RECIPES, ids=lambda line: " ".join(line[line.index("--docs-per-step-mode") + 3 :])
 )
 def test_the_line_of_a_recipe_is_accepted(line: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    script = line.index("examples/trainer")
+    script = line.index("examples/train.py")
     assert line[:script] == ["--nproc-per-node", "8"]
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")

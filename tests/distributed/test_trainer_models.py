@@ -1,4 +1,4 @@
-"""examples/trainer with log-probs that rollouts lack, a reference policy, and Hugging Face
+"""examples/train.py with log-probs that rollouts lack, a reference policy, and Hugging Face
 weights.
 """
 
@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from .quickstart_run import steps_of
-from .trainer_run import VOCABULARY, WHOLE_GROUPS, end_of, run, without_log_probs
+from .trainer_run import VOCABULARY, WHOLE_GROUPS, end_of, run, steps_of, without_log_probs
 
 pytestmark = pytest.mark.full
 
@@ -76,7 +75,7 @@ def _score_with_the_policy(rank: int) -> None:
     ("flags", "message"),
     [
         (KL, "ref_log_probs"),
-        (KL + "--ref-load nowhere", "nowhere holds neither a checkpoint of Megatron nor"),
+        (KL + "--ref-load nowhere", "--ref-load nowhere: neither Megatron's nor"),
     ],
 )
 def test_a_missing_reference_ends_all_ranks_with_a_line(rollouts, tmp_path, flags, message):

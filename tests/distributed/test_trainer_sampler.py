@@ -1,8 +1,7 @@
-"""The sampler of examples/trainer, held to `transformers`, which shares no code with it, and
+"""The sampler of examples/train.py, held to `transformers`, which shares no code with it, and
 on-line steps.
 """
 
-import argparse
 import json
 import re
 from pathlib import Path
@@ -13,8 +12,7 @@ import torch
 
 from .launch import run_ranks
 from .models import Sharding
-from .quickstart_run import steps_of
-from .trainer_run import end_of, run
+from .trainer_run import TASK, TASK_MODEL, end_of, run, steps_of
 
 pytestmark = pytest.mark.full
 
@@ -46,20 +44,15 @@ def sample(
     sharding: Sharding, folder: Path, stops: list[int], seed: int | None
 ) -> list[tuple[Any, Any]]:
     """Tokens and log-probs of two answers to each prompt."""
-    from megatron.core import parallel_state
-    from sampler import Sampler
     from trainer.hugging_face import load_hugging_face
+    from trainer.sampler import Sampler
 
     from .hugging_face_job import Job, build
 
     chunks = build(sharding, Job(folder, []))
     load_hugging_face(chunks, folder)
     sampler = Sampler(
-        chunks[0].module,
-        parallel_state.get_pipeline_model_parallel_group(),
-        vocab_size=VOCABULARY,
-        stop_tokens=stops,
-        max_new_tokens=LONGEST,
+        chunks[0].module, vocab_size=VOCABULARY, stop_tokens=stops, max_new_tokens=LONGEST
     )
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     found = sampler.sample(PROMPTS, 2, temperature=0.7, generator=generator)
@@ -67,12 +60,10 @@ def sample(
 
 
 @pytest.mark.parametrize(
-    "sharding",
-    [Sharding(), Sharding(tensor=2), Sharding(context=2), Sharding(pipeline=3)],
-    ids=["one", "TP2", "CP2", "PP3"],
+    "sharding", [Sharding(), Sharding(tensor=2), Sharding(context=2)], ids=["one", "TP2", "CP2"]
 )
 def test_the_likeliest_tokens_are_those_of_transformers(folder: Path, sharding: Sharding) -> None:
-    world_size = sharding.tensor * sharding.context * sharding.pipeline
+    world_size = sharding.tensor * sharding.context
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     for found in run_ranks(sample, world_size, sharding, folder, [STOP], None):
         for index, prompt in enumerate(PROMPTS):
@@ -155,22 +146,18 @@ def test_on_line_steps_and_going_on(models: Path, tmp_path: Path) -> None:
     assert [json.loads(line)["step"] for line in lines] == [0, 4]
 
 
-INTERLEAVED = (
-    "--pipeline-model-parallel-size 2 --num-layers 4 --num-layers-per-virtual-pipeline-stage 1"
-)
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         ("--sequence-parallel --tensor-model-parallel-size 2", "--sequence-parallel with --task"),
-        (INTERLEAVED, "--num-layers-per-virtual-pipeline-stage with --task"),
-        ("--replay-sampling-set", "--replay-sampling-set with --task: answers are sampled from"),
-        ("--docs-per-step 4", "--docs-per-step with --task: give --prompts-per-step"),
+        ("--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size with --task"),
+        ("--num-layers 3", "--num-layers beside --hf-model: its config.json says it"),
+        ("--replay-sampling-set", "--replay-sampling-set with --task"),
+        ("--docs-per-step 4", "--docs-per-step with --task"),
         ("--rollout-files x.jsonl", "give one of --rollout-files and --task"),
-        ("--max-response-tokens 300", "need more than --max-position-embeddings 256"),
-        ("--prompts-per-step 20000", "distinct tasks: too few"),
-        ("--held-out-tasks -1", "--held-out-tasks is -1: give 0 or more"),
+        ("--max-response-tokens 300", "--max-position-embeddings 256: prompts have"),
+        ("--prompts-per-step 20000", "distinct tasks to train on: a round asks 20000"),
+        ("--held-out-tasks -1", "--held-out-tasks is -1: give 1 or more"),
         ("--samples-per-prompt 0", "--samples-per-prompt is 0: give 1 or more"),
         ('--task-settings {"min_terms":5,"max_terms":2}', "max_terms must be >= min_terms"),
         ('--task-settings {"terms":5}', "unexpected keyword argument 'terms'"),
@@ -185,16 +172,15 @@ def test_what_the_sampler_cannot_do_is_refused(models, tmp_path, flags, message)
     assert message in end_of(None, tmp_path / "run", given + flags, model="", base=TASK_FLAGS)
 
 
-def test_without_held_out_tasks_there_is_no_score() -> None:
-    run_ranks(score_no_tasks, 1)
-
-
-def score_no_tasks() -> None:
-    from trainer.train import Run
-
-    run = object.__new__(Run)
-    run._args, run._rollouts = argparse.Namespace(held_out_tasks=0), None
-    run._score_held_out(0)
+def test_rounds_go_on_where_data_parallel_ranks_stopped(tmp_path: Path) -> None:
+    """In the middle of a round of two steps, whose second half is in the checkpoint."""
+    task = {"base": TASK + "--context-parallel-size 1 --save-interval 3 ", "model": TASK_MODEL}
+    run(None, tmp_path / "whole", "--train-iters 4", **task)
+    run(None, tmp_path / "parts", "--train-iters 4 --exit-interval 3", **task)
+    assert len(steps_of(tmp_path / "parts")) == 3
+    run(None, tmp_path / "parts", "--train-iters 4", **task)
+    assert steps_of(tmp_path / "parts") == (steps := steps_of(tmp_path / "whole"))
+    assert steps[3]["kl_new_old"] > steps[2]["kl_new_old"] == pytest.approx(0.0, abs=1e-6)
 
 
 def run_task(folder: Path, flags: str) -> str:

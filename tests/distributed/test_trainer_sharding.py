@@ -1,4 +1,4 @@
-"""From rollout files examples/trainer takes the same steps however Megatron shards the model.
+"""From rollout files examples/train.py takes the same steps however Megatron shards the model.
 
 A run in one process takes three steps. Each sharding goes on from its checkpoint after the first,
 with parameters and moments cut anew, and takes the other two.
@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from .quickstart_run import steps_of
-from .trainer_run import WHOLE_GROUPS, copy_after_step, run, without_log_probs
+from .trainer_run import WHOLE_GROUPS, copy_after_step, run, steps_of, without_log_probs
 
 pytestmark = pytest.mark.full
 
@@ -79,15 +78,13 @@ def test_every_sharding_takes_the_same_steps(rollouts, dense, tmp_path, name):
 
 def test_the_distributed_optimizer_takes_the_same_steps(rollouts, dense, tmp_path):
     flags = STEPS + "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
-    first = in_one_process(rollouts, "distributed_optimizer", flags)
-    assert_same_steps(steps_of(first), steps_of(dense))
-    go_on(rollouts, first, tmp_path, flags)
+    run(rollouts, tmp_path / "run", flags)
+    assert_same_steps(steps_of(tmp_path / "run"), steps_of(dense))
 
 
-@pytest.mark.parametrize("flags", ["--use-distributed-optimizer", ""], ids=["distributed", "plain"])
-def test_a_bfloat16_run_goes_on_bit_for_bit(rollouts: Path, tmp_path: Path, flags: str) -> None:
+def test_a_bfloat16_run_goes_on_bit_for_bit(rollouts: Path, tmp_path: Path) -> None:
     """Its optimizer has float32 copies of the parameters."""
-    flags = f"{STEPS} --bf16 {flags}"
+    flags = f"{STEPS} --bf16"
     run(rollouts, tmp_path / "uninterrupted", flags)
     copy = copy_after_step(1, tmp_path / "uninterrupted", tmp_path / "run")
     run(rollouts, copy, flags)
@@ -107,7 +104,7 @@ def test_expert_parallelism_takes_the_same_steps(rollouts: Path, tmp_path: Path)
 
 def _begin_alike(rank: int) -> None:
     """Parameters that depend on their names alone."""
-    from trainer import train
+    import train
 
     from megatron_pg.check.sharded_parameters import set_parameters
 

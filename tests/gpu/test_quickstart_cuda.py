@@ -19,20 +19,22 @@ pytest.importorskip("megatron.core")
 pytest.importorskip("reasoning_gym")
 
 ROOT = Path(__file__).parents[2]
-FLAGS = (
-    "--device cuda --warm-start-iters 4 --warm-start-batch-size 16 --num-training-tasks 256 "
-    "--num-held-out-tasks 16 "
-    "--rollout-batch-size 8 --n-samples-per-prompt 4 --global-batch-size 16 --train-iters 12 "
-    "--save-interval 4 "
-    "--entropy-coef 0.01 --run-dir "
-)
+SETTINGS = '{"size":512,"min_word_len":3,"max_word_len":5}'
+FLAGS = """
+    --device cuda --seed 1 --num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 100
+    --seq-length 64 --max-position-embeddings 64 --attention-dropout 0 --hidden-dropout 0 --lr 1e-3
+    --task spell_backward --held-out-tasks 16 --prompts-per-step 4 --samples-per-prompt 4
+    --steps-per-round 2 --max-response-tokens 8 --max-tokens-per-microbatch 512 --train-iters 12
+    --save-interval 4 --entropy-coef 0.01 --exit-signal-handler
+"""
 
 
-def start(run_dir: Path, *flags: str) -> subprocess.Popen[str]:
+def start(run_dir: Path) -> subprocess.Popen[str]:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-    command = [sys.executable, *launcher, "examples/train_grpo.py", *FLAGS.split(), str(run_dir)]
+    command = [sys.executable, *launcher, "examples/train.py", *FLAGS.split()]
+    command += ["--task-settings", SETTINGS, "--save", str(run_dir), "--load", str(run_dir)]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    return subprocess.Popen([*command, *flags], cwd=ROOT, env=environment, text=True)
+    return subprocess.Popen(command, cwd=ROOT, env=environment, text=True)
 
 
 def status_of(process: subprocess.Popen[str]) -> int:
@@ -55,7 +57,7 @@ def test_answers_after_a_stop_are_those_without_one(tmp_path: Path) -> None:
     stopped.terminate()
     status_of(stopped)
     assert len(steps_of(tmp_path / "stopped")) < 12
-    assert status_of(start(tmp_path / "stopped", "--resume")) == 0
+    assert status_of(start(tmp_path / "stopped")) == 0
     whole, resumed = steps_of(tmp_path / "whole"), steps_of(tmp_path / "stopped")
     for expected, found in zip(whole, resumed, strict=True):
         assert found["response_length"] == expected["response_length"]

@@ -18,8 +18,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
 from megatron_pg.step.token_window import Layout
@@ -215,3 +217,44 @@ def torch_block_spec(
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = attention.kv_layernorm = TorchNorm
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TorchNorm)
+
+
+def hybrid_stack_spec(
+    config: TransformerConfig, *, use_transformer_engine: bool = False
+) -> ModuleSpec:
+    """Build the `hybrid_stack_spec=` of a HybridModel whose layers are the parts of GPTModel's.
+
+    Megatron's own spec needs Transformer Engine and has no norms of queries and keys: it takes
+    `--qk-layernorm` and ignores it.
+
+    Args:
+        config: the model's.
+        use_transformer_engine: take Transformer Engine's layers instead of those in plain torch.
+    """
+    # Old versions lack these modules.
+    from megatron.core.models.hybrid import hybrid_block
+    from megatron.core.ssm.mlp_layer import MLPLayer
+
+    both = copy.copy(config)  # one layer with an MLP, and one with experts where there are any
+    both.num_layers, both.moe_layer_freq = 2, [0, 1]
+    both.pipeline_model_parallel_size, both.virtual_pipeline_model_parallel_size = 1, None
+    if use_transformer_engine:
+        block = get_gpt_decoder_block_spec(both, use_transformer_engine=True)
+    else:
+        block = torch_block_spec(both)
+        # The stack builds its last norm from Transformer Engine without asking.
+        hybrid_block.TENorm = TorchNorm
+    dense, experts = (layer.submodules for layer in block.layer_specs)
+
+    def part(module: Any, layer: TransformerLayerSubmodules, *names: str) -> ModuleSpec:
+        parts = {name: getattr(layer, name) for name in (*names, "sharded_state_dict_keys_map")}
+        return ModuleSpec(module, submodules=TransformerLayerSubmodules(**parts))
+
+    attention = ("input_layernorm", "self_attention", "self_attn_bda")
+    mlp = ("pre_mlp_layernorm", "mlp", "mlp_bda")
+    layers = hybrid_block.HybridStackSubmodules(
+        attention_layer=part(TransformerLayer, dense, *attention),
+        mlp_layer=part(MLPLayer, dense, *mlp),
+        moe_layer=part(TransformerLayer, experts, *mlp),
+    )
+    return ModuleSpec(hybrid_block.HybridStack, submodules=layers)

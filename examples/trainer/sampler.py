@@ -1,5 +1,4 @@
-"""Answers sampled from the model that is being trained, in its own sharding; train_grpo.py and
-trainer/ share it.
+"""Answers sampled from the model that is being trained, at its tensor-parallel size.
 
 Every core attention is exchanged for one that remembers keys and values, so the same modules train
 and generate.
@@ -11,32 +10,19 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from megatron_pg.rollout_files import RewardedSample
-
 
 class Response(NamedTuple):
-    """A sampled answer, the stop token included where it came, and the log-prob of each token,
-    nats.
-    """
+    """A sampled answer, the stop token included where it came, and log-probs of its tokens."""
 
     tokens: list[int]
     log_probs: list[float]
 
 
-def answer_sample(prompt: Sequence[int], answer: Sequence[int], **fields: Any) -> RewardedSample:
-    """Make the sample of a prompt and an answer of which every token counts."""
-    mask = [1] * len(answer)
-    return RewardedSample([*prompt, *answer], len(answer), mask, **fields)
-
-
 class CachedAttention(nn.Module):
-    """Causal core attention of the new tokens over all tokens so far; a row of the batch is padded
-    on the left.
-    """
+    """Causal attention of new tokens over all tokens so far; rows are padded on the left."""
 
     def __init__(self, padding: Tensor, softmax_scale: float | None) -> None:
         super().__init__()
@@ -66,15 +52,13 @@ class CachedAttention(nn.Module):
 
 @dataclass(frozen=True)
 class Sampler:
-    """Samples answers. The ranks of a tensor-parallel group and of a pipeline call it alike, with
-    the same random state.
+    """Samples answers from an unwrapped model, never those columns that pad its vocabulary.
+
+    The ranks of a tensor-parallel group call it alike, with the same random state.
     """
 
     model: Any
-    """The GPTModel, unwrapped; under pipeline parallelism this stage of it."""
-    pipeline: dist.ProcessGroup
     vocab_size: int
-    """True size: the padded columns of the logits are never sampled."""
     stop_tokens: Sequence[int]
     max_new_tokens: int
 
@@ -87,9 +71,7 @@ class Sampler:
         temperature: float,
         generator: torch.Generator | None,
     ) -> list[Response]:
-        """Answer each prompt, `copies` times in a row. Without a generator the likeliest tokens are
-        taken.
-        """
+        """Answer each prompt `copies` times; without a generator by the likeliest tokens."""
         if not prompts:
             return []
         device = next(self.model.parameters()).device
@@ -106,54 +88,33 @@ class Sampler:
                     logits, padding = (x.repeat_interleave(copies, 0) for x in (logits, padding))
                     for attention in attentions:
                         attention.repeat(copies)
-                tokens, log_prob = self._choose((logits / temperature).log_softmax(-1), generator)
+                distribution = (logits / temperature).log_softmax(-1)
+                if generator is None:
+                    tokens = distribution.argmax(-1, keepdim=True)
+                else:
+                    tokens = torch.multinomial(distribution.exp(), 1, generator=generator)
                 chosen.append(tokens)
-                log_probs.append(log_prob)
+                log_probs.append(distribution.gather(1, tokens))
                 if bool(torch.isin(torch.cat(chosen, 1), stop).any(1).all()):
                     break
-        both = zip(torch.cat(chosen, 1).tolist(), torch.cat(log_probs, 1).tolist(), strict=True)
-        return [self._until_stop(*row) for row in both]
+        answers = []
+        for row, values in zip(
+            torch.cat(chosen, 1).tolist(), torch.cat(log_probs, 1).tolist(), strict=True
+        ):
+            ends = (i + 1 for i, token in enumerate(row) if token in self.stop_tokens)
+            length = next(ends, len(row))
+            answers.append(Response(row[:length], values[:length]))
+        return answers
 
     def _logits(self, tokens: Tensor, padding: Tensor, start: int) -> Tensor:
-        """Run the stages on [batch, new] tokens from column `start` on: float32 [batch,
-        vocabulary], zeros before the last.
-        """
-        model, stage = self.model, dist.get_rank(self.pipeline)
-        if (rotary := getattr(model, "rotary_pos_emb", None)) is not None:
+        """Run [batch, new] tokens from column `start` on: float32 [batch, vocabulary]."""
+        if (rotary := getattr(self.model, "rotary_pos_emb", None)) is not None:
             # It goes by differences of positions alone, so those of the padded columns serve.
             rotary.forward = lambda *_, **__: rotary.get_emb(tokens.size(1), offset=start)
-        if not model.pre_process:
-            shape = (tokens.size(1), tokens.size(0), model.config.hidden_size)
-            hidden = torch.empty(shape, dtype=model.config.pipeline_dtype, device=tokens.device)
-            dist.recv(hidden, group=self.pipeline, group_src=stage - 1)
-            model.set_input_tensor(hidden)
         columns = torch.arange(start, start + tokens.size(1), device=tokens.device)
-        output = model(
-            input_ids=tokens,
-            position_ids=(columns - padding[:, None]).clamp(min=0),
-            attention_mask=None,
-            runtime_gather_output=True,
-        )
-        if model.post_process:
-            return output[:, -1, : self.vocab_size].float()
-        dist.send(output.contiguous(), group=self.pipeline, group_dst=stage + 1)
-        return torch.zeros(tokens.size(0), self.vocab_size, device=tokens.device)
-
-    def _choose(
-        self, distribution: Tensor, generator: torch.Generator | None
-    ) -> tuple[Tensor, Tensor]:
-        """The next token of each row and its log-prob, both [batch, 1], as the last stage draws
-        them.
-        """
-        if generator is None:
-            tokens = distribution.argmax(-1, keepdim=True)
-        else:
-            tokens = torch.multinomial(distribution.exp(), 1, generator=generator)
-        log_prob = distribution.gather(1, tokens)
-        if last := dist.get_world_size(self.pipeline) - 1:
-            for drawn in (tokens, log_prob):
-                dist.broadcast(drawn, group=self.pipeline, group_src=last)
-        return tokens, log_prob
+        positions = (columns - padding[:, None]).clamp(min=0)
+        output = self.model(tokens, positions, None, runtime_gather_output=True)
+        return output[:, -1, : self.vocab_size].float()
 
     @contextlib.contextmanager
     def _cached_attentions(self, padding: Tensor) -> Iterator[list[CachedAttention]]:
@@ -173,7 +134,3 @@ class Sampler:
             if (rotary := getattr(self.model, "rotary_pos_emb", None)) is not None:
                 vars(rotary).pop("forward", None)
             self.model.train(was_training)
-
-    def _until_stop(self, tokens: list[int], log_probs: list[float]) -> Response:
-        length = next((i + 1 for i, t in enumerate(tokens) if t in self.stop_tokens), len(tokens))
-        return Response(tokens[:length], log_probs[:length])

@@ -23,18 +23,14 @@ from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.global_vars import set_global_variables
 
 from megatron_pg.config.versions import needs_kept_pipeline_outputs
-from megatron_pg.megatron import enable_cpu_runtime, torch_block_spec
+from megatron_pg.megatron import enable_cpu_runtime, hybrid_stack_spec, torch_block_spec
 
-TALKATIVE = ("models.gpt.gpt_model", "rerun_state_machine", "dist_checkpointing.strategies.torch")
-"""Modules of Megatron-Core that warn of what no user has chosen: it deprecates GPTModel, and a way
-of saving."""
+TALKATIVE = ("rerun_state_machine", "dist_checkpointing.strategies.torch")
+"""Modules of Megatron-Core that warn of what no user has chosen."""
 
 
 class StepMicrobatches(ConstantNumMicroBatchesCalculator):  # type: ignore[misc]
-    """As many micro-batches as the plan of a step has, in place of one number for the whole run.
-
-    What Megatron's own lines call a sample is one micro-batch of one data-parallel rank.
-    """
+    """As many micro-batches as the plan of a step has, in place of one number for the whole run."""
 
     def __init__(self, data_parallel_size: int) -> None:
         self._data_parallel_size = data_parallel_size
@@ -46,9 +42,7 @@ class StepMicrobatches(ConstantNumMicroBatchesCalculator):  # type: ignore[misc]
         super().__init__(number * size, 1, size, decrease_batch_size_if_needed=False, rank=0)
 
     def update(self, *_: object, **__: object) -> None:
-        """Forget the step: Megatron's loop looks between steps whether the number changes for
-        good.
-        """
+        """Forget the step: Megatron's loop looks between steps whether the number has changed."""
         self.plan(1)
 
 
@@ -79,11 +73,8 @@ def start_megatron(args: Namespace) -> StepMicrobatches:
 
 
 def _die_with_launcher() -> None:
-    """Ask the system to kill this process when torchrun is killed, which would otherwise leave its
+    """Ask Linux to kill this process when torchrun is killed, which would otherwise leave its
     workers running.
-
-    On Linux; elsewhere nothing happens, and such processes have to be ended by hand before a run is
-    started again.
     """
     if sys.platform == "linux":
         pr_set_pdeathsig, prctl = 1, ctypes.CDLL(None).prctl
@@ -94,32 +85,38 @@ def _die_with_launcher() -> None:
 
 def provide_model(
     config: TransformerConfig | None = None, vp_stage: int | None = None, **place: Any
-) -> GPTModel:
-    """One chunk of a pipeline stage; the `model_provider_func` of
-    `megatron.training.training.get_model`.
-    """
+) -> Any:
+    """One chunk of a pipeline stage: a HybridModel where there is a pattern, else a GPTModel."""
     args = get_args()
     if config is None:
         config = core_transformer_config_from_args(args)
     if config.virtual_pipeline_model_parallel_size is not None and needs_kept_pipeline_outputs():
         config.deallocate_pipeline_outputs = False
-    if args.transformer_impl == "transformer_engine":
+    same_name = "fp16_lm_cross_entropy position_embedding_type rotary_percent rotary_base".split()
+    settings = {name: getattr(args, name) for name in same_name} | {
+        "config": config,
+        "vocab_size": args.padded_vocab_size,
+        "max_sequence_length": args.max_position_embeddings,
+        "share_embeddings_and_output_weights": not args.untie_embeddings_and_output_weights,
+        "seq_len_interpolation_factor": args.rotary_seq_len_interpolation_factor,
+        "vp_stage": vp_stage,
+        **place,
+    }
+    has_engine = args.transformer_impl == "transformer_engine"
+    if pattern := getattr(args, "hybrid_layer_pattern", None):
+        from megatron.core.models.hybrid.hybrid_model import HybridModel  # old versions lack it
+
+        layers = hybrid_stack_spec(config, use_transformer_engine=has_engine)
+        return HybridModel(hybrid_stack_spec=layers, hybrid_layer_pattern=pattern, **settings)
+    if has_engine:
         spec = get_gpt_decoder_block_spec(
             config, use_transformer_engine=True, qk_l2_norm=args.qk_l2_norm, vp_stage=vp_stage
         )
     else:
         spec = torch_block_spec(config, vp_stage)
-    same_name = "fp16_lm_cross_entropy position_embedding_type rotary_percent rotary_base".split()
     return GPTModel(
-        config=config,
         transformer_layer_spec=spec,
-        vocab_size=args.padded_vocab_size,
-        max_sequence_length=args.max_position_embeddings,
-        **{name: getattr(args, name) for name in same_name},
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         rope_scaling=args.use_rope_scaling,
         rope_scaling_factor=args.rope_scaling_factor,
-        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
-        vp_stage=vp_stage,
-        **place,
+        **settings,
     )

@@ -287,11 +287,15 @@ def test_the_flags_of_an_older_config(tmp_path: Path) -> None:
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     expected = """
-        --num-layers 3 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32 --group-query-attention
+        --num-layers 3 --hidden-size 2048 --ffn-hidden-size 6144
+        --num-attention-heads 32 --group-query-attention
         --num-query-groups 4 --kv-channels 128 --vocab-size 151936 --max-position-embeddings 40960
-        --position-embedding-type rope --rotary-base 1000000 --rotary-percent 1.0 --normalization RMSNorm
-        --norm-epsilon 1e-06 --attention-dropout 0 --hidden-dropout 0 --swiglu --disable-bias-linear --qk-layernorm
-        --untie-embeddings-and-output-weights --num-experts 128 --moe-ffn-hidden-size 768 --moe-router-topk 8
+        --position-embedding-type rope --rotary-base 1000000
+        --rotary-percent 1.0 --normalization RMSNorm
+        --norm-epsilon 1e-06 --attention-dropout 0 --hidden-dropout 0
+        --swiglu --disable-bias-linear --qk-layernorm
+        --untie-embeddings-and-output-weights --num-experts 128
+        --moe-ffn-hidden-size 768 --moe-router-topk 8
         --moe-layer-freq [1,1,1]
     """
     flags = hugging_face.megatron_arguments_of(hugging_face.read_config(tmp_path))

@@ -1,5 +1,5 @@
-"""examples/train.py and its rollout files: their formats, what they lack, and what may change when a
-run goes on.
+"""examples/train.py and its rollout files: their formats, what they lack, and what may change when
+a run goes on.
 """
 
 import argparse

@@ -1,12 +1,20 @@
 """Wrong implementations that the tests must reject. Each names a mistake made in the field."""
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
+from unittest import mock
 
 import torch
 from torch import Tensor
 
+from megatron_pg import AGGREGATIONS
+from megatron_pg.config.tables import rows_on
+from megatron_pg.loss import CORRECTIONS, policy_loss
+
 from . import oracle
-from .cut_steps import Package
+from .cut_policy_loss import CutLoss
+from .cut_steps import CutCritic, CutPadded, Package
 from .oracle import PlainSample
 
 
@@ -116,4 +124,284 @@ class OneTokenLate(Package):
         return [min(index + 1, last) for index in right]
 
 
-MUTANTS = {mutant.__name__: mutant for mutant in Package.__subclasses__()}
+class FirstSampleCountsMore(Package):
+    """A weight that depends on a sample's place in the step."""
+
+    def objective(self, step, losses, cut, aggregation):
+        return super().objective(step, losses, cut, aggregation) + losses[0].sum()
+
+
+# The policy loss from logits, and what Megatron makes of it. `choices` are settings of
+# `tests.settings` without which the mistake does not show.
+
+
+def changed(config, **settings):
+    """The config with other settings, or as it is where they are refused."""
+    try:
+        return replace(config, **settings)
+    except ValueError:
+        return config
+
+
+class LossTimesContextParallel(CutLoss):
+    def total(self, results, cut):
+        return super().total(results, cut) * cut.cp_size
+
+
+class TotalsOfTheMicroBatch(CutLoss):
+    """Denominators of the micro-batch; the counts of the step are right."""
+
+    choices = {"weights": "mask", "rejection": "off", "tis": "off"}
+
+    def totals(self, config, step, micro_batch):
+        right, local = (CutLoss.totals(self, config, each, each) for each in (step, micro_batch))
+        counts = ("num_rollouts", "num_prompt_groups", "num_active_tokens")
+        return replace(local, **{name: getattr(right, name) for name in counts})
+
+
+class LocalSumsOfSequences(CutLoss):
+    """Ratios and corrections of sequences read the tokens of this rank's window only."""
+
+    choices = {"objective": "gspo"}
+
+    def rank_loss(self, config, batch, logits, *, context_parallel_group, **keywords):
+        return super().rank_loss(config, batch, logits, context_parallel_group=None, **keywords)
+
+
+class TemperatureOfOne(CutLoss):
+    """The symptom in the field: old log-probs at a temperature against new ones at 1."""
+
+    choices = {"temperature": "0.7"}
+
+    def rank_loss(self, config, batch, logits, **keywords):
+        config = changed(config, rollout_temperature=1.0)
+        return super().rank_loss(config, batch, logits, **keywords)
+
+
+class TheOtherAggregationOfRegularizers(CutLoss):
+    choices = {"kl": "k2", "aggregation": "token_mean"}
+
+    def rank_loss(self, config, batch, logits, **keywords):
+        other = "sample_mean" if config.regularizer_aggregation == "loss" else "loss"
+        config = changed(config, regularizer_aggregation=other)
+        return super().rank_loss(config, batch, logits, **keywords)
+
+
+class OneRowLate(CutLoss):
+    """Every logit row one position too late."""
+
+    def rows(self, micro_batch, logits, *place):
+        return super().rows(micro_batch, logits, *place).roll(1, 0)
+
+
+class WeightsOfOtherTokens(CutLoss):
+    choices = {"weights": "weights"}
+
+    def rank_loss(self, config, batch, logits, **keywords):
+        if batch.loss_weights is not None:
+            batch = replace(batch, loss_weights=batch.loss_weights.flip(0))
+        return super().rank_loss(config, batch, logits, **keywords)
+
+
+class WeightsInTheNumeratorOnly(CutLoss):
+    choices = {"weights": "weights"}
+
+    def rank_loss(self, config, batch, logits, **keywords):
+        config = changed(config, loss_weight_denominator="mask")
+        return super().rank_loss(config, batch, logits, **keywords)
+
+
+class DivisorOfAllTerms(CutLoss):
+    """`grad_divisor` divides the KL and entropy terms too."""
+
+    choices = {"divisor": "given", "kl": "k2"}
+
+    def losses(self, config, step, logits, cut, **keywords):
+        results = super().losses(config, step, logits, cut, **keywords)
+        if config.grad_divisor is None:
+            return results
+        plain = super().losses(replace(config, grad_divisor=None), step, logits, cut, **keywords)
+        count = self.totals(config, step, step)
+        count = AGGREGATIONS[config.loss_aggregation].outer_count(
+            count.counted_in(config.loss_weight_denominator)
+        )
+        pairs = zip(results, plain, strict=True)
+        return [replace(r, loss=p.loss * count / config.grad_divisor) for r, p in pairs]
+
+
+class DivisorTakesTermsAway(CutLoss):
+    """`grad_divisor` takes the KL and entropy terms away."""
+
+    choices = {"divisor": "given", "kl": "k2"}
+
+    def rank_loss(self, config, batch, logits, **keywords):
+        if config.grad_divisor is not None:
+            config = changed(config, kl_loss_coef=0.0, entropy_coef=0.0)
+        return super().rank_loss(config, batch, logits, **keywords)
+
+
+class WithCorrections(CutLoss):
+    """Other corrections in the place of the package's, which `wrong` gets."""
+
+    def rank_loss(self, config, batch, logits, **keywords):
+        right = policy_loss.apply_corrections
+
+        def wrong(config, tokens, loss, sums):
+            return self.wrong(right(config, tokens, loss, sums), config, tokens, loss, sums)
+
+        with mock.patch.object(policy_loss, "apply_corrections", wrong):
+            return super().rank_loss(config, batch, logits, **keywords)
+
+
+class LastRejectionDecides(WithCorrections):
+    """The mask of one correction takes the place of another's."""
+
+    choices = {"tis": "mask", "rejection": "geometric"}
+
+    def wrong(self, found, config, tokens, loss, sums):
+        kept = tokens.loss_mask
+        for row in rows_on(CORRECTIONS, config):
+            loss, kept, _ = row.function(config, tokens, sums, loss)
+        return found._replace(loss=torch.where(kept, loss, 0.0), loss_mask=kept)
+
+
+class RejectionForgetsWeights(WithCorrections):
+    """A rejection begins with the loss that no weight has touched."""
+
+    choices = {"tis": "token", "rejection": "geometric"}
+
+    def wrong(self, found, config, tokens, loss, sums):
+        if len(rows_on(CORRECTIONS, config)) < 2:
+            return found
+        return found._replace(loss=torch.where(found.loss_mask, loss, 0.0))
+
+
+class MeanOfLocalReports(CutLoss):
+    """Metrics are means over this rank's window, averaged over ranks."""
+
+    def report(self, config, results):
+        parts = [CutLoss.report(self, config, [result]) for result in results]
+        found = {}
+        for name in parts[0]:
+            values = [part[name] for part in parts if math.isfinite(part[name])]
+            found[name] = sum(values) / len(values) if values else math.nan
+        return found | {name: sum(p[name] for p in parts) for name in ("loss", "pg_loss")}
+
+
+class SamplesForDocuments(CutLoss):
+    """Metrics take a sample for a document."""
+
+    choices = {"aggregation": "token_mean", "kl": "off", "entropy": "off"}
+
+    def losses(self, config, step, *given, **keywords):
+        alone = [replace(sample, rollout_id=None) for sample in step]
+        both = (
+            super(SamplesForDocuments, self).losses(config, x, *given, **keywords)
+            for x in (step, alone)
+        )
+        return [replace(r, metrics=a.metrics) for r, a in zip(*both, strict=True)]
+
+
+class DataParallelSizeLost(CutLoss):
+    def returned(self, job, totals, result):
+        return super().returned(replace(job, dp_size=1), totals, result)
+
+
+class NumberOfMicroBatchesLost(CutLoss):
+    def returned(self, job, totals, result):
+        return super().returned(job, totals, replace(result, num_microbatches=1))
+
+
+class ExtraFactorForMegatron(CutLoss):
+    """A factor of the context-parallel size that Megatron has already."""
+
+    def returned(self, job, totals, result):
+        loss, *rest = super().returned(job, totals, result)
+        return loss * job.cp_size, *rest
+
+
+class ExtraFactorInPerTokenMode(ExtraFactorForMegatron):
+    def returned(self, job, totals, result):
+        kind = ExtraFactorForMegatron if job.per_token else CutLoss
+        return kind.returned(self, job, totals, result)
+
+
+class TwoValuesInPerTokenMode(CutLoss):
+    """The field's gradient norm of 1e4: nothing divides the sum."""
+
+    def returned(self, job, totals, result):
+        output = super().returned(job, totals, result)
+        return output[0], output[-1]
+
+
+class ThreeValuesInTheOtherMode(CutLoss):
+    """A token sum, left to the schedule to divide by the micro-batch's tokens."""
+
+    def returned(self, job, totals, result):
+        if job.per_token:
+            return super().returned(job, totals, result)
+        num_tokens = torch.tensor(result.batch.num_active_tokens, dtype=torch.int32)
+        return result.loss * totals.num_active_tokens, num_tokens, result.metrics
+
+
+class LocalTokenCount(CutLoss):
+    """Multiplies by this rank's n where the step's is meant."""
+
+    def returned(self, job, totals, result):
+        loss, *rest = super().returned(job, totals, result)
+        return (result.loss * rest[0] if job.per_token else loss), *rest
+
+
+# The critic.
+
+
+class CriticTimesContextParallel(CutCritic):
+    def of_rank(self, loss, cp_size):
+        return loss * cp_size
+
+
+class CriticOfTheMicroBatch(CutCritic):
+    def totals(self, step, micro_batch):
+        totals = super().totals(micro_batch, micro_batch)
+        return replace(totals, num_rollouts=len(oracle.rollouts(step)))
+
+
+class CriticOneTokenLate(CutCritic):
+    def scored(self, rows, last):
+        return [min(row + 1, last) for row in rows]
+
+
+class UnclippedCritic(CutCritic):
+    clip = 1e9
+
+
+class MeanOfCriticMetrics(CutCritic):
+    def reduced(self, report, parts):
+        found = [report.metrics(part) for part in parts if part[-1, 0] > 0]
+        return {name: sum(each[name] for each in found) / len(found) for name in found[0]}
+
+
+# Padded rows.
+
+
+class ForgetsTheAverage(CutPadded):
+    def data_parallel_size(self, cut):
+        return 1
+
+
+class CountsTheRank(CutPadded):
+    def counted(self, step, rank):
+        return [row for rows in rank for row in rows]
+
+
+def subclasses(kind: type) -> list[type]:
+    return [each for child in kind.__subclasses__() for each in (child, *subclasses(child))]
+
+
+WAYS = (Package, CutLoss, CutCritic, CutPadded)
+MUTANTS = {
+    mutant.__name__: mutant
+    for way in WAYS
+    for mutant in subclasses(way)
+    if mutant is not WithCorrections
+}

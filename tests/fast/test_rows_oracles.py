@@ -7,11 +7,9 @@ of the metrics.
 """
 
 import dataclasses
-import math
 import random
 import typing
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
@@ -36,6 +34,7 @@ from tests.fast.test_advantages import expected_advantages
 from tests.fast.test_corrections import CASES as CORRECTION_CASES
 from tests.fast.test_corrections import correction_of
 from tests.fast.test_objectives import SETTINGS as OBJECTIVE_CASES
+from tests.metric_loops import DERIVED_LOOPS, METRIC_LOOPS, TOLD_VERSION, Token
 from tests.random_steps import plain_sample, uneven_totals
 
 FAR = Sequence1(
@@ -182,35 +181,7 @@ def check_advantages(name: str) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
 
 
-@dataclass(frozen=True)
-class Token:
-    """One active token and all that metrics are made of."""
-
-    document: int
-    log_prob: float
-    old: float
-    ref: float
-    rollout: float
-    advantage: float
-    version: int
-    entropy: float
-    divergence: float
-    set_size: float
-    set_mass: float
-
-    r = property(lambda token: math.exp(token.log_prob - token.old))
-    w = property(lambda token: math.exp(token.old - token.rollout))
-    d = property(lambda token: token.old - token.rollout)
-    is_clipped_above = property(lambda token: token.advantage > 0 and token.r > 1.3)
-    is_clipped_below = property(lambda token: token.advantage < 0 and token.r < 0.9)
-
-    def kl_ref(self) -> float:
-        difference = self.log_prob - self.ref
-        return min(math.exp(-difference) - 1 + difference, 10.0)
-
-
 VERSIONS = [3, 3, 5, 5, 4, 6, 6, 7]
-TOLD_VERSION = 9
 METRIC_SETTINGS: dict[str, Any] = {"kl_loss_type": "low_var_kl", "pg_metrics": "with_entropy"}
 METRIC_SETTINGS |= {"eps_clip": 0.1, "eps_clip_high": 0.3}
 OF_SETS = {"replay_sampling_set": True, "kept_set_mass": True}
@@ -235,88 +206,14 @@ def active_tokens() -> list[Token]:
             log_probs = (s.log_probs[t].item(), s.old_log_probs[t], s.ref_log_probs[t])
             log_probs += (s.rollout_log_probs[t],)
             numbers = (each[place].item() for each in (ENTROPY, DIVERGENCE, SET_SIZE, SET_MASS))
-            token = Token(ROLLOUTS[index], *log_probs, s.advantages[t], VERSIONS[index], *numbers)
+            token = Token(
+                *(ROLLOUTS[index], *log_probs, s.advantages[t], VERSIONS[index], *numbers),
+                kl_type="low_var_kl",
+                clip_range=(0.9, 1.3),
+            )
             found += [token] * keep
             place += 1
     return found
-
-
-def document_mean(value: Callable[[Token], float], tokens: Sequence[Token]) -> float:
-    means = []
-    for document in sorted({token.document for token in tokens}):
-        values = [float(value(token)) for token in tokens if token.document == document]
-        means.append(sum(values) / len(values))
-    return sum(means) / len(means)
-
-
-Loops = Callable[[Sequence[Token]], float]
-
-
-def mean(value: Callable[[Token], float]) -> Loops:
-    return lambda tokens: document_mean(value, tokens)
-
-
-def total(value: Callable[[Token], float]) -> Loops:
-    return lambda tokens: sum(value(token) for token in tokens)
-
-
-def token_mean(value: Callable[[Token], float]) -> Loops:
-    return lambda tokens: sum(value(token) for token in tokens) / len(tokens)
-
-
-def kish(weights: list[float]) -> float:
-    return sum(weights) ** 2 / sum(weight**2 for weight in weights)
-
-
-def standard_deviation(tokens: Sequence[Token]) -> float:
-    center = document_mean(lambda t: abs(t.d), tokens)
-    return math.sqrt(document_mean(lambda t: (abs(t.d) - center) ** 2, tokens))
-
-
-METRIC_LOOPS: dict[str, Loops] = {
-    "new_logprobs": mean(lambda t: t.log_prob),
-    "advantage": mean(lambda t: t.advantage),
-    "num_tokens": len,
-    "old_logprobs": mean(lambda t: t.old),
-    "ratio_new_old": mean(lambda t: t.r),
-    "ppo_kl": mean(lambda t: t.old - t.log_prob),
-    "kl_new_old": mean(lambda t: t.r - 1 - (t.log_prob - t.old)),
-    "clipped_ratio_fraction": mean(lambda t: not 0.9 <= t.r <= 1.3),
-    "clipped_ratio_effective_fraction": mean(lambda t: t.is_clipped_above or t.is_clipped_below),
-    "pg_clipfrac": mean(lambda t: t.is_clipped_above or t.is_clipped_below),
-    "pg_clipfrac_positive": mean(lambda t: t.is_clipped_above),
-    "pg_clipfrac_negative": mean(lambda t: t.is_clipped_below),
-    "ratio_new_old_sum": total(lambda t: t.r),
-    "ratio_new_old_squared_sum": total(lambda t: t.r**2),
-    "ref_logprobs": mean(lambda t: t.ref),
-    "kl_ref": mean(Token.kl_ref),
-    "ratio_ref_new": mean(lambda t: math.exp(t.ref - t.log_prob)),
-    "rollout_ratio": mean(lambda t: t.w),
-    "rollout_kl": mean(lambda t: t.w - 1 - t.d),
-    "rollout_abs_difference": mean(lambda t: abs(t.d)),
-    "max_rollout_abs_difference": lambda tokens: max(abs(t.d) for t in tokens),
-    "rollout_abs_difference_squared": mean(lambda t: t.d**2),
-    "rollout_chi_square": mean(lambda t: t.w**2 - 1),
-    "rollout_log_ppl_diff": mean(lambda t: t.rollout - t.old),
-    "rollout_ratio_of_tokens": token_mean(lambda t: t.w),
-    "rollout_ratio_squared_of_tokens": token_mean(lambda t: t.w**2),
-    "policy_version": mean(lambda t: t.version),
-    "min_policy_version": lambda tokens: min(t.version for t in tokens),
-    "entropy": mean(lambda t: t.entropy),
-    "kept_set_size": mean(lambda t: t.set_size),
-    "kept_set_mass": mean(lambda t: t.set_mass),
-    "teacher_divergence": mean(lambda t: t.divergence),
-    "max_advantage": lambda tokens: max(t.advantage for t in tokens),
-    "min_advantage": lambda tokens: min(t.advantage for t in tokens),
-}
-DERIVED_LOOPS: dict[str, Loops] = {
-    "effective_sample_size": lambda tokens: kish([t.r for t in tokens]),
-    "rollout_abs_difference_std": standard_deviation,
-    "rollout_ppl_ratio": lambda tokens: math.exp(document_mean(lambda t: -t.d, tokens)),
-    "rollout_effective_sample_size": lambda tokens: kish([t.w for t in tokens]) / len(tokens),
-    "staleness": lambda tokens: TOLD_VERSION - document_mean(lambda t: t.version, tokens),
-    "max_staleness": lambda tokens: TOLD_VERSION - min(t.version for t in tokens),
-}
 
 
 def metrics_of_step(settings: dict[str, Any]) -> tuple[MicroBatchMetrics, dict[str, float]]:

@@ -29,25 +29,9 @@ from .random_steps import VOCAB_SIZE, lengths, package_samples, uneven_totals
 from .token_layout import token_layout
 
 T = TypeVar("T")
-
-OBJECTIVES = {
-    "ppo": Objective(),
-    "clip_higher": Objective(eps_clip=0.1, eps_clip_high=0.28),
-    "dual_clip": Objective(eps_clip_c=1.5),
-    "kl_k1": Objective(kl_loss_coef=0.1, kl_loss_type="k1"),
-    "kl_k2": Objective(kl_loss_coef=0.1, kl_loss_type="k2"),
-    "kl_k3": Objective(kl_loss_coef=0.1, kl_loss_type="k3"),
-    "kl_low_var": Objective(kl_loss_coef=0.1, kl_loss_type="low_var_kl"),
-    "kl_unbiased": Objective(kl_loss_coef=0.1, use_unbiased_kl=True),
-    "entropy": Objective(entropy_coef=0.05),
-    "everything": Objective(
-        **{"eps_clip_high": 0.3, "eps_clip_c": 2.0, "rollout_temperature": 0.7},
-        **{"kl_loss_coef": 0.2, "entropy_coef": 0.01},
-    ),
-    "everything_by_the_loss": Objective(
-        kl_loss_coef=0.2, entropy_coef=0.03, regularizer_aggregation="loss"
-    ),
-}
+EVERYTHING = Objective(
+    eps_clip_high=0.3, eps_clip_c=2.0, rollout_temperature=0.7, kl_loss_coef=0.2, entropy_coef=0.01
+)
 
 
 def aggregated(objective: Objective, aggregation: str) -> Objective:

@@ -65,7 +65,9 @@ GIVEN = ("old", "ref", "rollout")
 
 def correction_of(settings: Any) -> Correction:
     kind = settings.tis_level if settings.use_tis else None
-    if settings.use_tis and settings.tis_mode == "mask":
+    if settings.custom_tis_function_path:
+        kind = None  # a user's function takes its place
+    elif settings.use_tis and settings.tis_mode == "mask":
         kind = "mask" if kind == "token" else f"{kind}_mask"
 
     def bounds(level: str) -> tuple[float, float] | None:
@@ -121,6 +123,17 @@ def kl_of(sequence: Sequence1, settings: Any) -> list[Tensor]:
     )
 
 
+def correct(sequence: Sequence1, settings: Any) -> tuple[list[Tensor], list[int]]:
+    """The corrected losses, and the mask that is left."""
+    losses = objective_of(sequence, settings)
+    losses, mask = objectives_oracle.correct(sequence, losses, correction_of(settings))
+    if settings.custom_tis_function_path:  # `tests.settings.half_of_likely_tokens`
+        likely = [int(value > -1.5) for value in sequence.log_probs]
+        losses = [x / 2 if keep else 0.0 * x for x, keep in zip(losses, likely, strict=True)]
+        mask = [keep * other for keep, other in zip(mask, likely, strict=True)]
+    return losses, mask
+
+
 def outer_count(samples: Step, aggregation: str, denominator: str) -> float:
     if aggregation != "token_mean":
         return oracle.outer_count(samples, aggregation)
@@ -132,11 +145,8 @@ def dense_loss(step: Step, logits: Sequence[Tensor], settings: Any) -> DenseLoss
     """The loss of a step from the logits [total_length, vocabulary] of every sample."""
     temperature, replays_sets = settings.rollout_temperature, settings.replay_sampling_set
     scores = [scored(s, x, temperature, replays_sets) for s, x in zip(step, logits, strict=True)]
-    sequences, correction = [score.sequence for score in scores], correction_of(settings)
-    made = [
-        objectives_oracle.correct(sequence, objective_of(sequence, settings), correction)
-        for sequence in sequences
-    ]
+    sequences = [score.sequence for score in scores]
+    made = [correct(sequence, settings) for sequence in sequences]
     mode, divisor = settings.loss_aggregation, settings.loss_aggregation_divisor
     counting = settings.loss_weight_denominator
 
@@ -163,9 +173,8 @@ def dense_loss(step: Step, logits: Sequence[Tensor], settings: Any) -> DenseLoss
     loss = terms["loss"] = pg_loss + penalty
     own, before = (outer_count(samples, mode, counting) for samples in (counted, step))
     if settings.grad_divisor:
-        factor = before if of_terms == mode != "sample_mean" else settings.grad_divisor
-        if settings.regularizer_aggregation == "loss":
-            factor = before
+        is_whole = settings.regularizer_aggregation == "loss"
+        factor = before if is_whole else settings.grad_divisor
         loss = (pg_loss * own + penalty * factor) / settings.grad_divisor
     if settings.divide_gradient_twice:
         loss = loss / own

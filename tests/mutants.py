@@ -1,21 +1,25 @@
 """Wrong implementations that the tests must reject. Each names a mistake made in the field."""
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
 from megatron_pg import AGGREGATIONS
-from megatron_pg.config.tables import rows_on
-from megatron_pg.loss import CORRECTIONS, policy_loss
+from megatron_pg.config.tables import TABLES, rows_on
+from megatron_pg.loss import CORRECTIONS, OBJECTIVES, objectives, policy_loss
+from megatron_pg.loss.objectives import Outcome
 
 from . import oracle
 from .cut_policy_loss import CutLoss
 from .cut_steps import CutCritic, CutPadded, Package
 from .oracle import PlainSample
+from .settings import choice_of_row
 
 
 class ExtraContextParallelFactor(Package):
@@ -276,6 +280,151 @@ class RejectionForgetsWeights(WithCorrections):
         return found._replace(loss=torch.where(found.loss_mask, loss, 0.0))
 
 
+# Objectives: a function in the place of a row's, and the choices under which it is wrong.
+RIGHT = {name: row.function for name, row in OBJECTIVES.items()}
+
+
+def swapped_temperatures(config, tokens, sums):
+    pos, neg = config.sapo_tau_neg, config.sapo_tau_pos
+    return RIGHT["sapo"](replace(config, sapo_tau_pos=pos, sapo_tau_neg=neg), tokens, sums)
+
+
+def gate_of_the_log_ratio(config, tokens, sums):
+    found = RIGHT["sapo"](config, tokens, sums)
+    tau = torch.where(tokens.advantages > 0, config.sapo_tau_pos, config.sapo_tau_neg)
+    gate = 4 / tau * torch.sigmoid(tau * (tokens.log_probs - tokens.anchor(config)))
+    return replace(found, loss=-gate * tokens.advantages)
+
+
+def dropped_whatever_the_advantage(config, tokens, sums):
+    """A symmetric trust region: a token that comes back is dropped too."""
+    found = RIGHT[config.policy_loss](config, tokens, sums)
+    return replace(found, loss=found.loss.masked_fill(found.is_clipped, 0.0))
+
+
+def ratio_for_probability(config, tokens, sums):
+    def distance(old: Tensor, new: Tensor) -> Tensor:
+        return ((new - old).exp() - 1).abs()
+
+    return objectives._divergence_masked(config, tokens, distance)
+
+
+def divergence_of_the_new_from_the_old(config, tokens, sums):
+    def reversed_(old: Tensor, new: Tensor) -> Tensor:
+        return objectives.binary_divergence(new, old)
+
+    return objectives._divergence_masked(config, tokens, reversed_)
+
+
+def clamped_to_the_band(config, tokens, sums):
+    """A token outside keeps a bound's weight, as cispo's does."""
+    inside = replace(tokens, old_log_probs=tokens.rollout_log_probs)
+    return RIGHT["cispo"](
+        replace(config, policy_loss="cispo", cispo_lower_bound=True), inside, sums
+    )
+
+
+def against_the_old_policy(config, tokens, sums):
+    return RIGHT["dis"](config, replace(tokens, rollout_log_probs=tokens.old_log_probs), sums)
+
+
+def weight_of_the_mean_ratio(config, tokens, sums):
+    means = sums.sums["policy"] / sums.sums["active_tokens"].clamp(min=1)
+    return RIGHT["vespo"](config, tokens, replace(sums, sums={**sums.sums, "policy": means}))
+
+
+def mean_of_unclipped_ratios(config, tokens, sums, low=-math.inf, high=math.inf):
+    """Clipped after the mean instead of before it, as gspo does."""
+    values = (tokens.log_probs.detach().double() - tokens.anchor(config)).clamp(low, high)
+    wrong = torch.zeros_like(sums.sums["clipped_policy"]).index_add_(0, sums.unit_ids, values)
+    sums = replace(sums, sums={**sums.sums, "clipped_policy": wrong})
+    return RIGHT["gmpo"](config, tokens, sums)
+
+
+def clipped_on_both_sides(config, tokens, sums):
+    """The mean of ratios clipped whatever the sign of the advantage."""
+    return mean_of_unclipped_ratios(config, tokens, sums, math.log(0.8), math.log(1.2))
+
+
+OBJECTIVE_MISTAKES = [
+    ("sapo", swapped_temperatures),
+    ("sapo", gate_of_the_log_ratio),
+    ("dppo_tv", dropped_whatever_the_advantage),
+    ("dppo_kl", dropped_whatever_the_advantage),
+    ("dppo_tv", ratio_for_probability),
+    ("dppo_kl", divergence_of_the_new_from_the_old),
+    ("dis", clamped_to_the_band),
+    ("dis", against_the_old_policy),
+    ("vespo", weight_of_the_mean_ratio),
+    ("gmpo", clipped_on_both_sides),
+    ("gmpo", mean_of_unclipped_ratios),
+]
+
+
+class WithRow(CutLoss):
+    """Another row of a table in the place of the package's."""
+
+    def __init__(self, table: str, name: str, choices: dict[str, str], **changes: Any) -> None:
+        super().__init__()
+        self.choices = choices
+        self.table, row = TABLES[table], TABLES[table][name]
+        self.replaced = {name: replace(row, **changes)}
+
+    def losses(self, *given: Any, **keywords: Any):
+        with mock.patch.dict(self.table, self.replaced):
+            return super().losses(*given, **keywords)
+
+
+def with_loss(row, change):
+    """The function of a row with another loss."""
+
+    def function(*given):
+        found = row.function(*given)
+        if isinstance(found, Tensor):
+            return change(found)
+        is_outcome = isinstance(found, Outcome)
+        loss = change(found.loss)
+        return replace(found, loss=loss) if is_outcome else found._replace(loss=loss)
+
+    return {"function": function}
+
+
+def keeps_all(row):
+    """A correction that drops nothing."""
+
+    def function(config, tokens, *others):
+        return row.function(config, tokens, *others)._replace(loss_mask=tokens.loss_mask)
+
+    return {"function": function}
+
+
+def row_mutants() -> dict[str, Callable[[], CutLoss]]:
+    """Every row of every table with its sign flipped, in value and gradient and in the gradient
+    alone; rejections that drop nothing; mistakes of objectives.
+    """
+    found = {}
+
+    def add(what, table, name, changes, **choices):
+        choices = choice_of_row(table, name) | choices
+        found[f"{what}: {name}"] = functools.partial(WithRow, table, name, choices, **changes)
+
+    for table, rows in TABLES.items():
+        for name, row in rows.items():
+            if name == "distill":  # whose oracle is in test_rows_oracles
+                continue
+            if table == "loss_aggregation":
+                wrong = {"outer_count": lambda totals, row=row: -row.outer_count(totals)}
+                add("negative", table, name, wrong)
+                continue
+            add("negative", table, name, with_loss(row, torch.neg))
+            add("gradient alone", table, name, with_loss(row, lambda x: 2 * x.detach() - x))
+            if getattr(row, "rejects", False):
+                add("keeps all", table, name, keeps_all(row))
+    for name, mistake in OBJECTIVE_MISTAKES:
+        add(mistake.__name__, "policy_loss", name, {"function": mistake}, tis="off", clip="off")
+    return found
+
+
 class MeanOfLocalReports(CutLoss):
     """Metrics are means over this rank's window, averaged over ranks."""
 
@@ -291,7 +440,7 @@ class MeanOfLocalReports(CutLoss):
 class SamplesForDocuments(CutLoss):
     """Metrics take a sample for a document."""
 
-    choices = {"aggregation": "token_mean", "kl": "off", "entropy": "off"}
+    choices = {"aggregation": "token_mean", "kl": "off", "entropy": "off", "metrics": "basic"}
 
     def losses(self, config, step, *given, **keywords):
         alone = [replace(sample, rollout_id=None) for sample in step]
@@ -399,9 +548,9 @@ def subclasses(kind: type) -> list[type]:
 
 
 WAYS = (Package, CutLoss, CutCritic, CutPadded)
-MUTANTS = {
+MUTANTS: dict[str, Callable[[], Any]] = {
     mutant.__name__: mutant
     for way in WAYS
     for mutant in subclasses(way)
-    if mutant is not WithCorrections
-}
+    if mutant not in (WithCorrections, WithRow)
+} | row_mutants()

@@ -10,12 +10,18 @@ import random
 from typing import Any
 
 from megatron_pg import PolicyLossConfig
+from megatron_pg.config.tables import TABLES, rows_on
 
 Settings = dict[str, Any]
 ACCEPTED = {"rejection_denominator": "accepted"}
 KL, ENTROPY = {"kl_loss_coef": 0.37}, {"entropy_coef": 0.23}
 BY_THE_LOSS = {"regularizer_aggregation": "loss"}
 DELTAS = {"dppo_delta": 0.013, "dppo_delta_high": 0.021}
+
+
+def half_of_likely_tokens(config, batch, log_probs, pg_loss):
+    """A user's correction."""
+    return pg_loss / 2, log_probs > -1.5
 
 
 def tis(low: float, high: float, **others: str) -> Settings:
@@ -54,8 +60,13 @@ FACTORS: dict[str, dict[str, Settings]] = {
         "sequence": tis(0.7, 1.4, tis_level="sequence"),
         "geometric": tis(0.97, 1.03, tis_level="geometric"),
         "mask": tis(0.81, 1.22, tis_mode="mask"),
-        "mask_sequence": tis(0.4, 2.6, tis_mode="mask", tis_level="sequence"),
+        "mask_sequence": tis(0.6, 1.7, tis_mode="mask", tis_level="sequence"),
+        "mask_geometric": tis(0.94, 1.07, tis_mode="mask", tis_level="geometric"),
         "mask_accepted": tis(0.81, 1.22, tis_mode="mask", **ACCEPTED),
+        "custom": {
+            "use_tis": True,
+            "custom_tis_function_path": f"{__name__}:half_of_likely_tokens",
+        },
     },
     "rejection": {
         "off": {},
@@ -133,6 +144,18 @@ def random_row(rng: random.Random, **given: str) -> Row:
             drawn = {**row, factor: rng.choice(others)}
             row = drawn if is_legal(drawn) else row
     return {factor: row.get(factor, DEFAULTS[factor]) for factor in FACTORS}
+
+
+def choice_of_row(table: str, name: str) -> Row:
+    """A choice under which the row of a table is on."""
+    factor = {"policy_loss": "objective", "loss_aggregation": "aggregation", "kl_loss_type": "kl"}
+    if name in FACTORS.get(factor.get(table, ""), {}):
+        return {factor[table]: name}
+    for factor_of_row, choice in CHOICES if table == "corrections" else []:
+        if is_legal(row := {factor_of_row: choice}):
+            if name in [each.name for each in rows_on(TABLES[table], config_of(row))]:
+                return row
+    raise AssertionError(f"{name} of {table} is under no choice here: add one, and its plain loops")
 
 
 @functools.cache

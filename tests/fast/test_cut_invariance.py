@@ -9,6 +9,7 @@ package is compared with the dense float64 oracle, which knows no cut. The mutan
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_pg import PolicyLossConfig
+from megatron_pg.config.tables import TABLES
 from megatron_pg.loss import METRICS
 from megatron_pg.loss.metrics import DERIVED
 from tests import critic_oracle, oracle
@@ -40,7 +42,16 @@ from tests.metric_loops import DERIVED_LOOPS, METRIC_LOOPS, Token
 from tests.mutants import MUTANTS
 from tests.oracle import PlainSample
 from tests.random_steps import random_logits, random_losses, random_step, with_policies_near
-from tests.settings import CHOICES, DEFAULTS, Row, config_of, is_legal, random_row, rows
+from tests.settings import (
+    CHOICES,
+    DEFAULTS,
+    Row,
+    choice_of_row,
+    config_of,
+    is_legal,
+    random_row,
+    rows,
+)
 
 
 @dataclass(frozen=True)
@@ -218,6 +229,14 @@ def test_every_two_settings_together(number: int) -> None:
     sizes = {"dp_size": 1 + number % 2, "num_microbatches": 2, "cp_size": 1 + number // 2 % 2}
     choices = tuple(rows()[number].items())
     check(CutLoss(), Case(number, 8, **sizes, choices=choices))
+
+
+def test_a_row_without_choice_or_loops_is_refused() -> None:
+    """A copy of each table's last row under another name: right, and nobody could say so."""
+    for table in ("policy_loss", "loss_aggregation", "kl_loss_type"):
+        copy = replace(list(TABLES[table].values())[-1], name="unheard_of")
+        with mock.patch.dict(TABLES[table], unheard_of=copy), pytest.raises(AssertionError):
+            choice_of_row(table, "unheard_of")
 
 
 @pytest.mark.parametrize(("factor", "choice"), CHOICES)

@@ -81,7 +81,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "loss_weights_in_denominators": {**TOKEN_MEAN, "loss_weight_denominator": "weights"},
     "terms_by_the_loss": {**TOKEN_MEAN, **BY_THE_LOSS, **KL, **ENTROPY},
     "reducer_of_what_is_left": {
-        "custom_pg_loss_reducer_function_path": "tests.distributed.test_sequence_level:reducer_of_place",
+        "custom_pg_loss_reducer_function_path": "tests.fast.test_reduction:mean_of_what_is_left",
         **{**ICEPOP, **OPSM, **ENTROPY, **BY_THE_LOSS},
     },
     "icepop_accepted": {**ICEPOP, **ACCEPTED, **KL, **ENTROPY},

@@ -20,7 +20,10 @@ from megatron_pg import (
     pack,
     policy_loss_function,
 )
+from megatron_pg.loss.from_logits import head_options
 from megatron_pg.loss.metrics import MicroBatchMetrics, reduce_metrics
+from megatron_pg.loss.micro_batch import MicroBatchLoss, gradient_scope
+from megatron_pg.megatron.fused_head import FusedHead
 from megatron_pg.megatron.scale_contract import scale_contract
 
 from .cut_steps import DIVISOR, Cut, gradients
@@ -110,6 +113,9 @@ class CutLoss:
     `tests.mutants` derives wrong implementations from it, which override one method each.
     """
 
+    most_all_reduces = 1
+    """Per micro-batch."""
+
     def __init__(self) -> None:
         self.weight = torch.zeros((), dtype=torch.float64, requires_grad=True)
         """What the logits of every rank depend on, those of an empty micro-batch too."""
@@ -165,7 +171,7 @@ class CutLoss:
                     return RankLoss(batch, loss, metrics, len(micro_batches))  # noqa: B023
 
                 results += group.run(of_rank)
-                assert len(group.sums) <= 1, "one all-reduce per micro-batch"
+                assert len(group.sums) <= self.most_all_reduces
         return results
 
     def total(self, results: Sequence[RankLoss], cut: Cut) -> Tensor:
@@ -188,6 +194,30 @@ class CutLoss:
         batch = result.batch
         active, local = batch.num_active_tokens, batch.window.local_tokens
         return contract.apply(result.loss, result.metrics, active, local)
+
+
+class CutFused(CutLoss):
+    """Through the fused head. Logits stand for hidden states, of an output layer without effect."""
+
+    choices = {"sets": "off"}  # whose mass the fused head does not report
+    most_all_reduces = 99  # one for each piece
+
+    def rank_loss(
+        self, config, batch, logits, *, vocab_size, totals, context_parallel_group, step_share
+    ):
+        step = (totals, context_parallel_group, step_share)
+        loss, options = (
+            MicroBatchLoss(config, batch, *step),
+            head_options(config, None, vocab_size, 2),
+        )
+        head = FusedHead(loss, options, gradient_scope(config))
+        hidden = logits.detach().nan_to_num().requires_grad_()
+        weight = torch.eye(logits.shape[1], dtype=logits.dtype)
+        output, metrics = head.loss(head.output_processor(hidden[:, None], weight))
+        output.backward()
+        # The same value and gradient, which can be differentiated again and again.
+        moved = logits.nan_to_num() - hidden.detach()
+        return output.detach() + (hidden.grad * moved).sum(), metrics
 
 
 @dataclass(frozen=True)

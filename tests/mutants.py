@@ -16,7 +16,7 @@ from megatron_pg.loss import CORRECTIONS, OBJECTIVES, objectives, policy_loss
 from megatron_pg.loss.objectives import Outcome
 
 from . import oracle
-from .cut_policy_loss import CutLoss
+from .cut_policy_loss import CutFused, CutLoss
 from .cut_steps import CutCritic, CutPadded, Package
 from .oracle import PlainSample
 from .settings import choice_of_row
@@ -501,6 +501,15 @@ class LocalTokenCount(CutLoss):
         return (result.loss * rest[0] if job.per_token else loss), *rest
 
 
+class FusedWithLocalSums(CutFused):
+    """Ratios and corrections of sequences read the tokens of this rank's window only."""
+
+    choices = {**CutFused.choices, "objective": "gspo"}
+
+    def rank_loss(self, *given, context_parallel_group, **keywords):
+        return super().rank_loss(*given, context_parallel_group=None, **keywords)
+
+
 # The critic.
 
 
@@ -552,5 +561,5 @@ MUTANTS: dict[str, Callable[[], Any]] = {
     mutant.__name__: mutant
     for way in WAYS
     for mutant in subclasses(way)
-    if mutant not in (WithCorrections, WithRow)
+    if mutant not in (CutFused, WithCorrections, WithRow)
 } | row_mutants()

@@ -23,7 +23,14 @@ from megatron_pg.loss import METRICS
 from megatron_pg.loss.metrics import DERIVED
 from tests import critic_oracle, oracle
 from tests.critic_oracle import with_values
-from tests.cut_policy_loss import CutLoss, Job, aggregated, megatron_gradients, package_config
+from tests.cut_policy_loss import (
+    CutFused,
+    CutLoss,
+    Job,
+    aggregated,
+    megatron_gradients,
+    package_config,
+)
 from tests.cut_steps import (
     CLIP,
     DIVISOR,
@@ -187,6 +194,7 @@ def check_padded(padded: CutPadded, case: Case) -> None:
 
 WAYS: dict[type, Callable] = {
     Package: check_reducer,
+    CutFused: check_policy_loss,
     CutLoss: check_policy_loss,
     CutCritic: check_value_loss,
     CutPadded: check_padded,
@@ -195,7 +203,7 @@ WAYS: dict[type, Callable] = {
 
 
 def check(implementation: object, case: Case) -> None:
-    (way,) = [way for way in WAYS if isinstance(implementation, way)]
+    way = next(way for way in WAYS if isinstance(implementation, way))
     WAYS[way](implementation, case)
 
 

@@ -263,12 +263,3 @@ def megatron_gradients(
 
 def summed_loss(results: Sequence[RankLoss]) -> Tensor:
     return torch.stack([result.loss for result in results]).sum()
-
-
-def summed_metrics(results: Sequence[RankLoss]) -> dict[str, float]:
-    """Numerators and denominators added up, then divided, as Megatron's train_step does."""
-    metrics = {}
-    for name in results[0].metrics:
-        numerator, denominator = sum(result.metrics[name].double() for result in results)
-        metrics[name] = (numerator / denominator).item()
-    return metrics

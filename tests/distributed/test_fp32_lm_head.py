@@ -28,7 +28,6 @@ RUNS = [Run("prompt_mean", fp32_lm_head=True), Run(cut="empty", fp32_lm_head=Tru
 DENSE = ModelOptions(dtype=torch.float64)
 TIED = replace(DENSE, tied_embeddings=True)
 BIASED = replace(DENSE, output_bias=True)
-TP2, TP2_SP = Sharding(tensor=2), Sharding(tensor=2, sequence_parallel=True)
 CASES = {
     "TP2, bias": BIASED,
     "TP2+SP tied": TIED,

@@ -82,8 +82,19 @@ def test_gradients_and_metrics_equal_the_unsharded_reference(case, mode, referen
     assert_case(case, CASES[case], steps, RUNS, references, mode)
 
 
-SEQUENCE_SETTINGS = ("gspo", "gmpo", "opsm", "everything", "tis_sequence")
-SEQUENCE_RUNS = [SettingsRun(name=name, cut="empty") for name in SEQUENCE_SETTINGS]
+SEQUENCE_SETTINGS = {
+    **{name: {"objective": name} for name in ("gspo", "gmpo")},
+    "opsm": {"opsm": "on"},
+    "everything": {
+        **{"objective": "gspo", "tis": "token", "rejection": "geometric", "opsm": "on"},
+        **{"kl": "k3", "entropy": "on", "metrics": "with_entropy"},
+    },
+    "tis_sequence": {"tis": "sequence"},
+}
+SEQUENCE_RUNS = [
+    SettingsRun(choices=tuple(choices.items()), cut="empty")
+    for choices in SEQUENCE_SETTINGS.values()
+]
 SEQUENCE_CASES = {
     "one process": (PER_TOKEN, (1, 5, 1000)),
     "CP2": (DENSE, (1, 1000)),

@@ -82,7 +82,6 @@ SETTINGS: dict[str, tuple[str, dict, dict]] = {
 }
 NOT_REINFORCE_AT_RATIO_ONE = ("sft",)
 INFINITE_AT_PROBABILITY_ZERO = ("reinforce", "cispo", "sft", "dis_open_below", "vespo")
-OF_SEQUENCES = [case for case in SETTINGS if case.startswith(("gspo", "gmpo", "vespo"))]
 OF_PROBABILITIES = [case for case in SETTINGS if case.startswith("dppo")]
 """Which need log-probs of at most 0, and have a grid of their own."""
 ANCHORS = dict.fromkeys(OBJECTIVES, "old_log_probs") | {"dis": "rollout_log_probs"}

@@ -124,8 +124,6 @@ def test_missing_values_are_refused_by_sample_and_field(missing: str) -> None:
 @pytest.mark.parametrize(
     ("make", "settings", "words"),
     [
-        (sample, {"old_values": [0.0, NAN]}, "turn 7: old_values[1] is nan at an active token"),
-        (sample, {"returns": [NAN, 0.0]}, "turn 7: returns[0] is nan at an active token"),
         (sample, {"returns": [0.0]}, "turn 7: returns is of 1 values, expected one per response"),
         (sample, {"old_values": "no"}, "turn 7: old_values is no sequence of numbers"),
         (CriticConfig, {"value_clip": 0.0}, "--value-clip must be a finite number > 0; found 0.0"),

@@ -90,6 +90,6 @@ def with_zero_for_an_identity() -> dict[str, float]:
     return reduce_metrics(CONFIG, micro_batches, contributes=contributes, device="cpu")
 
 
-def test_zero_is_not_the_identity_of_the_maximum() -> None:
+def test_mutant_zero_is_not_the_identity_of_the_maximum() -> None:
     found = run_ranks(with_zero_for_an_identity, WORLD_SIZE)[0]
     assert found["max_advantage"] == 0

@@ -27,7 +27,8 @@ from tests.fast.refusals import assert_refused
 from tests.random_steps import uneven_totals
 
 NAME = "task-7/answer-2"
-PER_TOKEN_FIELDS = ("loss_mask", "advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs")  # fmt: skip
+LOG_PROBS = ("old_log_probs", "ref_log_probs", "rollout_log_probs")
+PER_TOKEN_FIELDS = ("loss_mask", "advantages", *LOG_PROBS)
 VOCABULARY = 8
 
 
@@ -81,24 +82,28 @@ def test_a_mask_value_other_than_0_and_1(value, position, container):
 
 
 HUGE = 1e39
+DOUBLE = torch.tensor(HUGE, dtype=torch.float64)
 NO_INTEGERS = [torch.tensor(3.0), torch.tensor(True), torch.tensor([3, 4]), np.float64(3.0)]
 IDS = [1.0, "1", math.nan, True, 2**63, -(2**63) - 1, *NO_INTEGERS]
 # field, its value, words of the refusal beside the sample's name
 SAMPLES = [
     *((field, value, field) for field in PER_TOKEN_FIELDS
       for value in (torch.ones(1, 3), [[1.0, 1.0, 1.0]], [[1.0], [1.0, 2.0]], "101")),
-    *((field, [first, 10**400, 10**400], field) for field in ("tokens", *PER_TOKEN_FIELDS) for first in (0.5, 1)),
+    *((field, [first, 10**400, 10**400], field)
+      for field in ("tokens", *PER_TOKEN_FIELDS) for first in (0.5, 1)),
     *(("advantages", value, "advantages is  | float32")
-      for value in (HUGE, -HUGE, 10**400, np.float64(HUGE), torch.tensor(HUGE, dtype=torch.float64))),
+      for value in (HUGE, -HUGE, 10**400, np.float64(HUGE), DOUBLE)),
     ("advantages", np.array("much"), "advantages"),
     ("response_length", -1, "-1 | expected 0 or more"),
     ("response_length", 5, "5 | prompt needs at least one token"),
     ("response_length", 6, "6 | prompt needs at least one token"),
-    *(("response_length", value, str(value) + " | expected an integer") for value in (2.5, None, True, torch.tensor(3.0))),
+    *(("response_length", value, f"{value!s} | expected an integer")
+      for value in (2.5, None, True, torch.tensor(3.0))),
     *(("tokens", value, "tokens")
-      for value in ([1.0, 2.0, 3.0, 4.0, 5.0], torch.ones(1, 5).long(), "12345", None, [1, 2, None])),
+      for value in ([1.0] * 5, torch.ones(1, 5).long(), "12345", None, [1, 2, None])),
     ("tokens", [1, 2, 3, -100, 5], "tokens[3] | -100"),
-    *((field, value, f"{value!r} | integer") for field in ("group_index", "rollout_id") for value in IDS),
+    *((field, value, f"{value!r} | integer")
+      for field in ("group_index", "rollout_id") for value in IDS),
 ]  # fmt: skip
 
 
@@ -122,7 +127,7 @@ def test_values_at_the_edge_of_what_a_sample_may_be():
 # Packing and the step's totals.
 
 
-@pytest.mark.parametrize("field", ["old_log_probs", "ref_log_probs", "rollout_log_probs"])
+@pytest.mark.parametrize("field", LOG_PROBS)
 def test_log_probs_that_only_some_samples_carry(field):
     has = sample(**{field: [-1.0] * 3}, name="has them")
     lacks = sample(**{field: None}, name="lacks them")
@@ -190,8 +195,10 @@ FACTORY = {
     "no prompt": ({"total_lengths": [3, 4]}, "sample 0 | prompt"),
     "response longer than all": ({"total_lengths": [2, 4]}, "response_lengths[0] | 3 | "
                                                             "total_lengths[0] | 2"),
-    **{f"length {length}": ({"total_lengths": [length, 4]}, "total_lengths[0] | "
-                                                            "integer") for length in (5.5, True, "5")},
+    **{
+        f"length {length}": ({"total_lengths": [length, 4]}, "total_lengths[0] | integer")
+        for length in (5.5, True, "5")
+    },
     "unknown mode": ({"aggregation": "seq_mean"}, " | ".join(["'seq_mean'", *AGGREGATIONS])),
     "prompt mean of unknown groups": ({"aggregation": "prompt_mean"}, "denominators"),
     "a denominator missing": ({"denominators": [3.0]}, "denominators | [1] | (2)"),
@@ -270,7 +277,7 @@ def test_masks_as_lists_and_as_one_matrix_are_masks():
         assert float(reducer(losses)) == 1.0 + 3.5
 
 
-@pytest.mark.parametrize("field", ["old_log_probs", "ref_log_probs", "rollout_log_probs"])
+@pytest.mark.parametrize("field", LOG_PROBS)
 @pytest.mark.parametrize("value", [0.5, 0.0625, 1e-3, -1e300])
 def test_a_log_prob_that_is_none(field, value):
     """At an active token; 0.0625 is what a log-softmax in bfloat16 may leave, of logits of 16."""
@@ -306,7 +313,7 @@ def test_a_sample_keeps_its_values_when_the_buffer_they_came_from_changes():
 
 
 NUMBERS = {
-    **dict.fromkeys(("old_log_probs", "ref_log_probs", "rollout_log_probs"), -1.0),
+    **dict.fromkeys(LOG_PROBS, -1.0),
     **dict.fromkeys(("advantages", "loss_weights", "old_values", "returns"), 1.0),
 }
 """The fields of response tokens that are numbers, and a number that each may be."""

@@ -48,7 +48,7 @@ def test_values_that_the_schedule_can_use(per_token: bool) -> None:
     assert torch.equal(result.loss, loss)
 
 
-def test_a_detached_view_in_the_metrics_would_be_rescaled() -> None:
+def test_mutant_a_detached_view_in_the_metrics_would_be_rescaled() -> None:
     """The mutant of the test above: .detach() without .clone()."""
     loss = torch.ones((), requires_grad=True) * 2
     reported = loss.detach()

@@ -170,7 +170,7 @@ def test_at_ratio_one_every_objective_has_the_gradient_of_reinforce(name: str) -
     torch.testing.assert_close(log_probs.grad, expected, rtol=0, atol=1e-15)
 
 
-def test_a_gradient_through_the_sequence_mean_would_be_another_one() -> None:
+def test_mutant_a_gradient_through_the_sequence_mean_would_be_another_one() -> None:
     """The mutant of gspo: without the stop-gradient a token gets 1/n of every token's gradient."""
     sequence = random_sequences(3)[2]
     active = sequence.active()

@@ -167,7 +167,7 @@ def test_dispatches_do_not_grow_with_samples(aggregation: str, dtype: torch.dtyp
     assert all(1 <= len(names) <= 8 for names in counted)
 
 
-def test_the_count_would_notice_a_loop_over_samples() -> None:
+def test_mutant_the_count_would_notice_a_loop_over_samples() -> None:
     """The check's own check: a reducer in the style of the field dispatches per sample."""
 
     def looped(x: Tensor) -> Tensor:

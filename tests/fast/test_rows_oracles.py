@@ -1,9 +1,8 @@
-"""The door of every table: each row against plain float64 loops of its own, value and gradient; a
-row without loops is refused.
+"""Every divergence, advantage and metric against plain float64 loops of its own; one without loops
+is refused.
 
 A row is checked through the public loss of a step, on ragged samples of which two share a rollout.
-The loops are those of `tests.oracle`, `objectives_oracle` and `distillation_oracle`, and here those
-of the metrics.
+The rows that settings choose are in `test_cut_invariance`.
 """
 
 import dataclasses
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from megatron_pg import PolicyLossConfig, Sample, pack, policy_loss_function
 from megatron_pg.head.distill.divergence import Divergence, Kind
-from megatron_pg.loss import METRICS
+from megatron_pg.loss import METRICS, OBJECTIVES
 from megatron_pg.loss.metrics import DERIVED, MicroBatchMetrics
 from megatron_pg.loss.micro_batch import MicroBatchLoss
 from megatron_pg.step import advantages
@@ -213,6 +212,20 @@ def test_mutant_with_its_sign_flipped(table, name, monkeypatch) -> None:
     broken(table, name, monkeypatch)
     with pytest.raises(AssertionError, match="not close"):
         check_row(table, name)
+
+
+@pytest.mark.parametrize("change", [torch.neg, lambda loss: 2 * loss.detach() - loss])
+def test_mutant_with_the_sign_of_the_distilled_loss_flipped(change, monkeypatch) -> None:
+    """In value and gradient, and in the gradient alone; other objectives are in `tests.mutants`."""
+    row = OBJECTIVES["distill"]
+
+    def wrong(*given: Any) -> Any:
+        outcome = row.function(*given)
+        return dataclasses.replace(outcome, loss=change(outcome.loss))
+
+    monkeypatch.setitem(OBJECTIVES, "distill", dataclasses.replace(row, function=wrong))
+    with pytest.raises(AssertionError, match="not close"):
+        check_divergence("reverse_kl")
 
 
 @pytest.mark.parametrize("table", DOORS)

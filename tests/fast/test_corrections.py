@@ -8,14 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_pg import (
-    PackedBatch,
-    PolicyLossConfig,
-    Sample,
-    accepted_samples,
-    filter_overlong,
-    pack,
-)
+from megatron_pg import PackedBatch, PolicyLossConfig, Sample, accepted_samples, filter_overlong
 from megatron_pg.loss.corrections import Corrected, apply_corrections, correction_metric_names
 from megatron_pg.loss.objectives import OBJECTIVES
 from megatron_pg.loss.sequence import SequenceSums, sequence_sum_names
@@ -285,13 +278,6 @@ def test_a_sum_over_sequences_that_was_not_made_is_named():
         sums = SequenceSums(tokens.unit_ids, {})
         words = "the sum over sequences of  |  was not made"
         assert_refused(words, apply_corrections, config, tokens, log_probs, sums)
-
-
-def test_an_empty_micro_batch_is_legal():
-    log_probs = torch.zeros(0, requires_grad=True)
-    for settings in CASES.values():
-        found, _ = corrected(PolicyLossConfig(**settings), pack([]), log_probs)
-        assert found.loss.shape == (0,) and found.loss.requires_grad
 
 
 def test_accepted_samples_leaves_what_needs_no_rejection_alone():

@@ -3,7 +3,6 @@
 import argparse
 import json
 import math
-import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_pg import (
     PolicyLossConfig,
@@ -23,57 +21,8 @@ from megatron_pg import (
 )
 from megatron_pg.cli import main as cli
 from megatron_pg.step.batch import pack
-from tests import oracle
-from tests.cut_policy_loss import EVERYTHING, aggregated, package_config, rank_losses, summed_loss
-from tests.cut_steps import CUTS, whole
 from tests.fast.one_step import PLAIN_SUM, loss_of, reported
-from tests.random_steps import random_logits, random_step, uneven_totals
-
-aggregations = pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
-denominators = pytest.mark.parametrize("denominator", ("mask", "weights"))
-
-
-def objective_of(aggregation: str, denominator: str) -> oracle.Objective:
-    objective = aggregated(EVERYTHING, aggregation)
-    return replace(objective, loss_weight_denominator=denominator)
-
-
-def difference(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).detach().abs())
-
-
-@denominators
-@aggregations
-def test_weights_of_one_change_nothing_to_the_bit(aggregation: str, denominator: str) -> None:
-    step = random_step(7)
-    ones = [replace(s, loss_weights=[1.0] * s.response_length) for s in step]
-    logits = random_logits(step, seed=3)
-    losses = []
-    for samples, counted in ((step, "mask"), (ones, denominator)):
-        config = package_config(objective_of(aggregation, counted))
-        losses.append(summed_loss(rank_losses(config, samples, logits, whole(len(step)))))
-    gradients = [torch.autograd.grad(loss, logits) for loss in losses]
-    assert torch.equal(*losses) and all(map(torch.equal, *gradients))
-
-
-@aggregations
-def test_a_weight_of_zero_is_a_masked_token_where_denominators_count_weights(aggregation):
-    rng = random.Random(2)
-    step = random_step(8)
-    keeps = [[int(rng.random() < 0.6) for _ in s.loss_mask] for s in step]
-    weighted, masked = [], []
-    for s, keep in zip(step, keeps, strict=True):
-        weighted.append(replace(s, loss_weights=list(map(float, keep))))
-        masked.append(replace(s, loss_mask=[a * b for a, b in zip(s.loss_mask, keep, strict=True)]))
-    logits = random_logits(step, seed=3)
-    by_weights = package_config(objective_of(aggregation, "weights"))
-    by_mask = package_config(objective_of(aggregation, "mask"))
-    expected = summed_loss(rank_losses(by_mask, masked, logits, whole(len(step))))
-    found = summed_loss(rank_losses(by_weights, weighted, logits, CUTS["cp_2"](len(step))))
-    assert difference(found, expected) < 1e-12
-    # The mutant divides by the mask: another objective, but for constant.
-    mutant = summed_loss(rank_losses(by_mask, weighted, logits, whole(len(step))))
-    assert difference(mutant, expected) > 1e-4
+from tests.random_steps import uneven_totals
 
 
 def test_denominators_of_weights_without_weights_are_refused() -> None:

@@ -340,13 +340,6 @@ def test_a_sum_over_sequences_that_was_not_made_is_named() -> None:
     assert_refused("'policy' was not made", OBJECTIVES["gspo"].function, config, tokens, none)
 
 
-@pytest.mark.parametrize("name", OF_LOG_PROBS)
-def test_an_empty_micro_batch_is_legal_and_connected(name: str) -> None:
-    log_probs = torch.zeros(0, requires_grad=True)
-    found = package_objective(name, {}, pack([]), log_probs)
-    assert found.loss.shape == (0,) and found.loss.requires_grad
-
-
 # A user's own loss.
 
 seen: dict[str, Tensor] = {}

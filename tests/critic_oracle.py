@@ -4,6 +4,7 @@ loops.
 It shares no code with `megatron_pg`; aggregation and means over documents are `tests.oracle`'s.
 """
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -65,6 +66,8 @@ def value_loss(
     total = oracle.aggregate(samples, losses, aggregation, divisor)
     if not active_returns:
         return total, {}
+    of_returns = variance(active_returns)
+    explained = 1 - variance(active_errors) / of_returns if of_returns else math.nan
     returns = [torch.tensor(sample.returns, dtype=torch.float64) for sample in samples]
     detached = [each.detach() for each in values]
     return total, {
@@ -72,7 +75,7 @@ def value_loss(
         "value": oracle.document_mean(samples, detached),
         "return": oracle.document_mean(samples, returns),
         "value_clipfrac": oracle.document_mean(samples, clipped),
-        "explained_variance": 1 - variance(active_errors) / variance(active_returns),
+        "explained_variance": explained,
         "value_aggregation_checksum": 1.0,
     }
 

@@ -13,7 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_pg import AGGREGATIONS, StepTotals, get_pg_loss_reducer
+from megatron_pg import (
+    AGGREGATIONS,
+    CriticConfig,
+    PolicyLossConfig,
+    StepTotals,
+    get_pg_loss_reducer,
+    pack,
+    padded_totals,
+)
+from megatron_pg.critic.value_loss import MicroBatchValueLoss, value_report
+from megatron_pg.loss.padded import reduce_padded
 
 from . import oracle
 from .oracle import Step
@@ -135,6 +145,109 @@ class Package:
             parts = [self.rank_sum(*arguments, r, cut.cp_size) for r in range(cut.cp_size)]
             sums.append(self.over_context_parallel(parts))
         return self.over_micro_batches(sums) / self.outer_count(step, aggregation)
+
+
+CLIP = 0.5
+"""Of the value loss."""
+
+
+class CutCritic:
+    """The value loss of a cut step from the package's parts. Mutants override one member each."""
+
+    clip = CLIP
+
+    def totals(self, step: Step, micro_batch: Step) -> StepTotals:
+        return uneven_totals(package_samples(step))
+
+    def scored(self, rows: list[int], last: int) -> list[int]:
+        """Which response tokens of a micro-batch a rank's window is of, given the right ones."""
+        return rows
+
+    def of_rank(self, loss: Tensor, cp_size: int) -> Tensor:
+        return loss
+
+    def reduced(self, report: Any, parts: list[Tensor]) -> dict[str, float]:
+        """The metrics of the step from the sums of every rank and micro-batch."""
+        return report.metrics(torch.stack(parts).sum(0))
+
+    def run(self, step: Step, values: Sequence[Tensor], cut: Cut, config: PolicyLossConfig):
+        """The loss and the metrics of the step."""
+        losses, parts = [], []
+        critic = CriticConfig(value_clip=self.clip)
+        for micro_batches in cut.ranks:
+            share = 1 / (cut.dp_size * cut.cp_size * len(micro_batches))
+            for indices in micro_batches:
+                plain = [step[index] for index in indices]
+                flat = torch.cat([torch.zeros(0).double(), *(values[index] for index in indices)])
+                totals = self.totals(step, plain)
+                for cp_rank in range(cut.cp_size):
+                    batch = pack(package_samples(plain), cp_rank=cp_rank, cp_size=cut.cp_size)
+                    layout = token_layout(*lengths(plain), cut.cp_size)[cp_rank]
+                    rows = [row.response for row in layout if row.response is not None]
+                    of_batch = MicroBatchValueLoss(config, critic, batch, totals, share)
+                    loss, metrics = of_batch(flat[self.scored(rows, flat.numel() - 1)])
+                    losses.append(self.of_rank(loss, cut.cp_size))
+                    report = value_report(config, [metrics], "cpu")
+                    parts.append(report.sums)
+        return torch.stack(losses).sum(), self.reduced(report, parts)
+
+
+def padded_rows(samples: Step, losses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Losses and mask as [batch, length]; the padding holds NaN, which nothing may read."""
+    length = max((sample.response_length for sample in samples), default=0) + 2
+    loss = torch.full((len(samples), length), torch.nan, dtype=torch.float64)
+    mask = torch.zeros(len(samples), length, dtype=torch.int64)
+    for row, (sample, values) in enumerate(zip(samples, losses, strict=True)):
+        loss[row, : len(values)] = values
+        mask[row, : len(values)] = torch.tensor(sample.loss_mask)
+    return loss, mask
+
+
+def row_ids(samples: Step) -> dict[str, list[int]]:
+    """Group and rollout ids of each row; lone samples get a rollout id that nobody else has."""
+    rollouts = [10**6 + i if s.rollout_id is None else s.rollout_id for i, s in enumerate(samples)]
+    return {"group_index": [sample.group_index for sample in samples], "rollout_id": rollouts}
+
+
+class CutPadded:
+    """`reduce_padded` in a trainer that averages gradients over data-parallel ranks and sums them
+    over micro-batches. It knows no context parallelism.
+    """
+
+    def data_parallel_size(self, cut: Cut) -> int:
+        return cut.dp_size
+
+    def counted(self, step: Step, rank: list[list[int]]) -> list[int]:
+        """The rows that the totals are of."""
+        return list(range(len(step)))
+
+    def objective(self, step: Step, losses: Sequence[Tensor], cut: Cut, aggregation: str) -> Tensor:
+        total, divisor = torch.zeros((), dtype=torch.float64), None
+        if aggregation == "constant":
+            divisor = DIVISOR
+
+        def of(rows: list[int]) -> tuple[tuple[Tensor, Tensor], dict[str, list[int]]]:
+            padding = padded_rows([step[row] for row in rows], [losses[row] for row in rows])
+            ids = {name: [values[row] for row in rows] for name, values in row_ids(step).items()}
+            return padding, ids
+
+        for rank in cut.ranks:
+            (_, mask), ids = of(self.counted(step, rank))
+            totals = padded_totals(mask, allow_different_group_sizes=True, **ids)
+            for rows in rank:
+                padding, ids = of(rows)
+                total = total + (
+                    reduce_padded(
+                        *padding,
+                        totals=totals,
+                        aggregation=aggregation,
+                        divisor=divisor,
+                        data_parallel_size=self.data_parallel_size(cut),
+                        **ids,
+                    )
+                    / cut.dp_size
+                )
+        return total
 
 
 def gradients(objective: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:

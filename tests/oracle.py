@@ -37,6 +37,7 @@ class PlainSample:
     returns: list[float] | None = None
     kept_tokens: list[list[int]] | None = None
     turn_ids: list[int] | None = None
+    policy_version: int | None = None
     routed_experts: list[list[list[int]]] | None = None
     """[layers][total_length][k] ids of the experts that the engine chose, -1 for none."""
 

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -91,6 +92,55 @@ def random_step(
             )
         )
     return samples
+
+
+def with_policies_near(
+    samples: Step,
+    logits: Sequence[Tensor],
+    seed: int = 0,
+    *,
+    temperature: float = 1.0,
+    spread: float = 0.4,
+    has_sets: bool = False,
+    has_weights: bool = False,
+) -> list[PlainSample]:
+    """The samples with what every setting of the loss reads.
+
+    Log-probs of the old, the reference and the rollout engine's policy lie within `spread` of those
+    of the logits, so that no ratio is extreme. The samples have turns, versions and, if asked for,
+    sets that were kept and weights of tokens: 0 to 3, none for one sample.
+    """
+    rng = random.Random(seed)
+    changed = []
+    for index, (sample, rows) in enumerate(zip(samples, logits, strict=True)):
+        sets: list[list[int]] = []
+        for target in sample.tokens[sample.prompt_length :]:
+            others = rng.sample(range(VOCAB_SIZE), rng.randint(2, 5))
+            sets.append(
+                [target, *(id for id in others if id != target)] if rng.random() < 0.8 else []
+            )
+        log_probs = []
+        for token, target in enumerate(sample.tokens[sample.prompt_length :]):
+            scaled = rows.detach()[sample.prompt_length + token - 1] / temperature
+            kept = sets[token] if has_sets and sets[token] else range(VOCAB_SIZE)
+            log_probs.append((scaled[target] - scaled[list(kept)].logsumexp(0)).item())
+        near: dict[str, Any] = {}
+        for name in ("old_log_probs", "ref_log_probs", "rollout_log_probs"):
+            moved = [value + rng.uniform(-spread, spread) for value in log_probs]
+            near[name] = [float32(min(value, 0.0)) for value in moved]
+        weights = [float32(rng.choice([0.0, 1.0, rng.uniform(0, 3)])) for _ in log_probs]
+        turns = sorted(rng.randrange(3) for _ in log_probs)
+        changed.append(
+            replace(
+                sample,
+                **near,
+                turn_ids=turns,
+                policy_version=rng.randrange(9),
+                kept_tokens=sets if has_sets else None,
+                loss_weights=weights if has_weights and index != 1 else None,
+            )
+        )
+    return changed
 
 
 def leaf(generator: torch.Generator, *shape: int, requires_grad: bool = True) -> Tensor:

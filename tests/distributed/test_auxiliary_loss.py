@@ -235,7 +235,7 @@ if versions.multiplies_by_ranks():
 
 
 @pytest.mark.parametrize(("mutate", "per_token", "name", "options"), MUTANTS)
-def test_a_wrong_loss_of_routers_is_caught(mutate, per_token, name, options) -> None:
+def test_mutant_a_wrong_loss_of_routers_is_caught(mutate, per_token, name, options) -> None:
     sharding = Sharding.named(name)
     outcome = run_ranks(sharded_step, sharding.world_size, name, per_token, mutate, options)[0]
     expected = reference(sharding.data, per_token, options)[0]

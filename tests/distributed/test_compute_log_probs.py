@@ -223,7 +223,7 @@ def wrong_scores(mutant: Any, sharding: Sharding) -> tuple[int, Found]:
 
 
 @pytest.mark.parametrize("mutant", [in_the_order_of_the_plan, of_own_window, without_the_zigzag])
-def test_a_wrong_order_or_gather_would_be_seen(mutant, references) -> None:
+def test_mutant_a_wrong_order_or_gather_would_be_seen(mutant, references) -> None:
     """By wrong shapes, or wrong numbers under every setting."""
     sharding = Sharding() if mutant is in_the_order_of_the_plan else Sharding(context=2)
     ranks = run_ranks(wrong_scores, sharding.world_size, mutant, sharding)

@@ -170,7 +170,7 @@ def test_gradients_and_metrics_equal_the_unsharded_reference(case, head, referen
         assert expected.metrics.keys() <= outcome.metrics.keys()
 
 
-def test_a_late_teacher_would_be_seen(references) -> None:
+def test_mutant_a_late_teacher_would_be_seen(references) -> None:
     found = run_ranks(steps, 2, Sharding(context=2), DENSE, "logits", True)[0]
     for outcome, expected in zip(found, references, strict=True):
         assert not compare(outcome, expected, 1e-3).passed

@@ -83,8 +83,19 @@ def test_gradients_and_metrics_equal_the_unsharded_reference(case, mode, referen
     assert_case(case, CASES[case], steps, RUNS, references, mode)
 
 
-SEQUENCE_SETTINGS = ("gspo", "gmpo", "opsm", "everything", "tis_sequence")
-SEQUENCE_RUNS = [SettingsRun(name=name, cut="empty") for name in SEQUENCE_SETTINGS]
+SEQUENCE_SETTINGS = {
+    **{name: {"objective": name} for name in ("gspo", "gmpo")},
+    "opsm": {"opsm": "on"},
+    "everything": {
+        **{"objective": "gspo", "tis": "token", "rejection": "geometric", "opsm": "on"},
+        **{"kl": "k3", "entropy": "on", "metrics": "with_entropy"},
+    },
+    "tis_sequence": {"tis": "sequence"},
+}
+SEQUENCE_RUNS = [
+    SettingsRun(choices=tuple(choices.items()), cut="empty")
+    for choices in SEQUENCE_SETTINGS.values()
+]
 SEQUENCE_CASES = {
     "one process": (PER_TOKEN, (1, 5, 1000)),
     "CP2": (DENSE, (1, 1000)),
@@ -123,7 +134,7 @@ def steps_with_borders_inside_sequences() -> list[Outcome | None]:
     return run_steps(CP2, DENSE, SEQUENCE_RUNS, [fused_head])
 
 
-def test_a_border_inside_a_sequence_would_be_seen(on_sequences) -> None:
+def test_mutant_a_border_inside_a_sequence_would_be_seen(on_sequences) -> None:
     found = run_ranks(steps_with_borders_inside_sequences, 2)[0]
     for name, outcome, expected in zip(SEQUENCE_SETTINGS, found, on_sequences, strict=True):
         of_data_alone = name == "tis_sequence"
@@ -208,7 +219,7 @@ def steps_with_a_lost_scale(sharding: Sharding) -> list[Outcome | None]:
 
 
 @pytest.mark.parametrize("sharding", [CP2, DP2], ids=str)
-def test_a_wrong_scale_would_be_seen(sharding, references) -> None:
+def test_mutant_a_wrong_scale_would_be_seen(sharding, references) -> None:
     """In the gradient of the output layer, and through the hidden states in every other."""
     found = run_ranks(steps_with_a_lost_scale, 2, sharding)[0]
     for outcome, expected in zip(found, references[DENSE.unsharded], strict=True):
@@ -289,7 +300,7 @@ def unscaled(sharding: Sharding) -> list[Outcome | None]:
     return steps(sharding, DENSE, "one pass")
 
 
-def test_coefficients_of_another_loss_would_be_seen(references) -> None:
+def test_mutant_coefficients_of_another_loss_would_be_seen(references) -> None:
     found = run_ranks(unscaled, 2, CP2)[0]
     for run, outcome, expected in zip(RUNS, found, references[DENSE.unsharded], strict=True):
         assert compare(outcome, expected).passed == (not run.regularized)

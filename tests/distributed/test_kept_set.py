@@ -87,7 +87,7 @@ def shifted_steps(sharding: Sharding) -> list[Outcome | None]:
     return steps(sharding, DENSE, "logits")
 
 
-def test_a_late_window_would_be_seen(references) -> None:
+def test_mutant_a_late_window_would_be_seen(references) -> None:
     found = run_ranks(shifted_steps, 2, Sharding(context=2))[0]
     for outcome, expected in zip(found, references[DENSE.unsharded], strict=True):
         assert not compare(outcome, expected, 1e-3).passed

@@ -172,7 +172,7 @@ def outcomes_without_transforms() -> list[tuple[Outcome | None, ...]]:
     return outcomes(Sharding(), DENSE)
 
 
-def test_a_transform_left_out_would_be_seen() -> None:
+def test_mutant_a_transform_left_out_would_be_seen() -> None:
     pairs = run_ranks(outcomes_without_transforms, 1)[0]
     for name, (expected, found) in zip(SUPPORTED, pairs, strict=True):
         has_transform = ("scales" in name or "caps" in name) and "before" not in name

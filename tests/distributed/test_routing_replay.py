@@ -178,7 +178,7 @@ def padding_with_a_choice() -> None:
         (the_tokens_of_the_first_tensor_rank, "TP2+SP", None),
     ],
 )
-def test_a_wrong_replay_is_caught(mutate, name, recompute) -> None:
+def test_mutant_a_wrong_replay_is_caught(mutate, name, recompute) -> None:
     skip_if_experts_are_reduced_over_wrong_ranks(name)
     options = replace(OPTIONS, recompute=recompute)
     world_size = Sharding.named(name).world_size
@@ -186,7 +186,7 @@ def test_a_wrong_replay_is_caught(mutate, name, recompute) -> None:
     assert compare(outcome, reference(options, 4)[0]).gradient_error > 1e-3
 
 
-def test_padding_with_a_choice_is_caught_by_the_agreement() -> None:
+def test_mutant_padding_with_a_choice_is_caught_by_the_agreement() -> None:
     outcome = run_ranks(sharded_step, 2, "CP2", OPTIONS, 4, padding_with_a_choice)[0]
     expected = reference(OPTIONS, 4)[0].metrics["router_agreement"]
     assert abs(outcome.metrics["router_agreement"] - expected) > 1e-4

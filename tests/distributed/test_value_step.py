@@ -111,7 +111,7 @@ def test_the_right_step_passes(found, expected) -> None:
 
 
 @pytest.mark.parametrize("mutant", [mutant.__name__ for mutant in MUTANTS])
-def test_a_wrong_one_is_seen(mutant, found, expected) -> None:
+def test_mutant_a_wrong_one_is_seen(mutant, found, expected) -> None:
     wrong = found[0][mutant]
     assert isinstance(wrong, str) or not compare(wrong, expected[0], 1e-12).passed
 

@@ -79,12 +79,14 @@ OF_LOG_PROB = ("reinforce", "cispo", "dis", "vespo")
 """The objectives with a weight times the log-prob."""
 
 
-def gamma_weight(sample: Sequence1, anchor: str, k: float, lam: float) -> float:
-    """VESPO's weight of a sequence: w^k e^(lambda (1 - w)), at most e^20, w the product of all its
-    ratios.
+def gamma_weight(
+    sample: Sequence1, anchor: str, tokens: Sequence[int], k: float, lam: float
+) -> float:
+    """VESPO's weight of a sequence or turn: w^k e^(lambda (1 - w)), at most e^20, w the product of
+    the ratios of its tokens.
     """
     against, total = getattr(sample, f"{anchor}_log_probs"), 0.0
-    for t in sample.active():
+    for t in tokens:
         total += sample.log_probs[t].item() - against[t]
     total = max(-20.0, min(total, 20.0)) if total == total else total
     exponent = k * total + lam * (1 - math.exp(total))
@@ -194,11 +196,9 @@ def objective(
             if not (weight <= low or weight >= high):
                 losses[t] = -weight * advantage * log_prob
         elif name == "vespo":
-            losses[t] = (
-                -gamma_weight(sample, anchor, *gammas[2 * (advantage < 0) :][:2])
-                * advantage
-                * log_prob
-            )
+            k, lam = gammas[2:] if advantage < 0 else gammas[:2]
+            weight = gamma_weight(sample, anchor, sample.together(t, by_turn), k, lam)
+            losses[t] = -weight * advantage * log_prob
         else:
             raise KeyError(name)
     return losses

@@ -330,7 +330,7 @@ def coupled(**given: Any) -> Any:
     return replace(found, returns=[r * torch.tensor(mask) for r, mask in kept])
 
 
-def test_returns_of_the_advantages_lambda_are_seen():
+def test_mutant_returns_of_the_advantages_lambda_are_seen():
     with pytest.raises(AssertionError):
         check_gae(coupled, 0.9, 0.6, value_lam=1.0)
 
@@ -347,7 +347,7 @@ def without_bootstrap(**given: Any) -> Any:
 
 
 @pytest.mark.parametrize("mutant", [masked_tokens_as_steps, without_bootstrap])
-def test_a_wrong_estimate_is_seen(mutant):
+def test_mutant_a_wrong_estimate_is_seen(mutant):
     with pytest.raises(AssertionError):
         check_gae(mutant, 0.9, 0.95)
 

@@ -228,7 +228,7 @@ def of_numbers(counts: StepCounts, samples: Any) -> Any:
     ],
     ids=["none", "one value", "places on a rank", "numbers"],
 )
-def test_other_coefficients_pass_faults_or_refuse_a_whole_step(mutant, wrong, monkeypatch):
+def test_mutant_other_coefficients_pass_faults_or_refuse_a_whole_step(mutant, wrong, monkeypatch):
     monkeypatch.setattr(StepCounts, "coefficients_of", mutant)
 
     def passes(fault: str) -> bool:

@@ -80,7 +80,7 @@ def test_a_wave_that_is_hardly_filled_is_avoided(device):
     assert chunk_rows(32768, 2048, 128256, device, 1.25) == 4096
 
 
-def test_waves_that_cost_nothing_would_be_seen(device, monkeypatch):
+def test_mutant_waves_that_cost_nothing_would_be_seen(device, monkeypatch):
     """Mutant: the last wave is not counted."""
     monkeypatch.setattr(chunks, "_LOST", 0.0)
     chunks._fullest.cache_clear()

@@ -192,7 +192,7 @@ def test_no_size_no_divisor_and_no_beta_compiles_again(settings, counted, monkey
         assert counted() - before == len(compiled._programs) == 1 + bool(settings)
 
 
-def test_a_divisor_of_the_first_step_would_be_seen(monkeypatch):
+def test_mutant_a_divisor_of_the_first_step_would_be_seen(monkeypatch):
     """The mutant reads the divisor off the config, where a trace keeps that of the step it was made
     in.
     """

@@ -353,7 +353,7 @@ def test_a_lack_of_memory_is_no_failure_of_the_compiler(monkeypatch):
     assert not exponentials._failures
 
 
-def test_a_sum_that_was_begun_and_not_written_would_be_seen(monkeypatch):
+def test_mutant_a_sum_that_was_begun_and_not_written_would_be_seen(monkeypatch):
     """Mutant: the sum of a product that failed is taken for one that has begun."""
 
     def add_to_weight(gradients: FactorGradients, product: Any) -> None:

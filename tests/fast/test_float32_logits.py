@@ -126,7 +126,7 @@ def in_the_operands_dtype(left: Tensor, right: Tensor, out: Tensor, *, add: bool
     [("from_hidden", {"logits"}), ("factor_gradients", {"weight"})],
     ids=["logits rounded to bfloat16", "gradient of the weight in bfloat16"],
 )
-def test_a_product_in_the_dtype_of_its_operands_would_be_seen(module, damage, monkeypatch):
+def test_mutant_a_product_in_the_dtype_of_its_operands_would_be_seen(module, damage, monkeypatch):
     modules = {"from_hidden": from_hidden, "factor_gradients": factor_gradients}
     monkeypatch.setattr(modules[module], "multiply", in_the_operands_dtype)
     assert wrong(Case()) == damage

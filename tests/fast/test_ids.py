@@ -396,7 +396,7 @@ WEAKER_HASHES = {
 
 
 @pytest.mark.parametrize("mutant", WEAKER_HASHES.values(), ids=WEAKER_HASHES)
-def test_a_weaker_hash_lets_ids_of_two_prompts_pass(monkeypatch, mutant):
+def test_mutant_a_weaker_hash_lets_ids_of_two_prompts_pass(monkeypatch, mutant):
     monkeypatch.setattr(Sample, "prompt_hash", property(mutant))
     with pytest.raises(pytest.fail.Exception):
         check_colliding(check_ids, [(0, 0), (2, 1)])
@@ -418,7 +418,7 @@ def test_prompts_that_differ_anywhere_have_different_hashes():
     assert len({hash_of_tokens(torch.tensor(prompt)) for prompt in prompts}) == len(prompts)
 
 
-def test_a_check_within_ranks_lets_two_of_them_collide(monkeypatch):
+def test_mutant_a_check_within_ranks_lets_two_of_them_collide(monkeypatch):
     def of_each_rank(everyone: Sequence[Any], **keywords: Any) -> None:
         for each in everyone:
             check_ids([each], **keywords)
@@ -427,7 +427,7 @@ def test_a_check_within_ranks_lets_two_of_them_collide(monkeypatch):
         check_colliding(of_each_rank, [(0, 0), (2, 1)])
 
 
-def test_a_check_against_the_last_alone_lets_rollouts_of_pieces_pass(monkeypatch):
+def test_mutant_a_check_against_the_last_alone_lets_rollouts_of_pieces_pass(monkeypatch):
     """The prompt that all have in common, and not one that each has with the next."""
     chain = [
         sample([prompt], 0, rollout)

@@ -265,7 +265,7 @@ def test_shards_equal_the_whole_vocabulary(size):
     check_shards(run_ranks(shard_on_rank, size))
 
 
-def test_a_shard_alone_would_be_seen():
+def test_mutant_a_shard_alone_would_be_seen():
     """Mutant: each rank normalises over its own columns."""
     logits, targets, *gradients = inputs()
     wanted = reference(logits, targets, *gradients, row_mask=MASK)[0]

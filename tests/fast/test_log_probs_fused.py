@@ -304,7 +304,7 @@ def test_pieces_of_whole_sequences(chunk_tokens, piece_sizes, defer):
 
 
 @pytest.mark.parametrize("piece_sizes", [None, (2, 6, 3), (4, 7)])
-def test_a_piece_that_ends_inside_a_sequence_would_be_seen(piece_sizes):
+def test_mutant_a_piece_that_ends_inside_a_sequence_would_be_seen(piece_sizes):
     problem = problem_of_sequences()
     problem.fused(options(chunk_tokens=4), piece_sizes=piece_sizes)[0].backward(SCALE)
     for name in ("hidden", "weight"):
@@ -471,7 +471,7 @@ def test_vocabulary_over_two_ranks():
 
 
 @pytest.mark.parametrize("mode", [known, deferred])
-def test_a_wrong_coefficient_would_be_seen(mode):
+def test_mutant_a_wrong_coefficient_would_be_seen(mode):
     """Mutant: coefficients of another scale than the loss."""
     problem = Problem()
     right = problem.token_loss
@@ -482,7 +482,7 @@ def test_a_wrong_coefficient_would_be_seen(mode):
 
 
 @every_mode
-def test_a_lost_scale_would_be_seen(mode, monkeypatch):
+def test_mutant_a_lost_scale_would_be_seen(mode, monkeypatch):
     """Mutant: backward makes the gradient of the loss, whatever gradient arrives."""
     plain = from_hidden._coefficients, FactorGradients.finish
     monkeypatch.setattr(from_hidden, "_coefficients", lambda *given: plain[0](*given[:3], None))

@@ -143,7 +143,7 @@ def test_rows_that_no_vector_can_be_read_from_do_not_begin_at_lines(stride):
 
 
 @needs_interpreter
-def test_a_shift_left_out_would_be_seen(monkeypatch):
+def test_mutant_a_shift_left_out_would_be_seen(monkeypatch):
     """Mutant: parts merged without moving their dot products to the common maximum."""
     logits, targets = peaked_logits(6, 37)
     rows = LogitRows(logits, targets, VocabularyShard.build(37, None, None), torch.tensor(1.0))

@@ -93,13 +93,13 @@ def test_values_and_gradients(name, mode, chunk_tokens):
 
 
 @every_transform
-def test_without_the_transform_it_would_be_seen(name):
+def test_mutant_without_the_transform_it_would_be_seen(name):
     found, wanted = through_the_head(LogitTransform(), "known"), dense(TRANSFORMS[name])
     for value, expected in zip(found, wanted, strict=True):
         assert (value - expected).abs().max() > 0.1 * expected.abs().max()
 
 
-def test_without_its_derivative_it_would_be_seen(monkeypatch):
+def test_mutant_without_its_derivative_it_would_be_seen(monkeypatch):
     """Mutant: the gradient of the capped logits, not of the product."""
     write = rows_torch.write_gradient
 

@@ -1,171 +1,30 @@
-"""What Megatron does to a loss, in a few lines without Megatron, undone by the scale contract.
-
-`megatron_gradients` is schedules.py's forward_step_calc_loss, DistributedDataParallel's gradient
-scaling and finalize_model_grads' division by tokens, as read in megatron-core 0.16.1 and 0.19.2.
-tests/distributed runs the real ones.
-"""
+"""The scale contract and `PolicyStep` without Megatron. Their gradients: `test_cut_invariance`."""
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import megatron_pg as pg
-from megatron_pg import PackedBatch, PolicyLossConfig, StepTotals, pack
+from megatron_pg import PolicyLossConfig, pack
 from megatron_pg.config import versions
 from megatron_pg.megatron import PolicyStep, multi_token
 from megatron_pg.megatron.scale_contract import ScaleContract, scale_contract
 from tests import oracle
-from tests.cut_policy_loss import RankLoss, aggregated, package_config, rank_losses
-from tests.cut_steps import CUTS, Cut, gradients
+from tests.cut_policy_loss import CutLoss, Job, RankLoss, aggregated, package_config, rank_losses
+from tests.cut_steps import CUTS
 from tests.fast.refusals import assert_refused
-from tests.oracle import Objective, PlainSample
-from tests.random_steps import (
-    package_samples,
-    plain_sample,
-    random_logits,
-    random_step,
-    uneven_totals,
-)
+from tests.oracle import Objective
+from tests.random_steps import package_samples, random_logits, random_step, uneven_totals
 from tests.step_loss import step_loss
-
-LossOutput = tuple[Any, ...]
-"""(loss, metrics) or (loss, n, metrics)."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """Sizes that the schedule and data parallelism work with."""
-
-    per_token: bool
-    dp_size: int
-    cp_size: int
-
-
-def megatron_gradients(
-    job: Job, outputs: Sequence[tuple[LossOutput, int]], leaves: Sequence[Tensor]
-) -> list[Tensor]:
-    """The gradients that the optimizer sees, of what loss_func returned on every rank, with its
-    number of micro-batches.
-    """
-    total = [torch.zeros_like(leaf) for leaf in leaves]
-    total_num_tokens = torch.zeros((), dtype=torch.int32)
-    for output, num_microbatches in outputs:
-        loss = output[0]
-        if len(output) == 3:
-            num_tokens = output[1]
-            total_num_tokens += num_tokens
-            if not job.per_token:
-                loss = loss / torch.clamp(num_tokens, min=1) / num_microbatches
-        else:
-            loss = loss * job.cp_size / num_microbatches
-        for gradient, part in zip(total, gradients(loss, leaves), strict=True):
-            gradient += part
-    count = max(int(total_num_tokens), 1) if job.per_token else job.dp_size * job.cp_size
-    return [gradient * (1.0 / count) for gradient in total]
-
-
-def apply(contract: ScaleContract, loss: Tensor, metrics: dict, batch: PackedBatch) -> LossOutput:
-    return contract.apply(loss, metrics, batch.num_active_tokens, batch.window.local_tokens)
-
-
-def contract_output(job: Job, totals: StepTotals, result: RankLoss) -> LossOutput:
-    """What loss_func returns to the schedule, on a rank of this job."""
-    contract = scale_contract(
-        None,
-        totals,
-        calculate_per_token_loss=job.per_token,
-        data_parallel_size=job.dp_size,
-        context_parallel_size=job.cp_size,
-        num_microbatches=result.num_microbatches,
-    )
-    return apply(contract, result.loss, result.metrics, result.batch)
-
-
-def drop_data_parallel(job, totals, result):
-    return contract_output(replace(job, dp_size=1), totals, result)
-
-
-def drop_num_microbatches(job, totals, result):
-    return contract_output(job, totals, replace(result, num_microbatches=1))
-
-
-def extra_context_parallel_factor(job, totals, result):
-    loss, *rest = contract_output(job, totals, result)
-    return loss * job.cp_size, *rest
-
-
-def two_values_in_per_token_mode(job, totals, result):
-    """The field's gradient norm of 1e4: nothing divides the sum."""
-    output = contract_output(job, totals, result)
-    return output[0], output[-1]
-
-
-def three_values_in_the_other_mode(job, totals, result):
-    """A token sum, left to the schedule to divide by the micro-batch's tokens."""
-    num_tokens = torch.tensor(result.batch.num_active_tokens, dtype=torch.int32)
-    return result.loss * totals.num_active_tokens, num_tokens, result.metrics
-
-
-def local_token_count(job, totals, result):
-    """Multiplies by this rank's n where the step's is meant."""
-    _, num_tokens, metrics = contract_output(job, totals, result)
-    return result.loss * num_tokens, num_tokens, metrics
-
-
-Return = Callable[[Job, StepTotals, RankLoss], LossOutput]
-MUTANTS: list[tuple[Return, bool]] = [
-    # (what loss_func returns, the mode of the model's config in which it is wrong)
-    (drop_data_parallel, False),
-    (drop_num_microbatches, False),
-    (extra_context_parallel_factor, False),
-    (extra_context_parallel_factor, True),
-    (two_values_in_per_token_mode, True),
-    (three_values_in_the_other_mode, False),
-    (local_token_count, True),
-]
-
-
-def check_gradients(
-    output: Return, per_token: bool, step: list[PlainSample], cut: Cut, objective: Objective
-) -> None:
-    """Megatron's final gradient is the oracle's."""
-    logits = random_logits(step)
-    job = Job(per_token, cut.dp_size, cut.cp_size)
-    totals = uneven_totals(package_samples(step))
-    results = rank_losses(package_config(objective), step, logits, cut, totals=totals)
-    outputs = [(output(job, totals, result), result.num_microbatches) for result in results]
-    expected = gradients(oracle.policy_loss(step, logits, objective).loss, logits)
-    found = megatron_gradients(job, outputs, logits)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 def objective_of(aggregation: str) -> Objective:
     """With KL and entropy terms, whose outer count is not that of the policy gradient."""
     return aggregated(Objective(kl_loss_coef=0.2, entropy_coef=0.1), aggregation)
-
-
-@pytest.mark.parametrize("per_token", (False, True))
-@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
-@pytest.mark.parametrize("cut", CUTS)
-def test_final_gradient_is_the_objectives(cut: str, aggregation: str, per_token: bool) -> None:
-    """Ragged micro-batch counts over data-parallel ranks and empty micro-batches included."""
-    step, objective = random_step(seed=40, num_samples=6), objective_of(aggregation)
-    check_gradients(contract_output, per_token, step, CUTS[cut](len(step)), objective)
-
-
-@pytest.mark.parametrize(("mutant", "per_token"), MUTANTS)
-def test_mutants_are_rejected(mutant: Return, per_token: bool) -> None:
-    step, objective = random_step(seed=40, num_samples=6), objective_of("token_mean")
-    cut = CUTS["dp_2_two_micro_batches_cp_2"](len(step))
-    check_gradients(contract_output, per_token, step, cut, objective)
-    with pytest.raises(AssertionError):
-        check_gradients(mutant, per_token, step, cut, objective)
 
 
 @pytest.mark.parametrize("per_token", (False, True))
@@ -175,7 +34,7 @@ def test_values_that_the_schedule_can_use(per_token: bool) -> None:
     totals = uneven_totals(package_samples(step))
     config, cut = package_config(Objective()), CUTS["whole"](len(step))
     (result,) = rank_losses(config, step, random_logits(step), cut)
-    output = contract_output(Job(per_token, 1, 1), totals, result)
+    output = CutLoss().returned(Job(per_token, 1, 1), totals, result)
     assert len(output) == (3 if per_token else 2) and output[0].shape == ()
     if per_token:
         assert output[1].dtype == torch.int32 and output[1].shape == ()
@@ -189,19 +48,12 @@ def test_values_that_the_schedule_can_use(per_token: bool) -> None:
     assert torch.equal(result.loss, loss)
 
 
-def test_a_detached_view_in_the_metrics_would_be_rescaled() -> None:
+def test_mutant_a_detached_view_in_the_metrics_would_be_rescaled() -> None:
     """The mutant of the test above: .detach() without .clone()."""
     loss = torch.ones((), requires_grad=True) * 2
     reported = loss.detach()
     loss *= 4
     assert reported.item() == 8.0
-
-
-@pytest.mark.parametrize("per_token", (False, True))
-def test_step_without_an_active_token_has_no_gradient_and_no_nan(per_token: bool) -> None:
-    step = [plain_sample([0, 0]), plain_sample([0])]
-    objective = Objective(loss_aggregation="token_mean")
-    check_gradients(contract_output, per_token, step, CUTS["cp_2"](2), objective)
 
 
 def moe_contract(**changes: object) -> ScaleContract:
@@ -294,7 +146,7 @@ def test_the_gradient_that_backward_brings(per_token, num_microbatches, loss_sca
     job, samples = Job(per_token, 5, 2), package_samples(random_step(3, num_samples=4))
     local = torch.tensor(0.7, requires_grad=True)
     result = RankLoss(pack(samples), local, {}, num_microbatches)
-    output = contract_output(job, uneven_totals(samples), result)[0]
+    output = CutLoss().returned(job, uneven_totals(samples), result)[0]
     if not per_token:
         output *= job.cp_size
         output /= num_microbatches
@@ -348,7 +200,9 @@ def test_a_micro_batch_has_the_contract_of_its_groups(per_token: bool, has_model
         assert step.scale.calculate_per_token_loss == per_token
         assert step.scale.factor == (totals.num_active_tokens if per_token else 3 * 5)
         if per_token:
-            _, n, _ = apply(step.scale, torch.ones(()), {}, batch)
+            _, n, _ = step.scale.apply(
+                torch.ones(()), {}, batch.num_active_tokens, batch.window.local_tokens
+            )
             assert n == int(batch.loss_mask.sum())
 
 

@@ -3,7 +3,6 @@
 import gc
 import logging
 import math
-import random
 import weakref
 from dataclasses import replace
 from typing import Any
@@ -16,20 +15,11 @@ from megatron_pg.config import PolicyLossConfig
 from megatron_pg.critic.settings import CriticConfig
 from megatron_pg.critic.value_loss import MicroBatchValueLoss
 from megatron_pg.loss.corrections import accepted_samples
-from megatron_pg.loss.metrics import (
-    METRICS,
-    MicroBatchMetrics,
-    metric_names,
-    metric_table,
-    metrics_on,
-)
+from megatron_pg.loss.metrics import MicroBatchMetrics, metric_names, metric_table, metrics_on
 from megatron_pg.megatron import PolicyStep
 from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import step_totals
-from tests import oracle
-from tests.cut_policy_loss import aggregated, package_config, rank_losses
-from tests.cut_steps import CUTS, whole
 from tests.dispatches import CountDispatches
 from tests.fast import objectives_oracle
 from tests.fast.objectives_oracle import Sequence1
@@ -44,8 +34,7 @@ from tests.fast.sequences import (
     random_sequence,
     random_sequences,
 )
-from tests.oracle import Objective, PlainSample
-from tests.random_steps import float32, random_logits, random_step, uneven_totals
+from tests.random_steps import uneven_totals
 
 EVERYTHING = {
     "kl_loss_coef": 0.1,
@@ -81,58 +70,6 @@ def three_tokens(**changes: Any) -> Sample:
     """A sample of two prompt and three response tokens."""
     fields: dict[str, Any] = {"loss_mask": [1] * 3, "advantages": 1.0, "old_log_probs": [-1.0] * 3}
     return Sample(tokens=[1] * 5, response_length=3, **(fields | changes))
-
-
-def step_with_rollout_log_probs(seed: int) -> list[PlainSample]:
-    rng = random.Random(seed)
-
-    def near(values: list[float]) -> list[float]:
-        return [float32(value + rng.uniform(-0.4, 0.3)) for value in values]
-
-    return [replace(s, rollout_log_probs=near(s.old_log_probs)) for s in random_step(seed)]
-
-
-@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("carries_rollout", [False, True])
-def test_every_cut_has_the_metrics_of_the_step(cut, aggregation, carries_rollout) -> None:
-    """Those of the whole step, which `test_rows_oracles` holds against loops."""
-    settings = {"eps_clip": 0.1, "eps_clip_high": 0.3, "kl_loss_type": "low_var_kl"}
-    objective = aggregated(Objective(**settings, kl_loss_coef=0.1), aggregation)
-    config = package_config(objective, pg_metrics="with_entropy")
-    step = step_with_rollout_log_probs(3) if carries_rollout else random_step(3)
-    logits = random_logits(step, seed=3)
-    found, expected = (
-        reported(config, *(part.metrics for part in rank_losses(config, step, logits, parts)))
-        for parts in (CUTS[cut](len(step)), whole(len(step)))
-    )
-    plain = oracle.policy_loss(step, logits, objective)
-    terms = {"loss": plain.loss, "pg_loss": plain.pg_loss, "kl_loss": plain.kl_loss}
-    expected |= {name: value.item() for name, value in terms.items()}
-    assert found == pytest.approx(expected | {"aggregation_checksum": 1.0}, rel=1e-12, abs=1e-12)
-    assert len(found) > 20 and ("rollout_kl" in found) == carries_rollout
-
-
-def test_a_rollout_of_two_samples_counts_once() -> None:
-    """The mutant, in which a sample is a document, has other means; one sample a rollout has the
-    same, to the bit.
-    """
-    config = package_config(Objective())
-    step = step_with_rollout_log_probs(3)
-    logits = random_logits(step, seed=3)
-
-    def metrics(step: list[PlainSample]) -> dict[str, float]:
-        results = rank_losses(config, step, logits, CUTS["cp_2"](len(step)))
-        return reported(config, *(result.metrics for result in results))
-
-    together = metrics(step)
-    mutant = metrics([replace(sample, rollout_id=None) for sample in step])
-    assert metrics([replace(sample, rollout_id=7 * i) for i, sample in enumerate(step)]) == mutant
-    means = [row.name for row in METRICS if row.reduction == "mean" and row.name in together]
-    assert len(means) > 15
-    assert all(together[name] != pytest.approx(mutant[name], rel=1e-6) for name in means)
-    for name in ("ratio_new_old_sum", "num_tokens", "max_advantage", "max_rollout_abs_difference"):
-        assert together[name] == pytest.approx(mutant[name], rel=1e-12)
 
 
 def test_means_of_single_samples_are_the_frozen_formula_to_the_bit() -> None:
@@ -219,22 +156,6 @@ def test_staleness_is_reported_where_samples_and_the_step_have_versions() -> Non
         package_sample(sequences[0], policy_version=1.5)
 
 
-def test_a_local_document_mean_would_be_another_one() -> None:
-    """The mutant: per-document means of this rank's window, averaged over ranks."""
-    step, config = random_step(3), package_config(Objective())
-    logits = random_logits(step, seed=3)
-    (whole,) = rank_losses(config, step, logits, CUTS["whole"](len(step)))
-    expected = reported(config, whole.metrics)["advantage"]
-    means = []
-    for result in rank_losses(config, step, logits, CUTS["cp_4"](len(step))):
-        batch = result.batch
-        for sample in range(len(step)):
-            chosen = batch.loss_mask & (batch.window_segment_ids == sample)
-            if chosen.any():
-                means.append(batch.advantages[chosen].mean().item())
-    assert sum(means) / len(means) != pytest.approx(expected, rel=1e-3)
-
-
 @pytest.mark.parametrize("name", OF_LOG_PROBS)
 @pytest.mark.parametrize("pg_metrics", ["none", "basic", "with_entropy"])
 def test_the_config_alone_decides_the_names(name: str, pg_metrics: str) -> None:
@@ -311,29 +232,6 @@ def test_extremes_when_all_advantages_have_one_sign(sign: float) -> None:
     # Where all are equal the largest is the smallest, which does not mean that there is none.
     equal = report_of(DEFAULTS, [grid_sequence([0.1] * 5, [sign])])
     assert (equal["max_advantage"], equal["min_advantage"]) == (sign, sign)
-
-
-@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("name", OF_LOG_PROBS)
-def test_garbage_at_masked_positions_reaches_no_loss_gradient_or_metric(name, garbage) -> None:
-    sequences = random_sequences(10)
-    clean, log_probs = package_batch(sequences), flat_log_probs(sequences).detach()
-    masked = ~clean.loss_mask
-    fields = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs")
-    spoiled = {field: getattr(clean, field).masked_fill(masked, garbage) for field in fields}
-    dirty = replace(clean, **spoiled)
-    config = PolicyLossConfig(**everything(name))
-    entropy, results = log_probs * 2, []
-    for batch, value in ((clean, 0.0), (dirty, garbage)):
-        inputs = [x.masked_fill(masked, value).requires_grad_() for x in (log_probs, entropy)]
-        loss, metrics = loss_of(config, batch, *inputs)
-        gradients = torch.autograd.grad(loss, inputs)
-        assert all((gradient[masked] == 0).all() for gradient in gradients)
-        results.append((loss, *gradients, reported(config, metrics)))
-    (*expected, metrics), (*found, metrics_of_dirty) = results
-    assert all(map(torch.equal, found, expected)) and found[0].isfinite()
-    assert metrics_of_dirty == metrics
-    assert not any(math.isnan(value) for value in metrics.values())
 
 
 def test_a_rank_that_does_not_contribute_brings_nothing(caplog: pytest.LogCaptureFixture) -> None:

@@ -181,49 +181,17 @@ def of_all_tokens(config: object, batch: object, log_probs: torch.Tensor) -> tor
     return log_probs * log_probs.sum()
 
 
-NEAR = {"tis_clip_low": 0.9, "tis_clip": 1.2}
-KL = {"kl_loss_coef": 0.1}
-TERMS = {**KL, "entropy_coef": 0.05}
-BY_THE_LOSS = {"loss_aggregation": "token_mean", "regularizer_aggregation": "loss"}
-FUSED: dict[str, dict[str, Any]] = {
-    "loss_weights": TERMS,
-    "loss_weights_in_denominators": {"loss_weight_denominator": "weights"},
-    "low_var_kl_unbiased": {**KL, "kl_loss_type": "low_var_kl", "use_unbiased_kl": True},
-    "kl_gradient_of_k2": {**KL, "kl_loss_gradient": "k2"},
-    "divided_twice": {"divide_gradient_twice": True},
-    "terms_by_the_loss": {**TERMS, **BY_THE_LOSS},
-    "icepop": {"use_tis": True, "tis_mode": "mask", **NEAR},
-    "tis_geometric": {"use_tis": True, "tis_level": "geometric", **NEAR},
-    "mask_sequence": {"use_tis": True, "tis_level": "sequence", "tis_mode": "mask", **NEAR},
-    "sequence_rejection": {"use_sequence_rejection": True, "sequence_rejection_low": 0.9},
-    "of_all_tokens": {"custom_policy_loss_path": f"{__name__}.of_all_tokens"},
-}
-
-
 @pytest.mark.parametrize("chunk_tokens", [1, 2, None])
-@pytest.mark.parametrize("name", FUSED)
-def test_settings_through_the_fused_head_equal_plain_logits(name, chunk_tokens) -> None:
-    """Value and gradients, in one pass where the rows allow it; the loss of plain logits is that of
-    the loops elsewhere.
-    """
-
-    def sample(tokens: list[int], old: list[float], shift: float, weights: list[float]) -> Sample:
-        rollout, count = [value - shift for value in old], len(old)
-        fields = {"loss_weights": weights} if name.startswith("loss_weights") else {}
-        advantages = [1.0, -2.0, 0.0, 0.5][:count]
-        return Sample(tokens, count, [1] * count, advantages, old, rollout, rollout, **fields)
-
+def test_a_loss_of_all_tokens_through_the_fused_head_equals_plain_logits(chunk_tokens) -> None:
+    """Other settings: `CutFused` of `test_cut_invariance`."""
     samples = [
-        sample([1, 2, 3, 4, 2], [-1.0, -2.0, -2.5, -1.5], 0.03, [0.5, 2.0, 1.0, 0.0]),
-        sample([5, 6, 7], [-2.0, -1.5], -0.5, [3.0, 0.25]),
+        Sample([1, 2, 3, 4, 2], 4, [1] * 4, [1.0, -2.0, 0.0, 0.5], [-1.0, -2.0, -2.5, -1.5]),
+        Sample([5, 6, 7], 2, [1] * 2, [1.0, -2.0], [-2.0, -1.5]),
     ]
-    config = PolicyLossConfig(**FUSED[name])
+    config = PolicyLossConfig(custom_policy_loss_path=f"{__name__}.of_all_tokens")
     batch, hidden, weight = micro_batch(samples)
     logits = torch.nn.functional.linear(hidden[:, 0], weight)
-    expected, metrics = policy_loss_function(config, batch, logits, totals=step_totals(samples))
-    if "rejected_fraction" in metrics and name != "tis_geometric":
-        numerator, denominator = metrics["rejected_fraction"].tolist()
-        assert 0 < numerator < denominator
+    expected, _ = policy_loss_function(config, batch, logits, totals=step_totals(samples))
     gradients = torch.autograd.grad(expected, (hidden, weight))
     fused = fused_head(config, batch, chunk_tokens)
     loss, _ = fused.loss(fused.output_processor(hidden, weight))

@@ -1,90 +1,20 @@
-"""`reduce_padded` against the oracle: the same numbers as the packed reducers, however a step is
-cut.
-"""
+"""`reduce_padded`: worked numbers, masks of any dtype, refusals. Cuts: `test_cut_invariance`."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_pg.loss.padded import padded_totals, reduce_padded
 from tests import oracle
-from tests.cut_steps import CUTS, Cut, assert_same
+from tests.cut_steps import DIVISOR, assert_same, padded_rows, row_ids
 from tests.fast.refusals import assert_refused
-from tests.oracle import PlainSample
 from tests.random_steps import random_losses, random_step
-
-DIVISOR = 4.0
-
-
-def padded(samples: Sequence[PlainSample], losses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Losses and mask as [batch, length]; the padding holds NaN, which nothing may read."""
-    length = max((sample.response_length for sample in samples), default=0) + 2
-    loss = torch.full((len(samples), length), torch.nan, dtype=torch.float64)
-    mask = torch.zeros(len(samples), length, dtype=torch.int64)
-    for row, (sample, values) in enumerate(zip(samples, losses, strict=True)):
-        loss[row, : len(values)] = values
-        mask[row, : len(values)] = torch.tensor(sample.loss_mask)
-    return loss, mask
-
-
-def ids(samples: Sequence[PlainSample]) -> dict[str, list[int]]:
-    """Group and rollout ids of each row; lone samples get a rollout id that nobody else has."""
-    rollouts = [10**6 + i if s.rollout_id is None else s.rollout_id for i, s in enumerate(samples)]
-    return {"group_index": [sample.group_index for sample in samples], "rollout_id": rollouts}
 
 
 def divisor_of(aggregation: str, divisor: float = DIVISOR) -> dict[str, Any]:
     return {"aggregation": aggregation, "divisor": divisor if aggregation == "constant" else None}
-
-
-def objective(step, losses: list[Tensor], cut: Cut, aggregation: str, mutant: str = "") -> Tensor:
-    """Of a trainer that averages gradients over data-parallel ranks and sums them over
-    micro-batches.
-    """
-
-    def rows_of(values: list[Any], rows: list[int]) -> list[Any]:
-        return [values[row] for row in rows]
-
-    def ids_of(rows: list[int]) -> dict[str, list[int]]:
-        return {name: rows_of(values, rows) for name, values in ids(step).items()}
-
-    settings, total = divisor_of(aggregation), torch.zeros((), dtype=torch.float64)
-    settings["data_parallel_size"] = 1 if mutant == "forgets the average" else cut.dp_size
-    for rank in cut.ranks:
-        counted = list(range(len(step)))
-        if mutant == "counts the rank":
-            counted = [row for rows in rank for row in rows]
-        _, mask = padded(rows_of(step, counted), [x.detach() for x in rows_of(losses, counted)])
-        totals = padded_totals(mask, **ids_of(counted), allow_different_group_sizes=True)
-        for rows in rank:
-            padding = padded(rows_of(step, rows), rows_of(losses, rows))
-            part = reduce_padded(*padding, totals=totals, **ids_of(rows), **settings)
-            total = total + part / cut.dp_size
-    return total
-
-
-@pytest.mark.parametrize("cut", [name for name in CUTS if "cp" not in name])
-@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
-def test_every_cut_equals_the_oracle(aggregation: str, cut: str) -> None:
-    step = random_step(7)
-    losses = random_losses(step)
-    found = objective(step, losses, CUTS[cut](len(step)), aggregation)
-    assert_same(found, oracle.aggregate(step, losses, aggregation, DIVISOR), losses)
-
-
-@pytest.mark.parametrize("mutant", ["forgets the average", "counts the rank"])
-@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
-def test_the_comparison_rejects_mutants(aggregation: str, mutant: str) -> None:
-    step = [sample for sample in random_step(7) if sample.rollout_id is None]
-    losses = random_losses(step)
-    cut = CUTS["dp_2_interleaved"](len(step))
-    found = objective(step, losses, cut, aggregation, mutant)
-    with pytest.raises(AssertionError):
-        assert_same(found, oracle.aggregate(step, losses, aggregation, DIVISOR), losses)
 
 
 WORKED = [(1.0, 2.0), (3.0, 4.0, 5.0, 6.0), (20.0,), (8.0, 9.0, 10.0)]
@@ -124,18 +54,9 @@ def test_rows_that_are_the_whole_step_need_no_totals(aggregation: str, dtype: to
     """
     step = random_step(7)
     losses = random_losses(step)
-    loss, mask = padded(step, losses)
-    found = reduce_padded(loss, mask.to(dtype), **divisor_of(aggregation, 3.0), **ids(step))
+    loss, mask = padded_rows(step, losses)
+    found = reduce_padded(loss, mask.to(dtype), **divisor_of(aggregation, 3.0), **row_ids(step))
     assert_same(found, oracle.aggregate(step, losses, aggregation, 3.0), losses)
-
-
-def test_a_masked_nan_is_harmless_and_an_active_one_visible() -> None:
-    loss = torch.tensor([[1.0, torch.nan], [3.0, 4.0]], requires_grad=True)
-    reduced = reduce_padded(loss, torch.tensor([[1, 0], [1, 1]]))
-    reduced.backward()
-    assert reduced.item() == pytest.approx((1.0 + 3.5) / 2)
-    torch.testing.assert_close(loss.grad, torch.tensor([[0.5, 0.0], [0.25, 0.25]]))
-    assert reduce_padded(loss, torch.ones(2, 2)).isnan()
 
 
 def test_a_step_without_active_tokens_is_zero_and_attached() -> None:

@@ -18,13 +18,13 @@ from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import StepTotals
 from tests import oracle
-from tests.cut_policy_loss import aggregated, package_config
+from tests.cut_policy_loss import OneProcessGroup, aggregated, package_config
 from tests.cut_steps import assert_same
 from tests.fast import objectives_oracle
 from tests.fast.objectives_oracle import ZERO, Correction, Sequence1
 from tests.fast.one_step import loss_of
 from tests.fast.refusals import assert_refused
-from tests.fast.sequences import flat_gradient, flat_log_probs, package_batch, random_sequences
+from tests.fast.sequences import flat_gradient, flat_log_probs, package_sample, random_sequences
 from tests.oracle import Objective
 from tests.random_steps import package_samples, random_losses, random_step, uneven_totals
 
@@ -126,10 +126,13 @@ received: list[list[Tensor]] = []
 """The loss masks of every call of `mean_of_what_is_left`."""
 
 
-def mean_of_what_is_left(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
+def mean_of_what_is_left(
+    total_lengths, response_lengths, loss_masks, calculate_per_token_loss, cp_rank, cp_size
+):
     """The token mean of every sample, of the masks that it is given."""
     received.append(loss_masks)
-    return get_pg_loss_reducer(total_lengths, response_lengths, loss_masks)
+    place = {"cp_rank": cp_rank, "cp_size": cp_size}
+    return get_pg_loss_reducer(total_lengths, response_lengths, loss_masks, **place)
 
 
 def drop_falling(config, batch: PackedBatch, log_probs: Tensor, pg_loss: Tensor):
@@ -159,20 +162,34 @@ def mean_of_samples(losses: Sequence[list[Tensor]], masks: Sequence[list[int]]) 
     return sum(means, ZERO) / len(means)
 
 
-def evaluated(sequences: Sequence[Sequence1], settings: dict[str, Any]) -> tuple:
-    """The loss, its gradient and the masks of the one call of the reducer."""
-    config, batch = custom_config("mean_of_what_is_left", **settings), package_batch(sequences)
-    log_probs = flat_log_probs(sequences)
-    # An entropy of NaN at masked positions.
-    entropy = torch.where(batch.loss_mask, log_probs.detach().square(), torch.nan)
-    received.clear()
-    loss, _ = loss_of(config, batch, log_probs, entropy)
+def evaluated(sequences: Sequence[Sequence1], settings: dict[str, Any], size: int) -> tuple:
+    """The loss, its gradient, and the shapes of the all-reduces; each rank's call of the reducer
+    leaves its masks in `received`.
+    """
+    config, log_probs = custom_config("mean_of_what_is_left", **settings), flat_log_probs(sequences)
+    samples = [package_sample(sequence) for sequence in sequences]
+    totals, group = uneven_totals(samples), OneProcessGroup(size)
+
+    def of_rank(rank: int) -> Tensor:
+        received.clear() if rank == 0 else None
+        batch = pack(samples, cp_rank=rank, cp_size=size)
+        of_window = log_probs[batch.window.response_indices]
+        # An entropy of NaN at masked positions.
+        entropy = torch.where(batch.loss_mask, of_window.detach().square(), torch.nan)
+        options: Any = {"totals": totals, "context_parallel_group": group}
+        return loss_of(config, batch, of_window, entropy, **options)[0]
+
+    loss = torch.stack(group.run(of_rank)).sum()
     loss.backward()
-    return loss.item(), log_probs.grad, [mask.tolist() for mask in received[0]]
+    return loss.item(), log_probs.grad, [tuple(total.shape) for total in group.sums]
 
 
+@pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("name", DROPPING)
-def test_a_users_reducer_gets_the_masks_that_corrections_leave(name: str) -> None:
+def test_a_users_reducer_gets_the_masks_that_corrections_leave(name: str, size: int) -> None:
+    """On every rank, those whose window is empty included; the terms follow it with the masks from
+    before.
+    """
     settings, correction = DROPPING[name]
     for terms in ({}, TERMS):
         sequences = random_sequences(4, spread=0.5)
@@ -191,12 +208,19 @@ def test_a_users_reducer_gets_the_masks_that_corrections_leave(name: str) -> Non
             squares = [s.log_probs.detach().square() * torch.tensor(s.loss_mask) for s in sequences]
             entropies = list(map(list, squares))
             expected = expected + 0.3 * kl - 0.2 * mean_of_samples(entropies, before)
-        loss, gradient, given = evaluated(sequences, settings | terms)
-        assert given == masks
-        assert len(received) == 1 + bool(terms and masks != before)
+        loss, gradient, shapes = evaluated(sequences, settings | terms, size)
+        is_dropping, given = masks != before, [[m.tolist() for m in each] for each in received]
+        assert given == [masks, *[before] * bool(terms and is_dropping)] * size
+        if size > 1:  # one all-reduce of sums, if any, and one of masks where any may be dropped
+            assert len(shapes) == is_dropping + bool(OF_SUMS & {*settings, *settings.values()})
+            assert not is_dropping or shapes[-1] == (sum(map(len, before)),)
         assert loss == pytest.approx(expected.item(), rel=1e-12)
         wanted = flat_gradient(expected, sequences)
         torch.testing.assert_close(gradient, wanted, rtol=1e-12, atol=1e-12)
+
+
+OF_SUMS = {"sequence", "geometric", "use_sequence_rejection", "use_geometric_rejection", "use_opsm"}
+"""The settings with sums over sequences, which are all-reduced."""
 
 
 def test_a_masked_token_and_one_that_a_custom_correction_drops() -> None:

@@ -107,7 +107,7 @@ def test_the_sample_mean_becomes_the_aggregation(aggregation: str) -> None:
     assert_is(aggregation, step, sums, 1e-12)
 
 
-def test_a_divisor_of_one_half_per_mille_more_is_seen() -> None:
+def test_mutant_a_divisor_of_one_half_per_mille_more_is_seen() -> None:
     step = ragged(1)
     sums = sums_of("prompt_mean", bare(step), rollouts=len(oracle.rollouts(step)))
     with pytest.raises(AssertionError):

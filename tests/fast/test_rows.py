@@ -128,7 +128,7 @@ DROPPED = [
 
 
 @pytest.mark.parametrize("rows", DROPPED, ids=str, indirect=True)
-def test_a_row_that_lacks_a_property_is_caught(rows: None) -> None:
+def test_mutant_a_row_that_lacks_a_property_is_caught(rows: None) -> None:
     with pytest.raises((AssertionError, KeyError, ValueError, pytest.fail.Exception)):
         everything_follows()
 

@@ -116,7 +116,7 @@ WRONG = {
 @pytest.mark.parametrize(
     ("case", "rule"), zip(WRONG, ("_check_prompts", "_check_rollouts"), strict=True)
 )
-def test_a_rule_left_out_is_noticed(monkeypatch, case, rule):
+def test_mutant_a_rule_left_out_is_noticed(monkeypatch, case, rule):
     check_counts(WRONG[case])
     monkeypatch.setattr(ids_module, rule, lambda *_: None)
     with pytest.raises(AssertionError):

@@ -160,7 +160,7 @@ WRONG_POSITIONS = {
 
 
 @pytest.mark.parametrize("name", WRONG_POSITIONS)
-def test_a_wrong_position_is_seen(name: str, monkeypatch) -> None:
+def test_mutant_a_wrong_position_is_seen(name: str, monkeypatch) -> None:
     right = token_window._positions
 
     def wrong(layout: Layout, padded: Any) -> tuple:

@@ -20,9 +20,9 @@ from megatron_pg import (
     pack,
     policy_loss_function,
 )
-from megatron_pg.loss.from_logits import head_options
 from megatron_pg.loss.metrics import MicroBatchMetrics, reduce_metrics
-from megatron_pg.loss.micro_batch import MicroBatchLoss, gradient_scope
+from megatron_pg.loss.micro_batch import MicroBatchLoss
+from megatron_pg.loss.resolved import resolve
 from megatron_pg.megatron.fused_head import FusedHead
 from megatron_pg.megatron.scale_contract import scale_contract
 
@@ -206,11 +206,9 @@ class CutFused(CutLoss):
         self, config, batch, logits, *, vocab_size, totals, context_parallel_group, step_share
     ):
         step = (totals, context_parallel_group, step_share)
-        loss, options = (
-            MicroBatchLoss(config, batch, *step),
-            head_options(config, None, vocab_size, 2),
-        )
-        head = FusedHead(loss, options, gradient_scope(config))
+        resolved = resolve(config)
+        loss = MicroBatchLoss(resolved, batch, *step)
+        head = FusedHead(loss, replace(resolved.head, vocab_size=vocab_size, chunk_tokens=2))
         hidden = logits.detach().nan_to_num().requires_grad_()
         weight = torch.eye(logits.shape[1], dtype=logits.dtype)
         output, metrics = head.loss(head.output_processor(hidden[:, None], weight))

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from megatron_pg import PolicyLossConfig, Sample, pack, policy_loss_function
 from megatron_pg.head.distill.divergence import Divergence, Kind
-from megatron_pg.loss import METRICS, OBJECTIVES
+from megatron_pg.loss import CORRECTIONS, METRICS, OBJECTIVES
 from megatron_pg.loss.metrics import DERIVED, MicroBatchMetrics
 from megatron_pg.loss.micro_batch import MicroBatchLoss
+from megatron_pg.loss.resolved import resolve
 from megatron_pg.step import advantages
-from tests.fast import distillation_oracle
+from tests.fast import centering_oracle, distillation_oracle
 from tests.fast.objectives_oracle import Sequence1
 from tests.fast.one_step import reported
 from tests.fast.sequences import flat_log_probs, package_sample, random_sequences
@@ -51,34 +52,68 @@ def samples_of_step(**fields: Sequence[Any]) -> list[Sample]:
 
 
 def check_divergence(kind: str) -> None:
-    """Loss and gradient of every logit, of two samples with a teacher's logits."""
+    beta = 0.3
+    settings: dict[str, Any] = {"policy_loss": "distill", "distill_teacher": "logits"}
+    settings |= {"distill_divergence": kind, "distill_beta": beta if kind == "jsd" else 0.5}
+
+    def loss_of(log_p: list[Tensor], target: int, drawn: Tensor) -> Tensor:
+        log_q = distillation_oracle.log_softmax_of(list(drawn), TEMPERATURE)
+        return distillation_oracle.divergence(kind, beta, log_p, log_q)
+
+    check_logits(settings, lambda drawn: {"side_channels": {"teacher_logits": drawn}}, loss_of)
+
+
+def check_centering() -> None:
+    def head(drawn: Tensor) -> tuple[Tensor, Tensor]:
+        log_q, ids = drawn.float().log_softmax(1).topk(3, dim=1)
+        return ids, log_q
+
+    def loss_of(log_p: list[Tensor], target: int, drawn: Tensor) -> Tensor:
+        ids, log_q = (each[0].tolist() for each in head(drawn[None]))
+        center = centering_oracle.centering(log_p, dict(zip(ids, log_q, strict=True)))
+        return ADVANTAGE * (center - log_p[target])
+
+    settings = {"policy_loss": "reinforce", "score_centering": True}
+    check_logits(settings, lambda drawn: {"sampler_top_k": head(drawn)}, loss_of)
+
+
+ADVANTAGE, TEMPERATURE = 0.7, 0.8
+
+
+def check_logits(
+    settings: dict[str, Any],
+    fields_of: Callable[[Tensor], dict[str, Any]],
+    loss_of: Callable[[list[Tensor], int, Tensor], Tensor],
+) -> None:
+    """Loss and gradient of every logit, of two samples with fields that are made of numbers drawn
+    for each response token and id of the vocabulary.
+    """
     generator = torch.Generator().manual_seed(2)
-    vocab_size, lengths, beta, temperature = 6, [(2, [1, 0, 1, 1]), (3, [1, 1])], 0.3, 0.8
+    vocab_size, lengths = 6, [(2, [1, 0, 1, 1]), (3, [1, 1])]
     samples, losses, row = [], [], 0
     logits = torch.randn(11, vocab_size, generator=generator, dtype=torch.float64)
     logits.requires_grad_()
     for prompt, mask in lengths:
         tokens = torch.randint(vocab_size, (prompt + len(mask),), generator=generator)
-        teacher = torch.randn(len(mask), vocab_size, generator=generator, dtype=torch.float64)
-        channels = {"teacher_logits": teacher}
-        samples.append(Sample(tokens, len(mask), mask, side_channels=channels))
+        drawn = torch.randn(len(mask), vocab_size, generator=generator, dtype=torch.float64)
+        samples.append(Sample(tokens, len(mask), mask, ADVANTAGE, **fields_of(drawn)))
         for token in range(len(mask)):
             if not mask[token]:
                 continue
-            pair = (logits[row + prompt + token - 1], teacher[token])
-            log_probs = [distillation_oracle.log_softmax_of(list(p), temperature) for p in pair]
-            loss = distillation_oracle.divergence(kind, beta, *log_probs)
+            of_token = list(logits[row + prompt + token - 1])
+            log_p = distillation_oracle.log_softmax_of(of_token, TEMPERATURE)
+            loss = loss_of(log_p, int(tokens[prompt + token]), drawn[token])
             losses.append(loss / (sum(mask) * len(lengths)))
         row += prompt + len(mask)
     expected = sum(losses, start=torch.zeros((), dtype=torch.float64))
     (gradient,) = torch.autograd.grad(expected, logits)
-    settings: dict[str, Any] = {"policy_loss": "distill", "distill_teacher": "logits"}
-    settings |= {"distill_divergence": kind, "distill_beta": beta if kind == "jsd" else 0.5}
-    config = PolicyLossConfig(**settings, rollout_temperature=temperature)
+    config = PolicyLossConfig(**settings, rollout_temperature=TEMPERATURE)
     found, _ = policy_loss_function(config, pack(samples), logits, totals=uneven_totals(samples))
     found.backward()
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(logits.grad, gradient, rtol=1e-12, atol=1e-12)
+    # Advantages are float32.
+    tolerance = 1e-12 if config.distills else 1e-7
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(logits.grad, gradient, rtol=tolerance, atol=tolerance)
 
 
 def check_advantages(name: str) -> None:
@@ -136,7 +171,7 @@ def metrics_of_step(settings: dict[str, Any]) -> tuple[MicroBatchMetrics, dict[s
         fields["side_channels"] = [{"teacher_logits": teacher} for teacher in teachers]
     batch = pack(samples_of_step(**fields))
     batch = dataclasses.replace(batch, kept_set_size=SET_SIZE)
-    loss = MicroBatchLoss(config, batch, uneven_totals(batch.samples))
+    loss = MicroBatchLoss(resolve(config), batch, uneven_totals(batch.samples))
     _, pairs = loss(flat_log_probs(SEQUENCES), ENTROPY, DIVERGENCE, SET_MASS)
     return pairs, reported(config, pairs, policy_version=TOLD_VERSION)
 
@@ -214,18 +249,33 @@ def test_mutant_with_its_sign_flipped(table, name, monkeypatch) -> None:
         check_row(table, name)
 
 
+def test_a_centered_loss_is_what_its_loops_say() -> None:
+    check_centering()
+
+
+OF_LOGITS = {
+    "distill": (OBJECTIVES, lambda: check_divergence("reverse_kl")),
+    "score_centering": (CORRECTIONS, check_centering),
+}
+"""Rows that need logits, with their table and check; others are in `tests.mutants`."""
+
+
 @pytest.mark.parametrize("change", [torch.neg, lambda loss: 2 * loss.detach() - loss])
-def test_mutant_with_the_sign_of_the_distilled_loss_flipped(change, monkeypatch) -> None:
-    """In value and gradient, and in the gradient alone; other objectives are in `tests.mutants`."""
-    row = OBJECTIVES["distill"]
+@pytest.mark.parametrize("name", OF_LOGITS)
+def test_mutant_with_the_sign_of_a_loss_of_logits_flipped(name, change, monkeypatch) -> None:
+    """In value and gradient, and in the gradient alone."""
+    table, check = OF_LOGITS[name]
+    row = table[name]
 
     def wrong(*given: Any) -> Any:
-        outcome = row.function(*given)
-        return dataclasses.replace(outcome, loss=change(outcome.loss))
+        found = row.function(*given)
+        changed = {"loss": change(found.loss)}
+        is_tuple = isinstance(found, tuple)
+        return found._replace(**changed) if is_tuple else dataclasses.replace(found, **changed)
 
-    monkeypatch.setitem(OBJECTIVES, "distill", dataclasses.replace(row, function=wrong))
+    monkeypatch.setitem(table, name, dataclasses.replace(row, function=wrong))
     with pytest.raises(AssertionError, match="not close"):
-        check_divergence("reverse_kl")
+        check()
 
 
 @pytest.mark.parametrize("table", DOORS)

@@ -250,8 +250,8 @@ class WithCorrections(CutLoss):
     def rank_loss(self, config, batch, logits, **keywords):
         right = policy_loss.apply_corrections
 
-        def wrong(config, tokens, loss, sums):
-            return self.wrong(right(config, tokens, loss, sums), config, tokens, loss, sums)
+        def wrong(config, tokens, loss, sums, rows):
+            return self.wrong(right(config, tokens, loss, sums, rows), config, tokens, loss, sums)
 
         with mock.patch.object(policy_loss, "apply_corrections", wrong):
             return super().rank_loss(config, batch, logits, **keywords)

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from megatron_pg import PackedBatch, PolicyLossConfig, Sample, accepted_samples, filter_overlong
-from megatron_pg.loss.corrections import Corrected, apply_corrections, correction_metric_names
+from megatron_pg.config.tables import rows_on
+from megatron_pg.loss.corrections import (
+    CORRECTIONS,
+    Corrected,
+    apply_corrections,
+    correction_metric_names,
+)
 from megatron_pg.loss.objectives import OBJECTIVES
 from megatron_pg.loss.sequence import SequenceSums, sequence_sum_names
 from tests.fast import objectives_oracle as oracle
@@ -114,7 +120,7 @@ def corrected(
 ) -> tuple[Corrected, Tensor]:
     tokens, sums = tokens_and_sums(config, batch, log_probs)
     loss = OBJECTIVES[config.policy_loss].function(config, tokens, sums).loss
-    return apply_corrections(config, tokens, loss, sums), loss
+    return apply_corrections(config, tokens, loss, sums, rows_on(CORRECTIONS, config)), loss
 
 
 def corrected_sequences(
@@ -277,7 +283,8 @@ def test_a_sum_over_sequences_that_was_not_made_is_named():
         tokens, _ = tokens_and_sums(config, batch, log_probs)
         sums = SequenceSums(tokens.unit_ids, {})
         words = "the sum over sequences of  |  was not made"
-        assert_refused(words, apply_corrections, config, tokens, log_probs, sums)
+        rows = rows_on(CORRECTIONS, config)
+        assert_refused(words, apply_corrections, config, tokens, log_probs, sums, rows)
 
 
 def test_accepted_samples_leaves_what_needs_no_rejection_alone():

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.check.options import CheckOptions
+from megatron_pg.check.placement import Part, Piece
 from megatron_pg.check.places import AXES, Place, names_of, place_of
 from megatron_pg.check.reference import Expected
-from megatron_pg.check.sharded_parameters import Part, Shard
 from megatron_pg.loss.checksum import CHECKSUM_TOLERANCE
 from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.step.agreement import gather
@@ -97,7 +97,7 @@ class _Slice(NamedTuple):
     """One rank's slice g of one gradient, compared with the reference's."""
 
     name: str
-    part: int  # the `Shard`'s index
+    part: tuple[int, ...]  # the `Piece`'s offset
     place: Place
     error: float
     product: float  # <g, reference>
@@ -152,10 +152,10 @@ def compare(
     )
 
 
-def _measure(shard: Shard, gradient: Tensor, whole: Tensor, place: Place, dtype: str) -> _Slice:
+def _measure(piece: Piece, gradient: Tensor, whole: Tensor, place: Place, dtype: str) -> _Slice:
     gradient = gradient.double()
     whole = whole.to(gradient)  # counted on the CPU, as the experts' tokens are
-    expected = shard.cut(whole)
+    expected = piece.cut(whole)
     difference = gradient - expected
     if dtype == "bf16":
         error = _quotient(float(difference.norm()), float(expected.norm()))
@@ -167,7 +167,7 @@ def _measure(shard: Shard, gradient: Tensor, whole: Tensor, place: Place, dtype:
         float(values.sum())
         for values in (gradient * expected, expected.square(), gradient.square())
     )
-    return _Slice(shard.name, shard.index, place, error, product, square, own_square, prints)
+    return _Slice(piece.name, piece.offset, place, error, product, square, own_square, prints)
 
 
 def _quotient(error: float, scale: float) -> float:

@@ -141,6 +141,11 @@ class CheckOptions(Settings):
         is_divided = min(self.context_parallel_size, self.expert_model_parallel_size) > 1
         return 130 if self.device == "cuda" else 17 if is_divided else 33
 
+    @property
+    def longest(self) -> int:
+        """The padded length of the longest sequence, in tokens."""
+        return 2 * self.context_parallel_size * self.tokens_per_chunk
+
     def num_microbatches(self, data_rank: int) -> int:
         """Return a data-parallel rank's M: five or six by turns, more if the pipeline needs
         more.

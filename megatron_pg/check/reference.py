@@ -19,7 +19,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megatron_pg.check.cases import GRADIENT, Case, Run
-from megatron_pg.check.model import NewModel, build_chunks, model_config
+from megatron_pg.check.model import NewModel, build_chunks, model_config, provider_of
 from megatron_pg.check.options import (
     ADAM_EPSILON,
     CUSTOM,
@@ -29,9 +29,9 @@ from megatron_pg.check.options import (
     CheckOptions,
     config_of,
 )
+from megatron_pg.check.placement import placed, whole_tensors
 from megatron_pg.check.routers import Choices, Pack, bias_update, choices, route, router_losses
 from megatron_pg.check.samples import with_log_probs
-from megatron_pg.check.sharded_parameters import shards
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.loss.from_logits import policy_loss_from_log_probs
 from megatron_pg.megatron.groups import unwrapped
@@ -98,7 +98,8 @@ class WholeModel:
         # `_loss_ahead` computes this loss in Megatron's place.
         self._scale_ahead = float(self.config.mtp_loss_scaling_factor or 0.0)
         self.config.mtp_loss_scaling_factor = 0.0
-        self._module = build_chunks(options, self.config, new_model)[0].to(dtype)
+        provider = provider_of(options, new_model)
+        self._module = build_chunks(options, self.config, provider)[0].to(dtype)
         # Of the call that runs: logits of multi-token prediction by depth, [tokens, experts]
         # float64 of each layer's router, and [tokens] positions in their sequences.
         self._ahead: list[Tensor] = []
@@ -163,9 +164,10 @@ class WholeModel:
         else:
             loss = _reference_loss(run.aggregation, case.policy_loss, samples, leaves)
         loss.backward()  # type: ignore[no-untyped-call]
-        named = {shard.name: parameter for shard, parameter in shards(unwrapped(self._module))}
+        model = unwrapped(self._module)
+        named = {name: each for name, each in model.named_parameters() if each.requires_grad}
         # Many sums in bf16 would lose digits.
-        gradients: dict[str, Tensor] = {
+        sums: dict[str, Tensor] = {
             name: torch.zeros_like(parameter, dtype=torch.float64)
             for name, parameter in named.items()
         }
@@ -190,11 +192,12 @@ class WholeModel:
             parts = torch.autograd.grad(
                 losses, list(named.values()), allow_unused=True, retain_graph=self._keeps_outputs
             )
-            for gradient, part in zip(gradients.values(), parts, strict=True):
+            for gradient, part in zip(sums.values(), parts, strict=True):
                 if part is not None:
                     gradient += part.double()
-        for gradient in gradients.values():
+        for gradient in sums.values():
             dist.all_reduce(gradient)
+        gradients = whole_tensors([*placed(model, sums)])
         tokens_of_experts: dict[str, Tensor] = {}
         if case.has_expert_bias:
             taken = torch.stack([of_pack.taken for of_pack in counts]).sum(0)

@@ -43,7 +43,7 @@ def make_samples(options: CheckOptions, data_size: int) -> list[Sample]:
     draw = _Draw(options, seed=20)
     # Two samples of each rank span several tiles of an attention kernel and all chunks of every
     # context-parallel rank.
-    long = 2 * options.context_parallel_size * options.tokens_per_chunk - 1
+    long = options.longest - 1
     prompts = [draw.prompt(length) for length in (*PROMPTS, long - 9)]
     count = data_size * max(
         20 if data_size <= 16 else 10, options.num_microbatches(min(data_size, 2) - 1)

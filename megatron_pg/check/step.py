@@ -23,17 +23,12 @@ from megatron_pg.check.model import (
     model_config,
 )
 from megatron_pg.check.options import ADAM_EPSILON, CUSTOM, CheckOptions, config_of, shardings
+from megatron_pg.check.placement import Part, gradient_parts, placed
 from megatron_pg.check.reference import Expected, Scored, WholeModel
 from megatron_pg.check.report import Checked
 from megatron_pg.check.routers import Pack, head_start
 from megatron_pg.check.samples import cut, cut_evenly, samples_of
-from megatron_pg.check.sharded_parameters import (
-    Part,
-    biased_routers,
-    expert_bias,
-    gradient_slices,
-    shards,
-)
+from megatron_pg.check.weights import biased_routers, expert_bias
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.loss.checksum import CHECKSUM
 from megatron_pg.megatron.groups import ParallelGroups, unwrapped
@@ -182,7 +177,7 @@ def _row(run: Run, chunks: list[Any], options: CheckOptions, expected: Expected)
     else:
         scale = case.loss_scale
         scaled = {name: scale * gradient for name, gradient in expected.gradients.items()}
-        slices = [(shard, part / scale) for shard, part in gradient_slices(chunks, scaled)]
+        slices = [(shard, part / scale) for shard, part in gradient_parts(chunks, scaled)]
         slices += [(shard, bias - expert_bias(shard.name, bias)) for shard, bias in biases]
     return compare(
         slices,
@@ -271,10 +266,9 @@ def update(
     A weight decay of 1 makes zero of every parameter before Adam's update, so that the sum is right
     to the last digit.
     """
-    slices = [part for chunk in chunks for part in shards(unwrapped(chunk))]
-    with torch.no_grad():
-        for shard, parameter in slices:
-            parameter.copy_(-0.5 * shard.cut(expected.gradients[shard.name]))
+    slices = [part for chunk in chunks for part in placed(unwrapped(chunk))]
+    for piece, parameter in slices:
+        parameter.copy_(-0.5 * piece.cut(expected.gradients[piece.name]))
     before = [parameter.detach().double() for _, parameter in slices]
     is_bf16 = options.dtype == "bf16"
     config = OptimizerConfig(

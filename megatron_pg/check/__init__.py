@@ -58,7 +58,14 @@ def main(arguments: Sequence[str]) -> int:
             # These imports need Megatron, and on the CPU its redirection.
             from megatron_pg.check import report, step
 
-            if options.all:
+            if options.model_provider is not None:
+                from megatron_pg.check.own_model import run_own_check
+
+                own = run_own_check(options)
+                rows = own.rows
+                write = report.as_json if wants_json else report.as_text
+                text = write(rows, options, launch.world_size, report.Beside(own.notes, own.traits))
+            elif options.all:
                 checked = []
                 for sharding in step.check_every_sharding(options):
                     checked.append(sharding)

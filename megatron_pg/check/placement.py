@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,8 +65,27 @@ def placed(model: Any, values: Mapping[str, Tensor] | None = None) -> Iterator[P
 
 def pieces_of(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, list[Piece]]:
     """Return the pieces of each tensor of an unwrapped chunk by its local name."""
-    stated = _stated(model, tensors)
-    # A tensor without an entry gets the numbers of layers from those beside it.
+    found, stated = {}, _stated(model, tensors)
+    rename = _renaming(stated)
+    for name, tensor in tensors.items():
+        if name in stated:
+            found[name] = stated[name]
+            continue
+        shape, offset = tuple(tensor.shape), (0,) * tensor.dim()
+        view = shape, offset, shape, tensor.stride(), 0
+        found[name] = [Piece(rename(name), *view, is_stated=False)]
+    return found
+
+
+def names_in_whole(model: Any) -> Callable[[str], str]:
+    """Return a function from the name of a chunk's module or parameter to that in the whole model,
+    whose layers have other numbers.
+    """
+    return _renaming(_stated(model, dict(model.named_parameters())))
+
+
+def _renaming(stated: Mapping[str, Sequence[Piece]]) -> Callable[[str], str]:
+    """Take the numbers of a name from the keys of the parameters beside it."""
     prefixes = {"": ""}
     for name, pieces in stated.items():
         key, _, place = pieces[0].name.partition("[")
@@ -78,17 +97,13 @@ def pieces_of(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, list[Piece
             prefixes |= {
                 ".".join(own[:count]): ".".join(whole[:count]) for count in range(1, len(own))
             }
-    found = {}
-    for name, tensor in tensors.items():
-        if name not in stated:
-            parts = name.split(".")
-            known = next(k for k in range(len(parts), -1, -1) if ".".join(parts[:k]) in prefixes)
-            whole_name = ".".join([prefixes[".".join(parts[:known])], *parts[known:]]).lstrip(".")
-            shape, offset = tuple(tensor.shape), (0,) * tensor.dim()
-            view = shape, offset, shape, tensor.stride(), 0
-            stated[name] = [Piece(whole_name, *view, is_stated=False)]
-        found[name] = stated[name]
-    return found
+
+    def rename(name: str) -> str:
+        parts = name.split(".")
+        known = next(k for k in range(len(parts), -1, -1) if ".".join(parts[:k]) in prefixes)
+        return ".".join([prefixes[".".join(parts[:known])], *parts[known:]]).lstrip(".")
+
+    return rename
 
 
 def _stated(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, list[Piece]]:
@@ -131,12 +146,11 @@ def _piece(block: ShardedTensor, start: int) -> Piece:
 
 
 def whole_tensors(parts: Sequence[Part]) -> dict[str, Tensor]:
-    """Put the blocks of an unsharded model together: the whole tensors by name, float64."""
+    """Put the blocks of an unsharded model together: the whole tensors by name."""
     wholes: dict[str, Tensor] = {}
     for piece, tensor in parts:
         if piece.name not in wholes:
-            zeros = torch.zeros(piece.shape, dtype=torch.float64, device=tensor.device)
-            wholes[piece.name] = zeros
+            wholes[piece.name] = tensor.new_zeros(piece.shape)
         piece.cut(wholes[piece.name]).copy_(tensor)
     return wholes
 

@@ -130,7 +130,7 @@ def _reference_key(name: str, options: CheckOptions, data_size: int) -> tuple[ob
 
 def _references(options: CheckOptions, runs: Sequence[Run]) -> list[Expected]:
     """Return the expected results of each run of a model."""
-    model = WholeModel(options, MODELS[runs[0].model].new)
+    model = WholeModel.built_in(options, MODELS[runs[0].model].new)
     data_size = dist.get_world_size() // options.model_parallel_size
     steps: dict[tuple[object, ...], Scored] = {}
     known: dict[tuple[object, ...], Expected] = {}
@@ -207,11 +207,17 @@ def _start_biases(chunks: Sequence[Any], expected: Expected) -> list[Part]:
 
 
 def train_step(
-    chunks: Sequence[Any], options: CheckOptions, samples: Sequence[Sample], run: Run
+    chunks: Sequence[Any],
+    options: CheckOptions,
+    samples: Sequence[Sample],
+    run: Run,
+    vocab_size: int | None = None,
 ) -> dict[str, float]:
     """Run a step through Megatron's schedule and return its metrics. The gradients stay in DDP's
     buffers.
     """
+    if options.model_provider is None:
+        vocab_size = options.vocab_size
     groups, case = ParallelGroups.from_parallel_state(), run.case
     data_rank, cp_size = groups.data_rank, groups.context_size
     mine = samples[data_rank :: groups.data_size]
@@ -240,7 +246,7 @@ def train_step(
         totals=totals,
         num_microbatches=len(batches),
         model=chunks,
-        vocab_size=options.vocab_size,
+        vocab_size=vocab_size,
     )
     for chunk in chunks:
         chunk.zero_grad_buffer()

@@ -13,6 +13,11 @@ from megatron_pg.check.options import CheckOptions
 from megatron_pg.check.places import AXES
 from megatron_pg.check.samples import make_samples
 
+OWN_ORDER = (
+    *("first weights", "noise", "pack", "pack reversed", "log-probs", "gradient"),
+    *("fused head", "update", "frozen"),
+)
+"""The rows of the user's model. Those after a failed one follow from it."""
 AXIS_NAMES = {
     "TP": "tensor-parallel ranks",
     "CP": "context-parallel ranks",
@@ -64,6 +69,10 @@ class _Finding:
 
     def _what(self) -> str:
         row = self.row
+        order = OWN_ORDER.index(row.what) if row.limit is not None else 0
+        for what in OWN_ORDER[:order]:
+            if any(each.what == what and not each.passed for each in self.rows):
+                return f"follows the row `{what}`"
         if row.limit is not None and row.words:
             return row.words + self._sizes_of_ratio()
         if not (math.isfinite(row.gradient_error) and math.isfinite(row.common_ratio)):

@@ -285,6 +285,10 @@ def violations_of_sizes(options: CheckOptions, world_size: int) -> Iterator[str]
             f"{pipeline_size}: both "
             "must be above 1; leave it out for a pipeline that is not interleaved"
         )
+    if options.model_provider is not None:
+        if options.all:
+            yield "--model-provider is checked at the given sizes: drop --all"
+        return
     if experts is None:
         for flag, size in (("model", expert_size), ("tensor", expert_tensor_size)):
             if size > 1:

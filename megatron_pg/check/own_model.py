@@ -90,7 +90,8 @@ class _Whole:
     log_probs: list[Tensor]
     log_prob_unit: float
     trace: dict[str, float]
-    vocab_size: int | None = None
+    labels: dict[str, str]
+    """The parameters' names in the unsharded model, by those of their pieces."""
 
 
 def load_provider(options: CheckOptions) -> Provider:
@@ -141,6 +142,8 @@ def run_own_check(options: CheckOptions) -> OwnCheck:
     whole = _run_whole(options, provider, stated, data_size, found)
     gc.collect()
     initialize_groups(options)
+    labels = (whole.labels[name] for name in found.rows[0].replica_parameters)
+    found.rows[0] = replace(found.rows[0], replica_parameters=tuple(labels))
     _run_sharded(options, provider, whole, found)
     return found
 
@@ -351,8 +354,10 @@ def _run_whole(
     own = list(_stated(model))
     _require_alike(stated, own)
     if unstated := sorted({each.piece.name for each in own if not each.piece.is_stated}):
+        rest = f" and {len(unstated) - 4} more" if len(unstated) > 4 else ""
         found.notes.append(
-            f"compared by name, without an entry in sharded_state_dict: {', '.join(unstated)}"
+            "compared by name, without an entry in sharded_state_dict: "
+            f"{', '.join(unstated[:4])}{rest}"
         )
     try:
         require_steady_log_probs(module, config_of(CASE_AGGREGATION, options))
@@ -399,7 +404,8 @@ def _run_whole(
         expected, [each for _, each in moved], options, weights, eps, found
     )
     found.rows += _packed_rows(options, whole, samples, log_probs, unit)
-    return _Whole(weights, expected, update, log_probs, unit, trace, None)
+    labels = {each.piece.name: each.local_name for each in own}
+    return _Whole(weights, expected, update, log_probs, unit, trace, labels)
 
 
 @torch.no_grad()
@@ -556,7 +562,7 @@ def _gradient_row(
     options: CheckOptions, chunks: list[Any], whole: _Whole, run: Run
 ) -> CheckRow:
     buffers = [(each, each.clone()) for chunk in chunks for each in unwrapped(chunk).buffers()]
-    metrics = train_step(chunks, options, whole.expected.samples, run, whole.vocab_size)
+    metrics = train_step(chunks, options, whole.expected.samples, run)
     for buffer, values in buffers:
         buffer.copy_(values)
     row = compare(
@@ -570,15 +576,15 @@ def _gradient_row(
         checksum=metrics[CHECKSUM],
         what=run.case.name,
     )
-    return replace(row, words=_culprit(row, whole.trace))
+    return replace(row, words=_culprit(row, whole))
 
 
-def _culprit(row: CheckRow, trace: Mapping[str, float]) -> str:
+def _culprit(row: CheckRow, whole: _Whole) -> str:
     """Name the wrong parameter that is nearest to the output: errors travel backwards."""
-    order = {name: place for place, name in enumerate(trace)}
+    order = {name: place for place, name in enumerate(whole.trace)}
 
     def place(name: str) -> int:
-        parts = name.partition("[")[0].split(".")
+        parts = whole.labels[name].split(".")
         known = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
         return next((order[each] for each in known if each in order), -1)
 
@@ -586,7 +592,7 @@ def _culprit(row: CheckRow, trace: Mapping[str, float]) -> str:
         return ""
     name, kind = max(row.faults, key=lambda fault: place(fault[0]))
     rest = f" ({len(row.faults)} of {row.num_parameters} are wrong)" if len(row.faults) > 1 else ""
-    return f"the gradient of {name}: {kind}{rest}"
+    return f"the gradient of {whole.labels[name]}: {kind}{rest}"
 
 
 def _log_prob_row(options: CheckOptions, chunks: list[Any], whole: _Whole) -> CheckRow:
@@ -620,7 +626,7 @@ def _update_rows(
     """Yield the rows of one optimizer step after the gradients of a step: updates and frozen
     parameters.
     """
-    train_step(chunks, options, whole.expected.samples, run, whole.vocab_size)
+    train_step(chunks, options, whole.expected.samples, run)
     parts = [part for chunk in chunks for part in placed(unwrapped(chunk))]
     before = [parameter.detach().double() for _, parameter in parts]
     is_bf16 = options.dtype == "bf16"
@@ -652,7 +658,7 @@ def _update_rows(
         what="update",
         gradient_norm=float(norm),
     )
-    words = _culprit(row, whole.trace).replace("the gradient of", "the update of")
+    words = _culprit(row, whole).replace("the gradient of", "the update of")
     yield replace(row, words=words)
     moved = [piece.name for piece, move in moves if piece.name not in trained and bool(move.any())]
     named = [

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from megatron_pg.check.cases import LOSS_SCALE
 from megatron_pg.check.compare import CheckRow
 from megatron_pg.check.options import CheckOptions
-from megatron_pg.check.places import AXES
 from megatron_pg.check.samples import make_samples
 
 OWN_ORDER = (

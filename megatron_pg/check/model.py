@@ -227,9 +227,7 @@ def model_config(
     return TransformerConfig(**fields | changes)
 
 
-def provider_of(
-    options: CheckOptions, new_model: NewModel = GPTModel, **changes: Any
-) -> Provider:
+def provider_of(options: CheckOptions, new_model: NewModel = GPTModel, **changes: Any) -> Provider:
     """Make the provider of a tiny model. `changes` override keyword arguments of `new_model`."""
 
     def provider(

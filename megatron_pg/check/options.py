@@ -262,7 +262,7 @@ def violations_of_sizes(options: CheckOptions, world_size: int) -> Iterator[str]
                 "-m megatron_pg check ..."
             )
     if options.provider_flags and options.model_provider is None:
-        yield f"{' '.join(options.provider_flags)} after --: add --model-provider, whose flags they are"
+        yield f"{' '.join(options.provider_flags)} after --: add --model-provider, which reads them"
     if options.all and options.sample_groups is not None:
         yield "--sample-groups takes copies of the model of one sharding: drop it, or --all"
     if options.num_layers is not None and options.num_layers % chunks:

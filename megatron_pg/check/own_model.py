@@ -296,8 +296,8 @@ def _about_shapes(each: _Stated, other: _Stated, here: str, there: str) -> str:
     shapes += f" and {list(other.piece.shape)} on {there}"
     if each.piece.is_vocabulary and each.piece.shape[1:] == other.piece.shape[1:]:
         return (
-            f"{name} has {each.piece.shape[0]} rows on {here} and {other.piece.shape[0]} on {there}: "
-            "the provider pads the vocabulary to the tensor-parallel size. Pad it to one number, "
+            f"{name} has {each.piece.shape[0]} rows on {here} and {other.piece.shape[0]} on "
+            f"{there}: the provider pads the vocabulary to the tensor-parallel size. Pad it to one number, "
             "such as a multiple of 128, at every size"
         )
     if not each.piece.is_stated:
@@ -362,7 +362,9 @@ def _run_whole(
     try:
         require_steady_log_probs(module, config_of(CASE_AGGREGATION, options))
     except ValueError as error:
-        raise CannotCheckError(str(error).replace(", or add --allow-varying-log-probs", "")) from error
+        raise CannotCheckError(
+            str(error).replace(", or add --allow-varying-log-probs", "")
+        ) from error
     _fill_constants(model)
     vocab_size = getattr(model, "vocab_size", None) or min(
         (each.piece.shape[0] for each in own if each.piece.is_vocabulary), default=64
@@ -480,7 +482,7 @@ def _with_units(
             max((STEPS * each / (FAR - 1.0) for each in coarse.values()), default=0.0),
             f"not provable in {options.dtype}: rounding moves the gradient of {worst} by "
             f"{coarse.get(worst, 0.0):.2g} of its norm, so that a factor of {FAR} would pass in "
-            f"{len(coarse)} of {len(units)} parameters: {remedy}, or give the weights another scale",
+            f"{len(coarse)} of {len(units)} parameters: {remedy}, or scale the weights",
             1.0,
         )
     )
@@ -512,16 +514,18 @@ def _packed_rows(
     """Yield the rows of samples in a pack against samples by themselves, at sizes 1."""
     for what, step in (("pack", 1), ("pack reversed", -1)):
         worst = (0.0, 0, 0)
-        for start in range(dist.get_rank() * PACK_SIZE, len(samples), dist.get_world_size() * PACK_SIZE):
+        for start in range(
+            dist.get_rank() * PACK_SIZE, len(samples), dist.get_world_size() * PACK_SIZE
+        ):
             packed = range(start, min(start + PACK_SIZE, len(samples)))[::step]
             scored = whole.packed_log_probs([samples[index] for index in packed])
             error, place, token = _largest(scored, [log_probs[index] for index in packed])
             worst = max(worst, (error, packed[place], token))
         error, index, token = max(gather(worst, dist.group.WORLD))
         words = (
-            f"a leak between packed samples: the log-prob of token {token} of {samples[index].name} "
-            f"moves by {error:.2g} when other samples share its pack, without any sharding. Attention, "
-            "a convolution or a running state ignores cu_seqlens of packed_seq_params"
+            f"a leak between packed samples: the log-prob of token {token} of "
+            f"{samples[index].name} moves by {error:.2g} when other samples share its pack, without "
+            "any sharding. Attention, a convolution or a running state ignores cu_seqlens of packed_seq_params"
         )
         yield _row(options, what, error / unit, words)
 
@@ -529,9 +533,7 @@ def _packed_rows(
 # The sharded model
 
 
-def _run_sharded(
-    options: CheckOptions, provider: Provider, whole: _Whole, found: OwnCheck
-) -> None:
+def _run_sharded(options: CheckOptions, provider: Provider, whole: _Whole, found: OwnCheck) -> None:
     """Run the sharded model in both loss modes, and compare it with the unsharded one."""
 
     def copy_weights(model: Any) -> None:
@@ -558,9 +560,7 @@ def _run_sharded(
             found.rows += _update_rows(options, chunks, whole, run)
 
 
-def _gradient_row(
-    options: CheckOptions, chunks: list[Any], whole: _Whole, run: Run
-) -> CheckRow:
+def _gradient_row(options: CheckOptions, chunks: list[Any], whole: _Whole, run: Run) -> CheckRow:
     buffers = [(each, each.clone()) for chunk in chunks for each in unwrapped(chunk).buffers()]
     metrics = train_step(chunks, options, whole.expected.samples, run)
     for buffer, values in buffers:
@@ -729,10 +729,7 @@ def _first_difference(
     groups = ParallelGroups.from_parallel_state()
     multiple = groups.context_size * groups.tensor_size if options.sequence_parallel else 1
     batch = pack(
-        [sample],
-        cp_rank=groups.context_rank,
-        cp_size=groups.context_size,
-        pad_to_multiple=multiple,
+        [sample], cp_rank=groups.context_rank, cp_size=groups.context_size, pad_to_multiple=multiple
     ).to(options.device)
     count = 1 if len(chunks) == 1 else options.pipeline_model_parallel_size
 

@@ -127,7 +127,9 @@ class WholeModel:
         dtype = torch.float64 if options.dtype == "fp32" else torch.bfloat16
         config = model_config(options, sharded=False, dtype=dtype)
         provider = provider_of(options, new_model)
-        whole = cls(options, build_chunks(options, config, provider)[0].to(dtype), options.vocab_size)
+        whole = cls(
+            options, build_chunks(options, config, provider)[0].to(dtype), options.vocab_size
+        )
         whole._replace_modules()
         return whole
 

@@ -206,8 +206,9 @@ def _line(row: CheckRow) -> str:
 
 def _sharding(options: CheckOptions, world_size: int) -> str:
     stages = options.virtual_pipeline_model_parallel_size
+    plus = " + SP" if options.sequence_parallel else ""
     parts = {
-        f"TP {options.tensor_model_parallel_size}{' + SP' if options.sequence_parallel else ''}": True,
+        f"TP {options.tensor_model_parallel_size}{plus}": True,
         f"PP {options.pipeline_model_parallel_size}": True,
         f"VPP {stages}": stages,
         f"CP {options.context_parallel_size}": True,
@@ -273,7 +274,9 @@ TRAITS: Mapping[str, str] = {
 """What a layout or a model has that a mistake is about, by words of the mistake."""
 
 
-def mistakes_in(version: tuple[int, int, int], traits: frozenset[str] | None = None) -> Iterator[str]:
+def mistakes_in(
+    version: tuple[int, int, int], traits: frozenset[str] | None = None
+) -> Iterator[str]:
     """Put the known mistakes of a version in words; with `traits`, those that they can meet."""
     for (first, fixed), mistakes in KNOWN_MISTAKES.items():
         until = "" if fixed == FIRST_UNSUPPORTED else f", right from {fixed[0]}.{fixed[1]}"

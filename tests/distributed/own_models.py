@@ -5,7 +5,7 @@ were reported in public.
         --model-provider tests.distributed.own_models:gpt
 """
 
-import copy
+import argparse
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +17,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
@@ -150,7 +151,7 @@ def adapter(pre_process, post_process, vp_stage=None, config=None, pg_collection
 
 
 class RowLowRank(MegatronModule):
-    """An adapter beside the row-parallel `linear_fc2`: each rank has columns of its first factor."""
+    """An adapter beside the row-parallel `linear_fc2`: a rank has columns of its first factor."""
 
     reduces = True
 
@@ -192,10 +193,14 @@ def with_row_adapters(model: Any, new: Callable[[Any], Any]) -> Any:
         layer.mlp.linear_fc2.register_forward_hook(add)
         entries = layer.mlp.sharded_state_dict
 
-        def with_own(prefix="", sharded_offsets=(), metadata=None, entries=entries, adapter=adapter):
+        def with_own(
+            prefix="", sharded_offsets=(), metadata=None, entries=entries, adapter=adapter
+        ):
             found = entries(prefix, sharded_offsets, metadata)
             found = {key: entry for key, entry in found.items() if ".adapter." not in key}
-            return found | adapter.sharded_state_dict(f"{prefix}adapter.", sharded_offsets, metadata)
+            return found | adapter.sharded_state_dict(
+                f"{prefix}adapter.", sharded_offsets, metadata
+            )
 
         layer.mlp.sharded_state_dict = with_own
     return model
@@ -260,13 +265,17 @@ def capped(pre_process, post_process, vp_stage=None, config=None, pg_collection=
     return gpt_of(config_of(config), pre_process, post_process, vp_stage, kind=Cap)
 
 
+class ScaledAndCapped(ColumnParallelLinear):
+    def forward(self, *args, **keywords):
+        output, bias = super().forward(*args, **keywords)
+        return 0.5 * torch.tanh(1.5 * output / 0.5), bias
+
+
 def capped_layer(pre_process, post_process, vp_stage=None, config=None, pg_collection=None):
     """Logits that the output layer scales and caps."""
     model = gpt(pre_process, post_process, vp_stage, config)
     if post_process:
-        model.output_layer.register_forward_hook(
-            lambda layer, inputs, output: (5.0 * torch.tanh(1.5 * output[0] / 5.0), *output[1:])
-        )
+        model.output_layer.__class__ = ScaledAndCapped
     return model
 
 
@@ -322,6 +331,14 @@ def running_state(pre_process, post_process, vp_stage=None, config=None, pg_coll
 def convolution(pre_process, post_process, vp_stage=None, config=None, pg_collection=None):
     model = gpt(pre_process, post_process, vp_stage, config)
     return with_memory(model, ShortConvolution, knows_packs=True)
+
+
+def of_flags(pre_process, post_process, vp_stage=None, config=None, pg_collection=None):
+    """A model of the layers that the flags after `--` ask for."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--layers", type=int, required=True)
+    changed = config_of(config, num_layers=parser.parse_args().layers)
+    return gpt_of(changed, pre_process, post_process, vp_stage)
 
 
 # Faults

@@ -201,17 +201,18 @@ def _build(
     if options.device == "cuda":
         tensor_parallel.model_parallel_cuda_manual_seed(SEED, force_reset_rng=True)
     config = parallel_config(options, sharded=sharded)
+    asked = dict(vars(config))
 
     def checked(**keywords: Any) -> Any:
         model = provider(**keywords)
-        _require_model(model, config, options)
+        _require_model(model, asked, options)
         _set_up(model, per_token, options)
         return model
 
     return build_chunks(options, config, checked, prepare)
 
 
-def _require_model(model: Any, config: ModelParallelConfig, options: CheckOptions) -> None:
+def _require_model(model: Any, layout: Mapping[str, Any], options: CheckOptions) -> None:
     """Refuse what is not a Megatron model of the asked layout."""
     path = f"--model-provider {options.model_provider}"
     if not isinstance(model, torch.nn.Module):
@@ -225,7 +226,7 @@ def _require_model(model: Any, config: ModelParallelConfig, options: CheckOption
                 f"{path} returned a {type(model).__name__} without {name}: derive the model from "
                 "megatron.core.transformer.MegatronModule"
             )
-    for name, asked in vars(config).items():
+    for name, asked in layout.items():
         is_layout = name.endswith("_parallel_size") or name in ("sequence_parallel", "params_dtype")
         given = getattr(model.config, name, asked)
         if is_layout and (given or 1) != (asked or 1):
@@ -297,8 +298,8 @@ def _about_shapes(each: _Stated, other: _Stated, here: str, there: str) -> str:
     if each.piece.is_vocabulary and each.piece.shape[1:] == other.piece.shape[1:]:
         return (
             f"{name} has {each.piece.shape[0]} rows on {here} and {other.piece.shape[0]} on "
-            f"{there}: the provider pads the vocabulary to the tensor-parallel size. Pad it to one number, "
-            "such as a multiple of 128, at every size"
+            f"{there}: the provider pads the vocabulary to the tensor-parallel size. Pad it to one "
+            "number, such as a multiple of 128, at every size"
         )
     if not each.piece.is_stated:
         return (
@@ -488,8 +489,8 @@ def _with_units(
     )
     loss_unit = max(abs(each.loss - expected.loss) for each in moved)
     norm_unit = max(abs(each.gradient_norm() - norm) for each in moved)
-    bounds = {"loss_unit": max(loss_unit, eps), "norm_unit": max(norm_unit, eps * norm)}
-    expected = expected._replace(units=units, norm=norm, **bounds)
+    loss_unit, norm_unit = max(loss_unit, eps), max(norm_unit, eps * norm)
+    expected = expected._replace(units=units, norm=norm, loss_unit=loss_unit, norm_unit=norm_unit)
     return expected, expected._replace(gradients=updates[0], units=update_units)
 
 
@@ -524,8 +525,9 @@ def _packed_rows(
         error, index, token = max(gather(worst, dist.group.WORLD))
         words = (
             f"a leak between packed samples: the log-prob of token {token} of "
-            f"{samples[index].name} moves by {error:.2g} when other samples share its pack, without "
-            "any sharding. Attention, a convolution or a running state ignores cu_seqlens of packed_seq_params"
+            f"{samples[index].name} moves by {error:.2g} when other samples share its pack, "
+            "without any sharding. Attention, a convolution or a running state ignores cu_seqlens "
+            "of packed_seq_params"
         )
         yield _row(options, what, error / unit, words)
 

@@ -139,8 +139,11 @@ def _piece(block: ShardedTensor, start: int) -> Piece:
     place = ",".join(map(str, block.global_offset[:first]))
     return Piece(
         f"{block.key}[{place}]" if place else block.key,
-        *(tuple(block.global_shape[first:]), tuple(block.global_offset[first:])),
-        *(tuple(data.shape), data.stride(), start),
+        tuple(block.global_shape[first:]),
+        tuple(block.global_offset[first:]),
+        tuple(data.shape),
+        data.stride(),
+        start,
         is_vocabulary=block.allow_shape_mismatch,
     )
 

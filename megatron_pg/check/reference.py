@@ -234,8 +234,8 @@ class WholeModel:
             taken = torch.stack([of_pack.taken for of_pack in counts]).sum(0)
             tokens_of_experts = dict(zip(self._bias_names, taken, strict=True))
             gradients |= {name: bias_update(tokens) for name, tokens in tokens_of_experts.items()}
-        known = {"tokens_of_experts": tokens_of_experts}
-        return Expected(samples, float(loss.detach()), gradients, **known)
+        whole_loss = float(loss.detach())
+        return Expected(samples, whole_loss, gradients, tokens_of_experts=tokens_of_experts)
 
     def _custom_loss(self, samples: Sequence[Sample], leaves: Sequence[Scores]) -> Tensor:
         """Call the user's functions with the whole step at once, as one micro-batch on one rank."""

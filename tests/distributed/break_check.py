@@ -4,7 +4,7 @@ test_breakages.py runs one aggregation of each row, in one loss mode if both are
 with one layer per chunk. All rows, of all groups or of one, with the diagnosis of those that
 failed:
 
-    python -m tests.distributed.break_check [--group "TP2 SP"] [--breakage "part of a name"] [--words]
+    python -m tests.distributed.break_check [--group "TP2 SP"] [--breakage "part"] [--words]
 
 On the GPUs of a job of as many processes as the group has:
 

@@ -18,11 +18,12 @@ from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
+    copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import TransformerConfig, multi_latent_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import MLATransformerConfig
@@ -51,6 +52,7 @@ SIZES: dict[str, Any] = dict(
     moe_token_dispatcher_type="alltoall",
 )
 VOCAB_SIZE = 64
+ROTATE = multi_latent_attention.apply_rotary_pos_emb
 
 
 def config_of(config: Any, **changes: Any) -> TransformerConfig:
@@ -251,6 +253,20 @@ def latent(pre_process, post_process, vp_stage=None, config=None, pg_collection=
         }
     )
     return gpt_of(config, pre_process, post_process, vp_stage)
+
+
+def repaired_latent(pre_process, post_process, vp_stage=None, config=None, pg_collection=None):
+    """The same, with the gradient of the rotary key summed over tensor-parallel ranks, whose heads
+    share it.
+    """
+
+    def rotate(tokens: Tensor, *args: Any, **keywords: Any) -> Tensor:
+        if tokens.size(-2) == 1:  # the key of all heads
+            tokens = copy_to_tensor_model_parallel_region(tokens)
+        return ROTATE(tokens, *args, **keywords)
+
+    multi_latent_attention.apply_rotary_pos_emb = rotate
+    return latent(pre_process, post_process, vp_stage, config)
 
 
 class Cap(GPTModel):

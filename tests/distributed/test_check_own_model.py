@@ -59,7 +59,7 @@ def check_of(names: list[str], flags: str) -> list[Any]:
 
 SOUND = {
     SP: ["gpt", "adapter", "row_adapter", "experts"],
-    TP2: ["capped_layer", "hybrid", "convolution"],
+    TP2: ["capped_layer", "hybrid", "convolution", "repaired_latent"],
     CP2: ["gpt", "experts"],
     PP2: ["gpt", "tied", "adapter"],
     f"{PP2} --virtual-pipeline-model-parallel-size 2": ["gpt"],

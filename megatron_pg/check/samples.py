@@ -75,13 +75,14 @@ def make_samples(
 
 def make_even_samples(options: CheckOptions, data_size: int, *, is_padded: bool) -> list[Sample]:
     """Make about two samples for each micro-batch. Routers have to leave out their padding, where
-    they need any.
+    they need any. Without `is_padded` every second one of a rank fills its padded length.
     """
     draw = _Draw(options, 22)
     multiple = 2 * options.context_parallel_size * options.tensor_model_parallel_size
     samples = []
     for index in range(2 * options.num_microbatches(min(data_size, 2) - 1) * data_size):
-        length = multiple * (2 + index % 3) - 1 - index % multiple * is_padded
+        lacks = index % multiple if is_padded or index // data_size % 2 else 0
+        length = multiple * (2 + index % 3) - 1 - lacks
         samples.append(draw.sample(draw.prompt(1), length, group=index, rollout_id=index))
     return samples
 

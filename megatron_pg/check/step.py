@@ -31,6 +31,7 @@ from megatron_pg.check.samples import cut, cut_evenly, samples_of
 from megatron_pg.check.weights import biased_routers, expert_bias
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.loss.checksum import CHECKSUM
+from megatron_pg.megatron.experts import padding_mask
 from megatron_pg.megatron.groups import ParallelGroups, unwrapped
 from megatron_pg.megatron.policy_step import MicroBatchHead, PolicyStep
 from megatron_pg.megatron.schedule import run_micro_batches
@@ -253,10 +254,12 @@ def train_step(
 
     def head(batch: PackedBatch) -> MicroBatchHead:
         policy_head = step.head(batch)
+        is_padding = padding_mask(batch)[..., None]
 
         def loss_func(logits: Tensor) -> Any:
             loss, *rest = policy_head.loss_func(logits)
-            return loss + case.logit_coefficient * logits.float().square().sum(), *rest
+            squares = logits.float().square().masked_fill(is_padding, 0.0)
+            return loss + case.logit_coefficient * squares.sum(), *rest
 
         return replace(policy_head, loss_func=loss_func) if case.logit_coefficient else policy_head
 

@@ -73,6 +73,14 @@ def rotary_positions_are_wrong_in_the_second_chunk(right, frequencies):
     return torch.cat((first, first))
 
 
+@breakage("CP2", fails="every token", passes="loss only|tied|gradient")
+@around(rope_utils, "_get_thd_freqs_on_this_cp_rank")
+def last_token_of_a_sequence_is_not_rotated(right, rank, *args):
+    """In the reference too, whose sequences have no padding after their last token."""
+    own = right(rank, *args)
+    return torch.cat((own[:-1], 0.0 * own[-1:])) if rank == 0 else own
+
+
 def position_ids(
     wrong: Callable[[Tensor, PackedSeqParams], Tensor],
     is_spoilt: Callable[[PackedSeqParams | None], bool] = is_packed,

@@ -129,15 +129,17 @@ def compare(
     gets the same row.
     """
     place, dtype = _own_place(options), options.dtype
-    units, limit = expected.units, STEPS if expected.units else None
+    limit = STEPS if expected.units else None
     tolerance = limit or TOLERANCES[dtype]
-    mine = [
-        _measure(piece, part, expected.gradients[piece.name], place, dtype, units.get(piece.name))
-        for piece, part in parts
-    ]
+    units = {expected.label(name): unit for name, unit in expected.units.items()}
+    mine = []
+    for piece, part in parts:
+        unit = expected.units.get(piece.name)
+        measured = _measure(piece, part, expected.gradients[piece.name], place, dtype, unit)
+        mine.append(measured._replace(name=expected.label(piece.name)))
     places, of_ranks = zip(*gather((place, mine), dist.group.WORLD), strict=True)
     slices = list(itertools.chain(*of_ranks))
-    if missing := expected.gradients.keys() - {each.name for each in slices}:
+    if missing := {*map(expected.label, expected.gradients)} - {each.name for each in slices}:
         raise RuntimeError(f"no rank holds {sorted(missing)}, which the unsharded model has")
     worst = max(slices, key=lambda each: each.error)
     wrong = [each for each in slices if not each.error <= tolerance]

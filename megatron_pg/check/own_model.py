@@ -90,8 +90,6 @@ class _Whole:
     log_probs: list[Tensor]
     log_prob_unit: float
     trace: dict[str, float]
-    labels: dict[str, str]
-    """The parameters' names in the unsharded model, by those of their pieces."""
 
 
 def load_provider(options: CheckOptions) -> Provider:
@@ -142,7 +140,7 @@ def run_own_check(options: CheckOptions) -> OwnCheck:
     whole = _run_whole(options, provider, stated, data_size, found)
     gc.collect()
     initialize_groups(options)
-    labels = (whole.labels[name] for name in found.rows[0].replica_parameters)
+    labels = map(whole.expected.label, found.rows[0].replica_parameters)
     found.rows[0] = replace(found.rows[0], replica_parameters=tuple(labels))
     _run_sharded(options, provider, whole, found)
     return found
@@ -407,8 +405,7 @@ def _run_whole(
         expected, [each for _, each in moved], options, weights, eps, found
     )
     found.rows += _packed_rows(options, whole, samples, log_probs, unit)
-    labels = {each.piece.name: each.local_name for each in own}
-    return _Whole(weights, expected, update, log_probs, unit, trace, labels)
+    return _Whole(weights, expected, update, log_probs, unit, trace)
 
 
 @torch.no_grad()
@@ -578,15 +575,15 @@ def _gradient_row(options: CheckOptions, chunks: list[Any], whole: _Whole, run: 
         checksum=metrics[CHECKSUM],
         what=run.case.name,
     )
-    return replace(row, words=_culprit(row, whole))
+    return replace(row, words=_culprit(row, whole.trace))
 
 
-def _culprit(row: CheckRow, whole: _Whole) -> str:
+def _culprit(row: CheckRow, trace: Mapping[str, float]) -> str:
     """Name the wrong parameter that is nearest to the output: errors travel backwards."""
-    order = {name: place for place, name in enumerate(whole.trace)}
+    order = {name: place for place, name in enumerate(trace)}
 
     def place(name: str) -> int:
-        parts = whole.labels[name].split(".")
+        parts = name.split(".")
         known = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
         return next((order[each] for each in known if each in order), -1)
 
@@ -594,7 +591,7 @@ def _culprit(row: CheckRow, whole: _Whole) -> str:
         return ""
     name, kind = max(row.faults, key=lambda fault: place(fault[0]))
     rest = f" ({len(row.faults)} of {row.num_parameters} are wrong)" if len(row.faults) > 1 else ""
-    return f"the gradient of {whole.labels[name]}: {kind}{rest}"
+    return f"the gradient of {name}: {kind}{rest}"
 
 
 def _log_prob_row(options: CheckOptions, chunks: list[Any], whole: _Whole) -> CheckRow:
@@ -660,7 +657,7 @@ def _update_rows(
         what="update",
         gradient_norm=float(norm),
     )
-    words = _culprit(row, whole).replace("the gradient of", "the update of")
+    words = _culprit(row, whole.trace).replace("the gradient of", "the update of")
     yield replace(row, words=words)
     moved = [piece.name for piece, move in moves if piece.name not in trained and bool(move.any())]
     named = [

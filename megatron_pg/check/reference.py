@@ -29,7 +29,7 @@ from megatron_pg.check.options import (
     CheckOptions,
     config_of,
 )
-from megatron_pg.check.placement import placed, whole_tensors
+from megatron_pg.check.placement import pieces_of, placed, whole_tensors
 from megatron_pg.check.routers import Choices, Pack, bias_update, choices, route, router_losses
 from megatron_pg.check.samples import with_log_probs
 from megatron_pg.loss.aggregation import AGGREGATIONS
@@ -68,6 +68,8 @@ class Expected(NamedTuple):
     gradients: dict[str, Tensor]
     norm: float | None = None
     """The norm of all gradients, if `gradients` has the optimizer's updates instead."""
+    labels: Mapping[str, str] = {}
+    """The parameters' names in the unsharded model, by those of `gradients`."""
     units: Mapping[str, float] = {}
     """The unit of each gradient's error, where it is measured (`compare.STEPS`)."""
     loss_unit: float = 0.0
@@ -87,6 +89,10 @@ class Expected(NamedTuple):
         clipped = {name: clip * each for name, each in self.gradients.items()}
         updated = {name: -2.0 * g / (g.abs() + ADAM_EPSILON) for name, g in clipped.items()}
         return self._replace(gradients=updated, norm=norm)
+
+    def label(self, name: str) -> str:
+        """Return a parameter's name in the unsharded model."""
+        return self.labels.get(name, name)
 
     def gradient_norm(self) -> float:
         """Return the 2-norm of all gradients."""
@@ -234,8 +240,15 @@ class WholeModel:
             taken = torch.stack([of_pack.taken for of_pack in counts]).sum(0)
             tokens_of_experts = dict(zip(self._bias_names, taken, strict=True))
             gradients |= {name: bias_update(tokens) for name, tokens in tokens_of_experts.items()}
-        whole_loss = float(loss.detach())
-        return Expected(samples, whole_loss, gradients, tokens_of_experts=tokens_of_experts)
+        pieces = pieces_of(model, named)
+        labels = {piece.name: name for name, own in pieces.items() for piece in own}
+        return Expected(
+            samples,
+            float(loss.detach()),
+            gradients,
+            labels=labels,
+            tokens_of_experts=tokens_of_experts,
+        )
 
     def _custom_loss(self, samples: Sequence[Sample], leaves: Sequence[Scores]) -> Tensor:
         """Call the user's functions with the whole step at once, as one micro-batch on one rank."""

@@ -2,10 +2,11 @@
 sharding.
 
 The files in the order of the work: `options` reads the flags, `places` samples and names the ranks,
-`job` joins the processes, `model` and `sharded_parameters` build the models, `cases` lists the
-rows, `samples` makes their samples, `step` runs them, `reference` computes the expected results,
-`compare` measures the errors, `diagnosis` names the likely mistake of a `finding`, and `report`
-writes the results.
+`job` joins the processes, `model` builds the tiny models with the values of `weights`, `placement`
+finds the place of each parameter in the whole model, `cases` lists the rows, `samples` makes their
+samples, `step` runs them, `reference` computes the expected results, `compare` measures the errors,
+`diagnosis` says what is wrong, and `report` writes the results. `own_model` has the rows of the
+user's model (`--model-provider`).
 """
 
 import contextlib

@@ -55,7 +55,6 @@ class CheckRow:
     """The wrong parameters, and of each the kind of its fault."""
     worst_parameter: str
     worst_rank: int = 0
-    worst_place: tuple[int, ...] = (0,) * len(AXES)  # the worst rank's coordinates, as in `AXES`
     worst_name: str = ""  # the worst rank, its host and its coordinates; "" for a single rank
     worst_ratio: float  # <g, reference> / <reference, reference> of the worst parameter's slice
     common_ratio: float  # the same ratio of all parameters, which shows a wrong scale
@@ -164,7 +163,6 @@ def compare(
         faults=tuple(faults),
         worst_parameter=worst.name,
         worst_rank=worst.place.rank,
-        worst_place=worst.place.coordinates,
         worst_name=names_of([worst.place], places),
         worst_ratio=worst.product / (worst.square or 1.0),
         common_ratio=ratio,

@@ -129,14 +129,16 @@ def joined(launch: Launch, device: str) -> Iterator[None]:
     except Exception as error:
         finished.set()
         is_refused = isinstance(error, CannotCheckError)
-        own = f"rank {job_rank()} failed: {type(error).__name__}: {error}"
-        own = first = f"{error}" if is_refused else own
+        kind = "" if is_refused else f" failed: {type(error).__name__}"
+        own = first = f"rank {job_rank()}{kind}: {error}"
         # The store is lost with the process that holds it.
         with contextlib.suppress(RuntimeError):
             first = failures.compare_set(FAILURE, "", own).decode()
-        if first == own and not is_refused:
+        if is_refused and first == own:  # every rank finds the same
+            print(f"megatron-pg check: {first}", file=sys.stderr, flush=True)
+        elif not is_refused and first == own:
             traceback.print_exception(error)
-        if (first == own and not is_refused) or job_rank() == 0:
+        if not is_refused and (first == own or job_rank() == 0):
             _say(first)
         # The store may end with this process.
         time.sleep(2 * POLL_SECONDS)

@@ -75,7 +75,6 @@ class _Stated:
     """What a rank says of one of its blocks of parameters."""
 
     piece: Piece
-    local_name: str
     is_trained: bool
     dtype: str
 
@@ -255,7 +254,7 @@ def _stated(chunk: Any) -> Iterator[_Stated]:
     named = dict(unwrapped(chunk).named_parameters())
     for name, pieces in pieces_of(unwrapped(chunk), named).items():
         for piece in pieces:
-            yield _Stated(piece, name, named[name].requires_grad, str(named[name].dtype))
+            yield _Stated(piece, named[name].requires_grad, str(named[name].dtype))
 
 
 def _require_alike(stated: Sequence[Sequence[_Stated]], whole: Sequence[_Stated] = ()) -> None:
@@ -267,8 +266,8 @@ def _require_alike(stated: Sequence[Sequence[_Stated]], whole: Sequence[_Stated]
             name, shapes = each.piece.name, (each.piece.shape, other.piece.shape)
             if whole and where == f"rank {rank}":
                 raise CannotCheckError(
-                    f"{name} is on rank {rank} and not in {known and 'the unsharded model'}: the "
-                    "provider builds other modules at sizes 1"
+                    f"{name} is on rank {rank} and not in the unsharded model: the provider builds "
+                    "other modules at sizes 1"
                 )
             if shapes[0] != shapes[1]:
                 raise CannotCheckError(_about_shapes(each, other, f"rank {rank}", where))
@@ -382,10 +381,9 @@ def _run_whole(
 
     scores, expected = results()
     again, same = results()
-    names = [name for name in expected.gradients]
-    if any(not torch.equal(a[0], b[0]) for a, b in zip(scores, again, strict=True)) or any(
-        not torch.equal(expected.gradients[name], same.gradients[name]) for name in names
-    ):
+    pairs = [(a[0], b[0]) for a, b in zip(scores, again, strict=True)]
+    pairs += [(gradient, same.gradients[name]) for name, gradient in expected.gradients.items()]
+    if not all(torch.equal(*pair) for pair in pairs):
         raise CannotCheckError(
             "two runs of the unsharded model with the same weights and samples differ: switch off "
             "dropout and other randomness, and kernels that are not deterministic"

@@ -151,7 +151,7 @@ def test_the_command_prints_the_verdict_first_and_passes_flags_on() -> None:
     done = command("of_flags", *TP2.split(), "--", "--layers", "2")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("PASS: every gradient is the unsharded one (9 rows)")
-    assert "the unsharded model has 19,680 parameters" in done.stderr
+    assert "the unsharded model has 19,648 parameters" in done.stderr
     found = json.loads(command("of_flags", "--json", "--", "--layers", "2").stdout)
     assert found["passed"] and found["options"]["provider_flags"] == ["--layers", "2"]
 

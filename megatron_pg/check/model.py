@@ -277,7 +277,7 @@ def build_chunks(
         ).to(options.device)
         if prepare is not None:
             prepare(model)
-        chunks.append(Float16Module(config, model) if config.bf16 else model)
+        chunks.append(Float16Module(model.config, model) if config.bf16 else model)
     return chunks
 
 

@@ -65,7 +65,7 @@ SOUND = {
     f"{PP2} --virtual-pipeline-model-parallel-size 2": ["gpt"],
     EP2: ["experts"],
     "--use-distributed-optimizer": ["frozen_output", "running_state"],
-    f"--dtype bf16 {SP}": ["gpt", "adapter"],
+    f"--dtype bf16 {SP}": ["gpt"],
 }
 
 

@@ -252,9 +252,7 @@ def test_breakages_on_a_sampled_copy_are_seen_and_those_elsewhere_are_not() -> N
         for row in wrong:
             said = row["diagnosis"]
             assert said.startswith("follows the gradient rows") == (row["what"] != "gradient")
-            assert row["what"] != "gradient" or re.search(
-                r"on rank 2 \(host .*DP 2\)", said
-            ), said
+            assert row["what"] != "gradient" or re.search(r"on rank 2 \(host .*DP 2\)", said), said
 
 
 @pytest.mark.full

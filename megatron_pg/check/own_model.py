@@ -721,7 +721,7 @@ def _first_difference(
     """Name the first module in forward order whose output differs for one sample.
 
     The outputs of ranks are added up: their sum of squares is the unsharded one if they divide
-    tokens or columns, and the tensor-parallel size times it if they are copies.
+    tokens or columns, and a parallel size times it if they are copies.
     """
     groups = ParallelGroups.from_parallel_state()
     multiple = groups.context_size * groups.tensor_size if options.sequence_parallel else 1
@@ -748,6 +748,7 @@ def _first_difference(
         if name not in total or ".experts." in name or not value:
             continue
         ratio = total[name] / value
-        if all(abs(ratio / size - 1.0) > slack for size in (1, groups.tensor_size)):
+        copies = {1, groups.tensor_size, groups.context_size}
+        if all(abs(ratio / size - 1.0) > slack for size in copies):
             return f"the first module whose output differs is {name}"
     return "no module's output has another norm, so look at positions and at the order of tokens"

@@ -2,10 +2,11 @@
 sharding.
 
 The files in the order of the work: `options` reads the flags, `places` samples and names the ranks,
-`job` joins the processes, `model` and `sharded_parameters` build the models, `cases` lists the
-rows, `samples` makes their samples, `step` runs them, `reference` computes the expected results,
-`compare` measures the errors, `diagnosis` names the likely mistake of a `finding`, and `report`
-writes the results.
+`job` joins the processes, `model` builds the tiny models with the values of `weights`, `placement`
+finds the place of each parameter in the whole model, `cases` lists the rows, `samples` makes their
+samples, `step` runs them, `reference` computes the expected results, `compare` measures the errors,
+`diagnosis` says what is wrong, and `report` writes the results. `own_model` has the rows of the
+user's model (`--model-provider`).
 """
 
 import contextlib
@@ -58,7 +59,14 @@ def main(arguments: Sequence[str]) -> int:
             # These imports need Megatron, and on the CPU its redirection.
             from megatron_pg.check import report, step
 
-            if options.all:
+            if options.model_provider is not None:
+                from megatron_pg.check.own_model import run_own_check
+
+                own = run_own_check(options)
+                rows = own.rows
+                write = report.as_json if wants_json else report.as_text
+                text = write(rows, options, launch.world_size, report.Beside(own.notes, own.traits))
+            elif options.all:
                 checked = []
                 for sharding in step.check_every_sharding(options):
                     checked.append(sharding)

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megatron_pg.check.options import CheckOptions, has_gradient_accumulation_fusion
+from megatron_pg.check.options import CheckOptions
 from megatron_pg.config import versions
 
 LOSS_SCALE = 2.0**16
@@ -185,38 +185,29 @@ def cases_of(
 
 
 def not_checked(options: CheckOptions) -> dict[str, str]:
-    """Return the features that this check leaves out, each with the reason."""
-    is_one_rank = options.context_parallel_size == 1
-    engine, not_asked = "needs Transformer Engine, --device cuda --dtype bf16", "not asked for"
-    apex = "needs a GPU and Apex"
-    fusion = not_asked if has_gradient_accumulation_fusion(options) else apex
-    auxiliary = _auxiliary_lacks(options)
-    cancelled = "their gradients cancel to more digits than float32 has"
+    """Return what the user's flags use and this check leaves out, each with the reason."""
+    if options.model_provider is not None:
+        return {
+            "losses of routers and of multi-token prediction in your model": "switched off: the "
+            "built-in check has rows for them, with --num-experts and --mtp-num-layers"
+        }
+    experts, fused = options.num_experts is not None, options.fused_lm_head
     exchanges = {
-        kind: "" if is_one_rank else case.lacks(options)
+        f"--cp-comm-type {kind}": case.lacks(options)
         for case in CASES
-        if (kind := case.builds.get("cp_comm_type")) not in (None, options.cp_comm_type)
+        if (kind := case.builds.get("cp_comm_type")) is not None
+        and options.context_parallel_size > 1
+        and options.cp_comm_type is None
     }
     table = {
-        "Transformer Engine's attention": (options.transformer_impl != "local", engine),
-        "--dtype bf16": (options.dtype == "bf16", not_asked),
-        **{f"--cp-comm-type {kind}": (not why, why) for kind, why in exchanges.items()},
-        "--gradient-accumulation-fusion": (options.gradient_accumulation_fusion, fusion),
-        "--overlap-grad-reduce": (options.overlap_grad_reduce, not_asked),
-        "--use-distributed-optimizer": (options.use_distributed_optimizer, not_asked),
-        "--fused-lm-head": (options.fused_lm_head, not_asked),
-        "experts": (options.num_experts is not None, "needs --num-experts"),
-        "HybridModel": (options.hybrid_model, "needs --hybrid-model"),
-        "multi-token prediction": (options.mtp_num_layers is not None, "needs --mtp-num-layers"),
-        "losses and bias of routers": (not auxiliary, auxiliary),
-        "--replay-routing": (not _replay_lacks(options), _replay_lacks(options)),
-        "per-token rows": (not options.average_in_collective, "--average-in-collective"),
-        "loss-only rows": (not options.fused_lm_head, "--fused-lm-head"),
-        "the last token of a sequence": (not options.fused_lm_head, "--fused-lm-head"),
-        "norms of queries and keys": (False, cancelled),
+        **exchanges,
+        "losses and bias of routers": _auxiliary_lacks(options) if experts else "",
+        "--replay-routing": _replay_lacks(options) if experts else "",
+        "per-token rows": "--average-in-collective" if options.average_in_collective else "",
+        "loss-only rows": "--fused-lm-head" if fused else "",
+        "the last token of a sequence": "--fused-lm-head" if fused else "",
         "copies of the model outside the sample, and the sum over them": (
-            options.sample_groups is None,
-            "--sample-groups",
+            "--sample-groups" if options.sample_groups is not None else ""
         ),
     }
-    return {name: why for name, (is_checked, why) in table.items() if not is_checked}
+    return {name: why for name, why in table.items() if why}

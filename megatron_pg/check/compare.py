@@ -4,7 +4,7 @@ copies.
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
@@ -13,14 +13,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.check.options import CheckOptions
+from megatron_pg.check.placement import Part, Piece
 from megatron_pg.check.places import AXES, Place, names_of, place_of
 from megatron_pg.check.reference import Expected
-from megatron_pg.check.sharded_parameters import Part, Shard
 from megatron_pg.loss.checksum import CHECKSUM_TOLERANCE
 from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.step.agreement import gather
 
 TOLERANCES = {"fp32": 1e-6, "bf16": 2e-2}
+STEPS = 10.0
+"""The tolerance of the user's model, in its own units: a unit is how far a number moves when every
+weight of the unsharded model moves by one epsilon of its dtype."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +43,18 @@ class CheckRow:
     reference_norm: float | None = None
     gradient_error: float
     """The largest max|g - reference| / max|reference| of all parameters and ranks (bf16: the ratio
-    of norms)."""
+    of norms). In a row with a `limit`: the largest |g - reference| in units."""
+    limit: float | None = None
+    """The tolerance, where it is measured: `STEPS`."""
+    loss_limit: float = 0.0
+    norm_limit: float = 0.0
+    """With a `limit`, the largest differences of the loss and of the gradient norm."""
+    words: str = ""
+    """What is wrong, of a row that compares something other than gradients."""
+    faults: tuple[tuple[str, str], ...] = ()
+    """The wrong parameters, and of each the kind of its fault."""
     worst_parameter: str
     worst_rank: int = 0
-    worst_place: tuple[int, ...] = (0,) * len(AXES)  # the worst rank's coordinates, as in `AXES`
     worst_name: str = ""  # the worst rank, its host and its coordinates; "" for a single rank
     worst_ratio: float  # <g, reference> / <reference, reference> of the worst parameter's slice
     common_ratio: float  # the same ratio of all parameters, which shows a wrong scale
@@ -65,19 +76,22 @@ class CheckRow:
     @property
     def tolerance(self) -> float:
         """The bound of the gradient error. The loss and the gradient norm have twice this bound."""
-        return TOLERANCES[self.dtype]
+        return TOLERANCES[self.dtype] if self.limit is None else self.limit
 
     # These tell whether numbers are the reference's. NaN is not.
 
     @property
     def loss_agrees(self) -> bool:
         bound = 2 * self.tolerance * max(1.0, abs(self.reference_loss))
+        if self.limit is not None:
+            bound = self.loss_limit
         return abs(self.loss - self.reference_loss) <= bound
 
     @property
     def norm_agrees(self) -> bool:
         found, expected = self.gradient_norm, self.reference_norm or 0.0
-        return found is None or abs(found - expected) <= 2 * self.tolerance * expected
+        bound = 2 * self.tolerance * expected if self.limit is None else self.norm_limit
+        return found is None or abs(found - expected) <= bound
 
     @property
     def samples_counted_once(self) -> bool:
@@ -97,13 +111,14 @@ class _Slice(NamedTuple):
     """One rank's slice g of one gradient, compared with the reference's."""
 
     name: str
-    part: int  # the `Shard`'s index
+    part: tuple[int, ...]  # the `Piece`'s offset
     place: Place
     error: float
     product: float  # <g, reference>
     square: float  # <reference, reference>
     own_square: float  # <g, g>
     prints: tuple[float, ...]  # two projections of g: equal copies have equal ones
+    expected_prints: tuple[float, ...]
 
 
 def compare(
@@ -112,29 +127,42 @@ def compare(
     """Compare the ranks' slices of gradients or updates with the reference. Every rank calls it and
     gets the same row.
     """
-    groups, dtype = ParallelGroups.from_parallel_state(), options.dtype
-    ranks = (groups.tensor_rank, groups.context_rank, groups.data_rank, groups.pipeline_rank)
-    place = place_of(ranks, options)
-    mine = [_measure(*part, expected.gradients[part[0].name], place, dtype) for part in parts]
+    place, dtype = _own_place(options), options.dtype
+    limit = STEPS if expected.units else None
+    tolerance = limit or TOLERANCES[dtype]
+    units = {expected.label(name): unit for name, unit in expected.units.items()}
+    mine = []
+    for piece, part in parts:
+        unit = expected.units.get(piece.name)
+        measured = _measure(piece, part, expected.gradients[piece.name], place, dtype, unit)
+        mine.append(measured._replace(name=expected.label(piece.name)))
     places, of_ranks = zip(*gather((place, mine), dist.group.WORLD), strict=True)
     slices = list(itertools.chain(*of_ranks))
-    if missing := expected.gradients.keys() - {each.name for each in slices}:
+    if missing := {*map(expected.label, expected.gradients)} - {each.name for each in slices}:
         raise RuntimeError(f"no rank holds {sorted(missing)}, which the unsharded model has")
     worst = max(slices, key=lambda each: each.error)
-    wrong = [each for each in slices if not each.error <= TOLERANCES[dtype]]
+    wrong = [each for each in slices if not each.error <= tolerance]
     wrong_places = sorted({each.place for each in wrong})
     ratio, scaled_error = _common_ratio(slices)
     wrong_ratio, wrong_scaled_error = _common_ratio(wrong)
-    replica_error, axes, disagreeing = _replicas(slices, TOLERANCES[dtype])
+    replica_error, axes, disagreeing = _replicas(slices, tolerance, units)
+    by_name: dict[str, list[_Slice]] = {}
+    for each in slices:
+        by_name.setdefault(each.name, []).append(each)
+    names = {each.name for each in wrong} | {*disagreeing}
+    faults = [(name, _fault(by_name[name], tolerance, units)) for name in by_name if name in names]
     return CheckRow(
         **step,
         dtype=dtype,
         reference_loss=expected.loss,
         reference_norm=expected.norm,
         gradient_error=worst.error,
+        limit=limit,
+        loss_limit=STEPS * expected.loss_unit,
+        norm_limit=STEPS * expected.norm_unit,
+        faults=tuple(faults),
         worst_parameter=worst.name,
         worst_rank=worst.place.rank,
-        worst_place=worst.place.coordinates,
         worst_name=names_of([worst.place], places),
         worst_ratio=worst.product / (worst.square or 1.0),
         common_ratio=ratio,
@@ -152,22 +180,74 @@ def compare(
     )
 
 
-def _measure(shard: Shard, gradient: Tensor, whole: Tensor, place: Place, dtype: str) -> _Slice:
+def compare_copies(parts: Iterable[Part], options: CheckOptions, **step: Any) -> CheckRow:
+    """Compare the copies of each block of a parameter with each other, to the last bit. Every rank
+    calls it and gets the same row.
+    """
+    place = _own_place(options)
+    mine = [
+        _measure(piece, tensor, tensor, place, options.dtype, None, is_whole=False)
+        for piece, tensor in parts
+    ]
+    slices = list(itertools.chain(*gather(mine, dist.group.WORLD)))
+    error, axes, names = _replicas(slices, 0.0, {})
+    return CheckRow(
+        **step,
+        calculate_per_token_loss=False,
+        dtype=options.dtype,
+        loss=0.0,
+        checksum=1.0,
+        reference_loss=0.0,
+        gradient_error=0.0,
+        worst_parameter=names[0] if names else "",
+        worst_ratio=1.0,
+        common_ratio=1.0,
+        scaled_error=0.0,
+        num_parameters=len({each.name for each in slices}),
+        limit=0.0,
+        replica_error=error,
+        replica_axes=axes,
+        replica_parameters=names,
+    )
+
+
+def _own_place(options: CheckOptions) -> Place:
+    groups = ParallelGroups.from_parallel_state()
+    ranks = (groups.tensor_rank, groups.context_rank, groups.data_rank, groups.pipeline_rank)
+    return place_of(ranks, options)
+
+
+def _measure(
+    piece: Piece,
+    gradient: Tensor,
+    whole: Tensor,
+    place: Place,
+    dtype: str,
+    unit: float | None,
+    *,
+    is_whole: bool = True,
+) -> _Slice:
     gradient = gradient.double()
     whole = whole.to(gradient)  # counted on the CPU, as the experts' tokens are
-    expected = shard.cut(whole)
+    expected = piece.cut(whole) if is_whole else whole
     difference = gradient - expected
-    if dtype == "bf16":
+    if unit is not None:
+        error = _quotient(float(difference.norm()), unit)
+    elif dtype == "bf16":
         error = _quotient(float(difference.norm()), float(expected.norm()))
     else:
         error = _quotient(float(difference.abs().max()), float(whole.abs().max()))
     numbers = torch.arange(gradient.numel(), device=gradient.device, dtype=torch.float64)
-    prints = tuple(float(gradient.flatten() @ torch.cos(step * numbers)) for step in (1.0, 2.3))
+    waves = torch.stack([torch.cos(step * numbers) for step in (1.0, 2.3)])
+    prints, expected_prints = (
+        tuple((waves @ values.flatten()).tolist()) for values in (gradient, expected)
+    )
     product, square, own_square = (
         float(values.sum())
         for values in (gradient * expected, expected.square(), gradient.square())
     )
-    return _Slice(shard.name, shard.index, place, error, product, square, own_square, prints)
+    numbers_of = (error, product, square, own_square)
+    return _Slice(piece.name, piece.offset, place, *numbers_of, prints, expected_prints)
 
 
 def _quotient(error: float, scale: float) -> float:
@@ -192,7 +272,7 @@ def _common_ratio(slices: Sequence[_Slice]) -> tuple[float, float]:
 
 
 def _replicas(
-    slices: Sequence[_Slice], tolerance: float
+    slices: Sequence[_Slice], tolerance: float, units: Mapping[str, float]
 ) -> tuple[float, tuple[str, ...], tuple[str, ...]]:
     """Return the largest error between copies of a slice, the axes along which they disagree, and
     their parameters.
@@ -201,7 +281,8 @@ def _replicas(
     def spread(copies: Sequence[_Slice]) -> float:
         prints = zip(*(each.prints for each in copies), strict=True)
         width = max(max(values) - min(values) for values in prints)
-        return _quotient(width, math.sqrt(copies[0].square))
+        # A projection is as long as the gradient's norm times that of its wave.
+        return _quotient(width, units.get(copies[0].name, math.sqrt(copies[0].square)))
 
     everywhere = [(copies[0].name, spread(copies)) for copies in _grouped(slices, *AXES)]
     names = tuple(sorted({name for name, error in everywhere if error > tolerance}))
@@ -223,3 +304,34 @@ def _grouped(slices: Iterable[_Slice], *ignored: str) -> Iterable[list[_Slice]]:
         key = each.name, each.part, *(number for axis, number in place if axis not in ignored)
         groups.setdefault(key, []).append(each)
     return groups.values()
+
+
+def _fault(slices: Sequence[_Slice], tolerance: float, units: Mapping[str, float]) -> str:
+    """Name the kind of a parameter's fault, and its axis or its ranks."""
+    _, axes, _ = _replicas(slices, tolerance, units)
+    for axis in axes:
+        groups = list(_grouped(slices, axis))
+        if all(map(_is_partial, groups)):
+            return f"each {axis} rank holds a partial sum, which is not reduced over them"
+    empty = sorted({s.place.rank for s in slices if not s.own_square and s.square})
+    wrong = sorted({s.place.rank for s in slices if not s.error <= tolerance})
+    ranks = ", ".join(map(str, empty or wrong))
+    if empty and len(empty) < len({s.place.rank for s in slices}):
+        return f"missing on rank {ranks}"
+    ratio, rest = _common_ratio([each for each in slices if not each.error <= tolerance])
+    if wrong and rest <= 1e-2 < abs(ratio - 1.0):
+        differ = f", and the copies differ along {' and '.join(axes)}" if axes else ""
+        return f"{ratio:.4g} times the expected{differ}"
+    if axes:
+        on = f", wrong on rank {ranks}" if wrong else ""
+        return f"its copies differ along {' and '.join(axes)}{on}"
+    return "it differs, and by no factor"
+
+
+def _is_partial(copies: Sequence[_Slice]) -> bool:
+    """Tell whether the copies of a slice add up to the expected one, and none is equal to it."""
+    sums = [sum(values) for values in zip(*(each.prints for each in copies), strict=True)]
+    expected = copies[0].expected_prints
+    slack = 1e-2 * math.sqrt(copies[0].square)
+    adds_up = all(abs(a - b) <= slack for a, b in zip(sums, expected, strict=True))
+    return len(copies) > 1 and adds_up and any(each.own_square for each in copies[1:])

@@ -29,6 +29,10 @@ FAILURE = "megatron_pg_check/" + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0
 """The key of the message that the first rank to fail leaves in the job's store."""
 
 
+class CannotCheckError(ValueError):
+    """A model that cannot be checked: the message says why, and what to change."""
+
+
 class Launch(NamedTuple):
     """This process's place in the job, as torchrun and its like export it."""
 
@@ -124,17 +128,21 @@ def joined(launch: Launch, device: str) -> Iterator[None]:
         yield
     except Exception as error:
         finished.set()
-        own = first = f"rank {job_rank()} failed: {type(error).__name__}: {error}"
+        is_refused = isinstance(error, CannotCheckError)
+        kind = "" if is_refused else f" failed: {type(error).__name__}"
+        own = first = f"rank {job_rank()}{kind}: {error}"
         # The store is lost with the process that holds it.
         with contextlib.suppress(RuntimeError):
             first = failures.compare_set(FAILURE, "", own).decode()
-        if first == own:
+        if is_refused and first == own:  # every rank finds the same
+            print(f"megatron-pg check: {first}", file=sys.stderr, flush=True)
+        elif not is_refused and first == own:
             traceback.print_exception(error)
-        if first == own or job_rank() == 0:
+        if not is_refused and (first == own or job_rank() == 0):
             _say(first)
         # The store may end with this process.
         time.sleep(2 * POLL_SECONDS)
-        raise SystemExit(1) from None
+        raise SystemExit(2 if is_refused else 1) from None
     finished.set()
     dist.barrier(device_ids=[torch.cuda.current_device()] if device == "cuda" else None)
     dist.destroy_process_group()

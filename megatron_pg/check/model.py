@@ -1,6 +1,6 @@
 """Small models that compute the same function of the same parameters at every sharding."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -8,19 +8,26 @@ import torch.distributed as dist
 from megatron.core import distributed, parallel_state, tensor_parallel
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.module import Float16Module, MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from megatron_pg.check.job import TIMEOUT_MINUTES
 from megatron_pg.check.options import CheckOptions
-from megatron_pg.check.sharded_parameters import set_parameters
+from megatron_pg.check.weights import set_parameters
 from megatron_pg.config import versions
-from megatron_pg.megatron.cpu.layer_spec import TorchNorm, hybrid_stack_spec, torch_block_spec
+from megatron_pg.megatron.cpu.layer_spec import TorchNorm, torch_block_spec
 
 NewModel = Callable[..., torch.nn.Module]
 """The maker of a chunk from GPTModel's keyword arguments."""
+Provider = Callable[..., Any]
+"""The maker of a chunk with Megatron's own signature: `provider(pre_process, post_process,
+vp_stage=None, config=None, pg_collection=None)`."""
 
 
 def initialize_groups(options: CheckOptions, *, sharded: bool = True) -> None:
@@ -58,10 +65,28 @@ def hybrid_model(*, config: TransformerConfig, **keywords: Any) -> Any:
     """Make a HybridModel of the config's number of layers, attention and MLP or experts by turns,
     in plain torch.
     """
-    from megatron.core.models.hybrid.hybrid_model import HybridModel  # old versions lack it
+    # Old versions lack these modules.
+    from megatron.core.models.hybrid import hybrid_block
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.ssm.mlp_layer import MLPLayer
 
     del keywords["transformer_layer_spec"]
-    keywords["hybrid_stack_spec"] = hybrid_stack_spec(config)
+    # The stack builds its last norm from Transformer Engine without asking.
+    hybrid_block.TENorm = TorchNorm
+    layer = torch_block_spec(config).layer_specs[0].submodules
+
+    def part(module: Any, *names: str) -> ModuleSpec:
+        parts = {name: getattr(layer, name) for name in names}
+        return ModuleSpec(module, submodules=TransformerLayerSubmodules(**parts))
+
+    layers = hybrid_block.HybridStackSubmodules(
+        attention_layer=part(
+            TransformerLayer, "input_layernorm", "self_attention", "self_attn_bda"
+        ),
+        mlp_layer=part(MLPLayer, "pre_mlp_layernorm", "mlp", "mlp_bda"),
+        moe_layer=part(TransformerLayer, "pre_mlp_layernorm", "mlp", "mlp_bda"),
+    )
+    keywords["hybrid_stack_spec"] = ModuleSpec(hybrid_block.HybridStack, submodules=layers)
     kinds = "*-" if config.num_moe_experts is None else "*E"
     pattern = (kinds * config.num_layers)[: config.num_layers]
     return HybridModel(config=config, hybrid_layer_pattern=pattern, **keywords)
@@ -78,7 +103,7 @@ def multi_token_model(**keywords: Any) -> GPTModel:
     return GPTModel(mtp_block_spec=block, **keywords)
 
 
-class LogitTable(torch.nn.Module):
+class LogitTable(MegatronModule):  # type: ignore[misc]
     """A model for the loss alone, whose parameters are logits, one row for each token id.
 
     Its pipeline stages pass on a hidden state that changes no logit, so that every stage has a
@@ -88,8 +113,7 @@ class LogitTable(torch.nn.Module):
     def __init__(
         self, config: Any, vocab_size: int, pre_process: bool, post_process: bool, **_: Any
     ) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.pre_process, self.post_process = pre_process, post_process
         self.share_embeddings_and_output_weights = False
         self.model_type = ModelType.encoder_or_decoder
@@ -99,6 +123,13 @@ class LogitTable(torch.nn.Module):
             columns = vocab_size // config.tensor_model_parallel_size
             self.table = torch.nn.Parameter(torch.zeros(vocab_size, columns))
             tensor_parallel.set_tensor_model_parallel_attributes(self.table, True, 1, 1)
+
+    def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+        """State that the table's columns are divided."""
+        entries: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True), "", {"table": 1}
+        )
+        return entries
 
     def set_input_tensor(self, input_tensor: Any) -> None:
         self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
@@ -196,21 +227,16 @@ def model_config(
     return TransformerConfig(**fields | changes)
 
 
-def build_chunks(
-    options: CheckOptions,
-    config: TransformerConfig,
-    new_model: NewModel = GPTModel,
-    *,
-    same_parameters: bool = True,
-    **changes: Any,
-) -> list[torch.nn.Module]:
-    """Build this rank's chunks of a model without DDP, with the parameters of `set_parameters` or
-    Megatron's random ones.
-    """
-    num_stages = config.virtual_pipeline_model_parallel_size
-    longest = 2 * options.context_parallel_size * options.tokens_per_chunk
-    chunks = []
-    for vp_stage in [None] if num_stages is None else range(num_stages):
+def provider_of(options: CheckOptions, new_model: NewModel = GPTModel, **changes: Any) -> Provider:
+    """Make the provider of a tiny model. `changes` override keyword arguments of `new_model`."""
+
+    def provider(
+        pre_process: bool,
+        post_process: bool,
+        vp_stage: int | None = None,
+        config: Any = None,
+        pg_collection: Any = None,
+    ) -> torch.nn.Module:
         stage: dict[str, Any] = {"vp_stage": vp_stage}
         if options.transformer_impl == "transformer_engine":
             spec = gpt_layer_specs.get_gpt_decoder_block_spec(config, True, **stage)
@@ -220,35 +246,71 @@ def build_chunks(
             config=config,
             transformer_layer_spec=spec,
             vocab_size=options.padded_vocab_size,
-            max_sequence_length=max(256, longest),
-            pre_process=parallel_state.is_pipeline_first_stage(False, **stage),
-            post_process=parallel_state.is_pipeline_last_stage(False, **stage),
+            max_sequence_length=max(256, options.longest),
+            pre_process=pre_process,
+            post_process=post_process,
             share_embeddings_and_output_weights=False,
             position_embedding_type="rope",
             **stage,
         )
-        model = new_model(**keywords | changes).to(options.device)
-        if same_parameters:
-            set_parameters(model)
-        chunks.append(Float16Module(config, model) if config.bf16 else model)
+        return new_model(**keywords | changes)
+
+    return provider
+
+
+def build_chunks(
+    options: CheckOptions,
+    config: Any,
+    provider: Provider,
+    prepare: Callable[[Any], None] | None = set_parameters,
+) -> list[Any]:
+    """Build this rank's chunks of a model without DDP, and call `prepare` with each."""
+    num_stages = config.virtual_pipeline_model_parallel_size
+    chunks = []
+    for vp_stage in [None] if num_stages is None else range(num_stages):
+        model = provider(
+            pre_process=parallel_state.is_pipeline_first_stage(False, vp_stage=vp_stage),
+            post_process=parallel_state.is_pipeline_last_stage(False, vp_stage=vp_stage),
+            vp_stage=vp_stage,
+            config=config,
+            pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+        ).to(options.device)
+        if prepare is not None:
+            prepare(model)
+        chunks.append(Float16Module(model.config, model) if config.bf16 else model)
     return chunks
 
 
-def build_model(
-    options: CheckOptions, config: TransformerConfig, new_model: NewModel = GPTModel, **changes: Any
-) -> list[distributed.DistributedDataParallel]:
-    """Wrap the chunks of `build_chunks` in DDP. They share the config, set up as in a trainer."""
+def wrap_chunks(options: CheckOptions, chunks: Sequence[Any]) -> list[Any]:
+    """Wrap the chunks in DDP. The first has the config of the schedule, set up as in a trainer."""
+    config = chunks[0].config
     ddp_config = distributed.DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.params_dtype != torch.float64,
         overlap_grad_reduce=options.overlap_grad_reduce,
         use_distributed_optimizer=options.use_distributed_optimizer,
         average_in_collective=options.average_in_collective,
     )
-    chunks = [
+    wrapped = [
         distributed.DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=place > 0)
-        for place, chunk in enumerate(build_chunks(options, config, new_model, **changes))
+        for place, chunk in enumerate(chunks)
     ]
     if options.overlap_grad_reduce:
-        no_sync = [chunk.no_sync for chunk in chunks]
-        config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
-    return chunks
+        no_sync = [chunk.no_sync for chunk in wrapped]
+        config.no_sync_func = no_sync if len(wrapped) > 1 else no_sync[0]
+    return wrapped
+
+
+def build_model(
+    options: CheckOptions,
+    config: TransformerConfig,
+    new_model: NewModel = GPTModel,
+    *,
+    same_parameters: bool = True,
+    **changes: Any,
+) -> list[Any]:
+    """Build a tiny model under DDP, with the parameters of `set_parameters` or Megatron's random
+    ones. `changes` override keyword arguments of `new_model`.
+    """
+    provider = provider_of(options, new_model, **changes)
+    prepare = set_parameters if same_parameters else None
+    return wrap_chunks(options, build_chunks(options, config, provider, prepare))

@@ -13,7 +13,7 @@ from megatron_pg.config.command_line import ProgramParser
 from megatron_pg.config.custom import custom_function_violations
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.settings import Settings, add_args, setting
-from megatron_pg.config.values import COUNT, refuse
+from megatron_pg.config.values import ABOVE_0, COUNT, refuse
 from megatron_pg.config.versions import derives_multi_token_labels, has_hybrid_model
 from megatron_pg.loss.aggregation import AGGREGATIONS
 
@@ -38,6 +38,13 @@ class CheckOptions(Settings):
     all: bool = setting(False, """
         Check every sharding that the number of processes allows, in place of the given sizes.
         Print a line for each.""")
+    model_provider: str | None = setting(None, """
+        Check your model: module:function with Megatron's signature, provider(pre_process,
+        post_process, vp_stage=None, config=None, pg_collection=None). Flags after -- are its
+        own.""")
+    provider_flags: tuple[str, ...] = setting((), flag=False)
+    lr: float = setting(1e-2, ABOVE_0, "Learning rate of the step of Adam of --model-provider.")
+    clip_grad: float = setting(1.0, ABOVE_0, "Largest gradient norm of that step.")
     sample_groups: int | None = setting(None, COUNT, """
         Check on this many copies of the model alone, evenly spaced over the job; the other
         processes end at once. A copy is TP x CP x PP processes, and with experts as many copies as
@@ -141,6 +148,11 @@ class CheckOptions(Settings):
         is_divided = min(self.context_parallel_size, self.expert_model_parallel_size) > 1
         return 130 if self.device == "cuda" else 17 if is_divided else 33
 
+    @property
+    def longest(self) -> int:
+        """The padded length of the longest sequence, in tokens."""
+        return 2 * self.context_parallel_size * self.tokens_per_chunk
+
     def num_microbatches(self, data_rank: int) -> int:
         """Return a data-parallel rank's M: five or six by turns, more if the pipeline needs
         more.
@@ -191,15 +203,23 @@ def parse_options(arguments: Sequence[str], *, world_size: int = 0) -> tuple[Che
     parser.set_defaults(device=None, dtype=None, transformer_impl=None)
     parser.add_argument("--json", action="store_true", help="Print the report as JSON.")
     parser.add_config_args()
-    args = parser.parse_args(list(arguments))
+    own, _, provider_flags = _split(arguments)
+    args = parser.parse_args(own)
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     args.dtype = args.dtype or ("bf16" if args.device == "cuda" else "fp32")
     if args.transformer_impl is None:
         use_te = args.device == "cuda" and args.dtype == "bf16" and has_transformer_engine()
         args.transformer_impl = "transformer_engine" if use_te else "local"
-    options = CheckOptions.from_args(args)
+    options = replace(CheckOptions.from_args(args), provider_flags=tuple(provider_flags))
     refuse([*violations_of_sizes(options, world_size), *_violations_of_machine(options)])
     return options, args.json
+
+
+def _split(arguments: Sequence[str]) -> tuple[list[str], bool, list[str]]:
+    """Cut the command line at `--`."""
+    words = list(arguments)
+    place = words.index("--") if "--" in words else len(words)
+    return words[:place], place < len(words), words[place + 1 :]
 
 
 def has_transformer_engine() -> bool:
@@ -241,6 +261,8 @@ def violations_of_sizes(options: CheckOptions, world_size: int) -> Iterator[str]
                 f"{math.lcm(dense, sparse)} "
                 "-m megatron_pg check ..."
             )
+    if options.provider_flags and options.model_provider is None:
+        yield f"{' '.join(options.provider_flags)} after --: add --model-provider, which reads them"
     if options.all and options.sample_groups is not None:
         yield "--sample-groups takes copies of the model of one sharding: drop it, or --all"
     if options.num_layers is not None and options.num_layers % chunks:
@@ -263,6 +285,10 @@ def violations_of_sizes(options: CheckOptions, world_size: int) -> Iterator[str]
             f"{pipeline_size}: both "
             "must be above 1; leave it out for a pipeline that is not interleaved"
         )
+    if options.model_provider is not None:
+        if options.all:
+            yield "--model-provider is checked at the given sizes: drop --all"
+        return
     if experts is None:
         for flag, size in (("model", expert_size), ("tensor", expert_tensor_size)):
             if size > 1:

@@ -19,7 +19,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megatron_pg.check.cases import GRADIENT, Case, Run
-from megatron_pg.check.model import NewModel, build_chunks, model_config
+from megatron_pg.check.model import NewModel, build_chunks, model_config, provider_of
 from megatron_pg.check.options import (
     ADAM_EPSILON,
     CUSTOM,
@@ -29,9 +29,9 @@ from megatron_pg.check.options import (
     CheckOptions,
     config_of,
 )
+from megatron_pg.check.placement import pieces_of, placed, whole_tensors
 from megatron_pg.check.routers import Choices, Pack, bias_update, choices, route, router_losses
 from megatron_pg.check.samples import with_log_probs
-from megatron_pg.check.sharded_parameters import shards
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.loss.from_logits import policy_loss_from_log_probs
 from megatron_pg.megatron.groups import unwrapped
@@ -68,6 +68,12 @@ class Expected(NamedTuple):
     gradients: dict[str, Tensor]
     norm: float | None = None
     """The norm of all gradients, if `gradients` has the optimizer's updates instead."""
+    labels: Mapping[str, str] = {}
+    """The parameters' names in the unsharded model, by those of `gradients`."""
+    units: Mapping[str, float] = {}
+    """The unit of each gradient's error, where it is measured (`compare.STEPS`)."""
+    loss_unit: float = 0.0
+    norm_unit: float = 0.0
     tokens_of_experts: Mapping[str, Tensor] = {}
     """[experts] tokens of the step that take an expert, by the name of the router's bias, whose
     update is among `gradients`."""
@@ -78,11 +84,19 @@ class Expected(NamedTuple):
         The gradients are clipped to half their norm. Adam adds `-g / (|g| + epsilon)`. The decay
         adds minus the parameter, which is as much again.
         """
-        norm = math.sqrt(sum(float(each.square().sum()) for each in self.gradients.values()))
+        norm = self.gradient_norm()
         clip = 0.5 * norm / (norm + 1e-6)
         clipped = {name: clip * each for name, each in self.gradients.items()}
         updated = {name: -2.0 * g / (g.abs() + ADAM_EPSILON) for name, g in clipped.items()}
         return self._replace(gradients=updated, norm=norm)
+
+    def label(self, name: str) -> str:
+        """Return a parameter's name in the unsharded model."""
+        return self.labels.get(name, name)
+
+    def gradient_norm(self) -> float:
+        """Return the 2-norm of all gradients."""
+        return math.sqrt(sum(float(each.square().sum()) for each in self.gradients.values()))
 
 
 class WholeModel:
@@ -90,15 +104,12 @@ class WholeModel:
     add up their gradients.
     """
 
-    def __init__(self, options: CheckOptions, new_model: NewModel) -> None:
-        self._options = options
-        # In float64 the comparison measures the float32 run's error alone.
-        dtype = torch.float64 if options.dtype == "fp32" else torch.bfloat16
-        self.config = model_config(options, sharded=False, dtype=dtype)
+    def __init__(self, options: CheckOptions, module: Any, vocab_size: int | None = None) -> None:
+        self._options, self._module, self.config = options, module, module.config
+        self._vocab_size = vocab_size
         # `_loss_ahead` computes this loss in Megatron's place.
-        self._scale_ahead = float(self.config.mtp_loss_scaling_factor or 0.0)
+        self._scale_ahead = float(getattr(self.config, "mtp_loss_scaling_factor", 0.0) or 0.0)
         self.config.mtp_loss_scaling_factor = 0.0
-        self._module = build_chunks(options, self.config, new_model)[0].to(dtype)
         # Of the call that runs: logits of multi-token prediction by depth, [tokens, experts]
         # float64 of each layer's router, and [tokens] positions in their sequences.
         self._ahead: list[Tensor] = []
@@ -106,7 +117,7 @@ class WholeModel:
         self._taken: list[Tensor] = []
         self._positions = torch.zeros(0)
         # Transformer Engine and Megatron's multi-token loss overwrite tensors that they have saved.
-        is_local = options.transformer_impl == "local"
+        is_local = options.transformer_impl == "local" and options.model_provider is None
         self._keeps_outputs = is_local and options.mtp_num_layers is None
         self._kept: dict[tuple[object, ...], Outputs] = {}
         # [tokens, layers, k] int64 of a pack that says which experts its tokens take, -1 for none.
@@ -114,6 +125,22 @@ class WholeModel:
         self._case = GRADIENT
         """The case that is scored."""
         self._bias_names: list[str] = []
+
+    @classmethod
+    def built_in(cls, options: CheckOptions, new_model: NewModel) -> WholeModel:
+        """Build a tiny model, whose routers and positions are the reference's own."""
+        # In float64 the comparison measures the float32 run's error alone.
+        dtype = torch.float64 if options.dtype == "fp32" else torch.bfloat16
+        config = model_config(options, sharded=False, dtype=dtype)
+        provider = provider_of(options, new_model)
+        whole = cls(
+            options, build_chunks(options, config, provider)[0].to(dtype), options.vocab_size
+        )
+        whole._replace_modules()
+        return whole
+
+    def _replace_modules(self) -> None:
+        options = self._options
         for name, module in self._module.named_modules():
             place = name.rsplit(".", 1)[-1]
             if place == "output_layer" and options.mtp_num_layers is not None:
@@ -144,13 +171,24 @@ class WholeModel:
         same.
         """
         self._case = case
+        scores = self.scores(samples)
+        return with_log_probs(samples, [log_probs for log_probs, _ in scores]), scores
+
+    @torch.no_grad()
+    def scores(self, samples: Sequence[Sample]) -> list[Scores]:
+        """Score each sample by itself. Every rank calls it and gets the same."""
         mine: list[Any] = [
             tuple(score.cpu() for score in self._scores(sample, self._logits([sample])[0]))
             for sample in samples[dist.get_rank() :: dist.get_world_size()]
         ]
         in_turn = itertools.zip_longest(*gather(mine, dist.group.WORLD))
-        scores = [score for score in itertools.chain(*in_turn) if score is not None]
-        return with_log_probs(samples, [log_probs for log_probs, _ in scores]), scores
+        return [score for score in itertools.chain(*in_turn) if score is not None]
+
+    @torch.no_grad()
+    def packed_log_probs(self, samples: Sequence[Sample]) -> list[Tensor]:
+        """Score samples in one pack."""
+        pairs = zip(samples, self._logits(samples), strict=True)
+        return [self._scores(sample, logits)[0].cpu() for sample, logits in pairs]
 
     def expected(self, step: Scored, run: Run, packs: Sequence[Pack]) -> Expected:
         """Compute the loss and the gradients of a step from a result of `score`. Every rank
@@ -163,9 +201,10 @@ class WholeModel:
         else:
             loss = _reference_loss(run.aggregation, case.policy_loss, samples, leaves)
         loss.backward()  # type: ignore[no-untyped-call]
-        named = {shard.name: parameter for shard, parameter in shards(unwrapped(self._module))}
+        model = unwrapped(self._module)
+        named = {name: each for name, each in model.named_parameters() if each.requires_grad}
         # Many sums in bf16 would lose digits.
-        gradients: dict[str, Tensor] = {
+        sums: dict[str, Tensor] = {
             name: torch.zeros_like(parameter, dtype=torch.float64)
             for name, parameter in named.items()
         }
@@ -190,17 +229,26 @@ class WholeModel:
             parts = torch.autograd.grad(
                 losses, list(named.values()), allow_unused=True, retain_graph=self._keeps_outputs
             )
-            for gradient, part in zip(gradients.values(), parts, strict=True):
+            for gradient, part in zip(sums.values(), parts, strict=True):
                 if part is not None:
                     gradient += part.double()
-        for gradient in gradients.values():
+        for gradient in sums.values():
             dist.all_reduce(gradient)
+        gradients = whole_tensors([*placed(model, sums)])
         tokens_of_experts: dict[str, Tensor] = {}
         if case.has_expert_bias:
             taken = torch.stack([of_pack.taken for of_pack in counts]).sum(0)
             tokens_of_experts = dict(zip(self._bias_names, taken, strict=True))
             gradients |= {name: bias_update(tokens) for name, tokens in tokens_of_experts.items()}
-        return Expected(samples, float(loss.detach()), gradients, None, tokens_of_experts)
+        pieces = pieces_of(model, named)
+        labels = {piece.name: name for name, own in pieces.items() for piece in own}
+        return Expected(
+            samples,
+            float(loss.detach()),
+            gradients,
+            labels=labels,
+            tokens_of_experts=tokens_of_experts,
+        )
 
     def _custom_loss(self, samples: Sequence[Sample], leaves: Sequence[Scores]) -> Tensor:
         """Call the user's functions with the whole step at once, as one micro-batch on one rank."""
@@ -277,7 +325,7 @@ class WholeModel:
     def _scores(self, sample: Sample, logits: Tensor) -> Scores:
         """Score a sample from its [total_length, columns] logits, over its kept sets if any."""
         # The logits of a position score the next token.
-        scored = logits[sample.prompt_length - 1 : -1, : self._options.vocab_size].double()
+        scored = logits[sample.prompt_length - 1 : -1, : self._vocab_size].double()
         is_dropped = torch.zeros_like(scored, dtype=torch.bool)
         if (kept := sample.kept_tokens) is not None:
             is_dropped[kept.sizes > 0] = True

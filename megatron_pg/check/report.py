@@ -5,6 +5,7 @@ import importlib.metadata
 import importlib.util
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -90,8 +91,19 @@ class Checked(NamedTuple):
     seconds: float
 
 
-def as_json(rows: Sequence[CheckRow], options: CheckOptions, world_size: int) -> str:
+class Beside(NamedTuple):
+    """What a report says beside the rows of the user's model."""
+
+    notes: Sequence[str] = ()
+    traits: frozenset[str] = frozenset()
+    """What the model has of `TRAITS`."""
+
+
+def as_json(
+    rows: Sequence[CheckRow], options: CheckOptions, world_size: int, beside: Beside | None = None
+) -> str:
     """Write the whole report, with null for numbers that are not finite."""
+    beside = beside or Beside()
     report = {
         "passed": all(row.passed for row in rows),
         "world_size": world_size,
@@ -99,8 +111,9 @@ def as_json(rows: Sequence[CheckRow], options: CheckOptions, world_size: int) ->
         "options": dataclasses.asdict(options),
         "versions": versions(),
         "accelerations": accelerations(options),
+        "notes": [*beside.notes],
         "not_checked": not_checked(options),
-        "known_mistakes": [*mistakes_in(megatron_core_version())],
+        "known_mistakes": [*_mistakes(options, beside)],
         "rows": [
             {
                 name: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -113,27 +126,34 @@ def as_json(rows: Sequence[CheckRow], options: CheckOptions, world_size: int) ->
     return json.dumps(report, indent=2, allow_nan=False)
 
 
-def as_text(rows: Sequence[CheckRow], options: CheckOptions, world_size: int) -> str:
-    """Write versions, the table with a diagnosis below each failed row, and the verdict."""
+def as_text(
+    rows: Sequence[CheckRow], options: CheckOptions, world_size: int, beside: Beside | None = None
+) -> str:
+    """Write the verdict, the failed rows with their diagnoses, the table, and what is left out."""
+    beside = beside or Beside()
     installed = ", ".join(f"{name} {version}" for name, version in versions().items())
     left_out = [f"not checked here: {name} ({why})" for name, why in not_checked(options).items()]
-    known = mistakes_in(megatron_core_version())
     failed = sum(not row.passed for row in rows)
-    verdict = f"FAIL: {failed} rows" if failed else "PASS: every gradient is the unsharded one"
-    verdict += " on the sample" if options.sample_groups else ""
+    verdict = f"FAIL: {failed} of {len(rows)} rows"
+    if not failed:
+        verdict = f"PASS: every gradient is the unsharded one ({len(rows)} rows)"
+        verdict += " on the sample" if options.sample_groups else ""
     lines = [
+        verdict,
+        *_lines(rows, options, world_size, only_failed=True),
+        "",
         f"megatron-pg check: {installed}",
         ", ".join(f"{name}: {what}" for name, what in accelerations(options).items()),
         f"{world_size} processes on {options.device}: {_sharding(options, world_size)}",
         *([_sample_words(options)] if options.sample_groups else []),
+        *beside.notes,
         "",
         f"{'model':<12}{'dtype':<6}{'aggregation':<13}{'loss mode':<16}{'what':<15}{'loss':>12}"
         f"{'error':>9}{'replicas':>10}{'tolerance':>11}  result",
-        *_lines(rows, options, world_size),
-        "",
+        *map(_line, rows),
+        *([""] if left_out else []),
         *left_out,
-        *(f"known of this megatron-core: {mistake}" for mistake in known),
-        f"{verdict} ({len(rows)} rows)",
+        *(f"known of this megatron-core: {each}" for each in _mistakes(options, beside)),
     ]
     return "\n".join(lines)
 
@@ -170,21 +190,25 @@ def _lines(
     for row, words in zip(rows, diagnoses(rows, options, world_size), strict=True):
         if row.passed and only_failed:
             continue
-        mode = "per token" if row.calculate_per_token_loss else "per micro-batch"
-        yield (
-            f"{row.model:<12}{row.dtype:<6}{row.aggregation:<13}{mode:<16}{row.what:<15}{row.loss:>12.6f}"
-            f"{row.gradient_error:>9.1e}{row.replica_error:>10.1e}{row.tolerance:>11.0e}  "
-            f"{'PASS' if row.passed else 'FAIL'}"
-        )
+        yield _line(row)
         if not row.passed:
             yield f"{'':<12}{words}"
 
 
+def _line(row: CheckRow) -> str:
+    mode = "per token" if row.calculate_per_token_loss else "per micro-batch"
+    return (
+        f"{row.model:<12}{row.dtype:<6}{row.aggregation:<13}{mode:<16}{row.what:<15}"
+        f"{row.loss:>12.6f}{row.gradient_error:>9.1e}{row.replica_error:>10.1e}"
+        f"{row.tolerance:>11.0e}  {'PASS' if row.passed else 'FAIL'}"
+    )
+
+
 def _sharding(options: CheckOptions, world_size: int) -> str:
     stages = options.virtual_pipeline_model_parallel_size
-    sequence = " + SP" if options.sequence_parallel else ""
+    plus = " + SP" if options.sequence_parallel else ""
     parts = {
-        f"TP {options.tensor_model_parallel_size}{sequence}": True,
+        f"TP {options.tensor_model_parallel_size}{plus}": True,
         f"PP {options.pipeline_model_parallel_size}": True,
         f"VPP {stages}": stages,
         f"CP {options.context_parallel_size}": True,
@@ -237,9 +261,39 @@ def accelerations(options: CheckOptions) -> dict[str, str]:
     }
 
 
-def mistakes_in(version: tuple[int, int, int]) -> Iterator[str]:
-    """Put the known mistakes of a version in words."""
+TRAITS: Mapping[str, str] = {
+    "multi-token": "multi-token",
+    "expert|global_aux_loss|padding mask": "experts",
+    "tensor parallelism|tensor-parallel": "TP",
+    "interleaved": "VPP",
+    "context-parallel": "CP",
+    "attention sinks": "attention sinks",
+    "multi-latent": "latent attention",
+    "GatedDeltaNet": "delta rule",
+}
+"""What a layout or a model has that a mistake is about, by words of the mistake."""
+
+
+def mistakes_in(
+    version: tuple[int, int, int], traits: frozenset[str] | None = None
+) -> Iterator[str]:
+    """Put the known mistakes of a version in words; with `traits`, those that they can meet."""
     for (first, fixed), mistakes in KNOWN_MISTAKES.items():
         until = "" if fixed == FIRST_UNSUPPORTED else f", right from {fixed[0]}.{fixed[1]}"
-        if first <= version[:2] < fixed:
-            yield from (f"{what} ({source}{until})" for what, source in mistakes.items())
+        for what, source in mistakes.items() if first <= version[:2] < fixed else ():
+            needs = {trait for words, trait in TRAITS.items() if re.search(words, what)}
+            if traits is None or needs <= traits:
+                yield f"{what} ({source}{until})"
+
+
+def _mistakes(options: CheckOptions, beside: Beside) -> Iterator[str]:
+    """Yield the known mistakes that the layout and the model can meet."""
+    sizes = {
+        "TP": options.tensor_model_parallel_size > 1,
+        "CP": options.context_parallel_size > 1,
+        "VPP": options.virtual_pipeline_model_parallel_size is not None,
+        "experts": options.num_experts is not None,
+        "multi-token": options.mtp_num_layers is not None,
+    }
+    traits = beside.traits | {trait for trait, is_there in sizes.items() if is_there}
+    return mistakes_in(megatron_core_version(), traits)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.check.cases import BIAS_RATE, Case
-from megatron_pg.check.sharded_parameters import expert_bias
+from megatron_pg.check.weights import expert_bias
 
 
 class Pack(NamedTuple):

@@ -33,17 +33,23 @@ def samples_of(options: CheckOptions, data_size: int, case: Case) -> list[Sample
     return with_kept_sets(options, samples) if case.has_sets else samples
 
 
-def make_samples(options: CheckOptions, data_size: int) -> list[Sample]:
+def make_samples(
+    options: CheckOptions, data_size: int, vocab_size: int | None = None
+) -> list[Sample]:
     """Make all samples of the step, without log-probs. A data-parallel rank has
     `[rank::data_size]`.
+
+    With a `vocab_size`, of a model that is not ours, the tokens are any, and half of the samples
+    fill their padded length.
 
     Masks are partial, and some are empty. Groups span all ranks. One rollout lies in two
     micro-batches or on two ranks.
     """
-    draw = _Draw(options, seed=20)
+    draw = _Draw(options, 20, vocab_size)
+    multiple = 2 * options.context_parallel_size * options.tensor_model_parallel_size
     # Two samples of each rank span several tiles of an attention kernel and all chunks of every
     # context-parallel rank.
-    long = 2 * options.context_parallel_size * options.tokens_per_chunk - 1
+    long = options.longest - 1
     prompts = [draw.prompt(length) for length in (*PROMPTS, long - 9)]
     count = data_size * max(
         20 if data_size <= 16 else 10, options.num_microbatches(min(data_size, 2) - 1)
@@ -56,6 +62,8 @@ def make_samples(options: CheckOptions, data_size: int) -> list[Sample]:
         length = RESPONSES[(place + rank) % len(RESPONSES)]
         if place == LONG_RESPONSE:
             length = long - PROMPTS[group]
+        if vocab_size is not None and place % 2 == 0:
+            length += -(len(prompts[group]) + length) % multiple
         # The first and the last are one rollout.
         sample = draw.sample(prompts[group], length, group, rollout_id=0 if is_last else index)
         # `cut` puts these into the first micro-batch, beside others.
@@ -67,13 +75,14 @@ def make_samples(options: CheckOptions, data_size: int) -> list[Sample]:
 
 def make_even_samples(options: CheckOptions, data_size: int, *, is_padded: bool) -> list[Sample]:
     """Make about two samples for each micro-batch. Routers have to leave out their padding, where
-    they need any.
+    they need any. Without `is_padded` every second one of a rank fills its padded length.
     """
-    draw = _Draw(options, seed=22)
+    draw = _Draw(options, 22)
     multiple = 2 * options.context_parallel_size * options.tensor_model_parallel_size
     samples = []
     for index in range(2 * options.num_microbatches(min(data_size, 2) - 1) * data_size):
-        length = multiple * (2 + index % 3) - 1 - index % multiple * is_padded
+        lacks = index % multiple if is_padded or index // data_size % 2 else 0
+        length = multiple * (2 + index % 3) - 1 - lacks
         samples.append(draw.sample(draw.prompt(1), length, group=index, rollout_id=index))
     return samples
 
@@ -81,10 +90,12 @@ def make_even_samples(options: CheckOptions, data_size: int, *, is_padded: bool)
 class _Draw:
     """Random samples whose tokens pull a model of `set_parameters` one way."""
 
-    def __init__(self, options: CheckOptions, seed: int) -> None:
+    def __init__(self, options: CheckOptions, seed: int, vocab_size: int | None = None) -> None:
         self._generator = torch.Generator().manual_seed(seed)
-        self._ids = torch.arange(options.vocab_size)
-        self._leaning = self._ids[self._ids % LEAN_PERIOD < LEAN_PERIOD // 2]
+        self._ids = torch.arange(vocab_size or options.vocab_size)
+        leans = self._ids % LEAN_PERIOD < LEAN_PERIOD // 2
+        # Few ids pull a model of random weights one way, too.
+        self._leaning = self._ids[::8] if vocab_size else self._ids[leans]
 
     def _tokens(self, ids: Tensor, count: int) -> Tensor:
         return ids[torch.randint(len(ids), (count,), generator=self._generator)]

@@ -23,19 +23,15 @@ from megatron_pg.check.model import (
     model_config,
 )
 from megatron_pg.check.options import ADAM_EPSILON, CUSTOM, CheckOptions, config_of, shardings
+from megatron_pg.check.placement import Part, gradient_parts, placed
 from megatron_pg.check.reference import Expected, Scored, WholeModel
 from megatron_pg.check.report import Checked
 from megatron_pg.check.routers import Pack, head_start
 from megatron_pg.check.samples import cut, cut_evenly, samples_of
-from megatron_pg.check.sharded_parameters import (
-    Part,
-    biased_routers,
-    expert_bias,
-    gradient_slices,
-    shards,
-)
+from megatron_pg.check.weights import biased_routers, expert_bias
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.loss.checksum import CHECKSUM
+from megatron_pg.megatron.experts import padding_mask
 from megatron_pg.megatron.groups import ParallelGroups, unwrapped
 from megatron_pg.megatron.policy_step import MicroBatchHead, PolicyStep
 from megatron_pg.megatron.schedule import run_micro_batches
@@ -135,7 +131,7 @@ def _reference_key(name: str, options: CheckOptions, data_size: int) -> tuple[ob
 
 def _references(options: CheckOptions, runs: Sequence[Run]) -> list[Expected]:
     """Return the expected results of each run of a model."""
-    model = WholeModel(options, MODELS[runs[0].model].new)
+    model = WholeModel.built_in(options, MODELS[runs[0].model].new)
     data_size = dist.get_world_size() // options.model_parallel_size
     steps: dict[tuple[object, ...], Scored] = {}
     known: dict[tuple[object, ...], Expected] = {}
@@ -182,7 +178,7 @@ def _row(run: Run, chunks: list[Any], options: CheckOptions, expected: Expected)
     else:
         scale = case.loss_scale
         scaled = {name: scale * gradient for name, gradient in expected.gradients.items()}
-        slices = [(shard, part / scale) for shard, part in gradient_slices(chunks, scaled)]
+        slices = [(shard, part / scale) for shard, part in gradient_parts(chunks, scaled)]
         slices += [(shard, bias - expert_bias(shard.name, bias)) for shard, bias in biases]
     return compare(
         slices,
@@ -212,11 +208,17 @@ def _start_biases(chunks: Sequence[Any], expected: Expected) -> list[Part]:
 
 
 def train_step(
-    chunks: Sequence[Any], options: CheckOptions, samples: Sequence[Sample], run: Run
+    chunks: Sequence[Any],
+    options: CheckOptions,
+    samples: Sequence[Sample],
+    run: Run,
+    vocab_size: int | None = None,
 ) -> dict[str, float]:
     """Run a step through Megatron's schedule and return its metrics. The gradients stay in DDP's
     buffers.
     """
+    if options.model_provider is None:
+        vocab_size = options.vocab_size
     groups, case = ParallelGroups.from_parallel_state(), run.case
     data_rank, cp_size = groups.data_rank, groups.context_size
     mine = samples[data_rank :: groups.data_size]
@@ -245,17 +247,19 @@ def train_step(
         totals=totals,
         num_microbatches=len(batches),
         model=chunks,
-        vocab_size=options.vocab_size,
+        vocab_size=vocab_size,
     )
     for chunk in chunks:
         chunk.zero_grad_buffer()
 
     def head(batch: PackedBatch) -> MicroBatchHead:
         policy_head = step.head(batch)
+        is_padding = padding_mask(batch)[..., None]
 
         def loss_func(logits: Tensor) -> Any:
             loss, *rest = policy_head.loss_func(logits)
-            return loss + case.logit_coefficient * logits.float().square().sum(), *rest
+            squares = logits.float().square().masked_fill(is_padding, 0.0)
+            return loss + case.logit_coefficient * squares.sum(), *rest
 
         return replace(policy_head, loss_func=loss_func) if case.logit_coefficient else policy_head
 
@@ -271,10 +275,9 @@ def update(
     A weight decay of 1 makes zero of every parameter before Adam's update, so that the sum is right
     to the last digit.
     """
-    slices = [part for chunk in chunks for part in shards(unwrapped(chunk))]
-    with torch.no_grad():
-        for shard, parameter in slices:
-            parameter.copy_(-0.5 * shard.cut(expected.gradients[shard.name]))
+    slices = [part for chunk in chunks for part in placed(unwrapped(chunk))]
+    for piece, parameter in slices:
+        parameter.copy_(-0.5 * piece.cut(expected.gradients[piece.name]))
     before = [parameter.detach().double() for _, parameter in slices]
     is_bf16 = options.dtype == "bf16"
     config = OptimizerConfig(

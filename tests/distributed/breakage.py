@@ -1,6 +1,4 @@
-"""What a way of breaking Megatron is: its patches, the flags it is run under, what must fail and
-what must be said.
-"""
+"""What a way of breaking Megatron is: its patches, its flags, and what must fail."""
 
 import functools
 import inspect
@@ -43,16 +41,12 @@ class Breakage:
     name: str
     """The mistake in words."""
     group: str
-    says: tuple[str, ...]
-    """Regular expressions, each of which must be found in the words beside the failed rows."""
     apply: Break
     """Patches Megatron in this process."""
     fails: str = "end to end"
     """A regular expression: some row whose label it matches must fail."""
     passes: str = "^$"
     """A regular expression: every row whose label it matches must pass."""
-    never: tuple[str, ...] = ()
-    """Regular expressions that must not be found there."""
     is_around_the_model: bool = False
     """It is of schedules, DDP or the optimizer, which the reference has no part in.
 
@@ -71,14 +65,14 @@ class Breakage:
 FAMILY: dict[str, Breakage] = {}
 
 
-def breakage(group: str, *says: str, name: str = "", **fields: Any) -> Callable[[Break], Break]:
+def breakage(group: str, name: str = "", **fields: Any) -> Callable[[Break], Break]:
     """Adds a function to the family, whose name is the mistake where no other is given."""
 
     def add(apply: Break) -> Break:
         mistake = name or apply.__name__.replace("_", " ")
         if mistake in FAMILY or group not in GROUPS:
             raise ValueError(f"{mistake!r} of {group!r}: named twice, or of no group")
-        FAMILY[mistake] = Breakage(mistake, group, says, apply, **fields)
+        FAMILY[mistake] = Breakage(mistake, group, apply, **fields)
         return apply
 
     return add

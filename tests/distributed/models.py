@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_pg.check import model as builder
 from megatron_pg.check.model import GPTModel, model_config
 from megatron_pg.check.options import CheckOptions
-from megatron_pg.check.sharded_parameters import Shard, gradient_slices
+from megatron_pg.check.placement import Piece, gradient_parts
 from megatron_pg.critic import add_value_head
 
 from .steps import NUM_EXPERTS, TOPK, VOCAB_SIZE
@@ -208,22 +208,20 @@ def gather_gradients(chunks: list[DistributedDataParallel]) -> dict[str, Tensor]
         AssertionError: two ranks that hold the same slice hold different gradients.
     """
     # As arrays: a tensor takes a millisecond to pickle and to load.
-    mine = [(shard, gradient.numpy()) for shard, gradient in gradient_slices(chunks)]
+    mine = [(piece, gradient.numpy()) for piece, gradient in gradient_parts(chunks)]
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.gather_object(mine, gathered if dist.get_rank() == 0 else None)
     if dist.get_rank() != 0:
         return None
-    slices: dict[str, dict[int, tuple[Shard, Tensor]]] = {}
-    for shard, array in (entry for entries in gathered for entry in entries):
+    blocks: dict[tuple[str, tuple[int, ...]], tuple[Piece, Tensor]] = {}
+    for piece, array in (entry for entries in gathered for entry in entries):
         gradient = torch.from_numpy(array)
-        known = slices.setdefault(shard.name, {}).setdefault(shard.index, (shard, gradient))
-        assert relative_error(gradient, known[1]) < 1e-6, f"replicas of {shard.name} differ"
-    return {
-        name: torch.cat(
-            [gradient for _, (_, gradient) in sorted(parts.items())], parts[0][0].dimension
-        )
-        for name, parts in slices.items()
-    }
+        _, known = blocks.setdefault((piece.name, piece.offset), (piece, gradient))
+        assert relative_error(gradient, known) < 1e-6, f"replicas of {piece.name} differ"
+    wholes = {piece.name: gradient.new_empty(piece.shape) for piece, gradient in blocks.values()}
+    for piece, gradient in blocks.values():
+        piece.cut(wholes[piece.name]).copy_(gradient)
+    return wholes
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

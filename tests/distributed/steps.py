@@ -26,7 +26,7 @@ def _told_apart_by_float32(samples: list[PlainSample]) -> list[PlainSample]:
 
     Three tokens of four have a positive advantage, the KL term pulls the same way, and responses
     have ids of the half of the vocabulary that leans one way
-    (`megatron_pg.check.sharded_parameters`): gradients add up where they would cancel. About every
+    (`megatron_pg.check.weights`): gradients add up where they would cancel. About every
     fourth token is clipped. The number of active tokens is a power of two: in per-token mode
     Megatron divides by it in float32, and then without error, so that float64 is held to 1e-12
     there too.

@@ -106,7 +106,7 @@ def _begin_alike(rank: int) -> None:
     """Parameters that depend on their names alone."""
     import train
 
-    from megatron_pg.check.sharded_parameters import set_parameters
+    from megatron_pg.check.weights import set_parameters
 
     provide_model: Any = train.provide_model
 

@@ -89,13 +89,13 @@ def rank_raises_while_others_wait(run: Any) -> None:
 
 
 def _gradient_is_doubled(run: Any, rank: str) -> None:
-    right = run.gradient_slices
+    right = run.gradient_parts
 
     def slices(*args: Any) -> Any:
         factor = 2.0 if os.environ["RANK"] == rank else 1.0
         return [(shard, factor * gradient) for shard, gradient in right(*args)]
 
-    run.gradient_slices = slices
+    run.gradient_parts = slices
 
 
 def gradient_of_rank_1_is_doubled(run: Any) -> None:

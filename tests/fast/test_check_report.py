@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron_pg.check import main
+from megatron_pg.check.cases import not_checked
 from megatron_pg.check.compare import CheckRow
 from megatron_pg.check.job import Launch
 from megatron_pg.check.options import (
@@ -115,20 +116,40 @@ def test_tolerance_is_that_of_the_dtype():
 
 def test_reports_hold_every_row_and_json_no_nan():
     rows = [RIGHT, replace(RIGHT, gradient_error=math.inf, common_ratio=math.nan)]
-    options = CheckOptions(context_parallel_size=2)
+    options = CheckOptions(context_parallel_size=2, fused_lm_head=True)
     parsed = json.loads(as_json(rows, options, 2), parse_constant=pytest.fail)
     assert parsed["passed"] is False
     assert [row["passed"] for row in parsed["rows"]] == [True, False]
     assert parsed["rows"][1]["gradient_error"] is None
     assert parsed["rows"][0]["tolerance"] == 1e-6
     assert parsed["options"]["context_parallel_size"] == 2
-    assert parsed["not_checked"]["experts"] == "needs --num-experts"
+    assert parsed["not_checked"]["loss-only rows"] == "--fused-lm-head"
     packages = {"torch", "megatron-core", "transformer-engine", "apex", "triton"}
     assert packages <= set(parsed["versions"])
     text = as_text(rows, options, 2)
     words = "2 processes on cpu: TP 1, PP 1, CP 2, DP 1 | not finite in table"
-    assert_words(f"{words} | not checked here: experts (needs --num-experts)", text)
-    assert text.endswith("FAIL: 1 rows (2 rows)")
+    assert_words(f"{words} | not checked here: loss-only rows (--fused-lm-head)", text)
+    # The verdict, then the failed row and what is wrong in it, then the table.
+    verdict_line, failed, diagnosis, empty, *_ = text.splitlines()
+    assert verdict_line == "FAIL: 1 of 2 rows" and failed.endswith("FAIL") and not empty
+    assert diagnosis.strip().startswith("not finite in table")
+    assert as_text([RIGHT], options, 2).startswith("PASS: every gradient is the unsharded one (1 ")
+
+
+def test_what_the_flags_do_not_use_is_not_listed():
+    assert not_checked(OPTIONS_OF_ONE) == {}
+    experts = replace(OPTIONS_OF_ONE, num_experts=2)
+    assert not_checked(experts)["losses and bias of routers"] == "needs --num-experts 3 or more"
+    own = replace(OPTIONS_OF_ONE, model_provider="my_project.models:provider")
+    assert [*not_checked(own)] == ["losses of routers and of multi-token prediction in your model"]
+
+
+def test_flags_after_two_dashes_are_the_provider_s():
+    flags = ["--device", "cpu", "--model-provider", "a.b:c", "--", "--lr", "3", "--", "x"]
+    options, _ = parse_options(flags)
+    assert options.provider_flags == ("--lr", "3", "--", "x") and options.lr == 1e-2
+    with pytest.raises(ValueError, match=r"--lr 3 after --: add --model-provider"):
+        parse_options(["--device", "cpu", "--", "--lr", "3"])
 
 
 def test_the_extension_of_apex_is_looked_for_by_name(monkeypatch, tmp_path):
@@ -156,9 +177,11 @@ def test_a_line_for_each_sharding_and_why_one_fails():
 
 def test_a_report_says_what_is_known_of_the_version(monkeypatch):
     monkeypatch.setattr("megatron_pg.check.report.megatron_core_version", lambda: (0, 18, 2))
-    said = as_text([RIGHT], OPTIONS_OF_ONE, 1)
+    experts = replace(OPTIONS_OF_ONE, num_experts=4)
+    said = as_text([RIGHT], experts, 1)
     assert "known of this megatron-core: in per-token mode the auxiliary" in said
-    assert "issue 1652" in json.loads(as_json([RIGHT], OPTIONS_OF_ONE, 1))["known_mistakes"][0]
+    assert "issue 1652" in json.loads(as_json([RIGHT], experts, 1))["known_mistakes"][0]
+    assert "known of this megatron-core" not in as_text([RIGHT], OPTIONS_OF_ONE, 1)
 
 
 @pytest.mark.parametrize("data_size", [1, 2, 5, 64])
@@ -244,7 +267,9 @@ def test_even_samples_need_padding_where_it_is_asked_for():
     options = CheckOptions(context_parallel_size=2, tensor_model_parallel_size=2)
     assert any(s.total_length % 8 for s in make_even_samples(options, 3, is_padded=True))
     samples = make_even_samples(options, 3, is_padded=False)
-    assert all(sample.total_length % 8 == 0 for sample in samples)
+    for rank in range(3):
+        fills = [sample.total_length % 8 == 0 for sample in samples[rank::3]]
+        assert all(fills[::2]) and not all(fills[1::2])
     for rank in range(3):
         micro_batches = cut_evenly(samples[rank::3], options.num_microbatches(rank))
         assert all(micro_batches) and sum(map(len, micro_batches)) == len(samples) // 3

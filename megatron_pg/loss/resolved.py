@@ -66,8 +66,8 @@ class ResolvedLoss:
     """The functions that refuse a micro-batch which lacks an input of the loss."""
     head: HeadOptions
     """The options of the head, without process group and vocabulary."""
-    takes_current_policy: bool
-    """The old log-probs are those of the forward pass that is trained."""
+    old_log_probs: Literal["given", "current", "interpolated"]
+    """The source of the old log-probs: the samples, or the forward pass that is trained."""
     has_float32_logits: bool
     """The model's own output layer gives float32 logits."""
     is_over_kept_sets: bool
@@ -114,7 +114,7 @@ def resolve(config: PolicyLossConfig) -> ResolvedLoss:
             with_entropy=config.needs_entropy,
             use_quack=not config.fused_lm_head_without_quack,
         ),
-        takes_current_policy=config.old_log_probs == "current",
+        old_log_probs=config.old_log_probs,
         has_float32_logits=config.changes_output_layer,
         is_over_kept_sets=config.replay_sampling_set,
         has_kept_set_mass=config.kept_set_mass,

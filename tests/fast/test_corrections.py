@@ -81,6 +81,8 @@ CASES: dict[str, dict[str, Any]] = {
         f"{name}_by_turn": {**settings, "sequence_unit": "turn"}
         for name, settings in (
             ("tis_sequence", TIS_SEQUENCE),
+            ("tis_geometric", tis(0.95, 1.03, tis_level="geometric")),
+            ("mask_geometric", tis(0.95, 1.03, tis_level="geometric", **MASK)),
             ("geometric", GEOMETRIC),
             ("sequence", sequence(0.7, 1.9)),
             ("opsm", OPSM),

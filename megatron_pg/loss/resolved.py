@@ -7,6 +7,7 @@ each those of its own.
 import dataclasses
 import functools
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -89,7 +90,8 @@ def resolve(config: PolicyLossConfig) -> ResolvedLoss:
     sums, scorer = sequence_sum_names(config), SamplerHead.of(config) or TeacherChannels.of(config)
     required = required_inputs(config)
     requirements: list[Callable[[PackedBatch], None]] = [
-        functools.partial(require_fields, required)
+        functools.partial(require_fields, required),
+        functools.partial(require_temperature, config.rollout_temperature),
     ]
     if config.replay_sampling_set:
         requirements.append(functools.partial(require_kept_set_log_probs, tuple(required)))
@@ -179,4 +181,21 @@ def require_fields(required: Mapping[str, tuple[str, ...]], batch: PackedBatch) 
             raise ValueError(
                 f"{batch.samples[0].name} has no {field}, which {' and '.join(flags)} needs: give "
                 f"Sample({field}=...) to every sample of the step{_MAKERS.get(field, '')}"
+            )
+
+
+def require_temperature(temperature: float, batch: PackedBatch) -> None:
+    """Refuse a sample that was sampled at another temperature than the log-probs are computed
+    at.
+    """
+    for sample in batch.samples:
+        # An engine may hold it in float32.
+        if sample.temperature is not None and not math.isclose(
+            sample.temperature, temperature, rel_tol=1e-6
+        ):
+            raise ValueError(
+                f"{sample.name} has temperature {sample.temperature} and --rollout-temperature is "
+                f"{temperature}. Log-probs are computed at one temperature per step: give "
+                f"--rollout-temperature {sample.temperature}, or put samples of different "
+                "temperatures into different steps"
             )

@@ -52,6 +52,7 @@ COLUMNS: Mapping[str, str] = {
     "group_index": INTEGER,
     "rollout_id": INTEGER,
     "policy_version": INTEGER_OR_INTEGERS,
+    "temperature": NUMBER,
     "kept_tokens": INTEGER_LISTS,
     "sampler_top_k_ids": INTEGER_LISTS,
     "sampler_top_k_log_probs": NUMBER_LISTS,
@@ -70,7 +71,7 @@ nor `response_ids`."""
 
 READ = (*COLUMNS, *ENGINE_COLUMNS.values())
 
-NUMBERS_OF_SAMPLE = ("group_index", "rollout_id", "policy_version")
+NUMBERS_OF_SAMPLE = ("group_index", "rollout_id", "policy_version", "temperature")
 NUMBERS_OF_TOKENS = ("loss_weights", "kept_tokens", "routed_experts", "turn_ids")
 OPTIONAL_FIELDS: Mapping[str, str] = {
     field: field.removeprefix("old_")

@@ -104,6 +104,9 @@ class Sample:
     """Updates of the policy that generated the response, or each of its tokens [response_length]
     int64 (a partial rollout goes on after an update), for staleness and `--old-log-probs
     interpolated`. A masked token may have any."""
+    temperature: float | None = None
+    """The temperature that the response was sampled at. If given, it has to be that of the step,
+    `--rollout-temperature`."""
     old_values: Tensor | None = None
     """The critic's values [response_length] float32 that the advantages were made of, for the value
     loss."""
@@ -152,6 +155,7 @@ class Sample:
             id_source: str | None = None,
             loss_weights: Values | None = None,
             policy_version: int | Values | None = None,
+            temperature: float | None = None,
             old_values: Values | None = None,
             returns: Values | None = None,
             kept_tokens: Ragged | Sequence[Sequence[int]] | None = None,
@@ -179,6 +183,13 @@ class Sample:
         for field, column in COLUMNS.items():
             if field in ("tokens", "loss_mask") or getattr(self, field) is not None:
                 self._store(field, *column)
+        if self.temperature is not None:
+            is_number = isinstance(self.temperature, numbers.Real)
+            if not is_number or not 0 < self.temperature < math.inf:
+                raise ValueError(
+                    f"{self.name}: temperature is {self.temperature!r}, expected a finite number "
+                    "above 0"
+                )
         if self.loss_weights is not None:
             stored["loss_weights"] = self.loss_weights.masked_fill(~self.loss_mask, 0)
         if self.kept_tokens is not None:

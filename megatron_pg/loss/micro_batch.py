@@ -6,6 +6,7 @@ are checked.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -64,8 +65,8 @@ def rollout_share(batch: PackedBatch, policy_version: int | None) -> Tensor:
             f"optimizer steps ({flag})"
         )
         refuse_values(f"{sample.name}: policy_version", versions, is_newer, problem)
-    assert batch.policy_version is not None  # it is a required field
-    staleness = (policy_version - batch.policy_version).double()
+    versions_of_window: Any = batch.policy_version  # a required field
+    staleness = (policy_version - versions_of_window).double()
     return torch.where(staleness > 0, 1 / staleness, 0.0)
 
 
@@ -183,8 +184,8 @@ class MicroBatchLoss:
         return tensors
 
     def _interpolated(self, log_probs: Tensor) -> Tensor:
-        rollout, share = self._tensors["rollout_log_probs"], self._rollout_share
-        assert rollout is not None  # it is a required field
+        rollout: Any = self._tensors["rollout_log_probs"]  # a required field
+        share = self._rollout_share
         parts = weighted_log_probs(share, rollout), weighted_log_probs(1 - share, log_probs)
         return torch.add(*parts).to(log_probs.dtype)
 

@@ -4,8 +4,8 @@ lead somewhere.
 On each page the fenced `python` blocks run in order in one namespace. A block whose first line is
 `# name.py` is that file: it is written where the page's other blocks can import it. An HTML comment
 that begins with `<!-- python` is a block that only the test sees, for what a snippet takes as
-given. Blocks of other languages are not run, but for a `bash` block that begins with `cat > `, which
-writes a file for the page, and one of one `megatron-pg explain` or `migrate` command whose output
+given. Blocks of other languages are not run, except a `bash` block that begins with `cat > `, which
+writes a file for the page, and one with a `megatron-pg explain` or `migrate` command whose output
 follows as a `text` block.
 """
 

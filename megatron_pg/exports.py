@@ -15,7 +15,7 @@ from megatron_pg.loss.reducer import get_pg_loss_reducer
 from megatron_pg.loss.regularizers import adapted_kl
 from megatron_pg.rollout_files import StepCollector
 from megatron_pg.step import StepPlan, plan_step
-from megatron_pg.step.advantages import filter_overlong, group_advantages
+from megatron_pg.step.advantages import filter_overlong, group_advantages, multi_reward_advantages
 from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.token_window import TokenWindow
@@ -43,6 +43,7 @@ __all__ = [
     "get_pg_loss_reducer",
     "group_advantages",
     "log_probs_and_entropy",
+    "multi_reward_advantages",
     "pack",
     "padded_totals",
     "plan_step",

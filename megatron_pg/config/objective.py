@@ -3,7 +3,7 @@ distillation.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -39,10 +39,12 @@ class ObjectiveSettings(Settings):
         Log-probs in the denominator of the ratio r, wherever r stands. old: old_log_probs, of the
         policy that the step starts from. rollout: rollout_log_probs, of the engine that sampled;
         old_log_probs are then not read. Not with use_tis.""")
-    old_log_probs: Literal["given", "current"] = setting("given", """
+    old_log_probs: Literal["given", "current", "interpolated"] = setting("given", """
         Log-probs of the old policy. given: those of the samples. current: those of the forward
         pass that is trained, without gradient, so that no pass is needed for them. The ratio is
-        then 1 and keeps its gradient. Exact if each sample is used for one optimizer step.""")
+        then 1 and keeps its gradient. Exact if each sample is used for one optimizer step.
+        interpolated: rollout / d + (1 - 1 / d) current for a token that is d >= 1 versions old,
+        current for d = 0 (A-3PO, arXiv:2512.06547). Needs rollout_log_probs and policy_version.""")
     eps_clip: float = setting(0.2, Interval(0, 1), """
         The ratio is clipped from below at 1 - eps_clip. Above 0, at most 1.""")
     eps_clip_high: float | None = setting(None, ABOVE_0, """
@@ -84,8 +86,8 @@ class ObjectiveSettings(Settings):
                 "--sequence-unit turn is about sums over a sequence, and nothing here has one: "
                 "drop it, or choose gspo"
             )
-        if self.old_log_probs == "current":
-            yield from self._conflicts_of_current_policy()
+        if self.old_log_probs != "given":
+            yield from self._conflicts_of_trained_pass(rows)
         if self.ratio_anchor != "rollout":
             return
         if self.use_tis:
@@ -101,11 +103,17 @@ class ObjectiveSettings(Settings):
                 f"objective"
             )
 
-    def _conflicts_of_current_policy(self: Any) -> Iterator[str]:
-        flag = "--old-log-probs current"
+    def _conflicts_of_trained_pass(self: Any, rows: Sequence[Any]) -> Iterator[str]:
+        flag = f"--old-log-probs {self.old_log_probs}"
         if self.ratio_anchor == "rollout":
             yield f"{flag} has no effect with --ratio-anchor rollout. Remove one of them."
-        if self.use_opsm:
+        is_read = any({ANCHOR, "old_log_probs"} & {*row.inputs} for row in rows)
+        if self.old_log_probs == "interpolated" and not (is_read or self.custom_policy_loss_path):
+            yield (
+                f"{flag} is not read by --policy-loss {self.policy_loss}. Remove it, or choose "
+                "another objective."
+            )
+        if self.use_opsm and self.old_log_probs == "current":
             yield (
                 f"{flag} and --use-opsm are mutually exclusive: the old policy is the current one, "
                 "so no sequence is off-policy"

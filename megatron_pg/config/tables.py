@@ -16,6 +16,7 @@ OPTIONAL_SAMPLE_FIELDS = (
     "group_index",
     "kept_tokens",
     "loss_weights",
+    "policy_version",
     "routed_experts",
     "sampler_top_k",
     "turn_ids",
@@ -140,6 +141,9 @@ def required_inputs(config: Any) -> dict[str, tuple[str, ...]]:
         readers.append(("--replay-sampling-set", ("kept_tokens",)))
     if config.replay_routing:
         readers.append(("--replay-routing", ("routed_experts",)))
+    if config.old_log_probs == "interpolated":
+        fields = ("rollout_log_probs", "policy_version")
+        readers.append(("--old-log-probs interpolated", fields))
     if config.sequence_unit == "turn":
         readers.append(("--sequence-unit turn", ("turn_ids",)))
     for table in TABLES.values():
@@ -150,7 +154,7 @@ def required_inputs(config: Any) -> dict[str, tuple[str, ...]]:
             flag += " --ratio-anchor rollout"
         for name in inputs:
             flags[config.anchor if name == ANCHOR else name][flag] = None
-    if config.old_log_probs == "current":
+    if config.old_log_probs != "given":
         del flags["old_log_probs"]
     return {field: tuple(names) for field, names in flags.items() if names}
 

@@ -232,9 +232,14 @@ def _named_samples(files: RolloutFiles) -> Iterator[tuple[tuple[str, object], Re
         stem = Path(sample.name.rpartition(" row ")[0]).stem
         name = re.sub(r"[_-]0*(\d+)$", r" \1", stem)
         if sample.policy_version is not None:
-            name = f"policy version {sample.policy_version}"
+            name = f"policy version {_newest(sample.policy_version)}"
         group = f"row {number}" if sample.group_index is None else sample.group_index
         yield (name, group), sample
+
+
+def _newest(version: int | Tensor) -> int:
+    """Return the last version that took part in an answer."""
+    return version if isinstance(version, int) else max(version.tolist(), default=0)
 
 
 def _advantages(samples: Sequence[RewardedSample]) -> tuple[list[Tensor | None], bool]:

@@ -33,6 +33,7 @@ def policy_loss_function(
     vocab_size: int | None = None,
     step_share: float = 1.0,
     teacher_weight: Tensor | None = None,
+    policy_version: int | None = None,
 ) -> tuple[Tensor, MicroBatchMetrics]:
     """Compute this rank's loss of one micro-batch. Its sum over ranks and micro-batches is the
     objective of the step.
@@ -53,6 +54,7 @@ def policy_loss_function(
             context parallel) and micro-batches the shares add up to 1: `1 / (ranks *
             num_microbatches)`.
         teacher_weight: see `PolicyStep`.
+        policy_version: see `PolicyStep`.
 
     Returns:
         The 0-d loss, to be differentiated, and the detached metrics (see
@@ -72,7 +74,8 @@ def policy_loss_function(
     options = replace(
         resolved.head, tensor_parallel_group=tensor_parallel_group, vocab_size=vocab_size
     )
-    loss = MicroBatchLoss(resolved, batch, totals, context_parallel_group, step_share)
+    of_step = context_parallel_group, step_share, policy_version
+    loss = MicroBatchLoss(resolved, batch, totals, *of_step)
     return loss_of_logits(loss, logits, options, teacher_weight)
 
 
@@ -196,6 +199,7 @@ def policy_loss_from_log_probs(
     totals: StepTotals,
     context_parallel_group: dist.ProcessGroup | None = None,
     step_share: float = 1.0,
+    policy_version: int | None = None,
 ) -> tuple[Tensor, MicroBatchMetrics]:
     """Compute the loss as `policy_loss_function` does, for a model that returns log-probs. Further
     arguments are the same.
@@ -209,5 +213,6 @@ def policy_loss_from_log_probs(
     Raises:
         ValueError: the batch lacks an input of the objective, or the entropy is needed and None.
     """
-    loss = MicroBatchLoss(resolve(config), batch, totals, context_parallel_group, step_share)
+    of_step = context_parallel_group, step_share, policy_version
+    loss = MicroBatchLoss(resolve(config), batch, totals, *of_step)
     return loss(log_probs, entropy)

@@ -272,13 +272,13 @@ DERIVED = [
     ),
     Derived(
         "staleness",
-        "the version that the step was told less the mean of its samples'",
+        "the version that the step was told less the mean of its tokens' versions",
         ("current_policy_version", "policy_version"),
         operator.sub,
     ),
     Derived(
         "max_staleness",
-        "the same for the oldest sample",
+        "the same for the oldest token",
         ("current_policy_version", "min_policy_version"),
         operator.sub,
     ),

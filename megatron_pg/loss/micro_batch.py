@@ -6,6 +6,7 @@ are checked.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,9 +21,10 @@ from megatron_pg.loss.policy_loss import policy_loss
 from megatron_pg.loss.reducer import add_over_group, weighted_sum
 from megatron_pg.loss.resolved import ResolvedLoss
 from megatron_pg.loss.sequence import SequenceSums, sums_of_rank, units_of_window
-from megatron_pg.loss.tokens import DIFFERENTIATED, Tokens
+from megatron_pg.loss.tokens import DIFFERENTIATED, Tokens, weighted_log_probs
 from megatron_pg.step.batch import PackedBatch
 from megatron_pg.step.totals import StepTotals
+from megatron_pg.step.values import refuse_values
 
 
 def refuse_second_step(batch: PackedBatch, totals: StepTotals) -> None:
@@ -36,6 +38,36 @@ def refuse_second_step(batch: PackedBatch, totals: StepTotals) -> None:
                 "policy that it was sampled from is the one before the first. Use --old-log-probs "
                 "given, with old_log_probs from megatron_pg.megatron.compute_log_probs"
             )
+
+
+def rollout_share(batch: PackedBatch, policy_version: int | None) -> Tensor:
+    """Compute the rollout's share alpha of interpolated old log-probs, [window] float64.
+
+    With staleness d, the step's version less that of a token, alpha is 1 / d, and 0 where d is 0
+    (A-3PO, arXiv:2512.06547).
+
+    Raises:
+        ValueError: the version of the step is not known, or less than that of an active token.
+    """
+    flag = "--old-log-probs interpolated"
+    if policy_version is None:
+        raise ValueError(
+            f"{flag} requires the version of the policy that the step starts from: give "
+            "PolicyStep(policy_version=...), counted as Sample.policy_version is"
+        )
+    for sample in batch.samples:
+        versions = torch.as_tensor(sample.policy_version, device="cpu").expand(
+            sample.response_length
+        )
+        is_newer = sample.loss_mask & (versions > policy_version)
+        problem = (
+            f", newer than the policy_version {policy_version} of the step: count both in "
+            f"optimizer steps ({flag})"
+        )
+        refuse_values(f"{sample.name}: policy_version", versions, is_newer, problem)
+    versions_of_window: Any = batch.policy_version  # a required field
+    staleness = (policy_version - versions_of_window).double()
+    return torch.where(staleness > 0, 1 / staleness, 0.0)
 
 
 BATCH_FIELDS = (
@@ -58,12 +90,15 @@ class MicroBatchLoss:
         totals: StepTotals,
         context_parallel_group: dist.ProcessGroup | None = None,
         step_share: float = 1.0,
+        policy_version: int | None = None,
     ) -> None:
         for require in resolved.requirements:
             require(batch)
         self.resolved, self.batch, self._totals = resolved, batch, totals
-        if resolved.takes_current_policy and torch.is_grad_enabled():
+        if resolved.old_log_probs == "current" and torch.is_grad_enabled():
             refuse_second_step(batch, totals)
+        if resolved.old_log_probs == "interpolated":
+            self._rollout_share = rollout_share(batch, policy_version)
         self._group, own_reducer = context_parallel_group, resolved.own_reducer
         of_step = resolved.normalization, batch, totals, step_share
         step_numbers, sample_weights = host_weights(*of_step)
@@ -136,8 +171,10 @@ class MicroBatchLoss:
             **({scorer.output: score} if scorer else {}),
             "kept_set_mass": kept_set_mass,
         }
-        if resolved.takes_current_policy:
+        if resolved.old_log_probs == "current":
             tensors["old_log_probs"] = log_probs.detach()
+        if resolved.old_log_probs == "interpolated":
+            tensors["old_log_probs"] = self._interpolated(log_probs.detach())
         if resolved.sequence_sums:
             # The settings and the samples alone decide if there is an all-reduce, and of what size:
             # every rank of the group joins it, those that have no token and those that could not
@@ -145,6 +182,12 @@ class MicroBatchLoss:
             (sums,) = self._bind(self._sums_of_rank, tensors, differentiated=())()
             tensors |= {"sums": add_over_group(sums, self._group)}
         return tensors
+
+    def _interpolated(self, log_probs: Tensor) -> Tensor:
+        rollout: Any = self._tensors["rollout_log_probs"]  # a required field
+        share = self._rollout_share
+        parts = weighted_log_probs(share, rollout), weighted_log_probs(1 - share, log_probs)
+        return torch.add(*parts).to(log_probs.dtype)
 
     def _bind(
         self, function: Function, tensors: Tensors, differentiated: Sequence[str] = DIFFERENTIATED

@@ -7,6 +7,7 @@ each those of its own.
 import dataclasses
 import functools
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -66,8 +67,8 @@ class ResolvedLoss:
     """The functions that refuse a micro-batch which lacks an input of the loss."""
     head: HeadOptions
     """The options of the head, without process group and vocabulary."""
-    takes_current_policy: bool
-    """The old log-probs are those of the forward pass that is trained."""
+    old_log_probs: Literal["given", "current", "interpolated"]
+    """The source of the old log-probs: the samples, or the forward pass that is trained."""
     has_float32_logits: bool
     """The model's own output layer gives float32 logits."""
     is_over_kept_sets: bool
@@ -89,7 +90,8 @@ def resolve(config: PolicyLossConfig) -> ResolvedLoss:
     sums, scorer = sequence_sum_names(config), SamplerHead.of(config) or TeacherChannels.of(config)
     required = required_inputs(config)
     requirements: list[Callable[[PackedBatch], None]] = [
-        functools.partial(require_fields, required)
+        functools.partial(require_fields, required),
+        functools.partial(require_temperature, config.rollout_temperature),
     ]
     if config.replay_sampling_set:
         requirements.append(functools.partial(require_kept_set_log_probs, tuple(required)))
@@ -114,7 +116,7 @@ def resolve(config: PolicyLossConfig) -> ResolvedLoss:
             with_entropy=config.needs_entropy,
             use_quack=not config.fused_lm_head_without_quack,
         ),
-        takes_current_policy=config.old_log_probs == "current",
+        old_log_probs=config.old_log_probs,
         has_float32_logits=config.changes_output_layer,
         is_over_kept_sets=config.replay_sampling_set,
         has_kept_set_mass=config.kept_set_mass,
@@ -179,4 +181,21 @@ def require_fields(required: Mapping[str, tuple[str, ...]], batch: PackedBatch) 
             raise ValueError(
                 f"{batch.samples[0].name} has no {field}, which {' and '.join(flags)} needs: give "
                 f"Sample({field}=...) to every sample of the step{_MAKERS.get(field, '')}"
+            )
+
+
+def require_temperature(temperature: float, batch: PackedBatch) -> None:
+    """Refuse a sample that was sampled at another temperature than the log-probs are computed
+    at.
+    """
+    for sample in batch.samples:
+        # An engine may hold it in float32.
+        if sample.temperature is not None and not math.isclose(
+            sample.temperature, temperature, rel_tol=1e-6
+        ):
+            raise ValueError(
+                f"{sample.name} has temperature {sample.temperature} and --rollout-temperature is "
+                f"{temperature}. Log-probs are computed at one temperature per step: give "
+                f"--rollout-temperature {sample.temperature}, or put samples of different "
+                "temperatures into different steps"
             )

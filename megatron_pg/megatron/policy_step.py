@@ -79,6 +79,8 @@ class PolicyStep:
         teacher_weight: of `--distill-teacher hidden` the teacher's output weight, this
             tensor-parallel rank's rows of it [v/tp, teacher's hidden], padded as the student's;
             read on the last pipeline stage.
+        policy_version: the version of the policy that the step starts from, counted as
+            `Sample.policy_version` is, for `--old-log-probs interpolated` and `metrics`.
         accumulate_gradients: add to the gradients of a step before that were not zeroed, instead of
             refusing them in backward. That step leaves its gradients unreduced.
 
@@ -107,6 +109,7 @@ class PolicyStep:
         vocab_size: int | None = None,
         grad_divisor: float | None = None,
         teacher_weight: Tensor | None = None,
+        policy_version: int | None = None,
         accumulate_gradients: bool = False,
     ) -> None:
         require_config(config)
@@ -136,6 +139,7 @@ class PolicyStep:
         # DDP and Float16Module carry the config of what they wrap.
         model_config = None if chunk is None else chunk.config
         self.totals, self.num_microbatches = totals, num_microbatches
+        self.policy_version = policy_version
         self.groups, self.vocab_size, self.teacher_weight = groups, vocab_size, teacher_weight
         self._head = dataclasses.replace(
             resolved.head, tensor_parallel_group=groups.tensor, vocab_size=vocab_size
@@ -183,7 +187,8 @@ class PolicyStep:
         inputs = self.checked_inputs(batch)
         if self._predicts_more:
             inputs["loss_mask"] = multi_token_mask(batch, self.totals.num_active_tokens)
-        loss = MicroBatchLoss(self._resolved, batch, self.totals, self.groups.context, self.share)
+        of_step = self.totals, self.groups.context, self.share, self.policy_version
+        loss = MicroBatchLoss(self._resolved, batch, *of_step)
         options = dataclasses.replace(self._head, chunk_tokens=chunk_tokens)
         of_head: Any = {"options": options, "teacher_weight": self.teacher_weight}
         added: dict[str, Any] = {} if self._replay is None else self._replay.model_inputs(batch)
@@ -256,7 +261,7 @@ class PolicyStep:
         Args:
             schedule_output: what the schedule returned on this rank.
             device: where numbers are reduced; None is that of the model's parameters.
-            policy_version: see `reduce_metrics`.
+            policy_version: see `reduce_metrics`; None is that of this step.
             critic: the report of a critic's step (`ValueStep.report`), whose metrics are reduced
                 and returned with these.
 
@@ -269,7 +274,7 @@ class PolicyStep:
             schedule_output,
             contributes=self.groups.contributes,
             device=self.device if device is None else device,
-            policy_version=policy_version,
+            policy_version=self.policy_version if policy_version is None else policy_version,
             beside=[report for report in (critic, replay) if report is not None],
         )
 

@@ -35,7 +35,8 @@ INTEGERS, NUMBERS = "a list of integers", "a list of numbers"
 INTEGER_LISTS = "a list of lists of integers"
 NUMBER_LISTS = "a list of lists of numbers"
 INTEGER_ARRAY = "lists [layers][total_length][k] of integers"
-INTEGER, NUMBER, NUMBER_OR_NUMBERS = "an integer", "a number", "a number or a list of numbers"
+INTEGER, INTEGER_OR_INTEGERS = "an integer", "an integer or a list of integers"
+NUMBER, NUMBER_OR_NUMBERS = "a number", "a number or a list of numbers"
 
 COLUMNS: Mapping[str, str] = {
     "prompt_ids": INTEGERS,
@@ -50,7 +51,8 @@ COLUMNS: Mapping[str, str] = {
     "new_log_probs": NUMBERS,
     "group_index": INTEGER,
     "rollout_id": INTEGER,
-    "policy_version": INTEGER,
+    "policy_version": INTEGER_OR_INTEGERS,
+    "temperature": NUMBER,
     "kept_tokens": INTEGER_LISTS,
     "sampler_top_k_ids": INTEGER_LISTS,
     "sampler_top_k_log_probs": NUMBER_LISTS,
@@ -69,7 +71,7 @@ nor `response_ids`."""
 
 READ = (*COLUMNS, *ENGINE_COLUMNS.values())
 
-NUMBERS_OF_SAMPLE = ("group_index", "rollout_id", "policy_version")
+NUMBERS_OF_SAMPLE = ("group_index", "rollout_id", "policy_version", "temperature")
 NUMBERS_OF_TOKENS = ("loss_weights", "kept_tokens", "routed_experts", "turn_ids")
 OPTIONAL_FIELDS: Mapping[str, str] = {
     field: field.removeprefix("old_")
@@ -187,7 +189,9 @@ def _value(column: str, value: Any) -> Any:
             if array.dtype.kind in "iu":
                 return array.astype(np.int64)
         raise ValueError(f"{column} is {shown(value)}, expected {kind}, all of the same lengths")
-    if kind in (INTEGER, INTEGER_LISTS, NUMBER_LISTS):
+    if kind == INTEGER_OR_INTEGERS and isinstance(value, (list, np.ndarray)):
+        return _vector(column, value, INTEGERS)
+    if kind in (INTEGER, INTEGER_OR_INTEGERS, INTEGER_LISTS, NUMBER_LISTS):
         return value
     if kind in (INTEGERS, NUMBERS) or isinstance(value, (list, np.ndarray)):
         return _vector(column, value, kind)

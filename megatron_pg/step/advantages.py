@@ -10,6 +10,8 @@ Per prompt group of n rollouts, each with one reward, in float64, on the host:
                                                                        the step as one group
     reward     reward, to be whitened over the step (REINFORCE++)      arXiv:2501.03262
 
+Of several rewards, GDPO (arXiv:2601.05242) adds up the advantages.
+
 A rollout of several samples counts once, and all of its samples get its advantage. A group of one
 rollout has no baseline, and a group of equal rewards no preference. Both get advantages of exactly
 0 (except under `reward` and `step_rloo`) and train nothing (apart from KL and entropy terms), so
@@ -17,7 +19,8 @@ they are reported.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -116,6 +119,67 @@ def group_advantages(
     return advantages_of_rollouts(reward, group_index, is_counted, method)
 
 
+def multi_reward_advantages(
+    rewards: Mapping[str, Sequence[float] | Tensor],
+    group_indices: Sequence[int] | Tensor,
+    *,
+    weights: Mapping[str, float] | None = None,
+    method: str = "grpo",
+    normalize: bool = True,
+    prompts: Sequence[Sequence[int] | Tensor] | None = None,
+    rollout_ids: Sequence[int | None] | Tensor | None = None,
+) -> GroupAdvantages:
+    """Compare rollouts by several rewards: normalize each within its prompt group, then add up.
+
+    GDPO (arXiv:2601.05242): the advantages of each reward, as of `group_advantages`, are weighted
+    and added. The sum is divided by its standard deviation over the rollouts of the step (with n -
+    1, plus 1e-6). Its mean over the step is 0. Give the rewards of the whole step; with
+    `normalize=False`, of whole prompt groups.
+
+    Args:
+        rewards: [samples] finite numbers by the reward's name.
+        group_indices: as for `group_advantages`, like `prompts` and `rollout_ids`.
+        weights: the weight of each reward by its name; None weighs each 1.
+        method: one of `OF_PROMPT_GROUPS`; the source is `grpo`.
+        normalize: False leaves out the division. `whiten` then makes it over tokens, as verl does.
+
+    Returns:
+        As `group_advantages`. A group trains nothing if all of its advantages are 0.
+
+    Raises:
+        ValueError: as `group_advantages`, naming the reward; no reward; weights of other names, or
+            not finite; a method without prompt groups.
+    """
+    if not rewards:
+        raise ValueError("rewards is empty: give the numbers of one reward or more by its name")
+    weights = dict.fromkeys(rewards, 1.0) if weights is None else weights
+    if weights.keys() != rewards.keys() or not all(map(math.isfinite, weights.values())):
+        raise ValueError(
+            f"weights is {dict(weights)}, expected a finite number for each of {', '.join(rewards)}"
+        )
+    if method not in OF_PROMPT_GROUPS:
+        raise ValueError(
+            f"method is {method!r}: expected one of {', '.join(OF_PROMPT_GROUPS)}, which normalize "
+            "each reward within its prompt group"
+        )
+    total = torch.zeros((), dtype=torch.float64, device="cpu")
+    for name, values in rewards.items():
+        try:
+            of_reward = group_advantages(
+                values, group_indices, method=method, prompts=prompts, rollout_ids=rollout_ids
+            )
+        except ValueError as error:
+            raise ValueError(f"reward {name!r}: {error}") from error
+        total = total + weights[name] * of_reward.advantages.double()
+    _, group_index = _checked(next(iter(rewards.values())), group_indices)
+    if normalize:
+        counts = _counts(group_index.tolist(), None, rollout_ids)
+        of_rollouts = total[torch.from_numpy(counts.is_first_of_rollout)]
+        if len(of_rollouts) > 1:
+            total = total / (of_rollouts.std() + EPSILON)
+    return _with_groups(total.float(), group_index)
+
+
 def advantages_of_rollouts(
     reward: Tensor, group_index: Tensor, is_counted: Tensor, method: str
 ) -> GroupAdvantages:
@@ -175,6 +239,11 @@ def advantages_of_rollouts(
             f"{int(group_index[at])} for "
             "an advantage in float32: give rewards of order 1"
         )
+    return _with_groups(advantages, group_index)
+
+
+def _with_groups(advantages: Tensor, group_index: Tensor) -> GroupAdvantages:
+    """Add the prompt groups whose advantages [samples] are all 0."""
     groups, prompt = torch.unique(group_index, return_inverse=True)
     num_others = torch.zeros_like(groups).index_add_(0, prompt, (advantages != 0).long())
     return GroupAdvantages(

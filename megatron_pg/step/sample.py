@@ -100,8 +100,13 @@ class Sample:
     """Factors of the tokens' losses, [response_length] float32, 0 or more, beside the loss mask;
     stored as 0 where the mask is
     0. None is 1 for every token."""
-    policy_version: int | None = None
-    """Updates of the policy that generated the response, for the metrics of staleness."""
+    policy_version: int | Tensor | None = None
+    """Updates of the policy that generated the response, or each of its tokens [response_length]
+    int64 (a partial rollout goes on after an update), for staleness and `--old-log-probs
+    interpolated`. A masked token may have any."""
+    temperature: float | None = None
+    """The temperature that the response was sampled at. If given, it has to be that of the step,
+    `--rollout-temperature`."""
     old_values: Tensor | None = None
     """The critic's values [response_length] float32 that the advantages were made of, for the value
     loss."""
@@ -149,7 +154,8 @@ class Sample:
             name: str = "",
             id_source: str | None = None,
             loss_weights: Values | None = None,
-            policy_version: int | None = None,
+            policy_version: int | Values | None = None,
+            temperature: float | None = None,
             old_values: Values | None = None,
             returns: Values | None = None,
             kept_tokens: Ragged | Sequence[Sequence[int]] | None = None,
@@ -170,11 +176,20 @@ class Sample:
             stored["name"] = self._numbered_name(count)
         for field in ("response_length", "group_index", "rollout_id", "policy_version", "number"):
             value = getattr(self, field)
-            if value is not None or field == "response_length":
+            if field == "policy_version" and _is_vector(value):
+                self._store(field, torch.int64, _accept)
+            elif value is not None or field == "response_length":
                 stored[field] = checked_integer(f"{self.name}: {field}", value)
         for field, column in COLUMNS.items():
             if field in ("tokens", "loss_mask") or getattr(self, field) is not None:
                 self._store(field, *column)
+        if self.temperature is not None:
+            is_number = isinstance(self.temperature, numbers.Real)
+            if not is_number or not 0 < self.temperature < math.inf:
+                raise ValueError(
+                    f"{self.name}: temperature is {self.temperature!r}, expected a finite number "
+                    "above 0"
+                )
         if self.loss_weights is not None:
             stored["loss_weights"] = self.loss_weights.masked_fill(~self.loss_mask, 0)
         if self.kept_tokens is not None:
@@ -293,6 +308,10 @@ def _check_mask(where: str, sample: Sample, given: Tensor, mask: Tensor) -> None
     refuse_values(where, given, mask & ~sample.loss_mask, problem)
 
 
+def _accept(where: str, sample: Sample, given: Tensor, values: Tensor) -> None:
+    """Accept all values of the stored type."""
+
+
 def _check_turns(where: str, sample: Sample, given: Tensor, turns: Tensor) -> None:
     is_wrong = torch.cat([turns[:1] != turns[:1], turns[1:] < turns[:-1]])
     problem = ", less than before it: expected turns in their order"
@@ -364,6 +383,11 @@ def _refuse_change(sample: Sample, field: str, _: object) -> None:
 
 
 Sample.__setattr__ = _refuse_change  # type: ignore[assignment, method-assign]
+
+
+def _is_vector(value: object) -> bool:
+    """Tell numbers of tokens from one number."""
+    return bool(getattr(value, "ndim", isinstance(value, Sequence) and not isinstance(value, str)))
 
 
 def as_integer(value: object) -> int | None:

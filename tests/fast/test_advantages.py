@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_pg import Sample, filter_overlong, gae, group_advantages, step_totals, whiten
+from megatron_pg import (
+    Sample,
+    filter_overlong,
+    gae,
+    group_advantages,
+    multi_reward_advantages,
+    step_totals,
+    whiten,
+)
 from megatron_pg.rollout_files import RewardedSample, with_group_advantages
 from megatron_pg.step.advantages import METHODS, half_of_dr_grpo
 from tests import critic_oracle
@@ -406,3 +414,81 @@ GIVEN = {"rewards": [[0.0, 1.0]], "values": [[0.0, 0.0]], "loss_mask": [[1, 1]]}
 def test_bad_calls_of_gae_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         gae(**{**GIVEN, **changes})
+
+
+def expected_of_rewards(
+    rewards: dict[str, list[float]],
+    groups: list[int],
+    rollouts: list[int],
+    weights: dict[str, float],
+    *,
+    normalize: bool = True,
+    method: str = "grpo",
+) -> list[float]:
+    """The weighted sum of each reward's own advantages, over its deviation over the rollouts."""
+    parts = {
+        name: expected_advantages(values, groups, method, rollouts)
+        for name, values in rewards.items()
+    }
+    sums = [sum(weights[name] * parts[name][n] for name in parts) for n in range(len(groups))]
+    deviation = statistics.stdev(dict(zip(rollouts, sums, strict=True)).values())
+    return [total / (deviation + 1e-6) if normalize else total for total in sums]
+
+
+def check_several_rewards(seed: int, wrong: dict[str, Any] | None = None, **options: Any) -> None:
+    """`wrong` are arguments of the mutant."""
+    rng, cut = random.Random(seed), []
+    for rollout in range(16):
+        pair = (rng.choice([0.0, 1.0, rng.uniform(0, 2)]), rng.choice([0.0, 100.0]))
+        cut += [(*pair, rng.randrange(4), rollout)] * rng.randint(1, 3)
+    rng.shuffle(cut)
+    correct, brief, groups, rollouts = map(list, zip(*cut, strict=True))
+    rewards, weights = {"correct": correct, "brief": brief}, {"correct": 1.0, "brief": 0.25}
+    given: dict[str, Any] = {"weights": weights, "rollout_ids": rollouts, **options}
+    found = multi_reward_advantages(rewards, groups, **(given | (wrong or {})))
+    expected = expected_of_rewards(rewards, groups, rollouts, weights, **options)
+    torch.testing.assert_close(found.advantages, torch.tensor(expected), rtol=1e-5, atol=1e-6)
+    still = {
+        g for g in groups if not any(a for a, h in zip(expected, groups, strict=True) if h == g)
+    }
+    assert found.num_groups == len(set(groups)) and {*found.zero_advantage_groups} == still
+
+
+@pytest.mark.parametrize("method", OF_GROUPS)
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_several_rewards_are_equal_to_the_loops(seed, normalize, method):
+    check_several_rewards(seed, normalize=normalize, method=method)
+
+
+@pytest.mark.parametrize("wrong", [
+    {"rollout_ids": None}, {"weights": None}, {"normalize": False}, {"method": "dr_grpo"},
+], ids=str)  # fmt: skip
+def test_a_wrong_sum_of_rewards_is_seen(wrong):
+    """Samples as rollouts, no weights, no deviation of the step, none of the group."""
+    with pytest.raises(AssertionError):
+        check_several_rewards(0, wrong)
+
+
+def test_rewards_that_a_sum_would_hide_are_told_apart():
+    """The example of GDPO's figure 2: 2 rewards are worth more than 1, in a group of 2 rollouts."""
+    rewards = {"a": [0.0, 1.0, 0.0, 1.0], "b": [0.0, 0.0, 0.0, 1.0]}
+    found = multi_reward_advantages(rewards, [0, 0, 1, 1], normalize=False).advantages
+    assert found.tolist() == pytest.approx([-HALF, HALF, -2 * HALF, 2 * HALF], rel=1e-5)
+    total = [a + b for a, b in zip(*rewards.values(), strict=True)]
+    of_sum = group_advantages(total, [0, 0, 1, 1]).advantages
+    assert of_sum.tolist() == pytest.approx([-HALF, HALF] * 2, rel=1e-5)
+
+
+def test_bad_rewards_of_several_are_refused():
+    def refused(words: str, rewards: Any, **options: Any) -> None:
+        assert_refused(words, multi_reward_advantages, rewards, [0, 0], **options)
+
+    refused("rewards is empty", {})
+    refused("weights is {'a': 1.0}, expected a finite number for each of a, b",
+            {"a": [0, 1], "b": [0, 1]}, weights={"a": 1.0})  # fmt: skip
+    refused("weights is {'a': nan}", {"a": [0, 1]}, weights={"a": NAN})
+    refused("method is 'reward': expected one of grpo,", {"a": [0, 1]}, method="reward")
+    refused("reward 'b': rewards[1] is nan", {"a": [0, 1], "b": [0, NAN]})
+    words = "reward 'a': rollout_id 7 has the rewards 0.0 (rewards[0]) and 1.0 (rewards[1])"
+    refused(words, {"a": [0, 1]}, rollout_ids=[7, 7])

@@ -17,7 +17,7 @@ from megatron_pg.loss.corrections import (
     correction_metric_names,
 )
 from megatron_pg.loss.objectives import OBJECTIVES
-from megatron_pg.loss.sequence import SequenceSums, sequence_sum_names
+from megatron_pg.loss.sequence import SequenceSums, sequence_sum_names, sequence_units
 from tests.fast import objectives_oracle as oracle
 from tests.fast.objectives_oracle import Correction, Sequence1
 from tests.fast.refusals import assert_refused
@@ -74,6 +74,8 @@ CASES: dict[str, dict[str, Any]] = {
         f"{name}_by_turn": {**settings, "sequence_unit": "turn"}
         for name, settings in (
             ("tis_sequence", TIS_SEQUENCE),
+            ("tis_geometric", tis(0.95, 1.03, tis_level="geometric")),
+            ("mask_geometric", tis(0.95, 1.03, tis_level="geometric", **MASK)),
             ("geometric", GEOMETRIC),
             ("sequence", sequence(0.7, 1.9)),
             ("opsm", OPSM),
@@ -161,6 +163,16 @@ def check(case: str, policy_loss: str, sequences: list[Sequence1], dtype: torch.
 @pytest.mark.parametrize("case", CASES)
 def test_random_sequences_equal_the_formula(case, policy_loss, dtype):
     check(case, policy_loss, random_sequences(1), dtype)
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if name.endswith("_by_turn")])
+def test_a_mutant_with_the_weight_of_the_whole_sequence_is_seen(case, monkeypatch):
+    def whole(config: PolicyLossConfig, samples: list[Sample]) -> tuple[Tensor, Tensor]:
+        return sequence_units(dataclasses.replace(config, sequence_unit="sequence"), samples)
+
+    monkeypatch.setattr("megatron_pg.loss.sequence.sequence_units", whole)
+    with pytest.raises(AssertionError):
+        check(case, "reinforce", random_sequences(1), torch.float64)
 
 
 def test_the_random_sequences_meet_every_correction_on_both_sides():

@@ -4,13 +4,15 @@ lead somewhere.
 On each page the fenced `python` blocks run in order in one namespace. A block whose first line is
 `# name.py` is that file: it is written where the page's other blocks can import it. An HTML comment
 that begins with `<!-- python` is a block that only the test sees, for what a snippet takes as
-given. Blocks of other languages are not run, but for a `bash` block of one `megatron-pg explain` or
-`migrate` command whose output follows as a `text` block.
+given. Blocks of other languages are not run, except a `bash` block that begins with `cat > `, which
+writes a file for the page, and one with a `megatron-pg explain` or `migrate` command whose output
+follows as a `text` block.
 """
 
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from itertools import pairwise
@@ -74,8 +76,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             del sys.modules[name]
 
 
+def write_files(page: Path, folder: Path) -> None:
+    """Write the files that the page's `cat > ` commands make."""
+    for language, text, _ in blocks(page):
+        if language == "bash" and text.startswith("cat > "):
+            subprocess.run(["bash", "-c", text], cwd=folder, check=True)
+
+
 @pytest.mark.parametrize("page", filter(python_of, PAGES), ids=name_of)
 def test_python_blocks_run(page, folder):
+    write_files(page, folder)
     needs_training = any("megatron.training" in text for text, _ in python_of(page))
     if needs_training and not versions.has_megatron_training():
         pytest.skip("this Megatron-Core has no megatron.training")
@@ -100,6 +110,7 @@ def command_blocks() -> list[tuple[Path, str, str]]:
 
 @pytest.mark.parametrize(("page", "command", "printed"), command_blocks())
 def test_commands_print_what_the_page_says(page, command, printed, folder, capsys):
+    write_files(page, folder)
     assert megatron_pg(shlex.split(command.replace("\\\n", " "))[1:]) == 0
     assert capsys.readouterr().out.strip() == printed.strip()
 

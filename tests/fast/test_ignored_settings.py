@@ -74,6 +74,7 @@ def whole_step() -> list[Sample]:
         others: dict[str, Any] = {name: log_probs() for name in names}
         others["loss_weights"] = torch.rand(length, generator=generator) + 0.5
         others["turn_ids"] = torch.arange(length) // 2
+        others["policy_version"] = torch.arange(length)
         others["kept_tokens"] = [sorted({int(token), 0, 3}) for token in tokens[2:]]
         ids = others["kept_tokens"]
         of_head = [[-float(n + 1) for n in range(len(row))] for row in ids]
@@ -95,7 +96,9 @@ def outcome(settings: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(6)
     logits = torch.randn(len(batch.tokens), VOCABULARY, generator=generator, dtype=torch.float64)
     logits.requires_grad_()
-    loss, metrics = policy_loss_function(config, batch, logits, totals=step_totals(samples))
+    loss, metrics = policy_loss_function(
+        config, batch, logits, totals=step_totals(samples), policy_version=9
+    )
     loss.backward()
     assert logits.grad is not None
     return {"loss": loss.detach(), "gradient": logits.grad, **metrics}

@@ -133,7 +133,7 @@ def test_the_page_of_metrics_has_all_metrics_and_no_others():
         PolicyLossConfig(distill_coef=0.1, distill_teacher="top_k"),
     )
     names = {name for config in settings for name in metric_names(config)}
-    table = (ROOT / "docs/metrics.md").read_text().split("## Of the loss")[1].split("##")[0]
+    table = (ROOT / "docs/metrics.md").read_text().split("## Metrics of the loss")[1].split("##")[0]
     cells = re.findall(r"^\| (`[^|]*) \|", table, re.MULTILINE)
     names |= {row.name for row in [*METRICS, *DERIVED]} | {"router_agreement"}
     assert {name for cell in cells for name in re.findall(r"`(\w+)`", cell)} == names

@@ -61,7 +61,7 @@ def description() -> str:
 setup(
     name="megatron_pg",
     version=cited("version"),
-    description="The policy-gradient loss for RL on Megatron-Core, normalised right at any "
+    description="The policy-gradient loss for RL on Megatron-Core, normalized right at any "
     "parallelism",
     long_description=description(),
     long_description_content_type="text/markdown",

@@ -97,6 +97,19 @@ def test_python_blocks_run(page, folder):
         exec(compile("\n" * (line - 1) + text, str(page), "exec"), namespace)
 
 
+def test_the_readme_prints_what_it_shows(capsys) -> None:
+    readme = ROOT / "README.md"
+    (code, _), shown = python_of(readme)[0], next(b for b in blocks(readme) if b[0] == "text")[1]
+    exec(compile(code, "README.md", "exec"), {"__name__": "page"})
+    assert capsys.readouterr().out == shown
+
+
+def test_the_readme_is_short() -> None:
+    text = (ROOT / "README.md").read_text()
+    prose = re.sub(r"(?ms)^```.*?^```$", "", text)
+    assert len(prose.split()) <= 600 and len(prose.splitlines()) <= 70
+
+
 def command_blocks() -> list[tuple[Path, str, str]]:
     """(page, command, printed) of every command that is followed by its output."""
     pairs = ((page, *pair) for page in PAGES for pair in pairwise(blocks(page)))
@@ -131,7 +144,7 @@ def test_the_page_of_metrics_has_all_metrics_and_no_others():
         PolicyLossConfig(distill_coef=0.1, distill_teacher="top_k"),
     )
     names = {name for config in settings for name in metric_names(config)}
-    table = (ROOT / "docs/metrics.md").read_text().split("## Of the loss")[1].split("##")[0]
+    table = (ROOT / "docs/metrics.md").read_text().split("## Metrics of the loss")[1].split("##")[0]
     cells = re.findall(r"^\| (`[^|]*) \|", table, re.MULTILINE)
     names |= {row.name for row in [*METRICS, *DERIVED]} | {"router_agreement"}
     assert {name for cell in cells for name in re.findall(r"`(\w+)`", cell)} == names

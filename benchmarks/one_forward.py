@@ -49,7 +49,9 @@ def main() -> None:
 
         def step(config: PolicyLossConfig, given: list[list[Sample]]) -> Callable[[Trainer], float]:
             def run(trainer: Trainer) -> float:
-                samples = [replace(x) for part in given for x in part]
+                samples = [x for part in given for x in part]
+                for sample in samples:  # of another step than the last round's
+                    vars(sample).pop("trained_in", None)
                 if config.old_log_probs == "given":
                     budget = {"max_tokens_per_microbatch": tokens}  # noqa: B023
                     scored = compute_log_probs(trainer.model, samples, config, **budget)

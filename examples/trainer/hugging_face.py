@@ -75,7 +75,11 @@ def read_config(folder: str | Path) -> dict[str, Any]:
             "Convert others with Megatron-Bridge, and start from its checkpoint with --load"
         )
     written["model_type"] = family = FAMILIES[architecture]
-    config: dict[str, Any] = AutoConfig.for_model(**written).to_dict()
+    try:
+        config: dict[str, Any] = AutoConfig.for_model(**written).to_dict()
+    except (KeyError, ValueError) as error:  # such as a rotary scaling without its factor
+        shown = {name: written[name] for name in written if name.startswith("rope_")}
+        raise WeightsError(f"{path} is incomplete: {error}, with {shown}") from error
     must_be = dict(MUST_BE) if family.startswith("qwen2") else MUST_BE | {"attention_bias": False}
     if config.get("use_sliding_window") is False:
         del must_be["sliding_window"]  # a window that is not used

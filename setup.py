@@ -41,6 +41,7 @@ TEST = [
     "pytest>=8",
     "pytest-timeout>=2.3",
     "pytest-xdist>=3.7",
+    "scipy>=1.11",  # benchmarks/studies
     "spmd-types>=0.3.1,<0.4",  # tests/fast/typed_ranks.py; torch and nothing else
     # Pinned: another version formats and judges otherwise.
     "mypy==2.4.1",

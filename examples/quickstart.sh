@@ -27,14 +27,15 @@ BOTH=(
 )
 # What it begins with: a model that imitates answers of which half are wrong.
 WARM_START="${WARM_START:-$RUN_DIR/warm_start}"
+STEPS="${WARM_START_STEPS:-400}"
 IMITATION=(
     --rollout-files "$WARM_START/rollouts.jsonl" --docs-per-step 128 --docs-per-step-mode exact
     --policy-loss sft --loss-aggregation token_mean
-    --lr 2e-3 --lr-warmup-iters 50 --lr-decay-style constant --train-iters 400
-    --save "$WARM_START" --load "$WARM_START" --save-interval 400
+    --lr 2e-3 --lr-warmup-iters 50 --lr-decay-style constant --train-iters "$STEPS"
+    --save "$WARM_START" --load "$WARM_START" --save-interval "$STEPS"
 )
 LAUNCHER=("${PROCESSES:-2}" --standalone --nproc-per-node "${PROCESSES:-2}" --)
-if [[ " $* " != *" --dry-run "* && ! -f "$WARM_START/iter_0000400/metadata.json" ]]; then
+if [[ " $* " != *" --dry-run "* && ! -f "$WARM_START/$(printf iter_%07d "$STEPS")/metadata.json" ]]; then
     "$PYTHON" examples/imitate.py --task spell_backward --task-settings "$WORDS" --held-out-tasks 256 \
         --seed "${SEED:-1}" "$WARM_START/rollouts.jsonl"
     (start "${LAUNCHER[@]}" "${BOTH[@]}" "${IMITATION[@]}")

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megatron_pg.megatron.groups import unwrapped
@@ -112,7 +113,12 @@ def _stated(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, list[Piece]]
     addresses = [address for address, _ in held]
     found: dict[str, list[Piece]] = {}
     with torch.no_grad():
-        state = model.sharded_state_dict(metadata={"non_homogeneous_layers": True})
+        metadata = {"non_homogeneous_layers": True}
+        try:
+            state = model.sharded_state_dict(metadata=metadata)
+        except AssertionError:
+            # Of a tied weight on a stage with multi-token prediction, as Megatron's checkpoints.
+            state = MegatronModule.sharded_state_dict(model, metadata=metadata)
         for key, entry in state.items():
             built = {key: entry}
             apply_factories(built)

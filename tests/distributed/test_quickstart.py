@@ -17,9 +17,10 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The documented job, ended after 24 of its 80 steps."""
+    """The documented job, with half of its warm start, ended after 24 of its 80 steps."""
     folder = tmp_path_factory.mktemp("runs") / "quickstart"
     own = {"VENV_PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "RUN_DIR": str(folder)}
+    own["WARM_START_STEPS"] = "200"
     command = ["bash", "examples/quickstart.sh", "--train-iters", "24", "--log-interval", "4"]
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | own, check=False, capture_output=True, text=True

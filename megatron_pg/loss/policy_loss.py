@@ -3,8 +3,8 @@ r"""The policy loss of one micro-batch on one rank.
     loss = aggregate(pg) + beta mean(kl) - c mean(entropy) + d aggregate(divergence)
     aggregate(x) = sum over this rank's tokens of weight * x, divided by a count of the whole step
 
-`aggregate` has the weights of `--loss-aggregation`, `mean` those of the sample mean unless
-`--regularizer-aggregation` is loss; beta is `kl_loss_coef`, c `entropy_coef`, d `distill_coef`.
+`aggregate` has the weights of `--loss-aggregation`. `mean` is the sample mean, or `aggregate` under
+`--regularizer-aggregation loss`. beta is `kl_loss_coef`, c `entropy_coef`, d `distill_coef`.
 Corrections change only pg: the other terms sum and count the tokens that are active before any
 rejection. Summed over ranks and micro-batches this is the objective of the step, since weights and
 counts are fixed by the whole step before it begins (`aggregation.py`). Objectives, corrections and
@@ -33,7 +33,7 @@ class Terms:
     """
 
     loss: Tensor  # 0-d, to differentiate; `grad_divisor` and `divide_gradient_twice` scale it alone
-    reported: dict[str, Tensor]  # the 0-d terms by name, and their total, not so scaled, as `loss`
+    reported: dict[str, Tensor]  # by name the 0-d terms, and as `loss` their total, unscaled
     outcome: Outcome
     corrected: Corrected
 

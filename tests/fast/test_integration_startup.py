@@ -133,7 +133,6 @@ REFUSED: dict[str, dict[str, tuple[str | None, dict[str, Any], str]]] = {
                                       "lets the training processes read | miles.check"),
         "a divisor of letters": ("constant", {"loss_aggregation_divisor": "many"},
                                  "loss-aggregation-divisor is 'many': expected a finite"),
-        "a divisor of nan": ("constant", {"loss_aggregation_divisor": "nan"}, "finite"),
         "all that is wrong": (
             "prompt_mean", {"calculate_per_token_loss": True, "train_backend": "fsdp"},
             "--calculate-per-token-loss | --train-backend fsdp",

@@ -341,10 +341,6 @@ def test_advantages_compare_answers_to_one_prompt():
     prompts = [[1, 2], [1, 2], [3, 4], [3, 4]]
     given = group_advantages(rewards, groups, prompts=prompts)
     assert torch.equal(given.advantages, group_advantages(rewards, groups).advantages)
-    words = "group_index 0 is given to rewards[0] | rewards[2]"
-    assert_refused(words, group_advantages, rewards, [0, 0, 0, 0], prompts=prompts)
-    words = "3 prompts for 4 rewards"
-    assert_refused(words, group_advantages, rewards, groups, prompts=prompts[:3])
 
 
 steps = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2)), min_size=2, max_size=12)

@@ -277,6 +277,12 @@ REFUSED: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] =
 ]  # fmt: skip
 
 
+def test_prompts_that_agree_with_their_groups_change_nothing():
+    rewards, groups = ZERO_ONE * 2, [0, 0, 1, 1]
+    given = group_advantages(rewards, groups, prompts=PROMPTS)
+    assert torch.equal(given.advantages, group_advantages(rewards, groups).advantages)
+
+
 @pytest.mark.parametrize(("function", "arguments", "keywords", "words"), REFUSED)
 def test_bad_calls_are_refused(function, arguments, keywords, words):
     assert_refused(words, function, *arguments, **keywords)

@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 import statistics
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -136,43 +137,17 @@ def test_samples_without_a_group_are_reported_by_rollout():
     assert step.num_groups == 2 and step.zero_advantage_fraction == 0.5
 
 
-def test_a_rollout_has_one_reward_and_one_group():
-    words = "rollout_id 7 has the rewards 1.0 (turn 0) and 0.25 (turn 2). A rollout has one reward"
-    for method in METHODS:
-        turns = turns_of([1.0, 0.0, 0.25], [7, None, 7])
-        assert_refused(words, with_group_advantages, turns, method=method)
-    words = "rollout_id 7 has the rewards 1.0 (rewards[0]) and 0.25 (rewards[2])"
-    ids = {"rollout_ids": [7, 8, 7]}
-    assert_refused(words, group_advantages, [1.0, 0.0, 0.25], [5, 5, 5], **ids)
-    words = "rollout_id 7 has samples of group_index 5 and 6 | rewards[0] | rewards[2]"
-    assert_refused(words, group_advantages, [1.0, 0.0, 1.0], [5, 5, 6], **ids)
-    assert_refused(
-        "2 rollout_ids for 3 rewards", group_advantages, [1.0] * 3, [5] * 3, rollout_ids=[1, 2]
-    )
-    words = "rollout_ids[1] is 0.5, expected an integer"
-    assert_refused(words, group_advantages, [1.0] * 2, [5] * 2, rollout_ids=[1, 0.5])
+TURNS = turns_of([1.0, 0.0, 0.0], [None, None, None])
+ADVANCED = replace(turns_of([1.0], [None], has_advantages=True, advantages=0.3)[0], name="given")
+OF_ANOTHER_GROUP = replace(ADVANCED, group_index=6)
 
 
-def test_rewards_are_not_compared_with_given_advantages():
-    """Without the fourth reward, 1, the others would have the advantages 0.667, -0.333, -0.333."""
-    turns = turns_of([1.0, 0.0, 0.0], [None, None, None])
-    given = turns_of([1.0], [None], has_advantages=True, advantages=0.3)[0]
-    given = replace(given, name="given")
-    for method in OF_GROUPS:
-        words = f"given has advantages and turn 0 only a reward, both of prompt group 5, | {method}"
-        assert_refused(words, with_group_advantages, [*turns, given], method=method)
-        assert_refused(words, with_group_advantages, [given, *turns], method=method)
-    other = replace(given, group_index=6)
+def test_given_advantages_of_another_group_stay_as_they_are():
     for method in (*OF_GROUPS, "reward"):
-        samples, step = with_group_advantages([*turns, other], method=method)
+        samples, step = with_group_advantages([*TURNS, OF_ANOTHER_GROUP], method=method)
         expected = expected_advantages([1.0, 0.0, 0.0], [5] * 3, method)
         found = [float(sample.advantages) for sample in samples]
         assert found == pytest.approx([*expected, 0.3], rel=1e-5) and step.num_groups == 1
-    words = "given has advantages and turn 0 only a reward, both of the step"
-    assert_refused(words, with_group_advantages, [*turns, other], method="step_rloo")
-    of_rollout = [replace(turn, rollout_id=2) for turn in (turns[0], given)]
-    words = "both of rollout_id 2"
-    assert_refused(words, with_group_advantages, of_rollout, method="reward")
 
 
 @pytest.mark.parametrize("method", OF_GROUPS)
@@ -228,11 +203,8 @@ def test_a_step_without_samples():
     assert found.zero_advantage_groups == () and found.zero_advantage_fraction == 0.0
 
 
-@pytest.mark.parametrize(("method", "reward"), [("grpo", 1e200), ("dr_grpo", 1e39), ("rloo", 1e39)])
-def test_rewards_too_far_apart_are_named(method, reward):
-    """Their squares, or their advantages, would be infinite; equal ones have no preference."""
-    with pytest.raises(ValueError, match=r"rewards\[2\] is 1e\+\d+, too far .*prompt group 7"):
-        group_advantages([0.5, 0.0, reward, 0.0], [1, 1, 7, 7], method=method)
+@pytest.mark.parametrize("method", ["grpo", "dr_grpo", "rloo"])
+def test_equal_rewards_are_never_too_far_apart(method):
     equal = group_advantages([1e308] * 4, [7] * 4, method=method)
     assert equal.advantages.tolist() == [0.0] * 4
 
@@ -242,32 +214,87 @@ NO_IDS = [math.nan, 0.5, True, 1 + 2j]
 group."""
 
 
-@pytest.mark.parametrize(("rewards", "groups", "settings", "words"), [
-    ([0.0, 1.0], [0, 0, 0], {}, "rewards has shape [2] and group_indices [3]"),
-    (torch.zeros(1, 2), torch.zeros(1, 2).long(), {}, "rewards has shape [1, 2] and group_indices "
-                                                      "[1, 2]"),
-    ([0.0, 1.0], [0, 0], {"method": "gae"}, "method is 'gae': expected one of grpo, dr_grpo, rloo"),
-    ([0.0, -0.5], [0, 0], {"method": "maxrl"}, "rewards[1] is -0.5, expected 0 or more: maxrl "
-                                               "divides"),
-    *(([0.0, value], [0, 0], {}, "rewards[1] is  | expected a finite "
-                                 "number") for value in (math.nan, math.inf, -math.inf)),
-    *(([0.0, 1.0], ids([value] * 2), {}, "group_indices has "
-                                         "dtype") for value in NO_IDS
-      for ids in (list, torch.tensor)),
-])  # fmt: skip
-def test_bad_calls_are_refused(rewards, groups, settings, words):
-    assert_refused(words, group_advantages, rewards, groups, **settings)
+OVERLONG = [Sample([1, 2, 3], 2, [1, 1], 0.5, name=name) for name in ("cut", "ended")]
+PROMPTS = [[1, 2], [1, 2], [3, 4], [3, 4]]
+ZERO_ONE = [0.0, 1.0]
+TOO_FAR = "too far  | prompt group 7"
+NAN = math.nan
+# (function, its arguments, its keywords, words of the refusal)
+REFUSED: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
+    (group_advantages, (ZERO_ONE, [0, 0, 0]), {}, "rewards has shape [2] and group_indices [3]"),
+    (group_advantages, (torch.zeros(1, 2), torch.zeros(1, 2).long()), {},
+     "rewards has shape [1, 2] and group_indices [1, 2]"),
+    (group_advantages, (ZERO_ONE, [0, 0]), {"method": "gae"},
+     "method is 'gae': expected one of grpo, dr_grpo, rloo"),
+    (group_advantages, ([0.0, -0.5], [0, 0]), {"method": "maxrl"},
+     "rewards[1] is -0.5, expected 0 or more: maxrl divides"),
+    *((group_advantages, ([0.0, value], [0, 0]), {},
+       "rewards[1] is  | expected a finite number") for value in (NAN, math.inf, -math.inf)),
+    *((group_advantages, (ZERO_ONE, ids([value] * 2)), {}, "group_indices has dtype")
+      for value in NO_IDS for ids in (list, torch.tensor)),
+    # Their squares, or their advantages, would be infinite.
+    *((group_advantages, ([0.5, 0.0, reward, 0.0], [1, 1, 7, 7]), {"method": method},
+       f"rewards[2] is {reward}, {TOO_FAR}")
+      for method, reward in (("grpo", 1e200), ("dr_grpo", 1e39), ("rloo", 1e39))),
+    (group_advantages, (ZERO_ONE * 2, [0] * 4), {"prompts": PROMPTS},
+     "group_index 0 is given to rewards[0] | rewards[2]"),
+    (group_advantages, (ZERO_ONE * 2, [0, 0, 1, 1]), {"prompts": PROMPTS[:3]},
+     "3 prompts for 4 rewards"),
+    # A rollout has one reward and one group.
+    *((with_group_advantages, (turns_of([1.0, 0.0, 0.25], [7, None, 7]),), {"method": method},
+       "rollout_id 7 has the rewards 1.0 (turn 0) and 0.25 (turn 2). A rollout has one reward")
+      for method in METHODS),
+    (group_advantages, ([1.0, 0.0, 0.25], [5, 5, 5]), {"rollout_ids": [7, 8, 7]},
+     "rollout_id 7 has the rewards 1.0 (rewards[0]) and 0.25 (rewards[2])"),
+    (group_advantages, ([1.0, 0.0, 1.0], [5, 5, 6]), {"rollout_ids": [7, 8, 7]},
+     "rollout_id 7 has samples of group_index 5 and 6 | rewards[0] | rewards[2]"),
+    (group_advantages, ([1.0] * 3, [5] * 3), {"rollout_ids": [1, 2]},
+     "2 rollout_ids for 3 rewards"),
+    (group_advantages, ([1.0] * 2, [5] * 2), {"rollout_ids": [1, 0.5]},
+     "rollout_ids[1] is 0.5, expected an integer"),
+    # Rewards are not compared with given advantages: without the fourth reward, 1, the others would
+    # have the advantages 0.667, -0.333, -0.333.
+    *((with_group_advantages, (samples,), {"method": method},
+       f"given has advantages and turn 0 only a reward, both of prompt group 5, | {method}")
+      for method in OF_GROUPS for samples in ([*TURNS, ADVANCED], [ADVANCED, *TURNS])),
+    (with_group_advantages, ([*TURNS, OF_ANOTHER_GROUP],), {"method": "step_rloo"},
+     "given has advantages and turn 0 only a reward, both of the step"),
+    (with_group_advantages, ([replace(turn, rollout_id=2) for turn in (TURNS[0], ADVANCED)],),
+     {"method": "reward"}, "both of rollout_id 2"),
+    (filter_overlong, (OVERLONG, [True]), {}, "is_overlong has 1 flags for 2 samples"),
+    # Of several rewards.
+    (multi_reward_advantages, ({}, [0, 0]), {}, "rewards is empty"),
+    (multi_reward_advantages, ({"a": [0, 1], "b": [0, 1]}, [0, 0]), {"weights": {"a": 1.0}},
+     "weights is {'a': 1.0}, expected a finite number for each of a, b"),
+    (multi_reward_advantages, ({"a": [0, 1]}, [0, 0]), {"weights": {"a": NAN}},
+     "weights is {'a': nan}"),
+    (multi_reward_advantages, ({"a": [0, 1]}, [0, 0]), {"method": "reward"},
+     "method is 'reward': expected one of grpo,"),
+    (multi_reward_advantages, ({"a": [0, 1], "b": [0, NAN]}, [0, 0]), {},
+     "reward 'b': rewards[1] is nan"),
+    (multi_reward_advantages, ({"a": [0, 1]}, [0, 0]), {"rollout_ids": [7, 7]},
+     "reward 'a': rollout_id 7 has the rewards 0.0 (rewards[0]) and 1.0 (rewards[1])"),
+]  # fmt: skip
+
+
+def test_prompts_that_agree_with_their_groups_change_nothing():
+    rewards, groups = ZERO_ONE * 2, [0, 0, 1, 1]
+    given = group_advantages(rewards, groups, prompts=PROMPTS)
+    assert torch.equal(given.advantages, group_advantages(rewards, groups).advantages)
+
+
+@pytest.mark.parametrize(("function", "arguments", "keywords", "words"), REFUSED)
+def test_bad_calls_are_refused(function, arguments, keywords, words):
+    assert_refused(words, function, *arguments, **keywords)
 
 
 def test_overlong_samples_are_masked_and_still_counted():
-    samples = [Sample([1, 2, 3], 2, [1, 1], 0.5, name=name) for name in ("cut", "ended")]
-    filtered = filter_overlong(samples, [True, False])
+    filtered = filter_overlong(OVERLONG, [True, False])
     assert [s.loss_mask.tolist() for s in filtered] == [[False, False], [True, True]]
-    assert filtered[1] is samples[1]
-    assert samples[0].loss_mask.all(), "the sample that was given is left as it was"
+    assert filtered[1] is OVERLONG[1]
+    assert OVERLONG[0].loss_mask.all(), "the sample that was given is left as it was"
     totals = step_totals(filtered)
     assert (totals.num_rollouts, totals.num_active_tokens) == (2, 2)
-    assert_refused("is_overlong has 1 flags for 2 samples", filter_overlong, samples, [True])
 
 
 def test_half_of_dr_grpo_is_remarked_on_and_names_the_other_half():
@@ -391,29 +418,26 @@ def test_equal_advantages_become_zeros(values):
     assert found.tolist() == [0.0] * len(values)
 
 
-NAN = float("nan")
 GIVEN = {"rewards": [[0.0, 1.0]], "values": [[0.0, 0.0]], "loss_mask": [[1, 1]]}
 
 
-@pytest.mark.parametrize(("changes", "message"), [
+@pytest.mark.parametrize(("changes", "words"), [
     ({"gamma": 1.01}, "--gamma must be a finite number >= 0 and <= 1; found 1.01"),
     ({"lam": NAN}, "--lam must be"),
-    ({"value_lam": -0.1, "lam_alpha": 0.0}, r"(?s)--value-lam must be.*--lam-alpha must be a "
-                                            r"finite number > 0; found 0"),
-    ({"values": [[0.0, NAN]]}, r"values\[0\]\[1\] is nan at an active token"),
-    ({"rewards": [[NAN, 0.0]]}, r"rewards\[0\]\[0\] is nan at an active token"),
-    ({"values": [[0.0]]}, r"values\[0\] has shape \[1\], expected \[2\]"),
+    ({"value_lam": -0.1, "lam_alpha": 0.0},
+     "--value-lam must be | --lam-alpha must be a finite number > 0; found 0"),
+    ({"values": [[0.0, NAN]]}, "values[0][1] is nan at an active token"),
+    ({"rewards": [[NAN, 0.0]]}, "rewards[0][0] is nan at an active token"),
+    ({"values": [[0.0]]}, "values[0] has shape [1], expected [2]"),
     ({"rewards": [[0.0, 0.0]] * 2}, "rewards has 2 responses and loss_mask 1"),
-    ({"loss_mask": [[1, 2]]}, r"loss_mask\[0\]\[1\] is 2.0, expected 0 or 1"),
-    ({"loss_mask": [[1, 0]]}, r"rewards\[0\]\[1\] is 1.0 at a token that the loss mask drops"),
-    ({"loss_mask": [[1, 0]], "rewards": [[0.0, -0.5]]}, r"rewards\[0\]\[1\] is -0.5 at a token "
-                                                        r"that"),
-    ({"bootstrap_values": [NAN]}, r"bootstrap_values\[0\] is nan"),
-    ({"bootstrap_values": [0.0, 0.0]}, r"bootstrap_values\[0\] has shape \[2\], expected \[1\]"),
+    ({"loss_mask": [[1, 2]]}, "loss_mask[0][1] is 2.0, expected 0 or 1"),
+    *(({"loss_mask": [[1, 0]], "rewards": [[0.0, reward]]},
+       f"rewards[0][1] is {reward} at a token that the loss mask drops") for reward in (1.0, -0.5)),
+    ({"bootstrap_values": [NAN]}, "bootstrap_values[0] is nan"),
+    ({"bootstrap_values": [0.0, 0.0]}, "bootstrap_values[0] has shape [2], expected [1]"),
 ])  # fmt: skip
-def test_bad_calls_of_gae_are_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        gae(**{**GIVEN, **changes})
+def test_bad_calls_of_gae_are_refused(changes, words):
+    assert_refused(words, gae, **{**GIVEN, **changes})
 
 
 def expected_of_rewards(
@@ -478,17 +502,3 @@ def test_rewards_that_a_sum_would_hide_are_told_apart():
     total = [a + b for a, b in zip(*rewards.values(), strict=True)]
     of_sum = group_advantages(total, [0, 0, 1, 1]).advantages
     assert of_sum.tolist() == pytest.approx([-HALF, HALF] * 2, rel=1e-5)
-
-
-def test_bad_rewards_of_several_are_refused():
-    def refused(words: str, rewards: Any, **options: Any) -> None:
-        assert_refused(words, multi_reward_advantages, rewards, [0, 0], **options)
-
-    refused("rewards is empty", {})
-    refused("weights is {'a': 1.0}, expected a finite number for each of a, b",
-            {"a": [0, 1], "b": [0, 1]}, weights={"a": 1.0})  # fmt: skip
-    refused("weights is {'a': nan}", {"a": [0, 1]}, weights={"a": NAN})
-    refused("method is 'reward': expected one of grpo,", {"a": [0, 1]}, method="reward")
-    refused("reward 'b': rewards[1] is nan", {"a": [0, 1], "b": [0, NAN]})
-    words = "reward 'a': rollout_id 7 has the rewards 0.0 (rewards[0]) and 1.0 (rewards[1])"
-    refused(words, {"a": [0, 1]}, rollout_ids=[7, 7])

@@ -10,6 +10,7 @@ import pytest
 
 from megatron_pg.integrations import DIVISOR_VARIABLE, miles, slime
 from megatron_pg.integrations.trainer import REDUCER
+from tests.fast.refusals import assert_refused
 
 HOOKS = {
     "slime": "rollout_data_postprocess_path",
@@ -68,96 +69,94 @@ def test_the_policy_loss_gets_its_reducer(trainer):
     assert getattr(args, REDUCER_FIELD) is None
 
 
-def refused(trainer: str, message: str, *name: str | None, **others: Any) -> None:
-    with pytest.raises(ValueError, match=message):
-        CHECKS[trainer](arguments(trainer, *name, **others))
-
-
 CONSTANT, TOKEN_MEAN = ({REDUCER_FIELD: f"{PATH}{name}"} for name in ("constant", "token_mean"))
-COMMON: dict[str, tuple[str | None, dict[str, Any], str]] = {
-    # name: (the hook's function, settings, the error)
-    "per token": ("prompt_mean", {"calculate_per_token_loss": True}, "--calculate-per-token-loss "
-                                                                     "divides"),
-    "a reducer as well": (
-        "prompt_mean", CONSTANT, f"--custom-pg-loss-reducer-function-path {PATH}constant divides a "
-                                 f"second time"
-    ),
-    "a divisor for a "
-    "mean": ("prompt_mean", {"loss_aggregation_divisor": 4096}, "loss_aggregation_divisor 4096 is "
-                                                                "of constant"),
-    "a divisor below one": (
-        "constant", {"loss_aggregation_divisor": 0.5, "regularizer_aggregation": "loss"},
-        "the divisor is 0.5.*divides by 1 at least",
-    ),
-    "a KL term": (
-        "constant", {"loss_aggregation_divisor": 4, "use_kl_loss": True, "kl_loss_coef": 0.1},
-        "regularizer_aggregation: sample_mean",
-    ),
-    "an entropy term": ("token_mean", {"entropy_coef": 0.1}, "regularizer_aggregation: loss"),
-    "no such choice": ("token_mean", {"regularizer_aggregation": "own"}, "regularizer_aggregation "
-                                                                         "is 'own'"),
-    "another aggregation": ("prompt_mean", {"loss_aggregation": "token_mean"}, "loss_aggregation "
-                                                                               "token_mean in the "
-                                                                               "settings"),
-    "half a group a step": ("prompt_mean", {"global_batch_size": 60}, "60 is no multiple of "
-                                                                      "--n-samples-per-prompt 8"),
-    "another layout": ("prompt_mean", {"qkv_format": "bshd"}, "--qkv-format bshd with "
-                                                              "--context-parallel-size"),
-    "another order": ("prompt_mean", {"allgather_cp": True}, "--allgather-cp has another order"),
-    "nothing": (None, {}, "nothing of megatron_pg is on.*integrations.(slime|miles).prompt_mean"),
-    "no such function": ("promt_mean", {}, "promt_mean: no such function; there are sample_mean"),
-    "a reducer without a divisor": (None, CONSTANT, "constant has no divisor"),
-    "a reducer of tokens": (None, TOKEN_MEAN, "token_mean without --calculate-per-token-loss"),
+OF_LOSS = {"regularizer_aggregation": "loss"}
+MOONCAKE = {"object_store_backend": "mooncake"}
+
+# trainers: case: (the hook's function, settings, words of the refusal)
+REFUSED: dict[str, dict[str, tuple[str | None, dict[str, Any], str]]] = {
+    "slime miles": {
+        "per token": ("prompt_mean", {"calculate_per_token_loss": True},
+                      "--calculate-per-token-loss divides"),
+        "a reducer as well": ("prompt_mean", CONSTANT,
+                              f"--custom-pg-loss-reducer-function-path {PATH}constant divides a "
+                              "second time"),
+        "a divisor for a mean": ("prompt_mean", {"loss_aggregation_divisor": 4096},
+                                 "loss_aggregation_divisor 4096 is of constant"),
+        "a divisor below one": ("constant", {"loss_aggregation_divisor": 0.5, **OF_LOSS},
+                                "the divisor is 0.5 | divides by 1 at least"),
+        "a KL term": ("constant", {"loss_aggregation_divisor": 4, "use_kl_loss": True,
+                                   "kl_loss_coef": 0.1}, "regularizer_aggregation: sample_mean"),
+        "an entropy term": ("token_mean", {"entropy_coef": 0.1}, "regularizer_aggregation: loss"),
+        "no such choice": ("token_mean", {"regularizer_aggregation": "own"},
+                           "regularizer_aggregation is 'own'"),
+        "another aggregation": ("prompt_mean", {"loss_aggregation": "token_mean"},
+                                "loss_aggregation token_mean in the settings"),
+        "half a group a step": ("prompt_mean", {"global_batch_size": 60},
+                                "60 is no multiple of --n-samples-per-prompt 8"),
+        "another layout": ("prompt_mean", {"qkv_format": "bshd"},
+                           "--qkv-format bshd with --context-parallel-size"),
+        "another order": ("prompt_mean", {"allgather_cp": True},
+                          "--allgather-cp has another order"),
+        "nothing": (None, {}, "nothing of megatron_pg is on | integrations.TRAINER.prompt_mean"),
+        "no such function": ("promt_mean", {},
+                             "promt_mean: no such function; there are sample_mean"),
+        "a reducer without a divisor": (None, CONSTANT, "constant has no divisor"),
+        "a reducer of tokens": (None, TOKEN_MEAN, "token_mean without --calculate-per-token-loss"),
+    },
+    "slime": {
+        "a hook without a divisor": ("constant", {},
+                                     f"slime.constant has no divisor: set {DIVISOR_VARIABLE}"),
+        "two divisors": ("constant", {"loss_aggregation_divisor": 4096},
+                         "two divisors | 8192 | 4096"),
+    },
+    "miles": {
+        "a divisor that does not reach the rollout manager": (
+            "constant", {}, "--train-env-vars do not arrive"
+        ),
+        "fsdp": ("prompt_mean", {"train_backend": "fsdp"},
+                 "--train-backend fsdp does not read rollout_mask_sums"),
+        "a token mean under fsdp": (None, {**TOKEN_MEAN, "calculate_per_token_loss": True},
+                                    "--train-backend fsdp: its training loop drops"),
+        "a dynamic batch": ("prompt_mean", {"use_dynamic_global_batch_size": True},
+                            "--use-dynamic-global-batch-size"),
+        "adapters": ("prompt_mean", {"multi_lora": True}, "multi-LoRA"),
+        "replicas": ("prompt_mean", {"indep_dp": True}, "--indep-dp"),
+        "images": ("prompt_mean", {"multimodal_keys": {"image": "images"}}, "multimodal inputs"),
+        "another scale": ("prompt_mean", {"true_on_policy_mode": True}, "--true-on-policy-mode"),
+        "whole numbers": ("prompt_mean", MOONCAKE, "--object-store-backend mooncake"),
+        "a divisor that is no whole number": (
+            "constant", {**MOONCAKE, **OF_LOSS, "loss_aggregation_divisor": 8192.5}, "mooncake"
+        ),
+        "a critic on the same divisors": ("token_mean", {"use_critic": True, **OF_LOSS},
+                                          "a critic: its value loss reads the same"),
+        "nobody reads the divisors": ("token_mean", {"custom_megatron_init_path": "my.init"},
+                                      "lets the training processes read | miles.check"),
+        "a divisor of letters": ("constant", {"loss_aggregation_divisor": "many"},
+                                 "loss-aggregation-divisor is 'many': expected a finite"),
+        "all that is wrong": (
+            "prompt_mean", {"calculate_per_token_loss": True, "train_backend": "fsdp"},
+            "--calculate-per-token-loss | --train-backend fsdp",
+        ),
+    },
 }  # fmt: skip
-OF_MILES: dict[str, tuple[str, dict[str, Any], str]] = {
-    "fsdp": ("prompt_mean", {"train_backend": "fsdp"}, "--train-backend fsdp does not read "
-                                                       "rollout_mask_sums"),
-    "a dynamic batch": (
-        "prompt_mean", {"use_dynamic_global_batch_size": True}, "--use-dynamic-global-batch-size"
-    ),
-    "adapters": ("prompt_mean", {"multi_lora": True}, "multi-LoRA"),
-    "replicas": ("prompt_mean", {"indep_dp": True}, "--indep-dp"),
-    "images": ("prompt_mean", {"multimodal_keys": {"image": "images"}}, "multimodal inputs"),
-    "another scale": ("prompt_mean", {"true_on_policy_mode": True}, "--true-on-policy-mode"),
-    "whole numbers": ("prompt_mean", {"object_store_backend": "mooncake"}, "--object-store-backend "
-                                                                           "mooncake"),
-    "a divisor that is no whole number": (
-        "constant",
-        {"object_store_backend": "mooncake", "loss_aggregation_divisor": 8192.5,
-         "regularizer_aggregation": "loss"},
-        "mooncake",
-    ),
-    "a critic on the same divisors": (
-        "token_mean", {"use_critic": True, "regularizer_aggregation": "loss"},
-        "a critic: its value loss reads the same",
-    ),
-    "nobody reads the divisors": (
-        "token_mean", {"custom_megatron_init_path": "my.init"}, "let.* the training processes "
-                                                                "read.*miles.check"
-    ),
-    "a divisor of letters": (
-        "constant", {"loss_aggregation_divisor": "many"}, "loss-aggregation-divisor is 'many': "
-                                                          "expected a finite"
-    ),
-    "a divisor of nan": ("constant", {"loss_aggregation_divisor": "nan"}, "finite"),
-    "all that is wrong": (
-        "prompt_mean", {"calculate_per_token_loss": True, "train_backend": "fsdp"},
-        "(?s)--calculate-per-token-loss.*--train-backend fsdp",
-    ),
-}  # fmt: skip
+CASES = [
+    (trainer, case, *row)
+    for trainers, rows in REFUSED.items()
+    for case, row in rows.items()
+    for trainer in trainers.split()
+]
 
 
-@pytest.mark.parametrize("trainer", CHECKS)
-@pytest.mark.parametrize("what", COMMON)
-def test_refused_in_both(trainer, what):
-    name, settings, message = COMMON[what]
-    refused(trainer, message, name, **settings)
-
-
-@pytest.mark.parametrize("what", OF_MILES)
-def test_refused_in_miles(what):
-    name, settings, message = OF_MILES[what]
-    refused("miles", message, name, **settings)
+@pytest.mark.parametrize(("trainer", "case", "name", "settings", "words"), CASES)
+def test_refused_at_startup(trainer, case, name, settings, words, monkeypatch):
+    if case in ("two divisors", "a divisor that does not reach the rollout manager"):
+        monkeypatch.setenv(DIVISOR_VARIABLE, "8192")
+    if case == "a token mean under fsdp":
+        actor = "miles.backends.fsdp_utils.actor"
+        monkeypatch.setitem(sys.modules, actor, types.ModuleType("actor"))
+    words = words.replace("TRAINER", trainer)
+    assert_refused(words, CHECKS[trainer], arguments(trainer, name, **settings))
 
 
 def test_what_does_not_matter_is_not_refused():
@@ -167,12 +166,10 @@ def test_what_does_not_matter_is_not_refused():
     slime.check(arguments("slime", use_kl_loss=True, kl_loss_coef=0, entropy_coef=0.0))
     slime.check(arguments("slime", "sample_mean", use_kl_loss=True, kl_loss_coef=0.1))
     whole = {"object_store_backend": "mooncake", "loss_aggregation_divisor": 8192}
-    whole |= {"regularizer_aggregation": "loss"}
-    miles.check(arguments("miles", "constant", **whole))
+    miles.check(arguments("miles", "constant", **whole, **OF_LOSS))
 
 
 def test_constant_asks_for_one_divisor(monkeypatch, capsys):
-    refused("slime", f"slime.constant has no divisor: set {DIVISOR_VARIABLE}", "constant")
     miles.check(arguments("miles", "constant", loss_aggregation_divisor="8e3"))  # as yaml reads it
     assert "L = 8000" in capsys.readouterr().out
     slime.check(arguments("slime", None, loss_aggregation_divisor=4096, **CONSTANT))
@@ -180,9 +177,6 @@ def test_constant_asks_for_one_divisor(monkeypatch, capsys):
     monkeypatch.setenv(DIVISOR_VARIABLE, "8192")
     slime.check(arguments("slime", "constant"))
     assert "L = 8192" in capsys.readouterr().out
-    refused("slime", "two divisors.*8192.*4096", "constant", loss_aggregation_divisor=4096)
-    # It must reach the rollout manager.
-    refused("miles", "--train-env-vars do not arrive", "constant")
 
 
 @pytest.mark.parametrize("trainer", CHECKS)
@@ -191,9 +185,3 @@ def test_a_hook_of_ones_own(trainer, capsys):
     setattr(args, HOOKS[trainer], "my.hook")
     CHECKS[trainer](args)
     assert capsys.readouterr().out.endswith("if your own hook ends with a call of it\n")
-
-
-def test_a_token_mean_under_miles_fsdp_is_refused(monkeypatch):
-    monkeypatch.setitem(sys.modules, "miles.backends.fsdp_utils.actor", types.ModuleType("actor"))
-    settings = {**TOKEN_MEAN, "calculate_per_token_loss": True}
-    refused("miles", "--train-backend fsdp: its training loop drops", None, **settings)

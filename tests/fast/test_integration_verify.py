@@ -1,6 +1,7 @@
 """A trainer that computes the aggregation is verified, and each mutant is refused with numbers."""
 
 import types
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from megatron_pg.integrations.reducers import HOOKS
 from megatron_pg.integrations.slime import stubs
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from tests.fast import tiny_trainer
-from tests.fast.refusals import assert_refused, refusal
+from tests.fast.refusals import assert_refused, assert_words, refusal
 
 TINY = trainer.Trainer(
     "tests",
@@ -97,30 +98,45 @@ def uncorrected(args, batch, values):
     return values, *CORRECTED(args, batch, values)[1:]
 
 
+def half_of_kl(batch, values):
+    is_kl = bool(((values + verify.SHIFT).abs() < 1e-5).all())
+    return OWN_MEAN(batch, values) * (0.5 if is_kl else 1.0)
+
+
 SCALE, OWN_MEAN, REDUCED = tiny_trainer.scale, tiny_trainer.own_mean, tiny_trainer.reduced
 CORRECTED = tiny_trainer.corrected
-MUTANTS = {
-    "a scale off by 0.05 %": ("scale", of_loss(lambda loss: loss * 1.0005), "the gradient of tiny "
-                                                                            "sample"),
-    "no context parallelism in the scale": ("scale", lambda loss, m, n: loss * m / n, "expected"),
-    "a reducer that is not called": ("reduced", from_reducer, "the gradient of tiny sample"),
-    "metrics by the reducer": ("own_mean", by_reducer, "the gradient of tiny sample"),
-    "lengths that are copied": ("reduced", bare, "response length of sample 0 of a micro-batch has "
-                                                 "no divisor"),
+GRADIENT = "the gradient of tiny sample"
+# case: (function of the trainer, its mutant, words of the refusal, the run)
+MUTANTS: dict[str, tuple[str, Any, str, dict[str, Any]]] = {
+    "a scale off by 0.05 %": ("scale", of_loss(lambda loss: loss * 1.0005), GRADIENT, {}),
+    "no context parallelism in the scale": (
+        "scale", lambda loss, m, n: loss * m / n, "expected", {"sizes": (2, 2)}
+    ),
+    "a reducer that is not called": ("reduced", from_reducer, GRADIENT, {}),
+    "metrics by the reducer": ("own_mean", by_reducer, GRADIENT, {}),
+    "lengths that are copied": (
+        "reduced", bare, "response length of sample 0 of a micro-batch has no divisor", {}
+    ),
     "a setting that is unknown": (
         "scale", of_loss(lambda loss: loss.unknown),
-        "cannot be run on tiny samples: AttributeError",
+        "cannot be run on tiny samples: AttributeError", {},
     ),
+    "a correction without its mask": (
+        "corrected", with_all_tokens, GRADIENT, CORRECTIONS["custom"]
+    ),
+    "no custom correction": ("corrected", uncorrected, GRADIENT, CORRECTIONS["custom"]),
+    "no correction of its own": ("corrected", uncorrected, GRADIENT, CORRECTIONS["own"]),
+    # With the gradient right: only the report of `old - log_probs` differs.
+    "a metric that is weighted": ("own_mean", half_of_kl, "ppo_kl is | expected", {}),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_trainer_that_computes_something_else_is_refused(name, monkeypatch):
-    target, mutant, words = MUTANTS[name]
+@pytest.mark.parametrize("case", MUTANTS)
+def test_a_trainer_that_computes_something_else_is_refused(case, monkeypatch):
+    target, mutant, words, settings = MUTANTS[case]
     monkeypatch.setattr(tiny_trainer, target, mutant)
-    sizes = (2, 2) if "parallelism" in name else (1, 1)
-    message = refusal(run, "prompt_mean", "sample_mean", sizes)
-    assert words in message and "docs/migrating.md" in message
+    message = refusal(run, "prompt_mean", **settings)
+    assert_words(f"{words} | docs/migrating.md", message)
     assert message.startswith(
         "--hook megatron_pg.integrations.tests.prompt_mean: the installed tests"
     )
@@ -137,32 +153,6 @@ def test_a_mean_over_the_tokens_that_a_correction_keeps_is_the_trainers_own(monk
     run("prompt_mean", **CORRECTIONS["custom"])
 
 
-@pytest.mark.parametrize(
-    ("correction", "mutant", "words"),
-    [
-        ("custom", with_all_tokens, "the gradient of tiny sample"),
-        ("custom", uncorrected, "the gradient of tiny sample"),
-        ("own", uncorrected, "the gradient of tiny sample"),
-    ],
-)
-def test_another_correction_is_refused_in_a_run_that_has_one(
-    correction, mutant, words, monkeypatch
-):
-    monkeypatch.setattr(tiny_trainer, "corrected", mutant)
-    assert_refused(words, run, "prompt_mean", **CORRECTIONS[correction])
-
-
-def test_a_metric_that_is_weighted_is_refused(monkeypatch):
-    """With the gradient right: only the report of `old - log_probs` differs."""
-
-    def own_mean(batch, values):
-        is_kl = bool(((values + verify.SHIFT).abs() < 1e-5).all())
-        return OWN_MEAN(batch, values) * (0.5 if is_kl else 1.0)
-
-    monkeypatch.setattr(tiny_trainer, "own_mean", own_mean)
-    assert_refused("ppo_kl is | expected", run, "constant")
-
-
 def test_once_a_process(monkeypatch):
     run("token_mean")
     monkeypatch.setattr(tiny_trainer, "scale", of_loss(lambda loss: loss * 2))
@@ -170,26 +160,36 @@ def test_once_a_process(monkeypatch):
     assert_refused("the gradient", run, "prompt_mean")
 
 
-def test_where_the_trainer_is_not_installed(monkeypatch):
-    absent = trainer.Trainer("no_such_trainer", "hook", TINY.hooks)
-    args = types.SimpleNamespace()
-    words = "no_such_trainer cannot be imported here"
-    assert_refused(words, absent.verify, AGGREGATIONS["token_mean"], None, args)
+ABSENT = trainer.Trainer("no_such_trainer", "hook", TINY.hooks)
+MASKS = [torch.tensor([1, 0, 1]), torch.tensor([1, 1])]
+LENGTHS = [DividedLength(3, 0.5), DividedLength(2, 4.0)]
+# case: (call, words of the refusal)
+REFUSED = {
+    "a trainer that is not installed": (
+        partial(ABSENT.verify, AGGREGATIONS["token_mean"], None, types.SimpleNamespace()),
+        "no_such_trainer cannot be imported here",
+    ),
+    "a trainer that is not verified": (
+        partial(policy_loss_reducer, [5, 3], LENGTHS, MASKS),
+        "was not verified in this process | <trainer>.check",
+    ),
+    "a length that is copied": (
+        partial(policy_loss_reducer, [5, 3], [LENGTHS[0], 2], MASKS),
+        "sample 1 of a micro-batch has no divisor",
+    ),
+    "per token": (
+        partial(policy_loss_reducer, [5, 3], LENGTHS, MASKS, True), "--calculate-per-token-loss"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_calls_are_refused(case):
+    call, words = REFUSED[case]
+    assert_refused(words, call)
 
 
 def test_the_reducer_divides_by_what_the_lengths_carry():
-    masks = [torch.tensor([1, 0, 1]), torch.tensor([1, 1])]
-    lengths = [DividedLength(3, 0.5), DividedLength(2, 4.0)]
-    words = "was not verified in this process | <trainer>.check"
-    assert_refused(words, policy_loss_reducer, [5, 3], lengths, masks)
     verify.verified.add(("slime",))
-    reduce = policy_loss_reducer([5, 3], lengths, masks)
+    reduce = policy_loss_reducer([5, 3], LENGTHS, MASKS)
     assert reduce(torch.tensor([1.0, 9.0, 2.0, 3.0, 5.0])).item() == 3 / 0.5 + 8 / 4
-    assert_refused(
-        "sample 1 of a micro-batch has no divisor",
-        policy_loss_reducer,
-        [5, 3],
-        [lengths[0], 2],
-        masks,
-    )
-    assert_refused("--calculate-per-token-loss", policy_loss_reducer, [5, 3], lengths, masks, True)

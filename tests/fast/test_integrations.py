@@ -171,39 +171,35 @@ def set_megatron_args(monkeypatch: pytest.MonkeyPatch, **values: object) -> None
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", module)
 
 
-BAD_DIVISORS = ("0", "-1", "nan", "inf", "many", "")
-
-
-@pytest.mark.parametrize(("name", "per_token", "divisor", "args", "message"), [
+# (aggregation, per token, divisor in the environment, Megatron's arguments, words of the refusal);
+# startup's table has the rest of the divisors
+REFUSED = [
     ("sample_mean", True, "4", {}, "--calculate-per-token-loss"),
     ("constant", True, "4", {}, "--calculate-per-token-loss"),
     ("token_mean", False, "4", {}, "add --calculate-per-token-loss"),
     ("prompt_mean", False, "4", {}, "prompt group"),
     ("prompt_mean", True, "4", {}, "prompt group"),
-    ("constant", False, None, {}, integrations.DIVISOR_VARIABLE),
-    *(("constant", False, text, {}, f"DIVISOR is {text!r}: expected a finite "
-                                    f"number") for text in BAD_DIVISORS),
+    *(("constant", False, text, {}, f"DIVISOR is {text!r}: expected a finite number")
+      for text in ("0", "-1", "nan", "inf", "many", "")),
     ("constant", False, "4", {"loss_aggregation_divisor": 8.0}, "two divisors"),
-])  # fmt: skip
-def test_refusals_say_why(monkeypatch, name, per_token, divisor, args, message):
-    monkeypatch.delenv(integrations.DIVISOR_VARIABLE)
-    if divisor is not None:
-        monkeypatch.setenv(integrations.DIVISOR_VARIABLE, divisor)
+    ("constant", False, "4", {"qkv_format": "bshd"}, "--qkv-format thd"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "per_token", "divisor", "args", "words"), REFUSED)
+def test_refusals_say_why(monkeypatch, name, per_token, divisor, args, words):
+    monkeypatch.setenv(integrations.DIVISOR_VARIABLE, divisor)
     set_megatron_args(monkeypatch, **args)
-    assert_refused(message, call, name, per_token)
-
-
-def test_the_divisor_of_megatrons_global_args(monkeypatch):
-    monkeypatch.delenv(integrations.DIVISOR_VARIABLE)
-    set_megatron_args(monkeypatch, loss_aggregation_divisor=8.0)
-    torch.testing.assert_close(call("constant", False), torch.tensor(0.25))
-
-
-def test_bshd_under_context_parallelism_is_refused(monkeypatch):
-    set_megatron_args(monkeypatch, qkv_format="bshd")
-    call("constant", False)  # at size 1 there is nothing to slice
     Trainer(monkeypatch, "constant").set_place(0, 2)
-    assert_refused("--qkv-format thd", call, "constant", False, error=NotImplementedError)
+    error = NotImplementedError if "qkv_format" in args else ValueError
+    assert_refused(words, call, name, per_token, error=error)
+
+
+def test_the_divisor_and_the_layout_of_megatrons_global_args(monkeypatch):
+    """Without context parallelism, under which the layout would be refused."""
+    monkeypatch.delenv(integrations.DIVISOR_VARIABLE)
+    set_megatron_args(monkeypatch, loss_aggregation_divisor=8.0, qkv_format="bshd")
+    torch.testing.assert_close(call("constant", False), torch.tensor(0.25))
 
 
 def test_importing_needs_no_megatron():

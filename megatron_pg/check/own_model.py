@@ -150,7 +150,7 @@ def run_own_check(options: CheckOptions) -> OwnCheck:
 def _row(
     options: CheckOptions, what: str, error: float, words: str, limit: float = STEPS
 ) -> CheckRow:
-    """Make a row of one number and, in case it is beyond the limit, its words."""
+    """Make a row of one number, with words for the case that it is beyond the limit."""
     return CheckRow(
         *(MODEL, CASE_AGGREGATION, False, options.dtype, 0.0, 1.0),
         what=what,
@@ -162,7 +162,7 @@ def _row(
         scaled_error=0.0,
         num_parameters=0,
         limit=limit,
-        words=words,
+        words="" if error <= limit else words,
     )
 
 

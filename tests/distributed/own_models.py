@@ -7,6 +7,7 @@ were reported in public.
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +31,6 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from megatron_pg.check.model import hybrid_model
 from megatron_pg.head import LogitTransform
 from megatron_pg.megatron import output_layer
 from megatron_pg.megatron.cpu.layer_spec import torch_block_spec
@@ -246,18 +246,21 @@ def frozen_output(pre_process, post_process, vp_stage=None, config=None, pg_coll
     return model
 
 
+def of_page(name: str) -> dict[str, Any]:
+    """The contents of a file that the page on check shows."""
+    page = (Path(__file__).parents[2] / "docs" / "check.md").read_text()
+    found: dict[str, Any] = {}
+    exec(page.partition(f"```python\n# {name}.py\n")[2].partition("```")[0], found)
+    return found
+
+
 def hybrid(pre_process, post_process, vp_stage=None, config=None, pg_collection=None):
     """HybridModel: attention and MLP by turns."""
-    return hybrid_model(
-        config=config_of(config),
-        transformer_layer_spec=None,
-        vocab_size=VOCAB_SIZE,
-        max_sequence_length=512,
-        pre_process=pre_process,
-        post_process=post_process,
-        position_embedding_type="rope",
-        vp_stage=vp_stage,
-    )
+    return of_page("hybrid")["provider"](pre_process, post_process, vp_stage, config)
+
+
+def lora(pre_process, post_process, vp_stage=None, config=None, pg_collection=None):
+    return of_page("lora")["add_lora"](gpt(pre_process, post_process, vp_stage, config))
 
 
 def latent(pre_process, post_process, vp_stage=None, config=None, pg_collection=None):

@@ -60,8 +60,8 @@ def check_of(names: list[str], flags: str) -> list[Any]:
 
 SOUND = {
     SP: ["gpt", "adapter", "row_adapter", "experts"],
-    TP2: ["capped_layer", "hybrid", "convolution", "repaired_latent"],
-    f"{SP} --overlap-grad-reduce": ["joined_norm"],
+    TP2: ["capped_layer", "hybrid", "convolution", "repaired_latent", "lora"],
+    f"{SP} --overlap-grad-reduce": ["joined_norm", "hybrid", "lora"],
     CP2: ["gpt", "experts"],
     PP2: ["gpt", "tied", "adapter"],
     f"{PP2} --virtual-pipeline-model-parallel-size 2": ["gpt"],
@@ -79,7 +79,7 @@ def test_sound_models_pass(flags: str) -> None:
     for name, rows in zip(names, check_of(names, flags), strict=True):
         assert isinstance(rows, list) and all(passed for _, passed, _ in rows), (name, rows)
         assert [what for what, *_ in rows if what != "frozen"] == [*ROWS, "gradient"], name
-        has_frozen = name in ("adapter", "frozen_output")
+        has_frozen = name in ("adapter", "frozen_output", "lora")
         assert ("frozen" in {what for what, *_ in rows}) == has_frozen
 
 

@@ -11,8 +11,6 @@ from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module, MegatronModule
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.distributed import distributed_c10d
@@ -21,7 +19,7 @@ from megatron_pg.check.job import TIMEOUT_MINUTES
 from megatron_pg.check.options import CheckOptions
 from megatron_pg.check.weights import set_parameters
 from megatron_pg.config import versions
-from megatron_pg.megatron.cpu.layer_spec import TorchNorm, torch_block_spec
+from megatron_pg.megatron.cpu.layer_spec import TorchNorm, hybrid_stack_spec, torch_block_spec
 
 NewModel = Callable[..., torch.nn.Module]
 """The maker of a chunk from GPTModel's keyword arguments."""
@@ -65,28 +63,10 @@ def hybrid_model(*, config: TransformerConfig, **keywords: Any) -> Any:
     """Make a HybridModel of the config's number of layers, attention and MLP or experts by turns,
     in plain torch.
     """
-    # Old versions lack these modules.
-    from megatron.core.models.hybrid import hybrid_block
-    from megatron.core.models.hybrid.hybrid_model import HybridModel
-    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.models.hybrid.hybrid_model import HybridModel  # old versions lack it
 
+    keywords["hybrid_stack_spec"] = hybrid_stack_spec(config)
     del keywords["transformer_layer_spec"]
-    # The stack builds its last norm from Transformer Engine without asking.
-    hybrid_block.TENorm = TorchNorm
-    layer = torch_block_spec(config).layer_specs[0].submodules
-
-    def part(module: Any, *names: str) -> ModuleSpec:
-        parts = {name: getattr(layer, name) for name in names}
-        return ModuleSpec(module, submodules=TransformerLayerSubmodules(**parts))
-
-    layers = hybrid_block.HybridStackSubmodules(
-        attention_layer=part(
-            TransformerLayer, "input_layernorm", "self_attention", "self_attn_bda"
-        ),
-        mlp_layer=part(MLPLayer, "pre_mlp_layernorm", "mlp", "mlp_bda"),
-        moe_layer=part(TransformerLayer, "pre_mlp_layernorm", "mlp", "mlp_bda"),
-    )
-    keywords["hybrid_stack_spec"] = ModuleSpec(hybrid_block.HybridStack, submodules=layers)
     kinds = "*-" if config.num_moe_experts is None else "*E"
     pattern = (kinds * config.num_layers)[: config.num_layers]
     return HybridModel(config=config, hybrid_layer_pattern=pattern, **keywords)

@@ -59,6 +59,8 @@ PACK_SIZE = 4
 """The samples that are scored in one pack, against each sample by itself."""
 FAR = 1.5
 """The factor of a gradient that must not pass."""
+FEWEST_STEPS = 5.0
+"""The tolerance of a gradient, in units, where `STEPS` would let `FAR` pass."""
 
 
 @dataclass
@@ -148,7 +150,7 @@ def run_own_check(options: CheckOptions) -> OwnCheck:
 def _row(
     options: CheckOptions, what: str, error: float, words: str, limit: float = STEPS
 ) -> CheckRow:
-    """Make a row of one number and, in case it is beyond the limit, its words."""
+    """Make a row of one number, with words for the case that it is beyond the limit."""
     return CheckRow(
         *(MODEL, CASE_AGGREGATION, False, options.dtype, 0.0, 1.0),
         what=what,
@@ -160,7 +162,7 @@ def _row(
         scaled_error=0.0,
         num_parameters=0,
         limit=limit,
-        words=words,
+        words="" if error <= limit else words,
     )
 
 
@@ -459,23 +461,24 @@ def _with_units(
     for name, gradient in expected.gradients.items():
         own = float(gradient.norm())
         moves = [float((other.gradients[name] - gradient).norm()) for other in moved]
-        units[name] = max(*moves, 0.1 * eps * own, 1e-3 * eps * norm)
+        unit = max(*moves, 0.1 * eps * own, 1e-3 * eps * norm)
+        units[name] = narrowed(unit, own)
         moves = [float((other[name] - updates[0][name]).norm()) for other in updates[1:]]
         # Adam's first step is the sign of each element, which rounding turns where it is near 0.
-        share = clip * units[name] / math.sqrt(gradient.numel())
+        share = clip * unit / math.sqrt(gradient.numel())
         turned = (share / ((clip * gradient).abs() + ADAM_EPSILON)).clamp(max=2.0)
         rounding = eps * float(weights[name].double().norm())
         update_units[name] = max(*moves, options.lr * float(turned.norm()), rounding)
         # A gradient that is zero but for rounding says nothing about the others.
-        if own > 2 * units[name] and STEPS * units[name] >= (FAR - 1.0) * own:
-            coarse[name] = units[name] / own
+        if own > 2 * unit and FEWEST_STEPS * unit >= (FAR - 1.0) * own:
+            coarse[name] = unit / own
     worst = max(coarse, key=lambda name: coarse[name], default="")
     remedy = "use --dtype fp32" if options.dtype == "bf16" else "build fewer layers"
     found.rows.append(
         _row(
             options,
             "noise",
-            max((STEPS * each / (FAR - 1.0) for each in coarse.values()), default=0.0),
+            max((FEWEST_STEPS * each / (FAR - 1.0) for each in coarse.values()), default=0.0),
             f"not provable in {options.dtype}: rounding moves the gradient of {worst} by "
             f"{coarse.get(worst, 0.0):.2g} of its norm, so that a factor of {FAR} would pass in "
             f"{len(coarse)} of {len(units)} parameters: {remedy}, or scale the weights",
@@ -487,6 +490,14 @@ def _with_units(
     loss_unit, norm_unit = max(loss_unit, eps), max(norm_unit, eps * norm)
     expected = expected._replace(units=units, norm=norm, loss_unit=loss_unit, norm_unit=norm_unit)
     return expected, expected._replace(gradients=updates[0], units=update_units)
+
+
+def narrowed(unit: float, norm: float) -> float:
+    """Return the unit of a gradient of a norm, so that `STEPS` of it do not let `FAR` pass, if
+    `FEWEST_STEPS` of the measured unit allow that.
+    """
+    room = 0.8 * (FAR - 1.0) * norm / STEPS  # rounding may hide a part of the fault too
+    return unit if norm <= 2 * unit else min(unit, max(room, FEWEST_STEPS / STEPS * unit))
 
 
 def _clip(expected: Expected, options: CheckOptions) -> float:

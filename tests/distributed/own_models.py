@@ -7,6 +7,7 @@ were reported in public.
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +31,6 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from megatron_pg.check.model import hybrid_model
 from megatron_pg.head import LogitTransform
 from megatron_pg.megatron import output_layer
 from megatron_pg.megatron.cpu.layer_spec import torch_block_spec
@@ -88,6 +88,32 @@ def gpt(
 ) -> GPTModel:
     """SwiGLU, norms of queries and keys, grouped queries."""
     return gpt_of(config_of(config), pre_process, post_process, vp_stage)
+
+
+def wide(pre_process, post_process, vp_stage=None, config=None, pg_collection=None):
+    """A model whose query and key norms have gradients that rounding to bfloat16 moves most."""
+    changes = dict(num_layers=2, hidden_size=256, num_attention_heads=8, ffn_hidden_size=512)
+    changed = config_of(config, **changes, num_query_groups=4)
+    return gpt_of(changed, pre_process, post_process, vp_stage)
+
+
+class NormAndLinear(ColumnParallelLinear):
+    """A column-parallel layer with its norm, as Transformer Engine joins them."""
+
+    def forward(self, hidden, *args, **keywords):
+        weight = self.layer_norm_weight
+        normed = torch.nn.functional.rms_norm(hidden, weight.shape, weight, 1e-5)
+        return super().forward(normed, *args, **keywords)
+
+
+def joined_norm(pre_process, post_process, vp_stage=None, config=None, pg_collection=None):
+    """The norms before MLPs joined with the layer after them."""
+    model = gpt(pre_process, post_process, vp_stage, config)
+    for layer in model.decoder.layers:
+        layer.mlp.linear_fc1.__class__ = NormAndLinear
+        layer.mlp.linear_fc1.layer_norm_weight = layer.pre_mlp_layernorm.weight
+        layer.pre_mlp_layernorm = torch.nn.Identity()
+    return model
 
 
 def experts(pre_process, post_process, vp_stage=None, config=None, pg_collection=None):
@@ -220,18 +246,21 @@ def frozen_output(pre_process, post_process, vp_stage=None, config=None, pg_coll
     return model
 
 
+def of_page(name: str) -> dict[str, Any]:
+    """The contents of a file that the page on check shows."""
+    page = (Path(__file__).parents[2] / "docs" / "check.md").read_text()
+    found: dict[str, Any] = {}
+    exec(page.partition(f"```python\n# {name}.py\n")[2].partition("```")[0], found)
+    return found
+
+
 def hybrid(pre_process, post_process, vp_stage=None, config=None, pg_collection=None):
     """HybridModel: attention and MLP by turns."""
-    return hybrid_model(
-        config=config_of(config),
-        transformer_layer_spec=None,
-        vocab_size=VOCAB_SIZE,
-        max_sequence_length=512,
-        pre_process=pre_process,
-        post_process=post_process,
-        position_embedding_type="rope",
-        vp_stage=vp_stage,
-    )
+    return of_page("hybrid")["provider"](pre_process, post_process, vp_stage, config)
+
+
+def lora(pre_process, post_process, vp_stage=None, config=None, pg_collection=None):
+    return of_page("lora")["add_lora"](gpt(pre_process, post_process, vp_stage, config))
 
 
 def latent(pre_process, post_process, vp_stage=None, config=None, pg_collection=None):
@@ -392,10 +421,11 @@ def unreduced_row_adapter(
     return with_row_adapters(model, UnreducedRowLowRank)
 
 
-def unmarked(model: Any, part: str) -> Any:
-    for name, parameter in model.named_parameters():
-        if part in name:
-            parameter.sequence_parallel = False
+def unmarked(model: Any, *parts: str) -> Any:
+    found = [p for name, p in model.named_parameters() if any(part in name for part in parts)]
+    assert found, f"the model has no {parts}"
+    for parameter in found:
+        parameter.sequence_parallel = False
     return model
 
 
@@ -414,9 +444,27 @@ def other_adapters(pre_process, post_process, vp_stage=None, config=None, pg_col
     return model
 
 
+def without_mark(model: Any) -> Any:
+    """The norm before an MLP, by itself or joined with the layer after it, without its mark."""
+    return unmarked(model, "layers.2.pre_mlp_layernorm", "layers.2.mlp.linear_fc1.layer_norm")
+
+
 def unmarked_norm(pre_process, post_process, vp_stage=None, config=None, pg_collection=None):
-    model = gpt(pre_process, post_process, vp_stage, config)
-    return unmarked(model, "layers.2.pre_mlp_layernorm")
+    return without_mark(gpt(pre_process, post_process, vp_stage, config))
+
+
+def unmarked_joined_norm(pre_process, post_process, vp_stage=None, config=None, pg_collection=None):
+    return without_mark(joined_norm(pre_process, post_process, vp_stage, config))
+
+
+def half_again(pre_process, post_process, vp_stage=None, config=None, pg_collection=None):
+    """A gradient that is 1.5 times the right one under tensor parallelism."""
+    model = wide(pre_process, post_process, vp_stage, config)
+    factor = 0.5 + 0.5 * parallel_state.get_tensor_model_parallel_world_size()
+    for name, parameter in model.named_parameters():
+        if name.endswith("layers.1.self_attention.q_layernorm.weight"):
+            parameter.register_hook(lambda gradient: factor * gradient)
+    return model
 
 
 def unreduced_router(pre_process, post_process, vp_stage=None, config=None, pg_collection=None):

@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_pg.check import report
+from megatron_pg.check.compare import STEPS
 from megatron_pg.check.diagnosis import diagnoses
 from megatron_pg.check.job import CannotCheckError
 from megatron_pg.check.options import parse_options
@@ -59,13 +60,14 @@ def check_of(names: list[str], flags: str) -> list[Any]:
 
 SOUND = {
     SP: ["gpt", "adapter", "row_adapter", "experts"],
-    TP2: ["capped_layer", "hybrid", "convolution", "repaired_latent"],
+    TP2: ["capped_layer", "hybrid", "convolution", "repaired_latent", "lora"],
+    f"{SP} --overlap-grad-reduce": ["joined_norm", "hybrid", "lora"],
     CP2: ["gpt", "experts"],
     PP2: ["gpt", "tied", "adapter"],
     f"{PP2} --virtual-pipeline-model-parallel-size 2": ["gpt"],
     EP2: ["experts"],
     "--use-distributed-optimizer": ["frozen_output", "running_state"],
-    f"--dtype bf16 {SP}": ["gpt"],
+    f"--dtype bf16 {SP}": ["gpt", "wide"],
 }
 
 
@@ -77,7 +79,7 @@ def test_sound_models_pass(flags: str) -> None:
     for name, rows in zip(names, check_of(names, flags), strict=True):
         assert isinstance(rows, list) and all(passed for _, passed, _ in rows), (name, rows)
         assert [what for what, *_ in rows if what != "frozen"] == [*ROWS, "gradient"], name
-        has_frozen = name in ("adapter", "frozen_output")
+        has_frozen = name in ("adapter", "frozen_output", "lora")
         assert ("frozen" in {what for what, *_ in rows}) == has_frozen
 
 
@@ -92,6 +94,14 @@ FAULTS: dict[str, tuple[str, str, str]] = {
     "unreduced_adapter": (SP, "gradient", f"decoder.layers.1.mlp.adapter.down: {PARTIAL}"),
     "other_adapters": (SP, "first weights", "tensor-parallel ranks: decoder.layers.0.mlp.adapter"),
     "unmarked_norm": (SP, "gradient", f"decoder.layers.2.pre_mlp_layernorm.weight: {PARTIAL}"),
+    "unmarked_joined_norm": (
+        *(SP, "gradient"),
+        f"decoder.layers.2.mlp.linear_fc1.layer_norm_weight: {PARTIAL}",
+    ),
+    "half_again": (
+        *(f"--dtype bf16 {SP}", "gradient"),
+        "the gradient of decoder.layers.1.self_attention.q_layernorm.weight",
+    ),
     "unreduced_router": (SP, "gradient", f"decoder.layers.3.mlp.router.weight: {PARTIAL}"),
     "doubled_gradient": (
         *(SP, "gradient"),
@@ -161,6 +171,16 @@ def test_an_error_on_one_rank_ends_all() -> None:
     done = command("fails_on_one_rank")
     assert done.returncode == 1 and done.stdout == ""
     assert "rank 1 failed: OSError: no such tokenizer here" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("unit", "limit"), [(1e-6, 1e-5), (0.03, 0.3), (0.058, 0.4), (0.09, 0.45), (0.2, 1.0), (0.6, 6)]
+)
+def test_a_factor_that_ten_units_would_hide_is_found_by_five(unit: float, limit: float) -> None:
+    """Of a gradient whose norm is 1; the last one is nothing but rounding."""
+    from megatron_pg.check.own_model import narrowed
+
+    assert STEPS * narrowed(unit, norm=1.0) == pytest.approx(limit)
 
 
 def test_only_mistakes_that_the_layout_can_meet_are_listed() -> None:

@@ -2,6 +2,7 @@
 against the unsharded model.
 """
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +27,7 @@ from .steps import AGGREGATIONS, Run
 RUNS = [
     Run(aggregation, shape, "empty" if place else "uniform", regularized=place < 2, kept=True)
     for place, (aggregation, shape) in enumerate(
-        zip(AGGREGATIONS, ("ragged", "short", "short", "ragged"), strict=True)
+        zip(AGGREGATIONS, itertools.cycle(("ragged", "short", "short", "ragged")), strict=False)
     )
 ]
 DENSE = ModelOptions(dtype=torch.float64)

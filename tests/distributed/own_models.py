@@ -446,7 +446,8 @@ def other_adapters(pre_process, post_process, vp_stage=None, config=None, pg_col
 
 def without_mark(model: Any) -> Any:
     """The norm before an MLP, by itself or joined with the layer after it, without its mark."""
-    return unmarked(model, "layers.2.pre_mlp_layernorm", "layers.2.mlp.linear_fc1.layer_norm")
+    layer = f"layers.{len(model.decoder.layers) // 2}"
+    return unmarked(model, f"{layer}.pre_mlp_layernorm", f"{layer}.mlp.linear_fc1.layer_norm")
 
 
 def unmarked_norm(pre_process, post_process, vp_stage=None, config=None, pg_collection=None):

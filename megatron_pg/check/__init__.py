@@ -65,7 +65,8 @@ def main(arguments: Sequence[str]) -> int:
                 own = run_own_check(options)
                 rows = own.rows
                 write = report.as_json if wants_json else report.as_text
-                text = write(rows, options, launch.world_size, report.Beside(own.notes, own.traits))
+                beside = report.Beside(own.notes, own.traits, own.unproven)
+                text = write(rows, options, launch.world_size, beside)
             elif options.all:
                 checked = []
                 for sharding in step.check_every_sharding(options):

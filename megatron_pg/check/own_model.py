@@ -11,6 +11,7 @@ import gc
 import importlib
 import inspect
 import math
+import re
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -70,6 +71,8 @@ class OwnCheck:
     rows: list[CheckRow] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     traits: frozenset[str] = frozenset()
+    unproven: tuple[str, ...] = ()
+    """The parameters whose gradients rounding hides, of kinds that are proven in another layer."""
 
 
 @dataclass(frozen=True)
@@ -457,7 +460,7 @@ def _with_units(
     norm = expected.gradient_norm()
     clip = _clip(expected, options)
     updates = [_update(each, options) for each in (expected, *moved)]
-    units, update_units, coarse = {}, {}, {}
+    units, update_units, coarse, proven = {}, {}, {}, set()
     for name, gradient in expected.gradients.items():
         own = float(gradient.norm())
         moves = [float((other.gradients[name] - gradient).norm()) for other in moved]
@@ -472,6 +475,10 @@ def _with_units(
         # A gradient that is zero but for rounding says nothing about the others.
         if own > 2 * unit and FEWEST_STEPS * unit >= (FAR - 1.0) * own:
             coarse[name] = unit / own
+        elif own > 2 * unit:
+            proven.add(kind_of(name))
+    found.unproven = tuple(name for name in coarse if kind_of(name) in proven)
+    coarse = {name: each for name, each in coarse.items() if kind_of(name) not in proven}
     worst = max(coarse, key=lambda name: coarse[name], default="")
     remedy = "use --dtype fp32" if options.dtype == "bf16" else "build fewer layers"
     found.rows.append(
@@ -481,7 +488,8 @@ def _with_units(
             max((FEWEST_STEPS * each / (FAR - 1.0) for each in coarse.values()), default=0.0),
             f"not provable in {options.dtype}: rounding moves the gradient of {worst} by "
             f"{coarse.get(worst, 0.0):.2g} of its norm, so that a factor of {FAR} would pass in "
-            f"{len(coarse)} of {len(units)} parameters: {remedy}, or scale the weights",
+            f"every layer ({len(coarse)} of {len(units)} parameters): {remedy}, or scale the "
+            "weights",
             1.0,
         )
     )
@@ -490,6 +498,11 @@ def _with_units(
     loss_unit, norm_unit = max(loss_unit, eps), max(norm_unit, eps * norm)
     expected = expected._replace(units=units, norm=norm, loss_unit=loss_unit, norm_unit=norm_unit)
     return expected, expected._replace(gradients=updates[0], units=update_units)
+
+
+def kind_of(name: str) -> str:
+    """Return a parameter's name without the numbers of layers and experts."""
+    return re.sub(r"(?<=[.\[,])\d+(?=[.\],])", "*", name)
 
 
 def narrowed(unit: float, norm: float) -> float:

@@ -97,6 +97,8 @@ class Beside(NamedTuple):
     notes: Sequence[str] = ()
     traits: frozenset[str] = frozenset()
     """What the model has of `TRAITS`."""
+    unproven: Sequence[str] = ()
+    """The parameters whose gradients rounding hides."""
 
 
 def as_json(
@@ -112,6 +114,7 @@ def as_json(
         "versions": versions(),
         "accelerations": accelerations(options),
         "notes": [*beside.notes],
+        "not_provable": [*beside.unproven],
         "not_checked": not_checked(options),
         "known_mistakes": [*_mistakes(options, beside)],
         "rows": [
@@ -138,6 +141,8 @@ def as_text(
     if not failed:
         verdict = f"PASS: every gradient is the unsharded one ({len(rows)} rows)"
         verdict += " on the sample" if options.sample_groups else ""
+        if beside.unproven:
+            verdict += f", but {len(beside.unproven)} are not provable in {options.dtype}"
     lines = [
         verdict,
         *_lines(rows, options, world_size, only_failed=True),
@@ -147,6 +152,7 @@ def as_text(
         f"{world_size} processes on {options.device}: {_sharding(options, world_size)}",
         *([_sample_words(options)] if options.sample_groups else []),
         *beside.notes,
+        *(f"not provable in {options.dtype}: {name}" for name in beside.unproven),
         "",
         f"{'model':<12}{'dtype':<6}{'aggregation':<13}{'loss mode':<16}{'what':<15}{'loss':>12}"
         f"{'error':>9}{'replicas':>10}{'tolerance':>11}  result",

@@ -67,7 +67,7 @@ SOUND = {
     f"{PP2} --virtual-pipeline-model-parallel-size 2": ["gpt"],
     EP2: ["experts"],
     "--use-distributed-optimizer": ["frozen_output", "running_state"],
-    f"--dtype bf16 {SP}": ["gpt", "wide"],
+    f"--dtype bf16 {SP}": ["gpt", "wide", "adapter"],
 }
 
 
@@ -181,6 +181,14 @@ def test_a_factor_that_ten_units_would_hide_is_found_by_five(unit: float, limit:
     from megatron_pg.check.own_model import narrowed
 
     assert STEPS * narrowed(unit, norm=1.0) == pytest.approx(limit)
+
+
+def test_a_kind_is_a_parameter_of_all_layers_and_experts() -> None:
+    from megatron_pg.check.own_model import kind_of
+
+    one, other = ("decoder.layers.{}.mlp.linear_fc1.weight[{}]".format(*n) for n in ("12", "34"))
+    assert kind_of(one) == kind_of(other) == "decoder.layers.*.mlp.linear_fc1.weight[*]"
+    assert kind_of("weight[0,3]") == "weight[*,*]"
 
 
 def test_only_mistakes_that_the_layout_can_meet_are_listed() -> None:

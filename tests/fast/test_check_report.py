@@ -20,7 +20,15 @@ from megatron_pg.check.options import (
     has_gradient_accumulation_fusion,
     parse_options,
 )
-from megatron_pg.check.report import Checked, as_json, as_json_list, as_text, summary, verdict
+from megatron_pg.check.report import (
+    Beside,
+    Checked,
+    as_json,
+    as_json_list,
+    as_text,
+    summary,
+    verdict,
+)
 from megatron_pg.check.samples import cut, cut_evenly, make_even_samples, make_samples
 from megatron_pg.config.versions import UnsupportedMegatronError
 from tests.fast.refusals import assert_refused, assert_words
@@ -134,6 +142,14 @@ def test_reports_hold_every_row_and_json_no_nan():
     assert verdict_line == "FAIL: 1 of 2 rows" and failed.endswith("FAIL") and not empty
     assert diagnosis.strip().startswith("not finite in table")
     assert as_text([RIGHT], options, 2).startswith("PASS: every gradient is the unsharded one (1 ")
+
+
+def test_what_is_not_provable_is_in_the_verdict_and_listed():
+    own, beside = replace(OPTIONS_OF_ONE, dtype="bf16"), Beside(unproven=["a.up", "b.up"])
+    verdict_line, *_ = lines = as_text([RIGHT], own, 2, beside).splitlines()
+    assert verdict_line.endswith("(1 rows), but 2 are not provable in bf16")
+    assert "not provable in bf16: b.up" in lines
+    assert json.loads(as_json([RIGHT], own, 2, beside))["not_provable"] == ["a.up", "b.up"]
 
 
 def test_what_the_flags_do_not_use_is_not_listed():

@@ -204,9 +204,8 @@ DIAGNOSES = {
     },
     "": {
         "data-parallel size dropped": "gradient is 0.5 times the reference: 1/2 = 1/DP",
-        "number of micro-batches dropped": (
-            ".* the data-parallel ranks have 5 and 6 micro-batches"
-        ),
+        # The ranks have 5 and 6 micro-batches: no one factor.
+        "number of micro-batches dropped": r".* differ \(table\); table is off by .*",
     },
 }
 

@@ -137,9 +137,11 @@ def test_the_page_on_an_index_has_no_link_into_the_source(metadata: Metadata) ->
     for link in links:
         path = link.partition("/main/")[2].partition("#")[0]
         assert not path or (ROOT / path).exists(), link
-    # A person may decide on another one: setup.py and the site read it from one place.
+    # A person may decide on another one: setup.py and the site read it from one place, and README
+    # has the line that clones it.
     naming = [name for name in FILES.split() if repository in (ROOT / name).read_text()]
-    assert naming == ["CITATION.cff"]
+    assert naming == ["README.md", "CITATION.cff"]
+    assert f"git clone {repository} " in (ROOT / "README.md").read_text()
 
 
 def test_every_extra_installs_what_some_part_of_the_project_says() -> None:

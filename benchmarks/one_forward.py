@@ -76,7 +76,7 @@ def main() -> None:
             return run
 
         methods = {
-            "two passes": step(replace(FUSED, use_tis=False), plain),
+            "two passes": step(FUSED, plain),
             "one forward": step(ONE, plain),
             "one forward, score centering": step(replace(ONE, score_centering=True), centered),
         }

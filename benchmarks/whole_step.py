@@ -234,7 +234,7 @@ def measure_steps(
 def report(
     found: dict[str, Measurement], tokens: int, sharding: str, first: str = "no head"
 ) -> str:
-    """A Markdown table; the last but one part of a step is what it takes above the `first`."""
+    """A Markdown table, with the part of a step that is more than one of the `first`."""
     rest = statistics.median(found[first].seconds)
     lines = [
         f"**{sharding}, {tokens} tokens a micro-batch**",

@@ -72,7 +72,7 @@ make_environment() {
     if [ "$(cat "$venv/installed-$for" 2>/dev/null)" = "$wanted" ] && version_of "$VENV_PYTHON" >/dev/null; then
         return 0
     fi
-    echo "Installing megatron_pg and what its $for needs for Python $version into ${venv#"$ROOT"/} (several minutes the first time) ..."
+    echo "Installing megatron_pg for Python $version into ${venv#"$ROOT"/} (several minutes the first time) ..."
     if ! version_of "$VENV_PYTHON" >/dev/null; then
         "$python" -m venv --clear "$venv" || return 1
     fi

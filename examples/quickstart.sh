@@ -38,6 +38,7 @@ LAUNCHER=("${PROCESSES:-2}" --standalone --nproc-per-node "${PROCESSES:-2}" --)
 if [[ " $* " != *" --dry-run "* && ! -f "$WARM_START/$(printf iter_%07d "$STEPS")/metadata.json" ]]; then
     "$PYTHON" examples/imitate.py --task spell_backward --task-settings "$WORDS" --held-out-tasks 256 \
         --seed "${SEED:-1}" "$WARM_START/rollouts.jsonl"
+    echo "First of two runs: the model imitates answers of which half are wrong, $STEPS steps."
     (start "${LAUNCHER[@]}" "${BOTH[@]}" "${IMITATION[@]}")
 fi
 LEARNING=(
@@ -48,4 +49,5 @@ LEARNING=(
     --lr 5e-4 --lr-warmup-iters 8 --train-iters 80
     --save "$RUN_DIR" --load "$RUN_DIR" --save-interval 20 --tensorboard-dir "$RUN_DIR/tensorboard"
 )
+[[ " $* " == *" --dry-run "* ]] || echo "GRPO: the model learns from the rewards of its own answers."
 start "${LAUNCHER[@]}" "${BOTH[@]}" "${LEARNING[@]}" "$@"

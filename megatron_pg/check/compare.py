@@ -27,6 +27,16 @@ weight of the unsharded model moves by one epsilon of its dtype."""
 
 
 @dataclass(frozen=True)
+class Fault:
+    """What is wrong with a parameter."""
+
+    name: str
+    kind: str
+    ratio: float | None = None
+    """The factor in `kind`."""
+
+
+@dataclass(frozen=True)
 class CheckRow:
     """A step and its errors, equal on every rank."""
 
@@ -50,9 +60,11 @@ class CheckRow:
     norm_limit: float = 0.0
     """With a `limit`, the largest differences of the loss and of the gradient norm."""
     words: str = ""
-    """What is wrong, of a row that compares something other than gradients."""
-    faults: tuple[tuple[str, str], ...] = ()
-    """The wrong parameters, and of each the kind of its fault."""
+    """What is wrong, in a row of the user's model."""
+    ratio: float | None = None
+    """The factor in `words`."""
+    faults: tuple[Fault, ...] = ()
+    """The wrong parameters."""
     worst_parameter: str
     worst_rank: int = 0
     worst_name: str = ""  # the worst rank, its host and its coordinates; "" for a single rank
@@ -150,7 +162,7 @@ def compare(
     for each in slices:
         by_name.setdefault(each.name, []).append(each)
     names = {each.name for each in wrong} | {*disagreeing}
-    faults = [(name, _fault(by_name[name], tolerance, units)) for name in by_name if name in names]
+    faults = [_fault(by_name[name], tolerance, units) for name in by_name if name in names]
     return CheckRow(
         **step,
         dtype=dtype,
@@ -306,26 +318,28 @@ def _grouped(slices: Iterable[_Slice], *ignored: str) -> Iterable[list[_Slice]]:
     return groups.values()
 
 
-def _fault(slices: Sequence[_Slice], tolerance: float, units: Mapping[str, float]) -> str:
+def _fault(slices: Sequence[_Slice], tolerance: float, units: Mapping[str, float]) -> Fault:
     """Name the kind of a parameter's fault, and its axis or its ranks."""
+    name = slices[0].name
     _, axes, _ = _replicas(slices, tolerance, units)
     for axis in axes:
         groups = list(_grouped(slices, axis))
         if all(map(_is_partial, groups)):
-            return f"each {axis} rank holds a partial sum, which is not reduced over them"
+            kind = f"each {axis} rank holds a partial sum, which is not reduced over them"
+            return Fault(name, kind)
     empty = sorted({s.place.rank for s in slices if not s.own_square and s.square})
     wrong = sorted({s.place.rank for s in slices if not s.error <= tolerance})
     ranks = ", ".join(map(str, empty or wrong))
     if empty and len(empty) < len({s.place.rank for s in slices}):
-        return f"missing on rank {ranks}"
+        return Fault(name, f"missing on rank {ranks}")
     ratio, rest = _common_ratio([each for each in slices if not each.error <= tolerance])
     if wrong and rest <= 1e-2 < abs(ratio - 1.0):
         differ = f", and the copies differ along {' and '.join(axes)}" if axes else ""
-        return f"{ratio:.4g} times the expected{differ}"
+        return Fault(name, f"{ratio:.4g} times the expected{differ}", ratio)
     if axes:
         on = f", wrong on rank {ranks}" if wrong else ""
-        return f"its copies differ along {' and '.join(axes)}{on}"
-    return "it differs, and by no factor"
+        return Fault(name, f"its copies differ along {' and '.join(axes)}{on}")
+    return Fault(name, "it differs, and by no factor")
 
 
 def _is_partial(copies: Sequence[_Slice]) -> bool:

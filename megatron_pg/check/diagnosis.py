@@ -13,8 +13,15 @@ from megatron_pg.check.options import CheckOptions
 from megatron_pg.check.samples import make_samples
 
 OWN_ORDER = (
-    *("first weights", "noise", "pack", "pack reversed", "log-probs", "gradient"),
-    *("fused head", "update", "frozen"),
+    "first weights",
+    "noise",
+    "pack",
+    "pack reversed",
+    "log-probs",
+    "gradient",
+    "fused head",
+    "update",
+    "frozen",
 )
 """The rows of the user's model. Those after a failed one follow from it."""
 AXIS_NAMES = {
@@ -73,7 +80,7 @@ class _Finding:
             if any(each.what == what and not each.passed for each in self.rows):
                 return f"follows the row `{what}`"
         if row.limit is not None and row.words:
-            return row.words + self._sizes_of_ratio()
+            return row.words + ("" if row.ratio is None else self._factors(row.ratio))
         if not (math.isfinite(row.gradient_error) and math.isfinite(row.common_ratio)):
             place = row.worst_name or f"rank {row.worst_rank}"
             return f"not finite in {row.worst_parameter} on {place}"
@@ -121,13 +128,8 @@ class _Finding:
 
     def _kind(self) -> str:
         """Name the fault of the first parameter, where it says more than that copies differ."""
-        kinds = [kind for _, kind in self.row.faults if not kind.startswith("its copies")]
+        kinds = [fault.kind for fault in self.row.faults if not fault.kind.startswith("its copies")]
         return f" ({kinds[0]})" if kinds else ""
-
-    def _sizes_of_ratio(self) -> str:
-        """Name the sizes that equal the factor in a row's own words."""
-        head, found, _ = self.row.words.partition(" times the expected")
-        return self._factors(float(head.rsplit(" ", 1)[1])) if found else ""
 
     def _mode(self) -> str:
         """Say that one loss mode fails and the other does not."""

@@ -203,7 +203,7 @@ def parse_options(arguments: Sequence[str], *, world_size: int = 0) -> tuple[Che
     parser.set_defaults(device=None, dtype=None, transformer_impl=None)
     parser.add_argument("--json", action="store_true", help="Print the report as JSON.")
     parser.add_config_args()
-    own, _, provider_flags = _split(arguments)
+    own, provider_flags = _split(arguments)
     args = parser.parse_args(own)
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     args.dtype = args.dtype or ("bf16" if args.device == "cuda" else "fp32")
@@ -215,11 +215,11 @@ def parse_options(arguments: Sequence[str], *, world_size: int = 0) -> tuple[Che
     return options, args.json
 
 
-def _split(arguments: Sequence[str]) -> tuple[list[str], bool, list[str]]:
+def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Cut the command line at `--`."""
     words = list(arguments)
     place = words.index("--") if "--" in words else len(words)
-    return words[:place], place < len(words), words[place + 1 :]
+    return words[:place], words[place + 1 :]
 
 
 def has_transformer_engine() -> bool:

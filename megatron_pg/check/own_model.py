@@ -155,8 +155,13 @@ def _row(
 ) -> CheckRow:
     """Make a row of one number, with words for the case that it is beyond the limit."""
     return CheckRow(
-        *(MODEL, CASE_AGGREGATION, False, options.dtype, 0.0, 1.0),
+        model=MODEL,
+        aggregation=CASE_AGGREGATION,
+        calculate_per_token_loss=False,
+        dtype=options.dtype,
         what=what,
+        loss=0.0,
+        checksum=1.0,
         reference_loss=0.0,
         gradient_error=error,
         worst_parameter="",
@@ -597,10 +602,10 @@ def _gradient_row(options: CheckOptions, chunks: list[Any], whole: _Whole, run: 
         checksum=metrics[CHECKSUM],
         what=run.case.name,
     )
-    return replace(row, words=_culprit(row, whole.trace))
+    return _with_culprit(row, whole.trace, "gradient")
 
 
-def _culprit(row: CheckRow, trace: Mapping[str, float]) -> str:
+def _with_culprit(row: CheckRow, trace: Mapping[str, float], of: str) -> CheckRow:
     """Name the wrong parameter that is nearest to the output: errors travel backwards."""
     order = {name: place for place, name in enumerate(trace)}
 
@@ -610,10 +615,10 @@ def _culprit(row: CheckRow, trace: Mapping[str, float]) -> str:
         return next((order[each] for each in known if each in order), -1)
 
     if not row.faults:
-        return ""
-    name, kind = max(row.faults, key=lambda fault: place(fault[0]))
+        return row
+    fault = max(row.faults, key=lambda fault: place(fault.name))
     rest = f" ({len(row.faults)} of {row.num_parameters} are wrong)" if len(row.faults) > 1 else ""
-    return f"the gradient of {name}: {kind}{rest}"
+    return replace(row, words=f"the {of} of {fault.name}: {fault.kind}{rest}", ratio=fault.ratio)
 
 
 def _log_prob_row(options: CheckOptions, chunks: list[Any], whole: _Whole) -> CheckRow:
@@ -679,8 +684,7 @@ def _update_rows(
         what="update",
         gradient_norm=float(norm),
     )
-    words = _culprit(row, whole.trace).replace("the gradient of", "the update of")
-    yield replace(row, words=words)
+    yield _with_culprit(row, whole.trace, "update")
     moved = [piece.name for piece, move in moves if piece.name not in trained and bool(move.any())]
     named = [
         name
@@ -689,7 +693,7 @@ def _update_rows(
         if not parameter.requires_grad and parameter.grad is not None
     ]
     wrong = sorted({name for names in gather(moved + named, dist.group.WORLD) for name in names})
-    if len(trained) < len({name for name in whole.weights}):
+    if len(trained) < len(whole.weights):
         words = f"frozen parameters have a gradient or moved: {', '.join(wrong[:3])}"
         yield _row(options, "frozen", float(len(wrong)), words, 0.0)
 

@@ -208,17 +208,11 @@ def _start_biases(chunks: Sequence[Any], expected: Expected) -> list[Part]:
 
 
 def train_step(
-    chunks: Sequence[Any],
-    options: CheckOptions,
-    samples: Sequence[Sample],
-    run: Run,
-    vocab_size: int | None = None,
+    chunks: Sequence[Any], options: CheckOptions, samples: Sequence[Sample], run: Run
 ) -> dict[str, float]:
     """Run a step through Megatron's schedule and return its metrics. The gradients stay in DDP's
     buffers.
     """
-    if options.model_provider is None:
-        vocab_size = options.vocab_size
     groups, case = ParallelGroups.from_parallel_state(), run.case
     data_rank, cp_size = groups.data_rank, groups.context_size
     mine = samples[data_rank :: groups.data_size]
@@ -247,7 +241,7 @@ def train_step(
         totals=totals,
         num_microbatches=len(batches),
         model=chunks,
-        vocab_size=vocab_size,
+        vocab_size=None if options.model_provider else options.vocab_size,
     )
     for chunk in chunks:
         chunk.zero_grad_buffer()

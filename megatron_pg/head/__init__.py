@@ -36,6 +36,6 @@ __all__ = [
     "float32_logits",
     "linear_log_probs_and_entropy",
     "linear_token_loss",
-    "log_probs_and_score",
     "log_probs_and_entropy",
+    "log_probs_and_score",
 ]

@@ -39,8 +39,6 @@ from megatron_pg.head.vocabulary_shard import (
 
 LEAST_TAIL = 1e-6
 """The least probability of all tokens outside of the head under the policy in training."""
-
-
 CENTERING_VALUES = ("value", "policy_mass", "sampler_mass", "drift", "norm")
 """The values of a row: C, the probability of H under both, the sum of c, and the norm of C's
 gradient to the logits of H at temperature 1."""
@@ -59,7 +57,8 @@ class Centering:
     """The sampler's log-probs [tokens, k] of these ids, over its whole distribution."""
     weights: Literal["none", "clip", "mask"] = "none"
     low: float = 0.0
-    high: float = math.inf
+    high: float = 1.0
+    """The finite bounds of a weight, for `clip` and `mask`."""
 
     shape: ClassVar[tuple[int, ...]] = (5,)
     is_sparse: ClassVar[bool] = True
@@ -93,9 +92,16 @@ class Centering:
         values = torch.stack([value, mass, q.double().sum(1), drift, norm])
         if chunk.row_mask is not None:
             values = torch.where(chunk.row_mask, values, 0.0)
-        sizes = (logits, log_p, centers.to(log_p.dtype), drift.to(log_p.dtype))
         return values.to(log_p.dtype), CenteredRows(
-            chunk, statistics, is_target, columns, is_here, *sizes
+            chunk,
+            statistics,
+            is_target,
+            columns,
+            is_here,
+            logits,
+            log_p,
+            centers.to(log_p.dtype),
+            drift.to(log_p.dtype),
         )
 
     def _centers(self, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
@@ -108,18 +114,12 @@ class Centering:
         if self.weights == "none":
             m, alpha = q, rho
         elif self.weights == "clip":
-            m = torch.minimum(torch.maximum(p, self.low * q), _times(self.high, q))
-            alpha = torch.ones_like(rho)
-            alpha = torch.minimum(torch.maximum(alpha, self.low * rho), _times(self.high, rho))
+            m = p.clamp(self.low * q, self.high * q)
+            alpha = torch.ones_like(rho).clamp(self.low * rho, self.high * rho)
         else:
-            m = torch.where((self.low * q <= p) & (p <= _times(self.high, q)), p, 0.0)
-            alpha = ((self.low * rho <= 1) & (_times(self.high, rho) >= 1)).double()
+            m = torch.where((self.low * q <= p) & (p <= self.high * q), p, 0.0)
+            alpha = ((self.low * rho <= 1) & (self.high * rho >= 1)).double()
         return m - alpha[:, None] * p, mass
-
-
-def _times(bound: float, values: Tensor) -> Tensor:
-    """Multiply by an upper bound; none, infinity, stays one at 0."""
-    return torch.full_like(values, bound) if math.isinf(bound) else bound * values
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,7 @@ Their order depends on when the gradient of the loss to the log-probabilities is
   chunks of logits, in forward or, deferred, in backward. Where the loss looks at sequences, a chunk
   holds whole ones;
 * only in backward, for any other loss: `linear_log_probs` keeps the logits, or multiplies again, a
-fourth product.
+  fourth product.
 
 `float32_logits` is the output layer by itself.
 """

@@ -187,8 +187,6 @@ class RowStatistics(NamedTuple):
 
 def joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:
     """Join the vectors of consecutive rows; without any `like` gives dtype, device and shape."""
-    return (
-        parts[0]
-        if len(parts) == 1
-        else torch.cat([like.new_empty((*like.shape[:-1], 0)), *parts], -1)
-    )
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([like.new_empty((*like.shape[:-1], 0)), *parts], -1)

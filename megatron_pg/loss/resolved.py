@@ -95,7 +95,7 @@ def resolve(config: PolicyLossConfig) -> ResolvedLoss:
     ]
     if config.replay_sampling_set:
         requirements.append(functools.partial(require_kept_set_log_probs, tuple(required)))
-    if scorer is not None:
+    if isinstance(scorer, TeacherChannels):
         requirements.append(scorer.require)
     return ResolvedLoss(
         config=config,
@@ -156,8 +156,8 @@ def _compiled_settings(config: PolicyLossConfig) -> PolicyLossConfig | None:
 @functools.cache
 def _say_uncompiled(paths: str) -> None:
     logger.info(
-        "%s: a loss with functions of your own is not compiled and runs operator by operator, with "
-        "more launches (said once)",
+        "%s: a loss with your own functions is not compiled. It runs operator by operator, with "
+        "more kernel launches (logged once)",
         paths,
     )
 
@@ -166,8 +166,7 @@ _MAKERS = {
     "old_log_probs": "; megatron_pg.megatron.compute_log_probs makes them with the model that is "
     "trained",
     "ref_log_probs": "; megatron_pg.megatron.compute_log_probs makes them with a reference model, "
-    "which --ref-load names "
-    "for examples/train.py",
+    "which --ref-load names for examples/train.py",
 }
 """The way to fields that a rollout engine does not return."""
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, Self
 from torch import Tensor
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
-from megatron_pg.head import Centering, HeadOptions
+from megatron_pg.head import Centering
 from megatron_pg.step.batch import PackedBatch
 
 
@@ -33,19 +33,8 @@ class SamplerHead:
         weights: Any = {"truncate": "clip", "mask": "mask"}[config.tis_mode]
         return cls(weights if config.use_tis else "none", config.tis_clip_low, config.tis_clip)
 
-    def require(self, batch: PackedBatch) -> None:
-        """Accept: a row of the table asks for the field."""
-
-    def require_weight(self, weight: Tensor | None) -> None:
-        """Accept: there is no teacher."""
-
     def on_rows(
-        self,
-        batch: PackedBatch,
-        place: Callable[[Any], Tensor],
-        local_columns: int,
-        options: HeadOptions,
-        weight: Tensor | None,
+        self, batch: PackedBatch, place: Callable[[Any], Tensor], *_: object
     ) -> Centering | None:
         """Collect the sampler's head on the rows that `place` makes of [window, ...]; None where
         there is no sample.

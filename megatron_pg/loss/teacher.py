@@ -51,14 +51,18 @@ class TeacherChannels:
                     f"[response_length, ...] to every sample"
                 )
 
-    def require_weight(self, weight: Tensor | None) -> None:
-        """Refuse a step without the output weight that hidden states need."""
-        if self.kind == "hidden" and weight is None:
+    def checked_weight(self, weight: Tensor | None) -> Tensor | None:
+        """Return the output weight of a teacher's hidden states, detached, or refuse its absence;
+        None for a teacher of another kind.
+        """
+        if self.kind != "hidden":
+            return None
+        if weight is None:
             raise ValueError(
-                "--distill-teacher hidden needs the teacher's output weight: give "
-                "PolicyStep(teacher_weight=...), this "
-                "tensor-parallel rank's rows of it"
+                "--distill-teacher hidden needs teacher_weight=, this tensor-parallel rank's rows "
+                "of the teacher's output weight"
             )
+        return weight.detach()
 
     def on_rows(
         self,
@@ -81,13 +85,8 @@ class TeacherChannels:
             (log_probs,) = others
             log_probs = log_probs if log_probs.dtype == torch.float64 else log_probs.float()
             return TopKTeacher(self.divergence, first.long(), log_probs)
-        if self.kind == "hidden":
-            if weight is None:
-                raise ValueError(
-                    "--distill-teacher hidden needs teacher_weight=, the teacher's output weight"
-                )
-            hidden = first.to(weight.dtype)
-            return WholeTeacher(self.divergence, hidden=hidden, weight=weight.detach())
+        if (weight := self.checked_weight(weight)) is not None:
+            return WholeTeacher(self.divergence, hidden=first.to(weight.dtype), weight=weight)
         group = options.tensor_parallel_group
         rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
         padded_width = size * local_columns

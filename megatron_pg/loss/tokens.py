@@ -77,12 +77,8 @@ class Tokens:
 
 
 NAMES = tuple(field.name for field in dataclasses.fields(Tokens))
-DIFFERENTIATED = (
-    "log_probs",
-    "entropy",
-    "divergence",
-    "centering",
-)  # the loss has a gradient to them
+DIFFERENTIATED = ("log_probs", "entropy", "divergence", "centering")
+"""The fields to which the loss has a gradient."""
 
 
 def masked(values: Tensor, loss_mask: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from megatron_pg.loss.from_logits import loss_of_logits
 from megatron_pg.loss.metrics import SumsReport, reduce_metrics
 from megatron_pg.loss.micro_batch import MicroBatchLoss
 from megatron_pg.loss.resolved import resolve
+from megatron_pg.loss.teacher import TeacherChannels
 from megatron_pg.megatron.context_layout import require_zigzag
 from megatron_pg.megatron.experts import padding_mask, take_padding_mask
 from megatron_pg.megatron.fused_head import FusedHead
@@ -131,8 +132,9 @@ class PolicyStep:
             require_steady_log_probs(model, config)
         prepare_output_layer(model, config)
         groups = ParallelGroups.from_model(model) if groups is None else groups
-        if resolved.scorer and groups.is_last_pipeline_stage:
-            resolved.scorer.require_weight(teacher_weight)
+        scorer = resolved.scorer
+        if isinstance(scorer, TeacherChannels) and groups.is_last_pipeline_stage:
+            scorer.checked_weight(teacher_weight)
         if model is not None and groups.context_size > 1:
             require_zigzag(model)
         chunk = chunks_of(model)[0]

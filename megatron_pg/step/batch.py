@@ -180,7 +180,9 @@ def pack(
     window = TokenWindow.build(
         [sample.total_length for sample in samples],
         [sample.response_length for sample in samples],
-        **{"cp_rank": cp_rank, "cp_size": cp_size, "pad_to_multiple": pad_to_multiple},
+        cp_rank=cp_rank,
+        cp_size=cp_size,
+        pad_to_multiple=pad_to_multiple,
     )
     tokens = torch.cat([_NO_INTEGER, *(s.tokens for s in samples)])
     response_fields: dict[str, Any] = {

@@ -106,9 +106,9 @@ def top_k_of_vllm(logprobs: Sequence[Mapping[int, Any] | None]) -> tuple[list[An
         logprobs: for each response token a mapping of ids to objects with `logprob`, or to numbers.
             The sampled token is among them even if it is not in the top k.
     """
-    if any(row is None for row in logprobs):
+    rows = [row for row in logprobs if row is not None]
+    if len(rows) < len(logprobs):
         raise ValueError("vLLM returned no log-probs: ask with SamplingParams(logprobs=k)")
-    rows = [dict(row or {}) for row in logprobs]
     log_probs = [[float(getattr(x, "logprob", x)) for x in row.values()] for row in rows]
     return [list(map(int, row)) for row in rows], log_probs
 

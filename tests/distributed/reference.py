@@ -6,7 +6,7 @@ All of it in float64, so that what is measured is the error of the float32 run a
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,8 @@ from .steps import TOPK, VALUE_CLIP, VOCAB_SIZE, Run, ValueRun
 
 MTP_SCALING_FACTOR = 0.1
 """Megatron's default."""
+Result = tuple[Tensor, dict[str, float]]
+"""A loss and the metrics that are expected with it."""
 Outputs = tuple[list[Tensor], list[list[Tensor]], dict[str, float]]
 """By sample the logits, and those of multi-token prediction by depth; `router_agreement` where
 experts are given."""
@@ -43,24 +45,36 @@ def references_of(
 
 def reference_steps(options: ModelOptions, runs: list[Run]) -> list[Outcome]:
     """The outcome of each run, whatever its cut; call it in a world of one process."""
+    outputs: dict[Any, Outputs] = {}
+
+    def loss_of(model: Any, run: Any) -> Result:
+        if isinstance(run, ValueRun):
+            return value_loss_alone(model, run)
+        # One forward serves every loss of the same tokens, but where it has Megatron's loss of
+        # tokens ahead, whose backward overwrites what it has saved.
+        tokens = (run.replay_layers, *(tuple(sample.tokens) for sample in run.samples))
+        if tokens not in outputs or options.mtp_num_layers is not None:
+            outputs[tokens] = outputs_alone(model, options, run.samples)
+        logits, ahead, agreement = outputs[tokens]
+        result = oracle.policy_loss(run.samples, logits, run.objective)
+        metrics = expected_metrics(run, result) | agreement
+        return result.loss + loss_ahead(run.samples, ahead), metrics
+
+    return outcomes_alone(options, runs, loss_of)
+
+
+def outcomes_alone(
+    options: ModelOptions, runs: Sequence[Run], loss_of: Callable[[Any, Any], Result]
+) -> list[Outcome]:
+    """The outcome of each run by a function of the unsharded model and the run; call it in a world
+    of one process.
+    """
     initialize_groups(Sharding())
     (model,) = build_model(Sharding(), replace(options, dtype=torch.float64))
     outcomes = []
-    outputs: dict[Any, Outputs] = {}
     for run in runs:
         model.zero_grad_buffer()
-        if isinstance(run, ValueRun):
-            loss, metrics = value_loss_alone(model, run)
-        else:
-            # One forward serves every loss of the same tokens, but where it has Megatron's loss of
-            # tokens ahead, whose backward overwrites what it has saved.
-            tokens = (run.replay_layers, *(tuple(sample.tokens) for sample in run.samples))
-            if tokens not in outputs or options.mtp_num_layers is not None:
-                outputs[tokens] = outputs_alone(model, options, run.samples)
-            logits, ahead, agreement = outputs[tokens]
-            result = oracle.policy_loss(run.samples, logits, run.objective)
-            metrics = expected_metrics(run, result) | agreement
-            loss = result.loss + loss_ahead(run.samples, ahead)
+        loss, metrics = loss_of(model, run)
         with model.no_sync():
             loss.backward(retain_graph=True)
         outcomes.append(Outcome(gather_gradients([model]) or {}, metrics))

@@ -18,9 +18,9 @@ from tests.fast import centering_oracle
 
 from .compare import assert_equal, compare
 from .launch import run_ranks
-from .models import ModelOptions, Sharding, build_model, gather_gradients, initialize_groups
+from .models import ModelOptions, Sharding
 from .one_step import Outcome, build, train_step
-from .reference import logits_alone
+from .reference import Result, logits_alone, outcomes_alone
 from .steps import VOCAB_SIZE, Run
 
 LOW, HIGH = 0.6, 1.5
@@ -34,16 +34,11 @@ class CenteredRun(Run):
 
     @property
     def config(self) -> PolicyLossConfig:
-        weights = {"use_tis": True, "tis_clip": HIGH, "tis_clip_low": LOW}
-        mode = {"clip": "truncate", "mask": "mask"}
-        if self.weights != "none":
-            weights["tis_mode"] = mode[self.weights]
-        return replace(
-            super().config,
-            policy_loss="reinforce",
-            score_centering=True,
-            **weights if self.weights != "none" else {},
-        )
+        config = replace(super().config, policy_loss="reinforce", score_centering=True)
+        if self.weights == "none":
+            return config
+        mode = {"clip": "truncate", "mask": "mask"}[self.weights]
+        return replace(config, use_tis=True, tis_mode=mode, tis_clip=HIGH, tis_clip_low=LOW)
 
 
 RUNS = [
@@ -94,23 +89,14 @@ def heads_of(sample: Any, kept: Any) -> list[dict[int, float]]:
     return [head_of(list(sample.tokens), token, ids) for token, ids in enumerate(sets)]
 
 
-def reference(runs: list[CenteredRun]) -> list[Outcome]:
-    initialize_groups(Sharding())
-    (model,) = build_model(Sharding(), DENSE)
-    outcomes = []
-    for run in runs:
-        model.zero_grad_buffer()
-        samples, logits = run.samples, [logits_alone(model, sample) for sample in run.samples]
-        others = oracle.policy_loss(samples, logits, run.objective)
-        losses = [losses_of(run, *pair) for pair in zip(samples, logits, strict=True)]
-        divisor = run.objective.loss_aggregation_divisor
-        term = oracle.aggregate(samples, losses, run.aggregation, divisor)
-        loss = others.loss - others.pg_loss + term
-        with model.no_sync():
-            loss.backward()
-        metrics = {"loss": loss.item(), "pg_loss": term.item(), "aggregation_checksum": 1.0}
-        outcomes.append(Outcome(gather_gradients([model]) or {}, metrics))
-    return outcomes
+def centered_loss(model: Any, run: CenteredRun) -> Result:
+    samples, logits = run.samples, [logits_alone(model, sample) for sample in run.samples]
+    others = oracle.policy_loss(samples, logits, run.objective)
+    losses = [losses_of(run, *pair) for pair in zip(samples, logits, strict=True)]
+    divisor = run.objective.loss_aggregation_divisor
+    term = oracle.aggregate(samples, losses, run.aggregation, divisor)
+    loss = others.loss - others.pg_loss + term
+    return loss, {"loss": loss.item(), "pg_loss": term.item(), "aggregation_checksum": 1.0}
 
 
 def losses_of(run: CenteredRun, sample: oracle.PlainSample, logits: Tensor) -> Tensor:
@@ -167,7 +153,7 @@ def steps(
 
 @pytest.fixture(scope="module")
 def references() -> list[Outcome]:
-    return run_ranks(reference, 1, [*RUNS, *OVER_SETS])[0]
+    return run_ranks(outcomes_alone, 1, DENSE, [*RUNS, *OVER_SETS], centered_loss)[0]
 
 
 @pytest.mark.parametrize(("case", "is_fused"), itertools.product(CASES, (False, True)))

@@ -20,9 +20,9 @@ from tests.fast import distillation_oracle
 
 from .compare import assert_equal, compare, gradient_tolerance
 from .launch import run_ranks
-from .models import ModelOptions, Sharding, build_model, gather_gradients, initialize_groups
+from .models import ModelOptions, Sharding
 from .one_step import Outcome, build, train_step
-from .reference import logits_alone
+from .reference import Result, logits_alone, outcomes_alone
 from .steps import VOCAB_SIZE, Run
 
 TEACHER_HIDDEN, K, COEFFICIENT = 5, 4, 0.7
@@ -76,31 +76,22 @@ def channels_of(tokens: Sequence[int], length: int, temperature: float) -> dict[
     return {**channels, "teacher_ids": ids, "teacher_log_probs": log_q.float()}
 
 
-def reference(runs: list[DistillRun]) -> list[Outcome]:
-    initialize_groups(Sharding())
-    (model,) = build_model(Sharding(), DENSE)
-    outcomes = []
-    for run in runs:
-        model.zero_grad_buffer()
-        samples, logits = run.samples, [logits_alone(model, sample) for sample in run.samples]
-        result = oracle.policy_loss(samples, logits, run.objective)
-        divergences = [divergences_of(run, *pair) for pair in zip(samples, logits, strict=True)]
-        divisor = run.objective.loss_aggregation_divisor
-        term = oracle.aggregate(samples, divergences, run.aggregation, divisor)
-        others = result.loss if run.is_term else result.loss - result.pg_loss
-        loss = others + (COEFFICIENT if run.is_term else 1.0) * term
-        with model.no_sync():
-            loss.backward()
-        values = [divergence.detach() for divergence in divergences]
-        metrics = {
-            "loss": loss.item(),
-            "pg_loss": (result.pg_loss if run.is_term else term).item(),
-            "aggregation_checksum": 1.0,
-            "teacher_divergence": oracle.document_mean(samples, values),
-            **({"distill_loss": term.item()} if run.is_term else {}),
-        }
-        outcomes.append(Outcome(gather_gradients([model]) or {}, metrics))
-    return outcomes
+def distillation_loss(model: Any, run: DistillRun) -> Result:
+    samples, logits = run.samples, [logits_alone(model, sample) for sample in run.samples]
+    result = oracle.policy_loss(samples, logits, run.objective)
+    divergences = [divergences_of(run, *pair) for pair in zip(samples, logits, strict=True)]
+    divisor = run.objective.loss_aggregation_divisor
+    term = oracle.aggregate(samples, divergences, run.aggregation, divisor)
+    others = result.loss if run.is_term else result.loss - result.pg_loss
+    loss = others + (COEFFICIENT if run.is_term else 1.0) * term
+    values = [divergence.detach() for divergence in divergences]
+    return loss, {
+        "loss": loss.item(),
+        "pg_loss": (result.pg_loss if run.is_term else term).item(),
+        "aggregation_checksum": 1.0,
+        "teacher_divergence": oracle.document_mean(samples, values),
+        **({"distill_loss": term.item()} if run.is_term else {}),
+    }
 
 
 def divergences_of(run: DistillRun, sample: oracle.PlainSample, logits: Tensor) -> Tensor:
@@ -154,7 +145,7 @@ def steps(
 
 @pytest.fixture(scope="module")
 def references() -> list[Outcome]:
-    return run_ranks(reference, 1, RUNS)[0]
+    return run_ranks(outcomes_alone, 1, DENSE, RUNS, distillation_loss)[0]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_pg.check.compare import CheckRow
+from megatron_pg.check.compare import CheckRow, Fault
 from megatron_pg.check.diagnosis import diagnoses
 from megatron_pg.check.options import CheckOptions
 from megatron_pg.check.samples import make_samples
@@ -96,8 +96,8 @@ def test_token_counts_of_one_rank_are_named():
 
 def replicas(*axes: str) -> list[CheckRow]:
     disagreement = {"replica_error": 0.5, "replica_axes": axes, "replica_parameters": ("a.norm",)}
-    partial = ("a.norm", f"each {axes[0]} rank holds a partial sum, which is not reduced over them")
-    return [off(MODEL, "a.norm", faults=(partial,), **disagreement), RIGHT]
+    kind = f"each {axes[0]} rank holds a partial sum, which is not reduced over them"
+    return [off(MODEL, "a.norm", faults=(Fault("a.norm", kind),), **disagreement), RIGHT]
 
 
 STAGE = off(MODEL, "a", "b", ratio=2.0, wrong_stages=(0,), wrong_ranks=(0,))
@@ -161,8 +161,8 @@ CASES: dict[str, tuple[Any, ...]] = {
         {0: "the weights that reached the loss are 0.5 times"},
     ),
     "words of the user's model": (
-        [off(OWN, words="the gradient of a: 2 times the expected", gradient_error=50.0)],
-        {0: "the gradient of a: 2 times the expected: 2 = CP"},
+        [replace(off(OWN, words="the gradient of a is wrong", gradient_error=50.0), ratio=2.0)],
+        {0: "the gradient of a is wrong: 2 = CP"},
     ),
     "what follows a leak": (
         [replace(OWN, what=what, gradient_error=50.0, words="a") for what in ("pack", "gradient")],

@@ -9,8 +9,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-STACKED = "flags.md"
-"""The page whose tables show one cell per line on a phone."""
+FLAGS = "flags.md"
+"""The page that a search for a flag shows first. On a phone its tables have one cell per line."""
 DIRECTIVE = re.compile(r"(?m)^::: (\S+)\n(?: {4}.*\n)*")
 markdown_of: dict[str, str] = {}
 """Of each page's source: its Markdown, as a reader sees it."""
@@ -26,6 +26,8 @@ def on_config(config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> None:
     """Keep the page without comments, which hold what only tests read."""
+    if page.file.src_uri == FLAGS:
+        page.meta["search"] = {"boost": 4}
     text = re.sub(r"(?s)<!--.*?-->\n*", "", markdown)
     markdown_of[page.file.src_uri] = DIRECTIVE.sub(lambda found: reference(found[1]), text)
 
@@ -74,9 +76,9 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
     for index, part in enumerate(parts):
         if tag := re.match(r"<(/?)(a|code|pre|h\d)\b", part):
             inside += -1 if tag[1] else 1
-        elif part == "<table>" and page.file.src_uri == STACKED:
+        elif part == "<table>" and page.file.src_uri == FLAGS:
             parts[index] = '<div class="stacked"><table>'
-        elif part == "</table>" and page.file.src_uri == STACKED:
+        elif part == "</table>" and page.file.src_uri == FLAGS:
             parts[index] = "</table></div>"
         elif not inside:
             paper = r"arXiv:(\d{4}\.\d{4,5})"

@@ -14,6 +14,8 @@ FLAGS = "flags.md"
 DIRECTIVE = re.compile(r"(?m)^::: (\S+)\n(?: {4}.*\n)*")
 markdown_of: dict[str, str] = {}
 """Of each page's source: its Markdown, as a reader sees it."""
+order: list[str] = []
+"""The sources of the pages in the navigation."""
 
 
 def on_config(config: Any) -> Any:
@@ -22,6 +24,10 @@ def on_config(config: Any) -> Any:
     config["repo_url"] = text.partition("repository-code: ")[2].split()[0]
     config["repo_name"] = "GitHub"
     return config
+
+
+def on_nav(nav: Any, **_: Any) -> None:
+    order[:] = [page.file.src_uri for page in nav.pages]
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> None:
@@ -60,13 +66,14 @@ def on_post_build(config: Any) -> None:
     unused = shutil.ignore_patterns("localization")
     shutil.copytree(source, site / "mathjax", ignore=unused, dirs_exist_ok=True)
     lines = [f"# {config['site_name']}", "", f"> {config['site_description']}.", ""]
-    for name, text in sorted(markdown_of.items(), key=lambda item: ("/" in item[0], item[0])):
+    for name in [*order, *sorted(markdown_of.keys() - set(order))]:
+        text = markdown_of[name]
         (site / name).write_text(text)
         title, opening = [*text.strip().split("\n\n"), ""][:2]
         opening = " ".join(opening.split())
-        sentence = re.match(r"[A-Z].*?\.(?=\s|$)", opening)
-        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", sentence[0]) if sentence else ""
-        lines.append(f"- [{title.removeprefix('# ')}]({name})" + (f": {plain}" if plain else ""))
+        sentence = re.match(r"([A-Z].*?)[.:](?=\s|$)", opening)
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", sentence[1]) if sentence else ""
+        lines.append(f"- [{title.removeprefix('# ')}]({name})" + (f": {plain}." if plain else ""))
     (site / "llms.txt").write_text("\n".join(lines) + "\n")
 
 

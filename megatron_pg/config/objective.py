@@ -232,10 +232,6 @@ class MismatchSettings(Settings):
             )
         if self.distills:
             yield "--score-centering and a distillation are mutually exclusive"
-        if self.replay_sampling_set and self.fused_lm_head:
-            yield (
-                "--score-centering over --replay-sampling-set takes logits: remove --fused-lm-head"
-            )
 
 
 @dataclass(frozen=True)

@@ -97,9 +97,9 @@ class PolicyStep:
         ValueError: a `grad_divisor` out of range or with `--divide-gradient-twice`, neither a plan
             nor totals with a number of micro-batches, the scale contract cannot be kept, a teacher
             by hidden states has no weight,
-            `--replay-routing` with a model without experts, or a model whose log-probs vary at the
-            same weights (dropout),
-            unless `--allow-varying-log-probs`.
+            `--replay-routing` with a model without experts, accepted counts of the trained forward
+            pass with gradients that hold another term, or a model whose log-probs vary at the
+            same weights (dropout), unless `--allow-varying-log-probs`.
         NotImplementedError: `--fused-lm-head` or `--fp32-lm-head` with an output layer that they do
             not take, a model that gathers its logits, or another cut over context-parallel ranks
             than the zigzag.

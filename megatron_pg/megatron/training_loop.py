@@ -166,7 +166,7 @@ class AcceptedCount:
         self.shares.clear()
         dist.all_reduce(share)
         # Without an accepted token all gradients are 0.
-        factor = torch.where(share > 0, 1 / share, 1.0)
+        factor = torch.where(share == 0, 1.0, 1 / share)
         for chunk in chunks_of(model):
             chunk.scale_gradients(factor)
 

@@ -34,6 +34,9 @@ class Case(NamedTuple):
     scores nothing."""
     has_sets: bool = False
     """Samples with the sets that their tokens were drawn from (`with_kept_sets`)."""
+    has_heads: bool = False
+    """Samples with the likeliest tokens of an engine (`with_sampler_top_k`), which center the
+    policy loss."""
     has_experts: bool = False
     """Samples with the experts that their tokens take (`with_routed_experts`)."""
     updates: bool = False
@@ -143,6 +146,7 @@ CASES: Sequence[Case] = (
     # It reads the rollout engine's log-probs in place of the old ones.
     Case("dis", policy_loss="dis"),
     Case("kept set", has_sets=True),
+    Case("centering", has_heads=True),
     Case("loss scale", settings=SCALING, loss_scale=LOSS_SCALE),
     Case("recompute", settings=RECOMPUTE),
     # A replay is easily lost in the second forward.

@@ -41,8 +41,9 @@ from megatron_pg.step.routed_experts import no_choice
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import step_totals
 
-Scores = tuple[Tensor, Tensor]
-"""[response] log-probs and entropies of a sample, float64."""
+Scores = tuple[Tensor, ...]
+"""[response] log-probs and entropies of a sample, and its centering if it has an engine's likeliest
+tokens, float64."""
 Scored = tuple[Sequence[Sample], Sequence[Scores]]
 """The samples of a step, with old and reference log-probs, and a model's scores of them."""
 
@@ -53,7 +54,7 @@ class Outputs(NamedTuple):
     logits: list[Tensor]
     """The logits of each sample."""
     scores: list[Tensor]
-    """Log-probs and entropies of each sample in turn."""
+    """The `Scores` of each sample in turn."""
     router_logits: list[Tensor]
     """[tokens, experts] float64 of each layer's router."""
     taken: list[Tensor]
@@ -172,7 +173,7 @@ class WholeModel:
         """
         self._case = case
         scores = self.scores(samples)
-        return with_log_probs(samples, [log_probs for log_probs, _ in scores]), scores
+        return with_log_probs(samples, [log_probs for log_probs, *_ in scores]), scores
 
     @torch.no_grad()
     def scores(self, samples: Sequence[Sample]) -> list[Scores]:
@@ -195,7 +196,7 @@ class WholeModel:
         calls it.
         """
         (samples, scores), case, self._case = step, run.case, run.case
-        leaves = [(a.clone().requires_grad_(), b.clone().requires_grad_()) for a, b in scores]
+        leaves = [tuple(score.clone().requires_grad_() for score in each) for each in scores]
         if run.aggregation == CUSTOM:
             loss = self._custom_loss(samples, leaves)
         else:
@@ -333,7 +334,21 @@ class WholeModel:
         rows = torch.log_softmax(scored.masked_fill(is_dropped, -math.inf), dim=-1)
         targets = sample.tokens[sample.prompt_length :].to(logits.device)
         kept_rows = rows.masked_fill(is_dropped, 0.0)  # 0 times minus infinity is no number
-        return rows.gather(1, targets[:, None])[:, 0], -(rows.exp() * kept_rows).sum(1)
+        scores = rows.gather(1, targets[:, None])[:, 0], -(rows.exp() * kept_rows).sum(1)
+        return scores if sample.sampler_top_k is None else (*scores, _centering(sample, rows))
+
+
+def _centering(sample: Sample, rows: Tensor) -> Tensor:
+    """Return C of arXiv:2609.20807 eq. 14 for each response token: the sum of sg(q - rho p) log p
+    over the engine's likeliest tokens. `rows` are log-probs [response, vocabulary], float64.
+    """
+    head: Any = sample.sampler_top_k
+    places = head.ids.row_of_element(), head.ids.values.long()
+    p, q = rows.detach().exp(), torch.zeros_like(rows)
+    q[places] = head.log_probs.values.to(rows).exp()
+    is_head = q > 0
+    rho = (1 - q.sum(1)) / (1 - (p * is_head).sum(1))
+    return (torch.where(is_head, q - rho[:, None] * p, 0.0) * rows).sum(1)
 
 
 def _reference_loss(
@@ -349,9 +364,11 @@ def _reference_loss(
         group_tokens[sample.group_index] += int(sample.loss_mask.sum())
     num_rollouts, num_groups = len(rollout_tokens), len(group_tokens)
     terms = []
-    for sample, (log_probs, entropy) in zip(samples, scores, strict=True):
+    for sample, (log_probs, entropy, *centering) in zip(samples, scores, strict=True):
         mask, ref = (getattr(sample, name).to(log_probs) for name in ("loss_mask", "ref_log_probs"))
         surrogate = _surrogate(policy_loss, sample, mask, log_probs)
+        for center in centering:
+            surrogate = surrogate + sample.advantages.to(center) * center
         kl = torch.exp(ref - log_probs) - 1 + log_probs - ref
         sample_mean = 1 / (num_rollouts * max(rollout_tokens[sample.rollout_id], 1))
         weights = {

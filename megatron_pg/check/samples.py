@@ -30,6 +30,8 @@ def samples_of(options: CheckOptions, data_size: int, case: Case) -> list[Sample
         samples = make_samples(options, data_size)
     if case.has_experts:
         samples = with_routed_experts(options, samples)
+    if case.has_heads:
+        samples = with_sampler_top_k(options, samples)
     return with_kept_sets(options, samples) if case.has_sets else samples
 
 
@@ -140,6 +142,24 @@ def with_kept_sets(options: CheckOptions, samples: Sequence[Sample]) -> list[Sam
     responses = [sample.tokens[sample.prompt_length :].tolist() for sample in samples]
     sets: list[Any] = [list(map(kept_ids, targets)) for targets in responses]
     return [replace(s, kept_tokens=kept) for s, kept in zip(samples, sets, strict=True)]
+
+
+def with_sampler_top_k(options: CheckOptions, samples: Sequence[Sample]) -> list[Sample]:
+    """Add an engine's likeliest ids with their log-probs: one to six ids, which hold half of the
+    probability to all but a tenth, the sampled token among them or not.
+    """
+    generator = torch.Generator().manual_seed(25)
+
+    def head(_: int) -> tuple[list[int], list[float]]:
+        size = int(torch.randint(1, 7, (1,), generator=generator))
+        ids = torch.randperm(options.vocab_size, generator=generator)[:size]
+        logits, rest = torch.rand(size, generator=generator), torch.rand(1, generator=generator)
+        mass = torch.log(0.9 - 0.4 * rest)
+        return ids.tolist(), (logits.log_softmax(0) + mass).tolist()
+
+    heads = [list(map(head, range(sample.response_length))) for sample in samples]
+    pairs: list[Any] = [tuple(map(list, zip(*each, strict=True))) for each in heads]
+    return [replace(s, sampler_top_k=pair) for s, pair in zip(samples, pairs, strict=True)]
 
 
 def with_routed_experts(options: CheckOptions, samples: Sequence[Sample]) -> list[Sample]:

@@ -139,7 +139,8 @@ def _references(options: CheckOptions, runs: Sequence[Run]) -> list[Expected]:
     for run in runs:
         case = run.case
         routing = (case.has_experts, case.has_sigmoid, case.has_expert_bias)
-        kind = (case.is_even, bool(case.logit_coefficient), case.has_sets, *routing)
+        sets = case.has_sets, case.has_heads
+        kind = (case.is_even, bool(case.logit_coefficient), *sets, *routing)
         if kind not in steps:
             steps[kind] = model.score(samples_of(options, data_size, case), case)
         # Both loss modes have one reference, unless tokens weigh an auxiliary loss.
@@ -235,6 +236,7 @@ def train_step(
             fused_lm_head=options.fused_lm_head,
             fp32_lm_head=options.fp32_lm_head,
             replay_sampling_set=case.has_sets,
+            score_centering=case.has_heads,
             replay_routing=case.has_experts,
             allow_varying_log_probs=True,  # the comparison finds them
         ),

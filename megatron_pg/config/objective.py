@@ -119,9 +119,31 @@ class ObjectiveSettings(Settings):
                 "so no sequence is off-policy"
             )
         if self.rejection_denominator == "accepted":
+            yield from self._conflicts_of_accepted_counts(flag, rows)
+
+    def _conflicts_of_accepted_counts(self: Any, flag: str, rows: Sequence[Any]) -> Iterator[str]:
+        """Yield what one factor of the whole gradient, known after the last micro-batch, does not
+        divide.
+        """
+        mode = f"--loss-aggregation {self.loss_aggregation}"
+        rejecting = [row for row in rows if getattr(row, "rejects", False)]
+        drops_whole = all(row.sequence_sums for row in rejecting) and self.sequence_unit != "turn"
+        others: list[str] = []
+        if self.custom_pg_loss_reducer_function_path:
+            others = ["--custom-pg-loss-reducer-function-path"]
+        elif self.loss_aggregation == "prompt_mean":
+            others = [mode]
+        elif self.loss_aggregation == "sample_mean" and not drops_whole:
+            others = [f"{mode} and {row.switch}" for row in rejecting]
+        elif self.loss_aggregation == "token_mean":
+            terms = ("kl_loss_coef", "entropy_coef", "distill_coef", "divide_gradient_twice")
+            others = [flag_of(name) for name in terms if getattr(self, name)]
+            others += ["grad_divisor"] * (self.grad_divisor is not None)
+        for other in others:
             yield (
-                f"{flag} requires --rejection-denominator original: what is accepted is known only "
-                "after the last micro-batch"
+                f"{flag} requires --rejection-denominator original with {other}: what is accepted "
+                "is known only after the last micro-batch, and no factor of the whole gradient "
+                "counts it then"
             )
 
 
@@ -210,10 +232,6 @@ class MismatchSettings(Settings):
             )
         if self.distills:
             yield "--score-centering and a distillation are mutually exclusive"
-        if self.replay_sampling_set and self.fused_lm_head:
-            yield (
-                "--score-centering over --replay-sampling-set takes logits: remove --fused-lm-head"
-            )
 
 
 @dataclass(frozen=True)

@@ -58,9 +58,14 @@ class ValueStep:
         groups: ParallelGroups | None = None,
         accumulate_gradients: bool = False,
     ) -> None:
-        # A critic has no vocabulary, and nothing to fuse with it. Its routers are its own.
+        # A critic has no vocabulary, and nothing to fuse with it. Its routers are its own, and its
+        # tokens are those before any rejection.
         config = dataclasses.replace(
-            config, fused_lm_head=False, fp32_lm_head=False, replay_routing=False
+            config,
+            fused_lm_head=False,
+            fp32_lm_head=False,
+            replay_routing=False,
+            rejection_denominator="original",
         )
         self.critic = critic
         self._step = PolicyStep(

@@ -23,7 +23,7 @@ one by one.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -62,6 +62,10 @@ class Centering:
 
     shape: ClassVar[tuple[int, ...]] = (5,)
     is_sparse: ClassVar[bool] = True
+
+    def select(self, rows: Tensor) -> "Centering":
+        """Take some rows, int64."""
+        return replace(self, ids=self.ids[rows], log_probs=self.log_probs[rows])
 
     def on(
         self, chunk: Any, statistics: RowStatistics, rows: slice

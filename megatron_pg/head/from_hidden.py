@@ -47,14 +47,15 @@ def linear_log_probs(
     options: HeadOptions,
     keep_logits: bool | None = None,
     keep_only: KeepOnly | None = None,
-) -> tuple[Tensor, Tensor]:
+    scorer: Scorer | None = None,
+) -> tuple[Tensor, ...]:
     """Do the work of `linear_log_probs_and_entropy` with all columns."""
     layer, tokens = OutputLayer.build(factors, options, keep_only), len(factors.hidden)
     if keep_logits is None:
         keep_logits = tokens <= layer.held_tokens
     if keep_logits:
         layer = replace(layer, chunk_tokens=max(tokens, 1))
-    return LinearLogProbs.apply(*factors, layer, keep_logits)  # type: ignore
+    return LinearLogProbs.apply(*factors, layer, keep_logits, scorer)  # type: ignore
 
 
 def linear_token_loss(
@@ -151,24 +152,40 @@ class LinearLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, layer: OutputLayer, keep: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        layer: OutputLayer,
+        keep: bool,
+        scorer: Scorer | None,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.chunks, factors = layer.chunks(0, len(hidden)), Factors(hidden, weight, targets)
         logits = layer.new_logits(weight, ctx.chunks)
-        parts = [layer.chunk(factors, rows, logits).statistics() for rows in ctx.chunks]
+        parts, scores = [], []
+        for rows in ctx.chunks:
+            chunk = layer.chunk(factors, rows, logits)
+            parts.append(chunk.statistics())
+            if scorer is not None:
+                scores.append(scorer.on(chunk, parts[-1], rows)[0])
+            del chunk
         statistics = RowStatistics.concatenate(parts, like=layer.temperature)
         ctx.layer, ctx.keep, ctx.logits = layer, keep, logits if keep else None
+        ctx.scorer = scorer
         ctx.parameter = weight  # saved, it may come back without its `main_grad`
         ctx.save_for_backward(hidden, weight, targets, *statistics.kept())
-        return statistics.log_probs, statistics.entropy
+        if scorer is None:
+            return statistics.log_probs, statistics.entropy
+        like = layer.temperature.new_empty((*scorer.shape, 0))
+        return statistics.log_probs, statistics.entropy, joined(scores, like=like)
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("linear_log_probs_and_entropy")
         hidden, _, targets, *saved = ctx.saved_tensors
         if all(gradient is None for gradient in incoming):
-            return (None,) * 5
+            return (None,) * 6
         factors = Factors(hidden, ctx.parameter, targets)
         logits = ctx.logits if ctx.keep else ctx.layer.new_logits(ctx.parameter, ctx.chunks)
         if logits is None:
@@ -178,11 +195,15 @@ class LinearLogProbs(torch.autograd.Function):
         statistics = RowStatistics(*saved)
         for rows in ctx.chunks:
             chunk = ctx.layer.chunk(factors, rows, logits, is_kept=ctx.keep)
-            coefficients = tuple(None if vector is None else vector[rows] for vector in incoming)
-            chunk.add_gradient(gradients, statistics.rows(rows), coefficients)
+            own, columns = statistics.rows(rows), None
+            coefficients: Any = tuple(None if x is None else x[..., rows] for x in incoming)
+            if ctx.scorer is not None:
+                found = ctx.scorer.on(chunk, own, rows)[1](coefficients, hidden.dtype)
+                coefficients, columns = found.incoming, found.columns
+            chunk.add_gradient(gradients, own, coefficients, columns)
             del chunk
         del logits  # before the weight's gradient asks for memory
-        return (*gradients.finish(), None, None, None)
+        return (*gradients.finish(), None, None, None, None)
 
 
 class LinearTokenLoss(torch.autograd.Function):

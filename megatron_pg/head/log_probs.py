@@ -7,6 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_pg.head.centering import Centering
 from megatron_pg.head.from_hidden import linear_log_probs
 from megatron_pg.head.from_logits import LogProbsAndEntropy, Scorer, SetGradient, logit_rows
 from megatron_pg.head.kept.sets import KeptPairs, check_rows
@@ -101,7 +102,8 @@ def linear_log_probs_and_entropy(
     *,
     keep_logits: bool | None = None,
     kept: Ragged | None = None,
-) -> tuple[Tensor, Tensor]:
+    centering: Centering | None = None,
+) -> tuple[Tensor, ...]:
     """Compute the log-probability of each target and the entropy from hidden states, for any loss
     downstream.
 
@@ -119,9 +121,11 @@ def linear_log_probs_and_entropy(
         keep_logits: hold the logits of all tokens until backward, which overwrites them: three
             matrix products instead of four. None: only where they fit the budget.
         kept: as for `log_probs_and_entropy`; values on the device of `hidden` or the host.
+        centering: the sampler's head of each token, within its set; read with `kept`.
 
     Returns:
-        log_probs [tokens] and entropy [tokens] in nats, float32, both differentiable. A ValueError
+        log_probs [tokens] and entropy [tokens] in nats, float32, both differentiable; with
+        `centering` also its values [5, tokens], of which the first is differentiable. A ValueError
         names shapes or dtypes that do not fit each other, a NotImplementedError kept sets under a
         soft-cap.
     """
@@ -133,4 +137,4 @@ def linear_log_probs_and_entropy(
             f"kept sets take no soft-cap of the logits, found {options.transform.softcap:g}: drop "
             "--fused-lm-head"
         )
-    return kept_log_probs(factors, options, keep_logits, kept.to(hidden.device))
+    return kept_log_probs(factors, options, keep_logits, kept.to(hidden.device), centering)

@@ -68,7 +68,8 @@ class OutputFactors(NamedTuple):
         options = HeadOptions(
             tensor_parallel_group=group, temperature=temperature, transform=self.transform
         )
-        return linear_log_probs_and_entropy(hidden, self.weight, targets, options)
+        log_probs, entropy = linear_log_probs_and_entropy(hidden, self.weight, targets, options)
+        return log_probs, entropy
 
 
 def slime(args: Any) -> None:

@@ -157,6 +157,9 @@ class Normalization:
     accepted: bool  # counts what rejections leave
     gradient_divisor: float | None
     kl_coefficient: float
+    needs_single_samples: bool
+    """True if a rollout of several samples would be divided by what is accepted of all of them,
+    which is not known before the step."""
 
     @classmethod
     def of(cls, config: PolicyLossConfig) -> Self:
@@ -167,15 +170,24 @@ class Normalization:
             # in per-token mode.
             mode, divisor = AGGREGATIONS["token_mean"], None
             counting = mode if config.calculate_per_token_loss else AGGREGATIONS["sample_mean"]
+        accepted = counts_accepted(config)
+        is_unknown = not accepted and config.rejection_denominator == "accepted"
         return cls(
-            *(mode, counting, divisor, config.loss_weight_denominator, counts_accepted(config)),
-            *(config.grad_divisor, config.kl_loss_coef),
+            *(mode, counting, divisor, config.loss_weight_denominator, accepted),
+            *(config.grad_divisor, config.kl_loss_coef, is_unknown and mode.name == "sample_mean"),
         )
 
     def require(self, totals: StepTotals) -> None:
         """Refuse totals that cannot divide the policy loss, on every rank and pipeline stage."""
         self.counting.outer_count(totals)
         totals.counted_in(self.unit, accepted=self.accepted)
+        if self.needs_single_samples and totals.num_rollouts != (size := len(totals.counts)):
+            raise ValueError(
+                f"--rejection-denominator accepted: the step's {size} samples are of "
+                f"{totals.num_rollouts} rollouts, and under --loss-aggregation sample_mean a "
+                "rollout is divided by what is accepted of all its samples, which is known only "
+                "after the last micro-batch: use --rejection-denominator original"
+            )
 
 
 @dataclass(frozen=True, eq=False)

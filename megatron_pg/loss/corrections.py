@@ -111,7 +111,8 @@ def accepted_samples(config: PolicyLossConfig, samples: Sequence[Sample]) -> lis
     `accepted_mask`. Their policy loss is then divided by the accepted tokens of the step. KL and
     entropy terms and metrics keep the loss mask. It needs rejections that only the data decide, of
     weights and of whole sequences; the config refuses others with it. With
-    `--rejection-denominator original` the samples come back as they are.
+    `--rejection-denominator original`, or old log-probs of the trained forward pass, the samples
+    come back as they are.
 
     Raises:
         ValueError: log-probs are missing.
@@ -168,8 +169,18 @@ def require_accepted(unit: str, samples: Sequence[Sample]) -> None:
 
 
 def counts_accepted(config: PolicyLossConfig) -> bool:
-    """Tell whether the policy loss is divided by what rejections leave."""
-    return config.rejection_denominator == "accepted" and drops_tokens(config)
+    """Tell whether the policy loss is divided by what rejections leave, known before the step."""
+    is_known = config.old_log_probs == "given"
+    return is_known and config.rejection_denominator == "accepted" and drops_tokens(config)
+
+
+def counts_accepted_afterwards(config: PolicyLossConfig) -> bool:
+    """Tell whether the step's gradients are multiplied by its tokens over its accepted tokens.
+
+    Of the aggregations that the config allows then, only the token mean counts accepted tokens.
+    """
+    is_unknown = config.old_log_probs != "given" and config.rejection_denominator == "accepted"
+    return is_unknown and config.loss_aggregation == "token_mean"
 
 
 def drops_tokens(config: PolicyLossConfig) -> bool:

@@ -10,6 +10,26 @@ from megatron_pg.step.batch import PackedBatch
 TOLERANCE = 1e-3  # rounding of an engine's log-prob of 0, in nats
 
 
+def require_heads_in_sets(batch: PackedBatch) -> None:
+    """Refuse a sampler's likely tokens that the set of a token lacks, by sample and position: their
+    probability under the policy would be 0.
+    """
+    for sample in batch.samples:
+        kept, head = sample.kept_tokens, sample.sampler_top_k
+        if kept is None or head is None or not kept.values.numel():
+            continue
+        keys = [(each.row_of_element() << 32) + each.values for each in (kept, head.ids)]
+        rows = head.ids.row_of_element()
+        wrong = ((kept.sizes[rows] > 0) & ~torch.isin(keys[1], keys[0])).nonzero()
+        if wrong.numel():
+            place = int(wrong[0])
+            raise ValueError(
+                f"{sample.name}: sampler_top_k has id {int(head.ids.values[place])} at response "
+                f"token {int(rows[place])}, and its sampling set (kept_tokens) does not: give the "
+                "engine's log-probs after top-k and top-p, without ids of probability 0"
+            )
+
+
 def require_kept_set_log_probs(required: Collection[str], batch: PackedBatch) -> None:
     """Refuse log-probs of another distribution than the one renormalised to the kept set, by sample
     and position.

@@ -24,7 +24,11 @@ from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.tables import rows_on
 from megatron_pg.loss.aggregation import STEP_NUMBERS, Weights
 from megatron_pg.loss.checksum import CHECKSUM, CHECKSUMS, check_checksum
-from megatron_pg.loss.corrections import Corrected, correction_metric_names
+from megatron_pg.loss.corrections import (
+    Corrected,
+    correction_metric_names,
+    counts_accepted_afterwards,
+)
 from megatron_pg.loss.objectives import OBJECTIVES, Outcome
 from megatron_pg.loss.regularizers import KL_ESTIMATES
 from megatron_pg.loss.tokens import Tokens
@@ -308,6 +312,8 @@ class PairTable:
 
     terms: tuple[str, ...]  # numbers of a micro-batch; their denominators add up to 1 over the step
     rows: tuple[tuple[str, str], ...]  # metrics of tokens: (name, reduction)
+    counts_accepted: bool = False
+    """True if the denominators of terms add up to the accepted share of the step's tokens."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -319,9 +325,10 @@ class PairTable:
         terms: Mapping[str, Tensor],
         weights: Weights,
         loss_mask: Tensor,
+        accepted: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """Add up values [window] of active tokens and take 0-d terms, by name: what `pairs`
-        takes.
+        takes. `accepted` [window] is each token's part of the accepted share.
         """
         active = loss_mask.double()
         weight = {"document": weights.document, "sequence": weights.sequence, "active": active}
@@ -331,7 +338,8 @@ class PairTable:
             for name, kind in self.rows
             if kind != "absent"
         ]
-        sums = torch.stack([*rows, weights.document, active]).sum(1)
+        shares = [] if accepted is None else [accepted]
+        sums = torch.stack([*rows, weights.document, active, *shares]).sum(1)
         # Stacked: an output that is the loss itself would take its gradient.
         stacked = torch.stack([terms[name] for name in self.terms]).double()
         return stacked, checksums(weights), sums
@@ -348,8 +356,10 @@ class PairTable:
 def _places(table: PairTable, device: torch.device) -> Tensor:
     """Find each name's numerator and denominator in what `PairTable.pairs` lays end to end."""
     added = [name for name, kind in table.rows if kind != "absent"]
-    laid = [*table.terms, *CHECKSUMS, *added, "document", "active", *STEP_NUMBERS]
-    pairs = [(name, "share") for name in (*table.terms, *CHECKSUMS)]
+    shares = ["accepted"] * table.counts_accepted
+    laid = [*table.terms, *CHECKSUMS, *added, "document", "active", *shares, *STEP_NUMBERS]
+    pairs = [(name, "accepted" if shares else "share") for name in table.terms]
+    pairs += [(name, "share") for name in CHECKSUMS]
     pairs += [(name if name in added else "nothing", WEIGHTS[kind][1]) for name, kind in table.rows]
     places = torch.tensor([list(map(laid.index, pair)) for pair in pairs], device="cpu")
     return to_device(places, device)
@@ -366,7 +376,8 @@ def metric_table(config: PolicyLossConfig, lacking: frozenset[str] = frozenset()
     kind_of |= {row.name: "absent" for row in rows if lacking & {*row.reads}}
     coefficients = (config.kl_loss_coef, config.entropy_coef, config.distill_coef)
     terms = itertools.compress(("kl_loss", "entropy_loss", "distill_loss"), coefficients)
-    return PairTable(("loss", "pg_loss", *terms), tuple(kind_of.items()))
+    names, is_counted_late = ("loss", "pg_loss", *terms), counts_accepted_afterwards(config)
+    return PairTable(names, tuple(kind_of.items()), is_counted_late)
 
 
 def metric_names(config: PolicyLossConfig) -> tuple[str, ...]:
@@ -398,7 +409,13 @@ def measure(
         for row in metrics
         if all(getattr(tokens, name) is not None for name in row.reads)
     }
-    parts = table.parts(values, terms, weights, mask)
+    accepted = None
+    if table.counts_accepted:
+        accepted = scored.corrected.loss_mask.double()
+        if scored.config.loss_weight_denominator == "weights" and tokens.loss_weights is not None:
+            accepted = accepted * tokens.loss_weights
+        accepted = accepted / weights.unrejected_count
+    parts = table.parts(values, terms, weights, mask, accepted)
     if not metrics:
         return None, None, *parts
     is_nan = ~scored.corrected.loss.isfinite()
@@ -531,6 +548,9 @@ def reduce_metrics(
     pairs, maxima = pairs.cpu(), maxima.cpu()
     pairs, *others = pairs.split(list(map(len, parts)))  # type: ignore[no-untyped-call]
     optional = {row.name for row in rows if row.reads}
+    if (table := metric_table(config)).counts_accepted:
+        of_terms = pairs[: len(table.terms), 1]
+        of_terms[of_terms == 0] = 1  # no token was accepted
     reduced = quotients(names, pairs, optional)
     for (name, sign), value in zip(signs.items(), maxima.tolist(), strict=True):
         if value != -math.inf or name not in optional:

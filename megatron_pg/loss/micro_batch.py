@@ -16,6 +16,7 @@ from megatron_pg.config.tables import LOG_PROB_FIELDS
 from megatron_pg.loss import compiled
 from megatron_pg.loss.aggregation import Weights, host_weights
 from megatron_pg.loss.compiled import Function, Outputs, Tensors
+from megatron_pg.loss.corrections import counts_accepted_afterwards
 from megatron_pg.loss.metrics import MicroBatchMetrics, PairTable, Scored, measure
 from megatron_pg.loss.policy_loss import policy_loss
 from megatron_pg.loss.reducer import add_over_group, weighted_sum
@@ -80,7 +81,8 @@ BATCH_FIELDS = (
 class MicroBatchLoss:
     """The loss of one micro-batch on one rank, as a function of its log-probs.
 
-    Arguments and errors are those of `policy_loss_function`.
+    Arguments and errors are those of `policy_loss_function`. `scales_gradients` is True if the
+    caller scales the step's gradients by its accepted count, where the settings ask for it.
     """
 
     def __init__(
@@ -91,9 +93,19 @@ class MicroBatchLoss:
         context_parallel_group: dist.ProcessGroup | None = None,
         step_share: float = 1.0,
         policy_version: int | None = None,
+        *,
+        scales_gradients: bool = False,
     ) -> None:
+        if counts_accepted_afterwards(resolved.config) and not scales_gradients:
+            raise ValueError(
+                f"--old-log-probs {resolved.old_log_probs} --rejection-denominator accepted: the "
+                "step's gradients are multiplied by its tokens over its accepted tokens after the "
+                "last micro-batch, as only PolicyStep does: use PolicyStep, or "
+                "--rejection-denominator original"
+            )
         for require in resolved.requirements:
             require(batch)
+        resolved.normalization.require(totals)
         self.resolved, self.batch, self._totals = resolved, batch, totals
         if resolved.old_log_probs == "current" and torch.is_grad_enabled():
             refuse_second_step(batch, totals)

@@ -18,7 +18,7 @@ from megatron_pg.config.tables import REPLACED_BY, is_replaced, required_inputs,
 from megatron_pg.head import HeadOptions
 from megatron_pg.loss.aggregation import Normalization
 from megatron_pg.loss.corrections import CORRECTIONS, Correction
-from megatron_pg.loss.kept_sets import require_kept_set_log_probs
+from megatron_pg.loss.kept_sets import require_heads_in_sets, require_kept_set_log_probs
 from megatron_pg.loss.metrics import Metric, PairTable, metric_table, metrics_on
 from megatron_pg.loss.objectives import OBJECTIVES, Formula, Objective, get_objective
 from megatron_pg.loss.reducer import OwnReducer
@@ -95,6 +95,8 @@ def resolve(config: PolicyLossConfig) -> ResolvedLoss:
     ]
     if config.replay_sampling_set:
         requirements.append(functools.partial(require_kept_set_log_probs, tuple(required)))
+        if config.score_centering:
+            requirements.append(require_heads_in_sets)
     if isinstance(scorer, TeacherChannels):
         requirements.append(scorer.require)
     return ResolvedLoss(

@@ -69,12 +69,13 @@ class OutputRows:
         return hidden_states[:, 0].index_select(0, rows), weight, batch.targets[rows]
 
     def log_probs_and_entropy(
-        self, hidden_states: Tensor, weight: Tensor, transform: LogitTransform
+        self, hidden_states: Tensor, weight: Tensor, transform: LogitTransform, scorer: Any = None
     ) -> list[Tensor]:
-        """Compute both, [window] each."""
+        """Compute both, [window] each, and the values [5, window] of a `SamplerHead`."""
         factors = self.factors(hidden_states, weight)
         options = replace(self._options, transform=transform)
-        scores = linear_log_probs_and_entropy(*factors, options, kept=self.kept)
+        center = None if scorer is None else scorer.on_rows(self._batch, lambda x: x[self.active])
+        scores = linear_log_probs_and_entropy(*factors, options, kept=self.kept, centering=center)
         return [self.in_window(score) for score in scores]
 
     def in_window(self, values: Tensor, rows: slice = slice(None)) -> Tensor:
@@ -129,7 +130,9 @@ class FusedHead:
         if self._rows.kept is None:
             factors = self._rows.factors(hidden_states, weight)
             return self._loss_in_one_pass(*factors, replace(self._options, transform=transform))
-        scores = self._rows.log_probs_and_entropy(hidden_states, weight, transform)
+        scores = self._rows.log_probs_and_entropy(
+            hidden_states, weight, transform, self._resolved.scorer
+        )
         loss, self._metrics = self._loss(*scores)
         return loss
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.config.policy_loss import require_config
+from megatron_pg.loss.corrections import counts_accepted_afterwards
 from megatron_pg.loss.from_logits import loss_of_logits
 from megatron_pg.loss.metrics import SumsReport, reduce_metrics
 from megatron_pg.loss.micro_batch import MicroBatchLoss
@@ -25,7 +26,13 @@ from megatron_pg.megatron.multi_token import multi_token_mask, scale_multi_token
 from megatron_pg.megatron.output_layer import prepare_output_layer
 from megatron_pg.megatron.routing_replay import RoutingReplay
 from megatron_pg.megatron.scale_contract import ScheduleOutput, scale_contract
-from megatron_pg.megatron.training_loop import GradientWatch, require_training_loop
+from megatron_pg.megatron.training_loop import (
+    AcceptedCount,
+    GradientWatch,
+    put_in_accepted_count,
+    require_scalable_gradients,
+    require_training_loop,
+)
 from megatron_pg.megatron.varying_log_probs import require_steady_log_probs
 from megatron_pg.step.batch import PackedBatch
 from megatron_pg.step.plan import StepPlan
@@ -90,9 +97,9 @@ class PolicyStep:
         ValueError: a `grad_divisor` out of range or with `--divide-gradient-twice`, neither a plan
             nor totals with a number of micro-batches, the scale contract cannot be kept, a teacher
             by hidden states has no weight,
-            `--replay-routing` with a model without experts, or a model whose log-probs vary at the
-            same weights (dropout),
-            unless `--allow-varying-log-probs`.
+            `--replay-routing` with a model without experts, accepted counts of the trained forward
+            pass with gradients that hold another term, or a model whose log-probs vary at the
+            same weights (dropout), unless `--allow-varying-log-probs`.
         NotImplementedError: `--fused-lm-head` or `--fp32-lm-head` with an output layer that they do
             not take, a model that gathers its logits, or another cut over context-parallel ranks
             than the zigzag.
@@ -149,6 +156,10 @@ class PolicyStep:
         self.model, self._chunk, self._is_loop_checked = model, chunk, False
         watched = chunk, groups, num_microbatches, accumulate_gradients
         self._gradients = GradientWatch(*watched)
+        self._accepted: AcceptedCount | None = None
+        if counts_accepted_afterwards(config):
+            require_scalable_gradients(chunk, accumulate_gradients)
+            self._accepted = AcceptedCount(groups, self.device)
         self._table_sizes = _table_sizes(chunk)
         self._masks_padding = model is not None and take_padding_mask(model, groups)
         self._replay = RoutingReplay.of_step(config.replay_routing, model, groups)
@@ -190,7 +201,8 @@ class PolicyStep:
         if self._predicts_more:
             inputs["loss_mask"] = multi_token_mask(batch, self.totals.num_active_tokens)
         of_step = self.totals, self.groups.context, self.share, self.policy_version
-        loss = MicroBatchLoss(self._resolved, batch, *of_step)
+        scales = self._accepted is not None
+        loss = MicroBatchLoss(self._resolved, batch, *of_step, scales_gradients=scales)
         options = dataclasses.replace(self._head, chunk_tokens=chunk_tokens)
         of_head: Any = {"options": options, "teacher_weight": self.teacher_weight}
         added: dict[str, Any] = {} if self._replay is None else self._replay.model_inputs(batch)
@@ -207,6 +219,7 @@ class PolicyStep:
         """
         if self._chunk is not None and torch.is_grad_enabled() and not self._is_loop_checked:
             require_training_loop(self._chunk, self.groups, self.num_microbatches)
+            put_in_accepted_count(self._chunk, self._accepted)
             self._is_loop_checked = True
         self.check_packing(batch)
         self._check_embedding(batch)
@@ -228,6 +241,8 @@ class PolicyStep:
         def scaled_loss(output: Tensor) -> ScheduleOutput:
             loss, metrics = loss_of_output(output)
             self._gradients.watch(loss)
+            if self._accepted is not None:
+                self._accepted.watch(loss, metrics["pg_loss"])
             return self.scale.apply(loss, metrics, *num_tokens)
 
         return MicroBatchHead(scaled_loss, inputs | added, added)
@@ -269,7 +284,10 @@ class PolicyStep:
 
         Raises:
             RuntimeError: under `--check-aggregation`, the aggregation checksum is not 1.
+            ValueError: the gradients are not yet divided by the step's accepted tokens.
         """
+        if self._accepted is not None:
+            self._accepted.require_end()
         replay = None if self._replay is None else self._replay.report()
         return reduce_metrics(
             self.config,

@@ -7,14 +7,17 @@ distributed/finalize_model_grads.py and pipeline_parallel/schedules.py of megatr
 """
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megatron_pg.megatron.groups import ParallelGroups, unwrapped
+from megatron_pg.megatron.groups import ParallelGroups, chunks_of, unwrapped
+from megatron_pg.megatron.scale_contract import has_router_loss
 
 
 @dataclass
@@ -31,6 +34,14 @@ class _Backward:
 
 
 _backward: weakref.WeakKeyDictionary[Any, _Backward] = weakref.WeakKeyDictionary()
+
+
+def _holds_gradients(chunk: Any) -> bool:
+    """Tell whether backward passes have added to DDP's gradients since they were zeroed."""
+    passes = _backward.get(chunk)
+    if passes is None:
+        return False
+    return passes.ready_parameters is chunk.bucket_groups[0].per_param_grad_ready_counts
 
 
 def require_training_loop(chunk: Any, groups: ParallelGroups, num_microbatches: int) -> None:
@@ -119,6 +130,98 @@ def _require_wrapper(chunk: Any, groups: ParallelGroups, num_microbatches: int) 
 
 
 @dataclass(eq=False)
+class AcceptedCount:
+    """Multiplies the gradients of a step by its tokens over its accepted tokens, once, after the
+    trainer's `finalize_model_grads_func`, in whose place it stands for one step.
+
+    The count is of the forward passes that are trained, hence unknown before. It stays on the
+    device: one all-reduce of one number over all ranks of the job, no host synchronization.
+    """
+
+    groups: ParallelGroups
+    device: torch.device
+    config: Any = None
+    func: Any = None  # the trainer's own, which may be None
+    shares: list[Tensor] = field(default_factory=list)
+    """Of micro-batches whose backward pass has begun: their accepted tokens over the step's."""
+
+    def watch(self, loss: Tensor, pair: Tensor) -> None:
+        """Count a micro-batch from its backward pass on: `pair` is of `pg_loss` in its metrics."""
+        if loss.requires_grad:
+            # Read later: the fused head fills it in backward.
+            loss.register_hook(lambda _: self.shares.append(pair[1]))  # type: ignore[no-untyped-call]
+
+    def put_in(self, config: Any) -> None:
+        """Stand in the place of the model config's function, until the end of the step."""
+        self.config, self.func = config, config.finalize_model_grads_func
+        config.finalize_model_grads_func = self
+
+    def __call__(self, model: Any, *arguments: Any, **keywords: Any) -> None:
+        self.config.finalize_model_grads_func = self.func
+        if self.func is not None:
+            self.func(model, *arguments, **keywords)
+        share = torch.zeros((), dtype=torch.float64, device=self.device)
+        if self.groups.contributes and self.shares:
+            share += torch.stack(self.shares).sum()
+        self.shares.clear()
+        dist.all_reduce(share)
+        # Without an accepted token all gradients are 0.
+        factor = torch.where(share == 0, 1.0, 1 / share)
+        for chunk in chunks_of(model):
+            chunk.scale_gradients(factor)
+
+    def require_end(self) -> None:
+        """Refuse the report of a step whose gradients were not scaled."""
+        if self.shares:
+            raise ValueError(
+                "--rejection-denominator accepted: the gradients of this step are not divided by "
+                "its accepted tokens, since nothing has called the model config's "
+                "finalize_model_grads_func after the last micro-batch. Run the step in Megatron's "
+                "schedule (get_forward_backward_func), which calls it"
+            )
+
+
+def require_scalable_gradients(chunk: Any, accumulates: bool) -> None:
+    """Refuse gradients that an `AcceptedCount` cannot multiply, and those with other terms."""
+    # The method of FSDP2's wrapper does nothing.
+    can_scale = hasattr(chunk, "scale_gradients")
+    if not can_scale or isinstance(next(chunk.parameters()), DTensor):
+        raise ValueError(
+            "--rejection-denominator accepted, whose count of this step is known only after the "
+            "last micro-batch, multiplies the gradients in the buffers of Megatron's DDP: wrap the "
+            "model in DistributedDataParallel of megatron.core.distributed, and pass it as "
+            "PolicyStep(model=...)"
+        )
+    config, others = chunk.config, ["accumulate_gradients=True"] * accumulates
+    if has_router_loss(config):
+        others.append("--moe-aux-loss-coeff or --moe-z-loss-coeff")
+    if getattr(config, "mtp_num_layers", None):
+        others.append("--mtp-num-layers")
+    if others:
+        raise ValueError(
+            "--rejection-denominator accepted, whose count of this step is known only after the "
+            f"last micro-batch, multiplies the whole gradient once, and {' and '.join(others)} "
+            "adds a term that it does not divide: use --rejection-denominator original"
+        )
+
+
+def put_in_accepted_count(chunk: Any, accepted: AcceptedCount | None) -> None:
+    """Put in the count of a step, or none, instead of the count of a step that did not end."""
+    config = chunk.config
+    found = getattr(config, "finalize_model_grads_func", None)
+    if isinstance(found, AcceptedCount):
+        config.finalize_model_grads_func = found.func
+        if found.shares and _holds_gradients(chunk):
+            raise ValueError(
+                "--rejection-denominator accepted: the gradients hold micro-batches of another "
+                "PolicyStep, whose accepted tokens this one does not count. Build one PolicyStep "
+                "per step, and call zero_grad_buffer() before each"
+            )
+    if accepted is not None:
+        accepted.put_in(config)
+
+
+@dataclass(eq=False)
 class GradientWatch:
     """Refuses the gradients of a step before in DDP's buffers, on the last pipeline stage.
 
@@ -139,15 +242,14 @@ class GradientWatch:
             loss.register_hook(self._begin)  # type: ignore[no-untyped-call]
 
     def _begin(self, _: Tensor) -> None:
-        chunk, passes = self.chunk, _backward.get(self.chunk)
-        ready_parameters = chunk.bucket_groups[0].per_param_grad_ready_counts
-        if passes is not None and passes.ready_parameters is ready_parameters:
-            if passes.count >= self.num_microbatches and passes.begun_by() is not self:
+        chunk = self.chunk
+        passes = _backward[chunk] if _holds_gradients(chunk) else None
+        if passes is not None and passes.count >= self.num_microbatches:
+            if passes.begun_by() is not self:
                 self._require_accumulation(passes.finalization)
                 passes = None
-        else:
-            passes = None
         if passes is None:
+            ready_parameters = chunk.bucket_groups[0].per_param_grad_ready_counts
             passes = _backward[chunk] = _Backward(ready_parameters, weakref.ref(self))
         passes.count += 1
         passes.finalization = chunk.config.finalize_model_grads_func

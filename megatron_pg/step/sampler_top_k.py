@@ -104,13 +104,16 @@ def top_k_of_vllm(logprobs: Sequence[Mapping[int, Any] | None]) -> tuple[list[An
 
     Args:
         logprobs: for each response token a mapping of ids to objects with `logprob`, or to numbers.
-            The sampled token is among them even if it is not in the top k.
+            The sampled token is among them even if it is not in the top k. Ids of probability 0 are
+            left out.
     """
     rows = [row for row in logprobs if row is not None]
     if len(rows) < len(logprobs):
         raise ValueError("vLLM returned no log-probs: ask with SamplingParams(logprobs=k)")
-    log_probs = [[float(getattr(x, "logprob", x)) for x in row.values()] for row in rows]
-    return [list(map(int, row)) for row in rows], log_probs
+    heads = [{id: float(getattr(x, "logprob", x)) for id, x in row.items()} for row in rows]
+    # Beyond top-k and top-p.
+    heads = [{id: x for id, x in head.items() if x > -math.inf} for head in heads]
+    return [list(map(int, head)) for head in heads], [list(head.values()) for head in heads]
 
 
 def top_k_of_sglang(meta_info: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:

@@ -15,6 +15,7 @@ from megatron.core.transformer.moe import router
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 
+from megatron_pg.head.centering import Centering
 from megatron_pg.head.vocabulary_shard import VocabularyShard
 from megatron_pg.megatron import experts
 from megatron_pg.megatron.routing_replay import Replay
@@ -58,6 +59,13 @@ def targets_are_one_id_off_on_the_second_rank(right, *args, **keywords):
 @around(VocabularyShard, "gather")
 def statistics_of_the_second_vocabulary_shard_are_lost(right, shard, local):
     return right(shard, local)[:1].expand(tensor_size(), *local.shape)
+
+
+@breakage("TP2", fails="centering", passes="gradient|kept set")
+@around(Centering, "on")
+def each_rank_centers_over_its_own_tokens_of_the_head(right, centering, chunk, statistics, rows):
+    _, is_here = chunk.shard.columns_of(centering.ids)
+    return right(replace(centering, ids=centering.ids.where(is_here, -1)), chunk, statistics, rows)
 
 
 @breakage("TP2 SP", passes="loss only")

@@ -159,10 +159,9 @@ def references() -> list[Outcome]:
 @pytest.mark.parametrize(("case", "is_fused"), itertools.product(CASES, (False, True)))
 def test_gradients_and_metrics_equal_the_unsharded_reference(case, is_fused, references) -> None:
     sharding = Sharding.named(case)
-    runs = [replace(run, fused_lm_head=is_fused) for run in RUNS]
-    runs += [] if is_fused else OVER_SETS
+    runs = [replace(run, fused_lm_head=is_fused) for run in (*RUNS, *OVER_SETS)]
     found = run_ranks(steps, sharding.world_size, sharding, CASES[case], runs)[0]
-    for run, outcome, expected in zip(runs, found, references, strict=False):
+    for run, outcome, expected in zip(runs, found, references, strict=True):
         # The engine's log-probs are float32.
         assert_equal([outcome], [expected], [run], 1e-6)
 

@@ -89,6 +89,7 @@ CHECKED = {
             "gspo",
             "dis",
             "kept set",
+            "centering",
             "loss scale",
             "recompute",
             "every token",
@@ -103,7 +104,7 @@ CHECKED = {
 def assert_all_rows_pass(found: dict[str, Any], processes: int) -> None:
     """And that there are as many as there should be, of every kind that the flags leave."""
     assert found["passed"] is True and found["world_size"] == processes
-    assert len(found["rows"]) == 27
+    assert len(found["rows"]) == 28
     for row in found["rows"]:
         assert row["passed"] and row["diagnosis"] == ""
         assert 0.0 < row["gradient_error"] <= row["tolerance"] == 1e-6
@@ -147,7 +148,7 @@ def test_fused_head_passes(flags) -> None:
     found = report_of(2, f"--fused-lm-head --num-layers 1 {flags}")
     assert found["passed"] is True
     assert found["accelerations"]["fused output layer"] == "checked"
-    assert [row["model"] for row in found["rows"]] == ["end to end"] * 14 + ["tied"] * 3
+    assert [row["model"] for row in found["rows"]] == ["end to end"] * 15 + ["tied"] * 3
     assert found["not_checked"]["loss-only rows"] == "--fused-lm-head"
 
 

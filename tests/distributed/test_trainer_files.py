@@ -149,6 +149,18 @@ def test_rejected_tokens_leave_the_denominators(rollouts: Path, tmp_path: Path) 
     assert accepted["pg_loss"] == pytest.approx(ratio * original["pg_loss"], rel=1e-5)
     for name in ("kl_loss", "num_tokens", "rejected_fraction"):
         assert accepted[name] == pytest.approx(original[name], rel=1e-5)
+    # The same in one pass, whose count is known after it: the gradient is scaled before clipping.
+    bounds = "--geometric-rejection-low 0 --geometric-rejection-high 3"
+    flags = flags.replace("--kl-loss-coef 0.1", f"--old-log-probs current {bounds}")
+    for denominator in ("original", "accepted"):
+        run(far, tmp_path / f"current_{denominator}", flags + denominator)
+        (first[denominator],) = steps_of(tmp_path / f"current_{denominator}")
+        assert first[denominator]["aggregation_checksum"] == pytest.approx(1.0, abs=1e-6)
+    current, accepted = first["original"], first["accepted"]
+    ratio = 1.0 / (1.0 - current["rejected_fraction"])
+    assert 1.3 < ratio < 10
+    for name in ("pg_loss", "loss", "grad_norm"):
+        assert accepted[name] == pytest.approx(ratio * current[name], rel=1e-5)
 
 
 def test_a_run_goes_on_with_more_rollouts_in_another_folder(rollouts, uninterrupted, tmp_path):

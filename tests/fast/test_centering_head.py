@@ -1,17 +1,27 @@
 """Score centering from logits and from hidden states, against plain float64 loops."""
 
+import functools
 import math
+import random
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pg.head import Centering
+from megatron_pg.head import (
+    Centering,
+    HeadOptions,
+    linear_log_probs_and_entropy,
+    log_probs_and_score,
+)
+from megatron_pg.head.kept import sparse_layer
 from tests.distributed.launch import run_ranks
 from tests.fast import centering_oracle as oracle
+from tests.fast.distillation_oracle import log_softmax_of
 from tests.fast.test_distillation_head import DIVERGENCES, TOKENS, WAYS, K, Problem, check
-from tests.fast.test_kept_set import TEMPERATURE, VOCAB_SIZE
+from tests.fast.test_kept_set import TEMPERATURE, VOCAB_SIZE, ragged, vocabulary
 
 WEIGHTS = [("none", 0.0, math.inf), ("clip", 0.5, 1.6), ("clip", 0.0, 1.2), ("mask", 0.6, 1.5)]
 
@@ -56,6 +66,77 @@ class Centered(Problem):
         return super().loss(log_probs, entropy, score[0], rows)
 
 
+class OverSets(Centered):
+    """The same over sets that tokens were sampled from: one row without a set, one with the target
+    only, others with about half of the vocabulary.
+    """
+
+    def _expect(self) -> None:
+        self.kept = []
+        for t, target in enumerate(self.targets.tolist()):
+            rng = random.Random(t)
+            others = rng.sample([v for v in range(VOCAB_SIZE) if v != target], 5 + t % 6)
+            self.kept.append([*others, target] if t > 1 else [target] * t)
+            rng.shuffle(self.kept[-1])
+        self.sets = ragged(self.kept)
+        hidden = self.hidden.double().clone().requires_grad_()
+        weight = self.weight.double().clone().requires_grad_()
+        logits = (hidden @ weight.T)[:, :VOCAB_SIZE]
+        logits.retain_grad()
+        outputs = []
+        for t, target in enumerate(self.targets.tolist()):
+            ids = self.kept[t] or range(VOCAB_SIZE)
+            of_set = log_softmax_of([logits[t, v] for v in ids], TEMPERATURE)
+            log_p = [torch.tensor(-math.inf, dtype=torch.float64)] * VOCAB_SIZE
+            for v, value in zip(ids, of_set, strict=True):
+                log_p[v] = value
+            entropy = -sum(torch.exp(value) * value for value in of_set)
+            outputs.append(torch.stack([log_p[target], entropy, self._divergence(t, log_p)]))
+        outputs = torch.stack(outputs, 1)
+        (self.coefficients.double() * outputs)[:, self.mask].sum().backward()
+        self.wanted = outputs.detach().unbind()
+        self.wanted_gradients = [logits.grad, hidden.grad, weight.grad]
+
+    def head(self, t: int, log_p: list[Tensor]) -> dict[int, float]:
+        kept = self.kept[t] or range(VOCAB_SIZE)
+        is_dropped = torch.tensor([v not in kept for v in range(VOCAB_SIZE)])
+        restricted = torch.stack(log_p).detach().masked_fill(is_dropped, -math.inf).log_softmax(0)
+        head = super().head(t, list(restricted))
+        return {v: log_q for v, log_q in head.items() if v in kept}
+
+    def from_logits(self, rank: int = 0, size: int = 1) -> tuple[list[Tensor], list[Tensor]]:
+        logits = (self.hidden @ self.weight.T).chunk(size, 1)[rank].clone()
+        logits[2] = float("nan")  # masked
+        logits.requires_grad_()
+        settings = {"row_mask": self.mask, "kept": self.sets, **vocabulary(size)}
+        found = log_probs_and_score(logits, self.targets, self.teacher(rank, size), **settings)
+        self.loss(*found, slice(None)).backward()
+        return [each.detach() for each in found], [logits.grad]
+
+    def from_hidden(
+        self, rank: int = 0, size: int = 1, pair: float = 3.0, keeps: bool | None = None
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Through the fused head, where one pair costs as much as `pair` columns."""
+        weight = self.weight.chunk(size)[rank].clone().requires_grad_()
+        factors = self.hidden.clone().requires_grad_(), weight
+        options = HeadOptions(**vocabulary(size), chunk_tokens=4)
+        settings = {"kept": self.sets, "centering": self.teacher(rank, size), "keep_logits": keeps}
+        with mock.patch.multiple(sparse_layer, _COLUMNS_OF_A_PAIR=pair, _LEAST_DENSE_ROWS=1):
+            self.num_sparse = len(sparse_layer.split_rows(self.sets, len(weight), None)[0])
+            found = linear_log_probs_and_entropy(*factors, self.targets, options, **settings)
+        self.loss(*found, slice(None)).backward()
+        return [each.detach() for each in found], [each.grad for each in factors]
+
+
+SET_WAYS = {
+    "logits": OverSets.from_logits,
+    "sparse": functools.partial(OverSets.from_hidden, pair=1e-9),
+    "both": OverSets.from_hidden,
+    "dense": functools.partial(OverSets.from_hidden, pair=1e9),
+    "dense, kept": functools.partial(OverSets.from_hidden, pair=1e9, keeps=True),
+}
+
+
 def first_scores(ranks: list) -> list:
     return [([*values[:2], values[2][0]], gradients) for values, gradients in ranks]
 
@@ -65,6 +146,28 @@ def first_scores(ranks: list) -> list:
 def test_values_and_gradients(way: str, weights: tuple[str, float, float]) -> None:
     problem = Centered(weights)
     check(problem, way, first_scores([WAYS[way](problem)]), 1e-12)
+
+
+@pytest.mark.parametrize("way", SET_WAYS)
+@pytest.mark.parametrize("weights", WEIGHTS, ids=str)
+def test_values_and_gradients_over_sets(way: str, weights: tuple[str, float, float]) -> None:
+    problem = OverSets(weights)
+    check(problem, way, first_scores([SET_WAYS[way](problem)]), 1e-12)
+    if way != "logits":
+        assert problem.num_sparse == {"sparse": TOKENS - 1, "both": 6}.get(way, 0)
+
+
+def test_a_mutant_that_takes_other_pairs_of_a_set_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = sparse_layer.PairRows.columns_of
+
+    def rolled(self: sparse_layer.PairRows, ids: Tensor) -> tuple[Tensor, Tensor]:
+        columns, is_here = honest(self, ids)
+        return (columns + is_here.int()).clamp(max=len(self.ids) - 1), is_here
+
+    monkeypatch.setattr(sparse_layer.PairRows, "columns_of", rolled)
+    with pytest.raises(AssertionError):
+        problem = OverSets(WEIGHTS[0])
+        check(problem, "sparse", first_scores([SET_WAYS["sparse"](problem)]), 1e-12)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -84,6 +187,19 @@ def test_mutant_without_the_tail(way: str, monkeypatch: pytest.MonkeyPatch) -> N
 def on_rank(kinds: list[tuple[str, tuple[str, float, float]]]) -> list:
     rank, size = dist.get_rank(), dist.get_world_size()
     return [WAYS[way](Centered(weights), rank, size) for way, weights in kinds]
+
+
+def over_sets_on_rank(kinds: list[tuple[str, tuple[str, float, float]]]) -> list:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return [SET_WAYS[way](OverSets(weights), rank, size) for way, weights in kinds]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_sets_of_shards_equal_those_of_the_whole_vocabulary(size: int) -> None:
+    kinds = [(way, WEIGHTS[number % len(WEIGHTS)]) for number, way in enumerate(SET_WAYS)]
+    ranks = run_ranks(over_sets_on_rank, size, kinds)
+    for (way, weights), *found in zip(kinds, *ranks, strict=True):
+        check(OverSets(weights), way, first_scores(found), 1e-12)
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -1,13 +1,22 @@
 """The engine's likeliest tokens: samples, engines' answers, files, and what is refused."""
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megatron_pg import PolicyLossConfig, Sample, pack, policy_loss_from_log_probs, step_totals
+from megatron_pg import (
+    PolicyLossConfig,
+    Sample,
+    pack,
+    policy_loss_from_log_probs,
+    policy_loss_function,
+    step_totals,
+)
 from megatron_pg.head.ragged import Ragged
 from megatron_pg.rollout_files import RolloutFiles, top_k_of_sglang, top_k_of_vllm
 
@@ -69,7 +78,6 @@ CONFLICTS = {
         "requires --rejection-denominator original",
     ),
     "teacher": ({"distill_coef": 0.1, "distill_teacher": "logits"}, "mutually exclusive"),
-    "sets": ({"replay_sampling_set": True, "fused_lm_head": True}, "remove --fused-lm-head"),
 }
 
 
@@ -77,6 +85,21 @@ CONFLICTS = {
 def test_refused_settings(case: str) -> None:
     changes, words = CONFLICTS[case]
     assert_refused(words, lambda: PolicyLossConfig(**{**CENTERED, **changes}))
+
+
+def test_a_likely_token_outside_the_set_is_refused() -> None:
+    settings = {**CENTERED, "replay_sampling_set": True}
+    config, words = PolicyLossConfig(**settings), "sampler_top_k has id 2 at response token 0"
+    ids = sample().sampler_top_k.ids
+    kept = [sorted({target, *ids.row(t).tolist()}) for t, target in enumerate([4, 5, 1])]
+
+    def loss(sets: list[list[int]]) -> None:
+        batch = pack([replace(sample(), kept_tokens=sets)])
+        policy_loss_function(config, batch, torch.zeros(4, 8), totals=step_totals(batch.samples))
+
+    loss(kept)
+    loss([[], *kept[1:]])
+    assert_refused(words, loss, [[4, 6], *kept[1:]])
 
 
 def test_a_loss_of_log_probs_cannot_be_centered() -> None:
@@ -101,6 +124,7 @@ def test_answers_of_engines() -> None:
         {1: -1.0},
     ]
     assert top_k_of_vllm(of_vllm) == ([[4, 2], [1]], [[-0.5, -1.5], [-1.0]])
+    assert top_k_of_vllm([{4: -0.5, 3: -math.inf}]) == ([[4]], [[-0.5]])
     assert_refused("returned no log-probs", lambda: top_k_of_vllm([None]))
     meta = {"output_top_logprobs": [[(-0.5, 4, None), (-1.5, 2, None)], None]}
     assert top_k_of_sglang(meta) == ([[4, 2], []], [[-0.5, -1.5], []])

@@ -149,8 +149,6 @@ def test_what_contradicts_interpolation_is_refused() -> None:
     flag = "--old-log-probs interpolated"
     assert_refused(f"{flag} has no effect with --ratio-anchor", config, ratio_anchor="rollout")
     assert_refused(f"{flag} is not read by --policy-loss reinf", config, policy_loss="reinforce")
-    accepted = {"use_sequence_rejection": True, "rejection_denominator": "accepted"}
-    assert_refused(f"{flag} requires --rejection-denominator original", config, **accepted)
 
     def loss(samples: list[Sample], **keywords: Any) -> None:
         log_probs, totals = log_probs_of(samples), step_totals(samples)

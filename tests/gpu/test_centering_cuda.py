@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.head import Centering, HeadOptions, linear_token_loss
-from tests.fast.test_centering_head import WEIGHTS, Centered, first_scores
+from tests.fast.test_centering_head import SET_WAYS, WEIGHTS, Centered, OverSets, first_scores
 from tests.fast.test_distillation_head import WAYS, check
 
 # 1 minus the probability of a head has fewer digits than the probability.
@@ -23,6 +23,16 @@ def test_values_and_gradients(
         pytest.skip("a ratio at a bound of the mask falls on either side")
     problem = Centered(weights, dtype, "cuda")
     check(problem, way, first_scores([WAYS[way](problem)]), PRECISIONS[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("way", SET_WAYS)
+@pytest.mark.parametrize("weights", WEIGHTS[:2], ids=str)
+def test_values_and_gradients_over_sets(
+    weights: tuple[str, float, float], way: str, dtype: torch.dtype
+) -> None:
+    problem = OverSets(weights, dtype, "cuda")
+    check(problem, way, first_scores([SET_WAYS[way](problem)]), PRECISIONS[dtype])
 
 
 @pytest.mark.parametrize("with_entropy", [False, True])

@@ -3,13 +3,16 @@ are pairs.
 """
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.head.backend import choose
+from megatron_pg.head.centering import Centering
 from megatron_pg.head.factor_gradients import FactorGradients
 from megatron_pg.head.from_hidden import linear_log_probs
 from megatron_pg.head.from_logits import refuse_second_derivative
@@ -43,8 +46,12 @@ def split_rows(
 
 
 def kept_log_probs(
-    factors: Factors, options: HeadOptions, keep_logits: bool | None, kept: Ragged
-) -> tuple[Tensor, Tensor]:
+    factors: Factors,
+    options: HeadOptions,
+    keep_logits: bool | None,
+    kept: Ragged,
+    centering: Centering | None = None,
+) -> tuple[Tensor, ...]:
     """Do the work of `linear_log_probs_and_entropy` with kept sets, each row by the layer that
     costs less.
     """
@@ -52,30 +59,74 @@ def kept_log_probs(
     check_rows(kept, hidden)
     sparse, dense = split_rows(kept, weight.shape[0], options.tensor_parallel_group)
     if not len(dense):
-        return sparse_log_probs(factors, options, kept)
+        return sparse_log_probs(factors, options, kept, centering)
     if not len(sparse):
         restrict = functools.partial(keep_only, kept)
-        return linear_log_probs(factors, options, keep_logits, restrict)
-    log_probs = entropy = torch.zeros_like(targets, dtype=wide_dtype(hidden.dtype))
+        return linear_log_probs(factors, options, keep_logits, restrict, centering)
+    zeros = torch.zeros_like(targets, dtype=wide_dtype(hidden.dtype))
+    joined = [zeros, zeros]
+    if centering is not None:
+        joined.append(zeros.new_zeros(*centering.shape, len(zeros)))
     for rows in (sparse, dense):
         places, own = to_device(rows, hidden.device), kept.select(rows)
         part = Factors(hidden[places], weight, targets[places])
+        center = None if centering is None else centering.select(places)
         if rows is sparse:
-            vectors = sparse_log_probs(part, options, own)
+            vectors = sparse_log_probs(part, options, own, center)
         else:
-            vectors = linear_log_probs(part, options, None, functools.partial(keep_only, own))
-        log_probs = log_probs.index_copy(0, places, vectors[0])
-        entropy = entropy.index_copy(0, places, vectors[1])
-    return log_probs, entropy
+            restrict = functools.partial(keep_only, own)
+            vectors = linear_log_probs(part, options, None, restrict, center)
+        pairs = zip(joined, vectors, strict=True)
+        joined = [whole.index_copy(-1, places, vector) for whole, vector in pairs]
+    return tuple(joined)
 
 
-def sparse_log_probs(factors: Factors, options: HeadOptions, kept: Ragged) -> tuple[Tensor, Tensor]:
+def sparse_log_probs(
+    factors: Factors, options: HeadOptions, kept: Ragged, centering: Centering | None = None
+) -> tuple[Tensor, ...]:
     """Compute log-probs and entropy [tokens] over the kept columns alone; arguments as for
     `linear_log_probs_and_entropy`.
     """
     layer = OutputLayer.build(factors, options)
     pairs = KeptPairs.build(kept, factors.targets, layer.shard, layer.temperature)
-    return SparseLogProbs.apply(factors.hidden, factors.weight, pairs)  # type: ignore
+    rows_of = functools.partial(PairRows, pairs, kept.values, factors.targets)
+    return SparseLogProbs.apply(factors.hidden, factors.weight, pairs, rows_of, centering)  # type: ignore
+
+
+@dataclass(frozen=True, eq=False)
+class PairRows:
+    """Pairs as rows of logits that a `Centering` reads: the columns are places among the pairs."""
+
+    pairs: KeptPairs
+    ids: Tensor  # the global id of each pair, [pairs] int64
+    targets: Tensor
+    logits: Tensor  # [pairs]
+    row_mask: ClassVar[None] = None
+    softcap: ClassVar[None] = None
+
+    @property
+    def shard(self) -> Self:
+        return self
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        return self.pairs.shard.group
+
+    @property
+    def temperature(self) -> Tensor:
+        return self.pairs.temperature
+
+    def columns_of(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the places of global ids [rows, n], and True where this rank holds the column."""
+        rows, size = torch.arange(len(ids), device=ids.device), self.pairs.shard.vocab_size
+        keys, order = (self.pairs.rows * size + self.ids).sort()
+        wanted = torch.where(ids < 0, -1, rows[:, None] * size + ids)
+        places = torch.searchsorted(keys, wanted).clamp(max=max(len(keys) - 1, 0))
+        columns = order[places]
+        return columns, (keys[places] == wanted) & self.pairs.is_here[columns]
+
+    def logits_of(self, columns: Tensor) -> Tensor:
+        return self.logits[columns]
 
 
 class SparseLogProbs(torch.autograd.Function):
@@ -85,8 +136,13 @@ class SparseLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, pairs: KeptPairs
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        pairs: KeptPairs,
+        rows_of: Callable[[Tensor], PairRows],
+        centering: Centering | None,
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.products = choose("kept.pairs_triton", sets, hidden)
         logits = ctx.products.pair_logits(hidden, weight, pairs)
@@ -94,15 +150,28 @@ class SparseLogProbs(torch.autograd.Function):
         statistics = combine_statistics(local, pairs.shard, pairs.temperature)
         ctx.pairs, ctx.parameter = pairs, weight  # saved, it may come back without its `main_grad`
         ctx.save_for_backward(hidden, weight, logits, *statistics.kept())
-        return statistics.log_probs, statistics.entropy
+        ctx.rows_of, ctx.centering = rows_of, centering
+        if centering is None:
+            return statistics.log_probs, statistics.entropy
+        values, _ = centering.on(rows_of(logits), statistics, slice(None))
+        return statistics.log_probs, statistics.entropy, values
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("linear_log_probs_and_entropy")
         if all(gradient is None for gradient in incoming):
-            return (None,) * 3
-        hidden, _, logits, *statistics = ctx.saved_tensors
-        gradient = kept_gradient(logits, ctx.pairs, RowStatistics(*statistics), incoming)
+            return (None,) * 5
+        hidden, _, logits, *saved = ctx.saved_tensors
+        statistics, columns = RowStatistics(*saved), None
+        if ctx.centering is not None:
+            to_logits = ctx.centering.on(ctx.rows_of(logits), statistics, slice(None))[1]
+            incoming, _, columns = to_logits(incoming, logits.dtype)
+        gradient = kept_gradient(logits, ctx.pairs, statistics, incoming)
+        if columns is not None:
+            # Places beyond the pairs take what is not here.
+            places = torch.where(columns.is_here, columns.columns, len(gradient)).flatten()
+            gradient = torch.cat([gradient, gradient.new_zeros(1)])
+            gradient = gradient.scatter_(0, places, columns.values.flatten())[:-1]
         gradients = FactorGradients(hidden, ctx.parameter, ctx.needs_input_grad[:2], final=True)
         if gradients.hidden is not None:
             ctx.products.write_hidden_gradient(gradient, ctx.parameter, ctx.pairs, gradients.hidden)
@@ -112,4 +181,4 @@ class SparseLogProbs(torch.autograd.Function):
                     gradient, hidden, ctx.pairs, out if add else out.zero_()
                 )
             )
-        return (*gradients.finish(), None)
+        return (*gradients.finish(), None, None, None)

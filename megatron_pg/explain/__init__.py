@@ -91,7 +91,7 @@ def _misspelled(unused: Sequence[str], parser: argparse.ArgumentParser) -> Itera
         # 0.85).
         near = difflib.get_close_matches(flag, parser._option_string_actions, 1, cutoff=0.9)
         if flag.startswith("--") and near:
-            yield f"{flag} is no flag; did you mean {near[0]}?"
+            yield f"{flag} is not a flag. Did you mean {near[0]}?"
 
 
 def build_parser() -> ProgramParser:

@@ -422,10 +422,10 @@ GIVEN = {"rewards": [[0.0, 1.0]], "values": [[0.0, 0.0]], "loss_mask": [[1, 1]]}
 
 
 @pytest.mark.parametrize(("changes", "words"), [
-    ({"gamma": 1.01}, "--gamma must be a finite number >= 0 and <= 1; found 1.01"),
+    ({"gamma": 1.01}, "--gamma must be a finite number >= 0 and <= 1, not 1.01"),
     ({"lam": NAN}, "--lam must be"),
     ({"value_lam": -0.1, "lam_alpha": 0.0},
-     "--value-lam must be | --lam-alpha must be a finite number > 0; found 0"),
+     "--value-lam must be | --lam-alpha must be a finite number > 0, not 0"),
     ({"values": [[0.0, NAN]]}, "values[0][1] is nan at an active token"),
     ({"rewards": [[NAN, 0.0]]}, "rewards[0][0] is nan at an active token"),
     ({"values": [[0.0]]}, "values[0] has shape [1], expected [2]"),

@@ -387,8 +387,8 @@ def test_flags_that_are_not_used_are_in_the_json(explained):
 def test_a_flag_that_is_nearly_one_is_refused(printed):
     line = "--lengths 3,5 --loss-agregation=prompt_mean --num-layers 2 --eps-clip-hi 0.3"
     text = printed(line, 2)
-    assert "--loss-agregation is no flag; did you mean --loss-aggregation?" in text
-    assert "did you mean --eps-clip-high?" in text and "--num-layers" not in text
+    assert "--loss-agregation is not a flag. Did you mean --loss-aggregation?" in text
+    assert "Did you mean --eps-clip-high?" in text and "--num-layers" not in text
 
 
 @pytest.mark.parametrize(("line", "message"), [
@@ -453,8 +453,8 @@ FSDP2 = "--calculate-per-token-loss does not work with --use-torch-fsdp2"
     ("--lengths 1 --log-normal 5,1", ONE_SOURCE),
     ("--lengths 1 --calculate-per-token-loss --use-torch-fsdp2", FSDP2),
     ("--lengths 1 --ragged-microbatches "
-     "--expert-model-parallel-size 2", "drop --ragged-microbatches"),
-    ("--lengths 1 --keep-prompt-groups", "give --docs-per-step"),
+     "--expert-model-parallel-size 2", "Remove --ragged-microbatches"),
+    ("--lengths 1 --keep-prompt-groups", "Add --docs-per-step"),
     ("--log-normal 1e12,1", "--log-normal 1e+12,1 has drawn a length of"),
     ("--lengths 1,2,3 --group-size 1000000", "give a smaller --group-size"),
     ("--lengths 1 --docs-per-step 1048577", "--docs-per-step"),

@@ -260,10 +260,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a rank beyond those that ids can carry": (
         lambda: with_distinct_ids(sample([5], 3, 4), 2**23), "is 3, expected 0 or more"
     ),
-    "distinct files without files": (lambda: PlanningConfig(64, distinct_ids="file"), "give files"),
+    "distinct files without files": (lambda: PlanningConfig(64, distinct_ids="file"), "Add files"),
     "distinct ranks with files": (
         lambda: PlanningConfig(64, distinct_ids="rank", rollout_files=("a.jsonl",)),
-        "dealt over the ranks | choose file",
+        "go to different ranks | Choose file",
     ),
     "distinct nodes": (lambda: PlanningConfig(64, distinct_ids="node"), "one of rank, file"),
 }  # fmt: skip

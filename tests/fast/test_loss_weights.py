@@ -35,7 +35,7 @@ def test_denominators_of_weights_without_weights_are_refused() -> None:
     line = "--loss-weight-denominator weights --policy-loss sft"
     parser = add_policy_loss_args(argparse.ArgumentParser())
     validate_policy_loss_args(parser.parse_args(line.split()), sample_fields=["loss_weights"])
-    with pytest.raises(ValueError, match="--loss-weight-denominator weights needs loss_weights"):
+    with pytest.raises(ValueError, match="loss_weights for --loss-weight-denominator weights"):
         validate_policy_loss_args(parser.parse_args(line.split()), sample_fields=[])
 
 
@@ -105,7 +105,7 @@ def test_a_custom_reducer_sums_weighted_losses() -> None:
     batch = pack([sample([1.0, 0.5, 0.0])])
     loss, _ = loss_of(config, batch, torch.tensor([-1.0, -4.0, -9.0]))
     assert loss.item() == 1.0 * 1.0 + 0.5 * 4.0
-    with pytest.raises(ValueError, match="would ignore --loss-weight-denominator weights"):
+    with pytest.raises(ValueError, match="ignores --loss-weight-denominator weights"):
         PolicyLossConfig(**PLAIN_SUM, loss_weight_denominator="weights")
 
 

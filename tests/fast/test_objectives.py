@@ -439,4 +439,6 @@ def test_turns_are_numbered_over_samples_and_refused_out_of_order() -> None:
         pack([replace(sample(None), old_log_probs=[-1.0] * 4)]),
         None,
     )
-    assert_refused("--sequence-unit turn is about sums", PolicyLossConfig, sequence_unit="turn")
+    assert_refused(
+        "--sequence-unit turn has no effect without a sum", PolicyLossConfig, sequence_unit="turn"
+    )

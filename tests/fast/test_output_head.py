@@ -34,8 +34,8 @@ def validate(line: str, **found: Any) -> argparse.Namespace:
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ({"defer_embedding_wgrad_compute": True}, "--defer-embedding-wgrad-compute puts off"),
-        ({"gtp_weight_remat_size": 2}, "--tensor-parallel-num-weight-shards cuts it further"),
+        ({"defer_embedding_wgrad_compute": True}, "--defer-embedding-wgrad-compute delays"),
+        ({"gtp_weight_remat_size": 2}, "--tensor-parallel-num-weight-shards splits further"),
     ],
 )
 def test_what_takes_the_gradient_of_the_weight_from_the_layer_is_refused(setting, words) -> None:

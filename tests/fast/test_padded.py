@@ -69,9 +69,9 @@ def test_a_step_without_active_tokens_is_zero_and_attached() -> None:
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"aggregation": "mean"}, "--loss-aggregation must be one of .* found 'mean'"),
-        ({"aggregation": "constant"}, "-aggregation constant needs --loss-aggregation-divisor"),
-        ({"aggregation": "constant", "divisor": -1.0}, "--loss-aggregation-divisor .* found -1"),
+        ({"aggregation": "mean"}, "--loss-aggregation must be one of .* not 'mean'"),
+        ({"aggregation": "constant"}, "-aggregation constant requires --loss-aggregation-divisor"),
+        ({"aggregation": "constant", "divisor": -1.0}, "--loss-aggregation-divisor .* not -1"),
         ({"divisor": 4.0}, "belongs to --loss-aggregation constant"),
         ({"aggregation": "prompt_mean"}, "row 0 has no group_index"),
         ({"aggregation": "prompt_mean", "group_index": [0]}, "group_index has 1 ids for 2 rows"),
@@ -80,7 +80,7 @@ def test_a_step_without_active_tokens_is_zero_and_attached() -> None:
         ({"rollout_id": [1, math.nan]}, r"rollout_id\[1\] is nan"),
         ({"data_parallel_size": 0}, "data_parallel_size is 0"),
         ({"data_parallel_size": 2.5}, "data_parallel_size is 2.5: expected a whole number"),
-        ({"aggregation": "constant", "divisor": True}, "divisor must be .* found True"),
+        ({"aggregation": "constant", "divisor": True}, "divisor must be .* not True"),
         ({"mask": [[1, 1, 0], [1, 0, 0]]}, r"mask is a list: expected a tensor \[batch, length\]"),
         ({"mask": torch.ones(2, 4)}, r"loss has shape \[2, 3\] and mask \[2, 4\]"),
         ({"mask": torch.ones(3, 2)}, r"loss has shape \[2, 3\] and mask \[3, 2\]"),

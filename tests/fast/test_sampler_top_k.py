@@ -60,16 +60,16 @@ def test_refused_samples(case: str) -> None:
 
 
 CONFLICTS = {
-    "objective": ({"policy_loss": "gspo"}, "use one of ppo, cispo, reinforce"),
+    "objective": ({"policy_loss": "gspo"}, "Use one of ppo, cispo, reinforce"),
     "own": ({"custom_policy_loss_path": "math:sin"}, "does not apply to --custom-policy-loss-path"),
-    "level": ({"use_tis": True, "tis_level": "sequence"}, "requires weights of single tokens"),
+    "level": ({"use_tis": True, "tis_level": "sequence"}, "requires per-token weights"),
     "rejection": ({"use_sequence_rejection": True}, "--use-sequence-rejection are mutually"),
     "accepted": (
         {"use_tis": True, "tis_mode": "mask", "rejection_denominator": "accepted"},
         "requires --rejection-denominator original",
     ),
     "teacher": ({"distill_coef": 0.1, "distill_teacher": "logits"}, "mutually exclusive"),
-    "sets": ({"replay_sampling_set": True, "fused_lm_head": True}, "remove --fused-lm-head"),
+    "sets": ({"replay_sampling_set": True, "fused_lm_head": True}, "Remove --fused-lm-head"),
 }
 
 

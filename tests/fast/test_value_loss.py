@@ -126,9 +126,9 @@ def test_missing_values_are_refused_by_sample_and_field(missing: str) -> None:
     [
         (sample, {"returns": [0.0]}, "turn 7: returns is of 1 values, expected one per response"),
         (sample, {"old_values": "no"}, "turn 7: old_values is no sequence of numbers"),
-        (CriticConfig, {"value_clip": 0.0}, "--value-clip must be a finite number > 0; found 0.0"),
-        (CriticConfig, {"value_clip": -1.0, "gamma": 1.5}, "--value-clip | --gamma | found 1.5"),
-        (CriticConfig, {"lam": -0.1}, "--lam must be a finite number >= 0 and <= 1; found -0.1"),
+        (CriticConfig, {"value_clip": 0.0}, "--value-clip must be a finite number > 0, not 0.0"),
+        (CriticConfig, {"value_clip": -1.0, "gamma": 1.5}, "--value-clip | --gamma | not 1.5"),
+        (CriticConfig, {"lam": -0.1}, "--lam must be a finite number >= 0 and <= 1, not -0.1"),
         (CriticConfig, {"gamma": NAN}, "--gamma"),
     ],
 )

@@ -429,7 +429,7 @@ GIVEN = {"rewards": [[0.0, 1.0]], "values": [[0.0, 0.0]], "loss_mask": [[1, 1]]}
     ({"values": [[0.0, NAN]]}, "values[0][1] is nan at an active token"),
     ({"rewards": [[NAN, 0.0]]}, "rewards[0][0] is nan at an active token"),
     ({"values": [[0.0]]}, "values[0] has shape [1], expected [2]"),
-    ({"rewards": [[0.0, 0.0]] * 2}, "rewards has 2 responses and loss_mask 1"),
+    ({"rewards": [[0.0, 0.0]] * 2}, "rewards has 2 rows and loss_mask 1"),
     ({"loss_mask": [[1, 2]]}, "loss_mask[0][1] is 2.0, expected 0 or 1"),
     *(({"loss_mask": [[1, 0]], "rewards": [[0.0, reward]]},
        f"rewards[0][1] is {reward} at a token that the loss mask drops") for reward in (1.0, -0.5)),

@@ -133,7 +133,7 @@ def count_on_rank() -> None:
     where = "" if rank == 1 else "data-parallel rank 1: "
     with pytest.raises(ValueError, match=rf"^{where}mask\[0, 1\] is 2"):
         padded_totals(mask, data_parallel_group=dist.group.WORLD, allow_different_group_sizes=True)
-    with pytest.raises(ValueError, match=rf"^{where}advantages has 1 responses and loss_mask 2"):
+    with pytest.raises(ValueError, match=rf"^{where}advantages has 1 rows and loss_mask 2"):
         whiten([torch.ones(1)], [[1]] * (1 + rank), data_parallel_group=dist.group.WORLD)
 
 

@@ -1,6 +1,4 @@
-"""What mkdocs.yml adds to every build of the site: the files of MathJax, and links to the papers
-that are named.
-"""
+"""Hooks for every build of the site: copy MathJax, and link papers."""
 
 import re
 import shutil
@@ -10,7 +8,7 @@ from typing import Any
 
 
 def on_config(config: Any) -> Any:
-    """Takes the repository from CITATION.cff, where alone it stands."""
+    """Set the repository from CITATION.cff."""
     text = Path(config["config_file_path"]).with_name("CITATION.cff").read_text()
     config["repo_url"] = text.partition("repository-code: ")[2].split()[0]
     config["repo_name"] = "GitHub"
@@ -18,16 +16,14 @@ def on_config(config: Any) -> Any:
 
 
 def on_post_build(config: Any) -> None:
-    """Puts MathJax, of the package jupyter-server-mathjax, beside the pages: nothing is fetched
-    from elsewhere.
-    """
+    """Copy MathJax from jupyter-server-mathjax into the site, so that pages fetch nothing."""
     source = Path(str(resources.files("jupyter_server_mathjax"))) / "static"
     unused = shutil.ignore_patterns("localization")
     shutil.copytree(source, Path(config["site_dir"]) / "mathjax", ignore=unused, dirs_exist_ok=True)
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """The page with a link where its text, outside of links and code, names a paper of arXiv."""
+    """Link arXiv ids in the page's text, except in links and code."""
     parts, inside = re.split(r"(<[^>]+>)", html), 0
     for index, part in enumerate(parts):
         if tag := re.match(r"<(/?)(a|code|pre|h\d)\b", part):

@@ -103,7 +103,7 @@ def _option_violations(
         for option in row.needs:
             if given.get(option) is None:
                 need = f"{flag_of(option)}, a finite number {fields[option].interval}"
-                yield f"{row.switch} requires {need}. Add it."
+                yield f"{row.switch} requires {need}, not None."
     for option in dict.fromkeys(option for row in all_rows for option in row.options):
         value = getattr(config, option)
         if value == fields[option].default or any(option in row.options for row in rows):

@@ -102,7 +102,7 @@ def test_a_rollout_of_two_groups_or_of_one_and_none_is_refused(groups):
     """The group 0 is a group, and none is not: a rollout between them is in neither."""
     first, second = (plain_sample([1], group=group, rollout=-3) for group in groups)
     step = [plain_sample([1], rollout=8), first, plain_sample([1]), second]
-    words = f"rollout_id -3 has samples of group_index {groups[0]} and {groups[1]}:"
+    words = f"rollout_id -3 has samples of group_index {groups[0]} and {groups[1]},"
     assert_refused(words, uneven_totals, package_samples(step))
 
 

@@ -164,7 +164,7 @@ REFUSED = {
     "--kept-set-mass --replay-sampling-set --fused-lm-head --pg-metrics none":
         "invalid settings | Remove one of them | --fused-lm-head | --pg-metrics none",
     "--policy-loss dis --use-tis":
-        "--policy-loss dis --use-tis would weigh the same mismatch twice",
+        "--policy-loss dis and --use-tis are mutually exclusive",
     **{f"--ratio-anchor rollout --policy-loss {name}":
        f"--ratio-anchor rollout has no effect with --policy-loss {name}"
        for name in ("dis", "reinforce", "sft")},

@@ -227,7 +227,7 @@ def test_a_loss_mask_that_shrinks_after_the_rejection_is_refused():
     config = PolicyLossConfig(rejection_denominator="accepted", **ICEPOP)
     samples = [package_sample(s, name="cut") for s in random_sequences(10)]
     marked = accepted_samples(config, samples)
-    words = "cut: accepted_mask[ | the loss mask is 0 there: call accepted_samples after"
+    words = "cut: accepted_mask[ | the loss mask is 0 there. Call accepted_samples again"
     assert_refused(words, filter_overlong, marked, [True] * len(marked))
     accepted_samples(config, filter_overlong(samples, [True] * len(samples)))
 
@@ -294,7 +294,7 @@ def test_a_sum_over_sequences_that_was_not_made_is_named():
         config = PolicyLossConfig(**settings)
         tokens, _ = tokens_and_sums(config, batch, log_probs)
         sums = SequenceSums(tokens.unit_ids, {})
-        words = "the sum over sequences of  |  was not made"
+        words = "the sum  |  over sequences was not computed"
         rows = rows_on(CORRECTIONS, config)
         assert_refused(words, apply_corrections, config, tokens, log_probs, sums, rows)
 

@@ -269,7 +269,7 @@ def test_a_group_that_training_refuses_to_cut(tmp_path, printed, from_file):
     source = "--lengths 1 --group-size 4"
     if from_file:
         source = f"--rollout-files {write_groups(tmp_path)}"
-    words = f"prompt group 1 (group_index) is cut by the end of a step | {KEEP}"
+    words = f"prompt group 1 (group_index) is split by the end of a step | {KEEP}"
     assert_words(words, printed(f"{source} --docs-per-step 6 {EXACT} {PROMPT_MEAN}", 2))
 
 
@@ -292,7 +292,9 @@ def test_a_bad_row_after_the_step_is_none_of_it(tmp_path, explained):
     path = write_groups(tmp_path, spoiled={7: {"prompt_ids": []}})
     found = explained(f"--rollout-files {path} --docs-per-step 6 {EXACT}")
     assert found["step"]["num_samples"] == 6
-    assert ["2 of the 3 rollouts in prompt group 1" in warning for warning in found["warnings"]] == [True]
+    assert [
+        "2 of the 3 rollouts in prompt group 1" in warning for warning in found["warnings"]
+    ] == [True]
 
 
 def test_rows_without_what_the_flags_need_are_pointed_out(tmp_path, explained):

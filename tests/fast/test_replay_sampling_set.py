@@ -49,7 +49,7 @@ def test_log_probs_of_the_whole_vocabulary(field, settings, cp) -> None:
     loss_of(sample(**good), sample("b", **good), cp=cp, **settings)
     wrong = {**good, field: [-0.5, -0.3, -2.0, -0.1]}
     message = refusal(loss_of, sample(**good), sample("b", **wrong), cp=cp, **settings)
-    assert message.startswith(f"b: {field}[1] is -0.3, and its token is the only one")
+    assert message.startswith(f"b: {field}[1] is -0.3, but must be 0 because its token is the only")
     unread = {**good, field: wrong[field]} if field != "old_log_probs" else good
     loss_of(sample(**unread), cp=cp)
 

@@ -45,7 +45,7 @@ def test_a_window_is_padded() -> None:
 REFUSED = {
     "not a pair": (3, "sampler_top_k is not a pair"),
     "rows": ((IDS[:2], LOG_PROBS[:2]), "2 rows of ids and 2 rows of log-probs"),
-    "sizes": ((IDS, [[-0.5], [], LOG_PROBS[2]]), "with a log-prob for each id"),
+    "sizes": ((IDS, [[-0.5], [], LOG_PROBS[2]]), "with a log-prob per id"),
     "twice": (([[4, 4], [], [1]], [[-1.0, -1.0], [], [-1.0]]), "id 4 twice"),
     "below 0": (([[-4], [], [1]], [[-1.0], [], [-1.0]]), "id -4, expected ids"),
     "above 0": (([[4], [], [1]], [[0.5], [], [-1.0]]), "expected a log-prob"),

@@ -36,7 +36,7 @@ examples:
   megatron-pg explain --rollout-files rollouts.parquet --docs-per-step 512 \\
       --keep-prompt-groups --html rollouts.html
 
-You can paste a whole launch line. Flags of other programs are listed as not used.
+You can paste a whole launch line. Unknown flags are listed as not used, misspelled ones are errors.
 """
 BALANCING = "aux_loss seq_aux_loss global_aux_loss sinkhorn quantile_balancing none".split()
 """Choices in Megatron 0.19. Earlier versions have a subset."""

@@ -156,7 +156,9 @@ METRICS = [
         "r above the clip range for A > 0, or below it for A < 0",
         lambda s: s.clipped,
     ),
-    of_ratio("pg_clipfrac", "the same fraction, under its usual name", lambda s: s.clipped),
+    of_ratio(
+        "pg_clipfrac", "clipped_ratio_effective_fraction, under its usual name", lambda s: s.clipped
+    ),
     of_ratio(
         "pg_clipfrac_positive",
         "part of pg_clipfrac with A > 0, clipped from above",

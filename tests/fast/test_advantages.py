@@ -255,7 +255,7 @@ REFUSED: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] =
     # Rewards are not compared with given advantages: without the fourth reward, 1, the others would
     # have the advantages 0.667, -0.333, -0.333.
     *((with_group_advantages, (samples,), {"method": method},
-       f"given has advantages and turn 0 only a reward, both of prompt group 5, | {method}")
+       f"given has advantages and turn 0 only a reward, both of prompt group 5. | {method}")
       for method in OF_GROUPS for samples in ([*TURNS, ADVANCED], [ADVANCED, *TURNS])),
     (with_group_advantages, ([*TURNS, OF_ANOTHER_GROUP],), {"method": "step_rloo"},
      "given has advantages and turn 0 only a reward, both of the step"),

@@ -194,7 +194,7 @@ REFUSED = {
        f"--{level}-low 1.2 | --{level}-high 1.1"
        for level in ("geometric-rejection", "sequence-rejection")},
     f"{ACCEPTED} --use-geometric-rejection --use-sequence-rejection":
-        "drop --use-geometric-rejection or --use-sequence-rejection",
+        "Remove --use-geometric-rejection or --use-sequence-rejection",
     "--kl-loss-coef 0.1 --kl-loss-gradient k2 --use-unbiased-kl":
         "--kl-loss-gradient k2 | --use-unbiased-kl",
     "--kl-loss-gradient k2": "--kl-loss-gradient k2 | --kl-loss-coef",

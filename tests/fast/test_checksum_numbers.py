@@ -84,8 +84,8 @@ UNSEEN_BY_WEIGHTS = {
     "one for another": "a different one never | twice: sample 0; never trained on: sample 2.",
     "one of another rank": "rank 1, counted on another rank: sample 0 (rank 0); never trained on: "
     "sample 4.",
-    "stale": "from a different step | not of this step: yesterday's 4, yesterday's 5 | never trained on: "
-    "sample 4, sample 5",
+    "stale": "from a different step | not of this step: yesterday's 4, yesterday's 5 | never "
+    "trained on: sample 4, sample 5",
     "micro-batch lost": "never trained on: sample 2, sample 3.",
 }
 """The faults that leave the sum of the weights at 1, and words that stand in the message of some

@@ -306,7 +306,7 @@ def test_accepted_samples_leaves_what_needs_no_rejection_alone():
         assert all(a is b for a, b in zip(accepted_samples(config, samples), samples, strict=True))
     config = PolicyLossConfig(rejection_denominator="accepted", **ICEPOP)
     bare = dataclasses.replace(samples[0], rollout_log_probs=None, name="the first")
-    assert_refused("the first needs rollout_log_probs", accepted_samples, config, [bare])
+    assert_refused("the first has no rollout_log_probs", accepted_samples, config, [bare])
 
 
 def keep_likely_tokens(config, batch, log_probs, pg_loss):

@@ -439,7 +439,7 @@ def test_turns_are_numbered_over_samples_and_refused_out_of_order() -> None:
         "a: turn_ids has dtype torch.float64, expected integers", sample, [0.0, 1.0, 1.0, 2.0]
     )
     assert_refused(
-        "a has no turn_ids, which --sequence-unit turn needs",
+        "a has no turn_ids, required by --sequence-unit turn",
         MicroBatchLoss,
         resolve(config),
         pack([replace(sample(None), old_log_probs=[-1.0] * 4)]),

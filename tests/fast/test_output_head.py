@@ -69,7 +69,7 @@ def test_narrow_logits_are_refused() -> None:
     batch, totals = pack([sample]), step_totals([sample])
     logits, config = torch.zeros(3, 4), PolicyLossConfig(fp32_lm_head=True)
     policy_loss_function(config, batch, logits, totals=totals)
-    words, given = "logits are torch.bfloat16:  | set_fp32_lm_head(model)", (config, batch)
+    words, given = "they are torch.bfloat16. | set_fp32_lm_head(model)", (config, batch)
     assert_refused(words, policy_loss_function, *given, logits.bfloat16(), totals=totals)
 
 

@@ -81,7 +81,7 @@ def test_a_step_without_active_tokens_is_zero_and_attached() -> None:
         ({"data_parallel_size": 0}, "data_parallel_size is 0"),
         ({"data_parallel_size": 2.5}, "data_parallel_size is 2.5, expected an integer"),
         ({"aggregation": "constant", "divisor": True}, "divisor must be .* not True"),
-        ({"mask": [[1, 1, 0], [1, 0, 0]]}, r"mask is a list: expected a tensor \[batch, length\]"),
+        ({"mask": [[1, 1, 0], [1, 0, 0]]}, r"mask is a list, expected a tensor \[batch, length\]"),
         ({"mask": torch.ones(2, 4)}, r"loss has shape \[2, 3\] and mask \[2, 4\]"),
         ({"mask": torch.ones(3, 2)}, r"loss has shape \[2, 3\] and mask \[3, 2\]"),
         ({"mask": torch.ones(6)}, r"expected \[batch, length\]"),

@@ -28,7 +28,7 @@ def loss_of(*samples: Sample, cp: tuple[int, int] = (0, 1), **settings: Any) -> 
 
 
 def test_without_sets() -> None:
-    words = "a has no kept_tokens, which --replay-sampling-set needs"
+    words = "a has no kept_tokens, required by --replay-sampling-set"
     assert_refused(words, loss_of, sample(kept_tokens=None))
     assert loss_of().batch.kept_tokens is not None  # an empty micro-batch
     assert "kept_tokens" in PolicyLossConfig(replay_sampling_set=True).required_sample_fields

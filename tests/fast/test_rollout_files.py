@@ -372,7 +372,7 @@ def test_bad_files_and_settings_are_refused(tmp_path: Path) -> None:
         ([path], {"data_parallel_rank": 2, "data_parallel_size": 2}, "0 <= rank < size"),
     ):
         assert_refused(words, RolloutFiles, paths, **options)
-    assert_refused("x.parquet: expected a Parquet file", read, tmp_path / "x.parquet")
+    assert_refused("x.parquet is not a readable Parquet file", read, tmp_path / "x.parquet")
 
 
 def test_samples_share_no_memory_with_their_window(tmp_path: Path) -> None:
@@ -485,5 +485,5 @@ def test_validate_names_groups_and_rollouts_whose_rows_are_scattered(tmp_path: P
     source = RolloutFiles([grouped("again", [1, 1, 2, 2, 1, 1, 3, 3])])
     collector = StepCollector(source, docs_per_step=2, mode="exact", keep_prompt_groups=True)
     message = refusal(lambda: [*iter(collector.collect, None)])
-    assert "prompt group" in message and "(group_index) is cut" in message
+    assert "prompt group" in message and "(group_index) is split" in message
     assert "prompt mean" not in message  # no setting here asks for it

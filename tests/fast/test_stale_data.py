@@ -163,7 +163,7 @@ def test_what_contradicts_interpolation_is_refused() -> None:
     loss([replace(SAMPLES[1], loss_mask=[1, 1, 1, 1, 0])], policy_version=8)
     for name in ("policy_version", "rollout_log_probs"):
         without = [replace(sample, **{name: None}) for sample in SAMPLES]
-        words = f"answer 0 has no {name}, which {flag} needs"
+        words = f"answer 0 has no {name}, required by {flag}"
         assert_refused(words, loss, without, policy_version=CURRENT)
 
 

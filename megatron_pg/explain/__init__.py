@@ -114,7 +114,7 @@ def build_parser() -> ProgramParser:
     add("--num-experts", type=int, metavar="N")
     add("--mtp-num-layers", type=int, metavar="N")
     add("--expert-model-parallel-size", type=int, default=1, metavar="N")
-    add("--vocab-size", type=int, metavar="N", help="A row with a token id beyond it is bad.")
+    add("--vocab-size", type=int, metavar="N", help="Rows with a token id of N or more are bad.")
     add("--moe-router-load-balancing-type", nargs="+", choices=BALANCING, default="aux_loss")
     add("--moe-aux-loss-coeff", type=float, nargs="+", default=0.0, metavar="X")
     add("--moe-z-loss-coeff", type=float, metavar="X")

@@ -73,11 +73,11 @@ class ExplainOptions(Settings):
         Rollouts in the step. Unset: whole groups with all --lengths, 32 drawn groups, or all rows
         of the files.""")
     seed: int = setting(0, Interval(0, 2**63 - 1, closed=True, metavar="N"), """
-        Seed of --log-normal.""")
-    data_parallel_size: int = setting(1, SIZE, "DP, without context parallelism.")
-    context_parallel_size: int = setting(1, SIZE, "CP.")
+        Random seed for --log-normal.""")
+    data_parallel_size: int = setting(1, SIZE, "Ranks DP, without context parallelism.")
+    context_parallel_size: int = setting(1, SIZE, "Ranks CP per sequence.")
     num_microbatches: int = setting(1, SIZE, """
-        M, micro-batches per data-parallel rank in the step.""")
+        Micro-batches M per data-parallel rank in the step.""")
     json: bool = setting(False, "Print one JSON object with every sample.")
     plot: str | None = setting(None, "Plot a token's coefficient against length.")
     html: str | None = setting(None, """

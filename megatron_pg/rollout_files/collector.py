@@ -132,7 +132,7 @@ class StepCollector(Generic[AnySample]):
         PlanningConfig(1, docs_per_step=docs_per_step, docs_per_step_mode=mode)
         self._source, self._docs_per_step, self._is_exact = source, docs_per_step, mode == "exact"
         self._keeps_groups = keep_prompt_groups
-        self._minds_groups = keep_prompt_groups or refuse_cut_groups
+        self._checks_groups = keep_prompt_groups or refuse_cut_groups
         self._group = data_parallel_group
         self._rank = 0 if data_parallel_group is None else dist.get_rank(data_parallel_group)
         self._size = 1 if data_parallel_group is None else dist.get_world_size(data_parallel_group)
@@ -216,7 +216,7 @@ class StepCollector(Generic[AnySample]):
         document = ("sample", sequence) if rollout_id is None else ("rollout_id", rollout_id)
         group = document if group_index is None else ("prompt group", group_index)
         unit = group if self._keeps_groups else document
-        boundary = group if self._minds_groups else document
+        boundary = group if self._checks_groups else document
         return _Record(sequence, rank, document, unit, boundary, sample)
 
     def _choose(self) -> list[_Record] | None:
@@ -300,7 +300,7 @@ class StepCollector(Generic[AnySample]):
     def _ids(self, slots: Sequence[AnySample | None]) -> list[Any]:
         """Return each sample's `group_index` and `rollout_id`, None for a slot without a sample."""
         for sample in slots:
-            if self._minds_groups and sample is not None and sample.group_index is None:
+            if self._checks_groups and sample is not None and sample.group_index is None:
                 raise ValueError(
                     f"{sample.name} has no group_index, which --loss-aggregation prompt_mean and "
                     "--keep-prompt-groups require of every sample"

@@ -22,7 +22,7 @@ from megatron_pg.step.sample import Sample
 
 Indices = NDArray[np.int64]
 Own = TypeVar("Own")
-Told = TypeVar("Told")
+Sent = TypeVar("Sent")
 
 
 class BareSample(NamedTuple):
@@ -111,9 +111,9 @@ class StepCounts(Sequence[CountedSample]):
     @classmethod
     def over_ranks(
         cls,
-        count: Callable[[], tuple[Sequence[CountedSample], Own, Told]],
+        count: Callable[[], tuple[Sequence[CountedSample], Own, Sent]],
         group: dist.ProcessGroup | None,
-    ) -> tuple[StepCounts, Own, list[Told]]:
+    ) -> tuple[StepCounts, Own, list[Sent]]:
         """Count the samples of every rank in one exchange. Every rank of the group must call it.
 
         `count` returns this rank's samples, a value to keep, and a picklable value to send to the
@@ -123,11 +123,11 @@ class StepCounts(Sequence[CountedSample]):
         (samples, own, _), everyone = compute_and_gather(
             count, lambda found: (rows_of(found[0]).tobytes(), found[2]), group
         )
-        parts, told = zip(*everyone, strict=True)
+        parts, sent = zip(*everyone, strict=True)
         rank = 0 if group is None else dist.get_rank(group)
         sizes = [len(part) // ROW.itemsize for part in parts]
         rows = np.frombuffer(b"".join(parts), dtype=ROW)
-        return cls(rows, sizes, {rank: samples}, group), own, list(told)
+        return cls(rows, sizes, {rank: samples}, group), own, list(sent)
 
     @property
     def rank(self) -> int:

@@ -117,8 +117,8 @@ def plan_step(
         tokens = tuple(layout.packed_length(int(lengths[members].sum())) for members in bins)
         return counts, (microbatches, tokens), (len(microbatches), int(total_lengths.sum()))
 
-    counts, (microbatches, tokens), told = StepCounts.over_ranks(plan_rank, data_parallel_group)
-    numbers, num_tokens = zip(*told, strict=True)
+    counts, (microbatches, tokens), sent = StepCounts.over_ranks(plan_rank, data_parallel_group)
+    numbers, num_tokens = zip(*sent, strict=True)
     # Only for this rank, because lists for all ranks would take quadratic time.
     added = 0 if ragged else max(numbers) - len(microbatches)
     return StepPlan(
@@ -135,12 +135,12 @@ def plan_step(
     )
 
 
-def pipeline_order(dearest_first: tuple[Ordered, ...]) -> tuple[Ordered, ...]:
+def pipeline_order(costliest_first: tuple[Ordered, ...]) -> tuple[Ordered, ...]:
     """Order micro-batches with the cheap ones at both ends, where pipeline stages wait.
 
     All ranks run their most expensive one at the same position, as expert parallelism needs.
     """
-    return dearest_first[::2][::-1] + dearest_first[1::2]
+    return costliest_first[::2][::-1] + costliest_first[1::2]
 
 
 def assign_to_data_parallel_ranks(

@@ -141,7 +141,7 @@ def test_samples_with_experts_beside_samples_without_are_refused() -> None:
 def test_a_loss_of_given_logits_refuses_the_replay() -> None:
     config = PolicyLossConfig(replay_routing=True)
     batch = pack([sample(random_experts(0, 4))])
-    with pytest.raises(ValueError, match="--replay-routing: .*use PolicyStep"):
+    with pytest.raises(ValueError, match="--replay-routing does not work .*Use PolicyStep"):
         policy_loss_function(config, batch, torch.zeros(4, 8), totals=step_totals(batch.samples))
 
 

@@ -83,7 +83,7 @@ def test_a_loss_of_log_probs_cannot_be_centered() -> None:
     batch, totals = pack([sample()]), step_totals([sample()])
     config, log_probs = PolicyLossConfig(**CENTERED), torch.full((3,), -1.0)
     assert_refused(
-        "--score-centering needs the centering",
+        "--score-centering requires the centering",
         lambda: policy_loss_from_log_probs(config, batch, log_probs, None, totals=totals),
     )
     assert_refused(

@@ -25,7 +25,7 @@ from .sampler import Response, Sampler
 MOST_TASKS = 16384
 STORED = """
     tokens response_length loss_mask group_index name reward rollout_log_probs old_log_probs
-    ref_log_probs
+    ref_log_probs policy_version
 """.split()
 """Fields of the samples in a checkpoint."""
 Entry = dict[str, Any]
@@ -181,6 +181,7 @@ class TaskSteps:
             fields: dict[str, Any] = {"group_index": group, "reward": reward}
             fields["name"] = f"answer {len(part)} (prompt group {group})"
             fields["rollout_log_probs"] = response.log_probs
+            fields["policy_version"] = number * args.steps_per_round
             tokens = [*prompt, *response.tokens]
             part.append(RewardedSample(tokens, length, [1] * length, **fields))
         # The policy of the round gives all of its steps their old log-probs.

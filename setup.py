@@ -1,8 +1,6 @@
-"""Metadata and dependencies. `import megatron_pg` needs torch and NumPy; everything else is an
-extra.
+"""Metadata and dependencies. `import megatron_pg` requires torch and NumPy. The rest are extras.
 
-Author, repository and version stand in CITATION.cff alone; mkdocs.yml reads the repository there
-too (ci/site_hooks.py).
+Author, repository and version come from CITATION.cff, also for mkdocs.yml (ci/site_hooks.py).
 """
 
 import re
@@ -14,7 +12,7 @@ CITATION = Path(__file__).with_name("CITATION.cff").read_text()
 
 
 def cited(field: str) -> str:
-    """Return the value of a field of CITATION.cff, which setup.py reads without a YAML library."""
+    """Return the value of a field in CITATION.cff, without a YAML library."""
     (value,) = re.findall(rf"^\s*(?:- )?{field}: (.+)$", CITATION, re.MULTILINE)
     return str(value)
 
@@ -22,18 +20,17 @@ def cited(field: str) -> str:
 REPOSITORY = cited("repository-code")
 
 MEGATRON = ["megatron-core>=0.16,<0.21"]
-# What parts of the package ask for: rollout files, pictures, pages and tables of `explain`, YAML in
-# `migrate`.
+# For rollout files, the plots, pages and tables of `explain`, and YAML in `migrate`.
 TOOLS = ["jinja2>=3.1", "matplotlib>=3.8", "pyarrow>=15", "pyyaml>=6", "rich>=13"]
 DOCS = [
-    "jupyter-server-mathjax>=0.2.6",  # the files of MathJax: ci/site_hooks.py
+    "jupyter-server-mathjax>=0.2.6",  # MathJax files: ci/site_hooks.py
     "matplotlib>=3.8",
     "mike>=2.1",
     "mkdocs>=1.6,<2",
     "mkdocs-material>=9.5,<10",
     "mkdocstrings-python>=2.0",
 ]
-# With examples/requirements.txt.
+# In addition to examples/requirements.txt.
 TEST = [
     "build>=1.2",
     "hypothesis>=6.100",
@@ -42,17 +39,15 @@ TEST = [
     "pytest-timeout>=2.3",
     "pytest-xdist>=3.7",
     "scipy>=1.11",  # benchmarks/studies
-    "spmd-types>=0.3.1,<0.4",  # tests/fast/typed_ranks.py; torch and nothing else
-    # Pinned: another version formats and judges otherwise.
+    "spmd-types>=0.3.1,<0.4",  # tests/fast/typed_ranks.py, depends only on torch
+    # Pinned, because other versions format and check differently.
     "mypy==2.4.1",
     "ruff==0.17.5",
 ]
 
 
 def description() -> str:
-    """README.md with links that work on a package index too: pictures are fetched, files are
-    shown.
-    """
+    """Return README.md with links that also work on a package index."""
     text = Path(__file__).with_name("README.md").read_text()
     raw = REPOSITORY.replace("github.com", "raw.githubusercontent.com")
     text = re.sub(r"(!\[[^]]*\]\()(?!\w+:)", rf"\g<1>{raw}/main/", text)
@@ -92,7 +87,7 @@ setup(
     install_requires=["torch>=2.6", "numpy>=1.26"],
     entry_points={
         "console_scripts": ["megatron-pg = megatron_pg.cli:main"],
-        # verl imports every entry point of this group when it is imported itself.
+        # `import verl` imports every entry point in this group.
         "verl.plugins": ["megatron_pg = megatron_pg.integrations.verl_plugin"],
     },
     extras_require={

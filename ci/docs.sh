@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The site, built strictly into site/; in a workflow for main or for a tag, published on the branch gh-pages too.
+# Build the site strictly into site/. A workflow for main or for a tag also publishes it on the branch gh-pages.
 #
 #   bash ci/docs.sh
 set -euo pipefail

@@ -1,13 +1,13 @@
-# Sourced by the scripts that need a virtual environment: chooses an interpreter and installs into it, once.
+# Choose an interpreter and make a virtual environment once, for scripts that source this file.
 #
 #   source ci/environment.sh
-#   make_environment test        # or examples, docs: afterwards $VENV_PYTHON runs with the package and what these need
+#   make_environment test        # or examples, docs: then $VENV_PYTHON runs with the package and its dependencies
 #
-# PYTHON= chooses the interpreter, TORCH= and MEGATRON= other versions of torch and megatron-core. VENV_PYTHON= names an
-# interpreter that has everything, and nothing is made. The environment is .venv-<version> in the project's root (with
-# TORCH=, .venv-<version>-torch-<version>, with MEGATRON= likewise). It is installed again only if its ingredients change.
+# PYTHON= chooses the interpreter, TORCH= and MEGATRON= different versions of torch and megatron-core. VENV_PYTHON= names
+# an interpreter that has everything, so that no environment is made. The environment is .venv-<version> in the project's
+# root (with -torch-<version> or -megatron-<version> added). It is installed again only if its inputs change.
 
-# Every process would compile torch and Megatron anew, which takes longer than to import them: 10 seconds of a core.
+# Otherwise every process would compile torch and Megatron again, which takes 10 seconds of a core.
 unset PYTHONDONTWRITEBYTECODE
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 GIVEN="${VENV_PYTHON:-}"
@@ -15,19 +15,18 @@ GIVEN="${VENV_PYTHON:-}"
 # The oldest supported megatron-core.
 OLDEST_MEGATRON=0.16.0
 
-# The versions that the tests are run with.
+# The versions for the tests.
 constraints() {
     echo "torch==${TORCH:-2.13.0}"
     echo "megatron-core==${MEGATRON:-0.19.2}"
 }
 
-# Version of an interpreter that truly runs and can make environments; nothing for one that does not (a shim whose
-# version is not there answers on stderr and fails).
+# Version of an interpreter that runs and can make environments, or nothing (a shim without its version fails).
 version_of() {
     "$1" -c 'import sys, venv, ensurepip; print("%d.%d" % sys.version_info[:2])' 2>/dev/null
 }
 
-# The candidates for a name such as python3.12: itself, then the versions that pyenv keeps beside its shims.
+# Candidates for a name such as python3.12: the name, then pyenv's versions.
 interpreters_named() {
     echo "$1"
     case "$1" in
@@ -77,24 +76,24 @@ make_environment() {
         "$python" -m venv --clear "$venv" || return 1
     fi
     constraints >"$venv/constraints.txt"
-    # Of 14,000 files the tests import a fourth: Python compiles those when it first does, and keeps what it made.
+    # The tests import a quarter of 14,000 files, which Python compiles at first import.
     if ! "$VENV_PYTHON" -m pip install --quiet --no-compile --disable-pip-version-check --constraint "$venv/constraints.txt" \
         "${what[@]}" >"$venv/install.log" 2>&1; then
         tail -n 20 "$venv/install.log" >&2
-        echo "The installation failed; the whole log is ${venv#"$ROOT"/}/install.log" >&2
+        echo "The installation failed. The full log is ${venv#"$ROOT"/}/install.log" >&2
         return 1
     fi
     echo "$wanted" >"$venv/installed-$for"
 }
 
-# Unpacks the oldest supported megatron-core into a folder, printed, that comes before the environment's own on PYTHONPATH.
+# Install the oldest supported megatron-core into a folder to put first on PYTHONPATH, and print the folder.
 oldest_megatron() {
     local folder="$ROOT/.venv-oldest-megatron"
     if [ ! -e "$folder/$OLDEST_MEGATRON" ]; then
         rm -rf "$folder"
         "$VENV_PYTHON" -m pip install --quiet --no-deps --no-compile --disable-pip-version-check --target "$folder" \
             "megatron-core==$OLDEST_MEGATRON" >&2 || return 1
-        # A namespace package would add the environment's megatron.training.
+        # Without __init__.py a namespace package would add the environment's megatron.training.
         touch "$folder/megatron/__init__.py" "$folder/$OLDEST_MEGATRON"
     fi
     echo "$folder"

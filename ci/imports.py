@@ -2,10 +2,9 @@
 
     python ci/imports.py
 
-A package is a folder or a file in `megatron_pg/`. An import counts wherever it stands: at the top
-of a file, inside a function, for type checking only, or in
-`importlib.import_module("megatron_pg...")`. The rules: no cycle of files or packages, and every
-package imports only from layers below its own.
+A package is a folder or a file in `megatron_pg/`. Every import counts: at the top of a file, inside
+a function, for type checking, or in `importlib.import_module("megatron_pg...")`. The rules: no
+cycle of files or packages, and every package imports only from lower layers.
 """
 
 import ast
@@ -25,7 +24,7 @@ ORDER = (
     ("cli",),
     ("__main__",),
 )
-"""The layers, from the bottom up."""
+"""Layers, from the bottom up."""
 
 
 def module_of(path: Path) -> str:
@@ -34,9 +33,7 @@ def module_of(path: Path) -> str:
 
 
 def imports_of(path: Path, modules: set[str]) -> set[str]:
-    """List the modules of the package that a file imports, `importlib.import_module` of a literal
-    name included.
-    """
+    """List the package's modules that a file imports, including literal `import_module` calls."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -56,7 +53,7 @@ def package_of(module: str) -> str:
 
 
 def cycles(arrows: dict[str, set[str]]) -> list[list[str]]:
-    """Find one cycle for each group of nodes that reach each other."""
+    """Find one cycle per group of nodes that reach each other."""
     reach = {node: set(targets) for node, targets in arrows.items()}
     for middle in arrows:
         for node in arrows:
@@ -76,8 +73,7 @@ def main() -> int:
     paths = sorted(PACKAGE.rglob("*.py"))
     modules = {module_of(path) for path in paths}
     files = {module_of(path): imports_of(path, modules) for path in paths}
-    # A package's own `__init__` re-exports its files, and every file runs it: no arrow of the
-    # reader's.
+    # Every file imports its package's `__init__`, which re-exports files, so ignore that import.
     inner = {m: {t for t in targets if not m.startswith(t + ".")} for m, targets in files.items()}
     packages: dict[str, set[str]] = {}
     for module, targets in inner.items():

@@ -1,5 +1,5 @@
-"""What mkdocs.yml adds to every build of the site: the files of MathJax, links to the papers that
-are named, and the pages as Markdown, with llms.txt as their index.
+"""Hooks for every build of the site: copy MathJax, link papers, and write the pages as Markdown
+with llms.txt as index.
 """
 
 import re
@@ -13,7 +13,7 @@ FLAGS = "flags.md"
 """The page that a search for a flag shows first. On a phone its tables have one cell per line."""
 DIRECTIVE = re.compile(r"(?m)^::: (\S+)\n(?: {4}.*\n)*")
 markdown_of: dict[str, str] = {}
-"""Of each page's source: its Markdown, as a reader sees it."""
+"""The Markdown that a reader sees, by the page's source."""
 order: list[str] = []
 """The sources of the pages in the navigation."""
 
@@ -31,7 +31,7 @@ def on_nav(nav: Any, **_: Any) -> None:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> None:
-    """Keep the page without comments, which hold what only tests read."""
+    """Store the page without comments, which only tests read."""
     if page.file.src_uri == FLAGS:
         page.meta["search"] = {"boost": 4}
     text = re.sub(r"(?s)<!--.*?-->\n*", "", markdown)
@@ -60,7 +60,7 @@ def reference(path: str) -> str:
 
 
 def on_post_build(config: Any) -> None:
-    """Write MathJax, of the package jupyter-server-mathjax, and the Markdown next to the pages."""
+    """Write MathJax from jupyter-server-mathjax and the Markdown next to the pages."""
     site = Path(config["site_dir"])
     source = Path(str(resources.files("jupyter_server_mathjax"))) / "static"
     unused = shutil.ignore_patterns("localization")
@@ -78,7 +78,7 @@ def on_post_build(config: Any) -> None:
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:
-    """Link the papers of arXiv that are named outside of links and code."""
+    """Link arXiv ids outside of links and code."""
     parts, inside = re.split(r"(<[^>]+>)", html), 0
     for index, part in enumerate(parts):
         if tag := re.match(r"<(/?)(a|code|pre|h\d)\b", part):

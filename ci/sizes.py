@@ -3,9 +3,9 @@
     python ci/sizes.py             # compare with ci/sizes.json, as the lint stage does
     python ci/sizes.py --write     # write today's sizes there
 
-`ci/sizes.json` has the sizes of the last landing that wrote them. Lines of the package, lines of
-the tests or public names that exceed these by more than 2 % fail. Then write the file anew, in a
-commit with a line `Growth: <why>` in its body. Smaller sizes need no reason.
+`ci/sizes.json` has the sizes at the last merge that wrote it. If lines of the package, lines of the
+tests or public names exceed them by more than 2 %, the script fails. Then write the file again, in
+a commit with a line `Growth: <why>` in its body. Smaller sizes need no reason.
 """
 
 import argparse
@@ -23,7 +23,7 @@ ALLOWED_GROWTH = 1.02
 
 
 def git(*arguments: str) -> str:
-    """Run git in the project. A folder without history, such as an unpacked archive, gives ""."""
+    """Run git in the project. Return "" in a folder without history, such as an archive."""
     done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
     return done.stdout if done.returncode == 0 else ""
 
@@ -82,7 +82,7 @@ def measured() -> dict[str, int]:
 
 
 def growth(sizes: dict[str, int], before: dict[str, int]) -> dict[str, str]:
-    """Describe what has grown by more than is allowed, by name."""
+    """Describe sizes that exceed the allowed growth, by name."""
     return {
         name: f"{before[name]} -> {sizes[name]}"
         for name in LIMITED
@@ -91,7 +91,7 @@ def growth(sizes: dict[str, int], before: dict[str, int]) -> dict[str, str]:
 
 
 def unexplained() -> dict[str, str]:
-    """Describe what grew when the record was last written, unless that commit says why."""
+    """Describe growth in the last write of the record, unless its commit gives a reason."""
     commit, _, body = git("log", "-1", "--format=%H%n%B", "--", str(RECORD)).partition("\n")
     before = git("show", f"{commit}~1:ci/sizes.json") if commit else ""
     if not before or re.search(r"^Growth: \S", body, re.MULTILINE):
@@ -118,8 +118,8 @@ def main() -> int:
         for name, change in growth(sizes, before).items()
     ]
     errors += [
-        f"{name} grew by more than 2 % in ci/sizes.json: {change}. The body of its commit needs a "
-        "line `Growth: <why>`."
+        f"{name} grew by more than 2 % in ci/sizes.json: {change}. Add a line `Growth: <why>` to "
+        "the body of its commit."
         for name, change in unexplained().items()
     ]
     print(*errors, sep="\n")

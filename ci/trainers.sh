@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# Test the integrations inside the trainers as they are: their real source, imported from checkouts.
+# Test the integrations inside the real source of the trainers, imported from checkouts.
 #
-#   TRAINERS=/folder bash ci/trainers.sh           # /folder/slime, /folder/miles, ...: checkouts that are there already
-#   bash ci/trainers.sh --clone /folder            # first fetch slime and miles, where the folder has none
-#   bash ci/trainers.sh --clone /folder all        # everything that a test reads: the table below, and two wheels
-#   bash ci/trainers.sh --clone /folder slime=v0.3.0 miles=    # other tags or whole commits, or none
+#   TRAINERS=/folder bash ci/trainers.sh           # existing checkouts /folder/slime, /folder/miles, ...
+#   bash ci/trainers.sh --clone /folder            # first fetch slime and miles, unless the folder has them
+#   bash ci/trainers.sh --clone /folder all        # fetch everything that a test reads: the table below, and a wheel
+#   bash ci/trainers.sh --clone /folder slime=v0.3.0 miles=    # different tags or full commits, or none
 #
-# Nothing of the trainers is stored in this repository. PYTHON= chooses the interpreter, as in ci/test.sh (Python 3.12:
-# Megatron-Core has to be one with megatron.training); VENV_PYTHON= one that has everything already, the packages in
-# tests/trainers/requirements.txt included, which are installed here otherwise.
+# This repository has no code of the trainers. PYTHON= chooses the interpreter, as in ci/test.sh (Python 3.12 with
+# megatron.training). VENV_PYTHON= names an interpreter that has everything, including the packages in
+# tests/trainers/requirements.txt, which are installed here otherwise.
 set -euo pipefail
 shopt -s extglob
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-# name, repository, commit: those of the configurations, and of other tests
+# name, repository, commit: for the configurations, and for other tests
 COMMITS="$(sed -n 's/^# //p' tests/trainers/configurations.tsv)
 slime https://github.com/THUDM/slime 624b824a898ab0ec1fcb4d373004c7f3852bf515
 miles https://github.com/radixark/miles 31f1ca961a94cb860cec3b2dea34ec332bfa8f76
@@ -24,7 +24,7 @@ WHEELS="verl==0.9.1"
 fetch() { # name, repository, commit
     echo "Fetching $2 at $3 into $TRAINERS/$1 ..."
     local folder="$TRAINERS/$1" depth=()
-    # A new checkout has its name when it is whole.
+    # A new checkout gets its name when it is complete.
     [ -d "$folder" ] || { folder="$TRAINERS/.$1" && depth=(--depth 1) && git init --quiet "$folder"; }
     git -C "$folder" fetch --quiet "${depth[@]}" "$2" "$3"
     git -C "$folder" checkout --quiet FETCH_HEAD
@@ -53,14 +53,14 @@ if [ "${1:-}" = --clone ]; then
     done
     while read -r name url commit; do
         commit="${chosen[$name]-$commit}"
-        # A checkout that is there stays as it is, unless its commit is asked for.
+        # An existing checkout stays unchanged, unless its commit is given.
         if [[ "$wanted" = *" $name "* && -n "$commit" ]] && [[ ! -d "$TRAINERS/$name" || -n "${chosen[$name]:-}" ]]; then
             fetch "$name" "$url" "$commit"
         fi
     done <<<"$COMMITS"
 fi
 if [ -z "${TRAINERS:-}" ] || [ ! -d "$TRAINERS" ]; then
-    echo "TRAINERS=${TRAINERS:-} is no folder: name the one that holds the checkouts, or: bash ci/trainers.sh --clone FOLDER" >&2
+    echo "TRAINERS=${TRAINERS:-} is not a folder. Name the folder with the checkouts, or run ci/trainers.sh --clone FOLDER." >&2
     exit 1
 fi
 TRAINERS="$(cd "$TRAINERS" && pwd)"
@@ -77,6 +77,6 @@ absent=()
 for name in $(cut -d ' ' -f 1 <<<"$COMMITS") ${WHEELS//==*([^ ])/}; do
     [ -d "$TRAINERS/$name" ] || absent+=("$name")
 done
-[ ${#absent[@]} = 0 ] || echo "Tests of these are skipped, which \`--clone FOLDER all\` fetches: ${absent[*]}"
-# What the tests found, a line each; the trainers' own warnings go to stderr.
+[ ${#absent[@]} = 0 ] || echo "Tests of these trainers are skipped (\`--clone FOLDER all\` fetches them): ${absent[*]}"
+# Print a line per test. The trainers' own warnings go to stderr.
 "$VENV_PYTHON" -m pytest -q -rs --no-header -W ignore --capture=no tests/trainers "$@"

@@ -1,15 +1,17 @@
-"""Print the words of the user pages, and how often the habits that the style guide drops occur.
+"""Print the words of pages and code, and how often they use habits that make prose hard to read.
 
-    python ci/words.py             # README.md and docs/*.md together, and docs/records
-    python ci/words.py --pages     # every page of the first group too
+    python ci/words.py             # user pages (README.md, docs/*.md), docs/records, and code
+    python ci/words.py --pages     # also every user page
 
-Rates are per 1,000 words of prose. Prose leaves out fenced and indented code, hidden blocks,
-generated tables, formulas and code spans. `all` counts as `wc -w` does, and `read` leaves out the
-generated tables and the blocks that only the tests see.
+Rates are per 1,000 words of prose, without fenced and indented code, hidden blocks, generated
+tables, formulas and code spans. `all` counts like `wc -w`, and `read` omits generated tables and
+blocks that only tests see. Code is the docstrings, comments and messages of megatron_pg.
 """
 
 import argparse
+import ast
 import re
+import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -43,6 +45,9 @@ HABITS = {
     "but for except": r"(?:, but (?!(?:not|it|they|the|you|does|do|is|are)\b)|\ball but\b)",
     "no such": r"\bno such\b",
     "cannot stand": r"\bcannot stand\b",
+    "is no": r"\b(?:is|are|was) no\b(?! (?:longer|more|less))",
+    "outer count, kept set": r"\b(?:outer counts?|kept sets?)\b",
+    "British spelling": r"(?i)\b\w*(?:(?:mal|tim|ron|ral|ial)is(?:e|ing|ation)|avour|olour|aviour)",
 }
 
 
@@ -54,6 +59,23 @@ def without(patterns: list[str], text: str) -> str:
 
 def prose(text: str) -> str:
     return re.sub(r"[|*#]+|-{3,}", " ", without(NOT_PROSE, text))
+
+
+def code_text(path: Path) -> str:
+    """Join a module's comments and its strings with a space: docstrings, messages and help."""
+    found, inner = [], set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            inner.update(map(id, node.values))
+            literals = [x.value if isinstance(x, ast.Constant) else "X" for x in node.values]
+            found.append("".join(literals))
+        elif isinstance(node, ast.Constant) and id(node) not in inner:
+            found += [node.value] if isinstance(node.value, str) else []
+    with path.open("rb") as file:
+        tokens = tokenize.tokenize(file.readline)
+        found += [token.string for token in tokens if token.type == tokenize.COMMENT]
+    lines = "\n".join(text for text in found if " " in text.strip()).splitlines()
+    return "\n".join(map(str.strip, lines))
 
 
 def counts(texts: list[str]) -> tuple[int, int, int]:
@@ -83,6 +105,7 @@ def main() -> None:
             print(f"{total:6} {read:6} {words:6}  {page.relative_to(ROOT)}")
     report("user pages", [page.read_text() for page in pages])
     report("records", [page.read_text() for page in sorted(ROOT.glob("docs/records/*.md"))])
+    report("code", list(map(code_text, sorted(ROOT.glob("megatron_pg/**/*.py")))))
 
 
 if __name__ == "__main__":

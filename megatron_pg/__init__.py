@@ -1,6 +1,6 @@
-"""The policy-gradient loss for RL on Megatron-Core, normalised right at any parallelism.
+"""The policy-gradient loss for RL on Megatron-Core, normalized right at any parallelism.
 
-What touches Megatron is in `megatron_pg.megatron`: `from megatron_pg.megatron import PolicyStep`.
+Code that uses Megatron is in `megatron_pg.megatron`: `from megatron_pg.megatron import PolicyStep`.
 """
 
 from importlib import import_module
@@ -13,9 +13,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Import the exports when the first of them is read: `megatron-pg --help` waits for no
-    torch.
-    """
+    """Import the exports at first use, so that `megatron-pg --help` does not import torch."""
     exports = import_module("megatron_pg.exports")
     if name == "__all__" or name in exports.__all__:
         return getattr(exports, name)

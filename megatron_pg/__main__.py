@@ -1,4 +1,4 @@
-"""`python -m megatron_pg`: the command `megatron-pg` without its script, as a launcher needs it."""
+"""Module form of the command `megatron-pg`, for launchers: `python -m megatron_pg`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The command `megatron-pg`: `explain`, `check`, `migrate` and `integrations`."""
+"""Command `megatron-pg`: `explain`, `check`, `migrate` and `integrations`."""
 
 import argparse
 import sys
@@ -12,10 +12,9 @@ from megatron_pg.config.values import did_you_mean
 
 EPILOG = """\
 commands:
-  explain   which objective am I really optimizing? (weights of a token under each aggregation)
-  check     is the gradient the same however the step is sharded? (run it under your own launcher)
-  migrate   what does my launch line of slime, miles, verl or NeMo-RL compute,
-            and where is that off?
+  explain   which objective does my setup optimize? (token weights under each aggregation)
+  check     is the gradient the same for any sharding of the step? (run it under your launcher)
+  migrate   what does my slime, miles, verl or NeMo-RL launch line compute, and where is it wrong?
   integrations verl   does the installed verl see this package, and what has it registered?
 
 examples:
@@ -26,7 +25,7 @@ examples:
       --context-parallel-size 2 --pipeline-model-parallel-size 2
   megatron-pg explain --help
 """
-# Imported when it is called: torch alone takes seconds.
+# Imported when called, because importing torch takes seconds.
 COMMANDS: dict[str, Callable[[], ModuleType]] = {
     "explain": lambda: import_module("megatron_pg.explain"),
     "check": lambda: import_module("megatron_pg.check"),
@@ -36,15 +35,13 @@ COMMANDS: dict[str, Callable[[], ModuleType]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command of a command line, of the process's own if None, and return the exit
-    status.
-    """
+    """Run a command line (default: the process's own) and return the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words and words[0] in COMMANDS:
         return int(COMMANDS[words[0]]().main(words[1:]))
     parser = ProgramParser(
         prog="megatron-pg",
-        description="The policy-gradient loss for RL on Megatron-Core, normalised right at any "
+        description="The policy-gradient loss for RL on Megatron-Core, normalized right at any "
         "parallelism.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -58,4 +55,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     command = parser.parse_args(words).command
     near = did_you_mean(command, COMMANDS)
-    parser.error(f"{command!r} is no command ({', '.join(COMMANDS)}){near}")
+    parser.error(f"{command!r} is not a command ({', '.join(COMMANDS)}){near}")

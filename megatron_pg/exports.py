@@ -1,4 +1,4 @@
-"""The names that `megatron_pg` exports. Importing them needs torch and NumPy."""
+"""Exports of `megatron_pg`. Importing them requires torch and NumPy."""
 
 from megatron_pg.config import PolicyLossConfig, add_policy_loss_args, validate_policy_loss_args
 from megatron_pg.config.planning import PlanningConfig, add_planning_args, validate_planning_args

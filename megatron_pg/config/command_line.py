@@ -1,6 +1,6 @@
-"""The parser of our own programs: flags in a YAML file, and refusals in one line.
+"""The argument parser of this package's programs: flags in a YAML file, errors in one line.
 
-A parser of somebody else's is left as it is (`settings.add_args`).
+Other parsers stay unchanged (`settings.add_args`).
 """
 
 import argparse
@@ -18,17 +18,17 @@ from megatron_pg.config.values import did_you_mean
 
 READ, WRITE = "--config", "--write-config"
 FIRST_WAIT_SECONDS, NEXT_WAIT_SECONDS = 5.0, 1.0
-"""The wait of a node's rank 1 before it prints a refusal, and of each further rank in addition."""
+"""Seconds that a node's rank 1 waits before it prints an error, and more per further rank."""
 
 
 def exit_refused(message: str, status: int = 1) -> NoReturn:
-    """Print why the job is refused, and end the process. Every rank that finds the fault calls it.
+    """Print an error and end the process. Every rank that finds the error calls it.
 
-    Rank 0 of a node prints at once. Its end makes torchrun end the other ranks, which wait for
-    that. A rank that outlives its wait prints the message too, since rank 0 may be far behind.
+    Rank 0 of a node prints at once and exits, and torchrun then ends the other ranks. A rank that
+    outlives its wait prints the message too, because rank 0 may be far behind.
     """
     if local_rank := _local_rank():
-        # The wait is over when the launcher ends the rank.
+        # The launcher must be able to end the wait.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(FIRST_WAIT_SECONDS + NEXT_WAIT_SECONDS * (local_rank - 1))
     print(message, file=sys.stderr, flush=True)
@@ -36,27 +36,27 @@ def exit_refused(message: str, status: int = 1) -> NoReturn:
 
 
 class ProgramParser(argparse.ArgumentParser):
-    """A parser that reads flags from a file, and refuses in one line with the nearest flag.
+    """Parser that reads flags from a file and reports errors in one line with the nearest flag.
 
-    With Megatron's flags argparse's own error is 700 lines long, from every rank.
+    With Megatron's flags argparse's own error is 700 lines long, printed by every rank.
     """
 
     presets: Sequence[str] = ()
-    """Words before those of the file, such as the flags of a checkpoint's model."""
+    """Words that precede the file's words, such as the flags of a checkpoint's model."""
     words: Sequence[str] = ()
-    """The words that were parsed, without the presets: the file's, then the command line's."""
+    """The parsed words without the presets: the file's, then the command line's."""
 
     def add_config_args(self) -> None:
         """Add `--config` and `--write-config`."""
         add = self.add_argument_group("settings in a file").add_argument
-        told = "Read flags from a YAML file, such as `lr: 1e-5`. "
-        told += "Flags win, and --no-X undoes a flag X."
-        add(READ, metavar="FILE", help=told)
-        told = "Write the flags of this command, its --config's too, there."
-        add(WRITE, metavar="FILE", help=told)
+        text = "Read flags from a YAML file, such as `lr: 1e-5`. "
+        text += "Flags on the command line win. --no-X unsets a flag X."
+        add(READ, metavar="FILE", help=text)
+        text = "Write this command's flags, including those from --config, to a YAML file."
+        add(WRITE, metavar="FILE", help=text)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse the presets, the words of the file and the words, in this order: the last wins."""
+        """Parse the presets, the file's words and the given words. The last one wins."""
         actions, self.words = self._option_string_actions, sys.argv[1:] if args is None else args
         for action in self._actions:
             for flag in action.option_strings if action.nargs == 0 else ():
@@ -80,7 +80,7 @@ class ProgramParser(argparse.ArgumentParser):
         return parsed
 
     def error(self, message: str) -> NoReturn:
-        """Print one line, with the nearest flag for one that is not known, and end the process."""
+        """Print one line, with the nearest flag for an unknown one, and end the process."""
         if message.startswith("unrecognized arguments"):
             flags = {flag.removeprefix("--"): flag for flag in self._option_string_actions}
             for word in re.findall(r"(?<!\S)--([\w-]+)", message):
@@ -93,21 +93,24 @@ class ProgramParser(argparse.ArgumentParser):
 
 
 def words_of_file(path: Path, actions: Mapping[str, argparse.Action]) -> list[str]:
-    """Return the flags of a YAML file as words of a command line, which argparse judges.
+    """Return the flags of a YAML file as words of a command line, for argparse to check.
 
-    `actions` has the flags that are known. A ValueError names the key.
+    `actions` has the known flags.
+
+    Raises:
+        ValueError: the file cannot be read, or a key is invalid. The message names the key.
     """
     import yaml  # not needed by a command line without a file
 
     try:
         text = path.read_text()
-        # Words as they are written: YAML reads 010 as 8. Within braces JSON's types count.
+        # Words stay as written because YAML reads 010 as 8. Within braces types are JSON's.
         settings, typed = yaml.load(text, yaml.BaseLoader), yaml.safe_load(text)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"cannot be read: {error}") from error
+        raise ValueError(f"cannot read the file: {error}") from error
     if not isinstance(settings, dict):
         kind = type(settings).__name__
-        raise ValueError(f"holds {kind}, expected lines such as `loss-aggregation: prompt_mean`")
+        raise ValueError(f"contains {kind}, not lines such as `loss-aggregation: prompt_mean`")
     words = []
     for (key, value), typed_value in zip(settings.items(), typed.values(), strict=True):
         flag, dashed = f"--{key}", f"--{key.replace('_', '-')}"
@@ -117,25 +120,25 @@ def words_of_file(path: Path, actions: Mapping[str, argparse.Action]) -> list[st
         if flag in (READ, WRITE):
             raise ValueError(f"{key} belongs on the command line")
         if value == "":
-            raise ValueError(f"{key} has no value: leave the line out for the default")
+            raise ValueError(f"{key} has no value. Remove the line to use the default.")
         if is_switch and value not in ("true", "false"):
-            raise ValueError(f"{key} takes no value: expected true or false, found {value!r}")
+            raise ValueError(f"{key} must be true or false, not {value!r}")
         if is_switch or (action is None and value == "true"):
             words.append(flag if value == "true" else flag.replace("--", "--no-", 1))
         elif isinstance(value, list):
             words += [flag, *value]
-        else:  # one word after a sign of equality: it may begin with a dash
+        else:  # one word with an equals sign, because the value may begin with a dash
             value = json.dumps(typed_value) if isinstance(value, dict) else value
             words.append(f"{flag}={value}")
     return words
 
 
 def text_of_words(words: Sequence[str]) -> str:
-    """Return the flags among words as a YAML file; of a flag that is there twice, the last."""
+    """Return the flags among words as a YAML file. The last occurrence of a flag wins."""
     import yaml
 
     class Dumper(yaml.SafeDumper):  # type: ignore[misc]
-        yaml_implicit_resolvers: Any = {}  # each word as it is written
+        yaml_implicit_resolvers: Any = {}  # words stay as written
 
     values: dict[str, list[str]] = {}
     for word in words:

@@ -1,4 +1,4 @@
-"""Functions of the user's own, named on the command line by import path and checked at startup."""
+"""Custom functions, named on the command line by import path and checked at startup."""
 
 import functools
 import importlib
@@ -19,14 +19,14 @@ CUSTOM_FUNCTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("cp_rank", "cp_size"),
     ),
 }
-"""Arguments by position, and by keyword where the signature names them, of the function whose
-import path a setting has.
+"""Each setting's custom function: its positional arguments, and the keyword arguments that it gets
+if its signature names them.
 
-A result that depends on other tokens of the micro-batch makes the objective depend on packing."""
+If a token's result depends on other tokens of the micro-batch, the objective depends on packing."""
 
 
 def custom_function_violations(settings: Any) -> Iterator[str]:
-    """Yield the faults of the functions that the settings name."""
+    """Yield what is wrong with the functions that the settings name."""
     for field in CUSTOM_FUNCTIONS:
         if path := getattr(settings, field, None):
             try:
@@ -37,23 +37,22 @@ def custom_function_violations(settings: Any) -> Iterator[str]:
 
 @functools.cache
 def load_custom_function(field: str, path: str) -> Callable[..., Any]:
-    """Import the function at the path that a setting of `CUSTOM_FUNCTIONS` has, and check that it
-    takes its arguments.
+    """Import the function at a path, and check that it takes the arguments in `CUSTOM_FUNCTIONS`.
 
     Raises:
-        ValueError: the path is malformed, the import fails (its error is the cause), the module has
-            no such function, or its signature does not take these arguments.
+        ValueError: the path is malformed, the import fails (its error is the cause), the module
+            lacks the function, or its signature does not take the arguments.
     """
     flag, (positional, keywords) = flag_of(field), CUSTOM_FUNCTIONS[field]
     module_name, _, name = path.rpartition(":" if ":" in path else ".")
     if not all(part.isidentifier() for part in (*module_name.split("."), name)):
-        raise ValueError(f"{flag}: expected pkg.mod.fn or pkg.mod:fn; found {path!r}")
+        raise ValueError(f"{flag} must be pkg.mod.fn or pkg.mod:fn, not {path!r}")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # importing runs the user's code: anything at all may come out of it
+    except Exception as error:  # the user's code may raise anything
         package, cause = module_name.partition(".")[0], f"{type(error).__name__}: {error}"
         if isinstance(error, ModuleNotFoundError) and error.name == package:
-            cause += f": put the folder that {package} is in on PYTHONPATH"
+            cause += f". Add the folder that contains {package} to PYTHONPATH"
         raise ValueError(f"{flag} {path}: importing {module_name} failed with {cause}") from error
     function: Any = getattr(module, name, None)
     expected = f"({', '.join(positional)})"
@@ -61,27 +60,27 @@ def load_custom_function(field: str, path: str) -> Callable[..., Any]:
         kind = f"{function!r} of type {type(function).__name__}"
         found = kind if hasattr(module, name) else f"no attribute {name!r}"
         raise ValueError(
-            f"{flag} {path}: expected a function of {expected} in {module_name} "
-            f"({getattr(module, '__file__', 'built-in')}); found {found}"
+            f"{flag} {path}: expected a function {expected} in {module_name} "
+            f"({getattr(module, '__file__', 'built-in')}), found {found}"
         )
     try:
         signature = inspect.signature(function)
         signature.bind(*positional, **dict.fromkeys(named_keywords(function, keywords)))
     except ValueError as error:
         raise ValueError(
-            f"{flag} {path}: its signature cannot be read ({error}); wrap it in a Python function "
-            f"of {expected}"
+            f"{flag} {path}: cannot read the function's signature ({error}). Wrap it in a Python "
+            f"function {expected}"
         ) from error
     except TypeError as error:
         raise ValueError(
-            f"{flag} {path}: cannot be called with the positional arguments {expected}: {error}; "
-            f"found the signature {signature}"
+            f"{flag} {path} does not accept the positional arguments {expected}: {error}. Its "
+            f"signature is {signature}"
         ) from error
     return function  # type: ignore[no-any-return]
 
 
 def named_keywords(function: Callable[..., Any], keywords: Sequence[str]) -> tuple[str, ...]:
-    """Return those `keywords` that the function's signature names; `**kwargs` names none."""
+    """Return the `keywords` that the function's signature names. `**kwargs` names none."""
     parameters = inspect.signature(function).parameters
     named = {p.name for p in parameters.values() if p.kind is not p.POSITIONAL_ONLY}
     return tuple(name for name in keywords if name in named)
@@ -95,15 +94,13 @@ def check_returned(
     *,
     differentiable_in: "torch.Tensor | None" = None,
 ) -> None:
-    """Refuse a user's result that is no tensor of that shape, or has lost its gradient; its values
-    are not read.
+    """Raise a ValueError if a custom function's result has the wrong shape or lost its gradient.
 
-    `where` names the flag and the path, `meaning` the tensor's contents. The argument
-    `differentiable_in` must get a gradient, where it has one: Megatron's schedules pass over a loss
-    without, so that training would go on and learn nothing.
+    The result's values are not read. `where` names the flag and the path, `meaning` the tensor's
+    contents. If `differentiable_in` requires a gradient, the result must too: Megatron's schedules
+    accept a loss without one, and training would continue without learning.
     """
-    # The settings and their flags need no torch.
-    import torch
+    import torch  # not needed by the settings and their flags
 
     is_tensor, kind = isinstance(value, torch.Tensor), "a tensor of shape"
     if not is_tensor or value.shape != torch.Size(shape):
@@ -112,9 +109,7 @@ def check_returned(
     has_gradient = differentiable_in is not None and differentiable_in.requires_grad
     if has_gradient and torch.is_grad_enabled() and not value.requires_grad:
         raise ValueError(
-            f"{where} returned a tensor without a gradient: nothing would be learned from it. "
-            f"Compute it from its "
-            "argument, without detach(), .data, .item() or torch.no_grad(); where there is no "
-            "token, return "
-            "argument.sum() * 0 and not a new zero"
+            f"{where} returned a tensor without a gradient, so training would not learn. Compute "
+            "it from the function's argument, without detach(), .data, .item() or "
+            "torch.no_grad(). If there is no token, return argument.sum() * 0."
         )

@@ -1,7 +1,6 @@
-"""`PolicyLossConfig`: every setting of the policy loss, in groups by subject, its flags, and their
-startup validation.
+"""`PolicyLossConfig`: every setting of the policy loss, its flags, and their startup validation.
 
-A setting has its help text beside it. The text of a table's word is that of its row.
+Each setting is defined with its help text. Choices from a table take the text of their row.
 """
 
 from __future__ import annotations
@@ -50,21 +49,22 @@ class PolicyLossConfig(
     ObjectiveSettings,
     AggregationSettings,
 ):
-    """Settings of the policy loss.
+    """Settings for the policy loss.
 
     Raises:
-        ValueError: values are out of range or contradict each other. One error has all violations,
-            and names fields and flags.
+        ValueError: values are out of range or contradict each other. One error lists all
+            violations and names fields and flags.
     """
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> PolicyLossConfig:
-        """Make the config from args that `validate_policy_loss_args` has returned; see
-        `Settings.from_args`.
+        """Make the config from args that `validate_policy_loss_args` has returned.
+
+        See `Settings.from_args`.
         """
         if vars(args).get("loss_aggregation", "") is None:
             raise ValueError(
-                "args.loss_aggregation is None: call validate_policy_loss_args(args) first"
+                "args.loss_aggregation is None. Call validate_policy_loss_args(args) first."
             )
         return super().from_args(args)
 
@@ -82,28 +82,28 @@ class PolicyLossConfig(
 
     @property
     def distills(self) -> bool:
-        """The loss, or one of its terms, is the divergence from a teacher."""
+        """Whether the loss or one of its terms is the divergence from a teacher."""
         return self.distill_coef > 0 or (
             self.policy_loss == "distill" and self.custom_policy_loss_path is None
         )
 
     @property
     def needs_entropy(self) -> bool:
-        """The loss or a metric reads the entropy."""
+        """Whether the loss or a metric reads the entropy."""
         return self.entropy_coef > 0 or self.pg_metrics == "with_entropy"
 
 
 def _option_violations(
     table: str, config: PolicyLossConfig, given: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield the options that the rows which are on lack, and those that only other rows read."""
+    """Yield options that the active rows need but lack, and options that only other rows read."""
     fields, all_rows = fields_of(PolicyLossConfig), TABLES[table].values()
     rows = rows_on(TABLES[table], config)
     for row in rows:
         for option in row.needs:
             if given.get(option) is None:
                 need = f"{flag_of(option)}, a finite number {fields[option].interval}"
-                yield f"{row.switch} needs {need}; found None: give it, or choose another"
+                yield f"{row.switch} requires {need}, not None."
     for option in dict.fromkeys(option for row in all_rows for option in row.options):
         value = getattr(config, option)
         if value == fields[option].default or any(option in row.options for row in rows):
@@ -111,33 +111,32 @@ def _option_violations(
         setting = flag_of(option) if value is True else f"{flag_of(option)} {value}"
         owners = [row for row in all_rows if option in row.options]
         if owners[0].flag:
-            # The flags of a row are left out where some of them turn on another row.
+            # Leave out a row's flags if a subset of them turns on a different row.
             switches = dict.fromkeys(row.switch for row in owners)
             least = [s for s in switches if not any({*o.split()} < {*s.split()} for o in switches)]
-            yield f"{setting} is about {' or '.join(least)}: add what is missing, or drop it"
+            yield f"{setting} has no effect without {' or '.join(least)}. Add one or remove it."
         else:
             flag, names = flag_of(table), " and ".join(row.name for row in owners)
             chosen = f"{flag} {getattr(config, table)}"
-            yield f"{setting} belongs to {flag} {names}: drop it with {chosen}"
+            yield f"{setting} belongs to {flag} {names}. Remove it for {chosen}."
 
 
 def add_policy_loss_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the flags of the policy loss, in a group of their own; usable as Megatron's
-    `extra_args_provider`.
+    """Add the policy loss flags in an argument group. Usable as Megatron's `extra_args_provider`.
 
-    A flag that the parser has already is left as it is: its value lands in the same attribute.
+    A flag that the parser already has stays unchanged: its value lands in the same attribute.
 
     Raises:
-        ValueError: the parser has a flag of the same name that stores to another attribute.
+        ValueError: the parser has a flag of the same name that stores to a different attribute.
     """
     is_theirs = is_defined(parser, "loss_aggregation")
     letters = (
-        "r: ratio of new to old policy; A: advantage; m: loss mask; x: per-token loss; sg: no "
+        "r: ratio of new to old policy, A: advantage, m: loss mask, x: per-token loss, sg: no "
     )
     letters += "gradient. Log-ratios are clamped to +-20."
     add_args(parser, PolicyLossConfig, "policy loss", letters)
     if not is_theirs:
-        # None tells validation that nothing was chosen, so that --pg-loss-divisor may.
+        # None means that nothing was chosen, so that --pg-loss-divisor may choose.
         parser.set_defaults(loss_aggregation=None)
     if not is_defined(parser, "pg_loss_divisor"):
         text = (
@@ -150,25 +149,24 @@ def add_policy_loss_args(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 def validate_policy_loss_args(
     args: argparse.Namespace, *, sample_fields: Collection[str] | None = None
 ) -> argparse.Namespace:
-    """Check the flags of the policy loss, settle those that follow from others, and return args.
+    """Check the policy loss flags, set the flags that follow from others, and return args.
 
     Call it once on every rank, after every override of the arguments and before Megatron builds its
-    configs from them (`validate_args` may come before or after). It settles `loss_aggregation`,
-    `loss_aggregation_divisor` and `calculate_per_token_loss`; a second call changes nothing. If it
-    raises, the arguments are as they were.
+    configs from them (`validate_args` may come before or after). It sets `loss_aggregation`,
+    `loss_aggregation_divisor` and `calculate_per_token_loss`. A second call changes nothing. If it
+    raises, the arguments are unchanged.
 
     Args:
         args: parsed arguments. An argument that no parser defined counts as absent.
         sample_fields: optional fields of `Sample` that the training script fills
-            (`OPTIONAL_SAMPLE_FIELDS`). None: not known yet, and nothing is checked against them.
+            (`OPTIONAL_SAMPLE_FIELDS`). None: not known yet, and not checked.
 
     Raises:
         ValueError: settings are out of range, contradict each other or lack their inputs. The
-            message has every violation, with its flag, what was found and what to do.
-        NotImplementedError: the same where nothing else is wrong than a layout without a token
-            window (BSHD under context parallelism), Megatron-FSDP, or a setting of the output layer
-            that `--fused-lm-head` or
-            `--fp32-lm-head` does not serve.
+            message lists every violation with its flag, the value found and a fix.
+        NotImplementedError: the only violations are a layout without a token window (BSHD under
+            context parallelism), Megatron-FSDP, or a Megatron setting of the output layer that
+            `--fused-lm-head` or `--fp32-lm-head` does not support.
     """
     arguments = vars(args)
     values = {name: arguments[name] for name in fields_of(PolicyLossConfig) if name in arguments}
@@ -181,9 +179,9 @@ def validate_policy_loss_args(
     not_implemented = [layout] if layout else []
     if arguments.get("use_megatron_fsdp"):
         not_implemented.append(
-            "--use-megatron-fsdp: its gradients are untested against the unsharded model's; use "
-            "DDP, with "
-            "--use-distributed-optimizer where optimizer states are to be sharded"
+            "--use-megatron-fsdp is not supported: its gradients are untested against the "
+            "unsharded model's. Use DDP, with --use-distributed-optimizer to shard optimizer "
+            "states."
         )
     if config.fp32_lm_head or config.fused_lm_head:
         flag = "--fused-lm-head" if config.fused_lm_head else "--fp32-lm-head"
@@ -201,64 +199,58 @@ def validate_policy_loss_args(
 def _sample_field_violations(
     config: PolicyLossConfig, sample_fields: Collection[str] | None
 ) -> Iterator[str]:
-    """Yield the optional fields of a sample that are misspelt, and those that are needed and not
-    filled.
-    """
+    """Yield the misspelled and the missing optional fields of a sample."""
     if sample_fields is None:
         return
     for field in sorted(set(sample_fields).difference(OPTIONAL_SAMPLE_FIELDS)):
         hint = did_you_mean(field, OPTIONAL_SAMPLE_FIELDS)
         expected = f"expected some of {', '.join(OPTIONAL_SAMPLE_FIELDS)}{hint}"
-        yield f"sample_fields: {field!r} is no optional field of Sample; {expected}"
+        yield f"sample_fields: {field!r} is not an optional field of Sample, {expected}"
     required = required_inputs(config)
-    if config.loss_weight_denominator == "weights":  # of any sample: tokens of the others weigh 1
+    if config.loss_weight_denominator == "weights":  # of some samples: tokens of the rest weigh 1
         required["loss_weights"] = ("--loss-weight-denominator weights",)
     for field, flags in required.items():
         if field not in sample_fields:
-            need = f"{' and '.join(flags)} needs {field} of every sample"
-            yield f"{need}, and the training script has none: fill Sample.{field}, or drop the flag"
+            need = f"every sample must have {field} for {' and '.join(flags)}"
+            yield f"{need}. Fill Sample.{field} or remove the flag."
 
 
 def require_config(config: Any) -> None:
-    """Raise a TypeError for what is no config, such as the args that `validate_policy_loss_args`
-    returns.
-    """
+    """Raise a TypeError for anything except a config, such as the args of a parser."""
     if not isinstance(config, PolicyLossConfig):
         found = type(config).__name__
         raise TypeError(
-            f"config is a {found}, expected a PolicyLossConfig: PolicyLossConfig.from_args(args)"
+            f"config is a {found}, not a PolicyLossConfig. Use PolicyLossConfig.from_args(args)."
         )
 
 
 def _warnings(config: PolicyLossConfig, aggregation: str) -> Iterator[str]:
-    """Yield the settings that were changed, that are not read, and that are likely a mistake."""
+    """Yield settings that were changed, that are not read, and that are likely a mistake."""
     fields, chosen = fields_of(PolicyLossConfig), config.loss_aggregation
     if aggregation != chosen:
         yield (
-            f"--calculate-per-token-loss makes the objective the token mean: --loss-aggregation "
-            f"{chosen} is now "
-            f"{aggregation}. Give --loss-aggregation {aggregation} to silence this, or drop the "
-            f"flag."
+            "--calculate-per-token-loss makes the objective the token mean: --loss-aggregation "
+            f"{chosen} becomes {aggregation}. Use --loss-aggregation {aggregation} or remove the "
+            "flag."
         )
     for setting, table in TABLES.items():
         rows, flag = rows_on(table, config), flag_of(setting)
         word: Any = getattr(config, setting, None)
         if is_replaced(setting, config):
             by = REPLACED_BY[setting]
-            yield f"{flag_of(by)} {getattr(config, by)} takes the place of {flag} {word}."
-        # Said and not refused: a trainer's own flag may have another word as its default.
+            yield f"{flag_of(by)} {getattr(config, by)} replaces {flag} {word}."
+        # A warning, not an error: the trainer's own flag may have a different default.
         elif word in table and word != fields[setting].default and not rows:
-            yield f"{flag} {word} is not read without {table[word].switch}."
+            yield f"{flag} {word} has no effect without {table[word].switch}."
         for row in rows:
             for name in row.unread_settings(config):
                 value: Any = getattr(config, name)
                 if value != fields[name].default:
-                    unread = f"{flag_of(name)} {value:g} is not read by {row.switch}"
-                    yield f"{unread}: nothing is clipped by it."
+                    unread = f"{flag_of(name)} {value:g} has no effect with {row.switch}"
+                    yield f"{unread}: it clips nothing."
     is_bare = not config.use_unbiased_kl and config.kl_loss_gradient == "estimate"
     if config.kl_loss_coef > 0 and config.kl_loss_type == "k1" and is_bare:
         yield (
-            "--kl-loss-type k1 as a loss has zero expected gradient on-policy: use k2, k3, "
-            "--use-unbiased-kl or "
-            "--kl-loss-gradient k2."
+            "--kl-loss-type k1 as a loss has zero expected gradient on-policy. Use k2, k3, "
+            "--use-unbiased-kl or --kl-loss-gradient k2."
         )

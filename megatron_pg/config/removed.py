@@ -1,11 +1,11 @@
-"""Flags and words that earlier versions had, and what to do instead."""
+"""Removed flags and choices, and their replacements."""
 
 import argparse
 from typing import Any, NoReturn
 
-_OWN_OBJECTIVE = "give the objective as a function of your own, by --custom-policy-loss-path"
+_OWN_OBJECTIVE = "pass the objective as a function with --custom-policy-loss-path"
 REMOVED_FLAGS: dict[str, str] = {
-    "--cp-partition-mode": "context-parallel ranks hold zigzag chunks; leave the flag out",
+    "--cp-partition-mode": "context-parallel ranks always hold zigzag chunks. Remove the flag.",
     "--ctpo-clip-c": _OWN_OBJECTIVE,
     "--ctpo-clip-high": _OWN_OBJECTIVE,
     "--ctpo-clip-low": _OWN_OBJECTIVE,
@@ -16,16 +16,16 @@ REMOVED_FLAGS: dict[str, str] = {
     "--policy-loss ctpo": _OWN_OBJECTIVE,
     "--policy-loss fipo": _OWN_OBJECTIVE,
 }
-"""What to do instead, by the flag, or by a flag and its removed word."""
+"""Replacement by flag, or by a flag and its removed choice."""
 
 
 def refusal_of_removed(flag: str) -> str:
-    """Say what to do instead of a removed flag, or of a flag and its word; "" for any other."""
+    """Return what replaces a removed flag or choice, or "" for anything else."""
     return f"{flag} was removed: {REMOVED_FLAGS[flag]}" if flag in REMOVED_FLAGS else ""
 
 
 def add_removed_flags(parser: argparse.ArgumentParser) -> None:
-    """Make a parser refuse removed flags by name, except those that it has already."""
+    """Make a parser reject removed flags by name, unless it already has them."""
     for flag in REMOVED_FLAGS:
         if " " not in flag and flag not in parser._option_string_actions:
             hidden: Any = argparse.SUPPRESS

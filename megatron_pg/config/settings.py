@@ -1,4 +1,4 @@
-"""Dataclasses of settings: their flags and checks. Types and choices are their annotations'."""
+"""Dataclasses of settings, with flags and checks. Annotations give types and choices."""
 
 import argparse
 import dataclasses
@@ -14,7 +14,7 @@ from megatron_pg.config.values import Interval, did_you_mean, expected, flag_of,
 
 
 def setting[T](default: T, *about: str | Interval, flag: bool = True) -> T:
-    """Return a field: its default, the range of a number, its help text, and if it has a flag."""
+    """Return a dataclass field. `about` has its help text and the range of a number."""
     metadata: dict[str, Any] = {"flag": flag}
     metadata |= {"interval" if isinstance(part, Interval) else "help": part for part in about}
     made: T = dataclasses.field(default=default, metadata=metadata)
@@ -22,7 +22,7 @@ def setting[T](default: T, *about: str | Interval, flag: bool = True) -> T:
 
 
 class Field:
-    """A field of a dataclass of settings, with its metadata and what its annotation says."""
+    """Field of a dataclass of settings, with its metadata and annotation."""
 
     def __init__(self, field: "dataclasses.Field[Any]", hint: Any) -> None:
         self.name, self.default = field.name, field.default
@@ -37,29 +37,29 @@ class Field:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The words that it may be, of a `Literal` or a table; none if it is not a word."""
+        """The valid words, from a `Literal` or a table. Empty if any value is valid."""
         return tuple(TABLES.get(self.name, ())) or self.words
 
     def violation(self, value: Any) -> str:
-        """Return what is wrong with a value by itself, or ""."""
+        """Return what is wrong with a single value, or ""."""
         is_unchecked = not self.has_flag and self.interval is None
         if is_unchecked or (value is None and self.is_optional):
             return ""
         right = expected(value, self.type, self.choices, self.interval)
         hint = right and self.did_you_mean(value)
-        return right and f"{self.flag} must be {right}; found {value!r}{hint}"
+        return right and f"{self.flag} must be {right}, not {value!r}{hint}"
 
     def did_you_mean(self, value: Any) -> str:
-        """Return what to do instead of a removed word, or a hint at the nearest one, or ""."""
+        """Return the replacement of a removed word, a hint at the nearest one, or ""."""
         if removed := refusal_of_removed(f"{self.flag} {value}"):
-            return f"; {removed}"
+            return f". {removed}"
         return did_you_mean(value, self.choices, ALSO_KNOWN_AS.get(self.name))
 
     def word(self, text: str) -> str:
-        """Parse one of the choices."""
+        """Parse a choice."""
         if text in self.choices or not (hint := self.did_you_mean(text)):
-            return text  # argparse itself lists the words
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(self.choices)}{hint}")
+            return text  # argparse itself lists the choices
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(self.choices)}{hint}")
 
     def argparse_keywords(self) -> dict[str, Any]:
         """Return the arguments of `add_argument` for the flag."""
@@ -80,20 +80,20 @@ class Field:
 
 @functools.cache
 def fields_of(settings: Any) -> dict[str, Field]:
-    """Return the fields of a dataclass of settings, by name and in order."""
+    """Return the fields of a dataclass of settings by name, in order."""
     hints = get_type_hints(settings)
     return {field.name: Field(field, hints[field.name]) for field in dataclasses.fields(settings)}
 
 
 class Settings:
-    """Base of a frozen dataclass that refuses wrong values, all of them in one error.
+    """Base class of frozen dataclasses that report all invalid values in one error.
 
-    A method `conflicts(given)` yields the faults between settings that are each valid. There
-    `self` has the default for an invalid value, and `given` the value.
+    A method `conflicts(given)` yields conflicts between settings. `self` has the default instead
+    of an invalid value, and `given` has the value.
     """
 
     def __new__(cls, *_: object, **given: object) -> Self:
-        """Refuse removed settings by name, which `__init__` does not have."""
+        """Reject removed settings by name, which `__init__` does not know."""
         refuse([text for name in given if (text := refusal_of_removed(flag_of(name)))])
         return object.__new__(cls)
 
@@ -102,7 +102,7 @@ class Settings:
 
     @classmethod
     def checked(cls, given: Mapping[str, Any]) -> tuple[list[str], Self]:
-        """Return the violations of values by name, and the settings with defaults for the rest."""
+        """Return the violations, and the settings with defaults for missing or invalid values."""
         violations, sound = [], object.__new__(cls)
         for field in fields_of(cls).values():  # type: ignore[arg-type]
             value = given.get(field.name, field.default)
@@ -116,7 +116,7 @@ class Settings:
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> Self:
-        """Read the settings from parsed arguments; one that no parser defined has its default."""
+        """Read the settings from parsed arguments, with defaults for undefined ones."""
         arguments, values = vars(args), {}
         for field in fields_of(cls).values():  # type: ignore[arg-type]
             if field.name in arguments or field.default is MISSING:
@@ -126,10 +126,10 @@ class Settings:
 
 
 def add_args(parser: argparse.ArgumentParser, settings: Any, *group: str) -> None:
-    """Add the flags of a dataclass of settings, in a group of a title and a description.
+    """Add the flags of a dataclass of settings. `group` has a title and a description.
 
-    A flag that the parser has already (Megatron's `--calculate-per-token-loss`) is left as it is:
-    its value is in the same attribute. Removed flags are refused with what to do instead.
+    A flag that the parser already has (Megatron's `--calculate-per-token-loss`) stays unchanged:
+    its value is in the same attribute. Errors for removed flags name the replacement.
     """
     add_removed_flags(parser)
     fields = [field for field in fields_of(settings).values() if field.has_flag]
@@ -140,11 +140,15 @@ def add_args(parser: argparse.ArgumentParser, settings: Any, *group: str) -> Non
 
 
 def is_defined(parser: argparse.ArgumentParser, name: str) -> bool:
-    """Return whether the parser has a field's flag; refuse one that stores to another attribute."""
+    """Return whether the parser has a field's flag.
+
+    Raises:
+        ValueError: the flag stores to a different attribute.
+    """
     action = parser._option_string_actions.get(flag := flag_of(name))
     if action is not None and action.dest != name:
         raise ValueError(
-            f"{flag} is already a flag of this parser and stores to {action.dest!r}; expected "
-            f"{name!r}: give that flag another name, or dest={name!r}"
+            f"{flag} already exists in this parser and stores to {action.dest!r}, not to "
+            f"{name!r}. Rename that flag or pass dest={name!r}."
         )
     return action is not None

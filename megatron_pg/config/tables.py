@@ -1,7 +1,7 @@
-"""Tables of rows: what a setting chooses by name, each row with its properties beside its formula.
+"""Tables of rows that a setting chooses by name. Each row has a formula and its properties.
 
-`megatron_pg/loss` fills the tables. Flags, help texts, required inputs, refusals, metric names,
-the fused head and the tables of the docs read the rows.
+`megatron_pg/loss` fills the tables. Flags, help texts, required inputs, errors, metric names, the
+fused head and the docs' tables read the rows.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 ANCHOR = "anchor_log_probs"
-"""Name in `Row.inputs` of the log-probs that `--ratio-anchor` chooses."""
+"""Name in `Row.inputs` for the log-probs that `--ratio-anchor` chooses."""
 LOG_PROB_FIELDS = ("old_log_probs", "ref_log_probs", "rollout_log_probs")
 OPTIONAL_SAMPLE_FIELDS = (
     *LOG_PROB_FIELDS,
@@ -21,64 +21,64 @@ OPTIONAL_SAMPLE_FIELDS = (
     "sampler_top_k",
     "turn_ids",
 )
-"""Fields of `Sample` that some settings need and others do not."""
+"""Fields of `Sample` that only some settings require."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A name, its text, and its demands on the samples and on other settings."""
+    """Name with a formula and its requirements on samples and other settings."""
 
     setting: ClassVar[str] = ""
-    """The setting that chooses one of the rows; "" if each row has a flag of its own."""
+    """The setting that chooses a row, or "" if each row has its own flag."""
 
     name: str
     formula: str
     about: str = ""
-    """Meaning of the formula's letters, and its source."""
+    """Meaning of the formula's letters, and the source."""
     inputs: tuple[str, ...] = ()
     """Optional fields of `Sample` that every sample must fill, or `ANCHOR`."""
     options: tuple[str, ...] = ()
-    """Settings that only rows which name them read: with another row they are refused."""
+    """Settings that only rows naming them read. With a different row they are errors."""
     needs: tuple[str, ...] = ()
-    """The options that must be given."""
+    """Required options."""
     flag: str = ""
-    """The flags that turn the row on, a format of `config`; "" for the setting's, with the name."""
+    """Format string over `config` for the flags that turn the row on. "": setting and name."""
     when: Callable[[Any], bool] | None = None
     """Condition on a config for the row to be on, in addition to its name in the setting."""
     sequence_sums: tuple[str, ...] = ()
-    """Sums over whole sequences that it needs, of "policy" (log r), "clipped_policy" (log r clipped
-    as its token's advantage says) and "mismatch" (old_log_prob - rollout_log_prob)."""
+    """Required sums over whole sequences: "policy" (log r), "clipped_policy" (log r, clipped by the
+    sign of its token's advantage) and "mismatch" (old_log_prob - rollout_log_prob)."""
     is_sum_over_tokens: bool = False
-    """A token's gradient depends on that token and `sequence_sums` only: the fused head may work
-    chunk by chunk."""
+    """Whether a token's gradient depends only on that token and `sequence_sums`, so that the fused
+    head may work chunk by chunk."""
 
     @property
     def help(self) -> str:
-        """Part of the flag's help text."""
+        """The row's part of the flag's help text."""
         return f"{self.formula}, {self.about}" if self.about else self.formula
 
     @property
     def switch(self) -> str:
-        """The flags that turn the row on, without a config's value."""
+        """The flags that turn the row on, without values."""
         return self.flag.partition(" {")[0] or self.flag_in(None)
 
     def flag_in(self, config: Any) -> str:
-        """Return the flags that turn the row on under a config, for error messages."""
+        """Return the flags that turn the row on, with a config's values, for error messages."""
         chosen = f"--{self.setting.replace('_', '-')} {self.name}"
         return self.flag.format(config=config) if self.flag else chosen
 
     def is_on(self, config: Any) -> bool:
-        """Return whether a config has the row on."""
+        """Return whether a config turns the row on."""
         is_chosen = not self.setting or getattr(config, self.setting) == self.name
         is_read = is_chosen and not is_replaced(self.setting, config)
         return is_read and (self.when is None or self.when(config))
 
     def refusals(self, config: Any) -> list[str]:
-        """Return the faults of a config with this row, beyond `options` and `needs`."""
+        """Return a config's errors with this row, in addition to `options` and `needs`."""
         return []
 
     def unread_settings(self, config: Any) -> tuple[str, ...]:
-        """Return the settings that this row does not read though other rows of its table do."""
+        """Return the settings that this row ignores although other rows of its table read them."""
         return ()
 
 
@@ -88,12 +88,12 @@ TABLES: dict[str, dict[str, Any]] = {
     "policy_loss": {},
     "kl_loss_type": {},
 }
-"""The tables by their setting, and the corrections, which have flags of their own."""
+"""Tables by setting, and the corrections, which have their own flags."""
 REPLACED_BY = {
     "loss_aggregation": "custom_pg_loss_reducer_function_path",
     "policy_loss": "custom_policy_loss_path",
 }
-"""The setting that, if given, takes the place of every row of a table."""
+"""The setting that replaces all rows of a table."""
 ALSO_KNOWN_AS: dict[str, Mapping[str, str]] = {
     "loss_aggregation": {
         "grpo": "sample_mean",
@@ -116,23 +116,23 @@ ALSO_KNOWN_AS: dict[str, Mapping[str, str]] = {
     },
     "kl_loss_type": {"kl": "k1", "mse": "k2", "low_var": "low_var_kl"},
 }
-"""A row's name by a name that people give it, for hints in errors."""
+"""Rows by their common names, for hints in errors."""
 
 
 def rows_on[RowType: Row](table: Mapping[str, RowType], config: Any) -> list[RowType]:
-    """Return the rows that are on under a config, in the table's order."""
+    """Return the rows that a config turns on, in the table's order."""
     return [row for row in table.values() if row.is_on(config)]
 
 
 def is_replaced(setting: str, config: Any) -> bool:
-    """Return whether a function of the user's own takes the place of a table's rows."""
+    """Return whether a custom function replaces a table's rows."""
     return setting in REPLACED_BY and getattr(config, REPLACED_BY[setting]) is not None
 
 
 def required_inputs(config: Any) -> dict[str, tuple[str, ...]]:
-    """Return the optional `Sample` fields that `config` needs, each with the flags that need it.
+    """Return the optional `Sample` fields that `config` requires, each with the responsible flags.
 
-    A custom policy loss may read what it likes of the batch: nothing is required on its behalf.
+    A custom policy loss may read any field and requires none.
     """
     readers: list[tuple[str, tuple[str, ...]]] = []
     if config.use_unbiased_kl and config.kl_loss_coef > 0:
@@ -160,17 +160,21 @@ def required_inputs(config: Any) -> dict[str, tuple[str, ...]]:
 
 
 def add_rows[RowType: Row](table: dict[str, RowType], *rows: RowType) -> None:
-    """Add rows to a table; refuse a name that is taken."""
+    """Add rows to a table.
+
+    Raises:
+        ValueError: the table already has a row of this name.
+    """
     for row in rows:
         if row.name in table:
-            raise ValueError(f"there is a row {row.name!r} already: give this one another name")
+            raise ValueError(f"the row {row.name!r} already exists. Choose a different name.")
         table[row.name] = row
 
 
 def decorator[RowType: Row, F: Callable[..., Any]](
     table: dict[str, RowType], row_type: Callable[..., RowType]
 ) -> Callable[..., Callable[[F], F]]:
-    """Return a decorator `(formula, **properties)` that adds a function as a row of its name."""
+    """Return a decorator `(formula, **properties)` that adds a function as a row under its name."""
 
     def of_row(formula: str, **properties: Any) -> Callable[[F], F]:
         def add(function: F) -> F:

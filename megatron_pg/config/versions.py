@@ -1,4 +1,4 @@
-"""Differences between versions of Megatron-Core. No other file compares version numbers."""
+"""Differences between versions of Megatron-Core. Only this file compares version numbers."""
 
 import importlib.util
 import re
@@ -14,13 +14,14 @@ SUPPORTED_RANGE = "megatron-core>=0.16,<0.21"
 
 
 class UnsupportedMegatronError(ImportError):
-    """Megatron-Core is missing, or is a version that this package was not written for."""
+    """Error for a missing or unsupported Megatron-Core."""
 
 
 @cache
 def megatron_core_version() -> tuple[int, int, int]:
-    """Return (major, minor, patch) of the Megatron-Core that can be imported; a checkout on
-    PYTHONPATH has no metadata.
+    """Return (major, minor, patch) of the importable Megatron-Core.
+
+    The version comes from the package, because a checkout on PYTHONPATH has no metadata.
 
     Raises:
         UnsupportedMegatronError: Megatron-Core cannot be imported.
@@ -36,33 +37,34 @@ def megatron_core_version() -> tuple[int, int, int]:
 
 
 def parse_version(text: str) -> tuple[int, int, int]:
-    """Read (major, minor, patch) from a version such as "0.19.2", "0.16.0rc1" or "0.18.0+abc123";
-    refuse other text.
+    """Parse (major, minor, patch) from a version such as "0.19.2", "0.16.0rc1" or "0.18.0+abc123".
+
+    Raises:
+        UnsupportedMegatronError: the text is not a version.
     """
     match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", text)
     if match is None:
-        raise UnsupportedMegatronError(f"{text!r} is no version; supported: {SUPPORTED_RANGE}")
+        raise UnsupportedMegatronError(f"{text!r} is not a version. Install {SUPPORTED_RANGE}.")
     major, minor, patch = map(int, match.groups(default="0"))
     return major, minor, patch
 
 
 def require_supported_version() -> None:
-    """Raise `UnsupportedMegatronError` for a Megatron-Core that is missing or not supported; call
-    it once at start.
-    """
+    """Raise `UnsupportedMegatronError` for a missing or unsupported Megatron-Core, at start."""
     version = megatron_core_version()
     if not OLDEST_SUPPORTED <= version[:2] < FIRST_UNSUPPORTED:
         raise UnsupportedMegatronError(
-            f"megatron-core {'.'.join(map(str, version))} is installed; install a version in "
-            f"{SUPPORTED_RANGE}"
+            f"megatron-core {'.'.join(map(str, version))} is not supported. Install "
+            f"{SUPPORTED_RANGE}."
         )
 
 
 def exports_of_megatron(
     package: str, modules: Mapping[str, Sequence[str]]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Build `__getattr__` and `__dir__` of a package whose exports, by module, are imported when
-    used.
+    """Build `__getattr__` and `__dir__` of a package that imports its exports when used.
+
+    `modules` has the exports by module.
     """
     places = {name: module for module, names in modules.items() for name in names}
 
@@ -76,7 +78,7 @@ def exports_of_megatron(
 
 
 def public_names(package: str, exports: Iterable[str]) -> list[str]:
-    """List what `dir(package)` shows: exports, submodules that are imported, and special names."""
+    """List the names for `dir(package)`: exports, imported submodules, and special names."""
     own = vars(sys.modules[package]).items()
     kept = (name for name, x in own if isinstance(x, ModuleType) or name.startswith("__"))
     return sorted({*exports, *kept})
@@ -87,22 +89,20 @@ def _is_from(*version: int) -> bool:
 
 
 masks_padding = partial(_is_from, 0, 16)
-"""Blocks of layers hand a padding mask to their routers (`TransformerBlock.forward` of 0.16.1)."""
+"""Layer blocks pass a padding mask to their routers (`TransformerBlock.forward` in 0.16.1)."""
 masks_expert_bias = partial(_is_from, 0, 20)
-"""`TopKRouter._apply_expert_bias` takes a padding mask (MLM#6114); before, it fails."""
+"""`TopKRouter._apply_expert_bias` accepts a padding mask (MLM#6114). Earlier versions fail."""
 multiplies_by_ranks = partial(_is_from, 0, 19)
-"""Per-token mode multiplies a router's loss by the ranks that share a micro-batch, as 0.19.2 does;
-by tokens alone in transformer/moe/router.py of 0.16.1 to 0.18.2."""
+"""Per-token mode multiplies a router's loss by tokens and by the ranks that share a micro-batch, as
+in 0.19.2. transformer/moe/router.py of 0.16.1 to 0.18.2 multiplies only by tokens."""
 derives_multi_token_labels = partial(_is_from, 0, 19)
-"""Multi-token prediction is trained without labels, and has a loss scale of its own.
-`process_mtp_loss` of 0.19.2 makes labels from the input. Without labels 0.17.1 and 0.18.2 leave the
-loss out, older ones fail."""
+"""Multi-token prediction trains without labels and has its own loss scale. `process_mtp_loss` in
+0.19.2 derives labels from the input. Without labels 0.17.1 and 0.18.2 omit the loss, and older
+versions fail."""
 
 
 def router_metrics() -> dict[str, Any]:
-    """Return Megatron's numbers of routers, by name, in a dict that it keeps: in moe_utils.py
-    before 0.18.
-    """
+    """Return Megatron's own dict of router metrics by name. Before 0.18 it is in moe_utils.py."""
     moe = "megatron.core.transformer.moe"
     if _has_module(f"{moe}.moe_logging"):
         tracker = importlib.import_module(f"{moe}.moe_logging").get_moe_metrics_tracker().metrics
@@ -112,10 +112,10 @@ def router_metrics() -> dict[str, Any]:
 
 
 def needs_kept_pipeline_outputs() -> bool:
-    """Tell whether interleaved PP needs `deallocate_pipeline_outputs=False`.
+    """Return whether interleaved PP needs `deallocate_pipeline_outputs=False`.
 
-    pipeline_parallel/schedules.py up to 0.17.1 may free a chunk's output while its asynchronous
-    send is still reading it.
+    Up to 0.17.1, pipeline_parallel/schedules.py may free a chunk's output before its asynchronous
+    send has read it.
     """
     return megatron_core_version() < (0, 18)
 
@@ -126,8 +126,6 @@ def _has_module(name: str) -> bool:
 
 
 has_hybrid_model = partial(_has_module, "megatron.core.models.hybrid")
-"""There is a `HybridModel` (models/hybrid of 0.18.2 and 0.19.2), which 0.19 names as GPTModel's
-successor."""
+"""`HybridModel` exists (models/hybrid in 0.18.2 and 0.19.2). 0.19 names it GPTModel's successor."""
 has_megatron_training = partial(_has_module, "megatron.training")
-"""`megatron.training` is importable: from wheels of 0.17.1 on, and from any Megatron-LM
-checkout."""
+"""`megatron.training` is importable: in wheels from 0.17.1 on, and in any Megatron-LM checkout."""

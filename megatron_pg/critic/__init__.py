@@ -1,8 +1,8 @@
-"""PPO's critic: its settings, the value loss, advantages by GAE, and the value head and the step in
-Megatron's schedules.
+"""PPO's critic: settings, value loss, advantages by GAE, value head, and step in Megatron's
+schedules.
 
-`megatron_pg` exports what needs no Megatron-Core. The names below need it, and are imported when
-they are first used.
+The names below require Megatron-Core and are imported at first use. `megatron_pg` exports the
+rest.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Generalised advantage estimation (Schulman et al., arXiv:1506.02438) over whole responses, on the
+"""Generalized advantage estimation (Schulman et al., arXiv:1506.02438) over whole responses, on the
 host, in float64.
 
 Over the active tokens of a response, in order, with V the critic's values and r the rewards:
@@ -7,11 +7,11 @@ Over the active tokens of a response, in order, with V the critic's values and r
     A_t     = delta_t + gamma lam A_{t+1}
     R_t     = A_t + V_t                       the critic's target (the lambda-return)
 
-Decoupled, lambda of the A in R is another one; length-adaptive, that of the advantages is max(0, 1
-- 1 / (alpha l)) in a response of l active tokens (both VAPO, arXiv:2504.05118).
-A token that the loss mask drops (a tool's) is no step of the policy: the active tokens around it
-follow each other. After the last active token V is 0; where generation was cut off, V is the value
-of the token that would have come.
+Decoupled GAE uses a different lambda for the A in R. Length-adaptive GAE uses lambda = max(0, 1 -
+1 / (alpha l)) for the advantages of a response with l active tokens (both VAPO, arXiv:2504.05118).
+A token that the loss mask drops (a tool's) is not a step of the policy: the active tokens around it
+follow each other. After the last active token V is 0, or the next token's value if generation was
+truncated.
 """
 
 import math
@@ -28,12 +28,12 @@ from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.sample import Values
 from megatron_pg.step.values import check_mask, host_tensor, refuse_values
 
-WHITEN_EPSILON = 1e-8  # added to the variance, as TRL and verl do: equal advantages become zeros
+WHITEN_EPSILON = 1e-8  # added to the variance as in TRL and verl: equal advantages become zeros
 
 
 @dataclass(frozen=True, eq=False)
 class Estimates:
-    """Advantages and returns of responses; 0 at tokens that the loss mask drops."""
+    """Advantages and returns of responses, 0 at tokens that the loss mask drops."""
 
     advantages: list[Tensor]
     """Per response [response_length] float32: `Sample(advantages=...)`."""
@@ -52,26 +52,27 @@ def gae(
     lam_alpha: float | None = None,
     bootstrap_values: Sequence[float] | Tensor | None = None,
 ) -> Estimates:
-    """Estimate advantages and returns of whole responses on the host. Needs no other rank.
+    """Estimate advantages and returns of whole responses on the host, without communication.
 
     Args:
-        rewards: per response `[response_length]`; a reward for the whole response stands on its
+        rewards: per response `[response_length]`. A reward for the whole response belongs on its
             last active token.
-        values: the same, the critic's values before each token (`compute_values`).
-        loss_mask: the same, 0 and 1.
-        gamma: the discount of a token, in [0, 1].
+        values: per response `[response_length]`, the critic's values before each token
+            (`compute_values`).
+        loss_mask: per response `[response_length]`, 0 or 1.
+        gamma: the discount per token, in [0, 1].
         lam: lambda, in [0, 1].
-        value_lam: lambda of the returns, in [0, 1]; None: `lam`.
-        lam_alpha: alpha of the length-adaptive lambda, above 0, which takes the place of `lam` in
-            the advantages; None: not.
-        bootstrap_values: `[responses]` the value after each response's last token where generation
-            was cut off, 0 where it ended; None: all ended.
+        value_lam: lambda for the returns, in [0, 1]. None: `lam`.
+        lam_alpha: alpha of the length-adaptive lambda, above 0, which replaces `lam` in the
+            advantages. None: `lam`.
+        bootstrap_values: `[responses]` the value after each response's last token if generation was
+            truncated, 0 if it ended. None: all ended.
 
     Raises:
-        ValueError: gamma, a lambda or alpha is out of its range; lengths differ; a mask has other
-            numbers than 0 and 1; a reward or value at an active token, or a bootstrap value, is not
-            finite; a token that the mask drops has a reward, which
-            no active token would get. The response and the position are named.
+        ValueError: gamma, a lambda or alpha is out of range, lengths differ, a mask is not 0 or 1,
+            a reward or value at an active token or a bootstrap value is not finite, or a token that
+            the mask drops has a reward, which no active token would get. The message names the
+            response and the position.
     """
     CriticConfig(gamma=gamma, lam=lam, value_lam=value_lam, lam_alpha=lam_alpha)
     masks = _vectors("loss_mask", loss_mask)
@@ -86,7 +87,7 @@ def gae(
         refuse_values(f"rewards[{index}]", reward, is_active & ~torch.isfinite(reward), problem)
         refuse_values(f"values[{index}]", value, is_active & ~torch.isfinite(value), problem)
         is_lost = ~is_active & (reward != 0) & is_active.any()
-        problem = " at a token that the loss mask drops: give it to an active token, or 0"
+        problem = " at a token that the loss mask drops: move it to an active token"
         refuse_values(f"rewards[{index}]", reward, is_lost, problem)
     bootstrap = torch.zeros(len(masks), dtype=torch.float64, device="cpu")
     if bootstrap_values is not None:
@@ -95,8 +96,7 @@ def gae(
         refuse_values("bootstrap_values", bootstrap, ~torch.isfinite(bootstrap), problem)
     if not masks:
         return Estimates([], [])
-    # Active tokens alone, [responses, longest], the last of them first: column by column time runs
-    # backwards.
+    # Only active tokens, [responses, longest], last token first, so that columns go back in time.
     reward, value = (
         pad_sequence([x[m].flip(0) for x, m in zip(rows, active, strict=True)], batch_first=True)
         for rows in (response_rewards, response_values)
@@ -131,21 +131,21 @@ def whiten(
     *,
     data_parallel_group: dist.ProcessGroup | None = None,
 ) -> list[Tensor]:
-    """Subtract the step's mean from advantages and divide by its standard deviation (n - 1); 0 at
-    tokens that the mask drops.
+    """Subtract the step's mean from advantages and divide by its standard deviation (n - 1). Tokens
+    that the mask drops get 0.
 
-    Every data-parallel rank must call it once a step, with all samples that it trains on in that
-    step: one exchange of three numbers. The statistics are of the whole step, so that the objective
-    does not depend on micro-batches.
+    Every data-parallel rank must call it once per step, with all its samples of the step. Ranks
+    exchange three numbers. The statistics cover the whole step, so that the objective does not
+    depend on micro-batches.
 
     Args:
         advantages: per response `[response_length]`.
-        loss_mask: per response `[response_length]`, 0 and 1.
-        data_parallel_group: the data-parallel group *without* context parallelism; None at size 1.
+        loss_mask: per response `[response_length]`, 0 or 1.
+        data_parallel_group: the data-parallel group *without* context parallelism. None at size 1.
 
     Raises:
-        ValueError: lengths differ, or an advantage at an active token is not finite; raised on all
-            ranks if one has it.
+        ValueError: lengths differ, or an advantage at an active token is not finite. An error on
+            one rank is raised on all.
     """
 
     def active_advantages() -> tuple[list[Tensor], Tensor]:
@@ -173,12 +173,12 @@ def whiten(
 def _vectors(
     name: str, rows: Sequence[Values], lengths: Sequence[int] | None = None
 ) -> list[Tensor]:
-    """Convert one row a response to float64 on the host; refuse other lengths than `lengths`."""
+    """Convert one row per response to float64 on the host, with lengths checked by `lengths`."""
     vectors = [host_tensor(row).to("cpu", torch.float64) for row in rows]
     if lengths is not None and len(vectors) != len(lengths):
         raise ValueError(
-            f"{name} has {len(vectors)} responses and loss_mask {len(lengths)}: give one of each "
-            f"per response"
+            f"{name} has {len(vectors)} rows and loss_mask {len(lengths)}: pass one of each per "
+            "response"
         )
     for index, vector in enumerate(vectors):
         expected = vector.numel() if lengths is None else lengths[index]
@@ -191,7 +191,7 @@ def _vectors(
 
 
 def _at_active_tokens(masks: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
-    """Put each response's values in their places, float32; 0 elsewhere."""
+    """Scatter each response's values to its active tokens, in float32, with 0 elsewhere."""
     return [
         mask.new_zeros(len(mask), dtype=torch.float32).masked_scatter_(mask, active.float())
         for mask, active in zip(masks, values, strict=True)

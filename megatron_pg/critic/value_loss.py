@@ -1,7 +1,6 @@
-"""The value loss of one micro-batch on one rank, and the critic's metrics of a step.
+"""Value loss of one micro-batch on one rank, and the critic's metrics of a step.
 
-This file has the formula and its metrics. Aggregation, totals, the checksum and a step's sums are
-the policy loss's.
+Aggregation, totals, the checksum and a step's sums come from the policy loss.
 """
 
 import math
@@ -31,36 +30,37 @@ from megatron_pg.step.sample import CRITIC_FIELDS
 from megatron_pg.step.totals import StepTotals
 
 MEANS = ("value", "return", "value_clipfrac")
-"""Means over documents, as in the policy's metrics."""
+"""Means over rollouts, as in the policy's metrics."""
 SUMS = ("token_sum", "return_sum", "return_squared_sum", "error_sum", "error_squared_sum")
-"""Sums over active tokens for the explained variance; a step does not report them."""
+"""Sums over active tokens for the explained variance. A step does not report them."""
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, value_clip: float) -> Tensor:
-    """Compute PPO's clipped loss of each token: `1/2 max((v - R)^2, (v_clip - R)^2)`, `v_clip =
-    v_old + clamp(v - v_old, +-c)`.
+    """Compute PPO's clipped loss per token: `1/2 max((v - R)^2, (v_clip - R)^2)`, `v_clip = v_old +
+    clamp(v - v_old, +-c)`.
 
-    The clip is that of the released code of Schulman et al. (arXiv:1707.06347), whose paper has the
+    The clip comes from the released code of Schulman et al. (arXiv:1707.06347). The paper has the
     plain square.
 
     Args:
-        values: v, the critic's, any shape, with gradient.
-        old_values: v_old, from which the advantages were made, of the same shape.
+        values: the critic's values v, of any shape, with gradient.
+        old_values: v_old, which the advantages came from, of the same shape.
         returns: R, of the same shape.
         value_clip: c, above 0.
     """
-    # Between bounds and not by a difference: inside them v_clip is v to the bit.
+    # Clamp between bounds instead of a difference: inside them v_clip is bitwise equal to v.
     clipped = values.clamp(old_values - value_clip, old_values + value_clip)
     return 0.5 * torch.maximum((values - returns).square(), (clipped - returns).square())
 
 
 class MicroBatchValueLoss:
-    """The value loss of one micro-batch on one rank, as a function of the values of its token
-    window.
+    """Value loss of one micro-batch on one rank, as a function of the values in its token window.
 
-    Built on the host before the model has run; summed over ranks and micro-batches it is the value
-    loss of the step. Arguments are those of `policy_loss_function`. Raises a ValueError for samples
-    without `old_values` or `returns`.
+    It is built on the host before the model runs. Its sum over ranks and micro-batches is the
+    step's value loss. For arguments see `policy_loss_function`.
+
+    Raises:
+        ValueError: samples lack `old_values` or `returns`.
     """
 
     def __init__(
@@ -74,9 +74,8 @@ class MicroBatchValueLoss:
         for field in CRITIC_FIELDS:
             if getattr(batch, field) is None:
                 raise ValueError(
-                    f"{batch.samples[0].name} has no {field}, which the value loss needs: give "
-                    f"Sample({field}=...) to every "
-                    "sample of the step (compute_values, then gae)"
+                    f"{batch.samples[0].name} has no {field}, which the value loss requires. Pass "
+                    f"Sample({field}=...) for every sample of the step (compute_values, then gae)."
                 )
         self.config, self.critic, self.batch, self._totals = config, critic, batch, totals
         resolved = resolve(config)
@@ -85,8 +84,8 @@ class MicroBatchValueLoss:
         self._reduce = own_reducer.reduction(batch) if own_reducer else weighted_sum
 
     def __call__(self, values: Tensor) -> tuple[Tensor, MicroBatchMetrics]:
-        """Compute the loss and its detached metrics; values [window] float32 or float64, attached
-        to the graph.
+        """Compute the loss and its detached metrics from values [window], float32 or float64, with
+        gradient.
         """
         batch, mask = self.batch, self.batch.loss_mask
         window = (mask, batch.window_segment_ids, batch.loss_weights)
@@ -122,7 +121,7 @@ def _metric_values(token_loss: Tensor, values: Tensor, returns: Tensor) -> dict[
 
 
 def value_metric_table(config: PolicyLossConfig) -> PairTable:
-    """Return the table of the critic's metrics under a config."""
+    """Return the table of the critic's metrics for a config."""
     rows = (*((name, "mean") for name in MEANS), *((name, "sum") for name in SUMS))
     return PairTable(("value_loss",), rows if config.pg_metrics != "none" else ())
 
@@ -132,7 +131,7 @@ def value_report(
     micro_batches: Sequence[Mapping[str, Tensor]],
     device: torch.device | str,
 ) -> SumsReport:
-    """Add up the metrics of this rank's micro-batches; none where its peers bring the same
+    """Sum the metrics of this rank's micro-batches, or of none if its peers report the same
     numbers.
     """
     names = value_metric_table(config).names
@@ -157,11 +156,11 @@ def _explained_variance(
     error_sum: float,
     error_squared_sum: float,
 ) -> float:
-    """Compute `1 - Var(R - v) / Var(R)` over a step's active tokens; NaN if returns are equal."""
+    """Compute `1 - Var(R - v) / Var(R)` over a step's active tokens, NaN if returns are equal."""
     if not token_sum:
         return math.nan
     variance = return_squared_sum / token_sum - (return_sum / token_sum) ** 2
     unexplained = error_squared_sum / token_sum - (error_sum / token_sum) ** 2
-    # Below rounding error the variance is zero.
+    # A variance below rounding error counts as zero.
     is_positive = variance > 1e-12 * return_squared_sum / token_sum
     return 1 - unexplained / variance if is_positive else math.nan

@@ -1,5 +1,5 @@
-"""`ValueStep`: a critic's optimizer step in Megatron's schedules. `compute_values`: its values,
-forward only.
+"""`ValueStep`: a critic's optimizer step in Megatron's schedules. `compute_values`: a forward-only
+pass for its values.
 """
 
 import dataclasses
@@ -26,8 +26,8 @@ from megatron_pg.step.totals import StepTotals
 
 
 class ValueStep:
-    """The value loss of one optimizer step of a critic on this rank. Use it as `PolicyStep`, with
-    the critic's model.
+    """Value loss of one optimizer step of a critic on this rank. Use it like `PolicyStep`, with the
+    critic's model.
 
         step = ValueStep(config, critic, plan, model=critic_model)
         def forward_step(data_iterator, model):
@@ -35,9 +35,9 @@ class ValueStep:
             return model(**head.model_inputs), head.loss_func
         metrics = policy_step.metrics(policy_output, critic=step.report(value_output))
 
-    The loss is aggregated as the config's policy loss, with the same totals, and scaled for the
-    schedule by the same contract. Where policy and critic are sharded alike, they share the plan
-    and the micro-batches. Further arguments and errors are those of `PolicyStep`.
+    The loss is aggregated like the config's policy loss, with the same totals, and scaled for the
+    schedule by the same contract. If policy and critic are sharded alike, they share the plan and
+    the micro-batches. For further arguments and errors see `PolicyStep`.
 
     Args:
         config: the policy loss: aggregation, metrics, checks.
@@ -58,8 +58,8 @@ class ValueStep:
         groups: ParallelGroups | None = None,
         accumulate_gradients: bool = False,
     ) -> None:
-        # A critic has no vocabulary, and nothing to fuse with it. Its routers are its own, and its
-        # tokens are those before any rejection.
+        # A critic has no vocabulary to fuse, its routers differ from the policy's, and its tokens
+        # are those before any rejection.
         config = dataclasses.replace(
             config,
             fused_lm_head=False,
@@ -79,14 +79,14 @@ class ValueStep:
         )
 
     def head(self, batch: PackedBatch) -> MicroBatchHead:
-        """Build the head of one micro-batch; called in `forward_step`, before the model, on every
-        rank and stage.
+        """Build the head of one micro-batch, in `forward_step`, before the model, on every rank and
+        stage.
 
         Args:
             batch: the micro-batch, packed for this context-parallel rank, on the model's device.
 
         Raises:
-            ValueError: the samples have no `old_values` or `returns`; as for `PolicyStep.head`.
+            ValueError: the samples have no `old_values` or `returns`. See also `PolicyStep.head`.
         """
         step = self._step
         inputs = step.checked_inputs(batch)
@@ -94,17 +94,17 @@ class ValueStep:
         return step.scaled_head(batch, inputs, lambda output: loss(values_of_output(batch, output)))
 
     def report(self, schedule_output: Sequence[Mapping[str, Tensor]]) -> SumsReport:
-        """Report what the schedule returned on this rank, for `PolicyStep.metrics(critic=...)`; no
+        """Sum the schedule's output on this rank for `PolicyStep.metrics(critic=...)`, without
         communication.
         """
         counted = schedule_output if self._step.groups.contributes else ()
         return value_report(self._step.config, counted, self._step.device)
 
     def metrics(self, schedule_output: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
-        """Return the critic's metrics, the same on every rank, for a step without a policy; errors
-        as of `PolicyStep.metrics`.
+        """Return the critic's metrics, equal on every rank, for a step without a policy.
 
-        Every rank of the job calls it once a step: one SUM all-reduce.
+        Every rank of the job calls it once per step: one SUM all-reduce. For errors see
+        `PolicyStep.metrics`.
         """
         report = self.report(schedule_output)
         dist.all_reduce(report.sums)
@@ -116,10 +116,9 @@ class ScoredValues:
     """Values of samples under a critic, in the samples' order."""
 
     values: list[Tensor]
-    """Per sample the value before each of its response tokens, [response_length] float32 on the
-    host."""
+    """Per sample the value before each response token, [response_length] float32 on the host."""
     bootstrap_values: Tensor
-    """The value after each sample's last token where generation was cut off, 0 where it ended:
+    """The value after each sample's last token if generation was truncated, 0 if it ended:
     [samples] float32."""
 
 
@@ -132,8 +131,8 @@ def compute_values(
     oversized: OversizedSamples = "error",
     groups: ParallelGroups | None = None,
 ) -> ScoredValues:
-    """Compute values of samples under a critic, forward only. Callers and further arguments are
-    those of `compute_log_probs`.
+    """Compute values of samples under a critic, forward only. For callers and further arguments see
+    `compute_log_probs`.
 
         scored = compute_values(
             critic, samples, max_tokens_per_microbatch=16384, is_truncated=is_truncated
@@ -145,24 +144,24 @@ def compute_values(
     Args:
         model: a model with a value head (`add_value_head`), wrapped or not, or the list of chunks
             of a virtual pipeline.
-        samples: this data-parallel rank's, in any order; none at all is legal.
-        is_truncated: `[samples]`, True where generation stopped at a limit and not at an end token:
+        samples: this data-parallel rank's samples in any order, possibly none.
+        is_truncated: `[samples]`, True if generation stopped at a limit instead of an end token:
             the model gets one more token and needs a position for it. None: all ended.
 
     Raises:
-        ValueError: the number of flags is not that of the samples; as for `compute_log_probs`.
+        ValueError: the numbers of flags and samples differ. See also `compute_log_probs`.
     """
     flags = [False] * len(samples) if is_truncated is None else list(map(bool, is_truncated))
     if len(flags) != len(samples):
         raise ValueError(
-            f"is_truncated has {len(flags)} flags for {len(samples)} samples: give one each"
+            f"is_truncated has {len(flags)} flags for {len(samples)} samples: pass one per sample"
         )
     longer_samples = []
-    for sample, is_cut in zip(samples, flags, strict=True):
-        # The value after the last token is the value before one token more; as attention is causal,
+    for sample, was_truncated in zip(samples, flags, strict=True):
+        # The value after the last token is the value before one more token. Attention is causal, so
         # any token will do.
-        tokens = torch.cat([sample.tokens, sample.tokens[-1:].clamp(min=0)[:is_cut]])
-        length = sample.response_length + is_cut
+        tokens = torch.cat([sample.tokens, sample.tokens[-1:].clamp(min=0)[:was_truncated]])
+        length = sample.response_length + was_truncated
         longer_samples.append(Sample(tokens, length, [1] * length, name=sample.name))
     scores = score_samples(
         model,
@@ -174,20 +173,22 @@ def compute_values(
         groups=groups,
     )
     values = [score[0, : s.response_length] for score, s in zip(scores, samples, strict=True)]
-    last = [float(s[0, -1]) if is_cut else 0.0 for s, is_cut in zip(scores, flags, strict=True)]
+    last = [
+        float(s[0, -1]) if was_truncated else 0.0
+        for s, was_truncated in zip(scores, flags, strict=True)
+    ]
     return ScoredValues(values, torch.tensor(last, dtype=torch.float32, device="cpu"))
 
 
 def values_of_output(batch: PackedBatch, output: Tensor) -> Tensor:
-    """Read the values [window] of response tokens from the output [1, local_tokens, 1], each in the
-    row that predicts its token.
+    """Read the values [window] of response tokens from the output [1, local_tokens, 1], at the rows
+    that predict the tokens.
     """
     rows = output.reshape(-1, output.shape[-1])
     if rows.shape != (batch.window.local_tokens, 1):
         raise ValueError(
             f"the critic's output has shape {list(output.shape)} and the micro-batch "
-            f"{batch.window.local_tokens} tokens on "
-            "this rank: expected one value a token, from a model with add_value_head(model), fed "
-            "batch.tokens"
+            f"{batch.window.local_tokens} tokens on this rank, expected one value per token. Use "
+            "add_value_head(model) and pass batch.tokens."
         )
     return rows[batch.logit_rows, 0]

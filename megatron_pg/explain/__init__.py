@@ -1,6 +1,4 @@
-"""`megatron-pg explain`: the objective that is really optimized, from lengths or rollout files and
-the launch flags.
-"""
+"""`megatron-pg explain`: the objective that lengths or rollout files and launch flags optimize."""
 
 import argparse
 import difflib
@@ -38,16 +36,15 @@ examples:
   megatron-pg explain --rollout-files rollouts.parquet --docs-per-step 512 \\
       --keep-prompt-groups --html rollouts.html
 
-The rest of a launch line may be left in: what is no flag of this command, and not nearly one, is
-listed as not used.
+You can paste a whole launch line. Unknown flags are listed as not used, misspelled ones are errors.
 """
 BALANCING = "aux_loss seq_aux_loss global_aux_loss sinkhorn quantile_balancing none".split()
-"""The choices of Megatron 0.19; earlier versions have some of them."""
+"""Choices in Megatron 0.19. Earlier versions have a subset."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Explain the step that the words after `megatron-pg explain` describe. Return 2 for flags that
-    cannot be, or 0.
+    """Explain the step that the words after `megatron-pg explain` describe. Return 2 for invalid
+    flags, else 0.
     """
     try:
         options = parse_options(arguments)
@@ -72,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def parse_options(arguments: Sequence[str]) -> ExplainOptions:
-    """Return the options of a command line, or raise a ValueError with its faults."""
+    """Return the options of a command line, or raise a ValueError that lists what is wrong."""
     parser = build_parser()
     args, unused = parser.parse_known_args(list(arguments))
     refuse(list(_misspelled(unused, parser)))
@@ -82,47 +79,42 @@ def parse_options(arguments: Sequence[str]) -> ExplainOptions:
 
 
 def _misspelled(unused: Sequence[str], parser: argparse.ArgumentParser) -> Iterator[str]:
-    """Yield words that are nearly a flag of this command: unread, they would explain another
-    objective.
-    """
+    """Yield misspelled flags. Ignoring them would explain a different objective."""
     for word in unused:
         flag = word.split("=")[0]
-        # From 0.9 on no flag of Megatron's is taken for one of these (--test-mode and --tis-mode at
-        # 0.85).
+        # At 0.85 Megatron's --test-mode matches --tis-mode. At 0.9 no flag of Megatron matches.
         near = difflib.get_close_matches(flag, parser._option_string_actions, 1, cutoff=0.9)
         if flag.startswith("--") and near:
-            yield f"{flag} is no flag; did you mean {near[0]}?"
+            yield f"{flag} is not a flag. Did you mean {near[0]}?"
 
 
 def build_parser() -> ProgramParser:
-    """Build the parser of lengths, parallelism, output, and the flags of a launch line that matter
-    here.
-    """
+    """Build the parser for lengths, parallelism, output, and the launch flags that matter here."""
     parser = ProgramParser(
         prog="megatron-pg explain",
         usage="megatron-pg explain (--lengths L,L,... | --log-normal MEDIAN,SIGMA | "
         "--rollout-files PATH ...) [flags]",
-        description="Which objective am I really optimizing? The weight of a token under each "
+        description="Which objective does my setup optimize? Prints token weights under each "
         "aggregation.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument_group("lengths").add_argument
-    text = "Active tokens of the samples, in order; repeated until the step is full."
+    text = "Active tokens per sample, in order, repeated until the step is full."
     add("--lengths", type=list_of_lengths, default=(), metavar="L,L,...", help=text)
-    text = "Draw the lengths: median in tokens and sigma of the logarithm."
+    text = "Draw log-normal lengths with this median in tokens and sigma of the logarithm."
     add("--log-normal", type=median_and_sigma, default=(), metavar="MEDIAN,SIGMA", help=text)
     add_args(parser, ExplainOptions, "what to explain")
     parser.add_config_args()
-    # Megatron's flags that the validation of a launch line reads, with Megatron's names and types.
+    # Megatron's flags that validation reads, with Megatron's names and types.
     add = parser.add_argument_group(
-        "flags of Megatron", "Those that decide whether per-token mode is on, and what is refused."
+        "Megatron flags", "Flags that affect per-token mode and validation."
     ).add_argument
     add("--num-experts", type=int, metavar="N")
     add("--mtp-num-layers", type=int, metavar="N")
     add("--expert-model-parallel-size", type=int, default=1, metavar="N")
-    add("--vocab-size", type=int, metavar="N", help="A row with another token is a bad row.")
+    add("--vocab-size", type=int, metavar="N", help="Rows with a token id of N or more are bad.")
     add("--moe-router-load-balancing-type", nargs="+", choices=BALANCING, default="aux_loss")
     add("--moe-aux-loss-coeff", type=float, nargs="+", default=0.0, metavar="X")
     add("--moe-z-loss-coeff", type=float, metavar="X")
@@ -130,5 +122,5 @@ def build_parser() -> ProgramParser:
     for name in (*switches.split(), "defer-embedding-wgrad-compute"):
         add(f"--{name}", action="store_true")
     add_policy_loss_args(add_planning_args(parser))
-    parser.set_defaults(max_tokens_per_microbatch=1)  # nothing here depends on it
+    parser.set_defaults(max_tokens_per_microbatch=1)  # required, but not used here
     return parser

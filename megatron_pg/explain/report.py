@@ -1,4 +1,4 @@
-"""Every aggregation of a step: the weight of a token, its shares, and the factors of Megatron."""
+"""Report on every aggregation of a step: token weights, shares, and Megatron's factors."""
 
 import itertools
 import math
@@ -18,15 +18,15 @@ from megatron_pg.megatron.scale_contract import scale_contract
 from megatron_pg.step.totals import StepTotals
 
 Report = Mapping[str, Any]
-"""A report as `--json` prints it; the tables and the picture are drawn from it."""
+"""Report as printed by `--json`, and the source of the tables and the plot."""
 NUM_QUANTILES = 4
 FAR = 4.0
-"""A divisor is far from the lengths where the loss is more than this many times sample_mean's, or
-less than its inverse."""
+"""A divisor is far from the lengths if the loss is more than this many times sample_mean's, or less
+than its inverse."""
 
 
 def explain_step(step: ExplainedStep, options: ExplainOptions) -> Report:
-    """Return the report of a step; `constant` without a divisor takes the longest rollout."""
+    """Return the report for a step. `constant` without a divisor uses the longest rollout."""
     totals, config, samples = step.totals, options.config, step.samples
     lengths = [sample.num_active_tokens for sample in samples]
     sizes = ("data_parallel_size", "context_parallel_size", "num_microbatches")
@@ -73,7 +73,7 @@ def explain_step(step: ExplainedStep, options: ExplainOptions) -> Report:
 
 
 def _regularizers(options: ExplainOptions, reports: Mapping[str, Report]) -> Report | None:
-    """Compare KL and entropy terms with the policy loss; None without either term, or under a
+    """Compare KL and entropy terms with the policy loss. Return None without either term or with a
     custom reducer.
     """
     config, policy = options.config, options.config.loss_aggregation
@@ -82,14 +82,13 @@ def _regularizers(options: ExplainOptions, reports: Mapping[str, Report]) -> Rep
         return None
     name = policy if config.regularizer_aggregation == "loss" else "sample_mean"
     both = (reports[each]["token_coefficient"] for each in (name, policy))
-    # For one active token of each sample: its coefficient in the terms over its coefficient in the
-    # policy loss.
+    # Per sample and active token: coefficient in the terms over coefficient in the policy loss.
     relative = [own / policy_weight for own, policy_weight in zip(*both, strict=True)]
     return {"aggregation": name, "relative_coefficient": relative}
 
 
 def _kept_sets(samples: Sequence[ExplainedSample]) -> dict[str, float] | None:
-    """Count the active tokens with a kept set, and the sets' sizes; None without any."""
+    """Count the active tokens with a sampling set, and the sets' sizes. Return None without any."""
     sizes = [size for sample in samples for size in sample.kept_set_sizes]
     if not sizes:
         return None
@@ -99,13 +98,13 @@ def _kept_sets(samples: Sequence[ExplainedSample]) -> dict[str, float] | None:
 def _aggregation_report(
     mode: Aggregation, step: ExplainedStep, totals: StepTotals, divisor: float | None
 ) -> dict[str, Any]:
-    """Report one aggregation over the step with the denominators of `totals`; lists are in the
-    order of the samples.
+    """Report one aggregation over the step with the denominators from `totals`. Lists have the
+    samples' order.
     """
     samples, sample_mean = step.samples, AGGREGATIONS["sample_mean"]
     weights = 1.0 / mode.divisors_of(totals, samples, divisor)
     outer_count, total = mode.outer_count(totals), mode.expected_sums(totals, divisor)[0]
-    # A sample's tokens together: their number, or the sum of their loss weights.
+    # A sample's number of tokens, or the sum of their loss weights.
     sizes = [s.num_active_tokens if s.loss_weight is None else s.loss_weight for s in samples]
     shares: list[float] = (weights * weights.new_tensor(sizes) / (total or 1)).tolist()
     group_shares: defaultdict[int, float] = defaultdict(float)
@@ -117,21 +116,20 @@ def _aggregation_report(
         "formula": mode.formula,
         "divisor": divisor,
         "outer_count": outer_count,
-        # For one active token of each sample, at a loss weight of 1: its weight in the inner sum;
-        # the factor of its gradient.
+        # Per sample and active token with loss weight 1: weight in the inner sum, gradient factor.
         "token_weight": weights.tolist(),
         "token_coefficient": (weights / outer_count).tolist(),
         "sample_share": shares,
         "quantile_shares": _quantile_shares([s.num_active_tokens for s in samples], shares),
         "group_shares": group_shares,
-        # The loss if every token's is 1.
+        # The loss if every token's loss is 1.
         "total_weight": total / outer_count,
         "learning_rate_ratio": total / outer_count / reference if reference else None,
     }
 
 
 def _quantile_shares(lengths: Sequence[int], shares: Sequence[float]) -> list[dict[str, float]]:
-    """Cut the samples into four parts of equal number, shortest first, with the share of each."""
+    """Split the samples into four parts of equal number, shortest first, with each part's share."""
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     count = min(NUM_QUANTILES, len(order))
     bounds = [len(order) * part // count for part in range(count + 1)]
@@ -149,67 +147,62 @@ def _quantile_shares(lengths: Sequence[int], shares: Sequence[float]) -> list[di
 def _warnings_of_lengths(
     step: ExplainedStep, options: ExplainOptions, ratio: float | None
 ) -> Iterator[str]:
-    """Warn of likely mistakes, with reason and remedy; `ratio` is the learning rate ratio of
-    `constant`.
+    """Yield warnings about likely mistakes in lengths and groups, with reason and fix.
+
+    `ratio` is the learning rate ratio of `constant`.
     """
     totals, divisor = step.totals, options.config.loss_aggregation_divisor
     if divisor is not None and ratio is not None and not 1 / FAR <= ratio <= FAR:
         mean = totals.num_active_tokens / totals.num_rollouts
         yield (
-            f"--loss-aggregation-divisor {divisor:g} is far from the lengths seen, {mean:.4g} "
-            f"active tokens a rollout on "
-            f"average: the gradient is about {ratio:.3g} times that of sample_mean. SGD and "
-            f"--clip-grad see that factor, "
-            "Adam does not: choose a divisor near the longest response, or scale them."
+            f"--loss-aggregation-divisor {divisor:g} is far from the mean length, {mean:.4g} "
+            f"active tokens per rollout: the gradient is about {ratio:.3g} times sample_mean's. "
+            "SGD and --clip-grad see that factor, Adam does not. Choose a divisor near the longest "
+            "response, or scale the learning rate and --clip-grad."
         )
     for group, (inside, whole) in step.cut_groups.items():
         yield (
-            f"The step ends inside prompt group {group}: {inside} of its {whole} rollouts are in "
-            "it. prompt_mean refuses that, since the prompt would count in two steps; "
-            "group-relative advantages need the whole group. Make --docs-per-step a multiple of "
-            "the group size, or give --keep-prompt-groups."
+            f"The step has {inside} of the {whole} rollouts in prompt group {group}. prompt_mean "
+            "rejects it, because the prompt would count in two steps, and group-relative "
+            "advantages need the whole group. Make --docs-per-step a multiple of the group size or "
+            "add --keep-prompt-groups."
         )
     groups = rollouts_of_groups(step.samples)
     sizes = {n for group, n in groups.items() if group not in step.cut_groups}
     if len(sizes) > 1:
         yield (
             f"Prompt groups have {min(sizes)} to {max(sizes)} rollouts. prompt_mean gives all "
-            "prompts the same weight, so a rollout of a small group counts more. sample_mean gives "
-            "all rollouts the same weight, so a large group counts more. Choose the one "
-            "that is meant."
+            "prompts the same weight, so a rollout in a small group counts more. sample_mean gives "
+            "all rollouts the same weight, so a large group counts more. Choose one of them."
         )
     rollout_tokens = totals.rollout_denominators(totals.counts).numpy()
     if count := int(((rollout_tokens == 0) & totals.counts.is_first_of_rollout).sum()):
         yield (
-            f"{count} of {totals.num_rollouts} rollouts have no active token. They add nothing to "
-            "the loss and still count in N (sample_mean, constant), so that filtering does not "
-            "change the scale."
+            f"{count} of {totals.num_rollouts} rollouts have no active token. They do not change "
+            "the loss but count in N (sample_mean, constant), so that filtering keeps the scale."
         )
 
 
 def _warnings_of_flags(step: ExplainedStep, options: ExplainOptions) -> Iterator[str]:
-    """Warn of fields that rows lack, and of differences on other ranks."""
+    """Yield warnings about missing fields and differences between ranks."""
     flags = required_inputs(options.config)
     missing = Counter(field for sample in step.samples for field in sample.missing_fields)
     for field, count in missing.items():
         yield (
-            f"{count} of {len(step.samples)} samples have no {field}, needed by "
-            f"{' and '.join(flags[field])}. They are counted "
-            "here. Training that takes it from the files stops at such a row, or skips it with "
-            "--on-bad-row skip."
+            f"{count} of {len(step.samples)} samples have no {field}, required by "
+            f"{' and '.join(flags[field])}. They count here. If training reads it from the files, "
+            "it stops at the row, or skips the row with --on-bad-row skip."
         )
     planning, data_size = options.planning, options.data_parallel_size
     wanted = planning.docs_per_step
     if wanted is None or planning.docs_per_step_mode != "at_least" or data_size == 1:
         return
-    # Such a step keeps all samples of its windows, whose number depends on the ranks that pull
-    # them.
+    # The step keeps all samples of its windows, and the number of ranks decides the windows.
     keeps_groups = planning.keep_prompt_groups or options.config.loss_aggregation == "prompt_mean"
     has_rollouts = any(sample.rollout_id is not None for sample in step.samples)
     if wanted % data_size or keeps_groups or has_rollouts or step.num_skipped:
         yield (
-            f"The step is that of one data-parallel rank. With --docs-per-step-mode at_least, "
-            f"{data_size} ranks that "
-            "pull rows at once may keep others beyond --docs-per-step; exact steps are the same at "
-            "every size."
+            "The step is computed for one data-parallel rank. With --docs-per-step-mode at_least, "
+            f"{data_size} ranks that pull rows at once may keep different rows beyond "
+            "--docs-per-step. Exact steps are equal at every size."
         )

@@ -1,6 +1,4 @@
-"""A page of rollouts: one HTML file with the answers of rollout files, their rewards, and the
-numbers of their tokens.
-"""
+"""HTML page with the responses in rollout files, their rewards, and their per-token numbers."""
 
 import heapq
 import itertools
@@ -20,26 +18,26 @@ from megatron_pg.config import PolicyLossConfig
 from megatron_pg.rollout_files import RewardedSample, RolloutFiles, with_group_advantages
 
 PAGE_BYTES = 45_000_000
-"""Bytes of the answers on a page, at most: a browser opens 50 MB in a second or two."""
+"""Maximum bytes of responses on a page. A browser opens 50 MB in a second or two."""
 WORST_SHARE = 0.05
-"""Share of these bytes for the worst cases of one kind."""
+"""Share of the bytes for the worst cases of each kind."""
 RANDOM_SHARE = 0.6
 PART_BYTES = 1_000_000
-"""Bytes of an entry from which on the next answer to the same prompt begins another entry."""
+"""Bytes of an entry after which the next response to the prompt starts a new entry."""
 AT_RANDOM = "drawn at random"
 RATIOS = {
     "new_old": ("new_log_probs", "old_log_probs"),
     "old_rollout": ("old_log_probs", "rollout_log_probs"),
     "old_ref": ("old_log_probs", "ref_log_probs"),
 }
-"""The log-ratios of a token: the log-prob of the first field less that of the second."""
+"""Per-token log-ratios: log-prob in the first field minus log-prob in the second."""
 Kinds = dict[str, float]
-"""Kinds of worst cases, and how bad an answer is of each; -inf where nothing is known of it."""
+"""Kinds of worst cases, and how bad a response is of each kind, -inf if unknown."""
 FOLDER = Path(__file__).with_name("page")
 
 
-class Answer(NamedTuple):
-    """An answer on the page, and what the steps' numbers and the choice of entries need of it."""
+class Response(NamedTuple):
+    """An response on the page, and what the steps' numbers and the choice of entries need of it."""
 
     json: dict[str, Any]
     rollout_id: int | None
@@ -53,36 +51,36 @@ class Answer(NamedTuple):
 
 @dataclass
 class Step:
-    """Numbers of all answers of a step, on the page or not."""
+    """Numbers of all responses in a step, on the page or not."""
 
     name: str
-    answers: int = 0
+    responses: int = 0
     rewards: list[float] = field(default_factory=list)
-    """Rewards of the rollouts, whose rows stand together."""
+    """Rewards of the rollouts, whose rows are contiguous."""
     latest_rollout: int | None = None
     tokens: int = 0
     with_ratio: int = 0
     clipped: int = 0
     largest_ratio: float = -math.inf
 
-    def add(self, answer: Answer) -> None:
-        """Count an answer in."""
-        self.answers += 1
-        is_first = answer.rollout_id is None or answer.rollout_id != self.latest_rollout
-        self.latest_rollout = answer.rollout_id
-        self.rewards += [answer.reward] if is_first and answer.reward is not None else []
-        self.tokens += answer.num_tokens
-        self.with_ratio += answer.num_with_ratio
-        self.clipped += answer.num_clipped
-        self.largest_ratio = max(self.largest_ratio, answer.largest_ratio)
+    def add(self, response: Response) -> None:
+        """Add a response."""
+        self.responses += 1
+        is_first = response.rollout_id is None or response.rollout_id != self.latest_rollout
+        self.latest_rollout = response.rollout_id
+        self.rewards += [response.reward] if is_first and response.reward is not None else []
+        self.tokens += response.num_tokens
+        self.with_ratio += response.num_with_ratio
+        self.clipped += response.num_clipped
+        self.largest_ratio = max(self.largest_ratio, response.largest_ratio)
 
     def json(self) -> dict[str, Any]:
-        """Return the step's numbers, None for what the files do not say."""
+        """Return the step's numbers, None for numbers that the files lack."""
         return {
             "name": self.name,
-            "answers": self.answers,
+            "responses": self.responses,
             "reward": round(sum(self.rewards) / len(self.rewards), 4) if self.rewards else None,
-            "length": round(self.tokens / self.answers, 2),
+            "length": round(self.tokens / self.responses, 2),
             "clipped": round(self.clipped / self.with_ratio, 4) if self.with_ratio else None,
             "ratio": None if math.isinf(self.largest_ratio) else round(self.largest_ratio, 4),
         }
@@ -90,15 +88,15 @@ class Step:
 
 @dataclass
 class Largest:
-    """The entries of the largest keys, within a number of bytes; one at least."""
+    """Entries with the largest keys, within a number of bytes, and at least one."""
 
     limit: float
     size: int = 0
     heap: list[tuple[float, float, int, str]] = field(default_factory=list)
-    """Key, a random number for equal keys, place in the files, and text."""
+    """Key, random tie-breaker, position in the files, and text."""
 
     def add(self, *entry: Any) -> None:
-        """Take an entry in, and let the smallest go."""
+        """Add an entry and drop the smallest ones beyond the limit."""
         heapq.heappush(self.heap, entry)
         self.size += len(entry[-1])
         while self.size > self.limit and len(self.heap) > 1:
@@ -113,30 +111,28 @@ def write_rollout_page(
     title: str,
     tokenizer: str | Path | None = None,
 ) -> None:
-    """Write the rows of rollout files as one HTML file, which a browser opens from a disk.
+    """Write the rows of rollout files as one HTML file that a browser can open from disk.
 
-    The page has every prompt group. Of more than `PAGE_BYTES` it has the worst of each kind and
-    others drawn at random, and says which; the numbers by step are of all rows. Memory holds what
-    the page will.
+    The page has every prompt group up to `PAGE_BYTES`. Beyond that it has the worst groups of each
+    kind and random ones, and names them. The numbers by step always cover all rows. Memory holds
+    only the page's groups.
 
     Args:
         path: the HTML file.
-        files: the rows, from its position on. The rows of a prompt group stand together.
-        config: the policy loss; the clip bounds of `ppo` decide which tokens are shown as clipped.
+        files: the rows, from its position on. The rows of a prompt group are contiguous.
+        config: the policy loss. The clip bounds of `ppo` decide which tokens are shown as clipped.
         title: the heading.
-        tokenizer: a Hugging Face folder, or a JSON file of texts by token id; None shows the ids.
+        tokenizer: a Hugging Face folder, or a JSON file with texts by token id. None shows ids.
 
     Raises:
-        RowError: a row that is no sample, unless `files` skips it (a ValueError).
-        ValueError: no sample in the files, or no tokenizer that can be read.
+        RowError: a row is not a sample, unless `files` skips it (a ValueError).
+        ValueError: the files have no sample, or the tokenizer cannot be read.
     """
     selection = _Selection(config)
     for name, group in itertools.groupby(_named_samples(files), key=lambda pair: pair[0]):
         selection.add(name[0], [sample for _, sample in group])
     if not selection.count:
-        raise ValueError(
-            f"no sample in the rollout files ({files.num_skipped} bad rows skipped): no page"
-        )
+        raise ValueError(f"no sample in the rollout files ({files.num_skipped} bad rows skipped)")
     entries = {place: text for kept in selection.kept.values() for *_, place, text in kept.heap}
     places = sorted(entries)
     kinds: dict[int, list[int]] = defaultdict(list)
@@ -157,9 +153,9 @@ def write_rollout_page(
         "texts": None if tokenizer is None else _texts(tokenizer, entries.values()),
     }
     body = ",\n".join(entries[place] for place in places)
-    # What closes a script or opens a comment may be in an answer.
+    # A response may contain text that closes a script or opens a comment.
     data = f'{json.dumps(head)[:-1]}, "groups": [\n{body}\n]}}'.replace("<", "\\u003c")
-    import jinja2  # torch asks for it
+    import jinja2  # a dependency of torch
 
     loader = jinja2.FileSystemLoader(FOLDER)
     environment = jinja2.Environment(
@@ -170,12 +166,12 @@ def write_rollout_page(
 
 
 class _Selection:
-    """The entries that a page will have, and the numbers of the steps."""
+    """Entries for a page, and the numbers of the steps."""
 
     def __init__(self, config: PolicyLossConfig) -> None:
         high = config.eps_clip if config.eps_clip_high is None else config.eps_clip_high
         low = math.log1p(-config.eps_clip) if config.eps_clip < 1 else -math.inf
-        # Other losses cut another ratio, or a token outside keeps its gradient.
+        # Other losses clip a different ratio, or keep the gradient of tokens outside the bounds.
         is_clipped = config.policy_loss == "ppo" and config.ratio_anchor == "old"
         self.clip = (low, math.log1p(high)) if is_clipped else None
         self.steps: dict[str, Step] = {}
@@ -185,7 +181,7 @@ class _Selection:
         self._random = random.Random(0)
 
     def add(self, name: str, samples: Sequence[RewardedSample]) -> None:
-        """Take in the answers to one prompt."""
+        """Add the responses to one prompt."""
         step = self.steps.setdefault(name, Step(name))
         place = list(self.steps).index(name)
         advantages, is_estimated = _advantages(samples)
@@ -193,11 +189,11 @@ class _Selection:
         texts: list[str] = []
         kinds: list[Kinds] = []
         for sample, values in zip(samples, advantages, strict=True):
-            answer = _answer(sample, values, self.clip)
-            self.ratios.update(RATIOS.keys() & answer.json.keys())
-            step.add(answer)
-            texts.append(json.dumps(answer.json, separators=(",", ":")))
-            kinds.append(answer.kinds)
+            response = _response(sample, values, self.clip)
+            self.ratios.update(RATIOS.keys() & response.json.keys())
+            step.add(response)
+            texts.append(json.dumps(response.json, separators=(",", ":")))
+            kinds.append(response.kinds)
             if sum(map(len, texts)) > PART_BYTES:
                 self._keep(place, samples[0], texts, kinds)
                 texts, kinds = [], []
@@ -219,9 +215,7 @@ class _Selection:
 
 
 def _named_samples(files: RolloutFiles) -> Iterator[tuple[tuple[str, object], RewardedSample]]:
-    """Yield the samples with the name of their step and their prompt group: a row without one is a
-    group of its own.
-    """
+    """Yield the samples with their step's name and their prompt group, or the row as the group."""
     for number in itertools.count():
         pulled: Any = files.pull(1)
         if not pulled:
@@ -238,13 +232,13 @@ def _named_samples(files: RolloutFiles) -> Iterator[tuple[tuple[str, object], Re
 
 
 def _newest(version: int | Tensor) -> int:
-    """Return the last version that took part in an answer."""
+    """Return the newest policy version in a response."""
     return version if isinstance(version, int) else max(version.tolist(), default=0)
 
 
 def _advantages(samples: Sequence[RewardedSample]) -> tuple[list[Tensor | None], bool]:
-    """Return the advantages of the answers to a prompt, and whether they are grpo's, of rewards
-    alone; None without either.
+    """Return the advantages of the responses to a prompt, and whether they were estimated from
+    rewards by grpo. Without advantages and groups they are None.
     """
     if all(sample.has_advantages for sample in samples):
         return [sample.advantages for sample in samples], False
@@ -254,11 +248,11 @@ def _advantages(samples: Sequence[RewardedSample]) -> tuple[list[Tensor | None],
     return [sample.advantages for sample in estimated], True
 
 
-def _answer(
+def _response(
     sample: RewardedSample, advantages: Tensor | None, clip: tuple[float, float] | None
-) -> Answer:
-    """Make the JSON of an answer: `r` reward, `t` tokens, `m` mask where not all 1, `a` advantage
-    or advantages, log-ratios.
+) -> Response:
+    """Make the JSON for a response: `n` name, `r` reward, `t` tokens, `m` mask unless all 1, `a`
+    advantage or advantages, log-ratios.
     """
     active, has_active = sample.loss_mask, sample.num_active_tokens > 0
     shown: dict[str, Any] = {"n": sample.name, "r": sample.reward}
@@ -292,20 +286,20 @@ def _answer(
             num_clipped = int(((above | below) & active).sum())
     kinds["most clipped"] = num_clipped / num_with_ratio if num_with_ratio else -math.inf
     counts = (sample.response_length, num_with_ratio, num_clipped)
-    return Answer(shown, sample.rollout_id, sample.reward, *counts, largest, kinds)
+    return Response(shown, sample.rollout_id, sample.reward, *counts, largest, kinds)
 
 
 def _numbers(values: Tensor) -> list[float | None]:
-    """Round to four decimals; NaN is None."""
+    """Round to four decimals, and NaN to None."""
     rounded: list[float] = values.double().numpy().round(4).tolist()
     return [None if value != value else value for value in rounded]
 
 
 def _texts(tokenizer: str | Path, entries: Iterable[str]) -> dict[int, str]:
-    """Return the texts of the tokens that the entries have."""
+    """Return the texts of the entries' tokens."""
     ids: set[int] = set()
     for entry in map(json.loads, entries):
-        ids.update(entry["p"], *(answer["t"] for answer in entry["a"]))
+        ids.update(entry["p"], *(response["t"] for response in entry["a"]))
     if Path(tokenizer).is_file():
         try:
             texts = {
@@ -322,7 +316,7 @@ def _texts(tokenizer: str | Path, entries: Iterable[str]) -> dict[int, str]:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise ValueError(
-            "--tokenizer FOLDER needs transformers: pip install transformers"
+            "--tokenizer FOLDER requires transformers: pip install transformers"
         ) from error
     decode: Any = AutoTokenizer.from_pretrained(tokenizer).batch_decode
     ordered = sorted(token for token in ids if token >= 0)

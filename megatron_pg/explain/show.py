@@ -1,4 +1,4 @@
-"""The report as tables, by rich in a terminal and plain when piped, and as a picture."""
+"""Output of the report: tables, by rich in a terminal and plain when piped, and a plot."""
 
 import importlib.util
 import itertools
@@ -11,32 +11,32 @@ from megatron_pg.explain.step import ExplainedStep, ExplainOptions
 from megatron_pg.megatron.scale_contract import FACTORS
 
 MAX_ROWS = 12
-"""Samples or groups shown one by one; some of more are picked over the range."""
+"""Samples or groups to show. From more, some are picked over the range."""
 TextTable = tuple[str, list[tuple[str, ...]]]
-"""A title, and its rows: the first names the columns, of which all but the first are
+"""Title and rows. The first row names the columns. All columns except the first are
 right-aligned."""
 
 
 def print_report(step: ExplainedStep, report: Report, options: ExplainOptions) -> None:
-    """Print every table, then what is not shown, not used, or likely not meant."""
+    """Print every table, then notes on missing aggregations, unused flags and likely mistakes."""
     notes = [f"{name} is not shown: {reason}" for name, reason in report["unavailable"].items()]
     if step.num_skipped:
-        notes.append(f"rows that are no sample, skipped (--on-bad-row skip): {step.num_skipped}")
+        notes.append(f"bad rows skipped (--on-bad-row skip): {step.num_skipped}")
     if kept := report["step"]["kept_sets"]:
         is_read = options.config.replay_sampling_set
         use = "" if is_read else ", which only --replay-sampling-set reads"
         notes.append(
-            f"kept sets: {kept['num_tokens']} of {report['step']['num_active_tokens']} active "
-            f"tokens have one, of "
-            f"{kept['mean_size']:.3g} ids on average and {kept['largest']} at most{use}"
+            f"sampling sets: {kept['num_tokens']} of {report['step']['num_active_tokens']} active "
+            f"tokens have one, with {kept['mean_size']:.3g} ids on average and at most "
+            f"{kept['largest']}{use}"
         )
     if terms := report["regularizers"]:
         relative = terms["relative_coefficient"]
         notes.append(
             f"KL and entropy terms: {terms['aggregation']} (--regularizer-aggregation "
             f"{options.config.regularizer_aggregation}). "
-            f"On a token they have {min(relative):.3g} to {max(relative):.3g} times their "
-            f"coefficients, relative to the policy loss"
+            f"Relative to the policy loss, a token's coefficient in them is {min(relative):.3g} to "
+            f"{max(relative):.3g} times as large"
         )
     if options.unused_flags:
         notes.append(f"not used: {' '.join(options.unused_flags)}")
@@ -60,10 +60,10 @@ def _print_rich(tables: Sequence[TextTable], notes: Sequence[str]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    # No markup: a file name may have it in brackets or between colons.
+    # No markup, because file names may contain brackets and colons.
     console = Console(markup=False, emoji=False, highlight=False)
     for title, (names, *rows) in tables:
-        # 80 columns are enough: no frame, and a cell's second half goes below its first one.
+        # Without a frame, and with a cell's second half below the first, 80 columns suffice.
         table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
         for place, name in enumerate(names):
             table.add_column(name, justify="right" if place else "left", overflow="fold")
@@ -75,9 +75,9 @@ def _print_rich(tables: Sequence[TextTable], notes: Sequence[str]) -> None:
 
 
 def _objectives(report: Report, options: ExplainOptions) -> TextTable:
-    """Show the counts, and each aggregation's size against sample_mean."""
+    """Show the counts, and each aggregation's size relative to sample_mean."""
     step, assumed = report["step"], options.config.loss_aggregation_divisor is None
-    columns = ("aggregation", "objective", "outer count", "total weight", "learning rate ratio")
+    columns = ("aggregation", "objective", "normalizer", "total weight", "learning rate ratio")
     rows: list[tuple[str, ...]] = [columns]
     for name, each in report["aggregations"].items():
         star = "*" if name == report["loss_aggregation"] else " "
@@ -88,14 +88,12 @@ def _objectives(report: Report, options: ExplainOptions) -> TextTable:
         rows.append((f"{star} {name}", objective, str(each["outer_count"]), *size))
     groups = "?" if step["num_prompt_groups"] is None else step["num_prompt_groups"]
     counts = f"N = {step['num_rollouts']} rollouts, P = {groups} prompt groups"
-    title = f"Objectives (* of the flags): {counts}, T = {step['num_active_tokens']} active tokens"
+    title = f"Objectives (* selected): {counts}, T = {step['num_active_tokens']} active tokens"
     return title, rows
 
 
 def _shares(step: ExplainedStep, report: Report) -> Iterator[TextTable]:
-    """Yield the tables with a column for each aggregation: tokens of samples, samples by length,
-    prompt groups.
-    """
+    """Yield the tables with a column per aggregation: tokens, samples by length, prompt groups."""
     names, each = tuple(report["aggregations"]), report["aggregations"].values()
     lengths = report["step"]["active_tokens"]
     picked, some = _picked(range(len(lengths)), lengths.__getitem__, " samples, by length")
@@ -107,8 +105,7 @@ def _shares(step: ExplainedStep, report: Report) -> Iterator[TextTable]:
         cells = [f"{weight:.4g} -> {coefficient:.4g}" for weight, coefficient in pairs]
         rows.append((sample.name, group, str(sample.num_active_tokens), *cells))
     title = (
-        f"One token of each sample{some}: weight -> coefficient in the gradient (weight / outer "
-        f"count)"
+        f"One token per sample{some}: weight -> coefficient in the gradient (weight / normalizer)"
     )
     yield title, rows
     rows = [("tokens", "samples", *names)]
@@ -131,18 +128,17 @@ def _scale(report: Report) -> TextTable:
     named = zip(FACTORS[per_token], factors, strict=True)
     cells = [name if name == "1" else f"{name} = {factor:.4g}" for name, factor in named]
     title = (
-        f"What happens to the loss of a micro-batch, the same for every aggregation (DP = "
-        f"{data_size}, "
+        f"Factors on a micro-batch's loss, equal for every aggregation (DP = {data_size}, "
         f"CP = {context_size}, M = {num_microbatches}, calculate_per_token_loss "
         f"{'on' if per_token else 'off'})"
     )
-    columns = ("returned: times", "schedule: times", "sum of gradients: times", "net")
+    columns = ("returned loss", "schedule", "gradient reduction", "net")
     return title, [columns, (*cells, f"{net:.4g}")]
 
 
 def _picked(items: Sequence[int], key: Any, what: str) -> tuple[Sequence[int], str]:
-    """Pick items evenly over their order, the first and the last among them, and say how many; keep
-    all of a few.
+    """Pick up to `MAX_ROWS` items evenly over their order, including the first and the last, and
+    return a text with their number.
     """
     if len(items) <= MAX_ROWS:
         return items, ""
@@ -156,20 +152,17 @@ def _percent(share: float) -> str:
 
 
 def plot(report: Report, path: str) -> None:
-    """Draw the coefficient of a token against the length of its sample, one set of points for each
-    aggregation.
-    """
+    """Plot a token's coefficient against its sample's length, one set of points per aggregation."""
     lengths, num_tokens = report["step"]["active_tokens"], report["step"]["num_active_tokens"]
     if not num_tokens:
         raise ValueError(
-            f"--plot {path}: no sample of the step has an active token, so there is no point to "
-            f"draw; drop --plot, or "
-            "give lengths above 0"
+            f"--plot {path} has no points to draw: no sample in the step has an active token. Use "
+            "lengths above 0."
         )
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ValueError("--plot needs matplotlib: pip install matplotlib") from error
+        raise ValueError("--plot requires matplotlib: pip install matplotlib") from error
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
     for marker, (name, each) in zip(itertools.cycle("osD^vP"), report["aggregations"].items()):

@@ -1,5 +1,5 @@
-"""The step to explain: the first that training would take with the same flags, by the same
-`StepCollector`.
+"""The step to explain: the first one that training would take with the same flags, collected by the
+same `StepCollector`.
 """
 
 import argparse
@@ -21,13 +21,13 @@ from megatron_pg.rollout_files.collector import no_sample_in
 from megatron_pg.step.totals import BareSample, StepTotals, step_totals
 
 DEFAULT_NUM_GROUPS = 32
-"""Prompt groups of a step of drawn lengths, unless --docs-per-step says otherwise."""
+"""Prompt groups per step of drawn lengths, unless --docs-per-step is set."""
 MAX_SAMPLES = 2**20
-"""The most samples of a step that is not read from files: quickly made."""
+"""Maximum samples in a step without files, so that explain stays fast."""
 MAX_TOKENS = 2**40
-"""The most tokens of a sample: the tokens of a step still add up in 64 bits."""
+"""Maximum tokens per sample, so that a step's tokens add up in 64 bits."""
 MAX_SIGMA = 10.0
-"""The largest sigma, a factor of 22026: more is a number of tokens given by mistake."""
+"""Maximum sigma, a factor of 22026. A larger one is a number of tokens by mistake."""
 MAX_SIZE = 2**31 - 1
 SIZE = Interval(1, MAX_SIZE, closed=True, metavar="N")
 
@@ -36,8 +36,8 @@ def list_of_lengths(text: str) -> tuple[int, ...]:
     """Parse `--lengths`."""
     for part in text.split(","):
         if not (part.isdecimal() and int(part) <= MAX_TOKENS):
-            expected = f"expected an integer from 0 to {MAX_TOKENS}; give token counts"
-            raise argparse.ArgumentTypeError(f"{part!r}: {expected} such as 200,4000")
+            expected = f"is not an integer from 0 to {MAX_TOKENS}. Use token counts"
+            raise argparse.ArgumentTypeError(f"{part!r} {expected} such as 200,4000")
     return tuple(map(int, text.split(",")))
 
 
@@ -48,86 +48,82 @@ def median_and_sigma(text: str) -> tuple[float, ...]:
         if 0 < median <= MAX_TOKENS and 0 <= sigma <= MAX_SIGMA:
             return median, sigma
     raise argparse.ArgumentTypeError(
-        f"{text!r}: expected MEDIAN,SIGMA with a median above 0 and up to {MAX_TOKENS} tokens, and "
-        f"a sigma from 0 to "
-        f"{MAX_SIGMA:g}. Sigma is of the logarithm and not in tokens: give 2000,1 for 2000 / e to "
-        f"2000 e, mostly"
+        f"{text!r} is not MEDIAN,SIGMA with a median above 0 and up to {MAX_TOKENS} tokens and a "
+        f"sigma from 0 to {MAX_SIGMA:g}. Sigma is the logarithm's, not in tokens: 2000,1 draws "
+        "mostly lengths from 2000 / e to 2000 e"
     )
 
 
 @dataclass(frozen=True)
 class ExplainOptions(Settings):
-    """Options of the step and of its display."""
+    """Options for the step and its display."""
 
     # fmt: off
     config: PolicyLossConfig = field(metadata={"flag": False})
     planning: PlanningConfig = field(metadata={"flag": False})
     unused_flags: tuple[str, ...] = field(metadata={"flag": False})
-    """Words of the command line beyond the flags of this command."""
+    """Words on the command line that are not flags of this command."""
     lengths: tuple[int, ...] = setting((), flag=False)
     log_normal: tuple[float, ...] = setting((), flag=False)
     vocab_size: int | None = setting(None, SIZE, """
-        Token ids of the rollout files are below it; None leaves them unchecked.""", flag=False)
+        Token ids in the rollout files are below it. None leaves them unchecked.""", flag=False)
     group_size: int = setting(1, SIZE, """
-        Samples of a prompt; that many in order form a prompt group. Rollout files name their
-        own.""")
+        Consecutive samples that form a prompt group. Rollout files have their own groups.""")
     docs_per_step: int | None = setting(None, SIZE, """
-        Rollouts in the step. Unset: as many as give whole groups of all --lengths; 32 drawn
-        groups; all of the files.""")
+        Rollouts in the step. Unset: whole groups with all --lengths, 32 drawn groups, or all rows
+        of the files.""")
     seed: int = setting(0, Interval(0, 2**63 - 1, closed=True, metavar="N"), """
-        Seed of --log-normal.""")
-    data_parallel_size: int = setting(1, SIZE, "DP, without context parallelism.")
-    context_parallel_size: int = setting(1, SIZE, "CP.")
+        Random seed for --log-normal.""")
+    data_parallel_size: int = setting(1, SIZE, "Ranks DP, without context parallelism.")
+    context_parallel_size: int = setting(1, SIZE, "Ranks CP per sequence.")
     num_microbatches: int = setting(1, SIZE, """
-        M, micro-batches of a data-parallel rank in the step.""")
-    json: bool = setting(False, "Print one JSON object, every sample in it.")
-    plot: str | None = setting(None, "Draw the coefficient of a token against length.")
+        Micro-batches M per data-parallel rank in the step.""")
+    json: bool = setting(False, "Print one JSON object with every sample.")
+    plot: str | None = setting(None, "Plot a token's coefficient against length.")
     html: str | None = setting(None, """
-        Write all rows of --rollout-files to this HTML file: prompts, answers, rewards, and tokens
+        Write all rows of --rollout-files to this HTML file: prompts, responses, rewards, and tokens
         colored by their numbers.""")
     tokenizer: str | None = setting(None, """
-        Hugging Face folder, or JSON file of texts by token id, for the texts of --html.""")
+        Hugging Face folder, or JSON file with texts by token id, for --html.""")
     # fmt: on
 
     def conflicts(self, given: Mapping[str, Any]) -> Iterator[str]:
-        """Yield a number of sources of lengths other than one, and flags of a page without rows or
-        without a page.
-        """
+        """Yield missing or duplicate sources of lengths, and flags without effect."""
         if self.html is not None and not self.planning.rollout_files:
-            yield f"--html {self.html} shows rollouts: give --rollout-files"
+            yield f"--html {self.html} requires --rollout-files. Add it."
         if self.tokenizer is not None and self.html is None:
-            yield f"--tokenizer {self.tokenizer} is read for --html alone: give --html"
+            yield f"--tokenizer {self.tokenizer} has no effect without --html. Add it."
         if [self.lengths, self.log_normal, self.planning.rollout_files].count(()) != 2:
             sources = "--lengths, --log-normal and --rollout-files"
             yield (
-                f"expected one source of lengths: give one of {sources}, such as --lengths "
-                f"200,4000,12000"
+                f"expected one source of lengths. Use one of {sources}, such as --lengths "
+                "200,4000,12000."
             )
 
 
 class ExplainedSample(BareSample):
-    """A counted sample, with the faults and the kept sets of its row in a rollout file."""
+    """Counted sample, with missing fields and sampling set sizes from its row in a rollout file."""
 
     missing_fields: tuple[str, ...] = ()
-    """Fields of `Sample` that the flags ask for and the row of a file does not have."""
+    """Fields of `Sample` that the flags require and the row lacks."""
     kept_set_sizes: tuple[int, ...] = ()
-    """The sizes of the kept sets of the active tokens that have one."""
+    """Sizes of the active tokens' sampling sets."""
 
 
 class ExplainedStep(NamedTuple):
-    """The samples of one step, and the groups that its end cuts."""
+    """Samples of one step, and the groups that its end splits."""
 
     samples: tuple[ExplainedSample, ...]
     totals: StepTotals
     cut_groups: Mapping[int, tuple[int, int]]
-    """Rollouts in the step and rollouts in all, by prompt group."""
+    """Rollouts in the step and in total, by prompt group."""
     num_skipped: int
-    """Bad rows that were passed."""
+    """Number of skipped bad rows."""
 
 
 def explained_step(options: ExplainOptions) -> ExplainedStep:
-    """Collect the step that the options describe; refuse one that training would refuse, and files
-    without samples.
+    """Collect the step that the options describe. Raise an error if training would, or if files
+    have no samples.
     """
     planning = options.planning
     stream = _rows(options) if planning.rollout_files else _generated(options)
@@ -152,7 +148,7 @@ def explained_step(options: ExplainOptions) -> ExplainedStep:
 
 
 def rollout_files_of(options: ExplainOptions) -> RolloutFiles:
-    """Open the rollout files as training does; a row without log-probs is no bad row."""
+    """Open the rollout files as training does, except that log-probs are not required."""
     required, planning = options.config.required_sample_fields, options.planning
     return RolloutFiles(
         planning.rollout_files,
@@ -164,10 +160,10 @@ def rollout_files_of(options: ExplainOptions) -> RolloutFiles:
 
 
 def _rows(options: ExplainOptions) -> Iterator[ExplainedSample | None]:
-    """Read the rollout files as training does, without keeping tokens; yield None for a bad row.
+    """Read the rollout files as training does, without keeping tokens. Yield None for a bad row.
 
-    A row without log-probs is no bad row here: weights do not depend on them, and a training script
-    may compute them.
+    A row without log-probs is valid here: weights do not depend on them, and a training script may
+    compute them.
     """
     required, files = options.config.required_sample_fields, rollout_files_of(options)
     while pulled := files.pull(1):
@@ -183,15 +179,15 @@ def _rows(options: ExplainOptions) -> Iterator[ExplainedSample | None]:
 
 
 def _generated(options: ExplainOptions) -> Iterator[ExplainedSample]:
-    """Yield samples of given or drawn lengths; endless with --docs-per-step, as training reads on
-    beyond a step.
+    """Yield samples with given or drawn lengths. With --docs-per-step they are endless, because
+    training reads beyond a step.
     """
     count, size, lengths = options.planning.docs_per_step, options.group_size, options.lengths
     wanted = count or (math.lcm(len(lengths), size) if lengths else DEFAULT_NUM_GROUPS * size)
     if max(wanted, size) > MAX_SAMPLES:
-        remedy = "give a smaller --group-size or --docs-per-step"
-        limit = f"expected at most {MAX_SAMPLES} of either"
-        raise ValueError(f"--group-size {size} in a step of {wanted} samples: {limit}; {remedy}")
+        remedy = "Use a smaller --group-size or --docs-per-step."
+        limit = f"exceed {MAX_SAMPLES}"
+        raise ValueError(f"--group-size {size} in a step of {wanted} samples {limit}. {remedy}")
     endless = itertools.cycle(lengths) if lengths else _drawn(options)
     for index, length in enumerate(itertools.islice(endless, None if count else wanted)):
         yield ExplainedSample(length, index // size, name=f"sample {index}")
@@ -204,8 +200,7 @@ def _drawn(options: ExplainOptions) -> Iterator[int]:
         yield length
     raise ValueError(
         f"--log-normal {median:g},{sigma:g} has drawn a length of {length:.3g} tokens, more than "
-        f"{MAX_TOKENS}: sigma is of the "
-        "logarithm and not in tokens; give a smaller one, such as 1"
+        f"{MAX_TOKENS}. Sigma is the logarithm's, not in tokens. Use a smaller one, such as 1."
     )
 
 
@@ -214,14 +209,12 @@ def _cut_groups(
     carried: Sequence[BareSample],
     following: Iterable[BareSample | None],
 ) -> dict[int, tuple[int, int]]:
-    """Find the groups that go on after the step, in the carried samples and in the following
-    ones.
-    """
+    """Find the groups that continue after the step, in the carried and the following samples."""
     latest, following_rows = (carried or samples)[-1].group_index, list(carried)
     inside = rollouts_of_groups(samples)
     if latest in inside:
         goes_on = itertools.takewhile(lambda s: s is None or s.group_index == latest, following)
-        with contextlib.suppress(ValueError):  # a bad row after the step is none of it
+        with contextlib.suppress(ValueError):  # a bad row after the step does not matter
             following_rows.extend(sample for sample in goes_on if sample)
     beyond = rollouts_of_groups(following_rows)
     return {group: (n, n + beyond[group]) for group, n in inside.items() if beyond[group]}

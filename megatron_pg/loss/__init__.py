@@ -1,6 +1,6 @@
 """From per-token log-probs to the loss of a step: aggregation, objectives, corrections, metrics.
 
-`policy_loss.py` is the page to begin with. Exported are the tables of what a setting chooses.
+Start with `policy_loss.py`. The exports are the tables that settings choose from.
 """
 
 from megatron_pg.loss.aggregation import AGGREGATIONS

@@ -1,10 +1,10 @@
 """The four aggregations: `1 / outer_count * sum over tokens of mask / divisor * loss`, with a
-divisor for each sample.
+divisor per sample.
 
-All counts are of the whole step, over every data-parallel rank and micro-batch, and known before
-the step begins. That is why the objective and its gradient do not depend on how the step is cut. On
-the host the weights are a few numbers and one weight a sample; these move to the device in one copy
-and are spread over the sample's tokens there.
+All counts cover the whole step, over every data-parallel rank and micro-batch, and are known before
+the step, so that the objective and its gradient do not depend on how the step is split. The host
+computes a few numbers and one weight per sample, moves them to the device in one copy, and there
+every token gets its sample's weight.
 """
 
 import dataclasses
@@ -28,27 +28,24 @@ from megatron_pg.step.values import host_float64
 
 @dataclass(frozen=True, kw_only=True)
 class Aggregation(Row):
-    """One mode: the divisor of a sample's tokens, and the count of the step that the sum is divided
-    by.
-    """
+    """Aggregation mode: the divisor of a sample's tokens, and the step's normalizer."""
 
     setting: ClassVar[str] = "loss_aggregation"
 
     denominator: Callable[[StepTotals, Sequence[CountedSample]], Tensor] | None = None
-    """The function (totals, samples) -> [num_samples] float64 divisors, of D or G, 0 standing for
-    1; None where all samples have the same: 1, or `--loss-aggregation-divisor`."""
-    outer_count: Callable[[StepTotals], float]  # divides the inner sum, above 0
+    """Function (totals, samples) -> [num_samples] float64 divisors D or G, where 0 means 1. None if
+    all samples have the same divisor: 1 or `--loss-aggregation-divisor`."""
+    outer_count: Callable[[StepTotals], float]  # the normalizer of the inner sum, above 0
     under_per_token_flag: str | None = None
-    """Mode that the flag `--calculate-per-token-loss` turns it into; None where the flag is
-    refused."""
+    """The mode with `--calculate-per-token-loss`, or None if the flag is an error."""
     defaults_to_own_tokens: bool = False
-    """True if a sample's own active tokens are its denominator where none is given."""
+    """Whether a sample's active tokens are its default denominator."""
 
     def denominators(self, totals: StepTotals, samples: Sequence[CountedSample]) -> Tensor | None:
         return None if self.denominator is None else self.denominator(totals, samples)
 
     def divisors(self, denominators: Tensor | None, divisor: float | None) -> Tensor | float:
-        """Return the divisor of each sample's tokens, or one for all."""
+        """Return the divisor of each sample's tokens, or one for all samples."""
         if denominators is not None:
             return denominators.masked_fill(denominators == 0, 1.0)
         return 1.0 if divisor is None else float(divisor)
@@ -56,7 +53,7 @@ class Aggregation(Row):
     def divisors_of(
         self, totals: StepTotals, samples: Sequence[CountedSample], divisor: float | None = None
     ) -> Tensor:
-        """Return the divisor of each sample's tokens under the totals of its step, [num_samples]
+        """Return the divisor of each sample's tokens under the step totals, [num_samples]
         float64.
         """
         divisors = self.divisors(self.denominators(totals, samples), divisor)
@@ -64,9 +61,7 @@ class Aggregation(Row):
         return divisors.expand(len(samples))
 
     def expected_sums(self, totals: StepTotals, divisor: float | None = None) -> list[float]:
-        """Compute what the weights of all the step's tokens add up to; see
-        `StepTotals.expected_sums`.
-        """
+        """Compute the sums of all token weights of the step. See `StepTotals.expected_sums`."""
         divisors_of = functools.partial(self.divisors_of, totals, divisor=divisor)
         return totals.expected_sums(divisors_of, (self.name, divisor))
 
@@ -77,23 +72,21 @@ AGGREGATIONS: dict[str, Aggregation] = TABLES["loss_aggregation"]
 def _num_prompt_groups(totals: StepTotals) -> int:
     if totals.num_prompt_groups is None:
         has_group = totals.counts.has("group_index")
-        # Totals that were made by hand may have no counts.
+        # Totals constructed by hand may have no counts.
         lacking = (
             totals.counts.place(int(np.argmin(has_group))) if len(has_group) else "some sample"
         )
         raise ValueError(
-            f"--loss-aggregation prompt_mean: {lacking} has no group_index; "
-            "give one to every sample (all samples of a prompt share it)"
+            f"--loss-aggregation prompt_mean: {lacking} has no group_index. Set it for every "
+            "sample, equal for all samples with the same prompt."
         )
     if totals.odd_group:
         raise ValueError(
-            f"--loss-aggregation prompt_mean: {totals.odd_group}. The end of a step may have cut "
-            f"it, and the prompt mean has no "
-            "denominator for a part of a group: end the step between groups "
-            "(--keep-prompt-groups); where groups do differ in "
-            "size, as with dynamic sampling or agentic rollouts, say so with "
-            "--allow-different-group-sizes "
-            "(plan_step, step_totals: allow_different_group_sizes=True)"
+            f"--loss-aggregation prompt_mean: {totals.odd_group}. The prompt mean has no "
+            "denominator for a group that the end of a step splits. Add --keep-prompt-groups. If "
+            "group sizes differ by design, as with dynamic sampling or agentic rollouts, add "
+            "--allow-different-group-sizes (plan_step, step_totals: "
+            "allow_different_group_sizes=True)."
         )
     return max(totals.num_prompt_groups, 1)
 
@@ -103,7 +96,7 @@ add_rows(
     Aggregation(
         name="sample_mean",
         formula="1/N sum_i (sum_t m x / max(D_i, 1))",
-        about="D_i the active tokens of rollout i, N rollouts (GRPO, arXiv:2402.03300 eq. 3)",
+        about="D_i active tokens in rollout i, N rollouts (GRPO, arXiv:2402.03300 eq. 3)",
         denominator=StepTotals.rollout_denominators,
         outer_count=lambda totals: max(totals.num_rollouts, 1),
         under_per_token_flag="token_mean",
@@ -112,9 +105,8 @@ add_rows(
     Aggregation(
         name="prompt_mean",
         formula="1/P sum_g (sum_{i in g, t} m x / max(G_g, 1))",
-        about="G_g the active tokens of prompt group g, P groups (ScaleRL, arXiv:2510.13786; "
-        "DAPO's paper, arXiv:2503.14476 "
-        "eq. 8)",
+        about="G_g active tokens in prompt group g, P groups (ScaleRL, arXiv:2510.13786, DAPO's "
+        "paper, arXiv:2503.14476 eq. 8)",
         inputs=("group_index",),
         denominator=StepTotals.group_denominators,
         outer_count=_num_prompt_groups,
@@ -129,8 +121,7 @@ add_rows(
     Aggregation(
         name="constant",
         formula="1/(N L) sum m x",
-        about="L the divisor, N rollouts (Dr.GRPO, arXiv:2503.20783 eq. 2, with dr_grpo's "
-        "advantages)",
+        about="divisor L, N rollouts (Dr.GRPO, arXiv:2503.20783 eq. 2, with dr_grpo's advantages)",
         options=("loss_aggregation_divisor",),
         needs=("loss_aggregation_divisor",),
         outer_count=lambda totals: max(totals.num_rollouts, 1),
@@ -139,22 +130,20 @@ add_rows(
 
 
 def checked_aggregation(name: str, divisor: float | None, qkv_format: Any = "thd") -> Aggregation:
-    """Return the row of that name, or refuse name, divisor and layout as `PolicyLossConfig`
-    does.
-    """
+    """Return the row of this name. Raise an error for an invalid name, divisor or layout."""
     PolicyLossConfig(loss_aggregation=name, loss_aggregation_divisor=divisor, qkv_format=qkv_format)
     return AGGREGATIONS[name]
 
 
 @dataclass(frozen=True)
 class Normalization:
-    """The counts that divide the sums of a step, as settings choose them."""
+    """Choice of the counts that divide the sums of a step."""
 
-    mode: Aggregation  # divides the tokens of a sample
-    counting: Aggregation  # divides the sum of a step
-    divisor: float | None  # of `constant`
+    mode: Aggregation  # divides a sample's tokens
+    counting: Aggregation  # divides a step's sum
+    divisor: float | None  # for `constant`
     unit: str  # `--loss-weight-denominator`
-    accepted: bool  # counts what rejections leave
+    accepted: bool  # counts only accepted tokens
     gradient_divisor: float | None
     kl_coefficient: float
     needs_single_samples: bool
@@ -166,8 +155,7 @@ class Normalization:
         mode = counting = AGGREGATIONS[config.loss_aggregation]
         divisor = config.loss_aggregation_divisor
         if is_replaced("loss_aggregation", config):
-            # By the field's convention the sum of a custom reducer is over rollouts, or over tokens
-            # in per-token mode.
+            # By convention a custom reducer sums over rollouts, or over tokens in per-token mode.
             mode, divisor = AGGREGATIONS["token_mean"], None
             counting = mode if config.calculate_per_token_loss else AGGREGATIONS["sample_mean"]
         accepted = counts_accepted(config)
@@ -178,7 +166,9 @@ class Normalization:
         )
 
     def require(self, totals: StepTotals) -> None:
-        """Refuse totals that cannot divide the policy loss, on every rank and pipeline stage."""
+        """Raise an error, on every rank and pipeline stage, for totals that cannot divide the
+        policy loss.
+        """
         self.counting.outer_count(totals)
         totals.counted_in(self.unit, accepted=self.accepted)
         if self.needs_single_samples and totals.num_rollouts != (size := len(totals.counts)):
@@ -192,30 +182,30 @@ class Normalization:
 
 @dataclass(frozen=True, eq=False)
 class StepNumbers:
-    """Numbers of the step for one micro-batch on this rank, 0-d float64 each."""
+    """Step numbers for one micro-batch on this rank, 0-d float64 each."""
 
-    outer_count: Tensor  # divides the sum of the policy loss
-    unrejected_count: Tensor  # the same before rejections
-    regularizer_count: Tensor  # divides the sums of KL and entropy
+    outer_count: Tensor  # the normalizer of the policy loss
+    unrejected_count: Tensor  # the normalizer before rejections
+    regularizer_count: Tensor  # the normalizer of KL and entropy
     gradient_divisor: Tensor  # divides the differentiated policy loss under `grad_divisor`
-    kl_coefficient: Tensor  # beta of the KL term, a number that steps may change
-    share: Tensor  # part of the step's report that this micro-batch carries on this rank
+    kl_coefficient: Tensor  # beta of the KL term, which may change between steps
+    share: Tensor  # this micro-batch's share of the step's report on this rank
     checksum_scale: Tensor  # makes the sum of the weights 1 over the step
-    numbers_scale: Tensor  # the same for weights times the coefficients of samples
+    numbers_scale: Tensor  # makes the sum of weights times sample coefficients 1 over the step
     checksum_offset: Tensor  # added to both sums: `share` in a step without active tokens, or 0
-    nothing: Tensor  # 0, both numbers of a metric whose field the samples lack
+    nothing: Tensor  # 0, both numbers of a metric if the samples lack its field
 
 
 @dataclass(frozen=True, eq=False)
 class TokenWeights:
-    """Weights of tokens in sums over the step, [window] float64 each, 0 at masked positions."""
+    """Token weights in sums over the step, [window] float64 each, 0 at masked positions."""
 
-    loss: Tensor  # with loss weights; with a reducer of the user's own, 1 for an active token
-    unrejected: Tensor  # the same before rejections: the weight of terms that no correction changes
-    numbered: Tensor  # `loss` times the coefficient of the sample's number
-    regularizer: Tensor  # of KL and entropy, with loss weights
-    document: Tensor  # in a metric's mean over documents
-    sequence: Tensor  # in a metric's sum over sequences
+    loss: Tensor  # including loss weights, or 1 per active token with a custom reducer
+    unrejected: Tensor  # `loss` before rejections, for terms that corrections do not change
+    numbered: Tensor  # `loss` times the sample's checksum coefficient
+    regularizer: Tensor  # for KL and entropy, including loss weights
+    rollout: Tensor  # for a metric's mean over rollouts
+    sequence: Tensor  # for a metric's sum over sequences
 
 
 STEP_NUMBERS, SAMPLE_WEIGHTS = (
@@ -226,7 +216,7 @@ STEP_NUMBERS, SAMPLE_WEIGHTS = (
 
 @dataclass(frozen=True, eq=False)
 class Weights(StepNumbers, TokenWeights):
-    """Weights and numbers of a micro-batch, rows of the two tables that `host_weights` makes."""
+    """Weights and numbers of a micro-batch, from the two tables of `host_weights`."""
 
     @classmethod
     def spread(
@@ -237,9 +227,9 @@ class Weights(StepNumbers, TokenWeights):
         sample_ids: Tensor,
         loss_weights: Tensor | None,
     ) -> Self:
-        """Give every token of the window the weights of its sample.
+        """Give every token in the window its sample's weights.
 
-        The first two are of `host_weights`, the others [window] as `Tokens` has them.
+        The first two arguments come from `host_weights`, the rest, [window], from `Tokens`.
         """
         spread = torch.where(loss_mask, sample_weights[:, sample_ids], 0.0)
         weights = dict(zip(SAMPLE_WEIGHTS, spread.unbind(), strict=True))
@@ -254,8 +244,7 @@ def host_weights(
 ) -> tuple[Tensor, Tensor]:
     """Compute `STEP_NUMBERS` and `SAMPLE_WEIGHTS` [names, samples], float64, in one copy.
 
-    There are at least two columns, of no sample where there are fewer: the compiler makes another
-    program for a size of 1.
+    The second has at least two columns, because the compiler specializes a size of 1.
     """
     samples, unit = batch.samples, normalization.unit
     unrejected = totals.counted_in(unit)
@@ -277,17 +266,17 @@ def host_weights(
         "share": share,
         "checksum_scale": checksum_scale,
         "numbers_scale": numbers_scale,
-        # A step without an active token has nothing to count and is right.
+        # The checksum of a step without active tokens is 1.
         "checksum_offset": 0.0 if expected[0] else share,
         "nothing": 0.0,
     }
     divisors = {
         "loss": loss_divisors,
         "unrejected": mode.divisors_of(unrejected, samples, divisor),
-        # Infinite, a weight of 0, for a sample of another step.
+        # Infinite, for a weight of 0, if the sample is from a different step.
         "numbered": loss_divisors / torch.from_numpy(totals.counts.coefficients_of(samples)),
         "regularizer": sample_mean.divisors_of(unrejected, samples),
-        "document": sample_mean.divisors_of(totals, samples),
+        "rollout": sample_mean.divisors_of(totals, samples),
         "sequence": host_float64([max(sample.num_active_tokens, 1) for sample in samples]),
     }
     size = len(SAMPLE_WEIGHTS), max(len(samples), 2)

@@ -1,14 +1,14 @@
 """`aggregation_checksum`: whether each sample of the step was trained on once.
 
-Two sums of the weights that were used, on the device, over what the step's totals say they add up
-to. They travel with the metrics.
+Two sums of the actual weights, on the device, are divided by the sums that follow from the step
+totals. They are reduced with the metrics and detect
 
-    sum of w      of weights            samples lost, twice, or wrong totals
-    sum of w c    times coefficients    also: one twice and another never, a stale micro-batch
+    sum of w      samples that are lost, duplicated, or missing from the totals
+    sum of w c    also one sample twice and a different one never, and a stale micro-batch
 
-c in [0.5, 1.5) is random and fixed by the sample's place in the step
-(`StepCounts.coefficients_of`). A sample that is not of the step has c = 0. Under a custom reducer,
-whose weights are its own, w is 1 for every active token.
+c in [0.5, 1.5) is random and fixed by the sample's position in the step
+(`StepCounts.coefficients_of`), and 0 for a sample outside the step. With a custom reducer, which
+has its own weights, w is 1 for every active token.
 """
 
 import logging
@@ -25,27 +25,23 @@ logger = logging.getLogger("megatron_pg")
 
 CHECKSUM = "aggregation_checksum"
 CHECKSUMS = (CHECKSUM, f"{CHECKSUM}_of_samples")
-"""The two sums of a micro-batch; a step reports the first that is not 1 as
+"""The two sums of a micro-batch. A step reports the first one that is not 1 as
 `aggregation_checksum`."""
 CHECKSUM_TOLERANCE = 1e-5
-# Sums of a million samples in float64 are off by 2e-14, and an exchange is missed in proportion to
-# it.
+# Float64 sums over a million samples are off by 2e-14. A larger tolerance would miss exchanges.
 NUMBERS_TOLERANCE = 1e-11
-NUM_NAMED = 5  # samples that a message names of each kind
+NUM_NAMED = 5  # samples that a message names per kind
 
 MEANINGS = (
-    "Above 1, samples were trained on twice or are missing from step_totals(); below 1, samples "
-    "were dropped; either, "
-    "num_microbatches is not the number that the schedule runs, or a micro-batch was packed for "
-    "another context-parallel "
-    "rank than the one that ran it.",
-    "The weights add up to 1, but not to those of the samples that the totals count: a sample or "
-    "micro-batch was trained "
-    "on twice and another never, a micro-batch is of another step, or samples were made anew after "
-    "step_totals() or "
-    "plan_step(): pack the counted samples, or copies of them by dataclasses.replace().",
+    "Above 1: samples were trained on twice or are missing from step_totals(). Below 1: samples "
+    "were dropped. Either: num_microbatches differs from the schedule's number, or a micro-batch "
+    "was packed for a different context-parallel rank than the one that ran it.",
+    "The weights add up to 1, but belong to the wrong samples: a sample or micro-batch was trained "
+    "on twice and a different one never, a micro-batch is from a different step, or samples were "
+    "constructed again after step_totals() or plan_step(). Pack the counted samples, or copies of "
+    "them by dataclasses.replace().",
 )
-"""The reason why each sum is not 1 if the one before it is."""
+"""The reason why each sum is not 1 if the sum before it is."""
 
 
 def check_checksum(
@@ -53,12 +49,12 @@ def check_checksum(
     sums: Mapping[str, float],
     micro_batches: Sequence[Mapping[str, Tensor]] = (),
 ) -> float:
-    """Return the first of the two sums that is not 1; for it, raise under --check-aggregation, or
-    else warn.
+    """Return the first of the two sums that is not 1, after a warning, or an error with
+    --check-aggregation. Return the first sum if both are 1.
     """
     values = [sums.get(name, 1.0) for name in CHECKSUMS]
     is_off = [not abs(value - 1.0) <= NUMBERS_TOLERANCE for value in values]
-    # If the second sum is 1, so small a difference of the weights is rounding.
+    # If the second sum is 1, a small difference in the first is rounding.
     if not is_off[1]:
         is_off[0] = not abs(values[0] - 1.0) <= CHECKSUM_TOLERANCE
     if True not in is_off:
@@ -67,11 +63,9 @@ def check_checksum(
     value = values[first]
     shown = f"1 {value - 1.0:+.1e}" if abs(value - 1.0) < 1e-5 else f"{value:.6f}"
     message = (
-        f"{CHECKSUM} is {shown}, expected 1: the weights of the tokens that reached the loss add "
-        f"up to "
-        f"{values[0]:.6f} times what the step's totals hold, and to {values[1]:.6f} times with "
-        f"every sample "
-        f"weighed by its number. {MEANINGS[first]}{_samples_at_fault(micro_batches)}"
+        f"{CHECKSUM} is {shown}, expected 1: the token weights in the loss add up to "
+        f"{values[0]:.6f} times the step totals, and to {values[1]:.6f} times with every sample "
+        f"weighted by its number. {MEANINGS[first]}{_samples_at_fault(micro_batches)}"
     )
     if config.check_aggregation:
         raise RuntimeError(message)
@@ -80,10 +74,10 @@ def check_checksum(
 
 
 def _samples_at_fault(micro_batches: Sequence[Mapping[str, Tensor]]) -> str:
-    """Name the samples that this rank trained on twice, wrongly or never; "" if samples have no
-    number.
+    """Name the samples that this rank trained on twice, by mistake or never, or return "" if
+    samples have no number.
     """
-    # By window: a process that evaluates all parts of a step has each sample in every window.
+    # By window, because a process that evaluates a whole step has each sample in every window.
     samples_by_window, totals = defaultdict[int, list[Sample]](list), None
     for metrics in micro_batches:
         if batch := getattr(metrics, "batch", None):
@@ -123,7 +117,7 @@ _warned_of: set[str] = set()
 
 
 def warn_once(subject: str, message: str) -> None:
-    """Warn of a subject for the first time in this process."""
+    """Warn about a subject once per process."""
     if subject not in _warned_of:
         _warned_of.add(subject)
-        logger.warning("%s (said once)", message)
+        logger.warning("%s (logged once)", message)

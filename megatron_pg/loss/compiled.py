@@ -1,11 +1,11 @@
-"""Formulas of a micro-batch in a few generated kernels in place of a hundred launches, with their
-gradient.
+"""Formulas of a micro-batch, with their gradient, in a few generated kernels instead of a hundred
+launches.
 
-There is no second implementation: the functions that CPU runs operator by operator are traced once
-by `make_fx`, together with the gradient that autograd makes of them, and `torch.compile` turns that
-trace into kernels for any number of tokens and samples. The compiled part takes tensors alone, so
-that a call checks nothing but their types. What cannot be traced or compiled runs operator by
-operator, which is said once.
+There is no second implementation: `make_fx` traces the functions that the CPU runs operator by
+operator, together with their autograd gradient, and `torch.compile` turns the trace into kernels
+for any number of tokens and samples. The compiled part takes only tensors, so that a call only
+checks their types. If tracing or compiling fails, the functions run operator by operator, and a
+warning is logged once.
 """
 
 import functools
@@ -22,19 +22,19 @@ from torch.fx.experimental.proxy_tensor import make_fx
 logger = logging.getLogger("megatron_pg")
 
 DEVICES = {"cuda"}
-"""The types of device where formulas are compiled: on a CPU launches cost nothing, and results stay
-those of the formulas to the bit."""
+"""Device types with compiled formulas. On a CPU launches are cheap, and results stay bitwise equal
+to the formulas."""
 MAX_PROGRAMS = 8
-"""Settings that a process compiles for; further ones, such as a coefficient that every step
-changes, run operator by operator."""
+"""Maximum settings that a process compiles. Further ones, such as a coefficient that changes every
+step, run operator by operator."""
 TRACED_TOKENS = 8192
 TRACED_SIZES = {"sample_weights": 37, "sums": 41, "samples_of_units": 41, "step_numbers": None}
-"""Sizes of the micro-batch of zeros that is traced and compiled, by the name of a tensor whose last
-dimension counts samples, or sequences or turns, and not tokens; None for one of a fixed size. Every
-rank compiles the same, a long reduction, whatever its first micro-batch."""
+"""Last sizes of tensors, by name, in the micro-batch of zeros that is traced, if they do not count
+tokens but samples, sequences or turns. None: fixed. Every rank compiles the same long reduction for
+any first micro-batch."""
 
-Tensors = Mapping[str, Any]  # by name; None where there is none
-Outputs = tuple[Any, ...]  # tensors; None where there is none
+Tensors = Mapping[str, Any]  # by name, None if absent
+Outputs = tuple[Any, ...]  # tensors, None if absent
 Function = Callable[[Tensors], Outputs]
 _programs: dict[Hashable, Callable[..., Outputs] | None] = {}
 
@@ -42,25 +42,24 @@ _programs: dict[Hashable, Callable[..., Outputs] | None] = {}
 def bind(
     function: Function, settings: Hashable | None, tensors: Tensors, differentiated: Sequence[str]
 ) -> Callable[[], Outputs]:
-    """Bind the tensors to a function: to its compiled program on a GPU, to the function itself
-    elsewhere.
+    """Bind tensors to a function: to its compiled program on a GPU, and elsewhere to the function.
 
-    The function reads no value on the host, and depends on nothing but its tensors and the
-    settings; None is a function that is not compiled. Its first result has a gradient to the
-    tensors named in `differentiated`, the others have none.
+    The function reads no value on the host, and depends only on its tensors and the settings. With
+    settings None it is not compiled. Only its first result has a gradient, to the tensors named in
+    `differentiated`.
     """
     is_compiled = settings is not None and tensors["log_probs"].device.type in DEVICES
     by_operators = functools.partial(function, tensors)
     if not is_compiled or torch.is_inference_mode_enabled():
         return by_operators
     present = {name: x.detach().contiguous() for name, x in tensors.items() if x is not None}
-    kind = getattr(function, "__func__", function)  # of a method, which holds a micro-batch
+    kind = getattr(function, "__func__", function)  # a bound method would keep its micro-batch
     types = tuple((name, x.dtype, x.shape[:-1]) for name, x in present.items())
     key = (kind, settings, types)
     if key not in _programs and len(_programs) < MAX_PROGRAMS:
         _programs[key] = _compiled(function, present, differentiated)
-    elif key not in _programs:  # settings that every step changes
-        _say_that_no_more_are_compiled()
+    elif key not in _programs:  # settings that change every step
+        _warn_about_program_limit()
     program = _programs.get(key)
     if program is None:
         return by_operators
@@ -69,11 +68,10 @@ def bind(
 
 
 @functools.cache
-def _say_that_no_more_are_compiled() -> None:
+def _warn_about_program_limit() -> None:
     logger.warning(
-        "the policy loss was compiled for %d settings in this process: further ones run operator "
-        "by operator, with more launches "
-        "(said once)",
+        "the policy loss was compiled for %d settings in this process. Further settings run "
+        "operator by operator, with more launches (logged once)",
         MAX_PROGRAMS,
     )
 
@@ -81,8 +79,8 @@ def _say_that_no_more_are_compiled() -> None:
 def _compiled(
     function: Function, tensors: Mapping[str, Tensor], differentiated: Sequence[str]
 ) -> Callable[..., Outputs] | None:
-    """Compile the function, the gradients of its first result to `differentiated` behind that; None
-    where it fails.
+    """Compile the function with the gradients of its first result to `differentiated` as further
+    results after it. Return None if compiling fails.
     """
     start, zeros = time.perf_counter(), {}
     for name, x in tensors.items():
@@ -109,11 +107,10 @@ def _compiled(
                     torch._dynamo.mark_dynamic(x, x.dim() - 1)
             compiled: Callable[..., Outputs] = torch.compile(graph)
             compiled(*zeros.values())
-    except Exception as error:  # whatever a compiler may raise: the formulas themselves run
+    except Exception as error:  # compilers may raise anything, and the formulas still run
         logger.warning(
-            "the policy loss was not compiled (%s: %s): it runs operator by operator, with more "
-            "launches (said once for these "
-            "settings)",
+            "the policy loss was not compiled (%s: %s). It runs operator by operator, with more "
+            "launches (logged once for these settings)",
             type(error).__name__,
             str(error).split("\n")[0],
         )
@@ -123,14 +120,12 @@ def _compiled(
 
 
 class Differentiated(torch.autograd.Function):
-    """A loss whose gradients were computed with it: backward multiplies them by the gradient that
-    arrives.
-    """
+    """Loss with precomputed gradients, which backward multiplies by the incoming gradient."""
 
     @staticmethod
     def forward(ctx: Any, call: Callable[[], Outputs], *differentiated: Tensor | None) -> Outputs:
-        """Return the outputs of `call` without its gradients, which stand behind the loss and are
-        kept for backward.
+        """Return the outputs of `call` without the gradients after the loss, which are saved for
+        backward.
         """
         ctx.set_materialize_grads(False)
         loss, *others = call()

@@ -1,10 +1,9 @@
-"""Corrections for tokens that were not sampled from the policy being improved. One row of the table
-each.
+"""Corrections for tokens that were not sampled from the policy in training. One table row each.
 
-With d = old_log_prob - rollout_log_prob, the mismatch of trainer and rollout engine, and w =
-exp(clamp(d, +-20)), none of which has a gradient. Every one looks at the tokens active before any
-rejection, so their order does not matter, and masks only shrink. A NaN compares as false with any
-bound, hence is kept: it stays visible.
+d = old_log_prob - rollout_log_prob is the mismatch of trainer and rollout engine, and w =
+exp(clamp(d, +-20)). Both have no gradient. Every correction uses the tokens that are active before
+any rejection, so that their order does not matter, and masks only shrink. NaN compares as false
+with any bound, so that it is kept and stays visible.
 """
 
 import dataclasses
@@ -26,51 +25,51 @@ from megatron_pg.loss.tokens import Tokens, clamped_log_ratio, masked
 from megatron_pg.step.sample import Sample, number_samples
 
 LEVELS = {"token": "", "sequence": "sum_t d", "geometric": "mean_t d"}
-"""Exponent of a sequence's weight, by `--tis-level`; "" for a token's."""
+"""Exponent of a sequence's weight, by `--tis-level`. "" for a token's weight."""
 MISMATCH_INPUTS = ("old_log_probs", "rollout_log_probs")
 REJECTED = "rejected_fraction"
-"""The metric of every correction: the share of the tokens that some correction dropped."""
+"""Metric of every correction: the fraction of tokens that any correction dropped."""
 CLIPPED = "tis_clipped_fraction"
 TIS_SETTINGS = ("tis_level", "tis_mode", "tis_clip", "tis_clip_low", "custom_tis_function_path")
 OF_REJECTION = ("rejection_denominator",)
 
 
 class Corrected(NamedTuple):
-    """A micro-batch after one correction, or after all of them."""
+    """Micro-batch after one correction, or after all corrections."""
 
-    loss: Tensor  # of each token, [window]; after all of them 0 where the mask drops the token
+    loss: Tensor  # per token, [window], and after all corrections 0 for dropped tokens
     loss_mask: Tensor  # the active tokens that were not rejected, [window] bool
-    metrics: dict[str, Tensor]  # [window], detached, of the tokens active before any rejection
+    metrics: dict[str, Tensor]  # [window], detached, for tokens active before any rejection
 
 
 @dataclass(frozen=True, kw_only=True)
 class Correction(Row):
-    """A correction and its properties. A property that is not stated has the careful value."""
+    """Correction with its properties. Defaults are the safe values."""
 
     function: Callable[[PolicyLossConfig, Tokens, SequenceSums, Tensor], Corrected]
-    """The formula, (config, tokens, sums, loss so far [window]) -> Corrected, with its own
-    rejections alone."""
+    """The formula (config, tokens, sums, current loss [window]) -> Corrected, with only its own
+    rejections."""
     rejects: bool = False
     rejects_by_data: bool = False
-    """True if old and rollout log-probs alone decide which tokens it drops, so that they are known
+    """Whether only old and rollout log-probs decide which tokens it drops, so that they are known
     before the step."""
-    metrics: tuple[str, ...] = ()  # besides `REJECTED`
+    metrics: tuple[str, ...] = ()  # in addition to `REJECTED`
     follows_rejections: bool = False
-    """True if its term is added to the loss of tokens that others drop, too."""
+    """Whether its term is also added to tokens that other corrections drop."""
 
     def refusals(self, config: Any) -> list[str]:
-        """Totals of what is kept need rejections that the data decide, and one kind of them."""
+        """Require, for accepted totals, rejections by data, and only one kind."""
         if config.rejection_denominator != "accepted" or not self.rejects:
             return []
         rejecting = [row for row in rows_on(CORRECTIONS, config) if row.rejects_by_data]
         if not self.rejects_by_data:
-            wrong = f"cannot count what {self.switch} rejects, which is unknown before the step:"
+            wrong = f"cannot count what {self.switch} rejects before the step. Use"
         elif rejecting[0] is self and len(rejecting) > 1:
             flags = " or ".join(row.switch for row in rejecting)
-            wrong = f"takes one kind of rejection: drop {flags}, or"
+            wrong = f"allows one kind of rejection. Remove {flags}, or use"
         else:
             return []
-        return [f"--rejection-denominator accepted {wrong} use --rejection-denominator original"]
+        return [f"--rejection-denominator accepted {wrong} --rejection-denominator original."]
 
 
 CORRECTIONS: dict[str, Correction] = TABLES["corrections"]
@@ -84,7 +83,7 @@ def apply_corrections(
     sums: SequenceSums,
     rows: Sequence[Correction],
 ) -> Corrected:
-    """Weight the per-token loss [window] and shrink the loss mask by the corrections `rows`."""
+    """Weight the per-token loss [window] and shrink the loss mask with the corrections `rows`."""
     if not rows:
         return Corrected(loss, tokens.loss_mask, {})
     kept = tokens.loss_mask
@@ -108,11 +107,10 @@ def accepted_samples(config: PolicyLossConfig, samples: Sequence[Sample]) -> lis
     """Mark the tokens that no rejection drops, on the host, for `--rejection-denominator accepted`.
 
     Call it before `step_totals` or `plan_step`, and pack the samples that it returns: each has an
-    `accepted_mask`. Their policy loss is then divided by the accepted tokens of the step. KL and
-    entropy terms and metrics keep the loss mask. It needs rejections that only the data decide, of
-    weights and of whole sequences; the config refuses others with it. With
-    `--rejection-denominator original`, or old log-probs of the trained forward pass, the samples
-    come back as they are.
+    `accepted_mask`. Their policy loss is then divided by the step's accepted tokens. KL and entropy
+    terms and metrics keep the loss mask. It supports only rejections that data decide, by weights
+    or of whole sequences. With `--rejection-denominator original`, or old log-probs of the trained
+    forward pass, samples are returned unchanged.
 
     Raises:
         ValueError: log-probs are missing.
@@ -124,13 +122,13 @@ def accepted_samples(config: PolicyLossConfig, samples: Sequence[Sample]) -> lis
     for sample, name in itertools.product(samples, needed):
         if getattr(sample, name) is None:
             raise ValueError(
-                f"{sample.name} needs {name}: give Sample({name}=...) to every sample of the step"
+                f"{sample.name} has no {name}. Pass Sample({name}=...) for every sample of the step"
             )
     fields = ("loss_mask", *MISMATCH_INPUTS)
     tensors = {name: torch.cat([getattr(sample, name) for sample in samples]) for name in fields}
     lengths = [sample.response_length for sample in samples]
     ids, sample_of_unit = sequence_units(config, samples)
-    # These rejections read neither the policy in training nor advantages.
+    # These rejections do not read the policy in training or advantages.
     unread = torch.zeros_like(ids, dtype=torch.float32)
     tensors |= {"sample_ids": ids, "log_probs": unread, "advantages": unread}
     tokens = Tokens.masked(tensors)
@@ -152,44 +150,44 @@ def _accepted_size(unit: str, sample: Sample, mask: Tensor) -> float:
 
 
 def require_accepted(unit: str, samples: Sequence[Sample]) -> None:
-    """Refuse, by name, samples of a micro-batch that `accepted_samples` has not marked in that
-    `--loss-weight-denominator`.
+    """Raise a ValueError with the name of a sample that `accepted_samples` has not marked under
+    this `--loss-weight-denominator`.
     """
     for sample in samples:
         mask, where = sample.accepted_mask, f"--rejection-denominator accepted: {sample.name}"
         if mask is None:
             raise ValueError(
-                f"{where} did not go through accepted_samples: pack the samples that it returns"
+                f"{where} did not go through accepted_samples. Pack the samples that it returns."
             )
         if sample.accepted_size != _accepted_size(unit, sample, mask):
             raise ValueError(
-                f"{where} has an accepted_size of another --loss-weight-denominator: call "
-                "accepted_samples with the config of the loss"
+                f"{where} has an accepted_size for a different --loss-weight-denominator. Call "
+                "accepted_samples with the config of the loss."
             )
 
 
 def counts_accepted(config: PolicyLossConfig) -> bool:
-    """Tell whether the policy loss is divided by what rejections leave, known before the step."""
+    """Return whether accepted tokens, known before the step, divide the policy loss."""
     is_known = config.old_log_probs == "given"
     return is_known and config.rejection_denominator == "accepted" and drops_tokens(config)
 
 
 def counts_accepted_afterwards(config: PolicyLossConfig) -> bool:
-    """Tell whether the step's gradients are multiplied by its tokens over its accepted tokens.
+    """Return whether the step's gradients are multiplied by its tokens over its accepted tokens.
 
-    Of the aggregations that the config allows then, only the token mean counts accepted tokens.
+    Among the aggregations that the config then allows, only the token mean counts accepted tokens.
     """
     is_unknown = config.old_log_probs != "given" and config.rejection_denominator == "accepted"
     return is_unknown and config.loss_aggregation == "token_mean"
 
 
 def drops_tokens(config: PolicyLossConfig) -> bool:
-    """Tell whether a correction that is on may drop tokens."""
+    """Return whether an active correction may drop tokens."""
     return any(row.rejects for row in rows_on(CORRECTIONS, config))
 
 
 def correction_metric_names(config: PolicyLossConfig) -> tuple[str, ...]:
-    """List the metrics that `apply_corrections` returns under these settings."""
+    """List the metrics of `apply_corrections` under these settings."""
     rows = rows_on(CORRECTIONS, config)
     names = dict.fromkeys(name for row in rows for name in row.metrics)
     return (*names, REJECTED) if rows else ()
@@ -197,7 +195,7 @@ def correction_metric_names(config: PolicyLossConfig) -> tuple[str, ...]:
 
 @correction(
     "f(config, tokens, log_probs, pg_loss) -> (pg_loss, loss_mask)",
-    about="a function of your own in place of the weights",
+    about="a custom function instead of the weights",
     flag="--use-tis --custom-tis-function-path",
     when=lambda config: config.use_tis and config.custom_tis_function_path is not None,
     inputs=MISMATCH_INPUTS,
@@ -207,15 +205,15 @@ def correction_metric_names(config: PolicyLossConfig) -> tuple[str, ...]:
 def custom_tis(
     config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums, loss: Tensor
 ) -> Corrected:
-    """Call the user's function. The shapes are checked; the values, on the device, are not."""
+    """Call the custom function and check its shapes, but not the values on the device."""
     path = str(config.custom_tis_function_path)
     where = f"--custom-tis-function-path {path}"
     function = load_custom_function("custom_tis_function_path", path)
     results = function(config, tokens, tokens.log_probs, loss)
     if not isinstance(results, (tuple, list)) or len(results) != 2:
         raise ValueError(
-            f"{where} returned a {type(results).__name__}, expected two tensors, (pg_loss, "
-            f"loss_mask)"
+            f"{where} returned a {type(results).__name__}, expected two tensors (pg_loss, "
+            "loss_mask)"
         )
     corrected, kept = results
     shape, meaning = tokens.loss_mask.shape, "one value per token of the window"
@@ -225,7 +223,7 @@ def custom_tis(
 
 
 @correction(
-    "tokens with A < 0 in sequences with mean_t(-log r) > opsm_delta drop",
+    "drop tokens with A < 0 in sequences with mean_t(-log r) > opsm_delta",
     about="off-policy sequence masking, DeepSeek-V3.2, arXiv:2512.02556",
     flag="--use-opsm",
     when=lambda config: config.use_opsm,
@@ -242,7 +240,7 @@ def opsm(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums, loss: Ten
 
 @correction(
     "loss + A C",
-    about="score centering, also of tokens that --tis-mode mask drops; arXiv:2609.20807 eq. 14",
+    about="score centering, also for tokens that --tis-mode mask drops, arXiv:2609.20807 eq. 14",
     flag="--score-centering",
     when=lambda config: config.score_centering,
     inputs=("sampler_top_k",),
@@ -253,7 +251,7 @@ def opsm(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums, loss: Ten
 def score_centering(
     config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums, loss: Tensor
 ) -> Corrected:
-    """Add the engine's mean of weight times log p, whose gradient the mean of the loss has."""
+    """Add the engine's mean of weight times log p, which centers the gradient of the loss."""
     value, *others = tokens.given("centering")
     names = (f"centering_{name}" for name in CENTERING_VALUES[1:])
     metrics = {name: x.detach() for name, x in zip(names, others, strict=True)}
@@ -261,9 +259,7 @@ def score_centering(
 
 
 def importance_weights(tokens: Tokens, sums: SequenceSums, level: str) -> Tensor:
-    """Compute w of each token or of its sequence, [window] float64 without gradient, 1 at masked
-    tokens.
-    """
+    """Compute w per token or per sequence, [window] float64 without gradient, 1 if masked."""
     if level == "token":
         return clamped_log_ratio(tokens.mismatch()).exp()
     over_sequence = sums.total if level == "sequence" else sums.mean
@@ -275,7 +271,7 @@ def _weighted(
 ) -> Corrected:
     weights = importance_weights(tokens, sums, config.tis_level)
     is_outside = (weights < config.tis_clip_low) | (weights > config.tis_clip)
-    # In the precision of the loss: float64 stays.
+    # In the precision of the loss, so that float64 stays float64.
     loss = loss * weights.clamp(config.tis_clip_low, config.tis_clip).to(loss.dtype)
     kept = tokens.loss_mask & ~is_outside if config.tis_mode == "mask" else tokens.loss_mask
     return Corrected(loss, kept, {CLIPPED: is_outside})
@@ -289,7 +285,7 @@ def _without_outliers(
     return Corrected(loss, tokens.loss_mask & ~((weights < low) | (weights > high)), {})
 
 
-TRUNCATED = "truncated importance sampling, Ionides 2008; for rollout mismatch Yao et al. 2025"
+TRUNCATED = "truncated importance sampling, Ionides 2008, for rollout mismatch Yao et al. 2025"
 OF_MISMATCH: dict[str, Any] = {"inputs": MISMATCH_INPUTS, "is_sum_over_tokens": True}
 
 
@@ -298,12 +294,12 @@ def _weight_row(level: str, mode: str) -> Correction:
     flags = ["--use-tis", *[f"--tis-level {level}"] * (level != "token")]
     formula = "loss * clamp(w, tis_clip_low, tis_clip)"
     if is_mask:
-        formula = "loss * w where w is in [tis_clip_low, tis_clip], others drop"
+        formula = "loss * w if w in [tis_clip_low, tis_clip], else drop"
     about = {"token": "IcePop, Ring-1T, arXiv:2510.18855" if is_mask else TRUNCATED}
     return Correction(
         name=f"{level}_{mode}",
         formula=formula + f", w = exp(clamp({statistic}, +-20))" * bool(statistic),
-        about=about.get(level, "by sequence"),
+        about=about.get(level, "per sequence"),
         flag=" ".join([*flags, *["--tis-mode mask"] * is_mask]),
         when=lambda config: (
             config.use_tis
@@ -324,7 +320,7 @@ def _rejection_row(level: str) -> Correction:
     bounds = (f"{level}_rejection_low", f"{level}_rejection_high")
     return Correction(
         name=f"{level}_rejection",
-        formula=f"sequences with exp({LEVELS[level]}) outside [{', '.join(bounds)}] drop",
+        formula=f"drop sequences with exp({LEVELS[level]}) outside [{', '.join(bounds)}]",
         about="Liu, Li et al. 2025" + ", When speed kills stability" * (level == "geometric"),
         flag=f"--use-{level}-rejection",
         when=lambda config: getattr(config, f"use_{level}_rejection"),

@@ -1,5 +1,5 @@
-"""The way from the model's output to the policy loss: log-probs, entropy and divergence of the
-window, from logits.
+"""Policy loss from the model's output: log-probs, entropy and divergence in the window, from
+logits.
 """
 
 from collections.abc import Iterable
@@ -36,39 +36,36 @@ def policy_loss_function(
     policy_version: int | None = None,
 ) -> tuple[Tensor, MicroBatchMetrics]:
     """Compute this rank's loss of one micro-batch. Its sum over ranks and micro-batches is the
-    objective of the step.
+    step's objective.
 
-    Every rank of the tensor- and context-parallel groups of the last pipeline stage must call it,
-    those whose window is empty included. It does no host synchronisation.
+    Every rank in the tensor- and context-parallel groups of the last pipeline stage must call it,
+    even with an empty window. It does not synchronize with the host.
 
     Args:
         config: the objective and its aggregation.
         batch: the packed micro-batch, on the logits' device.
         logits: `[1, local_tokens, v/tp]` or `[local_tokens, v/tp]`, bf16, fp16 or fp32: the model's
-            output. They may be overwritten by their gradient in backward.
-        totals: the totals of the whole step.
-        tensor_parallel_group: the group over which the vocabulary is split; None where it is not.
-        context_parallel_group: the group over which sequences are split; None at size 1.
-        vocab_size: the vocabulary without padding; None counts every column.
-        step_share: the part of the step's report that this call carries. Over ranks (data times
-            context parallel) and micro-batches the shares add up to 1: `1 / (ranks *
-            num_microbatches)`.
+            output. Backward may overwrite them with their gradient.
+        totals: the step totals.
+        tensor_parallel_group: the group over which the vocabulary is split. None: not split.
+        context_parallel_group: the group over which sequences are split. None at size 1.
+        vocab_size: the vocabulary without padding. None: every column.
+        step_share: this call's share of the step's report, `1 / (ranks * num_microbatches)`, with
+            data-parallel times context-parallel ranks. The shares must add up to 1.
         teacher_weight: see `PolicyStep`.
         policy_version: see `PolicyStep`.
 
     Returns:
-        The 0-d loss, to be differentiated, and the detached metrics (see
-        `megatron_pg.loss.metrics`).
+        The 0-d loss, with gradient, and the detached metrics (see `megatron_pg.loss.metrics`).
 
     Raises:
-        ValueError: the batch lacks an input of the objective, or does not fit the logits;
-            `--replay-routing`.
+        ValueError: the batch lacks an input of the objective or does not match the logits, or
+            `--replay-routing` is on.
     """
     if config.replay_routing:
         raise ValueError(
-            "--replay-routing: policy_loss_function sees logits, which routers have made by their "
-            "own choices; use PolicyStep, "
-            "whose model_inputs give them the engine's"
+            "--replay-routing does not work with policy_loss_function, because routing happens "
+            "before the logits. Use PolicyStep, whose model_inputs pass the engine's choices."
         )
     resolved = resolve(config)
     options = replace(
@@ -82,7 +79,7 @@ def policy_loss_function(
 def loss_of_logits(
     loss: MicroBatchLoss, logits: Tensor, options: HeadOptions, teacher_weight: Tensor | None
 ) -> tuple[Tensor, MicroBatchMetrics]:
-    """Compute the loss of a micro-batch and its metrics; see `policy_loss_function`."""
+    """Compute the loss and metrics of a micro-batch. See `policy_loss_function`."""
     resolved, batch = loss.resolved, loss.batch
     if resolved.has_float32_logits:
         require_float32(logits)
@@ -99,19 +96,18 @@ def loss_of_logits(
     scores = log_probs_of_logits(batch, logits, options, kept, scorer)
     if resolved.has_kept_set_mass:
         alone = replace(options, with_entropy=False)
-        with torch.no_grad():  # log p - log p_K of any token of K is the log of the mass of K
+        with torch.no_grad():  # log p - log p_K of any token in K is the log mass of K
             whole, *_ = log_probs_of_logits(batch, logits, alone)
             mass = (whole - scores[0]).exp()
     return loss(*scores, mass)
 
 
 def require_float32(logits: Tensor) -> None:
-    """Refuse logits that `--fp32-lm-head` did not make."""
+    """Raise a ValueError for logits below float32, which `--fp32-lm-head` did not make."""
     if logits.element_size() < 4:
         raise ValueError(
-            f"--fp32-lm-head, and logits are {logits.dtype}: call "
-            f"megatron_pg.megatron.set_fp32_lm_head(model), or drop "
-            "the flag"
+            f"--fp32-lm-head requires float32 logits, but they are {logits.dtype}. Call "
+            "megatron_pg.megatron.set_fp32_lm_head(model) or remove the flag."
         )
 
 
@@ -123,19 +119,17 @@ def log_probs_of_logits(
     scorer: Scorer | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Compute log-probs and entropy of the window's response tokens, [window] float32 in nats, and
-    the score of a `Scorer`.
+    a `Scorer`'s score.
 
-    They are 0 at masked tokens, at the rollout temperature, and over the kept sets of rows where
-    `kept` has them; None is one that is not asked for. Every rank of the tensor-parallel group must
-    call it.
+    They are 0 at masked tokens, at the rollout temperature, and over the sampling sets in `kept`.
+    Results that are not requested are None. Every rank of the tensor-parallel group must call it.
     """
     rows = logits.reshape(-1, logits.shape[-1])
     if len(rows) != batch.window.local_tokens:
         raise ValueError(
             f"logits have {len(rows)} rows and the micro-batch {batch.window.local_tokens} tokens "
-            f"on this rank: "
-            "feed the model batch.tokens, and pack with the cp_rank and cp_size that the model "
-            "runs with"
+            "on this rank. Run the model on batch.tokens, and pack with the model's cp_rank and "
+            "cp_size."
         )
     check_vocabulary(batch, rows.shape[-1], options)
     settings: dict[str, Any] = {
@@ -157,7 +151,9 @@ def log_probs_of_logits(
 
 
 def check_vocabulary(batch: PackedBatch, local_columns: int, options: HeadOptions) -> None:
-    """Refuse a response token that the logits have no column for, without a look at the device."""
+    """Raise a ValueError if a response token has no column in the logits. Does not read the
+    device.
+    """
     group, vocab_size = options.tensor_parallel_group, options.vocab_size
     if vocab_size is None:
         vocab_size = local_columns * (1 if group is None else dist.get_world_size(group))
@@ -166,8 +162,8 @@ def check_vocabulary(batch: PackedBatch, local_columns: int, options: HeadOption
 
 
 def refuse_tokens_outside(samples: Iterable[Sample], vocab_size: int) -> None:
-    """Refuse, by name, the first sample with a response token, or an id of a kept set or of a
-    teacher, outside the vocabulary.
+    """Raise a ValueError with the name of the first sample with a response token, or an id in a
+    sampling set or of a teacher, outside the vocabulary.
     """
     for sample in samples:
         ids_by_name = {"response token": sample.tokens[sample.prompt_length :]}
@@ -179,14 +175,13 @@ def refuse_tokens_outside(samples: Iterable[Sample], vocab_size: int) -> None:
             if ids.numel() and ids.amax() >= vocab_size:
                 raise ValueError(
                     f"{sample.name}: {what} id {int(ids.amax())} is outside the vocabulary of "
-                    f"{vocab_size}: "
-                    "tokenizer and model do not belong together"
+                    f"{vocab_size}. Use the model's tokenizer."
                 )
         if isinstance(teacher_ids := sample.side_channels.get("teacher_ids"), Tensor):
             where = f"{sample.name}: side_channels['teacher_ids']"
             is_outside = sample.loss_mask[:, None] & (teacher_ids >= vocab_size)
-            remedy = "teacher and model need one vocabulary"
-            problem = f", outside the vocabulary of {vocab_size}: {remedy}"
+            remedy = "Teacher and model must have the same vocabulary."
+            problem = f", outside the vocabulary of {vocab_size}. {remedy}"
             refuse_values(where, teacher_ids, is_outside, problem)
 
 
@@ -201,17 +196,17 @@ def policy_loss_from_log_probs(
     step_share: float = 1.0,
     policy_version: int | None = None,
 ) -> tuple[Tensor, MicroBatchMetrics]:
-    """Compute the loss as `policy_loss_function` does, for a model that returns log-probs. Further
-    arguments are the same.
+    """Compute the loss like `policy_loss_function`, for a model that returns log-probs. For further
+    arguments see there.
 
     Args:
-        log_probs: `[window]` float32, of the window's response tokens at the rollout temperature,
-            and over their kept sets under `--replay-sampling-set`.
-        entropy: `[window]` float32, nats; None where neither the loss nor a metric needs it
+        log_probs: `[window]` float32, for the window's response tokens at the rollout temperature,
+            and over their sampling sets with `--replay-sampling-set`.
+        entropy: `[window]` float32, in nats. None if neither the loss nor a metric needs it
             (`config.needs_entropy`).
 
     Raises:
-        ValueError: the batch lacks an input of the objective, or the entropy is needed and None.
+        ValueError: the batch lacks an input of the objective, or the entropy is needed but None.
     """
     of_step = context_parallel_group, step_share, policy_version
     loss = MicroBatchLoss(resolve(config), batch, totals, *of_step)

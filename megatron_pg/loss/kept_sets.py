@@ -1,4 +1,4 @@
-"""Inputs of the loss over kept sets, the tokens that each token was sampled from."""
+"""Input checks for the loss over sampling sets, which each token was sampled from."""
 
 from collections.abc import Collection
 
@@ -31,12 +31,11 @@ def require_heads_in_sets(batch: PackedBatch) -> None:
 
 
 def require_kept_set_log_probs(required: Collection[str], batch: PackedBatch) -> None:
-    """Refuse log-probs of another distribution than the one renormalised to the kept set, by sample
-    and position.
+    """Raise a ValueError, with sample and position, if log-probs are not renormalized to the
+    sampling set.
 
-    A token that is alone in its set has the log-prob 0. Another number there belongs to the whole
-    vocabulary, or to another set, and so do the numbers at other tokens: a ratio to them would
-    compare two supports.
+    The only token in a set has log-prob 0. A different number comes from the whole vocabulary or a
+    different set, and so do the sample's other log-probs: a ratio would compare two supports.
     """
     if batch.kept_tokens is None:
         return
@@ -52,10 +51,8 @@ def require_kept_set_log_probs(required: Collection[str], batch: PackedBatch) ->
             position = int(window.response_indices[token]) - sum(window.response_lengths[:sample])
             raise ValueError(
                 f"{batch.samples[sample].name}: {field}[{position}] is {float(values[token]):.4g}, "
-                f"and its token is the only one "
-                "of its kept set, where the log-prob over the set is 0: these are log-probs of "
-                "another distribution. Under "
-                "--replay-sampling-set give those over the same sets (compute_log_probs under the "
-                "same flag; of an engine, "
-                "those that it sampled from), or drop the flag"
+                "but must be 0 because its token is the only one in its sampling set. With "
+                "--replay-sampling-set pass log-probs over the same sets (from compute_log_probs "
+                "with the same flag, or from the engine's sampling distribution), or remove the "
+                "flag."
             )

@@ -1,10 +1,9 @@
-"""Metrics of a step: sums and extremes of each micro-batch, reduced over the world once per step.
+"""Metrics of a step: sums and extremes per micro-batch, reduced over the world once per step.
 
-A metric is one row of `METRICS`: a name, a help text, a function of the scored tokens, a reduction.
-A document is a rollout, of one sample or several. "Mean" is over the documents with an active
-token: the token mean of each, then the mean of those. Each active token therefore weighs 1 / its
-rollout's active tokens in the whole step: a mean is one more weighted sum, at any packing and any
-context parallelism.
+A metric is a row of `METRICS`: a name, a help text, a function of the scored tokens, a reduction.
+"Mean" is over rollouts (of one or more samples) with an active token: the mean over rollouts of
+their token means. Each active token weighs 1 / its rollout's active tokens in the whole step, so
+that a mean is a weighted sum at any packing and any context parallelism.
 """
 
 import functools
@@ -38,27 +37,27 @@ from megatron_pg.step.totals import StepTotals
 logger = logging.getLogger("megatron_pg")
 
 MAX_REPORTED = 300.0
-"""Bound of differences of log-probs in metrics, +-300: float64 holds e^600 and not e^710."""
+"""Clamp for differences of log-probs in metrics, +-300: float64 can represent e^600, not e^710."""
 
 Reduction = Literal["mean", "token mean", "sum", "ratio sum", "maximum", "minimum"]
-"""A mean over documents or active tokens, a sum over active tokens, the same over sequences if the
-ratio is one number per sequence, or an extreme over active tokens."""
+"""A mean over rollouts or active tokens, a sum over active tokens, a sum over sequences if ratios
+are per sequence (ratio sum), or an extreme over active tokens."""
 WEIGHTS = {
-    "mean": ("document", "document"),
+    "mean": ("rollout", "rollout"),
     "token mean": ("active", "active"),
     "sum": ("active", "share"),
     "ratio sum": ("active", "share"),
     "sequence sum": ("sequence", "share"),
     "absent": ("", "nothing"),
 }
-"""The weight of a token in the numerator, and the denominator: the sum of a weight, the share of
-the step's report, or 0 for a metric of fields that the samples lack."""
+"""A token's weight in the numerator, and the denominator: the sum of a weight, the share of the
+step's report, or 0 if the samples lack the field."""
 SIGNS = {"maximum": 1.0, "minimum": -1.0}  # an all-reduce of maxima finds both
 
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """One micro-batch on one rank after the loss: the tensors that a metric may read."""
+    """Tensors for metrics: one micro-batch on one rank after the loss."""
 
     config: PolicyLossConfig
     tokens: Tokens
@@ -67,7 +66,7 @@ class Scored:
 
     @functools.cached_property
     def log_ratio(self) -> Tensor:
-        """The log-ratio log r, [window] float64, as are the others; NaN stays NaN."""
+        """The log-ratio log r, [window] float64 like the fields below. NaN stays NaN."""
         return _held(promised(self.outcome.log_ratio))
 
     @functools.cached_property
@@ -76,7 +75,7 @@ class Scored:
 
     @functools.cached_property
     def mismatch(self) -> Tensor:
-        """The mismatch d = old_log_prob - rollout_log_prob; 0 where masked."""
+        """The mismatch d = old_log_prob - rollout_log_prob, 0 if masked."""
         return _held(self.tokens.mismatch())
 
     @property
@@ -93,46 +92,45 @@ def _held(difference: Tensor) -> Tensor:
 
 
 def promised(values: Tensor | None) -> Tensor:
-    """Return what a row of `OBJECTIVES` promises, or refuse an objective that did not return it."""
+    """Return values that a row of `OBJECTIVES` promises, or raise a ValueError if they are None."""
     if values is None:
         raise ValueError(
-            "the objective's row has a `ratio`, and its Outcome lacks log_ratio, is_clipped or "
-            "is_effectively_clipped: return all three (False everywhere where nothing is clipped), "
-            "or leave `ratio` out of the row"
+            "the objective's row has a `ratio`, but its Outcome lacks log_ratio, is_clipped or "
+            "is_effectively_clipped. Return all three (False if nothing is clipped), or remove "
+            "`ratio` from the row."
         )
     return values
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric, made of a value for every token of the window."""
+    """Metric, reduced from a value for every token in the window."""
 
     name: str
     help: str
     value: Callable[[Scored], Tensor | None]
-    """The value of each token, [window], read at active tokens only. None breaks a promise of the
-    objective's row."""
+    """The value per token, [window], read only at active tokens. None is an error."""
     reduction: Reduction = "mean"
     of_ratio: bool = False  # needs a ratio
-    reads: tuple[str, ...] = ()  # fields that samples may lack: where all do, it is not reported
-    is_reported: bool = True  # False if only metrics that are derived from it are
+    reads: tuple[str, ...] = ()  # optional fields, without which it is not reported
+    is_reported: bool = True  # False if only derived metrics use it
     when: Callable[[PolicyLossConfig], bool] = lambda config: True
 
 
 @dataclass(frozen=True)
 class Derived:
-    """One metric of a step that is made of others, once they are reduced."""
+    """Metric of a step that is computed from reduced metrics."""
 
     name: str
     help: str
-    of: tuple[str, ...]  # the metrics that `value` takes; without one of them it is not reported
+    of: tuple[str, ...]  # the arguments of `value`, without which it is not reported
     value: Callable[..., float]
 
 
 def of_field(
     name: str, help: str, field: str, reduction: Reduction = "mean", **options: Any
 ) -> Metric:
-    """Make the metric that is a field of the samples."""
+    """Make the metric for a field of the samples."""
     fields: Any = {"reads": (field,), **options}
     return Metric(name, help, lambda s: s.tokens.given(field), reduction, **fields)
 
@@ -152,25 +150,27 @@ METRICS = [
     of_ratio("ppo_kl", "-log r, the estimate k1 of KL(old || new)", lambda s: -s.log_ratio),
     of_ratio(
         "kl_new_old",
-        "r - 1 - log r, whose mean over tokens of the old policy estimates KL(old || new), "
+        "r - 1 - log r. Its mean over tokens from the old policy estimates KL(old || new), "
         "not KL(new || old)",
         lambda s: s.log_ratio.expm1() - s.log_ratio,
     ),
     of_ratio("clipped_ratio_fraction", "r outside the clip range", lambda s: s.outcome.is_clipped),
     of_ratio(
         "clipped_ratio_effective_fraction",
-        "r outside above for A > 0, below for A < 0",
+        "r above the clip range for A > 0, or below it for A < 0",
         lambda s: s.clipped,
     ),
-    of_ratio("pg_clipfrac", "the same, by the name that most trainers plot", lambda s: s.clipped),
+    of_ratio(
+        "pg_clipfrac", "clipped_ratio_effective_fraction, under its usual name", lambda s: s.clipped
+    ),
     of_ratio(
         "pg_clipfrac_positive",
-        "its part with A > 0, clipped from above",
+        "part of pg_clipfrac with A > 0, clipped from above",
         lambda s: s.clipped & (s.tokens.advantages > 0),
     ),
     of_ratio(
         "pg_clipfrac_negative",
-        "its part with A < 0, clipped from below (cispo, dis: from either side)",
+        "part of pg_clipfrac with A < 0, clipped from below (cispo, dis: from either side)",
         lambda s: s.clipped & (s.tokens.advantages < 0),
     ),
     of_ratio("ratio_new_old_sum", "r", lambda s: s.ratio, "ratio sum"),
@@ -178,7 +178,7 @@ METRICS = [
     of_field("ref_logprobs", "log-prob under the reference policy", "ref_log_probs"),
     of_reference(
         "kl_ref",
-        "the estimate of KL(policy || reference) that --kl-loss-type names, without weight",
+        "KL(policy || reference), estimated by --kl-loss-type, without weight",
         lambda s: KL_ESTIMATES[s.config.kl_loss_type](s.ref_difference),
     ),
     of_reference(
@@ -187,7 +187,7 @@ METRICS = [
     of_mismatch("rollout_ratio", "w = exp(d) before any bound", lambda s: s.mismatch.exp()),
     of_mismatch(
         "rollout_kl",
-        "w - 1 - d, whose mean over the rollout engine's tokens estimates KL(rollout || old)",
+        "w - 1 - d. Its mean over the rollout engine's tokens estimates KL(rollout || old)",
         lambda s: s.mismatch.expm1() - s.mismatch,
     ),
     of_mismatch("rollout_abs_difference", "|d|", lambda s: s.mismatch.abs()),
@@ -195,12 +195,12 @@ METRICS = [
     unreported("rollout_abs_difference_squared", "d^2", lambda s: s.mismatch.square()),
     of_mismatch(
         "rollout_chi_square",
-        "w^2 - 1, which estimates the chi-square divergence of old from rollout",
+        "w^2 - 1, an estimate of the chi-square divergence of old from rollout",
         lambda s: (2 * s.mismatch).expm1(),
     ),
     of_mismatch(
         "rollout_log_ppl_diff",
-        "-d: the log-perplexity of the old policy less that of the rollout engine",
+        "-d, log-perplexity of the old policy minus log-perplexity of the rollout engine",
         lambda s: -s.mismatch,
     ),
     unreported("rollout_ratio_of_tokens", "w", lambda s: s.mismatch.exp(), "token mean"),
@@ -208,40 +208,37 @@ METRICS = [
         "rollout_ratio_squared_of_tokens", "w^2", lambda s: (2 * s.mismatch).exp(), "token mean"
     ),
     of_field("policy_version", "version of the policy that sampled the token", "policy_version"),
-    of_field("min_policy_version", "the oldest of them", "policy_version", "minimum"),
+    of_field("min_policy_version", "oldest policy_version", "policy_version", "minimum"),
     Metric(
         "entropy",
-        "entropy of the whole vocabulary, or of the kept set, in nats; "
-        "under --pg-metrics with_entropy",
+        "entropy over the vocabulary or the sampling set, in nats (--pg-metrics with_entropy)",
         lambda s: s.tokens.given("entropy"),
         when=lambda config: config.pg_metrics == "with_entropy",
     ),
     of_field(
         "kept_set_size",
-        "tokens of the set that the token was sampled from, 0 where all were kept; "
-        "under --replay-sampling-set",
+        "size of the token's sampling set, 0 for the whole vocabulary (--replay-sampling-set)",
         "kept_set_size",
         when=lambda config: config.replay_sampling_set,
     ),
     of_field(
         "kept_set_mass",
-        "probability that the policy in training gives that set, 1 where all were kept; "
-        "under --kept-set-mass",
+        "probability of the sampling set under the policy in training, 1 for the whole "
+        "vocabulary (--kept-set-mass)",
         "kept_set_mass",
         when=lambda config: config.kept_set_mass,
     ),
     Metric(
         "teacher_divergence",
-        "the divergence from the teacher that --distill-divergence names, without weight; "
-        "with distillation",
+        "divergence from the teacher by --distill-divergence, without weight (with distillation)",
         lambda s: s.tokens.given("divergence"),
         when=lambda config: config.distills,
     ),
     Metric("max_advantage", "largest advantage", lambda s: s.tokens.advantages, "maximum"),
     Metric("min_advantage", "smallest advantage", lambda s: s.tokens.advantages, "minimum"),
 ]
-"""What `--pg-metrics` reports, in addition to the terms of the loss, the checksum and the metrics
-of corrections. d is old_log_prob - rollout_log_prob; all differences are held within +-300."""
+"""Metrics of `--pg-metrics`, in addition to the loss terms, the checksum and the metrics of
+corrections. d is old_log_prob - rollout_log_prob. All differences are clamped to +-300."""
 
 
 def _kish(total: float, squares: float) -> float:
@@ -251,38 +248,37 @@ def _kish(total: float, squares: float) -> float:
 DERIVED = [
     Derived(
         "effective_sample_size",
-        "(sum r)^2 / sum r^2, Kish's: the number of tokens where all ratios are equal",
+        "(sum r)^2 / sum r^2 (Kish), the number of tokens if all ratios are equal",
         ("ratio_new_old_sum", "ratio_new_old_squared_sum"),
         _kish,
     ),
     Derived(
         "rollout_abs_difference_std",
-        "standard deviation of |d|, under the weights of its mean",
+        "standard deviation of |d|, with the weights of its mean",
         ("rollout_abs_difference", "rollout_abs_difference_squared"),
         lambda mean, mean_square: math.sqrt(max(mean_square - mean * mean, 0.0)),
     ),
     Derived(
         "rollout_ppl_ratio",
-        "perplexity of the old policy over that of the rollout engine: exp(rollout_log_ppl_diff)",
+        "exp(rollout_log_ppl_diff), perplexity of the old policy over the rollout engine's",
         ("rollout_log_ppl_diff",),
         math.exp,
     ),
     Derived(
         "rollout_effective_sample_size",
-        "(sum w)^2 / (T sum w^2), Kish's over the number of tokens: from 1 / T to 1, "
-        "where all w are equal",
+        "(sum w)^2 / (T sum w^2) (Kish), from 1 / T to 1, which means that all w are equal",
         ("rollout_ratio_of_tokens", "rollout_ratio_squared_of_tokens"),
         _kish,
     ),
     Derived(
         "staleness",
-        "the version that the step was told less the mean of its tokens' versions",
+        "policy_version of the step minus the mean version of its tokens",
         ("current_policy_version", "policy_version"),
         operator.sub,
     ),
     Derived(
         "max_staleness",
-        "the same for the oldest token",
+        "policy_version of the step minus the oldest token's version",
         ("current_policy_version", "min_policy_version"),
         operator.sub,
     ),
@@ -290,12 +286,12 @@ DERIVED = [
 
 
 def ratio_of(config: PolicyLossConfig) -> str:
-    """Return the unit that has one ratio: "token", "sequence" or "none" (a user's function)."""
+    """Return the unit with one ratio: "token", "sequence" or "none" (a custom function)."""
     return next((row.ratio for row in rows_on(OBJECTIVES, config)), "none")
 
 
 def metrics_on(config: PolicyLossConfig) -> list[Metric]:
-    """List the rows that these settings report; not the data, so that all ranks agree."""
+    """List the rows that the settings report. Data do not matter, so that all ranks agree."""
     if config.pg_metrics == "none":
         return []
     has_ratio = ratio_of(config) != "none"
@@ -308,10 +304,10 @@ def metrics_on(config: PolicyLossConfig) -> list[Metric]:
 
 @dataclass(frozen=True)
 class PairTable:
-    """The metrics of a micro-batch that are pairs, (numerator, denominator), by name."""
+    """Names of the metrics that are pairs (numerator, denominator) of a micro-batch."""
 
-    terms: tuple[str, ...]  # numbers of a micro-batch; their denominators add up to 1 over the step
-    rows: tuple[tuple[str, str], ...]  # metrics of tokens: (name, reduction)
+    terms: tuple[str, ...]  # one number per micro-batch, with denominators that add up to 1
+    rows: tuple[tuple[str, str], ...]  # per-token metrics: (name, reduction)
     counts_accepted: bool = False
     """True if the denominators of terms add up to the accepted share of the step's tokens."""
 
@@ -327,37 +323,38 @@ class PairTable:
         loss_mask: Tensor,
         accepted: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """Add up values [window] of active tokens and take 0-d terms, by name: what `pairs`
-        takes. `accepted` [window] is each token's part of the accepted share.
+        """Sum values [window] over active tokens and stack 0-d terms, for `pairs`.
+
+        `accepted` [window] is each token's part of the accepted share.
         """
         active = loss_mask.double()
-        weight = {"document": weights.document, "sequence": weights.sequence, "active": active}
-        # `where`, since 0 * NaN is NaN. Row by row, so that a compiler writes no row to memory.
+        weight = {"rollout": weights.rollout, "sequence": weights.sequence, "active": active}
+        # `where`, because 0 * NaN is NaN. By row, so that the compiler does not materialize rows.
         rows = [
             torch.where(loss_mask, values[name].double(), 0.0) * weight[WEIGHTS[kind][0]]
             for name, kind in self.rows
             if kind != "absent"
         ]
         shares = [] if accepted is None else [accepted]
-        sums = torch.stack([*rows, weights.document, active, *shares]).sum(1)
-        # Stacked: an output that is the loss itself would take its gradient.
+        sums = torch.stack([*rows, weights.rollout, active, *shares]).sum(1)
+        # Stacked, because an output that is the loss itself would take its gradient.
         stacked = torch.stack([terms[name] for name in self.terms]).double()
         return stacked, checksums(weights), sums
 
     def pairs(self, parts: Sequence[Tensor], step_numbers: Tensor) -> Tensor:
-        """Put numerators and denominators together, [names, 2] float64, in two launches.
+        """Collect numerators and denominators, [names, 2] float64, in two launches.
 
-        Not in the compiled part, which would write every number in a launch of its own.
+        Not in the compiled part, which would take a launch per number.
         """
         return torch.cat([*parts, step_numbers])[_places(self, step_numbers.device)]
 
 
 @functools.cache
 def _places(table: PairTable, device: torch.device) -> Tensor:
-    """Find each name's numerator and denominator in what `PairTable.pairs` lays end to end."""
+    """Find each name's numerator and denominator in the concatenation in `PairTable.pairs`."""
     added = [name for name, kind in table.rows if kind != "absent"]
     shares = ["accepted"] * table.counts_accepted
-    laid = [*table.terms, *CHECKSUMS, *added, "document", "active", *shares, *STEP_NUMBERS]
+    laid = [*table.terms, *CHECKSUMS, *added, "rollout", "active", *shares, *STEP_NUMBERS]
     pairs = [(name, "accepted" if shares else "share") for name in table.terms]
     pairs += [(name, "share") for name in CHECKSUMS]
     pairs += [(name if name in added else "nothing", WEIGHTS[kind][1]) for name, kind in table.rows]
@@ -366,10 +363,10 @@ def _places(table: PairTable, device: torch.device) -> Tensor:
 
 
 def metric_table(config: PolicyLossConfig, lacking: frozenset[str] = frozenset()) -> PairTable:
-    """Make the table of the policy loss under a config, for samples that lack these fields."""
+    """Make the policy loss's table for a config and samples that lack the fields `lacking`."""
     kinds: dict[str, str] = {}
     if ratio_of(config) == "sequence":
-        # A turn's share of the step is not among the weights, which are those of samples.
+        # Weights are per sample, so that a turn's share of the step is unknown.
         kinds["ratio sum"] = "absent" if config.sequence_unit == "turn" else "sequence sum"
     rows = [row for row in metrics_on(config) if row.reduction not in SIGNS]
     kind_of = {row.name: kinds.get(row.reduction, row.reduction) for row in rows}
@@ -381,12 +378,12 @@ def metric_table(config: PolicyLossConfig, lacking: frozenset[str] = frozenset()
 
 
 def metric_names(config: PolicyLossConfig) -> tuple[str, ...]:
-    """List the metrics of a micro-batch under a config."""
+    """List the metrics of a micro-batch for a config."""
     return metric_table(config).names
 
 
 def checksums(weights: Weights) -> Tensor:
-    """Add up this rank's part of the two checksums, [2] float64."""
+    """Sum this rank's part of the two checksums, [2] float64."""
     rows = [weights.loss * weights.checksum_scale, weights.numbered * weights.numbers_scale]
     return torch.stack(rows).sum(1) + weights.checksum_offset
 
@@ -399,9 +396,8 @@ def measure(
     weights: Weights,
     terms: Mapping[str, Tensor],
 ) -> tuple[Tensor | None, ...]:
-    """Compute `maxima` and `is_nan` of `MicroBatchMetrics`, and the parts of its `pairs`.
-
-    They cover the tokens that are active before any rejection.
+    """Compute `maxima`, `is_nan` and the parts of `pairs` for `MicroBatchMetrics`, over the tokens
+    that are active before any rejection.
     """
     tokens, mask = scored.tokens, scored.tokens.loss_mask
     values = {
@@ -431,7 +427,7 @@ def measure(
         for row in metrics
         if row.reduction in SIGNS
     ]
-    # Not `len(mask)`, which would make the size of a trace its only one.
+    # Not `len(mask)`, which would make the traced size static.
     stacked = torch.stack(extremes)
     maxima = stacked.amax(1) if mask.shape[0] else stacked.new_full((len(extremes),), -torch.inf)
     return maxima, is_nan, *parts
@@ -439,36 +435,36 @@ def measure(
 
 @dataclass(eq=False, repr=False)
 class MicroBatchMetrics(Mapping[str, Tensor]):
-    """Metrics of a micro-batch, detached, which Megatron's schedules carry to the end of the step.
+    """Detached metrics of a micro-batch, which Megatron's schedules carry to the end of the step.
 
-    As a mapping, name -> [2] float64 (numerator, denominator): values that `train_step` of
-    Megatron's `training.py` adds over micro-batches and over data and context parallel ranks, then
-    divides. `reduce_metrics` reads the further fields too.
+    As a mapping, name -> [2] float64 (numerator, denominator): `train_step` in Megatron's
+    `training.py` sums them over micro-batches and over data- and context-parallel ranks, then
+    divides. `reduce_metrics` also reads the other fields.
     """
 
     table: PairTable
     pairs: Tensor  # [names, 2] float64
     maxima: Tensor | None = None
-    """[extremes] float64 over active tokens, minima negated; minus infinity for no token. None
-    without metrics."""
+    """[extremes] float64 over active tokens, with negated minima, and minus infinity without
+    tokens. None without metrics."""
     is_nan: Tensor | None = None
-    """The active tokens whose loss is NaN or infinite, [window] bool; None without metrics."""
+    """The active tokens with a NaN or infinite loss, [window] bool. None without metrics."""
     batch: PackedBatch | None = None  # the micro-batch, for errors
     totals: StepTotals | None = None
 
     def __post_init__(self) -> None:
         if self.batch is not None:
-            # Until the step ends these would stay on the device.
+            # They would stay on the device until the step ends.
             self.batch = replace(self.batch, side_channels={}, routed_experts=None)
 
     @classmethod
     def awaited(cls, table: PairTable, device: torch.device) -> Self:
-        """Make the metrics of a loss that is computed in backward. They are NaN until `fill`."""
+        """Make metrics for a loss that backward computes. They are NaN until `fill`."""
         size = (len(table.names), 2)
         return cls(table, torch.full(size, math.nan, dtype=torch.float64, device=device))
 
     def fill(self, other: Self) -> None:
-        """Copy the values into these tensors, so that references taken earlier see them."""
+        """Copy the values into these tensors, so that earlier references see them."""
         self.pairs.copy_(other.pairs)
         self.maxima, self.is_nan = other.maxima, other.is_nan
         self.batch, self.totals = other.batch, other.totals
@@ -488,12 +484,12 @@ class MicroBatchMetrics(Mapping[str, Tensor]):
 
 
 class SumsReport(NamedTuple):
-    """Sums of a step on this rank that travel with the policy loss's, such as a critic's."""
+    """Sums of a step on this rank, such as a critic's, to reduce with the policy loss's."""
 
     sums: Tensor  # pairs [names, 2] float64
     metrics: Callable[[Tensor], dict[str, float]]
-    """Function from the world's pairs to metrics by name. A critic's raises a RuntimeError under
-    `check_aggregation` if the checksum is not 1."""
+    """Function from the world's pairs to metrics by name. For a critic it raises a RuntimeError
+    under `check_aggregation` if the checksum is not 1."""
 
 
 def reduce_metrics(
@@ -509,25 +505,25 @@ def reduce_metrics(
     """Reduce the metrics of a step's micro-batches, the step's only host synchronization.
 
     Every rank of `group` must call it once per step: one SUM all-reduce, and one MAX all-reduce
-    unless `--pg-metrics none`. A rank that does not contribute brings the identity of each.
+    unless `--pg-metrics none`. Ranks that do not contribute pass the identity.
 
     Args:
         config: the settings that the losses were computed with.
-        micro_batches: what the schedule returned on this rank; empty before the last stage.
-        contributes: True on tensor-parallel rank 0 of the last pipeline stage, whose peers hold the
+        micro_batches: the schedule's output on this rank, empty before the last stage.
+        contributes: True on tensor-parallel rank 0 of the last pipeline stage. Its peers have the
             same numbers.
-        device: where the numbers are reduced; the accelerator under NCCL.
-        group: all ranks of the job; None is the default group, or no communication if
+        device: the device for the reduction, the accelerator with NCCL.
+        group: all ranks of the job. None: the default group, or no communication if
             torch.distributed is not initialized.
-        policy_version: the version of the policy that the step starts from, counted as
-            `Sample.policy_version` is; no staleness is reported without it.
-        beside: `ValueStep.report` of the critic and others, which travel in the same all-reduce;
-            their metrics are returned too.
+        policy_version: the policy version at the start of the step, counted like
+            `Sample.policy_version`. Without it staleness is not reported.
+        beside: further reports, such as the critic's `ValueStep.report`, to reduce in the same
+            all-reduce. Their metrics are returned too.
 
     Returns:
-        By name; the same on every rank. Means, maxima and minima are NaN for a step without an
-        active token; those of fields that no sample carries are left out.
-        `effective_sample_size` is in tokens (sequences: gspo).
+        Metrics by name, equal on every rank. Means, maxima and minima are NaN for a step without an
+        active token. Metrics of fields that no sample has are omitted. `effective_sample_size` is
+        in tokens (gspo: in sequences).
 
     Raises:
         RuntimeError: under `check_aggregation`, the aggregation checksum is not 1.
@@ -576,7 +572,7 @@ def reduce_metrics(
 def add_pairs(
     names: Sequence[str], micro_batches: Sequence[Mapping[str, Tensor]], device: torch.device | str
 ) -> Tensor:
-    """Add up the pairs of micro-batches by name, [names, 2] float64."""
+    """Sum the pairs of micro-batches by name, [names, 2] float64."""
     pairs = torch.zeros(len(names), 2, dtype=torch.float64, device=device)
     for metrics in micro_batches:
         pairs += torch.stack([metrics[name] for name in names])
@@ -586,7 +582,7 @@ def add_pairs(
 def quotients(
     names: Sequence[str], pairs: Tensor, optional: Collection[str] = ()
 ) -> dict[str, float]:
-    """Divide pairs [names, 2] by name, without optional ones that no sample has: they are 0 / 0."""
+    """Divide pairs [names, 2] by name, and omit optional ones that no sample has (0 / 0)."""
     values = zip(
         names, (pairs[:, 0] / pairs[:, 1]).tolist(), (pairs[:, 1] != 0).tolist(), strict=True
     )
@@ -594,22 +590,22 @@ def quotients(
 
 
 def report_nan_tokens(micro_batches: Sequence[Mapping[str, Tensor]], suspects: str) -> None:
-    """Name each micro-batch's first active token whose loss is not finite. Reads the device."""
+    """Log each micro-batch's first active token with a non-finite loss. Reads the device."""
     for index, metrics in enumerate(micro_batches):
         if not isinstance(metrics, MicroBatchMetrics):
             continue
         is_nan, batch = metrics.is_nan, metrics.batch
         if metrics.pairs.isnan().all():
             logger.error(
-                f"micro-batch {index}: its loss is computed in backward, and none has come: "
-                "evaluate under torch.no_grad()"
+                f"micro-batch {index}: backward, which computes the loss, was not called. Use "
+                "torch.no_grad() to evaluate."
             )
         elif is_nan is not None and is_nan.any() and batch is not None:
             tokens, window = is_nan.cpu().nonzero().flatten().tolist(), batch.window
             sample = int(window.window_segment_ids[tokens[0]])
             token = int(window.response_indices[tokens[0]]) - sum(window.response_lengths[:sample])
             logger.error(
-                f"micro-batch {index}: {len(tokens)} active tokens of this rank have a loss of NaN "
-                f"or infinity, the first is response token {token} of sample {sample} "
-                f"({batch.samples[sample].name}): look at {suspects}"
+                f"micro-batch {index}: {len(tokens)} active tokens on this rank have a NaN or "
+                f"infinite loss. The first is response token {token} of sample {sample} "
+                f"({batch.samples[sample].name}). Check {suspects}."
             )

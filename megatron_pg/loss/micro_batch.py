@@ -1,8 +1,7 @@
-"""The boundary between a packed micro-batch and the page: here samples become tensors, and inputs
-are checked.
+"""Loss of a packed micro-batch: converts samples to tensors and checks inputs for `policy_loss`.
 
-`MicroBatchLoss` is built on the host before the model has run. Called with log-probs, it evaluates
-`policy_loss` and the metrics: in a few generated kernels on a GPU, operator by operator elsewhere.
+`MicroBatchLoss` is built on the host before the model runs. Called with log-probs, it evaluates
+`policy_loss` and the metrics in a few generated kernels on a GPU, or else operator by operator.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,32 +28,32 @@ from megatron_pg.step.values import refuse_values
 
 
 def refuse_second_step(batch: PackedBatch, totals: StepTotals) -> None:
-    """Refuse a sample that an earlier step was trained on: its old policy is not the current
+    """Raise a ValueError for a sample from an earlier step: its old policy is not the current
     one.
     """
     for sample in batch.samples:
         if vars(sample).setdefault("trained_in", totals) is not totals:
             raise ValueError(
-                f"--old-log-probs current: {sample.name} is in a second optimizer step, and the "
-                "policy that it was sampled from is the one before the first. Use --old-log-probs "
-                "given, with old_log_probs from megatron_pg.megatron.compute_log_probs"
+                f"--old-log-probs current: {sample.name} is in a second optimizer step, but its "
+                "old policy precedes the first. Use --old-log-probs given, with old_log_probs from "
+                "megatron_pg.megatron.compute_log_probs."
             )
 
 
 def rollout_share(batch: PackedBatch, policy_version: int | None) -> Tensor:
-    """Compute the rollout's share alpha of interpolated old log-probs, [window] float64.
+    """Compute the rollout's share alpha in interpolated old log-probs, [window] float64.
 
-    With staleness d, the step's version less that of a token, alpha is 1 / d, and 0 where d is 0
+    alpha is 1 / d for staleness d, the step's version minus the token's version, and 0 if d is 0
     (A-3PO, arXiv:2512.06547).
 
     Raises:
-        ValueError: the version of the step is not known, or less than that of an active token.
+        ValueError: the step's version is unknown, or less than an active token's version.
     """
     flag = "--old-log-probs interpolated"
     if policy_version is None:
         raise ValueError(
-            f"{flag} requires the version of the policy that the step starts from: give "
-            "PolicyStep(policy_version=...), counted as Sample.policy_version is"
+            f"{flag} requires the policy version at the start of the step. Pass "
+            "PolicyStep(policy_version=...), counted like Sample.policy_version."
         )
     for sample in batch.samples:
         versions = torch.as_tensor(sample.policy_version, device="cpu").expand(
@@ -62,8 +61,8 @@ def rollout_share(batch: PackedBatch, policy_version: int | None) -> Tensor:
         )
         is_newer = sample.loss_mask & (versions > policy_version)
         problem = (
-            f", newer than the policy_version {policy_version} of the step: count both in "
-            f"optimizer steps ({flag})"
+            f", newer than the step's policy_version {policy_version}. Count both in optimizer "
+            f"steps ({flag})."
         )
         refuse_values(f"{sample.name}: policy_version", versions, is_newer, problem)
     versions_of_window: Any = batch.policy_version  # a required field
@@ -75,14 +74,14 @@ BATCH_FIELDS = (
     *("loss_mask", "advantages", "loss_weights", "policy_version", "kept_set_size"),
     *LOG_PROB_FIELDS,
 )
-"""The fields of a packed micro-batch that are fields of `Tokens` by the same name."""
+"""Fields of a packed micro-batch that `Tokens` has under the same name."""
 
 
 class MicroBatchLoss:
-    """The loss of one micro-batch on one rank, as a function of its log-probs.
+    """Loss of one micro-batch on one rank, as a function of its log-probs.
 
-    Arguments and errors are those of `policy_loss_function`. `scales_gradients` is True if the
-    caller scales the step's gradients by its accepted count, where the settings ask for it.
+    For arguments and errors see `policy_loss_function`. `scales_gradients` is True if the caller
+    scales the step's gradients by its accepted count, where the settings require it.
     """
 
     def __init__(
@@ -134,12 +133,12 @@ class MicroBatchLoss:
         score: Tensor | None = None,
         kept_set_mass: Tensor | None = None,
     ) -> tuple[Tensor, MicroBatchMetrics]:
-        """Compute the loss, to be differentiated, and its detached metrics. Arguments are [window]
+        """Compute the loss, with gradient, and its detached metrics. Arguments are [window]
         float32, in nats.
 
-        Every rank of the context-parallel group must call it, those whose window is empty included.
-        The score is the divergence from the teacher, or the [5, window] values of `head.Centering`;
-        the mass, of `--kept-set-mass`, is 1 for an empty set.
+        Every rank of the context-parallel group must call it, even with an empty window. `score` is
+        the divergence from the teacher, or the [5, window] values of `head.Centering`.
+        `kept_set_mass` is 1 for an empty set.
         """
         tensors = self._inputs(log_probs, entropy, score, kept_set_mass)
         loss, maxima, is_nan, *parts = self._bind(self._loss_and_metrics, tensors)()
@@ -149,7 +148,7 @@ class MicroBatchLoss:
         return loss, metrics
 
     def loss(self, log_probs: Tensor, *others: Tensor | None) -> Tensor:
-        """Compute the loss without metrics; arguments as for a call."""
+        """Compute the loss without metrics. For arguments see `__call__`."""
         loss: Tensor = self._bind(self._loss_alone, self._inputs(log_probs, *others))()[0]
         return loss
 
@@ -160,22 +159,19 @@ class MicroBatchLoss:
         score: Tensor | None = None,
         kept_set_mass: Tensor | None = None,
     ) -> Tensors:
-        """Collect the tensors that the loss depends on by name, with the sums over sequences of
-        every rank.
-        """
+        """Collect the loss's input tensors by name, including sums over sequences on all ranks."""
         resolved, scorer = self.resolved, self.resolved.scorer
         if score is None and scorer and not self.batch.samples:
             score = 0.0 * log_probs.expand(*scorer.shape, -1)
         if resolved.head.with_entropy and entropy is None:
             raise ValueError(
-                "entropy is None, and --entropy-coef or --pg-metrics with_entropy needs it: give "
-                "the entropy [window] of the "
-                "window's response tokens, in nats"
+                "entropy is None, but --entropy-coef or --pg-metrics with_entropy requires it. "
+                "Pass the entropy [window] of the window's response tokens, in nats."
             )
         if scorer and score is None:
             raise ValueError(
-                f"{scorer.flags} needs the {scorer.output} of each token, which is made of logits "
-                "or of hidden states: use PolicyStep or policy_loss_function"
+                f"{scorer.flags} requires the {scorer.output} of each token, which comes from "
+                "logits or hidden states. Use PolicyStep or policy_loss_function."
             )
         tensors = self._tensors | {
             "log_probs": log_probs,
@@ -188,9 +184,8 @@ class MicroBatchLoss:
         if resolved.old_log_probs == "interpolated":
             tensors["old_log_probs"] = self._interpolated(log_probs.detach())
         if resolved.sequence_sums:
-            # The settings and the samples alone decide if there is an all-reduce, and of what size:
-            # every rank of the group joins it, those that have no token and those that could not
-            # compile included.
+            # Only settings and samples decide whether there is an all-reduce and its size, so that
+            # every rank joins, including those without tokens and those that could not compile.
             (sums,) = self._bind(self._sums_of_rank, tensors, differentiated=())()
             tensors |= {"sums": add_over_group(sums, self._group)}
         return tensors
@@ -205,7 +200,7 @@ class MicroBatchLoss:
         self, function: Function, tensors: Tensors, differentiated: Sequence[str] = DIFFERENTIATED
     ) -> Callable[[], Outputs]:
         log_probs, mask = tensors["log_probs"], tensors["loss_mask"]
-        # Sizes of 0 and 1 would be graphs of their own.
+        # Sizes 0 and 1 would need separate graphs.
         is_regular = len(log_probs) > 1 and log_probs.shape == mask.shape
         settings = self.resolved.compiled_settings if is_regular else None
         return compiled.bind(function, settings, tensors, differentiated)
@@ -214,7 +209,7 @@ class MicroBatchLoss:
         names = (*BATCH_FIELDS, "kept_set_mass")
         return self.resolved.metric_table(frozenset(x for x in names if tensors.get(x) is None))
 
-    # Functions of tensors by name, which a GPU runs as compiled programs.
+    # Functions of tensors by name that a GPU runs as compiled programs.
 
     def _loss_and_metrics(self, tensors: Tensors) -> Outputs:
         tokens, weights, sums = self._arguments(tensors)

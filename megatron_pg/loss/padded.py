@@ -1,7 +1,6 @@
-"""The four aggregations for trainers whose losses are a padded `[batch, length]` matrix, without
-Megatron.
+"""The four aggregations for trainers with a padded `[batch, length]` loss matrix, without Megatron.
 
-    # once a step, every row of the rank
+    # once per step, all rows of the rank
     totals = padded_totals(mask, group_index=ids, data_parallel_group=group)
     for rows in micro_batches:
         loss = reduce_padded(
@@ -11,9 +10,9 @@ Megatron.
 
 The gradients of a step are the sum of its micro-batches' gradients, averaged over the data-parallel
 ranks by DistributedDataParallel and FSDP2 (`torch.distributed.fsdp.fully_shard`).
-`data_parallel_size` undoes that average: `DP * (1 / DP) * sum over ranks and micro-batches` is the
-gradient of the step. A trainer that also divides the loss by the number of micro-batches needs that
-factor too (see docs/migrating.md).
+`data_parallel_size` undoes the average: `DP * (1 / DP) * sum over ranks and micro-batches` is the
+step's gradient. If a trainer also divides the loss by the number of micro-batches, multiply by that
+number too (see docs/migrating.md).
 """
 
 from collections.abc import Sequence
@@ -42,25 +41,25 @@ def padded_totals(
 ) -> StepTotals:
     """Count one optimizer step whose samples are the rows of a mask.
 
-    Every rank of the data-parallel group must call it, once a step, with all rows that it trains on
-    in that step. It copies the mask's row sums to the host and exchanges them with the ids. Rows
-    have no prompts: two ranks that each number their prompt groups from 0 are not told from one
-    that holds the same groups, and only `rollout_id` is seen to collide.
+    Every rank of the data-parallel group must call it once per step, with all its rows of the step.
+    It copies the mask's row sums to the host and exchanges them with the ids. Rows have no prompts,
+    so that prompt groups that two ranks each number from 0 are not detected. Only colliding
+    `rollout_id` are.
 
     Args:
         mask: `[batch, length]` of 0 and 1, any dtype and device: the tokens that the objective
             counts.
-        group_index: prompt group of each row, any int64; None where `prompt_mean` is not used.
-        rollout_id: rollout of each row, any int64; None makes every row a rollout of its own.
-        id_source: what numbered the ids, the same on all ranks, where the rows of one rollout may
-            lie on several; None is each rank by itself.
-        data_parallel_group: the group that gradients are averaged over; None for a step on one
+        group_index: prompt group of each row, any int64. None without `prompt_mean`.
+        rollout_id: rollout of each row, any int64. None: every row is a rollout.
+        id_source: the source of the ids, equal on all ranks if the rows of one rollout may be on
+            several ranks. None: each rank.
+        data_parallel_group: the group that gradients are averaged over. None for a step on one
             rank.
         allow_different_group_sizes: see `step_totals`.
 
     Raises:
-        ValueError: on all ranks, where one has it: a mask that is no matrix or has other values,
-            ids that are not one per row, or a rollout in two prompt groups or on two ranks.
+        ValueError: the mask is not a matrix of 0 and 1, ids are not one per row, or a rollout is in
+            two prompt groups or on two ranks. Raised on all ranks.
     """
 
     def rows() -> tuple[list[BareSample], None, None]:
@@ -87,37 +86,38 @@ def reduce_padded(
 ) -> Tensor:
     """Aggregate this rank's share of the step, times `data_parallel_size`.
 
-    No communication, and with `totals` no host synchronisation. Neither a value nor a gradient of a
-    masked position reaches the result, NaN and infinity included.
+    No communication, and with `totals` no host synchronization. Values and gradients at masked
+    positions, even NaN and infinity, do not reach the result.
 
     Args:
         loss: `[batch, length]` floating: the per-token losses of one micro-batch.
         mask: `[batch, length]` of 0 and 1, any dtype, on the device of `loss`.
-        totals: of the whole step, by `padded_totals`. None counts these rows, which makes the host
-            wait for a device.
+        totals: the step totals from `padded_totals`. None: count these rows, which synchronizes
+            with the device.
         aggregation: `sample_mean`, `prompt_mean`, `token_mean` or `constant`.
-        divisor: L of `constant`, in tokens; refused with any other aggregation.
-        group_index: prompt group of each row; `prompt_mean` needs it.
-        rollout_id: rollout of each row, where the totals were counted with rollouts.
-        data_parallel_size: ranks that the trainer averages gradients over; 1 where it sums them.
+        divisor: L of `constant`, in tokens. An error with any other aggregation.
+        group_index: prompt group of each row. `prompt_mean` requires it.
+        rollout_id: rollout of each row, if the totals were counted with rollouts.
+        data_parallel_size: number of ranks that the trainer averages gradients over, or 1 if it
+            sums them.
 
     Returns:
-        0-d, float32 or, for float64, float64: what to call `backward()` on. Summed over
+        0-d, float32 or, for float64, float64: the tensor to call `backward()` on. Summed over
         micro-batches and averaged over the data-parallel ranks it is the objective.
 
     Raises:
-        ValueError: shapes, ids or a divisor that do not fit, or ids that are not in the totals.
+        ValueError: shapes, ids or the divisor are wrong, or ids are not in the totals.
     """
     mode = checked_aggregation(aggregation, divisor)
     _check_mask(mask)
     if loss.shape != mask.shape:
         raise ValueError(
-            f"loss has shape {list(loss.shape)} and mask {list(mask.shape)}: expected the same "
-            f"[batch, length]"
+            f"loss has shape {list(loss.shape)} and mask {list(mask.shape)}, expected the same "
+            "[batch, length]"
         )
     if as_integer(data_parallel_size) is None or data_parallel_size < 1:
         raise ValueError(
-            f"data_parallel_size is {data_parallel_size!r}: expected a whole number, 1 or more"
+            f"data_parallel_size is {data_parallel_size!r}, expected an integer of 1 or more"
         )
     if totals is None:
         totals = padded_totals(
@@ -125,14 +125,14 @@ def reduce_padded(
         )
     if totals.rollout_active_tokens and len(mask) and rollout_id is None:
         raise ValueError(
-            "the totals were counted with rollout_id and this call has none: pass the rollout_id "
-            "of each row"
+            "the totals were counted with rollout_id, but this call has none. Pass the rollout_id "
+            "of each row."
         )
     if mode.defaults_to_own_tokens and rollout_id is None:
         denominators = mask.sum(dim=1, dtype=torch.float64)  # bfloat16 would round the counts
         divisors = torch.as_tensor(mode.divisors(denominators, divisor), device=mask.device)
     else:
-        # Looked up by id: no row is counted here, and no device waited for.
+        # Looked up by id, without counting rows or waiting for the device.
         rows = _counted_rows([0] * len(mask), group_index, rollout_id)
         divisors = to_device(mode.divisors_of(totals, rows, divisor), mask.device)
     inner_sum = weighted_sum(loss, mask / divisors[:, None])
@@ -153,7 +153,7 @@ def _counted_rows(
             columns.append([checked_integer(f"{field}[{row}]", x) for row, x in enumerate(ids)])
         else:
             raise ValueError(
-                f"{field} has {len(ids)} ids for {len(active_tokens)} rows: give one per row"
+                f"{field} has {len(ids)} ids for {len(active_tokens)} rows: pass one per row"
             )
     return [
         BareSample(count, group, rollout, f"row {row}", id_source=id_source)
@@ -163,9 +163,9 @@ def _counted_rows(
 
 def _check_mask(mask: Tensor) -> None:
     if not isinstance(mask, Tensor):
-        raise ValueError(f"mask is a {type(mask).__name__}: expected a tensor [batch, length]")
+        raise ValueError(f"mask is a {type(mask).__name__}, expected a tensor [batch, length]")
     if mask.dim() != 2:
-        raise ValueError(f"mask has shape {list(mask.shape)}: expected [batch, length]")
-    # On a device the check would make the host wait.
+        raise ValueError(f"mask has shape {list(mask.shape)}, expected [batch, length]")
+    # On a device the check would synchronize.
     if mask.device.type == "cpu":
         check_mask("mask", mask)

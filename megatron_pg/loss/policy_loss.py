@@ -1,15 +1,15 @@
-r"""The policy loss of one micro-batch on one rank.
+r"""Policy loss of one micro-batch on one rank.
 
     loss = aggregate(pg) + beta mean(kl) - c mean(entropy) + d aggregate(divergence)
-    aggregate(x) = sum over this rank's tokens of weight * x, divided by a count of the whole step
+    aggregate(x) = sum over this rank's tokens of weight * x, divided by the step's normalizer
 
-`aggregate` has the weights of `--loss-aggregation`. `mean` is the sample mean, or `aggregate` under
+`aggregate` uses the weights of `--loss-aggregation`. `mean` is the sample mean, or `aggregate` with
 `--regularizer-aggregation loss`. beta is `kl_loss_coef`, c `entropy_coef`, d `distill_coef`.
-Corrections change only pg: the other terms sum and count the tokens that are active before any
-rejection. Summed over ranks and micro-batches this is the objective of the step, since weights and
-counts are fixed by the whole step before it begins (`aggregation.py`). Objectives, corrections and
-KL estimates are rows of tables, chosen by name. The data come as tensors by name: a CPU runs the
-function operator by operator, the compiler traces it, and the fused head calls it chunk by chunk.
+Corrections change only pg: all other terms use the tokens that are active before any rejection. The
+sum over ranks and micro-batches is the step's objective, because weights and normalizers are known
+before the step (`aggregation.py`). Objectives, corrections and KL estimates are table rows, chosen
+by name. Inputs are tensors by name: a CPU runs the function operator by operator, the compiler
+traces it, and the fused head calls it chunk by chunk.
 """
 
 from dataclasses import dataclass
@@ -28,12 +28,12 @@ from megatron_pg.loss.tokens import Tokens
 
 @dataclass(frozen=True)
 class Terms:
-    """The loss of one micro-batch on one rank, its terms, and the per-token loss before and after
+    """Loss of one micro-batch on one rank, its terms, and the per-token loss before and after
     corrections.
     """
 
-    loss: Tensor  # 0-d, to differentiate; `grad_divisor` and `divide_gradient_twice` scale it alone
-    reported: dict[str, Tensor]  # by name the 0-d terms, and as `loss` their total, unscaled
+    loss: Tensor  # 0-d, with gradient, scaled by `grad_divisor` and `divide_gradient_twice`
+    reported: dict[str, Tensor]  # 0-d terms by name, and as `loss` their total, unscaled
     outcome: Outcome
     corrected: Corrected
 
@@ -45,8 +45,8 @@ def policy_loss(
     sums: SequenceSums,
     reduce: Reduction = weighted_sum,
 ) -> Terms:
-    """Compute the loss of one micro-batch on one rank; `reduce` is the weighted sum, or the user's
-    own, which reads no weights.
+    """Compute the loss of one micro-batch on one rank. `reduce` is the weighted sum, or a custom
+    reduction, which does not read weights.
     """
     config = resolved.config
     outcome = resolved.objective(config, tokens, sums)
@@ -84,5 +84,5 @@ def policy_loss(
 
 
 def quotient(inner_sum: Tensor, count: Tensor) -> Tensor:
-    """Divide a sum by a count of the step, in the precision of the sum."""
+    """Divide a sum by a step count, in the sum's precision."""
     return inner_sum / count.to(inner_sum.dtype)

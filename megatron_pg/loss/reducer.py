@@ -1,5 +1,5 @@
-"""The reducer factory: loss masks and a context-parallel token window become a closure that sums a
-loss, weighted.
+"""Reducers: weighted sums of a per-token loss, from loss masks and a context-parallel token
+window.
 """
 
 import functools
@@ -21,11 +21,10 @@ from megatron_pg.step.token_window import TokenWindow
 from megatron_pg.step.values import check_mask, host_float64, host_tensor, refuse_values
 
 Reducer = Callable[[Tensor], Tensor]
-"""A function reducer(x): x [window], the per-token loss of this rank's window -> 0-d inner sum of
-this rank."""
+"""Function of x [window], the per-token loss in this rank's window -> this rank's 0-d inner sum."""
 Reduction = Callable[..., Tensor]
-"""A function (x, weights, loss mask that corrections leave or None), [window] each -> 0-d inner sum
-of this rank."""
+"""Function of (x, weights, loss mask after corrections or None), [window] each -> this rank's 0-d
+inner sum."""
 
 
 def get_pg_loss_reducer(
@@ -44,37 +43,37 @@ def get_pg_loss_reducer(
     """Build the reducer of one micro-batch on one rank.
 
     `reducer(x)` is `sum over the window of weight * x` with the weights of
-    `megatron_pg.loss.aggregation`, without communication or host synchronisation. Summed over ranks
-    and micro-batches and divided by the outer count of the step it is the objective. Neither a
-    value nor a gradient of a masked position reaches it, NaN and infinity included.
+    `megatron_pg.loss.aggregation`, without communication or host synchronization. Summed over ranks
+    and micro-batches and divided by the step's normalizer it is the objective. Values and gradients
+    at masked positions, even NaN and infinity, do not reach it.
 
     Args:
-        total_lengths: prompt and response tokens of each sample of the micro-batch, over its
+        total_lengths: prompt and response tokens per sample in the micro-batch, over its
             context-parallel group.
-        response_lengths: response tokens of each sample.
+        response_lengths: response tokens per sample.
         loss_masks: one `[response_length]` tensor of 0 and 1 per sample, any dtype, all on one
             device.
-        calculate_per_token_loss: the masked token sum instead, whatever the aggregation.
+        calculate_per_token_loss: return the masked token sum instead, for any aggregation.
         aggregation: `sample_mean`, `prompt_mean`, `token_mean` or `constant`.
-        divisor: L of `constant`; refused with any other aggregation.
-        denominators: `[samples]` active tokens of each sample's rollout (`sample_mean`) or prompt
-            group (`prompt_mean`) over the whole step. None means the sample's own, and is refused
-            for `prompt_mean`.
-        cp_rank: rank in the context-parallel group; None means 0.
-        cp_size: None means 1, never a global.
-        qkv_format: `thd`; `bshd` has no window under context parallelism.
+        divisor: L of `constant`. An error with any other aggregation.
+        denominators: `[samples]` active tokens in each sample's rollout (`sample_mean`) or prompt
+            group (`prompt_mean`) over the whole step. None: the sample's own, an error for
+            `prompt_mean`.
+        cp_rank: rank in the context-parallel group. None: 0.
+        cp_size: size of the context-parallel group. None: 1, never a global.
+        qkv_format: `thd`, or `bshd` without context parallelism.
 
     Raises:
-        ValueError: lengths and masks that do not fit, an unknown aggregation, a divisor or
-            denominators missing or not wanted. The reducer raises one when its argument is not as
-            long as the window.
+        ValueError: lengths and masks do not match, the aggregation is unknown, or a divisor or
+            denominators are missing or superfluous. The reducer raises one if its argument is not
+            as long as the window.
         NotImplementedError: `bshd` with `cp_size` above 1.
     """
     cp_size = 1 if cp_size is None else cp_size
     if cp_rank is None and cp_size > 1:
         raise ValueError(
-            f"cp_size is {cp_size} and cp_rank is not given: every rank would take the window of "
-            f"rank 0"
+            f"cp_size is {cp_size}, but cp_rank is missing. Pass it, or every rank takes rank 0's "
+            "window."
         )
     mode = checked_aggregation(aggregation, divisor, qkv_format)
     if violation := layout_violation(qkv_format, cp_size):
@@ -95,9 +94,8 @@ def get_pg_loss_reducer(
         denominators = own.index_add_(0, to_device(sample_ids, mask.device), mask)
     elif denominators is None and mode.denominator:
         raise ValueError(
-            f"denominators is None, and --loss-aggregation {aggregation} needs one per sample, "
-            f"counted over the whole step: "
-            f"the divisor of its tokens in {mode.formula}"
+            f"denominators is None, but --loss-aggregation {aggregation} requires one per sample, "
+            f"counted over the whole step: the divisor of its tokens in {mode.formula}"
         )
     divisors = mode.divisors(denominators, divisor)
     if isinstance(divisors, Tensor):
@@ -107,10 +105,8 @@ def get_pg_loss_reducer(
     def reducer(x: Tensor) -> Tensor:
         if x.shape != weights.shape:
             raise ValueError(
-                f"the reducer got {list(x.shape)} per-token losses, and this rank's token window "
-                f"has "
-                f"{len(weights)}: pass the losses of the window's response tokens, one dimension, "
-                f"in its order"
+                f"the reducer got per-token losses of shape {list(x.shape)}, expected "
+                f"[{len(weights)}]. Pass the losses of this rank's token window, in its order."
             )
         return weighted_sum(x, to_device(weights, x.device))
 
@@ -118,21 +114,20 @@ def get_pg_loss_reducer(
 
 
 def weighted_sum(x: Tensor, weights: Tensor, loss_mask: Tensor | None = None) -> Tensor:
-    """Sum weights * x over the positions of non-zero weight, [window] each -> 0-d, in float32 or,
-    for float64, float64.
+    """Sum weights * x over positions with non-zero weight, [window] each -> 0-d, in float32 or, for
+    float64, float64.
 
-    The mask is not read: weights are 0 at masked positions, and losses 0 where a correction drops
-    the token.
+    The mask is not read: weights are 0 at masked positions, and losses 0 at dropped tokens.
     """
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     weights = weights.to(dtype)
-    # masked_fill and not a product: 0 * NaN is NaN.
+    # masked_fill instead of a product, because 0 * NaN is NaN.
     return (x.to(dtype).masked_fill(weights == 0, 0.0) * weights).sum()
 
 
 @dataclass(frozen=True)
 class OwnReducer:
-    """The function of `--custom-pg-loss-reducer-function-path`."""
+    """Reducer of `--custom-pg-loss-reducer-function-path`."""
 
     path: str
     per_token: bool
@@ -140,7 +135,7 @@ class OwnReducer:
 
     @classmethod
     def of(cls, config: PolicyLossConfig) -> Self | None:
-        """Return None for a loss without one."""
+        """Return the config's reducer, or None without one."""
         path = config.custom_pg_loss_reducer_function_path
         if path is None:
             return None
@@ -151,10 +146,10 @@ class OwnReducer:
     ) -> Reduction:
         """Return the reduction of one micro-batch.
 
-        The function gets whole loss masks: those of the samples, or, where corrections may drop
-        tokens, those that the corrections leave, put together by one all-reduce over the
-        context-parallel group. The settings and the samples alone decide if there is one. An empty
-        micro-batch has the sum 0 without a call, as a loop over no samples would make an int.
+        The function gets whole loss masks: the samples' masks or, if corrections may drop tokens,
+        the masks after corrections, assembled by one all-reduce over the context-parallel group.
+        Only settings and samples decide whether it is needed. An empty micro-batch returns 0
+        without a call, because a loop over no samples would return an int.
         """
         window, loss_weights = batch.window, batch.loss_weights
         where = f"--custom-pg-loss-reducer-function-path {self.path}"
@@ -170,8 +165,8 @@ class OwnReducer:
             reducer: Reducer = function(total_lengths, lengths, loss_masks, self.per_token, **named)
             if not callable(reducer):
                 raise ValueError(
-                    f"{where} returned a {type(reducer).__name__}, expected a function: x [window] "
-                    f"-> its sum, 0-d"
+                    f"{where} returned a {type(reducer).__name__}, expected a function of x "
+                    "[window] that returns its 0-d sum"
                 )
             return reducer
 
@@ -194,8 +189,8 @@ class OwnReducer:
 
 
 def add_over_group(sums: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Add up the sums of every context-parallel rank, in place. Every rank of the group must call
-    it, empty windows included.
+    """Sum over the context-parallel ranks, in place. Every rank of the group must call it, even
+    with an empty window.
     """
     if group is not None and dist.get_world_size(group) > 1:
         dist.all_reduce(sums, group=group)
@@ -205,14 +200,11 @@ def add_over_group(sums: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 def _checked_denominators(
     denominators: Sequence[float] | Tensor, mode: Aggregation, num_samples: int
 ) -> Tensor:
-    """Return the denominators [num_samples] float64. Their values are read only where they lie on
-    the host.
-    """
+    """Return the denominators [num_samples] float64, with values checked only on the host."""
     if mode.denominator is None:
         raise ValueError(
-            f"denominators are given and the aggregation is {mode.name}, which divides by none: "
-            f"leave them out, or "
-            "choose sample_mean or prompt_mean"
+            f"the aggregation {mode.name} does not use denominators. Remove them, or choose "
+            "sample_mean or prompt_mean."
         )
     values = host_tensor(denominators).to(torch.float64)
     if values.shape != (num_samples,):
@@ -226,19 +218,18 @@ def _checked_denominators(
 
 
 def _flat_mask(response_lengths: Sequence[int], loss_masks: Sequence[Tensor]) -> Tensor:
-    """Lay the masks end to end, float64. Their values are read only where they lie on the host."""
+    """Concatenate the masks in float64, with values checked only on the host."""
     if len(loss_masks) != len(response_lengths):
         raise ValueError(
             f"loss_masks has {len(loss_masks)} samples and response_lengths "
-            f"{len(response_lengths)}: give one of each "
-            "per sample"
+            f"{len(response_lengths)}: pass one of each per sample"
         )
     masks = list(map(host_tensor, loss_masks))
     for sample, (mask, length) in enumerate(zip(masks, response_lengths, strict=True)):
         if mask.shape != (length,):
             raise ValueError(
                 f"loss_masks[{sample}] has shape {list(mask.shape)}, expected [{length}], its "
-                f"response_length"
+                "response_length"
             )
         if mask.device.type == "cpu":
             check_mask(f"loss_masks[{sample}]", mask)

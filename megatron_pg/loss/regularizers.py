@@ -19,22 +19,22 @@ from megatron_pg.loss.tokens import Tokens, clamped_log_ratio
 
 @dataclass(frozen=True, kw_only=True)
 class KLEstimate(Row):
-    """An estimate of KL(policy || reference)."""
+    """Estimate of KL(policy || reference)."""
 
     setting: ClassVar[str] = "kl_loss_type"
 
     function: Callable[[Tensor], Tensor]
-    """The formula, of d = log_prob - ref_log_prob [window]."""
+    """The formula, a function of d = log_prob - ref_log_prob [window]."""
     limit: float | None = None
-    """Bound of the estimate, or with `--use-unbiased-kl` of its product with r, with zero gradient
-    outside. None is no bound."""
+    """Bound for the estimate, or with `--use-unbiased-kl` for its product with r, with zero
+    gradient outside. None: no bound."""
     inputs: tuple[str, ...] = ("ref_log_probs",)
     options: tuple[str, ...] = ("use_unbiased_kl", "kl_loss_gradient", "kl_target")
     flag: str = "--kl-loss-coef {config.kl_loss_coef:g}"
     when: Callable[[Any], bool] | None = lambda config: config.kl_loss_coef > 0
 
     def __call__(self, difference: Tensor, weight: Tensor | None = None) -> Tensor:
-        """Return the estimate [window] times a weight, held within the limit."""
+        """Return the estimate [window] times a weight, clamped to the limit."""
         kl = self.function(difference)
         kl = kl if weight is None else weight * kl
         return kl if self.limit is None else clamped_log_ratio(kl, self.limit)
@@ -54,11 +54,11 @@ add_rows(
     KLEstimate(
         name="k1",
         formula="d",
-        about="as a loss, its expected gradient is zero on-policy",
+        about="its expected gradient is zero on-policy",
         function=lambda difference: difference,
     ),
     KLEstimate(name="k2", formula="d^2 / 2", function=lambda difference: difference.square() / 2),
-    KLEstimate(name="k3", formula="exp(-d) - 1 + d", about="d held within +-20", function=_k3),
+    KLEstimate(name="k3", formula="exp(-d) - 1 + d", about="d clamped to +-20", function=_k3),
     KLEstimate(
         name="low_var_kl",
         formula="k3 clamped to +-10",
@@ -72,19 +72,17 @@ add_rows(
 def adapted_kl(
     config: PolicyLossConfig, metrics: Mapping[str, float], num_rollouts: int
 ) -> PolicyLossConfig:
-    """Return the settings of the next step, whose coefficient of the KL term has moved towards
-    `--kl-target`.
+    """Return the settings of the next step, with the KL coefficient adapted to `--kl-target`.
 
         beta (1 + clip(kl / kl_target - 1, -0.2, 0.2) min(n / kl_horizon, 1))
 
-    Ziegler et al., arXiv:1909.08593 sec. 2.2. kl is the step's `kl_loss`, n its rollouts. Every
-    rank has the same metrics, so that no rank asks another. `kl_loss_coef` is all of the state:
-    keep it in the run's checkpoint. Without a target, or without a finite `kl_loss`, the settings
-    stay.
+    Ziegler et al., arXiv:1909.08593 sec. 2.2. kl is the step's `kl_loss`, n its rollouts. No
+    communication, because every rank has the same metrics. `kl_loss_coef` is the whole state: save
+    it in the run's checkpoint. Without a target or a finite `kl_loss`, the settings are unchanged.
 
     Args:
         config: the settings of the step.
-        metrics: the metrics of the step, of `PolicyStep.metrics`.
+        metrics: the step's metrics from `PolicyStep.metrics`.
         num_rollouts: `StepTotals.num_rollouts`.
     """
     kl = metrics.get("kl_loss", math.nan)
@@ -97,13 +95,13 @@ def adapted_kl(
 
 
 def kl_estimate(config: PolicyLossConfig, tokens: Tokens) -> Tensor:
-    """Estimate KL(policy || reference) of each token by `--kl-loss-type`, [window] in nats, 0 where
+    """Estimate KL(policy || reference) per token by `--kl-loss-type`, [window] in nats, 0 if
     masked.
 
     `--use-unbiased-kl` weights the estimate by the ratio r, with gradient through r (DeepSeek-V3.2,
-    arXiv:2512.02556). Its expectation over the policy that sampled the tokens is then the
-    divergence of the policy in training. `--kl-loss-gradient k2` gives it the gradient of k2, whose
-    expectation is the divergence's own (arXiv:2506.09477).
+    arXiv:2512.02556). Its expectation over the sampling policy is then the divergence of the policy
+    in training. `--kl-loss-gradient k2` uses the gradient of k2, whose expectation is the
+    divergence's gradient (arXiv:2506.09477).
     """
     difference, ratio = tokens.log_probs - tokens.given("ref_log_probs"), None
     if config.use_unbiased_kl:

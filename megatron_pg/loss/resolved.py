@@ -1,7 +1,7 @@
-"""The settings of the policy loss, read once: the rows that are on, and what follows from them.
+"""Resolved settings of the policy loss: the active rows and their consequences.
 
-A step resolves its settings before its first micro-batch. After that only formulas read a setting,
-each those of its own.
+A step resolves its settings before its first micro-batch. After that only formulas read their
+settings.
 """
 
 import dataclasses
@@ -31,60 +31,58 @@ logger = logging.getLogger("megatron_pg")
 
 
 class GradientScope(NamedTuple):
-    """The log-probs and entropies that decide a token's gradient: its own, its sequence's or the
+    """Log-probs and entropies that decide a token's gradient: the token's, its sequence's or the
     micro-batch's.
 
-    The fused head works chunk by chunk where they are the token's own.
+    The fused head works chunk by chunk if they are the token's.
     """
 
     tokens: Literal["token", "sequence", "micro_batch"]
     leaves_out_zero_advantages: bool
-    """A token whose advantage is 0 has no gradient at all: the objective is then the only term of
-    the loss."""
+    """Whether tokens with advantage 0 have no gradient. The objective is then the only term."""
 
 
 @dataclass(frozen=True, eq=False)
 class ResolvedLoss:
-    """The policy loss that settings name. `resolve` builds it."""
+    """Policy loss for given settings, built by `resolve`."""
 
     config: PolicyLossConfig
-    """The settings, for formulas and terms to read their coefficients."""
+    """The settings, from which formulas and terms read their coefficients."""
     objective: Formula
     corrections: tuple[Correction, ...]
     normalization: Normalization
     sequence_sums: tuple[str, ...]
-    """The sums over whole sequences that rows read; empty for none, and then there is no
-    all-reduce."""
+    """The sums over whole sequences that rows read. If empty, there is no all-reduce."""
     is_by_turn: bool
-    """These sums are those of turns."""
+    """Whether the sums are over turns."""
     own_reducer: OwnReducer | None
-    """The user's reducer, which takes the place of the weighted sum."""
+    """The custom reducer, which replaces the weighted sum."""
     scope: GradientScope
     metrics: tuple[Metric, ...]
     metric_table: Callable[[frozenset[str]], PairTable]
-    """The table of metrics for samples that lack these fields."""
+    """The table of metrics, as a function of the fields that samples lack."""
     requirements: tuple[Callable[[PackedBatch], None], ...]
-    """The functions that refuse a micro-batch which lacks an input of the loss."""
+    """Functions that raise an error if a micro-batch lacks an input of the loss."""
     head: HeadOptions
     """The options of the head, without process group and vocabulary."""
     old_log_probs: Literal["given", "current", "interpolated"]
-    """The source of the old log-probs: the samples, or the forward pass that is trained."""
+    """The source of the old log-probs: the samples, the training forward pass, or both."""
     has_float32_logits: bool
-    """The model's own output layer gives float32 logits."""
+    """Whether the model's output layer must return float32 logits."""
     is_over_kept_sets: bool
-    """Log-probs and entropy are those over the sets that tokens were sampled from."""
+    """Whether log-probs and entropy are over the sampling sets."""
     has_kept_set_mass: bool
     scorer: TeacherChannels | SamplerHead | None
-    """The source of a further score of each token."""
+    """The source of an additional score per token."""
     compiled_settings: PolicyLossConfig | None
-    """The settings that generated kernels depend on; None for a loss that is not compiled."""
+    """The settings that generated kernels depend on. None if the loss is not compiled."""
 
 
 @functools.lru_cache(maxsize=64)
 def resolve(config: PolicyLossConfig) -> ResolvedLoss:
-    """Resolve the settings; the same object for equal settings.
+    """Resolve the settings. Equal settings return the same object.
 
-    If a row of a table is exchanged for another of its name, `resolve.cache_clear()` forgets it.
+    Call `resolve.cache_clear()` after replacing a table row.
     """
     objectives, corrections = rows_on(OBJECTIVES, config), rows_on(CORRECTIONS, config)
     sums, scorer = sequence_sum_names(config), SamplerHead.of(config) or TeacherChannels.of(config)
@@ -133,7 +131,7 @@ def _gradient_scope(
     corrections: list[Correction],
     reads_sequences: bool,
 ) -> GradientScope:
-    """Read the scope off the rows. Of a function of the user's own nothing is known."""
+    """Derive the scope from the rows. For a custom function it is the micro-batch."""
     has_penalties = config.kl_loss_coef or config.entropy_coef or config.distill_coef
     leaves_out = not has_penalties and any(o.zero_advantage_is_zero_gradient for o in objectives)
     has_custom = any(is_replaced(setting, config) for setting in REPLACED_BY)
@@ -143,12 +141,12 @@ def _gradient_scope(
 
 
 def _compiled_settings(config: PolicyLossConfig) -> PolicyLossConfig | None:
-    """Return what kernels depend on: neither divisor nor beta, which are tensors; None, and log it,
-    with the user's functions.
+    """Return the settings that kernels depend on, without divisor and beta, which are tensors.
+    Return None, with a log message, for custom functions.
     """
     paths = [path for name in CUSTOM_FUNCTIONS if (path := getattr(config, name)) is not None]
     if paths:
-        _say_uncompiled(", ".join(paths))
+        _log_uncompiled(", ".join(paths))
         return None
     names = [name for name in ("grad_divisor", "kl_loss_coef") if getattr(config, name)]
     numbers: dict[str, Any] = dict.fromkeys(names, 1.0)
@@ -156,47 +154,44 @@ def _compiled_settings(config: PolicyLossConfig) -> PolicyLossConfig | None:
 
 
 @functools.cache
-def _say_uncompiled(paths: str) -> None:
+def _log_uncompiled(paths: str) -> None:
     logger.info(
-        "%s: a loss with your own functions is not compiled. It runs operator by operator, with "
-        "more kernel launches (logged once)",
+        "%s: a loss with custom functions is not compiled. It runs operator by operator, with more "
+        "kernel launches (logged once)",
         paths,
     )
 
 
 _MAKERS = {
-    "old_log_probs": "; megatron_pg.megatron.compute_log_probs makes them with the model that is "
-    "trained",
-    "ref_log_probs": "; megatron_pg.megatron.compute_log_probs makes them with a reference model, "
-    "which --ref-load names for examples/train.py",
+    "old_log_probs": ", from megatron_pg.megatron.compute_log_probs with the model in training",
+    "ref_log_probs": ", from megatron_pg.megatron.compute_log_probs with a reference model (in "
+    "examples/train.py: --ref-load)",
 }
-"""The way to fields that a rollout engine does not return."""
+"""Sources of fields that a rollout engine does not return."""
 
 
 def require_fields(required: Mapping[str, tuple[str, ...]], batch: PackedBatch) -> None:
-    """Refuse a micro-batch that lacks an input of the loss, naming the sample, the field and the
-    flags that ask for it.
+    """Raise a ValueError, with sample, field and flags, if a micro-batch lacks an input of the
+    loss.
     """
     for field, flags in required.items():
         if field != "group_index" and batch.samples and getattr(batch, field) is None:
             raise ValueError(
-                f"{batch.samples[0].name} has no {field}, which {' and '.join(flags)} needs: give "
-                f"Sample({field}=...) to every sample of the step{_MAKERS.get(field, '')}"
+                f"{batch.samples[0].name} has no {field}, required by {' and '.join(flags)}. Pass "
+                f"Sample({field}=...) for every sample of the step{_MAKERS.get(field, '')}."
             )
 
 
 def require_temperature(temperature: float, batch: PackedBatch) -> None:
-    """Refuse a sample that was sampled at another temperature than the log-probs are computed
-    at.
-    """
+    """Raise a ValueError if a sample's temperature differs from the log-probs' temperature."""
     for sample in batch.samples:
-        # An engine may hold it in float32.
+        # The engine's temperature may be rounded to float32.
         if sample.temperature is not None and not math.isclose(
             sample.temperature, temperature, rel_tol=1e-6
         ):
             raise ValueError(
-                f"{sample.name} has temperature {sample.temperature} and --rollout-temperature is "
-                f"{temperature}. Log-probs are computed at one temperature per step: give "
-                f"--rollout-temperature {sample.temperature}, or put samples of different "
-                "temperatures into different steps"
+                f"{sample.name} has temperature {sample.temperature}, but --rollout-temperature is "
+                f"{temperature}. Log-probs are computed at one temperature per step. Use "
+                f"--rollout-temperature {sample.temperature}, or put samples with different "
+                "temperatures into different steps."
             )

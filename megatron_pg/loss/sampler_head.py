@@ -1,4 +1,4 @@
-"""The rows of a micro-batch that are centered by the sampler's likeliest tokens."""
+"""Inputs for score centering by the sampler's most likely tokens."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from megatron_pg.step.batch import PackedBatch
 
 @dataclass(frozen=True)
 class SamplerHead:
-    """The weights of a centered loss, and the fields of the samples that hold the sampler's head.
+    """Weights of a centered loss, with the sampler's most likely tokens from the samples.
 
     See `megatron_pg.head.centering`.
     """
@@ -27,7 +27,7 @@ class SamplerHead:
 
     @classmethod
     def of(cls, config: PolicyLossConfig) -> Self | None:
-        """Return None for a loss that is not centered."""
+        """Return the config's centering, or None without score centering."""
         if not config.score_centering:
             return None
         weights: Any = {"truncate": "clip", "mask": "mask"}[config.tis_mode]
@@ -36,13 +36,13 @@ class SamplerHead:
     def on_rows(
         self, batch: PackedBatch, place: Callable[[Any], Tensor], *_: object
     ) -> Centering | None:
-        """Collect the sampler's head on the rows that `place` makes of [window, ...]; None where
-        there is no sample.
+        """Collect the sampler's tokens on rows, which `place` makes from [window, ...]. Return None
+        without samples.
         """
         if batch.sampler_top_k is None:
             return None
         ids, log_probs = batch.sampler_top_k
-        # Rows that score no response token are 0 after `place`, and -1 is no id.
+        # `place` fills other rows with 0, which must become -1.
         return Centering(
             place(ids + 1).long() - 1, place(log_probs), self.weights, self.low, self.high
         )

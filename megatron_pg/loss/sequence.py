@@ -1,10 +1,9 @@
-"""Sums over whole sequences whose tokens are spread over context-parallel ranks.
+"""Sums over whole sequences whose tokens are split over context-parallel ranks.
 
-A row of a table names the sums that it reads (`Row.sequence_sums`). All sums of a micro-batch are
-added up over the context-parallel group in one all-reduce, in float64, so that they do not depend
-on how the tokens are spread. They have no gradient, and cover the tokens that are active before any
-rejection. Under `--sequence-unit turn` a turn takes the place of the sequence: both are called
-units here.
+Table rows name the sums that they read (`Row.sequence_sums`). One all-reduce over the
+context-parallel group adds all sums of a micro-batch, in float64, so that they do not depend on the
+split. They have no gradient, and cover the tokens that are active before any rejection. A unit is a
+sequence, or a turn with `--sequence-unit turn`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,12 +27,12 @@ ACTIVE = "active_tokens"  # the sum of the loss mask
 class SequenceSums:
     """Sums over the units of one micro-batch, over every context-parallel rank."""
 
-    unit_ids: Tensor  # of each token of this rank's window, [window] int64
-    sums: Mapping[str, Tensor]  # by name, [units] float64; empty where no row reads any
+    unit_ids: Tensor  # per token in this rank's window, [window] int64
+    sums: Mapping[str, Tensor]  # by name, [units] float64, empty if no row reads any
 
     @classmethod
     def of_table(cls, names: Sequence[str], unit_ids: Tensor, table: Tensor | None) -> Self:
-        """Name the rows of a table [names, units], which are in the order of the names.
+        """Make sums from a table [names, units], in the order of the names.
 
         The table is None if no row reads a sum.
         """
@@ -41,24 +40,26 @@ class SequenceSums:
         return cls(unit_ids, dict(zip(names, rows, strict=True)))
 
     def total(self, name: str) -> Tensor:
-        """Return the sum over each token's unit, [window] float64, or refuse one that no row that
-        is on asks for.
+        """Return the sum over each token's unit, [window] float64.
+
+        Raises:
+            ValueError: no active row names this sum.
         """
         if name not in self.sums:
             raise ValueError(
-                f"the sum over sequences of {name!r} was not made: a row that reads it names it in "
-                "sequence_sums"
+                f"the sum {name!r} over sequences was not computed. Add it to sequence_sums of the "
+                "row that reads it."
             )
         return self.sums[name][self.unit_ids]
 
     def mean(self, name: str) -> Tensor:
-        """Return the mean over the active tokens of each token's unit, [window] float64."""
+        """Return the mean over active tokens in each token's unit, [window] float64."""
         return self.total(name) / self.total(ACTIVE).clamp(min=1)
 
 
 def sequence_sum_names(config: PolicyLossConfig) -> tuple[str, ...]:
-    """List the sums over sequences that the rows read which are on; `ACTIVE` is the first. Empty
-    where none does.
+    """List the sums over sequences that active rows read, with `ACTIVE` first. Empty without
+    any.
     """
     rows = [row for table in TABLES.values() for row in rows_on(table, config)]
     names = sorted({name for row in rows for name in row.sequence_sums})
@@ -66,7 +67,7 @@ def sequence_sum_names(config: PolicyLossConfig) -> tuple[str, ...]:
 
 
 def sequence_units(config: PolicyLossConfig, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
-    """Return the unit of each response token of the samples laid end to end, and the sample of each
+    """Return the unit of each response token in the concatenated samples, and the sample of each
     unit, int64 on the host.
     """
     lengths = torch.tensor([s.response_length for s in samples], dtype=torch.int64, device="cpu")
@@ -82,9 +83,9 @@ def sequence_units(config: PolicyLossConfig, samples: Sequence[Sample]) -> tuple
 
 
 def units_of_window(config: PolicyLossConfig, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-    """Return the unit of each token of this rank's window, and the sample of each unit.
+    """Return the unit of each token in this rank's window, and the sample of each unit.
 
-    [window] and [units, two at least], int64 on the batch's device.
+    [window] and [at least two units], int64 on the batch's device.
     """
     units, samples = sequence_units(config, batch.samples)
     units = units[batch.window.response_indices]
@@ -97,7 +98,7 @@ def units_of_window(config: PolicyLossConfig, batch: PackedBatch) -> tuple[Tenso
 def sums_of_rank(
     config: PolicyLossConfig, names: Sequence[str], tokens: Tokens, num_units: int
 ) -> Tensor:
-    """Add up this rank's window by unit, [names, num_units] float64, of `sequence_sum_names`."""
+    """Sum this rank's window by unit, [names, num_units] float64, for `sequence_sum_names`."""
     rows = [SUMMANDS[name](config, tokens) for name in names]
     table = tokens.log_probs.new_zeros(len(names), num_units, dtype=torch.float64)
     return table.index_add_(1, tokens.unit_ids, torch.stack(rows)) if rows else table
@@ -118,4 +119,4 @@ SUMMANDS: dict[str, Callable[[PolicyLossConfig, Tokens], Tensor]] = {
     "clipped_policy": _clipped_log_ratio,
     "mismatch": lambda config, tokens: tokens.mismatch(),
 }
-"""The values [window] float64, 0 at masked positions, that are added up over sequences."""
+"""Summands [window] float64, 0 at masked positions, of the sums over sequences."""

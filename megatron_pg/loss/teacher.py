@@ -1,4 +1,4 @@
-"""The teacher of a distillation, in side channels of the samples."""
+"""Teacher for distillation, from side channels of the samples."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,13 +18,12 @@ TEACHER_CHANNELS = {
     "hidden": ("teacher_hidden",),
     "top_k": ("teacher_ids", "teacher_log_probs"),
 }
-"""The side channels that hold a teacher, by `--distill-teacher`. Each has a row for every response
-token."""
+"""Side channels of a teacher, by `--distill-teacher`. Each has a row per response token."""
 
 
 @dataclass(frozen=True)
 class TeacherChannels:
-    """The divergence of a loss from its teacher, and the kind of side channels that hold it."""
+    """Divergence from a teacher, and the kind of its side channels."""
 
     divergence: Divergence
     kind: str
@@ -34,33 +33,35 @@ class TeacherChannels:
 
     @classmethod
     def of(cls, config: PolicyLossConfig) -> Self | None:
-        """Return None for a loss without a teacher."""
+        """Return the config's teacher, or None without one."""
         divergence = Divergence(config.distill_divergence, config.distill_beta)
         return cls(divergence, str(config.distill_teacher)) if config.distills else None
 
     def require(self, batch: PackedBatch) -> None:
-        """Refuse a micro-batch without these side channels."""
+        """Raise a ValueError if a micro-batch lacks the side channels."""
         for name in TEACHER_CHANNELS[self.kind] if batch.samples else ():
             channel, length = batch.side_channels.get(name), len(batch.window)
             if not isinstance(channel, Tensor) or len(channel) != length:
                 problem = "none" if channel is None else f"{len(channel)} rows for {length} tokens"
                 raise ValueError(
-                    f"{batch.samples[0].name}: side_channels[{name!r}] is missing or of the wrong "
-                    f"length ({problem}), and "
-                    f"--distill-teacher {self.kind} needs it: give a tensor "
-                    f"[response_length, ...] to every sample"
+                    f"{batch.samples[0].name}: side_channels[{name!r}] is missing or has the wrong "
+                    f"length ({problem}), but --distill-teacher {self.kind} requires it. Pass a "
+                    "tensor [response_length, ...] for every sample."
                 )
 
     def checked_weight(self, weight: Tensor | None) -> Tensor | None:
-        """Return the output weight of a teacher's hidden states, detached, or refuse its absence;
-        None for a teacher of another kind.
+        """Return the output weight for a teacher's hidden states, detached, or None for other kinds
+        of teachers.
+
+        Raises:
+            ValueError: the weight is missing.
         """
         if self.kind != "hidden":
             return None
         if weight is None:
             raise ValueError(
-                "--distill-teacher hidden needs teacher_weight=, this tensor-parallel rank's rows "
-                "of the teacher's output weight"
+                "--distill-teacher hidden requires teacher_weight=, this tensor-parallel rank's "
+                "rows of the teacher's output weight"
             )
         return weight.detach()
 
@@ -72,11 +73,11 @@ class TeacherChannels:
         options: HeadOptions,
         weight: Tensor | None,
     ) -> WholeTeacher | TopKTeacher | None:
-        """Collect the teacher on the rows that `place` makes of [window, ...]; None where there is
-        no sample.
+        """Collect the teacher on rows, which `place` makes from [window, ...]. Return None without
+        samples.
 
-        `local_columns` are those of the student's output layer on this rank, `weight` is [v/tp,
-        teacher's hidden].
+        `local_columns` is the number of columns of the student's output layer on this rank,
+        `weight` is [v/tp, teacher's hidden].
         """
         if not batch.samples:
             return None
@@ -94,9 +95,8 @@ class TeacherChannels:
         if first.shape[1:] not in {(width,), (padded_width,)}:
             raise ValueError(
                 f"{batch.samples[0].name}: side_channels['teacher_logits'] has rows of "
-                f"{list(first.shape[1:])} logits, expected the "
-                f"student's vocabulary of {width} (with padding {padded_width}): teacher and "
-                f"student need one vocabulary"
+                f"{list(first.shape[1:])} logits, expected the student's vocabulary of {width} "
+                f"(with padding {padded_width}). Use a teacher with the student's vocabulary."
             )
         own = first[:, rank * local_columns : (rank + 1) * local_columns]
         return WholeTeacher(self.divergence, logits=pad(own, (0, local_columns - own.shape[1])))

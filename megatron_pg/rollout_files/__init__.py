@@ -1,5 +1,5 @@
-"""From files to the samples of a step: Parquet and JSON Lines that any rollout engine can write,
-one row a sample.
+"""Samples of a step from Parquet and JSON Lines files, which any rollout engine can write, one row
+per sample.
 """
 
 from megatron_pg.rollout_files.collector import (

@@ -1,4 +1,4 @@
-"""A source of the samples that an iterator yields."""
+"""Source of samples from an iterator."""
 
 import itertools
 from collections.abc import Iterable
@@ -8,9 +8,7 @@ from megatron_pg.step.totals import AnySample
 
 
 class IteratorSource(Generic[AnySample]):
-    """Samples of an iterator, None for a slot without one: every rank iterates over its own
-    share.
-    """
+    """Samples from an iterator, or None for a slot without one. Every rank has its own share."""
 
     is_shared = False
 
@@ -19,15 +17,15 @@ class IteratorSource(Generic[AnySample]):
         self._position = 0
 
     def seek(self, num_slots: int) -> None:
-        """Skip ahead; the iterator must give the same samples as in the run that stopped.
+        """Skip to a slot. The iterator must yield the same samples as in the stopped run.
 
         Raises:
-            ValueError: the samples have been passed.
+            ValueError: the iterator is already beyond the slot.
         """
         if num_slots < self._position:
             raise ValueError(
-                f"position {num_slots} has been passed (now at {self._position}): build the source "
-                "anew to go back"
+                f"position {num_slots} has been passed (now at {self._position}). Build a new "
+                "source to go back."
             )
         self.pull(num_slots - self._position)
 

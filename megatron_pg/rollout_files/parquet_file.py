@@ -1,7 +1,6 @@
 """Rows of a Parquet file, decoded by pyarrow a few at a time.
 
-A dataset scanner would hold a whole row group in memory, and a writer's default row group has a
-million rows.
+A dataset scanner would hold a whole row group in memory, a million rows by default.
 """
 
 import functools
@@ -24,12 +23,12 @@ try:
     import pyarrow as pa
     import pyarrow.parquet
 except ImportError as error:
-    raise ImportError("Parquet needs pyarrow: pip install 'pyarrow>=15'") from error
+    raise ImportError("Parquet requires pyarrow: pip install 'pyarrow>=15'") from error
 
 BATCH_ROWS = 256
-"""Rows of Parquet that are decoded at a time."""
+"""Parquet rows to decode at a time."""
 BUFFER_BYTES = 1 << 16
-"""Bytes of each Parquet column that are read from the disk at a time."""
+"""Bytes per Parquet column to read from the disk at a time."""
 
 logger = logging.getLogger("megatron_pg")
 _unchecked: list[Path] = []
@@ -38,20 +37,20 @@ _unchecked: list[Path] = []
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Name the Parquet file in the errors of pyarrow, which know no path."""
+    """Add the file's path to errors of pyarrow."""
     try:
         yield
     except (pa.ArrowException, OSError) as error:
-        expected = f"expected a Parquet file that can be read ({error})"
-        raise ValueError(f"{path}: {expected}: write or copy it anew") from error
+        expected = f"is not a readable Parquet file ({error})"
+        raise ValueError(f"{path} {expected}. Write or copy it again.") from error
 
 
 def _has_page_checksums(path: Path, file: Any) -> bool:
-    """Look for a checksum in the header of the file's first page: pyarrow verifies those that it
-    finds, and tells nobody.
+    """Return whether the header of the file's first page has a checksum. pyarrow verifies existing
+    checksums, but does not report missing ones.
 
     The header begins with three integers in Thrift's compact protocol, each a byte 0x15 and a
-    number of 7 bits a byte. A fourth is the checksum (PageHeader in Apache Parquet's
+    number with 7 bits per byte. A fourth is the checksum (PageHeader in Apache Parquet's
     parquet.thrift).
     """
     if not file.metadata.num_rows or not file.metadata.num_columns:
@@ -63,7 +62,7 @@ def _has_page_checksums(path: Path, file: Any) -> bool:
 
 
 def open_parquet(path: Path, start: int) -> tuple[int, Iterator[ParseRow]]:
-    """Return the number of rows before the row group of row `start`, and the rows from there on."""
+    """Return the number of rows before row `start`'s row group, and the rows from there on."""
     file, names = _open(path)
     passed, groups = 0, list(range(file.num_row_groups))
     while groups and passed + (size := file.metadata.row_group(groups[0]).num_rows) <= start:
@@ -73,10 +72,9 @@ def open_parquet(path: Path, start: int) -> tuple[int, Iterator[ParseRow]]:
 
 
 def _open(path: Path) -> tuple[Any, list[str]]:
-    """Open a file, and list its columns that are read."""
+    """Open a file, and list the columns to read."""
     with _naming(path):
-        # Columns are read as they are decoded; otherwise those of a whole row group are held in
-        # memory first.
+        # Without pre_buffer columns are read while decoding, not a whole row group at once.
         file = pa.parquet.ParquetFile(
             path, pre_buffer=False, buffer_size=BUFFER_BYTES, page_checksum_verification=True
         )
@@ -84,16 +82,15 @@ def _open(path: Path) -> tuple[Any, list[str]]:
     for name in names:
         if names.count(name) > 1:
             raise ValueError(
-                f"{path} has {names.count(name)} columns {name}, expected one: write the file anew "
-                f"with one of them"
+                f"{path} has {names.count(name)} columns {name}, expected one. Write the file "
+                "again with one of them."
             )
     if not (_unchecked or _has_page_checksums(path, file)):
         _unchecked.append(path)
         if os.environ.get("LOCAL_RANK", "0") == "0":
             logger.warning(
-                "%s has no page checksums: a bit that flips on a disk can become another number, "
-                "unseen; write Parquet with "
-                "pyarrow.parquet.write_table(..., write_page_checksum=True) (said once)",
+                "%s has no page checksums, so that flipped bits are not detected. Write Parquet "
+                "with pyarrow.parquet.write_table(..., write_page_checksum=True) (logged once)",
                 path,
             )
     return file, names
@@ -107,7 +104,7 @@ def _decoded(path: Path, file: Any, groups: list[int], names: list[str]) -> Iter
 
 @dataclass(frozen=True)
 class _BatchRow:
-    """The parser of a row of a decoded batch."""
+    """Parser of a row in a decoded batch."""
 
     batch: Any
     number: int
@@ -118,8 +115,8 @@ class _BatchRow:
 
 
 def _value(value: Any) -> Any:
-    """Convert a list of numbers to an array, where null is NaN; lists of integers to a `Ragged`,
-    and lists of these to an array.
+    """Convert a list of numbers to an array with NaN for null, a list of lists of integers to a
+    `Ragged`, and a deeper list to an array.
     """
     if not (isinstance(value, pa.ListScalar) and value.is_valid):
         return value.as_py()

@@ -1,6 +1,4 @@
-"""The schema of a rollout file: the columns of a row, the sample that it becomes, and advantages
-from its reward.
-"""
+"""Schema of a rollout file: columns, conversion of rows to samples, and advantages from rewards."""
 
 import contextlib
 import dataclasses
@@ -59,15 +57,15 @@ COLUMNS: Mapping[str, str] = {
     "routed_experts": INTEGER_ARRAY,
     "turn_ids": INTEGERS,
 }
-"""The content of each column; every other column is ignored."""
+"""Content of each column. All other columns are ignored."""
 
 ENGINE_COLUMNS: Mapping[str, str] = {
     "prompt_ids": "prompt_token_ids",
     "response_ids": "token_ids",
     "rollout_log_probs": "logprobs",
 }
-"""vLLM's names of three columns; read from a row that has the first two, and neither `prompt_ids`
-nor `response_ids`."""
+"""vLLM's names of three columns, read if a row has the first two, but neither `prompt_ids` nor
+`response_ids`."""
 
 READ = (*COLUMNS, *ENGINE_COLUMNS.values())
 
@@ -77,19 +75,17 @@ OPTIONAL_FIELDS: Mapping[str, str] = {
     field: field.removeprefix("old_")
     for field in (*LOG_PROB_FIELDS, *NUMBERS_OF_SAMPLE, *NUMBERS_OF_TOKENS)
 } | {"sampler_top_k": "sampler_top_k_ids"}
-"""Optional fields of `Sample`, and the column that fills each of them."""
+"""Optional fields of `Sample`, and the columns that fill them."""
 
 Row = Mapping[str, Any]
 """One row by column: an array of integers or numbers, a `Ragged` of integers, any Python value, or
 None without a value."""
 ParseRow = Callable[[], Row]
-"""Parser of one row, which raises a ValueError: a rank calls it for its own rows alone."""
+"""Parser of one row, which may raise a ValueError. A rank calls it only for its own rows."""
 
 
 class RowError(ValueError):
-    """A row of a rollout file that is no sample: `file`, `row` (counted from 0) and the `problem`
-    in words.
-    """
+    """Error for an invalid row of a rollout file, with `file`, `row` (from 0) and `problem`."""
 
     def __init__(self, file: str, row: int, problem: str) -> None:
         self.file, self.row, self.problem = file, row, problem
@@ -101,16 +97,16 @@ class RowError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class RewardedSample(Sample):
-    """A sample of a rollout file, with its reward where the file has one."""
+    """Sample from a rollout file, with its reward if the file has one."""
 
     reward: float | None = None
-    """Reward of the rollout, the same in all of its samples. Without advantages in the file,
-    `advantages` are 0 until `with_group_advantages` computes them."""
+    """Reward of the rollout, equal in all its samples. Without advantages in the file, `advantages`
+    are 0 until `with_group_advantages` computes them."""
     has_advantages: bool = False
-    """True if the file gives `advantages`, which `with_group_advantages` then keeps."""
+    """Whether the file has `advantages`, which `with_group_advantages` then keeps."""
     new_log_probs: Tensor | None = None
-    """Log-probs [response_length] float32 under the policy that the step began with, for the page
-    of rollouts alone."""
+    """Log-probs [response_length] float32 under the policy at the start of the step, only for the
+    page of rollouts."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -123,11 +119,11 @@ class RewardedSample(Sample):
 def sample_of_row(
     row: Row, *, required: Collection[str], vocab_size: int | None, **names: Any
 ) -> RewardedSample:
-    """Make the sample of a row; `names` are its `name` and `id_source`.
+    """Make a sample from a row. `names` has its `name` and `id_source`.
 
     Raises:
-        ValueError: a value is missing, of the wrong type or length, or out of range; the values of
-            a sample as `Sample` says.
+        ValueError: a value is missing, has the wrong type or length, or is out of range (see also
+            `Sample`).
     """
     row = {name: value for name, value in row.items() if value is not None}
     is_ours = "prompt_ids" in row or "response_ids" in row
@@ -168,14 +164,13 @@ def sample_of_row(
         at = int((kept.values >= limit).nonzero()[0])
         raise ValueError(
             f"kept_tokens[{int(kept.row_of_element()[at])}] is a set with id "
-            f"{int(kept.values[at])}, expected ids of the "
-            f"vocabulary, 0 or more{below}"
+            f"{int(kept.values[at])}, expected ids of at least 0{below}"
         )
     return sample
 
 
 def _value(column: str, value: Any) -> Any:
-    """Check the type of a value, and convert a number or a list of numbers; null becomes NaN."""
+    """Check the type of a value, and convert a number or a list of numbers. Null becomes NaN."""
     kind = COLUMNS[column]
     if kind in (INTEGER_LISTS, NUMBER_LISTS) and not isinstance(value, Ragged):
         if not isinstance(value, list):
@@ -199,9 +194,9 @@ def _value(column: str, value: Any) -> Any:
 
 
 def _finite_number(where: str, value: Any, kind: str) -> float:
-    """Convert a number of Python or NumPy, or a 0-d tensor; an error begins with `where`."""
+    """Convert a Python or NumPy number, or a 0-d tensor. An error begins with `where`."""
     number = value.item() if getattr(value, "ndim", None) == 0 else value
-    with contextlib.suppress(OverflowError):  # an integer beyond float64
+    with contextlib.suppress(OverflowError):  # an integer beyond float64's range
         is_number = isinstance(number, numbers.Real) and not isinstance(number, bool)
         if is_number and math.isfinite(number):
             return float(number)
@@ -209,9 +204,7 @@ def _finite_number(where: str, value: Any, kind: str) -> float:
 
 
 def _vector(field: str, value: Any, kind: str) -> NDArray[Any]:
-    """Convert a list or an array to an array of its own, int64 for integers and float64 for
-    numbers.
-    """
+    """Copy a list or an array to an array, int64 for integers and float64 for numbers."""
     is_integers = kind == INTEGERS
     dtype = np.int64 if is_integers else np.float64
     if isinstance(value, np.ndarray):
@@ -230,13 +223,13 @@ def _vector(field: str, value: Any, kind: str) -> NDArray[Any]:
 
 
 def shown(value: Any) -> str:
-    """Write a value of a row for an error, shortened."""
+    """Format a value of a row for an error, shortened."""
     value = value.item() if getattr(value, "ndim", None) == 0 else value
     return "null" if value is None else reprlib.repr(value)
 
 
 _REWARD = np.dtype([("reward", np.float64), ("is_given", np.int64)])
-"""What `_reward` returns, on the wire."""
+"""Result of `_reward` on the wire."""
 
 
 def with_group_advantages(
@@ -248,31 +241,31 @@ def with_group_advantages(
 ) -> tuple[list[Sample], GroupAdvantages]:
     """Compute the advantages of a step's samples from their rewards within their prompt groups.
 
-    A rollout of several samples counts once: it has one reward, and all of its samples get its
-    advantage. Samples whose file has `advantages` keep them. Every data-parallel rank must call it
-    with its samples of the step; groups and rollouts may be spread over ranks. One exchange.
+    A rollout of several samples counts once: it has one reward, and all its samples get its
+    advantage. Samples with `advantages` from their file keep them. Every data-parallel rank must
+    call it with its samples of the step. Groups and rollouts may be split over ranks. One exchange.
 
     Args:
         samples: this rank's samples of the step, from rollout files.
-        method: see `megatron_pg.step.advantages.group_advantages`; for `allow_different_prompts`
+        method: see `megatron_pg.step.advantages.group_advantages`. For `allow_different_prompts`
             see `step_totals`.
-        data_parallel_group: the data-parallel group *without* context parallelism; None is this
-            rank alone.
+        data_parallel_group: the data-parallel group *without* context parallelism. None: only this
+            rank.
 
     Returns:
-        The samples, and the computed advantages of the whole step in rank order, for its report.
-        If a sample has no `group_index`, each rollout is a group there.
+        The samples, and the computed advantages of the whole step in rank order, for a report. If a
+        sample has no `group_index`, each rollout is a group in the report.
 
     Raises:
-        ValueError: a sample without a reward, or without a `group_index` that the method needs;
-            different rewards within a rollout; advantages on only some samples of a prompt group
-            (of the step under `step_rloo`, of a rollout under `reward`); an unknown method; or ids
-            that stand for two things (see `megatron_pg.step.ids.check_ids`). Raised on all ranks.
+        ValueError: a sample has no reward, or no `group_index` that the method needs, a rollout has
+            different rewards, only some samples of a prompt group (with `step_rloo` of the step,
+            with `reward` of a rollout) have advantages, the method is unknown, or ids are not
+            unique (see `megatron_pg.step.ids.check_ids`). Raised on all ranks.
     """
     needed = ("reward", "group_index") if method in OF_PROMPT_GROUPS else ("reward",)
 
     def of_rank() -> tuple[SampleCounts, NDArray[Any], NDArray[Any]]:
-        counts = sample_counts(samples)  # first: it numbers them, for errors
+        counts = sample_counts(samples)  # first, because it numbers the samples for errors
         mine = np.array([_reward(each, method, needed) for each in samples], dtype=_REWARD)
         return counts, mine, mine
 
@@ -302,17 +295,17 @@ def with_group_advantages(
 
 
 def _reward(sample: Any, method: str, needed: Sequence[str]) -> tuple[float, bool]:
-    """Return the reward of a sample, or 0 if its file has its advantages, and whether it has."""
+    """Return a sample's reward, or 0 if it has advantages, and whether it has advantages."""
     if getattr(sample, "has_advantages", False):
         return 0.0, True
     for field in needed:
         if getattr(sample, field, None) is None:
-            raise ValueError(f"{sample.name} has no {field}, which the advantages of {method} need")
+            raise ValueError(f"{sample.name} has no {field}, which --advantage {method} requires")
     return sample.reward, False
 
 
 def _check_given(counts: StepCounts, is_given: NDArray[np.int64], method: str) -> None:
-    """Refuse rewards that would be compared without those of samples with given advantages.
+    """Raise a ValueError if only some samples to be compared have advantages instead of rewards.
 
     All ranks that the counts were gathered from must call it.
     """
@@ -329,6 +322,6 @@ def _check_given(counts: StepCounts, is_given: NDArray[np.int64], method: str) -
         other, given = (place.ids for place in (places if is_given[index] else places[::-1]))
         raise ValueError(
             f"{given.name} has advantages and {other.name} only a reward, both of "
-            f"{unit.format(given)}, whose rewards --advantage {method} needs: give advantages to "
-            "all of its samples, or to none"
+            f"{unit.format(given)}. --advantage {method} requires advantages for all its samples "
+            "or for none."
         )

@@ -1,4 +1,4 @@
-"""A stream of samples from rollout files, shared out over data-parallel ranks row by row."""
+"""Stream of samples from rollout files, split over data-parallel ranks row by row."""
 
 import functools
 import itertools
@@ -16,33 +16,33 @@ from megatron_pg.step.sample import Sample
 logger = logging.getLogger("megatron_pg")
 
 PlacedRow = tuple[int, int, ParseRow]
-"""A row with its file in the list and its number there."""
+"""File index, row number and parser of a row."""
 NUM_LOGGED = 10
-"""Skipped rows that are logged one by one; the count goes on."""
+"""Maximum number of skipped rows to log. All are counted."""
 
 
 class RolloutFiles:
-    """One data-parallel rank's share of the samples of rollout files; a `SampleSource`.
+    """One data-parallel rank's share of the samples in rollout files, a `SampleSource`.
 
-    Row i of the stream, counted from where this run began, belongs to rank i modulo the number of
-    ranks, which parses it. Every rank reads all files, and holds in memory only the rows that were
-    pulled.
+    Row i of the stream, counted from the start of this run, belongs to rank i modulo the number of
+    ranks, which parses it. Every rank reads all files, and keeps only pulled rows in memory.
 
     Args:
-        paths: Parquet and JSON Lines files, read in this order; of a directory, all in it by name.
+        paths: Parquet and JSON Lines files, read in this order. A directory stands for all its
+            files, by name.
         data_parallel_rank: this rank among the `data_parallel_size` ranks of the group without
             context parallelism.
-        on_bad_row: `error` stops at a row that is no sample; `skip` passes and counts it.
+        on_bad_row: `error` stops at an invalid row. `skip` skips and counts it.
         required_fields: optional fields of `Sample` that every row must fill, such as
             `PolicyLossConfig.required_sample_fields`.
-        vocab_size: token ids must be below it; None leaves them unchecked.
-        distinct_ids: each file numbers its groups and rollouts from 0: those of two files are two
-            (`--distinct-ids file`).
+        vocab_size: token ids must be below it. None leaves them unchecked.
+        distinct_ids: each file numbers its groups and rollouts from 0, and equal ids in two files
+            are different (`--distinct-ids file`).
 
     Raises:
-        ValueError: no files, a file of another kind or compressed, a folder named as a file, or
-            settings out of range.
-        FileNotFoundError: a path that does not exist.
+        ValueError: there are no files, a file is compressed or of an unknown kind, a folder has a
+            file's name, or settings are out of range.
+        FileNotFoundError: a path does not exist.
     """
 
     is_shared = True
@@ -58,20 +58,20 @@ class RolloutFiles:
         vocab_size: int | None = None,
         distinct_ids: bool = False,
     ) -> None:
-        # Checks the flags; files have no budget.
+        # Checks the flags. Files have no budget.
         PlanningConfig(1, rollout_files=tuple(map(str, paths)), on_bad_row=on_bad_row)
         if not 0 <= data_parallel_rank < data_parallel_size:
             given = (
-                f"data_parallel_rank {data_parallel_rank} and data_parallel_size "
+                f"data_parallel_rank is {data_parallel_rank} and data_parallel_size "
                 f"{data_parallel_size}"
             )
-            raise ValueError(f"{given}: expected 0 <= rank < size")
+            raise ValueError(f"{given}, expected 0 <= rank < size")
         for name in required_fields:
             if name not in OPTIONAL_FIELDS:
                 expected = f"expected some of {', '.join(OPTIONAL_FIELDS)}"
-                raise ValueError(f"required_fields: no column fills {name!r}; {expected}")
+                raise ValueError(f"required_fields: no column fills {name!r}, {expected}")
         if vocab_size is not None and vocab_size < 1:
-            raise ValueError(f"vocab_size is {vocab_size}: expected 1 or more")
+            raise ValueError(f"vocab_size is {vocab_size}, expected 1 or more")
         self._paths = files_of(paths)
         self._rank, self._size = data_parallel_rank, data_parallel_size
         self._skips_bad_rows = on_bad_row == "skip"
@@ -79,26 +79,25 @@ class RolloutFiles:
         self._convert = functools.partial(sample_of_row, required=columns, vocab_size=vocab_size)
         self._makes_ids_distinct = distinct_ids
         self.num_skipped = 0
-        """Bad rows of this rank's share that were passed so far."""
+        """Number of bad rows in this rank's share that were skipped so far."""
         self._rows = self._read()
 
     def seek(self, num_slots: int) -> None:
-        """Continue after that many rows of the stream, bad ones included, which data-parallel ranks
-        of any number have read.
+        """Continue after `num_slots` rows of the stream, including bad ones, which any number of
+        data-parallel ranks has read.
 
-        Give the same files in the same order. Further rows may follow in the last file, and further
-        files after it. The first pull refuses files with fewer rows (a ValueError).
+        Pass the same files in the same order. The last file may have more rows, and more files may
+        follow. If files have fewer rows, the first pull raises a ValueError.
         """
         self._rows = self._read(num_slots)
 
     def pull(self, count: int) -> list[Sample | None]:
-        """Pull the next `count` of this rank's rows, fewer only at the end of the files; None for a
+        """Pull the next `count` of this rank's rows, fewer only at the end of the files. None is a
         bad row.
 
         Raises:
-            RowError: a bad row (a ValueError); the next pull begins after that row.
-            ValueError: a file cannot be read as the kind that its name says, or is shorter than a
-                run has read.
+            RowError: a row is invalid (a ValueError). The next pull starts after it.
+            ValueError: a file's content does not match its name, or it is shorter than before.
         """
         samples: list[Sample | None] = []
         rows = itertools.islice(self._rows, count * self._size)
@@ -126,19 +125,18 @@ class RolloutFiles:
                     row, passed, start = row + 1, passed + 1, start + 1
             if passed < start:
                 raise ValueError(
-                    f"--rollout-files: the files have {passed} rows and the checkpoint stopped "
-                    f"after {start}: give "
-                    "the same files in the same order, or start anew"
+                    f"--rollout-files: the files have {passed} rows, but the checkpoint stopped "
+                    f"after {start}. Pass the same files in the same order, or start a new run."
                 )
         except Exception:
-            # A generator that an error has ended would look like the end of the files.
+            # After an error the generator would look like the end of the files.
             self._rows = self._read(start)
             raise
 
     def _sample(self, file: int, row: int, parse: ParseRow) -> Sample:
         path = self._paths[file]
         name = f"{path.name} row {row}"
-        # Not the path: a checkpoint may hold samples of files that have been moved since.
+        # Not the path, because a checkpoint may have samples of files that were moved since.
         id_source = f"file {file + 1} of --rollout-files"
         try:
             sample = self._convert(parse(), name=name, id_source=id_source)
@@ -151,23 +149,23 @@ class RolloutFiles:
 
 @dataclass
 class RolloutFileReport:
-    """The findings of `validate_rollout_file`."""
+    """Result of `validate_rollout_file`."""
 
     path: str
     num_rows: int = 0
     num_bad_rows: int = 0
     num_tokens: int = 0
-    """Prompt and response tokens of the good rows."""
+    """Prompt and response tokens in valid rows."""
     num_active_tokens: int = 0
     num_documents: int = 0
-    """Rollouts of the good rows; a row without a `rollout_id` is one."""
+    """Rollouts in valid rows. A row without a `rollout_id` is one."""
     num_scattered: int = 0
-    """Rows whose prompt group or rollout came to an end before, as a row of another followed."""
+    """Rows that continue a prompt group or rollout after rows of a different one."""
     errors: list[RowError] = field(default_factory=list)
-    """The errors of the first bad rows."""
+    """Errors of the first bad rows."""
     scattered: list[str] = field(default_factory=list)
-    """The first scattered rows, in words. A run that keeps prompt groups whole, or needs them
-    whole, stops at one."""
+    """Descriptions of the first scattered rows. A run that needs whole prompt groups stops at
+    one."""
 
 
 def validate_rollout_file(
@@ -177,15 +175,15 @@ def validate_rollout_file(
     distinct_ids: bool = False,
     max_errors: int = 20,
 ) -> RolloutFileReport:
-    """Check every row of rollout files, and that the rows of each prompt group and rollout follow
-    each other.
+    """Check every row of rollout files, and that the rows of each prompt group and rollout are
+    contiguous.
 
-    Memory holds the ids of all prompt groups and rollouts, and one row. Arguments and errors are
-    those of `RolloutFiles`.
+    Memory holds the ids of all prompt groups and rollouts, and one row. For further arguments and
+    errors see `RolloutFiles`.
 
     Args:
-        paths: the files; groups and rollouts are checked over all of them.
-        max_errors: bad and scattered rows beyond these are counted and not kept.
+        paths: the files. Groups and rollouts are checked over all of them.
+        max_errors: bad and scattered rows beyond this number are only counted.
     """
     files = RolloutFiles(
         paths, required_fields=required_fields, vocab_size=vocab_size, distinct_ids=distinct_ids
@@ -211,9 +209,8 @@ def validate_rollout_file(
                 report.num_scattered += 1
                 if len(report.scattered) < max_errors:
                     report.scattered.append(
-                        f"{sample.name}: {name} {identifier} comes back after rows of another; "
-                        f"expected its rows to follow "
-                        "each other: sort the file by it, or give what comes back an id of its own"
+                        f"{sample.name}: {name} {identifier} returns after rows with a different "
+                        "one. Make its rows contiguous, or use a new id."
                     )
             latest[name] = identifier
             if identifier is not None:

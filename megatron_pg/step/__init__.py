@@ -1,4 +1,4 @@
-"""From samples to micro-batches: their plan, their layout and the totals of the step."""
+"""From samples to micro-batches: the plan, the layout and the step totals."""
 
 from megatron_pg.step.bins import plan_bins
 from megatron_pg.step.cost import SampleCost

@@ -1,20 +1,20 @@
-"""Advantages of a step's samples from their rewards, and which samples to leave out of the loss.
+"""Advantages of a step's samples from their rewards, and masking of overlong samples.
 
 Per prompt group of n rollouts, each with one reward, in float64, on the host:
 
     grpo       (reward - mean) / (std + 1e-6), std with n - 1          arXiv:2402.03300 sec. 4.1.2
     dr_grpo    reward - mean                                           arXiv:2503.20783
     rloo       reward - mean of the other n - 1                        arXiv:2402.14740
-    maxrl      (reward - mean) / (mean + 1e-6), rewards from 0 on      arXiv:2602.02710
-    step_rloo  reward - mean of all others of the step                 arXiv:2402.14740,
+    maxrl      (reward - mean) / (mean + 1e-6), rewards >= 0           arXiv:2602.02710
+    step_rloo  reward - mean of all other rollouts in the step         arXiv:2402.14740,
                                                                        the step as one group
     reward     reward, to be whitened over the step (REINFORCE++)      arXiv:2501.03262
 
-Of several rewards, GDPO (arXiv:2601.05242) adds up the advantages.
+With several rewards, GDPO (arXiv:2601.05242) adds the advantages.
 
-A rollout of several samples counts once, and all of its samples get its advantage. A group of one
-rollout has no baseline, and a group of equal rewards no preference. Both get advantages of exactly
-0 (except under `reward` and `step_rloo`) and train nothing (apart from KL and entropy terms), so
+A rollout of several samples counts once, and all its samples get its advantage. A group with one
+rollout has no baseline, and a group with equal rewards no preference. Both get advantages of
+exactly 0 (except under `reward` and `step_rloo`) and train only through KL and entropy terms, so
 they are reported.
 """
 
@@ -34,46 +34,45 @@ from megatron_pg.step.sample import Sample, checked_integer
 from megatron_pg.step.values import has_integers, hash_of_tokens, host_tensor, refuse_values
 
 EPSILON = 1e-6
-"""Added to the standard deviation of a group, or to its mean, as the field does; rewards are of
-order 1."""
+"""Added to a group's standard deviation or mean, as is common. Rewards are of order 1."""
 
 OF_PROMPT_GROUPS = ("grpo", "dr_grpo", "rloo", "maxrl")
-"""The methods whose baseline is the prompt group, which a step must hold whole."""
+"""Methods with the prompt group as baseline. A step must contain whole groups."""
 METHODS = (*OF_PROMPT_GROUPS, "step_rloo", "reward")
 
 
 def half_of_dr_grpo(method: str, loss_aggregation: str) -> str:
-    """Remark on settings with one half of Dr.GRPO (advantages `dr_grpo`, aggregation `constant`);
-    "" with both or none.
+    """Return a remark on settings with one half of Dr.GRPO (advantages `dr_grpo`, aggregation
+    `constant`), or "" with both or neither.
     """
     if method == "grpo" and loss_aggregation == "constant":
         return (
-            "--loss-aggregation constant is one half of Dr.GRPO, arXiv:2503.20783: the advantages "
-            "of these rewards are grpo's, "
-            "divided by the standard deviation; --advantage dr_grpo is the other half"
+            "--loss-aggregation constant is one half of Dr.GRPO (arXiv:2503.20783), but the "
+            "advantages are grpo's, divided by the standard deviation. Use --advantage dr_grpo for "
+            "the other half."
         )
     if method == "dr_grpo" and loss_aggregation != "constant":
         return (
-            f"--advantage dr_grpo is one half of Dr.GRPO, arXiv:2503.20783: the loss is "
-            f"{loss_aggregation}; the other half is "
-            "--loss-aggregation constant with --loss-aggregation-divisor"
+            "--advantage dr_grpo is one half of Dr.GRPO (arXiv:2503.20783), but the loss is "
+            f"{loss_aggregation}. Use --loss-aggregation constant with --loss-aggregation-divisor "
+            "for the other half."
         )
     return ""
 
 
 @dataclass(frozen=True, eq=False)
 class GroupAdvantages:
-    """Advantages of the samples of a step, and what became of its prompt groups."""
+    """Advantages of a step's samples, and the prompt groups without any."""
 
     advantages: Tensor
     """The advantages [samples] float32, in the order of the rewards."""
     num_groups: int
     zero_advantage_groups: tuple[int, ...]
-    """Group indices, sorted, of the groups whose advantages are all 0."""
+    """Sorted group indices of groups with only zero advantages."""
 
     @property
     def zero_advantage_fraction(self) -> float:
-        """Share of the groups that train nothing; 0 for a step without groups."""
+        """Fraction of groups with only zero advantages, 0 for a step without groups."""
         return len(self.zero_advantage_groups) / max(self.num_groups, 1)
 
 
@@ -85,7 +84,7 @@ def group_advantages(
     prompts: Sequence[Sequence[int] | Tensor] | None = None,
     rollout_ids: Sequence[int | None] | Tensor | None = None,
 ) -> GroupAdvantages:
-    """Compare every rollout's reward with those of its prompt group, or of the step (`step_rloo`).
+    """Compare every rollout's reward with its prompt group, or with the step (`step_rloo`).
 
     If data-parallel ranks share a prompt group, gather the rewards of all its samples first.
     `step_rloo` needs the rewards of the whole step. `megatron_pg.rollout_files` has
@@ -93,21 +92,21 @@ def group_advantages(
 
     Args:
         rewards: [samples] finite numbers.
-        group_indices: [samples], any int64: samples of one prompt share it.
+        group_indices: [samples], any int64: samples with the same prompt share it.
         method: one of `METHODS`.
-        prompts: [samples] token ids of each prompt. A group of different prompts is refused. Pass
-            None where the environment varies the prompt within a group, or where the ids are known
-            to be unique.
+        prompts: [samples] token ids of each prompt. Different prompts in a group are an error. Pass
+            None if the environment varies the prompt within a group, or if the ids are known to be
+            unique.
         rollout_ids: [samples], any int64: samples of one rollout share it and have the same reward.
-            A sample without an id is a rollout; so is each sample if `rollout_ids` is None.
+            A sample without an id is a rollout. None: every sample is a rollout.
 
     Returns:
-        Their `advantages` [samples] float32, with the groups whose advantages are all 0.
+        The `advantages` [samples] float32, and the groups with only zero advantages.
 
     Raises:
-        ValueError: sizes that differ, a group of different prompts, a rollout of different rewards
-            or groups, a reward that is not finite, or below 0 under `maxrl`, rewards whose
-            advantages float32 does not hold, ids that are not integers, or an unknown method.
+        ValueError: sizes differ, a group has different prompts, a rollout has different rewards or
+            groups, a reward is not finite, or below 0 under `maxrl`, advantages exceed float32, ids
+            are not integers, or the method is unknown.
     """
     reward, group_index = _checked(rewards, group_indices)
     is_counted = torch.ones_like(reward, dtype=torch.bool)
@@ -129,29 +128,29 @@ def multi_reward_advantages(
     prompts: Sequence[Sequence[int] | Tensor] | None = None,
     rollout_ids: Sequence[int | None] | Tensor | None = None,
 ) -> GroupAdvantages:
-    """Compare rollouts by several rewards: normalize each within its prompt group, then add up.
+    """Compare rollouts by several rewards: normalize each within its prompt group, then add them.
 
-    GDPO (arXiv:2601.05242): the advantages of each reward, as of `group_advantages`, are weighted
-    and added. The sum is divided by its standard deviation over the rollouts of the step (with n -
-    1, plus 1e-6). Its mean over the step is 0. Give the rewards of the whole step; with
-    `normalize=False`, of whole prompt groups.
+    GDPO (arXiv:2601.05242): the advantages of each reward (see `group_advantages`) are weighted and
+    added. The sum is divided by its standard deviation over the step's rollouts (with n - 1, plus
+    1e-6). Its mean over the step is 0. Pass the rewards of the whole step, or of whole prompt
+    groups with `normalize=False`.
 
     Args:
         rewards: [samples] finite numbers by the reward's name.
-        group_indices: as for `group_advantages`, like `prompts` and `rollout_ids`.
-        weights: the weight of each reward by its name; None weighs each 1.
-        method: one of `OF_PROMPT_GROUPS`; the source is `grpo`.
-        normalize: False leaves out the division. `whiten` then makes it over tokens, as verl does.
+        group_indices: see `group_advantages`, also for `prompts` and `rollout_ids`.
+        weights: the weight of each reward by its name. None: 1 for each.
+        method: one of `OF_PROMPT_GROUPS`. The paper uses `grpo`.
+        normalize: False omits the division. `whiten` can then normalize over tokens, as in verl.
 
     Returns:
-        As `group_advantages`. A group trains nothing if all of its advantages are 0.
+        See `group_advantages`.
 
     Raises:
-        ValueError: as `group_advantages`, naming the reward; no reward; weights of other names, or
-            not finite; a method without prompt groups.
+        ValueError: as in `group_advantages`, naming the reward, or there is no reward, weights have
+            wrong names or are not finite, or the method does not use prompt groups.
     """
     if not rewards:
-        raise ValueError("rewards is empty: give the numbers of one reward or more by its name")
+        raise ValueError("rewards is empty: pass at least one reward by its name")
     weights = dict.fromkeys(rewards, 1.0) if weights is None else weights
     if weights.keys() != rewards.keys() or not all(map(math.isfinite, weights.values())):
         raise ValueError(
@@ -159,7 +158,7 @@ def multi_reward_advantages(
         )
     if method not in OF_PROMPT_GROUPS:
         raise ValueError(
-            f"method is {method!r}: expected one of {', '.join(OF_PROMPT_GROUPS)}, which normalize "
+            f"method is {method!r}, expected one of {', '.join(OF_PROMPT_GROUPS)}, which normalize "
             "each reward within its prompt group"
         )
     total = torch.zeros((), dtype=torch.float64, device="cpu")
@@ -183,22 +182,20 @@ def multi_reward_advantages(
 def advantages_of_rollouts(
     reward: Tensor, group_index: Tensor, is_counted: Tensor, method: str
 ) -> GroupAdvantages:
-    """Compute the advantages of samples whose rewards are equal within each rollout.
+    """Compute advantages of samples with equal rewards within each rollout.
 
     Args:
         reward: [samples] float64.
         group_index: [samples] int64.
-        is_counted: [samples] bool, True for one sample of each rollout.
+        is_counted: [samples] bool, True for one sample per rollout.
         method: one of `METHODS`.
 
     Raises:
-        ValueError: as `group_advantages`.
+        ValueError: see `group_advantages`.
     """
     if method not in METHODS:
-        raise ValueError(f"method is {method!r}: expected one of {', '.join(METHODS)}")
-    problem = (
-        ", expected a finite number: one that is not would spoil the advantages of its prompt group"
-    )
+        raise ValueError(f"method is {method!r}, expected one of {', '.join(METHODS)}")
+    problem = ", expected a finite number: otherwise its prompt group has no valid advantages"
     refuse_values("rewards", reward, ~torch.isfinite(reward), problem)
     if method == "maxrl":
         problem = ", expected 0 or more: maxrl divides by the mean reward of a prompt group"
@@ -207,19 +204,19 @@ def advantages_of_rollouts(
     units, group = torch.unique(compared, return_inverse=True)
 
     def group_sum(values: Tensor) -> Tensor:
-        """Add up values [samples] over the rollouts of each group, [groups]."""
+        """Sum values [samples] over the rollouts of each group, [groups]."""
         counted = torch.where(is_counted, values, 0.0)
         return torch.zeros_like(units, dtype=torch.float64).index_add_(0, group, counted)
 
     size = group_sum(torch.ones_like(reward))[group]
     mean = group_sum(reward)[group] / size
     centered = reward - mean
-    # Decided on the rewards themselves: their mean rounds, and would leave a residue to normalise.
+    # Compare the rewards, because their mean rounds and leaves a residue that would be normalized.
     one_of_group = torch.zeros_like(units, dtype=torch.float64).scatter_(0, group, reward)
     is_equal = group_sum((reward != one_of_group[group]).double()) == 0
     if method == "grpo":
         variance = group_sum(centered.square())[group] / (size - 1).clamp(min=1)
-        # An infinite one would make zeros of advantages.
+        # An infinite variance would turn advantages into zeros.
         std = torch.where(variance.isinf(), torch.nan, variance.sqrt())
         advantages = centered / (std + EPSILON)
     elif method == "maxrl":
@@ -235,15 +232,14 @@ def advantages_of_rollouts(
     if beyond_range.numel():
         at = int(beyond_range[0])
         raise ValueError(
-            f"rewards[{at}] is {float(reward[at])}, too far from the others of prompt group "
-            f"{int(group_index[at])} for "
-            "an advantage in float32: give rewards of order 1"
+            f"rewards[{at}] is {float(reward[at])}, too far from the rest of prompt group "
+            f"{int(group_index[at])} for an advantage in float32. Scale rewards to order 1."
         )
     return _with_groups(advantages, group_index)
 
 
 def _with_groups(advantages: Tensor, group_index: Tensor) -> GroupAdvantages:
-    """Add the prompt groups whose advantages [samples] are all 0."""
+    """Add the prompt groups with only zero advantages [samples]."""
     groups, prompt = torch.unique(group_index, return_inverse=True)
     num_others = torch.zeros_like(groups).index_add_(0, prompt, (advantages != 0).long())
     return GroupAdvantages(
@@ -254,18 +250,18 @@ def _with_groups(advantages: Tensor, group_index: Tensor) -> GroupAdvantages:
 
 
 def filter_overlong(samples: Sequence[Sample], is_overlong: Sequence[bool]) -> list[Sample]:
-    """Mask every token of the samples that were cut at the length limit (DAPO, arXiv:2503.14476).
+    """Mask every token of the samples truncated at the length limit (DAPO, arXiv:2503.14476).
 
-    Filter after the advantages: the rewards stay in the baseline of their group. A masked sample
-    adds nothing to the sum and leaves T. It still counts in N and P, so that the scale does not
+    Call it after the advantages, so that the rewards stay in their group's baseline. A masked
+    sample does not count in the sum and in T. It counts in N and P, so that the scale does not
     depend on the number of masked samples.
 
     Raises:
-        ValueError: not one flag per sample.
+        ValueError: the numbers of flags and samples differ.
     """
     if len(samples) != len(is_overlong):
         raise ValueError(
-            f"is_overlong has {len(is_overlong)} flags for {len(samples)} samples: give one each"
+            f"is_overlong has {len(is_overlong)} flags for {len(samples)} samples: pass one each"
         )
     return [
         dataclasses.replace(sample, loss_mask=torch.zeros_like(sample.loss_mask))
@@ -276,23 +272,20 @@ def filter_overlong(samples: Sequence[Sample], is_overlong: Sequence[bool]) -> l
 
 
 def check_rewards(counts: StepCounts, rewards: NDArray[np.float64]) -> None:
-    """Refuse different rewards [samples] within a rollout.
+    """Raise a ValueError that names two samples of a rollout with different rewards [samples].
 
     All ranks that the counts were gathered from must call it.
-
-    Raises:
-        ValueError: naming two samples of the rollout.
     """
     of_rollout = rewards[counts.first_of_rollout]
-    # NaN is refused elsewhere, and differs from itself.
+    # Not !=, because NaN differs from itself. It is an error elsewhere.
     wrong = np.flatnonzero((rewards < of_rollout) | (rewards > of_rollout))
     if wrong.size:
         index = int(wrong[0])
         first, other = counts.places([int(counts.first_of_rollout[index]), index])
         raise ValueError(
             f"rollout_id {first.ids.rollout_id} has the rewards {float(of_rollout[index])} "
-            f"({first.ids.name}) and {float(rewards[index])} ({other.ids.name}). A rollout has one "
-            "reward: give all of its samples the same reward, or each its own rollout_id"
+            f"({first.ids.name}) and {float(rewards[index])} ({other.ids.name}). Give all samples "
+            "of a rollout the same reward, or each its own rollout_id."
         )
 
 
@@ -301,7 +294,7 @@ def _counts(
     prompts: Sequence[Sequence[int] | Tensor] | None,
     rollout_ids: Sequence[int | None] | Tensor | None,
 ) -> StepCounts:
-    """Count samples that are named by the places of their rewards."""
+    """Count samples, with the positions of their rewards as names."""
     hashes: list[int | None] = [None] * len(group_indices)
     if prompts is not None:
         hashes = [hash_of_tokens(host_tensor(prompt).to(torch.int64)) for prompt in prompts]
@@ -309,7 +302,7 @@ def _counts(
     for name, column in (("prompts", hashes), ("rollout_ids", rollouts)):
         if len(column) != len(group_indices):
             raise ValueError(
-                f"{len(column)} {name} for {len(group_indices)} rewards: give one for each sample"
+                f"{len(column)} {name} for {len(group_indices)} rewards: pass one for each sample"
             )
     samples = []
     for n, (group, rollout, prompt) in enumerate(zip(group_indices, rollouts, hashes, strict=True)):
@@ -323,17 +316,15 @@ def _checked(
 ) -> tuple[Tensor, Tensor]:
     reward = torch.as_tensor(rewards, dtype=torch.float64, device="cpu")
     ids = torch.as_tensor(group_indices, device="cpu")
-    # An absent float id is NaN, and all absent ones would be one group.
+    # An absent float id is NaN, and all absent ids would be one group.
     if ids.numel() and not has_integers(ids):
         raise ValueError(
-            f"group_indices has dtype {ids.dtype}, expected integers: give the id of each sample's "
-            f"prompt group (a "
-            "column with gaps is read as float; leave those rows out)"
+            f"group_indices has dtype {ids.dtype}, expected integers. A column with gaps is read "
+            "as float: remove the rows without a prompt group."
         )
     if reward.dim() != 1 or reward.shape != ids.shape:
         raise ValueError(
-            f"rewards has shape {list(reward.shape)} and group_indices {list(ids.shape)}: expected "
-            f"one number each per "
-            "sample"
+            f"rewards has shape {list(reward.shape)} and group_indices {list(ids.shape)}, expected "
+            "one number each per sample"
         )
     return reward, ids.to(torch.int64)

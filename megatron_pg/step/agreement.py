@@ -1,4 +1,4 @@
-"""Gathers over the data-parallel group: an error of one rank is an error on all ranks."""
+"""Gathers over the data-parallel group. An error on one rank is raised on all ranks."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -10,9 +10,9 @@ Shared = TypeVar("Shared")
 
 
 def gather(value: Value, group: dist.ProcessGroup | None) -> list[Value]:
-    """Gather a picklable value of every rank, in rank order; every rank of the group must call it.
+    """Gather every rank's picklable value, in rank order. Every rank of the group must call it.
 
-    None is only this rank.
+    With `group` None the only rank is this one.
     """
     if group is None or dist.get_world_size(group) == 1:
         return [value]
@@ -22,32 +22,32 @@ def gather(value: Value, group: dist.ProcessGroup | None) -> list[Value]:
 
 
 class OtherRankError(RuntimeError):
-    """Another rank raised an error that is no ValueError: the message names the rank, the kind and
-    what it said.
+    """Error for an exception on a different rank, except ValueError. The message names the rank,
+    the type and the text.
     """
 
 
 def compute_and_gather(
     compute: Callable[[], Value], share: Callable[[Value], Shared], group: dist.ProcessGroup | None
 ) -> tuple[Value, list[Shared]]:
-    """Compute a value on this rank, and gather the picklable part of it that `share` returns from
-    every rank, in rank order.
+    """Compute a value on this rank, and gather its picklable part `share(value)` from every rank,
+    in rank order.
 
-    Every rank of the group must call it. An error of `compute` or `share` travels in place of the
-    value, so that no rank is left waiting in the collective: a file may be unreadable on one node
-    alone.
+    Every rank of the group must call it. If `compute` or `share` raises, the error is sent instead
+    of the value, so that no rank waits in the collective: a file may be unreadable on only one
+    node.
 
     Raises:
-        ValueError: another rank raised one, which the message names.
-        OtherRankError: another rank raised an error of another kind.
-        Exception: an error that was raised here, as it is.
+        ValueError: a different rank, named in the message, raised a ValueError.
+        OtherRankError: a different rank raised any other error.
+        Exception: the error raised on this rank, unchanged.
     """
     mine: Shared | Exception
     try:
         value = compute()
         mine = share(value)
     except Exception as error:
-        # The message of a ValueError is written for the user; others say little without their kind.
+        # A ValueError's message is enough for the user. Other messages need the error's type.
         other = OtherRankError(f"{type(error).__name__}: {error}")
         gather(ValueError(str(error)) if isinstance(error, ValueError) else other, group)
         raise

@@ -24,27 +24,27 @@ RESPONSE_FIELDS = {
     **dict.fromkeys((*VALUE_FIELDS, "loss_weights"), _NO_INTEGER.float()),
     **dict.fromkeys(("policy_version", "turn_ids"), _NO_INTEGER),
 }
-"""The fields of a sample that have one value per response token, or one for all of them, and their
-values for no token."""
+"""The fields of a sample with one value per response token, or one for all, and their empty
+values."""
 
 
 @dataclass(frozen=True, eq=False)
 class PackedBatch:
-    """Input of the model and the loss: one micro-batch on one rank. Built by `pack`.
+    """Input of the model and the loss: one micro-batch on one rank, built by `pack`.
 
-    The model is fed `tokens[None]` and `position_ids[None]`, each `[1, local_tokens]`.
+    The model takes `tokens[None]` and `position_ids[None]`, each `[1, local_tokens]`.
     """
 
     window: TokenWindow
-    """The layout; its index tensors stay on the host, `cu_seqlens` moves with the batch."""
+    """The layout. Its index tensors stay on the host, and `cu_seqlens` moves with the batch."""
     samples: tuple[Sample, ...]
     """The samples, on the host."""
     tokens: Tensor
-    """The token ids [local_tokens] int64; padding is token 0."""
+    """The token ids [local_tokens] int64, 0 for padding."""
     position_ids: Tensor
-    """The positions [local_tokens] int64 within each sequence; 0 for padding."""
+    """The positions [local_tokens] int64 within each sequence, 0 for padding."""
     targets: Tensor
-    """The token that each row scores, [local_tokens] int64; 0 where it scores none."""
+    """The token that each row scores, [local_tokens] int64, or 0 if it scores none."""
     row_mask: Tensor
     """The rows that score an active token, [local_tokens] bool."""
     logit_rows: Tensor
@@ -52,14 +52,14 @@ class PackedBatch:
     window_segment_ids: Tensor
     """The sample of each response token, [window] int64."""
     loss_mask: Tensor
-    """The active tokens, [window] bool. The fields of `Sample` below are [window] float32, and None
-    where samples carry none."""
+    """The active tokens, [window] bool. The `Sample` fields below are [window] float32, or None if
+    samples lack them."""
     advantages: Tensor
     old_log_probs: Tensor | None
     ref_log_probs: Tensor | None
     rollout_log_probs: Tensor | None
     loss_weights: Tensor | None
-    """The loss weights, 1 for samples that have none; None where no sample has any."""
+    """The loss weights, 1 for samples without. None if no sample has any."""
     policy_version: Tensor | None
     """The version of the policy that generated each token, [window] int64."""
     turn_ids: Tensor | None
@@ -67,33 +67,32 @@ class PackedBatch:
     old_values: Tensor | None
     returns: Tensor | None
     num_tokens: int
-    """Tokens of this rank without padding (a host number)."""
+    """Tokens on this rank without padding (a host number)."""
     num_active_tokens: int
-    """Active tokens of this rank's window (a host number)."""
+    """Active tokens in this rank's window (a host number)."""
     largest_token: int
-    """The largest token id of the micro-batch, prompts included (a host number)."""
+    """The largest token id in the micro-batch, including prompts (a host number)."""
     largest_target: int
-    """The largest id among `targets`, kept sets and a teacher's likeliest tokens (a host
-    number)."""
+    """The largest id in `targets`, sampling sets and a teacher's top-k tokens (a host number)."""
     kept_tokens: Ragged | None = None
-    """The ids that each token was sampled from, [window] rows on the host; empty where masked and
-    where all were kept."""
+    """The sampling set of each token, [window] rows on the host, empty for masked tokens and for
+    the whole vocabulary."""
     sampler_top_k_ids: Tensor | None = None
-    """The engine's likeliest tokens, [window, k] int32; -1 beyond the end of a row."""
+    """The engine's most likely tokens, [window, k] int32, -1 beyond the end of a row."""
     sampler_top_k_log_probs: Tensor | None = None
-    """Their log-probs, [window, k] float32."""
+    """The log-probs of `sampler_top_k_ids`, [window, k] float32."""
     kept_set_size: Tensor | None = None
-    """Sizes of the kept sets, [window] float32; 0 for an empty row."""
+    """Sizes of the sampling sets, [window] float32, 0 for an empty row."""
     routed_experts: Tensor | None = None
-    """The experts that the engine chose, [local_tokens, layers, k] uint8 or int16; for no choice,
-    see `no_choice`."""
+    """The experts that the engine chose, [local_tokens, layers, k] uint8 or int16, or
+    `no_choice`."""
     side_channels: Mapping[str, Tensor | Ragged] = field(default_factory=dict)
-    """The side channels by name: [window, ...] of response tokens, [local_tokens, ...] of all
+    """The side channels by name: [window, ...] for response tokens, [local_tokens, ...] for all
     tokens."""
 
     @property
     def kept_tokens_of_rows(self) -> Ragged | None:
-        """The sets of `kept_tokens` by local row, [local_tokens] rows on the host."""
+        """`kept_tokens` by local row, [local_tokens] rows on the host."""
         if self.kept_tokens is None:
             return None
         sizes = torch.zeros(self.window.local_tokens, dtype=torch.int64, device="cpu")
@@ -102,7 +101,7 @@ class PackedBatch:
 
     @property
     def sampler_top_k(self) -> tuple[Tensor, Tensor] | None:
-        """The engine's likeliest tokens and their log-probs, [window, k] each."""
+        """The engine's most likely tokens and their log-probs, [window, k] each."""
         if self.sampler_top_k_ids is None or self.sampler_top_k_log_probs is None:
             return None
         return self.sampler_top_k_ids, self.sampler_top_k_log_probs
@@ -113,7 +112,7 @@ class PackedBatch:
         experts = tensors.pop("routed_experts", None)
         cu_seqlens, *moved = _moved([self.window.cu_seqlens, *tensors.values()], device)
         changes: dict[str, Any] = dict(zip(tensors, moved, strict=True))
-        if experts is not None:  # megabytes, pinned already in most cases
+        if experts is not None:  # megabytes, and usually pinned already
             changes["routed_experts"] = to_device(experts, device)
         changes["window"] = dataclasses.replace(self.window, cu_seqlens=cu_seqlens)
         changes["side_channels"] = {
@@ -124,7 +123,7 @@ class PackedBatch:
 
 
 def _moved(tensors: Sequence[Tensor], device: torch.device | str) -> list[Tensor]:
-    """Move tensors; from the host to CUDA in one copy through pinned memory, each tensor at a
+    """Move tensors. From the host to CUDA they take one copy through pinned memory, each at a
     multiple of 16 bytes.
     """
     is_upload = torch.device(device).type == "cuda"
@@ -141,8 +140,7 @@ def _moved(tensors: Sequence[Tensor], device: torch.device | str) -> list[Tensor
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    # One element counts as contiguous whatever its stride, and a view in another dtype asks for a
-    # stride of 1.
+    # One element is contiguous at any stride, but a view in a different dtype needs stride 1.
     if not tensor.is_contiguous() or tensor.stride(-1) != 1:
         tensor = tensor.clone(memory_format=torch.contiguous_format)
     return tensor.flatten().view(torch.uint8)
@@ -154,27 +152,25 @@ _PADDING = torch.zeros(15, dtype=torch.uint8, device="cpu")
 def pack(
     samples: Sequence[Sample], *, cp_rank: int = 0, cp_size: int = 1, pad_to_multiple: int = 1
 ) -> PackedBatch:
-    """Pack samples into one THD micro-batch and take the part of this context-parallel rank, on the
-    host.
+    """Pack samples into one THD micro-batch on the host and take this context-parallel rank's part.
 
     Args:
         samples: the samples of the micro-batch, the same on every rank of the context-parallel,
-            tensor-parallel and pipeline-parallel groups. Empty gives one dummy segment that no
-            objective counts.
-        cp_rank: see `TokenWindow.build`, for all that follow.
-        cp_size: of the context-parallel group.
+            tensor-parallel and pipeline-parallel groups. An empty list gives one dummy segment that
+            no objective counts.
+        cp_rank: rank in the context-parallel group. See `TokenWindow.build`.
+        cp_size: size of the context-parallel group.
         pad_to_multiple: `cp_size * tp_size` under sequence parallelism.
 
     Raises:
-        ValueError: an argument that is no list of samples; a field that some samples have and
-            others lack, naming one of each; sizes that are no integers or out of range.
+        ValueError: the argument is not a list of samples, only some samples have a field (the
+            message names one of each), or sizes are not integers or out of range.
         RuntimeError: under `torch.inference_mode`.
     """
     if torch.is_inference_mode_enabled():
         raise RuntimeError(
-            "pack() under torch.inference_mode() makes tensors that no later backward may use: "
-            "pack before it, or score "
-            "under torch.no_grad()"
+            "pack() under torch.inference_mode() makes tensors that a later backward cannot use. "
+            "Use torch.no_grad() instead."
         )
     check_samples("pack", samples)
     window = TokenWindow.build(
@@ -221,7 +217,7 @@ def pack(
         window=window,
         samples=tuple(samples),
         tokens=_gather_or_zero(tokens, window.token_indices),
-        # Padding past a sequence's end must not index past the model's last learned position.
+        # Padding must not index past the model's last learned position.
         position_ids=torch.where(window.token_indices >= 0, window.position_ids, 0),
         targets=targets,
         row_mask=row_mask,
@@ -244,7 +240,7 @@ def pack(
 
 
 def _response_values(field: str, samples: Sequence[Sample]) -> list[Tensor | None]:
-    """List the values of a field of `RESPONSE_FIELDS`, one per response token."""
+    """List each sample's values of a field in `RESPONSE_FIELDS`, one per response token."""
     values = [getattr(sample, field) for sample in samples]
     if field == "loss_weights" and any(value is not None for value in values):
         values = [1.0 if value is None else value for value in values]
@@ -263,11 +259,11 @@ def _field_in_window(
     window: TokenWindow,
     empty: Tensor | Ragged | None = None,
 ) -> Any:
-    """Take the rows of this rank, [window, ...] or [local_tokens, ...], from a field of all
-    samples; None where all lack it.
+    """Take this rank's rows, [window, ...] or [local_tokens, ...], from a field of all samples.
+    Return None if all lack it.
 
-    `parts` are each sample's rows, of its response tokens or of all its tokens; `empty` is the
-    field of no samples. Padding gets zeros or an empty row.
+    `parts` has each sample's rows, for response tokens or for all tokens. `empty` is the result
+    without samples. Padding gets zeros or an empty row.
     """
     if not _all_have(field, parts, samples):
         return None if samples else empty
@@ -284,21 +280,19 @@ def _field_in_window(
             rows = Ragged.concatenate([*given, _NO_ROW])
             return rows.select(torch.where(indices < 0, len(rows) - 1, indices))
         dtypes = {part.dtype for part in given if isinstance(part, Tensor)}
-        if len(dtypes) > 1:  # what they become together would depend on the packing
+        if len(dtypes) > 1:  # the common dtype would depend on the packing
             raise TypeError
         whole = torch.cat(given)
     except (RuntimeError, TypeError) as error:
         raise _unlike(field, given, samples) from error
     if indices is window.token_indices:
         return _gather_or_zero(whole, indices)
-    # Indices ascend: a window that has all of them has them in this order.
+    # Indices ascend, so that a window with all of them has this order.
     return whole if len(window) == len(whole) else whole.index_select(0, indices)
 
 
 def _unlike(field: str, parts: Sequence[Any], samples: Sequence[Sample]) -> ValueError:
-    """Make the error for parts that differ in more than their numbers of rows, naming two
-    samples.
-    """
+    """Make the error for parts that differ in more than their numbers of rows, with two names."""
     kinds = []
     for part, sample in zip(parts, samples, strict=True):
         values = part.values if isinstance(part, Ragged) else part
@@ -308,28 +302,26 @@ def _unlike(field: str, parts: Sequence[Any], samples: Sequence[Sample]) -> Valu
     other = next((number for number, kind in enumerate(kinds) if kind != kinds[0]), 0)
     return ValueError(
         f"{field} is {kinds[0]} in {samples[0].name} and {kinds[other]} in {samples[other].name}: "
-        "give every sample the same"
+        "they must be equal in every sample"
     )
 
 
 def _all_have(field: str, parts: Sequence[object], samples: Sequence[Sample]) -> bool:
-    """Return whether all samples have a field, False where none has; refuse a field of some, naming
-    one of each.
-    """
+    """Return whether all samples have a field. Raise a ValueError if only some have it."""
     lacks = [part is None for part in parts]
     if any(lacks) and not all(lacks):
         without, with_them = lacks.index(True), lacks.index(False)
         raise ValueError(
             f"{samples[without].name} (number {without} of the micro-batch) has no {field} and "
-            f"{samples[with_them].name} (number {with_them}) has: give them for every sample or "
-            f"for none"
+            f"{samples[with_them].name} (number {with_them}) has it. Set it for every sample or "
+            "for none."
         )
     return bool(parts) and not any(lacks)
 
 
 def _gather_or_zero(values: Tensor, indices: Tensor) -> Tensor:
-    """Take the rows of values [n, ...] at the indices, and 0 where the index is -1."""
-    # `index_select` takes a quarter of the time of an index in brackets, and no negative ones.
+    """Take the rows of values [n, ...] at the indices, with 0 for index -1."""
+    # `index_select` takes a quarter of the time of an index in brackets, but no negative indices.
     padded = torch.cat([values.new_zeros(1, *values.shape[1:]), values])
     return padded.index_select(0, indices + 1)
 

@@ -1,4 +1,4 @@
-"""The cost of a sample in time: `a l + b l^2` for its length l, from the shape of the model."""
+"""Time cost of a sample: `a l + b l^2` for its length l, from the model's shape."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megatron_pg.config.planning import Balance
 
 @dataclass(frozen=True)
 class SampleCost:
-    """Operations of a forward pass over one sequence of l tokens, `per_token * l + per_square *
+    """Operations in a forward pass over one sequence of l tokens, `per_token * l + per_square *
     l**2`.
 
-    Backward, recomputation and context parallelism multiply both alike, so that they do not change
-    which of two micro-batches takes longer.
+    Backward, recomputation and context parallelism multiply both terms equally, so that they do not
+    change which of two micro-batches takes longer.
     """
 
     per_token: float
@@ -25,13 +25,13 @@ class SampleCost:
 
     @classmethod
     def of_model(cls, config: Any, vocab_size: int) -> SampleCost:
-        """Derive the cost from the shape of a transformer: Megatron's `TransformerConfig`, or its
-        parsed arguments.
+        """Derive the cost from a transformer's shape: Megatron's `TransformerConfig` or its parsed
+        arguments.
 
-        A token takes 2 operations for each weight that it meets, in its experts and in the output
-        layer too (`vocab_size` 0 leaves it out). Attention over d = heads * head size channels
-        takes 2 d operations for each earlier token, for scores and again for values. A token has l
-        / 2 earlier tokens on average.
+        A token takes 2 operations per weight that it uses, including its experts and the output
+        layer (`vocab_size` 0 omits it). Attention over d = heads * head size channels takes 2 d
+        operations per earlier token, for scores and again for values. A token has l / 2 earlier
+        tokens on average.
         """
 
         def setting(name: str) -> Any:
@@ -39,8 +39,8 @@ class SampleCost:
 
         hidden, heads = config.hidden_size, config.num_attention_heads
         head_size = setting("kv_channels") or hidden // heads
-        # Without --group-query-attention the parsed arguments have 1 group, and the config made of
-        # them one for each head.
+        # Without --group-query-attention the parsed arguments have 1 group, but the config has one
+        # per head.
         is_grouped = setting("group_query_attention") is not False
         groups = (setting("num_query_groups") if is_grouped else None) or heads
         channels = heads * head_size
@@ -55,14 +55,14 @@ class SampleCost:
 
     @classmethod
     def balancing(cls, balance: Balance, config: Any, vocab_size: int) -> SampleCost:
-        """Derive the cost that `--balance` evens out; arguments as for `of_model`."""
+        """Derive the cost that `--balance` balances. For arguments see `of_model`."""
         return cls.of_model(config, vocab_size) if balance == "time" else TOKENS
 
     def of_lengths(self, lengths: ArrayLike) -> NDArray[np.float64]:
-        """Compute the cost [sequences] of sequences of these lengths."""
+        """Compute the cost [sequences] of sequences with these lengths."""
         sizes = np.asarray(lengths, dtype=np.float64)
         return sizes * (self.per_token + self.per_square * sizes)
 
 
 TOKENS = SampleCost(1.0)
-"""Every token costs the same."""
+"""The same cost for every token."""

@@ -1,8 +1,8 @@
-"""The counted samples of a step over all data-parallel ranks, as columns: `ROW` is what a rank
-tells the others of each.
+"""Counted samples of a step over all data-parallel ranks, as columns. Ranks exchange a `ROW` per
+sample.
 
-Names of samples do not travel: an error that names samples of other ranks fetches them, as all
-ranks find the same error.
+Rows have no names. All ranks find the same error, so that they can then fetch the names of samples
+on other ranks.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from megatron_pg.step.sample import Sample
 
 Indices = NDArray[np.int64]
 Own = TypeVar("Own")
-Told = TypeVar("Told")
+Sent = TypeVar("Sent")
 
 
 class BareSample(NamedTuple):
-    """The counts and ids of a sample by the names of `Sample`, without its tokens.
+    """Counts and ids of a sample, with the field names of `Sample`, without its tokens.
 
-    A step with samples that have no number, such as rows of a matrix, has a checksum of weights
-    only.
+    If samples have no number, like rows of a matrix, the step's checksum covers only weights.
     """
 
     num_active_tokens: int
@@ -44,9 +43,9 @@ class BareSample(NamedTuple):
 
 
 CountedSample = Sample | BareSample
-"""A sample as far as the totals of a step and the aggregations read it."""
+"""A sample for step totals and aggregations."""
 SampleCounts = list[BareSample]
-"""The counts of one data-parallel rank's samples."""
+"""Counts of one data-parallel rank's samples."""
 
 OPTIONAL = {
     "id_source": np.uint32,
@@ -57,14 +56,13 @@ OPTIONAL = {
     "loss_weight": np.float64,
     "accepted_size": np.float64,
 }
-"""The fields of a row that may be None; of an `id_source` its hash."""
+"""Row fields that may be None. `id_source` is hashed."""
 ROW = np.dtype([("num_active_tokens", np.int64), ("filled", np.int32), *OPTIONAL.items()])
-"""One sample on the wire, 64 bytes; bit i of `filled` is 0 where the i-th optional field is
-None."""
+"""One sample on the wire, 64 bytes. Bit i of `filled` is 0 if the i-th optional field is None."""
 
 
 class Place(NamedTuple):
-    """One sample of the step, and where it is."""
+    """Sample of the step with its position."""
 
     rank: int
     number: int
@@ -83,14 +81,14 @@ class Place(NamedTuple):
 
 
 class StepCounts(Sequence[CountedSample]):
-    """The counted samples of a step, in the order of data-parallel ranks, and equal on every rank
-    but for `here`.
+    """Counted samples of a step, in the order of data-parallel ranks. Only `here` differs between
+    ranks.
 
     Args:
         rows: [samples] of dtype `ROW`.
-        sizes: the number of samples of each data-parallel rank.
-        here: the samples of the ranks that this process knows by name.
-        group: the group that knows the others; None where all are known.
+        sizes: the number of samples per data-parallel rank.
+        here: the samples, by rank, that this process knows with names.
+        group: the group that knows the other samples. None if all are known.
     """
 
     def __init__(
@@ -105,7 +103,7 @@ class StepCounts(Sequence[CountedSample]):
 
     @classmethod
     def of(cls, everyone: Iterable[Sequence[CountedSample]]) -> StepCounts:
-        """Make the counts of a step whose samples are all here, by data-parallel rank."""
+        """Make the counts of a step from all its samples, by data-parallel rank."""
         here = dict(enumerate(everyone))
         rows = [rows_of(samples) for samples in here.values()]
         return cls(np.concatenate([_NO_ROW, *rows]), list(map(len, rows)), here)
@@ -113,27 +111,27 @@ class StepCounts(Sequence[CountedSample]):
     @classmethod
     def over_ranks(
         cls,
-        count: Callable[[], tuple[Sequence[CountedSample], Own, Told]],
+        count: Callable[[], tuple[Sequence[CountedSample], Own, Sent]],
         group: dist.ProcessGroup | None,
-    ) -> tuple[StepCounts, Own, list[Told]]:
-        """Count the samples of every rank; every rank of the group must call it: one exchange.
+    ) -> tuple[StepCounts, Own, list[Sent]]:
+        """Count the samples of every rank in one exchange. Every rank of the group must call it.
 
-        `count` returns the samples of this rank, anything that it keeps, and anything picklable
-        that it tells the other ranks. Returns the counts of the step, what this rank keeps, and
-        what each rank told. An error is raised on all ranks; see `compute_and_gather`.
+        `count` returns this rank's samples, a value to keep, and a picklable value to send to the
+        other ranks. The result is the step's counts, the kept value, and each rank's sent value.
+        An error is raised on all ranks (`compute_and_gather`).
         """
         (samples, own, _), everyone = compute_and_gather(
             count, lambda found: (rows_of(found[0]).tobytes(), found[2]), group
         )
-        parts, told = zip(*everyone, strict=True)
+        parts, sent = zip(*everyone, strict=True)
         rank = 0 if group is None else dist.get_rank(group)
         sizes = [len(part) // ROW.itemsize for part in parts]
         rows = np.frombuffer(b"".join(parts), dtype=ROW)
-        return cls(rows, sizes, {rank: samples}, group), own, list(told)
+        return cls(rows, sizes, {rank: samples}, group), own, list(sent)
 
     @property
     def rank(self) -> int:
-        """The data-parallel rank of this process, or the first that it knows."""
+        """The data-parallel rank of this process, or the first rank that it knows."""
         return min(self.here, default=0)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -154,7 +152,7 @@ class StepCounts(Sequence[CountedSample]):
         return self.place(index % len(self)).ids
 
     def place(self, index: int) -> Place:
-        """Return a sample and where it is; one that is not here has no name."""
+        """Return a sample with its position. A sample on a different rank has no name."""
         rank = int(np.searchsorted(self._ends, index, side="right"))
         number = index - int(self._ends[rank]) + self.sizes[rank]
         if rank in self.here:
@@ -167,8 +165,8 @@ class StepCounts(Sequence[CountedSample]):
         return Place(rank, number, BareSample(**fields))
 
     def places(self, indices: Sequence[int]) -> list[Place]:
-        """Return samples with their names. Every rank of the group must call it with the same
-        indices: one exchange.
+        """Return samples with their names, in one exchange. Every rank of the group must call it
+        with the same indices.
         """
         places = [self.place(index) for index in indices]
         known = [place if place.rank in self.here else None for place in places]
@@ -177,26 +175,26 @@ class StepCounts(Sequence[CountedSample]):
         return places
 
     def has(self, field: str) -> NDArray[np.bool_]:
-        """Tell which samples fill an optional field, [samples]."""
+        """Return which samples fill an optional field, [samples]."""
         return (self.rows["filled"] >> list(OPTIONAL).index(field) & 1).astype(bool)
 
     @functools.cached_property
     def are_numbered(self) -> bool:
-        """True if every sample has a number."""
+        """Whether every sample has a number."""
         return bool(self.has("number").all())
 
     @functools.cached_property
     def _coefficients(self) -> tuple[Indices, NDArray[np.float64]]:
-        """The numbers of the samples, ascending, and their coefficients; last a 0 for no sample."""
+        """The samples' numbers, ascending, and their coefficients, with a final 0 for no sample."""
         numbers, first = np.unique(self.rows["number"], return_index=True)
-        # By place in the step and not by number, which is another on each context-parallel rank.
+        # By position in the step, because numbers differ between context-parallel ranks.
         coefficients = 0.5 + np.random.default_rng(0).random(len(self))[first]
         return np.append(numbers, 2**63 - 1), np.append(coefficients, 0.0)
 
     def coefficients_of(self, samples: Sequence[CountedSample]) -> NDArray[np.float64]:
-        """Look up the checksum's coefficient of each sample, [len(samples)].
+        """Look up each sample's checksum coefficient, [len(samples)].
 
-        It is random in [0.5, 1.5), and 0 for a sample that is not of this step. All are 1 unless
+        It is random in [0.5, 1.5), and 0 for a sample outside this step. All are 1 unless
         `are_numbered`.
         """
         if not self.are_numbered:
@@ -216,19 +214,19 @@ class StepCounts(Sequence[CountedSample]):
 
     @functools.cached_property
     def first_of_rollout(self) -> Indices:
-        """The first sample of each sample's rollout, [samples]; a sample without a `rollout_id` is
-        one.
+        """The first sample of each sample's rollout, [samples], or itself without a
+        `rollout_id`.
         """
         return self._first_of("rollout_id")
 
     @property
     def is_first_of_rollout(self) -> NDArray[np.bool_]:
-        """Tell which samples are the first of their rollout, [samples]: one for each rollout."""
+        """Whether each sample is the first of its rollout, [samples]."""
         return np.equal(self.first_of_rollout, np.arange(len(self)))
 
     @functools.cached_property
     def first_of_group(self) -> Indices:
-        """The first sample of each sample's prompt group, [samples]; itself where it has none."""
+        """The first sample of each sample's prompt group, [samples], or itself without a group."""
         return self._first_of("group_index")
 
     def _first_of(self, field: str) -> Indices:
@@ -240,7 +238,7 @@ class StepCounts(Sequence[CountedSample]):
         return first
 
     def sums_of(self, first: Indices, sizes: NDArray[Any]) -> NDArray[np.float64]:
-        """Add up sizes [samples] over each sample's rollout or prompt group, [samples]."""
+        """Sum sizes [samples] over each sample's rollout or prompt group, [samples]."""
         return np.bincount(first, sizes, minlength=len(self))[first]
 
 
@@ -248,7 +246,7 @@ _NO_ROW = np.zeros(0, dtype=ROW)
 
 
 def rows_of(samples: Sequence[CountedSample]) -> NDArray[Any]:
-    """Write the rows [samples] of counted samples."""
+    """Convert counted samples to rows [samples]."""
     rows = np.zeros(len(samples), dtype=ROW)
     rows["num_active_tokens"] = [sample.num_active_tokens for sample in samples]
     for bit, name in enumerate(OPTIONAL):

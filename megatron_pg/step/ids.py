@@ -1,9 +1,8 @@
-"""The rule of `group_index` and `rollout_id` in a step, and ids that are made distinct on purpose.
+"""Checks of `group_index` and `rollout_id` in a step, and ids that are made distinct.
 
-Ids are unique over all data-parallel ranks and files of the step. Ranks or files that each number
-from 0 would merge prompts and rollouts that have nothing to do with each other. Two facts reveal
-such ids: rollouts of one prompt group share a prompt, and the samples of one rollout come from one
-rank or one file.
+Ids must be unique over all data-parallel ranks and files of the step. If ranks or files each number
+from 0, unrelated prompts and rollouts would merge. Two rules detect this: rollouts in a prompt
+group share a prompt, and samples of a rollout come from one rank or file.
 """
 
 import copy
@@ -21,16 +20,16 @@ from megatron_pg.step.sample import Sample, checked_integer
 AnyWholeSample = TypeVar("AnyWholeSample", bound=Sample)
 
 NUM_IDS = 2**40
-"""Ids from 0 below this can be made distinct: they become `number * NUM_IDS + id`."""
+"""Ids in [0, NUM_IDS) can be made distinct: they become `number * NUM_IDS + id`."""
 
 
 class Groups(NamedTuple):
-    """The prompt groups of a step in the order of their first samples, each [groups] int64."""
+    """Prompt groups of a step in the order of their first samples, each [groups] int64."""
 
     first: Indices
-    """The first sample of each group, by its place in `StepCounts`."""
+    """The first sample of each group, as an index into `StepCounts`."""
     sizes: Indices
-    """The rollouts of each group."""
+    """The number of rollouts in each group."""
 
 
 def check_ids(
@@ -39,16 +38,16 @@ def check_ids(
     allow_different_prompts: bool = False,
     samples_per_group: int | None = None,
 ) -> Groups:
-    """Refuse ids that stand for two things in a step, and return its prompt groups.
+    """Check that ids are unique in a step, and return its prompt groups.
 
-    All ranks that the counts were gathered from must call it: an error that names samples of other
-    ranks fetches them.
+    All ranks that the counts were gathered from must call it, because errors fetch the names of
+    samples on other ranks.
 
     Raises:
-        ValueError: a rollout of several prompt groups, or of several ranks or files, or of several
-            prompts with neither a group nor a source; a prompt group of which two rollouts have no
-            prompt in common. Both samples are named. A prompt
-            group of another size, or a sample of none.
+        ValueError: a rollout has several prompt groups, several ranks or files, or several prompts
+            with neither a group nor a source, or two rollouts in a prompt group share no prompt.
+            The message names both samples. Also if a prompt group does not have `samples_per_group`
+            rollouts, or a sample has no group.
     """
     counts = everyone if isinstance(everyone, StepCounts) else StepCounts.of(everyone)
     _check_rollouts(counts, allow_different_prompts)
@@ -64,8 +63,8 @@ def check_ids(
 
 
 def odd_group(counts: StepCounts, groups: Groups) -> str:
-    """Name a prompt group with another number of rollouts than most; "" where all have as many. All
-    ranks call it.
+    """Describe a prompt group with an unusual number of rollouts, or return "" if all are equal.
+    All ranks call it.
     """
     if not groups.sizes.size or (groups.sizes == groups.sizes[0]).all():
         return ""
@@ -73,7 +72,7 @@ def odd_group(counts: StepCounts, groups: Groups) -> str:
     usual = len(numbers) - 1 - int(np.argmax(numbers[::-1]))
     odd = np.flatnonzero(groups.sizes != usual)
     others = len(odd) - 1
-    more = f"; {others} more differ" if others else ""
+    more = f". {others} more differ" if others else ""
     (first,) = counts.places([int(groups.first[odd[0]])])
     return (
         f"prompt group {first.ids.group_index} has {groups.sizes[odd[0]]} rollouts in the step "
@@ -82,7 +81,7 @@ def odd_group(counts: StepCounts, groups: Groups) -> str:
 
 
 def _check_rollouts(counts: StepCounts, allow_different_prompts: bool) -> None:
-    """Refuse a sample that cannot be of the rollout whose id it has."""
+    """Raise a ValueError if a sample cannot belong to the rollout of its id."""
     rows, first = counts.rows, counts.first_of_rollout
     source = np.where(counts.has("id_source"), rows["id_source"], counts.ranks.astype(np.uint64))
     has_prompt, has_group = counts.has("prompt_hash"), counts.has("group_index")
@@ -94,27 +93,23 @@ def _check_rollouts(counts: StepCounts, allow_different_prompts: bool) -> None:
     wrong = np.flatnonzero(of_other_group | of_other_source | of_other_prompt)
     if not wrong.size:
         return
-    # That of the rollout which begins first.
+    # Report the rollout that begins first.
     index = int(wrong[np.argmin(first[wrong])])
     one, other = counts.places([int(first[index]), index])
     if of_other_group[index]:
         raise ValueError(
             f"rollout_id {one.ids.rollout_id} has samples of group_index {one.ids.group_index} and "
-            f"{other.ids.group_index}: a "
-            f"rollout answers one prompt; they are {one} and {other}"
+            f"{other.ids.group_index}, {one} and {other}. A rollout has one prompt."
         )
     if of_other_source[index]:
         exception = (
-            "where one rollout does lie on both, say so with the same Sample(id_source=...) on its "
-            "samples"
+            "If one rollout is on both, pass the same Sample(id_source=...) for its samples."
         )
-        _refuse("rollout_id", one, other, "where each numbers its own", exception)
+        _refuse("rollout_id", one, other, "which number their own rollouts", exception)
     raise ValueError(
         f"rollout_id {one.ids.rollout_id} is given to {one} and to {other}, whose prompts have "
-        f"different tokens, "
-        "and no group_index or id_source says that they are of one rollout: give every rollout an "
-        "id of its own; "
-        "where it is one, give its samples their group_index, or the same Sample(id_source=...)"
+        "different tokens, without a group_index or id_source. Give every rollout its own id. If "
+        "both belong to one rollout, set their group_index or the same Sample(id_source=...)."
     )
 
 
@@ -126,38 +121,38 @@ def _differs(column: NDArray[Any], first: Indices) -> NDArray[np.bool_]:
 def _check_sizes(
     counts: StepCounts, without_group: Indices, groups: Groups, samples_per_group: int
 ) -> None:
-    """Refuse a rollout without a prompt group, and a group of another size."""
+    """Raise a ValueError if a rollout has no prompt group or a group does not have
+    `samples_per_group` rollouts.
+    """
     expected = f"samples_per_group is {samples_per_group}"
     if checked_integer("samples_per_group", samples_per_group) < 1:
-        raise ValueError(f"{expected}: expected 1 or more")
+        raise ValueError(f"{expected}, expected 1 or more")
     if without_group.size:
         (place,) = counts.places([int(without_group[0])])
         raise ValueError(
-            f"{place} has no group_index and {expected}: give every sample the id of its prompt "
-            f"group"
+            f"{place} has no group_index and {expected}. Set every sample's group_index."
         )
     wrong = np.flatnonzero(groups.sizes != samples_per_group)
     if wrong.size:
-        more = f"; {len(wrong) - 1} more differ" if wrong[1:].size else ""
+        more = f". {len(wrong) - 1} more differ" if wrong[1:].size else ""
         (first,) = counts.places([int(groups.first[wrong[0]])])
         raise ValueError(
             f"{expected} and prompt group {first.ids.group_index} has {groups.sizes[wrong[0]]} "
-            f"(the first is {first}){more}. samples_per_group is the number of rollouts of every "
-            "prompt group, not of samples. If the end of the step has cut the group, end steps "
-            "between groups (--keep-prompt-groups); if groups differ in size, "
-            "drop samples_per_group"
+            f"(the first is {first}){more}. samples_per_group counts the rollouts per prompt "
+            "group, not the samples. If the end of the step split the group, use "
+            "--keep-prompt-groups. If groups differ in size, remove samples_per_group."
         )
 
 
 def _check_prompts(counts: StepCounts) -> None:
-    """Refuse a prompt group whose rollouts have no prompt in common. Rollouts of which a prompt is
-    unknown have any.
+    """Raise a ValueError if a prompt group's rollouts share no prompt. An unknown prompt matches
+    any.
     """
     columns = counts.first_of_group, counts.first_of_rollout, counts.rows["prompt_hash"]
     first, rollouts, prompts = columns
     is_known = counts.has("group_index") & ~np.isin(rollouts, rollouts[~counts.has("prompt_hash")])
     has_first_prompt = np.bincount(rollouts, prompts == prompts[first], len(counts)) > 0
-    # Left are collisions, and groups whose common prompt is not that of their first sample.
+    # Collisions remain, and groups whose common prompt is not their first sample's.
     groups = first[is_known & ~has_first_prompt[rollouts]]
     suspects = np.flatnonzero(is_known & np.isin(first, groups))
     prompts_of: dict[int, dict[int, set[int]]] = {}
@@ -168,8 +163,8 @@ def _check_prompts(counts: StepCounts) -> None:
         without = [rollout for rollout, shared in zip(members, common, strict=True) if not shared]
         if without:
             exception = (
-                "where the environment varies the prompt within a group, say so with "
-                "--allow-different-prompts-in-group"
+                "If the environment varies the prompt within a group, add "
+                "--allow-different-prompts-in-group."
             )
             one, other = counts.places([next(iter(members)), without[0]])
             problem = "whose prompts have different tokens"
@@ -177,28 +172,28 @@ def _check_prompts(counts: StepCounts) -> None:
 
 
 def _refuse(field: str, first: Place, other: Place, problem: str, exception: str) -> NoReturn:
-    """Raise the error for two samples that share an id and are not of one thing."""
-    flag = "--distinct-ids, which makes those of ranks or of files distinct"
+    """Raise the error for two samples that share an id by mistake."""
+    flag = "--distinct-ids rank or file"
     if first.source != other.source:
         by_file = isinstance(first.source, str) and isinstance(other.source, str)
         flag = f"--distinct-ids {'file' if by_file else 'rank'}"
     raise ValueError(
-        f"{field} {getattr(first.ids, field)} is given to {first} and to {other}, {problem}: an id "
-        f"is its own over all "
-        f"data-parallel ranks and files of the step. Number them over all of these, or give "
-        f"{flag}; {exception}"
+        f"{field} {getattr(first.ids, field)} is given to {first} and to {other}, {problem}. Ids "
+        "must be unique over all data-parallel ranks and files of the step. Make them unique or "
+        f"add {flag}. {exception}"
     )
 
 
 def with_distinct_ids(sample: AnyWholeSample, number: int) -> AnyWholeSample:
-    """Give the sample ids that no rank (or file) of another number has, where each numbers its
-    groups and rollouts from 0.
+    """Make the sample's ids distinct between ranks (or files) that number groups and rollouts from
+    0. `number` is the rank or the file.
 
     Call it for every sample with its data-parallel rank, before samples are collected or counted,
     as `--distinct-ids rank` does. No communication.
 
     Raises:
-        ValueError: an id below 0 or from 2^40 on, or a number from 2^23 on, naming the sample.
+        ValueError: an id is below 0 or at least 2^40, or the number is at least 2^23. The message
+            names the sample.
     """
     distinct = copy.copy(sample)
     for field in ("group_index", "rollout_id"):
@@ -206,10 +201,9 @@ def with_distinct_ids(sample: AnyWholeSample, number: int) -> AnyWholeSample:
             continue
         if not 0 <= identifier < NUM_IDS or not 0 <= number < 2**63 // NUM_IDS:
             raise ValueError(
-                f"{sample.name}: {field} is {identifier}, expected 0 or more and below 2^40: "
-                f"--distinct-ids rank and "
-                "--distinct-ids file make ids distinct that count up from 0; drop the flag where "
-                "they are already"
+                f"{sample.name}: {field} is {identifier}, expected 0 or more and below 2^40, "
+                "because --distinct-ids rank and --distinct-ids file apply to ids that count up "
+                "from 0. Remove the flag if ids are already distinct."
             )
         vars(distinct)[field] = number * NUM_IDS + identifier
     return distinct

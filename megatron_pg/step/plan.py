@@ -1,4 +1,4 @@
-"""A step's samples as packed micro-batches of bounded size, and the totals of the step."""
+"""Plan of a step: its samples in packed micro-batches of bounded size, and its totals."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,19 +20,19 @@ Ordered = TypeVar("Ordered")
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The step of one data-parallel rank. Built by `plan_step`."""
+    """Plan of a step on one data-parallel rank, built by `plan_step`."""
 
     microbatches: tuple[tuple[int, ...], ...]
-    """Per micro-batch the indices of its samples, ascending, in the order in which micro-batches
-    are run. Of an empty one pack() makes a dummy that no objective counts."""
+    """Per micro-batch the indices of its samples, ascending, in the order of execution. pack()
+    turns an empty one into a dummy that no objective counts."""
     microbatch_tokens: tuple[int, ...]
-    """Per micro-batch its packed tokens over the context-parallel group, padding included."""
+    """Packed tokens per micro-batch over the context-parallel group, including padding."""
     totals: StepTotals
-    """The totals of the step over all data-parallel ranks; with the `num_tokens` of `plan_step`."""
+    """The step totals over all data-parallel ranks, including `num_tokens`."""
 
     @property
     def num_microbatches(self) -> int:
-        """M, as Megatron's schedule takes it."""
+        """M, for Megatron's schedule."""
         return len(self.microbatches)
 
 
@@ -54,59 +54,56 @@ def plan_step(
 ) -> StepPlan:
     """Pack the samples of one optimizer step into micro-batches and count the step.
 
-    Every data-parallel rank must call it, once a step, with all samples that it trains on in that
-    step, in place of `step_totals`; ranks that differ only in their context-, tensor- or
-    pipeline-parallel place pass the same samples and get the same plan. The exchanges over the
-    data-parallel group are those of `step_totals`. Samples whose masks a correction shrinks
-    (`accepted_samples`) must have been shrunk before.
+    Every data-parallel rank must call it once per step instead of `step_totals`, with all its
+    samples of the step. Ranks that differ only in their context-, tensor- or pipeline-parallel rank
+    pass the same samples and get the same plan. It exchanges the same data over the data-parallel
+    group as `step_totals`. Call `accepted_samples` before, if a correction needs it.
 
     Args:
-        samples: this data-parallel rank's samples of the step. None at all is legal.
-        max_tokens_per_microbatch: the most packed tokens of a micro-batch over the context-parallel
-            group, padding included; a rank holds `1 / cp_size` of them.
-        data_parallel_group: the data-parallel group *without* context parallelism; None is this
-            rank alone.
-        cp_size: see `pack`, for `pad_to_multiple` too.
+        samples: this data-parallel rank's samples of the step, possibly none.
+        max_tokens_per_microbatch: the maximum number of packed tokens per micro-batch over the
+            context-parallel group, including padding. A rank holds `1 / cp_size` of them.
+        data_parallel_group: the data-parallel group *without* context parallelism. None: only this
+            rank.
+        cp_size: see `pack`, also for `pad_to_multiple`.
         microbatch_group_size: the number of micro-batches becomes a multiple of it. Interleaved
-            pipeline parallelism needs `config.microbatch_group_size_per_vp_stage`.
-        ragged: data-parallel ranks may run different numbers of micro-batches. Otherwise those with
-            fewer run empty ones, as expert parallelism needs.
-        oversized: `error`, or `own_microbatch` for a micro-batch of its own, above the budget.
-        cost: what is evened out between micro-batches and orders them; by default tokens.
+            pipeline parallelism requires `config.microbatch_group_size_per_vp_stage`.
+        ragged: data-parallel ranks may run different numbers of micro-batches. Otherwise ranks with
+            fewer run empty ones, as expert parallelism requires.
+        oversized: `error`, or `own_microbatch` for a separate micro-batch above the budget.
+        cost: the quantity to balance between micro-batches, which also orders them. Default:
+            tokens.
         seed: see `plan_bins`.
-        samples_per_group: see `step_totals`, for `allow_different_prompts` and
-            `allow_different_group_sizes` too.
+        samples_per_group: see `step_totals`, also for `allow_different_prompts` and
+            `allow_different_group_sizes`.
 
     Raises:
-        ValueError: an argument that is no list of samples, a sample longer than the budget or sizes
-            out of range, on all ranks where one has it; ids that stand for two things or a prompt
-            group of another size (see `step_totals`).
+        ValueError: the argument is not a list of samples, a sample is longer than the budget, or
+            sizes are out of range, raised on all ranks, or ids are not unique or a prompt group has
+            the wrong size (see `step_totals`).
     """
     layout = Layout(cp_size=cp_size, multiple=pad_to_multiple)
 
     def plan_rank() -> tuple[SampleCounts, Any, tuple[int, int]]:
         check_samples("plan_step", samples)
-        counts = sample_counts(samples)  # first: it numbers them, for errors
+        counts = sample_counts(samples)  # first, because it numbers the samples for errors
         PlanningConfig(max_tokens_per_microbatch, oversized_samples=oversized)  # checks them
         total_lengths = np.array([sample.tokens.numel() for sample in samples], dtype=np.int64)
         lengths = layout.padded_length(total_lengths)
         if max_tokens_per_microbatch < layout.least_tokens:
             raise ValueError(
-                f"--max-tokens-per-microbatch is {max_tokens_per_microbatch}: expected at least "
-                f"{layout.least_tokens}, the "
-                "multiple that context and sequence parallelism pad a micro-batch to"
+                f"--max-tokens-per-microbatch is {max_tokens_per_microbatch}, expected at least "
+                f"{layout.least_tokens}, the multiple that context and sequence parallelism pad to"
             )
-        # Room for the padding of the micro-batch itself.
+        # Leave space for the padding of the micro-batch itself.
         capacity = max_tokens_per_microbatch // layout.least_tokens * layout.least_tokens
         is_oversized = lengths > capacity
         if is_oversized.any() and oversized == "error":
             first = int(np.argmax(is_oversized))
             raise ValueError(
                 f"{samples[first].name} takes {lengths[first]} tokens with padding, more than "
-                f"--max-tokens-per-microbatch "
-                f"leaves it ({capacity}): raise the budget, shorten the sample, or give it a "
-                f"micro-batch of its own with "
-                "--oversized-samples own_microbatch"
+                f"--max-tokens-per-microbatch allows ({capacity}). Raise it, shorten the sample, "
+                "or use --oversized-samples own_microbatch."
             )
         bins = plan_bins(
             lengths,
@@ -120,9 +117,9 @@ def plan_step(
         tokens = tuple(layout.packed_length(int(lengths[members].sum())) for members in bins)
         return counts, (microbatches, tokens), (len(microbatches), int(total_lengths.sum()))
 
-    counts, (microbatches, tokens), told = StepCounts.over_ranks(plan_rank, data_parallel_group)
-    numbers, num_tokens = zip(*told, strict=True)
-    # Of this rank alone: a list for all ranks would take time in the square of their number.
+    counts, (microbatches, tokens), sent = StepCounts.over_ranks(plan_rank, data_parallel_group)
+    numbers, num_tokens = zip(*sent, strict=True)
+    # Only for this rank, because lists for all ranks would take quadratic time.
     added = 0 if ragged else max(numbers) - len(microbatches)
     return StepPlan(
         microbatches=pipeline_order(microbatches + ((),) * added),
@@ -138,13 +135,12 @@ def plan_step(
     )
 
 
-def pipeline_order(dearest_first: tuple[Ordered, ...]) -> tuple[Ordered, ...]:
-    """Order micro-batches so that the cheap ones stand at both ends, which a pipeline's stages wait
-    for.
+def pipeline_order(costliest_first: tuple[Ordered, ...]) -> tuple[Ordered, ...]:
+    """Order micro-batches with the cheap ones at both ends, where pipeline stages wait.
 
-    All ranks run their dearest at the same place, as experts need it.
+    All ranks run their most expensive one at the same position, as expert parallelism needs.
     """
-    return dearest_first[::2][::-1] + dearest_first[1::2]
+    return costliest_first[::2][::-1] + costliest_first[1::2]
 
 
 def assign_to_data_parallel_ranks(
@@ -154,22 +150,22 @@ def assign_to_data_parallel_ranks(
     cp_size: int = 1,
     cost: SampleCost = TOKENS,
 ) -> list[list[int]]:
-    """Split samples that every rank holds over the data-parallel ranks, evenly by the cost of their
-    padded tokens.
+    """Split samples that every rank holds over the data-parallel ranks, balanced by the cost of
+    their padded tokens.
 
-    No communication: every rank computes the same split of the same samples. Prompt groups and
-    rollouts may end up on several ranks; the totals of the step span them. Rollouts of several
-    samples need an `id_source` for that.
+    No communication: every rank computes the same split. Prompt groups and rollouts may be split
+    over ranks, and the step totals cover all of them. Rollouts of several samples then need an
+    `id_source`.
 
     Args:
-        samples: all samples of the step, or their total lengths [samples] int64 where no process
-            holds them.
-        data_parallel_size: the number of ranks to split over, without context parallelism.
+        samples: all samples of the step, or their total lengths [samples] int64 if no process has
+            all samples.
+        data_parallel_size: the number of ranks, without context parallelism.
         cp_size: see `pack`.
-        cost: what is evened out; by default tokens.
+        cost: the quantity to balance. Default: tokens.
 
     Returns:
-        Per rank the indices of its samples, ascending; empty where there are too few samples.
+        Per rank the indices of its samples, ascending, possibly none.
 
     Raises:
         ValueError: `data_parallel_size` is below 1.

@@ -1,8 +1,7 @@
-"""The experts that a rollout engine chose for the tokens of a sample, layer by layer:
-`Sample.routed_experts`.
+"""Experts that a rollout engine chose for a sample's tokens, per layer: `Sample.routed_experts`.
 
-They are held token by token, so that a pack is one copy, in the smallest of two integer types. A
-row without a choice is 255 in uint8 and -1 in int16.
+They are stored by token, so that packing is one copy, as uint8 if possible and else as int16. A row
+without a choice is 255 in uint8 and -1 in int16.
 """
 
 import bisect
@@ -20,37 +19,35 @@ from megatron_pg.step.values import has_integers, host_tensor
 LARGEST_ID = 2**15 - 1
 
 _largest: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
-"""The largest id of each tensor that a sample holds: `dataclasses.replace` hands one on, and it is
-checked once."""
+"""The largest id per tensor in a sample, so that `dataclasses.replace` does not check again."""
 
 
 def no_choice(experts: Tensor) -> int:
-    """Return the number that stands in a row without a choice."""
+    """Return the value in rows without a choice."""
     return 255 if experts.dtype == torch.uint8 else -1
 
 
 def checked_routed_experts(where: str, routed: Any, total_length: int) -> Tensor:
-    """Convert the ids [layers, total_length, k] to uint8 or int16, and refuse what no router could
-    have chosen.
+    """Convert the ids [layers, total_length, k] to uint8 or int16, or raise a ValueError if no
+    router can choose them.
     """
     if isinstance(routed, Tensor) and routed in _largest and routed.shape[1] == total_length:
         return routed
     try:
         experts = host_tensor(routed)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise ValueError(f"{where} is no array of numbers ({error})") from error
+        raise ValueError(f"{where} is not an array of numbers ({error})") from error
     shape = list(experts.shape)
     if len(shape) != 3 or shape[1] != total_length or not shape[0] * shape[2]:
         raise ValueError(
             f"{where} has shape {shape}, expected [layers, total_length, k], here [layers, "
-            f"{total_length}, k]: an engine that "
-            "gives none for the last token is read by routed_experts_of_engine"
+            f"{total_length}, k]. If the engine omits the last token, use routed_experts_of_engine."
         )
     if not has_integers(experts) or experts.device.type != "cpu":
         raise ValueError(
             f"{where} is {experts.dtype} on {experts.device}, expected integers on the host"
         )
-    # int8 does not hold the bound below, and other unsigned types cannot be compared.
+    # int8 cannot represent the bound below, and other unsigned types cannot be compared.
     if experts.dtype not in (torch.uint8, torch.int16):
         experts = experts.to(torch.int64)
     if experts.dtype == torch.uint8:
@@ -58,21 +55,18 @@ def checked_routed_experts(where: str, routed: Any, total_length: int) -> Tensor
     else:
         is_none = experts == -1
         is_beyond = (experts < -1) | (experts > LARGEST_ID)
-        problem = f"expected from 0 to {LARGEST_ID}, or -1 for no choice"
+        problem = f"expected 0 to {LARGEST_ID}, or -1 for no choice"
         _refuse(where, experts, is_beyond, problem)
         dtype = torch.uint8 if int(experts.max()) < 255 else torch.int16
         experts = experts.to(dtype)
     has_some = is_none.any(2, keepdim=True) & ~is_none
     _refuse(
-        where,
-        experts,
-        has_some,
-        "in a row with -1: give all k of a token's experts, or -1 for each",
+        where, experts, has_some, "in a row with -1: pass all k experts of a token, or -1 for each"
     )
     is_again = torch.zeros_like(is_none)
-    for shift in range(1, shape[2] // 2 + 1):  # around the row: every two of its places meet
+    for shift in range(1, shape[2] // 2 + 1):  # these rotations compare every pair in a row
         is_again |= experts == experts.roll(shift, 2)
-    problem = "twice: a router chooses k different experts (give -1 for a layer without experts)"
+    problem = "twice: a router chooses k different experts (pass -1 for a layer without experts)"
     _refuse(where, experts, is_again & ~is_none, problem)
     by_token = experts.transpose(0, 1).clone(memory_format=torch.contiguous_format)
     stored = by_token.transpose(0, 1)
@@ -81,8 +75,8 @@ def checked_routed_experts(where: str, routed: Any, total_length: int) -> Tensor
 
 
 def largest_expert(experts: Tensor) -> int:
-    """Return the largest id of a sample's experts."""
-    if experts not in _largest:  # of a sample from another process
+    """Return the largest expert id in a sample."""
+    if experts not in _largest:  # from a different process
         _largest[experts] = int(experts.masked_fill(experts == no_choice(experts), 0).max())
     return _largest[experts]
 
@@ -97,24 +91,25 @@ def _refuse(where: str, experts: Tensor, is_wrong: Tensor, problem: str) -> None
 
 
 def routed_experts_of_tokens(parts: Sequence[Tensor], token_indices: Tensor) -> Tensor:
-    """Lay out the ids [local_tokens, layers, k] of this rank's tokens in one copy; padding has no
+    """Lay out the ids [local_tokens, layers, k] of this rank's tokens in one copy. Padding has no
     choice.
 
-    They are in pinned memory in a process that has begun to use CUDA: no further copy on the host.
+    After the process has initialized CUDA, the result is in pinned memory, which saves a copy on
+    the host.
 
     Args:
-        parts: of every sample [layers, total_length, k], as `checked_routed_experts` returns it.
+        parts: per sample [layers, total_length, k] from `checked_routed_experts`.
         token_indices: see `TokenWindow`.
 
     Raises:
-        ValueError: samples with different numbers of layers, or of experts a token.
+        ValueError: samples have different numbers of layers or of experts per token.
     """
     shapes = [[part.shape[0], part.shape[2]] for part in parts]
     if len(set(map(tuple, shapes))) > 1:
         other = [shape == shapes[0] for shape in shapes].index(False)
         raise ValueError(
             f"routed_experts has [layers, k] {shapes[0]} in sample 0 of the micro-batch and "
-            f"{shapes[other]} in sample {other}: give every sample the same"
+            f"{shapes[other]} in sample {other}: they must be equal in every sample"
         )
     dtype = torch.uint8 if all(part.dtype == torch.uint8 for part in parts) else torch.int16
     by_token = [_as_type(part.transpose(0, 1), dtype).numpy() for part in parts]
@@ -124,7 +119,7 @@ def routed_experts_of_tokens(parts: Sequence[Tensor], token_indices: Tensor) -> 
     shape = len(indices), *by_token[0].shape[1:]
     laid_out = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=is_pinned)
     rows = laid_out.numpy()
-    # A run of tokens ascends by one, through samples that follow each other. Padding is a run too.
+    # In a run, tokens ascend by one, also across consecutive samples. Padding is a run too.
     is_end = np.where(indices[:-1] < 0, indices[1:] >= 0, np.diff(indices) != 1)
     place = 0
     for end in [*(np.flatnonzero(is_end) + 1).tolist(), len(indices)]:
@@ -148,22 +143,22 @@ def _as_type(experts: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def routed_experts_of_engine(experts: Any, total_length: int, *, most_missing: int = 1) -> Tensor:
-    """Read the experts that vLLM or SGLang returns for a sequence: `[tokens, layers, k]` integers
-    -> `[layers, total_length, k]`.
+    """Convert the experts that vLLM or SGLang returns for a sequence from `[tokens, layers, k]`
+    integers to `[layers, total_length, k]`.
 
-    An engine never runs the last token that it samples, so it has no entry. A token without one is
-    left to the trainer's own router: no response token is predicted from the last one. A layer of
-    zeros alone is one without experts, of which the engine's buffer was never written.
+    An engine never runs the last token that it samples, so the last token has no entry. For tokens
+    without an entry the trainer's router chooses. No response token is predicted from the last one.
+    A layer with only zeros has no experts: the engine never wrote its buffer.
 
     Args:
-        experts: what the engine returned of prompt and response, as a NumPy array, a tensor or
-            lists.
-        total_length: the tokens of prompt and response.
-        most_missing: the tokens at the end that may lack an entry; more of them where text of a
-            tool ends a sample.
+        experts: the engine's result for prompt and response, as a NumPy array, a tensor or lists.
+        total_length: the tokens in prompt and response.
+        most_missing: the number of final tokens that may lack an entry. More than one if a sample
+            ends with a tool's text.
 
     Raises:
-        ValueError: no integers, another number of dimensions, more entries than tokens, or too few.
+        ValueError: the experts are not integers, have the wrong number of dimensions, or have too
+            many or too few entries.
     """
     given = torch.tensor(np.asarray(experts), device="cpu")
     if not has_integers(given):
@@ -172,10 +167,9 @@ def routed_experts_of_engine(experts: Any, total_length: int, *, most_missing: i
     if given.dim() != 3 or not 0 <= missing <= most_missing:
         raise ValueError(
             f"the engine's routed experts have shape {list(given.shape)}, expected [tokens, "
-            f"layers, k] of {total_length} tokens, "
-            f"prompt and response, or up to {most_missing} fewer at the end: put those of the "
-            f"prompt before them where the engine "
-            "gives them apart, or raise most_missing"
+            f"layers, k] for {total_length} tokens of prompt and response, or up to {most_missing} "
+            "fewer at the end. Prepend the prompt's experts if the engine returns them separately, "
+            "or raise most_missing."
         )
     by_layer = torch.nn.functional.pad(given.to(torch.int64), (0, 0, 0, 0, 0, missing), value=-1)
     by_layer = by_layer.transpose(0, 1)

@@ -1,4 +1,4 @@
-"""One prompt and its response, checked while it is still on the host."""
+"""A prompt and its response, checked on the host."""
 
 import dataclasses
 import functools
@@ -34,24 +34,21 @@ from megatron_pg.step.values import (
 )
 
 Values = Tensor | Sequence[float | None] | Sequence[int]
-"""A per-token field as a caller gives it: a host tensor or a sequence of numbers, None where
-masked."""
+"""Per-token field as passed by a caller: a host tensor or a sequence of numbers, None if masked."""
 CRITIC_FIELDS = ("old_values", "returns")
 VALUE_FIELDS = ("advantages", *LOG_PROB_FIELDS, *CRITIC_FIELDS)
-"""The fields that hold a float32 per response token and that a trainer may fill later."""
+"""Fields with a float32 per response token that a trainer may fill later."""
 _count = itertools.count()
 
 
 @functools.cache
 def _first_number(process_id: int) -> int:
-    """Draw where the numbers of a process's samples begin: other processes draw others, forks
-    too.
-    """
+    """Draw the first sample number of a process, different in every process and fork."""
     return secrets.randbits(62)
 
 
 class NumberedName(str):
-    """The name of a sample that was given none: a number, which `number_samples` replaces."""
+    """Name of an unnamed sample: a number, which `number_samples` replaces."""
 
     __slots__ = ()
 
@@ -60,86 +57,84 @@ class NumberedName(str):
 class Sample:
     """One sequence of the step: `total_length = prompt_length + response_length` tokens.
 
-    The constructor converts and checks every field on the host, so that a step checks nothing. It
-    takes per-token fields as tensors or as sequences of numbers, and `advantages` also as one
+    The constructor converts and checks every field on the host, so that the step needs no checks.
+    It accepts per-token fields as tensors or sequences of numbers, and `advantages` also as one
     number for all response tokens. Fields are stored with the types below.
 
     Raises:
-        ValueError: naming the sample (`name`), the field, what was found and what was expected.
+        ValueError: a field is invalid. The message names the sample (`name`), the field, the value
+            found and the value expected.
     """
 
     tokens: Tensor
     """The token ids [total_length] int64: the prompt's tokens, then the response's."""
     response_length: int
-    """Response tokens; 0 is legal and contributes nothing, `total_length` is not (the prompt has a
-    token)."""
+    """Number of response tokens. 0 is legal and contributes nothing. It must be less than
+    `total_length`, because the prompt has a token."""
     loss_mask: Tensor
-    """The loss mask [response_length] bool, given as 0 and 1: which response tokens the objective
+    """The loss mask [response_length] bool, passed as 0 and 1: which response tokens the objective
     counts."""
     advantages: Tensor = torch.zeros((), dtype=torch.float32, device="cpu")
     """The advantages [response_length] float32."""
     old_log_probs: Tensor | None = None
-    """Log-probs [response_length] float32, in nats, under the policy that the step starts from."""
+    """Log-probs [response_length] float32, in nats, under the policy at the start of the step."""
     ref_log_probs: Tensor | None = None
     """Log-probs [response_length] float32, in nats, under the reference policy of the KL term."""
     rollout_log_probs: Tensor | None = None
-    """Log-probs [response_length] float32, in nats, that the rollout engine reported."""
+    """Log-probs [response_length] float32, in nats, from the rollout engine."""
     group_index: int | None = None
-    """The prompt group, any int64: all samples of one prompt in the step share it."""
+    """The prompt group, any int64, shared by all samples with the same prompt in the step."""
     rollout_id: int | None = None
-    """Samples with the same id, any int64, are one rollout; None makes this sample a rollout of its
-    own."""
+    """The rollout, any int64, shared by all its samples. None: this sample is a rollout."""
     name: str = ""
-    """Name of this sample in messages. An empty name becomes a number: among the samples of this
-    process, with the ids, and later the place in the list that `step_totals` or `plan_step`
-    gets."""
+    """Name of this sample in messages. An empty name becomes the sample's number in this process,
+    with the ids, and later its index in the list for `step_totals` or `plan_step`."""
     id_source: str | None = None
-    """The source that numbered the ids, such as a file; None is the data-parallel rank that trains
-    on the sample. The samples of a rollout that lies on several ranks have the same name here."""
+    """The source that numbered the ids, such as a file. None: the data-parallel rank that trains on
+    the sample. If a rollout is on several ranks, its samples must have the same source."""
     loss_weights: Tensor | None = None
-    """Factors of the tokens' losses, [response_length] float32, 0 or more, beside the loss mask;
-    stored as 0 where the mask is
-    0. None is 1 for every token."""
+    """Factors on the tokens' losses in addition to the loss mask, [response_length] float32, 0 or
+    more, stored as 0 for masked tokens. None: 1 for every token."""
     policy_version: int | Tensor | None = None
-    """Updates of the policy that generated the response, or each of its tokens [response_length]
-    int64 (a partial rollout goes on after an update), for staleness and `--old-log-probs
-    interpolated`. A masked token may have any."""
+    """Number of updates of the policy that generated the response, or each token [response_length]
+    int64 (a partial rollout continues after an update), for staleness and `--old-log-probs
+    interpolated`. Masked tokens may have any version."""
     temperature: float | None = None
-    """The temperature that the response was sampled at. If given, it has to be that of the step,
+    """The sampling temperature of the response. If set, it must equal the step's
     `--rollout-temperature`."""
     old_values: Tensor | None = None
-    """The critic's values [response_length] float32 that the advantages were made of, for the value
-    loss."""
+    """The critic's values [response_length] float32 behind the advantages, for the value loss."""
     returns: Tensor | None = None
-    """The returns [response_length] float32 that the critic is trained to, for the value loss."""
+    """The critic's targets [response_length] float32, for the value loss."""
     kept_tokens: Ragged | None = None
-    """The ids that each response token was sampled from (top-p, top-k), itself among them, for
-    `--replay-sampling-set`; an empty set where all were kept."""
+    """The sampling set of each response token (top-p, top-k), including the token, for
+    `--replay-sampling-set`. An empty set means the whole vocabulary."""
     sampler_top_k: TopK | None = None
-    """The engine's likeliest tokens for each response token, with their log-probs, for
-    `--score-centering`; given as a pair (ids, log_probs) of rows, which may differ in length."""
+    """The engine's most likely tokens per response token, with their log-probs, for
+    `--score-centering`, passed as a pair (ids, log_probs) of rows, which may differ in length."""
     routed_experts: Tensor | None = None
     """The experts that the engine chose, [layers, total_length, k] integers, for
-    `--replay-routing`; stored as uint8 or int16. -1 in all of a row (255 in uint8): the model's
+    `--replay-routing`, stored as uint8 or int16. If a row is all -1 (255 in uint8), the model's
     router chooses, as for the last token, which an engine never runs."""
     turn_ids: Tensor | None = None
-    """The turn of each response token, masked ones included, [response_length] int64, for
-    `--sequence-unit turn`. The tokens of a turn lie side by side: ids never fall."""
+    """The turn of each response token, including masked ones, [response_length] int64, for
+    `--sequence-unit turn`. Ids must not decrease, so that the tokens of a turn are contiguous."""
     side_channels: Mapping[str, Tensor | Ragged] = dataclasses.field(default_factory=dict)
-    """Other values that travel with the tokens through `pack`, by a name of your own:
-    [response_length, ...] or [total_length, ...] of any dtype, or a `Ragged` of as many rows."""
+    """Custom values, by name, that `pack` moves with the tokens: [response_length, ...] or
+    [total_length, ...] of any dtype, or a `Ragged` with as many rows."""
     accepted_mask: Tensor | None = None
-    """The active tokens that no rejection drops, [response_length] bool; `accepted_samples` fills
-    it for `--rejection-denominator accepted`."""
+    """The active tokens that no rejection drops, [response_length] bool. `accepted_samples` sets it
+    for `--rejection-denominator accepted`."""
     accepted_size: float | None = None
-    """What these tokens add to D, G and T: their number or, under `--loss-weight-denominator
-    weights`, the sum of their loss weights; `accepted_samples` fills it."""
+    """The contribution of the accepted tokens to D, G and T: their number or, with
+    `--loss-weight-denominator weights`, the sum of their loss weights. `accepted_samples` sets
+    it."""
     number: int | None = None
-    """The number that the checksum tells samples apart by. A new sample gets its own, and
+    """The sample's identity in the checksum. A new sample gets its own number, and
     `dataclasses.replace` keeps it."""
 
     if TYPE_CHECKING:
-        # A caller may give more types than are stored; the dataclass makes the code.
+        # Callers may pass more types than are stored.
         def __init__(
             self,
             tokens: Values,
@@ -209,35 +204,33 @@ class Sample:
         stored["side_channels"] = checked_side_channels(
             self.name, self.side_channels, self.loss_mask, self.total_length
         )
-        # Counted here, where the tokens are in the processor's cache: a step has many samples.
+        # Computed now because the tokens are in the processor's cache.
         for field in ("num_active_tokens", "prompt_hash"):
             getattr(self, field)
 
     @property
     def total_length(self) -> int:
-        """Tokens of prompt and response."""
+        """Number of tokens in prompt and response."""
         return self.tokens.numel()
 
     @property
     def prompt_length(self) -> int:
-        """Tokens of the prompt."""
+        """Number of tokens in the prompt."""
         return self.total_length - self.response_length
 
     @functools.cached_property
     def num_active_tokens(self) -> int:
-        """Response tokens that the loss mask keeps; counted once, as every micro-batch asks for
-        it.
-        """
+        """Number of response tokens that the loss mask keeps, cached for every micro-batch."""
         return int(np.count_nonzero(self.loss_mask.numpy()))
 
     @functools.cached_property
     def loss_weight(self) -> float | None:
-        """The sum of the loss weights over the active tokens; None without `loss_weights`."""
+        """The sum of the loss weights over the active tokens, or None without `loss_weights`."""
         return None if self.loss_weights is None else float(self.loss_weights.double().sum())
 
     @functools.cached_property
     def prompt_hash(self) -> int | None:
-        """A 64-bit hash of the prompt's tokens; None without `group_index` and `rollout_id`."""
+        """64-bit hash of the prompt's tokens, or None without `group_index` and `rollout_id`."""
         if self.group_index is None and self.rollout_id is None:
             return None
         return hash_of_tokens(self.tokens[: self.prompt_length])
@@ -251,7 +244,7 @@ class Sample:
     def _store(self, field: str, dtype: torch.dtype, check: "Check") -> None:
         """Convert and check a per-token field."""
         given = self._given(field, dtype)
-        values = given.to(dtype, copy=True)  # the caller may fill its buffer again
+        values = given.to(dtype, copy=True)  # the caller may reuse its buffer
         vars(self)[field] = values
         check(f"{self.name}: {field}", self, given, values)
 
@@ -266,25 +259,24 @@ class Sample:
                 return torch.full((length,), float(value), dtype=dtype, device="cpu")
             except (RuntimeError, OverflowError, TypeError, ValueError) as error:
                 raise ValueError(
-                    f"{where} is {reprlib.repr(value)}, expected a number that float32 holds"
+                    f"{where} is {reprlib.repr(value)}, expected a number within float32's range"
                 ) from error
         try:
             vector = host_tensor(value)
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-            raise ValueError(f"{where} is no sequence of numbers ({error})") from error
+            raise ValueError(f"{where} is not a sequence of numbers ({error})") from error
         if vector.dim() != 1:
             raise ValueError(f"{where} has shape {list(vector.shape)}, expected one dimension")
         if vector.device.type != "cpu":
             raise ValueError(
-                f"{where} is on {vector.device}, expected a host tensor: samples are checked and "
-                f"packed on the host, "
-                "and the packed micro-batch is moved with PackedBatch.to(device)"
+                f"{where} is on {vector.device}, expected a host tensor. Move the packed "
+                "micro-batch with PackedBatch.to(device) instead."
             )
         if vector.is_complex():
             raise ValueError(f"{where} has dtype {vector.dtype}, expected real numbers")
         if field != "tokens" and length != vector.numel():
             raise ValueError(
-                f"{where} is of {vector.numel()} values, expected one per response token ({length})"
+                f"{where} has {vector.numel()} values, expected one per response token ({length})"
             )
         if dtype == torch.int64 and vector.numel() and not has_integers(vector):
             raise ValueError(f"{where} has dtype {vector.dtype}, expected integers")
@@ -294,17 +286,17 @@ class Sample:
 def _check_tokens(where: str, sample: Sample, given: Tensor, tokens: Tensor) -> None:
     lengths = sample.response_length, "total_length", sample.total_length
     check_lengths(f"{sample.name}: response_length", *lengths)
-    # A prompt may hold placeholders below 0; a response token is looked up in the vocabulary.
+    # Prompts may contain negative placeholders, but response tokens index the vocabulary.
     is_wrong = tokens < 0
     is_wrong[: sample.prompt_length] = False
-    problem = ", a response token: expected an id of the vocabulary, 0 or more"
+    problem = ", a response token, expected a vocabulary id of 0 or more"
     refuse_values(where, tokens, is_wrong, problem)
 
 
 def _check_mask(where: str, sample: Sample, given: Tensor, mask: Tensor) -> None:
     given = given.double()
     check_mask(where, given)
-    problem = ", and the loss mask is 0 there: call accepted_samples after the mask has changed"
+    problem = ", but the loss mask is 0 there. Call accepted_samples again after mask changes."
     refuse_values(where, given, mask & ~sample.loss_mask, problem)
 
 
@@ -314,14 +306,14 @@ def _accept(where: str, sample: Sample, given: Tensor, values: Tensor) -> None:
 
 def _check_turns(where: str, sample: Sample, given: Tensor, turns: Tensor) -> None:
     is_wrong = torch.cat([turns[:1] != turns[:1], turns[1:] < turns[:-1]])
-    problem = ", less than before it: expected turns in their order"
+    problem = ", less than the id before it, expected turns in order"
     refuse_values(where, turns, is_wrong, problem)
 
 
 def check_numbers(
     where: str, sample: Sample, given: Tensor, values: Tensor, least: float = -math.inf
 ) -> None:
-    """Refuse values that are not finite, or less than the least, at an active token."""
+    """Raise a ValueError for values that are not finite, or below `least`, at an active token."""
     is_wrong = sample.loss_mask & ~(torch.isfinite(values) & (values >= least))
     expected = "a finite number in float32" + ", 0 or more" * (least == 0)
     refuse_values(where, given, is_wrong, f" at an active token, expected {expected}")
@@ -332,7 +324,7 @@ def _check_log_probs(where: str, sample: Sample, given: Tensor, values: Tensor) 
 
 
 Check = Callable[[str, Sample, Tensor, Tensor], None]
-"""A check of where a field is, its sample, the values as given, and the values as stored."""
+"""Check of a field's name, its sample, the passed values, and the stored values."""
 COLUMNS: dict[str, tuple[torch.dtype, Check]] = {
     "tokens": (torch.int64, _check_tokens),
     "loss_mask": (torch.bool, _check_mask),
@@ -342,27 +334,26 @@ COLUMNS: dict[str, tuple[torch.dtype, Check]] = {
     **dict.fromkeys(LOG_PROB_FIELDS, (torch.float32, _check_log_probs)),
     "turn_ids": (torch.int64, _check_turns),
 }
-"""The fields with a number for each token, by the type that is stored and the check."""
+"""Fields with a number per token: stored type and check."""
 
 
 def check_samples(function: str, samples: object) -> None:
-    """Refuse an argument of the function that is no sequence of `Sample`."""
+    """Raise a ValueError if the function's argument is not a sequence of `Sample`."""
     expected = f"{function}: expected a list of Sample"
     if not isinstance(samples, Sequence):
-        raise ValueError(f"{expected}, and got a {type(samples).__name__}")
+        raise ValueError(f"{expected}, but found a {type(samples).__name__}")
     for number, sample in enumerate(samples):
         if not isinstance(sample, Sample):
             raise ValueError(
-                f"{expected}, and number {number} is a {type(sample).__name__}: build it with "
-                f"Sample(tokens=..., "
-                "response_length=..., loss_mask=...)"
+                f"{expected}, but number {number} is a {type(sample).__name__}. Build it with "
+                "Sample(tokens=..., response_length=..., loss_mask=...)."
             )
 
 
 def number_samples(samples: Sequence[object]) -> None:
-    """Give the samples of a rank's step distinct numbers, and unnamed ones their places as names.
+    """Give a rank's samples distinct numbers, and name unnamed ones by their index.
 
-    A sample keeps its number, except copies of a sample that is earlier in the list.
+    A sample keeps its number unless it is a copy of an earlier one in the list.
     """
     of_number: dict[int | None, Sample] = {}
     for place, sample in enumerate(samples):
@@ -376,9 +367,8 @@ def number_samples(samples: Sequence[object]) -> None:
 
 def _refuse_change(sample: Sample, field: str, _: object) -> None:
     raise dataclasses.FrozenInstanceError(
-        f"{sample.name}: {field} cannot be set, as a sample is checked when it is made; make "
-        f"another: "
-        f"sample = dataclasses.replace(sample, {field}=...)"
+        f"{sample.name}: {field} cannot be set, because samples are checked when constructed. Use "
+        f"sample = dataclasses.replace(sample, {field}=...)."
     )
 
 
@@ -386,13 +376,13 @@ Sample.__setattr__ = _refuse_change  # type: ignore[assignment, method-assign]
 
 
 def _is_vector(value: object) -> bool:
-    """Tell numbers of tokens from one number."""
+    """Return whether a value has one number per token."""
     return bool(getattr(value, "ndim", isinstance(value, Sequence) and not isinstance(value, str)))
 
 
 def as_integer(value: object) -> int | None:
-    """Convert a Python, NumPy or 0-d tensor integer of 64 bits; None for anything else, 3.0 and
-    True included.
+    """Convert a 64-bit Python, NumPy or 0-d tensor integer. Return None for anything else,
+    including 3.0 and True.
     """
     if isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool):
         return None
@@ -404,7 +394,7 @@ def as_integer(value: object) -> int | None:
 
 
 def checked_integer(where: str, value: object) -> int:
-    """Convert as `as_integer` does, or raise a ValueError that begins with `where`."""
+    """Convert like `as_integer`, or raise a ValueError that begins with `where`."""
     number = as_integer(value)
     if number is None:
         raise ValueError(f"{where} is {reprlib.repr(value)}, expected an integer of 64 bits")
@@ -412,13 +402,12 @@ def checked_integer(where: str, value: object) -> int:
 
 
 def check_lengths(response_name: str, response: int, total_name: str, total: int) -> None:
-    """Refuse lengths of one sample that leave no prompt; each comes with its name in an error."""
+    """Raise a ValueError, with the given names, if a sample's lengths leave no prompt."""
     if response < 0:
         raise ValueError(f"{response_name} is {response}, expected 0 or more")
     if total <= response:
         raise ValueError(
-            f"{response_name} is {response} and {total_name} {total}, expected at least 1 more: "
-            f"the prompt needs at least one "
-            "token (a beginning-of-sequence token will do), whose logit predicts the response's "
-            "first"
+            f"{response_name} is {response} and {total_name} {total}, expected at least 1 more. "
+            "The prompt needs a token, such as a beginning-of-sequence token, to predict the first "
+            "response token."
         )

@@ -1,4 +1,4 @@
-"""The likeliest tokens of a rollout engine, with their log-probs, for score centering."""
+"""Most likely tokens of a rollout engine, with their log-probs, for score centering."""
 
 import itertools
 import math
@@ -22,18 +22,18 @@ from megatron_pg.step.values import (
 
 @dataclass(frozen=True, eq=False)
 class TopK:
-    """The engine's likeliest tokens for each response token, as many as it returned."""
+    """The engine's most likely tokens per response token, as many as it returned."""
 
     ids: Ragged
-    """Distinct ids [response_length] rows int32, empty where masked."""
+    """Distinct ids [response_length] rows int32, empty if masked."""
     log_probs: Ragged
-    """The log-prob of each id, in nats, float32, under the distribution that was sampled from."""
+    """The log-prob of each id, in nats, float32, under the sampling distribution."""
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def padded(self) -> tuple[Tensor, Tensor]:
-        """Lay the rows side by side, [rows, k] each: -1 and 0 beyond the end of a row."""
+        """Return ids and log-probs, [rows, k] each, with -1 and 0 beyond the end of a row."""
         sizes = self.ids.sizes
         k = max(int(sizes.max()) if len(sizes) else 0, 1)
         rows = torch.repeat_interleave(sizes)
@@ -46,10 +46,9 @@ class TopK:
 
 
 def checked_top_k(where: str, given: Any, loss_mask: Tensor) -> TopK:
-    """Convert a pair (ids, log_probs) with a row for each response token, and check what is there
-    at active tokens.
+    """Convert a pair (ids, log_probs) with a row per response token, and check active tokens.
 
-    Each is a `Ragged`, a tensor [response_length, k] or a sequence of rows; a masked token may have
+    Each is a `Ragged`, a tensor [response_length, k] or a sequence of rows. A masked token may have
     an empty row.
     """
     if isinstance(given, TopK):
@@ -58,12 +57,12 @@ def checked_top_k(where: str, given: Any, loss_mask: Tensor) -> TopK:
         ids, log_probs = map(_ragged, given)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ValueError(
-            f"{where} is not a pair (ids, log_probs) with a row for each response token: {error}"
+            f"{where} is not a pair (ids, log_probs) with a row per response token: {error}"
         ) from error
     if len(ids) != len(loss_mask) or not torch.equal(ids.offsets, log_probs.offsets):
         raise ValueError(
             f"{where} has {len(ids)} rows of ids and {len(log_probs)} rows of log-probs, expected "
-            f"one for each response token ({len(loss_mask)}), with a log-prob for each id"
+            f"one per response token ({len(loss_mask)}), with a log-prob per id"
         )
     if ids.values.numel() and not has_integers(ids.values):
         raise ValueError(f"{where}: ids have dtype {ids.values.dtype}, expected integers")
@@ -81,7 +80,7 @@ def checked_top_k(where: str, given: Any, loss_mask: Tensor) -> TopK:
 
 
 def _ragged(rows: Any) -> Ragged:
-    """Convert rows to a `Ragged` on the host with values of its own."""
+    """Convert rows to a `Ragged` on the host with copied values."""
     if isinstance(rows, Ragged):
         return Ragged(rows.values.detach().clone(), rows.offsets)
     if isinstance(rows, Tensor):
@@ -96,36 +95,36 @@ def _ragged(rows: Any) -> Ragged:
 
 
 def top_k_of_vllm(logprobs: Sequence[Mapping[int, Any] | None]) -> tuple[list[Any], list[Any]]:
-    """Read vLLM's `CompletionOutput.logprobs` into `Sample.sampler_top_k`.
+    """Convert vLLM's `CompletionOutput.logprobs` to `Sample.sampler_top_k`.
 
-    Ask for them with `SamplingParams(logprobs=k)`, and start the engine with `--logprobs-mode
+    Request them with `SamplingParams(logprobs=k)`, and start the engine with `--logprobs-mode
     processed_logprobs --max-logprobs k`: by default it returns log-probs before temperature, top-k
     and top-p.
 
     Args:
-        logprobs: for each response token a mapping of ids to objects with `logprob`, or to numbers.
-            The sampled token is among them even if it is not in the top k. Ids of probability 0 are
+        logprobs: per response token a mapping of ids to objects with `logprob`, or to numbers. It
+            includes the sampled token even if that is not in the top k. Ids of probability 0 are
             left out.
     """
     rows = [row for row in logprobs if row is not None]
     if len(rows) < len(logprobs):
-        raise ValueError("vLLM returned no log-probs: ask with SamplingParams(logprobs=k)")
+        raise ValueError("vLLM returned no log-probs. Use SamplingParams(logprobs=k).")
     heads = [{id: float(getattr(x, "logprob", x)) for id, x in row.items()} for row in rows]
-    # Beyond top-k and top-p.
+    # Outside of top-k and top-p.
     heads = [{id: x for id, x in head.items() if x > -math.inf} for head in heads]
     return [list(map(int, head)) for head in heads], [list(head.values()) for head in heads]
 
 
 def top_k_of_sglang(meta_info: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
-    """Read `output_top_logprobs` of SGLang's `meta_info` into `Sample.sampler_top_k`.
+    """Convert `output_top_logprobs` in SGLang's `meta_info` to `Sample.sampler_top_k`.
 
-    Ask with `"return_logprob": true, "top_logprobs_num": k`. It returns log-probs at the sampling
-    temperature, before top-k and top-p: sample without these.
+    Request it with `"return_logprob": true, "top_logprobs_num": k`. SGLang returns log-probs at the
+    sampling temperature, before top-k and top-p, so sample without top-k and top-p.
     """
     rows = meta_info.get("output_top_logprobs")
     if rows is None:
         raise ValueError(
-            "SGLang returned no output_top_logprobs: ask with return_logprob and top_logprobs_num"
+            "SGLang returned no output_top_logprobs. Use return_logprob and top_logprobs_num."
         )
     ids = [[int(token) for _, token, *_ in row or ()] for row in rows]
     return ids, [[float(log_prob) for log_prob, *_ in row or ()] for row in rows]

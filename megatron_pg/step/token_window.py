@@ -1,10 +1,10 @@
-"""The tokens of a packed micro-batch on each context-parallel rank. All offset arithmetic is here.
+"""Tokens of a packed micro-batch on each context-parallel rank. All offset arithmetic is here.
 
-Sequences are packed end to end (THD) and cut over a context-parallel group of `c > 1` ranks as
-Transformer Engine's `thd_get_partitioned_indices` does (zigzag): each sequence is padded to `2 c k`
+Sequences are packed end to end (THD) and split over a context-parallel group of `c > 1` ranks like
+in Transformer Engine's `thd_get_partitioned_indices` (zigzag): each sequence is padded to `2 c k`
 tokens, `k = ceil(total / (2 c))`, and rank `r` owns its chunks `r` and `2 c - 1 - r` of `k` tokens
 each, so that it holds `[sequence 0 chunk r, sequence 0 chunk 2c-1-r, sequence 1 chunk r, ...]`. At
-`c = 1` nothing is padded.
+`c = 1` there is no padding.
 
 The logit at position `p` predicts token `p + 1`, so response token `t` (`prompt_length <= t <
 total`) is scored on the rank that owns position `t - 1`.
@@ -29,50 +29,50 @@ Length = TypeVar("Length", int, Indices)
 
 @dataclass(frozen=True)
 class Layout:
-    """The place of one rank in a context-parallel group, and the lengths of what the group cuts.
+    """Position of one rank in a context-parallel group, and the lengths of packed sequences.
 
     Raises:
-        ValueError: a number is no integer or out of range.
+        ValueError: a number is not an integer or out of range.
     """
 
     cp_rank: int = 0
     cp_size: int = 1
     multiple: int = 1
-    """Number that divides the packed length over the whole group (`pad_to_multiple`)."""
+    """A divisor of the packed length over the whole group (`pad_to_multiple`)."""
 
     def __post_init__(self) -> None:
         for name, size in (("cp_size", self.cp_size), ("pad_to_multiple", self.multiple)):
             if checked_integer(name, size) < 1:
-                raise ValueError(f"{name} is {size}: expected 1 or more")
+                raise ValueError(f"{name} is {size}, expected 1 or more")
         if not 0 <= checked_integer("cp_rank", self.cp_rank) < self.cp_size:
             raise ValueError(
-                f"cp_rank {self.cp_rank} and cp_size {self.cp_size}: expected 0 <= cp_rank < "
-                f"cp_size"
+                f"cp_rank is {self.cp_rank} and cp_size {self.cp_size}, expected 0 <= cp_rank < "
+                "cp_size"
             )
 
     @property
     def num_chunks(self) -> int:
-        """Pieces that a sequence is cut into; they divide its padded length."""
+        """Number of chunks per sequence, a divisor of its padded length."""
         return 2 * self.cp_size if self.cp_size > 1 else 1
 
     @property
     def least_tokens(self) -> int:
-        """Packed length of an empty micro-batch; it divides every other packed length."""
+        """Packed length of an empty micro-batch, and a divisor of every packed length."""
         return math.lcm(self.num_chunks, self.multiple)
 
     def padded_length(self, total_length: Length) -> Length:
-        """Compute the tokens that one sequence takes in a pack; elementwise for arrays."""
+        """Compute the tokens that one sequence takes in a pack, elementwise for arrays."""
         return -(-total_length // self.num_chunks) * self.num_chunks
 
     def packed_length(self, padded_tokens: int) -> int:
-        """Compute the tokens of a pack whose padded samples have that many; an empty pack is a
-        dummy segment.
+        """Compute a pack's tokens from the tokens of its padded samples. An empty pack is a dummy
+        segment.
         """
         return max(-(-padded_tokens // self.least_tokens), 1) * self.least_tokens
 
     def local_positions(self, padded: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the segment and the position in it [local_tokens] of the rank's tokens, from
-        padded lengths [segments].
+        """Compute the segment and position [local_tokens] of this rank's tokens from padded lengths
+        [segments].
         """
         segment_ids, positions = map(torch.from_numpy, _positions(self, padded.cpu().numpy()))
         return segment_ids.to(padded.device), positions.to(padded.device)
@@ -80,20 +80,20 @@ class Layout:
 
 @dataclass(frozen=True, eq=False)
 class TokenWindow:
-    """The tokens of one packed micro-batch on one context-parallel rank. Built by `build`.
+    """Tokens of one packed micro-batch on one context-parallel rank, built by `build`.
 
-    "Window" is the response tokens that this rank scores, in the order of its local rows. Over the
-    ranks of a context-parallel group the windows are disjoint and cover every response token once.
+    The "window" is the response tokens that this rank scores, in the order of its local rows. The
+    windows of a context-parallel group are disjoint and cover every response token once.
     """
 
     total_lengths: tuple[int, ...]
-    """Tokens of each sample, prompt and response; the padding segment is not a sample."""
+    """Prompt and response tokens per sample. The padding segment is not a sample."""
     response_lengths: tuple[int, ...]
-    """Response tokens of each sample."""
+    """Response tokens per sample."""
     layout: Layout
     cu_seqlens: Tensor
-    """The padded cumulative lengths [segments + 1] int32 over the whole group, padding segment
-    included."""
+    """The padded cumulative lengths [segments + 1] int32 over the whole group, including the
+    padding segment."""
     max_seqlen: int
     """The longest padded segment, in tokens over the whole group."""
     segment_ids: Tensor
@@ -101,15 +101,14 @@ class TokenWindow:
     position_ids: Tensor
     """The position of each local token within its own sequence, [local_tokens] int64."""
     token_indices: Tensor
-    """The index [local_tokens] int64 into the samples' unpadded tokens laid end to end; -1 for
-    padding."""
+    """Index [local_tokens] int64 into the samples' concatenated unpadded tokens, -1 for padding."""
     target_indices: Tensor
-    """The same index [local_tokens] int64 for the response token that the row scores; -1 for
-    none."""
+    """Index [local_tokens] int64 into the same tokens for the response token that the row scores,
+    -1 for none."""
     logit_rows: Tensor
     """The local rows that score a response token, [window] int64."""
     response_indices: Tensor
-    """The index [window] int64 of the scored token into the samples' responses laid end to end."""
+    """Index [window] int64 of the scored token into the samples' concatenated responses."""
     window_segment_ids: Tensor
     """The sample of each scored token, [window] int64."""
 
@@ -125,38 +124,38 @@ class TokenWindow:
 
     @property
     def num_samples(self) -> int:
-        """Samples of the micro-batch, over the whole group."""
+        """Samples in the micro-batch, over the whole group."""
         return len(self.total_lengths)
 
     @property
     def local_tokens(self) -> int:
-        """Tokens that this rank feeds the model, padding included."""
+        """Input tokens of the model on this rank, including padding."""
         return self.segment_ids.numel()
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the packed micro-batch over the whole group, padding included."""
+        """Tokens in the packed micro-batch over the whole group, including padding."""
         return self.local_tokens * self.cp_size
 
     def __len__(self) -> int:
         return self.logit_rows.numel()
 
     def in_responses(self, values: Tensor) -> Tensor:
-        """Put values [..., window] of this rank at their places among all response tokens [..., sum
-        of the response lengths].
+        """Scatter this rank's values [..., window] to all response tokens [..., sum of the response
+        lengths].
 
-        Summed over the context-parallel group they are every rank's values.
+        The sum over the context-parallel group then has every rank's values.
         """
         whole = values.new_zeros(*values.shape[:-1], sum(self.response_lengths))
         return whole.index_copy_(-1, self.response_indices.to(values.device), values)
 
     def sample_borders(self, loss_mask: Tensor, size: int) -> list[int]:
-        """Cut the samples so that no rank of the context-parallel group scores more than `size`
-        active tokens of a part.
+        """Split the samples into parts so that no rank of the context-parallel group scores more
+        than `size` active tokens in a part.
 
-        A longer sample is a part of its own. Lengths of whole samples decide, so that every rank of
-        the group cuts alike. `loss_mask` is [sum of the response lengths] bool on the host; the
-        borders are [parts + 1], from 0 to `num_samples`.
+        A longer sample is a separate part. Lengths of whole samples decide, so that every rank of
+        the group computes the same parts. `loss_mask` is [sum of the response lengths] bool on the
+        host. Returns borders [parts + 1], from 0 to `num_samples`.
         """
         lengths = np.array([self.total_lengths, self.response_lengths], np.int64)
         totals, responses = torch.from_numpy(lengths)
@@ -184,18 +183,17 @@ class TokenWindow:
         """Compute the window of one rank, on the host and without communication.
 
         Args:
-            total_lengths: prompt and response tokens of each sample; empty for an empty
-                micro-batch.
-            response_lengths: response tokens of each sample; 0 is legal and contributes nothing.
-            cp_rank: rank in the context-parallel group, of size `cp_size`.
+            total_lengths: prompt and response tokens per sample. Empty for an empty micro-batch.
+            response_lengths: response tokens per sample. 0 is legal and contributes nothing.
+            cp_rank: rank in the context-parallel group of size `cp_size`.
             cp_size: 1 without context parallelism.
-            pad_to_multiple: divides the packed length over the whole group, by a padding segment
-                that belongs to no sample (`cp_size * tp_size` under sequence parallelism).
+            pad_to_multiple: the packed length over the whole group becomes a multiple of it, by a
+                padding segment outside all samples (`cp_size * tp_size` under sequence
+                parallelism).
 
         Raises:
-            ValueError: lengths that do not fit each other, a response with no prompt token before
-                it (the first response token would have no logit), or sizes that are no integers or
-                out of range.
+            ValueError: lengths contradict each other, a response has no prompt token before it (its
+                first token would have no logit), or sizes are not integers or out of range.
         """
         layout = Layout(cp_rank, cp_size, pad_to_multiple)
         total_lengths, response_lengths = _checked_lengths(total_lengths, response_lengths)
@@ -205,7 +203,7 @@ class TokenWindow:
         ]
         used = sum(padded for *_, padded in segments)
         padding = layout.packed_length(used) - used
-        if padding:  # a segment of no tokens and no response
+        if padding:  # a segment without tokens and response
             segments.append((0, 0, padding))
         totals, responses, padded = np.array(segments, dtype=np.int64).T
         segment_ids, position_ids = _positions(layout, padded)
@@ -238,8 +236,7 @@ class TokenWindow:
 
 def _positions(layout: Layout, padded: Indices) -> tuple[Indices, Indices]:
     cp_rank, cp_size = layout.cp_rank, layout.cp_size
-    # NumPy: on the host its operations begin sooner than torch's, and `repeat` is ten times as
-    # fast.
+    # NumPy has less overhead than torch on the host, and its `repeat` is ten times as fast.
     segments = np.arange(len(padded))
     local_lengths = padded // cp_size
     segment_ids = np.repeat(segments, local_lengths)
@@ -248,8 +245,8 @@ def _positions(layout: Layout, padded: Indices) -> tuple[Indices, Indices]:
     if cp_size == 1:
         return segment_ids, offset
     chunk = local_lengths[segment_ids] // 2
-    # The first half of a rank's tokens is chunk r; the second half, already k along, is chunk 2c -
-    # 1 - r.
+    # The first half of a rank's tokens is chunk r. The second half, already at offset k, is chunk
+    # 2c - 1 - r.
     shift = np.where(offset < chunk, cp_rank * chunk, (2 * cp_size - 2 - cp_rank) * chunk)
     return segment_ids, offset + shift
 
@@ -260,8 +257,7 @@ def _checked_lengths(
     if len(total_lengths) != len(response_lengths):
         raise ValueError(
             f"total_lengths has {len(total_lengths)} samples and response_lengths "
-            f"{len(response_lengths)}: "
-            "give one of each per sample"
+            f"{len(response_lengths)}: pass one of each per sample"
         )
     names = {"total_lengths": total_lengths, "response_lengths": response_lengths}
     totals, responses = (

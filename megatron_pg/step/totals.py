@@ -1,6 +1,4 @@
-"""The totals of a step: counts over every data-parallel rank and micro-batch, known before the step
-begins.
-"""
+"""Step totals: counts over every data-parallel rank and micro-batch, known before the step."""
 
 from __future__ import annotations
 
@@ -28,14 +26,14 @@ AnySample = TypeVar("AnySample", bound=CountedSample)
 
 @dataclass(frozen=True)
 class StepTotals:
-    """Counts of one optimizer step over all data-parallel ranks, equal on every rank. Built by
+    """Counts of one optimizer step over all data-parallel ranks, equal on every rank, built by
     `step_totals`.
     """
 
     num_rollouts: int
-    """N: rollouts, those without an active token included."""
+    """N: rollouts, including those without an active token."""
     num_prompt_groups: int | None
-    """P: prompt groups, those without an active token included; None where samples lack a
+    """P: prompt groups, including those without an active token. None if samples lack a
     `group_index`."""
     num_active_tokens: float
     """T: active tokens, a whole number."""
@@ -44,15 +42,15 @@ class StepTotals:
     group_active_tokens: Mapping[int, float]
     """G by `group_index`."""
     num_tokens: int | None = None
-    """All tokens of the step's samples over every rank, by a plan of the step. Per-token mode with
-    a loss of routers needs it."""
+    """All tokens of the step's samples over every rank, from `plan_step`. Per-token mode with a
+    router loss needs it."""
     counts_loss_weights: bool = False
-    """True where D, G and T are sums of loss weights."""
+    """Whether D, G and T are sums of loss weights."""
     counts_accepted: bool = False
-    """True where D, G and T count only tokens that no rejection drops."""
+    """Whether D, G and T count only tokens that no rejection drops."""
     odd_group: str = field(default="", compare=False)
-    """A prompt group with another number of rollouts than most, in words; "" where all have as many
-    or may differ."""
+    """Description of a prompt group with an unusual number of rollouts, "" if all are equal or may
+    differ."""
     data_parallel_rank: int = field(default=0, compare=False)
     """The rank that counted these totals."""
     counts: StepCounts = field(
@@ -66,10 +64,10 @@ class StepTotals:
     def expected_sums(
         self, divisors_of: Callable[[Sequence[CountedSample]], Tensor], key: Hashable
     ) -> list[float]:
-        """Compute the two sums of the checksum over the samples of all ranks, once per `key`.
+        """Compute the two checksum sums over the samples of all ranks, once per `key`.
 
-        They are of each sample's active tokens (loss weights, if it has them) over its divisor,
-        and of these times the sample's coefficient.
+        The first sums each sample's active tokens (or loss weights) over its divisor. The second
+        sums the same quotients times the sample's coefficient.
         """
         if key not in self._expected_sums:
             sizes = torch.from_numpy(_sizes(self.counts, loss_weights=True))
@@ -79,7 +77,7 @@ class StepTotals:
         return self._expected_sums[key]
 
     def rollout_denominators(self, samples: Sequence[CountedSample]) -> Tensor:
-        """Look up D, the active tokens of each sample's rollout over the step, [len(samples)]
+        """Look up D, the active tokens in each sample's rollout over the step, [len(samples)]
         float64.
         """
         if samples is self.counts:
@@ -93,7 +91,7 @@ class StepTotals:
         )
 
     def group_denominators(self, samples: Sequence[CountedSample]) -> Tensor:
-        """Look up G, the active tokens of each sample's prompt group over the step, [len(samples)]
+        """Look up G, the active tokens in each sample's prompt group over the step, [len(samples)]
         float64.
         """
         if samples is self.counts and self.counts.has("group_index").all():
@@ -106,23 +104,22 @@ class StepTotals:
         return torch.from_numpy(self.counts.sums_of(first, sizes))
 
     def _size(self, sample: CountedSample) -> float:
-        """Return what D counts of a sample that is a rollout by itself."""
+        """Return D of a sample that is a rollout."""
         if self.counts_accepted:
             return sample.accepted_size or 0.0
         weight = sample.loss_weight if self.counts_loss_weights else None
         return sample.num_active_tokens if weight is None else weight
 
     def counted_in(self, denominator: str, *, accepted: bool = False) -> StepTotals:
-        """Return the totals whose D, G and T count the loss mask ("mask") or loss weights
-        ("weights").
+        """Return totals with D, G and T over the loss mask ("mask") or loss weights ("weights").
 
         Args:
-            denominator: what D, G and T are sums of.
+            denominator: "mask" or "weights".
             accepted: count only tokens that no rejection drops.
 
         Raises:
-            ValueError: no sample of the step has loss weights, or some sample did not go through
-                `accepted_samples`, and they are to be counted.
+            ValueError: weights are requested but no sample has any, or accepted tokens are
+                requested but a sample did not go through `accepted_samples`.
         """
         if accepted:
             return self.counted_in(denominator)._accepted
@@ -130,9 +127,8 @@ class StepTotals:
             return self
         if not self.counts.has("loss_weight").any():
             raise ValueError(
-                "--loss-weight-denominator weights, and no sample of the step has loss_weights: "
-                "give Sample(loss_weights=...), or "
-                "drop the flag"
+                "--loss-weight-denominator weights requires loss_weights, which no sample of the "
+                "step has. Pass Sample(loss_weights=...) or remove the flag."
             )
         return self._in_loss_weights
 
@@ -150,9 +146,9 @@ class StepTotals:
             first = int(np.argmin(is_counted)) if len(is_counted) else 0
             name = self.counts.place(first) if len(is_counted) else "these totals"
             raise ValueError(
-                f"--rejection-denominator accepted: {name} did not go through accepted_samples: "
-                "call samples = accepted_samples(config, samples) before plan_step or step_totals, "
-                "or use --rejection-denominator original"
+                f"--rejection-denominator accepted: {name} did not go through accepted_samples. "
+                "Call samples = accepted_samples(config, samples) before plan_step or step_totals, "
+                "or use --rejection-denominator original."
             )
         sizes = _sizes(self.counts, accepted=True)
         return dataclasses.replace(self, counts_accepted=True, **_active_tokens(self.counts, sizes))
@@ -162,14 +158,13 @@ def _known(totals: Mapping[int, float], field: str, number: int, sample: Counted
     identifier, name = getattr(sample, field), sample.name or f"sample {number}"
     if identifier is None:
         raise ValueError(
-            f"{name} has no {field}: --loss-aggregation prompt_mean needs one on every sample"
+            f"{name} has no {field}, which --loss-aggregation prompt_mean requires of every sample"
         )
     if identifier not in totals:
         raise ValueError(
-            f"{name}: {field} {identifier} is not in the step's totals: they must be counted with "
-            "it, before the step, over all samples that this data-parallel rank trains on in the "
-            "step (step_totals; for "
-            f"padded rows, padded_totals with {field})"
+            f"{name}: {field} {identifier} is not in the step totals. Count all samples of this "
+            "data-parallel rank with it before the step (step_totals, or for padded rows "
+            f"padded_totals with {field})."
         )
     return totals[identifier]
 
@@ -184,28 +179,26 @@ def step_totals(
 ) -> StepTotals:
     """Count the samples of one optimizer step over the data-parallel group.
 
-    Every data-parallel rank must call it, once a step, with all samples that it trains on in that
-    step; ranks that differ only in their context-, tensor- or pipeline-parallel place pass the same
-    samples. One exchange over the group, of 64 bytes a sample, and one more if prompt groups differ
-    in size, for the name of one.
+    Every data-parallel rank must call it once per step, with all its samples of the step. Ranks
+    that differ only in their context-, tensor- or pipeline-parallel rank pass the same samples. It
+    takes one exchange over the group, of 64 bytes per sample, and a second one, for a name, if
+    prompt groups differ in size.
 
     Args:
         samples: the samples of this data-parallel rank, over all its micro-batches of the step.
-        data_parallel_group: the data-parallel group *without* context parallelism; None is this
-            rank alone.
+        data_parallel_group: the data-parallel group *without* context parallelism. None: only this
+            rank.
         allow_different_prompts: the samples of a prompt group may have different prompts
             (`--allow-different-prompts-in-group`).
-        samples_per_group: the rollouts (samples, where each is one) that every prompt group of the
-            step has; a group of another size, which the step's border may have cut, is refused.
-            None takes groups of any size; the prompt mean
-            then refuses a step whose groups differ in size, on every rank.
-        allow_different_group_sizes: prompt groups may differ in size under the prompt mean, as
-            dynamic sampling and agentic rollouts make them (`--allow-different-group-sizes`).
+        samples_per_group: the number of rollouts in every prompt group. Any other size is an error,
+            because the end of the step may have split the group. None: any size, but the prompt
+            mean then rejects different sizes on every rank.
+        allow_different_group_sizes: the prompt mean accepts prompt groups of different sizes, for
+            dynamic sampling and agentic rollouts (`--allow-different-group-sizes`).
 
     Raises:
-        ValueError: a prompt group of another size than `samples_per_group`; ids that stand for two
-            things: a rollout of several prompt groups, ranks or files; a prompt group of different
-            prompts.
+        ValueError: a prompt group does not have `samples_per_group` rollouts, a rollout is in
+            several prompt groups, ranks or files, or a prompt group has different prompts.
     """
     counts, _, _ = StepCounts.over_ranks(
         lambda: (sample_counts(samples), None, None), data_parallel_group
@@ -220,7 +213,7 @@ def step_totals(
 
 
 def sample_counts(samples: Sequence[CountedSample]) -> SampleCounts:
-    """Give one rank's samples their numbers, and collect their counts and ids."""
+    """Give one rank's samples numbers, and collect their counts and ids."""
     number_samples(samples)
     return list(map(BareSample._make, map(operator.attrgetter(*BareSample._fields), samples)))
 
@@ -234,8 +227,8 @@ def totals_of_counts(
     samples_per_group: int | None = None,
     allow_different_group_sizes: bool = False,
 ) -> StepTotals:
-    """Compute the totals of a step from the counts of every data-parallel rank, as `step_totals`
-    does. All ranks call it.
+    """Compute step totals from the counts of every data-parallel rank, as in `step_totals`. All
+    ranks call it.
     """
     counts = everyone if isinstance(everyone, StepCounts) else StepCounts.of(everyone)
     groups = check_ids(
@@ -256,7 +249,7 @@ def totals_of_counts(
 def _sizes(
     counts: StepCounts, loss_weights: bool = False, *, accepted: bool = False
 ) -> NDArray[Any]:
-    """Return what each sample adds to D, G and T, [samples]."""
+    """Return each sample's contribution to D, G and T, [samples]."""
     if accepted:
         return np.asarray(counts.rows["accepted_size"])
     active: NDArray[Any] = counts.rows["num_active_tokens"].astype(np.int64)
@@ -265,7 +258,7 @@ def _sizes(
 
 
 def _active_tokens(counts: StepCounts, sizes: NDArray[Any]) -> dict[str, Any]:
-    """Compute T, D and G in `StepTotals`, by field name."""
+    """Compute T, D and G for `StepTotals`, by field name."""
 
     def by_id(field: str, first: Indices) -> dict[int, float]:
         of_things = np.flatnonzero(counts.has(field) & (first == np.arange(len(counts))))

@@ -1,4 +1,4 @@
-"""Checks of a sample's values on the host; errors name the sample, the field and the position."""
+"""Checks of a sample's values on the host. Errors name the sample, the field and the position."""
 
 import functools
 import itertools
@@ -14,29 +14,30 @@ from torch import Tensor
 from megatron_pg.head.ragged import Ragged, offsets_of
 
 LARGEST_LOG_PROB = 2.0**-10
-"""The largest log-prob that rounding explains.
+"""The largest log-prob that rounding can cause.
 
-In float32 a log-prob is z - logsumexp(z). The logsumexp is off by its spacing at most, 2^-23 of it:
-2^-10 for logits up to 8192.
+In float32 a log-prob is z - logsumexp(z). The logsumexp is off by at most its spacing, 2^-23 times
+its size: 2^-10 for logits up to 8192.
 """
 HALF_SPACING_OF_BFLOAT16 = 2.0**-8
-"""The largest relative error of a number that was rounded to bfloat16."""
+"""The largest relative error of rounding to bfloat16."""
 LOG_PROB = f"a log-prob: a finite number of at most 0 (rounding may leave {LARGEST_LOG_PROB:.1e})"
 LARGEST_VOCABULARY = 2**31
-"""Ids of a kept set are below it."""
+"""Upper bound of ids in a sampling set."""
 TEACHER_CHANNELS = ("teacher_ids", "teacher_log_probs")
 
 host_float64 = functools.partial(torch.tensor, dtype=torch.float64, device="cpu")
-"""Make a host tensor of numbers, whatever the process's default dtype and device."""
+"""Make a float64 host tensor, independent of the process's default dtype and device."""
 
 
 def host_tensor(values: Any) -> Tensor:
-    """Convert numbers to a host tensor, whatever the process's defaults; a tensor stays as it is.
+    """Convert numbers to a host tensor, independent of the process's defaults. A tensor is
+    returned unchanged.
 
-    None in a list is NaN: an engine has no log-prob of a token that it did not sample.
+    None in a list becomes NaN: an engine has no log-prob for a token that it did not sample.
 
     Raises:
-        TypeError, ValueError, RuntimeError, OverflowError: they are not numbers.
+        TypeError, ValueError, RuntimeError, OverflowError: the values are not numbers.
     """
     if isinstance(values, Tensor):
         return values
@@ -51,15 +52,15 @@ def host_tensor(values: Any) -> Tensor:
 
 @functools.cache
 def _keys(size: int) -> NDArray[np.uint64]:
-    """Draw fixed odd keys [size] of 64 bits."""
+    """Draw fixed odd 64-bit keys [size]."""
     return np.random.default_rng(0).integers(2**63, size=size, dtype=np.uint64) * 2 + 1
 
 
 def hash_of_tokens(tokens: Tensor) -> int:
     """Hash token ids [tokens] int64 on the host to 64 bits: the multilinear `sum_i k_i x_i`.
 
-    Carter and Wegman, doi:10.1016/0022-0000(79)90044-8. Lists that differ have the same hash with
-    a probability of about 2^-60.
+    Carter and Wegman, doi:10.1016/0022-0000(79)90044-8. Different lists have the same hash with a
+    probability of about 2^-60.
     """
     count = tokens.numel()
     keys = _keys(max(1 << count.bit_length(), 1024))
@@ -68,7 +69,7 @@ def hash_of_tokens(tokens: Tensor) -> int:
 
 
 def refuse_values(where: str, values: Tensor, is_wrong: Tensor, problem: str) -> None:
-    """Refuse host values of any shape of which some are wrong, naming the first of them."""
+    """Raise a ValueError that names the first wrong host value, in any shape."""
     wrong = is_wrong.nonzero()
     if wrong.numel():
         index = wrong[0].tolist()
@@ -76,26 +77,26 @@ def refuse_values(where: str, values: Tensor, is_wrong: Tensor, problem: str) ->
 
 
 def has_integers(values: Tensor) -> bool:
-    """Tell whether a tensor is of an integer type; truth values are none."""
+    """Return whether a tensor has an integer type, not bool."""
     return not (values.is_floating_point() or values.is_complex() or values.dtype == torch.bool)
 
 
 def check_mask(where: str, mask: Tensor) -> None:
-    """Refuse a host mask of any shape with values other than 0 and 1."""
-    expected = "0 or 1 (a mask of document ids or weights would be summed as token counts)"
+    """Raise a ValueError if a host mask of any shape has values except 0 and 1."""
+    expected = "0 or 1 (segment ids or weights would be summed as token counts)"
     refuse_values(where, mask, (mask != 0) & (mask != 1), f", expected {expected}")
 
 
 def check_log_probs(where: str, log_probs: Tensor, is_active: Tensor) -> None:
-    """Refuse log-probs that are NaN, infinite or above 0 at an active token."""
-    # Whatever is not finite is above 0 here.
+    """Raise a ValueError if a log-prob is NaN, infinite or above 0 at an active token."""
+    # Non-finite values become inf, above 0.
     above = log_probs.nan_to_num(math.inf, neginf=math.inf) > LARGEST_LOG_PROB
     refuse_values(where, log_probs, is_active & above, f" at an active token, expected {LOG_PROB}")
 
 
 def checked_kept_tokens(where: str, kept: Any, targets: Tensor, loss_mask: Tensor) -> Ragged:
-    """Convert the kept sets of a sample to a row of int64 ids for each response token, and check
-    that it has the token.
+    """Convert a sample's sampling sets to a row of int64 ids per response token, and check that
+    each contains its token.
     """
     if not isinstance(kept, Ragged):
         try:
@@ -103,22 +104,20 @@ def checked_kept_tokens(where: str, kept: Any, targets: Tensor, loss_mask: Tenso
             values = host_tensor(list(itertools.chain.from_iterable(rows)))
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise ValueError(
-                f"{where} is no such thing ({error}), expected a sequence of integer ids for each "
-                f"response token"
+                f"{where} is invalid ({error}), expected a sequence of integer ids per response "
+                "token"
             ) from error
         kept = Ragged(values, offsets_of(host_tensor([*map(len, rows)]).to(torch.int64)))
     ids = kept.values
     if ids.device.type != "cpu" or ids.dim() != 1 or (ids.numel() and not has_integers(ids)):
         raise ValueError(
-            f"{where} is {ids.dtype} of shape {list(ids.shape)} on {ids.device}, expected integer "
-            f"ids on the host, for each "
-            "response token its own"
+            f"{where} is {ids.dtype} of shape {list(ids.shape)} on {ids.device}, expected one row "
+            "of integer ids per response token on the host"
         )
     if len(kept) != len(targets):
         raise ValueError(
-            f"{where} is of {len(kept)} sets, expected one for each response token "
-            f"({len(targets)}), empty where all tokens "
-            "were kept"
+            f"{where} has {len(kept)} sets, expected one per response token ({len(targets)}), "
+            "empty for the whole vocabulary"
         )
     sets = Ragged(ids.detach().to(torch.int64), kept.offsets)
     check_sets(where, sets)
@@ -129,22 +128,21 @@ def checked_kept_tokens(where: str, kept: Any, targets: Tensor, loss_mask: Tenso
     if missing:
         raise ValueError(
             f"{where}[{missing[0]}] is a set of {sets.row(missing[0]).numel()} ids without "
-            f"{int(targets[missing[0]])}, expected "
-            "the token that was sampled there among them, or an empty set where all tokens were "
-            "kept"
+            f"{int(targets[missing[0]])}, expected the sampled token in it, or an empty set for "
+            "the whole vocabulary"
         )
     return sets
 
 
 def check_sets(where: str, sets: Ragged) -> None:
-    """Refuse sets with an id that no vocabulary has, or with an id twice."""
+    """Raise a ValueError if a set has an id outside any vocabulary, or an id twice."""
     rows, ids = sets.row_of_element(), sets.values
     order = torch.sort(rows * LARGEST_VOCABULARY + ids, stable=True).indices
     again = torch.zeros_like(ids, dtype=torch.bool)
     again[order[1:]] = (ids[order].diff() == 0) & (rows[order].diff() == 0)
     for is_wrong, problem in (
-        ((ids < 0) | (ids >= LARGEST_VOCABULARY), ", expected ids of the vocabulary, 0 or more"),
-        (again, " twice, expected distinct ids: it would count twice"),
+        ((ids < 0) | (ids >= LARGEST_VOCABULARY), ", expected ids in [0, 2^31)"),
+        (again, " twice, expected distinct ids"),
     ):
         if is_wrong.any():
             at = int(is_wrong.nonzero()[0])
@@ -165,12 +163,11 @@ def checked_side_channels(
         if len(values) not in (len(loss_mask), total_length):
             raise ValueError(
                 f"{where} has {len(values)} rows, expected one per response token "
-                f"({len(loss_mask)}) or per token of the "
-                f"sequence ({total_length})"
+                f"({len(loss_mask)}) or per token of the sequence ({total_length})"
             )
         if channel in TEACHER_CHANNELS:
             _check_teacher(where, channel, values, loss_mask)
-        # Not teacher_logits: NaN is legal in padding columns, whose number is not known here.
+        # Not teacher_logits, because NaN is legal in padding columns, whose number is unknown here.
         if channel == "teacher_hidden" and content.shape[:-1] == loss_mask.shape:
             is_wrong = loss_mask[:, None] & ~torch.isfinite(content)
             problem = " at an active token, expected a finite number"
@@ -179,20 +176,19 @@ def checked_side_channels(
     if shapes[1:] and shapes[0] != shapes[1]:
         raise ValueError(
             f"{name}: side_channels['teacher_ids'] has shape {shapes[0]} and "
-            f"side_channels['teacher_log_probs'] has shape "
-            f"{shapes[1]}: give the log-prob of each id"
+            f"side_channels['teacher_log_probs'] has shape {shapes[1]}, expected a log-prob per id"
         )
     return dict(side_channels)
 
 
 def _check_teacher(where: str, channel: str, values: Any, loss_mask: Tensor) -> None:
-    """Refuse a teacher's k likeliest tokens, or their log-probs, that are of no distribution at an
+    """Raise a ValueError if a teacher's top-k ids or log-probs do not form a distribution at an
     active token.
     """
     if not isinstance(values, Tensor) or values.dim() != 2 or len(values) != len(loss_mask):
         shape = list(values.shape) if isinstance(values, Tensor) else "a Ragged"
         raise ValueError(
-            f"{where} is of shape {shape}, expected a tensor [response_length, k], here "
+            f"{where} has shape {shape}, expected a tensor [response_length, k], here "
             f"[{len(loss_mask)}, k]"
         )
     k = values.shape[1]
@@ -204,8 +200,8 @@ def _check_teacher(where: str, channel: str, values: Any, loss_mask: Tensor) -> 
         check_sets(where, sets.only(loss_mask))
         return
     check_log_probs(where, values, loss_mask[:, None])
-    # Rounding each to bfloat16 makes q at most q^(1 - 2^-8), so that a sum of 1 becomes k^(2^-8) at
-    # most.
+    # Rounding to bfloat16 makes q at most q^(1 - 2^-8), so that a sum of 1 becomes at most
+    # k^(2^-8).
     log_sum = values.double().logsumexp(1)
     is_more = log_sum > LARGEST_LOG_PROB + HALF_SPACING_OF_BFLOAT16 * math.log(max(k, 1))
     total = f"{where}: the sum of the probabilities of token "

@@ -498,7 +498,7 @@ def test_nan_on_one_rank_is_reported_by_all() -> None:
     for row in found["rows"]:
         assert row["loss"] is None and row["gradient_error"] is None
         assert row["diagnosis"].startswith("not finite in ")
-    assert "active tokens of this rank have a loss of NaN or infinity" in found["errors"][1]
+    assert "active tokens on this rank have a NaN or infinite loss" in found["errors"][1]
 
 
 def check_with_stand_in(port: int, accumulates: bool) -> tuple[int, str, str, int]:

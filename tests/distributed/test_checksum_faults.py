@@ -24,22 +24,22 @@ from .steps import AGGREGATIONS
 WORDS = {
     # fault -> what every rank says, and what data-parallel ranks 0 and 1 add
     "fed twice": (
-        "trained on twice and another never",
+        "trained on twice and a different one never",
         "",
         "twice: sample 4, sample 5; never trained on: sample 6, sample 7.",
     ),
     "one of another rank": (
-        "the weights of the tokens",
+        "the token weights in the loss",
         "",
         "counted on another rank: sample 0 (rank 0); never trained on: sample 4.",
     ),
     "stale": (
-        "of another step",
+        "from a different step",
         "",
         "not of this step: yesterday's 4, yesterday's 5; never trained on: sample 4, sample 5.",
     ),
     "micro-batch lost": (
-        "trained on twice and another never",
+        "trained on twice and a different one never",
         "never trained on: sample 2, sample 3.",
         "",
     ),

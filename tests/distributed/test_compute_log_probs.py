@@ -390,7 +390,7 @@ def refusals(sharding: Sharding) -> list[str]:
 def test_mistakes_are_told_on_every_rank_before_anything_runs() -> None:
     first, second = run_ranks(refusals, 2, Sharding(data=2))
     parts = [
-        "the long one takes 9 tokens with padding, more than --max-tokens-per-microbatch leaves it "
+        "the long one takes 9 tokens with padding, more than --max-tokens-per-microbatch allows "
         "(8)",
         "the foreign one: response token id 99 is outside the vocabulary of 16",
         "'dict' object has no attribute 'tokens'",

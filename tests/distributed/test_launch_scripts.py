@@ -109,8 +109,8 @@ OF_THE_FIRST_STEP = {
     "--seq-length 1024 --max-position-embeddings 1024": "error: step.jsonl row 9 has 1050 tokens, "
     "more than",
     "--docs-per-step 2048": "remark +the files end before a step is full, after 1024 rollouts",
-    "--loss-aggregation constant --loss-aggregation-divisor 1": "remark: .*--advantage dr_grpo is "
-    "the other half",
+    "--loss-aggregation constant --loss-aggregation-divisor 1": "remark: .*Use --advantage dr_grpo "
+    "for the other half",
     "--advantage dr_grpo": "remark: --advantage dr_grpo is one half of Dr.GRPO",
 }
 """What a dry run says of the rollouts of the first step, by flags."""

@@ -225,7 +225,7 @@ def test_rollouts_that_end_before_the_place_of_the_checkpoint_are_refused(
     other = stopped / "other" / rollouts.name
     other.write_text("".join(rollouts.read_text().splitlines(keepends=True)[:2]))
     said = end_of(other, stopped, STEPS)
-    assert "error: --rollout-files: the files have 2 rows and the checkpoint stopped after" in said
+    assert "error: --rollout-files: the files have 2 rows, but the checkpoint stopped after" in said
 
 
 def hide_place(rank: int) -> None:
@@ -261,7 +261,7 @@ def test_with_verify_integrity_a_flipped_bit_is_named(rollouts: Path, tmp_path: 
     ("flags", "message"),
     [
         ("--on-bad-row error", "token id of at least 0 and below"),
-        ("--docs-per-step 9", "is cut by the end of a step"),
+        ("--docs-per-step 9", "is split by the end of a step"),
         ("--docs-per-step 9 --loss-aggregation sample_mean", "give --keep-prompt-groups"),
         (WHOLE_GROUPS + "--max-position-embeddings 12", "more than --max-position-embeddings"),
         (WHOLE_GROUPS + "--max-tokens-per-microbatch 12", "more than --max-tokens-per-microbatch"),

@@ -179,9 +179,9 @@ def refusals() -> list[str]:
 
 def test_refusals_say_what_to_do() -> None:
     wrapped, predicting, flags, logits, plan, values = run_ranks(refusals, 1)[0]
-    assert "add the value head before it is wrapped" in wrapped
+    assert "Add the value head before you wrap the model" in wrapped
     assert "--mtp-num-layers" in predicting
     assert "is_truncated has 0 flags for 1 samples" in flags
-    assert "expected one value a token, from a model with add_value_head(model)" in logits
+    assert "expected one value per token. Use add_value_head(model)" in logits
     assert "pass the plan that plan_step()" in plan
     assert "turn 7 has no old_values" in values

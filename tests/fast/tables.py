@@ -32,7 +32,7 @@ FORMULAS = {
 
 TEXT = set(
     """
-    where else as in is tokens with sequences drop others outside clamped to by the sign of and for
+    if or else as in is tokens with sequences drop outside clamped to by the sign of and for
 """.split()
 )
 """Words of a formula that are no mathematics."""

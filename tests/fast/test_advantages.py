@@ -225,7 +225,7 @@ REFUSED: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] =
     (group_advantages, (torch.zeros(1, 2), torch.zeros(1, 2).long()), {},
      "rewards has shape [1, 2] and group_indices [1, 2]"),
     (group_advantages, (ZERO_ONE, [0, 0]), {"method": "gae"},
-     "method is 'gae': expected one of grpo, dr_grpo, rloo"),
+     "method is 'gae', expected one of grpo, dr_grpo, rloo"),
     (group_advantages, ([0.0, -0.5], [0, 0]), {"method": "maxrl"},
      "rewards[1] is -0.5, expected 0 or more: maxrl divides"),
     *((group_advantages, ([0.0, value], [0, 0]), {},
@@ -242,7 +242,7 @@ REFUSED: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] =
      "3 prompts for 4 rewards"),
     # A rollout has one reward and one group.
     *((with_group_advantages, (turns_of([1.0, 0.0, 0.25], [7, None, 7]),), {"method": method},
-       "rollout_id 7 has the rewards 1.0 (turn 0) and 0.25 (turn 2). A rollout has one reward")
+       "rollout_id 7 has the rewards 1.0 (turn 0) and 0.25 (turn 2). Give all samples of a rollout")
       for method in METHODS),
     (group_advantages, ([1.0, 0.0, 0.25], [5, 5, 5]), {"rollout_ids": [7, 8, 7]},
      "rollout_id 7 has the rewards 1.0 (rewards[0]) and 0.25 (rewards[2])"),
@@ -255,7 +255,7 @@ REFUSED: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] =
     # Rewards are not compared with given advantages: without the fourth reward, 1, the others would
     # have the advantages 0.667, -0.333, -0.333.
     *((with_group_advantages, (samples,), {"method": method},
-       f"given has advantages and turn 0 only a reward, both of prompt group 5, | {method}")
+       f"given has advantages and turn 0 only a reward, both of prompt group 5. | {method}")
       for method in OF_GROUPS for samples in ([*TURNS, ADVANCED], [ADVANCED, *TURNS])),
     (with_group_advantages, ([*TURNS, OF_ANOTHER_GROUP],), {"method": "step_rloo"},
      "given has advantages and turn 0 only a reward, both of the step"),
@@ -269,7 +269,7 @@ REFUSED: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] =
     (multi_reward_advantages, ({"a": [0, 1]}, [0, 0]), {"weights": {"a": NAN}},
      "weights is {'a': nan}"),
     (multi_reward_advantages, ({"a": [0, 1]}, [0, 0]), {"method": "reward"},
-     "method is 'reward': expected one of grpo,"),
+     "method is 'reward', expected one of grpo,"),
     (multi_reward_advantages, ({"a": [0, 1], "b": [0, NAN]}, [0, 0]), {},
      "reward 'b': rewards[1] is nan"),
     (multi_reward_advantages, ({"a": [0, 1]}, [0, 0]), {"rollout_ids": [7, 7]},
@@ -302,8 +302,8 @@ def test_half_of_dr_grpo_is_remarked_on_and_names_the_other_half():
     pairs = itertools.product((*METHODS, "gae"), (*means, "constant"))
     halves = {pair for pair in pairs if half_of_dr_grpo(*pair)}
     assert halves == {("grpo", "constant"), *(("dr_grpo", mean) for mean in means)}
-    assert "--advantage dr_grpo is the other half" in half_of_dr_grpo("grpo", "constant")
-    other = "the other half is --loss-aggregation constant with --loss-aggregation-divisor"
+    assert "Use --advantage dr_grpo for the other half" in half_of_dr_grpo("grpo", "constant")
+    other = "Use --loss-aggregation constant with --loss-aggregation-divisor"
     assert other in half_of_dr_grpo("dr_grpo", "token_mean")
 
 
@@ -422,14 +422,14 @@ GIVEN = {"rewards": [[0.0, 1.0]], "values": [[0.0, 0.0]], "loss_mask": [[1, 1]]}
 
 
 @pytest.mark.parametrize(("changes", "words"), [
-    ({"gamma": 1.01}, "--gamma must be a finite number >= 0 and <= 1; found 1.01"),
+    ({"gamma": 1.01}, "--gamma must be a finite number >= 0 and <= 1, not 1.01"),
     ({"lam": NAN}, "--lam must be"),
     ({"value_lam": -0.1, "lam_alpha": 0.0},
-     "--value-lam must be | --lam-alpha must be a finite number > 0; found 0"),
+     "--value-lam must be | --lam-alpha must be a finite number > 0, not 0"),
     ({"values": [[0.0, NAN]]}, "values[0][1] is nan at an active token"),
     ({"rewards": [[NAN, 0.0]]}, "rewards[0][0] is nan at an active token"),
     ({"values": [[0.0]]}, "values[0] has shape [1], expected [2]"),
-    ({"rewards": [[0.0, 0.0]] * 2}, "rewards has 2 responses and loss_mask 1"),
+    ({"rewards": [[0.0, 0.0]] * 2}, "rewards has 2 rows and loss_mask 1"),
     ({"loss_mask": [[1, 2]]}, "loss_mask[0][1] is 2.0, expected 0 or 1"),
     *(({"loss_mask": [[1, 0]], "rewards": [[0.0, reward]]},
        f"rewards[0][1] is {reward} at a token that the loss mask drops") for reward in (1.0, -0.5)),

@@ -102,7 +102,7 @@ def test_a_rollout_of_two_groups_or_of_one_and_none_is_refused(groups):
     """The group 0 is a group, and none is not: a rollout between them is in neither."""
     first, second = (plain_sample([1], group=group, rollout=-3) for group in groups)
     step = [plain_sample([1], rollout=8), first, plain_sample([1]), second]
-    words = f"rollout_id -3 has samples of group_index {groups[0]} and {groups[1]}:"
+    words = f"rollout_id -3 has samples of group_index {groups[0]} and {groups[1]},"
     assert_refused(words, uneven_totals, package_samples(step))
 
 
@@ -133,7 +133,7 @@ def count_on_rank() -> None:
     where = "" if rank == 1 else "data-parallel rank 1: "
     with pytest.raises(ValueError, match=rf"^{where}mask\[0, 1\] is 2"):
         padded_totals(mask, data_parallel_group=dist.group.WORLD, allow_different_group_sizes=True)
-    with pytest.raises(ValueError, match=rf"^{where}advantages has 1 responses and loss_mask 2"):
+    with pytest.raises(ValueError, match=rf"^{where}advantages has 1 rows and loss_mask 2"):
         whiten([torch.ones(1)], [[1]] * (1 + rank), data_parallel_group=dist.group.WORLD)
 
 

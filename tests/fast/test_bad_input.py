@@ -95,8 +95,8 @@ SAMPLES = [
       for value in (HUGE, -HUGE, 10**400, np.float64(HUGE), DOUBLE)),
     ("advantages", np.array("much"), "advantages"),
     ("response_length", -1, "-1 | expected 0 or more"),
-    ("response_length", 5, "5 | prompt needs at least one token"),
-    ("response_length", 6, "6 | prompt needs at least one token"),
+    ("response_length", 5, "5 | prompt needs a token"),
+    ("response_length", 6, "6 | prompt needs a token"),
     *(("response_length", value, f"{value!s} | expected an integer")
       for value in (2.5, None, True, torch.tensor(3.0))),
     *(("tokens", value, "tokens")
@@ -219,10 +219,10 @@ FACTORY = {
         )
         for divisor in (None, 0, -1, math.nan, math.inf)
     },
-    "rank outside its group": ({"cp_rank": 2, "cp_size": 2}, "cp_rank 2 | cp_size 2"),
+    "rank outside its group": ({"cp_rank": 2, "cp_size": 2}, "cp_rank is 2 | cp_size 2"),
     "unknown layout": ({"qkv_format": "sbhd"}, "--qkv-format | 'sbhd' | thd"),
     "rank without a size": ({"cp_rank": 1}, "cp_rank"),
-    "size without a rank": ({"cp_size": 2}, "cp_rank is not given"),
+    "size without a rank": ({"cp_size": 2}, "cp_rank is missing"),
     "size of zero": ({"cp_size": 0}, "cp_size is 0"),
 }  # fmt: skip
 

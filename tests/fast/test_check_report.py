@@ -48,7 +48,7 @@ OPTIONS_OF_ONE = CheckOptions()
 
 @pytest.mark.parametrize(("flags", "named"), [
     ("--sequence-parallel", "--sequence-parallel needs --tensor-model-parallel-size"),
-    ("--context-parallel-size 0", "--context-parallel-size must be an integer >= 1; found 0"),
+    ("--context-parallel-size 0", "--context-parallel-size must be an integer >= 1, not 0"),
     ("--context-parallel-size 3", "--context-parallel-size = 3 must divide"),
     ("--virtual-pipeline-model-parallel-size 2", "--virtual-pipeline-model-parallel-size 2"),
     ("--expert-model-parallel-size 2", "needs --num-experts"),

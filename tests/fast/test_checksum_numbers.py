@@ -80,12 +80,12 @@ FAULTS: dict[str, Fed] = {
 NOT_RUN = ("micro-batch lost", "one fewer run than told")
 RIGHT = ("none", "exchanged")
 UNSEEN_BY_WEIGHTS = {
-    "fed twice": "twice and another never | twice: sample 4, sample 5; never | sample 6, sample 7",
-    "one for another": "twice and another never | twice: sample 0; never trained on: sample 2.",
+    "fed twice": "a different one never | twice: sample 4, sample 5; never | sample 6, sample 7",
+    "one for another": "a different one never | twice: sample 0; never trained on: sample 2.",
     "one of another rank": "rank 1, counted on another rank: sample 0 (rank 0); never trained on: "
     "sample 4.",
-    "stale": "of another step | not of this step: yesterday's 4, yesterday's 5 | never trained on: "
-    "sample 4, sample 5",
+    "stale": "from a different step | not of this step: yesterday's 4, yesterday's 5 | never "
+    "trained on: sample 4, sample 5",
     "micro-batch lost": "never trained on: sample 2, sample 3.",
 }
 """The faults that leave the sum of the weights at 1, and words that stand in the message of some
@@ -187,7 +187,7 @@ def test_an_exchange_of_equal_weights_is_seen_and_named(fault, aggregation, cp_s
 @pytest.mark.parametrize(("fault", "expected", "words"), [
     ("dropped", 7 / 8, "samples were dropped | never trained on: sample 3"),
     ("duplicated", 9 / 8, "trained on twice | trained on twice: sample 5"),
-    ("one fewer run than told", 4 / 3, "num_microbatches is not the number"),
+    ("one fewer run than told", 4 / 3, "num_microbatches differs"),
 ])  # fmt: skip
 def test_a_loss_keeps_its_number_and_is_named(fault, expected, words, aggregation, cp_size):
     metrics = metrics_of(fault, aggregation, cp_size)
@@ -300,7 +300,7 @@ def test_samples_that_were_made_anew_are_of_no_step():
     metrics = metrics_of_batch(
         config_of("sample_mean"), pack(anew), totals=totals_of_counts([sample_counts(step)], 0)
     )
-    words = "pack the counted samples, or copies of them by dataclasses.replace()"
+    words = "Pack the counted samples, or copies of them by dataclasses.replace()"
     assert_words(f"{words} | not of this step: anew, anew, anew, anew;", messages([[metrics]]))
 
 

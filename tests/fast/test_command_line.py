@@ -30,9 +30,9 @@ assert "torch" not in sys.modules
 @pytest.mark.parametrize(
     ("word", "words"),
     [
-        ("explian", "'explian' is no command | did you mean explain?"),
-        ("chekc", "did you mean check?"),
-        ("train", "'train' is no command (explain, check, migrate, integrations)"),
+        ("explian", "'explian' is not a command | Did you mean explain?"),
+        ("chekc", "Did you mean check?"),
+        ("train", "'train' is not a command (explain, check, migrate, integrations)"),
     ],
 )
 def test_an_unknown_command_names_the_nearest(word, words, capsys):

@@ -303,7 +303,7 @@ def test_what_is_not_compiled_runs_by_operators_and_says_so(monkeypatch, caplog)
     custom = PolicyLossConfig(custom_policy_loss_path=f"{__name__}:doubled")
     for _ in range(2):
         assert_same(evaluated(custom), by_operators(custom), 0.0)
-    assert not compiled._programs and caplog.text.count("your own functions") == 1
+    assert not compiled._programs and caplog.text.count("custom functions") == 1
 
     def broken(graph: object, **_: object) -> None:
         raise RuntimeError("no compiler here\nat all")
@@ -314,7 +314,7 @@ def test_what_is_not_compiled_runs_by_operators_and_says_so(monkeypatch, caplog)
         assert_same(evaluated(config), by_operators(config), 0.0)
     assert caplog.text.count("(RuntimeError: no compiler here)") == 1
     monkeypatch.setattr(compiled, "MAX_PROGRAMS", 1)
-    compiled._say_that_no_more_are_compiled.cache_clear()
+    compiled._warn_about_program_limit.cache_clear()
     for coefficient in (0.1, 0.2, 0.1, 0.3):
         config = PolicyLossConfig(entropy_coef=coefficient)
         assert_same(evaluated(config), by_operators(config), 0.0)

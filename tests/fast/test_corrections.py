@@ -227,7 +227,7 @@ def test_a_loss_mask_that_shrinks_after_the_rejection_is_refused():
     config = PolicyLossConfig(rejection_denominator="accepted", **ICEPOP)
     samples = [package_sample(s, name="cut") for s in random_sequences(10)]
     marked = accepted_samples(config, samples)
-    words = "cut: accepted_mask[ | the loss mask is 0 there: call accepted_samples after"
+    words = "cut: accepted_mask[ | the loss mask is 0 there. Call accepted_samples again"
     assert_refused(words, filter_overlong, marked, [True] * len(marked))
     accepted_samples(config, filter_overlong(samples, [True] * len(samples)))
 
@@ -294,7 +294,7 @@ def test_a_sum_over_sequences_that_was_not_made_is_named():
         config = PolicyLossConfig(**settings)
         tokens, _ = tokens_and_sums(config, batch, log_probs)
         sums = SequenceSums(tokens.unit_ids, {})
-        words = "the sum over sequences of  |  was not made"
+        words = "the sum  |  over sequences was not computed"
         rows = rows_on(CORRECTIONS, config)
         assert_refused(words, apply_corrections, config, tokens, log_probs, sums, rows)
 
@@ -306,7 +306,7 @@ def test_accepted_samples_leaves_what_needs_no_rejection_alone():
         assert all(a is b for a, b in zip(accepted_samples(config, samples), samples, strict=True))
     config = PolicyLossConfig(rejection_denominator="accepted", **ICEPOP)
     bare = dataclasses.replace(samples[0], rollout_log_probs=None, name="the first")
-    assert_refused("the first needs rollout_log_probs", accepted_samples, config, [bare])
+    assert_refused("the first has no rollout_log_probs", accepted_samples, config, [bare])
 
 
 def keep_likely_tokens(config, batch, log_probs, pg_loss):

@@ -112,7 +112,7 @@ REFUSED = [
     ("custom_pkg.losses.two", f"{ARGUMENTS} | (config, batch)", TypeError),
     ("custom_pkg.losses.four", f"{ARGUMENTS} | (config, tokens, log_probs, advantages)", TypeError),
     ("custom_pkg.losses.keyword_only", "scale", TypeError),
-    ("builtins.max", "signature cannot be read | Python function", ValueError),
+    ("builtins.max", "cannot read the function's signature | Python function", ValueError),
 ]  # fmt: skip
 
 

@@ -47,7 +47,7 @@ def test_a_bit_that_flipped_in_a_file_with_checksums_is_seen(tmp_path, column, r
     path = tmp_path / "rollouts.parquet"
     uncompressed = {"write_page_checksum": True, "compression": "none", "use_dictionary": False}
     flip(path, write_parquet(path, **uncompressed), column, row_group)
-    refused(path, rf"{re.escape(str(path))}: expected a Parquet file that can be read \(.*CRC")
+    refused(path, rf"{re.escape(str(path))} is not a readable Parquet file \(.*CRC")
 
 
 def test_without_checksums_a_bit_that_flipped_makes_other_rows(tmp_path):
@@ -84,7 +84,7 @@ def test_a_parquet_file_that_was_cut_short(tmp_path, kept):
     path = tmp_path / "rollouts.parquet"
     contents = write_parquet(path)
     path.write_bytes(contents[: int(kept * len(contents))])
-    refused(path, f"{re.escape(str(path))}: expected a Parquet file that can be read")
+    refused(path, f"{re.escape(str(path))} is not a readable Parquet file")
 
 
 def test_pages_that_cannot_be_decoded(tmp_path):
@@ -97,14 +97,14 @@ def test_pages_that_cannot_be_decoded(tmp_path):
     path.write_bytes(contents)
     source = RolloutFiles([path], on_bad_row="skip")
     assert numbers(source.pull(150)) == list(range(150))
-    refused(path, f"{re.escape(str(path))}: expected a Parquet file that can be read")
+    refused(path, f"{re.escape(str(path))} is not a readable Parquet file")
 
 
 def test_a_pipe_is_no_file(tmp_path):
     """To open one would wait for its writer for ever."""
     os.mkfifo(tmp_path / "rollouts.jsonl")
     for paths in ([tmp_path], [tmp_path / "rollouts.jsonl"]):
-        with pytest.raises(ValueError, match="rollouts.jsonl is a pipe, .*expected a file"):
+        with pytest.raises(ValueError, match="rollouts.jsonl is a pipe, .*which a resumed run"):
             RolloutFiles(paths)
 
 

@@ -36,12 +36,12 @@ def loss(
 
 
 MISSING = {
-    "ids": ({}, DISTILL, "['teacher_ids'] is missing or of the wrong length (none)"),
+    "ids": ({}, DISTILL, "['teacher_ids'] is missing or has the wrong length (none)"),
     "log-probs": ({"teacher_ids": torch.zeros(2, 1).long()}, DISTILL, "['teacher_log_probs'] is "
                                                                       "missing"),
     "logits of the prompt too": (
         {"teacher_logits": torch.zeros(4, 8)}, {"distill_coef": 0.1, "distill_teacher": "logits"},
-        "['teacher_logits'] is missing or of the wrong length (4 rows for 2",
+        "['teacher_logits'] is missing or has the wrong length (4 rows for 2",
     ),
 }  # fmt: skip
 
@@ -54,7 +54,7 @@ def test_a_teacher_that_is_not_there(channels, settings, words):
 def test_a_teachers_weight_that_is_not_there():
     settings = {**DISTILL, "distill_teacher": "hidden"}
     message = refusal(loss, sample(teacher_hidden=torch.zeros(2, 3)), settings)
-    assert message.startswith("--distill-teacher hidden needs teacher_weight=")
+    assert message.startswith("--distill-teacher hidden requires teacher_weight=")
 
 
 def top_k(ids: Any, probabilities: Any) -> dict[str, torch.Tensor]:
@@ -79,7 +79,7 @@ WRONG_TEACHERS: dict[str, tuple[dict[str, torch.Tensor], str]] = {
     "shapes": (top_k([[1, 2], [3, 4]], [[0.5], [0.5]]), "['teacher_ids'] has shape [2, 2] and "
                                                         "side_channels['teacher_log_probs'] has "
                                                         "shape [2, 1]"),
-    "vector": (top_k([1, 2], [0.5, 0.5]), "['teacher_ids'] is of shape [2], expected a tensor "
+    "vector": (top_k([1, 2], [0.5, 0.5]), "['teacher_ids'] has shape [2], expected a tensor "
                                           "[response_length, k]"),
     "floats": (top_k([[1.0], [2.0]], [[0.5], [0.5]]), "['teacher_ids'] has dtype torch.float32, "
                                                       "expected integers"),
@@ -166,7 +166,7 @@ def test_what_little_a_teacher_leaves_to_other_tokens(kind, student_dtype, teach
 def test_log_probs_alone_are_refused():
     given = sample(teacher_ids=torch.tensor([[1], [2]]), teacher_log_probs=torch.zeros(2, 1) - 1)
     arguments = PolicyLossConfig(**DISTILL), pack([given]), torch.zeros(2), None
-    words = "use PolicyStep or policy_loss_function"
+    words = "Use PolicyStep or policy_loss_function"
     assert_refused(words, policy_loss_from_log_probs, *arguments, totals=step_totals([given]))
 
 

@@ -216,6 +216,6 @@ def test_the_reference_has_all_that_is_exported(site):
 
 def test_a_formula_keeps_its_letters() -> None:
     assert typeset("1/(N L) sum m x") == r"$\frac{1}{N L}\sum m x$"
-    assert typeset("d^2 / 2 where A < 0, else sg(eps_clip)") == (
-        r"$d^2/2$ where $A<0$, else $\operatorname{sg}(\texttt{eps_clip})$"
+    assert typeset("d^2 / 2 if A < 0, else sg(eps_clip)") == (
+        r"$d^2/2$ if $A<0$, else $\operatorname{sg}(\texttt{eps_clip})$"
     )

@@ -89,7 +89,7 @@ BACK = stream([5, 5, 6, 6, 5, 5])
 @pytest.mark.parametrize(("samples", "docs_per_step", "settings", "words"), [
     (BACK, 2, {"mode": "exact", "keep_prompt_groups": True}, "prompt group 5"),
     (BACK, 2, {"mode": "exact", "refuse_cut_groups": True}, "prompt group 5"),
-    (stream([0] * 5, [1, 1, 2, 3, 1]), 2, {"mode": "exact"}, "rollout_id 1 is cut"),
+    (stream([0] * 5, [1, 1, 2, 3, 1]), 2, {"mode": "exact"}, "rollout_id 1 is split"),
     (stream([3, None]), 2, {"keep_prompt_groups": True}, "row 1 has no group_index"),
     (stream([3, None]), 2, {"refuse_cut_groups": True}, "row 1 has no group_index"),
     ([], 0, {}, "--docs-per-step |  0"),

@@ -160,7 +160,7 @@ def test_the_first_rollouts_of_a_file_cut_a_group(tmp_path, explained):
     line = f"--rollout-files {write_rollouts(tmp_path)} --docs-per-step"
     found = explained(f"{line} 5")
     assert (found["step"]["num_rollouts"], found["step"]["num_samples"]) == (5, 7)
-    assert any("ends inside prompt group 1: 2 of its 3 rollouts" in w for w in found["warnings"])
+    assert any("has 2 of the 3 rollouts in prompt group 1" in w for w in found["warnings"])
     assert explained(f"{line} 3")["warnings"] == []
 
 
@@ -233,7 +233,7 @@ def test_the_step_is_the_first_that_training_takes(tmp_path, explained, flags, n
     path = write_groups(tmp_path)
     found = explained(f"--rollout-files {path} {flags}")
     assert found["step"]["active_tokens"] == list(range(1, num_samples + 1))
-    cut = [w for w in found["warnings"] if "ends inside prompt group 1: 2 of its 4 rollouts" in w]
+    cut = [w for w in found["warnings"] if "has 2 of the 4 rollouts in prompt group 1" in w]
     assert found["warnings"] == cut and len(cut) == (num_samples == 6)
     if flags:
         assert found["step"]["active_tokens"] == trained_first(path, flags)
@@ -269,7 +269,7 @@ def test_a_group_that_training_refuses_to_cut(tmp_path, printed, from_file):
     source = "--lengths 1 --group-size 4"
     if from_file:
         source = f"--rollout-files {write_groups(tmp_path)}"
-    words = f"prompt group 1 (group_index) is cut by the end of a step | {KEEP}"
+    words = f"prompt group 1 (group_index) is split by the end of a step | {KEEP}"
     assert_words(words, printed(f"{source} --docs-per-step 6 {EXACT} {PROMPT_MEAN}", 2))
 
 
@@ -292,14 +292,18 @@ def test_a_bad_row_after_the_step_is_none_of_it(tmp_path, explained):
     path = write_groups(tmp_path, spoiled={7: {"prompt_ids": []}})
     found = explained(f"--rollout-files {path} --docs-per-step 6 {EXACT}")
     assert found["step"]["num_samples"] == 6
-    assert ["group 1: 2 of its 3 rollouts" in warning for warning in found["warnings"]] == [True]
+    assert [
+        "2 of the 3 rollouts in prompt group 1" in warning for warning in found["warnings"]
+    ] == [True]
 
 
 def test_rows_without_what_the_flags_need_are_pointed_out(tmp_path, explained):
     path = write_groups(tmp_path, spoiled=dict.fromkeys((2, 5, 9), {"log_probs": None}))
     line = f"--rollout-files {path} --docs-per-step 8"
     (warning,) = explained(line)["warnings"]
-    assert warning.startswith("2 of 8 samples have no old_log_probs, needed by --policy-loss ppo.")
+    assert warning.startswith(
+        "2 of 8 samples have no old_log_probs, required by --policy-loss ppo."
+    )
     assert explained(f"{line} --policy-loss reinforce")["warnings"] == []
 
 
@@ -366,7 +370,7 @@ def test_megatrons_flags_have_megatrons_types(monkeypatch):
     monkeypatch.setattr("sys.argv", ["train.py"])
     megatron.parse_args(extra_args_provider=lambda parser: parsers.append(parser) or parser)
     theirs = parsers[0]._option_string_actions
-    (group,) = (g for g in build_parser()._action_groups if g.title == "flags of Megatron")
+    (group,) = (g for g in build_parser()._action_groups if g.title == "Megatron flags")
     assert len(group._group_actions) == 12
     for ours in group._group_actions:
         their = theirs[ours.option_strings[0]]
@@ -387,14 +391,14 @@ def test_flags_that_are_not_used_are_in_the_json(explained):
 def test_a_flag_that_is_nearly_one_is_refused(printed):
     line = "--lengths 3,5 --loss-agregation=prompt_mean --num-layers 2 --eps-clip-hi 0.3"
     text = printed(line, 2)
-    assert "--loss-agregation is no flag; did you mean --loss-aggregation?" in text
-    assert "did you mean --eps-clip-high?" in text and "--num-layers" not in text
+    assert "--loss-agregation is not a flag. Did you mean --loss-aggregation?" in text
+    assert "Did you mean --eps-clip-high?" in text and "--num-layers" not in text
 
 
 @pytest.mark.parametrize(("line", "message"), [
-    ("--lengths 10,20 --pg-loss-divisor 1000", "far from the lengths seen"),
-    ("--lengths 10,20 --pg-loss-divisor 1", "far from the lengths seen"),
-    ("--lengths 10 --group-size 4 --docs-per-step 6", "inside prompt group 1: 2 of its 4 rollouts"),
+    ("--lengths 10,20 --pg-loss-divisor 1000", "far from the mean length"),
+    ("--lengths 10,20 --pg-loss-divisor 1", "far from the mean length"),
+    ("--lengths 10 --group-size 4 --docs-per-step 6", "has 2 of the 4 rollouts in prompt group 1"),
     ("--lengths 10,0", "1 of 2 rollouts have no active token"),
     ("--lengths 10,20 --pg-loss-divisor 20", None),
     ("--lengths 10,20 --group-size 2", None),
@@ -444,7 +448,7 @@ def test_plot_writes_a_picture(tmp_path, printed):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-ONE_SOURCE = "give one of --lengths, --log-normal and --rollout-files"
+ONE_SOURCE = "Use one of --lengths, --log-normal and --rollout-files"
 FSDP2 = "--calculate-per-token-loss does not work with --use-torch-fsdp2"
 
 
@@ -453,10 +457,10 @@ FSDP2 = "--calculate-per-token-loss does not work with --use-torch-fsdp2"
     ("--lengths 1 --log-normal 5,1", ONE_SOURCE),
     ("--lengths 1 --calculate-per-token-loss --use-torch-fsdp2", FSDP2),
     ("--lengths 1 --ragged-microbatches "
-     "--expert-model-parallel-size 2", "drop --ragged-microbatches"),
-    ("--lengths 1 --keep-prompt-groups", "give --docs-per-step"),
+     "--expert-model-parallel-size 2", "Remove --ragged-microbatches"),
+    ("--lengths 1 --keep-prompt-groups", "Add --docs-per-step"),
     ("--log-normal 1e12,1", "--log-normal 1e+12,1 has drawn a length of"),
-    ("--lengths 1,2,3 --group-size 1000000", "give a smaller --group-size"),
+    ("--lengths 1,2,3 --group-size 1000000", "Use a smaller --group-size"),
     ("--lengths 1 --docs-per-step 1048577", "--docs-per-step"),
     ("--lengths 1 --group-size 0", "--group-size must be an integer >= 1"),
     ("--lengths 1 --docs-per-step -3", "--docs-per-step must be an integer >= 1"),
@@ -473,20 +477,20 @@ def test_what_cannot_be_explained_is_said(capsys, line, message):
 def test_a_plot_of_nothing_is_refused_before_anything_is_written(tmp_path, printed):
     path = tmp_path / "weights.png"
     text = printed(f"--lengths 0,0 --plot {path}", 2)
-    assert f"--plot {path}: no sample of the step has an active token" in text
+    assert f"--plot {path} has no points to draw: no sample in the step has an active token" in text
     assert not path.exists()
 
 
 @pytest.mark.parametrize(("flag", "value", "message"), [
-    ("--lengths", "1,x", "'x': expected an integer from 0 to 1099511627776"),
-    ("--lengths", "-1", "give token counts such as 200,4000"),
-    ("--lengths", "99999999999999999999", "give token counts such as 200,4000"),
-    ("--lengths", f"5,{2**63 - 1}", "give token counts such as 200,4000"),
-    *(("--log-normal", value, "expected MEDIAN,SIGMA") for value in ("5", "1,2,3", "a,b")),
+    ("--lengths", "1,x", "'x' is not an integer from 0 to 1099511627776"),
+    ("--lengths", "-1", "Use token counts such as 200,4000"),
+    ("--lengths", "99999999999999999999", "Use token counts such as 200,4000"),
+    ("--lengths", f"5,{2**63 - 1}", "Use token counts such as 200,4000"),
+    *(("--log-normal", value, "is not MEDIAN,SIGMA") for value in ("5", "1,2,3", "a,b")),
     ("--log-normal", "0,1", "a median above 0"),
     ("--log-normal", "1e300,1", "a median above 0 and up to 1099511627776"),
     ("--log-normal", "nan,1", "a median above 0"),
-    ("--log-normal", "2000,500", "Sigma is of the logarithm and not in tokens"),
+    ("--log-normal", "2000,500", "Sigma is the logarithm's, not in tokens"),
     ("--log-normal", "2000,50", "a sigma from 0 to 10"),
     ("--group-size", "x", "invalid int value: 'x'"),
 ])  # fmt: skip
@@ -544,7 +548,7 @@ def test_kept_sets_of_files(explained, printed, tmp_path):
     path = write_rows(tmp_path / "sets.jsonl", [{**row, "kept_tokens": kept} for kept in sets])
     found = explained(f"--rollout-files {path}")
     assert found["step"]["kept_sets"] == {"num_tokens": 3, "mean_size": 2.0, "largest": 3}
-    line = "kept sets: 3 of 4 active tokens have one, of 2 ids on average and 3 at most"
+    line = "sampling sets: 3 of 4 active tokens have one, with 2 ids on average and at most 3"
     text = printed(f"--rollout-files {path}")
     assert f"{line}, which only --replay-sampling-set reads" in text
     assert explained("--lengths 3")["step"]["kept_sets"] is None

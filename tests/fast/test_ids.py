@@ -104,7 +104,7 @@ def test_prompt_groups_of_the_size_that_is_given():
     words = "samples_per_group is 8 and prompt group 9 has 5 (the first is 0 to 9"
     for count in COUNTS:
         message = refusal(count, ODD, samples_per_group=8)
-        assert_words(f"{words} | the number of rollouts | --keep-prompt-groups", message)
+        assert_words(f"{words} | counts the rollouts | --keep-prompt-groups", message)
         assert "mean" not in message, "of every aggregation"
         assert "group 3" not in message
         assert count(ODD[:16], samples_per_group=8).num_prompt_groups == 2
@@ -198,10 +198,10 @@ PROMPT_MEAN = PolicyLossConfig(loss_aggregation="prompt_mean")
 ALONE = SimpleNamespace(data_size=1, context_size=1)
 TWICE = "rollout_id 0 is given to a (number 0 of data-parallel rank 0) and to b ("
 NOT_SAMPLES = {
-    "a dict": ({"tokens": [1, 2]}, "got a dict"),
+    "a dict": ({"tokens": [1, 2]}, "found a dict"),
     "a list of dicts": ([sample([5], 0), {"tokens": [1, 2]}], "number 1 is a dict"),
-    "a generator": ((each for each in [sample([5], 0)]), "got a generator"),
-    "one sample": (sample([5], 0), "got a Sample"),
+    "a generator": ((each for each in [sample([5], 0)]), "found a generator"),
+    "one sample": (sample([5], 0), "found a Sample"),
 }
 NO_COUNTS = (-1, 2**40, -(2**63))
 # case: (call, words of the refusal)
@@ -260,10 +260,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a rank beyond those that ids can carry": (
         lambda: with_distinct_ids(sample([5], 3, 4), 2**23), "is 3, expected 0 or more"
     ),
-    "distinct files without files": (lambda: PlanningConfig(64, distinct_ids="file"), "give files"),
+    "distinct files without files": (lambda: PlanningConfig(64, distinct_ids="file"), "Add files"),
     "distinct ranks with files": (
         lambda: PlanningConfig(64, distinct_ids="rank", rollout_files=("a.jsonl",)),
-        "dealt over the ranks | choose file",
+        "go to different ranks | Choose file",
     ),
     "distinct nodes": (lambda: PlanningConfig(64, distinct_ids="node"), "one of rank, file"),
 }  # fmt: skip

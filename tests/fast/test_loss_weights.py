@@ -28,14 +28,14 @@ from tests.random_steps import uneven_totals
 def test_denominators_of_weights_without_weights_are_refused() -> None:
     config = PolicyLossConfig(policy_loss="sft", loss_weight_denominator="weights")
     batch, log_probs = pack([sample(None)]), torch.zeros(3)
-    with pytest.raises(ValueError, match="weights, and no sample of the step has loss_weights"):
+    with pytest.raises(ValueError, match="weights requires loss_weights, which no sample"):
         loss_of(config, batch, log_probs)
     # Of a step where others have them its tokens weigh 1.
     loss_of(config, batch, log_probs, totals=uneven_totals([sample(None), sample([2.0, 2.0, 0.0])]))
     line = "--loss-weight-denominator weights --policy-loss sft"
     parser = add_policy_loss_args(argparse.ArgumentParser())
     validate_policy_loss_args(parser.parse_args(line.split()), sample_fields=["loss_weights"])
-    with pytest.raises(ValueError, match="--loss-weight-denominator weights needs loss_weights"):
+    with pytest.raises(ValueError, match="loss_weights for --loss-weight-denominator weights"):
         validate_policy_loss_args(parser.parse_args(line.split()), sample_fields=[])
 
 
@@ -51,7 +51,7 @@ def test_samples_that_were_marked_under_another_denominator_are_refused() -> Non
     log_probs: dict[str, Any] = dict.fromkeys(("old_log_probs", "rollout_log_probs"), [-1.0] * 3)
     samples = accepted_samples(config("mask"), [sample([0.5, 2.0, 1.0], **log_probs)])
     assert samples[0].accepted_size == 2.0
-    words = "row 7 has an accepted_size of another --loss-weight-denominator"
+    words = "row 7 has an accepted_size for a different --loss-weight-denominator"
     with pytest.raises(ValueError, match=words):
         loss_of(config("weights"), pack(samples), torch.zeros(3))
     loss_of(config("mask"), pack(samples), torch.zeros(3))
@@ -63,9 +63,9 @@ def sample(weights: object, mask: Sequence[int] = (1, 1, 0), **fields: object) -
 
 @pytest.mark.parametrize(("weights", "words"), [
     ([1.0, -0.5, 1.0], r"\[1\] is -0.5 at an active token"),
-    ([1.0, 1.0], r" is of 2 values, expected one per response token \(3\)"),
+    ([1.0, 1.0], r" has 2 values, expected one per response token \(3\)"),
     (0.5, " has shape"),
-    (["x"], " is no sequence of numbers"),
+    (["x"], " is not a sequence of numbers"),
 ])  # fmt: skip
 def test_bad_weights_are_refused_by_sample_and_position(weights: object, words: str) -> None:
     with pytest.raises(ValueError, match=f"row 7: loss_weights{words}"):
@@ -96,7 +96,7 @@ def test_the_plan_counts_weights() -> None:
     by_weight = totals.counted_in("weights")
     assert by_weight.num_active_tokens == 7.5
     assert by_weight.rollout_denominators(samples).tolist() == [5.5, 5.5, 2.0]
-    with pytest.raises(ValueError, match="no sample of the step has loss_weights"):
+    with pytest.raises(ValueError, match="requires loss_weights, which no sample of the step has"):
         uneven_totals(samples[2:]).counted_in("weights")
 
 
@@ -105,7 +105,7 @@ def test_a_custom_reducer_sums_weighted_losses() -> None:
     batch = pack([sample([1.0, 0.5, 0.0])])
     loss, _ = loss_of(config, batch, torch.tensor([-1.0, -4.0, -9.0]))
     assert loss.item() == 1.0 * 1.0 + 0.5 * 4.0
-    with pytest.raises(ValueError, match="would ignore --loss-weight-denominator weights"):
+    with pytest.raises(ValueError, match="ignores --loss-weight-denominator weights"):
         PolicyLossConfig(**PLAIN_SUM, loss_weight_denominator="weights")
 
 
@@ -124,7 +124,7 @@ def test_rollout_files_have_a_column_of_weights(tmp_path: Path) -> None:
     assert rows[0].loss_weights.tolist() == [0.5, 2.0] and rows[1].loss_weights is None
     for wrong, words in (
         ([0.5, -1], r"loss_weights\[1\] is -1.*expected .*0 or more"),
-        ([0.5], "loss_weights is of 1 values, expected one per .*2"),
+        ([0.5], "loss_weights has 1 values, expected one per .*2"),
         ([0.5, "x"], "loss_weights"),
         ([0.5, None], r"loss_weights\[1\] is null|loss_weights\[1\] is nan"),
     ):

@@ -355,7 +355,7 @@ def test_a_loss_that_is_no_number_is_reported_with_sample_and_position(what, cap
     assert math.isfinite(loss) == (token < 0)
     said = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
     assert len(said) == (token >= 0)
-    assert token < 0 or f"the first is response token {token} of sample 0 (it)" in said[0]
+    assert token < 0 or f"The first is response token {token} of sample 0 (it)" in said[0]
 
 
 def test_a_nan_of_one_rank_is_reported_in_the_tokens_of_its_sample(caplog) -> None:
@@ -542,10 +542,10 @@ def test_metrics_do_not_depend_on_the_denominator_of_rejection() -> None:
     words = (
         "--rejection-denominator accepted: sample | 0 of data-parallel rank 0 | did not go through"
     )
-    words += " accepted_samples: call samples = accepted_samples(config, samples)"
+    words += " accepted_samples. Call samples = accepted_samples(config, samples)"
     assert_refused(words, loss_of, accepted, pack(samples), log_probs)
     of_step = {"totals": uneven_totals(samples), "num_microbatches": 1}
     assert_refused(words, PolicyStep, accepted, **of_step)  # on every pipeline stage
     totals = uneven_totals(marked)
-    words = "did not go through accepted_samples: pack the samples that it returns"
+    words = "did not go through accepted_samples. Pack the samples that it returns"
     assert_refused(words, loss_of, accepted, pack(samples), log_probs, totals=totals)

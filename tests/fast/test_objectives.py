@@ -338,7 +338,13 @@ def test_a_sum_over_sequences_that_was_not_made_is_named() -> None:
     config = PolicyLossConfig(policy_loss="gspo")
     tokens, _ = tokens_and_sums(config, package_batch(sequences), flat_log_probs(sequences))
     none = SequenceSums(tokens.unit_ids, {})
-    assert_refused("'policy' was not made", OBJECTIVES["gspo"].function, config, tokens, none)
+    assert_refused(
+        "'policy' over sequences was not computed",
+        OBJECTIVES["gspo"].function,
+        config,
+        tokens,
+        none,
+    )
 
 
 # A user's own loss.
@@ -427,16 +433,18 @@ def test_turns_are_numbered_over_samples_and_refused_out_of_order() -> None:
     config = PolicyLossConfig(policy_loss="gspo", sequence_unit="turn")
     ids, owners = sequence_units(config, [sample([-1, -1, 3, 3]), sample([3, 3, 3, 9])])
     assert ids.tolist() == [0, 0, 1, 1, 2, 2, 2, 3] and owners.tolist() == [0, 0, 1, 1]
-    assert_refused("a: turn_ids[2] is 0, less than before it", sample, [0, 1, 0, 1])
-    assert_refused("a: turn_ids is of 3 values", sample, [0, 1, 2])
+    assert_refused("a: turn_ids[2] is 0, less than the id before it", sample, [0, 1, 0, 1])
+    assert_refused("a: turn_ids has 3 values", sample, [0, 1, 2])
     assert_refused(
         "a: turn_ids has dtype torch.float64, expected integers", sample, [0.0, 1.0, 1.0, 2.0]
     )
     assert_refused(
-        "a has no turn_ids, which --sequence-unit turn needs",
+        "a has no turn_ids, required by --sequence-unit turn",
         MicroBatchLoss,
         resolve(config),
         pack([replace(sample(None), old_log_probs=[-1.0] * 4)]),
         None,
     )
-    assert_refused("--sequence-unit turn is about sums", PolicyLossConfig, sequence_unit="turn")
+    assert_refused(
+        "--sequence-unit turn has no effect without a sum", PolicyLossConfig, sequence_unit="turn"
+    )

@@ -34,8 +34,8 @@ def validate(line: str, **found: Any) -> argparse.Namespace:
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ({"defer_embedding_wgrad_compute": True}, "--defer-embedding-wgrad-compute puts off"),
-        ({"gtp_weight_remat_size": 2}, "--tensor-parallel-num-weight-shards cuts it further"),
+        ({"defer_embedding_wgrad_compute": True}, "--defer-embedding-wgrad-compute delays"),
+        ({"gtp_weight_remat_size": 2}, "--tensor-parallel-num-weight-shards splits further"),
     ],
 )
 def test_what_takes_the_gradient_of_the_weight_from_the_layer_is_refused(setting, words) -> None:
@@ -69,7 +69,7 @@ def test_narrow_logits_are_refused() -> None:
     batch, totals = pack([sample]), step_totals([sample])
     logits, config = torch.zeros(3, 4), PolicyLossConfig(fp32_lm_head=True)
     policy_loss_function(config, batch, logits, totals=totals)
-    words, given = "logits are torch.bfloat16:  | set_fp32_lm_head(model)", (config, batch)
+    words, given = "they are torch.bfloat16. | set_fp32_lm_head(model)", (config, batch)
     assert_refused(words, policy_loss_function, *given, logits.bfloat16(), totals=totals)
 
 

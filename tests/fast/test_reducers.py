@@ -191,5 +191,5 @@ def test_wrong_length_raises_with_both_sizes(cp_rank: int) -> None:
     size = sum(row.response is not None for row in layout[cp_rank])
     reducer(torch.zeros(size))
     for wrong in (size - 1, size + 1, 9 if size != 9 else 10):
-        assert_refused(f"[{wrong}] | has {size}:", reducer, torch.zeros(wrong))
-    assert_refused("one dimension", reducer, torch.zeros(1, size))
+        assert_refused(f"[{wrong}], expected [{size}]", reducer, torch.zeros(wrong))
+    assert_refused(f"[1, {size}], expected [{size}]", reducer, torch.zeros(1, size))

@@ -28,7 +28,7 @@ def loss_of(*samples: Sample, cp: tuple[int, int] = (0, 1), **settings: Any) -> 
 
 
 def test_without_sets() -> None:
-    words = "a has no kept_tokens, which --replay-sampling-set needs"
+    words = "a has no kept_tokens, required by --replay-sampling-set"
     assert_refused(words, loss_of, sample(kept_tokens=None))
     assert loss_of().batch.kept_tokens is not None  # an empty micro-batch
     assert "kept_tokens" in PolicyLossConfig(replay_sampling_set=True).required_sample_fields
@@ -49,7 +49,7 @@ def test_log_probs_of_the_whole_vocabulary(field, settings, cp) -> None:
     loss_of(sample(**good), sample("b", **good), cp=cp, **settings)
     wrong = {**good, field: [-0.5, -0.3, -2.0, -0.1]}
     message = refusal(loss_of, sample(**good), sample("b", **wrong), cp=cp, **settings)
-    assert message.startswith(f"b: {field}[1] is -0.3, and its token is the only one")
+    assert message.startswith(f"b: {field}[1] is -0.3, but must be 0 because its token is the only")
     unread = {**good, field: wrong[field]} if field != "old_log_probs" else good
     loss_of(sample(**unread), cp=cp)
 

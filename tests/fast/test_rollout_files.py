@@ -144,8 +144,8 @@ BAD_ROWS = {
     r"prompt_ids\[1\] is .*null.*, expected .*an integer": row(prompt_ids=[3, None]),
     "prompt_ids is .*'abc'.*, expected .*list of integers": row(prompt_ids="abc"),
     r"loss_mask\[0\] is .*2.*, expected .*0 or 1": row(loss_mask=[2]),
-    f"loss_mask is .*of 2 values.*, {OF_RESPONSE}": row(loss_mask=[1, 1]),
-    f"log_probs is .*of 0 values.*, {OF_RESPONSE}": row(log_probs=[]),
+    f"loss_mask has 2 values, {OF_RESPONSE}": row(loss_mask=[1, 1]),
+    f"log_probs has 0 values, {OF_RESPONSE}": row(log_probs=[]),
     r"log_probs\[0\] is .*0.5.*, expected .*at most 0": row(log_probs=[0.5]),
     r"log_probs\[0\] is .*nan.*, expected .*finite": row(log_probs=[None]),
     **{
@@ -158,12 +158,12 @@ BAD_ROWS = {
     "reward is .*'high'.*, expected .*a number": row(reward="high"),
     "reward is .*True.*, expected .*a number": row(reward=True),
     "advantages is .*'up'.*, expected .*list of numbers": row(advantages="up"),
-    f"advantages is .*of 2 values.*, {OF_RESPONSE}": row(advantages=[1.0, 1.0]),
+    f"advantages has 2 values, {OF_RESPONSE}": row(advantages=[1.0, 1.0]),
     r"advantages is .*1e\+39.*, expected .*float32": row(advantages=1e39),
     r"advantages\[0\] is .*-1e\+39.*, expected .*float32": row(advantages=[-1e39]),
     "group_index is .*1.5.*, expected .*an integer of 64 bits": row(group_index=1.5),
-    "kept_tokens is .*of 2 sets.*, expected .*one for each": row(kept_tokens=[[5], [5]]),
-    r"kept_tokens\[1\] is .*a set of 2 ids without 5.*, expected .*the token that was sampled": row(
+    "kept_tokens has 2 sets, expected one per": row(kept_tokens=[[5], [5]]),
+    r"kept_tokens\[1\] is .*a set of 2 ids without 5.*, expected .*the sampled token": row(
         2, kept_tokens=[[5], [1, 2], []]
     ),
     r"kept_tokens\[0\] is .*id 90.*, expected .*below 90": row(kept_tokens=[[5, 90]]),
@@ -301,7 +301,7 @@ def test_files_in_another_folder_and_rows_after_the_last_go_on(tmp_path: Path) -
 @pytest.mark.parametrize("kind", KINDS)
 def test_files_that_are_shorter_than_the_place_are_refused(tmp_path: Path, kind: str) -> None:
     paths = [write(tmp_path, rows_from(0, 7), kind, name) for name in "ab"]
-    words = "the files have 14 rows and the checkpoint stopped after 15 | same order"
+    words = "the files have 14 rows, but the checkpoint stopped after 15 | same order"
     source = RolloutFiles(paths)
     source.seek(15)
     for _ in range(2):  # the next pull does not take it for the end
@@ -330,7 +330,7 @@ def test_a_compressed_file_is_refused_and_not_passed_over(tmp_path: Path, name: 
     compressed = tmp_path / name
     compressed.write_bytes(b"\x1f\x8b")
     for reader, path in ((read, tmp_path), (read, compressed), (validate_rollout_file, compressed)):
-        assert_refused(f"{name} is compressed | : decompress it", reader, path)
+        assert_refused(f"{name} is compressed | Decompress it", reader, path)
 
 
 def test_a_folder_that_is_named_as_a_file(tmp_path: Path) -> None:
@@ -340,7 +340,7 @@ def test_a_folder_that_is_named_as_a_file(tmp_path: Path) -> None:
     write(folder, [row(3)], "parquet")
     assert read(folder) == [3]
     write(tmp_path, [row(4)], "jsonl", "a")
-    words = "part.parquet is a folder, | : give the folder itself"
+    words = "part.parquet is a folder, | Pass the folder itself"
     assert_refused(words, RolloutFiles, [tmp_path])
 
 
@@ -363,16 +363,16 @@ def test_bad_files_and_settings_are_refused(tmp_path: Path) -> None:
     none, path = [tmp_path / "none.jsonl"], write(tmp_path, [row()], "jsonl")
     assert_refused("none.jsonl does not exist", RolloutFiles, none, error=FileNotFoundError)
     for paths, options, words in (
-        ([], {}, "--rollout-files: give at least one file"),
+        ([], {}, "--rollout-files requires at least one file"),
         ([tmp_path / "x.csv"], {}, "x.csv does not end in"),
-        ([tmp_path / "empty"], {}, "holds no rollout file"),
-        ([path], {"on_bad_row": "drop"}, "--on-bad-row | found 'drop'"),
+        ([tmp_path / "empty"], {}, "has no rollout file"),
+        ([path], {"on_bad_row": "drop"}, "--on-bad-row | not 'drop'"),
         ([path], {"required_fields": ["reward"]}, "no column fills 'reward'"),
         ([path], {"vocab_size": 0}, "vocab_size is 0"),
         ([path], {"data_parallel_rank": 2, "data_parallel_size": 2}, "0 <= rank < size"),
     ):
         assert_refused(words, RolloutFiles, paths, **options)
-    assert_refused("x.parquet: expected a Parquet file", read, tmp_path / "x.parquet")
+    assert_refused("x.parquet is not a readable Parquet file", read, tmp_path / "x.parquet")
 
 
 def test_samples_share_no_memory_with_their_window(tmp_path: Path) -> None:
@@ -425,7 +425,7 @@ def test_a_baseline_of_the_step_needs_no_prompt_groups(method, expected, tmp_pat
     assert [sample.advantages[0].item() for sample in replaced] == expected
     assert step.num_groups == 3
     assert_refused(
-        "has no group_index, which the advantages of grpo need", with_group_advantages, samples
+        "has no group_index, which --advantage grpo requires", with_group_advantages, samples
     )
 
 
@@ -475,8 +475,8 @@ def test_validate_names_groups_and_rollouts_whose_rows_are_scattered(tmp_path: P
     assert (report.num_scattered, report.scattered, report.num_documents) == (0, [], 3)
     report = validate_rollout_file(grouped("scattered", [1, 2, 1, 2], [5, 6, 7, 6]))
     assert report.num_scattered == 3 and report.num_documents == 3
-    assert report.scattered[0].startswith("scattered.jsonl row 2: group_index 1 comes back")
-    assert "rollout_id 6 comes back" in report.scattered[2]
+    assert report.scattered[0].startswith("scattered.jsonl row 2: group_index 1 returns")
+    assert "rollout_id 6 returns" in report.scattered[2]
     other = grouped("other", [2, 3, 1])
     both = validate_rollout_file(whole, other, max_errors=1)
     assert both.num_scattered == 1
@@ -485,5 +485,5 @@ def test_validate_names_groups_and_rollouts_whose_rows_are_scattered(tmp_path: P
     source = RolloutFiles([grouped("again", [1, 1, 2, 2, 1, 1, 3, 3])])
     collector = StepCollector(source, docs_per_step=2, mode="exact", keep_prompt_groups=True)
     message = refusal(lambda: [*iter(collector.collect, None)])
-    assert "prompt group" in message and "(group_index) is cut" in message
+    assert "prompt group" in message and "(group_index) is split" in message
     assert "prompt mean" not in message  # no setting here asks for it

@@ -89,25 +89,25 @@ def test_the_page_has_the_numbers_of_every_token(tmp_path: Path) -> None:
     assert data["ratios"] == list(RATIOS) and data["kept_for"] is None
     assert data["clip"] == pytest.approx([math.log(0.9), math.log(1.2)])
     assert (data["entries"], data["skipped"], data["estimated"]) == (15, 0, 0)
-    shown = [(group, answer) for group in data["groups"] for answer in group["a"]]
+    shown = [(group, response) for group in data["groups"] for response in group["a"]]
     rows = [(number, row) for number, step in enumerate(steps) for row in step]
-    for (number, row), (group, answer) in zip(rows, shown, strict=True):
+    for (number, row), (group, response) in zip(rows, shown, strict=True):
         assert group["s"] == number and group["g"] == row["group_index"]
-        assert group["p"] == row["prompt_ids"] and answer["t"] == row["response_ids"]
-        assert answer["r"] == row["reward"]
-        assert answer.get("m", "1" * len(answer["t"])) == "".join(map(str, row["loss_mask"]))
-        advantages = answer["a"] if isinstance(answer["a"], list) else [answer["a"]]
+        assert group["p"] == row["prompt_ids"] and response["t"] == row["response_ids"]
+        assert response["r"] == row["reward"]
+        assert response.get("m", "1" * len(response["t"])) == "".join(map(str, row["loss_mask"]))
+        advantages = response["a"] if isinstance(response["a"], list) else [response["a"]]
         assert advantages == pytest.approx(row["advantages"], abs=6e-5)
         for name in RATIOS if any(row["loss_mask"]) else ():
-            for found, expected in zip(answer[name], log_ratios(row, name), strict=True):
+            for found, expected in zip(response[name], log_ratios(row, name), strict=True):
                 assert (found is None) == (expected is None)
                 assert found is None or found == pytest.approx(expected, abs=6e-5)
 
 
-def test_the_numbers_of_a_step_are_of_all_its_answers(tmp_path: Path) -> None:
+def test_the_numbers_of_a_step_are_of_all_its_responses(tmp_path: Path) -> None:
     steps = write_steps(tmp_path, 3, 5)
     for number, (found, rows) in enumerate(zip(page_of(tmp_path)[0]["steps"], steps, strict=True)):
-        assert found["name"] == f"step {number}" and found["answers"] == 20
+        assert found["name"] == f"step {number}" and found["responses"] == 20
         assert found["reward"] == pytest.approx(
             statistics.fmean(r["reward"] for r in rows), abs=1e-4
         )
@@ -165,7 +165,7 @@ def test_of_many_the_worst_are_kept_and_named(
     assert any(data["kinds"][number] == AT_RANDOM for kinds in groups.values() for number in kinds)
     # Whole groups, and the numbers by step of all rows.
     assert all(len(group["a"]) == 4 for group in data["groups"])
-    assert [step["answers"] for step in data["steps"]] == [240] * 4
+    assert [step["responses"] for step in data["steps"]] == [240] * 4
     # Those that are kept for nothing but chance are of all steps.
     by_chance = {
         g["s"] for g, kinds in zip(data["groups"], data["kept_for"], strict=True) if kinds == [0]
@@ -174,7 +174,7 @@ def test_of_many_the_worst_are_kept_and_named(
 
 
 def test_an_entry_that_is_too_long_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answers to one prompt, which alone would be more than the page may have."""
+    """The responses to one prompt, which alone would be more than the page may have."""
     write_steps(tmp_path, 1, 1)
     monkeypatch.setattr(rollout_page, "PART_BYTES", 10)
     data, _ = page_of(tmp_path)
@@ -188,7 +188,7 @@ def test_advantages_are_made_of_rewards_where_a_prompt_group_is_known(tmp_path, 
     (rows,) = write_steps(tmp_path, 1, 3, without)
     data, _ = page_of(tmp_path)
     assert data["estimated"] == (12 if expected else 0)
-    shown = [answer.get("a") for group in data["groups"] for answer in group["a"]]
+    shown = [response.get("a") for group in data["groups"] for response in group["a"]]
     if expected is None:
         assert shown == [None] * 12 and len(data["groups"]) == 12
         return
@@ -214,10 +214,10 @@ def test_a_rollout_of_several_rows_counts_once(tmp_path: Path) -> None:
         return page_of(tmp_path)[0]
 
     data = page()
-    found = [answer["a"] for answer in data["groups"][0]["a"]]
+    found = [response["a"] for response in data["groups"][0]["a"]]
     assert found == pytest.approx([1.0, 1.0, 1.0, -1.0, 0.0], abs=1e-4)
     (step,) = data["steps"]
-    assert step["reward"] == 0.5 and (step["answers"], data["estimated"]) == (5, 5)
+    assert step["reward"] == 0.5 and (step["responses"], data["estimated"]) == (5, 5)
     rows[1]["reward"] = 0.25
     with pytest.raises(ValueError, match=r"rollout_id 7 has the rewards 1.0 \(.* row 0\) and 0.25"):
         page()
@@ -249,8 +249,8 @@ def test_texts_of_tokens_cannot_end_the_script(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--lengths 3 --html {out}", "shows rollouts: give --rollout-files"),
-        ("--rollout-files {folder} --tokenizer x", "read for --html alone: give --html"),
+        ("--lengths 3 --html {out}", "requires --rollout-files. Add it"),
+        ("--rollout-files {folder} --tokenizer x", "has no effect without --html"),
         (
             "--rollout-files {folder} --html {out} --tokenizer {folder}/step_000000.jsonl",
             "expected a JSON object of texts",

@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def rows(folder: Path) -> list[Row]:
-    """Three steps of five prompts with four answers; a text of a token would end a script."""
+    """Three steps of five prompts with four responses; a text of a token would end a script."""
     folder.mkdir()
     steps = write_steps(folder, 3, 5)
     texts = ", ".join(f'"{token}": "w{token} "' for token in range(99) if token != 3)
@@ -60,18 +60,18 @@ def opened(browser: Any, rows: list[Row], folder: Path) -> Iterator[Any]:
 
 
 def cells(page: Any, column: int) -> list[str]:
-    return page.locator(f"tr.answer td:nth-child({column})").all_inner_texts()
+    return page.locator(f"tr.response td:nth-child({column})").all_inner_texts()
 
 
 def colored(page: Any) -> list[str]:
     """The color of every token of the rows: empty where it has none."""
     return page.eval_on_selector_all(
-        "tr.answer .t", "all => all.map(each => each.style.background)"
+        "tr.response .t", "all => all.map(each => each.style.background)"
     )
 
 
-def test_every_answer_is_a_row_and_numbers_sort(opened: Any, rows: list[Row]) -> None:
-    assert "60 answers in 15 prompt groups, 3 steps" in opened.inner_text("#counts")
+def test_every_response_is_a_row_and_numbers_sort(opened: Any, rows: list[Row]) -> None:
+    assert "60 responses in 15 prompt groups, 3 steps" in opened.inner_text("#counts")
     opened.click("#next")
     assert len(cells(opened, 1)) == 10 and "51 to 60 of 60" in opened.inner_text("#pages")
     names = opened.locator("th").all_inner_texts()
@@ -109,7 +109,7 @@ def test_tokens_have_the_colors_of_their_numbers(opened: Any, rows: list[Row]) -
     assert sum("0.5)" in color for color in colored(opened)) == sum(map(clipped_tokens, first)) > 0
     opened.check("#color input[value=mask]", force=True)
     assert [color != "" for color in colored(opened)] == mask
-    assert opened.locator("tr.answer .t.off").count() == mask.count(False) > 0
+    assert opened.locator("tr.response .t.off").count() == mask.count(False) > 0
 
 
 def test_a_bar_of_zero_lies_at_the_bottom(browser: Any, tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_a_step_a_word_and_a_prompt_are_found(opened: Any, rows: list[Row]) -> N
     assert len(cells(opened, 1)) == len(with_word) > 0
     opened.fill("#find", "")
     assert opened.url.endswith("#step=1&color=advantage&sort=step")
-    opened.click("tr.answer >> nth=5")
+    opened.click("tr.response >> nth=5")
     detail = opened.locator("tr.detail")
     row = [row for row in rows if row["step"] == 1][5]
     assert "</script>" in detail.locator("p.whole >> nth=0").inner_text()

@@ -47,10 +47,10 @@ REFUSALS = {
         0, 5
     ),
     "shape .3, 4., expected": [[1, 2, 3, 4]] * LAYERS,
-    "no array of numbers": [[[1, 2], [3]]],
+    "not an array of numbers": [[[1, 2], [3]]],
     "torch.float32 on cpu, expected integers": torch.zeros(LAYERS, 4, TOPK),
-    "layer 1, position 2 has expert 32768, expected from 0 to 32767": changed(1, 2, [32768, 1]),
-    "layer 2, position 0 has expert -2, expected from 0": changed(2, 0, [-2, 1]),
+    "layer 1, position 2 has expert 32768, expected 0 to 32767": changed(1, 2, [32768, 1]),
+    "layer 2, position 0 has expert -2, expected 0": changed(2, 0, [-2, 1]),
     "layer 0, position 3 has expert 4, in a row with -1": changed(0, 3, [-1, 4]),
     "layer 1, position 1 has expert 5, twice": changed(1, 1, [5, 5]),
 }
@@ -141,7 +141,7 @@ def test_samples_with_experts_beside_samples_without_are_refused() -> None:
 def test_a_loss_of_given_logits_refuses_the_replay() -> None:
     config = PolicyLossConfig(replay_routing=True)
     batch = pack([sample(random_experts(0, 4))])
-    with pytest.raises(ValueError, match="--replay-routing: .*use PolicyStep"):
+    with pytest.raises(ValueError, match="--replay-routing does not work .*Use PolicyStep"):
         policy_loss_function(config, batch, torch.zeros(4, 8), totals=step_totals(batch.samples))
 
 
@@ -174,9 +174,9 @@ def test_engines_give_tokens_first_and_no_entry_of_the_last_token() -> None:
         assert sample(routed_experts_of_engine(returned, 6), 6).routed_experts is not None
         with pytest.raises(ValueError, match=r"shape \[5, 3, 2\], expected .* up to 0 fewer"):
             routed_experts_of_engine(returned, 6, most_missing=0)
-        with pytest.raises(ValueError, match="of 7 tokens.*those of the prompt before them"):
+        with pytest.raises(ValueError, match="for 7 tokens.*the prompt's experts"):
             routed_experts_of_engine(returned, 7)
         with pytest.raises(ValueError, match="float64, expected integers"):
             routed_experts_of_engine(np.asarray(returned) + 0.5, 6)
-        with pytest.raises(ValueError, match="of 4 tokens"):
+        with pytest.raises(ValueError, match="for 4 tokens"):
             routed_experts_of_engine(returned, 4)

@@ -87,8 +87,8 @@ def everything_follows() -> None:
     config = PolicyLossConfig.from_args(args)
     assert config.required_sample_fields == ("old_log_probs", "rollout_log_probs")
     message = refusal(line, sample_fields=[])
-    assert "--opsm-delta 7 and --policy-loss sequence_score needs old_log_probs" in message
-    assert "--opsm-delta 7 needs rollout_log_probs" in message
+    assert "old_log_probs for --opsm-delta 7 and --policy-loss sequence_score" in message
+    assert "must have rollout_log_probs for --opsm-delta 7" in message
     accepted = refusal(line + " --rejection-denominator accepted")
     assert "cannot count what --opsm-delta 7 rejects" in accepted
     assert "ppo and gspo and sequence_score" in refusal("--policy-loss sft --eps-clip-c 3")
@@ -134,13 +134,13 @@ def test_mutant_a_row_that_lacks_a_property_is_caught(rows: None) -> None:
 
 
 VIOLATIONS = (
-    "--eps-clip must be a finite number > 0 and <= 1; found 5.0",
-    "--tis-clip must be a finite number >= 2.06115e-09; found -1.0",
-    "found 'token-mean'; did you mean token_mean?",
+    "--eps-clip must be a finite number > 0 and <= 1, not 5.0",
+    "--tis-clip must be a finite number >= 2.06115e-09, not -1.0",
+    "not 'token-mean'. Did you mean token_mean?",
     "--policy-loss must be one of ppo, ",
     "--cispo-lower-bound belongs to --policy-loss cispo",
-    "did you mean group_index?",
-    "needs old_log_probs of every sample",
+    "Did you mean group_index?",
+    "every sample must have old_log_probs for",
 )
 
 
@@ -152,7 +152,7 @@ def test_every_violation_is_said_at_once_with_the_nearest_right_word() -> None:
         validate_policy_loss_args(args, sample_fields=["group_indx"])
     message = str(error.value)
     assert all(part in message for part in VIOLATIONS)
-    assert message.startswith("7 settings")
+    assert message.startswith("7 invalid settings")
 
 
 MEANT = {
@@ -167,13 +167,13 @@ MEANT = {
 def test_the_parser_names_the_aggregation_that_is_meant(word: str, meant: str, capsys) -> None:
     with pytest.raises(SystemExit):
         parsed(f"--loss-aggregation {word}")
-    assert f"did you mean {meant}?" in capsys.readouterr().err
+    assert f"Did you mean {meant}?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("line", "hint"),
     [
-        ("--loss-agregation token_mean", "; did you mean --loss-aggregation?"),
+        ("--loss-agregation token_mean", ". Did you mean --loss-aggregation?"),
         ("--lr 1", ""),  # it has no flag but --help near it
     ],
 )

@@ -32,7 +32,7 @@ def test_the_temperature_of_the_step_is_accepted(temperature: float | None) -> N
 
 
 def test_another_temperature_is_refused_by_name() -> None:
-    words = "answer 3 has temperature 0.7 and --rollout-temperature is 1.0 | different steps"
+    words = "answer 3 has temperature 0.7, but --rollout-temperature is 1.0 | different steps"
     assert_refused(words, train, 0.7, 1.0)
     assert_refused("answer 3: temperature is 0.0, expected a finite number", a_sample, 0.0)
     assert_refused("answer 3: temperature is '1'", a_sample, "1")

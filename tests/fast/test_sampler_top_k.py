@@ -54,7 +54,7 @@ def test_a_window_is_padded() -> None:
 REFUSED = {
     "not a pair": (3, "sampler_top_k is not a pair"),
     "rows": ((IDS[:2], LOG_PROBS[:2]), "2 rows of ids and 2 rows of log-probs"),
-    "sizes": ((IDS, [[-0.5], [], LOG_PROBS[2]]), "with a log-prob for each id"),
+    "sizes": ((IDS, [[-0.5], [], LOG_PROBS[2]]), "with a log-prob per id"),
     "twice": (([[4, 4], [], [1]], [[-1.0, -1.0], [], [-1.0]]), "id 4 twice"),
     "below 0": (([[-4], [], [1]], [[-1.0], [], [-1.0]]), "id -4, expected ids"),
     "above 0": (([[4], [], [1]], [[0.5], [], [-1.0]]), "expected a log-prob"),
@@ -69,9 +69,9 @@ def test_refused_samples(case: str) -> None:
 
 
 CONFLICTS = {
-    "objective": ({"policy_loss": "gspo"}, "use one of ppo, cispo, reinforce"),
+    "objective": ({"policy_loss": "gspo"}, "Use one of ppo, cispo, reinforce"),
     "own": ({"custom_policy_loss_path": "math:sin"}, "does not apply to --custom-policy-loss-path"),
-    "level": ({"use_tis": True, "tis_level": "sequence"}, "requires weights of single tokens"),
+    "level": ({"use_tis": True, "tis_level": "sequence"}, "requires per-token weights"),
     "rejection": ({"use_sequence_rejection": True}, "--use-sequence-rejection are mutually"),
     "accepted": (
         {"use_tis": True, "tis_mode": "mask", "rejection_denominator": "accepted"},
@@ -106,7 +106,7 @@ def test_a_loss_of_log_probs_cannot_be_centered() -> None:
     batch, totals = pack([sample()]), step_totals([sample()])
     config, log_probs = PolicyLossConfig(**CENTERED), torch.full((3,), -1.0)
     assert_refused(
-        "--score-centering needs the centering",
+        "--score-centering requires the centering",
         lambda: policy_loss_from_log_probs(config, batch, log_probs, None, totals=totals),
     )
     assert_refused(

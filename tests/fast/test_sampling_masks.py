@@ -101,8 +101,8 @@ def test_from_an_engines_answer_to_value_and_gradient(tmp_path, form: str, kind:
 
 def test_refusals() -> None:
     read = kept_tokens_of_engine
-    assert_refused("the engine returned no sampling mask: serve vLLM with", read, None, [7])
-    assert_refused("has 3 sets for 2 tokens, expected one for each", read, SETS[0], [7, 2])
+    assert_refused("the engine returned no sampling mask. Use vLLM with", read, None, [7])
+    assert_refused("has 3 sets for 2 tokens, expected one per token", read, SETS[0], [7, 2])
     assert_refused(
         "set 1 of the engine's sampling mask has 1 ids without 5", read, SETS[0], [7, 5, 2]
     )

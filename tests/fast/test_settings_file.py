@@ -119,18 +119,18 @@ def test_words_are_written_as_they_are():
     [
         (
             "loss-agregation: constant",
-            "--loss-agregation=constant | did you mean --loss-aggregation?",
+            "--loss-agregation=constant | Did you mean --loss-aggregation?",
         ),
-        ("use-tis: 2", "use-tis takes no value: expected true or false, found '2'"),
-        ("fused-lm-heed: false", "--fused-lm-heed=false | did you mean --fused-lm-head?"),
+        ("use-tis: 2", "use-tis must be true or false, not '2'"),
+        ("fused-lm-heed: false", "--fused-lm-heed=false | Did you mean --fused-lm-head?"),
         ("kl-loss-coef: false", "--kl-loss-coef: invalid"),
         ("policy-loss:", "policy-loss has no value"),
         ("config: other.yaml", "config belongs on the command line"),
         ("eps-clip: wide", "--eps-clip: invalid"),
         ("eps-clip: [1, 2]", "unrecognized arguments: 2"),
-        ("loss-aggregation: tokn_mean", "did you mean token_mean?"),
-        ("loss_aggregation", "run.yaml: holds str | expected lines such as"),
-        ("a: [", "run.yaml: cannot be read"),
+        ("loss-aggregation: tokn_mean", "Did you mean token_mean?"),
+        ("loss_aggregation", "run.yaml: contains str | not lines such as"),
+        ("a: [", "run.yaml: cannot read the file"),
     ],
 )
 def test_a_fault_of_a_file_is_one_line(text, words, file, capsys):
@@ -152,7 +152,7 @@ def test_explain_reads_a_file_and_leaves_out_what_it_does_not_know(file, capsys)
     assert explained("--config", str(file)) == explained(*launch_line.split())
     file.write_text("lengths: 200,4000\nloss-agregation: token_mean\n")
     assert explain(["--config", str(file)]) == 2
-    assert_words("did you mean --loss-aggregation?", capsys.readouterr().err)
+    assert_words("Did you mean --loss-aggregation?", capsys.readouterr().err)
 
 
 def test_words_are_read_as_they_are_written(file):

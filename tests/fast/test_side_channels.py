@@ -23,14 +23,14 @@ def sample(kept: Any, mask: list[int] | None = None, **fields: Any) -> Sample:
 @pytest.mark.parametrize(
     ("kept", "words"),
     [
-        ([[1], [2]], " is of 2 sets, expected one for each response token (3)"),
-        ([[1], [5, 6], [3]], "[1] is a set of 2 ids without 2, expected the token that was"),
+        ([[1], [2]], " has 2 sets, expected one per response token (3)"),
+        ([[1], [5, 6], [3]], "[1] is a set of 2 ids without 2, expected the sampled token"),
         ([[1], [2], [3, 5, 3]], "[2] is a set with id 3 twice, expected distinct"),
-        ([[1], [2, -1], [3]], "[1] is a set with id -1, expected ids of the vocabulary"),
+        ([[1], [2, -1], [3]], "[1] is a set with id -1, expected ids in"),
         ([[1], [2, 2**31], [3]], "[1] is a set with id 2147483648, expected ids"),
         ([[1], [2.5], [3]], " is torch.float64"),
-        ([1, 2, 3], " is no such thing"),
-        ("abc", " is no such thing"),
+        ([1, 2, 3], " is invalid"),
+        ("abc", " is invalid"),
     ],
 )
 def test_wrong_sets_are_named(kept: Any, words: str) -> None:

@@ -155,13 +155,13 @@ def test_what_contradicts_interpolation_is_refused() -> None:
         batch = pack(samples)
         policy_loss_from_log_probs(config(), batch, log_probs, None, totals=totals, **keywords)
 
-    assert_refused("give PolicyStep(policy_version=...)", loss, SAMPLES)
-    words = "answer 1: policy_version[4] is 9, newer than the policy_version 8 of the step"
+    assert_refused("Pass PolicyStep(policy_version=...)", loss, SAMPLES)
+    words = "answer 1: policy_version[4] is 9, newer than the step's policy_version 8"
     assert_refused(words, loss, SAMPLES[1:2], policy_version=8)
     loss([replace(SAMPLES[1], loss_mask=[1, 1, 1, 1, 0])], policy_version=8)
     for name in ("policy_version", "rollout_log_probs"):
         without = [replace(sample, **{name: None}) for sample in SAMPLES]
-        words = f"answer 0 has no {name}, which {flag} needs"
+        words = f"answer 0 has no {name}, required by {flag}"
         assert_refused(words, loss, without, policy_version=CURRENT)
 
 
@@ -200,7 +200,7 @@ def test_versions_are_checked() -> None:
 
     assert with_versions(torch.tensor(3)).policy_version == 3
     assert with_versions([1, 2, 3]).policy_version.tolist() == [1, 2, 3]
-    assert_refused("answer 0: policy_version is of 2 values | (3)", with_versions, [1, 2])
+    assert_refused("answer 0: policy_version has 2 values | (3)", with_versions, [1, 2])
     assert_refused("answer 0: policy_version has dtype", with_versions, [1.5, 2.0, 2.0])
     assert_refused("answer 0: policy_version is '7', expected an integer", with_versions, "7")
 
@@ -213,7 +213,7 @@ def test_files_have_one_version_or_one_per_token(tmp_path: Path) -> None:
     assert one.policy_version == 4 and each.policy_version.tolist() == [4, 5]
     for version, words in (
         ("[4, 5.5]", "policy_version[1] is 5.5, expected an integer"),
-        ("[4]", "policy_version is of 1 values, expected one per response token (2)"),
+        ("[4]", "policy_version has 1 values, expected one per response token (2)"),
         ("true", "policy_version is True, expected an integer"),
     ):
         path.write_text(row % version)

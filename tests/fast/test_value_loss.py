@@ -124,11 +124,11 @@ def test_missing_values_are_refused_by_sample_and_field(missing: str) -> None:
 @pytest.mark.parametrize(
     ("make", "settings", "words"),
     [
-        (sample, {"returns": [0.0]}, "turn 7: returns is of 1 values, expected one per response"),
-        (sample, {"old_values": "no"}, "turn 7: old_values is no sequence of numbers"),
-        (CriticConfig, {"value_clip": 0.0}, "--value-clip must be a finite number > 0; found 0.0"),
-        (CriticConfig, {"value_clip": -1.0, "gamma": 1.5}, "--value-clip | --gamma | found 1.5"),
-        (CriticConfig, {"lam": -0.1}, "--lam must be a finite number >= 0 and <= 1; found -0.1"),
+        (sample, {"returns": [0.0]}, "turn 7: returns has 1 values, expected one per response"),
+        (sample, {"old_values": "no"}, "turn 7: old_values is not a sequence of numbers"),
+        (CriticConfig, {"value_clip": 0.0}, "--value-clip must be a finite number > 0, not 0.0"),
+        (CriticConfig, {"value_clip": -1.0, "gamma": 1.5}, "--value-clip | --gamma | not 1.5"),
+        (CriticConfig, {"lam": -0.1}, "--lam must be a finite number >= 0 and <= 1, not -0.1"),
         (CriticConfig, {"gamma": NAN}, "--gamma"),
     ],
 )

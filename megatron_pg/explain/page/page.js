@@ -1,5 +1,5 @@
 "use strict";
-// The data: groups of answers `a` to a prompt `p` in a step `s`; see rollout_page.py for the fields of an answer.
+// The data: groups of responses `a` to a prompt `p` in a step `s`. rollout_page.py has a response's fields.
 const data = JSON.parse(document.getElementById("data").textContent);
 const get = (id) => document.getElementById(id);
 const PAGE = 50, CELL_TOKENS = 160, WHOLE_TOKENS = 3000;
@@ -15,15 +15,15 @@ function element(name, attributes = {}, ...children) {
 
 const number = (x, digits = 3) => (x == null ? "–" : Number.isInteger(x) ? String(x) : x.toFixed(digits).replace("-", "−"));
 const count = (x, one, many) => `${x.toLocaleString("en")} ${x === 1 ? one : many}`;
-const isActive = (answer, at) => !answer.m || answer.m[at] === "1";
-const advantageOf = (answer, at) => (Array.isArray(answer.a) ? answer.a[at] : answer.a);
+const isActive = (response, at) => !response.m || response.m[at] === "1";
+const advantageOf = (response, at) => (Array.isArray(response.a) ? response.a[at] : response.a);
 
-// ppo alone clips the ratio of a token to the old log-probs.
+// Only ppo clips a token's ratio to the old log-probs.
 const clips = data.clip != null && data.ratios.includes("new_old");
 
-// 2: clipped, without gradient; 1: outside of the bounds, with it; 0: inside.
-function clipOf(answer, at) {
-  const value = answer.new_old?.[at], advantage = advantageOf(answer, at);
+// 2: clipped, without gradient. 1: outside the bounds, with gradient. 0: inside.
+function clipOf(response, at) {
+  const value = response.new_old?.[at], advantage = advantageOf(response, at);
   if (value == null || !data.clip) return 0;
   const above = value > data.clip[1], below = data.clip[0] != null && value < data.clip[0];
   if (!above && !below) return 0;
@@ -36,24 +36,24 @@ function largest(values) {
   return most;
 }
 
-const answers = [];
+const responses = [];
 data.groups.forEach((group, index) => {
   group.kept = data.kept_for?.[index] ?? [];
-  for (const answer of group.a) {
-    answer.group = group;
-    answer.order = answers.length;
-    const advantages = Array.isArray(answer.a) ? answer.a.filter((_, at) => isActive(answer, at)) : null;
-    answer.advantage = advantages ? advantages.reduce((sum, x) => sum + x, 0) / advantages.length : answer.a;
-    answer.largest = ratio ? largest(answer[ratio]) : null;
-    if (clips && answer.new_old) {
-      const known = answer.new_old.filter((x) => x != null).length;
-      answer.clipped = known ? answer.t.filter((_, at) => clipOf(answer, at) === 2).length / known : null;
+  for (const response of group.a) {
+    response.group = group;
+    response.order = responses.length;
+    const advantages = Array.isArray(response.a) ? response.a.filter((_, at) => isActive(response, at)) : null;
+    response.advantage = advantages ? advantages.reduce((sum, x) => sum + x, 0) / advantages.length : response.a;
+    response.largest = ratio ? largest(response[ratio]) : null;
+    if (clips && response.new_old) {
+      const known = response.new_old.filter((x) => x != null).length;
+      response.clipped = known ? response.t.filter((_, at) => clipOf(response, at) === 2).length / known : null;
     }
-    answers.push(answer);
+    responses.push(response);
   }
 });
 
-// The text that every prompt begins and ends with is shown only where a prompt is shown whole.
+// The text that every prompt begins and ends with is shown only in whole prompts.
 const prompts = [...new Map(data.groups.map((group) => [group.p.join(), group.p])).values()];
 function commonLength(from) {
   if (prompts.length < 2) return 0;
@@ -71,27 +71,27 @@ const joined = (ids) => ids.map(textOf).join(data.texts ? "" : " ");
 const COLUMNS = [
   { key: "step", label: "step", value: (x) => x.group.s, shown: (x) => data.steps[x.group.s].name, when: data.steps.length > 1 },
   { key: "prompt", label: "prompt", value: (x) => x.group.g ?? x.order, text: true, when: true },
-  { key: "answer", label: "answer", value: (x) => x.order, text: true, when: true },
-  { key: "reward", label: "reward", value: (x) => x.r, when: answers.some((x) => x.r != null) },
-  { key: "advantage", label: "advantage", value: (x) => x.advantage, when: answers.some((x) => x.a != null) },
+  { key: "response", label: "response", value: (x) => x.order, text: true, when: true },
+  { key: "reward", label: "reward", value: (x) => x.r, when: responses.some((x) => x.r != null) },
+  { key: "advantage", label: "advantage", value: (x) => x.advantage, when: responses.some((x) => x.a != null) },
   { key: "tokens", label: "tokens", value: (x) => x.t.length, when: true },
   { key: "ratio", label: "largest log-ratio", value: (x) => x.largest, rank: Math.abs, when: !!ratio },
   { key: "clipped", label: "clipped", value: (x) => x.clipped, shown: (x) => (x.clipped == null ? "–" : `${(100 * x.clipped).toFixed(0)} %`), when: clips },
 ].filter((column) => column.when);
 
 const COLORS = [
-  { key: "advantage", label: "advantage", value: advantageOf, when: answers.some((x) => x.a != null) },
+  { key: "advantage", label: "advantage", value: advantageOf, when: responses.some((x) => x.a != null) },
   ...data.ratios.map((name) => ({ key: name, label: `log-ratio ${RATIO_NAMES[name]}`, value: (x, at) => x[name]?.[at], when: true })),
   { key: "clip", label: "clip", when: clips },
   { key: "mask", label: "loss mask", when: true },
 ].filter((color) => color.when);
 for (const color of COLORS) {
   if (!color.value) continue;
-  // The color is full at the 99th percentile: one far token does not make all others white.
+  // The color is full at the 99th percentile, so that one outlier does not make all tokens white.
   const sizes = [];
-  for (const answer of answers) {
-    const every = Math.max(1, Math.floor(answers.length / 2000));
-    if (answer.order % every === 0) answer.t.forEach((_, at) => { if (isActive(answer, at)) sizes.push(Math.abs(color.value(answer, at) ?? 0)); });
+  for (const response of responses) {
+    const every = Math.max(1, Math.floor(responses.length / 2000));
+    if (response.order % every === 0) response.t.forEach((_, at) => { if (isActive(response, at)) sizes.push(Math.abs(color.value(response, at) ?? 0)); });
   }
   sizes.sort((a, b) => a - b);
   color.full = sizes[Math.floor(0.99 * (sizes.length - 1))] || sizes[sizes.length - 1] || 1;
@@ -108,7 +108,7 @@ function chosen() {
   const column = COLUMNS.find((each) => each.key === state.sort), rank = column.rank ?? ((x) => x);
   const words = state.find.toLowerCase();
   const sign = state.down ? -1 : 1;
-  return answers
+  return responses
     .filter((x) => state.step === "" || x.group.s === Number(state.step))
     .filter((x) => !words || joined(x.group.p).toLowerCase().includes(words) || joined(x.t).toLowerCase().includes(words))
     .sort((a, b) => {
@@ -118,38 +118,38 @@ function chosen() {
     });
 }
 
-function colored(span, answer, at) {
-  if (!isActive(answer, at)) {
+function colored(span, response, at) {
+  if (!isActive(response, at)) {
     span.classList.add("off");
     return;
   }
-  const clip = clipOf(answer, at);
+  const clip = clipOf(response, at);
   if (state.color === "mask") span.style.background = "rgba(var(--high), 0.22)";
   else if (state.color === "clip") {
     if (clip) span.style.background = clip === 2 ? "rgba(var(--alarm), 0.5)" : "rgba(var(--alarm), 0.16)";
   } else {
-    const color = COLORS.find((each) => each.key === state.color), value = color.value(answer, at);
+    const color = COLORS.find((each) => each.key === state.color), value = color.value(response, at);
     const strength = Math.min(1, Math.abs(value ?? 0) / color.full);
     if (strength) span.style.background = `rgba(var(--${value > 0 ? "high" : "low"}), ${(0.6 * strength).toFixed(3)})`;
     if (clip === 2) span.classList.add("clipped");
   }
 }
 
-function tokens(answer, limit) {
+function tokens(response, limit) {
   const made = document.createDocumentFragment();
-  answer.t.slice(0, limit).forEach((id, at) => {
-    const span = element("span", { class: "t", "data-at": at, "data-answer": answer.order }, textOf(id).replace(/\n/g, "⏎\n") || "∅");
-    colored(span, answer, at);
+  response.t.slice(0, limit).forEach((id, at) => {
+    const span = element("span", { class: "t", "data-at": at, "data-response": response.order }, textOf(id).replace(/\n/g, "⏎\n") || "∅");
+    colored(span, response, at);
     made.append(span);
   });
   return made;
 }
 
-function whole(answer) {
-  const box = element("p", { class: data.texts ? "whole" : "whole ids" }, tokens(answer, WHOLE_TOKENS));
-  if (answer.t.length > WHOLE_TOKENS) {
-    const more = element("button", { class: "more", type: "button" }, ` … show ${count(answer.t.length - WHOLE_TOKENS, "more token", "more tokens")}`);
-    more.onclick = () => box.replaceChildren(tokens(answer));
+function whole(response) {
+  const box = element("p", { class: data.texts ? "whole" : "whole ids" }, tokens(response, WHOLE_TOKENS));
+  if (response.t.length > WHOLE_TOKENS) {
+    const more = element("button", { class: "more", type: "button" }, ` … show ${count(response.t.length - WHOLE_TOKENS, "more token", "more tokens")}`);
+    more.onclick = () => box.replaceChildren(tokens(response));
     box.append(more);
   }
   return box;
@@ -161,39 +161,39 @@ function promptWhole(group) {
   return element("p", { class: "whole" }, part(0, head, "template"), space, part(head, end, ""), space, part(end, ids.length, "template"));
 }
 
-function detail(answer) {
-  const group = answer.group, cell = element("td", { colspan: COLUMNS.length });
+function detail(response) {
+  const group = response.group, cell = element("td", { colspan: COLUMNS.length });
   const step = data.steps.length > 1 ? ` · ${data.steps[group.s].name}` : "";
   const name = group.g == null ? "" : ` · prompt group ${group.g}`;
   cell.append(element("h2", {}, `Prompt${name}${step}`), promptWhole(group));
   const kinds = group.kept.map((kind) => data.kinds[kind]).join(", ");
-  cell.append(element("h2", {}, count(group.a.length, "answer", "answers") + (kinds ? ` · on this page: ${kinds}` : "")));
-  for (const other of [...group.a].sort((a, b) => (b === answer) - (a === answer) || (b.r ?? 0) - (a.r ?? 0))) {
+  cell.append(element("h2", {}, count(group.a.length, "response", "responses") + (kinds ? ` · on this page: ${kinds}` : "")));
+  for (const other of [...group.a].sort((a, b) => (b === response) - (a === response) || (b.r ?? 0) - (a.r ?? 0))) {
     const facts = COLUMNS.filter((each) => !each.text && each.key !== "step").map((column) => `${column.label} ${column.shown?.(other) ?? number(column.value(other))}`);
     const line = element("p", { class: "facts" }, [...facts, other.n].join(" · "));
-    cell.append(element("div", { class: other === answer ? "one this" : "one" }, line, whole(other)));
+    cell.append(element("div", { class: other === response ? "one this" : "one" }, line, whole(other)));
   }
   return element("tr", { class: "detail" }, cell);
 }
 
-function row(answer, previous) {
-  const made = element("tr", { class: "answer", tabindex: 0, "data-answer": answer.order, "aria-expanded": false });
+function row(response, previous) {
+  const made = element("tr", { class: "response", tabindex: 0, "data-response": response.order, "aria-expanded": false });
   for (const column of COLUMNS) {
     if (column.key === "prompt") {
-      const ids = answer.group.p, own = ids.slice(head, ids.length - tail).slice(-CELL_TOKENS);
-      const isSame = previous?.group === answer.group;
+      const ids = response.group.p, own = ids.slice(head, ids.length - tail).slice(-CELL_TOKENS);
+      const isSame = previous?.group === response.group;
       const text = isSame ? "″" : joined(own.length ? own : ids);
       made.append(element("td", { class: isSame ? "prompt same" : "prompt" }, element("div", { class: "clamp" }, text)));
-    } else if (column.key === "answer") {
-      const box = element("div", { class: data.texts ? "clamp" : "clamp ids" }, tokens(answer, CELL_TOKENS));
-      if (answer.t.length > CELL_TOKENS) box.append(" …");
+    } else if (column.key === "response") {
+      const box = element("div", { class: data.texts ? "clamp" : "clamp ids" }, tokens(response, CELL_TOKENS));
+      if (response.t.length > CELL_TOKENS) box.append(" …");
       made.append(element("td", { class: "text" }, box));
     } else {
       const name = column.key === "step" ? "" : column.label;
-      made.append(element("td", { class: "number", "data-name": name }, column.shown?.(answer) ?? number(column.value(answer))));
+      made.append(element("td", { class: "number", "data-name": name }, column.shown?.(response) ?? number(column.value(response))));
     }
   }
-  if (answer.order === state.open) made.classList.add("open"), made.setAttribute("aria-expanded", true);
+  if (response.order === state.open) made.classList.add("open"), made.setAttribute("aria-expanded", true);
   return made;
 }
 
@@ -207,27 +207,27 @@ function drawLegend() {
     if (clips) legend.append(chip("box-shadow: inset 0 -2px rgb(var(--alarm))", "clipped: no gradient"));
   } else if (color.key === "clip") {
     const [low, high] = data.clip.map((bound) => (bound == null ? "0" : Math.exp(bound).toFixed(2)));
-    legend.append(chip("background: rgba(var(--alarm), 0.5)", `ratio outside ${low} to ${high}, no gradient`), chip("background: rgba(var(--alarm), 0.16)", "outside, on the side that keeps its gradient"));
+    legend.append(chip("background: rgba(var(--alarm), 0.5)", `ratio outside ${low} to ${high}, no gradient`), chip("background: rgba(var(--alarm), 0.16)", "ratio outside, gradient kept"));
   } else legend.append(chip("background: rgba(var(--high), 0.22)", "in the loss"));
-  if (answers.some((answer) => answer.m)) legend.append(element("span", {}, element("span", { class: "t off" }, "gray"), " masked"));
+  if (responses.some((response) => response.m)) legend.append(element("span", {}, element("span", { class: "t off" }, "gray"), " masked"));
 }
 
 function draw() {
   const rows = chosen(), pages = Math.max(1, Math.ceil(rows.length / PAGE));
   state.page = Math.min(state.page, pages - 1);
   const from = state.page * PAGE, body = document.createDocumentFragment();
-  rows.slice(from, from + PAGE).forEach((answer, at, shown) => {
-    body.append(row(answer, shown[at - 1]));
-    if (answer.order === state.open) body.append(detail(answer));
+  rows.slice(from, from + PAGE).forEach((response, at, shown) => {
+    body.append(row(response, shown[at - 1]));
+    if (response.order === state.open) body.append(detail(response));
   });
-  if (!rows.length) body.append(element("tr", {}, element("td", { colspan: COLUMNS.length }, "No answer has these words in this step.")));
-  document.querySelector("#answers tbody").replaceChildren(body);
-  for (const cell of document.querySelectorAll("#answers th")) {
+  if (!rows.length) body.append(element("tr", {}, element("td", { colspan: COLUMNS.length }, "No match in this step.")));
+  document.querySelector("#responses tbody").replaceChildren(body);
+  for (const cell of document.querySelectorAll("#responses th")) {
     if (cell.dataset.key === state.sort) cell.setAttribute("aria-sort", state.down ? "descending" : "ascending");
     else cell.removeAttribute("aria-sort");
   }
   for (const hit of document.querySelectorAll("#steps .bar")) hit.classList.toggle("chosen", hit.dataset.step === state.step);
-  document.querySelector("#pages span").textContent = rows.length ? `${(from + 1).toLocaleString("en")} to ${Math.min(from + PAGE, rows.length).toLocaleString("en")} of ${count(rows.length, "answer", "answers")}` : "";
+  document.querySelector("#pages span").textContent = rows.length ? `${(from + 1).toLocaleString("en")} to ${Math.min(from + PAGE, rows.length).toLocaleString("en")} of ${count(rows.length, "response", "responses")}` : "";
   get("back").disabled = state.page === 0;
   get("next").disabled = state.page === pages - 1;
   get("step").value = state.step;
@@ -244,7 +244,7 @@ function change(values) {
   draw();
 }
 
-// A small picture of a number by step; a click on a step shows its answers.
+// A small plot of a number by step. A click on a step shows its responses.
 const fromTo = (values, shown) => `${shown(values[0])} → ${shown(values[values.length - 1])}`;
 const upTo = (values, shown) => `up to ${shown(Math.max(...values))}`;
 function figure(key, label, summary, shown) {
@@ -274,16 +274,16 @@ function figure(key, label, summary, shown) {
 }
 
 function begin() {
-  const all = data.steps.reduce((sum, step) => sum + step.answers, 0);
+  const all = data.steps.reduce((sum, step) => sum + step.responses, 0);
   const groups = count(data.entries, "prompt group", "prompt groups");
-  const notes = [`${count(all, "answer", "answers")} in ${groups}, ${count(data.steps.length, "step", "steps")}`];
-  if (data.estimated) notes.push("advantages by grpo of the rewards, as the files have none");
+  const notes = [`${count(all, "response", "responses")} in ${groups}, ${count(data.steps.length, "step", "steps")}`];
+  if (data.estimated) notes.push("advantages computed from rewards (grpo)");
   if (data.skipped) notes.push(`${count(data.skipped, "bad row", "bad rows")} skipped`);
-  if (data.steps.length > 1) notes.push("a click on a bar shows its step");
+  if (data.steps.length > 1) notes.push("click a bar to show its step");
   get("counts").textContent = notes.join(" · ");
   if (data.kept_for) {
     get("choice").hidden = false;
-    document.querySelector("#choice summary").textContent = `${count(answers.length, "answer is", "answers are")} on this page, in ${count(data.groups.length, "group", "groups")}: the worst cases, and others drawn at random. The numbers by step are of all.`;
+    document.querySelector("#choice summary").textContent = `${count(responses.length, "response is", "responses are")} on this page, in ${count(data.groups.length, "group", "groups")}: the worst cases and a random selection. Numbers by step cover all responses.`;
     data.kinds.forEach((kind, index) => {
       const kept = data.kept_for.filter((kinds) => kinds.includes(index)).length;
       if (kept) document.querySelector("#choice ul").append(element("li", {}, `${kind}: ${count(kept, "group", "groups")}`));
@@ -292,7 +292,7 @@ function begin() {
   if (data.steps.length > 1) {
     get("steps").hidden = false;
     figure("reward", "mean reward", fromTo, (x) => number(x, 2));
-    figure("length", "tokens of an answer", fromTo, (x) => number(x, 1));
+    figure("length", "tokens per response", fromTo, (x) => number(x, 1));
     figure("ratio", "largest |log-ratio|", upTo, (x) => number(x, 2));
     if (clips) figure("clipped", "clipped tokens", upTo, (x) => (x == null ? "–" : `${(100 * x).toFixed(1)} %`));
   }
@@ -307,7 +307,7 @@ function begin() {
     const button = element("button", { type: "button" }, column.label);
     const down = column.text || column.key === "step" ? "" : "1";
     button.onclick = () => change({ sort: column.key, down: state.sort === column.key ? (state.down ? "" : "1") : down });
-    document.querySelector("#answers thead tr").append(element("th", { "data-key": column.key, class: column.text ? "" : "number", scope: "col" }, button));
+    document.querySelector("#responses thead tr").append(element("th", { "data-key": column.key, class: column.text ? "" : "number", scope: "col" }, button));
     for (const [value, arrow] of [["", "↑"], [" down", "↓"]]) get("sort").append(element("option", { value: column.key + value }, `${column.label} ${arrow}`));
   }
   get("step").onchange = (event) => change({ step: event.target.value });
@@ -319,27 +319,27 @@ function begin() {
 }
 
 function toggle(event) {
-  const found = event.target.closest("tr.answer");
+  const found = event.target.closest("tr.response");
   if (!found) return;
-  const order = Number(found.dataset.answer);
+  const order = Number(found.dataset.response);
   change({ open: state.open === order ? -1 : order, page: state.page });
 }
-document.querySelector("#answers tbody").addEventListener("click", toggle);
-document.querySelector("#answers tbody").addEventListener("keydown", (event) => { if (event.key === "Enter") toggle(event); });
+document.querySelector("#responses tbody").addEventListener("click", toggle);
+document.querySelector("#responses tbody").addEventListener("keydown", (event) => { if (event.key === "Enter") toggle(event); });
 
 document.addEventListener("mouseover", (event) => {
   const token = event.target.closest?.("span.t[data-at]"), tip = get("tip");
   tip.hidden = !token;
   if (!token) return;
-  const answer = answers[token.dataset.answer], at = Number(token.dataset.at), id = answer.t[at];
-  const lines = [data.texts ? `${JSON.stringify(textOf(id))}, token ${id}` : `token ${id}`, `position ${at} of ${answer.t.length}`];
-  if (!isActive(answer, at)) lines.push("masked: not in the loss");
-  if (advantageOf(answer, at) != null) lines.push(`advantage ${number(advantageOf(answer, at), 4)}`);
+  const response = responses[token.dataset.response], at = Number(token.dataset.at), id = response.t[at];
+  const lines = [data.texts ? `${JSON.stringify(textOf(id))}, token ${id}` : `token ${id}`, `position ${at} of ${response.t.length}`];
+  if (!isActive(response, at)) lines.push("masked: not in the loss");
+  if (advantageOf(response, at) != null) lines.push(`advantage ${number(advantageOf(response, at), 4)}`);
   for (const name of data.ratios) {
-    const value = answer[name]?.[at];
+    const value = response[name]?.[at];
     if (value != null) lines.push(`log-ratio ${RATIO_NAMES[name]} ${number(value, 4)} (ratio ${Math.exp(value).toPrecision(4)})`);
   }
-  if (clipOf(answer, at)) lines.push(clipOf(answer, at) === 2 ? "clipped: no gradient" : "outside of the clip, with its gradient");
+  if (clipOf(response, at)) lines.push(clipOf(response, at) === 2 ? "clipped: no gradient" : "outside the clip bounds, gradient kept");
   tip.textContent = lines.join("\n");
   const box = token.getBoundingClientRect();
   tip.style.left = `${Math.max(8, Math.min(box.left, innerWidth - tip.offsetWidth - 8))}px`;

@@ -45,8 +45,8 @@ def route(
     """Return each token's expert weights and choices, [tokens, experts] float64 and bool.
 
     Args:
-        case: defines how experts are scored. name: the name of the router's bias in the whole
-        model.
+        case: defines how experts are scored.
+        name: the name of the router's bias in the whole model.
         logits: [tokens, experts] float64.
         given: [tokens, k] experts to take, or -1 for a token that chooses. None if all tokens
             choose.
@@ -79,7 +79,8 @@ def router_losses(
     over this turn and earlier turns.
 
     Args:
-        logits: [tokens, experts] float64 per layer. place: the pack's index.
+        logits: [tokens, experts] float64 per layer.
+        place: the pack's index.
         of: the choices in each pack.
     """
     pack, total = packs[place], torch.zeros((), dtype=torch.float64, device=logits[0].device)

@@ -120,7 +120,7 @@ REFUSED: dict[str, tuple[Callable[[Any], None], str]] = {
         functools.partial(become, Shifted),
         "Shifted gives 0.125 for a product of",
     ),
-    "a negative scale": (functools.partial(become, Negative), "with a positive scale, and Negative "
+    "a negative scale": (functools.partial(become, Negative), "with a positive scale, but Negative "
                                                               "multiplies by -1"),
     "a new adapter": (
         functools.partial(become, Adapted),

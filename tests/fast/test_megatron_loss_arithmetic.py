@@ -252,8 +252,8 @@ def test_a_step_takes_a_divisor_of_its_own(per_token: bool) -> None:
 
 
 @pytest.mark.parametrize(("tokens", "positions", "words"), [
-    (9, 6, "long has token id 9 but the model's embedding has 9 rows"),
-    (10, 5, "long has position 5 but the model's embedding has 5 rows"),
+    (9, 6, "long has token id 9, but the model's embedding has 9 rows"),
+    (10, 5, "long has position 5, but the model's embedding has 5 rows"),
 ])  # fmt: skip
 def test_what_the_model_has_no_row_for_is_refused_by_sample(tokens, positions, words) -> None:
     """Before the model runs: a GPU would say that some index is out of bounds, of no sample."""

@@ -119,7 +119,7 @@ MUTANTS: dict[str, tuple[str, Any, str, dict[str, Any]]] = {
     ),
     "a setting that is unknown": (
         "scale", of_loss(lambda loss: loss.unknown),
-        "cannot be run on tiny samples: AttributeError", {},
+        "fails on tiny samples: AttributeError", {},
     ),
     "a correction without its mask": (
         "corrected", with_all_tokens, GRADIENT, CORRECTIONS["custom"]

@@ -163,8 +163,7 @@ class Trainer:
             )
         divisor, wanted = setting("loss_aggregation_divisor"), setting("loss_aggregation")
         if divisor is not None and name != "constant":
-            yield f"loss_aggregation_divisor {divisor} requires constant: use "
-            f"{self.path('constant')}"
+            yield f"loss_aggregation_divisor requires constant: use {self.path('constant')}"
         if wanted not in (None, name):
             yield f"the settings have loss_aggregation {wanted}: use {self.path(wanted)}"
         batch, group = setting("global_batch_size"), setting("n_samples_per_prompt")

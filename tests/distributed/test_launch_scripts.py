@@ -104,11 +104,11 @@ CONTRADICTIONS = {
     "--context-parallel-size 2 --qkv-format bshd": "--qkv-format thd",
 }
 OF_THE_FIRST_STEP = {
-    "--loss-aggregation sample_mean": "error: step.jsonl row 0 has a reward and no advantages: .* "
+    "--loss-aggregation sample_mean": "error: step.jsonl row 0 has a reward and no advantages, .* "
     "--keep-prompt-groups",
     "--seq-length 1024 --max-position-embeddings 1024": "error: step.jsonl row 9 has 1050 tokens, "
     "more than",
-    "--docs-per-step 2048": "remark +the files end before a step is full, after 1024 rollouts",
+    "--docs-per-step 2048": "remark +the files end before the step is full, after 1024 rollouts",
     "--loss-aggregation constant --loss-aggregation-divisor 1": "remark: .*--advantage dr_grpo is "
     "the other half",
     "--advantage dr_grpo": "remark: --advantage dr_grpo is one half of Dr.GRPO",

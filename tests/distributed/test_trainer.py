@@ -181,7 +181,7 @@ def test_finetune_begins_with_the_weights_alone(rollouts, uninterrupted, tmp_pat
     assert abs(found[0]["new_logprobs"] - first[0]["new_logprobs"]) > 1e-3
     # Started again with the same flags it would begin once more, over what it has done.
     said = end_of(rollouts, tmp_path / "run", flags)
-    assert "holds the checkpoints of another run: go on with it" in said
+    assert "has checkpoints of a different run: resume it" in said
 
 
 def test_a_second_run_in_the_same_folder_is_refused(rollouts: Path, tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_a_second_run_in_the_same_folder_is_refused(rollouts: Path, tmp_path: Pa
         for rank in first:  # in the middle of a run, however long the second takes to begin
             os.kill(rank.pid or 0, signal.SIGSTOP)
         metrics = (tmp_path / "run/metrics.jsonl").read_bytes()
-        assert "another run is writing" in end_of(rollouts, tmp_path / "run", STEPS)
+        assert "a different run is writing" in end_of(rollouts, tmp_path / "run", STEPS)
         assert all(rank.is_alive() for rank in first)
         assert (tmp_path / "run/metrics.jsonl").read_bytes().startswith(metrics)
     finally:
@@ -236,7 +236,7 @@ def hide_place(rank: int) -> None:
 
 def test_a_checkpoint_of_another_program_is_named(rollouts: Path, stopped: Path) -> None:
     said = end_of(rollouts, stopped, STEPS + "--train-iters 9", prepare=hide_place)
-    assert "another program and has no place in the rollouts" in said
+    assert "a different program and has no position in the rollouts" in said
 
 
 def test_a_damaged_checkpoint_is_named(rollouts: Path, stopped: Path) -> None:

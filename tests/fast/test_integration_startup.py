@@ -82,7 +82,7 @@ REFUSED: dict[str, dict[str, tuple[str | None, dict[str, Any], str]]] = {
                               f"--custom-pg-loss-reducer-function-path {PATH}constant divides a "
                               "second time"),
         "a divisor for a mean": ("prompt_mean", {"loss_aggregation_divisor": 4096},
-                                 "loss_aggregation_divisor 4096 requires constant"),
+                                 "loss_aggregation_divisor requires constant"),
         "a divisor below one": ("constant", {"loss_aggregation_divisor": 0.5, **OF_LOSS},
                                 "the divisor is 0.5 | divides by at least 1"),
         "a KL term": ("constant", {"loss_aggregation_divisor": 4, "use_kl_loss": True,

@@ -146,7 +146,7 @@ def test_a_settings_file_needs_the_divisor(run, tmp_path) -> None:
 
 
 OFF = {
-    SLIME: "Where it is off\n  - nowhere that is known",
+    SLIME: "Where it is off\n  - no known error",
     f"{SLIME} {PER_TOKEN}": "T / (T + Z)",
     f"{SLIME} {PER_TOKEN} {HOOK} {OURS}.slime.constant": "slime.constant, "
     "--calculate-per-token-loss is refused at "
@@ -159,7 +159,7 @@ OFF = {
         "0.01 * L / D_i",
     ),
     f"{SLIME} {REDUCER} mine.reducer": "mine.reducer is not known here",
-    f"{SLIME} --loss-aggregation constant": "<L> is the divisor in tokens, which is not given",
+    f"{SLIME} --loss-aggregation constant": "<L> is the unknown divisor in tokens",
     f"{SLIME} --loss-aggregation constant --pg-loss-divisor 64": (
         "with L = 64",
         "loss_aggregation_divisor: 64",
@@ -182,14 +182,15 @@ OFF = {
         "no divisor: refused unless MEGATRON_PG_LOSS_AGGREGATION_DIVISOR is set",
         "--loss-aggregation-divisor <L>",
     ),
-    f"{VERL} {NORM}": "the longest response of each micro-batch",
+    f"{VERL} {NORM}": "else each micro-batch's longest response",
     f"{VERL} {MODE}=kl_cov": "ranked within a micro-batch: the loss depends on packing",
     f"{VERL} {ADAPTIVE}": "by --kl-target 0.05 --kl-horizon 10000",
     # Of verl's per-token losses geo_mean alone passes over loss_agg_mode and the totals of the
     # step.
     f"{VERL} {ACTOR}use_kl_loss=true {MODE}=geo_mean": "M times the mean over rollouts",
     f"{NEMO_RL} loss_fn.token_level_loss=false grpo.overlong_filtering=true": "N / N_kept",
-    f"{NEMO_RL} loss_fn.positive_example_nll_weight=0.1": "0.1 is multiplied by the right answers",
+    f"{NEMO_RL} loss_fn.positive_example_nll_weight=0.1": "0.1 is multiplied by the step's "
+    "number of correct responses",
 }
 
 
@@ -232,7 +233,7 @@ def test_the_terms_go_with_an_aggregation_that_is_asked_for(run) -> None:
 
 
 BAD = {
-    f"{SLIME} --kl-loss-coeff 0.1": "--kl-loss-coeff: no key of slime that is known here; the "
+    f"{SLIME} --kl-loss-coeff 0.1": "--kl-loss-coeff: unknown key of slime, the "
     "nearest is --kl-loss-coef",
     f"{SLIME} --loss-agg-mode token-mean": "--loss-agg-mode: no key of slime",
     f"{SLIME} --calculate-per-tokens-loss": "the nearest is --calculate-per-token-loss",
@@ -241,10 +242,10 @@ BAD = {
     f"{SLIME} --entropy-coef small": "--entropy-coef is 'small': expected a number",
     f"{SLIME} --use-kl-loss --kl-loss-coef $COEF": "--kl-loss-coef is $COEF: $COEF is not set",
     f"{SLIME} --advantage-estimator $HOW": "--advantage-estimator is $HOW: $HOW is not set",
-    f"{SLIME} '$(cat flags)'": "$(cat flags) is known to the shell alone",
-    f"{NEMO_RL} --config none.yaml": "none.yaml is not here, and its settings decide the loss",
-    f"{SLIME} --custom-config-path=none.yaml": "none.yaml is not here",
-    f"{VERL} --config-name=mine": "mine.yaml is not here",
+    f"{SLIME} '$(cat flags)'": "$(cat flags) is known only to the shell",
+    f"{NEMO_RL} --config none.yaml": "none.yaml was not found, and its settings affect the loss",
+    f"{SLIME} --custom-config-path=none.yaml": "none.yaml was not found",
+    f"{VERL} --config-name=mine": "mine.yaml was not found",
     "python train.py $EXTRA_ARGS": "$EXTRA_ARGS is not set",
     f"{VERL} {ACTOR}loss_agg_mod=token-mean": f"the nearest is {ACTOR}loss_agg_mode",
     f"{VERL} {ACTOR}loss_agg_mode=token_mean": "expected token-mean token-sum",
@@ -254,7 +255,7 @@ BAD = {
     f"{NEMO_RL} loss_fn.ratio_clip_mx=0.3": "the nearest is loss_fn.ratio_clip_max",
     f"{VERL} +{ACTOR}policy_loss.tau_pos=2": f"the nearest is {ACTOR}tau_pos",
     f"{NEMO_RL} dpo.sft_loss_weight=1": "dpo.sft_loss_weight: no key of nemo-rl",
-    "python train.py": "no key tells which trainer this is for (found: nothing)",
+    "python train.py": "no key identifies the trainer (found: nothing)",
     "": "give a file or, after `--`",
 }
 
@@ -304,7 +305,7 @@ def test_yaml_with_defaults_and_settings_beside_a_line(tmp_path: Path, capsys) -
     settings = of_words(line).settings  # in NeMo-RL the line wins
     assert [settings[f"loss_fn.ratio_clip_{end}"] for end in ("min", "max")] == [0.1, 0.3]
     assert main([written("lost.yaml", "defaults: lost_base\nloss_fn: {ratio_clip_max: 1}\n")]) == 2
-    assert "lost_base is not here" in capsys.readouterr().err
+    assert "lost_base was not found" in capsys.readouterr().err
     assert main([written("list.yaml", "- 1\n")]) == 2 and main([str(tmp_path / "none.yaml")]) == 2
     assert "holds a list" in capsys.readouterr().err
 
@@ -694,7 +695,7 @@ def test_the_plugin_of_verl_takes_its_lines(estimator, batch, mode, run, monkeyp
 def test_estimators_that_the_plugin_cannot_make_have_no_lines(estimator: str, run) -> None:
     line = f"{VERL} algorithm.adv_estimator={estimator}"
     printed = run(line, "--loss-aggregation prompt_mean")
-    assert f"(no lines: verl makes the advantages of {estimator}" in printed
+    assert f"(no lines: verl handles {estimator} only by name" in printed
     assert "megatron_pg_prompt_mean" not in printed
 
 
@@ -775,7 +776,7 @@ def test_a_mean_of_each_micro_batch_is_no_aggregation() -> None:
 def test_lengths_are_whole_numbers(given: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--lengths", given, "--", *shlex.split(VERL)])
-    assert f"--lengths: {given!r}: expected whole numbers" in capsys.readouterr().err
+    assert f"--lengths: {given!r}: expected numbers of active tokens" in capsys.readouterr().err
 
 
 def test_likelihood_is_not_printed_as_ppo(run) -> None:

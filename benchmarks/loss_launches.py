@@ -201,7 +201,7 @@ def main() -> None:
     compiled.DEVICES = {device}
     for setting in SETTINGS:
         count = recompiled(lambda n, tokens, s=setting: Work(n, tokens, s, device))  # type: ignore[misc]
-        print(f"20 micro-batches of other sizes, {setting}: {count} recompilations")
+        print(f"20 micro-batches of different sizes, {setting}: {count} recompilations")
 
 
 if __name__ == "__main__":

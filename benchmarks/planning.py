@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=100_000)
     num_samples = parser.parse_args().samples
     torch.set_num_threads(1)
-    print(f"{num_samples} samples, {BUDGET} tokens a micro-batch")
+    print(f"{num_samples} samples, {BUDGET} tokens per micro-batch")
     print("| lengths | seconds | micro-batches | lower bound | efficiency | longest | shortest |")
     print("|---|---|---|---|---|---|---|")
     for name, lengths in length_distributions(num_samples).items():

@@ -113,11 +113,11 @@ def main() -> None:
     )
     table(
         "plan_step of one rank",
-        "samples, ranks, of this rank, seconds, MiB added, bytes a sample, collectives",
+        "samples, ranks, of this rank, seconds, MiB added, bytes per sample, collectives",
         plans(),
     )
     table(
         "The collector",
-        "samples, ranks, seconds, MiB added, bytes a sample, collectives",
+        "samples, ranks, seconds, MiB added, bytes per sample, collectives",
         collected(),
     )

@@ -65,7 +65,7 @@ def _objective(config: PolicyLossConfig) -> Lines:
     if row:
         yield "", row.about
     loss = config.custom_policy_loss_path or config.policy_loss
-    yield "", f"x = {loss}; m the loss mask; counts are of the whole step"
+    yield "", f"x = {loss}, m = loss mask, counts over the whole step"
 
 
 def _step(args: Namespace, config: PolicyLossConfig) -> Lines:

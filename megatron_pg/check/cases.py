@@ -158,8 +158,8 @@ CASES: Sequence[Case] = (
         moe_router_bias_update_rate=BIAS_RATE,
         **SIGMOID,
     ),
-    # Older engines refuse packed sequences (attention/dot_product_attention/context_parallel.py);
-    # all refuse a2a+p2p.
+    # Older engines refuse packed sequences (attention/dot_product_attention/context_parallel.py),
+    # and all engines refuse a2a+p2p.
     _exchange("a2a", (2, 10)),
     _exchange("all_gather", (2, 18)),
     # This case is last because it changes the parameters.

@@ -26,7 +26,7 @@ of the unsharded model moves by one epsilon of its dtype."""
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong with a parameter."""
+    """A wrong parameter."""
 
     name: str
     kind: str
@@ -46,7 +46,7 @@ class CheckRow:
     checksum: float  # the metric `aggregation_checksum`: 1 where every sample was counted once
     _: KW_ONLY
     what: str = "gradient"  # the case's name (`cases.py`)
-    gradient_norm: float | None = None  # the optimizer's; None without its step
+    gradient_norm: float | None = None  # the optimizer's, None without its step
     reference_loss: float
     reference_norm: float | None = None
     gradient_error: float
@@ -65,14 +65,14 @@ class CheckRow:
     """The wrong parameters."""
     worst_parameter: str
     worst_rank: int = 0
-    worst_name: str = ""  # the worst rank, its host and its coordinates; "" for a single rank
+    worst_name: str = ""  # the worst rank with host and coordinates, "" for a single rank
     worst_ratio: float  # <g, reference> / <reference, reference> of the worst parameter's slice
     common_ratio: float  # the same ratio of all parameters, which shows a wrong scale
     scaled_error: float
     """|g - common_ratio * reference| / |common_ratio * reference| of all parameters together."""
     num_parameters: int  # of those with a nonzero gradient
     wrong: tuple[str, ...] = ()  # the parameters that are beyond the tolerance on some rank
-    wrong_ratio: float = 1.0  # `common_ratio` and, below, `scaled_error` of the wrong slices alone
+    wrong_ratio: float = 1.0  # `common_ratio` and, below, `scaled_error` of only the wrong slices
     wrong_scaled_error: float = 0.0
     wrong_ranks: tuple[int, ...] = ()
     wrong_stages: tuple[int, ...] = ()  # pipeline stages that hold a wrong parameter

@@ -185,9 +185,9 @@ class _Finding:
             "P": len({sample.group_index for sample in samples}),
             "the loss scale": LOSS_SCALE,
             "all tokens over T": sum(sample.total_length for sample in samples) / total,
-            "M of one rank over M of another": many / few if many > few else math.inf,
+            "M of one rank over M of a different rank": many / few if many > few else math.inf,
         } | {
-            f"T over that of data-parallel rank {rank}": total / sum(active[rank :: self.data_size])
+            f"T over data-parallel rank {rank}'s T": total / sum(active[rank :: self.data_size])
             for rank in range(min(self.data_size, 8) if self.data_size > 1 else 0)
         }
 

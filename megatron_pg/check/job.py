@@ -159,7 +159,7 @@ def _watch(launch: Launch, failures: Store, finished: threading.Event) -> None:
     if not finished.wait(GRACE_SECONDS):
         if heard == 0:
             _say(first)
-        # The shutdowns of the interpreter and of NCCL may wait for peers that never answer.
+        # The shutdowns of the interpreter and of NCCL may wait forever for peers.
         os._exit(1)
 
 

@@ -69,7 +69,7 @@ class Expected(NamedTuple):
     norm: float | None = None
     """The norm of all gradients, if `gradients` holds the optimizer's updates instead."""
     labels: Mapping[str, str] = {}
-    """The parameters' names in the unsharded model, by those of `gradients`."""
+    """The parameters' names in the unsharded model, by name in `gradients`."""
     units: Mapping[str, float] = {}
     """The measured unit of each gradient's error (`compare.STEPS`). Only the user's model has
     units."""

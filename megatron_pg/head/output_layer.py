@@ -41,7 +41,7 @@ class LogitTransform:
     scale: float = 1.0
     """Positive factor of the product."""
     softcap: float | None = None
-    """Largest logit; None for no soft-cap."""
+    """Largest logit. None: no soft-cap."""
 
 
 @dataclass(frozen=True)

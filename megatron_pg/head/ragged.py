@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
-    """Rows of different lengths. Row i is `values[offsets[i]: offsets[i + 1]]`."""
+    """Rows of different lengths. Row i is `values[offsets[i] : offsets[i + 1]]`."""
 
     values: Tensor
     """The elements of all rows, [elements], on any device."""

@@ -77,7 +77,7 @@ class LogitRows:
     shard: VocabularyShard
     temperature: Tensor  # one element in the dtype of the statistics
     row_mask: Tensor | None = None  # rows to read, [tokens] bool
-    has_set: Tensor | None = None  # rows with a kept set, [tokens] bool
+    has_set: Tensor | None = None  # rows with a sampling set, [tokens] bool
     set_statistics: Tensor | None = None  # [tokens, 4], this shard's part of the sets
     softcap: float | None = None
     """The passes use `softcap * tanh(logits / softcap)` as logits. None: no soft-cap."""

@@ -4,7 +4,7 @@
     --custom-megatron-init-path megatron_pg.integrations.slime.check
 
 Every training process calls the first function once per rollout, before training, as `f(args,
-rollout_id, rollout_data)` (slime/backends/megatron_utils/actor.py, `train_actor`; since v0.2.4).
+rollout_id, rollout_data)` (slime/backends/megatron_utils/actor.py, `train_actor`, since v0.2.4).
 slime's data iterator references `rollout_data`, so its loss reads the divisors that the hook puts
 there.
 
@@ -91,7 +91,7 @@ def _rollout(
         groups, prompts = _groups(args, data), _prompt_hashes(data)
     numbers = data.get("sample_indices", range(len(active)))
     names = [f"sample {number}" for number in numbers]
-    # v0.3.0 calls rollouts groups; before it, every sample is a rollout.
+    # v0.3.0 calls rollouts groups. Before it, every sample is a rollout.
     rollouts: Any = data.get("rollout_ids", data.get("group_ids", numbers))
     samples = list(map(BareSample, active, groups, rollouts, names, prompts))
     return Rollout(samples, *_steps(args, data, data_size), divisor)

@@ -60,8 +60,8 @@ class Term(NamedTuple):
 
     @property
     def weighing(self) -> tuple[str, float | None]:
-        """What decides a token's weight. If two terms have the same value, their ratio is that of
-        their coefficients.
+        """What decides a token's weight. Two terms with the same value have the ratio of their
+        coefficients.
         """
         return self.aggregation, self.divisor
 

@@ -94,7 +94,7 @@ def test_token_counts_of_one_rank_are_named():
     active = [sample.num_active_tokens for sample in make_samples(options, 2)]
     ratio = sum(active) / sum(active[1::2])
     (found,) = diagnoses([scaled(ratio)], options, 2)
-    assert found.endswith(f": {ratio:.6g} = T over that of data-parallel rank 1")
+    assert found.endswith(f": {ratio:.6g} = T over data-parallel rank 1's T")
 
 
 def replicas(*axes: str) -> list[CheckRow]:

@@ -91,7 +91,7 @@ REFUSED: dict[str, dict[str, tuple[str | None, dict[str, Any], str]]] = {
         "no such choice": ("token_mean", {"regularizer_aggregation": "own"},
                            "regularizer_aggregation is 'own'"),
         "another aggregation": ("prompt_mean", {"loss_aggregation": "token_mean"},
-                                "loss_aggregation token_mean in the settings"),
+                                "the settings have loss_aggregation token_mean"),
         "half a group a step": ("prompt_mean", {"global_batch_size": 60},
                                 "60 is not a multiple of --n-samples-per-prompt 8"),
         "another layout": ("prompt_mean", {"qkv_format": "bshd"},

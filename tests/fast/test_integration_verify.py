@@ -167,7 +167,7 @@ LENGTHS = [DividedLength(3, 0.5), DividedLength(2, 4.0)]
 REFUSED = {
     "a trainer that is not installed": (
         partial(ABSENT.verify, AGGREGATIONS["token_mean"], None, types.SimpleNamespace()),
-        "no_such_trainer cannot be imported here",
+        "no_such_trainer cannot be imported",
     ),
     "a trainer that is not verified": (
         partial(policy_loss_reducer, [5, 3], LENGTHS, MASKS),

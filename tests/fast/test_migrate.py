@@ -141,7 +141,7 @@ def test_the_flags_of_a_line_are_written_as_a_settings_file(line, run, tmp_path)
 
 def test_a_settings_file_needs_the_divisor(run, tmp_path) -> None:
     said = run(f"{VERL} {MODE}=megatron_pg_constant", f"--write-config {tmp_path}/a.yaml", 2)
-    assert "--write-config: give --loss-aggregation-divisor" in said
+    assert "--write-config requires --loss-aggregation-divisor" in said
     assert not list(tmp_path.iterdir())
 
 
@@ -158,7 +158,7 @@ OFF = {
         "entropy is sample_mean, the policy loss constant",
         "0.01 * L / D_i",
     ),
-    f"{SLIME} {REDUCER} mine.reducer": "mine.reducer is not known here",
+    f"{SLIME} {REDUCER} mine.reducer": "mine.reducer is unknown",
     f"{SLIME} --loss-aggregation constant": "<L> is the unknown divisor in tokens",
     f"{SLIME} --loss-aggregation constant --pg-loss-divisor 64": (
         "with L = 64",
@@ -235,7 +235,7 @@ def test_the_terms_go_with_an_aggregation_that_is_asked_for(run) -> None:
 BAD = {
     f"{SLIME} --kl-loss-coeff 0.1": "--kl-loss-coeff: unknown key of slime, the "
     "nearest is --kl-loss-coef",
-    f"{SLIME} --loss-agg-mode token-mean": "--loss-agg-mode: no key of slime",
+    f"{SLIME} --loss-agg-mode token-mean": "--loss-agg-mode: unknown key of slime",
     f"{SLIME} --calculate-per-tokens-loss": "the nearest is --calculate-per-token-loss",
     f"{SLIME} --advantage-estimator grp": "--advantage-estimator is 'grp': expected grpo gspo",
     f"{SLIME} --entropy-coef nan": "--entropy-coef is 'nan': expected a number",
@@ -250,11 +250,11 @@ BAD = {
     f"{VERL} {ACTOR}loss_agg_mod=token-mean": f"the nearest is {ACTOR}loss_agg_mode",
     f"{VERL} {ACTOR}loss_agg_mode=token_mean": "expected token-mean token-sum",
     f"{VERL} {ACTOR}use_kl_loss=maybe": "expected true or false",
-    f"{VERL} actor_rollout.actor.entropy_coeff=1": "actor_rollout.actor.entropy_coeff: no key of "
-    "verl",
+    f"{VERL} actor_rollout.actor.entropy_coeff=1": "actor_rollout.actor.entropy_coeff: "
+    "unknown key of verl",
     f"{NEMO_RL} loss_fn.ratio_clip_mx=0.3": "the nearest is loss_fn.ratio_clip_max",
     f"{VERL} +{ACTOR}policy_loss.tau_pos=2": f"the nearest is {ACTOR}tau_pos",
-    f"{NEMO_RL} dpo.sft_loss_weight=1": "dpo.sft_loss_weight: no key of nemo-rl",
+    f"{NEMO_RL} dpo.sft_loss_weight=1": "dpo.sft_loss_weight: unknown key of nemo-rl",
     "python train.py": "no key identifies the trainer (found: nothing)",
     "": "give a file or, after `--`",
 }
@@ -584,7 +584,7 @@ NOT_CARRIED_OVER = {
     f"{ACTOR}ppo_epochs=2": "2 optimizer",
     f"{SLIME} --advantage-estimator ppo": "--advantage-estimator=ppo: advantages of a critic",
     f"{SLIME} --advantage-estimator ppo --lambd 0.95": "--lambd=0.95",
-    f"{SLIME} {R_PLUS_PLUS} --kl-coef 0.1": "--kl-coef=0.1: a KL in the reward",
+    f"{SLIME} {R_PLUS_PLUS} --kl-coef 0.1": "--kl-coef=0.1: subtract the KL",
     f"{SLIME} {R_PLUS_PLUS} --gamma 0.9": "--gamma=0.9",
     f"{SLIME} --custom-advantage-function-path a.b": "--custom-advantage-function-path=a.b",
     f"{SLIME} --custom-reward-post-process-path a.b": "--custom-reward-post-process-path=a.b",
@@ -596,7 +596,7 @@ NOT_CARRIED_OVER = {
     f"64": "4 optimizer",
     f"{MILES} --rollout-batch-size 32 --n-samples-per-prompt 8 --global-batch-size "
     f"128": "2 optimizer",
-    NEMO_RL: "grpo.adv_estimator.use_leave_one_out_baseline=True: mean and deviation of the other",
+    NEMO_RL: "grpo.adv_estimator.use_leave_one_out_baseline=True: its mean and deviation",
     f"{NEMO_RL} grpo.adv_estimator.name=gdpo": "grpo.adv_estimator.name=gdpo",
     f"{NEMO_RL} grpo.advantage_clip_low=-1": "grpo.advantage_clip_low=-1",
     f"{NEMO_RL} grpo.num_prompts_per_step=64": "2 optimizer steps per batch",

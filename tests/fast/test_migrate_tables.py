@@ -20,7 +20,7 @@ NOTES = {
     f"{SLIME} $EXTRA_ARGS": "$EXTRA_ARGS is not set",
     f"{SLIME} --eval-prompt-data a $DIR/b": "",
     f"{VERL} --config-name=ppo_megatron_trainer": "",
-    f"python3 -m recipe.sppo.main_sppo {VERL.split()[-1]}": "recipe.sppo.main_sppo is launched",
+    f"python3 -m recipe.sppo.main_sppo {VERL.split()[-1]}": "main_sppo is an unknown program",
 }
 
 
@@ -154,9 +154,9 @@ def test_the_flags_of_pull_requests(flags: str) -> None:
 
 
 TOP_P = {
-    ("python3 train.py", ""): ("renormalised to the nucleus", "--replay-sampling-set"),
+    ("python3 train.py", ""): ("renormalized over the nucleus", "--replay-sampling-set"),
     ("python3 train.py", "--entropy-coef 0.1"): (
-        "renormalised",
+        "renormalized",
         "no counterpart here: --rollout-top-p=0.9",
     ),
     ("python3 miles/train.py", ""): ("training scores the whole vocabulary", ""),

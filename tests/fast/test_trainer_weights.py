@@ -182,7 +182,7 @@ def test_the_tag_changes_less_than_a_rounding_or_two_and_is_seen(monkeypatch):
     untagged = (verl._refuse_untagged, advantages, mask)
     assert_refused("adv_estimator=megatron_pg_prompt_mean_grpo", *untagged)
     verl._refuse_untagged(torch.zeros(2, 2), mask[:2, :2])  # shows nothing
-    assert_refused("do not carry", *untagged)
+    assert_refused("lack their prompt groups", *untagged)
     verl._refuse_untagged(tagged, mask)
 
 

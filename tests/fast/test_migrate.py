@@ -172,7 +172,7 @@ OFF = {
     f"{SLIME} --pg-loss-divisor 64": "--loss-aggregation constant --loss-aggregation-divisor 64",
     f"{SLIME} $EXTRA_ARGS": "$EXTRA_ARGS is not set",
     f"{SLIME} --colocate $EXTRA_ARGS": "$EXTRA_ARGS is not set",
-    f"{VERL} {ACTOR}megatron.context_parallel_size=8": "n / (CP (n // CP)) too large",
+    f"{VERL} {ACTOR}megatron.context_parallel_size=8": "n / (CP (n // CP)) times too large",
     f"{VERL} {NORM} {ACTOR}loss_scale_factor=64": ("one half of Dr.GRPO", f"unless {NO_STD}"),
     f"{VERL} {NO_STD}": "the other is the constant divisor",
     f"{SLIME} {REDUCER} {OURS}.constant": "which --disable-grpo-std-normalization leaves out",

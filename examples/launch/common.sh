@@ -15,6 +15,8 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}"
 # Megatron warns about missing optional packages.
 export PYTHONWARNINGS="${PYTHONWARNINGS:-ignore::UserWarning,ignore::FutureWarning,ignore::SyntaxWarning}"
+# torch warns about an unusable CUDA toolkit on a CPU.
+export TORCH_LOGS="${TORCH_LOGS:--torch.utils.cpp_extension}"
 # Packs differ in length between micro-batches. Without this, the allocator keeps a block per size.
 export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"
 

@@ -251,7 +251,7 @@ REFUSALS = {
     "--moe-router-fusion": {"moe_router_fusion": True},
     "--moe-router-load-balancing-type sinkhorn": {"moe_router_load_balancing_type": "sinkhorn"},
     "--moe-expert-capacity-factor 0.5": {"moe_expert_capacity_factor": 0.5},
-    "has no experts": {"num_moe_experts": None},
+    "requires a model with experts": {"num_moe_experts": None},
 }
 
 

@@ -1,7 +1,7 @@
 // MathJax from beside the pages (ci/site_hooks.py): this script lies in their root.
 window.MathJax = {
   messageStyle: "none",
-  "HTML-CSS": { availableFonts: [], preferredFont: null, webFont: "STIX-Web", imageFont: null },
+  "HTML-CSS": { availableFonts: [], preferredFont: null, webFont: "STIX-Web", imageFont: null, mtextFontInherit: true }, // its "_" of typewriter text looks like "-"
   tex2jax: { inlineMath: [["\\(", "\\)"]], displayMath: [["\\[", "\\]"]] },
 };
 const script = document.createElement("script");

@@ -159,7 +159,13 @@ class Run:
         **named: Any,
     ) -> tuple[tuple[Any, ...], dict[str, float]]:
         """Update by Megatron's `train_step`, and return its result and the step's metrics."""
-        step = PolicyStep(self._config, plan, model=model, vocab_size=self._args.vocab_size)
+        step = PolicyStep(
+            self._config,
+            plan,
+            model=model,
+            vocab_size=self._args.vocab_size,
+            policy_version=named["iteration"],
+        )
         packs = [[samples[index] for index in indices] for indices in plan.microbatches]
         place = {"cp_rank": self._groups.context_rank, **layout_of(self._args)}
         batches = [pack(part, **place).to(torch.cuda.current_device()) for part in packs]

@@ -9,6 +9,7 @@ the model is GPTModel under DDP with Megatron's mixed-precision optimizer. Answe
 import random
 import statistics
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,6 +26,8 @@ from .llama import LlamaEngine, Sizes, from_hugging_face, rotated, rotation
 QUESTIONS, ANSWERS = 32, 8
 """Questions of an optimizer step, and answers to each."""
 LONGEST = 8
+TOP_K = 32
+"""Likeliest tokens that the engine reports for score centering."""
 RATE = 2e-5
 BUDGET = 8192
 SETTINGS = {
@@ -45,6 +48,8 @@ class ModelArm:
     dtype: torch.dtype = torch.bfloat16
     steps_a_rollout: int = 1
     rounding: str = "none"
+    staleness: int = 0
+    """Optimizer steps by which the engine's weights are behind those at the rollout."""
 
 
 class Source(NamedTuple):
@@ -168,37 +173,50 @@ class ModelRun:
         self.inner = model
         self.config = PolicyLossConfig(**arm.loss)
         self.generator = torch.Generator(device).manual_seed(seed)
+        rollouts_behind = arm.staleness // arm.steps_a_rollout
+        self.past: deque[dict[str, Tensor]] = deque(maxlen=rollouts_behind + 1)
         self.reference: dict[str, Tensor] = {}
         if self.config.kl_loss_coef:
             self.reference = {name: p.detach().clone() for name, p in model.named_parameters()}
 
-    def engine(self) -> LlamaEngine:
-        weights = {name: parameter.detach() for name, parameter in self.inner.named_parameters()}
+    def weights(self) -> dict[str, Tensor]:
+        return {name: parameter.detach() for name, parameter in self.inner.named_parameters()}
+
+    def weights_of_engine(self) -> dict[str, Tensor]:
+        """Return the weights of `staleness` optimizer steps ago, at the start the first ones."""
+        if not self.arm.staleness:
+            return self.weights()
+        self.past.append({name: weight.clone() for name, weight in self.weights().items()})
+        return self.past[0]
+
+    def engine(self, weights: dict[str, Tensor]) -> LlamaEngine:
         return LlamaEngine(self.source.sizes, weights, self.arm.rounding)
 
     def rollout(self, questions: list[int], number: int) -> tuple[list[Sample], list[float]]:
         """Answers with advantages of their prompt group, and the log-probs that the loss reads."""
         prompts = [self.source.prompts[index] for index in questions]
-        answers = self.engine().sample(prompts, ANSWERS, LONGEST, self.source.stop, self.generator)
+        top_k = TOP_K if self.config.score_centering else 0
+        answers = self.engine(self.weights_of_engine()).sample(
+            prompts, ANSWERS, LONGEST, self.source.stop, self.generator, top_k
+        )
         asked = [index for index in range(len(questions)) for _ in range(ANSWERS)]
         rewards = [
-            self.source.reward(questions[index], tokens)
-            for index, (tokens, _) in zip(asked, answers, strict=True)
+            self.source.reward(questions[index], answer.tokens)
+            for index, answer in zip(asked, answers, strict=True)
         ]
         advantages = group_advantages(rewards, asked).advantages.tolist()
         samples = [
             Sample(
-                [*prompts[index], *tokens], len(tokens), [1] * len(tokens), advantage,
-                rollout_log_probs=log_probs, group_index=number * len(questions) + index,
+                [*prompts[index], *answer.tokens], len(answer.tokens), [1] * len(answer.tokens),
+                advantage, rollout_log_probs=answer.log_probs, sampler_top_k=answer.top_k,
+                group_index=number * len(questions) + index,
             )
-            for index, (tokens, log_probs), advantage in zip(
-                asked, answers, advantages, strict=True
-            )
+            for index, answer, advantage in zip(asked, answers, advantages, strict=True)
         ]  # fmt: skip
         scored = zip(samples, self.score(samples), strict=True)
         samples = [replace(sample, old_log_probs=values) for sample, values in scored]
         if self.reference:
-            now = {name: parameter.detach() for name, parameter in self.inner.named_parameters()}
+            now = self.weights()
             kept = {name: weight.clone() for name, weight in now.items()}
             _copy(self.reference, now)
             scored = zip(samples, self.score(samples), strict=True)
@@ -232,12 +250,12 @@ class ModelRun:
 
     def greedy(self) -> float:
         """The share of all questions that the engine answers rightly by its likeliest tokens."""
-        engine, rewards = self.engine(), []
+        engine, rewards = self.engine(self.weights()), []
         for start in range(0, len(self.source.prompts), 256):
             prompts = self.source.prompts[start : start + 256]
             answers = engine.sample(prompts, 1, LONGEST, self.source.stop, None)
             rewards += [
-                self.source.reward(start + i, tokens) for i, (tokens, _) in enumerate(answers)
+                self.source.reward(start + i, answer.tokens) for i, answer in enumerate(answers)
             ]
         return statistics.mean(rewards)
 

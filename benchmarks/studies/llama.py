@@ -102,6 +102,16 @@ def rotated(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     return turned.to(x.dtype)
 
 
+class Answer(NamedTuple):
+    """A response of the engine."""
+
+    tokens: list[int]
+    log_probs: list[float]
+    """The log-prob that each token was sampled by."""
+    top_k: tuple[Tensor, Tensor] | None
+    """Ids and log-probs of the likeliest tokens, [len(tokens), k] each."""
+
+
 class LlamaEngine:
     """Samples answers, and reports the log-probs that it sampled by."""
 
@@ -120,9 +130,10 @@ class LlamaEngine:
         length: int,
         stop: Sequence[int],
         generator: torch.Generator | None,
-    ) -> list[tuple[list[int], list[float]]]:
+        top_k: int = 0,
+    ) -> list[Answer]:
         """Answer each prompt `copies` times at temperature 1, or by the likeliest tokens without a
-        generator.
+        generator. `top_k` is the number of likeliest tokens to report for each token, 0 for none.
         """
         device = self.weights["decoder.final_layernorm.weight"].device
         longest = max(map(len, prompts))
@@ -133,6 +144,7 @@ class LlamaEngine:
         self.cached: list[tuple[Tensor, Tensor] | None] = [None] * self.sizes.layers
         chosen: list[Tensor] = []
         log_probs: list[Tensor] = []
+        likeliest: list[tuple[Tensor, Tensor]] = []
         for total in range(longest, longest + length):
             logits = self._logits(tokens, padding, total - tokens.size(1))
             if total == longest and copies > 1:
@@ -147,13 +159,20 @@ class LlamaEngine:
                 tokens = torch.multinomial(distribution.exp(), 1, generator=generator)
             chosen.append(tokens)
             log_probs.append(distribution.gather(1, tokens))
+            if top_k:
+                values, ids = distribution.topk(top_k)
+                likeliest.append((ids.cpu(), values.clamp(max=0).cpu()))
             if bool(torch.isin(torch.cat(chosen, 1), ends).any(1).all()):
                 break
+        reported = [torch.stack(part, 1) for part in zip(*likeliest, strict=True)]
         pairs = zip(torch.cat(chosen, 1).tolist(), torch.cat(log_probs, 1).tolist(), strict=True)
         answers = []
-        for ids, values in pairs:
-            count = next((i + 1 for i, token in enumerate(ids) if token in stop), len(ids))
-            answers.append((ids[:count], [min(value, 0.0) for value in values[:count]]))
+        for row, (tokens_of_row, values_of_row) in enumerate(pairs):
+            ended = (i + 1 for i, token in enumerate(tokens_of_row) if token in stop)
+            count = next(ended, len(tokens_of_row))
+            sets = (reported[0][row, :count], reported[1][row, :count]) if top_k else None
+            values = [min(value, 0.0) for value in values_of_row[:count]]
+            answers.append(Answer(tokens_of_row[:count], values, sets))
         return answers
 
     def _logits(self, tokens: Tensor, padding: Tensor, start: int) -> Tensor:

@@ -59,6 +59,20 @@ NUMERICS = {
     for rounding in ("int4", "fp8", "int8", "none")
     for name, loss in CORRECTIONS.items()
 }
+CENTERED = {
+    "centering": PPO | {"score_centering": True},
+    "centering + TIS": CORRECTIONS["TIS"] | {"score_centering": True},
+}
+NUMERICS |= {
+    f"{rounding}, {name}": ModelArm(loss, torch.bfloat16, 2, rounding)
+    for rounding in ("int4", "fp8")
+    for name, loss in CENTERED.items()
+}
+NUMERICS |= {
+    f"{staleness} steps stale, {name}": ModelArm(loss, torch.bfloat16, 2, "none", staleness)
+    for staleness in (8, 4)
+    for name, loss in ({x: CORRECTIONS[x] for x in ("none", "TIS")} | CENTERED).items()
+}
 KL = {"kl_loss_coef": 0.05, "kl_loss_type": "k3", "loss_aggregation": "constant"}
 PAIR = {
     "right": ModelArm(

@@ -86,7 +86,7 @@ def draw_arms(
     figure = Figure(figsize=(8, 1.2 + 0.4 * len(names)), layout="constrained")
     axis = figure.subplots()
     for place, (kind, pattern) in enumerate(kinds.items()):
-        shift = 0.18 * (place - (len(kinds) - 1) / 2)
+        shift = 0.72 / len(kinds) * (place - (len(kinds) - 1) / 2)
         points = [
             (line + shift, *table.interval([mean_of(row, column) for row in found.values()]))
             for line, name in enumerate(names)
@@ -120,10 +120,11 @@ def draw_sanity(rows: Rows, path: Path) -> None:
 
 def draw_numerics(rows: Rows, path: Path) -> None:
     """Draw study 2."""
-    from .model_studies import CORRECTIONS
+    from .model_studies import CENTERED, CORRECTIONS
 
-    kinds = {name: f"{name}, {{}}" for name in ("int4", "fp8", "int8", "none")}
-    draw_arms(rows, list(CORRECTIONS), kinds, "reward", path)
+    engines = ("int4", "fp8", "int8", "none", "4 steps stale", "8 steps stale")
+    kinds = {name: f"{name}, {{}}" for name in engines}
+    draw_arms(rows, [*CORRECTIONS, *CENTERED], kinds, "reward", path)
 
 
 def failed_runs(path: Path) -> str:
@@ -151,6 +152,7 @@ def main() -> None:
         elif study == "numerics":
             pairs = [(f"{name.split(', ')[0]}, none", name) for name in arms]
             pairs = [(first, second) for first, second in pairs if first != second]
+            pairs += [(name.replace("centering + ", ""), name) for name in arms if " + " in name]
             print(differences(rows, pairs, "reward"), end="\n\n")
         if args.figures and study in drawings:
             drawings[study](rows, args.figures / f"{study}.png")

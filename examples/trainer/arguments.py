@@ -269,7 +269,8 @@ def _validate_as_megatron_does(args: Namespace) -> None:
     with silent, mock.patch.object(megatron, "get_device_arch_version", architecture):
         try:
             megatron.validate_args(args)
-        except AssertionError as error:
+            megatron.core_transformer_config_from_args(args)  # refuses what the model would
+        except (AssertionError, ValueError) as error:
             condition = traceback.extract_tb(error.__traceback__)[-1].line
             raise ValueError(f"Megatron refuses these flags: {str(error) or condition}") from error
 

@@ -25,7 +25,7 @@ from .sampler import Response, Sampler
 MOST_TASKS = 16384
 STORED = """
     tokens response_length loss_mask group_index name reward rollout_log_probs old_log_probs
-    ref_log_probs
+    ref_log_probs policy_version
 """.split()
 """The fields of samples that a checkpoint stores."""
 Entry = dict[str, Any]
@@ -185,6 +185,7 @@ class TaskSteps:
             fields: dict[str, Any] = {"group_index": group, "reward": reward}
             fields["name"] = f"answer {len(part)} (prompt group {group})"
             fields["rollout_log_probs"] = response.log_probs
+            fields["policy_version"] = number * args.steps_per_round
             tokens = [*prompt, *response.tokens]
             part.append(RewardedSample(tokens, length, [1] * length, **fields))
         # The round's policy computes the old log-probs of all its steps.

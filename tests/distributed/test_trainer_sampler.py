@@ -181,6 +181,8 @@ def test_rounds_go_on_where_data_parallel_ranks_stopped(tmp_path: Path) -> None:
     run(None, tmp_path / "parts", "--train-iters 4", **task)
     assert steps_of(tmp_path / "parts") == (steps := steps_of(tmp_path / "whole"))
     assert steps[3]["kl_new_old"] > steps[2]["kl_new_old"] == pytest.approx(0.0, abs=1e-6)
+    assert [step["staleness"] for step in steps] == [0, 1, 0, 1]
+    assert [step["policy_version"] for step in steps] == [0, 0, 2, 2]
 
 
 def run_task(folder: Path, flags: str) -> str:

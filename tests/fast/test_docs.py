@@ -170,6 +170,17 @@ def test_the_site_builds(site):
 
 
 @pytest.mark.full
+def test_every_page_of_the_site_has_a_markdown_twin(site):
+    """`llms.txt` lists them all. They have neither directives nor blocks that only tests see."""
+    pages = [page for page in PAGES if page.name != "README.md"]
+    names = {str(page.relative_to(ROOT / "docs")) for page in pages}
+    assert set(LINK.findall((site / "llms.txt").read_text())) == names
+    twins = {name: (site / name).read_text() for name in names}
+    assert not [name for name, twin in twins.items() if re.search(r"^(:::|<!--)", twin, re.M)]
+    assert_words("`megatron_pg.plan_step` | Args: | Raises:", twins["api/steps.md"])
+
+
+@pytest.mark.full
 def test_the_site_takes_nothing_from_elsewhere(site):
     """Scripts, styles, fonts and pictures lie beside the pages; MathJax and its font too."""
     for page in site.rglob("index.html"):

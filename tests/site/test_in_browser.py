@@ -97,6 +97,39 @@ def test_no_page_scrolls_sideways_on_a_phone(page: Any, site: Path) -> None:  # 
     assert page.evaluate("document.documentElement.scrollWidth") > 420
 
 
+def test_a_phone_stacks_a_flag_its_default_and_its_meaning(page: Any) -> None:
+    row = "document.querySelector('article tbody tr').children"
+    tops = f"[...{row}].map(cell => cell.getBoundingClientRect().top)"
+    page.goto("flags/")
+    assert len(set(page.evaluate(tops))) == 1  # the mutant: a wide screen
+    page.set_viewport_size({"width": 420, "height": 900})
+    assert len(set(page.evaluate(tops))) == 3
+    width = f"Math.max(...[...{row}].map(cell => cell.getBoundingClientRect().right))"
+    assert page.evaluate(width) <= 420
+
+
+def test_no_cell_of_the_objectives_has_eight_lines(page: Any) -> None:
+    page.goto("objectives/")
+    page.wait_for_function(TYPESET)
+    lines = """() => Math.max(...[...document.querySelectorAll('article td')].map(cell => {
+        const style = getComputedStyle(cell);
+        const height = cell.clientHeight - 2 * parseFloat(style.paddingTop);
+        return height / parseFloat(style.lineHeight);
+    }))"""
+    assert page.evaluate(lines) < 8
+    page.add_style_tag(content="article td:nth-child(3) { max-width: 3rem }")  # the mutant
+    assert page.evaluate(lines) >= 8
+
+
+def test_a_setting_in_a_formula_keeps_its_underscores(page: Any) -> None:
+    """In MathJax's typewriter font `_` is a dash: `1 - eps_clip` looked like two subtractions."""
+    page.goto("objectives/")
+    page.wait_for_function(TYPESET)
+    setting = page.locator("td .mtext:has-text('eps_clip_high') > span").first
+    font = setting.evaluate("element => getComputedStyle(element).fontFamily")
+    assert font.startswith("monospace"), font
+
+
 def test_formulas_in_tables_are_typeset(page: Any) -> None:
     page.goto("objectives/")
     page.wait_for_function(TYPESET)

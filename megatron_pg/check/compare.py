@@ -53,7 +53,7 @@ class CheckRow:
     """The largest max|g - reference| / max|reference| over parameters and ranks (bf16: the ratio of
     norms). In a row with a `limit`: the largest |g - reference| in units."""
     limit: float | None = None
-    """The tolerance in units (`STEPS`), for a row of the user's model."""
+    """The tolerance of a row of the user's model, for gradients in units."""
     loss_limit: float = 0.0
     norm_limit: float = 0.0
     """With a `limit`, the tolerances of the loss and the gradient norm."""

@@ -206,10 +206,10 @@ def test_a_second_run_in_the_same_folder_is_refused(rollouts: Path, tmp_path: Pa
     [
         ("--use-distributed-optimizer", "cannot load the moments of torch's Adam"),
         ("--weight-decay 0.5", "start weight decay"),
-        ("--eps-clip 0.1", "eps_clip 0.2 and this run has 0.1"),
-        ("--docs-per-step 12", "docs_per_step 10 and this run has 12"),
+        ("--eps-clip 0.1", "eps_clip 0.2, but this run has 0.1"),
+        ("--docs-per-step 12", "docs_per_step 10, but this run has 12"),
         # Those after it are trained on.
-        ("--held-out-tasks 32", "held_out_tasks 64 and this run has 32"),
+        ("--held-out-tasks 32", "held_out_tasks 64, but this run has 32"),
     ],
 )
 def test_a_run_with_other_settings_does_not_go_on(rollouts, stopped, flags, message):
@@ -262,7 +262,7 @@ def test_with_verify_integrity_a_flipped_bit_is_named(rollouts: Path, tmp_path: 
     [
         ("--on-bad-row error", "token id of at least 0 and below"),
         ("--docs-per-step 9", "is cut by the end of a step"),
-        ("--docs-per-step 9 --loss-aggregation sample_mean", "give --keep-prompt-groups"),
+        ("--docs-per-step 9 --loss-aggregation sample_mean", "add --keep-prompt-groups"),
         (WHOLE_GROUPS + "--max-position-embeddings 12", "more than --max-position-embeddings"),
         (WHOLE_GROUPS + "--max-tokens-per-microbatch 12", "more than --max-tokens-per-microbatch"),
     ],

@@ -1,15 +1,14 @@
-"""How unevenly a step's time is spread over ranks and micro-batches, by the cost model, ours beside
-other partitioners.
+"""The imbalance of a step over ranks and micro-batches by the cost model, for ours and other
+partitioners.
 
     python -m benchmarks.balance [--slime FOLDER] [--verl]
 
 A step of 1024 samples on 8 data-parallel ranks under a budget of 32,768 tokens, for the shape of a
 7-billion-parameter model (28 layers of 3584, 28 heads, 4 key-value groups, gated 18,944, vocabulary
-152,064). slime's `build_dp_schedule` and verl's functions are those of a checkout and of what is
-installed. Ranks: the slowest rank over the mean one, which is what a step takes without pipeline
-and experts. Lockstep: the same where micro-batch j of all ranks waits for the slowest, as with
-expert parallelism. Pipeline: 1F1B over 4 stages, over the mean rank's work. Budget: the fullest
-micro-batch.
+152,064). slime's `build_dp_schedule` comes from a checkout, verl's functions from the installed
+package. Ranks: the slowest rank over the mean rank, the step time without pipeline and experts.
+Lockstep: the same if micro-batch j of all ranks waits for the slowest, as with expert parallelism.
+Pipeline: 1F1B over 4 stages, over the mean rank's work. Budget: the fullest micro-batch.
 """
 
 import argparse
@@ -36,11 +35,11 @@ MODEL = SimpleNamespace(
 )
 COST = SampleCost.of_model(MODEL, 152064)
 Plan = list[list[list[int]]]
-"""Of each rank its micro-batches, of each the indices of its samples."""
+"""The sample indices of each rank's micro-batches."""
 
 
 def distributions(seed: int) -> dict[str, list[int]]:
-    """Three distributions of lengths, prompt included."""
+    """Return three distributions of lengths, including prompts."""
     rng = np.random.default_rng(seed)
 
     def clipped(values: Any) -> list[int]:
@@ -55,8 +54,8 @@ def distributions(seed: int) -> dict[str, list[int]]:
 
 
 def ours(lengths: list[int], cost: SampleCost) -> Plan:
-    """As `assign_to_data_parallel_ranks` and `plan_step` cut it, the same number of micro-batches
-    on every rank.
+    """Plan like `assign_to_data_parallel_ranks` and `plan_step`, with the same number of
+    micro-batches on every rank.
     """
     ranks = plan_bins(lengths, sum(lengths), multiple=RANKS, cost=cost)
     plan = []
@@ -67,7 +66,7 @@ def ours(lengths: list[int], cost: SampleCost) -> Plan:
 
 
 def first_fit(lengths: list[int]) -> Plan:
-    """Samples dealt in turn, each to the first micro-batch with room."""
+    """Assign samples to ranks in turn, each to the first micro-batch with enough space."""
     plan: Plan = [[] for _ in range(RANKS)]
     for index, length in enumerate(lengths):
         bins = plan[index % RANKS]
@@ -81,7 +80,7 @@ def first_fit(lengths: list[int]) -> Plan:
 
 
 def of_slime(lengths: list[int], by_flops: bool) -> Plan:
-    """`--balance-data`, with and without `--balance-by-flops`."""
+    """Plan by slime's `--balance-data`, with or without `--balance-by-flops`."""
     from slime.utils.dp_schedule import build_dp_schedule
 
     args = SimpleNamespace(
@@ -109,8 +108,8 @@ def of_slime(lengths: list[int], by_flops: bool) -> Plan:
 
 
 def of_verl(lengths: list[int]) -> Plan:
-    """`_balance_batch` of its trainer, then `rearrange_micro_batches`, with its count and its
-    order.
+    """Plan by `_balance_batch` of verl's trainer, then `rearrange_micro_batches`, with its count
+    and order.
     """
     import torch
     from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
@@ -128,8 +127,8 @@ def of_verl(lengths: list[int]) -> Plan:
 
 
 def pipelined(times: list[float], stages: int = STAGES) -> float:
-    """The end of 1F1B without interleaving: a third of a micro-batch's time is forward, spread over
-    the stages.
+    """Return the end time of 1F1B without interleaving. A third of a micro-batch's time is forward,
+    spread over the stages.
     """
     count = len(times)
     forward = [time / 3 / stages for time in times]
@@ -160,7 +159,7 @@ def pipelined(times: list[float], stages: int = STAGES) -> float:
 
 
 def measures(plan: Plan, lengths: list[int]) -> tuple[float, float, float, int, float]:
-    """Ranks, lockstep, pipeline, the most micro-batches of a rank, and the fullest over the
+    """Return ranks, lockstep, pipeline, a rank's most micro-batches, and the fullest over the
     budget.
     """
     costs = COST.of_lengths(lengths)
@@ -193,7 +192,7 @@ def planners(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[list[int
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--slime", help="a checkout")
-    parser.add_argument("--verl", action="store_true", help="what is installed")
+    parser.add_argument("--verl", action="store_true", help="use the installed verl")
     args = parser.parse_args()
     print("| lengths | planner | ranks | lockstep | pipeline | micro-batches | budget |")
     print("|---|---|---|---|---|---|---|")

@@ -2,9 +2,9 @@
 
     python -m benchmarks.centering [--tokens 8192] [--hidden 4096] [--columns 151936] [--k 32]
 
-From hidden states to the gradients of both factors, the weight's in a float32 `main_grad`, the loss
-`-A log p(y)` plus `A C` of each token. The engine's head of a row is the policy's top k with noise.
-All methods run in turns within one process.
+It times hidden states to both factors' gradients, with the weight's in a float32 `main_grad`. The
+loss is `-A log p(y)` plus `A C` per token. The engine's head of a row is the policy's top k with
+noise. All methods run in turn in one process.
 """
 
 import argparse
@@ -19,11 +19,11 @@ from benchmarks.timing import OWN, Contender, append_results, measure, relative_
 from megatron_pg.head import Centering, HeadOptions, linear_token_loss
 
 GOAL = 1.03
-ROWS = 2048  # rows whose logits are made at a time for the engine's heads
+ROWS = 2048  # rows of logits at a time for the engine's heads
 
 
 class Work:
-    """The factors, advantages and the engine's heads."""
+    """The factors, the advantages and the engine's heads."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         tokens, columns = arguments.tokens, arguments.columns
@@ -67,7 +67,7 @@ class Work:
 
 
 def errors(work: Work, **options: bool) -> dict[str, str]:
-    """C and the hidden gradient of some rows against float64."""
+    """Return the errors of C and the hidden gradient for some rows against float64."""
     rows = torch.arange(0, len(work.hidden), max(len(work.hidden) // 64, 1), device="cuda")
     work.clear()
     found = work.own(is_centered=True, **options)[2][0, rows]

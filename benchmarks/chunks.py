@@ -1,14 +1,13 @@
-"""Table: the chunk that is chosen, and what other chunks and QuACK's own function take.
+"""Table: the time of the chosen chunk, other chunks and QuACK's function.
 
     python -m benchmarks.chunks [--entropy | --against-quack] [--minutes 4.5]
         [--settings 8192,4096,151936 ...]
 
-Without --entropy: plain cross-entropy, beside QuACK's own function. With it: the clipped policy
-loss with an entropy bonus. Ratios are to the three matrix products of the same run; methods take
-turns. Settings that the minutes do not reach are named.
---against-quack: the default chunk and QuACK's own function alone; ours with first products in every
-width of tile that divides the vocabulary too, and QuACK's with its gradient added to `main_grad`,
-as a trainer does and ours has done.
+Without --entropy: plain cross-entropy, also by QuACK's function. With --entropy: the clipped policy
+loss with an entropy bonus. Ratios are to the three matrix products of the same run. Methods run in
+turn. Settings left out after the time limit are named. --against-quack: only the default chunk and
+QuACK's function. Ours is also timed with first products in each tile width that divides the
+vocabulary, and QuACK's with its gradient added to `main_grad`, which ours includes.
 """
 
 import argparse
@@ -26,7 +25,7 @@ DEFAULT = [
     *["8192,4096,128256", "8192,4096,151936", "8192,2048,151936"],
     *["32768,2048,128256", "32768,2048,151936", "32768,4096,151936"],
     *["8192,5120,248320", "8192,7168,248320", "8192,4096,248320"],
-    # On one GPU, the columns of 2, 4 and 8 tensor-parallel ranks.
+    # The columns of 2, 4 and 8 tensor-parallel ranks, on one GPU.
     *["32768,4096,124160", "32768,4096,62080", "32768,4096,31040"],
     *["131072,5120,248320", "131072,7168,248320", "131072,4096,248320"],
 ]
@@ -73,7 +72,7 @@ def contenders(
 
 
 def in_other_tiles(method: Contender, columns: int, with_entropy: bool) -> list[Contender]:
-    """Return the method with first products in each other width of tile that divides the
+    """Return the method with first products in each different tile width that divides the
     columns.
     """
     try:
@@ -103,7 +102,9 @@ def in_other_tiles(method: Contender, columns: int, with_entropy: bool) -> list[
 
 
 def against_quack(work: fused_head.Work, turns: list[Contender]) -> list[Contender]:
-    """Return further contenders: ours in other tiles, and QuACK's that does what ours does."""
+    """Return further contenders: ours in different tiles, and QuACK's with the same result as
+    ours.
+    """
     added = in_other_tiles(turns[1], len(work.weight), work.with_entropy)
     theirs = [turn for turn in turns if turn.name == "QuACK's own"]
 
@@ -162,12 +163,12 @@ def main() -> None:
     parser.add_argument(
         "--entropy", action="store_true", help="the policy loss with an entropy bonus"
     )
-    parser.add_argument("--against-quack", action="store_true", help="QuACK's own and ours alone")
+    parser.add_argument("--against-quack", action="store_true", help="only ours and QuACK's")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--minutes", type=float, default=4.5, help="no setting begins after them")
+    parser.add_argument("--minutes", type=float, default=4.5, help="no setting starts later")
     options = parser.parse_args()
     started = time.monotonic()
-    # The compiled loss is made anew for every size of a chunk.
+    # The loss is recompiled for every chunk size.
     torch._dynamo.config.recompile_limit = 64
     begin()
     for words in options.settings or (WITH_ENTROPY if options.entropy else DEFAULT):

@@ -3,19 +3,18 @@
     python -m benchmarks.compiled_loss [--device cpu] [--rounds 100] [--settings basic gspo]
 
 7,764 response tokens in 8 samples. A row is `policy_loss_from_log_probs`, forward and backward, for
-one setting and one way to run the functions of tensors in `MicroBatchLoss`:
+one setting and one way to run the tensor functions in `MicroBatchLoss`:
 
-    operators        no compiler
-    ours             `loss/compiled.py`: a trace of loss and gradient, compiled once per setting
-    plain            `torch.compile(dynamic=True)`; backward runs a second compiled graph
-    plain, grad      `torch.func.grad_and_value` inside: forward computes the gradient, as in ours
-    tensor guards    "plain, grad" that checks only its tensors before a call, no Python object
+    operators no compiler ours `loss/compiled.py`: a trace of loss and gradient, compiled once per
+    setting plain `torch.compile(dynamic=True)`, with a second compiled graph in backward plain,
+    grad `torch.func.grad_and_value` inside: forward computes the gradient, as in ours tensor guards
+    "plain, grad" that checks only tensors before a call
 
-Launches are kernels, copies and fills per micro-batch. Host time is what passes until the call
-returns, with nothing queued before it. The first call includes compiling, with empty caches.
-Recompilations are graphs that the compiler built for 20 further micro-batches of different sizes.
-The difference is the largest one of gradients and metrics to operators, relative to the largest
-value. Times are medians. On a CPU a launch is an operator, which is not counted if compiled.
+Launches are kernels, copies and fills per micro-batch. Host time is the time until the call
+returns, with an empty queue. The first call includes compilation, with empty caches. Recompilations
+are new graphs for 20 further micro-batches of different sizes. The difference is the largest
+difference of gradients and metrics to operators, relative to the largest value. Times are medians.
+On a CPU, a launch is an operator, which is not counted if compiled.
 """
 
 import argparse
@@ -80,7 +79,7 @@ class Plain:
 
 
 def page_of(function: Any, settings: Any) -> Function:
-    """Bind a function of `MicroBatchLoss` to nothing but settings."""
+    """Bind a function of `MicroBatchLoss` to only settings."""
     loss = MicroBatchLoss.__new__(MicroBatchLoss)
     loss.resolved, loss._reduce = resolve(settings), weighted_sum
     loss.batch = NoBatch()  # type: ignore[assignment]
@@ -89,7 +88,7 @@ def page_of(function: Any, settings: Any) -> Function:
 
 
 def with_gradient(page: Function, names: Sequence[str]) -> Function:
-    """Make the function return the gradients of its first result behind it."""
+    """Make the function return its first result's gradients after it."""
 
     def call(tensors: Mapping[str, Tensor]) -> Outputs:
         def of_leaves(leaves: Mapping[str, Tensor]) -> tuple[Tensor, list[Tensor | None]]:
@@ -115,7 +114,7 @@ def variants() -> dict[str, Bind]:
 
 
 def results_of(work: Work) -> list[Tensor]:
-    """Metrics and gradients of one call, float64 on the host."""
+    """Return the metrics and gradients of one call, float64 on the host."""
     metrics: Any = work.loss()
     found = [metrics.pairs, metrics.maxima, work.log_probs.grad, work.entropy.grad]
     return [x.detach().double().cpu() for x in found if x is not None]
@@ -131,7 +130,7 @@ def largest_difference(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> flo
 def measured(
     setting: str, device: str, rounds: int, wanted: list[Tensor], is_compiled: bool
 ) -> str:
-    """Return the cells of a row behind its setting and variant."""
+    """Return a row's cells after setting and variant."""
     from torch._dynamo.utils import counters
 
     work = Work(NUM_SAMPLES, TOKENS, setting, device)
@@ -154,7 +153,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--settings", nargs="+", default=["basic", "everything", "gspo"])
     parser.add_argument("--variants", nargs="+", default=list(variants()))
-    parser.add_argument("--seconds", type=float, default=280, help="no row starts after these")
+    parser.add_argument("--seconds", type=float, default=280, help="no row starts later")
     args = parser.parse_args()
     device, begin = args.device, time.perf_counter()
     torch._inductor.config.force_disable_caches = True
@@ -163,7 +162,7 @@ def main() -> None:
     print(f"{where}, torch {torch.__version__}, {TOKENS} response tokens, {NUM_SAMPLES} samples\n")
     heads = "| setting | as | launches | host ms | done ms | first call s | recompilations |"
     print(f"{heads} graph breaks | difference |\n|---|---|---|---|---|---|---|---|---|")
-    # What a process does once: CUDA and the kernels of single operators.
+    # Initialize CUDA and single operators' kernels, once per process.
     compiled.bind = variants()["operators"]  # type: ignore[assignment]
     for setting in args.settings:
         Work(NUM_SAMPLES, TOKENS, setting, device).loss()

@@ -1,6 +1,4 @@
-"""Plain cross-entropy from hidden states: the sum over tokens of minus the log-probability, without
-entropy.
-"""
+"""Plain cross-entropy from hidden states: minus the sum of log-probabilities, without entropy."""
 
 from collections.abc import Callable
 
@@ -23,7 +21,7 @@ class CrossEntropy(Work):
         loss.backward()
 
     def of(self, call: Callable[..., Tensor | tuple[Tensor, Tensor]]) -> None:
-        """A peer's function to a loss that autograd differentiates, or to the gradients."""
+        """Run a peer's function that returns a loss for autograd, or the gradients."""
         found = call(self.hidden, self.weight, self.tokens.targets)
         if isinstance(found, tuple):
             self.hidden.grad, self.of_weight = found
@@ -42,7 +40,7 @@ class CrossEntropy(Work):
 
 
 class Exact:
-    """float64 gradients of the hidden states of 64 tokens, and of the weights of their targets."""
+    """The float64 gradients of 64 tokens' hidden states and their targets' weights."""
 
     def __init__(self, work: CrossEntropy) -> None:
         hidden, targets = work.hidden.detach().double(), work.tokens.targets

@@ -1,12 +1,12 @@
-"""Table: from hidden states of a student and of a teacher to the divergence and the student's
-gradients.
+"""Table: the divergence and the student's gradients from both models' hidden states.
 
     python -m benchmarks.distillation [--tokens 8192] [--hidden 4096] [--teacher-hidden 4096]
         [--columns 151936]
 
-Floor: the four matrix products alone (both models' logits, the two gradients), unchunked, and 10
-bytes a logit over the copy rate, both of the same run: statistics read both models' logits once,
-the gradient reads both and writes one. The weight's gradient ends in a float32 `main_grad`.
+Floor: only the four matrix products (both models' logits, the two gradients), unchunked, plus 10
+bytes per logit over the copy rate, both from the same run. Statistics read both models' logits
+once, and the gradient reads both and writes one. The weight's gradient ends in a float32
+`main_grad`.
 """
 
 import argparse
@@ -32,7 +32,7 @@ GOAL = 1.3
 
 
 class Work:
-    """Both models' leaves; the student's weight has a float32 `main_grad` as under Megatron's
+    """Both models' leaves. The student's weight has a float32 `main_grad` as under Megatron's
     DDP.
     """
 
@@ -40,8 +40,7 @@ class Work:
         tokens, columns = arguments.tokens, arguments.columns
         hidden, weight = hidden_and_weight(tokens, arguments.hidden, columns)
         self.hidden, self.weight = hidden.requires_grad_(), weight.requires_grad_()
-        # A teacher that agrees with the student more or less: its hidden states point at the same
-        # rows.
+        # The teacher roughly agrees with the student: its hidden states point at the same rows.
         self.teacher_weight = weight.detach()
         self.teacher_hidden = (
             0.8 * hidden.detach().float() + torch.randn_like(hidden).float()
@@ -62,7 +61,7 @@ class Work:
 
     @torch.no_grad()
     def products(self) -> None:
-        """The four matrix products and nothing else."""
+        """Run only the four matrix products."""
         torch.mm(self.teacher_hidden, self.teacher_weight.t())
         logits = torch.mm(self.hidden, self.weight.t())
         torch.mm(logits, self.weight, out=self.gradient)
@@ -97,7 +96,7 @@ class Work:
 
 
 def errors(work: Work, fp32_logits: bool) -> dict[str, str]:
-    """Divergence and hidden gradient of some rows against float64."""
+    """Return the errors of divergence and hidden gradient for some rows against float64."""
     rows = torch.arange(0, len(work.hidden), max(len(work.hidden) // 64, 1), device="cuda")
     work.clear()
     found = work.own(fp32_logits=fp32_logits)[rows]

@@ -1,16 +1,15 @@
-"""Table: from hidden states and output weight to the loss and all gradients.
+"""Table: the loss and all gradients from hidden states and output weight.
 
     python -m benchmarks.fused_head [--tokens 8192] [--hidden 4096] [--columns 151936]
         [--goal-alone | --sequences 8] [--without-entropy]
 
-Floor: the three matrix products alone, unchunked, bfloat16 out and the weight's gradient
-accumulated in float32, and 6 bytes a logit over the copy rate, both of the same run. Every method
-gets the same inputs and loss, with the entropy's gradient (--without-entropy: ours without); the
-weight's gradient ends in a float32 buffer, or for peers where they put it. --goal-alone times the
-products and ours and nothing else: single calls of both vary by more than they differ, so that
-takes many rounds. --sequences times them and gspo over so many sequences, of ragged lengths, in
-chunks of whole sequences and with logits that are kept or made twice: the package's own loss with
-its metrics.
+Floor: only the three matrix products, unchunked, with bfloat16 outputs and the weight's gradient
+accumulated in float32, plus 6 bytes per logit over the copy rate, both from the same run. Every
+method gets the same inputs and loss, with the entropy's gradient (--without-entropy: ours without).
+The weight's gradient ends in a float32 buffer, or wherever a peer puts it. --goal-alone times only
+the products and ours. Single calls vary more than both differ, so this needs many rounds.
+--sequences times them and gspo over a number of sequences of ragged lengths, in chunks of whole
+sequences and with kept or recomputed logits: this package's loss with metrics.
 """
 
 import argparse
@@ -31,12 +30,12 @@ from megatron_pg.loss.micro_batch import MicroBatchLoss
 from megatron_pg.loss.resolved import resolve
 
 GOAL = 1.3
-"""Times the traffic of the row passes at the copy rate, on top of the three products: what ours may
-take."""
+"""The goal for ours: the three products plus this factor times the row passes' traffic at the copy
+rate."""
 
 
 class Work:
-    """Leaves and their gradients; the weight has a float32 `main_grad` as under Megatron's DDP."""
+    """Leaves and their gradients. The weight has a float32 `main_grad` as under Megatron's DDP."""
 
     with_entropy = True
 
@@ -56,7 +55,7 @@ class Work:
         self.hidden.grad = self.weight.grad = None
 
     def products(self) -> None:
-        """The three matrix products and nothing else."""
+        """Run only the three matrix products."""
         with torch.no_grad():
             logits = torch.mm(self.hidden, self.weight.t())
             torch.mm(logits, self.weight, out=self.gradient)
@@ -65,8 +64,8 @@ class Work:
             )
 
     def known(self, *, defer: bool = True, **options: object) -> None:
-        """Coefficients known in the pass, in backward (`defer`, as under Megatron) or in
-        forward.
+        """Run the loss with coefficients known in the pass, in backward (`defer`, as under
+        Megatron) or forward.
         """
         loss, _, _ = linear_token_loss(
             self.hidden,
@@ -82,19 +81,19 @@ class Work:
         return self.tokens.loss(log_probs, entropy if self.with_entropy else None, rows)
 
     def downstream(self, *, keep_logits: bool) -> None:
-        """Coefficients known in backward only."""
+        """Run the loss with coefficients known only in backward."""
         outputs = linear_log_probs_and_entropy(
             self.hidden, self.weight, self.tokens.targets, keep_logits=keep_logits
         )
         self.tokens.loss(*outputs).backward()
 
     def peer(self, call: Callable[..., tuple[Tensor, Tensor]]) -> None:
-        """A peer's function; its weight gradient goes to main_grad as DDP's hook would take it."""
+        """Run a peer's function."""
         self.tokens.loss(*call(self.hidden, self.weight, self.tokens.targets)).backward()
 
 
 class Sequences:
-    """The tokens of a `Work` as whole responses, and gspo's loss of them."""
+    """The tokens of a `Work` as whole responses, with gspo's loss."""
 
     def __init__(self, work: Work, count: int) -> None:
         self.work = work
@@ -122,7 +121,7 @@ class Sequences:
         self.loss = MicroBatchLoss(resolve(config), batch.to(DEVICE), step_totals(samples))
 
     def part(self, log_probs: Tensor, entropy: Tensor, rows: slice) -> Tensor:
-        """As `FusedHead` has it: zeros in place of the others."""
+        """Compute the loss with zeros for other tokens, like `FusedHead`."""
         around = (rows.start, len(self.work.hidden) - rows.stop)
         whole = (torch.nn.functional.pad(each, around) for each in (log_probs, entropy))
         return self.loss.loss(*whole)
@@ -151,7 +150,7 @@ class Sequences:
         }
 
     def differences(self, methods: list[Contender]) -> dict[str, str]:
-        """Of dH and dW from those of the last method."""
+        """Return the differences of dH and dW from the last method."""
         gradients = {}
         for method in methods:
             method.prepare()
@@ -204,13 +203,13 @@ def contenders(
 
 
 class Exact:
-    """float64 gradients: of the hidden states of some tokens, of the weights of some columns."""
+    """The float64 gradients of some tokens' hidden states and some columns' weights."""
 
     def __init__(self, work: Work) -> None:
         tokens, columns = len(work.hidden), len(work.weight)
         self.rows = torch.arange(0, tokens, tokens // 64, device="cuda")
         self.columns = torch.arange(0, columns, columns // 64, device="cuda")
-        # Columns that carry weight: targets' own.
+        # The targets' columns have large gradients.
         self.columns = torch.cat([self.columns, work.tokens.targets[self.rows]]).unique()
         weight, hidden = work.weight.detach().double(), work.hidden.detach().double()
         self.weight = torch.zeros((len(self.columns), hidden.shape[1]), dtype=torch.float64)
@@ -228,8 +227,8 @@ class Exact:
             is_alike[rows] = is_clipped(log_probs, part) == is_clipped(rounded, part)
         self.hidden = hidden_gradient[self.rows]
         self.is_alike = is_alike[self.rows]
-        """Which of the rows bfloat16 logits clip where exact ones do: of others they give the whole
-        gradient or none."""
+        """The rows with equal clipping under bfloat16 and exact logits. Different rows get the
+        whole gradient or none."""
 
     def errors(self, work: Work, contender: Contender) -> str:
         contender.prepare()
@@ -274,9 +273,7 @@ def run(setting: dict[str, int], rate: float, options: argparse.Namespace) -> No
 
 
 def settings(options: argparse.Namespace) -> Iterator[dict[str, int]]:
-    """Every combination of the sizes that were asked for, each with the device's memory to
-    itself.
-    """
+    """Yield every combination of the given sizes, and free the device's memory after each."""
     for sizes in itertools.product(options.tokens, options.hidden, options.columns):
         yield dict(zip(("tokens", "hidden_size", "columns"), sizes, strict=True))
         torch.cuda.empty_cache()
@@ -288,9 +285,11 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, nargs="+", default=[4096])
     parser.add_argument("--columns", type=int, nargs="+", default=[151936])
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--goal-alone", action="store_true", help="products and ours alone")
-    parser.add_argument("--without-entropy", action="store_true", help="of ours and the products")
-    parser.add_argument("--sequences", type=int, help="gspo over so many, and nothing of peers")
+    parser.add_argument("--goal-alone", action="store_true", help="only products and ours")
+    parser.add_argument("--without-entropy", action="store_true", help="for ours and the products")
+    parser.add_argument(
+        "--sequences", type=int, help="gspo over this many sequences, without peers"
+    )
     parser.add_argument("--output", type=Path, help="append results as JSON lines")
     options = parser.parse_args()
     rate = begin()

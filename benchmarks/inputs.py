@@ -1,4 +1,4 @@
-"""Inputs as in RL training: peaked distributions (0.3 to 1 nat), a clipped loss with an entropy
+"""Inputs as in RL training: peaked distributions (0.3 to 1 nat) and a clipped loss with an entropy
 term.
 """
 
@@ -17,7 +17,7 @@ EPS_CLIP = 0.2
 
 @dataclass
 class Tokens:
-    """What the per-token loss needs besides log-probabilities: all [tokens]."""
+    """The inputs of the per-token loss in addition to log-probabilities, [tokens] each."""
 
     targets: Tensor
     old_log_probs: Tensor
@@ -28,7 +28,7 @@ class Tokens:
         return Tokens(*(vector[rows] for vector in vars(self).values()))
 
     def loss(self, log_probs: Tensor, entropy: Tensor | None, rows: slice = slice(None)) -> Tensor:
-        """Clipped policy loss, less the entropy bonus where there is an entropy."""
+        """Compute the clipped policy loss, minus the entropy bonus if there is an entropy."""
         parts = self.old_log_probs[rows], self.advantages[rows], self.weights[rows]
         loss = policy_loss if log_probs.dtype == torch.float64 else compiled_loss
         return loss(log_probs, entropy, *parts)
@@ -41,7 +41,7 @@ def policy_loss(
     advantages: Tensor,
     weights: Tensor,
 ) -> Tensor:
-    """Clipped policy loss, less the entropy bonus where there is an entropy."""
+    """Compute the clipped policy loss, minus the entropy bonus if there is an entropy."""
     ratio = (log_probs - old_log_probs).exp()
     clipped = ratio.clamp(1 - EPS_CLIP, 1 + EPS_CLIP)
     per_token = -torch.minimum(ratio * advantages, clipped * advantages)
@@ -51,8 +51,8 @@ def policy_loss(
 
 
 def is_clipped(log_probs: Tensor, tokens: Tokens) -> Tensor:
-    """The tokens [tokens] whose policy loss has no gradient: `policy_loss` is flat where they
-    are.
+    """Return a mask [tokens] of the tokens without a policy gradient, where `policy_loss` is
+    flat.
     """
     ratio = (log_probs.double() - tokens.old_log_probs.double()).exp()
     is_above = (ratio > 1 + EPS_CLIP) & (tokens.advantages > 0)
@@ -60,12 +60,14 @@ def is_clipped(log_probs: Tensor, tokens: Tokens) -> Tensor:
 
 
 compiled_loss = torch.compile(policy_loss, dynamic=False)
-"""`policy_loss` in a few kernels in place of some 25, forward and backward. Every method has it:
-what is compared is the head."""
+"""`policy_loss` in a few kernels instead of about 25, forward and backward. Every method uses it,
+so only the heads differ."""
 
 
 def peaked_logits(tokens: int, width: int) -> Tensor:
-    """[tokens, width] bfloat16: a Gaussian background and two likely tokens above it."""
+    """Return [tokens, width] bfloat16 logits: a Gaussian background and two likely tokens above
+    it.
+    """
     logits = torch.empty((tokens, width), dtype=torch.bfloat16, device=DEVICE)
     background = math.log(width) + 1.5**2 / 2
     for rows in torch.arange(tokens, device=DEVICE).split(2048):
@@ -77,7 +79,7 @@ def peaked_logits(tokens: int, width: int) -> Tensor:
 
 
 def sampled_tokens(logits: Tensor) -> Tokens:
-    """Tokens drawn from the logits, by an old policy that is close to them."""
+    """Draw tokens from the logits, with old log-probs close to them."""
     tokens = logits.shape[0]
     targets = torch.empty(tokens, dtype=torch.int64, device=DEVICE)
     log_probs = torch.empty(tokens, device=DEVICE)
@@ -94,7 +96,9 @@ def sampled_tokens(logits: Tensor) -> Tokens:
 
 
 def hidden_and_weight(tokens: int, hidden_size: int, width: int) -> tuple[Tensor, Tensor]:
-    """bfloat16 hidden states that point at one or two rows of the output weight."""
+    """Return bfloat16 hidden states that point at one or two rows of the output weight, and the
+    weight.
+    """
     scale = 1 / math.sqrt(hidden_size)
     weight = torch.randn((width, hidden_size), device=DEVICE).mul_(scale).bfloat16()
     likely = torch.randint(0, width, (2, tokens), device=DEVICE)
@@ -104,7 +108,7 @@ def hidden_and_weight(tokens: int, hidden_size: int, width: int) -> tuple[Tensor
 
 
 def exact_gradient(logits: Tensor, tokens: Tokens, rows: Tensor) -> tuple[Tensor, ...]:
-    """Log-probabilities, entropy and gradient of the logits of some rows in float64."""
+    """Return log-probabilities, entropy and logit gradient of some rows in float64."""
     exact = logits[rows].double().requires_grad_()
     part = tokens[rows]
     log_p = exact.log_softmax(1)

@@ -1,16 +1,15 @@
-"""Table: from hidden states and output weight to the loss over kept sets and all gradients.
+"""Table: the loss over sampling sets and all gradients from hidden states and output weight.
 
     python -m benchmarks.kept_set [--tokens 8192] [--hidden 4096] [--columns 151936]
         [--mean 20] [--largest 200]
     python -m benchmarks.kept_set --crossover
-        # over sizes of the sets: the sparse layer, and the dense one
+        # the sparse and the dense layer by set size
 
-The sets are the largest logits of each row, as many as a skewed draw says (from 1 on), so that
-hardly any two rows share an id; with --shared ids are drawn as words are (Zipf), so that some are
-in most sets. Floor: hidden states and the kept columns read twice, `main_grad` of those read and
-written, the hidden states' gradient written, over the copy rate of the same run. Every method gets
-the same inputs and a loss with entropy's gradient; the weight's gradient ends in a float32
-`main_grad`.
+A set has a row's largest logits, with a skewed size from 1 on, so that rows hardly share ids. With
+--shared, ids are drawn like words (Zipf), so that some are in most sets. Floor: hidden states and
+kept columns read twice, `main_grad` of these columns read and written, and the hidden states'
+gradient written, over the copy rate of the same run. Every method gets the same inputs and a loss
+with the entropy's gradient. The weight's gradient ends in a float32 `main_grad`.
 """
 
 import argparse
@@ -38,7 +37,7 @@ CROSSOVER_SIZES = (5, 20, 50, 100, 200, 400, 800, 1600)
 
 
 class Work:
-    """Leaves and their gradients, the sets, and a token of each; the weight has a float32
+    """Leaves and their gradients, the sets, and a token from each set. The weight has a float32
     `main_grad` as under DDP.
     """
 
@@ -64,7 +63,7 @@ class Work:
 
     @torch.no_grad()
     def _ids(self, sizes: Tensor, shared: bool) -> Iterator[Tensor]:
-        """The ids of a few rows at a time, the likeliest first."""
+        """Yield the ids of a few rows at a time, the likeliest first."""
         columns, largest = len(self.weight), int(sizes.max())
         for rows in torch.arange(len(sizes)).split(1024):
             if shared:
@@ -84,9 +83,7 @@ class Work:
         self.hidden.grad = self.weight.grad = None
 
     def sparse(self, *, columns_of_a_pair: float | None = None) -> None:
-        """Over the sets, by the layer that the sizes choose or, at a cost of a pair, by one of the
-        two.
-        """
+        """Run over the sets, with the layers chosen by size, or by a given cost of a pair."""
         measured = sparse_layer._COLUMNS_OF_A_PAIR
         if columns_of_a_pair is not None:
             sparse_layer._COLUMNS_OF_A_PAIR = columns_of_a_pair
@@ -97,7 +94,7 @@ class Work:
         self.tokens.loss(*outputs).backward()
 
     def dense(self) -> None:
-        """Over the whole vocabulary, in one pass."""
+        """Run over the whole vocabulary in one pass."""
         loss, *_ = linear_token_loss(
             self.hidden, self.weight, self.tokens.targets, self.tokens.loss, defer=True
         )
@@ -113,7 +110,7 @@ def _parts(rows: Tensor, ids: Tensor, count: int = 1 << 15) -> Iterator[tuple[Te
 
 
 def exact(work: Work) -> tuple[Tensor, ...]:
-    """Log-probs, entropy and both gradients in float64."""
+    """Return log-probs, entropy and both gradients in float64."""
     hidden, weight = work.hidden.detach().double(), work.weight.detach()
     rows, ids = work.kept.row_of_element(), work.kept.values
     leaf = torch.cat([(hidden[r] * weight[i].double()).sum(1) for r, i in _parts(rows, ids)])
@@ -138,7 +135,7 @@ def exact(work: Work) -> tuple[Tensor, ...]:
 
 
 def errors(work: Work) -> dict[str, str]:
-    """What ours differs from float64 by, and whether it is the same twice."""
+    """Return the errors of ours against float64, and whether it is bitwise repeatable."""
     outputs = linear_log_probs_and_entropy(
         work.hidden, work.weight, work.tokens.targets, kept=work.kept
     )
@@ -158,11 +155,11 @@ def errors(work: Work) -> dict[str, str]:
 
 
 def skewed_sizes(tokens: int, mean: float, largest: int) -> Tensor:
-    """Log-normal, from 1 to the largest, with that mean."""
+    """Return log-normal sizes from 1 to the largest, with the given mean."""
     generator = torch.Generator().manual_seed(0)
     normal = torch.randn(tokens, generator=generator) * 1.1
     low, high = 0.0, float(largest)
-    for _ in range(50):  # the scale that gives the mean
+    for _ in range(50):  # bisect the scale for the mean
         middle = (low + high) / 2
         sizes = (middle * normal.exp()).round().clamp(1, largest)
         low, high = (middle, high) if sizes.mean() < mean else (low, middle)
@@ -170,7 +167,7 @@ def skewed_sizes(tokens: int, mean: float, largest: int) -> Tensor:
 
 
 def crossover(arguments: argparse.Namespace) -> None:
-    """Milliseconds of both layers over sets of one size."""
+    """Print the milliseconds of both layers over sets of equal size."""
     tokens, columns = arguments.tokens, arguments.columns
     print(
         "| ids in a set | sparse layer, ms | dense layer over the sets, ms | dense layer, whole "

@@ -1,12 +1,11 @@
-"""Table: log-probabilities and entropy from given bfloat16 logits, forward, and forward with
-backward.
+"""Table: log-probabilities and entropy from bfloat16 logits, forward and forward with backward.
 
     python -m benchmarks.log_probs_from_logits [--tokens 4096 8192] [--columns 18992 151936]
 
 Every method gets the same logits and the same loss, a dozen small operations on [tokens] under
-torch.compile; Liger's kernel has its own inside. "op alone" is ours with the two incoming gradients
-given. Floors: 2 bytes a logit for forward, 6 with backward, over the copy rate of the same run.
-"Error" is against float64 on 64 rows.
+torch.compile. Liger's kernel includes its own loss. "op alone" is ours with given incoming
+gradients. Floors: 2 bytes per logit for forward, 6 with backward, over the copy rate of the same
+run. "Error" is against float64 on 64 rows.
 """
 
 import argparse
@@ -24,7 +23,7 @@ from megatron_pg.head import log_probs_and_entropy
 
 
 class _Given(torch.autograd.Function):
-    """Two vectors in, a number out, and gradients that cost nothing: the vectors' own."""
+    """A function from two vectors to a number, with the vectors as gradients, at no cost."""
 
     @staticmethod
     def forward(ctx: Any, log_probs: Tensor, entropy: Tensor) -> Tensor:
@@ -37,13 +36,13 @@ class _Given(torch.autograd.Function):
 
 
 def op_alone(logits: Tensor, tokens: Tokens) -> Tensor:
-    """The op between its two passes, with no loss to speak of."""
+    """Run the op's two passes without a loss."""
     return _Given.apply(*log_probs_and_entropy(logits, tokens.targets, with_entropy=True))
 
 
 def losses(*, kernels_alone: bool) -> dict[str, Callable[[Tensor, Tokens], Tensor]]:
-    """Name -> (logits, tokens) -> loss; `kernels_alone`: without torch's own, which take longest to
-    compile and to run.
+    """Return (logits, tokens) -> loss by name. `kernels_alone` leaves out torch's, which compile
+    and run longest.
     """
     methods: dict[str, Callable[[Tensor, Tokens], Tensor]] = {
         "megatron_pg, op alone": op_alone,
@@ -93,7 +92,7 @@ class Work:
         return loss(self.leaf.view_as(self.leaf), self.tokens)
 
     def backward(self, loss: Callable[[Tensor, Tokens], Tensor]) -> Tensor:
-        # Without a reference to the logits here, as in a model, where nothing holds them either.
+        # Without a reference to the logits, as in a model.
         return torch.autograd.grad(self.forward(loss), self.leaf)[0]
 
 
@@ -136,7 +135,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192])
     parser.add_argument("--columns", type=int, nargs="+", default=[18992, 37984, 75968, 151936])
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--kernels-alone", action="store_true", help="without torch's own")
+    parser.add_argument("--kernels-alone", action="store_true", help="without torch's methods")
     parser.add_argument("--output", type=Path, help="append results as JSON lines")
     options = parser.parse_args()
     rate = begin()

@@ -1,14 +1,14 @@
-"""Table: what the loss of a micro-batch costs besides the head: launches, host and device time,
-with and without compiling.
+"""Table: the cost of a micro-batch's loss without the head: launches, host and device time,
+compiled and not.
 
     python -m benchmarks.loss_launches [--device cpu] [--rounds 100]
 
-7,764 response tokens in 8 and in 64 samples. For each setting `policy_loss_from_log_probs`, forward
-and backward, as it is on a GPU (generated kernels) and operator by operator, in turns; then
-`policy_loss_function` on given logits, packing a micro-batch and moving it, and 20 micro-batches of
-different sizes with the recompilations that they caused. Host time is what passes until the call
-returns, with nothing queued before it; device time is the sum over launches of a profile, of which
-copies are part. Medians. On a CPU launches are operators, and there is no device time.
+7,764 response tokens in 8 and in 64 samples. Per setting: `policy_loss_from_log_probs`, forward and
+backward, with generated kernels as on a GPU and operator by operator. Then `policy_loss_function`
+on given logits, packing and moving a micro-batch, and the recompilations for 20 micro-batches of
+different sizes. Host time is the time until the call returns, with an empty queue. Device time is
+the sum over a profile's launches, including copies. Times are medians. On a CPU, launches are
+operators, and there is no device time.
 """
 
 import argparse
@@ -36,13 +36,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gspo": {"policy_loss": "gspo"},
     "gspo_by_turn": {"policy_loss": "gspo", "sequence_unit": "turn"},
 }  # fmt: skip
-"""Everything: entropy, KL, TIS, all metrics, samples with every kind of log-probs."""
+"""`everything` has entropy, KL, TIS, all metrics, and samples with every kind of log-probs."""
 
 Call = Callable[[], object]
 
 
 class Work:
-    """One micro-batch, and the calls that are measured."""
+    """One micro-batch and the measured calls."""
 
     def __init__(self, num_samples: int, tokens: int, setting: str, device: str) -> None:
         generator = torch.Generator().manual_seed(num_samples)
@@ -84,8 +84,7 @@ class Work:
         logits = torch.randn(tokens, columns, device=self.device).bfloat16().requires_grad_()
 
         def call() -> object:
-            # A copy, as the gradient is written over the logits: one more pass over them than in
-            # training.
+            # Copy, because the gradient overwrites the logits: one pass more than in training.
             loss, metrics = policy_loss_function(
                 self.config, self.batch, logits.clone(), totals=self.totals
             )
@@ -105,7 +104,7 @@ def synchronize(device: str) -> None:
 
 
 def milliseconds(call: Call, device: str, rounds: int) -> tuple[float, float]:
-    """(until the call returns, until the device is done)."""
+    """Return the medians until the call returns and until the device is done."""
     host, whole = [], []
     for _ in range(rounds + 3):
         synchronize(device)
@@ -118,7 +117,7 @@ def milliseconds(call: Call, device: str, rounds: int) -> tuple[float, float]:
 
 
 def launches(call: Call, device: str) -> tuple[int, float, list[str]]:
-    """Kernels, copies and fills, the milliseconds that they take, and their names."""
+    """Return the number of kernels, copies and fills, their milliseconds and names."""
     if device == "cpu":
         with CountDispatches() as counter:
             call()
@@ -133,7 +132,7 @@ def launches(call: Call, device: str) -> tuple[int, float, list[str]]:
 
 
 def recompiled(work: Callable[[int, int], Work]) -> int:
-    """Graphs that 20 micro-batches of other sizes made the compiler build."""
+    """Return the number of new graphs for 20 micro-batches of different sizes."""
     from torch._dynamo.utils import counters
 
     work(8, TOKENS).loss()
@@ -150,7 +149,7 @@ def main() -> None:
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=["cpu", "cuda"], default=default)
     parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--columns", type=int, default=151936, help="of the given logits")
+    parser.add_argument("--columns", type=int, default=151936, help="columns of the given logits")
     parser.add_argument("--names", action="store_true", help="list the launches of compiled calls")
     args = parser.parse_args()
     device = args.device
@@ -169,7 +168,7 @@ def main() -> None:
                 first = time.perf_counter() - start
                 host, _ = milliseconds(work.loss, device, args.rounds)
                 how = "compiled" if devices else "operators"
-                if devices and device == "cpu":  # operators that are compiled cannot be counted
+                if devices and device == "cpu":  # compiled operators cannot be counted
                     print(f"| {setting} | {num_samples} | {how} | | {host:.2f} | | {first:.2f} |")
                     continue
                 count, on_device, names = launches(work.loss, device)
@@ -202,7 +201,7 @@ def main() -> None:
     compiled.DEVICES = {device}
     for setting in SETTINGS:
         count = recompiled(lambda n, tokens, s=setting: Work(n, tokens, s, device))  # type: ignore[misc]
-        print(f"20 micro-batches of other sizes, {setting}: {count} recompilations")
+        print(f"20 micro-batches of different sizes, {setting}: {count} recompilations")
 
 
 if __name__ == "__main__":

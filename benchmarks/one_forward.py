@@ -5,10 +5,10 @@ r"""Table: an optimizer step with and without the forward pass for old log-probs
     torchrun --nproc-per-node 2 -m benchmarks.one_forward --device cpu --model tiny \
         --context-parallel-size 2 --tokens 64
 
-The model and the step of `benchmarks.whole_step`, with the fused head. `two passes` scores the
-step's samples with `compute_log_probs` first, `one forward` takes `--old-log-probs current`, and
-the last one adds `--score-centering` with 32 tokens of the engine per position. Each step packs and
-moves its micro-batches. All methods run in turns within one process.
+It uses the model and step of `benchmarks.whole_step` with the fused head. `two passes` first scores
+the step's samples with `compute_log_probs`. `one forward` uses `--old-log-probs current`, and the
+last method adds `--score-centering` with the engine's 32 tokens per position. Each step packs and
+moves its micro-batches. All methods run in turn in one process.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ ONE = replace(FUSED, old_log_probs="current")
 
 
 def with_engine(sample: Sample, vocab_size: int) -> Sample:
-    """Give a sample the likeliest tokens of an engine that knows nothing."""
+    """Add an untrained engine's likeliest tokens to a sample."""
     generator = torch.Generator().manual_seed(sample.total_length)
     length = sample.response_length
     first = torch.randint(vocab_size - K, (length, 1), generator=generator)
@@ -50,7 +50,7 @@ def main() -> None:
         def step(config: PolicyLossConfig, given: list[list[Sample]]) -> Callable[[Trainer], float]:
             def run(trainer: Trainer) -> float:
                 samples = [x for part in given for x in part]
-                for sample in samples:  # of another step than the last round's
+                for sample in samples:  # a different step than in the last round
                     vars(sample).pop("trained_in", None)
                 if config.old_log_probs == "given":
                     budget = {"max_tokens_per_microbatch": tokens}  # noqa: B023

@@ -1,7 +1,7 @@
-"""The peers, each from its own PyPI package; one that is not installed is left out with the reason.
+"""The peers, each from its PyPI package. A peer that is not installed is left out with the reason.
 
-Three of them are imported below their package's `__init__`, which wants libraries that have nothing
-to do with the kernel (Ray; a compiled core).
+Three peers are imported without their package's `__init__`, which needs libraries unrelated to the
+kernel (Ray, a compiled core).
 """
 
 import importlib
@@ -20,10 +20,10 @@ from torch import Tensor
 def import_below(
     *modules: str, packages: tuple[str, ...], only_peers: bool = False
 ) -> types.ModuleType:
-    """Imports `modules` with the `__init__` of `packages` left out; returns the first module.
+    """Import `modules` without the `__init__` of `packages`, and return the first module.
 
-    They are looked for in the folder PEERS_PATH first, where a package can lie unpacked that other
-    packages must not find; with `only_peers` nowhere else.
+    The folder PEERS_PATH is searched first, for unpacked packages that other packages must not
+    find. With `only_peers`, nothing else is searched.
     """
     peers = [*filter(None, [os.environ.get("PEERS_PATH")])]
     folders = peers if only_peers else [*peers, *sys.path]
@@ -39,16 +39,18 @@ def import_below(
 
 
 def try_load(name: str, load: Callable[[], Callable]) -> Callable | None:
-    """The peer's function, or None after saying why not."""
+    """Return the peer's function, or print the reason and return None."""
     try:
         return load()
-    except Exception as error:  # whatever a foreign package raises on import
+    except Exception as error:  # anything that an import raises
         print(f"left out {name}: {type(error).__name__}: {error}".splitlines()[0])
         return None
 
 
 def liger_grpo() -> Callable[..., Tensor]:
-    """(logits, tokens) -> loss; Liger's Triton GRPO kernel, no entropy, gradient in place."""
+    """Return (logits, tokens) -> loss by Liger's Triton GRPO kernel, without entropy, with the
+    gradient in place.
+    """
     from liger_kernel.transformers.grpo_loss import triton_grpo_loss
 
     def call(logits: Tensor, tokens) -> Tensor:
@@ -74,14 +76,16 @@ def liger_grpo() -> Callable[..., Tensor]:
 
 
 def transformer_engine() -> Callable[..., Tensor]:
-    """(logits, targets) -> -log_probs; no entropy. Transformer Engine as installed."""
+    """Return (logits, targets) -> -log_probs by the installed Transformer Engine, without
+    entropy.
+    """
     call = _transformer_engine(only_peers=False)
     return lambda logits, targets: call(logits.unsqueeze(0), targets.unsqueeze(0))[0]
 
 
 def transformer_engine_rewritten() -> Callable[..., Tensor]:
-    """The same of a release from 2.20 on, unpacked in PEERS_PATH, its gradient written over the
-    logits.
+    """Return the same for a release from 2.20 on, unpacked in PEERS_PATH, with the gradient over
+    the logits.
     """
     call = _transformer_engine(only_peers=True)
     return lambda logits, targets: call(
@@ -90,13 +94,11 @@ def transformer_engine_rewritten() -> Callable[..., Tensor]:
 
 
 def _transformer_engine(*, only_peers: bool) -> Callable[..., Tensor]:
-    """Its cross-entropy without the compiled core; whatever was imported of the package stays what
-    it was.
-    """
+    """Import its cross-entropy without the compiled core, and restore the imported package."""
     installed = _taken_out("transformer_engine")
     below = ("", ".common", ".pytorch", ".pytorch.triton")
     packages = tuple(f"transformer_engine{name}" for name in below)
-    # Of the release from 2.20 on: a decorator that keeps torch.compile out, from a module that
+    # Stub a decorator of releases from 2.20 on that disables torch.compile, because its module
     # imports the core.
     jit: Any = types.ModuleType("transformer_engine.pytorch.jit")
     jit.no_torch_dynamo = lambda *_, **__: lambda function: function
@@ -113,7 +115,7 @@ def _transformer_engine(*, only_peers: bool) -> Callable[..., Tensor]:
 
 
 def _taken_out(package: str) -> dict[str, types.ModuleType]:
-    """Takes a package and its modules out of those that are imported."""
+    """Remove a package from the imported modules, and return its modules."""
     names = [name for name in sys.modules if name.split(".")[0] == package]
     return {name: sys.modules.pop(name) for name in names}
 
@@ -124,7 +126,7 @@ def _one_process() -> None:
 
 
 def megatron() -> Callable[..., Tensor]:
-    """(logits, targets) -> -log_probs; no entropy."""
+    """Return (logits, targets) -> -log_probs by Megatron's fused kernel, without entropy."""
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
 
     _one_process()
@@ -134,18 +136,18 @@ def megatron() -> Callable[..., Tensor]:
 
 
 def eager(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropy in plain float32 torch."""
+    """Compute log-probabilities and entropy in plain float32 torch."""
     log_p = logits.float().log_softmax(1)
     return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(1)
 
 
 def compiled() -> Callable[..., tuple[Tensor, Tensor]]:
-    """`eager` under torch.compile, specialised to each shape."""
+    """Return `eager` under torch.compile, specialized to each shape."""
     return torch.compile(eager, dynamic=False)
 
 
 def liger_sm90() -> Callable[..., tuple[Tensor, Tensor]]:
-    """(hidden, weight, targets) -> log_probs, entropy; Liger's CuTe kernels for Hopper."""
+    """Return (hidden, weight, targets) -> log_probs, entropy by Liger's CuTe kernels for Hopper."""
     importlib.import_module("cutlass.cute")
     from liger_kernel.ops.fused_linear_scaled_cross_entropy import (
         LigerFusedLinearScaledCrossEntropyFunction,
@@ -161,7 +163,9 @@ def liger_sm90() -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def verl() -> Callable[..., tuple[Tensor, Tensor]]:
-    """(hidden, weight, targets) -> log_probs, entropy; verl's Triton linear cross-entropy."""
+    """Return (hidden, weight, targets) -> log_probs, entropy by verl's Triton linear
+    cross-entropy.
+    """
     module = import_below(
         "verl.utils.kernel.linear_cross_entropy",
         "verl.utils.kernel.kernels",
@@ -173,13 +177,13 @@ def verl() -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def quack() -> Callable[..., tuple[Tensor, Tensor]]:
-    """(hidden, weight, targets) -> gradients of both, of the weight in float32; QuACK's
-    cross-entropy in one go.
+    """Return (hidden, weight, targets) -> both gradients (the weight's in float32) by QuACK's
+    cross-entropy.
     """
     from quack.linear_cross_entropy import scaled_exp_linear_cross_entropy_fwd
 
     def call(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        # A chunk as long as the hidden states are wide is refused as ambiguous.
+        # QuACK refuses a chunk as long as the hidden size as ambiguous.
         chunk = 4096 if hidden.shape[1] != 4096 else 8192
         parts = hidden.detach(), weight.detach(), targets
         return scaled_exp_linear_cross_entropy_fwd(*parts, chunk)[1:]

@@ -1,11 +1,11 @@
-"""How long planning a step takes, and how close to the lower bound it packs. One core, no
+"""The time to plan a step, and how close the packing is to the lower bound, on one core without an
 accelerator.
 
     python -m benchmarks.planning [--samples 100000]
 
-The lower bound on the number of micro-batches is ceil(tokens / budget); efficiency is that over the
-number planned, where 1 cannot be beaten and a bound below 1 may not be reachable (two sequences of
-0.6 budgets share no micro-batch).
+The lower bound on micro-batches is ceil(tokens / budget). Efficiency is the bound over the planned
+number. 1 is optimal, and may be unreachable (two sequences of 0.6 budgets cannot share a
+micro-batch).
 """
 
 import argparse
@@ -40,7 +40,9 @@ def length_distributions(num_samples: int) -> dict[str, Lengths]:
 
 
 def seconds(work: Callable[[Any], object], inputs: Iterable[Any]) -> float:
-    """The best over the inputs, by the processor's clock: others may share the machine."""
+    """Return the best time over the inputs, in processor time, because the machine may be
+    shared.
+    """
     best = float("inf")
     for each in inputs:
         start = time.process_time()
@@ -50,8 +52,8 @@ def seconds(work: Callable[[Any], object], inputs: Iterable[Any]) -> float:
 
 
 def samples_with(lengths: Lengths) -> list[Sample]:
-    """Samples of these lengths in groups of eight, with advantages and two kinds of log-probs; they
-    share one small set of tensors per length.
+    """Make samples of these lengths in groups of eight, with advantages and two kinds of log-probs.
+    Samples of one length share their tensors.
     """
     of_length = {}
     for length in np.unique(lengths).tolist():
@@ -71,7 +73,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=100_000)
     num_samples = parser.parse_args().samples
     torch.set_num_threads(1)
-    print(f"{num_samples} samples, {BUDGET} tokens a micro-batch")
+    print(f"{num_samples} samples, {BUDGET} tokens per micro-batch")
     print("| lengths | seconds | micro-batches | lower bound | efficiency | longest | shortest |")
     print("|---|---|---|---|---|---|---|")
     for name, lengths in length_distributions(num_samples).items():
@@ -83,7 +85,7 @@ def main() -> None:
             f"| {max(loads)} | {min(loads)} |"
         )
     lengths = length_distributions(num_samples)["log-normal, median 500"]
-    # Samples keep their hashes: new ones each time.
+    # Samples cache their hashes, so make new ones.
     fresh = (samples_with(lengths) for _ in range(3))
     elapsed = seconds(
         lambda samples: plan_step(samples, max_tokens_per_microbatch=BUDGET, cp_size=2), fresh

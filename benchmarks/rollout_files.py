@@ -1,10 +1,10 @@
-"""Peak memory and speed of streaming rollout files, beside the size of the file. One core, no
+"""Peak memory and speed of streaming rollout files by file size, on one core without an
 accelerator.
 
     python -m benchmarks.rollout_files [--samples 1000000] [--docs-per-step 512] [--ranks 8]
 
 Files of two sizes, the larger ten times the smaller, are written and streamed step by step, each in
-a process of its own. Memory that is that of a window does not grow with the file.
+a separate process. Memory must not grow with the file.
 """
 
 import argparse
@@ -23,7 +23,7 @@ GROUP_SIZE = 8
 
 
 def batch_of_rows(num_rows: int) -> list[dict[str, Any]]:
-    """Rows without a group; a file repeats them with other groups."""
+    """Make rows without a group. A file repeats them with different groups."""
     rng = random.Random(0)
     return [
         {
@@ -47,7 +47,7 @@ def write_json_lines(path: Path, num_samples: int) -> None:
 
 
 def write_parquet(path: Path, num_samples: int) -> None:
-    """In one row group, which is what most writers make of a file of this size."""
+    """Write one row group, like most writers at this size."""
     import pyarrow as pa
     import pyarrow.parquet
 
@@ -73,7 +73,7 @@ def peak_mebibytes() -> float:
 
 
 def stream(path: Path, docs_per_step: int, num_ranks: int) -> dict[str, float]:
-    """Collects rank 0's samples of every step; the peak is beyond what the imports alone take."""
+    """Collect rank 0's samples of every step. The peak excludes the imports' memory."""
     import torch
 
     from megatron_pg.rollout_files import RolloutFiles, StepCollector
@@ -81,7 +81,7 @@ def stream(path: Path, docs_per_step: int, num_ranks: int) -> dict[str, float]:
     torch.set_num_threads(1)
     before, start = peak_mebibytes(), time.process_time()
     source = RolloutFiles([path], data_parallel_rank=0, data_parallel_size=num_ranks)
-    # What one rank does of its share, without the others to agree with.
+    # One rank's work on its share, without agreement between ranks.
     collector = StepCollector(source, docs_per_step=docs_per_step // num_ranks, mode="exact")
     num_samples = most = 0
     while (step := collector.collect()) is not None:
@@ -102,14 +102,14 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=8)
     args = parser.parse_args()
     context = multiprocessing.get_context("spawn")
-    print(f"rank 0 of {args.ranks}, {args.docs_per_step} documents a step over all ranks")
+    print(f"rank 0 of {args.ranks}, {args.docs_per_step} rollouts per step over all ranks")
     print("| file | rows | MiB | samples of the rank | most held | peak MiB added | rows/s |")
     print("|---|---|---|---|---|---|---|")
     for suffix in (".jsonl", ".parquet"):
         for num_samples in (args.samples // 10, args.samples):
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder) / f"rollouts{suffix}"
-                # In a process of its own: the writer's memory is not the reader's.
+                # A separate process, because the writer's memory must not count for the reader.
                 with context.Pool(1) as pool:
                     pool.apply(write, (path, num_samples))
                 with context.Pool(1) as pool:

@@ -1,14 +1,14 @@
-"""Table: what routing replay costs a micro-batch: host time to pack and move the experts, device
-time of every router.
+"""Table: the cost of routing replay per micro-batch: host time to pack and move the experts, and
+device time per router.
 
     python -m benchmarks.routing_replay [--device cpu] [--tokens 32768] [--rounds 30]
 
-The shape is that of a Qwen3-30B-A3B: 48 layers, 128 experts, k = 8, hidden size 2048. The samples
-fill a micro-batch, in one piece and in pieces of 1,024 tokens, at context-parallel size 1 and 2.
-Host time is that of `pack` and `PackedBatch.to`, with experts and without, in turns. Device time is
-that of a router's choice with given experts, without them, and of the matrix products of one
-layer's forward, which a step makes three times (its attention, its optimizer and its communication
-come on top). Medians; the share is (with - without) / (3 products).
+The shape is Qwen3-30B-A3B: 48 layers, 128 experts, k = 8, hidden size 2048. The samples fill a
+micro-batch, as one sample and as samples of 1,024 tokens, at context-parallel size 1 and 2. Host
+time covers `pack` and `PackedBatch.to`, with and without experts. Device time covers a router's
+choice with and without given experts, and one layer's forward matrix products, which a step runs
+three times, in addition to attention, optimizer and communication. Times are medians. The share is
+(with - without) / (3 products).
 """
 
 import argparse
@@ -40,7 +40,7 @@ def samples_of(tokens: int, length: int, with_experts: bool) -> list[Sample]:
 
 
 def host_milliseconds(samples: list[Sample], cp_size: int, device: str, rounds: int) -> float:
-    """The median of the calls of `pack` and `to`, until they return."""
+    """Return the median time until `pack` and `to` return."""
     times = []
     for _ in range(rounds):
         if device == "cuda":
@@ -98,7 +98,7 @@ def main() -> None:
         for cp_size in (1, 2):
             times = []
             for with_experts in (False, True):
-                # A rank has `tokens` of them.
+                # Each rank has `tokens` tokens.
                 samples = samples_of(args.tokens * cp_size, length, with_experts)
                 times.append(host_milliseconds(samples, cp_size, args.device, args.rounds))
             row = f"{times[0]:.2f} | {times[1]:.2f} | {times[1] - times[0]:.2f}"

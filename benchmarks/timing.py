@@ -11,13 +11,13 @@ import torch
 
 Call = Callable[[], object]
 
-# The GPU is kept busy this long before each measurement, so that launches are queued and what is
-# timed is the work and not the Python that asked for it. A method that synchronises gains nothing.
+# The GPU is kept busy this long before each measurement, so that launches are queued and the timing
+# excludes Python. A method that synchronizes gains nothing.
 _HEAD_START_CYCLES = 4_000_000
 
-# A GPU's clock depends on what ran before: right after a slow method the same matrix products took
-# 40.8 ms, else 43.4. So a method is called several times in its turn, and what the first call finds
-# is not counted.
+# A GPU's clock depends on earlier work: right after a slow method, the same matrix products took
+# 40.8 ms, else 43.4. So a method is called several times in its turn, and the first call is not
+# counted.
 _CALLS_A_TURN = 4
 
 
@@ -26,9 +26,7 @@ OWN = "megatron_pg"
 
 @dataclass
 class Contender:
-    """One way to compute the same thing. `prepare` runs before each call, outside the
-    measurement.
-    """
+    """A method to compare. `prepare` runs before each call and is not timed."""
 
     name: str
     call: Call
@@ -38,7 +36,7 @@ class Contender:
 
 @dataclass
 class Timing:
-    """Milliseconds of a contender, and its peak memory above what was allocated before the call."""
+    """A contender's milliseconds, and its peak memory above the allocation before the call."""
 
     name: str
     median: float
@@ -49,10 +47,9 @@ class Timing:
 
 
 def measure(contenders: list[Contender], rounds: int, calls: int = _CALLS_A_TURN) -> list[Timing]:
-    """Times the contenders in turn, `rounds` times over, after an unmeasured round.
+    """Time the contenders in turn for `rounds` rounds, after an unmeasured round.
 
-    Each round has an order of its own, and each turn several calls, of which the first is not
-    counted.
+    Each round has a random order, and each turn several calls, without counting the first.
     """
     shuffle = random.Random(0)
     samples: dict[str, list[float]] = {contender.name: [] for contender in contenders}
@@ -67,8 +64,8 @@ def measure(contenders: list[Contender], rounds: int, calls: int = _CALLS_A_TURN
 
 
 def _turn(contender: Contender, calls: int) -> tuple[list[float], float]:
-    """Milliseconds of the calls that count, and the peak in GiB above what was allocated before the
-    last.
+    """Return the milliseconds of the counted calls, and the peak GiB above the allocation before
+    the last call.
     """
     torch.cuda.synchronize()
     events, before = [], 0
@@ -96,7 +93,9 @@ def _quantiles(values: list[float]) -> tuple[float, float, float]:
 
 
 def copy_rate() -> float:
-    """Bytes a second of a device-to-device copy of 8 GiB, reads and writes both counted."""
+    """Measure the bytes per second of a device-to-device copy of 8 GiB, counting reads and
+    writes.
+    """
     source = torch.randint(0, 2**31, (2**31,), dtype=torch.int32, device="cuda")
     target = torch.empty_like(source)
     timing = measure([Contender("copy", lambda: target.copy_(source))], rounds=15)[0]
@@ -104,7 +103,7 @@ def copy_rate() -> float:
 
 
 def begin() -> float:
-    """Seeds, says where this runs, and returns the copy rate."""
+    """Seed, print the environment, and return the copy rate."""
     torch.manual_seed(0)
     rate, name = copy_rate(), torch.cuda.get_device_name()
     print(f"{name}, torch {torch.__version__}, copy {rate / 1e12:.2f} TB/s\n")
@@ -112,7 +111,7 @@ def begin() -> float:
 
 
 def table(title: str, timings: list[Timing], floor_ms: float, columns: dict[str, dict]) -> str:
-    """A Markdown table: times, ratios to the floor and to ours, peak memory, further columns by
+    """Return a Markdown table: times, ratios to the floor and ours, peak memory, further columns by
     name.
     """
     extra = list(columns)
@@ -130,7 +129,7 @@ def table(title: str, timings: list[Timing], floor_ms: float, columns: dict[str,
 
 
 def append_results(path: Path | None, setting: dict, timings: list[Timing]) -> None:
-    """One JSON line a setting, for later comparison."""
+    """Append one JSON line per setting, for later comparison."""
     if path is not None:
         with path.open("a") as lines:
             record = {**setting, "timings": [asdict(timing) for timing in timings]}
@@ -138,6 +137,6 @@ def append_results(path: Path | None, setting: dict, timings: list[Timing]) -> N
 
 
 def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> str:
-    """Norm of the difference over the norm, as text."""
+    """Return the difference's norm over the norm, as text."""
     wanted = wanted.double()
     return f"{float((found.double() - wanted).norm() / wanted.norm()):.1e}"

@@ -1,18 +1,18 @@
-r"""Memory and time of the output layer and the loss in slime, miles and verl: their own ways, and
-the fused head in their place.
+r"""Memory and time of the output layer and loss in slime, miles and verl, with their code and with
+the fused head.
 
     # checkouts named slime, miles and verl; one GPU
     TRAINERS=/folder python -m benchmarks.trainer_head
     TRAINERS=/folder python -m benchmarks.trainer_head --device cpu --hidden-size 16 \
         --vocab-sizes 64 --tokens 64
 
-A GPTModel of one layer, without attention, under Megatron's DDP, bfloat16 on a GPU. Each number is
-of the trainer's own code: `score` is its forward pass alone (slime and miles `forward_only`, verl
-`forward_backward_batch(forward_only=True)`), `train` its training step up to the gradients
-(`train_one_step`, `forward_backward_batch`), of one micro-batch of eight sequences. Memory is the
+It uses a GPTModel of one layer without attention, under Megatron's DDP, bfloat16 on a GPU. Each
+number is from the trainer's code. `score` is only its forward pass (slime and miles `forward_only`,
+verl `forward_backward_batch(forward_only=True)`), `train` its training step up to the gradients
+(`train_one_step`, `forward_backward_batch`), for one micro-batch of eight sequences. Memory is the
 peak above model and gradients. Only Ray, the data and the optimizer's step are left out. `saving`
-are the trainer's own settings against that memory: --log-probs-chunk-size 1024
---recompute-loss-function; of verl, `use_fused_kernels`.
+uses the trainer's memory-saving settings: --log-probs-chunk-size 1024 --recompute-loss-function,
+for verl `use_fused_kernels`.
 """
 
 import argparse
@@ -59,12 +59,11 @@ NO_PACKAGES = (
         "blobfile",
     ),
 )
-"""What the trainers import and this benchmark does not call: empty modules where they are not
-installed."""
+"""Packages that the trainers import without use here. Empty modules replace missing ones."""
 
 
 class Way(NamedTuple):
-    """One way to log-probs in a trainer."""
+    """A variant of the head in a trainer."""
 
     trainer: str
     name: str
@@ -83,7 +82,7 @@ WAYS = [
     *(Way(name, "megatron_pg", {}) for name in ("slime", "miles", "verl")),
 ]
 Runs = tuple[Callable[[], Any], Callable[[], Any]]
-"""The forward pass alone, and the training step, which returns the loss and the norm of the output
+"""Only the forward pass, and the training step, which returns the loss and the norm of the output
 layer's gradient."""
 
 
@@ -95,7 +94,7 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="+", type=int, default=[8192, 32768, 131072])
     parser.add_argument("--hidden-size", type=int, default=4096)
     parser.add_argument("--entropy-coef", type=float, default=0.0)
-    parser.add_argument("--seconds", type=float, default=220.0, help="no new row after so many")
+    parser.add_argument("--seconds", type=float, default=220.0, help="no row starts later")
     args = parser.parse_args()
     begin = time.monotonic()
     join(args.device)
@@ -118,7 +117,7 @@ def main() -> None:
                     result = "out of memory |  | out of memory |  |  | "
                 else:
                     result = row(way, vocabulary, tokens, args)
-                if result.count("out of memory") == 2:  # so it has for more tokens and columns
+                if result.count("out of memory") == 2:  # so will more tokens and columns
                     full.append((vocabulary, tokens))
                 print(
                     f"| {way.trainer} | {way.name} | {vocabulary} | {tokens} | {result} |",
@@ -145,8 +144,8 @@ def join(device: str) -> None:
 
 
 def row(way: Way, vocabulary: int, tokens: int, args: argparse.Namespace) -> str:
-    """The cells of one row; what fails is one cell."""
-    gc.collect()  # what the row before left behind, after an error too
+    """Return the cells of one row, or one cell with the error."""
+    gc.collect()  # free the previous row's memory, also after an error
     if args.device == "cuda":
         torch.cuda.empty_cache()
     try:
@@ -172,8 +171,8 @@ def row(way: Way, vocabulary: int, tokens: int, args: argparse.Namespace) -> str
 
 
 def measure(run: Callable[[], Any], device: str, times: int) -> tuple[Any, float, float]:
-    """The result of a run, its milliseconds after a warm-up, and the peak above what was there
-    before, GiB.
+    """Return a run's result, its milliseconds after a warm-up, and the GiB of peak memory that it
+    added.
     """
     run()
     gc.collect()
@@ -192,7 +191,9 @@ def measure(run: Callable[[], Any], device: str, times: int) -> tuple[Any, float
 
 
 def one_layer(device: str, hidden_size: int, vocabulary: int) -> list[Any]:
-    """A GPTModel whose attention passes queries on: the layer is there for its shapes."""
+    """Build a GPTModel with attention that returns queries, because only the layer's shapes
+    matter.
+    """
     from megatron.core.transformer.module import MegatronModule
 
     from megatron_pg.check import model as builder
@@ -240,14 +241,14 @@ def imported(name: str, device: str) -> Any:
     if device == "cuda":
         import torch._dynamo
 
-        torch._dynamo.config.disable = False  # the tests switch it off
+        torch._dynamo.config.disable = False  # the tests disable it
     return trainer
 
 
 def slime_runs(
     way: Way, model: list[Any], vocabulary: int, tokens: int, args: argparse.Namespace
 ) -> Runs:
-    """`forward_only` and `train_one_step` of slime or miles."""
+    """Return `forward_only` and `train_one_step` of slime or miles."""
     from megatron_pg.integrations import fused_head
     from tests.trainers import head_step
 
@@ -284,7 +285,7 @@ def slime_runs(
 def verl_runs(
     way: Way, model: list[Any], vocabulary: int, tokens: int, args: argparse.Namespace
 ) -> Runs:
-    """`forward_backward_batch` of verl's Megatron engine."""
+    """Return runs of `forward_backward_batch` in verl's Megatron engine."""
     from tests.trainers import sources, verl_step
 
     sources.find_verl()
@@ -333,8 +334,8 @@ def verl_runs(
             engine.forward_backward_batch(data.clone(), None, forward_only=True)
 
     def train() -> tuple[float, float]:
-        # Entropy is scored beforehand; in training verl computes it where its coefficient asks for
-        # it.
+        # Scoring computes the entropy. In training, verl computes it only if its coefficient is not
+        # 0.
         tensordict_utils.assign_non_tensor(data, calculate_entropy=args.entropy_coef != 0)
         model[0].zero_grad_buffer()
         result = engine.forward_backward_batch(

@@ -9,13 +9,13 @@ r"""Table: a whole training step, tokens per second and peak memory, by head.
 
 GPTModel of about 1 billion parameters (2048 wide, 16 layers, vocabulary 151936 tied to the
 embedding; --model 8b: 8 layers of Llama 3's 8 billion, 4096 wide, vocabulary 128256, untied) with
-random weights, bfloat16, Transformer Engine, DDP with gradients in float32 and the distributed
-optimizer, Megatron's schedule, gradient clipping and Adam (at rate 0, so that every head sees the
-same weights) included, no recomputation. A step is two micro-batches of `tokens` packed tokens over
-the context-parallel group, each of two synthetic rollouts, an eighth of them prompt. The loss is
-PPO's clipped one without entropy or KL term. Tensor parallelism comes with sequence parallelism.
+random weights, bfloat16, Transformer Engine, DDP with float32 gradients and the distributed
+optimizer, Megatron's schedule, gradient clipping and Adam (at rate 0, so that every head has the
+same weights), without recomputation. A step is two micro-batches of `tokens` packed tokens over the
+context-parallel group, each with two synthetic rollouts, an eighth of them prompt. The loss is
+PPO's clipped loss without entropy or KL term. Tensor parallelism includes sequence parallelism.
 
-`no head` ends at the hidden states: what is left of the step.
+`no head` ends at the hidden states, the rest of the step.
 """
 
 import argparse
@@ -45,14 +45,14 @@ from megatron_pg.megatron.schedule import run_micro_batches
 
 WARM_UP_ROUNDS, TIMED_ROUNDS = 2, 8
 MICRO_BATCHES = ((1 / 4, 3 / 4), (1 / 2, 1 / 2))
-"""The rollouts of each micro-batch, as parts of its tokens."""
+"""Each micro-batch's rollouts, as fractions of its tokens."""
 
 HeadBuilder = Callable[[PackedBatch, StepTotals, Any], MicroBatchHead]
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Seconds of each timed step, the gradient's norm, and the most memory that any rank had
+    """The seconds of each timed step, the gradient norm, and the largest memory that a rank
     allocated.
     """
 
@@ -64,7 +64,7 @@ class Measurement:
 def rollouts(
     tokens: int, vocab_size: int, parts_of: Sequence[tuple[float, ...]] = MICRO_BATCHES
 ) -> list[list[Sample]]:
-    """The samples of each micro-batch; old log-probs near those of a model that knows nothing."""
+    """Make each micro-batch's samples, with old log-probs near an untrained model's."""
     generator = torch.Generator().manual_seed(0)
     micro_batches = []
     for parts in parts_of:
@@ -87,7 +87,7 @@ def rollouts(
 
 
 def heads(trainer: Trainer) -> dict[str, HeadBuilder]:
-    """Each way from the hidden states to the loss, by its name in the table."""
+    """Return the variants from hidden states to the loss, by name in the table."""
     as_computed = {"fp32_output": False} if trainer.model.config.bf16 else {}
 
     def of_config(config: PolicyLossConfig, **arguments: Any) -> HeadBuilder:
@@ -120,7 +120,7 @@ def step_of(
 
 
 def no_head(batch: PackedBatch, totals: StepTotals, model: Any) -> MicroBatchHead:
-    """A number of the hidden states in place of the loss."""
+    """Make a head that returns a number of the hidden states instead of the loss."""
 
     def processor(hidden_states: Tensor, weight: Tensor, transform: LogitTransform) -> Tensor:
         return hidden_states.mean(dtype=torch.float32)
@@ -132,14 +132,14 @@ def no_head(batch: PackedBatch, totals: StepTotals, model: Any) -> MicroBatchHea
 
 
 def megatron_cross_entropy(batch: PackedBatch, totals: StepTotals, model: Any) -> MicroBatchHead:
-    """Log-probs by Megatron's own vocabulary-parallel cross-entropy, the same loss from there
-    on.
+    """Make a head with log-probs by Megatron's vocabulary-parallel cross-entropy, and the same
+    loss.
     """
     config = PolicyLossConfig()
     step = step_of(config, totals, model)
 
     def loss_func(logits: Tensor) -> Any:
-        # [sequence, batch, v/tp], as Megatron's own loss has it.
+        # [sequence, batch, v/tp], as in Megatron's loss.
         losses = vocab_parallel_cross_entropy(logits.transpose(0, 1), batch.targets[:, None])
         log_probs = -losses[:, 0].index_select(0, batch.logit_rows)
         loss, metrics = policy_loss_from_log_probs(
@@ -159,7 +159,7 @@ def megatron_cross_entropy(batch: PackedBatch, totals: StepTotals, model: Any) -
 def train_step(
     trainer: Trainer, build: HeadBuilder, batches: list[PackedBatch], totals: StepTotals
 ) -> float:
-    """One optimizer step, and its gradient's norm; every rank calls it."""
+    """Run one optimizer step and return its gradient norm. Every rank calls it."""
     trainer.model.zero_grad_buffer()
     trainer.optimizer.zero_grad()
     run_micro_batches(lambda batch: build(batch, totals, trainer.model), batches, [trainer.model])
@@ -168,8 +168,8 @@ def train_step(
 
 
 def one_step(trainer: Trainer, method: Callable[[Trainer], float]) -> tuple[float, float, float]:
-    """(wall seconds between barriers, gradient norm, peak memory of this rank in bytes) of a
-    step.
+    """Return a step's wall seconds between barriers, gradient norm, and this rank's peak memory in
+    bytes.
     """
     is_cuda = trainer.device.type == "cuda"
     if is_cuda:
@@ -192,7 +192,7 @@ def measure(
     totals: StepTotals,
     rounds: int,
 ) -> dict[str, Measurement]:
-    """Steps of all heads; see `measure_steps`."""
+    """Measure steps of all heads. See `measure_steps`."""
 
     def step(build: HeadBuilder) -> Callable[[Trainer], float]:
         return lambda trainer: train_step(trainer, build, batches, totals)
@@ -204,10 +204,10 @@ def measure(
 def measure_steps(
     trainer: Trainer, methods: dict[str, Callable[[Trainer], float]], rounds: int
 ) -> dict[str, Measurement]:
-    """Steps of all methods in turn, in an order that each round draws anew, after unmeasured
-    rounds; every rank calls it.
+    """Measure steps of all methods in turn, in a random order per round, after unmeasured rounds.
+    Every rank calls it.
 
-    What is first to run out of memory is left out from there on.
+    A method that runs out of memory is left out from then on.
     """
     shuffle = random.Random(0)  # the same on every rank
     steps: dict[str, list[tuple[float, float, float]]] = {name: [] for name in methods}
@@ -234,10 +234,10 @@ def measure_steps(
 def report(
     found: dict[str, Measurement], tokens: int, sharding: str, first: str = "no head"
 ) -> str:
-    """A Markdown table, with the part of a step that is more than one of the `first`."""
+    """Return a Markdown table, with each step's share above the method `first`."""
     rest = statistics.median(found[first].seconds)
     lines = [
-        f"**{sharding}, {tokens} tokens a micro-batch**",
+        f"**{sharding}, {tokens} tokens per micro-batch**",
         "",
         f"| head | ms a step (fastest, slowest) | tokens/s | above {first} | peak GiB | "
         "gradient norm |",
@@ -255,9 +255,7 @@ def report(
 
 
 def parse_arguments(parser: argparse.ArgumentParser | None = None) -> argparse.Namespace:
-    """Parse the arguments of a whole step, added to those of the parser, and check the number of
-    processes.
-    """
+    """Add the arguments of a whole step to the parser, parse, and check the number of processes."""
     parser = parser or argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
     parser.add_argument("--context-parallel-size", type=int, default=1)

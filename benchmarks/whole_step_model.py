@@ -1,4 +1,4 @@
-"""The model, its DDP and its optimizer for the benchmark of whole steps."""
+"""The model, DDP and optimizer for `whole_step`."""
 
 import argparse
 import logging
@@ -35,14 +35,14 @@ class Shape:
 SHAPES = {
     "tiny": Shape(2, 256, 512, 4, 4, 512),
     "1b": Shape(16, 2048, 5632, 16, 8, 151936),
-    # Llama 3's 8 billion, with 8 of its 32 layers: what fits one GPU with its optimizer.
+    # Llama 3 8B with 8 of its 32 layers, which fit one GPU with the optimizer.
     "8b": Shape(8, 4096, 14336, 32, 8, 128256, is_tied=False),
 }
 
 
 @dataclass
 class Trainer:
-    """What a step needs besides its batches."""
+    """The inputs of a step in addition to its batches."""
 
     model: DistributedDataParallel
     optimizer: Any
@@ -52,7 +52,7 @@ class Trainer:
 
 
 def build_trainer(args: argparse.Namespace) -> Trainer:
-    """Joins the job, and builds this rank's part of the model; every rank calls it."""
+    """Join the job, and build this rank's part of the model. Every rank calls it."""
     logging.getLogger("megatron.core").setLevel(logging.WARNING)
     device = _join(args)
     is_cuda = device.type == "cuda"
@@ -89,16 +89,16 @@ def build_trainer(args: argparse.Namespace) -> Trainer:
     )
     count = sum(parameter.numel() for parameter in model.parameters())
     if dist.get_rank() == 0:
-        print(f"{count / 1e9:.2f} billion parameters a rank", flush=True)
+        print(f"{count / 1e9:.2f} billion parameters per rank", flush=True)
     optimizer_config = OptimizerConfig(
         optimizer="adam",
-        # Every head is to see the same weights.
+        # Every head must have the same weights.
         lr=0.0,
         weight_decay=0.0,
         bf16=config.bf16,
         params_dtype=config.params_dtype,
         use_distributed_optimizer=is_cuda,
-        # Megatron's clipping takes gradients on a GPU only.
+        # Megatron clips gradients only on a GPU.
         clip_grad=1.0 if is_cuda else 0.0,
     )
     optimizer = get_megatron_optimizer(optimizer_config, [model])
@@ -108,7 +108,7 @@ def build_trainer(args: argparse.Namespace) -> Trainer:
 
 
 def _join(args: argparse.Namespace) -> torch.device:
-    # Megatron asks for it under tensor and context parallelism before Blackwell.
+    # Before Blackwell, Megatron requires it under tensor and context parallelism.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if args.device == "cpu":
         enable_cpu_runtime()

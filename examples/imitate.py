@@ -1,8 +1,8 @@
-"""Writes answers to imitate, a rollout file for `train.py --policy-loss sft`, which the quickstart
-begins with: examples/imitate.py --task NAME --task-settings JSON --rows N FILE
+"""Writes responses to imitate, a rollout file for `train.py --policy-loss sft`. The quickstart
+begins with it: examples/imitate.py --task NAME --task-settings JSON --rows N FILE
 
-In half of them two letters are exchanged: a model that imitates them has the skill and uses it
-unreliably, which leaves reinforcement learning something to do.
+Half of them have two letters exchanged. A model that imitates them has an unreliable skill, which
+reinforcement learning can improve.
 """
 
 import argparse

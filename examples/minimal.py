@@ -35,7 +35,7 @@ groups = pgm.ParallelGroups.from_parallel_state()
 cp_rank = groups.context_rank
 
 config = TransformerConfig(
-    num_layers=4,  # attention and MLP by turns
+    num_layers=4,  # attention and MLP in turn
     hidden_size=32,
     num_attention_heads=4,
     attention_dropout=0.0,
@@ -53,12 +53,12 @@ model = distributed.DistributedDataParallel(config, ddp_config, gpt.to(device))
 optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.01), [model])
 run_schedule = get_forward_backward_func()
 
-# Each prompt is one token, and each response is one token: the right one is the next number.
-prompts = [prompt for prompt in range(8) for _ in range(8)]  # eight answers to each prompt
+# Each prompt and each response is one token. The correct response is the next number.
+prompts = [prompt for prompt in range(8) for _ in range(8)]  # eight responses per prompt
 pairs = [[prompt, answer] for prompt in range(8) for answer in range(8)]
 candidates = [pg.Sample(tokens=pair, response_length=1, loss_mask=[1]) for pair in pairs]
 for number in range(30):
-    # Your engine and your reward: the model's own probabilities, and whether the answer is right.
+    # Replace by your engine and your reward. Here: the model's probabilities and a comparison.
     scored = pgm.compute_log_probs(model, candidates, loss, max_tokens_per_microbatch=256)
     log_probs = torch.cat(scored.log_probs).view(8, 8)  # [prompt, answer]
     draw = random.Random(f"{number} {groups.data_rank}")

@@ -1,4 +1,4 @@
-"""Draws runs of train.py in one picture: python examples/report.py RUN [RUN ...] --output
+"""Draws runs of train.py in one figure: python examples/report.py RUN [RUN ...] --output
 report.png
 """
 
@@ -10,10 +10,10 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 CURVES = {
-    "reward": "Mean reward of a step, and held-out score (points)",
+    "reward": "Mean reward per step, and held-out score (points)",
     "response_length": "Response length, tokens",
     "grad_norm": "Gradient norm",
-    "clipped_ratio_fraction": "Tokens outside of the clip range",
+    "clipped_ratio_fraction": "Tokens outside the clip range",
     "kl_new_old": "KL(old || new), nats",
 }
 IN_TITLE = {"policy_loss": "", "loss_aggregation": "", "advantage": "advantages ", "seed": "seed "}
@@ -21,7 +21,7 @@ COLORS = ("#1f5fa8", "#d66e14", "#2f8a57", "#8b4fa0", "#b8323f", "#5c6670")
 
 
 class Run(NamedTuple):
-    """What a run has left in its folder; the scores of held-out tasks are after a step."""
+    """The results in a run's folder. Held-out scores are after a step."""
 
     name: str
     settings: Mapping[str, str]
@@ -29,7 +29,9 @@ class Run(NamedTuple):
     held_out: Sequence[tuple[int, float]]
 
     def smoothed(self, name: str) -> tuple[list[int], list[float], list[float]]:
-        """Steps with a value, the values, and their mean over the last sixteenth of the run."""
+        """Return the steps with a value, the values, and their mean over the last sixteenth of the
+        run.
+        """
         known = [(step["step"], step[name]) for step in self.steps if step.get(name) is not None]
         numbers, values = [number for number, _ in known], [value for _, value in known]
         window = max(len(known) // 16, 1)
@@ -38,8 +40,8 @@ class Run(NamedTuple):
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read the steps of a run. A last line without its end is none: a killed run leaves it half
-    written.
+    """Read the steps of a run. Ignore a last line without a newline, which a killed run leaves
+    half-written.
     """
     steps = []
     texts = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
@@ -48,15 +50,15 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
             steps.append({**json.loads(text)})
             int(steps[-1]["step"])
         except (ValueError, TypeError, KeyError):
-            found = f"{path} line {number} is no line of a run, found {text[:40]!r}"
-            raise ValueError(f"{found}: mend or remove the line") from None
+            found = f"{path} line {number} is not a step of a run, found {text[:40]!r}"
+            raise ValueError(f"{found}: fix or remove the line") from None
     return steps
 
 
 def read_run(folder: Path) -> Run:
-    """Read the folder of a run; a ValueError says that there is none."""
+    """Read a run's folder. Raise ValueError if it has no step."""
     if not (steps := read_lines(folder / "metrics.jsonl")):
-        raise ValueError(f"{folder} has no step in metrics.jsonl: give the --save of a run")
+        raise ValueError(f"{folder} has no step in metrics.jsonl: give a run's --save folder")
     path = folder / "settings.json"
     settings = json.loads(path.read_text()) if path.exists() else {}
     held_out = [(line["step"], line["score"]) for line in read_lines(folder / "held_out.jsonl")]
@@ -64,21 +66,22 @@ def read_run(folder: Path) -> Run:
 
 
 def summary(folder: Path) -> str:
-    """Say how the mean reward and the held-out score of a run have changed."""
+    """Describe a run's change in held-out score, or in mean reward if there is no held-out
+    score.
+    """
     run = read_run(folder)
-    parts, (_, rewards, _) = [f"{len(run.steps)} steps"], run.smoothed("reward")
+    text, (_, rewards, _) = f"{len(run.steps)} steps", run.smoothed("reward")
+    if run.held_out:
+        return f"{text}, held-out score {run.held_out[0][1]:.2f} -> {run.held_out[-1][1]:.2f}"
     if tenth := max(len(rewards) // 10, 1) if rewards else 0:
         ends = f"{fmean(rewards[:tenth]):.2f} -> {fmean(rewards[-tenth:]):.2f}"
-        parts.append(f"reward {ends} (first, last tenth)")
-    if run.held_out:
-        ends = f"{run.held_out[0][1]:.2f} -> {run.held_out[-1][1]:.2f}"
-        parts.append(f"held-out {ends} (before, after)")
-    return ", ".join(parts)
+        return f"{text}, mean reward {ends} (first, last tenth)"
+    return text
 
 
 def report(runs: Sequence[Run], path: Path) -> None:
-    """Draw the curves of runs: faint as they are, and smoothed."""
-    from matplotlib.figure import Figure  # a run that draws nothing needs none
+    """Draw the curves of runs, raw (faint) and smoothed."""
+    from matplotlib.figure import Figure  # only drawing needs it
     from matplotlib.ticker import MaxNLocator
 
     figure, settings = Figure(figsize=(13.3, 7.5), layout="constrained"), runs[0].settings
@@ -107,7 +110,7 @@ def report(runs: Sequence[Run], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
     parser.add_argument("--output", type=Path, default=Path("report.png"))
     args = parser.parse_args()
     try:

@@ -1,9 +1,9 @@
-"""Policy gradients on Megatron's own training loop, with steps of rollouts in place of its batches.
+"""Policy gradients on Megatron's training loop, with steps of rollouts instead of its batches.
 
     torchrun --nproc-per-node 8 examples/train.py FLAGS
 
-Rollouts are read from files or sampled from the model that is trained. quickstart.sh and the
-scripts of launch/ start it; docs/trainer.md explains it.
+Rollouts are read from files or sampled from the trained model. quickstart.sh and the scripts in
+launch/ start it. docs/trainer.md explains it.
 """
 
 import itertools
@@ -38,14 +38,14 @@ from megatron_pg.step.agreement import gather
 
 
 class Run:
-    """A run, fresh or gone on with, from validated arguments; every rank makes one."""
+    """A new or resumed run from validated arguments. Every rank makes one."""
 
     def __init__(self, args: Namespace, config: PolicyLossConfig) -> None:
         self._args = args
         self._microbatches = start_megatron(args)
         self._groups = ParallelGroups.from_parallel_state()
         self._lock = claim_save_folder(args)
-        with agreed("the run cannot begin"):  # a rollout file may be absent on one node alone
+        with agreed("the run cannot begin"):  # a rollout file may be missing on only one node
             if args.rollout_files:
                 self._rollouts: Any = FileSteps(args, config, self._groups)
             else:
@@ -62,7 +62,7 @@ class Run:
         args = self._args
         own: dict[str, Any] = {"train_step": self._step, "save_checkpoint": self._save}
         own["load_checkpoint"] = loading(training.load_checkpoint)
-        # Megatron has no formula for a HybridModel, and says so; a CPU has no memory of a GPU.
+        # Megatron has no memory formula for a HybridModel, and a CPU has no GPU memory to report.
         silent = ["report_theoretical_memory"] + ["report_memory"] * (args.device == "cpu")
         own |= dict.fromkeys(silent, lambda *_, **__: None)
         with mock.patch.multiple(training, **own):
@@ -89,7 +89,7 @@ class Run:
                 iteration, flops = training.train(
                     None, model, *updates, None, None, None, config, {}, None
                 )
-            except SystemExit:  # an exit by a flag, unless the rollouts were exhausted
+            except SystemExit:  # an exit by a flag, or the end of the rollouts
                 if not self._is_exhausted:
                     raise
                 iteration = args.train_iters
@@ -106,7 +106,7 @@ class Run:
             self._log.close(self._config)
 
     def _step(self, _: None, __: None, *rest: Any, **named: Any) -> tuple[Any, ...]:
-        """Megatron's `train_step` (megatron.training.training) on the rollouts that come next."""
+        """Run Megatron's `train_step` (megatron.training.training) on the next rollouts."""
         model, optimizer, *_ = rest
         times, done = [time.monotonic()], named["iteration"]
         with mendable():
@@ -121,9 +121,9 @@ class Run:
             rows = self._rollout_rows(samples, model) if self._args.task else []
             samples = list(accepted_samples(self._config, samples))
             plan = plan_of(self._args, samples, self._groups.data)
-        # Where no token is active, nothing is updated.
+        # Without an active token, nothing is updated.
         result: tuple[Any, ...] = ({}, 1, False, False, 0, None, None, 0)
-        # Megatron's step sets the next rate.
+        # Read it first: Megatron's step sets the next rate.
         metrics = collected[1] | {"learning_rate": optimizer.param_groups[0]["lr"]}
         if plan.totals.num_active_tokens > 0:
             result, loss_metrics = self._update(samples, plan, *rest, **named)
@@ -132,13 +132,13 @@ class Run:
         phases = ("rollouts", "scoring", "training")
         for phase, (begin, end) in zip(phases, itertools.pairwise(times), strict=True):
             metrics[f"seconds_{phase}"] = end - begin
-        with mendable():  # a disk takes no more
+        with mendable():  # the disk may be full
             self._log.step(done + 1, metrics, self._rollouts.shown(samples[:2]), rows)
         return result
 
     def _rollout_rows(self, samples: Sequence[Any], model: list[Any]) -> list[dict[str, Any]]:
-        """Rows of the first prompts of a step of `--task`, on all data-parallel ranks, with the
-        log-probs of the policy that the step begins with.
+        """Return the rows of a `--task` step's first prompts on all data-parallel ranks, with
+        log-probs under the policy at the step's start.
         """
         shown = samples[: SHOWN_PROMPTS * self._args.samples_per_prompt]
         if self._args.steps_per_round > 1:
@@ -158,7 +158,7 @@ class Run:
         _forward_backward: Any,
         **named: Any,
     ) -> tuple[tuple[Any, ...], dict[str, float]]:
-        """Update by Megatron's `train_step`: its result, and the step's metrics."""
+        """Update by Megatron's `train_step`, and return its result and the step's metrics."""
         step = PolicyStep(
             self._config,
             plan,
@@ -173,11 +173,11 @@ class Run:
 
         def run_schedule(**_: Any) -> list[Any]:
             reported.extend(run_micro_batches(step.head, batches, model))
-            return []  # Megatron would average what is there
+            return []  # Megatron would average its entries
 
         self._microbatches.plan(plan.num_microbatches)
         if hasattr(training, "update_seqlen_stats_from_cu_seqlens"):
-            # For Megatron's throughput; before 0.18 it takes all sequences for --seq-length long.
+            # For Megatron's throughput. Before 0.18 it assumes sequences of --seq-length.
             lengths = itertools.accumulate((sample.total_length for sample in samples), initial=0)
             training.update_seqlen_stats_from_cu_seqlens(torch.tensor(list(lengths)))
         by_iteration = SimpleNamespace(step=lambda increment: scheduler.step(increment=1))
@@ -196,7 +196,7 @@ class Run:
     def _save(
         self, iteration: int, model: list[Any], optimizer: Any, *rest: Any, **named: Any
     ) -> None:
-        """In place of Megatron's `save_checkpoint`."""
+        """Save a checkpoint, instead of Megatron's `save_checkpoint`."""
         state, self._args.current_kl_loss_coef = self._rollouts.state(), self._config.kl_loss_coef
         with saving(self._args, state, self._log, iteration, optimizer):
             self._save_checkpoint(iteration, model, optimizer, *rest, **named)
@@ -204,7 +204,7 @@ class Run:
 
 
 def main() -> None:
-    """Train or print the plan; what the user can mend is said in a line, by one rank."""
+    """Train or print the plan. One rank prints errors that the user can fix, in one line."""
     try:
         with mendable():
             args = parse_arguments()

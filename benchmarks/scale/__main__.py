@@ -1,9 +1,8 @@
 """The costs of a step as curves: `python -m benchmarks.scale [planning] [batches]`, both by
 default.
 
-One core and no accelerator. Ranks that do not exist are played by a driver
-(`benchmarks/scale/played.py`). Seconds are of the processor's clock, so that others may share the
-machine; their caches are shared all the same.
+It needs one core and no accelerator. A driver (`benchmarks/scale/played.py`) simulates the other
+ranks. Seconds are processor time, so the machine may be shared, but the caches are shared too.
 """
 
 import argparse

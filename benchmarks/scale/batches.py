@@ -1,4 +1,4 @@
-"""Curves of samples and micro-batches: totals, `pack`, routed experts and kept sets."""
+"""Curves over samples and micro-batches: totals, `pack`, routed experts and sampling sets."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,13 +14,13 @@ Row = Sequence[Any]
 
 
 def best(make: Any, call: Any, rounds: int = 3) -> float:
-    """The least seconds of a call on inputs made anew, outside of the clock."""
+    """Return the shortest seconds of a call on new inputs, whose creation is not timed."""
     return min(measured(lambda: call(inputs))[1] for inputs in (make() for _ in range(rounds)))  # noqa: B023
 
 
 def steps() -> Iterator[Row]:
-    """Fresh samples of the benchmark of planning on one rank: 824 tokens in the mean, with two
-    kinds of log-probs.
+    """Time new samples of `benchmarks.planning` on one rank: on average 824 tokens, with two kinds
+    of log-probs.
     """
     for count in (10**3, 10**4, 10**5):
         lengths = length_distributions(count)["log-normal, median 500"]
@@ -39,7 +39,7 @@ def steps() -> Iterator[Row]:
 
 
 def packs() -> Iterator[Row]:
-    """A sample of that many tokens, by itself, and the channels that make it larger."""
+    """Time single samples by length, plain and with the channels that make them larger."""
     for length in (2**10, 2**13, 2**16, 2**19):
         plain = sample_of(length, 0)
         fields = {

@@ -1,4 +1,4 @@
-"""Curves of planning: `plan_step`, dealing to ranks, totals, the collector."""
+"""Curves of planning: `plan_step`, assignment to ranks, totals, the collector."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ Row = Sequence[Any]
 
 
 def sample_of(length: int, index: int) -> Sample:
-    """A sample of one long response, in a group of eight."""
+    """Make a sample of one long response, in a group of eight."""
     values = torch.full((length - 1,), -1.0)
     tokens = torch.full((length,), index % 8)
     return Sample(
@@ -40,7 +40,7 @@ def dealt(num_samples: int, num_ranks: int) -> tuple[np.ndarray[Any, Any], list[
 
 
 def deals() -> Iterator[Row]:
-    """Dealing lengths to ranks, and the slowest rank by the cost model."""
+    """Time the assignment of lengths to ranks, and compute the slowest rank by the cost model."""
     for num_samples, num_ranks in (
         *itertools.product((10**3, 10**4, 10**5), (16, 1024)),
         (10**5, 16384),
@@ -54,8 +54,8 @@ def deals() -> Iterator[Row]:
 
 
 def plans() -> Iterator[Row]:
-    """One rank's `plan_step` of fresh samples, hashes of prompts included; the other ranks are
-    played.
+    """Time one rank's `plan_step` of new samples, including prompt hashes. The other ranks are
+    simulated.
     """
     for num_samples, num_ranks in (*SIZES, GOAL):
         lengths, ranks = dealt(num_samples, num_ranks)
@@ -89,7 +89,7 @@ def plans() -> Iterator[Row]:
 
 
 def collected() -> Iterator[Row]:
-    """One rank's `collect` of a step; the other ranks are played."""
+    """Time one rank's `collect` of a step. The other ranks are simulated."""
     for num_samples, num_ranks in ((10**3, 16), (10**4, 1024), (10**5, 1024), (10**5, 16384), GOAL):
         count = -(-num_samples // num_ranks)
         ids = [[(rank * count + i, None) for i in range(count)] for rank in range(num_ranks)]
@@ -113,11 +113,11 @@ def main() -> None:
     )
     table(
         "plan_step of one rank",
-        "samples, ranks, of this rank, seconds, MiB added, bytes a sample, collectives",
+        "samples, ranks, of this rank, seconds, MiB added, bytes per sample, collectives",
         plans(),
     )
     table(
         "The collector",
-        "samples, ranks, seconds, MiB added, bytes a sample, collectives",
+        "samples, ranks, seconds, MiB added, bytes per sample, collectives",
         collected(),
     )

@@ -1,4 +1,6 @@
-"""One rank of a job of any size: a driver plays the other ranks' part in its collectives."""
+"""One rank of a job of any size, with a driver that simulates the other ranks in its
+collectives.
+"""
 
 import pickle
 import resource
@@ -16,15 +18,13 @@ MEAN, LONGEST, SIGMA = 16_384, 262_144, 1.0
 
 
 def heavy_tailed(num_samples: int, seed: int = 0) -> NDArray[np.int64]:
-    """Lengths [samples]: log-normal of mean 16k, cut at 256k."""
+    """Return lengths [samples]: log-normal with mean 16k, truncated at 256k."""
     drawn = np.random.default_rng(seed).lognormal(np.log(MEAN) - SIGMA**2 / 2, SIGMA, num_samples)
     return np.clip(drawn, 16, LONGEST).astype(np.int64)
 
 
 def measured(call: Callable[[], Any]) -> tuple[Any, float, float]:
-    """Return the result, the seconds of this process on a core, and the peak MiB that the call
-    added.
-    """
+    """Return the call's result, its processor seconds, and the peak MiB that it added."""
     before, start = peak_mebibytes(), time.process_time()
     result = call()
     return result, time.process_time() - start, peak_mebibytes() - before
@@ -35,8 +35,8 @@ def peak_mebibytes() -> float:
 
 
 class Wire:
-    """What a rank received, and in how many collectives; a gather of objects is two, of sizes and
-    of padded bytes.
+    """A count of a rank's received bytes and collectives. A gather of objects is two, for sizes and
+    padded bytes.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Wire:
 
 @contextmanager
 def played(answers: Sequence[Any]) -> Iterator[Wire]:
-    """Make this process rank 0 of `len(answers)` ranks that give these answers."""
+    """Make this process rank 0 of `len(answers)` ranks that send these objects."""
     wire, pickled = Wire(), [pickle.dumps(answer) for answer in answers]
 
     def gather_objects(gathered: list[Any], mine: Any, group: Any = None) -> None:
@@ -66,7 +66,7 @@ def played(answers: Sequence[Any]) -> Iterator[Wire]:
 
 
 def table(title: str, heads: str, rows: Iterator[Sequence[Any]]) -> None:
-    """Print a Markdown table as its rows are measured."""
+    """Print a Markdown table row by row."""
     columns = heads.split(", ")
     print(f"\n**{title}**\n\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for row in rows:

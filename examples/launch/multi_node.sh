@@ -1,32 +1,32 @@
 #!/usr/bin/env bash
-# 8 nodes of 8 GPUs of 80 GB: a model of the size of Llama-3.1-70B, ScaleRL's objective, TP 8 x PP 4 x DP 2.
-# Started once on every node:
+# 8 nodes of 8 80-GB GPUs: a model like Llama-3.1-70B, ScaleRL's objective, TP 8 x PP 4 x DP 2.
+# Start it once on every node:
 #
 #   NODE_RANK=0 MASTER_ADDR=first-node ROLLOUTS=path/to/rollouts bash examples/launch/multi_node.sh
 #   bash examples/launch/multi_node.sh --dry-run
 #
-# ROLLOUTS and RUN_DIR are on a file system that all nodes see.
+# ROLLOUTS and RUN_DIR are on a shared file system.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 NODES="${NODES:-8}"
 
 MODEL=(
-    --num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672   # depth, width, width of the MLP
+    --num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672   # depth, width, MLP width
     --num-attention-heads 64 --group-query-attention --num-query-groups 8   # 8 heads share keys and values
-    --rotary-base 500000                                          # the base of the positions' angles
+    --rotary-base 500000                                          # base of the positions' angles
     --vocab-size 128256 --untie-embeddings-and-output-weights     # input and output embedding are two matrices
-    --seq-length 32768 --max-position-embeddings 32768            # the longest sample, prompt and response
+    --seq-length 32768 --max-position-embeddings 32768            # longest sample, prompt and response
 )
 PARALLEL=(
     --tensor-model-parallel-size 8 --sequence-parallel      # inside a node
-    --pipeline-model-parallel-size 4                        # 20 layers a stage, over nodes
-    --num-layers-per-virtual-pipeline-stage 5               # in 4 chunks: less waiting at the ends of a step
+    --pipeline-model-parallel-size 4                        # 20 layers per stage, across nodes
+    --num-layers-per-virtual-pipeline-stage 5               # in 4 chunks, to wait less at the ends of a step
 )
 LOSS=(
-    --max-tokens-per-microbatch 32768   # packed tokens over the context-parallel group; the longest sample must fit
+    --max-tokens-per-microbatch 32768   # packed tokens per context-parallel group, at least the longest sample
     --loss-aggregation prompt_mean                  # ScaleRL's prompt average
-    --policy-loss cispo --eps-clip-high 4           # gradient of every token; the ratio, without gradient, at most 5
-    --docs-per-step 1024   # responses of an optimizer step
+    --policy-loss cispo --eps-clip-high 4           # gradient of every token, detached ratio at most 5
+    --docs-per-step 1024   # responses per optimizer step
 )
 
 start $((8 * NODES)) --nnodes "$NODES" --nproc-per-node 8 \

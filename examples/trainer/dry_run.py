@@ -1,9 +1,10 @@
-"""`--dry-run`: what a launch would do, from its validated arguments; nothing is started."""
+"""`--dry-run`: the plan of a launch from its validated arguments, without a run."""
 
 import itertools
 import os
 from argparse import Namespace
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from megatron.training import theoretical_memory_usage as megatron
@@ -18,7 +19,7 @@ Lines = Iterator[tuple[str, str]]
 
 
 def print_plan(args: Namespace, config: PolicyLossConfig) -> None:
-    """Print the plan; on rank 0 of a job that was launched nevertheless."""
+    """Print the plan, only on rank 0 if a job was launched."""
     if int(os.environ.get("RANK", "0")) > 0:
         return
     for name, text in itertools.chain(_processes(args), _objective(config), _step(args, config)):
@@ -26,7 +27,7 @@ def print_plan(args: Namespace, config: PolicyLossConfig) -> None:
 
 
 def _processes(args: Namespace) -> Lines:
-    """With Megatron's formula of memory, which is for bfloat16, and the logits."""
+    """Describe the processes and the memory, by Megatron's formula for bfloat16 plus the logits."""
     tensor, stages = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     context, data = args.context_parallel_size, args.data_parallel_size
     yield "processes", f"{args.world_size} = TP {tensor} x PP {stages} x CP {context} x DP {data}"
@@ -41,17 +42,18 @@ def _processes(args: Namespace) -> Lines:
     one = dict.fromkeys([f"{axis}_parallel_size" for axis in sizes], 1)
     one |= {"data_parallel_size": 1, "world_size": 1, "use_distributed_optimizer": False}
     yield "model", f"{_states(args, **one) / 18e9:.2f} billion parameters"
-    # The distributed optimizer shards over context-parallel ranks too; Megatron leaves them out.
+    # The distributed optimizer also shards over context-parallel ranks, which Megatron's formula
+    # leaves out.
     states = _states(args, data_parallel_size=data * context) / 2**30
     tokens = args.max_tokens_per_microbatch // context
     logits = 6 * tokens * args.vocab_size / tensor / 2**30
     held = ", of which --fused-lm-head holds a chunk" if args.fused_lm_head else ""
     yield "memory of a GPU", f"{states:.1f} GiB  weights, gradients, optimizer"
-    yield "", f"{logits:.1f} GiB  logits and their gradient{held}; and activations"
+    yield "", f"{logits:.1f} GiB  logits and their gradient{held}. Activations come in addition"
 
 
 def _states(args: Namespace, **changes: Any) -> float:
-    """Bytes of the fullest rank, at 18 a parameter where nothing is sharded."""
+    """Return the bytes of the fullest rank, 18 per parameter without sharding."""
     changes |= {"num_layers": args.transformer_layers, "padded_vocab_size": args.vocab_size}
     copied = Namespace(**vars(args) | changes)
     return float(megatron.compute_weight_and_optimizer_memory(copied))
@@ -59,11 +61,11 @@ def _states(args: Namespace, **changes: Any) -> float:
 
 def _objective(config: PolicyLossConfig) -> Lines:
     row = AGGREGATIONS.get(name := config.loss_aggregation)
-    yield "objective", f"{name}: {row.formula if row else 'a reducer of your own'}"
+    yield "objective", f"{name}: {row.formula if row else 'your reducer'}"
     if row:
         yield "", row.about
     loss = config.custom_policy_loss_path or config.policy_loss
-    yield "", f"x = {loss}; m the loss mask; counts are of the whole step"
+    yield "", f"x = {loss}, m = loss mask, counts over the whole step"
 
 
 def _step(args: Namespace, config: PolicyLossConfig) -> Lines:
@@ -76,26 +78,31 @@ def _step(args: Namespace, config: PolicyLossConfig) -> Lines:
         answers = f"{args.prompts_per_step} prompts x {args.samples_per_prompt} answers"
         yield "step", f"{answers} to {args.task}; {args.train_iters} steps"
         return
-    plan_of(args, [])  # refuses a budget that not even the smallest segment fits
+    plan_of(args, [])  # raises if the budget is too small for any segment
     mode = args.docs_per_step_mode.replace("_", " ")
     yield "step", f"{mode} {args.docs_per_step} rollouts; up to {args.train_iters} steps"
     try:
         step = FileSteps(args, config).collect(0)
-    except FileNotFoundError as error:
-        yield "", f"no more is known: {error}"
+    except FileNotFoundError:
+        path = next(path for path in map(Path, args.rollout_files) if not path.exists())
+        kind = "file" if path.suffix else "folder"
+        yield "", f"cannot plan the first step: the rollout {kind} `{path}` does not exist"
         return
     _refuse_later_steps(args, config)
     samples, size = with_advantages(args, config, step.samples), args.data_parallel_size
-    # Row i of the files is read by data-parallel rank i modulo their number.
+    # Data-parallel rank r reads the rows i with i % size == r.
     ranks = [plan_of(args, samples[rank::size]) for rank in range(size)]
     totals = plan_of(args, samples).totals
     if config.loss_aggregation in AGGREGATIONS:
-        AGGREGATIONS[config.loss_aggregation].outer_count(totals)  # refuses what the run refuses
+        AGGREGATIONS[config.loss_aggregation].outer_count(totals)  # raises like the run
     groups = f"P = {totals.num_prompt_groups or '?'} prompt groups"
     counts = f"N = {totals.num_rollouts} rollouts, {groups}, T = {totals.num_active_tokens}"
     yield "the first", f"{counts} active tokens"
     if step.num_documents < args.docs_per_step:
-        yield "remark", f"the files end before a step is full, after {step.num_documents} rollouts"
+        yield (
+            "remark",
+            f"the files end before the step is full, after {step.num_documents} rollouts",
+        )
     most = max(rank.num_microbatches for rank in ranks)
     filled = [tokens for rank in ranks for tokens in rank.microbatch_tokens]
     share = f"{sum(filled) / (most * size * limit):.0%} full, the fullest {max(filled)} tokens"
@@ -103,7 +110,7 @@ def _step(args: Namespace, config: PolicyLossConfig) -> Lines:
 
 
 def _refuse_later_steps(args: Namespace, config: PolicyLossConfig) -> None:
-    """Refuse what a later step would refuse: a wrong row, or a prompt group that is scattered."""
+    """Raise like a later step would, for a bad row or a scattered prompt group."""
     report = validate_rollout_file(*args.rollout_files, max_errors=1, **row_settings(args, config))
     if report.errors and args.on_bad_row == "error":
         raise report.errors[0]

@@ -1,4 +1,4 @@
-"""Errors that the user can mend: said once, in one line, and the end of every rank."""
+"""Errors that the user can fix. They are printed once, in one line, and end every rank."""
 
 import contextlib
 from collections.abc import Iterator
@@ -13,12 +13,12 @@ KINDS = (ValueError, NotImplementedError, OSError, ImportError, OtherRankError)
 
 
 class RunError(RuntimeError):
-    """A run cannot begin or go on, for a reason that its user can mend."""
+    """A run cannot start or continue, for a reason that the user can fix."""
 
 
 @contextlib.contextmanager
 def mendable() -> Iterator[None]:
-    """Make a refusal in the body a `RunError`."""
+    """Convert an error in the body to a `RunError`."""
     try:
         yield
     except KINDS as error:
@@ -29,9 +29,10 @@ def mendable() -> Iterator[None]:
 
 @contextlib.contextmanager
 def agreed(doing: str) -> Iterator[None]:
-    """Make an error of one rank in the body a `RunError` on all at its end: none waits for it.
+    """Convert an error of one rank in the body to a `RunError` on all ranks at its end, so that no
+    rank waits for it.
 
-    Every rank must enter it, and the body must not wait for another rank (see `alone`).
+    Every rank must enter it, and the body must not wait for other ranks (see `alone`).
     """
     mine = None
     try:
@@ -45,9 +46,9 @@ def agreed(doing: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def alone(doing: str) -> Iterator[None]:
-    """Make an error in the body, where ranks wait for each other, a `RunError` of this rank.
+    """Convert an error in the body, where ranks wait for each other, to this rank's `RunError`.
 
-    Over gloo the others then find their connections closed; elsewhere the launcher ends them.
+    With gloo, the other ranks then find their connections closed. Otherwise the launcher ends them.
     """
     try:
         yield
@@ -58,7 +59,7 @@ def alone(doing: str) -> Iterator[None]:
 
 
 def _last_line(error: BaseException) -> str:
-    """Give the last line of an error; of a distributed save, that of the first rank's."""
+    """Return the last line of an error. For a distributed save, it is the first rank's error."""
     if isinstance(error, CheckpointException):
         cause, *_ = error.failures.values()
         return _last_line(cause[0] if isinstance(cause, tuple) else cause)

@@ -1,8 +1,8 @@
-"""A Hugging Face folder as flags of Megatron's parser, and its weights into GPTModel and back by
-mbridge.
+"""Conversion of a Hugging Face folder to flags of Megatron's parser, and of its weights to GPTModel
+and back by mbridge.
 
-mbridge has the names and layouts of each family. This file adds the names of layers without
-Transformer Engine, experts over a group of their own, and a folder that is whole or absent.
+mbridge has each family's names and layouts. This file adds the names of layers without Transformer
+Engine, experts over a separate group, and atomic writing of the folder.
 """
 
 import json
@@ -31,11 +31,11 @@ FAMILIES = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "MixtralForCausalLM": "mixtral",
 }
-"""The `model_type` whose config class and whose bridge read the architecture."""
+"""The `model_type` of the config class and bridge for each architecture."""
 MUST_BE = {"hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False}
 MUST_BE |= {"sliding_window": None, "pretraining_tp": 1, "quantization_config": None}
-"""Fields of config.json that no flag can express: another value is refused. An absent field or null
-is accepted."""
+"""Fields of config.json without a flag, with the only accepted value. A missing field or null is
+accepted."""
 ALWAYS = """
     --position-embedding-type rope --normalization RMSNorm --attention-dropout 0 --hidden-dropout 0
     --group-query-attention --swiglu --disable-bias-linear
@@ -49,30 +49,31 @@ FIELDS = {
     "max-position-embeddings": "max_position_embeddings",
     "norm-epsilon": "rms_norm_eps",
 }
-"""Flags of every family, and those with the fields that hold their values."""
+"""The flags of every family, and the flags with fields for their values."""
 LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA_3 |= {"original_max_position_embeddings": 8192}
-"""Megatron's constants of the scaling of rotary positions (embeddings/rotary_pos_embedding.py)."""
+"""Megatron's constants for scaled rotary positions (embeddings/rotary_pos_embedding.py)."""
 
 
 class WeightsError(ValueError):
-    """A folder that does not fit the model; the message names the field or the parameter."""
+    """A folder that does not fit the model. The message names the field or parameter."""
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
     """Read the config.json of a Hugging Face folder, with the defaults of its family.
 
-    A WeightsError says that there is none, or names what Megatron's model cannot do.
+    Raises WeightsError if there is none, or if Megatron's model does not support it.
     """
     path = Path(folder) / "config.json"
     if not path.is_file():
-        raise WeightsError(f"there is no {path}: name a folder that save_pretrained wrote")
+        raise WeightsError(f"{path} does not exist: give a folder that save_pretrained wrote")
     written: dict[str, Any] = json.loads(path.read_text())
     architecture = (written.get("architectures") or ["(none)"])[0]
     if architecture not in FAMILIES:
         raise WeightsError(
-            f"{path} is of the architecture {architecture}; known are {', '.join(FAMILIES)}. "
-            "Convert others with Megatron-Bridge, and start from its checkpoint with --load"
+            f"{path} has the unsupported architecture {architecture}, expected "
+            f"{', '.join(FAMILIES)}. Convert it with Megatron-Bridge, and start from its "
+            "checkpoint with --load"
         )
     written["model_type"] = family = FAMILIES[architecture]
     try:
@@ -90,12 +91,12 @@ def read_config(folder: str | Path) -> dict[str, Any]:
         wrong["rope_parameters"] = rope
     if wrong:
         found = ", ".join(f"{name} {value!r}" for name, value in wrong.items())
-        raise WeightsError(f"{path} has {found}, for which there is no flag of Megatron's here")
+        raise WeightsError(f"{path} has {found}, which Megatron's flags cannot express")
     return config
 
 
 def megatron_arguments_of(config: dict[str, Any]) -> list[str]:
-    """Give Megatron's flags for the model of a config from `read_config`, without dropout."""
+    """Return Megatron's flags for a config from `read_config`, without dropout."""
     rope, family = config["rope_parameters"], config["model_type"]
     heads = config["num_attention_heads"]
     values: dict[str, Any] = {flag: config[field] for flag, field in FIELDS.items()} | {
@@ -122,7 +123,7 @@ def megatron_arguments_of(config: dict[str, Any]) -> list[str]:
             "moe-layer-freq": str(sparse).replace(" ", ""),
             "moe-router-topk": config["num_experts_per_tok"],
         }
-        # Else the weights of the chosen do not add up to 1.
+        # Otherwise, the chosen experts' weights do not add up to 1.
         is_normalised = family == "mixtral" or config.get("norm_topk_prob")
         switches["moe-router-pre-softmax"] = not is_normalised
         if shared := config.get("shared_expert_intermediate_size"):
@@ -133,12 +134,12 @@ def megatron_arguments_of(config: dict[str, Any]) -> list[str]:
 
 
 def load_hugging_face(chunks: Sequence[torch.nn.Module], folder: str | Path) -> None:
-    """Give the model the weights of a folder; every rank of the world calls it, before an optimizer
+    """Load a folder's weights into the model. Every rank of the world calls it, before an optimizer
     copies them.
 
-    `chunks` are this rank's of a GPTModel, wrapped or not, at any TP, PP, VPP and EP, built with
-    the folder's flags. A WeightsError, on every rank and before anything is changed, names tensors
-    that are missing or left over.
+    `chunks` are this rank's chunks of a GPTModel, wrapped or not, at any TP, PP, VPP and EP, built
+    with the folder's flags. Raises WeightsError on every rank, before any change, with the missing
+    or unused tensors.
     """
     models = unwrap_model(list(chunks))
     bridge, views = _bridge(models[0], read_config(folder)), [_view(model) for model in models]
@@ -149,11 +150,11 @@ def load_hugging_face(chunks: Sequence[torch.nn.Module], folder: str | Path) -> 
     needed = set().union(*gather(mine, dist.group.WORLD))
     there = set(SafeTensorIO(str(folder)).load_hf_weight_names())
     missing = sorted(needed - there)
-    # A tied output layer is the embedding; old checkpoints have a constant of the rotary embedding.
+    # A tied output layer is the embedding. Old checkpoints have a constant rotary tensor.
     known = needed | {"lm_head.weight"} if models[0].share_embeddings_and_output_weights else needed
     left = [name for name in sorted(there - known) if "rotary_emb.inv_freq" not in name]
     if missing or left:
-        found = f"{', '.join(missing[:9])} missing, and {', '.join(left[:9])} without a place"
+        found = f"{', '.join(missing[:9])} missing, and {', '.join(left[:9])} unused"
         raise WeightsError(f"{folder} does not fit the model: {found}")
     with torch.no_grad():
         bridge.load_weights(views, str(folder), memory_efficient=True)
@@ -162,16 +163,16 @@ def load_hugging_face(chunks: Sequence[torch.nn.Module], folder: str | Path) -> 
 def save_hugging_face(
     chunks: Sequence[torch.nn.Module], folder: str | Path, source: str | Path
 ) -> None:
-    """Write the model as a folder that `transformers` loads; every rank of the world calls it.
+    """Write the model as a folder that `transformers` loads. Every rank of the world calls it.
 
-    Weights keep their dtype; config.json, tokenizer and the names of the files are those of
-    `source`. The folder has its name once it is whole (`.partial` follows it until then).
+    Weights keep their dtype. config.json, tokenizer and file names come from `source`. The folder's
+    name ends in `.partial` until it is complete.
     """
     models, folder = unwrap_model(list(chunks)), Path(folder)
     bridge, is_writer = _bridge(models[0], read_config(source)), dist.get_rank() == 0
     partial = folder.with_name(f"{folder.name}.partial")
     if is_writer:
-        shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
+        shutil.rmtree(partial, ignore_errors=True)  # a killed run's
     dist.barrier()
     bridge.safetensor_io = SafeTensorIO(str(source))
     with torch.no_grad():
@@ -188,7 +189,7 @@ def save_hugging_face(
 
 
 def _view(model: Any) -> Any:
-    """Give a chunk as mbridge reads it, its tensors named as in Transformer Engine's layers."""
+    """Return a view of a chunk for mbridge, with tensor names of Transformer Engine's layers."""
 
     def renamed(name: str) -> str:
         if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
@@ -211,19 +212,19 @@ def _bridge(model: Any, config: dict[str, Any]) -> Any:
     family: Any = _MODEL_REGISTRY[config["model_type"]]
 
     class FamilyBridge(family):  # type: ignore[misc]
-        # Dense layers among those with experts.
+        # Dense layers between layers with experts.
         _MLP_MAPPING = Bridge._MLP_MAPPING | family._MLP_MAPPING
 
         def _build_config(self) -> Any:
             return model.config
 
         def _adjust_mapping_for_shared_weights(self) -> None:
-            """Leave a table alone that other bridges share; `_view` names tied weights."""
+            """Do not change a table that bridges share. `_view` names tied weights."""
 
         def _weight_merge_across_tp(
             self, name: str, weights: list[Tensor], local: Tensor
         ) -> Tensor:
-            """Merge experts over their own group, where that is another one."""
+            """Merge experts over their own group if it is a different one."""
             if ".mlp.experts." not in name:
                 return super()._weight_merge_across_tp(name, weights, local)  # type: ignore[no-any-return]
             if len(weights) != self.mpu.etp_size:
@@ -237,6 +238,6 @@ def _bridge(model: Any, config: dict[str, Any]) -> Any:
     fields = config | {"head_dim": config.get("head_dim") or model.config.kv_channels}
     fields["save_pretrained"] = lambda _: None  # config.json is copied
     bridge = FamilyBridge(SimpleNamespace(**fields), dtype=next(model.parameters()).dtype)
-    bridge.make_vocab_size_divisible_by = 1  # where it is set, mbridge pads to the next number
+    bridge.make_vocab_size_divisible_by = 1  # otherwise, mbridge pads the vocabulary
     bridge.vocab_size, bridge.padded_vocab_size = config["vocab_size"], model.vocab_size
     return bridge

@@ -1,4 +1,4 @@
-"""What a run leaves beside its checkpoints: metrics, answers, settings and a picture."""
+"""A run's outputs in addition to checkpoints: metrics, responses, settings and a figure."""
 
 import json
 import math
@@ -18,24 +18,24 @@ from megatron_pg.rollout_files import RewardedSample, RolloutFiles
 
 METRICS, HELD_OUT = "metrics.jsonl", "held_out.jsonl"
 SHOWN = ("reward", "response_length", "loss", "kl_new_old", "grad_norm")
-"""Metrics in the line of a step, with its seconds; metrics.jsonl has all."""
+"""The metrics in a step's line, with its seconds. metrics.jsonl has all."""
 SHOWN_PROMPTS = 8
-"""Prompts of a step, on each data-parallel rank, whose answers are logged."""
+"""The prompts per step and data-parallel rank with logged responses."""
 TOKEN_COLUMNS = {"old_log_probs": "log_probs"} | {
     name: name for name in ("rollout_log_probs", "ref_log_probs", "new_log_probs", "advantages")
 }
-"""Fields of a sample with a number for each token, and their columns."""
+"""Fields of a sample with a number per token, and their columns."""
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file whole: a process that is killed leaves the old text or the new one."""
+    """Write a file atomically: a killed process leaves the old or the new text."""
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(text)
     partial.replace(path)
 
 
 def rollout_row(sample: RewardedSample) -> dict[str, Any]:
-    """The row of a rollout file (docs/rollout_files.md); numbers have six decimals."""
+    """Return the row of a rollout file (docs/rollout_files.md), with numbers of six decimals."""
     tokens, place = sample.tokens.tolist(), sample.prompt_length
     row: dict[str, Any] = {"prompt_ids": tokens[:place], "response_ids": tokens[place:]}
     row |= {"loss_mask": sample.loss_mask.int().tolist(), "reward": sample.reward}
@@ -47,12 +47,11 @@ def rollout_row(sample: RewardedSample) -> dict[str, Any]:
 
 
 class RunLog:
-    """A run on the terminal, TensorBoard, W&B and in its folder; every rank makes one, the last one
-    writes.
+    """A run's log on the terminal, TensorBoard, W&B and in its folder. Every rank makes one, and
+    the last rank writes.
 
-    Megatron writes its own line of a step; its flags say which writers there are. What is there of
-    steps after `args.iteration` is removed: the checkpoint that the run goes on from knows nothing
-    of them. A ValueError names a damaged line.
+    Megatron writes its own line per step, and its flags select the writers. Entries of steps after
+    `args.iteration`, the resumed checkpoint, are removed. Raises ValueError for a damaged line.
     """
 
     def __init__(self, args: Namespace, texts: Mapping[int, str] | None) -> None:
@@ -61,7 +60,7 @@ class RunLog:
         self._folder = Path(args.save) if args.save and self._writes else None
         if not self._folder:
             return
-        # The held-out tasks are scored again where the run goes on.
+        # A resumed run scores the held-out tasks again.
         for name, last in ((METRICS, args.iteration), (HELD_OUT, args.iteration - 1)):
             kept = [line for line in read_lines(self._folder / name) if line["step"] <= last]
             replace_text(self._folder / name, "".join(json.dumps(line) + "\n" for line in kept))
@@ -80,7 +79,7 @@ class RunLog:
         answers: Sequence[str],
         rollouts: Sequence[Mapping[str, Any]],
     ) -> None:
-        """Log step `number`, counted from 1: metrics, a few of its answers, rows of rollouts."""
+        """Log step `number`, counted from 1: metrics, a few responses, rows of rollouts."""
         if not self._writes:
             return
         known = self._append(METRICS, number, metrics)
@@ -95,7 +94,7 @@ class RunLog:
             print(*(f"    {answer!r}\n" for answer in answers), sep="", end="", flush=True)
 
     def held_out(self, number: int, score: float, answers: Sequence[str]) -> None:
-        """Log the score of the held-out tasks after step `number`, and a few answers to them."""
+        """Log the held-out tasks' score after step `number`, and a few responses."""
         if self._writes:
             print(
                 f" held-out tasks after step {number}: {score:.3f}",
@@ -107,7 +106,7 @@ class RunLog:
     def _append(
         self, name: str, step: int, values: Mapping[str, float | None], **more: Any
     ) -> dict[str, float]:
-        """Write the line of a step, and give its finite values: JSON has no NaN."""
+        """Write a step's line, and return its finite values, because JSON has no NaN."""
         known = {key: x for key, x in values.items() if x is not None and math.isfinite(x)}
         if self._folder:
             line = {"step": step, **dict.fromkeys(values), **known, **more}
@@ -121,7 +120,7 @@ class RunLog:
         return known
 
     def flush(self) -> None:
-        """Bring everything to the disk."""
+        """Flush everything to the disk."""
         if self._folder:
             with (self._folder / METRICS).open("a") as file:
                 os.fsync(file.fileno())
@@ -129,7 +128,7 @@ class RunLog:
             writer.flush()
 
     def close(self, config: PolicyLossConfig) -> None:
-        """Write the page of answers and the picture of a run that ended by itself."""
+        """Write the page of responses and the figure of a finished run."""
         self.flush()
         args, folder = self._args, self._folder
         if folder and (folder / "rollouts").is_dir():

@@ -1,5 +1,5 @@
-"""Megatron's processes, its global variables, process groups and random state, and the model, on
-GPUs or on a CPU.
+"""Megatron's initialization (global variables, process groups, random state) and the model, on GPUs
+or a CPU.
 """
 
 import ctypes
@@ -26,30 +26,30 @@ from megatron_pg.config.versions import needs_kept_pipeline_outputs
 from megatron_pg.megatron import enable_cpu_runtime, hybrid_stack_spec, torch_block_spec
 
 TALKATIVE = ("rerun_state_machine", "dist_checkpointing.strategies.torch")
-"""Modules of Megatron-Core that warn of what no user has chosen."""
+"""Modules of Megatron-Core that warn about settings that no user chose."""
 
 
 class StepMicrobatches(ConstantNumMicroBatchesCalculator):  # type: ignore[misc]
-    """As many micro-batches as the plan of a step has, in place of one number for the whole run."""
+    """The number of micro-batches of each step's plan, instead of a constant number."""
 
     def __init__(self, data_parallel_size: int) -> None:
         self._data_parallel_size = data_parallel_size
         self.plan(1)
 
     def plan(self, number: int) -> None:
-        """Set the number of the step that begins on this rank."""
+        """Set this rank's number for the starting step."""
         size = self._data_parallel_size
         super().__init__(number * size, 1, size, decrease_batch_size_if_needed=False, rank=0)
 
     def update(self, *_: object, **__: object) -> None:
-        """Forget the step: Megatron's loop looks between steps whether the number has changed."""
+        """Reset the number, because Megatron's loop checks between steps whether it changed."""
         self.plan(1)
 
 
 def start_megatron(args: Namespace) -> StepMicrobatches:
-    """Everything up to the model; every rank must call it."""
+    """Initialize Megatron without the model. Every rank must call it."""
     _die_with_launcher()
-    # One line for each parameter and setting would bury the progress.
+    # One line per parameter and setting would hide the progress.
     logging.getLogger("megatron.core").setLevel(logging.WARNING)
     for name in TALKATIVE:
         logging.getLogger(f"megatron.core.{name}").setLevel(logging.ERROR)
@@ -59,12 +59,12 @@ def start_megatron(args: Namespace) -> StepMicrobatches:
     set_global_variables(args, build_tokenizer=False)
     microbatches = StepMicrobatches(args.data_parallel_size)
     num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR = microbatches
-    # The learning rate is counted in steps: Megatron multiplies iterations by it.
+    # Count the learning rate in steps: Megatron multiplies iterations by this size.
     args.global_batch_size = 1
-    # It starts model parallelism where it counts a GPU.
+    # It initializes model parallelism only if it counts a GPU.
     count = (lambda: 1) if is_on_cpu else torch.cuda.device_count
     with (
-        # It would build the index of Megatron's data sets with a C++ compiler.
+        # It would compile the index of Megatron's data sets with a C++ compiler.
         mock.patch.object(initialize, "_compile_dependencies", lambda: None),
         mock.patch.object(torch.cuda, "device_count", count),
     ):
@@ -73,8 +73,8 @@ def start_megatron(args: Namespace) -> StepMicrobatches:
 
 
 def _die_with_launcher() -> None:
-    """Ask Linux to kill this process when torchrun is killed, which would otherwise leave its
-    workers running.
+    """Let Linux kill this process when torchrun is killed, which would otherwise leave its workers
+    running.
     """
     if sys.platform == "linux":
         pr_set_pdeathsig, prctl = 1, ctypes.CDLL(None).prctl
@@ -86,7 +86,7 @@ def _die_with_launcher() -> None:
 def provide_model(
     config: TransformerConfig | None = None, vp_stage: int | None = None, **place: Any
 ) -> Any:
-    """One chunk of a pipeline stage: a HybridModel where there is a pattern, else a GPTModel."""
+    """Build one chunk of a pipeline stage: a HybridModel if there is a pattern, else a GPTModel."""
     args = get_args()
     if config is None:
         config = core_transformer_config_from_args(args)

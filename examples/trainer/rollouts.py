@@ -1,6 +1,4 @@
-"""Steps from rollout files, whose place is in the checkpoint, and the log-probs that rollouts
-lack.
-"""
+"""Steps from rollout files, with their position for the checkpoint, and missing log-probs."""
 
 import itertools
 from argparse import Namespace
@@ -32,11 +30,13 @@ from megatron_pg.step.agreement import compute_and_gather, gather
 from .model import provide_model
 
 Step = tuple[list[Sample], dict[str, float | None]]
-"""This data-parallel rank's samples, and what is known of them before the step, over all ranks."""
+"""This data-parallel rank's samples, and their metrics before the step over all ranks."""
 
 
 def row_settings(args: Namespace, config: PolicyLossConfig) -> dict[str, Any]:
-    """Settings of the reader: rows need what the loss needs but for what a model here can say."""
+    """Return the reader's settings. Rows need the loss's inputs except those that a model
+    computes.
+    """
     computed = {"old_log_probs"} | ({"ref_log_probs"} if args.ref_load else set())
     return {
         "required_fields": [n for n in config.required_sample_fields if n not in computed],
@@ -46,7 +46,7 @@ def row_settings(args: Namespace, config: PolicyLossConfig) -> dict[str, Any]:
 
 
 def layout_of(args: Namespace) -> dict[str, Any]:
-    """Place of a micro-batch on the ranks, as `plan_step` and `pack` take it."""
+    """Return a micro-batch's layout over ranks for `plan_step` and `pack`."""
     split = args.tensor_model_parallel_size * args.context_parallel_size
     multiple = split if args.sequence_parallel else 1
     return {"cp_size": args.context_parallel_size, "pad_to_multiple": multiple}
@@ -55,7 +55,7 @@ def layout_of(args: Namespace) -> dict[str, Any]:
 def plan_of(
     args: Namespace, samples: Sequence[Sample], group: dist.ProcessGroup | None = None
 ) -> StepPlan:
-    """The plan of a step of which this rank has these samples; every rank of the group calls it."""
+    """Plan a step with this rank's samples. Every rank of the group calls it."""
     stages = args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size
     shape = Namespace(**vars(args) | {"num_layers": args.transformer_layers})
     return plan_step(
@@ -68,16 +68,16 @@ def plan_of(
         ragged=args.ragged_microbatches,
         oversized=args.oversized_samples,
         allow_different_prompts=args.allow_different_prompts_in_group,
-        # The collector of files has not cut a group: their sizes are those of the files.
+        # The collector of files does not split groups, so their sizes are the files'.
         allow_different_group_sizes=bool(args.rollout_files),
         samples_per_group=None if args.rollout_files else args.samples_per_prompt,
     )
 
 
 class FileSteps:
-    """The steps of `--rollout-files`; every rank makes one and calls it alike.
+    """The steps of `--rollout-files`. Every rank makes one and makes the same calls.
 
-    Without groups they are those of all data-parallel ranks, in the order of the files.
+    Without groups, they have all data-parallel ranks' samples, in file order.
     """
 
     def __init__(self, args: Any, config: Any, groups: ParallelGroups | None = None) -> None:
@@ -99,13 +99,13 @@ class FileSteps:
         )
 
     def collect(self, iteration: int) -> StepSamples[Sample] | None:
-        """The samples of the step after `iteration` others, None at the end of the files."""
+        """Return the samples of the step after `iteration` steps, None at the end of the files."""
         if (step := self._collector.collect()) is None and iteration == 0:
             raise no_sample_in(self._args.rollout_files, self._collector.num_skipped)
         return step
 
     def step(self, iteration: int) -> Step | None:
-        """The step after `iteration` others, None at the end of the files."""
+        """Return the step after `iteration` steps, None at the end of the files."""
         if (step := self.collect(iteration)) is None:
             return None
         samples = with_advantages(self._args, self._config, step.samples, self._group)
@@ -113,26 +113,26 @@ class FileSteps:
         return samples, counts | means_of(step.samples, self._group)
 
     def attach(self, *_: Any) -> None:
-        """Nothing: the answers are there."""
+        """Do nothing: the files have responses."""
 
     def shown(self, samples: Sequence[Sample]) -> list[str]:
-        """Nothing: no tokenizer is known here."""
+        """Return nothing, because the tokenizer is unknown."""
         return []
 
     def state(self) -> tuple[Any, ...]:
-        """The place in the files, in plain values, the same on every rank."""
+        """Return the position in the files as plain values, the same on every rank."""
         return tuple(self._collector.state())
 
     def restore(self, state: tuple[Any, ...]) -> None:
-        """Go on where a run of any sharding left the files."""
+        """Resume the files at the position of a run with any sharding."""
         self._collector.load_state(CollectorState(*state))
 
 
 def means_of(samples: Sequence[Any], group: dist.ProcessGroup | None) -> dict[str, float | None]:
-    """Mean reward and response length of the rollouts on all data-parallel ranks.
+    """Return the mean reward and response length of the rollouts on all data-parallel ranks.
 
-    A rollout's reward is the mean over its samples, and its length the sum. The mean is None
-    without a reward.
+    A rollout's reward is the mean over its samples, and its length the sum. The mean reward is None
+    if any is missing.
     """
     rows = [(s.rollout_id, getattr(s, "reward", None), s.response_length) for s in samples]
     rewards: dict[Any, list[Any]] = defaultdict(list)
@@ -153,10 +153,10 @@ def with_advantages(
     samples: Sequence[Sample],
     group: dist.ProcessGroup | None = None,
 ) -> list[Sample]:
-    """Check the samples of a step, and give those that have rewards alone the advantages of
-    `--advantage`; every data-parallel rank must call it.
+    """Check a step's samples, and compute `--advantage` for samples that have only rewards. Every
+    data-parallel rank must call it.
 
-    A ValueError names a sample that is too long, or whose prompt group may be cut.
+    Raises ValueError for a sample that is too long, or with a prompt group that may be split.
     """
     has_groups = args.task or args.keep_prompt_groups or config.loss_aggregation == "prompt_mean"
     cuts_groups = args.advantage in OF_PROMPT_GROUPS and not has_groups
@@ -169,8 +169,8 @@ def with_advantages(
                     f"{found} --max-position-embeddings {args.max_position_embeddings}"
                 )
             if cuts_groups and isinstance(sample, RewardedSample) and not sample.has_advantages:
-                found = f"{sample.name} has a reward and no advantages: its prompt group is the"
-                raise ValueError(f"{found} baseline, not to be cut; give --keep-prompt-groups")
+                found = f"{sample.name} has a reward and no advantages, so its baseline needs the"
+                raise ValueError(f"{found} whole prompt group: add --keep-prompt-groups")
 
     compute_and_gather(check, id, group)
     different = {"allow_different_prompts": args.allow_different_prompts_in_group}
@@ -185,8 +185,8 @@ def with_advantages(
 
 
 class Scoring:
-    """Fills in what the policy loss needs of samples and a model can say; every rank calls
-    everything alike.
+    """The computation of missing log-probs that the policy loss needs. Every rank makes the same
+    calls.
     """
 
     def __init__(self, args: Namespace, config: PolicyLossConfig, groups: ParallelGroups) -> None:
@@ -194,7 +194,7 @@ class Scoring:
         self._reference = None if args.ref_load is None else load_reference(args)
 
     def filled(self, samples: Sequence[Sample], policy: list[Any]) -> list[Sample]:
-        """Give this rank's samples the log-probs that the loss needs; those that they have stay."""
+        """Add the log-probs that the loss needs and this rank's samples lack."""
         with_old = self._with(list(samples), "old_log_probs", policy)
         return self._with(with_old, "ref_log_probs", self._reference)
 
@@ -209,9 +209,9 @@ class Scoring:
         return samples
 
     def scored(self, samples: Sequence[Sample], model: list[Any]) -> list[Any]:
-        """The log-probs of samples under a model."""
+        """Return the samples' log-probs under a model."""
         config = self._config
-        if model is self._reference:  # it routes by itself: the engine's choices are the policy's
+        if model is self._reference:  # the engine's expert choices are only for the policy
             config = replace(config, replay_routing=False)
         names = {"max_tokens_per_microbatch": "max_tokens_per_microbatch"}
         names |= {"oversized": "oversized_samples", "vocab_size": "vocab_size"}
@@ -221,10 +221,12 @@ class Scoring:
 
 
 def load_reference(args: Namespace) -> list[Any]:
-    """The chunks of the reference policy, frozen; every rank must call it."""
+    """Load the frozen chunks of the reference policy. Every rank must call it."""
     is_hugging_face = (Path(args.ref_load) / "config.json").exists()
     if not (is_hugging_face or checkpointing.checkpoint_exists(args.ref_load)):
-        raise ValueError(f"--ref-load {args.ref_load}: neither Megatron's nor Hugging Face weights")
+        raise ValueError(
+            f"--ref-load {args.ref_load} has neither Megatron's nor Hugging Face weights"
+        )
     chunks: list[Any] = training.get_model(provide_model, wrap_with_ddp=False)
     for chunk in chunks:
         chunk.requires_grad_(False)
@@ -233,7 +235,7 @@ def load_reference(args: Namespace) -> list[Any]:
 
         load_hugging_face(chunks, args.ref_load)
     else:
-        # The weights of the last checkpoint of the folder and nothing else; the count is put back.
+        # Load only the last checkpoint's weights, and restore the sample count.
         alone = {"finetune": True, "ckpt_step": None, "pretrained_checkpoint": None}
         count = args.consumed_train_samples
         with mock.patch.multiple(args, **alone, consumed_train_samples=count):

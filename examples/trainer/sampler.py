@@ -1,7 +1,7 @@
-"""Answers sampled from the model that is being trained, at its tensor-parallel size.
+"""Sampling of responses from the model in training, at its tensor-parallel size.
 
-Every core attention is exchanged for one that remembers keys and values, so the same modules train
-and generate.
+Every core attention is replaced by one that caches keys and values, so the same modules train and
+generate.
 """
 
 import contextlib
@@ -15,14 +15,14 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 class Response(NamedTuple):
-    """A sampled answer, the stop token included where it came, and log-probs of its tokens."""
+    """A sampled response, including the stop token if there is one, with token log-probs."""
 
     tokens: list[int]
     log_probs: list[float]
 
 
 class CachedAttention(nn.Module):
-    """Causal attention of new tokens over all tokens so far; rows are padded on the left."""
+    """Causal attention of new tokens over all tokens so far, with rows padded on the left."""
 
     def __init__(self, padding: Tensor, softmax_scale: float | None) -> None:
         super().__init__()
@@ -30,12 +30,12 @@ class CachedAttention(nn.Module):
         self.cached: list[Tensor] = []
 
     def repeat(self, copies: int) -> None:
-        """Go on with that many copies of each row."""
+        """Continue with `copies` copies of each row."""
         self.cached = [tensor.repeat_interleave(copies, 0) for tensor in self.cached]
         self.padding = self.padding.repeat_interleave(copies, 0)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-        """[new tokens, batch, heads, dim] each -> [new tokens, batch, heads * dim]."""
+        """Map [new tokens, batch, heads, dim] each to [new tokens, batch, heads * dim]."""
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         if self.cached:
             pairs = zip(self.cached, (key, value), strict=True)
@@ -43,7 +43,7 @@ class CachedAttention(nn.Module):
         self.cached = [key, value]
         columns = torch.arange(key.size(2), device=query.device)
         rows = columns[-query.size(2) :, None]
-        # Padding sees itself, or its softmax would be empty and NaN.
+        # Padding attends to itself, because an empty softmax would be NaN.
         mask = (columns <= rows) & (columns >= self.padding[:, None, None]) | (columns == rows)
         options = {"scale": self.softmax_scale, "enable_gqa": query.size(1) != key.size(1)}
         context = scaled_dot_product_attention(query, key, value, mask[:, None], **options)
@@ -52,9 +52,9 @@ class CachedAttention(nn.Module):
 
 @dataclass(frozen=True)
 class Sampler:
-    """Samples answers from an unwrapped model, never those columns that pad its vocabulary.
+    """A sampler of responses from an unwrapped model, without the columns that pad its vocabulary.
 
-    The ranks of a tensor-parallel group call it alike, with the same random state.
+    Tensor-parallel ranks make the same calls with the same random state.
     """
 
     model: Any
@@ -71,7 +71,9 @@ class Sampler:
         temperature: float,
         generator: torch.Generator | None,
     ) -> list[Response]:
-        """Answer each prompt `copies` times; without a generator by the likeliest tokens."""
+        """Sample `copies` responses per prompt, or take the likeliest tokens without a
+        generator.
+        """
         if not prompts:
             return []
         device = next(self.model.parameters()).device
@@ -84,7 +86,7 @@ class Sampler:
         with self._cached_attentions(padding) as attentions:
             for total in range(longest, longest + self.max_new_tokens):
                 logits = self._logits(tokens, padding, total - tokens.size(1))
-                if total == longest and copies > 1:  # the prompts are run once
+                if total == longest and copies > 1:  # prompts run once
                     logits, padding = (x.repeat_interleave(copies, 0) for x in (logits, padding))
                     for attention in attentions:
                         attention.repeat(copies)
@@ -107,9 +109,11 @@ class Sampler:
         return answers
 
     def _logits(self, tokens: Tensor, padding: Tensor, start: int) -> Tensor:
-        """Run [batch, new] tokens from column `start` on: float32 [batch, vocabulary]."""
+        """Run tokens [batch, new] from column `start` on, and return float32 logits [batch,
+        vocabulary].
+        """
         if (rotary := getattr(self.model, "rotary_pos_emb", None)) is not None:
-            # It goes by differences of positions alone, so those of the padded columns serve.
+            # It depends only on position differences, so padded columns' positions work.
             rotary.forward = lambda *_, **__: rotary.get_emb(tokens.size(1), offset=start)
         columns = torch.arange(start, start + tokens.size(1), device=tokens.device)
         positions = (columns - padding[:, None]).clamp(min=0)
@@ -118,7 +122,7 @@ class Sampler:
 
     @contextlib.contextmanager
     def _cached_attentions(self, padding: Tensor) -> Iterator[list[CachedAttention]]:
-        """Exchange every core attention, and put it back."""
+        """Replace every core attention inside the context."""
         modules = [module for module in self.model.modules() if hasattr(module, "core_attention")]
         originals = [module.core_attention for module in modules]
         was_training = self.model.training

@@ -1,5 +1,5 @@
-"""Steps from reasoning-gym tasks: questions, answered by the policy as it is, scored by the task's
-own verifier.
+"""Steps from reasoning-gym tasks: the current policy responds to questions, and the task's verifier
+scores.
 """
 
 import os
@@ -27,17 +27,17 @@ STORED = """
     tokens response_length loss_mask group_index name reward rollout_log_probs old_log_probs
     ref_log_probs policy_version
 """.split()
-"""Fields of the samples in a checkpoint."""
+"""The fields of samples that a checkpoint stores."""
 Entry = dict[str, Any]
-"""A question of reasoning-gym and its answer; the verifier takes it back."""
+"""A question of reasoning-gym and its answer, an argument of the verifier."""
 
 
 class Letters:
-    """One token a character, and one for the text that opens every question: runs are short."""
+    """A tokenizer with one token per character, and one for the common start of all questions."""
 
     size = 100
     separator, end = 1, 2
-    """Of the vocabulary; and tokens between question and answer, and after the answer."""
+    """The size of the vocabulary, and the tokens after question and response."""
 
     def __init__(self, questions: Sequence[str]) -> None:
         self._opening = os.path.commonprefix(questions)
@@ -48,27 +48,27 @@ class Letters:
         self.stops = [self.end]
 
     def prompt(self, question: str) -> list[int]:
-        """Give the tokens of a question, and the separator."""
+        """Return a question's tokens and the separator."""
         rest = question.removeprefix(self._opening)
         return [self._tokens[self._opening], *map(self._tokens.__getitem__, rest), self.separator]
 
     def response(self, answer: str) -> list[int]:
-        """Give the tokens of an answer, and its end."""
+        """Return the tokens of an answer and the end token."""
         return [*map(self._tokens.__getitem__, answer), self.end]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Give the text of tokens."""
+        """Return the text of tokens."""
         return "".join(self.texts.get(token, "") for token in tokens)
 
     def answer(self, response: Sequence[int]) -> str | None:
-        """Give the text of a response that was ended, else None."""
+        """Return a response's text, None without the end token."""
         return self.decode(response[:-1]) if response[-1] == self.end else None
 
 
 class Chat:
     """The tokenizer and chat template of a Hugging Face folder."""
 
-    size = 0  # its config says it
+    size = 0  # config.json has it
     texts = None
 
     def __init__(self, folder: str, system_prompt: str | None, examples: Sequence[Entry]) -> None:
@@ -84,27 +84,27 @@ class Chat:
         self.stops = sorted(token for token in found if token is not None)
 
     def prompt(self, question: str) -> list[int]:
-        """Give the tokens of a chat that ends with the question."""
+        """Return the tokens of a chat that ends with the question."""
         messages = [*self._before, {"role": "user", "content": question}]
         settings = {"add_generation_prompt": True, "return_dict": False}
         return list(self._tokenizer.apply_chat_template(messages, **settings))
 
     def answer(self, response: Sequence[int]) -> str:
-        """Give the text of a response."""
+        """Return a response's text."""
         return str(self.decode(response, skip_special_tokens=True)).strip()
 
 
 class Questions:
-    """Distinct questions of `--task`, some of them held out, and their tokens."""
+    """The distinct questions of `--task`, some held out, and their tokens."""
 
     def __init__(self, args: Namespace) -> None:
         given = args.task_settings or {}
         try:
             settings = {"size": MOST_TASKS, "seed": args.seed} | given
             self._dataset = reasoning_gym.create_dataset(args.task, **settings)
-        except (TypeError, AssertionError) as error:  # what its generators refuse with
+        except (TypeError, AssertionError) as error:  # the errors of its generators
             raise ValueError(f"--task-settings {given} of --task {args.task}: {error}") from error
-        # A verifier may ignore case: questions that differ by case alone are the same task.
+        # A verifier may ignore case, so questions that differ only in case are one task.
         entries = list({entry["question"].lower(): entry for entry in self._dataset}.values())
         examples, entries = entries[: args.prompt_examples], entries[args.prompt_examples :]
         number = args.held_out_tasks
@@ -114,27 +114,27 @@ class Questions:
             self.text = Chat(args.hf_model, args.system_prompt, examples)
         prompts = [self.text.prompt(entry["question"]) for entry in entries[:256]]
         self.longest = max(map(len, prompts), default=0)
-        # What every prompt begins and ends with is not shown again and again.
+        # The log omits the common start and end of prompts.
         backwards = [prompt[::-1] for prompt in prompts]
         self._template = [len(os.path.commonprefix(part)) for part in (prompts, backwards)]
 
     def reward(self, entry: Entry, response: Sequence[int]) -> float:
-        """Give 1.0 where the task's verifier gives full marks, else 0.0: partial credit rewarded
-        SmolLM2 for repeating the question before a wrong sum.
+        """Return 1.0 for the verifier's full marks, else 0.0. Partial credit rewarded SmolLM2 for
+        repeating the question before a wrong sum.
         """
         return float(self._dataset.score_answer(self.text.answer(response), entry) == 1.0)
 
     def shown(self, prompt: Sequence[int], response: Sequence[int], reward: float | None) -> str:
-        """Give a prompt without what all have in common, 200 tokens of the answer, the reward."""
+        """Return a prompt without its common parts, 200 tokens of the response, and the reward."""
         head, tail = self._template
         question = self.text.decode(prompt[head : len(prompt) - tail]).strip()
         return f"{question} -> {self.text.decode(response[:200])}  reward {reward:g}"
 
 
 class TaskSteps:
-    """The steps of `--task`; every rank makes one and calls it alike.
+    """The steps of `--task`. Every rank makes one and makes the same calls.
 
-    What a round asks depends on the seed and its number alone.
+    A round's questions depend only on the seed and its number.
     """
 
     def __init__(self, args: Namespace, config: PolicyLossConfig, groups: ParallelGroups) -> None:
@@ -143,16 +143,20 @@ class TaskSteps:
         self._pending: list[list[Sample]] = []
         self._wanted = args.prompts_per_step * args.steps_per_round
         if len(questions.training) < self._wanted:
-            found = f"--task {args.task} has {len(questions.training)} distinct tasks to train on"
-            raise ValueError(f"{found}: a round asks {self._wanted}; give --prompts-per-step")
+            found = f"--task {args.task} has {len(questions.training)} distinct training tasks"
+            raise ValueError(
+                f"{found}, but a round needs {self._wanted}: reduce --prompts-per-step"
+            )
         if args.vocab_size < questions.text.size:
-            raise ValueError(f"--vocab-size is {args.vocab_size}: give {questions.text.size}")
+            raise ValueError(f"--vocab-size is {args.vocab_size}: use {questions.text.size}")
         if questions.longest + args.max_response_tokens > (limit := args.max_position_embeddings):
             found = f"--max-position-embeddings {limit}: prompts have {questions.longest} tokens"
             raise ValueError(f"{found}, answers --max-response-tokens {args.max_response_tokens}")
 
     def attach(self, model: Sequence[Any], score: Callable[[Sequence[Sample]], Any]) -> None:
-        """Generate with this model; `score` adds the log-probs that the loss needs to samples."""
+        """Set the model that generates. `score` adds the log-probs that the loss needs to
+        samples.
+        """
         self._score = score
         self._sampler = Sampler(
             unwrap_model(list(model))[0],
@@ -162,7 +166,7 @@ class TaskSteps:
         )
 
     def step(self, iteration: int) -> Step:
-        """Give the step after `iteration` others."""
+        """Return the step after `iteration` steps."""
         if not self._pending:
             self._pending = self._round(iteration // self._args.steps_per_round)
         samples, group = self._pending.pop(0), self._groups.data
@@ -184,11 +188,11 @@ class TaskSteps:
             fields["policy_version"] = number * args.steps_per_round
             tokens = [*prompt, *response.tokens]
             part.append(RewardedSample(tokens, length, [1] * length, **fields))
-        # The policy of the round gives all of its steps their old log-probs.
+        # The round's policy computes the old log-probs of all its steps.
         return [self._score(part) for part in steps]
 
     def held_out(self) -> tuple[float, list[str]]:
-        """Give the mean score of the held-out tasks and a few answers, on all ranks."""
+        """Return the held-out tasks' mean score and a few responses, on all ranks."""
         temperature, entries = self._args.held_out_temperature, self.questions.held_out
         answers = self._answers(entries, 1, temperature, "held out")
         shown = [self.questions.shown(p, answer.tokens, r) for _, p, r, answer in answers[:4]]
@@ -196,7 +200,7 @@ class TaskSteps:
         return sum(rewards) / len(entries), shown
 
     def shown(self, samples: Sequence[Any]) -> list[str]:
-        """Give prompts, answers and rewards as the log shows them."""
+        """Return prompts, responses and rewards for the log."""
         return [
             self.questions.shown(tokens[: s.prompt_length], tokens[s.prompt_length :], s.reward)
             for s in samples
@@ -204,9 +208,7 @@ class TaskSteps:
         ]
 
     def state(self) -> list[list[dict[str, Any]]]:
-        """Give the steps of the round that are to come over all data-parallel ranks, in plain
-        values.
-        """
+        """Return the round's remaining steps over all data-parallel ranks, as plain values."""
         ranks = gather(self._pending, self._groups.data)
         steps = (
             [sample for part in parts for sample in part] for parts in zip(*ranks, strict=True)
@@ -214,7 +216,7 @@ class TaskSteps:
         return [[{name: _plain(sample, name) for name in STORED} for sample in s] for s in steps]
 
     def restore(self, state: list[list[dict[str, Any]]]) -> None:
-        """Go on with this rank's share of such steps."""
+        """Resume with this rank's share of these steps."""
         self._pending = [
             [RewardedSample(**s) for s in part if self._is_mine(s["group_index"] % self._wanted)]
             for part in state
@@ -226,10 +228,11 @@ class TaskSteps:
     def _answers(
         self, entries: Sequence[Entry], copies: int, temperature: float, name: str
     ) -> list[tuple[int, list[int], float, Response]]:
-        """Place, prompt, score and response of this data-parallel rank's share of the entries.
+        """Return index, prompt, score and response for this data-parallel rank's share of the
+        entries.
 
-        The context-parallel ranks divide the share among themselves and then all hold all of it:
-        they must pack the same micro-batches. At temperature 0 the likeliest tokens are taken.
+        Context-parallel ranks divide the share and then gather it, because they must pack the same
+        micro-batches. Temperature 0 takes the likeliest tokens.
         """
         groups, questions = self._groups, self.questions
         mine = [*filter(self._is_mine, range(len(entries)))]

@@ -1,7 +1,7 @@
-"""`megatron-pg check`: proves on the user's own machines that the gradient does not depend on the
+"""`megatron-pg check` proves on the user's machines that the gradient does not depend on the
 sharding.
 
-The files in the order of the work: `options` reads the flags, `places` samples and names the ranks,
+Files in the order of the work: `options` reads the flags, `places` samples and names the ranks,
 `job` joins the processes, `model` builds the tiny models with the values of `weights`, `placement`
 finds the place of each parameter in the whole model, `cases` lists the rows, `samples` makes their
 samples, `step` runs them, `reference` computes the expected results, `compare` measures the errors,
@@ -22,18 +22,18 @@ from megatron_pg.config.versions import UnsupportedMegatronError
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the check in the job that its launcher has started. Every rank calls it, and exits at
-    once where it fails.
+    """Run the check in the job that a launcher started. Every rank calls it, and exits at once if
+    it fails.
 
-    Rank 0 prints the report on standard output. The output of libraries goes to standard error.
-    `arguments` is the command line after `megatron-pg check`.
+    Rank 0 prints the report on standard output. Library output goes to standard error. `arguments`
+    is the command line after `megatron-pg check`.
 
     Returns:
-        The exit status, equal on every rank: 0 when every row passes, 1 when one fails, 2 for flags
-        that cannot be served or an unsupported Megatron-Core. A rank outside the sample of
-        `--sample-groups` returns 0 at once.
+        The exit status, equal on every rank: 0 when every row passes, 1 when one fails, 2 for
+        invalid flags or an unsupported Megatron-Core. A rank that `--sample-groups` leaves out
+        returns 0 at once.
     """
-    # Every rank would warn of absent optional packages and of names that will change.
+    # Every rank would warn about absent optional packages and deprecated names.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.")
     logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
@@ -50,13 +50,12 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     output = sys.stdout
     with joined(launch, options.device):
-        # `megatron.training`, which the module of a custom function may import, installs such a
-        # handler.
+        # A custom function's module may import `megatron.training`, which logs to standard output.
         for handler in logging.getLogger().handlers:
             if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stdout:
                 handler.setStream(sys.stderr)
         with contextlib.redirect_stdout(sys.stderr):
-            # These imports need Megatron, and on the CPU its redirection.
+            # These imports need Megatron, and on the CPU `enable_cpu_runtime`.
             from megatron_pg.check import report, step
 
             if options.model_provider is not None:

@@ -1,6 +1,4 @@
-"""The table of a check's rows: their steps and models, and the list of things that the check leaves
-out.
-"""
+"""The table of a check's rows, with their steps and models, and the list of what is not checked."""
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,30 +18,30 @@ class Case(NamedTuple):
     name: str
     models: tuple[str, ...] = ("end to end",)
     settings: Mapping[str, Any] = {}
-    """Fields of the model's configuration during the step."""
+    """Fields of the model's configuration, set during the step."""
     builds: Mapping[str, Any] = {}
-    """Fields of the configuration that its model is built with."""
+    """Fields of the model's configuration, set when it is built."""
     policy_loss: str = "ppo"
     loss_scale: float = 1.0
     """The divisor of the gradients before the comparison."""
     is_even: bool = False
-    """A loss beside the policy's, and the samples of `make_even_samples`: no micro-batch is
-    empty."""
+    """The step has a loss in addition to the policy loss. Its samples come from
+    `make_even_samples`, so that no micro-batch is empty."""
     logit_coefficient: float = 0.0
-    """The coefficient of the sum of all squared logits. It includes a sequence's last token, which
-    scores nothing."""
+    """The coefficient of the sum of all squared logits. It includes a sequence's last token, whose
+    logits score no token."""
     has_sets: bool = False
-    """Samples with the sets that their tokens were drawn from (`with_kept_sets`)."""
+    """Samples have the sets that their tokens were drawn from (`with_kept_sets`)."""
     has_heads: bool = False
-    """Samples with the likeliest tokens of an engine (`with_sampler_top_k`), which center the
-    policy loss."""
+    """Samples have an engine's likeliest tokens (`with_sampler_top_k`), which center the policy
+    loss."""
     has_experts: bool = False
-    """Samples with the experts that their tokens take (`with_routed_experts`)."""
+    """Samples have the experts that their tokens take (`with_routed_experts`)."""
     updates: bool = False
-    """An optimizer step after it. The check compares the parameters' update and the gradient
+    """An optimizer step follows. The check compares the parameters' updates and the gradient
     norm."""
     lacks: Callable[[CheckOptions], str] = lambda options: ""
-    """The reason why the options exclude the case; "" for none."""
+    """The reason why the options exclude the case, or ""."""
 
     @property
     def balancing(self) -> dict[str, float]:
@@ -56,7 +54,7 @@ class Case(NamedTuple):
 
     @property
     def has_sigmoid(self) -> bool:
-        """Routers score experts by the sigmoid of their logits, and not by the softmax."""
+        """Routers score experts by the sigmoid of the logits instead of the softmax."""
         return self.builds.get("moe_router_score_function") == "sigmoid"
 
     @property
@@ -64,14 +62,14 @@ class Case(NamedTuple):
         return bool(self.builds.get("moe_router_enable_expert_bias"))
 
     def num_microbatches(self, options: CheckOptions, data_rank: int) -> int:
-        """Return the M of a data-parallel rank, equal on all of them where a loss takes their
-        micro-batches together.
+        """Return a data-parallel rank's M. All ranks have the same M if a loss combines their
+        micro-batches.
         """
         return options.num_microbatches(0 if "global_aux_loss" in self.balancing else data_rank)
 
 
 class Run(NamedTuple):
-    """A step that the check runs: a model, a case, an aggregation and a loss mode."""
+    """A step to run: a model, a case, an aggregation and a loss mode."""
 
     model: str
     case: Case
@@ -80,7 +78,7 @@ class Run(NamedTuple):
 
     @property
     def key(self) -> tuple[str, str, bool]:
-        """Tell the runs of a model apart."""
+        """Identify the run among the model's runs."""
         return self.case.name, self.aggregation, self.per_token
 
 
@@ -88,7 +86,7 @@ def _auxiliary_lacks(options: CheckOptions) -> str:
     if options.num_experts is None or options.num_experts < 3:
         return "needs --num-experts 3 or more"
     if options.dtype == "bf16":
-        return "rounding decides between experts in bf16, use --dtype fp32"
+        return "in bf16, rounding decides between experts: use --dtype fp32"
     return ""
 
 
@@ -96,26 +94,26 @@ def _replay_lacks(options: CheckOptions) -> str:
     if options.num_experts is None or options.num_experts < 3:
         return "needs --num-experts 3 or more"
     if options.dtype == "bf16":
-        return "a token takes all experts in bf16, use --dtype fp32"
+        return "in bf16, a token takes all experts: use --dtype fp32"
     return ""
 
 
 def _router(name: str, kind: str | list[str] = "aux_loss", value: Any = 0.0, **builds: Any) -> Case:
-    """Make the case of a load-balancing loss, or a list of them, with its coefficient."""
+    """Make the case of one or several load-balancing losses with their coefficients."""
     builds |= {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": value}
     return Case(name, builds=builds, is_even=True, lacks=_auxiliary_lacks)
 
 
 def _exchange(kind: str, engine: tuple[int, int]) -> Case:
-    """Make the case of a `cp_comm_type`. `engine` is the first Transformer Engine that has it for
-    packed sequences.
+    """Make the case of a `cp_comm_type`. `engine` is the first Transformer Engine version that has
+    it for packed sequences.
     """
 
     def lacks(options: CheckOptions) -> str:
         if options.context_parallel_size == 1 or options.cp_comm_type is not None:
-            return "of --context-parallel-size 2 or more, without --cp-comm-type"
+            return "needs --context-parallel-size 2 or more, without --cp-comm-type"
         if options.transformer_impl != "transformer_engine":
-            return "needs Transformer Engine, --device cuda --dtype bf16"
+            return "needs Transformer Engine: --device cuda --dtype bf16"
         found = versions.parse_version(importlib.import_module("transformer_engine").__version__)
         return "" if found[:2] >= engine else f"needs Transformer Engine {engine[0]}.{engine[1]}"
 
@@ -124,7 +122,7 @@ def _exchange(kind: str, engine: tuple[int, int]) -> Case:
 
 SIGMOID = {"moe_router_score_function": "sigmoid"}
 BIAS_RATE = 0.25
-"""The step of the experts' bias: its sums are exact in float32."""
+"""The step of the experts' bias. Its sums are exact in float32."""
 ROUTER_LOSSES: Sequence[Case] = (
     _router("auxiliary loss", "aux_loss", 0.5),
     _router("sequence loss", "seq_aux_loss", 0.5),
@@ -143,13 +141,13 @@ CASES: Sequence[Case] = (
     GRADIENT,
     # GSPO sums over whole sequences, which context-parallel ranks share.
     Case("gspo", ("end to end", "loss only"), policy_loss="gspo"),
-    # It reads the rollout engine's log-probs in place of the old ones.
+    # DIS reads the rollout engine's log-probs instead of the old ones.
     Case("dis", policy_loss="dis"),
     Case("kept set", has_sets=True),
     Case("centering", has_heads=True),
     Case("loss scale", settings=SCALING, loss_scale=LOSS_SCALE),
     Case("recompute", settings=RECOMPUTE),
-    # A replay is easily lost in the second forward.
+    # The second forward must replay too.
     Case("routing replay", settings=RECOMPUTE, has_experts=True, lacks=_replay_lacks),
     Case(
         "every token",
@@ -164,8 +162,8 @@ CASES: Sequence[Case] = (
         moe_router_bias_update_rate=BIAS_RATE,
         **SIGMOID,
     ),
-    # Older engines refuse packed sequences (attention/dot_product_attention/context_parallel.py);
-    # all refuse a2a+p2p.
+    # Older engines refuse packed sequences (attention/dot_product_attention/context_parallel.py),
+    # and all engines refuse a2a+p2p.
     _exchange("a2a", (2, 10)),
     _exchange("all_gather", (2, 18)),
     # This case is last because it changes the parameters.
@@ -189,11 +187,11 @@ def cases_of(
 
 
 def not_checked(options: CheckOptions) -> dict[str, str]:
-    """Return what the user's flags use and this check leaves out, each with the reason."""
+    """Return the features that the user's flags enable and this check leaves out, with reasons."""
     if options.model_provider is not None:
         return {
-            "losses of routers and of multi-token prediction in your model": "switched off: the "
-            "built-in check has rows for them, with --num-experts and --mtp-num-layers"
+            "router and multi-token prediction losses of your model": "switched off: check them "
+            "with the built-in model, --num-experts and --mtp-num-layers"
         }
     experts, fused = options.num_experts is not None, options.fused_lm_head
     exchanges = {
@@ -205,7 +203,7 @@ def not_checked(options: CheckOptions) -> dict[str, str]:
     }
     table = {
         **exchanges,
-        "losses and bias of routers": _auxiliary_lacks(options) if experts else "",
+        "router losses and bias": _auxiliary_lacks(options) if experts else "",
         "--replay-routing": _replay_lacks(options) if experts else "",
         "per-token rows": "--average-in-collective" if options.average_in_collective else "",
         "loss-only rows": "--fused-lm-head" if fused else "",

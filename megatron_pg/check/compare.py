@@ -1,6 +1,4 @@
-"""The comparison of a step with the reference: loss, checksum, every gradient, and each gradient's
-copies.
-"""
+"""The comparison of a step with the reference: loss, checksum, every gradient and its copies."""
 
 import itertools
 import math
@@ -22,18 +20,18 @@ from megatron_pg.step.agreement import gather
 
 TOLERANCES = {"fp32": 1e-6, "bf16": 2e-2}
 STEPS = 10.0
-"""The tolerance of the user's model, in its own units: a unit is how far a number moves when every
-weight of the unsharded model moves by one epsilon of its dtype."""
+"""The tolerance of the user's model in units. A number's unit is how far it moves when every weight
+of the unsharded model moves by one epsilon of its dtype."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong with a parameter."""
+    """A wrong parameter."""
 
     name: str
     kind: str
     ratio: float | None = None
-    """The factor in `kind`."""
+    """The factor that `kind` names."""
 
 
 @dataclass(frozen=True)
@@ -48,49 +46,49 @@ class CheckRow:
     checksum: float  # the metric `aggregation_checksum`: 1 where every sample was counted once
     _: KW_ONLY
     what: str = "gradient"  # the case's name (`cases.py`)
-    gradient_norm: float | None = None  # the optimizer's; None without its step
+    gradient_norm: float | None = None  # the optimizer's, None without its step
     reference_loss: float
     reference_norm: float | None = None
     gradient_error: float
-    """The largest max|g - reference| / max|reference| of all parameters and ranks (bf16: the ratio
-    of norms). In a row with a `limit`: the largest |g - reference| in units."""
+    """The largest max|g - reference| / max|reference| over parameters and ranks (bf16: the ratio of
+    norms). In a row with a `limit`: the largest |g - reference| in units."""
     limit: float | None = None
-    """The tolerance, where it is measured: `STEPS`."""
+    """The tolerance of a row of the user's model, for gradients in units."""
     loss_limit: float = 0.0
     norm_limit: float = 0.0
-    """With a `limit`, the largest differences of the loss and of the gradient norm."""
+    """With a `limit`, the tolerances of the loss and the gradient norm."""
     words: str = ""
     """What is wrong, in a row of the user's model."""
     ratio: float | None = None
-    """The factor in `words`."""
+    """The factor that `words` name."""
     faults: tuple[Fault, ...] = ()
     """The wrong parameters."""
     worst_parameter: str
     worst_rank: int = 0
-    worst_name: str = ""  # the worst rank, its host and its coordinates; "" for a single rank
+    worst_name: str = ""  # the worst rank with host and coordinates, "" for a single rank
     worst_ratio: float  # <g, reference> / <reference, reference> of the worst parameter's slice
     common_ratio: float  # the same ratio of all parameters, which shows a wrong scale
     scaled_error: float
     """|g - common_ratio * reference| / |common_ratio * reference| of all parameters together."""
     num_parameters: int  # of those with a nonzero gradient
     wrong: tuple[str, ...] = ()  # the parameters that are beyond the tolerance on some rank
-    wrong_ratio: float = 1.0  # `common_ratio` and, below, `scaled_error` of the wrong slices alone
+    wrong_ratio: float = 1.0  # `common_ratio` and, below, `scaled_error` of only the wrong slices
     wrong_scaled_error: float = 0.0
     wrong_ranks: tuple[int, ...] = ()
     wrong_stages: tuple[int, ...] = ()  # pipeline stages that hold a wrong parameter
     wrong_places: str = ""
-    """The wrong ranks in words, by host and coordinates (`names_of`); "" where they are all."""
+    """The wrong ranks in words, by host and coordinates (`names_of`), or "" if all are wrong."""
     replica_error: float = 0.0  # the largest difference between copies of a slice, over its 2-norm
     replica_axes: tuple[str, ...] = ()
-    """The `AXES` along which copies disagree while all other coordinates are equal."""
+    """The `AXES` along which copies disagree while the remaining coordinates are equal."""
     replica_parameters: tuple[str, ...] = ()
 
     @property
     def tolerance(self) -> float:
-        """The bound of the gradient error. The loss and the gradient norm have twice this bound."""
+        """The bound of the gradient error, and half the bound of the loss and gradient norm."""
         return TOLERANCES[self.dtype] if self.limit is None else self.limit
 
-    # These tell whether numbers are the reference's. NaN is not.
+    # NaN fails each comparison.
 
     @property
     def loss_agrees(self) -> bool:
@@ -120,7 +118,7 @@ class CheckRow:
 
 
 class _Slice(NamedTuple):
-    """One rank's slice g of one gradient, compared with the reference's."""
+    """One rank's slice g of a gradient, compared with the reference."""
 
     name: str
     part: tuple[int, ...]  # the `Piece`'s offset
@@ -151,7 +149,7 @@ def compare(
     places, of_ranks = zip(*gather((place, mine), dist.group.WORLD), strict=True)
     slices = list(itertools.chain(*of_ranks))
     if missing := {*map(expected.label, expected.gradients)} - {each.name for each in slices}:
-        raise RuntimeError(f"no rank holds {sorted(missing)}, which the unsharded model has")
+        raise RuntimeError(f"no rank holds {sorted(missing)} of the unsharded model")
     worst = max(slices, key=lambda each: each.error)
     wrong = [each for each in slices if not each.error <= tolerance]
     wrong_places = sorted({each.place for each in wrong})
@@ -193,8 +191,8 @@ def compare(
 
 
 def compare_copies(parts: Iterable[Part], options: CheckOptions, **step: Any) -> CheckRow:
-    """Compare the copies of each block of a parameter with each other, to the last bit. Every rank
-    calls it and gets the same row.
+    """Compare the copies of each parameter block bit for bit. Every rank calls it and gets the same
+    row.
     """
     place = _own_place(options)
     mine = [
@@ -263,9 +261,7 @@ def _measure(
 
 
 def _quotient(error: float, scale: float) -> float:
-    """Divide an error by its scale; infinity for NaN and for an error where nothing was
-    expected.
-    """
+    """Divide an error by its scale. Return infinity for NaN, and for an error if the scale is 0."""
     if error == 0.0:
         return 0.0
     quotient = error / scale if scale else math.inf
@@ -273,9 +269,7 @@ def _quotient(error: float, scale: float) -> float:
 
 
 def _common_ratio(slices: Sequence[_Slice]) -> tuple[float, float]:
-    """Return the factor that brings the reference nearest to the slices, and the error that is
-    left.
-    """
+    """Return the factor that brings the reference nearest to the slices, and the rest."""
     common, squared = sum(each.product for each in slices), sum(each.square for each in slices)
     own = sum(each.own_square for each in slices)
     ratio = common / (squared or 1.0)
@@ -286,14 +280,14 @@ def _common_ratio(slices: Sequence[_Slice]) -> tuple[float, float]:
 def _replicas(
     slices: Sequence[_Slice], tolerance: float, units: Mapping[str, float]
 ) -> tuple[float, tuple[str, ...], tuple[str, ...]]:
-    """Return the largest error between copies of a slice, the axes along which they disagree, and
+    """Return the largest error between copies, the axes along which they disagree, and the names of
     their parameters.
     """
 
     def spread(copies: Sequence[_Slice]) -> float:
         prints = zip(*(each.prints for each in copies), strict=True)
         width = max(max(values) - min(values) for values in prints)
-        # A projection is as long as the gradient's norm times that of its wave.
+        # A projection grows with the gradient's norm.
         return _quotient(width, units.get(copies[0].name, math.sqrt(copies[0].square)))
 
     everywhere = [(copies[0].name, spread(copies)) for copies in _grouped(slices, *AXES)]
@@ -307,8 +301,8 @@ def _replicas(
 
 
 def _grouped(slices: Iterable[_Slice], *ignored: str) -> Iterable[list[_Slice]]:
-    """Group the slices of one part of one parameter on ranks that differ along the ignored axes
-    alone.
+    """Group the slices of one part of one parameter on ranks that differ only along the ignored
+    axes.
     """
     groups: dict[tuple[object, ...], list[_Slice]] = {}
     for each in slices:
@@ -319,7 +313,7 @@ def _grouped(slices: Iterable[_Slice], *ignored: str) -> Iterable[list[_Slice]]:
 
 
 def _fault(slices: Sequence[_Slice], tolerance: float, units: Mapping[str, float]) -> Fault:
-    """Name the kind of a parameter's fault, and its axis or its ranks."""
+    """Describe a parameter's fault, with its axis or ranks."""
     name = slices[0].name
     _, axes, _ = _replicas(slices, tolerance, units)
     for axis in axes:
@@ -339,11 +333,13 @@ def _fault(slices: Sequence[_Slice], tolerance: float, units: Mapping[str, float
     if axes:
         on = f", wrong on rank {ranks}" if wrong else ""
         return Fault(name, f"its copies differ along {' and '.join(axes)}{on}")
-    return Fault(name, "it differs, and by no factor")
+    return Fault(name, "it differs, not by one factor")
 
 
 def _is_partial(copies: Sequence[_Slice]) -> bool:
-    """Tell whether the copies of a slice add up to the expected one, and none is equal to it."""
+    """Tell whether the copies of a slice add up to the expected one, with a nonzero one after the
+    first.
+    """
     sums = [sum(values) for values in zip(*(each.prints for each in copies), strict=True)]
     expected = copies[0].expected_prints
     slack = 1e-2 * math.sqrt(copies[0].square)

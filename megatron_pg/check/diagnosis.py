@@ -1,6 +1,6 @@
 """The diagnosis of failed rows: what is wrong, where, and by which factor.
 
-The rules look at all rows of the check. The first that fits a row is its diagnosis.
+The rules see all rows. The first one that fits a row is its diagnosis.
 """
 
 import itertools
@@ -23,7 +23,7 @@ OWN_ORDER = (
     "update",
     "frozen",
 )
-"""The rows of the user's model. Those after a failed one follow from it."""
+"""The rows of the user's model, in order. If one fails, the later failures follow from it."""
 AXIS_NAMES = {
     "TP": "tensor-parallel ranks",
     "CP": "context-parallel ranks",
@@ -33,7 +33,7 @@ AXIS_NAMES = {
 
 
 def diagnoses(rows: Sequence[CheckRow], options: CheckOptions, world_size: int) -> list[str]:
-    """Say what is wrong in each failed row; "" for a passed one."""
+    """Return what is wrong in each failed row, "" for a passed one."""
     data_size = world_size // options.model_parallel_size
     return ["" if row.passed else _Finding(row, rows, options, data_size).words() for row in rows]
 
@@ -47,14 +47,13 @@ class _Finding:
         self.row, self.rows, self.options, self.data_size = row, rows, options, data_size
         tolerance = 1e-3 if row.limit is not None else row.tolerance
         self.slack = min(10 * tolerance, 0.05)
-        """The tolerance of a ratio's match with a number."""
-        # Gradients are the reference's times one number other than 1: all of them, or the wrong
-        # ones.
+        """The relative tolerance for a ratio to match a number."""
+        # All gradients, or the wrong ones, have one common factor that is not 1.
         self.all_have_factor = row.scaled_error <= self.slack < abs(row.common_ratio - 1.0)
         self.wrong_have_factor = row.wrong_scaled_error <= self.slack < abs(row.wrong_ratio - 1.0)
         counts = [options.num_microbatches(rank) for rank in range(data_size)]
         self.micro_batches = few, many = min(counts), max(counts)
-        """The fewest and the most micro-batches of a data-parallel rank."""
+        """The smallest and largest number of micro-batches of a data-parallel rank."""
         self.sizes = {
             "CP": options.context_parallel_size,
             "DP": data_size,
@@ -68,8 +67,8 @@ class _Finding:
         words = self._what()
         if not self.row.samples_counted_once:
             words += (
-                f"; the weights that reached the loss are {self.row.checksum:.4g} times those of "
-                "the step's totals (aggregation_checksum)"
+                f"; the sample weights in the loss add up to {self.row.checksum:.4g} instead of 1 "
+                "(aggregation_checksum)"
             )
         return words
 
@@ -127,12 +126,12 @@ class _Finding:
         return words
 
     def _kind(self) -> str:
-        """Name the fault of the first parameter, where it says more than that copies differ."""
+        """Name the fault of the first parameter, if it is more than a difference between copies."""
         kinds = [fault.kind for fault in self.row.faults if not fault.kind.startswith("its copies")]
         return f" ({kinds[0]})" if kinds else ""
 
     def _mode(self) -> str:
-        """Say that one loss mode fails and the other does not."""
+        """Name the loss mode that fails, if the other one passes."""
         rows = [row for row in self.rows if row.what == "gradient"]
         failed = {row.calculate_per_token_loss for row in rows if not row.passed}
         if len(failed) != 1 or len({row.calculate_per_token_loss for row in rows}) == 1:
@@ -140,7 +139,7 @@ class _Finding:
         return "; per-token rows only" if failed == {True} else "; rows per micro-batch only"
 
     def _where(self) -> str:
-        """Name the stages and the ranks with wrong gradients; "" for all."""
+        """Name the stages and ranks with wrong gradients, or "" for all."""
         stages, places = self.row.wrong_stages, self.row.wrong_places
         if 0 < len(stages) < self.sizes["PP"]:
             rest = " ..." if len(stages) > 4 else ""
@@ -152,8 +151,8 @@ class _Finding:
         return f"{ratio:.4g} times the reference{self._factors(ratio)}"
 
     def _factors(self, ratio: float) -> str:
-        """Name the sizes or counts whose product, or its inverse, is a ratio: ": 2 = CP or 2 = DP";
-        "" for none.
+        """Name the sizes or counts whose product or its inverse is a ratio, as in ": 2 = CP or 2 =
+        DP", or "" for none.
         """
         for numbers in self._candidates():
             matches = []
@@ -167,8 +166,8 @@ class _Finding:
         return ""
 
     def _candidates(self) -> Iterator[dict[str, float]]:
-        """Yield the products of one, two and three sizes, then the step's counts and T over its
-        ranks' parts.
+        """Yield the products of one, two and three sizes, then the step's counts and T over each
+        rank's T.
         """
         sizes = {name: size for name, size in self.sizes.items() if size > 1}
         for count in (1, 2, 3):
@@ -186,20 +185,20 @@ class _Finding:
             "P": len({sample.group_index for sample in samples}),
             "the loss scale": LOSS_SCALE,
             "all tokens over T": sum(sample.total_length for sample in samples) / total,
-            "M of one rank over M of another": many / few if many > few else math.inf,
+            "M of one rank over M of a different rank": many / few if many > few else math.inf,
         } | {
-            f"T over that of data-parallel rank {rank}": total / sum(active[rank :: self.data_size])
+            f"T over data-parallel rank {rank}'s T": total / sum(active[rank :: self.data_size])
             for rank in range(min(self.data_size, 8) if self.data_size > 1 else 0)
         }
 
 
 def _named(names: Sequence[str]) -> str:
-    """List three names, and count the others."""
+    """List three names and count the rest."""
     rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + rest
 
 
 def _instead(found: float, expected: float) -> str:
-    """Write `2 and not 1 (2 times)`."""
+    """Write `2 instead of 1 (2 times)`."""
     ratio = found / expected if expected else math.nan
-    return f"{found:.6g} and not {expected:.6g} ({ratio:.4g} times)"
+    return f"{found:.6g} instead of {expected:.6g} ({ratio:.4g} times)"

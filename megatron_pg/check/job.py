@@ -1,4 +1,4 @@
-"""Joins the job that a launcher has started."""
+"""The job that a launcher started, and how a process joins and leaves it."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from megatron_pg.config.versions import require_supported_version
 from megatron_pg.megatron.cpu.runtime import enable_cpu_runtime
 
 TIMEOUT_MINUTES = 5
-"""The time limit of a collective's wait for a rank that neither joins nor fails."""
+"""The time that a collective waits for a rank that neither joins nor fails."""
 POLL_SECONDS, GRACE_SECONDS = 0.2, 1.0
-"""The interval at which a rank looks for another's failure, and the time that it then leaves that
-rank to end first. A launcher blames the first to end."""
+"""How often a rank looks for a failure of another rank, and how long it then lets that rank end
+first. A launcher blames the first rank that ends."""
 FAILURE = "megatron_pg_check/" + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-"""The key of the message that the first rank to fail leaves in the job's store."""
+"""The key in the job's store for the message of the first rank that fails."""
 
 
 class CannotCheckError(ValueError):
-    """A model that cannot be checked: the message says why, and what to change."""
+    """A model that cannot be checked. The message names the reason and a fix."""
 
 
 class Launch(NamedTuple):
-    """This process's place in the job, as torchrun and its like export it."""
+    """This process's place in the job, as torchrun exports it."""
 
     rank: int
     world_size: int
@@ -42,18 +42,17 @@ class Launch(NamedTuple):
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Launch:
-        """Read RANK, WORLD_SIZE and LOCAL_RANK; one process without them. A ValueError names the
-        missing ones.
+        """Read RANK, WORLD_SIZE and LOCAL_RANK, or return a job of one process. Raise ValueError if
+        some are missing.
         """
         tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
         world_size = int(environment.get("WORLD_SIZE", "0"))
         if not world_size and tasks > 1:
             raise ValueError(
-                f"srun has started {tasks} tasks, and none of them knows its rank: WORLD_SIZE is "
-                f"not set. Start one torchrun "
-                "a node (srun --ntasks-per-node 1 torchrun ...), or export RANK=$SLURM_PROCID "
-                "LOCAL_RANK=$SLURM_LOCALID "
-                "WORLD_SIZE=$SLURM_NTASKS MASTER_ADDR MASTER_PORT in every task"
+                f"srun has started {tasks} tasks without WORLD_SIZE. Start one torchrun per node "
+                "(srun --ntasks-per-node 1 torchrun ...), or export RANK=$SLURM_PROCID "
+                "LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS MASTER_ADDR MASTER_PORT in "
+                "every task"
             )
         if not world_size:
             return cls(0, 1, 0)
@@ -61,17 +60,14 @@ class Launch(NamedTuple):
         missing = [name for name in needed if name not in environment]
         if world_size > 1 and missing:
             raise ValueError(
-                f"WORLD_SIZE is {world_size} and {', '.join(missing)} not set: start it with "
-                f"torchrun, or export them "
-                "in every process"
+                f"WORLD_SIZE is {world_size} and {', '.join(missing)} not set: use torchrun, or "
+                "export the missing names in every process"
             )
         rank, local_rank = (int(environment.get(name, "0")) for name in needed[:2])
         return cls(rank, world_size, local_rank)
 
     def in_sample(self, ranks: Sequence[int]) -> Launch | None:
-        """Return this process's place among some ranks of the job; None if it is not one of
-        them.
-        """
+        """Return this process's place among some ranks of the job, or None if it is not one."""
         if self.rank not in ranks:
             return None
         return self._replace(rank=ranks.index(self.rank), world_size=len(ranks))
@@ -79,12 +75,12 @@ class Launch(NamedTuple):
 
 def prepare(launch: Launch, device: str) -> None:
     """Choose this process's device, "cpu" or "cuda", before any import of Megatron."""
-    # The module of a custom function may have set others, under which the reference would round.
+    # A custom function's module may have set defaults under which the reference would round.
     torch.set_default_dtype(torch.float32)
     torch.set_default_device(None)
-    # Megatron requires 1 under tensor and context parallelism before Blackwell.
+    # Before Blackwell, Megatron requires 1 under tensor and context parallelism.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    # NCCL would log to standard output, which is the report's.
+    # Standard output is for the report.
     os.environ.setdefault("NCCL_DEBUG_FILE", "/dev/stderr")
     if device == "cpu":
         enable_cpu_runtime()
@@ -93,8 +89,8 @@ def prepare(launch: Launch, device: str) -> None:
     if launch.local_rank >= torch.cuda.device_count():
         raise ValueError(
             f"LOCAL_RANK is {launch.local_rank} and this process sees {torch.cuda.device_count()} "
-            f"GPUs: start one process "
-            "a GPU (LOCAL_RANK=0 where each sees its own only), or use --device cpu"
+            "GPUs: start one process per GPU (LOCAL_RANK=0 if each process sees only its own GPU), "
+            "or use --device cpu"
         )
     torch.cuda.set_device(launch.local_rank)
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -102,12 +98,12 @@ def prepare(launch: Launch, device: str) -> None:
 
 @contextlib.contextmanager
 def joined(launch: Launch, device: str) -> Iterator[None]:
-    """Open the default process group, gloo on "cpu" and NCCL on "cuda". Every rank enters it, after
+    """Open the default process group: gloo on "cpu", NCCL on "cuda". Every rank enters it after
     `prepare`.
 
-    The ranks leave together, because the end of one would cut off the others' output. An exception
-    ends this process with status 1 at once. torchrun's agent then ends the others; without an agent
-    they end by themselves.
+    The ranks leave together, because the end of one would truncate the output of the rest. An
+    exception ends this process with status 1 at once. torchrun's agent then ends the other
+    processes. Without an agent they end by themselves.
     """
     backend = "nccl" if device == "cuda" else "gloo"
     finished = threading.Event()
@@ -134,7 +130,7 @@ def joined(launch: Launch, device: str) -> Iterator[None]:
         # The store is lost with the process that holds it.
         with contextlib.suppress(RuntimeError):
             first = failures.compare_set(FAILURE, "", own).decode()
-        if is_refused and first == own:  # every rank finds the same
+        if is_refused and first == own:  # every rank finds the same error
             print(f"megatron-pg check: {first}", file=sys.stderr, flush=True)
         elif not is_refused and first == own:
             traceback.print_exception(error)
@@ -149,10 +145,10 @@ def joined(launch: Launch, device: str) -> Iterator[None]:
 
 
 def _watch(launch: Launch, failures: Store, finished: threading.Event) -> None:
-    """End this process with the message of a failed rank, in a thread: NCCL waits without end for a
-    peer that never joined.
+    """End this process with the message of a failed rank. It runs in a thread, because NCCL waits
+    forever for a peer that never joined.
     """
-    # Of thousands of ranks one tells what ended them, beside the one that failed.
+    # Of thousands of ranks, only rank 0 and the failed one print the reason.
     first, heard = None, job_rank()
     while first is None and not finished.wait(POLL_SECONDS):
         try:
@@ -163,7 +159,7 @@ def _watch(launch: Launch, failures: Store, finished: threading.Event) -> None:
     if not finished.wait(GRACE_SECONDS):
         if heard == 0:
             _say(first)
-        # The shutdowns of the interpreter and of NCCL may wait for peers that never answer.
+        # The shutdowns of the interpreter and of NCCL may wait forever for peers.
         os._exit(1)
 
 

@@ -24,12 +24,12 @@ from megatron_pg.megatron.cpu.layer_spec import TorchNorm, hybrid_stack_spec, to
 NewModel = Callable[..., torch.nn.Module]
 """The maker of a chunk from GPTModel's keyword arguments."""
 Provider = Callable[..., Any]
-"""The maker of a chunk with Megatron's own signature: `provider(pre_process, post_process,
+"""The maker of a chunk with Megatron's signature: `provider(pre_process, post_process,
 vp_stage=None, config=None, pg_collection=None)`."""
 
 
 def initialize_groups(options: CheckOptions, *, sharded: bool = True) -> None:
-    """Renew Megatron's process groups. Every rank of the world calls it."""
+    """Destroy and create Megatron's process groups. Every rank of the world calls it."""
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     # Megatron keeps a number for each layer of the first mixture of experts that it sees.
@@ -42,8 +42,8 @@ def initialize_groups(options: CheckOptions, *, sharded: bool = True) -> None:
 
 
 def destroy_groups() -> None:
-    """Destroy all process groups but the world's. Megatron forgets its own and leaves their threads
-    and communicators.
+    """Destroy all process groups except the world's. `destroy_model_parallel` only forgets them,
+    and leaves their threads and communicators.
     """
     for group in [*distributed_c10d._world.pg_map]:
         if group is not dist.group.WORLD:
@@ -52,16 +52,14 @@ def destroy_groups() -> None:
 
 
 def tied_model(**keywords: Any) -> GPTModel:
-    """Make a GPTModel with learned positions and one weight for the output layer and the
-    embedding.
-    """
+    """Make a GPTModel with learned positions and a tied output layer."""
     keywords["position_embedding_type"] = "learned_absolute"
     return GPTModel(**keywords | {"share_embeddings_and_output_weights": True})
 
 
 def hybrid_model(*, config: TransformerConfig, **keywords: Any) -> Any:
-    """Make a HybridModel of the config's number of layers, attention and MLP or experts by turns,
-    in plain torch.
+    """Make a HybridModel in plain torch with the config's number of layers: attention and MLP (or
+    experts) in turn.
     """
     from megatron.core.models.hybrid.hybrid_model import HybridModel  # old versions lack it
 
@@ -73,7 +71,7 @@ def hybrid_model(*, config: TransformerConfig, **keywords: Any) -> Any:
 
 
 def multi_token_model(**keywords: Any) -> GPTModel:
-    """Make a GPTModel with the multi-token prediction of its config."""
+    """Make a GPTModel with its config's multi-token prediction."""
     config, spec = keywords["config"], keywords["transformer_layer_spec"]
     is_local = spec.layer_norm is TorchNorm
     options = {"use_transformer_engine": not is_local, "vp_stage": keywords["vp_stage"]}
@@ -84,9 +82,9 @@ def multi_token_model(**keywords: Any) -> GPTModel:
 
 
 class LogitTable(MegatronModule):  # type: ignore[misc]
-    """A model for the loss alone, whose parameters are logits, one row for each token id.
+    """A model that tests only the loss. Its parameters are logits, one row per token id.
 
-    Its pipeline stages pass on a hidden state that changes no logit, so that every stage has a
+    Its pipeline stages send a hidden state that changes no logit, so that every stage has a
     gradient to send.
     """
 
@@ -105,7 +103,7 @@ class LogitTable(MegatronModule):  # type: ignore[misc]
             tensor_parallel.set_tensor_model_parallel_attributes(self.table, True, 1, 1)
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
-        """State that the table's columns are divided."""
+        """Return the entries, with the table's columns divided."""
         entries: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             self.state_dict(keep_vars=True), "", {"table": 1}
         )
@@ -125,7 +123,7 @@ class LogitTable(MegatronModule):  # type: ignore[misc]
 
 
 class Model(NamedTuple):
-    """A kind of model, and the options that it is run under."""
+    """A kind of model and the options that it runs with."""
 
     new: NewModel
     changes: Mapping[str, Any]
@@ -151,8 +149,8 @@ MODELS = {
 def model_config(
     options: CheckOptions, *, sharded: bool = True, dtype: torch.dtype | None = None, **changes: Any
 ) -> TransformerConfig:
-    """Make the config of a few thousand parameters, without dropout or fusions but the attention's.
-    `changes` override fields.
+    """Make the config of a few thousand parameters, without dropout, and without fusions except
+    attention. `changes` override fields.
     """
     dtype = dtype or (torch.bfloat16 if options.dtype == "bf16" else torch.float32)
     sizes = options.parallel_sizes(sharded)
@@ -161,7 +159,7 @@ def model_config(
     if options.transformer_impl == "transformer_engine":
         num_query_groups *= options.context_parallel_size  # its a2a splits heads too
     num_query_groups = max(2, num_query_groups)
-    # Fused attention takes no smaller heads. On the slow CPU they are smaller.
+    # 32 is the smallest head size of fused attention.
     head_size = 32 if options.device == "cuda" else 8
     fields: dict[str, Any] = dict(
         **sizes,
@@ -177,7 +175,7 @@ def model_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         variable_seq_lengths=sizes["pipeline_model_parallel_size"] != 1,
-        # Megatron refuses variable lengths with any other, in dense models too.
+        # Megatron requires it for variable lengths, also in dense models.
         moe_token_dispatcher_type="alltoall",
         use_cpu_initialization=options.device == "cpu",
         mtp_num_layers=options.mtp_num_layers,
@@ -187,14 +185,13 @@ def model_config(
     if options.cp_comm_type is not None and sharded:
         fields["cp_comm_type"] = options.cp_comm_type
     if options.num_experts is not None:
-        # A token leaves out one of three or more experts: the auxiliary loss would be constant
-        # otherwise. In bf16 it leaves out none: rounding would decide between experts, and
-        # gradients would differ much.
+        # A token leaves out one of three or more experts, or the auxiliary loss would be constant.
+        # In bf16 it leaves out none, because rounding would decide between experts.
         leaves_one_out = options.num_experts > 2 and dtype != torch.bfloat16
         fields |= {
             "num_moe_experts": options.num_experts,
             "moe_router_topk": options.num_experts - leaves_one_out,
-            # The row of that name sets the coefficient.
+            # The "auxiliary loss" row sets the coefficient.
             "moe_router_load_balancing_type": "aux_loss",
             "moe_aux_loss_coeff": 0.0,
             # In float32, Transformer Engine's product would be in TF32 (error 1e-4 on an H200).
@@ -262,7 +259,7 @@ def build_chunks(
 
 
 def wrap_chunks(options: CheckOptions, chunks: Sequence[Any]) -> list[Any]:
-    """Wrap the chunks in DDP. The first has the config of the schedule, set up as in a trainer."""
+    """Wrap the chunks in DDP, and prepare the first one's config as a trainer does."""
     config = chunks[0].config
     ddp_config = distributed.DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.params_dtype != torch.float64,
@@ -288,8 +285,8 @@ def build_model(
     same_parameters: bool = True,
     **changes: Any,
 ) -> list[Any]:
-    """Build a tiny model under DDP, with the parameters of `set_parameters` or Megatron's random
-    ones. `changes` override keyword arguments of `new_model`.
+    """Build a tiny model in DDP, with the parameters of `set_parameters` or Megatron's random ones.
+    `changes` override keyword arguments of `new_model`.
     """
     provider = provider_of(options, new_model, **changes)
     prepare = set_parameters if same_parameters else None

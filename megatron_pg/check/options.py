@@ -36,19 +36,19 @@ class CheckOptions(Settings):
 
     # fmt: off
     all: bool = setting(False, """
-        Check every sharding that the number of processes allows, in place of the given sizes.
-        Print a line for each.""")
+        Check every sharding that the number of processes allows instead of the given sizes. Print
+        one line per sharding.""")
     model_provider: str | None = setting(None, """
         Check your model: module:function with Megatron's signature, provider(pre_process,
-        post_process, vp_stage=None, config=None, pg_collection=None). Flags after -- are its
-        own.""")
+        post_process, vp_stage=None, config=None, pg_collection=None). The provider reads the flags
+        after --.""")
     provider_flags: tuple[str, ...] = setting((), flag=False)
-    lr: float = setting(1e-2, ABOVE_0, "Learning rate of the step of Adam of --model-provider.")
+    lr: float = setting(1e-2, ABOVE_0, "Learning rate of the Adam step with --model-provider.")
     clip_grad: float = setting(1.0, ABOVE_0, "Largest gradient norm of that step.")
     sample_groups: int | None = setting(None, COUNT, """
-        Check on this many copies of the model alone, evenly spaced over the job; the other
-        processes end at once. A copy is TP x CP x PP processes, and with experts as many copies as
-        share them count as one. Unset: the whole job.""")
+        Check on only this many copies of the model, evenly spaced over the job. The remaining
+        processes end at once. A copy is TP x CP x PP processes. Copies that share experts count as
+        one. Unset: the whole job.""")
     tensor_model_parallel_size: int = setting(1, COUNT)
     pipeline_model_parallel_size: int = setting(1, COUNT)
     virtual_pipeline_model_parallel_size: int | None = setting(None, COUNT)
@@ -57,42 +57,42 @@ class CheckOptions(Settings):
     expert_tensor_parallel_size: int = setting(1, COUNT, """
         Megatron's own default is the tensor-parallel size.""")
     num_layers: int | None = setting(None, COUNT, """
-        Unset: 2, or the pipeline's number of chunks where that is more.""")
+        Unset: 2, or the pipeline's number of chunks if that is more.""")
     num_experts: int | None = setting(None, COUNT, "Check a mixture of experts.")
     mtp_num_layers: int | None = setting(None, COUNT, """
-        Add a model with multi-token prediction; needs megatron-core 0.19.""")
+        Add a model with multi-token prediction. Needs megatron-core 0.19.""")
     hybrid_model: bool = setting(False, """
-        Add a HybridModel, which Megatron names as GPTModel's successor; needs megatron-core 0.18,
+        Add a HybridModel, which Megatron names as GPTModel's successor. Needs megatron-core 0.18
         and no pipeline.""")
     sequence_parallel: bool = False
     use_distributed_optimizer: bool = False
     average_in_collective: bool = setting(False, """
-        DDP's; per-token rows are left out, which Megatron excludes with it.""")
+        DDP averages gradients in its collective. Per-token rows are left out, because Megatron
+        excludes the combination.""")
     overlap_grad_reduce: bool = setting(False, """
-        DDP reduces a bucket as soon as backward has filled it.""")
+        DDP reduces each bucket as soon as backward fills it.""")
     gradient_accumulation_fusion: bool = setting(False, """
-        Weight gradients added up inside the GEMM; needs Transformer Engine or Apex's
-        extension.""")
+        Add up weight gradients inside the GEMM. Needs Apex's extension.""")
     cp_comm_type: Literal["p2p", "all_gather", "a2a"] | None = setting(None, """
-        Exchange of keys and values in Transformer Engine's attention; unset: Megatron's
+        Exchange of keys and values in Transformer Engine's attention. Unset: Megatron's
         default.""")
-    fused_lm_head: bool = setting(False, "The end-to-end rows through the fused output layer.")
+    fused_lm_head: bool = setting(False, "Run the end-to-end rows through the fused output layer.")
     fp32_lm_head: bool = setting(False, """
-        Float32 logits out of bf16 operands. With fused_lm_head on cuda the vocabulary is one that
-        QuACK's products take.""")
+        Compute float32 logits from bf16 operands. With fused_lm_head on cuda, the vocabulary has a
+        size that QuACK's products accept.""")
     custom_pg_loss_reducer_function_path: str | None = setting(None, """
-        Add rows of your own reducer.""")
+        Add rows with your reducer.""")
     custom_policy_loss_path: str | None = setting(None, """
-        Add rows of your own per-token loss, with your own reducer if there is one.""")
+        Add rows with your per-token loss, and your reducer if given.""")
     device: Literal["cpu", "cuda"] = setting("cpu", """
-        Device of the check; the default is cuda where torch finds a GPU.""")
+        Device of the check. The default is cuda if torch finds a GPU.""")
     dtype: Literal["fp32", "bf16"] = setting("fp32", "On cuda the default is bf16.")
     transformer_impl: Literal["local", "transformer_engine"] = setting("local", """
-        On cuda in bf16 the default is transformer_engine, where it is installed.""")
+        On cuda in bf16, the default is transformer_engine if it is installed.""")
     # fmt: on
 
     def parallel_sizes(self, sharded: bool = True) -> dict[str, int | None]:
-        """Return the sizes by Megatron's names, or those of a whole model on every rank."""
+        """Return the sizes by Megatron's names, or the sizes of a whole model on every rank."""
         values = vars(self if sharded else CheckOptions())
         return {name: size for name, size in values.items() if name.endswith("_parallel_size")}
 
@@ -112,16 +112,16 @@ class CheckOptions(Settings):
 
     @property
     def has_whole_tiles(self) -> bool:
-        """The fused head may run on QuACK's products, which take multiples of 128 columns."""
+        """Whether the fused head may use QuACK's products, which need multiples of 128 columns."""
         return self.fused_lm_head and self.fp32_lm_head and self.device == "cuda"
 
     @property
     def vocab_size(self) -> int:
-        """The tokenizer's size: no multiple of the tensor-parallel size, about sixteen ids for each
-        rank.
+        """The tokenizer's size: about 16 ids per rank, and not a multiple of the tensor-parallel
+        size.
 
-        For QuACK's products 256 for each rank, of which the last lacks three where there are
-        several: it takes other kernels.
+        QuACK's products get 256 ids per rank. With several ranks, the last rank has three fewer,
+        and so runs different kernels.
         """
         if self.has_whole_tiles:
             return self.padded_vocab_size - (3 if self.tensor_model_parallel_size > 1 else 0)
@@ -129,10 +129,10 @@ class CheckOptions(Settings):
 
     @property
     def padded_vocab_size(self) -> int:
-        """The output layer's columns, one or more beyond the tokenizer's, equally many on every
-        tensor-parallel rank.
+        """The output layer's columns: at least one more than the tokenizer's, and equally many on
+        every tensor-parallel rank.
 
-        None beyond it on a single rank with QuACK's products, which take no padding.
+        On a single rank with QuACK's products, which take no padding, there is no extra column.
         """
         if self.has_whole_tiles:
             return _TILED_COLUMNS * self.tensor_model_parallel_size
@@ -140,11 +140,11 @@ class CheckOptions(Settings):
 
     @property
     def tokens_per_chunk(self) -> int:
-        """The tokens of a long sequence in each of a context-parallel rank's two chunks, which
-        together exceed a tile of attention.
+        """The tokens of a long sequence in each of a context-parallel rank's two chunks. Two chunks
+        together exceed an attention tile.
         """
-        # Tiles have 128 tokens, a CPU's 32. A GEMM loses digits with each token, and an expert's
-        # has those of all its ranks.
+        # Tiles have 128 tokens, 32 on a CPU. A GEMM loses digits with each token, and an expert's
+        # GEMM has the tokens of all its ranks.
         is_divided = min(self.context_parallel_size, self.expert_model_parallel_size) > 1
         return 130 if self.device == "cuda" else 17 if is_divided else 33
 
@@ -154,11 +154,8 @@ class CheckOptions(Settings):
         return 2 * self.context_parallel_size * self.tokens_per_chunk
 
     def num_microbatches(self, data_rank: int) -> int:
-        """Return a data-parallel rank's M: five or six by turns, more if the pipeline needs
-        more.
-        """
-        # Ranks of one expert-parallel group exchange tokens in every micro-batch and so have equal
-        # M.
+        """Return a data-parallel rank's M: five or six, more if the pipeline needs more."""
+        # Expert-parallel ranks exchange tokens in every micro-batch, so their M is equal.
         turn = data_rank % 2 if self.expert_model_parallel_size == 1 else 0
         count = max(5, self.pipeline_model_parallel_size + 2) + turn
         # Interleaved pipelines need multiples.
@@ -168,8 +165,8 @@ class CheckOptions(Settings):
 
 
 def config_of(aggregation: str, options: CheckOptions, objective: str = "ppo") -> PolicyLossConfig:
-    """Make a loss with KL and entropy terms, whose outer counts differ from the policy-gradient
-    term's.
+    """Make a loss with KL and entropy terms, which are averaged differently than the policy
+    gradient.
     """
     values: dict[str, Any] = {"loss_aggregation": aggregation}
     if aggregation == CUSTOM:
@@ -186,20 +183,19 @@ def config_of(aggregation: str, options: CheckOptions, objective: str = "ppo") -
 
 def parse_options(arguments: Sequence[str], *, world_size: int = 0) -> tuple[CheckOptions, bool]:
     """Return the options and the flag `--json`, or raise one ValueError with all faults. A world
-    size of 0 passes every check.
+    size of 0 passes every size check.
     """
     parser = ProgramParser(
         prog="megatron-pg check",
         allow_abbrev=False,
         description="Run one training step of a small model on the real process groups for every "
-        "aggregation and both of "
-        "Megatron's loss modes, and compare every gradient with an unsharded reference computed in "
-        "the same job. Start it as "
-        "the training is started, for example: torchrun --nproc-per-node 8 -m megatron_pg check "
+        "aggregation and both of Megatron's loss modes. Compare every gradient with an unsharded "
+        "reference computed in the same job. Start it as you start training, for example: torchrun "
+        "--nproc-per-node 8 -m megatron_pg check "
         "--tensor-model-parallel-size 2 --context-parallel-size 2 --pipeline-model-parallel-size 2",
     )
     add_args(parser, CheckOptions, "check")
-    # What was not given depends on the machine.
+    # Their defaults depend on the machine.
     parser.set_defaults(device=None, dtype=None, transformer_impl=None)
     parser.add_argument("--json", action="store_true", help="Print the report as JSON.")
     parser.add_config_args()
@@ -216,7 +212,7 @@ def parse_options(arguments: Sequence[str], *, world_size: int = 0) -> tuple[Che
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Cut the command line at `--`."""
+    """Split the command line at `--`."""
     words = list(arguments)
     place = words.index("--") if "--" in words else len(words)
     return words[:place], words[place + 1 :]
@@ -232,9 +228,9 @@ def has_transformer_engine() -> bool:
 
 
 def has_gradient_accumulation_fusion(options: CheckOptions) -> bool:
-    """Tell whether a kernel is there that adds up weight gradients inside the product.
+    """Tell whether a kernel can add up weight gradients inside the product.
 
-    Megatron's output layer takes Apex's alone, beside Transformer Engine's layers too
+    Megatron's output layer takes only Apex's, even next to Transformer Engine's layers
     (tensor_parallel/layers.py, 0.19.2).
     """
     has_apex = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
@@ -242,7 +238,7 @@ def has_gradient_accumulation_fusion(options: CheckOptions) -> bool:
 
 
 def violations_of_sizes(options: CheckOptions, world_size: int) -> Iterator[str]:
-    """Yield faults of the sizes, among them or with the number of processes."""
+    """Yield the faults of the sizes."""
     tensor_size = options.tensor_model_parallel_size
     pipeline_size = options.pipeline_model_parallel_size
     experts, expert_size = options.num_experts, options.expert_model_parallel_size
@@ -255,56 +251,50 @@ def violations_of_sizes(options: CheckOptions, world_size: int) -> Iterator[str]
     ):
         if world_size % size:
             yield (
-                f"{world_size} processes were started, and --{first}-parallel-size * "
-                f"--pipeline-model-parallel-size * "
-                f"--{last}-parallel-size = {size} must divide them: torchrun --nproc-per-node "
-                f"{math.lcm(dense, sparse)} "
-                "-m megatron_pg check ..."
+                f"--{first}-parallel-size * --pipeline-model-parallel-size * "
+                f"--{last}-parallel-size = {size} does not divide the {world_size} processes: "
+                f"torchrun --nproc-per-node {math.lcm(dense, sparse)} -m megatron_pg check ..."
             )
     if options.provider_flags and options.model_provider is None:
-        yield f"{' '.join(options.provider_flags)} after --: add --model-provider, which reads them"
+        yield f"{' '.join(options.provider_flags)} after -- requires --model-provider"
     if options.all and options.sample_groups is not None:
-        yield "--sample-groups takes copies of the model of one sharding: drop it, or --all"
+        yield "--all and --sample-groups are mutually exclusive"
     if options.num_layers is not None and options.num_layers % chunks:
         yield (
-            f"--num-layers {options.num_layers} with {chunks} pipeline chunks: give a multiple of "
-            f"that number"
+            f"--num-layers {options.num_layers} is not a multiple of the {chunks} pipeline chunks"
         )
     if options.sequence_parallel and tensor_size == 1:
-        yield "--sequence-parallel needs --tensor-model-parallel-size above 1"
+        yield "--sequence-parallel requires --tensor-model-parallel-size above 1"
     if options.fp32_lm_head and not options.fused_lm_head:
-        yield "--fp32-lm-head is checked with --fused-lm-head: add it"
+        yield "--fp32-lm-head requires --fused-lm-head"
     if options.hybrid_model and pipeline_size > 1:
         yield (
-            f"--hybrid-model with --pipeline-model-parallel-size {pipeline_size}: drop one of the "
-            f"two"
+            f"--hybrid-model and --pipeline-model-parallel-size {pipeline_size} are mutually "
+            "exclusive"
         )
     if stages is not None and 1 in (stages, pipeline_size):
         yield (
             f"--virtual-pipeline-model-parallel-size {stages} with --pipeline-model-parallel-size "
-            f"{pipeline_size}: both "
-            "must be above 1; leave it out for a pipeline that is not interleaved"
+            f"{pipeline_size}: both must be above 1. Without interleaving, omit the first"
         )
     if options.model_provider is not None:
         if options.all:
-            yield "--model-provider is checked at the given sizes: drop --all"
+            yield "--model-provider and --all are mutually exclusive"
         return
     if experts is None:
         for flag, size in (("model", expert_size), ("tensor", expert_tensor_size)):
             if size > 1:
-                yield f"--expert-{flag}-parallel-size {size} needs --num-experts"
+                yield f"--expert-{flag}-parallel-size {size} requires --num-experts"
         return
     if experts < 2 or experts % expert_size:
         yield (
             f"--num-experts {experts} with --expert-model-parallel-size {expert_size}: give at "
-            f"least 2 experts, and a "
-            "multiple of that size"
+            "least 2 experts, a multiple of that size"
         )
     if tensor_size > 1 and not options.sequence_parallel:
         yield (
-            f"--num-experts {experts} with --tensor-model-parallel-size {tensor_size} needs "
-            f"--sequence-parallel: Megatron "
-            "trains no mixture of experts without it there"
+            f"--num-experts {experts} with --tensor-model-parallel-size {tensor_size} requires "
+            "--sequence-parallel: Megatron trains experts under tensor parallelism only with it"
         )
 
 
@@ -331,35 +321,33 @@ def shardings(options: CheckOptions, world_size: int) -> Iterator[CheckOptions]:
 
 
 def _violations_of_machine(options: CheckOptions) -> Iterator[str]:
-    """Yield the options that this machine lacks."""
+    """Yield the options that this machine does not support."""
     if options.device == "cuda" and not torch.cuda.is_available():
-        yield "--device cuda: torch finds no GPU; use --device cpu"
+        yield "--device cuda: torch finds no GPU. Use --device cpu"
     if options.transformer_impl == "transformer_engine":
         if options.device == "cpu":
-            yield "--transformer-impl transformer_engine runs on --device cuda only; use local"
+            yield "--transformer-impl transformer_engine requires --device cuda. Use local"
         elif options.dtype == "fp32":
             yield (
-                "--transformer-impl transformer_engine has no packed float32 attention; use "
+                "--transformer-impl transformer_engine has no packed float32 attention. Use "
                 "--dtype bf16 or local"
             )
         elif not has_transformer_engine():
-            yield "--transformer-impl transformer_engine: it cannot be imported; use local"
+            yield "--transformer-impl transformer_engine: it cannot be imported. Use local"
     elif options.cp_comm_type is not None:
         yield (
-            f"--cp-comm-type {options.cp_comm_type} is Transformer Engine's: it needs "
-            f"--transformer-impl of that name"
+            f"--cp-comm-type {options.cp_comm_type} requires --transformer-impl transformer_engine"
         )
     if options.gradient_accumulation_fusion and not has_gradient_accumulation_fusion(options):
         yield (
-            "--gradient-accumulation-fusion needs a GPU and Apex's fused_weight_gradient_mlp_cuda, "
-            "for Megatron's output "
-            "layer; drop it"
+            "--gradient-accumulation-fusion requires a GPU and Apex's "
+            "fused_weight_gradient_mlp_cuda, for Megatron's output layer. Drop it"
         )
     if options.mtp_num_layers is not None and not derives_multi_token_labels():
         yield (
-            "--mtp-num-layers needs megatron-core 0.19 or later, which trains it without labels; "
-            "drop it"
+            "--mtp-num-layers requires megatron-core 0.19 or later, which trains it without "
+            "labels. Drop it"
         )
     if options.hybrid_model and not has_hybrid_model():
-        yield "--hybrid-model needs megatron-core 0.18 or later; drop it"
+        yield "--hybrid-model requires megatron-core 0.18 or later. Drop it"
     yield from custom_function_violations(options)

@@ -1,7 +1,7 @@
-"""The user's own model: built by a provider at the given sizes and at sizes 1, with the same
-weights, and compared.
+"""The check of the user's model: the provider builds it at the given sizes and at sizes 1, with the
+same weights.
 
-A tolerance is measured for each number. Its unit is how far the number moves in the unsharded model
+Each number has a measured tolerance. Its unit is how far the number moves in the unsharded model
 when every weight moves by one epsilon of its dtype.
 """
 
@@ -57,27 +57,28 @@ SIGNATURE = ("pre_process", "post_process", "vp_stage", "config", "pg_collection
 ADAM_EPSILON = 1e-8
 SEED = 1234
 PACK_SIZE = 4
-"""The samples that are scored in one pack, against each sample by itself."""
+"""The number of samples in the pack that is compared with single samples."""
 FAR = 1.5
-"""The factor of a gradient that must not pass."""
+"""The wrong factor of a gradient that the check must find."""
 FEWEST_STEPS = 5.0
-"""The tolerance of a gradient, in units, where `STEPS` would let `FAR` pass."""
+"""The tolerance of a gradient in units if `STEPS` would miss `FAR`."""
 
 
 @dataclass
 class OwnCheck:
-    """The rows of the user's model, and what the report says beside them."""
+    """The rows of the user's model, and further facts for the report."""
 
     rows: list[CheckRow] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     traits: frozenset[str] = frozenset()
     unproven: tuple[str, ...] = ()
-    """The parameters whose gradients rounding hides, of kinds that are proven in another layer."""
+    """Parameters with gradients that rounding hides, of kinds that are proven in a different
+    layer."""
 
 
 @dataclass(frozen=True)
 class _Stated:
-    """What a rank says of one of its blocks of parameters."""
+    """The description of a rank's parameter block."""
 
     piece: Piece
     is_trained: bool
@@ -86,7 +87,7 @@ class _Stated:
 
 @dataclass
 class _Whole:
-    """What is known of the unsharded model once it is gone."""
+    """The results of the unsharded model, kept after it is freed."""
 
     weights: dict[str, Tensor]
     expected: Expected
@@ -97,7 +98,7 @@ class _Whole:
 
 
 def load_provider(options: CheckOptions) -> Provider:
-    """Import the provider. Its module and its calls see the flags after `--` in `sys.argv`."""
+    """Import the provider. Its module and calls see the flags after `--` in `sys.argv`."""
     path = options.model_provider or ""
     module_name, _, name = path.rpartition(":" if ":" in path else ".")
     sys.argv = [module_name, *options.provider_flags]
@@ -105,8 +106,8 @@ def load_provider(options: CheckOptions) -> Provider:
         provider: Any = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise CannotCheckError(
-            f"--model-provider {path}: {type(error).__name__}: {error}. Give module:function of a "
-            "module on PYTHONPATH"
+            f"--model-provider {path}: {type(error).__name__}: {error}. Name a module on "
+            "PYTHONPATH as module:function"
         ) from error
     try:
         inspect.signature(provider).bind(**dict.fromkeys(SIGNATURE))
@@ -153,7 +154,7 @@ def run_own_check(options: CheckOptions) -> OwnCheck:
 def _row(
     options: CheckOptions, what: str, error: float, words: str, limit: float = STEPS
 ) -> CheckRow:
-    """Make a row of one number, with words for the case that it is beyond the limit."""
+    """Make a row with one number, and words that it has only if the number exceeds the limit."""
     return CheckRow(
         model=MODEL,
         aggregation=CASE_AGGREGATION,
@@ -178,7 +179,7 @@ def _row(
 
 
 def parallel_config(options: CheckOptions, *, sharded: bool) -> ModelParallelConfig:
-    """Make the `config=` of the provider: the sizes of one layout, and the dtype."""
+    """Make the provider's `config=` argument: the sizes and the dtype."""
     dtype = torch.bfloat16 if options.dtype == "bf16" else torch.float32
     fields: dict[str, Any] = dict(
         **options.parallel_sizes(sharded),
@@ -220,13 +221,11 @@ def _build(
 
 
 def _require_model(model: Any, layout: Mapping[str, Any], options: CheckOptions) -> None:
-    """Refuse what is not a Megatron model of the asked layout."""
+    """Raise unless the model is a Megatron model with the requested layout."""
     path = f"--model-provider {options.model_provider}"
     if not isinstance(model, torch.nn.Module):
         kind = type(model).__name__
-        raise CannotCheckError(
-            f"{path} returned a {kind}: return one model, for the one chunk that it is asked for"
-        )
+        raise CannotCheckError(f"{path} returned a {kind}: return one model, for one chunk")
     for name in ("config", "sharded_state_dict"):
         if not hasattr(model, name):
             raise CannotCheckError(
@@ -238,13 +237,13 @@ def _require_model(model: Any, layout: Mapping[str, Any], options: CheckOptions)
         given = getattr(model.config, name, asked)
         if is_layout and (given or 1) != (asked or 1):
             raise CannotCheckError(
-                f"{path} built a model with {name}={given} and was asked for {asked}: take it from "
-                "the argument config, as in TransformerConfig(num_layers=..., **vars(config))"
+                f"{path} built a model with {name}={given} instead of {asked}: take it from the "
+                "argument config, as in TransformerConfig(num_layers=..., **vars(config))"
             )
 
 
 def _set_up(model: Any, per_token: bool, options: CheckOptions) -> None:
-    """Set what a trainer sets, and switch off losses beside the policy's."""
+    """Set what a trainer sets, and switch off auxiliary losses."""
     config = model.config
     config.finalize_model_grads_func = (
         getattr(config, "finalize_model_grads_func", None) or distributed.finalize_model_grads
@@ -268,7 +267,7 @@ def _stated(chunk: Any) -> Iterator[_Stated]:
 
 
 def _require_alike(stated: Sequence[Sequence[_Stated]], whole: Sequence[_Stated] = ()) -> None:
-    """Refuse ranks, or layouts, that do not state the same parameters."""
+    """Raise if ranks or layouts have different parameters."""
     known = {each.piece.name: (each, "the unsharded model") for each in whole}
     for rank, own in enumerate(stated):
         for each in own:
@@ -277,15 +276,15 @@ def _require_alike(stated: Sequence[Sequence[_Stated]], whole: Sequence[_Stated]
             if whole and where == f"rank {rank}":
                 raise CannotCheckError(
                     f"{name} is on rank {rank} and not in the unsharded model: the provider builds "
-                    "other modules at sizes 1"
+                    "different modules at sizes 1"
                 )
             if shapes[0] != shapes[1]:
                 raise CannotCheckError(_about_shapes(each, other, f"rank {rank}", where))
             if each.is_trained != other.is_trained:
                 trained = f"rank {rank}" if each.is_trained else where
                 raise CannotCheckError(
-                    f"{name} is trained on {trained} only, by the requires_grad of rank {rank} and "
-                    f"{where}: freeze it on every rank or on none"
+                    f"{name} is trained on {trained} only (compared rank {rank} and {where}): set "
+                    "requires_grad alike on every rank"
                 )
             if each.dtype != other.dtype:
                 raise CannotCheckError(
@@ -299,29 +298,29 @@ def _require_alike(stated: Sequence[Sequence[_Stated]], whole: Sequence[_Stated]
 
 
 def _about_shapes(each: _Stated, other: _Stated, here: str, there: str) -> str:
-    """Say why two layouts state different shapes of a parameter."""
+    """Explain why two layouts have different shapes of a parameter."""
     name, shapes = each.piece.name, f"{list(each.piece.shape)} on {here}"
     shapes += f" and {list(other.piece.shape)} on {there}"
     if each.piece.is_vocabulary and each.piece.shape[1:] == other.piece.shape[1:]:
         return (
             f"{name} has {each.piece.shape[0]} rows on {here} and {other.piece.shape[0]} on "
-            f"{there}: the provider pads the vocabulary to the tensor-parallel size. Pad it to one "
-            "number, such as a multiple of 128, at every size"
+            f"{there}: the provider pads the vocabulary to the tensor-parallel size. Pad it to the "
+            "same number at every size"
         )
     if not each.piece.is_stated:
         return (
-            f"{name} has no entry in sharded_state_dict and is {shapes}: only a parameter that "
-            "every rank holds whole is compared by its name. State its division in the module's "
-            "sharded_state_dict (make_sharded_tensors_for_checkpoint)"
+            f"{name} has no entry in sharded_state_dict and is {shapes}: without an entry, every "
+            "rank must hold it whole. Add the entry in the module's sharded_state_dict "
+            "(make_sharded_tensors_for_checkpoint)"
         )
     return (
-        f"sharded_state_dict states that {name} is {shapes}: the entry leaves out a division over "
-        "ranks. State it in the module's sharded_state_dict (make_sharded_tensors_for_checkpoint)"
+        f"in sharded_state_dict, {name} is {shapes}: the entry lacks an axis that ranks divide. "
+        "Add it in the module's sharded_state_dict (make_sharded_tensors_for_checkpoint)"
     )
 
 
 def _memory(num_parameters: int, options: CheckOptions) -> str:
-    """Say how much memory the unsharded model takes on each rank."""
+    """Return how much memory the unsharded model takes on each rank. Raise if it does not fit."""
     # Weights and their copy, a backward's gradients, and the float64 sums of four passes.
     size = num_parameters * (3 * (2 if options.dtype == "bf16" else 4) + 4 * 8)
     text = f"the unsharded model has {num_parameters:,} parameters and takes about "
@@ -334,7 +333,7 @@ def _memory(num_parameters: int, options: CheckOptions) -> str:
 
 
 def _traits(config: Any) -> frozenset[str]:
-    """Return what the model has of the traits that known mistakes are about."""
+    """Return the model's traits that known mistakes depend on."""
     settings = {name: str(value) for name, value in vars(config).items() if value}
     has = {
         "experts": "num_moe_experts" in settings,
@@ -356,7 +355,9 @@ def _run_whole(
     data_size: int,
     found: OwnCheck,
 ) -> _Whole:
-    """Run the unsharded model: its numbers, their units, and packs against single samples."""
+    """Run the unsharded model, measure the units of its numbers, and compare packs with single
+    samples.
+    """
     module = _build(options, provider, sharded=False)[0]
     model = unwrapped(module)
     own = list(_stated(model))
@@ -418,8 +419,8 @@ def _run_whole(
 
 @torch.no_grad()
 def _fill_constants(model: Any) -> None:
-    """Give parameters that are one number everywhere, as the second factor of a fresh adapter, a
-    norm or a bias, values that hide nothing. All ranks get rank 0's weights.
+    """Add noise to constant parameters, such as a norm, a bias or the second factor of a new
+    adapter, which would hide mistakes. Give all ranks rank 0's weights.
     """
     for name, parameter in model.named_parameters():
         if parameter.numel() > 1 and bool((parameter == parameter.flatten()[0]).all()):
@@ -431,7 +432,7 @@ def _fill_constants(model: Any) -> None:
 
 
 def _move_weights(model: Any, seed: int) -> list[Tensor]:
-    """Move every weight by one epsilon of its dtype, up or down. Return the weights before."""
+    """Move every weight up or down by one epsilon of its dtype. Return the previous weights."""
     generator, before = torch.Generator().manual_seed(seed), []
     for parameter in model.parameters():
         before.append(parameter.data.clone())
@@ -442,7 +443,7 @@ def _move_weights(model: Any, seed: int) -> list[Tensor]:
 
 
 def _largest(found: Sequence[Tensor], expected: Sequence[Tensor]) -> tuple[float, int, int]:
-    """Return the largest difference of log-probs, its sample and its response token."""
+    """Return the largest difference between log-probs, with its sample and response token."""
     worst = (0.0, 0, 0)
     for index, (a, b) in enumerate(zip(found, expected, strict=True)):
         if not b.numel():
@@ -461,7 +462,7 @@ def _with_units(
     eps: float,
     found: OwnCheck,
 ) -> tuple[Expected, Expected]:
-    """Add the units to the expected gradients, and compute the expected update with its own."""
+    """Add the units to the expected gradients, and compute the expected update and its units."""
     norm = expected.gradient_norm()
     clip = _clip(expected, options)
     updates = [_update(each, options) for each in (expected, *moved)]
@@ -472,12 +473,12 @@ def _with_units(
         unit = max(*moves, 0.1 * eps * own, 1e-3 * eps * norm)
         units[name] = narrowed(unit, own)
         moves = [float((other[name] - updates[0][name]).norm()) for other in updates[1:]]
-        # Adam's first step is the sign of each element, which rounding turns where it is near 0.
+        # Adam's first step is each element's sign, which rounding flips near 0.
         share = clip * unit / math.sqrt(gradient.numel())
         turned = (share / ((clip * gradient).abs() + ADAM_EPSILON)).clamp(max=2.0)
         rounding = eps * float(weights[name].double().norm())
         update_units[name] = max(*moves, options.lr * float(turned.norm()), rounding)
-        # A gradient that is zero but for rounding says nothing about the others.
+        # A gradient that is zero except for rounding proves nothing.
         if own > 2 * unit and FEWEST_STEPS * unit >= (FAR - 1.0) * own:
             coarse[name] = unit / own
         elif own > 2 * unit:
@@ -506,13 +507,13 @@ def _with_units(
 
 
 def kind_of(name: str) -> str:
-    """Return a parameter's name without the numbers of layers and experts."""
+    """Return a parameter's name without layer and expert numbers."""
     return re.sub(r"(?<=[.\[,])\d+(?=[.\],])", "*", name)
 
 
 def narrowed(unit: float, norm: float) -> float:
-    """Return the unit of a gradient of a norm, so that `STEPS` of it do not let `FAR` pass, if
-    `FEWEST_STEPS` of the measured unit allow that.
+    """Reduce a gradient's unit so that `STEPS` units do not hide a factor of `FAR`, but at most to
+    `FEWEST_STEPS / STEPS` of the measured unit.
     """
     room = 0.8 * (FAR - 1.0) * norm / STEPS  # rounding may hide a part of the fault too
     return unit if norm <= 2 * unit else min(unit, max(room, FEWEST_STEPS / STEPS * unit))
@@ -523,7 +524,7 @@ def _clip(expected: Expected, options: CheckOptions) -> float:
 
 
 def _update(expected: Expected, options: CheckOptions) -> dict[str, Tensor]:
-    """Compute the first step of Adam, float64, after clipping."""
+    """Compute Adam's first step after clipping, in float64."""
     clip = _clip(expected, options)
     clipped = {name: clip * gradient for name, gradient in expected.gradients.items()}
     return {name: -options.lr * g / (g.abs() + ADAM_EPSILON) for name, g in clipped.items()}
@@ -536,7 +537,7 @@ def _packed_rows(
     log_probs: Sequence[Tensor],
     unit: float,
 ) -> Iterator[CheckRow]:
-    """Yield the rows of samples in a pack against samples by themselves, at sizes 1."""
+    """Yield the rows that compare packed with single samples, at sizes 1."""
     for what, step in (("pack", 1), ("pack reversed", -1)):
         worst = (0.0, 0, 0)
         for start in range(
@@ -560,7 +561,7 @@ def _packed_rows(
 
 
 def _run_sharded(options: CheckOptions, provider: Provider, whole: _Whole, found: OwnCheck) -> None:
-    """Run the sharded model in both loss modes, and compare it with the unsharded one."""
+    """Run the sharded model in both loss modes and compare it with the unsharded one."""
 
     def copy_weights(model: Any) -> None:
         for piece, parameter in placed(model):
@@ -606,7 +607,7 @@ def _gradient_row(options: CheckOptions, chunks: list[Any], whole: _Whole, run: 
 
 
 def _with_culprit(row: CheckRow, trace: Mapping[str, float], of: str) -> CheckRow:
-    """Name the wrong parameter that is nearest to the output: errors travel backwards."""
+    """Name the wrong parameter nearest to the output, because errors travel backwards."""
     order = {name: place for place, name in enumerate(trace)}
 
     def place(name: str) -> int:
@@ -622,7 +623,7 @@ def _with_culprit(row: CheckRow, trace: Mapping[str, float], of: str) -> CheckRo
 
 
 def _log_prob_row(options: CheckOptions, chunks: list[Any], whole: _Whole) -> CheckRow:
-    """Compare the log-prob of every response token, and name the first module that differs."""
+    """Compare every response token's log-prob, and name the first module that differs."""
     groups = ParallelGroups.from_parallel_state()
     samples = [
         replace(sample, loss_mask=torch.ones_like(sample.loss_mask))
@@ -649,9 +650,7 @@ def _log_prob_row(options: CheckOptions, chunks: list[Any], whole: _Whole) -> Ch
 def _update_rows(
     options: CheckOptions, chunks: list[Any], whole: _Whole, run: Run
 ) -> Iterator[CheckRow]:
-    """Yield the rows of one optimizer step after the gradients of a step: updates and frozen
-    parameters.
-    """
+    """Yield the rows of an optimizer step: updates and frozen parameters."""
     train_step(chunks, options, whole.expected.samples, run)
     parts = [part for chunk in chunks for part in placed(unwrapped(chunk))]
     before = [parameter.detach().double() for _, parameter in parts]
@@ -702,7 +701,7 @@ def _update_rows(
 
 
 def _trace_whole(whole: WholeModel, module: Any, sample: Sample) -> dict[str, float]:
-    """Return the sum of squares of each module's output for one sample, in forward order."""
+    """Return each module's sum of squared outputs for one sample, in forward order."""
     try:
         with torch.no_grad():
             return _traced([module], lambda: whole.packed_log_probs([sample]))
@@ -748,8 +747,8 @@ def _first_difference(
 ) -> str:
     """Name the first module in forward order whose output differs for one sample.
 
-    The outputs of ranks are added up: their sum of squares is the unsharded one if they divide
-    tokens or columns, and a parallel size times it if they are copies.
+    The sums of squares are added over ranks. The total is the unsharded one if ranks divide tokens
+    or columns, and a parallel size times it if they hold copies.
     """
     groups = ParallelGroups.from_parallel_state()
     multiple = groups.context_size * groups.tensor_size if options.sequence_parallel else 1
@@ -779,4 +778,4 @@ def _first_difference(
         copies = {1, groups.tensor_size, groups.context_size}
         if all(abs(ratio / size - 1.0) > slack for size in copies):
             return f"the first module whose output differs is {name}"
-    return "no module's output has another norm, so look at positions and at the order of tokens"
+    return "no module's output has a different norm: look at positions and the order of tokens"

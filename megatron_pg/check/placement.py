@@ -1,5 +1,5 @@
-"""The place of a rank's parameters and gradients in the whole model, by Megatron's own statement:
-the keys, shapes and offsets of `sharded_state_dict`.
+"""The place of a rank's parameters and gradients in the whole model, from the keys, shapes and
+offsets of Megatron's `sharded_state_dict`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from megatron_pg.megatron.groups import unwrapped
 
 @dataclass(frozen=True)
 class Piece:
-    """A block of a whole parameter that a rank holds, as a view of its own tensor.
+    """A block of a whole parameter, as a view of the rank's tensor.
 
-    A rank may hold several blocks: the two halves of a SwiGLU layer are divided one by one.
+    A rank may hold several blocks: the two halves of a SwiGLU layer are sharded separately.
     """
 
     name: str
@@ -35,10 +35,10 @@ class Piece:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     start: int
-    """The view of the rank's tensor: its size, its stride and its first element."""
+    """The view of the rank's tensor: size, stride and first element."""
     is_vocabulary: bool = False
     is_stated: bool = True
-    """False for a parameter without an entry, which is taken for whole on every rank."""
+    """False for a parameter without an entry, which is assumed to be whole on every rank."""
 
     def view(self, local: Tensor) -> Tensor:
         """Return the block of a tensor with the shape of the rank's parameter."""
@@ -51,11 +51,11 @@ class Piece:
 
 
 Part = tuple[Piece, Tensor]
-"""A rank's block of a gradient, a parameter or its update, with its place."""
+"""A rank's block of a parameter, its gradient or its update, with its place."""
 
 
 def placed(model: Any, values: Mapping[str, Tensor] | None = None) -> Iterator[Part]:
-    """Yield the blocks of the parameters of an unwrapped chunk, or of tensors with their names and
+    """Yield the blocks of an unwrapped chunk's parameters, or of tensors with their names and
     shapes.
     """
     named = dict(model.named_parameters())
@@ -79,14 +79,14 @@ def pieces_of(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, list[Piece
 
 
 def names_in_whole(model: Any) -> Callable[[str], str]:
-    """Return a function from the name of a chunk's module or parameter to that in the whole model,
-    whose layers have other numbers.
+    """Return a function from a module's or parameter's name in a chunk to its name in the whole
+    model, which numbers layers differently.
     """
     return _renaming(_stated(model, dict(model.named_parameters())))
 
 
 def _renaming(stated: Mapping[str, Sequence[Piece]]) -> Callable[[str], str]:
-    """Take the numbers of a name from the keys of the parameters beside it."""
+    """Take a name's layer numbers from the keys of neighboring parameters."""
     prefixes = {"": ""}
     for name, pieces in stated.items():
         key, _, place = pieces[0].name.partition("[")
@@ -117,7 +117,8 @@ def _stated(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, list[Piece]]
         try:
             state = model.sharded_state_dict(metadata=metadata)
         except AssertionError:
-            # Of a tied weight on a stage with multi-token prediction, as Megatron's checkpoints.
+            # A tied weight fails on a stage with multi-token prediction. Megatron's checkpoints do
+            # this.
             state = MegatronModule.sharded_state_dict(model, metadata=metadata)
         for key, entry in state.items():
             built = {key: entry}
@@ -155,7 +156,7 @@ def _piece(block: ShardedTensor, start: int) -> Piece:
 
 
 def whole_tensors(parts: Sequence[Part]) -> dict[str, Tensor]:
-    """Put the blocks of an unsharded model together: the whole tensors by name."""
+    """Assemble the blocks of an unsharded model into whole tensors, by name."""
     wholes: dict[str, Tensor] = {}
     for piece, tensor in parts:
         if piece.name not in wholes:
@@ -171,7 +172,7 @@ def gradient_parts(
     """Yield this rank's blocks of gradients: DDP's `main_grad` or a bare model's `grad`. A frozen
     parameter has none.
 
-    The distributed optimizer has reduced each rank's part alone. The rest is gathered, or copied
+    The distributed optimizer has reduced only each rank's own part. The rest is gathered, or copied
     from the reference.
     """
     for chunk in chunks:
@@ -196,8 +197,8 @@ def gradient_parts(
 
 
 def _buckets(chunk: Any) -> Iterator[tuple[Tensor, Tensor, dist.ProcessGroup]]:
-    """Yield the buckets that ranks of the distributed optimizer divide: the gradients, this rank's
-    part, the ranks.
+    """Yield the buckets that the distributed optimizer divides over ranks: the gradients, this
+    rank's part and the ranks.
     """
     if not (hasattr(chunk, "ddp_config") and chunk.ddp_config.use_distributed_optimizer):
         return

@@ -1,6 +1,4 @@
-"""The places of a job's ranks: their names where a few of many are wrong, and the sample that a
-check runs on.
-"""
+"""The names of a job's ranks in diagnoses, and the sample of ranks that a check runs on."""
 
 import math
 import os
@@ -34,7 +32,7 @@ def job_size() -> int:
 
 
 def place_of(coordinates: tuple[int, ...], options: CheckOptions) -> Place:
-    """Name this rank. Its coordinates in a sample become those in the job."""
+    """Return this rank's place, with coordinates in the job instead of in the sample."""
     tensor, context, data, pipeline = coordinates
     if options.sample_groups is not None:
         data = sampled_data_ranks(options, job_size())[data]
@@ -42,8 +40,8 @@ def place_of(coordinates: tuple[int, ...], options: CheckOptions) -> Place:
 
 
 def names_of(ranks: Sequence[Place], everyone: Sequence[Place]) -> str:
-    """Name ranks by host and coordinates, or many of them by what they have in common; "" where
-    they are all.
+    """Name ranks by host and coordinates, or many ranks by what they have in common. Return "" for
+    all ranks.
     """
     if len(ranks) == len(everyone):
         return ""
@@ -62,7 +60,7 @@ def names_of(ranks: Sequence[Place], everyone: Sequence[Place]) -> str:
     number = f"{len(ranks)} of {len(everyone)} ranks"
     hosts = sorted({place.host for place in ranks})
     if len(hosts) <= NUM_NAMED and len(ranks) == sum(p.host in hosts for p in everyone):
-        return f"{number}, all those of host {', '.join(hosts)}"
+        return f"{number}, all on host {', '.join(hosts)}"
     first = ranks[0]
     shared = [
         axis for axis in varying if len({p.coordinates[AXES.index(axis)] for p in ranks}) == 1
@@ -70,16 +68,16 @@ def names_of(ranks: Sequence[Place], everyone: Sequence[Place]) -> str:
     words = coordinates(first, shared)
     alike = [place for place in everyone if coordinates(place, shared) == words]
     if shared and len(alike) == len(ranks):
-        return f"{number}, all those of {', '.join(words)}"
+        return f"{number}, all with {', '.join(words)}"
     inside = f", all in {', '.join(words)}" if shared else ""
-    return f"{number}{inside}, the first being {one_by_one(ranks[:NUM_NAMED])}"
+    return f"{number}{inside}, first {one_by_one(ranks[:NUM_NAMED])}"
 
 
 def sampled_data_ranks(options: CheckOptions, size: int) -> tuple[int, ...]:
-    """Return the data-parallel ranks that a check of `size` processes runs on, without
-    `--sample-groups` all.
+    """Return the data-parallel ranks that a check of `size` processes runs on: all without
+    `--sample-groups`.
 
-    They are evenly spaced, the first and the last among them. Ranks that share experts are chosen
+    They are evenly spaced, with the first and the last. Ranks that share experts are chosen
     together.
     """
     dense = options.tensor_model_parallel_size * options.context_parallel_size
@@ -94,9 +92,9 @@ def sampled_data_ranks(options: CheckOptions, size: int) -> tuple[int, ...]:
 def sampled_ranks(options: CheckOptions, size: int) -> list[int]:
     """Return the ranks of the job that `sampled_data_ranks` stand for, in order.
 
-    Megatron counts tensor-, context-, data- and pipeline-parallel ranks, the first the fastest
-    (`order` of `initialize_model_parallel`). So the sample is a job of its own, and its groups but
-    the data-parallel ones are the job's.
+    Megatron numbers ranks along tensor-, context-, data- and pipeline-parallel axes, the first one
+    fastest (`order` of `initialize_model_parallel`). So the sample is a valid job, which shares all
+    groups except the data-parallel ones with the whole job.
     """
     block = options.tensor_model_parallel_size * options.context_parallel_size
     stage = size // options.pipeline_model_parallel_size

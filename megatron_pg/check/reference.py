@@ -1,7 +1,7 @@
-"""The expected results of a step: the unsharded model on each sample alone, and the loss in
-float64, sample by sample.
+"""The expected results of a step: the unsharded model on each sample separately, and a float64
+loss.
 
-The loss shares no code with the reducers, the token window or the scale contract that it judges.
+The loss shares no code with the reducers, token window and scale contract that it checks.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ class Outputs(NamedTuple):
     """The results of a pack."""
 
     logits: list[Tensor]
-    """The logits of each sample."""
+    """Each sample's logits."""
     scores: list[Tensor]
-    """The `Scores` of each sample in turn."""
+    """Each sample's `Scores` in turn."""
     router_logits: list[Tensor]
-    """[tokens, experts] float64 of each layer's router."""
+    """[tokens, experts] float64 per layer."""
     taken: list[Tensor]
-    """[tokens, experts] bool of each layer: the experts that a token goes to."""
+    """[tokens, experts] bool per layer: the experts that a token goes to."""
 
 
 class Expected(NamedTuple):
@@ -68,22 +68,23 @@ class Expected(NamedTuple):
     loss: float
     gradients: dict[str, Tensor]
     norm: float | None = None
-    """The norm of all gradients, if `gradients` has the optimizer's updates instead."""
+    """The norm of all gradients, if `gradients` holds the optimizer's updates instead."""
     labels: Mapping[str, str] = {}
-    """The parameters' names in the unsharded model, by those of `gradients`."""
+    """The parameters' names in the unsharded model, by name in `gradients`."""
     units: Mapping[str, float] = {}
-    """The unit of each gradient's error, where it is measured (`compare.STEPS`)."""
+    """The measured unit of each gradient's error (`compare.STEPS`). Only the user's model has
+    units."""
     loss_unit: float = 0.0
     norm_unit: float = 0.0
     tokens_of_experts: Mapping[str, Tensor] = {}
-    """[experts] tokens of the step that take an expert, by the name of the router's bias, whose
-    update is among `gradients`."""
+    """[experts] tokens of the step per expert, by the name of the router's bias. `gradients` has
+    the bias update."""
 
     def after_update(self) -> Expected:
-        """Replace the gradients by the updates of Adam's first step, as `step.update` makes it.
+        """Replace the gradients by the updates of Adam's first step, as in `step.update`.
 
         The gradients are clipped to half their norm. Adam adds `-g / (|g| + epsilon)`. The decay
-        adds minus the parameter, which is as much again.
+        adds minus the parameter, which is the same amount.
         """
         norm = self.gradient_norm()
         clip = 0.5 * norm / (norm + 1e-6)
@@ -101,36 +102,36 @@ class Expected(NamedTuple):
 
 
 class WholeModel:
-    """The unsharded model of some options, one on every rank. The ranks share out the samples and
-    add up their gradients.
+    """The unsharded model, whole on every rank. The ranks divide the samples and add up their
+    gradients.
     """
 
     def __init__(self, options: CheckOptions, module: Any, vocab_size: int | None = None) -> None:
         self._options, self._module, self.config = options, module, module.config
         self._vocab_size = vocab_size
-        # `_loss_ahead` computes this loss in Megatron's place.
+        # `_loss_ahead` computes this loss instead of Megatron.
         self._scale_ahead = float(getattr(self.config, "mtp_loss_scaling_factor", 0.0) or 0.0)
         self.config.mtp_loss_scaling_factor = 0.0
-        # Of the call that runs: logits of multi-token prediction by depth, [tokens, experts]
-        # float64 of each layer's router, and [tokens] positions in their sequences.
+        # Values of the current call: multi-token logits by depth, [tokens, experts] float64 of each
+        # layer's router, and [tokens] positions in their sequences.
         self._ahead: list[Tensor] = []
         self._router_logits: list[Tensor] = []
         self._taken: list[Tensor] = []
         self._positions = torch.zeros(0)
-        # Transformer Engine and Megatron's multi-token loss overwrite tensors that they have saved.
+        # Transformer Engine and Megatron's multi-token loss overwrite tensors saved for backward.
         is_local = options.transformer_impl == "local" and options.model_provider is None
         self._keeps_outputs = is_local and options.mtp_num_layers is None
         self._kept: dict[tuple[object, ...], Outputs] = {}
-        # [tokens, layers, k] int64 of a pack that says which experts its tokens take, -1 for none.
+        # [tokens, layers, k] int64: the experts that a pack's tokens take, -1 for none.
         self._experts: Tensor | None = None
         self._case = GRADIENT
-        """The case that is scored."""
+        """The case being scored."""
         self._bias_names: list[str] = []
 
     @classmethod
     def built_in(cls, options: CheckOptions, new_model: NewModel) -> WholeModel:
-        """Build a tiny model, whose routers and positions are the reference's own."""
-        # In float64 the comparison measures the float32 run's error alone.
+        """Build a tiny model with the reference's routers and positions."""
+        # In float64, the comparison measures only the float32 run's error.
         dtype = torch.float64 if options.dtype == "fp32" else torch.bfloat16
         config = model_config(options, sharded=False, dtype=dtype)
         provider = provider_of(options, new_model)
@@ -151,7 +152,7 @@ class WholeModel:
                 self._bias_names.append(f"{name}.expert_bias")
                 module.routing = functools.partial(self._route, module, self._bias_names[-1])
             elif place == "position_embeddings":
-                # Megatron's model might pass others than the true positions.
+                # Megatron's model might pass wrong positions.
                 module.register_forward_hook(lambda table, *_: table.weight[self._positions][None])
 
     def _note_router(self, router: Any, inputs: tuple[Tensor, ...], _: Any) -> None:
@@ -177,7 +178,7 @@ class WholeModel:
 
     @torch.no_grad()
     def scores(self, samples: Sequence[Sample]) -> list[Scores]:
-        """Score each sample by itself. Every rank calls it and gets the same."""
+        """Score each sample separately. Every rank calls it and gets the same."""
         mine: list[Any] = [
             tuple(score.cpu() for score in self._scores(sample, self._logits([sample])[0]))
             for sample in samples[dist.get_rank() :: dist.get_world_size()]
@@ -204,7 +205,7 @@ class WholeModel:
         loss.backward()  # type: ignore[no-untyped-call]
         model = unwrapped(self._module)
         named = {name: each for name, each in model.named_parameters() if each.requires_grad}
-        # Many sums in bf16 would lose digits.
+        # Sums in bf16 would lose digits.
         sums: dict[str, Tensor] = {
             name: torch.zeros_like(parameter, dtype=torch.float64)
             for name, parameter in named.items()
@@ -252,7 +253,7 @@ class WholeModel:
         )
 
     def _custom_loss(self, samples: Sequence[Sample], leaves: Sequence[Scores]) -> Tensor:
-        """Call the user's functions with the whole step at once, as one micro-batch on one rank."""
+        """Call the user's functions with the whole step as one micro-batch on one rank."""
         device = self._options.device
         parts = (torch.cat(part).to(device) for part in zip(*leaves, strict=True))
         totals = step_totals(samples, allow_different_group_sizes=True)
@@ -260,14 +261,16 @@ class WholeModel:
         return policy_loss_from_log_probs(config, batch, *parts, totals=totals)[0]
 
     def _loss_ahead(self, packed: Sequence[Sample], samples: Sequence[Sample]) -> Tensor:
-        """Return a pack's multi-token loss, over the active tokens of all samples: 0-d float64."""
+        """Return a pack's multi-token loss, divided by the active tokens of all samples: 0-d
+        float64.
+        """
         depths = self._options.mtp_num_layers or 0
         active = sum(int(sample.loss_mask.sum()) for sample in samples)
         lengths = [sample.total_length for sample in packed]
         loss = torch.zeros((), dtype=torch.float64)
         for depth, output in enumerate(self._ahead[:depths], start=1):
             ahead = 1 + depth  # a position's own logits score the next token
-            # Megatron's cross-entropy counts the columns of padding.
+            # Megatron's cross-entropy includes the padding columns.
             parts = torch.split(output[:, 0], lengths)
             for sample, logits in zip(packed, parts, strict=True):
                 mask = torch.cat([torch.zeros(sample.prompt_length), sample.loss_mask.float()])
@@ -289,8 +292,8 @@ class WholeModel:
         return [by_place[place] for place in sorted(by_place)]
 
     def _outputs(self, packed: Sequence[Sample]) -> Outputs:
-        """Run a pack, once for all rows with the same samples where a graph can be gone through
-        several times.
+        """Run a pack. If its graph allows several backward passes, rows with the same samples share
+        it.
         """
         key = self._case.has_sigmoid, self._case.has_expert_bias, *packed
         if key in self._kept:
@@ -324,7 +327,7 @@ class WholeModel:
         return list(torch.split(logits[0], lengths))
 
     def _scores(self, sample: Sample, logits: Tensor) -> Scores:
-        """Score a sample from its [total_length, columns] logits, over its kept sets if any."""
+        """Score a sample from its [total_length, columns] logits, over its sampling sets if any."""
         # The logits of a position score the next token.
         scored = logits[sample.prompt_length - 1 : -1, : self._vocab_size].double()
         is_dropped = torch.zeros_like(scored, dtype=torch.bool)
@@ -333,7 +336,7 @@ class WholeModel:
             is_dropped[kept.row_of_element(), kept.values] = False
         rows = torch.log_softmax(scored.masked_fill(is_dropped, -math.inf), dim=-1)
         targets = sample.tokens[sample.prompt_length :].to(logits.device)
-        kept_rows = rows.masked_fill(is_dropped, 0.0)  # 0 times minus infinity is no number
+        kept_rows = rows.masked_fill(is_dropped, 0.0)  # 0 times minus infinity is NaN
         scores = rows.gather(1, targets[:, None])[:, 0], -(rows.exp() * kept_rows).sum(1)
         return scores if sample.sampler_top_k is None else (*scores, _centering(sample, rows))
 
@@ -393,7 +396,7 @@ def _surrogate(policy_loss: str, sample: Sample, mask: Tensor, log_probs: Tensor
         return -ratio * ((ratio > 0.8) & (ratio < 1.2)) * advantages * log_probs
     log_ratio = log_probs - old
     if policy_loss == "gspo":
-        # The value is the sequence's mean. Each token has the gradient of its own log-prob.
+        # The value is the sequence's mean. Each token keeps its own log-prob's gradient.
         mean = (mask * log_ratio).sum().detach() / max(float(mask.sum()), 1.0)
         log_ratio = mean + log_probs - log_probs.detach()
     ratio = torch.exp(log_ratio)
@@ -401,9 +404,7 @@ def _surrogate(policy_loss: str, sample: Sample, mask: Tensor, log_probs: Tensor
 
 
 def _row_weight(aggregation: str, samples: Sequence[Sample], sample: Sample) -> float:
-    """Take the token weight of an aggregation that this file does not know from its row, whose
-    author answers for it.
-    """
+    """Return the token weight of an aggregation unknown to this file, from its table row."""
     row, totals = AGGREGATIONS[aggregation], step_totals(samples, allow_different_group_sizes=True)
     divisors = row.divisors_of(totals, [sample], DIVISOR if row.needs else None)
     return 1 / (float(divisors[0]) * row.outer_count(totals))

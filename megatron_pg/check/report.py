@@ -30,8 +30,7 @@ KNOWN_MISTAKES: Mapping[tuple[tuple[int, int], tuple[int, int]], Mapping[str, st
     },
     ((0, 16), (0, 19)): {
         "in per-token mode the auxiliary and z losses of experts count 1/(TP CP) of their "
-        "coefficients where tokens are "
-        "split": "issue 1652, pull request 5047",
+        "coefficients if tokens are split": "issue 1652, pull request 5047",
         "with --expert-model-parallel-size 1, experts whose expert-tensor-parallel size is not the "
         "tensor-parallel size are "
         "reduced over the wrong ranks": "pull request 5916",
@@ -39,31 +38,29 @@ KNOWN_MISTAKES: Mapping[tuple[tuple[int, int], tuple[int, int]], Mapping[str, st
         "tensor parallelism": "pull request 5916",
     },
     ((0, 16), FIRST_UNSUPPORTED): {
-        "the gradient norm counts learned attention sinks on the first tensor-parallel rank "
-        "alone": "issue 7452, pull request 7530",
+        "the gradient norm counts learned attention sinks only on the "
+        "first tensor-parallel rank": "issue 7452, pull request 7530",
         "under tensor parallelism the rotary part of multi-latent attention's keys gets the "
         "gradient of one rank's heads "
         "(Transformer Engine's layers: without sequence parallelism)": "issue 1699, pull request "
         "6839",
-        "global_aux_loss divides the experts' tokens of all micro-batches so far by those of the "
-        "last one": "pull request 7214",
+        "global_aux_loss divides the experts' tokens of all micro-batches so far by the last one's "
+        "tokens": "pull request 7214",
         "in per-token mode the losses of experts are multiplied by the tokens of all ranks that "
-        "share a micro-batch, once "
-        "padding is masked (PolicyStep makes them means over tokens)": "issue 7452, pull request "
-        "7481",
-        "GPTModel cuts the padding mask over the global tensor-parallel group, and not over its "
-        "own": "issue 7452",
+        "share a micro-batch, if padding is masked (PolicyStep makes them "
+        "means over tokens)": "issue 7452, pull request 7481",
+        "GPTModel splits the padding mask over the global tensor-parallel group instead "
+        "of its own": "issue 7452",
         "under tensor parallelism without sequence parallelism, the output norm of GatedDeltaNet "
         "gets the gradient of one "
         "rank's heads": "issue 7452",
     },
     ((0, 16), (0, 20)): {
-        "the bias of experts fails beside a padding mask (PolicyStep counts their "
-        "tokens)": "pull request 6114"
+        "the bias of experts fails with a padding mask (PolicyStep "
+        "counts their tokens)": "pull request 6114"
     },
     ((0, 17), (0, 19)): {
-        "multi-token prediction without labels is not trained, and nothing says "
-        "so": "pull request 3457"
+        "multi-token prediction without labels is silently not trained": "pull request 3457"
     },
     ((0, 19), FIRST_UNSUPPORTED): {
         "multi-token prediction is a mean over the tokens of one context-parallel rank, prompts "
@@ -78,13 +75,13 @@ KNOWN_MISTAKES: Mapping[tuple[tuple[int, int], tuple[int, int]], Mapping[str, st
         "PolicyStep)": "issue 7452",
     },
 }
-"""The mistakes, and an issue, pull request or file of github.com/NVIDIA/Megatron-LM, by the first
-wrong version and the first right one (`FIRST_UNSUPPORTED` if none is known). They were read in
-0.16.0 to 0.19.2, and measured where `check` can."""
+"""Megatron-Core's mistakes with an issue, pull request or file of github.com/NVIDIA/Megatron-LM, by
+the first wrong and the first right version (`FIRST_UNSUPPORTED` if none is known). They were read
+in 0.16.0 to 0.19.2, and measured if `check` can."""
 
 
 class Checked(NamedTuple):
-    """A sharding, its rows, and the time that they took."""
+    """A sharding, its rows, and their run time."""
 
     options: CheckOptions
     rows: Sequence[CheckRow]
@@ -92,13 +89,13 @@ class Checked(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """What a report says beside the rows of the user's model."""
+    """Further facts about the user's model for the report."""
 
     notes: Sequence[str] = ()
     traits: frozenset[str] = frozenset()
-    """What the model has of `TRAITS`."""
+    """The model's `TRAITS`."""
     unproven: Sequence[str] = ()
-    """The parameters whose gradients rounding hides."""
+    """Parameters with gradients that rounding hides."""
 
 
 def as_json(
@@ -132,7 +129,7 @@ def as_json(
 def as_text(
     rows: Sequence[CheckRow], options: CheckOptions, world_size: int, beside: Beside | None = None
 ) -> str:
-    """Write the verdict, the failed rows with their diagnoses, the table, and what is left out."""
+    """Write the verdict, failed rows with diagnoses, the table, and what is not checked."""
     beside = beside or Beside()
     installed = ", ".join(f"{name} {version}" for name, version in versions().items())
     left_out = [f"not checked here: {name} ({why})" for name, why in not_checked(options).items()]
@@ -159,13 +156,13 @@ def as_text(
         *map(_line, rows),
         *([""] if left_out else []),
         *left_out,
-        *(f"known of this megatron-core: {each}" for each in _mistakes(options, beside)),
+        *(f"known mistake of this megatron-core: {each}" for each in _mistakes(options, beside)),
     ]
     return "\n".join(lines)
 
 
 def summary(checked: Checked, world_size: int) -> str:
-    """Write a line for a sharding, and its failed rows below it."""
+    """Write one line for a sharding, with its failed rows below."""
     options, rows, seconds = checked
     worst = max(rows, key=lambda row: row.gradient_error / row.tolerance)
     failed = sum(not row.passed for row in rows)
@@ -178,7 +175,7 @@ def summary(checked: Checked, world_size: int) -> str:
 
 
 def verdict(checked: Sequence[Checked], _: int) -> str:
-    """Write the last line of the summaries, after an empty one."""
+    """Write the last line of the summaries, after an empty line."""
     wrong = sum(not all(row.passed for row in sharding.rows) for sharding in checked)
     words = f"FAIL: {wrong} of" if wrong else "PASS: every gradient is the unsharded one in"
     return f"\n{words} {len(checked)} shardings"
@@ -192,7 +189,7 @@ def as_json_list(checked: Sequence[Checked], world_size: int) -> str:
 def _lines(
     rows: Sequence[CheckRow], options: CheckOptions, world_size: int, *, only_failed: bool = False
 ) -> Iterator[str]:
-    """Yield a line for each row, and its diagnosis below a failed one."""
+    """Yield one line per row, with the diagnosis below a failed row."""
     for row, words in zip(rows, diagnoses(rows, options, world_size), strict=True):
         if row.passed and only_failed:
             continue
@@ -229,14 +226,14 @@ def _sharding(options: CheckOptions, world_size: int) -> str:
 
 
 def _sample_words(options: CheckOptions) -> str:
-    """Name the copies of the model that were checked."""
+    """Describe the sample of data-parallel ranks."""
     size = job_size()
     ranks = sampled_data_ranks(options, size)
     named = f"{', '.join(map(str, ranks[:32]))}{' ...' if len(ranks) > 32 else ''}"
     data_size = size // options.model_parallel_size
     return (
-        f"a sample of the job's {size} processes: data-parallel ranks {named} of {data_size}, and "
-        f"their TP, CP and PP groups"
+        f"a sample of the job's {size} processes: data-parallel ranks {named} of {data_size} with "
+        "their TP, CP and PP groups"
     )
 
 
@@ -258,7 +255,7 @@ def versions() -> dict[str, str]:
 
 
 def accelerations(options: CheckOptions) -> dict[str, str]:
-    """Name what computes attention, log-probs and output layer."""
+    """Return the implementations of attention, log-probs and output layer."""
     has_kernels = options.device == "cuda" and importlib.util.find_spec("triton") is not None
     return {
         "attention": "torch" if options.transformer_impl == "local" else "Transformer Engine",
@@ -277,13 +274,13 @@ TRAITS: Mapping[str, str] = {
     "multi-latent": "latent attention",
     "GatedDeltaNet": "delta rule",
 }
-"""What a layout or a model has that a mistake is about, by words of the mistake."""
+"""The trait of a layout or model that a mistake needs, by a pattern for the mistake's words."""
 
 
 def mistakes_in(
     version: tuple[int, int, int], traits: frozenset[str] | None = None
 ) -> Iterator[str]:
-    """Put the known mistakes of a version in words; with `traits`, those that they can meet."""
+    """Yield the known mistakes of a version, or only the ones that `traits` can meet."""
     for (first, fixed), mistakes in KNOWN_MISTAKES.items():
         until = "" if fixed == FIRST_UNSUPPORTED else f", right from {fixed[0]}.{fixed[1]}"
         for what, source in mistakes.items() if first <= version[:2] < fixed else ():

@@ -1,9 +1,7 @@
-"""The reference's mixture of experts: where its tokens go, the losses of its routers, and their
-bias, in float64.
+"""The reference's mixture of experts in float64: routing, router losses and expert bias.
 
-It has no part of Megatron's routers. A load-balancing loss is that of Switch Transformers
-(arXiv:2101.03961), the z loss is that of ST-MoE (arXiv:2202.08906), the bias is that of
-arXiv:2408.15664.
+It uses no code of Megatron's routers. Sources: load-balancing loss, Switch Transformers
+(arXiv:2101.03961); z loss, ST-MoE (arXiv:2202.08906); bias, arXiv:2408.15664.
 """
 
 import math
@@ -18,21 +16,21 @@ from megatron_pg.check.weights import expert_bias
 
 
 class Pack(NamedTuple):
-    """A micro-batch of the reference: a sample alone where no loss is beside the policy's."""
+    """A micro-batch of the reference: a single sample if the step has only the policy loss."""
 
     indices: list[int]
-    """The places of its samples in the step."""
+    """The indices of its samples in the step."""
     weight: float
-    """The weight of its losses beside the policy's."""
+    """The weight of its auxiliary losses."""
     turn: int
     """Its place among the micro-batches of its data-parallel rank."""
 
 
 class Choices(NamedTuple):
-    """The tokens of a pack by layer and expert, [layers, experts] float64."""
+    """The number of tokens by layer and expert, [layers, experts] float64."""
 
-    favourites: Tensor
-    """The tokens that give an expert one of their k largest logits."""
+    favorites: Tensor
+    """The tokens for which an expert has one of the k largest logits."""
     taken: Tensor
     """The tokens that go to an expert."""
 
@@ -44,15 +42,14 @@ class Choices(NamedTuple):
 def route(
     case: Case, name: str, logits: Tensor, k: int, given: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return each token's weights of the experts and its choice, [tokens, experts] float64 and
-    bool.
+    """Return each token's expert weights and choices, [tokens, experts] float64 and bool.
 
     Args:
-        case: says how experts are scored.
-        name: the router's bias in the whole model.
+        case: defines how experts are scored.
+        name: the name of the router's bias in the whole model.
         logits: [tokens, experts] float64.
-        given: [tokens, k] experts to take, -1 for a token that chooses by itself; None where all
-            do.
+        given: [tokens, k] experts to take, or -1 for a token that chooses. None if all tokens
+            choose.
     """
     scores = logits.sigmoid() if case.has_sigmoid else logits
     bias = expert_bias(name, scores[0]) if case.has_expert_bias else 0.0
@@ -67,10 +64,10 @@ def route(
 
 
 def choices(logits: Sequence[Tensor], taken: Sequence[Tensor], k: int) -> Choices:
-    """Count a pack's tokens from the logits and the choices of its layers."""
-    favourites = [torch.zeros_like(z).scatter_(1, z.topk(k).indices, 1.0).sum(0) for z in logits]
+    """Count a pack's tokens from its layers' logits and choices."""
+    favorites = [torch.zeros_like(z).scatter_(1, z.topk(k).indices, 1.0).sum(0) for z in logits]
     counts = [is_taken.double().sum(0) for is_taken in taken]
-    return Choices(torch.stack(favourites).detach().cpu(), torch.stack(counts).cpu())
+    return Choices(torch.stack(favorites).detach().cpu(), torch.stack(counts).cpu())
 
 
 def router_losses(
@@ -78,17 +75,17 @@ def router_losses(
 ) -> Tensor:
     """Return the weighted losses of a pack's routers, 0-d float64.
 
-    `global_aux_loss` takes the packs of one turn for one micro-batch. Its shares of experts are of
-    that turn and those before.
+    `global_aux_loss` treats the packs of one turn as one micro-batch. It counts experts' tokens
+    over this turn and earlier turns.
 
     Args:
-        logits: [tokens, experts] float64 of each layer.
-        place: the pack's place.
+        logits: [tokens, experts] float64 per layer.
+        place: the pack's index.
         of: the choices in each pack.
     """
     pack, total = packs[place], torch.zeros((), dtype=torch.float64, device=logits[0].device)
     peers = [i for i, other in enumerate(packs) if other.turn == pack.turn]
-    before = [of[i].favourites for i, other in enumerate(packs) if other.turn <= pack.turn]
+    before = [of[i].favorites for i, other in enumerate(packs) if other.turn <= pack.turn]
     seen = torch.stack(before).sum(0)
     turn_weight = sum(packs[i].weight for i in peers)
     whole_weight = turn_weight * of[place].tokens / sum(of[i].tokens for i in peers)
@@ -97,7 +94,7 @@ def router_losses(
         shares = (scores / scores.sum(1, keepdim=True)).mean(0)
         for kind, coefficient in case.balancing.items():
             is_global = kind == "global_aux_loss"
-            counts = seen[layer] if is_global else of[place].favourites[layer]
+            counts = seen[layer] if is_global else of[place].favorites[layer]
             weight = coefficient * (whole_weight if is_global else pack.weight)
             frequencies = (counts / counts.sum()).to(shares)
             total = total + weight * len(counts) * (frequencies * shares).sum()
@@ -107,17 +104,17 @@ def router_losses(
 
 
 def head_start(counts: Tensor) -> Tensor:
-    """Return the tokens [experts] to count before a step that counts `counts`, so that the sums
-    differ by one.
+    """Return the tokens [experts] to start from, so that the sums after a step with `counts` differ
+    by one.
 
-    The bias of an expert goes up below the mean of the sums and down above it: so close to it every
-    token decides.
+    An expert's bias goes up if its sum is below the mean, and down if above. So close to the mean,
+    every token decides.
     """
     return counts.max() - counts + _lead(counts)
 
 
 def bias_update(counts: Tensor) -> Tensor:
-    """Return what a step with a head start adds to the bias [experts]."""
+    """Return the update [experts] of the bias after a step with a head start."""
     lead = _lead(counts)
     return BIAS_RATE * torch.sign(lead.mean() - lead)
 

@@ -1,4 +1,4 @@
-"""The samples of a check's step, which hide no mistake, and their micro-batches."""
+"""The samples of a check's step, chosen to hide no mistake, and their micro-batches."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,12 +14,12 @@ from megatron_pg.step.sample import Sample
 
 T = TypeVar("T")
 PROMPTS, RESPONSES = (3, 2, 1, 2), (5, 2, 8, 1, 6, 4, 9, 3, 4, 5)
-"""The cycles of the groups' prompt lengths and of the samples' response lengths, in tokens. A rank
-has twenty short samples: float32 loses least if a GEMM sums over few tokens and every gradient is
-the mean of many."""
+"""The cycles of prompt lengths (by group) and response lengths (by sample), in tokens. A rank has
+twenty short samples. float32 loses least if a GEMM sums over few tokens and every gradient is the
+mean of many."""
 LONG_RESPONSE, LONG_PROMPT = 1, 2
-"""The places of a rank's samples with the long response and the long prompt: no micro-batch, and so
-no GEMM, has both."""
+"""The indices of a rank's samples with the long response and the long prompt. No micro-batch, and
+so no GEMM, has both."""
 
 
 def samples_of(options: CheckOptions, data_size: int, case: Case) -> list[Sample]:
@@ -41,16 +41,16 @@ def make_samples(
     """Make all samples of the step, without log-probs. A data-parallel rank has
     `[rank::data_size]`.
 
-    With a `vocab_size`, of a model that is not ours, the tokens are any, and half of the samples
-    fill their padded length.
+    With a `vocab_size` (the user's model), tokens are arbitrary and half the samples fill their
+    padded length.
 
     Masks are partial, and some are empty. Groups span all ranks. One rollout lies in two
     micro-batches or on two ranks.
     """
     draw = _Draw(options, 20, vocab_size)
     multiple = 2 * options.context_parallel_size * options.tensor_model_parallel_size
-    # Two samples of each rank span several tiles of an attention kernel and all chunks of every
-    # context-parallel rank.
+    # Two samples per rank span several attention tiles and all chunks of every context-parallel
+    # rank.
     long = options.longest - 1
     prompts = [draw.prompt(length) for length in (*PROMPTS, long - 9)]
     count = data_size * max(
@@ -68,7 +68,7 @@ def make_samples(
             length += -(len(prompts[group]) + length) % multiple
         # The first and the last are one rollout.
         sample = draw.sample(prompts[group], length, group, rollout_id=0 if is_last else index)
-        # `cut` puts these into the first micro-batch, beside others.
+        # `cut` puts these into the first micro-batch, with others.
         if (place + 1) % options.num_microbatches(rank) == 0 and not is_last:
             sample = replace(sample, loss_mask=torch.zeros_like(sample.loss_mask))
         samples.append(sample)
@@ -76,8 +76,8 @@ def make_samples(
 
 
 def make_even_samples(options: CheckOptions, data_size: int, *, is_padded: bool) -> list[Sample]:
-    """Make about two samples for each micro-batch. Routers have to leave out their padding, where
-    they need any. Without `is_padded` every second one of a rank fills its padded length.
+    """Make about two samples per micro-batch. Routers must leave out their padding. Without
+    `is_padded`, every second sample of a rank fills its padded length.
     """
     draw = _Draw(options, 22)
     multiple = 2 * options.context_parallel_size * options.tensor_model_parallel_size
@@ -96,7 +96,7 @@ class _Draw:
         self._generator = torch.Generator().manual_seed(seed)
         self._ids = torch.arange(vocab_size or options.vocab_size)
         leans = self._ids % LEAN_PERIOD < LEAN_PERIOD // 2
-        # Few ids pull a model of random weights one way, too.
+        # A few ids also pull a model with random weights one way.
         self._leaning = self._ids[::8] if vocab_size else self._ids[leans]
 
     def _tokens(self, ids: Tensor, count: int) -> Tensor:
@@ -106,18 +106,18 @@ class _Draw:
         return self._tokens(self._ids, length)
 
     def sample(self, prompt: Tensor, length: int, group: int, rollout_id: int) -> Sample:
-        """Draw a response of `length` tokens. Seven in ten are active, and so are the first and the
+        """Draw a response of `length` tokens. About 70% are active, among them the first and the
         last.
         """
         mask = torch.rand(length, generator=self._generator) < 0.7
         mask[0] = mask[-1] = True
         return Sample(
-            # These ids lean one way, on every tensor-parallel shard. The gradients of all ids would
+            # These ids lean one way on every tensor-parallel shard. Gradients of all ids would
             # cancel and leave float32 few digits.
             tokens=torch.cat((prompt, self._tokens(self._leaning, length))),
             response_length=length,
             loss_mask=mask,
-            # One sign avoids cancellation too.
+            # One sign also avoids cancellation.
             advantages=0.5 + torch.rand(length, generator=self._generator),
             group_index=group,
             rollout_id=rollout_id,
@@ -127,16 +127,16 @@ class _Draw:
 
 
 def with_kept_sets(options: CheckOptions, samples: Sequence[Sample]) -> list[Sample]:
-    """Add sets that the tokens might have been sampled from: two to nine ids, and for one token in
-    five all ids.
+    """Add sets that the tokens might be sampled from: two to nine ids, or all ids for one token in
+    five.
     """
     generator = torch.Generator().manual_seed(23)
 
     def kept_ids(target: int) -> list[int]:
         size = int(torch.randint(1, 11, (1,), generator=generator))
         order = torch.randperm(options.vocab_size, generator=generator).tolist()
-        # Alone, a token would have the log-prob 0 under every model, and `with_log_probs` would
-        # move it.
+        # A set of one token would give it the log-prob 0 under every model, and `with_log_probs`
+        # would move it.
         return [] if size > 8 else [target, *(id for id in order if id != target)][: size + 1]
 
     responses = [sample.tokens[sample.prompt_length :].tolist() for sample in samples]
@@ -163,9 +163,7 @@ def with_sampler_top_k(options: CheckOptions, samples: Sequence[Sample]) -> list
 
 
 def with_routed_experts(options: CheckOptions, samples: Sequence[Sample]) -> list[Sample]:
-    """Add random experts of every token and layer. The last token has none, as an engine gives
-    none.
-    """
+    """Add random experts for every token and layer. The last token has none, as in engines."""
     generator = torch.Generator().manual_seed(24)
     config = model_config(options, sharded=False)
 
@@ -179,8 +177,8 @@ def with_routed_experts(options: CheckOptions, samples: Sequence[Sample]) -> lis
 
 
 def with_log_probs(samples: Sequence[Sample], log_probs: Sequence[Tensor]) -> list[Sample]:
-    """Set log-probs near the model's: old and reference ones inside the clip range, half of the
-    rollout's outside; none on its edge.
+    """Set log-probs near the model's. Old and reference log-probs are inside the clip range, half
+    of the rollout log-probs are outside, and none is on its edge.
     """
     generator = torch.Generator().manual_seed(21)
 
@@ -189,7 +187,7 @@ def with_log_probs(samples: Sequence[Sample], log_probs: Sequence[Tensor]) -> li
         return (values.float() + noise).clamp(max=0.0)
 
     def half_far(values: Tensor) -> Tensor:
-        # Two in three of the far ones are lower: a log-prob near 0 leaves no room above.
+        # Two in three of the far ones are lower, because log-probs cannot exceed 0.
         draws = torch.randint(6, values.shape, generator=generator)
         return near(values + torch.tensor([0.0, 0.0, 0.0, -0.4, -0.4, 0.4])[draws])
 
@@ -205,17 +203,17 @@ def with_log_probs(samples: Sequence[Sample], log_probs: Sequence[Tensor]) -> li
 
 
 def cut(samples: Sequence[Sample], num_microbatches: int) -> list[list[Sample]]:
-    """Cut a data-parallel rank's samples into uneven micro-batches, all with a gradient but the
-    empty one in the middle.
+    """Split a data-parallel rank's samples into uneven micro-batches. All have a gradient except
+    the empty one in the middle.
     """
     micro_batches: list[list[Sample]] = [[] for _ in range(num_microbatches - 1)]
     for place, sample in enumerate(samples):
-        # The first takes the empty one's share too.
+        # The first micro-batch also takes the empty one's share.
         micro_batches[(place + 1) % num_microbatches % (num_microbatches - 1)].append(sample)
     micro_batches.insert(num_microbatches // 2, [])
     return micro_batches
 
 
 def cut_evenly(samples: Sequence[T], num_microbatches: int) -> list[list[T]]:
-    """Cut a rank's `make_even_samples` into nonempty micro-batches."""
+    """Split a rank's `make_even_samples` into nonempty micro-batches."""
     return [list(samples[place::num_microbatches]) for place in range(num_microbatches)]

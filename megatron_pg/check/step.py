@@ -1,4 +1,4 @@
-"""The run of a check: a step that hides no mistake, for every aggregation, loss mode and model."""
+"""The steps of a check, for every aggregation, loss mode and model."""
 
 import itertools
 import time
@@ -40,11 +40,11 @@ from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import step_totals
 
 KnownRows = dict[tuple[str, CheckOptions], list[CheckRow]]
-"""The rows of a model by its name and its options: shardings that differ in experts alone have the
-dense models in common."""
+"""The rows of a model by name and options. Shardings that differ only in experts share the dense
+models."""
 KnownReferences = dict[tuple[object, ...], dict[tuple[str, str, bool], Expected]]
-"""The expected results of a model by `_reference_key` and `Run.key`, for shardings with the same
-TP, PP and CP."""
+"""The expected results by `_reference_key` and `Run.key`, for shardings with the same TP, PP and
+CP."""
 
 
 def run_check(
@@ -54,11 +54,10 @@ def run_check(
     *,
     has_every_aggregation: bool = True,
 ) -> list[CheckRow]:
-    """Make all rows. Every rank of the world calls it and gets the same. What is known is used, and
-    added to.
+    """Make all rows. Every rank of the world calls it and gets the same. Known rows and references
+    are reused and added to.
 
-    Without every aggregation the models that are not known have one, whose rows of other shardings
-    are known.
+    Without `has_every_aggregation`, new models run only `CASE_AGGREGATION`.
     """
     known_rows = {} if known_rows is None else known_rows
     references = {} if known_references is None else known_references
@@ -98,10 +97,10 @@ def run_check(
 
 
 def check_every_sharding(options: CheckOptions) -> Iterator[Checked]:
-    """Check each sharding of the world. Every rank of the world goes through it.
+    """Check each sharding of the world. Every rank iterates over it.
 
-    Aggregations differ in the weights of tokens, before any expert: where experts are divided there
-    is one.
+    Aggregations differ only in token weights, which do not depend on experts. So shardings with
+    divided experts run one aggregation.
     """
     known_rows = KnownRows()
     every = shardings(options, dist.get_world_size())
@@ -122,15 +121,15 @@ _SIZES = attrgetter(
 
 
 def _reference_key(name: str, options: CheckOptions, data_size: int) -> tuple[object, ...]:
-    """Name all that expected results depend on beside `_SIZES`: samples are made for their length
-    and the micro-batches.
+    """Return what expected results depend on in addition to `_SIZES`: the samples' length and the
+    micro-batches.
     """
     counts = map(options.num_microbatches, range(min(data_size, 2)))
     return name, options.num_chunks, options.tokens_per_chunk, *counts
 
 
 def _references(options: CheckOptions, runs: Sequence[Run]) -> list[Expected]:
-    """Return the expected results of each run of a model."""
+    """Return the expected results of a model's runs."""
     model = WholeModel.built_in(options, MODELS[runs[0].model].new)
     data_size = dist.get_world_size() // options.model_parallel_size
     steps: dict[tuple[object, ...], Scored] = {}
@@ -143,7 +142,7 @@ def _references(options: CheckOptions, runs: Sequence[Run]) -> list[Expected]:
         kind = (case.is_even, bool(case.logit_coefficient), *sets, *routing)
         if kind not in steps:
             steps[kind] = model.score(samples_of(options, data_size, case), case)
-        # Both loss modes have one reference, unless tokens weigh an auxiliary loss.
+        # Both loss modes share one reference, unless tokens weight an auxiliary loss.
         loss_mode = (case.name, run.per_token) if case.is_even else ()
         key = (run.aggregation, case.policy_loss, kind, loss_mode)
         if key not in known:
@@ -154,7 +153,7 @@ def _references(options: CheckOptions, runs: Sequence[Run]) -> list[Expected]:
 
 
 def _packs(options: CheckOptions, samples: Sequence[Sample], ranks: int, run: Run) -> list[Pack]:
-    """Return each sample as a pack, or each micro-batch of a case with even samples."""
+    """Return one pack per sample, or one per micro-batch if the case has even samples."""
     if not run.case.is_even:
         return [Pack([index], 0.0, 0) for index in range(len(samples))]
     lengths, packs = [sample.total_length for sample in samples], []
@@ -167,7 +166,7 @@ def _packs(options: CheckOptions, samples: Sequence[Sample], ranks: int, run: Ru
 
 
 def _row(run: Run, chunks: list[Any], options: CheckOptions, expected: Expected) -> CheckRow:
-    """Run a step, under the settings of its case, and compare it."""
+    """Run a step with its case's settings and compare it."""
     case, norm, settings = run.case, None, vars(chunks[0].config)
     before = {name: settings[name] for name in case.settings}
     settings.update(case.settings)
@@ -196,8 +195,8 @@ def _row(run: Run, chunks: list[Any], options: CheckOptions, expected: Expected)
 
 
 def _start_biases(chunks: Sequence[Any], expected: Expected) -> list[Part]:
-    """Set the bias of each router's experts, and give one rank the `head_start`. Return the biases,
-    which a step updates.
+    """Set each router's expert bias, and give one rank the `head_start`. Return the biases, which a
+    step updates.
     """
     routers = [part for chunk in chunks for part in biased_routers(unwrapped(chunk))]
     ranks = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
@@ -211,7 +210,7 @@ def _start_biases(chunks: Sequence[Any], expected: Expected) -> list[Part]:
 def train_step(
     chunks: Sequence[Any], options: CheckOptions, samples: Sequence[Sample], run: Run
 ) -> dict[str, float]:
-    """Run a step through Megatron's schedule and return its metrics. The gradients stay in DDP's
+    """Run a step through Megatron's schedule and return its metrics. Gradients stay in DDP's
     buffers.
     """
     groups, case = ParallelGroups.from_parallel_state(), run.case
@@ -225,7 +224,7 @@ def train_step(
     layout: dict[str, Any] = {
         "cp_rank": groups.context_rank,
         "cp_size": cp_size,
-        # Sequence parallelism splits a rank's tokens again.
+        # Sequence parallelism also splits a rank's tokens.
         "pad_to_multiple": cp_size * groups.tensor_size if options.sequence_parallel else 1,
     }
     batches = [pack(batch, **layout).to(options.device) for batch in micro_batches]
@@ -265,11 +264,10 @@ def train_step(
 def update(
     chunks: list[Any], options: CheckOptions, expected: Expected
 ) -> tuple[float, list[Part]]:
-    """Make the optimizer's first step, from minus half the expected updates. Return its gradient
-    norm and its updates.
+    """Run the optimizer's first step, starting at minus half the expected updates. Return the
+    gradient norm and the updates.
 
-    A weight decay of 1 makes zero of every parameter before Adam's update, so that the sum is right
-    to the last digit.
+    A weight decay of 1 sets every parameter to zero before Adam's update, so that the sum is exact.
     """
     slices = [part for chunk in chunks for part in placed(unwrapped(chunk))]
     for piece, parameter in slices:

@@ -89,7 +89,10 @@ def _objectives(report: Report, options: ExplainOptions) -> TextTable:
     groups = "?" if step["num_prompt_groups"] is None else step["num_prompt_groups"]
     counts = f"N = {step['num_rollouts']} rollouts, P = {groups} prompt groups"
     title = f"Objectives (* selected): {counts}, T = {step['num_active_tokens']} active tokens"
-    return title, rows
+    legend = (
+        "learning rate ratio: total weight over sample_mean's, a factor for SGD but not for Adam"
+    )
+    return f"{title}\n{legend}", rows
 
 
 def _shares(step: ExplainedStep, report: Report) -> Iterator[TextTable]:

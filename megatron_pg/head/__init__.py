@@ -1,14 +1,14 @@
 """Log-probabilities and entropy of target tokens, from vocabulary-parallel logits or from hidden
 states.
 
-The plain head: `from_logits` is an autograd function around two row passes, in torch (`rows_torch`)
+The plain head: `from_logits` is an autograd function around two row passes in torch (`rows_torch`)
 or Triton (`rows_triton`). `from_hidden` puts the output layer in front of them, chunk by chunk
-(`output_layer`), or runs it by itself, and gives the gradients of its factors (`factor_gradients`).
-`backend` chooses who computes.
+(`output_layer`), or runs only that layer, and computes the gradients of its factors
+(`factor_gradients`). `backend` chooses the implementation.
 
-The wings, which the plain head does not import: `kept` restricts each row to the tokens that it was
-sampled from, `distill` compares it with a teacher, `centering` with the sampler, `hopper` leaves
-exponentials in the place of logits. `log_probs` puts them together.
+Extensions, which the plain head does not import: `kept` restricts each row to the tokens that it
+was sampled from, `distill` compares it with a teacher, `centering` with the sampler, and `hopper`
+stores exponentials instead of logits. `log_probs` combines them.
 """
 
 from megatron_pg.head.centering import Centering

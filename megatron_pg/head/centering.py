@@ -1,8 +1,7 @@
-"""The sampler's mean score of each row, which centers the gradient of a policy loss
-(arXiv:2609.20807).
+"""The sampler's mean score per row, which centers the gradient of a policy loss (arXiv:2609.20807).
 
 An engine samples from q and returns the log-probs of its top k tokens, the head H of a row. With p
-the policy in training, at the temperature of the sampler, and sg a value without gradient:
+the policy in training at the sampler's temperature, and sg a value without gradient:
 
     C = sum over v in H of sg(m_v - alpha p_v) log p_v
     rho = max(1 - sum over H of q, 0) / max(1 - sum over H of p, 1e-6)
@@ -12,14 +11,14 @@ the policy in training, at the temperature of the sampler, and sg a value withou
     clip     clamp(p_v, low q_v, high q_v)              clamp(1, low rho, high rho)
     mask     p_v if low <= p_v / q_v <= high, else 0    1 if low <= 1 / rho <= high, else 0
 
-m is q times the weight that a correction gives to a token. It is alpha p outside of H if q is rho p
-there. The gradient of C is then the mean over q of weight times the gradient of log p, since the
-mean over p of that gradient is 0. A policy loss of `-weight A log p(y)` plus `A C` has no gradient
-on average if A is constant.
+m is q times the weight that a correction gives to a token. Outside of H it is alpha p, if q is rho
+p there. The gradient of C is then the mean over q of the weight times the gradient of log p,
+because the gradient of log p has the mean 0 over p. A policy loss of `-weight A log p(y)` plus `A
+C` has no gradient on average if A is constant.
 
 The gradient of C to a logit is `(c_v [v in H] - p_v sum of c) / temperature` with c = m - alpha p.
-All columns but those of H and of the target have the gradient of a log-prob. The others are written
-one by one.
+The columns of H and the target are written one by one. All other columns have the gradient of a
+log-prob.
 """
 
 import math
@@ -38,21 +37,21 @@ from megatron_pg.head.vocabulary_shard import (
 )
 
 LEAST_TAIL = 1e-6
-"""The least probability of all tokens outside of the head under the policy in training."""
+"""The smallest probability, under the policy in training, of all tokens outside the head."""
 CENTERING_VALUES = ("value", "policy_mass", "sampler_mass", "drift", "norm")
-"""The values of a row: C, the probability of H under both, the sum of c, and the norm of C's
-gradient to the logits of H at temperature 1."""
+"""The values of a row: C, the probability of H under policy and sampler, the sum of c, and the norm
+of C's gradient to the logits of H at temperature 1."""
 
 
 @dataclass(frozen=True)
 class Centering:
-    """The head of the sampler's distribution for all tokens of a call, a `Scorer`.
+    """The head of the sampler's distribution for all tokens of a call. It is a `Scorer`.
 
-    The values of a row are those of `CENTERING_VALUES`.
+    Each row has the values `CENTERING_VALUES`.
     """
 
     ids: Tensor
-    """The global ids [tokens, k] int64, distinct in a row; negative for none."""
+    """The global ids [tokens, k] int64, distinct in a row. Negative: no id."""
     log_probs: Tensor
     """The sampler's log-probs [tokens, k] of these ids, over its whole distribution."""
     weights: Literal["none", "clip", "mask"] = "none"
@@ -70,17 +69,17 @@ class Centering:
     def on(
         self, chunk: Any, statistics: RowStatistics, rows: slice
     ) -> tuple[Tensor, "CenteredRows"]:
-        """Compute the values [5, rows] of some rows, and their gradient. Every tensor-parallel rank
+        """Compute the values [5, rows] of some rows and their gradient. Every tensor-parallel rank
         must call.
 
-        `chunk` is a `LogitRows`, or another `Chunk` with its targets, shard and temperature.
+        `chunk` is a `LogitRows`, or a `Chunk` with targets, shard and temperature.
         """
         targets, shard, temperature = chunk.targets, chunk.shard, chunk.temperature
         ids = torch.cat([self.ids[rows], targets[:, None]], 1)
         columns, is_here = shard.columns_of(ids)
         logits = torch.where(is_here, chunk.logits_of(columns).to(temperature.dtype), -math.inf)
         if shard.group is not None and len(logits):
-            # One exchange of k + 1 numbers per row, instead of two sums that wait for each other.
+            # One exchange of k + 1 numbers per row instead of two dependent sums.
             dist.all_reduce(logits, op=dist.ReduceOp.MAX, group=shard.group)
         log_p = statistics.log_softmax(logits, temperature)
         is_head = torch.nn.functional.pad(self.ids[rows] >= 0, (0, 1))
@@ -109,7 +108,7 @@ class Centering:
         )
 
     def _centers(self, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-        """Return c [rows, k + 1] and the sum of p, float64: 1 minus a float32 sum would leave two
+        """Return c [rows, k + 1] and the sum of p in float64. 1 minus a float32 sum would leave two
         digits of a tail of 1e-5.
         """
         p, q = p.double(), q.double()
@@ -128,7 +127,7 @@ class Centering:
 
 @dataclass(frozen=True, eq=False)
 class CenteredRows:
-    """The gradient of the values of some rows, [rows, k + 1] with the target's column last."""
+    """The gradient of some rows' values, [rows, k + 1] with the target's column last."""
 
     chunk: Any
     statistics: RowStatistics
@@ -141,7 +140,9 @@ class CenteredRows:
     drift: Tensor  # the sum of c, [rows]
 
     def __call__(self, incoming: Incoming, dtype: torch.dtype) -> ScoreGradient:
-        """Return the gradient for what arrives at log-probs, entropy and values."""
+        """Return the gradient to the logits, given the gradients to log-probs, entropy and
+        values.
+        """
         zero = torch.zeros_like(self.drift)
         to_log_probs, to_entropy, to_value = (
             zero if x is None else (x[0] if x.dim() == 2 else x).to(zero.dtype) for x in incoming

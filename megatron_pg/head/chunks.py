@@ -1,9 +1,9 @@
-"""The rows of logits in memory at once: as many as a budget allows, cut so that the products' last
-waves are full.
+"""The number of logit rows in memory at once: as many as a budget allows, in chunks that fill the
+products' last waves.
 
-A product works in tiles, one on a multiprocessor at a time, and takes as long as its waves: the
-last one may leave multiprocessors idle. The second product (chunk x hidden) has the fewest tiles of
-the three. The third reads and writes the float32 sum of the weight's gradient once a chunk.
+A product works in tiles, one per multiprocessor at a time, and takes as long as its waves. The last
+wave may leave multiprocessors idle. The second product (chunk x hidden) has the fewest tiles. The
+third reads and writes the float32 sum of the weight's gradient once per chunk.
 """
 
 import functools
@@ -13,25 +13,24 @@ import torch
 _BUDGET = 5 << 29
 """2.5 GiB of bfloat16 logits."""
 _ENOUGH = 8192
-"""Rows beyond which a longer chunk was not faster, whatever the columns
-(docs/records/benchmarks.md)."""
+"""Longer chunks were not faster, for any number of columns (docs/records/benchmarks.md)."""
 _LARGE_DEVICE = 80_000_000_000
-"""Bytes of memory from which on a device has the whole budget."""
+"""The smallest device memory in bytes that gets the whole budget."""
 _PAIR, _TILE = 256, 256
-"""The rows of two tiles, which share one operand, and the columns of a tile."""
+"""The rows of two tiles, which share an operand, and the columns of a tile."""
 _MULTIPROCESSORS = 132
-# Of an H200, fitted to chunks of 2048 to 8192 rows (python -m benchmarks.chunks).
+# The numbers of an H200, fitted to chunks of 2048 to 8192 rows (python -m benchmarks.chunks).
 _OPERATIONS_A_BYTE = 160
 _EXPOSED = 0.6
-"""The part of the sum's traffic that no product hides."""
+"""The fraction of the sum's traffic that no product hides."""
 _LOST = 0.5
-"""The part of an idle multiprocessor's time that is lost: the busy ones run faster, for the power
-limit is shared."""
+"""The fraction of an idle multiprocessor's time that is lost. The shared power limit lets busy ones
+run faster."""
 
 
 def largest_chunk(columns: int, memory_gib: float | None = None) -> int:
-    """Return the most rows of logits [rows, columns] that a chunk has, the same on every rank
-    whatever its device.
+    """Return the largest number of rows of a chunk of logits [rows, columns], which does not depend
+    on the device.
     """
     return min(_rows(_budget(memory_gib), columns), _ENOUGH)
 
@@ -39,8 +38,8 @@ def largest_chunk(columns: int, memory_gib: float | None = None) -> int:
 def rows_in_budget(
     columns: int, device: torch.device, memory_gib: float | None = None, chunks_at_once: int = 1
 ) -> int:
-    """Return the rows of bfloat16 logits [rows, columns] in the budget; of `chunks_at_once`, a
-    student's and a teacher's.
+    """Return how many rows of bfloat16 logits [rows, columns] the budget holds. `chunks_at_once` is
+    2 for a student and a teacher.
     """
     budget = _budget(memory_gib)
     if device.type == "cuda" and memory_gib is None:
@@ -57,8 +56,8 @@ def chunk_rows(
     memory_gib: float | None = None,
     chunks_at_once: int = 1,
 ) -> int:
-    """Choose the rows of a chunk by sizes and device alone, so that tensor-parallel ranks agree
-    whichever kernels they have.
+    """Choose a chunk's number of rows from only sizes and device, so that tensor-parallel ranks
+    agree even if their kernels differ.
     """
     multiprocessors = _MULTIPROCESSORS
     if device.type == "cuda":
@@ -68,7 +67,7 @@ def chunk_rows(
 
 
 def cost(tokens: int, hidden_size: int, columns: int, rows: int, multiprocessors: int) -> float:
-    """Return the cost of the three products in chunks of so many rows, in operations at the full
+    """Return the cost of the three products in chunks of `rows` rows, in operations at the full
     rate.
     """
     chunks, rest = divmod(tokens, rows)
@@ -88,7 +87,7 @@ def _chunk_cost(rows: int, hidden_size: int, columns: int, multiprocessors: int)
         paid = tiles + _LOST * (in_waves - tiles)
         total += (
             paid * _PAIR * _TILE * depth
-        )  # two operations an element of a tile of _PAIR / 2 rows
+        )  # two operations per element of a tile of _PAIR / 2 rows
     return total
 
 

@@ -1,4 +1,4 @@
-"""The two products of backward, which give the gradients of hidden states and weight."""
+"""The two backward products, which give the gradients of hidden states and weight."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +10,8 @@ from megatron_pg.head.rows_torch import wide_dtype
 
 
 def multiply(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> None:
-    """Write left @ right into `out`, which may be wider than the operands, or add it there,
-    accumulated in float32.
+    """Write left @ right to `out` or add it, accumulated in float32. `out` may have a wider
+    dtype.
     """
     is_widened = left.dtype in (torch.bfloat16, torch.float16) and out.dtype == torch.float32
     widening: dict[str, Any] = {}
@@ -27,9 +27,9 @@ def multiply(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> 
 
 def main_grad_of(weight: Tensor) -> Tensor | None:
     """Return the gradient buffer that Megatron's DistributedDataParallel holds for this parameter,
-    if it does.
+    or None.
 
-    Megatron-FSDP makes the buffer late and keeps its own account of it: not touched here.
+    Megatron-FSDP allocates the buffer later and tracks it, so its buffer is not used.
     """
     if hasattr(weight, "__fsdp_param__") or not hasattr(weight, "grad_added_to_main_grad"):
         return None
@@ -37,11 +37,11 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
 
 
 class FactorGradients:
-    """The wanted gradients of the factors, hidden states [tokens, hidden] and weight [v/tp,
-    hidden], chunk by chunk.
+    """The needed gradients of hidden states [tokens, hidden] and weight [v/tp, hidden], computed
+    chunk by chunk.
 
-    `final` products carry the gradient that backward brings, so the weight's may go straight into
-    `main_grad`; otherwise it waits in a float32 buffer of its own.
+    `final` products include backward's incoming gradient, so the weight's gradient may go directly
+    to `main_grad`. Otherwise it waits in a separate float32 buffer.
     """
 
     def __init__(
@@ -49,14 +49,14 @@ class FactorGradients:
     ) -> None:
         self.weight, self.needs_weight = weight, needed[1]
         self.hidden: Tensor | None = None  # [tokens, hidden]
-        if needed[0]:  # 0: not every row is added
+        if needed[0]:  # zeros, because not every row is added
             self.hidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
         self._main_grad = main_grad_of(weight)
         self._sum = self._main_grad if final else None
 
     def add_products(self, rows: slice, hidden: Tensor, gradient: Tensor) -> None:
-        """Multiply the gradient [rows, v/tp] of the logits of `hidden` [rows, hidden], of one
-        dtype, by both factors.
+        """Multiply the gradient [rows, v/tp] of the logits by both factors. It has the dtype of
+        `hidden` [rows, hidden].
         """
         if self.hidden is not None:
             multiply(gradient, self.weight, self.hidden[rows])
@@ -64,10 +64,10 @@ class FactorGradients:
             self.add_to_weight(lambda out, add: multiply(gradient.t(), hidden, out, add=add))
 
     def add_to_weight(self, product: Callable[[Tensor, bool], None]) -> None:
-        """Call `product(sum, add)` on the sum [v/tp, hidden] of the weight's gradient; with add
-        False it is uninitialised.
+        """Call `product(sum, add)` on the weight's gradient sum [v/tp, hidden], which is
+        uninitialized if add is False.
 
-        A product that raises leaves no sum that was not there before.
+        A first product that raises leaves no sum.
         """
         total = self._sum
         if total is None:
@@ -77,16 +77,16 @@ class FactorGradients:
         self._sum = total
 
     def finish(self, scale: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
-        """Settle the sum and return both gradients, times `scale`, as autograd gets them.
+        """Finish the sum and return both gradients times `scale` for autograd.
 
-        With `main_grad` the weight's is a stand-in, of which DistributedDataParallel uses the
-        existence alone: zeros for a weight tied to an embedding on the same stage
+        With `main_grad`, the weight's gradient is a placeholder, because DistributedDataParallel
+        only checks that it exists. It is zeros for a weight tied to an embedding on the same stage
         (`zero_out_wgrad`), else a sparse tensor without elements.
         """
         hidden, weight, total, main_grad = self.hidden, self.weight, self._sum, self._main_grad
         self._sum = None
         if hidden is not None and scale is not None:
-            # In float32: a 0-d factor would be rounded to the dtype of the tensor it multiplies.
+            # A 0-d factor would be rounded to the dtype of the tensor, hence float32.
             hidden = hidden.to(scale.dtype).mul_(scale).to(hidden.dtype)
         if not self.needs_weight:
             return hidden, None

@@ -1,16 +1,16 @@
-"""The output layer together with the log-prob op, without the logits of all tokens in memory.
+"""The output layer fused with the log-prob op, without all tokens' logits in memory.
 
-Three matrix products are needed: logits, gradient of the hidden states, gradient of the weight.
-Their order depends on when the gradient of the loss to the log-probabilities is known:
+Three matrix products are needed: logits, gradient of the hidden states, and gradient of the weight.
+Their order depends on when the loss's gradient to the log-probabilities is known:
 
-* with the log-probabilities of the token, or of its sequence, where the loss is a sum over tokens
-  whose weights were fixed before the step: `linear_token_loss` does everything in one pass over
-  chunks of logits, in forward or, deferred, in backward. Where the loss looks at sequences, a chunk
-  holds whole ones;
-* only in backward, for any other loss: `linear_log_probs` keeps the logits, or multiplies again, a
-  fourth product.
+* as soon as the token's or sequence's log-probabilities are known, if the loss is a sum over tokens
+  with weights fixed before the step. Then `linear_token_loss` does everything in one pass over
+  chunks of logits, in forward or, deferred, in backward. If the loss reads sequences, a chunk holds
+  whole sequences.
+* only in backward, for any other loss. Then `linear_log_probs` keeps the logits or recomputes them,
+  a fourth product.
 
-`float32_logits` is the output layer by itself.
+`float32_logits` is only the output layer.
 """
 
 import functools
@@ -38,8 +38,9 @@ from megatron_pg.head.rows_torch import chunk_slices, wide_dtype
 from megatron_pg.head.vocabulary_shard import RowStatistics, joined
 
 TokenLoss = Callable[..., Tensor]
-"""A function `token_loss(log_probs, entropy, rows)` -> 0-d loss of these rows, both arguments
-[rows] float32. With a scorer `token_loss(log_probs, entropy, score, rows)`, score [..., rows]."""
+"""A function `token_loss(log_probs, entropy, rows)` -> 0-d loss of these rows, where `log_probs`
+and `entropy` are [rows] float32. With a scorer: `token_loss(log_probs, entropy, score, rows)`,
+score [..., rows]."""
 
 
 def linear_log_probs(
@@ -49,7 +50,7 @@ def linear_log_probs(
     keep_only: KeepOnly | None = None,
     scorer: Scorer | None = None,
 ) -> tuple[Tensor, ...]:
-    """Do the work of `linear_log_probs_and_entropy` with all columns."""
+    """Compute `linear_log_probs_and_entropy` over all columns."""
     layer, tokens = OutputLayer.build(factors, options, keep_only), len(factors.hidden)
     if keep_logits is None:
         keep_logits = tokens <= layer.held_tokens
@@ -70,38 +71,36 @@ def linear_token_loss(
     defer: bool = False,
     scorer: Scorer | None = None,
 ) -> tuple[Tensor, ...]:
-    """Add up `token_loss` over chunks and compute its gradient on the way: three products, one
-    chunk of memory.
+    """Add up `token_loss` over chunks and compute its gradient in the same pass, with three
+    products and one chunk of logits in memory.
 
     Each chunk's log-probabilities go through `token_loss`, autograd gives its coefficients, and the
-    gradient of the chunk's logits takes their place.
+    gradient of the chunk's logits overwrites the logits.
 
     Args:
-        hidden, weight, targets, options: as for `linear_log_probs_and_entropy`; float16 with
-            `defer` only: its range would lose a gradient that does not carry a loss scale yet.
-        token_loss: a sum over tokens of terms that depend on that token's log-probability and
-            entropy alone (with `piece_sizes`: on those of its piece), the same on every
-            tensor-parallel rank. Other
-            parameters that it reads get no gradient.
-        gradient_rows: rows from this one on have coefficient 0: they are scored, and left out of
+        hidden, weight, targets, options: as for `linear_log_probs_and_entropy`. float16 requires
+            `defer`: without a loss scale its gradients would underflow.
+        token_loss: a sum over tokens of terms that depend only on the token's log-probability and
+            entropy (with `piece_sizes`: on its piece's), the same on every tensor-parallel rank.
+            Other parameters that it reads get no gradient.
+        gradient_rows: rows from this one on have coefficient 0. They are scored, but left out of
             the gradient products.
-        piece_sizes: [pieces] rows of each piece, such as whole sequences: `token_loss` is called
-            once for each, even for a piece without rows. Up to two chunks of a piece are one chunk;
-            of a longer piece all chunks but the last are
-            multiplied again, a fourth product. None: the loss takes any rows.
-        defer: leave everything to backward, with the gradient that arrives: the weight's goes to
-            `weight.main_grad` at once, without a buffer of its own. The outputs are NaN until
-            backward has filled them in, in place; where nothing
-            needs a gradient they are computed at once.
-        scorer: a teacher of the same tokens, a chunk of whose logits is in memory with one of the
-            student's, or a `Centering`, which needs no more products.
+        piece_sizes: [pieces] rows of each piece, such as a whole sequence. `token_loss` is called
+            once per piece, even for a piece without rows. A piece of up to two chunks is one chunk.
+            In a longer piece, all chunks except the last are recomputed, a fourth product. None:
+            the loss takes any rows.
+        defer: compute everything in backward with the incoming gradient. The weight's gradient goes
+            directly to `weight.main_grad`, without a separate buffer. The outputs are NaN until
+            backward fills them in place. If nothing needs a gradient, they are computed at once.
+        scorer: a teacher for the same tokens, with a chunk of logits in memory next to the
+            student's, or a `Centering`, which needs no further product.
 
     Returns:
-        loss 0-d (differentiable), log_probs [tokens] and entropy [tokens] (detached); with a
-        scorer also the score [..., tokens].
+        loss 0-d (differentiable), log_probs [tokens] and entropy [tokens] (detached), and with a
+        scorer the score [..., tokens].
 
     Raises:
-        ValueError: arguments that do not fit each other.
+        ValueError: inconsistent arguments.
         NotImplementedError: float16 with gradients and no `defer`; a teacher with
             `options.transform`.
     """
@@ -113,22 +112,20 @@ def linear_token_loss(
     )
     if not is_light and options.transform != LogitTransform():
         raise NotImplementedError(
-            f"distillation takes an output layer that is its product, found {options.transform}: "
-            f"drop "
-            "--fused-lm-head"
+            "distillation supports no logit scale or soft-cap in the fused head, found "
+            f"{options.transform}: drop --fused-lm-head"
         )
     if hidden.dtype == torch.float16 and not defer and torch.is_grad_enabled():
         raise NotImplementedError(
-            "linear_token_loss takes float16 hidden states with defer=True alone: gradients that "
-            "are computed before "
-            "the loss scale arrives would underflow; defer, use linear_log_probs_and_entropy, or "
+            "float16 hidden states require defer=True in linear_token_loss: gradients computed "
+            "before the loss scale arrives would underflow. Or use linear_log_probs_and_entropy or "
             "bfloat16"
         )
     rows = tokens if gradient_rows is None else gradient_rows
     if not 0 <= rows <= tokens:
         raise ValueError(f"gradient_rows must be between 0 and {tokens} tokens, found {rows}")
     if piece_sizes is not None and sum(piece_sizes) != tokens:
-        raise ValueError(f"piece_sizes add up to {sum(piece_sizes)} and there are {tokens} tokens")
+        raise ValueError(f"piece_sizes add up to {sum(piece_sizes)} instead of {tokens} tokens")
     has_backward = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     if piece_sizes is None:
         chunks = layer.chunks(0, rows) + layer.chunks(rows, tokens)
@@ -148,7 +145,7 @@ def linear_token_loss(
 
 
 class LinearLogProbs(torch.autograd.Function):
-    """Log-probabilities and entropy from hidden states; gradients wait for backward."""
+    """Log-probabilities and entropy from hidden states, with gradients in backward."""
 
     @staticmethod
     def forward(
@@ -173,7 +170,7 @@ class LinearLogProbs(torch.autograd.Function):
         statistics = RowStatistics.concatenate(parts, like=layer.temperature)
         ctx.layer, ctx.keep, ctx.logits = layer, keep, logits if keep else None
         ctx.scorer = scorer
-        ctx.parameter = weight  # saved, it may come back without its `main_grad`
+        ctx.parameter = weight  # a saved tensor may lose its `main_grad`
         ctx.save_for_backward(hidden, weight, targets, *statistics.kept())
         if scorer is None:
             return statistics.log_probs, statistics.entropy
@@ -189,7 +186,10 @@ class LinearLogProbs(torch.autograd.Function):
         factors = Factors(hidden, ctx.parameter, targets)
         logits = ctx.logits if ctx.keep else ctx.layer.new_logits(ctx.parameter, ctx.chunks)
         if logits is None:
-            raise RuntimeError("backward through kept logits a second time: they are overwritten")
+            raise RuntimeError(
+                "linear_log_probs_and_entropy allows one backward with keep_logits: "
+                "it overwrites the logits"
+            )
         ctx.logits = None
         gradients = FactorGradients(hidden, ctx.parameter, ctx.needs_input_grad[:2], final=True)
         statistics = RowStatistics(*saved)
@@ -202,13 +202,13 @@ class LinearLogProbs(torch.autograd.Function):
                 coefficients, columns = found.incoming, found.columns
             chunk.add_gradient(gradients, own, coefficients, columns)
             del chunk
-        del logits  # before the weight's gradient asks for memory
+        del logits  # before the weight's gradient allocates memory
         return (*gradients.finish(), None, None, None, None)
 
 
 class LinearTokenLoss(torch.autograd.Function):
-    """A sum over tokens: gradients in forward, scaled in backward, or, deferred, everything in
-    backward.
+    """A sum over tokens. Gradients are computed in forward and scaled in backward, or all in
+    backward if deferred.
     """
 
     @staticmethod
@@ -225,7 +225,7 @@ class LinearTokenLoss(torch.autograd.Function):
             ctx.gradients = FactorGradients(hidden, weight, ctx.needs_input_grad[:2], final=False)
             outputs = work(Factors(hidden, weight, targets), ctx.gradients)
         else:
-            # Aliases without a graph: the outputs would hold this node, which holds them.
+            # Detached aliases avoid a reference cycle between the outputs and this node.
             outputs, ctx.awaited = tuple(awaited), [output.detach() for output in awaited]
             ctx.work, ctx.parameter = work, weight  # as in `LinearLogProbs`
             ctx.save_for_backward(hidden, weight, targets)
@@ -244,9 +244,7 @@ class LinearTokenLoss(torch.autograd.Function):
                 awaited.copy_(output)
             return (*gradients.finish(), None, None, None)
         if ctx.gradients is None:
-            raise RuntimeError(
-                "backward through linear_token_loss a second time: its gradients are given away"
-            )
+            raise RuntimeError("linear_token_loss allows one backward: its gradients are gone")
         gradients, ctx.gradients = ctx.gradients, None
         return (*gradients.finish(grad_loss), None, None, None)
 
@@ -261,8 +259,8 @@ def _loss_in_pieces(
     gradients: FactorGradients,
     incoming: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Compute the outputs of `linear_token_loss` by `pieces`, the rows that `token_loss` takes
-    together with their chunks.
+    """Compute the outputs of `linear_token_loss`. Each of `pieces` has the rows of one `token_loss`
+    call and their chunks.
 
     Add the gradients of `incoming` (None: 1) times the loss.
     """
@@ -271,7 +269,7 @@ def _loss_in_pieces(
     likes = [zero, zero, *([] if scorer is None else [zero.new_empty((*scorer.shape, 0))])]
     losses: list[Tensor] = []
     columns: list[list[Tensor]] = [[] for _ in likes]
-    to_logits: Any  # it may hold a chunk of a teacher's logits, and goes before the next is made
+    to_logits: Any  # may hold a teacher's logits, so it is freed before the next chunk
     for piece, chunks in pieces:
         parts, scores = [], []
         for rows in chunks:
@@ -287,7 +285,7 @@ def _loss_in_pieces(
             column.append(vector)
         loss, coefficients = _coefficients(token_loss, outputs[: len(columns)], piece, incoming)
         losses.append(loss)
-        for rows in reversed(chunks):  # the last one's logits are still there
+        for rows in reversed(chunks):  # the last chunk's logits are still there
             if rows.start >= gradient_rows:
                 continue
             place = slice(rows.start - piece.start, rows.stop - piece.start)
@@ -309,7 +307,7 @@ def _loss_in_pieces(
             if any(vector is not None for vector in found.incoming):
                 gradient = chunk.write_gradient(own, found.incoming).add_(gradient)
             gradients.add_products(rows, chunk.hidden, gradient)
-            del gradient, found  # it may be the teacher's logits
+            del gradient, found  # may be the teacher's logits
     total = losses[0] if len(losses) == 1 else sum(losses, zero)
     found_columns = zip(columns, likes, strict=True)
     return (total, *(joined(column, like=like) for column, like in found_columns))
@@ -318,8 +316,8 @@ def _loss_in_pieces(
 def _coefficients(
     token_loss: TokenLoss, vectors: Sequence[Tensor], rows: slice, incoming: Tensor | None
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """Return the loss of a piece, and `incoming` times its gradients to log-probabilities, entropy
-    and divergence.
+    """Return a piece's loss, and `incoming` times its gradients to log-probabilities, entropy and
+    score.
     """
     with torch.enable_grad():
         leaves = [vector.detach().requires_grad_() for vector in vectors]
@@ -332,19 +330,19 @@ def _coefficients(
 
 
 def float32_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute float32 logits from operands that are not upcast: accumulated, written and shifted by
-    the bias in float32.
+    """Compute float32 logits from operands that are not upcast. Accumulation, output and bias are
+    float32.
 
-    Backward rounds the gradient of the logits to the dtype of the hidden states before the two
-    other products. A ValueError names shapes or dtypes that do not fit each other.
+    Backward rounds the gradient of the logits to the dtype of the hidden states before its two
+    products. Raises ValueError for inconsistent shapes or dtypes.
 
     Args:
-        hidden: [..., hidden], otherwise as for `linear_log_probs_and_entropy`, like the weight.
+        hidden: [..., hidden], otherwise as for `linear_log_probs_and_entropy`, like `weight`.
         weight: [v/tp, hidden].
-        bias: [v/tp]; its gradient is summed in float32 and rounded to its dtype.
+        bias: [v/tp]. Its gradient is summed in float32 and rounded to its dtype.
 
     Returns:
-        [..., v/tp] float32 (float64 for float64), which may be overwritten.
+        [..., v/tp] float32 (float64 for float64). The caller may overwrite it.
     """
     rows = hidden.reshape(-1, hidden.shape[-1])
     check_factors(rows, weight)

@@ -1,4 +1,4 @@
-"""Log-probabilities, entropy and divergence of the target tokens as an autograd function of
+"""Log-probabilities, entropy and a score of target tokens, as an autograd function of
 vocabulary-parallel logits.
 """
 
@@ -22,33 +22,32 @@ from megatron_pg.head.vocabulary_shard import (
 )
 
 ScoreGradients = Callable[[Incoming, torch.dtype], ScoreGradient]
-"""A function of the gradients to log-probs, entropy and score [rows], and of the dtype of the
-gradient to the logits, which must still be there."""
+"""A function of the gradients to log-probs, entropy and score [rows], and the dtype of the gradient
+to the logits. The logits must not be overwritten yet."""
 SetGradient = Callable[[RowStatistics, Incoming, Tensor], None]
-"""A function that adds the gradient of the logits of kept sets to that of all columns [tokens,
+"""A function that adds the gradient of the sampling sets' logits to all columns' gradient [tokens,
 v/tp], which is 0 there."""
 _SCORED_ROWS = 2048
-"""The rows for which a teacher's logits, or a gradient in addition to the one in place, are made at
-a time."""
+"""The rows at a time for a teacher's logits or a second gradient."""
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class Scorer(Protocol):
-    """A further score of all tokens of a call: a teacher's divergence, or a `Centering`."""
+    """A further score for all tokens of a call: a teacher's divergence or a `Centering`."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The numbers of a row's score: `()` for one."""
+        """The shape of a row's score, `()` for one number."""
 
     @property
     def is_sparse(self) -> bool:
-        """True if it reads and changes a few columns of each row."""
+        """True if it reads and changes only a few columns per row."""
 
     def on(
         self, chunk: Any, statistics: RowStatistics, rows: slice
     ) -> tuple[Tensor, ScoreGradients]:
-        """Return the scores [*shape, rows] of a chunk, the `rows` of all tokens. Every
-        tensor-parallel rank must call.
+        """Return the scores [*shape, rows] and the gradient function of a chunk with the tokens
+        `rows`. Every tensor-parallel rank must call.
         """
 
 
@@ -60,9 +59,7 @@ def logit_rows(
     row_mask: Tensor | None = None,
     vocab_size: int | None = None,
 ) -> LogitRows:
-    """Check the arguments of `log_probs_and_entropy`, which has the errors, and put them
-    together.
-    """
+    """Check and collect the arguments of `log_probs_and_entropy`, which lists the errors."""
     if logits.dim() != 2 or logits.dtype not in FLOAT_DTYPES:
         raise ValueError(
             "logits must be [tokens, v/tp] in bfloat16, float16, float32 or float64, found "
@@ -76,8 +73,8 @@ def logit_rows(
 
 
 def check_vector(name: str, vector: Tensor, dtype: torch.dtype, of: str, matrix: Tensor) -> None:
-    """Raise ValueError unless the vector has that dtype and an element for each row of the matrix
-    called `of`.
+    """Raise ValueError unless the vector has this dtype and one element per row of `matrix`, which
+    is called `of`.
     """
     shape, found = (matrix.shape[0],), tuple(vector.shape)
     if found != shape or vector.dtype != dtype:
@@ -87,24 +84,23 @@ def check_vector(name: str, vector: Tensor, dtype: torch.dtype, of: str, matrix:
 
 
 def refuse_second_derivative(name: str) -> None:
-    """Raise RuntimeError in a backward with gradients enabled, as autograd has them for
-    `create_graph=True` alone.
+    """Raise RuntimeError in a backward with `create_graph=True`, where autograd enables
+    gradients.
     """
     if torch.is_grad_enabled():
         raise RuntimeError(
-            f"{name} cannot be differentiated twice: leave out create_graph=True, or compute what "
-            f"needs it on "
+            f"{name} cannot be differentiated twice: leave out create_graph=True, or use "
             "torch.log_softmax of the logits"
         )
 
 
 def _parts(scorer: Scorer, rows: int) -> list[slice]:
-    """Cut the rows into parts that are scored at a time: all of them by a sparse scorer."""
+    """Split the rows into parts that are scored at a time. A sparse scorer has one part."""
     return chunk_slices(0, rows, max(rows, 1) if scorer.is_sparse else _SCORED_ROWS)
 
 
 class LogProbsAndEntropy(torch.autograd.Function):
-    """The op behind the functions of `log_probs` that take logits; backward overwrites CUDA logits
+    """The op behind the functions of `log_probs` that take logits. Backward overwrites CUDA logits
     with their gradient.
     """
 
@@ -124,7 +120,7 @@ class LogProbsAndEntropy(torch.autograd.Function):
             parts = _parts(scorer, len(logits))
             values = [scorer.on(rows.part(p), statistics.rows(p), p)[0] for p in parts]
             score = joined(values, like=rows.temperature.new_empty((*scorer.shape, 0)))
-        # On a GPU, where memory is short, unless the caller owns the values or rows share memory.
+        # Save GPU memory, unless the logits are a leaf or their rows share memory.
         ctx.in_place = logits.is_cuda and not logits.is_leaf and logits.stride(0) >= logits.shape[1]
         ctx.save_for_backward(
             logits, rows.targets, rows.row_mask, rows.temperature, *statistics.kept()

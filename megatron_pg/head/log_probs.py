@@ -1,4 +1,4 @@
-"""The functions of logits or kept sets: plain head and wings together."""
+"""The public functions of logits and hidden states: the plain head with its extensions."""
 
 import functools
 from dataclasses import replace
@@ -28,31 +28,31 @@ def log_probs_and_entropy(
     with_entropy: bool = False,
     kept: Ragged | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the log-probability of each target token, and the entropy, of `softmax(logits /
+    """Compute each target token's log-probability and the entropy of `softmax(logits /
     temperature)`.
 
-    Tensor-parallel ranks exchange one all-gather of `[tokens, 4]` statistics in forward and nothing
-    in backward. As in Megatron's own cross-entropy, the incoming gradients must be equal on those
-    ranks, and each gets the gradient of its own columns. No float32 copy of the logits is kept.
+    Tensor-parallel ranks run one all-gather of `[tokens, 4]` statistics in forward, and none in
+    backward. As in Megatron's cross-entropy, incoming gradients must be equal on these ranks, and
+    each rank gets the gradient of its columns. No float32 copy of the logits is kept.
 
-    On CUDA **backward overwrites the logits with their gradient** unless they are a leaf. Autograd
-    raises where their old values would be needed again (a second backward, another loss on the same
-    logits); pass `logits.clone()` then.
+    On CUDA, **backward overwrites the logits with their gradient** unless they are a leaf. Autograd
+    raises if their old values are needed again, by a second backward or another loss on the same
+    logits. Then pass `logits.clone()`.
 
     Args:
         logits: [tokens, v/tp] bfloat16, float16 or float32 (or float64, for tests): this rank's
-            columns; rank r holds the global ids from `r * v/tp` on.
-        targets: [tokens] int64 global token ids. One outside the vocabulary gives NaN.
-        tensor_parallel_group: the group over which the vocabulary is split; every one of its ranks
-            must call, with equal targets. None: not split, torch.distributed is not touched.
+            columns. Rank r holds the global ids from `r * v/tp` on.
+        targets: [tokens] int64 global token ids. An id outside the vocabulary gives NaN.
+        tensor_parallel_group: the group over which the vocabulary is split. Every rank in it must
+            call, with equal targets. None: not split, torch.distributed is not used.
         temperature: a positive number, or a tensor of one element (no gradient, never read on the
             host).
-        row_mask: [tokens] bool. Rows that are False give 0 and 0, and a gradient of 0, even where
-            logits are NaN or inf.
-        vocab_size: true size of the vocabulary; columns from it on are padding and take no part.
+        row_mask: [tokens] bool. False rows give log-probability, entropy and gradient 0, even if
+            their logits are NaN or inf.
+        vocab_size: true size of the vocabulary. Columns from it on are padding and ignored.
         kept: the global ids that each token was sampled from, [tokens] rows of distinct ids below
-            `vocab_size`, the target among them, to which the distribution is renormalised; other
-            logits are not read. An empty row keeps all.
+            `vocab_size`, including the target. The distribution is renormalized over them, and
+            other logits are not read. An empty row keeps all ids.
 
     Returns:
         log_probs [tokens] and entropy [tokens] in nats (None without `with_entropy`), float32
@@ -68,7 +68,7 @@ def log_probs_and_entropy(
 
 
 def _with_sets(rows: LogitRows, kept: Ragged | None) -> tuple[LogitRows, SetGradient | None]:
-    """Restrict the rows that have a set to it."""
+    """Restrict each row that has a set to its set."""
     if kept is None:
         return rows, None
     logits = rows.logits
@@ -85,10 +85,10 @@ def log_probs_and_score(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute log-probabilities and entropy [tokens] and a score [..., tokens], all differentiable.
 
-    `scorer` is a teacher, whose score is the divergence from it in nats, or a `Centering`, which
-    also goes with `kept`: its head is then within the sets. It is of the same tokens and gets no
-    gradient. `vocabulary` are `tensor_parallel_group`, `temperature`,
-    `row_mask` and `vocab_size` of `log_probs_and_entropy`, which has the errors too.
+    `scorer` is a teacher or a `Centering` for the same tokens and gets no gradient. A teacher's
+    score is the divergence from it in nats. A `Centering` also supports `kept`, if its head is
+    within the sets. `vocabulary` are `tensor_parallel_group`, `temperature`, `row_mask` and
+    `vocab_size` of `log_probs_and_entropy`, which also lists the errors.
     """
     rows = logit_rows(logits, targets, **vocabulary)
     return LogProbsAndEntropy.apply(logits, *_with_sets(rows, kept), scorer)  # type: ignore
@@ -104,29 +104,28 @@ def linear_log_probs_and_entropy(
     kept: Ragged | None = None,
     centering: Centering | None = None,
 ) -> tuple[Tensor, ...]:
-    """Compute the log-probability of each target and the entropy from hidden states, for any loss
-    downstream.
+    """Compute each target's log-probability and the entropy from hidden states, for any loss.
 
     Backward recomputes the logits chunk by chunk unless they were kept. Rows with a set of kept
-    tokens are multiplied by the columns in it alone, or, where the sets are so large that it costs
-    less, by all columns.
+    tokens are multiplied by only the set's columns, or by all columns if the sets are so large that
+    this is cheaper.
 
     Args:
         hidden: [tokens, hidden] bfloat16, float16 or float32, the same on every tensor-parallel
-            rank. Its gradient, in its own dtype, is the part of this rank's columns: the caller
-            sums it over the group.
-        weight: [v/tp, hidden], the same dtype. Its gradient is accumulated in float32, into
-            `weight.main_grad` where Megatron's DistributedDataParallel made one.
+            rank. Its gradient, in its dtype, is this rank's part: the caller sums it over the
+            group.
+        weight: [v/tp, hidden], the same dtype. Its gradient is accumulated in float32, in
+            `weight.main_grad` if Megatron's DistributedDataParallel made one.
         targets: [tokens] int64 global token ids.
-        keep_logits: hold the logits of all tokens until backward, which overwrites them: three
-            matrix products instead of four. None: only where they fit the budget.
-        kept: as for `log_probs_and_entropy`; values on the device of `hidden` or the host.
-        centering: the sampler's head of each token, within its set; read with `kept`.
+        keep_logits: hold all tokens' logits until backward, which overwrites them: three matrix
+            products instead of four. None: only if they fit the budget.
+        kept: as for `log_probs_and_entropy`, with values on the device of `hidden` or on the host.
+        centering: the sampler's head of each token, within its set. Read with `kept`.
 
     Returns:
-        log_probs [tokens] and entropy [tokens] in nats, float32, both differentiable; with
-        `centering` also its values [5, tokens], of which the first is differentiable. A ValueError
-        names shapes or dtypes that do not fit each other, a NotImplementedError kept sets under a
+        log_probs [tokens] and entropy [tokens] in nats, float32, both differentiable, and with
+        `centering` its values [5, tokens], of which the first is differentiable. Raises
+        ValueError for inconsistent shapes or dtypes, and NotImplementedError for kept sets under a
         soft-cap.
     """
     options, factors = options or HeadOptions(), Factors(hidden, weight, targets)
@@ -134,7 +133,7 @@ def linear_log_probs_and_entropy(
         return linear_log_probs(factors, options, keep_logits)
     if options.transform.softcap is not None:
         raise NotImplementedError(
-            f"kept sets take no soft-cap of the logits, found {options.transform.softcap:g}: drop "
-            "--fused-lm-head"
+            f"kept sets and a soft-cap of the logits (found {options.transform.softcap:g}) are "
+            "mutually exclusive in the fused head: drop --fused-lm-head"
         )
     return kept_log_probs(factors, options, keep_logits, kept.to(hidden.device), centering)

@@ -25,14 +25,14 @@ from megatron_pg.head.vocabulary_shard import (
 )
 
 KeepOnly = Callable[[Tensor, slice, VocabularyShard], None]
-"""A function that fills the logits [rows, v/tp] of some rows with minus infinity outside of their
-kept sets, in place."""
+"""A function that fills some rows' logits [rows, v/tp] with minus infinity outside of their kept
+sets, in place."""
 _HELD_CHUNKS = 2
 
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """What an output layer computes from the product z of hidden states and weight.
+    """A function of the product z of hidden states and weight.
 
     The logits are `scale * z` without a soft-cap and `softcap * tanh(scale * z / softcap)` with one
     (Gemma 2, arXiv:2408.00118).
@@ -41,36 +41,35 @@ class LogitTransform:
     scale: float = 1.0
     """Positive factor of the product."""
     softcap: float | None = None
-    """Largest logit; None for no soft-cap."""
+    """Largest logit. None: no soft-cap."""
 
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """Settings of the output layer's split and computation; the defaults are a plain layer."""
+    """Settings of the output layer. The defaults are a plain, unsplit layer."""
 
     tensor_parallel_group: dist.ProcessGroup | None = None
-    """The group over which the vocabulary is split; every one of its ranks must call."""
+    """The group over which the vocabulary is split. Every rank in it must call."""
     temperature: float | Tensor = 1.0
-    """Log-probabilities and entropy are those of `softmax(logits / temperature)`."""
+    """The distribution is `softmax(logits / temperature)`."""
     vocab_size: int | None = None
-    """True size of the vocabulary; columns from it on are padding."""
+    """True size of the vocabulary. Columns from it on are padding."""
     fp32_logits: bool = False
-    """Float32 logits out of bfloat16 operands, which are not upcast. The gradient of the logits is
-    rounded once, to the dtype of the hidden states, before the two other products. With
-    exponentials these are rounded, and the hidden states times the factor of their row."""
+    """Float32 logits from bfloat16 operands, which are not upcast. The gradient of the logits is
+    rounded once to the dtype of the hidden states before the two backward products. QuACK's
+    products round the exponentials and the hidden states times their row's factor instead."""
     chunk_tokens: int | None = None
-    """Rows of logits in memory at once; None: up to 8192, within `memory_gib`."""
+    """Rows of logits in memory at once. None: up to 8192, within `memory_gib`."""
     memory_gib: float | None = None
-    """GiB of bfloat16 logits in memory at once (float32 logits of our own kernels take twice as
-    many). None: 2.5, on a device below 80 GB less in proportion."""
+    """GiB of bfloat16 logits in memory at once. This package's kernels take twice as much for
+    float32 logits. None: 2.5, and proportionally less on a device below 80 GB."""
     with_entropy: bool = True
-    """False: the entropy may be NaN, and its gradient is not used."""
+    """If False, the entropy may be NaN and its gradient is ignored."""
     transform: LogitTransform = LogitTransform()
-    """What the output layer computes from the product. A soft-cap excludes kept sets and
-    teachers."""
+    """The scale and soft-cap of the logits. A soft-cap excludes kept sets and teachers."""
     use_quack: bool = True
-    """Use of QuACK's products (`hopper`) by `linear_token_loss` with float32 logits, where QuACK is
-    installed and takes these sizes."""
+    """Let `linear_token_loss` use QuACK's products (`hopper`) for float32 logits, if QuACK is
+    installed and supports these sizes."""
 
 
 def check_factors(hidden: Tensor, weight: Tensor) -> None:
@@ -99,10 +98,10 @@ class Factors(NamedTuple):
 
 
 class Chunk(Protocol):
-    """The first product of some rows: their logits, or a stand-in for them."""
+    """The first product of some rows: logits or exponentials."""
 
     def statistics(self) -> RowStatistics:
-        """Compute the statistics over the whole vocabulary; every tensor-parallel rank must
+        """Compute the statistics over the whole vocabulary. Every tensor-parallel rank must
         call.
         """
 
@@ -116,15 +115,15 @@ class Chunk(Protocol):
         incoming: Incoming,
         columns: ColumnGradients | None = None,
     ) -> None:
-        """Overwrite the chunk with the gradient of its logits, that of some columns as given, and
-        add the two products of it to `gradients`.
+        """Overwrite the chunk with the gradient of its logits, with some columns as given, and add
+        its two products to `gradients`.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogitChunk(LogitRows):
-    """Some rows of logits, a `Chunk`, with their hidden states [rows, hidden] and their place among
-    all tokens.
+    """Some rows of logits, a `Chunk`, with hidden states [rows, hidden] and their place among all
+    tokens.
     """
 
     hidden: Tensor
@@ -135,8 +134,8 @@ class LogitChunk(LogitRows):
         return statistics
 
     def write_gradient(self, statistics: RowStatistics, incoming: Incoming) -> Tensor:
-        """Overwrite the logits with their gradient; of logits wider than the hidden states it takes
-        the front of each row.
+        """Overwrite the logits with their gradient. If logits are wider than hidden states, it
+        takes the front of each row.
         """
         gradient = self.logits
         if gradient.dtype != self.hidden.dtype:
@@ -159,8 +158,8 @@ class LogitChunk(LogitRows):
 
 @dataclass(frozen=True)
 class ExponentialChunk:
-    """Some rows of exponentials, a `Chunk` whose gradient own kernels compute where the products
-    fail.
+    """Some rows of exponentials, a `Chunk`. If QuACK's products fail, this package's kernels
+    compute the gradient.
     """
 
     exponentials: Any  # `ExponentialRows` of `hopper`
@@ -206,7 +205,7 @@ class ExponentialChunk:
 
 @dataclass(frozen=True)
 class OutputLayer:
-    """The settings of the output layer for one call, without its tensors: backward gets those from
+    """The output layer's settings for one call, without its tensors, which backward gets from
     autograd.
     """
 
@@ -214,11 +213,11 @@ class OutputLayer:
     temperature: Tensor
     chunk_tokens: int
     held_tokens: int
-    """Rows within the budget, of which logits that are held together may have twice as many."""
+    """Rows within the budget. Logits of one piece may have twice as many."""
     logits_dtype: torch.dtype
     keep_only: KeepOnly | None  # None: no sets
-    products: Any  # the `ExponentialProducts` of `hopper`; None where `chunk` has logits
-    softcap: float | None  # of the product: see `LogitRows`
+    products: Any  # the `ExponentialProducts` of `hopper`, or None for logits
+    softcap: float | None  # see `LogitRows`
 
     @classmethod
     def build(
@@ -229,7 +228,7 @@ class OutputLayer:
         may_be_exponentials: bool = False,
         chunks_at_once: int = 1,
     ) -> OutputLayer:
-        """Check the factors, and work out all defaults."""
+        """Check the factors and resolve all defaults."""
         hidden, weight, targets = factors
         check_factors(hidden, weight)
         check_vector("targets", targets, torch.int64, "hidden", hidden)
@@ -243,8 +242,8 @@ class OutputLayer:
             if size < 1:
                 raise ValueError(f"chunk_tokens must be at least 1, found {size}")
         shard = VocabularyShard.build(columns, options.vocab_size, options.tensor_parallel_group)
-        # With scale s, `s * z / temperature` is `z / (temperature / s)`, and a cap c of `s * z` is
-        # a cap c / s of z.
+        # With scale s, `s * z / temperature` is `z / (temperature / s)`, and a cap c on `s * z` is
+        # a cap c / s on z.
         scale, softcap = options.transform.scale, options.transform.softcap
         if softcap is not None:
             softcap /= scale
@@ -260,24 +259,22 @@ class OutputLayer:
         return cls(shard, temperature, size, held, dtype, keep_only, products, softcap)
 
     def new_logits(self, weight: Tensor, chunks: list[slice]) -> Tensor:
-        """Return uninitialised logits [rows, v/tp] of the largest of these chunks."""
+        """Return uninitialized logits [rows, v/tp] for the largest chunk."""
         rows, dtype = max((rows.stop - rows.start for rows in chunks), default=0), self.logits_dtype
         if self.products is not None:
             rows, dtype = self.products.padded(rows), weight.dtype
         return weight.new_empty((rows, weight.shape[0]), dtype=dtype)
 
     def chunks(self, begin: int, end: int, *, held: bool = False) -> list[slice]:
-        """Cut [begin, end) into chunks; rows that are `held` together are one chunk, up to twice
-        the budget.
-        """
+        """Split [begin, end) into chunks. `held` rows are one chunk, up to twice the budget."""
         is_one = held and 0 < end - begin <= _HELD_CHUNKS * self.held_tokens
         return chunk_slices(begin, end, end - begin if is_one else self.chunk_tokens)
 
     def chunk(
         self, factors: Factors, rows: slice, buffer: Tensor, *, is_kept: bool = False
     ) -> Chunk:
-        """Multiply some rows into the front of `buffer`, as logits or as exponentials, unless their
-        logits are kept there.
+        """Multiply some rows into the first rows of `buffer`, as logits or exponentials, unless
+        their logits are kept there.
         """
         hidden, weight, targets = factors.hidden[rows], factors.weight, factors.targets[rows]
         as_logits = functools.partial(
@@ -301,8 +298,8 @@ class OutputLayer:
     def _chunk_of_exponentials(
         self, weight: Tensor, buffer: Tensor, as_logits: functools.partial[LogitChunk]
     ) -> Chunk:
-        """Multiply into exponentials; where the products fail, into logits, in memory beside the
-        buffer.
+        """Multiply into exponentials, or into new logits outside the buffer if the products
+        fail.
         """
         rows = as_logits.keywords
 

@@ -1,4 +1,4 @@
-"""`Ragged`: rows of different lengths laid end to end, such as the ids that each token was sampled
+"""`Ragged`: concatenated rows of different lengths, such as the ids that each token was sampled
 from.
 """
 
@@ -13,13 +13,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
-    """Row i is `values[offsets[i] : offsets[i + 1]]`."""
+    """Rows of different lengths. Row i is `values[offsets[i] : offsets[i + 1]]`."""
 
     values: Tensor
     """The elements of all rows, [elements], on any device."""
     offsets: Tensor
-    """The begin of each row, [rows + 1] int64 on the host: sizes and slices are known without
-    asking a device."""
+    """The start of each row, [rows + 1] int64 on the host, so that sizes need no device
+    synchronization."""
 
     def __len__(self) -> int:
         return self.offsets.numel() - 1
@@ -39,7 +39,7 @@ class Ragged:
         return torch.repeat_interleave(sizes, output_size=self.values.numel())
 
     def select(self, rows: Tensor) -> Ragged:
-        """Take some rows, int64 on the host, in their order."""
+        """Select `rows`, int64 on the host, in the given order."""
         sizes = self.sizes[rows]
         offsets = offsets_of(sizes)
         shift = torch.repeat_interleave(self.offsets[:-1][rows] - offsets[:-1], sizes)
@@ -47,7 +47,7 @@ class Ragged:
         return Ragged(self.values[to_device(places, self.values.device)], offsets)
 
     def only(self, kept: Tensor) -> Ragged:
-        """Empty the rows where `kept` [rows] bool on the host is False; on the host."""
+        """Empty the rows where `kept` [rows] bool is False. All tensors are on the host."""
         sizes = torch.where(kept, self.sizes, 0)
         return Ragged(self.values[torch.repeat_interleave(kept, self.sizes)], offsets_of(sizes))
 
@@ -57,24 +57,24 @@ class Ragged:
         return Ragged(self.values[int(offsets[0]) : int(offsets[-1])], offsets - offsets[0])
 
     def to(self, device: torch.device | str) -> Ragged:
-        """Move the values to a device; the offsets stay on the host."""
+        """Move the values to a device. The offsets stay on the host."""
         return Ragged(to_device(self.values, device), self.offsets)
 
     @classmethod
     def concatenate(cls, parts: Sequence[Ragged]) -> Ragged:
-        """Join the rows of one or more parts."""
+        """Concatenate the rows of one or more parts."""
         sizes = torch.cat([part.sizes for part in parts])
         return cls(torch.cat([part.values for part in parts]), offsets_of(sizes))
 
 
 def offsets_of(sizes: Tensor) -> Tensor:
-    """Return the begin of each row of these sizes, and the end of the last, [rows + 1] int64."""
+    """Return the start of each row and the end of the last, [rows + 1] int64."""
     return torch.nn.functional.pad(sizes.cumsum(0), (1, 0))
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Move the tensor to `device`; from the host to CUDA through pinned memory, so that the host
-    goes on at once.
+    """Move the tensor to `device`. From the host to CUDA it goes through pinned memory, without
+    waiting.
     """
     if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)

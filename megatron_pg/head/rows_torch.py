@@ -1,5 +1,5 @@
-"""The two row passes in plain torch, a few rows at a time: statistics of the logits, and the
-gradient to the logits.
+"""The two row passes in plain torch, a few rows at a time: statistics of the logits and gradient to
+the logits.
 """
 
 import math
@@ -13,8 +13,8 @@ _CHUNK_ELEMENTS = 1 << 23
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of statistics, float32 logits and a weight's gradient: float32, or float64
-    for float64 operands.
+    """Return the dtype of statistics, float32 logits and weight gradients: float32, or float64 for
+    float64 operands.
     """
     return torch.promote_types(dtype, torch.float32)
 
@@ -33,22 +33,22 @@ def temperature_tensor(temperature: float | Tensor, logits: Tensor) -> Tensor:
 
 
 def chunk_slices(begin: int, end: int, size: int) -> list[slice]:
-    """Cut [begin, end) into slices of at most `size` rows."""
+    """Split [begin, end) into slices of at most `size` rows."""
     return [slice(first, min(first + size, end)) for first in range(begin, end, size)]
 
 
 def row_chunks(rows: int, columns: int) -> list[slice]:
-    """Cut the rows of a matrix into slices whose float32 copies are small."""
+    """Split the rows of a matrix into slices with small float32 copies."""
     return chunk_slices(0, rows, max(1, _CHUNK_ELEMENTS // max(1, columns)))
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:
-    """Return the logits under a soft-cap."""
+    """Return the logits, soft-capped unless `softcap` is None."""
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
 def row_statistics(rows: LogitRows) -> RowStatistics:
-    """Compute the statistics of each row over the whole vocabulary; every tensor-parallel rank must
+    """Compute each row's statistics over the whole vocabulary. Every tensor-parallel rank must
     call.
     """
     local = _local_statistics(rows)
@@ -58,12 +58,12 @@ def row_statistics(rows: LogitRows) -> RowStatistics:
 
 
 def _local_statistics(rows: LogitRows) -> Tensor:
-    """Compute the statistics [tokens, 4] of this shard's columns; (-inf, 0, 0, -inf) of padding
-    columns alone.
+    """Compute the statistics [tokens, 4] of this shard's columns, (-inf, 0, 0, -inf) if all are
+    padding.
 
-    They are the largest logit, the sum of `exp((logit - largest) / temperature)`, the dot product
-    of those exponentials with their exponents, and the logit of the target: -inf where another
-    shard holds it, NaN where the vocabulary lacks it.
+    They are the largest logit, the sum of the exponentials `exp((logit - largest) / temperature)`,
+    the dot product of exponentials and exponents, and the target's logit: -inf if another shard
+    holds it, NaN if the vocabulary lacks it.
     """
     logits, columns, mask = rows.logits, rows.shard.columns, rows.pass_mask
     dtype = wide_dtype(logits.dtype)
@@ -75,7 +75,7 @@ def _local_statistics(rows: LogitRows) -> Tensor:
         if mask is not None:  # not by `*`: NaN or inf must not survive
             chunk = torch.where(mask[part, None], chunk, 0.0)
         maximum = chunk.amax(1, keepdim=True)
-        # A row of -inf alone has nothing to shift by; its exponentials are 0 as they should be.
+        # A row of only -inf is not shifted. Its exponentials are 0, as they should be.
         exponents = (chunk - torch.where(maximum == -math.inf, 0.0, maximum)) / rows.temperature
         exponentials = exponents.exp()
         statistics[part, 0] = maximum[:, 0]
@@ -92,8 +92,8 @@ def _local_statistics(rows: LogitRows) -> Tensor:
 def combine_statistics(
     local: Tensor, shard: VocabularyShard, temperature: Tensor, row_mask: Tensor | None = None
 ) -> RowStatistics:
-    """Combine the `_local_statistics` of all shards, in one all-gather: the only communication of
-    the op.
+    """Combine the `_local_statistics` of all shards in one all-gather, the op's only
+    communication.
     """
     if shard.group is None:
         maximum, total, dot, target = local.unbind(1)
@@ -116,13 +116,13 @@ def combine_statistics(
 def write_gradient(
     rows: LogitRows, statistics: RowStatistics, incoming: Incoming, out: Tensor
 ) -> None:
-    """Write the gradient to this shard's logits into `out` [tokens, v/tp], rounded once, which may
-    be the logits themselves.
+    """Write the gradient to this shard's logits to `out` [tokens, v/tp], rounded once. `out` may be
+    the logits.
 
-    With p_j the probability of column j, y the target and H the entropy,
-    `temperature * gradient_j = grad_log_prob * (1[j = y] - p_j) - grad_entropy * p_j * (log p_j +
-    H)`. Under a soft-cap, `1 - (capped / softcap) ** 2` multiplies it. A row whose two incoming
-    gradients are 0 gets exactly 0, and so does one with a kept set.
+    With p_j the probability of column j, y the target and H the entropy, `temperature * gradient_j
+    = grad_log_prob * (1[j = y] - p_j) - grad_entropy * p_j * (log p_j + H)`. Under a soft-cap, `1 -
+    (capped / softcap) ** 2` multiplies it. A row gets exactly 0 if both incoming gradients are 0 or
+    it has a kept set.
     """
     logits, columns, mask = rows.logits, rows.shard.columns, rows.pass_mask
     dtype = wide_dtype(logits.dtype)

@@ -1,9 +1,9 @@
 """The row passes as Triton kernels, with the functions and signatures of `rows_torch`.
 
-A program owns one row, or a segment of one, and walks over it in tiles, so a row's arithmetic does
-not depend on how many rows there are. Full tiles carry no mask: with one, a vocabulary that is not
-a multiple of the vector width would lose its 16-byte accesses. Row offsets are int64. A pointer may
-be None: Triton compiles a kernel for each case.
+A program processes one row, or a segment of one, in tiles, so a row's arithmetic does not depend on
+the number of rows. Full tiles have no mask, because with a mask a vocabulary that is not a multiple
+of the vector width would lose its 16-byte accesses. Row offsets are int64. A pointer may be None:
+Triton compiles one kernel per case.
 """
 
 # Kernels are typed by Triton at their first launch, not by annotations.
@@ -25,24 +25,26 @@ SMALLEST = tl.constexpr(-1e30)
 
 @triton.jit
 def _rescale(maximum, safe, scale):
-    """Return exponent (base 2) and factor that move statistics from one maximum to another."""
-    # The bound keeps the -inf of a part without mass from meeting a 0 in a product.
+    """Return the base-2 exponent and the factor that move statistics from one maximum to
+    another.
+    """
+    # The bound prevents 0 * -inf for a part without mass.
     shift = tl.maximum((maximum - safe) * scale, SMALLEST)
     return shift, tl.exp2(shift)
 
 
 @triton.jit
 def _finite(maximum):
-    """Return the maximum to subtract; 0 for a part of -inf alone, so that exponentials are 0,
-    not NaN.
+    """Return the maximum to subtract, 0 for a part of only -inf, so that exponentials are 0 instead
+    of NaN.
     """
     return tl.where(maximum == -float("inf"), 0.0, maximum)
 
 
 @triton.jit
 def log2(x, SPECIAL: tl.constexpr):
-    """Return the logarithm (base 2); SPECIAL: by the special function unit, within 2 ** -22, in
-    place of 30 instructions.
+    """Return the base-2 logarithm. SPECIAL uses the special function unit, within 2 ** -22, instead
+    of 30 instructions.
     """
     if SPECIAL:
         logarithm = tl.inline_asm_elementwise(
@@ -55,7 +57,7 @@ def log2(x, SPECIAL: tl.constexpr):
 
 @triton.jit
 def _tanh(x):
-    """Return the hyperbolic tangent; a series near 0, where the quotient would cancel."""
+    """Return the hyperbolic tangent, from a series near 0, where the quotient would cancel."""
     power = tl.exp2(tl.abs(x) * (-2.0 * LOG2_E))
     far = (1.0 - power) / (1.0 + power)
     return tl.where(tl.abs(x) < 0.03, x - x * x * x / 3.0, tl.where(x < 0.0, -far, far))
@@ -63,7 +65,7 @@ def _tanh(x):
 
 @triton.jit
 def _capped(logits, softcap):
-    """Return the logits under a soft-cap; None for none."""
+    """Return the logits, soft-capped unless `softcap` is None."""
     if softcap is not None:
         logits = softcap * _tanh(logits / softcap)
     return logits
@@ -71,14 +73,15 @@ def _capped(logits, softcap):
 
 @triton.jit
 def _online_update(logits, maximum, total, dot, scale):
-    """Fold a tile [VECTORS, VECTOR] into running statistics [VECTORS], without communication: a
-    vector lies in one thread.
+    """Fold a tile [VECTORS, VECTOR] into running statistics [VECTORS], without communication,
+    because a vector lies in one thread.
     """
     largest = tl.maximum(maximum, tl.max(logits, axis=1))
     safe = _finite(largest)
     exponents = (logits - safe[:, None]) * scale
     exponentials = tl.exp2(exponents)
-    # 0 * -inf is NaN: bound the exponent. A NaN logit still shows, through the exponential.
+    # Bound the exponent, because 0 * -inf is NaN. A NaN logit still propagates through the
+    # exponential.
     products = exponentials * tl.maximum(exponents, SMALLEST)
     shift, shrink = _rescale(maximum, safe, scale)
     dot = shrink * (dot + shift * total) + tl.sum(products, axis=1)
@@ -88,8 +91,8 @@ def _online_update(logits, maximum, total, dot, scale):
 
 @triton.jit
 def _row_statistics(base, columns, scale, softcap, VECTORS: tl.constexpr, VECTOR: tl.constexpr):
-    """Return the largest logit, the sum of exponentials, and their dot product with the (base 2)
-    exponents of a row.
+    """Return a row's largest logit, sum of exponentials, and their dot product with the base-2
+    exponents.
     """
     offsets = tl.arange(0, VECTORS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     maximum = tl.full([VECTORS], -float("inf"), tl.float32)
@@ -112,8 +115,8 @@ def _row_statistics(base, columns, scale, softcap, VECTORS: tl.constexpr, VECTOR
 
 @triton.jit
 def _target_logit(base, target, start, columns, vocab_size, softcap):
-    """Return the target's logit: -inf where another shard holds the target, NaN where the
-    vocabulary lacks it.
+    """Return the target's logit: -inf if another shard holds the target, NaN if the vocabulary
+    lacks it.
     """
     local = target - start
     here = (local >= 0) & (local < columns)
@@ -135,14 +138,14 @@ def statistics_kernel(
     columns, start, vocab_size,
     VECTORS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Write the final statistics of one row; with `shard_out` [tokens, 4] those of its local
-    columns there instead.
+    """Write one row's final statistics, or only its local columns' to `shard_out` [tokens, 4] if
+    given.
     """
     row = tl.program_id(0).to(tl.int64)
     live = tl.full((), 1, tl.int1)
     if row_mask is not None:
         live = tl.load(row_mask + row) != 0
-    # A row that is masked out gets log-probability 0 and entropy 0.
+    # A masked row gets log-probability 0 and entropy 0.
     maximum, dot = tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float32)
     total, target_logit = tl.full((), 1.0, tl.float32), tl.full((), 0.0, tl.float32)
     value = tl.load(temperature)
@@ -174,7 +177,7 @@ def combine_kernel(
     tokens, shards,
     ROWS: tl.constexpr, SHARDS: tl.constexpr,
 ):  # fmt: skip
-    """Write the final statistics of ROWS rows from those of all shards, [shards, tokens, 4]."""
+    """Write the final statistics of ROWS rows from all shards' statistics [shards, tokens, 4]."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = rows < tokens
     shard = tl.arange(0, SHARDS)[:, None]
@@ -189,7 +192,7 @@ def combine_kernel(
     shift, shrink = _rescale(maxima, _finite(maximum)[None, :], LOG2_E / value)
     total = tl.sum(shrink * totals, axis=0)
     dot = tl.sum(shrink * (dots + shift * totals), axis=0)
-    # Every shard marks an unknown target with NaN, which a maximum may drop and a sum may not.
+    # Every shard marks an unknown target with NaN, which a maximum may drop, but not a sum.
     unknown = tl.sum((targets != targets).to(tl.int32), axis=0) > 0
     target_logit = tl.where(unknown, float("nan"), tl.max(targets, axis=0))
     log_sum, log_prob, entropy = _log_prob_and_entropy(maximum, total, dot, target_logit, value)
@@ -209,10 +212,10 @@ def _gradient_tile(
     to_target, scale, softcap,
     ENTROPY: tl.constexpr, PARTIAL: tl.constexpr, ORDERED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of TILE columns from `first` on: p * (constant + slope * log2 p), and
-    `to_target` more at the target.
+    """Write the gradient of TILE columns from `first` on: p * (constant + slope * log2 p), plus
+    `to_target` at the target.
 
-    PARTIAL: some of them may lie outside [0, columns), or from `end` on.
+    PARTIAL: some columns may lie outside [0, columns), or from `end` on.
     """
     lanes = first + tl.arange(0, TILE)
     inside = (lanes >= 0) & (lanes < columns)
@@ -226,7 +229,7 @@ def _gradient_tile(
     p = tl.exp2(log2_p)
     factor = constant
     if ENTROPY:
-        # 0 * -inf is NaN: bound the logarithm. A NaN logit still shows, through p.
+        # Bound the logarithm, because 0 * -inf is NaN. A NaN logit still propagates through p.
         factor = constant + slope * tl.maximum(log2_p, SMALLEST)
     gradient = p * factor + tl.where(at_target, to_target, 0.0)
     if softcap is not None:
@@ -244,7 +247,7 @@ def _gradient_tile(
 
 @triton.jit
 def arriving(gradients, row):
-    """Return the gradient that arrives at a row; 0 without one."""
+    """Return a row's incoming gradient, 0 without one."""
     value = tl.full((), 0.0, tl.float32)
     if gradients is not None:
         value = tl.load(gradients + row)
@@ -267,11 +270,11 @@ def gradient_kernel(
     columns, padded_columns, start, segments, segment,
     ORDERED: tl.constexpr, LINE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient to a segment of one row of logits; `out` may be the logits themselves.
+    """Write the gradient to a segment of one row of logits. `out` may be the logits.
 
-    Programs begin with the last row, which the cache still holds. LINE: where rows do not begin at
-    cache lines, the columns of a line. Tiles then begin at lines, the first one before its row:
-    with tiles that share lines, in-place gradients took a quarter longer on an H200. ORDERED: `out`
+    Programs begin with the last row, which the cache still holds. LINE: the columns of a cache line
+    if rows do not begin at lines, else 0. Tiles then begin at lines, the first one before its row.
+    With tiles that share lines, in-place gradients took a quarter longer on an H200. ORDERED: `out`
     is a narrower view of the memory of `logits`, and the segment is the whole row. A tile's stores
     land on columns of this tile or of earlier ones, so a barrier before the stores is enough.
     """
@@ -279,7 +282,7 @@ def gradient_kernel(
     row = (program // segments).to(tl.int64)
     begin = program % segments * segment
     if LINE > 0:
-        # Divisible by 8, as row_stride is: accesses stay 16 bytes wide.
+        # Divisible by 8, like row_stride, so that accesses stay 16 bytes wide.
         begin -= tl.multiple_of((row * row_stride % LINE).to(tl.int32), 8)
     end = tl.minimum(begin + segment, padded_columns)
     to_log_prob, to_entropy = arriving(grad_log_probs, row), arriving(grad_entropy, row)
@@ -295,7 +298,7 @@ def gradient_kernel(
         log2_sum = tl.load(log_sum + row) * LOG2_E
         ENTROPY: tl.constexpr = grad_entropy is not None
         total = to_log_prob
-        if ENTROPY:  # without, it may be NaN
+        if ENTROPY:  # otherwise it may be NaN
             total += to_entropy * tl.load(entropy + row)
         constant = -total / value
         slope = -to_entropy * LN_2 / value
@@ -328,12 +331,12 @@ def gradient_kernel(
 _VECTOR, _VECTORS, _COMBINED_ROWS = 8, 256, 128  # a vector is 16 bytes of bfloat16
 _STATISTICS_WARPS = _GRADIENT_WARPS = 4
 _GRADIENT_TILES = {2: (1024, 8), 4: (2048, 4)}
-"""The columns of a tile and the tiles of a segment, by the bytes of a logit."""
+"""The columns of a tile and the tiles of a segment, by a logit's bytes."""
 _CACHE_LINE = 128  # bytes
 
 
 def row_statistics(rows: LogitRows) -> RowStatistics:
-    """Read the logits once; see `rows_torch.row_statistics`."""
+    """Read the logits once. See `rows_torch.row_statistics`."""
     tokens, shard, temperature = rows.logits.shape[0], rows.shard, rows.temperature
     outputs = RowStatistics.empty(tokens, temperature)
     if tokens == 0:
@@ -357,7 +360,7 @@ def row_statistics(rows: LogitRows) -> RowStatistics:
 def combine(
     own: Tensor, shard: VocabularyShard, temperature: Tensor, row_mask: Tensor | None = None
 ) -> RowStatistics:
-    """Combine the statistics [tokens, 4] of all shards; every tensor-parallel rank must call."""
+    """Combine the statistics [tokens, 4] of all shards. Every tensor-parallel rank must call."""
     gathered = own[None] if shard.group is None else shard.gather(own)
     shards, tokens = gathered.shape[:2]
     outputs = RowStatistics.empty(tokens, temperature)
@@ -371,8 +374,8 @@ def combine(
 def write_gradient(
     rows: LogitRows, statistics: RowStatistics, incoming: Incoming, out: Tensor
 ) -> None:
-    """Read once and write once, also over the logits or, in a narrower dtype, over the front of
-    each of their rows.
+    """Read the logits once and write once. `out` may be the logits or, in a narrower dtype, the
+    front of their rows.
     """
     logits = rows.logits
     tokens, width = logits.shape
@@ -382,7 +385,7 @@ def write_gradient(
     tile, tiles = _GRADIENT_TILES[logits.element_size()]
     line = 0 if overlaps else _columns_of_a_line(logits, out)
     reach = width + max(line - 1, 0)
-    # Segments of rows keep programs that run together close in memory, and the last wave short.
+    # Segments keep concurrent programs close in memory, and the last wave short.
     segment = tile * (triton.cdiv(reach, tile) if overlaps else tiles)
     segments = triton.cdiv(reach, segment)
     gradient_kernel[(tokens * segments,)](
@@ -396,13 +399,13 @@ def write_gradient(
 
 
 def packed(vector: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
-    """Return a vector as kernels read it: without gaps."""
+    """Return a contiguous vector for the kernels."""
     return None if vector is None else vector.to(dtype or vector.dtype).contiguous()
 
 
 def _columns_of_a_line(logits: Tensor, out: Tensor) -> int:
-    """Return the columns of a cache line where rows begin inside lines and can be read and written
-    from a line's start; else 0.
+    """Return the columns of a cache line if rows begin inside lines and can be processed from a
+    line's start, else 0.
     """
     tile, _ = _GRADIENT_TILES[logits.element_size()]
     line = min(_CACHE_LINE // logits.element_size(), tile)

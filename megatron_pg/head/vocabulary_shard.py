@@ -1,5 +1,5 @@
-"""The part of the vocabulary on a tensor-parallel rank, and the input and output of a pass over its
-logits.
+"""The part of the vocabulary on a tensor-parallel rank, and the inputs and outputs of passes over
+its logits.
 """
 
 from __future__ import annotations
@@ -13,30 +13,28 @@ import torch.distributed as dist
 from torch import Tensor
 
 Incoming = Sequence[Tensor | None]
-"""The gradients [tokens] that reach log-probabilities and entropy, None for none."""
+"""The gradients [tokens] to log-probabilities and entropy, None for none."""
 
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """The columns of the output layer on this tensor-parallel rank (Megatron's contiguous
-    split).
-    """
+    """The output layer's columns on this tensor-parallel rank (Megatron's contiguous split)."""
 
     start: int
     """Global token id of the first local column."""
     columns: int
-    """Local columns of real tokens; columns from here on are padding."""
+    """Local columns of real tokens. Columns from here on are padding."""
     vocab_size: int
     """True size of the vocabulary, over all ranks."""
     group: dist.ProcessGroup | None
-    """Tensor-parallel process group, None when the vocabulary is not split."""
+    """Tensor-parallel process group, None if the vocabulary is not split."""
 
     @classmethod
     def build(
         cls, local_columns: int, vocab_size: int | None, group: dist.ProcessGroup | None
     ) -> VocabularyShard:
-        """Work out this rank's shard, and refuse with ValueError a `vocab_size` that the ranks'
-        columns cannot hold.
+        """Compute this rank's shard. Raise ValueError for a `vocab_size` that the ranks' columns
+        cannot hold.
         """
         if group is not None and dist.get_world_size(group) == 1:
             group = None
@@ -52,16 +50,16 @@ class VocabularyShard:
         return cls(start, min(max(vocab_size - start, 0), local_columns), vocab_size, group)
 
     def columns_of(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the local columns of global ids, 0 where another shard holds one, and True where
-        this one does.
+        """Return global ids' local columns, 0 if another shard holds the id, and a mask of the ids
+        that this shard holds.
         """
         local = ids - self.start
         is_here = (local >= 0) & (local < self.columns)
         return torch.where(is_here, local, 0), is_here
 
     def gather(self, local: Tensor) -> Tensor:
-        """Gather the statistics [tokens, 4] of each shard into [shards, tokens, 4]; every rank of
-        the group must call.
+        """Gather each shard's statistics [tokens, 4] into [shards, tokens, 4]. Every rank in the
+        group must call.
         """
         shards = dist.get_world_size(self.group)
         gathered = local.new_empty((shards * local.shape[0], local.shape[1]))
@@ -72,19 +70,17 @@ class VocabularyShard:
 
 @dataclass(frozen=True)
 class LogitRows:
-    """Rows of logits with everything on which their statistics depend: the input of both row
-    passes.
-    """
+    """Rows of logits with all settings of their statistics, the input of both row passes."""
 
     logits: Tensor  # [tokens, v/tp] in any float dtype
-    targets: Tensor  # global ids [tokens] int64; one outside the vocabulary gives NaN
+    targets: Tensor  # global ids [tokens] int64, NaN results outside the vocabulary
     shard: VocabularyShard
     temperature: Tensor  # one element in the dtype of the statistics
-    row_mask: Tensor | None = None  # rows to read, [tokens] bool; the others get placeholders
-    has_set: Tensor | None = None  # rows with a kept set, [tokens] bool
-    set_statistics: Tensor | None = None  # [tokens, 4] of this shard's part of the sets
+    row_mask: Tensor | None = None  # rows to read, [tokens] bool
+    has_set: Tensor | None = None  # rows with a sampling set, [tokens] bool
+    set_statistics: Tensor | None = None  # [tokens, 4], this shard's part of the sets
     softcap: float | None = None
-    """The passes take `softcap * tanh(logits / softcap)` for the logits; None: the logits."""
+    """The passes use `softcap * tanh(logits / softcap)` as logits. None: no soft-cap."""
 
     def logits_of(self, columns: Tensor) -> Tensor:
         """Return the logits [tokens, n] of local columns, under the soft-cap."""
@@ -106,7 +102,7 @@ class LogitRows:
 
     @property
     def pass_mask(self) -> Tensor | None:
-        """The rows to pass over, [tokens] bool; None for all."""
+        """The rows that the passes read, [tokens] bool, None for all."""
         if self.has_set is None:
             return self.row_mask
         return ~self.has_set if self.row_mask is None else self.row_mask & ~self.has_set
@@ -114,19 +110,17 @@ class LogitRows:
 
 @dataclass(frozen=True)
 class ColumnGradients:
-    """The gradient of single columns of rows of logits, which the formula for all columns does not
-    have.
-    """
+    """The gradients of single columns that differ from the formula for all columns."""
 
     columns: Tensor  # local columns [rows, n] int64
-    is_here: Tensor  # [rows, n] bool: True for a column of this rank, once in a row
+    is_here: Tensor  # [rows, n] bool: True for a column of this rank, once per row
     values: Tensor  # [rows, n] in the dtype of the statistics
 
     def write(self, out: Tensor, values: Tensor | None = None) -> None:
-        """Write the values, or others in their place, over those of `out` [rows, v/tp]."""
+        """Write `values` (default: `self.values`) to their columns of `out` [rows, v/tp]."""
         values = self.values if values is None else values
-        # Where a column is not here, the row's first one that is gets its value once more. A row
-        # without one keeps its first column.
+        # A column of another rank rewrites the row's first local column. A row without a local
+        # column keeps its first column.
         first = self.is_here.int().argmax(1, keepdim=True)
         columns = torch.where(self.is_here, self.columns, self.columns.gather(1, first))
         values = torch.where(self.is_here, values, values.gather(1, first)).to(out.dtype)
@@ -136,23 +130,21 @@ class ColumnGradients:
 
 
 class ScoreGradient(NamedTuple):
-    """The gradient of rows of logits with that of a further score of each row."""
+    """The gradient of rows of logits, including a further score's gradient."""
 
     incoming: Incoming
-    """The gradients [rows] to log-probabilities and entropy, as the pass over all columns takes
-    them."""
+    """The gradients [rows] to log-probabilities and entropy for the pass over all columns."""
     dense: Tensor | None
     """The further gradient [rows, v/tp]."""
     columns: ColumnGradients | None
-    """The columns that are written after the pass."""
+    """The columns to write after the pass."""
 
 
 class RowStatistics(NamedTuple):
     """Statistics of each row over the whole vocabulary, [tokens] each, equal on every
     tensor-parallel rank.
 
-    Maximum and log_sum stay apart because their sum, rounded to float32, would cost large logits
-    their digits.
+    Maximum and log_sum are separate, because their float32 sum would cost large logits digits.
     """
 
     maximum: Tensor
@@ -162,7 +154,7 @@ class RowStatistics(NamedTuple):
 
     @classmethod
     def empty(cls, rows: int, like: Tensor) -> RowStatistics:
-        """Make room for the statistics of rows, uninitialised."""
+        """Allocate uninitialized statistics."""
         return cls(*(like.new_empty(rows) for _ in cls._fields))
 
     def rows(self, rows: slice) -> RowStatistics:
@@ -174,19 +166,21 @@ class RowStatistics(NamedTuple):
         return (logits - self.maximum[:, None]) / temperature - self.log_sum[:, None]
 
     def kept(self) -> RowStatistics:
-        """Leave out the log-probabilities: the gradient needs none, and the caller may change
-        them.
+        """Drop the log-probabilities, which the gradient does not need and the caller may
+        change.
         """
         return self._replace(log_probs=self.maximum)
 
     @classmethod
     def concatenate(cls, parts: list[RowStatistics], like: Tensor) -> RowStatistics:
-        """Join the statistics of consecutive parts; see `joined`."""
+        """Concatenate the statistics of consecutive parts. See `joined`."""
         return cls(*(joined([part[i] for part in parts], like) for i in range(len(cls._fields))))
 
 
 def joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Join the vectors of consecutive rows; without any `like` gives dtype, device and shape."""
+    """Concatenate the vectors of consecutive rows. Without parts, `like` gives dtype, device and
+    shape.
+    """
     if len(parts) == 1:
         return parts[0]
     return torch.cat([like.new_empty((*like.shape[:-1], 0)), *parts], -1)

@@ -1,8 +1,8 @@
-"""This package inside other trainers, which load it by import path, entry point or class name.
+"""This package inside existing trainers, which load it by import path, entry point or class name.
 
     --custom-pg-loss-reducer-function-path megatron_pg.integrations.constant
 
-The import needs nothing of the trainers'.
+The import needs no trainer.
 """
 
 from megatron_pg.integrations.reducers import (

@@ -1,8 +1,8 @@
 """Response lengths that carry a sample's divisor to the policy loss of slime and miles.
 
-Both reduce the policy loss by `--custom-pg-loss-reducer-function-path`, and all else by their own
-mean over rollouts. They call the reducer with the lengths and masks of one micro-batch, which do
-not tell samples apart. A hook therefore replaces the response lengths by `DividedLength`.
+Both reduce the policy loss by `--custom-pg-loss-reducer-function-path`, and all else by their mean
+over rollouts. They call the reducer with one micro-batch's lengths and masks, which do not identify
+samples. A hook therefore replaces the response lengths by `DividedLength`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,7 +16,7 @@ from megatron_pg.megatron.trainer_globals import context_parallel_place, global_
 
 
 class DividedLength(int):
-    """A response length in tokens, with the divisor of its sample's tokens in the policy loss."""
+    """A response length in tokens, with the divisor of its sample's policy loss."""
 
     divisor: float
 
@@ -31,7 +31,7 @@ class DividedLength(int):
 
 
 def divided_lengths(lengths: Iterable[int], divisors: Tensor) -> list[DividedLength]:
-    """Give each of the lengths, in tokens, its divisor; `divisors` is [samples], on the host."""
+    """Give each length in tokens its divisor. `divisors` is [samples] on the host."""
     return [DividedLength(*pair) for pair in zip(lengths, divisors.tolist(), strict=True)]
 
 
@@ -45,8 +45,8 @@ def policy_loss_reducer(
 ) -> Reducer:
     """Make `reducer(x [window]) -> 0-d`, this rank's sum of m x / divisor over one micro-batch.
 
-    Arguments are those of a custom reducer. `place` is (rank, size) in the context-parallel group,
-    by default Megatron's.
+    It takes a custom reducer's arguments. `place` is (rank, size) in the context-parallel group, by
+    default Megatron's.
 
     Raises:
         ValueError: a length without a divisor, the trainer's per-token mode, or a trainer that was

@@ -1,17 +1,17 @@
-"""One protocol for engines that give a loss function log-probs; `docs/custom.md` has an adapter.
+"""A protocol for engines that give a loss function log-probs. `docs/custom.md` has an adapter.
 
     loss = StepLoss(config, step_totals(samples, data_parallel_group=group))  # once per step
     share = loss(log_probs, samples)  # for each call of the engine
 
-The sum of the shares over the calls of a step, on every data-parallel rank, is the objective. So an
-adapter does two things:
+The shares of a step's calls on all data-parallel ranks add up to the objective. So an adapter does
+two things:
 
-1. It makes a `Sample` of each row that the engine trains on, before the step, and the totals.
-2. It multiplies the share by what the engine divides a loss by afterwards: its number of
-   micro-batches, its data-parallel size if gradients are averaged, a count of tokens or rows.
+1. Before the step, it makes a `Sample` from each row that the engine trains on, and the totals.
+2. It multiplies the share by the engine's later divisors: number of micro-batches, data-parallel
+size if gradients are averaged, a count of tokens or rows.
 
-Under context parallelism the engine gathers the log-probs of whole responses, with gradient for
-each rank's own part.
+Under context parallelism, the engine gathers whole responses' log-probs, with gradient for each
+rank's part.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ class StepLoss:
     totals: StepTotals
 
     def __post_init__(self) -> None:
-        # Metrics are the engine's.
+        # The engine computes metrics.
         vars(self)["config"] = dataclasses.replace(self.config, pg_metrics="none")
 
     def __call__(
@@ -46,18 +46,18 @@ class StepLoss:
         samples: Sequence[Sample],
         entropy: Sequence[Tensor] | None = None,
     ) -> Tensor:
-        """Compute the share of these samples in the step's objective, 0-d, to be differentiated.
+        """Compute these samples' share of the step's objective, 0-d and differentiable.
 
-        The log-probs and the entropy are [response_length] of each sample, in nats, on one device.
-        There is no communication and no host synchronization. A ValueError says that there is not
-        one per response token, or what the samples lack.
+        Log-probs and entropy are [response_length] per sample, in nats, on one device. There is no
+        communication or host synchronization. Raises ValueError unless there is one value per
+        response token, or if samples lack a field.
         """
         expected = [sample.response_length for sample in samples]
         for values in (log_probs, *([] if entropy is None else [entropy])):
             if (lengths := [len(value) for value in values]) != expected:
                 names = [sample.name for sample in samples]
                 raise ValueError(
-                    f"the engine gives {lengths} log-probs or entropies for {names}, whose "
+                    f"the engine gives {lengths} log-probs or entropies for {names}, but their "
                     f"responses have {expected} tokens"
                 )
         flat = torch.cat(list(log_probs))

@@ -3,11 +3,10 @@
     --custom-megatron-init-path megatron_pg.integrations.fused_head.slime      # or .miles
     actor_rollout_ref.model.external_lib=megatron_pg.integrations.verl_fused_head
 
-The model returns [batch, sequence, 1] instead of its logits, with a note of the two factors that it
-did not multiply. The trainer passes this on to its own loss. One function is replaced:
-`get_log_probs_and_entropy` of slime and miles, `_lm_head_logits_processor` of verl (`verl_head`).
-Before the first step both versions score a few tokens, forward and backward, and a trainer with
-different numbers is refused.
+The model returns [batch, sequence, 1] instead of logits, with the two factors of the product
+attached. The trainer passes this to its loss. One function is replaced: `get_log_probs_and_entropy`
+of slime and miles, `_lm_head_logits_processor` of verl (`verl_head`). Before the first step, both
+versions score a few tokens, forward and backward, and a difference raises an error.
 """
 
 import copy
@@ -31,30 +30,32 @@ from megatron_pg.megatron.output_layer import take_output_processor
 TOLERANCE = 1e-2
 """Megatron's fused cross-entropy, which miles calls, rounds its gradient to bfloat16."""
 _models: WeakSet[Any] = WeakSet()
-"""The models that make no logits."""
+"""The models that return no logits."""
 
 
 class OutputFactors(NamedTuple):
-    """The factors of the logits that a model did not make."""
+    """The factors of logits that a model did not compute."""
 
     hidden: Tensor  # [batch, sequence, hidden], the same on every tensor-parallel rank
     weight: Tensor  # [v/tp, hidden]
-    transform: LogitTransform = LogitTransform()  # what the output layer does with their product
+    transform: LogitTransform = LogitTransform()  # of their product
 
     def stub(self) -> Tensor:
-        """Return one component of the hidden states, [batch, sequence, 1] float32, with a note."""
+        """Return one component of the hidden states, [batch, sequence, 1] float32, with the factors
+        attached.
+        """
         output = self.hidden[..., :1].float()
         output.megatron_pg_factors = self  # type: ignore[attr-defined]
         return output
 
     @staticmethod
     def noted(output: Tensor, user: str) -> "OutputFactors":
-        """Return the note of a model's output."""
+        """Return the factors attached to a model's output."""
         factors: OutputFactors | None = getattr(output, "megatron_pg_factors", None)
         if factors is None:
             raise RuntimeError(
                 f"{user}: the loss got a tensor {tuple(output.shape)} instead of the model's "
-                "output: something between them has changed it. Remove the flag"
+                "output: something in between changed it. Remove the flag"
             )
         return factors
 
@@ -73,30 +74,30 @@ class OutputFactors(NamedTuple):
 
 
 def slime(args: Any) -> None:
-    """Put the fused head into slime: its `--custom-megatron-init-path`.
+    """Install the fused head in slime, by its `--custom-megatron-init-path`.
 
-    Every training process calls it. `megatron_pg.integrations.slime.check` runs too if an
-    aggregation is on, because the flag takes one function. It has collectives over tensor
-    parallelism. A ValueError names the flags under which slime reads logits elsewhere, or the
-    number that this slime computes differently.
+    Every training process calls it, because it has tensor-parallel collectives. If an aggregation
+    is on, it also runs `megatron_pg.integrations.slime.check`, because the flag takes only one
+    function. Raises ValueError for flags under which slime reads logits elsewhere, and for a slime
+    that computes different numbers.
     """
     folder = "slime.backends.megatron_utils"
     _install("slime", args, f"{folder}.loss", f"{folder}.model")
 
 
 def miles(args: Any) -> None:
-    """Put the fused head into miles; see `slime`."""
+    """Install the fused head in miles. See `slime`."""
     folder = "miles.backends"
     loss = f"{folder}.training_utils.loss_hub.logit_processors"
     _install("miles", args, loss, f"{folder}.megatron_utils.model")
 
 
 def leave_out_logits(model: Any, user: str) -> None:
-    """Let the model return `OutputFactors.stub` instead of its logits; a value head stays.
+    """Let the model return `OutputFactors.stub` instead of logits, unless it has a value head.
 
     Args:
-        model: wrapped or not, or the list of chunks of a virtual pipeline.
-        user: the setting, for errors, which are those of `take_output_processor`.
+        model: wrapped or not, or a virtual pipeline's list of chunks.
+        user: the setting, for the errors of `take_output_processor`.
     """
     for chunk in chunks_of(model):
         module = unwrapped(chunk)
@@ -112,7 +113,7 @@ def leave_out_logits(model: Any, user: str) -> None:
 
 
 class _NotedHead:
-    """The hooks of one model, and the factors of its forward while that runs."""
+    """The hooks of one model, and the factors during its forward."""
 
     factors: OutputFactors | None = None
 
@@ -135,7 +136,7 @@ class _NotedHead:
 
 
 def _install(name: str, args: Any, loss_path: str, model_path: str) -> None:
-    """Replace the function of slime or miles in every module that has it, once it is verified."""
+    """Replace the function of slime or miles in every module that has it, after verification."""
     user = f"--custom-megatron-init-path megatron_pg.integrations.fused_head.{name}"
     loss: Any = importlib.import_module(loss_path)
     trainer: Any = importlib.import_module(model_path)
@@ -147,7 +148,7 @@ def _install(name: str, args: Any, loss_path: str, model_path: str) -> None:
         return
     values = (value for key, value in vars(args).items() if key != "custom_megatron_init_path")
     if any(str(value).startswith("megatron_pg.integrations.") for value in values):
-        # It runs the trainer's own function, which is replaced below.
+        # `check` runs the trainer's function, which is replaced below.
         importlib.import_module(f"megatron_pg.integrations.{name}").check(args)
     ours = functools.partial(_scores, user, loss.get_responses)
     ranks = parallel_state.get_context_parallel_world_size()
@@ -181,7 +182,7 @@ def _install(name: str, args: Any, loss_path: str, model_path: str) -> None:
 
 
 READ_LOGITS = {
-    "recompute_loss_function": "saves the memory of logits, and there are none",
+    "recompute_loss_function": "saves the memory of logits, but there are none",
     "allgather_cp": "splits tokens differently",
     "overlap_moe_expert_parallel_comm": "runs the model in parts",
     "true_on_policy_mode": "rounds logits as the rollout engine does",
@@ -190,7 +191,9 @@ READ_LOGITS = {
 
 
 def _violations(args: Any, loss: Any) -> Iterator[str]:
-    """Yield settings under which slime or miles reads logits elsewhere, or splits differently."""
+    """Yield settings under which slime or miles reads logits elsewhere or splits tokens
+    differently.
+    """
     top_p = getattr(args, "rollout_top_p", 1.0)
     if hasattr(loss, "get_rollout_top_p_logprob_kwargs") and top_p != 1.0:
         yield f"--rollout-top-p {top_p:g} renormalizes log-probs over the nucleus: use 1"
@@ -214,14 +217,14 @@ def _scores(
     non_loss_data: bool = True,
     **layout: Any,
 ) -> dict[str, list[Tensor]]:
-    """Compute what `get_log_probs_and_entropy` of slime and miles does, from the note of `logits`.
+    """Compute `get_log_probs_and_entropy` of slime and miles from the factors attached to `logits`.
 
-    The trainer's own `get_responses` selects row numbers, so that prompts are not multiplied.
+    The trainer's `get_responses` selects row numbers, so that prompts are not multiplied.
     """
     factors = OutputFactors.noted(logits, user)
     top_p = [layout.pop(name, None) for name in ("top_p_token_ids", "top_p_token_offsets")]
     if top_p != [None, None]:
-        raise NotImplementedError(f"{user}: sets of top-p take logits: use --rollout-top-p 1")
+        raise NotImplementedError(f"{user}: top-p sets require logits: use --rollout-top-p 1")
     row_numbers = torch.arange(logits.shape[1], device=logits.device, dtype=torch.float32)
     unscaled = copy.copy(args)
     unscaled.rollout_temperature = 1.0
@@ -246,10 +249,10 @@ def require_equal(
     device: torch.device,
     has_entropy_gradient: bool = True,
 ) -> bool:
-    """Verify scores of ten rows and their gradients; every tensor-parallel rank must call it.
+    """Verify the scores of ten rows and their gradients. Every tensor-parallel rank must call it.
 
     The functions take a model's output [1, 10, ...] and return a dict with log-probs and entropy,
-    or a pair that ends with it. Return True if `theirs` returns a pair.
+    or a pair that ends with the dict. Returns True if `theirs` returns a pair.
     """
     group = parallel_state.get_tensor_model_parallel_group()
     weights = numbers(16 * group.size(), 8, seed=1).chunk(group.size())

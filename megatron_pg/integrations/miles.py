@@ -1,14 +1,14 @@
-"""All four aggregations inside miles as it is (its Megatron backend), by two of its flags.
+"""All four aggregations inside unmodified miles (Megatron backend), by two of its flags.
 
     --custom-convert-samples-to-train-data-path megatron_pg.integrations.miles.prompt_mean
     --custom-megatron-init-path megatron_pg.integrations.miles.check
 
-The first replaces miles' conversion of a rollout's samples
+The first flag replaces miles' conversion of a rollout's samples
 (miles/ray/rollout/train_data_conversion.py). miles calls it as `f(args, samples)` in the rollout
-manager, one process for all ranks. It calls miles' own and gives each response length its sample's
-divisor, which travels to the training processes. There `check` verifies miles' loss and lets it
-read the divisors. Features that need the rollout's metadata, which miles does not pass on, are
-refused. The prompt group of a sample is its `group_index`.
+manager, one process for all ranks. It calls miles' conversion and gives each response length its
+sample's divisor, which reaches the training processes. There `check` verifies miles' loss and lets
+it read the divisors. Features that need the rollout's metadata, which miles does not pass on, are
+refused. A sample's prompt group is its `group_index`.
 """
 
 import functools
@@ -54,12 +54,12 @@ def _refusals(args: Any, row: Aggregation) -> Iterator[str]:
     is_whole = is_constant and for_all_terms and float(divisor or 1).is_integer()
     if on("object_store_backend", "ray") == "mooncake" and not is_whole:
         yield (
-            "--object-store-backend mooncake carries plain whole numbers and would lose the "
+            "--object-store-backend mooncake transfers only plain integers and would lose the "
             "divisors: use ray"
         )
     if for_all_terms and (on("use_critic", False) or on("advantage_estimator", "") == "ppo"):
         yield (
-            "regularizer_aggregation: loss with a critic: its value loss reads the same sums; set "
+            "regularizer_aggregation: loss with a critic: its value loss reads the same sums. Set "
             "regularizer_aggregation: sample_mean"
         )
     init, reducer = (
@@ -75,13 +75,13 @@ def _refusals(args: Any, row: Aggregation) -> Iterator[str]:
         )
     if is_constant and divisor is None:
         yield (
-            "the conversion runs in the rollout manager, where --train-env-vars do not arrive: set "
+            "the conversion runs in the rollout manager, which does not get --train-env-vars: set "
             "loss_aggregation_divisor in the YAML of --custom-config-path"
         )
 
 
 def _stubs(context_rank: int, context_size: int, data_size: int) -> dict[str, Any]:
-    """Return miles' parallel state on one rank, and zero for the one metric that communicates."""
+    """Return miles' parallel state on one rank, and zero for the only metric that communicates."""
     state = SimpleNamespace(
         cp=SimpleNamespace(rank=context_rank, size=context_size, group=None),
         tp=SimpleNamespace(rank=0, size=1, group=None),
@@ -106,7 +106,7 @@ check = MILES.check
 
 
 def _convert(name: str, args: Any, samples: list[Any]) -> dict[str, Any]:
-    """Make miles' train data, and give its samples their divisors."""
+    """Make miles' training data with the samples' divisors."""
     row, divisor = MILES.require(name, args)
     conversion = importlib.import_module("miles.ray.rollout.train_data_conversion")
     load_function = importlib.import_module("miles.utils.misc").load_function
@@ -142,10 +142,10 @@ sample_mean, prompt_mean, token_mean, constant = (
 
 
 def _rollout(row: Aggregation, batch_size: int, samples: list[Any], data: Any) -> Rollout:
-    """Count the samples. A step is `batch_size` rollouts, in the order of their first samples.
+    """Count the samples. A step has `batch_size` rollouts, in the order of their first samples.
 
-    miles/utils/dp_schedule.py (`build_dp_schedule`) splits them so. The rest is a step of fewer
-    rollouts, which miles trains on (`--allow-partial-train-step`) or drops.
+    miles/utils/dp_schedule.py (`build_dp_schedule`) splits them like this. The rest is a step with
+    fewer rollouts, which miles trains on (`--allow-partial-train-step`) or drops.
     """
     counted, indices_by_rollout = [], defaultdict(list)
     facts = zip(samples, data["loss_masks"], data["rollout_ids"], strict=True)

@@ -7,12 +7,12 @@
 How NeMo-RL uses a loss (read in commit 7ea279a):
 
 1. `models/policy/lm_policy.py`, `Policy.train`, on the driver: `data` has the rows of one or more
-   steps, prompt by prompt. A list in it travels with the rows to ranks and micro-batches.
+steps, prompt by prompt. A list in it is split with the rows over ranks and micro-batches.
 2. `models/megatron/train.py`, `LossPostProcessor`: calls the loss with log-probs gathered over
-   context parallelism, adds up, and multiplies by `M / CP**2`: 1 / CP is for the gather, whose
-   backward sums over CP ranks.
-3. `models/megatron/setup.py` turns `calculate_per_token_loss` on, and the result is a pair:
-   Megatron multiplies by `CP / M` and sums gradients over ranks. So nothing is left to undo.
+context parallelism, adds up, and multiplies by `M / CP**2`. One factor 1 / CP is for the gather,
+because its backward sums over CP ranks.
+3. `models/megatron/setup.py` turns `calculate_per_token_loss` on, and the result is a pair.
+Megatron multiplies by `CP / M` and sums gradients over ranks, so nothing remains to undo.
 """
 
 import inspect
@@ -28,30 +28,32 @@ from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import step_totals
 
 KEY = "megatron_pg_samples"
-"""Key of the data: for each row the number of its optimizer step, and its sample."""
+"""The data's key for each row's optimizer step number and sample."""
 FIELDS = {
     "advantages": "advantages",
     "prev_logprobs": "old_log_probs",
     "reference_policy_logprobs": "ref_log_probs",
     "generation_logprobs": "rollout_log_probs",
 }
-"""Fields of `Sample` by the key of their data."""
+"""The fields of `Sample` by data key."""
 CLIPS = "ratio_clip_min", "ratio_clip_max", "ratio_clip_c"
 
 
 @dataclass(frozen=True)
 class NemoRLLoss:
-    """A `LossFunction` of NeMo-RL on log-probs."""
+    """A NeMo-RL `LossFunction` on log-probs."""
 
     losses: Sequence[StepLoss]
-    """The loss of each optimizer step of a call of `train`."""
+    """The loss of each optimizer step in a call of `train`."""
     loss_type: Any
     input_type: Any
 
     def __call__(
         self, data: Any, global_valid_seqs: Any, global_valid_toks: Any, next_token_logprobs: Tensor
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Return the share of the rows of `data`, and their part of the reported loss."""
+        """Return the share of the objective for the rows of `data`, and their part of the reported
+        loss.
+        """
         steps, samples = zip(*data[KEY], strict=True)
         rows = zip(next_token_logprobs, samples, strict=True)
         log_probs = [row[s.prompt_length - 1 : s.total_length - 1] for row, s in rows]
@@ -60,7 +62,9 @@ class NemoRLLoss:
 
 
 def samples_of(data: Any, num_generations_per_prompt: int) -> list[Sample]:
-    """Make a sample of each row, in groups of following rows; filtered rows are fully masked."""
+    """Make a sample from each row, in groups of consecutive rows. Filtered rows are fully
+    masked.
+    """
     responses = data["token_mask"].bool()
     fields = {ours: data[theirs] for theirs, ours in FIELDS.items() if theirs in data}
     fields["loss_mask"] = responses & data["sample_mask"].bool()[:, None]
@@ -76,12 +80,14 @@ def samples_of(data: Any, num_generations_per_prompt: int) -> list[Sample]:
 
 
 def refuse_settings(loss_fn: Any, wanted: Mapping[str, Any], config: PolicyLossConfig) -> None:
-    """Raise a ValueError for settings of their loss that differ from ours, or an entropy term."""
+    """Raise ValueError for settings of NeMo-RL's loss that differ from `wanted`, or an entropy
+    term.
+    """
     if config.entropy_coef:
         raise ValueError(
-            f"entropy_coef is {config.entropy_coef:g}, and NeMo-RL gives its loss no entropy: set 0"
+            f"entropy_coef is {config.entropy_coef:g}, but NeMo-RL gives its loss no entropy: set 0"
         )
-    # Versions of NeMo-RL differ in the settings that they have.
+    # NeMo-RL versions have different settings.
     theirs = {name: getattr(loss_fn, name, value) for name, value in wanted.items()}
     wrong = [name for name, value in wanted.items() if theirs[name] != value]
     if wrong:
@@ -90,7 +96,7 @@ def refuse_settings(loss_fn: Any, wanted: Mapping[str, Any], config: PolicyLossC
 
 
 def train_with(policy: Any, config: PolicyLossConfig, num_generations_per_prompt: int) -> None:
-    """Replace `policy.train`, whose ValueErrors name a bad row, or a wrong or split group."""
+    """Replace `policy.train`. It raises ValueError for a bad row, or a wrong or split group."""
     train = policy.train
     clips = config.eps_clip, config.eps_clip_high or config.eps_clip, config.eps_clip_c
     wanted: dict[str, Any] = dict(zip(CLIPS, clips, strict=True))

@@ -1,20 +1,20 @@
-"""Reducers for slime, miles and their forks, which load one by import path.
+"""Reducers for slime, miles and their forks, which load a reducer by import path.
 
     --custom-pg-loss-reducer-function-path megatron_pg.integrations.constant
 
-The trainer calls `f(total_lengths, response_lengths, loss_masks, calculate_per_token_loss)` for
-each micro-batch and scales the rank's inner sum s (slime/backends/megatron_utils/loss.py,
-`loss_function`, commit 00c2d6db). N are the rollouts of the step; DP, CP and M are those of
+The trainer calls `f(total_lengths, response_lengths, loss_masks, calculate_per_token_loss)` per
+micro-batch and scales the rank's inner sum s (slime/backends/megatron_utils/loss.py,
+`loss_function`, commit 00c2d6db). N is the step's number of rollouts. DP, CP and M are as in
 `megatron_pg.megatron.scale_contract`.
 
-1. Without `calculate_per_token_loss` it returns `(s * M / N * DP * CP, 1, metrics)`, from which
-   Megatron makes `sum of s / N`. This is exact for `constant`, and for `sample_mean` of rollouts of
-   one sample (the call carries no rollout totals).
-2. With it, it returns `(s * CP, n, metrics)`. n are the mask sums of the whole micro-batch, at
-   least 1 per sample. Megatron makes `sum of s / (T + Z)`, with Z samples without an active token:
-   this is `token_mean` if Z is 0.
+1. Without `calculate_per_token_loss`, it returns `(s * M / N * DP * CP, 1, metrics)`, and Megatron
+computes `sum of s / N`. This is exact for `constant`, and for `sample_mean` if each rollout is one
+sample (the call has no rollout totals).
+2. With it, it returns `(s * CP, n, metrics)`, where n adds up the whole micro-batch's mask sums, at
+least 1 per sample. Megatron computes `sum of s / (T + Z)`, with Z samples without an active token.
+This is `token_mean` if Z is 0.
 
-The other value of the flag and `prompt_mean` are refused.
+All other combinations, and `prompt_mean`, raise an error.
 """
 
 import functools
@@ -33,7 +33,7 @@ PREFIX = "--custom-pg-loss-reducer-function-path megatron_pg.integrations."
 HOOKS = ("sample_mean", "prompt_mean", "token_mean", "constant")
 """The functions of a trainer's module, by aggregation."""
 DIVISOR_VARIABLE = "MEGATRON_PG_LOSS_AGGREGATION_DIVISOR"
-"""The environment variable of the divisor L of `constant`, in tokens."""
+"""The environment variable for the divisor L of `constant`, in tokens."""
 
 
 def _reducer(
@@ -45,11 +45,11 @@ def _reducer(
 ) -> Reducer:
     """Make `reducer(x [window]) -> 0-d`, this rank's inner sum over one micro-batch.
 
-    Lengths are in tokens over the context-parallel group, masks [response_length] of 0 and 1.
+    Lengths are in tokens over the context-parallel group, masks are [response_length] of 0 and 1.
 
     Raises:
-        ValueError: the aggregation needs the other value of the trainer's flag, or lengths and
-            masks do not fit.
+        ValueError: the aggregation excludes the trainer's flag, or lengths and masks are
+            inconsistent.
         NotImplementedError: `--qkv-format bshd` under context parallelism.
     """
     refuse_flag(aggregation, calculate_per_token_loss)
@@ -70,19 +70,19 @@ def _reducer(
 sample_mean, prompt_mean, token_mean, constant = (
     functools.partial(_reducer, name) for name in HOOKS
 )
-"""The reducers. `constant` weighs an active token 1 / L; `prompt_mean` is always refused."""
+"""The reducers. `constant` weights an active token by 1 / L. `prompt_mean` always raises."""
 
 
 def refuse_flag(aggregation: str, calculate_per_token_loss: bool) -> None:
-    """Raise a ValueError if a reducer cannot compute the aggregation under the trainer's flag."""
+    """Raise ValueError if a reducer cannot compute the aggregation under the trainer's flag."""
     if aggregation == "prompt_mean":
         why = (
-            ": this call does not carry the active tokens of a prompt group in the step. Use the "
+            ": a reducer does not get the active tokens of a prompt group in the step. Use the "
             "hook of slime or miles (docs/migrating.md), or megatron_pg.megatron.PolicyStep"
         )
     elif aggregation != "token_mean" and calculate_per_token_loss:
         why = (
-            " with --calculate-per-token-loss would be divided by the step's tokens and not by its "
+            " with --calculate-per-token-loss would be divided by the step's tokens instead of its "
             "rollouts. Remove the flag, or use token_mean"
         )
     elif aggregation == "token_mean" and not calculate_per_token_loss:
@@ -91,7 +91,7 @@ def refuse_flag(aggregation: str, calculate_per_token_loss: bool) -> None:
             "--calculate-per-token-loss"
         )
     elif aggregation == "token_mean" and "miles.backends.fsdp_utils.actor" in sys.modules:
-        why = " with --train-backend fsdp: its training loop drops the token count; use megatron"
+        why = " with --train-backend fsdp: its training loop drops the token count. Use megatron"
     else:
         return
     raise ValueError(f"{PREFIX}{aggregation}{why}")
@@ -111,8 +111,8 @@ def find_divisor(path: str, settings: Mapping[str, Any], remedy: str) -> float:
     """Find L of `constant`, in tokens, in the environment or in a trainer's settings.
 
     A setting is a number, its text (YAML reads 8e3 as text) or None. `path` is the setting that
-    needs L, for errors: a ValueError for no divisor, two different ones, or one that is not finite
-    and above 0.
+    needs L, for errors. Raises ValueError for no divisor, two different divisors, or one that is
+    not finite and above 0.
     """
     divisors = {}
     values = {DIVISOR_VARIABLE: os.environ.get(DIVISOR_VARIABLE), **settings}

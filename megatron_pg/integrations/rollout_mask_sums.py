@@ -1,9 +1,9 @@
-"""Divisors of samples that turn a trainer's own sample mean into any of the four aggregations.
+"""Divisors that turn a trainer's sample mean into any of the four aggregations.
 
 slime and miles reduce a loss by `sum_i (sum_t m x) / D_i`, which Megatron's schedule divides by N,
-the rollouts of the step. Here D_i is `divisor_i * outer_count / N`: G_g P / N for prompt_mean,
-T / N for token_mean, L for constant, and the rollout's active tokens for sample_mean. As their
-`rollout_mask_sums`, D_i divides KL, entropy and metrics too, and they divide by 1 at least.
+the step's rollouts. Here D_i is `divisor_i * outer_count / N`: G_g P / N for prompt_mean, T / N for
+token_mean, L for constant, and the rollout's active tokens for sample_mean. As `rollout_mask_sums`,
+D_i also divides KL, entropy and metrics, and the trainers divide by at least 1.
 """
 
 from collections import Counter
@@ -20,11 +20,11 @@ from megatron_pg.step.totals import BareSample, step_totals
 
 
 class Rollout(NamedTuple):
-    """One data-parallel rank's samples of a rollout, and how the trainer splits them into steps."""
+    """One data-parallel rank's samples of a rollout, with the trainer's split into steps."""
 
     samples: Sequence[BareSample]  # with prompt groups, rollouts and active tokens
     steps: Sequence[Sequence[int]]  # the indices of each step's samples
-    num_rollouts: Sequence[int]  # N of each step, over all ranks: the divisor of the step's loss
+    num_rollouts: Sequence[int]  # N of each step over all ranks, the divisor of the step's loss
     divisor: float | None = None  # L of constant
 
 
@@ -43,8 +43,8 @@ def rollout_mask_sums(
     it once per rollout, with the same number of steps. One exchange carries counts and ids.
 
     Raises:
-        ValueError: on every rank: an error of `rollout`, different divisors, a prompt group in
-            several steps or of different prompts, or, if the trainer divides by 1 at least
+        ValueError: on every rank, for an error in `rollout`, different divisors, a prompt group in
+            several steps or with different prompts, or, if the trainer divides by at least 1
             (`is_clamped`), a sample with active tokens and a divisor below 1.
     """
     mine, everyone = compute_and_gather(rollout, lambda own: own, data_parallel_group)
@@ -61,11 +61,11 @@ def rollout_mask_sums(
             _refuse_different_prompts([sample for step in steps for sample in step], trainer)
     sums = torch.zeros(len(mine.samples), dtype=torch.float64, device="cpu")
     for number, (indices, samples) in enumerate(zip(mine.steps, steps, strict=True)):
-        # Groups were compared above, in words that fit the trainer.
+        # Groups were checked above, with the trainer's words.
         totals = step_totals(
             samples, allow_different_prompts=True, allow_different_group_sizes=True
         )
-        # Multiply before dividing: a divisor of exactly 1 must not come out below 1.
+        # Multiply before dividing, so that a divisor of exactly 1 is not rounded below 1.
         step_sums = aggregation.divisors_of(totals, samples, mine.divisor)
         step_sums = step_sums * aggregation.outer_count(totals) / mine.num_rollouts[number]
         if is_clamped:
@@ -76,7 +76,7 @@ def rollout_mask_sums(
 
 
 def _refuse_below_one(name: str, sums: Tensor, samples: list[BareSample], trainer: str) -> None:
-    """Refuse divisors of a step that the trainer would raise to 1."""
+    """Raise ValueError for a step's divisors that the trainer would raise to 1."""
     for sample, value in zip(samples, sums.tolist(), strict=True):
         if value < 1 and sample.num_active_tokens:
             where, members = "the step", samples
@@ -86,8 +86,8 @@ def _refuse_below_one(name: str, sums: Tensor, samples: list[BareSample], traine
             tokens = sum(member.num_active_tokens for member in members)
             raise ValueError(
                 f"{name}: {where} has {tokens} active tokens. {trainer} would have to divide "
-                f"{sample.name} by {value:.3g}, and divides by 1 at least: set "
-                "regularizer_aggregation: sample_mean, or filter such samples out before training"
+                f"{sample.name} by {value:.3g}, but divides by at least 1: set "
+                "regularizer_aggregation: sample_mean, or filter these samples out"
             )
 
 
@@ -104,7 +104,9 @@ def _refuse_split_groups(steps: Sequence[Sequence[BareSample]], trainer: str) ->
 
 
 def _refuse_different_prompts(samples: Sequence[BareSample], trainer: str) -> None:
-    """Refuse groups of different prompts, except groups with a rollout of several samples."""
+    """Raise ValueError for groups with different prompts, except groups with a rollout of several
+    samples.
+    """
     rollouts = Counter((sample.group_index, sample.rollout_id) for sample in samples)
     in_parts = {group for (group, _), count in rollouts.items() if count > 1}
     first: dict[int | None, BareSample] = {}
@@ -113,6 +115,6 @@ def _refuse_different_prompts(samples: Sequence[BareSample], trainer: str) -> No
         if sample.group_index not in in_parts and sample.prompt_hash != other.prompt_hash:
             raise ValueError(
                 f"prompt_mean: {other.name} and {sample.name} of prompt group {sample.group_index} "
-                f"have different prompts. Number samples as {trainer}'s data source does, or set "
+                f"have different prompts. Number samples like {trainer}'s data source, or set "
                 "allow_different_prompts_in_group: true in --custom-config-path"
             )

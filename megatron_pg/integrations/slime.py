@@ -1,15 +1,16 @@
-"""All four aggregations inside slime as it is, by two of its flags.
+"""All four aggregations inside unmodified slime, by two of its flags.
 
     --rollout-data-postprocess-path megatron_pg.integrations.slime.prompt_mean
     --custom-megatron-init-path megatron_pg.integrations.slime.check
 
-Every training process calls the first once per rollout, before training, as `f(args, rollout_id,
-rollout_data)` (slime/backends/megatron_utils/actor.py, `train_actor`; since v0.2.4). slime's data
-iterator holds `rollout_data` by reference, so its loss reads the divisors that the hook puts there.
+Every training process calls the first function once per rollout, before training, as `f(args,
+rollout_id, rollout_data)` (slime/backends/megatron_utils/actor.py, `train_actor`, since v0.2.4).
+slime's data iterator references `rollout_data`, so its loss reads the divisors that the hook puts
+there.
 
-The prompt group of a sample is `sample_indices // n_samples_per_prompt`, as slime's data source
-numbers samples, or the whole number in the field of `rollout_data` that
-`loss_aggregation_group_key` names in `--custom-config-path`.
+A sample's prompt group is `sample_indices // n_samples_per_prompt`, because slime's data source
+numbers samples so, or the integer in the `rollout_data` field that `loss_aggregation_group_key`
+names in `--custom-config-path`.
 """
 
 import functools
@@ -31,7 +32,7 @@ Data = dict[str, Any]
 
 
 def stubs(context_rank: int, context_size: int, data_size: int) -> Data:
-    """Return Megatron's parallel state on one rank, as the loss of slime and its forks reads it."""
+    """Return Megatron's parallel state on one rank, for the loss of slime and its forks."""
     mpu = SimpleNamespace(
         get_context_parallel_rank=lambda: context_rank,
         get_context_parallel_world_size=lambda: context_size,
@@ -55,11 +56,12 @@ check = SLIME.check
 def _postprocess(
     name: str, args: Any, rollout_id: int = 0, rollout_data: Data | None = None
 ) -> None:
-    """Give the samples of `rollout_data` their divisors; every training process must call it."""
+    """Give the samples of `rollout_data` their divisors. Every training process must call it."""
     if rollout_data is None:
         raise ValueError(
-            f"{SLIME.path(name)}: this slime gives its hook no rollout data. Install v0.2.4 or "
-            "later, or use --custom-pg-loss-reducer-function-path megatron_pg.integrations.constant"
+            f"{SLIME.path(name)}: this slime version gives its hook no rollout data. Install "
+            "v0.2.4 or later, or use --custom-pg-loss-reducer-function-path "
+            "megatron_pg.integrations.constant"
         )
     group, row = data_parallel_group(), AGGREGATIONS[name]
     size = 1 if group is None else group.size()
@@ -89,20 +91,20 @@ def _rollout(
         groups, prompts = _groups(args, data), _prompt_hashes(data)
     numbers = data.get("sample_indices", range(len(active)))
     names = [f"sample {number}" for number in numbers]
-    # v0.3.0 calls rollouts groups; before it, every sample is a rollout.
+    # v0.3.0 calls rollouts groups. Before it, every sample is a rollout.
     rollouts: Any = data.get("rollout_ids", data.get("group_ids", numbers))
     samples = list(map(BareSample, active, groups, rollouts, names, prompts))
     return Rollout(samples, *_steps(args, data, data_size), divisor)
 
 
 def _steps(args: Any, data: Data, data_size: int) -> tuple[list[list[int]], list[int]]:
-    """Return the indices of each step's samples and the step's rollouts, as slime splits them."""
+    """Return each step's sample indices and number of rollouts, as slime splits them."""
     if "micro_batch_indices" in data:
         micro_batches = iter(data["micro_batch_indices"])
         counts = data["num_microbatches"]
         steps = [[i for _ in range(count) for i in next(micro_batches)] for count in counts]
         return steps, data["global_batch_sizes"]
-    # Before v0.3.0, get_data_iterator splits the samples of a rank in their order.
+    # Before v0.3.0, get_data_iterator splits a rank's samples in order.
     batch_size = data.get("dynamic_global_batch_size", args.global_batch_size)
     size = batch_size // data_size
     starts = range(0, len(data["loss_masks"]) // size * size, size)
@@ -116,7 +118,7 @@ def _groups(args: Any, data: Data) -> list[Any]:
     path, remedy = SLIME.path("prompt_mean"), "loss_aggregation_group_key in --custom-config-path"
     if field not in data:
         raise ValueError(
-            f"{path}: slime's rollout data has no field {field} to tell prompt groups by; it has "
+            f"{path}: slime's rollout data has no field {field} for prompt groups, only "
             f"{', '.join(data)}. Name one with {remedy}"
         )
     indices = [as_integer(value) for value in data[field]]
@@ -124,14 +126,13 @@ def _groups(args: Any, data: Data) -> list[Any]:
         sample = indices.index(None)
         raise ValueError(
             f"{path}: {field} of sample {sample} of this rank is {data[field][sample]!r}, expected "
-            "a whole number: set Sample.index as slime's data source does, or name a field with "
-            f"{remedy}"
+            f"an integer: set Sample.index like slime's data source, or name a field with {remedy}"
         )
     return [index // divisor for index in indices if index is not None]
 
 
 def _prompt_hashes(data: Data) -> list[Any]:
-    """Hash each sample's prompt tokens; one transfer brings them to the host."""
+    """Hash each sample's prompt tokens, after one transfer to the host."""
     lengths = zip(data["total_lengths"], data["response_lengths"], strict=True)
     sizes = [total - response for total, response in lengths]
     prompts = [tokens[:size] for tokens, size in zip(data["tokens"], sizes, strict=True)]

@@ -1,6 +1,7 @@
-"""The hooks of slime and miles: checks before the model is loaded, and divisors for each rollout.
+"""The hooks of slime and miles: checks before the model is loaded, and divisors per rollout.
 
-An installed trainer is accepted by what its own loss computes (`megatron_pg.integrations.verify`).
+An installed trainer is accepted if its loss computes the right numbers
+(`megatron_pg.integrations.verify`).
 """
 
 import importlib.util
@@ -31,24 +32,26 @@ Chosen = tuple[Aggregation, float | None]
 
 @dataclass(frozen=True)
 class Trainer:
-    """A trainer one of whose own hooks gives each sample its divisor."""
+    """A trainer with a hook that gives each sample its divisor."""
 
-    name: str  # of its package, and of its module here
-    hook: str  # the setting that has the import path of the hook
+    name: str  # of its package, and of its module in `integrations`
+    hook: str  # the setting with the hook's import path
     hooks: verify.TrainerHooks
-    refusals: Callable[[Any, Aggregation], Iterable[str]] = lambda args, row: ()  # its own
+    refusals: Callable[[Any, Aggregation], Iterable[str]] = (
+        lambda args, row: ()
+    )  # specific to the trainer
 
     def path(self, name: str) -> str:
-        """Return the flag with the import path of one of its functions here."""
+        """Return the flag with the import path of a function of the trainer's module."""
         return f"--{self.hook.replace('_', '-')} megatron_pg.integrations.{self.name}.{name}"
 
     def require(self, name: str, args: Any) -> Chosen:
-        """Return the aggregation; a ValueError lists, by flag, the settings that exclude it."""
+        """Return the aggregation. Raise ValueError with the settings that exclude it, by flag."""
         path = self.path(name)
         row, divisor = _chosen(path, name, args, self._violations(name, args))
         if divisor is not None and divisor < 1 and is_for_all_terms(args):
             raise ValueError(
-                f"{path}: the divisor is {divisor:g}, and {self.name} divides by 1 at least. Give "
+                f"{path}: the divisor is {divisor:g}, but {self.name} divides by at least 1. Give "
                 "the tokens of a response, or set regularizer_aggregation: sample_mean"
             )
         return row, divisor
@@ -67,9 +70,9 @@ class Trainer:
         return row, divisor
 
     def verify(self, row: Aggregation, divisor: float | None, args: Any) -> None:
-        """Raise a ValueError if the installed trainer's own loss is not the aggregation."""
+        """Raise ValueError if the installed trainer's loss is not the aggregation."""
         if (package := importlib.util.find_spec(self.name)) is None:
-            raise ValueError(f"{self.name} cannot be imported here: only {self.name} may call this")
+            raise ValueError(f"{self.name} cannot be imported: only {self.name} may call this")
         for_all_terms, group = is_for_all_terms(args), data_parallel_group()
         sizes = context_parallel_place()[1], 1 if group is None else group.size()
         tokens = map(sum, verify.MASKS)
@@ -90,15 +93,16 @@ class Trainer:
         )
 
     def check(self, args: Any) -> None:
-        """Refuse inexact settings before the model is loaded (`--custom-megatron-init-path`).
+        """Raise ValueError for inexact settings, before the model is loaded
+        (`--custom-megatron-init-path`).
 
-        The trainer calls it in every training process. There is no communication. Rank 0 prints
-        what is on. Errors are those of `turn_on`, or that nothing is on.
+        The trainer calls it in every training process, without communication. Rank 0 prints the
+        active aggregation. It also raises if no aggregation is active.
         """
         hook = str(_setting(args, self.hook) or "")
         reducer = str(_setting(args, "custom_pg_loss_reducer_function_path") or "")
         package = f"megatron_pg.integrations.{self.name}."
-        terms = f"the policy loss; KL, entropy and every metric keep the mean of {self.name}"
+        terms = f"the policy loss. KL, entropy and every metric keep the mean of {self.name}"
         if hook.startswith(package):
             row, divisor = self.turn_on(hook.removeprefix(package), args)
             if is_for_all_terms(args):
@@ -113,8 +117,8 @@ class Trainer:
             refuse_flag(name, bool(_setting(args, "calculate_per_token_loss")))
         else:
             raise ValueError(
-                f"--custom-megatron-init-path {package}check: nothing of megatron_pg is on. Add "
-                f"{self.path('prompt_mean')}, or token_mean or constant"
+                f"--custom-megatron-init-path {package}check: no megatron_pg aggregation is "
+                f"active. Add {self.path('prompt_mean')}, or token_mean or constant"
             )
         if not int(_setting(args, "rank") or 0):
             formula = row.formula if divisor is None else f"{row.formula}, L = {divisor:g}"
@@ -139,7 +143,7 @@ class Trainer:
         )
 
     def _violations(self, name: str, args: Any) -> Iterator[str]:
-        """Yield the trainer's settings that make the divisors inexact."""
+        """Yield the trainer's settings that make divisors inexact."""
         setting = partial(_setting, args)
         if setting("calculate_per_token_loss"):
             yield "--calculate-per-token-loss divides by the step's tokens: remove the flag"
@@ -154,25 +158,25 @@ class Trainer:
         if chosen is None and name != "sample_mean" and (has_kl or setting("entropy_coef")):
             yield (
                 "--use-kl-loss or --entropy-coef adds a term. In the YAML of --custom-config-path, "
-                f"choose its mean, and that of metrics: regularizer_aggregation: sample_mean (of "
-                f"{self.name}), or regularizer_aggregation: loss (of the policy loss)"
+                "choose the mean for the term and metrics: regularizer_aggregation: sample_mean "
+                f"({self.name}'s), or regularizer_aggregation: loss (the policy loss's)"
             )
         divisor, wanted = setting("loss_aggregation_divisor"), setting("loss_aggregation")
         if divisor is not None and name != "constant":
-            yield f"loss_aggregation_divisor {divisor} is of constant: use {self.path('constant')}"
+            yield f"loss_aggregation_divisor requires constant: use {self.path('constant')}"
         if wanted not in (None, name):
-            yield f"loss_aggregation {wanted} in the settings differs: use {self.path(wanted)}"
+            yield f"the settings have loss_aggregation {wanted}: use {self.path(wanted)}"
         batch, group = setting("global_batch_size"), setting("n_samples_per_prompt")
         if name == "prompt_mean" and batch and group and batch % group:
-            yield f"--global-batch-size {batch} is no multiple of --n-samples-per-prompt {group}"
+            yield f"--global-batch-size {batch} is not a multiple of --n-samples-per-prompt {group}"
         yield from _without_window(args)
         yield from self.refusals(args, AGGREGATIONS[name])
 
 
 def _chosen(path: str, name: str, args: Any, violations: Iterable[str]) -> Chosen:
-    """Return the aggregation of the setting `path` and its divisor; refuse violations."""
+    """Return the aggregation and divisor of the setting `path`. Raise ValueError for violations."""
     if name not in HOOKS:
-        raise ValueError(f"{path}: no such function; there are {', '.join(HOOKS)}")
+        raise ValueError(f"{path}: unknown function, expected {', '.join(HOOKS)}")
     divisor = divisor_of_args(path, args) if name == "constant" else None
     if texts := "; ".join(violations):
         raise ValueError(f"{path}: {texts}")
@@ -180,12 +184,12 @@ def _chosen(path: str, name: str, args: Any, violations: Iterable[str]) -> Chose
 
 
 def is_for_all_terms(args: Any) -> bool:
-    """Return True if KL, entropy and metrics follow the aggregation of the policy loss."""
+    """Return True if KL, entropy and metrics use the policy loss's aggregation."""
     return bool(_setting(args, "regularizer_aggregation") == "loss")
 
 
 def give_divisors(divisors: Tensor, for_all_terms: bool, data: dict[str, Any]) -> None:
-    """Put the divisors, [samples] float64 on the host, where the trainer's loss reads them."""
+    """Write the divisors, [samples] float64 on the host, where the trainer's loss reads them."""
     if for_all_terms:
         for key in set(verify.OWN_DIVISORS) & set(data):
             data[key] = divisors.to(data["loss_masks"][0].device).float()
@@ -198,10 +202,10 @@ def _setting(args: Any, field: str) -> Any:
 
 
 def _without_window(args: Any) -> Iterator[str]:
-    """Yield layouts of tokens over context-parallel ranks other than the zigzag of THD."""
+    """Yield context-parallel token layouts that are not THD's zigzag."""
     if int(_setting(args, "context_parallel_size") or 1) == 1:
         return
     if (layout := _setting(args, "qkv_format") or "thd") != "thd":
         yield f"--qkv-format {layout} with --context-parallel-size above 1: use --qkv-format thd"
     if _setting(args, "allgather_cp"):
-        yield "--allgather-cp has another order of tokens: remove it, or --context-parallel-size"
+        yield "--allgather-cp orders tokens differently: remove it or --context-parallel-size"

@@ -1,9 +1,9 @@
-"""Verify at startup that the installed slime, miles or verl computes an aggregation.
+"""The verification at startup that the installed slime, miles or verl computes an aggregation.
 
-Four tiny samples go through the trainer's own functions, on the CPU and in a fraction of a second.
-Code that computes the aggregation is accepted at any version, and other code is refused with both
-numbers. In slime and miles, a log-prob is the logit itself and the entropy is the sum of the
-logits. Stubs replace their parallel state while their loss runs, so nothing communicates.
+Four tiny samples run through the trainer's functions on the CPU in a fraction of a second. Any
+version that computes the aggregation is accepted, and a difference raises an error with both
+numbers. For slime and miles, stubs make a log-prob equal to the logit and the entropy to the sum of
+the logits, and replace the parallel state, so nothing communicates.
 """
 
 import contextlib
@@ -28,11 +28,11 @@ Data = dict[str, Any]
 Hook = Callable[[Data], None]
 Sizes = tuple[int, int]  # context- and data-parallel
 Weights = tuple[Sequence[float], Sequence[float]]
-"""The weight of a token of each sample in the policy loss, and in KL, entropy and every metric."""
+"""Each sample's token weight in the policy loss, and in KL, entropy and every metric."""
 verified: set[tuple[Any, ...]] = set()
-"""What was verified in this process. An edit of a checkout must not stop a run later."""
+"""The keys verified in this process, so that editing a checkout does not stop a run later."""
 OWN_DIVISORS = ("rollout_mask_sums", "group_mask_sums")
-"""Names of a trainer's own divisor of each sample: in slime and miles, and in slime v0.3.0."""
+"""The trainers' names of a sample's divisor: in slime and miles, and in slime v0.3.0."""
 MASKS = ((1, 1, 0), (1, 1), (1, 0, 1, 1, 1), (1,))
 PROMPT_LENGTHS, GROUPS = (2, 2, 1, 3), (0, 0, 1, 1)
 MICRO_BATCHES = [[0, 1], [2, 3]]
@@ -49,7 +49,7 @@ SETTINGS = dict.fromkeys(OFF, False) | {
     **{"entropy_coef": ENTROPY, "observe_training_entropy": True},
     **{"rollout_temperature": 1.0, "rollout_top_p": 1.0, "log_probs_chunk_size": -1},
 }
-"""Settings of slime and miles that are verified: PPO with a KL and an entropy term."""
+"""The verified settings of slime and miles: PPO with KL and entropy terms."""
 
 
 @dataclass(frozen=True)
@@ -59,18 +59,19 @@ class TrainerHooks:
     loss_function: str
     data_iterator: str
     stubs: Callable[[int, int, int], Mapping[str, Any]]
-    """Values of its modules' global names, by context rank and size, and data-parallel size."""
+    """A function of context-parallel rank and size and data-parallel size that returns values for
+    global names of the trainer's modules."""
 
 
 def require(key: tuple[Any, ...], find: Callable[[], str | None], claim: str, remedy: str) -> None:
-    """Raise a ValueError with the difference that `find` returns; once per process and key."""
+    """Raise ValueError with the difference that `find` returns, once per process and key."""
     if key in verified:
         return
     try:
         with torch.enable_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
             wrong = find()
     except Exception as error:  # a trainer's code may raise anything
-        wrong = f"it cannot be run on tiny samples: {type(error).__name__}: {error}"
+        wrong = f"it fails on tiny samples: {type(error).__name__}: {error}"
     if wrong is not None:
         install = "Install a version that docs/migrating.md lists as exact"
         raise ValueError(f"{claim}{wrong}. {install}, or {remedy}")
@@ -95,7 +96,7 @@ def numbers(*shape: int, seed: int) -> Tensor:
 
 
 def token_weights(aggregation: str, divisor: float | None) -> list[float]:
-    """Return the weight of an active token of each sample, from the definitions."""
+    """Return each sample's weight per active token, from the definitions."""
     tokens = [sum(mask) for mask in MASKS]
     in_group = {g: sum(n for h, n in zip(GROUPS, tokens, strict=True) if h == g) for g in GROUPS}
     return {
@@ -107,7 +108,7 @@ def token_weights(aggregation: str, divisor: float | None) -> list[float]:
 
 
 def correction_of(args: Any) -> str:
-    """Return the rollout correction of a run: none, the trainer's own, or a custom function."""
+    """Return a run's rollout correction: none, the trainer's own, or a custom function."""
     if not (getattr(args, "use_tis", False) or getattr(args, "get_mismatch_metrics", False)):
         return "none"
     return "own" if getattr(args, "custom_tis_function_path", None) is None else "custom"
@@ -116,7 +117,7 @@ def correction_of(args: Any) -> str:
 def loss_difference(
     hooks: TrainerHooks, args: Any, weights: Weights, hook: Hook, reducer: Any, sizes: Sizes
 ) -> str | None:
-    """Return what the loss of slime or miles computes differently from the definitions, or None.
+    """Return the difference between slime's or miles' loss and the definitions, or None.
 
     `hook` changes the rollout data. `reducer` is a custom reducer that has an argument `place`.
     """
@@ -145,7 +146,7 @@ def loss_difference(
 
 
 def _fields(index: int) -> Data:
-    """Return a sample's fields as a trainer holds them, and its logits [total, vocabulary]."""
+    """Return a sample's fields in the trainer's format, and its logits [total, vocabulary]."""
     first, mask = PROMPT_LENGTHS[index], torch.tensor(MASKS[index])
     logits = numbers(first + len(mask), VOCABULARY, seed=index)
     tokens = torch.arange(len(logits)) * (index + 2) % VOCABULARY
@@ -163,7 +164,7 @@ def _fields(index: int) -> Data:
 
 
 def _expected(samples: list[Data], leaves: list[Tensor], weights: Weights, kind: str) -> Data:
-    """Compute the gradients and the metrics from the definitions, in float64."""
+    """Compute gradients and metrics from the definitions, in float64."""
     metrics: Data = {}
     factor = 1.0 if kind == "none" else math.exp(SHIFT)
     for first, sample, policy, own in zip(PROMPT_LENGTHS, samples, *weights, strict=True):
@@ -185,12 +186,12 @@ def _expected(samples: list[Data], leaves: list[Tensor], weights: Weights, kind:
 
 
 def _kept(mask: Tensor) -> Tensor:
-    """Reject samples of one token, for which no divisor of kept tokens differs (slime < v0.3.0)."""
+    """Reject samples of one token, for which slime before v0.3.0 computes the same divisor."""
     return mask * (len(mask) > 1)
 
 
 def _correct(args: Any, *, pg_loss: Tensor, loss_masks: Sequence[Tensor], **others: Any) -> Any:
-    """Correct the policy loss as a custom function of a run may."""
+    """Correct the policy loss like a custom function."""
     return pg_loss * math.exp(SHIFT), list(map(_kept, loss_masks)), {}
 
 
@@ -201,7 +202,7 @@ def _scores(logits: Tensor, tokens: Tensor, tp_group: Any, *, with_entropy: bool
 
 @contextlib.contextmanager
 def _stubbed(package: str, stubs: Mapping[str, Any]) -> Iterator[None]:
-    """Replace global names of a package's modules, and run its compiled functions eagerly."""
+    """Replace global names in a package's modules, and run its compiled functions eagerly."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         for path, module in list(sys.modules.items()):
@@ -215,7 +216,7 @@ def _stubbed(package: str, stubs: Mapping[str, Any]) -> Iterator[None]:
 def _micro_batches(
     hooks: TrainerHooks, samples: list[Data], hook: Hook, cp_rank: int, cp_size: int
 ) -> Iterator[tuple[Data, Tensor]]:
-    """Yield a rank's batches of the trainer's iterator, and its logits [1, tokens, vocabulary]."""
+    """Yield a rank's batches from the trainer's iterator, with logits [1, tokens, vocabulary]."""
     data: Data = {key: [sample[key] for sample in samples] for key in samples[0]}
     lengths = data["total_lengths"], data["response_lengths"]
     window = TokenWindow.build(*lengths, cp_rank=cp_rank, cp_size=cp_size)
@@ -235,7 +236,9 @@ def _micro_batches(
 
 
 def _scaled_loss(function: Callable[..., Any], given: Data, rows: Tensor, sizes: Sizes) -> Any:
-    """Call the trainer's loss as Megatron's schedule and DDP do; return the loss and the report."""
+    """Call the trainer's loss like Megatron's schedule and DDP, and return the loss and the
+    report.
+    """
     schedules = "megatron.core.pipeline_parallel.schedules"
     scaled = pkgutil.resolve_name(f"{schedules}:forward_step_calc_loss")
     given |= dict.fromkeys(("step_global_batch_size", "num_rollouts"), len(MASKS))

@@ -3,32 +3,33 @@
     actor_rollout_ref.actor.policy_loss.loss_mode=megatron_pg_prompt_mean  # PPO; ..._gspo: GSPO
     algorithm.adv_estimator=megatron_pg_prompt_mean_grpo                   # only for prompt_mean
 
-verl imports `megatron_pg.integrations.verl_plugin` through the entry point group `verl.plugins`,
-which calls `register`.
+verl imports `megatron_pg.integrations.verl_plugin`, which calls `register`, through the entry point
+group `verl.plugins`.
 
-How verl uses a policy loss (read in 0.8.0, 0.9.0, 0.9.1 and main): x is the per-token loss, m the
-mask, n_j the tokens of micro-batch j with prompts, and R their sum over data-parallel ranks and
-micro-batches.
+How verl uses a policy loss (read in 0.8.0, 0.9.0, 0.9.1 and main), with x the per-token loss, m the
+mask, n_j the tokens of micro-batch j including prompts, and R their sum over data-parallel ranks
+and micro-batches:
 
 1. `workers/utils/losses.py`, `ppo_loss`: the policy loss gets the log-probs of the micro-batch,
    gathered over context parallelism, and `config.global_batch_info` of the mini-batch: `dp_size`,
    `batch_num_tokens` = T, `global_batch_size` = N. verl adds KL and entropy, by `loss_agg_mode`.
-2. `models/mcore/util.py`, `postprocess_thd_engine`: gathered log-probs carry gradient only for this
-   rank's part, so the gradients of the CP ranks add up.
+2. `models/mcore/util.py`, `postprocess_thd_engine`: gathered log-probs have gradient only for this
+rank's part, so the CP ranks' gradients add up.
 3. `workers/engine/megatron/transformer_impl.py`, `postprocess_micro_batch_func`: returns `loss * M`
-   in a pair, from which Megatron makes `1 / DP * sum of loss`. In per-token mode (forced under CP;
-   since 0.9) it returns `(loss * R / DP, n_j // CP)`, from which Megatron makes F times that,
-   `F = R / (CP * sum of floor(n_j / CP))`: 1 if CP divides every n_j, 1.07 for 77 tokens at CP 8.
+   in a pair, from which Megatron computes `1 / DP * sum of loss`. In per-token mode (since 0.9,
+   forced under CP), it returns `(loss * R / DP, n_j // CP)`, from which Megatron computes F times
+   that sum, `F = R / (CP * sum of floor(n_j / CP))`: 1 if CP divides every n_j, 1.07 for 77 tokens
+   at CP 8.
 
 So a policy loss of `DP * sum of w m x` gives `sum of w m x`, with w = 1 / (N D_i) for sample_mean,
-1 / T for token_mean, 1 / (N L) for constant. verl's own `vanilla` or `gspo` multiplies its
-per-token loss by N D_i w, given as `rollout_is_weights`, under `seq-mean-token-mean`.
+1 / T for token_mean, 1 / (N L) for constant. verl's `vanilla` or `gspo` multiplies its per-token
+loss by N D_i w, passed as `rollout_is_weights`, under `seq-mean-token-mean`.
 
-A policy loss does not see prompt groups. The advantage estimator does, on the driver, once per
-step: `megatron_pg_prompt_mean_<name>` is verl's estimator <name> with advantages times
-`N D_i / (P G_g)`. Both losses are homogeneous in the advantage, so the objective is the prompt mean
-if the batch is one optimizer step, which is checked. The advantages carry a tag in their last two
-bits (2.4e-7 of their size), and the policy loss refuses those without it.
+A policy loss does not get prompt groups. The advantage estimator does, on the driver, once per
+step: `megatron_pg_prompt_mean_<name>` is verl's estimator <name> with advantages times `N D_i / (P
+G_g)`. Both losses are homogeneous in the advantage, so the objective is the prompt mean if the
+batch is one optimizer step, which is checked. Advantages have a tag in their last two bits (2.4e-7
+of their size), and the policy loss refuses advantages without it.
 """
 
 import argparse
@@ -51,25 +52,25 @@ from megatron_pg.integrations import verify
 from megatron_pg.integrations.reducers import DIVISOR_VARIABLE, HOOKS, find_divisor
 
 PREFIX = "megatron_pg_"
-"""The beginning of every registered name."""
+"""The prefix of every registered name."""
 LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
 BATCH_KEY = "actor_rollout_ref.actor.ppo_mini_batch_size"
 DIVISOR_KEY = "actor_rollout_ref.actor.loss_scale_factor"
 OBJECTIVES = {"": "vanilla", "_gspo": "gspo"}
-"""verl's policy losses by the end of our names for them."""
+"""verl's policy losses by the suffix of the registered name."""
 NEED_MORE = {"gae", "gdpo", "optimal_token_baseline", "remax", "tir_optimal_token_baseline"}
-"""Estimators that verl treats specially by their names, which it would not do under ours."""
+"""Estimators that verl treats specially by name, which would not work under a new name."""
 TAG, TAG_BITS = 0b01, 0b11
-"""The last bits of an advantage that carries its prompt group's weight."""
+"""The last bits of an advantage that includes its prompt group's weight."""
 Batch = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Old log-probs, log-probs, advantages and the response mask, [samples, response] each."""
+"""Old log-probs, log-probs, advantages and response mask, [samples, response] each."""
 
 
 def register() -> None:
-    """Register the policy losses and the advantage estimators; a second call changes nothing."""
+    """Register the policy losses and advantage estimators. A second call changes nothing."""
     from verl.trainer.ppo import core_algos
 
-    for aggregation in HOOKS:  # those that `sample_factors` knows
+    for aggregation in HOOKS:  # the aggregations of `sample_factors`
         for ending, objective in OBJECTIVES.items():
             loss = functools.partial(policy_loss, aggregation, objective=objective)
             core_algos.register_policy_loss(PREFIX + aggregation + ending)(loss)
@@ -90,14 +91,15 @@ def policy_loss(
     rollout_is_weights: Tensor | None = None,
     objective: str = "vanilla",
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Compute a policy loss as verl calls it, per micro-batch on ranks of the last pipeline stage.
+    """Compute a policy loss. verl calls it per micro-batch on ranks of the last pipeline stage.
 
     Tensors are [samples, response], and `config` is verl's `ActorConfig`. `loss_agg_mode` is
-    ignored. A ValueError names settings that exclude the aggregation, or says that the installed
-    verl computes something else.
+    ignored. Raises ValueError for settings that exclude the aggregation, and if the installed verl
+    computes something else.
 
     Returns:
-        The 0-d loss, DP times this micro-batch's share of the objective, and verl's metrics.
+        The 0-d loss, which is DP times this micro-batch's share of the objective, and verl's
+        metrics.
     """
     _refuse_context_parallelism(config.engine)
     divisor = _divisor(config.loss_scale_factor) if aggregation == "constant" else None
@@ -116,7 +118,7 @@ def weighted_loss(
     config: Any,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Call verl's own policy loss with each sample's factor."""
+    """Call verl's policy loss with each sample's factor."""
     from verl.trainer.ppo import core_algos
 
     old_log_prob, log_prob, advantages, response_mask = batch
@@ -134,9 +136,9 @@ def weighted_loss(
 
 
 def verify_loss(aggregation: str, objective: str, divisor: float | None, config: Any) -> None:
-    """Raise a ValueError if the installed verl's loss is not the aggregation; once per process.
+    """Raise ValueError if the installed verl's loss is not the aggregation, once per process.
 
-    The ratios of tiny samples are 1, so the gradient of a log-prob is its weight times -advantage.
+    Tiny samples have ratio 1, so the gradient of a log-prob is its weight times -advantage.
     """
 
     def find() -> str | None:
@@ -160,14 +162,16 @@ def verify_loss(aggregation: str, objective: str, divisor: float | None, config:
     verify.require(
         ("verl", aggregation, objective, divisor),
         find,
-        f"megatron_pg {aggregation} by verl's {objective}: the installed verl {version} computes "
-        "something else: ",
+        f"megatron_pg {aggregation} with verl's {objective}: the installed verl {version} "
+        "computes something else: ",
         f"set {LOSS_MODE}={objective}, its own",
     )
 
 
 def _refuse_context_parallelism(engine: Any) -> None:
-    """Refuse groups per micro-batch, and a verl without the token counts of per-token mode."""
+    """Raise ValueError for dynamic context parallelism, and for a verl without token counts in
+    per-token mode.
+    """
     setting = f"{LOSS_MODE}={PREFIX}... with actor_rollout_ref.actor.megatron."
     if getattr(engine, "dynamic_context_parallel", False):
         raise ValueError(
@@ -181,22 +185,22 @@ def _refuse_context_parallelism(engine: Any) -> None:
     if "calculate_per_token_loss" not in scale.__code__.co_names:
         raise ValueError(
             f"{setting}context_parallel_size={engine.context_parallel_size}: this verl returns no "
-            "token count in per-token mode; set it to 1, or install verl 0.9 or later"
+            "token count in per-token mode. Set it to 1, or install verl 0.9 or later"
         )
 
 
 def sample_factors(
     aggregation: str, response_mask: Tensor, totals: Mapping[str, Any], divisor: float | None
 ) -> Tensor:
-    """Return the factor of each sample mean, [samples, 1] float32, without a prompt group's part.
+    """Return each sample mean's factor, [samples, 1] float32, without the prompt group's part.
 
-    `response_mask` is [samples, response] of whole samples, `totals` verl's `global_batch_info`.
+    `response_mask` is [samples, response] of whole samples, `totals` is verl's `global_batch_info`.
     """
     needed = ["global_batch_size", *(["batch_num_tokens"] if aggregation == "token_mean" else [])]
     if lacking := [name for name in needed if totals.get(name) is None]:
         raise ValueError(
             f"policy_loss.loss_mode={PREFIX}{aggregation}: verl's global_batch_info has no "
-            f"{lacking[0]}, by which the loss is divided; this trainer class does not set it"
+            f"{lacking[0]}, the divisor of the loss, because this trainer class does not set it"
         )
     tokens: Tensor = response_mask.sum(dim=-1, keepdim=True).float()
     if aggregation == "token_mean":
@@ -214,19 +218,18 @@ def prompt_mean_advantages(
     index: Any = None,
     **more: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Estimate advantages by verl's estimator `base`, as verl calls it, on the driver, per step.
+    """Estimate advantages with verl's estimator `base`. verl calls it on the driver once per step.
 
-    Tensors are [samples, response]. `config` is verl's `algorithm` section, a part of the whole
-    configuration. `index` is verl's `uid`, the prompt of each sample.
+    Tensors are [samples, response]. `config` is verl's `algorithm` section within the whole
+    configuration. `index` is verl's `uid`, each sample's prompt.
 
     Returns:
-        The advantages, float32 with the weight of each sample's prompt group and the tag, and
-        verl's returns.
+        The advantages, float32 with prompt group weights and the tag, and verl's returns.
     """
     from verl.trainer.ppo import core_algos
 
     refuse_estimator_settings(base, config, len(response_mask), index)
-    if base == "grpo":  # verl calls its own with this setting
+    if base == "grpo":  # verl passes it to its own grpo
         more["norm_adv_by_std_in_grpo"] = config.get("norm_adv_by_std_in_grpo", True)
     advantages, returns = core_algos.get_adv_estimator_fn(base)(
         token_level_rewards=token_level_rewards,
@@ -242,10 +245,10 @@ def prompt_mean_advantages(
 
 
 def group_factors(response_mask: Tensor, index: np.ndarray[Any, Any]) -> tuple[Tensor, int]:
-    """Return the factor `N D_i / (P G_g)` of each sample of the step, [samples] float64, and P.
+    """Return each sample's factor `N D_i / (P G_g)`, [samples] float64, and P.
 
-    verl's padding samples (uid `pad` and 32 hexadecimal digits, no active token) are in its N and
-    in no prompt group.
+    verl's padding samples (uid `pad` and 32 hexadecimal digits, no active token) count in N, but
+    are in no prompt group.
     """
     tokens = response_mask.sum(dim=-1).double().cpu().numpy()
     groups, group_ids = np.unique([str(uid) for uid in index], return_inverse=True)
@@ -257,13 +260,15 @@ def group_factors(response_mask: Tensor, index: np.ndarray[Any, Any]) -> tuple[T
 
 
 def _tagged(advantages: Tensor) -> Tensor:
-    """Put the tag in the last bits of the advantages in float32; zeros stay zeros."""
+    """Write the tag into the advantages' last float32 bits. Zeros stay zeros."""
     bits = advantages.to(torch.float32).contiguous().view(torch.int32)
     return torch.where(bits << 1 == 0, bits, bits & ~TAG_BITS | TAG).view(torch.float32)
 
 
 def _refuse_untagged(advantages: Tensor, response_mask: Tensor) -> None:
-    """Refuse advantages of other estimators, until tagged ones were seen in this process."""
+    """Raise ValueError for advantages of verl's estimators, until tagged ones were seen in this
+    process.
+    """
     global _seen_tagged
     if _seen_tagged:
         return
@@ -272,9 +277,9 @@ def _refuse_untagged(advantages: Tensor, response_mask: Tensor) -> None:
     if bool((looked_at & (bits & TAG_BITS != TAG)).any()):
         raise ValueError(
             f"policy_loss.loss_mode={PREFIX}prompt_mean without its advantage estimator: the "
-            "advantages do not carry the weight of their prompt groups; set "
-            f"algorithm.adv_estimator={PREFIX}prompt_mean_grpo, or another one that `python -m "
-            "megatron_pg integrations verl` lists"
+            "advantages lack their prompt groups' weight. Set "
+            f"algorithm.adv_estimator={PREFIX}prompt_mean_grpo, or an estimator that `megatron-pg "
+            "integrations verl` lists"
         )
     _seen_tagged = bool(looked_at.any())
 
@@ -293,31 +298,32 @@ def _divisor(loss_scale_factor: float | None) -> float:
 
 
 def refuse_estimator_settings(base: str, config: Any, num_samples: int, index: Any) -> None:
-    """Raise a ValueError, by verl's key, for settings that exclude a prompt mean's advantages."""
+    """Raise ValueError, by verl's key, for settings that exclude a prompt mean's advantages."""
     name = f"algorithm.adv_estimator={PREFIX}prompt_mean_{base}"
     parts = (_select(config, f"..actor_rollout_ref.{part}") for part in ("actor", "rollout"))
     actor, rollout = parts
     if actor is None or rollout is None:
         raise ValueError(
-            f"{name}: this trainer gives its estimators no configuration in which "
-            f"actor_rollout_ref can be found, to check {LOSS_MODE} and {BATCH_KEY}; use verl's own"
+            f"{name}: this trainer gives its estimators no configuration with actor_rollout_ref, "
+            f"which is needed to check {LOSS_MODE} and {BATCH_KEY}. Use verl's estimator"
         )
     if actor.policy_loss.loss_mode not in [f"{PREFIX}prompt_mean{ending}" for ending in OBJECTIVES]:
         raise ValueError(
             f"{name} with {LOSS_MODE}={actor.policy_loss.loss_mode}: set "
             f"{LOSS_MODE}={PREFIX}prompt_mean for verl's vanilla, or {PREFIX}prompt_mean_gspo for "
-            "its gspo; its other losses have no prompt mean here"
+            "its gspo. Its other losses have no prompt mean"
         )
     per_step = actor.ppo_mini_batch_size * rollout.n
     if num_samples != per_step:
         raise ValueError(
-            f"{name}: the batch has {num_samples} samples and an optimizer step {per_step} "
-            f"({BATCH_KEY}={actor.ppo_mini_batch_size} times actor_rollout_ref.rollout.n="
-            f"{rollout.n}), so prompt groups would be split over steps; set {BATCH_KEY} to "
-            "data.train_batch_size, and use agent loops with one output per rollout"
+            f"{name}: the batch has {num_samples} samples, but an optimizer step {per_step} "
+            f"({BATCH_KEY}={actor.ppo_mini_batch_size} times "
+            f"actor_rollout_ref.rollout.n={rollout.n}), so prompt groups would be split over "
+            f"steps. Set {BATCH_KEY} to data.train_batch_size, and use agent loops with one output "
+            "per rollout"
         )
     if index is None:
-        raise ValueError(f"{name}: the batch has no uid, which tells the prompt groups apart")
+        raise ValueError(f"{name}: the batch has no uid, which identifies prompt groups")
 
 
 def _select(config: Any, key: str) -> Any:
@@ -330,19 +336,19 @@ def _select(config: Any, key: str) -> Any:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Report whether the installed verl has loaded the plugin (`megatron-pg integrations verl`).
+    """Report whether the installed verl loaded the plugin (`megatron-pg integrations verl`).
 
-    verl logs a plugin's failed import only at DEBUG level. Return 0 if verl has all policy losses
-    of this module and an estimator for prompt_mean, 1 otherwise.
+    verl logs a plugin's failed import only at DEBUG level. Returns 0 if verl has all policy losses
+    of this module and an estimator for prompt_mean, else 1.
     """
     module = "megatron_pg.integrations.verl_plugin"
-    about = "Is this package seen by a trainer?"
+    about = "Report whether a trainer loads this package."
     parser = argparse.ArgumentParser(prog="megatron-pg integrations", description=about)
-    parser.add_argument("trainer", choices=["verl"], help="the trainer to import and to ask")
+    parser.add_argument("trainer", choices=["verl"], help="the trainer to import")
     parser.parse_args(arguments)
     policy = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto")
     named = [point.name for point in entry_points(group="verl.plugins") if point.value == module]
-    about = f"{named[0]} ({module})" if named else "none; install this package again (pip install)"
+    about = f"{named[0]} ({module})" if named else "none, install this package again (pip install)"
     print(f"plugin: entry point {about}; VERL_USE_EXTERNAL_PLUGINS={policy}")
     heard, log = BufferingHandler(sys.maxsize), logging.getLogger("verl")
     log.addHandler(heard)
@@ -350,13 +356,13 @@ def main(arguments: Sequence[str]) -> int:
     try:
         import verl
         from verl.trainer.ppo import core_algos
-    except Exception as error:  # verl may lack any of its own requirements
-        print(f"verl: its import fails: {type(error).__name__}: {error}")
+    except Exception as error:  # verl may lack any of its requirements
+        print(f"verl: import failed: {type(error).__name__}: {error}")
         return 1
     print(f"verl: {verl.__version__}, {os.path.dirname(str(verl.__file__))}")
     for message in (record.getMessage() for record in heard.buffer):
         if "plugin" in message:
-            print(f"plugin: verl says: {message}")
+            print(f"plugin: verl logged: {message}")
     losses, estimators = (
         sorted(name for name in registry if name.startswith(PREFIX))
         for registry in (core_algos.POLICY_LOSS_REGISTRY, core_algos.ADV_ESTIMATOR_REGISTRY)

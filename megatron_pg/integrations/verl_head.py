@@ -12,14 +12,14 @@ from megatron_pg.integrations.fused_head import OutputFactors, leave_out_logits,
 
 VERL = "actor_rollout_ref.model.external_lib=megatron_pg.integrations.verl_fused_head"
 NEED_LOGITS = ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only")
-"""Settings of a batch for which verl reads logits."""
+"""A batch's settings for which verl reads logits."""
 
 
 def put_in() -> None:
-    """Put the fused head into verl's Megatron engine; a second call does nothing.
+    """Install the fused head in verl's Megatron engine. A second call does nothing.
 
-    The first micro-batch raises a ValueError for `use_fused_kernels`, and for a verl with different
-    scores or gradients.
+    The first micro-batch raises ValueError for `use_fused_kernels`, and if verl's scores or
+    gradients differ.
     """
     path = "verl.workers.engine.megatron.transformer_impl"
     engine = importlib.import_module(path).MegatronEngineWithLMHead
@@ -51,16 +51,18 @@ def put_in() -> None:
 def scores_of(
     logits: Tensor, label: Tensor, temperature: Tensor, *, calculate_entropy: bool, **others: Any
 ) -> dict[str, Tensor]:
-    """Compute what `_lm_head_logits_processor` does from a note, [batch, sequence] each."""
+    """Compute the results of `_lm_head_logits_processor` from attached factors, [batch, sequence]
+    each.
+    """
     for name in NEED_LOGITS:
         if others.get(name):
-            raise NotImplementedError(f"{VERL}: {name} takes logits: remove one of the two")
-    # Padding has 0. verl's own function waits for the device here too.
+            raise NotImplementedError(f"{VERL}: {name} requires logits: remove one of the two")
+    # Padding has temperature 0. verl's function also waits for the device here.
     low, high = torch.stack(temperature[temperature > 0].aminmax()).tolist()
     if low != high:
         raise NotImplementedError(
-            f"{VERL}: the samples of a micro-batch have the temperatures {low:g} to {high:g}: give "
-            "all of them one, or remove external_lib"
+            f"{VERL}: the samples of a micro-batch have temperatures from {low:g} to {high:g}: use "
+            "one temperature, or remove external_lib"
         )
     log_probs, entropy = OutputFactors.noted(logits, VERL).scores(None, label.flatten(), low)
     scores = {"entropy": entropy.view_as(label)} if calculate_entropy else {}
@@ -68,7 +70,9 @@ def scores_of(
 
 
 def verify(theirs: Callable[..., Any], device: torch.device) -> None:
-    """Refuse a `_lm_head_logits_processor` whose scores or gradients differ from ours."""
+    """Raise ValueError if verl's `_lm_head_logits_processor` gives different scores or
+    gradients.
+    """
     label = (torch.arange(10, device=device) % 7)[None]
     named: dict[str, Any] = dict.fromkeys(NEED_LOGITS, False) | {"calculate_entropy": True}
     named |= {"label": label, "temperature": torch.full_like(label, 0.75, dtype=torch.float32)}

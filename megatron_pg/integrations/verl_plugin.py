@@ -1,4 +1,6 @@
-"""The module that verl's entry point group `verl.plugins` names: its import is the registration."""
+"""The module of the entry point in verl's group `verl.plugins`. Importing it registers the
+losses.
+"""
 
 from megatron_pg.integrations.verl import register
 

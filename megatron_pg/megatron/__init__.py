@@ -1,8 +1,8 @@
-"""Megatron-Core's side: a step's policy loss and its log-probs in the schedules, process groups,
-running on a CPU.
+"""The Megatron-Core part: policy loss and log-probs in the schedules, process groups, and a CPU
+runtime.
 
-The names below are imported when they are first used, so that `megatron_pg.megatron.scale_contract`
-and the reading of a trainer's globals work where Megatron-Core is not installed.
+Names are imported on first use, so that `scale_contract` and `trainer_globals` work without
+Megatron-Core.
 """
 
 from typing import TYPE_CHECKING

@@ -1,5 +1,5 @@
-"""The fused head in Megatron's models: the loss from what enters the output layer and its weight,
-without the logits.
+"""The fused head in Megatron's models: the loss from the output layer's input and weight, without
+logits.
 """
 
 from dataclasses import replace
@@ -23,12 +23,12 @@ from megatron_pg.loss.resolved import GradientScope
 from megatron_pg.step.batch import RESPONSE_FIELDS, PackedBatch, to_device
 
 PRODUCT = LogitTransform()
-"""Of an output layer that computes its product only."""
+"""The transform of an output layer that computes only its product."""
 
 
 class OutputRows:
-    """The rows of one micro-batch that enter the output layer, on one rank: those that score an
-    active token.
+    """The rows of one micro-batch on one rank that score an active token, which enter the output
+    layer.
     """
 
     def __init__(
@@ -41,9 +41,9 @@ class OutputRows:
     ) -> None:
         self._batch, self._options = batch, options
         active, self.gradient_rows = active_rows(batch, scope)
-        self.kept: Ragged | None = None  # their kept sets, on the host
-        # By the samples, which all context-parallel ranks share: if they chose differently, the
-        # all-reduces would deadlock.
+        self.kept: Ragged | None = None  # the rows' kept sets, on the host
+        # All context-parallel ranks share the samples. If they chose differently, the all-reduces
+        # would deadlock.
         sets = [sample.kept_tokens for sample in batch.samples if with_sets]
         if batch.kept_tokens is not None and any(each and each.values.numel() for each in sets):
             self.kept = batch.kept_tokens.select(active)
@@ -61,9 +61,8 @@ class OutputRows:
         check_vocabulary(batch, len(weight), self._options)
         if tuple(hidden_states.shape[:2]) != (tokens, 1):
             raise ValueError(
-                f"hidden states are {tuple(hidden_states.shape)} and the micro-batch has {tokens} "
-                f"tokens on this rank: "
-                "feed the model batch.tokens[None]"
+                f"hidden states are {tuple(hidden_states.shape)}, but the micro-batch has {tokens} "
+                "tokens on this rank: give the model batch.tokens[None]"
             )
         rows = batch.logit_rows[self.active]
         return hidden_states[:, 0].index_select(0, rows), weight, batch.targets[rows]
@@ -71,7 +70,7 @@ class OutputRows:
     def log_probs_and_entropy(
         self, hidden_states: Tensor, weight: Tensor, transform: LogitTransform, scorer: Any = None
     ) -> list[Tensor]:
-        """Compute both, [window] each, and the values [5, window] of a `SamplerHead`."""
+        """Compute log-probs and entropy, [window] each, and a `SamplerHead`'s values [5, window]."""
         factors = self.factors(hidden_states, weight)
         options = replace(self._options, transform=transform)
         center = None if scorer is None else scorer.on_rows(self._batch, lambda x: x[self.active])
@@ -79,16 +78,16 @@ class OutputRows:
         return [self.in_window(score) for score in scores]
 
     def in_window(self, values: Tensor, rows: slice = slice(None)) -> Tensor:
-        """Spread values [..., rows] over the window, 0 elsewhere, where the loss is masked."""
+        """Scatter values [..., rows] into the window, with 0 at masked tokens."""
         window = values.new_zeros(*values.shape[:-1], len(self._batch.window))
         return window.index_copy(-1, self.active[rows], values)
 
     def of_whole_samples(self, size: int) -> list[int]:
-        """Count the rows of parts that end on borders of samples, `size` or fewer unless one sample
-        has more.
+        """Split the rows into parts of whole samples, and count each part's rows: at most `size`,
+        unless one sample has more.
 
-        The parts are of the same samples on every rank of the context-parallel group, and may be
-        empty on one. Rows have to be in the window's order.
+        The parts have the same samples on every context-parallel rank, and may be empty on one.
+        Rows must be in the window's order.
         """
         masks = of_all_responses("loss_mask", self._batch)
         borders = torch.tensor(self._batch.window.sample_borders(masks, size), device="cpu")
@@ -97,15 +96,15 @@ class OutputRows:
 
 
 class FusedHead:
-    """The output end of the model for one micro-batch: `output_processor` and `loss`.
+    """The model's output end for one micro-batch: `output_processor` and `loss`.
 
-    Only rows that score an active token enter the output layer, and only those with a gradient the
-    products of backward. Backward computes the loss, its metrics and all gradients in one pass over
-    chunks of logits; value and metrics are NaN until then, unless gradients are off. A chunk holds
-    whole sequences where the loss looks at those, and all rows where a function of the user's own
-    may look at any: up to twice the usual chunk in three matrix products, above that in up to four
-    (see `megatron_pg.head.from_hidden`). Under `--replay-sampling-set` the kept columns alone are
-    multiplied, of rows that have a set, and the values are there at once.
+    Only rows that score an active token enter the output layer, and only rows with a gradient enter
+    the backward products. Backward computes the loss, its metrics and all gradients in one pass
+    over chunks of logits. Value and metrics are NaN until then, unless gradients are off. A chunk
+    holds whole sequences if the loss reads sequences, and all rows if a custom function may read
+    any: up to twice the usual chunk with three matrix products, above that with up to four (see
+    `megatron_pg.head.from_hidden`). Under `--replay-sampling-set`, rows with a set are multiplied
+    by only the kept columns, and the values are available at once.
     """
 
     def __init__(
@@ -121,11 +120,11 @@ class FusedHead:
     def output_processor(
         self, hidden_states: Tensor, weight: Tensor, transform: LogitTransform = PRODUCT
     ) -> Tensor:
-        """Compute the 0-d loss in the place of the output layer's product; an `OutputProcessor`.
+        """Compute the 0-d loss instead of the output layer's product. This is an `OutputProcessor`.
 
         Raises:
-            ValueError: the hidden states are not those of the micro-batch, or a response token is
-                outside the vocabulary.
+            ValueError: the hidden states do not fit the micro-batch, or a response token is outside
+                the vocabulary.
         """
         if self._rows.kept is None:
             factors = self._rows.factors(hidden_states, weight)
@@ -145,9 +144,9 @@ class FusedHead:
     ) -> Tensor:
         """Compute gradients chunk by chunk, and value and metrics from all log-probs together.
 
-        The other tokens of a chunk's window hold zeros. They change the value of the loss and not
-        the chunk's coefficients. Sums over sequences are all-reduced once for each piece, of which
-        context-parallel ranks have equally many.
+        Tokens outside the chunk are zeros in its window. They change the loss's value, but not the
+        chunk's coefficients. Sums over sequences are all-reduced once per piece, and
+        context-parallel ranks have the same number of pieces.
         """
         metrics = self._metrics = MicroBatchMetrics.awaited(
             self._resolved.metric_table(frozenset()), hidden.device
@@ -179,10 +178,10 @@ class FusedHead:
             defer=True,
             scorer=scorer,
         )
-        value = total.detach()  # `total` would hold its node, which holds what is called after it
+        value = total.detach()  # `total` would create a reference cycle with its node
 
         def fill(*_: Any) -> None:
-            if not whole:  # in several pieces, or in none
+            if not whole:  # several pieces, or none
                 whole.append(self._loss(*map(self._rows.in_window, vectors)))
             loss, own_metrics = whole.pop()
             value.copy_(loss.detach())
@@ -195,29 +194,29 @@ class FusedHead:
         return total
 
     def _piece_sizes(self, columns: int) -> list[int] | None:
-        """Count the rows whose gradients wait for one another, [pieces]; None where none waits."""
+        """Count the rows of each piece, whose gradients depend on each other. Return None if tokens
+        are independent.
+        """
         tokens = self._resolved.scope.tokens
         if tokens != "sequence":
             return None if tokens == "token" else [len(self._rows)]
-        # Never a size that the rank's own device decides: a rank that calls the all-reduce more
-        # often waits forever.
+        # The size must not depend on the device: a rank with more all-reduces would wait forever.
         options = self._options
         size = options.chunk_tokens or largest_chunk(columns, options.memory_gib)
         return self._rows.of_whole_samples(size)
 
 
 def of_all_responses(field: str, batch: PackedBatch) -> Tensor:
-    """Lay a field of all samples' response tokens end to end, on the host."""
+    """Concatenate a field of all samples' response tokens, on the host."""
     return torch.cat([RESPONSE_FIELDS[field], *(getattr(s, field) for s in batch.samples)])
 
 
 def active_rows(batch: PackedBatch, scope: GradientScope | None) -> tuple[Tensor, int]:
-    """List the scored tokens of the window, [active tokens] int64 on the host; count those with a
-    gradient, which come first.
+    """List the window's scored tokens, [active tokens] int64 on the host, and count the tokens with
+    a gradient, which come first.
 
-    Where the policy objective is the only term of the loss, a token whose advantage is 0 has none:
-    its log-prob is wanted for the metrics alone. Where other tokens wait for it, tokens stay in the
-    window's order.
+    If the policy objective is the loss's only term, a token with advantage 0 has no gradient, and
+    only metrics need its log-prob. If tokens depend on each other, they stay in the window's order.
     """
     in_window = batch.window.response_indices
     with_gradient = active = of_all_responses("loss_mask", batch)[in_window]

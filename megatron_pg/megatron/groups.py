@@ -1,4 +1,4 @@
-"""The process groups that a loss needs; the one place that reads Megatron's `parallel_state`."""
+"""The process groups that a loss needs, from a model or Megatron's `parallel_state`."""
 
 from __future__ import annotations
 
@@ -21,35 +21,34 @@ class ParallelGroups:
     context: ProcessGroup
     """Ranks that share one packed micro-batch (context parallel)."""
     data: ProcessGroup
-    """Ranks that hold other samples, at the same context-parallel rank."""
+    """Ranks that hold different samples, at the same context-parallel rank."""
     data_with_context: ProcessGroup
-    """`data` and `context` together: the ranks that gradients are reduced over."""
+    """`data` and `context` together, over which gradients are reduced."""
     pipeline: ProcessGroup
     """The stages of one pipeline."""
 
     @classmethod
     def from_parallel_state(cls) -> ParallelGroups:
-        """Take the groups of `parallel_state.initialize_model_parallel`, or raise RuntimeError;
-        needs no communication.
+        """Return the groups of `parallel_state.initialize_model_parallel`, without communication,
+        or raise RuntimeError.
         """
         return cls.from_model(None)
 
     @classmethod
     def from_model(cls, model: Any) -> ParallelGroups:
-        """Take the groups that `model` was built with, and those of `parallel_state` where it names
-        none.
+        """Return the groups that `model` was built with, and take missing ones from
+        `parallel_state`.
 
         Args:
-            model: a Megatron model, wrapped or not, or the list of chunks of a virtual pipeline;
-                None names no group.
+            model: a Megatron model, wrapped or not, or a virtual pipeline's list of chunks. None:
+                all groups from `parallel_state`.
 
         Raises:
-            RuntimeError: a group is missing from the model and model parallelism is not
-                initialized.
+            RuntimeError: the model lacks a group and model parallelism is not initialized.
         """
         own, module = None, chunks_of(model)[0]
         while module is not None:
-            # The innermost: DDP keeps a collection of its own in 0.19.2; attention and rotary
+            # The innermost collection wins: in 0.19.2 DDP has its own, but attention and rotary
             # embeddings follow the model's.
             own = getattr(module, "pg_collection", None) or own
             module = getattr(module, "module", None)
@@ -57,7 +56,7 @@ class ParallelGroups:
         missing = [axis for axis, group in groups.items() if group is None]
         if missing and not parallel_state.model_parallel_is_initialized():
             raise RuntimeError(
-                "Megatron's process groups do not exist yet: call "
+                "Megatron's process groups do not exist: call "
                 "megatron.core.parallel_state.initialize_model_parallel(...) first"
             )
         return cls(**groups | {axis: _SOURCES[axis][1]() for axis in missing})
@@ -97,8 +96,8 @@ class ParallelGroups:
 
     @property
     def contributes(self) -> bool:
-        """Tell whether this rank's metrics count: the other tensor-parallel ranks of the last stage
-        have the same.
+        """Tell whether this rank's metrics count. Tensor-parallel ranks of the last stage have
+        equal metrics.
         """
         return self.is_last_pipeline_stage and self.tensor_rank == 0
 
@@ -110,12 +109,11 @@ _SOURCES: dict[str, tuple[str, Callable[[], Any]]] = {
     "data_with_context": ("dp_cp", partial(parallel_state.get_data_parallel_group, True)),
     "pipeline": ("pp", parallel_state.get_pipeline_model_parallel_group),
 }
-"""Per axis the name of its group in a model's `pg_collection`, and the group of
-`parallel_state`."""
+"""Each axis's group name in a model's `pg_collection`, and its getter in `parallel_state`."""
 
 
 def chunks_of(model: Any) -> list[Any]:
-    """List the chunks of a model, which is one or a virtual pipeline's list."""
+    """List the chunks of a model, which is one chunk or a virtual pipeline's list."""
     return list(model) if isinstance(model, (list, tuple)) else [model]
 
 

@@ -1,15 +1,15 @@
-"""Multi-token prediction beside the policy loss, as a mean over the step's active tokens.
+"""Multi-token prediction with the policy loss, as a mean over the step's active tokens.
 
 Megatron computes its loss inside the model, from labels made of the input: a mean over the tokens
 of one micro-batch on one context-parallel rank, prompts and padding included (`process_mtp_loss` in
-transformer/multi_token_prediction.py of 0.19.2). The average of these means is another loss at
-every cut. Megatron multiplies the tokens by a loss mask, and divides by the mask's sum if that is
-above 1. A mask of m / T, with T the step's active tokens, has a sum of 1 at most: no division. The
-schedule divides by the M micro-batches and data parallelism by its DP * CP ranks;
-`mtp_grad_scale_func` multiplies by both. The result is `scaling factor / layers * 1/T sum m x`, x
-the cross-entropy of a token two or more positions ahead.
+transformer/multi_token_prediction.py of 0.19.2). The average of these means depends on how the step
+is split. Megatron multiplies the tokens by a loss mask, and divides by the mask's sum if it is
+above 1. A mask of m / T, with T the step's active tokens, sums to at most 1 and so avoids the
+division. The schedule divides by the M micro-batches and data parallelism by its DP * CP ranks.
+`mtp_grad_scale_func` multiplies by both. The result is `scaling factor / layers * 1/T sum m x`,
+with x the cross-entropy of a token two or more positions ahead.
 
-Up to 0.19.2 Megatron has no factor CP here. Pull request 7498 of NVIDIA/Megatron-LM, open in
+Up to 0.19.2, Megatron has no factor CP here. Pull request 7498 of NVIDIA/Megatron-LM, open in
 September 2026, adds one, so `context_parallel_factor` measures the installed Megatron.
 """
 
@@ -30,14 +30,16 @@ from megatron_pg.step.values import host_tensor
 
 @dataclass
 class MultiTokenScale:
-    """The `mtp_grad_scale_func` of a model's config: multiplies by what the schedule and data
-    parallelism divide by.
+    """The `mtp_grad_scale_func` of a model's config, which multiplies by the divisors of schedule
+    and data parallelism.
     """
 
     config: Any
     factor: float  # DP * CP * M of the step that runs
     before: Any  # the function that the trainer had set, or None
-    device: torch.device  # of model and loss scale: a factor elsewhere would make the host wait
+    device: (
+        torch.device
+    )  # of model and loss scale: a factor on a different device would make the host wait
 
     def __call__(self) -> Tensor:
         if self.before is not None:
@@ -50,10 +52,10 @@ class MultiTokenScale:
 def scale_multi_token_loss(
     chunk: Any, factor: float, context_group: ProcessGroup | None = None
 ) -> bool:
-    """Set the scale, DP * CP * M, of a step's multi-token prediction on a chunk's config; False if
-    it has none that is trained.
+    """Set the scale, DP * CP * M, of a step's multi-token prediction on a chunk's config. Return
+    False if the model trains none.
 
-    All ranks of the context-parallel group must call; None is a group of one.
+    All ranks of the context-parallel group must call. None is a group of one.
     """
     model_config: Any = getattr(chunk, "config", None)
     if not getattr(model_config, "mtp_num_layers", None) or not derives_multi_token_labels():
@@ -68,8 +70,8 @@ def scale_multi_token_loss(
 
 
 def multi_token_mask(batch: PackedBatch, num_active_tokens: float) -> Tensor:
-    """Make the `loss_mask=` [1, local_tokens] float32 of multi-token prediction: 1 / T at the
-    input's active tokens, else 0.
+    """Make the `loss_mask=` [1, local_tokens] float32 of multi-token prediction: 1 / T at active
+    tokens, else 0.
     """
     masks = []
     for sample in batch.samples:
@@ -89,9 +91,9 @@ def context_parallel_factor(
     """Measure the factor by which Megatron multiplies multi-token prediction under context
     parallelism: 1 or CP.
 
-    Megatron's own functions run over four tokens a rank, once for each context-parallel size in a
-    process. All ranks of the group must call. A NotImplementedError says that the factor is
-    neither, or that those functions take other arguments.
+    Megatron's functions run over four tokens per rank, once per context-parallel size in a process.
+    All ranks of the group must call. Raises NotImplementedError if the factor is neither, or if
+    these functions have different arguments.
     """
     if context_group is None or (size := context_group.size()) == 1:
         return 1.0
@@ -99,21 +101,19 @@ def context_parallel_factor(
         if size not in _measured:
             _measured[size] = _measure(model_config, context_group, device)
         if _measured[size] not in (1.0, size):
-            raise TypeError(f"it multiplies by {_measured[size]}, and not by 1 or {size}")
+            raise TypeError(f"it multiplies by {_measured[size]} instead of 1 or {size}")
     except (AttributeError, TypeError) as error:
         raise NotImplementedError(
-            f"--mtp-num-layers with --context-parallel-size {size}: how this megatron-core scales "
-            f"the loss of multi-token "
-            f"prediction is not known here ({error}); use megatron-core 0.19, or leave out "
-            f"multi-token prediction or context "
-            "parallelism"
+            f"--mtp-num-layers with --context-parallel-size {size}: unknown scale of the "
+            f"multi-token loss in this megatron-core ({error}). Use megatron-core 0.19, or leave "
+            "out multi-token prediction or context parallelism"
         ) from error
     return _measured[size]
 
 
 def _measure(model_config: Any, context_group: Any, device: torch.device) -> float:
-    """Take the gradient of a loss of equal weights; return it over the weight, rounded to five
-    digits.
+    """Compute the gradient of a loss with equal weights, and return it over the weight, rounded to
+    five digits.
     """
     from megatron.core.transformer import multi_token_prediction
 

@@ -1,10 +1,10 @@
-"""Megatron's output layer with another product: the fused head's, float32 logits
-(`--fp32-lm-head`), or none at all.
+"""Megatron's output layer with a replaced product: the fused head, float32 logits
+(`--fp32-lm-head`), or hidden states.
 
 `ColumnParallelLinear.forward` (core/tensor_parallel/layers.py of megatron-core 0.16.0 to 0.19.2)
-leaves the product alone to `self._forward_impl`, with the weight, the bias and the reductions of
-gradients as arguments. That method is exchanged. What a layer does with its product is found by
-`output_transform.read_transform` in its first forward.
+leaves only the product to `self._forward_impl`, with weight, bias and gradient reductions as
+arguments. This module replaces that method. In the first forward, `output_transform.read_transform`
+finds what the layer computes from its product.
 """
 
 import inspect
@@ -31,44 +31,43 @@ from megatron_pg.megatron.groups import chunks_of, unwrapped
 from megatron_pg.megatron.output_transform import NUM_ROWS, exchanged, read_transform
 
 OutputProcessor = Callable[[Tensor, Tensor, LogitTransform], Tensor]
-"""(hidden states [tokens, 1, hidden], weight [v/tp, hidden], what the layer computes from their
-product) -> any tensor; on every tensor-parallel rank all tokens."""
+"""A function (hidden states [tokens, 1, hidden], weight [v/tp, hidden], transform of their product)
+-> any tensor. Every tensor-parallel rank gets all tokens."""
 _users: WeakKeyDictionary[Any, tuple[str, str]] = WeakKeyDictionary()
-"""By module with an output processor: who takes it, and the way out, for errors."""
+"""By module with an output processor: its user and remedy, for errors."""
 _transforms: WeakKeyDictionary[Any, LogitTransform] = WeakKeyDictionary()
-"""By output layer: what it computes from its product."""
+"""By output layer: the transform of its product."""
 _compared: WeakSet[Any] = WeakSet()
-"""The output layers whose product has been compared with float32 logits."""
+"""The output layers already compared with float32 logits."""
 
 
 def take_output_processor(
     model: Any, user: str = "--fused-lm-head", remedy: str = "drop the flag"
 ) -> None:
-    """Let the model's forward take `output_processor=`, an `OutputProcessor` of one call; every
+    """Let the model's forward accept `output_processor=`, an `OutputProcessor` for one call. Every
     rank calls this.
 
-    The processor runs in the place of the output layer's product, and the model returns its result
-    as [1, 1, elements]. A call without one gives logits as before. (GPTModel has an argument of
-    that name from megatron-core 0.18 on and HybridModel none: neither sees ours.)
+    The processor replaces the output layer's product, and the model returns its result as [1, 1,
+    elements]. Without a processor, the model returns logits as before. (GPTModel has an argument of
+    the same name from megatron-core 0.18 on, which is not used.)
 
     Args:
-        model: wrapped or not, or the list of chunks of a virtual pipeline.
-        user, remedy: the flag or function that needs it, and the user's way out, for errors.
+        model: wrapped or not, or a virtual pipeline's list of chunks.
+        user, remedy: the flag or function that needs it, and the remedy, for errors.
 
     Raises:
         NotImplementedError: the output layer is not Megatron's `ColumnParallelLinear`, has a bias,
-            gathers its logits, or a setting of the model gives its weight's gradient to others than
-            its backward. The first forward raises it for
-            a layer that computes more than a scale and a soft-cap of its product
-            (`read_transform`).
+            gathers its logits, or a model setting computes its weight's gradient outside of its
+            backward. The first forward raises it for a layer that computes more than a scale and a
+            soft-cap of its product (`read_transform`).
     """
     for layer in _layers_for(model, user):
         if layer.bias is not None:
-            raise NotImplementedError(f"{user} takes an output layer without bias: {remedy}")
+            raise NotImplementedError(f"{user} requires an output layer without bias: {remedy}")
         if _gathers(layer):
             raise NotImplementedError(
-                f"{user} of a model that gathers its logits: build it with parallel_output=True, "
-                f"or {remedy}"
+                f"{user} requires a model that does not gather its logits: build it with "
+                f"parallel_output=True, or {remedy}"
             )
     for module in map(unwrapped, chunks_of(model)):
         _users[module] = user, remedy
@@ -78,35 +77,34 @@ def take_output_processor(
 
 
 def require_sharded_logits(model: Any) -> None:
-    """Refuse a model that gathers the logits of its tensor-parallel ranks: the loss takes a rank's
-    shard.
+    """Raise NotImplementedError if the model gathers logits over tensor parallelism: the loss needs
+    each rank's shard.
     """
     if any(map(_gathers, _layers_for(model, None))):
         raise NotImplementedError(
-            "the model gathers the logits of its tensor-parallel ranks, and the loss takes each "
-            "rank's own: build it with "
-            "parallel_output=True"
+            "the model gathers logits over tensor parallelism, but the loss needs each rank's "
+            "shard: build it with parallel_output=True"
         )
 
 
 def set_fp32_lm_head(model: Any, is_on: bool = True) -> bool:
-    """Let the model's own output layer compute float32 logits, or Megatron's again; every rank
+    """Let the model's output layer compute float32 logits, or Megatron's logits again. Every rank
     calls this.
 
-    `PolicyStep` and `compute_log_probs` call it as their config says. Call it yourself where logits
-    reach `policy_loss_function` without them.
+    `PolicyStep` and `compute_log_probs` call it according to their config. Call it yourself if you
+    use `policy_loss_function` without them.
 
     Args:
-        model: wrapped or not, or the list of chunks of a virtual pipeline.
+        model: wrapped or not, or a virtual pipeline's list of chunks.
 
     Returns:
-        True if the logits were float32 before.
+        True if the logits were float32 before the call.
 
     Raises:
-        NotImplementedError: the model's output layer is not Megatron's `ColumnParallelLinear`, or a
-            setting of the model gives its weight's gradient to others than its backward. Nothing
-            has changed then. The first forward raises it
-            for a layer whose own product is another than that of hidden states and weight.
+        NotImplementedError: the output layer is not Megatron's `ColumnParallelLinear`, or a model
+            setting computes its weight's gradient outside of its backward. Then nothing has
+            changed. The first forward raises it for a layer whose product is not hidden states
+            times weight.
     """
     layers = _layers_for(model, "--fp32-lm-head" if is_on else None)
     for chunk in chunks_of(model) if is_on else ():
@@ -126,8 +124,8 @@ def set_fp32_lm_head(model: Any, is_on: bool = True) -> bool:
 
 
 def prepare_output_layer(model: Any | None, config: PolicyLossConfig) -> None:
-    """Let the model's output layer compute as the settings of a policy loss say, or refuse it;
-    every rank calls this.
+    """Prepare the model's output layer for a policy loss's settings, or raise. Every rank calls
+    this.
     """
     if model is None:
         if config.changes_output_layer or config.fused_lm_head:
@@ -144,8 +142,8 @@ def prepare_output_layer(model: Any | None, config: PolicyLossConfig) -> None:
 def _whole_hidden(
     *, input: Tensor, sequence_parallel: bool, allreduce_dgrad: bool, tp_group: Any, **_: Any
 ) -> Tensor:
-    """Return all of `_forward_impl`'s input [sequence, batch, hidden]; backward sums the gradient
-    over tensor parallelism.
+    """Return the whole input of `_forward_impl` [sequence, batch, hidden]. Backward sums its
+    gradient over tensor parallelism.
     """
     if sequence_parallel:
         input = gather_from_sequence_parallel_region(input, group=tp_group)
@@ -156,14 +154,14 @@ def _whole_hidden(
 
 @dataclass
 class _Float32Product:
-    """Float32 logits [sequence, batch, v/tp] in the place of `_forward_impl`; a frozen weight gets
-    no gradient.
+    """A replacement of `_forward_impl` with float32 logits [sequence, batch, v/tp]. A frozen weight
+    gets no gradient.
     """
 
     layer: Any
     own_product: Callable[..., Tensor]
     instance_method: Any
-    """The `_forward_impl` that the layer itself had, not its class; None for none."""
+    """The `_forward_impl` in the layer's instance, or None."""
 
     def __call__(self, **arguments: Any) -> Tensor:
         if self.layer not in _compared:
@@ -182,10 +180,10 @@ class _Float32Product:
 
 
 def _share_main_grad(module: Any) -> None:
-    """Let DDP add the gradient that multi-token prediction's lookup gives a tied weight to that
-    weight's `main_grad`.
+    """Let DDP add the gradient of multi-token prediction's embedding lookup to a tied weight's
+    `main_grad`.
 
-    Megatron does so for models on one pipeline stage only
+    Megatron does this only for models on one pipeline stage
     (models/common/language_module/language_module.py of 0.19.2).
     """
     is_tied = getattr(module, "share_embeddings_and_output_weights", False)
@@ -195,7 +193,7 @@ def _share_main_grad(module: Any) -> None:
 
 @dataclass
 class _Processed:
-    """The `forward` of an output layer during one forward of a model with an output processor."""
+    """The `forward` of an output layer during a model's forward with an output processor."""
 
     processor: OutputProcessor
     layer: Any
@@ -203,9 +201,9 @@ class _Processed:
     num_others: int  # calls of multi-token prediction, which come first
     num_calls: int = 0
     result: Tensor | None = None
-    """What the processor returned, in the shape of logits."""
+    """The processor's result, in the shape of logits."""
     version: int = 0
-    """The result's count of changes in place."""
+    """The result's version counter."""
     restore: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:
@@ -217,27 +215,27 @@ class _Processed:
         if self.num_calls <= self.num_others:
             return self.own_forward(*args, **keywords)
         with exchanged(self.layer, _forward_impl=self.product):
-            # Not the layer's own: what it does with logits does not fit the processor's result.
+            # The layer's own forward would transform the processor's result like logits.
             return ColumnParallelLinear.forward(self.layer, *args, **keywords)
 
     def product(self, **arguments: Any) -> Tensor:
-        """Run the processor in the place of `_forward_impl`."""
+        """Run the processor instead of `_forward_impl`."""
         weight, transform = arguments["weight"], _transforms.get(self.layer)
         if transform is None:
             transform = _transforms[self.layer] = self.read_transform(arguments)
         if self.num_others and torch.is_grad_enabled():
-            # Multi-token prediction multiplies by this weight too. Where Megatron does not fuse the
-            # addition to main_grad, that gradient comes through autograd: DDP has to add it, and
-            # ours has to be zeros there.
+            # Multi-token prediction also multiplies by this weight. If Megatron does not fuse the
+            # addition to main_grad, its gradient comes through autograd, so DDP must add it and
+            # ours must be zeros.
             weight.zero_out_wgrad = True
         result = self.processor(_whole_hidden(**arguments), weight, transform)
-        result = result.reshape(1, 1, -1).contiguous()  # as which GPTModel returns it
+        result = result.reshape(1, 1, -1).contiguous()  # the shape that GPTModel returns
         self.result, self.version = result, result._version
         return result
 
     def is_returned_as(self, output: Tensor) -> bool:
-        """Tell whether a model's output is the processor's result. No host synchronisation unless
-        the dtype changed.
+        """Tell whether a model's output is the processor's result, without host synchronization
+        unless the dtype changed.
         """
         if self.result is None:
             return False
@@ -247,7 +245,7 @@ class _Processed:
         return is_same_memory and self.result._version == self.version
 
     def read_transform(self, arguments: dict[str, Any]) -> LogitTransform:
-        """Compare the layer with its product on the first rows of its input."""
+        """Compare the layer with its product on the input's first rows."""
         rows, weight = arguments["input"].detach()[:NUM_ROWS], arguments["weight"]
         with torch.no_grad():
             product = float32_logits(_whole_hidden(**arguments | {"input": rows}), weight)
@@ -266,12 +264,9 @@ class _Processed:
 
 
 def _exchange_product(module: Any, args: Any, keywords: dict[str, Any]) -> tuple[Any, Any]:
-    """Before a forward of a chunk, put the `output_processor=` of the call into the output
-    layer.
-    """
+    """Install the call's `output_processor=` in the output layer, before a chunk's forward."""
     processor = keywords.pop("output_processor", None)
-    # A stage of multi-token prediction that is not the last has an output layer, and no loss of the
-    # policy's.
+    # An earlier stage with multi-token prediction has an output layer, but no policy loss.
     if processor is not None and getattr(module, "post_process", True):
         others = _multi_token_calls(module, keywords)
         for layer in _output_layers(module, None):
@@ -280,14 +275,14 @@ def _exchange_product(module: Any, args: Any, keywords: dict[str, Any]) -> tuple
 
 
 def _multi_token_calls(module: Any, keywords: dict[str, Any]) -> int:
-    """Count the calls of the output layer by multi-token prediction in a forward with these
+    """Count multi-token prediction's calls of the output layer in a forward with these
     arguments.
     """
     depths: int = getattr(module.config, "mtp_num_layers", None) or 0
     if "mtp_kwargs" in inspect.signature(module.forward).parameters:
-        # In the Megatron of slime and miles (docker/patch/latest/megatron.patch of slime 624b824).
+        # slime's and miles's Megatron (docker/patch/latest/megatron.patch of slime 624b824).
         is_on = (keywords.get("mtp_kwargs") or {}).get("mtp_labels") is not None
-    elif "_postprocess" in vars(module):  # verl's own (models/mcore/mtp_patch.py of 0.9.1)
+    elif "_postprocess" in vars(module):  # verl's patch (models/mcore/mtp_patch.py of 0.9.1)
         is_on = keywords.get("labels") is not None
     else:
         is_on = derives_multi_token_labels()
@@ -295,9 +290,7 @@ def _multi_token_calls(module: Any, keywords: dict[str, Any]) -> int:
 
 
 def _give_product_back(module: Any, args: Any, output: Any) -> None:
-    """After the forward, or after the error that ended it (`output` is None), restore the output
-    layer.
-    """
+    """Restore the output layer after the forward, or after an error in it (`output` is None)."""
     for layer in _output_layers(module, None):
         processed = vars(layer).get("forward")
         if not isinstance(processed, _Processed):
@@ -307,15 +300,14 @@ def _give_product_back(module: Any, args: Any, output: Any) -> None:
         expected = processed.num_others + 1
         if output is not None and processed.num_calls != expected:
             raise RuntimeError(
-                f"the output layer of {kind} was called {processed.num_calls} times in a forward "
-                f"and "
-                f"{expected} were expected, of which an output processor takes the last: {remedy}"
+                f"the output layer of {kind} was called {processed.num_calls} instead of "
+                f"{expected} times in a forward, and the output processor applies to the last "
+                f"call: {remedy}"
             )
         if isinstance(output, Tensor) and not processed.is_returned_as(output):
             raise NotImplementedError(
-                f"{processed.user[0]} takes a model that returns the logits of its output layer, "
-                f"and {kind} or a hook changes "
-                f"them: {remedy}"
+                f"{processed.user[0]} requires a model that returns its output layer's logits, but "
+                f"{kind} or a hook changes them: {remedy}"
             )
 
 
@@ -324,8 +316,8 @@ def _gathers(layer: Any) -> bool:
 
 
 def _layers_for(model: Any, user: str | None) -> list[Any]:
-    """List the output layers of a model for a flag or function that exchanges their product; None
-    takes any model.
+    """List a model's output layers for a flag or function that replaces their product. A user of
+    None accepts any model.
     """
     chunks = chunks_of(model)
     if user is not None and ("--" in user or "=" in user):
@@ -335,12 +327,12 @@ def _layers_for(model: Any, user: str | None) -> list[Any]:
 
 
 def _output_layers(module: Any, user: str | None) -> Iterator[Any]:
-    """Find the output layer of an unwrapped chunk: none on an earlier pipeline stage, nor of
-    another kind without a user.
+    """Find an unwrapped chunk's output layer: none on an earlier pipeline stage. Raise for a
+    different kind if there is a user.
     """
     whole = module
     while not hasattr(module, "output_layer") and hasattr(module, "language_model"):
-        module = module.language_model  # of a model of several modalities
+        module = module.language_model  # a multimodal model
     layer = getattr(module, "output_layer", None)
     if isinstance(layer, ColumnParallelLinear):
         yield layer
@@ -348,6 +340,6 @@ def _output_layers(module: Any, user: str | None) -> Iterator[Any]:
         kind = "none" if layer is None else type(layer).__name__
         advice = f": drop {user}" if user.startswith("--") else ""
         raise NotImplementedError(
-            f"{user} takes a model whose output_layer is Megatron's ColumnParallelLinear; that of "
-            f"{type(whole).__name__} is {kind}{advice}"
+            f"{user} requires Megatron's ColumnParallelLinear as the model's output_layer, but "
+            f"{type(whole).__name__} has {kind}{advice}"
         )

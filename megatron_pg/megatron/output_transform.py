@@ -1,9 +1,8 @@
-"""Comparison of an output layer with the product of hidden states and weight that replaces it.
+"""The comparison of an output layer with the product of hidden states and weight that replaces it.
 
-Subclasses, hooks and adapters change what a layer computes and keep its type. So a layer is judged
-by its numbers, once, in the first forward that uses its replacement: on a ramp of products, which
-shows a scale and a soft-cap over their whole range, and on some rows of the micro-batch, which show
-everything else.
+Subclasses, hooks and adapters may change what a layer computes without changing its type. So the
+first forward that uses the replacement compares numbers. A ramp of products shows a scale and a
+soft-cap over their whole range, and some rows of the micro-batch show everything else.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,13 +17,13 @@ from megatron_pg.head import LogitTransform
 NUM_ROWS = 8
 """The largest number of rows that are compared."""
 _LEAST, _LARGEST = -40.0, 20.0
-"""The logarithms (base 2) of the ends of the ramp: a soft-cap of 1 changes the least by less than
-float64 shows."""
+"""The base-2 logarithms of the ramp's ends. A soft-cap of 1 changes the smallest value by less than
+float64 resolves."""
 
 
 @contextmanager
 def exchanged(layer: Any, **attributes: Any) -> Iterator[None]:
-    """Give a module other attributes, such as methods, for a while."""
+    """Replace attributes of a module, such as methods, inside the context."""
     before = {name: vars(layer)[name] for name in attributes if name in vars(layer)}
     vars(layer).update(attributes)
     try:
@@ -42,14 +41,14 @@ def read_transform(
     call: Callable[[Any], Tensor],
     trained: Sequence[Tensor | None],
 ) -> LogitTransform:
-    """Find what an output layer computes from its product; every tensor-parallel rank calls this.
+    """Find what an output layer computes from its product. Every tensor-parallel rank calls this.
 
     Args:
         user: the flag or function that replaces the product, for errors.
         layer: Megatron's `ColumnParallelLinear` or a subclass.
-        product: [rows, 1, v/tp], float32 or wider, of the rows that `call` takes.
-        call: runs the layer on those rows, with its hooks after forward. Its argument replaces the
-            layer's `_forward_impl`; None keeps that. It returns the logits [rows, 1, v/tp].
+        product: [rows, 1, v/tp], float32 or wider, for the rows of `call`.
+        call: runs the layer on these rows, with its forward hooks, and returns the logits [rows, 1,
+            v/tp]. Its argument replaces the layer's `_forward_impl` unless it is None.
         trained: the parameters that the replacement trains.
 
     Raises:
@@ -60,15 +59,15 @@ def read_transform(
         transform = _fit(ramp, curve := _curve(user, kind, ramp, call))
     if transform.scale <= 0:
         raise NotImplementedError(
-            f"{user} takes an output layer with a positive scale, and {kind} multiplies by "
+            f"{user} requires an output layer with a positive scale, but {kind} multiplies by "
             f"{transform.scale:g}"
         )
     expected = _transformed(ramp, transform)
-    what = f"{user} takes an output layer that scales or soft-caps its product; {kind}"
+    what = f"{user} requires an output layer that only scales or soft-caps its product, but {kind}"
     _refuse_difference(what, transform, ramp, curve, expected, size=expected.abs())
     with torch.enable_grad():
         logits = call(None)
-    is_finite = product.isfinite().all(-1)  # attention may leave anything in rows of padding
+    is_finite = product.isfinite().all(-1)  # rows of padding may hold anything
     product, own = product[is_finite], logits.detach()[is_finite]
     expected = _transformed(product, transform)
     size = expected.norm() / max(expected.numel(), 1) ** 0.5
@@ -80,14 +79,14 @@ def read_transform(
     ]
     if names:
         raise NotImplementedError(
-            f"{user} trains the output weight only, and the logits of {kind} also depend on "
+            f"{user} trains only the output weight, but the logits of {kind} also depend on "
             f"{', '.join(names)}"
         )
     return transform
 
 
 def _ramp(product: Tensor) -> Tensor:
-    """Make float64 numbers in the shape of the product, from small to large."""
+    """Make float64 numbers from small to large, in the product's shape."""
     numbers = torch.linspace(
         _LEAST, _LARGEST, (product.numel() + 1) // 2, dtype=torch.float64, device=product.device
     ).exp2()
@@ -95,7 +94,7 @@ def _ramp(product: Tensor) -> Tensor:
 
 
 def _curve(user: str, kind: str, ramp: Tensor, call: Callable[[Any], Tensor]) -> Tensor:
-    """Run the layer on the ramp in the place of its product."""
+    """Run the layer on the ramp instead of its product."""
     calls: list[bool] = []
 
     def of_ramp(**_: Any) -> Tensor:
@@ -106,19 +105,19 @@ def _curve(user: str, kind: str, ramp: Tensor, call: Callable[[Any], Tensor]) ->
         curve = call(of_ramp)
     except (RuntimeError, TypeError, ValueError) as error:
         raise NotImplementedError(
-            f"{user} takes an output layer that is a function of its product; {kind} fails on "
-            f"another product: {error}"
+            f"{user} requires an output layer that is a function of its product, but {kind} fails "
+            f"on a different product: {error}"
         ) from error
     if not calls:
         raise NotImplementedError(
-            f"{user} replaces the product of ColumnParallelLinear, and the forward of {kind} does "
-            f"not call it"
+            f"{user} replaces the product of ColumnParallelLinear, but the forward of {kind} does "
+            "not call it"
         )
     return curve
 
 
 def _fit(ramp: Tensor, curve: Tensor) -> LogitTransform:
-    """Read the scale off the smallest products, and the soft-cap off the largest."""
+    """Read the scale from the smallest products and the soft-cap from the largest."""
     products, logits = ramp.flatten(), curve.flatten().double()
     scale = (logits[:16] / products[:16]).mean().item()
     largest = logits[-2].abs().item()
@@ -143,10 +142,10 @@ def _refuse_difference(
     expected: Tensor,
     size: Tensor,
 ) -> None:
-    """Raise NotImplementedError with both numbers for logits that differ from the expected ones,
-    relative to `size`.
+    """Raise NotImplementedError with both numbers if logits differ from the expected ones, relative
+    to `size`.
     """
-    # A layer rounds its product and each of its own results to its dtype.
+    # A layer rounds its product and its results to its dtype.
     tolerance = max(2 * torch.finfo(logits.dtype).eps, 1e-6)
     difference = (logits.double() - expected).abs()
     error = difference
@@ -158,13 +157,13 @@ def _refuse_difference(
     of, found, wanted = (float(x.flatten()[place]) for x in (product, logits, expected))
     cap = "" if transform.softcap is None else f" and a soft-cap of {transform.softcap:g}"
     raise NotImplementedError(
-        f"{what} gives {found:g} for a product of {of:g}, and a scale of {transform.scale:g}{cap} "
-        f"gives {wanted:g}"
+        f"{what} gives {found:g} for a product of {of:g}, where a scale of "
+        f"{transform.scale:g}{cap} gives {wanted:g}"
     )
 
 
 def _parameters_of(logits: Tensor, layer: Any) -> Iterator[tuple[str, Any]]:
-    """List the trainable parameters on which the logits depend, with their names in the layer."""
+    """Yield the trainable parameters that the logits depend on, with their names in the layer."""
     names = {parameter: name for name, parameter in layer.named_parameters()}
     waiting, seen = [logits.grad_fn], set()
     while waiting:

@@ -1,4 +1,4 @@
-"""`PolicyStep`: one optimizer step's policy loss in Megatron's schedules."""
+"""`PolicyStep`: the policy loss of one optimizer step in Megatron's schedules."""
 
 import dataclasses
 import functools
@@ -41,21 +41,22 @@ from megatron_pg.step.totals import StepTotals
 
 @dataclass(frozen=True)
 class MicroBatchHead:
-    """Inputs of the model for one micro-batch, and the function from its output to the loss."""
+    """The model's inputs for one micro-batch, and the function from its output to the loss."""
 
     loss_func: Callable[[Tensor], ScheduleOutput]
-    """Function that `forward_step` returns beside the model's output, for the schedule to call on
-    the last pipeline stage: `(loss, metrics)` or `(loss, n, metrics)`; see `scale_contract.py`."""
+    """The function that `forward_step` returns with the model's output. The schedule calls it on
+    the last pipeline stage, and it returns `(loss, metrics)` or `(loss, n, metrics)` (see
+    `scale_contract.py`)."""
     model_inputs: dict[str, Any]
-    """Keyword arguments of the model's forward: the micro-batch, and `model_arguments`."""
+    """Keyword arguments of the model's forward: the micro-batch and `model_arguments`."""
     model_arguments: dict[str, Any]
-    """The keyword arguments that the head adds, for a call of your own; none without
+    """The keyword arguments that the head adds, if you call the model yourself. Empty without
     `--fused-lm-head` and `--replay-routing`."""
 
 
 class PolicyStep:
-    """The policy loss of one optimizer step on this rank: built once before the step, on every rank
-    and stage.
+    """The policy loss of one optimizer step on this rank, built before the step on every rank and
+    stage.
 
         step = PolicyStep(config, plan, model=model)
         def forward_step(data_iterator, model):
@@ -64,45 +65,43 @@ class PolicyStep:
             return output, head.loss_func
         metrics = step.metrics(schedule_output)
 
-    The lines are the same with and without `--fused-lm-head`, in both of Megatron's loss modes and
+    The lines are the same with or without `--fused-lm-head`, in both of Megatron's loss modes and
     at any sharding.
 
     Args:
         config: the policy loss.
-        plan: what `plan_step` returned: the step's totals and this data-parallel rank's number of
-            micro-batches.
+        plan: the result of `plan_step`, with the step's totals and this data-parallel rank's number
+            of micro-batches.
         model: the model that the schedule runs, wrapped or a list of virtual-pipeline chunks. Its
-            config says in which loss mode it runs and whether an auxiliary loss is scaled by
-            tokens, its `pg_collection` which groups it runs on.
-            Without it the mode is `config.calculate_per_token_loss`, which the validated flags set,
-            and the groups are
-            those of `parallel_state`: right unless the trainer overrides either on the model.
-        totals: the step's totals, where there is no plan.
-        num_microbatches: how many micro-batches this data-parallel rank runs in the step, where
-            there is no plan.
-        groups: the process groups; None takes the model's.
-        vocab_size: the vocabulary without padding; None counts every column of the logits.
-        grad_divisor: `config.grad_divisor` of this step, such as the square of its number of
+            config determines the loss mode and whether tokens scale an auxiliary loss, and its
+            `pg_collection` the groups. Without it, the mode is `config.calculate_per_token_loss`,
+            which the validated flags set, and the groups come from `parallel_state`. This is right
+            unless the trainer overrides either on the model.
+        totals: the step's totals, if there is no plan.
+        num_microbatches: this data-parallel rank's number of micro-batches in the step, if there is
+            no plan.
+        groups: the process groups. None: the model's.
+        vocab_size: the vocabulary without padding. None: every column of the logits.
+        grad_divisor: `config.grad_divisor` for this step, such as the square of its number of
             rollouts.
-        teacher_weight: of `--distill-teacher hidden` the teacher's output weight, this
-            tensor-parallel rank's rows of it [v/tp, teacher's hidden], padded as the student's;
-            read on the last pipeline stage.
-        policy_version: the version of the policy that the step starts from, counted as
-            `Sample.policy_version` is, for `--old-log-probs interpolated` and `metrics`.
-        accumulate_gradients: add to the gradients of a step before that were not zeroed, instead of
-            refusing them in backward. That step leaves its gradients unreduced.
+        teacher_weight: the teacher's output weight for `--distill-teacher hidden`: this
+            tensor-parallel rank's rows [v/tp, teacher's hidden], padded like the student's. Read on
+            the last pipeline stage.
+        policy_version: the policy version at the step's start, counted like
+            `Sample.policy_version`, for `--old-log-probs interpolated` and `metrics`.
+        accumulate_gradients: add to an earlier step's gradients that were not zeroed, instead of
+            raising in backward. The earlier step must leave its gradients unreduced.
 
     Raises:
-        TypeError: the config is no `PolicyLossConfig`.
+        TypeError: the config is not a `PolicyLossConfig`.
         ValueError: a `grad_divisor` out of range or with `--divide-gradient-twice`, neither a plan
-            nor totals with a number of micro-batches, the scale contract cannot be kept, a teacher
-            by hidden states has no weight,
-            `--replay-routing` with a model without experts, accepted counts of the trained forward
-            pass with gradients that hold another term, or a model whose log-probs vary at the
-            same weights (dropout), unless `--allow-varying-log-probs`.
-        NotImplementedError: `--fused-lm-head` or `--fp32-lm-head` with an output layer that they do
-            not take, a model that gathers its logits, or another cut over context-parallel ranks
-            than the zigzag.
+            nor totals with a number of micro-batches, an impossible scale contract,
+            `--distill-teacher hidden` without `teacher_weight`, `--replay-routing` with a model
+            without experts, accepted counts of the trained forward pass with gradients that hold
+            another term, or log-probs that vary at the same weights (dropout) without
+            `--allow-varying-log-probs`.
+        NotImplementedError: `--fused-lm-head` or `--fp32-lm-head` with an unsupported output layer,
+            a model that gathers its logits, or context parallelism that is not zigzag.
     """
 
     def __init__(
@@ -129,11 +128,10 @@ class PolicyStep:
             num_microbatches = num_microbatches or plan.num_microbatches
         if totals is None or num_microbatches is None:
             raise ValueError(
-                "PolicyStep needs the totals of the step and its number of micro-batches: pass the "
-                "plan that plan_step() "
-                "returned, or both totals= and num_microbatches="
+                "PolicyStep requires the step's totals and number of micro-batches: pass the plan "
+                "that plan_step() returned, or both totals= and num_microbatches="
             )
-        # Not only in the loss of the last stage: every rank and stage refuses the same totals.
+        # Every rank and stage refuses the same totals, not only the last stage in its loss.
         resolved.normalization.require(totals)
         if model is not None:
             require_steady_log_probs(model, config)
@@ -145,7 +143,7 @@ class PolicyStep:
         if model is not None and groups.context_size > 1:
             require_zigzag(model)
         chunk = chunks_of(model)[0]
-        # DDP and Float16Module carry the config of what they wrap.
+        # DDP and Float16Module have the wrapped model's config.
         model_config = None if chunk is None else chunk.config
         self.totals, self.num_microbatches = totals, num_microbatches
         self.policy_version = policy_version
@@ -179,23 +177,22 @@ class PolicyStep:
             chunk, float(ranks * num_microbatches), groups.context
         )
         self.share = 1.0 / (ranks * num_microbatches)
-        """The weight of one micro-batch on this rank, as a part of the step's report."""
+        """The weight of one micro-batch on this rank in the step's report."""
 
     def head(self, batch: PackedBatch, *, chunk_tokens: int | None = None) -> MicroBatchHead:
-        """Make the head of one micro-batch. Call it in `forward_step`, before the model, on every
-        rank and stage.
+        """Make a micro-batch's head. Call it in `forward_step`, before the model, on every rank and
+        stage.
 
         Args:
             batch: the micro-batch, packed for this context-parallel rank, on the model's device.
-            chunk_tokens: rows of logits that the fused head has in memory at once; None: chosen
+            chunk_tokens: rows of logits that the fused head has in memory at once. None: chosen
                 within `--fused-lm-head-memory-gib`.
 
         Raises:
-            ValueError: the batch was packed for another context-parallel size or rank than this
-                one's, or lacks an input of the objective; a sample has a token id or a learned
-                position
-                that the model's embedding has no row for, or experts that the model does not have;
-                the loop would leave gradients unreduced.
+            ValueError: the batch was packed for a different context-parallel size or rank, or lacks
+                an input of the objective; a sample has a token id or learned position beyond the
+                model's embedding, or experts that the model does not have; the loop would leave
+                gradients unreduced.
         """
         inputs = self.checked_inputs(batch)
         if self._predicts_more:
@@ -214,8 +211,8 @@ class PolicyStep:
         return self.scaled_head(batch, inputs, fused.loss, **added)
 
     def checked_inputs(self, batch: PackedBatch) -> dict[str, Any]:
-        """Check the loop and the micro-batch, and list `model_inputs`; arguments and errors as for
-        `head`.
+        """Check the loop and the micro-batch, and return `model_inputs`. Arguments and errors as
+        for `head`.
         """
         if self._chunk is not None and torch.is_grad_enabled() and not self._is_loop_checked:
             require_training_loop(self._chunk, self.groups, self.num_microbatches)
@@ -235,7 +232,9 @@ class PolicyStep:
         loss_of_output: Callable[[Tensor], tuple[Tensor, Mapping[str, Tensor]]],
         **added: Any,
     ) -> MicroBatchHead:
-        """Make the head of a function from the model's output to the local loss and its metrics."""
+        """Make the head for a function from the model's output to the local loss and its
+        metrics.
+        """
         num_tokens = batch.num_active_tokens, batch.num_tokens
 
         def scaled_loss(output: Tensor) -> ScheduleOutput:
@@ -248,8 +247,8 @@ class PolicyStep:
         return MicroBatchHead(scaled_loss, inputs | added, added)
 
     def _check_embedding(self, batch: PackedBatch) -> None:
-        """Refuse ids and lengths beyond the model's tables: a GPU would only say that an index is
-        out of bounds.
+        """Raise ValueError for ids and lengths beyond the model's tables. A GPU would only report
+        an index out of bounds.
         """
         (tokens, positions), longest = self._table_sizes, max(batch.window.total_lengths, default=0)
         for kind, largest, index_of, size in (
@@ -258,10 +257,9 @@ class PolicyStep:
         ):
             if size is not None and largest >= size:
                 raise ValueError(
-                    f"{max(batch.samples, key=index_of).name} has {kind} {largest} and the model's "
-                    f"embedding {size} rows: take "
-                    "the tokenizer of the model, or shorten the sample (max_sequence_length, with "
-                    "learned positions)"
+                    f"{max(batch.samples, key=index_of).name} has {kind} {largest}, but the "
+                    f"model's embedding has {size} rows: use the model's tokenizer, or with "
+                    "learned positions shorten the sample (max_sequence_length)"
                 )
 
     def metrics(
@@ -273,14 +271,14 @@ class PolicyStep:
         critic: SumsReport | None = None,
     ) -> dict[str, float]:
         """Reduce the step's metrics, by name and the same on every rank. Every rank of the job
-        calls it, once a step.
+        calls it once per step.
 
         Args:
-            schedule_output: what the schedule returned on this rank.
-            device: where numbers are reduced; None is that of the model's parameters.
-            policy_version: see `reduce_metrics`; None is that of this step.
-            critic: the report of a critic's step (`ValueStep.report`), whose metrics are reduced
-                and returned with these.
+            schedule_output: the schedule's result on this rank.
+            device: where numbers are reduced. None: the device of the model's parameters.
+            policy_version: see `reduce_metrics`. None: this step's.
+            critic: the report of a critic's step (`ValueStep.report`), to reduce and return with
+                these metrics.
 
         Raises:
             RuntimeError: under `--check-aggregation`, the aggregation checksum is not 1.
@@ -300,25 +298,26 @@ class PolicyStep:
 
     @property
     def device(self) -> torch.device:
-        """Device of the model's parameters, where numbers are reduced."""
+        """The device of the model's parameters, where numbers are reduced."""
         return torch.device("cpu") if self._chunk is None else next(self._chunk.parameters()).device
 
     def check_packing(self, batch: PackedBatch) -> None:
-        """Refuse a micro-batch that is packed for another context-parallel rank than this one."""
+        """Raise ValueError for a micro-batch that was packed for a different context-parallel
+        rank.
+        """
         window, groups = batch.window, self.groups
         rank, size = groups.context_rank, groups.context_size
         if (window.cp_rank, window.cp_size) != (rank, size):
             raise ValueError(
                 f"the micro-batch is packed for context-parallel rank {window.cp_rank} of "
-                f"{window.cp_size} and this is "
-                f"rank {rank} of {size}: call pack(samples, cp_rank=..., cp_size=...) with the "
-                f"rank's own"
+                f"{window.cp_size}, but this is rank {rank} of {size}: call pack(samples, "
+                "cp_rank=..., cp_size=...) with this rank's values"
             )
 
 
 def _table_sizes(chunk: Any | None) -> tuple[int | None, int | None]:
-    """Return the rows of the embeddings of token ids and of learned positions; None for one not on
-    this stage, or unknown.
+    """Return the rows of the embeddings for token ids and learned positions. None: not on this
+    stage, or unknown.
     """
     embedding = getattr(unwrapped(chunk), "embedding", None)
     tables = (getattr(embedding, f"{name}_embeddings", None) for name in ("word", "position"))
@@ -327,22 +326,23 @@ def _table_sizes(chunk: Any | None) -> tuple[int | None, int | None]:
 
 
 def _require_one_length(plan: StepPlan, model_config: Any | None) -> None:
-    """Refuse micro-batches of several lengths where stages exchange tensors of one."""
+    """Raise ValueError for micro-batches of several lengths if pipeline stages exchange tensors of
+    one shape.
+    """
     stages = getattr(model_config, "pipeline_model_parallel_size", 1) or 1
     lengths = sorted(set(plan.microbatch_tokens))
     if stages > 1 and len(lengths) > 1 and not model_config.variable_seq_lengths:  # type: ignore[union-attr]
         raise ValueError(
             f"the model's config has pipeline_model_parallel_size={stages} and "
-            f"variable_seq_lengths=False, and the plan's "
-            f"micro-batches are of {len(lengths)} lengths ({lengths[0]} to {lengths[-1]} tokens): "
-            f"set variable_seq_lengths=True, "
-            'which needs moe_token_dispatcher_type="alltoall" in a dense model too'
+            f"variable_seq_lengths=False, but the plan's micro-batches have {len(lengths)} lengths "
+            f"({lengths[0]} to {lengths[-1]} tokens): set variable_seq_lengths=True, which also "
+            'requires moe_token_dispatcher_type="alltoall" in a dense model'
         )
 
 
 def model_inputs(batch: PackedBatch) -> dict[str, Any]:
-    """List the keyword arguments of `GPTModel.forward` for a micro-batch on the model's device,
-    without those of a head.
+    """Return the keyword arguments of `GPTModel.forward` for a micro-batch on the model's device,
+    without a head's `model_arguments`.
     """
     return {
         "input_ids": batch.tokens[None],
@@ -353,11 +353,11 @@ def model_inputs(batch: PackedBatch) -> dict[str, Any]:
 
 
 def packed_seq_params(batch: PackedBatch) -> PackedSeqParams:
-    """Make the `packed_seq_params=` of `GPTModel.forward` for a micro-batch on the model's device,
-    in THD format.
+    """Make the `packed_seq_params=` of `GPTModel.forward` in THD format, for a micro-batch on the
+    model's device.
 
-    The lengths are the padded ones, so that they describe where each sequence lies in the pack. The
-    padding at a sequence's end is harmless: attention is causal and padding is scored by no loss.
+    Lengths are padded, so that they describe where each sequence lies in the pack. The padding at a
+    sequence's end is harmless, because attention is causal and no loss scores padding.
     """
     window = batch.window
     return PackedSeqParams(

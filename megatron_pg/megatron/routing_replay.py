@@ -1,10 +1,10 @@
-"""Routing replay (R3, arXiv:2510.11370): a router takes the experts that the rollout engine chose
+"""Routing replay (R3, arXiv:2510.11370): a router uses the experts that the rollout engine chose
 for each token.
 
-The probabilities of these experts are the router's own, with their gradient. megatron-core 0.16.1
-to 0.19.2 have a seam for it, `TopKRouter.router_replay` (transformer/moe/router_replay.py), which
-its user tells when a forward is a recomputation. `Replay` sees that by itself: a recomputation runs
-inside of autograd.
+The experts' probabilities and their gradient are the router's. megatron-core 0.16.1 to 0.19.2 have
+a hook for it, `TopKRouter.router_replay` (transformer/moe/router_replay.py). Its user must tell it
+when a forward is a recomputation. `Replay` detects this, because a recomputation runs inside
+autograd.
 """
 
 import functools
@@ -23,23 +23,21 @@ from megatron_pg.step.routed_experts import largest_expert, no_choice
 
 
 class Replay:
-    """The experts of one router, micro-batch after micro-batch, in the place of Megatron's
-    `RouterReplay`.
-    """
+    """The experts of one router for each micro-batch, which replaces Megatron's `RouterReplay`."""
 
     def __init__(self, router: Any) -> None:
         self._config, self.layer = router.config, router.layer_number - 1
         self._experts: Tensor | None = None
         self._waiting: deque[Tensor | None] = deque()
-        """The experts of micro-batches whose recomputation is to come, in the order of their
-        backward passes."""
+        """The experts of micro-batches that wait for recomputation, in the order of their backward
+        passes."""
         self._is_asked = self._is_counted = self._recomputes = False
         self.agreement: Tensor | None = None
-        """[2] float64 since the step began: choices that the router would have made too, and
+        """[2] float64 since the step began: choices that the router would also have made, and all
         choices."""
 
     def begin_step(self) -> None:
-        """Forget the last step, and read whether layers run forward again in backward."""
+        """Reset for a new step, and read whether backward recomputes the layers."""
         granularity, modules = self._config.recompute_granularity, self._config.recompute_modules
         is_selected = granularity == "selective" and "moe" in (modules or ())
         self._recomputes = granularity == "full" or is_selected
@@ -47,33 +45,30 @@ class Replay:
         self.clear()
 
     def clear(self) -> None:
-        """Let go of experts on the device: a router that is not recomputed, as under `block`,
-        leaves all that it waits for.
+        """Free experts on the device. A router that is not recomputed, as under `block`, leaves its
+        waiting experts.
         """
         self._waiting.clear()
         self._experts = None
 
     def take(self, experts: Tensor | None) -> None:
-        """Take the experts [tokens, k] of the forward that comes; None: the router chooses."""
+        """Set the experts [tokens, k] of the next forward. None: the router chooses."""
         self._experts, self._is_counted = experts, torch.is_grad_enabled()
         self._is_asked = experts is None
         if self._recomputes and self._is_counted:
             self._waiting.append(experts)
 
     def require_asked(self) -> None:
-        """Refuse a router that ran without asking for the experts that it was given."""
+        """Raise NotImplementedError if the router ran without reading its experts."""
         if not self._is_asked:
             raise NotImplementedError(
-                f"--replay-routing: the router of layer {self.layer} did not take the experts that "
-                f"it "
-                "was given: it, or a module around it, has a routing of its own. Drop the flag, or "
-                "let it choose by Megatron's topk_routing_with_score_function(router_replay=...)"
+                f"--replay-routing: the router of layer {self.layer} ignored the given experts, "
+                "because it or a module around it routes differently. Drop the flag, or choose "
+                "with Megatron's topk_routing_with_score_function(router_replay=...)"
             )
 
     def _next(self, in_backward: bool) -> Tensor | None:
-        """Return the experts of the micro-batch that runs forward, in backward for the second
-        time.
-        """
+        """Return the experts of the micro-batch that runs forward, or is recomputed in backward."""
         return self._waiting.popleft() if in_backward else self._experts
 
     def get_replay_topk(
@@ -84,7 +79,7 @@ class Replay:
         group_topk: int | None = None,
         default_compute_topk: Any = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the scores [tokens, k] of the experts to take, and the experts. Megatron's router
+        """Return the scores [tokens, k] of the experts to use, and the experts. Megatron's router
         calls it.
         """
         values, own = default_compute_topk(
@@ -105,57 +100,55 @@ class Replay:
 
 
 class RoutingReplay:
-    """Replay of the routers of this rank's chunks."""
+    """The replay for all routers of this rank's chunks."""
 
     def __init__(self, model: Any, groups: ParallelGroups) -> None:
-        """Let every chunk take `routed_experts=` [local_tokens, layers, k]. Every rank and stage
+        """Let every chunk accept `routed_experts=` [local_tokens, layers, k]. Every rank and stage
         calls it.
 
         Raises:
-            ValueError: a model without experts.
-            NotImplementedError: a model that is neither GPTModel nor HybridModel, a router that
-                chooses in a fused kernel, in a CUDA graph or by no top-k, experts that drop tokens,
-                a schedule that runs layers by themselves, a megatron-core
-                before 0.16, or layers of experts without Megatron's router. The model's forward
-                raises it
-                for a router that does not take the experts.
+            ValueError: the model has no experts.
+            NotImplementedError: the model is neither GPTModel nor HybridModel, a router chooses in
+                a fused kernel, in a CUDA graph or without top-k, experts drop tokens, a schedule
+                runs layers outside of the model's forward, megatron-core is older than 0.16, or
+                layers of experts lack Megatron's router. The model's forward raises it for a router
+                that ignores the experts.
         """
         chunks = [unwrapped(chunk) for chunk in chunks_of(model)]
         self._config = config = chunks[0].config
         self._chunk = chunks[0]
         if not getattr(config, "num_moe_experts", None):
             raise ValueError(
-                "--replay-routing, and the model has no experts (--num-experts): drop the flag"
+                "--replay-routing requires a model with experts (--num-experts): drop the flag"
             )
         graph = getattr(config, "cuda_graph_impl", None)
         kind, capacity = config.moe_router_load_balancing_type, config.moe_expert_capacity_factor
         obstacles = {
-            "--moe-router-fusion: the fused router chooses by itself": (
+            "--moe-router-fusion: the fused router cannot replay": (
                 getattr(config, "moe_router_fusion", False)
             ),
-            f"--cuda-graph-impl {graph}: a router in a graph would take the experts of the "
-            f"micro-batch that was captured": (graph not in (None, "none")),
+            f"--cuda-graph-impl {graph}: a captured router would always use the captured "
+            "micro-batch's experts": (graph not in (None, "none")),
             "--overlap-moe-expert-parallel-comm: its schedule runs layers without the model's "
-            "forward, which hands out the "
-            "experts": getattr(config, "overlap_moe_expert_parallel_comm", False),
-            f"--moe-router-load-balancing-type {kind}: that router chooses by no top-k": (
+            "forward, which "
+            "sets the experts": getattr(config, "overlap_moe_expert_parallel_comm", False),
+            f"--moe-router-load-balancing-type {kind}: this router does not use top-k": (
                 kind in ("sinkhorn", "quantile_balancing")
             ),
             f"--moe-expert-capacity-factor {capacity}: experts would drop tokens that the engine "
-            f"gave them": (drops_tokens(vars(config))),
+            "routed to them": (drops_tokens(vars(config))),
         }
         for obstacle, is_present in obstacles.items():
             if is_present:
-                raise NotImplementedError(f"--replay-routing with {obstacle}; drop one of the two")
+                raise NotImplementedError(f"--replay-routing with {obstacle}. Drop one of them")
         self._replays: list[Replay] = []
         for chunk in chunks:
             if not isinstance(chunk, GPTModel) and not hasattr(chunk, "hybrid_layer_pattern"):
                 raise NotImplementedError(
-                    f"--replay-routing with a {type(chunk).__name__}: the layers of another model "
-                    f"than GPTModel and HybridModel "
-                    "are not known"
+                    "--replay-routing requires a GPTModel or HybridModel, found "
+                    f"{type(chunk).__name__}: drop the flag"
                 )
-            # The engine has no choice for the routers of multi-token prediction.
+            # The engine makes no choices for the routers of multi-token prediction.
             routers = [m for m in chunk.decoder.modules() if hasattr(m, "apply_z_loss")]
             replays = [self._replay_of(router) for router in routers]
             places = layers_of_experts(chunk)
@@ -163,9 +156,8 @@ class RoutingReplay:
             if (found := {replay.layer for replay in replays}) != layers & {*places}:
                 raise NotImplementedError(
                     f"--replay-routing: by the model's config, layers {sorted(layers & {*places})} "
-                    f"of "
-                    f"this stage have experts, and Megatron's router is in layers {sorted(found)}; "
-                    "drop the flag"
+                    "of this stage have experts, but Megatron's router is in layers "
+                    f"{sorted(found)}: drop the flag"
                 )
             if not hasattr(chunk, "_takes_routed_experts"):
                 give = functools.partial(_give_experts, groups, replays)
@@ -177,7 +169,7 @@ class RoutingReplay:
 
     @classmethod
     def of_step(cls, is_on: bool, model: Any, groups: ParallelGroups) -> Self | None:
-        """Begin the replay of a step; None where it is off, and the model needs no experts then."""
+        """Begin a step's replay. Return None if it is off, when the model needs no experts."""
         if is_on and model is None:
             raise ValueError(
                 "--replay-routing changes the model's routers: give PolicyStep the model="
@@ -192,7 +184,7 @@ class RoutingReplay:
         return replay
 
     def clear(self) -> None:
-        """Let go of all experts on the device."""
+        """Free all experts on the device."""
         for replay in self._replays:
             replay.clear()
 
@@ -204,12 +196,12 @@ class RoutingReplay:
         return replay
 
     def model_inputs(self, batch: PackedBatch) -> dict[str, Tensor | None]:
-        """Return the keyword argument of the model's forward for a micro-batch; None for an empty
+        """Return the keyword argument of the model's forward for a micro-batch, None for an empty
         one.
 
         Raises:
-            ValueError: the experts of a sample are of other layers, of another number a token or of
-                larger ids than the model's, by its name.
+            ValueError: a sample's experts do not fit the model's layers, experts per token or
+                number of experts. The message names the sample.
         """
         experts, config = batch.routed_experts, self._config
         if experts is None:
@@ -218,11 +210,9 @@ class RoutingReplay:
         places = layers_of_experts(self._chunk)
         if layers not in (config.num_layers, len(places)) or topk != config.moe_router_topk:
             raise ValueError(
-                f"{batch.samples[0].name}: routed_experts is of {layers} layers and {topk} experts "
-                f"a token, expected "
-                f"{config.num_layers} layers (or the {len(places)} with experts) and "
-                f"{config.moe_router_topk} experts, as the "
-                "model has them"
+                f"{batch.samples[0].name}: routed_experts has {layers} layers and {topk} experts "
+                f"per token, expected {config.num_layers} layers (or the {len(places)} with "
+                f"experts) and {config.moe_router_topk} experts, like the model"
             )
         samples: Any = batch.samples
         for sample in samples:
@@ -230,14 +220,13 @@ class RoutingReplay:
                 layer, position, _ = (sample.routed_experts == largest).nonzero()[0].tolist()
                 raise ValueError(
                     f"{sample.name}: routed_experts has expert {largest} at layer {layer}, "
-                    f"position {position}, and the model "
-                    f"has {config.num_moe_experts} experts"
+                    f"position {position}, but the model has {config.num_moe_experts} experts"
                 )
         return {"routed_experts": experts}
 
     def report(self) -> SumsReport:
-        """Report `router_agreement`, and end the step: choices of this rank's routers that are the
-        engine's, and choices.
+        """Report `router_agreement` and end the step: this rank's router choices equal to the
+        engine's, and all choices.
         """
         counts = [r.agreement for r in self._replays if r.agreement is not None]
         for replay in self._replays:
@@ -247,18 +236,18 @@ class RoutingReplay:
 
 
 def _agreement(reduced: Tensor) -> dict[str, float]:
-    # The tokens of a layer are counted once over all ranks, or all of them equally often.
+    # Over all ranks, a layer's tokens are counted once, or all equally often.
     same, count = reduced[0].tolist()
     return {"router_agreement": same / count} if count else {}
 
 
 def layers_of_experts(chunk: Any) -> list[int]:
-    """List the layers of the whole model that are a mixture of experts, from 0."""
+    """List the whole model's layers with experts, from 0."""
     config = chunk.config
     frequency = config.moe_layer_freq
     if (pattern := getattr(chunk, "hybrid_layer_pattern", None)) is not None:
-        # Of HybridModel: E stands for experts, | between stages, and / before multi-token
-        # prediction.
+        # In HybridModel's pattern, E is a layer with experts, | separates stages, and / precedes
+        # multi-token prediction.
         layers = pattern.split("/")[0].replace("|", "")
         frequency = [kind == "E" for kind in layers]
     elif isinstance(frequency, int):
@@ -272,10 +261,9 @@ def _give_experts(
     is_trained = torch.is_grad_enabled() and chunk.training
     if "routed_experts" not in keywords and is_trained and chunk._needs_routed_experts:
         raise ValueError(
-            "--replay-routing, and a call of the model without routed_experts: its routers would "
-            "choose by themselves. Call it "
-            "with **head.model_inputs, or add **head.model_arguments; routed_experts=None leaves "
-            "the choice to them"
+            "--replay-routing requires routed_experts in every call of the model: call it with "
+            "**head.model_inputs, or add **head.model_arguments. With routed_experts=None, the "
+            "routers choose"
         )
     experts, config = keywords.pop("routed_experts", None), chunk.config
     if experts is not None and config.sequence_parallel:

@@ -1,20 +1,21 @@
-"""Megatron's scaling of a returned loss, and the factor that undoes it. No other file knows either.
+"""Megatron's scaling of a returned loss, and the factor that undoes it. Both are only in this file.
 
-Let s be the local loss of one micro-batch on one rank. Wanted: the final gradient is that of the
-sum of s over all ranks and micro-batches. DP is the data-parallel size without context parallelism,
-CP the context-parallel size, M the number of micro-batches of this data-parallel rank. Read in
-pipeline_parallel/schedules.py (forward_step_calc_loss), distributed/distributed_data_parallel.py
-and distributed/finalize_model_grads.py of megatron-core 0.16.1 and 0.19.2:
+Let s be the local loss of one micro-batch on one rank. The final gradient must be the gradient of
+the sum of s over all ranks and micro-batches. DP is the data-parallel size without context
+parallelism, CP the context-parallel size, M the number of micro-batches of this data-parallel rank.
+Sources: pipeline_parallel/schedules.py (forward_step_calc_loss),
+distributed/distributed_data_parallel.py and distributed/finalize_model_grads.py of megatron-core
+0.16.1 and 0.19.2:
 
 1. calculate_per_token_loss off, loss_func returns (loss, metrics):
-   the schedule multiplies by CP and divides by M; data parallelism averages over DP * CP ranks.
+   the schedule multiplies by CP and divides by M, and data parallelism averages over DP * CP ranks.
    Together they multiply by `CP / (M * DP * CP) = 1 / (DP * M)`, so DP * M * s is returned.
 2. calculate_per_token_loss on, loss_func returns (loss, n, metrics):
-   the schedule leaves the loss alone; data parallelism sums; finalize_model_grads divides by the
-   sum of n over ranks and micro-batches. So s * sum_n is returned.
+   the schedule does not scale the loss, data parallelism sums, and finalize_model_grads divides by
+   the sum of n over ranks and micro-batches. So s * sum_n is returned.
 
-The two other forms exist and are never returned: two values in per-token mode are an unnormalised
-sum, and three values in the other mode carry no factor CP.
+Two other forms are never returned: two values in per-token mode are an unnormalized sum, and three
+values outside of per-token mode have no factor CP.
 """
 
 from collections.abc import Mapping
@@ -40,29 +41,29 @@ class ScaleContract:
     """The scaling of a step's losses on one rank, for the schedule and data parallelism to undo."""
 
     calculate_per_token_loss: bool
-    """The mode of the *model's* config; a trainer may force it whatever the flags say."""
+    """The mode of the *model's* config, which a trainer may force regardless of flags."""
     factor: float
     """The factor of the local loss."""
     counts_all_tokens: bool
-    """True if n of per-token mode is all local tokens of a micro-batch but padding; False if its
-    active tokens."""
+    """True if n of per-token mode counts all local tokens of a micro-batch except padding, False if
+    only active tokens."""
     schedule_factor: float
-    """The schedule's factor of the returned loss: CP / M, and 1 in per-token mode."""
+    """The schedule's factor of the returned loss: CP / M, or 1 in per-token mode."""
     gradient_factor: float
-    """Megatron's factor of the gradients' sum over ranks: 1 / (DP CP), and 1 / sum of n in
-    per-token mode."""
+    """Megatron's factor of the gradients' sum over ranks: 1 / (DP CP), or 1 / sum of n in per-token
+    mode."""
 
     def apply(
         self, loss: Tensor, metrics: Metrics, num_active_tokens: int, num_tokens: int
     ) -> ScheduleOutput:
-        """Return the tuple that the schedule expects of one micro-batch on this rank: its 0-d loss,
-        metrics and tokens.
+        """Return the schedule's tuple for one micro-batch on this rank: 0-d loss, metrics and
+        tokens.
         """
         scaled = loss * self.factor
         if not self.calculate_per_token_loss:
             return scaled, metrics
         count = num_tokens if self.counts_all_tokens else num_active_tokens
-        # An int32 tensor: the schedule adds it to an int32 accumulator, and clamps it.
+        # The schedule adds it to an int32 accumulator and clamps it.
         n = torch.full((), count, dtype=torch.int32, device=loss.device)
         return scaled, n, metrics
 
@@ -79,7 +80,7 @@ def scale_contract(
     """Build the contract of one step on one rank.
 
     Args:
-        model_config: the model's TransformerConfig, or None where it is not at hand.
+        model_config: the model's TransformerConfig, or None if unknown.
         totals: the totals of the step.
         calculate_per_token_loss: the mode of the model's config.
         data_parallel_size: DP, without context parallelism.
@@ -103,31 +104,27 @@ def scale_contract(
         )
     if getattr(model_config, "mtp_num_layers", None) and versions.derives_multi_token_labels():
         raise NotImplementedError(
-            "--calculate-per-token-loss with --mtp-num-layers: megatron-core multiplies the loss "
-            "of multi-token prediction "
-            "by a rank's tokens before the shift over its tokens after it (14/12 with two "
-            "sequences of 8), and no return "
-            "value of a loss function undoes it; turn per-token mode off (the policy gradient is "
-            "the same)"
+            "--calculate-per-token-loss with --mtp-num-layers: megatron-core multiplies the "
+            "multi-token loss by the ratio of a rank's tokens before and after the shift (14/12 "
+            "with two sequences of 8), and no loss function can undo it. Turn per-token mode off "
+            "(the policy gradient is the same)"
         )
     if not has_router_loss(model_config):
         sum_of_n = float(max(totals.num_active_tokens, 1))
         return ScaleContract(True, sum_of_n, False, 1.0, 1 / sum_of_n)
     if totals.num_tokens is None:
         raise ValueError(
-            "--calculate-per-token-loss with a mixture-of-experts auxiliary loss needs "
-            "StepTotals.num_tokens, all tokens of the whole step: Megatron weights that loss of a "
-            "micro-batch by its "
-            "tokens. Plan the step with plan_step(), which counts them, or turn per-token mode off "
-            "(the policy gradient is "
-            "the same)"
+            "--calculate-per-token-loss with a mixture-of-experts auxiliary loss requires "
+            "StepTotals.num_tokens, all tokens of the step: Megatron weights each micro-batch's "
+            "auxiliary loss by its tokens. Plan the step with plan_step(), which counts them, or "
+            "turn per-token mode off (the policy gradient is the same)"
         )
     sum_of_n = float(max(totals.num_tokens, 1))
     return ScaleContract(True, sum_of_n, True, 1.0, 1 / sum_of_n)
 
 
 def has_router_loss(model_config: Any) -> bool:
-    """Tell whether per-token mode scales an auxiliary loss of this model's experts by its local
+    """Tell whether per-token mode scales an auxiliary loss of this model's experts by local
     tokens.
     """
     if not getattr(model_config, "num_moe_experts", None):

@@ -1,4 +1,4 @@
-"""The micro-batches of a step through Megatron's schedule."""
+"""The run of a step's micro-batches through Megatron's schedule."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,16 +17,16 @@ def run_micro_batches(
     *,
     forward_only: bool = False,
 ) -> list[Mapping[str, Tensor]]:
-    """Run forward and backward of one step; every rank calls it. Gradients stay in DDP's buffers.
+    """Run forward and backward of one step. Every rank calls it. Gradients stay in DDP's buffers.
 
     Args:
-        head: `PolicyStep.head`, or another function to a `MicroBatchHead`.
+        head: `PolicyStep.head`, or a function that returns a `MicroBatchHead`.
         batches: this rank's micro-batches of the step, on the model's device.
         chunks: the model under DDP, more than one chunk in a virtual pipeline.
 
     Returns:
         The argument of `PolicyStep.metrics`: each micro-batch's numbers on the last pipeline stage,
-        nothing on others.
+        nothing on earlier stages.
     """
 
     def forward_step(iterator: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Any]:
@@ -38,8 +38,7 @@ def run_micro_batches(
         data_iterator=[iter(batches) for _ in chunks],
         model=list(chunks),
         num_microbatches=len(batches),
-        # With variable_seq_lengths the stages of a pipeline tell each other the lengths; without it
-        # all are equal.
+        # With variable_seq_lengths, pipeline stages exchange the lengths. Otherwise all are equal.
         seq_length=max(batch.window.num_tokens for batch in batches),
         micro_batch_size=1,
         forward_only=forward_only,

@@ -1,5 +1,5 @@
-"""Scores of samples' response tokens under a model, forward only, at any sharding: log-probs,
-hidden states, critic's values.
+"""Forward-only scores of response tokens at any sharding: log-probs, hidden states and a critic's
+values.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,14 +36,13 @@ from megatron_pg.step.plan import StepPlan, plan_step
 from megatron_pg.step.sample import Sample, number_samples
 
 NEEDED = {
-    "kept_tokens": "which --replay-sampling-set needs: give Sample(kept_tokens=...), with an empty "
-    "set for each token where all "
-    "were kept",
-    "routed_experts": "which --replay-routing needs: give Sample(routed_experts=...), or score "
-    "under "
-    "dataclasses.replace(config, replay_routing=False), as a reference model that routes by itself",
+    "kept_tokens": "which --replay-sampling-set requires: give Sample(kept_tokens=...), with an "
+    "empty set per token that was sampled from all ids",
+    "routed_experts": "which --replay-routing requires: give Sample(routed_experts=...), or score "
+    "with dataclasses.replace(config, replay_routing=False), as for a reference model that chooses "
+    "experts",
 }
-"""The reason and the remedy for a field of a sample that scoring reads."""
+"""The reason and remedy for a missing sample field that scoring reads."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,10 +50,11 @@ class ScoredSamples:
     """Log-probs and entropy of samples under a model, in the samples' order."""
 
     log_probs: list[Tensor]
-    """Per sample the log-probs of its response tokens, [response_length] float32 on the host, in
-    nats; 0 at masked tokens."""
+    """Each sample's response log-probs in nats, [response_length] float32 on the host, 0 at masked
+    tokens."""
     entropy: list[Tensor]
-    """Per sample the entropy of the distributions of its response tokens, likewise."""
+    """Each sample's response entropies in nats, [response_length] float32 on the host, 0 at masked
+    tokens."""
 
 
 def compute_log_probs(
@@ -76,40 +76,39 @@ def compute_log_probs(
             for sample, values in zip(samples, old, strict=True)
         ]
 
-    Every rank of the model calls it with all samples of its data-parallel rank, outside of a step:
-    after the optimizer's step and before the next forward and backward. Samples are packed and
-    scored as `plan_step` and `PolicyStep` do it under the same config: with the same budget and the
-    same parameters the ratio of the next step is 1.
+    Every rank of the model calls it with all samples of its data-parallel rank, after an optimizer
+    step and before the next forward and backward. Samples are packed and scored as in `plan_step`
+    and `PolicyStep` with the same config, so with the same budget and parameters the next step's
+    ratio is 1.
 
-    The model runs under `torch.no_grad()` in eval mode; every module gets its own mode back. No
-    gradient, buffer of DDP or state of a random generator changes.
+    The model runs under `torch.no_grad()` in eval mode, and every module gets its mode back. No
+    gradient, DDP buffer or random generator state changes.
 
     Args:
-        model: on this rank's device, wrapped (DDP, Float16Module) or not, or the list of chunks of
-            a virtual pipeline.
-        samples: this data-parallel rank's, in any order; none at all is legal. Their tokens,
-            response lengths, loss masks, kept sets and routed experts are read; log-probs are not,
-            and may be missing from some samples.
-        config: the policy loss, for temperature, head, precision of the logits, kept sets and
-            routing replay.
-        max_tokens_per_microbatch: see `plan_step`. Without a backward pass it may be several times
-            that of training.
+        model: on this rank's device, wrapped (DDP, Float16Module) or not, or a virtual pipeline's
+            list of chunks.
+        samples: this data-parallel rank's samples in any order, possibly none. Tokens, response
+            lengths, loss masks, kept sets and routed experts are read. Log-probs are not read, and
+            may be missing.
+        config: the policy loss, for temperature, head, logit precision, kept sets and routing
+            replay.
+        max_tokens_per_microbatch: see `plan_step`. Without a backward pass, it may be several times
+            training's.
         oversized: see `plan_step`.
-        groups: the process groups; None takes the model's.
-        vocab_size: the vocabulary without padding; None counts every column of the logits.
+        groups: the process groups. None: the model's. vocab_size: the vocabulary without padding.
+            None: every column of the logits.
 
     Returns:
-        The same on every tensor-, context- and pipeline-parallel rank of a data-parallel rank: two
-        all-reduces of two numbers a response token, over context parallelism and over the pipeline,
-        and one copy to the host.
+        The same on every tensor-, context- and pipeline-parallel rank of a data-parallel rank. This
+        costs two all-reduces (context and pipeline parallel) of two numbers per response token, and
+        one copy to the host.
 
     Raises:
         ValueError: the model's log-probs vary at the same weights, unless
-            `--allow-varying-log-probs`. On all data-parallel ranks, where one has it: the model is
-            not on the rank's device; a sample, which
-            is named, is longer than the budget, has a response token outside the vocabulary, or
-            lacks the kept sets that
-            `--replay-sampling-set` needs or the experts of `--replay-routing`.
+            `--allow-varying-log-probs`. On all data-parallel ranks if it happens on one: the model
+            is not on the rank's device, or a sample, which is named, is longer than the budget, has
+            a response token outside the vocabulary, or lacks the kept sets of
+            `--replay-sampling-set` or the experts of `--replay-routing`.
         NotImplementedError, TypeError: as for `PolicyStep`.
     """
     require_config(config)
@@ -173,18 +172,18 @@ def compute_hidden_states(
             for sample, hidden in zip(samples, states, strict=True)
         ]
 
-    The same ranks call it as `compute_log_probs`, which has the other arguments, and it leaves the
-    model as that function does. It makes no logits: they are the product of these states and the
-    model's output weight.
+    The same ranks call it as `compute_log_probs`, with the same arguments and the same guarantees
+    for the model. It computes no logits, which are the product of these states and the model's
+    output weight.
 
     Args:
-        model: the teacher, of any size, in the groups of the student or others with the same
+        model: the teacher, of any size, in the student's groups or in groups with the same
             data-parallel ranks.
 
     Returns:
-        Per sample `[response_length, hidden]` on the host, in the dtype of the model's parameters;
-        the same on every tensor-, context- and pipeline-parallel rank. Until the last sample is
-        through, the device holds the states of all.
+        One `[response_length, hidden]` tensor per sample on the host, in the dtype of the model's
+        parameters, the same on every tensor-, context- and pipeline-parallel rank. Until the last
+        sample is done, the device holds all states.
 
     Raises:
         ValueError: as for `compute_log_probs`.
@@ -199,9 +198,8 @@ def compute_hidden_states(
         def processor(hidden: Tensor, weight: Tensor, transform: LogitTransform) -> Tensor:
             if transform != PRODUCT:
                 raise NotImplementedError(
-                    "compute_hidden_states takes a teacher whose logits are the product of hidden "
-                    "states and output "
-                    f"weight, found {transform}: {remedy}"
+                    "compute_hidden_states requires a teacher with logits that are hidden states "
+                    f"times output weight, found {transform}: {remedy}"
                 )
             return hidden[batch.logit_rows, 0].T
 
@@ -235,16 +233,16 @@ def score_samples(
     vocab_size: int | None = None,
     reads: Sequence[str] = (),
 ) -> list[Tensor]:
-    """Score every response token, forward only: per sample [numbers, response_length] on the host;
-    see `compute_log_probs`.
+    """Score every response token forward-only: [numbers, response_length] per sample on the host.
+    See `compute_log_probs`.
 
     Args:
         read_scores: (micro-batch, the model's output) -> scores [numbers, window].
-        output_processor: makes a micro-batch's `output_processor=` of the model's forward; None:
+        output_processor: makes a micro-batch's `output_processor=` for the model's forward. None:
             the model returns logits.
-        empty_scores: [numbers, 0] in the dtype of the scores that are returned.
-        reads: of `NEEDED`, the fields that every sample needs; routers take the `routed_experts`
-            among them.
+        empty_scores: [numbers, 0] in the dtype of the returned scores.
+        reads: the fields of `NEEDED` that every sample must have. Routers replay `routed_experts`
+            if included.
     """
     chunks = chunks_of(model)
     groups = ParallelGroups.from_model(model) if groups is None else groups
@@ -256,7 +254,7 @@ def score_samples(
     if groups.context_size > 1:
         require_zigzag(chunks)
     model_config, cp_size = chunks[0].config, groups.context_size
-    # Sequence parallelism splits a packed micro-batch once more.
+    # Sequence parallelism also splits a packed micro-batch.
     multiple = cp_size * groups.tensor_size if model_config.sequence_parallel else 1
     layout: dict[str, Any] = {"cp_size": cp_size, "pad_to_multiple": multiple}
     interleaved = model_config.microbatch_group_size_per_vp_stage if len(chunks) > 1 else 1
@@ -283,7 +281,9 @@ def score_samples(
 
         def report(output: Tensor) -> ScheduleOutput:
             scores = read_scores(batch, output)
-            return scores.new_zeros(()), {"scores": scores}  # for either loss mode: no backward
+            return scores.new_zeros(()), {
+                "scores": scores
+            }  # either loss mode, because there is no backward
 
         return MicroBatchHead(report, model_inputs(batch) | added, added)
 
@@ -303,8 +303,8 @@ def score_samples(
 
 
 def _device_of(chunks: Sequence[Any], groups: ParallelGroups) -> torch.device:
-    """Return the device of all parameters; refuse another one than this rank's process groups
-    work on.
+    """Return the device of all parameters. Raise ValueError if this rank's process groups do not
+    work on it.
     """
     devices = {parameter.device for chunk in chunks for parameter in chunk.parameters()}
     possible = []
@@ -316,17 +316,15 @@ def _device_of(chunks: Sequence[Any], groups: ParallelGroups) -> torch.device:
         return torch.device(devices.pop())
     raise ValueError(
         f"the model's parameters are on {' and '.join(sorted(map(str, devices))) or 'no device'} "
-        f"and this rank works on "
-        f"{' or '.join(map(str, possible)) or 'a GPU'}: move the whole model there before it is "
-        f"scored (a reference model "
-        "that was offloaded has to come back first)"
+        f"but this rank works on {' or '.join(map(str, possible)) or 'a GPU'}: move the whole "
+        "model there before scoring (load an offloaded reference model first)"
     )
 
 
 def _bare(
     samples: Sequence[Sample], chunk: Any, vocab_size: int | None, reads: Sequence[str]
 ) -> list[Sample]:
-    """Leave out what scoring does not read, as some samples may have it and others not."""
+    """Copy only the fields that scoring reads, because samples may differ in the rest."""
     number_samples(samples)
     for field in reads:
         for sample in samples:
@@ -347,7 +345,7 @@ def _exchange(
     groups: ParallelGroups,
     empty_scores: Tensor,
 ) -> Tensor:
-    """Bring the scores [numbers, response tokens of all micro-batches] to the host of every rank of
+    """Copy the scores [numbers, response tokens of all micro-batches] to the host of every rank of
     the model.
     """
     if groups.is_last_pipeline_stage:
@@ -359,8 +357,8 @@ def _exchange(
         lengths = [sum(batch.window.response_lengths) for batch in batches]
         parts = [empty_scores.new_zeros(len(empty_scores), length) for length in lengths]
     values = torch.cat(parts, dim=1)
-    # One context-parallel rank of the last stage has each score and the other ranks have 0, so the
-    # sums are exact.
+    # One context-parallel rank of the last stage has each score and the rest have 0, so the sums
+    # are exact.
     for group in (groups.context, groups.pipeline):
         if dist.get_world_size(group) > 1:
             dist.all_reduce(values, group=group)
@@ -368,11 +366,11 @@ def _exchange(
 
 
 def _in_order(plan: StepPlan, samples: Sequence[Sample], values: Tensor) -> list[Tensor]:
-    """Cut the values, which are in the order of the plan, into the samples' own, in the order of
-    the samples.
+    """Split the values, which are in the plan's order, by sample, and return them in the samples'
+    order.
     """
     planned = [index for indices in plan.microbatches for index in indices]
     lengths = [samples[index].response_length for index in planned]
     parts = dict(zip(planned, torch.split(values, lengths, dim=1), strict=True))
-    # Clones: a part would keep all others alive, and be saved with them.
+    # Clone, because a view would keep the whole tensor alive and be saved with it.
     return [parts[index].clone() for index in range(len(samples))]

@@ -1,6 +1,4 @@
-"""Megatron's globals as a running trainer has set them, read without importing Megatron: none where
-nobody has.
-"""
+"""Megatron's globals as set by a running trainer, read without importing Megatron."""
 
 import argparse
 import sys
@@ -10,8 +8,8 @@ import torch.distributed as dist
 
 
 def context_parallel_place() -> tuple[int, int]:
-    """Return this process's (rank, size) in Megatron's context-parallel group; (0, 1) where there
-    are no groups.
+    """Return this process's (rank, size) in Megatron's context-parallel group, (0, 1) without
+    groups.
     """
     state = _parallel_state()
     if state is None:
@@ -20,9 +18,7 @@ def context_parallel_place() -> tuple[int, int]:
 
 
 def data_parallel_group() -> dist.ProcessGroup | None:
-    """Return Megatron's data-parallel group without context parallelism; None where there are no
-    groups.
-    """
+    """Return Megatron's data-parallel group without context parallelism, None without groups."""
     state = _parallel_state()
     return None if state is None else state.get_data_parallel_group(with_context_parallel=False)
 
@@ -41,6 +37,6 @@ def global_args() -> argparse.Namespace | None:
         return None
     try:
         args: argparse.Namespace = global_vars.get_args()
-    except AssertionError:  # Megatron's way to say that they are not set
+    except AssertionError:  # Megatron asserts that they are set
         return None
     return args

@@ -1,7 +1,7 @@
-"""The settings that Megatron needs from a training loop beside the loss: without them the gradients
-are silently others.
+"""The settings that Megatron needs from a training loop in addition to the loss. Without them,
+gradients are silently wrong.
 
-Read in distributed/distributed_data_parallel.py, distributed/param_and_grad_buffer.py,
+Sources: distributed/distributed_data_parallel.py, distributed/param_and_grad_buffer.py,
 distributed/finalize_model_grads.py and pipeline_parallel/schedules.py of megatron-core 0.16.0 to
 0.19.2. `train` of megatron/training/training.py sets all of them.
 """
@@ -22,9 +22,7 @@ from megatron_pg.megatron.scale_contract import has_router_loss
 
 @dataclass
 class _Backward:
-    """The backward passes of a chunk since its gradients were zeroed, of one step if all is
-    well.
-    """
+    """A chunk's backward passes since its gradients were zeroed, normally of one step."""
 
     ready_parameters: Any
     """The object of DDP's buffers that `zero_grad_buffer` replaces."""
@@ -45,12 +43,12 @@ def _holds_gradients(chunk: Any) -> bool:
 
 
 def require_training_loop(chunk: Any, groups: ParallelGroups, num_microbatches: int) -> None:
-    """Refuse a loop that leaves gradients unreduced or wrongly scaled.
+    """Raise ValueError for a loop that leaves gradients unreduced or wrongly scaled.
 
-    Called with gradients enabled, once a step, when the schedule asks for its first micro-batch: a
-    trainer has set the config by then. Reads the host alone. A ValueError says that the config of
-    the (first) chunk lacks `finalize_model_grads_func`, `grad_scale_func` or `no_sync_func` where
-    they are needed, or has another loss mode than DDP.
+    It is called with gradients enabled, once per step, when the schedule requests its first
+    micro-batch, because a trainer has set the config by then. It does not read the device. The
+    (first) chunk's config is wrong if it lacks a needed `finalize_model_grads_func`,
+    `grad_scale_func` or `no_sync_func`, or has a different loss mode than DDP.
     """
     config = chunk.config
     unreduced = _unreduced(chunk, groups)
@@ -60,17 +58,16 @@ def require_training_loop(chunk: Any, groups: ParallelGroups, num_microbatches: 
         )
         raise ValueError(
             f"the model's config has no finalize_model_grads_func, and {unreduced}: set "
-            f"config.finalize_model_grads_func = "
-            f"megatron.core.distributed.finalize_model_grads{wrap}. A loop that reduces gradients "
-            f"by itself sets a function of "
-            "its own there, which the schedule calls after the last backward pass"
+            "config.finalize_model_grads_func = "
+            f"megatron.core.distributed.finalize_model_grads{wrap}. A loop with its own gradient "
+            "reduction sets its function there, which the schedule calls after the last backward "
+            "pass"
         )
     if getattr(config, "fp16", False) and getattr(config, "grad_scale_func", None) is None:
         raise ValueError(
-            "the model's config has fp16=True and no grad_scale_func, and Megatron's optimizer "
-            "divides the gradients by its "
-            "loss scale: set config.grad_scale_func = optimizer.scale_loss (lambda loss: loss, "
-            "where nothing divides)"
+            "the model's config has fp16=True and no grad_scale_func, but Megatron's optimizer "
+            "divides the gradients by its loss scale: set config.grad_scale_func = "
+            "optimizer.scale_loss (or lambda loss: loss, if nothing divides)"
         )
     if not getattr(chunk, "bucket_groups", None):  # not Megatron's DDP, or nothing to train
         return
@@ -78,14 +75,14 @@ def require_training_loop(chunk: Any, groups: ParallelGroups, num_microbatches: 
 
 
 def _unreduced(chunk: Any, groups: ParallelGroups) -> str | None:
-    """Say which gradients `finalize_model_grads` has to reduce for this model and its sizes; None
-    where it does nothing.
+    """Describe the gradients that `finalize_model_grads` must reduce for this model and sharding.
+    Return None if there are none.
     """
     config = chunk.config
     ranks = groups.data_size * groups.context_size
     if config.calculate_per_token_loss:
         return "per-token mode divides the gradients by the step's tokens there"
-    # FSDP of torch, whose parameters are DTensors, reduces them in backward.
+    # torch's FSDP, with DTensor parameters, reduces them in backward.
     if ranks > 1 and not isinstance(next(chunk.parameters()), DTensor):
         return f"each of the {ranks} data- and context-parallel ranks holds a part of the gradients"
     norms = getattr(config, "sequence_parallel", False) or getattr(config, "qk_layernorm", False)
@@ -100,22 +97,19 @@ def _unreduced(chunk: Any, groups: ParallelGroups) -> str | None:
     if getattr(config, "moe_router_enable_expert_bias", False):
         return "the experts' bias (moe_router_enable_expert_bias) is updated there"
     if "global_aux_loss" in (getattr(config, "moe_router_load_balancing_type", None) or ""):
-        return (
-            "the tokens of experts that global_aux_loss has counted in a step are forgotten there"
-        )
+        return "the experts' token counts of global_aux_loss are reset there"
     return None
 
 
 def _require_wrapper(chunk: Any, groups: ParallelGroups, num_microbatches: int) -> None:
-    """Refuse settings of Megatron's DDP that contradict the model's config."""
+    """Raise ValueError if settings of Megatron's DDP contradict the model's config."""
     config, settings = chunk.config, chunk.ddp_config
     if settings.overlap_grad_reduce and num_microbatches > 1 and config.no_sync_func is None:
         raise ValueError(
-            "DDP has overlap_grad_reduce=True and the model's config has no no_sync_func: "
-            "gradients are reduced after as many "
-            "micro-batches as the first step had, and later ones are left out. Set "
-            "config.no_sync_func = model.no_sync (with "
-            "several chunks: the list of their no_sync)"
+            "DDP has overlap_grad_reduce=True, but the model's config has no no_sync_func: "
+            "gradients would be reduced after as many micro-batches as the first step had, and "
+            "later ones lost. Set config.no_sync_func = model.no_sync (with several chunks: the "
+            "list of their no_sync)"
         )
     factor = chunk.bucket_groups[0].buckets[0].gradient_scaling_factor
     sums = factor == 1.0 and not settings.average_in_collective
@@ -123,9 +117,8 @@ def _require_wrapper(chunk: Any, groups: ParallelGroups, num_microbatches: int) 
     if ranks > 1 and sums != bool(config.calculate_per_token_loss):
         raise ValueError(
             f"the model's config has calculate_per_token_loss={config.calculate_per_token_loss} "
-            f"and DDP was built with the "
-            f"other: gradients would be {ranks} times too {'large' if sums else 'small'}. Set it "
-            f"before the model is wrapped"
+            f"but DDP was built with the opposite: gradients would be {ranks} times too "
+            f"{'large' if sums else 'small'}. Set it before wrapping the model"
         )
 
 
@@ -223,10 +216,10 @@ def put_in_accepted_count(chunk: Any, accepted: AcceptedCount | None) -> None:
 
 @dataclass(eq=False)
 class GradientWatch:
-    """Refuses the gradients of a step before in DDP's buffers, on the last pipeline stage.
+    """A check for gradients of an earlier step in DDP's buffers, on the last pipeline stage.
 
-    It counts micro-batches in backward, which tells a step from an evaluation with gradients on,
-    and a step before from a step of which each micro-batch has a `PolicyStep` of its own.
+    It counts micro-batches in backward. This distinguishes a step from an evaluation with gradients
+    enabled, and an earlier step from a step with one `PolicyStep` per micro-batch.
     """
 
     chunk: Any
@@ -235,8 +228,8 @@ class GradientWatch:
     accumulates: bool
 
     def watch(self, loss: Tensor) -> None:
-        """Have backward from the loss of a micro-batch raise a ValueError before it adds
-        gradients.
+        """Let backward from a micro-batch's loss raise ValueError before it adds gradients to an
+        earlier step's.
         """
         if loss.requires_grad and getattr(self.chunk, "bucket_groups", None):
             loss.register_hook(self._begin)  # type: ignore[no-untyped-call]
@@ -255,23 +248,25 @@ class GradientWatch:
         passes.finalization = chunk.config.finalize_model_grads_func
 
     def _require_accumulation(self, finalization: Any) -> None:
-        """Refuse gradients of a step before, unless the sum is asked for and right."""
+        """Raise ValueError for gradients of an earlier step, unless their sum is requested and
+        correct.
+        """
         if not self.accumulates:
             raise ValueError(
-                "zero_grad_buffer() of the model was not called since the step before, whose "
-                "gradients would be added to those of this one: call it on every chunk before each "
-                "step. If the sum is wanted: PolicyStep(accumulate_gradients=True)"
+                "zero_grad_buffer() of the model was not called after the previous step, so its "
+                "gradients would be added to this step's: call it on every chunk before each step. "
+                "If you want the sum: PolicyStep(accumulate_gradients=True)"
             )
         if self.chunk.config.calculate_per_token_loss:
             raise ValueError(
-                "accumulate_gradients=True in per-token mode: the gradients of the step before "
-                "would be divided by the tokens of this one. Plan the samples of both as one step"
+                "accumulate_gradients=True in per-token mode: the previous step's gradients would "
+                "be divided by this step's tokens. Plan the samples of both as one step"
             )
         is_finalized = getattr(finalization, "func", finalization) is finalize_model_grads
         if is_finalized and (unreduced := _unreduced(self.chunk, self.groups)):
             raise ValueError(
                 "accumulate_gradients=True after finalize_model_grads, which would reduce the "
-                f"gradients of the step before once more: {unreduced}. Set "
+                f"previous step's gradients again: {unreduced}. Set "
                 "config.finalize_model_grads_func to a function that does nothing for all steps "
                 "except the last, or plan the samples of both as one step"
             )

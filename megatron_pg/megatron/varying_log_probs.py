@@ -1,11 +1,11 @@
-"""Refusal of a model whose log-probs vary at the same weights, between calls or modes.
+"""The check for models with log-probs that vary at the same weights, between calls or modes.
 
-The ratio of a first step is then not 1. Read for `self.training`, random numbers and state that a
-forward changes, in megatron-core 0.16.1 and 0.19.2. These do not change the forward, and are not in
-the table: losses of routers, of multi-token prediction and of sparse attention; the bias of experts
-and `quantile_balancing` (updated after a step, as weights are); stochastic rounding of FP4 (in
-backward); current, block and MXFP8 scaling (from the tensor itself); padding of experts for FP8 (at
-probability 0); recomputation; Megatron's norms.
+With such a model, a first step's ratio is not 1. The table comes from reading megatron-core 0.16.1
+and 0.19.2 for `self.training`, random numbers and state that a forward changes. Not in the table,
+because they do not change the forward: router, multi-token and sparse-attention losses, expert bias
+and `quantile_balancing` (updated after a step, like weights), stochastic rounding of FP4 (in
+backward), current, block and MXFP8 scaling (from the tensor), FP8 padding of experts (at
+probability 0), recomputation, and Megatron's norms.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,17 +24,17 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Variation:
-    """One reason for which log-probs vary."""
+    """A reason why log-probs vary."""
 
     owner: Literal["module", "router", "model"]
-    """Holder of the settings: a module (attributes), or the config of a router or of the model."""
+    """The owner of the settings: a module (attributes), or a router's or the model's config."""
     find: Callable[[Settings], Settings]
-    """Returns those of the settings that are on."""
+    """A function that returns the settings that are on."""
     effect: str
     remedy: str
 
     def violation(self, found: Settings, place: str) -> str:
-        """Say what varies where, and what to do."""
+        """Describe the variation, its place and the remedy."""
         settings = ", ".join(f"{name}={value}" for name, value in found.items())
         remedy = f"{self.remedy}, or add --allow-varying-log-probs"
         return f"{place} has {settings}: {self.effect}. {remedy}"
@@ -47,7 +47,7 @@ def drops_tokens(settings: Settings) -> bool:
 
 
 def _dropout(settings: Settings) -> Settings:
-    # By name: Megatron, Transformer Engine, adapters and encoders have no class in common.
+    # By name, because Megatron, Transformer Engine, adapters and encoders share no class.
     return {
         name: value
         for name, value in settings.items()
@@ -71,7 +71,7 @@ def _token_dropping(settings: Settings) -> Settings:
 
 
 def _set(*names: str, to: str | None = None) -> Callable[[Settings], Settings]:
-    """Make a function that finds those of some settings that are set, or set to a word."""
+    """Make a function that finds which of these settings are set, or equal to `to`."""
 
     def find(settings: Settings) -> Settings:
         values = {name: settings.get(name) for name in names}
@@ -89,13 +89,13 @@ VARIATIONS = (
     Variation(
         "module",
         _dropout,
-        "training draws random numbers and scoring does not, so the ratio of a first step is not 1",
+        "training draws random numbers, but scoring does not, so a first step's ratio is not 1",
         "Set it to 0 (--hidden-dropout 0 --attention-dropout 0)",
     ),
     Variation(
         "module",
         _set("track_running_stats"),
-        "training normalizes by the tokens of a micro-batch, and scoring by those of the past",
+        "training normalizes by a micro-batch's tokens, but scoring by past tokens",
         "Keep the module in eval mode",
     ),
     Variation(
@@ -110,26 +110,28 @@ VARIATIONS = (
     Variation(
         "router",
         _token_dropping,
-        "an expert drops tokens by the other tokens of a micro-batch on one rank, padding included",
+        "which tokens an expert drops depends on the micro-batch's other tokens on the rank, "
+        "padding included",
         "Drop the setting",
     ),
     Variation(
         "router",
         _set("moe_router_load_balancing_type", to="sinkhorn"),
-        "training chooses experts by all tokens of a micro-batch on one rank, scoring by one token",
-        "Choose another type",
+        "training chooses experts by all of a micro-batch's tokens on one rank, scoring by one "
+        "token",
+        "Choose a different type",
     ),
     Variation(
         "model",
         _delayed_scaling,
-        "scales are of the micro-batches before",
+        "scales come from earlier micro-batches",
         "Choose --fp8-recipe tensorwise, blockwise or mxfp8",
     ),
 )
 
 
 def varying_settings(settings: Settings) -> list[str]:
-    """List what fields of a `TransformerConfig`, by name, would do to log-probs, before any
+    """List how the fields of a `TransformerConfig` would make log-probs vary, before building a
     model.
     """
     rows = [row for row in VARIATIONS if row.owner != "router" or settings.get("num_moe_experts")]
@@ -138,13 +140,13 @@ def varying_settings(settings: Settings) -> list[str]:
 
 
 def require_steady_log_probs(model: Any, config: PolicyLossConfig) -> None:
-    """Refuse a model whose log-probs vary, unless `--allow-varying-log-probs`.
+    """Raise ValueError for a model with varying log-probs, unless `--allow-varying-log-probs`.
 
-    The modules decide, and not the config that they were built from. A module in eval mode inside
-    of a model in training mode is taken to stay so.
+    The modules decide, not the config that they were built from. A module in eval mode inside a
+    model in training mode is assumed to stay in it.
 
     Raises:
-        ValueError: every kind of setting, with its value and the first module that has it.
+        ValueError: lists each kind of setting with its value and the first module that has it.
     """
     if config.allow_varying_log_probs:
         return

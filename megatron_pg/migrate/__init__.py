@@ -1,5 +1,5 @@
-"""`megatron-pg migrate`: the objective of another trainer's launch line, its errors, and the lines
-that make it exact.
+"""`megatron-pg migrate` prints the objective of another trainer's launch line, its errors, and the
+lines that make it exact.
 """
 
 import argparse
@@ -26,8 +26,8 @@ examples:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the objective of a launch line, of the words after `megatron-pg migrate`. Return 2 for
-    what is not known, or 0.
+    """Print the objective of a launch line, from the words after `megatron-pg migrate`. Return 2 if
+    the line cannot be read, else 0.
     """
     given, words = list(arguments), []
     if "--" in given:
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
             report += ["", _write(line, options)]
         print("\n".join(report))
         if passed := line.passed:
-            print(f"\nNot read, as not about the loss: {' '.join(passed)}")
+            print(f"\nIgnored, because they do not affect the loss: {' '.join(passed)}")
     except (ValueError, ImportError, OSError) as error:
         print(f"megatron-pg migrate: {error}", file=sys.stderr)
         return 2
@@ -56,12 +56,14 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _write(line: Line, options: argparse.Namespace) -> str:
-    """Write the flags of this package for a launch line as the YAML that `--config` reads, and
-    say so.
+    """Write this package's flags for a launch line as a YAML for `--config`. Return a sentence
+    about it.
     """
     flags = here(line.trainer, line.settings, *wanted(line, options)).flags
     if "<L>" in flags:
-        raise ValueError(f"{WRITE}: give --loss-aggregation-divisor, which the line does not say")
+        raise ValueError(
+            f"{WRITE} requires --loss-aggregation-divisor, because the line has no divisor"
+        )
     options.target.write_text(text_of_words(flags.split()))
     return f"{options.target} has these flags: --config {options.target} reads them"
 
@@ -71,22 +73,25 @@ def build_parser() -> argparse.ArgumentParser:
     parser = ProgramParser(
         prog="megatron-pg migrate",
         usage="megatron-pg migrate [flags] (FILE | -- LAUNCH LINE)",
-        description="The objective that a launch line of slime, miles, verl or NeMo-RL computes, "
-        "its errors and their size, and "
-        "the lines that make it exact. Nothing is run.",
+        description="Print the objective of a launch line of slime, miles, verl or NeMo-RL, its "
+        "errors and their size, and the lines that make it exact. The line is not run.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("file", nargs="?", type=Path, metavar="FILE", help="A YAML.")
-    add("--trainer", choices=sorted(TRAINERS), help="Whose line it is; unset: as its keys look.")
-    add("--loss-aggregation", choices=list(AGGREGATIONS), help="What you want; unset: what it has.")
+    add("--trainer", choices=sorted(TRAINERS), help="Trainer of the line. Unset: from its keys.")
+    add(
+        "--loss-aggregation",
+        choices=list(AGGREGATIONS),
+        help="Aggregation you want. Unset: the line's.",
+    )
     add("--loss-aggregation-divisor", type=float, metavar="L", help="L of constant, in tokens.")
-    lengths = "Active tokens of each rollout of a step, for numbers."
+    lengths = "Active tokens of a step's rollouts, for numbers."
     add("--lengths", type=_lengths, default=(), metavar="L,L,...", help=lengths)
-    add("--group-size", type=int, default=1, metavar="N", help="Rollouts of a prompt. Default: 1.")
-    told = "Write the flags of this package for it there, as the YAML that --config reads."
+    add("--group-size", type=int, default=1, metavar="N", help="Rollouts per prompt. Default: 1.")
+    told = "Write this package's flags for the line to FILE, a YAML for --config."
     add(WRITE, type=Path, metavar="FILE", dest="target", help=told)
     return parser
 
@@ -94,6 +99,6 @@ def build_parser() -> argparse.ArgumentParser:
 def _lengths(text: str) -> tuple[int, ...]:
     lengths = text.split(",")
     if not all(length.isdecimal() and int(length) for length in lengths):
-        expected = "expected whole numbers of active tokens above 0, such as 200,4000"
+        expected = "expected numbers of active tokens above 0, such as 200,4000"
         raise argparse.ArgumentTypeError(f"{text!r}: {expected}")
     return tuple(map(int, lengths))

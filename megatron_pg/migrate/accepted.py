@@ -1,4 +1,4 @@
-"""What this package's own validation says of the flags and lines that `migrate` prints."""
+"""The validation of the flags and lines that `migrate` prints."""
 
 import argparse
 import functools
@@ -11,14 +11,13 @@ from megatron_pg.config import PolicyLossConfig, add_policy_loss_args
 from megatron_pg.migrate.line import Line
 
 WITH_HOOKS = ("slime", "miles")
-"""Trainers whose hooks, in `megatron_pg.integrations`, check a launch at start."""
+"""Trainers with hooks in `megatron_pg.integrations` that check a launch at startup."""
 
 
 def refused_flag(flags: Sequence[str]) -> int | None:
-    """Return the index of flags that the package refuses beside the others, the last named; or
-    None.
+    """Return the index of the last flags named in the package's first refusal, or None.
 
-    The training scripts' own flags, such as --advantage, are passed over.
+    Flags that only training scripts have, such as --advantage, are ignored.
     """
     try:
         args, _ = _parser().parse_known_args(" ".join(flags).replace("<L>", "1").split())
@@ -37,10 +36,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def refusal_of_hook(line: Line, mode: str, settings: Mapping[str, str]) -> str:
-    """Return what an aggregation's hook refuses of a launch line of slime or miles; "" for nothing.
+    """Return why an aggregation's hook refuses a launch line of slime or miles, or "".
 
-    `settings` are the lines of the file that `--custom-config-path` names. Flags that the printed
-    lines replace are left out.
+    `settings` are the lines of the `--custom-config-path` file. Flags that the printed lines
+    replace are left out.
     """
     name = line.trainer.name
     if name not in WITH_HOOKS or mode == "sample_mean":

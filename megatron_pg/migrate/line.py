@@ -1,4 +1,4 @@
-"""Whose launch line a YAML or a list of words is, and the settings that it gives."""
+"""The trainer and settings of a launch line, from a YAML or a list of words."""
 
 import re
 import tomllib
@@ -11,8 +11,7 @@ from megatron_pg.migrate.read import YAML, Launch, read_line, read_yaml
 from megatron_pg.migrate.rows import TRAINERS, VARIABLE, Settings, TrainerTable, unknown
 
 OTHERS: Mapping[str, Any] = tomllib.loads(Path(__file__).with_name("others.toml").read_text())
-"""Trainers whose settings are not read, by name: a sentence that says so, and their words for the
-loss."""
+"""Trainers with settings that are not read, by name: advice, and their words for the loss."""
 SHOWN = 8
 """Keys that an error lists."""
 PASTE = {
@@ -28,50 +27,54 @@ class Line:
     trainer: TrainerTable
     settings: Settings
     notes: list[str]
-    """Open questions of the line: variables, another program."""
+    """Unknowns of the line: variables, or a different program."""
     passed: list[str]
-    """Unknown keys that are not about the loss."""
+    """Unknown keys that do not affect the loss."""
     given: Mapping[str, Any]
-    """All keys of the line with their values as they are written."""
+    """All keys of the line with their values as written."""
 
 
 def read(path: Path | None, words: Sequence[str], name: str | None = None) -> Line:
-    """Read the line of a YAML, or of words, as that of a trainer by name; raise ValueError for what
-    is not known.
+    """Read the line of a YAML or of words, for the trainer `name` if given. Raise ValueError for
+    anything unknown.
     """
     if path is None:
         return _line(read_line(words), None, name)
     if not path.is_file():
-        raise ValueError(f"{path}: no such file; give a YAML, or `--` and the launch line")
+        raise ValueError(f"{path} does not exist: give a YAML, or `--` and the launch line")
     if path.suffix not in YAML:
         paste = PASTE.get(path.suffix, "give a YAML, or paste the command line")
-        raise ValueError(f"{path} is not read: {paste} after `--`")
+        raise ValueError(f"{path} is not a YAML: {paste} after `--`")
     if words:
-        raise ValueError(f"{path} is a YAML: give nothing after `--`, or the line that names it")
+        raise ValueError(
+            f"{path} is a YAML: drop the words after `--`, or give only the line that names it"
+        )
     return _line(read_yaml(path), path, name)
 
 
 def trainer_of(launch: Launch, path: Path | None = None) -> TrainerTable:
-    """Find the trainer by its mark on keys, values and words; raise ValueError if none has one."""
+    """Find the trainer whose pattern matches keys, values or words. Raise ValueError if there is
+    none.
+    """
     seen = " ".join([*launch.words, *launch.keys, *map(str, launch.keys.values())])
     marked = [trainer for trainer in TRAINERS.values() if trainer.mark.search(seen)]
     if marked:
         return marked[0]
     for name, other in OTHERS.items():
         if re.search(other["mark"], seen) or _is_beside(other["package"], path):
-            answer = f"{name} is not read: {other['answer']}"
+            answer = f"migrate does not read {name}: {other['answer']}"
             raise ValueError("\n  ".join([answer, *_words(other["words"], launch)]))
     names, keys = ", ".join(sorted(TRAINERS)), sorted(launch.keys)
     among = ", ".join([*keys[:SHOWN], "..."] if keys[SHOWN:] else keys or ["nothing"])
     unset = [f"\n  {unknown(word)}" for word in [*launch.open, *launch.unread]]
     raise ValueError(
-        f"no key tells which trainer this is for (found: {among}): give --trainer with one of "
-        f"{names}" + "".join(dict.fromkeys(unset))
+        f"no key identifies the trainer (found: {among}): give --trainer with "
+        f"one of {names}" + "".join(dict.fromkeys(unset))
     )
 
 
 def _is_beside(package: str, path: Path | None) -> bool:
-    """Return whether a file lies in a checkout that has the package."""
+    """Tell whether a file lies in a checkout that has the package."""
     if path is None or not package:
         return False
     return any((folder / package / "__init__.py").is_file() for folder in path.resolve().parents)
@@ -90,12 +93,13 @@ def _line(launch: Launch, path: Path | None, name: str | None) -> Line:
     trainer = TRAINERS[name] if name else trainer_of(launch, path)
     settings = _settings(trainer, launch)
     notes = [
-        f"{unknown(word)}. It counts as empty: settings in it are not read."
+        f"{unknown(word)}. It is treated as empty, so its settings are not read."
         for word in dict.fromkeys(launch.open)
     ]
     if launch.program and not trainer.programs.search(launch.program):
         notes.append(
-            f"{launch.program} is launched: defaults and loss of its own are not known here."
+            f"{launch.program} is an unknown program, which may have different defaults or a "
+            "different loss."
         )
     given = trainer.named(launch.keys)
     others = given.keys() - trainer.settings.keys()
@@ -104,13 +108,13 @@ def _line(launch: Launch, path: Path | None, name: str | None) -> Line:
 
 
 def _settings(trainer: TrainerTable, launch: Launch) -> Settings:
-    """Read the settings of a launch line; raise ValueError where a file or a command holds some of
+    """Read the settings of a launch line. Raise ValueError if a file or a command holds some of
     them.
     """
     unread = [file for file in launch.unread if Path(file).stem not in trainer.configs]
     computed = [word for word in launch.open if not VARIABLE.fullmatch(word)]
     if unread or computed:
         raise ValueError(
-            "\n  ".join(["not all settings are known:", *map(unknown, unread + computed)])
+            "\n  ".join(["some settings are unknown:", *map(unknown, unread + computed)])
         )
     return trainer.read(launch.keys)

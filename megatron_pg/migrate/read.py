@@ -1,4 +1,4 @@
-"""Reader of a launch line or a YAML, by the trainer's own keys. Nothing is run."""
+"""The reader of a launch line or a YAML. It runs nothing."""
 
 import functools
 import re
@@ -10,32 +10,32 @@ from typing import Any
 from megatron_pg.migrate.rows import UNKNOWN, VARIABLE
 
 OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)+)=(.*)", re.DOTALL)
-"""`key.of.a.section=value`, as Hydra takes it."""
+"""`key.of.a.section=value`, as in Hydra."""
 YAML = (".yaml", ".yml")
 CONFIGS = {"--config": False, "--custom-config-path": True}
-"""Flags that name a YAML of settings, and whether it wins over the line."""
+"""Flags that name a YAML of settings, and whether the YAML overrides the line."""
 OPTIONS = re.compile(
     r"\$\{?\w*(ARGS|ARGUMENTS|CONFIG|EXTRA|FLAGS|OPTIONS|OPTS|OVERRIDE)\w*\}?", re.I
 )
-"""A variable that by its name stands for options, wherever it stands."""
+"""A variable that holds options, judged by its name."""
 MAX_DEPTH = 8
-"""Limit on how often a YAML may stand for its `defaults`."""
+"""The largest depth of nested `defaults`."""
 
 
 @dataclass
 class Launch:
-    """One launch line, or a YAML: its words and its settings."""
+    """The words and settings of a launch line or a YAML."""
 
     words: Sequence[str]
     keys: dict[str, Any]
     unread: list[str] = field(default_factory=list)
-    """Files of settings that are not here."""
+    """Files of settings that were not found."""
     open: list[str] = field(default_factory=list)
-    """Words in the place of options that are not known, such as an unset `$EXTRA_ARGS`."""
+    """Unknown words that may hold options, such as an unset `$EXTRA_ARGS`."""
 
     @property
     def program(self) -> str:
-        """Module after `-m`, or Python file, that is launched; "" where the line names none."""
+        """The launched module after `-m`, or Python file, or "" if the line has none."""
         for before, word in zip(["", *self.words], self.words, strict=False):
             if (before == "-m" and "." in word) or re.fullmatch(r"[^\s=]+\.py", word):
                 return word
@@ -43,7 +43,7 @@ class Launch:
 
 
 def read_yaml(path: Path) -> Launch:
-    """Read the settings of a YAML and of its `defaults`; needs PyYAML."""
+    """Read the settings of a YAML and its `defaults`. Needs PyYAML."""
     launch = Launch([str(path)], {})
     launch.keys = _yaml(path, launch.unread)
     return launch
@@ -51,7 +51,7 @@ def read_yaml(path: Path) -> Launch:
 
 def read_line(words: Sequence[str]) -> Launch:
     """Read the keys of a line: `--flag value`, `--flag=value`, `--flag` (true), and
-    `section.key=value`; the last wins.
+    `section.key=value`. The last value wins.
     """
     keys: dict[str, Any] = {}
     launch, flag = Launch(words, keys), None
@@ -68,7 +68,7 @@ def read_line(words: Sequence[str]) -> Launch:
         elif UNKNOWN.match(word) and VARIABLE.sub("", word, 1)[:1] in ("", "$", "`"):
             launch.open.append(word)
         if word == launch.program:
-            launch.open.clear()  # the words before are those of a launcher
+            launch.open.clear()  # earlier words belong to a launcher
     launch.open += [value for value in keys.values() if OPTIONS.fullmatch(value)]
     for flag, wins in CONFIGS.items():
         if name := str(keys.get(flag, "")):
@@ -83,10 +83,10 @@ def read_line(words: Sequence[str]) -> Launch:
 
 
 def _read_hydra(launch: Launch, name: str) -> None:
-    """Read the configuration that Hydra finds beside the module that is launched."""
+    """Read the configuration that Hydra finds next to the launched module."""
     path, module = str(launch.keys.get("--config-path", "config")), launch.program.split(".")[:-1]
     file = Path(path) / (name if Path(name).suffix in YAML else f"{name}.yaml")
-    # The checkout may itself be the package's first name, as verl-recipe is `recipe`.
+    # The checkout itself may be the package, as verl-recipe is `recipe`.
     for place in ([], module, module[1:]):
         if (found := Path(*place, file)).is_file():
             launch.keys = _yaml(found, launch.unread) | launch.keys
@@ -107,7 +107,7 @@ def _yaml(path: Path, unread: list[str], depth: int = 0) -> dict[str, Any]:
             keys |= _yaml(parent, unread, depth + 1)
         elif name != "_self_":
             unread.append(str(name))
-    # slime and miles name a flag by its attribute.
+    # slime and miles use a flag's attribute name.
     return keys | dict(_flat(tree))
 
 
@@ -116,11 +116,11 @@ def _tree(path: Path) -> dict[str, Any]:
     try:
         import yaml
     except ImportError as error:
-        raise ImportError(f"{path}: reading YAML needs PyYAML: pip install pyyaml") from error
+        raise ImportError(f"{path}: reading YAML requires PyYAML (pip install pyyaml)") from error
     try:
         tree = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:
-        raise ValueError(f"{path} is no YAML: {error}") from None
+        raise ValueError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(tree, dict):
         raise ValueError(f"{path} holds a {type(tree).__name__}: expected keys with values")
     return tree

@@ -11,25 +11,25 @@ from megatron_pg.migrate.line import Line
 from megatron_pg.migrate.rows import Settings, Term, TrainerTable, holds, shown, with_terms
 from megatron_pg.step.totals import BareSample, step_totals
 
-OLD = "give each sample the old_log_probs of the policy before the first of them"
+OLD = "give each sample the old_log_probs of the policy before the first step"
 SETTINGS = re.compile(r".*<settings>.*\n")
-"""The line of a recipe that names the file of this package's settings in slime and miles."""
+"""A recipe's line with the file of this package's settings in slime and miles."""
 OTHERS = {"token_sum": "sum m x", "unknown": "not known here"}
-"""Formulas of a term's aggregations that are none of this package."""
+"""Formulas of aggregations that this package does not have."""
 
 
 def formula_of(aggregation: str) -> str:
-    """Return the formula of an aggregation, of ours or of another trainer."""
+    """Return the formula of an aggregation, of this package or a trainer."""
     return OTHERS.get(aggregation) or AGGREGATIONS[aggregation].formula
 
 
 def divisor_per_rollout(aggregation: str) -> str:
-    """Read N times the divisor of a token off the formula of its aggregation, such as D_i or (P G_g
-    / N).
+    """Return N times a token's divisor from the formula of its aggregation, such as D_i or (P G_g /
+    N).
     """
     formula = re.sub(r"max\((\w+), 1\)", r"\1", formula_of(aggregation))
     read = re.fullmatch(r"(?:1/\(?([\w ]+?)\)? )?sum(?: |.* )m x(?: / (.+)\))?", formula)
-    if read is None:  # a formula of another form
+    if read is None:  # a formula of a different form
         return f"(the divisor of {aggregation})"
     factors = [*(read[1] or "").split(), *([read[2]] if read[2] else [])]
     if "N" in factors:
@@ -38,22 +38,22 @@ def divisor_per_rollout(aggregation: str) -> str:
 
 
 def weights(term: Term, lengths: Sequence[int], group_size: int) -> list[float]:
-    """Return the weight of a token of each rollout in a term, without the coefficient.
+    """Return each rollout's weight per token in a term, without the coefficient.
 
-    `lengths` has the active tokens of each rollout of the step. Each `group_size` rollouts in order
-    are of a prompt.
+    `lengths` are the active tokens of the step's rollouts. Each `group_size` consecutive rollouts
+    share a prompt.
     """
     if term.aggregation == "token_sum":
         return [1.0] * len(lengths)
     mode = AGGREGATIONS[term.aggregation]
     rows = [BareSample(n, i // group_size, None, f"rollout {i}") for i, n in enumerate(lengths)]
-    totals = step_totals(rows, allow_different_group_sizes=True)  # the last may be smaller
+    totals = step_totals(rows, allow_different_group_sizes=True)  # the last group may be smaller
     divisors = mode.divisors_of(totals, rows, term.divisor)
     return (1 / (divisors * mode.outer_count(totals))).tolist()
 
 
 def effective(term: Term, policy: Term, lengths: Sequence[int], group_size: int) -> str:
-    """Show a term's coefficient relative to the policy loss, on one token."""
+    """Return a term's coefficient relative to the policy loss, on one token."""
     coefficient = abs(term.coefficient)
     if "unknown" in (term.aggregation, policy.aggregation):
         return "not known"
@@ -72,8 +72,8 @@ def effective(term: Term, policy: Term, lengths: Sequence[int], group_size: int)
 
 
 def wanted(line: Line, options: Any) -> tuple[list[Term], str, float | None]:
-    """Return the terms of a launch line, and the aggregation and divisor that are wanted, the
-    line's own by default.
+    """Return a launch line's terms, and the wanted aggregation and divisor, by default the
+    line's.
     """
     terms = line.trainer.terms(line.settings)
     mode = options.loss_aggregation or terms[0].aggregation
@@ -86,7 +86,7 @@ def wanted(line: Line, options: Any) -> tuple[list[Term], str, float | None]:
 
 
 def lines(line: Line, options: Any) -> list[str]:
-    """Write the report of a launch line, under the command's own options."""
+    """Write the report of a launch line, with the command's options."""
     trainer, given = line.trainer, line.settings
     terms, mode, divisor = wanted(line, options)
     policy, active = terms[0], [term for term in terms[1:] if term.coefficient]
@@ -104,7 +104,7 @@ def lines(line: Line, options: Any) -> list[str]:
         if term.weighing != policy.weighing:
             two = f"{term.name} is {term.aggregation}, the policy loss {policy.aggregation}"
             limits.append(f"{two}: their ratio is not the coefficient (see above).")
-    limits = [*limits, *line.notes] or ["nowhere that is known"]
+    limits = [*limits, *line.notes] or ["no known error"]
     found += ["", "Where it is off", *(f"  - {limit}" for limit in limits)]
     exact = recipe(line, terms, mode, divisor)
     found += ["", f"{mode} exactly, in {trainer.name}", *(f"  {s}" for s in exact.splitlines())]
@@ -116,14 +116,14 @@ def lines(line: Line, options: Any) -> list[str]:
     found += [f"  {flags}", *(f"  no counterpart here: {setting}" for setting in missing)]
     found += [f"  not carried over: {setting}" for setting in beside]
     if "<L>" in exact + flags:
-        text = "<L> is the divisor in tokens, which is not given: add --loss-aggregation-divisor"
+        text = "<L> is the unknown divisor in tokens: add --loss-aggregation-divisor"
         found += ["", text]
     return found
 
 
 def recipe(line: Line, terms: Sequence[Term], mode: str, divisor: float | None) -> str:
-    """Return the lines that make an aggregation exact in the trainer, and what refuses them
-    there.
+    """Return the lines that make an aggregation exact in the trainer, and why they are refused
+    there, if they are.
     """
     policy, active = terms[0], [term for term in terms[1:] if term.coefficient]
     settings = {"loss_aggregation_divisor": _number(divisor)} if mode == "constant" else {}
@@ -143,19 +143,19 @@ def _number(divisor: float | None) -> str:
 
 
 class Translation(NamedTuple):
-    """A launch line in this package's words."""
+    """A launch line translated to this package."""
 
     flags: str
     missing: list[str]
-    """Settings of the per-token loss without a counterpart, as `key=value`."""
+    """Settings of the per-token loss that have no counterpart, as `key=value`."""
     beside: list[str]
-    """Settings of other parts of the objective that no flag carries over, with what to do."""
+    """Settings outside the per-token loss that have no flag, with advice."""
 
 
 def here(
     trainer: TrainerTable, given: Settings, terms: Sequence[Term], mode: str, divisor: float | None
 ) -> Translation:
-    """Translate the trainer's settings; this package's validation accepts the flags."""
+    """Translate the trainer's settings to flags that this package's validation accepts."""
     flags: list[str | None] = [f"--loss-aggregation {mode}"]
     if mode == "constant":
         flags.append(f"--loss-aggregation-divisor {_number(divisor)}")
@@ -182,8 +182,8 @@ def here(
 
 
 def _words(row: Mapping[str, Any], value: Any, known: Settings) -> str | None:
-    """Return this package's words for a setting's value, "" where none are needed, None where there
-    are none.
+    """Return this package's words for a setting's value, "" if none are needed, None if there are
+    none.
     """
     own = row.get("here")
     if isinstance(own, list):
@@ -199,7 +199,7 @@ def _words(row: Mapping[str, Any], value: Any, known: Settings) -> str | None:
 
 
 def _flag(flag: str, value: Any) -> str:
-    """Return the flag with its value, "" where that is the flag's default here."""
+    """Return the flag with its value, or "" if it is the flag's default here."""
     default = getattr(PolicyLossConfig(), flag.removeprefix("--").replace("-", "_"), None)
     if not flag or value is None or value == default:
         return ""

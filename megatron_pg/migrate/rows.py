@@ -1,26 +1,26 @@
-"""The tables of trainers, `*.toml` beside this file: one row for each setting that bears on the
+"""The tables of trainers, `*.toml` next to this file, with one row per setting that affects the
 loss.
 
-    settings     the trainer's own keys: kind (flag, number, text; bound: a number or words; count:
-                 a number, or None if the line does not say), default (`${key}`: that key's value),
-                 choices, meaning, and `here`: the flag of this package that means the same, its
-                 words by the trainer's word ("*": any other), or cases [condition, one of these
-                 two]; "" for a setting that is not read or is data. Without it a value that is not
-                 the default has no counterpart here; with `false` no value has.
-                 `note`: a limit for any value that is not the default. `null`: the key whose value
-                 stands for null. `prefix`: what is taken off a word. `beside`: what to do without a
-                 flag here, of a setting outside the per-token loss, such as advantages
-    steps        how a batch of rollouts is cut into optimizer steps: `of`, keys to multiply, `by`,
-                 the key of a step, `times`, of repetitions, `given`, a key that says the steps
+    settings     by the trainer's key: kind (flag, number, text, bound (a number or words), count (a
+                 number, None if unknown)), default (`${key}`: this key's value), choices, meaning,
+                 and `here`: this package's flag, its words by the trainer's word ("*": any other),
+                 or cases [condition, flag or words]; "" for a setting that is not read or is data.
+                 Without `here`, a value other than the default has no counterpart; with `false`, no
+                 value has one.
+                 `note`: a limit for values other than the default. `null`: the key with the value
+                 for null. `prefix`: removed from a word. `beside`: advice for a setting without a
+                 flag outside the per-token loss, such as advantages
+    steps        the split of a batch of rollouts into optimizer steps: `of`, keys to multiply;
+                 `by`, the key of a step's size; `times`, of repetitions; `given`, of the steps
     terms        of the loss: coefficient, the condition for it to be on, aggregation, and divisor,
                  a key or a number
-    limits       the cases where a setting does not do what its name says, and the factor
-    exact        the lines that make an aggregation exact in this trainer, or cases [condition,
-                 lines]; <L> is the divisor
-    programs     what is launched: another program's loss may be another
-    configs      its own files of defaults, which the table has
+    limits       cases in which a setting does not do what its name says, with the factor
+    exact        lines that make an aggregation exact in this trainer, or cases [condition, lines],
+                 with <L> for the divisor
+    programs     known programs. A different program may have a different loss
+    configs      the trainer's files of defaults, which the table includes
 
-Conditions are settings, or names of terms, joined by `&`: `key`, `!key`, `key=a|b`, `key!=a`,
+Conditions are settings or names of terms, joined by `&`: `key`, `!key`, `key=a|b`, `key!=a`,
 `key>1`.
 """
 
@@ -37,30 +37,30 @@ from typing import Any, NamedTuple
 from megatron_pg.config.values import did_you_mean, flag_of
 
 Settings = Mapping[str, Any]
-"""Settings of a launch line, by the trainer's own keys, with defaults for the rest."""
+"""A launch line's settings by the trainer's keys, with defaults for the rest."""
 CONDITION = re.compile(r"(!?)([^!=>]+?)(?:(!?=|>)(\S+))?")
 VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 UNKNOWN = re.compile(r"[$`]")
-"""A value with one of these is not known."""
+"""A value with one of these characters is unknown."""
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")
-"""Another key of a YAML, as OmegaConf writes it."""
+"""A reference to a YAML key, as in OmegaConf."""
 CLOSE = 0.86
-"""From this similarity on, a key that the table lacks is taken for one of its keys, misspelt."""
+"""From this similarity on, an unknown key is treated as a misspelling of a known one."""
 
 
 class Term(NamedTuple):
-    """One term of a trainer's loss: coefficient * aggregation(per-token values)."""
+    """A term of a trainer's loss: coefficient * aggregation(per-token values)."""
 
     name: str
     aggregation: str
-    """A name of `--loss-aggregation`, `token_sum` for a sum that nothing divides, or `unknown`."""
+    """A name of `--loss-aggregation`, `token_sum` for an undivided sum, or `unknown`."""
     coefficient: float = 1.0
     divisor: float | None = None
-    """L of `constant`; None where the launch line does not say."""
+    """L of `constant`. None if the launch line does not give it."""
 
     @property
     def weighing(self) -> tuple[str, float | None]:
-        """Data that decide a token's weight: two terms with the same are in the ratio of their
+        """What decides a token's weight. Two terms with the same value have the ratio of their
         coefficients.
         """
         return self.aggregation, self.divisor
@@ -76,7 +76,7 @@ class TrainerTable:
         self.name: str = table["name"]
         self.source: str = table["source"]
         self.mark = re.compile(table["mark"])
-        """The pattern that keys, values or words of this trainer's launch lines have."""
+        """The pattern of keys, values or words that identifies the trainer."""
         self.programs = re.compile(table["programs"])
         self.configs: list[str] = table.get("configs", [])
         self.settings: dict[str, Any] = base.get("settings", {}) | table["settings"]
@@ -87,7 +87,7 @@ class TrainerTable:
         self._table = base | table
 
     def named(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Spell the keys as the trainer does: a YAML names a flag by its attribute."""
+        """Spell the keys like the trainer's, because a YAML uses a flag's attribute name."""
         if not next(iter(self.settings)).startswith("--"):
             return dict(given)
         return {
@@ -97,8 +97,8 @@ class TrainerTable:
         }
 
     def read(self, given: Mapping[str, Any]) -> Settings:
-        """Read the value of every setting; raise ValueError with all unknown keys and bad values by
-        name.
+        """Read the value of every setting. Raise ValueError with all unknown keys and bad
+        values.
         """
         named, settings = self.named(given), dict[str, Any]()
         wrong = [error for key in named if (error := self.unknown(key))]
@@ -117,20 +117,20 @@ class TrainerTable:
         return settings
 
     def _resolved(self, value: Any, named: Mapping[str, Any]) -> Any:
-        """Follow a reference to another key."""
+        """Follow a reference to a key."""
         match = REFERENCE.fullmatch(str(value))
         if match is None or "." not in match[1]:
             return value
         return named.get(match[1], self.settings.get(match[1], {}).get("default", value))
 
     def is_elsewhere(self, key: str) -> bool:
-        """Return whether a key is known not to bear on the loss."""
+        """Tell whether a key is known not to affect the loss."""
         return any(fnmatch.fnmatchcase(key, each) for each in self._table["elsewhere"].split())
 
     @functools.cache  # noqa: B019
     def unknown(self, key: str) -> str | None:
-        """Describe an unknown key, with the nearest right one; None for a key that is known or not
-        about the loss.
+        """Describe an unknown key, with the nearest known one. Return None for a key that is known
+        or does not affect the loss.
         """
         if key in self.settings or self.is_elsewhere(key):
             return None
@@ -138,11 +138,11 @@ class TrainerTable:
         near = difflib.get_close_matches(key, same or self.settings, n=1, cutoff=0.0)[0]
         is_near = difflib.SequenceMatcher(None, key, near).ratio() >= CLOSE
         if is_near or re.search(self._table["concerns_loss"], key):
-            return f"{key}: no key of {self.name} that is known here; the nearest is {near}"
+            return f"{key}: unknown key of {self.name}, the nearest is {near}"
         return None
 
     def terms(self, given: Settings) -> list[Term]:
-        """List the terms of the loss, the policy loss first; a term that is off has coefficient
+        """List the terms of the loss, the policy loss first. A term that is off has coefficient
         0.
         """
 
@@ -162,16 +162,14 @@ class TrainerTable:
         return terms
 
     def recipe(self, mode: str, given: Settings) -> str:
-        """Return the lines that make an aggregation exact and leave the objective of each token
-        alone.
-        """
+        """Return the lines that make an aggregation exact without changing the per-token loss."""
         cases = self.exact.get(mode, "no lines are known")
         if not isinstance(cases, str):
             cases = next(lines for condition, lines in cases if holds(condition, given))
         return _filled_in(cases, {**given, "steps": self.steps(given)})
 
     def steps(self, given: Settings) -> float | None:
-        """Return the optimizer steps per batch of rollouts, None if the line does not say."""
+        """Return the optimizer steps per batch of rollouts, None if unknown."""
         keys: Mapping[str, Any] = self._table["steps"]
         if number := given[keys["given"]] if "given" in keys else None:
             return float(number)
@@ -180,7 +178,7 @@ class TrainerTable:
         return math.prod(sizes) / step * times if all([*sizes, step, times]) else None
 
     def limits(self, given: Settings, terms: Iterable[Term]) -> list[str]:
-        """List the limits that apply to the line, with its values filled in."""
+        """List the limits that apply to the line, with the line's values."""
         known = with_terms(given, terms)
         texts = [row["text"] for row in self._limits if holds(row["when"], known)]
         notes = {key: row["note"] for key, row in self.settings.items() if "note" in row}
@@ -191,7 +189,9 @@ class TrainerTable:
 
 
 def with_terms(given: Settings, terms: Iterable[Term]) -> Settings:
-    """Add to the settings the aggregation of each term by its name, None for a term that is off."""
+    """Add each term's aggregation to the settings by the term's name, None for a term that is
+    off.
+    """
     return {**given, **{t.name: t.aggregation if t.coefficient else None for t in terms}}
 
 
@@ -200,18 +200,18 @@ def _filled_in(text: str, given: Settings) -> str:
 
 
 def shown(key: str, value: Any) -> str:
-    """Write a setting's value as the trainer reads it; `<key>` if the line does not say it."""
+    """Write a setting's value as the trainer reads it, or `<key>` if unknown."""
     if value is None:
         return f"<{key}>"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def holds(condition: str, given: Settings) -> bool:
-    """Return whether all parts of a condition hold."""
+    """Tell whether all parts of a condition hold."""
     for part in filter(None, map(str.strip, condition.split("&"))):
         match = CONDITION.fullmatch(part)
         if match is None:
-            raise ValueError(f"{part!r} is no condition")
+            raise ValueError(f"{part!r} is not a condition")
         negated, key, operator, right = match.groups()
         value = given[key]
         if operator == ">":
@@ -226,15 +226,15 @@ def holds(condition: str, given: Settings) -> bool:
 
 
 def unknown(text: str) -> str:
-    """Say why a word, a value or a file of a line is not known, and what to do."""
+    """Explain why a word, value or file of a line is unknown, with a remedy."""
     names = [f"${bare or braced}" for bare, braced in VARIABLE.findall(text)]
     if UNKNOWN.search(VARIABLE.sub("", text)):
-        return f"{text} is known to the shell alone: write its value in its place"
+        return f"{text} is known only to the shell: write its value instead"
     if names:
-        return f"{', '.join(names)} is not set: write its value in its place"
+        return f"{', '.join(names)} is not set: write its value instead"
     return (
-        f"{text} is not here, and its settings decide the loss: run migrate in the folder of the "
-        f"launch, or leave it out"
+        f"{text} was not found, and its settings affect the loss: run migrate in the launch's "
+        "folder, or leave it out"
     )
 
 
@@ -251,7 +251,7 @@ def _value(key: str, row: Mapping[str, Any], given: Any) -> Any:
     if row["kind"] == "flag":
         if not key.startswith("--") and word not in ("true", "false", "1", "0"):
             raise ValueError(f"{key} is {given!r}: expected true or false")
-        # A flag takes no value: the word after it on the line is not its own.
+        # A flag takes no value, so the next word on the line does not belong to it.
         return word not in ("false", "0")
     if _is_null(given):
         return row.get("default")
@@ -276,4 +276,4 @@ def _value(key: str, row: Mapping[str, Any], given: Any) -> Any:
 
 _TABLES = map(Path(__file__).with_name, "verl.toml nemo_rl.toml miles.toml slime.toml".split())
 TRAINERS = {trainer.name: trainer for trainer in map(TrainerTable, _TABLES)}
-"""By the word of `--trainer`; a launch line is taken for the first whose mark it has."""
+"""The trainers by name. A launch line belongs to the first trainer whose pattern it matches."""

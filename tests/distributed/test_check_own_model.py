@@ -138,7 +138,7 @@ REFUSED = {
     "with_dropout": "hidden_dropout=0.1",
     "without_packs": "does not run a packed sequence",
     "padded_vocabulary": "pads the vocabulary to the tensor-parallel size",
-    "own_sizes": "tensor_model_parallel_size=2 and was asked for 1",
+    "own_sizes": "tensor_model_parallel_size=2 instead of 1",
 }
 
 

@@ -399,4 +399,4 @@ def test_mistakes_are_told_on_every_rank_before_anything_runs() -> None:
         assert own.startswith(part)
         assert told.startswith("data-parallel rank 1: ") and part in told
     for rank in (first, second):
-        assert rank[3].startswith("the model's parameters are on meta and this rank works on cpu")
+        assert rank[3].startswith("the model's parameters are on meta but this rank works on cpu")

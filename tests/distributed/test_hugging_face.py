@@ -246,7 +246,7 @@ def test_what_does_not_fit_is_named_on_every_rank_and_changes_nothing(folder_of,
         "missing": changed(source, tmp_path / "missing", lambda tensors: tensors.pop(last)),
         "left": changed(source, tmp_path / "left", lambda t: t.update({bias: torch.zeros(32)})),
     }
-    expected = {"missing": f"{last} missing", "left": f"and {bias} without a place"}
+    expected = {"missing": f"{last} missing", "left": f"and {bias} unused"}
     for said in run_ranks(hugging_face_job.load_errors, 2, Sharding(pipeline=2), jobs):
         assert said.keys() == jobs.keys()
         for name, words in expected.items():
@@ -257,7 +257,7 @@ def test_what_does_not_fit_is_named_on_every_rank_and_changes_nothing(folder_of,
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM; known are LlamaForCausalLM"),
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM, expected LlamaForCausalLM"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters"),
         ({"rope_parameters": {**LLAMA_3, "high_freq_factor": 2.0}}, "rope_parameters"),

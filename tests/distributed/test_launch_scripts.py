@@ -94,7 +94,7 @@ def test_the_script_is_bash_and_explains_every_flag(script: Path) -> None:
 
 
 def test_the_page_shows_what_is_printed(plans: dict[str, str]) -> None:
-    printed = re.sub(r"--rollout-files: \S+", "--rollout-files: rollouts", plans["one_node.sh"])
+    printed = re.sub(r"folder `\S+`", "folder `rollouts`", plans["one_node.sh"])
     assert printed in (ROOT / "docs/launch.md").read_text()
 
 
@@ -104,11 +104,11 @@ CONTRADICTIONS = {
     "--context-parallel-size 2 --qkv-format bshd": "--qkv-format thd",
 }
 OF_THE_FIRST_STEP = {
-    "--loss-aggregation sample_mean": "error: step.jsonl row 0 has a reward and no advantages: .* "
+    "--loss-aggregation sample_mean": "error: step.jsonl row 0 has a reward and no advantages, .* "
     "--keep-prompt-groups",
     "--seq-length 1024 --max-position-embeddings 1024": "error: step.jsonl row 9 has 1050 tokens, "
     "more than",
-    "--docs-per-step 2048": "remark +the files end before a step is full, after 1024 rollouts",
+    "--docs-per-step 2048": "remark +the files end before the step is full, after 1024 rollouts",
     "--loss-aggregation constant --loss-aggregation-divisor 1": "remark: .*Use --advantage dr_grpo "
     "for the other half",
     "--advantage dr_grpo": "remark: --advantage dr_grpo is one half of Dr.GRPO",
@@ -153,7 +153,7 @@ def test_the_plan_of_every_script(script: Path, plans: dict[str, str]) -> None:
     assert world_size == WORLD_SIZES[script.name] == axes[0] * axes[1] * axes[2] * axes[3]
     assert f"{PARAMETERS[script.name]:.2f} billion parameters" in plan
     assert re.search(r"^memory of a GPU +\d+\.\d GiB  weights, gradients, optimizer$", plan, re.M)
-    assert "rollouts does not exist" in plan
+    assert "rollouts` does not exist" in plan
 
 
 def test_with_rollout_files_the_plan_counts_the_first_step(plans: dict[str, str]) -> None:

@@ -120,7 +120,7 @@ REFUSED: dict[str, tuple[Callable[[Any], None], str]] = {
         functools.partial(become, Shifted),
         "Shifted gives 0.125 for a product of",
     ),
-    "a negative scale": (functools.partial(become, Negative), "with a positive scale, and Negative "
+    "a negative scale": (functools.partial(become, Negative), "with a positive scale, but Negative "
                                                               "multiplies by -1"),
     "a new adapter": (
         functools.partial(become, Adapted),
@@ -256,4 +256,4 @@ def other_users() -> list[str]:
 def test_teachers_and_the_float32_head_compare_too() -> None:
     ((of_teacher, of_product),) = run_ranks(other_users, 1)
     assert "found LogitTransform(scale=0.3, softcap=None): give the teacher by" in of_teacher
-    assert of_product.startswith("--fp32-lm-head takes") and "OtherProduct gives" in of_product
+    assert of_product.startswith("--fp32-lm-head requires") and "OtherProduct gives" in of_product

@@ -29,8 +29,8 @@ def test_runs_are_drawn_in_one_picture(tmp_path: Path) -> None:
     held_out = ({"step": step, "score": step / 4} for step in (0, 3))
     text = "".join(json.dumps(line) + "\n" for line in held_out)
     (folders[0] / "held_out.jsonl").write_text(text)
-    said = "3 steps, reward 0.25 -> 0.75 (first, last tenth), held-out 0.00 -> 0.75 (before, after)"
-    assert summary(folders[0]) == said
+    assert summary(folders[0]) == "3 steps, held-out score 0.00 -> 0.75"
+    assert summary(folders[1]) == "3 steps, mean reward 0.25 -> 0.75 (first, last tenth)"
     report([read_run(folder) for folder in folders], tmp_path / "report.png")
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
 
@@ -45,7 +45,7 @@ def test_garbage_in_the_metrics_is_named(tmp_path: Path, garbage: str) -> None:
     """A last line without its end is a killed run's, and is none."""
     path = tmp_path / "metrics.jsonl"
     path.write_text(f'{{"step": 1}}\n{garbage}\n{{"step": 2}}\n')
-    with pytest.raises(ValueError, match=re.escape(f"{path} line 2 is no line of a run")):
+    with pytest.raises(ValueError, match=re.escape(f"{path} line 2 is not a step of a run")):
         read_lines(path)
     path.write_text(f'{{"step": 1}}\n{garbage}')
     assert read_lines(path) == [{"step": 1}]

@@ -181,7 +181,7 @@ def test_finetune_begins_with_the_weights_alone(rollouts, uninterrupted, tmp_pat
     assert abs(found[0]["new_logprobs"] - first[0]["new_logprobs"]) > 1e-3
     # Started again with the same flags it would begin once more, over what it has done.
     said = end_of(rollouts, tmp_path / "run", flags)
-    assert "holds the checkpoints of another run: go on with it" in said
+    assert "has checkpoints of a different run: resume it" in said
 
 
 def test_a_second_run_in_the_same_folder_is_refused(rollouts: Path, tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_a_second_run_in_the_same_folder_is_refused(rollouts: Path, tmp_path: Pa
         for rank in first:  # in the middle of a run, however long the second takes to begin
             os.kill(rank.pid or 0, signal.SIGSTOP)
         metrics = (tmp_path / "run/metrics.jsonl").read_bytes()
-        assert "another run is writing" in end_of(rollouts, tmp_path / "run", STEPS)
+        assert "a different run is writing" in end_of(rollouts, tmp_path / "run", STEPS)
         assert all(rank.is_alive() for rank in first)
         assert (tmp_path / "run/metrics.jsonl").read_bytes().startswith(metrics)
     finally:
@@ -206,10 +206,10 @@ def test_a_second_run_in_the_same_folder_is_refused(rollouts: Path, tmp_path: Pa
     [
         ("--use-distributed-optimizer", "cannot load the moments of torch's Adam"),
         ("--weight-decay 0.5", "start weight decay"),
-        ("--eps-clip 0.1", "eps_clip 0.2 and this run has 0.1"),
-        ("--docs-per-step 12", "docs_per_step 10 and this run has 12"),
+        ("--eps-clip 0.1", "eps_clip 0.2, but this run has 0.1"),
+        ("--docs-per-step 12", "docs_per_step 10, but this run has 12"),
         # Those after it are trained on.
-        ("--held-out-tasks 32", "held_out_tasks 64 and this run has 32"),
+        ("--held-out-tasks 32", "held_out_tasks 64, but this run has 32"),
     ],
 )
 def test_a_run_with_other_settings_does_not_go_on(rollouts, stopped, flags, message):
@@ -236,7 +236,7 @@ def hide_place(rank: int) -> None:
 
 def test_a_checkpoint_of_another_program_is_named(rollouts: Path, stopped: Path) -> None:
     said = end_of(rollouts, stopped, STEPS + "--train-iters 9", prepare=hide_place)
-    assert "another program and has no place in the rollouts" in said
+    assert "a different program and has no position in the rollouts" in said
 
 
 def test_a_damaged_checkpoint_is_named(rollouts: Path, stopped: Path) -> None:
@@ -262,7 +262,7 @@ def test_with_verify_integrity_a_flipped_bit_is_named(rollouts: Path, tmp_path: 
     [
         ("--on-bad-row error", "token id of at least 0 and below"),
         ("--docs-per-step 9", "is split by the end of a step"),
-        ("--docs-per-step 9 --loss-aggregation sample_mean", "give --keep-prompt-groups"),
+        ("--docs-per-step 9 --loss-aggregation sample_mean", "add --keep-prompt-groups"),
         (WHOLE_GROUPS + "--max-position-embeddings 12", "more than --max-position-embeddings"),
         (WHOLE_GROUPS + "--max-tokens-per-microbatch 12", "more than --max-tokens-per-microbatch"),
     ],

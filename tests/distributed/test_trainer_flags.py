@@ -22,7 +22,7 @@ GIVEN = f"{FLAGS}{MODEL}--train-iters 6 --rollout-files x.jsonl "
 
 REFUSED = {
     "--train-data-path x": "--train-data-path: samples come from --rollout-files",
-    "--grpo-group-size 4": "--grpo-group-size: another loop reads it; drop it",
+    "--grpo-group-size 4": "--grpo-group-size: another loop reads it. Drop it",
     "--perform-rl-step": "--perform-rl-step: another loop reads it",
     "--global-batch-size 8": "--global-batch-size: a step holds --docs-per-step rollouts",
     "--micro-batch-size 4": "--micro-batch-size: a step holds --docs-per-step rollouts",
@@ -31,22 +31,22 @@ REFUSED = {
     "--hybrid-layer-pattern M": "--hybrid-layer-pattern: layers come from --num-layers",
     "--use-megatron-fsdp": "--use-megatron-fsdp: the model is wrapped in DDP",
     "--cuda-graph-impl local": "--cuda-graph-impl: micro-batches differ in length",
-    "--ckpt-format torch": "--ckpt-format torch: give torch_dist, which any sharding reads",
-    "--hidden-dropout 0.1": "give 0 with --device cpu",
+    "--ckpt-format torch": "--ckpt-format is torch: use torch_dist",
+    "--hidden-dropout 0.1": "--device cpu requires --attention-dropout 0",
     "--device cuda --hidden-dropout 0.1": "hidden_dropout=0.1: training draws random numbers",
     "--num-experts 4 --moe-router-topk 2 --moe-input-jitter-eps 0.1": "moe_input_jitter_eps=0.1: "
     "rou",
     "--num-experts 4 --moe-router-topk 2 "
     "--moe-expert-capacity-factor 1": "expert_capacity_factor=1.0",
-    "--position-embedding-type yarn": "--position-embedding-type yarn is not built here",
+    "--position-embedding-type yarn": "--position-embedding-type yarn is not supported",
     "--eps-clip inf": "--eps-clip",
-    "--task spell_backward": "give one of --rollout-files and --task",
-    "--save-hf x": "--save-hf x: give --hf-model, and a name that is free",
-    "--hf-model nowhere": "there is no nowhere/config.json",
+    "--task spell_backward": "give either --rollout-files or --task",
+    "--save-hf x": "--save-hf x requires --hf-model",
+    "--hf-model nowhere": "nowhere/config.json does not exist",
     "--tensor-model-parallel-size 3": "Megatron refuses these flags: world size",
     "--num-layers 5 --pipeline-model-parallel-size 2": "--num-layers 5 cannot be split evenly",
     "--loss-aggregation constant": "--loss-aggregation-divisor",
-    "--save x": "--save x: give the steps between checkpoints",
+    "--save x": "--save x requires --save-interval",
 }
 
 

@@ -75,7 +75,7 @@ def _score_with_the_policy(rank: int) -> None:
     ("flags", "message"),
     [
         (KL, "ref_log_probs"),
-        (KL + "--ref-load nowhere", "--ref-load nowhere: neither Megatron's nor"),
+        (KL + "--ref-load nowhere", "--ref-load nowhere has neither Megatron's nor"),
     ],
 )
 def test_a_missing_reference_ends_all_ranks_with_a_line(rollouts, tmp_path, flags, message):

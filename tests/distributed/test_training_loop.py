@@ -64,7 +64,7 @@ NEEDS = {
     "per token": (Loop(options=PER_TOKEN), "divides the gradients by the step's tokens"),
     "bias of experts": (Loop(config=BIASED), "moe_router_enable_expert_bias"),
     # A second equal step had another gradient of the routers, by 0.7 %.
-    "tokens of experts": (Loop(options=COUNTING), "that global_aux_loss has counted"),
+    "tokens of experts": (Loop(options=COUNTING), "token counts of global_aux_loss"),
 }
 
 
@@ -143,7 +143,7 @@ def test_a_model_without_ddp_is_told_to_be_wrapped() -> None:
 
 TO_PER_TOKEN = Loop(Sharding(context=2), config={"calculate_per_token_loss": True})
 FROM_PER_TOKEN = Loop(Sharding(context=2), PER_TOKEN, {"calculate_per_token_loss": False})
-OTHER = "and DDP was built with the other: gradients would be 2 times too"
+OTHER = "but DDP was built with the opposite: gradients would be 2 times too"
 FORGOTTEN = {
     "config.no_sync_func = model.no_sync": Loop(Sharding(data=2), OVERLAP, {"no_sync_func": None}),
     "config.grad_scale_func = optimizer.scale_loss": Loop(config={"fp16": True}),
@@ -172,7 +172,9 @@ def test_gradients_of_the_step_before_are_refused(run: Run) -> None:
     """The third step had 3 times the gradient, and the checksum was 1."""
     loop = Loop(options=ModelOptions(value_head=isinstance(run, ValueRun)), run=run)
     (words,) = run_ranks(words_without_zeroing, 1, loop)
-    assert words.startswith("zero_grad_buffer() of the model was not called since the step before")
+    assert words.startswith(
+        "zero_grad_buffer() of the model was not called after the previous step"
+    )
     assert "PolicyStep(accumulate_gradients=True)" in words
 
 
@@ -186,7 +188,9 @@ def words_of_a_second_epoch(loop: Loop) -> str:
 
 def test_gradients_of_the_epoch_before_are_refused() -> None:
     (words,) = run_ranks(words_of_a_second_epoch, 1, Loop())
-    assert words.startswith("zero_grad_buffer() of the model was not called since the step before")
+    assert words.startswith(
+        "zero_grad_buffer() of the model was not called after the previous step"
+    )
 
 
 def step_of_many_policy_steps(loop: Loop) -> tuple[Outcome | None, str]:
@@ -253,7 +257,7 @@ def accumulating_words(loop: Loop) -> str:
     [
         (Loop(Sharding(data=2), ModelOptions(distributed_optimizer=True)), RANKS),
         (Loop(Sharding(tensor=2, sequence_parallel=True)), "gradients of norms"),
-        (Loop(options=PER_TOKEN), "divided by the tokens of this one"),
+        (Loop(options=PER_TOKEN), "divided by this step's tokens"),
     ],
     ids=["distributed optimizer", "sequence parallelism", "per token"],
 )

@@ -57,10 +57,13 @@ NOT_FINITE = replace(RIGHT, gradient_error=math.inf, common_ratio=math.nan, wors
     (scaled(1.37), "gradient is 1.37 times the reference"),
     (scaled(2.0**16), "gradient is 6.554e+04 times the reference: 65536 = the loss scale"),
     (NOT_FINITE, "not finite in table on rank 3"),
-    (replace(RIGHT, loss=-3.0), "gradients agree; the reported loss is -3 and not -1.5 (2 times)"),
+    (
+        replace(RIGHT, loss=-3.0),
+        "gradients agree; the reported loss is -3 instead of -1.5 (2 times)",
+    ),
     (
         replace(RIGHT, checksum=2.0),
-        "gradients agree; the weights that reached the loss are 2 times those of the step's totals "
+        "gradients agree; the sample weights in the loss add up to 2 instead of 1 "
         "(aggregation_checksum)",
     ),
     (
@@ -91,7 +94,7 @@ def test_token_counts_of_one_rank_are_named():
     active = [sample.num_active_tokens for sample in make_samples(options, 2)]
     ratio = sum(active) / sum(active[1::2])
     (found,) = diagnoses([scaled(ratio)], options, 2)
-    assert found.endswith(f": {ratio:.6g} = T over that of data-parallel rank 1")
+    assert found.endswith(f": {ratio:.6g} = T over data-parallel rank 1's T")
 
 
 def replicas(*axes: str) -> list[CheckRow]:
@@ -140,7 +143,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     "a norm": (
         [MODEL, replace(UPDATE, gradient_norm=2.0)],
-        {1: "gradients agree; the gradient norm is 2 and not 1 (2 times)"},
+        {1: "gradients agree; the gradient norm is 2 instead of 1 (2 times)"},
     ),
     "updates of a factor": (
         [MODEL, off(UPDATE, "a", ratio=2.0)],
@@ -158,7 +161,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     "weights and checksum": (
         [replace(off(RIGHT), checksum=0.5)],
-        {0: "the weights that reached the loss are 0.5 times"},
+        {0: "the sample weights in the loss add up to 0.5 instead"},
     ),
     "words of the user's model": (
         [replace(off(OWN, words="the gradient of a is wrong", gradient_error=50.0), ratio=2.0)],

@@ -35,15 +35,15 @@ Rule = Callable[[Place], bool]
 
 @pytest.mark.parametrize(("is_wrong", "words"), [
     (lambda place: True, ""),
-    (lambda place: place.coordinates[3] == 2, "1024 of 4096 ranks, all those of PP 2"),
-    (lambda place: place.coordinates[:2] == (1, 0), "512 of 4096 ranks, all those of TP 1, CP 0"),
-    (lambda place: place.host == "node7", "8 of 4096 ranks, all those of host node7"),
+    (lambda place: place.coordinates[3] == 2, "1024 of 4096 ranks, all with PP 2"),
+    (lambda place: place.coordinates[:2] == (1, 0), "512 of 4096 ranks, all with TP 1, CP 0"),
+    (lambda place: place.host == "node7", "8 of 4096 ranks, all on host node7"),
     (
         lambda place: place.coordinates[0] == 3 and place.rank % 24 == 7,
-        "171 of 4096 ranks, all in TP 3, CP 1, the first being rank 7 (host node0, TP 3, CP 1, DP "
+        "171 of 4096 ranks, all in TP 3, CP 1, first rank 7 (host node0, TP 3, CP 1, DP "
         "0, PP 0), rank 31",
     ),
-    (lambda place: place.rank % 7 == 0, "586 of 4096 ranks, the first being rank 0 (host node0, TP "
+    (lambda place: place.rank % 7 == 0, "586 of 4096 ranks, first rank 0 (host node0, TP "
                                         "0, "),
 ])  # fmt: skip
 def test_many_wrong_ranks_are_named_by_what_they_share(is_wrong: Rule, words: str) -> None:

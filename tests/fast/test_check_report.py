@@ -47,22 +47,21 @@ OPTIONS_OF_ONE = CheckOptions()
 
 
 @pytest.mark.parametrize(("flags", "named"), [
-    ("--sequence-parallel", "--sequence-parallel needs --tensor-model-parallel-size"),
+    ("--sequence-parallel", "--sequence-parallel requires --tensor-model-parallel-size"),
     ("--context-parallel-size 0", "--context-parallel-size must be an integer >= 1, not 0"),
-    ("--context-parallel-size 3", "--context-parallel-size = 3 must divide"),
+    ("--context-parallel-size 3", "--context-parallel-size = 3 does not divide"),
     ("--virtual-pipeline-model-parallel-size 2", "--virtual-pipeline-model-parallel-size 2"),
-    ("--expert-model-parallel-size 2", "needs --num-experts"),
-    ("--expert-tensor-parallel-size 2", "--expert-tensor-parallel-size 2 needs"),
-    ("--gradient-accumulation-fusion", "--gradient-accumulation-fusion needs a GPU"),
-    ("--cp-comm-type a2a", "--cp-comm-type a2a is Transformer Engine's"),
-    ("--hybrid-model --pipeline-model-parallel-size 2", "--hybrid-model with "
+    ("--expert-model-parallel-size 2", "requires --num-experts"),
+    ("--expert-tensor-parallel-size 2", "--expert-tensor-parallel-size 2 requires"),
+    ("--gradient-accumulation-fusion", "--gradient-accumulation-fusion requires a GPU"),
+    ("--cp-comm-type a2a", "--cp-comm-type a2a requires --transformer-impl"),
+    ("--hybrid-model --pipeline-model-parallel-size 2", "--hybrid-model and "
                                                         "--pipeline-model-parallel-size 2"),
     ("--num-experts 3 --expert-model-parallel-size 2", "--num-experts 3 with"),
     ("--num-experts 1", "--num-experts 1 with"),
     ("--num-experts 2 --expert-model-parallel-size 2", "--expert-model-parallel-size"),
-    ("--num-experts 2 --tensor-model-parallel-size 2", "needs --sequence-parallel"),
-    ("--transformer-impl transformer_engine", "--transformer-impl transformer_engine runs on "
-                                              "--device cuda"),
+    ("--num-experts 2 --tensor-model-parallel-size 2", "requires --sequence-parallel"),
+    ("--transformer-impl transformer_engine", "transformer_engine requires --device cuda"),
 ])  # fmt: skip
 def test_flags_that_cannot_be_served(flags, named, capsys):
     assert main(["--device", "cpu", *flags.split()]) == 2
@@ -95,7 +94,9 @@ def test_unsupported_megatron_is_refused(monkeypatch, capsys):
 def test_world_size_is_a_multiple_of_the_model():
     flags = ["--device", "cpu", "--tensor-model-parallel-size", "2", "--context-parallel-size", "2"]
     parse_options(flags, world_size=8)
-    with pytest.raises(ValueError, match=r"6 processes were started.*torchrun --nproc-per-node 4"):
+    with pytest.raises(
+        ValueError, match=r"does not divide the 6 processes: torchrun --nproc-per-node 4"
+    ):
         parse_options(flags, world_size=6)
 
 
@@ -155,16 +156,16 @@ def test_what_is_not_provable_is_in_the_verdict_and_listed():
 def test_what_the_flags_do_not_use_is_not_listed():
     assert not_checked(OPTIONS_OF_ONE) == {}
     experts = replace(OPTIONS_OF_ONE, num_experts=2)
-    assert not_checked(experts)["losses and bias of routers"] == "needs --num-experts 3 or more"
+    assert not_checked(experts)["router losses and bias"] == "needs --num-experts 3 or more"
     own = replace(OPTIONS_OF_ONE, model_provider="my_project.models:provider")
-    assert [*not_checked(own)] == ["losses of routers and of multi-token prediction in your model"]
+    assert [*not_checked(own)] == ["router and multi-token prediction losses of your model"]
 
 
 def test_flags_after_two_dashes_are_the_provider_s():
     flags = ["--device", "cpu", "--model-provider", "a.b:c", "--", "--lr", "3", "--", "x"]
     options, _ = parse_options(flags)
     assert options.provider_flags == ("--lr", "3", "--", "x") and options.lr == 1e-2
-    with pytest.raises(ValueError, match=r"--lr 3 after --: add --model-provider"):
+    with pytest.raises(ValueError, match=r"--lr 3 after -- requires --model-provider"):
         parse_options(["--device", "cpu", "--", "--lr", "3"])
 
 
@@ -195,9 +196,9 @@ def test_a_report_says_what_is_known_of_the_version(monkeypatch):
     monkeypatch.setattr("megatron_pg.check.report.megatron_core_version", lambda: (0, 18, 2))
     experts = replace(OPTIONS_OF_ONE, num_experts=4)
     said = as_text([RIGHT], experts, 1)
-    assert "known of this megatron-core: in per-token mode the auxiliary" in said
+    assert "known mistake of this megatron-core: in per-token mode the auxiliary" in said
     assert "issue 1652" in json.loads(as_json([RIGHT], experts, 1))["known_mistakes"][0]
-    assert "known of this megatron-core" not in as_text([RIGHT], OPTIONS_OF_ONE, 1)
+    assert "known mistake of this megatron-core" not in as_text([RIGHT], OPTIONS_OF_ONE, 1)
 
 
 @pytest.mark.parametrize("data_size", [1, 2, 5, 64])

@@ -71,7 +71,7 @@ def test_refusals() -> None:
     [
         ("logit", 0.0, "NeMo-RL's loss_fn reads logit"),
         ("logprob", 0.0, "has force_on_policy_ratio True"),
-        ("logprob", 0.02, "entropy_coef is 0.02, and NeMo-RL gives its loss no entropy"),
+        ("logprob", 0.02, "entropy_coef is 0.02, but NeMo-RL gives its loss no entropy"),
     ],
 )
 def test_refusals_of_nemo_rl(reads: str, entropy_coef: float, words: str) -> None:

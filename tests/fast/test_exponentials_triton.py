@@ -164,7 +164,7 @@ def test_gradients(way, columns, entropy_coef):
     ({"dtype": torch.float16}, "bfloat16 hidden states, found torch.float16"),
     ({"temperature": torch.tensor(1.0)}, "which is a tensor here"),
     ({"real": 200}, "56 of the 256 columns of this rank are padding"),
-    ({"main_grad": torch.zeros(256, HIDDEN).bfloat16()}, "float32 gradients, found torch.bf"),
+    ({"main_grad": torch.zeros(256, HIDDEN).bfloat16()}, "float32 main_grad, found torch.bf"),
     ({"main_grad": torch.zeros(257 * HIDDEN)[1 : 256 * HIDDEN + 1].view(256, -1)}, "16 bytes"),
     ({"capability": (10, 0)}, "Hopper"),
     ({"temperature": 0.5}, "has 4 others"),

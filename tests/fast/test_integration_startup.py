@@ -49,7 +49,7 @@ def test_one_line_says_what_is_on(trainer, name, formula, capsys):
     CHECKS[trainer](arguments(trainer, name))
     printed = capsys.readouterr().out
     assert printed.startswith(f"megatron_pg: {name} is on in {trainer}: {formula}")
-    words = f"for the policy loss; KL, entropy and every metric keep the mean of {trainer}\n"
+    words = f"for the policy loss. KL, entropy and every metric keep the mean of {trainer}\n"
     assert printed.endswith(words)
     assert printed.count("\n") == 1
     CHECKS[trainer](arguments(trainer, name, rank=3))
@@ -82,25 +82,26 @@ REFUSED: dict[str, dict[str, tuple[str | None, dict[str, Any], str]]] = {
                               f"--custom-pg-loss-reducer-function-path {PATH}constant divides a "
                               "second time"),
         "a divisor for a mean": ("prompt_mean", {"loss_aggregation_divisor": 4096},
-                                 "loss_aggregation_divisor 4096 is of constant"),
+                                 "loss_aggregation_divisor requires constant"),
         "a divisor below one": ("constant", {"loss_aggregation_divisor": 0.5, **OF_LOSS},
-                                "the divisor is 0.5 | divides by 1 at least"),
+                                "the divisor is 0.5 | divides by at least 1"),
         "a KL term": ("constant", {"loss_aggregation_divisor": 4, "use_kl_loss": True,
                                    "kl_loss_coef": 0.1}, "regularizer_aggregation: sample_mean"),
         "an entropy term": ("token_mean", {"entropy_coef": 0.1}, "regularizer_aggregation: loss"),
         "no such choice": ("token_mean", {"regularizer_aggregation": "own"},
                            "regularizer_aggregation is 'own'"),
         "another aggregation": ("prompt_mean", {"loss_aggregation": "token_mean"},
-                                "loss_aggregation token_mean in the settings"),
+                                "the settings have loss_aggregation token_mean"),
         "half a group a step": ("prompt_mean", {"global_batch_size": 60},
-                                "60 is no multiple of --n-samples-per-prompt 8"),
+                                "60 is not a multiple of --n-samples-per-prompt 8"),
         "another layout": ("prompt_mean", {"qkv_format": "bshd"},
                            "--qkv-format bshd with --context-parallel-size"),
         "another order": ("prompt_mean", {"allgather_cp": True},
-                          "--allgather-cp has another order"),
-        "nothing": (None, {}, "nothing of megatron_pg is on | integrations.TRAINER.prompt_mean"),
+                          "--allgather-cp orders tokens differently"),
+        "nothing": (None, {},
+                    "no megatron_pg aggregation is active | integrations.TRAINER.prompt_mean"),
         "no such function": ("promt_mean", {},
-                             "promt_mean: no such function; there are sample_mean"),
+                             "promt_mean: unknown function, expected sample_mean"),
         "a reducer without a divisor": (None, CONSTANT, "constant has no divisor"),
         "a reducer of tokens": (None, TOKEN_MEAN, "token_mean without --calculate-per-token-loss"),
     },
@@ -112,7 +113,7 @@ REFUSED: dict[str, dict[str, tuple[str | None, dict[str, Any], str]]] = {
     },
     "miles": {
         "a divisor that does not reach the rollout manager": (
-            "constant", {}, "--train-env-vars do not arrive"
+            "constant", {}, "does not get --train-env-vars"
         ),
         "fsdp": ("prompt_mean", {"train_backend": "fsdp"},
                  "--train-backend fsdp does not read rollout_mask_sums"),
@@ -173,7 +174,7 @@ def test_constant_asks_for_one_divisor(monkeypatch, capsys):
     miles.check(arguments("miles", "constant", loss_aggregation_divisor="8e3"))  # as yaml reads it
     assert "L = 8000" in capsys.readouterr().out
     slime.check(arguments("slime", None, loss_aggregation_divisor=4096, **CONSTANT))
-    assert "L = 4096, for the policy loss; KL" in capsys.readouterr().out
+    assert "L = 4096, for the policy loss. KL" in capsys.readouterr().out
     monkeypatch.setenv(DIVISOR_VARIABLE, "8192")
     slime.check(arguments("slime", "constant"))
     assert "L = 8192" in capsys.readouterr().out

@@ -119,7 +119,7 @@ MUTANTS: dict[str, tuple[str, Any, str, dict[str, Any]]] = {
     ),
     "a setting that is unknown": (
         "scale", of_loss(lambda loss: loss.unknown),
-        "cannot be run on tiny samples: AttributeError", {},
+        "fails on tiny samples: AttributeError", {},
     ),
     "a correction without its mask": (
         "corrected", with_all_tokens, GRADIENT, CORRECTIONS["custom"]
@@ -167,7 +167,7 @@ LENGTHS = [DividedLength(3, 0.5), DividedLength(2, 4.0)]
 REFUSED = {
     "a trainer that is not installed": (
         partial(ABSENT.verify, AGGREGATIONS["token_mean"], None, types.SimpleNamespace()),
-        "no_such_trainer cannot be imported here",
+        "no_such_trainer cannot be imported",
     ),
     "a trainer that is not verified": (
         partial(policy_loss_reducer, [5, 3], LENGTHS, MASKS),

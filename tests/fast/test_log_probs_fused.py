@@ -221,7 +221,7 @@ def test_a_frozen_factor(mode, frozen, learns):
 def test_second_backward_is_refused(mode):
     loss = mode(Problem())
     loss.backward(retain_graph=True)
-    assert_refused("second time", loss.backward, error=RuntimeError)
+    assert_refused("allows one backward", loss.backward, error=RuntimeError)
 
 
 @every_mode
@@ -434,7 +434,7 @@ HALF = torch.zeros(3, 4).half()
     ({"options": HeadOptions(chunk_tokens=0)}, ValueError, "chunk_tokens"),
     ({"options": HeadOptions(temperature=0.0)}, ValueError, "temperature"),
     ({"gradient_rows": 4}, ValueError, "gradient_rows"),
-    ({"piece_sizes": [1, 1]}, ValueError, "piece_sizes add up to 2 and there are 3 tokens"),
+    ({"piece_sizes": [1, 1]}, ValueError, "piece_sizes add up to 2 instead of 3 tokens"),
     ({"hidden": HALF, "weight": HALF}, NotImplementedError, "float16"),
 ])  # fmt: skip
 def test_bad_input(change, error, message):

@@ -140,8 +140,8 @@ def test_what_takes_no_transform_says_so():
     hidden, weight, targets, _ = problem()
     factors, options = (hidden, weight, targets), settings(TRANSFORMS["both"])
     kept = Ragged(targets, torch.arange(TOKENS + 1))
-    with pytest.raises(NotImplementedError, match="kept sets take no soft-cap.*found 5"):
+    with pytest.raises(NotImplementedError, match="kept sets and a soft-cap"):
         linear_log_probs_and_entropy(*factors, options, kept=kept)
     teacher = WholeTeacher(Divergence(), logits=hidden @ weight.T)
-    with pytest.raises(NotImplementedError, match="distillation takes an output layer that is its"):
+    with pytest.raises(NotImplementedError, match="supports no logit scale or soft-cap"):
         linear_token_loss(*factors, lambda p, *_: p.sum(), options, scorer=teacher)

@@ -211,7 +211,7 @@ def test_a_model_that_takes_no_padding_mask_is_refused_in_per_token_mode() -> No
     config = {"num_moe_experts": 4, "moe_aux_loss_coeff": 0.01, "calculate_per_token_loss": True}
     model = SimpleNamespace(config=SimpleNamespace(**config), forward=lambda input_ids: None)
     totals = replace(uneven_totals(samples), num_tokens=1000)
-    with pytest.raises(NotImplementedError, match=r"(?s)per-token-loss.*no padding_mask.*0\.16"):
+    with pytest.raises(NotImplementedError, match=r"(?s)per-token-loss.*with padding_mask=.*0\.16"):
         policy_step(PolicyLossConfig(), samples, totals=totals, model=model, groups=Groups())
 
 
@@ -220,7 +220,7 @@ def test_a_micro_batch_of_another_context_parallel_rank_is_refused(packed_for) -
     samples = package_samples(random_step(seed=45))
     batch = pack(samples, cp_rank=packed_for[0], cp_size=packed_for[1])
     step = policy_step(PolicyLossConfig(), samples, groups=Groups(context_size=2))
-    with pytest.raises(ValueError, match=f"rank {packed_for[0]} of {packed_for[1]} and this is "):
+    with pytest.raises(ValueError, match=f"rank {packed_for[0]} of {packed_for[1]}, but this "):
         step.head(batch)
 
 
@@ -252,8 +252,8 @@ def test_a_step_takes_a_divisor_of_its_own(per_token: bool) -> None:
 
 
 @pytest.mark.parametrize(("tokens", "positions", "words"), [
-    (9, 6, "long has token id 9 and the model's embedding 9 rows"),
-    (10, 5, "long has position 5 and the model's embedding 5 rows"),
+    (9, 6, "long has token id 9, but the model's embedding has 9 rows"),
+    (10, 5, "long has position 5, but the model's embedding has 5 rows"),
 ])  # fmt: skip
 def test_what_the_model_has_no_row_for_is_refused_by_sample(tokens, positions, words) -> None:
     """Before the model runs: a GPU would say that some index is out of bounds, of no sample."""

@@ -141,12 +141,12 @@ def test_the_flags_of_a_line_are_written_as_a_settings_file(line, run, tmp_path)
 
 def test_a_settings_file_needs_the_divisor(run, tmp_path) -> None:
     said = run(f"{VERL} {MODE}=megatron_pg_constant", f"--write-config {tmp_path}/a.yaml", 2)
-    assert "--write-config: give --loss-aggregation-divisor" in said
+    assert "--write-config requires --loss-aggregation-divisor" in said
     assert not list(tmp_path.iterdir())
 
 
 OFF = {
-    SLIME: "Where it is off\n  - nowhere that is known",
+    SLIME: "Where it is off\n  - no known error",
     f"{SLIME} {PER_TOKEN}": "T / (T + Z)",
     f"{SLIME} {PER_TOKEN} {HOOK} {OURS}.slime.constant": "slime.constant, "
     "--calculate-per-token-loss is refused at "
@@ -158,8 +158,8 @@ OFF = {
         "entropy is sample_mean, the policy loss constant",
         "0.01 * L / D_i",
     ),
-    f"{SLIME} {REDUCER} mine.reducer": "mine.reducer is not known here",
-    f"{SLIME} --loss-aggregation constant": "<L> is the divisor in tokens, which is not given",
+    f"{SLIME} {REDUCER} mine.reducer": "mine.reducer is unknown",
+    f"{SLIME} --loss-aggregation constant": "<L> is the unknown divisor in tokens",
     f"{SLIME} --loss-aggregation constant --pg-loss-divisor 64": (
         "with L = 64",
         "loss_aggregation_divisor: 64",
@@ -172,7 +172,7 @@ OFF = {
     f"{SLIME} --pg-loss-divisor 64": "--loss-aggregation constant --loss-aggregation-divisor 64",
     f"{SLIME} $EXTRA_ARGS": "$EXTRA_ARGS is not set",
     f"{SLIME} --colocate $EXTRA_ARGS": "$EXTRA_ARGS is not set",
-    f"{VERL} {ACTOR}megatron.context_parallel_size=8": "n / (CP (n // CP)) too large",
+    f"{VERL} {ACTOR}megatron.context_parallel_size=8": "n / (CP (n // CP)) times too large",
     f"{VERL} {NORM} {ACTOR}loss_scale_factor=64": ("one half of Dr.GRPO", f"unless {NO_STD}"),
     f"{VERL} {NO_STD}": "the other is the constant divisor",
     f"{SLIME} {REDUCER} {OURS}.constant": "which --disable-grpo-std-normalization leaves out",
@@ -182,14 +182,15 @@ OFF = {
         "no divisor: refused unless MEGATRON_PG_LOSS_AGGREGATION_DIVISOR is set",
         "--loss-aggregation-divisor <L>",
     ),
-    f"{VERL} {NORM}": "the longest response of each micro-batch",
+    f"{VERL} {NORM}": "else each micro-batch's longest response",
     f"{VERL} {MODE}=kl_cov": "ranked within a micro-batch: the loss depends on packing",
     f"{VERL} {ADAPTIVE}": "by --kl-target 0.05 --kl-horizon 10000",
     # Of verl's per-token losses geo_mean alone passes over loss_agg_mode and the totals of the
     # step.
     f"{VERL} {ACTOR}use_kl_loss=true {MODE}=geo_mean": "M times the mean over rollouts",
     f"{NEMO_RL} loss_fn.token_level_loss=false grpo.overlong_filtering=true": "N / N_kept",
-    f"{NEMO_RL} loss_fn.positive_example_nll_weight=0.1": "0.1 is multiplied by the right answers",
+    f"{NEMO_RL} loss_fn.positive_example_nll_weight=0.1": "0.1 is multiplied by the step's "
+    "number of correct responses",
 }
 
 
@@ -232,29 +233,29 @@ def test_the_terms_go_with_an_aggregation_that_is_asked_for(run) -> None:
 
 
 BAD = {
-    f"{SLIME} --kl-loss-coeff 0.1": "--kl-loss-coeff: no key of slime that is known here; the "
+    f"{SLIME} --kl-loss-coeff 0.1": "--kl-loss-coeff: unknown key of slime, the "
     "nearest is --kl-loss-coef",
-    f"{SLIME} --loss-agg-mode token-mean": "--loss-agg-mode: no key of slime",
+    f"{SLIME} --loss-agg-mode token-mean": "--loss-agg-mode: unknown key of slime",
     f"{SLIME} --calculate-per-tokens-loss": "the nearest is --calculate-per-token-loss",
     f"{SLIME} --advantage-estimator grp": "--advantage-estimator is 'grp': expected grpo gspo",
     f"{SLIME} --entropy-coef nan": "--entropy-coef is 'nan': expected a number",
     f"{SLIME} --entropy-coef small": "--entropy-coef is 'small': expected a number",
     f"{SLIME} --use-kl-loss --kl-loss-coef $COEF": "--kl-loss-coef is $COEF: $COEF is not set",
     f"{SLIME} --advantage-estimator $HOW": "--advantage-estimator is $HOW: $HOW is not set",
-    f"{SLIME} '$(cat flags)'": "$(cat flags) is known to the shell alone",
-    f"{NEMO_RL} --config none.yaml": "none.yaml is not here, and its settings decide the loss",
-    f"{SLIME} --custom-config-path=none.yaml": "none.yaml is not here",
-    f"{VERL} --config-name=mine": "mine.yaml is not here",
+    f"{SLIME} '$(cat flags)'": "$(cat flags) is known only to the shell",
+    f"{NEMO_RL} --config none.yaml": "none.yaml was not found, and its settings affect the loss",
+    f"{SLIME} --custom-config-path=none.yaml": "none.yaml was not found",
+    f"{VERL} --config-name=mine": "mine.yaml was not found",
     "python train.py $EXTRA_ARGS": "$EXTRA_ARGS is not set",
     f"{VERL} {ACTOR}loss_agg_mod=token-mean": f"the nearest is {ACTOR}loss_agg_mode",
     f"{VERL} {ACTOR}loss_agg_mode=token_mean": "expected token-mean token-sum",
     f"{VERL} {ACTOR}use_kl_loss=maybe": "expected true or false",
-    f"{VERL} actor_rollout.actor.entropy_coeff=1": "actor_rollout.actor.entropy_coeff: no key of "
-    "verl",
+    f"{VERL} actor_rollout.actor.entropy_coeff=1": "actor_rollout.actor.entropy_coeff: "
+    "unknown key of verl",
     f"{NEMO_RL} loss_fn.ratio_clip_mx=0.3": "the nearest is loss_fn.ratio_clip_max",
     f"{VERL} +{ACTOR}policy_loss.tau_pos=2": f"the nearest is {ACTOR}tau_pos",
-    f"{NEMO_RL} dpo.sft_loss_weight=1": "dpo.sft_loss_weight: no key of nemo-rl",
-    "python train.py": "no key tells which trainer this is for (found: nothing)",
+    f"{NEMO_RL} dpo.sft_loss_weight=1": "dpo.sft_loss_weight: unknown key of nemo-rl",
+    "python train.py": "no key identifies the trainer (found: nothing)",
     "": "give a file or, after `--`",
 }
 
@@ -304,7 +305,7 @@ def test_yaml_with_defaults_and_settings_beside_a_line(tmp_path: Path, capsys) -
     settings = of_words(line).settings  # in NeMo-RL the line wins
     assert [settings[f"loss_fn.ratio_clip_{end}"] for end in ("min", "max")] == [0.1, 0.3]
     assert main([written("lost.yaml", "defaults: lost_base\nloss_fn: {ratio_clip_max: 1}\n")]) == 2
-    assert "lost_base is not here" in capsys.readouterr().err
+    assert "lost_base was not found" in capsys.readouterr().err
     assert main([written("list.yaml", "- 1\n")]) == 2 and main([str(tmp_path / "none.yaml")]) == 2
     assert "holds a list" in capsys.readouterr().err
 
@@ -583,7 +584,7 @@ NOT_CARRIED_OVER = {
     f"{ACTOR}ppo_epochs=2": "2 optimizer",
     f"{SLIME} --advantage-estimator ppo": "--advantage-estimator=ppo: advantages of a critic",
     f"{SLIME} --advantage-estimator ppo --lambd 0.95": "--lambd=0.95",
-    f"{SLIME} {R_PLUS_PLUS} --kl-coef 0.1": "--kl-coef=0.1: a KL in the reward",
+    f"{SLIME} {R_PLUS_PLUS} --kl-coef 0.1": "--kl-coef=0.1: subtract the KL",
     f"{SLIME} {R_PLUS_PLUS} --gamma 0.9": "--gamma=0.9",
     f"{SLIME} --custom-advantage-function-path a.b": "--custom-advantage-function-path=a.b",
     f"{SLIME} --custom-reward-post-process-path a.b": "--custom-reward-post-process-path=a.b",
@@ -595,7 +596,7 @@ NOT_CARRIED_OVER = {
     f"64": "4 optimizer",
     f"{MILES} --rollout-batch-size 32 --n-samples-per-prompt 8 --global-batch-size "
     f"128": "2 optimizer",
-    NEMO_RL: "grpo.adv_estimator.use_leave_one_out_baseline=True: mean and deviation of the other",
+    NEMO_RL: "grpo.adv_estimator.use_leave_one_out_baseline=True: its mean and deviation",
     f"{NEMO_RL} grpo.adv_estimator.name=gdpo": "grpo.adv_estimator.name=gdpo",
     f"{NEMO_RL} grpo.advantage_clip_low=-1": "grpo.advantage_clip_low=-1",
     f"{NEMO_RL} grpo.num_prompts_per_step=64": "2 optimizer steps per batch",
@@ -694,7 +695,7 @@ def test_the_plugin_of_verl_takes_its_lines(estimator, batch, mode, run, monkeyp
 def test_estimators_that_the_plugin_cannot_make_have_no_lines(estimator: str, run) -> None:
     line = f"{VERL} algorithm.adv_estimator={estimator}"
     printed = run(line, "--loss-aggregation prompt_mean")
-    assert f"(no lines: verl makes the advantages of {estimator}" in printed
+    assert f"(no lines: verl handles {estimator} only by name" in printed
     assert "megatron_pg_prompt_mean" not in printed
 
 
@@ -775,7 +776,7 @@ def test_a_mean_of_each_micro_batch_is_no_aggregation() -> None:
 def test_lengths_are_whole_numbers(given: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--lengths", given, "--", *shlex.split(VERL)])
-    assert f"--lengths: {given!r}: expected whole numbers" in capsys.readouterr().err
+    assert f"--lengths: {given!r}: expected numbers of active tokens" in capsys.readouterr().err
 
 
 def test_likelihood_is_not_printed_as_ppo(run) -> None:

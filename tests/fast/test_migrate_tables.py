@@ -20,7 +20,7 @@ NOTES = {
     f"{SLIME} $EXTRA_ARGS": "$EXTRA_ARGS is not set",
     f"{SLIME} --eval-prompt-data a $DIR/b": "",
     f"{VERL} --config-name=ppo_megatron_trainer": "",
-    f"python3 -m recipe.sppo.main_sppo {VERL.split()[-1]}": "recipe.sppo.main_sppo is launched",
+    f"python3 -m recipe.sppo.main_sppo {VERL.split()[-1]}": "main_sppo is an unknown program",
 }
 
 
@@ -34,7 +34,7 @@ FILES_BY_NAME = {
     (
         "rlvr.yaml",
         "actor_train: {model_args: {}}\npg_clip: 0.2\n",
-    ): "ROLL is not read: an adapter of your own",
+    ): "migrate does not read ROLL: write an adapter",
     (
         "fast.yaml",
         "model: {head: {losses: {grpo: {epsilon_low: 0.1}}}}\n",
@@ -44,11 +44,11 @@ FILES_BY_NAME = {
         "roll.yaml",
         "actor_train: {a: {}}\nratio_type: segment\n",
     ): "segment: --policy-loss gspo --sequence-unit turn",
-    ("run.py", "print()"): "run.py is not read: paste the command line that it runs",
+    ("run.py", "print()"): "run.py is not a YAML: paste the command line that it runs",
     (
         "run.sh",
         "python train.py --use-kl-loss",
-    ): "run.sh is not read: paste the expanded command line (`bash -x` or `set -x` prints it)",
+    ): "run.sh is not a YAML: paste the expanded command line (`bash -x` or `set -x` prints it)",
 }
 LINES_BY_NAME = {
     "python open_instruct/grpo_fast.py --loss_denominator token": "loss_denominator=token: "
@@ -57,16 +57,16 @@ LINES_BY_NAME = {
     "as loss_denominator",
     "trl grpo --loss_type luspo": "loss_type=luspo: --policy-loss gspo --loss-agg",
     "trl grpo --loss_type vespo": "loss_type=vespo: --policy-loss vespo",
-    "megatron rlhf --loss_type fipo": "loss_type=fipo: no flag: an objective of your own",
+    "megatron rlhf --loss_type fipo": "loss_type=fipo: no flag: write a custom objective",
     "uv run examples/run_ppo.py ppo.adv_estimator.gae_lambda_value=1.0": "gae_lambda_value=1.0: "
     "--value-lam",
     "uv run -m skyrl.main "
     "trainer.algorithm.policy_loss_type=rollout_is": "rollout_is: --policy-loss dis",
     "uv run -m skyrl.main trainer.algorithm.policy_loss_type=kl_cov": "none: depends on packing",
-    "python3 -m openrlhf.cli.train_ppo_ray --actor.x 1": "OpenRLHF is not read",
-    "uv run -m skyrl.train.entrypoints.main_base trainer.algorithm.x=1": "SkyRL is not read",
-    "torchrun -m verl.trainer.sft_trainer data.x=1": "verl's SFT, evaluation or generation is not "
-    "read",
+    "python3 -m openrlhf.cli.train_ppo_ray --actor.x 1": "migrate does not read OpenRLHF",
+    "uv run -m skyrl.train.entrypoints.main_base trainer.algorithm.x=1": "does not read SkyRL",
+    "torchrun -m verl.trainer.sft_trainer data.x=1": "does not read verl's SFT, evaluation "
+    "or generation",
     "echo hello": "(found: nothing): give --trainer with one of miles",
 }
 
@@ -99,15 +99,12 @@ AGG = f"{ACTOR}loss_agg_mode"
 RECIPES = {
     ("vanilla", "prompt_mean"): f"{MODE}=megatron_pg_prompt_mean",
     ("gspo", "prompt_mean"): f"{MODE}=megatron_pg_prompt_mean_gspo",
-    (
-        "gpg",
-        "prompt_mean",
-    ): "(no lines: this package's prompt_mean in verl is that of vanilla or gspo",
+    ("gpg", "prompt_mean"): "(no lines: this package's prompt_mean in verl is for vanilla or gspo",
     ("gspo", "sample_mean"): f"{AGG}=seq-mean-token-mean",
     ("cispo", "token_mean"): f"{AGG}=token-mean",
     ("dppo_tv", "constant"): f"{AGG}=seq-mean-token-sum-norm",
-    ("sapo", "token_mean"): "(no lines: verl gives sapo seq-mean-token-mean",
-    ("geo_mean", "sample_mean"): "(no lines: geo_mean reads no aggregation)",
+    ("sapo", "token_mean"): "(no lines: verl always gives sapo seq-mean-token-mean",
+    ("geo_mean", "sample_mean"): "(no lines: geo_mean ignores the aggregation)",
 }
 
 
@@ -157,9 +154,9 @@ def test_the_flags_of_pull_requests(flags: str) -> None:
 
 
 TOP_P = {
-    ("python3 train.py", ""): ("renormalised to the nucleus", "--replay-sampling-set"),
+    ("python3 train.py", ""): ("renormalized over the nucleus", "--replay-sampling-set"),
     ("python3 train.py", "--entropy-coef 0.1"): (
-        "renormalised",
+        "renormalized",
         "no counterpart here: --rollout-top-p=0.9",
     ),
     ("python3 miles/train.py", ""): ("training scores the whole vocabulary", ""),

@@ -56,11 +56,11 @@ def test_a_model_whose_output_layer_stays_what_it_is_is_named(flag: str) -> None
     assert_refused(words, step, config)
     model, error = torch.nn.Module(), NotImplementedError
     model.config = SimpleNamespace()
-    words = f"that of Module is none: drop {flag}"
+    words = f"but Module has none: drop {flag}"
     assert_refused(words, step, config, model=model, error=error)
     model.language_model = torch.nn.Module()
     model.language_model.output_layer = torch.nn.Linear(2, 3)
-    words = "ColumnParallelLinear; that of Module is Linear"
+    words = "as the model's output_layer, but Module has Linear"
     assert_refused(words, step, config, model=[model], error=error)
 
 

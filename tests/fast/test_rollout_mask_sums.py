@@ -246,7 +246,7 @@ def test_slimes_groups_by_a_field_of_the_rollout() -> None:
     lengths = by_field["response_lengths"], by_index["response_lengths"]
     assert carried(lengths[0]).equal(carried(lengths[1]))
     args = arguments(loss_aggregation_group_key="group")
-    words = "has no field group to tell prompt groups by"
+    words = "has no field group for prompt groups"
     assert_refused(words, slime.prompt_mean, args, 0, by_field)
 
 

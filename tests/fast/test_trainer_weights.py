@@ -141,13 +141,13 @@ def test_a_verl_is_verified_or_refused(aggregation, objective, monkeypatch):
     check(plain_verl())
     assert config.global_batch_info == {} and verify.verified == {("verl", *loss)}
     words = (
-        f"{aggregation} by verl's {objective} | 0.9.1 | a gradient of log-probs is | expected | "
+        f"{aggregation} with verl's {objective} | 0.9.1 | a gradient of log-probs is | expected | "
         f"migrating.md"
     )
     assert_refused(words, check, plain_verl(scale=1.0005))
     if aggregation in ("token_mean", "constant"):
         assert_refused(words, check, plain_verl(honours_weights=False))
-    assert_refused("cannot be run on tiny samples: KeyError", check, {})
+    assert_refused("fails on tiny samples: KeyError", check, {})
 
 
 def test_verls_padding_samples_are_in_no_prompt_group():
@@ -182,7 +182,7 @@ def test_the_tag_changes_less_than_a_rounding_or_two_and_is_seen(monkeypatch):
     untagged = (verl._refuse_untagged, advantages, mask)
     assert_refused("adv_estimator=megatron_pg_prompt_mean_grpo", *untagged)
     verl._refuse_untagged(torch.zeros(2, 2), mask[:2, :2])  # shows nothing
-    assert_refused("do not carry", *untagged)
+    assert_refused("lack their prompt groups", *untagged)
     verl._refuse_untagged(tagged, mask)
 
 
@@ -199,7 +199,7 @@ def test_verls_divisor(monkeypatch):
 
 def test_estimator_settings(monkeypatch):
     refuse = functools.partial(verl.refuse_estimator_settings, "grpo")
-    assert_refused("actor_rollout_ref can be found", refuse, {"gamma": 1.0}, 6, GROUPS)
+    assert_refused("no configuration with actor_rollout_ref", refuse, {"gamma": 1.0}, 6, GROUPS)
     loss = types.SimpleNamespace(loss_mode="megatron_pg_prompt_mean")
     actor = types.SimpleNamespace(policy_loss=loss, ppo_mini_batch_size=2)
     parts = {"actor": actor, "rollout": types.SimpleNamespace(n=3)}

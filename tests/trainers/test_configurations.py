@@ -46,7 +46,7 @@ def test_the_trainers_own_configurations(name: str, capsys: pytest.CaptureFixtur
     for _, path, *expected in (row for row in ROWS if row[0] == name):
         if not expected:
             assert main([str(folder / path)]) == 2
-            assert f"{name} is not read" in capsys.readouterr().err, path
+            assert f"migrate does not read {name}" in capsys.readouterr().err, path
             continue
         line = read(folder / path, [])
         given = dict(word.split("=", 1) for word in expected[1].split()) if expected[1:] else {}

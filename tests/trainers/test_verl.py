@@ -231,5 +231,5 @@ def test_the_command_sees_the_plugin(tmp_path):
 def test_the_command_reports_what_verl_swallows(tmp_path):
     done = command(tmp_path, "sys.modules['megatron_pg.integrations.verl_plugin'] = None")
     assert done.returncode == 1
-    assert "verl says: Failed to load plugin 'megatron_pg'" in done.stdout
+    assert "verl logged: Failed to load plugin 'megatron_pg'" in done.stdout
     assert "loss_mode): none" in done.stdout

@@ -1,3 +1,1 @@
-"""The divergence of each row from a teacher, over the whole vocabulary or over the teacher's top
-k.
-"""
+"""The divergence of each row from a teacher, over the whole vocabulary or the teacher's top k."""

@@ -1,7 +1,7 @@
-"""The divergence of each row's distribution from a teacher's, over the whole vocabulary: its
-formulas, and passes in torch.
+"""The divergence of each row from a teacher over the whole vocabulary: formulas, and passes in
+torch.
 
-With p of the student, q of the teacher, both of `softmax(logits / temperature)`:
+With p the student and q the teacher, both `softmax(logits / temperature)`:
 
     forward_kl    sum_v q log(q / p)
     reverse_kl    sum_v p log(p / q)
@@ -31,10 +31,10 @@ class Divergence:
 
     kind: Kind = "reverse_kl"
     beta: float = 0.5
-    """Weight of the teacher in the mixture of `jsd`, inside (0, 1)."""
+    """The teacher's weight in the mixture of `jsd`, between 0 and 1, both excluded."""
 
     def terms(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each column's part of the divergence, and g; both are 0 where the weighing
+        """Return each column's part of the divergence, and g. Both are 0 if the weighting
         probability is 0.
         """
         p, q = log_p.exp(), log_q.exp()
@@ -50,9 +50,7 @@ class Divergence:
 
 @dataclass(frozen=True)
 class LogitPair:
-    """The logits [tokens, v/tp] of student and teacher in the same columns, with their
-    statistics.
-    """
+    """The logits [tokens, v/tp] of student and teacher in the same columns, with statistics."""
 
     divergence: Divergence
     student: LogitRows
@@ -69,7 +67,7 @@ def local_sums(pair: LogitPair) -> Tensor:
 
 
 def write_gradient(pair: LogitPair, moment: Tensor, incoming: Tensor, out: Tensor) -> None:
-    """Write `incoming` [tokens] times the gradient to the student's logits into `out`, which may be
+    """Write `incoming` [tokens] times the gradient to the student's logits to `out`, which may be
     the teacher's logits.
 
     A row whose incoming gradient is 0 gets exactly 0. `moment` [tokens] is the sum of g over all
@@ -86,7 +84,7 @@ def write_gradient(pair: LogitPair, moment: Tensor, incoming: Tensor, out: Tenso
 
 
 def _log_softmaxes(pair: LogitPair, part: slice) -> list[Tensor]:
-    """Compute the log-probabilities of student and teacher in this shard's columns of some rows."""
+    """Compute some rows' log-probabilities of student and teacher in this shard's columns."""
     columns, temperature = pair.student.shard.columns, pair.student.temperature
     chunks = [(logits[part, :columns], statistics.rows(part)) for logits, statistics in pair.models]
     return [own.log_softmax(x.to(wide_dtype(x.dtype)), temperature) for x, own in chunks]

@@ -1,4 +1,4 @@
-"""The divergence's passes as Triton kernels of one row a program, with the functions and signatures
+"""The divergence's passes as Triton kernels, one row per program, with the functions and signatures
 of `divergence`.
 """
 
@@ -18,18 +18,18 @@ _TILE, _WARPS = 4096, 8
 
 @triton.jit
 def _log_softmax(base, lanes, mask, maximum, log_sum, inverse_temperature):
-    """Return the log-probabilities of a tile, held above a finite number; SMALLEST outside of
-    the row.
+    """Return a tile's log-probabilities, but at least SMALLEST, which is also the value outside the
+    row.
     """
     logits = tl.load(base + lanes, mask=mask, other=-float("inf")).to(tl.float32)
     log_p = (logits - maximum) * inverse_temperature - log_sum
-    # 0 * -inf is NaN. A NaN logit still shows, through the exponential.
+    # 0 * -inf would be NaN. A NaN logit still propagates through the exponential.
     return tl.where(log_p < SMALLEST, SMALLEST, log_p)
 
 
 @triton.jit
 def _terms(log_p, log_q, beta, KIND: tl.constexpr, SPECIAL: tl.constexpr):
-    """Return each column's part of the divergence, and g, as `Divergence.terms` does."""
+    """Return each column's part of the divergence and g, like `Divergence.terms`."""
     p, q = tl.exp(log_p), tl.exp(log_q)
     if KIND == "forward_kl":
         value = tl.where(q == 0.0, 0.0, q * (log_q - log_p))
@@ -38,7 +38,7 @@ def _terms(log_p, log_q, beta, KIND: tl.constexpr, SPECIAL: tl.constexpr):
         value = tl.where(p == 0.0, 0.0, p * (log_p - log_q))
         weighted = value
     else:
-        # Below every logarithm of a float32: a mixture that counts as 0 weighs nothing.
+        # The bound is below every float32 logarithm. A mixture of 0 has no weight.
         log_m = tl.maximum(log2(beta * q + (1.0 - beta) * p, SPECIAL), -150.0) * LN_2
         weighted = (1.0 - beta) * tl.where(p == 0.0, 0.0, p * (log_p - log_m))
         value = weighted + beta * tl.where(q == 0.0, 0.0, q * (log_q - log_m))
@@ -52,7 +52,7 @@ def sums_kernel(
     row_mask, temperature, out, columns, beta,
     KIND: tl.constexpr, SPECIAL: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Write the sums [tokens, 2] of one row's columns."""
+    """Write one row of the sums [tokens, 2] over this shard's columns."""
     row = tl.program_id(0).to(tl.int64)
     live = tl.full((), 1, tl.int1)
     if row_mask is not None:
@@ -82,7 +82,7 @@ def gradient_kernel(
     moment, incoming, temperature, out, out_stride, columns, width, beta,
     KIND: tl.constexpr, SPECIAL: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of one row; padding columns, and rows without a gradient, get 0. `out` may
+    """Write the gradient of one row. Padding columns and rows without a gradient get 0. `out` may
     be the teacher's logits.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -108,7 +108,7 @@ def gradient_kernel(
 
 
 def local_sums(pair: LogitPair) -> Tensor:
-    """Read both once; see `divergence.local_sums`."""
+    """Read both models' logits once. See `divergence.local_sums`."""
     student = pair.student
     sums = student.temperature.new_zeros(len(student.logits), 2)
     if len(sums):
@@ -122,7 +122,7 @@ def local_sums(pair: LogitPair) -> Tensor:
 
 
 def write_gradient(pair: LogitPair, moment: Tensor, incoming: Tensor, out: Tensor) -> None:
-    """Read both once and write once; see `divergence.write_gradient`."""
+    """Read both models' logits once and write once. See `divergence.write_gradient`."""
     if len(out):
         gradient_kernel[(len(out),)](
             *_inputs(pair), packed(moment), packed(incoming, torch.float32),
@@ -134,7 +134,7 @@ def write_gradient(pair: LogitPair, moment: Tensor, incoming: Tensor, out: Tenso
 
 
 def _inputs(pair: LogitPair) -> list[Tensor | int | None]:
-    """Return the kernels' arguments of both models."""
+    """Return the kernels' arguments for both models."""
     arguments: list[Tensor | int | None] = []
     for logits, own in pair.models:
         arguments += [logits, logits.stride(0), packed(own.maximum), packed(own.log_sum)]

@@ -1,5 +1,5 @@
-"""The teachers of the divergence, by logits, by hidden states with output weight, or by the k
-likeliest tokens.
+"""Teachers, given as logits, as hidden states with an output weight, or as the k likeliest
+tokens.
 """
 
 import math
@@ -19,12 +19,12 @@ from megatron_pg.head.from_logits import ScoreGradients
 from megatron_pg.head.vocabulary_shard import Incoming, LogitRows, RowStatistics, ScoreGradient
 
 _LEAST_REST = 1e-7
-"""The least probability of all tokens beside the k; the student's float32 sum of exponentials
-resolves no less."""
+"""The smallest probability of all tokens outside the k. The student's float32 sum of exponentials
+cannot resolve less."""
 
 
 def _in_addition(gradient: Callable[[Tensor, torch.dtype], Tensor]) -> ScoreGradients:
-    """Add a gradient [rows, v/tp] of the divergence to that of the other outputs."""
+    """Add the divergence's gradient [rows, v/tp] to the gradient of the other outputs."""
 
     def of_all(incoming: Incoming, dtype: torch.dtype) -> ScoreGradient:
         *to_rows, to_divergence = incoming
@@ -36,7 +36,7 @@ def _in_addition(gradient: Callable[[Tensor, torch.dtype], Tensor]) -> ScoreGrad
 
 @dataclass(frozen=True)
 class WholeTeacher:
-    """A teacher by its distribution over the whole vocabulary: give `logits`, or `hidden` and
+    """A teacher given by its distribution over the whole vocabulary: `logits`, or `hidden` and
     `weight`.
     """
 
@@ -45,11 +45,11 @@ class WholeTeacher:
 
     divergence: Divergence
     logits: Tensor | None = None
-    """The logits [tokens, v/tp] of this rank's columns; not changed."""
+    """The logits [tokens, v/tp] of this rank's columns, which are not changed."""
     hidden: Tensor | None = None
     """The hidden states [tokens, teacher's hidden], the same on every tensor-parallel rank."""
     weight: Tensor | None = None
-    """The output weight [v/tp, teacher's hidden]: logits are made a chunk at a time."""
+    """The output weight [v/tp, teacher's hidden]. Logits are computed chunk by chunk."""
 
     def on(
         self, student: LogitRows, statistics: RowStatistics, rows: slice
@@ -79,24 +79,24 @@ class WholeTeacher:
         if self.logits is not None:
             logits = self.logits[rows]
         elif self.hidden is not None and self.weight is not None:
-            # As precise as the student's.
+            # The same precision as the student's logits.
             logits = student.logits.new_empty(len(student.logits), len(self.weight))
             multiply(self.hidden[rows], self.weight.t(), logits)
         else:
-            raise ValueError("a teacher is its logits, or its hidden states and its output weight")
+            raise ValueError("WholeTeacher requires logits, or hidden and weight")
         if logits.shape != student.logits.shape:
             raise ValueError(
                 f"the teacher's logits are {list(logits.shape)} and the student's "
-                f"{list(student.logits.shape)}: they are "
-                "of the same tokens and the same columns of one vocabulary"
+                f"{list(student.logits.shape)}: both must have the same tokens and the same "
+                "columns of one vocabulary"
             )
         return logits
 
 
 @dataclass(frozen=True)
 class TopKTeacher:
-    """A teacher by its k likeliest tokens; the rest of the vocabulary is one bucket on both
-    sides.
+    """A teacher given by its k likeliest tokens. The rest of the vocabulary is one bucket for
+    teacher and student.
     """
 
     shape: ClassVar[tuple[int, ...]] = ()
@@ -106,7 +106,7 @@ class TopKTeacher:
     ids: Tensor
     """The global ids [tokens, k] int64, distinct in a row."""
     log_probs: Tensor
-    """The teacher's log-probs [tokens, k] of the ids at the student's temperature."""
+    """The teacher's log-probs [tokens, k] of these ids at the student's temperature."""
 
     def on(
         self, student: LogitRows, statistics: RowStatistics, rows: slice
@@ -119,8 +119,7 @@ class TopKTeacher:
         own_log_q = log_q.to(log_p.dtype).where(is_here, -math.inf)
         terms = self.divergence.terms(log_p, own_log_q)
         value, weighted = (term.where(is_here, 0.0) for term in terms)
-        # In float64, of the given log-probs: of a rest of 1e-5, 1 minus a float32 sum leaves two
-        # digits.
+        # 1 minus a float32 sum would leave two digits of a rest of 1e-5.
         parts = log_p.double().exp(), value, weighted
         sums = torch.stack([part.double().sum(1) for part in parts], 1)
         if shard.group is not None and len(sums):
@@ -135,12 +134,12 @@ class TopKTeacher:
             live = incoming != 0 if mask is None else (incoming != 0) & mask
             scale = torch.where(live, incoming, 0.0).to(log_p.dtype) / temperature
             out = torch.zeros_like(student.logits, dtype=dtype)
-            # The gradient of a column of the rest; then the k columns' excess over it.
+            # All columns first get the gradient of the rest, then the k columns the difference.
             factor = torch.where(live, (rest - moment) * scale, 0.0)
             log_probs = statistics.log_softmax(student.logits[:, : shard.columns], temperature)
             whole = torch.where(live[:, None], log_probs.exp(), 0.0) * factor[:, None]
             more = (weighted - log_p.exp() * rest[:, None]) * scale[:, None]
-            if shard.columns:  # a shard of padding alone has none that an index could name
+            if shard.columns:  # a shard of only padding has no column
                 more = torch.where(live[:, None] & is_here, more, 0.0)
                 whole.scatter_add_(1, columns, more)
             out[:, : shard.columns] = whole.to(dtype)

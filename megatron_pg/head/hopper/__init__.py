@@ -1,5 +1,5 @@
 """Products of exponentials for Hopper GPUs, on QuACK."""
 
 MULTIPLE = 128
-"""Rows and columns of exponentials come in multiples of it: a tile of the second and of the third
+"""Rows and columns of exponentials are multiples of this tile size of the second and third
 product."""

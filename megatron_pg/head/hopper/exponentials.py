@@ -1,19 +1,18 @@
-"""Rows of float32 logits as exponentials: no pass reads or writes the logits of a loss without an
-entropy term.
+"""Rows of float32 logits as exponentials. Without an entropy term, no pass reads or writes logits.
 
-The first product leaves `E = 2 ** (log2(e) z / temperature - k)` of each tile of a row, with a
-whole number k, and sums. Then, with L the logarithm (base 2) of the row's sum and r a whole number
-near it, the probability of column j is
+The first product writes `E = 2 ** (log2(e) z / temperature - k)`, with an integer k per tile of a
+row, and the tile's sums. With L the base-2 logarithm of the row's sum and r an integer near L, the
+probability of column j is
 
     p_j = E_j * 2 ** (k - r) * 2 ** (r - L)
 
-and the gradient of its logit, of a loss with gradient g to the log-probability of target y, is
+and the gradient of its logit, for a loss with gradient g to the log-probability of target y, is
 
     g (1[j = y] - p_j) / temperature = E_j * 2 ** (k - r) * (-g / temperature * 2 ** (r - L))
 
-with `(p_y - 1) / (2 ** (k - r) * 2 ** (r - L))` in the place of E_y. The factor of the tile, a
-power of two, goes into the other two products as they read E; that of the row into what they
-multiply or return. With a gradient to the entropy E is overwritten with the gradient in one pass.
+with `(p_y - 1) / (2 ** (k - r) * 2 ** (r - L))` instead of E_y. The second and third product apply
+the tile's factor, a power of two, when they read E, and the row's factor to their other operand or
+result. With a gradient to the entropy, one pass overwrites E with the gradient.
 """
 
 # Kernels are typed by Triton at their first launch, not by annotations.
@@ -51,27 +50,26 @@ from megatron_pg.head.vocabulary_shard import (
 )
 
 _FIRST_VERSION, _END_OF_VERSIONS = "0.6.5", "0.7"
-"""The versions of quack-kernels that are taken, without the second: its pieces have no promise of
-staying."""
+"""The supported versions of quack-kernels, without the second. QuACK's internals may change."""
 _MAX_TEMPERATURES = 4
 _temperatures: set[float] = set()
-"""The temperatures of this process: each is a kernel to be compiled and kept."""
+"""The temperatures of this process. Each one compiles a kernel."""
 _failures: list[str] = []
-"""The failure after which this process leaves QuACK alone."""
+"""The failure after which this process does not use QuACK."""
 T = TypeVar("T")
-# Exponents of two between which factors stay, so that the gradient at a target divided by its
-# factors fits bfloat16.
+# Bounds of the factors' exponents, so that the gradient at a target divided by its factors fits
+# bfloat16.
 LEAST_STRIP = tl.constexpr(_LEAST_STRIP := -60.0)
 LEAST_ROW = tl.constexpr(-40.0)
-# Below the logarithm of every bfloat16 number but 0.
+# Below the logarithm of every positive bfloat16 number.
 LEAST_LOG2 = tl.constexpr(-134.0)
 _LEAST_SHARE = 2.0**-16
-"""The least gradient to a row's log-probability over the largest of its single columns."""
+"""The smallest ratio of the gradient to a row's log-probability to its largest column gradient."""
 
 
 @triton.jit
 def _local_target(targets, row, start, columns):
-    """Return the column of the row's target, or -1 where another shard holds it."""
+    """Return the column of the row's target, or -1 if another shard holds it."""
     local = tl.load(targets + row) - start
     return tl.where((local >= 0) & (local < columns), local, -1)
 
@@ -82,8 +80,8 @@ def tile_statistics_kernel(
     tiles, vocab_size,
     TILES: tl.constexpr,
 ):  # fmt: skip
-    """Write the statistics of one row's local columns to `shard_out` [rows, 4]; without `dots`
-    their place is NaN.
+    """Write the statistics of one row's local columns to `shard_out` [rows, 4]. Without `dots`,
+    their column is NaN.
     """
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, TILES)
@@ -118,11 +116,10 @@ def row_factors_kernel(
     rows, tiles, columns, hidden_size, hidden_stride, start,
     TILE: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the factor of one row (0 from `rows` on), the exponent to which its strips refer, and
-    factor times hidden states.
+    """Write one row's factor (0 from `rows` on), its strips' reference exponent, and factor times
+    hidden states.
 
-    The target's exponential becomes the number that, times both factors, is the gradient of the
-    target's logit.
+    The target's exponential becomes the gradient of the target's logit divided by both factors.
     """
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, TILES)
@@ -145,7 +142,7 @@ def row_factors_kernel(
                 at_target = less_one * tl.exp2(log2_total - reference - strip)
                 tl.store(base + local, at_target.to(exponentials.dtype.element_ty))
         elif not (tl.abs(log2_total) < float("inf")):
-            # 0 times such an exponential would be NaN.
+            # 0 times this exponential would be NaN.
             write_zeros(base, 0, columns, BLOCK)
     tl.store(factors_out + row, factor)
     tl.store(references_out + row, reference)
@@ -163,8 +160,8 @@ def strip_factors_kernel(
     offsets, references, strips_out, rows, tiles,
     REPEAT: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Write 2 ** (offset - reference) of TILES tiles and ROWS rows to `strips_out` [tiles * REPEAT,
-    rows].
+    """Write 2 ** (offset - reference) for TILES tiles and ROWS rows to `strips_out` [tiles *
+    REPEAT, rows].
     """
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -172,7 +169,7 @@ def strip_factors_kernel(
     offset = tl.load(offsets + row[:, None] * tiles + tile[None, :], mask=inside, other=0.0)
     reference = tl.load(references + row, mask=row < rows, other=0.0)
     exponent = tl.maximum(offset - reference[:, None], LEAST_STRIP)
-    # NaN - NaN, of a row that is NaN: it shows through the exponentials where the row counts.
+    # A NaN row has NaN exponents. Its exponentials propagate the NaN if the row counts.
     strip = tl.exp2(tl.where(exponent == exponent, exponent, 0.0))
     strip = tl.trans(strip.to(strips_out.dtype.element_ty))
     inside = tl.trans(inside)
@@ -188,11 +185,11 @@ def exponential_gradient_kernel(
     columns, tiles, start, segments, segment,
     OFFSET_TILE: tl.constexpr, STRIPS: tl.constexpr, STRIP: tl.constexpr, SPECIAL: tl.constexpr,
 ):  # fmt: skip
-    """Overwrite a segment of one row of exponentials with the gradient of its logits; see
+    """Overwrite a segment of one row of exponentials with the gradient of its logits. See
     `rows_triton.gradient_kernel`.
 
-    STRIPS strips at a time; STRIP divides OFFSET_TILE, so that a strip has one offset, loaded and
-    raised once.
+    It works on STRIPS strips at a time. STRIP divides OFFSET_TILE, so that a strip has one offset,
+    loaded and raised once.
     """
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     row = (program // segments).to(tl.int64)
@@ -206,7 +203,7 @@ def exponential_gradient_kernel(
         constant = -(to_log_prob + to_entropy * tl.load(entropy + row)) / value
         slope = -to_entropy * LN_2 / value
         local = _local_target(targets, row, start, columns).to(tl.int32)
-        # Of the target the exponential is rounded, and the log-probability is not.
+        # The target's exponential is rounded, its log-probability is not.
         log2_p = tl.load(log_probs + row) * LOG2_E
         factor = constant + slope * tl.maximum(log2_p, SMALLEST)
         at_target = tl.exp2(log2_p) * factor + to_log_prob / value
@@ -221,8 +218,8 @@ def exponential_gradient_kernel(
             lanes = strip[:, None] + tl.arange(0, STRIP)[None, :]
             inside = lanes < end
             exponential = tl.load(base + lanes, mask=inside, other=0.0).to(tl.float32)
-            # 0 * -inf is NaN: bound the logarithm. A NaN still shows, through the exponential or
-            # its power.
+            # Bound the logarithm, because 0 * -inf is NaN. A NaN still propagates through the
+            # exponential or its power.
             logarithm = tl.maximum(log2(exponential, SPECIAL), LEAST_LOG2)
             gradient = exponential * power[:, None] * (level[:, None] + slope * logarithm)
             gradient = tl.where(lanes == local, at_target, gradient)
@@ -238,18 +235,17 @@ _GRADIENT_STRIPS, _STRIP, _GRADIENT_TILES, _WARPS = 16, 64, 8, 4
 class ExponentialProducts:
     """The first product of the output layer as exponentials."""
 
-    products: ModuleType  # of the three products, `quack_products`
+    products: ModuleType  # `quack_products`
     shard: VocabularyShard
     temperature: float
     with_entropy: bool
 
     def attempt(self, work: Callable[[], T]) -> T | None:
-        """Run `work` and return what it returns; None, said once, where QuACK or its compiler fails
-        in it or did before.
+        """Run `work` and return its result. Warn once and return None if QuACK or its compiler
+        fails, now or earlier.
 
-        A kernel that cannot be compiled was not launched, so a sum is as it was and the work can be
-        done by other kernels. What the device itself raises comes again there, and so does a lack
-        of memory.
+        A kernel that fails to compile was not launched, so sums are unchanged and different kernels
+        can do the work. Device errors and a lack of memory are raised again there.
         """
         if _failures:
             return None
@@ -263,14 +259,14 @@ class ExponentialProducts:
             return None
 
     def padded(self, rows: int) -> int:
-        """Return the rows of the buffer that so many rows take up."""
+        """Return how many rows of the buffer `rows` rows take."""
         return -(-rows // MULTIPLE) * MULTIPLE
 
     def first_product(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, place: slice, buffer: Tensor
     ) -> ExponentialRows:
-        """Multiply hidden states [rows, hidden], at `place` among all tokens, into the front of
-        `buffer` [padded rows, v/tp].
+        """Multiply hidden states [rows, hidden], at `place` among all tokens, into the first rows
+        of `buffer` [padded rows, v/tp].
         """
         rows, columns, weight = len(hidden), len(weight), weight.detach()
         whole, local = self.padded(rows), targets - self.shard.start
@@ -283,7 +279,7 @@ class ExponentialProducts:
         value = torch.full((), self.temperature, dtype=torch.float32, device=hidden.device)
         offsets, sums = (value.new_empty((whole, tiles)) for _ in range(2))
         dots = torch.empty_like(sums) if self.with_entropy else None
-        # The product writes no logit of a target of another shard, nor of -inf.
+        # The product writes no logit for another shard's target or for -inf.
         exponentials, target_logits = buffer[:whole], value.new_full((whole,), -math.inf)
         self.products.write_exponentials(
             hidden, weight, local, self.temperature, exponentials,
@@ -302,7 +298,7 @@ class ExponentialProducts:
 
 @dataclass(frozen=True)
 class ExponentialRows:
-    """Some rows after the first product, a `Chunk`; rows from `len(targets)` on fill up a tile.
+    """Some rows after the first product, a `Chunk`. Rows from `len(targets)` on fill up a tile.
 
     Hidden states and exponentials are [padded rows, ...] bfloat16, offsets [padded rows, tiles]
     whole numbers in float32.
@@ -322,8 +318,8 @@ class ExponentialRows:
         return rows_triton.combine(self.shard_statistics, self.layer.shard, self.temperature)
 
     def logits_of(self, columns: Tensor) -> Tensor:
-        """Multiply the logits [rows, n] of local columns once more: exponentials are bfloat16, and
-        1 minus the probability of a likely token needs more digits.
+        """Recompute the logits [rows, n] of local columns. Exponentials are bfloat16, and 1 minus a
+        likely token's probability needs more digits.
         """
         rows = torch.arange(len(self.targets), device=columns.device)
         rows, places = rows.repeat_interleave(columns.shape[1]), columns.flatten()
@@ -341,8 +337,8 @@ class ExponentialRows:
         incoming: Incoming,
         columns: ColumnGradients | None = None,
     ) -> None:
-        """Add the products; with a gradient to the entropy the exponentials become the gradient of
-        the logits first.
+        """Add the products. With a gradient to the entropy, the exponentials first become the
+        gradient of the logits.
         """
         to_log_probs, to_entropy = incoming
         if to_log_probs is None or to_entropy is not None:
@@ -352,7 +348,7 @@ class ExponentialRows:
             gradients.add_products(self.place, self.hidden[: len(gradient)], gradient)
             return
         if columns is not None:
-            # A row is scaled by this, and its columns with it: it may not be 0.
+            # It scales the row and its columns, so it must not be 0.
             least = _LEAST_SHARE * columns.values.abs().amax(1) * self.temperature
             to_log_probs = torch.where(to_log_probs == 0, least, to_log_probs)
         (whole, tiles), width = self.offsets.shape, self.exponentials.shape[1]
@@ -389,7 +385,7 @@ class ExponentialRows:
             )
 
     def _write_columns(self, columns: ColumnGradients, factors: Tensor, references: Tensor) -> None:
-        """Write the numbers that, times both factors, are the gradient of these columns."""
+        """Write the gradient of these columns divided by both factors."""
         rows, tile = len(self.targets), self.exponentials.shape[1] // self.offsets.shape[1]
         offsets = self.offsets[:rows].gather(1, columns.columns // tile)
         strips = (offsets - references[:rows, None]).clamp(min=_LEAST_STRIP).exp2()
@@ -420,8 +416,8 @@ def find_products(
     temperature: float | Tensor,
     with_entropy: bool,
 ) -> ExponentialProducts | None:
-    """Return the products of exponentials for these factors, or None; say why once where QuACK is
-    installed.
+    """Return the products of exponentials for these factors, or None. Warn once about the reason if
+    QuACK is installed.
     """
     version = None if _failures else _installed()
     if version is None:
@@ -444,16 +440,16 @@ def _installed() -> str | None:
 
 @functools.cache
 def _products(version: str) -> ModuleType | str:
-    """Return the module `quack_products`, or the reason why that version has none."""
+    """Return the module `quack_products`, or the reason why this version is not used."""
     low, installed, high = (
         [int(part) for part in re.findall(r"\d+", text)[:3]]
         for text in (_FIRST_VERSION, version, _END_OF_VERSIONS)
     )
     if not low <= installed < high:
-        return f"it asks for quack-kernels>={_FIRST_VERSION},<{_END_OF_VERSIONS}, found {version}"
+        return f"it requires quack-kernels>={_FIRST_VERSION},<{_END_OF_VERSIONS}, found {version}"
     try:
         return importlib.import_module("megatron_pg.head.hopper.quack_products")
-    except Exception as error:  # anything that a compiler raises which does not fit this machine
+    except Exception as error:  # anything that a compiler raises on this machine
         return f"quack-kernels {version} cannot be imported ({type(error).__name__}: {error})"
 
 
@@ -464,31 +460,31 @@ def _refusal(
     temperature: float | Tensor,
     main_grad: Tensor | None,
 ) -> str:
-    """Return the reason why the products do not take these factors; "" for none."""
+    """Return the reason why the products do not support these factors, or ""."""
     columns, size = weight.shape
     tensors = [weight] if main_grad is None else [weight, main_grad]
     if torch.cuda.get_device_capability(hidden.device) != (9, 0):
-        return "its products are those of Hopper GPUs"
+        return "it requires a Hopper GPU"
     if hidden.dtype != torch.bfloat16:
-        return f"it takes bfloat16 hidden states, found {hidden.dtype}"
+        return f"it requires bfloat16 hidden states, found {hidden.dtype}"
     if columns % MULTIPLE or size % 8:
         return (
-            f"it takes weights of a multiple of {MULTIPLE} columns and 8 hidden, found {columns} "
-            f"and {size}"
+            f"it requires a weight with a multiple of {MULTIPLE} columns and of 8 hidden, found "
+            f"{columns} and {size}"
         )
     if isinstance(temperature, Tensor):
-        return "its kernels hold the temperature, which is a tensor here"
+        return "its kernels compile in the temperature, which is a tensor here"
     if shard.columns != columns:
         return f"{columns - shard.columns} of the {columns} columns of this rank are padding"
     if main_grad is not None and main_grad.dtype != torch.float32:
-        return f"it adds to float32 gradients, found {main_grad.dtype}"
+        return f"it requires float32 main_grad, found {main_grad.dtype}"
     if not all(tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 for tensor in tensors):
-        return "weight or gradient are not contiguous from 16 bytes on"
+        return "weight or main_grad is not contiguous and aligned to 16 bytes"
     _temperatures.update([temperature] if len(_temperatures) < _MAX_TEMPERATURES else [])
     if temperature not in _temperatures:
         return (
-            f"its kernels hold the temperature, of which this process has {_MAX_TEMPERATURES} "
-            f"others"
+            f"its kernels compile in the temperature, and this process has {_MAX_TEMPERATURES} "
+            "others"
         )
     return ""
 

@@ -1,9 +1,9 @@
-"""The three matrix products of the output layer around scaled exponentials, on the pieces of QuACK
+"""The output layer's three matrix products with scaled exponentials, built on QuACK
 (`quack-kernels`, PyPI).
 
-`exponentials` has the formulas. The order of work and the tiles were read in quack-kernels 0.6.5,
+`exponentials` has the formulas. The order of work and the tiles are from quack-kernels 0.6.5,
 `linear_cross_entropy.scaled_exp_linear_cross_entropy_fwd`. The first call of a kernel compiles it
-(seconds; QuACK keeps it on disk).
+in seconds. QuACK caches it on disk.
 """
 
 # QuACK and CUTLASS carry no types.
@@ -33,14 +33,14 @@ _K = 64
 
 
 def tile_of(columns: int, with_dots: bool) -> int:
-    """Return the columns that share one offset, a tile of the first product: the fastest that
-    divides (docs/records/benchmarks.md).
+    """Return the columns that share one offset: the fastest tile of the first product that divides
+    the columns (docs/records/benchmarks.md).
     """
     return next(w for w in (256 if with_dots else 192, 256, 192, MULTIPLE) if columns % w == 0)
 
 
 class _Offset(MaxLog2):
-    """The largest logit of a tile, times `scale`, as a whole number."""
+    """A tile's largest logit times `scale`, rounded to an integer."""
 
     def __init__(self, name: str, scale: float) -> None:
         super().__init__(name)
@@ -60,8 +60,8 @@ def _prepass(acc: Any) -> dict[str, Any]:
 
 @functools.cache
 def _epilogue(temperature: float, with_dots: bool) -> Any:
-    """Build the epilogue of the first product; the temperature is part of the kernel, as an
-    argument it would cost registers.
+    """Build the first product's epilogue. The temperature is compiled in, because as an argument it
+    would cost registers.
     """
     scale = LOG2E / temperature
     offset, target = _Offset("offset", scale), ColVecLoad("targets")
@@ -124,9 +124,9 @@ def write_exponentials(
     bfloat16.
 
     `out` [rows, columns] bfloat16 is 2 ** (log2(e) z / temperature - offset of the tile), at most
-    sqrt(2). `offsets`, whole numbers, `sums` of a tile's exponentials and `dots` of them and their
-    exponents are [rows, tiles] float32. For a column of `targets` [rows] int64 outside [0, columns)
-    nothing is written to `target_logits` [rows] float32.
+    sqrt(2). Integer `offsets`, `sums` of a tile's exponentials and their `dots` with the exponents
+    are [rows, tiles] float32. If a column in `targets` [rows] int64 is outside [0, columns), its
+    row of `target_logits` [rows] float32 is not written.
     """
     tile = len(weight) // offsets.shape[1]
     arguments = {
@@ -142,8 +142,8 @@ def write_exponentials(
 def write_hidden_gradient(
     exponentials: Tensor, strips: Tensor, factors: Tensor, weight: Tensor, out: Tensor
 ) -> None:
-    """Write (exponentials times `factors` [rows] and `strips` [columns / STRIP, rows]) @ weight
-    into `out` [rows, hidden].
+    """Write (exponentials times `factors` [rows] and `strips` [columns / STRIP, rows]) @ weight to
+    `out` [rows, hidden].
     """
     left = transform_a_operand(_times_strip_of_row, exponentials, {"strips": strips}, MULTIPLE, _K)
     _times_row.gemm(
@@ -155,7 +155,7 @@ def write_hidden_gradient(
 def add_weight_gradient(
     exponentials: Tensor, strips: Tensor, scaled_hidden: Tensor, out: Tensor, *, add: bool
 ) -> None:
-    """Write, or add, (exponentials times the strips' factors).T @ scaled hidden states to `out`
+    """Write or add (exponentials times the strips' factors).T @ scaled hidden states to `out`
     [columns, hidden] float32.
     """
     left = transform_a_operand(

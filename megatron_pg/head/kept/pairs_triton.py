@@ -1,7 +1,7 @@
-"""The products of the sparse layer as Triton kernels, with the functions and signatures of `sets`.
+"""The sparse layer's products as Triton kernels, with the functions and signatures of `sets`.
 
-A program sums in an order that depends neither on the other rows nor on timing: gradients can be
-repeated bit for bit.
+A program's order of summation depends neither on other rows nor on timing, so gradients are bitwise
+repeatable.
 """
 
 # Kernels are typed by Triton at their first launch, not by annotations.
@@ -20,8 +20,8 @@ def logits_kernel(
     hidden, hidden_stride, weight, weight_stride, rows, columns, is_here, out, pairs, size,
     PAIRS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Write the logits of PAIRS pairs; minus infinity for a column of another rank, which is not
-    read.
+    """Write the logits of PAIRS pairs. A column of another rank is not read and gets minus
+    infinity.
     """
     places = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
     inside = places < pairs
@@ -45,8 +45,8 @@ def _product(
     coefficients, order, begin, end, source, stride, index, lanes, lanes_inside,
     PAIRS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Sum coefficient (0: not read) times a tile of a row of `source` over the pairs, in `order`,
-    of the places [begin, end).
+    """Sum coefficient times a tile of a row of `source` over the pairs at the places [begin, end)
+    of `order`. A row with coefficient 0 is not read.
     """
     total = tl.zeros([PAIRS, TILE], tl.float32)
     for first in range(begin, end, PAIRS):
@@ -69,7 +69,7 @@ def hidden_gradient_kernel(
     coefficients, offsets, columns, weight, weight_stride, out, out_stride, size,
     PAIRS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Write TILE elements of the gradient of one row of hidden states."""
+    """Write TILE elements of one hidden state's gradient."""
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.program_id(1) * TILE + tl.arange(0, TILE)
     lanes_inside = lanes < size
@@ -87,11 +87,10 @@ def weight_gradient_kernel(
     pairs, columns, size,
     PAIRS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Add TILE elements of the gradient of every column of the weight to `out`, each column in one
-    program.
+    """Add TILE elements of every weight column's gradient to `out`, each column in one program.
 
-    The places are the pairs sorted by column, `order`; `keys` are their columns (from `columns` on:
-    another rank's), and `ends` has the end of each column's places.
+    `order` sorts the pairs by column, `keys` are the sorted columns (`columns` for a column of
+    another rank), and `ends` has the end of each column's places.
     """
     lanes = tl.program_id(1) * TILE + tl.arange(0, TILE)
     lanes_inside = lanes < size
@@ -109,13 +108,13 @@ def weight_gradient_kernel(
 
 
 _LOGITS_TILE, _HIDDEN_TILE, _WEIGHT_TILE = (8, 256, 4), (4, 512, 2), (2, 512, 2)
-"""The pairs, and the elements of a hidden state, that a program takes at a time, and its warps."""
+"""The pairs and hidden elements that a program takes at a time, and its warps."""
 _WEIGHT_PROGRAMS = 8448
-"""Programs that share the columns of the weight: 64 for each multiprocessor of an H100."""
+"""The programs that share the weight's columns: 64 per multiprocessor of an H100."""
 
 
 def pair_logits(hidden: Tensor, weight: Tensor, pairs: KeptPairs) -> Tensor:
-    """Read the kept columns once; see `sets.pair_logits`."""
+    """Read the kept columns once. See `sets.pair_logits`."""
     (per_program, tile, warps), count, size = _LOGITS_TILE, len(pairs.rows), hidden.shape[1]
     logits = pairs.temperature.new_empty(count)
     if count:
@@ -127,7 +126,7 @@ def pair_logits(hidden: Tensor, weight: Tensor, pairs: KeptPairs) -> Tensor:
 
 
 def write_hidden_gradient(gradient: Tensor, weight: Tensor, pairs: KeptPairs, out: Tensor) -> None:
-    """Read the kept columns once; see `sets.write_hidden_gradient`."""
+    """Read the kept columns once. See `sets.write_hidden_gradient`."""
     (per_step, tile, warps), (tokens, size) = _HIDDEN_TILE, out.shape
     if tokens:
         hidden_gradient_kernel[(tokens, triton.cdiv(size, tile))](
@@ -137,7 +136,7 @@ def write_hidden_gradient(gradient: Tensor, weight: Tensor, pairs: KeptPairs, ou
 
 
 def add_weight_gradient(gradient: Tensor, hidden: Tensor, pairs: KeptPairs, out: Tensor) -> None:
-    """Sort the pairs by column and sum each column in one program; see
+    """Sort the pairs by column and sum each column in one program. See
     `sets.add_weight_gradient`.
     """
     count, size, columns = len(pairs.rows), hidden.shape[1], pairs.shard.columns

@@ -1,10 +1,9 @@
 """Log-probabilities and entropy over the set of tokens that each token was sampled from.
 
-With K the kept ids of a row, the target among them, and t the temperature: `log p_K(y) = z_y / t -
-logsumexp_{k in K} z_k / t`, the entropy is over K, and the gradient is 0 outside of K. All
-functions work on pairs of a row and a kept id, in the order of the rows; a tensor-parallel rank
-counts those of its own columns. The last three functions are the products of a sparse output layer
-in plain torch.
+With K a row's kept ids, including the target, and t the temperature, `log p_K(y) = z_y / t -
+logsumexp_{k in K} z_k / t`. The entropy is over K, and the gradient outside of K is 0. All
+functions work on pairs of a row and a kept id, in row order. A tensor-parallel rank counts only
+pairs in its columns. The last three functions are a sparse output layer's products in plain torch.
 """
 
 from __future__ import annotations
@@ -21,23 +20,23 @@ from megatron_pg.head.vocabulary_shard import Incoming, RowStatistics, Vocabular
 
 
 def check_rows(kept: Ragged, matrix: Tensor) -> None:
-    """Raise ValueError unless there is a set of int64 for each row of a matrix."""
+    """Raise ValueError unless there is one int64 set per row of the matrix."""
     if len(kept) != len(matrix) or kept.values.dtype != torch.int64:
         raise ValueError(
-            f"kept must be {len(matrix)} sets of int64 ids, one for each token, found {len(kept)} "
-            f"of {kept.values.dtype}"
+            f"kept must be {len(matrix)} sets of int64 ids, one per token, found {len(kept)} of "
+            f"{kept.values.dtype}"
         )
 
 
 @dataclass(frozen=True)
 class KeptPairs:
-    """The pairs of a call, on its device."""
+    """The pairs of a row and a kept id of a call, on its device."""
 
     rows: Tensor  # the row of each pair, [pairs] int64, ascending
-    columns: Tensor  # its local column, [pairs] int64; 0 where another rank holds it
-    is_here: Tensor  # True where this rank holds the column, [pairs] bool
-    is_target: Tensor  # True where the column is the row's target, [pairs] bool
-    offsets: Tensor  # the place where each row's pairs begin, [tokens + 1] int64
+    columns: Tensor  # its local column, [pairs] int64, 0 if another rank holds it
+    is_here: Tensor  # whether this rank holds the column, [pairs] bool
+    is_target: Tensor  # whether the column is the row's target, [pairs] bool
+    offsets: Tensor  # where each row's pairs begin, [tokens + 1] int64
     temperature: Tensor
     shard: VocabularyShard
 
@@ -45,22 +44,22 @@ class KeptPairs:
     def build(
         cls, kept: Ragged, targets: Tensor, shard: VocabularyShard, temperature: Tensor
     ) -> KeptPairs:
-        """Pair the rows [tokens] with their global ids; a row without pairs has no set. No host
-        synchronisation.
+        """Pair the rows [tokens] with their global ids, without host synchronization. A row without
+        pairs has no set.
         """
         rows, (columns, is_here) = kept.row_of_element(), shard.columns_of(kept.values)
         is_target, offsets = kept.values == targets[rows], to_device(kept.offsets, targets.device)
         return cls(rows, columns, is_here, is_target, offsets, temperature, shard)
 
     def logits_in(self, logits: Tensor) -> Tensor:
-        """Return the logits [pairs], in the dtype of the statistics, out of those of all columns
-        [tokens, v/tp].
+        """Select the logits [pairs] from `logits` [tokens, v/tp], in the dtype of the
+        statistics.
         """
         values = logits[self.rows, self.columns].to(self.temperature.dtype)
         return torch.where(self.is_here, values, -math.inf)
 
     def local_statistics(self, logits: Tensor) -> Tensor:
-        """Compute `rows_torch`'s statistics [tokens, 4] of this shard's part of each row's set,
+        """Compute the statistics [tokens, 4] of `rows_torch` over this shard's part of each set,
         from `logits_in` [pairs].
         """
         maximum = self._reduce("max", logits)
@@ -75,15 +74,15 @@ class KeptPairs:
     def add_gradient(
         self, logits: Tensor, statistics: RowStatistics, incoming: Incoming, out: Tensor
     ) -> None:
-        """Add the gradient of the logits [pairs] to that of all columns, `out` [tokens, v/tp],
+        """Add the gradient of the logits [pairs] to all columns' gradient `out` [tokens, v/tp],
         which is 0 there.
         """
         gradient = kept_gradient(logits, self, statistics, incoming).to(out.dtype)
         out.index_put_((self.rows, self.columns), gradient, accumulate=True)
 
     def _reduce(self, reduction: str, values: Tensor) -> Tensor:
-        """Return the sum or the maximum [tokens] of each row's values [pairs]; without pairs 0 and
-        minus infinity.
+        """Return the sum or maximum [tokens] of each row's values [pairs]. A row without pairs gets
+        0 or minus infinity.
         """
         return torch.segment_reduce(values, reduction, offsets=self.offsets, unsafe=True)
 
@@ -91,7 +90,7 @@ class KeptPairs:
 def kept_gradient(
     logits: Tensor, pairs: KeptPairs, statistics: RowStatistics, incoming: Incoming
 ) -> Tensor:
-    """Compute the gradient [pairs] of the pairs' logits, by the formula of
+    """Compute the gradient [pairs] of the pairs' logits with the formula of
     `rows_torch.write_gradient` over the set.
     """
     exponents = (logits - statistics.maximum[pairs.rows]) / pairs.temperature
@@ -110,7 +109,7 @@ def kept_gradient(
 
 
 def keep_only(sets: Ragged, logits: Tensor, rows: slice, shard: VocabularyShard) -> None:
-    """Fill the logits [rows, v/tp] of rows with a set with minus infinity outside of it, in
+    """Fill logits [rows, v/tp] with minus infinity outside of the row's set, if it has one, in
     place.
     """
     kept = sets.slice(rows)
@@ -120,8 +119,8 @@ def keep_only(sets: Ragged, logits: Tensor, rows: slice, shard: VocabularyShard)
     offsets = to_device(kept.offsets, logits.device)
     places = torch.where(is_here, local, -1).double()
     last = torch.segment_reduce(places, "max", offsets=offsets, initial=-1.0, unsafe=True).long()
-    # A pair of another rank writes the row's last pair of this rank once more, or minus infinity at
-    # column 0.
+    # A pair of another rank rewrites the row's last pair of this rank, or minus infinity at column
+    # 0.
     columns = torch.where(is_here, local, last[row])
     values = torch.where(columns < 0, -math.inf, logits[row, columns.clamp(min=0)])
     logits.masked_fill_(to_device(kept.sizes > 0, logits.device)[:, None], -math.inf)
@@ -129,7 +128,7 @@ def keep_only(sets: Ragged, logits: Tensor, rows: slice, shard: VocabularyShard)
 
 
 def pair_logits(hidden: Tensor, weight: Tensor, pairs: KeptPairs) -> Tensor:
-    """Compute the logits [pairs], in the dtype of the statistics; minus infinity where another rank
+    """Compute the logits [pairs] in the dtype of the statistics, minus infinity if another rank
     holds the column.
     """
     dtype = pairs.temperature.dtype
@@ -141,8 +140,8 @@ def pair_logits(hidden: Tensor, weight: Tensor, pairs: KeptPairs) -> Tensor:
 
 
 def write_hidden_gradient(gradient: Tensor, weight: Tensor, pairs: KeptPairs, out: Tensor) -> None:
-    """Write the gradient of the hidden states into `out` [tokens, hidden], rounded once; rows
-    without a pair get 0.
+    """Write the gradient of the hidden states to `out` [tokens, hidden], rounded once. Rows without
+    a pair get 0.
     """
     total = torch.zeros_like(out, dtype=gradient.dtype)
     for part in row_chunks(len(pairs.rows), out.shape[1]):
@@ -152,7 +151,7 @@ def write_hidden_gradient(gradient: Tensor, weight: Tensor, pairs: KeptPairs, ou
 
 
 def add_weight_gradient(gradient: Tensor, hidden: Tensor, pairs: KeptPairs, out: Tensor) -> None:
-    """Add the gradient of the weight to `out` [v/tp, hidden], float32 or wider, always in the same
+    """Add the weight's gradient to `out` [v/tp, hidden], float32 or wider, always in the same
     order.
     """
     for part in row_chunks(len(pairs.rows), out.shape[1]):

@@ -1,6 +1,4 @@
-"""The output layer over the kept tokens of each row alone: as many products of two vectors as there
-are pairs.
-"""
+"""The output layer over only each row's kept tokens, one product of two vectors per pair."""
 
 import functools
 from collections.abc import Callable
@@ -24,17 +22,17 @@ from megatron_pg.head.rows_torch import combine_statistics, wide_dtype
 from megatron_pg.head.vocabulary_shard import RowStatistics
 
 _COLUMNS_OF_A_PAIR = 300
-"""The columns that cost as much as a pair: on an H200 sets of 508 ids cost what 151936 columns cost
-(docs/kept_set.md)."""
+"""The columns that cost as much as a pair. On an H200, sets of 508 ids cost as much as 151936
+columns (docs/kept_set.md)."""
 _LEAST_DENSE_ROWS = 256
-"""A dense product of fewer rows costs as much: the weight is read as a whole."""
+"""A dense product of fewer rows costs as much, because it reads the whole weight."""
 
 
 def split_rows(
     kept: Ragged, local_columns: int, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the rows [sparse] and [dense], int64 on the host; rows without a set, or with sets
-    that cost more, are dense.
+    """Return the rows [sparse] and [dense], int64 on the host. Rows without a set, or with a set
+    that costs more, are dense.
     """
     columns = local_columns * (1 if group is None else dist.get_world_size(group))
     sizes, limit = kept.sizes, columns / _COLUMNS_OF_A_PAIR
@@ -52,9 +50,7 @@ def kept_log_probs(
     kept: Ragged,
     centering: Centering | None = None,
 ) -> tuple[Tensor, ...]:
-    """Do the work of `linear_log_probs_and_entropy` with kept sets, each row by the layer that
-    costs less.
-    """
+    """Compute `linear_log_probs_and_entropy` over kept sets, each row with the cheaper layer."""
     hidden, weight, targets = factors
     check_rows(kept, hidden)
     sparse, dense = split_rows(kept, weight.shape[0], options.tensor_parallel_group)
@@ -84,7 +80,7 @@ def kept_log_probs(
 def sparse_log_probs(
     factors: Factors, options: HeadOptions, kept: Ragged, centering: Centering | None = None
 ) -> tuple[Tensor, ...]:
-    """Compute log-probs and entropy [tokens] over the kept columns alone; arguments as for
+    """Compute log-probs and entropy [tokens] over only the kept columns, with the arguments of
     `linear_log_probs_and_entropy`.
     """
     layer = OutputLayer.build(factors, options)
@@ -130,7 +126,7 @@ class PairRows:
 
 
 class SparseLogProbs(torch.autograd.Function):
-    """Log-probabilities and entropy of the kept columns; the gradients of both factors wait for
+    """Log-probabilities and entropy of the kept columns, with both factors' gradients in
     backward.
     """
 
@@ -148,7 +144,7 @@ class SparseLogProbs(torch.autograd.Function):
         logits = ctx.products.pair_logits(hidden, weight, pairs)
         local = pairs.local_statistics(logits)
         statistics = combine_statistics(local, pairs.shard, pairs.temperature)
-        ctx.pairs, ctx.parameter = pairs, weight  # saved, it may come back without its `main_grad`
+        ctx.pairs, ctx.parameter = pairs, weight  # a saved tensor may lose its `main_grad`
         ctx.save_for_backward(hidden, weight, logits, *statistics.kept())
         ctx.rows_of, ctx.centering = rows_of, centering
         if centering is None:

@@ -1,1 +1,1 @@
-"""Unmodified Megatron-Core on a CPU: the runtime, and layers in plain torch."""
+"""Unmodified Megatron-Core on a CPU: runtime and layers in plain torch."""

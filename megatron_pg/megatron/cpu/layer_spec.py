@@ -1,9 +1,10 @@
-"""GPT layers in plain torch: packed sequences (THD), context and sequence parallelism, on any
+"""GPT layers in plain torch with packed sequences (THD), context and sequence parallelism, on any
 device.
 
-Megatron's own `DotProductAttention` refuses packed sequences and context parallelism, and
+Megatron's `DotProductAttention` supports neither packed sequences nor context parallelism, and
 Transformer Engine needs CUDA. Here keys and values are all-gathered over the context-parallel
-group, and each query attends to the earlier tokens of its own sequence: for checks, not speed.
+group, and each query attends to earlier tokens of its sequence. The layers are for checks and not
+fast.
 """
 
 import copy
@@ -28,10 +29,9 @@ from megatron_pg.step.token_window import Layout
 
 
 class _Layout:
-    """The places of a THD pack's tokens in a dense [rows, width] grid, and the mask of attention
-    there.
+    """The places of a THD pack's tokens in a dense [rows, width] grid, and the attention mask.
 
-    The grid has one row a sequence, or one row for the whole pack where that is smaller.
+    The grid has one row per sequence, or one row for the whole pack if that is smaller.
     """
 
     def __init__(self, packed: PackedSeqParams, local_tokens: int, rank: int, size: int) -> None:
@@ -40,7 +40,7 @@ class _Layout:
         lengths = cu_seqlens.diff()
         positions = [Layout(other, size).local_positions(lengths) for other in range(size)]
         segment, place = positions[rank]
-        held, most = lengths // size, longest // size  # tokens of each sequence on this rank
+        held, most = lengths // size, longest // size  # each sequence's tokens on this rank
         row_per_segment = segments * longest * most <= local_tokens**2 * size
         self.rows = segments if row_per_segment else 1
         self.width = longest if row_per_segment else local_tokens * size
@@ -51,10 +51,10 @@ class _Layout:
         start = cu_seqlens[:-1] * (not row_per_segment)
         self.key_slots = torch.cat([(row * self.width + start)[s] + p for s, p in positions])
         self.query_slots = torch.arange(local_tokens, device=segment.device)
-        if row_per_segment:  # a rank holds the tokens of a sequence one after the other
+        if row_per_segment:  # a rank holds a sequence's tokens consecutively
             self.query_slots += (row * self.query_width - held.cumsum(0) + held)[segment]
 
-        # Slots without a query see everything, so that no softmax is empty; their output is
+        # Slots without a query attend to everything, so that no softmax is empty. Their output is
         # dropped.
         grid = self.rows * self.query_width
         begin = start[segment]
@@ -66,15 +66,15 @@ class _Layout:
         self.mask = mask.view(self.rows, 1, self.query_width, self.width)
 
     def scatter(self, tokens: Tensor, slots: Tensor, width: int) -> Tensor:
-        """Put tokens [tokens, heads, dim] into the grid [rows, heads, width, dim], zero where no
-        token goes.
+        """Put tokens [tokens, heads, dim] into the grid [rows, heads, width, dim], with zeros in
+        empty slots.
         """
         grid = tokens.new_zeros(self.rows * width, *tokens.shape[1:]).index_copy(0, slots, tokens)
         return grid.view(self.rows, width, *tokens.shape[1:]).transpose(1, 2)
 
 
 def _layout_of(packed: PackedSeqParams, local_tokens: int, rank: int, size: int) -> _Layout:
-    """Return the pack's layout, made by the first layer and kept in `packed` for the others."""
+    """Return the pack's layout, which the first layer makes and stores in `packed`."""
     kept: dict[tuple[int, ...], _Layout] = vars(packed).setdefault("_layouts", {})
     place = (local_tokens, rank, size)
     if place not in kept:
@@ -83,12 +83,12 @@ def _layout_of(packed: PackedSeqParams, local_tokens: int, rank: int, size: int)
 
 
 class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
-    """Causal attention inside each packed sequence, exact at any context-parallel size; grouped
-    queries too.
+    """Causal attention inside each packed sequence, exact at any context-parallel size, with
+    grouped queries.
 
-    The constructor has the arguments that Megatron gives every core attention
-    (transformer/attention.py, 0.16.0 to 0.19.2). It refuses dropout, a sliding window, another
-    softmax type or kind of attention with NotImplementedError.
+    The constructor has the arguments of Megatron's core attention (transformer/attention.py, 0.16.0
+    to 0.19.2). It raises NotImplementedError for dropout, a sliding window, and other softmax or
+    attention types.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
         pg_collection: ProcessGroupCollection | None = None,
-        # the layer, the exchange over context parallelism, and what `forward` or the tensors tell
+        # the layer, the context-parallel exchange, and facts that `forward` or the tensors provide
         **_: Any,
     ) -> None:
         super().__init__(config=config)
@@ -112,8 +112,7 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
         ):
             if value != supported:
                 raise NotImplementedError(
-                    f"{setting} is {value!r}: PackedCoreAttention has {supported!r} only, set it "
-                    f"to that"
+                    f"{setting} is {value!r}: PackedCoreAttention supports only {supported!r}"
                 )
         self.pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups(
             required_pgs=["tp", "cp"]
@@ -132,15 +131,16 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Attend. Every rank of the context-parallel group must call it, with the same sequences.
+        """Compute attention. Every rank in the context-parallel group must call it with the same
+        sequences.
 
-        The group is `pg_collection.cp`, read in this call: a caller that exchanges the entry runs
-        the model without context parallelism for a while (generation).
+        The group `pg_collection.cp` is read in each call, so a caller may replace it to run the
+        model without context parallelism, as for generation.
 
         Args:
             query: [local_tokens, heads, dim].
-            key, value: [local_tokens, query_groups, dim]; heads is a multiple of query_groups.
-            attention_mask: ignored; `packed_seq_params` defines the sequences.
+            key, value: [local_tokens, query_groups, dim]. heads is a multiple of query_groups.
+            attention_mask: ignored. `packed_seq_params` defines the sequences.
             packed_seq_params: THD, with `cu_seqlens_q` and `max_seqlen_q` of the padded sequences
                 over all ranks.
 
@@ -149,13 +149,13 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
         """
         if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
             raise NotImplementedError(
-                "PackedCoreAttention needs packed_seq_params with qkv_format='thd'"
+                "PackedCoreAttention requires packed_seq_params with qkv_format='thd'"
             )
         is_causal = attn_mask_type in (None, AttnMaskType.causal, AttnMaskType.padding_causal)
         if attention_bias is not None or not is_causal:
             raise NotImplementedError(
-                f"attn_mask_type is {attn_mask_type}: PackedCoreAttention is causal only, without "
-                f"attention_bias"
+                f"attn_mask_type is {attn_mask_type}: PackedCoreAttention supports only causal "
+                "attention without attention_bias"
             )
         group = self.pg_collection.cp
         layout = _layout_of(packed_seq_params, query.size(0), group.rank(), group.size())
@@ -174,10 +174,10 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
 
 
 class TorchNorm:
-    """A constructor of torch's LayerNorm or RMSNorm, marked for sequence parallelism.
+    """A constructor for torch's LayerNorm or RMSNorm, marked for sequence parallelism.
 
     `finalize_model_grads` sums the gradients of marked parameters over the tensor-parallel ranks.
-    Megatron's `WrappedTorchNorm` (transformer/torch_norm.py) does not mark its parameters, and
+    Megatron's `WrappedTorchNorm` (transformer/torch_norm.py) does not mark its parameters and
     refuses sequence parallelism.
     """
 
@@ -188,8 +188,8 @@ class TorchNorm:
         if kind not in ("LayerNorm", "RMSNorm") or config.layernorm_zero_centered_gamma:
             raise NotImplementedError(
                 f"--normalization is {kind!r}, zero-centered gamma "
-                f"{config.layernorm_zero_centered_gamma}: TorchNorm builds "
-                "plain LayerNorm and RMSNorm"
+                f"{config.layernorm_zero_centered_gamma}: TorchNorm builds only plain LayerNorm "
+                "and RMSNorm"
             )
         build = getattr(torch.nn, kind)
         norm: torch.nn.Module = build(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -205,8 +205,8 @@ def torch_block_spec(
     Apex.
 
     Args:
-        config: the model's; its pipeline layout decides which layers this stage gets.
-        vp_stage: virtual pipeline stage of the chunk, None without a virtual pipeline.
+        config: the model's config, which decides this stage's layers.
+        vp_stage: the chunk's virtual pipeline stage, None without a virtual pipeline.
     """
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
     layers = copy.deepcopy(block.layer_specs)
@@ -222,27 +222,26 @@ def torch_block_spec(
 def hybrid_stack_spec(
     config: TransformerConfig, *, use_transformer_engine: bool = False
 ) -> ModuleSpec:
-    """Build the `hybrid_stack_spec=` of a HybridModel whose layers are the parts of GPTModel's.
+    """Build the `hybrid_stack_spec=` of a HybridModel from the parts of GPTModel's layers.
 
-    Megatron's own spec needs Transformer Engine and has no norms of queries and keys: it takes
-    `--qk-layernorm` and ignores it.
+    Megatron's spec needs Transformer Engine and ignores `--qk-layernorm`.
 
     Args:
-        config: the model's.
-        use_transformer_engine: take Transformer Engine's layers instead of those in plain torch.
+        config: the model's config.
+        use_transformer_engine: use Transformer Engine's layers instead of plain torch.
     """
     # Old versions lack these modules.
     from megatron.core.models.hybrid import hybrid_block
     from megatron.core.ssm.mlp_layer import MLPLayer
 
-    both = copy.copy(config)  # one layer with an MLP, and one with experts where there are any
+    both = copy.copy(config)  # one layer with an MLP, and one with experts if there are any
     both.num_layers, both.moe_layer_freq = 2, [0, 1]
     both.pipeline_model_parallel_size, both.virtual_pipeline_model_parallel_size = 1, None
     if use_transformer_engine:
         block = get_gpt_decoder_block_spec(both, use_transformer_engine=True)
     else:
         block = torch_block_spec(both)
-        # The stack builds its last norm from Transformer Engine without asking.
+        # The stack always builds its last norm from Transformer Engine.
         hybrid_block.TENorm = TorchNorm
     dense, experts = (layer.submodules for layer in block.layer_specs)
 

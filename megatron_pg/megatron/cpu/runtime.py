@@ -1,8 +1,9 @@
-"""Run unmodified Megatron-Core on CPU with gloo, by redirecting its CUDA calls from outside.
+"""A CPU runtime for unmodified Megatron-Core with gloo, which redirects its CUDA calls from
+outside.
 
-Megatron-Core asks for CUDA devices, streams and NVTX ranges without a check that they exist.
-`enable_cpu_runtime` replaces these entry points of torch for this process. It edits nothing of
-Megatron's. The lists were read off megatron-core 0.16.0 to 0.19.2.
+Megatron-Core uses CUDA devices, streams and NVTX ranges without checking that they exist.
+`enable_cpu_runtime` replaces these torch entry points in this process, and a few functions that
+Megatron imports. The lists are from megatron-core 0.16.0 to 0.19.2.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ NO_STATE = torch.zeros(16, dtype=torch.uint8, device="cpu")
 
 
 class NullStream(contextlib.ContextDecorator):
-    """A stand-in for a CUDA stream, event or range where all work is done in order: waiting and
+    """A placeholder for a CUDA stream, event or range. All work runs in order, so waiting and
     recording do nothing.
     """
 
@@ -48,15 +49,15 @@ class NullStream(contextlib.ContextDecorator):
 
 @functools.cache
 def enable_cpu_runtime() -> None:
-    """Let Megatron-Core run on CPU in this process. Another call changes nothing.
+    """Let Megatron-Core run on CPU in this process. A second call changes nothing.
 
-    Every rank calls it before it builds models, where no GPU is used. It holds for the process and
-    cannot be undone. The caller chooses the gloo backend, `use_cpu_initialization=True`, dropout 0
+    Every rank calls it before it builds models, only if no GPU is used. It cannot be undone in the
+    process. The caller must use the gloo backend, `use_cpu_initialization=True`, dropout 0
     (Megatron's random-number tracker is replaced by one without states), and for a virtual pipeline
     `overlap_p2p_comm=True, batch_p2p_comm=False`.
 
     Raises:
-        UnsupportedMegatronError: Megatron-Core is missing or of an unsupported version.
+        UnsupportedMegatronError: Megatron-Core is missing or its version is unsupported.
         RuntimeError: CUDA is already initialized in this process.
     """
     compile_nothing()
@@ -69,10 +70,9 @@ def enable_cpu_runtime() -> None:
 
 
 def compile_nothing() -> None:
-    """Let `torch.compile` return functions uncompiled. It is called before Megatron is imported.
+    """Let `torch.compile` return functions uncompiled. Call it before importing Megatron.
 
-    On CPU each function takes a C++ build, and the compiler takes as long to import as Megatron
-    does.
+    On CPU, each function needs a C++ build, and the compiler takes as long to import as Megatron.
     """
 
     def as_written(model: Any = None, **kwargs: Any) -> Any:
@@ -84,8 +84,8 @@ def compile_nothing() -> None:
 
 
 def _constant(answer: Any = None) -> Callable[..., Any]:
-    """Make a function of any arguments; a new one for each call, because torch.compile tells them
-    apart.
+    """Make a new function of any arguments in each call, because torch.compile distinguishes
+    functions.
     """
     return lambda *args, **kwargs: answer
 
@@ -94,12 +94,12 @@ def _redirect_cuda_module() -> None:
     """Replace the entry points of `torch.cuda` that Megatron calls without a check."""
     cuda: Any = torch.cuda
     cuda.current_device = _constant(CPU)
-    # Megatron's validate_args asks for the architecture under TP and CP (training/arguments.py).
+    # Megatron's validate_args reads the architecture under TP and CP (training/arguments.py).
     cuda.get_device_properties = _constant(SimpleNamespace(name="cpu", major=9, minor=0))
     cuda.get_device_capability = _constant((9, 0))
     cuda.current_stream = cuda.default_stream = _constant(NullStream())
     cuda.Stream = cuda.Event = cuda.stream = cuda.nvtx.range = NullStream
-    # Without CUDA torch would keep every seed in a queue for an initialization that never comes.
+    # Without CUDA, torch would queue every seed for an initialization that never comes.
     seeds = ("manual_seed", "manual_seed_all", "set_rng_state")
     waits = ("synchronize", "empty_cache", "set_device", "set_stream", "reset_peak_memory_stats")
     for name in (*seeds, *waits):
@@ -109,9 +109,9 @@ def _redirect_cuda_module() -> None:
 
 
 def _redirect_tensors() -> None:
-    """Send `device="cuda"` of torch's functions to the CPU, and drop `pin_memory=True`.
+    """Redirect `device="cuda"` in torch's functions to the CPU, and drop `pin_memory=True`.
 
-    A `TorchFunctionMode` would do so too, and cost two microseconds for every call of torch.
+    A `TorchFunctionMode` would add two microseconds to every torch call.
     """
     factories = {factory.__name__ for factory in _device_constructors()}
     for name in {*factories, *(f"{name}_like" for name in factories)}:
@@ -128,13 +128,13 @@ def _redirect_tensors() -> None:
     @functools.wraps(original)
     def type_on_cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         name = original(tensor, *args, **kwargs)
-        if not isinstance(name, str):  # a tensor, converted to the type of the arguments
+        if not isinstance(name, str):  # a converted tensor
             return name
-        # The name may be CUDA's already: under an active mode torch calls this method twice.
+        # Under an active mode, torch calls this method twice, so the name may already be CUDA's.
         return "torch.cuda." + name.removeprefix("torch.").removeprefix("cuda.")
 
-    # Megatron's optimizers take parameters, and its clipping gradients, of types with these names
-    # alone (optimizer/optimizer.py, distrib_optimizer.py, clip_grads.py).
+    # Megatron's optimizers and clipping accept only types with these names (optimizer/optimizer.py,
+    # distrib_optimizer.py, clip_grads.py).
     tensor.type = type_on_cuda
 
 
@@ -156,22 +156,22 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _patch_megatron() -> None:
-    """Replace Megatron's tracker of CUDA random states by one without, fetch split sizes, and name
-    an absent GEMM.
+    """Replace Megatron's tracker of CUDA random states, fetch split sizes, and define an absent
+    GEMM.
     """
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
-    # Recomputation of activations gets and sets the state of the device.
+    # Activation recomputation gets and sets the device's random state.
     random._get_cuda_rng_state = _constant(NO_STATE)
     random._set_cuda_rng_state = _constant()
-    # The all-to-all needs split sizes as numbers. Megatron makes them when it fetches a tensor from
-    # the GPU.
+    # The all-to-all needs split sizes as numbers. Megatron makes them while it fetches a tensor
+    # from the GPU.
     token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, **_: (
         tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
     )
     # moe_utils.py of 0.16.0 to 0.17.1 compares Transformer Engine's GEMM with None in every router,
-    # and binds it only where that is installed.
+    # but binds the name only if it is installed.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None

@@ -70,7 +70,7 @@ class OutputRows:
     def log_probs_and_entropy(
         self, hidden_states: Tensor, weight: Tensor, transform: LogitTransform, scorer: Any = None
     ) -> list[Tensor]:
-        """Compute log-probs and entropy, [window] each, and a `SamplerHead`'s values [5, window]."""
+        """Compute log-probs and entropy, [window] each, and a sampler head's values [5, window]."""
         factors = self.factors(hidden_states, weight)
         options = replace(self._options, transform=transform)
         center = None if scorer is None else scorer.on_rows(self._batch, lambda x: x[self.active])

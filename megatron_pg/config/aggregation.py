@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron_pg.config.settings import Settings, fields_of, setting
-from megatron_pg.config.tables import TABLES, is_replaced
+from megatron_pg.config.tables import is_replaced, table_of
 from megatron_pg.config.values import ABOVE_0, Interval, flag_of
 
 BALANCING_LOSSES = frozenset({"aux_loss", "seq_aux_loss", "global_aux_loss"})
@@ -99,7 +99,10 @@ def settle_per_token_mode(
     is not visible here.
     """
     chosen, table = config.loss_aggregation, "loss_aggregation"
-    is_custom, counterpart = is_replaced(table, config), TABLES[table][chosen].under_per_token_flag
+    is_custom, counterpart = (
+        is_replaced(table, config),
+        table_of(table)[chosen].under_per_token_flag,
+    )
     exclusive = ("use_torch_fsdp2", "ddp_average_in_collective")
     obstacle = next((name for name in exclusive if trainer.get(name)), None)
     if not config.calculate_per_token_loss:

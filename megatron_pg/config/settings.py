@@ -9,7 +9,7 @@ from types import NoneType
 from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
 from megatron_pg.config.removed import add_removed_flags, refusal_of_removed
-from megatron_pg.config.tables import ALSO_KNOWN_AS, TABLES
+from megatron_pg.config.tables import ALSO_KNOWN_AS, table_of
 from megatron_pg.config.values import Interval, did_you_mean, expected, flag_of, refuse
 
 
@@ -38,7 +38,7 @@ class Field:
     @property
     def choices(self) -> tuple[str, ...]:
         """The valid words, from a `Literal` or a table. Empty if any value is valid."""
-        return tuple(TABLES.get(self.name, ())) or self.words
+        return tuple(table_of(self.name)) or self.words
 
     def violation(self, value: Any) -> str:
         """Return what is wrong with a single value, or ""."""
@@ -63,7 +63,7 @@ class Field:
 
     def argparse_keywords(self) -> dict[str, Any]:
         """Return the arguments of `add_argument` for the flag."""
-        rows = TABLES.get(self.name, {}).values()
+        rows = table_of(self.name).values()
         text = " ".join([self.help, *(f"{row.name}: {row.help}." for row in rows)])
         text, default = text.replace("%", "%%"), self.default
         if self.type is bool:

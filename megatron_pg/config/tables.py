@@ -4,6 +4,7 @@
 fused head and the docs' tables read the rows.
 """
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -89,6 +90,8 @@ TABLES: dict[str, dict[str, Any]] = {
     "kl_loss_type": {},
 }
 """Tables by setting, and the corrections, which have their own flags."""
+FILLED_BY = "megatron_pg.loss"
+"""The package with the rows, named because this layer may not import it."""
 REPLACED_BY = {
     "loss_aggregation": "custom_pg_loss_reducer_function_path",
     "policy_loss": "custom_policy_loss_path",
@@ -117,6 +120,14 @@ ALSO_KNOWN_AS: dict[str, Mapping[str, str]] = {
     "kl_loss_type": {"kl": "k1", "mse": "k2", "low_var": "low_var_kl"},
 }
 """Rows by their common names, for hints in errors."""
+
+
+def table_of(setting: str) -> dict[str, Any]:
+    """Return the rows of a setting, none if no table belongs to it."""
+    table = TABLES.get(setting, {})
+    if setting in TABLES and not table:  # nothing has imported the rows yet
+        importlib.import_module(FILLED_BY)
+    return table
 
 
 def rows_on[RowType: Row](table: Mapping[str, RowType], config: Any) -> list[RowType]:

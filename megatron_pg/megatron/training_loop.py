@@ -69,9 +69,17 @@ def require_training_loop(chunk: Any, groups: ParallelGroups, num_microbatches: 
             "divides the gradients by its loss scale: set config.grad_scale_func = "
             "optimizer.scale_loss (or lambda loss: loss, if nothing divides)"
         )
+    size = getattr(config, "context_parallel_size", groups.context_size)
+    if size != groups.context_size:
+        raise ValueError(
+            f"the model's config has context_parallel_size={size}, but its context-parallel group "
+            f"has {groups.context_size} ranks, and attention may read either: build the model with "
+            f"TransformerConfig(context_parallel_size={groups.context_size})"
+        )
     if not getattr(chunk, "bucket_groups", None):  # not Megatron's DDP, or nothing to train
         return
     _require_wrapper(chunk, groups, num_microbatches)
+    _require_held_parameters(chunk)
 
 
 def _unreduced(chunk: Any, groups: ParallelGroups) -> str | None:
@@ -120,6 +128,16 @@ def _require_wrapper(chunk: Any, groups: ParallelGroups, num_microbatches: int) 
             f"but DDP was built with the opposite: gradients would be {ranks} times too "
             f"{'large' if sums else 'small'}. Set it before wrapping the model"
         )
+
+
+def _require_held_parameters(chunk: Any) -> None:
+    """Raise ValueError for a trainable parameter that DDP does not know."""
+    for name, parameter in chunk.module.named_parameters():
+        if parameter.requires_grad and parameter not in chunk.param_to_bucket_group:
+            raise ValueError(
+                f"{name} became trainable after the model was wrapped, so DDP does not reduce its "
+                "gradient: add adapters and set requires_grad before DistributedDataParallel"
+            )
 
 
 @dataclass(eq=False)
@@ -229,10 +247,18 @@ class GradientWatch:
 
     def watch(self, loss: Tensor) -> None:
         """Let backward from a micro-batch's loss raise ValueError before it adds gradients to an
-        earlier step's.
+        earlier step's. Raise it for a loss without a gradient.
         """
-        if loss.requires_grad and getattr(self.chunk, "bucket_groups", None):
+        if not getattr(self.chunk, "bucket_groups", None):
+            return
+        if loss.requires_grad:
             loss.register_hook(self._begin)  # type: ignore[no-untyped-call]
+        elif torch.is_grad_enabled():
+            raise ValueError(
+                "the loss has no gradient, although the model has trainable parameters. Full "
+                "recomputation loses it behind a frozen embedding: add model.embedding."
+                "register_forward_hook(lambda module, inputs, output: output.requires_grad_())"
+            )
 
     def _begin(self, _: Tensor) -> None:
         chunk = self.chunk

@@ -149,6 +149,9 @@ FORGOTTEN = {
     "config.grad_scale_func = optimizer.scale_loss": Loop(config={"fp16": True}),
     f"calculate_per_token_loss=True {OTHER} small": TO_PER_TOKEN,
     f"calculate_per_token_loss=False {OTHER} large": FROM_PER_TOKEN,
+    "context_parallel_size=1, but its context-parallel group has 2 ranks": Loop(
+        Sharding(context=2), config={"context_parallel_size": 1}
+    ),
 }
 
 
@@ -157,6 +160,34 @@ def test_what_else_a_loop_forgets_is_refused(words: str) -> None:
     loop = FORGOTTEN[words]
     for found in run_ranks(outcome_or_refusal, loop.sharding.world_size, loop):
         assert words in found
+
+
+def add_after_wrapping(chunk: Any) -> None:
+    unwrapped(chunk).decoder.register_parameter("late", torch.nn.Parameter(torch.ones(1)))
+
+
+def freeze_after_wrapping(chunk: Any) -> None:
+    """As full recomputation loses the gradient behind a frozen embedding."""
+    chunk.requires_grad_(False)
+
+
+UNTRAINED = {
+    "decoder.late became trainable after the model was wrapped": add_after_wrapping,
+    "the loss has no gradient": freeze_after_wrapping,
+}
+
+
+def refusal_after(change: Any) -> str:
+    loop = Loop()
+    chunks = build(loop.sharding, loop.options)
+    change(chunks[0])
+    return refusal(ValueError, run_schedule, chunks, loop.sharding, loop.run)
+
+
+@pytest.mark.parametrize("words", UNTRAINED)
+def test_parameters_that_would_not_be_trained_are_refused(words: str) -> None:
+    (found,) = run_ranks(refusal_after, 1, UNTRAINED[words])
+    assert words in found
 
 
 def words_without_zeroing(loop: Loop, **added: Any) -> str:

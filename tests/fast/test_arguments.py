@@ -5,6 +5,8 @@ import copy
 import dataclasses
 import logging
 import math
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -605,3 +607,10 @@ def test_our_help_renders_on_the_parser_of_megatron():
         action = parser._option_string_actions[flag]
         assert action.dest == flag[2:].replace("-", "_")
         assert formatter._expand_help(action)
+
+
+def test_the_settings_need_no_other_import() -> None:
+    """A process that imports them first has the words of every table."""
+    script = "from megatron_pg.config import PolicyLossConfig as C; print(C(kl_loss_type='k2'))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert "kl_loss_type='k2'" in done.stdout, done.stderr

@@ -90,7 +90,7 @@ def _objectives(report: Report, options: ExplainOptions) -> TextTable:
     counts = f"N = {step['num_rollouts']} rollouts, P = {groups} prompt groups"
     title = f"Objectives (* selected): {counts}, T = {step['num_active_tokens']} active tokens"
     legend = (
-        "learning rate ratio: total weight over sample_mean's, a factor for SGD but not for Adam"
+        "learning rate ratio: total weight over the first row's, a factor for SGD but not for Adam"
     )
     return f"{title}\n{legend}", rows
 

@@ -91,7 +91,7 @@ def test_the_gradient_is_the_same_where_megatron_multiplies_by_cp(change, factor
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (scaled_in_the_schedule, "it multiplies by 3.0, and not by 1 or 2"),
+        (scaled_in_the_schedule, "it multiplies by 3.0 instead of 1 or 2"),
         (other_arguments, "unexpected keyword"),
     ],
 )
